@@ -1,0 +1,98 @@
+# The whole project in two commands: `make climb` and `make test`. Both set `.venv` up first, once.
+
+PYTHON ?= python3
+WORKLOAD ?= audio
+BIN := .venv/bin
+SPEEDKIT ?= $(BIN)/speedkit
+
+# A set-up is finished when this file is there: its name changes with what is to be installed and where.
+STAMP := .venv/.installed-$(shell { pwd; cat requirements.lock pyproject.toml; } | cksum | cut -d' ' -f1)
+
+# A value that holds a regular expression must reach speedkit as it was typed: $(value) keeps make from reading its `$`,
+# the quotes keep the shell from reading the rest, and nothing passes it on through the environment.
+unexport DATA LABEL_PATTERN TEST_PATTERN LABELS BUDGET OUT ARGS
+quoted = '$(subst ','\'',$(value $(1)))'
+option = $(if $(value $(1)),$(2) $(call quoted,$(1)))
+
+# What a run or a test writes beside its results stays in the repository: a home that is read-only, or that holds
+# settings of its own, changes nothing.
+CACHE := $(CURDIR)/.cache
+climb test test-slow: export IPYTHONDIR := $(CACHE)/ipython
+climb test test-slow: export JUPYTER_CONFIG_DIR := $(CACHE)/jupyter/config
+climb test test-slow: export JUPYTER_DATA_DIR := $(CACHE)/jupyter/data
+climb test test-slow: export JUPYTER_RUNTIME_DIR := $(CACHE)/jupyter/runtime
+climb test test-slow: export MPLCONFIGDIR := $(CACHE)/matplotlib
+climb test test-slow: export NUMBA_CACHE_DIR := $(CACHE)/numba
+climb test test-slow: export TORCHINDUCTOR_CACHE_DIR := $(CACHE)/inductor
+climb test test-slow: export TRITON_CACHE_DIR := $(CACHE)/triton
+test test-slow: export SPEEDKIT_CACHE_DIR := $(CACHE)/speedkit
+test test-slow: export OMP_NUM_THREADS := 1
+
+.PHONY: help setup climb test test-slow lint lab lock system clean
+.DEFAULT_GOAL := help
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/make \1\t\2/p' Makefile | expand -t 20
+	@echo 'climb takes WORKLOAD=audio DATA=folder LABEL_PATTERN=regex TEST_PATTERN=regex LABELS=csv BUDGET=8m OUT=folder ARGS="..."'
+
+setup: $(STAMP)  ## make or reuse .venv, with every package at its locked version
+
+# Prints the interpreter itself, also when an environment of its own is active, if it is of use here.
+fits = import sys, venv, ensurepip; (3, 11) <= sys.version_info[:2] <= (3, 12) or sys.exit(1); print(sys._base_executable)
+
+# Without a PYTHON of the user's own, the first Python that fits is taken. An environment that is half made, or that was
+# made in another folder, is made anew; a package whose installation was cut short (pip writes INSTALLER last) is
+# forgotten, so that pip installs it again.
+$(STAMP):
+	@set -e; found=; \
+	for python in $(if $(filter file,$(origin PYTHON)),$(PYTHON) python3.12 python3.11,"$(PYTHON)"); do \
+	  found=$$("$$python" -c '$(fits)' 2>/dev/null) && break; \
+	done; \
+	if [ -z "$$found" ]; then \
+	  echo "set-up: needs Python 3.11 or 3.12 with its venv module (Debian, Ubuntu: apt-get install python3-venv);" \
+	    "name one with PYTHON=/path/to/python" >&2; exit 2; \
+	fi; \
+	if ! $(BIN)/pip --version 2>/dev/null | grep -qF "$(CURDIR)/.venv/"; then \
+	  echo "set-up: making .venv with $$("$$found" --version)"; rm -rf .venv; "$$found" -m venv .venv; \
+	fi; \
+	rm -f .venv/.installed-*; \
+	for package in .venv/lib/python3*/site-packages/*.dist-info; do \
+	  if [ ! -e "$$package/INSTALLER" ]; then rm -rf "$$package"; fi; \
+	done; \
+	echo "set-up: installing the locked packages: about 6 GB, a few minutes"; \
+	install="$(BIN)/python -m pip install -qq --disable-pip-version-check --no-input"; \
+	{ $$install -r requirements.lock && $$install --no-deps --no-build-isolation -e .; } || \
+	  { echo "set-up: not finished; run make again to go on from here" >&2; exit 1; }; \
+	touch $@; echo "set-up: done"
+
+climb: setup  ## climb the ladder: the report, the notebook and the winning plan appear in runs/
+	@$(SPEEDKIT) climb $(call quoted,WORKLOAD) \
+	  --out $(if $(value OUT),$(call quoted,OUT),"runs/$$(date +%Y%m%d-%H%M%S)") \
+	  $(call option,DATA,--data-dir) $(call option,LABELS,--labels) \
+	  $(call option,LABEL_PATTERN,--label-pattern) $(call option,TEST_PATTERN,--test-pattern) \
+	  $(call option,BUDGET,--budget) $(value ARGS)
+
+test: lint  ## check the code, run the quick tests, then every notebook in its smoke profile
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	SPEEDKIT_PROFILE=smoke $(BIN)/python -m pytest --nbval-lax --nbval-current-env --nbval-cell-timeout 180 notebooks/*.ipynb
+
+test-slow: setup  ## run the long fault, browser and notebook-runner tests
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+lint: setup  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+lab: setup  ## open the notebooks in JupyterLab
+	$(BIN)/jupyter lab --notebook-dir=notebooks $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS)
+
+lock:  ## choose all versions anew (needs uv, which is not part of the set-up)
+	uv pip compile --universal --fork-strategy fewest --python-version 3.11 --all-extras pyproject.toml \
+	  -o requirements.lock --no-header --no-annotate --upgrade
+
+system:  ## install the system packages that some tests use (Debian, Ubuntu; as root)
+	@bash tests/install_system.sh
+
+clean:  ## remove caches; .venv and runs stay
+	rm -rf .cache .pytest_cache .mypy_cache .ruff_cache
+	find . -path ./.venv -prune -o -type d \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""File to batch on the device."""

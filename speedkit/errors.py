@@ -1,0 +1,25 @@
+"""The errors a user can cause or must know of. Each carries one sentence: what, where, what to do."""
+
+
+class SpeedkitError(Exception):
+    """A run failed for a reason the user can read and act on; the command line exits with `exit_code`."""
+
+    exit_code = 1
+
+
+class UsageError(SpeedkitError):
+    """What was asked cannot be done as asked: a missing folder, an unknown name, an output that is in use."""
+
+    exit_code = 2
+
+
+class PlanError(UsageError):
+    """A plan or recipe field has an unknown name or an impossible value."""
+
+
+class Interrupted(SpeedkitError):
+    """Ctrl-C or SIGTERM ended a run after its checkpoint was written; `exit_code` is 128 + the signal's number."""
+
+    def __init__(self, message: str, signal_number: int):
+        super().__init__(message)
+        self.exit_code = 128 + signal_number

@@ -1,0 +1,81 @@
+"""Files that are either whole or absent: atomic writes, JSON without NaN, and claiming an output folder."""
+
+import contextlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from speedkit.errors import UsageError
+
+
+@contextlib.contextmanager
+def atomic(path: str | Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; on success it is synced to disk and renamed to `path`, else removed."""
+    path = Path(path)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        with temporary.open("rb+") as stream:
+            os.fsync(stream.fileno())
+        # mkstemp makes files for this user alone; the finished file gets the permissions of any other.
+        mask = os.umask(0)
+        os.umask(mask)
+        temporary.chmod(0o666 & ~mask)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write `text` to `path` atomically, as UTF-8."""
+    with atomic(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    """Write `value` to `path` atomically, as JSON; a number that is not finite becomes null."""
+    write_text(path, json.dumps(finite(value), indent=1, allow_nan=False) + "\n")
+
+
+def read_json(path: str | Path) -> Any:
+    """Return what the JSON file at `path` holds."""
+    return json.loads(Path(path).read_text(encoding="utf-8"))
+
+
+def finite(value: Any) -> Any:
+    """Return `value` with every NaN and infinity replaced by None, and tuples by lists: JSON has neither."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value
+
+
+def claim_folder(folder: str | Path, kind: str, resume: bool = False) -> Path:
+    """Return `folder`, made and marked as holding one run of `kind`.
+
+    Raises UsageError when it cannot be written, or when it holds another run and `resume` is not set.
+    """
+    folder = Path(folder)
+    marker = folder / ".speedkit-run"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        held = marker.read_text(encoding="utf-8").strip() if marker.exists() else ""
+        occupied = bool(held) or any(folder.iterdir())
+        if occupied and not (resume and held == kind):
+            what = f"a {held} run" if held else "files that speedkit did not write"
+            hint = "add --resume to go on with it, or name another" if held == kind else "name another"
+            raise UsageError(f"output folder {folder} already holds {what}: {hint} with --out")
+        write_text(marker, kind + "\n")
+    except OSError as error:
+        why = error.strerror
+        raise UsageError(f"output folder {folder} cannot be written ({why}): name another with --out") from error
+    return folder

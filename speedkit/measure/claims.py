@@ -1,0 +1,59 @@
+"""What the guides promise (notebooks/claims.csv), and the rule by which a measurement answers it."""
+
+import csv
+from collections.abc import Mapping
+from typing import Any
+
+from speedkit.errors import UsageError
+from speedkit.measure.provenance import notebooks_folder
+
+ONE_FIGURE_TOLERANCE = 0.10  # a promise such as "1.9x" came from one run somewhere: read as 1.9 give or take this
+
+
+def read_claims() -> dict[str, dict[str, str]]:
+    """Return the rows of notebooks/claims.csv by id; {} where there is no such file."""
+    folder = notebooks_folder()
+    if folder is None or not (folder / "claims.csv").is_file():
+        return {}
+    with (folder / "claims.csv").open(encoding="utf-8", newline="") as stream:
+        return {row["id"]: row for row in csv.DictReader(stream)}
+
+
+def promised(claim_id: str) -> tuple[float, float]:
+    """Return the promised speed-up of a claim as (low, high).
+
+    Raises UsageError for an unknown claim, or one that promises no figure or something other than a speed-up.
+    """
+    claims = read_claims()
+    if claim_id not in claims:
+        known = ", ".join(claims) or "none"
+        raise UsageError(f'there is no claim "{claim_id}" in notebooks/claims.csv: it has {known}')
+    claim = claims[claim_id]
+    try:
+        low, high = float(claim["low"]), float(claim["high"])
+    except ValueError:
+        low = high = 0.0
+    if claim["metric"] != "speedup" or not 0 < low <= high:
+        raise UsageError(f"{claim_id} ({claim['technique']}: {claim['metric']}) promises no range of speed-up that a "
+                         "ratio could answer: decide in the notebook and record it with run.verdict()")
+    if low == high:
+        low, high = low * (1 - ONE_FIGURE_TOLERANCE), high * (1 + ONE_FIGURE_TOLERANCE)
+    return low, high
+
+
+def judge(promise: tuple[float, float], measurement: Mapping[str, Any]) -> str:
+    """Return confirmed, smaller, larger or wrong: how a measured ratio answers a promised range of speed-up.
+
+    - wrong: no effect in the promised direction was shown: the 99 % interval does not clear the noise floor of its
+      A/A control (for a promise below 1, a stated cost, it does not lie below the floor's reciprocal);
+    - smaller, larger: the effect is there, and the whole interval lies below or above the promised range;
+    - confirmed: otherwise, so interval and promise overlap.
+    """
+    floor = max(measurement.get("noise_floor") or 1.0, 1.0)
+    low, high = measurement["low"], measurement["high"]
+    shown = low > floor if promise[1] >= 1 else high < 1 / floor
+    if not shown:
+        return "wrong"
+    if high < promise[0]:
+        return "smaller"
+    return "larger" if low > promise[1] else "confirmed"

@@ -1,0 +1,206 @@
+"""What ran and on what: hashes of code, versions, the commit, where the notebooks are, power and clocks."""
+
+import ast
+import contextlib
+import hashlib
+import importlib.metadata
+import importlib.util
+import io
+import json
+import os
+import platform
+import subprocess
+import time
+import tokenize
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import speedkit
+from speedkit.errors import UsageError
+
+PACKAGE = Path(speedkit.__file__).parent
+
+
+def code_sha256(notebook: str | Path | Mapping[str, Any], modules: Sequence[str] = ()) -> str:
+    """Return the hash of a notebook's code cells (its file, or what nbformat read) and of its declared modules.
+
+    Outputs, Markdown, comments, docstrings and cells tagged `injected-parameters` do not count: what remains decides
+    what a run does. The same on every supported version of Python. Raises UsageError for a module that is not found.
+    """
+    digest = hashlib.sha256()
+    content = notebook if isinstance(notebook, Mapping) else json.loads(Path(notebook).read_text(encoding="utf-8"))
+    for cell in content["cells"]:
+        if cell["cell_type"] == "code" and "injected-parameters" not in cell["metadata"].get("tags", []):
+            digest.update(b"\0cell\0" + essence("".join(cell["source"]), keep_module_docstring=True).encode())
+    for name in sorted(set(modules)):
+        digest.update(f"\0{name}\0{module_sha256(name)}".encode())
+    return digest.hexdigest()
+
+
+def module_sha256(name: str) -> str:
+    """Return the hash of a module's source without comments and docstrings; of a package, that of all its modules."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError:
+        spec = None
+    if spec is None or not spec.origin or not spec.origin.endswith(".py"):
+        raise UsageError(f'module "{name}" has no source to hash: name modules as in `import`, such as speedkit.plan')
+    origin = Path(spec.origin)
+    files = sorted(origin.parent.rglob("*.py")) if spec.submodule_search_locations else [origin]
+    digest = hashlib.sha256()
+    for file in files:
+        relative = file.relative_to(origin.parent).as_posix()
+        digest.update(f"\0{relative}\0{essence(file.read_text(encoding='utf-8'))}".encode())
+    return digest.hexdigest()
+
+
+def essence(source: str, keep_module_docstring: bool = False) -> str:
+    """Return `source` without comments, docstrings, blank lines and trailing spaces.
+
+    Cut out of the text by position, since what `ast.dump` and `ast.unparse` write differs between versions of Python.
+    `keep_module_docstring` is for notebook cells, where a leading string is shown. Text that is not Python (a cell
+    with a `%magic`) only loses its blank lines and trailing spaces.
+    """
+    source = source.replace("\r\n", "\n").replace("\r", "\n")
+    lines = [list(line) for line in source.split("\n")]
+    try:
+        spans = _comments(source) + _docstrings(source, keep_module_docstring)
+    except (SyntaxError, tokenize.TokenError):
+        spans = []
+    for (first, start), (last, end) in spans:
+        for number in range(first, last + 1):
+            line = lines[number - 1]
+            left, right = (start if number == first else 0), (end if number == last else len(line))
+            line[left:right] = [""] * (right - left)  # emptied, not removed: later positions stay right
+    kept = ("".join(line).rstrip() for line in lines)
+    return "\n".join(line for line in kept if line)
+
+
+Span = tuple[tuple[int, int], tuple[int, int]]  # (line from 1, column from 0, in characters) of start and end
+
+
+def _comments(source: str) -> list[Span]:
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return [(token.start, token.end) for token in tokens if token.type == tokenize.COMMENT]
+
+
+def _docstrings(source: str, keep_module_docstring: bool) -> list[Span]:
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, *(() if keep_module_docstring else (ast.Module,)))
+    lines = source.split("\n")
+    spans = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, kinds) and ast.get_docstring(node, clean=False) is not None:
+            text = node.body[0]
+            assert text.end_lineno is not None and text.end_col_offset is not None
+            spans.append((_position(lines, text.lineno, text.col_offset),
+                          _position(lines, text.end_lineno, text.end_col_offset)))
+    return spans
+
+
+def _position(lines: list[str], number: int, column_bytes: int) -> tuple[int, int]:
+    """Return a position of `ast`, which counts columns in bytes of UTF-8, in characters."""
+    return number, len(lines[number - 1].encode()[:column_bytes].decode())
+
+
+def versions() -> dict[str, str | None]:
+    """Return the versions that can change a measurement; None for what is not installed or has none here."""
+    found: dict[str, str | None] = {"speedkit": speedkit.__version__, "python": platform.python_version(),
+                                    "torch": torch.__version__}
+    for name in ("torchaudio", "torchvision", "numpy"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    found["cuda"] = torch.version.cuda
+    found["cudnn"] = str(torch.backends.cudnn.version()) if torch.cuda.is_available() else None
+    return found
+
+
+def commit() -> tuple[str, bool] | None:
+    """Return (short hash, whether the package differs from it), or None when speedkit is not in a git checkout."""
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(PACKAGE), *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", "__init__.py")  # installed inside somebody else's checkout is not in it
+        return git("rev-parse", "--short", "HEAD"), bool(git("status", "--porcelain", "--", "."))
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def notebooks_folder() -> Path | None:
+    """Return the folder of the numbered notebooks: SPEEDKIT_NOTEBOOKS, else beside the package or the current folder.
+
+    Raises UsageError when SPEEDKIT_NOTEBOOKS names no folder.
+    """
+    if named := os.environ.get("SPEEDKIT_NOTEBOOKS"):
+        if not Path(named).is_dir():
+            raise UsageError(f"SPEEDKIT_NOTEBOOKS={named} is not a folder: name the one that holds the notebooks")
+        return Path(named)
+    here = Path.cwd()
+    for folder in (PACKAGE.parent, here, *here.parents):
+        if (folder / "notebooks" / "records").is_dir() or (folder / "notebooks" / "claims.csv").is_file():
+            return folder / "notebooks"
+    return None
+
+
+def find_notebook(name: str) -> Path | None:
+    """Return the file of the notebook `name`, looked for in the current folder and among the numbered ones."""
+    for folder in (Path.cwd(), notebooks_folder()):
+        if folder and (folder / f"{name}.ipynb").is_file():
+            return folder / f"{name}.ipynb"
+    return None
+
+
+class PowerLog:
+    """Power, clocks and energy of an NVIDIA GPU by NVML, read when asked: no thread disturbs a measurement."""
+
+    def __init__(self, device: torch.device):
+        self.samples: list[dict[str, Any]] = []
+        self.began_s = time.perf_counter()
+        self.handle: Any = None
+        if device.type != "cuda" or torch.version.cuda is None:
+            return
+        with contextlib.suppress(Exception):  # no NVML, or it refuses (MIG, virtual GPUs): costs these facts, no run
+            import pynvml  # the module of the distribution nvidia-ml-py
+
+            pynvml.nvmlInit()
+            # NVML counts all GPUs, CUDA only the visible ones: the UUID is what both call it.
+            self.handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+
+    def sample(self, label: str) -> None:
+        """Note power (watts), clocks (hertz) and energy (joules since the driver was loaded), as far as NVML tells."""
+        if self.handle is None:
+            return
+        import pynvml
+
+        def read(function: Any, *arguments: Any, scale: float) -> float | None:
+            try:
+                return function(self.handle, *arguments) * scale
+            except pynvml.NVMLError:
+                return None
+
+        self.samples.append({
+            "label": label,
+            "at_s": time.perf_counter() - self.began_s,
+            "power_w": read(pynvml.nvmlDeviceGetPowerUsage, scale=1e-3),
+            "sm_hz": read(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_SM, scale=1e6),
+            "memory_hz": read(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_MEM, scale=1e6),
+            "energy_j": read(pynvml.nvmlDeviceGetTotalEnergyConsumption, scale=1e-3),
+        })
+
+    def summary(self) -> dict[str, Any]:
+        """Return `power`, `clocks` (lists of samples) and `energy_j` (first to last sample); None where unknown."""
+        if not self.samples:
+            return {"power": None, "clocks": None, "energy_j": None}
+        energy = [sample["energy_j"] for sample in (self.samples[0], self.samples[-1])]
+        power, clocks = ("label", "at_s", "power_w"), ("label", "at_s", "sm_hz", "memory_hz")
+        return {
+            "power": [{key: sample[key] for key in power} for sample in self.samples],
+            "clocks": [{key: sample[key] for key in clocks} for sample in self.samples],
+            "energy_j": None if None in energy else energy[1] - energy[0],
+        }

@@ -1,0 +1,73 @@
+"""Recipe: what a model learns from. Changing it changes what is learned; how fast is the business of the Plan."""
+
+import dataclasses
+
+from speedkit.errors import PlanError
+from speedkit.settings import check, setting
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What is learned from: every workload has its own default."""
+
+    batch_size: int = setting(32, "samples behind each optimizer step", unit="samples", minimum=1)
+    learning_rate: float = setting(1e-3, "peak learning rate", minimum=0)
+    optimizer: str = setting("adamw", "the update rule", choices=("adamw", "sgd"))
+    schedule: str = setting(
+        "onecycle", "how the learning rate moves over the steps", choices=("constant", "onecycle", "cosine")
+    )
+    epochs: int | None = setting(8, "passes over the training set; none where steps is given", minimum=1)
+    steps: int | None = setting(None, "optimizer steps; none where epochs is given", unit="steps", minimum=1)
+    clip_norm: float | None = setting(None, "largest norm of all gradients together; none clips nothing", minimum=0)
+    weight_decay: float = setting(0.01, "decoupled for adamw, L2 for sgd", minimum=0)
+    momentum: float = setting(0.9, "of sgd; adamw has its own two", minimum=0, maximum=1)
+    label_smoothing: float = setting(0.0, "share of the target spread over all classes", minimum=0, maximum=1)
+    focal_gamma: float = setting(0.0, "how much easy samples are discounted; 0 is plain cross-entropy", minimum=0)
+    mixup: float = setting(0.0, "alpha of the Beta distribution samples are mixed by; 0 mixes nothing", minimum=0)
+    max_duration_s: float | None = setting(None, "longest clip learned from; none takes all", unit="s", minimum=0.01)
+    seed: int = setting(0, "of weights, order, augmentation", minimum=0)
+
+    def __post_init__(self):
+        check(self)
+        if (self.epochs is None) == (self.steps is None):
+            raise PlanError(f"give epochs or steps, one of the two; got epochs={self.epochs}, steps={self.steps}")
+
+    def total_steps(self, train_items: int, drop_last: bool) -> int:
+        """Return how many optimizer steps the recipe makes over `train_items` samples."""
+        if self.steps is not None:
+            return self.steps
+        assert self.epochs is not None  # __post_init__ holds that one of the two is given
+        return self.epochs * steps_per_epoch(train_items, self.batch_size, drop_last)
+
+
+def steps_per_epoch(train_items: int, batch_size: int, drop_last: bool) -> int:
+    """Return the batches in one pass; at least one, for a set smaller than a batch is one small batch."""
+    full, rest = divmod(train_items, batch_size)
+    return max(1, full + (1 if rest and not drop_last else 0))
+
+
+def learning_rates(recipe: Recipe, total_steps: int) -> list[float]:
+    """Return the learning rate of each optimizer step, `[total_steps]`.
+
+    onecycle: up over the first 30 % from 1/25 of the peak, down to almost nothing, both along a cosine (Smith and
+    Topin 2018, the shape of torch.optim.lr_scheduler.OneCycleLR). cosine: down from the peak to 0 (Loshchilov and
+    Hutter 2017).
+    """
+    import math
+
+    peak = recipe.learning_rate
+
+    def between(start: float, end: float, share: float) -> float:
+        return end + (start - end) * (1 + math.cos(math.pi * share)) / 2
+
+    if recipe.schedule == "constant":
+        return [peak] * total_steps
+    last = max(1, total_steps - 1)
+    if recipe.schedule == "cosine":
+        return [between(peak, 0.0, step / last) for step in range(total_steps)]
+    top = max(1.0, 0.3 * total_steps - 1)
+    fall = max(1.0, last - top)
+    return [
+        between(peak / 25, peak, step / top) if step <= top else between(peak, peak / 250_000, (step - top) / fall)
+        for step in range(total_steps)
+    ]

@@ -1,0 +1,86 @@
+"""Checkpoints: all that a run needs to go on as if it had never stopped, whole on disk or not there."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from speedkit.errors import SpeedkitError, UsageError
+from speedkit.files import atomic
+
+NAME = "checkpoint.pt"
+
+
+def save(run: Any, folder: Path) -> Path:
+    """Write the state of `run` to `folder`/checkpoint.pt, atomically."""
+    state = {
+        "recipe": dataclasses.asdict(run.recipe),
+        "workload": run.workload.name,
+        "train_items": len(run.workload.train),
+        "step": run.step,
+        "epoch": run.batches.epoch,
+        "position": run.batches.position,
+        "model": run.model.state_dict(),
+        "optimizer": run.optimizer.state_dict(),
+        "scale": run.scale.state_dict() if run.scale else None,
+        "pending": [float(loss) for loss in run.pending],
+        "rng": torch.get_rng_state(),
+        "cuda_rng": torch.cuda.get_rng_state_all() if run.device.type == "cuda" else [],
+        "loss": run.history.loss,
+        "log_steps": run.history.log_steps,
+        "log_step_s": run.history.log_step_s,
+        "evaluations": run.history.evaluations,
+        "seconds": run.history.seconds,
+        "quarantined": dict(run.history.quarantined),
+    }
+    path = folder / NAME
+    with atomic(path) as temporary:
+        torch.save(state, temporary)
+    return path
+
+
+def load(run: Any, folder: Path) -> bool:
+    """Put `run` where the checkpoint in `folder` left off; return False where there is none.
+
+    Raises UsageError when the checkpoint is of another workload, recipe or data set: going on would not be the same
+    run. Another plan is fine, that is what a plan is.
+    """
+    path = folder / NAME
+    if not path.exists():
+        return False
+    try:
+        state = torch.load(path, map_location=run.device, weights_only=True)
+    except Exception as error:  # torch raises whatever its unpickler does
+        raise SpeedkitError(f"{path} cannot be read ({type(error).__name__}): remove it to start over") from error
+    for what, mine in (
+        ("workload", run.workload.name),
+        ("train_items", len(run.workload.train)),
+        ("recipe", dataclasses.asdict(run.recipe)),
+    ):
+        if state[what] != mine:
+            raise UsageError(f"{path} belongs to another run: its {what} is {_difference(state[what], mine)}")
+    run.model.load_state_dict(state["model"])
+    rate = run.optimizer.param_groups[0]["lr"]
+    run.optimizer.load_state_dict(state["optimizer"])
+    for group in run.optimizer.param_groups:
+        group["lr"] = rate  # the schedule writes into this very tensor
+        group["fused"] = run.plan.fused_optimizer
+    if run.scale and state["scale"]:
+        run.scale.load_state_dict(state["scale"])
+    run.step, run.batches.epoch, run.batches.position = state["step"], state["epoch"], state["position"]
+    run.pending = [torch.tensor(loss) for loss in state["pending"]]
+    torch.set_rng_state(state["rng"].cpu())
+    if run.device.type == "cuda" and state["cuda_rng"]:
+        torch.cuda.set_rng_state_all([rng.cpu() for rng in state["cuda_rng"]])
+    for name in ("loss", "log_steps", "log_step_s", "evaluations", "seconds", "quarantined"):
+        setattr(run.history, name, state[name])
+    run.history.resumed_from = run.step
+    return True
+
+
+def _difference(theirs: Any, mine: Any) -> str:
+    if isinstance(theirs, dict):
+        changed = [key for key in mine if theirs.get(key) != mine[key]]
+        return "; ".join(f"{key}={theirs.get(key)} there, {mine[key]} here" for key in changed)
+    return f"{theirs} there, {mine} here"

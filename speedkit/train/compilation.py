@@ -1,0 +1,19 @@
+"""torch.compile, applied to the model."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from speedkit.plan import Plan
+
+
+def apply(model: nn.Module, plan: Plan) -> Callable[..., Tensor]:
+    """Return what the training step calls in place of `model`: itself, or its compiled form.
+
+    Shapes are compiled as fixed: the loop sends a batch of another size (an epoch's last) through the plain model,
+    which costs less than compiling for it.
+    """
+    if plan.compile == "off":
+        return model
+    return torch.compile(model, mode=plan.compile, dynamic=False)

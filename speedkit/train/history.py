@@ -1,0 +1,65 @@
+"""What a training run leaves behind."""
+
+import dataclasses
+import statistics
+from typing import Any
+
+from torch import nn
+
+from speedkit.plan import Effective
+from speedkit.recipe import Recipe
+
+
+@dataclasses.dataclass
+class History:
+    """The course of one run. Written as `history.json`; times in seconds, memory in bytes."""
+
+    workload: str
+    recipe: Recipe
+    effective: Effective
+    device: str
+    loss: list[float] = dataclasses.field(default_factory=list)  # mean since the log point before, one per log point
+    log_steps: list[int] = dataclasses.field(default_factory=list)
+    log_step_s: list[float] = dataclasses.field(default_factory=list)  # seconds per step, one per log point
+    evaluations: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # {step, seconds, metric, value, n}
+    steps: int = 0  # optimizer steps that changed the weights
+    seconds: float = 0.0  # of training, evaluation included, preparation not
+    prepare_s: float = 0.0  # data, cache building, model; before the first step
+    peak_memory_bytes: int | None = None
+    quarantined: dict[str, str] = dataclasses.field(default_factory=dict)  # path -> why
+    resumed_from: int | None = None
+    model: nn.Module | None = None
+
+    @property
+    def evaluation(self) -> dict[str, Any] | None:
+        """The last evaluation: `{metric, value, n}`."""
+        last = self.evaluations[-1] if self.evaluations else None
+        return last and {key: last[key] for key in ("metric", "value", "n")}
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds per step: the median over log points, so that compilation and evaluation do not count."""
+        return statistics.median(self.log_step_s) if self.log_step_s else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what `history.json` holds."""
+        return {
+            "workload": self.workload,
+            "device": self.device,
+            "recipe": dataclasses.asdict(self.recipe),
+            "plan_asked": dataclasses.asdict(self.effective.asked),
+            "plan_effective": dataclasses.asdict(self.effective.plan),
+            "fallbacks": [dataclasses.asdict(item) for item in self.effective.fallbacks],
+            "loss": self.loss,
+            "log_steps": self.log_steps,
+            "evaluations": self.evaluations,
+            "evaluation": self.evaluation,
+            "steps": self.steps,
+            "samples_per_s": self.recipe.batch_size / self.step_s if self.step_s else None,
+            "step_s": self.step_s,
+            "seconds": self.seconds,
+            "prepare_s": self.prepare_s,
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "quarantined": self.quarantined,
+            "resumed_from": self.resumed_from,
+        }

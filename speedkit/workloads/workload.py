@@ -1,0 +1,40 @@
+"""What is trained, as plain functions, with the pipeline cut where a cache can cut it."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from speedkit.recipe import Recipe
+
+Batch = tuple[Tensor, ...]  # every tensor's first dimension counts the samples: (inputs [B, ...], targets [B])
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """Model, data and loss. The order of a batch's life is load, features, [cache], stack, copy, augment, loss.
+
+    `load`, `features` and `target` run in worker processes, so they are functions of a module or partials of such.
+    """
+
+    name: str
+    recipe: Recipe  # the default, by which this workload is learned well
+    train: Sequence[Any]  # items: whatever `load` and `target` take
+    test: Sequence[Any]
+    load: Callable[[Any], Tensor]  # item -> waveform [T] or image; raises data.decode.BadItem
+    features: Callable[[Tensor], Tensor]  # [T] -> what the model sees of one sample; deterministic, may be cached
+    target: Callable[[Any], int]
+    model: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, Batch, Recipe], tuple[Tensor, Tensor]]  # -> (mean over the batch's valid items, outputs)
+    score: Callable[[Tensor, Batch], Tensor]  # outputs, batch -> [B], one score per sample; the metric is their mean
+    metric: str = "accuracy"
+    higher_is_better: bool = True
+    margin: float = 0.02  # results that differ by less count as equally good
+    augment: Callable[[Batch, torch.Generator], Batch] | None = None  # random, after the cache, on the device
+    count: Callable[[Batch], int | Tensor] | None = None  # valid items in a batch, where they are not its samples
+    parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # all that load and features depend on
+    sources: tuple[Any, ...] = ()  # functions and modules whose source the cached features depend on
+    classes: tuple[str, ...] = ()
+    quarantined: tuple[tuple[str, str], ...] = ()  # (path, why) of files left out before training

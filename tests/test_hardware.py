@@ -1,0 +1,243 @@
+"""What the machine is, what it can do and why not, and its measured ceilings."""
+
+import importlib.metadata
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from speedkit import ceilings as ceilings_module
+from speedkit import system
+from speedkit.ceilings import ceilings, left_out
+from speedkit.errors import UsageError
+from speedkit.hardware import CAPABILITIES, Hardware, cache_root, choose_device, describe, this_machine
+
+GPU = Hardware(
+    device=torch.device("cuda"), gpu_count=1, triton=True, compiler="/usr/bin/gcc", python_headers=True, cpu="a CPU"
+)
+T4 = replace(GPU, gpu="Tesla T4", compute_capability=(7, 5))
+A100 = replace(GPU, gpu="NVIDIA A100-SXM4-40GB", compute_capability=(8, 0))
+H100 = replace(GPU, gpu="NVIDIA H100 80GB HBM3", compute_capability=(9, 0))
+
+XEON = """processor\t: 0
+model name\t: Intel(R) Xeon(R) Platinum 8480+
+physical id\t: 0
+core id\t\t: 0
+flags\t\t: fpu sse2 avx512f avx512_bf16 amx_bf16 avx512_fp16 amx_tile
+
+processor\t: 1
+model name\t: Intel(R) Xeon(R) Platinum 8480+
+physical id\t: 0
+core id\t\t: 0
+flags\t\t: fpu sse2 avx512f avx512_bf16 amx_bf16 avx512_fp16 amx_tile
+
+processor\t: 2
+model name\t: Intel(R) Xeon(R) Platinum 8480+
+physical id\t: 1
+core id\t\t: 0
+flags\t\t: fpu sse2 avx512f avx512_bf16 amx_bf16 avx512_fp16 amx_tile
+"""
+GRAVITON = "processor\t: 0\nBogoMIPS\t: 2100.00\nFeatures\t: fp asimd fphp asimdhp bf16 i8mm\nCPU part\t: 0xd40\n"
+
+
+def can(hardware):
+    return {name for name in CAPABILITIES if hardware.supports(name)}
+
+
+def test_capabilities_of_known_gpus():
+    everywhere = {"fp16", "triton", "cuda_graphs", "compile", "pin_memory"}
+    assert can(T4) == everywhere
+    assert can(A100) == everywhere | {"bf16", "tf32", "flash_attention"}
+    assert can(H100) == set(CAPABILITIES)
+    assert can(replace(GPU, gpu="P100", compute_capability=(6, 0))) == {"cuda_graphs", "pin_memory"}
+
+
+def test_a_t4_emulates_bf16_and_says_what_to_use():
+    reason = T4.why_not("bf16")
+    assert "Tesla T4 has 7.5 and only emulates it" in reason
+    assert reason.endswith('Use precision "fp16".')
+    assert 'A100-SXM4-40GB has 8.0. Use precision "bf16".' in A100.why_not("fp8")
+
+
+def test_an_unknown_gpu_is_not_guessed():
+    unknown = replace(GPU, gpu="Some GPU")
+    assert "is unknown" in unknown.why_not("bf16")
+    amd = replace(GPU, gpu="AMD Instinct MI300X", rocm_version="6.4", probes=(("bf16", ""), ("fp8", "no kernel")))
+    assert amd.supports("bf16") and amd.supports("compile")
+    assert "failed (no kernel)" in amd.why_not("fp8")
+    assert "NVIDIA" in amd.why_not("tf32")
+    assert "known only by trying" in amd.why_not("fp16")
+
+
+def test_compile_says_what_is_missing():
+    assert "triton" in replace(H100, triton=False).why_not("compile")
+    assert "C compiler" in replace(H100, compiler="").why_not("compile")
+    assert "Python.h" in replace(H100, python_headers=False).why_not("compile")
+    assert "C++ compiler" in Hardware().why_not("compile")
+    assert "python3-dev" in Hardware(compiler="/usr/bin/g++").why_not("compile")
+    assert Hardware(compiler="/usr/bin/g++", python_headers=True).supports("compile")
+
+
+@pytest.mark.parametrize("flags", [("amx_bf16",), ("avx512_bf16",), (), None])
+def test_bf16_on_a_cpu_needs_its_instructions(flags):
+    assert Hardware(cpu_flags=flags).supports("bf16") is bool(flags)
+
+
+def test_a_reason_never_is_empty_where_a_capability_is_missing():
+    for hardware in (this_machine("cpu"), Hardware(), Hardware(device=torch.device("mps")), T4, A100, GPU):
+        for name in CAPABILITIES:
+            reason = hardware.why_not(name)
+            assert hardware.supports(name) == (reason == "")
+            assert not reason or (reason.startswith(name) and ". " in reason and reason.endswith("."))
+
+
+def test_unknown_capability_names_the_nearest():
+    with pytest.raises(UsageError, match='"bf61": did you mean "bf16"'):
+        Hardware().supports("bf61")
+
+
+def test_cpuinfo_of_other_machines():
+    flags = ("avx512_bf16", "amx_bf16", "avx512_fp16")
+    assert system.parse_cpuinfo(XEON) == ("Intel(R) Xeon(R) Platinum 8480+", flags, 2)
+    assert system.parse_cpuinfo(GRAVITON) == ("", ("bf16", "asimdhp"), None)
+    assert system.parse_cpuinfo("") == ("", None, None)
+
+
+@pytest.mark.parametrize("groups", ["0::/pod/job\n", "4:memory:/pod\n3:cpu,cpuacct:/pod/job\n"])
+def test_container_limits_are_respected(tmp_path, groups):
+    if groups.startswith("0::"):  # version 2: one tree, limits may sit in any parent
+        (tmp_path / "pod/job").mkdir(parents=True)
+        (tmp_path / "pod/cpu.max").write_text("100000 100000\n")
+        (tmp_path / "pod/job/cpu.max").write_text("max 100000\n")
+        (tmp_path / "pod/job/memory.max").write_text("1048576\n")
+    else:  # version 1, seen from inside a container: its own group is mounted as the root
+        for name, value in {"cpu.cfs_quota_us": "50000", "cpu.cfs_period_us": "100000"}.items():
+            (tmp_path / "cpu,cpuacct").mkdir(exist_ok=True)
+            (tmp_path / "cpu,cpuacct" / name).write_text(value)
+        (tmp_path / "memory").mkdir()
+        (tmp_path / "memory/memory.limit_in_bytes").write_text("1048576\n")
+    assert system.usable_cores(system.cgroup_folders("cpu", tmp_path, groups)) == 1
+    assert system.usable_ram_bytes(system.cgroup_folders("memory", tmp_path, groups)) == 1048576
+
+
+def test_this_machine_knows_itself():
+    machine = this_machine("cpu")
+    assert machine.device == torch.device("cpu")
+    assert 1 <= machine.cores <= (os.cpu_count() or 1)
+    assert machine.ram_bytes and machine.cpu and machine.torch_version == torch.__version__
+    assert this_machine().device.type == ("cuda" if torch.cuda.is_available() else choose_device().type)
+    assert not torch.cuda.is_initialized() or torch.cuda.is_available()
+
+
+def test_threads_are_those_of_now():
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(before + 1)
+        assert this_machine("cpu").threads == before + 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_facts_are_json_with_units_in_their_names():
+    facts = json.loads(json.dumps(this_machine("cpu").as_dict(), allow_nan=False))
+    assert facts["device"] == "cpu" and facts["ram_bytes"] > 0
+    assert set(facts["can"]) | set(facts["cannot"]) == set(CAPABILITIES)
+    assert json.loads(json.dumps(H100.as_dict()))["compute_capability"] == "9.0"
+
+
+def test_looking_draws_no_random_numbers():
+    code = ("import torch; from speedkit.hardware import this_machine; torch.manual_seed(0); a = torch.get_rng_state();"
+            "this_machine('cpu'); assert torch.equal(a, torch.get_rng_state())")  # fmt: skip
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_no_compiler_on_the_path_means_no_compile(tmp_path):
+    code = "from speedkit.hardware import this_machine; print(this_machine('cpu').why_not('compile'))"
+    environment = {**os.environ, "CXX": "no-such-compiler", "HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
+    assert "needs a C++ compiler" in done.stdout and 'Use compile "off"' in done.stdout
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:99", "meta", ""])
+def test_a_device_that_is_not_there_is_refused(name):
+    with pytest.raises(UsageError, match=r"this machine has .*cpu"):
+        this_machine(name)
+
+
+def test_nvml_comes_from_nvidia_ml_py():
+    names = {str(file) for file in importlib.metadata.files("nvidia-ml-py") or ()}
+    assert "pynvml.py" in names
+    assert not {"pynvml"} & {dist.metadata["Name"].lower() for dist in importlib.metadata.distributions()}
+    assert set(system.nvml_facts("00000000-0000-0000-0000-000000000000")) <= {"driver", "power_limit_w"}
+
+
+def test_fingerprint_follows_what_changes_a_ceiling():
+    assert A100.fingerprint() == replace(A100, compiler="").fingerprint()
+    changes = [{"threads": 7}, {"driver": "999"}, {"torch_version": "0"}, {"gpu": "H100"}, {"power_limit_w": 250.0}]
+    assert len({A100.fingerprint(), *(replace(A100, **change).fingerprint() for change in changes)}) == 1 + len(changes)
+
+
+def test_the_card_is_readable():
+    card = describe(replace(T4, gpu_memory_bytes=15 * 2**30, driver="580.1", power_limit_w=70.0))
+    assert "1 x Tesla T4, 15.0 GiB, compute capability 7.5, driver 580.1, 70 W limit" in card
+    assert "fp16" in card and "only emulates it" in card
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """(hardware, cache folder, ceilings), measured although a cache file is there: a broken one."""
+    folder = tmp_path_factory.mktemp("ceilings")
+    machine = this_machine("cpu")
+    (folder / f"ceilings-{machine.fingerprint()}.json").write_text("{ not JSON")
+    return machine, folder, ceilings(machine, cache_dir=folder)
+
+
+def test_ceilings_are_measured_numbers(measured):
+    machine, folder, found = measured
+    expected = {"matmul_fp32", "memory_bandwidth", "memcpy", "file_read_cached", "decode_flac", "decode_wav"}
+    assert expected <= set(found)
+    assert ("matmul_bf16" in found) == machine.supports("bf16")
+    assert "matmul_fp8" not in found and "host_to_device_pinned" not in found
+    for name, ceiling in found.items():
+        assert ceiling.name == name and ceiling.source == "measured" and ceiling.how and ceiling.repeats >= 3
+        assert 0 < ceiling.median <= ceiling.value < math.inf
+        assert ceiling.unit in ("FLOP/s", "bytes/s", "files/s")
+    assert ("disk_read" in found) != ("disk_read" in left_out(machine, folder))
+    assert "matmul_fp32" in describe(machine, found, left_out(machine, folder))
+
+
+def test_ceilings_are_kept_per_machine(measured):
+    machine, folder, found = measured
+    assert ceilings(machine, cache_dir=folder) == found
+    assert [path.name for path in folder.iterdir()] == [f"ceilings-{machine.fingerprint()}.json"]
+
+
+def test_the_page_cache_of_memory_files_is_never_called_a_disk():
+    if not Path("/dev/shm").is_dir():
+        pytest.skip("no /dev/shm here")
+    with pytest.raises(RuntimeError, match="page cache could not be dropped"):
+        ceilings_module._file_read(Path("/dev/shm"), cold=True)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": 1, "ceilings": [], "left_out": {}}', '{"schema": 0}'])
+def test_a_broken_cache_file_is_measured_again(measured, tmp_path, text):
+    path = tmp_path / "ceilings.json"
+    path.write_text(text)
+    assert ceilings_module._read_cache(path) is None
+    row = json.loads(next(measured[1].iterdir()).read_text())
+    row["ceilings"][0]["value"] = None  # what a number that is not finite becomes
+    path.write_text(json.dumps(row))
+    assert ceilings_module._read_cache(path) is None
+
+
+def test_cache_root_follows_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("SPEEDKIT_CACHE_DIR", str(tmp_path))
+    assert cache_root() == tmp_path
+    monkeypatch.delenv("SPEEDKIT_CACHE_DIR")
+    assert cache_root() == Path.home() / ".cache" / "speedkit"

@@ -1,0 +1,175 @@
+"""The Makefile: values arrive as typed, a set-up is made once and resumed, a notebook stops at its first failure."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import nbformat
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+
+
+
+def make(*arguments: str, folder: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run make as from a shell of its own: nothing of the make that may be running this test reaches it."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    return subprocess.run(
+        ["make", *arguments], cwd=folder, capture_output=True, text=True, env=inherited | environment, check=False
+    )
+
+
+@pytest.fixture
+def climb(tmp_path):
+    """Run `make climb` with a speedkit that prints its arguments, and return them."""
+    speedkit = tmp_path / "speedkit"
+    speedkit.write_text(f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")
+    speedkit.chmod(0o755)
+
+    def run(*variables: str) -> list[str]:
+        # The stamp of the set-up is a file that is there: whether this clone is set up does not matter here.
+        done = make("-s", "climb", "STAMP=pyproject.toml", f"SPEEDKIT={speedkit}", *variables)
+        assert done.returncode == 0, done.stderr
+        return yaml.safe_load(done.stdout)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("variable", "option"),
+    [
+        ("DATA", "--data-dir"),
+        ("LABEL_PATTERN", "--label-pattern"),
+        ("TEST_PATTERN", "--test-pattern"),
+        ("LABELS", "--labels"),
+        ("BUDGET", "--budget"),
+        ("OUT", "--out"),
+    ],
+)
+@pytest.mark.parametrize("value", [r"^(\d)_", r"_[0-4]\.wav$", "$HOME $(shell id) ${x", "a 'b' \"c\", `d`;#*"])
+def test_make_hands_values_to_speedkit_as_typed(climb, variable, option, value):
+    arguments = climb(f"{variable}={value}")
+    assert arguments[:2] == ["climb", "audio"]
+    assert arguments[arguments.index(option) + 1] == value
+    assert len(arguments) == (4 if variable == "OUT" else 6)
+
+
+def test_make_climb_without_variables_writes_to_a_new_folder_of_runs(climb):
+    workload, out = climb("WORKLOAD=image")[1:], "--out"
+    assert workload[:2] == ["image", out] and re.fullmatch(r"runs/\d{8}-\d{6}", workload[2])
+    assert climb("ARGS=--size tiny --seed 3")[-4:] == ["--size", "tiny", "--seed", "3"]
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """A folder with what make needs to set up."""
+    folder = tmp_path / "a clone"
+    folder.mkdir()
+    for name in ("Makefile", "pyproject.toml", "requirements.lock"):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+def stamp(folder: Path) -> Path:
+    """Return the file that says that the set-up of `folder` is finished."""
+    return folder / make("-s", "--eval=stamp: ; @echo $(STAMP)", "stamp", folder=folder).stdout.strip()
+
+
+def test_second_make_installs_nothing_and_a_new_lock_installs(clone):
+    (clone / ".venv").mkdir()
+    stamp(clone).touch()
+    assert "pip" not in make("-n", "setup", folder=clone).stdout
+    with (clone / "requirements.lock").open("a") as lock:
+        lock.write("another==1.0\n")
+    assert "pip" in make("-n", "setup", folder=clone).stdout
+
+
+def test_setup_without_a_fitting_python_says_what_to_do(clone):
+    done = make("setup", "PYTHON=no-such-python", folder=clone)
+    assert done.returncode != 0
+    assert "needs Python 3.11 or 3.12" in done.stderr and "PYTHON=" in done.stderr
+    assert not (clone / ".venv").exists()
+
+
+BACKEND = '''
+import zipfile
+def build_editable(folder, config_settings=None, metadata_directory=None):
+    name = "speedkit-0.1-py3-none-any.whl"
+    write_wheel(f"{folder}/{name}", "speedkit", "0.1")
+    return name
+'''
+
+
+def write_wheel(path: str, name: str, version: str) -> None:
+    """Write an installable package with one module and one command."""
+    info = f"{name}-{version}.dist-info"
+    files = {
+        f"{name}.py": "def main(): print('here')\n",
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/entry_points.txt": f"[console_scripts]\n{name} = {name}:main\n",
+    }
+    with zipfile.ZipFile(path, "w") as wheel:
+        for file, text in files.items():
+            wheel.writestr(file, text)
+        wheel.writestr(f"{info}/RECORD", "".join(f"{file},,\n" for file in (*files, f"{info}/RECORD")))
+
+
+@pytest.mark.slow
+def test_interrupted_setup_is_resumed_and_a_moved_clone_is_set_up_anew(clone, tmp_path):
+    source = Path(__file__).read_text()
+    helper = ast.get_source_segment(source, next(
+        node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == "write_wheel"
+    ))
+    (clone / "backend.py").write_text(f"{BACKEND}\n{helper}\n")
+    (clone / "pyproject.toml").write_text(
+        '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+    )
+    (clone / "requirements.lock").write_text("tiny==1.0\n")
+    write_wheel(str(tmp_path / "tiny-1.0-py3-none-any.whl"), "tiny", "1.0")
+    offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": tmp_path.as_uri(), "PIP_CONFIG_FILE": os.devnull}
+    python = f"PYTHON={sys.executable}"
+
+    def works(folder: Path) -> bool:
+        commands = (folder / ".venv" / "bin" / name for name in ("tiny", "speedkit"))
+        return all(subprocess.run([command], capture_output=True, text=True).stdout == "here\n" for command in commands)
+
+    first = make("setup", python, folder=clone, **offline)
+    assert first.returncode == 0, first.stderr
+    assert "6 GB" in first.stdout and works(clone) and stamp(clone).exists()
+    assert "up to date" in (second := make("setup", python, folder=clone).stdout) or "Nothing to be done" in second
+
+    # As a kill in the middle of a package leaves it: its files are there, its command and pip's own marks are not.
+    stamp(clone).unlink()
+    (information,) = clone.glob(".venv/lib/python3*/site-packages/tiny-1.0.dist-info")
+    (information / "INSTALLER").unlink()
+    (clone / ".venv" / "bin" / "tiny").unlink()
+    assert make("setup", python, folder=clone, **offline).returncode == 0 and works(clone)
+
+    # A failed installation leaves no mark of success, and says how to go on.
+    (clone / "requirements.lock").write_text("absent==1.0\n")
+    failed = make("setup", python, folder=clone, **offline)
+    assert failed.returncode != 0 and "run make again" in failed.stderr and not stamp(clone).exists()
+
+    (clone / "requirements.lock").write_text("tiny==1.0\n")
+    moved = clone.rename(tmp_path / "elsewhere")
+    assert make("setup", python, folder=moved, **offline).returncode == 0 and works(moved)
+
+
+def test_a_notebook_stops_at_its_first_failure_and_the_others_go_on(tmp_path):
+    shutil.copy(ROOT / "notebooks" / "conftest.py", tmp_path)
+    for name, cells in {"fails": ["x = 1", "x / 0", "x", "x"], "works": ["y = 2", "y"]}.items():
+        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+        nbformat.write(notebook, tmp_path / f"{name}.ipynb")
+    options = ("--nbval-lax", "--nbval-current-env", "-rs", "-p", "no:cacheprovider")
+    command = [sys.executable, "-m", "pytest", *options, "fails.ipynb", "works.ipynb"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "1 failed, 3 passed, 2 skipped" in done.stdout, done.stdout + done.stderr
+    assert "Cell 1 of this notebook failed" in done.stdout

@@ -1,0 +1,418 @@
+"""Records: hashes that change when code does and only then, whole records or none, and the rule on claims."""
+
+import dataclasses
+import json
+import math
+import subprocess
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+
+from speedkit.errors import SpeedkitError, UsageError
+from speedkit.hardware import this_machine
+from speedkit.measure import claims, provenance
+from speedkit.measure.record import MIME, load_record, plain, start, validate_record
+from speedkit.plan import Plan, resolve
+
+CLAIMS = """id,technique,plan_field,metric,low,high,unit,context,guide
+C01,mixed precision,precision,speedup,2.0,3.0,x,GPU,a guide
+C02,mixed precision,precision,speedup,1.9,1.9,x,GPU,a guide
+C05,mixed precision,precision,peak memory,-50,-40,%,GPU,a guide
+C20,checkpointing,checkpointing,speedup,0.9,0.9,x,costs time,a guide
+C25,several GPUs,ranks,speedup,linear,linear,x,DDP,a guide
+"""
+MEASURED = {"name": "bf16", "a": "fp32", "b": "bf16", "seconds_a": [2.0, 2.1], "seconds_b": [1.0, 1.0],
+            "ratio": 2.05, "low": 1.9, "high": 2.2, "noise_floor": 1.02}
+
+
+@pytest.fixture
+def notebooks(tmp_path, monkeypatch):
+    """A folder of notebooks with claims and one small notebook, and a folder for the run's files."""
+    folder = tmp_path / "notebooks"
+    (folder / "records").mkdir(parents=True)
+    (folder / "claims.csv").write_text(CLAIMS, encoding="utf-8")
+    nbformat.write(small_notebook(), folder / "21_small.ipynb")
+    monkeypatch.setenv("SPEEDKIT_NOTEBOOKS", str(folder))
+    monkeypatch.setenv("SPEEDKIT_RUN_DIR", str(tmp_path / "run"))
+    monkeypatch.delenv("SPEEDKIT_PROFILE", raising=False)
+    return folder
+
+
+def small_notebook():
+    return new_notebook(cells=[
+        new_markdown_cell("# Small"),
+        new_code_cell('profile: str = "smoke"  # smoke | cpu | full', metadata={"tags": ["parameters"]}),
+        new_code_cell("from speedkit.measure.record import start\n"
+                      'run = start("21_small", modules=["speedkit.errors"], profile=profile)'),
+        new_code_cell('run.check("one is one", 1 == 1)\n'
+                      'run.table("sizes", [{"size_bytes": 1, "note": "é"}])'),
+        new_code_cell('def end(run):\n    """Save."""\n    run.save()\n\nend(run)'),
+    ])  # fmt: skip
+
+
+# Hashes
+
+
+SOURCE = '''"""Module: gone."""
+
+import os  # gone
+
+
+class Thing:
+    """Gone,
+    all of it."""
+
+    text = "# stays"
+
+    def é(self):
+        "gone"; return f"{1!r} # stays {"x" if 0 else 1}".replace("'", '')   # gone
+
+    async def later(self):
+        """Only a docstring: what is left still differs from nothing."""
+
+
+VALUE = """kept
+  # kept too
+"""
+'''.replace('{"x" if 0 else 1}', "{'x' if 0 else 1}")
+ESSENCE = '''import os
+class Thing:
+    text = "# stays"
+    def é(self):
+        ; return f"{1!r} # stays {'x' if 0 else 1}".replace("'", '')
+    async def later(self):
+VALUE = """kept
+  # kept too
+"""'''
+
+
+def test_essence_is_the_text_without_comments_and_docstrings():
+    assert provenance.essence(SOURCE) == ESSENCE  # spelled out: the same on every version of Python
+    assert provenance.essence(SOURCE.replace("\n", "\r\n")) == ESSENCE
+
+
+def test_essence_of_a_cell_keeps_its_leading_string_and_its_magics():
+    assert provenance.essence('"shown"\n\n# gone', keep_module_docstring=True) == '"shown"'
+    assert provenance.essence("%timeit f()  # stays\n\n!ls", keep_module_docstring=True) == "%timeit f()  # stays\n!ls"
+
+
+def edited(change):
+    notebook = small_notebook()
+    change(notebook.cells)
+    return provenance.code_sha256(notebook, ["speedkit.errors"])
+
+
+UNCHANGED = {
+    "nothing": lambda cells: None,
+    "a comment": lambda cells: cells[4].update(source="# At last:\n" + cells[4].source + "  # now"),
+    "a docstring": lambda cells: cells[4].update(source=cells[4].source.replace("Save.", "Keep it.")),
+    "an output": lambda cells: cells[4].update(outputs=[new_output("stream", text="x")], execution_count=9),
+    "a markdown cell": lambda cells: cells.insert(1, new_markdown_cell("more words")),
+    "injected parameters": lambda cells: cells.insert(
+        2, new_code_cell('profile = "full"', metadata={"tags": ["injected-parameters"]})),
+}
+CHANGED = {
+    "a call": lambda cells: cells[4].update(source=cells[4].source + "; 1"),
+    "a default parameter": lambda cells: cells[1].update(source='profile: str = "full"'),
+    "a cell less": lambda cells: cells.pop(3),
+    "the order": lambda cells: cells.reverse(),
+    "two cells joined": lambda cells: cells[2].update(source=cells[2].source + "\n" + cells.pop(3).source),
+}
+
+
+@pytest.mark.parametrize("change", UNCHANGED.values(), ids=UNCHANGED.keys())
+def test_hash_of_a_notebook_stays_when_what_changes_is(change):
+    assert edited(change) == edited(lambda cells: None)
+
+
+@pytest.mark.parametrize("change", CHANGED.values(), ids=CHANGED.keys())
+def test_hash_of_a_notebook_changes_with(change):
+    assert edited(change) != edited(lambda cells: None)
+
+
+def test_hash_is_the_same_for_the_file_and_for_what_nbformat_read(notebooks):
+    path = notebooks / "21_small.ipynb"
+    assert provenance.code_sha256(path) == provenance.code_sha256(nbformat.read(path, as_version=4))
+
+
+def test_hash_of_a_module_changes_with_its_code_and_not_with_its_words(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    package = tmp_path / "hashed_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    module = package / "technique.py"
+    module.write_text('def apply(x):\n    """Double x."""\n    return 2 * x\n')
+    before, whole = provenance.module_sha256("hashed_package.technique"), provenance.module_sha256("hashed_package")
+    notebook = provenance.code_sha256(small_notebook(), ["hashed_package.technique"])
+    module.write_text('# New.\n\ndef apply(x):\n    """Return twice x,\n\n    really."""\n    return 2 * x  # twice\n')
+    assert provenance.module_sha256("hashed_package.technique") == before
+    module.write_text('def apply(x):\n    """Double x."""\n    return 3 * x\n')
+    assert provenance.module_sha256("hashed_package.technique") != before
+    assert provenance.module_sha256("hashed_package") != whole
+    assert provenance.code_sha256(small_notebook(), ["hashed_package.technique"]) != notebook
+
+
+@pytest.mark.parametrize("name", ["speedkit.no_such_module", "no_such_package.module", "math"])
+def test_hash_of_a_module_without_source_is_refused(name):
+    with pytest.raises(UsageError, match=name):
+        provenance.module_sha256(name)
+
+
+def test_commit_sees_the_checkout_and_changes_in_the_package(tmp_path, monkeypatch):
+    package = tmp_path / "package"
+    package.mkdir()
+    monkeypatch.setattr(provenance, "PACKAGE", package)
+    (package / "__init__.py").write_text("")
+    assert provenance.commit() is None
+
+    def git(*arguments):
+        identity = ["-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false"]
+        subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    git("init")
+    assert provenance.commit() is None  # a checkout, but not of this package
+    git("add", ".")
+    git("commit", "-m", "one")
+    short, dirty = provenance.commit()
+    assert len(short) >= 7 and not dirty
+    (tmp_path / "elsewhere.txt").write_text("not the package")
+    assert provenance.commit() == (short, False)
+    (package / "__init__.py").write_text("changed = 1")
+    assert provenance.commit() == (short, True)
+
+
+# Runs
+
+
+def test_profile_auto_follows_the_device_and_the_environment_overrides(notebooks, monkeypatch):
+    expected = "full" if this_machine().device.type == "cuda" else "cpu"
+    assert start("21_small").profile == start("21_small", profile="auto").profile == expected
+    assert start("21_small", profile="smoke").profile == "smoke"
+    monkeypatch.setenv("SPEEDKIT_PROFILE", "smoke")
+    run = start("21_small", profile="full")
+    assert run.profile == "smoke"
+    assert run.pick(smoke=2, cpu=10, full=100) == 2
+    with pytest.raises(UsageError, match="no value for the profile smoke"):
+        run.pick(full=100)
+    monkeypatch.setenv("SPEEDKIT_PROFILE", "quick")
+    with pytest.raises(UsageError, match='no profile "quick"'):
+        start("21_small")
+
+
+def test_start_prints_one_line_and_no_folder(notebooks, capsys):
+    run = start("21_small", modules=["speedkit.errors"], data_dir=str(notebooks), device="cpu")
+    line = capsys.readouterr().out
+    assert line.count("\n") == 1
+    assert "torch" in line and "profile" in line
+    text = line + json.dumps(run.record)
+    assert str(notebooks) not in text and str(Path.home()) + "/" not in text
+    assert run.record["parameters"] == {"data_dir": "notebooks", "device": "cpu"}
+
+
+def test_record_goes_round_whole(notebooks, tmp_path):
+    run = start("21_small", modules=["speedkit.errors"], profile="smoke", batch_size=8)
+    run.check("losses agree", True)
+    run.measure(MEASURED)
+    frame = run.table("workers", [{"workers": 0, "step_s": 0.5}, {"workers": 2, "step_s": math.nan}])
+    run.section("rungs", [])
+    run.save()
+    record = load_record(tmp_path / "run" / "record.json")
+    assert validate_record(record) == []
+    assert record["parameters"] == {"profile": "smoke", "batch_size": 8}
+    assert record["code_sha256"] == provenance.code_sha256(notebooks / "21_small.ipynb", record["modules"])
+    assert record["measurements"] == [MEASURED]
+    assert record["tables"]["workers"] == [{"workers": 0, "step_s": 0.5}, {"workers": 2, "step_s": None}]
+    assert list(frame.columns) == ["workers", "step_s"]
+    assert record["verdicts"] == [{"check": "losses agree", "claim": None, "verdict": "passed"}]
+    assert record["hardware"]["fingerprint"] == this_machine().fingerprint()
+    if run.hardware.device.type == "cpu":
+        assert record["power"] is record["clocks"] is record["energy_j"] is None
+
+
+def test_running_a_cell_again_replaces_what_it_recorded(notebooks):
+    run = start("21_small", profile="smoke")
+    for ratio, agrees in ((2.0, False), (2.1, True)):
+        run.check("losses agree", agrees)
+        run.measure({**MEASURED, "ratio": ratio})
+        run.verdict("C01", "smaller", f"ratio {ratio}")
+    assert [row["ratio"] for row in run.record["measurements"]] == [2.1]
+    assert [row["verdict"] for row in run.record["verdicts"]] == ["passed", "smaller"]
+
+
+def test_a_failed_check_is_printed_recorded_and_raised_by_save(notebooks, tmp_path, capsys):
+    run = start("21_small", profile="smoke")
+    run.check("losses agree", False)
+    assert "FAIL losses agree" in capsys.readouterr().out
+    with pytest.raises(SpeedkitError, match="losses agree"):
+        run.save()
+    assert load_record(tmp_path / "run" / "record.json")["verdicts"][0]["verdict"] == "failed"
+
+
+def test_plan_records_what_was_asked_and_each_fallback(notebooks):
+    run = start("21_small", profile="smoke", device="cpu")
+    effective = resolve(dataclasses.replace(Plan(), precision="tf32"), run.hardware)
+    run.plan("tf32", effective)
+    run.plan("tf32", effective)
+    recorded = run.record["plans"]["tf32"]
+    assert recorded["asked"]["precision"] == "tf32"
+    assert recorded["effective"]["precision"] == effective.plan.precision != "tf32"
+    assert len(run.record["fallbacks"]) == len(effective.fallbacks)
+    assert run.record["fallbacks"][0]["plan"] == "tf32" and run.record["fallbacks"][0]["why"]
+    run.save()
+
+
+def test_run_folder_is_new_and_beside_the_notebooks_and_a_bad_one_is_refused(notebooks, tmp_path, monkeypatch):
+    monkeypatch.delenv("SPEEDKIT_RUN_DIR")
+    monkeypatch.chdir(notebooks)
+    folder = start("21_small", profile="smoke").folder
+    assert folder.is_dir() and folder.parent == tmp_path / "runs" / "notebooks"
+    (tmp_path / "occupied").write_text("a file")
+    monkeypatch.setenv("SPEEDKIT_RUN_DIR", str(tmp_path / "occupied"))
+    with pytest.raises(UsageError, match="SPEEDKIT_RUN_DIR"):
+        _ = start("21_small", profile="smoke").folder
+
+
+def test_recorded_gives_other_machines_records_of_this_notebook(notebooks):
+    run = start("21_small", profile="smoke")
+    run.save()
+    mine = load_record(run.folder / "record.json")
+    for device, name, gpu in (("here", "21_small", mine["hardware"]["gpu"]), ("gpu", "21_small", "A GPU"),
+                              ("gpu", "21_small-image", "A GPU"), ("gpu", "21_smaller", "A GPU")):
+        folder = notebooks / "records" / device
+        folder.mkdir(exist_ok=True)
+        record = {**mine, "notebook": name, "hardware": {**mine["hardware"], "gpu": gpu}}
+        (folder / f"{name}.json").write_text(json.dumps(record))
+    assert [record["notebook"] for record in run.recorded()] == ["21_small-image", "21_small"]
+    (notebooks / "records" / "gpu" / "21_small.json").write_text("{")
+    with pytest.raises(SpeedkitError, match=r"21_small.json cannot be read"):
+        run.recorded()
+
+
+def test_an_executed_notebook_carries_its_record(notebooks, tmp_path):
+    executed = NotebookClient(small_notebook(), timeout=120, kernel_name="python3",
+                              resources={"metadata": {"path": str(notebooks)}}).execute()  # fmt: skip
+    bundles = [output["data"] for output in executed.cells[4].outputs if "data" in output and MIME in output["data"]]
+    assert len(bundles) == 1
+    assert validate_record(bundles[0][MIME]) == []
+    assert bundles[0][MIME] == load_record(tmp_path / "run" / "record.json")
+    assert bundles[0][MIME]["code_sha256"] == provenance.code_sha256(executed, ["speedkit.errors"])
+    assert "1 tables, 1 checks" in bundles[0]["text/plain"]
+    assert "PASS one is one\n" in executed.cells[3].outputs[0]["text"]
+    assert str(tmp_path) not in nbformat.writes(executed)
+
+
+# Validation
+
+
+def whole_record(notebooks):
+    run = start("21_small", profile="smoke")
+    run.measure(MEASURED)
+    run.check("losses agree", True)
+    run.save()
+    return load_record(run.folder / "record.json")
+
+
+DAMAGE = {
+    "NaN": (lambda r: r["tables"].update(t=[{"x": math.nan}]), "tables.t.0.x is not a finite number"),
+    "infinity": (lambda r: r["measurements"][0].update(ratio=math.inf), "measurements.0.ratio is not a finite"),
+    "missing key": (lambda r: r.pop("hardware"), "hardware is missing"),
+    "wrong type": (lambda r: r.update(verdicts={}), "verdicts has the wrong type"),
+    "other schema": (lambda r: r.update(schema=2), "schema is 2"),
+    "no raw seconds": (lambda r: r["measurements"][0].update(seconds_a=[]), "raw seconds of each window"),
+    "unpaired": (lambda r: r["measurements"][0].update(seconds_a=[1.0]), "come in pairs"),
+    "interval": (lambda r: r["measurements"][0].update(low=2.1), "low <= ratio <= high"),
+    "noise floor": (lambda r: r["measurements"][0].update(noise_floor=0.5), "noise_floor below 1"),
+    "lost field": (lambda r: r["measurements"][0].pop("a"), r"measurements\[0\] needs"),
+    "verdict": (lambda r: r["verdicts"][0].update(verdict="nice"), "verdicts.0. is nice"),
+    "time": (lambda r: r.update(created="yesterday"), "created is yesterday"),
+    "table": (lambda r: r["tables"].update(t=[1, 2]), "tables.t is not a list of rows"),
+}
+
+
+def test_every_damage_to_a_record_is_named(notebooks, tmp_path):
+    whole = json.dumps(whole_record(notebooks))
+    for damage, sentence in DAMAGE.values():
+        record = json.loads(whole)
+        damage(record)
+        path = tmp_path / "damaged.json"
+        path.write_text(json.dumps(record))
+        with pytest.raises(SpeedkitError, match=sentence):
+            load_record(path)
+    assert validate_record([]) == ["a record is a JSON object"]
+
+
+@pytest.mark.parametrize(
+    "change", [{"ratio": math.nan}, {"seconds_b": [1.0, -1.0]}, {"noise_floor": 0.9}, {"low": None}], ids=str
+)
+def test_a_measurement_that_is_none_is_refused_at_once(notebooks, change):
+    run = start("21_small", profile="smoke")
+    with pytest.raises(UsageError, match='measurement "bf16"'):
+        run.measure({**MEASURED, **change})
+    with pytest.raises(UsageError, match="lacks noise_floor"):
+        run.measure({key: value for key, value in MEASURED.items() if key != "noise_floor"})
+    assert run.record["measurements"] == []
+
+
+def test_plain_values_of_what_notebooks_pass():
+    import numpy
+    import torch
+
+    values = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "path": Path("/somewhere/clips"),
+              "array": numpy.arange(2), "number": numpy.float32(0.5), "tensor": torch.tensor(3), "function": plain,
+              "pair": (1, None)}  # fmt: skip
+    assert json.loads(json.dumps(plain(values))) == {
+        "dtype": "torch.bfloat16", "device": "cpu", "path": "clips", "array": [0, 1], "number": 0.5, "tensor": 3,
+        "function": "plain", "pair": [1, None]}  # fmt: skip
+
+
+# Claims
+
+
+@pytest.mark.parametrize(
+    ("promise", "low", "high", "floor", "verdict"),
+    [
+        ((2.0, 3.0), 2.1, 2.3, 1.02, "confirmed"),
+        ((2.0, 3.0), 1.9, 2.1, 1.02, "confirmed"),  # interval and promise overlap
+        ((2.0, 3.0), 1.4, 1.5, 1.02, "smaller"),
+        ((2.0, 3.0), 3.2, 3.5, 1.02, "larger"),
+        ((2.0, 3.0), 0.98, 1.04, 1.02, "wrong"),  # includes 1
+        ((1.1, 1.3), 1.01, 1.2, 1.02, "wrong"),  # overlaps, but not above the floor: nothing was shown
+        ((2.0, 3.0), 0.7, 0.8, 1.02, "wrong"),  # slower
+        ((0.81, 0.99), 0.85, 0.9, 1.02, "confirmed"),  # a stated cost
+        ((0.81, 0.99), 0.5, 0.6, 1.02, "smaller"),
+        ((0.81, 0.99), 1.1, 1.2, 1.02, "wrong"),
+        ((2.0, 3.0), 2.1, 2.3, None, "confirmed"),
+    ],
+)
+def test_rule_on_claims(promise, low, high, floor, verdict):
+    assert claims.judge(promise, {"low": low, "high": high, "noise_floor": floor}) == verdict
+
+
+def test_judge_records_the_verdict_and_its_evidence(notebooks, capsys):
+    run = start("21_small", profile="smoke", device="cpu")
+    assert run.judge("C01", MEASURED) == "confirmed"
+    assert run.judge("C02", MEASURED) == "confirmed"  # one figure, read with its tolerance
+    assert run.judge("C01", MEASURED, needs_gpu=True) == "needs_gpu"
+    found = {row["claim"]: row["verdict"] for row in run.record["verdicts"]}
+    assert found == {"C01": "needs_gpu", "C02": "confirmed"}
+    assert "C02 confirmed: promised 1.71 to 2.09x, measured 2.05x (1.90 to 2.20)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("claim", "sentence"), [("C05", "verdict"), ("C25", "verdict"), ("C99", 'no claim "C99"')])
+def test_judge_refuses_what_no_ratio_can_answer(notebooks, claim, sentence):
+    run = start("21_small", profile="smoke")
+    with pytest.raises(UsageError, match=sentence):
+        run.judge(claim, MEASURED)
+
+
+def test_verdicts_must_be_known_ones_on_known_claims(notebooks):
+    run = start("21_small", profile="smoke")
+    with pytest.raises(UsageError, match="not one of"):
+        run.verdict("C05", "passed", "a check's word")
+    with pytest.raises(UsageError, match='no claim "C99"'):
+        run.verdict("C99", "wrong", "unknown")
+    run.verdict("C05", "smaller", "memory fell by less")
+    assert run.record["verdicts"] == [{"check": "memory fell by less", "claim": "C05", "verdict": "smaller"}]

@@ -1,0 +1,69 @@
+"""A workload small enough to train in a test: points in the plane, two classes, no files."""
+
+import dataclasses
+import functools
+
+import torch
+from torch import nn
+
+from speedkit.recipe import Recipe
+from speedkit.workloads.workload import Workload
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    path: str
+    label: int
+
+
+def load(item, size):
+    generator = torch.Generator().manual_seed(hash(item.path) if not item.path.isdigit() else int(item.path))
+    return torch.randn(size, generator=generator) + 0.7 * (2 * item.label - 1)
+
+
+def features(waveform):
+    return waveform * 2.0
+
+
+def target(item):
+    return item.label
+
+
+def make_model(size, hidden, classes, dropout=0.0):
+    layers = [nn.Linear(size, hidden), nn.ReLU(), nn.Dropout(dropout), nn.Linear(hidden, classes)]
+    return nn.Sequential(*layers)
+
+
+def loss(model, batch, recipe):
+    inputs, targets = batch
+    outputs = model(inputs)
+    return nn.functional.cross_entropy(outputs, targets, label_smoothing=recipe.label_smoothing), outputs
+
+
+def score(outputs, batch):
+    return (outputs.argmax(-1) == batch[1]).float()
+
+
+def jitter(batch, generator):
+    inputs, targets = batch
+    return inputs + 0.1 * torch.randn(inputs.shape, generator=generator, device=inputs.device), targets
+
+
+def points(train=96, test=32, size=8, hidden=16, classes=2, augment=None, dropout=0.0, **recipe):
+    """A workload of `train` + `test` points in `size` dimensions."""
+    items = [Point(str(index), index % classes) for index in range(train + test)]
+    return Workload(
+        "points",
+        Recipe(**({"batch_size": 16, "epochs": 2, "learning_rate": 1e-2} | recipe)),
+        items[:train],
+        items[train:],
+        functools.partial(load, size=size),
+        features,
+        target,
+        functools.partial(make_model, size, hidden, classes, dropout),
+        loss,
+        score,
+        augment=augment,
+        parameters={"size": size},
+        sources=(load, features),
+    )
