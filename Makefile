@@ -27,6 +27,10 @@ climb test test-slow: export TORCHINDUCTOR_CACHE_DIR := $(CACHE)/inductor
 climb test test-slow: export TRITON_CACHE_DIR := $(CACHE)/triton
 test test-slow: export SPEEDKIT_CACHE_DIR := $(CACHE)/speedkit
 test test-slow: export OMP_NUM_THREADS := 1
+climb test test-slow: | .cache/ipython
+
+.cache/ipython:  # IPython turns to a temporary folder when the one above its own is missing
+	@mkdir -p $@
 
 .PHONY: help setup climb test test-slow lint lab lock system clean
 .DEFAULT_GOAL := help

@@ -1,3 +1,44 @@
 """speedkit: PyTorch training as fast as this machine allows, with proof."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
+
+# Where each public name lives. Loaded when first used, so that importing the package costs next to nothing.
+_HOMES = {
+    "Recipe": "speedkit.recipe",
+    "Plan": "speedkit.plan",
+    "resolve": "speedkit.plan",
+    "this_machine": "speedkit.hardware",
+    "load_workload": "speedkit.workloads",
+    "fit": "speedkit.train.loop",
+    "compare": "speedkit.measure.compare",
+    "climb": "speedkit.climb",
+    "start": "speedkit.measure.record",
+}
+
+__all__ = ["Plan", "Recipe", "climb", "compare", "fit", "load_workload", "resolve", "start", "this_machine"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+        globals()[name] = value  # also over the submodule of the same name, such as speedkit.climb
+        return value
+    raise AttributeError(f"module 'speedkit' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
+
+
+if TYPE_CHECKING:
+    from speedkit.climb import climb
+    from speedkit.hardware import this_machine
+    from speedkit.measure.compare import compare
+    from speedkit.measure.record import start
+    from speedkit.plan import Plan, resolve
+    from speedkit.recipe import Recipe
+    from speedkit.train.loop import fit
+    from speedkit.workloads import load_workload

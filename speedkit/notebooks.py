@@ -25,6 +25,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from speedkit.contract import current_hash
 from speedkit.errors import SpeedkitError, UsageError
 from speedkit.parameters import parameters_of as parameters_of
 from speedkit.parameters import read_notebook, record_of, typed_parameters
@@ -92,22 +93,17 @@ def run_notebook(
     failed = out.with_name(f"{out.stem}.failed.ipynb")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{out.stem}.", suffix=".ipynb", dir=out.parent)
+        with tempfile.TemporaryDirectory(prefix=".speedkit-", dir=out.parent) as folder, device_lock():
+            partial = Path(folder) / out.name
+            try:
+                _execute(source, partial, values, timeout_s, progress)
+            except SpeedkitError as error:
+                partial.replace(failed)
+                raise SpeedkitError(f"{error}. What did run is in {failed}") from error.__cause__
+            partial.replace(out)
+            failed.unlink(missing_ok=True)
     except OSError as error:
         raise UsageError(f"{out.parent} cannot be written ({error.strerror}): name another output") from error
-    os.close(handle)
-    partial = Path(name)
-    partial.chmod(0o644)
-    try:
-        with device_lock():
-            _execute(source, partial, values, timeout_s, progress)
-        partial.replace(out)
-        failed.unlink(missing_ok=True)
-    except SpeedkitError as error:
-        partial.replace(failed)
-        raise SpeedkitError(f"{error}. What did run is in {failed}") from error.__cause__
-    finally:
-        partial.unlink(missing_ok=True)
     return out
 
 
@@ -118,20 +114,17 @@ def _execute(source: Path, partial: Path, values: dict[str, Any], timeout_s: flo
 
     logging.getLogger("papermill").addHandler(logging.NullHandler())  # what it would print is in the errors raised here
     deadline = time.monotonic() + timeout_s
-    count = itertools.count(1)
     cell_number = 0
     bar = progress is True or (progress == "auto" and sys.stderr.isatty())
 
     def before_cell(cell: Any, cell_index: int) -> None:
         nonlocal cell_number
-        cell_number = next(count)
+        cell_number += 1
         if progress and not bar:
             print(f"{source.stem}: cell {cell_number}, {timeout_s - deadline + time.monotonic():.0f} s", flush=True)
 
-    def ended(why: str, cause: BaseException) -> SpeedkitError:
-        error = SpeedkitError(f"{source.name}, cell [{cell_number}]: {why}")
-        error.__cause__ = cause
-        return error
+    def where() -> str:
+        return f"{source.name}, cell [{cell_number}]"
 
     try:
         executed = papermill.execute_notebook(
@@ -144,17 +137,17 @@ def _execute(source: Path, partial: Path, values: dict[str, Any], timeout_s: flo
         )  # fmt: skip
     except papermill.PapermillExecutionError as error:
         cell_number = error.exec_count or cell_number
-        raise ended(f"{error.ename}: {error.evalue}".strip(": ").splitlines()[0], error) from error
+        raise SpeedkitError(f"{where()}: {error.ename}: {error.evalue}".strip(": ").splitlines()[0]) from error
     except nbclient.exceptions.CellTimeoutError as error:
-        raise ended(f"stopped, the notebook's {timeout_s:.0f} s are over", error) from error
+        raise SpeedkitError(f"{where()}: stopped, the notebook's {timeout_s:.0f} s are over") from error
     except nbclient.exceptions.DeadKernelError as error:
-        raise ended("the kernel died; it may have run out of memory", error) from error
+        raise SpeedkitError(f"{where()}: the kernel died; it may have run out of memory") from error
     except RuntimeError as error:
         raise SpeedkitError(f"{source.name}: the kernel did not start ({error})") from error
     # A cell that calls sys.exit(0) ends the kernel's work early, and papermill finds nothing wrong with that.
     left = [cell for cell in executed.cells if cell.cell_type == "code" and cell.source and not cell.execution_count]
     if left:
-        raise SpeedkitError(f"{source.name}, cell [{cell_number}]: the notebook ended with {len(left)} cells not run")
+        raise SpeedkitError(f"{where()}: the notebook ended with {len(left)} cells not run")
 
 
 def _literal(path: Path) -> str:
@@ -198,15 +191,21 @@ def visible_gpus() -> dict[str, Any]:
 @contextlib.contextmanager
 def device_lock() -> Iterator[None]:
     """Hold this user's locks on the visible GPUs, or on the machine without one; wait for who holds them."""
+    import psutil
+
     with contextlib.ExitStack() as stack:
         for name in sorted(visible_gpus()) or ["cpu"]:
             path = Path(tempfile.gettempdir()) / f"speedkit-{os.getuid()}-{name}.lock"
-            stream = stack.enter_context(path.open("w"))
+            stream = stack.enter_context(path.open("a+"))
             try:
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
+                if int(path.read_text() or 0) in [parent.pid for parent in psutil.Process().parents()]:
+                    continue  # a notebook that runs notebooks would wait for itself
                 print(f"waiting for another notebook to finish on {name}", file=sys.stderr, flush=True)
                 fcntl.flock(stream, fcntl.LOCK_EX)
+            stream.truncate(0)
+            print(os.getpid(), file=stream, flush=True)
         yield
 
 
@@ -234,12 +233,15 @@ def sweep(
     with own as pool:
         run = functools.partial(run_notebook, source, timeout_s=timeout_s, progress=False)
         futures = {pool.submit(run, c.path, c.parameters): c for c in to_do.values()}
-        for number, future in enumerate(concurrent.futures.as_completed(futures), 1):
-            error = future.exception()
-            combination = futures[future]
-            done.append(Combination(combination.parameters, combination.path, str(error) if error else ""))
-            if progress:
-                print(f"{number}/{len(to_do)} {combination.path.stem}: {error or 'done'}", flush=True)
+        try:
+            for number, future in enumerate(concurrent.futures.as_completed(futures), 1):
+                error, combination = future.exception(), futures[future]
+                done.append(Combination(combination.parameters, combination.path, str(error) if error else ""))
+                if progress:
+                    print(f"{number}/{len(to_do)} {combination.path.stem}: {error or 'done'}", flush=True)
+        finally:  # after Ctrl-C nothing more starts
+            for future in futures:
+                future.cancel()
     order = [c.path for c in combinations]
     return sorted(done, key=lambda c: order.index(c.path))
 
@@ -261,6 +263,6 @@ def _is_complete(combination: Combination, source: Path) -> bool:
         executed = read_notebook(combination.path)
     except UsageError:
         return False
-    record = record_of(executed) or {"code_sha256": code_sha256(combination.path)}
+    ran = (record_of(executed) or {}).get("code_sha256") or code_sha256(combination.path)
     same = executed.metadata.get("papermill", {}).get("parameters") == combination.parameters
-    return same and record["code_sha256"] == code_sha256(source, record.get("modules", ()))
+    return same and ran == current_hash(source)

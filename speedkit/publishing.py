@@ -65,7 +65,7 @@ def publish(
     for source in sources:
         name = f"{source.stem}-{workload}" if workload else source.stem
         left_s = min(timeout_s, budget_s - (time.monotonic() - began_s) if budget_s else timeout_s)
-        if not force and _is_published(source, out, slug, workload):
+        if not force and _is_published(source, out, slug, name):
             outcome = Outcome(name, "current")
         elif left_s < 1:
             outcome = Outcome(name, "left", f"the budget of {budget_s:.0f} s is spent")
@@ -83,12 +83,12 @@ def _publish_one(
     with tempfile.TemporaryDirectory(prefix="speedkit-publish-") as folder:
         failed = Path(folder) / f"{source.stem}.failed.ipynb"
         try:
-            with _environment(SPEEDKIT_PROFILE=None, SPEEDKIT_PROGRESS="off", SPEEDKIT_RUN_DIR=folder):
+            with _environment(SPEEDKIT_PROFILE="", SPEEDKIT_PROGRESS="off", SPEEDKIT_RUN_DIR=folder):
                 ran = run_notebook(source, Path(folder) / source.name, parameters,
                                    timeout_s=timeout_s, progress=progress)  # fmt: skip
             executed = read_notebook(ran)
             record = record_of(executed)
-            if not record or record["code_sha256"] != current_hash(source):
+            if not record or record.get("code_sha256") != current_hash(source):
                 raise SpeedkitError("it has no record, or its code changed while it ran: publish it again")
             if not parameters:
                 _write_notebook(ran, clean(executed))
@@ -97,17 +97,19 @@ def _publish_one(
             _install(out, name, record, None if parameters else ran)
         except SpeedkitError as error:
             half_run = failed if failed.exists() else Path(folder) / source.name
-            return Outcome(name, "failed", str(error).replace(str(half_run), str(_keep(half_run, name))))
+            why = str(error).partition(". What did run is in ")[0]
+            return Outcome(name, "failed", f"{why}. {_keep(half_run, name)}".rstrip())
     return Outcome(name, "published", f"on {device_slug(record['hardware'])}")
 
 
-def _keep(half_run: Path, name: str) -> Path:
-    """Copy a notebook that failed out of the temporary folder, and return where it is."""
+def _keep(half_run: Path, name: str) -> str:
+    """Copy a notebook that failed out of the temporary folder, and say where it is; "" if nothing ran."""
+    if not half_run.exists():
+        return ""
     kept = Path("runs") / "publish" / f"{name}.failed.ipynb"
-    if half_run.exists():
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        files.write_text(kept, half_run.read_text(encoding="utf-8"))
-    return kept
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    files.write_text(kept, half_run.read_text(encoding="utf-8"))
+    return f"What did run is in {kept}"
 
 
 def _install(out: Path, name: str, record: dict[str, Any], notebook: Path | None) -> None:
@@ -128,13 +130,12 @@ def _write_notebook(path: Path, notebook: Any) -> None:
     files.write_text(path, nbformat.writes(notebook, version=4) + "\n")
 
 
-def _is_published(source: Path, out: Path, slug: str, workload: str) -> bool:
-    """Whether `out` holds this device's record, and unless for a `workload` some device's notebook, of today's code."""
-    name = f"{source.stem}-{workload}" if workload else source.stem
+def _is_published(source: Path, out: Path, slug: str, name: str) -> bool:
+    """Whether `out` holds this device's record `name`, and if it has no workload a notebook, both of today's code."""
     path = out / "records" / slug / f"{name}.json"
     if not path.exists() or files.read_json(path).get("code_sha256") != current_hash(source):
         return False
-    return bool(workload) or ((out / source.name).exists() and not is_stale(out / source.name, source))
+    return name != source.stem or ((out / source.name).exists() and not is_stale(out / source.name, source))
 
 
 def is_stale(executed: Path, source: Path | None = None) -> bool:
@@ -144,37 +145,32 @@ def is_stale(executed: Path, source: Path | None = None) -> bool:
 
 
 @contextlib.contextmanager
-def _environment(**changes: str | None) -> Iterator[None]:
-    """Set environment variables, or with None unset them, for the kernels started inside."""
-    before = {name: os.environ.get(name) for name in changes}
+def _environment(**changes: str) -> Iterator[None]:
+    """Set environment variables for the kernels started inside."""
+    before = dict(os.environ)
+    os.environ.update(changes)
     try:
-        _set_environment(changes)
         yield
     finally:
-        _set_environment(before)
-
-
-def _set_environment(values: Mapping[str, str | None]) -> None:
-    for name, value in values.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def refuse_busy_gpu() -> None:
     """Raise SpeedkitError when another program computes on a visible GPU: its work would be in our measurements."""
     import pynvml
+    import torch
+
+    ours = int(torch.cuda.is_initialized())  # counted, since NVML and a container number processes differently
 
     for handle in visible_gpus().values():
         with contextlib.suppress(pynvml.NVMLError):  # what a virtual GPU does not tell cannot be asked
             name = pynvml.nvmlDeviceGetName(handle)
-            others = [process.pid for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-                      if process.pid != os.getpid()]  # fmt: skip
+            others = len(pynvml.nvmlDeviceGetComputeRunningProcesses(handle)) - ours
             busy = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu
-            if others or busy > BUSY_PERCENT:
-                who = f"process {others[0]}" if others else "another program"
-                raise SpeedkitError(f"{name} is busy ({busy} %, {who}): wait until it is free, then publish")
+            if others > 0 or busy > BUSY_PERCENT:
+                raise SpeedkitError(f"{name} is busy (other processes: {max(others, 0)}, utilisation: {busy} %): "
+                                    "wait until it is free, then publish")  # fmt: skip
 
 
 def _refuse_changes() -> None:

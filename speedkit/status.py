@@ -37,16 +37,17 @@ def status_rows(notebooks: str | Path | None = None) -> list[dict[str, Any]]:
 
 def _records(folder: Path, stem: str) -> list[tuple[dict[str, Any], str]]:
     """Return (record, workload) of each machine that published notebook `stem`, GPUs first."""
+    from speedkit.measure.schema import load_record
+
     paths = [path for path in folder.glob(f"records/*/{stem}*.json") if path.stem.partition("-")[0] == stem]
-    found = [(files.read_json(path), path.stem.partition("-")[2]) for path in sorted(paths)]
+    found = [(load_record(path), path.stem.partition("-")[2]) for path in sorted(paths)]
     return sorted(found, key=lambda item: (not item[0]["hardware"].get("gpu"), bool(item[1])))
 
 
 def _device(record: Mapping[str, Any], now: str) -> dict[str, Any]:
-    hardware = record["hardware"]
-    cpu = re.sub(r"\((R|TM)\)", "", hardware.get("cpu") or "CPU")
-    name = hardware.get("gpu") or f"{cpu}, {hardware['cores']} cores"
-    return {"device": name, "date": record["created"][:10], "torch": record["versions"]["torch"],
+    from speedkit.show.figures import device_name
+
+    return {"device": device_name(record), "date": record["created"][:10], "torch": record["versions"]["torch"],
             "profile": record["profile"], "stale": record["code_sha256"] != now}  # fmt: skip
 
 
@@ -86,7 +87,7 @@ def ladder_table(notebooks: str | Path | None = None, prefix: str = "notebooks")
     lines = [figure, "", "| machine | workload | over plain PyTorch | over a careful start | run |", "|---" * 5 + "|"]
     for record, workload in climbs:
         device = _device(record, now)
-        workload = workload or record["parameters"].get("workload") or "audio"
+        workload = workload or record.get("workload", "audio")
         ratios = [_ratio(record.get(key)) for key in ("speedup", "speedup_careful")]
         run = f"{device['date']}, torch {device['torch']}{', **stale**' if device['stale'] else ''}"
         lines.append(f"| {' | '.join(map(_cell, [device['device'], workload, *ratios, run]))} |")
@@ -121,18 +122,10 @@ def update_readme(readme: str | Path, notebooks: str | Path | None = None) -> bo
     folder = Path(notebooks) if notebooks else notebooks_folder()
     text = readme_text(readme, folder)
     if climbs := _climbs(folder):
-        _draw(climbs[0][0], folder / FIGURE)
+        from speedkit.show.figures import save, waterfall
+
+        save(waterfall(climbs[0][0]), folder / FIGURE)
     changed = text != Path(readme).read_text(encoding="utf-8")
     if changed:
         files.write_text(readme, text)
     return changed
-
-
-def _draw(record: dict[str, Any], path: Path) -> None:
-    """Draw a climb's waterfall; the same record gives the same file."""
-    import matplotlib
-
-    from speedkit.show.figures import waterfall
-
-    with matplotlib.rc_context({"svg.hashsalt": "speedkit"}), files.atomic(path) as temporary:
-        waterfall(record).savefig(temporary, format="svg", metadata={"Date": None}, bbox_inches="tight")

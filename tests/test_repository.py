@@ -31,7 +31,7 @@ LAYERS = (
     {"deploy"},
     {"ladder", "climb"},
     {"show"},
-    {"notebooks", "publishing", "bench", "cli"},
+    {"notebooks", "contract", "publishing", "status", "bench", "cli"},
 )
 TRAINING_LOOP = {"fit", "steps"}  # the one function that may take a page, in train/loop.py
 

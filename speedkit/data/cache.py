@@ -1,5 +1,6 @@
 """Features computed once and kept: one file of rows, found again by a fingerprint of all that they depend on."""
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
@@ -9,7 +10,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +91,13 @@ def open_cache(
     folder = root / f"{workload.name}-{fingerprint(workload, items, plan.cache_dtype)}"
     if not (folder / "manifest.json").exists():
         build(workload, items, folder, plan.cache_dtype, progress)
-    manifest = read_json(folder / "manifest.json")
-    values: Any = np.load(folder / "features.npy", mmap_mode="r", allow_pickle=False)
-    targets = torch.from_numpy(np.load(folder / "targets.npy", allow_pickle=False))
-    readable = torch.from_numpy(np.load(folder / "readable.npy", allow_pickle=False))
+    try:
+        manifest = read_json(folder / "manifest.json")
+        values: Any = np.load(folder / "features.npy", mmap_mode="r", allow_pickle=False)
+        targets = torch.from_numpy(np.load(folder / "targets.npy", allow_pickle=False))
+        readable = torch.from_numpy(np.load(folder / "readable.npy", allow_pickle=False))
+    except (OSError, ValueError, EOFError) as error:
+        raise SpeedkitError(f"the feature cache {folder} is damaged ({error}): remove it, it is built again") from error
     where = plan.cache
     if where == "ram" and values.nbytes > RAM_SHARE * usable_ram_bytes():
         where = "disk"  # reading it all in would push out everything else; the page cache holds what fits
@@ -112,8 +116,9 @@ def build(
     from speedkit.data.loader import EpochOrder, Samples, make_loader  # the loader reads caches, a cache is built by it
 
     began = time.perf_counter()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    with _writing_to(folder.parent):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     workers = usable_cores() if usable_cores() > 1 else 0
     loader = make_loader(Samples(workload, items), Plan(workers=workers), EpochOrder(len(items), 16, None, False))
     bad: dict[str, str] = {}
@@ -126,35 +131,51 @@ def build(
             if batch is not None:
                 inputs, labels = batch
                 if rows is None:
-                    rows = _allocate(temporary / "features.npy", len(items), inputs, dtype)
+                    with _writing_to(folder.parent):
+                        rows = _allocate(temporary / "features.npy", len(items), inputs, dtype)
                 rows[indices], targets[indices], readable[indices] = inputs.numpy(), labels.numpy(), True
             if progress:
                 progress(int(readable.sum()) + len(bad), len(items))
         if rows is None:
             path, why = next(iter(bad.items()))
             raise SpeedkitError(f"none of the {len(items)} files of {workload.name} can be read; {path}: {why}")
-        rows.flush()
-        np.save(temporary / "targets.npy", targets)
-        np.save(temporary / "readable.npy", readable)
         build_s = time.perf_counter() - began
         manifest = {"items": len(items), "dtype": dtype, "bytes": rows.nbytes, "build_s": build_s, "bad": bad}
-        write_json(temporary / "manifest.json", manifest)
-        if not folder.exists():  # another process may have built the same meanwhile: either is right
-            temporary.rename(folder)
-    except OSError as error:
-        raise SpeedkitError(f"the feature cache cannot be written to {folder.parent} ({error.strerror})") from error
+        with _writing_to(folder.parent):
+            rows.flush()
+            np.save(temporary / "targets.npy", targets)
+            np.save(temporary / "readable.npy", readable)
+            write_json(temporary / "manifest.json", manifest)
+            try:
+                temporary.rename(folder)
+            except OSError:
+                if not (folder / "manifest.json").exists():
+                    raise
+                # Another process has built the same meanwhile: either is right.
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _writing_to(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise SpeedkitError(f"the feature cache cannot be written to {folder} ({error.strerror})") from error
 
 
 def _allocate(path: Path, count: int, inputs: Tensor, dtype: str) -> Any:
     """Return a writable memory map for `count` rows like those of `inputs`; SpeedkitError if the disk is too small."""
     shape = (count, *inputs.shape[1:])
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    free = shutil.disk_usage(path.parent).free
-    if size > 0.95 * free:
+    check_space(size, shutil.disk_usage(path.parent).free, path.parent.parent)
+    return np.lib.format.open_memmap(path, mode="w+", dtype=np.dtype(dtype), shape=shape)
+
+
+def check_space(needed_bytes: int, free_bytes: int, folder: Path) -> None:
+    """Raise SpeedkitError when a cache of `needed_bytes` would not fit, with 5 % to spare, into `free_bytes`."""
+    if needed_bytes > 0.95 * free_bytes:
         raise SpeedkitError(
-            f"the feature cache needs {size / 1e9:.1f} GB and {path.parent.parent} has {free / 1e9:.1f} GB free: "
+            f"the feature cache needs {needed_bytes / 1e9:.1f} GB and {folder} has {free_bytes / 1e9:.1f} GB free: "
             "name another folder with --cache-dir, or use cache=off"
         )
-    return np.lib.format.open_memmap(path, mode="w+", dtype=np.dtype(dtype), shape=shape)

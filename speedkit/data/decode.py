@@ -60,10 +60,9 @@ def _read(path: str | Path, sample_rate_hz: int, num_samples: int):
             # 16-bit samples are read as they are and scaled here: one conversion instead of two.
             dtype = "int16" if file.subtype == "PCM_16" else "float32"
             samples = file.read(frames, dtype=dtype, always_2d=True)
-    except FileNotFoundError as error:
-        raise BadItem(path, "there is no such file") from error
     except (soundfile.SoundFileError, RuntimeError, OSError, ValueError) as error:
-        raise BadItem(path, reason(error)) from error
+        # libsndfile calls a missing file a "System error".
+        raise BadItem(path, reason(error) if Path(path).is_file() else "there is no such file") from error
     if len(samples) == 0:
         raise BadItem(path, "it holds no samples")
     return samples, rate_hz
@@ -81,3 +80,6 @@ def _resampler(from_hz: int, to_hz: int) -> Callable[[Tensor], Tensor]:
     import torchaudio  # imported where it is used: most commands never resample
 
     return torchaudio.transforms.Resample(from_hz, to_hz)
+
+
+SOURCES = (load_audio, _read, _resampler)  # the functions that a cached waveform depends on

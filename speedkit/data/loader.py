@@ -93,7 +93,8 @@ class Batches:
             raise SpeedkitError(f"workload {workload.name} has no readable item to train or test on")
         self.order = EpochOrder(self.count, batch_size, seed, plan.drop_last and seed is not None)
         self.epoch, self.position = 0, 0
-        self.bad: dict[str, str] = dict(cache.bad) if cache is not None else {}
+        self.bad: dict[str, str] = {}
+        self._quarantine(cache.bad if cache is not None else {})
         self.pids: list[int] = []
         self.loader = None if cache is not None else make_loader(Samples(workload, items), plan, self.order)
         self.pass_: Iterator[tuple[Tensor, ...]] | None = None
@@ -131,14 +132,14 @@ class Batches:
         self.pids = [pid for pid in started if pid] or self.pids  # none are started where they persist
         for batch, _, bad in passing:
             if bad:
-                self._quarantine(bad)
+                self._quarantine({item.path: item.why for item in bad})
             if batch is None:
                 self.position += 1
                 continue
             yield tuple(tensor.to(self.device, non_blocking=self.plan.pin_memory) for tensor in batch)
 
-    def _quarantine(self, bad: list[BadItem]) -> None:
-        self.bad.update({item.path: item.why for item in bad})
+    def _quarantine(self, bad: dict[str, str]) -> None:
+        self.bad.update(bad)
         if len(self.bad) > max(1, BAD_SHARE * self.count):
             path, why = next(iter(self.bad.items()))
             raise SpeedkitError(
@@ -176,6 +177,11 @@ def make_loader(samples: Samples, plan: Plan, order: EpochOrder) -> DataLoader:
 
 
 def start_worker(_: int) -> None:
-    """Set a loader process up: one thread, for the workers together already fill the cores; Ctrl-C is the parent's."""
+    """Set a loader process up: one thread, for the workers together already fill the cores.
+
+    Ctrl-C and SIGTERM often go to the whole process group. They are the parent's business, which makes its last step
+    and a checkpoint with the workers' help and then ends them.
+    """
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)

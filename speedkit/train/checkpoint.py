@@ -51,6 +51,7 @@ def load(run: Any, folder: Path) -> bool:
         return False
     try:
         state = torch.load(path, map_location=run.device, weights_only=True)
+        state["recipe"], state["model"], state["rng"]  # another program's file, otherwise
     except Exception as error:  # torch raises whatever its unpickler does
         raise SpeedkitError(f"{path} cannot be read ({type(error).__name__}): remove it to start over") from error
     for what, mine in (
@@ -60,22 +61,26 @@ def load(run: Any, folder: Path) -> bool:
     ):
         if state[what] != mine:
             raise UsageError(f"{path} belongs to another run: its {what} is {_difference(state[what], mine)}")
-    run.model.load_state_dict(state["model"])
     rate = run.optimizer.param_groups[0]["lr"]
-    run.optimizer.load_state_dict(state["optimizer"])
+    for group in state["optimizer"]["param_groups"]:
+        group["fused"] = run.plan.fused_optimizer  # decides, while loading, on which device step counts live
+    try:
+        run.model.load_state_dict(state["model"])
+        run.optimizer.load_state_dict(state["optimizer"])
+    except (RuntimeError, ValueError) as error:
+        raise UsageError(f"{path} holds another model than {run.workload.name} makes now") from error
     for group in run.optimizer.param_groups:
         group["lr"] = rate  # the schedule writes into this very tensor
-        group["fused"] = run.plan.fused_optimizer
     if run.scale and state["scale"]:
         run.scale.load_state_dict(state["scale"])
     run.step, run.batches.epoch, run.batches.position = state["step"], state["epoch"], state["position"]
-    run.pending = [torch.tensor(loss) for loss in state["pending"]]
+    run.pending = list(torch.tensor(state["pending"], device=run.device))
     torch.set_rng_state(state["rng"].cpu())
     if run.device.type == "cuda" and state["cuda_rng"]:
         torch.cuda.set_rng_state_all([rng.cpu() for rng in state["cuda_rng"]])
     for name in ("loss", "log_steps", "log_step_s", "evaluations", "seconds", "quarantined"):
         setattr(run.history, name, state[name])
-    run.history.resumed_from = run.step
+    run.history.resumed_from = run.progress.last_step = run.step
     return True
 
 

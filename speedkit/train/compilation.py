@@ -16,4 +16,6 @@ def apply(model: nn.Module, plan: Plan) -> Callable[..., Tensor]:
     """
     if plan.compile == "off":
         return model
+    # Several plans' graphs of one model live in a process that measures; past the limit dynamo goes on uncompiled.
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     return torch.compile(model, mode=plan.compile, dynamic=False)

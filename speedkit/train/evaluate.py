@@ -24,7 +24,7 @@ def evaluate(
     for batch in batches:
         with autocast or contextlib.nullcontext():
             _, outputs = workload.loss(model, batch, recipe)
-        scores = workload.score(outputs, batch).double().sum()
+        scores = workload.score(outputs, batch).float().sum()
         total = scores if total is None else total + scores
         count += len(batch[0])
     model.train(was_training)

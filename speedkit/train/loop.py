@@ -58,6 +58,7 @@ class Run:
     out: Path | None
     step: int = 0
     pending: list[Tensor] = dataclasses.field(default_factory=list)  # losses not read yet, one per step
+    last_loss: Tensor | None = None  # of the latest step, still on the device
     logged_s: float = 0.0  # when the last log point was
     stop: int = 0  # the signal that asks the run to stop
 
@@ -135,6 +136,7 @@ def steps(run: Run) -> Iterator[int]:
             run.scale.update()
 
         run.pending.append(loss)
+        run.last_loss = loss
         run.step += 1
         if run.step % plan.log_every == 0 or run.step == run.total_steps:
             mean_loss = _read_losses(run)  # the host waits for the device here
@@ -157,8 +159,10 @@ def steps(run: Run) -> Iterator[int]:
             history.seconds += time.perf_counter() - began_s
             began_s = time.perf_counter()
             if run.out is not None:
+                _check_finite(run, [float(loss) for loss in run.pending])  # never over a good checkpoint
                 history.quarantined = run.batches.bad | run.test_batches.bad
                 checkpoint.save(run, run.out)
+                run.logged_s += time.perf_counter() - began_s
             if run.stop:
                 raise _interrupted(run)
         yield run.step
@@ -281,9 +285,15 @@ def _under(context: contextlib.AbstractContextManager, loss: Callable) -> Callab
 
 
 def _read_losses(run: Run) -> float:
-    """Return the mean loss since the last log point; raises SpeedkitError naming the first step that was not finite."""
+    """Return the mean loss since the last log point, once all of them are known to be finite."""
     losses = torch.stack(run.pending).tolist()
+    _check_finite(run, losses)
     run.pending.clear()
+    return sum(losses) / len(losses)
+
+
+def _check_finite(run: Run, losses: list[float]) -> None:
+    """Raise SpeedkitError naming the first of the latest `losses` that is not finite, and its step."""
     for offset, loss in enumerate(losses):
         if not math.isfinite(loss):
             at = run.step - len(losses) + offset + 1
@@ -292,7 +302,6 @@ def _read_losses(run: Run) -> float:
                 f"the loss of step {at} is {loss}: lower learning_rate (now {rate:g}), set clip_norm, "
                 f"or train in a wider format than precision={run.plan.precision}"
             )
-    return sum(losses) / len(losses)
 
 
 def _score(workload: Any, outputs: Tensor, batch: tuple[Tensor, ...]) -> float:

@@ -33,16 +33,17 @@ class LearningRate:
 
     def __init__(self, optimizer: torch.optim.Optimizer, table: list[float], steps_done: Tensor | None):
         """`steps_done`: the count of real steps on the device, where steps can be skipped; None where none can."""
-        self.groups = optimizer.param_groups
+        self.optimizer = optimizer  # and not its groups: loading a checkpoint replaces them
         self.table = table
         self.steps_done = steps_done
         self.constant = len(set(table)) == 1
         self.rate: Tensor | None = None
         self.on_device: Tensor | None = None
-        if isinstance(self.groups[0]["lr"], Tensor):
-            self.rate = self.groups[0]["lr"]
-            self.on_device = torch.tensor(table, dtype=torch.float32, device=self.rate.device)
-            for group in self.groups:
+        rate = optimizer.param_groups[0]["lr"]
+        if isinstance(rate, Tensor):
+            self.rate = rate
+            self.on_device = torch.tensor(table, dtype=torch.float32, device=rate.device)
+            for group in optimizer.param_groups:
                 group["lr"] = self.rate
 
     def set(self, step: int) -> None:
@@ -50,10 +51,11 @@ class LearningRate:
         if self.constant:
             return
         if self.rate is None:
-            for group in self.groups:
+            for group in self.optimizer.param_groups:
                 group["lr"] = self.table[min(step, len(self.table) - 1)]
         elif self.steps_done is not None:
             assert self.on_device is not None
-            torch.take(self.on_device, self.steps_done, out=self.rate)
+            # A run that never ends outlasts its table, and stays at the last rate.
+            torch.take(self.on_device, self.steps_done.clamp(max=len(self.table) - 1), out=self.rate)
         else:
             self.rate.fill_(self.table[min(step, len(self.table) - 1)])

@@ -1,1 +1,38 @@
-"""What is trained."""
+"""What is trained: the built-in workloads by name, and the user's own as `package.module:function`."""
+
+import importlib
+from typing import Any
+
+from speedkit.errors import UsageError
+from speedkit.settings import nearest
+from speedkit.workloads.workload import Workload
+
+BUILT_IN = {"audio": "speedkit.workloads.audio:audio"}
+
+
+def load_workload(name: str, **options: Any) -> Workload:
+    """Return the workload called `name`: a built-in one, or `package.module:function` for your own.
+
+    `options` go to the function that makes it (`data_dir`, `labels`, `label_pattern`, `test_pattern`, `size`, `seed`...).
+    Raises UsageError when there is none, or when it does not take an option.
+    """
+    if ":" not in name and name not in BUILT_IN:
+        raise UsageError(
+            f"there is no workload {name!r}{nearest(name, BUILT_IN)}: "
+            f"take {', '.join(BUILT_IN)}, or package.module:function for your own"
+        )
+    module_name, _, function_name = BUILT_IN.get(name, name).partition(":")
+    try:
+        make = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(f"workload {name!r} cannot be loaded: {error}") from error
+    given = {key: value for key, value in options.items() if value is not None}
+    if isinstance(make, Workload):
+        return make
+    try:
+        made = make(**given)
+    except TypeError as error:
+        raise UsageError(f"workload {name!r} does not take these options: {error}") from error
+    if not isinstance(made, Workload):
+        raise UsageError(f"{name} returned {type(made).__name__}, not a Workload")
+    return made

@@ -66,7 +66,8 @@ def audio(
         found = find_items(folder, labels=labels, label_pattern=label_pattern, test_pattern=test_pattern, seed=seed)
         margin = 0.02
     rate_hz, num_samples = _clip_shape(found.train, max_duration_s)
-    spectrogram: dict[str, Any] = {"sample_rate_hz": rate_hz, "n_fft": _window(rate_hz), "hop": _hop(rate_hz), "bands": BANDS}
+    n_fft, hop = _window(rate_hz), _hop(rate_hz)
+    spectrogram: dict[str, Any] = {"sample_rate_hz": rate_hz, "n_fft": n_fft, "hop": hop, "bands": BANDS}
     return Workload(
         name="audio",
         recipe=RECIPE,
@@ -81,7 +82,7 @@ def audio(
         margin=margin,
         augment=augment,
         parameters={**spectrogram, "num_samples": num_samples},
-        sources=(decode, log_mel, _mel),
+        sources=(*decode.SOURCES, log_mel, _mel),
         classes=found.classes,
         quarantined=found.quarantined,
     )

@@ -1,6 +1,6 @@
 """Generated recordings of a night outdoors, as audio files in class-named subfolders.
 
-Made by several fresh interpreters at once; numpy, scipy and soundfile are all that these import, so they start fast.
+Made by several fresh interpreters at once, which need numpy, scipy and soundfile only.
 """
 
 import hashlib
@@ -85,7 +85,7 @@ def generate(
 
 def _make(target: Path, missing: list[int], sound: tuple, processes: int | None, progress) -> None:
     """Write the missing clips, a few in this process, many in several."""
-    count = min(processes or len(os.sched_getaffinity(0)), 1 + len(missing) // 40)
+    count = processes or min(len(os.sched_getaffinity(0)), 1 + len(missing) // 100)
     done = _written(target, missing, sound) if count == 1 else _written_by_processes(target, missing, sound, count)
     for number, _ in enumerate(done, start=1):
         if progress is not None:

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from scipy.signal import lfilter, oaconvolve
 
 Signal = NDArray[np.float32]  # [n], one channel
-NOISE_DB = (-10.0, 10.0)  # the sound of the class over the background noise
-DISTRACTOR_DB = (-14.0, -1.0)  # the sound of another class, relative to that of the class
+NOISE_DB = (-7.0, 12.0)  # the sound of the class over the background noise
+DISTRACTOR_DB = (-14.0, -2.0)  # the sound of another class, relative to that of the class
 DISTRACTORS = 2  # at most so many in a clip
 
 

@@ -1,0 +1,5 @@
+"""`python -m speedkit`."""
+
+from speedkit.cli import main
+
+main()

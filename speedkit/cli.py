@@ -1,0 +1,329 @@
+"""The command line: `speedkit hardware | train | climb | compare | bench | run | publish`."""
+
+import dataclasses
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from speedkit.errors import Interrupted, SpeedkitError, UsageError
+from speedkit.plan import FORMERLY, PRESETS, Plan, preset
+from speedkit.recipe import Recipe
+from speedkit.settings import Setting, described, from_mapping, from_yaml, parse
+
+RECIPE = {about.name: about for about in described(Recipe)}
+PLAN = {about.name: about for about in described(Plan)}
+DATA = ("data_dir", "labels", "label_pattern", "test_pattern", "size", "clips")
+
+
+def main() -> None:
+    """Run the command line; every failure is one sentence and an exit code, a traceback only with --debug."""
+    arguments = [word for word in sys.argv[1:] if word != "--debug"]
+    debug = len(arguments) < len(sys.argv) - 1
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        code = commands.main(arguments, prog_name="speedkit", standalone_mode=False) or 0
+    except click.exceptions.Abort:
+        _fail("stopped by SIGINT; what was complete is kept")
+        code = 130
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    except Exception as error:
+        if debug:
+            raise
+        known = isinstance(error, SpeedkitError)
+        _fail(str(error) if known else f"{type(error).__name__}: {error} (--debug shows where)")
+        code = error.exit_code if isinstance(error, SpeedkitError) else 1
+    sys.exit(code)
+
+
+def _terminate(number: int, _frame: Any) -> None:
+    # As an exception, so that loader processes are ended and half-written files removed on the way out.
+    raise Interrupted("stopped by SIGTERM; what was complete is kept", number)
+
+
+def _fail(message: str) -> None:
+    click.echo(f"speedkit: {message}", err=True)
+
+
+def options(*tables: dict[str, Setting]) -> Callable:
+    """Return a decorator that adds an option for every setting, with its meaning, unit and default as help."""
+
+    def decorate(command: Callable) -> Callable:
+        for table in reversed(tables):
+            for about in reversed(table.values()):
+                flag = "--" + about.name.replace("_", "-")
+                unit = f" [{about.unit}]" if about.unit else ""
+                default = "by workload" if table is RECIPE else str(about.default).lower()
+                help = f"{about.help}{unit} ({default})"
+                if bool in about.kinds:
+                    command = click.option(f"{flag}/--no-{flag[2:]}", about.name, default=None, help=help)(command)
+                else:
+                    command = click.option(flag, about.name, metavar=about.takes.upper(), help=help)(command)
+        return command
+
+    return decorate
+
+
+def shared(command: Callable) -> Callable:
+    """Add the options of all commands that train."""
+    for option in reversed([
+        click.option("--data-dir", type=click.Path(), help="folder of your recordings; generated data without"),
+        click.option("--labels", type=click.Path(), help="CSV of paths and labels, with a fold or split column or not"),
+        click.option("--label-pattern", metavar="REGEX", help="group 1 of the file name is the label"),
+        click.option("--test-pattern", metavar="REGEX", help="file names that match are the test set"),
+        click.option("--size", metavar="TINY | SMALL | MEDIUM", help="size of the model"),
+        click.option("--clips", type=int, help="how many recordings to generate where there is no data folder"),
+        click.option("--out", type=click.Path(), help="folder for what the run leaves (runs/<date>-<time>)"),
+        click.option("--device", default="auto", show_default=True, metavar="AUTO | CUDA | MPS | CPU"),
+        click.option("--cache-dir", type=click.Path(), help="folder for cached features"),
+        click.option("--resume", is_flag=True, help="go on with the run in --out"),
+    ]):  # fmt: skip
+        command = option(command)
+    return command
+
+
+def given(values: dict[str, Any], table: dict[str, Setting]) -> dict[str, Any]:
+    """Return the settings of `table` that were typed, parsed."""
+    typed = {name: value for name, value in values.items() if name in table and value is not None}
+    return {name: parse(table[name], value) if isinstance(value, str) else value for name, value in typed.items()}
+
+
+def the_workload(name: str, values: dict[str, Any]) -> tuple[Any, Recipe]:
+    """Return the workload with the data that was named, and its recipe with the fields that were typed."""
+    from speedkit.workloads import load_workload
+
+    typed = given(values, RECIPE)
+    limit = {"max_duration_s": typed["max_duration_s"]} if typed.get("max_duration_s") else {}
+    workload = load_workload(name, **{key: values.get(key) for key in DATA}, **limit)
+    if "steps" in typed and "epochs" not in typed:
+        typed["epochs"] = None  # typing one of the two replaces the other
+    if "epochs" in typed and "steps" not in typed:
+        typed["steps"] = None
+    return workload, dataclasses.replace(workload.recipe, **typed)
+
+
+def the_plan(word: str, values: dict[str, Any] | None = None, device: str = "auto") -> Plan:
+    """Return the plan that a word or a YAML file names, with the fields that were typed."""
+    from speedkit.hardware import this_machine
+
+    if word in PRESETS:
+        plan = preset(word, this_machine(device))
+    elif Path(word).exists() or word.endswith((".yaml", ".yml")):
+        plan = from_yaml(Plan, word, FORMERLY)
+    else:
+        raise UsageError(f"there is no plan {word!r}: take {', '.join(PRESETS)}, or a YAML file")
+    return from_mapping(Plan, dataclasses.asdict(plan) | given(values or {}, PLAN))
+
+
+def the_folder(out: str | None) -> Path:
+    """Return --out, or a new folder in runs/."""
+    return Path(out) if out else Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(package_name="speedkit")
+def commands() -> None:
+    """Make PyTorch training as fast as this machine allows, with proof. --debug shows tracebacks."""
+
+
+@commands.command()
+@click.option("--json", "as_json", is_flag=True, help="print JSON")
+@click.option("--refresh", is_flag=True, help="measure the ceilings anew")
+@click.option("--device", default="auto", show_default=True, metavar="AUTO | CUDA | MPS | CPU")
+def hardware(as_json: bool, refresh: bool, device: str) -> None:
+    """Show what this machine is, what it can do, and its measured ceilings."""
+    from speedkit import ceilings
+    from speedkit.hardware import describe, this_machine
+
+    machine = this_machine(device)
+    found = ceilings.ceilings(machine, refresh)
+    if as_json:
+        rows = {name: dataclasses.asdict(ceiling) for name, ceiling in found.items()}
+        click.echo(json.dumps(machine.as_dict() | {"ceilings": rows}, indent=1))
+    else:
+        click.echo(describe(machine, found, ceilings.left_out(machine)))
+
+
+@commands.command()
+@click.argument("workload")
+@shared
+@click.option("--plan", "plan_name", default="baseline", show_default=True, metavar="FILE | BASELINE | CAREFUL | FAST")
+@click.option("--strict", is_flag=True, help="a plan field that cannot be honoured here is an error")
+@click.option("--deterministic", is_flag=True, help="reproducible kernels on CUDA too")
+@options(RECIPE, PLAN)
+def train(workload: str, plan_name: str, strict: bool, deterministic: bool, **values: Any) -> None:
+    """Train WORKLOAD (audio, or package.module:function) by a recipe, as fast as a plan says."""
+    from speedkit.plan import resolve
+    from speedkit.train.loop import fit
+
+    plan = the_plan(plan_name, values, values["device"])
+    resolve(plan, strict=strict)  # before data is touched
+    work, recipe = the_workload(workload, values)
+    folder = the_folder(values["out"])
+    history = fit(
+        work, recipe, plan, device=values["device"], out=folder, resume=values["resume"],
+        cache_dir=values["cache_dir"], deterministic=deterministic, strict=strict,
+    )  # fmt: skip
+    found = history.evaluation
+    score = f"{found['metric']} {found['value']:.4f} on {found['n']} test items; " if found else ""
+    click.echo(f"{score}{history.steps} steps in {history.seconds:.1f} s; history and checkpoint in {folder}")
+
+
+@commands.command()
+@click.argument("workload")
+@shared
+@click.option("--budget", default="9m", show_default=True, metavar="TIME", help="time for all of it: 540, 9m, 1h")
+@click.option("--rungs", metavar="NAME,NAME", help="only these rungs")
+@click.option("--seeds", type=click.IntRange(2), help="trainings of each plan to test quality (3 on a CPU, 5 on a GPU)")
+@click.option("--notebook/--no-notebook", default=True, help="also write climb.ipynb and report.html")
+@options(RECIPE)
+def climb(workload: str, budget: str, rungs: str | None, seeds: int | None, notebook: bool, **values: Any) -> None:
+    """Climb the whole ladder on WORKLOAD; leave the winning plan, the record and a report."""
+    from speedkit.climb import climb as climb_ladder
+
+    work, recipe = the_workload(workload, values)
+    folder = the_folder(values["out"])
+    record = climb_ladder(
+        work, recipe=recipe, device=values["device"], out=folder, resume=values["resume"],
+        cache_dir=values["cache_dir"], budget_s=seconds(budget), rungs=rungs.split(",") if rungs else None, seeds=seeds,
+    )  # fmt: skip
+    if notebook:
+        _write_report(folder, workload, values)
+    click.echo(f"plan.yaml, record.json{', climb.ipynb, report.html' if notebook else ''} in {folder}")
+    if not record["quality"]["passed"]:
+        raise SpeedkitError("the final plan was not shown to be as good as the naive one: see quality in record.json")
+
+
+def _write_report(folder: Path, workload: str, values: dict[str, Any]) -> None:
+    """Show the finished climb in `folder` as an executed notebook and as one HTML file."""
+    from speedkit.notebooks import find_notebooks, run_notebook
+    from speedkit.show.report import report
+
+    [source] = find_notebooks(["90"])
+    parameters = {key: values[key] for key in DATA if values[key] is not None}
+    parameters |= {"workload": workload, "out": str(folder.resolve())}
+    notebook = run_notebook(source, folder / "climb.ipynb", parameters, timeout_s=600, progress=False)
+    report(notebook, folder / "report.html")
+
+
+@commands.command()
+@click.argument("plan_a")
+@click.argument("plan_b")
+@click.argument("workload")
+@shared
+@click.option("--pairs", default=20, show_default=True, type=click.IntRange(4), help="windows of each plan")
+@click.option("--window", default=0.25, show_default=True, type=float, help="length of a window [s]")
+@click.option("--json", "as_json", is_flag=True, help="print the measurement as JSON")
+@options(RECIPE)
+def compare(plan_a: str, plan_b: str, workload: str, pairs: int, window: float, as_json: bool, **values: Any) -> int:
+    """Train WORKLOAD under two plans in turns. Exit code 1 when PLAN_A is slower beyond the noise: a gate for CI."""
+    from speedkit.measure.compare import compare as compare_plans
+
+    a, b = (the_plan(word, None, values["device"]) for word in (plan_a, plan_b))
+    work, recipe = the_workload(workload, values)
+    found = compare_plans(work, a, b, recipe=recipe, device=values["device"], pairs=pairs, window_s=window,
+                          names=(plan_a, plan_b), cache_dir=values["cache_dir"])  # fmt: skip
+    click.echo(json.dumps(found.as_measurement()) if as_json else str(found))
+    for name, effective in ((plan_a, found.effective_a), (plan_b, found.effective_b)):
+        for fallback in effective.fallbacks:
+            click.echo(f"  {name}: {fallback}", err=True)
+    return 1 if found.faster else 0
+
+
+@commands.command()
+@click.argument("names", nargs=-1, required=True, metavar="NAME...")
+@click.option("--json", "as_json", is_flag=True, help="print rows as JSON")
+def bench(names: tuple[str, ...], as_json: bool) -> int:
+    """Run benchmarks; a row each with its limit. Exit code 1 when a limit is not met."""
+    from speedkit.measure import bench as benchmarks
+
+    rows = []
+    for name in names:
+        if name not in benchmarks.BENCHMARKS:
+            raise UsageError(f"there is no benchmark {name!r}: take {', '.join(benchmarks.BENCHMARKS)}")
+    for name in names:
+        for row in benchmarks.BENCHMARKS[name]():
+            rows.append(row)
+            click.echo(json.dumps(row) if as_json else benchmarks.line(row))
+    return 0 if all(row["passed"] for row in rows) else 1
+
+
+@commands.command()
+@click.argument("names", nargs=-1, required=True, metavar="NOTEBOOK...")
+@click.option("-p", "parameters", nargs=2, multiple=True, metavar="NAME VALUE", help="a parameter of the notebooks")
+@click.option("--sweep", "grid", multiple=True, metavar="NAME=A,B,C", help="run every combination of these values")
+@click.option("--out", default="runs/notebooks", show_default=True, type=click.Path(), help="folder for what was run")
+@click.option("--timeout", default="1h", show_default=True, metavar="TIME", help="for each notebook")
+def run(names: tuple[str, ...], parameters: tuple, grid: tuple[str, ...], out: str, timeout: str) -> int:
+    """Run notebooks by number or name with parameters; a parameter that one does not declare is an error."""
+    from speedkit import notebooks
+
+    values, failed = dict(parameters), 0
+    axes = {}
+    for axis in grid:
+        name, sign, listed = axis.partition("=")
+        if not sign or not listed:
+            raise UsageError(f"--sweep {axis!r} must read name=value,value,...")
+        axes[name] = listed.split(",")
+    for source in notebooks.find_notebooks(names):
+        if axes:
+            done = notebooks.sweep(source, axes, out, parameters=values, timeout_s=seconds(timeout))
+            failed += sum(bool(combination.error) for combination in done)
+        else:
+            click.echo(str(notebooks.run_notebook(source, Path(out) / source.name, values, timeout_s=seconds(timeout))))
+    if failed:
+        raise SpeedkitError(f"{failed} combinations failed; the others are in {out}")
+    return 0
+
+
+@commands.command()
+@click.argument("names", nargs=-1, metavar="[NOTEBOOK]...")
+@click.option("--all", "everything", is_flag=True, help="every notebook")
+@click.option("--out", type=click.Path(), help="folder to write to (the notebooks' own)")
+@click.option("--budget", metavar="TIME", help="start no notebook after this time")
+@click.option("--workload", default="", help="write only the record, of this workload")
+@click.option("--import", "source", type=click.Path(), help="take in what another machine published to this folder")
+@click.option("--force", is_flag=True, help="run what is current too")
+@click.option("--allow-changes", is_flag=True, help="publish from a package that differs from its last commit")
+def publish(names, everything, out, budget, workload, source, force, allow_changes) -> int:
+    """Run notebooks here for the repository: executed notebooks and records, and the README's tables."""
+    from speedkit import publishing, status
+
+    if source:
+        outcomes = publishing.import_published(source)
+    elif names or everything:
+        outcomes = publishing.publish(
+            None if everything else names, out, seconds(budget) if budget else None,
+            workload=workload, force=force, allow_changes=allow_changes,
+        )  # fmt: skip
+    else:
+        raise UsageError("name notebooks to publish, or give --all or --import DIR")
+    for outcome in outcomes:
+        click.echo(f"{outcome.state}: {outcome.name}{': ' if outcome.why else ''}{outcome.why}")
+    if not out:
+        status.update_readme(publishing.notebooks_folder().parent / "README.md")
+    return 1 if any(outcome.state in ("failed", "refused") for outcome in outcomes) else 0
+
+
+def seconds(word: str) -> float:
+    """Return the seconds in `540`, `90s`, `9m` or `1h`."""
+    units = {"s": 1, "m": 60, "h": 3600}
+    text, unit = (word[:-1], units[word[-1]]) if word[-1:] in units else (word, 1)
+    try:
+        value = float(text) * unit
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise UsageError(f"{word!r} is no time: write seconds, or 90s, 9m, 1h")
+    return value
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,349 @@
+"""The climb: every rung tried against the best plan so far, kept only if faster beyond the noise and as good."""
+
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from speedkit.ceilings import ceilings
+from speedkit.clock import Stopwatch
+from speedkit.errors import SpeedkitError, UsageError
+from speedkit.files import claim_folder, finite, read_json, write_json, write_text
+from speedkit.hardware import Hardware, this_machine
+from speedkit.ladder import LADDER, Change, Profile, Rung
+from speedkit.measure.compare import Comparison, compare
+from speedkit.measure.parity import parity
+from speedkit.measure.quality import quality_of, time_to_quality
+from speedkit.measure.record import NotebookRun
+from speedkit.plan import Plan, resolve
+from speedkit.recipe import Recipe
+from speedkit.settings import nearest, to_yaml
+from speedkit.train.loop import begin, close, fit
+from speedkit.train.progress import wanted
+
+# Whose source, with that of notebook 90, decides whether a recorded climb is current.
+MODULES = (
+    "speedkit.climb", "speedkit.ladder", "speedkit.measure.compare", "speedkit.measure.stats", "speedkit.train.loop",
+)  # fmt: skip
+COMPILE_S = 45.0  # what the budget sets aside for a rung that compiles; measured: 13 to 40 s on two cores
+
+
+@dataclasses.dataclass
+class Climb:
+    """A climb under way: what is fixed, and the `state` that is written after each stage, so that it can go on."""
+
+    workload: Any
+    recipe: Recipe
+    hardware: Hardware
+    options: dict[str, Any]  # for compare and begin: device, cache_dir
+    pairs: int
+    window_s: float
+    seeds: int
+    budget_s: float
+    out: Path | None
+    say: Callable[[str], None]
+    state: dict[str, Any]  # {"stages": {name: result}, "spent_s": seconds of earlier sessions}
+    began_s: float = dataclasses.field(default_factory=time.perf_counter)
+
+    def once(self, stage: str, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the result of a stage: from the state when it is there, else by running it and noting it down."""
+        if stage not in self.state["stages"]:
+            self.state["stages"][stage] = finite(run())
+            if self.out is not None:
+                write_json(self.out / "climb.json", {**self.state, "spent_s": self.spent_s()})
+        return self.state["stages"][stage]
+
+    def spent_s(self) -> float:
+        """Seconds of the budget that are gone, those of earlier sessions included."""
+        return self.state["spent_s"] + time.perf_counter() - self.began_s
+
+    def compare(self, a: Plan, b: Plan, names: tuple[str, str], pairs: int, **more: Any) -> Comparison:
+        """Compare two plans on this climb's workload."""
+        return compare(self.workload, a, b, recipe=self.recipe, names=names, pairs=pairs, window_s=self.window_s,
+                       max_s=0.1 * self.budget_s, **self.options, **more)  # fmt: skip
+
+
+def climb(
+    workload: Any,
+    *,
+    recipe: Recipe | None = None,
+    device: str = "auto",
+    out: str | Path | None = None,
+    resume: bool = False,
+    cache_dir: str | Path | None = None,
+    budget_s: float = 540.0,
+    rungs: Sequence[str] | None = None,
+    pairs: int = 12,
+    window_s: float = 0.25,
+    seeds: int | None = None,
+    progress: bool | str = "auto",
+) -> dict[str, Any]:
+    """Climb the ladder on `workload` and return the record of it.
+
+    Each rung is predicted, applied to the best plan so far, measured against it in turns, and kept when the interval's
+    low end is above the noise floor and the losses are what the rung promises. The final figures are measured on fresh
+    windows against `Plan()` and `Plan.careful()`; then both the naive and the final plan are trained over paired
+    `seeds` (3 on a CPU, 5 on a GPU) to show that the result is as good. `rungs` names those to try, all by default.
+    `out` gets record.json and plan.yaml, and climb.json, from which `resume` goes on.
+    """
+    hardware = this_machine(device)
+    say = (lambda text: print(text, flush=True)) if wanted(progress) else lambda text: None
+    chosen = _choose(rungs)
+    folder = claim_folder(out, "climb", resume) if out is not None else None
+    recipe = recipe or workload.recipe
+    state = _state(folder, workload, recipe)
+    options = {"device": device, "cache_dir": cache_dir}
+    seeds = seeds or (3 if hardware.device.type == "cpu" else 5)
+    job = Climb(workload, recipe, hardware, options, pairs, window_s, seeds, budget_s, folder, say, state)
+    run = NotebookRun("90_climb", MODULES, {"workload": workload.name, "budget_s": budget_s, "seeds": seeds})
+
+    say(f"climbing {workload.name}: {len(workload.train)} items to train on, {len(workload.test)} to test, "
+        f"batch {recipe.batch_size}, on {hardware.name}; budget {budget_s:.0f} s")  # fmt: skip
+    control = job.once("control", lambda: _control(job))
+    say(f"naive baseline: {control['step_s'] * 1e3:.1f} ms per step, {control['data_s'] * 1e3:.1f} of them for the "
+        f"batch; A/A noise floor {control['noise_floor']:.3f}")  # fmt: skip
+    best, rows = _rungs(job, chosen, control)
+    final = job.once("final", lambda: _final(job, best))
+    if final["adopted"]:
+        best = Plan(**final["adopted"])
+    quality = job.once("quality", lambda: _quality(job, best, final["step_s"]))
+    record = _record(job, run, best, rows, control, final, quality)
+    if folder is not None:
+        write_text(folder / "plan.yaml", to_yaml(best))
+        write_json(folder / "record.json", record)
+    _summary(job, record)
+    return record
+
+
+def _choose(names: Sequence[str] | None) -> list[Rung]:
+    known = {rung.name: rung for rung in LADDER}
+    for name in names or ():
+        if name not in known:
+            raise UsageError(f"there is no rung {name!r}{nearest(name, known)}: take {', '.join(known)}")
+    return [rung for rung in LADDER if names is None or rung.name in names]
+
+
+def _state(folder: Path | None, workload: Any, recipe: Recipe) -> dict[str, Any]:
+    """Return the state to go on from: that in `folder`, if it belongs to the same job, else an empty one."""
+    job = finite({"workload": workload.name, "train": len(workload.train), "recipe": dataclasses.asdict(recipe)})
+    path = folder / "climb.json" if folder else None
+    if path and path.exists():
+        state = read_json(path)
+        if state.get("job") != job:
+            raise UsageError(f"{path} is of another workload, data set or recipe: name another folder with --out")
+        return state
+    return {"job": job, "stages": {}, "spent_s": 0.0}
+
+
+def _control(job: Climb) -> dict[str, Any]:
+    """Measure the naive plan against itself: the noise floor, its losses from two seeds, and its step's two halves."""
+    other = dataclasses.replace(job.recipe, seed=job.recipe.seed + 1)
+    same = job.compare(Plan(), Plan(), ("baseline", "baseline again"), job.pairs, name="A/A control", recipe_b=other)
+    job.say(f"  {same}")
+    return {
+        "measurement": same.as_measurement(),
+        # One-sided bias (memory layout, say) counts as noise too: how far from 1 a plan and itself were found.
+        "noise_floor": max(same.high, 1 / same.low) if same.faster or same.slower else same.noise_floor,
+        "losses": same.losses_a,
+        "other_seed": same.losses_b,
+        "step_s": statistics.fmean(same.step_s),
+        "data_s": data_time(job, Plan()),
+    }
+
+
+def data_time(job: Climb, plan: Plan, count: int = 6) -> float:
+    """Return the seconds that `plan` takes to get one batch to the device with nothing else going on."""
+    run = begin(job.workload, job.recipe, plan, endless=True, **job.options)
+    try:
+        stopwatch, seconds = Stopwatch(run.device), []
+        for _ in range(count + 1):
+            stopwatch.start()
+            run.batches.next()
+            seconds.append(stopwatch.stop())
+        return statistics.median(seconds[1:])
+    finally:
+        close(run)
+
+
+def _rungs(job: Climb, chosen: Sequence[Rung], control: dict[str, Any]) -> tuple[Plan, list[dict[str, Any]]]:
+    """Try the rungs in order; return the best plan and a row for each thing tried or left out."""
+    best, rows = Plan(), []
+    step_s, data_s = control["step_s"], control["data_s"]
+    matmul = {name.removeprefix("matmul_"): found.value for name, found in ceilings(job.hardware).items()}
+    for rung in chosen:
+        changes = rung.changes(best, job.recipe, job.hardware)
+        if not changes:
+            rows.append(_row(rung, {}, why=_nothing_to_try(rung, best, job.hardware)))
+        for change in changes:
+            stage = f"rung {rung.name} {text(change)}"
+            profile = Profile(step_s, data_s, matmul)
+            start = best
+            row = job.once(stage, functools.partial(_try, job, rung, change, start, profile, control))
+            rows.append(row)
+            if row["kept"]:
+                best = dataclasses.replace(best, **change)
+                step_s, data_s = row["step_s_after"], row["data_s"]
+    return best, rows
+
+
+def _nothing_to_try(rung: Rung, best: Plan, hardware: Hardware) -> str:
+    if rung.name in ("compile", "precision"):
+        return hardware.why_not("compile" if rung.name == "compile" else "bf16")
+    return f"nothing to try on top of {text(changed(best))}"
+
+
+def _try(job: Climb, rung: Rung, change: Change, best: Plan, profile: Profile, control: dict[str, Any]) -> dict[str, Any]:
+    """Predict, measure and judge one change of the best plan."""
+    predicted = rung.predict(profile, change)
+    asked = dataclasses.replace(best, **change)
+    effective = resolve(asked, job.hardware)
+    if effective.plan == resolve(best, job.hardware).plan:
+        why = effective.fallbacks[0].why if effective.fallbacks else "changes nothing"
+        return _row(rung, change, predicted, why=why)
+    cost_s = 4 * job.window_s * job.pairs + 10 + (COMPILE_S if asked.compile != "off" else 0)
+    if job.spent_s() + cost_s + _reserve_s(job, control["step_s"], profile.step_s) > job.budget_s:
+        return _row(rung, change, predicted, why="not tried: the time budget is needed for the final measurements")
+    job.say(f"rung {rung.name}: {text(change)}, predicted {predicted[0]:.2f} to {predicted[1]:.2f}")
+    try:
+        names, label = ("best so far", text(change)), f"rung {rung.name}: {text(change)}"
+        found = job.compare(best, asked, names, job.pairs, name=label)
+    except SpeedkitError as error:
+        return _row(rung, change, predicted, why=f"failed: {error}")
+    floor = max(found.noise_floor, control["noise_floor"])
+    same = parity(rung.promises, found.losses_b, control["losses"], control["other_seed"])
+    faster = found.low > floor
+    kept = faster and same.passed
+    why = "faster beyond the noise, and learns the same" if kept else (
+        f"{same}" if faster else f"low end {found.low:.3f} is not above the noise floor {floor:.3f}"
+    )
+    job.say(f"  {found.ratio:.3f} ({found.low:.3f} to {found.high:.3f}), floor {floor:.3f}; {same}: "
+            f"{'kept' if kept else 'rejected'}")  # fmt: skip
+    row = _row(rung, change, predicted, why)
+    return row | {
+        "ratio": found.ratio, "low": found.low, "high": found.high, "noise_floor": floor, "kept": kept,
+        "parity": str(same), "parity_numbers": same.as_dict(),
+        "step_s_before": found.step_s[0], "step_s_after": found.step_s[1],
+        "data_s": data_time(job, asked) if kept else None,
+        "warmup_s": found.warmup_s_b, "measurement": found.as_measurement(),
+    }  # fmt: skip
+
+
+def _row(rung: Rung, change: Change, predicted: tuple[float, float] | None = None, why: str = "") -> dict[str, Any]:
+    """Return a row of `rungs` with nothing measured yet."""
+    low, high = predicted or (None, None)
+    return {
+        "rung": rung.name, "change": text(change), "predicted_low": low, "predicted_high": high,
+        "ratio": None, "low": None, "high": None, "noise_floor": None, "parity": None, "kept": False, "why": why,
+        "step_s_before": None, "step_s_after": None, "data_s": None,
+        "claims": list(rung.claims), "notebook": rung.notebook,
+    }  # fmt: skip
+
+
+def text(change: Change) -> str:
+    """Return a change as `field=value, field=value`."""
+    return ", ".join(f"{field}={value}" for field, value in change.items()) or "nothing"
+
+
+def changed(plan: Plan) -> Change:
+    """Return the fields in which `plan` differs from plain PyTorch."""
+    plain = dataclasses.asdict(Plan())
+    return {field: value for field, value in dataclasses.asdict(plan).items() if value != plain[field]}
+
+
+def _reserve_s(job: Climb, naive_step_s: float, best_step_s: float) -> float:
+    """Return the seconds to set aside for the final comparisons and for training both plans over all seeds."""
+    total = job.recipe.total_steps(len(job.workload.train), drop_last=False)
+    # Evaluation: a test pass costs about a third of a training pass over as many items.
+    passes = 1 + len(job.workload.test) / (3 * max(1, len(job.workload.train)))
+    training = job.seeds * total * (naive_step_s + best_step_s) * passes
+    return training + COMPILE_S + 2 * (4 * job.window_s * job.pairs + 15)
+
+
+def _final(job: Climb, best: Plan) -> dict[str, Any]:
+    """Measure the winning plan against the naive and the careful one, on windows that chose nothing."""
+    result: dict[str, Any] = {"step_s": {}, "adopted": None}
+    careful = Plan.careful(job.hardware)
+    for name, plan in (("baseline", Plan()), ("careful", careful)):
+        if plan == best:
+            result[name] = None
+            continue
+        found = job.compare(plan, best, (name, "final"), max(job.pairs, 20), name=f"final against {name}", seed=1)
+        job.say(f"final plan {found}")
+        if name == "careful" and found.slower:
+            # The result is never slower than the best plan seen, and the careful one is among those.
+            job.say("  the careful plan is faster than what was climbed to: it is taken, and measured afresh")
+            return {**_final(job, careful), "adopted": dataclasses.asdict(careful)}
+        result[name] = found.as_measurement()
+        result["step_s"][name], result["step_s"]["final"] = found.step_s
+    return result
+
+
+def _quality(job: Climb, best: Plan, step_s: dict[str, float]) -> dict[str, Any]:
+    """Train both plans over paired seeds, as many as the budget allows, and test that the final one is no worse."""
+    curves: dict[str, list[dict[str, Any]]] = {"baseline": [], "final": []}
+    took_s = 0.0
+    for seed in range(job.recipe.seed, job.recipe.seed + job.seeds):
+        if len(curves["final"]) >= 2 and job.spent_s() + took_s > job.budget_s:
+            break
+        began_s = time.perf_counter()
+        for name, plan in (("baseline", Plan()), ("final", best)):
+            history = fit(job.workload, dataclasses.replace(job.recipe, seed=seed), plan, progress=False, **job.options)
+            points = [[history.prepare_s + found["seconds"], found["value"]] for found in history.evaluations]
+            curves[name].append({"seed": seed, "points": points, "value": points[-1][1], "seconds": points[-1][0]})
+        took_s = time.perf_counter() - began_s
+        values = {name: found[-1] for name, found in curves.items()}
+        job.say(f"seed {seed}: {job.workload.metric} " + ", ".join(
+            f"{name} {found['value']:.4f} in {found['seconds']:.1f} s" for name, found in values.items()))  # fmt: skip
+    return {"curves": curves, "asked_seeds": job.seeds}
+
+
+def _record(job, run, best, rows, control, final, quality) -> dict[str, Any]:
+    """Put the record together, by the names of design and schema."""
+    measured = [control["measurement"], *(row["measurement"] for row in rows if row.get("measurement"))]
+    for measurement in [*measured, *(final[name] for name in ("baseline", "careful") if final[name])]:
+        run.measure(measurement)
+    for name, plan in (("baseline", Plan()), ("careful", Plan.careful(job.hardware)), ("final", best)):
+        run.plan(name, resolve(plan, job.hardware))
+
+    def ratio(name: str) -> dict[str, float]:
+        found = final[name] or {"ratio": 1.0, "low": 1.0, "high": 1.0}  # that plan itself won
+        return {key: found[key] for key in ("ratio", "low", "high")}
+
+    sections = {
+        "workload": {"name": job.workload.name, "train": len(job.workload.train), "test": len(job.workload.test)},
+        "recipe": dataclasses.asdict(job.recipe),
+        "plan": dataclasses.asdict(best),
+        "change": text(changed(best)),
+        "noise_floor": control["noise_floor"],
+        "rungs": [{key: value for key, value in row.items() if key != "measurement"} for row in rows],
+        "speedup": ratio("baseline"),
+        "speedup_careful": ratio("careful"),
+        "step_s": {"baseline": control["step_s"]} | final["step_s"],
+        "quality": quality_of(job.workload, quality["curves"]),
+        "time_to_quality": time_to_quality(job.workload, quality["curves"]),
+        "spent_s": job.spent_s(),
+    }
+    for name, value in sections.items():
+        run.section(name, value)
+    passed = run.record["quality"]["passed"]
+    run.record["verdicts"].append({
+        "check": f"the final plan is as good as the naive one within {job.workload.margin:g} {job.workload.metric}",
+        "claim": None, "verdict": "passed" if passed else "failed",
+    })  # fmt: skip
+    return finite({**run.record, **run.power.summary()})
+
+
+def _summary(job: Climb, record: dict[str, Any]) -> None:
+    speedup, careful, quality = record["speedup"], record["speedup_careful"], record["quality"]
+    job.say(f"final plan: {record['change']}")
+    for name, found in (("naive", speedup), ("careful", careful)):
+        job.say(f"  {found['ratio']:.2f} times as fast as the {name} plan ({found['low']:.2f} to {found['high']:.2f})")
+    if quality["lower"] is None:
+        job.say("  quality: not shown, the budget allowed fewer than two seeds")
+    else:
+        verdict = "as good" if quality["passed"] else "NOT shown to be as good"
+        job.say(f"  quality: {quality['metric']} changed by {quality['mean_change']:+.4f}, 95 % sure to be above "
+                f"{quality['lower']:+.4f}; margin {quality['margin']:g}: {verdict}")  # fmt: skip

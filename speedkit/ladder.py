@@ -1,0 +1,113 @@
+"""The rungs of the climb, a table: what each changes, what it promises, and what it should gain."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from speedkit.hardware import Hardware
+from speedkit.plan import Plan
+from speedkit.recipe import Recipe
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """Where a step's time goes under the best plan so far, and what the machine could do: a prediction's ground."""
+
+    step_s: float
+    data_s: float  # of it, getting the batch to the device with nothing else going on
+    matmul: dict[str, float]  # measured FLOP/s by number format
+
+    @property
+    def data_share(self) -> float:
+        """The share of a step that getting its batch takes."""
+        return min(0.95, self.data_s / self.step_s)
+
+
+Predicted = tuple[float, float]  # least and greatest gain to expect: time before / time after
+Change = dict[str, Any]  # plan fields and their new values
+
+
+@dataclasses.dataclass(frozen=True)
+class Rung:
+    """One optimization: `changes` gives what to try, in order; each is compared with the best plan so far."""
+
+    name: str
+    changes: Callable[[Plan, Recipe, Hardware], list[Change]]
+    promises: str  # bit-equal | loss-equal
+    predict: Callable[[Profile, Change], Predicted]
+    claims: tuple[str, ...]
+    notebook: str
+
+
+def amdahl(share: float, factor: float) -> float:
+    """Return the gain of the whole when `share` of it becomes `factor` times as fast (Amdahl 1967)."""
+    return 1 / (1 - share + share / factor)
+
+
+def _overlapped(profile: Profile, change: Change) -> Predicted:
+    # At best the workers hide all loading behind the computing; at worst they compete with it for the same cores.
+    compute_s = profile.step_s - profile.data_s
+    return 1.0, max(1.0, profile.step_s / max(compute_s, profile.data_s / change["workers"], 1e-9))
+
+
+def _removed(profile: Profile, _: Change) -> Predicted:
+    return amdahl(0.7 * profile.data_share, 1e9), amdahl(profile.data_share, 1e9)
+
+
+def _computes(low: float, high: float) -> Callable[[Profile, Change], Predicted]:
+    """Predict that computing becomes `low` to `high` times as fast."""
+    return lambda profile, _: (amdahl(1 - profile.data_share, low), amdahl(1 - profile.data_share, high))
+
+
+def _faster_matmul(profile: Profile, change: Change) -> Predicted:
+    # The measured ceilings bound it from above: not all of a step is matrix products, and few run at the ceiling.
+    fp32, low_bits = profile.matmul.get("fp32"), profile.matmul.get(change["precision"])
+    factor = low_bits / fp32 if fp32 and low_bits else 2.0
+    return sorted_pair(1.0, amdahl(1 - profile.data_share, factor))
+
+
+def sorted_pair(one: float, other: float) -> Predicted:
+    """Return the two in ascending order."""
+    return min(one, other), max(one, other)
+
+
+def _workers(plan: Plan, _: Recipe, hardware: Hardware) -> list[Change]:
+    if plan.cache != "off":
+        return []
+    counts = [hardware.cores] if hardware.cores <= 4 else [4, min(16, hardware.cores - 1)]
+    pinned = {"pin_memory": True} if hardware.supports("pin_memory") else {}
+    return [{"workers": count, "persistent_workers": True, **pinned} for count in counts]
+
+
+def _cache(_: Plan, __: Recipe, hardware: Hardware) -> list[Change]:
+    places = ["disk", "ram"] if hardware.device.type == "cpu" else ["ram", "device"]
+    kept = {"cache_dtype": "float16", "workers": 0, "persistent_workers": False}
+    return [{"cache": place, **kept} for place in places]
+
+
+def _micro_batch(_: Plan, recipe: Recipe, __: Hardware) -> list[Change]:
+    return [{"micro_batch": recipe.batch_size // parts} for parts in (2, 4) if recipe.batch_size // parts >= 4]
+
+
+def _precision(_: Plan, __: Recipe, hardware: Hardware) -> list[Change]:
+    # On a GPU fp16 needs loss scaling and is rarely faster than bf16: it is tried only where bf16 is missing.
+    wanted = ["tf32", "bf16"] if hardware.supports("bf16") else ["fp16"]
+    return [{"precision": name} for name in wanted if hardware.supports(name)]
+
+
+def _compile(_: Plan, __: Recipe, hardware: Hardware) -> list[Change]:
+    modes = ["default", "reduce-overhead"] if hardware.supports("cuda_graphs") else ["default"]
+    return [{"compile": mode} for mode in modes] if hardware.supports("compile") else []
+
+
+LADDER: tuple[Rung, ...] = (
+    Rung("workers", _workers, "bit-equal", _overlapped, ("C06", "C07", "C08"), "10_dataloader"),
+    Rung("cache", _cache, "loss-equal", _removed, ("C09", "C10"), "12_feature_cache"),
+    Rung("host_syncs", lambda *_: [{"fused_optimizer": True, "log_every": 50}], "loss-equal", _computes(1.0, 1.1),
+         ("C22",), "26_host_syncs"),
+    Rung("micro_batch", _micro_batch, "loss-equal", _computes(0.9, 1.15), (), "20_batch_size"),
+    Rung("precision", _precision, "loss-equal", _faster_matmul, ("C01", "C02", "C04", "C38"), "21_mixed_precision"),
+    Rung("channels_last", lambda *_: [{"channels_last": True}], "loss-equal", _computes(0.9, 1.2), ("C19",),
+         "24_channels_last"),
+    Rung("compile", _compile, "loss-equal", _computes(1.0, 1.3), ("C16", "C18"), "23_compile"),
+)  # fmt: skip

@@ -1,0 +1,200 @@
+"""Figures, drawn from records only: ratios with their intervals, a climb's ladder, time to quality.
+
+One style: colours that the colour-blind tell apart (Okabe and Ito 2008), opaque, so that they read on dark pages too.
+"""
+
+import io
+import statistics
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from speedkit import files
+
+BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"
+INK, GREY, BAND, PALE = "#22272E", "#7A808A", "#CBD1DA", "#E6E9ED"
+STYLE: Any = {"font.family": "DejaVu Sans", "font.size": 9.0, "svg.hashsalt": "speedkit", "svg.fonttype": "path",
+              "text.color": INK, "axes.labelcolor": INK, "text.parse_math": False}  # fmt: skip
+INTERVAL, FLOOR = Line2D([], [], color=INK, label="99 % interval"), Patch(color=BAND, label="noise floor")
+Row = Mapping[str, Any]
+_ratio = "{ratio:.2f}× ({low:.2f} to {high:.2f})".format_map
+
+
+def ratios(measurements: Row | Sequence[Row], recorded: Sequence[Row] | None = None, *, names: Sequence[str] = (),
+           title: str = "Measured ratios") -> Figure:  # fmt: skip
+    """Return a forest plot: each measured ratio with its 99 % interval over the band that is its noise floor.
+
+    `measurements` is a record, or rows of one; `recorded` are records of other machines (`run.recorded()`), whose rows
+    of the same names stand below. `names` picks measurements, in that order. A hollow mark did not clear the noise.
+    """
+    here = measurements if isinstance(measurements, Mapping) else {"measurements": measurements}
+    machines = [(device_name(record), colour, {row["name"]: row for row in record["measurements"]})
+                for record, colour in zip((here, *(recorded or ())), (BLUE, ORANGE, GREEN, GREY) * 9, strict=False)]
+    chosen = [(name, colour, rows[name]) for name in (names or machines[0][2])
+              for _, colour, rows in machines if name in rows]  # fmt: skip
+    with rc_context(STYLE):
+        figure, axes = _canvas(0.42 * len(chosen) + 1.35, left=0.27, right=0.78)
+        ends = [0.95, 1.05]
+        for y, (_, colour, row) in enumerate(chosen):
+            floor = max(row["noise_floor"] or 1.0, 1.0)
+            clear = row["low"] > floor or row["high"] < 1 / floor
+            axes.barh(y, floor - 1 / floor, 0.8, left=1 / floor, color=BAND)
+            axes.plot([row["low"], row["high"]], [y, y], color=colour, linewidth=2, solid_capstyle="butt")
+            axes.plot(row["ratio"], y, "o", color=colour, markerfacecolor=colour if clear else "white", markersize=6.5)
+            _beside(axes, y, _ratio(row))
+            ends += [row["low"], row["high"], 1 / floor, floor]
+        axes.axvline(1.0, color=INK, linewidth=0.8, zorder=1)
+        first = [y for y, row in enumerate(chosen) if y == 0 or chosen[y - 1][0] != row[0]]
+        labels = {y: textwrap.fill(chosen[y][0], 32) for y in first}
+        _finish(axes, ends, labels, len(chosen), "time ratio, log scale: above 1 is faster")
+        marks = [*(Patch(color=colour, label=name) for name, colour, _ in machines), INTERVAL, FLOOR]
+        _headed(figure, title, marks, subject="hollow: no difference beyond the noise")
+    return figure
+
+
+def waterfall(record: Row) -> Figure:
+    """Return the ladder of a climb: a bar per rung, from the time per step before it to the one after it.
+
+    On a log scale equal lengths are equal factors. Kept rungs are blue, rejected ones grey with the reason; the whisker
+    is the 99 % interval, the bracket what was predicted, the pale band the noise floor that the whisker must clear.
+    """
+    step_s, rungs = record["step_s"], record["rungs"]
+    finals = [("plain PyTorch", step_s["baseline"], record["speedup"])]
+    if record.get("speedup_careful") and step_s.get("careful"):
+        finals.append(("a careful start", step_s["careful"], record["speedup_careful"]))
+    with rc_context(STYLE):
+        figure, axes = _canvas(0.5 * (len(rungs) + len(finals) + 1) + 1.5, left=0.27, right=0.67)
+        axes.plot(1e3 * step_s["baseline"], 0, "d", color=INK, markersize=7)
+        _beside(axes, 0, f"{1e3 * step_s['baseline']:.3g} ms per step")
+        labels = {0: "plain PyTorch, Plan()"}
+        for y, rung in enumerate(rungs, 1):
+            labels[y] = f"{rung['rung']}\n{textwrap.shorten(rung['change'], 32, placeholder=' …')}"
+            why = "" if rung["kept"] else "\n".join(textwrap.wrap(rung["why"], 40, max_lines=2, placeholder=" …"))
+            if rung["ratio"] is None:
+                _beside(axes, y, why, GREY)
+            else:
+                _bar(axes, y, rung["step_s_before"], rung, BLUE if rung["kept"] else GREY)
+                _beside(axes, y, f"{_ratio(rung)}\n{why}".strip(), INK if rung["kept"] else GREY)
+        axes.axhline(len(rungs) + 0.5, color=GREY, linewidth=0.6)
+        for y, (against, before_s, speedup) in enumerate(finals, len(rungs) + 1):
+            labels[y] = f"final plan\nagainst {against}"
+            _bar(axes, y, before_s, speedup, GREEN)
+            _beside(axes, y, f"{_ratio(speedup)}\n{1e3 * before_s:.3g} ms to {1e3 * step_s['final']:.3g} ms")
+        _finish(axes, axes.dataLim.intervalx, labels, len(labels), "time per step, ms, log scale: left is faster")
+        marks = [Patch(color=BLUE, label="kept"), Patch(color=GREY, label="rejected"), INTERVAL, FLOOR,
+                 Line2D([], [], color=ORANGE, label="predicted"), Patch(color=GREEN, label="fresh windows")]
+        headline = ", ".join(f"{_ratio(speedup)} over {against}" for against, _, speedup in finals)
+        _headed(figure, headline, marks, record)
+    return figure
+
+
+def time_to_quality(record: Row) -> Figure:
+    """Return quality over time for plain PyTorch and the final plan: seeds thin, means thick, the target crossed."""
+    found, target = record["time_to_quality"], record["time_to_quality"]["target"]
+    with rc_context(STYLE):
+        figure, axes = _canvas(3.9, left=0.1, right=0.97)
+        for side, colour, name in (("baseline", ORANGE, "plain PyTorch"), ("final", BLUE, "final plan")):
+            courses = [curve["points"] for curve in found["curves"][side]]  # [seeds][evaluations] of (seconds, value)
+            for points in courses:
+                axes.plot(*zip(*points, strict=True), color=colour, linewidth=0.8, alpha=0.5)
+            means = [map(statistics.fmean, zip(*at, strict=True)) for at in zip(*courses, strict=False)]
+            reached_s = found[f"{side}_s"]
+            label = f"{name}: target {f'after {reached_s:.3g} s' if reached_s else 'not reached'}"
+            axes.plot(*zip(*means, strict=True), "o-", color=colour, linewidth=2.4, markersize=3.5, label=label)
+            if reached_s:
+                axes.axvline(reached_s, color=colour, linewidth=1, linestyle=":", zorder=1)
+                axes.plot(reached_s, target, "D", color=colour, markeredgecolor=INK, markersize=7, zorder=5)
+        axes.axhline(target, color=INK, linewidth=0.8, linestyle="--", label=f"target {target:.3g}")
+        axes.set(xlim=(0, None), ylabel=f"{record['quality']['metric']}, test set",
+                 xlabel="seconds since the start of the run: building the cache, compiling and evaluating included")
+        sooner = f"ratio {found['ratio']:.2f}" if found["ratio"] else "not reached by both"
+        _headed(figure, f"Time to quality: {sooner}", axes.get_legend_handles_labels()[0], record)
+    return figure
+
+
+def device_name(record: Row) -> str:
+    """Return what the machine of a record is called; rows come without a record from this machine."""
+    hardware = record.get("hardware") or {"gpu": "this machine"}
+    cpu = (hardware.get("cpu") or "CPU").replace("(R)", "").replace("(TM)", "")
+    return hardware.get("gpu") or f"{cpu}, {hardware['cores']} cores"
+
+
+def save(figure: Figure, path: str | Path) -> None:
+    """Write a figure to `path` (.svg or .png), whole or not at all; the same figure gives the same bytes."""
+    kind = Path(path).suffix[1:]
+    with rc_context(STYLE), files.atomic(path) as temporary:
+        figure.savefig(temporary, format=kind, metadata={"Date" if kind == "svg" else "Software": None}, dpi=90)
+
+
+def show(figure: Figure) -> None:
+    """Display a figure in a notebook as PNG."""
+    from IPython.display import Image, display
+
+    stream = io.BytesIO()
+    figure.savefig(stream, format="png", metadata={"Software": None}, dpi=90)
+    display(Image(stream.getvalue(), alt=figure.texts[0].get_text()))
+
+
+def _canvas(height: float, left: float, right: float) -> tuple[Figure, Axes]:
+    """Return a figure with one plain axes; head and foot keep their size whatever the height (inches)."""
+    figure = Figure(figsize=(8.6, height), facecolor="white")  # as wide as GitHub and a notebook show unscaled
+    figure.subplots_adjust(left=left, right=right, top=1 - 0.62 / height, bottom=0.78 / height)
+    axes = figure.add_subplot()
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(GREY)
+    axes.tick_params(which="both", length=0, colors=INK)
+    axes.grid(axis="x", color=PALE, linewidth=0.8)
+    axes.set_axisbelow(True)
+    return figure, axes
+
+
+def _finish(axes: Axes, ends: Sequence[float], labels: Mapping[int, str], count: int, about: str) -> None:
+    """Make x logarithmic around `ends` with few round ticks, and put `count` rows from top to bottom."""
+    reach = (max(ends) / min(ends)) ** 0.04
+    low, high = min(ends) / reach, max(ends) * reach
+    axes.set_xscale("log")
+    axes.set(xlim=(low, high), xlabel=about, ylim=(count - 0.4, -0.6))
+    for digits in ((1, 1.1, 1.2, 1.3, 1.5, 1.7, 2, 2.5, 3, 4, 5, 6, 7, 8, 9), (1, 1.5, 2, 3, 5, 7), (1, 2, 5), (1,)):
+        ticks = [digit * 10.0**power for power in range(-9, 10) for digit in digits]
+        ticks = [tick for tick in ticks if low <= tick <= high]
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        if len(ticks) <= 8:
+            break
+    axes.set_xticks([], minor=True)
+    axes.set_yticks(list(labels), list(labels.values()), fontsize=8.5, linespacing=1.15)
+
+
+def _bar(axes: Axes, y: int, before_s: float, row: Row, colour: str) -> None:
+    """Draw a step from `before_s` by a row's ratio, with interval, noise floor and prediction where it has them."""
+    before, floor = 1e3 * before_s, max(row.get("noise_floor") or 1.0, 1.0)
+    after = before / row["ratio"]
+    axes.barh(y, before * floor - before / floor, 0.84, left=before / floor, color=BAND)
+    axes.barh(y, abs(after - before), 0.5, left=min(after, before), color=colour)
+    axes.plot([before, before], [y - 0.36, y + 0.36], color=INK, linewidth=0.8)
+    axes.plot([before / row["high"], before / row["low"]], [y, y], color=INK, linewidth=1.6, marker="|", markersize=8)
+    if row.get("predicted_low") and row.get("predicted_high"):
+        ends = [before / row["predicted_high"], before / row["predicted_low"]]
+        axes.plot(ends, [y + 0.36, y + 0.36], color=ORANGE, linewidth=1.4, marker="|", markersize=6)
+
+
+def _beside(axes: Axes, y: int, text: str, colour: str = INK) -> None:
+    axes.text(1.02, y, text, transform=axes.get_yaxis_transform(), va="center", fontsize=8.5, color=colour)
+
+
+def _headed(figure: Figure, title: str, marks: Sequence[Any], record: Row | None = None, subject: str = "") -> None:
+    if record:
+        work, torch = record["workload"], record["versions"]["torch"]
+        subject = f"{work['name']}, {work['train']} training items · torch {torch} · profile {record['profile']}"
+        subject = f"{device_name(record)} · {subject}"
+    height = figure.get_figheight()
+    figure.text(0.012, 1 - 0.2 / height, title, fontsize=11, fontweight="bold", va="center")
+    figure.text(0.012, 1 - 0.42 / height, subject, fontsize=8.5, color=GREY, va="center")
+    figure.legend(handles=marks, loc="lower left", bbox_to_anchor=(0.005, 0.0), ncols=len(marks), frameon=False,
+                  fontsize=8.5, columnspacing=1.4, handlelength=1.4)  # fmt: skip

@@ -1,0 +1,226 @@
+"""The audio workload: its data, deterministic features, batched augmentation, and a net that minds no micro-batches."""
+
+import pickle
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from torch.utils.data import DataLoader
+
+from speedkit.errors import UsageError
+from speedkit.plan import Plan
+from speedkit.recipe import Recipe
+from speedkit.train.loop import fit
+from speedkit.workloads.audio import SIZES, AudioNet, audio, augment, log_mel, loss, score
+
+SPECTROGRAM = {"sample_rate_hz": 16000, "n_fft": 512, "hop": 160, "bands": 64}
+
+
+@pytest.fixture(scope="module")
+def night():
+    return audio(clips=30, size="tiny")
+
+
+def own_data(root, durations_s=(0.3, 0.3, 0.3, 0.3), rates_hz=(8000,)):
+    """Write two classes of noise, one file of each per duration, the rates taken in turn."""
+    noise = np.random.default_rng(0)
+    for name in ("a", "b"):
+        (root / name).mkdir(parents=True)
+        for number, duration_s in enumerate(durations_s):
+            rate_hz = rates_hz[number % len(rates_hz)]
+            samples = noise.uniform(-0.5, 0.5, int(duration_s * rate_hz))
+            soundfile.write(root / name / f"{number}.wav", samples, rate_hz)
+    return root
+
+
+def batch_of(size=6, frames=50, seed=0):
+    inputs = torch.randn(size, 1, 64, frames, generator=torch.Generator().manual_seed(seed))
+    return inputs, torch.arange(size) % 3
+
+
+# --- data
+
+
+def test_generated_workload_is_whole_and_balanced(night):
+    assert len(night.train) == 20 and len(night.test) == 10 and len(night.classes) == 10
+    assert sorted(map(night.target, night.test)) == list(range(10)) and night.margin == 0.03
+    assert night.parameters == {**SPECTROGRAM, "num_samples": 64000}
+    waveform = night.load(night.train[0])
+    assert waveform.shape == (64000,) and night.features(waveform).shape == (1, 64, 400)
+
+
+def test_everything_a_worker_needs_pickles(night):
+    again = pickle.loads(pickle.dumps(night))
+    item = night.test[3]
+    assert torch.equal(again.features(again.load(item)), night.features(night.load(item)))
+
+
+def test_own_data_takes_the_commonest_rate_and_resamples_the_rest(tmp_path):
+    mine = audio(own_data(tmp_path, rates_hz=(8000, 8000, 22050, 8000)), test_pattern=r"^3\.")
+    assert mine.parameters["sample_rate_hz"] == 8000 and mine.classes == ("a", "b") and mine.margin == 0.02
+    assert {item.sample_rate_hz for item in mine.train} == {8000, 22050}
+    assert {tuple(mine.load(item).shape) for item in mine.train} == {(2400,)}
+
+
+def test_clip_length_is_a_whole_number_of_hops_that_leaves_out_the_longest_of_a_hundred(tmp_path):
+    durations_s = [0.5] * 110 + [0.501] + [9.0]
+    folder = own_data(tmp_path, durations_s)
+    assert audio(folder, test_pattern=r"^[0-4]\.").parameters["num_samples"] == 51 * 80
+    assert audio(folder, test_pattern=r"^[0-4]\.", max_duration_s=0.2).parameters["num_samples"] == 20 * 80
+
+
+def test_longest_clip_is_ten_seconds(tmp_path):
+    assert audio(own_data(tmp_path, (12.0, 12.0, 12.0))).parameters["num_samples"] == 80000
+
+
+def test_labels_table_stands_in_for_the_folder(tmp_path):
+    own_data(tmp_path)
+    rows = [f"{name}/{number}.wav,{name}" for name in "ab" for number in range(4)]
+    (tmp_path / "labels.csv").write_text("\n".join(["path,label", *rows]))
+    mine = audio(labels=tmp_path / "labels.csv")
+    assert len(mine.train) == 6 and len(mine.test) == 2
+
+
+def test_files_left_out_are_reported(tmp_path):
+    own_data(tmp_path, [0.1] * 20)
+    (tmp_path / "a" / "broken.wav").write_bytes(b"no audio")
+    ((path, why),) = audio(tmp_path).quarantined
+    assert path.endswith("broken.wav") and "decoded" in why
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"size": "huge"}, "size 'huge' is unknown.*tiny, small, medium"),
+        ({"clips": 29}, "clips=29 is too few"),
+        ({"label_pattern": "(a)"}, "needs recordings.*--data-dir"),
+        ({"test_pattern": "a"}, "needs recordings.*--data-dir"),
+        ({"max_duration_s": 0.0}, "over 0 seconds"),
+        ({"data_dir": ".", "clips": 100}, "leave it out"),
+        ({"data_dir": "nowhere"}, "does not exist"),
+    ],
+)
+def test_what_cannot_be_used_is_one_sentence(options, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        audio(**options)
+
+
+# --- features
+
+
+def test_features_are_the_same_bits_with_any_number_of_threads():
+    waveform = 0.1 * torch.randn(160000, generator=torch.Generator().manual_seed(0))
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(log_mel(waveform, **SPECTROGRAM))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+class Features:
+    """What a loader's worker computes: a map-style data set of the workload's training features."""
+
+    def __init__(self, workload):
+        self.workload = workload
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return self.workload.features(self.workload.load(self.workload.train[index]))
+
+
+def test_features_are_the_same_bits_in_a_worker(night):
+    here = torch.stack([Features(night)[index] for index in range(8)])
+    (there,) = DataLoader(Features(night), batch_size=8, num_workers=1)
+    assert torch.equal(here, there)
+
+
+def test_features_are_standardised_and_silence_is_finite():
+    waveform = 0.1 * torch.randn(16000, generator=torch.Generator().manual_seed(0))
+    features = log_mel(waveform, **SPECTROGRAM)
+    assert features.dtype == torch.float32 and features.shape == (1, 64, 100)
+    assert abs(features.mean()) < 1e-5 and abs(features.std() - 1) < 1e-3
+    torch.testing.assert_close(log_mel(0.01 * waveform, **SPECTROGRAM), features, atol=1e-3, rtol=0)
+    assert torch.equal(log_mel(torch.zeros(16000), **SPECTROGRAM), torch.zeros(1, 64, 100))
+
+
+def test_a_tone_lies_in_the_band_of_its_frequency():
+    tone = torch.sin(2 * torch.pi * 1000 * torch.arange(16000) / 16000)
+    peaks = log_mel(tone, **SPECTROGRAM)[0].argmax(dim=0)
+    expected = 65 * np.log(1 + 1000 / 700) / np.log(1 + 8000 / 700) - 1  # bands are even on the mel scale
+    assert (peaks[2:-2] - expected).abs().max() <= 1
+
+
+# --- augmentation
+
+
+def test_augment_is_seeded_keeps_shape_and_targets_and_leaves_its_input_alone():
+    inputs, targets = batch_of()
+    before = inputs.clone()
+    results = [augment((inputs, targets), torch.Generator().manual_seed(seed))[0] for seed in (1, 1, 2)]
+    assert torch.equal(results[0], results[1]) and not torch.equal(results[0], results[2])
+    assert results[0].shape == inputs.shape and torch.equal(inputs, before)
+    assert augment((inputs, targets), torch.Generator())[1] is targets
+
+
+def test_augment_turns_in_time_and_masks_at_most_a_sixth_of_each_axis():
+    inputs, targets = batch_of(size=64, frames=60)
+    changed, _ = augment((inputs, targets), torch.Generator().manual_seed(0))
+    hidden = changed[:, 0] == 0  # [B, M, F]
+    frames, bands = hidden.all(dim=1).sum(dim=1), hidden.all(dim=2).sum(dim=1)
+    assert 1 <= frames.max() <= 11 and 1 <= bands.max() <= 12
+    assert len({int(count) for count in frames}) > 3  # each sample draws its own
+    for one, other, mask in zip(inputs[:, 0], changed[:, 0], hidden, strict=True):
+        turns = (torch.where(mask, 0, one.roll(shift, dims=1)) for shift in range(60))
+        assert any(torch.equal(turned, other) for turned in turns)
+
+
+# --- net, loss, score
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_net_gives_logits_and_its_channels_suit_tensor_cores(size):
+    net = AudioNet(10, size)
+    assert net(torch.randn(2, 1, 64, 50)).shape == (2, 10)
+    assert all(module.out_channels % 8 == 0 for module in net.modules() if isinstance(module, torch.nn.Conv2d))
+
+
+def test_one_sample_does_not_depend_on_the_others_of_its_batch():
+    torch.manual_seed(0)
+    net, (inputs, _) = AudioNet(3, "tiny"), batch_of()
+    torch.testing.assert_close(net(inputs), torch.cat([net(part) for part in inputs.split(2)]), atol=1e-5, rtol=1e-5)
+
+
+def test_net_is_seeded_and_takes_channels_last():
+    torch.manual_seed(4)
+    one = AudioNet(3, "tiny")
+    torch.manual_seed(4)
+    other = AudioNet(3, "tiny").to(memory_format=torch.channels_last)
+    inputs, _ = batch_of()
+    torch.testing.assert_close(one(inputs), other(inputs), atol=1e-5, rtol=1e-5)
+
+
+def test_loss_is_the_mean_cross_entropy_and_takes_label_smoothing():
+    batch = batch_of()
+    net = AudioNet(3, "tiny")
+    value, logits = loss(net, batch, Recipe())
+    picked = logits.log_softmax(dim=1).gather(1, batch[1][:, None])
+    torch.testing.assert_close(value, -picked.mean())
+    smooth, _ = loss(net, batch, Recipe(label_smoothing=0.3))
+    torch.testing.assert_close(smooth, 0.7 * value - 0.3 * logits.log_softmax(dim=1).mean())
+
+
+def test_score_is_one_where_the_largest_logit_is_right():
+    logits = torch.tensor([[2.0, 1.0], [0.0, 1.0], [3.0, 1.0]])
+    assert score(logits, (torch.zeros(3), torch.tensor([0, 0, 1]))).tolist() == [1.0, 0.0, 0.0]
+
+
+def test_the_loop_learns_the_generated_clips(night):
+    recipe = Recipe(steps=25, epochs=None, batch_size=10, learning_rate=3e-3)
+    history = fit(night, recipe, Plan(cache="ram", log_every=5), device="cpu", progress=False)
+    assert history.loss[-1] < 0.8 * history.loss[0]

@@ -1,0 +1,118 @@
+"""Decoding: any rate and channel count to one mono length, and every broken file to a BadItem."""
+
+import pickle
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+from speedkit.data.decode import BadItem, load_audio
+from speedkit.errors import SpeedkitError
+
+RATE_HZ = 8000
+
+
+def tone(seconds=1.0, rate_hz=RATE_HZ, hz=440.0):
+    return 0.5 * np.sin(2 * np.pi * hz * np.arange(int(seconds * rate_hz)) / rate_hz)
+
+
+def write(path, samples, rate_hz=RATE_HZ, **kinds):
+    soundfile.write(path, samples, rate_hz, **kinds)
+    return path
+
+
+@pytest.mark.parametrize(("name", "tolerance"), [("a.wav", 1e-4), ("a.flac", 1e-4), ("a.aiff", 1e-4), ("a.ogg", 0.05)])
+def test_every_format_gives_the_samples_written(tmp_path, name, tolerance):
+    wave = load_audio(write(tmp_path / name, tone()), RATE_HZ, RATE_HZ)
+    assert wave.dtype == torch.float32 and wave.shape == (RATE_HZ,)
+    assert np.abs(wave.numpy() - tone()).max() < tolerance
+
+
+def test_float_wav_and_16_bit_wav_agree_to_one_step(tmp_path):
+    as_float = load_audio(write(tmp_path / "f.wav", tone(), subtype="FLOAT"), RATE_HZ, 4000)
+    as_int = load_audio(write(tmp_path / "i.wav", tone(), subtype="PCM_16"), RATE_HZ, 4000)
+    assert (as_float - as_int).abs().max() <= 1 / 32768
+
+
+def test_int16_scaling_equals_libsndfile(tmp_path):
+    path = write(tmp_path / "i.wav", tone(), subtype="PCM_16")
+    expected, _ = soundfile.read(path, dtype="float32")
+    assert torch.equal(load_audio(path, RATE_HZ, RATE_HZ), torch.from_numpy(expected))
+
+
+def test_short_clip_is_padded_with_zeros_and_long_clip_is_cut_at_its_end(tmp_path):
+    path = write(tmp_path / "a.wav", tone(0.5))
+    padded = load_audio(path, RATE_HZ, RATE_HZ)
+    assert torch.equal(padded[4000:], torch.zeros(4000)) and padded[:4000].abs().max() > 0.4
+    assert torch.equal(load_audio(path, RATE_HZ, 1000), padded[:1000])
+
+
+def test_stereo_is_mixed_down_to_the_mean(tmp_path):
+    both = np.stack([tone(), -0.5 * tone()], axis=1)
+    wave = load_audio(write(tmp_path / "s.wav", both, subtype="FLOAT"), RATE_HZ, RATE_HZ)
+    assert np.abs(wave.numpy() - 0.25 * tone()).max() < 1e-6
+
+
+@pytest.mark.parametrize("from_hz", [4000, 11025, 16000, 44100])
+def test_another_rate_is_resampled(tmp_path, from_hz):
+    path = write(tmp_path / "r.wav", tone(1.0, from_hz), from_hz, subtype="FLOAT")
+    wave = load_audio(path, RATE_HZ, RATE_HZ)
+    assert np.abs(wave.numpy() - tone())[100:-100].max() < 0.01
+
+
+@pytest.mark.parametrize("from_hz", [4000, 11025, 44100])
+def test_a_partial_read_resamples_to_the_same_samples_as_a_full_read(tmp_path, from_hz):
+    noise = np.random.default_rng(0).uniform(-0.5, 0.5, 2 * from_hz)
+    path = write(tmp_path / "r.wav", noise, from_hz)
+    torch.testing.assert_close(load_audio(path, RATE_HZ, 3001), load_audio(path, RATE_HZ, 16000)[:3001])
+
+
+def broken(tmp_path, kind):
+    path = tmp_path / f"{kind}.wav"
+    if kind == "garbage":
+        path.write_bytes(b"RIFF\x00\x01 not audio at all" * 9)
+    elif kind == "empty":
+        path.write_bytes(b"")
+    elif kind == "silent header":
+        write(path, np.zeros(0))
+    elif kind == "nan":
+        write(path, np.where(np.arange(8000) == 77, np.nan, 0.1), subtype="FLOAT")
+    elif kind == "infinite":
+        write(path, np.where(np.arange(8000) == 77, np.inf, 0.1), subtype="FLOAT")
+    elif kind == "folder":
+        path.mkdir()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("garbage", "cannot be decoded"),
+        ("empty", "cannot be decoded"),
+        ("silent header", "no samples"),
+        ("nan", "not finite"),
+        ("infinite", "not finite"),
+        ("missing", "no such file"),
+        ("folder", "no such file"),
+    ],
+)
+def test_a_broken_file_is_a_bad_item_that_names_it(tmp_path, kind, why):
+    path = broken(tmp_path, kind)
+    with pytest.raises(BadItem, match=why) as caught:
+        load_audio(path, RATE_HZ, RATE_HZ)
+    assert isinstance(caught.value, SpeedkitError) and caught.value.exit_code == 1
+    assert caught.value.path == str(path) and str(path) in str(caught.value)
+
+
+def test_a_truncated_flac_is_a_bad_item(tmp_path):
+    path = write(tmp_path / "t.flac", np.random.default_rng(0).uniform(-0.5, 0.5, 64000))
+    path.write_bytes(path.read_bytes()[:2000])
+    with pytest.raises(BadItem):
+        load_audio(path, RATE_HZ, 64000)
+
+
+def test_bad_item_survives_the_way_between_processes():
+    error = pickle.loads(pickle.dumps(BadItem("a/b.wav", "it holds no samples")))
+    assert (error.path, error.why) == ("a/b.wav", "it holds no samples")
+    assert str(error) == "a/b.wav cannot be used: it holds no samples"

@@ -1,0 +1,246 @@
+"""Publishing: what is written, refused, left alone and taken in; the status and the README, drawn from records."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import check_notebooks
+import nbformat
+import pytest
+
+from speedkit.contract import contract_problems
+from speedkit.errors import UsageError
+from speedkit.files import read_json, write_json
+from speedkit.hardware import this_machine
+from speedkit.notebooks import visible_gpus
+from speedkit.parameters import record_of
+from speedkit.publishing import device_slug, import_published, is_stale, publish
+from speedkit.status import readme_text, status_rows, update_readme
+
+ROOT = Path(__file__).resolve().parent.parent
+HERE = device_slug(this_machine().as_dict())
+
+
+@pytest.fixture()
+def folder(tmp_path, monkeypatch):
+    """A folder of notebooks that nobody has run: one in order, and one that fails."""
+    notebooks = tmp_path / "notebooks"
+    (notebooks / "records").mkdir(parents=True)
+    check_notebooks.whole(notebooks / "21_tiny.ipynb")
+    check_notebooks.whole(notebooks / "22_bad.ipynb", "raise RuntimeError('no luck')")
+    monkeypatch.setenv("SPEEDKIT_NOTEBOOKS", str(notebooks))
+    monkeypatch.chdir(tmp_path)
+    return notebooks
+
+
+def run(names, **options):
+    return [(outcome.name, outcome.state) for outcome in publish(names, allow_changes=True, progress=False, **options)]
+
+
+def edit(path, index, source):
+    notebook = nbformat.read(path, as_version=4)
+    [cell for cell in notebook.cells if cell.cell_type == "code"][index].source = source
+    nbformat.write(notebook, path)
+
+
+def test_machines_have_readable_folders():
+    assert device_slug({"gpu": "NVIDIA H200", "cpu": "x", "cores": 16}) == "nvidia-h200"
+    assert device_slug({"gpu": "", "cpu": "Intel(R) Xeon(R) CPU @ 2.80GHz", "cores": 2}) == "cpu-intel-xeon-2-cores"
+    assert device_slug({"cpu": "AMD EPYC 7763 64-Core Processor", "cores": 4}) == "cpu-amd-epyc-7763-4-cores"
+
+
+def test_publishing_keeps_what_worked_and_goes_on_where_it_stopped(folder, monkeypatch):
+    monkeypatch.setenv("SPEEDKIT_PROFILE", "smoke")  # what is published is never a smoke run
+    bad = (folder / "22_bad.ipynb").read_bytes()
+    assert run(None) == [("21_tiny", "published"), ("22_bad", "failed")]
+
+    published, record = folder / "21_tiny.ipynb", read_json(folder / "records" / HERE / "21_tiny.json")
+    assert contract_problems(published) == [] and not is_stale(published)
+    assert record == record_of(nbformat.read(published, as_version=4))
+    assert record["profile"] != "smoke" and os.environ["SPEEDKIT_PROFILE"] == "smoke"
+    assert "papermill" not in published.read_text()
+    assert (folder / "22_bad.ipynb").read_bytes() == bad
+    assert "no luck" in Path("runs/publish/22_bad.failed.ipynb").read_text()
+    assert sorted(path.name for path in folder.iterdir()) == ["21_tiny.ipynb", "22_bad.ipynb", "records"]
+
+    before = published.read_bytes()
+    assert run(["21"]) == [("21_tiny", "current")] and published.read_bytes() == before
+    edit(published, 2, "total = 1 + 2  # of a comment nothing depends")
+    assert run(["21"]) == [("21_tiny", "current")]
+    edit(published, 2, "total = 1 + 2 + 3")
+    assert is_stale(published) and status_rows(folder)[0]["shown"]["stale"]
+    assert run(["21"], budget_s=0.1) == [("21_tiny", "left")]
+    assert run(["21"], timeout_s=60) == [("21_tiny", "published")]
+    assert not is_stale(published)
+
+
+def test_a_workload_adds_a_record_and_leaves_the_notebook(folder):
+    before = (folder / "21_tiny.ipynb").read_bytes()
+    assert run(["21"], workload="image") == [("21_tiny-image", "published")]
+    assert (folder / "21_tiny.ipynb").read_bytes() == before
+    assert read_json(folder / "records" / HERE / "21_tiny-image.json")["parameters"]["workload"] == "image"
+    assert run(["21"], workload="image") == [("21_tiny-image", "current")]
+
+
+def test_a_notebook_that_breaks_the_contract_is_not_published(folder, tmp_path):
+    edit(folder / "21_tiny.ipynb", 2, "import sys\nprint('careful', file=sys.stderr)")
+    (outcome,) = publish(["21"], out=tmp_path / "out", allow_changes=True, progress=False)
+    assert outcome.state == "failed" and "cell [3] shows text on stderr: careful" in outcome.why
+    assert not (tmp_path / "out").exists() and outcome.why.endswith("runs/publish/21_tiny.failed.ipynb")
+
+
+COMMITTED = """
+import sys
+from speedkit.errors import SpeedkitError
+from speedkit.publishing import publish
+try:
+    publish(["21"], progress=False)
+except SpeedkitError as error:
+    sys.exit(str(error))
+"""
+
+
+def test_changes_since_the_commit_are_refused(folder, tmp_path):
+    repository = tmp_path / "repository"
+    shutil.copytree(ROOT / "speedkit", repository / "speedkit", ignore=shutil.ignore_patterns("__pycache__"))
+    git = ["git", "-C", str(repository), "-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "--no-verify", "-m", "first"]):
+        subprocess.run([*git, *command], check=True)
+    with (repository / "speedkit" / "errors.py").open("a") as stream:
+        stream.write("\nCHANGED = True\n")
+    done = subprocess.run([sys.executable, "-c", COMMITTED], env={**os.environ, "PYTHONPATH": str(repository)},
+                          cwd=tmp_path, capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 1 and "the package differs from commit" in done.stderr and done.stdout == ""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not visible_gpus(), reason="needs an NVIDIA GPU")
+def test_a_busy_gpu_is_refused(folder):
+    source = ("import torch\na = torch.randn(8192, 8192, device='cuda')\nb = a @ a\ntorch.cuda.synchronize()\n"
+              "print('on', flush=True)\nwhile True:\n    b = a @ a\n    torch.cuda.synchronize()")  # fmt: skip
+    busy = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE)
+    try:
+        assert busy.stdout is not None and busy.stdout.readline() == b"on\n"
+        for _ in range(30):  # utilisation is an average over up to a second
+            try:
+                publish([], allow_changes=True)
+            except Exception as error:
+                assert "is busy" in str(error)
+                break
+        else:
+            pytest.fail("a busy GPU was not noticed")
+    finally:
+        busy.kill()
+        busy.wait()
+
+
+# ---- import ----
+
+
+@pytest.fixture()
+def parcel(folder, tmp_path):
+    """What a publication elsewhere wrote: a notebook and two records; the notebooks here are the same, and not run."""
+    away = tmp_path / "away"
+    check_notebooks.executed(away / "21_tiny.ipynb")
+    record = record_of(nbformat.read(away / "21_tiny.ipynb", as_version=4))
+    (away / "records" / HERE).mkdir(parents=True)
+    for name in ("21_tiny", "21_tiny-image"):
+        write_json(away / "records" / HERE / f"{name}.json", record)
+    return away
+
+
+def states(away, into):
+    return {outcome.name: (outcome.state, outcome.why) for outcome in import_published(away, into)}
+
+
+def test_import_takes_outputs_and_records(parcel, folder):
+    edit(folder / "21_tiny.ipynb", 2, "total = 1 + 2  # explained better here")
+    assert {state for state, _ in states(parcel, folder).values()} == {"published"}
+    assert contract_problems(folder / "21_tiny.ipynb") == [] and not is_stale(folder / "21_tiny.ipynb")
+    assert "explained better here" in (folder / "21_tiny.ipynb").read_text(), "only outputs come in"
+    assert sorted(path.name for path in (folder / "records" / HERE).iterdir()) == ["21_tiny-image.json", "21_tiny.json"]
+
+
+def test_import_refuses_what_does_not_fit_and_takes_the_rest(parcel, folder):
+    records = parcel / "records" / HERE
+    record = read_json(records / "21_tiny.json")
+    write_json(records / "21_tiny-old.json", {**record, "code_sha256": "0" * 64})
+    write_json(records / "21_tiny-half.json", {key: record[key] for key in ("schema", "notebook")})
+    write_json(records / "33_other.json", record)
+    (records / "21_tiny-torn.json").write_text('{"schema": 1')
+    (parcel / "records" / "elsewhere").mkdir()
+    write_json(parcel / "records" / "elsewhere" / "21_tiny.json", record)
+    edit(parcel / "21_tiny.ipynb", 2, "total = 1 + 2 + 4")
+    check_notebooks.whole(parcel / "22_bad.ipynb")
+    found = states(parcel, folder)
+    here = f"records/{HERE}"
+    assert [name for name, (state, _) in found.items() if state == "published"] == [
+        f"{here}/21_tiny-image.json", f"{here}/21_tiny.json"]  # fmt: skip
+    for name, says in {
+        f"{here}/21_tiny-old.json": "another version", f"{here}/21_tiny-half.json": "is not valid",
+        f"{here}/33_other.json": "there is no notebook 33_other", f"{here}/21_tiny-torn.json": "cannot be read",
+        "records/elsewhere/21_tiny.json": "not that of its folder", "21_tiny.ipynb": "from other code",
+        "22_bad.ipynb": "execution counts",
+    }.items():  # fmt: skip
+        assert found[name][0] == "refused" and says in found[name][1], name
+    assert nbformat.read(folder / "21_tiny.ipynb", as_version=4).cells[2].execution_count is None
+    with pytest.raises(UsageError, match="holds no notebooks or records"):
+        import_published(folder / "records" / HERE, folder)
+
+
+# ---- status and README ----
+
+README = """# x
+<!-- generated:ladder -->
+<!-- /generated:ladder -->
+between
+<!-- generated:status -->
+old
+<!-- /generated:status -->
+after
+"""
+
+
+def test_readme_shows_what_is_recorded_and_lists_what_is_stale(folder, tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text(README)
+    path = check_notebooks.executed(folder / "21_tiny.ipynb")
+    record = record_of(nbformat.read(path, as_version=4))
+    (folder / "records" / HERE).mkdir()
+    write_json(folder / "records" / HERE / "21_tiny.json", record)
+    assert update_readme(readme, folder) and not update_readme(readme, folder)
+    text = readme.read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| [2")]
+    assert rows[0].startswith("| [21 Tiny](notebooks/21_tiny.ipynb) | A sum does not depend on the order. | ")
+    assert record["created"][:10] in rows[0] and record["versions"]["torch"] in rows[0] and "stale" not in rows[0]
+    assert rows[1].endswith("| not run yet |")
+    assert "No climb is published yet." in text and "old" not in text.splitlines()
+    assert text.startswith("# x\n") and text.endswith("after\n") and "\nbetween\n" in text
+
+    edit(path, 2, "total = 7")
+    assert "**stale**: its code changed after" in readme_text(readme, folder)
+    readme.write_text("# x\n<!-- generated:status -->\n")
+    with pytest.raises(UsageError, match="<!-- /generated:status -->"):
+        readme_text(readme, folder)
+
+
+def test_the_ladder_s_figures_are_the_climb_s(folder, tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text(README)
+    path = check_notebooks.whole(folder / "90_climb.ipynb")
+    record = check_notebooks.a_record("90_climb", path)
+    record |= {"speedup": {"ratio": 4.125, "low": 4.0, "high": 4.25}, "speedup_careful": None, "rungs": [],
+               "step_s": {"baseline": 0.4, "final": 0.1}, "workload": "image"}  # fmt: skip
+    (folder / "records" / HERE).mkdir()
+    write_json(folder / "records" / HERE / "90_climb-image.json", record)
+    assert update_readme(readme, folder)
+    text, figure = readme.read_text(), (folder / "records" / "ladder.svg").read_bytes()
+    assert not update_readme(readme, folder) and (folder / "records" / "ladder.svg").read_bytes() == figure
+    assert "(notebooks/records/ladder.svg)" in text
+    assert "| image | 4.12x (4.00 to 4.25) | not measured | " in text and "stale" not in text
+    record["code_sha256"] = "0" * 64
+    (folder / "records" / HERE / "90_climb-image.json").write_text(json.dumps(record))
+    assert ", **stale** |" in readme_text(readme, folder)

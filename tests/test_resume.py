@@ -1,0 +1,235 @@
+"""Interrupted runs: what is left behind is whole, and going on from it is the run that was never interrupted."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import jitter, loss, points
+
+from speedkit.errors import Interrupted, SpeedkitError, UsageError
+from speedkit.plan import Plan
+from speedkit.train import checkpoint
+from speedkit.train.loop import begin, close, finish, fit, steps
+
+PLANS = [
+    {"log_every": 1},
+    {"log_every": 4, "fused_optimizer": True, "cache": "ram"},
+    {"log_every": 4, "precision": "fp16", "workers": 2, "persistent_workers": True},
+]
+
+
+def lively(**recipe):
+    """7 steps an epoch, 14 in all, with every source of randomness on."""
+    return points(train=100, augment=jitter, dropout=0.2, clip_norm=1.0, **recipe)
+
+
+def interrupting(workload, at, number=signal.SIGINT):
+    """`workload`, whose loss sends this process a signal in training step `at`, counted from 1."""
+    calls = iter(range(10**6))
+
+    def loss_with_signal(model, batch, recipe):
+        if model.training and next(calls) == at - 1:
+            os.kill(os.getpid(), number)
+        return loss(model, batch, recipe)
+
+    return dataclasses.replace(workload, loss=loss_with_signal)
+
+
+def outcome(history):
+    """All that must not depend on an interruption."""
+    weights = {name: weight.tolist() for name, weight in history.model.state_dict().items()}
+    evaluations = [(result["step"], result["value"]) for result in history.evaluations]
+    return history.loss, history.log_steps, evaluations, history.steps, weights
+
+
+@pytest.mark.parametrize("at", [1, 3, 7, 9, 14], ids="step {}".format)
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, optimizer, plan, at):
+    workload, options = lively(optimizer=optimizer), {"plan": Plan(**plan), "device": "cpu", "progress": False}
+    whole = fit(workload, **options)
+    with pytest.raises(Interrupted, match=f"after step {at}") as stopped:
+        fit(interrupting(workload, at), out=tmp_path, **options)
+    assert stopped.value.exit_code == 130
+    assert json.loads((tmp_path / "history.json").read_text())["steps"] == at
+    resumed = fit(workload, out=tmp_path, resume=True, **options)
+    assert outcome(resumed) == outcome(whole)
+    assert resumed.resumed_from == at
+    assert json.loads((tmp_path / "history.json").read_text())["resumed_from"] == at
+
+
+def test_a_run_can_be_resumed_again_and_again(tmp_path):
+    options = {"plan": Plan(log_every=5, precision="fp16"), "device": "cpu", "progress": False, "out": tmp_path}
+    whole = fit(lively(), **{**options, "out": None})
+    for step in range(1, 14):
+        with pytest.raises(Interrupted, match=f"after step {step};"):
+            fit(interrupting(lively(), 1, signal.SIGTERM), resume=True, **options)
+    assert outcome(fit(lively(), resume=True, **options)) == outcome(whole)
+
+
+def test_a_finished_run_resumed_does_nothing_more(tmp_path):
+    options = {"device": "cpu", "progress": False, "out": tmp_path}
+    whole = fit(lively(), **options)
+    assert outcome(fit(lively(), resume=True, **options)) == outcome(whole)
+
+
+def test_float16_steps_that_were_skipped_stay_skipped_after_resuming(tmp_path):
+    options = {"plan": Plan(precision="fp16", log_every=1), "device": "cpu", "progress": False}
+
+    def run_until(out, stop, resume=False):
+        run = begin(lively(), out=out, resume=resume, **options)
+        if not resume:
+            run.scale.scale.fill_(2.0**22)  # overflows a few times before it fits
+        with contextlib.suppress(Interrupted):
+            for step in steps(run):
+                run.stop = signal.SIGINT if step == stop - 1 else 0
+        return run
+
+    whole = run_until(tmp_path / "whole", 0)
+    run_until(tmp_path / "cut", 3)
+    resumed = run_until(tmp_path / "cut", 0, resume=True)
+    assert outcome(finish(resumed)) == outcome(finish(whole))
+    assert finish(whole).steps < 14
+    assert resumed.scale.scale == whole.scale.scale
+
+
+def test_the_schedule_still_writes_into_the_optimizers_own_tensor_after_resuming(tmp_path):
+    options = {"plan": Plan(fused_optimizer=True), "device": "cpu", "progress": False, "out": tmp_path}
+    with pytest.raises(Interrupted):
+        fit(interrupting(lively(), 5), **options)
+    run = begin(lively(), resume=True, **options)
+    for _ in steps(run):
+        assert run.optimizer.param_groups[0]["lr"] is run.learning_rate.rate
+    assert float(run.learning_rate.rate) == pytest.approx(run.learning_rate.table[-1])
+    close(run)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("switch", [(False, True), (True, False)], ids=["to fused", "from fused"])
+def test_a_run_can_go_on_under_another_plan(tmp_path, optimizer, switch):
+    before, after = (Plan(fused_optimizer=fused, log_every=1) for fused in switch)
+    workload, options = lively(optimizer=optimizer), {"device": "cpu", "progress": False}
+    whole = fit(workload, plan=Plan(log_every=1), **options)
+    with pytest.raises(Interrupted):
+        fit(interrupting(workload, 5), plan=before, out=tmp_path, **options)
+    resumed = fit(workload, plan=after, out=tmp_path, resume=True, **options)
+    assert resumed.loss == pytest.approx(whole.loss, abs=1e-5)
+
+
+# Checkpoints that must not be used.
+
+
+@pytest.fixture
+def stopped(tmp_path):
+    """A folder that holds a run interrupted after step 5."""
+    with pytest.raises(Interrupted):
+        fit(interrupting(lively(), 5), device="cpu", progress=False, out=tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("workload", "message"), [
+    (lively(learning_rate=0.5), r"its recipe is learning_rate=0.01 there, 0.5 here"),
+    (points(train=101, augment=jitter, dropout=0.2, clip_norm=1.0), "its train_items is 100 there, 101 here"),
+    (dataclasses.replace(lively(), name="lines"), "its workload is points there, lines here"),
+    (points(train=100, hidden=17, augment=jitter, dropout=0.2, clip_norm=1.0), "holds another model"),
+])  # fmt: skip
+def test_a_checkpoint_of_another_run_is_refused_and_says_what_differs(stopped, workload, message):
+    with pytest.raises(UsageError, match=message):
+        fit(workload, device="cpu", progress=False, out=stopped, resume=True)
+
+
+@pytest.mark.parametrize("damage", ["cut short", "other bytes", "another program's"])
+def test_a_damaged_checkpoint_is_named(stopped, damage):
+    path = stopped / checkpoint.NAME
+    if damage == "another program's":
+        torch.save({"epoch": 3}, path)
+    else:
+        path.write_bytes(path.read_bytes()[:1000] if damage == "cut short" else b"not a checkpoint" * 100)
+    with pytest.raises(SpeedkitError, match=r"checkpoint\.pt cannot be read .* remove it") as error:
+        fit(lively(), device="cpu", progress=False, out=stopped, resume=True)
+    assert "\n" not in str(error.value)
+
+
+def test_resuming_where_nothing_was_saved_starts_at_the_beginning(tmp_path):
+    history = fit(lively(), device="cpu", progress=False, out=tmp_path, resume=True)
+    assert history.resumed_from is None
+    assert history.steps == 14
+
+
+def test_a_checkpoint_that_does_not_fit_on_the_disk_leaves_the_one_before(stopped):
+    path = stopped / checkpoint.NAME
+    before = path.read_bytes()
+    run = begin(lively(), device="cpu", progress=False, out=stopped, resume=True)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # writing more fails, as on a full disk
+    try:
+        with pytest.raises((OSError, RuntimeError)):
+            checkpoint.save(run, stopped)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        close(run)
+    assert path.read_bytes() == before
+    assert not list(stopped.glob("*.tmp")) + list(stopped.glob(".*.tmp"))
+
+
+# Real processes, real signals.
+
+CHILD = """
+import dataclasses, os, sys
+import torch
+torch.set_num_threads(1)
+sys.path[:0] = [sys.argv[1]]
+from test_resume import lively, loss
+from speedkit.errors import Interrupted
+from speedkit.plan import Plan
+from speedkit.train.loop import fit
+
+calls = iter(range(10**6))
+def waiting_loss(model, batch, recipe):
+    if model.training and next(calls) == 9:
+        print("in step 10", flush=True)
+        os.read(0, 1)  # until the test has sent its signal
+    return loss(model, batch, recipe)
+
+workload = dataclasses.replace(lively(), loss=waiting_loss)
+plan = Plan(precision="fp16", workers=2, persistent_workers=True, log_every=4)
+try:
+    fit(workload, plan=plan, device="cpu", progress=False, out=sys.argv[2])
+except Interrupted as error:
+    print(error, file=sys.stderr)
+    sys.exit(error.exit_code)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", [False, True], ids=["to the process", "to its group, workers too"])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_a_process_stopped_by_a_signal_can_be_resumed(tmp_path, number, code, group):
+    tests = str(Path(__file__).parent)
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, tests, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        assert child.stdout.readline() == "in step 10\n"
+        (os.killpg if group else os.kill)(child.pid, number)
+        _, complaint = child.communicate("x" if number != signal.SIGKILL else None, timeout=60)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+    assert child.returncode == code
+    assert "Traceback" not in complaint
+    plan = Plan(precision="fp16", workers=2, persistent_workers=True, log_every=4)
+    whole = fit(lively(), plan=plan, device="cpu", progress=False)
+    resumed = fit(lively(), plan=plan, device="cpu", progress=False, out=tmp_path, resume=True)
+    assert resumed.resumed_from == (7 if number == signal.SIGKILL else 10)  # the end of the first epoch, or the step
+    assert outcome(resumed) == outcome(whole)
