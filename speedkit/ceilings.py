@@ -1,7 +1,5 @@
 """How fast this machine can be at best: rates measured here in seconds, never read from a data sheet."""
 
-import contextlib
-import functools
 import math
 import os
 import statistics
@@ -10,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -65,8 +64,6 @@ def _kept_or_measured(hardware: Hardware, refresh: bool, cache_dir: str | Path |
     path = folder / f"ceilings-{hardware.fingerprint()}.json"
     if not refresh and (kept := _read_cache(path)):
         return kept
-    with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
     found, missing = measure(hardware, folder)
     try:
         rows = [asdict(ceiling) for ceiling in found.values()]
@@ -92,19 +89,18 @@ def measure(hardware: Hardware, folder: Path) -> Measured:
     """Measure every ceiling, files in `folder`. One that fails (no memory, a full disk) leaves its reason only."""
     device = hardware.device
     precisions = ["fp32", *(name for name in ("tf32", "bf16", "fp16", "fp8") if hardware.supports(name))]
-    transfers = {"pinned": True, "pageable": False} if device.type == "cuda" else {}
+    sources = ("pinned", "pageable") if device.type == "cuda" else ()
     tasks: list[tuple[str, str, Callable[[], Rates]]] = [
-        *((f"matmul_{name}", "FLOP/s", functools.partial(_matmul, device, name)) for name in precisions),
-        ("memory_bandwidth", "bytes/s", functools.partial(_triad, device)),
-        *((f"host_to_device_{name}", "bytes/s", functools.partial(_copy, device, pinned)) for name, pinned in transfers.items()),
-        ("memcpy", "bytes/s", functools.partial(_copy, CPU)),
-        ("disk_read", "bytes/s", functools.partial(_file_read, folder, cold=True)),
-        ("file_read_cached", "bytes/s", functools.partial(_file_read, folder, cold=False)),
-        ("decode_flac", "files/s", functools.partial(_decode, "flac")),
-        ("decode_wav", "files/s", functools.partial(_decode, "wav")),
+        *((f"matmul_{name}", "FLOP/s", partial(_matmul, device, name)) for name in precisions),
+        ("memory_bandwidth", "bytes/s", partial(_triad, device)),
+        *((f"host_to_device_{name}", "bytes/s", partial(_copy, device, name)) for name in sources),
+        ("memcpy", "bytes/s", partial(_copy, CPU, "pageable")),
+        ("disk_read", "bytes/s", partial(_file_read, folder, cold=True)),
+        ("file_read_cached", "bytes/s", partial(_file_read, folder, cold=False)),
+        ("decode_flac", "files/s", partial(_decode, "flac")),
+        ("decode_wav", "files/s", partial(_decode, "wav")),
     ]
-    found: dict[str, Ceiling] = {}
-    missing: dict[str, str] = {}
+    found, missing = dict[str, Ceiling](), dict[str, str]()
     load = os.getloadavg()[0]  # before we add to it
     busy = f"; MEASURED WHILE BUSY (load {load:.1f} on {hardware.cores} cores), may be too low: refresh when idle"
     for name, unit, task in tasks:
@@ -116,15 +112,13 @@ def measure(hardware: Hardware, folder: Path) -> Measured:
             continue
         how = f"best of {len(rates)} {what}" + busy * (load > 0.75 * hardware.cores)
         found[name] = Ceiling(name, max(rates), statistics.median(rates), unit, len(rates), how)
-        if hardware.device.type == "cuda":
-            torch.cuda.empty_cache()
+    torch.cuda.empty_cache()  # nothing where CUDA is not in use
     return found, missing
 
 
 def _rates(function: Callable, device: torch.device, work: float) -> list[float]:
     """Return `work` per second for each of as many calls as fit in BUDGET_S, 3 to 100."""
-    rates: list[float] = []
-    began_s = time.perf_counter()
+    rates, began_s = list[float](), time.perf_counter()
     while len(rates) < 3 or (len(rates) < 100 and time.perf_counter() - began_s < BUDGET_S):
         rates.append(work / max(timed(function, device, repeats=1, warmup=0)[0], 1e-9))
     return rates
@@ -132,13 +126,13 @@ def _rates(function: Callable, device: torch.device, work: float) -> list[float]
 
 def _matmul(device: torch.device, precision: str) -> Rates:
     """Square matrix product. The numbers are random: a GPU draws less power and clocks higher on constant ones."""
-    size = 4096 if device.type == "cpu" else 8192
+    size = 8192 if device.type != "cpu" else 2048 if torch.get_num_threads() < 16 else 4096
     generator, dtype = torch.Generator(device).manual_seed(0), DTYPES.get(precision, torch.float32)
     left, right = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
-    multiply = functools.partial(torch.mm, left, right, out=torch.empty_like(left))
+    multiply = partial(torch.mm, left, right, out=torch.empty_like(left))
     if precision == "fp8":  # _scaled_mm wants its second matrix column-major
         scale = torch.ones((), device=device)
-        multiply = functools.partial(torch._scaled_mm, left, right.t(), scale, scale, out_dtype=torch.bfloat16)
+        multiply = partial(torch._scaled_mm, left, right.t(), scale, scale, out_dtype=torch.bfloat16)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     try:
@@ -156,32 +150,33 @@ def _triad(device: torch.device) -> Rates:
     return rates, f"triads a = b + 2 c, float32 arrays of {size_bytes // MIB} MiB, bytes read and written"
 
 
-def _copy(device: torch.device, pinned: bool = False) -> Rates:
-    source = torch.ones(128 * MIB, dtype=torch.uint8, pin_memory=pinned)
+def _copy(device: torch.device, kind: str) -> Rates:
+    """Copy from host memory, "pinned" or "pageable", to `device`."""
+    source = torch.ones(128 * MIB, dtype=torch.uint8, pin_memory=kind == "pinned")
     target = torch.empty_like(source, device=device)
-    copy: Callable = functools.partial(target.copy_, source, non_blocking=pinned)
-    way = f"from {'pinned' if pinned else 'pageable'} host memory to the device"
+    copy: Callable = partial(target.copy_, source, non_blocking=True)
     if device.type == "cpu":  # NumPy's copy takes one thread, PyTorch's all
-        copy, way = functools.partial(np.copyto, target.numpy(), source.numpy()), "within host memory by one thread"
-    return _rates(copy, device, source.nbytes), f"copies of {source.nbytes // MIB} MiB {way}, bytes copied"
+        copy = partial(np.copyto, target.numpy(), source.numpy())
+    what = f"copies of {source.nbytes // MIB} MiB of {kind} memory to {device.type} memory, one thread, bytes copied"
+    return _rates(copy, device, source.nbytes), what
 
 
 def _file_read(folder: Path, cold: bool) -> Rates:
-    """Read a file just written, from the disk (`cold`) or from the page cache.
-
-    Raises RuntimeError when the page cache cannot be dropped: what was read then says nothing about the disk.
-    """
-    chunk, chunks, began_s = bytearray(os.urandom(8 * MIB)), 0, time.perf_counter()
+    """Read a file just written from the page cache or, `cold`, from the disk: RuntimeError where that is not seen."""
+    folder.mkdir(parents=True, exist_ok=True)
+    chunk, chunks, rates, began_s = bytearray(os.urandom(8 * MIB)), 0, list[float](), time.perf_counter()
     with tempfile.TemporaryFile(dir=folder, buffering=0) as stream:
         while chunks < 3 or (chunks < 16 and time.perf_counter() - began_s < BUDGET_S):
             chunks += stream.write(chunk) // len(chunk)
             os.fsync(stream.fileno())
-        if cold and not _drop_from_page_cache(stream.fileno(), chunks * len(chunk) // 2):
-            raise RuntimeError(f"the page cache could not be dropped for files in {folder}: the disk is not seen")
-        stream.seek(0)
-        seconds = timed(functools.partial(stream.readinto, chunk), CPU, repeats=chunks, warmup=0)
+        for _ in range(3):
+            if cold and not _drop_from_page_cache(stream.fileno(), chunks * len(chunk) // 2):
+                raise RuntimeError(f"the page cache could not be dropped for files in {folder}: the disk is not seen")
+            stream.seek(0)
+            parts_s = timed(partial(stream.readinto, chunk), CPU, repeats=chunks, warmup=0)
+            rates.append(chunks * len(chunk) / sum(parts_s))
     state = "dropped from the page cache (not from the drive's or a virtual machine's)" if cold else "in the page cache"
-    return [len(chunk) / second for second in seconds], f"parts of {len(chunk) // MIB} MiB of a file {state}"
+    return rates, f"sequential reads of a file of {chunks * len(chunk) // MIB} MiB {state}"
 
 
 def _drop_from_page_cache(handle: int, offset: int) -> bool:
@@ -197,11 +192,10 @@ def _decode(kind: str) -> Rates:
     import soundfile
 
     rate_hz, seconds = 16000, 4
-    tone = np.sin(2 * np.pi * 440 * np.arange(rate_hz * seconds) / rate_hz)
-    noise = np.random.default_rng(0).standard_normal(tone.size)
+    noise = np.random.default_rng(0).normal(0, 0.1, rate_hz * seconds)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, f"clip.{kind}")
-        soundfile.write(path, 0.3 * tone + 0.1 * noise, rate_hz, subtype="PCM_16")
+        soundfile.write(path, noise, rate_hz, subtype="PCM_16")
         rates = _rates(lambda: soundfile.read(path, dtype="float32"), CPU, 1.0)
     what = f"reads by soundfile of one {kind.upper()} file of {seconds} s, {rate_hz} Hz, 16 bit, mono"
     return rates, f"{what}, by one thread, held in the page cache"

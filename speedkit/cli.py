@@ -100,6 +100,8 @@ def the_workload(name: str, values: dict[str, Any]) -> tuple[Any, Recipe]:
     from speedkit.workloads import load_workload
 
     typed = given(values, RECIPE)
+    if typed.get("epochs") and typed.get("steps"):
+        raise UsageError("--epochs and --steps both say how long to train: give epochs or steps")
     limit = {"max_duration_s": typed["max_duration_s"]} if typed.get("max_duration_s") else {}
     workload = load_workload(name, **{key: values.get(key) for key in DATA}, **limit)
     if "steps" in typed and "epochs" not in typed:
@@ -160,11 +162,12 @@ def hardware(as_json: bool, refresh: bool, device: str) -> None:
 @options(RECIPE, PLAN)
 def train(workload: str, plan_name: str, strict: bool, deterministic: bool, **values: Any) -> None:
     """Train WORKLOAD (audio, or package.module:function) by a recipe, as fast as a plan says."""
+    from speedkit.hardware import this_machine
     from speedkit.plan import resolve
     from speedkit.train.loop import fit
 
     plan = the_plan(plan_name, values, values["device"])
-    resolve(plan, strict=strict)  # before data is touched
+    resolve(plan, this_machine(values["device"]), strict)  # before data is touched
     work, recipe = the_workload(workload, values)
     folder = the_folder(values["out"])
     history = fit(
@@ -188,11 +191,12 @@ def climb(workload: str, budget: str, rungs: str | None, seeds: int | None, note
     """Climb the whole ladder on WORKLOAD; leave the winning plan, the record and a report."""
     from speedkit.climb import climb as climb_ladder
 
+    budget_s = seconds(budget)
     work, recipe = the_workload(workload, values)
     folder = the_folder(values["out"])
     record = climb_ladder(
         work, recipe=recipe, device=values["device"], out=folder, resume=values["resume"],
-        cache_dir=values["cache_dir"], budget_s=seconds(budget), rungs=rungs.split(",") if rungs else None, seeds=seeds,
+        cache_dir=values["cache_dir"], budget_s=budget_s, rungs=rungs.split(",") if rungs else None, seeds=seeds,
     )  # fmt: skip
     if notebook:
         _write_report(folder, workload, values)

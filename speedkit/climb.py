@@ -21,8 +21,9 @@ from speedkit.measure.record import NotebookRun
 from speedkit.plan import Plan, resolve
 from speedkit.recipe import Recipe
 from speedkit.settings import nearest, to_yaml
-from speedkit.train.loop import begin, close, fit
+from speedkit.train.loop import fit
 from speedkit.train.progress import wanted
+from speedkit.train.run import begin, close
 
 # Whose source, with that of notebook 90, decides whether a recorded climb is current.
 MODULES = (
@@ -195,7 +196,9 @@ def _nothing_to_try(rung: Rung, best: Plan, hardware: Hardware) -> str:
     return f"nothing to try on top of {text(changed(best))}"
 
 
-def _try(job: Climb, rung: Rung, change: Change, best: Plan, profile: Profile, control: dict[str, Any]) -> dict[str, Any]:
+def _try(
+    job: Climb, rung: Rung, change: Change, best: Plan, profile: Profile, control: dict[str, Any]
+) -> dict[str, Any]:
     """Predict, measure and judge one change of the best plan."""
     predicted = rung.predict(profile, change)
     asked = dataclasses.replace(best, **change)

@@ -84,19 +84,16 @@ def run_until_steady(step: Callable[[], Any], device: torch.device | str, *, win
     """Call `step()` until its time has settled: `min_windows` windows in a row agree and compiled nothing.
 
     Windows agree when the slowest step time is at most `tolerance` above the fastest, which also covers what cannot
-    be counted: autotuning, CUDA graph capture, a rising clock. Gives up with `steady=False` after the window that
-    `max_s` ends in.
+    be counted: autotuning, CUDA graph capture, a rising clock. Gives up after `max_s`, with `steady=False`.
     """
     stopwatch, began_s, at_start = Stopwatch(device), time.perf_counter(), compilations()
-    steps, count = 0, 1
-    last: list[float] = []  # seconds per step of the latest windows that may be judged
+    steps, count, last = 0, 1, list[float]()  # last: seconds per step of the latest windows that may be judged
     while True:
-        before = compilations()
+        steps, before = steps + count, compilations()
         stopwatch.start()
         for _ in range(count):
             step()
         seconds = stopwatch.stop()
-        steps += count
         # A window far shorter than asked (the first are: nobody knows a step's time yet) proves nothing.
         judged = compilations() == before and seconds >= window_s / 2
         last = [*last, seconds / count][-min_windows:] if judged else []

@@ -24,8 +24,8 @@ CAPABILITIES = ("bf16", "fp16", "tf32", "fp8", "flash_attention", "triton", "cud
 # Least compute capability, and the first generation that has it: what PyTorch's and Triton's kernels ask for, see
 # https://docs.nvidia.com/cuda/cuda-c-programming-guide (Compute Capabilities).
 ON_NVIDIA = {
-    "bf16": (8, 0, "Ampere"), "fp16": (7, 0, "Volta"), "tf32": (8, 0, "Ampere"), "fp8": (8, 9, "Ada"),
-    "flash_attention": (8, 0, "Ampere"), "triton": (7, 0, "Volta"), "compile": (7, 0, "Volta"),
+    "bf16": (8, 0, "Ampere"), "fp16": (7, 0, "Volta"), "tf32": (8, 0, "Ampere"), "flash_attention": (8, 0, "Ampere"),
+    "fp8": (8, 9, "Ada with FP8 tensor cores"), "triton": (7, 0, "Volta"), "compile": (7, 0, "Volta"),
 }  # fmt: skip
 INSTEAD = {
     "flash_attention": 'Use attention "auto"', "triton": 'Use compile "off"', "compile": 'Use compile "off"',
@@ -58,7 +58,7 @@ class Hardware:
     triton: bool = False  # importable
     compiler: str = ""  # the one that torch.compile would call (C++ for a CPU, C for a GPU); "" if none is found
     python_headers: bool = False
-    flash_attention: bool = True  # in this build of PyTorch
+    flash_attention: bool = True  # compiled into PyTorch: for CPUs always, for GPUs depending on the build
 
     def supports(self, capability: str) -> bool:
         """Whether the device really has `capability` (see CAPABILITIES). Raises UsageError for an unknown name."""
@@ -100,20 +100,20 @@ class Hardware:
 
 def _lacks(hardware: Hardware, capability: str) -> str:
     """Return what `capability` needs and what the device is instead, or "" where it has it."""
-    on_cpu, device = hardware.device.type == "cpu", hardware.name
+    kind, device = hardware.device.type, hardware.name
     if capability in ("pin_memory", "cuda_graphs"):
-        return "" if hardware.device.type == "cuda" else f"{capability} needs a CUDA GPU; the device is {device}"
+        return "" if kind == "cuda" else f"{capability} needs a CUDA GPU; the device is {device}"
     if capability == "flash_attention" and not hardware.flash_attention:
         return f"flash_attention for {device} is not in this build of PyTorch"
-    if on_cpu and capability in system.CPU_FLAGS:
+    if kind == "cpu" and capability in system.CPU_FLAGS:
         wanted, flags = system.CPU_FLAGS[capability], hardware.cpu_flags
         has = "what this one has is unknown" if flags is None else "this one has none and emulates it"
         needs = f"{capability} is fast only on a CPU with one of {', '.join(wanted)}; {has}"
         return "" if set(wanted) & set(flags or ()) else needs
-    if not (on_cpu and capability in ("compile", "flash_attention")):
+    if kind != "cpu" or capability not in ("compile", "flash_attention"):
         major, minor, generation = ON_NVIDIA[capability]
-        needs = f"{capability} needs an NVIDIA GPU of compute capability {major}.{minor} or more ({generation} or newer)"
-        if hardware.device.type != "cuda":
+        needs = f"{capability} needs an NVIDIA GPU of compute capability {major}.{minor} or more: {generation} or newer"
+        if kind != "cuda":
             return f"{needs}; the device is {device}"
         if hardware.compute_capability is None:
             return f"{needs}; that of {device} is unknown"
@@ -140,7 +140,7 @@ def this_machine(device: str | torch.device = "auto") -> Hardware:
     Raises UsageError when `device` is not there.
     """
     # The number of threads can change while a process runs; nothing else here can.
-    return replace(_facts(str(choose_device(device))), threads=torch.get_num_threads())
+    return replace(_facts(choose_device(device)), threads=torch.get_num_threads())
 
 
 def choose_device(device: str | torch.device = "auto") -> torch.device:
@@ -158,13 +158,12 @@ def cache_root() -> Path:
 
 
 @functools.lru_cache
-def _facts(device_name: str) -> Hardware:
-    device = torch.device(device_name)
+def _facts(device: torch.device) -> Hardware:
     cpu, flags, physical_cores = system.parse_cpuinfo(system.read("/proc/cpuinfo"))
     compiler = os.environ.get("CXX", "g++")  # as torch._inductor.config
     if device.type == "cuda":  # as triton.runtime.build
         compiler = os.environ.get("CC") or shutil.which("gcc") or "clang"
-    release = re.split(r"[^\d.]", platform.release())[0]  # the rest names who built it, and may tell whose machine it is
+    release = re.split(r"[^\d.]", platform.release())[0]  # the rest tells who built it, and may tell where
     return Hardware(
         device=device,
         cpu=cpu or platform.processor() or platform.machine(),
@@ -179,7 +178,7 @@ def _facts(device_name: str) -> Hardware:
         triton=importlib.util.find_spec("triton") is not None,
         compiler=shutil.which(compiler) or "",
         python_headers=Path(sysconfig.get_path("include"), "Python.h").exists(),
-        **(_gpu_facts(device) if device.type == "cuda" else {"flash_attention": system.runs_flash_attention()}),
+        **(_gpu_facts(device) if device.type == "cuda" else {}),
     )
 
 
@@ -196,9 +195,7 @@ def _gpu_facts(device: torch.device) -> dict[str, Any]:
     }
 
 
-def describe(
-    hardware: Hardware, ceilings: Mapping[str, Any] | None = None, left_out: Mapping[str, str] | None = None
-) -> str:
+def describe(hardware: Hardware, ceilings: Mapping | None = None, left_out: Mapping | None = None) -> str:
     """Return the machine's card, a row for each known fact, with what `speedkit.ceilings` measured and left out."""
     rows: list[tuple[str, Any]] = []
     for key, value in hardware.as_dict().items():

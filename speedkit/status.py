@@ -87,7 +87,7 @@ def ladder_table(notebooks: str | Path | None = None, prefix: str = "notebooks")
     lines = [figure, "", "| machine | workload | over plain PyTorch | over a careful start | run |", "|---" * 5 + "|"]
     for record, workload in climbs:
         device = _device(record, now)
-        workload = workload or record.get("workload", "audio")
+        workload = workload or record["workload"]["name"]
         ratios = [_ratio(record.get(key)) for key in ("speedup", "speedup_careful")]
         run = f"{device['date']}, torch {device['torch']}{', **stale**' if device['stale'] else ''}"
         lines.append(f"| {' | '.join(map(_cell, [device['device'], workload, *ratios, run]))} |")

@@ -7,10 +7,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
-
 # The instruction sets that decide how fast low precision runs, as /proc/cpuinfo spells them (x86, x86, Arm).
 CPU_FLAGS = {"bf16": ("avx512_bf16", "amx_bf16", "bf16"), "fp16": ("avx512_fp16", "amx_fp16", "asimdhp")}
 
@@ -19,9 +15,8 @@ def parse_cpuinfo(text: str) -> tuple[str, tuple[str, ...] | None, int | None]:
     """Return (model, flags of CPU_FLAGS, physical cores) from the text of /proc/cpuinfo; "" or None if not told."""
     processors = [dict(re.findall(r"^(.+?)\s*:[ \t]*(.*)$", block, re.M)) for block in text.strip().split("\n\n")]
     first = processors[0]
-    words = first.get("flags", first.get("Features"))  # x86 and Arm
-    wanted = (flag for names in CPU_FLAGS.values() for flag in names)
-    flags = None if words is None else tuple(flag for flag in wanted if flag in words.split())
+    words = (first.get("flags") or first.get("Features") or "").split()  # x86 and Arm
+    flags = tuple(flag for names in CPU_FLAGS.values() for flag in names if flag in words) if words else None
     cores = {(processor.get("physical id"), processor["core id"]) for processor in processors if "core id" in processor}
     return first.get("model name", ""), flags, len(cores) or None
 
@@ -47,14 +42,12 @@ def usable_ram_bytes(folders: Iterable[Path] | None = None) -> int:
 
 
 def cgroup_folders(controller: str, root: Path = Path("/sys/fs/cgroup"), groups: str | None = None) -> Iterator[Path]:
-    """Yield the control group folders of this process, innermost first, under versions 1 and 2 (man 7 cgroups).
-
-    A container may see its own group mounted as the root, so the root itself always comes last.
-    """
+    """Yield the control group folders of this process, innermost first, of versions 1 and 2 (man 7 cgroups)."""
     for line in (read("/proc/self/cgroup") if groups is None else groups).splitlines():
         _, controllers, group = line.split(":", 2)
         if not controllers or controller in controllers.split(","):  # version 2 has one tree, version 1 one for each
             inner = Path(group.lstrip("/"))
+            # A container may see its own group mounted as the root, so the root itself always comes last.
             yield from (root / controllers / folder for folder in (inner, *inner.parents))
 
 
@@ -76,11 +69,3 @@ def read(path: str | Path) -> str:
     with contextlib.suppress(OSError):
         return Path(path).read_text(encoding="utf-8", errors="replace")
     return ""
-
-
-def runs_flash_attention() -> bool:
-    """Whether PyTorch's fused attention works on this CPU: a tiny forward and backward pass is tried."""
-    query = torch.ones(1, 2, 16, 32, dtype=torch.bfloat16, requires_grad=True)  # [B, H, T, D]
-    with contextlib.suppress(RuntimeError), torch.enable_grad(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        F.scaled_dot_product_attention(query, query, query).sum().backward()
-    return query.grad is not None

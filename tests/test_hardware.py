@@ -4,6 +4,8 @@ import importlib.metadata
 import json
 import math
 import os
+import platform
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,6 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from speedkit import ceilings as ceilings_module
 from speedkit import system
@@ -68,11 +72,29 @@ def test_a_t4_emulates_bf16_and_says_what_to_use():
 def test_an_unknown_gpu_is_not_guessed():
     unknown = replace(GPU, gpu="Some GPU")
     assert "is unknown" in unknown.why_not("bf16")
-    amd = replace(GPU, gpu="AMD Instinct MI300X", rocm_version="6.4", probes=(("bf16", ""), ("fp8", "no kernel")))
-    assert amd.supports("bf16") and amd.supports("compile")
-    assert "failed (no kernel)" in amd.why_not("fp8")
-    assert "NVIDIA" in amd.why_not("tf32")
-    assert "known only by trying" in amd.why_not("fp16")
+    assert can(unknown) == {"cuda_graphs", "pin_memory"}
+    apple = Hardware(device=torch.device("mps"))
+    assert not can(apple)
+    assert "NVIDIA" in apple.why_not("tf32") and "this MPS" in apple.why_not("tf32")
+
+
+def test_flash_attention_is_what_this_build_has():
+    assert "not in this build" in replace(H100, flash_attention=False).why_not("flash_attention")
+    query = torch.ones(1, 2, 16, 32, dtype=torch.bfloat16, requires_grad=True)  # [B, heads, T, D]
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        functional.scaled_dot_product_attention(query, query, query).sum().backward()  # raises where there is none
+    assert this_machine("cpu").supports("flash_attention") and query.grad is not None
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_cpu_that_has_a_precision_trains_in_it(precision):
+    if not this_machine("cpu").supports(precision):
+        pytest.skip(this_machine("cpu").why_not(precision))
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(144, 5))
+    with torch.autocast("cpu", {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]):
+        outputs = net(torch.ones(2, 3, 8, 8))  # [B, 5]
+    outputs.float().mean().backward()
+    assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in net.parameters())
 
 
 def test_compile_says_what_is_missing():
@@ -151,6 +173,12 @@ def test_facts_are_json_with_units_in_their_names():
     assert json.loads(json.dumps(H100.as_dict()))["compute_capability"] == "9.0"
 
 
+def test_the_system_is_named_without_what_identifies_a_host():
+    system_name, release, *libc = this_machine("cpu").as_dict()["os"].split()
+    assert system_name == platform.system() and libc == [*filter(None, platform.libc_ver())]
+    assert re.fullmatch(r"[\d.]+", release) and platform.release().startswith(release)
+
+
 def test_looking_draws_no_random_numbers():
     code = ("import torch; from speedkit.hardware import this_machine; torch.manual_seed(0); a = torch.get_rng_state();"
             "this_machine('cpu'); assert torch.equal(a, torch.get_rng_state())")  # fmt: skip
@@ -184,9 +212,12 @@ def test_fingerprint_follows_what_changes_a_ceiling():
 
 
 def test_the_card_is_readable():
-    card = describe(replace(T4, gpu_memory_bytes=15 * 2**30, driver="580.1", power_limit_w=70.0))
-    assert "1 x Tesla T4, 15.0 GiB, compute capability 7.5, driver 580.1, 70 W limit" in card
-    assert "fp16" in card and "only emulates it" in card
+    card = describe(replace(T4, gpu_memory_bytes=15 * 2**30, driver="580.1", power_limit_w=70.0, cpu_flags=("bf16",)))
+    rows = [(line[:20].strip(), line[20:]) for line in card.splitlines()]
+    assert {("gpu", "Tesla T4"), ("gpu_count", "1"), ("gpu_memory", "15.0 GiB"), ("compute_capability", "7.5"),
+            ("driver", "580.1"), ("power_limit_w", "70.0"), ("cpu_flags", "bf16")} <= set(rows)  # fmt: skip
+    assert "fp16" in dict(rows)["can"] and "only emulates it" in card
+    assert "ram" not in dict(rows), "what is unknown has no row"
 
 
 @pytest.fixture(scope="module")

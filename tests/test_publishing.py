@@ -233,7 +233,8 @@ def test_the_ladder_s_figures_are_the_climb_s(folder, tmp_path):
     path = check_notebooks.whole(folder / "90_climb.ipynb")
     record = check_notebooks.a_record("90_climb", path)
     record |= {"speedup": {"ratio": 4.125, "low": 4.0, "high": 4.25}, "speedup_careful": None, "rungs": [],
-               "step_s": {"baseline": 0.4, "final": 0.1}, "workload": "image"}  # fmt: skip
+               "step_s": {"baseline": 0.4, "final": 0.1},
+               "workload": {"name": "image", "train": 8, "test": 4}}  # fmt: skip
     (folder / "records" / HERE).mkdir()
     write_json(folder / "records" / HERE / "90_climb-image.json", record)
     assert update_readme(readme, folder)

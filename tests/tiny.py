@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import time
 
 import torch
 from torch import nn
@@ -64,6 +65,19 @@ def points(train=96, test=32, size=8, hidden=16, classes=2, augment=None, dropou
         loss,
         score,
         augment=augment,
+        honours=("label_smoothing",),
         parameters={"size": size},
         sources=(load, features),
     )
+
+
+def slow_loss(model, batch, recipe, seconds):
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        pass
+    return loss(model, batch, recipe)
+
+
+def slowed(workload, seconds):
+    """The same workload with `seconds` of waiting planted in every step."""
+    return dataclasses.replace(workload, loss=functools.partial(slow_loss, seconds=seconds))

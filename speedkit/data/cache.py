@@ -7,7 +7,6 @@ import importlib.metadata
 import inspect
 import os
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -67,9 +66,7 @@ def fingerprint(workload: Any, items: Sequence[Any], dtype: str) -> str:
     digest.update(repr(sorted(workload.parameters.items())).encode())
     for source in workload.sources:
         digest.update(inspect.getsource(source).encode())
-    for name in VERSIONED:
-        if name in sys.modules:
-            digest.update(f"{name}={importlib.metadata.version(name)}".encode())
+    digest.update(repr([(name, importlib.metadata.version(name)) for name in VERSIONED]).encode())
     digest.update(dtype.encode())
     return digest.hexdigest()[:16]
 

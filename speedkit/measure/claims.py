@@ -19,16 +19,17 @@ def read_claims() -> dict[str, dict[str, str]]:
         return {row["id"]: row for row in csv.DictReader(stream)}
 
 
-def promised(claim_id: str) -> tuple[float, float]:
-    """Return the promised speed-up of a claim as (low, high).
-
-    Raises UsageError for an unknown claim, or one that promises no figure or something other than a speed-up.
-    """
+def read_claim(claim_id: str) -> dict[str, str]:
+    """Return one row of notebooks/claims.csv. Raises UsageError when it is not there."""
     claims = read_claims()
     if claim_id not in claims:
-        known = ", ".join(claims) or "none"
-        raise UsageError(f'there is no claim "{claim_id}" in notebooks/claims.csv: it has {known}')
-    claim = claims[claim_id]
+        raise UsageError(f'there is no claim "{claim_id}" in notebooks/claims.csv: it has {", ".join(claims) or "none"}')
+    return claims[claim_id]
+
+
+def promised(claim_id: str) -> tuple[float, float]:
+    """Return the promised speed-up of a claim as (low, high). Raises UsageError for one that promises something else."""
+    claim = read_claim(claim_id)
     try:
         low, high = float(claim["low"]), float(claim["high"])
     except ValueError:
@@ -36,24 +37,19 @@ def promised(claim_id: str) -> tuple[float, float]:
     if claim["metric"] != "speedup" or not 0 < low <= high:
         raise UsageError(f"{claim_id} ({claim['technique']}: {claim['metric']}) promises no range of speed-up that a "
                          "ratio could answer: decide in the notebook and record it with run.verdict()")
-    if low == high:
-        low, high = low * (1 - ONE_FIGURE_TOLERANCE), high * (1 + ONE_FIGURE_TOLERANCE)
-    return low, high
+    spread = ONE_FIGURE_TOLERANCE if low == high else 0.0
+    return low * (1 - spread), high * (1 + spread)
 
 
 def judge(promise: tuple[float, float], measurement: Mapping[str, Any]) -> str:
     """Return confirmed, smaller, larger or wrong: how a measured ratio answers a promised range of speed-up.
 
-    - wrong: no effect in the promised direction was shown: the 99 % interval does not clear the noise floor of its
-      A/A control (for a promise below 1, a stated cost, it does not lie below the floor's reciprocal);
+    - wrong: the 99 % interval does not clear the noise floor of its A/A control in the promised direction, which for
+      a promise below 1, a stated cost, is below the floor's reciprocal;
     - smaller, larger: the effect is there, and the whole interval lies below or above the promised range;
     - confirmed: otherwise, so interval and promise overlap.
     """
-    floor = max(measurement.get("noise_floor") or 1.0, 1.0)
-    low, high = measurement["low"], measurement["high"]
-    shown = low > floor if promise[1] >= 1 else high < 1 / floor
-    if not shown:
+    floor, low, high = measurement["noise_floor"] or 1.0, measurement["low"], measurement["high"]
+    if not (low > floor if promise[1] >= 1 else high < 1 / floor):
         return "wrong"
-    if high < promise[0]:
-        return "smaller"
-    return "larger" if low > promise[1] else "confirmed"
+    return "smaller" if high < promise[0] else "larger" if low > promise[1] else "confirmed"

@@ -22,6 +22,7 @@ import speedkit
 from speedkit.errors import UsageError
 
 PACKAGE = Path(speedkit.__file__).parent
+QUOTES = ('"', "'", 'r"', "r'")  # how a docstring can begin: neither bytes nor an f-string is one
 
 
 def code_sha256(notebook: str | Path | Mapping[str, Any], modules: Sequence[str] = ()) -> str:
@@ -49,9 +50,8 @@ def module_sha256(name: str) -> str:
     if spec is None or not spec.origin or not spec.origin.endswith(".py"):
         raise UsageError(f'module "{name}" has no source to hash: name modules as in `import`, such as speedkit.plan')
     origin = Path(spec.origin)
-    files = sorted(origin.parent.rglob("*.py")) if spec.submodule_search_locations else [origin]
     digest = hashlib.sha256()
-    for file in files:
+    for file in sorted(origin.parent.rglob("*.py")) if spec.submodule_search_locations else [origin]:
         relative = file.relative_to(origin.parent).as_posix()
         digest.update(f"\0{relative}\0{essence(file.read_text(encoding='utf-8'))}".encode())
     return digest.hexdigest()
@@ -65,58 +65,28 @@ def essence(source: str, keep_module_docstring: bool = False) -> str:
     with a `%magic`) only loses its blank lines and trailing spaces.
     """
     source = source.replace("\r\n", "\n").replace("\r", "\n")
-    lines = [list(line) for line in source.split("\n")]
-    try:
-        spans = _comments(source) + _docstrings(source, keep_module_docstring)
-    except (SyntaxError, tokenize.TokenError):
-        spans = []
-    for (first, start), (last, end) in spans:
-        for number in range(first, last + 1):
-            line = lines[number - 1]
-            left, right = (start if number == first else 0), (end if number == last else len(line))
-            line[left:right] = [""] * (right - left)  # emptied, not removed: later positions stay right
-    kept = ("".join(line).rstrip() for line in lines)
-    return "\n".join(line for line in kept if line)
-
-
-Span = tuple[tuple[int, int], tuple[int, int]]  # (line from 1, column from 0, in characters) of start and end
-
-
-def _comments(source: str) -> list[Span]:
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    return [(token.start, token.end) for token in tokens if token.type == tokenize.COMMENT]
-
-
-def _docstrings(source: str, keep_module_docstring: bool) -> list[Span]:
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, *(() if keep_module_docstring else (ast.Module,)))
     lines = source.split("\n")
-    spans = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, kinds) and ast.get_docstring(node, clean=False) is not None:
-            text = node.body[0]
-            assert text.end_lineno is not None and text.end_col_offset is not None
-            spans.append((_position(lines, text.lineno, text.col_offset),
-                          _position(lines, text.end_lineno, text.end_col_offset)))
-    return spans
-
-
-def _position(lines: list[str], number: int, column_bytes: int) -> tuple[int, int]:
-    """Return a position of `ast`, which counts columns in bytes of UTF-8, in characters."""
-    return number, len(lines[number - 1].encode()[:column_bytes].decode())
+    gone, opens = [], not keep_module_docstring  # opens: whether a string here would be the first thing of its block
+    with contextlib.suppress(SyntaxError):
+        ast.parse(source)
+        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+            docstring = opens and token.type == tokenize.STRING and token.string.startswith(QUOTES)
+            if docstring or token.type == tokenize.COMMENT:
+                gone.append((token.start, token.end))
+            opens = token.type == tokenize.INDENT or (opens and token.type in (tokenize.COMMENT, tokenize.NL))
+    for (first, left), (last, right) in reversed(gone):  # from the end, so that earlier positions stay right
+        lines[first - 1 : last] = [lines[first - 1][:left] + lines[last - 1][right:]]
+    return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
 def versions() -> dict[str, str | None]:
     """Return the versions that can change a measurement; None for what is not installed or has none here."""
-    found: dict[str, str | None] = {"speedkit": speedkit.__version__, "python": platform.python_version(),
-                                    "torch": torch.__version__}
+    installed = {"speedkit": speedkit.__version__, "python": platform.python_version(), "torch": torch.__version__}
     for name in ("torchaudio", "torchvision", "numpy"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    found["cuda"] = torch.version.cuda
-    found["cudnn"] = str(torch.backends.cudnn.version()) if torch.cuda.is_available() else None
-    return found
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            installed[name] = importlib.metadata.version(name)
+    cudnn = str(torch.backends.cudnn.version()) if torch.cuda.is_available() else None
+    return {**installed, "cuda": torch.version.cuda, "cudnn": cudnn}
 
 
 def commit() -> tuple[str, bool] | None:
@@ -125,34 +95,31 @@ def commit() -> tuple[str, bool] | None:
         command = ["git", "-C", str(PACKAGE), *arguments]
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout.strip()
 
-    try:
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
         git("ls-files", "--error-unmatch", "__init__.py")  # installed inside somebody else's checkout is not in it
         return git("rev-parse", "--short", "HEAD"), bool(git("status", "--porcelain", "--", "."))
-    except (OSError, subprocess.SubprocessError):
-        return None
+    return None
 
 
-def notebooks_folder() -> Path | None:
+def notebooks_folder() -> Path:
     """Return the folder of the numbered notebooks: SPEEDKIT_NOTEBOOKS, else beside the package or the current folder.
 
-    Raises UsageError when SPEEDKIT_NOTEBOOKS names no folder.
+    Raises UsageError when there is none.
     """
-    if named := os.environ.get("SPEEDKIT_NOTEBOOKS"):
-        if not Path(named).is_dir():
-            raise UsageError(f"SPEEDKIT_NOTEBOOKS={named} is not a folder: name the one that holds the notebooks")
-        return Path(named)
     here = Path.cwd()
-    for folder in (PACKAGE.parent, here, *here.parents):
-        if (folder / "notebooks" / "records").is_dir() or (folder / "notebooks" / "claims.csv").is_file():
-            return folder / "notebooks"
-    return None
+    named = os.environ.get("SPEEDKIT_NOTEBOOKS")
+    for folder in [Path(named)] if named else [folder / "notebooks" for folder in (PACKAGE.parent, here, *here.parents)]:
+        if (folder / "records").is_dir() or (folder / "claims.csv").is_file():
+            return folder.resolve()
+    raise UsageError(f"there is no notebooks folder {named or 'here'}: run this in the checkout, or set SPEEDKIT_NOTEBOOKS to it")
 
 
 def find_notebook(name: str) -> Path | None:
     """Return the file of the notebook `name`, looked for in the current folder and among the numbered ones."""
-    for folder in (Path.cwd(), notebooks_folder()):
-        if folder and (folder / f"{name}.ipynb").is_file():
-            return folder / f"{name}.ipynb"
+    with contextlib.suppress(UsageError):
+        for folder in (Path.cwd(), notebooks_folder()):
+            if (folder / f"{name}.ipynb").is_file():
+                return folder / f"{name}.ipynb"
     return None
 
 
@@ -179,10 +146,9 @@ class PowerLog:
         import pynvml
 
         def read(function: Any, *arguments: Any, scale: float) -> float | None:
-            try:
+            with contextlib.suppress(pynvml.NVMLError):
                 return function(self.handle, *arguments) * scale
-            except pynvml.NVMLError:
-                return None
+            return None
 
         self.samples.append({
             "label": label,
@@ -191,16 +157,13 @@ class PowerLog:
             "sm_hz": read(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_SM, scale=1e6),
             "memory_hz": read(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_MEM, scale=1e6),
             "energy_j": read(pynvml.nvmlDeviceGetTotalEnergyConsumption, scale=1e-3),
-        })
+        })  # fmt: skip
 
     def summary(self) -> dict[str, Any]:
         """Return `power`, `clocks` (lists of samples) and `energy_j` (first to last sample); None where unknown."""
-        if not self.samples:
-            return {"power": None, "clocks": None, "energy_j": None}
-        energy = [sample["energy_j"] for sample in (self.samples[0], self.samples[-1])]
-        power, clocks = ("label", "at_s", "power_w"), ("label", "at_s", "sm_hz", "memory_hz")
-        return {
-            "power": [{key: sample[key] for key in power} for sample in self.samples],
-            "clocks": [{key: sample[key] for key in clocks} for sample in self.samples],
-            "energy_j": None if None in energy else energy[1] - energy[0],
-        }
+        def rows(*keys: str) -> list[dict[str, Any]] | None:
+            return [{key: sample[key] for key in ("label", "at_s", *keys)} for sample in self.samples] or None
+
+        energy = [sample["energy_j"] for sample in self.samples] or [None]
+        energy_j = None if None in energy else energy[-1] - energy[0]
+        return {"power": rows("power_w"), "clocks": rows("sm_hz", "memory_hz"), "energy_j": energy_j}

@@ -1,21 +1,25 @@
 """What is trained: the built-in workloads by name, and the user's own as `package.module:function`."""
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from speedkit.errors import UsageError
 from speedkit.settings import nearest
-from speedkit.workloads.workload import Workload
+
+if TYPE_CHECKING:
+    from speedkit.workloads.workload import Workload
 
 BUILT_IN = {"audio": "speedkit.workloads.audio:audio"}
 
 
-def load_workload(name: str, **options: Any) -> Workload:
+def load_workload(name: str, **options: Any) -> "Workload":
     """Return the workload called `name`: a built-in one, or `package.module:function` for your own.
 
-    `options` go to the function that makes it (`data_dir`, `labels`, `label_pattern`, `test_pattern`, `size`, `seed`...).
+    `options` (`data_dir`, `labels`, `label_pattern`, `test_pattern`, `size`, `seed` ...) go to the function that makes it.
     Raises UsageError when there is none, or when it does not take an option.
     """
+    from speedkit.workloads.workload import Workload  # torch comes with it: processes that make data need none
+
     if ":" not in name and name not in BUILT_IN:
         raise UsageError(
             f"there is no workload {name!r}{nearest(name, BUILT_IN)}: "

@@ -80,6 +80,7 @@ def audio(
         loss=loss,
         score=score,
         margin=margin,
+        honours=("label_smoothing",),
         augment=augment,
         parameters={**spectrogram, "num_samples": num_samples},
         sources=(*decode.SOURCES, log_mel, _mel),

@@ -34,6 +34,7 @@ class Workload:
     margin: float = 0.02  # results that differ by less count as equally good
     augment: Callable[[Batch, torch.Generator], Batch] | None = None  # random, after the cache, on the device
     count: Callable[[Batch], int | Tensor] | None = None  # valid items in a batch, where they are not its samples
+    honours: tuple[str, ...] = ()  # of the recipe's label_smoothing, focal_gamma and mixup, those that `loss` applies
     parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # all that load and features depend on
     sources: tuple[Any, ...] = ()  # functions and modules whose source the cached features depend on
     classes: tuple[str, ...] = ()

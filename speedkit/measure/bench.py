@@ -1,0 +1,254 @@
+"""The benchmarks: what speedkit itself costs, and whether its comparisons tell the truth.
+
+Each returns rows `{what, measured, low, high, limit, unit, passed}`. Figures mean something on a quiet machine only.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import termios
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from speedkit.clock import run_until_steady
+from speedkit.measure.compare import Comparison, compare
+from speedkit.measure.stats import paired_interval
+from speedkit.plan import Plan
+from speedkit.recipe import Recipe
+from speedkit.train.loop import begin, close, fit, steps
+from speedkit.workloads.workload import Batch, Workload
+
+Row = dict[str, Any]
+SMALL, LARGE = (64, 64), (1024, 2048)  # features, hidden units: steps of about 0.4 ms and of well over 10 ms
+ITEMS, CLASSES, BATCH_SIZE = 4096, 10, 64
+LONG = 200_000  # steps; no benchmark gets that far
+CACHED = Plan(cache="ram", validate_every=0)
+
+
+def bare_loop(inputs, targets, hidden, classes, batch_size):
+    """Train forever: shuffle, gather, zero_grad, forward, cross-entropy, backward, step; yield after each step.
+
+    `inputs [N, F]` and `targets [N]` are in memory. Its source is also run on its own, so it needs torch alone.
+    """
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(inputs.shape[1], hidden), torch.nn.ReLU(), torch.nn.Linear(hidden, classes)]
+    model = torch.nn.Sequential(*layers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    while True:
+        order = torch.randperm(len(inputs))
+        for start in range(0, len(inputs), batch_size):
+            chosen = order[start : start + batch_size]
+            batch_inputs, batch_targets = inputs[chosen], targets[chosen]
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(batch_inputs), batch_targets)
+            loss.backward()
+            optimizer.step()
+            yield
+
+
+def _load(item: int, size: int) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(item))
+
+
+def _features(waveform: Tensor) -> Tensor:
+    return waveform
+
+
+def _target(item: int) -> int:
+    return item % CLASSES
+
+
+def _model(size: int, hidden: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(size, hidden), nn.ReLU(), nn.Linear(hidden, CLASSES))
+
+
+def _loss(model: nn.Module, batch: Batch, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    outputs = model(batch[0])
+    return nn.functional.cross_entropy(outputs, batch[1]), outputs
+
+
+def _waiting_loss(model: nn.Module, batch: Batch, recipe: Recipe, wait_s: float) -> tuple[Tensor, Tensor]:
+    until_s = time.perf_counter() + wait_s
+    while time.perf_counter() < until_s:
+        pass
+    return _loss(model, batch, recipe)
+
+
+def _score(outputs: Tensor, batch: Batch) -> Tensor:
+    return (outputs.argmax(-1) == batch[1]).float()
+
+
+def perceptron(size: int, hidden: int, **recipe: Any) -> Workload:
+    """Return the workload of `bare_loop`: a perceptron with one hidden layer on random numbers, batch 64, AdamW."""
+    return Workload(
+        f"perceptron-{size}", Recipe(**({"batch_size": BATCH_SIZE, "epochs": None, "steps": LONG} | recipe)),
+        range(ITEMS), range(ITEMS, ITEMS + BATCH_SIZE), functools.partial(_load, size=size), _features, _target,
+        functools.partial(_model, size, hidden), _loss, _score, parameters={"size": size}, sources=(_load, _features),
+    )  # fmt: skip
+
+
+def loop(pairs: int = 20, window_s: float = 0.25, seed: int = 0) -> list[Row]:
+    """Time of `fit`'s loop over that of `bare_loop` with the same data in memory and optimizer settings, one thread."""
+    rows = []
+    for what, sizes, plan, recipe, show, limit in (
+        ("every option off", SMALL, dataclasses.replace(CACHED, log_every=LONG), {"schedule": "constant"}, False, 1.05),
+        ("defaults: bar, loss, accuracy", SMALL, CACHED, {}, True, 1.10),
+        ("defaults, 10 ms or more", LARGE, CACHED, {}, True, 1.01),
+    ):
+        with _one_thread(), _terminal() as terminal, tempfile.TemporaryDirectory() as folder:
+            with contextlib.redirect_stderr(terminal):  # the bar keeps the stream that it finds when it is made
+                run = begin(perceptron(*sizes, **recipe), plan=plan, device="cpu", cache_dir=folder, progress=show)
+            cache = run.batches.cache
+            assert cache is not None
+            sides = (steps(run), bare_loop(cache.values, cache.targets, sizes[1], CLASSES, BATCH_SIZE))
+            step_s = [run_until_steady(functools.partial(next, side), "cpu", max_s=20).step_s for side in sides]
+            found = paired_interval(*_take_turns(sides, max(1, round(window_s / step_s[1])), pairs, seed))
+            close(run)
+        what = f"loop, {what} (bare step {step_s[1] * 1e3:.2f} ms)"
+        rows.append(_row(what, found.ratio, found.low, found.high, limit, "x"))
+    return rows
+
+
+def _take_turns(sides: Sequence[Iterator[Any]], count: int, pairs: int, seed: int) -> tuple[list[float], list[float]]:
+    """Return the seconds of windows of `count` steps of both sides, in blocks A B B A or B A A B drawn at random."""
+    seconds: tuple[list[float], list[float]] = ([], [])
+    rng = random.Random(seed)
+    for _ in range((pairs + 1) // 2):
+        first = rng.randrange(2)
+        for side in (first, 1 - first, 1 - first, first):
+            began_s = time.perf_counter()
+            for _ in range(count):
+                next(sides[side])
+            seconds[side].append(time.perf_counter() - began_s)
+    return seconds
+
+
+def importing(repeats: int = 10) -> list[Row]:
+    """Seconds that importing speedkit takes in a fresh process that has already imported torch."""
+    rows = []
+    for what, limit in (("import speedkit", 0.3), ("from speedkit import fit", None)):
+        code = f"import time, torch; began_s = time.perf_counter(); {what}; print(time.perf_counter() - began_s)"
+        seconds = [_number_from(code) for _ in range(repeats)]
+        rows.append(_row(f"{what}, after torch", statistics.median(seconds), min(seconds), max(seconds), limit, "s"))
+    return rows
+
+
+def memory(pairs: int = 6, count: int = 50) -> list[Row]:
+    """Peak resident memory of a process that calls `fit` over that of one that runs `bare_loop`, `count` steps each."""
+    with tempfile.TemporaryDirectory() as folder:
+        train(1, folder)  # builds the cache, so that the processes measured only read it
+        path = next(Path(folder).glob("*/features.npy"))
+        ours = f"from speedkit.measure import bench; bench.train({count}, {folder!r})"
+        bare = "\n".join([
+            "import itertools, numpy, torch", inspect.getsource(bare_loop),
+            f"inputs = torch.from_numpy(numpy.load({str(path)!r}))", f"targets = torch.arange(len(inputs)) % {CLASSES}",
+            f"steps = bare_loop(inputs, targets, {LARGE[1]}, {CLASSES}, {BATCH_SIZE})",
+            f"for _ in itertools.islice(steps, {count}): pass",
+        ])  # fmt: skip
+        peak = "import resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        peaks = [[_number_from(f"{code}\n{peak}") for code in (ours, bare)] for _ in range(pairs)]
+    found = paired_interval(*zip(*peaks, strict=True))
+    megabytes = statistics.median(bare_peak for _, bare_peak in peaks) * 1024 / 1e6
+    return [_row(f"peak memory (bare loop {megabytes:.0f} MB)", found.ratio, found.low, found.high, 1.05, "x")]
+
+
+def train(count: int, cache_dir: str) -> None:
+    """Call `fit` for `count` steps of the larger perceptron from a cache in memory."""
+    fit(perceptron(*LARGE, steps=count), plan=CACHED, device="cpu", progress=False, cache_dir=cache_dir)
+
+
+def same(count: int = 100, pairs: int = 20, window_s: float = 0.1) -> list[Row]:
+    """A/A test: how many of `count` comparisons of a plan with itself call it faster or slower (99 % intervals)."""
+    found = _comparisons(count, pairs, window_s, perceptron(*SMALL))
+    wrong = sum(not one.low <= 1 <= one.high for one in found)
+    return [_row(f"A/A intervals without 1.0, of {count}", wrong, *_binomial(wrong, count), 0.05 * count, "")]
+
+
+def planted(count: int = 100, pairs: int = 20, window_s: float = 0.1, share: float = 0.05) -> list[Row]:
+    """How many of `count` comparisons find a slowdown by `share` of a step, planted in the loss of side B."""
+    workload = perceptron(*SMALL)
+    step_s = statistics.median(min(one.step_s) for one in _comparisons(3, 6, window_s, workload))
+    slower = dataclasses.replace(workload, loss=functools.partial(_waiting_loss, wait_s=share * step_s))
+    hits = sum(one.high < 1 for one in _comparisons(count, pairs, window_s, workload, slower))
+    row = _row(f"planted {share:.0%} found, of {count}", hits, *_binomial(hits, count), 0.9 * count, "")
+    return [row | {"passed": hits >= row["limit"]}]
+
+
+def _comparisons(count: int, pairs: int, window_s: float, workload: Workload, other: Any = None) -> list[Comparison]:
+    with _one_thread(), tempfile.TemporaryDirectory() as folder:
+        return [
+            compare(workload, CACHED, CACHED, device="cpu", pairs=pairs, window_s=window_s, seed=seed,
+                    cache_dir=folder, workload_b=other)
+            for seed in range(count)
+        ]  # fmt: skip
+
+
+def _binomial(hits: int, count: int) -> tuple[float, float]:
+    """Return the 95 % interval of how many of `count` would be hit on average (Clopper and Pearson 1934)."""
+    from scipy.special import betaincinv
+
+    low = betaincinv(hits, count - hits + 1, 0.025) if hits else 0.0
+    high = betaincinv(hits + 1, count - hits, 0.975) if hits < count else 1.0
+    return float(low) * count, float(high) * count
+
+
+def _row(what: str, measured: float, low: float, high: float, limit: float | None, unit: str) -> Row:
+    """Return a row of a benchmark that passes when it measures no more than `limit`."""
+    passed = limit is None or measured <= limit
+    return {"what": what, "measured": measured, "low": low, "high": high, "limit": limit, "unit": unit,
+            "passed": passed}  # fmt: skip
+
+
+def line(row: Row) -> str:
+    """Return a row as a line of text."""
+    limit = "no limit" if row["limit"] is None else f"limit {row['limit']:g}"
+    verdict = "" if row["limit"] is None else " passed" if row["passed"] else " FAILED"
+    return (
+        f"{row['what']}: {row['measured']:.4g} {row['unit']} ({row['low']:.4g} to {row['high']:.4g}), {limit}{verdict}"
+    )
+
+
+def _number_from(code: str) -> float:
+    """Return the number that a fresh Python process with one thread prints."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code]
+    return float(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def _terminal() -> Iterator[Any]:
+    """Yield a stream that is a terminal, read by a process of its own, so that a bar costs what it does for a user."""
+    master, slave = os.openpty()
+    termios.tcsetwinsize(slave, (24, 120))
+    with subprocess.Popen(["cat"], stdin=master, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as reader:
+        os.close(master)
+        with os.fdopen(slave, "w") as stream:
+            yield stream
+        reader.wait()
+
+
+BENCHMARKS: dict[str, Callable[..., list[Row]]] = {
+    "loop": loop, "import": importing, "memory": memory, "aa": same, "planted": planted,
+}  # fmt: skip

@@ -1,0 +1,175 @@
+"""One training run: what is set up before its first step, and what is put away after its last."""
+
+import contextlib
+import csv
+import dataclasses
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speedkit.data.cache import open_cache
+from speedkit.data.loader import Batches
+from speedkit.errors import PlanError
+from speedkit.files import atomic, claim_folder, write_json, write_text
+from speedkit.hardware import this_machine
+from speedkit.plan import Effective, Plan, resolve
+from speedkit.recipe import Recipe, learning_rates, steps_per_epoch
+from speedkit.settings import to_yaml
+from speedkit.train import checkpoint, compilation, optimizer, precision
+from speedkit.train.history import History
+from speedkit.train.optimizer import LearningRate
+from speedkit.train.progress import Progress
+
+OPTIONAL = ("label_smoothing", "focal_gamma", "mixup")  # recipe fields that a workload's loss applies, or does not
+
+
+@dataclasses.dataclass
+class Run:
+    """The state of one training run."""
+
+    workload: Any
+    recipe: Recipe
+    effective: Effective
+    device: torch.device
+    model: torch.nn.Module
+    forward: Callable[..., Tensor]  # the model as the plan has it: itself, or compiled
+    optimizer: torch.optim.Optimizer
+    learning_rate: LearningRate
+    scale: precision.LossScale | None
+    autocast: contextlib.AbstractContextManager | None
+    batches: Batches
+    test_batches: Batches
+    total_steps: int | None  # None never ends
+    evaluate_every: int
+    history: History
+    progress: Progress
+    out: Path | None
+    step: int = 0
+    pending: list[Tensor] = dataclasses.field(default_factory=list)  # losses not read yet, one per step
+    last_loss: Tensor | None = None  # of the latest step, still on the device
+    logged_s: float = 0.0  # when the last log point was
+    stop: int = 0  # the signal that asks the run to stop
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force."""
+        return self.effective.plan
+
+
+def begin(
+    workload: Any,
+    recipe: Recipe | None = None,
+    plan: Plan | None = None,
+    *,
+    device: str | torch.device = "auto",
+    out: str | Path | None = None,
+    resume: bool = False,
+    cache_dir: str | Path | None = None,
+    deterministic: bool = False,
+    strict: bool = False,
+    progress: bool | str = "auto",
+    endless: bool = False,
+) -> Run:
+    """Return a run of `workload` that is ready for its first step: data found, cache built, model made, plan applied.
+
+    `recipe` and `plan` default to the workload's recipe and `Plan()`. `out` gets checkpoint, plan and history;
+    `resume` goes on from the checkpoint there. `strict` makes a field of the plan that cannot be honoured an error.
+    `deterministic` asks CUDA for reproducible kernels; a CPU needs no asking. `endless` ignores the recipe's length and
+    never evaluates: for measuring.
+    """
+    began_s = time.perf_counter()
+    recipe = check_recipe(workload, recipe or workload.recipe)
+    hardware = this_machine(device)
+    device = hardware.device
+    effective = resolve(plan or Plan(), hardware, strict)
+    plan = effective.plan
+    folder = claim_folder(out, "train", resume) if out is not None else None
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    precision.apply(plan)
+
+    def batches(items: Any, seed: int | None) -> Batches:
+        wanted = plan.cache != "off" and not (endless and seed is None)  # an endless run never sees its test set
+        cache = open_cache(workload, items, plan, device=device, cache_dir=cache_dir) if wanted else None
+        return Batches(workload, items, plan, recipe.batch_size, seed, device, cache)
+
+    torch.manual_seed(recipe.seed)  # the weights; loading and augmenting have generators of their own
+    memory_format = torch.channels_last if plan.channels_last else torch.contiguous_format
+    model = workload.model().to(device=device, memory_format=memory_format)
+    update = optimizer.build(model.parameters(), recipe, plan.fused_optimizer)
+    scale = precision.LossScale(device) if plan.precision == "fp16" else None
+    if scale is not None:
+        update.found_inf = scale.found_inf  # type: ignore[attr-defined]  # read by fused optimizers
+    total = recipe.total_steps(len(workload.train), plan.drop_last)
+    table = learning_rates(recipe, total)
+    per_epoch = steps_per_epoch(len(workload.train), recipe.batch_size, plan.drop_last)
+    name, show = workload.name, False if endless else progress
+    run = Run(
+        workload, recipe, effective, device, model, compilation.apply(model, plan), update,
+        LearningRate(update, table, scale.steps if scale else None), scale, precision.autocast(plan, device),
+        batches(workload.train, recipe.seed), batches(workload.test, None),
+        total_steps=None if endless else total,
+        evaluate_every=0 if endless else per_epoch if plan.validate_every is None else plan.validate_every,
+        history=History(name, recipe, effective, str(device)),
+        progress=Progress(name, total, 0, recipe.batch_size, device, show),
+        out=folder,
+    )  # fmt: skip
+    if folder is not None:
+        write_text(folder / "plan.yaml", to_yaml(plan))
+        if resume:
+            checkpoint.load(run, folder)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    for fallback in effective.fallbacks:
+        run.progress.say(f"  {fallback}")
+    run.history.prepare_s = time.perf_counter() - began_s
+    return run
+
+
+def check_recipe(workload: Any, recipe: Recipe) -> Recipe:
+    """Return `recipe`; raises PlanError for a field that the workload's loss would silently ignore."""
+    for name in OPTIONAL:
+        if getattr(recipe, name) and name not in workload.honours:
+            raise PlanError(f"{name}={getattr(recipe, name)} is not applied by workload {workload.name}: leave it at 0")
+    return recipe
+
+
+def finish(run: Run) -> History:
+    """Complete the history of a run whose steps are done, write it where `out` is set, and return it."""
+    history = run.history
+    history.steps = int(run.scale.steps) if run.scale else run.step
+    history.model = run.model
+    history.quarantined = {**dict(run.workload.quarantined), **run.batches.bad, **run.test_batches.bad}
+    if run.device.type == "cuda":
+        history.peak_memory_bytes = torch.cuda.max_memory_allocated(run.device)
+    else:
+        unit = 1 if sys.platform == "darwin" else 1024
+        history.peak_memory_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    if history.quarantined:
+        run.progress.say(f"  {len(history.quarantined)} unreadable files were left out (quarantine.csv names them)")
+    if run.out is not None:
+        write_json(run.out / "history.json", history.as_dict())
+        if history.quarantined:
+            write_quarantine(run.out / "quarantine.csv", history.quarantined)
+    return history
+
+
+def write_quarantine(path: Path, bad: dict[str, str]) -> None:
+    """Write the files that could not be read, with why, as CSV."""
+    with atomic(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as stream:
+        csv.writer(stream).writerows([("path", "why"), *sorted(bad.items())])
+
+
+def close(run: Run) -> None:
+    """End the run's loader processes and its progress bar."""
+    run.batches.close()
+    run.test_batches.close()
+    run.progress.close()

@@ -1,0 +1,202 @@
+"""The command line: what it leaves, and one clear sentence with the right exit code for every bad input."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import soundfile
+import yaml
+
+from speedkit import cli
+from speedkit.plan import Plan
+from speedkit.recipe import Recipe
+from speedkit.settings import described
+
+
+@pytest.fixture(scope="session")
+def recordings(tmp_path_factory):
+    """Two classes of 24 short tones on disk, in class-named subfolders."""
+    root = tmp_path_factory.mktemp("tones")
+    rng = np.random.default_rng(0)
+    for name, pitch in (("low", 300), ("high", 1500)):
+        (root / name).mkdir()
+        for index in range(24):
+            time_s = np.arange(1600) / 8000
+            wave = np.sin(2 * np.pi * pitch * time_s) + rng.normal(0, 0.3, len(time_s))
+            soundfile.write(root / name / f"{name}_{index}.wav", (wave / 4).astype(np.float32), 8000)
+    return root
+
+
+SMALL = ["--size", "tiny", "--batch-size", "8"]
+
+
+def speedkit(capsys, monkeypatch, *words):
+    """Run the command line in this process; return (exit code, what it printed, what it complained)."""
+    monkeypatch.setattr(sys, "argv", ["speedkit", *map(str, words)])
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    signal.signal(signal.SIGTERM, before)
+    printed = capsys.readouterr()
+    return stopped.value.code, printed.out, printed.err
+
+
+def refused(capsys, monkeypatch, code, *words):
+    """Run what must fail; return its one sentence."""
+    got, _, complaint = speedkit(capsys, monkeypatch, *words)
+    assert got == code, complaint
+    assert "Traceback" not in complaint
+    return complaint.strip()
+
+
+def test_train_leaves_history_plan_and_checkpoint(capsys, monkeypatch, recordings, tmp_path):
+    out = tmp_path / "run"
+    words = ["train", "audio", "--data-dir", recordings, "--out", out, "--steps", "6", "--precision", "fp8", *SMALL]
+    code, printed, _ = speedkit(capsys, monkeypatch, *words)
+    assert code == 0 and "accuracy" in printed
+    history = json.loads((out / "history.json").read_text())
+    assert history["steps"] == 6 and history["evaluation"]["n"] > 0
+    assert history["plan_asked"]["precision"] == "fp8"
+    [fallback] = [item for item in history["fallbacks"] if item["field"] == "precision"]
+    assert fallback["got"] == history["plan_effective"]["precision"] and "FP8" in fallback["why"]
+    assert yaml.safe_load((out / "plan.yaml").read_text())["precision"] == fallback["got"]
+    assert (out / "checkpoint.pt").exists()
+    again = refused(capsys, monkeypatch, 2, *words)
+    assert "already holds a train run" in again and "--resume" in again
+
+
+def test_every_field_has_an_option_with_its_help(capsys, monkeypatch):
+    code, printed, _ = speedkit(capsys, monkeypatch, "train", "--help")
+    assert code == 0
+    for about in (*described(Recipe), *described(Plan)):
+        assert "--" + about.name.replace("_", "-") in printed
+
+
+def test_plan_file_and_typed_fields_come_together(capsys, monkeypatch, tmp_path):
+    path = tmp_path / "plan.yaml"
+    path.write_text("cache: ram\nlog_every: 7\n")
+    assert cli.the_plan(str(path), {"log_every": "9", "channels_last": True}) == Plan(
+        cache="ram", log_every=9, channels_last=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["train", "audoi"], "did you mean audio"),
+        (["train", "no_such_module:thing"], "cannot be loaded"),
+        (["train", "audio", "--data-dir", "missing"], "missing does not exist"),
+        (["train", "audio", "--precision", "bf61"], "did you mean bf16"),
+        (["train", "audio", "--workers", "many"], "workers='many'"),
+        (["train", "audio", "--plan", "fats"], "there is no plan 'fats'"),
+        (["train", "audio", "--plan", "missing.yaml"], "missing.yaml cannot be read"),
+        (["train", "audio", "--attention", "flash"], "not available in this version"),
+        (["train", "audio", "--batch-size", "0"], "an integer from 1"),
+        (["train", "audio", "--epochs", "2", "--steps", "3"], "epochs or steps"),
+        (["train", "audio", "--device", "tpu"], "tpu"),
+        (["climb", "audio", "--budget", "soon"], "is no time"),
+        (["bench", "speed"], "there is no benchmark 'speed'"),
+        (["run", "77"], "77"),
+        (["publish"], "--all"),
+        (["train", "audio", "--no-such-option"], "--no-such-option"),
+        (["dance"], "dance"),
+    ],
+)
+def test_bad_usage_is_one_sentence_and_exit_code_2(capsys, monkeypatch, tmp_path, words, says):
+    monkeypatch.chdir(tmp_path)
+    assert says in refused(capsys, monkeypatch, 2, *words)
+    assert not list(tmp_path.rglob("*.json")), "nothing half-written"
+
+
+def test_strict_makes_a_fallback_an_error(capsys, monkeypatch, tmp_path):
+    words = ["train", "audio", "--pin-memory", "--precision", "fp8", "--strict", "--device", "cpu", "--out", tmp_path / "x"]
+    assert "--strict" in refused(capsys, monkeypatch, 2, *words)
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_field_the_loss_ignores_is_refused(capsys, monkeypatch, recordings, tmp_path):
+    words = ["train", "audio", "--data-dir", recordings, "--mixup", "0.2", "--out", tmp_path / "x", *SMALL]
+    assert "mixup=0.2 is not applied by workload audio" in refused(capsys, monkeypatch, 2, *words)
+
+
+def test_an_output_that_cannot_be_written_is_named(capsys, monkeypatch, recordings, tmp_path):
+    (tmp_path / "file").write_text("")
+    words = ["train", "audio", "--data-dir", recordings, "--out", tmp_path / "file" / "run", *SMALL]
+    assert "cannot be written" in refused(capsys, monkeypatch, 2, *words)
+
+
+def test_unreadable_recordings_are_quarantined_by_name(capsys, monkeypatch, recordings, tmp_path):
+    bad = recordings / "low" / "low_broken.wav"
+    bad.write_bytes(b"RIFF not a recording")
+    try:
+        out = tmp_path / "run"
+        words = ["train", "audio", "--data-dir", recordings, "--out", out, "--steps", "2", *SMALL]
+        assert speedkit(capsys, monkeypatch, *words)[0] == 0
+        assert "low_broken.wav" in (out / "quarantine.csv").read_text()
+        for index in range(6):
+            (recordings / "low" / f"broken_{index}.wav").write_bytes(b"")
+        assert "%" in refused(capsys, monkeypatch, 1, *words[:4], "--out", tmp_path / "other", *words[6:])
+    finally:
+        for path in recordings.glob("low/*broken*"):
+            path.unlink()
+
+
+def test_compare_gates_on_a_slower_first_plan(capsys, monkeypatch, recordings, tmp_path):
+    fast = tmp_path / "fast.yaml"
+    fast.write_text("cache: ram\n")
+    small = ["audio", "--data-dir", recordings, "--pairs", "8", "--window", "0.02", *SMALL]
+    code, printed, _ = speedkit(capsys, monkeypatch, "compare", "baseline", fast, *small, "--json")
+    found = json.loads(printed)
+    slower = found["low"] > max(1.0, found["noise_floor"])
+    assert code == (1 if slower else 0) and len(found["seconds_a"]) == len(found["seconds_b"]) == 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_stopped_run_leaves_a_checkpoint_and_goes_on_from_it(recordings, tmp_path, number, code):
+    out = tmp_path / "run"
+    words = [sys.executable, "-m", "speedkit", "train", "audio", "--data-dir", str(recordings), "--out", str(out),
+             "--epochs", "2", "--workers", "1", "--log-every", "1", *SMALL]  # fmt: skip
+    whole = subprocess.run([*words[:8], str(tmp_path / "whole"), *words[9:]], capture_output=True, text=True, check=True)
+    assert "Traceback" not in whole.stderr
+    process = subprocess.Popen([*words, "--validate-every", "2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not (out / "checkpoint.pt").exists() and process.poll() is None:
+        time.sleep(0.01)  # until the first evaluation has been passed: there is something to interrupt
+    os.kill(process.pid, number)
+    _, complaint = process.communicate(timeout=60)
+    assert process.returncode == code, complaint
+    assert "Traceback" not in complaint and "--resume" in complaint
+    assert json.loads((out / "history.json").read_text())["steps"] < 10
+    subprocess.run([*words, "--resume"], capture_output=True, check=True)
+    resumed, straight = (json.loads((folder / "history.json").read_text()) for folder in (out, tmp_path / "whole"))
+    assert resumed["resumed_from"] and resumed["loss"] == straight["loss"]
+    assert resumed["evaluation"] == straight["evaluation"]
+
+
+@pytest.mark.slow
+def test_climb_on_real_files_leaves_plan_record_notebook_and_report(recordings, tmp_path):
+    out = tmp_path / "climb"
+    words = [sys.executable, "-m", "speedkit", "climb", "audio", "--data-dir", str(recordings), "--out", str(out),
+             "--epochs", "2", "--seeds", "2", "--rungs", "cache,host_syncs", "--budget", "4m", *SMALL]  # fmt: skip
+    done = subprocess.run(words, capture_output=True, text=True, timeout=600)
+    assert done.returncode in (0, 1), done.stderr  # 1: the final plan was not shown to be as good
+    assert "Traceback" not in done.stderr
+    for name in ("plan.yaml", "record.json", "climb.ipynb", "report.html"):
+        assert (out / name).stat().st_size > 100, done.stderr
+    record = json.loads((out / "record.json").read_text())
+    assert {row["rung"] for row in record["rungs"]} == {"cache", "host_syncs"}
+    best = [row for row in record["rungs"] if row["kept"]]
+    assert all(row["low"] > row["noise_floor"] for row in best)
+    assert record["speedup"]["low"] <= record["speedup"]["ratio"] <= record["speedup"]["high"]
+    trained = tmp_path / "trained"
+    again = [sys.executable, "-m", "speedkit", "train", "audio", "--data-dir", str(recordings), "--steps", "2",
+             "--plan", str(out / "plan.yaml"), "--out", str(trained), *SMALL]  # fmt: skip
+    subprocess.run(again, capture_output=True, check=True)
+    assert json.loads((trained / "history.json").read_text())["plan_asked"] == record["plan"]
+    resumed = subprocess.run([*words, "--resume", "--no-notebook"], capture_output=True, text=True)
+    assert json.loads((out / "record.json").read_text())["rungs"] == record["rungs"], resumed.stderr

@@ -1,0 +1,106 @@
+"""The climb's judgement: what is kept, what is rejected, and how equal quality is decided."""
+
+import math
+
+import pytest
+import tiny
+import torch
+
+from speedkit import climb as climb_function
+from speedkit.errors import UsageError
+from speedkit.hardware import Hardware
+from speedkit.ladder import LADDER, Profile, amdahl
+from speedkit.measure.compare import compare
+from speedkit.measure.parity import parity
+from speedkit.measure.quality import quality_of, time_to_quality
+from speedkit.measure.schema import validate_record
+from speedkit.plan import Plan, resolve
+from speedkit.recipe import Recipe
+
+CPU = Hardware(device=torch.device("cpu"), cores=2, cpu_flags=("avx512_bf16",), compiler="g++", python_headers=True)
+
+
+def test_every_rung_changes_plans_that_resolve_and_predicts_an_interval():
+    profile = Profile(step_s=0.2, data_s=0.1, matmul={"fp32": 1e11, "bf16": 3e11})
+    for rung in LADDER:
+        changes = rung.changes(Plan(), Recipe(), CPU)
+        assert changes, rung.name
+        for change in changes:
+            resolve(Plan(**change), CPU)
+            low, high = rung.predict(profile, change)
+            assert 0 < low <= high and math.isfinite(high)
+
+
+def test_amdahl():
+    assert amdahl(0.5, 1e12) == pytest.approx(2.0)
+    assert amdahl(1.0, 3.0) == pytest.approx(3.0)
+
+
+def test_parity_is_strict_where_bits_are_promised_and_fair_where_losses_are():
+    reference, other = [1.0, 0.9, 0.8], [1.1, 1.0, 0.6]
+    assert parity("bit-equal", reference, reference, other).passed
+    nudged = [1.0, 0.9, 0.8 + 1e-9]
+    assert not parity("bit-equal", nudged, reference, other).passed
+    assert parity("loss-equal", nudged, reference, other).passed
+    assert not parity("loss-equal", [2.0, 1.9, 1.8], reference, other).passed
+
+
+def curves(baseline, final, step_s=(1.0, 0.25)):
+    def runs(values, each_s):
+        return [
+            {"seed": seed, "points": [[each_s, value / 2], [2 * each_s, value]], "value": value, "seconds": 2 * each_s}
+            for seed, value in enumerate(values)
+        ]
+
+    return {"baseline": runs(baseline, step_s[0]), "final": runs(final, step_s[1])}
+
+
+def test_quality_is_shown_not_assumed():
+    work = tiny.points()
+    assert quality_of(work, curves([0.90, 0.91, 0.90], [0.90, 0.91, 0.91]))["passed"]
+    assert not quality_of(work, curves([0.90, 0.91, 0.90], [0.85, 0.86, 0.86]))["passed"]
+    assert not quality_of(work, curves([0.90, 0.91, 0.90], [0.99, 0.80, 0.92]))["passed"], "too noisy to show it"
+    assert not quality_of(work, curves([0.90], [0.90]))["passed"], "one seed shows nothing"
+
+
+def test_time_to_quality_counts_to_the_first_evaluation_that_reaches_the_target():
+    found = time_to_quality(tiny.points(), curves([0.90, 0.90, 0.90], [0.90, 0.90, 0.90]))
+    assert found["baseline_s"] == 2.0 and found["final_s"] == 0.5 and found["ratio"] == 4.0
+    missed = time_to_quality(tiny.points(), curves([0.90, 0.90, 0.90], [0.5, 0.5, 0.5]))
+    assert missed["final_s"] is None and missed["ratio"] is None
+
+
+def test_compare_finds_a_planted_slowdown_and_keeps_the_losses(tmp_path):
+    work = tiny.points(train=256, size=32, hidden=128)
+    slow = tiny.slowed(work, seconds=0.002)
+    found = compare(work, Plan(), Plan(), workload_b=slow, pairs=8, window_s=0.02, names=("plain", "slowed"))
+    assert found.slower and found.ratio < 1 and not found.faster
+    assert found.losses_a == found.losses_b
+    assert len(found.seconds_a) == len(found.seconds_b) == 8
+
+
+def test_climb_keeps_only_what_is_proven_and_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
+    work = tiny.points(train=64, test=32, epochs=2)
+    options = {"out": tmp_path / "climb", "cache_dir": tmp_path / "cache", "pairs": 6, "window_s": 0.01, "seeds": 2}
+    record = climb_function(work, rungs=("workers", "cache", "host_syncs"), **options)
+    assert validate_record(record) == []
+    for row in record["rungs"]:
+        assert row["why"]
+        if row["kept"]:
+            assert row["low"] > row["noise_floor"] >= 1
+    shown = capsys.readouterr().out
+    assert "A/A noise floor" in shown and "final plan" in shown
+    again = climb_function(work, rungs=("workers", "cache", "host_syncs"), resume=True, **options)
+    assert again["rungs"] == record["rungs"] and again["speedup"] == record["speedup"]
+    with pytest.raises(UsageError, match="another workload, data set or recipe"):
+        climb_function(tiny.points(train=80), resume=True, **options)
+    with pytest.raises(UsageError, match="already holds a climb run"):
+        climb_function(work, **options)
+
+
+def test_a_climb_without_time_tries_nothing_and_says_so(tmp_path):
+    work = tiny.points(train=64, test=32, epochs=1)
+    record = climb_function(work, budget_s=0.1, pairs=6, window_s=0.01, seeds=2, rungs=("host_syncs",), progress=False)
+    assert all("not tried" in row["why"] and not row["kept"] for row in record["rungs"])
+    with pytest.raises(UsageError, match="did you mean cache"):
+        climb_function(work, rungs=("cahce",))
