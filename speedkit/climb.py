@@ -4,20 +4,20 @@ import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from speedkit.ceilings import ceilings
 from speedkit.clock import Stopwatch
 from speedkit.errors import SpeedkitError, UsageError
-from speedkit.files import claim_folder, finite, read_json, write_json, write_text
+from speedkit.files import claim_folder, finite, write_json, write_text
 from speedkit.hardware import Hardware, this_machine
 from speedkit.ladder import LADDER, Change, Profile, Rung
-from speedkit.measure.compare import Comparison, compare
 from speedkit.measure.parity import parity
 from speedkit.measure.quality import quality_of, time_to_quality
 from speedkit.measure.record import NotebookRun
+from speedkit.measure.stages import Stages, read_state
 from speedkit.plan import Plan, resolve
 from speedkit.recipe import Recipe
 from speedkit.settings import nearest, to_yaml
@@ -30,41 +30,6 @@ MODULES = (
     "speedkit.climb", "speedkit.ladder", "speedkit.measure.compare", "speedkit.measure.stats", "speedkit.train.loop",
 )  # fmt: skip
 COMPILE_S = 45.0  # what the budget sets aside for a rung that compiles; measured: 13 to 40 s on two cores
-
-
-@dataclasses.dataclass
-class Climb:
-    """A climb under way: what is fixed, and the `state` that is written after each stage, so that it can go on."""
-
-    workload: Any
-    recipe: Recipe
-    hardware: Hardware
-    options: dict[str, Any]  # for compare and begin: device, cache_dir
-    pairs: int
-    window_s: float
-    seeds: int
-    budget_s: float
-    out: Path | None
-    say: Callable[[str], None]
-    state: dict[str, Any]  # {"stages": {name: result}, "spent_s": seconds of earlier sessions}
-    began_s: float = dataclasses.field(default_factory=time.perf_counter)
-
-    def once(self, stage: str, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the result of a stage: from the state when it is there, else by running it and noting it down."""
-        if stage not in self.state["stages"]:
-            self.state["stages"][stage] = finite(run())
-            if self.out is not None:
-                write_json(self.out / "climb.json", {**self.state, "spent_s": self.spent_s()})
-        return self.state["stages"][stage]
-
-    def spent_s(self) -> float:
-        """Seconds of the budget that are gone, those of earlier sessions included."""
-        return self.state["spent_s"] + time.perf_counter() - self.began_s
-
-    def compare(self, a: Plan, b: Plan, names: tuple[str, str], pairs: int, **more: Any) -> Comparison:
-        """Compare two plans on this climb's workload."""
-        return compare(self.workload, a, b, recipe=self.recipe, names=names, pairs=pairs, window_s=self.window_s,
-                       max_s=0.1 * self.budget_s, **self.options, **more)  # fmt: skip
 
 
 def climb(
@@ -95,10 +60,10 @@ def climb(
     chosen = _choose(rungs)
     folder = claim_folder(out, "climb", resume) if out is not None else None
     recipe = recipe or workload.recipe
-    state = _state(folder, workload, recipe)
+    state = read_state(folder, workload, recipe)
     options = {"device": device, "cache_dir": cache_dir}
     seeds = seeds or (3 if hardware.device.type == "cpu" else 5)
-    job = Climb(workload, recipe, hardware, options, pairs, window_s, seeds, budget_s, folder, say, state)
+    job = Stages(workload, recipe, hardware, options, pairs, window_s, seeds, budget_s, folder, say, state)
     run = NotebookRun("90_climb", MODULES, {"workload": workload.name, "budget_s": budget_s, "seeds": seeds})
 
     say(f"climbing {workload.name}: {len(workload.train)} items to train on, {len(workload.test)} to test, "
@@ -127,19 +92,7 @@ def _choose(names: Sequence[str] | None) -> list[Rung]:
     return [rung for rung in LADDER if names is None or rung.name in names]
 
 
-def _state(folder: Path | None, workload: Any, recipe: Recipe) -> dict[str, Any]:
-    """Return the state to go on from: that in `folder`, if it belongs to the same job, else an empty one."""
-    job = finite({"workload": workload.name, "train": len(workload.train), "recipe": dataclasses.asdict(recipe)})
-    path = folder / "climb.json" if folder else None
-    if path and path.exists():
-        state = read_json(path)
-        if state.get("job") != job:
-            raise UsageError(f"{path} is of another workload, data set or recipe: name another folder with --out")
-        return state
-    return {"job": job, "stages": {}, "spent_s": 0.0}
-
-
-def _control(job: Climb) -> dict[str, Any]:
+def _control(job: Stages) -> dict[str, Any]:
     """Measure the naive plan against itself: the noise floor, its losses from two seeds, and its step's two halves."""
     other = dataclasses.replace(job.recipe, seed=job.recipe.seed + 1)
     same = job.compare(Plan(), Plan(), ("baseline", "baseline again"), job.pairs, name="A/A control", recipe_b=other)
@@ -155,7 +108,7 @@ def _control(job: Climb) -> dict[str, Any]:
     }
 
 
-def data_time(job: Climb, plan: Plan, count: int = 6) -> float:
+def data_time(job: Stages, plan: Plan, count: int = 6) -> float:
     """Return the seconds that `plan` takes to get one batch to the device with nothing else going on."""
     run = begin(job.workload, job.recipe, plan, endless=True, **job.options)
     try:
@@ -169,7 +122,7 @@ def data_time(job: Climb, plan: Plan, count: int = 6) -> float:
         close(run)
 
 
-def _rungs(job: Climb, chosen: Sequence[Rung], control: dict[str, Any]) -> tuple[Plan, list[dict[str, Any]]]:
+def _rungs(job: Stages, chosen: Sequence[Rung], control: dict[str, Any]) -> tuple[Plan, list[dict[str, Any]]]:
     """Try the rungs in order; return the best plan and a row for each thing tried or left out."""
     best, rows = Plan(), []
     step_s, data_s = control["step_s"], control["data_s"]
@@ -197,7 +150,7 @@ def _nothing_to_try(rung: Rung, best: Plan, hardware: Hardware) -> str:
 
 
 def _try(
-    job: Climb, rung: Rung, change: Change, best: Plan, profile: Profile, control: dict[str, Any]
+    job: Stages, rung: Rung, change: Change, best: Plan, profile: Profile, control: dict[str, Any]
 ) -> dict[str, Any]:
     """Predict, measure and judge one change of the best plan."""
     predicted = rung.predict(profile, change)
@@ -256,7 +209,7 @@ def changed(plan: Plan) -> Change:
     return {field: value for field, value in dataclasses.asdict(plan).items() if value != plain[field]}
 
 
-def _reserve_s(job: Climb, naive_step_s: float, best_step_s: float) -> float:
+def _reserve_s(job: Stages, naive_step_s: float, best_step_s: float) -> float:
     """Return the seconds to set aside for the final comparisons and for training both plans over all seeds."""
     total = job.recipe.total_steps(len(job.workload.train), drop_last=False)
     # Evaluation: a test pass costs about a third of a training pass over as many items.
@@ -265,7 +218,7 @@ def _reserve_s(job: Climb, naive_step_s: float, best_step_s: float) -> float:
     return training + COMPILE_S + 2 * (4 * job.window_s * job.pairs + 15)
 
 
-def _final(job: Climb, best: Plan) -> dict[str, Any]:
+def _final(job: Stages, best: Plan) -> dict[str, Any]:
     """Measure the winning plan against the naive and the careful one, on windows that chose nothing."""
     result: dict[str, Any] = {"step_s": {}, "adopted": None}
     careful = Plan.careful(job.hardware)
@@ -280,11 +233,11 @@ def _final(job: Climb, best: Plan) -> dict[str, Any]:
             job.say("  the careful plan is faster than what was climbed to: it is taken, and measured afresh")
             return {**_final(job, careful), "adopted": dataclasses.asdict(careful)}
         result[name] = found.as_measurement()
-        result["step_s"][name], result["step_s"]["final"] = found.step_s
+        result["step_s"] = {"final": found.step_s[1]} | result["step_s"] | {name: found.step_s[0]}
     return result
 
 
-def _quality(job: Climb, best: Plan, step_s: dict[str, float]) -> dict[str, Any]:
+def _quality(job: Stages, best: Plan, step_s: dict[str, float]) -> dict[str, Any]:
     """Train both plans over paired seeds, as many as the budget allows, and test that the final one is no worse."""
     curves: dict[str, list[dict[str, Any]]] = {"baseline": [], "final": []}
     took_s = 0.0
@@ -339,7 +292,7 @@ def _record(job, run, best, rows, control, final, quality) -> dict[str, Any]:
     return finite({**run.record, **run.power.summary()})
 
 
-def _summary(job: Climb, record: dict[str, Any]) -> None:
+def _summary(job: Stages, record: dict[str, Any]) -> None:
     speedup, careful, quality = record["speedup"], record["speedup_careful"], record["quality"]
     job.say(f"final plan: {record['change']}")
     for name, found in (("naive", speedup), ("careful", careful)):

@@ -8,27 +8,27 @@ always has an end, and the output file appears only when every cell has run.
 import concurrent.futures
 import contextlib
 import fcntl
-import functools
-import hashlib
 import itertools
 import logging
 import math
 import multiprocessing
 import os
-import re
 import sys
 import tempfile
 import time
+import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from speedkit.contract import current_hash
+import torch
+
 from speedkit.errors import SpeedkitError, UsageError
+from speedkit.measure.provenance import code_sha256, notebooks_folder
+from speedkit.parameters import code_cells, read_notebook, record_of, typed_parameters
 from speedkit.parameters import parameters_of as parameters_of
-from speedkit.parameters import read_notebook, record_of, typed_parameters
 
 
 @dataclass(frozen=True)
@@ -39,16 +39,6 @@ class Combination:
     path: Path
     error: str = ""
     reused: bool = False
-
-
-def notebooks_folder() -> Path:
-    """Return the folder of the numbered notebooks. Raises UsageError when there is none."""
-    from speedkit.measure.provenance import notebooks_folder as folder
-
-    found = folder()
-    if found is None:
-        raise UsageError("there is no notebooks folder here: run this in the checkout, or set SPEEDKIT_NOTEBOOKS to it")
-    return found.resolve()
 
 
 def find_notebooks(names: Sequence[str | Path] | None = None, folder: Path | None = None) -> list[Path]:
@@ -64,13 +54,22 @@ def find_notebooks(names: Sequence[str | Path] | None = None, folder: Path | Non
     for name in map(str, names):
         stem = name.removesuffix(".ipynb")
         fits = [path for key, path in known.items() if stem in (key, key[:2], key[3:])]
-        if fits or (name.endswith(".ipynb") and Path(name).is_file()):
-            found.append(fits[0] if fits else Path(name).resolve())
-            continue
-        near = get_close_matches(stem, [*known, *(key[3:] for key in known)], n=1)
-        hint = f'did you mean "{near[0]}"? ' if near else ""
-        raise UsageError(f'no notebook "{name}": {hint}There are {", ".join(known) or "none"}')
+        if not fits and name.endswith(".ipynb") and Path(name).is_file():
+            fits = [Path(name).resolve()]
+        if not fits:
+            near = get_close_matches(stem, [*known, *(key[3:] for key in known)], n=1)
+            hint = f'did you mean "{near[0]}"? ' if near else ""
+            raise UsageError(f'no notebook "{name}": {hint}There are {", ".join(known) or "none"}')
+        found.append(fits[0])
     return list(dict.fromkeys(found))
+
+
+def is_current(record: Mapping[str, Any] | None, source: str | Path) -> bool:
+    """Whether `record` was made by the code that notebook `source`, and the modules it measures, have now."""
+    try:
+        return record is not None and record.get("code_sha256") == code_sha256(source, record.get("modules", []))
+    except UsageError:  # a module that is no longer there
+        return False
 
 
 def run_notebook(
@@ -87,7 +86,6 @@ def run_notebook(
     """
     source, out = Path(source).resolve(), Path(out).resolve()
     values = typed_parameters(source, parameters or {})
-    check_kernel()
     if out == source:
         raise UsageError(f"{source.name} cannot be run onto itself: name another output")
     failed = out.with_name(f"{out.stem}.failed.ipynb")
@@ -109,83 +107,47 @@ def run_notebook(
 
 def _execute(source: Path, partial: Path, values: dict[str, Any], timeout_s: float, progress: bool | str) -> None:
     """Run `source` into `partial`. Raises SpeedkitError that says which cell failed and why."""
-    import nbclient.exceptions
     import papermill
+    from nbclient.exceptions import CellTimeoutError, DeadKernelError
 
     logging.getLogger("papermill").addHandler(logging.NullHandler())  # what it would print is in the errors raised here
-    deadline = time.monotonic() + timeout_s
-    cell_number = 0
+    deadline, where, started = time.monotonic() + timeout_s, source.name, itertools.count(1)
     bar = progress is True or (progress == "auto" and sys.stderr.isatty())
 
     def before_cell(cell: Any, cell_index: int) -> None:
-        nonlocal cell_number
-        cell_number += 1
+        nonlocal where
+        number = next(started)
+        where = f"{source.name}, cell [{number}]"
         if progress and not bar:
-            print(f"{source.stem}: cell {cell_number}, {timeout_s - deadline + time.monotonic():.0f} s", flush=True)
+            print(f"{source.stem}: cell {number}, {timeout_s - deadline + time.monotonic():.0f} s", flush=True)
 
-    def where() -> str:
-        return f"{source.name}, cell [{cell_number}]"
-
+    # Papermill takes paths for format strings.
+    paths = [str(path).replace("{", "{{").replace("}", "}}") for path in (source, partial)]
     try:
         executed = papermill.execute_notebook(
-            _literal(source), _literal(partial), values, kernel_name="python3",
-            progress_bar={"desc": source.stem, "leave": False} if bar else False,
+            *paths, values, kernel_name="python3", progress_bar={"desc": source.stem, "leave": False} if bar else False,
             execution_timeout=math.ceil(timeout_s), on_cell_start=before_cell,
             timeout_func=lambda cell: max(1, math.ceil(deadline - time.monotonic())),
             resources={"metadata": {"path": str(source.parent)}},
             extra_arguments=["--IPKernelApp.log_level=CRITICAL"],  # its log is no output of the notebook
         )  # fmt: skip
     except papermill.PapermillExecutionError as error:
-        cell_number = error.exec_count or cell_number
-        raise SpeedkitError(f"{where()}: {error.ename}: {error.evalue}".strip(": ").splitlines()[0]) from error
-    except nbclient.exceptions.CellTimeoutError as error:
-        raise SpeedkitError(f"{where()}: stopped, the notebook's {timeout_s:.0f} s are over") from error
-    except nbclient.exceptions.DeadKernelError as error:
-        raise SpeedkitError(f"{where()}: the kernel died; it may have run out of memory") from error
+        raise SpeedkitError(f"{where}: {error.ename}: {error.evalue}".strip(": ").splitlines()[0]) from error
+    except CellTimeoutError as error:
+        raise SpeedkitError(f"{where}: stopped, the notebook's {timeout_s:.0f} s are over") from error
     except RuntimeError as error:
-        raise SpeedkitError(f"{source.name}: the kernel did not start ({error})") from error
+        died = isinstance(error, DeadKernelError)
+        why = "died; it may have run out of memory" if died else f"did not start ({error})"
+        raise SpeedkitError(f"{where}: the kernel {why}") from error
     # A cell that calls sys.exit(0) ends the kernel's work early, and papermill finds nothing wrong with that.
-    left = [cell for cell in executed.cells if cell.cell_type == "code" and cell.source and not cell.execution_count]
+    left = [cell for cell in code_cells(executed) if cell.source and not cell.execution_count]
     if left:
-        raise SpeedkitError(f"{where()}: the notebook ended with {len(left)} cells not run")
+        raise SpeedkitError(f"{where}: the notebook ended with {len(left)} cells not run")
 
 
-def _literal(path: Path) -> str:
-    """Return `path` so that papermill, which takes paths for format strings, leaves its braces alone."""
-    return str(path).replace("{", "{{").replace("}", "}}")
-
-
-def check_kernel() -> None:
-    """Raise UsageError unless the kernel `python3` is the interpreter that runs this."""
-    from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
-
-    try:
-        command = KernelSpecManager().get_kernel_spec("python3").argv[0]
-    except NoSuchKernel as error:
-        raise UsageError("there is no Jupyter kernel python3: install ipykernel") from error
-    # jupyter_client puts its own interpreter in the place of a bare `python`.
-    if Path(command).name != command and not (Path(command).exists() and Path(command).samefile(sys.executable)):
-        raise UsageError(f"the Jupyter kernel python3 is {command}, not {sys.executable}: "
-                         f"run `{sys.executable} -m ipykernel install --sys-prefix`")  # fmt: skip
-
-
-def visible_gpus() -> dict[str, Any]:
-    """Return the NVML handles, by UUID, of the NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves; {} without a driver."""
-    import pynvml  # the module of nvidia-ml-py
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return {}
-    handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-    gpus = {str(pynvml.nvmlDeviceGetUUID(handle)): handle for handle in handles}
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is None:
-        return gpus
-    wanted = [item.strip() for item in chosen.split(",") if item.strip()]
-    named = [uuid for index, uuid in enumerate(gpus)
-             if str(index) in wanted or any(item.startswith("GPU-") and uuid.startswith(item) for item in wanted)]
-    return {uuid: gpus[uuid] for uuid in named}
+def visible_gpus() -> list[str]:
+    """Return the UUIDs of the GPUs that CUDA_VISIBLE_DEVICES leaves."""
+    return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
 
 
 @contextlib.contextmanager
@@ -224,45 +186,33 @@ def sweep(
     combinations = []
     for values in itertools.product(*grid.values()):
         given = typed_parameters(source, {**(parameters or {}), **dict(zip(grid, values, strict=True))})
-        label = "-".join(f"{name}={_in_a_file_name(given[name])}" for name in grid)
-        combinations.append(Combination(given, out / f"{source.stem}-{label}.ipynb"))
-    done = [Combination(c.parameters, c.path, reused=True) for c in combinations if _is_complete(c, source)]
-    to_do = {c.path: c for c in combinations if c.path not in {d.path for d in done}}
+        label = "-".join(f"{name}={urllib.parse.quote(str(given[name]), safe=',+[]')}" for name in grid)
+        path = out / f"{source.stem}-{label}.ipynb"
+        combinations.append(Combination(given, path, reused=_is_complete(path, source, given)))
+    to_do = {c.path: c for c in combinations if not c.reused}
+    errors: dict[Path, str] = {}
     own = contextlib.nullcontext(executor) if executor else concurrent.futures.ProcessPoolExecutor(
         1, mp_context=multiprocessing.get_context("spawn"))  # fmt: skip
     with own as pool:
-        run = functools.partial(run_notebook, source, timeout_s=timeout_s, progress=False)
-        futures = {pool.submit(run, c.path, c.parameters): c for c in to_do.values()}
+        futures = {pool.submit(run_notebook, source, c.path, c.parameters, timeout_s=timeout_s, progress=False): c.path
+                   for c in to_do.values()}  # fmt: skip
         try:
             for number, future in enumerate(concurrent.futures.as_completed(futures), 1):
-                error, combination = future.exception(), futures[future]
-                done.append(Combination(combination.parameters, combination.path, str(error) if error else ""))
+                path, error = futures[future], future.exception()
+                errors[path] = str(error) if error else ""
                 if progress:
-                    print(f"{number}/{len(to_do)} {combination.path.stem}: {error or 'done'}", flush=True)
+                    print(f"{number}/{len(to_do)} {path.stem}: {error or 'done'}", flush=True)
         finally:  # after Ctrl-C nothing more starts
             for future in futures:
                 future.cancel()
-    order = [c.path for c in combinations]
-    return sorted(done, key=lambda c: order.index(c.path))
+    return [replace(c, error=errors.get(c.path, "")) for c in combinations]
 
 
-def _in_a_file_name(value: Any) -> str:
-    """Return `value` as text that a file name can hold; different values give different texts."""
-    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-    safe = re.sub(r"[^\w.,+-]", "_", text)[:40]
-    return safe if safe == text else f"{safe}~{hashlib.sha256(text.encode()).hexdigest()[:8]}"
-
-
-def _is_complete(combination: Combination, source: Path) -> bool:
-    """Whether the combination's output is there, from the same parameters and the same code."""
-    from speedkit.measure.provenance import code_sha256
-
-    if not combination.path.exists():
-        return False
+def _is_complete(path: Path, source: Path, parameters: dict[str, Any]) -> bool:
+    """Whether the notebook at `path` was run from the code of `source` with the same `parameters`."""
     try:
-        executed = read_notebook(combination.path)
+        executed = read_notebook(path)
     except UsageError:
         return False
-    ran = (record_of(executed) or {}).get("code_sha256") or code_sha256(combination.path)
-    same = executed.metadata.get("papermill", {}).get("parameters") == combination.parameters
-    return same and ran == current_hash(source)
+    record = record_of(executed) or {"code_sha256": code_sha256(path)}
+    return executed.metadata.get("papermill", {}).get("parameters") == parameters and is_current(record, source)

@@ -1,21 +1,22 @@
 """Reading a notebook without running it: its record, what it lets you set, and values checked against that."""
 
 import ast
-import io
 import math
 import re
-import tokenize
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from speedkit.errors import UsageError
 
-TYPES: dict[str, Any] = {"int": int, "float": float, "str": str, "bool": bool}
 RECORD_MIME = "application/vnd.speedkit.record+json"
+TYPES: dict[str, Any] = {"int": int, "float": float, "str": str, "bool": bool}
 WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+LINE = re.compile(r"(?P<name>\w+)\s*:\s*(?P<type>(list\[)?(int|float|str|bool)(?(3)\]))(?P<optional>\s*\|\s*None)?"
+                  r"\s*=\s*(?P<value>.+?)\s+#\s*(?P<comment>.+)")  # fmt: skip
+CHOICES = re.compile(r"[\w.+-]+(\s*\|\s*[\w.+-]+)+")
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,15 @@ def read_notebook(path: Path) -> Any:
         raise UsageError(f"{path} is not a Jupyter notebook: name another") from error
 
 
+def code_cells(notebook: Any) -> list[Any]:
+    """Return the code cells of `notebook`, in order."""
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
 def record_of(notebook: Any) -> dict[str, Any] | None:
     """Return the record that an executed notebook carries, as its last `run.save()` displayed it; None without one."""
-    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
-    records = [output.data[RECORD_MIME] for output in outputs if RECORD_MIME in output.get("data", {})]
-    return records[-1] if records else None
+    shown = [output.get("data", {}) for cell in code_cells(notebook) for output in cell.outputs]
+    return next((data[RECORD_MIME] for data in reversed(shown) if RECORD_MIME in data), None)
 
 
 def parameters_of(path: Path) -> dict[str, Parameter]:
@@ -54,77 +59,65 @@ def parameters_of(path: Path) -> dict[str, Parameter]:
     tagged = [cell for cell in read_notebook(path).cells if "parameters" in cell.metadata.get("tags", [])]
     if len(tagged) != 1:
         raise UsageError(f"{Path(path).name} has {len(tagged)} cells tagged `parameters`, and needs exactly one")
+    found = {}
+    for number, line in enumerate(map(str.strip, tagged[0].source.splitlines()), 1):
+        if line and not line.startswith("#"):
+            try:
+                parameter = _parameter(line)
+            except ValueError as error:
+                where = f'{Path(path).name}, parameters cell, line {number} "{line}"'
+                raise UsageError(f"{where}: {error}") from error
+            found[parameter.name] = parameter
+    return found
+
+
+def _parameter(line: str) -> Parameter:
+    """Return the parameter that one line of the cell declares. Raises ValueError when it declares none."""
+    match = LINE.fullmatch(line)
     try:
-        return parse_parameters(tagged[0].source)
-    except ValueError as error:
-        raise UsageError(f"{Path(path).name}, parameters cell: {error}") from error
-
-
-def parse_parameters(source: str) -> dict[str, Parameter]:
-    """Return the parameters that a cell's `source` declares: annotated literals, one per line, a comment each.
-
-    Raises ValueError, which says the line, for anything else.
-    """
-    parameters: dict[str, Parameter] = {}
-    try:
-        statements = ast.parse(source).body
-        tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
-    except (SyntaxError, tokenize.TokenError) as error:
-        raise ValueError(f"not Python ({error})") from error
-    comments = {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
-    for statement in statements:
-        line = f'line {statement.lineno} "{source.splitlines()[statement.lineno - 1].strip()}"'
-        if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
-            raise ValueError(f"{line} is not `name: type = value  # comment`")
-        kinds = [kind.strip() for kind in ast.unparse(statement.annotation).split("|")]
-        optional = "None" in kinds
-        kinds = [kind for kind in kinds if kind != "None"]
-        if len(kinds) != 1 or not re.fullmatch(r"(int|float|str|bool)|list\[(int|float|str|bool)\]", kinds[0]):
-            raise ValueError(f"{line}: the type must be int, float, str, bool, a list of one of them, or one `| None`")
-        try:
-            default = ast.literal_eval(statement.value) if statement.value else ...
-        except ValueError:
-            default = ...
-        comment = comments.get(statement.lineno, "")
-        if default is ... or not comment or statement.lineno != statement.end_lineno:
-            raise ValueError(f"{line} needs a literal value and a comment, on one line")
-        choices = re.match(r"[\w.+-]+(\s*\|\s*[\w.+-]+)+", comment) if kinds[0] == "str" else None
-        named = tuple(choice.strip() for choice in choices[0].split("|")) if choices else ()
-        parameter = Parameter(statement.target.id, kinds[0], optional, default, comment, named)
-        if parameter.name in parameters:
-            raise ValueError(f"{line} declares {parameter.name} a second time")
-        if not isinstance(default, list | type(None)) and isinstance(default, str) != (kinds[0] == "str"):
-            raise ValueError(f"{line}: the value is not of the type")
-        typed_value(parameter, default)
-        parameters[parameter.name] = parameter
-    return parameters
+        default = ast.literal_eval(match["value"]) if match else ...
+    except (ValueError, SyntaxError):
+        default = ...
+    if match is None or default is ...:
+        raise ValueError("it is not `name: type = value  # comment`: it needs a literal value and a comment, on one "
+                         "line, and the type must be int, float, str, bool, a list of one of them, or one `| None`")  # fmt: skip
+    choices = CHOICES.match(match["comment"]) if match["type"] == "str" else None
+    parameter = Parameter(match["name"], match["type"], bool(match["optional"]), default, match["comment"],
+                          tuple(re.split(r"\s*\|\s*", choices[0])) if choices else ())  # fmt: skip
+    if isinstance(default, str) and parameter.type != "str":
+        raise ValueError("the value is not of the type")
+    typed_value(parameter, default)
+    return parameter
 
 
 def typed_value(parameter: Parameter, value: Any) -> Any:
     """Return `value`, or what the text `value` means, in the parameter's type. Raises ValueError when it cannot be."""
+    shown = f'"{value}"' if isinstance(value, str) else repr(value)
     wanted = parameter.type + (" or None" if parameter.optional else "")
-    if parameter.optional and (value is None or (isinstance(value, str) and value.lower() in ("none", "null"))):
+    wrong = ValueError(f"{parameter.name} must be {wanted}, not {shown}")
+    if parameter.optional and (value is None or str(value).lower() in ("none", "null")):
         return None
     if parameter.type.startswith("list["):
-        items = [item for item in value.strip("[] ").split(",") if item.strip()] if isinstance(value, str) else value
-        if not isinstance(items, list | tuple):
-            raise ValueError(f"{parameter.name}={value!r} must be {wanted}")
-        each = Parameter(parameter.name, parameter.type[5:-1], False, None, "", ())
-        return [typed_value(each, item.strip(" '\"") if isinstance(item, str) else item) for item in items]
+        if isinstance(value, str):
+            value = [item.strip(" '\"") for item in value.strip("[] ").split(",") if item.strip()]
+        if not isinstance(value, list | tuple):
+            raise wrong
+        each = replace(parameter, type=parameter.type[5:-1], optional=False)
+        return [typed_value(each, item) for item in value]
     kind = TYPES[parameter.type]
     if isinstance(value, str) and kind is not str:
         try:
             value = WORDS[value.strip().lower()] if kind is bool else kind(value)
         except (ValueError, KeyError):
-            raise ValueError(f'{parameter.name} must be {wanted}, not "{value}"') from None
+            raise wrong from None
     if kind is float and type(value) is int:
         value = float(value)
     if type(value) is not kind or (kind is float and not math.isfinite(value)):
-        raise ValueError(f"{parameter.name} must be {wanted}, not {value!r}")
+        raise wrong
     if parameter.choices and value not in parameter.choices:
         near = get_close_matches(value, parameter.choices, n=1)
         hint = f'; did you mean "{near[0]}"?' if near else ""
-        raise ValueError(f'{parameter.name} must be one of {", ".join(parameter.choices)}, not "{value}"{hint}')
+        raise ValueError(f"{parameter.name} must be one of {', '.join(parameter.choices)}, not {shown}{hint}")
     return value
 
 

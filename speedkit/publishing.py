@@ -1,22 +1,33 @@
-"""Publishing: run notebooks on the machine at hand, keep what they showed and recorded, take in what others ran."""
+"""Publishing: run notebooks on the machine at hand, keep what they showed and recorded, take in what others ran.
+
+How a notebook is written (its anatomy, tags, metadata and prose) is checked by tests/check_notebooks.py.
+"""
 
 import contextlib
+import json
 import os
 import re
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from speedkit import files
-from speedkit.contract import clean, contract_problems, current_hash
 from speedkit.errors import SpeedkitError, UsageError
-from speedkit.notebooks import find_notebooks, notebooks_folder, run_notebook, visible_gpus
-from speedkit.parameters import parameters_of, read_notebook, record_of
+from speedkit.hardware import this_machine
+from speedkit.measure.provenance import commit, notebooks_folder
+from speedkit.measure.schema import load_record, validate_record
+from speedkit.notebooks import find_notebooks, is_current, run_notebook, visible_gpus
+from speedkit.parameters import RECORD_MIME, code_cells, parameters_of, read_notebook, record_of
 
 BUSY_PERCENT = 5  # an idle GPU reports 0; a desktop's screen a few
+MAX_BYTES = 300_000
+WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+ABSOLUTE_PATH = re.compile(
+    r"(?<![\w.~/:-])(/(home|root|Users|tmp|private|work|workspace|usr|opt|var|mnt|srv|data|content|kaggle)/[\w.-]+"
+    r"|[A-Z]:\\\w+)")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -26,6 +37,53 @@ class Outcome:
     name: str
     state: str
     why: str = ""
+
+
+def contract_problems(path: str | Path) -> list[str]:
+    """Return why what the notebook at `path` shows cannot be published, a sentence each; [] when nothing is wrong."""
+    path = Path(path)
+    try:
+        notebook = read_notebook(path)
+    except UsageError as error:
+        return [str(error)]
+    problems, code = [], code_cells(notebook)
+    if path.stat().st_size > MAX_BYTES:
+        problems.append(f"it has {path.stat().st_size} bytes, more than {MAX_BYTES}")
+    counts = [cell.execution_count for cell in code]
+    if counts != list(range(1, len(code) + 1)):
+        problems.append(f"its execution counts are {counts}, not 1 to {len(code)}: run it whole in a fresh kernel")
+    outputs = [(number, output) for number, cell in enumerate(code, 1) for output in cell.outputs]
+    for number, output in outputs:
+        if output.output_type == "error":
+            problems.append(f"cell [{number}] shows the error {output.ename}")
+        if output.get("name") == "stderr":
+            problems.append(f"cell [{number}] shows text on stderr: {output.text.strip()[:60]}")
+        if WIDGET_VIEW in output.get("data", {}):
+            problems.append(f"cell [{number}] shows a widget that is gone")
+    for number, cell in enumerate(notebook.cells):
+        shown = [[output.get("text"), [value for kind, value in output.get("data", {}).items() if kind != "image/png"]]
+                 for output in cell.get("outputs", [])]  # fmt: skip
+        text = json.dumps([cell.source, shown]).replace("\\n", " ").replace("\\\\", "\\")
+        if found := ABSOLUTE_PATH.search(text):
+            problems.append(f"cell {number} holds the absolute path {found[0]}")
+    records = sum(RECORD_MIME in output.get("data", {}) for _, output in outputs)
+    if records != 1:
+        return [*problems, f"{records} of its cells show a record, and one must"]
+    record = record_of(notebook) or {}
+    if record.get("notebook") != path.stem:
+        problems.append(f"its record is that of {record.get('notebook')}")
+    return problems + validate_record(record)
+
+
+def clean(notebook: Any) -> Any:
+    """Return `notebook`, changed in place, without what papermill, widgets and timing left in it."""
+    from nbconvert.preprocessors import ClearMetadataPreprocessor
+
+    for cell in code_cells(notebook):
+        cell.outputs = [output for output in cell.outputs if WIDGET_VIEW not in output.get("data", {})]
+    kept = {"kernelspec", ("language_info", "name"), ("language_info", "pygments_lexer")}
+    masks = {"preserve_cell_metadata_mask": {"tags", "jupyter"}, "preserve_nb_metadata_mask": kept}
+    return ClearMetadataPreprocessor(**masks).preprocess(notebook, {})[0]
 
 
 def device_slug(hardware: Mapping[str, Any]) -> str:
@@ -48,24 +106,21 @@ def publish(
     that fails leaves what was published before. Raises SpeedkitError for a busy GPU, and for changes of the package
     since the commit that records would name, unless `allow_changes`.
     """
-    from speedkit.hardware import this_machine
-
-    sources = find_notebooks(names)
-    out = Path(out) if out else notebooks_folder()
-    if workload:
-        for source in sources:
-            if "workload" not in parameters_of(source):
-                raise UsageError(f"{source.name} has no parameter workload: publish it without")
+    sources, out = find_notebooks(names), Path(out or notebooks_folder())
+    for source in sources:
+        if workload and "workload" not in parameters_of(source):
+            raise UsageError(f"{source.name} has no parameter workload: publish it without")
     refuse_busy_gpu()
-    if not allow_changes:
-        _refuse_changes()
-    began_s = time.monotonic()
-    slug = device_slug(this_machine().as_dict())
+    here = commit()
+    if here and here[1] and not allow_changes:
+        raise SpeedkitError(f"the package differs from commit {here[0]}, which the records would name: commit it first")
+    end_s = time.monotonic() + (budget_s or float("inf"))
+    records = out / "records" / device_slug(this_machine().as_dict())
     outcomes = []
     for source in sources:
         name = f"{source.stem}-{workload}" if workload else source.stem
-        left_s = min(timeout_s, budget_s - (time.monotonic() - began_s) if budget_s else timeout_s)
-        if not force and _is_published(source, out, slug, name):
+        left_s = min(timeout_s, end_s - time.monotonic())
+        if not force and _is_published(source, records / f"{name}.json", None if workload else out / source.name):
             outcome = Outcome(name, "current")
         elif left_s < 1:
             outcome = Outcome(name, "left", f"the budget of {budget_s:.0f} s is spent")
@@ -77,49 +132,48 @@ def publish(
     return outcomes
 
 
+def _is_published(source: Path, record: Path, shown: Path | None) -> bool:
+    """Whether the file `record`, and the notebook `shown` if there is to be one, are there and of today's code."""
+    if not record.exists() or not is_current(files.read_json(record), source):
+        return False
+    return shown is None or (shown.exists() and not is_stale(shown, source))
+
+
 def _publish_one(
     source: Path, out: Path, name: str, parameters: dict[str, Any], timeout_s: float, progress: bool | str
 ) -> Outcome:
-    with tempfile.TemporaryDirectory(prefix="speedkit-publish-") as folder:
-        failed = Path(folder) / f"{source.stem}.failed.ipynb"
-        try:
-            with _environment(SPEEDKIT_PROFILE="", SPEEDKIT_PROGRESS="off", SPEEDKIT_RUN_DIR=folder):
-                ran = run_notebook(source, Path(folder) / source.name, parameters,
-                                   timeout_s=timeout_s, progress=progress)  # fmt: skip
-            executed = read_notebook(ran)
-            record = record_of(executed)
-            if not record or record.get("code_sha256") != current_hash(source):
-                raise SpeedkitError("it has no record, or its code changed while it ran: publish it again")
-            if not parameters:
-                _write_notebook(ran, clean(executed))
-                if problems := contract_problems(ran):
-                    raise SpeedkitError("; ".join(problems))
-            _install(out, name, record, None if parameters else ran)
-        except SpeedkitError as error:
-            half_run = failed if failed.exists() else Path(folder) / source.name
-            why = str(error).partition(". What did run is in ")[0]
-            return Outcome(name, "failed", f"{why}. {_keep(half_run, name)}".rstrip())
-    return Outcome(name, "published", f"on {device_slug(record['hardware'])}")
+    ran, before = Path("runs", "publish", f"{name}.ipynb"), dict(os.environ)
+    try:
+        with tempfile.TemporaryDirectory(prefix="speedkit-publish-") as folder:
+            os.environ.update(SPEEDKIT_PROFILE="", SPEEDKIT_PROGRESS="off", SPEEDKIT_RUN_DIR=folder)
+            run_notebook(source, ran, parameters, timeout_s=timeout_s, progress=progress)
+        executed = read_notebook(ran)
+        record = record_of(executed)
+        problems = [] if is_current(record, source) else ["it has no record, or its code changed while it ran"]
+        if not parameters:
+            _write_notebook(ran, clean(executed))
+            problems += contract_problems(ran)
+        if problems:
+            kept = ran.replace(ran.with_suffix(".failed.ipynb"))
+            raise SpeedkitError(f"{'; '.join(problems)}. What did run is in {kept}")
+        _install(out, name, record or {}, None if parameters else executed)
+        ran.unlink()
+    except SpeedkitError as error:
+        return Outcome(name, "failed", str(error))
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return Outcome(name, "published", f"on {device_slug((record or {})['hardware'])}")
 
 
-def _keep(half_run: Path, name: str) -> str:
-    """Copy a notebook that failed out of the temporary folder, and say where it is; "" if nothing ran."""
-    if not half_run.exists():
-        return ""
-    kept = Path("runs") / "publish" / f"{name}.failed.ipynb"
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    files.write_text(kept, half_run.read_text(encoding="utf-8"))
-    return f"What did run is in {kept}"
-
-
-def _install(out: Path, name: str, record: dict[str, Any], notebook: Path | None) -> None:
+def _install(out: Path, name: str, record: dict[str, Any], notebook: Any = None) -> None:
     """Put a record, and its notebook if there is one, where they are published, each whole or not at all."""
     folder = out / "records" / device_slug(record["hardware"])
     try:
         folder.mkdir(parents=True, exist_ok=True)
         files.write_json(folder / f"{name}.json", record)
         if notebook:
-            files.write_text(out / f"{name}.ipynb", notebook.read_text(encoding="utf-8"))
+            _write_notebook(out / f"{name}.ipynb", notebook)
     except OSError as error:
         raise SpeedkitError(f"{out} cannot be written ({error.strerror}): name another with --out") from error
 
@@ -127,58 +181,31 @@ def _install(out: Path, name: str, record: dict[str, Any], notebook: Path | None
 def _write_notebook(path: Path, notebook: Any) -> None:
     import nbformat
 
-    files.write_text(path, nbformat.writes(notebook, version=4) + "\n")
-
-
-def _is_published(source: Path, out: Path, slug: str, name: str) -> bool:
-    """Whether `out` holds this device's record `name`, and if it has no workload a notebook, both of today's code."""
-    path = out / "records" / slug / f"{name}.json"
-    if not path.exists() or files.read_json(path).get("code_sha256") != current_hash(source):
-        return False
-    return name != source.stem or ((out / source.name).exists() and not is_stale(out / source.name, source))
+    with files.atomic(path) as temporary:
+        nbformat.write(notebook, temporary)
 
 
 def is_stale(executed: Path, source: Path | None = None) -> bool:
     """Whether what the notebook `executed` shows came from other code than that of `source`, itself by default."""
-    record = record_of(read_notebook(executed))
-    return not record or record.get("code_sha256") != current_hash(source or executed)
-
-
-@contextlib.contextmanager
-def _environment(**changes: str) -> Iterator[None]:
-    """Set environment variables for the kernels started inside."""
-    before = dict(os.environ)
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    return not is_current(record_of(read_notebook(executed)), source or executed)
 
 
 def refuse_busy_gpu() -> None:
     """Raise SpeedkitError when another program computes on a visible GPU: its work would be in our measurements."""
-    import pynvml
+    import pynvml  # the module of nvidia-ml-py
     import torch
 
     ours = int(torch.cuda.is_initialized())  # counted, since NVML and a container number processes differently
-
-    for handle in visible_gpus().values():
+    for uuid in visible_gpus():
         with contextlib.suppress(pynvml.NVMLError):  # what a virtual GPU does not tell cannot be asked
-            name = pynvml.nvmlDeviceGetName(handle)
+            pynvml.nvmlInit()
+            handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
             others = len(pynvml.nvmlDeviceGetComputeRunningProcesses(handle)) - ours
             busy = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu
             if others > 0 or busy > BUSY_PERCENT:
+                name = pynvml.nvmlDeviceGetName(handle)
                 raise SpeedkitError(f"{name} is busy (other processes: {max(others, 0)}, utilisation: {busy} %): "
                                     "wait until it is free, then publish")  # fmt: skip
-
-
-def _refuse_changes() -> None:
-    from speedkit.measure.provenance import commit
-
-    here = commit()
-    if here and here[1]:
-        raise SpeedkitError(f"the package differs from commit {here[0]}, which the records would name: commit it first")
 
 
 def import_published(folder: str | Path, into: str | Path | None = None) -> list[Outcome]:
@@ -187,51 +214,38 @@ def import_published(folder: str | Path, into: str | Path | None = None) -> list
     Each must fit today's code and the contract, or is refused with the reason; the others are installed. Of a
     notebook its outputs are taken, into the cells that are here. Raises UsageError when there is nothing to take in.
     """
-    folder, into = Path(folder), Path(into) if into else notebooks_folder()
-    records = sorted(folder.glob("records/*/*.json"))
-    notebooks = [path for path in sorted(folder.glob("[0-9][0-9]_*.ipynb")) if "." not in path.stem]
-    if not records and not notebooks:
+    folder, into = Path(folder), Path(into or notebooks_folder())
+    paths = [*sorted(folder.glob("records/*/*.json")), *find_notebooks(None, folder)]
+    if not paths:
         raise UsageError(f"{folder} holds no notebooks or records: name the folder that `publish --out` wrote")
     outcomes = []
-    for path in [*records, *notebooks]:
-        name = str(path.relative_to(folder))
+    for path in paths:
+        name, source = str(path.relative_to(folder)), into / f"{path.stem.partition('-')[0]}.ipynb"
         try:
-            (_import_record if path.suffix == ".json" else _import_notebook)(path, into)
+            if not source.is_file():
+                raise SpeedkitError(f"there is no notebook {source.name} here")
+            (_import_record if path.suffix == ".json" else _import_notebook)(path, source)
             outcomes.append(Outcome(name, "published"))
         except SpeedkitError as error:
             outcomes.append(Outcome(name, "refused", str(error)))
     return outcomes
 
 
-def _import_record(path: Path, into: Path) -> None:
-    from speedkit.measure.schema import load_record
-
+def _import_record(path: Path, source: Path) -> None:
     record = load_record(path)
-    source = into / f"{path.stem.partition('-')[0]}.ipynb"
-    if not source.is_file() or record["notebook"] != source.stem:
-        raise SpeedkitError(f"there is no notebook {source.name} here that it is a record of")
-    if record["code_sha256"] != current_hash(source):
+    if record["notebook"] != source.stem or not is_current(record, source):
         raise SpeedkitError(f"it was made by another version of {source.name} or of the modules it measures")
     if device_slug(record["hardware"]) != path.parent.name:
         raise SpeedkitError(f"its machine is {device_slug(record['hardware'])}, not that of its folder")
-    _install(into, path.stem, record, None)
+    _install(source.parent, path.stem, record)
 
 
-def _import_notebook(path: Path, into: Path) -> None:
+def _import_notebook(path: Path, source: Path) -> None:
     if problems := contract_problems(path):
         raise SpeedkitError("; ".join(problems))
-    source = into / path.name
-    if not source.is_file():
-        raise SpeedkitError(f"there is no notebook {path.name} here")
     if is_stale(path, source) or is_stale(path):
         raise SpeedkitError("it was run from other code than is here")
     ours, theirs = read_notebook(source), read_notebook(path)
-    pairs = [[cell for cell in notebook.cells if cell.cell_type == "code"] for notebook in (ours, theirs)]
-    for mine, run in zip(*pairs, strict=True):
+    for mine, run in zip(code_cells(ours), code_cells(theirs), strict=True):
         mine.outputs, mine.execution_count = run.outputs, run.execution_count
-    with tempfile.TemporaryDirectory(prefix="speedkit-import-") as folder:
-        merged = Path(folder) / path.name
-        _write_notebook(merged, clean(ours))
-        if problems := contract_problems(merged):
-            raise SpeedkitError("; ".join(problems))
-        files.write_text(source, merged.read_text(encoding="utf-8"))
+    _write_notebook(source, clean(ours))

@@ -114,7 +114,7 @@ def test_bad_usage_is_one_sentence_and_exit_code_2(capsys, monkeypatch, tmp_path
 
 
 def test_strict_makes_a_fallback_an_error(capsys, monkeypatch, tmp_path):
-    words = ["train", "audio", "--pin-memory", "--precision", "fp8", "--strict", "--device", "cpu", "--out", tmp_path / "x"]
+    words = ["train", "audio", "--precision", "fp8", "--strict", "--device", "cpu", "--out", tmp_path / "x"]
     assert "--strict" in refused(capsys, monkeypatch, 2, *words)
     assert not (tmp_path / "x").exists()
 
@@ -162,9 +162,11 @@ def test_a_stopped_run_leaves_a_checkpoint_and_goes_on_from_it(recordings, tmp_p
     out = tmp_path / "run"
     words = [sys.executable, "-m", "speedkit", "train", "audio", "--data-dir", str(recordings), "--out", str(out),
              "--epochs", "2", "--workers", "1", "--log-every", "1", *SMALL]  # fmt: skip
-    whole = subprocess.run([*words[:8], str(tmp_path / "whole"), *words[9:]], capture_output=True, text=True, check=True)
+    straight = [*words[:8], str(tmp_path / "whole"), *words[9:]]
+    whole = subprocess.run(straight, capture_output=True, text=True, check=True)
     assert "Traceback" not in whole.stderr
-    process = subprocess.Popen([*words, "--validate-every", "2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([*words, "--validate-every", "2"], **pipe)
     while not (out / "checkpoint.pt").exists() and process.poll() is None:
         time.sleep(0.01)  # until the first evaluation has been passed: there is something to interrupt
     os.kill(process.pid, number)

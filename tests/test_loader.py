@@ -12,7 +12,8 @@ import torch
 from tiny import load, points
 
 from speedkit.data.decode import BadItem
-from speedkit.data.loader import Batches, shuffled
+from speedkit.data.loader import Batches
+from speedkit.data.samples import shuffled
 from speedkit.errors import SpeedkitError
 from speedkit.plan import Plan
 from speedkit.train.loop import begin, close, fit, steps
@@ -147,9 +148,10 @@ def test_a_set_without_a_readable_item_is_an_error(plan):
         fit(with_bad({str(number) for number in range(96)}), plan=Plan(**plan), device="cpu", progress=False)
 
 
-def test_an_empty_set_is_an_error():
+@pytest.mark.parametrize("plan", [{}, {"cache": "ram"}], ids=str)
+def test_an_empty_set_is_an_error(plan):
     with pytest.raises(SpeedkitError, match="points has no readable item"):
-        fit(dataclasses.replace(points(), train=[]), device="cpu", progress=False)
+        fit(dataclasses.replace(points(), train=[]), plan=Plan(**plan), device="cpu", progress=False)
 
 
 # Worker processes.
@@ -169,10 +171,10 @@ def test_worker_processes_end_when_the_run_is_closed(persistent):
 
 
 def test_worker_processes_end_when_training_fails():
-    seen = []
+    seen, before = [], children()
 
     def failing_loss(model, batch, recipe):
-        seen.extend(pid for pid in children() if pid not in seen)
+        seen.extend(pid for pid in children() if pid not in before)
         raise ValueError("a bug in the loss")
 
     workload = dataclasses.replace(points(), loss=failing_loss)

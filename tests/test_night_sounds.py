@@ -64,9 +64,9 @@ def test_a_larger_set_begins_with_the_smaller(tmp_path):
 def test_processes_and_one_process_make_the_same_samples(tmp_path):
     seen = []
     several = generate(
-        tmp_path / "a", clips=40, duration_s=0.5, processes=2, progress=lambda done, total: seen.append((done, total))
+        tmp_path / "a", clips=40, duration_s=0.5, threads=2, progress=lambda done, total: seen.append((done, total))
     )
-    one = generate(tmp_path / "b", clips=40, duration_s=0.5, processes=1)
+    one = generate(tmp_path / "b", clips=40, duration_s=0.5, threads=1)
     assert seen == [(done, 40) for done in range(1, 41)]
     assert several.name == one.name and same(samples(several), samples(one))
 
@@ -96,7 +96,7 @@ def test_interrupting_several_processes_ends_them_and_leaves_whole_files(tmp_pat
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        generate(tmp_path, clips=40, duration_s=0.5, processes=2, progress=stop)
+        generate(tmp_path, clips=40, duration_s=0.5, threads=2, progress=stop)
     (folder,) = tmp_path.iterdir()
     assert 0 < len(samples(folder)) <= 40
     assert not [path for path in folder.rglob(".*") if path.stat().st_size == 0]

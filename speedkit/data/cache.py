@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from speedkit.data.samples import EpochOrder, Samples, make_loader
 from speedkit.errors import SpeedkitError
 from speedkit.files import read_json, write_json
 from speedkit.hardware import cache_root
@@ -84,22 +85,26 @@ def open_cache(
 
     `progress(done, of)` is called while building. Raises SpeedkitError when the disk cannot hold it.
     """
+    if not items:
+        raise SpeedkitError(f"workload {workload.name} has no readable item to train or test on")
     root = Path(cache_dir) if cache_dir else cache_root() / "features"
     folder = root / f"{workload.name}-{fingerprint(workload, items, plan.cache_dtype)}"
     if not (folder / "manifest.json").exists():
         build(workload, items, folder, plan.cache_dtype, progress)
     try:
         manifest = read_json(folder / "manifest.json")
-        values: Any = np.load(folder / "features.npy", mmap_mode="r", allow_pickle=False)
+        where = plan.cache
+        if where == "ram" and manifest["bytes"] > RAM_SHARE * usable_ram_bytes():
+            where = "disk"  # reading it all in would push out everything else; the page cache holds what fits
+        # Read where it is to stay in memory: copied from a map, it would be there twice.
+        mapped = "r" if where == "disk" else None
+        values: Any = np.load(folder / "features.npy", mmap_mode=mapped, allow_pickle=False)  # type: ignore[arg-type]
         targets = torch.from_numpy(np.load(folder / "targets.npy", allow_pickle=False))
         readable = torch.from_numpy(np.load(folder / "readable.npy", allow_pickle=False))
     except (OSError, ValueError, EOFError) as error:
         raise SpeedkitError(f"the feature cache {folder} is damaged ({error}): remove it, it is built again") from error
-    where = plan.cache
-    if where == "ram" and values.nbytes > RAM_SHARE * usable_ram_bytes():
-        where = "disk"  # reading it all in would push out everything else; the page cache holds what fits
     if where != "disk":
-        values = torch.from_numpy(np.array(values))
+        values = torch.from_numpy(values)
     if where == "device":
         values, targets = values.to(device), targets.to(device)
     some_bad = readable if manifest["bad"] else None
@@ -110,8 +115,6 @@ def build(
     workload: Any, items: Sequence[Any], folder: Path, dtype: str, progress: Callable[[int, int], None] | None = None
 ) -> None:
     """Compute the features of all items on all cores into `folder`, which appears whole or not at all."""
-    from speedkit.data.loader import EpochOrder, Samples, make_loader  # the loader reads caches, a cache is built by it
-
     began = time.perf_counter()
     with _writing_to(folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -12,8 +12,7 @@ from torch import Tensor
 from speedkit.errors import SpeedkitError
 
 # Frames read beyond those that are kept, so that a clip cut short is resampled as if it had been read whole:
-# torchaudio's resampling filter looks about six samples ahead, at the lower of the two rates.
-_LOOK_AHEAD = 16
+_LOOK_AHEAD = 16  # torchaudio's filter looks about six samples ahead, at the lower of the two rates
 
 
 class BadItem(SpeedkitError):
@@ -35,8 +34,19 @@ def load_audio(path: str | Path, sample_rate_hz: int, num_samples: int) -> Tenso
     A longer file is cut (its end is never read), a shorter one is padded with zeros at the end. Several channels
     are averaged. Raises BadItem when the file cannot be read, holds no samples, or holds NaN or infinity.
     """
-    samples, rate_hz = _read(path, sample_rate_hz, num_samples)
-    waveform = torch.from_numpy(samples)  # [frames, channels]
+    try:
+        with soundfile.SoundFile(path) as file:
+            rate_hz, frames = file.samplerate, num_samples
+            if rate_hz != sample_rate_hz:
+                frames = math.ceil((num_samples + _LOOK_AHEAD) * rate_hz / sample_rate_hz) + _LOOK_AHEAD
+            # 16-bit samples are read as they are and scaled here: libsndfile takes five times as long for WAV.
+            dtype = "int16" if file.subtype == "PCM_16" else "float32"
+            waveform = torch.from_numpy(file.read(frames, dtype=dtype, always_2d=True))  # [frames, channels]
+    except (soundfile.SoundFileError, RuntimeError, OSError, ValueError) as error:
+        # libsndfile calls a missing file a "System error".
+        raise BadItem(path, reason(error) if Path(path).is_file() else "there is no such file") from error
+    if len(waveform) == 0:
+        raise BadItem(path, "it holds no samples")
     if waveform.dtype == torch.int16:
         waveform = waveform.float().mul_(1 / 32768)
     elif not torch.isfinite(waveform).all():
@@ -44,28 +54,7 @@ def load_audio(path: str | Path, sample_rate_hz: int, num_samples: int) -> Tenso
     mono = waveform[:, 0] if waveform.shape[1] == 1 else waveform.mean(dim=1)
     if rate_hz != sample_rate_hz:
         mono = _resampler(rate_hz, sample_rate_hz)(mono)
-    if len(mono) >= num_samples:
-        return mono[:num_samples].contiguous()
-    return torch.nn.functional.pad(mono, (0, num_samples - len(mono)))
-
-
-def _read(path: str | Path, sample_rate_hz: int, num_samples: int):
-    """Return (samples [frames, channels] int16 or float32, rate in Hz), reading no more than will be used."""
-    try:
-        with soundfile.SoundFile(path) as file:
-            rate_hz = file.samplerate
-            frames = num_samples
-            if rate_hz != sample_rate_hz:
-                frames = math.ceil((num_samples + _LOOK_AHEAD) * rate_hz / sample_rate_hz) + _LOOK_AHEAD
-            # 16-bit samples are read as they are and scaled here: one conversion instead of two.
-            dtype = "int16" if file.subtype == "PCM_16" else "float32"
-            samples = file.read(frames, dtype=dtype, always_2d=True)
-    except (soundfile.SoundFileError, RuntimeError, OSError, ValueError) as error:
-        # libsndfile calls a missing file a "System error".
-        raise BadItem(path, reason(error) if Path(path).is_file() else "there is no such file") from error
-    if len(samples) == 0:
-        raise BadItem(path, "it holds no samples")
-    return samples, rate_hz
+    return torch.nn.functional.pad(mono, (0, num_samples - len(mono)))  # a negative padding cuts
 
 
 def reason(error: Exception) -> str:
@@ -82,4 +71,4 @@ def _resampler(from_hz: int, to_hz: int) -> Callable[[Tensor], Tensor]:
     return torchaudio.transforms.Resample(from_hz, to_hz)
 
 
-SOURCES = (load_audio, _read, _resampler)  # the functions that a cached waveform depends on
+SOURCES = (load_audio, _resampler)  # the functions that a cached waveform depends on

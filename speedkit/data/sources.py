@@ -2,24 +2,28 @@
 
 import csv
 import hashlib
-import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import soundfile
 
 from speedkit.data.decode import reason
-from speedkit.data.labels import Entry, natural, read_labels
 from speedkit.errors import SpeedkitError, UsageError
 from speedkit.files import atomic
 
 EXTENSIONS = (".wav", ".flac", ".ogg", ".mp3", ".aif", ".aiff")
 TEST_SHARE = 0.2
 BAD_SHARE = 0.05  # more bad files than this, and the data set itself is at fault: an error
+# The columns of a label table, by any of these names in upper or lower case; `split` or `fold` may be a third.
+PATH_COLUMNS = ("path", "file", "filename", "file_name")
+LABEL_COLUMNS = ("label", "category", "class", "class_name", "target")
+TEST_SPLITS = {"test", "testing", "eval", "evaluation"}
+VALIDATION_SPLITS = {"val", "valid", "validation", "dev"}
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,14 @@ class Found:
     ignored: int = 0
 
 
+class Entry(NamedTuple):
+    """A labelled file before its header was read; `split` is train, test, or empty where nothing says."""
+
+    path: Path
+    label: str
+    split: str = ""
+
+
 def find_items(
     data_dir: str | Path,
     *,
@@ -54,9 +66,8 @@ def find_items(
     """Return the training and test clips under `data_dir`, sorted by path with numbers in their natural order.
 
     Labels come from the CSV `labels`, from group 1 of `label_pattern` in the file name, or from the names of the
-    subfolders of `data_dir`. The test set is what `test_pattern` finds in the file name, else the CSV's `split` or
-    `fold` column (the highest fold, as one round of cross-validation holds it out), else a fifth of each class by
-    a hash of seed and name: a file stays on its side when other classes grow.
+    subfolders. The test set is what `test_pattern` finds in the file name, else the CSV's `split` or `fold` column (the
+    highest fold), else a fifth of each class by a hash of seed and name: a file stays on its side when others come.
     Raises UsageError for a source that cannot be used as asked, SpeedkitError when over 5 % of the files are bad.
     """
     root = Path(data_dir)
@@ -66,101 +77,128 @@ def find_items(
     if labels is not None and label_pattern is not None:
         raise UsageError("--labels and --label-pattern both name the labels: give one of the two")
     if labels is not None:
-        entries, bad, ignored = read_labels(root, Path(labels), with_split=test_pattern is None)
-    elif label_pattern is not None:
-        entries, bad, ignored = _from_names(root, label_pattern)
+        entries, bad, ignored = _from_table(root, Path(labels), with_split=test_pattern is None)
     else:
-        entries, bad, ignored = _from_folders(root)
-    if test_pattern is not None:
-        entries = _split_by_pattern(entries, test_pattern)
-    entries = sorted(entries, key=lambda entry: natural(str(entry.path)))
+        entries, bad, ignored = _from_files(root, label_pattern)
+    entries.sort(key=lambda entry: _natural(str(entry.path)))
     considered = len(entries) + len(bad)
     with ThreadPoolExecutor(8) as pool:  # libsndfile works outside Python's lock, and disks like several requests
-        headers = list(pool.map(lambda entry: _header(entry.path), entries))
-    scanned = list(zip(entries, headers, strict=True))
+        scanned = list(zip(entries, pool.map(_header, entries), strict=True))
     bad += [(str(entry.path), header) for entry, header in scanned if isinstance(header, str)]
-    _refuse_if_too_bad(bad, considered)
-    good = [(entry, header) for entry, header in scanned if not isinstance(header, str)]
-    classes = _classes([entry for entry, _ in good], labels is None and label_pattern is None)
-    held_out = _held_out([entry for entry, _ in good], root, seed)
-    train: list[Item] = []
-    test: list[Item] = []
-    for entry, (duration_s, rate_hz) in good:
-        item = Item(str(entry.path), classes.index(entry.label), duration_s, rate_hz)
-        (test if entry.path in held_out else train).append(item)
-    _refuse_untrained(train, classes)
-    return Found(tuple(train), tuple(test), classes, tuple(bad), ignored)
+    if len(bad) > BAD_SHARE * considered:
+        first = "; ".join(f"{path}: {why}" for path, why in bad[:3])
+        share = f"{len(bad)} of {considered} files cannot be used, over {BAD_SHARE:.0%}"
+        raise SpeedkitError(f"{share} ({first}): repair or remove them")
+    good = {entry: header for entry, header in scanned if not isinstance(header, str)}
+    test_set = _test_set(good, root, test_pattern, seed)
+    classes = _classes(good, test_set)
+    items = [Item(str(entry.path), classes.index(entry.label), *header) for entry, header in good.items()]
+    train = tuple(item for item in items if Path(item.path) not in test_set)
+    test = tuple(item for item in items if Path(item.path) in test_set)
+    return Found(train, test, classes, tuple(bad), ignored)
 
 
 def write_quarantine(path_csv: str | Path, rows: Iterable[tuple[str, str]]) -> None:
     """Write the (path, why) of every file left out to a CSV with the columns path and why, atomically."""
     with atomic(path_csv) as temporary, temporary.open("w", newline="", encoding="utf-8") as stream:
-        writer = csv.writer(stream)
-        writer.writerow(("path", "why"))
-        writer.writerows(rows)
+        csv.writer(stream).writerows([("path", "why"), *rows])
 
 
-def _audio_files(folder: Path) -> Iterator[Path]:
-    """Yield the audio files below `folder`, hidden files and folders left out."""
-    for parent, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in names:
-            if name.lower().endswith(EXTENSIONS) and not name.startswith("."):
-                yield Path(parent) / name
+def _natural(text: str) -> list:
+    """Return a sort key in which clip2 comes before clip10."""
+    parts = re.split(r"([0-9]+)", text)  # every second part is a number
+    return [(0, int(part), "") if at % 2 else (1, 0, part) for at, part in enumerate(parts)]
 
 
-def _from_folders(root: Path) -> tuple[list[Entry], list, int]:
-    """Return the files of each subfolder, labelled by the subfolder's name."""
-    entries, loose = [], 0
-    for path in _audio_files(root):
-        parts = path.relative_to(root).parts
-        if len(parts) > 1:
-            entries.append(Entry(path, parts[0]))
-        else:
-            loose += 1
-    if not entries and loose:
-        raise UsageError(
-            f"data folder {root} holds {loose} audio files but no class-named subfolders: sort them into subfolders, "
-            "or say where the labels are with --label-pattern or --labels"
-        )
-    if not entries:
-        raise _no_audio(root)
-    return entries, [], loose
-
-
-def _from_names(root: Path, label_pattern: str) -> tuple[list[Entry], list, int]:
-    """Return the files whose name matches, labelled by group 1; the others are counted."""
-    pattern = _compiled(label_pattern, "--label-pattern")
-    if pattern.groups < 1:
-        raise UsageError(
-            f"--label-pattern {label_pattern!r} has no group: put the part of the file name that is the label in "
-            r"parentheses, as in '^(\d)_'"
-        )
-    paths = list(_audio_files(root))
+def _from_files(root: Path, label_pattern: str | None) -> tuple[list[Entry], list[tuple[str, str]], int]:
+    """Return (files labelled by group 1 of the pattern or by their subfolder, no bad ones, how many have no label)."""
+    found = (path for path in root.rglob("*") if path.suffix.lower() in EXTENSIONS)
+    paths = sorted(path for path in found if not any(part[0] == "." for part in path.relative_to(root).parts))
     if not paths:
-        raise _no_audio(root)
-    matches = [(path, pattern.search(path.name)) for path in paths]
-    entries = [Entry(path, match[1]) for path, match in matches if match and match[1]]
-    if not entries:
         raise UsageError(
-            f"--label-pattern {label_pattern!r} matches none of the {len(paths)} audio files in {root} "
-            f"(the first is {min(path.name for path in paths)}): correct the pattern"
+            f"data folder {root} holds no audio files ({', '.join(EXTENSIONS)}): name another one with --data-dir"
         )
+    if label_pattern is None:
+        labels = ["" if path.parent == root else path.relative_to(root).parts[0] for path in paths]
+        unlabelled = f"data folder {root} has no class-named subfolders: add them, or give --label-pattern or --labels"
+    else:
+        pattern = _compiled(label_pattern, "--label-pattern")
+        if pattern.groups < 1:
+            raise UsageError(f"--label-pattern {label_pattern!r} has no group: put parentheses around the label's part")
+        labels = [match[1] if (match := pattern.search(path.name)) else "" for path in paths]
+        which = f"of the {len(paths)} audio files in {root} (the first is {paths[0].name})"
+        unlabelled = f"--label-pattern {label_pattern!r} matches none {which}: correct the pattern"
+    entries = [Entry(path, label) for path, label in zip(paths, labels, strict=True) if label]
+    if not entries:
+        raise UsageError(unlabelled)
     return entries, [], len(paths) - len(entries)
 
 
-def _split_by_pattern(entries: list[Entry], test_pattern: str) -> list[Entry]:
-    """Return the entries, those whose file name the pattern is found in as the test set."""
-    pattern = _compiled(test_pattern, "--test-pattern")
-    split = [Entry(e.path, e.label, "test" if pattern.search(e.path.name) else "train") for e in entries]
-    matched = sum(entry.split == "test" for entry in split)
-    if matched in (0, len(split)):
-        amount, left = ("none", "test on") if matched == 0 else ("every one", "train on")
+def _from_table(root: Path, table: Path, with_split: bool) -> tuple[list[Entry], list[tuple[str, str]], int]:
+    """Return (rows whose file exists, (path, why) of the others, how many rows belong to no split)."""
+    rows = _rows(table)
+    path_columns = [name for name in PATH_COLUMNS if name in rows[0]]
+    label_columns = [name for name in LABEL_COLUMNS if name in rows[0]]
+    if not path_columns or not label_columns:
+        what, known = ("label", LABEL_COLUMNS) if path_columns else ("path", PATH_COLUMNS)
+        has = ", ".join(rows[0])
+        raise UsageError(f"the label table {table} has no {what} column: name one of {has} {' or '.join(known)}")
+    # A column of names says more than one of numbers (ESC-50 has both: category and target).
+    label_column = min(label_columns, key=lambda name: all(row[name].isdigit() for row in rows))
+    splits = _splits(rows, table) if with_split else [""] * len(rows)
+    folders = (root, table.parent, root / "audio", table.parent / "audio", table.parent.parent / "audio")
+    entries, bad = [], []
+    for number, (row, split) in enumerate(zip(rows, splits, strict=True), start=2):
+        if split == "neither":
+            continue
+        name, label = row[path_columns[0]], row[label_column]
+        path = next((folder / name for folder in folders if (folder / name).is_file()), None)
+        if not name or not label:
+            bad.append((f"{table} line {number}", f"its {'label' if name else 'path'} is empty"))
+        elif path is None:
+            bad.append((name, "there is no such file"))
+        else:
+            entries.append(Entry(path, label, split))
+    if not entries and bad:
         raise UsageError(
-            f"--test-pattern {test_pattern!r} matches {amount} of the {len(split)} files, which leaves nothing to "
-            f"{left}: correct the pattern"
+            f"none of the {len(bad)} files in {table} is found (such as {bad[0][0]}): name their folder with --data-dir"
         )
-    return split
+    return entries, bad, splits.count("neither")
+
+
+def _rows(table: Path) -> list[dict[str, str]]:
+    """Return the CSV's rows, its column names in lower case."""
+    try:
+        with table.open(newline="", encoding="utf-8-sig") as stream:
+            head = stream.readline()
+            stream.seek(0)
+            reader = csv.DictReader(stream, delimiter=max(",;\t", key=head.count), restval="", restkey="")
+            rows = [{key.strip().lower(): value.strip() for key, value in row.items() if key} for row in reader]
+    except FileNotFoundError as error:
+        raise UsageError(f"the label table {table} does not exist: name an existing CSV file with --labels") from error
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UsageError(f"the label table {table} cannot be read as CSV ({error}): save it as UTF-8 text") from error
+    if not rows:
+        raise UsageError(f"the label table {table} holds no rows: it needs one row per recording below its header")
+    return rows
+
+
+def _splits(rows: list[dict[str, str]], table: Path) -> list[str]:
+    """Return for each row train, test, neither, or empty where the table does not say."""
+    if "split" in rows[0]:
+        said = [row["split"].lower() for row in rows]
+        # With a validation and a test part, the test part is the test set and the validation part is left alone.
+        for_test = TEST_SPLITS.intersection(said) or VALIDATION_SPLITS.intersection(said)
+        if not for_test:
+            held = ", ".join(sorted({*said})[:5])
+            raise UsageError(f"column split of {table} marks no test set (only {held}): write test in some rows")
+        return ["test" if s in for_test else "neither" if s in VALIDATION_SPLITS else "train" for s in said]
+    if "fold" not in rows[0]:
+        return [""] * len(rows)
+    folds = sorted({row["fold"] for row in rows}, key=_natural)
+    if len(folds) < 2:
+        raise UsageError(f"column fold of {table} holds one fold only ({folds[0]}): add one, or give --test-pattern")
+    return ["test" if row["fold"] == folds[-1] else "train" for row in rows]
 
 
 def _compiled(pattern: str, option: str) -> re.Pattern[str]:
@@ -170,47 +208,26 @@ def _compiled(pattern: str, option: str) -> re.Pattern[str]:
         raise UsageError(f"{option} {pattern!r} is not a regular expression: {error}") from error
 
 
-def _header(path: Path) -> tuple[float, int] | str:
+def _header(entry: Entry) -> tuple[float, int] | str:
     """Return (duration in seconds, sample rate in Hz) from the file's header, or why it cannot be used."""
     try:
-        if path.stat().st_size == 0:
+        if entry.path.stat().st_size == 0:
             return "the file is empty (0 bytes)"
-        info = soundfile.info(str(path))
+        info = soundfile.info(str(entry.path))
     except (soundfile.SoundFileError, RuntimeError, OSError) as error:
         return reason(error)
     return (info.frames / info.samplerate, info.samplerate) if info.frames > 0 else "it holds no samples"
 
 
-def _refuse_if_too_bad(bad: list[tuple[str, str]], considered: int) -> None:
-    if len(bad) > BAD_SHARE * considered:
-        first = "; ".join(f"{path}: {why}" for path, why in bad[:3])
-        raise SpeedkitError(
-            f"{len(bad)} of {considered} files cannot be used, more than {BAD_SHARE:.0%} ({first}): "
-            "repair or remove them"
-        )
-
-
-def _classes(entries: list[Entry], by_folder: bool) -> tuple[str, ...]:
-    """Return the class names in natural order; each must have two files, one to learn from and one to be tested on."""
-    counts = Counter(entry.label for entry in entries)
-    classes = tuple(sorted(counts, key=natural))
-    if len(classes) == 1:
-        hint = "check where the labels are taken from"
-        if by_folder:
-            hint = "give each a subfolder, or say where the labels are with --label-pattern or --labels"
-        raise UsageError(f"all {len(entries)} files are of one class ({classes[0]}), a classifier needs two: {hint}")
-    alone = [name for name in classes if counts[name] == 1]
-    if alone:
-        names = ", ".join(alone[:5])
-        raise UsageError(
-            f"class {names} has one usable file only: a class needs two, one to train on and one to test on, "
-            "so add a file or remove the class"
-        )
-    return classes
-
-
-def _held_out(entries: list[Entry], root: Path, seed: int) -> set[Path]:
+def _test_set(entries: Collection[Entry], root: Path, test_pattern: str | None, seed: int) -> set[Path]:
     """Return the paths of the test set."""
+    if test_pattern is not None:
+        pattern = _compiled(test_pattern, "--test-pattern")
+        matched = {entry.path for entry in entries if pattern.search(entry.path.name)}
+        if len(matched) in (0, len(entries)):
+            amount, side = ("every one", "train") if matched else ("none", "test")
+            raise UsageError(f"--test-pattern {test_pattern!r} matches {amount} of the files: leave some to {side} on")
+        return matched
     if any(entry.split for entry in entries):
         return {entry.path for entry in entries if entry.split == "test"}
     by_class = defaultdict(list)
@@ -221,18 +238,17 @@ def _held_out(entries: list[Entry], root: Path, seed: int) -> set[Path]:
     return {path for keyed in by_class.values() for _, path in sorted(keyed)[: max(1, round(TEST_SHARE * len(keyed)))]}
 
 
-def _refuse_untrained(train: list[Item], classes: tuple[str, ...]) -> None:
-    trained = {item.label for item in train}
-    missing = [name for index, name in enumerate(classes) if index not in trained]
-    if missing:
-        raise UsageError(
-            f"every file of class {', '.join(missing[:5])} is in the test set: leave some to train on (--test-pattern, "
-            "or the table's split or fold column)"
-        )
-
-
-def _no_audio(root: Path) -> UsageError:
-    kinds = ", ".join(extension[1:] for extension in EXTENSIONS)
-    return UsageError(
-        f"data folder {root} holds no audio files ({kinds}): name the folder of your recordings with --data-dir"
-    )
+def _classes(entries: Collection[Entry], test_set: set[Path]) -> tuple[str, ...]:
+    """Return the class names in natural order; each must have two files, and one of them to train on."""
+    counts = Counter(entry.label for entry in entries)
+    classes = tuple(sorted(counts, key=_natural))
+    if len(classes) == 1:
+        raise UsageError(f"all files are of one class ({classes[0]}), a classifier needs two: check the labels' source")
+    alone = [name for name in classes if counts[name] == 1]
+    if alone:
+        names = ", ".join(alone[:5])
+        raise UsageError(f"class {names} has one usable file, and needs two, to train and to test: add a file")
+    untrained = sorted(counts.keys() - {entry.label for entry in entries if entry.path not in test_set})
+    if untrained:
+        raise UsageError(f"every file of class {', '.join(untrained[:5])} is in the test set: leave some to train on")
+    return classes

@@ -102,11 +102,12 @@ def perceptron(size: int, hidden: int, **recipe: Any) -> Workload:
 def loop(pairs: int = 20, window_s: float = 0.25, seed: int = 0) -> list[Row]:
     """Time of `fit`'s loop over that of `bare_loop` with the same data in memory and optimizer settings, one thread."""
     rows = []
-    for what, sizes, plan, recipe, show, limit in (
+    cases: tuple[tuple[str, tuple[int, int], Plan, dict[str, Any], bool, float], ...] = (
         ("every option off", SMALL, dataclasses.replace(CACHED, log_every=LONG), {"schedule": "constant"}, False, 1.05),
         ("defaults: bar, loss, accuracy", SMALL, CACHED, {}, True, 1.10),
         ("defaults, 10 ms or more", LARGE, CACHED, {}, True, 1.01),
-    ):
+    )
+    for what, sizes, plan, recipe, show, limit in cases:
         with _one_thread(), _terminal() as terminal, tempfile.TemporaryDirectory() as folder:
             with contextlib.redirect_stderr(terminal):  # the bar keeps the stream that it finds when it is made
                 run = begin(perceptron(*sizes, **recipe), plan=plan, device="cpu", cache_dir=folder, progress=show)
@@ -159,7 +160,7 @@ def memory(pairs: int = 6, count: int = 50) -> list[Row]:
         ])  # fmt: skip
         peak = "import resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
         peaks = [[_number_from(f"{code}\n{peak}") for code in (ours, bare)] for _ in range(pairs)]
-    found = paired_interval(*zip(*peaks, strict=True))
+    found = paired_interval([ours_peak for ours_peak, _ in peaks], [bare_peak for _, bare_peak in peaks])
     megabytes = statistics.median(bare_peak for _, bare_peak in peaks) * 1024 / 1e6
     return [_row(f"peak memory (bare loop {megabytes:.0f} MB)", found.ratio, found.low, found.high, 1.05, "x")]
 

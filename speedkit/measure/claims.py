@@ -11,24 +11,21 @@ ONE_FIGURE_TOLERANCE = 0.10  # a promise such as "1.9x" came from one run somewh
 
 
 def read_claims() -> dict[str, dict[str, str]]:
-    """Return the rows of notebooks/claims.csv by id; {} where there is no such file."""
-    folder = notebooks_folder()
-    if folder is None or not (folder / "claims.csv").is_file():
-        return {}
-    with (folder / "claims.csv").open(encoding="utf-8", newline="") as stream:
+    """Return the rows of notebooks/claims.csv by id."""
+    with (notebooks_folder() / "claims.csv").open(encoding="utf-8", newline="") as stream:
         return {row["id"]: row for row in csv.DictReader(stream)}
 
 
 def read_claim(claim_id: str) -> dict[str, str]:
-    """Return one row of notebooks/claims.csv. Raises UsageError when it is not there."""
-    claims = read_claims()
-    if claim_id not in claims:
-        raise UsageError(f'there is no claim "{claim_id}" in notebooks/claims.csv: it has {", ".join(claims) or "none"}')
-    return claims[claim_id]
+    """Return the row of one claim. Raises UsageError when there is none."""
+    known = read_claims()
+    if claim_id not in known:
+        raise UsageError(f'there is no claim "{claim_id}" in notebooks/claims.csv: it has {", ".join(known)}')
+    return known[claim_id]
 
 
 def promised(claim_id: str) -> tuple[float, float]:
-    """Return the promised speed-up of a claim as (low, high). Raises UsageError for one that promises something else."""
+    """Return the promised speed-up of a claim as (low, high). Raises UsageError for a promise of something else."""
     claim = read_claim(claim_id)
     try:
         low, high = float(claim["low"]), float(claim["high"])
@@ -49,7 +46,7 @@ def judge(promise: tuple[float, float], measurement: Mapping[str, Any]) -> str:
     - smaller, larger: the effect is there, and the whole interval lies below or above the promised range;
     - confirmed: otherwise, so interval and promise overlap.
     """
-    floor, low, high = measurement["noise_floor"] or 1.0, measurement["low"], measurement["high"]
+    low, high, floor = measurement["low"], measurement["high"], measurement["noise_floor"] or 1.0
     if not (low > floor if promise[1] >= 1 else high < 1 / floor):
         return "wrong"
     return "smaller" if high < promise[0] else "larger" if low > promise[1] else "confirmed"

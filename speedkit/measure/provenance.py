@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import functools
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -12,7 +13,7 @@ import platform
 import subprocess
 import time
 import tokenize
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +61,13 @@ def module_sha256(name: str) -> str:
 def essence(source: str, keep_module_docstring: bool = False) -> str:
     """Return `source` without comments, docstrings, blank lines and trailing spaces.
 
-    Cut out of the text by position, since what `ast.dump` and `ast.unparse` write differs between versions of Python.
-    `keep_module_docstring` is for notebook cells, where a leading string is shown. Text that is not Python (a cell
-    with a `%magic`) only loses its blank lines and trailing spaces.
+    Cut out by position: what `ast.unparse` writes differs between versions of Python. `keep_module_docstring` is for
+    notebook cells, which show a leading string. What is not Python (a `%magic`) loses blank lines and spaces only.
     """
     source = source.replace("\r\n", "\n").replace("\r", "\n")
     lines = source.split("\n")
     gone, opens = [], not keep_module_docstring  # opens: whether a string here would be the first thing of its block
-    with contextlib.suppress(SyntaxError):
+    with contextlib.suppress(SyntaxError, tokenize.TokenError):
         ast.parse(source)
         for token in tokenize.generate_tokens(io.StringIO(source).readline):
             docstring = opens and token.type == tokenize.STRING and token.string.startswith(QUOTES)
@@ -91,35 +91,29 @@ def versions() -> dict[str, str | None]:
 
 def commit() -> tuple[str, bool] | None:
     """Return (short hash, whether the package differs from it), or None when speedkit is not in a git checkout."""
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(PACKAGE), *arguments]
-        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout.strip()
-
+    git = functools.partial(subprocess.check_output, cwd=PACKAGE, text=True, stderr=subprocess.DEVNULL, timeout=30)
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        git("ls-files", "--error-unmatch", "__init__.py")  # installed inside somebody else's checkout is not in it
-        return git("rev-parse", "--short", "HEAD"), bool(git("status", "--porcelain", "--", "."))
+        git(["git", "ls-files", "--error-unmatch", "__init__.py"])  # installed in another's checkout is not in it
+        return git(["git", "rev-parse", "--short", "HEAD"]).strip(), bool(git(["git", "status", "--porcelain", "."]))
     return None
 
 
 def notebooks_folder() -> Path:
-    """Return the folder of the numbered notebooks: SPEEDKIT_NOTEBOOKS, else beside the package or the current folder.
-
-    Raises UsageError when there is none.
-    """
-    here = Path.cwd()
-    named = os.environ.get("SPEEDKIT_NOTEBOOKS")
-    for folder in [Path(named)] if named else [folder / "notebooks" for folder in (PACKAGE.parent, here, *here.parents)]:
-        if (folder / "records").is_dir() or (folder / "claims.csv").is_file():
+    """Return the folder of the numbered notebooks: SPEEDKIT_NOTEBOOKS, else beside the package or above us."""
+    named, here = os.environ.get("SPEEDKIT_NOTEBOOKS"), Path.cwd()
+    for folder in [Path(named)] if named else [path / "notebooks" for path in (PACKAGE.parent, here, *here.parents)]:
+        if folder.is_dir() and (named or (folder / "claims.csv").is_file()):
             return folder.resolve()
-    raise UsageError(f"there is no notebooks folder {named or 'here'}: run this in the checkout, or set SPEEDKIT_NOTEBOOKS to it")
+    where = f"at SPEEDKIT_NOTEBOOKS={named}" if named else "here"
+    raise UsageError(f"there is no notebooks folder {where}: run this in the checkout, or set SPEEDKIT_NOTEBOOKS to it")
 
 
 def find_notebook(name: str) -> Path | None:
     """Return the file of the notebook `name`, looked for in the current folder and among the numbered ones."""
     with contextlib.suppress(UsageError):
-        for folder in (Path.cwd(), notebooks_folder()):
-            if (folder / f"{name}.ipynb").is_file():
-                return folder / f"{name}.ipynb"
+        for folder in (Path.cwd, notebooks_folder):
+            if (path := folder() / f"{name}.ipynb").is_file():
+                return path
     return None
 
 
@@ -129,41 +123,33 @@ class PowerLog:
     def __init__(self, device: torch.device):
         self.samples: list[dict[str, Any]] = []
         self.began_s = time.perf_counter()
-        self.handle: Any = None
-        if device.type != "cuda" or torch.version.cuda is None:
-            return
-        with contextlib.suppress(Exception):  # no NVML, or it refuses (MIG, virtual GPUs): costs these facts, no run
-            import pynvml  # the module of the distribution nvidia-ml-py
+        self.readings: dict[str, Callable[[], float]] = {}
+        if device.type == "cuda":
+            with contextlib.suppress(Exception):  # no NVML, or it refuses (MIG, virtual GPUs): costs facts, not the run
+                import pynvml as nvml  # the module of the distribution nvidia-ml-py
 
-            pynvml.nvmlInit()
-            # NVML counts all GPUs, CUDA only the visible ones: the UUID is what both call it.
-            self.handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+                nvml.nvmlInit()
+                # NVML counts all GPUs, CUDA only the visible ones: the UUID is what both call it.
+                gpu = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+                self.readings = {
+                    "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3,
+                    "sm_hz": lambda: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM) * 1e6,
+                    "memory_hz": lambda: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM) * 1e6,
+                    "energy_j": lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1e3,
+                }
 
     def sample(self, label: str) -> None:
-        """Note power (watts), clocks (hertz) and energy (joules since the driver was loaded), as far as NVML tells."""
-        if self.handle is None:
-            return
-        import pynvml
-
-        def read(function: Any, *arguments: Any, scale: float) -> float | None:
-            with contextlib.suppress(pynvml.NVMLError):
-                return function(self.handle, *arguments) * scale
-            return None
-
-        self.samples.append({
-            "label": label,
-            "at_s": time.perf_counter() - self.began_s,
-            "power_w": read(pynvml.nvmlDeviceGetPowerUsage, scale=1e-3),
-            "sm_hz": read(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_SM, scale=1e6),
-            "memory_hz": read(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_MEM, scale=1e6),
-            "energy_j": read(pynvml.nvmlDeviceGetTotalEnergyConsumption, scale=1e-3),
-        })  # fmt: skip
+        """Note power, clocks and the energy since the driver was loaded, as far as NVML tells."""
+        found: dict[str, Any] = {"label": label, "at_s": time.perf_counter() - self.began_s}
+        for name, read in self.readings.items():
+            found[name] = None
+            with contextlib.suppress(Exception):
+                found[name] = read()
+        self.samples += [found] if self.readings else []
 
     def summary(self) -> dict[str, Any]:
         """Return `power`, `clocks` (lists of samples) and `energy_j` (first to last sample); None where unknown."""
-        def rows(*keys: str) -> list[dict[str, Any]] | None:
-            return [{key: sample[key] for key in ("label", "at_s", *keys)} for sample in self.samples] or None
-
-        energy = [sample["energy_j"] for sample in self.samples] or [None]
-        energy_j = None if None in energy else energy[-1] - energy[0]
-        return {"power": rows("power_w"), "clocks": rows("sm_hz", "memory_hz"), "energy_j": energy_j}
+        keys = {"power": ("label", "at_s", "power_w"), "clocks": ("label", "at_s", "sm_hz", "memory_hz")}
+        rows = {name: [{key: row[key] for key in keys[name]} for row in self.samples] or None for name in keys}
+        energy = [row["energy_j"] for row in self.samples] or [None]
+        return {**rows, "energy_j": None if None in energy else energy[-1] - energy[0]}

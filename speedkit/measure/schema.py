@@ -20,7 +20,7 @@ KEYS: dict[str, Any] = {
     "schema": int, "notebook": str, "created": str, "profile": str, "parameters": dict, "hardware": dict,
     "versions": dict, "commit": str | None, "dirty": bool | None, "modules": list, "code_sha256": str | None,
     "plans": dict, "fallbacks": list, "measurements": list, "tables": dict, "verdicts": list,
-    "power": list | None, "clocks": list | None, "energy_j": float | None,
+    "power": list | None, "clocks": list | None, "energy_j": int | float | None,
 }  # fmt: skip
 ROW_KEYS = {  # of what a list in the record holds
     "fallbacks": {"plan", "field", "asked", "got", "why"},
@@ -34,50 +34,42 @@ def validate_record(record: Any) -> list[str]:
     """Return what is wrong with a record, one sentence each; an empty list means that it is whole."""
     if not isinstance(record, dict):
         return ["a record is a JSON object"]
-    missing = [f"{key} is missing" for key in KEYS if key not in record]
-    wrong = [f"{key} has the wrong type ({type(record[key]).__name__})" for key, kind in KEYS.items()
-             if key in record and not isinstance(record[key], kind)]  # fmt: skip
-    # What the record's parts hold can be looked at only when they are all there.
-    return [*missing, *wrong, *_not_finite(record, "")] or list(_problems(record))
-
-
-def _problems(record: dict[str, Any]) -> Iterator[str]:
+    problems = [f"{key} has the wrong type ({type(record[key]).__name__})" if key in record else f"{key} is missing"
+                for key, kind in KEYS.items() if not isinstance(record.get(key, ...), kind)]  # fmt: skip
+    if problems := problems + _not_finite(record, ""):
+        return problems
     if record["schema"] != SCHEMA:
-        yield f"schema is {record['schema']}, this version reads {SCHEMA}"
-    if record["profile"] not in PROFILES:
-        yield f"profile is {record['profile']}, not one of {', '.join(PROFILES)}"
+        problems.append(f"schema is {record['schema']}, this version reads {SCHEMA}")
     try:
         datetime.fromisoformat(record["created"])
     except ValueError:
-        yield f"created is {record['created']}, not a time as ISO 8601 writes it"
+        problems.append(f"created is {record['created']}, not a time as ISO 8601 writes it")
     for name, keys in ROW_KEYS.items():
         for index, row in enumerate(record.get(name, [])):
             where = f"{name}[{index}]"
             if not isinstance(row, dict) or keys - row.keys():
-                yield f"{where} needs {', '.join(sorted(keys))}"
+                problems.append(f"{where} needs {', '.join(sorted(keys))}")
             elif name == "measurements":
-                yield from (f"{where} ({row['name']}) {problem}" for problem in _measurement_problems(row))
+                problems += [f"{where} ({row['name']}) {problem}" for problem in _measurement_problems(row)]
             elif name == "verdicts" and row["verdict"] not in VERDICTS:
-                yield f"{where} is {row['verdict']}, not one of {', '.join(VERDICTS)}"
-    for name, rows in record["tables"].items():
-        if not (isinstance(rows, list) and all(isinstance(row, dict) for row in rows)):
-            yield f"tables.{name} is not a list of rows"
+                problems.append(f"{where} is {row['verdict']}, not one of {', '.join(VERDICTS)}")
+    problems += [f"tables.{name} is not a list of rows" for name, rows in record["tables"].items()
+                 if not (isinstance(rows, list) and all(isinstance(row, dict) for row in rows))]  # fmt: skip
+    return problems
 
 
 def _measurement_problems(row: Mapping[str, Any]) -> Iterator[str]:
-    times, bounds, floor = [row["seconds_a"], row["seconds_b"]], [row["low"], row["ratio"], row["high"]], row["noise_floor"]
-    if not all(isinstance(seconds, list) and seconds and all(map(_positive, seconds)) for seconds in times):
-        yield "needs seconds_a and seconds_b: the raw seconds of each window"
-    elif len(times[0]) != len(times[1]):
-        yield "has windows of A without one of B: they come in pairs"
-    if not all(map(_positive, bounds)) or bounds != sorted(bounds):
+    a_s, b_s, bounds = row["seconds_a"], row["seconds_b"], [row["low"], row["ratio"], row["high"]]
+    if not (isinstance(a_s, list) and isinstance(b_s, list) and len(a_s) == len(b_s) > 0 and _positive(a_s + b_s)):
+        yield "needs the raw seconds of each window in seconds_a and seconds_b; they come in pairs"
+    if not _positive(bounds) or bounds != sorted(bounds):
         yield "needs 0 < low <= ratio <= high"
-    if floor is not None and not (_positive(floor) and floor >= 1):
+    if row["noise_floor"] is not None and not (_positive([row["noise_floor"]]) and row["noise_floor"] >= 1):
         yield "has a noise_floor below 1"
 
 
-def _positive(value: Any) -> bool:
-    return isinstance(value, int | float) and 0 < value < math.inf
+def _positive(values: list[Any]) -> bool:
+    return all(isinstance(value, int | float) and 0 < value < math.inf for value in values)
 
 
 def _not_finite(value: Any, where: str) -> list[str]:
@@ -91,10 +83,9 @@ def load_record(path: str | Path) -> dict[str, Any]:
     """Return the record in a file. Raises SpeedkitError when it is not a whole record."""
     try:
         record = files.read_json(path)
-        problems = validate_record(record)
     except (OSError, ValueError) as error:
-        problems = [f"it cannot be read, {error}"]
-    if problems:
+        raise SpeedkitError(f"record {Path(path).name} cannot be read ({error}): publish its notebook again") from error
+    if problems := validate_record(record):
         raise SpeedkitError(f"record {Path(path).name} is not valid ({problems[0]}): publish its notebook again")
     return record
 
@@ -109,11 +100,8 @@ def as_measurement(comparison: Any) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Return `value` as JSON can hold it: dataclasses as dicts, arrays as lists, what has a name by its name.
-
-    Of an absolute path its last name stays: where it lay is nobody else's business.
-    """
-    if isinstance(value, str | Path):
+    """Return `value` as JSON can hold it: dataclasses as dicts, arrays as lists, what has a name by its name."""
+    if isinstance(value, str | Path):  # where a path lay is nobody else's business
         return Path(value).name if os.path.isabs(value) else str(value)
     if isinstance(value, int | float | NoneType):
         return value

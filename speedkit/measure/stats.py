@@ -59,9 +59,8 @@ def paired_interval(a_s: Sequence[float], b_s: Sequence[float], confidence: floa
 def noise_floor(pairs: Sequence[tuple[float, float]], confidence: float = 0.99) -> float:
     """Return the largest ratio (1 or more) that comparing a plan with itself could show: its A/A control.
 
-    `pairs` are times (seconds) of two windows of the *same* plan, as far apart and as many as those of the comparison
-    they belong to, now the earlier one first and now the later. The end of their interval that is farther from 1 is
-    the floor: low only where the control saw no difference *and* had little noise.
+    `pairs` are times (seconds) of two windows of the *same* plan, as many and as far apart as the comparison's, now the
+    earlier one first and now the later. The floor is the end of their interval that is farther from 1.
     """
     control = paired_interval([pair[0] for pair in pairs], [pair[1] for pair in pairs], confidence)
     return max(control.high, 1 / control.low)

@@ -84,9 +84,9 @@ def waterfall(record: Row) -> Figure:
                 _beside(axes, y, f"{_ratio(rung)}\n{why}".strip(), INK if rung["kept"] else GREY)
         axes.axhline(len(rungs) + 0.5, color=GREY, linewidth=0.6)
         for y, (against, before_s, speedup) in enumerate(finals, len(rungs) + 1):
-            labels[y] = f"final plan\nagainst {against}"
+            labels[y], before = f"final plan\nagainst {against}", 1e3 * before_s
             _bar(axes, y, before_s, speedup, GREEN)
-            _beside(axes, y, f"{_ratio(speedup)}\n{1e3 * before_s:.3g} ms to {1e3 * before_s / speedup['ratio']:.3g} ms")
+            _beside(axes, y, f"{_ratio(speedup)}\n{before:.3g} ms to {before / speedup['ratio']:.3g} ms")
         _finish(axes, axes.dataLim.intervalx, labels, len(labels), "time per step, ms, log scale: left is faster")
         marks = [Patch(color=BLUE, label="kept"), Patch(color=GREY, label="rejected"), INTERVAL, FLOOR,
                  Line2D([], [], color=ORANGE, label="predicted"), Patch(color=GREEN, label="fresh windows")]
@@ -101,11 +101,10 @@ def time_to_quality(record: Row) -> Figure:
     with rc_context(STYLE):
         figure, axes = _canvas(3.9, left=0.1, right=0.97)
         for side, colour, name in (("baseline", ORANGE, "plain PyTorch"), ("final", BLUE, "final plan")):
-            courses = [curve["points"] for curve in found["curves"][side]]  # [seeds][evaluations] of (seconds, value)
+            courses, reached_s = [curve["points"] for curve in found["curves"][side]], found[f"{side}_s"]
             for points in courses:
                 axes.plot(*zip(*points, strict=True), color=colour, linewidth=0.8, alpha=0.5)
             means = [map(statistics.fmean, zip(*at, strict=True)) for at in zip(*courses, strict=False)]
-            reached_s = found[f"{side}_s"]
             label = f"{name}: target {f'after {reached_s:.3g} s' if reached_s else 'not reached'}"
             axes.plot(*zip(*means, strict=True), "o-", color=colour, linewidth=2.4, markersize=3.5, label=label)
             if reached_s:
@@ -134,14 +133,15 @@ def save(figure: Figure, path: str | Path) -> None:
 
 
 def show(figure: Figure) -> None:
-    """Display a figure in a notebook as PNG, of few colours: a third of the bytes."""
-    import IPython.display
+    """Display a figure in a notebook as PNG, in few colours: a third of the bytes."""
+    from IPython import display
     from PIL import Image
 
     drawn, small = io.BytesIO(), io.BytesIO()
     figure.savefig(drawn, format="png", dpi=90)
-    Image.open(drawn).convert("RGB").quantize(48).save(small, format="png", optimize=True)
-    IPython.display.display(IPython.display.Image(small.getvalue(), alt=figure.texts[0].get_text()))
+    few = Image.open(drawn).convert("RGB").quantize(128, method=Image.Quantize.FASTOCTREE)
+    few.save(small, format="png", optimize=True)
+    display.display(display.Image(small.getvalue(), alt=figure.texts[0].get_text()))
 
 
 def _canvas(height: float, left: float, right: float) -> tuple[Figure, Axes]:
@@ -193,8 +193,8 @@ def _beside(axes: Axes, y: int, text: str, colour: str = INK) -> None:
 def _headed(figure: Figure, title: str, marks: Sequence[Any], record: Row | None = None, subject: str = "") -> None:
     if record:
         work, torch = record["workload"], record["versions"]["torch"]
-        subject = f"{work['name']}, {work['train']} training items · torch {torch} · profile {record['profile']}"
-        subject = f"{device_name(record)} · {subject}"
+        trained = f"{work['name']}, {work['train']} training items"
+        subject = f"{device_name(record)} · {trained} · torch {torch} · profile {record['profile']}"
     height = figure.get_figheight()
     figure.text(0.012, 1 - 0.2 / height, title, fontsize=11, fontweight="bold", va="center")
     figure.text(0.012, 1 - 0.42 / height, subject, fontsize=8.5, color=GREY, va="center")

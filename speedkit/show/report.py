@@ -22,7 +22,8 @@ pre { overflow-x: auto; margin: .4rem 0; } .highlight { background: #f6f8fa; pad
 .prompt, .jp-InputPrompt, .jp-OutputPrompt, .anchor-link { display: none; }
 details { margin: .6rem 0; } summary { color: #5b626c; cursor: pointer; }
 .output_stream pre, .output_text pre { border-left: 3px solid #0072b2; padding-left: .8rem; }
-.output_html { overflow-x: auto; } table { border-collapse: collapse; font-size: 13px; margin: .6rem 0; }
+.output_area pre { white-space: pre-wrap; } .output_html { overflow-x: auto; }
+table { border: 0; border-collapse: collapse; font-size: 13px; margin: .6rem 0; }
 th, td { border: 0; border-bottom: 1px solid #e6e9ed; padding: .25rem .6rem; text-align: right; }
 th:first-child, td:first-child { text-align: left; } blockquote { border-left: 3px solid #e6e9ed; padding-left: 1rem; }
 """

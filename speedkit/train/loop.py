@@ -63,6 +63,8 @@ def steps(run: Run) -> Generator[int, None, None]:
             # Seeded by the step, so that a resumed run draws what the uninterrupted one would have drawn.
             batch = workload.augment(batch, generator.manual_seed(recipe.seed * 1_000_003 + run.step))
         run.learning_rate.set(run.step)
+        # Here and not after the step, the memory just freed is still in the CPU's cache when the forward pass takes it.
+        run.optimizer.zero_grad(set_to_none=True)
 
         if whole:
             # Only full batches go through compiled code: an epoch's last, smaller one would be compiled for anew.
@@ -89,7 +91,6 @@ def steps(run: Run) -> Generator[int, None, None]:
         if recipe.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(parameters, recipe.clip_norm)
         run.optimizer.step()
-        run.optimizer.zero_grad(set_to_none=True)
         if run.scale is not None:
             run.scale.update()
 

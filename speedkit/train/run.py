@@ -1,7 +1,6 @@
 """One training run: what is set up before its first step, and what is put away after its last."""
 
 import contextlib
-import csv
 import dataclasses
 import os
 import resource
@@ -16,8 +15,9 @@ from torch import Tensor
 
 from speedkit.data.cache import open_cache
 from speedkit.data.loader import Batches
+from speedkit.data.sources import write_quarantine
 from speedkit.errors import PlanError
-from speedkit.files import atomic, claim_folder, write_json, write_text
+from speedkit.files import claim_folder, write_json, write_text
 from speedkit.hardware import this_machine
 from speedkit.plan import Effective, Plan, resolve
 from speedkit.recipe import Recipe, learning_rates, steps_per_epoch
@@ -91,35 +91,26 @@ def begin(
     effective = resolve(plan or Plan(), hardware, strict)
     plan = effective.plan
     folder = claim_folder(out, "train", resume) if out is not None else None
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
     precision.apply(plan)
+    if deterministic:
+        make_deterministic()
 
     def batches(items: Any, seed: int | None) -> Batches:
         wanted = plan.cache != "off" and not (endless and seed is None)  # an endless run never sees its test set
         cache = open_cache(workload, items, plan, device=device, cache_dir=cache_dir) if wanted else None
         return Batches(workload, items, plan, recipe.batch_size, seed, device, cache)
 
-    torch.manual_seed(recipe.seed)  # the weights; loading and augmenting have generators of their own
-    memory_format = torch.channels_last if plan.channels_last else torch.contiguous_format
-    model = workload.model().to(device=device, memory_format=memory_format)
-    update = optimizer.build(model.parameters(), recipe, plan.fused_optimizer)
-    scale = precision.LossScale(device) if plan.precision == "fp16" else None
-    if scale is not None:
-        update.found_inf = scale.found_inf  # type: ignore[attr-defined]  # read by fused optimizers
+    model, update, scale = make_learner(workload, recipe, plan, device)
     total = recipe.total_steps(len(workload.train), plan.drop_last)
-    table = learning_rates(recipe, total)
     per_epoch = steps_per_epoch(len(workload.train), recipe.batch_size, plan.drop_last)
-    name, show = workload.name, False if endless else progress
     run = Run(
         workload, recipe, effective, device, model, compilation.apply(model, plan), update,
-        LearningRate(update, table, scale.steps if scale else None), scale, precision.autocast(plan, device),
+        LearningRate(update, learning_rates(recipe, total), scale.steps if scale else None), scale, precision.autocast(plan, device),
         batches(workload.train, recipe.seed), batches(workload.test, None),
         total_steps=None if endless else total,
         evaluate_every=0 if endless else per_epoch if plan.validate_every is None else plan.validate_every,
-        history=History(name, recipe, effective, str(device)),
-        progress=Progress(name, total, 0, recipe.batch_size, device, show),
+        history=History(workload.name, recipe, effective, str(device)),
+        progress=Progress(workload.name, total, 0, recipe.batch_size, device, False if endless else progress),
         out=folder,
     )  # fmt: skip
     if folder is not None:
@@ -132,6 +123,26 @@ def begin(
         run.progress.say(f"  {fallback}")
     run.history.prepare_s = time.perf_counter() - began_s
     return run
+
+
+def make_learner(
+    workload: Any, recipe: Recipe, plan: Plan, device: torch.device
+) -> tuple[torch.nn.Module, torch.optim.Optimizer, precision.LossScale | None]:
+    """Return the model on `device`, its weights a function of the recipe's seed; its optimizer; float16's loss scale."""
+    torch.manual_seed(recipe.seed)  # loading and augmenting have generators of their own
+    memory_format = torch.channels_last if plan.channels_last else torch.contiguous_format
+    model = workload.model().to(device=device, memory_format=memory_format)
+    update = optimizer.build(model.parameters(), recipe, plan.fused_optimizer)
+    scale = precision.LossScale(device) if plan.precision == "fp16" else None
+    if scale is not None:
+        update.found_inf = scale.found_inf  # type: ignore[attr-defined]  # read by fused optimizers
+    return model, update, scale
+
+
+def make_deterministic() -> None:
+    """Ask CUDA for reproducible kernels (https://docs.pytorch.org/docs/stable/notes/randomness.html)."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
 
 
 def check_recipe(workload: Any, recipe: Recipe) -> Recipe:
@@ -158,14 +169,8 @@ def finish(run: Run) -> History:
     if run.out is not None:
         write_json(run.out / "history.json", history.as_dict())
         if history.quarantined:
-            write_quarantine(run.out / "quarantine.csv", history.quarantined)
+            write_quarantine(run.out / "quarantine.csv", sorted(history.quarantined.items()))
     return history
-
-
-def write_quarantine(path: Path, bad: dict[str, str]) -> None:
-    """Write the files that could not be read, with why, as CSV."""
-    with atomic(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as stream:
-        csv.writer(stream).writerows([("path", "why"), *sorted(bad.items())])
 
 
 def close(run: Run) -> None:

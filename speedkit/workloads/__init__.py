@@ -15,7 +15,7 @@ BUILT_IN = {"audio": "speedkit.workloads.audio:audio"}
 def load_workload(name: str, **options: Any) -> "Workload":
     """Return the workload called `name`: a built-in one, or `package.module:function` for your own.
 
-    `options` (`data_dir`, `labels`, `label_pattern`, `test_pattern`, `size`, `seed` ...) go to the function that makes it.
+    `options` (`data_dir`, `labels`, `label_pattern`, `test_pattern`, `size` ...) go to the function that makes it.
     Raises UsageError when there is none, or when it does not take an option.
     """
     from speedkit.workloads.workload import Workload  # torch comes with it: processes that make data need none

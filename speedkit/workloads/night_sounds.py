@@ -1,42 +1,213 @@
-"""Generated recordings of a night outdoors, as audio files in class-named subfolders.
+"""Recordings of a night outdoors: ten classes, synthesised and mixed into noisy clips, in class-named subfolders.
 
-Made by several fresh interpreters at once, which need numpy, scipy and soundfile only.
+A clip is a function of (seed, index) alone: clips can be made in any order, and a larger set begins with the smaller.
 """
 
+import functools
 import hashlib
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import soundfile
+from numpy.random import Generator
+from numpy.typing import NDArray
+from scipy.signal import lfilter, oaconvolve
 
-from speedkit.errors import SpeedkitError, UsageError
+from speedkit.errors import UsageError
 from speedkit.files import atomic, write_json
-from speedkit.workloads.synthesis import CLASSES, clip
+from speedkit.hardware import cache_root
 
+Signal = NDArray[np.float32]  # [n], one channel
+NOISE_DB = (-7.0, 12.0)  # the sound of the class over the background noise
+DISTRACTOR_DB = (-14.0, -2.0)  # the sound of another class, relative to that of the class
+DISTRACTORS = 2  # at most so many in a clip
 TEST_PATTERN = r"_test\."  # every third clip of a class carries this in its file name
 _VERSION = 1  # part of the folder's name: raise it when the sound of a clip changes
-_FORMATS = (("wav", "PCM_16"), ("flac", "PCM_16"), ("wav", "PCM_16"), ("ogg", "VORBIS"))
+_FORMATS = ("wav", "flac", "wav", "ogg")  # of the takes in turn; WAV and FLAC with 16 bits
+
+
+def _unit(signal: NDArray) -> Signal:
+    """Return the signal at unit power."""
+    return (signal / (np.sqrt(np.mean(np.square(signal))) + 1e-9)).astype(np.float32)
+
+
+def _noise(rng: Generator, n: int, rate: int, low_hz: float, high_hz: float, slope: float = 0.0) -> Signal:
+    """Return noise [n] between two frequencies, its amplitude falling as frequency ** -slope, of unit power."""
+    spectrum = np.fft.rfft(rng.standard_normal(n, dtype=np.float32))
+    hz = np.fft.rfftfreq(n, 1 / rate)
+    edge = 1 / (1 + (low_hz / np.maximum(hz, 1.0)) ** 8) / (1 + (hz / high_hz) ** 8)
+    return _unit(np.fft.irfft(spectrum * np.sqrt(edge) * np.maximum(hz, 20.0) ** -slope, n))
+
+
+def _slow(rng: Generator, n: int, rate: int, rate_hz: float) -> Signal:
+    """Return a random curve [n] between 0 and 1 that changes about `rate_hz` times a second."""
+    points = rng.random(max(3, int(n / rate * rate_hz) + 2))
+    return np.interp(np.linspace(0, len(points) - 1, n), np.arange(len(points)), points).astype(np.float32)
+
+
+def _tone(hz: NDArray, rate: int, harmonics: NDArray) -> NDArray:
+    """Return a harmonic tone whose fundamental follows `hz` [n], the harmonics at the given amplitudes."""
+    phase = 2 * np.pi * np.cumsum(hz) / rate
+    return sum(amplitude * np.sin((k + 1) * phase) for k, amplitude in enumerate(harmonics))
+
+
+def _pulses(rng: Generator, rate: int, pulse_hz: NDArray, carrier_hz: float, decay_s: float) -> NDArray:
+    """Return a carrier struck `pulse_hz` [n] times a second, each pulse dying away within about `decay_s`."""
+    since_s = (np.cumsum(pulse_hz) / rate % 1) / pulse_hz
+    carrier = np.sin(2 * np.pi * carrier_hz * np.arange(len(pulse_hz)) / rate + rng.uniform(0, 6.28))
+    return carrier * np.exp(-since_s / decay_s) * (1 - np.exp(-since_s / (decay_s / 6)))
+
+
+def _calls(animal: Callable[[Generator, int], Iterator[Any]]) -> Callable[[Generator, int, int], Signal]:
+    """Make a sound [n] of calls: `animal` yields the range of the gaps between them in seconds, then each call."""
+
+    @functools.wraps(animal)
+    def sound(rng: Generator, n: int, rate: int) -> Signal:
+        calls = animal(rng, rate)
+        shortest_s, longest_s = next(calls)
+        signal, at = np.zeros(n, np.float32), int(rng.uniform(0, 0.25) * n)
+        while at < n:
+            one = next(calls)[: n - at]
+            signal[at : at + len(one)] += one * rng.uniform(0.6, 1.0)
+            at += len(one) + int(rng.uniform(shortest_s, longest_s) * rate)
+        return signal
+
+    return sound
+
+
+def bat(rng: Generator, n: int, rate: int) -> Signal:
+    """Sweeps as a bat detector makes them audible: short, falling fast, closer and closer together."""
+    top_hz, bottom_hz = rng.uniform(0.3, 0.47) * rate, rng.uniform(0.1, 0.22) * rate
+    length_s, gap_s, nearer = rng.uniform(0.006, 0.035), rng.uniform(0.08, 0.35), rng.uniform(0.85, 1.0)
+    m = max(16, int(length_s * rate))
+    sweep = _tone(np.geomspace(top_hz, bottom_hz, m), rate, np.ones(1)) * np.hanning(m)
+    signal, at = np.zeros(n, np.float32), rng.uniform(0, 0.4) * n
+    while at < n:
+        part = signal[int(at) : int(at) + m]
+        part += sweep[: len(part)] * rng.uniform(0.4, 1.0)
+        at += max(gap_s, 0.02) * rate
+        gap_s *= nearer
+    return signal * (0.2 + _slow(rng, n, rate, 1.0))
+
+
+@_calls
+def cricket(rng: Generator, rate: int) -> Iterator[Any]:
+    """Chirps: short groups of pulses on a high, steady carrier, a few groups a second."""
+    carrier_hz, pulse_hz = rng.uniform(0.28, 0.4) * rate / 1.4, rng.uniform(22, 45)
+    length_s, gap_s = rng.integers(2, 6) / pulse_hz, rng.uniform(0.1, 0.5)
+    yield gap_s, gap_s * 1.1
+    while True:
+        yield _pulses(rng, rate, np.full(int(length_s * rate), pulse_hz), carrier_hz, 0.012)
+
+
+@_calls
+def fox(rng: Generator, rate: int) -> Iterator[Any]:
+    """Barks: a hoarse tone whose pitch rises and falls, in series."""
+    pitch_hz, arch = rng.uniform(350, 900), rng.uniform(0.15, 0.6)
+    harmonics = rng.uniform(0.3, 1.0, 5) / np.arange(1, 6) ** rng.uniform(0.3, 1.0)
+    yield 0.1, 0.7
+    while True:
+        m = int(rng.uniform(0.1, 0.35) * rate)
+        hoarse = 1 + 0.05 * lfilter([0.2], [1, -0.8], rng.standard_normal(m))
+        yield _tone(pitch_hz * (1 + arch * np.hanning(m)) * hoarse, rate, harmonics) * np.hanning(m) ** 0.5
+
+
+@_calls
+def frog(rng: Generator, rate: int) -> Iterator[Any]:
+    """Croaks: a throat's resonance struck a few dozen times a second."""
+    carrier_hz, pulse_hz, decay_s = rng.uniform(500, 2000), rng.uniform(22, 65), rng.uniform(0.004, 0.012)
+    yield 0.1, 0.8
+    while True:
+        m = int(rng.uniform(0.15, 0.6) * rate)
+        yield _pulses(rng, rate, pulse_hz * np.linspace(0.9, 1.1, m), carrier_hz, decay_s) * np.hanning(m) ** 0.4
+
+
+def mosquito(rng: Generator, n: int, rate: int) -> Signal:
+    """A thin whine that wavers and comes and goes."""
+    pitch_hz, wavering = rng.uniform(380, 800), 0.06 * (_slow(rng, n, rate, 4) - 0.5)
+    hz = pitch_hz * (1 + wavering + 0.004 * rng.standard_normal(n, dtype=np.float32))
+    return _tone(hz, rate, rng.uniform(0.2, 1.0, 5)) * (0.1 + _slow(rng, n, rate, 1.5) ** 2)
+
+
+def nightjar(rng: Generator, n: int, rate: int) -> Signal:
+    """Churring: a pulse train that goes on and on, now and then at another rate."""
+    switch = (_slow(rng, n, rate, 1.0) > 0.5).astype(np.float32)
+    pulse_hz = rng.uniform(24, 44) * (1 + rng.uniform(0.1, 0.4) * switch)
+    return _pulses(rng, rate, pulse_hz, rng.uniform(1200, 2400), 0.008) * (0.5 + _slow(rng, n, rate, 1.0))
+
+
+@_calls
+def owl(rng: Generator, rate: int) -> Iterator[Any]:
+    """Hoots: a low, nearly pure tone that sinks a little."""
+    pitch_hz, fall = rng.uniform(280, 750), rng.uniform(0.02, 0.12)
+    harmonics = np.array([1.0, rng.uniform(0.1, 0.5), rng.uniform(0.02, 0.2)])
+    yield 0.15, 0.9
+    while True:
+        m = int(rng.uniform(0.15, 0.55) * rate)
+        yield _tone(pitch_hz * (1 - fall * np.linspace(0, 1, m)), rate, harmonics) * np.hanning(m) ** 0.7
+
+
+def rain(rng: Generator, n: int, rate: int) -> Signal:
+    """A hiss and the drops in it."""
+    hiss = _noise(rng, n, rate, rng.uniform(300, 1500), 0.48 * rate, rng.uniform(0.0, 0.5))
+    drops = np.zeros(n, np.float32)
+    count = int(rng.uniform(10, 90) * n / rate)
+    drops[rng.integers(0, n, count)] = rng.exponential(1.0, count)
+    radius, turn = 0.97, 2 * np.pi * rng.uniform(0.08, 0.25)  # a resonance: each drop rings
+    ringing = lfilter([1.0], [1.0, -2 * radius * np.cos(turn), radius**2], drops)
+    return hiss + rng.uniform(0.2, 1.0) * _unit(ringing)
+
+
+@_calls
+def thunder(rng: Generator, rate: int) -> Iterator[Any]:
+    """Claps: bursts of low noise with a sharp start that roll away."""
+    yield 0.0, 1.2
+    while True:
+        m = int(rng.uniform(0.5, 2.0) * rate)
+        roll = np.exp(-np.linspace(0, rng.uniform(3, 6), m)) * (0.4 + _slow(rng, m, rate, 8))
+        yield _noise(rng, m, rate, 25, rng.uniform(150, 700), rng.uniform(0.3, 0.9)) * roll
+
+
+def wind(rng: Generator, n: int, rate: int) -> Signal:
+    """Gusts: low noise, swelling and whistling faintly."""
+    gust = _slow(rng, n, rate, rng.uniform(0.6, 2.0)) ** 1.5
+    rumble = _noise(rng, n, rate, 30, rng.uniform(300, 900), rng.uniform(0.5, 1.0))
+    whistle = _noise(rng, n, rate, rng.uniform(500, 800), rng.uniform(900, 1600))
+    return (rumble + rng.uniform(0.05, 0.5) * whistle * gust) * (0.15 + gust)
+
+
+_SOUNDS = (bat, cricket, fox, frog, mosquito, nightjar, owl, rain, thunder, wind)
+CLASSES = tuple(sound.__name__ for sound in _SOUNDS)
+
+
+def clip(index: int, seed: int = 0, duration_s: float = 4.0, sample_rate_hz: int = 16000) -> Signal:
+    """Return clip `index` of the set: [T] float32 within -1..1; its class is CLASSES[index % 10]."""
+    rng = np.random.default_rng([seed, index])
+    n, rate = round(duration_s * sample_rate_hz), sample_rate_hz
+    signal = _unit(_SOUNDS[index % len(_SOUNDS)](rng, n, rate))
+    for _ in range(rng.integers(0, DISTRACTORS + 1)):
+        other = _SOUNDS[(index + rng.integers(1, len(_SOUNDS))) % len(_SOUNDS)]
+        signal = signal + 10 ** (rng.uniform(*DISTRACTOR_DB) / 20) * _unit(other(rng, n, rate))
+    m = int(rng.uniform(0.05, 0.4) * rate)  # the room: the direct sound and a dying tail of echoes, down by 60 dB at m
+    room = rng.standard_normal(m, dtype=np.float32) * np.exp(-np.linspace(0, 6.9, m))
+    room *= rng.uniform(0.1, 0.8) / np.linalg.norm(room)
+    room[0] = 1.0
+    signal = oaconvolve(signal, room.astype(np.float32))[:n]
+    background = _noise(rng, n, rate, 40, 0.48 * rate, rng.uniform(0.0, 0.8))
+    mixed = _unit(signal) + 10 ** (-rng.uniform(*NOISE_DB) / 20) * background
+    level = 10 ** (rng.uniform(-18, -1) / 20)  # how far the microphone was turned up
+    return (mixed * (level / np.abs(mixed).max())).astype(np.float32)
 
 
 def clip_path(folder: Path, index: int) -> Path:
     """Return where clip `index` lies; its format and its side of the split follow from the index, evenly."""
     take = index // len(CLASSES)
     side = "test" if take % 3 == 2 else "train"
-    return folder / CLASSES[index % len(CLASSES)] / f"{take:05d}_{side}.{_FORMATS[take % len(_FORMATS)][0]}"
-
-
-def _write(folder: Path, index: int, seed: int, duration_s: float, sample_rate_hz: int) -> None:
-    """Write one clip, whole or not at all. (An OGG file's bytes differ between two writings: libsndfile draws
-    a random stream number. Its samples do not.)"""
-    path = clip_path(folder, index)
-    kind, subtype = _FORMATS[index // len(CLASSES) % len(_FORMATS)]
-    samples = clip(index, seed, duration_s, sample_rate_hz)
-    with atomic(path) as temporary:
-        soundfile.write(temporary, samples, sample_rate_hz, format=kind.upper(), subtype=subtype)
+    return folder / CLASSES[index % len(CLASSES)] / f"{take:05d}_{side}.{_FORMATS[take % len(_FORMATS)]}"
 
 
 def generate(
@@ -45,109 +216,40 @@ def generate(
     duration_s: float = 4.0,
     sample_rate_hz: int = 16000,
     seed: int = 0,
-    processes: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    threads: int = 4,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Path:
     """Return a folder of class-named subfolders with `clips` recordings (WAV, FLAC, OGG), made unless it is whole.
 
     It lies in `folder` (by default the cache's), under a name that carries its parameters, so that sets never mix.
-    What an interrupted call left is completed. `processes` defaults to the cores this process may use;
-    `progress(done, total)` is called after each clip. Raises UsageError for impossible parameters or an unwritable
-    folder, SpeedkitError when a clip cannot be written.
+    What an interrupted call left is completed. `progress(done, total)` is called after each clip.
+    Raises UsageError for impossible parameters, or a folder that cannot be written.
     """
-    if clips < 1 or duration_s < 0.5 or sample_rate_hz < 8000:
-        raise UsageError(
-            f"night sounds need at least 1 clip, 0.5 s and 8000 Hz, not {clips} clips of {duration_s} s at "
-            f"{sample_rate_hz} Hz"
-        )
-    if folder is None:
-        from speedkit.hardware import cache_root  # imported here: the generating processes do without torch
+    rate_hz = sample_rate_hz
+    if clips < 1 or duration_s < 0.5 or rate_hz < 8000:
+        need = "at least 1 clip, 0.5 s and 8000 Hz"
+        raise UsageError(f"night sounds need {need}, not {clips} clips of {duration_s} s at {rate_hz} Hz")
+    parameters = {"clips": clips, "duration_s": float(duration_s), "sample_rate_hz": rate_hz, "seed": seed}
+    parameters["version"] = _VERSION
+    code = hashlib.sha256(json.dumps(parameters, sort_keys=True).encode()).hexdigest()[:8]
+    target = Path(folder or cache_root() / "night_sounds") / f"{clips}_clips_{duration_s:g}s_seed{seed}_{code}"
 
-        folder = cache_root() / "night_sounds"
-    parameters = {"clips": clips, "duration_s": float(duration_s), "sample_rate_hz": sample_rate_hz, "seed": seed}
-    code = hashlib.sha256(json.dumps({**parameters, "version": _VERSION}, sort_keys=True).encode()).hexdigest()[:8]
-    target = Path(folder) / f"{clips}_clips_{duration_s:g}s_seed{seed}_{code}"
-    manifest = target / "night_sounds.json"
+    def write(index: int) -> None:
+        path = clip_path(target, index)
+        with atomic(path) as temporary:
+            soundfile.write(temporary, clip(index, seed, duration_s, rate_hz), rate_hz, format=path.suffix[1:])
+
     try:
         for name in CLASSES:
             (target / name).mkdir(parents=True, exist_ok=True)
         missing = [index for index in range(clips) if not clip_path(target, index).exists()]
-        if missing or not manifest.exists():
-            _make(target, missing, (seed, float(duration_s), sample_rate_hz), processes, progress)
-            write_json(manifest, {**parameters, "classes": CLASSES, "version": _VERSION})
-    except OSError as error:
-        raise UsageError(
-            f"night sounds cannot be written to {target} ({error.strerror}): free some space, or name another folder "
-            "in the environment variable SPEEDKIT_CACHE_DIR"
-        ) from error
+        with ThreadPoolExecutor(threads) as pool:  # numpy and libsndfile work outside Python's lock
+            for at in range(0, len(missing), threads):  # a few at a time: an interruption need not wait for all
+                for done, _ in enumerate(pool.map(write, missing[at : at + threads]), start=at + 1):
+                    progress(done, len(missing))
+        if missing or not (target / "night_sounds.json").exists():
+            write_json(target / "night_sounds.json", {**parameters, "classes": CLASSES})
+    except (OSError, soundfile.SoundFileError) as error:
+        failed = f"night sounds cannot be written to {target} ({error})"
+        raise UsageError(f"{failed}: free some space, or set SPEEDKIT_CACHE_DIR to another folder") from error
     return target
-
-
-def _make(target: Path, missing: list[int], sound: tuple, processes: int | None, progress) -> None:
-    """Write the missing clips, a few in this process, many in several."""
-    count = processes or min(len(os.sched_getaffinity(0)), 1 + len(missing) // 100)
-    done = _written(target, missing, sound) if count == 1 else _written_by_processes(target, missing, sound, count)
-    for number, _ in enumerate(done, start=1):
-        if progress is not None:
-            progress(number, len(missing))
-
-
-def _written(target: Path, indices: list[int], sound: tuple) -> Iterator[int]:
-    for index in indices:
-        _write(target, index, *sound)
-        yield index
-
-
-def _written_by_processes(target: Path, indices: list[int], sound: tuple, count: int) -> Iterator[int]:
-    """Yield each index as one of `count` fresh interpreters has written it.
-
-    Not a multiprocessing pool: that forks a process with threads, or imports the caller's main module again,
-    and a notebook has none. The interpreters end by themselves, on a broken pipe, when this process is killed.
-    """
-    read_end, write_end = os.pipe()
-    package_parent = str(Path(__file__).resolve().parents[2])
-    paths = [package_parent, *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, "-m", "speedkit.workloads.night_sounds"]
-    workers: list[subprocess.Popen] = []
-    try:
-        try:
-            for first in range(count):
-                job = json.dumps({"folder": str(target), "indices": indices[first::count], "sound": sound})
-                worker = subprocess.Popen(
-                    command, stdin=subprocess.PIPE, stdout=write_end, stderr=subprocess.PIPE, text=True, env=environment
-                )
-                workers.append(worker)
-                assert worker.stdin is not None
-                worker.stdin.write(job)
-                worker.stdin.close()
-        finally:
-            os.close(write_end)
-        with os.fdopen(read_end, encoding="utf-8") as lines:
-            for line in lines:
-                yield int(line)
-        for worker in workers:
-            assert worker.stderr is not None
-            said = worker.stderr.read().strip()
-            if worker.wait() != 0:
-                why = said.splitlines()[-1] if said else f"exit code {worker.returncode}"
-                raise SpeedkitError(f"making night sounds in {target} failed ({why}): run it again to go on")
-    finally:
-        for worker in workers:
-            if worker.poll() is None:
-                worker.terminate()
-            worker.wait()
-            if worker.stderr is not None:
-                worker.stderr.close()
-
-
-def _work() -> None:
-    """Do the part of the work that the job on standard input names, one line of output for each clip written."""
-    job = json.load(sys.stdin)
-    for index in _written(Path(job["folder"]), job["indices"], job["sound"]):
-        sys.stdout.write(f"{index}\n")  # in one piece, since several processes share the pipe
-        sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    _work()

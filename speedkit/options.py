@@ -1,0 +1,108 @@
+"""What the commands take: an option for every setting, data and folders, and the objects that the words stand for."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from speedkit.errors import UsageError
+from speedkit.plan import FORMERLY, PRESETS, Plan, preset
+from speedkit.recipe import Recipe
+from speedkit.settings import Setting, described, from_mapping, from_yaml, parse
+
+RECIPE = {about.name: about for about in described(Recipe)}
+PLAN = {about.name: about for about in described(Plan)}
+DATA = ("data_dir", "labels", "label_pattern", "test_pattern", "size", "clips")
+
+
+def options(*tables: dict[str, Setting]) -> Callable:
+    """Return a decorator that adds an option for every setting, with its meaning, unit and default as help."""
+
+    def decorate(command: Callable) -> Callable:
+        for table in reversed(tables):
+            for about in reversed(table.values()):
+                flag = "--" + about.name.replace("_", "-")
+                unit = f" [{about.unit}]" if about.unit else ""
+                default = "by workload" if table is RECIPE else str(about.default).lower()
+                help = f"{about.help}{unit} ({default})"
+                if bool in about.kinds:
+                    command = click.option(f"{flag}/--no-{flag[2:]}", about.name, default=None, help=help)(command)
+                else:
+                    command = click.option(flag, about.name, metavar=about.takes.upper(), help=help)(command)
+        return command
+
+    return decorate
+
+
+def shared(command: Callable) -> Callable:
+    """Add the options of all commands that train."""
+    for option in reversed([
+        click.option("--data-dir", type=click.Path(), help="folder of your recordings; generated data without"),
+        click.option("--labels", type=click.Path(), help="CSV of paths and labels, with a fold or split column or not"),
+        click.option("--label-pattern", metavar="REGEX", help="group 1 of the file name is the label"),
+        click.option("--test-pattern", metavar="REGEX", help="file names that match are the test set"),
+        click.option("--size", metavar="TINY | SMALL | MEDIUM", help="size of the model"),
+        click.option("--clips", type=int, help="how many recordings to generate where there is no data folder"),
+        click.option("--out", type=click.Path(), help="folder for what the run leaves (runs/<date>-<time>)"),
+        click.option("--device", default="auto", show_default=True, metavar="AUTO | CUDA | MPS | CPU"),
+        click.option("--cache-dir", type=click.Path(), help="folder for cached features"),
+        click.option("--resume", is_flag=True, help="go on with the run in --out"),
+    ]):  # fmt: skip
+        command = option(command)
+    return command
+
+
+def given(values: dict[str, Any], table: dict[str, Setting]) -> dict[str, Any]:
+    """Return the settings of `table` that were typed, parsed."""
+    typed = {name: value for name, value in values.items() if name in table and value is not None}
+    return {name: parse(table[name], value) if isinstance(value, str) else value for name, value in typed.items()}
+
+
+def the_workload(name: str, values: dict[str, Any]) -> tuple[Any, Recipe]:
+    """Return the workload with the data that was named, and its recipe with the fields that were typed."""
+    from speedkit.workloads import load_workload
+
+    typed = given(values, RECIPE)
+    if typed.get("epochs") and typed.get("steps"):
+        raise UsageError("--epochs and --steps both say how long to train: give epochs or steps")
+    limit = {"max_duration_s": typed["max_duration_s"]} if typed.get("max_duration_s") else {}
+    workload = load_workload(name, **{key: values.get(key) for key in DATA}, **limit)
+    if "steps" in typed and "epochs" not in typed:
+        typed["epochs"] = None  # typing one of the two replaces the other
+    if "epochs" in typed and "steps" not in typed:
+        typed["steps"] = None
+    return workload, dataclasses.replace(workload.recipe, **typed)
+
+
+def the_plan(word: str, values: dict[str, Any] | None = None, device: str = "auto") -> Plan:
+    """Return the plan that a word or a YAML file names, with the fields that were typed."""
+    from speedkit.hardware import this_machine
+
+    if word in PRESETS:
+        plan = preset(word, this_machine(device))
+    elif Path(word).exists() or word.endswith((".yaml", ".yml")):
+        plan = from_yaml(Plan, word, FORMERLY)
+    else:
+        raise UsageError(f"there is no plan {word!r}: take {', '.join(PRESETS)}, or a YAML file")
+    return from_mapping(Plan, dataclasses.asdict(plan) | given(values or {}, PLAN))
+
+
+def the_folder(out: str | None) -> Path:
+    """Return --out, or a new folder in runs/."""
+    return Path(out) if out else Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+
+
+def seconds(word: str) -> float:
+    """Return the seconds in `540`, `90s`, `9m` or `1h`."""
+    units = {"s": 1, "m": 60, "h": 3600}
+    text, unit = (word[:-1], units[word[-1]]) if word[-1:] in units else (word, 1)
+    try:
+        value = float(text) * unit
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise UsageError(f"{word!r} is no time: write seconds, or 90s, 9m, 1h")
+    return value
