@@ -1,8 +1,7 @@
 """Strict papermill runs: finding a notebook, running it once, and sweeps over its parameters.
 
-Papermill only warns about a parameter the notebook does not have, waits for ever by default, and after a timeout or a
-`sys.exit(0)` saves a half-run notebook as completed. Here names and types are checked before anything starts, a run
-always has an end, and the output file appears only when every cell has run.
+Papermill only warns about an unknown parameter, waits for ever by default, and saves a half-run notebook as completed.
+Here names and types are checked first, a run always ends, and the output appears only when every cell has run.
 """
 
 import concurrent.futures
@@ -19,16 +18,14 @@ import time
 import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from speedkit.errors import SpeedkitError, UsageError
 from speedkit.measure.provenance import code_sha256, notebooks_folder
 from speedkit.parameters import code_cells, read_notebook, record_of, typed_parameters
 from speedkit.parameters import parameters_of as parameters_of
+from speedkit.settings import nearest
 
 
 @dataclass(frozen=True)
@@ -57,9 +54,8 @@ def find_notebooks(names: Sequence[str | Path] | None = None, folder: Path | Non
         if not fits and name.endswith(".ipynb") and Path(name).is_file():
             fits = [Path(name).resolve()]
         if not fits:
-            near = get_close_matches(stem, [*known, *(key[3:] for key in known)], n=1)
-            hint = f'did you mean "{near[0]}"? ' if near else ""
-            raise UsageError(f'no notebook "{name}": {hint}There are {", ".join(known) or "none"}')
+            hint = nearest(stem, [*known, *(key[3:] for key in known)])
+            raise UsageError(f'there is no notebook "{name}"{hint}; there are {", ".join(known) or "none"}')
         found.append(fits[0])
     return list(dict.fromkeys(found))
 
@@ -68,7 +64,7 @@ def is_current(record: Mapping[str, Any] | None, source: str | Path) -> bool:
     """Whether `record` was made by the code that notebook `source`, and the modules it measures, have now."""
     try:
         return record is not None and record.get("code_sha256") == code_sha256(source, record.get("modules", []))
-    except UsageError:  # a module that is no longer there
+    except (UsageError, OSError):  # a module or the notebook is no longer there
         return False
 
 
@@ -78,9 +74,8 @@ def run_notebook(
 ) -> Path:  # fmt: skip
     """Run notebook `source` with `parameters` in a fresh kernel and leave the executed notebook at `out`.
 
-    The kernel is this interpreter's, its working directory the notebook's own folder, where Jupyter and nbval run it
-    too. One notebook runs per GPU (or per machine without one) at a time: others wait. `timeout_s` is for all cells
-    together. `progress`: "auto" is a bar on a terminal and lines elsewhere; False is silence.
+    Its working directory is the notebook's own folder, as under Jupyter and nbval; one runs per GPU (or machine without
+    one) at a time. `timeout_s` is for all cells. `progress`: "auto" is a bar on a terminal and lines elsewhere.
     Raises UsageError before anything starts, SpeedkitError when a cell fails or time is up: `out` is then as it was,
     and what did run is beside it as NAME.failed.ipynb.
     """
@@ -135,19 +130,29 @@ def _execute(source: Path, partial: Path, values: dict[str, Any], timeout_s: flo
         raise SpeedkitError(f"{where}: {error.ename}: {error.evalue}".strip(": ").splitlines()[0]) from error
     except CellTimeoutError as error:
         raise SpeedkitError(f"{where}: stopped, the notebook's {timeout_s:.0f} s are over") from error
+    except DeadKernelError as error:
+        raise SpeedkitError(f"{where}: the kernel died; it may have run out of memory") from error
     except RuntimeError as error:
-        died = isinstance(error, DeadKernelError)
-        why = "died; it may have run out of memory" if died else f"did not start ({error})"
-        raise SpeedkitError(f"{where}: the kernel {why}") from error
+        raise SpeedkitError(f"{where}: the kernel did not start ({error})") from error
     # A cell that calls sys.exit(0) ends the kernel's work early, and papermill finds nothing wrong with that.
     left = [cell for cell in code_cells(executed) if cell.source and not cell.execution_count]
     if left:
         raise SpeedkitError(f"{where}: the notebook ended with {len(left)} cells not run")
 
 
-def visible_gpus() -> list[str]:
-    """Return the UUIDs of the GPUs that CUDA_VISIBLE_DEVICES leaves."""
-    return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+def visible_gpus() -> dict[str, Any]:
+    """Return the NVML handles, by UUID, of the NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves; {} without a driver."""
+    import pynvml  # the module of nvidia-ml-py
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return {}
+    handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    gpus = {str(pynvml.nvmlDeviceGetUUID(handle)): handle for handle in handles}
+    wanted = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(gpus)).replace(" ", "").split(",")
+    return {uuid: handle for index, (uuid, handle) in enumerate(gpus.items())
+            if str(index) in wanted or any(word.startswith("GPU-") and uuid.startswith(word) for word in wanted)}
 
 
 @contextlib.contextmanager
@@ -178,9 +183,8 @@ def sweep(
 ) -> list[Combination]:  # fmt: skip
     """Run notebook `source` once for each combination of the `grid`'s values, into folder `out`, named by the values.
 
-    `executor` is any of `concurrent.futures`; by default one local process, so that timings do not disturb each other.
-    A combination that an earlier sweep completed with the same parameters and code is not run again; one that fails
-    leaves the others alone and says why in `error`. Raises UsageError for the grid before anything starts.
+    `executor` is any of `concurrent.futures`; by default one local process. What an earlier sweep completed with the
+    same parameters and code is not run again. Raises UsageError for the grid before anything starts.
     """
     source, out = Path(source).resolve(), Path(out).resolve()
     combinations = []
@@ -189,19 +193,18 @@ def sweep(
         label = "-".join(f"{name}={urllib.parse.quote(str(given[name]), safe=',+[]')}" for name in grid)
         path = out / f"{source.stem}-{label}.ipynb"
         combinations.append(Combination(given, path, reused=_is_complete(path, source, given)))
-    to_do = {c.path: c for c in combinations if not c.reused}
     errors: dict[Path, str] = {}
     own = contextlib.nullcontext(executor) if executor else concurrent.futures.ProcessPoolExecutor(
         1, mp_context=multiprocessing.get_context("spawn"))  # fmt: skip
     with own as pool:
         futures = {pool.submit(run_notebook, source, c.path, c.parameters, timeout_s=timeout_s, progress=False): c.path
-                   for c in to_do.values()}  # fmt: skip
+                   for c in combinations if not c.reused}  # fmt: skip
         try:
             for number, future in enumerate(concurrent.futures.as_completed(futures), 1):
                 path, error = futures[future], future.exception()
                 errors[path] = str(error) if error else ""
                 if progress:
-                    print(f"{number}/{len(to_do)} {path.stem}: {error or 'done'}", flush=True)
+                    print(f"{number}/{len(futures)} {path.stem}: {error or 'done'}", flush=True)
         finally:  # after Ctrl-C nothing more starts
             for future in futures:
                 future.cancel()

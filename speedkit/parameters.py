@@ -5,17 +5,19 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from speedkit.errors import UsageError
+from speedkit.settings import nearest
 
 RECORD_MIME = "application/vnd.speedkit.record+json"
 TYPES: dict[str, Any] = {"int": int, "float": float, "str": str, "bool": bool}
 WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 LINE = re.compile(r"(?P<name>\w+)\s*:\s*(?P<type>(list\[)?(int|float|str|bool)(?(3)\]))(?P<optional>\s*\|\s*None)?"
                   r"\s*=\s*(?P<value>.+?)\s+#\s*(?P<comment>.+)")  # fmt: skip
+FORM = ("`name: type = value  # comment`: it needs a literal value and a comment, on one line, and the type must be "
+        "int, float, str, bool, a list of one of them, or one `| None`")  # fmt: skip
 CHOICES = re.compile(r"[\w.+-]+(\s*\|\s*[\w.+-]+)+")
 
 
@@ -60,13 +62,12 @@ def parameters_of(path: Path) -> dict[str, Parameter]:
     if len(tagged) != 1:
         raise UsageError(f"{Path(path).name} has {len(tagged)} cells tagged `parameters`, and needs exactly one")
     found = {}
-    for number, line in enumerate(map(str.strip, tagged[0].source.splitlines()), 1):
+    for line in map(str.strip, tagged[0].source.splitlines()):
         if line and not line.startswith("#"):
             try:
                 parameter = _parameter(line)
             except ValueError as error:
-                where = f'{Path(path).name}, parameters cell, line {number} "{line}"'
-                raise UsageError(f"{where}: {error}") from error
+                raise UsageError(f'{Path(path).name}, parameters cell, "{line}": {error}') from error
             found[parameter.name] = parameter
     return found
 
@@ -79,8 +80,7 @@ def _parameter(line: str) -> Parameter:
     except (ValueError, SyntaxError):
         default = ...
     if match is None or default is ...:
-        raise ValueError("it is not `name: type = value  # comment`: it needs a literal value and a comment, on one "
-                         "line, and the type must be int, float, str, bool, a list of one of them, or one `| None`")  # fmt: skip
+        raise ValueError(f"it is not {FORM}")
     choices = CHOICES.match(match["comment"]) if match["type"] == "str" else None
     parameter = Parameter(match["name"], match["type"], bool(match["optional"]), default, match["comment"],
                           tuple(re.split(r"\s*\|\s*", choices[0])) if choices else ())  # fmt: skip
@@ -92,19 +92,18 @@ def _parameter(line: str) -> Parameter:
 
 def typed_value(parameter: Parameter, value: Any) -> Any:
     """Return `value`, or what the text `value` means, in the parameter's type. Raises ValueError when it cannot be."""
-    shown = f'"{value}"' if isinstance(value, str) else repr(value)
-    wanted = parameter.type + (" or None" if parameter.optional else "")
-    wrong = ValueError(f"{parameter.name} must be {wanted}, not {shown}")
+    shown, wanted = f'"{value}"' if isinstance(value, str) else repr(value), parameter.type
+    wrong = ValueError(f"{parameter.name} must be {wanted}{' or None' if parameter.optional else ''}, not {shown}")
     if parameter.optional and (value is None or str(value).lower() in ("none", "null")):
         return None
-    if parameter.type.startswith("list["):
+    if wanted.startswith("list["):
         if isinstance(value, str):
             value = [item.strip(" '\"") for item in value.strip("[] ").split(",") if item.strip()]
         if not isinstance(value, list | tuple):
             raise wrong
-        each = replace(parameter, type=parameter.type[5:-1], optional=False)
+        each = replace(parameter, type=wanted[5:-1], optional=False)
         return [typed_value(each, item) for item in value]
-    kind = TYPES[parameter.type]
+    kind = TYPES[wanted]
     if isinstance(value, str) and kind is not str:
         try:
             value = WORDS[value.strip().lower()] if kind is bool else kind(value)
@@ -115,9 +114,8 @@ def typed_value(parameter: Parameter, value: Any) -> Any:
     if type(value) is not kind or (kind is float and not math.isfinite(value)):
         raise wrong
     if parameter.choices and value not in parameter.choices:
-        near = get_close_matches(value, parameter.choices, n=1)
-        hint = f'; did you mean "{near[0]}"?' if near else ""
-        raise ValueError(f"{parameter.name} must be one of {', '.join(parameter.choices)}, not {shown}{hint}")
+        known = ", ".join(parameter.choices)
+        raise ValueError(f"{parameter.name} must be one of {known}, not {shown}{nearest(value, parameter.choices)}")
     return value
 
 
@@ -130,9 +128,8 @@ def typed_parameters(source: Path, given: Mapping[str, Any]) -> dict[str, Any]:
     values = {}
     for name, value in given.items():
         if name not in declared:
-            near = get_close_matches(name, declared, n=1, cutoff=0.3)
-            hint = f'did you mean "{near[0]}"? ' if near else ""
-            raise UsageError(f'{source.name} has no parameter "{name}": {hint}It has {", ".join(declared) or "none"}')
+            known = ", ".join(declared) or "none"
+            raise UsageError(f'{source.name} has no parameter "{name}"{nearest(name, declared)}: it has {known}')
         try:
             values[name] = typed_value(declared[name], value)
         except ValueError as error:

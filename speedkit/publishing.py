@@ -54,12 +54,9 @@ def contract_problems(path: str | Path) -> list[str]:
         problems.append(f"its execution counts are {counts}, not 1 to {len(code)}: run it whole in a fresh kernel")
     outputs = [(number, output) for number, cell in enumerate(code, 1) for output in cell.outputs]
     for number, output in outputs:
-        if output.output_type == "error":
-            problems.append(f"cell [{number}] shows the error {output.ename}")
-        if output.get("name") == "stderr":
-            problems.append(f"cell [{number}] shows text on stderr: {output.text.strip()[:60]}")
-        if WIDGET_VIEW in output.get("data", {}):
-            problems.append(f"cell [{number}] shows a widget that is gone")
+        if output.output_type == "error" or output.get("name") == "stderr":
+            what = f"text on stderr: {output.text.strip()[:60]}" if "text" in output else f"the error {output.ename}"
+            problems.append(f"cell [{number}] shows {what}")
     for number, cell in enumerate(notebook.cells):
         shown = [[output.get("text"), [value for kind, value in output.get("data", {}).items() if kind != "image/png"]]
                  for output in cell.get("outputs", [])]  # fmt: skip
@@ -77,13 +74,17 @@ def contract_problems(path: str | Path) -> list[str]:
 
 def clean(notebook: Any) -> Any:
     """Return `notebook`, changed in place, without what papermill, widgets and timing left in it."""
-    from nbconvert.preprocessors import ClearMetadataPreprocessor
+    import nbformat
 
+    def keep(metadata: Any, *keys: str) -> Any:
+        return nbformat.from_dict({key: metadata[key] for key in keys if metadata.get(key)})
+
+    notebook.metadata = keep(notebook.metadata, "kernelspec", "language_info")
+    for cell in notebook.cells:
+        cell.metadata = keep(cell.metadata, "tags", "jupyter")  # `jupyter` holds what is folded
     for cell in code_cells(notebook):
         cell.outputs = [output for output in cell.outputs if WIDGET_VIEW not in output.get("data", {})]
-    kept = {"kernelspec", ("language_info", "name"), ("language_info", "pygments_lexer")}
-    masks = {"preserve_cell_metadata_mask": {"tags", "jupyter"}, "preserve_nb_metadata_mask": kept}
-    return ClearMetadataPreprocessor(**masks).preprocess(notebook, {})[0]
+    return notebook
 
 
 def device_slug(hardware: Mapping[str, Any]) -> str:
@@ -100,11 +101,10 @@ def publish(
 ) -> list[Outcome]:  # fmt: skip
     """Run the notebooks `names` (None: all) here, in their auto profile, and write them and their records to `out`.
 
-    `out` is by default the notebooks' own folder. A notebook that this machine has published from the same code is
-    left, unless `force`. With `workload` only the record is written, as NN_name-workload.json: the notebook shows its
-    default. None starts when `budget_s` is spent, and none runs longer than what is left of it or `timeout_s`. One
-    that fails leaves what was published before. Raises SpeedkitError for a busy GPU, and for changes of the package
-    since the commit that records would name, unless `allow_changes`.
+    `out` is by default the notebooks' own folder. What this machine has published from the same code is left, unless
+    `force`. With `workload` only the record is written, as NN_name-workload.json. None starts when `budget_s` is spent
+    or outlasts it. One that fails leaves what was published before. Raises SpeedkitError for a busy GPU, and for
+    changes of the package since the commit that records would name, unless `allow_changes`.
     """
     sources, out = find_notebooks(names), Path(out or notebooks_folder())
     for source in sources:
@@ -118,9 +118,10 @@ def publish(
     records = out / "records" / device_slug(this_machine().as_dict())
     outcomes = []
     for source in sources:
-        name = f"{source.stem}-{workload}" if workload else source.stem
-        left_s = min(timeout_s, end_s - time.monotonic())
-        if not force and _is_published(source, records / f"{name}.json", None if workload else out / source.name):
+        name, left_s = f"{source.stem}-{workload}".removesuffix("-"), min(timeout_s, end_s - time.monotonic())
+        record, shown = records / f"{name}.json", out / source.name
+        done = record.exists() and is_current(files.read_json(record), source)
+        if not force and done and (workload or (shown.exists() and not is_stale(shown, source))):
             outcome = Outcome(name, "current")
         elif left_s < 1:
             outcome = Outcome(name, "left", f"the budget of {budget_s:.0f} s is spent")
@@ -132,13 +133,6 @@ def publish(
     return outcomes
 
 
-def _is_published(source: Path, record: Path, shown: Path | None) -> bool:
-    """Whether the file `record`, and the notebook `shown` if there is to be one, are there and of today's code."""
-    if not record.exists() or not is_current(files.read_json(record), source):
-        return False
-    return shown is None or (shown.exists() and not is_stale(shown, source))
-
-
 def _publish_one(
     source: Path, out: Path, name: str, parameters: dict[str, Any], timeout_s: float, progress: bool | str
 ) -> Outcome:
@@ -148,7 +142,7 @@ def _publish_one(
             os.environ.update(SPEEDKIT_PROFILE="", SPEEDKIT_PROGRESS="off", SPEEDKIT_RUN_DIR=folder)
             run_notebook(source, ran, parameters, timeout_s=timeout_s, progress=progress)
         executed = read_notebook(ran)
-        record = record_of(executed)
+        record = record_of(executed) or {}
         problems = [] if is_current(record, source) else ["it has no record, or its code changed while it ran"]
         if not parameters:
             _write_notebook(ran, clean(executed))
@@ -156,14 +150,14 @@ def _publish_one(
         if problems:
             kept = ran.replace(ran.with_suffix(".failed.ipynb"))
             raise SpeedkitError(f"{'; '.join(problems)}. What did run is in {kept}")
-        _install(out, name, record or {}, None if parameters else executed)
+        _install(out, name, record, None if parameters else executed)
         ran.unlink()
     except SpeedkitError as error:
         return Outcome(name, "failed", str(error))
     finally:
         os.environ.clear()
         os.environ.update(before)
-    return Outcome(name, "published", f"on {device_slug((record or {})['hardware'])}")
+    return Outcome(name, "published", f"on {device_slug(record['hardware'])}")
 
 
 def _install(out: Path, name: str, record: dict[str, Any], notebook: Any = None) -> None:
@@ -196,10 +190,8 @@ def refuse_busy_gpu() -> None:
     import torch
 
     ours = int(torch.cuda.is_initialized())  # counted, since NVML and a container number processes differently
-    for uuid in visible_gpus():
+    for handle in visible_gpus().values():
         with contextlib.suppress(pynvml.NVMLError):  # what a virtual GPU does not tell cannot be asked
-            pynvml.nvmlInit()
-            handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
             others = len(pynvml.nvmlDeviceGetComputeRunningProcesses(handle)) - ours
             busy = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu
             if others > 0 or busy > BUSY_PERCENT:
@@ -211,8 +203,8 @@ def refuse_busy_gpu() -> None:
 def import_published(folder: str | Path, into: str | Path | None = None) -> list[Outcome]:
     """Take in the notebooks and records that `publish --out` wrote on another machine to `folder`.
 
-    Each must fit today's code and the contract, or is refused with the reason; the others are installed. Of a
-    notebook its outputs are taken, into the cells that are here. Raises UsageError when there is nothing to take in.
+    What does not fit today's code and the contract is refused with the reason. Of a notebook its outputs are taken,
+    into the cells that are here. Raises UsageError when there is nothing to take in.
     """
     folder, into = Path(folder), Path(into or notebooks_folder())
     paths = [*sorted(folder.glob("records/*/*.json")), *find_notebooks(None, folder)]
@@ -220,14 +212,12 @@ def import_published(folder: str | Path, into: str | Path | None = None) -> list
         raise UsageError(f"{folder} holds no notebooks or records: name the folder that `publish --out` wrote")
     outcomes = []
     for path in paths:
-        name, source = str(path.relative_to(folder)), into / f"{path.stem.partition('-')[0]}.ipynb"
+        source, why = into / f"{path.stem.partition('-')[0]}.ipynb", ""
         try:
-            if not source.is_file():
-                raise SpeedkitError(f"there is no notebook {source.name} here")
             (_import_record if path.suffix == ".json" else _import_notebook)(path, source)
-            outcomes.append(Outcome(name, "published"))
         except SpeedkitError as error:
-            outcomes.append(Outcome(name, "refused", str(error)))
+            why = str(error) if source.is_file() else f"there is no notebook {source.name} here"
+        outcomes.append(Outcome(str(path.relative_to(folder)), "refused" if why else "published", why))
     return outcomes
 
 

@@ -48,6 +48,10 @@ def _device(record: Mapping[str, Any], path: Path, workload: str = "") -> dict[s
             "stale": not is_current(record, path)}  # fmt: skip
 
 
+def _run(device: Mapping[str, Any]) -> list[str]:
+    return [device["date"], f"torch {device['torch']}", device["profile"], *["**stale**"] * device["stale"]]
+
+
 def _line(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
@@ -56,12 +60,8 @@ def status_table(folder: Path) -> str:
     """Return the status of all notebooks in `folder` as a Markdown table, for a file beside the folder."""
     lines = [_line("notebook", "what it shows", "measured on"), "|---|---|---|"]
     for row in status_rows(folder):
-        measured = [
-            "{device}{of}, {date}, torch {torch}, {profile}{mark}".format(
-                **device, of=f" ({device['workload']})" if device["workload"] else "",
-                mark=", **stale**" if device["stale"] else "")
-            for device in row["devices"]
-        ]  # fmt: skip
+        measured = [", ".join([device["device"] + f" ({device['workload']})" * bool(device["workload"]), *_run(device)])
+                    for device in row["devices"]]  # fmt: skip
         if row["shown"] is None:
             measured.insert(0, "not run yet")
         elif row["shown"]["stale"]:
@@ -82,8 +82,7 @@ def ladder_table(folder: Path) -> str:
     for record, device in climbs:
         ratios = ["{ratio:.2f}x ({low:.2f} to {high:.2f})".format(**found) if found else "not measured"
                   for found in (record.get("speedup"), record.get("speedup_careful"))]  # fmt: skip
-        run = f"{device['date']}, torch {device['torch']}{', **stale**' if device['stale'] else ''}"
-        lines.append(_line(device["device"], record["workload"]["name"], *ratios, run))
+        lines.append(_line(device["device"], record["workload"]["name"], *ratios, ", ".join(_run(device))))
     return "\n".join(lines)
 
 

@@ -1,14 +1,112 @@
-"""Small notebooks in the anatomy of the real ones, for tests of what runs, checks and publishes notebooks."""
+"""How a notebook of this repository is written, as rules; and small notebooks that keep them, for the tests.
 
+nbval passes a stripped notebook without comparing anything, so that checked cells have outputs is a rule here.
+"""
+
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import nbformat
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-from speedkit.contract import KERNELSPEC
+from speedkit import publishing
+from speedkit.errors import UsageError
 from speedkit.files import finite
+from speedkit.measure.provenance import code_sha256
 from speedkit.measure.record import start
-from speedkit.parameters import RECORD_MIME
+from speedkit.parameters import RECORD_MIME, code_cells, parameters_of, read_notebook
+
+KERNELSPEC = {"display_name": "Python 3", "language": "python", "name": "python3"}
+CHECKED = "nbval-check-output"
+HEADINGS = ("predict", "does not help", "exercise", "next")
+KEPT = {"tags", "jupyter"}  # of a cell's metadata; `jupyter` holds what is folded
+STRAY_TAGS = {"injected-parameters", "papermill-error-cell-tag", "nbval-skip", "nbval-ignore-output"}
+# "3x", "1.5 ×", "2-fold", "40 % faster", "twice as fast"; "3x3" and "3 × 3" are sizes.
+HAND_TYPED = re.compile(
+    r"(?<![\w.])\d+(\.\d+)?\s?([x×](?![\w-]|\s?\d)|-?fold\b|times\s+(as\s+)?(fast|slow|quick|less|more))"
+    r"|\d\s?(%|per\s?cent)\s+(faster|slower|quicker|less|more|speed|saved|of the time)"
+    r"|\b(twice|thrice)\s+as\s+(fast|slow|quick)", re.IGNORECASE)  # fmt: skip
+
+
+def contract_problems(path: Path) -> list[str]:
+    """Return what is wrong with the notebook at `path`, how it is written and what it shows; [] when nothing is."""
+    problems = publishing.contract_problems(path)
+    try:
+        notebook = read_notebook(path)
+    except UsageError:
+        return problems  # which say so
+    try:
+        parameters_of(path)
+    except UsageError as error:
+        problems.append(str(error))
+    return problems + [problem for rule in (_anatomy, _cells, _metadata, _prose) for problem in rule(notebook)]
+
+
+def hand_typed_speedups(text: str) -> list[str]:
+    """Return the phrases of Markdown `text` that state a speed-up, which only a record may do."""
+    return [match[0] for match in HAND_TYPED.finditer(text)]
+
+
+def _tags(cell: Any) -> set[str]:
+    return set(cell.metadata.get("tags", []))
+
+
+def _anatomy(notebook: Any) -> Iterator[str]:
+    prose = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
+    headings = " | ".join(re.findall(r"^#+ (.*)$", "\n".join(prose), re.MULTILINE)).lower()
+    if not notebook.cells or not notebook.cells[0].source.startswith("# "):
+        yield "its first cell is not a title (`# ...`)"
+    for words in HEADINGS:
+        if words not in headings:
+            yield f'no heading says "{words}"'
+    if not any("<details" in text for text in prose):
+        yield "no solution is collapsed in <details>"
+    code = code_cells(notebook)
+    if code and "parameters" not in _tags(code[0]):
+        yield "its first code cell is not the parameters cell"
+    if code and not re.search(r"\.save\(\)", code[-1].source):
+        yield "its last code cell does not call run.save()"
+
+
+def _cells(notebook: Any) -> Iterator[str]:
+    code = code_cells(notebook)
+    checked = [(number, cell) for number, cell in enumerate(code, 1) if CHECKED in _tags(cell)]
+    if not checked:
+        yield f"no cell is tagged {CHECKED}"
+    for number, cell in checked:
+        if not cell.execution_count or not cell.outputs:
+            yield f"checked cell [{number}] has no count or no output, so nbval would compare nothing"
+        if any(set(output.get("data", {})) - {"text/plain"} for output in cell.outputs) or ".save(" in cell.source:
+            yield f"checked cell [{number}] shows more than text, which differs from run to run"
+        printed = "".join(output.get("text", "") for output in cell.outputs)
+        if not all(line.startswith("PASS ") for line in printed.splitlines()):
+            yield f"checked cell [{number}] prints something else than lines that begin with PASS"
+    if any(publishing.WIDGET_VIEW in output.get("data", {}) for cell in code for output in cell.outputs):
+        yield "a cell shows a widget that is gone"
+    if any(not cell.source.strip() for cell in code):
+        yield "a code cell is empty"
+
+
+def _metadata(notebook: Any) -> Iterator[str]:
+    if notebook.metadata.get("kernelspec", {}).get("name") != "python3":
+        yield "its kernel is not python3"
+    if stray := set(notebook.metadata) - {"kernelspec", "language_info"}:
+        yield f"its metadata holds {', '.join(sorted(stray))}"
+    for number, cell in enumerate(notebook.cells):
+        if stray := (set(cell.metadata) - KEPT) | (_tags(cell) & STRAY_TAGS):
+            yield f"cell {number} has the metadata or tag {', '.join(sorted(stray))}"
+
+
+def _prose(notebook: Any) -> Iterator[str]:
+    for number, cell in enumerate(notebook.cells):
+        if cell.cell_type == "markdown":
+            for found in hand_typed_speedups(cell.source):
+                yield f'cell {number} states a speed-up by hand, "{found}": draw it from a record'
+
+
+# ---- small notebooks ----
 
 PARAMETERS = """\
 profile: str = "auto"  # auto | smoke | cpu | full
@@ -72,8 +170,6 @@ def executed(path: Path) -> Path:
 
 def a_record(name: str, path: Path) -> dict:
     """Return the record of a run on this machine of the notebook at `path`."""
-    from speedkit.measure.provenance import code_sha256
-
-    run = start(name, profile="smoke", workload="audio")
+    run = start(name, modules=["speedkit.errors"], profile="smoke", workload="audio")
     hashed = code_sha256(path, ["speedkit.errors"])
     return finite({**run.record, **run.power.summary(), "code_sha256": hashed})

@@ -8,9 +8,9 @@ from pathlib import Path
 import check_notebooks
 import nbformat
 import pytest
+from check_notebooks import contract_problems, hand_typed_speedups
 from nbformat.v4 import new_markdown_cell, new_output
 
-from speedkit.contract import contract_problems, hand_typed_speedups
 from speedkit.parameters import RECORD_MIME
 from speedkit.publishing import is_stale
 from speedkit.status import readme_text

@@ -10,8 +10,8 @@ from pathlib import Path
 import check_notebooks
 import nbformat
 import pytest
+from check_notebooks import contract_problems
 
-from speedkit.contract import contract_problems
 from speedkit.errors import UsageError
 from speedkit.files import read_json, write_json
 from speedkit.hardware import this_machine

@@ -85,7 +85,7 @@ class Batches:
 
     def _quarantine(self, bad: dict[str, str]) -> None:
         self.bad.update(bad)
-        if len(self.bad) > max(1, BAD_SHARE * self.count):
+        if len(self.bad) > BAD_SHARE * self.count:
             path, why = next(iter(self.bad.items()))
             raise SpeedkitError(
                 f"{len(self.bad)} of {self.count} files cannot be read, more than {BAD_SHARE:.0%} of them; "

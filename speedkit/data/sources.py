@@ -160,9 +160,7 @@ def _from_table(root: Path, table: Path, with_split: bool) -> tuple[list[Entry],
         else:
             entries.append(Entry(path, label, split))
     if not entries and bad:
-        raise UsageError(
-            f"none of the {len(bad)} files in {table} is found (such as {bad[0][0]}): name their folder with --data-dir"
-        )
+        raise UsageError(f"none of the {len(bad)} files in {table} exists, as {bad[0][0]}: give their --data-dir")
     return entries, bad, splits.count("neither")
 
 
@@ -246,8 +244,7 @@ def _classes(entries: Collection[Entry], test_set: set[Path]) -> tuple[str, ...]
         raise UsageError(f"all files are of one class ({classes[0]}), a classifier needs two: check the labels' source")
     alone = [name for name in classes if counts[name] == 1]
     if alone:
-        names = ", ".join(alone[:5])
-        raise UsageError(f"class {names} has one usable file, and needs two, to train and to test: add a file")
+        raise UsageError(f"class {', '.join(alone[:5])} has one usable file and needs two (train, test): add a file")
     untrained = sorted(counts.keys() - {entry.label for entry in entries if entry.path not in test_set})
     if untrained:
         raise UsageError(f"every file of class {', '.join(untrained[:5])} is in the test set: leave some to train on")

@@ -18,6 +18,7 @@ from speedkit.plan import Effective, Plan
 from speedkit.recipe import Recipe
 from speedkit.train import precision
 from speedkit.train.loop import steps
+from speedkit.train.checkpoint import get_random_state, set_random_state
 from speedkit.train.run import begin, close
 
 MIN_PAIRS = 6
@@ -80,17 +81,21 @@ class Side:
         self.steps = steps(self.run)
         self.stopwatch = Stopwatch(self.run.device)
         self.losses: list[float] = []  # of the first steps
+        self.random = get_random_state(self.run.device)
 
     @contextmanager
     def turn(self) -> Iterator[None]:
         """Let this plan train: its process-wide switches are set, and only then may its loader processes work.
 
-        Between turns these stand still, buffers and all, so that they steal no time from the other plan.
+        Between turns these stand still, buffers and all, so that they steal no time from the other plan. Each side has
+        the global random state (dropout's) to itself.
         """
         precision.apply(self.run.plan)
+        set_random_state(self.random, self.run.device)
         self.run.batches.signal_workers(signal.SIGCONT)
         yield
         self.run.batches.signal_workers(signal.SIGSTOP)
+        self.random = get_random_state(self.run.device)
 
     def warm_up(self, loss_steps: int, window_s: float, max_s: float) -> Steady:
         """Train until the step time has settled; return how that went, its seconds those of the whole warm-up.
@@ -124,8 +129,8 @@ class Side:
 
 def compare(
     workload: Any, plan_a: Plan, plan_b: Plan, *, recipe: Recipe | None = None, device: str | torch.device = "auto",
-    pairs: int = 20, window_s: float = 0.25, max_s: float | None = None, loss_steps: int = 16, seed: int = 0,
-    name: str = "", names: tuple[str, str] = ("a", "b"), cache_dir: Any = None,
+    pairs: int = 20, window_s: float = 0.25, max_s: float | None = None, warm_up_s: float = 20.0,
+    loss_steps: int = 16, seed: int = 0, name: str = "", names: tuple[str, str] = ("a", "b"), cache_dir: Any = None,
     workload_b: Any = None, recipe_b: Recipe | None = None,
 ) -> Comparison:  # fmt: skip
     """Train `workload` under both plans in turns and return how much faster B is.
@@ -140,7 +145,7 @@ def compare(
         closing(Side(workload, recipe, plan_a, device, cache_dir)) as a,
         closing(Side(workload_b or workload, recipe_b or recipe, plan_b, device, cache_dir)) as b,
     ):
-        warm_a, warm_b = (side.warm_up(loss_steps, window_s / 2, max_s=60.0) for side in (a, b))
+        warm_a, warm_b = (side.warm_up(loss_steps, window_s / 2, warm_up_s) for side in (a, b))
         count = max(1, math.ceil(window_s / math.sqrt(warm_a.step_s * warm_b.step_s)))
         if max_s is not None:
             pair_s = count * (warm_a.step_s + warm_b.step_s)

@@ -25,8 +25,7 @@ def save(run: Any, folder: Path) -> Path:
         "optimizer": run.optimizer.state_dict(),
         "scale": run.scale.state_dict() if run.scale else None,
         "pending": [float(loss) for loss in run.pending],
-        "rng": torch.get_rng_state(),
-        "cuda_rng": torch.cuda.get_rng_state_all() if run.device.type == "cuda" else [],
+        "rng": get_random_state(run.device),
         "loss": run.history.loss,
         "log_steps": run.history.log_steps,
         "log_step_s": run.history.log_step_s,
@@ -75,13 +74,23 @@ def load(run: Any, folder: Path) -> bool:
         run.scale.load_state_dict(state["scale"])
     run.step, run.batches.epoch, run.batches.position = state["step"], state["epoch"], state["position"]
     run.pending = list(torch.tensor(state["pending"], device=run.device))
-    torch.set_rng_state(state["rng"].cpu())
-    if run.device.type == "cuda" and state["cuda_rng"]:
-        torch.cuda.set_rng_state_all([rng.cpu() for rng in state["cuda_rng"]])
+    set_random_state([rng.cpu() for rng in state["rng"]], run.device)
     for name in ("loss", "log_steps", "log_step_s", "evaluations", "seconds", "quarantined"):
         setattr(run.history, name, state[name])
     run.history.resumed_from = run.progress.last_step = run.step
     return True
+
+
+def get_random_state(device: torch.device) -> list[torch.Tensor]:
+    """Return the states of the global random generators that training on `device` draws from."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
+def set_random_state(states: list[torch.Tensor], device: torch.device) -> None:
+    """Set them as `get_random_state` returned them."""
+    torch.set_rng_state(states[0])
+    if device.type == "cuda" and len(states) > 1:
+        torch.cuda.set_rng_state(states[1], device)
 
 
 def _difference(theirs: Any, mine: Any) -> str:

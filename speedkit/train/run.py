@@ -105,12 +105,13 @@ def begin(
     per_epoch = steps_per_epoch(len(workload.train), recipe.batch_size, plan.drop_last)
     run = Run(
         workload, recipe, effective, device, model, compilation.apply(model, plan), update,
-        LearningRate(update, learning_rates(recipe, total), scale.steps if scale else None), scale, precision.autocast(plan, device),
+        LearningRate(update, learning_rates(recipe, total), scale.steps if scale else None), scale,
+        precision.autocast(plan, device),
         batches(workload.train, recipe.seed), batches(workload.test, None),
         total_steps=None if endless else total,
         evaluate_every=0 if endless else per_epoch if plan.validate_every is None else plan.validate_every,
         history=History(workload.name, recipe, effective, str(device)),
-        progress=Progress(workload.name, total, 0, recipe.batch_size, device, False if endless else progress),
+        progress=Progress(workload.name, total, 0, recipe.batch_size, device, not endless and progress),
         out=folder,
     )  # fmt: skip
     if folder is not None:
@@ -128,7 +129,7 @@ def begin(
 def make_learner(
     workload: Any, recipe: Recipe, plan: Plan, device: torch.device
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer, precision.LossScale | None]:
-    """Return the model on `device`, its weights a function of the recipe's seed; its optimizer; float16's loss scale."""
+    """Return the model on `device`, weights a function of the recipe's seed; its optimizer; float16's loss scale."""
     torch.manual_seed(recipe.seed)  # loading and augmenting have generators of their own
     memory_format = torch.channels_last if plan.channels_last else torch.contiguous_format
     model = workload.model().to(device=device, memory_format=memory_format)

@@ -225,19 +225,18 @@ def generate(
     What an interrupted call left is completed. `progress(done, total)` is called after each clip.
     Raises UsageError for impossible parameters, or a folder that cannot be written.
     """
-    rate_hz = sample_rate_hz
-    if clips < 1 or duration_s < 0.5 or rate_hz < 8000:
-        need = "at least 1 clip, 0.5 s and 8000 Hz"
-        raise UsageError(f"night sounds need {need}, not {clips} clips of {duration_s} s at {rate_hz} Hz")
-    parameters = {"clips": clips, "duration_s": float(duration_s), "sample_rate_hz": rate_hz, "seed": seed}
+    if clips < 1 or duration_s < 0.5 or sample_rate_hz < 8000:
+        asked = f"{clips} clips of {duration_s} s at {sample_rate_hz} Hz"
+        raise UsageError(f"night sounds need at least 1 clip, 0.5 s and 8000 Hz, not {asked}")
+    parameters = {"clips": clips, "duration_s": float(duration_s), "sample_rate_hz": sample_rate_hz, "seed": seed}
     parameters["version"] = _VERSION
     code = hashlib.sha256(json.dumps(parameters, sort_keys=True).encode()).hexdigest()[:8]
     target = Path(folder or cache_root() / "night_sounds") / f"{clips}_clips_{duration_s:g}s_seed{seed}_{code}"
 
     def write(index: int) -> None:
-        path = clip_path(target, index)
+        path, samples = clip_path(target, index), clip(index, seed, duration_s, sample_rate_hz)
         with atomic(path) as temporary:
-            soundfile.write(temporary, clip(index, seed, duration_s, rate_hz), rate_hz, format=path.suffix[1:])
+            soundfile.write(temporary, samples, sample_rate_hz, format=path.suffix[1:])
 
     try:
         for name in CLASSES:
