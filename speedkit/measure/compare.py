@@ -17,8 +17,8 @@ from speedkit.measure.stats import noise_floor, paired_interval
 from speedkit.plan import Effective, Plan
 from speedkit.recipe import Recipe
 from speedkit.train import precision
-from speedkit.train.loop import steps
 from speedkit.train.checkpoint import get_random_state, set_random_state
+from speedkit.train.loop import steps
 from speedkit.train.run import begin, close
 
 MIN_PAIRS = 6

@@ -48,7 +48,7 @@ class Stages:
     def compare(self, a: Plan, b: Plan, names: tuple[str, str], pairs: int, **more: Any) -> Comparison:
         """Compare two plans on the workload, within a tenth of the budget."""
         return compare(self.workload, a, b, recipe=self.recipe, names=names, pairs=pairs, window_s=self.window_s,
-                       max_s=0.1 * self.budget_s, **self.options, **more)  # fmt: skip
+                       max_s=0.1 * self.budget_s, warm_up_s=4.0, **self.options, **more)  # fmt: skip
 
 
 def read_state(folder: Path | None, workload: Any, recipe: Recipe) -> dict[str, Any]:

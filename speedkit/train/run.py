@@ -22,7 +22,7 @@ from speedkit.hardware import this_machine
 from speedkit.plan import Effective, Plan, resolve
 from speedkit.recipe import Recipe, learning_rates, steps_per_epoch
 from speedkit.settings import to_yaml
-from speedkit.train import checkpoint, compilation, optimizer, precision
+from speedkit.train import checkpoint, compilation, memory, optimizer, precision
 from speedkit.train.history import History
 from speedkit.train.optimizer import LearningRate
 from speedkit.train.progress import Progress
@@ -92,6 +92,7 @@ def begin(
     plan = effective.plan
     folder = claim_folder(out, "train", resume) if out is not None else None
     precision.apply(plan)
+    memory.keep_freed_memory()
     if deterministic:
         make_deterministic()
 

@@ -84,7 +84,7 @@ def _shape(items: tuple[Item, ...], max_duration_s: float | None) -> tuple[dict[
     usual_s = sorted(item.duration_s for item in items)[math.ceil(0.99 * len(items)) - 1]
     hops = math.ceil(round(min(usual_s, max_duration_s or LONGEST_S) * rate_hz / hop, 6))
     spectrogram = {"sample_rate_hz": rate_hz, "n_fft": n_fft, "hop": hop, "bands": BANDS}
-    return spectrogram, hop * max(16, hops)  # 16, since the net halves the time axis four times
+    return spectrogram, hop * max(32, hops)  # 32, since the net shortens the time axis so many times
 
 
 def load(item: Item, sample_rate_hz: int, num_samples: int) -> Tensor:
@@ -154,7 +154,7 @@ class AudioNet(nn.Module):
     def __init__(self, classes: int, size: str = "small"):
         super().__init__()
         widths, depth = SIZES[size]
-        self.stem = nn.Conv2d(1, widths[0], 5, 2, 2, bias=False)
+        self.stem = nn.Conv2d(1, widths[0], (5, 9), (2, 4), (2, 4), bias=False)
         self.norm = nn.GroupNorm(8, widths[0])
         blocks: list[nn.Module] = []
         for before, width in itertools.pairwise((widths[0], *widths)):
@@ -163,8 +163,8 @@ class AudioNet(nn.Module):
         self.head = nn.Linear(2 * widths[-1] * (BANDS // 16), classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.norm(self.stem(x)))  # [B, C, 32, F / 2]
-        x = self.blocks(x)  # [B, C, 4, F / 16]
+        x = F.relu(self.norm(self.stem(x)))  # [B, C, 32, F / 4]: sounds change more slowly than 10 ms frames
+        x = self.blocks(x)  # [B, C, 4, F / 32]
         # max, not amax: the gradient of amax looks for elements equal to the maximum, and compiled bfloat16 code, which
         # keeps one of the two unrounded, finds none and divides by zero.
         pooled = torch.cat((x.mean(dim=3), x.max(dim=3).values), dim=1)  # [B, 2C, 4]
