@@ -1,7 +1,9 @@
 """Items to samples, and a DataLoader over them: the order of an epoch, and the loader's worker processes."""
 
+import atexit
 import signal
 from collections.abc import Iterator, Sequence
+from multiprocessing import active_children
 from typing import Any
 
 import torch
@@ -95,3 +97,11 @@ def start_worker(_: int) -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+@atexit.register
+def end_workers() -> None:
+    """Kill loader processes that a run left: they ignore SIGTERM, and Python, going out, would wait for ever."""
+    for process in active_children():
+        if process.daemon:
+            process.kill()

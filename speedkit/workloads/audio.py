@@ -84,7 +84,7 @@ def _shape(items: tuple[Item, ...], max_duration_s: float | None) -> tuple[dict[
     usual_s = sorted(item.duration_s for item in items)[math.ceil(0.99 * len(items)) - 1]
     hops = math.ceil(round(min(usual_s, max_duration_s or LONGEST_S) * rate_hz / hop, 6))
     spectrogram = {"sample_rate_hz": rate_hz, "n_fft": n_fft, "hop": hop, "bands": BANDS}
-    return spectrogram, hop * max(32, hops)  # 32, since the net shortens the time axis so many times
+    return spectrogram, hop * max(16, hops)  # what padding in the net leaves something of
 
 
 def load(item: Item, sample_rate_hz: int, num_samples: int) -> Tensor:
