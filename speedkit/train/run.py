@@ -119,8 +119,6 @@ def begin(
         write_text(folder / "plan.yaml", to_yaml(plan))
         if resume:
             checkpoint.load(run, folder)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
     for fallback in effective.fallbacks:
         run.progress.say(f"  {fallback}")
     run.history.prepare_s = time.perf_counter() - began_s
@@ -131,6 +129,8 @@ def make_learner(
     workload: Any, recipe: Recipe, plan: Plan, device: torch.device
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer, precision.LossScale | None]:
     """Return the model on `device`, weights a function of the recipe's seed; its optimizer; float16's loss scale."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
     torch.manual_seed(recipe.seed)  # loading and augmenting have generators of their own
     memory_format = torch.channels_last if plan.channels_last else torch.contiguous_format
     model = workload.model().to(device=device, memory_format=memory_format)
