@@ -100,7 +100,7 @@ def train(workload: str, plan_name: str, strict: bool, deterministic: bool, **va
 @shared
 @click.option("--budget", default="8m", show_default=True, metavar="TIME", help="time for all of it: 480, 8m, 1h")
 @click.option("--rungs", metavar="NAME,NAME", help="only these rungs")
-@click.option("--seeds", type=click.IntRange(2), help="trainings of each plan to test quality (3 on a CPU, 5 on a GPU)")
+@click.option("--seeds", type=click.IntRange(2), help="trainings of each plan to test quality (5, or from 3 on what the budget allows)")
 @click.option("--notebook/--no-notebook", default=True, help="also write climb.ipynb and report.html")
 @options(RECIPE)
 def climb(workload: str, budget: str, rungs: str | None, seeds: int | None, notebook: bool, **values: Any) -> None:

@@ -170,14 +170,14 @@ def train(count: int, cache_dir: str) -> None:
     fit(perceptron(*LARGE, steps=count), plan=CACHED, device="cpu", progress=False, cache_dir=cache_dir)
 
 
-def same(count: int = 100, pairs: int = 20, window_s: float = 0.1) -> list[Row]:
+def same(count: int = 100, pairs: int = 20, window_s: float = 0.03) -> list[Row]:
     """A/A test: how many of `count` comparisons of a plan with itself call it faster or slower (99 % intervals)."""
     found = _comparisons(count, pairs, window_s, perceptron(*SMALL))
     wrong = sum(not one.low <= 1 <= one.high for one in found)
     return [_row(f"A/A intervals without 1.0, of {count}", wrong, *_binomial(wrong, count), 0.05 * count, "")]
 
 
-def planted(count: int = 100, pairs: int = 20, window_s: float = 0.1, share: float = 0.05) -> list[Row]:
+def planted(count: int = 100, pairs: int = 20, window_s: float = 0.03, share: float = 0.05) -> list[Row]:
     """How many of `count` comparisons find a slowdown by `share` of a step, planted in the loss of side B."""
     workload = perceptron(*SMALL)
     step_s = statistics.median(min(one.step_s) for one in _comparisons(3, 6, window_s, workload))
