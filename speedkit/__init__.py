@@ -1,7 +1,7 @@
 """speedkit: PyTorch training as fast as this machine allows, with proof."""
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 __version__ = "0.1.0"
 
@@ -31,14 +31,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return [*__all__, "__version__"]
-
-
-if TYPE_CHECKING:
-    from speedkit.climb import climb
-    from speedkit.hardware import this_machine
-    from speedkit.measure.compare import compare
-    from speedkit.measure.record import start
-    from speedkit.plan import Plan, resolve
-    from speedkit.recipe import Recipe
-    from speedkit.train.loop import fit
-    from speedkit.workloads import load_workload

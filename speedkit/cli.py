@@ -17,32 +17,29 @@ from speedkit.options import DATA, PLAN, RECIPE, options, seconds, shared, the_f
 def main() -> None:
     """Run the command line; every failure is one sentence and an exit code, a traceback only with --debug."""
     arguments = [word for word in sys.argv[1:] if word != "--debug"]
-    debug = len(arguments) < len(sys.argv) - 1
+    message = ""
     signal.signal(signal.SIGTERM, _terminate)
     try:
         code = commands.main(arguments, prog_name="speedkit", standalone_mode=False) or 0
     except click.exceptions.Abort:
-        _fail("stopped by SIGINT; what was complete is kept")
-        code = 130
+        code, message = 130, "stopped by SIGINT; what was complete is kept"
     except click.ClickException as error:
         error.show()
         code = error.exit_code
     except Exception as error:
-        if debug:
+        if "--debug" in sys.argv:
             raise
-        known = isinstance(error, SpeedkitError)
-        _fail(str(error) if known else f"{type(error).__name__}: {error} (--debug shows where)")
-        code = error.exit_code if isinstance(error, SpeedkitError) else 1
+        code, message = 1, f"{type(error).__name__}: {error} (--debug shows where)"
+        if isinstance(error, SpeedkitError):
+            code, message = error.exit_code, str(error)
+    if message:
+        click.echo(f"speedkit: {message}", err=True)
     sys.exit(code)
 
 
 def _terminate(number: int, _frame: Any) -> None:
     # As an exception, so that loader processes are ended and half-written files removed on the way out.
     raise Interrupted("stopped by SIGTERM; what was complete is kept", number)
-
-
-def _fail(message: str) -> None:
-    click.echo(f"speedkit: {message}", err=True)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -62,11 +59,9 @@ def hardware(as_json: bool, refresh: bool, device: str) -> None:
 
     machine = this_machine(device)
     found = ceilings.ceilings(machine, refresh)
-    if as_json:
-        rows = {name: dataclasses.asdict(ceiling) for name, ceiling in found.items()}
-        click.echo(json.dumps(machine.as_dict() | {"ceilings": rows}, indent=1))
-    else:
-        click.echo(describe(machine, found, ceilings.left_out(machine)))
+    rows = {name: dataclasses.asdict(ceiling) for name, ceiling in found.items()}
+    click.echo(json.dumps(machine.as_dict() | {"ceilings": rows}, indent=1) if as_json
+               else describe(machine, found, ceilings.left_out(machine)))  # fmt: skip
 
 
 @commands.command()
@@ -86,10 +81,8 @@ def train(workload: str, plan_name: str, strict: bool, deterministic: bool, **va
     resolve(plan, this_machine(values["device"]), strict)  # before data is touched
     work, recipe = the_workload(workload, values)
     folder = the_folder(values["out"])
-    history = fit(
-        work, recipe, plan, device=values["device"], out=folder, resume=values["resume"],
-        cache_dir=values["cache_dir"], deterministic=deterministic, strict=strict,
-    )  # fmt: skip
+    history = fit(work, recipe, plan, device=values["device"], out=folder, resume=values["resume"],
+                  cache_dir=values["cache_dir"], deterministic=deterministic, strict=strict)  # fmt: skip
     found = history.evaluation
     score = f"{found['metric']} {found['value']:.4f} on {found['n']} test items; " if found else ""
     click.echo(f"{score}{history.steps} steps in {history.seconds:.1f} s; history and checkpoint in {folder}")
@@ -100,7 +93,7 @@ def train(workload: str, plan_name: str, strict: bool, deterministic: bool, **va
 @shared
 @click.option("--budget", default="8m", show_default=True, metavar="TIME", help="time for all of it: 480, 8m, 1h")
 @click.option("--rungs", metavar="NAME,NAME", help="only these rungs")
-@click.option("--seeds", type=click.IntRange(2), help="trainings of each plan to test quality (5, or from 3 on what the budget allows)")
+@click.option("--seeds", type=click.IntRange(2), help="trainings of each plan, to test quality (5)")
 @click.option("--notebook/--no-notebook", default=True, help="also write climb.ipynb and report.html")
 @options(RECIPE)
 def climb(workload: str, budget: str, rungs: str | None, seeds: int | None, notebook: bool, **values: Any) -> None:
@@ -111,9 +104,8 @@ def climb(workload: str, budget: str, rungs: str | None, seeds: int | None, note
     work, recipe = the_workload(workload, values)
     folder = the_folder(values["out"])
     record = climb_ladder(
-        work, recipe=recipe, device=values["device"], out=folder, resume=values["resume"],
-        cache_dir=values["cache_dir"], budget_s=budget_s, rungs=rungs.split(",") if rungs else None, seeds=seeds,
-    )  # fmt: skip
+        work, recipe=recipe, device=values["device"], out=folder, resume=values["resume"], seeds=seeds,
+        cache_dir=values["cache_dir"], budget_s=budget_s, rungs=rungs.split(",") if rungs else None)  # fmt: skip
     if notebook:
         _write_report(folder, workload, values)
     click.echo(f"plan.yaml, record.json{', climb.ipynb, report.html' if notebook else ''} in {folder}")
@@ -127,13 +119,12 @@ def _write_report(folder: Path, workload: str, values: dict[str, Any]) -> None:
     from speedkit.show.report import report
 
     [source] = find_notebooks(["90"])
-    parameters = {key: values[key] for key in DATA if values[key] is not None}
-    for key in {"data_dir", "labels"} & parameters.keys():
+    parameters = {key: values[key] for key in DATA if values[key] is not None} | {"workload": workload, "out": folder}
+    for key in {"data_dir", "labels", "out"} & parameters.keys():
         parameters[key] = str(Path(parameters[key]).resolve())  # the notebook runs in a folder of its own
-    parameters |= {"workload": workload, "out": str(folder.resolve())}
-    os.environ["SPEEDKIT_RUN_DIR"] = str(folder.resolve())
-    notebook = run_notebook(source, folder / "climb.ipynb", parameters, timeout_s=600, progress=False)
-    report(notebook, folder / "report.html")
+    os.environ["SPEEDKIT_RUN_DIR"] = parameters["out"]
+    report(run_notebook(source, folder / "climb.ipynb", parameters, timeout_s=600, progress=False),
+           folder / "report.html")  # fmt: skip
 
 
 @commands.command()
@@ -167,15 +158,14 @@ def bench(names: tuple[str, ...], as_json: bool) -> int:
     """Run benchmarks; a row each with its limit. Exit code 1 when a limit is not met."""
     from speedkit.measure import bench as benchmarks
 
-    rows = []
-    for name in names:
-        if name not in benchmarks.BENCHMARKS:
-            raise UsageError(f"there is no benchmark {name!r}: take {', '.join(benchmarks.BENCHMARKS)}")
+    if unknown := [name for name in names if name not in benchmarks.BENCHMARKS]:
+        raise UsageError(f"there is no benchmark {unknown[0]!r}: take {', '.join(benchmarks.BENCHMARKS)}")
+    code = 0
     for name in names:
         for row in benchmarks.BENCHMARKS[name]():
-            rows.append(row)
             click.echo(json.dumps(row) if as_json else benchmarks.line(row))
-    return 0 if all(row["passed"] for row in rows) else 1
+            code = code if row["passed"] else 1
+    return code
 
 
 @commands.command()
@@ -184,26 +174,23 @@ def bench(names: tuple[str, ...], as_json: bool) -> int:
 @click.option("--sweep", "grid", multiple=True, metavar="NAME=A,B,C", help="run every combination of these values")
 @click.option("--out", default="runs/notebooks", show_default=True, type=click.Path(), help="folder for what was run")
 @click.option("--timeout", default="1h", show_default=True, metavar="TIME", help="for each notebook")
-def run(names: tuple[str, ...], parameters: tuple, grid: tuple[str, ...], out: str, timeout: str) -> int:
+def run(names: tuple[str, ...], parameters: tuple, grid: tuple[str, ...], out: str, timeout: str) -> None:
     """Run notebooks by number or name with parameters; a parameter that one does not declare is an error."""
     from speedkit import notebooks
 
-    values, failed = dict(parameters), 0
-    axes = {}
+    values, timeout_s, failed = dict(parameters), seconds(timeout), 0
     for axis in grid:
-        name, sign, listed = axis.partition("=")
-        if not sign or not listed:
+        if not axis.partition("=")[2]:
             raise UsageError(f"--sweep {axis!r} must read name=value,value,...")
-        axes[name] = listed.split(",")
+    axes = {name: listed.split(",") for name, _, listed in (axis.partition("=") for axis in grid)}
     for source in notebooks.find_notebooks(names):
         if axes:
-            done = notebooks.sweep(source, axes, out, parameters=values, timeout_s=seconds(timeout))
+            done = notebooks.sweep(source, axes, out, parameters=values, timeout_s=timeout_s)
             failed += sum(bool(combination.error) for combination in done)
         else:
-            click.echo(str(notebooks.run_notebook(source, Path(out) / source.name, values, timeout_s=seconds(timeout))))
+            click.echo(notebooks.run_notebook(source, Path(out) / source.name, values, timeout_s=timeout_s))
     if failed:
         raise SpeedkitError(f"{failed} combinations failed; the others are in {out}")
-    return 0
 
 
 @commands.command()
@@ -219,21 +206,13 @@ def publish(names, everything, out, budget, workload, source, force, allow_chang
     """Run notebooks here for the repository: executed notebooks and records, and the README's tables."""
     from speedkit import publishing, status
 
-    if source:
-        outcomes = publishing.import_published(source)
-    elif names or everything:
-        outcomes = publishing.publish(
-            None if everything else names, out, seconds(budget) if budget else None,
-            workload=workload, force=force, allow_changes=allow_changes,
-        )  # fmt: skip
-    else:
+    if not (source or names or everything):
         raise UsageError("name notebooks to publish, or give --all or --import DIR")
+    outcomes = publishing.import_published(source) if source else publishing.publish(
+        None if everything else names, out, seconds(budget) if budget else None,
+        workload=workload, force=force, allow_changes=allow_changes)  # fmt: skip
     for outcome in outcomes:
         click.echo(f"{outcome.state}: {outcome.name}{': ' if outcome.why else ''}{outcome.why}")
     if not out:
         status.update_readme(publishing.notebooks_folder().parent / "README.md")
     return 1 if any(outcome.state in ("failed", "refused") for outcome in outcomes) else 0
-
-
-if __name__ == "__main__":
-    main()

@@ -51,9 +51,9 @@ def climb(
 
     Each rung is predicted, applied to the best plan so far, measured against it in turns, and kept when the interval's
     low end is above the noise floor and the losses are what the rung promises. The final figures are measured on fresh
-    windows against `Plan()` and `Plan.careful()`; then both the naive and the final plan are trained over paired
-    `seeds` (5, or as many from 3 on as the budget allows) to show that the result is as good. `rungs` names those to try, all by default.
-    `out` gets record.json and plan.yaml, and climb.json, from which `resume` goes on.
+    windows against `Plan()` and `Plan.careful()`. Then the naive and the final plan are trained over paired `seeds` (5,
+    or as many from 3 on as the budget allows) to show that the result is as good. `rungs` names those to try, all by
+    default. `out` gets record.json and plan.yaml, and climb.json, from which `resume` goes on.
     """
     hardware = this_machine(device)
     say = (lambda text: print(text, flush=True)) if wanted(progress) else lambda text: None
@@ -181,7 +181,7 @@ def _try(
     row = _row(rung, change, predicted, why)
     return row | {
         "ratio": found.ratio, "low": found.low, "high": found.high, "noise_floor": floor, "kept": kept,
-        "parity": str(same), "parity_numbers": same.as_dict(),
+        "parity": str(same), "parity_numbers": dataclasses.asdict(same),
         "step_s_before": found.step_s[0], "step_s_after": found.step_s[1],
         "data_s": data_time(job, asked) if kept else None,
         "warmup_s": found.warmup_s_b, "measurement": found.as_measurement(),

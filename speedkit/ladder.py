@@ -63,12 +63,8 @@ def _faster_matmul(profile: Profile, change: Change) -> Predicted:
     # The measured ceilings bound it from above: not all of a step is matrix products, and few run at the ceiling.
     fp32, low_bits = profile.matmul.get("fp32"), profile.matmul.get(change["precision"])
     factor = low_bits / fp32 if fp32 and low_bits else 2.0
-    return sorted_pair(1.0, amdahl(1 - profile.data_share, factor))
-
-
-def sorted_pair(one: float, other: float) -> Predicted:
-    """Return the two in ascending order."""
-    return min(one, other), max(one, other)
+    gain = amdahl(1 - profile.data_share, factor)
+    return min(1.0, gain), max(1.0, gain)
 
 
 def _workers(plan: Plan, _: Recipe, hardware: Hardware) -> list[Change]:

@@ -1,8 +1,4 @@
-"""Strict papermill runs: finding a notebook, running it once, and sweeps over its parameters.
-
-Papermill only warns about an unknown parameter, waits for ever by default, and saves a half-run notebook as completed.
-Here names and types are checked first, a run always ends, and the output appears only when every cell has run.
-"""
+"""Strict papermill runs: names and types are checked, a run always ends, and its output is whole or absent."""
 
 import concurrent.futures
 import contextlib
@@ -45,18 +41,14 @@ def find_notebooks(names: Sequence[str | Path] | None = None, folder: Path | Non
     """
     files = sorted((folder or notebooks_folder()).glob("[0-9][0-9]_*.ipynb"))
     known = {path.stem: path for path in files if "." not in path.stem}  # 21_name.failed.ipynb is none of them
-    if names is None:
-        return list(known.values())
+    called = {word: path for key, path in reversed(known.items()) for word in (key[:2], key[3:], key)}
     found = []
-    for name in map(str, names):
-        stem = name.removesuffix(".ipynb")
-        fits = [path for key, path in known.items() if stem in (key, key[:2], key[3:])]
-        if not fits and name.endswith(".ipynb") and Path(name).is_file():
-            fits = [Path(name).resolve()]
-        if not fits:
+    for name in map(str, known if names is None else names):
+        stem, path = name.removesuffix(".ipynb"), Path(name).resolve()
+        if stem not in called and not (path.suffix == ".ipynb" and path.is_file()):
             hint = nearest(stem, [*known, *(key[3:] for key in known)])
             raise UsageError(f'there is no notebook "{name}"{hint}; there are {", ".join(known) or "none"}')
-        found.append(fits[0])
+        found.append(called.get(stem, path))
     return list(dict.fromkeys(found))
 
 
@@ -72,12 +64,11 @@ def run_notebook(
     source: str | Path, out: str | Path, parameters: Mapping[str, Any] | None = None, *,
     timeout_s: float = 3600.0, progress: bool | str = "auto",
 ) -> Path:  # fmt: skip
-    """Run notebook `source` with `parameters` in a fresh kernel and leave the executed notebook at `out`.
+    """Run notebook `source` with `parameters` in a fresh kernel, in its own folder, and leave what was run at `out`.
 
-    Its working directory is the notebook's own folder, as under Jupyter and nbval; one runs per GPU (or machine without
-    one) at a time. `timeout_s` is for all cells. `progress`: "auto" is a bar on a terminal and lines elsewhere.
-    Raises UsageError before anything starts, SpeedkitError when a cell fails or time is up: `out` is then as it was,
-    and what did run is beside it as NAME.failed.ipynb.
+    `timeout_s` is for all cells; `progress="auto"` is a bar on a terminal and lines elsewhere. Raises UsageError before
+    anything starts, SpeedkitError when a cell fails or time is up: `out` is then as it was, and what did run is beside
+    it as NAME.failed.ipynb.
     """
     source, out = Path(source).resolve(), Path(out).resolve()
     values = typed_parameters(source, parameters or {})
@@ -103,26 +94,24 @@ def run_notebook(
 def _execute(source: Path, partial: Path, values: dict[str, Any], timeout_s: float, progress: bool | str) -> None:
     """Run `source` into `partial`. Raises SpeedkitError that says which cell failed and why."""
     import papermill
-    from nbclient.exceptions import CellTimeoutError, DeadKernelError
+    from nbclient.exceptions import CellTimeoutError
 
     logging.getLogger("papermill").addHandler(logging.NullHandler())  # what it would print is in the errors raised here
-    deadline, where, started = time.monotonic() + timeout_s, source.name, itertools.count(1)
+    began_s, where, started = time.monotonic(), source.name, itertools.count(1)
     bar = progress is True or (progress == "auto" and sys.stderr.isatty())
 
     def before_cell(cell: Any, cell_index: int) -> None:
         nonlocal where
-        number = next(started)
-        where = f"{source.name}, cell [{number}]"
+        where = f"{source.name}, cell [{(number := next(started))}]"
         if progress and not bar:
-            print(f"{source.stem}: cell {number}, {timeout_s - deadline + time.monotonic():.0f} s", flush=True)
+            print(f"{source.stem}: cell {number}, {time.monotonic() - began_s:.0f} s", flush=True)
 
-    # Papermill takes paths for format strings.
-    paths = [str(path).replace("{", "{{").replace("}", "}}") for path in (source, partial)]
+    paths = [str(path).replace("{", "{{").replace("}", "}}") for path in (source, partial)]  # these are format strings
     try:
         executed = papermill.execute_notebook(
             *paths, values, kernel_name="python3", progress_bar={"desc": source.stem, "leave": False} if bar else False,
             execution_timeout=math.ceil(timeout_s), on_cell_start=before_cell,
-            timeout_func=lambda cell: max(1, math.ceil(deadline - time.monotonic())),
+            timeout_func=lambda cell: max(1, math.ceil(began_s + timeout_s - time.monotonic())),
             resources={"metadata": {"path": str(source.parent)}},
             extra_arguments=["--IPKernelApp.log_level=CRITICAL"],  # its log is no output of the notebook
         )  # fmt: skip
@@ -130,13 +119,10 @@ def _execute(source: Path, partial: Path, values: dict[str, Any], timeout_s: flo
         raise SpeedkitError(f"{where}: {error.ename}: {error.evalue}".strip(": ").splitlines()[0]) from error
     except CellTimeoutError as error:
         raise SpeedkitError(f"{where}: stopped, the notebook's {timeout_s:.0f} s are over") from error
-    except DeadKernelError as error:
-        raise SpeedkitError(f"{where}: the kernel died; it may have run out of memory") from error
     except RuntimeError as error:
-        raise SpeedkitError(f"{where}: the kernel did not start ({error})") from error
+        raise SpeedkitError(f"{where}: the kernel died, perhaps out of memory, or did not start ({error})") from error
     # A cell that calls sys.exit(0) ends the kernel's work early, and papermill finds nothing wrong with that.
-    left = [cell for cell in code_cells(executed) if cell.source and not cell.execution_count]
-    if left:
+    if left := [cell for cell in code_cells(executed) if cell.source and not cell.execution_count]:
         raise SpeedkitError(f"{where}: the notebook ended with {len(left)} cells not run")
 
 
@@ -162,7 +148,7 @@ def device_lock() -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for name in sorted(visible_gpus()) or ["cpu"]:
-            path = Path(tempfile.gettempdir()) / f"speedkit-{os.getuid()}-{name}.lock"
+            path = Path(tempfile.gettempdir(), f"speedkit-{os.getuid()}-{name}.lock")
             stream = stack.enter_context(path.open("a+"))
             try:
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -181,10 +167,9 @@ def sweep(
     parameters: Mapping[str, Any] | None = None, executor: concurrent.futures.Executor | None = None,
     timeout_s: float = 3600.0, progress: bool = True,
 ) -> list[Combination]:  # fmt: skip
-    """Run notebook `source` once for each combination of the `grid`'s values, into folder `out`, named by the values.
+    """Run notebook `source` for each combination of the `grid`'s values, into folder `out`, named by the values.
 
-    `executor` is any of `concurrent.futures`; by default one local process. What an earlier sweep completed with the
-    same parameters and code is not run again. Raises UsageError for the grid before anything starts.
+    What an earlier sweep completed with the same parameters and code is not run again. By default one process runs all.
     """
     source, out = Path(source).resolve(), Path(out).resolve()
     combinations = []
@@ -201,10 +186,10 @@ def sweep(
                    for c in combinations if not c.reused}  # fmt: skip
         try:
             for number, future in enumerate(concurrent.futures.as_completed(futures), 1):
-                path, error = futures[future], future.exception()
-                errors[path] = str(error) if error else ""
+                path = futures[future]
+                errors[path] = str(future.exception() or "")
                 if progress:
-                    print(f"{number}/{len(futures)} {path.stem}: {error or 'done'}", flush=True)
+                    print(f"{number}/{len(futures)} {path.stem}: {errors[path] or 'done'}", flush=True)
         finally:  # after Ctrl-C nothing more starts
             for future in futures:
                 future.cancel()
@@ -213,9 +198,8 @@ def sweep(
 
 def _is_complete(path: Path, source: Path, parameters: dict[str, Any]) -> bool:
     """Whether the notebook at `path` was run from the code of `source` with the same `parameters`."""
-    try:
+    with contextlib.suppress(UsageError):
         executed = read_notebook(path)
-    except UsageError:
-        return False
-    record = record_of(executed) or {"code_sha256": code_sha256(path)}
-    return executed.metadata.get("papermill", {}).get("parameters") == parameters and is_current(record, source)
+        record = record_of(executed) or {"code_sha256": code_sha256(path)}
+        return executed.metadata.get("papermill", {}).get("parameters") == parameters and is_current(record, source)
+    return False

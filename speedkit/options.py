@@ -1,6 +1,8 @@
 """What the commands take: an option for every setting, data and folders, and the objects that the words stand for."""
 
 import dataclasses
+import functools
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,41 +20,37 @@ PLAN = {about.name: about for about in described(Plan)}
 DATA = ("data_dir", "labels", "label_pattern", "test_pattern", "size", "clips")
 
 
+def _adding(*added: Callable) -> Callable:
+    """Return a decorator that adds options to a command, in this order."""
+    return lambda command: functools.reduce(lambda made, option: option(made), reversed(added), command)
+
+
 def options(*tables: dict[str, Setting]) -> Callable:
     """Return a decorator that adds an option for every setting, with its meaning, unit and default as help."""
-
-    def decorate(command: Callable) -> Callable:
-        for table in reversed(tables):
-            for about in reversed(table.values()):
-                flag = "--" + about.name.replace("_", "-")
-                unit = f" [{about.unit}]" if about.unit else ""
-                default = "by workload" if table is RECIPE else str(about.default).lower()
-                help = f"{about.help}{unit} ({default})"
-                if bool in about.kinds:
-                    command = click.option(f"{flag}/--no-{flag[2:]}", about.name, default=None, help=help)(command)
-                else:
-                    command = click.option(flag, about.name, metavar=about.takes.upper(), help=help)(command)
-        return command
-
-    return decorate
+    added = []
+    for table in tables:
+        for about in table.values():
+            flag, unit = "--" + about.name.replace("_", "-"), f" [{about.unit}]" if about.unit else ""
+            default = "by workload" if table is RECIPE else str(about.default).lower()
+            takes: dict[str, Any] = {"metavar": about.takes.upper()}
+            if bool in about.kinds:
+                flag, takes = f"{flag}/--no-{flag[2:]}", {"default": None}
+            added.append(click.option(flag, about.name, help=f"{about.help}{unit} ({default})", **takes))
+    return _adding(*added)
 
 
-def shared(command: Callable) -> Callable:
-    """Add the options of all commands that train."""
-    for option in reversed([
-        click.option("--data-dir", type=click.Path(), help="folder of your recordings; generated data without"),
-        click.option("--labels", type=click.Path(), help="CSV of paths and labels, with a fold or split column or not"),
-        click.option("--label-pattern", metavar="REGEX", help="group 1 of the file name is the label"),
-        click.option("--test-pattern", metavar="REGEX", help="file names that match are the test set"),
-        click.option("--size", metavar="TINY | SMALL | MEDIUM", help="size of the model"),
-        click.option("--clips", type=int, help="how many recordings to generate where there is no data folder"),
-        click.option("--out", type=click.Path(), help="folder for what the run leaves (runs/<date>-<time>)"),
-        click.option("--device", default="auto", show_default=True, metavar="AUTO | CUDA | MPS | CPU"),
-        click.option("--cache-dir", type=click.Path(), help="folder for cached features"),
-        click.option("--resume", is_flag=True, help="go on with the run in --out"),
-    ]):  # fmt: skip
-        command = option(command)
-    return command
+shared = _adding(  # the options of all commands that train
+    click.option("--data-dir", type=click.Path(), help="folder of your recordings; generated data without"),
+    click.option("--labels", type=click.Path(), help="CSV of paths and labels, with a fold or split column or not"),
+    click.option("--label-pattern", metavar="REGEX", help="group 1 of the file name is the label"),
+    click.option("--test-pattern", metavar="REGEX", help="file names that match are the test set"),
+    click.option("--size", metavar="TINY | SMALL | MEDIUM", help="size of the model"),
+    click.option("--clips", type=int, help="how many recordings to generate where there is no data folder"),
+    click.option("--out", type=click.Path(), help="folder for what the run leaves (runs/<date>-<time>)"),
+    click.option("--device", default="auto", show_default=True, metavar="AUTO | CUDA | MPS | CPU"),
+    click.option("--cache-dir", type=click.Path(), help="folder for cached features"),
+    click.option("--resume", is_flag=True, help="go on with the run in --out"),
+)
 
 
 def given(values: dict[str, Any], table: dict[str, Setting]) -> dict[str, Any]:
@@ -70,10 +68,8 @@ def the_workload(name: str, values: dict[str, Any]) -> tuple[Any, Recipe]:
         raise UsageError("--epochs and --steps both say how long to train: give epochs or steps")
     limit = {"max_duration_s": typed["max_duration_s"]} if typed.get("max_duration_s") else {}
     workload = load_workload(name, **{key: values.get(key) for key in DATA}, **limit)
-    if "steps" in typed and "epochs" not in typed:
-        typed["epochs"] = None  # typing one of the two replaces the other
-    if "epochs" in typed and "steps" not in typed:
-        typed["steps"] = None
+    if {"epochs", "steps"} & typed.keys():  # typing one of the two replaces the other
+        typed = {"epochs": None, "steps": None} | typed
     return workload, dataclasses.replace(workload.recipe, **typed)
 
 
@@ -97,12 +93,11 @@ def the_folder(out: str | None) -> Path:
 
 def seconds(word: str) -> float:
     """Return the seconds in `540`, `90s`, `9m` or `1h`."""
-    units = {"s": 1, "m": 60, "h": 3600}
-    text, unit = (word[:-1], units[word[-1]]) if word[-1:] in units else (word, 1)
+    unit_s = {"s": 1, "m": 60, "h": 3600}.get(word[-1:])
     try:
-        value = float(text) * unit
+        value = float(word[:-1]) * unit_s if unit_s else float(word)
     except ValueError:
-        value = -1.0
-    if not 0 < value < float("inf"):
+        value = math.nan
+    if not 0 < value < math.inf:
         raise UsageError(f"{word!r} is no time: write seconds, or 90s, 9m, 1h")
     return value

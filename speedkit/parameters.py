@@ -1,6 +1,7 @@
 """Reading a notebook without running it: its record, what it lets you set, and values checked against that."""
 
 import ast
+import contextlib
 import math
 import re
 from collections.abc import Mapping
@@ -60,32 +61,27 @@ def parameters_of(path: Path) -> dict[str, Parameter]:
     """Return what the notebook at `path` lets you set. Raises UsageError when its parameters cell is not in order."""
     tagged = [cell for cell in read_notebook(path).cells if "parameters" in cell.metadata.get("tags", [])]
     if len(tagged) != 1:
-        raise UsageError(f"{Path(path).name} has {len(tagged)} cells tagged `parameters`, and needs exactly one")
-    found = {}
-    for line in map(str.strip, tagged[0].source.splitlines()):
-        if line and not line.startswith("#"):
-            try:
-                parameter = _parameter(line)
-            except ValueError as error:
-                raise UsageError(f'{Path(path).name}, parameters cell, "{line}": {error}') from error
-            found[parameter.name] = parameter
-    return found
+        raise UsageError(f"{path.name} has {len(tagged)} cells tagged `parameters`, and needs exactly one")
+    lines = [line.strip() for line in tagged[0].source.splitlines()]
+    try:
+        found = [_parameter(line) for line in lines if line and not line.startswith("#")]
+    except ValueError as error:
+        raise UsageError(f"{path.name}, parameters cell, {error}") from error
+    return {parameter.name: parameter for parameter in found}
 
 
 def _parameter(line: str) -> Parameter:
     """Return the parameter that one line of the cell declares. Raises ValueError when it declares none."""
-    match = LINE.fullmatch(line)
-    try:
+    match, default = LINE.fullmatch(line), ...
+    with contextlib.suppress(ValueError, SyntaxError):
         default = ast.literal_eval(match["value"]) if match else ...
-    except (ValueError, SyntaxError):
-        default = ...
     if match is None or default is ...:
-        raise ValueError(f"it is not {FORM}")
+        raise ValueError(f'"{line}": it is not {FORM}')
     choices = CHOICES.match(match["comment"]) if match["type"] == "str" else None
     parameter = Parameter(match["name"], match["type"], bool(match["optional"]), default, match["comment"],
                           tuple(re.split(r"\s*\|\s*", choices[0])) if choices else ())  # fmt: skip
     if isinstance(default, str) and parameter.type != "str":
-        raise ValueError("the value is not of the type")
+        raise ValueError(f'"{line}": the value is not of the type')
     typed_value(parameter, default)
     return parameter
 
@@ -104,13 +100,9 @@ def typed_value(parameter: Parameter, value: Any) -> Any:
         each = replace(parameter, type=wanted[5:-1], optional=False)
         return [typed_value(each, item) for item in value]
     kind = TYPES[wanted]
-    if isinstance(value, str) and kind is not str:
-        try:
-            value = WORDS[value.strip().lower()] if kind is bool else kind(value)
-        except (ValueError, KeyError):
-            raise wrong from None
-    if kind is float and type(value) is int:
-        value = float(value)
+    if isinstance(value, str) or (kind is float and type(value) is int):
+        with contextlib.suppress(ValueError, KeyError):
+            value = WORDS[str(value).strip().lower()] if kind is bool else kind(value)
     if type(value) is not kind or (kind is float and not math.isfinite(value)):
         raise wrong
     if parameter.choices and value not in parameter.choices:
@@ -120,18 +112,12 @@ def typed_value(parameter: Parameter, value: Any) -> Any:
 
 
 def typed_parameters(source: Path, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the `given` values, or the texts of a command line, in the types that notebook `source` declares.
-
-    Raises UsageError for a name that it does not declare or a value that does not fit.
-    """
+    """Return the `given` values or texts in the types that notebook `source` declares. Raises UsageError for others."""
     declared = parameters_of(source)
-    values = {}
-    for name, value in given.items():
-        if name not in declared:
-            known = ", ".join(declared) or "none"
-            raise UsageError(f'{source.name} has no parameter "{name}"{nearest(name, declared)}: it has {known}')
-        try:
-            values[name] = typed_value(declared[name], value)
-        except ValueError as error:
-            raise UsageError(f"{source.name}: parameter {error}") from error
-    return values
+    for name in [name for name in given if name not in declared]:
+        known = ", ".join(declared) or "none"
+        raise UsageError(f'{source.name} has no parameter "{name}"{nearest(name, declared)}: it has {known}')
+    try:
+        return {name: typed_value(declared[name], value) for name, value in given.items()}
+    except ValueError as error:
+        raise UsageError(f"{source.name}: parameter {error}") from error

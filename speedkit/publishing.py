@@ -1,7 +1,4 @@
-"""Publishing: run notebooks on the machine at hand, keep what they showed and recorded, take in what others ran.
-
-How a notebook is written (its anatomy, tags, metadata and prose) is checked by tests/check_notebooks.py.
-"""
+"""Publishing: run notebooks on the machine at hand, keep what they showed and recorded, take in what others ran."""
 
 import contextlib
 import json
@@ -13,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from speedkit import files
 from speedkit.errors import SpeedkitError, UsageError
@@ -20,7 +18,7 @@ from speedkit.hardware import this_machine
 from speedkit.measure.provenance import commit, notebooks_folder
 from speedkit.measure.schema import load_record, validate_record
 from speedkit.notebooks import find_notebooks, is_current, run_notebook, visible_gpus
-from speedkit.parameters import RECORD_MIME, code_cells, parameters_of, read_notebook, record_of
+from speedkit.parameters import RECORD_MIME, code_cells, read_notebook, record_of, typed_parameters
 
 BUSY_PERCENT = 5  # an idle GPU reports 0; a desktop's screen a few
 MAX_BYTES = 300_000
@@ -58,9 +56,7 @@ def contract_problems(path: str | Path) -> list[str]:
             what = f"text on stderr: {output.text.strip()[:60]}" if "text" in output else f"the error {output.ename}"
             problems.append(f"cell [{number}] shows {what}")
     for number, cell in enumerate(notebook.cells):
-        shown = [[output.get("text"), [value for kind, value in output.get("data", {}).items() if kind != "image/png"]]
-                 for output in cell.get("outputs", [])]  # fmt: skip
-        text = json.dumps([cell.source, shown]).replace("\\n", " ").replace("\\\\", "\\")
+        text = json.dumps([cell.source, cell.get("outputs")]).replace("\\n", " ").replace("\\\\", "\\")
         if found := ABSOLUTE_PATH.search(text):
             problems.append(f"cell {number} holds the absolute path {found[0]}")
     records = sum(RECORD_MIME in output.get("data", {}) for _, output in outputs)
@@ -74,14 +70,11 @@ def contract_problems(path: str | Path) -> list[str]:
 
 def clean(notebook: Any) -> Any:
     """Return `notebook`, changed in place, without what papermill, widgets and timing left in it."""
-    import nbformat
-
-    def keep(metadata: Any, *keys: str) -> Any:
-        return nbformat.from_dict({key: metadata[key] for key in keys if metadata.get(key)})
-
-    notebook.metadata = keep(notebook.metadata, "kernelspec", "language_info")
-    for cell in notebook.cells:
-        cell.metadata = keep(cell.metadata, "tags", "jupyter")  # `jupyter` holds what is folded
+    for part in (notebook, *notebook.cells):
+        for key in part.metadata.keys() - {"kernelspec", "language_info", "tags", "jupyter"}:
+            del part.metadata[key]
+        if not part.metadata.get("tags", True):
+            del part.metadata["tags"]
     for cell in code_cells(notebook):
         cell.outputs = [output for output in cell.outputs if WIDGET_VIEW not in output.get("data", {})]
     return notebook
@@ -95,21 +88,19 @@ def device_slug(hardware: Mapping[str, Any]) -> str:
 
 
 def publish(
-    names: Sequence[str] | None, out: str | Path | None = None, budget_s: float | None = None, *,
-    workload: str = "", timeout_s: float = 3600.0, force: bool = False, allow_changes: bool = False,
-    progress: bool | str = "auto",
+    names: Sequence[str] | None, out: str | Path | None = None, budget_s: float | None = None, *, workload: str = "",
+    timeout_s: float = 3600.0, force: bool = False, allow_changes: bool = False, progress: bool | str = "auto",
 ) -> list[Outcome]:  # fmt: skip
     """Run the notebooks `names` (None: all) here, in their auto profile, and write them and their records to `out`.
 
-    `out` is by default the notebooks' own folder. What this machine has published from the same code is left, unless
-    `force`. With `workload` only the record is written, as NN_name-workload.json. None starts when `budget_s` is spent
-    or outlasts it. One that fails leaves what was published before. Raises SpeedkitError for a busy GPU, and for
-    changes of the package since the commit that records would name, unless `allow_changes`.
+    What this machine has published to `out` from the same code is left, unless `force`. With `workload` only the record
+    is written, as NN_name-workload.json. None starts when `budget_s` is spent or outlasts it. Raises SpeedkitError for
+    a busy GPU, and for changes of the package since the commit that records would name, unless `allow_changes`.
     """
     sources, out = find_notebooks(names), Path(out or notebooks_folder())
+    parameters = {"workload": workload} if workload else {}
     for source in sources:
-        if workload and "workload" not in parameters_of(source):
-            raise UsageError(f"{source.name} has no parameter workload: publish it without")
+        typed_parameters(source, parameters)
     refuse_busy_gpu()
     here = commit()
     if here and here[1] and not allow_changes:
@@ -126,7 +117,7 @@ def publish(
         elif left_s < 1:
             outcome = Outcome(name, "left", f"the budget of {budget_s:.0f} s is spent")
         else:
-            outcome = _publish_one(source, out, name, {"workload": workload} if workload else {}, left_s, progress)
+            outcome = _publish_one(source, out, name, parameters, left_s, progress)
         outcomes.append(outcome)
         if progress:
             print(f"{name}: {outcome.state} {outcome.why}".rstrip(), flush=True)
@@ -136,10 +127,10 @@ def publish(
 def _publish_one(
     source: Path, out: Path, name: str, parameters: dict[str, Any], timeout_s: float, progress: bool | str
 ) -> Outcome:
-    ran, before = Path("runs", "publish", f"{name}.ipynb"), dict(os.environ)
+    ran = Path("runs", "publish", f"{name}.ipynb")
     try:
-        with tempfile.TemporaryDirectory(prefix="speedkit-publish-") as folder:
-            os.environ.update(SPEEDKIT_PROFILE="", SPEEDKIT_PROGRESS="off", SPEEDKIT_RUN_DIR=folder)
+        with tempfile.TemporaryDirectory(prefix="speedkit-publish-") as folder, mock.patch.dict(
+            os.environ, SPEEDKIT_PROFILE="", SPEEDKIT_PROGRESS="off", SPEEDKIT_RUN_DIR=folder):  # fmt: skip
             run_notebook(source, ran, parameters, timeout_s=timeout_s, progress=progress)
         executed = read_notebook(ran)
         record = record_of(executed) or {}
@@ -154,18 +145,15 @@ def _publish_one(
         ran.unlink()
     except SpeedkitError as error:
         return Outcome(name, "failed", str(error))
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
     return Outcome(name, "published", f"on {device_slug(record['hardware'])}")
 
 
 def _install(out: Path, name: str, record: dict[str, Any], notebook: Any = None) -> None:
     """Put a record, and its notebook if there is one, where they are published, each whole or not at all."""
-    folder = out / "records" / device_slug(record["hardware"])
+    path = out / "records" / device_slug(record["hardware"]) / f"{name}.json"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        files.write_json(folder / f"{name}.json", record)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.write_json(path, record)
         if notebook:
             _write_notebook(out / f"{name}.ipynb", notebook)
     except OSError as error:
@@ -192,19 +180,17 @@ def refuse_busy_gpu() -> None:
     ours = int(torch.cuda.is_initialized())  # counted, since NVML and a container number processes differently
     for handle in visible_gpus().values():
         with contextlib.suppress(pynvml.NVMLError):  # what a virtual GPU does not tell cannot be asked
-            others = len(pynvml.nvmlDeviceGetComputeRunningProcesses(handle)) - ours
+            others = max(len(pynvml.nvmlDeviceGetComputeRunningProcesses(handle)) - ours, 0)
             busy = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu
-            if others > 0 or busy > BUSY_PERCENT:
-                name = pynvml.nvmlDeviceGetName(handle)
-                raise SpeedkitError(f"{name} is busy (other processes: {max(others, 0)}, utilisation: {busy} %): "
-                                    "wait until it is free, then publish")  # fmt: skip
+            if others or busy > BUSY_PERCENT:
+                what = f"{pynvml.nvmlDeviceGetName(handle)} is busy (other processes: {others}, utilisation: {busy} %)"
+                raise SpeedkitError(f"{what}: wait until it is free, then publish")
 
 
 def import_published(folder: str | Path, into: str | Path | None = None) -> list[Outcome]:
-    """Take in the notebooks and records that `publish --out` wrote on another machine to `folder`.
+    """Take in the records, and the notebooks' outputs, that `publish --out` wrote on another machine to `folder`.
 
-    What does not fit today's code and the contract is refused with the reason. Of a notebook its outputs are taken,
-    into the cells that are here. Raises UsageError when there is nothing to take in.
+    What does not fit today's code and the contract is refused. Raises UsageError when there is nothing to take in.
     """
     folder, into = Path(folder), Path(into or notebooks_folder())
     paths = [*sorted(folder.glob("records/*/*.json")), *find_notebooks(None, folder)]
@@ -214,23 +200,22 @@ def import_published(folder: str | Path, into: str | Path | None = None) -> list
     for path in paths:
         source, why = into / f"{path.stem.partition('-')[0]}.ipynb", ""
         try:
-            (_import_record if path.suffix == ".json" else _import_notebook)(path, source)
+            _import(path, source)
         except SpeedkitError as error:
             why = str(error) if source.is_file() else f"there is no notebook {source.name} here"
         outcomes.append(Outcome(str(path.relative_to(folder)), "refused" if why else "published", why))
     return outcomes
 
 
-def _import_record(path: Path, source: Path) -> None:
-    record = load_record(path)
-    if record["notebook"] != source.stem or not is_current(record, source):
-        raise SpeedkitError(f"it was made by another version of {source.name} or of the modules it measures")
-    if device_slug(record["hardware"]) != path.parent.name:
-        raise SpeedkitError(f"its machine is {device_slug(record['hardware'])}, not that of its folder")
-    _install(source.parent, path.stem, record)
-
-
-def _import_notebook(path: Path, source: Path) -> None:
+def _import(path: Path, source: Path) -> None:
+    if path.suffix == ".json":
+        record = load_record(path)
+        if record["notebook"] != source.stem or not is_current(record, source):
+            raise SpeedkitError(f"it was made by another version of {source.name} or of the modules it measures")
+        if device_slug(record["hardware"]) != path.parent.name:
+            raise SpeedkitError(f"its machine is {device_slug(record['hardware'])}, not that of its folder")
+        _install(source.parent, path.stem, record)
+        return
     if problems := contract_problems(path):
         raise SpeedkitError("; ".join(problems))
     if is_stale(path, source) or is_stale(path):

@@ -13,15 +13,12 @@ from speedkit.notebooks import find_notebooks, is_current
 from speedkit.parameters import read_notebook, record_of
 from speedkit.show.figures import device_name, save, waterfall
 
-CLIMB = "90_climb"
+CLIMB = "90_climb.ipynb"
 FIGURE = "records/ladder.svg"
 
 
 def status_rows(notebooks: str | Path | None = None) -> list[dict[str, Any]]:
-    """Return a row per notebook: `notebook`, `title`, `claim`, `shown` (a device, None if not run) and `devices`.
-
-    A device is `{device, workload, date, torch, profile, stale}`; stale when the code has changed since its record.
-    """
+    """Return a row per notebook: `notebook`, `title`, `claim`, `shown` (a device, None if not run) and `devices`."""
     folder = Path(notebooks or notebooks_folder())
     rows = []
     for path in find_notebooks(None, folder):
@@ -29,20 +26,27 @@ def status_rows(notebooks: str | Path | None = None) -> list[dict[str, Any]]:
         title, _, text = (notebook.cells[0].source if notebook.cells else "").lstrip("# ").partition("\n")
         claim = re.split(r"(?<=[.!?])\s", text.strip().partition("\n\n")[0].replace("\n", " "))[0]
         shown = record_of(notebook)
-        devices = [_device(record, path, workload) for record, workload in _records(folder, path.stem)]
         rows.append({"notebook": path.stem, "title": title.strip(), "claim": claim,
-                     "shown": _device(shown, path) if shown else None, "devices": devices})  # fmt: skip
+                     "shown": _device(shown, path) if shown else None,
+                     "devices": [device for _, device in _published(path)]})  # fmt: skip
     return rows
 
 
-def _records(folder: Path, stem: str) -> list[tuple[dict[str, Any], str]]:
-    """Return (record, workload) of each machine that published notebook `stem`, GPUs first."""
-    paths = [path for path in folder.glob(f"records/*/{stem}*.json") if path.stem.partition("-")[0] == stem]
-    found = [(load_record(path), path.stem.partition("-")[2]) for path in sorted(paths)]
-    return sorted(found, key=lambda item: (not item[0]["hardware"].get("gpu"), bool(item[1])))
+def _published(notebook: Path) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return (record, device) of each machine that published the notebook, GPUs first."""
+    paths = sorted(notebook.parent.glob(f"records/*/{notebook.stem}*.json"))
+    names = [(path, *path.stem.partition("-")) for path in paths]
+    records = [(load_record(path), workload) for path, stem, _, workload in names if stem == notebook.stem]
+    records.sort(key=lambda item: (not item[0]["hardware"].get("gpu"), bool(item[1])))
+    return [(record, _device(record, notebook, workload)) for record, workload in records]
+
+
+def _climbs(folder: Path) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    return [(record, device) for record, device in _published(folder / CLIMB) if record.get("speedup")]
 
 
 def _device(record: Mapping[str, Any], path: Path, workload: str = "") -> dict[str, Any]:
+    """Return what the tables say of a run; it is stale when the code of notebook `path` has changed since."""
     return {"device": device_name(record), "workload": workload, "date": record["created"][:10],
             "torch": record["versions"]["torch"], "profile": record["profile"],
             "stale": not is_current(record, path)}  # fmt: skip
@@ -73,7 +77,7 @@ def status_table(folder: Path) -> str:
 
 def ladder_table(folder: Path) -> str:
     """Return the figure of the climb and its final speed-ups, from records alone, as Markdown."""
-    climbs = [(record, _device(record, folder / f"{CLIMB}.ipynb")) for record in _climbs(folder)]
+    climbs = _climbs(folder)
     if not climbs:
         return "No climb is published yet."
     lines = [f"![The climb on {climbs[0][1]['device']}]({folder.name}/{FIGURE})", "",
@@ -86,20 +90,15 @@ def ladder_table(folder: Path) -> str:
     return "\n".join(lines)
 
 
-def _climbs(folder: Path) -> list[dict[str, Any]]:
-    return [record for record, _ in _records(folder, CLIMB) if record.get("speedup")]
-
-
 def readme_text(readme: str | Path, notebooks: str | Path | None = None) -> str:
     """Return the README's text with its generated blocks made anew. Raises UsageError when a block has no markers."""
     folder, text = Path(notebooks or notebooks_folder()), Path(readme).read_text(encoding="utf-8")
     for name, make in (("status", status_table), ("ladder", ladder_table)):
         start, end = f"<!-- generated:{name} -->", f"<!-- /generated:{name} -->"
         before, _, rest = text.partition(start)
-        _, closed, after = rest.partition(end)
-        if not closed:
+        if end not in rest:
             raise UsageError(f"{Path(readme).name} needs the lines {start} and {end}: put them where {name} belongs")
-        text = f"{before}{start}\n{make(folder)}\n{end}{after}"
+        text = f"{before}{start}\n{make(folder)}\n{end}{rest.partition(end)[2]}"
     return text
 
 
@@ -108,8 +107,8 @@ def update_readme(readme: str | Path, notebooks: str | Path | None = None) -> bo
     folder = Path(notebooks or notebooks_folder())
     text = readme_text(readme, folder)
     if climbs := _climbs(folder):
-        save(waterfall(climbs[0]), folder / FIGURE)
-    changed = text != Path(readme).read_text(encoding="utf-8")
-    if changed:
-        files.write_text(readme, text)
-    return changed
+        save(waterfall(climbs[0][0]), folder / FIGURE)
+    if text == Path(readme).read_text(encoding="utf-8"):
+        return False
+    files.write_text(readme, text)
+    return True

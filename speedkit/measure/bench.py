@@ -7,22 +7,23 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import io
+import itertools
 import os
 import random
 import statistics
 import subprocess
 import sys
 import tempfile
-import termios
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from speedkit.clock import run_until_steady
+from speedkit.clock import run_until_steady, timed
 from speedkit.measure.compare import Comparison, compare
 from speedkit.measure.stats import paired_interval
 from speedkit.plan import Plan
@@ -43,17 +44,14 @@ def bare_loop(inputs, targets, hidden, classes, batch_size):
     `inputs [N, F]` and `targets [N]` are in memory. Its source is also run on its own, so it needs torch alone.
     """
     torch.manual_seed(0)
-    layers = [torch.nn.Linear(inputs.shape[1], hidden), torch.nn.ReLU(), torch.nn.Linear(hidden, classes)]
-    model = torch.nn.Sequential(*layers)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(inputs.shape[1], hidden), torch.nn.ReLU(), torch.nn.Linear(hidden, classes))  # fmt: skip
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
     while True:
-        order = torch.randperm(len(inputs))
-        for start in range(0, len(inputs), batch_size):
-            chosen = order[start : start + batch_size]
+        for chosen in torch.randperm(len(inputs)).split(batch_size):
             batch_inputs, batch_targets = inputs[chosen], targets[chosen]
             optimizer.zero_grad()
-            loss = torch.nn.functional.cross_entropy(model(batch_inputs), batch_targets)
-            loss.backward()
+            torch.nn.functional.cross_entropy(model(batch_inputs), batch_targets).backward()
             optimizer.step()
             yield
 
@@ -62,45 +60,36 @@ def _load(item: int, size: int) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(item))
 
 
-def _features(waveform: Tensor) -> Tensor:
-    return waveform
-
-
-def _target(item: int) -> int:
-    return item % CLASSES
-
-
-def _model(size: int, hidden: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(size, hidden), nn.ReLU(), nn.Linear(hidden, CLASSES))
-
-
-def _loss(model: nn.Module, batch: Batch, recipe: Recipe) -> tuple[Tensor, Tensor]:
-    outputs = model(batch[0])
-    return nn.functional.cross_entropy(outputs, batch[1]), outputs
-
-
-def _waiting_loss(model: nn.Module, batch: Batch, recipe: Recipe, wait_s: float) -> tuple[Tensor, Tensor]:
+def _loss(model: nn.Module, batch: Batch, recipe: Recipe, wait_s: float = 0.0) -> tuple[Tensor, Tensor]:
     until_s = time.perf_counter() + wait_s
     while time.perf_counter() < until_s:
         pass
-    return _loss(model, batch, recipe)
-
-
-def _score(outputs: Tensor, batch: Batch) -> Tensor:
-    return (outputs.argmax(-1) == batch[1]).float()
+    outputs = model(batch[0])
+    return nn.functional.cross_entropy(outputs, batch[1]), outputs
 
 
 def perceptron(size: int, hidden: int, **recipe: Any) -> Workload:
     """Return the workload of `bare_loop`: a perceptron with one hidden layer on random numbers, batch 64, AdamW."""
     return Workload(
         f"perceptron-{size}", Recipe(**({"batch_size": BATCH_SIZE, "epochs": None, "steps": LONG} | recipe)),
-        range(ITEMS), range(ITEMS, ITEMS + BATCH_SIZE), functools.partial(_load, size=size), _features, _target,
-        functools.partial(_model, size, hidden), _loss, _score, parameters={"size": size}, sources=(_load, _features),
+        range(ITEMS), range(ITEMS, ITEMS + BATCH_SIZE), functools.partial(_load, size=size),
+        features=lambda waveform: waveform, target=lambda item: item % CLASSES,
+        model=lambda: nn.Sequential(nn.Linear(size, hidden), nn.ReLU(), nn.Linear(hidden, CLASSES)), loss=_loss,
+        score=lambda outputs, batch: (outputs.argmax(-1) == batch[1]).float(),
+        parameters={"size": size}, sources=(_load,),
     )  # fmt: skip
+
+
+class _Terminal(io.StringIO):
+    """What a bar takes for a terminal. Writing to a real one, ten times a second, would cost as good as nothing."""
+
+    def isatty(self) -> bool:
+        return True
 
 
 def loop(pairs: int = 20, window_s: float = 0.25, seed: int = 0) -> list[Row]:
     """Time of `fit`'s loop over that of `bare_loop` with the same data in memory and optimizer settings, one thread."""
+    torch.set_num_threads(1)
     rows = []
     cases: tuple[tuple[str, tuple[int, int], Plan, dict[str, Any], bool, float], ...] = (
         ("every option off", SMALL, dataclasses.replace(CACHED, log_every=LONG), {"schedule": "constant"}, False, 1.05),
@@ -108,32 +97,22 @@ def loop(pairs: int = 20, window_s: float = 0.25, seed: int = 0) -> list[Row]:
         ("defaults, 10 ms or more", LARGE, CACHED, {}, True, 1.01),
     )
     for what, sizes, plan, recipe, show, limit in cases:
-        with _one_thread(), _terminal() as terminal, tempfile.TemporaryDirectory() as folder:
-            with contextlib.redirect_stderr(terminal):  # the bar keeps the stream that it finds when it is made
-                run = begin(perceptron(*sizes, **recipe), plan=plan, device="cpu", cache_dir=folder, progress=show)
+        with contextlib.redirect_stderr(_Terminal()), tempfile.TemporaryDirectory() as folder:
+            run = begin(perceptron(*sizes, **recipe), plan=plan, device="cpu", cache_dir=folder, progress=show)
             cache = run.batches.cache
             assert cache is not None
             sides = (steps(run), bare_loop(cache.values, cache.targets, sizes[1], CLASSES, BATCH_SIZE))
-            step_s = [run_until_steady(functools.partial(next, side), "cpu", max_s=20).step_s for side in sides]
-            found = paired_interval(*_take_turns(sides, max(1, round(window_s / step_s[1])), pairs, seed))
+            *_, step_s = (run_until_steady(functools.partial(next, side), "cpu", max_s=20).step_s for side in sides)
+            count, rng = max(1, round(window_s / step_s)), random.Random(seed)
+            seconds: tuple[list[float], list[float]] = ([], [])
+            for first in rng.choices((0, 1), k=(pairs + 1) // 2):  # blocks A B B A or B A A B
+                for side in (first, 1 - first, 1 - first, first):
+                    window = functools.partial(list[Any], itertools.islice(sides[side], count))
+                    seconds[side].extend(timed(window, "cpu", repeats=1, warmup=0))
             close(run)
-        what = f"loop, {what} (bare step {step_s[1] * 1e3:.2f} ms)"
+        found, what = paired_interval(*seconds), f"loop, {what} (bare step {step_s * 1e3:.2f} ms)"
         rows.append(_row(what, found.ratio, found.low, found.high, limit, "x"))
     return rows
-
-
-def _take_turns(sides: Sequence[Iterator[Any]], count: int, pairs: int, seed: int) -> tuple[list[float], list[float]]:
-    """Return the seconds of windows of `count` steps of both sides, in blocks A B B A or B A A B drawn at random."""
-    seconds: tuple[list[float], list[float]] = ([], [])
-    rng = random.Random(seed)
-    for _ in range((pairs + 1) // 2):
-        first = rng.randrange(2)
-        for side in (first, 1 - first, 1 - first, first):
-            began_s = time.perf_counter()
-            for _ in range(count):
-                next(sides[side])
-            seconds[side].append(time.perf_counter() - began_s)
-    return seconds
 
 
 def importing(repeats: int = 10) -> list[Row]:
@@ -160,8 +139,8 @@ def memory(pairs: int = 6, count: int = 50) -> list[Row]:
         ])  # fmt: skip
         peak = "import resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
         peaks = [[_number_from(f"{code}\n{peak}") for code in (ours, bare)] for _ in range(pairs)]
-    found = paired_interval([ours_peak for ours_peak, _ in peaks], [bare_peak for _, bare_peak in peaks])
-    megabytes = statistics.median(bare_peak for _, bare_peak in peaks) * 1024 / 1e6
+    ours_peaks, bare_peaks = zip(*peaks, strict=True)
+    found, megabytes = paired_interval(ours_peaks, bare_peaks), statistics.median(bare_peaks) * 1024 / 1e6
     return [_row(f"peak memory (bare loop {megabytes:.0f} MB)", found.ratio, found.low, found.high, 1.05, "x")]
 
 
@@ -173,81 +152,52 @@ def train(count: int, cache_dir: str) -> None:
 def same(count: int = 100, pairs: int = 20, window_s: float = 0.03) -> list[Row]:
     """A/A test: how many of `count` comparisons of a plan with itself call it faster or slower (99 % intervals)."""
     found = _comparisons(count, pairs, window_s, perceptron(*SMALL))
-    wrong = sum(not one.low <= 1 <= one.high for one in found)
-    return [_row(f"A/A intervals without 1.0, of {count}", wrong, *_binomial(wrong, count), 0.05 * count, "")]
+    wrong = [not one.low <= 1 <= one.high for one in found]
+    return [_count_row(f"A/A intervals without 1.0, of {count}", wrong, 0.05)]
 
 
 def planted(count: int = 100, pairs: int = 20, window_s: float = 0.03, share: float = 0.05) -> list[Row]:
     """How many of `count` comparisons find a slowdown by `share` of a step, planted in the loss of side B."""
     workload = perceptron(*SMALL)
     step_s = statistics.median(min(one.step_s) for one in _comparisons(3, 6, window_s, workload))
-    slower = dataclasses.replace(workload, loss=functools.partial(_waiting_loss, wait_s=share * step_s))
-    hits = sum(one.high < 1 for one in _comparisons(count, pairs, window_s, workload, slower))
-    row = _row(f"planted {share:.0%} found, of {count}", hits, *_binomial(hits, count), 0.9 * count, "")
-    return [row | {"passed": hits >= row["limit"]}]
+    slower = dataclasses.replace(workload, loss=functools.partial(_loss, wait_s=share * step_s))
+    hits = [one.high < 1 for one in _comparisons(count, pairs, window_s, workload, slower)]
+    row = _count_row(f"planted {share:.0%} found, of {count}", hits, 0.9)
+    return [row | {"passed": row["measured"] >= row["limit"]}]
 
 
 def _comparisons(count: int, pairs: int, window_s: float, workload: Workload, other: Any = None) -> list[Comparison]:
-    with _one_thread(), tempfile.TemporaryDirectory() as folder:
-        return [
-            compare(workload, CACHED, CACHED, device="cpu", pairs=pairs, window_s=window_s, seed=seed,
-                    cache_dir=folder, workload_b=other)
-            for seed in range(count)
-        ]  # fmt: skip
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        return [compare(workload, CACHED, CACHED, device="cpu", pairs=pairs, window_s=window_s, seed=seed,
+                        cache_dir=folder, workload_b=other) for seed in range(count)]  # fmt: skip
 
 
-def _binomial(hits: int, count: int) -> tuple[float, float]:
-    """Return the 95 % interval of how many of `count` would be hit on average (Clopper and Pearson 1934)."""
-    from scipy.special import betaincinv
+def _count_row(what: str, hits: list[bool], share: float) -> Row:
+    """Return the row of how many `hits` there are, with its 95 % interval (Clopper and Pearson 1934)."""
+    from scipy.stats import binomtest
 
-    low = betaincinv(hits, count - hits + 1, 0.025) if hits else 0.0
-    high = betaincinv(hits + 1, count - hits, 0.975) if hits < count else 1.0
-    return float(low) * count, float(high) * count
+    found, count = binomtest(sum(hits), len(hits)).proportion_ci(), len(hits)
+    return _row(what, sum(hits), float(found.low) * count, float(found.high) * count, share * count, "")
 
 
 def _row(what: str, measured: float, low: float, high: float, limit: float | None, unit: str) -> Row:
     """Return a row of a benchmark that passes when it measures no more than `limit`."""
-    passed = limit is None or measured <= limit
     return {"what": what, "measured": measured, "low": low, "high": high, "limit": limit, "unit": unit,
-            "passed": passed}  # fmt: skip
+            "passed": limit is None or measured <= limit}  # fmt: skip
 
 
 def line(row: Row) -> str:
     """Return a row as a line of text."""
-    limit = "no limit" if row["limit"] is None else f"limit {row['limit']:g}"
-    verdict = "" if row["limit"] is None else " passed" if row["passed"] else " FAILED"
-    return (
-        f"{row['what']}: {row['measured']:.4g} {row['unit']} ({row['low']:.4g} to {row['high']:.4g}), {limit}{verdict}"
-    )
+    verdict = "passed" if row["passed"] else "FAILED"
+    limit = "no limit" if row["limit"] is None else f"limit {row['limit']:g} {verdict}"
+    return "{what}: {measured:.4g} {unit} ({low:.4g} to {high:.4g}), ".format(**row) + limit
 
 
 def _number_from(code: str) -> float:
     """Return the number that a fresh Python process with one thread prints."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", code]
-    return float(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@contextlib.contextmanager
-def _terminal() -> Iterator[Any]:
-    """Yield a stream that is a terminal, read by a process of its own, so that a bar costs what it does for a user."""
-    master, slave = os.openpty()
-    termios.tcsetwinsize(slave, (24, 120))
-    with subprocess.Popen(["cat"], stdin=master, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as reader:
-        os.close(master)
-        with os.fdopen(slave, "w") as stream:
-            yield stream
-        reader.wait()
+    return float(subprocess.check_output([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE))
 
 
 BENCHMARKS: dict[str, Callable[..., list[Row]]] = {

@@ -3,7 +3,6 @@
 import dataclasses
 import statistics
 from collections.abc import Sequence
-from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,10 +19,6 @@ class Parity:
             return "losses bit-equal" if self.passed else f"losses differ by {self.difference:.2g}, should be bit-equal"
         side = "within" if self.passed else "beyond"
         return f"losses differ by {self.difference:.2g}, {side} the {self.seed_noise:.2g} of another seed"
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the numbers and the verdict."""
-        return dataclasses.asdict(self)
 
 
 def parity(promised: str, losses: Sequence[float], reference: Sequence[float], other_seed: Sequence[float]) -> Parity:
