@@ -13,8 +13,8 @@ KEPT = {M_MMAP_THRESHOLD: 32 << 20, M_TRIM_THRESHOLD: 1 << 30, M_TOP_PAD: 64 << 
 def keep_freed_memory() -> bool:
     """Make glibc keep freed memory for the next tensor instead of returning it to the system; return whether it does.
 
-    By default every tensor over 128 kB to 32 MB is a mapping of its own: each step then takes thousands of page
-    faults, whose cost varies several times over on a virtual machine and drowns what is to be measured. It speeds up
+    By default the activations that a step frees go back, and each step takes thousands of page faults to get them
+    again; their cost varies several times over on a virtual machine and drowns what is to be measured. It speeds up
     every plan, the naive one too, so it is no part of a plan: set for the whole process, once (man 3 mallopt).
     """
     if not sys.platform.startswith("linux"):
