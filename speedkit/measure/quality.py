@@ -25,7 +25,8 @@ def quality_of(workload: Any, curves: Curves) -> dict[str, Any]:
 def time_to_quality(workload: Any, curves: Curves) -> dict[str, Any]:
     """Return the seconds both plans take to the same score: the naive plan's mean final one, less the margin.
 
-    Preparation counts: building the cache, compiling. The time of a plan is the median over its seeds.
+    By then the climb has built the cache and compiled the model, as after a first training: a very first one pays for
+    both besides. The time of a plan is the median over its seeds.
     """
     sign = 1 if workload.higher_is_better else -1
     target = statistics.fmean(run["value"] for run in curves["baseline"]) - sign * workload.margin

@@ -112,7 +112,7 @@ def time_to_quality(record: Row) -> Figure:
                 axes.plot(reached_s, target, "D", color=colour, markeredgecolor=INK, markersize=7, zorder=5)
         axes.axhline(target, color=INK, linewidth=0.8, linestyle="--", label=f"target {target:.3g}")
         axes.set(xlim=(0, None), ylabel=f"{record['quality']['metric']}, test set",
-                 xlabel="seconds since the start of the run: building the cache, compiling and evaluating included")
+                 xlabel="seconds of training and evaluating; the cache was built and the model compiled before")
         sooner = f"ratio {found['ratio']:.2f}" if found["ratio"] else "not reached by both"
         _headed(figure, f"Time to quality: {sooner}", axes.get_legend_handles_labels()[0], record)
     return figure
