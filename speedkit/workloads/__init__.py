@@ -1,6 +1,8 @@
 """What is trained: the built-in workloads by name, and the user's own as `package.module:function`."""
 
+import dataclasses
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speedkit.errors import UsageError
@@ -31,12 +33,12 @@ def load_workload(name: str, **options: Any) -> "Workload":
     except (ImportError, AttributeError, ValueError) as error:
         raise UsageError(f"workload {name!r} cannot be loaded: {error}") from error
     given = {key: value for key, value in options.items() if value is not None}
-    if isinstance(make, Workload):
-        return make
     try:
-        made = make(**given)
+        made = make if isinstance(make, Workload) else make(**given)
     except TypeError as error:
         raise UsageError(f"workload {name!r} does not take these options: {error}") from error
     if not isinstance(made, Workload):
         raise UsageError(f"{name} returned {type(made).__name__}, not a Workload")
-    return made
+    # Absolute: a cache says how its workload is made again, wherever that is asked from.
+    paths = {key: str(Path(given[key]).absolute()) for key in ("data_dir", "labels") if key in given}
+    return dataclasses.replace(made, made_by={"name": name} | given | paths)

@@ -69,7 +69,7 @@ def audio(
         features=functools.partial(log_mel, **spectrogram),
         target=operator.attrgetter("label"),
         model=functools.partial(AudioNet, len(found.classes), size),
-        loss=loss, score=score, augment=augment, honours=("label_smoothing",),
+        loss=loss, score=score, augment=augment, honours=("label_smoothing",), decoders=("torchcodec", "librosa"),
         margin=0.03 if generated else 0.02,  # two standard errors of an accuracy of 0.9 on the 400 generated test clips
         parameters={**spectrogram, "num_samples": num_samples}, sources=(*decode.SOURCES, log_mel),
         classes=found.classes, quarantined=found.quarantined,
@@ -87,9 +87,10 @@ def _shape(items: tuple[Item, ...], max_duration_s: float | None) -> tuple[dict[
     return spectrogram, hop * max(16, hops)  # what padding in the net leaves something of
 
 
-def load(item: Item, sample_rate_hz: int, num_samples: int) -> Tensor:
+def load(item: Item, sample_rate_hz: int, num_samples: int, decoder: str = "soundfile") -> Tensor:
     """Return the item's waveform [T] float32."""
-    return decode.load_audio(item.path, sample_rate_hz, num_samples)
+    chosen = {} if decoder == "soundfile" else {"decoder": decoder}
+    return decode.load_audio(item.path, sample_rate_hz, num_samples, **chosen)
 
 
 _mel = functools.lru_cache(maxsize=8)(MelSpectrogram)  # window and filters are computed once per process

@@ -9,14 +9,18 @@ from torch import Tensor, nn
 
 from speedkit.recipe import Recipe
 
-Batch = tuple[Tensor, ...]  # every tensor's first dimension counts the samples: (inputs [B, ...], targets [B])
+# Every tensor's first dimension counts the samples: (inputs [B, ...], targets [B]), or where lengths differ (inputs
+# [B, ..., T_max] padded with zeros, lengths [B], targets [B]).
+Batch = tuple[Tensor, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """Model, data and loss. The order of a batch's life is load, features, [cache], stack, copy, augment, loss.
+    """Model, data and loss. A sample's life is load, [augment_waveform], features, augment, loss.
 
-    `load`, `features` and `target` run in worker processes, so they are functions of a module or partials of such.
+    What comes out of `load` or of `features` may be cached; what is random comes after the cache, batched, on the
+    device. `load`, `features` and `target` run in worker processes too, so they are functions of a module or partials
+    of such.
     """
 
     name: str
@@ -24,7 +28,7 @@ class Workload:
     train: Sequence[Any]  # items: whatever `load` and `target` take
     test: Sequence[Any]
     load: Callable[[Any], Tensor]  # item -> waveform [T] or image; raises data.decode.BadItem
-    features: Callable[[Tensor], Tensor]  # [T] -> what the model sees of one sample; deterministic, may be cached
+    features: Callable[[Tensor], Tensor]  # [T] or [B, T] -> [...] or [B, ...] for the model; deterministic, any device
     target: Callable[[Any], int]
     model: Callable[[], nn.Module]
     loss: Callable[[nn.Module, Batch, Recipe], tuple[Tensor, Tensor]]  # -> (mean over the batch's valid items, outputs)
@@ -32,10 +36,14 @@ class Workload:
     metric: str = "accuracy"
     higher_is_better: bool = True
     margin: float = 0.02  # results that differ by less count as equally good
-    augment: Callable[[Batch, torch.Generator], Batch] | None = None  # random, after the cache, on the device
+    augment_waveform: Callable[[Tensor, torch.Generator], Tensor] | None = None  # random, of [B, T]
+    augment: Callable[[Batch, torch.Generator], Batch] | None = None  # random, of features
+    length: Callable[[Any], int] | None = None  # of an item's features, last dimension, undecoded; None: all the same
+    decoders: tuple[str, ...] = ()  # values of the plan's `decoder`, beyond soundfile, that `load` takes as `decoder=`
     count: Callable[[Batch], int | Tensor] | None = None  # valid items in a batch, where they are not its samples
     honours: tuple[str, ...] = ()  # of the recipe's label_smoothing, focal_gamma and mixup, those that `loss` applies
     parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # all that load and features depend on
     sources: tuple[Any, ...] = ()  # functions and modules whose source the cached features depend on
     classes: tuple[str, ...] = ()
     quarantined: tuple[tuple[str, str], ...] = ()  # (path, why) of files left out before training
+    made_by: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # load_workload's {"name": ..., options ...}
