@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -32,9 +33,11 @@ from speedkit.train.loop import begin, close, fit, steps
 from speedkit.workloads.workload import Batch, Workload
 
 Row = dict[str, Any]
-SMALL, LARGE = (64, 64), (1024, 2048)  # features, hidden units: steps of about 0.4 ms and of well over 10 ms
-ITEMS, CLASSES, BATCH_SIZE = 4096, 10, 64
+# Features, hidden units, batch size: steps of about 0.4 ms, and of well over 10 ms that a cache's size does not decide.
+SMALL, LARGE = (64, 64, 64), (256, 512, 2048)
+ITEMS, CLASSES = 8192, 10
 LONG = 200_000  # steps; no benchmark gets that far
+WINDOW = 10  # steps: short windows meet a burst of the machine's noise on both sides, and hold one log point each
 CACHED = Plan(cache="ram", validate_every=0)
 
 
@@ -68,11 +71,11 @@ def _loss(model: nn.Module, batch: Batch, recipe: Recipe, wait_s: float = 0.0) -
     return nn.functional.cross_entropy(outputs, batch[1]), outputs
 
 
-def perceptron(size: int, hidden: int, **recipe: Any) -> Workload:
-    """Return the workload of `bare_loop`: a perceptron with one hidden layer on random numbers, batch 64, AdamW."""
+def perceptron(size: int, hidden: int, batch_size: int, **recipe: Any) -> Workload:
+    """Return the workload of `bare_loop`: a perceptron with one hidden layer on random numbers, AdamW."""
     return Workload(
-        f"perceptron-{size}", Recipe(**({"batch_size": BATCH_SIZE, "epochs": None, "steps": LONG} | recipe)),
-        range(ITEMS), range(ITEMS, ITEMS + BATCH_SIZE), functools.partial(_load, size=size),
+        f"perceptron-{size}", Recipe(**({"batch_size": batch_size, "epochs": None, "steps": LONG} | recipe)),
+        range(ITEMS), range(ITEMS, ITEMS + batch_size), functools.partial(_load, size=size),
         features=lambda waveform: waveform, target=lambda item: item % CLASSES,
         model=lambda: nn.Sequential(nn.Linear(size, hidden), nn.ReLU(), nn.Linear(hidden, CLASSES)), loss=_loss,
         score=lambda outputs, batch: (outputs.argmax(-1) == batch[1]).float(),
@@ -87,32 +90,47 @@ class _Terminal(io.StringIO):
         return True
 
 
-def loop(pairs: int = 20, window_s: float = 0.25, seed: int = 0) -> list[Row]:
-    """Time of `fit`'s loop over that of `bare_loop` with the same data in memory and optimizer settings, one thread."""
+def loop(instances: int = 5, pairs: int = 60, seed: int = 0) -> list[Row]:
+    """Time of `fit`'s loop over that of `bare_loop` with the same data in memory and optimizer settings, one thread.
+
+    The interval is that of the mean over fresh `instances` of both: where memory happens to lie moves a ratio too.
+    """
     torch.set_num_threads(1)
     rows = []
-    cases: tuple[tuple[str, tuple[int, int], Plan, dict[str, Any], bool, float], ...] = (
+    cases: tuple[tuple[str, tuple[int, int, int], Plan, dict[str, Any], bool, float], ...] = (
         ("every option off", SMALL, dataclasses.replace(CACHED, log_every=LONG), {"schedule": "constant"}, False, 1.05),
         ("defaults: bar, loss, accuracy", SMALL, CACHED, {}, True, 1.10),
         ("defaults, 10 ms or more", LARGE, CACHED, {}, True, 1.01),
     )
     for what, sizes, plan, recipe, show, limit in cases:
-        with contextlib.redirect_stderr(_Terminal()), tempfile.TemporaryDirectory() as folder:
-            run = begin(perceptron(*sizes, **recipe), plan=plan, device="cpu", cache_dir=folder, progress=show)
-            cache = run.batches.cache
-            assert cache is not None
-            sides = (steps(run), bare_loop(cache.values, cache.targets, sizes[1], CLASSES, BATCH_SIZE))
-            *_, step_s = (run_until_steady(functools.partial(next, side), "cpu", max_s=20).step_s for side in sides)
-            count, rng = max(1, round(window_s / step_s)), random.Random(seed)
-            seconds: tuple[list[float], list[float]] = ([], [])
-            for first in rng.choices((0, 1), k=(pairs + 1) // 2):  # blocks A B B A or B A A B
-                for side in (first, 1 - first, 1 - first, first):
-                    window = functools.partial(list[Any], itertools.islice(sides[side], count))
-                    seconds[side].extend(timed(window, "cpu", repeats=1, warmup=0))
-            close(run)
-        found, what = paired_interval(*seconds), f"loop, {what} (bare step {step_s * 1e3:.2f} ms)"
+        rng, ours, bare = random.Random(seed), [], []
+        for _ in range(instances):
+            seconds_ours, seconds_bare = _in_turns(sizes, recipe, plan, show, pairs, rng)
+            ours.append(statistics.geometric_mean(seconds_ours))
+            bare.append(statistics.geometric_mean(seconds_bare))
+        found, step_ms = paired_interval(ours, bare), statistics.median(bare) / WINDOW * 1e3
+        what = f"loop, {what} (bare step {step_ms:.2f} ms)"
         rows.append(_row(what, found.ratio, found.low, found.high, limit, "x"))
     return rows
+
+
+def _in_turns(
+    sizes: tuple[int, int, int], recipe: dict[str, Any], plan: Plan, show: bool, pairs: int, rng: random.Random
+) -> tuple[list[float], list[float]]:
+    """Return the seconds of `pairs` windows of the loop of `fit`, and of as many of `bare_loop` in between."""
+    with contextlib.redirect_stderr(_Terminal()), tempfile.TemporaryDirectory() as folder:
+        run = begin(perceptron(*sizes, **recipe), plan=plan, device="cpu", cache_dir=folder, progress=show)
+        inputs, targets = run.batches.cache.gather(torch.arange(ITEMS), run.device)  # type: ignore[union-attr]
+        sides = (steps(run), bare_loop(inputs, targets, sizes[1], CLASSES, sizes[2]))
+        for side in sides:
+            run_until_steady(functools.partial(next, side), "cpu", max_s=5)
+        seconds: tuple[list[float], list[float]] = ([], [])
+        for first in rng.choices((0, 1), k=(pairs + 1) // 2):  # blocks A B B A or B A A B
+            for side_index in (first, 1 - first, 1 - first, first):
+                window = functools.partial(list[Any], itertools.islice(sides[side_index], WINDOW))
+                seconds[side_index].extend(timed(window, "cpu", repeats=1, warmup=0))
+        close(run)
+    return seconds
 
 
 def importing(repeats: int = 10) -> list[Row]:
@@ -129,12 +147,13 @@ def memory(pairs: int = 6, count: int = 50) -> list[Row]:
     """Peak resident memory of a process that calls `fit` over that of one that runs `bare_loop`, `count` steps each."""
     with tempfile.TemporaryDirectory() as folder:
         train(1, folder)  # builds the cache, so that the processes measured only read it
-        path = next(Path(folder).glob("*/features.npy"))
+        path = Path(folder) / "inputs.npy"
+        np.save(path, torch.stack([_load(item, LARGE[0]) for item in range(ITEMS)]).numpy())
         ours = f"from speedkit.measure import bench; bench.train({count}, {folder!r})"
         bare = "\n".join([
             "import itertools, numpy, torch", inspect.getsource(bare_loop),
             f"inputs = torch.from_numpy(numpy.load({str(path)!r}))", f"targets = torch.arange(len(inputs)) % {CLASSES}",
-            f"steps = bare_loop(inputs, targets, {LARGE[1]}, {CLASSES}, {BATCH_SIZE})",
+            f"steps = bare_loop(inputs, targets, {LARGE[1]}, {CLASSES}, {LARGE[2]})",
             f"for _ in itertools.islice(steps, {count}): pass",
         ])  # fmt: skip
         peak = "import resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
@@ -149,14 +168,14 @@ def train(count: int, cache_dir: str) -> None:
     fit(perceptron(*LARGE, steps=count), plan=CACHED, device="cpu", progress=False, cache_dir=cache_dir)
 
 
-def same(count: int = 100, pairs: int = 20, window_s: float = 0.03) -> list[Row]:
+def same(count: int = 100, pairs: int = 120, window_s: float = 0.005) -> list[Row]:
     """A/A test: how many of `count` comparisons of a plan with itself call it faster or slower (99 % intervals)."""
     found = _comparisons(count, pairs, window_s, perceptron(*SMALL))
     wrong = [not one.low <= 1 <= one.high for one in found]
     return [_count_row(f"A/A intervals without 1.0, of {count}", wrong, 0.05)]
 
 
-def planted(count: int = 100, pairs: int = 20, window_s: float = 0.03, share: float = 0.05) -> list[Row]:
+def planted(count: int = 100, pairs: int = 120, window_s: float = 0.005, share: float = 0.05) -> list[Row]:
     """How many of `count` comparisons find a slowdown by `share` of a step, planted in the loss of side B."""
     workload = perceptron(*SMALL)
     step_s = statistics.median(min(one.step_s) for one in _comparisons(3, 6, window_s, workload))
