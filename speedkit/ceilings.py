@@ -1,11 +1,10 @@
 """How fast this machine can be at best: rates measured here in seconds, never read from a data sheet."""
 
-import math
+import contextlib
 import os
 import statistics
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -18,7 +17,7 @@ from speedkit import files
 from speedkit.clock import timed
 from speedkit.hardware import Hardware, cache_root
 
-SCHEMA = 2  # raised when what is measured changes, so that older cache files are measured again
+SCHEMA = 3  # in the name of a kept file; raised when what is measured changes
 BUDGET_S = 0.5  # for the repeats of one ceiling; sizing and setting up come on top
 MIB = 2**20
 CPU = torch.device("cpu")
@@ -35,7 +34,6 @@ class Ceiling:
     unit: str  # FLOP/s, bytes/s or files/s
     repeats: int
     how: str
-    source: str = "measured"
 
     def __str__(self) -> str:
         unit, scale = {"FLOP/s": ("TFLOP/s", 1e12), "bytes/s": ("GB/s", 1e9)}.get(self.unit, (self.unit, 1.0))
@@ -61,28 +59,15 @@ def left_out(hardware: Hardware, cache_dir: str | Path | None = None) -> dict[st
 
 def _kept_or_measured(hardware: Hardware, refresh: bool, cache_dir: str | Path | None) -> Measured:
     folder = Path(cache_dir) if cache_dir else cache_root()
-    path = folder / f"ceilings-{hardware.fingerprint()}.json"
-    if not refresh and (kept := _read_cache(path)):
-        return kept
+    path = folder / f"ceilings-{SCHEMA}-{hardware.fingerprint()}.json"
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # not there, or not ours: measured
+        if not refresh:
+            kept = files.read_json(path)
+            return {row["name"]: Ceiling(**row) for row in kept["ceilings"]}, dict(kept["left_out"])
     found, missing = measure(hardware, folder)
-    try:
-        rows = [asdict(ceiling) for ceiling in found.values()]
-        files.write_json(path, {"schema": SCHEMA, "ceilings": rows, "left_out": missing})
-    except OSError as error:
-        warnings.warn(f"the measured ceilings could not be kept in {folder} ({error.strerror}) and will be measured "
-                      "again: name a writable folder with SPEEDKIT_CACHE_DIR", stacklevel=3)  # fmt: skip
+    with contextlib.suppress(OSError):  # a folder that cannot be written: measured again next time
+        files.write_json(path, {"ceilings": [asdict(ceiling) for ceiling in found.values()], "left_out": missing})
     return found, missing
-
-
-def _read_cache(path: Path) -> Measured | None:
-    """Return what an earlier run measured, or None where there is nothing that can be trusted."""
-    try:
-        kept = files.read_json(path)
-        found = {row["name"]: Ceiling(**row) for row in kept["ceilings"]}
-        sound = kept["schema"] == SCHEMA and found and all(math.isfinite(each.value) for each in found.values())
-        return (found, dict(kept["left_out"])) if sound else None
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
 
 
 def measure(hardware: Hardware, folder: Path) -> Measured:
@@ -95,8 +80,7 @@ def measure(hardware: Hardware, folder: Path) -> Measured:
         ("memory_bandwidth", "bytes/s", partial(_triad, device)),
         *((f"host_to_device_{name}", "bytes/s", partial(_copy, device, name)) for name in sources),
         ("memcpy", "bytes/s", partial(_copy, CPU, "pageable")),
-        ("disk_read", "bytes/s", partial(_file_read, folder, cold=True)),
-        ("file_read_cached", "bytes/s", partial(_file_read, folder, cold=False)),
+        ("disk_read", "bytes/s", partial(_disk_read, folder)),
         ("decode_flac", "files/s", partial(_decode, "flac")),
         ("decode_wav", "files/s", partial(_decode, "wav")),
     ]
@@ -161,22 +145,23 @@ def _copy(device: torch.device, kind: str) -> Rates:
     return _rates(copy, device, source.nbytes), what
 
 
-def _file_read(folder: Path, cold: bool) -> Rates:
-    """Read a file just written from the page cache or, `cold`, from the disk: RuntimeError where that is not seen."""
+def _disk_read(folder: Path) -> Rates:
+    """Read a file just written, out of the page cache; RuntimeError where it cannot be dropped from there."""
     folder.mkdir(parents=True, exist_ok=True)
-    chunk, chunks, rates, began_s = bytearray(os.urandom(8 * MIB)), 0, list[float](), time.perf_counter()
+    chunk, chunks = bytearray(os.urandom(8 * MIB)), 4
+    rates = []
     with tempfile.TemporaryFile(dir=folder, buffering=0) as stream:
-        while chunks < 3 or (chunks < 16 and time.perf_counter() - began_s < BUDGET_S):
-            chunks += stream.write(chunk) // len(chunk)
-            os.fsync(stream.fileno())
+        for _ in range(chunks):
+            stream.write(chunk)
+        os.fsync(stream.fileno())
         for _ in range(3):
-            if cold and not _drop_from_page_cache(stream.fileno(), chunks * len(chunk) // 2):
+            if not _drop_from_page_cache(stream.fileno(), chunks * len(chunk) // 2):
                 raise RuntimeError(f"the page cache could not be dropped for files in {folder}: the disk is not seen")
             stream.seek(0)
             parts_s = timed(partial(stream.readinto, chunk), CPU, repeats=chunks, warmup=0)
             rates.append(chunks * len(chunk) / sum(parts_s))
-    state = "dropped from the page cache (not from the drive's or a virtual machine's)" if cold else "in the page cache"
-    return rates, f"sequential reads of a file of {chunks * len(chunk) // MIB} MiB {state}"
+    what = f"sequential reads of a file of {chunks * len(chunk) // MIB} MiB dropped from the page cache"
+    return rates, f"{what} (not from the drive's or a virtual machine's)"
 
 
 def _drop_from_page_cache(handle: int, offset: int) -> bool:
@@ -191,11 +176,9 @@ def _drop_from_page_cache(handle: int, offset: int) -> bool:
 def _decode(kind: str) -> Rates:
     import soundfile
 
-    rate_hz, seconds = 16000, 4
-    noise = np.random.default_rng(0).normal(0, 0.1, rate_hz * seconds)
+    noise = np.random.default_rng(0).normal(0, 0.1, 4 * 16000)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, f"clip.{kind}")
-        soundfile.write(path, noise, rate_hz, subtype="PCM_16")
+        soundfile.write(path, noise, 16000, subtype="PCM_16")
         rates = _rates(lambda: soundfile.read(path, dtype="float32"), CPU, 1.0)
-    what = f"reads by soundfile of one {kind.upper()} file of {seconds} s, {rate_hz} Hz, 16 bit, mono"
-    return rates, f"{what}, by one thread, held in the page cache"
+    return rates, f"reads by soundfile of one {kind.upper()} file of 4 s, 16 kHz, 16 bit, mono, held in the page cache"

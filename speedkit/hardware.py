@@ -10,7 +10,6 @@ import shutil
 import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 
 from speedkit import system
 from speedkit.errors import UsageError
+from speedkit.settings import nearest
 
 CAPABILITIES = ("bf16", "fp16", "tf32", "fp8", "flash_attention", "triton", "cuda_graphs", "compile", "pin_memory")
 
@@ -27,6 +27,8 @@ ON_NVIDIA = {
     "bf16": (8, 0, "Ampere"), "fp16": (7, 0, "Volta"), "tf32": (8, 0, "Ampere"), "flash_attention": (8, 0, "Ampere"),
     "fp8": (8, 9, "Ada with FP8 tensor cores"), "triton": (7, 0, "Volta"), "compile": (7, 0, "Volta"),
 }  # fmt: skip
+# The instruction sets without which a CPU emulates a number format, as torch.cpu.get_capabilities names them.
+ON_CPU = {"bf16": ("avx512_bf16", "amx_bf16", "bf16"), "fp16": ("avx512_fp16", "amx_fp16", "fp16_arith")}
 INSTEAD = {
     "flash_attention": 'Use attention "auto"', "triton": 'Use compile "off"', "compile": 'Use compile "off"',
     "cuda_graphs": 'Use compile "default"', "pin_memory": "Leave pin_memory off",
@@ -44,10 +46,8 @@ class Hardware:
     gpu_memory_bytes: int | None = None
     driver: str = ""
     power_limit_w: float | None = None
-    cuda_version: str = ""  # version that PyTorch was built with
     cpu: str = ""
-    cpu_flags: tuple[str, ...] | None = None  # those of system.CPU_FLAGS that the CPU has
-    physical_cores: int | None = None
+    cpu_flags: tuple[str, ...] = ()  # those of ON_CPU that the CPU has
     cores: int = 1  # that this process may use: affinity and container quota respected
     threads: int = 1  # that PyTorch uses within one operation
     ram_bytes: int | None = None  # this process's limit, where a container sets one
@@ -63,8 +63,8 @@ class Hardware:
     def supports(self, capability: str) -> bool:
         """Whether the device really has `capability` (see CAPABILITIES). Raises UsageError for an unknown name."""
         if capability not in CAPABILITIES:
-            near, known = get_close_matches(capability, CAPABILITIES, n=1, cutoff=0.0)[0], ", ".join(CAPABILITIES)
-            raise UsageError(f'unknown capability "{capability}": did you mean "{near}"? There are {known}')
+            near, known = nearest(capability, CAPABILITIES), ", ".join(CAPABILITIES)
+            raise UsageError(f'there is no capability "{capability}"{near}: take {known}')
         return not _lacks(self, capability)
 
     def why_not(self, capability: str) -> str:
@@ -81,10 +81,8 @@ class Hardware:
         return self.gpu or f"this {self.device.type.upper()}"
 
     def fingerprint(self) -> str:
-        """Return 16 hex digits that change whenever a measured ceiling could."""
-        facts = (str(self.device), self.gpu, self.gpu_memory_bytes, self.driver, self.power_limit_w, self.cpu,
-                 self.cores, self.threads, self.ram_bytes, self.os, self.torch_version)  # fmt: skip
-        return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+        """Return 16 hex digits that change with any of the facts, so also whenever a measured ceiling could."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON-ready values; `cannot` gives the reason for each capability that is missing."""
@@ -94,7 +92,6 @@ class Hardware:
             "compute_capability": "{}.{}".format(*self.compute_capability) if self.compute_capability else None,
             "can": [name for name in CAPABILITIES if self.supports(name)],
             "cannot": {name: reason for name in CAPABILITIES if (reason := self.why_not(name))},
-            "fingerprint": self.fingerprint(),
         }
 
 
@@ -103,23 +100,18 @@ def _lacks(hardware: Hardware, capability: str) -> str:
     kind, device = hardware.device.type, hardware.name
     if capability in ("pin_memory", "cuda_graphs"):
         return "" if kind == "cuda" else f"{capability} needs a CUDA GPU; the device is {device}"
-    if capability == "flash_attention" and not hardware.flash_attention:
-        return f"flash_attention for {device} is not in this build of PyTorch"
-    if kind == "cpu" and capability in system.CPU_FLAGS:
-        wanted, flags = system.CPU_FLAGS[capability], hardware.cpu_flags
-        has = "what this one has is unknown" if flags is None else "this one has none and emulates it"
-        needs = f"{capability} is fast only on a CPU with one of {', '.join(wanted)}; {has}"
-        return "" if set(wanted) & set(flags or ()) else needs
+    if kind == "cpu" and (wanted := ON_CPU.get(capability)):
+        needs = f"{capability} is fast only on a CPU with one of {', '.join(wanted)}"
+        return "" if set(wanted) & set(hardware.cpu_flags) else f"{needs}; this one has none and emulates it"
     if kind != "cpu" or capability not in ("compile", "flash_attention"):
         major, minor, generation = ON_NVIDIA[capability]
-        needs = f"{capability} needs an NVIDIA GPU of compute capability {major}.{minor} or more: {generation} or newer"
-        if kind != "cuda":
-            return f"{needs}; the device is {device}"
-        if hardware.compute_capability is None:
-            return f"{needs}; that of {device} is unknown"
-        if hardware.compute_capability < (major, minor):
-            has = "{}.{}".format(*hardware.compute_capability)
-            return f"{needs}; {device} has {has}" + " and only emulates it" * (capability == "bf16")
+        has = hardware.compute_capability
+        if has is None or has < (major, minor):
+            needs = f"{capability} needs an NVIDIA GPU of compute capability {major}.{minor}, {generation}, or newer"
+            told = f"has {has[0]}.{has[1]}" if has else "is none, or does not tell"
+            return f"{needs}; {device} {told}" + " and only emulates it" * bool(has and capability == "bf16")
+    if capability == "flash_attention" and not hardware.flash_attention:
+        return f"flash_attention for {device} is not in this build of PyTorch"
     return _lacks_tool(hardware, capability) if capability in ("compile", "triton") else ""
 
 
@@ -159,20 +151,19 @@ def cache_root() -> Path:
 
 @functools.lru_cache
 def _facts(device: torch.device) -> Hardware:
-    cpu, flags, physical_cores = system.parse_cpuinfo(system.read("/proc/cpuinfo"))
+    cpu = torch.cpu.get_capabilities()
     compiler = os.environ.get("CXX", "g++")  # as torch._inductor.config
     if device.type == "cuda":  # as triton.runtime.build
         compiler = os.environ.get("CC") or shutil.which("gcc") or "clang"
     release = re.split(r"[^\d.]", platform.release())[0]  # the rest tells who built it, and may tell where
     return Hardware(
         device=device,
-        cpu=cpu or platform.processor() or platform.machine(),
-        cpu_flags=flags,
-        physical_cores=physical_cores,
+        cpu=cpu.get("cpu_name") or platform.processor() or platform.machine(),
+        cpu_flags=tuple(flag for flags in ON_CPU.values() for flag in flags if cpu.get(flag)),
         cores=system.usable_cores(),
         ram_bytes=system.usable_ram_bytes(),
         shm_bytes=shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None,
-        os=" ".join([platform.system(), release, *platform.libc_ver()]).strip(),
+        os=f"{platform.system()} {release}",
         python_version=platform.python_version(),
         torch_version=torch.__version__,
         triton=importlib.util.find_spec("triton") is not None,
@@ -189,7 +180,6 @@ def _gpu_facts(device: torch.device) -> dict[str, Any]:
         "gpu_count": torch.cuda.device_count(),
         "compute_capability": None if torch.version.hip else (properties.major, properties.minor),
         "gpu_memory_bytes": properties.total_memory,
-        "cuda_version": torch.version.cuda or "",
         "flash_attention": torch.backends.cuda.is_flash_attention_available(),
         **system.nvml_facts(str(properties.uuid)),
     }
