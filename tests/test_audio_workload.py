@@ -9,6 +9,7 @@ import soundfile
 import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader
+from torchaudio.transforms import MelSpectrogram
 
 from speedkit.errors import UsageError
 from speedkit.hardware import this_machine
@@ -159,7 +160,60 @@ def test_a_tone_lies_in_the_band_of_its_frequency():
     assert (peaks[2:-2] - expected).abs().max() <= 1
 
 
+def formerly_log_mel(waveform, sample_rate_hz, n_fft, hop, bands):
+    """The formula for one waveform [T]; published figures were made with it."""
+    transform = MelSpectrogram(sample_rate_hz, n_fft=n_fft, hop_length=hop, n_mels=bands)
+    decibel = 10 * torch.log10(transform(waveform)[:, : len(waveform) // hop] + 1e-10)
+    decibel = torch.maximum(decibel, decibel.max() - 80)
+    mean = decibel.mean(dim=1).mean()
+    deviation = (decibel - mean).square_().mean(dim=1).mean().sqrt()
+    return ((decibel - mean) / (deviation + 1e-5))[None]
+
+
+def test_features_of_one_waveform_are_the_bits_they_always_were():
+    for seed, (samples, hop) in enumerate(((16000, 160), (64000, 160), (8000, 80), (33075, 221))):
+        spectrogram = {"sample_rate_hz": 100 * hop, "n_fft": 512, "hop": hop, "bands": 64}
+        waveform = 0.1 * torch.randn(samples, generator=torch.Generator().manual_seed(seed))
+        assert torch.equal(log_mel(waveform, **spectrogram), formerly_log_mel(waveform, **spectrogram))
+
+
+@pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
+def test_features_of_a_batch_are_those_of_its_waveforms(device):
+    waveforms = 0.1 * torch.randn(6, 16000, generator=torch.Generator().manual_seed(0))
+    waveforms *= torch.logspace(-3, 1, 6)[:, None]  # each is brought to scale by itself
+    waveforms[2] = 0
+    batch = log_mel(waveforms.to(device), **SPECTROGRAM)
+    assert batch.shape == (6, 1, 64, 100) and batch.device.type == device
+    single = torch.stack([log_mel(waveform, **SPECTROGRAM) for waveform in waveforms])
+    torch.testing.assert_close(batch.cpu(), single, atol=2e-4, rtol=0)
+    assert torch.equal(log_mel(waveforms.view(2, 3, -1).to(device), **SPECTROGRAM).flatten(0, 1), batch)
+
+
 # --- augmentation
+
+
+def formerly_augment(inputs, generator):
+    """The formula that published figures were made with: one draw of all numbers."""
+    size, _, bands, frames = inputs.shape
+    shift, at_frame, width_frame, at_band, width_band = torch.rand(5, size, 1, generator=generator)
+    turned = (torch.arange(frames) + (shift * frames).long()) % frames
+    inputs = inputs.gather(3, turned[:, None, None, :].expand_as(inputs))
+
+    def stretch(n, at, share):
+        start = at * (1 - share) * n
+        return (torch.arange(n) >= start) & (torch.arange(n) < start + share * n)
+
+    hidden = stretch(frames, at_frame, width_frame / 6)[:, None, None, :]
+    hidden = hidden | stretch(bands, at_band, width_band / 6)[:, None, :, None]
+    return inputs.masked_fill(hidden, 0.0)
+
+
+@pytest.mark.parametrize("size", [1, 3, 8, 32, 50])
+def test_augmented_batches_are_the_bits_they_always_were(size):
+    inputs, targets = batch_of(size=size, frames=47)
+    for seed in range(5):
+        changed, _ = augment((inputs, targets), torch.Generator().manual_seed(seed))
+        assert torch.equal(changed, formerly_augment(inputs, torch.Generator().manual_seed(seed)))
 
 
 def test_augment_is_seeded_keeps_shape_and_targets_and_leaves_its_input_alone():
@@ -216,6 +270,14 @@ def test_loss_is_the_mean_cross_entropy_and_takes_label_smoothing():
     torch.testing.assert_close(value, -picked.mean())
     smooth, _ = loss(net, batch, Recipe(label_smoothing=0.3))
     torch.testing.assert_close(smooth, 0.7 * value - 0.3 * logits.log_softmax(dim=1).mean())
+
+
+def test_loss_of_a_mixed_batch_weighs_both_targets():
+    (inputs, targets), net = batch_of(), AudioNet(3, "tiny")
+    others, weight = targets.flip(0), torch.linspace(0.5, 1, 6)
+    value, logits = loss(net, (inputs, targets, others, weight), Recipe())
+    soft = weight[:, None] * F.one_hot(targets, 3) + (1 - weight[:, None]) * F.one_hot(others, 3)
+    torch.testing.assert_close(value, F.cross_entropy(logits, soft))
 
 
 def test_score_is_one_where_the_largest_logit_is_right():

@@ -120,8 +120,8 @@ def test_strict_makes_a_fallback_an_error(capsys, monkeypatch, tmp_path):
 
 
 def test_a_field_the_loss_ignores_is_refused(capsys, monkeypatch, recordings, tmp_path):
-    words = ["train", "audio", "--data-dir", recordings, "--mixup", "0.2", "--out", tmp_path / "x", *SMALL]
-    assert "mixup=0.2 is not applied by workload audio" in refused(capsys, monkeypatch, 2, *words)
+    words = ["train", "audio", "--data-dir", recordings, "--focal-gamma", "2", "--out", tmp_path / "x", *SMALL]
+    assert "focal_gamma=2.0 is not applied by workload audio" in refused(capsys, monkeypatch, 2, *words)
 
 
 def test_an_output_that_cannot_be_written_is_named(capsys, monkeypatch, recordings, tmp_path):

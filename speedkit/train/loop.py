@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from speedkit.data.augment import mixup
 from speedkit.errors import Interrupted, SpeedkitError
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
@@ -59,9 +60,12 @@ def steps(run: Run) -> Generator[int, None, None]:
 
     while run.total_steps is None or run.step < run.total_steps:
         batch = run.batches.next()  # (inputs [B, ...], targets [B])
+        # Seeded by the step, so that a resumed run draws what the uninterrupted one would have drawn.
+        generator.manual_seed(recipe.seed * 1_000_003 + run.step)
         if workload.augment is not None:
-            # Seeded by the step, so that a resumed run draws what the uninterrupted one would have drawn.
-            batch = workload.augment(batch, generator.manual_seed(recipe.seed * 1_000_003 + run.step))
+            batch = workload.augment(batch, generator)
+        if recipe.mixup:
+            batch = mixup(batch, recipe.mixup, generator)
         run.learning_rate.set(run.step)
         # Here and not after the step, the memory just freed is still in the CPU's cache when the forward pass takes it.
         run.optimizer.zero_grad(set_to_none=True)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torchaudio.transforms import MelSpectrogram
 
 from speedkit.data import decode
+from speedkit.data.augment import spec_augment, time_shift
 from speedkit.data.sources import Item, find_items
 from speedkit.errors import UsageError
 from speedkit.recipe import Recipe
@@ -69,9 +70,10 @@ def audio(
         features=functools.partial(log_mel, **spectrogram),
         target=operator.attrgetter("label"),
         model=functools.partial(AudioNet, len(found.classes), size),
-        loss=loss, score=score, augment=augment, honours=("label_smoothing",), decoders=("torchcodec", "librosa"),
+        loss=loss, score=score, augment=augment,
+        honours=("label_smoothing", "mixup"), decoders=("torchcodec", "librosa"),
         margin=0.03 if generated else 0.02,  # two standard errors of an accuracy of 0.9 on the 400 generated test clips
-        parameters={**spectrogram, "num_samples": num_samples}, sources=(*decode.SOURCES, log_mel),
+        parameters={**spectrogram, "num_samples": num_samples}, sources=(*decode.SOURCES, _mel, log_mel),
         classes=found.classes, quarantined=found.quarantined,
     )  # fmt: skip
 
@@ -93,43 +95,30 @@ def load(item: Item, sample_rate_hz: int, num_samples: int, decoder: str = "soun
     return decode.load_audio(item.path, sample_rate_hz, num_samples, **chosen)
 
 
-_mel = functools.lru_cache(maxsize=8)(MelSpectrogram)  # window and filters are computed once per process
+@functools.lru_cache(maxsize=8)
+def _mel(sample_rate_hz: int, n_fft: int, hop: int, bands: int, device: torch.device) -> MelSpectrogram:
+    """Return torchaudio's transform; its window and filters are computed once per process and device."""
+    return MelSpectrogram(sample_rate_hz, n_fft=n_fft, hop_length=hop, n_mels=bands).to(device)
 
 
 def log_mel(waveform: Tensor, sample_rate_hz: int, n_fft: int, hop: int, bands: int) -> Tensor:
-    """Return the log-mel spectrogram of waveform [T] with zero mean and unit variance: [1, bands, T // hop] float32.
+    """Return the log-mel spectrogram of each waveform [..., T], of mean 0 and variance 1: [..., 1, bands, T // hop].
 
-    The same bits come out in any process and with any number of threads: no sum here is shared between threads.
+    It is float32, on the waveform's device. One waveform [T] gives the same bits in any process and with any number of
+    threads: no sum is shared between threads.
     """
-    power = _mel(sample_rate_hz, n_fft=n_fft, hop_length=hop, n_mels=bands)(waveform)[:, : len(waveform) // hop]
-    decibel = 10 * torch.log10(power + 1e-10)  # [bands, F]
-    decibel = torch.maximum(decibel, decibel.max() - 80)  # digital silence must not set the scale
-    mean = decibel.mean(dim=1).mean()
-    deviation = (decibel - mean).square_().mean(dim=1).mean().sqrt()
-    return ((decibel - mean) / (deviation + 1e-5))[None]
+    power = _mel(sample_rate_hz, n_fft, hop, bands, waveform.device)(waveform)[..., : waveform.shape[-1] // hop]
+    decibel = 10 * torch.log10(power + 1e-10)  # [..., bands, F]
+    decibel = torch.maximum(decibel, decibel.amax(dim=(-2, -1), keepdim=True) - 80)  # silence must not set the scale
+    mean = decibel.mean(dim=-1).mean(dim=-1)[..., None, None]
+    deviation = (decibel - mean).square_().mean(dim=-1).mean(dim=-1)[..., None, None].sqrt()
+    return ((decibel - mean) / (deviation + 1e-5))[..., None, :, :]
 
 
 def augment(batch: Batch, generator: torch.Generator) -> Batch:
-    """Return the batch with each spectrogram [B, 1, M, F] turned in time and one band and one stretch of it masked.
-
-    Masks as in SpecAugment (Park et al. 2019), here up to a sixth of either axis, filled with the mean, 0.
-    """
+    """Return the batch with each spectrogram [B, 1, M, F] turned in time, and one band and one stretch of it masked."""
     inputs, targets = batch
-    size, _, bands, frames = inputs.shape
-    draws = torch.rand(5, size, 1, generator=generator, device=generator.device).to(inputs.device)
-    shift, at_frame, width_frame, at_band, width_band = draws  # [B, 1] each, in 0..1
-    turned = (torch.arange(frames, device=inputs.device) + (shift * frames).long()) % frames  # [B, F]
-    inputs = inputs.gather(3, turned[:, None, None, :].expand_as(inputs))
-    hidden = _stretch(frames, at_frame, width_frame / 6)[:, None, None, :]  # [B, 1, 1, F]
-    hidden = hidden | _stretch(bands, at_band, width_band / 6)[:, None, :, None]  # [B, 1, M, F]
-    return inputs.masked_fill(hidden, 0.0), targets
-
-
-def _stretch(n: int, at: Tensor, share: Tensor) -> Tensor:
-    """Return where on an axis of n a stretch of `share` [B, 1] of it lies, its place set by `at` [B, 1]: [B, n]."""
-    axis = torch.arange(n, device=at.device)
-    start = at * (1 - share) * n
-    return (axis >= start) & (axis < start + share * n)
+    return spec_augment(time_shift(inputs, generator), generator), targets
 
 
 class ResidualBlock(nn.Module):
@@ -174,9 +163,14 @@ class AudioNet(nn.Module):
 
 def loss(model: nn.Module, batch: Batch, recipe: Recipe) -> tuple[Tensor, Tensor]:
     """Return (mean cross-entropy over the batch, logits [B, K])."""
-    inputs, targets = batch
+    inputs, targets, *mixed = batch
     logits = model(inputs)
-    return F.cross_entropy(logits, targets, label_smoothing=recipe.label_smoothing), logits
+    cross_entropy = functools.partial(F.cross_entropy, logits, label_smoothing=recipe.label_smoothing)
+    if not mixed:
+        return cross_entropy(targets), logits
+    others, weight = mixed  # [B] each, of a batch that went through mixup
+    each = weight * cross_entropy(targets, reduction="none") + (1 - weight) * cross_entropy(others, reduction="none")
+    return each.mean(), logits
 
 
 def score(outputs: Tensor, batch: Batch) -> Tensor:

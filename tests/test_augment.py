@@ -1,0 +1,140 @@
+"""Augmentation: batched, by the given generator alone, each sample by draws of its own."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny import jitter, points
+
+from speedkit.data.augment import _moved, add_noise, mixup, rand_augment, spec_augment, time_shift
+from speedkit.plan import Plan
+from speedkit.train.loop import begin, close, fit, steps
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+def generator(seed=0, device="cpu"):
+    return torch.Generator(device).manual_seed(seed)
+
+
+def randn(*shape, device="cpu"):
+    return torch.randn(shape, generator=generator()).to(device)
+
+
+CHANGES = {
+    "time_shift": (time_shift, (6, 1, 8, 50)),
+    "time_shift of waveforms": (time_shift, (6, 50)),
+    "spec_augment": (spec_augment, (6, 1, 16, 50)),
+    "add_noise": (lambda inputs, drawn: add_noise(inputs, drawn, (0, 20)), (6, 50)),
+    "mixup": (lambda inputs, drawn: mixup((inputs, torch.arange(6, device=inputs.device)), 0.4, drawn)[0], (6, 3, 5)),
+    "rand_augment": (lambda inputs, drawn: rand_augment(inputs.sigmoid(), drawn), (6, 3, 20, 24)),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_drawn_from_its_generator_alone_and_leaves_its_input_as_it_was(name, device):
+    change, shape = CHANGES[name]
+    inputs = randn(*shape, device=device)
+    before, global_state = inputs.clone(), torch.random.get_rng_state()
+    one, again, other = (change(inputs, generator(seed, device)) for seed in (1, 1, 2))
+    assert torch.equal(one, again) and not torch.equal(one, other)
+    assert one.shape == inputs.shape and one.dtype == inputs.dtype and one.device == inputs.device
+    assert torch.equal(inputs, before) and torch.equal(torch.random.get_rng_state(), global_state)
+
+
+@pytest.mark.parametrize("name", [name for name in CHANGES if name != "mixup"])
+def test_equal_samples_are_changed_differently(name):
+    change, shape = CHANGES[name]
+    changed = change(randn(*shape)[:1].expand(shape), generator())
+    assert len({tuple(sample.flatten().tolist()) for sample in changed}) == shape[0]
+
+
+def test_time_shift_turns_each_sample_as_a_whole():
+    inputs = randn(6, 2, 3, 20)
+    for one, turned in zip(inputs, time_shift(inputs, generator()), strict=True):
+        assert any(torch.equal(one.roll(shift, dims=-1), turned) for shift in range(20))
+
+
+def test_noise_has_the_ratio_that_was_asked_for():
+    signal = torch.sin(torch.arange(20_000) / 5) * torch.tensor([[1.0], [0.01], [3.0]])
+    noise = add_noise(signal, generator(), (10, 10)) - signal
+    found = 10 * (signal.square().mean(dim=1) / noise.square().mean(dim=1)).log10()
+    torch.testing.assert_close(found, torch.full((3,), 10.0), atol=0.05, rtol=0)
+    spread = add_noise(signal[:1].expand(500, -1), generator(), (0, 30)) - signal[:1]
+    found = 10 * (signal[0].square().mean() / spread.square().mean(dim=1)).log10()
+    assert 0 <= found.min() < 3 and 27 < found.max() <= 30
+    assert not add_noise(torch.zeros(2, 50), generator(), (0, 20)).any(), "silence stays silent and finite"
+
+
+# --- mixup
+
+
+def test_mixup_mixes_inputs_by_the_weights_it_returns():
+    inputs, targets = torch.eye(400), torch.arange(400)  # a mixed row shows who is in it, and how much
+    mixed, own, others, weight = mixup((inputs, targets), 0.4, generator())
+    expected = weight[:, None] * F.one_hot(own, 400) + (1 - weight[:, None]) * F.one_hot(others, 400)
+    torch.testing.assert_close(mixed, expected)
+    assert torch.equal(own, targets) and torch.equal(others.sort().values, targets)
+    assert weight.min() >= 0.5 and weight.max() <= 1 and len(weight.unique()) > 300
+
+
+@pytest.mark.parametrize("alpha", [0.05, 0.4, 1.0, 8.0])
+def test_mixup_weights_are_those_of_a_beta_distribution(alpha):
+    weight = mixup((torch.zeros(40_000, 1), torch.zeros(40_000)), alpha, generator())[3].double()
+    assert torch.isfinite(weight).all()
+    # Changing places keeps the distance from a half: Beta(a, a) has the variance 1 / (4 (2 a + 1)).
+    assert abs((weight - 0.5).square().mean() * 4 * (2 * alpha + 1) - 1) < 0.03
+
+
+def mixed_points(**recipe):
+    workload = points(train=100, augment=jitter, **recipe)
+
+    def loss(model, batch, recipe):
+        inputs, targets, *mixed = batch
+        logits = model(inputs)
+        if not mixed:
+            return F.cross_entropy(logits, targets), logits
+        others, weight = mixed
+        each = (F.cross_entropy(logits, which, reduction="none") for which in (targets, others))
+        return (weight * next(each) + (1 - weight) * next(each)).mean(), logits
+
+    return dataclasses.replace(workload, loss=loss, honours=("mixup",))
+
+
+def losses(workload, **plan):
+    run = begin(workload, plan=Plan(**plan), device="cpu", progress=False)
+    try:
+        return [float(run.last_loss) for _ in steps(run)]
+    finally:
+        close(run)
+
+
+def test_training_mixes_what_the_recipe_says_in_parts_of_a_batch_too():
+    plain, mixed = losses(mixed_points()), losses(mixed_points(mixup=0.4))
+    assert plain != mixed and mixed == losses(mixed_points(mixup=0.4))
+    torch.testing.assert_close(losses(mixed_points(mixup=0.4), micro_batch=5), mixed)
+
+
+def test_mixed_training_is_tested_on_unmixed_samples():
+    found = fit(mixed_points(mixup=0.4, epochs=6), device="cpu", progress=False)
+    assert found.evaluation["n"] == 32 and found.evaluation["value"] > 0.8
+
+
+# --- images
+
+
+def test_images_stay_in_range_and_no_strength_leaves_them_alone():
+    images = randn(8, 3, 20, 30).sigmoid()
+    changed = rand_augment(images, generator(), strength=2.0)
+    assert changed.min() >= 0 and changed.max() <= 1
+    torch.testing.assert_close(rand_augment(images, generator(), strength=0.0), images, atol=1e-5, rtol=0)
+
+
+def test_images_are_turned_without_losing_their_proportions():
+    y, x = torch.meshgrid(torch.arange(64.0) - 31.5, torch.arange(128.0) - 63.5, indexing="ij")
+    lying, standing = (((one.abs() < 20) & (other.abs() < 5)).float() for one, other in ((x, y), (y, x)))
+    turned = _moved(lying[None, None], torch.tensor([[torch.pi / 2]]), *torch.zeros(4, 1, 1))[0, 0]
+    middle = slice(32, 96)  # what lies beyond is reflected from above and below
+    assert (turned - standing)[:, middle].abs().max() < 1e-3
