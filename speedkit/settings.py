@@ -3,8 +3,10 @@
 A settings class is a frozen dataclass whose fields are written with `setting(...)`.
 """
 
+import contextlib
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -16,6 +18,7 @@ import yaml
 from speedkit.errors import PlanError
 
 T = TypeVar("T")
+WORDS = {"none": None, "null": None, "true": True, "yes": True, "false": False, "no": False}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,29 +31,22 @@ class Setting:
     help: str
     unit: str = ""
     choices: tuple[str, ...] = ()  # the words it takes; besides numbers, where kinds has them
-    minimum: float | None = None
-    maximum: float | None = None
+    minimum: float = -math.inf
+    maximum: float = math.inf
 
     @property
     def takes(self) -> str:
         """What values are possible, in words: `off | disk | ram`, `an integer from 1`, ..."""
-        parts = list(self.choices)
-        if bool in self.kinds:
-            parts.append("true | false")
-        for kind, word in ((int, "an integer"), (float, "a number")):
-            if kind in self.kinds and not (kind is int and float in self.kinds):
-                low = "" if self.minimum is None else f" from {self.minimum:g}"
-                high = "" if self.maximum is None else f" to {self.maximum:g}"
-                parts.append(f"{word}{low}{high}")
-        if types.NoneType in self.kinds:
-            parts.append("none")
-        return " | ".join(parts)
+        low = f" from {self.minimum:g}" if self.minimum > -math.inf else ""
+        high = f" to {self.maximum:g}" if self.maximum < math.inf else ""
+        kinds = {bool: "true | false", int: f"an integer{low}{high}", float: f"a number{low}{high}",
+                 types.NoneType: "none"}  # fmt: skip
+        return " | ".join([*self.choices, *(text for kind, text in kinds.items() if kind in self.kinds)])
 
 
-def setting(default: Any, help: str, *, unit: str = "", choices: Iterable[str] = (), minimum=None, maximum=None) -> Any:
-    """Return a dataclass field that carries its own description."""
-    about = {"help": help, "unit": unit, "choices": tuple(choices), "minimum": minimum, "maximum": maximum}
-    return dataclasses.field(default=default, metadata=about)
+def setting(default: Any, help: str, **about: Any) -> Any:
+    """Return a dataclass field that carries its own description: `unit`, `choices`, `minimum`, `maximum`."""
+    return dataclasses.field(default=default, metadata={"help": help, **about})
 
 
 def described(cls: type) -> list[Setting]:
@@ -77,39 +73,27 @@ def check(instance: Any) -> None:
 
 def check_value(about: Setting, value: Any) -> None:
     """Raise PlanError unless `value` is one that the setting `about` takes."""
-    wrong = PlanError(f"{about.name}={value!r} is not possible; it takes {about.takes}")
     if isinstance(value, str):
-        if value not in about.choices:
-            raise PlanError(f"{wrong}{nearest(value, about.choices)}")
-    elif isinstance(value, bool) or value is None:
-        if type(value) not in about.kinds:
-            raise wrong
-    elif isinstance(value, int | float):
-        if float not in about.kinds and not (isinstance(value, int) and int in about.kinds):
-            raise wrong
-        low = about.minimum is not None and not value >= about.minimum  # also true for NaN
-        high = about.maximum is not None and not value <= about.maximum
-        if low or high:
-            raise wrong
+        possible = value in about.choices
+    elif isinstance(value, bool | types.NoneType):
+        possible = type(value) in about.kinds
     else:
-        raise wrong
+        number = isinstance(value, about.kinds) or (isinstance(value, int) and float in about.kinds)
+        possible = number and about.minimum <= value <= about.maximum  # False for NaN
+    if not possible:
+        near = nearest(value, about.choices) if isinstance(value, str) else ""
+        raise PlanError(f"{about.name}={value!r} is not possible; it takes {about.takes}{near}")
 
 
 def parse(about: Setting, text: str) -> Any:
     """Return the value that `text`, typed on a command line, stands for; raises PlanError naming what is possible."""
-    word = text.strip()
-    value: Any = word
-    if word.lower() in ("none", "null") and types.NoneType in about.kinds:
-        value = None
-    elif word.lower() in ("true", "yes", "false", "no") and bool in about.kinds:
-        value = word.lower() in ("true", "yes")
-    elif word not in about.choices:
-        for kind in (int, float):
-            if kind in about.kinds and isinstance(value, str):
-                try:
-                    value = kind(word)
-                except ValueError:
-                    continue
+    value: Any = text.strip()
+    if value.lower() in WORDS and type(WORDS[value.lower()]) in about.kinds:
+        value = WORDS[value.lower()]
+    for kind in (int, float):
+        if kind in about.kinds and isinstance(value, str):
+            with contextlib.suppress(ValueError):
+                value = kind(value)
     check_value(about, value)
     return value
 
