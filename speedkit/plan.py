@@ -36,11 +36,7 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "checkpointing": ("blocks", "selective"),
     "cache_of": ("waveform",),
     "decoder": ("torchcodec", "librosa"),
-    "features_on": ("device",),
     "shards": (True,),
-    "workers": ("auto",),
-    "prefetch": (True,),
-    "bucket": (True,),
     "on_nonfinite": ("skip", "recover"),
     "allocator": ("expandable",),
     "strategy": ("fsdp",),
@@ -77,8 +73,10 @@ class Plan:
     features_on: str = setting("cpu", "where features are computed", choices=("cpu", "device"))
     shards: bool = setting(False, "read tar shards instead of single files")
     workers: int | str = setting(
-        0, "processes that load data; 0 loads in the training process", choices=("auto",), minimum=0
-    )
+        0, "processes that load data; 0 loads in the training process, auto measures what is best",
+        choices=("auto",), minimum=0,
+    )  # fmt: skip
+    worker_kind: str = setting("process", "what loads: processes, or threads of one", choices=("process", "thread"))
     persistent_workers: bool = setting(False, "keep the loading processes from epoch to epoch")
     prefetch_factor: int = setting(2, "batches that each loading process prepares ahead", unit="batches", minimum=1)
     pin_memory: bool = setting(False, "load into page-locked memory, from which a GPU copies faster")
@@ -163,8 +161,8 @@ class Effective:
         return dataclasses.asdict(self)
 
 
-def resolve(plan: Plan, hardware: Hardware | None = None, strict: bool = False) -> Effective:
-    """Return the plan that `hardware` can honour, and why not for each field it cannot.
+def resolve(plan: Plan, hardware: Hardware | None = None, strict: bool = False, workload: Any = None) -> Effective:
+    """Return the plan that `hardware` (and the data of `workload`) can honour, and why not for each field it cannot.
 
     Raises PlanError for a value whose technique is not in this version, and under `strict` for any fallback.
     """
@@ -187,10 +185,18 @@ def resolve(plan: Plan, hardware: Hardware | None = None, strict: bool = False) 
         fall_back("compile", "default", f"reduce-overhead replays CUDA graphs: {hardware.why_not('cuda_graphs')}")
     if got["pin_memory"] and not hardware.supports("pin_memory"):
         fall_back("pin_memory", False, hardware.why_not("pin_memory"))
+    if got["prefetch"] and hardware.device.type != "cuda":
+        fall_back("prefetch", False, f"a copy beside the computation needs a CUDA GPU; the device is {hardware.name}")
+    if got["prefetch"] and not got["pin_memory"]:
+        fall_back("pin_memory", True, "prefetch copies without waiting, which takes page-locked memory")
     if got["cache"] == "device" and hardware.device.type == "cpu":
         fall_back("cache", "ram", "the device is this CPU, whose memory is the RAM")
     if got["cache"] != "off" and got["workers"] != 0:
         fall_back("workers", 0, "a cached batch is one gather from memory; worker processes would copy it once more")
+    if got["cache"] != "off" and got["cache_of"] == "features" and got["features_on"] == "device":
+        fall_back("features_on", "cpu", "the cache holds features: there is nothing left to compute on the device")
+    if workload is not None:
+        _data(got, workload, fall_back)
     if got["persistent_workers"] and got["workers"] == 0:
         got["persistent_workers"] = False  # nothing to keep, nothing lost: not a fallback
     for field, values in NOT_YET.items():
@@ -204,6 +210,18 @@ def resolve(plan: Plan, hardware: Hardware | None = None, strict: bool = False) 
     if strict and fallbacks:
         raise PlanError(f"the plan cannot be honoured here, and --strict allows no fallback: {fallbacks[0]}")
     return Effective(plan, Plan(**got), tuple(fallbacks))
+
+
+def _data(got: dict[str, Any], workload: Any, fall_back) -> None:
+    """Switch off what the workload's data has no use for."""
+    if workload.length is None and got["bucket"]:
+        fall_back("bucket", False, f"all items of {workload.name} have one length: nothing is padded")
+    if workload.length is not None and got["features_on"] == "device":
+        fall_back("features_on", "cpu", "lengths differ: features of padded waveforms would depend on the padding")
+    waveforms = got["features_on"] == "device" if got["cache"] == "off" else got["cache_of"] == "waveform"
+    if workload.augment_waveform is not None and not waveforms:
+        why = "augment_waveform is skipped: it is for waveforms on the device (features_on=device, cache_of=waveform)"
+        fall_back("features_on", got["features_on"], why)
 
 
 def _precision(got: dict[str, Any], hardware: Hardware, fall_back) -> None:

@@ -1,17 +1,17 @@
 """Samples to batches on the device: live through a loader, or gathered from a cache."""
 
 import contextlib
-import os
 import signal
 from collections.abc import Iterator, Sequence
-from multiprocessing import active_children
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from speedkit.data.cache import FeatureCache
-from speedkit.data.samples import EpochOrder, Samples, make_loader
+from speedkit.data.prefetch import Batch, prefetched
+from speedkit.data.samples import EpochOrder, Samples, loading, make_loader
 from speedkit.errors import SpeedkitError
 from speedkit.plan import Plan
 
@@ -29,59 +29,76 @@ class Batches:
         self, workload: Any, items: Sequence[Any], plan: Plan, batch_size: int, seed: int | None, device: torch.device,
         cache: FeatureCache | None = None,
     ):  # fmt: skip
-        self.device, self.plan, self.cache = device, plan, cache
+        self.workload, self.device, self.plan, self.cache, self.seed = workload, device, plan, cache, seed
         self.count = len(cache) if cache is not None else len(items)
         if not self.count:
             raise SpeedkitError(f"workload {workload.name} has no readable item to train or test on")
-        self.order = EpochOrder(self.count, batch_size, seed, plan.drop_last and seed is not None)
+        bucket = plan.bucket and seed is not None and workload.length is not None
+        lengths = torch.tensor([workload.length(item) for item in items]) if bucket else None
+        self.order = EpochOrder(self.count, batch_size, seed, plan.drop_last and seed is not None, lengths)
         self.epoch, self.position = 0, 0
         self.bad: dict[str, str] = {}
         self._quarantine(cache.bad if cache is not None else {})
-        self.pids: list[int] = []
-        self.loader = None if cache is not None else make_loader(Samples(workload, items), plan, self.order)
-        self.pass_: Iterator[tuple[Tensor, ...]] | None = None
+        # Whether what arrives on the device are waveforms, whose features are computed there.
+        self.waveforms = plan.cache_of == "waveform" if cache is not None else plan.features_on == "device"
+        self.generator = torch.Generator(device=device)
+        samples = Samples(workload, items, loading(workload, plan), self.waveforms)
+        self.loader = None if cache is not None else make_loader(samples, plan, self.order)
+        self.pass_: Iterator[Batch] | None = None
 
     def next(self) -> tuple[Tensor, ...]:
         """Return the next batch, each tensor `[B, ...]` on the device."""
         while True:
             if self.pass_ is None:
                 self.order.epoch, self.order.start = self.epoch, self.position
-                self.pass_ = self._gathered() if self.cache is not None else self._loaded()
+                self.pass_ = self._fetched()
             for batch in self.pass_:
                 self.position += 1
-                return batch
+                if batch is not None:
+                    return self._ready(batch, self.epoch * len(self.order) + self.position)
             self.pass_, self.epoch, self.position = None, self.epoch + 1, 0
 
     def one_pass(self) -> Iterator[tuple[Tensor, ...]]:
         """Yield the batches of one pass from the start, each tensor `[B, ...]` on the device."""
         self.order.epoch = self.order.start = 0
-        return self._gathered() if self.cache is not None else self._loaded()
+        return (self._ready(batch, step) for step, batch in enumerate(self._fetched(), 1) if batch is not None)
 
-    def _gathered(self) -> Iterator[tuple[Tensor, ...]]:
+    def _fetched(self) -> Iterator[Batch]:
+        """Yield the batches of a pass as they arrive on the device; None for one of unreadable items alone."""
+        source, copy = (self.order.tensors(), self._gather) if self.cache is not None else (self._loaded(), self._copy)
+        if self.plan.prefetch and self.device.type == "cuda":
+            return prefetched(source, copy, self.device)
+        return map(copy, source)
+
+    def _gather(self, indices: Tensor) -> Batch:
         assert self.cache is not None
-        for indices in self.order.tensors():
-            batch = self.cache.gather(indices, self.device)
-            if len(batch[0]):
-                yield batch
-            else:
-                self.position += 1
+        batch = self.cache.gather(indices, self.device)
+        return batch if len(batch[0]) else None
 
-    def _loaded(self) -> Iterator[tuple[Tensor, ...]]:
+    def _copy(self, batch: Batch) -> Batch:
+        return batch and tuple(tensor.to(self.device, non_blocking=self.plan.pin_memory) for tensor in batch)
+
+    def _loaded(self) -> Iterator[Batch]:
         assert self.loader is not None
-        before = set(active_children())
-        passing = iter(self.loader)
-        started = [process.pid for process in active_children() if process not in before]
-        self.pids = [pid for pid in started if pid] or self.pids  # none are started where they persist
-        try:
-            for batch, _, bad in passing:
-                if bad:
-                    self._quarantine({item.path: item.why for item in bad})
-                if batch is None:
-                    self.position += 1
-                    continue
-                yield tuple(tensor.to(self.device, non_blocking=self.plan.pin_memory) for tensor in batch)
-        finally:
-            del passing  # ends its processes, also where a traceback keeps this frame alive
+        with contextlib.closing(iter(self.loader)) as loaded:
+            for batch, _, bad in loaded:
+                self._quarantine({item.path: item.why for item in bad})
+                yield batch
+
+    @torch.no_grad()
+    def _ready(self, batch: tuple[Tensor, ...], step: int) -> tuple[Tensor, ...]:
+        """Return what the loss takes of what has arrived: features, padded to one of few lengths where bucketed."""
+        inputs, *rest = batch
+        if self.waveforms:
+            if self.workload.augment_waveform is not None and self.seed is not None:
+                # Seeded by the step, so that a resumed run draws what the uninterrupted one would have drawn.
+                self.generator.manual_seed(self.seed * 1_000_033 + step)
+                inputs = self.workload.augment_waveform(inputs, self.generator)
+            inputs = self.workload.features(inputs)
+        if self.order.padded is not None:
+            length = self.order.padded[torch.searchsorted(self.order.padded, inputs.shape[-1])]
+            inputs = pad(inputs, (0, int(length) - inputs.shape[-1]))
+        return inputs, *rest
 
     def _quarantine(self, bad: dict[str, str]) -> None:
         self.bad.update(bad)
@@ -92,13 +109,20 @@ class Batches:
                 f"the first is {path}: {why}. Mend or remove them"
             )
 
+    @property
+    def pids(self) -> list[int]:
+        """The loader's processes."""
+        return [process.pid for process in self.loader.processes] if self.loader is not None else []
+
     def signal_workers(self, number: int) -> None:
-        """Send a signal to every loader process: SIGSTOP keeps them from working while another plan is timed."""
-        for pid in self.pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+        """Send a signal to every worker: SIGSTOP keeps them from working while another plan is timed."""
+        if self.loader is not None:
+            self.loader.signal(number)
 
     def close(self) -> None:
         """End the loader's processes."""
         self.signal_workers(signal.SIGCONT)
-        self.pass_, self.loader, self.pids = None, None, []
+        self.pass_ = None
+        if self.loader is not None:
+            self.loader.close()
+            self.loader = None

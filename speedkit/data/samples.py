@@ -1,46 +1,84 @@
-"""Items to samples, and a DataLoader over them: the order of an epoch, and the loader's worker processes."""
+"""Items to samples, and a loader over them: the order of an epoch, how samples become a batch."""
 
-import atexit
-import signal
-from collections.abc import Iterator, Sequence
-from multiprocessing import active_children
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.nn.functional import pad
+from torch.utils.data import Dataset, default_collate, get_worker_info
 
+from speedkit.data.bucket import bucketed, padded_lengths
 from speedkit.data.decode import BadItem
+from speedkit.data.workers import Loader
+from speedkit.errors import PlanError
 from speedkit.plan import Plan
 from speedkit.recipe import steps_per_epoch
 
 
-class Samples(Dataset):
-    """Index -> (features, target, index), computed live; a file that cannot be read comes back as its BadItem."""
+def loading(workload: Any, plan: Plan) -> Callable[[Any], Tensor]:
+    """Return the workload's `load` with the plan's decoder. Raises PlanError where it does not take that one."""
+    if plan.decoder == "soundfile":
+        return workload.load
+    if plan.decoder not in workload.decoders:
+        known = ", ".join(("soundfile", *workload.decoders))
+        raise PlanError(f"decoder={plan.decoder} is not one that workload {workload.name} can use: it has {known}")
+    return functools.partial(workload.load, decoder=plan.decoder)
 
-    def __init__(self, workload: Any, items: Sequence[Any]):
-        self.load, self.features, self.target = workload.load, workload.features, workload.target
-        self.items = items
+
+class Samples(Dataset):
+    """Index -> (features, target, index), computed live; a file that cannot be read comes back as its BadItem.
+
+    `load` replaces the workload's. With `waveforms` they come as loaded: features are computed later, on the device.
+    """
+
+    def __init__(self, workload: Any, items: Sequence[Any], load: Any = None, waveforms: bool = False):
+        self.load, self.target = load or workload.load, workload.target
+        self.features = None if waveforms else workload.features
+        self.items, self.varies = items, workload.length is not None
+        self.reading: Any = None  # where worker processes note the index they are at, see workers.Loader
 
     def __len__(self) -> int:
         return len(self.items)
 
     def __getitem__(self, index: int):
+        self._note(index)
         item = self.items[index]
         try:
-            return self.features(self.load(item)), self.target(item), index
+            loaded = self.load(item)
+            return loaded if self.features is None else self.features(loaded), self.target(item), index
         except BadItem as bad:
             return bad
+        finally:
+            self._note(-1)
+
+    def _note(self, index: int) -> None:
+        worker = get_worker_info()
+        if worker is not None and self.reading is not None:
+            self.reading[worker.id] = index
 
 
-def collate(samples: list[Any]) -> tuple[tuple[Tensor, ...] | None, list[int], list[BadItem]]:
-    """Return (batch, indices of its samples, the unreadable ones left out); the batch is None when all are."""
+def collate(samples: list[Any], varies: bool = False) -> tuple[tuple[Tensor, ...] | None, list[int], list[BadItem]]:
+    """Return (batch, indices of its samples, the unreadable ones left out); the batch is None when all are.
+
+    A batch is (inputs [B, ...], targets [B]), or where lengths vary (inputs [B, ..., T] padded with zeros to the
+    longest, lengths [B], targets [B]).
+    """
     good = [sample for sample in samples if not isinstance(sample, BadItem)]
     bad = [sample for sample in samples if isinstance(sample, BadItem)]
     if not good:
         return None, [], bad
     inputs, targets, indices = zip(*good, strict=True)
-    return (torch.stack(inputs), torch.tensor(targets)), list(indices), bad
+    batch: tuple[Tensor, ...] = (torch.tensor(targets),)
+    if varies:
+        lengths = torch.tensor([row.shape[-1] for row in inputs])
+        inputs, batch = [pad(row, (0, int(lengths.max()) - row.shape[-1])) for row in inputs], (lengths, *batch)
+    batch = (default_collate(list(inputs)), *batch)
+    if get_worker_info() is not None:
+        # Here, where an error reaches the training process: the queue would only print it, and never deliver the batch.
+        batch = tuple(tensor.share_memory_() for tensor in batch)
+    return batch, list(indices), bad
 
 
 def shuffled(count: int, seed: int, epoch: int) -> Tensor:
@@ -50,11 +88,20 @@ def shuffled(count: int, seed: int, epoch: int) -> Tensor:
 
 
 class EpochOrder:
-    """A DataLoader's batch sampler: the index batches of epoch `epoch` from `start` on, both set before each pass."""
+    """A DataLoader's batch sampler: the index batches of epoch `epoch` from `start` on, both set before each pass.
 
-    def __init__(self, count: int, batch_size: int, seed: int | None, drop_last: bool):
-        self.count, self.batch_size, self.seed = count, batch_size, seed
+    A `seed` of None keeps the items in order. With `lengths` [N], clips of similar length share a batch. Of several
+    `ranks` each gets a share of every batch, so that together they make the batches, and as many, of one alone.
+    """
+
+    def __init__(
+        self, count: int, batch_size: int, seed: int | None, drop_last: bool, lengths: Tensor | None = None,
+        rank: int = 0, ranks: int = 1,
+    ):  # fmt: skip
+        self.count, self.batch_size, self.seed, self.rank, self.ranks = count, batch_size, seed, rank, ranks
         self.length = steps_per_epoch(count, batch_size, drop_last)
+        self.lengths = lengths
+        self.padded = None if lengths is None else padded_lengths(lengths)  # the only lengths that batches have
         self.epoch, self.start = 0, 0
 
     def __len__(self) -> int:
@@ -65,43 +112,17 @@ class EpochOrder:
             yield indices.tolist()
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the batches as index tensors, `[batch_size]` each but for a last one that may be smaller."""
+        """Yield the batches as index tensors, `[batch_size / ranks]` each but for a last one that may be smaller."""
         order = torch.arange(self.count) if self.seed is None else shuffled(self.count, self.seed, self.epoch)
+        if self.lengths is not None and self.padded is not None:
+            generator = torch.Generator().manual_seed((self.seed or 0) * 1_000_003 + self.epoch)
+            order = bucketed(order, self.lengths, self.padded, self.batch_size, generator)
         for position in range(self.start, self.length):
-            yield order[position * self.batch_size : (position + 1) * self.batch_size]
+            batch = order[position * self.batch_size : (position + 1) * self.batch_size]
+            # Fewer items than ranks: some come twice, for a rank without a batch would leave the others waiting.
+            yield batch[self.rank :: self.ranks] if len(batch) >= self.ranks else batch[[self.rank % len(batch)]]
 
 
-def make_loader(samples: Samples, plan: Plan, order: EpochOrder) -> DataLoader:
-    """Return a DataLoader over `samples` in the batches of `order`, with the plan's worker settings."""
-    workers = int(plan.workers)
-    # A DataLoader draws its workers' seed from the global generator unless it has its own: dropout would then depend on
-    # whether, and how, data is loaded.
-    extra: dict[str, Any] = {"generator": torch.Generator()}
-    if workers:
-        extra |= {
-            "persistent_workers": plan.persistent_workers,
-            "prefetch_factor": plan.prefetch_factor,
-            "worker_init_fn": start_worker,
-        }
-    return DataLoader(
-        samples, batch_sampler=order, num_workers=workers, collate_fn=collate, pin_memory=plan.pin_memory, **extra
-    )
-
-
-def start_worker(_: int) -> None:
-    """Set a loader process up: one thread, for the workers together already fill the cores.
-
-    Ctrl-C and SIGTERM often go to the whole process group. They are the parent's business, which makes its last step
-    and a checkpoint with the workers' help and then ends them.
-    """
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-@atexit.register
-def end_workers() -> None:
-    """Kill loader processes that a run left: they ignore SIGTERM, and Python, going out, would wait for ever."""
-    for process in active_children():
-        if process.daemon:
-            process.kill()
+def make_loader(samples: Samples, plan: Plan, order: EpochOrder) -> Loader:
+    """Return an iterable of what `collate` makes of the batches of `order`, in the plan's processes or threads."""
+    return Loader(samples, functools.partial(collate, varies=samples.varies), plan, order)

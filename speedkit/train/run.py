@@ -88,7 +88,7 @@ def begin(
     recipe = check_recipe(workload, recipe or workload.recipe)
     hardware = this_machine(device)
     device = hardware.device
-    effective = resolve(plan or Plan(), hardware, strict)
+    effective = resolve(plan or Plan(), hardware, strict, workload)
     plan = effective.plan
     folder = claim_folder(out, "train", resume) if out is not None else None
     precision.apply(plan)
