@@ -57,7 +57,7 @@ def test_folders_of_classes_nested_files_and_odd_ones(tmp_path):
     make(tmp_path / "loose.wav")
     found = find_items(tmp_path)
     assert found.classes == ("frog", "owl")
-    assert len(found.train) + len(found.test) == 16 and found.ignored == 1 and not found.quarantined
+    assert len(found.train) + len(found.test) == 16 and not found.quarantined
     nested = next(item for item in (*found.train, *found.test) if item.path.endswith("clip9.flac"))
     assert nested == Item(str(tmp_path / "owl/deep/er/clip9.flac"), 1, 0.25, 16000)
 
@@ -75,7 +75,7 @@ def test_file_name_pattern_labels_and_splits_as_the_spoken_digits_do(tmp_path):
             make(tmp_path / f"{digit}_ann_{take}.wav")
     make(tmp_path / "readme_take.wav")
     found = find_items(tmp_path, label_pattern=r"^(\d)_", test_pattern=r"_[0-4]\.wav$")
-    assert found.classes == ("0", "1", "2") and found.ignored == 1
+    assert found.classes == ("0", "1", "2")
     assert len(found.test) == 15 and names(found.train)[:2] == ["0_ann_5.wav", "0_ann_6.wav"]
     assert [item.label for item in found.train] == [0, 0, 1, 1, 2, 2]
 
@@ -113,12 +113,12 @@ def split_table(root: Path, splits: list[str], separator: str = ",") -> Path:
 def test_split_column_with_test_rows_leaves_validation_alone(tmp_path):
     path = split_table(tmp_path, ["train", "train", "TRAIN", "train", "test", "test", "val", "val"], ";")
     found = find_items(tmp_path, labels=path)
-    assert names(found.test) == ["4.wav", "5.wav"] and len(found.train) == 4 and found.ignored == 2
+    assert names(found.test) == ["4.wav", "5.wav"] and len(found.train) == 4
 
 
 def test_split_column_with_validation_only_tests_on_it(tmp_path):
     found = find_items(tmp_path, labels=split_table(tmp_path, ["train", "train", "valid", "valid"]))
-    assert names(found.test) == ["2.wav", "3.wav"] and found.ignored == 0
+    assert names(found.test) == ["2.wav", "3.wav"]
 
 
 # --- the seeded split

@@ -8,13 +8,16 @@ from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import soundfile
 
 from speedkit.data.decode import reason
 from speedkit.errors import SpeedkitError, UsageError
 from speedkit.files import atomic
+
+if TYPE_CHECKING:
+    import pandas
 
 EXTENSIONS = (".wav", ".flac", ".ogg", ".mp3", ".aif", ".aiff")
 TEST_SHARE = 0.2
@@ -38,13 +41,12 @@ class Item:
 
 @dataclass(frozen=True)
 class Found:
-    """What `find_items` found; `quarantined` holds (path, why), `ignored` counts files no label or split claims."""
+    """What `find_items` found; `quarantined` holds (path, why)."""
 
     train: tuple[Item, ...]
     test: tuple[Item, ...]
     classes: tuple[str, ...]
     quarantined: tuple[tuple[str, str], ...] = ()
-    ignored: int = 0
 
 
 class Entry(NamedTuple):
@@ -55,14 +57,8 @@ class Entry(NamedTuple):
     split: str = ""
 
 
-def find_items(
-    data_dir: str | Path,
-    *,
-    labels: str | Path | None = None,
-    label_pattern: str | None = None,
-    test_pattern: str | None = None,
-    seed: int = 0,
-) -> Found:
+def find_items(data_dir: str | Path, *, labels: str | Path | None = None, label_pattern: str | None = None,
+               test_pattern: str | None = None, seed: int = 0) -> Found:  # fmt: skip
     """Return the training and test clips under `data_dir`, sorted by path with numbers in their natural order.
 
     Labels come from the CSV `labels`, from group 1 of `label_pattern` in the file name, or from the names of the
@@ -76,26 +72,27 @@ def find_items(
         raise UsageError(f"data folder {root} {what}: name the folder of your recordings with --data-dir")
     if labels is not None and label_pattern is not None:
         raise UsageError("--labels and --label-pattern both name the labels: give one of the two")
-    if labels is not None:
-        entries, bad, ignored = _from_table(root, Path(labels), with_split=test_pattern is None)
+    bad: list[tuple[str, str]] = []
+    if labels is None:
+        entries = _from_files(root, label_pattern)
     else:
-        entries, bad, ignored = _from_files(root, label_pattern)
+        entries = _from_table(root, Path(labels), with_split=test_pattern is None, bad=bad)
     entries.sort(key=lambda entry: _natural(str(entry.path)))
     considered = len(entries) + len(bad)
     with ThreadPoolExecutor(8) as pool:  # libsndfile works outside Python's lock, and disks like several requests
-        scanned = list(zip(entries, pool.map(_header, entries), strict=True))
-    bad += [(str(entry.path), header) for entry, header in scanned if isinstance(header, str)]
+        headers = dict(zip(entries, pool.map(_header, entries), strict=True))
+    bad += [(str(entry.path), header) for entry, header in headers.items() if isinstance(header, str)]
     if len(bad) > BAD_SHARE * considered:
         first = "; ".join(f"{path}: {why}" for path, why in bad[:3])
         share = f"{len(bad)} of {considered} files cannot be used, over {BAD_SHARE:.0%}"
         raise SpeedkitError(f"{share} ({first}): repair or remove them")
-    good = {entry: header for entry, header in scanned if not isinstance(header, str)}
+    good = {entry: header for entry, header in headers.items() if not isinstance(header, str)}
     test_set = _test_set(good, root, test_pattern, seed)
     classes = _classes(good, test_set)
-    items = [Item(str(entry.path), classes.index(entry.label), *header) for entry, header in good.items()]
-    train = tuple(item for item in items if Path(item.path) not in test_set)
-    test = tuple(item for item in items if Path(item.path) in test_set)
-    return Found(train, test, classes, tuple(bad), ignored)
+    sides: dict[bool, list[Item]] = {False: [], True: []}
+    for entry, header in good.items():
+        sides[entry.path in test_set].append(Item(str(entry.path), classes.index(entry.label), *header))
+    return Found(tuple(sides[False]), tuple(sides[True]), classes, tuple(bad))
 
 
 def write_quarantine(path_csv: str | Path, rows: Iterable[tuple[str, str]]) -> None:
@@ -110,14 +107,12 @@ def _natural(text: str) -> list:
     return [(0, int(part), "") if at % 2 else (1, 0, part) for at, part in enumerate(parts)]
 
 
-def _from_files(root: Path, label_pattern: str | None) -> tuple[list[Entry], list[tuple[str, str]], int]:
-    """Return (files labelled by group 1 of the pattern or by their subfolder, no bad ones, how many have no label)."""
+def _from_files(root: Path, label_pattern: str | None) -> list[Entry]:
+    """Return the files labelled by group 1 of the pattern or by their subfolder; those without a label are not ours."""
     found = (path for path in root.rglob("*") if path.suffix.lower() in EXTENSIONS)
     paths = sorted(path for path in found if not any(part[0] == "." for part in path.relative_to(root).parts))
     if not paths:
-        raise UsageError(
-            f"data folder {root} holds no audio files ({', '.join(EXTENSIONS)}): name another one with --data-dir"
-        )
+        raise UsageError(f"data folder {root} holds no audio files ({', '.join(EXTENSIONS)}): name another --data-dir")
     if label_pattern is None:
         labels = ["" if path.parent == root else path.relative_to(root).parts[0] for path in paths]
         unlabelled = f"data folder {root} has no class-named subfolders: add them, or give --label-pattern or --labels"
@@ -131,72 +126,65 @@ def _from_files(root: Path, label_pattern: str | None) -> tuple[list[Entry], lis
     entries = [Entry(path, label) for path, label in zip(paths, labels, strict=True) if label]
     if not entries:
         raise UsageError(unlabelled)
-    return entries, [], len(paths) - len(entries)
+    return entries
 
 
-def _from_table(root: Path, table: Path, with_split: bool) -> tuple[list[Entry], list[tuple[str, str]], int]:
-    """Return (rows whose file exists, (path, why) of the others, how many rows belong to no split)."""
+def _from_table(root: Path, table: Path, with_split: bool, bad: list[tuple[str, str]]) -> list[Entry]:
+    """Return the rows of a split whose file exists; what cannot be used goes to `bad` as (path, why)."""
     rows = _rows(table)
-    path_columns = [name for name in PATH_COLUMNS if name in rows[0]]
-    label_columns = [name for name in LABEL_COLUMNS if name in rows[0]]
-    if not path_columns or not label_columns:
-        what, known = ("label", LABEL_COLUMNS) if path_columns else ("path", PATH_COLUMNS)
-        has = ", ".join(rows[0])
-        raise UsageError(f"the label table {table} has no {what} column: name one of {has} {' or '.join(known)}")
+    columns = {"path": [name for name in PATH_COLUMNS if name in rows],
+               "label": [name for name in LABEL_COLUMNS if name in rows]}  # fmt: skip
+    for what, known in (("path", PATH_COLUMNS), ("label", LABEL_COLUMNS)):
+        if not columns[what]:
+            has = ", ".join(rows)
+            raise UsageError(f"the label table {table} has no {what} column: name one of {has} {' or '.join(known)}")
     # A column of names says more than one of numbers (ESC-50 has both: category and target).
-    label_column = min(label_columns, key=lambda name: all(row[name].isdigit() for row in rows))
+    labels = rows[min(columns["label"], key=lambda name: rows[name].str.isdigit().all())]
     splits = _splits(rows, table) if with_split else [""] * len(rows)
     folders = (root, table.parent, root / "audio", table.parent / "audio", table.parent.parent / "audio")
-    entries, bad = [], []
-    for number, (row, split) in enumerate(zip(rows, splits, strict=True), start=2):
-        if split == "neither":
-            continue
-        name, label = row[path_columns[0]], row[label_column]
+    entries = []
+    for name, label, split in zip(rows[columns["path"][0]], labels, splits, strict=True):
         path = next((folder / name for folder in folders if (folder / name).is_file()), None)
-        if not name or not label:
-            bad.append((f"{table} line {number}", f"its {'label' if name else 'path'} is empty"))
-        elif path is None:
-            bad.append((name, "there is no such file"))
-        else:
+        if split != "neither" and path and label:
             entries.append(Entry(path, label, split))
+        elif split != "neither":
+            bad.append((name or f"a row of {table}", "its label is empty" if path else "there is no such file"))
     if not entries and bad:
         raise UsageError(f"none of the {len(bad)} files in {table} exists, as {bad[0][0]}: give their --data-dir")
-    return entries, bad, splits.count("neither")
+    return entries
 
 
-def _rows(table: Path) -> list[dict[str, str]]:
-    """Return the CSV's rows, its column names in lower case."""
+def _rows(table: Path) -> "pandas.DataFrame":
+    """Return the CSV's rows as text, its column names in lower case."""
+    import pandas
+
     try:
-        with table.open(newline="", encoding="utf-8-sig") as stream:
-            head = stream.readline()
-            stream.seek(0)
-            reader = csv.DictReader(stream, delimiter=max(",;\t", key=head.count), restval="", restkey="")
-            rows = [{key.strip().lower(): value.strip() for key, value in row.items() if key} for row in reader]
+        rows = pandas.read_csv(table, sep=None, engine="python", dtype=str, keep_default_na=False, encoding="utf-8-sig")
     except FileNotFoundError as error:
         raise UsageError(f"the label table {table} does not exist: name an existing CSV file with --labels") from error
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except (OSError, ValueError, csv.Error) as error:
         raise UsageError(f"the label table {table} cannot be read as CSV ({error}): save it as UTF-8 text") from error
-    if not rows:
+    if rows.empty:
         raise UsageError(f"the label table {table} holds no rows: it needs one row per recording below its header")
-    return rows
+    return rows.rename(columns=lambda name: name.strip().lower()).apply(lambda column: column.str.strip())
 
 
-def _splits(rows: list[dict[str, str]], table: Path) -> list[str]:
+def _splits(rows: "pandas.DataFrame", table: Path) -> list[str]:
     """Return for each row train, test, neither, or empty where the table does not say."""
-    if "split" in rows[0]:
-        said = [row["split"].lower() for row in rows]
+    if "split" in rows:
+        said = rows["split"].str.lower().to_list()
         # With a validation and a test part, the test part is the test set and the validation part is left alone.
         for_test = TEST_SPLITS.intersection(said) or VALIDATION_SPLITS.intersection(said)
         if not for_test:
             held = ", ".join(sorted({*said})[:5])
             raise UsageError(f"column split of {table} marks no test set (only {held}): write test in some rows")
         return ["test" if s in for_test else "neither" if s in VALIDATION_SPLITS else "train" for s in said]
-    if "fold" not in rows[0]:
+    if "fold" not in rows:
         return [""] * len(rows)
-    folds = sorted({row["fold"] for row in rows}, key=_natural)
+    folds = sorted({*rows["fold"]}, key=_natural)
     if len(folds) < 2:
         raise UsageError(f"column fold of {table} holds one fold only ({folds[0]}): add one, or give --test-pattern")
-    return ["test" if row["fold"] == folds[-1] else "train" for row in rows]
+    return ["test" if fold == folds[-1] else "train" for fold in rows["fold"]]
 
 
 def _compiled(pattern: str, option: str) -> re.Pattern[str]:
