@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from speedkit import files
 
@@ -160,16 +161,12 @@ def _canvas(height: float, left: float, right: float) -> tuple[Figure, Axes]:
 def _finish(axes: Axes, ends: Sequence[float], labels: Mapping[int, str], count: int, about: str) -> None:
     """Make x logarithmic around `ends` with few round ticks, and put `count` rows from top to bottom."""
     reach = (max(ends) / min(ends)) ** 0.04
-    low, high = min(ends) / reach, max(ends) * reach
     axes.set_xscale("log")
-    axes.set(xlim=(low, high), xlabel=about, ylim=(count - 0.4, -0.6))
-    for digits in ((1, 1.1, 1.2, 1.3, 1.5, 1.7, 2, 2.5, 3, 4, 5, 6, 7, 8, 9), (1, 1.5, 2, 3, 5, 7), (1, 2, 5), (1,)):
-        ticks = [digit * 10.0**power for power in range(-9, 10) for digit in digits]
-        ticks = [tick for tick in ticks if low <= tick <= high]
-        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-        if len(ticks) <= 8:
-            break
-    axes.set_xticks([], minor=True)
+    axes.set(xlim=(min(ends) / reach, max(ends) * reach), xlabel=about, ylim=(count - 0.4, -0.6))
+    wide = max(ends) > 4 * min(ends)
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)) if wide else MaxNLocator(6))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_locator(NullLocator())
     axes.set_yticks(list(labels), list(labels.values()), fontsize=8.5, linespacing=1.15)
 
 

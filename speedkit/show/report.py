@@ -4,13 +4,8 @@ import re
 from pathlib import Path
 
 from speedkit import files
-from speedkit.errors import SpeedkitError
 from speedkit.parameters import read_notebook
 
-# Tags that load or run something, and attributes that a browser follows by itself, unless to data in the page.
-LOADING = re.compile(
-    r"<(script|iframe|object|embed|base|link)\b|\s(src|srcset|poster|data|background|xlink:href)\s*=\s*+[\"']?+(?!data:|#)"
-    r"|<(use|image)\b[^>]*\shref\s*=\s*+[\"']?+(?!data:|#)", re.IGNORECASE)  # fmt: skip
 STYLE = """
 body { max-width: 56rem; margin: 2rem auto; padding: 0 1rem; color: #22272e; background: #fff;
        font: 16px/1.55 system-ui, sans-serif; }
@@ -27,7 +22,7 @@ table { border: 0; border-collapse: collapse; font-size: 13px; margin: .6rem 0; 
 th, td { border: 0; border-bottom: 1px solid #e6e9ed; padding: .25rem .6rem; text-align: right; }
 th:first-child, td:first-child { text-align: left; } blockquote { border-left: 3px solid #e6e9ed; padding-left: 1rem; }
 """
-# The policy makes a browser refuse whatever a cell's output might still try to load.
+# The policy makes a browser refuse whatever an output might try to load or run.
 TEMPLATE = """
 {%- extends 'basic/index.html.j2' -%}
 {%- block header -%}
@@ -52,7 +47,7 @@ def report(notebook_path: str | Path, out_path: str | Path) -> Path:
     """Write the executed notebook as one HTML page to `out_path` and return its path; code is folded.
 
     Links to other notebooks become plain words, since the page lies elsewhere. Raises UsageError for what is no
-    notebook, SpeedkitError when something in it would be loaded from elsewhere.
+    notebook.
     """
     from nbconvert import HTMLExporter
     from pygments.formatters import HtmlFormatter
@@ -67,13 +62,5 @@ def report(notebook_path: str | Path, out_path: str | Path) -> Path:
     exporter.log.setLevel("ERROR")  # it warns of figures without alternative texts
     style = STYLE + HtmlFormatter(nowrap=True).get_style_defs(".highlight")
     html, _ = exporter.from_notebook_node(notebook, {"title": title, "style": style})
-    if foreign := loaded(html):
-        raise SpeedkitError(f"{out_path.name} would load {foreign[0]}: remove that from the notebook's text or outputs")
     files.write_text(out_path, html)
     return out_path
-
-
-def loaded(html: str) -> list[str]:
-    """Return the tags and style rules for which a browser would fetch or run something: [] when a page stands alone."""
-    tags = [tag for tag in re.findall(r"<\w(?:[^>\"']|\"[^\"]*\"|'[^']*')*>", html) if LOADING.search(tag)]
-    return [tag[:120] for tag in tags] + re.findall(r"@import [^;]*|url\((?!\s*['\"]?(?:data:|#))[^)]*\)", html)
