@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -9,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from speedkit.ceilings import ceilings
-from speedkit.clock import Stopwatch
+from speedkit.clock import timed
 from speedkit.errors import SpeedkitError, UsageError
 from speedkit.files import claim_folder, finite, write_json, write_text
-from speedkit.hardware import Hardware, this_machine
+from speedkit.hardware import this_machine
 from speedkit.ladder import LADDER, Change, Profile, Rung
+from speedkit.measure.compare import Comparison
 from speedkit.measure.parity import parity
 from speedkit.measure.quality import quality_of, time_to_quality
 from speedkit.measure.record import NotebookRun
@@ -29,24 +31,18 @@ from speedkit.train.run import begin, close
 MODULES = (
     "speedkit.climb", "speedkit.ladder", "speedkit.measure.compare", "speedkit.measure.stats", "speedkit.train.loop",
 )  # fmt: skip
-COMPILE_S = 45.0  # what the budget sets aside for a rung that compiles; measured: 13 to 40 s on two cores
+COMPILE_S = 30.0  # what the budget sets aside for compiling a plan; measured: 13 to 40 s on two cores
+FINAL_PAIRS = 20
+LEAST_WINDOW = 0.2  # of the window asked for: the shortest that a rung is tried with when time runs short
+Row = dict[str, Any]
 
 
 def climb(
-    workload: Any,
-    *,
-    recipe: Recipe | None = None,
-    device: str = "auto",
-    out: str | Path | None = None,
-    resume: bool = False,
-    cache_dir: str | Path | None = None,
-    budget_s: float = 480.0,
-    rungs: Sequence[str] | None = None,
-    pairs: int = 12,
-    window_s: float = 0.25,
-    seeds: int | None = None,
+    workload: Any, *, recipe: Recipe | None = None, device: str = "auto", out: str | Path | None = None,
+    resume: bool = False, cache_dir: str | Path | None = None, budget_s: float = 480.0,
+    rungs: Sequence[str] | None = None, pairs: int = 12, window_s: float = 0.25, seeds: int | None = None,
     progress: bool | str = "auto",
-) -> dict[str, Any]:
+) -> Row:  # fmt: skip
     """Climb the ladder on `workload` and return the record of it.
 
     Each rung is predicted, applied to the best plan so far, measured against it in turns, and kept when the interval's
@@ -62,9 +58,8 @@ def climb(
     recipe = recipe or workload.recipe
     state = read_state(folder, workload, recipe)
     options = {"device": device, "cache_dir": cache_dir}
-    seeds = seeds or 5
-    job = Stages(workload, recipe, hardware, options, pairs, window_s, seeds, budget_s, folder, say, state)
-    run = NotebookRun("90_climb", MODULES, {"workload": workload.name, "budget_s": budget_s, "seeds": seeds})
+    job = Stages(workload, recipe, hardware, options, pairs, window_s, seeds or 5, budget_s, folder, say, state)
+    run = NotebookRun("90_climb", MODULES, {"workload": workload.name, "budget_s": budget_s, "seeds": job.seeds})
 
     say(f"climbing {workload.name}: {len(workload.train)} items to train on, {len(workload.test)} to test, "
         f"batch {recipe.batch_size}, on {hardware.name}; budget {budget_s:.0f} s")  # fmt: skip
@@ -75,8 +70,8 @@ def climb(
     final = job.once("final", lambda: _final(job, best))
     if final["adopted"]:
         best = Plan(**final["adopted"])
-    quality = job.once("quality", lambda: _quality(job, best, final["step_s"]))
-    record = _record(job, run, best, rows, control, final, quality)
+    curves = job.once("quality", lambda: _train_both(job, best))
+    record = _record(job, run, best, rows, control, final, curves)
     if folder is not None:
         write_text(folder / "plan.yaml", to_yaml(best))
         write_json(folder / "record.json", record)
@@ -92,9 +87,9 @@ def _choose(names: Sequence[str] | None) -> list[Rung]:
     return [rung for rung in LADDER if names is None or rung.name in names]
 
 
-def _control(job: Stages) -> dict[str, Any]:
+def _control(job: Stages) -> Row:
     """Measure the naive plan against itself: the noise floor, its losses from two seeds, and its step's two halves."""
-    other = dataclasses.replace(job.recipe, seed=job.recipe.seed + 1)
+    other, began_s = dataclasses.replace(job.recipe, seed=job.recipe.seed + 1), time.perf_counter()
     same = job.compare(Plan(), Plan(), ("baseline", "baseline again"), job.pairs, name="A/A control", recipe_b=other)
     job.say(f"  {same}")
     return {
@@ -106,6 +101,8 @@ def _control(job: Stages) -> dict[str, Any]:
         "other_seed": same.losses_b,
         "step_s": statistics.fmean(same.step_s),
         "data_s": data_time(job, Plan()),
+        # Setting up and warming up, which any comparison costs beside its windows.
+        "set_up_s": time.perf_counter() - began_s - sum(same.seconds_a) - sum(same.seconds_b),
     }
 
 
@@ -113,74 +110,66 @@ def data_time(job: Stages, plan: Plan, count: int = 6) -> float:
     """Return the seconds that `plan` takes to get one batch to the device with nothing else going on."""
     run = begin(job.workload, job.recipe, plan, endless=True, **job.options)
     try:
-        stopwatch, seconds = Stopwatch(run.device), []
-        for _ in range(count + 1):
-            stopwatch.start()
-            run.batches.next()
-            seconds.append(stopwatch.stop())
-        return statistics.median(seconds[1:])
+        return statistics.median(timed(run.batches.next, run.device, repeats=count))
     finally:
         close(run)
 
 
-def _rungs(job: Stages, chosen: Sequence[Rung], control: dict[str, Any]) -> tuple[Plan, list[dict[str, Any]]]:
+def _rungs(job: Stages, chosen: Sequence[Rung], control: Row) -> tuple[Plan, list[Row]]:
     """Try the rungs in order; return the best plan and a row for each thing tried or left out."""
-    best, rows = Plan(), []
-    step_s, data_s = control["step_s"], control["data_s"]
+    best, rows = Plan(), list[Row]()
     matmul = {name.removeprefix("matmul_"): found.value for name, found in ceilings(job.hardware).items()}
+    profile = Profile(control["step_s"], control["data_s"], matmul)
     for rung in chosen:
         changes = rung.changes(best, job.recipe, job.hardware)
         if not changes:
-            rows.append(_row(rung, {}, why=_nothing_to_try(rung, best, job.hardware)))
+            needs = {"compile": "compile", "precision": "bf16"}.get(rung.name)
+            why = job.hardware.why_not(needs) if needs else f"nothing to try on top of {text(changed(best))}"
+            rows.append(_row(rung, {}, why=why))
         for change in changes:
-            stage = f"rung {rung.name} {text(change)}"
-            profile = Profile(step_s, data_s, matmul)
-            start = best
-            row = job.once(stage, functools.partial(_try, job, rung, change, start, profile, control))
+            attempt = functools.partial(_try, job, rung, change, best, profile, control)
+            row = job.once(f"rung {rung.name} {text(change)}", attempt)
             rows.append(row)
             if row["kept"]:
                 best = dataclasses.replace(best, **change)
-                step_s, data_s = row["step_s_after"], row["data_s"]
+                profile = Profile(row["step_s_after"], row["data_s"], matmul)
     return best, rows
 
 
-def _nothing_to_try(rung: Rung, best: Plan, hardware: Hardware) -> str:
-    if rung.name in ("compile", "precision"):
-        return hardware.why_not("compile" if rung.name == "compile" else "bf16")
-    return f"nothing to try on top of {text(changed(best))}"
-
-
-def _try(
-    job: Stages, rung: Rung, change: Change, best: Plan, profile: Profile, control: dict[str, Any]
-) -> dict[str, Any]:
+def _try(job: Stages, rung: Rung, change: Change, best: Plan, profile: Profile, control: Row) -> Row:
     """Predict, measure and judge one change of the best plan."""
     predicted = rung.predict(profile, change)
     asked = dataclasses.replace(best, **change)
     effective = resolve(asked, job.hardware)
     if effective.plan == resolve(best, job.hardware).plan:
         why = effective.fallbacks[0].why if effective.fallbacks else "changes nothing"
-        return _row(rung, change, predicted, why=why)
-    cost_s = 4 * job.window_s * job.pairs + 10 + (COMPILE_S if asked.compile != "off" else 0)
-    if job.spent_s() + cost_s + _reserve_s(job, control["step_s"], profile.step_s) > job.budget_s:
-        return _row(rung, change, predicted, why="not tried: the time budget is needed for the final measurements")
-    job.say(f"rung {rung.name}: {text(change)}, predicted {predicted[0]:.2f} to {predicted[1]:.2f}")
+        return _row(rung, change, predicted, why)
+    window_s = _affordable_window_s(job, asked, profile, control)
+    if not window_s:
+        return _row(rung, change, predicted, "not tried: the time budget is needed for the final measurements")
+    label = f"rung {rung.name}: {text(change)}"
+    job.say(f"{label}, predicted {predicted[0]:.2f} to {predicted[1]:.2f}")
     try:
-        names, label = ("best so far", text(change)), f"rung {rung.name}: {text(change)}"
-        found = job.compare(best, asked, names, job.pairs, name=label)
+        shorter = dataclasses.replace(job, window_s=window_s)
+        found = shorter.compare(best, asked, ("best so far", text(change)), job.pairs, name=label)
     except SpeedkitError as error:
-        return _row(rung, change, predicted, why=f"failed: {error}")
+        return _row(rung, change, predicted, f"failed: {error}")
+    return _row(rung, change, predicted) | _verdict(job, rung, asked, found, control)
+
+
+def _verdict(job: Stages, rung: Rung, asked: Plan, found: Comparison, control: Row) -> Row:
+    """Judge a measured change: kept when it is faster beyond the noise and learns what the rung promises."""
     floor = max(found.noise_floor, control["bias"])
     same = parity(rung.promises, found.losses_b, control["losses"], control["other_seed"])
     faster = found.low > floor
     kept = faster and same.passed
     why = "faster beyond the noise, and learns the same" if kept else (
-        f"{same}" if faster else f"low end {found.low:.3f} is not above the noise floor {floor:.3f}"
+        str(same) if faster else f"low end {found.low:.3f} is not above the noise floor {floor:.3f}"
     )
     job.say(f"  {found.ratio:.3f} ({found.low:.3f} to {found.high:.3f}), floor {floor:.3f}; {same}: "
             f"{'kept' if kept else 'rejected'}")  # fmt: skip
-    row = _row(rung, change, predicted, why)
-    return row | {
-        "ratio": found.ratio, "low": found.low, "high": found.high, "noise_floor": floor, "kept": kept,
+    return {
+        "ratio": found.ratio, "low": found.low, "high": found.high, "noise_floor": floor, "kept": kept, "why": why,
         "parity": str(same), "parity_numbers": dataclasses.asdict(same),
         "step_s_before": found.step_s[0], "step_s_after": found.step_s[1],
         "data_s": data_time(job, asked) if kept else None,
@@ -188,7 +177,7 @@ def _try(
     }  # fmt: skip
 
 
-def _row(rung: Rung, change: Change, predicted: tuple[float, float] | None = None, why: str = "") -> dict[str, Any]:
+def _row(rung: Rung, change: Change, predicted: tuple[float, float] | None = None, why: str = "") -> Row:
     """Return a row of `rungs` with nothing measured yet."""
     low, high = predicted or (None, None)
     return {
@@ -206,28 +195,39 @@ def text(change: Change) -> str:
 
 def changed(plan: Plan) -> Change:
     """Return the fields in which `plan` differs from plain PyTorch."""
-    plain = dataclasses.asdict(Plan())
-    return {field: value for field, value in dataclasses.asdict(plan).items() if value != plain[field]}
+    return {field: value for field, value in vars(plan).items() if value != getattr(Plan(), field)}
 
 
-def _reserve_s(job: Stages, naive_step_s: float, best_step_s: float) -> float:
-    """Return the seconds to set aside for the final comparisons and for training both plans over all seeds."""
-    total = job.recipe.total_steps(len(job.workload.train), drop_last=False)
+def _affordable_window_s(job: Stages, asked: Plan, profile: Profile, control: Row) -> float:
+    """Return the window for comparing `asked`: the job's, or a shorter one that the budget allows, or 0 for none.
+
+    What closes the climb comes first: two comparisons, and the naive and the best plan trained over (up to three)
+    seeds, at the step times measured so far.
+    """
+    naive_s, best_s = control["step_s"], profile.step_s
+    steps = job.recipe.total_steps(len(job.workload.train), drop_last=False)
     # Evaluation: a test pass costs about a third of a training pass over as many items.
     passes = 1 + len(job.workload.test) / (3 * max(1, len(job.workload.train)))
-    training = min(3, job.seeds) * total * (naive_step_s + best_step_s) * passes
-    return training + COMPILE_S + 2 * (4 * job.window_s * job.pairs + 15)
+    training_s = min(3, job.seeds) * steps * passes * (naive_s + best_s)
+    # Both windows of a pair have as many steps, so many that they take the window's time on (geometric) average.
+    pair_s = max(1, job.window_s / math.sqrt(naive_s * best_s)) * (naive_s + best_s)
+    final_s = 2 * (control["set_up_s"] + min(FINAL_PAIRS * pair_s, 0.1 * job.budget_s))
+    compile_s = 2 * COMPILE_S if asked.compile != "off" else 0.0  # now, and (from Inductor's cache) in what closes
+    left_s = job.budget_s - job.spent_s() - training_s - final_s - compile_s - control["set_up_s"]
+    window_s = min(job.window_s, left_s / (2 * job.pairs))
+    return window_s if window_s >= min(job.window_s, max(best_s, LEAST_WINDOW * job.window_s)) else 0.0
 
 
-def _final(job: Stages, best: Plan) -> dict[str, Any]:
+def _final(job: Stages, best: Plan) -> Row:
     """Measure the winning plan against the naive and the careful one, on windows that chose nothing."""
-    result: dict[str, Any] = {"step_s": {}, "adopted": None}
+    result: Row = {"step_s": {}, "adopted": None}
     careful = Plan.careful(job.hardware)
     for name, plan in (("baseline", Plan()), ("careful", careful)):
         if plan == best:
             result[name] = None
             continue
-        found = job.compare(plan, best, (name, "final"), max(job.pairs, 20), name=f"final against {name}", seed=1)
+        pairs = max(job.pairs, FINAL_PAIRS)
+        found = job.compare(plan, best, (name, "final"), pairs, name=f"final against {name}", seed=1)
         job.say(f"final plan {found}")
         if name == "careful" and found.slower:
             # The result is never slower than the best plan seen, and the careful one is among those.
@@ -238,9 +238,9 @@ def _final(job: Stages, best: Plan) -> dict[str, Any]:
     return result
 
 
-def _quality(job: Stages, best: Plan, step_s: dict[str, float]) -> dict[str, Any]:
-    """Train both plans over paired seeds, as many as the budget allows, and test that the final one is no worse."""
-    curves: dict[str, list[dict[str, Any]]] = {"baseline": [], "final": []}
+def _train_both(job: Stages, best: Plan) -> dict[str, list[Row]]:
+    """Train the naive and the final plan over paired seeds, as many as the budget allows; return their curves."""
+    curves: dict[str, list[Row]] = {"baseline": [], "final": []}
     took_s = 0.0
     for seed in range(job.recipe.seed, job.recipe.seed + job.seeds):
         # The clock ends it, never the scores: looking at those to decide would make the test too easy.
@@ -251,25 +251,21 @@ def _quality(job: Stages, best: Plan, step_s: dict[str, float]) -> dict[str, Any
             history = fit(job.workload, dataclasses.replace(job.recipe, seed=seed), plan, progress=False, **job.options)
             points = [[history.prepare_s + found["seconds"], found["value"]] for found in history.evaluations]
             curves[name].append({"seed": seed, "points": points, "value": points[-1][1], "seconds": points[-1][0]})
+            job.say(f"seed {seed}, {name}: {job.workload.metric} {points[-1][1]:.4f} in {points[-1][0]:.1f} s")
         took_s = time.perf_counter() - began_s
-        values = {name: found[-1] for name, found in curves.items()}
-        job.say(f"seed {seed}: {job.workload.metric} " + ", ".join(
-            f"{name} {found['value']:.4f} in {found['seconds']:.1f} s" for name, found in values.items()))  # fmt: skip
-    return {"curves": curves, "asked_seeds": job.seeds}
+    return curves
 
 
-def _record(job, run, best, rows, control, final, quality) -> dict[str, Any]:
+def _record(job, run, best, rows, control, final, curves) -> Row:
     """Put the record together, by the names of design and schema."""
     measured = [control["measurement"], *(row["measurement"] for row in rows if row.get("measurement"))]
     for measurement in [*measured, *(final[name] for name in ("baseline", "careful") if final[name])]:
         run.measure(measurement)
     for name, plan in (("baseline", Plan()), ("careful", Plan.careful(job.hardware)), ("final", best)):
         run.plan(name, resolve(plan, job.hardware))
-
-    def ratio(name: str) -> dict[str, float]:
-        found = final[name] or {"ratio": 1.0, "low": 1.0, "high": 1.0}  # that plan itself won
-        return {key: found[key] for key in ("ratio", "low", "high")}
-
+    itself = {"ratio": 1.0, "low": 1.0, "high": 1.0}  # where the naive or the careful plan won
+    speedups = {name: {key: (final[name] or itself)[key] for key in itself} for name in ("baseline", "careful")}
+    quality = quality_of(job.workload, curves)
     sections = {
         "workload": {"name": job.workload.name, "train": len(job.workload.train), "test": len(job.workload.test)},
         "recipe": dataclasses.asdict(job.recipe),
@@ -277,28 +273,26 @@ def _record(job, run, best, rows, control, final, quality) -> dict[str, Any]:
         "change": text(changed(best)),
         "noise_floor": control["noise_floor"],
         "rungs": [{key: value for key, value in row.items() if key != "measurement"} for row in rows],
-        "speedup": ratio("baseline"),
-        "speedup_careful": ratio("careful"),
+        "speedup": speedups["baseline"],
+        "speedup_careful": speedups["careful"],
         "step_s": {"baseline": control["step_s"]} | final["step_s"],
-        "quality": quality_of(job.workload, quality["curves"]),
-        "time_to_quality": time_to_quality(job.workload, quality["curves"]),
+        "quality": quality,
+        "time_to_quality": time_to_quality(job.workload, curves),
         "spent_s": job.spent_s(),
     }
     for name, value in sections.items():
         run.section(name, value)
-    passed = run.record["quality"]["passed"]
-    run.record["verdicts"].append({
-        "check": f"the final plan is as good as the naive one within {job.workload.margin:g} {job.workload.metric}",
-        "claim": None, "verdict": "passed" if passed else "failed",
-    })  # fmt: skip
+    claim = f"the final plan is as good as the naive one within {job.workload.margin:g} {job.workload.metric}"
+    verdict = "passed" if quality["passed"] else "failed"
+    run.record["verdicts"].append({"check": claim, "claim": None, "verdict": verdict})
     return finite({**run.record, **run.power.summary()})
 
 
-def _summary(job: Stages, record: dict[str, Any]) -> None:
-    speedup, careful, quality = record["speedup"], record["speedup_careful"], record["quality"]
+def _summary(job: Stages, record: Row) -> None:
     job.say(f"final plan: {record['change']}")
-    for name, found in (("naive", speedup), ("careful", careful)):
+    for name, found in (("naive", record["speedup"]), ("careful", record["speedup_careful"])):
         job.say(f"  {found['ratio']:.2f} times as fast as the {name} plan ({found['low']:.2f} to {found['high']:.2f})")
+    quality = record["quality"]
     if quality["lower"] is None:
         job.say("  quality: not shown, the budget allowed fewer than two seeds")
     else:
