@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-import math
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,24 +28,26 @@ def _adding(*added: Callable) -> Callable:
 def options(*tables: dict[str, Setting]) -> Callable:
     """Return a decorator that adds an option for every setting, with its meaning, unit and default as help."""
     added = []
-    for table in tables:
-        for about in table.values():
-            flag, unit = "--" + about.name.replace("_", "-"), f" [{about.unit}]" if about.unit else ""
-            default = "by workload" if table is RECIPE else str(about.default).lower()
-            takes: dict[str, Any] = {"metavar": about.takes.upper()}
-            if bool in about.kinds:
-                flag, takes = f"{flag}/--no-{flag[2:]}", {"default": None}
-            added.append(click.option(flag, about.name, help=f"{about.help}{unit} ({default})", **takes))
+    for about in (about for table in tables for about in table.values()):
+        flag, unit = "--" + about.name.replace("_", "-"), f" [{about.unit}]" if about.unit else ""
+        default = "by workload" if about.name in RECIPE else str(about.default).lower()
+        takes: dict[str, Any] = {"metavar": about.takes.upper()}
+        if bool in about.kinds:
+            flag, takes = f"{flag}/--no-{flag[2:]}", {"default": None}
+        added.append(click.option(flag, about.name, help=f"{about.help}{unit} ({default})", **takes))
     return _adding(*added)
 
 
-shared = _adding(  # the options of all commands that train
+data_options = _adding(
     click.option("--data-dir", type=click.Path(), help="folder of your recordings; generated data without"),
     click.option("--labels", type=click.Path(), help="CSV of paths and labels, with a fold or split column or not"),
     click.option("--label-pattern", metavar="REGEX", help="group 1 of the file name is the label"),
     click.option("--test-pattern", metavar="REGEX", help="file names that match are the test set"),
     click.option("--size", metavar="TINY | SMALL | MEDIUM", help="size of the model"),
     click.option("--clips", type=int, help="how many recordings to generate where there is no data folder"),
+)
+shared = _adding(  # the options of all commands that train
+    data_options,
     click.option("--out", type=click.Path(), help="folder for what the run leaves (runs/<date>-<time>)"),
     click.option("--device", default="auto", show_default=True, metavar="AUTO | CUDA | MPS | CPU"),
     click.option("--cache-dir", type=click.Path(), help="folder for cached features"),
@@ -93,11 +95,15 @@ def the_folder(out: str | None) -> Path:
 
 def seconds(word: str) -> float:
     """Return the seconds in `540`, `90s`, `9m` or `1h`."""
-    unit_s = {"s": 1, "m": 60, "h": 3600}.get(word[-1:])
-    try:
-        value = float(word[:-1]) * unit_s if unit_s else float(word)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
+    found = re.fullmatch(r"(\d+\.?\d*)([smh]?)", word)
+    if not found or not float(found[1]):
         raise UsageError(f"{word!r} is no time: write seconds, or 90s, 9m, 1h")
-    return value
+    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
+
+
+def axis(word: str) -> tuple[str, list[str]]:
+    """Return the name and the values in `name=value,value,...`."""
+    name, _, listed = word.partition("=")
+    if not listed:
+        raise UsageError(f"--sweep {word!r} must read name=value,value,...")
+    return name, listed.split(",")
