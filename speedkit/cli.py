@@ -10,8 +10,9 @@ from typing import Any
 
 import click
 
+from speedkit.commands_cache import cache
 from speedkit.errors import Interrupted, SpeedkitError, UsageError
-from speedkit.options import DATA, PLAN, RECIPE, options, seconds, shared, the_folder, the_plan, the_workload
+from speedkit.options import DATA, PLAN, RECIPE, axis, options, seconds, shared, the_folder, the_plan, the_workload
 
 
 def main() -> None:
@@ -46,6 +47,9 @@ def _terminate(number: int, _frame: Any) -> None:
 @click.version_option(package_name="speedkit")
 def commands() -> None:
     """Make PyTorch training as fast as this machine allows, with proof. --debug shows tracebacks."""
+
+
+commands.add_command(cache)
 
 
 @commands.command()
@@ -91,16 +95,16 @@ def train(workload: str, plan_name: str, strict: bool, deterministic: bool, **va
 @commands.command()
 @click.argument("workload")
 @shared
-@click.option("--budget", default="8m", show_default=True, metavar="TIME", help="time for all of it: 480, 8m, 1h")
+@click.option("--budget", "budget_s", default="8m", show_default=True, type=seconds, metavar="TIME",
+              help="time for all of it: 480, 8m, 1h")  # fmt: skip
 @click.option("--rungs", metavar="NAME,NAME", help="only these rungs")
 @click.option("--seeds", type=click.IntRange(2), help="trainings of each plan, to test quality (5)")
 @click.option("--notebook/--no-notebook", default=True, help="also write climb.ipynb and report.html")
 @options(RECIPE)
-def climb(workload: str, budget: str, rungs: str | None, seeds: int | None, notebook: bool, **values: Any) -> None:
+def climb(workload: str, budget_s: float, rungs: str | None, seeds: int | None, notebook: bool, **values: Any) -> None:
     """Climb the whole ladder on WORKLOAD; leave the winning plan, the record and a report."""
     from speedkit.climb import climb as climb_ladder
 
-    budget_s = seconds(budget)
     work, recipe = the_workload(workload, values)
     folder = the_folder(values["out"])
     record = climb_ladder(
@@ -171,24 +175,20 @@ def bench(names: tuple[str, ...], as_json: bool) -> int:
 @commands.command()
 @click.argument("names", nargs=-1, required=True, metavar="NOTEBOOK...")
 @click.option("-p", "parameters", nargs=2, multiple=True, metavar="NAME VALUE", help="a parameter of the notebooks")
-@click.option("--sweep", "grid", multiple=True, metavar="NAME=A,B,C", help="run every combination of these values")
+@click.option("--sweep", "grid", multiple=True, type=axis, metavar="NAME=A,B,C", help="run every combination of these")
 @click.option("--out", default="runs/notebooks", show_default=True, type=click.Path(), help="folder for what was run")
-@click.option("--timeout", default="1h", show_default=True, metavar="TIME", help="for each notebook")
-def run(names: tuple[str, ...], parameters: tuple, grid: tuple[str, ...], out: str, timeout: str) -> None:
+@click.option("--timeout", default="1h", show_default=True, type=seconds, metavar="TIME", help="for each notebook")
+def run(names: tuple[str, ...], parameters: tuple, grid: tuple, out: str, timeout: float) -> None:
     """Run notebooks by number or name with parameters; a parameter that one does not declare is an error."""
     from speedkit import notebooks
 
-    values, timeout_s, failed = dict(parameters), seconds(timeout), 0
-    for axis in grid:
-        if not axis.partition("=")[2]:
-            raise UsageError(f"--sweep {axis!r} must read name=value,value,...")
-    axes = {name: listed.split(",") for name, _, listed in (axis.partition("=") for axis in grid)}
+    values, failed = dict(parameters), 0
     for source in notebooks.find_notebooks(names):
-        if axes:
-            done = notebooks.sweep(source, axes, out, parameters=values, timeout_s=timeout_s)
-            failed += sum(bool(combination.error) for combination in done)
+        if grid:
+            done = notebooks.sweep(source, dict(grid), out, parameters=values, timeout_s=timeout)
+            failed += sum(map(bool, done.values()))
         else:
-            click.echo(notebooks.run_notebook(source, Path(out) / source.name, values, timeout_s=timeout_s))
+            click.echo(notebooks.run_notebook(source, Path(out) / source.name, values, timeout_s=timeout))
     if failed:
         raise SpeedkitError(f"{failed} combinations failed; the others are in {out}")
 
@@ -197,7 +197,7 @@ def run(names: tuple[str, ...], parameters: tuple, grid: tuple[str, ...], out: s
 @click.argument("names", nargs=-1, metavar="[NOTEBOOK]...")
 @click.option("--all", "everything", is_flag=True, help="every notebook")
 @click.option("--out", type=click.Path(), help="folder to write to (the notebooks' own)")
-@click.option("--budget", metavar="TIME", help="start no notebook after this time")
+@click.option("--budget", type=seconds, metavar="TIME", help="start no notebook after this time")
 @click.option("--workload", default="", help="write only the record, of this workload")
 @click.option("--import", "source", type=click.Path(), help="take in what another machine published to this folder")
 @click.option("--force", is_flag=True, help="run what is current too")
@@ -209,8 +209,8 @@ def publish(names, everything, out, budget, workload, source, force, allow_chang
     if not (source or names or everything):
         raise UsageError("name notebooks to publish, or give --all or --import DIR")
     outcomes = publishing.import_published(source) if source else publishing.publish(
-        None if everything else names, out, seconds(budget) if budget else None,
-        workload=workload, force=force, allow_changes=allow_changes)  # fmt: skip
+        None if everything else names, out, budget, workload=workload, force=force,
+        allow_changes=allow_changes)  # fmt: skip
     for outcome in outcomes:
         click.echo(f"{outcome.state}: {outcome.name}{': ' if outcome.why else ''}{outcome.why}")
     if not out:

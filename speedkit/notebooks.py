@@ -13,25 +13,13 @@ import tempfile
 import time
 import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from speedkit.errors import SpeedkitError, UsageError
 from speedkit.measure.provenance import code_sha256, notebooks_folder
-from speedkit.parameters import code_cells, read_notebook, record_of, typed_parameters
-from speedkit.parameters import parameters_of as parameters_of
+from speedkit.parameters import code_cells, typed_parameters
 from speedkit.settings import nearest
-
-
-@dataclass(frozen=True)
-class Combination:
-    """One notebook run of a sweep; `error` is "" when it is complete, `reused` when an earlier sweep had run it."""
-
-    parameters: dict[str, Any]
-    path: Path
-    error: str = ""
-    reused: bool = False
 
 
 def find_notebooks(names: Sequence[str | Path] | None = None, folder: Path | None = None) -> list[Path]:
@@ -62,11 +50,11 @@ def is_current(record: Mapping[str, Any] | None, source: str | Path) -> bool:
 
 def run_notebook(
     source: str | Path, out: str | Path, parameters: Mapping[str, Any] | None = None, *,
-    timeout_s: float = 3600.0, progress: bool | str = "auto",
+    timeout_s: float = 3600.0, progress: bool = True,
 ) -> Path:  # fmt: skip
     """Run notebook `source` with `parameters` in a fresh kernel, in its own folder, and leave what was run at `out`.
 
-    `timeout_s` is for all cells; `progress="auto"` is a bar on a terminal and lines elsewhere. Raises UsageError before
+    `timeout_s` is for all cells; `progress` is a bar on a terminal and lines elsewhere. Raises UsageError before
     anything starts, SpeedkitError when a cell fails or time is up: `out` is then as it was, and what did run is beside
     it as NAME.failed.ipynb.
     """
@@ -91,63 +79,53 @@ def run_notebook(
     return out
 
 
-def _execute(source: Path, partial: Path, values: dict[str, Any], timeout_s: float, progress: bool | str) -> None:
+def _execute(source: Path, partial: Path, values: dict[str, Any], timeout_s: float, progress: bool) -> None:
     """Run `source` into `partial`. Raises SpeedkitError that says which cell failed and why."""
     import papermill
     from nbclient.exceptions import CellTimeoutError
 
     logging.getLogger("papermill").addHandler(logging.NullHandler())  # what it would print is in the errors raised here
-    began_s, where, started = time.monotonic(), source.name, itertools.count(1)
-    bar = progress is True or (progress == "auto" and sys.stderr.isatty())
+    began_s, number = time.monotonic(), 0
+    bar: Any = {"desc": source.stem, "leave": False} if progress and sys.stderr.isatty() else False
 
     def before_cell(cell: Any, cell_index: int) -> None:
-        nonlocal where
-        where = f"{source.name}, cell [{(number := next(started))}]"
+        nonlocal number
+        number += 1
         if progress and not bar:
             print(f"{source.stem}: cell {number}, {time.monotonic() - began_s:.0f} s", flush=True)
+
+    def failure(why: str) -> SpeedkitError:
+        return SpeedkitError(f"{source.name}, cell [{number}]: {why}")
 
     paths = [str(path).replace("{", "{{").replace("}", "}}") for path in (source, partial)]  # these are format strings
     try:
         executed = papermill.execute_notebook(
-            *paths, values, kernel_name="python3", progress_bar={"desc": source.stem, "leave": False} if bar else False,
-            execution_timeout=math.ceil(timeout_s), on_cell_start=before_cell,
+            *paths, values, kernel_name="python3", progress_bar=bar, on_cell_start=before_cell,
+            execution_timeout=math.ceil(timeout_s),
             timeout_func=lambda cell: max(1, math.ceil(began_s + timeout_s - time.monotonic())),
             resources={"metadata": {"path": str(source.parent)}},
             extra_arguments=["--IPKernelApp.log_level=CRITICAL"],  # its log is no output of the notebook
         )  # fmt: skip
     except papermill.PapermillExecutionError as error:
-        raise SpeedkitError(f"{where}: {error.ename}: {error.evalue}".strip(": ").splitlines()[0]) from error
+        raise failure(f"{error.ename}: {error.evalue}".strip(": ").splitlines()[0]) from error
     except CellTimeoutError as error:
-        raise SpeedkitError(f"{where}: stopped, the notebook's {timeout_s:.0f} s are over") from error
+        raise failure(f"stopped, the notebook's {timeout_s:.0f} s are over") from error
     except RuntimeError as error:
-        raise SpeedkitError(f"{where}: the kernel died, perhaps out of memory, or did not start ({error})") from error
+        raise failure(f"the kernel died, perhaps out of memory, or did not start ({error})") from error
     # A cell that calls sys.exit(0) ends the kernel's work early, and papermill finds nothing wrong with that.
     if left := [cell for cell in code_cells(executed) if cell.source and not cell.execution_count]:
-        raise SpeedkitError(f"{where}: the notebook ended with {len(left)} cells not run")
-
-
-def visible_gpus() -> dict[str, Any]:
-    """Return the NVML handles, by UUID, of the NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves; {} without a driver."""
-    import pynvml  # the module of nvidia-ml-py
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return {}
-    handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-    gpus = {str(pynvml.nvmlDeviceGetUUID(handle)): handle for handle in handles}
-    wanted = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(gpus)).replace(" ", "").split(",")
-    return {uuid: handle for index, (uuid, handle) in enumerate(gpus.items())
-            if str(index) in wanted or any(word.startswith("GPU-") and uuid.startswith(word) for word in wanted)}
+        raise failure(f"the notebook ended with {len(left)} cells not run")
 
 
 @contextlib.contextmanager
 def device_lock() -> Iterator[None]:
-    """Hold this user's locks on the visible GPUs, or on the machine without one; wait for who holds them."""
+    """Hold this user's locks on the GPUs that CUDA shows, or on the machine without one; wait for who holds them."""
     import psutil
+    import torch
 
+    gpus = [f"gpu-{torch.cuda._get_nvml_device_index(index)}" for index in range(torch.cuda.device_count())]
     with contextlib.ExitStack() as stack:
-        for name in sorted(visible_gpus()) or ["cpu"]:
+        for name in sorted(gpus) or ["cpu"]:
             path = Path(tempfile.gettempdir(), f"speedkit-{os.getuid()}-{name}.lock")
             stream = stack.enter_context(path.open("a+"))
             try:
@@ -165,41 +143,29 @@ def device_lock() -> Iterator[None]:
 def sweep(
     source: str | Path, grid: Mapping[str, Sequence[Any]], out: str | Path, *,
     parameters: Mapping[str, Any] | None = None, executor: concurrent.futures.Executor | None = None,
-    timeout_s: float = 3600.0, progress: bool = True,
-) -> list[Combination]:  # fmt: skip
+    timeout_s: float = 3600.0,
+) -> dict[Path, str]:  # fmt: skip
     """Run notebook `source` for each combination of the `grid`'s values, into folder `out`, named by the values.
 
-    What an earlier sweep completed with the same parameters and code is not run again. By default one process runs all.
+    Return what went wrong with each, "" if nothing did, by its path. By default another process runs all, in turn.
     """
-    source, out = Path(source).resolve(), Path(out).resolve()
-    combinations = []
+    source, jobs = Path(source).resolve(), {}
     for values in itertools.product(*grid.values()):
         given = typed_parameters(source, {**(parameters or {}), **dict(zip(grid, values, strict=True))})
         label = "-".join(f"{name}={urllib.parse.quote(str(given[name]), safe=',+[]')}" for name in grid)
-        path = out / f"{source.stem}-{label}.ipynb"
-        combinations.append(Combination(given, path, reused=_is_complete(path, source, given)))
+        jobs[Path(out).resolve() / f"{source.stem}-{label}.ipynb"] = given
     errors: dict[Path, str] = {}
     own = contextlib.nullcontext(executor) if executor else concurrent.futures.ProcessPoolExecutor(
         1, mp_context=multiprocessing.get_context("spawn"))  # fmt: skip
     with own as pool:
-        futures = {pool.submit(run_notebook, source, c.path, c.parameters, timeout_s=timeout_s, progress=False): c.path
-                   for c in combinations if not c.reused}  # fmt: skip
+        futures = {pool.submit(run_notebook, source, path, given, timeout_s=timeout_s, progress=False): path
+                   for path, given in jobs.items()}  # fmt: skip
         try:
-            for number, future in enumerate(concurrent.futures.as_completed(futures), 1):
+            for future in concurrent.futures.as_completed(futures):
                 path = futures[future]
                 errors[path] = str(future.exception() or "")
-                if progress:
-                    print(f"{number}/{len(futures)} {path.stem}: {errors[path] or 'done'}", flush=True)
+                print(f"{len(errors)}/{len(jobs)} {path.stem}: {errors[path] or 'done'}", flush=True)
         finally:  # after Ctrl-C nothing more starts
             for future in futures:
                 future.cancel()
-    return [replace(c, error=errors.get(c.path, "")) for c in combinations]
-
-
-def _is_complete(path: Path, source: Path, parameters: dict[str, Any]) -> bool:
-    """Whether the notebook at `path` was run from the code of `source` with the same `parameters`."""
-    with contextlib.suppress(UsageError):
-        executed = read_notebook(path)
-        record = record_of(executed) or {"code_sha256": code_sha256(path)}
-        return executed.metadata.get("papermill", {}).get("parameters") == parameters and is_current(record, source)
-    return False
+    return {path: errors[path] for path in jobs}

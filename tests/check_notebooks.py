@@ -3,6 +3,7 @@
 nbval passes a stripped notebook without comparing anything, so that checked cells have outputs is a rule here.
 """
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +17,13 @@ from speedkit.errors import UsageError
 from speedkit.files import finite
 from speedkit.measure.provenance import code_sha256
 from speedkit.measure.record import start
-from speedkit.parameters import RECORD_MIME, code_cells, parameters_of, read_notebook
+from speedkit.measure.schema import validate_record
+from speedkit.parameters import RECORD_MIME, code_cells, parameters_of, read_notebook, record_of
 
+MAX_BYTES = 300_000
+ABSOLUTE_PATH = re.compile(
+    r"(?<![\w.~/:-])(/(home|root|Users|tmp|private|work|workspace|usr|opt|var|mnt|srv|data|content|kaggle)/[\w.-]+"
+    r"|[A-Z]:\\\w+)")  # fmt: skip
 KERNELSPEC = {"display_name": "Python 3", "language": "python", "name": "python3"}
 CHECKED = "nbval-check-output"
 HEADINGS = ("predict", "does not help", "exercise", "next")
@@ -32,16 +38,21 @@ HAND_TYPED = re.compile(
 
 def contract_problems(path: Path) -> list[str]:
     """Return what is wrong with the notebook at `path`, how it is written and what it shows; [] when nothing is."""
-    problems = publishing.contract_problems(path)
     try:
         notebook = read_notebook(path)
-    except UsageError:
-        return problems  # which say so
+    except UsageError as error:
+        return [str(error)]
+    problems = []
     try:
         parameters_of(path)
     except UsageError as error:
         problems.append(str(error))
-    return problems + [problem for rule in (_anatomy, _cells, _metadata, _prose) for problem in rule(notebook)]
+    if path.stat().st_size > MAX_BYTES:
+        problems.append(f"it has {path.stat().st_size} bytes, more than {MAX_BYTES}")
+    if (record := record_of(notebook) or {}).get("notebook") != path.stem:
+        problems.append(f"its record is that of {record.get('notebook')}")
+    rules = (_outputs, _anatomy, _cells, _metadata, _prose)
+    return problems + [problem for rule in rules for problem in rule(notebook)] + validate_record(record)
 
 
 def hand_typed_speedups(text: str) -> list[str]:
@@ -51,6 +62,26 @@ def hand_typed_speedups(text: str) -> list[str]:
 
 def _tags(cell: Any) -> set[str]:
     return set(cell.metadata.get("tags", []))
+
+
+def _outputs(notebook: Any) -> Iterator[str]:
+    code = code_cells(notebook)
+    counts = [cell.execution_count for cell in code]
+    if counts != list(range(1, len(code) + 1)):
+        yield f"its execution counts are {counts}, not 1 to {len(code)}: run it whole in a fresh kernel"
+    for number, cell in enumerate(code, 1):
+        for output in cell.outputs:
+            if output.output_type == "error":
+                yield f"cell [{number}] shows the error {output.ename}"
+            elif output.get("name") == "stderr":
+                yield f"cell [{number}] shows text on stderr: {output.text.strip()[:60]}"
+    for number, cell in enumerate(notebook.cells):
+        text = json.dumps([cell.source, cell.get("outputs")]).replace("\\n", " ").replace("\\\\", "\\")
+        if found := ABSOLUTE_PATH.search(text):
+            yield f"cell {number} holds the absolute path {found[0]}"
+    records = sum(RECORD_MIME in output.get("data", {}) for cell in code for output in cell.outputs)
+    if records != 1:
+        yield f"{records} of its cells show a record, and one must"
 
 
 def _anatomy(notebook: Any) -> Iterator[str]:

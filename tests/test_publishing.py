@@ -10,15 +10,15 @@ from pathlib import Path
 import check_notebooks
 import nbformat
 import pytest
+import torch
 from check_notebooks import contract_problems
 
 from speedkit.errors import UsageError
 from speedkit.files import read_json, write_json
 from speedkit.hardware import this_machine
-from speedkit.notebooks import visible_gpus
 from speedkit.parameters import record_of
 from speedkit.publishing import device_slug, import_published, is_stale, publish
-from speedkit.status import readme_text, status_rows, update_readme
+from speedkit.status import readme_text, status_table, update_readme
 
 ROOT = Path(__file__).resolve().parent.parent
 HERE = device_slug(this_machine().as_dict())
@@ -37,7 +37,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def run(names, **options):
-    return [(outcome.name, outcome.state) for outcome in publish(names, allow_changes=True, progress=False, **options)]
+    return [(outcome.name, outcome.state) for outcome in publish(names, allow_changes=True, **options)]
 
 
 def edit(path, index, source):
@@ -71,7 +71,7 @@ def test_publishing_keeps_what_worked_and_goes_on_where_it_stopped(folder, monke
     edit(published, 2, "total = 1 + 2  # of a comment nothing depends")
     assert run(["21"]) == [("21_tiny", "current")]
     edit(published, 2, "total = 1 + 2 + 3")
-    assert is_stale(published) and status_rows(folder)[0]["shown"]["stale"]
+    assert is_stale(published) and "**stale**: its code changed after" in status_table(folder)
     assert run(["21"], budget_s=0.1) == [("21_tiny", "left")]
     assert run(["21"], timeout_s=60) == [("21_tiny", "published")]
     assert not is_stale(published)
@@ -85,19 +85,12 @@ def test_a_workload_adds_a_record_and_leaves_the_notebook(folder):
     assert run(["21"], workload="image") == [("21_tiny-image", "current")]
 
 
-def test_a_notebook_that_breaks_the_contract_is_not_published(folder, tmp_path):
-    edit(folder / "21_tiny.ipynb", 2, "import sys\nprint('careful', file=sys.stderr)")
-    (outcome,) = publish(["21"], out=tmp_path / "out", allow_changes=True, progress=False)
-    assert outcome.state == "failed" and "cell [3] shows text on stderr: careful" in outcome.why
-    assert not (tmp_path / "out").exists() and outcome.why.endswith("runs/publish/21_tiny.failed.ipynb")
-
-
 COMMITTED = """
 import sys
 from speedkit.errors import SpeedkitError
 from speedkit.publishing import publish
 try:
-    publish(["21"], progress=False)
+    publish(["21"])
 except SpeedkitError as error:
     sys.exit(str(error))
 """
@@ -117,7 +110,7 @@ def test_changes_since_the_commit_are_refused(folder, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not visible_gpus(), reason="needs an NVIDIA GPU")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_busy_gpu_is_refused(folder):
     source = ("import torch\na = torch.randn(8192, 8192, device='cuda')\nb = a @ a\ntorch.cuda.synchronize()\n"
               "print('on', flush=True)\nwhile True:\n    b = a @ a\n    torch.cuda.synchronize()")  # fmt: skip
@@ -171,8 +164,6 @@ def test_import_refuses_what_does_not_fit_and_takes_the_rest(parcel, folder):
     write_json(records / "21_tiny-half.json", {key: record[key] for key in ("schema", "notebook")})
     write_json(records / "33_other.json", record)
     (records / "21_tiny-torn.json").write_text('{"schema": 1')
-    (parcel / "records" / "elsewhere").mkdir()
-    write_json(parcel / "records" / "elsewhere" / "21_tiny.json", record)
     edit(parcel / "21_tiny.ipynb", 2, "total = 1 + 2 + 4")
     check_notebooks.whole(parcel / "22_bad.ipynb")
     found = states(parcel, folder)
@@ -181,9 +172,8 @@ def test_import_refuses_what_does_not_fit_and_takes_the_rest(parcel, folder):
         f"{here}/21_tiny-image.json", f"{here}/21_tiny.json"]  # fmt: skip
     for name, says in {
         f"{here}/21_tiny-old.json": "another version", f"{here}/21_tiny-half.json": "is not valid",
-        f"{here}/33_other.json": "there is no notebook 33_other", f"{here}/21_tiny-torn.json": "cannot be read",
-        "records/elsewhere/21_tiny.json": "not that of its folder", "21_tiny.ipynb": "from other code",
-        "22_bad.ipynb": "execution counts",
+        f"{here}/33_other.json": "another version of 33_other", f"{here}/21_tiny-torn.json": "cannot be read",
+        "21_tiny.ipynb": "its code was changed since", "22_bad.ipynb": "not been run to its end",
     }.items():  # fmt: skip
         assert found[name][0] == "refused" and says in found[name][1], name
     assert nbformat.read(folder / "21_tiny.ipynb", as_version=4).cells[2].execution_count is None
@@ -211,8 +201,10 @@ def test_readme_shows_what_is_recorded_and_lists_what_is_stale(folder, tmp_path)
     record = record_of(nbformat.read(path, as_version=4))
     (folder / "records" / HERE).mkdir()
     write_json(folder / "records" / HERE / "21_tiny.json", record)
-    assert update_readme(readme, folder) and not update_readme(readme, folder)
+    update_readme(readme, folder)
     text = readme.read_text()
+    update_readme(readme, folder)
+    assert readme.read_text() == text
     rows = [line for line in text.splitlines() if line.startswith("| [2")]
     assert rows[0].startswith("| [21 Tiny](notebooks/21_tiny.ipynb) | A sum does not depend on the order. | ")
     assert record["created"][:10] in rows[0] and record["versions"]["torch"] in rows[0] and "stale" not in rows[0]
@@ -237,9 +229,10 @@ def test_the_ladder_s_figures_are_the_climb_s(folder, tmp_path):
                "workload": {"name": "image", "train": 8, "test": 4}}  # fmt: skip
     (folder / "records" / HERE).mkdir()
     write_json(folder / "records" / HERE / "90_climb-image.json", record)
-    assert update_readme(readme, folder)
+    update_readme(readme, folder)
     text, figure = readme.read_text(), (folder / "records" / "ladder.svg").read_bytes()
-    assert not update_readme(readme, folder) and (folder / "records" / "ladder.svg").read_bytes() == figure
+    update_readme(readme, folder)
+    assert readme.read_text() == text and (folder / "records" / "ladder.svg").read_bytes() == figure
     assert "(notebooks/records/ladder.svg)" in text
     assert "| image | 4.12x (4.00 to 4.25) | not measured | " in text and "stale" not in text
     record["code_sha256"] = "0" * 64

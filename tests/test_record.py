@@ -14,7 +14,9 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from speedkit.errors import SpeedkitError, UsageError
 from speedkit.hardware import this_machine
 from speedkit.measure import claims, provenance
-from speedkit.measure.record import MIME, load_record, plain, start, validate_record
+from speedkit.measure.record import start
+from speedkit.measure.schema import load_record, plain, validate_record
+from speedkit.parameters import RECORD_MIME
 from speedkit.plan import Plan, resolve
 
 CLAIMS = """id,technique,plan_field,metric,low,high,unit,context,guide
@@ -195,8 +197,6 @@ def test_profile_auto_follows_the_device_and_the_environment_overrides(notebooks
     run = start("21_small", profile="full")
     assert run.profile == "smoke"
     assert run.pick(smoke=2, cpu=10, full=100) == 2
-    with pytest.raises(UsageError, match="no value for the profile smoke"):
-        run.pick(full=100)
     monkeypatch.setenv("SPEEDKIT_PROFILE", "quick")
     with pytest.raises(UsageError, match='no profile "quick"'):
         start("21_small")
@@ -227,7 +227,7 @@ def test_record_goes_round_whole(notebooks, tmp_path):
     assert record["tables"]["workers"] == [{"workers": 0, "step_s": 0.5}, {"workers": 2, "step_s": None}]
     assert list(frame.columns) == ["workers", "step_s"]
     assert record["verdicts"] == [{"check": "losses agree", "claim": None, "verdict": "passed"}]
-    assert record["hardware"]["fingerprint"] == this_machine().fingerprint()
+    assert record["hardware"] == plain(this_machine().as_dict())
     if run.hardware.device.type == "cpu":
         assert record["power"] is record["clocks"] is record["energy_j"] is None
 
@@ -285,7 +285,7 @@ def test_recorded_gives_other_machines_records_of_this_notebook(notebooks):
         folder.mkdir(exist_ok=True)
         record = {**mine, "notebook": name, "hardware": {**mine["hardware"], "gpu": gpu}}
         (folder / f"{name}.json").write_text(json.dumps(record))
-    assert [record["notebook"] for record in run.recorded()] == ["21_small-image", "21_small"]
+    assert [record["notebook"] for record in run.recorded()] == ["21_small", "21_small-image"]
     (notebooks / "records" / "gpu" / "21_small.json").write_text("{")
     with pytest.raises(SpeedkitError, match=r"21_small.json cannot be read"):
         run.recorded()
@@ -294,12 +294,12 @@ def test_recorded_gives_other_machines_records_of_this_notebook(notebooks):
 def test_an_executed_notebook_carries_its_record(notebooks, tmp_path):
     executed = NotebookClient(small_notebook(), timeout=120, kernel_name="python3",
                               resources={"metadata": {"path": str(notebooks)}}).execute()  # fmt: skip
-    bundles = [output["data"] for output in executed.cells[4].outputs if "data" in output and MIME in output["data"]]
-    assert len(bundles) == 1
-    assert validate_record(bundles[0][MIME]) == []
-    assert bundles[0][MIME] == load_record(tmp_path / "run" / "record.json")
-    assert bundles[0][MIME]["code_sha256"] == provenance.code_sha256(executed, ["speedkit.errors"])
-    assert "1 tables, 1 checks" in bundles[0]["text/plain"]
+    (shown,) = (output["data"] for output in executed.cells[4].outputs if RECORD_MIME in output.get("data", {}))
+    record = shown[RECORD_MIME]
+    assert validate_record(record) == []
+    assert record == load_record(tmp_path / "run" / "record.json")
+    assert record["code_sha256"] == provenance.code_sha256(executed, ["speedkit.errors"])
+    assert "1 tables, 1 checks" in shown["text/plain"]
     assert "PASS one is one\n" in executed.cells[3].outputs[0]["text"]
     assert str(tmp_path) not in nbformat.writes(executed)
 
@@ -316,19 +316,21 @@ def whole_record(notebooks):
 
 
 DAMAGE = {
-    "NaN": (lambda r: r["tables"].update(t=[{"x": math.nan}]), "tables.t.0.x is not a finite number"),
-    "infinity": (lambda r: r["measurements"][0].update(ratio=math.inf), "measurements.0.ratio is not a finite"),
-    "missing key": (lambda r: r.pop("hardware"), "hardware is missing"),
-    "wrong type": (lambda r: r.update(verdicts={}), "verdicts has the wrong type"),
-    "other schema": (lambda r: r.update(schema=2), "schema is 2"),
-    "no raw seconds": (lambda r: r["measurements"][0].update(seconds_a=[]), "raw seconds of each window"),
+    "NaN": (lambda r: r["tables"].update(t=[{"x": math.nan}]), "a number that is not finite"),
+    "infinity": (lambda r: r["measurements"][0].update(ratio=math.inf), "a number that is not finite"),
+    "missing key": (lambda r: r.pop("hardware"), "'hardware' is a required property"),
+    "wrong type": (lambda r: r.update(verdicts={}), "verdicts: {} is not of type 'array'"),
+    "other schema": (lambda r: r.update(schema=2), "schema: 1 was expected"),
+    "no raw seconds": (lambda r: r["measurements"][0].update(seconds_a=[]), r"measurements\[0\].seconds_a: \[\]"),
+    "no seconds": (lambda r: r["measurements"][0].update(seconds_b=[1.0, -1.0]), r"seconds_b\[1\]: -1.0 is less than"),
     "unpaired": (lambda r: r["measurements"][0].update(seconds_a=[1.0]), "come in pairs"),
-    "interval": (lambda r: r["measurements"][0].update(low=2.1), "low <= ratio <= high"),
-    "noise floor": (lambda r: r["measurements"][0].update(noise_floor=0.5), "noise_floor below 1"),
-    "lost field": (lambda r: r["measurements"][0].pop("a"), r"measurements\[0\] needs"),
-    "verdict": (lambda r: r["verdicts"][0].update(verdict="nice"), "verdicts.0. is nice"),
-    "time": (lambda r: r.update(created="yesterday"), "created is yesterday"),
-    "table": (lambda r: r["tables"].update(t=[1, 2]), "tables.t is not a list of rows"),
+    "interval": (lambda r: r["measurements"][0].update(low=2.1), "bf16 needs low <= ratio <= high"),
+    "no interval": (lambda r: r["measurements"][0].update(low=None), "low: None is not of type 'number'"),
+    "noise floor": (lambda r: r["measurements"][0].update(noise_floor=0.5), "noise_floor: 0.5 is less than"),
+    "lost field": (lambda r: r["measurements"][0].pop("a"), r"measurements\[0\]: 'a' is a required property"),
+    "verdict": (lambda r: r["verdicts"][0].update(verdict="nice"), r"verdicts\[0\].verdict: 'nice' is not one of"),
+    "time": (lambda r: r.update(created="yesterday"), "created: 'yesterday' does not match"),
+    "table": (lambda r: r["tables"].update(t=[1, 2]), r"tables.t\[0\]: 1 is not of type 'object'"),
 }
 
 
@@ -341,19 +343,15 @@ def test_every_damage_to_a_record_is_named(notebooks, tmp_path):
         path.write_text(json.dumps(record))
         with pytest.raises(SpeedkitError, match=sentence):
             load_record(path)
-    assert validate_record([]) == ["a record is a JSON object"]
+    assert validate_record([]) == ["[] is not of type 'object'"]
 
 
-@pytest.mark.parametrize(
-    "change", [{"ratio": math.nan}, {"seconds_b": [1.0, -1.0]}, {"noise_floor": 0.9}, {"low": None}], ids=str
-)
-def test_a_measurement_that_is_none_is_refused_at_once(notebooks, change):
+def test_a_run_with_a_measurement_that_is_none_leaves_no_record(notebooks):
     run = start("21_small", profile="smoke")
-    with pytest.raises(UsageError, match='measurement "bf16"'):
-        run.measure({**MEASURED, **change})
-    with pytest.raises(UsageError, match="lacks noise_floor"):
-        run.measure({key: value for key, value in MEASURED.items() if key != "noise_floor"})
-    assert run.record["measurements"] == []
+    run.measure({**MEASURED, "seconds_b": [1.0, -1.0]})
+    with pytest.raises(SpeedkitError, match=r"the record of 21_small is not valid: measurements\[0\].seconds_b\[1\]"):
+        run.save()
+    assert list(run.folder.iterdir()) == []
 
 
 def test_plain_values_of_what_notebooks_pass():
@@ -408,10 +406,8 @@ def test_judge_refuses_what_no_ratio_can_answer(notebooks, claim, sentence):
         run.judge(claim, MEASURED)
 
 
-def test_verdicts_must_be_known_ones_on_known_claims(notebooks):
+def test_a_verdict_is_on_a_known_claim(notebooks):
     run = start("21_small", profile="smoke")
-    with pytest.raises(UsageError, match="not one of"):
-        run.verdict("C05", "passed", "a check's word")
     with pytest.raises(UsageError, match='no claim "C99"'):
         run.verdict("C99", "wrong", "unknown")
     run.verdict("C05", "smaller", "memory fell by less")

@@ -10,15 +10,10 @@ from speedkit.measure.provenance import notebooks_folder
 ONE_FIGURE_TOLERANCE = 0.10  # a promise such as "1.9x" came from one run somewhere: read as 1.9 give or take this
 
 
-def read_claims() -> dict[str, dict[str, str]]:
-    """Return the rows of notebooks/claims.csv by id."""
-    with (notebooks_folder() / "claims.csv").open(encoding="utf-8", newline="") as stream:
-        return {row["id"]: row for row in csv.DictReader(stream)}
-
-
 def read_claim(claim_id: str) -> dict[str, str]:
     """Return the row of one claim. Raises UsageError when there is none."""
-    known = read_claims()
+    with (notebooks_folder() / "claims.csv").open(encoding="utf-8", newline="") as stream:
+        known = {row["id"]: row for row in csv.DictReader(stream)}
     if claim_id not in known:
         raise UsageError(f'there is no claim "{claim_id}" in notebooks/claims.csv: it has {", ".join(known)}')
     return known[claim_id]
@@ -27,13 +22,10 @@ def read_claim(claim_id: str) -> dict[str, str]:
 def promised(claim_id: str) -> tuple[float, float]:
     """Return the promised speed-up of a claim as (low, high). Raises UsageError for a promise of something else."""
     claim = read_claim(claim_id)
-    try:
-        low, high = float(claim["low"]), float(claim["high"])
-    except ValueError:
-        low = high = 0.0
-    if claim["metric"] != "speedup" or not 0 < low <= high:
+    if claim["metric"] != "speedup" or claim["low"] in ("", "linear"):
         raise UsageError(f"{claim_id} ({claim['technique']}: {claim['metric']}) promises no range of speed-up that a "
                          "ratio could answer: decide in the notebook and record it with run.verdict()")
+    low, high = float(claim["low"]), float(claim["high"])
     spread = ONE_FIGURE_TOLERANCE if low == high else 0.0
     return low * (1 - spread), high * (1 + spread)
 

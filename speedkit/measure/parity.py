@@ -28,12 +28,8 @@ def parity(promised: str, losses: Sequence[float], reference: Sequence[float], o
     reference and the same plan from `other_seed`; a change of number format that moves losses less than another
     shuffle of the data does is one that training cannot feel.
     """
-    difference = mean_difference(losses, reference)
-    noise = mean_difference(reference, other_seed)
+    difference, noise = (
+        statistics.fmean(abs(x - y) for x, y in zip(course, reference, strict=True)) for course in (losses, other_seed)
+    )
     passed = list(losses) == list(reference) if promised == "bit-equal" else difference <= noise
     return Parity(promised, difference, noise, passed)
-
-
-def mean_difference(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return the mean absolute difference of two equally long courses of losses."""
-    return statistics.fmean(abs(x - y) for x, y in zip(one, other, strict=True))

@@ -13,7 +13,7 @@ import platform
 import subprocess
 import time
 import tokenize
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,35 +121,29 @@ class PowerLog:
     """Power, clocks and energy of an NVIDIA GPU by NVML, read when asked: no thread disturbs a measurement."""
 
     def __init__(self, device: torch.device):
-        self.samples: list[dict[str, Any]] = []
-        self.began_s = time.perf_counter()
-        self.readings: dict[str, Callable[[], float]] = {}
-        if device.type == "cuda":
-            with contextlib.suppress(Exception):  # no NVML, or it refuses (MIG, virtual GPUs): costs facts, not the run
-                import pynvml as nvml  # the module of the distribution nvidia-ml-py
-
-                nvml.nvmlInit()
-                # NVML counts all GPUs, CUDA only the visible ones: the UUID is what both call it.
-                gpu = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-                self.readings = {
-                    "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3,
-                    "sm_hz": lambda: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM) * 1e6,
-                    "memory_hz": lambda: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM) * 1e6,
-                    "energy_j": lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1e3,
-                }
+        self.device, self.began_s = device, time.perf_counter()
+        self.power: list[dict[str, Any]] = []
+        self.clocks: list[dict[str, Any]] = []
+        self.energy_j: list[float] = []
 
     def sample(self, label: str) -> None:
-        """Note power, clocks and the energy since the driver was loaded, as far as NVML tells."""
-        found: dict[str, Any] = {"label": label, "at_s": time.perf_counter() - self.began_s}
-        for name, read in self.readings.items():
-            found[name] = None
-            with contextlib.suppress(Exception):
-                found[name] = read()
-        self.samples += [found] if self.readings else []
+        """Note power, clocks and the energy since the driver was loaded, where NVML tells."""
+        if self.device.type != "cuda":
+            return
+        with contextlib.suppress(Exception):  # no NVML, or it refuses (MIG, virtual GPUs): costs facts, not the run
+            import pynvml as nvml  # the module of the distribution nvidia-ml-py
+
+            nvml.nvmlInit()
+            # NVML counts all GPUs, CUDA only the visible ones: the UUID is what both call it.
+            gpu = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(self.device).uuid}")
+            at = {"label": label, "at_s": time.perf_counter() - self.began_s}
+            self.power.append({**at, "power_w": nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3})
+            hz = {name: nvml.nvmlDeviceGetClockInfo(gpu, clock) * 1e6
+                  for name, clock in (("sm_hz", nvml.NVML_CLOCK_SM), ("memory_hz", nvml.NVML_CLOCK_MEM))}  # fmt: skip
+            self.clocks.append({**at, **hz})
+            self.energy_j.append(nvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1e3)
 
     def summary(self) -> dict[str, Any]:
         """Return `power`, `clocks` (lists of samples) and `energy_j` (first to last sample); None where unknown."""
-        keys = {"power": ("label", "at_s", "power_w"), "clocks": ("label", "at_s", "sm_hz", "memory_hz")}
-        rows = {name: [{key: row[key] for key in keys[name]} for row in self.samples] or None for name in keys}
-        energy = [row["energy_j"] for row in self.samples] or [None]
-        return {**rows, "energy_j": None if None in energy else energy[-1] - energy[0]}
+        spent_j = self.energy_j[-1] - self.energy_j[0] if self.energy_j else None
+        return {"power": self.power or None, "clocks": self.clocks or None, "energy_j": spent_j}

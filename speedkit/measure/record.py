@@ -1,6 +1,5 @@
 """What a notebook run leaves behind: one record of what ran, on what, and what came out of it."""
 
-import contextlib
 import functools
 import os
 import sys
@@ -14,10 +13,8 @@ from speedkit import files
 from speedkit.errors import SpeedkitError, UsageError
 from speedkit.hardware import this_machine
 from speedkit.measure import claims, provenance, schema
-from speedkit.measure.schema import load_record, plain, validate_record
-
-MIME = "application/vnd.speedkit.record+json"
-_machine = itemgetter("gpu", "cpu", "cores")
+from speedkit.measure.schema import plain
+from speedkit.parameters import RECORD_MIME
 
 
 def start(notebook: str, modules: Sequence[str] = (), needs: Sequence[str] = (), **parameters: Any) -> "NotebookRun":
@@ -53,7 +50,7 @@ class NotebookRun:
         path = provenance.find_notebook(notebook)
         commit, dirty = provenance.commit() or (None, None)
         self.record: dict[str, Any] = {
-            "schema": schema.SCHEMA, "notebook": notebook, "profile": self.profile,
+            "schema": 1, "notebook": notebook, "profile": self.profile,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "parameters": plain(parameters), "hardware": plain(self.hardware.as_dict()),
             "versions": provenance.versions(), "commit": commit, "dirty": dirty, "modules": sorted(modules),
@@ -64,8 +61,6 @@ class NotebookRun:
 
     def pick(self, **by_profile: Any) -> Any:
         """Return the value for this run's profile: `run.pick(smoke=2, cpu=10, full=100)`."""
-        if self.profile not in by_profile:
-            raise UsageError(f"pick() has no value for the profile {self.profile}: give smoke, cpu and full")
         return by_profile[self.profile]
 
     @functools.cached_property
@@ -75,10 +70,10 @@ class NotebookRun:
         base = here.parent if here.name == "notebooks" else here  # a kernel starts beside its notebook
         new = base / "runs" / "notebooks" / f"{self.notebook}-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
         folder = Path(os.environ.get("SPEEDKIT_RUN_DIR") or new)
-        with contextlib.suppress(OSError):
+        try:
             folder.mkdir(parents=True, exist_ok=True)
-        if not (folder.is_dir() and os.access(folder, os.W_OK)):
-            raise UsageError(f"the run's folder {folder} cannot be written: name another with SPEEDKIT_RUN_DIR")
+        except OSError as error:
+            raise UsageError(f"SPEEDKIT_RUN_DIR {folder} cannot be made ({error.strerror}): name another") from error
         return folder
 
     def check(self, what: str, agrees: Any) -> None:
@@ -89,15 +84,13 @@ class NotebookRun:
 
     def verdict(self, claim: str, verdict: str, why: str) -> None:
         """Record how a guide's claim (its id in notebooks/claims.csv) fared, with the evidence in one sentence."""
-        if verdict not in schema.CLAIM_VERDICTS:
-            raise UsageError(f'verdict "{verdict}" on {claim} is not one of {", ".join(schema.CLAIM_VERDICTS)}')
         claims.read_claim(claim)
         print(f"{claim} {verdict}: {why}")
         _put(self.record["verdicts"], {"check": why, "claim": claim, "verdict": verdict}, "claim")
 
     def judge(self, claim: str, measurement: Any, needs_gpu: bool = False) -> str:
         """Record and return how a measured ratio answers a promised speed-up (of GPUs, with `needs_gpu`)."""
-        promise, found = claims.promised(claim), schema.as_measurement(measurement)
+        promise, found = claims.promised(claim), _row(measurement)
         why = "promised {:.2f} to {:.2f}x, ".format(*promise)
         why += "measured {ratio:.2f}x ({low:.2f} to {high:.2f})".format_map(found)
         verdict = claims.judge(promise, found)
@@ -108,7 +101,7 @@ class NotebookRun:
 
     def measure(self, comparison: Any) -> None:
         """Record a comparison (`compare`'s, or a dict as its `as_measurement()` gives) with power and clocks now."""
-        found = schema.as_measurement(comparison)
+        found = _row(comparison)
         _put(self.record["measurements"], found, "name", "a", "b")
         self.power.sample(found["name"])
 
@@ -132,16 +125,15 @@ class NotebookRun:
 
     def recorded(self) -> list[dict[str, Any]]:
         """Return the records of this notebook that other machines left in notebooks/records, GPUs first."""
-        paths = sorted((provenance.notebooks_folder() / "records").glob(f"*/{self.notebook}*.json"))
-        found = [load_record(path) for path in paths if path.stem.partition("-")[0] == self.notebook]
-        others = [record for record in found if _machine(record["hardware"]) != _machine(self.record["hardware"])]
-        return sorted(others, key=lambda record: not record["hardware"]["gpu"])
+        machine = itemgetter("gpu", "cpu", "cores")
+        found = schema.published(provenance.notebooks_folder() / f"{self.notebook}.ipynb").values()
+        return [record for record in found if machine(record["hardware"]) != machine(self.record["hardware"])]
 
     def save(self) -> None:
         """Write record.json into the run's folder and display the same object; then raise if a check failed."""
         self.power.sample("save")
         record = files.finite({**self.record, **self.power.summary()})
-        if problems := validate_record(record):
+        if problems := schema.validate_record(record):
             raise SpeedkitError(f"the record of {self.notebook} is not valid: {'; '.join(problems)}")
         files.write_json(self.folder / "record.json", record)
         checks = [row["claim"] for row in record["verdicts"]].count(None)
@@ -149,11 +141,15 @@ class NotebookRun:
                 f"{len(record['tables'])} tables, {checks} checks")
         ipython = sys.modules.get("IPython")
         if ipython and ipython.get_ipython():
-            ipython.display.display({MIME: record, "text/plain": line}, raw=True)
+            ipython.display.display({RECORD_MIME: record, "text/plain": line}, raw=True)
         else:
             print(line)
         if failed := [entry["check"] for entry in record["verdicts"] if entry["verdict"] == "failed"]:
             raise SpeedkitError(f"{len(failed)} of this notebook's checks failed: {'; '.join(failed)}")
+
+
+def _row(comparison: Any) -> dict[str, Any]:
+    return plain(comparison.as_measurement() if hasattr(comparison, "as_measurement") else comparison)
 
 
 def _put(rows: list[dict[str, Any]], new: dict[str, Any], *keys: str) -> None:

@@ -1,82 +1,35 @@
-"""The shape of a record, and the checks that keep anything else out of it."""
+"""The shape of a record (record.schema.json, a JSON Schema), and the checks that keep anything else out of it."""
 
 import dataclasses
-import math
 import os
-from collections.abc import Iterator, Mapping
-from datetime import datetime
+from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from speedkit import files
-from speedkit.errors import SpeedkitError, UsageError
+from jsonschema import Draft202012Validator
 
-SCHEMA = 1
-PROFILES = ("smoke", "cpu", "full")
-CLAIM_VERDICTS = ("confirmed", "smaller", "larger", "wrong", "needs_gpu")
-VERDICTS = ("passed", "failed", *CLAIM_VERDICTS)
-KEYS: dict[str, Any] = {
-    "schema": int, "notebook": str, "created": str, "profile": str, "parameters": dict, "hardware": dict,
-    "versions": dict, "commit": str | None, "dirty": bool | None, "modules": list, "code_sha256": str | None,
-    "plans": dict, "fallbacks": list, "measurements": list, "tables": dict, "verdicts": list,
-    "power": list | None, "clocks": list | None, "energy_j": int | float | None,
-}  # fmt: skip
-ROW_KEYS = {  # of what a list in the record holds
-    "fallbacks": {"plan", "field", "asked", "got", "why"},
-    "measurements": {"name", "a", "b", "seconds_a", "seconds_b", "ratio", "low", "high", "noise_floor"},
-    "verdicts": {"check", "claim", "verdict"},
-    "rungs": {"rung", "predicted_low", "predicted_high", "ratio", "low", "high", "parity", "kept", "why"},
-}
+from speedkit import files
+from speedkit.errors import SpeedkitError
+
+SCHEMA = files.read_json(Path(__file__).with_name("record.schema.json"))
+KEYS = SCHEMA["required"]
+PROFILES = SCHEMA["properties"]["profile"]["enum"]
 
 
 def validate_record(record: Any) -> list[str]:
     """Return what is wrong with a record, one sentence each; an empty list means that it is whole."""
-    if not isinstance(record, dict):
-        return ["a record is a JSON object"]
-    problems = [f"{key} has the wrong type ({type(record[key]).__name__})" if key in record else f"{key} is missing"
-                for key, kind in KEYS.items() if not isinstance(record.get(key, ...), kind)]  # fmt: skip
-    if problems := problems + _not_finite(record, ""):
+    if record != files.finite(record):
+        return ["it holds a number that is not finite"]
+    errors = Draft202012Validator(SCHEMA).iter_errors(record)
+    if problems := [f"{error.json_path.lstrip('$.')}: {error.message}".lstrip(": ") for error in errors]:
         return problems
-    if record["schema"] != SCHEMA:
-        problems.append(f"schema is {record['schema']}, this version reads {SCHEMA}")
-    try:
-        datetime.fromisoformat(record["created"])
-    except ValueError:
-        problems.append(f"created is {record['created']}, not a time as ISO 8601 writes it")
-    for name, keys in ROW_KEYS.items():
-        for index, row in enumerate(record.get(name, [])):
-            where = f"{name}[{index}]"
-            if not isinstance(row, dict) or keys - row.keys():
-                problems.append(f"{where} needs {', '.join(sorted(keys))}")
-            elif name == "measurements":
-                problems += [f"{where} ({row['name']}) {problem}" for problem in _measurement_problems(row)]
-            elif name == "verdicts" and row["verdict"] not in VERDICTS:
-                problems.append(f"{where} is {row['verdict']}, not one of {', '.join(VERDICTS)}")
-    problems += [f"tables.{name} is not a list of rows" for name, rows in record["tables"].items()
-                 if not (isinstance(rows, list) and all(isinstance(row, dict) for row in rows))]  # fmt: skip
+    for row in record["measurements"]:  # what a JSON Schema cannot say
+        if len(row["seconds_a"]) != len(row["seconds_b"]):
+            problems.append(f"the windows in seconds_a and seconds_b of {row['name']} must come in pairs")
+        if not row["low"] <= row["ratio"] <= row["high"]:
+            problems.append(f"{row['name']} needs low <= ratio <= high")
     return problems
-
-
-def _measurement_problems(row: Mapping[str, Any]) -> Iterator[str]:
-    a_s, b_s, bounds = row["seconds_a"], row["seconds_b"], [row["low"], row["ratio"], row["high"]]
-    if not (isinstance(a_s, list) and isinstance(b_s, list) and len(a_s) == len(b_s) > 0 and _positive(a_s + b_s)):
-        yield "needs the raw seconds of each window in seconds_a and seconds_b; they come in pairs"
-    if not _positive(bounds) or bounds != sorted(bounds):
-        yield "needs 0 < low <= ratio <= high"
-    if row["noise_floor"] is not None and not (_positive([row["noise_floor"]]) and row["noise_floor"] >= 1):
-        yield "has a noise_floor below 1"
-
-
-def _positive(values: list[Any]) -> bool:
-    return all(isinstance(value, int | float) and 0 < value < math.inf for value in values)
-
-
-def _not_finite(value: Any, where: str) -> list[str]:
-    if isinstance(value, float) and not math.isfinite(value):
-        return [f"{where} is not a finite number"]
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [found for key, item in items for found in _not_finite(item, f"{where}.{key}".lstrip("."))]
 
 
 def load_record(path: str | Path) -> dict[str, Any]:
@@ -90,13 +43,14 @@ def load_record(path: str | Path) -> dict[str, Any]:
     return record
 
 
-def as_measurement(comparison: Any) -> dict[str, Any]:
-    """Return a comparison as a plain dict. Raises UsageError when it lacks something or holds what is no time."""
-    found = plain(comparison.as_measurement() if hasattr(comparison, "as_measurement") else comparison)
-    missing = ROW_KEYS["measurements"] - found.keys()
-    if problems := [f"lacks {', '.join(sorted(missing))}"] if missing else list(_measurement_problems(found)):
-        raise UsageError(f'measurement "{found.get("name", "")}" {"; ".join(problems)}')
-    return found
+def published(notebook: Path) -> dict[Path, dict[str, Any]]:
+    """Return the records of `notebook` that machines left beside it, by file: GPUs first, the plain workload first.
+
+    Raises SpeedkitError when one is not whole.
+    """
+    paths = sorted(notebook.parent.glob(f"records/*/{notebook.stem}*.json"), key=lambda path: path.stem)
+    found = {path: load_record(path) for path in paths if path.stem.partition("-")[0] == notebook.stem}
+    return dict(sorted(found.items(), key=lambda item: not item[1]["hardware"].get("gpu")))
 
 
 def plain(value: Any) -> Any:
