@@ -34,9 +34,6 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "compile_scope": ("blocks", "step"),
     "attention": ("math", "efficient", "flash", "cudnn"),
     "checkpointing": ("blocks", "selective"),
-    "cache_of": ("waveform",),
-    "decoder": ("torchcodec", "librosa"),
-    "shards": (True,),
     "on_nonfinite": ("skip", "recover"),
     "allocator": ("expandable",),
     "strategy": ("fsdp",),
@@ -67,7 +64,10 @@ class Plan:
     )
     fused_optimizer: bool = setting(False, "update all weights in one kernel")
     cache: str = setting("off", "where computed features are kept", choices=("off", "disk", "ram", "device"))
-    cache_of: str = setting("features", "what the cache keeps", choices=("features", "waveform"))
+    cache_of: str = setting(
+        "features", "what the cache keeps: features, or int16 waveforms, with features computed on the device",
+        choices=("features", "waveform"),
+    )  # fmt: skip
     cache_dtype: str = setting("float32", "number format of the cache", choices=("float32", "float16"))
     decoder: str = setting("soundfile", "what reads audio files", choices=("soundfile", "torchcodec", "librosa"))
     features_on: str = setting("cpu", "where features are computed", choices=("cpu", "device"))
@@ -189,6 +189,8 @@ def resolve(plan: Plan, hardware: Hardware | None = None, strict: bool = False, 
         fall_back("prefetch", False, f"a copy beside the computation needs a CUDA GPU; the device is {hardware.name}")
     if got["prefetch"] and not got["pin_memory"]:
         fall_back("pin_memory", True, "prefetch copies without waiting, which takes page-locked memory")
+    if got["decoder"] != "soundfile" and not hardware.supports(got["decoder"]):
+        fall_back("decoder", "soundfile", hardware.why_not(got["decoder"]))
     if got["cache"] == "device" and hardware.device.type == "cpu":
         fall_back("cache", "ram", "the device is this CPU, whose memory is the RAM")
     if got["cache"] != "off" and got["workers"] != 0:
@@ -218,6 +220,8 @@ def _data(got: dict[str, Any], workload: Any, fall_back) -> None:
         fall_back("bucket", False, f"all items of {workload.name} have one length: nothing is padded")
     if workload.length is not None and got["features_on"] == "device":
         fall_back("features_on", "cpu", "lengths differ: features of padded waveforms would depend on the padding")
+    if workload.length is not None and got["cache"] != "off" and got["cache_of"] == "waveform":
+        fall_back("cache_of", "features", "lengths differ: features of padded waveforms would depend on the padding")
     waveforms = got["features_on"] == "device" if got["cache"] == "off" else got["cache_of"] == "waveform"
     if workload.augment_waveform is not None and not waveforms:
         why = "augment_waveform is skipped: it is for waveforms on the device (features_on=device, cache_of=waveform)"
