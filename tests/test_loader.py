@@ -4,18 +4,23 @@ import contextlib
 import dataclasses
 import functools
 import os
+import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from tiny import load, points
+from tiny import load, loss, points
 
+from speedkit.data.auto import most_processes, private_bytes
 from speedkit.data.decode import BadItem
 from speedkit.data.loader import Batches
 from speedkit.data.samples import shuffled
-from speedkit.errors import SpeedkitError
-from speedkit.plan import Plan
+from speedkit.errors import PlanError, SpeedkitError
+from speedkit.hardware import this_machine
+from speedkit.plan import Plan, resolve
+from speedkit.system import usable_ram_bytes
 from speedkit.train.loop import begin, close, fit, steps
 
 CPU = torch.device("cpu")
@@ -75,8 +80,11 @@ def test_loading_leaves_the_random_state_of_the_training_process_alone():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("plan", [{"workers": 1}, {"workers": 2, "prefetch_factor": 1}], ids=str)
-def test_worker_processes_change_no_batch(plan):
+THREADS = {"workers": 2, "worker_kind": "thread"}
+
+
+@pytest.mark.parametrize("plan", [{"workers": 1}, {"workers": 2, "prefetch_factor": 1}, THREADS], ids=str)
+def test_workers_change_no_batch(plan):
     for mine, theirs in zip(stream(14, **plan), stream(14), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
@@ -98,10 +106,10 @@ def test_drop_last_leaves_the_rest_out_of_training_and_not_out_of_evaluation():
 
 
 @pytest.mark.parametrize("start", [(0, 5), (0, 6), (1, 2)], ids=str)
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_stream_goes_on_from_any_position(start, workers):
+@pytest.mark.parametrize("plan", [{}, {"workers": 2}, THREADS], ids=str)
+def test_a_stream_goes_on_from_any_position(start, plan):
     whole = stream(12)
-    batches = Batches(points(), points().train, Plan(workers=workers), 16, 0, CPU)
+    batches = Batches(points(), points().train, Plan(**plan), 16, 0, CPU)
     batches.epoch, batches.position = start
     there = start[0] * 6 + start[1]
     for expected in whole[there : there + 4]:
@@ -112,7 +120,7 @@ def test_a_stream_goes_on_from_any_position(start, workers):
 # Unreadable items.
 
 
-@pytest.mark.parametrize("plan", [{}, {"workers": 2}, {"cache": "ram"}, {"cache": "disk"}], ids=str)
+@pytest.mark.parametrize("plan", [{}, {"workers": 2}, THREADS, {"cache": "ram"}, {"cache": "disk"}], ids=str)
 def test_an_unreadable_item_is_left_out_and_named_and_training_goes_on(tmp_path, plan):
     workload = with_bad({"3", "40", "101"})  # two of 96 to train on, one of 32 to test on
     options = {"device": "cpu", "progress": False}
@@ -214,6 +222,123 @@ def test_resting_worker_processes_stand_still_and_go_on_where_they_were():
     batches.signal_workers(signal.SIGSTOP)
     batches.close()  # also ends those that rest
     assert not [pid for pid in pids if state_of(pid)]
+
+
+def test_resting_threads_begin_no_item():
+    loaded = []
+
+    def noted(item):
+        loaded.append(item.path)
+        return load(item, 8)
+
+    batches = Batches(dataclasses.replace(points(), load=noted), points().train, Plan(**THREADS), 16, 0, CPU)
+    batches.next()
+    batches.signal_workers(signal.SIGSTOP)
+    assert not batches.loader.running.is_set()
+    batches.signal_workers(signal.SIGCONT)
+    for _ in range(5):
+        batches.next()
+    batches.close()
+    assert sorted(loaded) == sorted(item.path for item in points().train)
+
+
+# Features on the device.
+
+
+def add_noise(waveforms, generator):
+    return waveforms + torch.randn(waveforms.shape, generator=generator, device=waveforms.device)
+
+
+@pytest.mark.parametrize("plan", [{}, {"workers": 2}], ids=str)
+def test_features_computed_on_the_device_are_those_of_the_loader(plan):
+    live = stream(7)
+    for mine, theirs in zip(stream(7, features_on="device", **plan), live, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def test_waveforms_are_augmented_on_the_device_in_training_alone_and_alike_for_any_workers():
+    workload = dataclasses.replace(points(), augment_waveform=add_noise)
+    options = {"device": "cpu", "progress": False}
+    plan = Plan(features_on="device", log_every=1)
+    augmented = fit(workload, plan=plan, **options)
+    assert augmented.loss != fit(points(), plan=plan, **options).loss
+    assert fit(workload, plan=dataclasses.replace(plan, workers=2), **options).loss == augmented.loss
+    plain, altered = (Batches(one, one.test, plan, 16, None, CPU).one_pass() for one in (points(), workload))
+    assert all(torch.equal(mine[0], theirs[0]) for mine, theirs in zip(plain, altered, strict=True))
+
+
+def test_waveform_augmentation_that_a_plan_cannot_give_is_said_to_be_skipped():
+    workload = dataclasses.replace(points(), augment_waveform=add_noise)
+    (fallback,) = fit(workload, plan=Plan(), device="cpu", progress=False).effective.fallbacks
+    assert fallback.field == "features_on" and "augment_waveform is skipped" in fallback.why
+
+
+def test_features_in_a_cache_leave_nothing_for_the_device():
+    (fallback,) = resolve(Plan(features_on="device", cache="ram"), this_machine("cpu")).fallbacks
+    assert (fallback.field, fallback.got) == ("features_on", "cpu")
+
+
+# The decoder.
+
+
+def decode(item, decoder="soundfile"):
+    return load(item, 8) + (decoder == "librosa")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_decoder_of_the_plan_reaches_the_workload(workers):
+    workload = dataclasses.replace(points(), load=decode, decoders=("librosa",))
+    items = workload.train
+    plain, other = (
+        Batches(workload, items, Plan(decoder=name, workers=workers), 16, 0, CPU) for name in ("soundfile", "librosa")
+    )
+    assert torch.equal(plain.next()[0] + 2, other.next()[0])
+    plain.close()
+    other.close()
+
+
+def test_a_decoder_that_the_workload_does_not_take_is_refused():
+    with pytest.raises(PlanError, match="decoder=librosa is not one that workload points can use: it has soundfile"):
+        Batches(points(), points().train, Plan(decoder="librosa"), 16, 0, CPU)
+
+
+# workers="auto".
+
+
+def slow_load(item):
+    time.sleep(0.002)
+    return load(item, 8)
+
+
+def slow_loss(model, batch, recipe):
+    time.sleep(0.05)
+    return loss(model, batch, recipe)
+
+
+def test_auto_takes_workers_where_loading_is_what_takes_the_time():
+    workload = dataclasses.replace(points(), load=slow_load)
+    plan = Plan(workers="auto", log_every=1)
+    history = fit(workload, plan=plan, device="cpu", progress=False)
+    (fallback,) = history.effective.fallbacks
+    assert (fallback.field, fallback.asked) == ("workers", "auto")
+    assert history.effective.plan.workers == fallback.got > 0
+    assert "gave the shortest steps: none" in fallback.why and "by thread" in fallback.why
+    assert history.loss == fit(points(), plan=Plan(log_every=1), device="cpu", progress=False).loss
+
+
+def test_auto_takes_no_workers_where_there_is_nothing_to_hide():
+    workload = dataclasses.replace(points(), loss=slow_loss)
+    history = fit(workload, plan=Plan(workers="auto"), device="cpu", progress=False)
+    assert history.effective.plan.workers == 0
+    assert "nothing to hide" in history.effective.fallbacks[0].why
+
+
+def test_auto_leaves_room_in_shared_memory_and_ram():
+    free = shutil.disk_usage("/dev/shm").free
+    assert most_processes(free // 10, 0) == 5
+    assert most_processes(free, 0) == 0
+    assert most_processes(0, usable_ram_bytes() // 4) == 2
+    assert private_bytes(os.getpid()) > 2**20
 
 
 def test_signals_to_a_loader_without_processes_go_nowhere():

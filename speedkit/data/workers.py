@@ -1,4 +1,4 @@
-"""Batches made ahead by worker processes or threads, in order; and what went wrong with one, in a sentence."""
+"""Batches made ahead by worker processes or threads, in order; and what happened to a worker, in a sentence."""
 
 import atexit
 import multiprocessing
@@ -7,13 +7,13 @@ import shutil
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
-from multiprocessing import active_children
+from collections.abc import Callable, Generator
+from multiprocessing import connection
 from multiprocessing.pool import AsyncResult, ThreadPool
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
 from speedkit.errors import SpeedkitError
@@ -43,13 +43,9 @@ class Loader:
         # depend on whether, and how, data is loaded.
         extra: dict[str, Any] = {"generator": torch.Generator()}
         if self.workers and plan.worker_kind == "process":
-            samples.reading = multiprocessing.RawArray("q", 2 * self.workers)  # of each worker: index, then process id
-            extra |= {
-                "num_workers": self.workers,
-                "persistent_workers": plan.persistent_workers,
-                "prefetch_factor": plan.prefetch_factor,
-                "worker_init_fn": start_worker,
-            }
+            samples.reading = multiprocessing.RawArray("q", self.workers)
+            extra |= {"num_workers": self.workers, "prefetch_factor": plan.prefetch_factor,
+                      "persistent_workers": plan.persistent_workers, "worker_init_fn": start_worker}  # fmt: skip
         self.loader = DataLoader(samples, batch_sampler=order, collate_fn=collate, pin_memory=plan.pin_memory, **extra)
 
     def __iter__(self) -> Generator[Any, None, None]:
@@ -61,7 +57,7 @@ class Loader:
             yield from self._from_processes()
 
     def signal(self, number: int) -> None:
-        """Send a signal to every worker process; SIGSTOP and SIGCONT hold threads too, at their next item."""
+        """Send a signal to every worker process; threads obey SIGSTOP and SIGCONT too, at their next item."""
         for process in self.processes:
             if process.is_alive():
                 os.kill(process.pid, number)
@@ -73,13 +69,17 @@ class Loader:
     def close(self) -> None:
         """End the processes, also where a traceback keeps an iterator over them alive."""
         del self.loader
-        self.signal(signal.SIGKILL)
+        self._kill()
 
-    def _from_processes(self) -> Iterator[Any]:
-        before = set(active_children())
-        passing, over = iter(self.loader), threading.Event()
-        started = [process for process in active_children() if process not in before]
-        self.processes = started or self.processes  # none are started where they persist
+    def _kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join(5)
+
+    def _from_processes(self) -> Generator[Any, None, None]:
+        passing: Any = iter(self.loader)
+        over, self.processes = threading.Event(), passing._workers
         threading.Thread(target=self._watch, args=(over,), daemon=True).start()
         try:
             while True:
@@ -90,11 +90,11 @@ class Loader:
                     return
                 self.received += 1
                 yield batch
-        except RuntimeError as error:
+        except (RuntimeError, OSError, EOFError) as error:  # what PyTorch and the queue's connection raise
             explained = self._explained(str(error))
+            self._kill()  # the others may wait for what a dead one held
             if not explained:
                 raise
-            self.signal(signal.SIGKILL)  # the others may wait for what the dead one held
             raise SpeedkitError(explained) from error
         finally:
             over.set()
@@ -109,43 +109,38 @@ class Loader:
             now = (self.received, self.samples.reading[:])
             quiet_s, seen = quiet_s + tick_s if self.waiting and now == seen else 0.0, now
         self.hung = True
-        self.signal(signal.SIGKILL)
+        self._kill()
 
     def _explained(self, error: str) -> str:
         """Return what happened to a worker process and what to do, "" when `error` is about something else."""
-        noted = self.samples.reading[:]
-        at = {pid: index for index, pid in zip(noted[: self.workers], noted[self.workers :], strict=True) if index >= 0}
+        connection.wait([process.sentinel for process in self.processes], 1)  # one may be about to die
+        at = {process.pid: index for process, index in zip(self.processes, self.samples.reading[:], strict=True)}
         dead = next((process for process in self.processes if process.exitcode), None)
         if self.hung:
-            return self._hangs(next(iter(at.values()), None))
+            return self._hangs(max(at.values()))
         if "shared memory" in error or (dead and dead.exitcode == -signal.SIGBUS):
-            size = f"{shutil.disk_usage('/dev/shm').total / 1e6:.0f} MB"
-            return (
-                f"/dev/shm ({size}) is full: workers * prefetch_factor = {self.workers * self.plan.prefetch_factor} "
-                "batches must fit; lower one of them, use worker_kind=thread, or give a container more (--shm-size)"
-            )
+            return (f"/dev/shm ({shutil.disk_usage('/dev/shm').total / 1e6:.0f} MB) is full: workers * prefetch_factor "
+                    f"= {self.workers * self.plan.prefetch_factor} batches must fit; lower one of them, use "
+                    "worker_kind=thread, or give a container more (--shm-size)")  # fmt: skip
         if dead is None:
             return ""
-        cause = signal.Signals(-dead.exitcode).name if dead.exitcode < 0 else f"exit code {dead.exitcode}"
-        place = f" while it read {self._name(at[dead.pid])}" if dead.pid in at else ""
         cure = "workers=0 shows what it died of"
         if dead.exitcode == -signal.SIGKILL:
             cure = "the system kills so when memory runs out: take fewer workers, a lower prefetch_factor, or workers=0"
-        return f"loader process {dead.pid} died{place} ({cause}); {cure}"
+        return f"a loader process died (exit code {dead.exitcode}) at {self._name(at[dead.pid])}; {cure}"
 
-    def _hangs(self, index: int | None) -> str:
-        place = f"reading {self._name(index)} hangs" if index is not None else "a loader worker hangs"
-        return f"no batch for {HUNG_S:g} s: {place}; leave that file out, or see with workers=0 where it stands still"
+    def _hangs(self, index: int) -> str:
+        return f"no batch for {HUNG_S:g} s: a worker hangs at {self._name(index)}; leave it out, or look with workers=0"
 
     def _name(self, index: int) -> str:
         item = self.samples.items[index]
-        return str(getattr(item, "path", item))
+        return str(getattr(item, "path", item)) if index >= 0 else "no item yet"
 
-    def _from_threads(self) -> Iterator[Any]:
+    def _from_threads(self) -> Generator[Any, None, None]:
         pending: deque[tuple[AsyncResult, list[int]]] = deque()
         with ThreadPool(self.workers, torch.set_num_threads, (1,)) as pool:  # its threads never keep Python from ending
             for indices in self.order:
-                at: list[int] = []
+                at = [-1]
                 pending.append((pool.apply_async(self._make, (indices, at)), at))
                 if len(pending) > self.workers * self.plan.prefetch_factor:
                     yield self._finished(*pending.popleft())
@@ -154,33 +149,29 @@ class Loader:
 
     def _make(self, indices: list[int], at: list[int]) -> Any:
         samples = []
-        for index in indices:
+        for at[0] in indices:
             self.running.wait()
-            at[:] = [index]
-            samples.append(self.samples[index])
+            samples.append(self.samples[at[0]])
         batch, *rest = self.collate(samples)
-        if batch is not None and self.plan.pin_memory:
-            batch = tuple(tensor.pin_memory() for tensor in batch)
-        return batch, *rest
+        return batch and tuple(tensor.pin_memory() if self.plan.pin_memory else tensor for tensor in batch), *rest
 
     def _finished(self, result: AsyncResult, at: list[int]) -> Any:
+        before = None
         while not result.ready():
-            before = list(at)
+            if at[0] == before:
+                raise SpeedkitError(self._hangs(at[0]))
+            before = at[0]
             result.wait(HUNG_S)
-            if at == before and not result.ready():
-                raise SpeedkitError(self._hangs(at[0] if at else None))
         return result.get()
 
 
-def start_worker(number: int) -> None:
+def start_worker(_: int) -> None:
     """Set a loader process up: one thread, for the workers together already fill the cores.
 
     Ctrl-C and SIGTERM often go to the whole process group. They are the parent's business, which makes its last step
     and a checkpoint with the workers' help and then ends them.
     """
     torch.set_num_threads(1)
-    worker: Any = get_worker_info()
-    worker.dataset.reading[worker.num_workers + number] = os.getpid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
@@ -188,6 +179,6 @@ def start_worker(number: int) -> None:
 @atexit.register
 def end_workers() -> None:
     """Kill loader processes that a run left: they ignore SIGTERM, and Python, going out, would wait for ever."""
-    for process in active_children():
+    for process in multiprocessing.active_children():
         if process.daemon:
             process.kill()

@@ -13,19 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from speedkit.data.auto import choose_workers
 from speedkit.data.cache import open_cache
 from speedkit.data.loader import Batches
+from speedkit.data.shards import pack
 from speedkit.data.sources import write_quarantine
 from speedkit.errors import PlanError
 from speedkit.files import claim_folder, write_json, write_text
-from speedkit.hardware import this_machine
-from speedkit.plan import Effective, Plan, resolve
+from speedkit.hardware import cache_root, this_machine
+from speedkit.plan import Effective, Fallback, Plan, resolve
 from speedkit.recipe import Recipe, learning_rates, steps_per_epoch
 from speedkit.settings import to_yaml
 from speedkit.train import checkpoint, compilation, memory, optimizer, precision
 from speedkit.train.history import History
 from speedkit.train.optimizer import LearningRate
 from speedkit.train.progress import Progress
+from speedkit.train.progress import wanted as showing
 
 OPTIONAL = ("label_smoothing", "focal_gamma", "mixup")  # recipe fields that a workload's loss applies, or does not
 
@@ -89,6 +92,8 @@ def begin(
     hardware = this_machine(device)
     device = hardware.device
     effective = resolve(plan or Plan(), hardware, strict, workload)
+    if effective.plan.workers == "auto":
+        effective = measure_workers(workload, recipe, effective, device)
     plan = effective.plan
     folder = claim_folder(out, "train", resume) if out is not None else None
     precision.apply(plan)
@@ -97,8 +102,11 @@ def begin(
         make_deterministic()
 
     def batches(items: Any, seed: int | None) -> Batches:
-        wanted = plan.cache != "off" and not (endless and seed is None)  # an endless run never sees its test set
-        cache = open_cache(workload, items, plan, device=device, cache_dir=cache_dir) if wanted else None
+        used = not (endless and seed is None)  # an endless run never sees its test set
+        if plan.shards and used:
+            items = pack(workload, items, Path(cache_dir or cache_root()) / "shards")
+        options: Any = {"device": device, "cache_dir": cache_dir, "progress": showing(progress) and not endless}
+        cache = open_cache(workload, items, plan, **options) if used and plan.cache != "off" else None
         return Batches(workload, items, plan, recipe.batch_size, seed, device, cache)
 
     model, update, scale = make_learner(workload, recipe, plan, device)
@@ -119,10 +127,30 @@ def begin(
         write_text(folder / "plan.yaml", to_yaml(plan))
         if resume:
             checkpoint.load(run, folder)
-    for fallback in effective.fallbacks:
-        run.progress.say(f"  {fallback}")
+    for note in (*effective.fallbacks, *([run.batches.cache.why] if run.batches.cache else [])):
+        run.progress.say(f"  {note}")
     run.history.prepare_s = time.perf_counter() - began_s
     return run
+
+
+def measure_workers(workload: Any, recipe: Recipe, effective: Effective, device: torch.device) -> Effective:
+    """Return `effective` with the workers that suit steps of a model made for this measurement, not compiled."""
+    plan = effective.plan
+    model, update, _ = make_learner(workload, recipe, plan, device)
+    micro_batch = int(plan.micro_batch or recipe.batch_size)
+
+    def compute(batch: tuple[Tensor, ...]) -> None:
+        update.zero_grad()
+        for part in zip(*(tensor.split(micro_batch) for tensor in batch), strict=True):
+            with precision.autocast(plan, device) or contextlib.nullcontext():
+                loss, _ = workload.loss(model, part, recipe)
+            loss.backward()
+
+    precision.apply(plan)
+    plan, why = choose_workers(workload, workload.train, plan, recipe.batch_size, device, compute)
+    return dataclasses.replace(
+        effective, plan=plan, fallbacks=(*effective.fallbacks, Fallback("workers", "auto", plan.workers, why))
+    )
 
 
 def make_learner(

@@ -1,0 +1,101 @@
+"""workers="auto": how many workers, and of which kind, found by a few seconds of training steps on the user's data."""
+
+import dataclasses
+import math
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from typing import Any
+
+import torch
+
+from speedkit.clock import Stopwatch
+from speedkit.data.loader import Batches
+from speedkit.plan import Plan
+from speedkit.system import read, usable_cores, usable_ram_bytes
+
+BUDGET_S, WINDOW_S = 5.0, 0.25  # for all of it; for the steps that are timed under each setting, and for those before
+GAIN = 1.05  # workers cost memory and time to start: more are taken only where steps get so much shorter
+SHARE = 0.5  # of the free shared memory, and of the RAM, that processes may take
+
+
+def choose_workers(
+    workload: Any, items: Sequence[Any], plan: Plan, batch_size: int, device: torch.device, compute: Callable[..., Any]
+) -> tuple[Plan, str]:
+    """Return `plan` with the workers under which steps, `compute(batch)`, follow each other fastest, and the reason.
+
+    None come first, and stay where a batch costs next to nothing; then threads and processes, ever more of them up to
+    the cores, while more gain, memory has room and the budget lasts. The two best are measured once more.
+    """
+    began_s, cores, found = time.perf_counter(), min(16, usable_cores()), dict[Plan, float]()
+    room = math.inf
+
+    def measure(setting: Plan) -> Any:
+        nonlocal room
+        with closing(Batches(workload, items, setting, batch_size, 0, device)) as batches:
+            ahead = 1 + int(setting.workers) * setting.prefetch_factor  # made while the workers started
+            step_s = _step_s(lambda: compute(batches.next()), device, ahead)
+            found[setting] = min(step_s, found.get(setting, math.inf))
+            batch = batches.next()
+            if batches.pids:
+                batch_bytes = sum(tensor.nbytes for tensor in batch)
+                room = most_processes(batch_bytes * plan.prefetch_factor, private_bytes(batches.pids[0]))
+            return batch
+
+    none = dataclasses.replace(plan, workers=0, persistent_workers=False)
+    batch = measure(none)
+    alone_s = _step_s(lambda: compute(batch), device)
+    if found[none] <= GAIN * alone_s:
+        return none, f"a step takes {_ms(found[none])}, {_ms(alone_s)} of them computing: there is nothing to hide"
+    for kind in ("thread", "process"):
+        before_s = math.inf
+        for count in sorted({1, cores // 4, cores // 2, cores} - {0}):
+            if time.perf_counter() - began_s > BUDGET_S or (kind == "process" and count > room):
+                break
+            setting = dataclasses.replace(plan, workers=count, worker_kind=kind, persistent_workers=True)
+            measure(setting)
+            if found[setting] * GAIN > before_s:
+                break
+            before_s = found[setting]
+    for setting in sorted(found, key=lambda setting: found[setting])[1::-1]:
+        measure(setting)
+    best = next(setting for setting in found if found[setting] <= GAIN * min(found.values()))
+    listed = ", ".join(f"{_name(setting)} {_ms(seconds)}" for setting, seconds in found.items())
+    limit = f"; memory has room for {room:.0f} processes" if room < cores else ""
+    chosen = dataclasses.replace(best, persistent_workers=plan.persistent_workers and best.workers != 0)
+    return chosen, f"workers {_name(best)} gave the shortest steps: {listed}; computing alone {_ms(alone_s)}{limit}"
+
+
+def most_processes(shared_bytes: int, private_bytes: int) -> float:
+    """Return how many processes have room, with `shared_bytes` of batches in /dev/shm and `private_bytes` each."""
+    shm_bytes = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else math.inf
+    return SHARE * min(shm_bytes / max(1, shared_bytes), usable_ram_bytes() / max(1, private_bytes)) // 1
+
+
+def private_bytes(pid: int) -> int:
+    """Return the memory that a process shares with no other; 0 where the system does not tell."""
+    return 1024 * sum(map(int, re.findall(r"Private_\w+:\s+(\d+)", read(f"/proc/{pid}/smaps_rollup"))))
+
+
+def _step_s(step: Callable[[], Any], device: torch.device, ahead: int = 1) -> float:
+    """Return the seconds of a step, timed after `ahead` others."""
+    stopwatch, seconds = Stopwatch(device), list[float]()
+    for most in (ahead, math.inf):
+        stopwatch.start()
+        count, until_s = 0, time.perf_counter() + WINDOW_S
+        while count == 0 or (count < most and time.perf_counter() < until_s):
+            step()
+            count += 1
+        seconds.append(stopwatch.stop() / count)
+    return seconds[-1]
+
+
+def _name(plan: Plan) -> str:
+    return f"{plan.workers} by {plan.worker_kind}" if plan.workers else "none"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"

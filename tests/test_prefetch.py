@@ -1,0 +1,54 @@
+"""Copying the next batch ahead: the same bits in the same order, and never into memory that is still being read."""
+
+import gc
+
+import pytest
+import torch
+from tiny import points
+
+from speedkit.data.loader import Batches
+from speedkit.data.prefetch import prefetched
+from speedkit.hardware import this_machine
+from speedkit.plan import Plan, resolve
+from speedkit.train.loop import fit
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+def test_on_a_cpu_there_is_nothing_to_copy_and_the_plan_says_so():
+    (fallback,) = resolve(Plan(prefetch=True), this_machine("cpu")).fallbacks
+    assert (fallback.field, fallback.got) == ("prefetch", False) and "CUDA" in fallback.why
+    options = {"device": "cpu", "progress": False}
+    assert fit(points(), plan=Plan(prefetch=True), **options).loss == fit(points(), plan=Plan(), **options).loss
+
+
+@needs_gpu
+def test_a_batch_is_never_overwritten_while_it_is_read():
+    device, size = torch.device("cuda"), 4_000_000
+    source = (torch.full((size,), float(number)).pin_memory() for number in range(40))
+    sums = []
+    for (batch,) in prefetched(source, lambda rows: (rows.to(device, non_blocking=True),), device):
+        torch.cuda._sleep(20_000_000)  # the reading comes long after the host has gone on and let go of the batch
+        sums.append(batch.min() + batch.max())
+        del batch
+        gc.collect()
+    assert [float(found) for found in sums] == [2.0 * number for number in range(40)]
+
+
+@needs_gpu
+@pytest.mark.parametrize("plan", [{}, {"workers": 2}, {"cache": "ram"}, {"cache": "device"}], ids=str)
+def test_copying_ahead_changes_no_loss(plan):
+    options = {"device": "cuda", "progress": False, "deterministic": True}
+    ahead = Plan(prefetch=True, pin_memory=True, log_every=1, **plan)
+    assert fit(points(), plan=ahead, **options).loss == fit(points(), plan=Plan(log_every=1, **plan), **options).loss
+    torch.use_deterministic_algorithms(False)
+
+
+@needs_gpu
+def test_copying_ahead_does_not_move_where_a_run_resumes():
+    plan = Plan(prefetch=True, pin_memory=True)
+    batches = Batches(points(), points().train, plan, 16, 0, torch.device("cuda"))
+    for count in range(1, 5):
+        batches.next()
+        assert batches.position == count
+    batches.close()
