@@ -31,10 +31,11 @@ from speedkit.train.run import begin, close
 MODULES = (
     "speedkit.climb", "speedkit.ladder", "speedkit.measure.compare", "speedkit.measure.stats", "speedkit.train.loop",
 )  # fmt: skip
-COMPILE_S = 30.0  # what the budget sets aside for compiling a plan; measured: 13 to 40 s on two cores
 FINAL_PAIRS = 20
 LEAST_WINDOW = 0.2  # of the window asked for: the shortest that a rung is tried with when time runs short
 Row = dict[str, Any]
+UNMEASURED = dict.fromkeys(
+    ("ratio", "low", "high", "noise_floor", "parity", "step_s_before", "step_s_after", "data_s"))  # fmt: skip
 
 
 def climb(
@@ -120,14 +121,14 @@ def _rungs(job: Stages, chosen: Sequence[Rung], control: Row) -> tuple[Plan, lis
     best, rows = Plan(), list[Row]()
     matmul = {name.removeprefix("matmul_"): found.value for name, found in ceilings(job.hardware).items()}
     profile = Profile(control["step_s"], control["data_s"], matmul)
-    for rung in chosen:
+    for place, rung in enumerate(chosen):
         changes = rung.changes(best, job.recipe, job.hardware)
         if not changes:
             needs = {"compile": "compile", "precision": "bf16"}.get(rung.name)
             why = job.hardware.why_not(needs) if needs else f"nothing to try on top of {text(changed(best))}"
             rows.append(_row(rung, {}, why=why))
         for change in changes:
-            attempt = functools.partial(_try, job, rung, change, best, profile, control)
+            attempt = functools.partial(_try, job, chosen[place:], change, best, profile, control)
             row = job.once(f"rung {rung.name} {text(change)}", attempt)
             rows.append(row)
             if row["kept"]:
@@ -136,55 +137,50 @@ def _rungs(job: Stages, chosen: Sequence[Rung], control: Row) -> tuple[Plan, lis
     return best, rows
 
 
-def _try(job: Stages, rung: Rung, change: Change, best: Plan, profile: Profile, control: Row) -> Row:
-    """Predict, measure and judge one change of the best plan."""
-    predicted = rung.predict(profile, change)
+def _try(job: Stages, rungs: Sequence[Rung], change: Change, best: Plan, profile: Profile, control: Row) -> Row:
+    """Predict, measure and judge one change of the best plan, by the first of the `rungs` that are left."""
+    rung = rungs[0]
+    row = _row(rung, change, rung.predict(profile, change))
     asked = dataclasses.replace(best, **change)
     effective = resolve(asked, job.hardware)
     if effective.plan == resolve(best, job.hardware).plan:
-        why = effective.fallbacks[0].why if effective.fallbacks else "changes nothing"
-        return _row(rung, change, predicted, why)
-    window_s = _affordable_window_s(job, asked, profile, control)
+        return row | {"why": effective.fallbacks[0].why if effective.fallbacks else "changes nothing"}
+    window_s = affordable_window_s(job, rungs, profile, control)
     if not window_s:
-        return _row(rung, change, predicted, "not tried: the time budget is needed for the final measurements")
+        return row | {"why": "not tried: the time budget is needed for the final measurements"}
     label = f"rung {rung.name}: {text(change)}"
-    job.say(f"{label}, predicted {predicted[0]:.2f} to {predicted[1]:.2f}")
+    job.say(f"{label}, predicted {row['predicted_low']:.2f} to {row['predicted_high']:.2f}")
     try:
         shorter = dataclasses.replace(job, window_s=window_s)
         found = shorter.compare(best, asked, ("best so far", text(change)), job.pairs, name=label)
     except SpeedkitError as error:
-        return _row(rung, change, predicted, f"failed: {error}")
-    return _row(rung, change, predicted) | _verdict(job, rung, asked, found, control)
+        return row | {"why": f"failed: {error}"}
+    row |= _verdict(rung, found, control)
+    job.say(f"  {found.ratio:.3f} ({found.low:.3f} to {found.high:.3f}), floor {row['noise_floor']:.3f}; "
+            f"{row['parity']}: {'kept' if row['kept'] else 'rejected'}")  # fmt: skip
+    return row | {"data_s": data_time(job, asked) if row["kept"] else None, "measurement": found.as_measurement()}
 
 
-def _verdict(job: Stages, rung: Rung, asked: Plan, found: Comparison, control: Row) -> Row:
+def _verdict(rung: Rung, found: Comparison, control: Row) -> Row:
     """Judge a measured change: kept when it is faster beyond the noise and learns what the rung promises."""
     floor = max(found.noise_floor, control["bias"])
     same = parity(rung.promises, found.losses_b, control["losses"], control["other_seed"])
-    faster = found.low > floor
-    kept = faster and same.passed
-    why = "faster beyond the noise, and learns the same" if kept else (
-        str(same) if faster else f"low end {found.low:.3f} is not above the noise floor {floor:.3f}"
-    )
-    job.say(f"  {found.ratio:.3f} ({found.low:.3f} to {found.high:.3f}), floor {floor:.3f}; {same}: "
-            f"{'kept' if kept else 'rejected'}")  # fmt: skip
+    why = f"low end {found.low:.3f} is not above the noise floor {floor:.3f}"
+    if found.low > floor:
+        why = "faster beyond the noise, and learns the same" if same.passed else str(same)
     return {
-        "ratio": found.ratio, "low": found.low, "high": found.high, "noise_floor": floor, "kept": kept, "why": why,
-        "parity": str(same), "parity_numbers": dataclasses.asdict(same),
+        "ratio": found.ratio, "low": found.low, "high": found.high, "noise_floor": floor,
+        "kept": found.low > floor and same.passed, "why": why, "parity": str(same),
+        "parity_numbers": dataclasses.asdict(same), "warmup_s": found.warmup_s_b,
         "step_s_before": found.step_s[0], "step_s_after": found.step_s[1],
-        "data_s": data_time(job, asked) if kept else None,
-        "warmup_s": found.warmup_s_b, "measurement": found.as_measurement(),
     }  # fmt: skip
 
 
-def _row(rung: Rung, change: Change, predicted: tuple[float, float] | None = None, why: str = "") -> Row:
+def _row(rung: Rung, change: Change, predicted: tuple[float | None, float | None] = (None, None), why: str = "") -> Row:
     """Return a row of `rungs` with nothing measured yet."""
-    low, high = predicted or (None, None)
-    return {
-        "rung": rung.name, "change": text(change), "predicted_low": low, "predicted_high": high,
-        "ratio": None, "low": None, "high": None, "noise_floor": None, "parity": None, "kept": False, "why": why,
-        "step_s_before": None, "step_s_after": None, "data_s": None,
-        "claims": list(rung.claims), "notebook": rung.notebook,
+    return UNMEASURED | {
+        "rung": rung.name, "change": text(change), "predicted_low": predicted[0], "predicted_high": predicted[1],
+        "kept": False, "why": why, "claims": list(rung.claims), "notebook": rung.notebook,
     }  # fmt: skip
 
 
@@ -198,24 +194,27 @@ def changed(plan: Plan) -> Change:
     return {field: value for field, value in vars(plan).items() if value != getattr(Plan(), field)}
 
 
-def _affordable_window_s(job: Stages, asked: Plan, profile: Profile, control: Row) -> float:
-    """Return the window for comparing `asked`: the job's, or a shorter one that the budget allows, or 0 for none.
+def affordable_window_s(job: Stages, rungs: Sequence[Rung], profile: Profile, control: Row) -> float:
+    """Return the window for comparing by the first of `rungs`: the job's, or a shorter one where time is short, or 0.
 
-    What closes the climb comes first: two comparisons, and the naive and the best plan trained over (up to three)
-    seeds, at the step times measured so far.
+    What closes the climb has precedence, but no claim to more than half of the budget: two comparisons, and the naive
+    and the best plan trained over (up to three) seeds, at the step times measured so far. Windows shrink to leave time
+    for the rungs to come; none is left out for their sake.
     """
-    naive_s, best_s = control["step_s"], profile.step_s
+    naive_s, best_s, set_up_s = control["step_s"], profile.step_s, control["set_up_s"]
     steps = job.recipe.total_steps(len(job.workload.train), drop_last=False)
     # Evaluation: a test pass costs about a third of a training pass over as many items.
     passes = 1 + len(job.workload.test) / (3 * max(1, len(job.workload.train)))
     training_s = min(3, job.seeds) * steps * passes * (naive_s + best_s)
     # Both windows of a pair have as many steps, so many that they take the window's time on (geometric) average.
     pair_s = max(1, job.window_s / math.sqrt(naive_s * best_s)) * (naive_s + best_s)
-    final_s = 2 * (control["set_up_s"] + min(FINAL_PAIRS * pair_s, 0.1 * job.budget_s))
-    compile_s = 2 * COMPILE_S if asked.compile != "off" else 0.0  # now, and (from Inductor's cache) in what closes
-    left_s = job.budget_s - job.spent_s() - training_s - final_s - compile_s - control["set_up_s"]
-    window_s = min(job.window_s, left_s / (2 * job.pairs))
-    return window_s if window_s >= min(job.window_s, max(best_s, LEAST_WINDOW * job.window_s)) else 0.0
+    closing_s = training_s + 2 * (set_up_s + min(FINAL_PAIRS * pair_s, 0.1 * job.budget_s))
+    left_s = job.budget_s - job.spent_s() - min(closing_s, 0.5 * job.budget_s) - set_up_s - rungs[0].extra_s
+    shortest_s = min(job.window_s, max(best_s, LEAST_WINDOW * job.window_s))
+    if left_s < 2 * job.pairs * shortest_s:
+        return 0.0
+    later_s = sum(set_up_s + 2 * job.pairs * shortest_s + rung.extra_s for rung in rungs[1:])
+    return max(shortest_s, min(job.window_s, (left_s - later_s) / (2 * job.pairs)))
 
 
 def _final(job: Stages, best: Plan) -> Row:

@@ -7,6 +7,7 @@ import tiny
 import torch
 
 from speedkit import climb as climb_function
+from speedkit.climb import affordable_window_s
 from speedkit.errors import UsageError
 from speedkit.hardware import Hardware
 from speedkit.ladder import LADDER, Profile, amdahl
@@ -14,6 +15,7 @@ from speedkit.measure.compare import compare
 from speedkit.measure.parity import parity
 from speedkit.measure.quality import quality_of, time_to_quality
 from speedkit.measure.schema import validate_record
+from speedkit.measure.stages import Stages
 from speedkit.plan import Plan, resolve
 from speedkit.recipe import Recipe
 
@@ -96,6 +98,39 @@ def test_climb_keeps_only_what_is_proven_and_goes_on_where_it_stopped(tmp_path, 
         climb_function(tiny.points(train=80), resume=True, **options)
     with pytest.raises(UsageError, match="already holds a climb run"):
         climb_function(work, **options)
+
+
+def windows_s(rungs, best_s=0.01):
+    """The window that a rung gets 100 s into a climb, for growing budgets; 200 steps are trained to close it."""
+    work, state = tiny.points(train=3200, test=2, epochs=1), {"stages": {}, "spent_s": 100.0}
+    profile, control = Profile(best_s, 0.0, {}), {"step_s": 0.04, "set_up_s": 2.0}
+    return [
+        affordable_window_s(Stages(work, work.recipe, CPU, {}, 10, 0.25, 3, budget_s, None, print, state),
+                            rungs, profile, control)
+        for budget_s in range(140, 260)
+    ]  # fmt: skip
+
+
+def no_longer(some, others):
+    return some != others and all(one <= other for one, other in zip(some, others, strict=True))
+
+
+def test_windows_shrink_before_a_rung_is_left_out_for_want_of_time():
+    found = windows_s(LADDER)
+    assert found == sorted(found) and found[0] == 0 and found[-1] == 0.25
+    assert min(window for window in found if window) == pytest.approx(0.05)
+    assert any(0.06 < window < 0.24 for window in found)
+
+
+def test_time_is_kept_for_the_rungs_to_come_but_none_is_left_out_for_their_sake():
+    alone, first = windows_s(LADDER[:1]), windows_s(LADDER)
+    assert no_longer(first, alone)
+    assert [window > 0 for window in first] == [window > 0 for window in alone]
+
+
+def test_a_slower_plan_and_compiling_leave_less_time():
+    assert no_longer(windows_s(LADDER[:1], best_s=0.04), windows_s(LADDER[:1]))
+    assert no_longer(windows_s(LADDER[-1:]), windows_s(LADDER[-2:-1]))
 
 
 def test_a_climb_without_time_tries_nothing_and_says_so(tmp_path):
