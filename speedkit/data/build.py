@@ -29,6 +29,7 @@ from speedkit.system import usable_cores
 SHARD_BYTES = 64_000_000  # of values: what a builder that is killed loses, at most, per core
 SHARDS = 32  # a small cache has so many, so that all cores are done at about the same time
 PILOT = 8  # items that are tried before building
+PARALLEL_S = 0.5  # less than this is done sooner than processes are started
 
 
 @dataclasses.dataclass
@@ -146,7 +147,7 @@ def build(
     check_space(int(entry_bytes * len(missing)), shutil.disk_usage(folder).free, folder)
     chunks = [missing[at : at + per_shard] for at in range(0, len(missing), per_shard)]
     builder.chunks = [(f"shard-{generation:04d}-{chunk[0]:08d}.safetensors", chunk) for chunk in chunks]
-    cores = min(usable_cores(), len(chunks)) if item_s * len(missing) > 0.5 and _can_travel(builder) else 1
+    cores = min(usable_cores(), len(chunks)) if item_s * len(missing) > PARALLEL_S and _can_travel(builder) else 1
     say(f"about {entry_bytes * len(missing) / 1e6:.3g} MB and {item_s * len(missing) / cores:.2g} s on {cores} cores")
     for name, _ in _shown(_computed(builder, cores), len(missing), builder.about["workload"], show):
         with store.writing(folder):

@@ -137,6 +137,8 @@ class _Reader:
             return f"{self.text(value.func)}{self.text(value.args)}{self.text(value.keywords)}"
         if isinstance(value, types.MethodType):
             return f"{self.text(value.__func__)} of {self.text(value.__self__)}"
+        if isinstance(value, types.BuiltinFunctionType):
+            return value.__qualname__  # of C code: the versions tell it
         if callable(value) and hasattr(value, "__wrapped__"):  # functools.wraps and lru_cache
             return self.text(inspect.unwrap(value))
         if isinstance(value, types.FunctionType | type | types.ModuleType):
@@ -162,6 +164,8 @@ class _Reader:
         built_in = "" if module == "__main__" else _LIBRARIES[0]  # neither has a file
         file = getattr(sys.modules.get(module, value), "__file__", None) or built_in
         file = value.__code__.co_filename if isinstance(value, types.FunctionType) else file
+        if isinstance(value, type) and issubclass(value, BaseException):
+            return name  # no value comes out of it
         if not module.startswith("speedkit") and any(library in file for library in _LIBRARIES):
             return f"{name} {getattr(top, '__version__', '')}".strip()
         if name not in self.code:
