@@ -29,14 +29,13 @@ def find_notebooks(names: Sequence[str | Path] | None = None, folder: Path | Non
     """
     files = sorted((folder or notebooks_folder()).glob("[0-9][0-9]_*.ipynb"))
     known = {path.stem: path for path in files if "." not in path.stem}  # 21_name.failed.ipynb is none of them
-    called = {word: path for key, path in reversed(known.items()) for word in (key[:2], key[3:], key)}
+    called = {word: path for key, path in known.items() for word in (key[:2], key[3:], key)}
     found = []
     for name in map(str, known if names is None else names):
-        stem, path = name.removesuffix(".ipynb"), Path(name).resolve()
-        if stem not in called and not (path.suffix == ".ipynb" and path.is_file()):
-            hint = nearest(stem, [*known, *(key[3:] for key in known)])
-            raise UsageError(f'there is no notebook "{name}"{hint}; there are {", ".join(known) or "none"}')
-        found.append(called.get(stem, path))
+        path = called.get(name.removesuffix(".ipynb"), Path(name).resolve())
+        if path.suffix != ".ipynb" or not path.is_file():
+            raise UsageError(f'there is no notebook "{name}"{nearest(name, called)}; there are {", ".join(known)}')
+        found.append(path)
     return list(dict.fromkeys(found))
 
 
@@ -123,9 +122,11 @@ def device_lock() -> Iterator[None]:
     import psutil
     import torch
 
-    gpus = [f"gpu-{torch.cuda._get_nvml_device_index(index)}" for index in range(torch.cuda.device_count())]
+    count = torch.cuda.device_count()  # which starts no CUDA in this process
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+    names = sorted(shown.replace(" ", "").split(",")[:count])  # in one order, so that two never wait for each other
     with contextlib.ExitStack() as stack:
-        for name in sorted(gpus) or ["cpu"]:
+        for name in names or ["cpu"]:
             path = Path(tempfile.gettempdir(), f"speedkit-{os.getuid()}-{name}.lock")
             stream = stack.enter_context(path.open("a+"))
             try:

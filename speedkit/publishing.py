@@ -16,11 +16,12 @@ from speedkit import files
 from speedkit.errors import SpeedkitError, UsageError
 from speedkit.hardware import this_machine
 from speedkit.measure.provenance import commit, notebooks_folder
-from speedkit.measure.schema import load_record
+from speedkit.measure.schema import load_record, validate_record
 from speedkit.notebooks import find_notebooks, is_current, run_notebook
 from speedkit.parameters import code_cells, read_notebook, record_of, typed_parameters
 
 BUSY_PERCENT = 5  # an idle GPU reports 0; a desktop's screen a few
+NOTEBOOK_S = 3600.0  # the longest that one may run
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 
 
@@ -41,8 +42,8 @@ def device_slug(hardware: Mapping[str, Any]) -> str:
 
 
 def publish(
-    names: Sequence[str] | None, out: str | Path | None = None, budget_s: float | None = None, *, workload: str = "",
-    timeout_s: float = 3600.0, force: bool = False, allow_changes: bool = False,
+    names: Sequence[str] | None, out: str | Path | None = None, budget_s: float | None = None, *,
+    workload: str = "", force: bool = False, allow_changes: bool = False,
 ) -> list[Outcome]:  # fmt: skip
     """Run the notebooks `names` (None: all) here, in their auto profile, and write them and their records to `out`.
 
@@ -59,11 +60,11 @@ def publish(
     here = commit()
     if here and here[1] and not allow_changes:
         raise SpeedkitError(f"the package differs from commit {here[0]}, which the records would name: commit it first")
-    end_s = time.monotonic() + (budget_s or math.inf)
-    outcomes = []
+    end_s, outcomes = time.monotonic() + (budget_s or math.inf), []
+    records = out / "records" / device_slug(this_machine().as_dict())
     for source in sources:
-        name, left_s = f"{source.stem}-{workload}".removesuffix("-"), min(timeout_s, end_s - time.monotonic())
-        record, shown = out / "records" / device_slug(this_machine().as_dict()) / f"{name}.json", out / source.name
+        name, left_s = f"{source.stem}-{workload}".removesuffix("-"), min(NOTEBOOK_S, end_s - time.monotonic())
+        record, shown = records / f"{name}.json", out / source.name
         done = record.exists() and is_current(files.read_json(record), source)
         if not force and done and (workload or (shown.exists() and not is_stale(shown, source))):
             outcomes.append(Outcome(name, "current"))
@@ -90,9 +91,11 @@ def _publish_one(source: Path, out: Path, name: str, parameters: dict[str, Any],
     return Outcome(name, "published")
 
 
-def _take_record(record: dict[str, Any] | None, source: Path, out: Path, name: str) -> None:
-    """Put a record where the notebook `source` is published. Raises SpeedkitError when other code made it."""
-    if record is None or record["notebook"] != source.stem or not is_current(record, source):
+def _take_record(record: Any, source: Path, out: Path, name: str) -> None:
+    """Put a record where the notebook `source` is published. Raises SpeedkitError for none, or one of other code."""
+    if problems := validate_record(record):
+        raise SpeedkitError(f"its record is not valid: {problems[0]}")
+    if record["notebook"] != source.stem or not is_current(record, source):
         raise SpeedkitError(f"it was made by another version of {source.name} or of the modules it measures")
     folder = out / "records" / device_slug(record["hardware"])
     folder.mkdir(parents=True, exist_ok=True)
@@ -108,10 +111,11 @@ def _take_notebook(executed: Path, source: Path, out: Path) -> None:
     import nbformat
 
     notebook, run = read_notebook(source), read_notebook(executed)
-    if is_stale(executed):
-        raise SpeedkitError("it has not been run to its end, or its code was changed since")
+    cells, runs = code_cells(notebook), code_cells(run)
+    if is_stale(executed) or len(cells) != len(runs):
+        raise SpeedkitError("it was run with parameters or not to its end, or its code was changed since")
     _take_record(record_of(run), source, out, source.stem)
-    for cell, ran in zip(code_cells(notebook), code_cells(run), strict=True):
+    for cell, ran in zip(cells, runs, strict=True):
         cell.outputs = [output for output in ran.outputs if WIDGET_VIEW not in output.get("data", {})]
         cell.execution_count = ran.execution_count
     with files.atomic(out / source.name) as temporary:
