@@ -1,4 +1,4 @@
-"""The command line: `speedkit hardware | train | climb | compare | bench | run | publish`."""
+"""The command line: `speedkit hardware | train | doctor | climb | compare | bench | run | publish`."""
 
 import dataclasses
 import json
@@ -129,6 +129,20 @@ def _write_report(folder: Path, workload: str, values: dict[str, Any]) -> None:
     os.environ["SPEEDKIT_RUN_DIR"] = parameters["out"]
     report(run_notebook(source, folder / "climb.ipynb", parameters, timeout_s=600, progress=False),
            folder / "report.html")  # fmt: skip
+
+
+@commands.command()
+@click.argument("workload")
+@shared
+@click.option("--json", "as_json", is_flag=True, help="print JSON")
+@options(RECIPE)
+def doctor(workload: str, as_json: bool, **values: Any) -> None:
+    """Say where the time of WORKLOAD's batches goes, part by part, and what each lever of the plan would bring."""
+    from speedkit.measure.loading import as_text, examine
+
+    work, recipe = the_workload(workload, values)
+    found = examine(work, recipe, values["device"])
+    click.echo(json.dumps(found) if as_json else as_text(found))
 
 
 @commands.command()

@@ -48,6 +48,17 @@ def examine(workload: Any, recipe: Recipe | None = None, device: str = "auto") -
             "levers": _levers(parts_s, took_s, workload, hardware)}  # fmt: skip
 
 
+def as_text(found: dict[str, Any]) -> str:
+    """Return what `examine` found as two tables."""
+    lines = [f"a plain step of {found['workload']} takes {1e3 * found['step_s']:.3g} ms; per sample:"]
+    lines += ["  {part:<10}{0:>10.4g} ms {share:>7.1%}".format(1e3 * row["sample_s"], **row) for row in found["parts"]]
+    lines += ["what would change (time before / time after, predicted):"]
+    for row in found["levers"]:
+        change = ", ".join(f"{field}={value}" for field, value in row["change"].items())
+        lines += ["  {predicted_speedup_low:.2f} to {predicted_speedup_high:.2f}  {0}: {why}".format(change, **row)]
+    return "\n".join(lines)
+
+
 def _ways(workload: Any, batch_size: int, hardware: Hardware) -> dict[str, Callable[[], Any]]:
     """Return, by name, what is timed: each does one thing to the same batch of items."""
     items, waveforms, device = list[Any](), list[torch.Tensor](), hardware.device

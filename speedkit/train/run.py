@@ -16,6 +16,7 @@ from torch import Tensor
 from speedkit.data.auto import choose_workers
 from speedkit.data.cache import open_cache
 from speedkit.data.loader import Batches
+from speedkit.data.samples import loading
 from speedkit.data.shards import pack
 from speedkit.data.sources import write_quarantine
 from speedkit.errors import PlanError
@@ -95,6 +96,7 @@ def begin(
     if effective.plan.workers == "auto":
         effective = measure_workers(workload, recipe, effective, device)
     plan = effective.plan
+    workload = dataclasses.replace(workload, load=loading(workload, plan))
     folder = claim_folder(out, "train", resume) if out is not None else None
     precision.apply(plan)
     memory.keep_freed_memory()

@@ -1,0 +1,69 @@
+"""The loader's doctor: its parts add up to the step, and it proposes what this machine and the data can use."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import soundfile
+from click.testing import CliRunner
+from tiny import load, points
+
+from speedkit.cli import commands
+from speedkit.data.decode import BadItem
+from speedkit.errors import SpeedkitError
+from speedkit.measure.loading import as_text, examine
+
+
+@pytest.fixture(scope="module")
+def recordings(tmp_path_factory):
+    """Noise of two classes in WAV files, a few of them at another sample rate."""
+    folder = tmp_path_factory.mktemp("recordings")
+    rng = np.random.default_rng(0)
+    for name in ("owl", "frog"):
+        (folder / name).mkdir()
+        for number in range(12):
+            rate_hz = 16000 if number % 3 else 22050
+            soundfile.write(folder / name / f"{number}.wav", 0.1 * rng.standard_normal(rate_hz // 2), rate_hz)
+    return folder
+
+
+def test_the_parts_of_a_step_add_up_to_it():
+    found = examine(points(), device="cpu")
+    parts = {row["part"]: row for row in found["parts"]}
+    assert list(parts) == ["decode", "features", "collate", "compute"]
+    assert sum(row["share"] for row in found["parts"]) == pytest.approx(1)
+    assert sum(row["sample_s"] for row in found["parts"]) * 16 == pytest.approx(found["step_s"])
+    assert "decode" in as_text(found) and "workers=" in as_text(found)
+
+
+def test_levers_are_those_that_can_be_used_best_first():
+    levers = examine(points(), device="cpu")["levers"]
+    fields = [row["field"] for row in levers]
+    assert {"workers", "cache"} <= set(fields)
+    assert not {"prefetch", "decoder"} & set(fields), "a CPU has nothing to copy to, the points have no decoder"
+    highs = [row["predicted_speedup_high"] for row in levers]
+    assert highs == sorted(highs, reverse=True)
+    assert all(0 < row["predicted_speedup_low"] <= row["predicted_speedup_high"] for row in levers)
+
+
+def test_recordings_are_read_decoded_and_resampled(recordings):
+    options = ["--data-dir", str(recordings), "--size", "tiny", "--device", "cpu", "--batch-size", "8", "--json"]
+    done = CliRunner().invoke(commands, ["doctor", "audio", *options], catch_exceptions=False)
+    found = json.loads(done.stdout)
+    assert [row["part"] for row in found["parts"]] == ["read", "decode", "resample", "features", "collate", "compute"]
+    assert all(row["sample_s"] >= 0 for row in found["parts"])
+
+
+def unreadable(item):
+    raise BadItem(item.path, "it is not audio")
+
+
+def all_but_the_first(item):
+    return unreadable(item) if item.path == "0" else load(item, 8)
+
+
+def test_unreadable_items_are_passed_over():
+    assert examine(dataclasses.replace(points(), load=all_but_the_first), device="cpu")["parts"]
+    with pytest.raises(SpeedkitError, match="no readable item"):
+        examine(dataclasses.replace(points(), load=unreadable), device="cpu")
