@@ -17,7 +17,7 @@ from speedkit import files
 from speedkit.clock import timed
 from speedkit.hardware import Hardware, cache_root
 
-SCHEMA = 3  # in the name of a kept file; raised when what is measured changes
+SCHEMA = 4  # in the name of a kept file; raised when what is measured changes
 BUDGET_S = 0.5  # for the repeats of one ceiling; sizing and setting up come on top
 MIB = 2**20
 CPU = torch.device("cpu")
@@ -26,13 +26,12 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m
 
 @dataclass(frozen=True)
 class Ceiling:
-    """One measured rate: `value` is the best of `repeats`, `median` what is usual, both in `unit`."""
+    """One measured rate: `value` is the best of some repeats, `median` what is usual, both in `unit`."""
 
     name: str
     value: float
     median: float
     unit: str  # FLOP/s, bytes/s or files/s
-    repeats: int
     how: str
 
     def __str__(self) -> str:
@@ -44,27 +43,26 @@ Rates = tuple[list[float], str]  # one rate per repeat, what was repeated
 Measured = tuple[dict[str, Ceiling], dict[str, str]]  # the ceilings, and why the others could not be measured; by name
 
 
-def ceilings(hardware: Hardware, refresh: bool = False, cache_dir: str | Path | None = None) -> dict[str, Ceiling]:
-    """Return what this machine reaches, by name; measured once and then kept in `cache_dir` (else `cache_root()`).
+def ceilings(hardware: Hardware, refresh: bool = False) -> dict[str, Ceiling]:
+    """Return what this machine reaches, by name; measured once and then kept in `cache_root()`.
 
     `refresh` measures again. What could not be measured is not in it: `left_out` says why.
     """
-    return _kept_or_measured(hardware, refresh, cache_dir)[0]
+    return _kept_or_measured(hardware, refresh)[0]
 
 
-def left_out(hardware: Hardware, cache_dir: str | Path | None = None) -> dict[str, str]:
+def left_out(hardware: Hardware) -> dict[str, str]:
     """Return the reason for each ceiling that could not be measured on this machine, by name."""
-    return _kept_or_measured(hardware, False, cache_dir)[1]
+    return _kept_or_measured(hardware, refresh=False)[1]
 
 
-def _kept_or_measured(hardware: Hardware, refresh: bool, cache_dir: str | Path | None) -> Measured:
-    folder = Path(cache_dir) if cache_dir else cache_root()
-    path = folder / f"ceilings-{SCHEMA}-{hardware.fingerprint()}.json"
+def _kept_or_measured(hardware: Hardware, refresh: bool) -> Measured:
+    path = cache_root() / f"ceilings-{SCHEMA}-{hardware.fingerprint()}.json"
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # not there, or not ours: measured
         if not refresh:
             kept = files.read_json(path)
             return {row["name"]: Ceiling(**row) for row in kept["ceilings"]}, dict(kept["left_out"])
-    found, missing = measure(hardware, folder)
+    found, missing = measure(hardware, cache_root())
     with contextlib.suppress(OSError):  # a folder that cannot be written: measured again next time
         files.write_json(path, {"ceilings": [asdict(ceiling) for ceiling in found.values()], "left_out": missing})
     return found, missing
@@ -95,7 +93,7 @@ def measure(hardware: Hardware, folder: Path) -> Measured:
             missing[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0] or 'no message'}"
             continue
         how = f"best of {len(rates)} {what}" + busy * (load > 0.75 * hardware.cores)
-        found[name] = Ceiling(name, max(rates), statistics.median(rates), unit, len(rates), how)
+        found[name] = Ceiling(name, max(rates), statistics.median(rates), unit, how)
     torch.cuda.empty_cache()  # nothing where CUDA is not in use
     return found, missing
 

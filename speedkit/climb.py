@@ -28,9 +28,7 @@ from speedkit.train.progress import wanted
 from speedkit.train.run import begin, close
 
 # Whose source, with that of notebook 90, decides whether a recorded climb is current.
-MODULES = (
-    "speedkit.climb", "speedkit.ladder", "speedkit.measure.compare", "speedkit.measure.stats", "speedkit.train.loop",
-)  # fmt: skip
+MODULES = tuple(f"speedkit.{name}" for name in ("climb", "ladder", "measure.compare", "measure.stats", "train.loop"))
 FINAL_PAIRS = 20
 LEAST_WINDOW = 0.2  # of the window asked for: the shortest that a rung is tried with when time runs short
 Row = dict[str, Any]
@@ -124,9 +122,8 @@ def _rungs(job: Stages, chosen: Sequence[Rung], control: Row) -> tuple[Plan, lis
     for place, rung in enumerate(chosen):
         changes = rung.changes(best, job.recipe, job.hardware)
         if not changes:
-            needs = {"compile": "compile", "precision": "bf16"}.get(rung.name)
-            why = job.hardware.why_not(needs) if needs else f"nothing to try on top of {text(changed(best))}"
-            rows.append(_row(rung, {}, why=why))
+            why = job.hardware.why_not(rung.needs) if rung.needs else ""
+            rows.append(_row(rung, {}) | {"why": why or f"nothing to try on top of {text(changed(best))}"})
         for change in changes:
             attempt = functools.partial(_try, job, chosen[place:], change, best, profile, control)
             row = job.once(f"rung {rung.name} {text(change)}", attempt)
@@ -140,7 +137,7 @@ def _rungs(job: Stages, chosen: Sequence[Rung], control: Row) -> tuple[Plan, lis
 def _try(job: Stages, rungs: Sequence[Rung], change: Change, best: Plan, profile: Profile, control: Row) -> Row:
     """Predict, measure and judge one change of the best plan, by the first of the `rungs` that are left."""
     rung = rungs[0]
-    row = _row(rung, change, rung.predict(profile, change))
+    row = _row(rung, change, *rung.predict(profile, change))
     asked = dataclasses.replace(best, **change)
     effective = resolve(asked, job.hardware)
     if effective.plan == resolve(best, job.hardware).plan:
@@ -176,11 +173,11 @@ def _verdict(rung: Rung, found: Comparison, control: Row) -> Row:
     }  # fmt: skip
 
 
-def _row(rung: Rung, change: Change, predicted: tuple[float | None, float | None] = (None, None), why: str = "") -> Row:
+def _row(rung: Rung, change: Change, low: float | None = None, high: float | None = None) -> Row:
     """Return a row of `rungs` with nothing measured yet."""
     return UNMEASURED | {
-        "rung": rung.name, "change": text(change), "predicted_low": predicted[0], "predicted_high": predicted[1],
-        "kept": False, "why": why, "claims": list(rung.claims), "notebook": rung.notebook,
+        "rung": rung.name, "change": text(change), "predicted_low": low, "predicted_high": high, "kept": False,
+        "claims": list(rung.claims), "notebook": rung.notebook,
     }  # fmt: skip
 
 

@@ -37,6 +37,7 @@ class Rung:
     predict: Callable[[Profile, Change], Predicted]
     claims: tuple[str, ...]
     notebook: str
+    needs: str = ""  # a capability of the machine without which there is nothing to try
     extra_s: float = 0.0  # what trying it costs beside a comparison, and using it afterwards
 
 
@@ -103,9 +104,11 @@ LADDER: tuple[Rung, ...] = (
     Rung("host_syncs", lambda *_: [{"fused_optimizer": True, "log_every": 50}], "loss-equal", _computes(1.0, 1.1),
          ("C22",), "26_host_syncs"),
     Rung("micro_batch", _micro_batch, "loss-equal", _computes(0.9, 1.15), (), "20_batch_size"),
-    Rung("precision", _precision, "loss-equal", _faster_matmul, ("C01", "C02", "C04", "C38"), "21_mixed_precision"),
+    Rung("precision", _precision, "loss-equal", _faster_matmul, ("C01", "C02", "C04", "C38"), "21_mixed_precision",
+         needs="bf16"),
     Rung("channels_last", lambda *_: [{"channels_last": True}], "loss-equal", _computes(0.9, 1.2), ("C19",),
          "24_channels_last"),
     # Compiling takes 13 to 40 s on two cores, and some more whenever the plan starts anew, from Inductor's cache.
-    Rung("compile", _compile, "loss-equal", _computes(1.0, 1.3), ("C16", "C18"), "23_compile", extra_s=45.0),
+    Rung("compile", _compile, "loss-equal", _computes(1.0, 1.3), ("C16", "C18"), "23_compile",
+         needs="compile", extra_s=45.0),
 )  # fmt: skip

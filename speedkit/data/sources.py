@@ -136,7 +136,7 @@ def _from_table(root: Path, table: Path, with_split: bool, bad: list[tuple[str, 
                "label": [name for name in LABEL_COLUMNS if name in rows]}  # fmt: skip
     for what, known in (("path", PATH_COLUMNS), ("label", LABEL_COLUMNS)):
         if not columns[what]:
-            has = ", ".join(rows)
+            has = ", ".join(map(str, rows))
             raise UsageError(f"the label table {table} has no {what} column: name one of {has} {' or '.join(known)}")
     # A column of names says more than one of numbers (ESC-50 has both: category and target).
     labels = rows[min(columns["label"], key=lambda name: rows[name].str.isdigit().all())]
