@@ -1,5 +1,7 @@
 """What this machine is and what it can do. What it can reach is measured in `speedkit.ceilings`."""
 
+import contextlib
+import ctypes
 import functools
 import hashlib
 import importlib.util
@@ -29,7 +31,9 @@ ON_NVIDIA = {
 }  # fmt: skip
 # The instruction sets without which a CPU emulates a number format, as torch.cpu.get_capabilities names them.
 ON_CPU = {"bf16": ("avx512_bf16", "amx_bf16", "bf16"), "fp16": ("avx512_fp16", "amx_fp16", "fp16_arith")}
+DECODERS = {"torchcodec": "the package torchcodec and FFmpeg's libraries", "librosa": "the package librosa"}
 INSTEAD = {
+    **dict.fromkeys(DECODERS, 'Use decoder "soundfile"'),
     "flash_attention": 'Use attention "auto"', "triton": 'Use compile "off"', "compile": 'Use compile "off"',
     "cuda_graphs": 'Use compile "default"', "pin_memory": "Leave pin_memory off",
 }  # fmt: skip
@@ -59,11 +63,12 @@ class Hardware:
     compiler: str = ""  # the one that torch.compile would call (C++ for a CPU, C for a GPU); "" if none is found
     python_headers: bool = False
     flash_attention: bool = True  # compiled into PyTorch: for CPUs always, for GPUs depending on the build
+    decoders: tuple[str, ...] = ("soundfile",)  # of audio files, that can be loaded
 
     def supports(self, capability: str) -> bool:
-        """Whether the device really has `capability` (see CAPABILITIES). Raises UsageError for an unknown name."""
-        if capability not in CAPABILITIES:
-            near, known = nearest(capability, CAPABILITIES), ", ".join(CAPABILITIES)
+        """Whether `capability`, of CAPABILITIES or DECODERS, is really there. Raises UsageError for an unknown name."""
+        if capability not in (*CAPABILITIES, *DECODERS):
+            near, known = nearest(capability, CAPABILITIES), ", ".join((*CAPABILITIES, *DECODERS))
             raise UsageError(f'there is no capability "{capability}"{near}: take {known}')
         return not _lacks(self, capability)
 
@@ -98,6 +103,9 @@ class Hardware:
 def _lacks(hardware: Hardware, capability: str) -> str:
     """Return what `capability` needs and what the device is instead, or "" where it has it."""
     kind, device = hardware.device.type, hardware.name
+    if capability in DECODERS:
+        needs = f"{capability} needs {DECODERS[capability]}, which cannot be loaded: install the extra `decode`"
+        return "" if capability in hardware.decoders else needs + " and ffmpeg" * (capability == "torchcodec")
     if capability in ("pin_memory", "cuda_graphs"):
         return "" if kind == "cuda" else f"{capability} needs a CUDA GPU; the device is {device}"
     if kind == "cpu" and (wanted := ON_CPU.get(capability)):
@@ -168,9 +176,21 @@ def _facts(device: torch.device) -> Hardware:
         torch_version=torch.__version__,
         triton=importlib.util.find_spec("triton") is not None,
         compiler=shutil.which(compiler) or "",
+        decoders=("soundfile", *filter(_loads, DECODERS)),
         python_headers=Path(sysconfig.get_path("include"), "Python.h").exists(),
         **(_gpu_facts(device) if device.type == "cuda" else {}),
     )
+
+
+def _loads(decoder: str) -> bool:
+    """Whether a decoder's package is there, and for torchcodec one of FFmpeg 4 to 8: the smallest library is tried."""
+    if decoder != "torchcodec" or not importlib.util.find_spec(decoder):
+        return importlib.util.find_spec(decoder) is not None
+    for number in range(56, 61):
+        for name in (f"libavutil.so.{number}", f"libavutil.{number}.dylib"):
+            with contextlib.suppress(OSError):
+                return bool(ctypes.CDLL(name))
+    return False
 
 
 def _gpu_facts(device: torch.device) -> dict[str, Any]:

@@ -1,5 +1,6 @@
-"""Decoding: any rate and channel count to one mono length, and every broken file to a BadItem."""
+"""Decoding: any rate and channel count to one mono length, the same by three decoders, broken files to a BadItem."""
 
+import os
 import pickle
 
 import numpy as np
@@ -8,9 +9,17 @@ import soundfile
 import torch
 
 from speedkit.data.decode import BadItem, load_audio
-from speedkit.errors import SpeedkitError
+from speedkit.errors import PlanError, SpeedkitError
+from speedkit.hardware import this_machine
+from speedkit.plan import Plan, resolve
 
 RATE_HZ = 8000
+OTHERS = [
+    pytest.param(name, marks=pytest.mark.skipif(not this_machine("cpu").supports(name), reason=f"no {name} here"))
+    for name in ("torchcodec", "librosa")
+]
+everywhere = pytest.mark.parametrize("decoder", ["soundfile", *OTHERS])
+elsewhere = pytest.mark.parametrize("decoder", OTHERS)
 
 
 def tone(seconds=1.0, rate_hz=RATE_HZ, hz=440.0):
@@ -85,6 +94,7 @@ def broken(tmp_path, kind):
     return path
 
 
+@everywhere
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
@@ -97,22 +107,98 @@ def broken(tmp_path, kind):
         ("folder", "no such file"),
     ],
 )
-def test_a_broken_file_is_a_bad_item_that_names_it(tmp_path, kind, why):
+def test_a_broken_file_is_a_bad_item_that_names_it(tmp_path, kind, why, decoder):
     path = broken(tmp_path, kind)
     with pytest.raises(BadItem, match=why) as caught:
-        load_audio(path, RATE_HZ, RATE_HZ)
+        load_audio(path, RATE_HZ, RATE_HZ, decoder)
     assert isinstance(caught.value, SpeedkitError) and caught.value.exit_code == 1
     assert caught.value.path == str(path) and str(path) in str(caught.value)
 
 
-def test_a_truncated_flac_is_a_bad_item(tmp_path):
+@everywhere
+def test_a_truncated_flac_is_a_bad_item(tmp_path, decoder):
     path = write(tmp_path / "t.flac", np.random.default_rng(0).uniform(-0.5, 0.5, 64000))
     path.write_bytes(path.read_bytes()[:2000])
     with pytest.raises(BadItem):
-        load_audio(path, RATE_HZ, 64000)
+        load_audio(path, RATE_HZ, 64000, decoder)
 
 
 def test_bad_item_survives_the_way_between_processes():
     error = pickle.loads(pickle.dumps(BadItem("a/b.wav", "it holds no samples")))
     assert (error.path, error.why) == ("a/b.wav", "it holds no samples")
     assert str(error) == "a/b.wav cannot be used: it holds no samples"
+
+
+# ---- the other decoders ----
+
+
+def recording(seconds=1.0, channels=1):
+    noise = np.random.default_rng(0).uniform(-0.05, 0.05, (int(seconds * RATE_HZ), channels))
+    return noise + tone(seconds)[:, None] * np.linspace(1.0, -0.3, channels)
+
+
+@elsewhere
+@pytest.mark.parametrize("channels", [1, 2])
+@pytest.mark.parametrize("seconds", [0.5, 1.0, 3.0])  # padded, as long as asked for, cut
+@pytest.mark.parametrize(
+    ("name", "subtype", "tolerance"),
+    [
+        ("a.wav", "PCM_16", 0.0), ("a.wav", "PCM_24", 0.0), ("a.wav", "FLOAT", 0.0), ("a.flac", "PCM_16", 0.0),
+        ("a.aiff", "PCM_16", 0.0), ("a.ogg", "VORBIS", 2e-6), ("a.mp3", "MPEG_LAYER_III", 1e-5),
+    ],
+)  # fmt: skip
+def test_decoders_agree_to_the_bit_where_nothing_is_lossy(
+    tmp_path, decoder, name, subtype, tolerance, seconds, channels
+):
+    path = write(tmp_path / name, recording(seconds, channels), subtype=subtype)
+    expected, found = load_audio(path, RATE_HZ, RATE_HZ), load_audio(path, RATE_HZ, RATE_HZ, decoder)
+    assert found.shape == (RATE_HZ,) and found.dtype == torch.float32
+    # FFmpeg 5 does not cut an OGG of less than a page where it ends: the rest of the last block follows.
+    end = int(seconds * RATE_HZ) if name == "a.ogg" else RATE_HZ
+    # The mean of two channels may be rounded another way.
+    assert (found - expected)[:end].abs().max() <= max(tolerance, 1e-7 * (channels > 1))
+
+
+@elsewhere
+@pytest.mark.parametrize("from_hz", [4000, 11025, 44100])
+def test_decoders_agree_about_another_rate_to_a_thousandth(tmp_path, decoder, from_hz):
+    path = write(tmp_path / "r.wav", tone(2.0, from_hz), from_hz)
+    expected, found = load_audio(path, RATE_HZ, RATE_HZ), load_audio(path, RATE_HZ, RATE_HZ, decoder)
+    # librosa resamples its own way, and its filter looks farther ahead than a clip cut short goes on.
+    assert (found - expected)[100:-100].abs().max() < (1e-3 if decoder == "librosa" else 1e-6)
+
+
+@elsewhere
+@pytest.mark.parametrize("name", ["a.wav", "a.flac", "a.ogg", "a.mp3"])
+def test_a_partial_read_by_another_decoder_begins_as_a_full_read_does(tmp_path, decoder, name):
+    path = write(tmp_path / name, recording(3.0))
+    part, whole = (load_audio(path, RATE_HZ, length, decoder) for length in (5001, 24000))
+    assert torch.equal(part, whole[:5001])
+
+
+@elsewhere
+def test_the_end_of_a_long_file_is_never_read(tmp_path, decoder):
+    path = write(tmp_path / "long.wav", recording(60.0))
+    expected = load_audio(path, RATE_HZ, 4000, decoder)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2] + b"\xff" * (len(whole) - len(whole) // 2))
+    assert torch.equal(load_audio(path, RATE_HZ, 4000, decoder), expected)
+
+
+@everywhere
+def test_decoding_starts_no_threads(tmp_path, decoder):
+    paths = [write(tmp_path / name, recording(2.0)) for name in ("a.wav", "a.flac", "a.ogg", "a.mp3")]
+    before = len(os.listdir("/proc/self/task"))
+    for path in paths:
+        load_audio(path, RATE_HZ, RATE_HZ, decoder)
+    assert len(os.listdir("/proc/self/task")) == before
+
+
+def test_a_decoder_that_is_missing_falls_back_with_its_reason():
+    bare = this_machine("cpu").__class__()
+    for decoder in ("torchcodec", "librosa"):
+        found = resolve(Plan(decoder=decoder), bare)
+        assert found.plan.decoder == "soundfile"
+        assert [fallback.field for fallback in found.fallbacks] == ["decoder"] and decoder in found.fallbacks[0].why
+        with pytest.raises(PlanError, match=f"decoder: asked {decoder}"):
+            resolve(Plan(decoder=decoder), bare, strict=True)
