@@ -16,6 +16,7 @@ from speedkit.hardware import this_machine
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train.loop import fit
+from speedkit.workloads import load_workload
 from speedkit.workloads.audio import SIZES, AudioNet, audio, augment, log_mel, loss, score
 
 SPECTROGRAM = {"sample_rate_hz": 16000, "n_fft": 512, "hop": 160, "bands": 64}
@@ -58,6 +59,15 @@ def test_everything_a_worker_needs_pickles(night):
     again = pickle.loads(pickle.dumps(night))
     item = night.test[3]
     assert torch.equal(again.features(again.load(item)), night.features(night.load(item)))
+
+
+def test_a_loaded_workload_says_how_it_is_made_again_from_anywhere(tmp_path, monkeypatch):
+    own_data(tmp_path / "mine")
+    monkeypatch.chdir(tmp_path)
+    made_by = load_workload("audio", data_dir="mine", size="tiny", labels=None).made_by
+    assert made_by == {"name": "audio", "data_dir": str(tmp_path / "mine"), "size": "tiny"}
+    monkeypatch.chdir("/")
+    assert load_workload(**made_by).parameters == load_workload("audio", data_dir=tmp_path / "mine").parameters
 
 
 def test_own_data_takes_the_commonest_rate_and_resamples_the_rest(tmp_path):
