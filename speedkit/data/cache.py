@@ -188,6 +188,8 @@ class FeatureCache:
         some = torch.linspace(0, len(self) - 1, min(64, len(self))).long()
         began_s = time.perf_counter()
         self.gather(some, device)
+        if self.values is None:
+            self.unchecked = self.usable.copy()  # this was no use of them
         cached_s = (time.perf_counter() - began_s) / len(some) * len(self)
         live_s = item_s * len(self)
         self.why = f"cache={self.where}: {self.bytes / 1e6:.3g} MB"

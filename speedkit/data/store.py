@@ -183,8 +183,8 @@ def _logged(folder: Path) -> list[dict[str, Any]]:
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     """Write the manifest with a checksum of its own."""
-    check = xxh3_64_hexdigest(json.dumps(manifest, sort_keys=True).encode())
-    write_json(folder / MANIFEST, {**manifest, "checksum": check})
+    text = json.dumps(manifest, sort_keys=True)
+    write_json(folder / MANIFEST, {**json.loads(text), "checksum": xxh3_64_hexdigest(text.encode())})
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
@@ -212,6 +212,8 @@ def read(folder: Path, fingerprint: dict[str, str] | None = None) -> State | Non
             file = safetensors.safe_open(folder / INDEX, "np")
             shards = [tuple(shard) for shard in json.loads(file.metadata()["speedkit"])]
             return State(manifest, shards, file.get_tensor, problems)
+    if manifest and manifest["pending"]:
+        problems.append((INDEX, "the build was not finished"))
     sealed, bad = _sealed(folder, manifest["about"]["fingerprint"] if manifest else fingerprint)
     if manifest is None and sealed:
         manifest = {"about": sealed[-1].about, "pending": None, "build_s": 0.0, "item_s": 0.0}
