@@ -54,25 +54,19 @@ def run_notebook(
     """Run notebook `source` with `parameters` in a fresh kernel, in its own folder, and leave what was run at `out`.
 
     `timeout_s` is for all cells; `progress` is a bar on a terminal and lines elsewhere. Raises UsageError before
-    anything starts, SpeedkitError when a cell fails or time is up: `out` is then as it was, and what did run is beside
-    it as NAME.failed.ipynb.
+    anything starts, SpeedkitError when a cell fails or time is up: `out` is then, as after Ctrl-C, as it was, and what
+    did run is beside it as NAME.failed.ipynb.
     """
     source, out = Path(source).resolve(), Path(out).resolve()
     values = typed_parameters(source, parameters or {})
     if out == source:
         raise UsageError(f"{source.name} cannot be run onto itself: name another output")
-    failed = out.with_name(f"{out.stem}.failed.ipynb")
+    partial = out.with_name(f"{out.stem}.failed.ipynb")  # papermill writes it cell by cell
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".speedkit-", dir=out.parent) as folder, device_lock():
-            partial = Path(folder) / out.name
-            try:
-                _execute(source, partial, values, timeout_s, progress)
-            except SpeedkitError as error:
-                partial.replace(failed)
-                raise SpeedkitError(f"{error}. What did run is in {failed}") from error.__cause__
-            partial.replace(out)
-            failed.unlink(missing_ok=True)
+        with device_lock():
+            _execute(source, partial, values, timeout_s, progress)
+        partial.replace(out)
     except OSError as error:
         raise UsageError(f"{out.parent} cannot be written ({error.strerror}): name another output") from error
     return out
@@ -94,7 +88,7 @@ def _execute(source: Path, partial: Path, values: dict[str, Any], timeout_s: flo
             print(f"{source.stem}: cell {number}, {time.monotonic() - began_s:.0f} s", flush=True)
 
     def failure(why: str) -> SpeedkitError:
-        return SpeedkitError(f"{source.name}, cell [{number}]: {why}")
+        return SpeedkitError(f"{source.name}, cell [{number}]: {why}. What did run is in {partial}")
 
     paths = [str(path).replace("{", "{{").replace("}", "}}") for path in (source, partial)]  # these are format strings
     try:
