@@ -91,8 +91,7 @@ def _shape(items: tuple[Item, ...], max_duration_s: float | None) -> tuple[dict[
 
 def load(item: Item, sample_rate_hz: int, num_samples: int, decoder: str = "soundfile") -> Tensor:
     """Return the item's waveform [T] float32."""
-    chosen = {} if decoder == "soundfile" else {"decoder": decoder}
-    return decode.load_audio(item.path, sample_rate_hz, num_samples, **chosen)
+    return decode.load_audio(item.path, sample_rate_hz, num_samples, decoder)
 
 
 @functools.lru_cache(maxsize=8)
