@@ -36,7 +36,7 @@ class Ceiling:
 
     def __str__(self) -> str:
         unit, scale = {"FLOP/s": ("TFLOP/s", 1e12), "bytes/s": ("GB/s", 1e9)}.get(self.unit, (self.unit, 1.0))
-        return f"{self.name:<24}{self.value / scale:10.4g} {unit:<8}(median {self.median / scale:.4g})"
+        return f"{self.value / scale:.4g} {unit} (median {self.median / scale:.4g})"
 
 
 Rates = tuple[list[float], str]  # one rate per repeat, what was repeated

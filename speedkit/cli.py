@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import yaml
 
 from speedkit.commands_cache import cache
 from speedkit.errors import Interrupted, SpeedkitError, UsageError
@@ -58,14 +59,14 @@ commands.add_command(cache)
 @click.option("--device", default="auto", show_default=True, metavar="AUTO | CUDA | MPS | CPU")
 def hardware(as_json: bool, refresh: bool, device: str) -> None:
     """Show what this machine is, what it can do, and its measured ceilings."""
-    from speedkit import ceilings
-    from speedkit.hardware import describe, this_machine
+    from speedkit.ceilings import ceilings, left_out
+    from speedkit.hardware import this_machine
 
     machine = this_machine(device)
-    found = ceilings.ceilings(machine, refresh)
-    rows = {name: dataclasses.asdict(ceiling) for name, ceiling in found.items()}
-    click.echo(json.dumps(machine.as_dict() | {"ceilings": rows}, indent=1) if as_json
-               else describe(machine, found, ceilings.left_out(machine)))  # fmt: skip
+    found = ceilings(machine, refresh)
+    facts = machine.as_dict() | {"ceilings": {}, "unmeasured": left_out(machine)}
+    facts["ceilings"] = {name: dataclasses.asdict(row) if as_json else str(row) for name, row in found.items()}
+    click.echo(json.dumps(facts, indent=1) if as_json else yaml.safe_dump(facts, sort_keys=False, width=1000))
 
 
 @commands.command()

@@ -10,7 +10,6 @@ import platform
 import re
 import shutil
 import sysconfig
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -173,7 +172,7 @@ def _facts(device: torch.device) -> Hardware:
         shm_bytes=shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None,
         os=f"{platform.system()} {release}",
         python_version=platform.python_version(),
-        torch_version=torch.__version__,
+        torch_version=str(torch.__version__),
         triton=importlib.util.find_spec("triton") is not None,
         compiler=shutil.which(compiler) or "",
         decoders=("soundfile", *filter(_loads, DECODERS)),
@@ -203,16 +202,3 @@ def _gpu_facts(device: torch.device) -> dict[str, Any]:
         "flash_attention": torch.backends.cuda.is_flash_attention_available(),
         **system.nvml_facts(str(properties.uuid)),
     }
-
-
-def describe(hardware: Hardware, ceilings: Mapping | None = None, left_out: Mapping | None = None) -> str:
-    """Return the machine's card, a row for each known fact, with what `speedkit.ceilings` measured and left out."""
-    rows: list[tuple[str, Any]] = []
-    for key, value in hardware.as_dict().items():
-        if key.endswith("_bytes") and value:
-            key, value = key.removesuffix("_bytes"), f"{value / 2**30:.1f} GiB"
-        texts = value.values() if key == "cannot" else [", ".join(value) if isinstance(value, list | tuple) else value]
-        rows += [(key, text) for text in texts if text]
-    rows += [("measured", ceiling) for ceiling in (ceilings or {}).values()]
-    rows += [("unmeasured", f"{name}: {reason}") for name, reason in (left_out or {}).items()]
-    return "\n".join(f"{key:<20}{text}" for key, text in rows)

@@ -70,6 +70,17 @@ def test_train_leaves_history_plan_and_checkpoint(capsys, monkeypatch, recording
     assert "already holds a train run" in again and "--resume" in again
 
 
+@pytest.mark.slow
+def test_hardware_shows_facts_reasons_and_measured_ceilings(capsys, monkeypatch):
+    code, printed, _ = speedkit(capsys, monkeypatch, "hardware", "--device", "cpu")
+    card = yaml.safe_load(printed)
+    assert code == 0 and "CUDA GPU" in card["cannot"]["cuda_graphs"]
+    assert "FLOP/s (median" in card["ceilings"]["matmul_fp32"]
+    code, printed, _ = speedkit(capsys, monkeypatch, "hardware", "--device", "cpu", "--json")
+    facts = json.loads(printed)
+    assert code == 0 and facts["ram_bytes"] == card["ram_bytes"] and facts["ceilings"]["memcpy"]["value"] > 0
+
+
 def test_every_field_has_an_option_with_its_help(capsys, monkeypatch):
     code, printed, _ = speedkit(capsys, monkeypatch, "train", "--help")
     assert code == 0

@@ -20,7 +20,7 @@ from speedkit import ceilings as ceilings_module
 from speedkit import system
 from speedkit.ceilings import ceilings, left_out
 from speedkit.errors import UsageError
-from speedkit.hardware import CAPABILITIES, Hardware, cache_root, choose_device, describe, this_machine
+from speedkit.hardware import CAPABILITIES, Hardware, cache_root, choose_device, this_machine
 
 GPU = Hardware(
     device=torch.device("cuda"), gpu_count=1, triton=True, compiler="/usr/bin/gcc", python_headers=True, cpu="a CPU"
@@ -179,15 +179,6 @@ def test_fingerprint_follows_what_changes_a_ceiling():
     assert len({A100.fingerprint(), *(replace(A100, **change).fingerprint() for change in changes)}) == 1 + len(changes)
 
 
-def test_the_card_is_readable():
-    card = describe(replace(T4, gpu_memory_bytes=15 * 2**30, driver="580.1", power_limit_w=70.0, cpu_flags=("bf16",)))
-    rows = [(line[:20].strip(), line[20:]) for line in card.splitlines()]
-    assert {("gpu", "Tesla T4"), ("gpu_count", "1"), ("gpu_memory", "15.0 GiB"), ("compute_capability", "7.5"),
-            ("driver", "580.1"), ("power_limit_w", "70.0"), ("cpu_flags", "bf16")} <= set(rows)  # fmt: skip
-    assert "fp16" in dict(rows)["can"] and "only emulates it" in card
-    assert "ram" not in dict(rows), "what is unknown has no row"
-
-
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     """(hardware, cache folder, ceilings), measured although a cache file is there: a broken one."""
@@ -209,7 +200,7 @@ def test_ceilings_are_measured_numbers(measured):
         assert 0 < ceiling.median <= ceiling.value < math.inf
         assert ceiling.unit in ("FLOP/s", "bytes/s", "files/s")
     assert ("disk_read" in found) != ("disk_read" in left_out(machine))
-    assert "matmul_fp32" in describe(machine, found, left_out(machine))
+    assert str(found["matmul_fp32"]).endswith(")") and "TFLOP/s (median" in str(found["matmul_fp32"])
 
 
 def test_ceilings_are_kept_per_machine(measured):
