@@ -30,7 +30,7 @@ from speedkit.train.run import begin, close
 # Whose source, with that of notebook 90, decides whether a recorded climb is current.
 MODULES = tuple(f"speedkit.{name}" for name in ("climb", "ladder", "measure.compare", "measure.stats", "train.loop"))
 FINAL_PAIRS = 20
-LEAST_WINDOW = 0.2  # of the window asked for: the shortest that a rung is tried with when time runs short
+LEAST_WINDOW = 0.4  # of the window asked for: the shortest that a rung is tried with when time runs short
 Row = dict[str, Any]
 UNMEASURED = dict.fromkeys(
     ("ratio", "low", "high", "noise_floor", "parity", "step_s_before", "step_s_after", "data_s"))  # fmt: skip

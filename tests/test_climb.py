@@ -118,8 +118,8 @@ def no_longer(some, others):
 def test_windows_shrink_before_a_rung_is_left_out_for_want_of_time():
     found = windows_s(LADDER)
     assert found == sorted(found) and found[0] == 0 and found[-1] == 0.25
-    assert min(window for window in found if window) == pytest.approx(0.05)
-    assert any(0.06 < window < 0.24 for window in found)
+    assert min(window for window in found if window) == pytest.approx(0.1)
+    assert any(0.11 < window < 0.24 for window in found)
 
 
 def test_time_is_kept_for_the_rungs_to_come_but_none_is_left_out_for_their_sake():
