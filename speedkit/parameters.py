@@ -63,9 +63,11 @@ def _parameter(line: str) -> Setting:
         comment = line.encode()[node.end_col_offset :].decode().partition("#")[2].strip()
         if not (comment and isinstance(node, ast.AnnAssign) and node.value):
             raise ValueError
-        words = ast.unparse(node.annotation).removeprefix("list[").removesuffix("]").split(" | ")
-        kinds = tuple(KINDS[word] for word in words)
-        parameter = Setting(ast.unparse(node.target), kinds, ast.literal_eval(node.value), comment)
+        default, annotation = ast.literal_eval(node.value), ast.unparse(node.annotation)
+        if isinstance(default, list) != annotation.startswith("list["):
+            raise ValueError
+        words = annotation.removeprefix("list[").removesuffix("]").split(" | ")
+        parameter = Setting(ast.unparse(node.target), tuple(KINDS[word] for word in words), default, comment)
     except (SyntaxError, ValueError, KeyError) as error:
         raise UsageError(f'"{line}" is not {FORM}') from error
     typed_value(parameter, parameter.default)
@@ -75,7 +77,7 @@ def _parameter(line: str) -> Setting:
 def typed_value(parameter: Setting, value: Any) -> Any:
     """Return `value`, or what the text `value` means, in the parameter's type. Raises PlanError when it cannot be."""
     if isinstance(parameter.default, list):
-        words = re.findall(r"[^\s,\[\]]+", value) if isinstance(value, str) else value
+        words = re.findall(r"[^\s,\[\]][^,\[\]]*", value) if isinstance(value, str) else value
         if not isinstance(words, list | tuple):
             raise PlanError(f"{parameter.name}={value!r} is not possible; it takes a list")
         return [typed_value(replace(parameter, default=None), word) for word in words]

@@ -94,6 +94,7 @@ VIOLATIONS = {
     "derived parameter": (parameters("a: int = 1 + len('x')  # two"), "needs a literal value"),
     "parameter over two lines": (parameters("a: list[int] = [1,\n 2]  # two"), "on one line"),
     "parameter of another type": (parameters("a: int = 'x'  # one"), "a='x' is not possible; it takes an integer"),
+    "list of another type": (parameters("a: int = [1]  # one"), "needs a literal value"),
     "unknown type": (parameters("a: dict = {}  # none"), "the type must be"),
     "counts out of order": (lambda n: code(n, 2).update(execution_count=9), "execution counts are"),
     "stripped": (strip, "nbval would compare nothing"),
