@@ -112,6 +112,11 @@ def test_bucketing_pads_far_less_in_few_shapes():
     assert len(grouped.padded) <= bucket.SHAPES
 
 
+def test_what_bucketing_saves_is_said(capsys):
+    fit(clips(), plan=Plan(bucket=True), device="cpu", progress=True)
+    assert "bucket: " in capsys.readouterr().out
+
+
 def test_padding_share_counts_padded_frames():
     lengths = torch.tensor([2, 4, 6])
     assert padding_share([torch.tensor([0, 1]), torch.tensor([2])], lengths) == pytest.approx(2 / 14)

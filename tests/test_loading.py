@@ -31,9 +31,9 @@ def recordings(tmp_path_factory):
 def test_the_parts_of_a_step_add_up_to_it():
     found = examine(points(), device="cpu")
     parts = {row["part"]: row for row in found["parts"]}
-    assert list(parts) == ["decode", "features", "collate", "compute"]
-    assert sum(row["share"] for row in found["parts"]) == pytest.approx(1)
-    assert sum(row["sample_s"] for row in found["parts"]) * 16 == pytest.approx(found["step_s"])
+    assert list(parts) == ["read", "decode", "resample", "features", "collate", "copy", "compute"]
+    assert sum(row["share"] for row in found["parts"]) == pytest.approx(1, rel=0.01)
+    assert sum(row["sample_s"] for row in found["parts"]) * 16 == pytest.approx(found["step_s"], rel=0.01)
     assert "decode" in as_text(found) and "workers=" in as_text(found)
 
 
@@ -51,8 +51,8 @@ def test_recordings_are_read_decoded_and_resampled(recordings):
     options = ["--data-dir", str(recordings), "--size", "tiny", "--device", "cpu", "--batch-size", "8", "--json"]
     done = CliRunner().invoke(commands, ["doctor", "audio", *options], catch_exceptions=False)
     found = json.loads(done.stdout)
-    assert [row["part"] for row in found["parts"]] == ["read", "decode", "resample", "features", "collate", "compute"]
-    assert all(row["sample_s"] >= 0 for row in found["parts"])
+    took_s = {row["part"]: row["sample_s"] for row in found["parts"]}
+    assert min(took_s["read"], took_s["decode"], took_s["resample"]) > 0
 
 
 def unreadable(item):

@@ -2,13 +2,14 @@
 
 import contextlib
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from speedkit.data.bucket import padding_share
 from speedkit.data.cache import FeatureCache
 from speedkit.data.prefetch import Batch, prefetched
 from speedkit.data.samples import EpochOrder, Samples, loading, make_loader
@@ -36,6 +37,11 @@ class Batches:
         bucket = plan.bucket and seed is not None and workload.length is not None
         lengths = torch.tensor([workload.length(item) for item in items]) if bucket else None
         self.order = EpochOrder(self.count, batch_size, seed, plan.drop_last and seed is not None, lengths)
+        self.padding = ""  # what bucketing saves, as a sentence
+        if lengths is not None:
+            shares = (padding_share(order.tensors(), lengths, order.padded) for order in (
+                self.order, EpochOrder(self.count, batch_size, seed, plan.drop_last)))  # fmt: skip
+            self.padding = "bucket: {:.1%} of the frames are padding, {:.1%} without".format(*shares)
         self.epoch, self.position = 0, 0
         self.bad: dict[str, str] = {}
         self._quarantine(cache.bad if cache is not None else {})
@@ -65,7 +71,8 @@ class Batches:
 
     def _fetched(self) -> Iterator[Batch]:
         """Yield the batches of a pass as they arrive on the device; None for one of unreadable items alone."""
-        source, copy = (self.order.tensors(), self._gather) if self.cache is not None else (self._loaded(), self._copy)
+        source: Iterator[Any] = self.order.tensors() if self.cache is not None else self._loaded()
+        copy: Callable[[Any], Batch] = self._gather if self.cache is not None else self._copy
         if self.plan.prefetch and self.device.type == "cuda":
             return prefetched(source, copy, self.device)
         return map(copy, source)

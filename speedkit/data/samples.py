@@ -69,16 +69,16 @@ def collate(samples: list[Any], varies: bool = False) -> tuple[tuple[Tensor, ...
     bad = [sample for sample in samples if isinstance(sample, BadItem)]
     if not good:
         return None, [], bad
-    inputs, targets, indices = zip(*good, strict=True)
-    batch: tuple[Tensor, ...] = (torch.tensor(targets),)
+    rows, targets, indices = map(list, zip(*good, strict=True))
+    rest = [torch.tensor(targets)]
     if varies:
-        lengths = torch.tensor([row.shape[-1] for row in inputs])
-        inputs, batch = [pad(row, (0, int(lengths.max()) - row.shape[-1])) for row in inputs], (lengths, *batch)
-    batch = (default_collate(list(inputs)), *batch)
+        lengths = torch.tensor([row.shape[-1] for row in rows])
+        rows, rest = [pad(row, (0, int(lengths.max()) - row.shape[-1])) for row in rows], [lengths, *rest]
+    batch: tuple[Tensor, ...] = (default_collate(rows), *rest)
     if get_worker_info() is not None:
         # Here, where an error reaches the training process: the queue would only print it, and never deliver the batch.
         batch = tuple(tensor.share_memory_() for tensor in batch)
-    return batch, list(indices), bad
+    return batch, indices, bad
 
 
 def shuffled(count: int, seed: int, epoch: int) -> Tensor:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from speedkit.clock import timed
 from speedkit.data.decode import BadItem
@@ -23,29 +24,24 @@ SHORT = 0.7  # a lever brings between this share of what it could bring and all 
 
 
 def examine(workload: Any, recipe: Recipe | None = None, device: str = "auto") -> dict[str, Any]:
-    """Return `parts` and `levers` of a plain training step, its data loaded in the training process.
+    """Return `workload`, `step_s`, `parts` and `levers` of a plain training step, loaded in the training process.
 
-    `parts` are rows `{part, sample_s, share}`: read, decode, resample, features, collate, copy, compute, as far as the
-    workload has them, measured on one batch of its items (read from the page cache: that files are there is certain,
-    having just been read). `levers` are rows `{field, change, predicted_speedup_low, predicted_speedup_high, why}`,
-    the best first, as far as this machine and the data can use them.
+    `parts` are rows `{part, sample_s, share}`, measured on one batch of items; reading is from the page cache, where
+    the files are after the first round. `levers` are rows `{field, change, predicted_speedup_low,
+    predicted_speedup_high}`, the best first, of what this machine and the data can use.
     """
     recipe, hardware = recipe or workload.recipe, this_machine(device)
     ways = _ways(workload, recipe.batch_size, hardware)
     took_s = {name: statistics.median(timed(way, hardware.device, REPEATS)) for name, way in ways.items()}
-    took_s["compute"] = _compute_s(workload, recipe, hardware.device)
-    read_s, load_s = took_s.get("read", 0.0), took_s["load"]
-    own_rate_s = took_s.get("own rate", load_s)
-    parts_s = {"read": read_s, "decode": own_rate_s - read_s, "resample": load_s - own_rate_s}
-    parts_s = {part: max(0.0, seconds) for part, seconds in parts_s.items() if part == "decode" or seconds}
-    parts_s |= {part: took_s[part] for part in ("features", "collate", "copy", "compute") if part in took_s}
+    own_rate_s = min(took_s["load"], took_s.get("own rate", took_s["load"]))
+    parts_s = {"read": took_s["read"], "decode": own_rate_s - took_s["read"], "resample": took_s["load"] - own_rate_s}
+    parts_s |= {part: took_s[part] for part in ("features", "collate", "copy")}
+    parts_s["compute"] = _compute_s(workload, recipe, hardware.device)
     step_s = sum(parts_s.values())
-    rows = [
-        {"part": part, "sample_s": seconds / recipe.batch_size, "share": seconds / step_s}
-        for part, seconds in parts_s.items()
-    ]
-    return {"workload": workload.name, "step_s": step_s, "parts": rows,
-            "levers": _levers(parts_s, took_s, workload, hardware)}  # fmt: skip
+    rows = [{"part": part, "sample_s": max(0.0, seconds) / recipe.batch_size, "share": max(0.0, seconds) / step_s}
+            for part, seconds in parts_s.items()]  # fmt: skip
+    levers = _levers(parts_s, took_s, workload, hardware)
+    return {"workload": workload.name, "step_s": step_s, "parts": rows, "levers": levers}
 
 
 def as_text(found: dict[str, Any]) -> str:
@@ -54,52 +50,43 @@ def as_text(found: dict[str, Any]) -> str:
     lines += ["  {part:<10}{0:>10.4g} ms {share:>7.1%}".format(1e3 * row["sample_s"], **row) for row in found["parts"]]
     lines += ["what would change (time before / time after, predicted):"]
     for row in found["levers"]:
-        change = ", ".join(f"{field}={value}" for field, value in row["change"].items())
-        lines += ["  {predicted_speedup_low:.2f} to {predicted_speedup_high:.2f}  {0}: {why}".format(change, **row)]
+        lines += ["  {predicted_speedup_low:.2f} to {predicted_speedup_high:.2f}  {change}".format_map(row)]
     return "\n".join(lines)
 
 
 def _ways(workload: Any, batch_size: int, hardware: Hardware) -> dict[str, Callable[[], Any]]:
     """Return, by name, what is timed: each does one thing to the same batch of items."""
-    items, waveforms, device = list[Any](), list[torch.Tensor](), hardware.device
+    loaded: dict[Any, Tensor] = {}
     for item in workload.train:
         with contextlib.suppress(BadItem):
-            waveforms.append(workload.load(item))
-            items.append(item)
-        if len(items) == batch_size:
+            loaded[item] = workload.load(item)
+        if len(loaded) == batch_size:
             break
-    if not items:
+    if not loaded:
         raise SpeedkitError(f"workload {workload.name} has no readable item to examine")
-    targets = map(workload.target, items)
-    samples = [(workload.features(waveform), target, 0) for waveform, target in zip(waveforms, targets, strict=True)]
-    batch, *_ = collate(samples, workload.length is not None)
-    ways = {
-        "load": lambda: [workload.load(item) for item in items],
-        "features": lambda: [workload.features(waveform) for waveform in waveforms],
+    samples = [(workload.features(waveform), workload.target(item), 0) for item, waveform in loaded.items()]
+    batch: Any = collate(samples, workload.length is not None)[0]
+    files = [path for item in loaded if (path := Path(getattr(item, "path", ""))).is_file()]
+    ways: dict[str, Callable[[], Any]] = {
+        "read": lambda: [path.read_bytes() for path in files],
+        "load": lambda: [workload.load(item) for item in loaded],
+        "features": lambda: [workload.features(waveform) for waveform in loaded.values()],
         "collate": lambda: collate(samples, workload.length is not None),
+        "copy": lambda: [tensor.to(hardware.device) for tensor in batch],
     }
-    files = [path for item in items if (path := Path(getattr(item, "path", ""))).is_file()]
-    if len(files) == len(items):
-        ways["read"] = lambda: [path.read_bytes() for path in files]
-    rate_hz = getattr(workload.load, "keywords", {}).get("sample_rate_hz")
-    if rate_hz and any(item.sample_rate_hz != rate_hz for item in items):
-        ways["own rate"] = lambda: [_at_own_rate(workload.load, item) for item in items]
-    if device.type != "cpu":
-        ways["copy"] = lambda: [tensor.to(device) for tensor in batch]
     if workload.length is None:
-        stacked = torch.stack(waveforms).to(device)
+        stacked = torch.stack([*loaded.values()]).to(hardware.device)
         ways["features on the device"] = lambda: workload.features(stacked)
-    for decoder in workload.decoders:
-        if _possible({"decoder": decoder}, workload, hardware):
-            load = loading(workload, Plan(decoder=decoder))
-            ways[decoder] = lambda load=load: [load(item) for item in items]
+    if "sample_rate_hz" in (settings := getattr(workload.load, "keywords", {})):
+        longer = {item: item.sample_rate_hz / settings["sample_rate_hz"] for item in loaded}
+        ways["own rate"] = lambda: [
+            workload.load(item, sample_rate_hz=item.sample_rate_hz, num_samples=round(settings["num_samples"] * times))
+            for item, times in longer.items()
+        ]
+    if _possible({"decoder": "torchcodec"}, workload, hardware):
+        load = loading(workload, Plan(decoder="torchcodec"))
+        ways["torchcodec"] = lambda: [load(item) for item in loaded]
     return ways
-
-
-def _at_own_rate(load: Any, item: Any) -> torch.Tensor:
-    """Load as much of an item as `load` does, without resampling."""
-    longer = item.sample_rate_hz / load.keywords["sample_rate_hz"]
-    return load(item, sample_rate_hz=item.sample_rate_hz, num_samples=round(load.keywords["num_samples"] * longer))
 
 
 def _compute_s(workload: Any, recipe: Recipe, device: torch.device) -> float:
@@ -122,31 +109,28 @@ def _possible(change: dict[str, Any], workload: Any, hardware: Hardware) -> bool
         return False
 
 
-def _levers(
-    parts_s: dict[str, float], took_s: dict[str, float], workload: Any, hardware: Hardware
-) -> list[dict[str, Any]]:
+def _levers(parts_s: dict[str, float], took_s: dict[str, float], workload: Any, hardware: Hardware) -> list[Any]:
     """Return the rows of `levers`: each is the plain step with some of its parts taken out, hidden or replaced."""
     step_s, compute_s, cores = sum(parts_s.values()), parts_s["compute"], hardware.cores
-    data_s, copy_s = step_s - compute_s, parts_s.get("copy", 0.0)
-    gathered_s, on_device_s = compute_s + parts_s["collate"] + copy_s, took_s.get("features on the device", 0.0)
+    data_s, gathered_s = step_s - compute_s, compute_s + parts_s["collate"] + parts_s["copy"]
+    on_device_s = took_s.get("features on the device", 0.0)
     busy = hardware.threads if hardware.device.type == "cpu" else 0  # cores that the model keeps from the workers
-    hidden_s = max(compute_s, data_s / cores, (data_s + busy * compute_s) / cores)
-    levers: list[tuple[dict[str, Any], float, str]] = [
-        ({"workers": cores}, hidden_s, "data is made while the model computes, on cores that have nothing else to do"),
-        ({"cache": "ram"}, gathered_s, "features are computed once"),
-        ({"cache": "ram", "cache_of": "waveform"}, gathered_s + on_device_s, "files are decoded once"),
-        ({"features_on": "device"}, step_s - parts_s["features"] + on_device_s, "computed for a batch at once"),
-        ({"shards": True}, step_s - parts_s.get("read", 0.0), "one file instead of many; more from a slow disk"),
-        ({"prefetch": True, "pin_memory": True}, step_s - copy_s, "the copy runs beside the computation"),
+    best_s: list[tuple[dict[str, Any], float]] = [
+        ({"workers": cores}, max(compute_s, data_s / cores, (data_s + busy * compute_s) / cores)),
+        ({"cache": "ram"}, gathered_s),
+        ({"cache": "ram", "cache_of": "waveform"}, gathered_s + on_device_s),
+        ({"features_on": "device"}, step_s - parts_s["features"] + on_device_s),
+        ({"shards": True}, step_s - parts_s["read"]),
+        ({"decoder": "torchcodec"}, step_s - took_s["load"] + took_s.get("torchcodec", 0.0)),
+        ({"prefetch": True, "pin_memory": True}, step_s - parts_s["copy"]),
     ]
-    levers += [({"decoder": name}, step_s - took_s["load"] + took_s[name], "measured on these files")
-               for name in workload.decoders if name in took_s]  # fmt: skip
     rows = []
-    for change, best_s, why in levers:
+    for change, seconds in best_s:
         if _possible(change, workload, hardware):
             # Workers may gain nothing at all: they compete with the model where there is no core to spare.
-            least = 0.0 if "workers" in change else SHORT
-            low, high = sorted((step_s / (step_s + least * (best_s - step_s)), step_s / best_s))
-            rows.append({"field": next(iter(change)), "change": change, "predicted_speedup_low": low,
-                         "predicted_speedup_high": high, "why": why})  # fmt: skip
+            least_s = step_s + (seconds - step_s) * (0.0 if "workers" in change else SHORT)
+            low, high = sorted((step_s / least_s, step_s / seconds))
+            text = ", ".join(f"{field}={value}" for field, value in change.items())
+            rows.append({"field": next(iter(change)), "change": text,
+                         "predicted_speedup_low": low, "predicted_speedup_high": high})  # fmt: skip
     return sorted(rows, key=lambda row: -row["predicted_speedup_high"])

@@ -129,8 +129,10 @@ def begin(
         write_text(folder / "plan.yaml", to_yaml(plan))
         if resume:
             checkpoint.load(run, folder)
-    for note in (*effective.fallbacks, *([run.batches.cache.why] if run.batches.cache else [])):
-        run.progress.say(f"  {note}")
+    cache = run.batches.cache
+    for note in (*effective.fallbacks, run.batches.padding, cache.why if cache else ""):
+        if note:
+            run.progress.say(f"  {note}")
     run.history.prepare_s = time.perf_counter() - began_s
     return run
 
