@@ -15,7 +15,7 @@ from cached import CPU, features, files_workload, live, load_file, opened, serve
 
 from speedkit.data import build, store
 from speedkit.data.build import check_space
-from speedkit.data.cache import FeatureCache, open_cache
+from speedkit.data.cache import open_cache
 from speedkit.data.fingerprint import difference, fingerprint
 from speedkit.data.loader import Batches
 from speedkit.errors import SpeedkitError
@@ -128,7 +128,7 @@ def test_a_cache_travels_to_another_process(workload, cache):
 
 def test_more_shards_than_may_be_open_at_a_time(workload, cache, monkeypatch):
     monkeypatch.setattr(build, "SHARD_BYTES", 32)  # one entry
-    monkeypatch.setattr("speedkit.data.cache.MAPS", 3)
+    monkeypatch.setattr("speedkit.data.entries.MAPS", 3)
     found = cache(workload)
     assert len(found.paths) == 20
     for _ in range(2):
@@ -136,7 +136,7 @@ def test_more_shards_than_may_be_open_at_a_time(workload, cache, monkeypatch):
 
 
 def test_what_does_not_fit_into_memory_stays_on_disk(workload, cache, monkeypatch):
-    monkeypatch.setattr("speedkit.data.cache.MEMORY_SHARE", 0.0)
+    monkeypatch.setattr("speedkit.data.entries.MEMORY_SHARE", 0.0)
     found = cache(workload, cache="ram")
     assert found.where == "disk" and "more than half" in found.why and "free in ram" in found.why
 
@@ -237,12 +237,11 @@ def rebuilt(counted, cache, monkeypatch, **changes):
 
 def test_the_second_time_nothing_is_computed(workload, cache):
     first = cache(workload)
-    second = FeatureCache(first.builder, store.read(first.folder))
     before = {path.name: path.stat().st_mtime_ns for path in first.folder.iterdir()}
     found = cache(workload)
     assert found.changed == "" and found.build_s == first.build_s
     assert before == {path.name: path.stat().st_mtime_ns for path in first.folder.iterdir()}
-    assert torch.equal(served(second), served(found))
+    assert torch.equal(served(found), live(workload))
 
 
 def test_a_changed_file_alone_is_read_again(counted, cache, monkeypatch, tmp_path):

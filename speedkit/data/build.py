@@ -51,7 +51,7 @@ class Builder(Dataset):
 
     def entry(self, index: int) -> tuple[np.ndarray, float]:
         """Return (values as kept, the largest difference from what was computed); raises BadItem."""
-        name, item, dtype = self.sources.names[index], self.items[index], self.about["dtype"]
+        name, item, dtype = self.sources.name(index), self.items[index], self.about["dtype"]
         computed = self.load(item) if self.features is None else self.features(self.load(item))
         raw = computed.detach().cpu().numpy()
         if not np.isfinite(raw).all():
@@ -77,7 +77,7 @@ class Builder(Dataset):
             try:
                 entries.append(self.kept.get(index) or self.entry(index))
             except BadItem as item:
-                bad[self.sources.names[index]] = item.why
+                bad[self.sources.name(index)] = item.why
                 entries.append((empty, 0.0))
             except SpeedkitError as error:
                 return error
@@ -89,7 +89,7 @@ class Builder(Dataset):
 
     def _tensors(self, indices: np.ndarray, entries: list[tuple[np.ndarray, float]]) -> dict[str, np.ndarray]:
         source, rows = self.sources, [values.reshape(-1) for values, _ in entries]
-        names = "\0".join(source.names[index] for index in indices).encode("utf-8", "surrogateescape")
+        names = "\0".join(source.name(index) for index in indices).encode("utf-8", "surrogateescape")
         paths = [getattr(self.items[index], "path", None) for index in indices]
         keys = source.keys[indices]
         return {

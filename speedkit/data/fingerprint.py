@@ -28,32 +28,37 @@ _LIBRARIES = ("site-packages", "dist-packages", sysconfig.get_paths()["stdlib"])
 
 @dataclasses.dataclass(frozen=True)
 class Sources:
-    """The items of a list by name, as columns [N]; a file that is not there, or none at all, has size -1."""
+    """The items of a list, as columns [N]; a file that is not there, or none at all, has size -1."""
 
-    names: list[str]
+    items: Sequence[Any]
+    prefix: str  # of paths; the rest is the item's name
     keys: np.ndarray  # uint64, hashes of the names
     sizes: np.ndarray  # int64 bytes
     modified_ns: np.ndarray  # int64
 
+    def name(self, index: int) -> str:
+        """Return what the cache calls an item."""
+        path = getattr(self.items[index], "path", None)
+        return _Reader().text(self.items[index]) if path is None else str(path).removeprefix(self.prefix)
+
 
 def sources_of(items: Sequence[Any], base: str) -> Sources:
     """Return what identifies the items and tells whether their files have changed; names are relative to `base`."""
-    names, stats = [], np.full((len(items), 2), -1, dtype=np.int64)
-    prefix, reader = os.path.join(base, "") if base else "", _Reader()
-    for index, item in enumerate(items):
+    prefix = os.path.join(base, "") if base else ""
+    keys, (sizes, modified_ns) = np.empty(len(items), np.uint64), np.full((2, len(items)), -1, np.int64)
+    found = Sources(items, prefix, keys, sizes, modified_ns)
+    text = _Reader().text
+    for index, item in enumerate(items):  # a million in about a second
         path = getattr(item, "path", None)
-        if path is None:
-            names.append(reader.text(item))
-            continue
-        names.append(str(path).removeprefix(prefix))
-        try:
-            status = os.stat(path)  # of a member of a tar: the tar
-        except (OSError, ValueError):
-            continue
-        stats[index] = status.st_size, status.st_mtime_ns
-    encoded = (name.encode("utf-8", "surrogateescape") for name in names)
-    keys = np.fromiter(map(xxh3_64_intdigest, encoded), np.uint64, len(names))
-    return Sources(names, keys, stats[:, 0].copy(), stats[:, 1].copy())
+        name = text(item) if path is None else str(path).removeprefix(prefix)
+        keys[index] = xxh3_64_intdigest(name.encode("utf-8", "surrogateescape"))
+        if path is not None:
+            try:
+                status = os.stat(path)  # of a member of a tar: the tar
+            except (OSError, ValueError):
+                continue
+            sizes[index], modified_ns[index] = status.st_size, status.st_mtime_ns
+    return found
 
 
 def base_folder(items: Sequence[Any]) -> str:

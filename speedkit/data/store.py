@@ -250,8 +250,10 @@ def latest(keys: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """Return the last row of `keys` [N] that holds each of `wanted` [M], -1 where none does: [M] int64."""
     if not len(keys):
         return np.full(len(wanted), -1, np.int64)
-    order = np.argsort(keys, kind="stable")
-    at = order[np.maximum(np.searchsorted(keys, wanted, side="right", sorter=order) - 1, 0)]
+    order, turn = np.argsort(keys, kind="stable"), np.argsort(wanted)  # both in order: many times as fast
+    place = np.searchsorted(keys[order], wanted[turn], side="right") - 1
+    at = np.empty(len(wanted), np.int64)
+    at[turn] = order[np.maximum(place, 0)]
     return np.where(keys[at] == wanted, at, -1)
 
 
