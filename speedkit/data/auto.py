@@ -3,19 +3,19 @@
 import dataclasses
 import math
 import os
-import re
 import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any
 
+import psutil
 import torch
 
 from speedkit.clock import Stopwatch
 from speedkit.data.loader import Batches
 from speedkit.plan import Plan
-from speedkit.system import read, usable_cores, usable_ram_bytes
+from speedkit.system import usable_cores, usable_ram_bytes
 
 BUDGET_S, WINDOW_S = 5.0, 0.25  # for all of it; for the steps that are timed under each setting, and for those before
 GAIN = 1.05  # workers cost memory and time to start: more are taken only where steps get so much shorter
@@ -42,7 +42,8 @@ def choose_workers(
             batch = batches.next()
             if batches.pids:
                 batch_bytes = sum(tensor.nbytes for tensor in batch)
-                room = most_processes(batch_bytes * plan.prefetch_factor, private_bytes(batches.pids[0]))
+                own_bytes = psutil.Process(batches.pids[0]).memory_full_info().uss  # shared with no other process
+                room = most_processes(batch_bytes * plan.prefetch_factor, own_bytes)
             return batch
 
     none = dataclasses.replace(plan, workers=0, persistent_workers=False)
@@ -69,15 +70,10 @@ def choose_workers(
     return chosen, f"workers {_name(best)} gave the shortest steps: {listed}; computing alone {_ms(alone_s)}{limit}"
 
 
-def most_processes(shared_bytes: int, private_bytes: int) -> float:
-    """Return how many processes have room, with `shared_bytes` of batches in /dev/shm and `private_bytes` each."""
+def most_processes(shared_bytes: int, own_bytes: int) -> float:
+    """Return how many processes have room, with `shared_bytes` of batches in /dev/shm and `own_bytes` of RAM each."""
     shm_bytes = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else math.inf
-    return SHARE * min(shm_bytes / max(1, shared_bytes), usable_ram_bytes() / max(1, private_bytes)) // 1
-
-
-def private_bytes(pid: int) -> int:
-    """Return the memory that a process shares with no other; 0 where the system does not tell."""
-    return 1024 * sum(map(int, re.findall(r"Private_\w+:\s+(\d+)", read(f"/proc/{pid}/smaps_rollup"))))
+    return SHARE * min(shm_bytes / max(1, shared_bytes), usable_ram_bytes() / max(1, own_bytes)) // 1
 
 
 def _step_s(step: Callable[[], Any], device: torch.device, ahead: int = 1) -> float:
