@@ -165,14 +165,10 @@ class _Reader:
     def _named(self, value: Any) -> str:
         module = value.__name__ if isinstance(value, types.ModuleType) else value.__module__ or ""
         name = module if isinstance(value, types.ModuleType) else f"{module}.{value.__qualname__}"
-        top = sys.modules.get(module.partition(".")[0])
-        built_in = "" if module == "__main__" else _LIBRARIES[0]  # neither has a file
-        file = getattr(sys.modules.get(module, value), "__file__", None) or built_in
-        file = value.__code__.co_filename if isinstance(value, types.FunctionType) else file
         if isinstance(value, type) and issubclass(value, BaseException):
             return name  # no value comes out of it
-        if not module.startswith("speedkit") and any(library in file for library in _LIBRARIES):
-            return f"{name} {getattr(top, '__version__', '')}".strip()
+        if _of_library(value, module):
+            return f"{name} {getattr(sys.modules.get(module.partition('.')[0]), '__version__', '')}".strip()
         if name not in self.code:
             self.code[name] = ""  # until it is known: functions may use each other
             self.code[name] = xxh3_64_hexdigest(self._definition(value).encode())
@@ -197,11 +193,19 @@ class _Reader:
         for name in sorted(names & known.keys()):
             value = known[name]
             if isinstance(value, types.ModuleType):
-                local = self._named(value) in self.code
-                texts.append(self._used(names, vars(value)) if local else self._named(value))
+                library = _of_library(value, value.__name__)
+                texts.append(self._named(value) if library else self._used(names - {name}, vars(value)))
             elif callable(value) or isinstance(value, np.ndarray | Tensor) or _plain(value):
                 texts.append(f"{name} {self.text(value)}")
         return "\n".join(texts)
+
+
+def _of_library(value: Any, module: str) -> bool:
+    """Whether something comes with Python or an installed library, whose version stands for it."""
+    built_in = "" if module == "__main__" else _LIBRARIES[0]  # neither has a file
+    file = getattr(sys.modules.get(module, value), "__file__", None) or built_in
+    file = value.__code__.co_filename if isinstance(value, types.FunctionType) else file
+    return not module.startswith("speedkit") and any(library in file for library in _LIBRARIES)
 
 
 def _plain(value: Any) -> bool:
