@@ -10,7 +10,7 @@ import threading
 
 import pytest
 import torch
-from tiny import jitter, loss, points
+from tiny import emulating, jitter, loss, points
 from torch import nn
 
 from speedkit import clock
@@ -21,6 +21,11 @@ from speedkit.recipe import learning_rates
 from speedkit.train.loop import begin, close, finish, fit, steps
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+@pytest.fixture(autouse=True)
+def every_number_format(monkeypatch):
+    monkeypatch.setattr("speedkit.train.run.this_machine", emulating)
 
 
 def course(workload, **plan):

@@ -7,6 +7,7 @@ import time
 import torch
 from torch import nn
 
+from speedkit.hardware import this_machine
 from speedkit.recipe import Recipe
 from speedkit.workloads.workload import Workload
 
@@ -81,3 +82,8 @@ def slow_loss(model, batch, recipe, seconds):
 def slowed(workload, seconds):
     """The same workload with `seconds` of waiting planted in every step."""
     return dataclasses.replace(workload, loss=functools.partial(slow_loss, seconds=seconds))
+
+
+def emulating(device="auto"):
+    """This machine, as if its CPU had every number format: it emulates those it lacks, slowly, to the same numbers."""
+    return dataclasses.replace(this_machine(device), cpu_flags=("avx512_bf16", "avx512_fp16"))

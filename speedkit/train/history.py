@@ -33,8 +33,7 @@ class History:
     @property
     def evaluation(self) -> dict[str, Any] | None:
         """The last evaluation: `{metric, value, n}`."""
-        last = self.evaluations[-1] if self.evaluations else None
-        return last and {key: last[key] for key in ("metric", "value", "n")}
+        return {key: self.evaluations[-1][key] for key in ("metric", "value", "n")} if self.evaluations else None
 
     @property
     def step_s(self) -> float | None:
@@ -43,23 +42,11 @@ class History:
 
     def as_dict(self) -> dict[str, Any]:
         """Return what `history.json` holds."""
-        return {
-            "workload": self.workload,
-            "device": self.device,
-            "recipe": dataclasses.asdict(self.recipe),
-            "plan_asked": dataclasses.asdict(self.effective.asked),
-            "plan_effective": dataclasses.asdict(self.effective.plan),
-            "fallbacks": [dataclasses.asdict(item) for item in self.effective.fallbacks],
-            "loss": self.loss,
-            "log_steps": self.log_steps,
-            "evaluations": self.evaluations,
-            "evaluation": self.evaluation,
-            "steps": self.steps,
+        effective = self.effective.as_dict()
+        own = {key: value for key, value in vars(self).items() if key not in ("effective", "log_step_s", "model")}
+        return own | {
+            "recipe": dataclasses.asdict(self.recipe), "plan_asked": effective["asked"],
+            "plan_effective": effective["plan"], "fallbacks": effective["fallbacks"],
+            "evaluation": self.evaluation, "step_s": self.step_s,
             "samples_per_s": self.recipe.batch_size / self.step_s if self.step_s else None,
-            "step_s": self.step_s,
-            "seconds": self.seconds,
-            "prepare_s": self.prepare_s,
-            "peak_memory_bytes": self.peak_memory_bytes,
-            "quarantined": self.quarantined,
-            "resumed_from": self.resumed_from,
-        }
+        }  # fmt: skip

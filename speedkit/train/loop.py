@@ -9,18 +9,16 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from speedkit.data.augment import mixup
 from speedkit.errors import Interrupted, SpeedkitError
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train import checkpoint
-from speedkit.train.evaluate import evaluate
 from speedkit.train.history import History
 from speedkit.train.run import Run, begin, close, finish
 
@@ -38,13 +36,17 @@ def fit(workload: Any, recipe: Recipe | None = None, plan: Plan | None = None, *
         with _signals_to(run):
             for _ in steps(run):
                 pass
-        return finish(run)
+        history = finish(run)
     finally:
         close(run)
+    if run.stop:
+        kept = f"--resume goes on from {run.out / checkpoint.NAME}" if run.out else "nothing is kept without --out"
+        raise Interrupted(f"stopped by {signal.Signals(run.stop).name} after step {run.step}; {kept}", run.stop)
+    return history
 
 
 def steps(run: Run) -> Generator[int, None, None]:
-    """Make optimizer steps until the recipe is done; yield the number of steps made after each.
+    """Make optimizer steps until the recipe is done, or `run.stop` is set; yield the number of steps made after each.
 
     The host reads the device at log points and evaluations and nowhere else.
     """
@@ -53,9 +55,9 @@ def steps(run: Run) -> Generator[int, None, None]:
     micro_batch = min(int(plan.micro_batch or recipe.batch_size), recipe.batch_size)
     whole = micro_batch == recipe.batch_size  # no accumulation
     generator = torch.Generator(device=device)
-    loss_of = workload.loss if run.autocast is None else _under(run.autocast, workload.loss)
+    loss_of = workload.loss if run.autocast is None else run.autocast(workload.loss)
     run.model.train()
-    began_s = run.logged_s = time.perf_counter()
+    began_s = logged_s = time.perf_counter()
     logged_step = run.step
 
     while run.total_steps is None or run.step < run.total_steps:
@@ -101,73 +103,63 @@ def steps(run: Run) -> Generator[int, None, None]:
         run.pending.append(loss)
         run.last_loss = loss
         run.step += 1
-        if run.step % plan.log_every == 0 or run.step == run.total_steps:
-            mean_loss = _read_losses(run)  # the host waits for the device here
-            now_s = time.perf_counter()
-            history.loss.append(mean_loss)
-            history.log_steps.append(run.step)
-            history.log_step_s.append((now_s - run.logged_s) / (run.step - logged_step))
-            if run.progress.show:
-                run.progress.update(run.step, mean_loss, _score(workload, outputs, batch), workload.metric)
-            run.logged_s, logged_step = time.perf_counter(), run.step
         at_end = run.step == run.total_steps
-        if at_end or (run.evaluate_every and run.step % run.evaluate_every == 0):
+        if at_end or run.step % plan.log_every == 0:
+            losses = _read_losses(run)  # the host waits for the device here
+            run.pending.clear()
+            history.loss.append(sum(losses) / len(losses))
+            history.log_steps.append(run.step)
+            history.log_step_s.append((time.perf_counter() - logged_s) / (run.step - logged_step))
+            if run.progress.show:
+                score = float(workload.score(outputs.detach(), batch).float().mean())
+                run.progress.update(run.step, history.log_step_s[-1], history.loss[-1], score, workload.metric)
+            logged_s, logged_step = time.perf_counter(), run.step
+        due = at_end or (run.evaluate_every and run.step % run.evaluate_every == 0)
+        if due or run.stop:
             paused_s = time.perf_counter()
-            result = evaluate(workload, run.model, run.test_batches.one_pass(), recipe, run.autocast)
-            now_s = time.perf_counter()
-            history.evaluations.append({"step": run.step, "seconds": history.seconds + now_s - began_s, **result})
-            run.progress.say(f"  step {run.step}: {result['metric']} {result['value']:.4f} on {result['n']} test items")
-            run.logged_s += now_s - paused_s  # evaluation is not training time
-        if run.stop or at_end or (run.evaluate_every and run.step % run.evaluate_every == 0):
+            found = _evaluate(run) if due else None
             history.seconds += time.perf_counter() - began_s
             began_s = time.perf_counter()
+            if found:
+                history.evaluations.append({"step": run.step, "seconds": history.seconds, **found})
+                run.progress.say("  step {}: {metric} {value:.4f} on {n} test items".format(run.step, **found))
             if run.out is not None:
-                _check_finite(run, [float(loss) for loss in run.pending])  # never over a good checkpoint
+                _read_losses(run)  # never over a good checkpoint
                 history.quarantined = run.batches.bad | run.test_batches.bad
                 checkpoint.save(run, run.out)
-                run.logged_s += time.perf_counter() - began_s
+            logged_s += time.perf_counter() - paused_s  # evaluation is not training time
             if run.stop:
-                raise _interrupted(run)
+                return
         yield run.step
 
 
-def _under(context: contextlib.AbstractContextManager, loss: Callable) -> Callable:
-    def loss_under_autocast(model, batch, recipe):
-        with context:
-            return loss(model, batch, recipe)
+@torch.no_grad()
+def _evaluate(run: Run) -> dict[str, Any]:
+    """Return `{metric, value, n}`: the mean score of the test set, read by the host once.
 
-    return loss_under_autocast
+    The model runs in evaluation mode, uncompiled: its other mode would be compiled once more.
+    """
+    workload, total, count = run.workload, torch.zeros((), device=run.device), 0
+    run.model.eval()
+    for batch in run.test_batches.one_pass():
+        with run.autocast or contextlib.nullcontext():
+            _, outputs = workload.loss(run.model, batch, run.recipe)
+        total += workload.score(outputs, batch).float().sum()
+        count += len(batch[0])
+    run.model.train()
+    return {"metric": workload.metric, "value": float(total) / count if count else math.nan, "n": count}
 
 
-def _read_losses(run: Run) -> float:
-    """Return the mean loss since the last log point, once all of them are known to be finite."""
-    losses = torch.stack(run.pending).tolist()
-    _check_finite(run, losses)
-    run.pending.clear()
-    return sum(losses) / len(losses)
-
-
-def _check_finite(run: Run, losses: list[float]) -> None:
-    """Raise SpeedkitError naming the first of the latest `losses` that is not finite, and its step."""
-    for offset, loss in enumerate(losses):
+def _read_losses(run: Run) -> list[float]:
+    """Return the losses since the last log point. Raises SpeedkitError naming the first that is not finite."""
+    losses = torch.stack(run.pending).tolist() if run.pending else []
+    for step, loss in enumerate(losses, run.step - len(losses) + 1):
         if not math.isfinite(loss):
-            at = run.step - len(losses) + offset + 1
-            rate = run.recipe.learning_rate
             raise SpeedkitError(
-                f"the loss of step {at} is {loss}: lower learning_rate (now {rate:g}), set clip_norm, "
-                f"or train in a wider format than precision={run.plan.precision}"
+                f"the loss of step {step} is {loss}: lower learning_rate (now {run.recipe.learning_rate:g}), set "
+                f"clip_norm, or train in a wider format than precision={run.plan.precision}"
             )
-
-
-def _score(workload: Any, outputs: Tensor, batch: tuple[Tensor, ...]) -> float:
-    return float(workload.score(outputs.detach(), batch).float().mean())
-
-
-def _interrupted(run: Run) -> Interrupted:
-    finish(run)
-    name = signal.Signals(run.stop).name
-    kept = f"--resume goes on from {run.out / checkpoint.NAME}" if run.out else "nothing is kept where --out is not set"
-    return Interrupted(f"stopped by {name} after step {run.step}; {kept}", run.stop)
+    return losses
 
 
 @contextlib.contextmanager
@@ -179,8 +171,11 @@ def _signals_to(run: Run) -> Iterator[None]:
 
     def request(number: int, _frame: Any) -> None:
         run.stop = number
-        for name in before:
-            signal.signal(name, before[name])
+        restore()
+
+    def restore() -> None:
+        for name, handler in before.items():
+            signal.signal(name, handler)
 
     before = {name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)}
     for name in before:
@@ -188,5 +183,4 @@ def _signals_to(run: Run) -> Iterator[None]:
     try:
         yield
     finally:
-        for name, handler in before.items():
-            signal.signal(name, handler)
+        restore()

@@ -1,7 +1,5 @@
 """Number formats: process-wide switches, autocast, and loss scaling that never makes the host wait."""
 
-import contextlib
-
 import torch
 from torch import Tensor
 
@@ -21,7 +19,7 @@ def apply(plan: Plan) -> None:
     torch.backends.cudnn.allow_tf32 = tf32
 
 
-def autocast(plan: Plan, device: torch.device) -> contextlib.AbstractContextManager | None:
+def autocast(plan: Plan, device: torch.device) -> torch.autocast | None:
     """Return the autocast context of `plan`, to be entered at each step, or None where there is nothing to cast."""
     dtype = AUTOCAST.get(plan.precision)
     return torch.autocast(device.type, dtype) if dtype else None
@@ -30,17 +28,16 @@ def autocast(plan: Plan, device: torch.device) -> contextlib.AbstractContextMana
 class LossScale:
     """Loss scaling for float16, all of it on the device: Micikevicius et al. 2018, section 3.2.
 
-    The same rule and kernels as torch.amp.GradScaler (halve on overflow, double after `interval` good steps), without
-    the host ever asking whether a step was good. The fused optimizer reads `found_inf` and skips a bad step by itself;
-    `steps` counts the good ones.
+    The rule and kernels of torch.amp.GradScaler (halve on overflow, double after 2000 good steps), but the host never
+    asks whether a step was good. The fused optimizer reads `found_inf` and skips a bad step by itself; `steps` counts
+    the good ones. All attributes are tensors, and together they are its state.
     """
 
-    def __init__(self, device: torch.device, initial: float = 2.0**14, interval: int = 2000):
+    def __init__(self, device: torch.device, initial: float = 2.0**14):
         self.scale = torch.full((), initial, device=device)
         self.growth = torch.zeros((), dtype=torch.int32, device=device)
         self.found_inf = torch.zeros((), device=device)
         self.steps = torch.zeros((), dtype=torch.int64, device=device)
-        self.interval = interval
 
     def unscale(self, gradients: list[Tensor]) -> None:
         """Divide the gradients by the scale, in place, and note on the device whether any is not finite."""
@@ -49,12 +46,5 @@ class LossScale:
 
     def update(self) -> None:
         """Move the scale by what the last step found, and count the step if it was good."""
-        torch._amp_update_scale_(self.scale, self.growth, self.found_inf, 2.0, 0.5, self.interval)
+        torch._amp_update_scale_(self.scale, self.growth, self.found_inf, 2.0, 0.5, 2000)
         self.steps.add_(self.found_inf == 0)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {"scale": self.scale, "growth": self.growth, "steps": self.steps}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        for name, value in state.items():
-            getattr(self, name).copy_(value)

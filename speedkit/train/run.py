@@ -47,7 +47,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     learning_rate: LearningRate
     scale: precision.LossScale | None
-    autocast: contextlib.AbstractContextManager | None
+    autocast: torch.autocast | None
     batches: Batches
     test_batches: Batches
     total_steps: int | None  # None never ends
@@ -58,7 +58,6 @@ class Run:
     step: int = 0
     pending: list[Tensor] = dataclasses.field(default_factory=list)  # losses not read yet, one per step
     last_loss: Tensor | None = None  # of the latest step, still on the device
-    logged_s: float = 0.0  # when the last log point was
     stop: int = 0  # the signal that asks the run to stop
 
     @property
@@ -122,7 +121,7 @@ def begin(
         total_steps=None if endless else total,
         evaluate_every=0 if endless else per_epoch if plan.validate_every is None else plan.validate_every,
         history=History(workload.name, recipe, effective, str(device)),
-        progress=Progress(workload.name, total, 0, recipe.batch_size, device, not endless and progress),
+        progress=Progress(workload.name, total, recipe.batch_size, device, not endless and progress),
         out=folder,
     )  # fmt: skip
     if folder is not None:
