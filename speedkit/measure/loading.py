@@ -77,8 +77,9 @@ def _ways(workload: Any, batch_size: int, hardware: Hardware) -> dict[str, Calla
     if workload.length is None:
         stacked = torch.stack([*loaded.values()]).to(hardware.device)
         ways["features on the device"] = lambda: workload.features(stacked)
-    if "sample_rate_hz" in (settings := getattr(workload.load, "keywords", {})):
-        longer = {item: item.sample_rate_hz / settings["sample_rate_hz"] for item in loaded}
+    if rate_hz := (settings := getattr(workload.load, "keywords", {})).get("sample_rate_hz"):
+        longer = {item: item.sample_rate_hz / rate_hz for item in loaded}
+    if rate_hz and set(longer.values()) != {1}:
         ways["own rate"] = lambda: [
             workload.load(item, sample_rate_hz=item.sample_rate_hz, num_samples=round(settings["num_samples"] * times))
             for item, times in longer.items()
