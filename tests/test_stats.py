@@ -12,21 +12,12 @@ A = [1.02, 0.98, 1.05, 1.01, 0.97, 1.10]
 B = [0.91, 0.93, 0.97, 0.90, 0.92, 0.99]
 
 
-@pytest.mark.parametrize("confidence", [0.9, 0.95, 0.99])
-def test_paired_interval_is_scipys_paired_t_on_logarithms(confidence):
-    ours = stats.paired_interval(A, B, confidence)
-    theirs = ttest_rel(np.log(A), np.log(B)).confidence_interval(confidence)
+def test_paired_interval_is_scipys_paired_t_on_logarithms():
+    ours = stats.paired_interval(A, B)
+    theirs = ttest_rel(np.log(A), np.log(B)).confidence_interval(0.99)
     assert ours.low == pytest.approx(math.exp(theirs.low), rel=1e-12)
     assert ours.high == pytest.approx(math.exp(theirs.high), rel=1e-12)
     assert ours.ratio == pytest.approx(float(np.exp(np.mean(np.log(A) - np.log(B)))), rel=1e-12)
-    assert (ours.confidence, ours.pairs) == (confidence, 6)
-
-
-def test_mean_interval_is_scipys_one_sample_t():
-    ours = stats.mean_interval(A, 0.99)
-    theirs = ttest_1samp(A, 0.0).confidence_interval(0.99)
-    assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), rel=1e-12)
-    assert ours.mean == pytest.approx(np.mean(A))
 
 
 def test_swapping_a_and_b_gives_the_reciprocal():
@@ -101,23 +92,16 @@ def test_non_inferior_needs_evidence_and_not_only_a_good_mean():
     assert not stats.non_inferior([-0.05, -0.05, -0.05], margin=0.02).passed
 
 
-@pytest.mark.parametrize(
-    ("call", "sentence"),
-    [
-        (lambda: stats.paired_interval([1.0], [1.0]), "at least 2 measurements, not 1"),
-        (lambda: stats.paired_interval([], []), "at least 2 measurements, not 0"),
-        (lambda: stats.paired_interval([1.0, 2.0], [1.0]), "not 2 and 1"),
-        (lambda: stats.paired_interval([1.0, 0.0], [1.0, 1.0]), "time 1 of A is 0.0 s"),
-        (lambda: stats.paired_interval([1.0, 1.0], [-1.0, 1.0]), "time 0 of B is -1.0 s"),
-        (lambda: stats.paired_interval([1.0, math.nan], [1.0, 1.0]), "time 1 of A is nan s"),
-        (lambda: stats.paired_interval([1.0, math.inf], [1.0, 1.0]), "time 1 of A is inf s"),
-        (lambda: stats.paired_interval(A, B, confidence=99), "confidence is 99"),
-        (lambda: stats.mean_interval([1.0, math.nan]), "measurement 1 is nan"),
-        (lambda: stats.noise_floor([(1.0, 1.0)]), "at least 2 measurements"),
-        (lambda: stats.non_inferior([0.1], 0.02), "at least 2 measurements"),
-        (lambda: stats.non_inferior([0.1, 0.1], -0.02), "margin is -0.02"),
-    ],
-)
-def test_bad_input_is_refused_with_a_sentence(call, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        call()
+@pytest.mark.parametrize(("a_s", "b_s"), [
+    ([1.0], [1.0]), ([], []), ([1.0, 2.0], [1.0]), ([1.0, 0.0], [1.0, 1.0]), ([1.0, 1.0], [-1.0, 1.0]),
+    ([1.0, math.nan], [1.0, 1.0]), ([1.0, math.inf], [1.0, 1.0]),
+], ids=str)  # fmt: skip
+def test_times_that_prove_nothing_are_refused(a_s, b_s):
+    with pytest.raises(ValueError):
+        stats.paired_interval(a_s, b_s)
+
+
+def test_one_measurement_is_refused_with_a_sentence():
+    for call in (lambda: stats.noise_floor([(1.0, 1.0)]), lambda: stats.non_inferior([0.1], 0.02)):
+        with pytest.raises(ValueError, match="at least 2 measurements"):
+            call()

@@ -1,8 +1,11 @@
 """Two functions in turns: who is called when, and that a planted difference shows with its sign."""
 
+import random
+
 import pytest
 
-from speedkit.measure.turns import in_turns
+from speedkit.measure.stats import noise_floor, paired_interval
+from speedkit.measure.turns import in_turns, take_turns
 
 
 def busy(count):
@@ -11,10 +14,11 @@ def busy(count):
 
 def test_each_block_calls_both_sides_twice_in_mirrored_order():
     calls = []
-    row = in_turns("x", {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 4,
+    row = in_turns("x", {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 40,
                    before=lambda: calls.append("."))  # fmt: skip
-    assert "".join(calls) == "ab" + ".a.b.b.a" + ".b.a.a.b"
-    assert len(row["seconds_a"]) == len(row["seconds_b"]) == 4
+    blocks = ["".join(calls[at : at + 8]) for at in range(2, len(calls), 8)]
+    assert calls[:2] == ["a", "b"] and len(blocks) == 20 and set(blocks) == {".a.b.b.a", ".b.a.a.b"}
+    assert len(row["seconds_a"]) == len(row["seconds_b"]) == 40
     assert (row["name"], row["a"], row["b"]) == ("x", "a", "b")
 
 
@@ -28,3 +32,12 @@ def test_the_ratio_is_above_one_where_the_second_is_faster():
 def test_two_functions_are_needed():
     with pytest.raises(ValueError, match="unpack"):
         in_turns("x", {"a": busy(1)}, 4)
+
+
+def test_a_steady_drift_of_the_machine_is_no_difference():
+    drifting_s = (1.01**window for window in range(10**6))
+    a_s, b_s, control = take_turns(lambda: next(drifting_s), lambda: next(drifting_s), 40, random.Random(1))
+    found = paired_interval(a_s, b_s)
+    assert found.low <= 1 <= found.high and found.ratio == pytest.approx(1)
+    assert sorted(a_s + b_s) == sorted(time_s for pair in control for time_s in pair)
+    assert noise_floor(control) > 1

@@ -14,12 +14,12 @@ import torch
 
 from speedkit.clock import Steady, Stopwatch, compilations, run_until_steady
 from speedkit.measure.stats import noise_floor, paired_interval
+from speedkit.measure.turns import take_turns
 from speedkit.plan import Effective, Plan
 from speedkit.recipe import Recipe
 from speedkit.train import precision
 from speedkit.train.checkpoint import get_random_state, set_random_state
-from speedkit.train.loop import steps
-from speedkit.train.run import begin, close
+from speedkit.train.loop import begin, close, steps
 
 MIN_PAIRS = 6
 
@@ -100,16 +100,14 @@ class Side:
     def warm_up(self, loss_steps: int, window_s: float, max_s: float) -> Steady:
         """Train until the step time has settled; return how that went, its seconds those of the whole warm-up.
 
-        The losses of the first `loss_steps` steps are kept for parity. Batches buffered while the loader started up
-        are used up on the way: there are at most workers * prefetch_factor of them.
+        The losses of at least the first `loss_steps` steps are kept for parity. Batches buffered while the loader
+        started up are used up on the way: there are at most workers * prefetch_factor of them.
         """
         plan, began_s = self.run.plan, time.perf_counter()
         with self.turn():
             for _ in range(max(loss_steps, 2 * int(plan.workers) * plan.prefetch_factor)):
                 next(self.steps)
-                if len(self.losses) < loss_steps:
-                    assert self.run.last_loss is not None
-                    self.losses.append(float(self.run.last_loss))
+                self.losses.append(float(self.run.last_loss))
             found = run_until_steady(lambda: next(self.steps), self.run.device, window_s=window_s, max_s=max_s)
         return dataclasses.replace(found, seconds=time.perf_counter() - began_s)
 
@@ -135,10 +133,9 @@ def compare(
 ) -> Comparison:  # fmt: skip
     """Train `workload` under both plans in turns and return how much faster B is.
 
-    Both are warmed up past compilation and autotuning. Then windows of equal numbers of steps alternate in blocks
-    A B B A or B A A B, drawn at random, two pairs each: a drift of the machine hits both plans alike. The two windows
-    of each plan within a block are the A/A control that gives the noise floor. `max_s` lowers the number of pairs
-    before the first is measured, never after having looked at one. `workload_b` and `recipe_b` replace those of side B.
+    Both are warmed up past compilation and autotuning; then they take turns at windows of equal numbers of steps.
+    `max_s` lowers the number of pairs before the first is measured, never after having looked at one. `workload_b` and
+    `recipe_b` replace those of side B.
     """
     recipe = recipe or workload.recipe
     with (
@@ -148,30 +145,15 @@ def compare(
         warm_a, warm_b = (side.warm_up(loss_steps, window_s / 2, warm_up_s) for side in (a, b))
         count = max(1, math.ceil(window_s / math.sqrt(warm_a.step_s * warm_b.step_s)))
         if max_s is not None:
-            pair_s = count * (warm_a.step_s + warm_b.step_s)
-            pairs = min(pairs, max(MIN_PAIRS, int(max_s / pair_s)))
+            pairs = min(pairs, max(MIN_PAIRS, int(max_s / count / (warm_a.step_s + warm_b.step_s))))
         before = compilations()
-        seconds_a, seconds_b, control = _blocks(a, b, max(1, math.ceil(pairs / 2)), count, random.Random(seed))
+        sides = (lambda: a.window(count), lambda: b.window(count))
+        seconds_a, seconds_b, control = take_turns(*sides, pairs, random.Random(seed))
         found = paired_interval(seconds_a, seconds_b)
         return Comparison(
             name or f"{names[0]} against {names[1]}", *names, tuple(seconds_a), tuple(seconds_b), count,
-            found.ratio, found.low, found.high, noise_floor(control), warm_a.seconds, warm_b.seconds,
-            tuple(a.losses), tuple(b.losses), a.run.effective, b.run.effective,
+            **vars(found), noise_floor=noise_floor(control), warmup_s_a=warm_a.seconds, warmup_s_b=warm_b.seconds,
+            losses_a=tuple(a.losses[:loss_steps]), losses_b=tuple(b.losses[:loss_steps]),
+            effective_a=a.run.effective, effective_b=b.run.effective,
             steady=warm_a.steady and warm_b.steady, compiled_in_windows=compilations() - before,
         )  # fmt: skip
-
-
-def _blocks(
-    a: Side, b: Side, blocks: int, count: int, rng: random.Random
-) -> tuple[list[float], list[float], list[tuple[float, float]]]:
-    """Return the seconds of A and those of B, in pairs, and the control: pairs of windows of the same plan."""
-    seconds: dict[Side, list[float]] = {a: [], b: []}
-    control: list[tuple[float, float]] = []
-    for _ in range(blocks):
-        outer, inner = (a, b) if rng.random() < 0.5 else (b, a)
-        first, second, third, fourth = (side.window(count) for side in (outer, inner, inner, outer))
-        seconds[outer] += first, fourth
-        seconds[inner] += second, third
-        # One control pair in the order of time, one against it: a steady drift cancels, as it does in the comparison.
-        control += [(first, fourth), (third, second)] if rng.random() < 0.5 else [(fourth, first), (second, third)]
-    return seconds[a], seconds[b], control

@@ -1,5 +1,7 @@
-"""Two functions timed in turns: what `compare` does for plans, for anything that can be called."""
+"""Two things timed in turns: plans in training, or any functions."""
 
+import functools
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -8,27 +10,48 @@ import torch
 from speedkit.clock import Stopwatch
 from speedkit.measure.stats import noise_floor, paired_interval
 
+Window = Callable[[], float]
+
+
+def take_turns(
+    a: Window, b: Window, pairs: int, rng: random.Random
+) -> tuple[list[float], list[float], list[tuple[float, float]]]:
+    """Return the seconds of A's windows and of B's, in pairs, and the control: pairs of windows of the same side.
+
+    `a` and `b` make a window each and return its seconds. They are called in blocks A B B A or B A A B, drawn at
+    random, two pairs each: a drift of the machine hits both sides alike.
+    """
+    seconds: tuple[list[float], list[float]] = ([], [])
+    control: list[tuple[float, float]] = []
+    for _ in range(max(1, (pairs + 1) // 2)):
+        outer, inner = (0, 1) if rng.random() < 0.5 else (1, 0)
+        first, second, third, fourth = ((a, b)[side]() for side in (outer, inner, inner, outer))
+        seconds[outer].extend((first, fourth))
+        seconds[inner].extend((second, third))
+        # One control pair in the order of time, one against it: a steady drift cancels, as it does in the comparison.
+        control += [(first, fourth), (third, second)] if rng.random() < 0.5 else [(fourth, first), (second, third)]
+    return *seconds, control
+
 
 def in_turns(
     name: str, functions: dict[str, Callable[[], Any]], pairs: int, device: torch.device | str = "cpu",
     before: Callable[[], Any] = lambda: None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the row of `measurements` for two named functions, called in blocks A B B A and B A A B, a window each.
+    """Return the row of `measurements` for two named functions that take turns, each call a window.
 
     Each is called once to warm up. `before` is called before every window, outside its time.
     """
-    (a, one), (b, other) = functions.items()
-    seconds: dict[str, list[float]] = {a: [], b: []}
     stopwatch = Stopwatch(device)
+
+    def window(function: Callable[[], Any]) -> float:
+        before()
+        stopwatch.start()
+        function()
+        return stopwatch.stop()
+
+    (a, one), (b, other) = functions.items()
     one(), other()
-    for block in range(max(1, pairs // 2)):
-        for which in ((a, b, b, a), (b, a, a, b))[block % 2]:
-            before()
-            stopwatch.start()
-            functions[which]()
-            seconds[which].append(stopwatch.stop())
-    control = [pair for times in seconds.values() for pair in zip(times[::2], times[1::2], strict=True)]
-    control[::2] = [pair[::-1] for pair in control[::2]]  # a drift of the machine must not look like a difference
-    found = paired_interval(seconds[a], seconds[b])
-    return {"name": name, "a": a, "b": b, "seconds_a": seconds[a], "seconds_b": seconds[b], "ratio": found.ratio,
-            "low": found.low, "high": found.high, "noise_floor": noise_floor(control)}  # fmt: skip
+    turns = (functools.partial(window, function) for function in (one, other))
+    seconds_a, seconds_b, control = take_turns(*turns, pairs, random.Random(0))
+    return {"name": name, "a": a, "b": b, "seconds_a": seconds_a, "seconds_b": seconds_b,
+            **vars(paired_interval(seconds_a, seconds_b)), "noise_floor": noise_floor(control)}  # fmt: skip

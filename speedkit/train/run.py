@@ -57,7 +57,7 @@ class Run:
     out: Path | None
     step: int = 0
     pending: list[Tensor] = dataclasses.field(default_factory=list)  # losses not read yet, one per step
-    last_loss: Tensor | None = None  # of the latest step, still on the device
+    last_loss: Any = None  # of the latest step, still on the device
     stop: int = 0  # the signal that asks the run to stop
 
     @property
@@ -92,24 +92,16 @@ def begin(
     hardware = this_machine(device)
     device = hardware.device
     effective = resolve(plan or Plan(), hardware, strict, workload)
-    if effective.plan.workers == "auto":
-        effective = measure_workers(workload, recipe, effective, device)
+    folder = claim_folder(out, "train", resume) if out is not None else None
+    effective = measure_workers(workload, recipe, effective, device)
     plan = effective.plan
     workload = dataclasses.replace(workload, load=loading(workload, plan))
-    folder = claim_folder(out, "train", resume) if out is not None else None
     precision.apply(plan)
     memory.keep_freed_memory()
     if deterministic:
         make_deterministic()
-
-    def batches(items: Any, seed: int | None) -> Batches:
-        used = not (endless and seed is None)  # an endless run never sees its test set
-        if plan.shards and used:
-            items = pack(workload, items, Path(cache_dir or cache_root()) / "shards")
-        options: Any = {"device": device, "cache_dir": cache_dir, "progress": showing(progress) and not endless}
-        cache = open_cache(workload, items, plan, **options) if used and plan.cache != "off" else None
-        return Batches(workload, items, plan, recipe.batch_size, seed, device, cache)
-
+    options: Any = {"device": device, "cache_dir": cache_dir, "progress": showing(progress) and not endless}
+    test_plan = dataclasses.replace(plan, cache="off", shards=False) if endless else plan  # its test set is never seen
     model, update, scale = make_learner(workload, recipe, plan, device)
     total = recipe.total_steps(len(workload.train), plan.drop_last)
     per_epoch = steps_per_epoch(len(workload.train), recipe.batch_size, plan.drop_last)
@@ -117,7 +109,8 @@ def begin(
         workload, recipe, effective, device, model, compilation.apply(model, plan), update,
         LearningRate(update, learning_rates(recipe, total), scale.steps if scale else None), scale,
         precision.autocast(plan, device),
-        batches(workload.train, recipe.seed), batches(workload.test, None),
+        open_batches(workload, workload.train, plan, recipe.batch_size, recipe.seed, **options),
+        open_batches(workload, workload.test, test_plan, recipe.batch_size, None, **options),
         total_steps=None if endless else total,
         evaluate_every=0 if endless else per_epoch if plan.validate_every is None else plan.validate_every,
         history=History(workload.name, recipe, effective, str(device)),
@@ -129,16 +122,29 @@ def begin(
         if resume:
             checkpoint.load(run, folder)
     cache = run.batches.cache
-    for note in (*effective.fallbacks, run.batches.padding, cache.why if cache else ""):
-        if note:
-            run.progress.say(f"  {note}")
+    for note in filter(None, (*effective.fallbacks, run.batches.padding, cache.why if cache else "")):
+        run.progress.say(f"  {note}")
     run.history.prepare_s = time.perf_counter() - began_s
     return run
 
 
+def open_batches(
+    workload: Any, items: Any, plan: Plan, batch_size: int, seed: int | None, device: torch.device, cache_dir: Any,
+    progress: bool,
+) -> Batches:  # fmt: skip
+    """Return the stream of `items`, out of shards and a cache where the plan says so; what is missing is made."""
+    if plan.shards:
+        items = pack(workload, items, Path(cache_dir or cache_root()) / "shards")
+    options: Any = {"device": device, "cache_dir": cache_dir, "progress": progress}
+    cache = open_cache(workload, items, plan, **options) if plan.cache != "off" else None
+    return Batches(workload, items, plan, batch_size, seed, device, cache)
+
+
 def measure_workers(workload: Any, recipe: Recipe, effective: Effective, device: torch.device) -> Effective:
-    """Return `effective` with the workers that suit steps of a model made for this measurement, not compiled."""
+    """Return `effective`, where workers="auto" with those that suit steps of a model made for this, not compiled."""
     plan = effective.plan
+    if plan.workers != "auto":
+        return effective
     model, update, _ = make_learner(workload, recipe, plan, device)
     micro_batch = int(plan.micro_batch or recipe.batch_size)
 
