@@ -1,6 +1,5 @@
 """Two things timed in turns: plans in training, or any functions."""
 
-import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -51,7 +50,6 @@ def in_turns(
 
     (a, one), (b, other) = functions.items()
     one(), other()
-    turns = (functools.partial(window, function) for function in (one, other))
-    seconds_a, seconds_b, control = take_turns(*turns, pairs, random.Random(0))
+    seconds_a, seconds_b, control = take_turns(lambda: window(one), lambda: window(other), pairs, random.Random(0))
     return {"name": name, "a": a, "b": b, "seconds_a": seconds_a, "seconds_b": seconds_b,
             **vars(paired_interval(seconds_a, seconds_b)), "noise_floor": noise_floor(control)}  # fmt: skip

@@ -1,0 +1,16 @@
+"""The benchmarks run, and each row says what was measured, its limit and the verdict. What they find is no test."""
+
+import pytest
+
+from speedkit.measure import bench
+
+BRIEF = {"loop": (2, 2), "import": (2,), "memory": (2, 2), "aa": (2, 6), "planted": (2, 6)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", bench.BENCHMARKS)
+def test_a_benchmark_gives_rows_with_limit_and_verdict(name):
+    for row in bench.BENCHMARKS[name](*BRIEF[name]):
+        assert 0 <= row["low"] <= row["measured"] <= row["high"]
+        assert row["passed"] == (row["measured"] <= row["limit"])
+        assert row["what"] in bench.line(row) and ("passed" in bench.line(row)) == row["passed"]
