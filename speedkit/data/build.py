@@ -104,7 +104,7 @@ class Builder(Dataset):
             "counts": np.array([len(row) for row in rows], np.int64),
             "errors": np.array([error for _, error in entries], np.float32),
             "checksums": np.array(
-                [store.checksum(row, key) for row, key in zip(rows, keys, strict=True)], np.uint64
+                [store.checksum(row, key) for row, key in zip(rows, keys.tolist(), strict=True)], np.uint64
             ),
         }  # fmt: skip
 
@@ -240,7 +240,7 @@ def intact(folder: Path, state: store.State) -> Iterator[tuple[str, np.ndarray, 
         ends = np.cumsum(counts[rows])
         whole = [
             end <= len(values) and store.checksum(values[end - count : end], key) == check
-            for end, count, key, check in zip(ends, counts[rows], keys[rows], checksums[rows], strict=True)
+            for end, count, key, check in zip(ends, counts[rows], keys[rows].tolist(), checksums[rows], strict=True)
         ]
         yield name, np.array(whole, bool), values
 

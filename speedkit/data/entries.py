@@ -1,20 +1,18 @@
 """The entries of a cache, gathered into batches; each is compared with its checksum when it is first touched."""
 
 import contextlib
-import functools
 import math
 import os
 import re
-import resource
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
+from xxhash import xxh3_64_intdigest
 
 from speedkit.data import store
 from speedkit.data.build import Builder
@@ -22,8 +20,6 @@ from speedkit.data.decode import BadItem
 from speedkit.system import read, usable_ram_bytes
 
 MEMORY_SHARE = 0.5  # a cache larger than this share of the free memory stays on disk
-_HANDLES = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # each open shard takes one
-MAPS = _HANDLES // 2 if _HANDLES > 1 else 512
 
 
 class FeatureCache:
@@ -31,42 +27,43 @@ class FeatureCache:
 
     `where` is disk, ram or device; `why` says why, with bytes and payback; `changed` what was built, and why that.
     `bad` (path -> why) are the items that could not be used when they were to be cached. An entry that is not as it was
-    written is computed live, and counted in `recomputed`. Files are opened where needed, by each process for itself.
+    written is computed live, and counted in `recomputed`. Files are mapped where needed, by each process for itself.
     """
 
     def __init__(self, builder: Builder, state: store.State, rows: np.ndarray, changed: str = ""):
         self.builder, self.folder, self.changed = builder, builder.folder, changed
         *lead, self.last = state.about["shape"]  # the last dimension is None where lengths vary
         self.lead, self.varies, self.dtype = tuple(lead), self.last is None, np.dtype(state.about["dtype"])
-        self.paths = [(str(self.folder / name), begin) for name, begin, _ in state.shards]
-        entries, counts = [entries for *_, entries in state.shards], state.column("counts")
-        ends = np.concatenate([np.cumsum(part) for part in np.split(counts, np.cumsum(entries)[:-1])])
+        self.parts, counts = state.shards, state.column("counts")
+        entries = [entries for *_, entries in self.parts]
+        parts = np.split(counts, np.cumsum(entries)[:-1])
+        self.begins, self.sizes = store.layout(self.parts, [int(part.sum()) for part in parts], self.dtype)
+        starts = [begin + np.cumsum(part) - part for begin, part in zip(self.begins, parts, strict=True)]
         self.shards = np.repeat(np.arange(len(entries), dtype=np.int32), entries)[rows]  # [N], as are the next three
-        self.counts, self.starts = counts[rows], (ends - counts)[rows]  # elements, and where they begin in the shard
+        self.counts, self.starts = counts[rows], np.concatenate(starts)[rows]  # elements, and where they begin in flat
         self.checksums = state.column("checksums")[rows]
         self.usable = self.counts > 0
         self.unchecked = self.usable.copy()
-        self.targets = torch.from_numpy(np.fromiter(map(builder.target, builder.items), np.int64, len(rows)))
+        self.targets = np.fromiter(map(builder.target, builder.items), np.int64, len(rows))
         self.bad = self._unusable()
         self.build_s = state.manifest["build_s"] * len(rows) / max(1, len(counts))
         self.where, self.why = "disk", ""
         self.damaged: set[int] = set()
-        self.values: Tensor | None = None  # all values one after another, once they are in memory
-        self._reset()
+        self._flat: np.ndarray | None = None
+        self._windows: np.ndarray | None = None  # a row for every place in flat where an entry could begin
+        self.looked_s = 0.0  # when the files' lengths were last looked at
+        self.on_device: Tensor | None = None  # what `flat` holds, once it is on the device
 
-    def _reset(self) -> None:
-        # The values of a shard, flat; those of all when they are in memory.
-        self._opened = functools.lru_cache(MAPS)(
-            lambda shard: self.values.numpy() if self.values is not None
-            else store.values_of(*self.paths[shard], self.dtype)
-        )
+    @property
+    def flat(self) -> np.ndarray:
+        """All values one after another: the files, mapped at the first use in a process, or what was read from them."""
+        if self._flat is None:
+            files = [self.folder / name for name, *_ in self.parts]
+            self._flat, self._windows = store.mapped(files, self.sizes, self.dtype), None
+        return self._flat
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in vars(self).items() if key != "_opened"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._reset()
+        return vars(self) | {"_windows": None} | ({"_flat": None} if self.where == "disk" else {})
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -88,59 +85,69 @@ class FeatureCache:
         lengths [B], targets [B]). Unusable items are left out, as the loader leaves them out: B is then smaller.
         """
         at = indices.numpy(force=True)
-        at = at[self.usable[at]]
+        if self.bad:
+            at = at[self.usable[at]]
         lengths = self.counts[at] // math.prod(self.lead)
         longest = int(lengths.max(initial=0)) if self.varies else self.last
-        if self.values is not None and not self.varies:
-            rows = self.values.view(-1, *self.lead, longest)
-            inputs = rows.index_select(0, torch.from_numpy(self.starts[at] // rows[0].numel()).to(rows.device))
-        elif self.values is not None and self.where == "device":
+        if self.on_device is not None:
             inputs = self._picked(at, lengths, longest)
         else:
             inputs = self._copied(at, lengths, longest, pinned=device.type == "cuda")
-            if not (good := self.usable[at]).all():  # some have just been found damaged, and their files gone
+            if self.bad and not (good := self.usable[at]).all():  # some were just found damaged, and their files gone
                 at, lengths, inputs = at[good], lengths[good], inputs[torch.from_numpy(good)]
-        inputs = inputs.to(device, non_blocking=True).float()
+        inputs = inputs.to(device, torch.float32, non_blocking=True)
         if self.dtype == np.int16:
             inputs.mul_(1 / 32768)
-        targets = self.targets[torch.from_numpy(at)].to(device)
+        targets = torch.from_numpy(self.targets[at]).to(device)
         return (inputs, torch.from_numpy(lengths).to(device), targets) if self.varies else (inputs, targets)
 
     def _copied(self, at: np.ndarray, lengths: np.ndarray, longest: int, pinned: bool) -> Tensor:
-        """Return the entries at `at`, copied out of the files into one batch."""
-        shape = (len(at), *self.lead, longest)
-        if pinned:  # what a GPU copies from
-            batch = torch.zeros(shape, dtype=getattr(torch, self.dtype.name), pin_memory=True)
-        else:  # numpy asks for huge pages: half the page faults' time
-            batch = torch.from_numpy((np.zeros if self.varies else np.empty)(shape, self.dtype))
-        view = batch.numpy()
-        if not self.varies and len(at) and not self.unchecked[at].any():  # the usual case, in as few calls as can be
-            count, opened = view[0].size, self._opened
-            places = zip(self.shards[at].tolist(), self.starts[at].tolist(), strict=True)
-            np.concatenate([opened(shard)[start : start + count] for shard, start in places], out=view.reshape(-1))
-            return batch
-        for row, length, values in zip(view, lengths.tolist(), self._values(at), strict=True):
-            row[..., :length] = values.reshape(*self.lead, length)  # at once: what was checked is in the CPU's cache
+        """Return the entries at `at` in one batch; those never touched before are checked there."""
+        if self.where == "disk":
+            self._look_after()
+        new = np.flatnonzero(self.unchecked[at])
+        shape, starts = (len(at), *self.lead, longest), self.starts[at]
+        if self.varies or pinned or not len(at):
+            batch = torch.zeros(shape, dtype=getattr(torch, self.dtype.name), pin_memory=pinned)
+            for row, start, length in zip(batch.numpy(), starts.tolist(), lengths.tolist(), strict=True):
+                count = math.prod(self.lead) * length
+                row[..., :length] = self.flat[start : start + count].reshape(*self.lead, length)
+        else:  # one call for all rows, wherever they begin
+            flat = self.flat
+            if self._windows is None:  # kept, for making it takes as long as copying three rows
+                self._windows = sliding_window_view(flat, math.prod(shape[1:]))
+            batch = torch.from_numpy(self._windows[starts].reshape(shape))
+        if len(new):
+            if self.varies:
+                same = self._same(at[new], self.flat, starts[new])
+            else:  # the copy is in the CPU's cache
+                same = self._same(at[new], batch.numpy(), new * math.prod(shape[1:]))
+            self.unchecked[at[new[same]]] = False
+            for row in new[~same].tolist():
+                values = batch.numpy()[row, ..., : lengths[row]]
+                values[...] = self._live(int(at[row])).reshape(values.shape)
         return batch
 
-    def _values(self, at: np.ndarray) -> Iterator[np.ndarray]:
-        """Yield the values of entries, flat; of a damaged one, what is computed live, or zeros where that fails."""
-        readable: dict[int, int] = {}  # shard -> values that are there now
-        columns = (self.shards[at], self.starts[at], self.starts[at] + self.counts[at], self.unchecked[at])
-        for index, shard, start, end, new in zip(at.tolist(), *(column.tolist() for column in columns), strict=True):
-            if not new:
-                yield self._opened(shard)[start:end]
-                continue
-            if shard not in readable:
-                readable[shard] = self._length(shard)
-            # To look beyond the end of a file that was cut short since it was mapped would end the process.
-            values = self._opened(shard)[start : min(end, readable[shard])]
-            key = self.builder.sources.keys[index]
-            if len(values) == end - start and store.checksum(values, key) == self.checksums[index]:
-                self.unchecked[index] = False
-            else:
-                values = self._live(index)
-            yield values
+    def _same(self, at: np.ndarray, values: np.ndarray, starts: np.ndarray) -> np.ndarray:
+        """Return which entries, in `values` from `starts` on, are what was written: [B] bool."""
+        content, size = values.reshape(-1).data.cast("B"), self.dtype.itemsize
+        columns = (starts * size, self.counts[at] * size, self.builder.sources.keys[at])
+        found = [
+            xxh3_64_intdigest(content[start : start + length], seed=key)  # as store.checksum, without one call more
+            for start, length, key in zip(*(column.tolist() for column in columns), strict=True)
+        ]
+        return np.array(found, np.uint64) == self.checksums[at]
+
+    def _look_after(self) -> None:
+        """Map the files anew, and trust none, once one was cut short: to look beyond its end would end the process."""
+        now_s = time.monotonic()
+        if self._flat is not None and now_s - self.looked_s < 1:
+            return
+        self.looked_s = now_s
+        for (name, *_), size in zip(self.parts, self.sizes, strict=True):
+            with contextlib.suppress(OSError):  # what was mapped of a file that is gone stays
+                if self._flat is not None and os.stat(self.folder / name).st_size < size:
+                    self._flat, self.unchecked = None, self.usable.copy()
 
     def _live(self, index: int) -> np.ndarray:
         self._report(index)
@@ -155,22 +162,17 @@ class FeatureCache:
             return np.zeros(self.counts[index], self.dtype)
 
     def _picked(self, at: np.ndarray, lengths: np.ndarray, longest: int) -> Tensor:
-        """Return entries of different lengths, one after another on a device, as [B, ..., T] padded with zeros."""
-        assert self.values is not None
-        device = self.values.device
+        """Return the entries at `at` from the device's memory: [B, ..., T], padded with zeros where lengths differ."""
+        assert self.on_device is not None
+        device, channels = self.on_device.device, math.prod(self.lead)
+        if not self.varies:
+            rows = torch.from_numpy(self.starts[at] // (channels * longest)).to(device)
+            return self.on_device.view(-1, *self.lead, longest).index_select(0, rows)
         begin, length = (torch.from_numpy(part).to(device)[:, None, None] for part in (self.starts[at], lengths))
-        channel = torch.arange(math.prod(self.lead), device=device)[:, None]
+        channel = torch.arange(channels, device=device)[:, None]
         frame = torch.arange(longest, device=device)
         places = begin + channel * length + frame.minimum(length - 1)  # [B, C, T]
-        return self.values[places].masked_fill(frame >= length, 0).view(len(at), *self.lead, longest)
-
-    def _length(self, shard: int) -> int:
-        """Return how many values of a shard can be read now."""
-        path, begin = self.paths[shard]
-        mapped = len(self._opened(shard))
-        with contextlib.suppress(OSError):
-            mapped = min(mapped, (os.stat(path).st_size - begin) // self.dtype.itemsize)
-        return mapped
+        return self.on_device[places].masked_fill(frame >= length, 0).view(len(at), *self.lead, longest)
 
     def _report(self, index: int) -> None:
         self.damaged.add(index)
@@ -184,7 +186,7 @@ class FeatureCache:
         whys: dict[str, str] = {}
         for shard in np.unique(self.shards[~self.usable]).tolist():
             try:
-                whys |= store.read_shard(Path(self.paths[shard][0])).bad
+                whys |= store.read_shard(self.folder / self.parts[shard][0]).bad
             except store.Damaged:
                 continue
         unusable = {}
@@ -207,7 +209,7 @@ class FeatureCache:
         some = torch.linspace(0, len(self) - 1, min(64, len(self))).long()
         began_s = time.perf_counter()
         self.gather(some, device)
-        if self.values is None:
+        if self.where == "disk":
             self.unchecked = self.usable.copy()  # this was no use of them
         cached_s = (time.perf_counter() - began_s) / len(some) * len(self)
         live_s = item_s * len(self)
@@ -225,13 +227,13 @@ class FeatureCache:
         """Read all entries into memory, checking each, in the order of the items."""
         starts = np.cumsum(self.counts) - self.counts
         flat = np.zeros(int(self.counts.sum()), self.dtype)
-        for begin in range(0, len(self), 64):
-            at = np.arange(begin, min(begin + 64, len(self)))[self.usable[begin : begin + 64]]
-            for start, values in zip(starts[at].tolist(), self._values(at), strict=True):
-                flat[start : start + len(values)] = values
-        self.starts, self.shards, self.unchecked[:] = starts, np.zeros_like(self.shards), False
-        self.values = torch.from_numpy(flat).to(device)
-        self._reset()
+        for index in np.flatnonzero(self.usable).tolist():
+            count, length = int(self.counts[index]), int(self.counts[index]) // math.prod(self.lead)
+            row = self._copied(np.array([index]), np.array([length]), length, pinned=False)
+            flat[starts[index] : starts[index] + count] = row.numpy().reshape(-1)
+        self.starts, self._flat, self._windows = starts, flat, None
+        if device.type != "cpu":
+            self.on_device, self._flat = torch.from_numpy(flat).to(device), None
 
 
 def _free_bytes(device: torch.device) -> float:
