@@ -1,8 +1,7 @@
 """Random changes of whole batches, on the batch's device, each sample by draws of its own from the given generator.
 
 torchaudio's masks and torchvision's transforms draw from the global random state, and most of torchvision's once for
-all samples: a resumed run would not draw what an uninterrupted one draws, and each batch would hold one change only.
-So the drawing is done here, by a generator that is seeded with the step.
+all samples: a resumed run would not draw what an uninterrupted one draws, and a batch would hold one change only.
 """
 
 import math
@@ -21,24 +20,20 @@ def _draws(count: int, inputs: Tensor, generator: Generator) -> Tensor:
 
 def _stretch(n: int, at: Tensor, share: Tensor) -> Tensor:
     """Return where on an axis of n a stretch of `share` [B, 1] of it lies, its place set by `at` [B, 1]: [B, n]."""
-    axis = torch.arange(n, device=at.device)
-    start = at * (1 - share) * n
+    axis, start = torch.arange(n, device=at.device), at * (1 - share) * n
     return (axis >= start) & (axis < start + share * n)
 
 
 def time_shift(inputs: Tensor, generator: Generator) -> Tensor:
     """Return waveforms or spectrograms [B, ..., T], each turned in time: what leaves at the end comes in in front."""
-    (shift,) = _draws(1, inputs, generator)
     length = inputs.shape[-1]
-    turned = (torch.arange(length, device=inputs.device) + (shift * length).long()) % length  # [B, T]
+    shift = (_draws(1, inputs, generator)[0] * length).long()
+    turned = (torch.arange(length, device=inputs.device) + shift) % length  # [B, T]
     return inputs.gather(-1, turned.unflatten(0, (-1, *[1] * (inputs.ndim - 2))).expand_as(inputs))
 
 
 def spec_augment(inputs: Tensor, generator: Generator) -> Tensor:
-    """Return spectrograms [B, 1, M, F] with one stretch of time and one band of each filled with the mean, 0.
-
-    The masks of SpecAugment (Park et al. 2019), here up to a sixth of either axis.
-    """
+    """Return spectrograms [B, 1, M, F] with up to a sixth of either axis set to the mean, 0 (Park et al. 2019)."""
     at_frame, width_frame, at_band, width_band = _draws(4, inputs, generator)
     frames = _stretch(inputs.shape[-1], at_frame, width_frame / 6)[:, None, None, :]
     bands = _stretch(inputs.shape[-2], at_band, width_band / 6)[:, None, :, None]
@@ -47,11 +42,11 @@ def spec_augment(inputs: Tensor, generator: Generator) -> Tensor:
 
 def add_noise(waveforms: Tensor, generator: Generator, snr_db: tuple[float, float]) -> Tensor:
     """Return waveforms [B, T] with white noise, each at its own signal-to-noise ratio within `snr_db`, in dB."""
-    from torchaudio import functional  # imported where it is used: images need none of it
+    from torchaudio import functional  # images need none of it
 
-    (place,) = _draws(1, waveforms, generator)
+    place = _draws(1, waveforms, generator)[0, :, 0]
     noise = torch.randn(waveforms.shape, generator=generator, device=generator.device).to(waveforms)
-    return functional.add_noise(waveforms, noise, snr_db[0] + (snr_db[1] - snr_db[0]) * place[:, 0])
+    return functional.add_noise(waveforms, noise, snr_db[0] + (snr_db[1] - snr_db[0]) * place)
 
 
 def mixup(batch: tuple[Tensor, ...], alpha: float, generator: Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -62,9 +57,9 @@ def mixup(batch: tuple[Tensor, ...], alpha: float, generator: Generator) -> tupl
     are the same ones, and a batch's `targets` name what is mostly seen.
     """
     inputs, targets = batch
-    drawn = torch.full((2, len(inputs)), alpha, device=generator.device)
+    alphas = torch.full((2, len(inputs)), alpha, device=generator.device)
     # A Beta of two Gammas; torch.distributions takes no generator. A small alpha may give two zeros: half and half.
-    first, second = torch._standard_gamma(drawn, generator).clamp_min_(torch.finfo(drawn.dtype).tiny)
+    first, second = torch._standard_gamma(alphas, generator).clamp_min_(torch.finfo(alphas.dtype).tiny)
     weight = (torch.maximum(first, second) / (first + second)).to(inputs.device)  # [B]
     partner = torch.randperm(len(inputs), generator=generator, device=generator.device).to(inputs.device)
     mixed = torch.lerp(inputs[partner], inputs, weight.unflatten(0, (-1, *[1] * (inputs.ndim - 1))))
@@ -74,19 +69,18 @@ def mixup(batch: tuple[Tensor, ...], alpha: float, generator: Generator) -> tupl
 def rand_augment(images: Tensor, generator: Generator, strength: float = 1.0) -> Tensor:
     """Return images [B, C, H, W] in 0..1, each moved, relit and with a rectangle cut out, `strength` times as much.
 
-    After RandAugment (Cubuk et al. 2020) and Cutout (DeVries and Taylor 2017). There each image goes through a few
-    changes picked at random; here through all, each by a random amount: on a device that is one pass over the batch.
+    After RandAugment (Cubuk et al. 2020) and Cutout (DeVries and Taylor 2017), but each image goes through all changes,
+    each by a random amount, and not through a few picked ones: on a device that is one pass over the batch.
     """
     angle, zoom, shear, right, down, light, contrast, colour = strength * (2 * _draws(8, images, generator) - 1)
     images = _moved(images, angle * math.radians(30), 0.2 * zoom, 0.3 * shear, 0.2 * right, 0.2 * down)
     light, contrast, colour = (1 + 0.5 * amount[:, :, None, None] for amount in (light, contrast, colour))
-    grey = images.mean(dim=1, keepdim=True)
-    mean = images.mean(dim=(1, 2, 3), keepdim=True)
+    grey, mean = images.mean(dim=1, keepdim=True), images.mean(dim=(1, 2, 3), keepdim=True)
     images = light * (mean + contrast * (grey + colour * (images - grey) - mean))
     row, column, height, width = _draws(4, images, generator)
-    cut = _stretch(images.shape[2], row, strength * height / 3)[:, None, :, None]
-    cut = cut & _stretch(images.shape[3], column, strength * width / 3)[:, None, None, :]
-    return torch.where(cut, mean, images).clamp_(0, 1)
+    rows = _stretch(images.shape[2], row, strength * height / 3)[:, None, :, None]
+    columns = _stretch(images.shape[3], column, strength * width / 3)[:, None, None, :]
+    return torch.where(rows & columns, mean, images).clamp_(0, 1)
 
 
 def _moved(images: Tensor, angle: Tensor, zoom: Tensor, shear: Tensor, right: Tensor, down: Tensor) -> Tensor:

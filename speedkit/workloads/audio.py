@@ -30,47 +30,36 @@ RECIPE = Recipe(batch_size=32, epochs=8, learning_rate=3e-3, weight_decay=0.05, 
 
 
 def audio(
-    data_dir: str | Path | None = None,
-    *,
-    labels: str | Path | None = None,
-    label_pattern: str | None = None,
-    test_pattern: str | None = None,
-    size: str = "small",
-    clips: int | None = None,
-    max_duration_s: float | None = None,
-    seed: int = 0,
-) -> Workload:
+    data_dir: str | Path | None = None, *, labels: str | Path | None = None, label_pattern: str | None = None,
+    test_pattern: str | None = None, size: str = "small", clips: int | None = None,
+    max_duration_s: float | None = None, seed: int = 0,
+) -> Workload:  # fmt: skip
     """Return the workload on the recordings under `data_dir`, or on `clips` generated night sounds without one.
 
     `labels`, `label_pattern` and `test_pattern` are those of `find_items`. All clips are brought to the commonest
-    sample rate and to the length that 99 % of them do not exceed, at most `max_duration_s` or 10 s; longer ones are
-    cut at the end. `seed` picks the generated set, or the test set where nothing else does.
-    Raises UsageError for an unknown size and for data that cannot be used as asked.
+    sample rate and to the length that 99 % of them do not exceed, at most `max_duration_s` or 10 s. `seed` picks the
+    generated set, or the test set where nothing else does. Raises UsageError for data that cannot be used as asked.
     """
     if size not in SIZES:
         raise UsageError(f"size {size!r} is unknown: the audio net comes in {', '.join(SIZES)}")
-    if max_duration_s is not None and not max_duration_s > 0:
-        raise UsageError(f"max_duration_s must be over 0 seconds, not {max_duration_s}")
     generated = data_dir is None and labels is None
-    if generated and (label_pattern or test_pattern):
-        raise UsageError("a pattern needs recordings to look at: name their folder with --data-dir")
-    if generated and clips is not None and clips < 30:
-        raise UsageError(f"clips={clips} is too few: 30 make two per class to train on and one to test on")
-    if not generated and clips is not None:
-        raise UsageError("clips counts the generated recordings: leave it out when you give your own data")
-    if generated:
-        found = find_items(generate(clips=clips or CLIPS, seed=seed), test_pattern=TEST_PATTERN)
-    else:
+    if not generated:
+        if clips is not None:
+            raise UsageError("clips counts the generated recordings: leave it out when you give your own data")
         folder = data_dir if data_dir is not None else Path(str(labels)).parent
         found = find_items(folder, labels=labels, label_pattern=label_pattern, test_pattern=test_pattern, seed=seed)
+    elif label_pattern or test_pattern:
+        raise UsageError("a pattern needs recordings to look at: name their folder with --data-dir")
+    elif clips is not None and clips < 30:
+        raise UsageError(f"clips={clips} is too few: 30 make two per class to train on and one to test on")
+    else:
+        found = find_items(generate(clips=clips or CLIPS, seed=seed), test_pattern=TEST_PATTERN)
     spectrogram, num_samples = _shape(found.train, max_duration_s)
     return Workload(
         "audio", RECIPE, found.train, found.test,
         load=functools.partial(load, sample_rate_hz=spectrogram["sample_rate_hz"], num_samples=num_samples),
-        features=functools.partial(log_mel, **spectrogram),
-        target=operator.attrgetter("label"),
-        model=functools.partial(AudioNet, len(found.classes), size),
-        loss=loss, score=score, augment=augment,
+        features=functools.partial(log_mel, **spectrogram), target=operator.attrgetter("label"),
+        model=functools.partial(AudioNet, len(found.classes), size), loss=loss, score=score, augment=augment,
         honours=("label_smoothing", "mixup"), decoders=("torchcodec", "librosa"),
         margin=0.03 if generated else 0.02,  # two standard errors of an accuracy of 0.9 on the 400 generated test clips
         parameters={**spectrogram, "num_samples": num_samples}, sources=(*decode.SOURCES, _mel, log_mel),
@@ -85,8 +74,8 @@ def _shape(items: tuple[Item, ...], max_duration_s: float | None) -> tuple[dict[
     n_fft = 2 ** round(math.log2(0.028 * rate_hz))  # the power of two nearest to 28 ms
     usual_s = sorted(item.duration_s for item in items)[math.ceil(0.99 * len(items)) - 1]
     hops = math.ceil(round(min(usual_s, max_duration_s or LONGEST_S) * rate_hz / hop, 6))
-    spectrogram = {"sample_rate_hz": rate_hz, "n_fft": n_fft, "hop": hop, "bands": BANDS}
-    return spectrogram, hop * max(16, hops)  # what padding in the net leaves something of
+    num_samples = hop * max(16, hops)  # what padding in the net leaves something of
+    return {"sample_rate_hz": rate_hz, "n_fft": n_fft, "hop": hop, "bands": BANDS}, num_samples
 
 
 def load(item: Item, sample_rate_hz: int, num_samples: int, decoder: str = "soundfile") -> Tensor:
@@ -103,8 +92,7 @@ def _mel(sample_rate_hz: int, n_fft: int, hop: int, bands: int, device: torch.de
 def log_mel(waveform: Tensor, sample_rate_hz: int, n_fft: int, hop: int, bands: int) -> Tensor:
     """Return the log-mel spectrogram of each waveform [..., T], of mean 0 and variance 1: [..., 1, bands, T // hop].
 
-    It is float32, on the waveform's device. One waveform [T] gives the same bits in any process and with any number of
-    threads: no sum is shared between threads.
+    One waveform [T] gives the same bits in any process and with any number of threads: no sum is shared between them.
     """
     power = _mel(sample_rate_hz, n_fft, hop, bands, waveform.device)(waveform)[..., : waveform.shape[-1] // hop]
     decibel = 10 * torch.log10(power + 1e-10)  # [..., bands, F]
@@ -125,16 +113,15 @@ class ResidualBlock(nn.Module):
 
     def __init__(self, channels_in: int, channels: int, stride: int):
         super().__init__()
-        self.conv1 = nn.Conv2d(channels_in, channels, 3, stride, 1, bias=False)
-        self.norm1 = nn.GroupNorm(8, channels)
-        self.conv2 = nn.Conv2d(channels, channels, 3, 1, 1, bias=False)
-        self.norm2 = nn.GroupNorm(8, channels)
+        self.body = nn.Sequential(
+            nn.Conv2d(channels_in, channels, 3, stride, 1, bias=False), nn.GroupNorm(8, channels), nn.ReLU(),
+            nn.Conv2d(channels, channels, 3, 1, 1, bias=False), nn.GroupNorm(8, channels),
+        )  # fmt: skip
         same = stride == 1 and channels_in == channels
         self.shortcut = nn.Identity() if same else nn.Conv2d(channels_in, channels, 1, stride, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:  # [B, C_in, M, F] -> [B, C, M / stride, F / stride]
-        y = F.relu(self.norm1(self.conv1(x)))
-        return F.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
+        return F.relu(self.body(x) + self.shortcut(x))
 
 
 class AudioNet(nn.Module):
@@ -143,19 +130,18 @@ class AudioNet(nn.Module):
     def __init__(self, classes: int, size: str = "small"):
         super().__init__()
         widths, depth = SIZES[size]
-        self.stem = nn.Conv2d(1, widths[0], (5, 9), (2, 4), (2, 4), bias=False)
-        self.norm = nn.GroupNorm(8, widths[0])
-        blocks: list[nn.Module] = []
+        # Out of the stem comes [B, C, 32, F / 4]: sounds change more slowly than 10 ms frames.
+        stem = nn.Conv2d(1, widths[0], (5, 9), (2, 4), (2, 4), bias=False)
+        blocks: list[nn.Module] = [stem, nn.GroupNorm(8, widths[0]), nn.ReLU()]
         for before, width in itertools.pairwise((widths[0], *widths)):
             blocks += [ResidualBlock(before, width, 2), *(ResidualBlock(width, width, 1) for _ in range(depth - 1))]
         self.blocks = nn.Sequential(*blocks)
         self.head = nn.Linear(2 * widths[-1] * (BANDS // 16), classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.norm(self.stem(x)))  # [B, C, 32, F / 4]: sounds change more slowly than 10 ms frames
         x = self.blocks(x)  # [B, C, 4, F / 32]
-        # max, not amax: the gradient of amax looks for elements equal to the maximum, and compiled bfloat16 code, which
-        # keeps one of the two unrounded, finds none and divides by zero.
+        # max, not amax: amax's gradient looks for elements equal to the maximum, and compiled bfloat16 code, keeping
+        # one of the two unrounded, finds none and divides by zero.
         pooled = torch.cat((x.mean(dim=3), x.max(dim=3).values), dim=1)  # [B, 2C, 4]
         return self.head(pooled.flatten(1))
 
