@@ -177,7 +177,7 @@ def test_missing_files_of_a_table_are_quarantined_by_name(tmp_path):
     path = split_table(tmp_path, ["train", "test"] * 11 + ["train", "train"])
     (tmp_path / "22.wav").unlink()
     found = find_items(tmp_path, labels=path, test_pattern=r"^[0-3]\.")
-    assert found.quarantined == (("22.wav", "there is no such file"),)
+    assert found.quarantined == ((str(tmp_path / "22.wav"), "there is no such file"),)
 
 
 def test_too_many_missing_files_of_a_table_are_an_error(tmp_path):

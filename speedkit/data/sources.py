@@ -4,7 +4,7 @@ import csv
 import hashlib
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +23,8 @@ EXTENSIONS = (".wav", ".flac", ".ogg", ".mp3", ".aif", ".aiff")
 TEST_SHARE = 0.2
 BAD_SHARE = 0.05  # more bad files than this, and the data set itself is at fault: an error
 # The columns of a label table, by any of these names in upper or lower case; `split` or `fold` may be a third.
-PATH_COLUMNS = ("path", "file", "filename", "file_name")
-LABEL_COLUMNS = ("label", "category", "class", "class_name", "target")
+COLUMNS = {"path": ("path", "file", "filename", "file_name"),
+           "label": ("label", "category", "class", "class_name", "target")}  # fmt: skip
 TEST_SPLITS = {"test", "testing", "eval", "evaluation"}
 VALIDATION_SPLITS = {"val", "valid", "validation", "dev"}
 
@@ -72,27 +72,22 @@ def find_items(data_dir: str | Path, *, labels: str | Path | None = None, label_
         raise UsageError(f"data folder {root} {what}: name the folder of your recordings with --data-dir")
     if labels is not None and label_pattern is not None:
         raise UsageError("--labels and --label-pattern both name the labels: give one of the two")
-    bad: list[tuple[str, str]] = []
-    if labels is None:
-        entries = _from_files(root, label_pattern)
-    else:
-        entries = _from_table(root, Path(labels), with_split=test_pattern is None, bad=bad)
-    entries.sort(key=lambda entry: _natural(str(entry.path)))
-    considered = len(entries) + len(bad)
+    entries = _from_files(root, label_pattern) if labels is None else _from_table(root, Path(labels), test_pattern)
+    entries = sorted(dict.fromkeys(entries), key=lambda entry: _natural(str(entry.path)))
     with ThreadPoolExecutor(8) as pool:  # libsndfile works outside Python's lock, and disks like several requests
         headers = dict(zip(entries, pool.map(_header, entries), strict=True))
-    bad += [(str(entry.path), header) for entry, header in headers.items() if isinstance(header, str)]
-    if len(bad) > BAD_SHARE * considered:
+    bad = tuple((str(entry.path), header) for entry, header in headers.items() if isinstance(header, str))
+    if len(bad) > BAD_SHARE * len(entries):
         first = "; ".join(f"{path}: {why}" for path, why in bad[:3])
-        share = f"{len(bad)} of {considered} files cannot be used, over {BAD_SHARE:.0%}"
+        share = f"{len(bad)} of {len(entries)} files cannot be used, over {BAD_SHARE:.0%}"
         raise SpeedkitError(f"{share} ({first}): repair or remove them")
     good = {entry: header for entry, header in headers.items() if not isinstance(header, str)}
-    test_set = _test_set(good, root, test_pattern, seed)
-    classes = _classes(good, test_set)
+    test_set = _test_set(list(good), root, test_pattern, seed)
+    classes = _classes(list(good), test_set)
     sides: dict[bool, list[Item]] = {False: [], True: []}
     for entry, header in good.items():
         sides[entry.path in test_set].append(Item(str(entry.path), classes.index(entry.label), *header))
-    return Found(tuple(sides[False]), tuple(sides[True]), classes, tuple(bad))
+    return Found(tuple(sides[False]), tuple(sides[True]), classes, bad)
 
 
 def write_quarantine(path_csv: str | Path, rows: Iterable[tuple[str, str]]) -> None:
@@ -107,86 +102,6 @@ def _natural(text: str) -> list:
     return [(0, int(part), "") if at % 2 else (1, 0, part) for at, part in enumerate(parts)]
 
 
-def _from_files(root: Path, label_pattern: str | None) -> list[Entry]:
-    """Return the files labelled by group 1 of the pattern or by their subfolder; those without a label are not ours."""
-    found = (path for path in root.rglob("*") if path.suffix.lower() in EXTENSIONS)
-    paths = sorted(path for path in found if not any(part[0] == "." for part in path.relative_to(root).parts))
-    if not paths:
-        raise UsageError(f"data folder {root} holds no audio files ({', '.join(EXTENSIONS)}): name another --data-dir")
-    if label_pattern is None:
-        labels = ["" if path.parent == root else path.relative_to(root).parts[0] for path in paths]
-        unlabelled = f"data folder {root} has no class-named subfolders: add them, or give --label-pattern or --labels"
-    else:
-        pattern = _compiled(label_pattern, "--label-pattern")
-        if pattern.groups < 1:
-            raise UsageError(f"--label-pattern {label_pattern!r} has no group: put parentheses around the label's part")
-        labels = [match[1] if (match := pattern.search(path.name)) else "" for path in paths]
-        which = f"of the {len(paths)} audio files in {root} (the first is {paths[0].name})"
-        unlabelled = f"--label-pattern {label_pattern!r} matches none {which}: correct the pattern"
-    entries = [Entry(path, label) for path, label in zip(paths, labels, strict=True) if label]
-    if not entries:
-        raise UsageError(unlabelled)
-    return entries
-
-
-def _from_table(root: Path, table: Path, with_split: bool, bad: list[tuple[str, str]]) -> list[Entry]:
-    """Return the rows of a split whose file exists; what cannot be used goes to `bad` as (path, why)."""
-    rows = _rows(table)
-    columns = {"path": [name for name in PATH_COLUMNS if name in rows],
-               "label": [name for name in LABEL_COLUMNS if name in rows]}  # fmt: skip
-    for what, known in (("path", PATH_COLUMNS), ("label", LABEL_COLUMNS)):
-        if not columns[what]:
-            has = ", ".join(map(str, rows))
-            raise UsageError(f"the label table {table} has no {what} column: name one of {has} {' or '.join(known)}")
-    # A column of names says more than one of numbers (ESC-50 has both: category and target).
-    labels = rows[min(columns["label"], key=lambda name: rows[name].str.isdigit().all())]
-    splits = _splits(rows, table) if with_split else [""] * len(rows)
-    folders = (root, table.parent, root / "audio", table.parent / "audio", table.parent.parent / "audio")
-    entries = []
-    for name, label, split in zip(rows[columns["path"][0]], labels, splits, strict=True):
-        path = next((folder / name for folder in folders if (folder / name).is_file()), None)
-        if split != "neither" and path and label:
-            entries.append(Entry(path, label, split))
-        elif split != "neither":
-            bad.append((name or f"a row of {table}", "its label is empty" if path else "there is no such file"))
-    if not entries and bad:
-        raise UsageError(f"none of the {len(bad)} files in {table} exists, as {bad[0][0]}: give their --data-dir")
-    return entries
-
-
-def _rows(table: Path) -> "pandas.DataFrame":
-    """Return the CSV's rows as text, its column names in lower case."""
-    import pandas
-
-    try:
-        rows = pandas.read_csv(table, sep=None, engine="python", dtype=str, keep_default_na=False, encoding="utf-8-sig")
-    except FileNotFoundError as error:
-        raise UsageError(f"the label table {table} does not exist: name an existing CSV file with --labels") from error
-    except (OSError, ValueError, csv.Error) as error:
-        raise UsageError(f"the label table {table} cannot be read as CSV ({error}): save it as UTF-8 text") from error
-    if rows.empty:
-        raise UsageError(f"the label table {table} holds no rows: it needs one row per recording below its header")
-    return rows.rename(columns=lambda name: name.strip().lower()).apply(lambda column: column.str.strip())
-
-
-def _splits(rows: "pandas.DataFrame", table: Path) -> list[str]:
-    """Return for each row train, test, neither, or empty where the table does not say."""
-    if "split" in rows:
-        said = rows["split"].str.lower().to_list()
-        # With a validation and a test part, the test part is the test set and the validation part is left alone.
-        for_test = TEST_SPLITS.intersection(said) or VALIDATION_SPLITS.intersection(said)
-        if not for_test:
-            held = ", ".join(sorted({*said})[:5])
-            raise UsageError(f"column split of {table} marks no test set (only {held}): write test in some rows")
-        return ["test" if s in for_test else "neither" if s in VALIDATION_SPLITS else "train" for s in said]
-    if "fold" not in rows:
-        return [""] * len(rows)
-    folds = sorted({*rows["fold"]}, key=_natural)
-    if len(folds) < 2:
-        raise UsageError(f"column fold of {table} holds one fold only ({folds[0]}): add one, or give --test-pattern")
-    return ["test" if fold == folds[-1] else "train" for fold in rows["fold"]]
-
-
 def _compiled(pattern: str, option: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
@@ -194,8 +109,76 @@ def _compiled(pattern: str, option: str) -> re.Pattern[str]:
         raise UsageError(f"{option} {pattern!r} is not a regular expression: {error}") from error
 
 
+def _from_files(root: Path, label_pattern: str | None) -> list[Entry]:
+    """Return the files labelled by group 1 of the pattern or by their subfolder; those without a label are not ours."""
+    parts = {path: path.relative_to(root).parts for path in root.rglob("*") if path.suffix.lower() in EXTENSIONS}
+    paths = sorted(path for path, names in parts.items() if not any(name.startswith(".") for name in names))
+    if not paths:
+        raise UsageError(f"data folder {root} holds no audio files ({', '.join(EXTENSIONS)}): name another --data-dir")
+    if label_pattern is None:
+        entries = [Entry(path, parts[path][0]) for path in paths if len(parts[path]) > 1]
+        without = f"data folder {root} has no class-named subfolders: add them, or give --label-pattern or --labels"
+    else:
+        pattern = _compiled(label_pattern, "--label-pattern")
+        if not pattern.groups:
+            raise UsageError(f"--label-pattern {label_pattern!r} has no group: put parentheses around the label's part")
+        entries = [Entry(path, match[1]) for path in paths if (match := pattern.search(path.name)) and match[1]]
+        which = f"of the {len(paths)} audio files in {root} (the first is {paths[0].name})"
+        without = f"--label-pattern {label_pattern!r} matches none {which}: correct the pattern"
+    if not entries:
+        raise UsageError(without)
+    return entries
+
+
+def _from_table(root: Path, table: Path, test_pattern: str | None) -> list[Entry]:
+    """Return the rows of the CSV `table` that are to train or to test on, with the path where their file should be."""
+    import pandas
+
+    try:
+        rows = pandas.read_csv(table, sep=None, engine="python", dtype=str, keep_default_na=False, encoding="utf-8-sig")
+    except (OSError, ValueError, csv.Error) as error:
+        what = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read as CSV ({error})"
+        raise UsageError(f"the label table {table} {what}: give --labels a CSV file in UTF-8") from error
+    if rows.empty:
+        raise UsageError(f"the label table {table} holds no rows: it needs one row per recording below its header")
+    rows = rows.rename(columns=lambda name: name.strip().lower()).apply(lambda column: column.str.strip())
+    columns = {what: [name for name in known if name in rows] for what, known in COLUMNS.items()}
+    for what, names in columns.items():
+        if not names:
+            known = " or ".join(COLUMNS[what])
+            raise UsageError(f"the label table {table} has no {what} column: name one of {', '.join(rows)} {known}")
+    # A column of names says more than one of numbers (ESC-50 has both: category and target).
+    labels = rows[min(columns["label"], key=lambda name: rows[name].str.isdigit().all())]
+    splits = _splits(rows, table) if test_pattern is None else [""] * len(rows)
+    folders = (root, table.parent, root / "audio", table.parent / "audio", table.parent.parent / "audio")
+    paths = [next((path for folder in folders if (path := folder / name).is_file()), root / name)
+             for name in rows[columns["path"][0]]]  # fmt: skip
+    if not any(path.is_file() for path in paths):
+        raise UsageError(f"none of the {len(paths)} files in {table} exists, as {paths[0]}: give their --data-dir")
+    return [Entry(*row) for row in zip(paths, labels, splits, strict=True) if row[2] != "neither"]
+
+
+def _splits(rows: "pandas.DataFrame", table: Path) -> list[str]:
+    """Return for each row train, test, neither, or empty where the table does not say."""
+    column = next((name for name in ("split", "fold") if name in rows), None)
+    if column is None:
+        return [""] * len(rows)
+    said = rows[column].str.lower().to_list()
+    held = sorted({*said}, key=_natural)
+    # With a validation and a test part, the test part is the test set and the validation part is left alone.
+    for_test, problem = {*held} & TEST_SPLITS or {*held} & VALIDATION_SPLITS, "marks no test set"
+    if column == "fold":
+        for_test, problem = {*held[1:][-1:]}, "holds one fold only"
+    if not for_test:
+        has = f"column {column} of {table} {problem} ({', '.join(held[:5])})"
+        raise UsageError(f"{has}: mark rows to test on, or give --test-pattern")
+    return ["test" if part in for_test else "neither" if part in VALIDATION_SPLITS else "train" for part in said]
+
+
 def _header(entry: Entry) -> tuple[float, int] | str:
     """Return (duration in seconds, sample rate in Hz) from the file's header, or why it cannot be used."""
+    if not entry.label or not entry.path.exists():
+        return "its label is empty" if entry.path.exists() else "there is no such file"
     try:
         if entry.path.stat().st_size == 0:
             return "the file is empty (0 bytes)"
@@ -205,7 +188,7 @@ def _header(entry: Entry) -> tuple[float, int] | str:
     return (info.frames / info.samplerate, info.samplerate) if info.frames > 0 else "it holds no samples"
 
 
-def _test_set(entries: Collection[Entry], root: Path, test_pattern: str | None, seed: int) -> set[Path]:
+def _test_set(entries: list[Entry], root: Path, test_pattern: str | None, seed: int) -> set[Path]:
     """Return the paths of the test set."""
     if test_pattern is not None:
         pattern = _compiled(test_pattern, "--test-pattern")
@@ -224,16 +207,16 @@ def _test_set(entries: Collection[Entry], root: Path, test_pattern: str | None, 
     return {path for keyed in by_class.values() for _, path in sorted(keyed)[: max(1, round(TEST_SHARE * len(keyed)))]}
 
 
-def _classes(entries: Collection[Entry], test_set: set[Path]) -> tuple[str, ...]:
+def _classes(entries: list[Entry], test_set: set[Path]) -> tuple[str, ...]:
     """Return the class names in natural order; each must have two files, and one of them to train on."""
     counts = Counter(entry.label for entry in entries)
     classes = tuple(sorted(counts, key=_natural))
     if len(classes) == 1:
         raise UsageError(f"all files are of one class ({classes[0]}), a classifier needs two: check the labels' source")
-    alone = [name for name in classes if counts[name] == 1]
-    if alone:
-        raise UsageError(f"class {', '.join(alone[:5])} has one usable file and needs two (train, test): add a file")
-    untrained = sorted(counts.keys() - {entry.label for entry in entries if entry.path not in test_set})
-    if untrained:
-        raise UsageError(f"every file of class {', '.join(untrained[:5])} is in the test set: leave some to train on")
+    trained = {entry.label for entry in entries if entry.path not in test_set}
+    for name in classes:
+        if counts[name] == 1:
+            raise UsageError(f"class {name} has one usable file and needs two (train, test): add a file")
+        if name not in trained:
+            raise UsageError(f"every file of class {name} is in the test set: leave some to train on")
     return classes

@@ -3,13 +3,10 @@
 A clip is a function of (seed, index) alone: clips can be made in any order, and a larger set begins with the smaller.
 """
 
-import functools
-import hashlib
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import soundfile
@@ -22,185 +19,124 @@ from speedkit.files import atomic
 from speedkit.hardware import cache_root
 from speedkit.system import usable_cores
 
-Signal = NDArray[np.float32]  # [n], one channel
 NOISE_DB = (-7.0, 12.0)  # the sound of the class over the background noise
 DISTRACTOR_DB = (-14.0, -2.0)  # the sound of another class, relative to that of the class
 DISTRACTORS = 2  # at most so many in a clip
 TEST_PATTERN = r"_test\."  # every third clip of a class carries this in its file name
-_VERSION = 1  # part of the folder's name: raise it when the sound of a clip changes
+_VERSION = 2  # part of the folder's name: raise it when the sound of a clip changes
 _FORMATS = ("wav", "flac", "wav", "ogg")  # of the takes in turn; WAV and FLAC with 16 bits
 
 
-def _unit(signal: NDArray) -> Signal:
-    """Return the signal at unit power."""
-    return (signal / (np.sqrt(np.mean(np.square(signal))) + 1e-9)).astype(np.float32)
+class _Synth(NamedTuple):
+    """What sounds are made with: random numbers, the samples of a clip and its sample rate in Hz."""
 
+    rng: Generator
+    n: int
+    rate: int
 
-def _noise(rng: Generator, n: int, rate: int, low_hz: float, high_hz: float, slope: float = 0.0) -> Signal:
-    """Return noise [n] between two frequencies, its amplitude falling as frequency ** -slope, of unit power."""
-    spectrum = np.fft.rfft(rng.standard_normal(n, dtype=np.float32))
-    hz = np.fft.rfftfreq(n, 1 / rate)
-    edge = 1 / (1 + (low_hz / np.maximum(hz, 1.0)) ** 8) / (1 + (hz / high_hz) ** 8)
-    return _unit(np.fft.irfft(spectrum * np.sqrt(edge) * np.maximum(hz, 20.0) ** -slope, n))
+    def noise(self, n: int, low_hz: float, high_hz: float, slope: float = 0.0) -> NDArray:
+        """Return noise [n] between two frequencies, its amplitude falling as frequency ** -slope, of unit power."""
+        spectrum = np.fft.rfft(self.rng.standard_normal(n, dtype=np.float32))
+        hz = np.fft.rfftfreq(n, 1 / self.rate)
+        edge = 1 / (1 + (low_hz / np.maximum(hz, 1.0)) ** 8) / (1 + (hz / high_hz) ** 8)
+        return _unit(np.fft.irfft(spectrum * np.sqrt(edge) * np.maximum(hz, 20.0) ** -slope, n))
 
+    def slow(self, n: int, rate_hz: float) -> NDArray:
+        """Return a random curve [n] between 0 and 1 that changes about `rate_hz` times a second."""
+        points = self.rng.random(max(3, int(n / self.rate * rate_hz) + 2))
+        return np.interp(np.linspace(0, len(points) - 1, n), np.arange(len(points)), points)
 
-def _slow(rng: Generator, n: int, rate: int, rate_hz: float) -> Signal:
-    """Return a random curve [n] between 0 and 1 that changes about `rate_hz` times a second."""
-    points = rng.random(max(3, int(n / rate * rate_hz) + 2))
-    return np.interp(np.linspace(0, len(points) - 1, n), np.arange(len(points)), points).astype(np.float32)
+    def tone(self, hz: NDArray, harmonics: Any = (1.0,)) -> NDArray:
+        """Return a tone whose fundamental follows `hz` [n], its harmonics at the given amplitudes."""
+        phase = 2 * np.pi * np.cumsum(hz) / self.rate
+        return sum(amplitude * np.sin((k + 1) * phase) for k, amplitude in enumerate(harmonics))
 
+    def pulses(self, pulse_hz: NDArray, carrier_hz: float, decay_s: float) -> NDArray:
+        """Return a carrier struck `pulse_hz` [n] times a second, each pulse dying away within about `decay_s`."""
+        since_s = (np.cumsum(pulse_hz) / self.rate % 1) / pulse_hz
+        carrier = np.sin(2 * np.pi * carrier_hz * np.arange(len(pulse_hz)) / self.rate + self.rng.uniform(0, 6.28))
+        return carrier * np.exp(-since_s / decay_s) * (1 - np.exp(-since_s / (decay_s / 6)))
 
-def _tone(hz: NDArray, rate: int, harmonics: NDArray) -> NDArray:
-    """Return a harmonic tone whose fundamental follows `hz` [n], the harmonics at the given amplitudes."""
-    phase = 2 * np.pi * np.cumsum(hz) / rate
-    return sum(amplitude * np.sin((k + 1) * phase) for k, amplitude in enumerate(harmonics))
-
-
-def _pulses(rng: Generator, rate: int, pulse_hz: NDArray, carrier_hz: float, decay_s: float) -> NDArray:
-    """Return a carrier struck `pulse_hz` [n] times a second, each pulse dying away within about `decay_s`."""
-    since_s = (np.cumsum(pulse_hz) / rate % 1) / pulse_hz
-    carrier = np.sin(2 * np.pi * carrier_hz * np.arange(len(pulse_hz)) / rate + rng.uniform(0, 6.28))
-    return carrier * np.exp(-since_s / decay_s) * (1 - np.exp(-since_s / (decay_s / 6)))
-
-
-def _calls(animal: Callable[[Generator, int], Iterator[Any]]) -> Callable[[Generator, int, int], Signal]:
-    """Make a sound [n] of calls: `animal` yields the range of the gaps between them in seconds, then each call."""
-
-    @functools.wraps(animal)
-    def sound(rng: Generator, n: int, rate: int) -> Signal:
-        """Return calls [n] at random gaps, each at a loudness of its own."""
-        calls = animal(rng, rate)
-        shortest_s, longest_s = next(calls)
-        signal, at = np.zeros(n, np.float32), int(rng.uniform(0, 0.25) * n)
-        while at < n:
-            one = next(calls)[: n - at]
-            signal[at : at + len(one)] += one * rng.uniform(0.6, 1.0)
-            at += len(one) + int(rng.uniform(shortest_s, longest_s) * rate)
+    def calls(self, gap_s: tuple, length_s: tuple, call: Callable[[int], NDArray]) -> NDArray:
+        """Return calls of random length [m] at random gaps, each at a loudness of its own."""
+        signal, at = np.zeros(self.n), int(self.rng.uniform(0, 0.25) * self.n)
+        while at < self.n:
+            m = max(16, int(self.rng.uniform(*length_s) * self.rate))
+            signal[at : at + m] += call(m)[: self.n - at] * self.rng.uniform(0.6, 1.0)
+            at += m + int(self.rng.uniform(*gap_s) * self.rate)
         return signal
 
-    return sound
+
+# Each class: the ranges that its parameters are drawn from, once per clip, and the sound made with them.
+_SOUNDS: dict[str, tuple[tuple[tuple[float, float], ...], Callable[..., NDArray]]] = {
+    # Sweeps as a bat detector makes them audible: short and falling fast.
+    "bat": (((0.3, 0.47), (0.1, 0.22), (0.006, 0.035), (0.03, 0.3)), lambda s, top, bottom, length_s, gap_s: s.calls(
+        (gap_s, gap_s), (length_s, length_s),
+        lambda m: s.tone(np.geomspace(top, bottom, m) * s.rate) * np.hanning(m)) * (0.2 + s.slow(s.n, 1.0))),
+    # Chirps: short groups of pulses on a high, steady carrier, a few groups a second.
+    "cricket": (((0.2, 0.28), (22, 45), (0.06, 0.2), (0.1, 0.5)), lambda s, carrier, pulse_hz, length_s, gap_s: s.calls(
+        (gap_s, gap_s * 1.1), (length_s, length_s),
+        lambda m: s.pulses(np.full(m, pulse_hz), carrier * s.rate, 0.012))),
+    # Barks: a hoarse tone whose pitch rises and falls, in series.
+    "fox": (((350, 900), (0.15, 0.6), (0.5, 1.5)), lambda s, pitch_hz, arch, dull: s.calls(
+        (0.1, 0.7), (0.1, 0.35), lambda m: np.hanning(m) ** 0.5 * s.tone(
+            pitch_hz * (1 + arch * np.hanning(m)) * (1 + 0.05 * lfilter([0.2], [1, -0.8], s.rng.standard_normal(m))),
+            np.arange(1, 6.0) ** -dull))),
+    # Croaks: a throat's resonance struck a few dozen times a second.
+    "frog": (((500, 2000), (22, 65), (0.004, 0.012)), lambda s, carrier_hz, pulse_hz, decay_s: s.calls(
+        (0.1, 0.8), (0.15, 0.6),
+        lambda m: s.pulses(pulse_hz * np.linspace(0.9, 1.1, m), carrier_hz, decay_s) * np.hanning(m) ** 0.4)),
+    # A thin whine that wavers and comes and goes.
+    "mosquito": (((380, 800),), lambda s, pitch_hz: (0.1 + s.slow(s.n, 1.5) ** 2) * s.tone(
+        pitch_hz * (0.97 + 0.06 * s.slow(s.n, 4) + 0.004 * s.rng.standard_normal(s.n)), s.rng.uniform(0.2, 1.0, 5))),
+    # Churring: a pulse train that goes on and on, now and then at another rate.
+    "nightjar": (((24, 44), (0.1, 0.4), (1200, 2400)), lambda s, pulse_hz, faster, carrier_hz: s.pulses(
+        pulse_hz * (1 + faster * (s.slow(s.n, 1.0) > 0.5)), carrier_hz, 0.008) * (0.5 + s.slow(s.n, 1.0))),
+    # Hoots: a low, nearly pure tone that sinks a little.
+    "owl": (((280, 750), (0.02, 0.12), (0.1, 0.5)), lambda s, pitch_hz, fall, second: s.calls(
+        (0.15, 0.9), (0.15, 0.55),
+        lambda m: s.tone(pitch_hz * np.linspace(1, 1 - fall, m), (1.0, second, 0.1)) * np.hanning(m) ** 0.7)),
+    # A hiss, and the drops in it: each rings at a resonance.
+    "rain": (((300, 1500), (0.0, 0.5), (10, 90), (0.5, 1.6), (0.2, 1.0)), lambda s, low_hz, slope, drops_hz, turn, loud:
+        s.noise(s.n, low_hz, 0.48 * s.rate, slope) + loud * _unit(lfilter([1.0], [1.0, -1.94 * np.cos(turn), 0.94],
+            (s.rng.random(s.n) < drops_hz / s.rate) * s.rng.exponential(1.0, s.n)))),
+    # Claps: bursts of low noise with a sharp start that roll away.
+    "thunder": (((150, 700), (0.3, 0.9), (3, 6)), lambda s, high_hz, slope, fade: s.calls(
+        (0.0, 1.2), (0.5, 2.0),
+        lambda m: s.noise(m, 25, high_hz, slope) * np.exp(-np.linspace(0, fade, m)) * (0.4 + s.slow(m, 8)))),
+    # Gusts: low noise, swelling and whistling faintly.
+    "wind": (((300, 900), (0.5, 1.0), (0.02, 0.25), (0.6, 2.0)), lambda s, high_hz, slope, whistle, gust_hz:
+        (s.noise(s.n, 30, high_hz, slope) + whistle * s.noise(s.n, 650, 1250))
+        * (0.15 + s.slow(s.n, gust_hz) ** 1.5)),
+}  # fmt: skip
+CLASSES = tuple(_SOUNDS)
 
 
-def bat(rng: Generator, n: int, rate: int) -> Signal:
-    """Sweeps as a bat detector makes them audible: short, falling fast, closer and closer together."""
-    top_hz, bottom_hz = rng.uniform(0.3, 0.47) * rate, rng.uniform(0.1, 0.22) * rate
-    length_s, gap_s, nearer = rng.uniform(0.006, 0.035), rng.uniform(0.08, 0.35), rng.uniform(0.85, 1.0)
-    m = max(16, int(length_s * rate))
-    sweep = _tone(np.geomspace(top_hz, bottom_hz, m), rate, np.ones(1)) * np.hanning(m)
-    signal, at = np.zeros(n, np.float32), rng.uniform(0, 0.4) * n
-    while at < n:
-        part = signal[int(at) : int(at) + m]
-        part += sweep[: len(part)] * rng.uniform(0.4, 1.0)
-        at += max(gap_s, 0.02) * rate
-        gap_s *= nearer
-    return signal * (0.2 + _slow(rng, n, rate, 1.0))
+def _unit(signal: NDArray) -> NDArray:
+    """Return the signal at unit power."""
+    return signal / (np.sqrt(np.mean(np.square(signal))) + 1e-9)
 
 
-@_calls
-def cricket(rng: Generator, rate: int) -> Iterator[Any]:
-    """Chirps: short groups of pulses on a high, steady carrier, a few groups a second."""
-    carrier_hz, pulse_hz = rng.uniform(0.28, 0.4) * rate / 1.4, rng.uniform(22, 45)
-    length_s, gap_s = rng.integers(2, 6) / pulse_hz, rng.uniform(0.1, 0.5)
-    yield gap_s, gap_s * 1.1
-    while True:
-        yield _pulses(rng, rate, np.full(int(length_s * rate), pulse_hz), carrier_hz, 0.012)
-
-
-@_calls
-def fox(rng: Generator, rate: int) -> Iterator[Any]:
-    """Barks: a hoarse tone whose pitch rises and falls, in series."""
-    pitch_hz, arch = rng.uniform(350, 900), rng.uniform(0.15, 0.6)
-    harmonics = rng.uniform(0.3, 1.0, 5) / np.arange(1, 6) ** rng.uniform(0.3, 1.0)
-    yield 0.1, 0.7
-    while True:
-        m = int(rng.uniform(0.1, 0.35) * rate)
-        hoarse = 1 + 0.05 * lfilter([0.2], [1, -0.8], rng.standard_normal(m))
-        yield _tone(pitch_hz * (1 + arch * np.hanning(m)) * hoarse, rate, harmonics) * np.hanning(m) ** 0.5
-
-
-@_calls
-def frog(rng: Generator, rate: int) -> Iterator[Any]:
-    """Croaks: a throat's resonance struck a few dozen times a second."""
-    carrier_hz, pulse_hz, decay_s = rng.uniform(500, 2000), rng.uniform(22, 65), rng.uniform(0.004, 0.012)
-    yield 0.1, 0.8
-    while True:
-        m = int(rng.uniform(0.15, 0.6) * rate)
-        yield _pulses(rng, rate, pulse_hz * np.linspace(0.9, 1.1, m), carrier_hz, decay_s) * np.hanning(m) ** 0.4
-
-
-def mosquito(rng: Generator, n: int, rate: int) -> Signal:
-    """A thin whine that wavers and comes and goes."""
-    pitch_hz, wavering = rng.uniform(380, 800), 0.06 * (_slow(rng, n, rate, 4) - 0.5)
-    hz = pitch_hz * (1 + wavering + 0.004 * rng.standard_normal(n, dtype=np.float32))
-    return _tone(hz, rate, rng.uniform(0.2, 1.0, 5)) * (0.1 + _slow(rng, n, rate, 1.5) ** 2)
-
-
-def nightjar(rng: Generator, n: int, rate: int) -> Signal:
-    """Churring: a pulse train that goes on and on, now and then at another rate."""
-    switch = (_slow(rng, n, rate, 1.0) > 0.5).astype(np.float32)
-    pulse_hz = rng.uniform(24, 44) * (1 + rng.uniform(0.1, 0.4) * switch)
-    return _pulses(rng, rate, pulse_hz, rng.uniform(1200, 2400), 0.008) * (0.5 + _slow(rng, n, rate, 1.0))
-
-
-@_calls
-def owl(rng: Generator, rate: int) -> Iterator[Any]:
-    """Hoots: a low, nearly pure tone that sinks a little."""
-    pitch_hz, fall = rng.uniform(280, 750), rng.uniform(0.02, 0.12)
-    harmonics = np.array([1.0, rng.uniform(0.1, 0.5), rng.uniform(0.02, 0.2)])
-    yield 0.15, 0.9
-    while True:
-        m = int(rng.uniform(0.15, 0.55) * rate)
-        yield _tone(pitch_hz * (1 - fall * np.linspace(0, 1, m)), rate, harmonics) * np.hanning(m) ** 0.7
-
-
-def rain(rng: Generator, n: int, rate: int) -> Signal:
-    """A hiss and the drops in it."""
-    hiss = _noise(rng, n, rate, rng.uniform(300, 1500), 0.48 * rate, rng.uniform(0.0, 0.5))
-    drops = np.zeros(n, np.float32)
-    count = int(rng.uniform(10, 90) * n / rate)
-    drops[rng.integers(0, n, count)] = rng.exponential(1.0, count)
-    radius, turn = 0.97, 2 * np.pi * rng.uniform(0.08, 0.25)  # a resonance: each drop rings
-    ringing = lfilter([1.0], [1.0, -2 * radius * np.cos(turn), radius**2], drops)
-    return hiss + rng.uniform(0.2, 1.0) * _unit(ringing)
-
-
-@_calls
-def thunder(rng: Generator, rate: int) -> Iterator[Any]:
-    """Claps: bursts of low noise with a sharp start that roll away."""
-    yield 0.0, 1.2
-    while True:
-        m = int(rng.uniform(0.5, 2.0) * rate)
-        roll = np.exp(-np.linspace(0, rng.uniform(3, 6), m)) * (0.4 + _slow(rng, m, rate, 8))
-        yield _noise(rng, m, rate, 25, rng.uniform(150, 700), rng.uniform(0.3, 0.9)) * roll
-
-
-def wind(rng: Generator, n: int, rate: int) -> Signal:
-    """Gusts: low noise, swelling and whistling faintly."""
-    gust = _slow(rng, n, rate, rng.uniform(0.6, 2.0)) ** 1.5
-    rumble = _noise(rng, n, rate, 30, rng.uniform(300, 900), rng.uniform(0.5, 1.0))
-    whistle = _noise(rng, n, rate, rng.uniform(500, 800), rng.uniform(900, 1600))
-    return (rumble + rng.uniform(0.05, 0.5) * whistle * gust) * (0.15 + gust)
-
-
-_SOUNDS = (bat, cricket, fox, frog, mosquito, nightjar, owl, rain, thunder, wind)
-CLASSES = tuple(sound.__name__ for sound in _SOUNDS)
-
-
-def clip(index: int, seed: int = 0, duration_s: float = 4.0, sample_rate_hz: int = 16000) -> Signal:
+def clip(index: int, seed: int = 0, duration_s: float = 4.0, sample_rate_hz: int = 16000) -> NDArray[np.float32]:
     """Return clip `index` of the set: [T] float32 within -1..1; its class is CLASSES[index % 10]."""
-    rng = np.random.default_rng([seed, index])
-    n, rate = round(duration_s * sample_rate_hz), sample_rate_hz
-    signal = _unit(_SOUNDS[index % len(_SOUNDS)](rng, n, rate))
+    rng, n = np.random.default_rng([seed, index]), round(duration_s * sample_rate_hz)
+    synth = _Synth(rng, n, sample_rate_hz)
+
+    def sound(index: int) -> NDArray:
+        ranges, made_of = _SOUNDS[CLASSES[index % len(CLASSES)]]
+        return _unit(made_of(synth, *(rng.uniform(*ends) for ends in ranges)))
+
+    signal = sound(index)
     for _ in range(rng.integers(0, DISTRACTORS + 1)):
-        other = _SOUNDS[(index + rng.integers(1, len(_SOUNDS))) % len(_SOUNDS)]
-        signal = signal + 10 ** (rng.uniform(*DISTRACTOR_DB) / 20) * _unit(other(rng, n, rate))
-    m = int(rng.uniform(0.05, 0.4) * rate)  # the room: the direct sound and a dying tail of echoes, down by 60 dB at m
-    room = rng.standard_normal(m, dtype=np.float32) * np.exp(-np.linspace(0, 6.9, m))
+        other = index + int(rng.integers(1, len(CLASSES)))
+        signal = signal + 10 ** (rng.uniform(*DISTRACTOR_DB) / 20) * sound(other)
+    # The room: the direct sound and a dying tail of echoes, down by 60 dB at its end.
+    tail = int(rng.uniform(0.05, 0.4) * sample_rate_hz)
+    room = rng.standard_normal(tail) * np.exp(-np.linspace(0, 6.9, tail))
     room *= rng.uniform(0.1, 0.8) / np.linalg.norm(room)
     room[0] = 1.0
-    signal = oaconvolve(signal, room.astype(np.float32))[:n]
-    background = _noise(rng, n, rate, 40, 0.48 * rate, rng.uniform(0.0, 0.8))
-    mixed = _unit(signal) + 10 ** (-rng.uniform(*NOISE_DB) / 20) * background
+    background = synth.noise(n, 40, 0.48 * sample_rate_hz, rng.uniform(0.0, 0.8))
+    mixed = _unit(oaconvolve(signal, room)[:n]) + 10 ** (-rng.uniform(*NOISE_DB) / 20) * background
     level = 10 ** (rng.uniform(-18, -1) / 20)  # how far the microphone was turned up
     return (mixed * (level / np.abs(mixed).max())).astype(np.float32)
 
@@ -219,10 +155,8 @@ def generate(folder: str | Path | None = None, clips: int = 1000, duration_s: fl
     It lies in `folder` (by default the cache's), under a name that carries its parameters, so that sets never mix.
     What an interrupted call left is completed. Raises UsageError for a folder that cannot be written.
     """
-    parameters = {"clips": clips, "duration_s": float(duration_s), "sample_rate_hz": sample_rate_hz, "seed": seed,
-                  "version": _VERSION}  # fmt: skip
-    code = hashlib.sha256(json.dumps(parameters, sort_keys=True).encode()).hexdigest()[:8]
-    target = Path(folder or cache_root() / "night_sounds") / f"{clips}_clips_{duration_s:g}s_seed{seed}_{code}"
+    name = f"{clips}_clips_{duration_s:g}s_{sample_rate_hz}hz_seed{seed}_v{_VERSION}"
+    target = Path(folder or cache_root() / "night_sounds") / name
 
     def write(index: int) -> None:
         path, samples = clip_path(target, index), clip(index, seed, duration_s, sample_rate_hz)
