@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from speedkit.errors import UsageError
-from speedkit.plan import FORMERLY, PRESETS, Plan, preset
+from speedkit.plan import FORMERLY, PRESETS, Plan
 from speedkit.recipe import Recipe
 from speedkit.settings import Setting, described, from_mapping, from_yaml, parse
 
@@ -28,13 +28,13 @@ def _adding(*added: Callable) -> Callable:
 def options(*tables: dict[str, Setting]) -> Callable:
     """Return a decorator that adds an option for every setting, with its meaning, unit and default as help."""
     added = []
-    for about in (about for table in tables for about in table.values()):
-        flag, unit = "--" + about.name.replace("_", "-"), f" [{about.unit}]" if about.unit else ""
-        default = "by workload" if about.name in RECIPE else str(about.default).lower()
-        takes: dict[str, Any] = {"metavar": about.takes.upper()}
-        if bool in about.kinds:
-            flag, takes = f"{flag}/--no-{flag[2:]}", {"default": None}
-        added.append(click.option(flag, about.name, help=f"{about.help}{unit} ({default})", **takes))
+    for name, about in (pair for table in tables for pair in table.items()):
+        flag, unit = "--" + name.replace("_", "-"), f" [{about.unit}]" if about.unit else ""
+        default = "by workload" if name in RECIPE else str(about.default).lower()
+        text = f"{about.help}{unit} ({default})"
+        added.append(
+            click.option(f"{flag}/--no-{flag[2:]}", name, help=text, default=None)
+            if bool in about.kinds else click.option(flag, name, help=text, metavar=about.takes.upper()))  # fmt: skip
     return _adding(*added)
 
 
@@ -66,12 +66,10 @@ def the_workload(name: str, values: dict[str, Any]) -> tuple[Any, Recipe]:
     from speedkit.workloads import load_workload
 
     typed = given(values, RECIPE)
-    if typed.get("epochs") and typed.get("steps"):
-        raise UsageError("--epochs and --steps both say how long to train: give epochs or steps")
-    limit = {"max_duration_s": typed["max_duration_s"]} if typed.get("max_duration_s") else {}
-    workload = load_workload(name, **{key: values.get(key) for key in DATA}, **limit)
     if {"epochs", "steps"} & typed.keys():  # typing one of the two replaces the other
         typed = {"epochs": None, "steps": None} | typed
+    limit_s = Recipe(**typed).max_duration_s  # what no recipe can be is said before any data is made
+    workload = load_workload(name, max_duration_s=limit_s, **{key: values.get(key) for key in DATA})
     return workload, dataclasses.replace(workload.recipe, **typed)
 
 
@@ -80,7 +78,7 @@ def the_plan(word: str, values: dict[str, Any] | None = None, device: str = "aut
     from speedkit.hardware import this_machine
 
     if word in PRESETS:
-        plan = preset(word, this_machine(device))
+        plan = PRESETS[word](this_machine(device))
     elif Path(word).exists() or word.endswith((".yaml", ".yml")):
         plan = from_yaml(Plan, word, FORMERLY)
     else:

@@ -1,9 +1,10 @@
 """Recipe: what a model learns from. Changing it changes what is learned; how fast is the business of the Plan."""
 
 import dataclasses
+import math
 
 from speedkit.errors import PlanError
-from speedkit.settings import check, setting
+from speedkit.settings import check, choice, setting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -12,10 +13,8 @@ class Recipe:
 
     batch_size: int = setting(32, "samples behind each optimizer step", unit="samples", minimum=1)
     learning_rate: float = setting(1e-3, "peak learning rate", minimum=0)
-    optimizer: str = setting("adamw", "the update rule", choices=("adamw", "sgd"))
-    schedule: str = setting(
-        "onecycle", "how the learning rate moves over the steps", choices=("constant", "onecycle", "cosine")
-    )
+    optimizer: str = choice("the update rule", "adamw", "sgd")
+    schedule: str = choice("how the learning rate moves over the steps", "onecycle", "constant", "cosine")
     epochs: int | None = setting(8, "passes over the training set; none where steps is given", minimum=1)
     steps: int | None = setting(None, "optimizer steps; none where epochs is given", unit="steps", minimum=1)
     clip_norm: float | None = setting(None, "largest norm of all gradients together; none clips nothing", minimum=0)
@@ -50,24 +49,20 @@ def learning_rates(recipe: Recipe, total_steps: int) -> list[float]:
     """Return the learning rate of each optimizer step, `[total_steps]`.
 
     onecycle: up over the first 30 % from 1/25 of the peak, down to almost nothing, both along a cosine (Smith and
-    Topin 2018, the shape of torch.optim.lr_scheduler.OneCycleLR). cosine: down from the peak to 0 (Loshchilov and
-    Hutter 2017).
+    Topin 2018, the shape of torch.optim.lr_scheduler.OneCycleLR). cosine: down to 0 (Loshchilov and Hutter 2017).
     """
-    import math
-
-    peak = recipe.learning_rate
-
-    def between(start: float, end: float, share: float) -> float:
-        return end + (start - end) * (1 + math.cos(math.pi * share)) / 2
-
+    peak, last = recipe.learning_rate, max(1, total_steps - 1)
     if recipe.schedule == "constant":
         return [peak] * total_steps
-    last = max(1, total_steps - 1)
     if recipe.schedule == "cosine":
-        return [between(peak, 0.0, step / last) for step in range(total_steps)]
+        return [_between(peak, 0.0, step / last) for step in range(total_steps)]
     top = max(1.0, 0.3 * total_steps - 1)
     fall = max(1.0, last - top)
     return [
-        between(peak / 25, peak, step / top) if step <= top else between(peak, peak / 250_000, (step - top) / fall)
+        _between(peak / 25, peak, step / top) if step <= top else _between(peak, peak / 250_000, (step - top) / fall)
         for step in range(total_steps)
     ]
+
+
+def _between(start: float, end: float, share: float) -> float:
+    return end + (start - end) * (1 + math.cos(math.pi * share)) / 2

@@ -49,6 +49,11 @@ def setting(default: Any, help: str, **about: Any) -> Any:
     return dataclasses.field(default=default, metadata={"help": help, **about})
 
 
+def choice(help: str, *words: str) -> Any:
+    """Return a dataclass field that takes one of `words`, by default the first."""
+    return setting(words[0], help, choices=words)
+
+
 def described(cls: type) -> list[Setting]:
     """Return the settings of class `cls`, in the order they are written."""
     hints = typing.get_type_hints(cls)
