@@ -2,15 +2,17 @@
 
 import pytest
 
-from speedkit.measure import bench
+from speedkit.measure import bench, bench_cache
 
 BRIEF = {"loop": (2, 2), "import": (2,), "memory": (2, 2), "aa": (2, 6), "planted": (2, 6)}
+BRIEF |= {"cache-read": (70, 2), "cache-build": (60, 5), "cache-open": (1000,)}
+BENCHMARKS = bench.BENCHMARKS | bench_cache.BENCHMARKS
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", bench.BENCHMARKS)
+@pytest.mark.parametrize("name", BENCHMARKS)
 def test_a_benchmark_gives_rows_with_limit_and_verdict(name):
-    for row in bench.BENCHMARKS[name](*BRIEF[name]):
+    for row in BENCHMARKS[name](*BRIEF[name]):
         assert 0 <= row["low"] <= row["measured"] <= row["high"]
         assert row["passed"] == (row["measured"] <= row["limit"])
         assert row["what"] in bench.line(row) and ("passed" in bench.line(row)) == row["passed"]

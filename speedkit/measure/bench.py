@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -94,7 +94,7 @@ def loop(instances: int = 5, pairs: int = 60) -> list[Row]:
     ):
         ours_s, bare_s = zip(*(_step_s(sizes, off, pairs) for _ in range(instances)), strict=True)
         what = f"loop, {what} (bare step {statistics.median(bare_s) * 1e3:.2f} ms)"
-        rows.append(_row(what, vars(paired_interval(ours_s, bare_s)).values(), limit, "x"))
+        rows.append(row(what, ends(ours_s, bare_s), limit, "x"))
     return rows
 
 
@@ -119,8 +119,8 @@ def _step_s(sizes: tuple[int, int, int], off: bool, pairs: int) -> list[float]:
 def importing(repeats: int = 10) -> list[Row]:
     """Seconds that importing speedkit takes in a fresh process that has already imported torch."""
     code = "import time, torch; began_s = time.perf_counter(); import speedkit; print(time.perf_counter() - began_s)"
-    seconds = [_number_from(code) for _ in range(repeats)]
-    return [_row("import speedkit, after torch", seconds, 0.3, "s")]
+    seconds = [number_from(code) for _ in range(repeats)]
+    return [row("import speedkit, after torch", seconds, 0.3, "s")]
 
 
 def memory(pairs: int = 6, count: int = 50) -> list[Row]:
@@ -132,17 +132,17 @@ for _ in itertools.islice(bare_loop(inputs, targets, {LARGE[1]}, {CLASSES}, {LAR
     with tempfile.TemporaryDirectory() as folder:
         ours = f"""from speedkit import fit; from speedkit.measure.bench import CACHED, LARGE, perceptron
 fit(perceptron(*LARGE, steps={count}), plan=CACHED, device="cpu", progress=False, cache_dir={folder!r})"""
-        _number_from(ours + peak)  # builds the cache, so that the processes measured only read it
-        peaks = [(_number_from(ours + peak), _number_from(bare + peak)) for _ in range(pairs)]
+        number_from(ours + peak)  # builds the cache, so that the processes measured only read it
+        peaks = [(number_from(ours + peak), number_from(bare + peak)) for _ in range(pairs)]
     ours_kb, bare_kb = zip(*peaks, strict=True)
     what = f"peak memory (bare loop {statistics.median(bare_kb) * 1024 / 1e6:.0f} MB)"
-    return [_row(what, vars(paired_interval(ours_kb, bare_kb)).values(), 1.05, "x")]
+    return [row(what, ends(ours_kb, bare_kb), 1.05, "x")]
 
 
 def same(count: int = 100, pairs: int = 120) -> list[Row]:
     """A/A test: how many of `count` comparisons of a plan with itself call it faster or slower (99 % intervals)."""
     wrong = [not one.low <= 1 <= one.high for one in _comparisons(count, pairs, perceptron(*SMALL))]
-    return [_row(f"A/A intervals without 1.0, of {count}", [sum(wrong)], 0.05 * count, "")]
+    return [row(f"A/A intervals without 1.0, of {count}", [sum(wrong)], 0.05 * count, "")]
 
 
 def planted(count: int = 100, pairs: int = 120) -> list[Row]:
@@ -151,7 +151,7 @@ def planted(count: int = 100, pairs: int = 120) -> list[Row]:
     step_s = statistics.median(min(one.step_s) for one in _comparisons(3, 6, workload))
     slower = dataclasses.replace(workload, loss=functools.partial(_loss, wait_s=0.05 * step_s))
     missed = [one.high >= 1 for one in _comparisons(count, pairs, workload, slower)]
-    return [_row(f"planted 5 % missed, of {count}", [sum(missed)], 0.1 * count, "")]
+    return [row(f"planted 5 % missed, of {count}", [sum(missed)], 0.1 * count, "")]
 
 
 def _comparisons(count: int, pairs: int, workload: Workload, other: Any = None) -> list[Comparison]:
@@ -161,20 +161,26 @@ def _comparisons(count: int, pairs: int, workload: Workload, other: Any = None) 
                         cache_dir=folder, workload_b=other) for seed in range(count)]  # fmt: skip
 
 
-def _row(what: str, measured: Collection[float], limit: float, unit: str) -> Row:
+def ends(ours: Sequence[float], others: Sequence[float]) -> tuple[float, float, float]:
+    """Return the low end, the middle and the high end of the paired ratio of ours to others."""
+    found = paired_interval(ours, others)
+    return found.low, found.ratio, found.high
+
+
+def row(what: str, measured: Sequence[float], limit: float, unit: str) -> Row:
     """Return the row of a benchmark that passes when the median of what it `measured` is no more than `limit`."""
     middle = statistics.median(measured)
     return {"what": what, "measured": middle, "low": min(measured), "high": max(measured), "limit": limit,
             "unit": unit, "passed": middle <= limit}  # fmt: skip
 
 
-def line(row: Row) -> str:
+def line(found: Row) -> str:
     """Return a row as a line of text."""
-    verdict = "passed" if row["passed"] else "FAILED"
-    return "{what}: {measured:.4g} {unit} ({low:.4g} to {high:.4g}), limit {limit:g} ".format(**row) + verdict
+    verdict = "passed" if found["passed"] else "FAILED"
+    return "{what}: {measured:.4g} {unit} ({low:.4g} to {high:.4g}), limit {limit:g} ".format(**found) + verdict
 
 
-def _number_from(code: str) -> float:
+def number_from(code: str) -> float:
     """Return the number that a fresh Python process with one thread prints."""
     return float(subprocess.check_output([sys.executable, "-c", code], env=os.environ | {"OMP_NUM_THREADS": "1"}))
 
