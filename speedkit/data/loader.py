@@ -1,8 +1,8 @@
 """Samples to batches on the device: live through a loader, or gathered from a cache."""
 
-import contextlib
+import functools
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,8 @@ from torch.nn.functional import pad
 from speedkit.data.bucket import padding_share
 from speedkit.data.cache import FeatureCache
 from speedkit.data.prefetch import Batch, prefetched
-from speedkit.data.samples import EpochOrder, Samples, loading, make_loader
+from speedkit.data.samples import EpochOrder, Samples, collate, loading
+from speedkit.data.workers import Loader
 from speedkit.errors import SpeedkitError
 from speedkit.plan import Plan
 
@@ -31,26 +32,29 @@ class Batches:
         cache: FeatureCache | None = None,
     ):  # fmt: skip
         self.workload, self.device, self.plan, self.cache, self.seed = workload, device, plan, cache, seed
-        self.count = len(cache) if cache is not None else len(items)
-        if not self.count:
+        if not items:
             raise SpeedkitError(f"workload {workload.name} has no readable item to train or test on")
-        bucket = plan.bucket and seed is not None and workload.length is not None
-        lengths = torch.tensor([workload.length(item) for item in items]) if bucket else None
-        self.order = EpochOrder(self.count, batch_size, seed, plan.drop_last and seed is not None, lengths)
+        varies, training = workload.length is not None, seed is not None
+        self.order = EpochOrder(len(items), batch_size, seed, plan.drop_last and training)
         self.padding = ""  # what bucketing saves, as a sentence
-        if lengths is not None:
-            shares = (padding_share(order.tensors(), lengths, order.padded) for order in (
-                self.order, EpochOrder(self.count, batch_size, seed, plan.drop_last)))  # fmt: skip
-            self.padding = "bucket: {:.1%} of the frames are padding, {:.1%} without".format(*shares)
+        if plan.bucket and training and varies:
+            lengths = torch.tensor([workload.length(item) for item in items])
+            without = padding_share(self.order.tensors(), lengths)
+            self.order = EpochOrder(len(items), batch_size, seed, plan.drop_last, lengths)
+            share = padding_share(self.order.tensors(), lengths, self.order.padded)
+            self.padding = f"bucket: {share:.1%} of the frames are padding, {without:.1%} without"
         self.epoch, self.position = 0, 0
-        self.bad: dict[str, str] = {}
-        self._quarantine(cache.bad if cache is not None else {})
         # Whether what arrives on the device are waveforms, whose features are computed there.
         self.waveforms = plan.cache_of == "waveform" if cache is not None else plan.features_on == "device"
         self.generator = torch.Generator(device=device)
-        samples = Samples(workload, items, loading(workload, plan), self.waveforms)
-        self.loader = None if cache is not None else make_loader(samples, plan, self.order)
+        self.loader = None
+        if cache is None:
+            features = None if self.waveforms else workload.features
+            samples = Samples(items, loading(workload, plan), features, workload.target)
+            self.loader = Loader(samples, functools.partial(collate, varies=varies), plan, self.order)
         self.pass_: Iterator[Batch] | None = None
+        self.bad: dict[str, str] = {}
+        self._quarantine(cache.bad if cache is not None else {})
 
     def next(self) -> tuple[Tensor, ...]:
         """Return the next batch, each tensor `[B, ...]` on the device."""
@@ -71,26 +75,19 @@ class Batches:
 
     def _fetched(self) -> Iterator[Batch]:
         """Yield the batches of a pass as they arrive on the device; None for one of unreadable items alone."""
-        source: Iterator[Any] = self.order.tensors() if self.cache is not None else self._loaded()
-        copy: Callable[[Any], Batch] = self._gather if self.cache is not None else self._copy
+        source: Iterator[Any] = self.order.tensors() if self.cache is not None else iter(self.loader)
         if self.plan.prefetch and self.device.type == "cuda":
-            return prefetched(source, copy, self.device)
-        return map(copy, source)
+            return prefetched(source, self._arrived, self.device)
+        return map(self._arrived, source)
 
-    def _gather(self, indices: Tensor) -> Batch:
-        assert self.cache is not None
-        batch = self.cache.gather(indices, self.device)
-        return batch if len(batch[0]) else None
-
-    def _copy(self, batch: Batch) -> Batch:
+    def _arrived(self, made: Any) -> Batch:
+        """Return the batch of these indices out of the cache, or the one that the loader made, on the device."""
+        if self.cache is not None:
+            batch = self.cache.gather(made, self.device)
+            return batch if len(batch[0]) else None
+        batch, bad = made
+        self._quarantine({item.path: item.why for item in bad})
         return batch and tuple(tensor.to(self.device, non_blocking=self.plan.pin_memory) for tensor in batch)
-
-    def _loaded(self) -> Iterator[Batch]:
-        assert self.loader is not None
-        with contextlib.closing(iter(self.loader)) as loaded:
-            for batch, _, bad in loaded:
-                self._quarantine({item.path: item.why for item in bad})
-                yield batch
 
     @torch.no_grad()
     def _ready(self, batch: tuple[Tensor, ...], step: int) -> tuple[Tensor, ...]:
@@ -109,10 +106,10 @@ class Batches:
 
     def _quarantine(self, bad: dict[str, str]) -> None:
         self.bad.update(bad)
-        if len(self.bad) > BAD_SHARE * self.count:
+        if len(self.bad) > BAD_SHARE * self.order.count:
             path, why = next(iter(self.bad.items()))
             raise SpeedkitError(
-                f"{len(self.bad)} of {self.count} files cannot be read, more than {BAD_SHARE:.0%} of them; "
+                f"{len(self.bad)} of {self.order.count} files cannot be read, more than {BAD_SHARE:.0%} of them; "
                 f"the first is {path}: {why}. Mend or remove them"
             )
 
@@ -132,4 +129,3 @@ class Batches:
         self.pass_ = None
         if self.loader is not None:
             self.loader.close()
-            self.loader = None

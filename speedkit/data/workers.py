@@ -1,15 +1,17 @@
 """Batches made ahead by worker processes or threads, in order; and what happened to a worker, in a sentence."""
 
 import atexit
+import functools
+import itertools
 import multiprocessing
 import os
 import shutil
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from multiprocessing import connection
-from multiprocessing.pool import AsyncResult, ThreadPool
+from multiprocessing.pool import ThreadPool
 from typing import Any
 
 import torch
@@ -20,9 +22,10 @@ from speedkit.errors import SpeedkitError
 from speedkit.plan import Plan
 
 HUNG_S = 120.0  # a batch is waited for, and for so long no item has been begun: one hangs
+LOOKS = 24  # within that time, at what the processes are at, and whether they live
 
 # Otherwise PyTorch raises in whatever the main thread is doing when a worker dies, writing a checkpoint for instance.
-# Without, the next batch tells, at most 5 s later.
+# Without, the next batch tells.
 signal_handling._SIGCHLD_handler_set = True
 
 
@@ -36,25 +39,23 @@ class Loader:
         self.samples, self.collate, self.plan, self.order = samples, collate, plan, order
         self.workers = int(plan.workers)
         self.processes: list[Any] = []
-        self.received, self.waiting, self.hung = 0, False, False
         self.running = threading.Event()  # threads stand still while it is not set
         self.running.set()
         # A DataLoader draws its workers' seed from the global generator unless it has its own: dropout would then
         # depend on whether, and how, data is loaded.
         extra: dict[str, Any] = {"generator": torch.Generator()}
         if self.workers and plan.worker_kind == "process":
-            samples.reading = multiprocessing.RawArray("q", self.workers)
+            samples.reading = multiprocessing.RawArray("q", [-1] * self.workers)
             extra |= {"num_workers": self.workers, "prefetch_factor": plan.prefetch_factor,
                       "persistent_workers": plan.persistent_workers, "worker_init_fn": start_worker}  # fmt: skip
-        self.loader = DataLoader(samples, batch_sampler=order, collate_fn=collate, pin_memory=plan.pin_memory, **extra)
+        self.loader: Any = DataLoader(
+            samples, batch_sampler=order, collate_fn=collate, pin_memory=plan.pin_memory, **extra
+        )
 
-    def __iter__(self) -> Generator[Any, None, None]:
+    def __iter__(self) -> Iterator[Any]:
         if not self.workers:
-            yield from self.loader
-        elif self.plan.worker_kind == "thread":
-            yield from self._from_threads()
-        else:
-            yield from self._from_processes()
+            return iter(self.loader)
+        return self._from_threads() if self.plan.worker_kind == "thread" else self._from_processes()
 
     def signal(self, number: int) -> None:
         """Send a signal to every worker process; threads obey SIGSTOP and SIGCONT too, at their next item."""
@@ -68,7 +69,7 @@ class Loader:
 
     def close(self) -> None:
         """End the processes, also where a traceback keeps an iterator over them alive."""
-        del self.loader
+        self.loader = None
         self._kill()
 
     def _kill(self) -> None:
@@ -79,90 +80,71 @@ class Loader:
 
     def _from_processes(self) -> Generator[Any, None, None]:
         passing: Any = iter(self.loader)
-        over, self.processes = threading.Event(), passing._workers
-        threading.Thread(target=self._watch, args=(over,), daemon=True).start()
+        self.processes = passing._workers
         try:
-            while True:
-                self.waiting = True
-                batch = next(passing, None)
-                self.waiting = False
-                if batch is None:
-                    return
-                self.received += 1
+            passing._timeout = HUNG_S / LOOKS
+            while (batch := self._received(lambda: next(passing, None))) is not None:
                 yield batch
-        except (RuntimeError, OSError, EOFError) as error:  # what PyTorch and the queue's connection raise
-            explained = self._explained(str(error))
-            self._kill()  # the others may wait for what a dead one held
-            if not explained:
-                raise
-            raise SpeedkitError(explained) from error
         finally:
-            over.set()
-            del passing  # ends its processes, also where a traceback keeps this frame alive
+            passing._timeout = 0  # persistent ones may begin the next pass by finishing what is left of this one
 
-    def _watch(self, over: threading.Event) -> None:
-        """Kill the processes when one hangs: PyTorch then finds them dead and stops waiting."""
-        quiet_s, seen, tick_s = 0.0, None, HUNG_S / 10
-        while quiet_s < HUNG_S:
-            if over.wait(tick_s):
-                return
-            now = (self.received, self.samples.reading[:])
-            quiet_s, seen = quiet_s + tick_s if self.waiting and now == seen else 0.0, now
-        self.hung = True
+    def _from_threads(self) -> Generator[Any, None, None]:
+        ahead = self.workers * self.plan.prefetch_factor
+        self.samples.reading = [-1] * (ahead + 1)
+        with ThreadPool(self.workers, torch.set_num_threads, (1,)) as pool:  # its threads never keep Python from ending
+            begun = (pool.apply_async(self._make, (number % (ahead + 1), indices))
+                     for number, indices in enumerate(self.order))  # fmt: skip
+            pending = deque(itertools.islice(begun, ahead))
+            while pending:
+                pending.extend(itertools.islice(begun, 1))
+                yield self._received(functools.partial(pending.popleft().get, HUNG_S / LOOKS))
+
+    def _make(self, place: int, indices: list[int]) -> Any:
+        samples = []
+        for index in indices:
+            self.running.wait()
+            self.samples.reading[place] = index
+            samples.append(self.samples[index])
+        self.samples.reading[place] = -1
+        batch, bad = self.collate(samples)
+        return batch and tuple(tensor.pin_memory() if self.plan.pin_memory else tensor for tensor in batch), bad
+
+    def _received(self, take: Callable[[], Any]) -> Any:
+        """Return the batch that `take` waits for. That its time is out is no hang while items are begun."""
+        quiet, seen = 0, list[int]()
+        while quiet < LOOKS:
+            try:
+                return take()
+            except (RuntimeError, OSError, EOFError, multiprocessing.TimeoutError) as error:  # PyTorch, queue, threads
+                if not (isinstance(error, multiprocessing.TimeoutError) or str(error).startswith("DataLoader timed")):
+                    explained = self._explained(str(error))
+                    self._kill()  # the others may wait for what a dead one held
+                    if not explained:
+                        raise
+                    raise SpeedkitError(explained) from error
+            before, seen = seen, list(self.samples.reading)
+            quiet = quiet + 1 if seen == before else 0
         self._kill()
+        at = self._name(max(seen))
+        raise SpeedkitError(f"no batch for {HUNG_S:g} s: a worker hangs at {at}; leave it out, or look with workers=0")
 
     def _explained(self, error: str) -> str:
         """Return what happened to a worker process and what to do, "" when `error` is about something else."""
         connection.wait([process.sentinel for process in self.processes], 1)  # one may be about to die
-        at = {process.pid: index for process, index in zip(self.processes, self.samples.reading[:], strict=True)}
-        dead = next((process for process in self.processes if process.exitcode), None)
-        if self.hung:
-            return self._hangs(max(at.values()))
-        if "shared memory" in error or (dead and dead.exitcode == -signal.SIGBUS):
+        at = zip([process.exitcode for process in self.processes], self.samples.reading[:], strict=True)
+        code, index = next(((code, index) for code, index in at if code), (None, -1))
+        if "shared memory" in error or code == -signal.SIGBUS:
             return (f"/dev/shm ({shutil.disk_usage('/dev/shm').total / 1e6:.0f} MB) is full: workers * prefetch_factor "
                     f"= {self.workers * self.plan.prefetch_factor} batches must fit; lower one of them, use "
                     "worker_kind=thread, or give a container more (--shm-size)")  # fmt: skip
-        if dead is None:
-            return ""
         cure = "workers=0 shows what it died of"
-        if dead.exitcode == -signal.SIGKILL:
+        if code == -signal.SIGKILL:
             cure = "the system kills so when memory runs out: take fewer workers, a lower prefetch_factor, or workers=0"
-        return f"a loader process died (exit code {dead.exitcode}) at {self._name(at[dead.pid])}; {cure}"
-
-    def _hangs(self, index: int) -> str:
-        return f"no batch for {HUNG_S:g} s: a worker hangs at {self._name(index)}; leave it out, or look with workers=0"
+        return f"a loader process died (exit code {code}) at {self._name(index)}; {cure}" if code else ""
 
     def _name(self, index: int) -> str:
         item = self.samples.items[index]
         return str(getattr(item, "path", item)) if index >= 0 else "no item yet"
-
-    def _from_threads(self) -> Generator[Any, None, None]:
-        pending: deque[tuple[AsyncResult, list[int]]] = deque()
-        with ThreadPool(self.workers, torch.set_num_threads, (1,)) as pool:  # its threads never keep Python from ending
-            for indices in self.order:
-                at = [-1]
-                pending.append((pool.apply_async(self._make, (indices, at)), at))
-                if len(pending) > self.workers * self.plan.prefetch_factor:
-                    yield self._finished(*pending.popleft())
-            while pending:
-                yield self._finished(*pending.popleft())
-
-    def _make(self, indices: list[int], at: list[int]) -> Any:
-        samples = []
-        for at[0] in indices:
-            self.running.wait()
-            samples.append(self.samples[at[0]])
-        batch, *rest = self.collate(samples)
-        return batch and tuple(tensor.pin_memory() if self.plan.pin_memory else tensor for tensor in batch), *rest
-
-    def _finished(self, result: AsyncResult, at: list[int]) -> Any:
-        before = None
-        while not result.ready():
-            if at[0] == before:
-                raise SpeedkitError(self._hangs(at[0]))
-            before = at[0]
-            result.wait(HUNG_S)
-        return result.get()
 
 
 def start_worker(_: int) -> None:

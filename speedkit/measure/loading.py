@@ -64,7 +64,7 @@ def _ways(workload: Any, batch_size: int, hardware: Hardware) -> dict[str, Calla
             break
     if not loaded:
         raise SpeedkitError(f"workload {workload.name} has no readable item to examine")
-    samples = [(workload.features(waveform), workload.target(item), 0) for item, waveform in loaded.items()]
+    samples = [(workload.features(waveform), workload.target(item)) for item, waveform in loaded.items()]
     batch: Any = collate(samples, workload.length is not None)[0]
     files = [path for item in loaded if (path := Path(getattr(item, "path", ""))).is_file()]
     ways: dict[str, Callable[[], Any]] = {
