@@ -25,8 +25,8 @@ CAPABILITIES = ("bf16", "fp16", "tf32", "fp8", "flash_attention", "triton", "cud
 # Least compute capability, and the first generation that has it: what PyTorch's and Triton's kernels ask for, see
 # https://docs.nvidia.com/cuda/cuda-c-programming-guide (Compute Capabilities).
 ON_NVIDIA = {
-    "bf16": (8, 0, "Ampere"), "fp16": (7, 0, "Volta"), "tf32": (8, 0, "Ampere"), "flash_attention": (8, 0, "Ampere"),
-    "fp8": (8, 9, "Ada with FP8 tensor cores"), "triton": (7, 0, "Volta"), "compile": (7, 0, "Volta"),
+    "bf16": ((8, 0), "Ampere"), "fp16": ((7, 0), "Volta"), "tf32": ((8, 0), "Ampere"), "triton": ((7, 0), "Volta"),
+    "flash_attention": ((8, 0), "Ampere"), "fp8": ((8, 9), "Ada with FP8 tensor cores"), "compile": ((7, 0), "Volta"),
 }  # fmt: skip
 # The instruction sets without which a CPU emulates a number format, as torch.cpu.get_capabilities names them.
 ON_CPU = {"bf16": ("avx512_bf16", "amx_bf16", "bf16"), "fp16": ("avx512_fp16", "amx_fp16", "fp16_arith")}
@@ -101,36 +101,32 @@ class Hardware:
 
 def _lacks(hardware: Hardware, capability: str) -> str:
     """Return what `capability` needs and what the device is instead, or "" where it has it."""
-    kind, device = hardware.device.type, hardware.name
-    if capability in DECODERS:
-        needs = f"{capability} needs {DECODERS[capability]}, which cannot be loaded: install the extra `decode`"
-        return "" if capability in hardware.decoders else needs + " and ffmpeg" * (capability == "torchcodec")
-    if capability in ("pin_memory", "cuda_graphs"):
-        return "" if kind == "cuda" else f"{capability} needs a CUDA GPU; the device is {device}"
-    if kind == "cpu" and (wanted := ON_CPU.get(capability)):
-        needs = f"{capability} is fast only on a CPU with one of {', '.join(wanted)}"
-        return "" if set(wanted) & set(hardware.cpu_flags) else f"{needs}; this one has none and emulates it"
-    if kind != "cpu" or capability not in ("compile", "flash_attention"):
-        major, minor, generation = ON_NVIDIA[capability]
-        has = hardware.compute_capability
-        if has is None or has < (major, minor):
-            needs = f"{capability} needs an NVIDIA GPU of compute capability {major}.{minor}, {generation}, or newer"
-            told = f"has {has[0]}.{has[1]}" if has else "is none, or does not tell"
-            return f"{needs}; {device} {told}" + " and only emulates it" * bool(has and capability == "bf16")
-    if capability == "flash_attention" and not hardware.flash_attention:
-        return f"flash_attention for {device} is not in this build of PyTorch"
-    return _lacks_tool(hardware, capability) if capability in ("compile", "triton") else ""
-
-
-def _lacks_tool(hardware: Hardware, capability: str) -> str:
-    on_cpu = hardware.device.type == "cpu"
-    language, package, variable = ("C++", "g++", "CXX") if on_cpu else ("C", "gcc", "CC")
-    if not on_cpu and not hardware.triton:
-        return f"{capability} needs the package triton, which cannot be imported: install it"
-    if not hardware.compiler:
-        return f"{capability} needs a {language} compiler; there is none: install {package}, or set {variable} to yours"
-    needs = f"{capability} needs Python's headers (Python.h), which are not there: install python3-dev (python3-devel)"
-    return "" if hardware.python_headers else needs
+    kind, has = hardware.device.type, hardware.compute_capability
+    tools, flags = capability in ("compile", "triton"), ON_CPU.get(capability, ()) if kind == "cpu" else ()
+    least, generation = ON_NVIDIA.get(capability, ((0, 0), ""))
+    if flags or (kind == "cpu" and capability in ("compile", "flash_attention")):
+        least = (0, 0)
+    told = f"has {has[0]}.{has[1]}" if has else "is none, or does not tell"
+    emulates = " and only emulates it" if has and capability == "bf16" else ""
+    language, compiler, variable = ("C++", "g++", "CXX") if kind == "cpu" else ("C", "gcc", "CC")
+    reasons = [
+        (capability in DECODERS and capability not in hardware.decoders,
+         f"{DECODERS.get(capability)}, which cannot be loaded: install the extra `decode`, and FFmpeg for torchcodec"),
+        (capability in ("pin_memory", "cuda_graphs") and kind != "cuda", f"a CUDA GPU; the device is {hardware.name}"),
+        (flags and not set(flags) & set(hardware.cpu_flags),
+         f"a CPU with one of {', '.join(flags)} to be fast; this one has none and emulates it"),
+        ((has or (0, 0)) < least,
+         f"an NVIDIA GPU of compute capability {least[0]}.{least[1]}, {generation}, or newer; {hardware.name} {told}"
+         f"{emulates}"),
+        (capability == "flash_attention" and not hardware.flash_attention,
+         f"its kernels for {hardware.name}, which are not in this build of PyTorch"),
+        (tools and kind != "cpu" and not hardware.triton, "the package triton, which cannot be imported: install it"),
+        (tools and not hardware.compiler,
+         f"a {language} compiler; there is none: install {compiler}, or set {variable} to yours"),
+        (tools and not hardware.python_headers,
+         "Python's headers (Python.h), which are not there: install python3-dev (python3-devel)"),
+    ]  # fmt: skip
+    return next((f"{capability} needs {needs}" for lacking, needs in reasons if lacking), "")
 
 
 def this_machine(device: str | torch.device = "auto") -> Hardware:
