@@ -12,8 +12,7 @@ from speedkit.plan import Plan
 def apply(model: nn.Module, plan: Plan) -> Callable[..., Tensor]:
     """Return what the training step calls in place of `model`: itself, or its compiled form.
 
-    Shapes are compiled as fixed: the loop sends a batch of another size (an epoch's last) through the plain model,
-    which costs less than compiling for it.
+    Shapes are compiled as fixed: the loop sends a smaller batch through the plain model.
     """
     if plan.compile == "off":
         return model

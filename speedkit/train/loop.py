@@ -19,8 +19,7 @@ from speedkit.errors import Interrupted, SpeedkitError
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train import checkpoint
-from speedkit.train.history import History
-from speedkit.train.run import Run, begin, close, finish
+from speedkit.train.run import History, Run, begin, close, finish
 
 __all__ = ["Run", "begin", "close", "finish", "fit", "steps"]
 
@@ -54,6 +53,7 @@ def steps(run: Run) -> Generator[int, None, None]:
     parameters = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
     micro_batch = min(int(plan.micro_batch or recipe.batch_size), recipe.batch_size)
     whole = micro_batch == recipe.batch_size  # no accumulation
+    count_of = workload.count or (lambda part: len(part[0]))
     generator = torch.Generator(device=device)
     loss_of = workload.loss if run.autocast is None else run.autocast(workload.loss)
     run.model.train()
@@ -68,29 +68,20 @@ def steps(run: Run) -> Generator[int, None, None]:
             batch = workload.augment(batch, generator)
         if recipe.mixup:
             batch = mixup(batch, recipe.mixup, generator)
-        run.learning_rate.set(run.step)
+        run.set_learning_rate(run.step)
         # Here and not after the step, the memory just freed is still in the CPU's cache when the forward pass takes it.
         run.optimizer.zero_grad(set_to_none=True)
 
-        if whole:
-            # Only full batches go through compiled code: an epoch's last, smaller one would be compiled for anew.
-            forward = run.forward if len(batch[0]) == micro_batch else run.model
-            loss, outputs = loss_of(forward, batch, recipe)
+        # Each part weighs as many valid items as it holds, so the sum is the exact mean over the whole batch.
+        parts = [batch] if whole else list(zip(*(tensor.split(micro_batch) for tensor in batch), strict=True))
+        counts = [1] if whole else [count_of(part) for part in parts]
+        losses, valid = [], sum(counts)
+        for part, count in zip(parts, counts, strict=True):
+            # Only full parts go through compiled code: an epoch's last, smaller one would be compiled for anew.
+            loss, outputs = loss_of(run.forward if len(part[0]) == micro_batch else run.model, part, recipe)
+            loss = loss if whole else loss * (count / valid)
             (loss if run.scale is None else loss * run.scale.scale).backward()
-            loss = loss.detach()
-        else:
-            # Each part weighs as many valid items as it holds, so the sum is the exact mean over the whole batch.
-            parts = list(zip(*(tensor.split(micro_batch) for tensor in batch), strict=True))
-            counts = [len(part[0]) if workload.count is None else workload.count(part) for part in parts]
-            valid = sum(counts)
-            loss = torch.zeros((), device=device)
-            for part, count in zip(parts, counts, strict=True):
-                forward = run.forward if len(part[0]) == micro_batch else run.model
-                part_loss, outputs = loss_of(forward, part, recipe)
-                part_loss = part_loss * (count / valid)
-                (part_loss if run.scale is None else part_loss * run.scale.scale).backward()
-                loss += part_loss.detach()
-            batch = parts[-1]  # what `outputs` belongs to
+            losses.append(loss.detach())
 
         if run.scale is not None:
             run.scale.unscale([parameter.grad for parameter in parameters if parameter.grad is not None])
@@ -100,18 +91,18 @@ def steps(run: Run) -> Generator[int, None, None]:
         if run.scale is not None:
             run.scale.update()
 
-        run.pending.append(loss)
-        run.last_loss = loss
+        run.last_loss = sum(losses[1:], losses[0])
+        run.pending.append(run.last_loss)
         run.step += 1
         at_end = run.step == run.total_steps
         if at_end or run.step % plan.log_every == 0:
-            losses = _read_losses(run)  # the host waits for the device here
+            latest = _read_losses(run)  # the host waits for the device here
             run.pending.clear()
-            history.loss.append(sum(losses) / len(losses))
+            history.loss.append(sum(latest) / len(latest))
             history.log_steps.append(run.step)
             history.log_step_s.append((time.perf_counter() - logged_s) / (run.step - logged_step))
             if run.progress.show:
-                score = float(workload.score(outputs.detach(), batch).float().mean())
+                score = float(workload.score(outputs.detach(), part).float().mean())
                 run.progress.update(run.step, history.log_step_s[-1], history.loss[-1], score, workload.metric)
             logged_s, logged_step = time.perf_counter(), run.step
         due = at_end or (run.evaluate_every and run.step % run.evaluate_every == 0)
@@ -164,23 +155,19 @@ def _read_losses(run: Run) -> list[float]:
 
 @contextlib.contextmanager
 def _signals_to(run: Run) -> Iterator[None]:
-    """Turn Ctrl-C and SIGTERM into a request to stop after the step in progress; a second one stops at once."""
+    """Turn Ctrl-C and SIGTERM into a request to stop after the step in progress."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def request(number: int, _frame: Any) -> None:
+        if run.stop:  # the second one stops at once
+            raise KeyboardInterrupt
         run.stop = number
-        restore()
 
-    def restore() -> None:
-        for name, handler in before.items():
-            signal.signal(name, handler)
-
-    before = {name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)}
-    for name in before:
-        signal.signal(name, request)
+    before = {name: signal.signal(name, request) for name in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        restore()
+        for name, handler in before.items():
+            signal.signal(name, handler)

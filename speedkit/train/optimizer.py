@@ -1,6 +1,6 @@
 """Optimizers whose learning rate moves without making the host wait."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -25,24 +25,20 @@ def build(parameters: Iterable[nn.Parameter], recipe: Recipe, fused: bool) -> to
     return optimizer
 
 
-class LearningRate:
-    """Sets an optimizer's learning rate from a table, one entry per optimizer step that really happened."""
+def schedule(
+    optimizer: torch.optim.Optimizer, table: list[float], steps_done: Tensor | None
+) -> Callable[[int], Any]:
+    """Return what sets the learning rate of the step after `step` steps, from a `table` of one entry per real step.
 
-    def __init__(self, optimizer: torch.optim.Optimizer, table: list[float], steps_done: Tensor | None):
-        """`steps_done`: the count of real steps on the device, where (fused) steps can be skipped; None elsewhere."""
-        self.optimizer, self.table, self.steps_done = optimizer, table, steps_done
-        self.constant = len(set(table)) == 1
-        self.rate = optimizer.param_groups[0]["lr"]  # the tensor to write into, where the optimizer is fused
-        self.on_device = None if steps_done is None else torch.tensor(table, device=steps_done.device)
-
-    def set(self, step: int) -> None:
-        """Set the rate of the step after `step` steps; skipped ones are left out where the device counts them."""
-        if self.constant:
-            return
-        last = len(self.table) - 1  # a run that never ends outlasts its table, and stays at the last rate
-        if self.on_device is not None and self.steps_done is not None:
-            torch.take(self.on_device, self.steps_done.clamp(max=last), out=self.rate)
-        elif isinstance(self.rate, Tensor):
-            self.rate.fill_(self.table[min(step, last)])
-        else:
-            self.optimizer.param_groups[0]["lr"] = self.table[min(step, last)]
+    `steps_done` counts those on the device, where (fused) steps can be skipped; it is None elsewhere. A run that never
+    ends outlasts its table, and stays at the last rate.
+    """
+    rate, last = optimizer.param_groups[0]["lr"], len(table) - 1
+    if len(set(table)) == 1:
+        return lambda step: None
+    if steps_done is not None:
+        on_device = torch.tensor(table, device=steps_done.device)
+        return lambda step: torch.take(on_device, steps_done.clamp(max=last), out=rate)
+    if isinstance(rate, Tensor):
+        return lambda step: rate.fill_(table[min(step, last)])
+    return lambda step: optimizer.param_groups[0].update(lr=table[min(step, last)])

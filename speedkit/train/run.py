@@ -1,9 +1,10 @@
-"""One training run: what is set up before its first step, and what is put away after its last."""
+"""One training run: its state, what is set up before its first step, and what it leaves behind."""
 
 import contextlib
 import dataclasses
 import os
 import resource
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -26,12 +27,49 @@ from speedkit.plan import Effective, Fallback, Plan, resolve
 from speedkit.recipe import Recipe, learning_rates, steps_per_epoch
 from speedkit.settings import to_yaml
 from speedkit.train import checkpoint, compilation, memory, optimizer, precision
-from speedkit.train.history import History
-from speedkit.train.optimizer import LearningRate
-from speedkit.train.progress import Progress
-from speedkit.train.progress import wanted as showing
+from speedkit.train.progress import Progress, wanted
 
-OPTIONAL = ("label_smoothing", "focal_gamma", "mixup")  # recipe fields that a workload's loss applies, or does not
+
+@dataclasses.dataclass
+class History:
+    """The course of one run. Written as `history.json`; times in seconds, memory in bytes."""
+
+    workload: str
+    recipe: Recipe
+    effective: Effective
+    device: str
+    loss: list[float] = dataclasses.field(default_factory=list)  # mean since the log point before, one per log point
+    log_steps: list[int] = dataclasses.field(default_factory=list)
+    log_step_s: list[float] = dataclasses.field(default_factory=list)  # seconds per step, one per log point
+    evaluations: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # {step, seconds, metric, value, n}
+    steps: int = 0  # optimizer steps that changed the weights
+    seconds: float = 0.0  # of training, evaluation included, preparation not
+    prepare_s: float = 0.0  # data, cache building, model; before the first step
+    peak_memory_bytes: int | None = None
+    quarantined: dict[str, str] = dataclasses.field(default_factory=dict)  # path -> why
+    resumed_from: int | None = None
+    model: torch.nn.Module | None = None
+
+    @property
+    def evaluation(self) -> dict[str, Any] | None:
+        """The last evaluation: `{metric, value, n}`."""
+        return {key: self.evaluations[-1][key] for key in ("metric", "value", "n")} if self.evaluations else None
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds per step: the median over log points, so that compilation and evaluation do not count."""
+        return statistics.median(self.log_step_s) if self.log_step_s else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what `history.json` holds."""
+        effective = dataclasses.asdict(self.effective)
+        own = {key: value for key, value in vars(self).items() if key not in ("effective", "log_step_s", "model")}
+        return own | {
+            "recipe": dataclasses.asdict(self.recipe), "plan_asked": effective["asked"],
+            "plan_effective": effective["plan"], "fallbacks": effective["fallbacks"],
+            "evaluation": self.evaluation, "step_s": self.step_s,
+            "samples_per_s": self.recipe.batch_size / self.step_s if self.step_s else None,
+        }  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -41,11 +79,12 @@ class Run:
     workload: Any
     recipe: Recipe
     effective: Effective
+    plan: Plan  # the effective one
     device: torch.device
     model: torch.nn.Module
     forward: Callable[..., Tensor]  # the model as the plan has it: itself, or compiled
     optimizer: torch.optim.Optimizer
-    learning_rate: LearningRate
+    set_learning_rate: Callable[[int], Any]  # for the step after so many
     scale: precision.LossScale | None
     autocast: torch.autocast | None
     batches: Batches
@@ -60,35 +99,25 @@ class Run:
     last_loss: Any = None  # of the latest step, still on the device
     stop: int = 0  # the signal that asks the run to stop
 
-    @property
-    def plan(self) -> Plan:
-        """The plan in force."""
-        return self.effective.plan
-
 
 def begin(
-    workload: Any,
-    recipe: Recipe | None = None,
-    plan: Plan | None = None,
-    *,
-    device: str | torch.device = "auto",
-    out: str | Path | None = None,
-    resume: bool = False,
-    cache_dir: str | Path | None = None,
-    deterministic: bool = False,
-    strict: bool = False,
-    progress: bool | str = "auto",
-    endless: bool = False,
-) -> Run:
+    workload: Any, recipe: Recipe | None = None, plan: Plan | None = None, *, device: str | torch.device = "auto",
+    out: str | Path | None = None, resume: bool = False, cache_dir: str | Path | None = None,
+    deterministic: bool = False, strict: bool = False, progress: bool | str = "auto", endless: bool = False,
+) -> Run:  # fmt: skip
     """Return a run of `workload` that is ready for its first step: data found, cache built, model made, plan applied.
 
     `recipe` and `plan` default to the workload's recipe and `Plan()`. `out` gets checkpoint, plan and history;
     `resume` goes on from the checkpoint there. `strict` makes a field of the plan that cannot be honoured an error.
-    `deterministic` asks CUDA for reproducible kernels; a CPU needs no asking. `endless` ignores the recipe's length and
-    never evaluates: for measuring.
+    `deterministic` asks CUDA for reproducible kernels (https://docs.pytorch.org/docs/stable/notes/randomness.html); a
+    CPU needs no asking. `endless` ignores the recipe's length and never evaluates: for measuring. Raises PlanError for
+    a field of the recipe that the workload's loss would silently ignore.
     """
     began_s = time.perf_counter()
-    recipe = check_recipe(workload, recipe or workload.recipe)
+    recipe = recipe or workload.recipe
+    for name in ("label_smoothing", "focal_gamma", "mixup"):
+        if (value := getattr(recipe, name)) and name not in workload.honours:
+            raise PlanError(f"{name}={value} is not applied by workload {workload.name}: leave it at 0")
     hardware = this_machine(device)
     device = hardware.device
     effective = resolve(plan or Plan(), hardware, strict, workload)
@@ -99,15 +128,16 @@ def begin(
     precision.apply(plan)
     memory.keep_freed_memory()
     if deterministic:
-        make_deterministic()
-    options: Any = {"device": device, "cache_dir": cache_dir, "progress": showing(progress) and not endless}
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    options: Any = {"device": device, "cache_dir": cache_dir, "progress": wanted(progress) and not endless}
     test_plan = dataclasses.replace(plan, cache="off", shards=False) if endless else plan  # its test set is never seen
     model, update, scale = make_learner(workload, recipe, plan, device)
     total = recipe.total_steps(len(workload.train), plan.drop_last)
     per_epoch = steps_per_epoch(len(workload.train), recipe.batch_size, plan.drop_last)
     run = Run(
-        workload, recipe, effective, device, model, compilation.apply(model, plan), update,
-        LearningRate(update, learning_rates(recipe, total), scale.steps if scale else None), scale,
+        workload, recipe, effective, plan, device, model, compilation.apply(model, plan), update,
+        optimizer.schedule(update, learning_rates(recipe, total), scale.steps if scale else None), scale,
         precision.autocast(plan, device),
         open_batches(workload, workload.train, plan, recipe.batch_size, recipe.seed, **options),
         open_batches(workload, workload.test, test_plan, recipe.batch_size, None, **options),
@@ -129,15 +159,13 @@ def begin(
 
 
 def open_batches(
-    workload: Any, items: Any, plan: Plan, batch_size: int, seed: int | None, device: torch.device, cache_dir: Any,
-    progress: bool,
-) -> Batches:  # fmt: skip
+    workload: Any, items: Any, plan: Plan, batch_size: int, seed: int | None, **options: Any
+) -> Batches:
     """Return the stream of `items`, out of shards and a cache where the plan says so; what is missing is made."""
     if plan.shards:
-        items = pack(workload, items, Path(cache_dir or cache_root()) / "shards")
-    options: Any = {"device": device, "cache_dir": cache_dir, "progress": progress}
+        items = pack(workload, items, Path(options["cache_dir"] or cache_root()) / "shards")
     cache = open_cache(workload, items, plan, **options) if plan.cache != "off" else None
-    return Batches(workload, items, plan, batch_size, seed, device, cache)
+    return Batches(workload, items, plan, batch_size, seed, options["device"], cache)
 
 
 def measure_workers(workload: Any, recipe: Recipe, effective: Effective, device: torch.device) -> Effective:
@@ -157,9 +185,8 @@ def measure_workers(workload: Any, recipe: Recipe, effective: Effective, device:
 
     precision.apply(plan)
     plan, why = choose_workers(workload, workload.train, plan, recipe.batch_size, device, compute)
-    return dataclasses.replace(
-        effective, plan=plan, fallbacks=(*effective.fallbacks, Fallback("workers", "auto", plan.workers, why))
-    )
+    fallbacks = (*effective.fallbacks, Fallback("workers", "auto", plan.workers, why))
+    return dataclasses.replace(effective, plan=plan, fallbacks=fallbacks)
 
 
 def make_learner(
@@ -172,24 +199,11 @@ def make_learner(
     memory_format = torch.channels_last if plan.channels_last else torch.contiguous_format
     model = workload.model().to(device=device, memory_format=memory_format)
     update = optimizer.build(model.parameters(), recipe, plan.fused_optimizer)
-    scale = precision.LossScale(device) if plan.precision == "fp16" else None
-    if scale is not None:
-        update.found_inf = scale.found_inf  # type: ignore[attr-defined]  # read by fused optimizers
+    if plan.precision != "fp16":
+        return model, update, None
+    scale = precision.LossScale(device)
+    update.found_inf = scale.found_inf  # type: ignore[attr-defined]  # read by fused optimizers
     return model, update, scale
-
-
-def make_deterministic() -> None:
-    """Ask CUDA for reproducible kernels (https://docs.pytorch.org/docs/stable/notes/randomness.html)."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-
-
-def check_recipe(workload: Any, recipe: Recipe) -> Recipe:
-    """Return `recipe`; raises PlanError for a field that the workload's loss would silently ignore."""
-    for name in OPTIONAL:
-        if getattr(recipe, name) and name not in workload.honours:
-            raise PlanError(f"{name}={getattr(recipe, name)} is not applied by workload {workload.name}: leave it at 0")
-    return recipe
 
 
 def finish(run: Run) -> History:
@@ -197,7 +211,7 @@ def finish(run: Run) -> History:
     history = run.history
     history.steps = int(run.scale.steps) if run.scale else run.step
     history.model = run.model
-    history.quarantined = {**dict(run.workload.quarantined), **run.batches.bad, **run.test_batches.bad}
+    history.quarantined = dict(run.workload.quarantined) | run.batches.bad | run.test_batches.bad
     if run.device.type == "cuda":
         history.peak_memory_bytes = torch.cuda.max_memory_allocated(run.device)
     else:
