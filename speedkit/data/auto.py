@@ -12,12 +12,12 @@ from typing import Any
 import psutil
 import torch
 
-from speedkit.clock import Stopwatch
+from speedkit.clock import run_until_steady
 from speedkit.data.loader import Batches
 from speedkit.plan import Plan
 from speedkit.system import usable_cores, usable_ram_bytes
 
-BUDGET_S, WINDOW_S = 5.0, 0.25  # for all of it; for the steps that are timed under each setting, and for those before
+BUDGET_S, SETTING_S = 5.0, 0.5  # for all of it; for the steps under one setting, where they do not settle sooner
 GAIN = 1.05  # workers cost memory and time to start: more are taken only where steps get so much shorter
 SHARE = 0.5  # of the free shared memory, and of the RAM, that processes may take
 
@@ -30,20 +30,17 @@ def choose_workers(
     None come first, and stay where a batch costs next to nothing; then threads and processes, ever more of them up to
     the cores, while more gain, memory has room and the budget lasts. The two best are measured once more.
     """
-    began_s, cores, found = time.perf_counter(), min(16, usable_cores()), dict[Plan, float]()
-    room = math.inf
+    cores, until_s = min(16, usable_cores()), time.perf_counter() + BUDGET_S
+    found, room = dict[Plan, float](), math.inf
 
     def measure(setting: Plan) -> Any:
         nonlocal room
         with closing(Batches(workload, items, setting, batch_size, 0, device)) as batches:
-            ahead = 1 + int(setting.workers) * setting.prefetch_factor  # made while the workers started
-            step_s = _step_s(lambda: compute(batches.next()), device, ahead)
-            found[setting] = min(step_s, found.get(setting, math.inf))
+            found[setting] = min(_step_s(lambda: compute(batches.next()), device), found.get(setting, math.inf))
             batch = batches.next()
             if batches.pids:
-                batch_bytes = sum(tensor.nbytes for tensor in batch)
                 own_bytes = psutil.Process(batches.pids[0]).memory_full_info().uss  # shared with no other process
-                room = most_processes(batch_bytes * plan.prefetch_factor, own_bytes)
+                room = most_processes(sum(tensor.nbytes for tensor in batch) * plan.prefetch_factor, own_bytes)
             return batch
 
     none = dataclasses.replace(plan, workers=0, persistent_workers=False)
@@ -54,7 +51,7 @@ def choose_workers(
     for kind in ("thread", "process"):
         before_s = math.inf
         for count in sorted({1, cores // 4, cores // 2, cores} - {0}):
-            if time.perf_counter() - began_s > BUDGET_S or (kind == "process" and count > room):
+            if time.perf_counter() > until_s or (kind == "process" and count > room):
                 break
             setting = dataclasses.replace(plan, workers=count, worker_kind=kind, persistent_workers=True)
             measure(setting)
@@ -76,17 +73,8 @@ def most_processes(shared_bytes: int, own_bytes: int) -> float:
     return SHARE * min(shm_bytes / max(1, shared_bytes), usable_ram_bytes() / max(1, own_bytes)) // 1
 
 
-def _step_s(step: Callable[[], Any], device: torch.device, ahead: int = 1) -> float:
-    """Return the seconds of a step, timed after `ahead` others."""
-    stopwatch, seconds = Stopwatch(device), list[float]()
-    for most in (ahead, math.inf):
-        stopwatch.start()
-        count, until_s = 0, time.perf_counter() + WINDOW_S
-        while count == 0 or (count < most and time.perf_counter() < until_s):
-            step()
-            count += 1
-        seconds.append(stopwatch.stop() / count)
-    return seconds[-1]
+def _step_s(step: Callable[[], Any], device: torch.device) -> float:
+    return run_until_steady(step, device, max_s=SETTING_S).step_s  # settled: batches made ahead at the start are gone
 
 
 def _name(plan: Plan) -> str:

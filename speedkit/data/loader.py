@@ -47,11 +47,9 @@ class Batches:
         # Whether what arrives on the device are waveforms, whose features are computed there.
         self.waveforms = plan.cache_of == "waveform" if cache is not None else plan.features_on == "device"
         self.generator = torch.Generator(device=device)
-        self.loader = None
-        if cache is None:
-            features = None if self.waveforms else workload.features
-            samples = Samples(items, loading(workload, plan), features, workload.target)
-            self.loader = Loader(samples, functools.partial(collate, varies=varies), plan, self.order)
+        features = None if self.waveforms else workload.features
+        samples = Samples(items, loading(workload, plan), features, workload.target)
+        self.loader = Loader(samples, functools.partial(collate, varies=varies), plan, self.order)
         self.pass_: Iterator[Batch] | None = None
         self.bad: dict[str, str] = {}
         self._quarantine(cache.bad if cache is not None else {})
@@ -116,16 +114,14 @@ class Batches:
     @property
     def pids(self) -> list[int]:
         """The loader's processes."""
-        return [process.pid for process in self.loader.processes] if self.loader is not None else []
+        return [process.pid for process in self.loader.processes]
 
     def signal_workers(self, number: int) -> None:
         """Send a signal to every worker: SIGSTOP keeps them from working while another plan is timed."""
-        if self.loader is not None:
-            self.loader.signal(number)
+        self.loader.signal(number)
 
     def close(self) -> None:
         """End the loader's processes."""
         self.signal_workers(signal.SIGCONT)
         self.pass_ = None
-        if self.loader is not None:
-            self.loader.close()
+        self.loader.close()

@@ -61,7 +61,7 @@ def collate(samples: list[Any], varies: bool = False) -> tuple[tuple[Tensor, ...
     bad = [sample for sample in samples if isinstance(sample, BadItem)]
     if not good:
         return None, bad
-    rows, targets = zip(*good, strict=True)
+    rows, targets = map(list, zip(*good, strict=True))
     rest = [torch.tensor(targets)]
     if varies:
         lengths = torch.tensor([row.shape[-1] for row in rows])
@@ -98,7 +98,8 @@ class EpochOrder:
     start: int = 0
 
     def __post_init__(self):
-        self.padded = None if self.lengths is None else padded_lengths(self.lengths)  # the only lengths batches have
+        # The only lengths that batches have.
+        self.padded: Any = None if self.lengths is None else padded_lengths(self.lengths)
 
     def __len__(self) -> int:
         return steps_per_epoch(self.count, self.batch_size, self.drop_last)
