@@ -12,12 +12,11 @@ from typing import Any
 from speedkit.ceilings import ceilings
 from speedkit.clock import timed
 from speedkit.errors import SpeedkitError, UsageError
-from speedkit.files import claim_folder, finite, write_json, write_text
+from speedkit.files import claim_folder, write_json, write_text
 from speedkit.hardware import this_machine
 from speedkit.ladder import LADDER, Change, Profile, Rung
 from speedkit.measure.compare import Comparison
-from speedkit.measure.parity import parity
-from speedkit.measure.quality import quality_of, time_to_quality
+from speedkit.measure.parity import parity, quality_of, time_to_quality
 from speedkit.measure.record import NotebookRun
 from speedkit.measure.stages import Stages, read_state
 from speedkit.plan import Plan, resolve
@@ -32,8 +31,8 @@ MODULES = tuple(f"speedkit.{name}" for name in ("climb", "ladder", "measure.comp
 FINAL_PAIRS = 20
 LEAST_WINDOW = 0.4  # of the window asked for: the shortest that a rung is tried with when time runs short
 Row = dict[str, Any]
-UNMEASURED = dict.fromkeys(
-    ("ratio", "low", "high", "noise_floor", "parity", "step_s_before", "step_s_after", "data_s"))  # fmt: skip
+# What a row of `rungs` holds once it has been measured; None before.
+MEASURED = ("ratio", "low", "high", "noise_floor", "parity", "step_s_before", "step_s_after", "data_s")
 
 
 def climb(
@@ -50,21 +49,21 @@ def climb(
     or as many from 3 on as the budget allows) to show that the result is as good. `rungs` names those to try, all by
     default. `out` gets record.json and plan.yaml, and climb.json, from which `resume` goes on.
     """
-    hardware = this_machine(device)
-    say = (lambda text: print(text, flush=True)) if wanted(progress) else lambda text: None
-    chosen = _choose(rungs)
+    known = {rung.name: rung for rung in LADDER}
+    for name in rungs or ():
+        if name not in known:
+            raise UsageError(f"there is no rung {name!r}{nearest(name, known)}: take {', '.join(known)}")
+    chosen = [rung for rung in LADDER if rungs is None or rung.name in rungs]
+    hardware, recipe = this_machine(device), recipe or workload.recipe
     folder = claim_folder(out, "climb", resume) if out is not None else None
-    recipe = recipe or workload.recipe
-    state = read_state(folder, workload, recipe)
-    options = {"device": device, "cache_dir": cache_dir}
-    job = Stages(workload, recipe, hardware, options, pairs, window_s, seeds or 5, budget_s, folder, say, state)
+    say = functools.partial(print, flush=True) if wanted(progress) else lambda text: None
+    job = Stages(workload, recipe, hardware, {"device": device, "cache_dir": cache_dir}, pairs, window_s, seeds or 5,
+                 budget_s, folder, say, read_state(folder, workload, recipe))  # fmt: skip
     run = NotebookRun("90_climb", MODULES, {"workload": workload.name, "budget_s": budget_s, "seeds": job.seeds})
 
     say(f"climbing {workload.name}: {len(workload.train)} items to train on, {len(workload.test)} to test, "
         f"batch {recipe.batch_size}, on {hardware.name}; budget {budget_s:.0f} s")  # fmt: skip
     control = job.once("control", lambda: _control(job))
-    say(f"naive baseline: {control['step_s'] * 1e3:.1f} ms per step, {control['data_s'] * 1e3:.1f} of them for the "
-        f"batch; A/A noise floor {control['noise_floor']:.3f}")  # fmt: skip
     best, rows = _rungs(job, chosen, control)
     final = job.once("final", lambda: _final(job, best))
     if final["adopted"]:
@@ -74,35 +73,25 @@ def climb(
     if folder is not None:
         write_text(folder / "plan.yaml", to_yaml(best))
         write_json(folder / "record.json", record)
-    _summary(job, record)
+    say(_summary(record))
     return record
-
-
-def _choose(names: Sequence[str] | None) -> list[Rung]:
-    known = {rung.name: rung for rung in LADDER}
-    for name in names or ():
-        if name not in known:
-            raise UsageError(f"there is no rung {name!r}{nearest(name, known)}: take {', '.join(known)}")
-    return [rung for rung in LADDER if names is None or rung.name in names]
 
 
 def _control(job: Stages) -> Row:
     """Measure the naive plan against itself: the noise floor, its losses from two seeds, and its step's two halves."""
     other, began_s = dataclasses.replace(job.recipe, seed=job.recipe.seed + 1), time.perf_counter()
     same = job.compare(Plan(), Plan(), ("baseline", "baseline again"), job.pairs, name="A/A control", recipe_b=other)
-    job.say(f"  {same}")
+    step_s, data_s = statistics.fmean(same.step_s), data_time(job, Plan())
+    job.say(f"naive baseline: {step_s * 1e3:.1f} ms per step, {data_s * 1e3:.1f} of them for the batch; "
+            f"A/A noise floor {same.noise_floor:.3f}")  # fmt: skip
     return {
-        "measurement": same.as_measurement(),
-        "noise_floor": same.noise_floor,
+        "measurement": same.as_measurement(), "noise_floor": same.noise_floor, "step_s": step_s, "data_s": data_s,
         # Two runs of one plan should not differ. Where they do (memory layout, say), no rung may claim less than that.
         "bias": max(same.high, 1 / same.low) if not same.low <= 1 <= same.high else 1.0,
-        "losses": same.losses_a,
-        "other_seed": same.losses_b,
-        "step_s": statistics.fmean(same.step_s),
-        "data_s": data_time(job, Plan()),
+        "losses": same.losses_a, "other_seed": same.losses_b,
         # Setting up and warming up, which any comparison costs beside its windows.
         "set_up_s": time.perf_counter() - began_s - sum(same.seconds_a) - sum(same.seconds_b),
-    }
+    }  # fmt: skip
 
 
 def data_time(job: Stages, plan: Plan, count: int = 6) -> float:
@@ -120,11 +109,7 @@ def _rungs(job: Stages, chosen: Sequence[Rung], control: Row) -> tuple[Plan, lis
     matmul = {name.removeprefix("matmul_"): found.value for name, found in ceilings(job.hardware).items()}
     profile = Profile(control["step_s"], control["data_s"], matmul)
     for place, rung in enumerate(chosen):
-        changes = rung.changes(best, job.recipe, job.hardware)
-        if not changes:
-            why = job.hardware.why_not(rung.needs) if rung.needs else ""
-            rows.append(_row(rung, {}) | {"why": why or f"nothing to try on top of {text(changed(best))}"})
-        for change in changes:
+        for change in rung.changes(best, job.recipe, job.hardware) or [{}]:
             attempt = functools.partial(_try, job, chosen[place:], change, best, profile, control)
             row = job.once(f"rung {rung.name} {text(change)}", attempt)
             rows.append(row)
@@ -136,9 +121,15 @@ def _rungs(job: Stages, chosen: Sequence[Rung], control: Row) -> tuple[Plan, lis
 
 def _try(job: Stages, rungs: Sequence[Rung], change: Change, best: Plan, profile: Profile, control: Row) -> Row:
     """Predict, measure and judge one change of the best plan, by the first of the `rungs` that are left."""
-    rung = rungs[0]
-    row = _row(rung, change, *rung.predict(profile, change))
-    asked = dataclasses.replace(best, **change)
+    rung, asked = rungs[0], dataclasses.replace(best, **change)
+    low, high = rung.predict(profile, change) if change else (None, None)
+    row = dict.fromkeys(MEASURED) | {
+        "rung": rung.name, "change": text(change), "predicted_low": low, "predicted_high": high, "kept": False,
+        "claims": list(rung.claims), "notebook": rung.notebook,
+    }  # fmt: skip
+    if not change:
+        lacking = job.hardware.why_not(rung.needs) if rung.needs else ""
+        return row | {"why": lacking or f"nothing to try on top of {text(changed(best))}"}
     effective = resolve(asked, job.hardware)
     if effective.plan == resolve(best, job.hardware).plan:
         return row | {"why": effective.fallbacks[0].why if effective.fallbacks else "changes nothing"}
@@ -146,15 +137,15 @@ def _try(job: Stages, rungs: Sequence[Rung], change: Change, best: Plan, profile
     if not window_s:
         return row | {"why": "not tried: the time budget is needed for the final measurements"}
     label = f"rung {rung.name}: {text(change)}"
-    job.say(f"{label}, predicted {row['predicted_low']:.2f} to {row['predicted_high']:.2f}")
+    job.say(f"{label}, predicted {low:.2f} to {high:.2f}")
     try:
         shorter = dataclasses.replace(job, window_s=window_s)
         found = shorter.compare(best, asked, ("best so far", text(change)), job.pairs, name=label)
     except SpeedkitError as error:
         return row | {"why": f"failed: {error}"}
     row |= _verdict(rung, found, control)
-    job.say(f"  {found.ratio:.3f} ({found.low:.3f} to {found.high:.3f}), floor {row['noise_floor']:.3f}; "
-            f"{row['parity']}: {'kept' if row['kept'] else 'rejected'}")  # fmt: skip
+    job.say(f"  {found.ratio:.3f} ({found.low:.3f} to {found.high:.3f}): {'kept' if row['kept'] else 'rejected'}, "
+            f"{row['why']}")  # fmt: skip
     return row | {"data_s": data_time(job, asked) if row["kept"] else None, "measurement": found.as_measurement()}
 
 
@@ -170,14 +161,6 @@ def _verdict(rung: Rung, found: Comparison, control: Row) -> Row:
         "kept": found.low > floor and same.passed, "why": why, "parity": str(same),
         "parity_numbers": dataclasses.asdict(same), "warmup_s": found.warmup_s_b,
         "step_s_before": found.step_s[0], "step_s_after": found.step_s[1],
-    }  # fmt: skip
-
-
-def _row(rung: Rung, change: Change, low: float | None = None, high: float | None = None) -> Row:
-    """Return a row of `rungs` with nothing measured yet."""
-    return UNMEASURED | {
-        "rung": rung.name, "change": text(change), "predicted_low": low, "predicted_high": high, "kept": False,
-        "claims": list(rung.claims), "notebook": rung.notebook,
     }  # fmt: skip
 
 
@@ -216,18 +199,16 @@ def affordable_window_s(job: Stages, rungs: Sequence[Rung], profile: Profile, co
 
 def _final(job: Stages, best: Plan) -> Row:
     """Measure the winning plan against the naive and the careful one, on windows that chose nothing."""
-    result: Row = {"step_s": {}, "adopted": None}
+    result: Row = {"step_s": {}, "adopted": None, "baseline": None, "careful": None}
     careful = Plan.careful(job.hardware)
     for name, plan in (("baseline", Plan()), ("careful", careful)):
         if plan == best:
-            result[name] = None
             continue
-        pairs = max(job.pairs, FINAL_PAIRS)
-        found = job.compare(plan, best, (name, "final"), pairs, name=f"final against {name}", seed=1)
-        job.say(f"final plan {found}")
+        found = job.compare(plan, best, (name, "final"), max(job.pairs, FINAL_PAIRS), name=f"final against {name}",
+                            seed=1)  # fmt: skip
         if name == "careful" and found.slower:
             # The result is never slower than the best plan seen, and the careful one is among those.
-            job.say("  the careful plan is faster than what was climbed to: it is taken, and measured afresh")
+            job.say("the careful plan is faster than what was climbed to: it is taken, and measured afresh")
             return {**_final(job, careful), "adopted": dataclasses.asdict(careful)}
         result[name] = found.as_measurement()
         result["step_s"] = {"final": found.step_s[1]} | result["step_s"] | {name: found.step_s[0]}
@@ -254,44 +235,40 @@ def _train_both(job: Stages, best: Plan) -> dict[str, list[Row]]:
 
 def _record(job, run, best, rows, control, final, curves) -> Row:
     """Put the record together, by the names of design and schema."""
-    measured = [control["measurement"], *(row["measurement"] for row in rows if row.get("measurement"))]
-    for measurement in [*measured, *(final[name] for name in ("baseline", "careful") if final[name])]:
-        run.measure(measurement)
+    for measurement in (control["measurement"], *(row.get("measurement") for row in rows), final["baseline"],
+                        final["careful"]):  # fmt: skip
+        if measurement:
+            run.measure(measurement)
     for name, plan in (("baseline", Plan()), ("careful", Plan.careful(job.hardware)), ("final", best)):
         run.plan(name, resolve(plan, job.hardware))
     itself = {"ratio": 1.0, "low": 1.0, "high": 1.0}  # where the naive or the careful plan won
-    speedups = {name: {key: (final[name] or itself)[key] for key in itself} for name in ("baseline", "careful")}
     quality = quality_of(job.workload, curves)
     sections = {
         "workload": {"name": job.workload.name, "train": len(job.workload.train), "test": len(job.workload.test)},
-        "recipe": dataclasses.asdict(job.recipe),
-        "plan": dataclasses.asdict(best),
-        "change": text(changed(best)),
-        "noise_floor": control["noise_floor"],
+        "recipe": job.recipe, "plan": best, "change": text(changed(best)), "noise_floor": control["noise_floor"],
         "rungs": [{key: value for key, value in row.items() if key != "measurement"} for row in rows],
-        "speedup": speedups["baseline"],
-        "speedup_careful": speedups["careful"],
-        "step_s": {"baseline": control["step_s"]} | final["step_s"],
-        "quality": quality,
-        "time_to_quality": time_to_quality(job.workload, curves),
-        "spent_s": job.spent_s(),
-    }
+        "speedup": {key: (final["baseline"] or itself)[key] for key in itself},
+        "speedup_careful": {key: (final["careful"] or itself)[key] for key in itself},
+        "step_s": {"baseline": control["step_s"]} | final["step_s"], "quality": quality,
+        "time_to_quality": time_to_quality(job.workload, curves), "spent_s": job.spent_s(),
+    }  # fmt: skip
     for name, value in sections.items():
         run.section(name, value)
     claim = f"the final plan is as good as the naive one within {job.workload.margin:g} {job.workload.metric}"
     verdict = "passed" if quality["passed"] else "failed"
     run.record["verdicts"].append({"check": claim, "claim": None, "verdict": verdict})
-    return finite({**run.record, **run.power.summary()})
+    return run.finished()
 
 
-def _summary(job: Stages, record: Row) -> None:
-    job.say(f"final plan: {record['change']}")
+def _summary(record: Row) -> str:
+    """Return in words what a climb's record says of the final plan."""
+    lines = [f"final plan: {record['change']}"]
     for name, found in (("naive", record["speedup"]), ("careful", record["speedup_careful"])):
-        job.say(f"  {found['ratio']:.2f} times as fast as the {name} plan ({found['low']:.2f} to {found['high']:.2f})")
+        lines.append("  {ratio:.2f} times as fast ({low:.2f} to {high:.2f})".format_map(found) + f" as the {name} plan")
     quality = record["quality"]
-    if quality["lower"] is None:
-        job.say("  quality: not shown, the budget allowed fewer than two seeds")
-    else:
-        verdict = "as good" if quality["passed"] else "NOT shown to be as good"
-        job.say(f"  quality: {quality['metric']} changed by {quality['mean_change']:+.4f}, 95 % sure to be above "
-                f"{quality['lower']:+.4f}; margin {quality['margin']:g}: {verdict}")  # fmt: skip
+    shown = "  quality: not shown, the budget allowed fewer than two seeds"
+    if quality["lower"] is not None:
+        shown = ("  quality: {metric} changed by {mean_change:+.4f}, 95 % sure to be above {lower:+.4f}; margin "
+                 "{margin:g}: ").format_map(quality)  # fmt: skip
+        shown += "as good" if quality["passed"] else "NOT shown to be as good"
+    return "\n".join([*lines, shown])
