@@ -14,7 +14,6 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 
 from speedkit import publishing
 from speedkit.errors import UsageError
-from speedkit.files import finite
 from speedkit.measure.provenance import code_sha256
 from speedkit.measure.record import start
 from speedkit.measure.schema import validate_record
@@ -203,4 +202,4 @@ def a_record(name: str, path: Path) -> dict:
     """Return the record of a run on this machine of the notebook at `path`."""
     run = start(name, modules=["speedkit.errors"], profile="smoke", workload="audio")
     hashed = code_sha256(path, ["speedkit.errors"])
-    return finite({**run.record, **run.power.summary(), "code_sha256": hashed})
+    return run.finished() | {"code_sha256": hashed}

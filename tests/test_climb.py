@@ -12,8 +12,7 @@ from speedkit.errors import UsageError
 from speedkit.hardware import Hardware
 from speedkit.ladder import LADDER, Profile, amdahl
 from speedkit.measure.compare import compare
-from speedkit.measure.parity import parity
-from speedkit.measure.quality import quality_of, time_to_quality
+from speedkit.measure.parity import parity, quality_of, time_to_quality
 from speedkit.measure.schema import validate_record
 from speedkit.measure.stages import Stages
 from speedkit.plan import Plan, resolve

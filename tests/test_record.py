@@ -13,8 +13,8 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 
 from speedkit.errors import SpeedkitError, UsageError
 from speedkit.hardware import this_machine
-from speedkit.measure import claims, provenance
-from speedkit.measure.record import start
+from speedkit.measure import provenance
+from speedkit.measure.record import answer, start
 from speedkit.measure.schema import load_record, plain, validate_record
 from speedkit.parameters import RECORD_MIME
 from speedkit.plan import Plan, resolve
@@ -386,7 +386,7 @@ def test_plain_values_of_what_notebooks_pass():
     ],
 )
 def test_rule_on_claims(promise, low, high, floor, verdict):
-    assert claims.judge(promise, {"low": low, "high": high, "noise_floor": floor}) == verdict
+    assert answer(promise, {"low": low, "high": high, "noise_floor": floor}) == verdict
 
 
 def test_judge_records_the_verdict_and_its_evidence(notebooks, capsys):

@@ -1,8 +1,14 @@
-"""Does a plan still learn the same? Losses of the first steps, from the same seed, side by side."""
+"""Is the fast plan as good? Losses of the first steps, scores over paired seeds, and the time to one score."""
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Sequence
+from typing import Any
+
+from speedkit.measure.stats import non_inferior
+
+Curves = dict[str, list[dict[str, Any]]]  # plan -> one {seed, points: [[seconds, score], ...], value, seconds} per seed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,3 +39,33 @@ def parity(promised: str, losses: Sequence[float], reference: Sequence[float], o
     )
     passed = list(losses) == list(reference) if promised == "bit-equal" else difference <= noise
     return Parity(promised, difference, noise, passed)
+
+
+def quality_of(workload: Any, curves: Curves) -> dict[str, Any]:
+    """Return the test of non-inferiority over the seeds that both plans were trained with."""
+    values = {name: [run["value"] for run in runs] for name, runs in curves.items()}
+    sign = 1 if workload.higher_is_better else -1
+    changes = [sign * (new - old) for old, new in zip(values["baseline"], values["final"], strict=True)]
+    found = non_inferior(changes, workload.margin) if len(changes) > 1 else None
+    return {
+        "metric": workload.metric, "higher_is_better": workload.higher_is_better, "margin": workload.margin, **values,
+        "mean_change": found and found.mean_change, "lower": found and found.lower,
+        "passed": bool(found and found.passed),
+    }  # fmt: skip
+
+
+def time_to_quality(workload: Any, curves: Curves) -> dict[str, Any]:
+    """Return the seconds (median over seeds) both plans take to one score: the naive plan's mean, less the margin.
+
+    By then the climb has built the cache and compiled the model, as after a first training: a very first one pays for
+    both besides.
+    """
+    sign = 1 if workload.higher_is_better else -1
+    target = statistics.fmean(run["value"] for run in curves["baseline"]) - sign * workload.margin
+    seconds: dict[str, float | None] = {}
+    for name, runs in curves.items():
+        reached = [next((at for at, value in run["points"] if sign * (value - target) >= 0), math.inf) for run in runs]
+        seconds[name] = statistics.median(reached) if math.isfinite(statistics.median(reached)) else None
+    baseline_s, final_s = seconds["baseline"], seconds["final"]
+    ratio = baseline_s / final_s if baseline_s and final_s else None
+    return {"target": target, "baseline_s": baseline_s, "final_s": final_s, "ratio": ratio, "curves": curves}

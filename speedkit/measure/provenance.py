@@ -11,9 +11,8 @@ import json
 import os
 import platform
 import subprocess
-import time
 import tokenize
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +31,10 @@ def code_sha256(notebook: str | Path | Mapping[str, Any], modules: Sequence[str]
     Outputs, Markdown, comments, docstrings and cells tagged `injected-parameters` do not count: what remains decides
     what a run does. The same on every supported version of Python. Raises UsageError for a module that is not found.
     """
-    digest = hashlib.sha256()
     content = notebook if isinstance(notebook, Mapping) else json.loads(Path(notebook).read_text(encoding="utf-8"))
-    for cell in content["cells"]:
-        if cell["cell_type"] == "code" and "injected-parameters" not in cell["metadata"].get("tags", []):
-            digest.update(b"\0cell\0" + essence("".join(cell["source"]), keep_module_docstring=True).encode())
-    for name in sorted(set(modules)):
-        digest.update(f"\0{name}\0{module_sha256(name)}".encode())
-    return digest.hexdigest()
+    code = [("cell", essence("".join(cell["source"]), keep_module_docstring=True)) for cell in content["cells"]
+            if cell["cell_type"] == "code" and "injected-parameters" not in cell["metadata"].get("tags", [])]
+    return _sha256([*code, *((name, module_sha256(name)) for name in sorted(set(modules)))])
 
 
 def module_sha256(name: str) -> str:
@@ -51,11 +46,12 @@ def module_sha256(name: str) -> str:
     if spec is None or not spec.origin or not spec.origin.endswith(".py"):
         raise UsageError(f'module "{name}" has no source to hash: name modules as in `import`, such as speedkit.plan')
     origin = Path(spec.origin)
-    digest = hashlib.sha256()
-    for file in sorted(origin.parent.rglob("*.py")) if spec.submodule_search_locations else [origin]:
-        relative = file.relative_to(origin.parent).as_posix()
-        digest.update(f"\0{relative}\0{essence(file.read_text(encoding='utf-8'))}".encode())
-    return digest.hexdigest()
+    files = sorted(origin.parent.rglob("*.py")) if spec.submodule_search_locations else [origin]
+    return _sha256((file.relative_to(origin.parent).as_posix(), essence(file.read_text("utf-8"))) for file in files)
+
+
+def _sha256(parts: Iterable[tuple[str, str]]) -> str:
+    return hashlib.sha256("".join(f"\0{name}\0{text}" for name, text in parts).encode()).hexdigest()
 
 
 def essence(source: str, keep_module_docstring: bool = False) -> str:
@@ -80,13 +76,11 @@ def essence(source: str, keep_module_docstring: bool = False) -> str:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions that can change a measurement; None for what is not installed or has none here."""
-    installed = {"speedkit": speedkit.__version__, "python": platform.python_version(), "torch": torch.__version__}
-    for name in ("torchaudio", "torchvision", "numpy"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            installed[name] = importlib.metadata.version(name)
+    """Return the versions that can change a measurement; None for what this build of PyTorch has not."""
+    found = {name: importlib.metadata.version(name) for name in ("torchaudio", "torchvision", "numpy")}
     cudnn = str(torch.backends.cudnn.version()) if torch.cuda.is_available() else None
-    return {**installed, "cuda": torch.version.cuda, "cudnn": cudnn}
+    return {"speedkit": speedkit.__version__, "python": platform.python_version(), "torch": torch.__version__, **found,
+            "cuda": torch.version.cuda, "cudnn": cudnn}
 
 
 def commit() -> tuple[str, bool] | None:
@@ -110,40 +104,26 @@ def notebooks_folder() -> Path:
 
 def find_notebook(name: str) -> Path | None:
     """Return the file of the notebook `name`, looked for in the current folder and among the numbered ones."""
+    folders = [Path.cwd()]
     with contextlib.suppress(UsageError):
-        for folder in (Path.cwd, notebooks_folder):
-            if (path := folder() / f"{name}.ipynb").is_file():
-                return path
-    return None
+        folders.append(notebooks_folder())
+    return next((path for folder in folders if (path := folder / f"{name}.ipynb").is_file()), None)
 
 
-class PowerLog:
-    """Power, clocks and energy of an NVIDIA GPU by NVML, read when asked: no thread disturbs a measurement."""
+def gpu_state(device: torch.device) -> dict[str, float]:
+    """Return power_w, sm_hz, memory_hz and energy_j (since the driver was loaded) of an NVIDIA GPU; {} if unknown."""
+    if device.type != "cuda":
+        return {}
+    with contextlib.suppress(Exception):  # no NVML, or it refuses (MIG, virtual GPUs): costs facts, not the run
+        import pynvml as nvml  # the module of the distribution nvidia-ml-py
 
-    def __init__(self, device: torch.device):
-        self.device, self.began_s = device, time.perf_counter()
-        self.power: list[dict[str, Any]] = []
-        self.clocks: list[dict[str, Any]] = []
-        self.energy_j: list[float] = []
-
-    def sample(self, label: str) -> None:
-        """Note power, clocks and the energy since the driver was loaded, where NVML tells."""
-        if self.device.type != "cuda":
-            return
-        with contextlib.suppress(Exception):  # no NVML, or it refuses (MIG, virtual GPUs): costs facts, not the run
-            import pynvml as nvml  # the module of the distribution nvidia-ml-py
-
-            nvml.nvmlInit()
-            # NVML counts all GPUs, CUDA only the visible ones: the UUID is what both call it.
-            gpu = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(self.device).uuid}")
-            at = {"label": label, "at_s": time.perf_counter() - self.began_s}
-            self.power.append({**at, "power_w": nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3})
-            hz = {name: nvml.nvmlDeviceGetClockInfo(gpu, clock) * 1e6
-                  for name, clock in (("sm_hz", nvml.NVML_CLOCK_SM), ("memory_hz", nvml.NVML_CLOCK_MEM))}  # fmt: skip
-            self.clocks.append({**at, **hz})
-            self.energy_j.append(nvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1e3)
-
-    def summary(self) -> dict[str, Any]:
-        """Return `power`, `clocks` (lists of samples) and `energy_j` (first to last sample); None where unknown."""
-        spent_j = self.energy_j[-1] - self.energy_j[0] if self.energy_j else None
-        return {"power": self.power or None, "clocks": self.clocks or None, "energy_j": spent_j}
+        nvml.nvmlInit()
+        # NVML counts all GPUs, CUDA only the visible ones: the UUID is what both call it.
+        gpu = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        return {
+            "power_w": nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3,
+            "sm_hz": nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM) * 1e6,
+            "memory_hz": nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM) * 1e6,
+            "energy_j": nvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1e3,
+        }
+    return {}

@@ -1,8 +1,10 @@
-"""What a notebook run leaves behind: one record of what ran, on what, and what came out of it."""
+"""What a notebook run leaves behind: one record of what ran, on what, what came out, and how claims fared."""
 
+import csv
 import functools
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from operator import itemgetter
@@ -12,9 +14,11 @@ from typing import Any
 from speedkit import files
 from speedkit.errors import SpeedkitError, UsageError
 from speedkit.hardware import this_machine
-from speedkit.measure import claims, provenance, schema
+from speedkit.measure import provenance, schema
 from speedkit.measure.schema import plain
 from speedkit.parameters import RECORD_MIME
+
+ONE_FIGURE_TOLERANCE = 0.10  # a promise such as "1.9x" came from one run somewhere: read as 1.9 give or take this
 
 
 def start(notebook: str, modules: Sequence[str] = (), needs: Sequence[str] = (), **parameters: Any) -> "NotebookRun":
@@ -46,7 +50,7 @@ class NotebookRun:
             self.profile = "full" if self.hardware.device.type == "cuda" else "cpu"
         if self.profile not in schema.PROFILES:
             raise UsageError(f'there is no profile "{self.profile}": use auto, {", ".join(schema.PROFILES)}')
-        self.power = provenance.PowerLog(self.hardware.device)
+        self.began_s, self.gpu_states = time.perf_counter(), list[dict[str, Any]]()
         path = provenance.find_notebook(notebook)
         commit, dirty = provenance.commit() or (None, None)
         self.record: dict[str, Any] = {
@@ -57,7 +61,7 @@ class NotebookRun:
             "code_sha256": provenance.code_sha256(path, modules) if path else None,
             "plans": {}, "fallbacks": [], "measurements": [], "tables": {}, "verdicts": [],
         }  # fmt: skip
-        self.power.sample("start")
+        self._look_at_gpu("start")
 
     def pick(self, **by_profile: Any) -> Any:
         """Return the value for this run's profile: `run.pick(smoke=2, cpu=10, full=100)`."""
@@ -84,16 +88,15 @@ class NotebookRun:
 
     def verdict(self, claim: str, verdict: str, why: str) -> None:
         """Record how a guide's claim (its id in notebooks/claims.csv) fared, with the evidence in one sentence."""
-        claims.read_claim(claim)
+        read_claim(claim)
         print(f"{claim} {verdict}: {why}")
         _put(self.record["verdicts"], {"check": why, "claim": claim, "verdict": verdict}, "claim")
 
     def judge(self, claim: str, measurement: Any, needs_gpu: bool = False) -> str:
         """Record and return how a measured ratio answers a promised speed-up (of GPUs, with `needs_gpu`)."""
-        promise, found = claims.promised(claim), _row(measurement)
-        why = "promised {:.2f} to {:.2f}x, ".format(*promise)
-        why += "measured {ratio:.2f}x ({low:.2f} to {high:.2f})".format_map(found)
-        verdict = claims.judge(promise, found)
+        promise, found = promised(claim), _row(measurement)
+        verdict = answer(promise, found)
+        why = "promised {:.2f} to {:.2f}x, measured {ratio:.2f}x ({low:.2f} to {high:.2f})".format(*promise, **found)
         if needs_gpu and self.hardware.device.type != "cuda":
             verdict, why = "needs_gpu", f"{why} on a machine without the GPU that it is about"
         self.verdict(claim, verdict, why)
@@ -103,25 +106,24 @@ class NotebookRun:
         """Record a comparison (`compare`'s, or a dict as its `as_measurement()` gives) with power and clocks now."""
         found = _row(comparison)
         _put(self.record["measurements"], found, "name", "a", "b")
-        self.power.sample(found["name"])
+        self._look_at_gpu(found["name"])
 
     def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> Any:
         """Record named rows, units in their keys (`step_s`, `memory_bytes`); return them as a pandas DataFrame."""
         import pandas
 
-        self.record["tables"][name] = files.finite(plain(list(rows)))
+        self.record["tables"][name] = plain(list(rows))
         return pandas.DataFrame(self.record["tables"][name])
 
     def plan(self, name: str, effective: Any) -> None:
         """Record a resolved plan (`Effective`): what was asked, what this machine honours, and why it falls back."""
-        got, fallbacks = plain(effective.plan), [{"plan": name, **plain(found)} for found in effective.fallbacks]
-        asked = got | {row["field"]: row["asked"] for row in fallbacks}
-        self.record["plans"][name] = {"asked": asked, "effective": got}
+        fallbacks = [{"plan": name, **plain(found)} for found in effective.fallbacks]
+        self.record["plans"][name] = {"asked": plain(effective.asked), "effective": plain(effective.plan)}
         self.record["fallbacks"] = [row for row in self.record["fallbacks"] if row["plan"] != name] + fallbacks
 
     def section(self, name: str, value: Any) -> None:
         """Record something more under a name of its own, as a climb does with its rungs."""
-        self.record[name] = files.finite(plain(value))
+        self.record[name] = plain(value)
 
     def recorded(self) -> list[dict[str, Any]]:
         """Return the records of this notebook that other machines left in notebooks/records, GPUs first."""
@@ -129,10 +131,21 @@ class NotebookRun:
         found = schema.published(provenance.notebooks_folder() / f"{self.notebook}.ipynb").values()
         return [record for record in found if machine(record["hardware"]) != machine(self.record["hardware"])]
 
+    def _look_at_gpu(self, label: str) -> None:
+        state = provenance.gpu_state(self.hardware.device)
+        self.gpu_states += [{"label": label, "at_s": time.perf_counter() - self.began_s, **state}] if state else []
+
+    def finished(self) -> dict[str, Any]:
+        """Return the whole record: with the GPU's power, its clocks, and the energy from start to end, where known."""
+        self._look_at_gpu("end")
+        power, clocks = ([{key: state[key] for key in ("label", "at_s", *keys)} for state in self.gpu_states] or None
+                         for keys in (["power_w"], ["sm_hz", "memory_hz"]))  # fmt: skip
+        energy_j = power and self.gpu_states[-1]["energy_j"] - self.gpu_states[0]["energy_j"]
+        return files.finite({**self.record, "power": power, "clocks": clocks, "energy_j": energy_j})
+
     def save(self) -> None:
         """Write record.json into the run's folder and display the same object; then raise if a check failed."""
-        self.power.sample("save")
-        record = files.finite({**self.record, **self.power.summary()})
+        record = self.finished()
         if problems := schema.validate_record(record):
             raise SpeedkitError(f"the record of {self.notebook} is not valid: {'; '.join(problems)}")
         files.write_json(self.folder / "record.json", record)
@@ -155,3 +168,36 @@ def _row(comparison: Any) -> dict[str, Any]:
 def _put(rows: list[dict[str, Any]], new: dict[str, Any], *keys: str) -> None:
     """Add a row at the end, without those that agree with it in `keys`."""
     rows[:] = [row for row in rows if any(row[key] != new[key] for key in keys)] + [new]
+
+
+def read_claim(claim_id: str) -> dict[str, str]:
+    """Return the row of one claim in notebooks/claims.csv. Raises UsageError when there is none."""
+    with (provenance.notebooks_folder() / "claims.csv").open(encoding="utf-8", newline="") as stream:
+        known = {row["id"]: row for row in csv.DictReader(stream)}
+    if claim_id not in known:
+        raise UsageError(f'there is no claim "{claim_id}" in notebooks/claims.csv: it has {", ".join(known)}')
+    return known[claim_id]
+
+
+def promised(claim_id: str) -> tuple[float, float]:
+    """Return the promised speed-up of a claim as (low, high). Raises UsageError for a promise of something else."""
+    claim = read_claim(claim_id)
+    if claim["metric"] != "speedup" or claim["low"] in ("", "linear"):
+        raise UsageError(f"{claim_id} ({claim['technique']}: {claim['metric']}) promises no range of speed-up that a "
+                         "ratio could answer: decide in the notebook and record it with run.verdict()")
+    low, high = float(claim["low"]), float(claim["high"])
+    spread = ONE_FIGURE_TOLERANCE if low == high else 0.0
+    return low * (1 - spread), high * (1 + spread)
+
+
+def answer(promise: tuple[float, float], measurement: Mapping[str, Any]) -> str:
+    """Return confirmed, smaller, larger or wrong: how a measured ratio answers a promised range of speed-up.
+
+    wrong: the 99 % interval does not clear the noise floor of its A/A control in the promised direction (for a promise
+    below 1, a stated cost, that is below the floor's reciprocal). smaller, larger: the whole interval lies below or
+    above the promised range. confirmed: otherwise, so interval and promise overlap.
+    """
+    low, high, floor = measurement["low"], measurement["high"], measurement["noise_floor"] or 1.0
+    if not (low > floor if promise[1] >= 1 else high < 1 / floor):
+        return "wrong"
+    return "smaller" if high < promise[0] else "larger" if low > promise[1] else "confirmed"

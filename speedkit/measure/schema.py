@@ -54,18 +54,16 @@ def published(notebook: Path) -> dict[Path, dict[str, Any]]:
 
 
 def plain(value: Any) -> Any:
-    """Return `value` as JSON can hold it: dataclasses as dicts, arrays as lists, what has a name by its name."""
+    """Return `value` as JSON holds it: arrays as lists, what is not finite as None, dataclasses as dicts or names."""
     if isinstance(value, str | Path):  # where a path lay is nobody else's business
         return Path(value).name if os.path.isabs(value) else str(value)
     if isinstance(value, int | float | NoneType):
-        return value
+        return files.finite(value)
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
+    if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     if hasattr(value, "tolist"):  # NumPy and PyTorch numbers and arrays
         return plain(value.tolist())
     named = getattr(value, "name", None) or getattr(value, "__name__", None)
-    if dataclasses.is_dataclass(value) and not named:
-        return plain(vars(value))
-    return named or str(value)
+    return plain(vars(value)) if dataclasses.is_dataclass(value) and not named else named or str(value)
