@@ -52,9 +52,9 @@ def ratios(measurements: Row | Sequence[Row], recorded: Sequence[Row] | None = N
             _beside(axes, y, _ratio(row))
             ends += [row["low"], row["high"], 1 / floor, floor]
         axes.axvline(1.0, color=INK, linewidth=0.8, zorder=1)
-        first = [y for y, row in enumerate(chosen) if y == 0 or chosen[y - 1][0] != row[0]]
-        labels = {y: textwrap.fill(chosen[y][0], 32) for y in first}
-        _finish(axes, ends, labels, len(chosen), "time ratio, log scale: above 1 is faster")
+        names = [name for name, *_ in chosen]
+        labels = {y: textwrap.fill(name, 32) * (name not in names[:y]) for y, name in enumerate(names)}
+        _finish(axes, ends, labels, "time ratio, log scale: above 1 is faster")
         marks = [*(Patch(color=colour, label=name) for name, colour, _ in machines), INTERVAL, FLOOR]
         _headed(figure, title, marks, subject="hollow: no difference beyond the noise")
     return figure
@@ -66,29 +66,29 @@ def waterfall(record: Row) -> Figure:
     On a log scale equal lengths are equal factors. Kept rungs are blue, rejected ones grey with the reason; the whisker
     is the 99 % interval, the bracket what was predicted, the pale band the noise floor that the whisker must clear.
     """
-    step_s, rungs = record["step_s"], record["rungs"]
+    step_s, rows = record["step_s"], []  # (label, seconds before, row, colour, note)
+    for rung in record["rungs"]:
+        note = "" if rung["kept"] else "\n".join(textwrap.wrap(rung["why"], 40, max_lines=2, placeholder=" …"))
+        label = f"{rung['rung']}\n{textwrap.shorten(rung['change'], 32, placeholder=' …')}"
+        rows.append((label, rung["step_s_before"], rung, BLUE if rung["kept"] else GREY, note))
     finals = [("plain PyTorch", step_s["baseline"], record["speedup"])]
     if record.get("speedup_careful") and step_s.get("careful"):
         finals.append(("a careful start", step_s["careful"], record["speedup_careful"]))
+    for against, before_s, speedup in finals:
+        note = f"{1e3 * before_s:.3g} ms to {1e3 * before_s / speedup['ratio']:.3g} ms"
+        rows.append((f"final plan\nagainst {against}", before_s, speedup, GREEN, note))
     with rc_context(STYLE):
-        figure, axes = _canvas(0.5 * (len(rungs) + len(finals) + 1) + 1.5, left=0.27, right=0.67)
+        figure, axes = _canvas(0.5 * (len(rows) + 1) + 1.5, left=0.27, right=0.67)
         axes.plot(1e3 * step_s["baseline"], 0, "d", color=INK, markersize=7)
         _beside(axes, 0, f"{1e3 * step_s['baseline']:.3g} ms per step")
-        labels = {0: "plain PyTorch, Plan()"}
-        for y, rung in enumerate(rungs, 1):
-            labels[y] = f"{rung['rung']}\n{textwrap.shorten(rung['change'], 32, placeholder=' …')}"
-            why = "" if rung["kept"] else "\n".join(textwrap.wrap(rung["why"], 40, max_lines=2, placeholder=" …"))
-            if rung["ratio"] is None:
-                _beside(axes, y, why, GREY)
-            else:
-                _bar(axes, y, rung["step_s_before"], rung, BLUE if rung["kept"] else GREY)
-                _beside(axes, y, f"{_ratio(rung)}\n{why}".strip(), INK if rung["kept"] else GREY)
-        axes.axhline(len(rungs) + 0.5, color=GREY, linewidth=0.6)
-        for y, (against, before_s, speedup) in enumerate(finals, len(rungs) + 1):
-            labels[y], before = f"final plan\nagainst {against}", 1e3 * before_s
-            _bar(axes, y, before_s, speedup, GREEN)
-            _beside(axes, y, f"{_ratio(speedup)}\n{before:.3g} ms to {before / speedup['ratio']:.3g} ms")
-        _finish(axes, axes.dataLim.intervalx, labels, len(labels), "time per step, ms, log scale: left is faster")
+        for y, (_, before_s, row, colour, note) in enumerate(rows, 1):
+            if row["ratio"] is not None:
+                _bar(axes, y, 1e3 * before_s, row, colour)
+                note = f"{_ratio(row)}\n{note}".strip()
+            _beside(axes, y, note, GREY if colour == GREY else INK)
+        axes.axhline(len(record["rungs"]) + 0.5, color=GREY, linewidth=0.6)
+        labels = dict(enumerate(["plain PyTorch, Plan()", *(row[0] for row in rows)]))
+        _finish(axes, axes.dataLim.intervalx, labels, "time per step, ms, log scale: left is faster")
         marks = [Patch(color=BLUE, label="kept"), Patch(color=GREY, label="rejected"), INTERVAL, FLOOR,
                  Line2D([], [], color=ORANGE, label="predicted"), Patch(color=GREEN, label="fresh windows")]
         headline = ", ".join(f"{_ratio(speedup)} over {against}" for against, _, speedup in finals)
@@ -158,11 +158,11 @@ def _canvas(height: float, left: float, right: float) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _finish(axes: Axes, ends: Sequence[float], labels: Mapping[int, str], count: int, about: str) -> None:
-    """Make x logarithmic around `ends` with few round ticks, and put `count` rows from top to bottom."""
+def _finish(axes: Axes, ends: Sequence[float], labels: Mapping[int, str], about: str) -> None:
+    """Make x logarithmic around `ends` with few round ticks, and label the rows from top to bottom."""
     reach = (max(ends) / min(ends)) ** 0.04
     axes.set_xscale("log")
-    axes.set(xlim=(min(ends) / reach, max(ends) * reach), xlabel=about, ylim=(count - 0.4, -0.6))
+    axes.set(xlim=(min(ends) / reach, max(ends) * reach), xlabel=about, ylim=(len(labels) - 0.4, -0.6))
     wide = max(ends) > 4 * min(ends)
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)) if wide else MaxNLocator(6))
     axes.xaxis.set_major_formatter("{x:g}")
@@ -170,17 +170,15 @@ def _finish(axes: Axes, ends: Sequence[float], labels: Mapping[int, str], count:
     axes.set_yticks(list(labels), list(labels.values()), fontsize=8.5, linespacing=1.15)
 
 
-def _bar(axes: Axes, y: int, before_s: float, row: Row, colour: str) -> None:
-    """Draw a step from `before_s` by a row's ratio, with interval, noise floor and prediction where it has them."""
-    before, floor = 1e3 * before_s, max(row.get("noise_floor") or 1.0, 1.0)
-    after = before / row["ratio"]
+def _bar(axes: Axes, y: int, before: float, row: Row, colour: str) -> None:
+    """Draw a step from `before` [ms] by a row's ratio, with interval, noise floor and prediction where it has them."""
+    after, floor = before / row["ratio"], max(row.get("noise_floor") or 1.0, 1.0)
     axes.barh(y, before * floor - before / floor, 0.84, left=before / floor, color=BAND)
     axes.barh(y, abs(after - before), 0.5, left=min(after, before), color=colour)
     axes.plot([before, before], [y - 0.36, y + 0.36], color=INK, linewidth=0.8)
-    axes.plot([before / row["high"], before / row["low"]], [y, y], color=INK, linewidth=1.6, marker="|", markersize=8)
-    if row.get("predicted_low") and row.get("predicted_high"):
-        ends = [before / row["predicted_high"], before / row["predicted_low"]]
-        axes.plot(ends, [y + 0.36, y + 0.36], color=ORANGE, linewidth=1.4, marker="|", markersize=6)
+    for low, high, at, mark in (("low", "high", y, INK), ("predicted_low", "predicted_high", y + 0.36, ORANGE)):
+        if row.get(low) and row.get(high):
+            axes.plot([before / row[high], before / row[low]], [at, at], "|-", color=mark, linewidth=1.5, markersize=7)
 
 
 def _beside(axes: Axes, y: int, text: str, colour: str = INK) -> None:
