@@ -5,11 +5,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from speedkit.recipe import Recipe
 
 
-def build(parameters: Iterable[nn.Parameter], recipe: Recipe, fused: bool) -> torch.optim.Optimizer:
+def build(parameters: Iterable[nn.Parameter], recipe: Recipe, fused: bool) -> Optimizer:
     """Return the recipe's optimizer. Fused, its learning rate is a 0-dimensional tensor on the parameters' device."""
     parameters = list(parameters)
     rate = torch.tensor(recipe.learning_rate, device=parameters[0].device) if fused else recipe.learning_rate
@@ -25,9 +26,7 @@ def build(parameters: Iterable[nn.Parameter], recipe: Recipe, fused: bool) -> to
     return optimizer
 
 
-def schedule(
-    optimizer: torch.optim.Optimizer, table: list[float], steps_done: Tensor | None
-) -> Callable[[int], Any]:
+def schedule(optimizer: Optimizer, table: list[float], steps_done: Tensor | None) -> Callable[[int], Any]:
     """Return what sets the learning rate of the step after `step` steps, from a `table` of one entry per real step.
 
     `steps_done` counts those on the device, where (fused) steps can be skipped; it is None elsewhere. A run that never

@@ -158,9 +158,7 @@ def begin(
     return run
 
 
-def open_batches(
-    workload: Any, items: Any, plan: Plan, batch_size: int, seed: int | None, **options: Any
-) -> Batches:
+def open_batches(workload: Any, items: Any, plan: Plan, batch_size: int, seed: int | None, **options: Any) -> Batches:
     """Return the stream of `items`, out of shards and a cache where the plan says so; what is missing is made."""
     if plan.shards:
         items = pack(workload, items, Path(options["cache_dir"] or cache_root()) / "shards")
