@@ -1,7 +1,6 @@
-"""File -> waveform: decoded, mixed down to one channel, resampled, cut or padded to one length.
+"""File -> waveform: decoded in the calling thread, mixed down to one channel, resampled, cut or padded to one length.
 
-soundfile is the default, torchcodec (FFmpeg) knows formats that libsndfile does not, librosa is what both are compared
-with. Each decodes in the calling thread alone, so loader processes do not get in each other's way.
+soundfile is the default, torchcodec (FFmpeg) knows more formats, librosa is what both are compared with.
 """
 
 import functools
@@ -19,21 +18,19 @@ from torch import Tensor
 from speedkit.data.shards import TarMember
 from speedkit.errors import SpeedkitError
 
-# Read beyond what is kept, so that a clip cut short is resampled as if it had been read whole:
-_LOOK_AHEAD_S = 0.01  # torchaudio's filter looks about six samples ahead, at the lower of the two rates
+# Read beyond what is kept, for a clip cut short to be resampled as the whole: the filter looks ahead some six samples.
+_LOOK_AHEAD_S = 0.01
 
 
 class BadItem(SpeedkitError):
     """One item of the data cannot be used: `path` is its file, `why` the reason."""
 
     def __init__(self, path: str | Path | TarMember, why: str):
-        super().__init__(f"{path} cannot be used: {why}")
-        self.path = str(path)
-        self.why = why
+        super().__init__(str(path), why)  # the arguments, with which it comes out of a loader's process too
+        self.path, self.why = str(path), why
 
-    def __reduce__(self) -> tuple:
-        """Survive the way from a loader's worker process to the training process."""
-        return BadItem, (self.path, self.why)
+    def __str__(self) -> str:
+        return f"{self.path} cannot be used: {self.why}"
 
 
 def load_audio(
@@ -45,7 +42,6 @@ def load_audio(
     averaged. Lossless files at their own rate give the same bits with each `decoder`: soundfile, torchcodec or librosa.
     Raises BadItem when `source` cannot be read, holds no samples, or holds NaN or infinity.
     """
-
     try:
         opened = io.BytesIO(source.read()) if isinstance(source, TarMember) else source
         duration_s = num_samples / sample_rate_hz + _LOOK_AHEAD_S

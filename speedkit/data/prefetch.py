@@ -1,5 +1,6 @@
 """Copy the next batch to the GPU on a stream of its own while this one computes."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,18 +21,14 @@ def prefetched(source: Iterator[Any], copy: Callable[[Any], Batch], device: torc
     stream.wait_stream(torch.cuda.current_stream(device))  # which may still be filling what is copied from
     held: list[tuple[torch.cuda.Event, Any]] = []
 
-    def start() -> tuple[Batch, torch.cuda.Event] | None:
+    def copied() -> Iterator[tuple[Batch, torch.cuda.Event]]:
         for item in source:
             with torch.cuda.stream(stream):
                 batch, done = copy(item), stream.record_event()
             held[:] = [(event, kept) for event, kept in held if not event.query()] + [(done, item)]
-            return batch, done
-        return None
+            yield batch, done
 
-    following = start()
-    while following is not None:
-        batch, done = following
-        following = start()
+    for (batch, done), _ in itertools.pairwise(itertools.chain(copied(), [(None, None)])):
         consumer = torch.cuda.current_stream(device)
         consumer.wait_event(done)
         for tensor in batch or ():

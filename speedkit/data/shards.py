@@ -15,9 +15,9 @@ import math
 import os
 import re
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from torch.utils.data import DataLoader
@@ -28,12 +28,12 @@ from speedkit.system import usable_cores
 
 SHARD_BYTES = 128 * 2**20  # a kill loses no more per process; opening one is nothing beside reading it
 Status = tuple[int, int]  # size and mtime_ns of a file: another pair means that it was written anew
-Shard = tuple[Path, list[tuple]]  # the tar, and (index of the item, path, key, label, status) of what it holds
+Shard = tuple[Path, list[tuple], str]  # the tar; (index of the item, path, label, status) of what it holds; their hash
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TarMember:
-    """A file inside a tar, as much of a path as loading asks for. Where a real path is wanted it is the tar's."""
+    """A file inside a tar, in place of a path. Where a real path is wanted it is the tar's."""
 
     tar: str
     offset: int
@@ -46,11 +46,6 @@ class TarMember:
 
     def __fspath__(self) -> str:
         return self.tar
-
-    @property
-    def suffix(self) -> str:
-        """The ending of its name, with the dot."""
-        return PurePosixPath(self.name).suffix
 
     def read(self) -> bytes:
         """Return its bytes, by one `pread`. Raises OSError when the tar is gone, cut short, or not the one indexed."""
@@ -121,18 +116,16 @@ def pack(workload: Any, items: Sequence[Any], folder: str | Path, shard_bytes: i
     used again; the others are written, by a process per core. A file that is missing stays a path, for loading to
     report. Raises PlanError when the workload cannot read from tars, SpeedkitError when they cannot be written.
     """
-    paths = "\n".join(str(getattr(item, "path", "")) for item in items)
-    name = f"{workload.name}-{hashlib.sha256(paths.encode()).hexdigest()[:16]}"
+    name = f"{workload.name}-{_hash([str(getattr(item, 'path', '')) for item in items])[:16]}"
     shards = _split(workload, items, Path(folder) / name, shard_bytes)
     if not all(map(_whole, shards)):
         _write_all(shards)
     packed = list(items)
-    for tar, sources in shards:
+    for tar, sources, _ in shards:
         status, rows = _status(tar), read_json(tar.with_suffix(".json"))["members"]
-        for (index, *_), (offset, size, name) in zip(sources, rows, strict=True):
-            packed[index] = dataclasses.replace(items[index], path=TarMember(str(tar), offset, size, name, status))
-    pairs = ((before, after) for before, after in zip(items, packed, strict=True) if after is not before)
-    if not shards or not _alike(workload, *next(pairs)):
+        for (index, *_), row in zip(sources, rows, strict=True):
+            packed[index] = dataclasses.replace(items[index], path=TarMember(str(tar), *row, status))
+    if not shards or not _alike(workload.load, items, packed, first=shards[0][1][0][0]):
         raise PlanError(
             f"shards=True needs items that are files, and a `load` that takes a {__name__}.TarMember as their path; "
             f"workload {workload.name} has not both: use shards=False"
@@ -140,10 +133,9 @@ def pack(workload: Any, items: Sequence[Any], folder: str | Path, shard_bytes: i
     return packed
 
 
-def _alike(workload: Any, item: Any, packed: Any) -> bool:
-    """Whether the workload loads a clip from its shard as it does from its file."""
+def _alike(load: Callable[[Any], torch.Tensor], items: Sequence[Any], packed: Sequence[Any], first: int) -> bool:
     try:
-        return torch.equal(workload.load(item), workload.load(packed))
+        return torch.equal(load(items[first]), load(packed[first]))
     except SpeedkitError:  # unreadable either way: training says so, of each clip
         return True
     except Exception:  # whatever a `load` of somebody's own does with what is no path
@@ -155,24 +147,23 @@ def _split(workload: Any, items: Sequence[Any], folder: Path, shard_bytes: int) 
     sources = []
     for index, item in enumerate(items):
         if os.path.isfile(path := getattr(item, "path", "")):
-            stem = re.sub(r"[^A-Za-z0-9-]+", "_", Path(path).stem)[:60]  # for the eye: the number makes it unique
-            sources.append((index, str(path), f"{index:08d}_{stem}", workload.target(item), _status(path)))
-    total = sum(source[-1][0] for source in sources)
+            sources.append((index, str(path), workload.target(item), _status(path)))
+    total = sum(status[0] for *_, status in sources)
     # A power of two: it stays what it is when a file changes a little, and so do the other shards.
     each = 2 ** max(0, round(math.log2(shard_bytes * len(sources) / total))) if total else 1
-    starts = range(0, len(sources), each)
-    return [(folder / f"shard-{start // each:05d}.tar", sources[start : start + each]) for start in starts]
+    parts = [sources[start : start + each] for start in range(0, len(sources), each)]
+    return [(folder / f"shard-{number:05d}.tar", part, _hash(part)) for number, part in enumerate(parts)]
 
 
-def _digest(shard: Shard) -> str:
-    return hashlib.sha256(repr(shard[1]).encode()).hexdigest()
+def _hash(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()
 
 
 def _whole(shard: Shard) -> bool:
     """Whether a shard is there, complete, and made of its files as they are now."""
     try:
         index = read_json(shard[0].with_suffix(".json"))
-        return (index["sources"], index["bytes"]) == (_digest(shard), _status(shard[0])[0])
+        return (index["sources"], index["bytes"]) == (shard[2], _status(shard[0])[0])
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -182,7 +173,9 @@ def _write_all(shards: Sequence[Shard]) -> None:
     folder = shards[0][0].parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / ".lock").open("w") as lock, _locked(lock):
+        with (folder / ".lock").open("w") as lock, contextlib.ExitStack() as at_end:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            at_end.callback(fcntl.flock, lock, fcntl.LOCK_UN)  # of the processes started meanwhile too, which share it
             for left in folder.glob(".*.tmp"):  # by a process that was killed
                 left.unlink()
             missing = [shard for shard in shards if not _whole(shard)]
@@ -198,27 +191,18 @@ def _write_all(shards: Sequence[Shard]) -> None:
         ) from error
 
 
-@contextlib.contextmanager
-def _locked(file: IO) -> Iterator[None]:
-    """Hold the lock of an open file, alone on this machine; the processes started meanwhile hold it too."""
-    fcntl.flock(file, fcntl.LOCK_EX)
-    try:
-        yield
-    finally:
-        fcntl.flock(file, fcntl.LOCK_UN)  # for all of them; after a kill it is free when the last has ended
-
-
 def _write(shard: Shard) -> None:
     """Write a tar and the index beside it, each whole or not at all."""
     from webdataset import TarWriter
 
-    tar, sources = shard
-    index = tar.with_suffix(".json")
-    index.unlink(missing_ok=True)  # until the new tar has one
+    tar, sources, digest = shard
+    tar.with_suffix(".json").unlink(missing_ok=True)  # until the new tar has one
     neutral = {"mtime": 0, "user": "", "group": ""}  # nothing of this run goes in: the same files give the same bytes
     with atomic(tar) as new, new.open("wb") as file, TarWriter(file, encoder=False, **neutral) as writer:
-        for _, path, key, label, _ in sources:
-            ending = Path(path).suffix[1:].lower() or "bin"
-            writer.write({"__key__": key, ending: Path(path).read_bytes(), "cls": b"%d" % label})
-    rows = [(at.offset, at.size, at.name) for at in members(tar) if at.suffix != ".cls"]
-    write_json(index, {"sources": _digest(shard), "bytes": _status(tar)[0], "members": rows})
+        for index, name, label, _ in sources:
+            path = Path(name)
+            stem = re.sub(r"[^A-Za-z0-9-]+", "_", path.stem)[:60]  # for the eye: the number makes the key unique
+            ending = path.suffix[1:].lower() or "bin"
+            writer.write({"__key__": f"{index:08d}_{stem}", ending: path.read_bytes(), "cls": b"%d" % label})
+    rows = [(at.offset, at.size, at.name) for at in members(tar) if not at.name.endswith(".cls")]
+    write_json(tar.with_suffix(".json"), {"sources": digest, "bytes": _status(tar)[0], "members": rows})
