@@ -4,7 +4,7 @@ import contextlib
 import json
 import math
 import os
-import tempfile
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,17 +16,12 @@ from speedkit.errors import UsageError
 def atomic(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`; on success it is synced to disk and renamed to `path`, else removed."""
     path = Path(path)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    temporary.touch(exist_ok=False)
     try:
         yield temporary
         with temporary.open("rb+") as stream:
             os.fsync(stream.fileno())
-        # mkstemp makes files for this user alone; the finished file gets the permissions of any other.
-        mask = os.umask(0)
-        os.umask(mask)
-        temporary.chmod(0o666 & ~mask)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -54,9 +49,7 @@ def finite(value: Any) -> Any:
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
         return {str(key): finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return value
+    return [finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def claim_folder(folder: str | Path, kind: str, resume: bool = False) -> Path:
@@ -69,13 +62,12 @@ def claim_folder(folder: str | Path, kind: str, resume: bool = False) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         held = marker.read_text(encoding="utf-8").strip() if marker.exists() else ""
-        occupied = bool(held) or any(folder.iterdir())
-        if occupied and not (resume and held == kind):
+        if any(folder.iterdir()) and not (resume and held == kind):
             what = f"a {held} run" if held else "files that speedkit did not write"
             hint = "add --resume to go on with it, or name another" if held == kind else "name another"
             raise UsageError(f"output folder {folder} already holds {what}: {hint} with --out")
         write_text(marker, kind + "\n")
     except OSError as error:
-        why = error.strerror
-        raise UsageError(f"output folder {folder} cannot be written ({why}): name another with --out") from error
+        why = f"cannot be written ({error.strerror})"
+        raise UsageError(f"output folder {folder} {why}: name another with --out") from error
     return folder

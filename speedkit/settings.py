@@ -56,12 +56,9 @@ def choice(help: str, *words: str) -> Any:
 
 def described(cls: type) -> list[Setting]:
     """Return the settings of class `cls`, in the order they are written."""
-    hints = typing.get_type_hints(cls)
-    found = []
-    for field in dataclasses.fields(cls):
-        kinds = typing.get_args(hints[field.name]) or (hints[field.name],)
-        found.append(Setting(field.name, kinds, field.default, **field.metadata))
-    return found
+    kinds = {name: typing.get_args(hint) or (hint,) for name, hint in typing.get_type_hints(cls).items()}
+    return [Setting(field.name, kinds[field.name], field.default, **field.metadata)
+            for field in dataclasses.fields(cls)]  # fmt: skip
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
