@@ -4,7 +4,9 @@ import functools
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +29,7 @@ def numbers(size: int) -> Workload:
     """Return a workload of rows of `size` random numbers, to be cached and never trained on."""
     return Workload(
         f"numbers-{size}", Recipe(batch_size=BATCH), range(1), range(1), functools.partial(_row_of, size=size),
-        features=_same, target=_same, model=torch.nn.Identity, loss=_same, score=_same, parameters={"size": size},
+        features=_same, target=_same, model=torch.nn.Identity, loss=_none, score=_none, parameters={"size": size},
     )  # fmt: skip
 
 
@@ -35,8 +37,12 @@ def _row_of(item: int, size: int) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(item))
 
 
-def _same(value):
+def _same(value: Any) -> Any:
     return value
+
+
+def _none(*_: Any) -> Any:
+    raise NotImplementedError("nothing is trained on these numbers")
 
 
 def reading(count: int = 4000, pairs: int = 60) -> list[Row]:
@@ -81,7 +87,8 @@ def building(clips: int = 2400, sample: int = 100) -> list[Row]:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         plan = Plan(cache="disk")
-        builder, alone_s = builder_of(workload, items, plan, folder), []
+        builder = builder_of(workload, items, plan, folder)
+        alone_s: list[float] = []
 
         def one_core() -> None:
             for index in np.random.default_rng(len(alone_s)).integers(0, len(items), sample).tolist():
@@ -114,4 +121,6 @@ seconds, size = time.perf_counter() - began_s, resident() - before
     ]
 
 
-BENCHMARKS = {"cache-read": reading, "cache-build": building, "cache-open": opening}
+BENCHMARKS: dict[str, Callable[..., list[Row]]] = {
+    "cache-read": reading, "cache-build": building, "cache-open": opening,
+}  # fmt: skip

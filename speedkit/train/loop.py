@@ -62,8 +62,9 @@ def steps(run: Run) -> Generator[int, None, None]:
 
     while run.total_steps is None or run.step < run.total_steps:
         batch = run.batches.next()  # (inputs [B, ...], targets [B])
-        # Seeded by the step, so that a resumed run draws what the uninterrupted one would have drawn.
-        generator.manual_seed(recipe.seed * 1_000_003 + run.step)
+        if workload.augment is not None or recipe.mixup:
+            # Seeded by the step, so that a resumed run draws what the uninterrupted one would have drawn.
+            generator.manual_seed(recipe.seed * 1_000_003 + run.step)
         if workload.augment is not None:
             batch = workload.augment(batch, generator)
         if recipe.mixup:
