@@ -217,19 +217,17 @@ def run(names: tuple[str, ...], parameters: tuple, grid: tuple, out: str, timeou
 @click.option("--budget", type=seconds, metavar="TIME", help="start no notebook after this time")
 @click.option("--workload", default="", help="write only the record, of this workload")
 @click.option("--import", "source", type=click.Path(), help="take in what another machine published to this folder")
-@click.option("--force", is_flag=True, help="run what is current too")
 @click.option("--allow-changes", is_flag=True, help="publish from a package that differs from its last commit")
-def publish(names, everything, out, budget, workload, source, force, allow_changes) -> int:
+def publish(names, everything, out, budget, workload, source, allow_changes) -> int:
     """Run notebooks here for the repository: executed notebooks and records, and the README's tables."""
-    from speedkit import publishing, status
+    from speedkit import publishing
 
     if not (source or names or everything):
         raise UsageError("name notebooks to publish, or give --all or --import DIR")
     outcomes = publishing.import_published(source) if source else publishing.publish(
-        None if everything else names, out, budget, workload=workload, force=force,
-        allow_changes=allow_changes)  # fmt: skip
+        None if everything else names, out, budget, workload=workload, allow_changes=allow_changes)  # fmt: skip
     for outcome in outcomes:
         click.echo(f"{outcome.state}: {outcome.name}{': ' if outcome.why else ''}{outcome.why}")
     if not out:
-        status.update_readme(publishing.notebooks_folder().parent / "README.md")
+        publishing.update_readme(publishing.notebooks_folder().parent / "README.md")
     return 1 if any(outcome.state in ("failed", "refused") for outcome in outcomes) else 0

@@ -3,10 +3,10 @@
 import concurrent.futures
 import contextlib
 import fcntl
+import functools
 import itertools
 import logging
 import math
-import multiprocessing
 import os
 import sys
 import tempfile
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from speedkit.errors import SpeedkitError, UsageError
-from speedkit.measure.provenance import code_sha256, notebooks_folder
+from speedkit.measure.provenance import notebooks_folder
 from speedkit.parameters import code_cells, typed_parameters
 from speedkit.settings import nearest
 
@@ -37,14 +37,6 @@ def find_notebooks(names: Sequence[str | Path] | None = None, folder: Path | Non
             raise UsageError(f'there is no notebook "{name}"{nearest(name, called)}; there are {", ".join(known)}')
         found.append(path)
     return list(dict.fromkeys(found))
-
-
-def is_current(record: Mapping[str, Any] | None, source: str | Path) -> bool:
-    """Whether `record` was made by the code that notebook `source`, and the modules it measures, have now."""
-    try:
-        return record is not None and record.get("code_sha256") == code_sha256(source, record.get("modules", []))
-    except (UsageError, OSError):  # a module or the notebook is no longer there
-        return False
 
 
 def run_notebook(
@@ -142,25 +134,25 @@ def sweep(
 ) -> dict[Path, str]:  # fmt: skip
     """Run notebook `source` for each combination of the `grid`'s values, into folder `out`, named by the values.
 
-    Return what went wrong with each, "" if nothing did, by its path. By default another process runs all, in turn.
+    By default one after the other, else by any `executor`. Return what went wrong with each, "" if nothing, by path.
     """
     source, jobs = Path(source).resolve(), {}
     for values in itertools.product(*grid.values()):
         given = typed_parameters(source, {**(parameters or {}), **dict(zip(grid, values, strict=True))})
         label = "-".join(f"{name}={urllib.parse.quote(str(given[name]), safe=',+[]')}" for name in grid)
         jobs[Path(out).resolve() / f"{source.stem}-{label}.ipynb"] = given
-    errors: dict[Path, str] = {}
-    own = contextlib.nullcontext(executor) if executor else concurrent.futures.ProcessPoolExecutor(
-        1, mp_context=multiprocessing.get_context("spawn"))  # fmt: skip
-    with own as pool:
-        futures = {pool.submit(run_notebook, source, path, given, timeout_s=timeout_s, progress=False): path
-                   for path, given in jobs.items()}  # fmt: skip
-        try:
-            for future in concurrent.futures.as_completed(futures):
-                path = futures[future]
-                errors[path] = str(future.exception() or "")
-                print(f"{len(errors)}/{len(jobs)} {path.stem}: {errors[path] or 'done'}", flush=True)
-        finally:  # after Ctrl-C nothing more starts
-            for future in futures:
-                future.cancel()
-    return {path: errors[path] for path in jobs}
+    done = (executor.map if executor else map)(functools.partial(_tried, source, timeout_s), jobs, jobs.values())
+    errors = {}
+    for path, why in zip(jobs, done, strict=True):
+        errors[path] = why
+        print(f"{len(errors)}/{len(jobs)} {path.stem}: {why or 'done'}", flush=True)
+    return errors
+
+
+def _tried(source: Path, timeout_s: float, out: Path, given: dict[str, Any]) -> str:
+    """Run one combination of a sweep; return what went wrong."""
+    try:
+        run_notebook(source, out, given, timeout_s=timeout_s, progress=False)
+    except SpeedkitError as error:
+        return str(error)
+    return ""

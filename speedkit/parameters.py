@@ -23,10 +23,9 @@ def read_notebook(path: Path) -> Any:
 
     try:
         return nbformat.read(path, as_version=4)
-    except OSError as error:
-        raise UsageError(f"notebook {path} cannot be read ({error.strerror}): name another") from error
-    except (ValueError, AttributeError, KeyError, nbformat.ValidationError) as error:
-        raise UsageError(f"{path} is not a Jupyter notebook: name another") from error
+    except (OSError, ValueError, AttributeError, KeyError, nbformat.ValidationError) as error:
+        why = getattr(error, "strerror", "") or "JSON of another form"
+        raise UsageError(f"{path} cannot be read or is not a Jupyter notebook ({why}): name another") from error
 
 
 def code_cells(notebook: Any) -> list[Any]:
@@ -66,11 +65,11 @@ def _parameter(line: str) -> Setting:
         default, annotation = ast.literal_eval(node.value), ast.unparse(node.annotation)
         if isinstance(default, list) != annotation.startswith("list["):
             raise ValueError
-        words = annotation.removeprefix("list[").removesuffix("]").split(" | ")
-        parameter = Setting(ast.unparse(node.target), tuple(KINDS[word] for word in words), default, comment)
+        kinds = tuple(KINDS[word] for word in annotation.removeprefix("list[").removesuffix("]").split(" | "))
     except (SyntaxError, ValueError, KeyError) as error:
         raise UsageError(f'"{line}" is not {FORM}') from error
-    typed_value(parameter, parameter.default)
+    parameter = Setting(ast.unparse(node.target), kinds, default, comment)
+    typed_value(parameter, default)
     return parameter
 
 

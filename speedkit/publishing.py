@@ -1,4 +1,4 @@
-"""Publishing: run notebooks on the machine at hand, keep what they showed and recorded, take in what others ran."""
+"""Publishing: run notebooks here or take in what others ran, keep outputs and records, draw the README from them."""
 
 import contextlib
 import math
@@ -7,31 +7,44 @@ import re
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 from speedkit import files
 from speedkit.errors import SpeedkitError, UsageError
 from speedkit.hardware import this_machine
-from speedkit.measure.provenance import commit, notebooks_folder
-from speedkit.measure.schema import load_record, validate_record
-from speedkit.notebooks import find_notebooks, is_current, run_notebook
+from speedkit.measure.provenance import code_sha256, commit, notebooks_folder
+from speedkit.measure.schema import load_record, published, validate_record
+from speedkit.notebooks import find_notebooks, run_notebook
 from speedkit.parameters import code_cells, read_notebook, record_of, typed_parameters
+from speedkit.show.figures import device_name, save, waterfall
 
 BUSY_PERCENT = 5  # an idle GPU reports 0; a desktop's screen a few
 NOTEBOOK_S = 3600.0  # the longest that one may run
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+CLIMB, LADDER = "90_climb.ipynb", "records/ladder.svg"
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What became of one notebook or record: published, current (nothing to do), failed, refused or left (no time)."""
 
     name: str
     state: str
     why: str = ""
+
+
+def is_current(record: Mapping[str, Any] | None, source: Path) -> bool:
+    """Whether `record` was made by the code that notebook `source`, and the modules it measures, have now."""
+    try:
+        return record is not None and record.get("code_sha256") == code_sha256(source, record.get("modules", []))
+    except (UsageError, OSError):  # a module or the notebook is no longer there
+        return False
+
+
+def is_stale(executed: Path, source: Path | None = None) -> bool:
+    """Whether what the notebook `executed` shows came from other code than that of `source`, itself by default."""
+    return not is_current(record_of(read_notebook(executed)), source or executed)
 
 
 def device_slug(hardware: Mapping[str, Any]) -> str:
@@ -43,14 +56,14 @@ def device_slug(hardware: Mapping[str, Any]) -> str:
 
 def publish(
     names: Sequence[str] | None, out: str | Path | None = None, budget_s: float | None = None, *,
-    workload: str = "", force: bool = False, allow_changes: bool = False,
+    workload: str = "", allow_changes: bool = False,
 ) -> list[Outcome]:  # fmt: skip
     """Run the notebooks `names` (None: all) here, in their auto profile, and write them and their records to `out`.
 
-    What this machine has published to `out` from the same code is left, unless `force`. With `workload` only the record
-    is written, as NN_name-workload.json. None starts when `budget_s` is spent or outlasts it. What ran and could not be
-    published is in runs/publish. Raises SpeedkitError for a busy GPU, and for changes of the package since the commit
-    that records would name, unless `allow_changes`.
+    What this machine has published to `out` from the same code is left. With `workload` only the record is written, as
+    NN_name-workload.json. None starts when `budget_s` is spent or outlasts it. What ran and could not be published is
+    in runs/publish. Raises SpeedkitError for a busy GPU, and for changes of the package since the commit that records
+    would name, unless `allow_changes`.
     """
     sources, out = find_notebooks(names), Path(out or notebooks_folder())
     parameters = {"workload": workload} if workload else {}
@@ -60,27 +73,23 @@ def publish(
     here = commit()
     if here and here[1] and not allow_changes:
         raise SpeedkitError(f"the package differs from commit {here[0]}, which the records would name: commit it first")
-    end_s, outcomes = time.monotonic() + (budget_s or math.inf), []
-    records = out / "records" / device_slug(this_machine().as_dict())
-    for source in sources:
-        name, left_s = f"{source.stem}-{workload}".removesuffix("-"), min(NOTEBOOK_S, end_s - time.monotonic())
-        record, shown = records / f"{name}.json", out / source.name
-        done = record.exists() and is_current(files.read_json(record), source)
-        if not force and done and (workload or (shown.exists() and not is_stale(shown, source))):
-            outcomes.append(Outcome(name, "current"))
-        elif left_s < 1:
-            outcomes.append(Outcome(name, "left", f"the budget of {budget_s:.0f} s is spent"))
-        else:
-            outcomes.append(_publish_one(source, out, name, parameters, left_s))
-    return outcomes
+    end_s = time.monotonic() + (budget_s or math.inf)
+    return [_publish_one(source, out, parameters, end_s) for source in sources]
 
 
-def _publish_one(source: Path, out: Path, name: str, parameters: dict[str, Any], timeout_s: float) -> Outcome:
-    ran = Path("runs", "publish", f"{name}.ipynb")
+def _publish_one(source: Path, out: Path, parameters: dict[str, str], end_s: float) -> Outcome:
+    name, shown = "-".join([source.stem, *parameters.values()]), out / source.name
+    record = out / "records" / device_slug(this_machine().as_dict()) / f"{name}.json"
+    done = record.exists() and is_current(files.read_json(record), source)
+    if done and (parameters or (shown.exists() and not is_stale(shown, source))):
+        return Outcome(name, "current")
+    ran, left_s = Path("runs", "publish", f"{name}.ipynb"), min(NOTEBOOK_S, end_s - time.monotonic())
+    if left_s < 1:
+        return Outcome(name, "left", "the budget is spent")
     try:
         with tempfile.TemporaryDirectory(prefix="speedkit-publish-") as folder, mock.patch.dict(
             os.environ, SPEEDKIT_PROFILE="", SPEEDKIT_PROGRESS="off", SPEEDKIT_RUN_DIR=folder):  # fmt: skip
-            run_notebook(source, ran, parameters, timeout_s=timeout_s)
+            run_notebook(source, ran, parameters, timeout_s=left_s)
         if parameters:
             _take_record(record_of(read_notebook(ran)), source, out, name)
         else:
@@ -122,11 +131,6 @@ def _take_notebook(executed: Path, source: Path, out: Path) -> None:
         nbformat.write(notebook, temporary)
 
 
-def is_stale(executed: Path, source: Path | None = None) -> bool:
-    """Whether what the notebook `executed` shows came from other code than that of `source`, itself by default."""
-    return not is_current(record_of(read_notebook(executed)), source or executed)
-
-
 def refuse_busy_gpu() -> None:
     """Raise SpeedkitError when a GPU that CUDA shows is in use."""
     import torch
@@ -162,3 +166,71 @@ def import_published(folder: str | Path, into: str | Path | None = None) -> list
         except SpeedkitError as error:
             outcomes.append(Outcome(name, "refused", str(error)))
     return outcomes
+
+
+def update_readme(readme: str | Path) -> None:
+    """Write the README's generated blocks and the ladder's figure anew."""
+    files.write_text(readme, readme_text(readme))
+    folder = Path(readme).parent / "notebooks"
+    for record in _climbs(folder)[:1]:
+        save(waterfall(record), folder / LADDER)
+
+
+def readme_text(readme: str | Path) -> str:
+    """Return the README's text with its generated blocks made anew. Raises UsageError when a block has no markers."""
+    folder, text = Path(readme).parent / "notebooks", Path(readme).read_text(encoding="utf-8")
+    for name, make in (("status", status_table), ("ladder", ladder_table)):
+        start, end = f"<!-- generated:{name} -->", f"<!-- /generated:{name} -->"
+        before, _, rest = text.partition(start)
+        if end not in rest:
+            raise UsageError(f"{Path(readme).name} needs the lines {start} and {end}: put them where {name} belongs")
+        text = f"{before}{start}\n{make(folder)}\n{end}{rest.partition(end)[2]}"
+    return text
+
+
+def status_table(folder: Path) -> str:
+    """Return the status of all notebooks in `folder` as a Markdown table, for a file beside the folder."""
+    rows = []
+    for path in find_notebooks(None, folder):
+        notebook = read_notebook(path)
+        title, _, text = (notebook.cells[0].source if notebook.cells else "").lstrip("# ").partition("\n")
+        claim = re.split(r"(?<=[.!?])\s", text.strip().partition("\n\n")[0].replace("\n", " "))[0]
+        shown, measured = record_of(notebook), []
+        if shown is None:
+            measured.append("not run yet")
+        elif not is_current(shown, path):
+            measured.append(f"**stale**: its code changed after {shown['created'][:10]}")
+        for file, record in published(path).items():
+            workload = file.stem.partition("-")[2]
+            measured.append(f"{device_name(record)}{f' ({workload})' * bool(workload)}, {_run(record, path)}")
+        rows.append([f"[{path.stem[:2]} {title.strip()}]({folder.name}/{path.name})", claim, "<br>".join(measured)])
+    return _table(["notebook", "what it shows", "measured on"], rows)
+
+
+def ladder_table(folder: Path) -> str:
+    """Return the figure of the climb and its final speed-ups, from records alone, as Markdown."""
+    rows = []
+    for record in _climbs(folder):
+        ratios = ["{ratio:.2f}x ({low:.2f} to {high:.2f})".format(**found) if found else "not measured"
+                  for found in (record["speedup"], record["speedup_careful"])]  # fmt: skip
+        rows.append([device_name(record), record["workload"]["name"], *ratios, _run(record, folder / CLIMB)])
+    if not rows:
+        return "No climb is published yet."
+    table = _table(["machine", "workload", "over plain PyTorch", "over a careful start", "run"], rows)
+    return f"![The climb on {rows[0][0]}]({folder.name}/{LADDER})\n\n{table}"
+
+
+def _climbs(folder: Path) -> list[dict[str, Any]]:
+    return [record for record in published(folder / CLIMB).values() if record.get("speedup")]
+
+
+def _run(record: dict[str, Any], notebook: Path) -> str:
+    """Return when and with what a record was made; it is stale when the notebook's code has changed since."""
+    stale = "" if is_current(record, notebook) else ", **stale**"
+    return f"{record['created'][:10]}, torch {record['versions']['torch']}, {record['profile']}{stale}"
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in (head, *rows)]
+    first, *others = (f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join([first, "|---" * len(head) + "|", *others])

@@ -12,8 +12,7 @@ from check_notebooks import contract_problems, hand_typed_speedups
 from nbformat.v4 import new_markdown_cell, new_output
 
 from speedkit.parameters import RECORD_MIME
-from speedkit.publishing import is_stale
-from speedkit.status import readme_text
+from speedkit.publishing import is_stale, readme_text
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))

@@ -17,8 +17,15 @@ from speedkit.errors import UsageError
 from speedkit.files import read_json, write_json
 from speedkit.hardware import this_machine
 from speedkit.parameters import record_of
-from speedkit.publishing import device_slug, import_published, is_stale, publish
-from speedkit.status import readme_text, status_table, update_readme
+from speedkit.publishing import (
+    device_slug,
+    import_published,
+    is_stale,
+    publish,
+    readme_text,
+    status_table,
+    update_readme,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 HERE = device_slug(this_machine().as_dict())
@@ -201,9 +208,9 @@ def test_readme_shows_what_is_recorded_and_lists_what_is_stale(folder, tmp_path)
     record = record_of(nbformat.read(path, as_version=4))
     (folder / "records" / HERE).mkdir()
     write_json(folder / "records" / HERE / "21_tiny.json", record)
-    update_readme(readme, folder)
+    update_readme(readme)
     text = readme.read_text()
-    update_readme(readme, folder)
+    update_readme(readme)
     assert readme.read_text() == text
     rows = [line for line in text.splitlines() if line.startswith("| [2")]
     assert rows[0].startswith("| [21 Tiny](notebooks/21_tiny.ipynb) | A sum does not depend on the order. | ")
@@ -213,10 +220,10 @@ def test_readme_shows_what_is_recorded_and_lists_what_is_stale(folder, tmp_path)
     assert text.startswith("# x\n") and text.endswith("after\n") and "\nbetween\n" in text
 
     edit(path, 2, "total = 7")
-    assert "**stale**: its code changed after" in readme_text(readme, folder)
+    assert "**stale**: its code changed after" in readme_text(readme)
     readme.write_text("# x\n<!-- generated:status -->\n")
     with pytest.raises(UsageError, match="<!-- /generated:status -->"):
-        readme_text(readme, folder)
+        readme_text(readme)
 
 
 def test_the_ladder_s_figures_are_the_climb_s(folder, tmp_path):
@@ -229,12 +236,12 @@ def test_the_ladder_s_figures_are_the_climb_s(folder, tmp_path):
                "workload": {"name": "image", "train": 8, "test": 4}}  # fmt: skip
     (folder / "records" / HERE).mkdir()
     write_json(folder / "records" / HERE / "90_climb-image.json", record)
-    update_readme(readme, folder)
+    update_readme(readme)
     text, figure = readme.read_text(), (folder / "records" / "ladder.svg").read_bytes()
-    update_readme(readme, folder)
+    update_readme(readme)
     assert readme.read_text() == text and (folder / "records" / "ladder.svg").read_bytes() == figure
     assert "(notebooks/records/ladder.svg)" in text
     assert "| image | 4.12x (4.00 to 4.25) | not measured | " in text and "stale" not in text
     record["code_sha256"] = "0" * 64
     (folder / "records" / HERE / "90_climb-image.json").write_text(json.dumps(record))
-    assert ", **stale** |" in readme_text(readme, folder)
+    assert ", **stale** |" in readme_text(readme)

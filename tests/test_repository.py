@@ -31,7 +31,7 @@ LAYERS = (
     {"deploy"},
     {"ladder", "climb"},
     {"show"},
-    {"notebooks", "publishing", "status", "bench", "options", "commands_cache", "cli", "__main__"},
+    {"notebooks", "publishing", "bench", "options", "commands_cache", "cli", "__main__"},
 )
 TRAINING_LOOP = {"fit", "steps"}  # the one function that may take a page, in train/loop.py
 
