@@ -9,6 +9,8 @@ import click
 from speedkit.errors import SpeedkitError, UsageError
 from speedkit.options import DATA, data_options, the_workload
 
+directory = click.argument("folder", metavar="DIR")
+
 
 @click.group()
 def cache() -> None:
@@ -16,7 +18,7 @@ def cache() -> None:
 
 
 @cache.command()
-@click.argument("folder", metavar="DIR")
+@directory
 @click.option("--workload", default="audio", show_default=True, help="audio, or package.module:function")
 @data_options
 @click.option("--of", "cache_of", default="features", show_default=True, metavar="FEATURES | WAVEFORM")
@@ -38,55 +40,45 @@ def build(folder: str, workload: str, hash_content: bool, **values: Any) -> None
 
 
 @cache.command()
-@click.argument("folder", metavar="DIR")
+@directory
 def info(folder: str) -> None:
     """Show what is cached, how large and how exact it is, and how much of it nothing uses any more."""
     from speedkit.data import store
 
     for path in _caches(folder):
-        state = store.read(path)
-        if state is None:
+        if (state := store.read(path)) is None:
             click.echo(f"{path}: nothing in it can be read")
             continue
-        about, manifest, counts = state.about, state.manifest, state.column("counts")
-        values = int(counts.sum())
-        keys = state.column("keys")
-        stale = len(keys) - len(set(keys.tolist()))
-        for name, *_ in state.shards:
-            try:
-                shard = store.read_shard(path / name)
-            except store.Damaged:
-                continue
-            for item, size in zip(store.names_of(shard), shard.rows["sizes"].tolist(), strict=True):
-                stale += size >= 0 and not os.path.exists(os.path.join(about["base"], item))
+        about, manifest, keys = state.about, state.manifest, state.column("keys")
+        shards, _ = store.sealed(path, about["fingerprint"])
+        files = [name for shard in shards if about["base"] for name in store.names_of(shard)]
+        stale = len(keys) - len(set(keys.tolist())) + sum(not os.path.exists(about["base"] + name) for name in files)
         click.echo(
             f"{path}: {len(keys)} entries of workload {about['workload']} ({about['base'] or 'no files'}), "
-            f"{about['cache_of']} as {about['dtype']}, {values} values in {len(state.shards)} shards, largest rounding "
-            f"error {manifest.get('max_error', 0.0):.3g}, {manifest.get('unusable', 0)} unusable, {stale} out of use; "
-            f"built in {manifest['build_s']:.3g} s ({len(keys) / max(manifest['build_s'], 1e-9):.3g}/s)"
+            f"{about['cache_of']} as {about['dtype']}, {state.column('counts').sum()} values in {len(state.shards)} "
+            f"shards, largest rounding error {manifest.get('max_error', 0.0):.3g}, {len(state.bad)} unusable, {stale} "
+            f"out of use; built in {manifest['build_s']:.3g} s ({len(keys) / max(manifest['build_s'], 1e-9):.3g}/s)"
         )
         for name, why in state.problems:
             click.echo(f"  {name}: {why}")
 
 
 @cache.command()
-@click.argument("folder", metavar="DIR")
+@directory
 def verify(folder: str) -> int:
     """Read every entry and compare it with its checksum; exit code 1 when one is not as it was written."""
     from speedkit.data.build import verify as verify_one
 
-    bad = 0
-    for path in _caches(folder):
-        problems = verify_one(path)
-        bad += len(problems)
+    found = {path: verify_one(path) for path in _caches(folder)}
+    for path, problems in found.items():
         click.echo(f"{path}: {len(problems) or 'nothing'} not as it was written")
         for name, why in problems:
             click.echo(f"  {name}: {why}")
-    return 1 if bad else 0
+    return 1 if any(found.values()) else 0
 
 
 @cache.command()
-@click.argument("folder", metavar="DIR")
+@directory
 @click.option("--workload", help="audio, or package.module:function; what the cache itself says without")
 @data_options
 def repair(folder: str, workload: str | None, **values: Any) -> None:
@@ -99,8 +91,7 @@ def repair(folder: str, workload: str | None, **values: Any) -> None:
     from speedkit.workloads import load_workload
 
     for path in _caches(folder):
-        state = store.read(path)
-        if state is None:
+        if (state := store.read(path)) is None:
             raise SpeedkitError(f"{path} tells nothing of what it held: remove it, it is built again")
         made_by = dict(state.about["made_by"]) | ({"name": workload} if workload else {})
         if "name" not in made_by:

@@ -129,7 +129,7 @@ def test_a_cache_travels_to_another_process(workload, cache):
 def test_mapped_shards_hold_no_file_open(workload, cache, monkeypatch):
     monkeypatch.setattr(build, "SHARD_BYTES", 32)  # one entry
     found = cache(workload)
-    assert len(found.parts) == 20
+    assert len(found.files) == 20
     before = len(os.listdir("/proc/self/fd"))
     assert torch.equal(served(found), live(workload))
     assert len(os.listdir("/proc/self/fd")) == before
@@ -369,7 +369,7 @@ def test_a_changed_parameter_builds_all_and_says_why(counted, cache, monkeypatch
     again, said, found = rebuilt(counted, cache, monkeypatch, **louder)
     assert len(again) == 20 and "parameter gain was 2.0, is 4.0" in said and said.endswith("building all 20 entries")
     assert torch.equal(served(found), live(dataclasses.replace(counted[0], **louder)))
-    assert len(store.shard_files(found.folder)) == len(found.parts)
+    assert len(store.shard_files(found.folder)) == len(found.files)
 
 
 def test_what_is_left_of_removed_and_changed_items_goes_with_its_shard(workload, cache, monkeypatch):
@@ -377,7 +377,7 @@ def test_what_is_left_of_removed_and_changed_items_goes_with_its_shard(workload,
     found = cache(workload)
     write(workload.train[0].path, 8)
     again = cache(workload)
-    assert len(again.parts) == 20 and not (found.folder / "shard-0001-00000000.safetensors").exists()
+    assert len(again.files) == 20 and not (found.folder / "shard-0001-00000000.safetensors").exists()
 
 
 def test_shards_built_by_several_processes_are_those_built_by_one(workload, tmp_path, monkeypatch):

@@ -1,6 +1,5 @@
 """Features or waveforms computed once and kept, found again by all that they depend on."""
 
-import functools
 import hashlib
 import json
 import os
@@ -40,29 +39,24 @@ def open_cache(
     """
     if not items:
         raise SpeedkitError(f"workload {workload.name} has no readable item to train or test on")
-    say = functools.partial(print, flush=True) if progress else lambda text: None
     builder = builder_of(workload, items, plan, cache_dir, hash_content)
-    changed = ""
-    for _ in range(3):  # settling a folder whose files are damaged can bring more that is missing to light
-        state, rows, missing, why = _compare(builder)
-        changed = changed or why
-        if state is not None and not len(missing) and not state.problems:
-            break
+    builder.progress = progress
+    state, rows, missing, why = _compare(builder)
+    if state is None or len(missing) or state.problems:
         try:
-            with store.locked(builder.folder, say):
+            with store.locked(builder.folder, builder.say):
                 state, rows, missing, why = _compare(builder)  # what another has built meanwhile is not built again
-                if len(missing):
-                    say(f"{builder.folder.name}: {why}")
-                    manifest = state.manifest if state is not None else None
-                    build(builder, missing, workload.length is not None, manifest, say, progress)
-                elif state is not None and state.problems:
+                if state is None or len(missing):
+                    builder.say(f"{builder.folder.name}: {why}")
+                    build(builder, missing, state)
+                    state, rows, *_ = _compare(builder)
+                elif state.problems:
                     store.settle(builder.folder, state.manifest)
         except SpeedkitError:
             if state is None or len(missing):
-                raise
-            break  # all entries are there, and the folder cannot be written: what is wrong in it stays
+                raise  # else all entries are there, and what is wrong stays in a folder that cannot be written
     assert state is not None
-    cache = FeatureCache(builder, state, rows, changed)
+    cache = FeatureCache(builder, state, rows, why)
     if not cache.usable.any():
         (path, why), *_ = cache.bad.items()
         raise SpeedkitError(f"none of the {len(items)} files of {workload.name} can be read; {path}: {why}")
@@ -80,8 +74,8 @@ def builder_of(workload: Any, items: Sequence[Any], plan: Plan, cache_dir: Any, 
     name = re.sub(r"[^\w.-]", "_", workload.name)
     about = {
         "workload": workload.name, "made_by": json.loads(json.dumps(dict(workload.made_by), default=str)), "base": base,
-        "cache_of": plan.cache_of, "decoder": plan.decoder, "dtype": dtype, "shape": None, "hashed": hashed,
-        "fingerprint": fingerprint(workload, load, plan.cache_of),
+        "cache_of": plan.cache_of, "decoder": plan.decoder, "dtype": dtype, "hashed": hashed,
+        "shape": None, "varies": workload.length is not None, "fingerprint": fingerprint(workload, load, plan.cache_of),
     }  # fmt: skip
     features = workload.features if plan.cache_of == "features" else None
     folder = root / f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
@@ -90,26 +84,24 @@ def builder_of(workload: Any, items: Sequence[Any], plan: Plan, cache_dir: Any, 
 
 def _compare(builder: Builder) -> tuple[store.State | None, np.ndarray, np.ndarray, str]:
     """Return (what the folder holds of this fingerprint, where each item is in it, the items it lacks, why these)."""
-    sources, now = builder.sources, builder.about["fingerprint"]
-    state = store.read(builder.folder, now)
-    if state is None:
-        missing = np.unique(sources.keys, return_index=True)[1]
-        old = store.read_manifest(builder.folder)
-        why = difference(old["about"]["fingerprint"], now) if old else ""
-        return None, missing, np.sort(missing), f"{why}{': ' if why else ''}building all {len(missing)} entries"
+    sources, state = builder.sources, store.read(builder.folder)
+    changed = difference(state.about["fingerprint"], builder.about["fingerprint"]) if state else ""
+    if state is None or changed:
+        missing = np.sort(np.unique(sources["keys"], return_index=True)[1])
+        return None, missing, missing, f"{changed}{': ' if changed else ''}building all {len(missing)} entries"
     builder.about = state.about
-    rows = store.latest(state.column("keys"), sources.keys)
+    rows = store.latest(state.column("keys"), sources["keys"])
     same = rows >= 0
-    for column, mine in (("sizes", sources.sizes), ("modified_ns", sources.modified_ns)):
-        if len(known := state.column(column)):
-            same &= known[rows] == mine
+    if len(state.column("keys")):
+        for column in ("sizes", "modified_ns"):
+            same &= state.column(column)[rows] == sources[column]
     if state.about["hashed"]:
-        kept = state.column("contents")
         for index in np.flatnonzero(~same & (rows >= 0)).tolist():
-            same[index] = kept[rows[index]] == content(getattr(builder.items[index], "path", None)) != 0
+            now = content(getattr(builder.items[index], "path", None))
+            same[index] = state.column("contents")[rows[index]] == now != 0
     missing = np.flatnonzero(~same)
-    missing = missing[np.sort(np.unique(sources.keys[missing], return_index=True)[1])]
+    missing = missing[np.sort(np.unique(sources["keys"][missing], return_index=True)[1])]
     added = int((rows[missing] < 0).sum())
     parts = [f"{count} {what}" for count, what in ((len(missing) - added, "changed"), (added, "added")) if count]
-    building = f": building {len(missing)} of {len(sources.keys)} entries" if parts else ""
+    building = f": building {len(missing)} of {len(sources['keys'])} entries" if parts else ""
     return state, rows, missing, ", ".join(parts) + building

@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import os
 import re
 import sys
 import time
@@ -12,7 +11,6 @@ import numpy as np
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
-from xxhash import xxh3_64_intdigest
 
 from speedkit.data import store
 from speedkit.data.build import Builder
@@ -32,21 +30,19 @@ class FeatureCache:
 
     def __init__(self, builder: Builder, state: store.State, rows: np.ndarray, changed: str = ""):
         self.builder, self.folder, self.changed = builder, builder.folder, changed
-        *lead, self.last = state.about["shape"]  # the last dimension is None where lengths vary
-        self.lead, self.varies, self.dtype = tuple(lead), self.last is None, np.dtype(state.about["dtype"])
-        self.parts, counts = state.shards, state.column("counts")
-        entries = [entries for *_, entries in self.parts]
-        parts = np.split(counts, np.cumsum(entries)[:-1])
-        self.begins, self.sizes = store.layout(self.parts, [int(part.sum()) for part in parts], self.dtype)
-        starts = [begin + np.cumsum(part) - part for begin, part in zip(self.begins, parts, strict=True)]
-        self.shards = np.repeat(np.arange(len(entries), dtype=np.int32), entries)[rows]  # [N], as are the next three
-        self.counts, self.starts = counts[rows], np.concatenate(starts)[rows]  # elements, and where they begin in flat
+        *lead, self.last = state.about["shape"]
+        self.lead, self.varies, self.dtype = tuple(lead), state.about["varies"], np.dtype(state.about["dtype"])
+        self.files = [self.folder / name for name, *_ in state.shards]
+        starts, self.lengths = store.layout(state)
+        # [N]: elements, where they begin in `flat`, what they are checked by
+        self.counts, self.starts, self.keys = state.column("counts")[rows], starts[rows], builder.sources["keys"]
         self.checksums = state.column("checksums")[rows]
         self.usable = self.counts > 0
         self.unchecked = self.usable.copy()
         self.targets = np.fromiter(map(builder.target, builder.items), np.int64, len(rows))
-        self.bad = self._unusable()
-        self.build_s = state.manifest["build_s"] * len(rows) / max(1, len(counts))
+        unusable = np.flatnonzero(~self.usable).tolist()
+        self.bad = {builder.path(index): state.bad.get(builder.name(index), "it has no features") for index in unusable}
+        self.build_s = state.manifest["build_s"] * len(rows) / len(starts)
         self.where, self.why = "disk", ""
         self.damaged: set[int] = set()
         self._flat: np.ndarray | None = None
@@ -58,8 +54,7 @@ class FeatureCache:
     def flat(self) -> np.ndarray:
         """All values one after another: the files, mapped at the first use in a process, or what was read from them."""
         if self._flat is None:
-            files = [self.folder / name for name, *_ in self.parts]
-            self._flat, self._windows = store.mapped(files, self.sizes, self.dtype), None
+            self._flat, self._windows = store.mapped(self.files, self.lengths, self.dtype), None
         return self._flat
 
     def __getstate__(self) -> dict[str, Any]:
@@ -118,25 +113,15 @@ class FeatureCache:
                 self._windows = sliding_window_view(flat, math.prod(shape[1:]))
             batch = torch.from_numpy(self._windows[starts].reshape(shape))
         if len(new):
-            if self.varies:
-                same = self._same(at[new], self.flat, starts[new])
-            else:  # the copy is in the CPU's cache
-                same = self._same(at[new], batch.numpy(), new * math.prod(shape[1:]))
+            # Where a row of the batch is an entry, it is looked at there: the copy is in the CPU's cache.
+            values, begins = (self.flat, starts[new]) if self.varies else (batch.numpy(), new * math.prod(shape[1:]))
+            found = store.checksums(values, begins, self.counts[at[new]], self.keys[at[new]])
+            same = found == self.checksums[at[new]]
             self.unchecked[at[new[same]]] = False
             for row in new[~same].tolist():
                 values = batch.numpy()[row, ..., : lengths[row]]
                 values[...] = self._live(int(at[row])).reshape(values.shape)
         return batch
-
-    def _same(self, at: np.ndarray, values: np.ndarray, starts: np.ndarray) -> np.ndarray:
-        """Return which entries, in `values` from `starts` on, are what was written: [B] bool."""
-        content, size = values.reshape(-1).data.cast("B"), self.dtype.itemsize
-        columns = (starts * size, self.counts[at] * size, self.builder.sources.keys[at])
-        found = [
-            xxh3_64_intdigest(content[start : start + length], seed=key)  # as store.checksum, without one call more
-            for start, length, key in zip(*(column.tolist() for column in columns), strict=True)
-        ]
-        return np.array(found, np.uint64) == self.checksums[at]
 
     def _look_after(self) -> None:
         """Map the files anew, and trust none, once one was cut short: to look beyond its end would end the process."""
@@ -144,18 +129,23 @@ class FeatureCache:
         if self._flat is not None and now_s - self.looked_s < 1:
             return
         self.looked_s = now_s
-        for (name, *_), size in zip(self.parts, self.sizes, strict=True):
+        for file, length in zip(self.files, self.lengths, strict=True):
             with contextlib.suppress(OSError):  # what was mapped of a file that is gone stays
-                if self._flat is not None and os.stat(self.folder / name).st_size < size:
+                if file.stat().st_size < length:
                     self._flat, self.unchecked = None, self.usable.copy()
 
     def _live(self, index: int) -> np.ndarray:
-        self._report(index)
+        self.damaged.add(index)
+        if self.recomputed == 1:
+            print(
+                f"speedkit: an entry of the feature cache {self.folder} is not as it was written; it is computed live, "
+                f"and so is any other like it: speedkit cache repair {self.folder.parent} mends them", file=sys.stderr,
+            )  # fmt: skip
         try:
             values = self.builder.entry(index)[0].reshape(-1)
             if len(values) == self.counts[index]:
                 return values
-            raise BadItem(str(getattr(self.builder.items[index], "path", index)), "it has changed since")
+            raise BadItem(self.builder.path(index), "it has changed since")
         except BadItem as item:
             self.bad[item.path] = item.why
             self.usable[index] = self.unchecked[index] = False
@@ -173,28 +163,6 @@ class FeatureCache:
         frame = torch.arange(longest, device=device)
         places = begin + channel * length + frame.minimum(length - 1)  # [B, C, T]
         return self.on_device[places].masked_fill(frame >= length, 0).view(len(at), *self.lead, longest)
-
-    def _report(self, index: int) -> None:
-        self.damaged.add(index)
-        if self.recomputed == 1:
-            print(
-                f"speedkit: an entry of the feature cache {self.folder} is not as it was written; it is computed live, "
-                f"and so is any other like it: speedkit cache repair {self.folder.parent} mends them", file=sys.stderr,
-            )  # fmt: skip
-
-    def _unusable(self) -> dict[str, str]:
-        whys: dict[str, str] = {}
-        for shard in np.unique(self.shards[~self.usable]).tolist():
-            try:
-                whys |= store.read_shard(self.folder / self.parts[shard][0]).bad
-            except store.Damaged:
-                continue
-        unusable = {}
-        for index in np.flatnonzero(~self.usable).tolist():
-            name = self.builder.sources.name(index)
-            path = str(getattr(self.builder.items[index], "path", name))
-            unusable[path] = whys.get(name, "it could not be used when it was cached")
-        return unusable
 
     def place(self, asked: str, device: torch.device, item_s: float) -> None:
         """Bring the entries where they are asked to be if they fit, and say in `why` what that takes and gives.

@@ -1,10 +1,8 @@
 """What cached entries depend on: the transform's code and arguments, library versions, and each item's own file."""
 
-import dataclasses
 import functools
 import importlib.metadata
 import inspect
-import json
 import os
 import platform
 import sys
@@ -16,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
@@ -26,49 +25,34 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _LIBRARIES = ("site-packages", "dist-packages", sysconfig.get_paths()["stdlib"])
 
 
-@dataclasses.dataclass(frozen=True)
-class Sources:
-    """The items of a list, as columns [N]; a file that is not there, or none at all, has size -1."""
-
-    items: Sequence[Any]
-    prefix: str  # of paths; the rest is the item's name
-    keys: np.ndarray  # uint64, hashes of the names
-    sizes: np.ndarray  # int64 bytes
-    modified_ns: np.ndarray  # int64
-
-    def name(self, index: int) -> str:
-        """Return what the cache calls an item."""
-        path = getattr(self.items[index], "path", None)
-        return _Reader().text(self.items[index]) if path is None else str(path).removeprefix(self.prefix)
+def name_of(item: Any, base: str) -> str:
+    """Return what the cache calls an item: its path without the beginning `base`, or what it is made of."""
+    path = getattr(item, "path", None)
+    return _Reader().text(item) if path is None else str(path).removeprefix(base)
 
 
-def sources_of(items: Sequence[Any], base: str) -> Sources:
-    """Return what identifies the items and tells whether their files have changed; names are relative to `base`."""
-    prefix = os.path.join(base, "") if base else ""
+def sources_of(items: Sequence[Any], base: str) -> dict[str, np.ndarray]:
+    """Return columns [N] about the items: keys (hashes of their names), sizes and modified_ns, -1 without a file."""
     keys, (sizes, modified_ns) = np.empty(len(items), np.uint64), np.full((2, len(items)), -1, np.int64)
-    found = Sources(items, prefix, keys, sizes, modified_ns)
-    text = _Reader().text
     for index, item in enumerate(items):  # a million in about a second
-        path = getattr(item, "path", None)
-        name = text(item) if path is None else str(path).removeprefix(prefix)
-        keys[index] = xxh3_64_intdigest(name.encode("utf-8", "surrogateescape"))
-        if path is not None:
+        keys[index] = xxh3_64_intdigest(name_of(item, base).encode("utf-8", "surrogateescape"))
+        if hasattr(item, "path"):
             try:
-                status = os.stat(path)  # of a member of a tar: the tar
-            except (OSError, ValueError):
+                status = os.stat(item.path)  # of a member of a tar: the tar
+            except (OSError, ValueError, TypeError):
                 continue
             sizes[index], modified_ns[index] = status.st_size, status.st_mtime_ns
-    return found
+    return {"keys": keys, "sizes": sizes, "modified_ns": modified_ns}
 
 
 def base_folder(items: Sequence[Any]) -> str:
-    """Return the innermost folder that holds the files of all items, "" where an item has none."""
+    """Return what the paths of all items begin with, up to a folder's "/"; "" where an item has none."""
     paths = [str(path) for item in items if (path := getattr(item, "path", None)) is not None]
     if not paths or len(paths) < len(items):
         return ""
     first, last = min(paths), max(paths)  # what these two share, all share
-    common = os.path.commonpath([first, last]) if os.path.isabs(first) == os.path.isabs(last) else ""
-    return os.path.dirname(common) if common == first else common
+    shared = next((at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+    return first[: first.rfind("/", 0, shared) + 1]
 
 
 def content(path: Any) -> int:
@@ -82,15 +66,14 @@ def content(path: Any) -> int:
 def fingerprint(workload: Any, load: Callable, cache_of: str) -> dict[str, str]:
     """Return all that every entry depends on, named for the reader: parameters, code, versions.
 
-    The code is followed from `load` and `features` through the functions and constants that they use, up to the
-    libraries; `workload.sources` adds to it. Raises SpeedkitError where it cannot be known and no sources are named.
+    The code is followed from `load`, `features` and `workload.sources` through the functions and constants that they
+    use, up to the libraries. Raises SpeedkitError where it cannot be known and no sources are named.
     """
     reader = _Reader()
     steps = {"load": load} | ({"features": workload.features} if cache_of == "features" else {})
     found = {f"parameter {name}": reader.text(value) for name, value in sorted(workload.parameters.items())}
     found |= {f"{step} with its arguments": reader.text(function) for step, function in steps.items()}
-    for source in workload.sources:
-        reader.text(source)
+    reader.text(workload.sources)
     if reader.opaque and not workload.sources:
         raise SpeedkitError(
             f"whether {reader.opaque[0]} changes cannot be seen, so features of workload {workload.name} cannot be "
@@ -99,11 +82,6 @@ def fingerprint(workload: Any, load: Callable, cache_of: str) -> dict[str, str]:
     found |= {f"code of {name}": text for name, text in sorted(reader.code.items())}
     found |= {f"version of {name}": importlib.metadata.version(name) for name in VERSIONED}
     return found | {"version of Python": ".".join(platform.python_version_tuple()[:2])}
-
-
-def digest(found: Mapping[str, str]) -> str:
-    """Return 16 hex digits that stand for a fingerprint."""
-    return xxh3_64_hexdigest(json.dumps(found, sort_keys=True).encode())
 
 
 def difference(was: Mapping[str, str], now: Mapping[str, str]) -> str:
@@ -130,45 +108,38 @@ class _Reader:
         if isinstance(value, PLAIN):
             return repr(value)
         if isinstance(value, Tensor):
-            value = value.detach().cpu().contiguous().flatten().view(-1).numpy(force=True)
+            raw = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+            return f"{value.dtype}{list(value.shape)} {xxh3_64_hexdigest(raw.tobytes())}"
         if isinstance(value, np.ndarray):
-            return f"{value.dtype}{list(value.shape)} {xxh3_64_hexdigest(np.ascontiguousarray(value).tobytes())}"
+            return f"{value.dtype}{list(value.shape)} {xxh3_64_hexdigest(value.tobytes())}"
         if isinstance(value, Mapping):
-            return "{" + ", ".join(f"{self.text(key)}: {self.text(value[key])}" for key in sorted(value, key=str)) + "}"
+            return "{" + ", ".join(f"{key}: {self.text(value[key])}" for key in sorted(value, key=str)) + "}"
         if isinstance(value, list | tuple | set | frozenset):
             parts = [self.text(part) for part in value]
-            return "(" + ", ".join(sorted(parts) if isinstance(value, set | frozenset) else parts) + ")"
+            return str(sorted(parts) if isinstance(value, set | frozenset) else parts)
         if isinstance(value, functools.partial):
-            return f"{self.text(value.func)}{self.text(value.args)}{self.text(value.keywords)}"
+            return self.text([value.func, value.args, value.keywords])
         if isinstance(value, types.MethodType):
-            return f"{self.text(value.__func__)} of {self.text(value.__self__)}"
-        if isinstance(value, types.BuiltinFunctionType):
-            return value.__qualname__  # of C code: the versions tell it
+            return self.text([value.__func__, value.__self__])
         if callable(value) and hasattr(value, "__wrapped__"):  # functools.wraps and lru_cache
             return self.text(inspect.unwrap(value))
-        if isinstance(value, types.FunctionType | type | types.ModuleType):
+        if isinstance(value, types.BuiltinFunctionType | types.FunctionType | type | types.ModuleType):
             return self._named(value)
-        return self._object(value)
-
-    def _object(self, value: Any) -> str:
-        if id(value) in self.inside:
-            return "itself"
-        if hasattr(value, "__dict__"):
-            self.inside.add(id(value))
-            text = f"{self.text(type(value))}{self.text(vars(value))}"
-            self.inside.remove(id(value))
+        if id(value) in self.inside or not hasattr(value, "__dict__"):
+            text = "itself" if id(value) in self.inside else repr(value)
+            self.opaque += [text] * (" at 0x" in text)
             return text
-        if " at 0x" in (text := repr(value)):
-            self.opaque.append(text)
+        self.inside.add(id(value))
+        text = self.text([type(value), vars(value)])
+        self.inside.remove(id(value))
         return text
 
     def _named(self, value: Any) -> str:
-        module = value.__name__ if isinstance(value, types.ModuleType) else value.__module__ or ""
+        """Return the name of a function, class or module, with its library's version, or after noting its code."""
+        module = value.__name__ if isinstance(value, types.ModuleType) else value.__module__ or "builtins"
         name = module if isinstance(value, types.ModuleType) else f"{module}.{value.__qualname__}"
-        if isinstance(value, type) and issubclass(value, BaseException):
-            return name  # no value comes out of it
-        if _of_library(value, module):
-            return f"{name} {getattr(sys.modules.get(module.partition('.')[0]), '__version__', '')}".strip()
+        if _of_library(module):
+            return f"{name} {getattr(sys.modules[module.partition('.')[0]], '__version__', '')}"
         if name not in self.code:
             self.code[name] = ""  # until it is known: functions may use each other
             self.code[name] = xxh3_64_hexdigest(self._definition(value).encode())
@@ -178,34 +149,38 @@ class _Reader:
         if isinstance(value, types.FunctionType):
             cells = [cell.cell_contents for cell in value.__closure__ or ()]
             rest = self.text([value.__defaults__, value.__kwdefaults__, cells])
-            return _code(value.__code__) + rest + self._used(_names(value.__code__), value.__globals__)
+            return self._code(value.__code__) + rest + self._used(_names(value.__code__), value.__globals__)
         try:  # compiled without docstrings, and comments and places are gone: what is left is what it does
             code = compile(textwrap.dedent(inspect.getsource(value)), "", "exec", optimize=2)
         except (OSError, TypeError, SyntaxError):
             self.opaque.append(repr(value))
             return ""
-        used = {} if isinstance(value, types.ModuleType) else vars(sys.modules[value.__module__])
-        return _code(code) + self._used(_names(code), used)
+        return self._code(code) + self._used(_names(code), vars(sys.modules.get(value.__module__, value)))
 
     def _used(self, names: set[str], known: Mapping[str, Any]) -> str:
         """Return the texts of what code with these names finds in its module: constants, functions, classes."""
         texts = []
         for name in sorted(names & known.keys()):
             value = known[name]
-            if isinstance(value, types.ModuleType):
-                library = _of_library(value, value.__name__)
-                texts.append(self._named(value) if library else self._used(names - {name}, vars(value)))
-            elif callable(value) or isinstance(value, np.ndarray | Tensor) or _plain(value):
+            if isinstance(value, types.ModuleType) and not _of_library(value.__name__):
+                texts.append(self._used(names - {name}, vars(value)))
+            elif callable(value) or isinstance(value, types.ModuleType | np.ndarray | Tensor) or _plain(value):
                 texts.append(f"{name} {self.text(value)}")
         return "\n".join(texts)
 
+    def _code(self, code: types.CodeType) -> str:
+        """Return what code does, without its docstring: a function's first constant, or None."""
+        constants = code.co_consts[0 if code.co_name.startswith("<") else 1 :]
+        inner = [self._code(part) if isinstance(part, types.CodeType) else self.text(part) for part in constants]
+        return f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {inner}"
 
-def _of_library(value: Any, module: str) -> bool:
-    """Whether something comes with Python or an installed library, whose version stands for it."""
-    built_in = "" if module == "__main__" else _LIBRARIES[0]  # neither has a file
-    file = getattr(sys.modules.get(module, value), "__file__", None) or built_in
-    file = value.__code__.co_filename if isinstance(value, types.FunctionType) else file
-    return not module.startswith("speedkit") and any(library in file for library in _LIBRARIES)
+
+def _of_library(module: str) -> bool:
+    """Whether a module comes with Python or an installed library, whose version stands for it."""
+    package = module.partition(".")[0]
+    file = getattr(sys.modules.get(package), "__file__", None) or ""
+    installed = package in sys.builtin_module_names or any(folder in file for folder in _LIBRARIES)
+    return installed and package not in ("speedkit", "__main__")
 
 
 def _plain(value: Any) -> bool:
@@ -221,10 +196,3 @@ def _names(code: types.CodeType) -> set[str]:
     """Return the global and attribute names that code uses, that of the functions within it included."""
     inner = (_names(part) for part in code.co_consts if isinstance(part, types.CodeType))
     return set(code.co_names).union(*inner)
-
-
-def _code(code: types.CodeType) -> str:
-    """Return what code does, without its docstring: a function's first constant, or None."""
-    constants = code.co_consts[0 if code.co_name.startswith("<") else 1 :]
-    inner = [_code(part) if isinstance(part, types.CodeType) else _Reader().text(part) for part in constants]
-    return f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {inner}"

@@ -1,11 +1,12 @@
-"""The files of a feature cache. Each can be checked by itself, and each but the shards can be made again from the rest.
+"""The files of a feature cache, each of which can be checked by itself.
 
-    shard-0001-00000128.safetensors  entries built together: `values` one after another, and columns about each
-    commits.log                      a line per shard, appended when the shard is on disk; sorted when a build is done
-    index.safetensors                the columns of all shards, one after another: what opening needs
-    manifest.json                    what the entries depend on, what building took, checksums of index and log
+    shard-0001-00000128.safetensors  columns about entries built together, and their values one after another
+    commits.log                      a line for the manifest, and one per shard, appended when the shard is on disk
+    index.safetensors                the columns of all shards: what opening needs
+    manifest.json                    what the entries depend on, what building took, the checksum of the log
 
-The first number of a shard counts builds: of two entries of one item, the later one holds.
+Index and manifest are written when a build is done, and can be made again from shards and log. The first number of a
+shard counts builds: of two entries of one item, the later one holds.
 """
 
 import contextlib
@@ -15,14 +16,12 @@ import fcntl
 import json
 import mmap
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors
-import safetensors.numpy
-from xxhash import xxh3_64, xxh3_64_hexdigest, xxh3_64_intdigest
+from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from speedkit import system
 from speedkit.errors import SpeedkitError
@@ -30,7 +29,7 @@ from speedkit.files import atomic, read_json, write_json, write_text
 
 LOG, INDEX, MANIFEST = "commits.log", "index.safetensors", "manifest.json"
 # Of each entry. Counts are of elements, errors what keeping it in few bits costs at most.
-COLUMNS = ("keys", "sizes", "modified_ns", "contents", "counts", "errors", "checksums")
+COLUMNS = ("keys", "sizes", "modified_ns", "contents", "counts", "checksums", "errors")
 MAP_FIXED = 0x10  # <sys/mman.h> of Linux and macOS: at this address, in place of what is there
 ALIGNED = 4096  # bytes, a page: values that begin at one are copied a sixth faster than at any odd place
 _held: set[int] = set()  # locks of this process: a child that it forks must not keep one alive after it
@@ -43,11 +42,10 @@ class Damaged(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """What a shard says of itself."""
+    """What a shard, or the index, says of itself."""
 
     name: str
-    about: dict[str, Any]  # that of the cache
-    bad: dict[str, str]  # name of an item without values -> why
+    told: dict[str, Any]  # of a shard: `about` its cache, and `bad`, name of an item without values -> why
     rows: dict[str, np.ndarray]  # the columns
     begin: int  # where values begin, bytes
 
@@ -59,6 +57,7 @@ class State:
     manifest: dict[str, Any]
     shards: list[tuple[str, int, int]]
     column: Callable[[str], np.ndarray]
+    bad: dict[str, str]  # name of an item without values -> why
     problems: list[tuple[str, str]]
 
     @property
@@ -103,95 +102,53 @@ def shard_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("shard-*.safetensors"))
 
 
-def checksum(values: Any, key: int) -> int:
-    """Return the checksum of an entry's bytes. It depends on the item, so that exchanged entries are noticed."""
-    return xxh3_64_intdigest(values, seed=key)
+def checksums(values: np.ndarray, starts: np.ndarray, counts: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Return the checksums of the entries that begin at `starts` in `values`: [B] uint64.
+
+    They depend on the items' keys too, so that exchanged entries are noticed.
+    """
+    content, size = values.reshape(-1).view(np.uint8).data, values.itemsize
+    entries = zip((starts * size).tolist(), (counts * size).tolist(), keys.tolist(), strict=True)
+    found = [xxh3_64_intdigest(content[start : start + length], seed=key) for start, length, key in entries]
+    return np.array(found, np.uint64)
 
 
-def _seal(metadata: str, tensors: Mapping[str, np.ndarray], values: Any) -> int:
-    """Return the checksum of a shard but for its values, of which it takes shape and dtype only."""
-    found = xxh3_64(f"{metadata} {values}".encode())
-    for name in sorted(tensors.keys() - {"seal", "values"}):
-        found.update(f"{name} {tensors[name].dtype} {tensors[name].shape}".encode())
-        found.update(tensors[name].tobytes())
-    return found.intdigest()
-
-
-def write_shard(path: Path, tensors: dict[str, np.ndarray], told: dict[str, Any]) -> None:
-    """Write a shard of `tensors` that tells `told` (about, bad), whole or not at all."""
-    metadata = json.dumps({**told, "name": path.name}, sort_keys=True)
-    values = tensors["values"]
-    dtype = {"float32": "F32", "float16": "F16", "int16": "I16"}[str(values.dtype)]
-    tensors["seal"] = np.array([_seal(metadata, tensors, f"{dtype} {len(values)}")], np.uint64)
-    content = safetensors.numpy.save(tensors, {"speedkit": metadata})
-    length = int.from_bytes(content[:8], "little")
-    begin = 8 + length + json.loads(content[8 : 8 + length])["values"]["data_offsets"][0]
-    spaces = b" " * (-begin % ALIGNED)  # the format lets a header end in spaces
+def write_shard(path: Path, columns: dict[str, np.ndarray], values: np.ndarray, told: dict[str, Any]) -> None:
+    """Write a safetensors file of columns, a seal (the checksum of all before it) and values, whole or not at all."""
+    header: dict[str, Any] = {"__metadata__": {"speedkit": json.dumps({**told, "name": path.name}, sort_keys=True)}}
+    end = 0
+    for name, tensor in {**columns, "seal": np.zeros(1, np.uint64), "values": values}.items():
+        begin, end = end, end + tensor.nbytes
+        dtype = f"{tensor.dtype.kind.upper()}{8 * tensor.itemsize}"
+        header[name] = {"dtype": dtype, "shape": tensor.shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-(8 + len(text) + end - values.nbytes) % ALIGNED)  # the format lets a header end in spaces
+    head = b"".join([len(text).to_bytes(8, "little"), text, *(column.tobytes() for column in columns.values())])
     with atomic(path) as temporary, temporary.open("wb") as stream:
-        stream.writelines([(length + len(spaces)).to_bytes(8, "little"), content[8 : 8 + length], spaces])
-        stream.write(memoryview(content)[8 + length :])
+        stream.writelines([head, xxh3_64_intdigest(head).to_bytes(8, "little"), values.data])
 
 
 def read_shard(path: Path) -> Shard:
     """Return what a shard says of itself; raises Damaged when that is not what was written."""
     try:
-        with safetensors.safe_open(path, "np") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys() if name != "values"}  # noqa: SIM118
-            metadata = file.metadata()["speedkit"]
         with path.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            values = json.loads(stream.read(length))["values"]
-        seal = int(tensors.pop("seal")[0])
-        told = json.loads(metadata)
-    except (safetensors.SafetensorError, OSError, ValueError, KeyError, IndexError) as error:
+            size, length = os.fstat(stream.fileno()).st_size, int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(min(length, size)))
+            begin = 8 + length + header.pop("values")["data_offsets"][0]
+            stream.seek(0)
+            head = stream.read(min(begin, size))
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise Damaged(f"it cannot be read ({error})") from error
-    if seal != _seal(metadata, tensors, f"{values['dtype']} {values['shape'][0]}"):
+    if head[-8:] != xxh3_64_intdigest(memoryview(head)[:-8]).to_bytes(8, "little"):
         raise Damaged("its header or columns do not match their checksum")
+    told = json.loads(header.pop("__metadata__")["speedkit"])
     if told["name"] != path.name:
         raise Damaged(f"it is {told['name']} under another name")
-    begin = 8 + length + values["data_offsets"][0]
-    return Shard(path.name, told["about"], told["bad"], tensors, begin)
-
-
-def values_of(path: str | Path, begin: int, dtype: np.dtype) -> np.ndarray:
-    """Return the values of a shard, flat, mapped into memory; none where there is no such file, fewer if it is cut."""
-    try:
-        count = max(0, os.stat(path).st_size - begin) // dtype.itemsize
-        return np.memmap(path, dtype, "r", begin, (count,)).view(np.ndarray)
-    except (OSError, ValueError):
-        return np.zeros(0, dtype)
-
-
-def layout(
-    shards: Sequence[tuple[str, int, int]], counts: Sequence[int], dtype: np.dtype
-) -> tuple[list[int], list[int]]:
-    """Return where the values of each shard begin in the array of `mapped`, and how long its file is, bytes."""
-    sizes = [begin + count * dtype.itemsize for (_, begin, _), count in zip(shards, counts, strict=True)]
-    pages = np.cumsum([0, *(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes)]).tolist()
-    return [(page + begin) // dtype.itemsize for page, (_, begin, _) in zip(pages, shards, strict=False)], sizes
-
-
-def mapped(files: Sequence[Path], sizes: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """Return the content of all files, mapped one behind another at whole pages, as one array.
-
-    One array is read in one call however many files a batch comes from. Where a file is missing or cut short there are
-    zeros, which match no checksum.
-    """
-    lengths = [-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes]
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    room = np.frombuffer(mmap.mmap(-1, sum(lengths) or 1, flags=flags, prot=mmap.PROT_READ), np.uint8)
-    library = ctypes.CDLL(None, use_errno=True)
-    library.mmap.restype = ctypes.c_void_p
-    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    address = room.ctypes.data
-    for path, size, length in zip(files, sizes, lengths, strict=True):
-        with contextlib.suppress(OSError), path.open("rb") as file:
-            there = min(os.fstat(file.fileno()).st_size, size)
-            fixed = mmap.MAP_PRIVATE | MAP_FIXED
-            if there and library.mmap(address, there, mmap.PROT_READ, fixed, file.fileno(), 0) != address:
-                raise SpeedkitError(f"{path} cannot be mapped into memory ({os.strerror(ctypes.get_errno())})")
-        address += length
-    return room[: len(room) // dtype.itemsize * dtype.itemsize].view(dtype)
+    rows = {}
+    for name, about in header.items():
+        dtype = f"{about['dtype'][0].lower()}{int(about['dtype'][1:]) // 8}"
+        rows[name] = np.frombuffer(head, dtype, about["shape"][0], 8 + length + about["data_offsets"][0])
+    return Shard(path.name, told, rows, begin)
 
 
 def names_of(shard: Shard) -> list[str]:
@@ -199,8 +156,51 @@ def names_of(shard: Shard) -> list[str]:
     return shard.rows["names"].tobytes().decode("utf-8", "surrogateescape").split("\0")
 
 
+def layout(state: State) -> tuple[np.ndarray, list[int]]:
+    """Return where the entries begin in the array of `mapped`, [N] elements, and the length of each shard, bytes."""
+    counts, size = state.column("counts"), np.dtype(state.about["dtype"]).itemsize
+    starts, lengths, page = [np.zeros(0, np.int64)], [], 0
+    for (_, begin, _), part in zip(state.shards, by_shard(state, counts), strict=True):
+        starts.append((page + begin) // size + np.cumsum(part) - part)
+        lengths.append(begin + int(part.sum()) * size)
+        page += _whole_pages(lengths[-1])
+    return np.concatenate(starts), lengths
+
+
+def by_shard(state: State, column: np.ndarray) -> list[np.ndarray]:
+    """Return the parts of a column [N] that belong to each of the shards."""
+    return np.split(column, np.cumsum([entries for *_, entries in state.shards]))[:-1]
+
+
+def mapped(files: Sequence[Path], lengths: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """Return the content of all files, mapped one behind another at whole pages, as one array.
+
+    One array is read in one call however many files a batch comes from. Where a file is missing or cut short there are
+    zeros, which match no checksum.
+    """
+    pages = [_whole_pages(length) for length in lengths]
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    room = np.frombuffer(mmap.mmap(-1, sum(pages) or mmap.PAGESIZE, flags=flags, prot=mmap.PROT_READ), np.uint8)
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    address = room.ctypes.data
+    for path, length, taken in zip(files, lengths, pages, strict=True):
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            there = min(os.fstat(file.fileno()).st_size, length)
+            fixed = mmap.MAP_PRIVATE | MAP_FIXED
+            if there and library.mmap(address, there, mmap.PROT_READ, fixed, file.fileno(), 0) != address:
+                raise SpeedkitError(f"{path} cannot be mapped into memory ({os.strerror(ctypes.get_errno())})")
+        address += taken
+    return room.view(dtype)
+
+
+def _whole_pages(length: int) -> int:
+    return -(-length // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
 def commit(folder: Path, entry: dict[str, Any]) -> None:
-    """Append a line to the log, for a shard that is on disk, and sync the folder and the log."""
+    """Append a line to the log, for a shard that is on disk or a build that begins, and sync the folder and the log."""
     directory = os.open(folder, os.O_RDONLY)
     os.fsync(directory)  # the shard's name; its content was synced before it got one
     os.close(directory)
@@ -215,21 +215,15 @@ def _line(entry: dict[str, Any]) -> str:
     return f"{xxh3_64_hexdigest(text.encode())} {text}\n"
 
 
-def _logged(folder: Path) -> list[dict[str, Any]]:
-    """Return what the log says, without the lines that do not match their checksums."""
-    text = system.read(folder / LOG)
-    lines = [line.partition(" ")[::2] for line in text.splitlines()]
-    return [json.loads(entry) for check, entry in lines if check == xxh3_64_hexdigest(entry.encode())]
+def _logged(log: str) -> dict[str, Any] | None:
+    """Return the last manifest in a log, None where no line that has one matches its checksum."""
+    lines = [line.partition(" ")[::2] for line in log.splitlines()]
+    entries = [json.loads(entry) for check, entry in lines if check == xxh3_64_hexdigest(entry.encode())]
+    return next((entry for entry in reversed(entries) if "about" in entry), None)
 
 
-def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    """Write the manifest with a checksum of its own."""
-    text = json.dumps(manifest, sort_keys=True)
-    write_json(folder / MANIFEST, {**json.loads(text), "checksum": xxh3_64_hexdigest(text.encode())})
-
-
-def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Return the manifest, None where it is missing or is not what was written."""
+def _manifest(folder: Path) -> dict[str, Any] | None:
+    """Return the content of the manifest's file, None where it is missing or is not what was written."""
     with contextlib.suppress(OSError, ValueError, KeyError, AttributeError):
         manifest = read_json(folder / MANIFEST)
         if manifest.pop("checksum") == xxh3_64_hexdigest(json.dumps(manifest, sort_keys=True).encode()):
@@ -237,45 +231,38 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     return None
 
 
-def read(folder: Path, fingerprint: dict[str, str] | None = None) -> State | None:
-    """Return what a folder holds, None where that is nothing, or nothing of this `fingerprint`.
+def read(folder: Path) -> State | None:
+    """Return what a folder holds, None where that is nothing.
 
     What does not match its checksum is named in `problems`, and its content is gathered from the shards.
     """
-    manifest = read_manifest(folder)
-    problems = [] if manifest else [(MANIFEST, "it is missing or does not match its checksum")]
-    if manifest and fingerprint and manifest["about"]["fingerprint"] != fingerprint:
-        return None
-    if manifest and not manifest["pending"]:
-        wrong = [name for name in (INDEX, LOG) if _file_checksum(folder / name) != manifest[name]]
-        problems = [(name, "it is missing or does not match its checksum") for name in wrong]
-        if INDEX not in wrong:
-            file = safetensors.safe_open(folder / INDEX, "np")
-            shards = [tuple(shard) for shard in json.loads(file.metadata()["speedkit"])]
-            return State(manifest, shards, file.get_tensor, problems)
-    if manifest and manifest["pending"]:
-        problems.append((INDEX, "the build was not finished"))
-    sealed, bad = _sealed(folder, manifest["about"]["fingerprint"] if manifest else fingerprint)
-    if manifest is None and sealed:
-        manifest = {"about": sealed[-1].about, "pending": None, "build_s": 0.0, "item_s": 0.0}
-        for entry in _logged(folder):
-            manifest |= entry if "build_s" in entry else {}
-    if manifest is None:
-        return None
-    columns = _columns(sealed)
-    return State(manifest, _table(sealed), columns.__getitem__, problems + bad)
+    log, written, problems = system.read(folder / LOG), _manifest(folder), []
+    check = xxh3_64_hexdigest(log.encode())
+    for name, found in ((MANIFEST, written), (LOG, written is None or written.pop("log") == check)):
+        if not found:
+            problems.append((name, "it is missing, unfinished, or does not match its checksum"))
+    manifest = _logged(log) or written
+    try:
+        index = read_shard(folder / INDEX)
+        if manifest and not problems:
+            return State(manifest, index.told["shards"], index.rows.__getitem__, index.told["bad"], [])
+    except Damaged as error:
+        problems.append((INDEX, str(error)))
+    shards, damaged = sealed(folder, manifest and manifest["about"]["fingerprint"])
+    if manifest is None and shards:
+        manifest = {"about": shards[-1].told["about"], "pending": None, "build_s": 0.0, "item_s": 0.0}
+    return _state(manifest, shards, problems + damaged) if manifest else None
 
 
-def _columns(shards: list[Shard]) -> dict[str, np.ndarray]:
+def _state(manifest: dict[str, Any], shards: list[Shard], problems: list[tuple[str, str]]) -> State:
     empty = [np.zeros(0, np.int64)] * (not shards)
-    return {name: np.concatenate([shard.rows[name] for shard in shards] or empty) for name in COLUMNS}
+    columns = {name: np.concatenate([shard.rows[name] for shard in shards] or empty) for name in COLUMNS}
+    table = [(shard.name, shard.begin, len(shard.rows["keys"])) for shard in shards]
+    bad = {name: why for shard in shards for name, why in shard.told["bad"].items()}
+    return State(manifest, table, columns.__getitem__, bad, problems)
 
 
-def _table(shards: list[Shard]) -> list[tuple[str, int, int]]:
-    return [(shard.name, shard.begin, len(shard.rows["keys"])) for shard in shards]
-
-
-def _sealed(folder: Path, fingerprint: dict[str, str] | None) -> tuple[list[Shard], list[tuple[str, str]]]:
+def sealed(folder: Path, fingerprint: dict[str, str] | None) -> tuple[list[Shard], list[tuple[str, str]]]:
     """Return the shards of one fingerprint (the newest if none is given), and (name, why) of those not as written."""
     shards, bad = [], []
     for path in shard_files(folder):
@@ -283,8 +270,8 @@ def _sealed(folder: Path, fingerprint: dict[str, str] | None) -> tuple[list[Shar
             shards.append(read_shard(path))
         except Damaged as error:
             bad.append((path.name, str(error)))
-    fingerprint = fingerprint or (shards[-1].about["fingerprint"] if shards else None)
-    return [shard for shard in shards if shard.about["fingerprint"] == fingerprint], bad
+    fingerprint = fingerprint or (shards[-1].told["about"]["fingerprint"] if shards else None)
+    return [shard for shard in shards if shard.told["about"]["fingerprint"] == fingerprint], bad
 
 
 def latest(keys: np.ndarray, wanted: np.ndarray) -> np.ndarray:
@@ -299,28 +286,20 @@ def latest(keys: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 
 def settle(folder: Path, manifest: dict[str, Any]) -> None:
-    """Write index, log and manifest anew from the shards, and remove those that hold nothing that is in force."""
-    shards, _ = _sealed(folder, manifest["about"]["fingerprint"])
-    keys = _columns(shards)["keys"]
+    """Write log, index and manifest anew from the shards, and remove those that hold nothing that is in force."""
+    shards, _ = sealed(folder, manifest["about"]["fingerprint"])
+    keys = np.concatenate([np.zeros(0, np.uint64), *(shard.rows["keys"] for shard in shards)])
     owner = np.repeat(np.arange(len(shards)), [len(shard.rows["keys"]) for shard in shards])
-    in_force = set(owner[latest(keys, keys)].tolist())
-    shards = [shard for number, shard in enumerate(shards) if number in in_force]
-    table, columns = _table(shards), _columns(shards)
-    manifest = manifest | {"pending": None, "max_error": float(columns["errors"].max(initial=0))}
-    manifest["unusable"] = sum(len(shard.bad) for shard in shards)
+    state = _state(manifest, [shards[number] for number in np.unique(owner[latest(keys, keys)])], [])
+    columns = {name: state.column(name) for name in COLUMNS}
+    manifest = manifest | {"pending": None, "unusable": len(state.bad)}
+    manifest["max_error"] = float(columns["errors"].max(initial=0))
+    log = "".join(map(_line, [manifest, *({"shard": name} for name, *_ in state.shards)]))
+    check = xxh3_64_hexdigest(log.encode())
+    text = json.dumps(manifest | {"log": check}, sort_keys=True)
     with writing(folder):
-        for path in {*shard_files(folder)} - {folder / shard.name for shard in shards}:
+        for path in {*shard_files(folder)} - {folder / name for name, *_ in state.shards}:
             path.unlink()
-        timings = {key: manifest[key] for key in ("build_s", "item_s")}
-        write_text(folder / LOG, "".join(map(_line, [*({"shard": name} for name, *_ in table), timings])))
-        with atomic(folder / INDEX) as temporary:
-            temporary.write_bytes(safetensors.numpy.save(columns, {"speedkit": json.dumps(table)}))
-        write_manifest(folder, manifest | {name: _file_checksum(folder / name) for name in (INDEX, LOG)})
-
-
-def _file_checksum(path: Path) -> str:
-    found = xxh3_64()
-    with contextlib.suppress(OSError), path.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            found.update(block)
-    return found.hexdigest()
+        write_text(folder / LOG, log)
+        write_shard(folder / INDEX, columns, np.zeros(0, np.uint8), {"shards": state.shards, "bad": state.bad})
+        write_json(folder / MANIFEST, {**json.loads(text), "checksum": xxh3_64_hexdigest(text.encode())})
