@@ -52,35 +52,32 @@ def _overlapped(profile: Profile, change: Change) -> Predicted:
     return 1.0, max(1.0, profile.step_s / max(compute_s, profile.data_s / change["workers"], 1e-9))
 
 
-def _removed(profile: Profile, _: Change) -> Predicted:
-    return amdahl(0.7 * profile.data_share, 1e9), amdahl(profile.data_share, 1e9)
+def _quicker(part: str, low: float, high: float) -> Callable[[Profile, Change], Predicted]:
+    """Predict that one `part` of a step, loading or computing, becomes `low` to `high` times as fast."""
 
+    def predict(profile: Profile, _: Change) -> Predicted:
+        share = profile.data_share if part == "loading" else 1 - profile.data_share
+        return amdahl(share, low), amdahl(share, high)
 
-def _computes(low: float, high: float) -> Callable[[Profile, Change], Predicted]:
-    """Predict that computing becomes `low` to `high` times as fast."""
-    return lambda profile, _: (amdahl(1 - profile.data_share, low), amdahl(1 - profile.data_share, high))
+    return predict
 
 
 def _faster_matmul(profile: Profile, change: Change) -> Predicted:
     # The measured ceilings bound it from above: not all of a step is matrix products, and few run at the ceiling.
     fp32, low_bits = profile.matmul.get("fp32"), profile.matmul.get(change["precision"])
-    factor = low_bits / fp32 if fp32 and low_bits else 2.0
-    gain = amdahl(1 - profile.data_share, factor)
+    gain = amdahl(1 - profile.data_share, low_bits / fp32 if fp32 and low_bits else 2.0)
     return min(1.0, gain), max(1.0, gain)
 
 
 def _workers(plan: Plan, _: Recipe, hardware: Hardware) -> list[Change]:
-    if plan.cache != "off":
-        return []
     counts = [hardware.cores] if hardware.cores <= 4 else [4, min(16, hardware.cores - 1)]
     pinned = {"pin_memory": True} if hardware.supports("pin_memory") else {}
-    return [{"workers": count, "persistent_workers": True, **pinned} for count in counts]
+    return [{"workers": count, "persistent_workers": True, **pinned} for count in counts if plan.cache == "off"]
 
 
 def _cache(_: Plan, __: Recipe, hardware: Hardware) -> list[Change]:
     places = ["disk", "ram"] if hardware.device.type == "cpu" else ["ram", "device"]
-    kept = {"cache_dtype": "float16", "workers": 0, "persistent_workers": False}
-    return [{"cache": place, **kept} for place in places]
+    return [{"cache": place, "cache_dtype": "float16", "workers": 0, "persistent_workers": False} for place in places]
 
 
 def _micro_batch(_: Plan, recipe: Recipe, __: Hardware) -> list[Change]:
@@ -94,21 +91,22 @@ def _precision(_: Plan, __: Recipe, hardware: Hardware) -> list[Change]:
 
 
 def _compile(_: Plan, __: Recipe, hardware: Hardware) -> list[Change]:
-    modes = ["default", "reduce-overhead"] if hardware.supports("cuda_graphs") else ["default"]
-    return [{"compile": mode} for mode in modes] if hardware.supports("compile") else []
+    needs = {"default": "compile", "reduce-overhead": "cuda_graphs"}
+    return [{"compile": mode} for mode, needed in needs.items()
+            if hardware.supports("compile") and hardware.supports(needed)]  # fmt: skip
 
 
 LADDER: tuple[Rung, ...] = (
     Rung("workers", _workers, "bit-equal", _overlapped, ("C06", "C07", "C08"), "10_dataloader"),
-    Rung("cache", _cache, "loss-equal", _removed, ("C09", "C10"), "12_feature_cache"),
-    Rung("host_syncs", lambda *_: [{"fused_optimizer": True, "log_every": 50}], "loss-equal", _computes(1.0, 1.1),
-         ("C22",), "26_host_syncs"),
-    Rung("micro_batch", _micro_batch, "loss-equal", _computes(0.9, 1.15), (), "20_batch_size"),
+    Rung("cache", _cache, "loss-equal", _quicker("loading", 3.0, 1e9), ("C09", "C10"), "12_feature_cache"),
+    Rung("host_syncs", lambda *_: [{"fused_optimizer": True, "log_every": 50}], "loss-equal",
+         _quicker("computing", 1.0, 1.1), ("C22",), "26_host_syncs"),
+    Rung("micro_batch", _micro_batch, "loss-equal", _quicker("computing", 0.9, 1.15), (), "20_batch_size"),
     Rung("precision", _precision, "loss-equal", _faster_matmul, ("C01", "C02", "C04", "C38"), "21_mixed_precision",
          needs="bf16"),
-    Rung("channels_last", lambda *_: [{"channels_last": True}], "loss-equal", _computes(0.9, 1.2), ("C19",),
-         "24_channels_last"),
+    Rung("channels_last", lambda *_: [{"channels_last": True}], "loss-equal", _quicker("computing", 0.9, 1.2),
+         ("C19",), "24_channels_last"),
     # Compiling takes 13 to 40 s on two cores, and some more whenever the plan starts anew, from Inductor's cache.
-    Rung("compile", _compile, "loss-equal", _computes(1.0, 1.3), ("C16", "C18"), "23_compile",
+    Rung("compile", _compile, "loss-equal", _quicker("computing", 1.0, 1.3), ("C16", "C18"), "23_compile",
          needs="compile", extra_s=45.0),
 )  # fmt: skip
