@@ -4,12 +4,12 @@ One style: colours that the colour-blind tell apart (Okabe and Ito 2008), opaque
 """
 
 import io
-import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -22,7 +22,11 @@ from speedkit import files
 BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"
 INK, GREY, BAND, PALE = "#22272E", "#7A808A", "#CBD1DA", "#E6E9ED"
 STYLE: Any = {"font.family": "DejaVu Sans", "font.size": 9.0, "svg.hashsalt": "speedkit", "svg.fonttype": "path",
-              "text.color": INK, "axes.labelcolor": INK, "text.parse_math": False}  # fmt: skip
+              "text.color": INK, "axes.labelcolor": INK, "text.parse_math": False, "figure.facecolor": "white",
+              "axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False, "axes.edgecolor": GREY,
+              "axes.grid": True, "axes.grid.axis": "x", "axes.axisbelow": True, "grid.color": PALE,
+              "xtick.major.size": 0, "xtick.minor.size": 0, "ytick.major.size": 0, "xtick.color": INK,
+              "ytick.color": INK, "legend.frameon": False, "legend.columnspacing": 1.4}  # fmt: skip
 INTERVAL, FLOOR = Line2D([], [], color=INK, label="99 % interval"), Patch(color=BAND, label="noise floor")
 Row = Mapping[str, Any]
 _ratio = "{ratio:.2f}× ({low:.2f} to {high:.2f})".format_map
@@ -104,10 +108,10 @@ def time_to_quality(record: Row) -> Figure:
         for side, colour, name in (("baseline", ORANGE, "plain PyTorch"), ("final", BLUE, "final plan")):
             courses, reached_s = [curve["points"] for curve in found["curves"][side]], found[f"{side}_s"]
             for points in courses:
-                axes.plot(*zip(*points, strict=True), color=colour, linewidth=0.8, alpha=0.5)
-            means = [map(statistics.fmean, zip(*at, strict=True)) for at in zip(*courses, strict=False)]
+                axes.plot(*np.transpose(points), color=colour, linewidth=0.8, alpha=0.5)
+            means = np.mean([points[: min(map(len, courses))] for points in courses], axis=0)  # [epochs, 2]
             label = f"{name}: target {f'after {reached_s:.3g} s' if reached_s else 'not reached'}"
-            axes.plot(*zip(*means, strict=True), "o-", color=colour, linewidth=2.4, markersize=3.5, label=label)
+            axes.plot(*means.T, "o-", color=colour, linewidth=2.4, markersize=3.5, label=label)
             if reached_s:
                 axes.axvline(reached_s, color=colour, linewidth=1, linestyle=":", zorder=1)
                 axes.plot(reached_s, target, "D", color=colour, markeredgecolor=INK, markersize=7, zorder=5)
@@ -147,15 +151,9 @@ def show(figure: Figure) -> None:
 
 def _canvas(height: float, left: float, right: float) -> tuple[Figure, Axes]:
     """Return a figure with one plain axes; head and foot keep their size whatever the height (inches)."""
-    figure = Figure(figsize=(8.6, height), facecolor="white")  # as wide as GitHub and a notebook show unscaled
+    figure = Figure(figsize=(8.6, height))  # as wide as GitHub and a notebook show unscaled
     figure.subplots_adjust(left=left, right=right, top=1 - 0.62 / height, bottom=0.78 / height)
-    axes = figure.add_subplot()
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color(GREY)
-    axes.tick_params(which="both", length=0, colors=INK)
-    axes.grid(axis="x", color=PALE, linewidth=0.8)
-    axes.set_axisbelow(True)
-    return figure, axes
+    return figure, figure.add_subplot()
 
 
 def _finish(axes: Axes, ends: Sequence[float], labels: Mapping[int, str], about: str) -> None:
@@ -193,5 +191,5 @@ def _headed(figure: Figure, title: str, marks: Sequence[Any], record: Row | None
     height = figure.get_figheight()
     figure.text(0.012, 1 - 0.2 / height, title, fontsize=11, fontweight="bold", va="center")
     figure.text(0.012, 1 - 0.42 / height, subject, fontsize=8.5, color=GREY, va="center")
-    figure.legend(handles=marks, loc="lower left", bbox_to_anchor=(0.005, 0.0), ncols=len(marks), frameon=False,
-                  fontsize=8.5, columnspacing=1.4, handlelength=1.4)  # fmt: skip
+    figure.legend(handles=marks, loc="lower left", bbox_to_anchor=(0.005, 0.0), ncols=len(marks), fontsize=8.5,
+                  handlelength=1.4)  # fmt: skip
