@@ -11,9 +11,16 @@ from typing import Any
 import click
 import yaml
 
+from speedkit.ceilings import ceilings, left_out
+from speedkit.climb import climb as climb_ladder
 from speedkit.commands_cache import cache
 from speedkit.errors import Interrupted, SpeedkitError, UsageError
-from speedkit.options import DATA, PLAN, RECIPE, axis, options, seconds, shared, the_folder, the_plan, the_workload
+from speedkit.hardware import this_machine
+from speedkit.measure.compare import compare as compare_plans
+from speedkit.measure.loading import as_text, examine
+from speedkit.options import DATA, PLAN, RECIPE, axis, options, seconds, shared, the_plan, the_workload
+from speedkit.plan import resolve
+from speedkit.train.loop import fit
 
 
 def main() -> None:
@@ -59,9 +66,6 @@ commands.add_command(cache)
 @click.option("--device", default="auto", show_default=True, metavar="AUTO | CUDA | MPS | CPU")
 def hardware(as_json: bool, refresh: bool, device: str) -> None:
     """Show what this machine is, what it can do, and its measured ceilings."""
-    from speedkit.ceilings import ceilings, left_out
-    from speedkit.hardware import this_machine
-
     machine = this_machine(device)
     found = ceilings(machine, refresh)
     facts = machine.as_dict() | {"ceilings": {}, "unmeasured": left_out(machine)}
@@ -78,14 +82,10 @@ def hardware(as_json: bool, refresh: bool, device: str) -> None:
 @options(RECIPE, PLAN)
 def train(workload: str, plan_name: str, strict: bool, deterministic: bool, **values: Any) -> None:
     """Train WORKLOAD (audio, or package.module:function) by a recipe, as fast as a plan says."""
-    from speedkit.hardware import this_machine
-    from speedkit.plan import resolve
-    from speedkit.train.loop import fit
-
     plan = the_plan(plan_name, values, values["device"])
     resolve(plan, this_machine(values["device"]), strict)  # before data is touched
     work, recipe = the_workload(workload, values)
-    folder = the_folder(values["out"])
+    folder = values["out"]
     history = fit(work, recipe, plan, device=values["device"], out=folder, resume=values["resume"],
                   cache_dir=values["cache_dir"], deterministic=deterministic, strict=strict)  # fmt: skip
     found = history.evaluation
@@ -104,10 +104,8 @@ def train(workload: str, plan_name: str, strict: bool, deterministic: bool, **va
 @options(RECIPE)
 def climb(workload: str, budget_s: float, rungs: str | None, seeds: int | None, notebook: bool, **values: Any) -> None:
     """Climb the whole ladder on WORKLOAD; leave the winning plan, the record and a report."""
-    from speedkit.climb import climb as climb_ladder
-
     work, recipe = the_workload(workload, values)
-    folder = the_folder(values["out"])
+    folder = values["out"]
     record = climb_ladder(
         work, recipe=recipe, device=values["device"], out=folder, resume=values["resume"], seeds=seeds,
         cache_dir=values["cache_dir"], budget_s=budget_s, rungs=rungs.split(",") if rungs else None)  # fmt: skip
@@ -139,8 +137,6 @@ def _write_report(folder: Path, workload: str, values: dict[str, Any]) -> None:
 @options(RECIPE)
 def doctor(workload: str, as_json: bool, **values: Any) -> None:
     """Say where the time of WORKLOAD's batches goes, part by part, and what each lever of the plan would bring."""
-    from speedkit.measure.loading import as_text, examine
-
     work, recipe = the_workload(workload, values)
     found = examine(work, recipe, values["device"])
     click.echo(json.dumps(found) if as_json else as_text(found))
@@ -157,8 +153,6 @@ def doctor(workload: str, as_json: bool, **values: Any) -> None:
 @options(RECIPE)
 def compare(plan_a: str, plan_b: str, workload: str, pairs: int, window: float, as_json: bool, **values: Any) -> int:
     """Train WORKLOAD under two plans in turns. Exit code 1 when PLAN_A is slower beyond the noise: a gate for CI."""
-    from speedkit.measure.compare import compare as compare_plans
-
     a, b = (the_plan(word, None, values["device"]) for word in (plan_a, plan_b))
     work, recipe = the_workload(workload, values)
     found = compare_plans(work, a, b, recipe=recipe, device=values["device"], pairs=pairs, window_s=window,

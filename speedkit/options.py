@@ -48,7 +48,8 @@ data_options = _adding(
 )
 shared = _adding(  # the options of all commands that train
     data_options,
-    click.option("--out", type=click.Path(), help="folder for what the run leaves (runs/<date>-<time>)"),
+    click.option("--out", type=click.Path(path_type=Path), default=lambda: Path("runs", time.strftime("%Y%m%d-%H%M%S")),
+                 show_default="runs/<date>-<time>", help="folder for what the run leaves"),
     click.option("--device", default="auto", show_default=True, metavar="AUTO | CUDA | MPS | CPU"),
     click.option("--cache-dir", type=click.Path(), help="folder for cached features"),
     click.option("--resume", is_flag=True, help="go on with the run in --out"),
@@ -57,7 +58,7 @@ shared = _adding(  # the options of all commands that train
 
 def given(values: dict[str, Any], table: dict[str, Setting]) -> dict[str, Any]:
     """Return the settings of `table` that were typed, parsed."""
-    typed = {name: value for name, value in values.items() if name in table and value is not None}
+    typed = {name: values[name] for name in table if values.get(name) is not None}
     return {name: parse(table[name], value) if isinstance(value, str) else value for name, value in typed.items()}
 
 
@@ -84,11 +85,6 @@ def the_plan(word: str, values: dict[str, Any] | None = None, device: str = "aut
     else:
         raise UsageError(f"there is no plan {word!r}: take {', '.join(PRESETS)}, or a YAML file")
     return from_mapping(Plan, dataclasses.asdict(plan) | given(values or {}, PLAN))
-
-
-def the_folder(out: str | None) -> Path:
-    """Return --out, or a new folder in runs/."""
-    return Path(out) if out else Path("runs") / time.strftime("%Y%m%d-%H%M%S")
 
 
 def seconds(word: str) -> float:
