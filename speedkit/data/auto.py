@@ -27,8 +27,8 @@ def choose_workers(
 ) -> tuple[Plan, str]:
     """Return `plan` with the workers under which steps, `compute(batch)`, follow each other fastest, and the reason.
 
-    None come first, and stay where a batch costs next to nothing; then threads and processes, ever more of them up to
-    the cores, while more gain, memory has room and the budget lasts. The two best are measured once more.
+    None come first, and stay where a batch costs next to nothing; then threads and processes, up to the cores, while
+    memory has room and the budget lasts. The two best are measured once more.
     """
     cores, until_s = min(16, usable_cores()), time.perf_counter() + BUDGET_S
     found, room = dict[Plan, float](), math.inf
@@ -49,15 +49,9 @@ def choose_workers(
     if found[none] <= GAIN * alone_s:
         return none, f"a step takes {_ms(found[none])}, {_ms(alone_s)} of them computing: there is nothing to hide"
     for kind in ("thread", "process"):
-        before_s = math.inf
-        for count in sorted({1, cores // 4, cores // 2, cores} - {0}):
-            if time.perf_counter() > until_s or (kind == "process" and count > room):
-                break
-            setting = dataclasses.replace(plan, workers=count, worker_kind=kind, persistent_workers=True)
-            measure(setting)
-            if found[setting] * GAIN > before_s:
-                break
-            before_s = found[setting]
+        for count in sorted({1, cores // 2, cores} - {0}):
+            if time.perf_counter() < until_s and (kind == "thread" or count <= room):
+                measure(dataclasses.replace(plan, workers=count, worker_kind=kind, persistent_workers=True))
     for setting in sorted(found, key=lambda setting: found[setting])[1::-1]:
         measure(setting)
     best = next(setting for setting in found if found[setting] <= GAIN * min(found.values()))

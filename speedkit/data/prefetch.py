@@ -28,7 +28,8 @@ def prefetched(source: Iterator[Any], copy: Callable[[Any], Batch], device: torc
             held[:] = [(event, kept) for event, kept in held if not event.query()] + [(done, item)]
             yield batch, done
 
-    for (batch, done), _ in itertools.pairwise(itertools.chain(copied(), [(None, None)])):
+    end: Any = None
+    for (batch, done), _ in itertools.pairwise(itertools.chain(copied(), [end])):
         consumer = torch.cuda.current_stream(device)
         consumer.wait_event(done)
         for tensor in batch or ():

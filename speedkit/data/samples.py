@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,26 +29,28 @@ def loading(workload: Any, plan: Plan) -> Callable[[Any], Tensor]:
 
 @dataclasses.dataclass
 class Samples(Dataset):
-    """Index -> (features, target), computed live; a file that cannot be read comes back as its BadItem."""
+    """Indices -> a (features, target) of each, computed live; a file that cannot be read gives its BadItem."""
 
     items: Sequence[Any]
     load: Callable[[Any], Tensor]
     features: Callable[[Tensor], Tensor] | None  # None: they are computed later, of what was loaded, on the device
     target: Callable[[Any], int]
-    reading: Any = None  # where each worker process notes the index it is at, -1 for none; see workers.Loader
+    reading: Any = dataclasses.field(default_factory=lambda: [-1])  # what each worker is at; see workers.Loader
 
-    def __getitem__(self, index: int):
-        worker, item = get_worker_info(), self.items[index]
-        try:
-            if worker is not None:
-                self.reading[worker.id] = index
-            loaded = self.load(item)
-            return loaded if self.features is None else self.features(loaded), self.target(item)
-        except BadItem as bad:
-            return bad
-        finally:
-            if worker is not None:
-                self.reading[worker.id] = -1
+    def __getitems__(self, indices: Iterable[int], place: int | None = None) -> list[Any]:
+        """Return the samples of a batch; says in `reading[place]`, that of this process by default, how far it is."""
+        if place is None:
+            place = worker.id if (worker := get_worker_info()) is not None else 0
+        made: list[Any] = []
+        for self.reading[place] in indices:
+            item = self.items[self.reading[place]]
+            try:
+                loaded = self.load(item)
+                made.append((loaded if self.features is None else self.features(loaded), self.target(item)))
+            except BadItem as bad:
+                made.append(bad)
+        self.reading[place] = -1
+        return made
 
 
 def collate(samples: list[Any], varies: bool = False) -> tuple[tuple[Tensor, ...] | None, list[BadItem]]:

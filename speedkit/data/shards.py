@@ -123,8 +123,8 @@ def pack(workload: Any, items: Sequence[Any], folder: str | Path, shard_bytes: i
     packed = list(items)
     for tar, sources, _ in shards:
         status, rows = _status(tar), read_json(tar.with_suffix(".json"))["members"]
-        for (index, *_), row in zip(sources, rows, strict=True):
-            packed[index] = dataclasses.replace(items[index], path=TarMember(str(tar), *row, status))
+        for (index, *_), (offset, size, name) in zip(sources, rows, strict=True):
+            packed[index] = dataclasses.replace(items[index], path=TarMember(str(tar), offset, size, name, status))
     if not shards or not _alike(workload.load, items, packed, first=shards[0][1][0][0]):
         raise PlanError(
             f"shards=True needs items that are files, and a `load` that takes a {__name__}.TarMember as their path; "

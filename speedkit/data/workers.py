@@ -22,10 +22,9 @@ from speedkit.errors import SpeedkitError
 from speedkit.plan import Plan
 
 HUNG_S = 120.0  # a batch is waited for, and for so long no item has been begun: one hangs
-LOOKS = 24  # within that time, at what the processes are at, and whether they live
+LOOKS = 120  # within that time, at what the processes are at, and whether they live
 
-# Otherwise PyTorch raises in whatever the main thread is doing when a worker dies, writing a checkpoint for instance.
-# Without, the next batch tells.
+# PyTorch's own would raise in whatever the main thread is doing when a worker dies. Without, the next batch tells.
 signal_handling._SIGCHLD_handler_set = True
 
 
@@ -41,8 +40,7 @@ class Loader:
         self.processes: list[Any] = []
         self.running = threading.Event()  # threads stand still while it is not set
         self.running.set()
-        # A DataLoader draws its workers' seed from the global generator unless it has its own: dropout would then
-        # depend on whether, and how, data is loaded.
+        # Else it draws its workers' seed from the global generator: dropout would depend on how data is loaded.
         extra: dict[str, Any] = {"generator": torch.Generator()}
         if self.workers and plan.worker_kind == "process":
             samples.reading = multiprocessing.RawArray("q", [-1] * self.workers)
@@ -75,7 +73,6 @@ class Loader:
     def _kill(self) -> None:
         for process in self.processes:
             process.kill()
-        for process in self.processes:
             process.join(5)
 
     def _from_processes(self) -> Generator[Any, None, None]:
@@ -100,13 +97,8 @@ class Loader:
                 yield self._received(functools.partial(pending.popleft().get, HUNG_S / LOOKS))
 
     def _make(self, place: int, indices: list[int]) -> Any:
-        samples = []
-        for index in indices:
-            self.running.wait()
-            self.samples.reading[place] = index
-            samples.append(self.samples[index])
-        self.samples.reading[place] = -1
-        batch, bad = self.collate(samples)
+        permitted = (index for index in indices if self.running.wait())
+        batch, bad = self.collate(self.samples.__getitems__(permitted, place))
         return batch and tuple(tensor.pin_memory() if self.plan.pin_memory else tensor for tensor in batch), bad
 
     def _received(self, take: Callable[[], Any]) -> Any:

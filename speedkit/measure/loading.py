@@ -37,10 +37,13 @@ def examine(workload: Any, recipe: Recipe | None = None, device: str = "auto") -
     parts_s = {"read": took_s["read"], "decode": own_rate_s - took_s["read"], "resample": took_s["load"] - own_rate_s}
     parts_s |= {part: took_s[part] for part in ("features", "collate", "copy")}
     parts_s["compute"] = _compute_s(workload, recipe, hardware.device)
+    parts_s = {part: max(0.0, seconds) for part, seconds in parts_s.items()}
     step_s = sum(parts_s.values())
-    rows = [{"part": part, "sample_s": max(0.0, seconds) / recipe.batch_size, "share": max(0.0, seconds) / step_s}
+    rows = [{"part": part, "sample_s": seconds / recipe.batch_size, "share": seconds / step_s}
             for part, seconds in parts_s.items()]  # fmt: skip
-    levers = _levers(parts_s, took_s, workload, hardware)
+    levers = [_lever(change, step_s, seconds) for change, seconds in _changed_s(parts_s, took_s, hardware)
+              if _possible(change, workload, hardware)]  # fmt: skip
+    levers.sort(key=lambda row: -row["predicted_speedup_high"])
     return {"workload": workload.name, "step_s": step_s, "parts": rows, "levers": levers}
 
 
@@ -49,44 +52,45 @@ def as_text(found: dict[str, Any]) -> str:
     lines = [f"a plain step of {found['workload']} takes {1e3 * found['step_s']:.3g} ms; per sample:"]
     lines += ["  {part:<10}{0:>10.4g} ms {share:>7.1%}".format(1e3 * row["sample_s"], **row) for row in found["parts"]]
     lines += ["what would change (time before / time after, predicted):"]
-    for row in found["levers"]:
-        lines += ["  {predicted_speedup_low:.2f} to {predicted_speedup_high:.2f}  {change}".format_map(row)]
-    return "\n".join(lines)
+    row_of = "  {predicted_speedup_low:.2f} to {predicted_speedup_high:.2f}  {change}".format_map
+    return "\n".join([*lines, *map(row_of, found["levers"])])
 
 
 def _ways(workload: Any, batch_size: int, hardware: Hardware) -> dict[str, Callable[[], Any]]:
     """Return, by name, what is timed: each does one thing to the same batch of items."""
-    loaded: dict[Any, Tensor] = {}
+    items, waveforms, varies = [], list[Tensor](), workload.length is not None
     for item in workload.train:
         with contextlib.suppress(BadItem):
-            loaded[item] = workload.load(item)
-        if len(loaded) == batch_size:
+            waveforms.append(workload.load(item))
+            items.append(item)
+        if len(items) == batch_size:
             break
-    if not loaded:
+    if not items:
         raise SpeedkitError(f"workload {workload.name} has no readable item to examine")
-    samples = [(workload.features(waveform), workload.target(item)) for item, waveform in loaded.items()]
-    batch: Any = collate(samples, workload.length is not None)[0]
-    files = [path for item in loaded if (path := Path(getattr(item, "path", ""))).is_file()]
+    samples = [(workload.features(row), workload.target(item)) for item, row in zip(items, waveforms, strict=True)]
+    batch: Any = collate(samples, varies)[0]
+    files = [path for item in items if (path := Path(getattr(item, "path", ""))).is_file()]
     ways: dict[str, Callable[[], Any]] = {
         "read": lambda: [path.read_bytes() for path in files],
-        "load": lambda: [workload.load(item) for item in loaded],
-        "features": lambda: [workload.features(waveform) for waveform in loaded.values()],
-        "collate": lambda: collate(samples, workload.length is not None),
+        "load": lambda: [workload.load(item) for item in items],
+        "features": lambda: [workload.features(waveform) for waveform in waveforms],
+        "collate": lambda: collate(samples, varies),
         "copy": lambda: [tensor.to(hardware.device) for tensor in batch],
     }
-    if workload.length is None:
-        stacked = torch.stack([*loaded.values()]).to(hardware.device)
+    if not varies:
+        stacked = torch.stack(waveforms).to(hardware.device)
         ways["features on the device"] = lambda: workload.features(stacked)
-    if rate_hz := (settings := getattr(workload.load, "keywords", {})).get("sample_rate_hz"):
-        longer = {item: item.sample_rate_hz / rate_hz for item in loaded}
-    if rate_hz and set(longer.values()) != {1}:
+    settings = getattr(workload.load, "keywords", {})
+    rate_hz = settings.get("sample_rate_hz")
+    if rate_hz and any(item.sample_rate_hz != rate_hz for item in items):
+        seconds = settings["num_samples"] / rate_hz  # of each item
         ways["own rate"] = lambda: [
-            workload.load(item, sample_rate_hz=item.sample_rate_hz, num_samples=round(settings["num_samples"] * times))
-            for item, times in longer.items()
+            workload.load(item, sample_rate_hz=item.sample_rate_hz, num_samples=round(seconds * item.sample_rate_hz))
+            for item in items
         ]
     if _possible({"decoder": "torchcodec"}, workload, hardware):
         load = loading(workload, Plan(decoder="torchcodec"))
-        ways["torchcodec"] = lambda: [load(item) for item in loaded]
+        ways["torchcodec"] = lambda: [load(item) for item in items]
     return ways
 
 
@@ -110,13 +114,13 @@ def _possible(change: dict[str, Any], workload: Any, hardware: Hardware) -> bool
         return False
 
 
-def _levers(parts_s: dict[str, float], took_s: dict[str, float], workload: Any, hardware: Hardware) -> list[Any]:
-    """Return the rows of `levers`: each is the plain step with some of its parts taken out, hidden or replaced."""
+def _changed_s(parts_s: dict[str, float], took_s: dict[str, float], hardware: Hardware) -> list[tuple[dict, float]]:
+    """Return (change of the plan, seconds of a step at best): parts of it are taken out, hidden or replaced."""
     step_s, compute_s, cores = sum(parts_s.values()), parts_s["compute"], hardware.cores
     data_s, gathered_s = step_s - compute_s, compute_s + parts_s["collate"] + parts_s["copy"]
     on_device_s = took_s.get("features on the device", 0.0)
     busy = hardware.threads if hardware.device.type == "cpu" else 0  # cores that the model keeps from the workers
-    best_s: list[tuple[dict[str, Any], float]] = [
+    return [
         ({"workers": cores}, max(compute_s, data_s / cores, (data_s + busy * compute_s) / cores)),
         ({"cache": "ram"}, gathered_s),
         ({"cache": "ram", "cache_of": "waveform"}, gathered_s + on_device_s),
@@ -125,13 +129,11 @@ def _levers(parts_s: dict[str, float], took_s: dict[str, float], workload: Any, 
         ({"decoder": "torchcodec"}, step_s - took_s["load"] + took_s.get("torchcodec", 0.0)),
         ({"prefetch": True, "pin_memory": True}, step_s - parts_s["copy"]),
     ]
-    rows = []
-    for change, seconds in best_s:
-        if _possible(change, workload, hardware):
-            # Workers may gain nothing at all: they compete with the model where there is no core to spare.
-            least_s = step_s + (seconds - step_s) * (0.0 if "workers" in change else SHORT)
-            low, high = sorted((step_s / least_s, step_s / seconds))
-            text = ", ".join(f"{field}={value}" for field, value in change.items())
-            rows.append({"field": next(iter(change)), "change": text,
-                         "predicted_speedup_low": low, "predicted_speedup_high": high})  # fmt: skip
-    return sorted(rows, key=lambda row: -row["predicted_speedup_high"])
+
+
+def _lever(change: dict[str, Any], step_s: float, best_s: float) -> dict[str, Any]:
+    # Workers may gain nothing at all: they compete with the model where there is no core to spare.
+    least_s = step_s if "workers" in change else step_s + SHORT * (best_s - step_s)
+    low, high = sorted((step_s / least_s, step_s / best_s))
+    text = ", ".join(f"{field}={value}" for field, value in change.items())
+    return {"field": next(iter(change)), "change": text, "predicted_speedup_low": low, "predicted_speedup_high": high}
