@@ -6,8 +6,14 @@ from typing import Any
 
 import click
 
+from speedkit.data import build as building
+from speedkit.data import store
+from speedkit.data.cache import builder_of, open_cache
+from speedkit.data.fingerprint import difference
 from speedkit.errors import SpeedkitError, UsageError
 from speedkit.options import DATA, data_options, the_workload
+from speedkit.plan import Plan
+from speedkit.workloads import load_workload
 
 directory = click.argument("folder", metavar="DIR")
 
@@ -27,9 +33,6 @@ def cache() -> None:
 @click.option("--hash-content", is_flag=True, help="later tell a touched file from a changed one, by its content")
 def build(folder: str, workload: str, hash_content: bool, **values: Any) -> None:
     """Compute and keep the features of all items, so that training starts with them."""
-    from speedkit.data.cache import open_cache
-    from speedkit.plan import Plan
-
     work, _ = the_workload(workload, values)
     plan = Plan(cache="disk", **{key: values[key] for key in ("cache_of", "cache_dtype", "decoder")})
     items = [*work.train, *work.test]
@@ -43,8 +46,6 @@ def build(folder: str, workload: str, hash_content: bool, **values: Any) -> None
 @directory
 def info(folder: str) -> None:
     """Show what is cached, how large and how exact it is, and how much of it nothing uses any more."""
-    from speedkit.data import store
-
     for path in _caches(folder):
         if (state := store.read(path)) is None:
             click.echo(f"{path}: nothing in it can be read")
@@ -67,9 +68,7 @@ def info(folder: str) -> None:
 @directory
 def verify(folder: str) -> int:
     """Read every entry and compare it with its checksum; exit code 1 when one is not as it was written."""
-    from speedkit.data.build import verify as verify_one
-
-    found = {path: verify_one(path) for path in _caches(folder)}
+    found = {path: building.verify(path) for path in _caches(folder)}
     for path, problems in found.items():
         click.echo(f"{path}: {len(problems) or 'nothing'} not as it was written")
         for name, why in problems:
@@ -83,13 +82,6 @@ def verify(folder: str) -> int:
 @data_options
 def repair(folder: str, workload: str | None, **values: Any) -> None:
     """Compute the entries again that are not as they were written."""
-    from speedkit.data import store
-    from speedkit.data.build import repair as repair_one
-    from speedkit.data.cache import builder_of
-    from speedkit.data.fingerprint import difference
-    from speedkit.plan import Plan
-    from speedkit.workloads import load_workload
-
     for path in _caches(folder):
         if (state := store.read(path)) is None:
             raise SpeedkitError(f"{path} tells nothing of what it held: remove it, it is built again")
@@ -104,12 +96,10 @@ def repair(folder: str, workload: str | None, **values: Any) -> None:
             raise SpeedkitError(f"{path} is stale, and is built again when it is next used: {changed}")
         builder.folder = path
         with store.locked(path, click.echo):
-            click.echo(f"{path}: {repair_one(builder)} entries computed again")
+            click.echo(f"{path}: {building.repair(builder)} entries computed again")
 
 
 def _caches(folder: str) -> list[Path]:
-    from speedkit.data import store
-
     inside = sorted(Path(folder).glob("*"))
     found = [path for path in inside if (path / store.MANIFEST).exists() or store.shard_files(path)]
     if not found:

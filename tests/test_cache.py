@@ -352,6 +352,8 @@ def test_the_fingerprint_changes_with_each_thing_that_all_entries_depend_on(work
         of(features=Loud(1.0)), of(features=Loud(2.0)), of(features=torch.nn.Linear(8, 8)),
         of(load=functools.partial(load_file, decoder="other")), of(sources=(live,)),
     ]  # fmt: skip
+    first, other, another = lambda x: x, lambda x: 5 * x, lambda x: 6 * x  # of one name
+    seen += [of(load=first, features=other), of(load=first, features=another)]
     assert len(set(seen)) == len(seen)
     assert of(recipe=Recipe(batch_size=4, seed=9), margin=0.5, augment=print) == seen[0]
     assert of(features=Loud(1.0)) == seen[7]

@@ -127,14 +127,9 @@ def build(builder: Builder, missing: np.ndarray, state: store.State | None) -> N
     shards. Raises SpeedkitError when the disk is too small or full, or no item is readable.
     """
     began_s, folder, total = time.perf_counter(), builder.folder, len(missing)
-    entry_bytes, item_s, shape, bad = _pilot(builder, missing)
-    if state is None:
-        if shape is None:
-            (path, why), *_ = bad.items()
-            name = builder.about["workload"]
-            raise SpeedkitError(f"none of the {total} files of {name} can be read; {path}: {why}")
-        builder.about["shape"] = shape
-    manifest = state.manifest if state else {"about": builder.about, "pending": None, "build_s": 0.0, "item_s": item_s}
+    entry_bytes, item_s = _pilot(builder, missing)
+    manifest: dict[str, Any] = {"about": builder.about, "pending": None, "build_s": 0.0, "item_s": item_s}
+    manifest |= state.manifest if state else {}
     wanted = xxh3_64_hexdigest(builder.sources["keys"].tobytes())
     if (manifest["pending"] or {}).get("wanted") != wanted:
         largest = SHARD_BYTES / max(entry_bytes, 1)
@@ -166,21 +161,24 @@ def build(builder: Builder, missing: np.ndarray, state: store.State | None) -> N
     store.settle(folder, manifest)
 
 
-def _pilot(builder: Builder, missing: np.ndarray) -> tuple[float, float, list[int] | None, dict[str, str]]:
-    """Try items all over the list; return (bytes of an entry, seconds for one, shape of one or None, unreadable)."""
+def _pilot(builder: Builder, missing: np.ndarray) -> tuple[float, float]:
+    """Try items all over the list, note the shape of entries, return (bytes of one, seconds for one)."""
     spread = missing[np.linspace(0, len(missing) - 1, min(PILOT, len(missing))).astype(int)].tolist()
-    found, seconds, bad = [], [], {}
+    found, seconds, bad = [], [], []
     for index in dict.fromkeys([*spread, *missing.tolist()]):
         began_s = time.perf_counter()
         try:
             found.append(builder.entry(index)[0])
         except BadItem as item:
-            bad[item.path] = item.why
+            bad.append(f"{item.path}: {item.why}")
         seconds.append(time.perf_counter() - began_s)
         if found and len(seconds) >= len(spread):
             break
-    mean_bytes = statistics.fmean(values.nbytes for values in found) if found else 0.0
-    return mean_bytes, statistics.median(seconds), list(found[0].shape) if found else None, bad
+    if builder.about["shape"] is None:
+        if not found:
+            raise SpeedkitError(f"none of the {len(bad)} files of {builder.about['workload']} can be read; {bad[0]}")
+        builder.about["shape"] = list(found[0].shape)
+    return statistics.fmean([values.nbytes for values in found] or [0]), statistics.median(seconds)
 
 
 def _can_travel(builder: Builder) -> bool:
@@ -246,15 +244,14 @@ def repair(builder: Builder) -> int:
     builder.about, builder.chunks, builder.kept = state.about, [], {}
     keys, counts, errors = (state.column(name) for name in ("keys", "counts", "errors"))
     good, starts, flat = _intact(builder.folder, state)
-    items = store.latest(builder.sources["keys"], keys)  # [N], -1 where an entry's item is none of the list
-    same = items >= 0
-    for column in ("sizes", "modified_ns"):
-        same &= builder.sources[column][items] == state.column(column)
+    at, same = store.current(state, builder.sources)
+    items = np.full(len(keys), -1)  # of each entry; -1: it is out of use
+    items[at[same]] = np.flatnonzero(same)
     sealed, computed = {shard.name for shard in store.sealed(builder.folder, state.about["fingerprint"])[0]}, 0
     for (name, *_), rows in zip(state.shards, store.by_shard(state, np.arange(len(keys))), strict=True):
         if good[rows].all() and name in sealed:
             continue
-        rows = rows[same[rows]]
+        rows = rows[items[rows] >= 0]
         kept = rows[good[rows] & (counts[rows] > 0)]
         for row in kept:
             builder.kept[items[row]] = flat[starts[row] : starts[row] + counts[row]], float(errors[row])

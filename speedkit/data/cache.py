@@ -90,11 +90,7 @@ def _compare(builder: Builder) -> tuple[store.State | None, np.ndarray, np.ndarr
         missing = np.sort(np.unique(sources["keys"], return_index=True)[1])
         return None, missing, missing, f"{changed}{': ' if changed else ''}building all {len(missing)} entries"
     builder.about = state.about
-    rows = store.latest(state.column("keys"), sources["keys"])
-    same = rows >= 0
-    if len(state.column("keys")):
-        for column in ("sizes", "modified_ns"):
-            same &= state.column(column)[rows] == sources[column]
+    rows, same = store.current(state, sources)
     if state.about["hashed"]:
         for index in np.flatnonzero(~same & (rows >= 0)).tolist():
             now = content(getattr(builder.items[index], "path", None))

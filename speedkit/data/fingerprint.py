@@ -7,7 +7,6 @@ import os
 import platform
 import sys
 import sysconfig
-import textwrap
 import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -99,9 +98,9 @@ class _Reader:
     """Turns values into text that is the same in every process, and notes the code they lead to."""
 
     def __init__(self) -> None:
-        self.code: dict[str, str] = {}  # qualified name -> hash of its code and of what that uses
+        self.code: dict[str, str] = {}  # qualified name -> hashes of the code of that name and of what it uses
         self.opaque: list[str] = []  # what has no text
-        self.inside: set[int] = set()  # objects being read: a cycle ends where it closes
+        self.inside: set[int] = set()  # objects being read, a cycle ends where it closes; functions that were
 
     def text(self, value: Any) -> str:
         """Return what `value` is: its content, not its address; arrays and functions by their hashes."""
@@ -138,11 +137,12 @@ class _Reader:
         """Return the name of a function, class or module, with its library's version, or after noting its code."""
         module = value.__name__ if isinstance(value, types.ModuleType) else value.__module__ or "builtins"
         name = module if isinstance(value, types.ModuleType) else f"{module}.{value.__qualname__}"
-        if _of_library(module):
-            return f"{name} {getattr(sys.modules[module.partition('.')[0]], '__version__', '')}"
-        if name not in self.code:
-            self.code[name] = ""  # until it is known: functions may use each other
-            self.code[name] = xxh3_64_hexdigest(self._definition(value).encode())
+        if _of_library(module) or isinstance(value, types.BuiltinFunctionType):
+            return f"{name} {getattr(sys.modules.get(module.partition('.')[0]), '__version__', '')}"
+        if id(value) not in self.inside:  # functions may use each other, and lambdas have one name
+            self.inside.add(id(value))
+            found = xxh3_64_hexdigest(self._definition(value).encode())
+            self.code[name] = self.code.get(name, "") + found
         return name
 
     def _definition(self, value: Any) -> str:
@@ -150,12 +150,10 @@ class _Reader:
             cells = [cell.cell_contents for cell in value.__closure__ or ()]
             rest = self.text([value.__defaults__, value.__kwdefaults__, cells])
             return self._code(value.__code__) + rest + self._used(_names(value.__code__), value.__globals__)
-        try:  # compiled without docstrings, and comments and places are gone: what is left is what it does
-            code = compile(textwrap.dedent(inspect.getsource(value)), "", "exec", optimize=2)
-        except (OSError, TypeError, SyntaxError):
-            self.opaque.append(repr(value))
-            return ""
-        return self._code(code) + self._used(_names(code), vars(sys.modules.get(value.__module__, value)))
+        known = vars(value).items()
+        members = {name: getattr(member, "fget", getattr(member, "func", member)) for name, member in known}
+        names = {name for name, member in members.items() if callable(member) or not name.startswith("__")}
+        return self._used(names, members) + self.text(getattr(value, "__bases__", ()))
 
     def _used(self, names: set[str], known: Mapping[str, Any]) -> str:
         """Return the texts of what code with these names finds in its module: constants, functions, classes."""

@@ -285,6 +285,15 @@ def latest(keys: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     return np.where(keys[at] == wanted, at, -1)
 
 
+def current(state: State, sources: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rows of a list's items (-1: none), and whether their files are what they were then: [M] each."""
+    rows = latest(state.column("keys"), sources["keys"])
+    same = rows >= 0
+    for name in ("sizes", "modified_ns") if same.any() else ():
+        same &= state.column(name)[rows] == sources[name]
+    return rows, same
+
+
 def settle(folder: Path, manifest: dict[str, Any]) -> None:
     """Write log, index and manifest anew from the shards, and remove those that hold nothing that is in force."""
     shards, _ = sealed(folder, manifest["about"]["fingerprint"])
