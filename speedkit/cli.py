@@ -12,7 +12,6 @@ import click
 import yaml
 
 from speedkit.ceilings import ceilings, left_out
-from speedkit.climb import climb as climb_ladder
 from speedkit.commands_cache import cache
 from speedkit.errors import Interrupted, SpeedkitError, UsageError
 from speedkit.hardware import this_machine
@@ -104,6 +103,8 @@ def train(workload: str, plan_name: str, strict: bool, deterministic: bool, **va
 @options(RECIPE)
 def climb(workload: str, budget_s: float, rungs: str | None, seeds: int | None, notebook: bool, **values: Any) -> None:
     """Climb the whole ladder on WORKLOAD; leave the winning plan, the record and a report."""
+    from speedkit.climb import climb as climb_ladder
+
     work, recipe = the_workload(workload, values)
     folder = values["out"]
     record = climb_ladder(
