@@ -52,7 +52,7 @@ def info(folder: str) -> None:
             continue
         about, manifest, keys = state.about, state.manifest, state.column("keys")
         shards, _ = store.sealed(path, about["fingerprint"])
-        files = [name for shard in shards if about["base"] for name in store.names_of(shard)]
+        files = [name for shard in shards if about["base"] for name in shard.names]
         stale = len(keys) - len(set(keys.tolist())) + sum(not os.path.exists(about["base"] + name) for name in files)
         click.echo(
             f"{path}: {len(keys)} entries of workload {about['workload']} ({about['base'] or 'no files'}), "

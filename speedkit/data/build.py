@@ -224,7 +224,7 @@ def verify(folder: Path) -> list[tuple[str, str]]:
         return [(store.MANIFEST, "it is missing or does not match its checksum, and no shard tells what it held")]
     shards, damaged = store.sealed(folder, state.about["fingerprint"])
     problems = list(dict([*state.problems, *damaged]).items())
-    known = {shard.name: store.names_of(shard) for shard in shards}
+    known = {shard.name: shard.names for shard in shards}
     good = store.by_shard(state, _intact(folder, state)[0])
     for (name, *_), whole in zip(state.shards, good, strict=True):
         names = known.get(name) or [f"entry {row} of {name}" for row in range(len(whole))]

@@ -1,5 +1,6 @@
 """What cached entries depend on: the transform's code and arguments, library versions, and each item's own file."""
 
+import contextlib
 import functools
 import importlib.metadata
 import inspect
@@ -27,7 +28,9 @@ _LIBRARIES = ("site-packages", "dist-packages", sysconfig.get_paths()["stdlib"])
 def name_of(item: Any, base: str) -> str:
     """Return what the cache calls an item: its path without the beginning `base`, or what it is made of."""
     path = getattr(item, "path", None)
-    return _Reader().text(item) if path is None else str(path).removeprefix(base)
+    if path is not None:
+        return str(path).removeprefix(base)
+    return repr(item) if isinstance(item, PLAIN) else _Reader().text(item)
 
 
 def sources_of(items: Sequence[Any], base: str) -> dict[str, np.ndarray]:
@@ -35,12 +38,10 @@ def sources_of(items: Sequence[Any], base: str) -> dict[str, np.ndarray]:
     keys, (sizes, modified_ns) = np.empty(len(items), np.uint64), np.full((2, len(items)), -1, np.int64)
     for index, item in enumerate(items):  # a million in about a second
         keys[index] = xxh3_64_intdigest(name_of(item, base).encode("utf-8", "surrogateescape"))
-        if hasattr(item, "path"):
-            try:
-                status = os.stat(item.path)  # of a member of a tar: the tar
-            except (OSError, ValueError, TypeError):
-                continue
-            sizes[index], modified_ns[index] = status.st_size, status.st_mtime_ns
+        if (path := getattr(item, "path", None)) is not None:
+            with contextlib.suppress(OSError, ValueError):
+                status = os.stat(path)  # of a member of a tar: the tar
+                sizes[index], modified_ns[index] = status.st_size, status.st_mtime_ns
     return {"keys": keys, "sizes": sizes, "modified_ns": modified_ns}
 
 
@@ -106,11 +107,11 @@ class _Reader:
         """Return what `value` is: its content, not its address; arrays and functions by their hashes."""
         if isinstance(value, PLAIN):
             return repr(value)
-        if isinstance(value, Tensor):
-            raw = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        if isinstance(value, np.ndarray | Tensor):
+            raw = value
+            if isinstance(value, Tensor):
+                raw = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
             return f"{value.dtype}{list(value.shape)} {xxh3_64_hexdigest(raw.tobytes())}"
-        if isinstance(value, np.ndarray):
-            return f"{value.dtype}{list(value.shape)} {xxh3_64_hexdigest(value.tobytes())}"
         if isinstance(value, Mapping):
             return "{" + ", ".join(f"{key}: {self.text(value[key])}" for key in sorted(value, key=str)) + "}"
         if isinstance(value, list | tuple | set | frozenset):

@@ -49,6 +49,11 @@ class Shard:
     rows: dict[str, np.ndarray]  # the columns
     begin: int  # where values begin, bytes
 
+    @property
+    def names(self) -> list[str]:
+        """The names of its items."""
+        return self.rows["names"].tobytes().decode("utf-8", "surrogateescape").split("\0")
+
 
 @dataclasses.dataclass(frozen=True)
 class State:
@@ -149,11 +154,6 @@ def read_shard(path: Path) -> Shard:
         dtype = f"{about['dtype'][0].lower()}{int(about['dtype'][1:]) // 8}"
         rows[name] = np.frombuffer(head, dtype, about["shape"][0], 8 + length + about["data_offsets"][0])
     return Shard(path.name, told, rows, begin)
-
-
-def names_of(shard: Shard) -> list[str]:
-    """Return the names of a shard's items."""
-    return shard.rows["names"].tobytes().decode("utf-8", "surrogateescape").split("\0")
 
 
 def layout(state: State) -> tuple[np.ndarray, list[int]]:
