@@ -1,6 +1,7 @@
 """What can happen to a loader's workers: each end is one sentence that says what to do, and leaves no process."""
 
 import dataclasses
+import functools
 import os
 import shutil
 import signal
@@ -94,17 +95,18 @@ def test_a_batch_that_takes_long_is_no_hang_while_its_items_come(kind, monkeypat
     batches.close()
 
 
-def fails_at_40(item):
+def fails_at_40(item, error):
     if item.path == "40":
-        raise ZeroDivisionError("a bug in load")
+        raise error("a bug in load")
     return load(item, 8)
 
 
+@pytest.mark.parametrize("error", [ZeroDivisionError, RuntimeError])  # the latter is also what PyTorch raises
 @pytest.mark.parametrize("plan", [{}, {"workers": 2}, {"workers": 2, "worker_kind": "thread"}], ids=str)
-def test_a_bug_in_load_stays_the_error_it_is(plan):
+def test_a_bug_in_load_stays_the_error_it_is(plan, error):
     before = set(active_children())
-    with pytest.raises(ZeroDivisionError, match="a bug in load"):
-        take_all(batches_of(fails_at_40, **plan))
+    with pytest.raises(error, match="a bug in load"):
+        take_all(batches_of(functools.partial(fails_at_40, error=error), **plan))
     assert set(active_children()) <= before
 
 

@@ -56,14 +56,11 @@ class Loader:
         return self._from_threads() if self.plan.worker_kind == "thread" else self._from_processes()
 
     def signal(self, number: int) -> None:
-        """Send a signal to every worker process; threads obey SIGSTOP and SIGCONT too, at their next item."""
+        """Send SIGSTOP or SIGCONT to every worker process; threads obey at their next item."""
         for process in self.processes:
             if process.is_alive():
                 os.kill(process.pid, number)
-        if number == signal.SIGSTOP:
-            self.running.clear()
-        elif number == signal.SIGCONT:
-            self.running.set()
+        (self.running.clear if number == signal.SIGSTOP else self.running.set)()
 
     def close(self) -> None:
         """End the processes, also where a traceback keeps an iterator over them alive."""
@@ -102,13 +99,15 @@ class Loader:
         return batch and tuple(tensor.pin_memory() if self.plan.pin_memory else tensor for tensor in batch), bad
 
     def _received(self, take: Callable[[], Any]) -> Any:
-        """Return the batch that `take` waits for. That its time is out is no hang while items are begun."""
+        """Return the batch that `take` waits for, a short time each call: no hang while items are begun meanwhile."""
         quiet, seen = 0, list[int]()
         while quiet < LOOKS:
             try:
                 return take()
-            except (RuntimeError, OSError, EOFError, multiprocessing.TimeoutError) as error:  # PyTorch, queue, threads
-                if not (isinstance(error, multiprocessing.TimeoutError) or str(error).startswith("DataLoader timed")):
+            except multiprocessing.TimeoutError:  # of threads
+                pass
+            except (RuntimeError, OSError, EOFError) as error:  # what PyTorch and its queue's connection raise
+                if not str(error).startswith("DataLoader timed out"):
                     explained = self._explained(str(error))
                     self._kill()  # the others may wait for what a dead one held
                     if not explained:
@@ -123,8 +122,8 @@ class Loader:
     def _explained(self, error: str) -> str:
         """Return what happened to a worker process and what to do, "" when `error` is about something else."""
         connection.wait([process.sentinel for process in self.processes], 1)  # one may be about to die
-        at = zip([process.exitcode for process in self.processes], self.samples.reading[:], strict=True)
-        code, index = next(((code, index) for code, index in at if code), (None, -1))
+        at = zip((process.exitcode for process in self.processes), self.samples.reading, strict=False)
+        code, index = next(((code, index) for code, index in at if code), (None, -1))  # (None, -1): all are alive
         if "shared memory" in error or code == -signal.SIGBUS:
             return (f"/dev/shm ({shutil.disk_usage('/dev/shm').total / 1e6:.0f} MB) is full: workers * prefetch_factor "
                     f"= {self.workers * self.plan.prefetch_factor} batches must fit; lower one of them, use "
