@@ -4,7 +4,7 @@ An epoch still holds every item once, but which clips meet in a batch changes, a
 as much as with another seed.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -34,18 +34,6 @@ def padded_lengths(lengths: Tensor) -> Tensor:
             found.add(int(longest[at]))
         at = int(origin[at])
     return torch.tensor(sorted(found))
-
-
-def bucketed(
-    order: Tensor, lengths: Tensor, padded: Tensor, batch_size: int, shuffle: Callable[[int], Tensor]
-) -> Tensor:
-    """Return `order` [N] rearranged so that a full batch holds clips padded to one length; a few batches hold two.
-
-    The batches are put in the order that `shuffle` gives for their number. What does not fill one stays at the end.
-    """
-    full = order[: len(order) // batch_size * batch_size]
-    grouped = full[torch.searchsorted(padded, lengths[full]).argsort(stable=True)].view(-1, batch_size)
-    return torch.cat([grouped[shuffle(len(grouped))].flatten(), order[len(full) :]])
 
 
 def padding_share(batches: Iterable[Tensor], lengths: Tensor, padded: Tensor | None = None) -> float:

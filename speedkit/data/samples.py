@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
-from speedkit.data.bucket import bucketed, padded_lengths
+from speedkit.data.bucket import padded_lengths
 from speedkit.data.decode import BadItem
 from speedkit.errors import PlanError
 from speedkit.plan import Plan
@@ -116,7 +116,11 @@ class EpochOrder:
             shuffle = functools.partial(shuffled, seed=self.seed, epoch=self.epoch)
         order = shuffle(self.count)
         if self.lengths is not None:
-            order = bucketed(order, self.lengths, self.padded, self.batch_size, shuffle)
+            # A full batch holds clips padded to one length, a few hold two. What fills none stays at the end, mixed.
+            full = order[: self.count // self.batch_size * self.batch_size]
+            grouped = full[torch.searchsorted(self.padded, self.lengths[full]).argsort(stable=True)]
+            batches = grouped.view(-1, self.batch_size)
+            order = torch.cat([batches[shuffle(len(batches))].flatten(), order[len(full) :]])
         for position in range(self.start, len(self)):
             batch = order[position * self.batch_size : (position + 1) * self.batch_size]
             # Fewer items than ranks: some come twice, for a rank without a batch would leave the others waiting.
