@@ -108,7 +108,7 @@ class _Reader:
         if isinstance(value, PLAIN):
             return repr(value)
         if isinstance(value, np.ndarray | Tensor):
-            raw = value
+            raw: Any = value
             if isinstance(value, Tensor):
                 raw = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
             return f"{value.dtype}{list(value.shape)} {xxh3_64_hexdigest(raw.tobytes())}"
@@ -184,11 +184,8 @@ def _of_library(module: str) -> bool:
 
 def _plain(value: Any) -> bool:
     """Whether a value is made of numbers and strings only: a table of settings, not somebody's store of objects."""
-    if isinstance(value, Mapping):
-        return _plain(list(value.items()))
-    return isinstance(value, PLAIN) or (
-        isinstance(value, list | tuple | set | frozenset) and all(_plain(part) for part in value)
-    )
+    parts = [*value.keys(), *value.values()] if isinstance(value, Mapping) else value
+    return isinstance(value, PLAIN) or (isinstance(parts, list | tuple | set | frozenset) and all(map(_plain, parts)))
 
 
 def _names(code: types.CodeType) -> set[str]:
