@@ -25,24 +25,22 @@ from speedkit.train.loop import fit
 def main() -> None:
     """Run the command line; every failure is one sentence and an exit code, a traceback only with --debug."""
     arguments = [word for word in sys.argv[1:] if word != "--debug"]
-    message = ""
     signal.signal(signal.SIGTERM, _terminate)
     try:
-        code = commands.main(arguments, prog_name="speedkit", standalone_mode=False) or 0
-    except click.exceptions.Abort:
-        code, message = 130, "stopped by SIGINT; what was complete is kept"
+        sys.exit(commands.main(arguments, prog_name="speedkit", standalone_mode=False) or 0)
     except click.ClickException as error:
         error.show()
-        code = error.exit_code
+        sys.exit(error.exit_code)
     except Exception as error:
-        if "--debug" in sys.argv:
+        code, message = getattr(error, "exit_code", 1), str(error)
+        if isinstance(error, click.exceptions.Abort):
+            code, message = 130, "stopped by SIGINT; what was complete is kept"
+        elif "--debug" in sys.argv:
             raise
-        code, message = 1, f"{type(error).__name__}: {error} (--debug shows where)"
-        if isinstance(error, SpeedkitError):
-            code, message = error.exit_code, str(error)
-    if message:
+        elif not isinstance(error, SpeedkitError):
+            message = f"{type(error).__name__}: {error} (--debug shows where)"
         click.echo(f"speedkit: {message}", err=True)
-    sys.exit(code)
+        sys.exit(code)
 
 
 def _terminate(number: int, _frame: Any) -> None:
@@ -84,12 +82,11 @@ def train(workload: str, plan_name: str, strict: bool, deterministic: bool, **va
     plan = the_plan(plan_name, values, values["device"])
     resolve(plan, this_machine(values["device"]), strict)  # before data is touched
     work, recipe = the_workload(workload, values)
-    folder = values["out"]
-    history = fit(work, recipe, plan, device=values["device"], out=folder, resume=values["resume"],
+    history = fit(work, recipe, plan, device=values["device"], out=values["out"], resume=values["resume"],
                   cache_dir=values["cache_dir"], deterministic=deterministic, strict=strict)  # fmt: skip
     found = history.evaluation
     score = f"{found['metric']} {found['value']:.4f} on {found['n']} test items; " if found else ""
-    click.echo(f"{score}{history.steps} steps in {history.seconds:.1f} s; history and checkpoint in {folder}")
+    click.echo(f"{score}{history.steps} steps in {history.seconds:.1f} s; history and checkpoint in {values['out']}")
 
 
 @commands.command()

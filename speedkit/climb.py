@@ -157,9 +157,8 @@ def _verdict(rung: Rung, found: Comparison, control: Row) -> Row:
     if found.low > floor:
         why = "faster beyond the noise, and learns the same" if same.passed else str(same)
     return {
-        "ratio": found.ratio, "low": found.low, "high": found.high, "noise_floor": floor,
-        "kept": found.low > floor and same.passed, "why": why, "parity": str(same),
-        "parity_numbers": dataclasses.asdict(same), "warmup_s": found.warmup_s_b,
+        "ratio": found.ratio, "low": found.low, "high": found.high, "noise_floor": floor, "parity": str(same),
+        "kept": found.low > floor and same.passed, "why": why,
         "step_s_before": found.step_s[0], "step_s_after": found.step_s[1],
     }  # fmt: skip
 

@@ -134,17 +134,13 @@ def this_machine(device: str | torch.device = "auto") -> Hardware:
 
     Raises UsageError when `device` is not there.
     """
-    # The number of threads can change while a process runs; nothing else here can.
-    return replace(_facts(choose_device(device)), threads=torch.get_num_threads())
-
-
-def choose_device(device: str | torch.device = "auto") -> torch.device:
-    """Return the torch device that "auto" or a name stands for. Raises UsageError when it is not there."""
     cuda = ["cuda", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))] * torch.cuda.is_available()
     there = [*cuda, *["mps", "mps:0"] * torch.backends.mps.is_available(), "cpu"]
     if str(device) not in ("auto", *there):
         raise UsageError(f'device "{device}" is not available: this machine has {", ".join(there)}. Use one, or "auto"')
-    return torch.device(there[0] if str(device) == "auto" else device)
+    # The number of threads can change while a process runs; nothing else here can.
+    facts = _facts(torch.device(there[0] if str(device) == "auto" else device))
+    return replace(facts, threads=torch.get_num_threads())
 
 
 def cache_root() -> Path:
@@ -154,8 +150,7 @@ def cache_root() -> Path:
 
 @functools.lru_cache
 def _facts(device: torch.device) -> Hardware:
-    cpu = torch.cpu.get_capabilities()
-    compiler = os.environ.get("CXX", "g++")  # as torch._inductor.config
+    cpu, compiler = torch.cpu.get_capabilities(), os.environ.get("CXX", "g++")  # as torch._inductor.config
     if device.type == "cuda":  # as triton.runtime.build
         compiler = os.environ.get("CC") or shutil.which("gcc") or "clang"
     release = re.split(r"[^\d.]", platform.release())[0]  # the rest tells who built it, and may tell where

@@ -20,7 +20,7 @@ from speedkit import ceilings as ceilings_module
 from speedkit import system
 from speedkit.ceilings import ceilings, left_out
 from speedkit.errors import UsageError
-from speedkit.hardware import CAPABILITIES, Hardware, cache_root, choose_device, this_machine
+from speedkit.hardware import CAPABILITIES, Hardware, cache_root, this_machine
 
 GPU = Hardware(
     device=torch.device("cuda"), gpu_count=1, triton=True, compiler="/usr/bin/gcc", python_headers=True, cpu="a CPU"
@@ -121,7 +121,8 @@ def test_this_machine_knows_itself():
     assert machine.device == torch.device("cpu")
     assert 1 <= machine.cores <= (os.cpu_count() or 1)
     assert machine.ram_bytes and machine.cpu and machine.torch_version == torch.__version__
-    assert this_machine().device.type == ("cuda" if torch.cuda.is_available() else choose_device().type)
+    kinds = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    assert this_machine().device.type == next(kind for kind, there in kinds.items() if there)
     assert not torch.cuda.is_initialized() or torch.cuda.is_available()
 
 
