@@ -73,7 +73,7 @@ def test_time_to_quality_counts_to_the_first_evaluation_that_reaches_the_target(
 
 def test_compare_finds_a_planted_slowdown_and_keeps_the_losses(tmp_path):
     work = tiny.points(train=256, size=32, hidden=128)
-    slow = tiny.slowed(work, seconds=0.002)
+    slow = tiny.slowed(work, seconds=0.02)
     found = compare(work, Plan(), Plan(), workload_b=slow, pairs=8, window_s=0.02, names=("plain", "slowed"))
     assert found.slower and found.ratio < 1 and not found.faster
     assert found.losses_a == found.losses_b
