@@ -79,49 +79,54 @@ class FeatureCache:
         (inputs [B, ...], targets [B]), or where lengths vary (inputs [B, ..., T] padded with zeros to the longest,
         lengths [B], targets [B]). Unusable items are left out, as the loader leaves them out: B is then smaller.
         """
-        at = indices.numpy(force=True)
+        at = indices.numpy(force=True) if indices.is_cuda else indices.numpy()
         if self.bad:
             at = at[self.usable[at]]
-        lengths = self.counts[at] // math.prod(self.lead)
-        longest = int(lengths.max(initial=0)) if self.varies else self.last
         if self.on_device is not None:
-            inputs = self._picked(at, lengths, longest)
+            inputs = self._picked(at)
         else:
-            inputs = self._copied(at, lengths, longest, pinned=device.type == "cuda")
+            inputs = self._copied(at, pinned=device.type == "cuda")
             if self.bad and not (good := self.usable[at]).all():  # some were just found damaged, and their files gone
-                at, lengths, inputs = at[good], lengths[good], inputs[torch.from_numpy(good)]
+                at, inputs = at[good], inputs[torch.from_numpy(good)]
         inputs = inputs.to(device, torch.float32, non_blocking=True)
         if self.dtype == np.int16:
             inputs.mul_(1 / 32768)
         targets = torch.from_numpy(self.targets[at]).to(device)
-        return (inputs, torch.from_numpy(lengths).to(device), targets) if self.varies else (inputs, targets)
+        return (inputs, torch.from_numpy(self._lengths(at)).to(device), targets) if self.varies else (inputs, targets)
 
-    def _copied(self, at: np.ndarray, lengths: np.ndarray, longest: int, pinned: bool) -> Tensor:
+    def _lengths(self, at: np.ndarray) -> np.ndarray:
+        return self.counts[at] // math.prod(self.lead)
+
+    def _copied(self, at: np.ndarray, pinned: bool) -> Tensor:
         """Return the entries at `at` in one batch; those never touched before are checked there."""
         if self.where == "disk":
             self._look_after()
-        new = np.flatnonzero(self.unchecked[at])
-        shape, starts = (len(at), *self.lead, longest), self.starts[at]
+        flat, starts = self.flat, self.starts[at]
         if self.varies or pinned or not len(at):
-            batch = torch.zeros(shape, dtype=getattr(torch, self.dtype.name), pin_memory=pinned)
-            for row, start, length in zip(batch.numpy(), starts.tolist(), lengths.tolist(), strict=True):
-                count = math.prod(self.lead) * length
-                row[..., :length] = self.flat[start : start + count].reshape(*self.lead, length)
+            lengths = self._lengths(at).tolist()
+            longest = max(lengths, default=0) if self.varies else self.last
+            shape, dtype = (len(at), *self.lead, longest), getattr(torch, self.dtype.name)
+            batch = torch.zeros(shape, dtype=dtype, pin_memory=pinned)
+            for row, start, length in zip(batch.numpy(), starts.tolist(), lengths, strict=True):
+                row[..., :length] = flat[start : start + math.prod(self.lead) * length].reshape(*self.lead, length)
         else:  # one call for all rows, wherever they begin
-            flat = self.flat
             if self._windows is None:  # kept, for making it takes as long as copying three rows
-                self._windows = sliding_window_view(flat, math.prod(shape[1:]))
-            batch = torch.from_numpy(self._windows[starts].reshape(shape))
-        if len(new):
-            # Where a row of the batch is an entry, it is looked at there: the copy is in the CPU's cache.
-            values, begins = (self.flat, starts[new]) if self.varies else (batch.numpy(), new * math.prod(shape[1:]))
-            found = store.checksums(values, begins, self.counts[at[new]], self.keys[at[new]])
-            same = found == self.checksums[at[new]]
-            self.unchecked[at[new[same]]] = False
-            for row in new[~same].tolist():
-                values = batch.numpy()[row, ..., : lengths[row]]
-                values[...] = self._live(int(at[row])).reshape(values.shape)
+                self._windows = sliding_window_view(flat, math.prod(self.lead) * self.last)
+            batch = torch.from_numpy(self._windows[starts].reshape(len(at), *self.lead, self.last))
+        if len(new := np.flatnonzero(self.unchecked[at])):
+            self._check(at, new, batch.numpy(), starts)
         return batch
+
+    def _check(self, at: np.ndarray, new: np.ndarray, batch: np.ndarray, starts: np.ndarray) -> None:
+        """Compare the rows `new` of a batch with their checksums; those that differ are computed live."""
+        # Where a row of the batch is an entry, it is looked at there: the copy is in the CPU's cache.
+        values, begins = (self.flat, starts[new]) if self.varies else (batch, new * batch[0].size)
+        found = store.checksums(values, begins, self.counts[at[new]], self.keys[at[new]])
+        same = found == self.checksums[at[new]]
+        self.unchecked[at[new[same]]] = False
+        for row in new[~same].tolist():
+            values = batch[row, ..., : self._lengths(at[row])]
+            values[...] = self._live(int(at[row])).reshape(values.shape)
 
     def _look_after(self) -> None:
         """Map the files anew, and trust none, once one was cut short: to look beyond its end would end the process."""
@@ -151,13 +156,15 @@ class FeatureCache:
             self.usable[index] = self.unchecked[index] = False
             return np.zeros(self.counts[index], self.dtype)
 
-    def _picked(self, at: np.ndarray, lengths: np.ndarray, longest: int) -> Tensor:
+    def _picked(self, at: np.ndarray) -> Tensor:
         """Return the entries at `at` from the device's memory: [B, ..., T], padded with zeros where lengths differ."""
         assert self.on_device is not None
         device, channels = self.on_device.device, math.prod(self.lead)
         if not self.varies:
-            rows = torch.from_numpy(self.starts[at] // (channels * longest)).to(device)
-            return self.on_device.view(-1, *self.lead, longest).index_select(0, rows)
+            rows = torch.from_numpy(self.starts[at] // (channels * self.last)).to(device)
+            return self.on_device.view(-1, *self.lead, self.last).index_select(0, rows)
+        lengths = self._lengths(at)
+        longest = int(lengths.max(initial=0))
         begin, length = (torch.from_numpy(part).to(device)[:, None, None] for part in (self.starts[at], lengths))
         channel = torch.arange(channels, device=device)[:, None]
         frame = torch.arange(longest, device=device)
@@ -196,9 +203,8 @@ class FeatureCache:
         starts = np.cumsum(self.counts) - self.counts
         flat = np.zeros(int(self.counts.sum()), self.dtype)
         for index in np.flatnonzero(self.usable).tolist():
-            count, length = int(self.counts[index]), int(self.counts[index]) // math.prod(self.lead)
-            row = self._copied(np.array([index]), np.array([length]), length, pinned=False)
-            flat[starts[index] : starts[index] + count] = row.numpy().reshape(-1)
+            row = self._copied(np.array([index]), pinned=False)
+            flat[starts[index] : starts[index] + self.counts[index]] = row.numpy().reshape(-1)
         self.starts, self._flat, self._windows = starts, flat, None
         if device.type != "cpu":
             self.on_device, self._flat = torch.from_numpy(flat).to(device), None

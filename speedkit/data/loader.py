@@ -87,16 +87,18 @@ class Batches:
         self._quarantine({item.path: item.why for item in bad})
         return batch and tuple(tensor.to(self.device, non_blocking=self.plan.pin_memory) for tensor in batch)
 
-    @torch.no_grad()
     def _ready(self, batch: tuple[Tensor, ...], step: int) -> tuple[Tensor, ...]:
         """Return what the loss takes of what has arrived: features, padded to one of few lengths where bucketed."""
+        if not self.waveforms and self.order.padded is None:
+            return batch
         inputs, *rest = batch
         if self.waveforms:
             if self.workload.augment_waveform is not None and self.seed is not None:
                 # Seeded by the step, so that a resumed run draws what the uninterrupted one would have drawn.
                 self.generator.manual_seed(self.seed * 1_000_033 + step)
                 inputs = self.workload.augment_waveform(inputs, self.generator)
-            inputs = self.workload.features(inputs)
+            with torch.no_grad():
+                inputs = self.workload.features(inputs)
         if self.order.padded is not None:
             length = self.order.padded[torch.searchsorted(self.order.padded, inputs.shape[-1])]
             inputs = pad(inputs, (0, int(length) - inputs.shape[-1]))
