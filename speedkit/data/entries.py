@@ -46,6 +46,7 @@ class FeatureCache:
         self.where, self.why = "disk", ""
         self.damaged: set[int] = set()
         self._flat: np.ndarray | None = None
+        self.rows: Tensor | None = None  # [N, ...] the same where all have one length and are usable, with their labels
         self._windows: np.ndarray | None = None  # a row for every place in flat where an entry could begin
         self.looked_s = 0.0  # when the files' lengths were last looked at
         self.on_device: Tensor | None = None  # what `flat` holds, once it is on the device
@@ -79,7 +80,11 @@ class FeatureCache:
         (inputs [B, ...], targets [B]), or where lengths vary (inputs [B, ..., T] padded with zeros to the longest,
         lengths [B], targets [B]). Unusable items are left out, as the loader leaves them out: B is then smaller.
         """
-        at = indices.numpy(force=True) if indices.is_cuda else indices.numpy()
+        if self.rows is not None and not self.bad:
+            indices = indices.to(self.rows.device)
+            inputs, targets = self.rows[indices], self.labels[indices]
+            return self._as_float(inputs, device), targets.to(device)
+        at = indices.numpy(force=True)
         if self.bad:
             at = at[self.usable[at]]
         if self.on_device is not None:
@@ -88,11 +93,12 @@ class FeatureCache:
             inputs = self._copied(at, pinned=device.type == "cuda")
             if self.bad and not (good := self.usable[at]).all():  # some were just found damaged, and their files gone
                 at, inputs = at[good], inputs[torch.from_numpy(good)]
-        inputs = inputs.to(device, torch.float32, non_blocking=True)
-        if self.dtype == np.int16:
-            inputs.mul_(1 / 32768)
-        targets = torch.from_numpy(self.targets[at]).to(device)
+        inputs, targets = self._as_float(inputs, device), torch.from_numpy(self.targets[at]).to(device)
         return (inputs, torch.from_numpy(self._lengths(at)).to(device), targets) if self.varies else (inputs, targets)
+
+    def _as_float(self, inputs: Tensor, device: torch.device) -> Tensor:
+        inputs = inputs.to(device, torch.float32, non_blocking=True)
+        return inputs.mul_(1 / 32768) if self.dtype == np.int16 else inputs
 
     def _lengths(self, at: np.ndarray) -> np.ndarray:
         return self.counts[at] // math.prod(self.lead)
@@ -206,8 +212,12 @@ class FeatureCache:
             row = self._copied(np.array([index]), pinned=False)
             flat[starts[index] : starts[index] + self.counts[index]] = row.numpy().reshape(-1)
         self.starts, self._flat, self._windows = starts, flat, None
+        memory = torch.from_numpy(flat).to(device)
+        if not self.varies:
+            self.rows = memory.view(-1, *self.lead, self.last)
+            self.labels = torch.from_numpy(self.targets).to(device)
         if device.type != "cpu":
-            self.on_device, self._flat = torch.from_numpy(flat).to(device), None
+            self.on_device, self._flat = memory, None
 
 
 def _free_bytes(device: torch.device) -> float:

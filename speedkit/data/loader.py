@@ -46,6 +46,7 @@ class Batches:
         self.epoch, self.position = 0, 0
         # Whether what arrives on the device are waveforms, whose features are computed there.
         self.waveforms = plan.cache_of == "waveform" if cache is not None else plan.features_on == "device"
+        self.remade = self.waveforms or self.order.padded is not None
         self.generator = torch.Generator(device=device)
         features = None if self.waveforms else workload.features
         samples = Samples(items, loading(workload, plan), features, workload.target)
@@ -63,7 +64,7 @@ class Batches:
             for batch in self.pass_:
                 self.position += 1
                 if batch is not None:
-                    return self._ready(batch, self.epoch * len(self.order) + self.position)
+                    return self._ready(batch, self.epoch * len(self.order) + self.position) if self.remade else batch
             self.pass_, self.epoch, self.position = None, self.epoch + 1, 0
 
     def one_pass(self) -> Iterator[tuple[Tensor, ...]]:
@@ -89,8 +90,6 @@ class Batches:
 
     def _ready(self, batch: tuple[Tensor, ...], step: int) -> tuple[Tensor, ...]:
         """Return what the loss takes of what has arrived: features, padded to one of few lengths where bucketed."""
-        if not self.waveforms and self.order.padded is None:
-            return batch
         inputs, *rest = batch
         if self.waveforms:
             if self.workload.augment_waveform is not None and self.seed is not None:

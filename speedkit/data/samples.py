@@ -110,7 +110,7 @@ class EpochOrder:
         return (indices.tolist() for indices in self.tensors())
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the batches as index tensors, `[batch_size / ranks]` each but for a last one that may be smaller."""
+        """Return the batches as index tensors, `[batch_size / ranks]` each but for a last one that may be smaller."""
         shuffle: Callable[[int], Tensor] = torch.arange
         if self.seed is not None:
             shuffle = functools.partial(shuffled, seed=self.seed, epoch=self.epoch)
@@ -119,9 +119,11 @@ class EpochOrder:
             # A full batch holds clips padded to one length, a few hold two. What fills none stays at the end, mixed.
             full = order[: self.count // self.batch_size * self.batch_size]
             grouped = full[torch.searchsorted(self.padded, self.lengths[full]).argsort(stable=True)]
-            batches = grouped.view(-1, self.batch_size)
-            order = torch.cat([batches[shuffle(len(batches))].flatten(), order[len(full) :]])
-        for position in range(self.start, len(self)):
-            batch = order[position * self.batch_size : (position + 1) * self.batch_size]
-            # Fewer items than ranks: some come twice, for a rank without a batch would leave the others waiting.
-            yield batch[self.rank :: self.ranks] if len(batch) >= self.ranks else batch[[self.rank % len(batch)]]
+            rows = grouped.view(-1, self.batch_size)
+            order = torch.cat([rows[shuffle(len(rows))].flatten(), order[len(full) :]])
+        batches = order.split(self.batch_size)[self.start : len(self)]
+        if self.ranks == 1:
+            return iter(batches)
+        # Fewer items than ranks: some come twice, for a rank without a batch would leave the others waiting.
+        return (batch[self.rank :: self.ranks] if len(batch) >= self.ranks else batch[[self.rank % len(batch)]]
+                for batch in batches)  # fmt: skip
