@@ -84,7 +84,10 @@ def test_whole_set_is_reused_and_what_is_missing_is_made(tmp_path):
 
 
 def test_an_interruption_ends_it_at_once_and_leaves_whole_files_only(tmp_path):
-    code = "import sys; from speedkit.workloads.night_sounds import generate; generate(sys.argv[1], clips=2000)"
+    # A shell's background job ignores Ctrl-C, and hands that on.
+    code = """import signal, sys; from speedkit.workloads.night_sounds import generate
+signal.signal(signal.SIGINT, signal.default_int_handler)
+generate(sys.argv[1], clips=2000)"""
     process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stderr=subprocess.DEVNULL)
     while not list(tmp_path.rglob("*.wav")) and process.poll() is None:
         time.sleep(0.01)  # until there is something to interrupt
