@@ -1,0 +1,56 @@
+"""Faults to inject: out-of-memory of each kind above a chosen batch size, on any device."""
+
+import dataclasses
+
+import torch
+
+# What PyTorch and the libraries below it raise, in their own words.
+OUT_OF_MEMORY = {
+    "cuda": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    "cublas": lambda: RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    "cudnn": lambda: RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear ..."),
+    "cudnn workspace": lambda: RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    "no engine": lambda: RuntimeError("GET was unable to find an engine to execute this computation"),
+    "launch": lambda: torch.AcceleratorError("CUDA error: invalid configuration argument"),
+    "index": lambda: RuntimeError("Expected canUse32BitIndexMath(input) && canUse32BitIndexMath(output) to be true"),
+    "host": lambda: torch.empty(1 << 60),  # a real one
+    "python": lambda: bytearray(1 << 62),  # a real one
+    "c++": lambda: RuntimeError("std::bad_alloc"),
+    "wrapped": lambda: chained(RuntimeError("backend failed"), torch.OutOfMemoryError("CUDA out of memory.")),
+}
+
+
+def chained(error, cause):
+    error.__cause__ = cause
+    return error
+
+
+def strike(kind):
+    """Raise an out-of-memory of `kind`."""
+    error = OUT_OF_MEMORY[kind]()
+    raise error
+
+
+def limited(workload, fits, kind="cuda", where="forward", times=10**9, raises=None):
+    """The workload, whose loss fails on more than `fits` samples: `times` times, in "forward" or in "backward".
+
+    `raises` replaces the out-of-memory of `kind` by an exception of your own.
+    """
+    left = [times]
+
+    def fail(*_):
+        if left[0] > 0:
+            left[0] -= 1
+            if raises is not None:
+                raise raises
+            strike(kind)
+
+    def loss(model, batch, recipe):
+        if len(batch[0]) > fits and where == "forward":
+            fail()
+        value, outputs = workload.loss(model, batch, recipe)
+        if len(batch[0]) > fits and where == "backward" and value.requires_grad:
+            value.register_hook(fail)
+        return value, outputs
+
+    return dataclasses.replace(workload, loss=loss)
