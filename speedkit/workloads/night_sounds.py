@@ -4,7 +4,6 @@ A clip is a function of (seed, index) alone: clips can be made in any order, and
 """
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,10 +13,8 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 from scipy.signal import lfilter, oaconvolve
 
-from speedkit.errors import UsageError
-from speedkit.files import atomic
 from speedkit.hardware import cache_root
-from speedkit.system import usable_cores
+from speedkit.workloads.generated import complete
 
 NOISE_DB = (-7.0, 12.0)  # the sound of the class over the background noise
 DISTRACTOR_DB = (-14.0, -2.0)  # the sound of another class, relative to that of the class
@@ -158,19 +155,8 @@ def generate(folder: str | Path | None = None, clips: int = 1000, duration_s: fl
     name = f"{clips}_clips_{duration_s:g}s_{sample_rate_hz}hz_seed{seed}_v{_VERSION}"
     target = Path(folder or cache_root() / "night_sounds") / name
 
-    def write(index: int) -> None:
-        path, samples = clip_path(target, index), clip(index, seed, duration_s, sample_rate_hz)
-        with atomic(path) as temporary:
-            soundfile.write(temporary, samples, sample_rate_hz, format=path.suffix[1:])
+    def write(index: int, path: Path) -> None:
+        form = clip_path(target, index).suffix[1:]
+        soundfile.write(path, clip(index, seed, duration_s, sample_rate_hz), sample_rate_hz, format=form)
 
-    try:
-        for name in CLASSES:
-            (target / name).mkdir(parents=True, exist_ok=True)
-        missing = [index for index in range(clips) if not clip_path(target, index).exists()]
-        # numpy and libsndfile work outside Python's lock. An interruption cancels what `map` has not begun.
-        with ThreadPoolExecutor(usable_cores()) as pool:
-            list(pool.map(write, missing))
-    except (OSError, soundfile.SoundFileError) as error:
-        failed = f"night sounds cannot be written to {target} ({error})"
-        raise UsageError(f"{failed}: free some space, or set SPEEDKIT_CACHE_DIR to another folder") from error
-    return target
+    return complete(target, [clip_path(target, index) for index in range(clips)], write, "night sounds")
