@@ -13,6 +13,7 @@ from collections.abc import Generator, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from speedkit.data.augment import mixup
 from speedkit.errors import Interrupted, SpeedkitError
@@ -20,8 +21,9 @@ from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train import checkpoint
 from speedkit.train.run import History, Run, begin, close, finish
+from speedkit.workloads.workload import Batch
 
-__all__ = ["Run", "begin", "close", "finish", "fit", "steps"]
+__all__ = ["Run", "begin", "close", "finish", "fit", "optimizer_step", "steps"]
 
 
 def fit(workload: Any, recipe: Recipe | None = None, plan: Plan | None = None, **options: Any) -> History:
@@ -49,13 +51,8 @@ def steps(run: Run) -> Generator[int, None, None]:
 
     The host reads the device at log points and evaluations and nowhere else.
     """
-    workload, recipe, plan, device, history = run.workload, run.recipe, run.plan, run.device, run.history
-    parameters = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
-    micro_batch = min(int(plan.micro_batch or recipe.batch_size), recipe.batch_size)
-    whole = micro_batch == recipe.batch_size  # no accumulation
-    count_of = workload.count or (lambda part: len(part[0]))
-    generator = torch.Generator(device=device)
-    loss_of = workload.loss if run.autocast is None else run.autocast(workload.loss)
+    workload, recipe, plan, history = run.workload, run.recipe, run.plan, run.history
+    generator = torch.Generator(device=run.device)
     run.model.train()
     began_s = logged_s = time.perf_counter()
     logged_step = run.step
@@ -70,29 +67,7 @@ def steps(run: Run) -> Generator[int, None, None]:
         if recipe.mixup:
             batch = mixup(batch, recipe.mixup, generator)
         run.set_learning_rate(run.step)
-        # Here and not after the step, the memory just freed is still in the CPU's cache when the forward pass takes it.
-        run.optimizer.zero_grad(set_to_none=True)
-
-        # Each part weighs as many valid items as it holds, so the sum is the exact mean over the whole batch.
-        parts = [batch] if whole else list(zip(*(tensor.split(micro_batch) for tensor in batch), strict=True))
-        counts = [1] if whole else [count_of(part) for part in parts]
-        losses, valid = [], sum(counts)
-        for part, count in zip(parts, counts, strict=True):
-            # Only full parts go through compiled code: an epoch's last, smaller one would be compiled for anew.
-            loss, outputs = loss_of(run.forward if len(part[0]) == micro_batch else run.model, part, recipe)
-            loss = loss if whole else loss * (count / valid)
-            (loss if run.scale is None else loss * run.scale.scale).backward()
-            losses.append(loss.detach())
-
-        if run.scale is not None:
-            run.scale.unscale([parameter.grad for parameter in parameters if parameter.grad is not None])
-        if recipe.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(parameters, recipe.clip_norm)
-        run.optimizer.step()
-        if run.scale is not None:
-            run.scale.update()
-
-        run.last_loss = sum(losses[1:], losses[0])
+        run.last_loss, outputs, part = optimizer_step(run, batch)
         run.pending.append(run.last_loss)
         run.step += 1
         at_end = run.step == run.total_steps
@@ -125,6 +100,44 @@ def steps(run: Run) -> Generator[int, None, None]:
         yield run.step
 
 
+def optimizer_step(run: Run, batch: Batch) -> tuple[Tensor, Tensor, Batch]:
+    """Learn from `batch`, tensors `[B, ...]`, once; return its loss `[]`, and outputs and batch of its last part.
+
+    Nothing here waits for the device.
+    """
+    # Here and not after the step, the memory just freed is still in the CPU's cache when the forward pass takes it.
+    run.optimizer.zero_grad(set_to_none=True)
+    loss, outputs, part = accumulate(run, batch)
+    if run.scale is not None:
+        run.scale.unscale([parameter.grad for parameter in run.parameters if parameter.grad is not None])
+    if run.recipe.clip_norm is not None:
+        torch.nn.utils.clip_grad_norm_(run.parameters, run.recipe.clip_norm)
+    run.optimizer.step()
+    if run.scale is not None:
+        run.scale.update()
+    return loss, outputs, part
+
+
+def accumulate(run: Run, batch: Batch) -> tuple[Tensor, Tensor, Batch]:
+    """Add the gradients of `batch` to those there are, a micro-batch at a time; return what `optimizer_step` does.
+
+    Each part weighs as many valid items as it holds, so the sum is the exact mean over the whole batch.
+    """
+    whole = run.micro_batch == run.recipe.batch_size
+    parts = [batch] if whole else list(zip(*(tensor.split(run.micro_batch) for tensor in batch), strict=True))
+    count_of = run.workload.count or (lambda part: len(part[0]))
+    counts = [1] if whole else [count_of(part) for part in parts]
+    losses, valid = [], sum(counts)
+    for part, count in zip(parts, counts, strict=True):
+        # Only full parts go through compiled code: an epoch's last, smaller one would be compiled for anew.
+        forward = run.forward if len(part[0]) == run.micro_batch else run.model
+        loss, outputs = run.loss(forward, part, run.recipe)
+        loss = loss if whole else loss * (count / valid)
+        (loss if run.scale is None else loss * run.scale.scale).backward()
+        losses.append(loss.detach())
+    return sum(losses[1:], losses[0]), outputs, part
+
+
 @torch.no_grad()
 def _evaluate(run: Run) -> dict[str, Any]:
     """Return `{metric, value, n}`: the mean score of the test set, read by the host once.
@@ -134,8 +147,7 @@ def _evaluate(run: Run) -> dict[str, Any]:
     workload, total, count = run.workload, torch.zeros((), device=run.device), 0
     run.model.eval()
     for batch in run.test_batches.one_pass():
-        with run.autocast or contextlib.nullcontext():
-            _, outputs = workload.loss(run.model, batch, run.recipe)
+        _, outputs = run.loss(run.model, batch, run.recipe)
         total += workload.score(outputs, batch).float().sum()
         count += len(batch[0])
     run.model.train()

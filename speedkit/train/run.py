@@ -1,6 +1,5 @@
 """One training run: its state, what is set up before its first step, and what it leaves behind."""
 
-import contextlib
 import dataclasses
 import os
 import resource
@@ -72,6 +71,9 @@ class History:
         }  # fmt: skip
 
 
+Loss = Callable[..., tuple[Tensor, Tensor]]  # model, batch, recipe -> mean over the batch's valid items, outputs
+
+
 @dataclasses.dataclass
 class Run:
     """The state of one training run."""
@@ -82,11 +84,13 @@ class Run:
     plan: Plan  # the effective one
     device: torch.device
     model: torch.nn.Module
+    parameters: list[torch.nn.Parameter]  # those that are trained
     forward: Callable[..., Tensor]  # the model as the plan has it: itself, or compiled
+    loss: Loss  # the workload's, computed as the plan has it
+    micro_batch: int  # samples per forward pass, at most
     optimizer: torch.optim.Optimizer
     set_learning_rate: Callable[[int], Any]  # for the step after so many
     scale: precision.LossScale | None
-    autocast: torch.autocast | None
     batches: Batches
     test_batches: Batches
     total_steps: int | None  # None never ends
@@ -136,9 +140,11 @@ def begin(
     total = recipe.total_steps(len(workload.train), plan.drop_last)
     per_epoch = steps_per_epoch(len(workload.train), recipe.batch_size, plan.drop_last)
     run = Run(
-        workload, recipe, effective, plan, device, model, compilation.apply(model, plan), update,
+        workload, recipe, effective, plan, device, model,
+        [parameter for parameter in model.parameters() if parameter.requires_grad],
+        compilation.apply(model, plan), loss_under(plan, workload, device),
+        min(int(plan.micro_batch or recipe.batch_size), recipe.batch_size), update,
         optimizer.schedule(update, learning_rates(recipe, total), scale.steps if scale else None), scale,
-        precision.autocast(plan, device),
         open_batches(workload, workload.train, plan, recipe.batch_size, recipe.seed, **options),
         open_batches(workload, workload.test, test_plan, recipe.batch_size, None, **options),
         total_steps=None if endless else total,
@@ -172,14 +178,12 @@ def measure_workers(workload: Any, recipe: Recipe, effective: Effective, device:
     if plan.workers != "auto":
         return effective
     model, update, _ = make_learner(workload, recipe, plan, device)
-    micro_batch = int(plan.micro_batch or recipe.batch_size)
+    micro_batch, loss_of = int(plan.micro_batch or recipe.batch_size), loss_under(plan, workload, device)
 
     def compute(batch: tuple[Tensor, ...]) -> None:
         update.zero_grad()
         for part in zip(*(tensor.split(micro_batch) for tensor in batch), strict=True):
-            with precision.autocast(plan, device) or contextlib.nullcontext():
-                loss, _ = workload.loss(model, part, recipe)
-            loss.backward()
+            loss_of(model, part, recipe)[0].backward()
 
     precision.apply(plan)
     plan, why = choose_workers(workload, workload.train, plan, recipe.batch_size, device, compute)
@@ -202,6 +206,12 @@ def make_learner(
     scale = precision.LossScale(device)
     update.found_inf = scale.found_inf  # type: ignore[attr-defined]  # read by fused optimizers
     return model, update, scale
+
+
+def loss_under(plan: Plan, workload: Any, device: torch.device) -> Loss:
+    """Return the loss of `workload`, computed in the number format of `plan`."""
+    autocast = precision.autocast(plan, device)
+    return workload.loss if autocast is None else autocast(workload.loss)
 
 
 def finish(run: Run) -> History:
