@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from speedkit.measure.stats import paired_interval
 from speedkit.measure.turns import in_turns
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
+from speedkit.train import checkpoint
 from speedkit.train.loop import begin, close, steps
 from speedkit.workloads.workload import Batch, Workload
 
@@ -139,6 +141,22 @@ fit(perceptron(*LARGE, steps={count}), plan=CACHED, device="cpu", progress=False
     return [row(what, ends(ours_kb, bare_kb), 1.05, "x")]
 
 
+def checkpointing(saves: int = 5) -> list[Row]:
+    """Seconds that training stands still for a checkpoint of 1 GB: weights and two averages of each."""
+    workload = perceptron(4096, 20_480, 8)
+    with tempfile.TemporaryDirectory() as folder:
+        run = begin(workload, plan=Plan(validate_every=0), device="cpu", out=Path(folder, "run"), progress=False)
+        stood_s = []
+        for _ in itertools.islice(steps(run), saves):
+            began_s = time.perf_counter()
+            checkpoint.save(run)
+            stood_s.append(time.perf_counter() - began_s)
+            run.keeper.wait()  # type: ignore[union-attr]  # two in a row would wait for each other
+        gigabytes = (Path(folder, "run", checkpoint.NAME)).stat().st_size / 1e9
+        close(run)
+    return [row(f"standing still for a checkpoint of {gigabytes:.2f} GB", stood_s, 0.2, "s")]
+
+
 def same(count: int = 100, pairs: int = 120) -> list[Row]:
     """A/A test: how many of `count` comparisons of a plan with itself call it faster or slower (99 % intervals)."""
     wrong = [not one.low <= 1 <= one.high for one in _comparisons(count, pairs, perceptron(*SMALL))]
@@ -186,5 +204,5 @@ def number_from(code: str) -> float:
 
 
 BENCHMARKS: dict[str, Callable[..., list[Row]]] = {
-    "loop": loop, "import": importing, "memory": memory, "aa": same, "planted": planted,
+    "loop": loop, "import": importing, "memory": memory, "checkpoint": checkpointing, "aa": same, "planted": planted,
 }  # fmt: skip

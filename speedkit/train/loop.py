@@ -93,7 +93,7 @@ def steps(run: Run) -> Generator[int, None, None]:
             if run.out is not None:
                 _read_losses(run)  # never over a good checkpoint
                 history.quarantined = run.batches.bad | run.test_batches.bad
-                checkpoint.save(run, run.out)
+                checkpoint.save(run)
             logged_s += time.perf_counter() - paused_s  # evaluation is not training time
             if run.stop:
                 return

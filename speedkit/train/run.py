@@ -98,6 +98,7 @@ class Run:
     history: History
     progress: Progress
     out: Path | None
+    keeper: checkpoint.Keeper | None = None  # where `out` is set
     step: int = 0
     pending: list[Tensor] = dataclasses.field(default_factory=list)  # losses not read yet, one per step
     last_loss: Any = None  # of the latest step, still on the device
@@ -157,6 +158,7 @@ def begin(
         write_text(folder / "plan.yaml", to_yaml(plan))
         if resume:
             checkpoint.load(run, folder)
+        run.keeper = checkpoint.Keeper(run, folder)
     cache = run.batches.cache
     for note in filter(None, (*effective.fallbacks, run.batches.padding, cache.why if cache else "")):
         run.progress.say(f"  {note}")
@@ -217,6 +219,8 @@ def loss_under(plan: Plan, workload: Any, device: torch.device) -> Loss:
 def finish(run: Run) -> History:
     """Complete the history of a run whose steps are done, write it where `out` is set, and return it."""
     history = run.history
+    if run.keeper is not None:
+        run.keeper.wait()
     history.steps = int(run.scale.steps) if run.scale else run.step
     history.model = run.model
     history.quarantined = dict(run.workload.quarantined) | run.batches.bad | run.test_batches.bad
@@ -235,7 +239,9 @@ def finish(run: Run) -> History:
 
 
 def close(run: Run) -> None:
-    """End the run's loader processes and its progress bar."""
+    """End the run's loader processes, its progress bar, and the writing of a checkpoint that was begun."""
+    if run.keeper is not None and run.keeper.writer is not None:
+        run.keeper.writer.join()
     run.batches.close()
     run.test_batches.close()
     run.progress.close()

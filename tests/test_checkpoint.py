@@ -1,0 +1,124 @@
+"""Checkpoints: copied while the run stands still, written while it goes on, verified when they are read."""
+
+import itertools
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from test_resume import lively, outcome
+
+from speedkit.errors import SpeedkitError
+from speedkit.plan import Plan
+from speedkit.train import checkpoint
+from speedkit.train.loop import begin, close, fit, steps
+
+OPTIONS = {"plan": Plan(log_every=1, validate_every=2), "device": "cpu", "progress": False}
+NAMES = [checkpoint.NAME, *checkpoint.OLDER]
+
+
+def step_in(path):
+    return torch.load(path, weights_only=True)["step"]
+
+
+@pytest.fixture
+def stopped(tmp_path):
+    """A run stopped after step 9, with checkpoints of steps 4, 6 and 8."""
+    run = begin(lively(), out=tmp_path, **OPTIONS)
+    for _ in itertools.takewhile(lambda step: step < 9, steps(run)):
+        pass
+    close(run)
+    return tmp_path
+
+
+def test_the_last_three_are_kept(stopped):
+    assert [step_in(stopped / name) for name in NAMES] == [8, 6, 4]
+
+
+@pytest.mark.parametrize("at", [0.0, 0.5, 0.99, 1.0], ids="at {:.0%}".format)
+@pytest.mark.parametrize("damaged", [1, 2])
+def test_a_flipped_bit_is_found_and_the_run_goes_on_from_the_one_before(stopped, capsys, damaged, at):
+    for name in NAMES[:damaged]:
+        held = bytearray((stopped / name).read_bytes())
+        held[int(at * (len(held) - 1))] ^= 1
+        (stopped / name).write_bytes(held)
+    resumed = fit(lively(), out=stopped, resume=True, **OPTIONS | {"progress": True})
+    assert resumed.resumed_from == 8 - 2 * damaged
+    assert outcome(resumed) == outcome(fit(lively(), **OPTIONS))
+    said = capsys.readouterr()
+    assert f"checksum is wrong: it was cut short or changed): going on from {NAMES[damaged]}" in said.out + said.err
+
+
+def test_with_all_of_them_damaged_nothing_is_made_up(stopped):
+    for name in NAMES:
+        (stopped / name).write_bytes(b"")
+    with pytest.raises(SpeedkitError, match=r"checkpoint\.pt cannot be read .* nor can one before it: remove it"):
+        fit(lively(), out=stopped, resume=True, **OPTIONS)
+
+
+def test_what_is_written_is_the_state_at_the_time_of_the_call(tmp_path):
+    run = begin(lively(), out=tmp_path, **OPTIONS)
+    next(steps(run))
+    weights = {name: weight.clone() for name, weight in run.model.state_dict().items()}
+    checkpoint.save(run)
+    for weight in run.model.parameters():
+        weight.data.fill_(7.0)
+    run.keeper.wait()
+    state = torch.load(tmp_path / checkpoint.NAME, weights_only=True)
+    assert all(torch.equal(state["model"][name], weight) for name, weight in weights.items())
+    close(run)
+
+
+def test_a_second_checkpoint_takes_no_new_memory(tmp_path):
+    run = begin(lively(), out=tmp_path, **OPTIONS)
+    held = [
+        {tensor.data_ptr() for tensors in run.keeper.stock.values() for tensor in tensors}
+        for _ in itertools.islice(steps(run), 8)
+    ]
+    assert held[2] == held[-1]  # checkpoints are made at steps 2, 4, 6, 8
+    close(run)
+
+
+CHILD = """
+import sys
+sys.path[:0] = [sys.argv[1]]
+import torch
+torch.set_num_threads(1)
+from test_checkpoint import OPTIONS, large
+from speedkit.plan import Plan
+from speedkit.train.loop import fit
+print("begun", flush=True)
+fit(large(), out=sys.argv[2], resume=True, **OPTIONS | {"plan": Plan(log_every=1, validate_every=1)})
+print("done", flush=True)
+"""
+
+
+def large():
+    """A run whose checkpoints, of 12 MB, take a good part of its time to write."""
+    return lively(steps=60, epochs=None, hidden=60_000)
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments_a_run_still_ends_as_the_uninterrupted_one(tmp_path):
+    rng, kills = random.Random(0), 0
+    for _ in range(100):
+        child = subprocess.Popen([sys.executable, "-c", CHILD, str(Path(__file__).parent), str(tmp_path)],
+                                 stdout=subprocess.PIPE, text=True)  # fmt: skip
+        assert child.stdout.readline() == "begun\n"
+        if kills < 8:
+            time.sleep(rng.uniform(0.02, 0.6))
+            child.send_signal(signal.SIGKILL)
+        ended = child.stdout.read()
+        kills += child.wait() == -signal.SIGKILL
+        assert child.returncode in (0, -signal.SIGKILL)
+        if "done" in ended:
+            break
+    assert kills >= 4
+    whole = fit(large(), **OPTIONS | {"plan": Plan(log_every=1, validate_every=0)})
+    state = torch.load(tmp_path / checkpoint.NAME, weights_only=True)
+    assert state["step"] == 60 and state["history"]["loss"] == whole.loss
+    assert all(torch.equal(state["model"][name], weight) for name, weight in whole.model.state_dict().items())
