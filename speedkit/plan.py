@@ -30,7 +30,6 @@ FORMERLY = {name: here for here, names in NAMES_ELSEWHERE.items() for name in na
 # Values whose technique is not part of this version. They are refused, never ignored.
 NOT_YET: dict[str, tuple[Any, ...]] = {
     "micro_batch": ("auto",),
-    "precision": ("fp8", "fp8-emulated"),
     "compile_scope": ("blocks", "step"),
     "attention": ("math", "efficient", "flash", "cudnn"),
     "checkpointing": ("blocks", "selective"),

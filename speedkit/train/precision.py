@@ -1,11 +1,15 @@
-"""Number formats: process-wide switches, autocast, and loss scaling that never makes the host wait."""
+"""Number formats: process-wide switches, autocast, 8-bit layers, and loss scaling that never makes the host wait."""
+
+import dataclasses
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from speedkit.errors import UsageError
 from speedkit.plan import Plan
 
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16, "fp8-emulated": torch.bfloat16}
+SCALINGS = ("tensorwise", "rowwise")
 
 
 def apply(plan: Plan) -> None:
@@ -15,6 +19,8 @@ def apply(plan: Plan) -> None:
     (https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices).
     """
     tf32 = plan.precision != "fp32"
+    # The newer switches outrank these two where somebody has set them, and then the older getters raise.
+    torch.backends.fp32_precision = torch.backends.cudnn.fp32_precision = "none"
     torch.set_float32_matmul_precision("high" if tf32 and torch.cuda.is_available() else "highest")
     torch.backends.cudnn.allow_tf32 = tf32
 
@@ -23,6 +29,57 @@ def autocast(plan: Plan, device: torch.device) -> torch.autocast | None:
     """Return the autocast context of `plan`, to be entered at each step, or None where there is nothing to cast."""
     dtype = AUTOCAST.get(plan.precision)
     return torch.autocast(device.type, dtype) if dtype else None
+
+
+def convert(model: nn.Module, plan: Plan, scaling: str = "tensorwise") -> list[str]:
+    """Make the linear layers of `model` multiply in 8 bits where `plan.precision` says so, in place.
+
+    Weights stay float32 parameters of the same names. Products of the forward pass are of e4m3 numbers, and with
+    `scaling` "tensorwise" those of gradients of e5m2, each tensor with one scale found as it is rounded: the fastest
+    recipe, on every GPU that has units for it. "rowwise" has a scale per row and e4m3 throughout: an outlier spoils its
+    own row only, for more work (Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433).
+    Return a note per group of layers that are left alone. Raises UsageError without torchao.
+    """
+    if not plan.precision.startswith("fp8"):
+        return []
+    if scaling not in SCALINGS:
+        raise UsageError(f'scaling "{scaling}" is unknown: take {" or ".join(SCALINGS)}')
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError as error:
+        raise UsageError(f"precision={plan.precision} needs the package torchao: install the extra `quant`") from error
+    kept = _kept_from_fp8(model)
+    # Padding is done only where the rows of a batch are no multiple of 16, as those of an epoch's last may be.
+    config = dataclasses.replace(
+        Float8LinearConfig.from_recipe_name(scaling), emulate=plan.precision == "fp8-emulated", pad_inner_dim=True
+    )
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name not in kept)
+    groups: dict[str, list[str]] = {}
+    if not any(type(layer).__name__ == "Float8Linear" for layer in model.modules()):
+        groups["no layer of this model multiplies in 8 bits, so that all of it trains as in bf16"] = []
+    for name, why in kept.items():
+        groups.setdefault(why, []).append(name)
+    return [": ".join(filter(None, (why, ", ".join(names)))) for why, names in groups.items()]
+
+
+def _kept_from_fp8(model: nn.Module) -> dict[str, str]:
+    """Return why for each linear or convolutional layer of `model`, by name, that 8 bits are not for.
+
+    Which layers are too small to gain by it is nobody's rule but the measurement's.
+    """
+    linear = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    output = next(reversed(linear), None)  # the last registered, as in torchao's own example
+    kept = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.modules.conv._ConvNd):
+            kept[name] = "convolutions have no 8-bit form"
+        elif name in linear and type(layer) is not nn.Linear:
+            kept[name] = f"a {type(layer).__name__} is not called as a layer"  # attention reads its weight itself
+        elif name == output:
+            kept[name] = "what comes out of the last layer goes into the loss unrounded"
+        elif name in linear and (layer.in_features % 16 or layer.out_features % 16):
+            kept[name] = "dimensions that 16 does not divide have no 8-bit product"
+    return kept
 
 
 class LossScale:

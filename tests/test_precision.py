@@ -1,0 +1,217 @@
+"""Number formats: gates against float32, 8-bit layers, switches that agree with each other, loss scaling."""
+
+import copy
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from tiny import emulating, points
+from torch import nn
+from torch.nn.functional import cosine_similarity, cross_entropy
+
+from speedkit.errors import UsageError
+from speedkit.hardware import this_machine
+from speedkit.plan import Plan, resolve
+from speedkit.recipe import Recipe
+from speedkit.train import optimizer, precision
+from speedkit.train.loop import fit
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+BACKENDS = torch.backends
+# Least cosine of a gradient with float32's, and largest relative difference of the loss.
+GATES = {
+    "fp32": (1, 0),
+    "tf32": (0.9999, 1e-3),
+    "bf16": (0.999, 1e-2),
+    "fp16": (0.9999, 2e-3),
+    "fp8-emulated": (0.98, 3e-2),
+}
+
+
+@pytest.fixture(autouse=True)
+def switches_as_they_were():
+    yield
+    BACKENDS.fp32_precision = BACKENDS.cudnn.fp32_precision = "none"
+    torch.set_float32_matmul_precision("highest")
+    BACKENDS.cudnn.allow_tf32 = True
+
+
+def net():
+    torch.manual_seed(1)
+    layers = [nn.Linear(64, 128), nn.GELU(), nn.LayerNorm(128), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 10)]
+    return nn.Sequential(*layers)
+
+
+def loss_and_gradients(name, device="cpu", scaling="tensorwise", rows=40):
+    """The loss and each weight's gradient of the same net on the same batch, computed in a format."""
+    plan, model = Plan(precision=name), net().to(device)
+    inputs, targets = (
+        torch.randn(rows, 64, generator=torch.Generator().manual_seed(2)).to(device),
+        torch.arange(rows) % 10,
+    )
+    precision.apply(plan)
+    precision.convert(model, plan, scaling)
+    scale = precision.LossScale(torch.device(device)) if name == "fp16" else None
+    with precision.autocast(plan, torch.device(device)) or torch.autocast(device, enabled=False):
+        value = cross_entropy(model(inputs), targets.to(device))
+    (value * scale.scale if scale else value).backward()
+    gradients = [weight.grad for weight in model.parameters()]
+    if scale:
+        scale.unscale(gradients)
+    return float(value.detach()), gradients
+
+
+def least_cosine(mine, theirs):
+    return min(float(cosine_similarity(a.flatten(), b.flatten(), dim=0)) for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", [*GATES, "fp8"])
+def test_loss_and_gradients_are_those_of_float32_within_the_format(name, device):
+    if name == "fp8" and (why := this_machine(device).why_not("fp8")):
+        pytest.skip(why)
+    (loss, gradients), (true_loss, true_gradients) = (loss_and_gradients(which, device) for which in (name, "fp32"))
+    cosine, difference = GATES["fp8-emulated" if name == "fp8" else name]
+    assert all(gradient.dtype == torch.float32 for gradient in gradients)
+    assert least_cosine(gradients, true_gradients) >= cosine - 1e-6
+    assert loss == pytest.approx(true_loss, rel=difference)
+
+
+@pytest.mark.parametrize("rows", [40, 7], ids=["divides by 8", "an odd batch"])
+def test_8_bits_round_more_than_16_and_a_scale_per_row_less_than_one_per_tensor(rows):
+    _, true = loss_and_gradients("fp32", rows=rows)
+    bf16, tensorwise, rowwise = (
+        least_cosine(loss_and_gradients(name, scaling=scaling, rows=rows)[1], true)
+        for name, scaling in (("bf16", "tensorwise"), ("fp8-emulated", "tensorwise"), ("fp8-emulated", "rowwise"))
+    )
+    assert 0.97 < tensorwise < rowwise < bf16
+
+
+def test_a_product_of_8_bit_layers_is_that_of_numbers_rounded_to_8_bits():
+    model = nn.Sequential(nn.Linear(32, 16, bias=False), nn.Linear(16, 2))
+    weight, inputs = model[0].weight.detach().clone(), torch.randn(8, 32)
+
+    def rounded(tensor):
+        scale = torch.finfo(torch.float8_e4m3fn).max / tensor.abs().max()
+        return (tensor * scale).to(torch.float8_e4m3fn).float() / scale
+
+    precision.convert(model, Plan(precision="fp8-emulated"))
+    torch.testing.assert_close(model[0](inputs), rounded(inputs) @ rounded(weight).T, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(model[0](inputs), inputs @ weight.T, rtol=1e-4)
+
+
+class Mixed(nn.Module):
+    """A net with every kind of layer that 8 bits are not for; some are named so that order cannot hide a mistake."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.odd = nn.Conv1d(4, 16, 3, padding=1), nn.Linear(16, 20)
+        self.widen, self.wide = nn.Linear(20, 32), nn.Linear(32, 32)
+        self.attention, self.head = nn.MultiheadAttention(32, 2, batch_first=True), nn.Linear(32, 16)
+
+    def forward(self, x):  # [B, 4, T] -> [B, 16]
+        x = self.wide(self.widen(self.odd(self.stem(x).mT)))
+        return self.head(self.attention(x, x, x)[0].mean(1))
+
+
+def test_layers_left_alone_are_listed_with_the_reason():
+    model = Mixed()
+    notes = precision.convert(model, Plan(precision="fp8-emulated"))
+    assert {name for name, layer in model.named_modules() if type(layer).__name__ == "Float8Linear"} == {"wide"}
+    reasons = {name: why for why, names in (note.split(": ") for note in notes) for name in names.split(", ")}
+    assert reasons.keys() == {"stem", "odd", "widen", "attention.out_proj", "head"}
+    assert "16 does not divide" in reasons["odd"] and reasons["odd"] == reasons["widen"]
+    assert "convolution" in reasons["stem"] and "last layer" in reasons["head"]
+    assert "NonDynamicallyQuantizableLinear" in reasons["attention.out_proj"]
+    assert model(torch.randn(2, 4, 6)).isfinite().all()
+
+
+def test_a_model_without_an_8_bit_layer_says_that_it_trains_in_bf16():
+    notes = precision.convert(nn.Sequential(nn.Conv2d(1, 16, 3), nn.Flatten(), nn.Linear(64, 2)), Plan(precision="fp8"))
+    assert notes[0].startswith("no layer of this model") and len(notes) == 3
+    assert precision.convert(nn.Linear(16, 16), Plan(precision="fp8-emulated"))[0].startswith("no layer of this model")
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
+def test_other_formats_convert_nothing(name):
+    model = net()
+    assert precision.convert(model, Plan(precision=name)) == []
+    assert all(type(layer) is nn.Linear for layer in model if hasattr(layer, "weight") and layer.weight.ndim == 2)
+
+
+def test_an_unknown_scaling_is_refused():
+    with pytest.raises(UsageError, match="tensorwise or rowwise"):
+        precision.convert(net(), Plan(precision="fp8-emulated"), "blockwise")
+
+
+def test_checkpoints_go_from_bf16_to_8_bits_and_back(tmp_path):
+    plain, short = net(), net()
+    precision.convert(short, Plan(precision="fp8-emulated"))
+    for source, target in ((plain, short), (short, plain)):
+        with torch.no_grad():
+            [weight.normal_() for weight in source.parameters()]
+        torch.save(source.state_dict(), tmp_path / "weights.pt")
+        target.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True))
+        assert list(source.state_dict()) == list(target.state_dict())
+        assert all(map(torch.equal, source.parameters(), target.parameters()))
+
+
+def test_the_optimizer_updates_the_weights_that_8_bit_layers_round():
+    model = net()
+    update = optimizer.build(model.parameters(), Recipe(), fused=True)  # built before the layers are converted
+    precision.convert(model, Plan(precision="fp8-emulated"))
+    before = copy.deepcopy(model.state_dict())
+    cross_entropy(model(torch.randn(16, 64)), torch.zeros(16, dtype=torch.long)).backward()
+    update.step()
+    assert all(not torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+
+
+def getters():
+    """Everything by which a program can ask for float32's precision; each of these can raise where they contradict."""
+    cuda, cudnn = BACKENDS.cuda.matmul, BACKENDS.cudnn
+    older = torch.get_float32_matmul_precision(), cuda.allow_tf32, cudnn.allow_tf32
+    return *older, cuda.fp32_precision, cudnn.conv.fp32_precision, BACKENDS.fp32_precision
+
+
+@pytest.mark.parametrize(
+    "outside", [None, BACKENDS, BACKENDS.cudnn, BACKENDS.cudnn.conv, BACKENDS.cuda.matmul], ids=str
+)
+def test_no_getter_raises_whatever_precision_follows_which(outside):
+    for order in itertools.permutations(("fp32", "tf32", "fp16", "fp8")):
+        for name in order:
+            if outside is not None:
+                outside.fp32_precision = "tf32"  # somebody uses the newer switches
+            precision.apply(Plan(precision=name))
+            matmul, cuda, cudnn, *newer = getters()
+            on_gpu = name != "fp32" and torch.cuda.is_available()
+            assert (matmul, cuda, cudnn) == ("high" if on_gpu else "highest", on_gpu, name != "fp32")
+            assert newer == ["tf32" if on_gpu else "ieee", "none" if name == "fp32" else "tf32", "none"]
+
+
+def test_a_format_that_the_machine_lacks_trains_in_what_it_has(monkeypatch):
+    bare = dataclasses.replace(this_machine("cpu"), cpu_flags=())
+    monkeypatch.setattr("speedkit.train.run.this_machine", lambda _: bare)
+    plain, short = (
+        fit(points(), plan=Plan(precision=name, log_every=1), device="cpu", progress=False) for name in ("fp32", "fp8")
+    )
+    assert short.loss == plain.loss
+    [fallback] = short.effective.fallbacks
+    assert (fallback.asked, fallback.got) == ("fp8", "fp32") and "8.9" in fallback.why and "emulates" in fallback.why
+
+
+def test_emulated_8_bits_run_on_any_machine():
+    bare = dataclasses.replace(this_machine("cpu"), cpu_flags=())
+    assert resolve(Plan(precision="fp8-emulated"), bare).fallbacks == ()
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_float16_never_meets_an_optimizer_that_cannot_skip_a_step(name):
+    effective = resolve(Plan(precision="fp16", fused_optimizer=False), emulating("cpu"))
+    assert effective.plan.fused_optimizer and "skips bad steps" in effective.fallbacks[0].why
+    model = net()
+    update = optimizer.build(model.parameters(), Recipe(optimizer=name), fused=False)
+    update.found_inf = precision.LossScale(torch.device("cpu")).found_inf
+    model(torch.randn(4, 64)).sum().backward()
+    with pytest.raises((AssertionError, RuntimeError)):  # by somebody else's loop: refused, not ignored
+        update.step()
