@@ -203,6 +203,6 @@ def test_a_real_notebook_runs_with_other_parameters(name, tmp_path):
     others = {key: item.default + 1 for key, item in parameters_of(path).items()
               if int in item.kinds and isinstance(item.default, int)}  # fmt: skip
     given = {**others, **REAL[name]}
-    record = record_of(nbformat.read(run_notebook(path, tmp_path / "out.ipynb", given, timeout_s=300), as_version=4))
+    record = record_of(nbformat.read(run_notebook(path, tmp_path / "out.ipynb", given, timeout_s=1200), as_version=4))
     assert record is not None and record["profile"] == "smoke"
     assert {key: record["parameters"][key] for key in given} == given
