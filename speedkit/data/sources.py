@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import pandas
 
 EXTENSIONS = (".wav", ".flac", ".ogg", ".mp3", ".aif", ".aiff")
+UNLABELLED = "unlabelled"  # the one class of files whose labels do not matter
 TEST_SHARE = 0.2
 BAD_SHARE = 0.05  # more bad files than this, and the data set itself is at fault: an error
 # The columns of a label table, by any of these names in upper or lower case; `split` or `fold` may be a third.
@@ -58,12 +59,13 @@ class Entry(NamedTuple):
 
 
 def find_items(data_dir: str | Path, *, labels: str | Path | None = None, label_pattern: str | None = None,
-               test_pattern: str | None = None, seed: int = 0) -> Found:  # fmt: skip
+               test_pattern: str | None = None, seed: int = 0, labelled: bool = True) -> Found:  # fmt: skip
     """Return the training and test clips under `data_dir`, sorted by path with numbers in their natural order.
 
     Labels come from the CSV `labels`, from group 1 of `label_pattern` in the file name, or from the names of the
     subfolders. The test set is what `test_pattern` finds in the file name, else the CSV's `split` or `fold` column (the
     highest fold), else a fifth of each class by a hash of seed and name: a file stays on its side when others come.
+    Where they are not `labelled`, all files are of one class, whatever folders they lie in.
     Raises UsageError for a source that cannot be used as asked, SpeedkitError when over 5 % of the files are bad.
     """
     root = Path(data_dir)
@@ -72,7 +74,7 @@ def find_items(data_dir: str | Path, *, labels: str | Path | None = None, label_
         raise UsageError(f"data folder {root} {what}: name the folder of your recordings with --data-dir")
     if labels is not None and label_pattern is not None:
         raise UsageError("--labels and --label-pattern both name the labels: give one of the two")
-    entries = _from_files(root, label_pattern) if labels is None else _from_table(root, Path(labels), test_pattern)
+    entries = _from_files(root, label_pattern, labelled) if labels is None else _from_table(root, Path(labels), test_pattern)
     entries = sorted(dict.fromkeys(entries), key=lambda entry: _natural(str(entry.path)))
     with ThreadPoolExecutor(8) as pool:  # libsndfile works outside Python's lock, and disks like several requests
         headers = dict(zip(entries, pool.map(_header, entries), strict=True))
@@ -83,7 +85,7 @@ def find_items(data_dir: str | Path, *, labels: str | Path | None = None, label_
         raise SpeedkitError(f"{share} ({first}): repair or remove them")
     good = {entry: header for entry, header in headers.items() if not isinstance(header, str)}
     test_set = _test_set(list(good), root, test_pattern, seed)
-    classes = _classes(list(good), test_set)
+    classes = _classes(list(good), test_set) if labelled else (UNLABELLED,)
     sides: dict[bool, list[Item]] = {False: [], True: []}
     for entry, header in good.items():
         sides[entry.path in test_set].append(Item(str(entry.path), classes.index(entry.label), *header))
@@ -109,12 +111,14 @@ def _compiled(pattern: str, option: str) -> re.Pattern[str]:
         raise UsageError(f"{option} {pattern!r} is not a regular expression: {error}") from error
 
 
-def _from_files(root: Path, label_pattern: str | None) -> list[Entry]:
+def _from_files(root: Path, label_pattern: str | None, labelled: bool) -> list[Entry]:
     """Return the files labelled by group 1 of the pattern or by their subfolder; those without a label are not ours."""
     parts = {path: path.relative_to(root).parts for path in root.rglob("*") if path.suffix.lower() in EXTENSIONS}
     paths = sorted(path for path, names in parts.items() if not any(name.startswith(".") for name in names))
     if not paths:
         raise UsageError(f"data folder {root} holds no audio files ({', '.join(EXTENSIONS)}): name another --data-dir")
+    if not labelled:
+        return [Entry(path, UNLABELLED) for path in paths]
     if label_pattern is None:
         entries = [Entry(path, parts[path][0]) for path in paths if len(parts[path]) > 1]
         without = f"data folder {root} has no class-named subfolders: add them, or give --label-pattern or --labels"
