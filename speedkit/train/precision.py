@@ -20,7 +20,8 @@ def apply(plan: Plan) -> None:
     """
     tf32 = plan.precision != "fp32"
     # The newer switches outrank these two where somebody has set them, and then the older getters raise.
-    torch.backends.fp32_precision = torch.backends.cudnn.fp32_precision = "none"
+    torch.backends.cudnn.fp32_precision = "none"
+    torch.backends.fp32_precision = "none"  # type: ignore[attr-defined]
     torch.set_float32_matmul_precision("high" if tf32 and torch.cuda.is_available() else "highest")
     torch.backends.cudnn.allow_tf32 = tf32
 

@@ -1,0 +1,139 @@
+"""What makes the host wait: each place in a stretch of training that reads the device, with its cost."""
+
+import contextlib
+import dataclasses
+import linecache
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Operations whose result's shape or value the host must know: on a GPU each waits for all work queued before it.
+READS = ("_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2", "unique_dim", "unique_consecutive")
+# Methods that hand values to Python without an operation when the tensor lies in the host's memory.
+HANDING_OVER = ("tolist", "numpy", "cpu")
+NOT_THEIRS = (str(Path(torch.__file__).parent), __file__, warnings.__file__, contextlib.__file__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sync:
+    """One place that made the host wait: the innermost line that is not PyTorch's own."""
+
+    file: str
+    line: int
+    code: str  # what stands there
+    count: int
+    seconds: float  # all its waits together; on a CPU the reads themselves
+
+    def __str__(self) -> str:
+        return f"{Path(self.file).name}:{self.line}: {self.count} times, {1e3 * self.seconds:.3g} ms: {self.code}"
+
+
+def audit(function: Callable[[], Any], device: torch.device | str = "cpu") -> list[Sync]:
+    """Call `function()` and return the places in it that made the host wait, the most expensive first.
+
+    On a GPU these are the waits that CUDA's sync debug mode reports, compiled code included; it knows nothing of event
+    waits, and `torch.cuda.synchronize` is no surprise to who wrote it. On a CPU nothing waits: there they are the
+    reads that would make a GPU's host wait, found with all compiled code run as eager; those of numbers that would lie
+    in the host's memory beside a GPU too, such as a loader's indices, are among them. Being watched costs a little
+    time, so a few steps after a warm-up are enough.
+    """
+    found: dict[tuple[str, int], list[float]] = {}
+    watch = _cuda_waits if torch.device(device).type == "cuda" else _cpu_reads
+    with watch(lambda frame, seconds: found.setdefault(_place(frame), []).append(seconds)):
+        function()
+    syncs = [
+        Sync(file, line, linecache.getline(file, line).strip(), len(costs), sum(costs))
+        for (file, line), costs in found.items()
+    ]
+    return sorted(syncs, key=lambda sync: -sync.seconds)
+
+
+Note = Callable[[FrameType, float], None]
+
+
+def _place(frame: FrameType | None) -> tuple[str, int]:
+    """Return file and line of the innermost frame that is neither PyTorch's nor this module's."""
+    while frame and frame.f_code.co_filename.startswith(NOT_THEIRS) and frame.f_back:
+        frame = frame.f_back
+    return (frame.f_code.co_filename, frame.f_lineno) if frame else ("", 0)
+
+
+class _Reads(TorchDispatchMode):
+    """Notes every operation by which the host learns a value."""
+
+    def __init__(self, note: Note):
+        super().__init__()
+        self.note = note
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        began_s = time.perf_counter()
+        result = operation(*args, **(kwargs or {}))
+        masked = operation.name() == "aten::index.Tensor" and any(
+            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        )
+        if masked or operation.overloadpacket.__name__ in READS:
+            self.note(sys._getframe(1), time.perf_counter() - began_s)
+        return result
+
+
+@contextlib.contextmanager
+def _cpu_reads(note: Note) -> Iterator[None]:
+    """Note each read inside, with all code eager: compiled code that meets a dispatch mode stays off for good."""
+    began_s = 0.0
+
+    def on_call(frame: FrameType, event: str, called: Any) -> None:
+        nonlocal began_s
+        if event not in ("c_call", "c_return") or called.__name__ not in HANDING_OVER:
+            return
+        if isinstance(getattr(called, "__self__", None), torch.Tensor):
+            if event == "c_return":
+                note(frame, time.perf_counter() - began_s)
+            began_s = time.perf_counter()
+
+    with torch.compiler.set_stance("force_eager"), _Reads(note), _profiled_by(on_call):
+        yield
+
+
+@contextlib.contextmanager
+def _cuda_waits(note: Note) -> Iterator[None]:
+    """Note each wait inside: PyTorch warns as it ends, and it began after the last call or return in Python."""
+    last_s = time.perf_counter()
+
+    def on_call(frame: FrameType, event: str, called: Any) -> None:
+        nonlocal last_s
+        if frame.f_code.co_filename not in (__file__, warnings.__file__):  # the warning is on its way
+            last_s = time.perf_counter()
+
+    def on_warning(message: Any, *others: Any, **more: Any) -> None:
+        if "synchronizing CUDA operation" in str(message):
+            note(sys._getframe(1), time.perf_counter() - last_s)
+        else:
+            shown(message, *others, **more)
+
+    before, shown = torch.cuda.get_sync_debug_mode(), warnings.showwarning
+    with warnings.catch_warnings(), _profiled_by(on_call):
+        warnings.filterwarnings("always", message=".*synchronizing CUDA operation")
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+        warnings.showwarning = on_warning
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+
+@contextlib.contextmanager
+def _profiled_by(on_call: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
+    before = sys.getprofile()
+    sys.setprofile(on_call)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)

@@ -1,0 +1,195 @@
+"""What makes the host wait is found, at its line and with its count, and nothing of the project's own loop is."""
+
+import dataclasses
+import inspect
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import emulating, jitter, loss, points
+from torch import nn
+
+from speedkit import clock
+from speedkit.hardware import this_machine
+from speedkit.measure.syncs import audit
+from speedkit.plan import Plan
+from speedkit.train.collection import no_collection
+from speedkit.train.loop import begin, close, steps
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+@pytest.fixture(autouse=True)
+def every_number_format(monkeypatch):
+    monkeypatch.setattr("speedkit.train.run.this_machine", emulating)
+
+
+PLANTED = {
+    "item": lambda x: x.sum().item(),
+    "float": lambda x: float(x.sum()),
+    "int": lambda x: int(x.sum()),
+    "if": lambda x: 1 if x.sum() > 0 else 0,
+    "tolist": lambda x: x.tolist(),
+    "cpu": lambda x: x.cpu(),
+    "nonzero": lambda x: torch.nonzero(x),
+    "where": lambda x: torch.where(x > 0),
+    "mask": lambda x: x[x > 0],
+    "index": lambda x: x[x.long().argmax() % 2],
+    "unique": lambda x: x.unique(),
+    "equal": lambda x: torch.equal(x, x + 1),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_wait_is_found_at_its_line_with_its_count(name, device):
+    planted, inputs = PLANTED[name], torch.randn(6, 6, device=device)
+    planted(inputs)
+
+    def work():
+        for _ in range(3):
+            planted(inputs * 2 + 1)
+
+    [sync, *others] = [sync for sync in audit(work, device) if sync.file == __file__]
+    assert (sync.line, others) == (inspect.getsourcelines(planted)[1], [])
+    assert sync.count >= 3 and sync.count % 3 == 0 and sync.seconds > 0
+    assert sync.code.startswith(f'"{name}"')
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_work_that_never_asks_for_a_value_has_no_waits(device):
+    layer, inputs = nn.Linear(6, 6, device=device), torch.randn(4, 6, device=device)
+
+    def work():
+        layer(inputs).relu().square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
+        inputs[1:3] + torch.arange(6, device=device)
+
+    work()
+    assert audit(work, device) == []
+
+
+def test_the_most_expensive_comes_first():
+    inputs = torch.randn(1500, 1500)
+
+    def work():
+        inputs[0, 0].item()
+        torch.nonzero(inputs)
+
+    first, second = audit(work)
+    assert "nonzero" in first.code and "item" in second.code and first.seconds > second.seconds
+
+
+def test_what_watched_is_gone_afterwards_also_after_an_error():
+    def fails():
+        torch.randn(3).tolist()
+        raise ValueError("planted")
+
+    profiler = sys.getprofile()
+    with pytest.raises(ValueError, match="planted"):
+        audit(fails)
+    assert sys.getprofile() is profiler
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+def waits(workload, count=5, device="cpu", **plan):
+    """The waits of `count` steps of the project's loop, all within an epoch and between log points.
+
+    Without those of the loader: its indices lie in the host's memory beside any GPU, which a CPU cannot tell.
+    """
+    plan = Plan(log_every=1000, validate_every=0, **plan)
+    run = begin(workload, plan=plan, device=device, progress=False)
+    training = steps(run)
+    next(training)
+    try:
+        found = audit(lambda: [next(training) for _ in range(count)], device)
+        return [sync for sync in found if device == "cuda" or Path(sync.file).parent.name != "data"]
+    finally:
+        close(run)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("plan", [
+    {}, {"workers": 1}, {"cache": "ram"}, {"micro_batch": 5}, {"precision": "bf16"}, {"precision": "fp16"},
+    {"workers": 1, "micro_batch": 5, "precision": "fp16"},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_the_loop_makes_the_host_wait_nowhere_between_log_points(optimizer, plan, device):
+    workload = points(train=100, augment=jitter, dropout=0.2, clip_norm=1.0, optimizer=optimizer)
+    loads = {"pin_memory": True, "prefetch": True} if device == "cuda" else {}  # a pageable copy is a wait
+    assert waits(workload, device=device, fused_optimizer=True, **loads, **plan) == []
+
+
+def test_an_unfused_optimizer_reads_its_step_counts():
+    [sync] = waits(points(train=100))
+    assert sync.file.endswith("loop.py") and sync.code == "run.optimizer.step()"
+    assert sync.count % 5 == 0 and sync.count >= 5
+
+
+def test_log_points_are_the_only_places_and_are_counted():
+    run = begin(points(train=100), plan=Plan(log_every=2, fused_optimizer=True), device="cpu", progress=False)
+    training = steps(run)
+    next(training)
+    [sync] = [sync for sync in audit(lambda: [next(training) for _ in range(4)]) if sync.file.endswith("loop.py")]
+    close(run)
+    assert sync.count == 2 and ".tolist()" in sync.code
+
+
+def test_a_read_in_the_workloads_own_loss_is_blamed_on_it():
+    def reading(model, batch, recipe):
+        value, outputs = loss(model, batch, recipe)
+        value.detach().item()
+        return value, outputs
+
+    [sync] = waits(dataclasses.replace(points(train=100), loss=reading), fused_optimizer=True)
+    assert (sync.file, sync.code, sync.count) == (__file__, "value.detach().item()", 5)
+
+
+@pytest.mark.slow
+def test_compiled_code_works_after_an_audit_without_being_compiled_again():
+    if why := this_machine("cpu").why_not("compile"):
+        pytest.skip(why)
+    compiled = torch.compile(lambda x: (x * 2).relu().sum(), dynamic=False)
+    inputs = torch.randn(8)
+    expected, before = compiled(inputs), clock.compilations()
+    assert [sync.count for sync in audit(lambda: compiled(inputs).item())] == [1]
+    assert torch.equal(compiled(inputs), expected)
+    torch.compiler.set_stance("fail_on_recompile")
+    try:
+        assert torch.equal(compiled(inputs), expected)  # still the compiled form, or this would raise
+    finally:
+        torch.compiler.set_stance("default")
+    assert clock.compilations() == before
+    later = torch.compile(lambda x: (x * 3).sum(), dynamic=False)  # and new code is compiled as ever
+    later(inputs)
+    assert clock.compilations() == before + 1
+
+
+def test_no_collection_begins_inside_and_cycles_are_freed_when_asked():
+    import gc
+    import weakref
+
+    class Cycle:
+        pass
+
+    seen = []
+    gc.callbacks.append(lambda phase, info: seen.append(phase))
+    try:
+        with no_collection():
+            seen.clear()
+            cycle = Cycle()
+            cycle.itself, gone = cycle, weakref.ref(cycle)
+            del cycle
+            made = [[] for _ in range(50_000)]  # far more than what starts a collection
+            assert seen == [] and gone() is not None and len(made) == 50_000
+            gc.collect()
+            assert gone() is None
+        assert gc.isenabled() and gc.get_freeze_count() == 0
+        gc.disable()
+        with no_collection():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.callbacks.pop()
+        gc.enable()
