@@ -13,6 +13,7 @@ import yaml
 
 from speedkit.ceilings import ceilings, left_out
 from speedkit.commands_cache import cache
+from speedkit.elsewhere import option_today
 from speedkit.errors import Interrupted, SpeedkitError, UsageError
 from speedkit.hardware import this_machine
 from speedkit.measure.compare import compare as compare_plans
@@ -28,6 +29,11 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _terminate)
     try:
         sys.exit(commands.main(arguments, prog_name="speedkit", standalone_mode=False) or 0)
+    except click.NoSuchOption as error:
+        here = option_today(error.option_name)
+        said = f"{error.option_name} is no option: here that is {here}" if here else error.format_message()
+        click.echo(f"speedkit: {said}", err=True)
+        sys.exit(error.exit_code)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)

@@ -10,8 +10,9 @@ from typing import Any
 
 import click
 
+from speedkit.elsewhere import FORMERLY
 from speedkit.errors import UsageError
-from speedkit.plan import FORMERLY, PRESETS, Plan
+from speedkit.plan import PRESETS, Plan
 from speedkit.recipe import Recipe
 from speedkit.settings import Setting, described, from_mapping, from_yaml, parse
 

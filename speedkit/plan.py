@@ -8,30 +8,9 @@ from speedkit.errors import PlanError
 from speedkit.hardware import Hardware, this_machine
 from speedkit.settings import check, choice, setting
 
-# What other tools and guides call a field, by where it lives here.
-NAMES_ELSEWHERE = {
-    "workers": "num_workers dataloader_num_workers dataloader_workers num-workers",
-    "precision": "amp use_amp mixed_precision fp16 bf16 use_fp16 autocast",
-    "compile": "torch_compile use_compile compile_mode",
-    "micro_batch (accumulation follows from the recipe's batch_size)":
-        "accumulate_grad_batches gradient_accumulation_steps accumulation_steps grad_accum",
-    "checkpointing": "gradient_checkpointing activation_checkpointing",
-    "log_every": "log_interval log_every_n_steps logging_steps",
-    "validate_every": "val_check_interval eval_steps check_val_every_n_epoch",
-    "prefetch": "non_blocking async_copy",
-    "cache": "cache_spectrograms use_cache cache_in_ram cache_images",
-    "channels_last": "memory_format nhwc",
-    "attention": "flash_attention use_flash_attention attn_implementation",
-    "ranks": "devices gpus num_gpus world_size",
-    "a field of the Recipe": "batch_size learning_rate lr epochs seed weight_decay",
-}  # fmt: skip
-FORMERLY = {name: here for here, names in NAMES_ELSEWHERE.items() for name in names.split()}
-
 # Values whose technique is not part of this version. They are refused, never ignored.
 NOT_YET: dict[str, tuple[Any, ...]] = {
-    "micro_batch": ("auto",),
     "compile_scope": ("blocks", "step"),
-    "attention": ("math", "efficient", "flash", "cudnn"),
     "checkpointing": ("blocks", "selective"),
     "on_nonfinite": ("skip", "recover"),
     "allocator": ("expandable",),
@@ -46,6 +25,7 @@ NEEDS = (
     ("precision", "tf32", "tf32", "fp32"),
     *(("compile", mode, "compile", "off") for mode in ("default", "reduce-overhead", "max-autotune")),
     ("compile", "reduce-overhead", "cuda_graphs", "default"),
+    ("attention", "flash", "flash_attention", "auto"),
     ("pin_memory", True, "pin_memory", False),
     *(("decoder", decoder, decoder, "soundfile") for decoder in ("torchcodec", "librosa")),
 )
@@ -167,10 +147,20 @@ def _fallbacks(got: dict[str, Any], hardware: Hardware, workload: Any) -> Iterat
     if got["precision"] == "fp16" and not got["fused_optimizer"]:
         why = "float16 loss scaling skips bad steps on the device, without a host sync, only in a fused optimizer"
         yield "fused_optimizer", True, why
+    if got["attention"] in ("efficient", "cudnn") and hardware.device.type != "cuda":
+        why = f"this kernel is one of CUDA's; {hardware.name} has flash and math, of which it takes what a call allows"
+        yield "attention", "auto", why
     if got["prefetch"] and hardware.device.type != "cuda":
         yield "prefetch", False, f"a copy beside the computation needs a CUDA GPU; the device is {hardware.name}"
     if got["prefetch"] and not got["pin_memory"]:
         yield "pin_memory", True, "prefetch copies without waiting, which takes page-locked memory"
+    if got["allocator"] != "default" and hardware.device.type != "cuda":
+        yield "allocator", "default", f"segments are CUDA's way to hand out memory; the device is {hardware.name}"
+    if workload is not None and not workload.cacheable:
+        why = f"the items of {workload.name} are slices of memory already: there is nothing to read, compute or keep"
+        for field in ("cache", "features_on", "shards"):
+            if got[field] != getattr(Plan(), field):
+                yield field, getattr(Plan(), field), why
     if got["cache"] == "device" and hardware.device.type == "cpu":
         yield "cache", "ram", "the device is this CPU, whose memory is the RAM"
     if got["cache"] != "off" and got["workers"] != 0:

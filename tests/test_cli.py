@@ -13,6 +13,7 @@ import soundfile
 import yaml
 
 from speedkit import cli
+from speedkit.elsewhere import FORMERLY, option_today
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.settings import described
@@ -96,6 +97,17 @@ def test_plan_file_and_typed_fields_come_together(capsys, monkeypatch, tmp_path)
     )
 
 
+def test_every_spelling_from_elsewhere_leads_to_an_option_and_value_of_today():
+    options = {about.name: about for about in (*described(Recipe), *described(Plan))}
+    for word in FORMERLY:
+        name, _, value = option_today(f"--{word}").removeprefix("--").partition(" ")
+        if name:
+            about = options[name.replace("-", "_")]
+            assert not value or value.startswith("(") or value in about.choices
+        else:
+            assert word in options or word == "lr"  # what a recipe calls by the same name
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -106,7 +118,7 @@ def test_plan_file_and_typed_fields_come_together(capsys, monkeypatch, tmp_path)
         (["train", "audio", "--workers", "many"], "workers='many'"),
         (["train", "audio", "--plan", "fats"], "there is no plan 'fats'"),
         (["train", "audio", "--plan", "missing.yaml"], "missing.yaml cannot be read"),
-        (["train", "audio", "--attention", "flash"], "not available in this version"),
+        (["train", "audio", "--strategy", "fsdp"], "not available in this version"),
         (["train", "audio", "--batch-size", "0"], "an integer from 1"),
         (["train", "audio", "--epochs", "2", "--steps", "3"], "epochs or steps"),
         (["train", "audio", "--device", "tpu"], "tpu"),
@@ -115,6 +127,16 @@ def test_plan_file_and_typed_fields_come_together(capsys, monkeypatch, tmp_path)
         (["run", "77"], "77"),
         (["publish"], "--all"),
         (["train", "audio", "--no-such-option"], "--no-such-option"),
+        (["train", "audio", "--workrs", "3"], "Did you mean"),
+        (["train", "audio", "--no-amp"], "--no-amp is no option: here that is --precision fp32"),
+        (["train", "audio", "--no-compile"], "--compile off"),
+        (["train", "audio", "--use-gradient-checkpointing"], "--checkpointing blocks"),
+        (["train", "audio", "--grad-accum", "2"], "--micro-batch (accumulation follows from the recipe's batch_size)"),
+        (["train", "audio", "--auto-batch"], "--micro-batch auto"),
+        (["train", "audio", "--recover-nan"], "--on-nonfinite recover"),
+        (["climb", "audio", "--pregenerate"], "--cache disk"),
+        (["train", "audio", "--num_workers=4"], "--workers"),
+        (["train", "audio", "--lr", "0.1"], "--learning-rate"),
         (["dance"], "dance"),
     ],
 )

@@ -6,9 +6,10 @@ import pytest
 import torch
 import yaml
 
+from speedkit.elsewhere import FORMERLY
 from speedkit.errors import PlanError
 from speedkit.hardware import Hardware
-from speedkit.plan import FORMERLY, NOT_YET, Plan, resolve
+from speedkit.plan import NOT_YET, Plan, resolve
 from speedkit.recipe import Recipe, learning_rates, steps_per_epoch
 from speedkit.settings import described, from_mapping, from_yaml, parse, to_yaml
 

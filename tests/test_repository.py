@@ -23,7 +23,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 # From the ground up. A module imports from its own layer and from those above it in this list, never from one below.
 LAYERS = (
-    {"errors", "files", "settings", "clock", "system", "hardware", "ceilings", "recipe", "plan", "parameters"},
+    {"errors", "elsewhere", "files", "settings", "clock", "system", "hardware", "ceilings", "recipe", "plan", "parameters"},
     {"data"},
     {"workloads"},
     {"train"},
