@@ -10,10 +10,14 @@ from torch.optim import Optimizer
 from speedkit.recipe import Recipe
 
 
-def build(parameters: Iterable[nn.Parameter], recipe: Recipe, fused: bool) -> Optimizer:
-    """Return the recipe's optimizer. Fused, its learning rate is a 0-dimensional tensor on the parameters' device."""
+def build(parameters: Iterable[nn.Parameter], recipe: Recipe, fused: bool, tensor_rate: bool = False) -> Optimizer:
+    """Return the recipe's optimizer. Fused, or with `tensor_rate`, its learning rate is a 0-dimensional tensor.
+
+    It lies on the parameters' device: neither a kernel nor compiled code then depends on its value.
+    """
     parameters = list(parameters)
-    rate = torch.tensor(recipe.learning_rate, device=parameters[0].device) if fused else recipe.learning_rate
+    as_tensor = fused or tensor_rate
+    rate = torch.tensor(recipe.learning_rate, device=parameters[0].device) if as_tensor else recipe.learning_rate
     options: dict[str, Any] = {"lr": rate, "weight_decay": recipe.weight_decay, "fused": fused}
     if recipe.optimizer == "adamw":
         return torch.optim.AdamW(parameters, **options)
