@@ -1,13 +1,20 @@
-"""What takes memory: activations are counted; freed memory is kept for the next tensor."""
+"""What takes memory: activations counted and recomputed, the allocator, snapshots; freed memory kept."""
 
+import copy
+import json
+import pickle
 import subprocess
 import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from speedkit.train import memory
+from speedkit.hardware import Hardware
+from speedkit.plan import Plan, resolve
+from speedkit.train import attention, memory
+from speedkit.workloads.audio import AudioNet
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
@@ -52,3 +59,174 @@ def test_activation_bytes_are_those_that_the_backward_pass_needs(device):
         halved = memory.activation_bytes(lambda: model(inputs).sum())
     copies = 2 * (32 * 64 + 256 * 8 + 64 * 256)  # autocast keeps its bfloat16 input and weights
     assert hidden_bytes // 2 <= halved <= hidden_bytes // 2 + copies + loss_bytes
+
+
+class Block(nn.Module):
+    """Attention and two layers beside shortcuts, with dropout, normalised per position."""
+
+    def __init__(self, width, last=nn.Identity):
+        super().__init__()
+        self.attention = nn.Linear(width, 3 * width)
+        self.layers = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), last())
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x):  # [B, T, width]
+        query, key, value = self.attention(F.layer_norm(x, x.shape[-1:])).unflatten(-1, (3, 2, -1)).unbind(-3)
+        mixed = F.scaled_dot_product_attention(*(part.transpose(1, 2) for part in (query, key, value)))
+        x = x + self.drop(mixed.transpose(1, 2).flatten(2))
+        return x + self.drop(self.layers(x))
+
+
+def make_net(device="cpu", last=nn.Identity):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), Block(16, last), Block(16, last), nn.Linear(16, 2)).to(device)
+
+
+def gradients(model, inputs, amp=False, forward=None):
+    """Gradients of two micro-batches together, and the random state after them."""
+    torch.manual_seed(1)
+    model.zero_grad()
+    for part in inputs.chunk(2):
+        with torch.autocast(inputs.device.type, torch.bfloat16, enabled=amp):
+            loss = (forward or model.forward)(part).float().square().mean()
+        loss.backward()
+    return [parameter.grad for parameter in model.parameters()] + [torch.get_rng_state()]
+
+
+def checkpointed(model, mode, **plan):
+    model = copy.deepcopy(model)
+    assert memory.checkpoint_blocks(model, Plan(checkpointing=mode, **plan)) == ""
+    return model
+
+
+def same(mine, theirs):
+    exact = mine[0].device.type == "cpu"
+    return all(torch.equal(*both) if exact else torch.allclose(*both, rtol=1e-4, atol=1e-6)
+               for both in zip(mine, theirs, strict=True))  # fmt: skip
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("amp", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("mode", ["blocks", "selective"])
+@pytest.mark.parametrize("net", ["attention", "audio"])
+def test_recomputed_gradients_are_the_same_bits(net, mode, amp, device):
+    plain = make_net(device) if net == "attention" else AudioNet(4, "tiny").to(device)
+    inputs = torch.randn(*((8, 12, 8) if net == "attention" else (4, 1, 64, 48)), device=device)
+    expected = gradients(plain, inputs, amp)
+    model = checkpointed(plain, mode)
+    assert same(gradients(model, inputs, amp), expected)
+    assert same(gradients(copy.deepcopy(model), inputs, amp), expected), "a copy trains its own weights"
+    assert list(model.state_dict()) == list(plain.state_dict())
+    with torch.no_grad():
+        assert torch.equal(model.eval()(inputs), plain.eval()(inputs))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_less_is_kept_in_training_and_as_much_as_ever_in_evaluation(device):
+    inputs = torch.randn(8, 12, 8, device=device)
+    models = {mode: checkpointed(make_net(device), mode) for mode in ("off", "blocks", "selective")}
+    kept = {mode: memory.activation_bytes(lambda model=model: model(inputs).sum()) for mode, model in models.items()}
+    assert kept["blocks"] < kept["selective"] < kept["off"]
+    evaluated = {memory.activation_bytes(lambda model=model: model.eval()(inputs).sum()) for model in models.values()}
+    assert len(evaluated) == 1
+
+
+def test_what_is_recomputed_uses_the_attention_kernel_of_the_forward_pass():
+    plan = Plan(checkpointing="blocks", attention="math")
+    plain, inputs = make_net(), torch.randn(8, 12, 8)
+    under_math = attention.kernels(plan)
+    expected = gradients(plain, inputs, forward=under_math(plain.forward))
+    model = checkpointed(plain, "blocks", attention="math")
+    found = []
+    ran = attention.which_ran(lambda: found.append(gradients(model, inputs, forward=under_math(model.forward))))
+    assert {row["kernel"] for row in ran} == {"math"}
+    assert same(found[0], expected)
+
+
+@pytest.mark.parametrize(("net", "mode", "why"), [
+    (make_net(last=lambda: nn.BatchNorm1d(16)), "blocks", "running statistics"),
+    (make_net(last=lambda: nn.ReLU(inplace=True)), "selective", "overwrite what is kept of Linear"),
+    (nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), "blocks", "no repeated blocks"),
+], ids=["BatchNorm", "in place", "no blocks"])  # fmt: skip
+def test_blocks_that_cannot_run_twice_are_left_alone_with_the_reason(net, mode, why):
+    assert why in memory.checkpoint_blocks(net, Plan(checkpointing=mode))
+    assert not any("forward" in vars(module) for module in net.modules())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scope", ["model", "blocks"])
+@pytest.mark.parametrize("mode", ["blocks", "selective"])
+def test_compiled_blocks_are_recomputed_too(scope, mode):
+    plain, inputs = make_net(), torch.randn(8, 12, 8)
+    for drop in (module for module in plain.modules() if isinstance(module, nn.Dropout)):
+        drop.p = 0.0  # compiled code draws other numbers
+
+    def compiled(model):
+        torch._dynamo.reset()
+        if scope == "model":
+            return torch.compile(model, dynamic=False)
+        for block in (module for module in model.modules() if isinstance(module, Block)):
+            block.compile(dynamic=False)
+        return model
+
+    expected, kept = gradients(plain, inputs), {}
+    for checkpointing in ("off", mode):
+        model = checkpointed(plain, checkpointing)
+        forward = compiled(model)
+        found = gradients(model, inputs, forward=forward)
+        assert all(torch.allclose(*both, atol=1e-6) for both in zip(found[:-1], expected[:-1], strict=True))
+        kept[checkpointing] = memory.activation_bytes(lambda forward=forward: forward(inputs[:4]).sum())
+    assert kept[mode] < kept["off"]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_snapshot_names_the_largest_tensors(device, tmp_path):
+    held = [torch.ones(1000, 7, 333, device=device) for _ in range(3)]
+    path = memory.save_snapshot(tmp_path, torch.device(device))
+    told = json.loads(path.read_text())
+    rows = [row for row in told["largest"] if row["shape"] == [1000, 7, 333]]
+    assert [(row["bytes"], row["count"], row["dtype"]) for row in rows] == [(held[0].nbytes, 3, "torch.float32")]
+    totals = [row["bytes"] * row["count"] for row in told["largest"]]
+    assert totals == sorted(totals, reverse=True) and told["device"].startswith(device)
+    names = {"memory.json"} | ({"memory.pickle"} if device == "cuda" else set())
+    assert {file.name for file in tmp_path.iterdir()} == names, "no temporary file is left"
+    if device == "cuda":
+        with (tmp_path / "memory.pickle").open("rb") as stream:
+            assert pickle.load(stream)["segments"]
+    assert memory.save_snapshot(tmp_path / "gone", torch.device(device)) is None
+
+
+def test_memory_in_use_is_told_on_a_cpu():
+    before = memory.fragmentation(torch.device("cpu"))
+    held = torch.ones(64 << 20, dtype=torch.uint8)
+    after = memory.fragmentation(torch.device("cpu"))
+    assert after["rss_bytes"] - before["rss_bytes"] > 0.9 * held.nbytes
+    assert after["peak_rss_bytes"] > 0.99 * after["rss_bytes"]  # the system brings its peak up to date now and then
+
+
+EXPANDABLE = """
+import torch
+from speedkit.plan import Plan
+from speedkit.train import memory
+
+device = torch.device("cuda")
+torch.empty(1, device=device)  # CUDA is in use before a plan is known
+assert memory.set_allocator(Plan(), device) == ""
+held = [torch.empty(8 << 20, dtype=torch.uint8, device=device) for _ in range(64)]
+del held[::2]  # every other one: holes
+holes = memory.fragmentation(device)
+assert holes["free_share"] > 0.3 and holes["largest_free_block_bytes"] < 32 << 20, holes
+print(memory.set_allocator(Plan(allocator="expandable"), device) or "grows")
+"""
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="it is CUDA's allocator")
+def test_the_allocator_took_what_it_was_told():
+    done = subprocess.run([sys.executable, "-c", EXPANDABLE], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["grows"]
+
+
+def test_a_cpu_has_no_expandable_segments():
+    effective = resolve(Plan(allocator="expandable"), Hardware(cpu="any", cpu_flags=()))
+    assert effective.plan.allocator == "default"
+    assert [(found.field, found.got) for found in effective.fallbacks] == [("allocator", "default")]
