@@ -32,9 +32,10 @@ def strike(kind):
 
 
 def limited(workload, fits, kind="cuda", where="forward", times=10**9, raises=None):
-    """The workload, whose loss fails on more than `fits` samples: `times` times, in "forward" or in "backward".
+    """The workload, whose loss fails on more than `fits` samples: `times` times, in one place.
 
-    `raises` replaces the out-of-memory of `kind` by an exception of your own.
+    `where` is the "forward" or the "backward" pass of training, or "evaluation". `raises` replaces the out-of-memory of
+    `kind` by an exception of your own.
     """
     left = [times]
 
@@ -46,10 +47,11 @@ def limited(workload, fits, kind="cuda", where="forward", times=10**9, raises=No
             strike(kind)
 
     def loss(model, batch, recipe):
-        if len(batch[0]) > fits and where == "forward":
+        beyond = len(batch[0]) > fits
+        if beyond and where == ("forward" if model.training else "evaluation"):
             fail()
         value, outputs = workload.loss(model, batch, recipe)
-        if len(batch[0]) > fits and where == "backward" and value.requires_grad:
+        if beyond and where == "backward" and value.requires_grad:
             value.register_hook(fail)
         return value, outputs
 

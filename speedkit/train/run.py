@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,8 @@ from speedkit.hardware import cache_root, this_machine
 from speedkit.plan import Effective, Fallback, Plan, resolve
 from speedkit.recipe import Recipe, learning_rates, steps_per_epoch
 from speedkit.settings import to_yaml
-from speedkit.train import checkpoint, compilation, memory, optimizer, precision
+from speedkit.train import attention, checkpoint, compilation, memory, optimizer, precision
+from speedkit.train.batch_size import choose_micro_batch
 from speedkit.train.progress import Progress, wanted
 
 
@@ -89,6 +90,7 @@ class Run:
     loss: Loss  # the workload's, computed as the plan has it
     micro_batch: int  # samples per forward pass, at most
     optimizer: torch.optim.Optimizer
+    update: Callable[[], Any]  # its step, or the compiled form of it
     set_learning_rate: Callable[[int], Any]  # for the step after so many
     scale: precision.LossScale | None
     batches: Batches
@@ -127,24 +129,32 @@ def begin(
     device = hardware.device
     effective = resolve(plan or Plan(), hardware, strict, workload)
     folder = claim_folder(out, "train", resume) if out is not None else None
+    memory.keep_freed_memory()
+    if why := memory.set_allocator(effective.plan, device):
+        effective = effective.but(Fallback("allocator", effective.plan.allocator, "default", why))
+    effective = choose_micro_batch(workload, recipe, effective, device, make_learner, loss_under)
     effective = measure_workers(workload, recipe, effective, device)
     plan = effective.plan
     workload = dataclasses.replace(workload, load=loading(workload, plan))
     precision.apply(plan)
-    memory.keep_freed_memory()
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     options: Any = {"device": device, "cache_dir": cache_dir, "progress": wanted(progress) and not endless}
     test_plan = dataclasses.replace(plan, cache="off", shards=False) if endless else plan  # its test set is never seen
-    model, update, scale = make_learner(workload, recipe, plan, device)
+    model, update, scale, fallbacks = make_learner(workload, recipe, plan, device)
+    forward = compilation.apply(model, plan, workload)
+    effective = compilation.honoured(effective.but(*fallbacks), forward)
+    if strict and (late := [fallback for fallback in effective.fallbacks if fallback.asked != "auto"]):
+        raise PlanError(f"the plan cannot be honoured, and --strict allows no fallback: {late[0]}")
+    plan = effective.plan
     total = recipe.total_steps(len(workload.train), plan.drop_last)
     per_epoch = steps_per_epoch(len(workload.train), recipe.batch_size, plan.drop_last)
     run = Run(
         workload, recipe, effective, plan, device, model,
         [parameter for parameter in model.parameters() if parameter.requires_grad],
-        compilation.apply(model, plan), loss_under(plan, workload, device),
-        min(int(plan.micro_batch or recipe.batch_size), recipe.batch_size), update,
+        forward, loss_under(plan, workload, device),
+        min(int(plan.micro_batch or recipe.batch_size), recipe.batch_size), update, compilation.update(forward, update),
         optimizer.schedule(update, learning_rates(recipe, total), scale.steps if scale else None), scale,
         open_batches(workload, workload.train, plan, recipe.batch_size, recipe.seed, **options),
         open_batches(workload, workload.test, test_plan, recipe.batch_size, None, **options),
@@ -179,7 +189,7 @@ def measure_workers(workload: Any, recipe: Recipe, effective: Effective, device:
     plan = effective.plan
     if plan.workers != "auto":
         return effective
-    model, update, _ = make_learner(workload, recipe, plan, device)
+    model, update, *_ = make_learner(workload, recipe, plan, device)
     micro_batch, loss_of = int(plan.micro_batch or recipe.batch_size), loss_under(plan, workload, device)
 
     def compute(batch: tuple[Tensor, ...]) -> None:
@@ -188,32 +198,42 @@ def measure_workers(workload: Any, recipe: Recipe, effective: Effective, device:
             loss_of(model, part, recipe)[0].backward()
 
     precision.apply(plan)
-    plan, why = choose_workers(workload, workload.train, plan, recipe.batch_size, device, compute)
-    fallbacks = (*effective.fallbacks, Fallback("workers", "auto", plan.workers, why))
-    return dataclasses.replace(effective, plan=plan, fallbacks=fallbacks)
+    chosen, why = choose_workers(workload, workload.train, plan, recipe.batch_size, device, compute)
+    return effective.but(Fallback("workers", "auto", chosen.workers, why))
 
 
-def make_learner(
-    workload: Any, recipe: Recipe, plan: Plan, device: torch.device
-) -> tuple[torch.nn.Module, torch.optim.Optimizer, precision.LossScale | None]:
-    """Return the model on `device`, weights a function of the recipe's seed; its optimizer; float16's loss scale."""
+class Learner(NamedTuple):
+    """What a step changes: the model, its optimizer, float16's loss scale; and what of the plan it is not."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    scale: precision.LossScale | None
+    fallbacks: tuple[Fallback, ...]
+
+
+def make_learner(workload: Any, recipe: Recipe, plan: Plan, device: torch.device) -> Learner:
+    """Return the learner on `device`, as the plan has it; its weights are a function of the recipe's seed."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     torch.manual_seed(recipe.seed)  # loading and augmenting have generators of their own
     memory_format = torch.channels_last if plan.channels_last else torch.contiguous_format
     model = workload.model().to(device=device, memory_format=memory_format)
-    update = optimizer.build(model.parameters(), recipe, plan.fused_optimizer)
-    if plan.precision != "fp16":
-        return model, update, None
-    scale = precision.LossScale(device)
-    update.found_inf = scale.found_inf  # type: ignore[attr-defined]  # read by fused optimizers
-    return model, update, scale
+    fallbacks = [Fallback("precision", plan.precision, plan.precision, why) for why in precision.convert(model, plan)]
+    if why := memory.checkpoint_blocks(model, plan):
+        fallbacks.append(Fallback("checkpointing", plan.checkpointing, "off", why))
+    update = optimizer.build(model.parameters(), recipe, plan.fused_optimizer, compilation.compiles_update(plan))
+    scale = precision.LossScale(device) if plan.precision == "fp16" else None
+    if scale is not None:
+        update.found_inf = scale.found_inf  # type: ignore[attr-defined]  # read by fused optimizers
+    return Learner(model, update, scale, tuple(fallbacks))
 
 
 def loss_under(plan: Plan, workload: Any, device: torch.device) -> Loss:
-    """Return the loss of `workload`, computed in the number format of `plan`."""
-    autocast = precision.autocast(plan, device)
-    return workload.loss if autocast is None else autocast(workload.loss)
+    """Return the loss of `workload`, computed in the number format and by the attention kernel of `plan`."""
+    loss = compilation.loss(workload.loss, plan, workload)
+    for context in (attention.kernels(plan), precision.autocast(plan, device)):
+        loss = loss if context is None else context(loss)
+    return loss
 
 
 def finish(run: Run) -> History:
@@ -221,6 +241,7 @@ def finish(run: Run) -> History:
     history = run.history
     if run.keeper is not None:
         run.keeper.wait()
+    history.effective = compilation.honoured(history.effective, run.forward)  # type: ignore[arg-type]
     history.steps = int(run.scale.steps) if run.scale else run.step
     history.model = run.model
     history.quarantined = dict(run.workload.quarantined) | run.batches.bad | run.test_batches.bad

@@ -36,7 +36,7 @@ class Trial:
         loss: Callable[..., Any], room_bytes: int | None,
     ):  # fmt: skip
         self.recipe, self.device, self.loss = recipe, device, loss
-        self.model, self.optimizer, self.scale = learner
+        self.model, self.optimizer, self.scale, *_ = learner
         self.batch_norm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.model.modules())
         batch = worst_case(workload, workload.train, plan, recipe.batch_size, device)
         self.test_batch = worst_case(workload, workload.test, plan, recipe.batch_size, device)
@@ -97,7 +97,7 @@ class Trial:
         if self.device.type == "cpu" and expected > self.room_bytes:
             self.refused[size] = f"{size} would take {expected / 1e6:.0f} MB of {self.room_bytes / 1e6:.0f}"
             return False
-        retries = _alloc_retries(self.device)
+        retries = alloc_retries(self.device)
         try:
             peaks[size] = peak_bytes(functools.partial(function, size), self.device)
         except Exception as error:
@@ -106,7 +106,7 @@ class Trial:
             why = f"{size}: {str(error).partition('. ')[0] or type(error).__name__}"
         if not why and peaks[size] > self.room_bytes:
             why = f"{size} takes {peaks[size] / 1e6:.0f} MB of {self.room_bytes / 1e6:.0f}"
-        if not why and _alloc_retries(self.device) > retries:
+        if not why and alloc_retries(self.device) > retries:
             why = f"{size} makes the allocator give memory back and ask for it anew, step by step"
         if why:
             self.refused[size] = why
@@ -181,5 +181,6 @@ def free_bytes(device: torch.device) -> int:
     return min(psutil.virtual_memory().available, usable_ram_bytes() - psutil.Process().memory_info().rss)
 
 
-def _alloc_retries(device: torch.device) -> int:
+def alloc_retries(device: torch.device) -> int:
+    """Return how often CUDA's allocator, out of memory, gave all that was free back and asked once more."""
     return torch.cuda.memory_stats(device).get("num_alloc_retries", 0) if device.type == "cuda" else 0
