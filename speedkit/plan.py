@@ -11,9 +11,7 @@ from speedkit.settings import check, choice, setting
 # Values whose technique is not part of this version. They are refused, never ignored.
 NOT_YET: dict[str, tuple[Any, ...]] = {
     "compile_scope": ("blocks", "step"),
-    "checkpointing": ("blocks", "selective"),
     "on_nonfinite": ("skip", "recover"),
-    "allocator": ("expandable",),
     "strategy": ("fsdp",),
 }
 
@@ -116,6 +114,11 @@ class Effective:
     asked: Plan
     plan: Plan
     fallbacks: tuple[Fallback, ...]
+
+    def but(self, *later: Fallback) -> "Effective":
+        """Return what it becomes with fallbacks that came out `later`."""
+        plan = dataclasses.replace(self.plan, **{fallback.field: fallback.got for fallback in later})
+        return Effective(self.asked, plan, (*self.fallbacks, *later))
 
 
 def resolve(plan: Plan, hardware: Hardware | None = None, strict: bool = False, workload: Any = None) -> Effective:

@@ -23,7 +23,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 # From the ground up. A module imports from its own layer and from those above it in this list, never from one below.
 LAYERS = (
-    {"errors", "elsewhere", "files", "settings", "clock", "system", "hardware", "ceilings", "recipe", "plan", "parameters"},
+    {"errors", "files", "settings", "clock", "system", "hardware", "ceilings"},
+    {"recipe", "plan", "elsewhere", "parameters"},
     {"data"},
     {"workloads"},
     {"train"},

@@ -112,7 +112,7 @@ def optimizer_step(run: Run, batch: Batch) -> tuple[Tensor, Tensor, Batch]:
         run.scale.unscale([parameter.grad for parameter in run.parameters if parameter.grad is not None])
     if run.recipe.clip_norm is not None:
         torch.nn.utils.clip_grad_norm_(run.parameters, run.recipe.clip_norm)
-    run.optimizer.step()
+    run.update()
     if run.scale is not None:
         run.scale.update()
     return loss, outputs, part
