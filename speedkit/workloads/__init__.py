@@ -11,7 +11,10 @@ from speedkit.settings import nearest
 if TYPE_CHECKING:
     from speedkit.workloads.workload import Workload
 
-BUILT_IN = {"audio": "speedkit.workloads.audio:audio"}
+BUILT_IN = {
+    "audio": "speedkit.workloads.audio:audio",
+    "text": "speedkit.workloads.text:text",
+}
 
 
 def load_workload(name: str, **options: Any) -> "Workload":

@@ -1,0 +1,205 @@
+"""The text workload: a masked-diffusion language model over bytes, by default of Python's own standard library.
+
+Nie et al. 2025, "Large Language Diffusion Models" (LLaDA): hide a random share of a window of text, and learn to fill
+it in from both sides. A byte is a token, so nothing is tokenized, and a window is a slice of one tensor in memory.
+"""
+
+import functools
+import math
+import operator
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from speedkit.data.text_files import find_text
+from speedkit.errors import UsageError
+from speedkit.recipe import Recipe
+from speedkit.workloads.workload import Batch, Workload
+
+BYTES, MASK = 256, 256  # a hidden byte stands in the input as number 256, and is never predicted
+TEST_WINDOWS, RATIOS = 256, 64  # at most so many windows are tested on, with so many shares of them hidden in turn
+
+
+class Shape(NamedTuple):
+    """A size of the net. On a GPU widths are multiples of 128, as tensor cores like them, and a head has 64 or 128."""
+
+    window: int  # bytes
+    width: int
+    layers: int
+    heads: int
+    hidden: int  # between the two products of a block's second half
+    recipe: Recipe
+
+
+RECIPE = Recipe(batch_size=32, epochs=None, steps=300, learning_rate=3e-3, weight_decay=0.1, clip_norm=1.0)
+SIZES = {
+    "tiny": Shape(64, 64, 2, 2, 192, replace(RECIPE, batch_size=16, steps=100)),
+    "small": Shape(128, 128, 4, 2, 384, RECIPE),
+    "medium": Shape(1024, 1024, 10, 8, 2816, replace(RECIPE, batch_size=64, steps=2000, learning_rate=6e-4)),  # 129 M
+}
+
+
+def text(
+    data_dir: str | Path | None = None, *, test_pattern: str | None = None, size: str = "small",
+    clips: int | None = None, seed: int = 0,
+) -> Workload:  # fmt: skip
+    """Return the workload on the text files under `data_dir`, or on the source of Python's standard library.
+
+    `test_pattern` and `seed` choose the test files as in `find_text`; `clips` is the number of windows to train on, all
+    by default. The metric is an upper bound of the bits that a byte of the test files takes; lower is better. Raises
+    UsageError for data that cannot be used as asked.
+    """
+    if size not in SIZES:
+        raise UsageError(f"size {size!r} is unknown: the text net comes in {', '.join(SIZES)}")
+    shape = SIZES[size]
+    *sides, bad = find_text(data_dir, test_pattern, seed)
+    train, test = (_windows(side, shape.window) for side in sides)
+    if not len(train) or not len(test) or not 1 <= (clips or len(train)) <= len(train):
+        raise UsageError(f"there are {len(train)} windows of {shape.window} bytes to train on and {len(test)} to test "
+                         f"on, {clips or 1} asked for: give more text, or lower size or clips")  # fmt: skip
+    train, test = train[:clips], test[:: math.ceil(len(test) / TEST_WINDOWS)]
+    return Workload(
+        "text", shape.recipe, range(len(train)), range(len(train), len(train) + len(test)),
+        load=functools.partial(load, windows=torch.cat((train, test))), features=unchanged, target=operator.index,
+        model=functools.partial(TextNet, shape), loss=loss, score=score, augment=augment,
+        metric="bits_per_byte", higher_is_better=False, margin=0.05, cacheable=False,
+        parameters={"window": shape.window}, quarantined=bad,
+    )  # fmt: skip
+
+
+def _windows(content: bytes, window: int) -> Tensor:
+    """Return the text cut into windows, [N, T] uint8; what fills none is left out."""
+    whole = len(content) // window * window
+    return torch.tensor(bytearray(content[:whole]), dtype=torch.uint8).view(-1, window)
+
+
+def load(item: int, windows: Tensor) -> Tensor:
+    """Return window number `item` [T] uint8."""
+    return windows[item]
+
+
+def unchanged(window: Tensor) -> Tensor:
+    """Return the bytes as they are: they are what the net takes."""
+    return window
+
+
+def augment(batch: Batch, generator: torch.Generator) -> Batch:
+    """Return (windows with bytes hidden [B, T], windows [B, T]): of each a random number of its bytes, from 1 to T.
+
+    The numbers are spread evenly over a batch, and each of them alone is uniform: the same mean loss with less noise
+    (Kingma et al. 2021, "Variational Diffusion Models", appendix I.1).
+    """
+    windows, _ = batch
+    count, window = windows.shape
+    start = torch.rand((), generator=generator, device=windows.device)
+    share = (start + torch.arange(count, device=windows.device) / count) % 1  # [B], below 1
+    order = torch.rand(count, window, generator=generator, device=windows.device).argsort(dim=1)
+    return windows.long().masked_fill(order <= (share * window).floor()[:, None], MASK), windows
+
+
+@functools.lru_cache(maxsize=4)
+def _hidden_to_test(window: int, device: torch.device) -> Tensor:
+    """Return what is hidden when evaluating, [RATIOS, T]: the same for all devices, batch sizes and seeds."""
+    order = torch.rand(RATIOS, window, generator=torch.Generator().manual_seed(0)).argsort(dim=1)
+    return (order < ((torch.arange(RATIOS) + 0.5) * window / RATIOS).ceil()[:, None]).to(device)
+
+
+def loss(model: nn.Module, batch: Batch, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    """Return (mean over windows of the mean cross-entropy of their hidden bytes, the same in bits per window [B]).
+
+    Of a window of L bytes the share t = n / L is hidden, so that is the sum over hidden bytes / (t L): over n from 1 to
+    L on average an upper bound of the negative log-likelihood per byte (Nie et al. 2025, equations 3 and 6). A batch
+    that did not go through `augment` is for testing, and has bytes hidden by a fixed rule.
+    """
+    shown, windows = batch
+    if windows.dim() == 1:  # (windows, their numbers)
+        mask = _hidden_to_test(shown.shape[1], shown.device)[windows % RATIOS]
+        shown, windows = shown.long().masked_fill(mask, MASK), shown
+    hidden = shown == MASK
+    # Logits of 256 bytes take less memory than one activation of a block: there is nothing to gain from chunks of them.
+    each = F.cross_entropy(model(shown).flatten(0, 1), windows.long().flatten(), reduction="none").view_as(hidden)
+    nats = (each * hidden).sum(dim=1) / hidden.sum(dim=1)
+    return nats.mean(), nats.detach() / math.log(2)
+
+
+def score(outputs: Tensor, batch: Batch) -> Tensor:
+    """Return the bits per byte of each window, which `loss` has found: [B]."""
+    return outputs
+
+
+def unigram_bits_per_byte(workload: Workload) -> float:
+    """Return what each test byte costs, predicted by how often it stands in the training text: the figure to beat."""
+    train, test = (torch.stack([workload.load(item) for item in side]) for side in (workload.train, workload.test))
+    frequency = torch.bincount(train.flatten(), minlength=BYTES) + 1.0
+    return float(-(frequency / frequency.sum()).log2()[test.long()].mean())
+
+
+class RMSNorm(nn.RMSNorm):
+    """x / its root mean square, times a weight (Zhang and Sennrich 2019): in float32, whatever comes and goes."""
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., C] -> [..., C]
+        return super().forward(x.float()).to(x.dtype)
+
+
+def rotate(x: Tensor, turns: Tensor) -> Tensor:
+    """Return x [B, T, ..., D] with pairs of its numbers turned by angles that grow along T (RoPE, Su et al. 2021).
+
+    `turns` [2, T, 1, 1, D / 2] float32 holds their cosines and sines.
+    """
+    (a, b), (cosine, sine) = x.float().chunk(2, dim=-1), turns
+    return torch.cat((a * cosine - b * sine, a * sine + b * cosine), dim=-1).to(x.dtype)
+
+
+class Block(nn.Module):
+    """Attention in both directions, then SwiGLU (Shazeer 2020), each beside a shortcut."""
+
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.heads = shape.heads
+        self.norm_1, self.norm_2 = RMSNorm(shape.width, eps=1e-6), RMSNorm(shape.width, eps=1e-6)
+        # One wide product where three or two narrow ones would do.
+        self.qkv = nn.Linear(shape.width, 3 * shape.width, bias=False)
+        self.mix = nn.Linear(shape.width, shape.width, bias=False)
+        self.gate_up = nn.Linear(shape.width, 2 * shape.hidden, bias=False)
+        self.down = nn.Linear(shape.hidden, shape.width, bias=False)
+
+    def forward(self, x: Tensor, turns: Tensor) -> Tensor:  # [B, T, C] -> [B, T, C]
+        qkv = self.qkv(self.norm_1(x)).unflatten(2, (3, self.heads, -1))  # [B, T, 3, H, D]
+        query, key = rotate(qkv[:, :, :2], turns).transpose(1, 3).unbind(2)  # [B, H, T, D] each
+        attended = F.scaled_dot_product_attention(query, key, qkv[:, :, 2].transpose(1, 2))
+        x = x + self.mix(attended.transpose(1, 2).flatten(2))
+        gate, up = self.gate_up(self.norm_2(x)).chunk(2, dim=2)
+        return x + self.down(F.silu(gate) * up)
+
+
+class TextNet(nn.Module):
+    """Windows with hidden bytes [B, T] -> logits of every byte [B, T, 256]."""
+
+    turns: Tensor
+
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.embedding = nn.Embedding(BYTES + 1, shape.width)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm, self.head = RMSNorm(shape.width, eps=1e-6), nn.Linear(shape.width, BYTES, bias=False)
+        half = shape.width // shape.heads // 2
+        angles = torch.arange(shape.window)[:, None] * 10_000.0 ** (-torch.arange(half) / half)  # [T, D / 2]
+        self.register_buffer("turns", torch.stack((angles.cos(), angles.sin()))[:, :, None, None], persistent=False)
+        for name, weight in self.named_parameters():
+            if weight.dim() == 2:
+                fan_in = 1 if name.startswith("embedding") else weight.shape[1]
+                into_shortcut = name.endswith(("mix.weight", "down.weight"))  # of which 2 per layer add up
+                deviation = (fan_in * (2 * shape.layers if into_shortcut else 1)) ** -0.5
+                nn.init.trunc_normal_(weight, std=deviation, a=-2 * deviation, b=2 * deviation)
+
+    def forward(self, windows: Tensor) -> Tensor:
+        x = self.embedding(windows)  # [B, T, C]
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))  # else the shortcuts would carry float32 through the net
+        for block in self.blocks:
+            x = block(x, self.turns[:, : windows.shape[1]])
+        return self.head(self.norm(x))
