@@ -11,7 +11,6 @@ from speedkit.settings import check, choice, setting
 # Values whose technique is not part of this version. They are refused, never ignored.
 NOT_YET: dict[str, tuple[Any, ...]] = {
     "compile_scope": ("blocks", "step"),
-    "on_nonfinite": ("skip", "recover"),
     "strategy": ("fsdp",),
 }
 
@@ -153,6 +152,9 @@ def _fallbacks(got: dict[str, Any], hardware: Hardware, workload: Any) -> Iterat
     if got["attention"] in ("efficient", "cudnn") and hardware.device.type != "cuda":
         why = f"this kernel is one of CUDA's; {hardware.name} has flash and math, of which it takes what a call allows"
         yield "attention", "auto", why
+    if got["on_nonfinite"] != "raise" and not got["fused_optimizer"] and hardware.device.type == "cuda":
+        why = "an unfused optimizer cannot leave a step out by itself: the host waits for the device in every step"
+        yield "on_nonfinite", got["on_nonfinite"], why
     if got["prefetch"] and hardware.device.type != "cuda":
         yield "prefetch", False, f"a copy beside the computation needs a CUDA GPU; the device is {hardware.name}"
     if got["prefetch"] and not got["pin_memory"]:
