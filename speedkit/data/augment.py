@@ -5,6 +5,7 @@ all samples: a resumed run would not draw what an uninterrupted one draws, and a
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,18 @@ def _stretch(n: int, at: Tensor, share: Tensor) -> Tensor:
     """Return where on an axis of n a stretch of `share` [B, 1] of it lies, its place set by `at` [B, 1]: [B, n]."""
     axis, start = torch.arange(n, device=at.device), at * (1 - share) * n
     return (axis >= start) & (axis < start + share * n)
+
+
+def augmented(batch: Any, workload: Any, recipe: Any, step: int, generator: Generator) -> Any:
+    """Return `batch`, tensors [B, ...], as step number `step` learns from it, the first being 0.
+
+    Seeded by the step, so that a resumed run draws what the uninterrupted one would have drawn.
+    """
+    if workload.augment is not None or recipe.mixup:
+        generator.manual_seed(recipe.seed * 1_000_003 + step)
+    if workload.augment is not None:
+        batch = workload.augment(batch, generator)
+    return mixup(batch, recipe.mixup, generator) if recipe.mixup else batch
 
 
 def time_shift(inputs: Tensor, generator: Generator) -> Tensor:

@@ -1,5 +1,6 @@
 """Samples to batches on the device: live through a loader, or gathered from a cache."""
 
+import dataclasses
 import functools
 import signal
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,7 @@ from torch.nn.functional import pad
 
 from speedkit.data.bucket import padding_share
 from speedkit.data.cache import FeatureCache
+from speedkit.data.decode import BadItem
 from speedkit.data.prefetch import Batch, prefetched
 from speedkit.data.samples import EpochOrder, Samples, collate, loading
 from speedkit.data.workers import Loader
@@ -49,8 +51,8 @@ class Batches:
         self.remade = self.waveforms or self.order.padded is not None
         self.generator = torch.Generator(device=device)
         features = None if self.waveforms else workload.features
-        samples = Samples(items, loading(workload, plan), features, workload.target)
-        self.loader = Loader(samples, functools.partial(collate, varies=varies), plan, self.order)
+        self.samples = Samples(items, loading(workload, plan), features, workload.target)
+        self.loader = Loader(self.samples, functools.partial(collate, varies=varies), plan, self.order)
         self.pass_: Iterator[Batch] | None = None
         self.bad: dict[str, str] = {}
         self._quarantine(cache.bad if cache is not None else {})
@@ -66,6 +68,27 @@ class Batches:
                 if batch is not None:
                     return self._ready(batch, self.epoch * len(self.order) + self.position) if self.remade else batch
             self.pass_, self.epoch, self.position = None, self.epoch + 1, 0
+
+    def again(self, epoch: int, position: int) -> tuple[tuple[Tensor, ...] | None, list[str]]:
+        """Return the batch after which `epoch` and `position` were these, made once more in this process.
+
+        And the names of its items. Nothing of the stream itself moves. Readable items alone are in both.
+        """
+        indices = next(dataclasses.replace(self.order, epoch=epoch, start=position - 1).tensors())
+        if self.cache is not None:
+            indices = indices[torch.from_numpy(self.cache.usable[indices.numpy()])]
+            batch = self.cache.gather(indices, self.device)
+        else:
+            samples = dataclasses.replace(self.samples, reading=[-1])  # the workers' notes are theirs
+            made = samples.__getitems__(indices.tolist())
+            indices = indices[torch.tensor([not isinstance(sample, BadItem) for sample in made])]
+            batch = self.loader.collate(made)[0]
+        names = [str(getattr(item, "path", item)) for item in map(self.samples.items.__getitem__, indices.tolist())]
+        if not batch:
+            return None, names
+        batch = tuple(tensor.to(self.device) for tensor in batch)
+        step = epoch * len(self.order) + position
+        return (self._ready(batch, step) if self.remade else batch), names
 
     def one_pass(self) -> Iterator[tuple[Tensor, ...]]:
         """Yield the batches of one pass from the start, each tensor `[B, ...]` on the device."""

@@ -19,7 +19,7 @@ from speedkit.files import atomic
 NAME = "checkpoint.pt"
 OLDER = ("checkpoint-1.pt", "checkpoint-2.pt")  # the ones before, the last first
 DIGEST_BYTES = 8  # at the end of the file, which readers of zip archives pass over: xxh3 of all before
-HISTORY = ("loss", "log_steps", "log_step_s", "evaluations", "seconds", "quarantined")  # what goes on growing
+GROWING = "loss log_steps log_step_s evaluations seconds quarantined skipped overflows recoveries"  # of a history
 
 
 class Keeper:
@@ -120,8 +120,10 @@ def _state(run: Any) -> dict[str, Any]:
         "optimizer": run.optimizer.state_dict(),
         "scale": run.scale and vars(run.scale),
         "pending": [float(loss) for loss in run.pending],
+        "guard": run.guard.state(),
+        "recovery": run.recovery.state(),
         "rng": get_random_state(run.device),
-        "history": {name: getattr(run.history, name) for name in HISTORY},
+        "history": {name: getattr(run.history, name) for name in GROWING.split()},
     }
 
 
@@ -184,6 +186,8 @@ def _restore(run: Any, state: dict[str, Any], path: Path) -> None:
             getattr(run.scale, name).copy_(value)
     run.step, run.batches.epoch, run.batches.position = state["step"], state["epoch"], state["position"]
     run.pending = list(torch.tensor(state["pending"], device=run.device))
+    run.guard.load(state["guard"], run.step)
+    run.recovery.load(run, state["recovery"])
     set_random_state([rng.cpu() for rng in state["rng"]], run.device)
     vars(run.history).update(state["history"], resumed_from=run.step)
 

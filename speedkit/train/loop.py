@@ -5,6 +5,7 @@ let them take turns. `fit` drains it.
 """
 
 import contextlib
+import gc
 import math
 import signal
 import threading
@@ -15,13 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speedkit.data.augment import mixup
+from speedkit.data.augment import augmented
 from speedkit.errors import Interrupted, SpeedkitError
-from speedkit.plan import Plan
+from speedkit.plan import Fallback, Plan
 from speedkit.recipe import Recipe
-from speedkit.train import checkpoint
+from speedkit.train import checkpoint, compilation, memory
+from speedkit.train.collection import no_collection
+from speedkit.train.oom import is_out_of_memory, release
 from speedkit.train.run import History, Run, begin, close, finish
 from speedkit.workloads.workload import Batch
+
+COLLECT_S = 10  # between garbage collections, which `fit` keeps out of steps
 
 __all__ = ["Run", "begin", "close", "finish", "fit", "optimizer_step", "steps"]
 
@@ -34,7 +39,7 @@ def fit(workload: Any, recipe: Recipe | None = None, plan: Plan | None = None, *
     """
     run = begin(workload, recipe, plan, **options)
     try:
-        with _signals_to(run):
+        with _signals_to(run), no_collection():
             for _ in steps(run):
                 pass
         history = finish(run)
@@ -51,35 +56,32 @@ def steps(run: Run) -> Generator[int, None, None]:
 
     The host reads the device at log points and evaluations and nowhere else.
     """
-    workload, recipe, plan, history = run.workload, run.recipe, run.plan, run.history
+    workload, recipe, plan, history, guard = run.workload, run.recipe, run.plan, run.history, run.guard
     generator = torch.Generator(device=run.device)
     run.model.train()
-    began_s = logged_s = time.perf_counter()
+    began_s = logged_s = collected_s = time.perf_counter()
     logged_step = run.step
 
     while run.total_steps is None or run.step < run.total_steps:
-        batch = run.batches.next()  # (inputs [B, ...], targets [B])
-        if workload.augment is not None or recipe.mixup:
-            # Seeded by the step, so that a resumed run draws what the uninterrupted one would have drawn.
-            generator.manual_seed(recipe.seed * 1_000_003 + run.step)
-        if workload.augment is not None:
-            batch = workload.augment(batch, generator)
-        if recipe.mixup:
-            batch = mixup(batch, recipe.mixup, generator)
-        run.set_learning_rate(run.step)
+        batch = augmented(run.batches.next(), workload, recipe, run.step, generator)  # (inputs [B, ...], targets [B])
+        run.set_learning_rate(run.step - guard.left_out)
         run.last_loss, outputs, part = optimizer_step(run, batch)
         run.pending.append(run.last_loss)
+        guard.places.append((run.batches.epoch, run.batches.position))
         run.step += 1
         at_end = run.step == run.total_steps
         if at_end or run.step % plan.log_every == 0:
-            latest = _read_losses(run)  # the host waits for the device here
-            run.pending.clear()
-            history.loss.append(sum(latest) / len(latest))
+            history.loss.append(run.recovery.read(run))  # the host waits for the device here
             history.log_steps.append(run.step)
+            for seen in (run.pending, guard.flags, guard.places):
+                seen.clear()
             history.log_step_s.append((time.perf_counter() - logged_s) / (run.step - logged_step))
             if run.progress.show:
                 score = float(workload.score(outputs.detach(), part).float().mean())
                 run.progress.update(run.step, history.log_step_s[-1], history.loss[-1], score, workload.metric)
+            if not gc.isenabled() and time.perf_counter() - collected_s > COLLECT_S:
+                gc.collect()
+                collected_s = time.perf_counter()
             logged_s, logged_step = time.perf_counter(), run.step
         due = at_end or (run.evaluate_every and run.step % run.evaluate_every == 0)
         if due or run.stop:
@@ -91,7 +93,8 @@ def steps(run: Run) -> Generator[int, None, None]:
                 history.evaluations.append({"step": run.step, "seconds": history.seconds, **found})
                 run.progress.say("  step {}: {metric} {value:.4f} on {n} test items".format(run.step, **found))
             if run.out is not None:
-                _read_losses(run)  # never over a good checkpoint
+                if not guard.skips:
+                    run.recovery.read(run)  # never over a good checkpoint
                 history.quarantined = run.batches.bad | run.test_batches.bad
                 checkpoint.save(run)
             logged_s += time.perf_counter() - paused_s  # evaluation is not training time
@@ -103,19 +106,26 @@ def steps(run: Run) -> Generator[int, None, None]:
 def optimizer_step(run: Run, batch: Batch) -> tuple[Tensor, Tensor, Batch]:
     """Learn from `batch`, tensors `[B, ...]`, once; return its loss `[]`, and outputs and batch of its last part.
 
-    Nothing here waits for the device.
+    Where memory runs out it begins again with smaller micro-batches, and where compiling fails without, as if it had
+    from the start. But for that nothing here waits for the device.
     """
-    # Here and not after the step, the memory just freed is still in the CPU's cache when the forward pass takes it.
-    run.optimizer.zero_grad(set_to_none=True)
-    loss, outputs, part = accumulate(run, batch)
-    if run.scale is not None:
-        run.scale.unscale([parameter.grad for parameter in run.parameters if parameter.grad is not None])
-    if run.recipe.clip_norm is not None:
-        torch.nn.utils.clip_grad_norm_(run.parameters, run.recipe.clip_norm)
-    run.update()
-    if run.scale is not None:
-        run.scale.update()
-    return loss, outputs, part
+    random_state = checkpoint.get_random_state(run.device)
+    run.guard.keep()
+    while True:
+        # Here and not after the step, the memory just freed is still in the CPU's cache when the forward pass takes it.
+        run.optimizer.zero_grad(set_to_none=True)
+        updating = False
+        try:
+            loss, outputs, part = accumulate(run, batch)
+            updating = True
+            update(run, loss)
+            return loss, outputs, part
+        except Exception as error:
+            cure(run, error, min(run.micro_batch, len(batch[0])), updating)  # raises it where there is no cure
+        # Outside of `except`, for the error holds what the step had allocated.
+        release(run.device)
+        checkpoint.set_random_state(random_state, run.device)
+        run.guard.put_back()
 
 
 def accumulate(run: Run, batch: Batch) -> tuple[Tensor, Tensor, Batch]:
@@ -138,6 +148,47 @@ def accumulate(run: Run, batch: Batch) -> tuple[Tensor, Tensor, Batch]:
     return sum(losses[1:], losses[0]), outputs, part
 
 
+def update(run: Run, loss: Tensor) -> None:
+    """Change the weights by the gradients there are; a bad step, by these and the `loss []`, may be left out."""
+    guard, clip_norm, ready = run.guard, run.recipe.clip_norm, True
+    if run.scale is not None:
+        run.scale.unscale([parameter.grad for parameter in run.parameters if parameter.grad is not None])
+    if guard.skips or clip_norm is not None:
+        # Two calls for clip_grad_norm_: clipping spreads what is not finite, so the guard looks before.
+        norm = torch.nn.utils.get_total_norm([weight.grad for weight in run.parameters if weight.grad is not None])
+        ready = guard.judge(loss, norm) if guard.skips else True
+        if clip_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(run.parameters, clip_norm, norm)
+    if ready:
+        run.update()
+    if guard.skips:
+        guard.settle()
+    elif run.scale is not None:
+        run.scale.update()
+
+
+def cure(run: Run, error: Exception, size: int, updating: bool) -> None:
+    """Change what a step failed by, with `error` on micro-batches of `size`, so that it can be repeated; else raise."""
+    if not is_out_of_memory(error):
+        if not (why := compilation.gave_up(run.forward, error)):
+            raise error
+        run.progress.say(f"  compile: {why}")
+        return
+    if run.out is not None:
+        memory.save_snapshot(run.out, run.device)
+    if size == 1 or updating:
+        where = "in the optimizer's update, whatever the micro-batch" if updating else "with a single sample"
+        raise SpeedkitError(
+            f"out of memory at step {run.step + 1} {where}: {str(error).splitlines()[0]}; take precision=bf16, "
+            "checkpointing=blocks, a lower max_duration_s, a smaller model, or go on with --resume where memory is free"
+        ) from error
+    run.micro_batch = (size + 1) // 2
+    why = f"out of memory at step {run.step + 1}"
+    fallback = Fallback("micro_batch", size, run.micro_batch, why)
+    run.effective = run.history.effective = run.effective.but(fallback)
+    run.progress.say(f"  {fallback}")
+
+
 @torch.no_grad()
 def _evaluate(run: Run) -> dict[str, Any]:
     """Return `{metric, value, n}`: the mean score of the test set, read by the host once.
@@ -147,23 +198,13 @@ def _evaluate(run: Run) -> dict[str, Any]:
     workload, total, count = run.workload, torch.zeros((), device=run.device), 0
     run.model.eval()
     for batch in run.test_batches.one_pass():
-        _, outputs = run.loss(run.model, batch, run.recipe)
-        total += workload.score(outputs, batch).float().sum()
+        # In parts that fit in training.
+        for part in zip(*(tensor.split(run.micro_batch) for tensor in batch), strict=True):
+            _, outputs = run.loss(run.model, part, run.recipe)
+            total += workload.score(outputs, part).float().sum()
         count += len(batch[0])
     run.model.train()
     return {"metric": workload.metric, "value": float(total) / count if count else math.nan, "n": count}
-
-
-def _read_losses(run: Run) -> list[float]:
-    """Return the losses since the last log point. Raises SpeedkitError naming the first that is not finite."""
-    losses = torch.stack(run.pending).tolist() if run.pending else []
-    for step, loss in enumerate(losses, run.step - len(losses) + 1):
-        if not math.isfinite(loss):
-            raise SpeedkitError(
-                f"the loss of step {step} is {loss}: lower learning_rate (now {run.recipe.learning_rate:g}), set "
-                f"clip_norm, or train in a wider format than precision={run.plan.precision}"
-            )
-    return losses
 
 
 @contextlib.contextmanager

@@ -30,6 +30,15 @@ def build(parameters: Iterable[nn.Parameter], recipe: Recipe, fused: bool, tenso
     return optimizer
 
 
+def set_rate(optimizer: Optimizer, rate: float) -> None:
+    """Set the learning rate of the next step, in the tensor that a fused optimizer reads it from."""
+    group = optimizer.param_groups[0]
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
+
+
 def schedule(optimizer: Optimizer, table: list[float], steps_done: Tensor | None) -> Callable[[int], Any]:
     """Return what sets the learning rate of the step after `step` steps, from a `table` of one entry per real step.
 

@@ -27,7 +27,9 @@ from speedkit.recipe import Recipe, learning_rates, steps_per_epoch
 from speedkit.settings import to_yaml
 from speedkit.train import attention, checkpoint, compilation, memory, optimizer, precision
 from speedkit.train.batch_size import choose_micro_batch
+from speedkit.train.guard import Guard
 from speedkit.train.progress import Progress, wanted
+from speedkit.train.recovery import Recovery
 
 
 @dataclasses.dataclass
@@ -48,6 +50,9 @@ class History:
     peak_memory_bytes: int | None = None
     quarantined: dict[str, str] = dataclasses.field(default_factory=dict)  # path -> why
     resumed_from: int | None = None
+    skipped: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # bad steps {step, epoch, position, why}
+    overflows: int = 0  # steps left out while float16's loss scale came down
+    recoveries: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # {step, why, action}
     model: torch.nn.Module | None = None
 
     @property
@@ -86,16 +91,18 @@ class Run:
     device: torch.device
     model: torch.nn.Module
     parameters: list[torch.nn.Parameter]  # those that are trained
-    forward: Callable[..., Tensor]  # the model as the plan has it: itself, or compiled
+    forward: torch.nn.Module | compilation.Compiled  # the model as the plan has it: itself, or compiled
     loss: Loss  # the workload's, computed as the plan has it
     micro_batch: int  # samples per forward pass, at most
     optimizer: torch.optim.Optimizer
     update: Callable[[], Any]  # its step, or the compiled form of it
     set_learning_rate: Callable[[int], Any]  # for the step after so many
     scale: precision.LossScale | None
+    guard: Guard
     batches: Batches
     test_batches: Batches
     total_steps: int | None  # None never ends
+    scheduled: int  # steps that the learning rate is laid out for
     evaluate_every: int
     history: History
     progress: Progress
@@ -105,6 +112,17 @@ class Run:
     pending: list[Tensor] = dataclasses.field(default_factory=list)  # losses not read yet, one per step
     last_loss: Any = None  # of the latest step, still on the device
     stop: int = 0  # the signal that asks the run to stop
+    recovery: Recovery = dataclasses.field(default_factory=Recovery)
+
+    def loss_in(self, name: str) -> Loss:
+        """Return the loss as `loss`, but computed in the number format `name`."""
+        return loss_under(dataclasses.replace(self.plan, precision=name), self.workload, self.device)
+
+    def set_precision(self, name: str) -> None:
+        """Go on in the number format `name`, one that needs no loss scale."""
+        self.plan, self.loss = dataclasses.replace(self.plan, precision=name), self.loss_in(name)
+        self.scale = self.guard.scale = None
+        precision.apply(self.plan)
 
 
 def begin(
@@ -122,6 +140,8 @@ def begin(
     """
     began_s = time.perf_counter()
     recipe = recipe or workload.recipe
+    if not isinstance(recipe.batch_size, int):
+        raise PlanError("batch_size=auto takes several trainings: let measure.larger_batch.choose_batch_size find it")
     for name in ("label_smoothing", "focal_gamma", "mixup"):
         if (value := getattr(recipe, name)) and name not in workload.honours:
             raise PlanError(f"{name}={value} is not applied by workload {workload.name}: leave it at 0")
@@ -150,15 +170,16 @@ def begin(
     plan = effective.plan
     total = recipe.total_steps(len(workload.train), plan.drop_last)
     per_epoch = steps_per_epoch(len(workload.train), recipe.batch_size, plan.drop_last)
+    guard = Guard(plan, model, update, scale)
     run = Run(
         workload, recipe, effective, plan, device, model,
         [parameter for parameter in model.parameters() if parameter.requires_grad],
         forward, loss_under(plan, workload, device),
         min(int(plan.micro_batch or recipe.batch_size), recipe.batch_size), update, compilation.update(forward, update),
-        optimizer.schedule(update, learning_rates(recipe, total), scale.steps if scale else None), scale,
+        optimizer.schedule(update, learning_rates(recipe, total), guard.steps_done), scale, guard,
         open_batches(workload, workload.train, plan, recipe.batch_size, recipe.seed, **options),
         open_batches(workload, workload.test, test_plan, recipe.batch_size, None, **options),
-        total_steps=None if endless else total,
+        total_steps=None if endless else total, scheduled=total,
         evaluate_every=0 if endless else per_epoch if plan.validate_every is None else plan.validate_every,
         history=History(workload.name, recipe, effective, str(device)),
         progress=Progress(workload.name, total, recipe.batch_size, device, not endless and progress),
@@ -169,6 +190,7 @@ def begin(
         if resume:
             checkpoint.load(run, folder)
         run.keeper = checkpoint.Keeper(run, folder)
+    run.recovery.start(run)
     cache = run.batches.cache
     for note in filter(None, (*effective.fallbacks, run.batches.padding, cache.why if cache else "")):
         run.progress.say(f"  {note}")
@@ -241,8 +263,10 @@ def finish(run: Run) -> History:
     history = run.history
     if run.keeper is not None:
         run.keeper.wait()
-    history.effective = compilation.honoured(history.effective, run.forward)  # type: ignore[arg-type]
-    history.steps = int(run.scale.steps) if run.scale else run.step
+    history.effective = compilation.honoured(history.effective, run.forward)
+    history.steps = run.guard.made(run.step)
+    if not run.guard.skips:
+        history.overflows = run.step - history.steps  # else counted as they were read
     history.model = run.model
     history.quarantined = dict(run.workload.quarantined) | run.batches.bad | run.test_batches.bad
     if run.device.type == "cuda":
