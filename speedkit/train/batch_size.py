@@ -55,9 +55,7 @@ def choose_micro_batch(
     if effective.plan.micro_batch != "auto":
         return effective
     found = search(workload, recipe, effective.plan, device, make_learner, loss_under)
-    plan = dataclasses.replace(effective.plan, micro_batch=found.micro_batch)
-    fallback = Fallback("micro_batch", "auto", found.micro_batch, found.why)
-    return dataclasses.replace(effective, plan=plan, fallbacks=(*effective.fallbacks, fallback))
+    return effective.but(Fallback("micro_batch", "auto", found.micro_batch, found.why))
 
 
 def table_per_length(workload: Any, *args: Any, **options: Any) -> dict[int, Found]:
@@ -80,7 +78,7 @@ def search(
     instead, for smaller ones change what it learns. `room_bytes` replaces what a step may take of the free memory.
     Raises SpeedkitError when not even the smallest micro-batch fits, or an evaluation does not.
     """
-    began_s = time.perf_counter()
+    began_s, plan = time.perf_counter(), dataclasses.replace(plan, compile="off")
     with random_states_kept(device):
         precision.apply(plan)
         learner = make_learner(workload, recipe, plan, device)

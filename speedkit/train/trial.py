@@ -98,6 +98,7 @@ class Trial:
             self.refused[size] = f"{size} would take {expected / 1e6:.0f} MB of {self.room_bytes / 1e6:.0f}"
             return False
         retries = alloc_retries(self.device)
+        self.optimizer.zero_grad(set_to_none=True)  # or the profiler would wonder at memory that it has not seen taken
         try:
             peaks[size] = peak_bytes(functools.partial(function, size), self.device)
         except Exception as error:
