@@ -192,7 +192,8 @@ def affordable_window_s(job: Stages, rungs: Sequence[Rung], profile: Profile, co
     shortest_s = min(job.window_s, max(best_s, LEAST_WINDOW * job.window_s))
     if left_s < 2 * job.pairs * shortest_s:
         return 0.0
-    later_s = sum(set_up_s + 2 * job.pairs * shortest_s + rung.extra_s for rung in rungs[1:])
+    later = [rung for rung in rungs[1:] if rung.changes(Plan(), job.recipe, job.hardware)]
+    later_s = sum(set_up_s + 2 * job.pairs * shortest_s + rung.extra_s for rung in later)
     return max(shortest_s, min(job.window_s, (left_s - later_s) / (2 * job.pairs)))
 
 

@@ -91,9 +91,16 @@ def _precision(_: Plan, __: Recipe, hardware: Hardware) -> list[Change]:
 
 
 def _compile(_: Plan, __: Recipe, hardware: Hardware) -> list[Change]:
-    needs = {"default": "compile", "reduce-overhead": "cuda_graphs"}
-    return [{"compile": mode} for mode, needed in needs.items()
-            if hardware.supports("compile") and hardware.supports(needed)]  # fmt: skip
+    if not hardware.supports("compile"):
+        return []
+    # Each costs a compilation, half a minute and more on a few cores: there only the plainest is tried.
+    more = [{"compile": "default", "compile_scope": "step"}, {"compile": "reduce-overhead", "compile_scope": "model"}]
+    return [{"compile": "default"}, *(more if hardware.supports("cuda_graphs") else [])]
+
+
+def _attention(_: Plan, __: Recipe, hardware: Hardware) -> list[Change]:
+    # Left alone, PyTorch takes flash where it can; on a CPU there is nothing else that is fast.
+    return [{"attention": "cudnn"}] if hardware.supports("flash_attention") and hardware.device.type == "cuda" else []
 
 
 LADDER: tuple[Rung, ...] = (
@@ -109,4 +116,8 @@ LADDER: tuple[Rung, ...] = (
     # Compiling takes 13 to 40 s on two cores, and some more whenever the plan starts anew, from Inductor's cache.
     Rung("compile", _compile, "loss-equal", _quicker("computing", 1.0, 1.3), ("C16", "C18"), "23_compile",
          needs="compile", extra_s=45.0),
+    Rung("attention", _attention, "loss-equal", _quicker("computing", 0.95, 1.1), ("C35",), "25_attention"),
+    # Against bf16 and compiled: 8-bit layers that are not compiled round in kernels of their own.
+    Rung("fp8", lambda *given: [{"precision": "fp8"}] * given[-1].supports("fp8"), "loss-equal", _faster_matmul, ("C34",), "22_fp8", needs="fp8",
+         extra_s=60.0),
 )  # fmt: skip
