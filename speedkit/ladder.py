@@ -118,6 +118,6 @@ LADDER: tuple[Rung, ...] = (
          needs="compile", extra_s=45.0),
     Rung("attention", _attention, "loss-equal", _quicker("computing", 0.95, 1.1), ("C35",), "25_attention"),
     # Against bf16 and compiled: 8-bit layers that are not compiled round in kernels of their own.
-    Rung("fp8", lambda *given: [{"precision": "fp8"}] * given[-1].supports("fp8"), "loss-equal", _faster_matmul, ("C34",), "22_fp8", needs="fp8",
-         extra_s=60.0),
+    Rung("fp8", lambda *given: [{"precision": "fp8"}] * given[-1].supports("fp8"), "loss-equal", _faster_matmul,
+         ("C34",), "22_fp8", needs="fp8", extra_s=60.0),
 )  # fmt: skip
