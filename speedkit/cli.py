@@ -84,7 +84,7 @@ def hardware(as_json: bool, refresh: bool, device: str) -> None:
 @click.option("--deterministic", is_flag=True, help="reproducible kernels on CUDA too")
 @options(RECIPE, PLAN)
 def train(workload: str, plan_name: str, strict: bool, deterministic: bool, **values: Any) -> None:
-    """Train WORKLOAD (audio, or package.module:function) by a recipe, as fast as a plan says."""
+    """Train WORKLOAD (audio, speech, image, text, or package.module:function) by a recipe, as fast as a plan says."""
     plan = the_plan(plan_name, values, values["device"])
     resolve(plan, this_machine(values["device"]), strict)  # before data is touched
     work, recipe = the_workload(workload, values)
