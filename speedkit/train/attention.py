@@ -1,7 +1,6 @@
 """Attention kernels: which may run, which really ran and why, and padded batches without a mask of [T, T]."""
 
 import contextlib
-import functools
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -45,7 +44,6 @@ def kernels(plan: Plan) -> Callable[[Callable[..., Any]], Callable[..., Any]] | 
     order = [asked] if plan.attention == "math" else list(dict.fromkeys((asked, *KERNELS.values())))
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
         def under(*args: Any, **options: Any) -> Any:
             with sdpa_kernel(order, set_priority=True):
                 return function(*args, **options)

@@ -35,9 +35,9 @@ class Shape(NamedTuple):
     recipe: Recipe
 
 
-RECIPE = Recipe(batch_size=32, epochs=None, steps=300, learning_rate=3e-3, weight_decay=0.1, clip_norm=1.0)
+RECIPE = Recipe(batch_size=16, epochs=None, steps=240, learning_rate=3e-3, weight_decay=0.1, clip_norm=1.0)
 SIZES = {
-    "tiny": Shape(64, 64, 2, 2, 192, replace(RECIPE, batch_size=16, steps=100)),
+    "tiny": Shape(64, 64, 2, 2, 192, replace(RECIPE, steps=100)),
     "small": Shape(128, 128, 4, 2, 384, RECIPE),
     "medium": Shape(1024, 1024, 10, 8, 2816, replace(RECIPE, batch_size=64, steps=2000, learning_rate=6e-4)),  # 129 M
 }
