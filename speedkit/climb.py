@@ -28,7 +28,7 @@ from speedkit.train.run import begin, close
 
 # Whose source, with that of notebook 90, decides whether a recorded climb is current.
 MODULES = tuple(f"speedkit.{name}" for name in ("climb", "ladder", "measure.compare", "measure.stats", "train.loop"))
-FINAL_PAIRS = 20
+FINAL_PAIRS = 40
 LEAST_WINDOW = 0.4  # of the window asked for: the shortest that a rung is tried with when time runs short
 Row = dict[str, Any]
 # What a row of `rungs` holds once it has been measured; None before.
@@ -38,7 +38,7 @@ MEASURED = ("ratio", "low", "high", "noise_floor", "parity", "step_s_before", "s
 def climb(
     workload: Any, *, recipe: Recipe | None = None, device: str = "auto", out: str | Path | None = None,
     resume: bool = False, cache_dir: str | Path | None = None, budget_s: float = 480.0,
-    rungs: Sequence[str] | None = None, pairs: int = 12, window_s: float = 0.25, seeds: int | None = None,
+    rungs: Sequence[str] | None = None, pairs: int = 24, window_s: float = 0.125, seeds: int | None = None,
     progress: bool | str = "auto",
 ) -> Row:  # fmt: skip
     """Climb the ladder on `workload` and return the record of it.

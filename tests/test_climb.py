@@ -109,7 +109,7 @@ def windows_s(rungs, best_s=0.01):
     return [
         affordable_window_s(Stages(work, work.recipe, CPU, {}, 10, 0.25, 3, budget_s, None, print, state),
                             rungs, profile, control)
-        for budget_s in range(140, 260)
+        for budget_s in range(140, 300)
     ]  # fmt: skip
 
 
