@@ -123,17 +123,19 @@ def test_the_loop_makes_the_host_wait_nowhere_between_log_points(optimizer, plan
 
 def test_an_unfused_optimizer_reads_its_step_counts():
     [sync] = waits(points(train=100))
-    assert sync.file.endswith("loop.py") and sync.code == "run.optimizer.step()"
-    assert sync.count % 5 == 0 and sync.count >= 5
+    assert Path(sync.file).parent.name == "train"  # in the loop, not in PyTorch's files
+    assert sync.count == 5 * 4  # of each weight and bias
 
 
 def test_log_points_are_the_only_places_and_are_counted():
     run = begin(points(train=100), plan=Plan(log_every=2, fused_optimizer=True), device="cpu", progress=False)
     training = steps(run)
     next(training)
-    [sync] = [sync for sync in audit(lambda: [next(training) for _ in range(4)]) if sync.file.endswith("loop.py")]
+    found = [
+        sync for sync in audit(lambda: [next(training) for _ in range(4)]) if Path(sync.file).parent.name != "data"
+    ]
     close(run)
-    assert sync.count == 2 and ".tolist()" in sync.code
+    assert [sync.count for sync in found] == [2]
 
 
 def test_a_read_in_the_workloads_own_loss_is_blamed_on_it():

@@ -12,12 +12,13 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Operations whose result's shape or value the host must know: on a GPU each waits for all work queued before it.
 READS = ("_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2", "unique_dim", "unique_consecutive")
-# Methods that hand values to Python without an operation when the tensor lies in the host's memory.
-HANDING_OVER = ("tolist", "numpy", "cpu")
+HANDING_OVER = ("tolist", "numpy", "cpu")  # methods that need no operation where the tensor lies in the host's memory
+Note = Callable[[FrameType, float], None]
 NOT_THEIRS = (str(Path(torch.__file__).parent), __file__, warnings.__file__, contextlib.__file__)
 
 
@@ -38,24 +39,17 @@ class Sync:
 def audit(function: Callable[[], Any], device: torch.device | str = "cpu") -> list[Sync]:
     """Call `function()` and return the places in it that made the host wait, the most expensive first.
 
-    On a GPU these are the waits that CUDA's sync debug mode reports, compiled code included; it knows nothing of event
-    waits, and `torch.cuda.synchronize` is no surprise to who wrote it. On a CPU nothing waits: there they are the
-    reads that would make a GPU's host wait, found with all compiled code run as eager; those of numbers that would lie
-    in the host's memory beside a GPU too, such as a loader's indices, are among them. Being watched costs a little
-    time, so a few steps after a warm-up are enough.
+    On a GPU these are the waits that CUDA's sync debug mode reports, compiled code included; of event waits and
+    `torch.cuda.synchronize` it knows nothing. On a CPU nothing waits: there they are the reads that would make a GPU's
+    host wait, with all compiled code run as eager, and with those of numbers that lie in the host's memory beside any
+    GPU, such as a loader's indices. Being watched costs time: call it on a few steps, after a warm-up.
     """
     found: dict[tuple[str, int], list[float]] = {}
     watch = _cuda_waits if torch.device(device).type == "cuda" else _cpu_reads
     with watch(lambda frame, seconds: found.setdefault(_place(frame), []).append(seconds)):
         function()
-    syncs = [
-        Sync(file, line, linecache.getline(file, line).strip(), len(costs), sum(costs))
-        for (file, line), costs in found.items()
-    ]
+    syncs = (Sync(*place, linecache.getline(*place).strip(), len(costs), sum(costs)) for place, costs in found.items())
     return sorted(syncs, key=lambda sync: -sync.seconds)
-
-
-Note = Callable[[FrameType, float], None]
 
 
 def _place(frame: FrameType | None) -> tuple[str, int]:
@@ -75,9 +69,8 @@ class _Reads(TorchDispatchMode):
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         began_s = time.perf_counter()
         result = operation(*args, **(kwargs or {}))
-        masked = operation.name() == "aten::index.Tensor" and any(
-            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
-        )
+        indices = args[1] if operation is torch.ops.aten.index.Tensor else ()
+        masked = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
         if masked or operation.overloadpacket.__name__ in READS:
             self.note(sys._getframe(1), time.perf_counter() - began_s)
         return result
@@ -90,9 +83,7 @@ def _cpu_reads(note: Note) -> Iterator[None]:
 
     def on_call(frame: FrameType, event: str, called: Any) -> None:
         nonlocal began_s
-        if event not in ("c_call", "c_return") or called.__name__ not in HANDING_OVER:
-            return
-        if isinstance(getattr(called, "__self__", None), torch.Tensor):
+        if event in ("c_call", "c_return") and called.__name__ in HANDING_OVER and isinstance(called.__self__, Tensor):
             if event == "c_return":
                 note(frame, time.perf_counter() - began_s)
             began_s = time.perf_counter()
