@@ -1,6 +1,7 @@
 """Attention kernels: which may run, which really ran and why, and padded batches without a mask of [T, T]."""
 
 import contextlib
+import os
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -57,8 +58,10 @@ def which_ran(function: Callable[[], Any]) -> list[dict[str, Any]]:
     """Call `function()`; return which attention kernels really ran, one row per kernel, dtype and shapes with `calls`.
 
     `query` and `key` are [B, H, T, D], `mask` what was given; `why` tells for math what kept the others from running.
-    To find that out, `function` is called once more. Compiled code has no operation for math, so no row of it either.
+    To find that out, `function` is called once more. Compiled code has no operation for math, so no row of it either;
+    call it before, for tracing would count.
     """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # that there is no GPU to look at is no news
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as run:
         function()
     counts: Counter[tuple[Any, ...]] = Counter()

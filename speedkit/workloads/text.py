@@ -66,7 +66,8 @@ def text(
         "text", shape.recipe, range(len(train)), range(len(train), len(train) + len(test)),
         load=functools.partial(load, windows=torch.cat((train, test))), features=unchanged, target=operator.index,
         model=functools.partial(TextNet, shape), loss=loss, score=score, augment=augment,
-        metric="bits_per_byte", higher_is_better=False, margin=0.05, cacheable=False,
+        metric="bits_per_byte", higher_is_better=False, cacheable=False,
+        margin=0.1,  # two standard deviations between seeds, a tenth of what is learned beyond how often bytes stand
         parameters={"window": shape.window}, quarantined=bad,
     )  # fmt: skip
 
