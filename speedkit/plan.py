@@ -10,7 +10,6 @@ from speedkit.settings import check, choice, setting
 
 # Values whose technique is not part of this version. They are refused, never ignored.
 NOT_YET: dict[str, tuple[Any, ...]] = {
-    "compile_scope": ("blocks", "step"),
     "strategy": ("fsdp",),
 }
 
@@ -37,7 +36,9 @@ class Plan:
         unit="samples", choices=("auto",), minimum=1)  # fmt: skip
     precision: str = choice("number format of matrix products", "fp32", "tf32", "bf16", "fp16", "fp8", "fp8-emulated")
     compile: str = choice("torch.compile and its mode", "off", "default", "reduce-overhead", "max-autotune")
-    compile_scope: str = choice("what is compiled", "model", "blocks", "step")
+    compile_scope: str = choice(
+        "what is compiled: the model, each repeated block, or model, loss and the update of an unfused optimizer",
+        "model", "blocks", "step")  # fmt: skip
     channels_last: bool = setting(False, "store images and spectrograms as NHWC")
     attention: str = choice("which attention kernel", "auto", "math", "efficient", "flash", "cudnn")
     checkpointing: str = choice("recompute activations instead of keeping them", "off", "blocks", "selective")
@@ -181,6 +182,9 @@ def _for_data(got: dict[str, Any], workload: Any) -> Iterator[tuple[str, Any, st
     cached = got["cache"] != "off"
     if workload.length is None and got["bucket"]:
         yield "bucket", False, f"all items of {workload.name} have one length: nothing is padded"
+    if workload.length is not None and not got["bucket"] and got["compile"] in ("reduce-overhead", "max-autotune"):
+        why = "lengths differ from batch to batch, and each would be tuned and recorded anew: bucket makes them few"
+        yield "compile", "default", why
     if workload.length is not None:
         why = "lengths differ: features of padded waveforms would depend on the padding"
         if got["features_on"] == "device":

@@ -1,6 +1,5 @@
 """torch.compile, applied to the model, to its repeated blocks or to the whole step"""
 
-import dataclasses
 import functools
 import inspect
 import logging
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from speedkit.plan import Effective, Fallback, Plan
+from speedkit.train import attention
 from speedkit.train.blocks import repeated_blocks
 
 BACKEND = "inductor"
@@ -39,8 +39,8 @@ class Compiled:
             why = f"{type(model).__name__} has no class of blocks twice, whose code could be used again"
             self.fallbacks.append(Fallback("compile_scope", "blocks", "model", why))
         # Blocks of one class and shape share what the first of them compiles: weights are inputs of a graph.
-        self.blocks = [(block, torch.compile(block._call_impl, **options)) for block in blocks]
-        self.whole = None if blocks else torch.compile(model, **options)
+        self.blocks = [(block, _compiled(block._call_impl, plan, options)) for block in blocks]
+        self.whole = None if blocks else _compiled(model, plan, options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what `model` returns."""
@@ -92,6 +92,12 @@ def _options(plan: Plan, workload: Any) -> dict[str, Any]:
     return {"backend": BACKEND, "mode": plan.compile, "dynamic": None if any_length else False}
 
 
+def _compiled(function: Callable[..., Any], plan: Plan, options: dict[str, Any]) -> Callable[..., Any]:
+    # Code keeps the attention kernel it was traced with; only a choice made inside of it is guarded by dynamo.
+    under = attention.kernels(plan)
+    return torch.compile(function if under is None else under(function), **options)
+
+
 def loss(function: Loss, plan: Plan, workload: Any = None) -> Loss:
     """Return `function`, or under scope "step" what compiles it with the model; given the plain model, it is itself."""
     if plan.compile == "off" or plan.compile_scope != "step":
@@ -100,7 +106,7 @@ def loss(function: Loss, plan: Plan, workload: Any = None) -> Loss:
     def model_and_loss(model: nn.Module, batch: tuple[Tensor, ...], recipe: Any) -> tuple[Tensor, Tensor]:
         return function(model, batch, recipe)
 
-    compiled = torch.compile(model_and_loss, **_options(plan, workload))
+    compiled = _compiled(model_and_loss, plan, _options(plan, workload))
 
     @functools.wraps(function)
     def compiled_for_training(model: Any, batch: tuple[Tensor, ...], recipe: Any) -> tuple[Tensor, Tensor]:
@@ -153,6 +159,4 @@ def gave_up(forward: nn.Module | Compiled, error: BaseException) -> str:
 def honoured(effective: Effective, forward: nn.Module | Compiled) -> Effective:
     """Return `effective` with what only compiling could tell: whether there are blocks, and whether it failed."""
     fallbacks = forward.fallbacks if isinstance(forward, Compiled) else []
-    found = [new for new in fallbacks if new not in effective.fallbacks]
-    plan = dataclasses.replace(effective.plan, **{new.field: new.got for new in found})
-    return dataclasses.replace(effective, plan=plan, fallbacks=(*effective.fallbacks, *found))
+    return effective.but(*(new for new in fallbacks if new not in effective.fallbacks))
