@@ -16,13 +16,13 @@ from speedkit.files import claim_folder, write_json, write_text
 from speedkit.hardware import this_machine
 from speedkit.ladder import LADDER, Change, Profile, Rung
 from speedkit.measure.compare import Comparison
-from speedkit.measure.parity import parity, quality_of, time_to_quality
+from speedkit.measure.larger_batch import choose_batch_size
+from speedkit.measure.parity import curve, parity, quality_of, time_to_quality
 from speedkit.measure.record import NotebookRun
 from speedkit.measure.stages import Stages, read_state
 from speedkit.plan import Plan, resolve
 from speedkit.recipe import Recipe
 from speedkit.settings import nearest, to_yaml
-from speedkit.train.loop import fit
 from speedkit.train.progress import wanted
 from speedkit.train.run import begin, close
 
@@ -69,6 +69,8 @@ def climb(
     if final["adopted"]:
         best = Plan(**final["adopted"])
     curves = job.once("quality", lambda: _train_both(job, best))
+    larger = job.once("batch_size", lambda: _larger_batch(job, best, curves))
+    run.section("larger_batch", larger)
     record = _record(job, run, best, rows, control, final, curves)
     if folder is not None:
         write_text(folder / "plan.yaml", to_yaml(best))
@@ -225,12 +227,27 @@ def _train_both(job: Stages, best: Plan) -> dict[str, list[Row]]:
             break
         began_s = time.perf_counter()
         for name, plan in (("baseline", Plan()), ("final", best)):
-            history = fit(job.workload, dataclasses.replace(job.recipe, seed=seed), plan, progress=False, **job.options)
-            points = [[history.prepare_s + found["seconds"], found["value"]] for found in history.evaluations]
-            curves[name].append({"seed": seed, "points": points, "value": points[-1][1], "seconds": points[-1][0]})
-            job.say(f"seed {seed}, {name}: {job.workload.metric} {points[-1][1]:.4f} in {points[-1][0]:.1f} s")
+            found = curve(job.workload, dataclasses.replace(job.recipe, seed=seed), plan, **job.options)
+            curves[name].append(found)
+            job.say(f"seed {seed}, {name}: {job.workload.metric} {found['value']:.4f} in {found['seconds']:.1f} s")
         took_s = time.perf_counter() - began_s
     return curves
+
+
+def _larger_batch(job: Stages, best: Plan, curves: dict[str, list[Row]]) -> Row:
+    """Try larger batches, which are another recipe, while the budget lasts: judged by time to quality, never kept."""
+    trained = curves["final"]
+    each_s = sum(found["seconds"] for found in trained)
+    factors = (2, 4)[: int((job.budget_s - job.spent_s()) / each_s)]
+    if not factors or len(trained) < 2:
+        return {"rows": [], "why": "not tried: the time budget is spent"}
+    _, rows = choose_batch_size(job.workload, job.recipe, best, factors=factors, seeds=len(trained), baseline=trained,
+                                say=job.say, **job.options)  # fmt: skip
+    taken = max((row for row in rows if row["taken"]), key=lambda row: row["ratio"], default=None)
+    why = "none is sooner with every seed, and as good"
+    if taken is not None:
+        why = "batch {batch_size}, learning rate {learning_rate:.3g}: as good, {ratio:.2f} times as soon".format(**taken)
+    return {"rows": rows, "why": why}
 
 
 def _record(job, run, best, rows, control, final, curves) -> Row:
@@ -271,4 +288,4 @@ def _summary(record: Row) -> str:
         shown = ("  quality: {metric} changed by {mean_change:+.4f}, 95 % sure to be above {lower:+.4f}; margin "
                  "{margin:g}: ").format_map(quality)  # fmt: skip
         shown += "as good" if quality["passed"] else "NOT shown to be as good"
-    return "\n".join([*lines, shown])
+    return "\n".join([*lines, shown, f"  larger batches, another recipe: {record['larger_batch']['why']}"])

@@ -6,10 +6,9 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from speedkit.measure.parity import Curves, quality_of, time_to_quality
+from speedkit.measure.parity import Curves, curve, quality_of, time_to_quality
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe, with_batch_size
-from speedkit.train.loop import fit
 
 LEAST_STEPS = 10  # fewer are no training that a schedule could shape
 Row = dict[str, Any]
@@ -17,30 +16,28 @@ Row = dict[str, Any]
 
 def choose_batch_size(
     workload: Any, recipe: Recipe | None = None, plan: Plan | None = None, *, factors: Sequence[int] = (2, 4),
-    seeds: int = 3, say: Callable[[str], Any] = lambda text: None, **options: Any,
+    seeds: int = 3, baseline: list[Row] | None = None, say: Callable[[str], Any] = lambda text: None, **options: Any,
 ) -> tuple[Recipe, list[Row]]:  # fmt: skip
     """Return the recipe that reaches the quality of `recipe` soonest, and a row for each batch size tried.
 
     Tried are its batch size, or for "auto" the workload's own, times `factors`, each with the learning rate by
     `with_batch_size`. A larger batch is taken only when its results are not inferior and it is sooner with every one
-    of the paired `seeds`: samples per second decide nothing. `options` are those of `fit`.
+    of the paired `seeds`: samples per second decide nothing. `baseline` are the curves of `recipe` over these seeds,
+    where there are some. `options` are those of `fit`.
     """
     recipe = recipe or workload.recipe
     if recipe.batch_size == "auto":  # type: ignore[comparison-overlap]  # see its setting
         recipe = dataclasses.replace(recipe, batch_size=workload.recipe.batch_size)
 
     def trained(candidate: Recipe) -> list[Row]:
-        runs = []
-        for seed in range(recipe.seed, recipe.seed + seeds):
-            history = fit(workload, dataclasses.replace(candidate, seed=seed), plan, progress=False, **options)
-            points = [[found["seconds"], found["value"]] for found in history.evaluations]
-            runs.append({"seed": seed, "points": points, "value": points[-1][1], "seconds": points[-1][0]})
+        seeded = [dataclasses.replace(candidate, seed=recipe.seed + number) for number in range(seeds)]
+        runs = [curve(workload, one, plan, **options) for one in seeded]
         values = statistics.fmean(run["value"] for run in runs)
         say(f"batch {candidate.batch_size}, learning rate {candidate.learning_rate:.3g}: "
             f"{workload.metric} {values:.4f} in {statistics.fmean(run['seconds'] for run in runs):.1f} s")  # fmt: skip
         return runs
 
-    baseline, best, rows = trained(recipe), (1.0, recipe), list[Row]()
+    baseline, best, rows = baseline or trained(recipe), (1.0, recipe), list[Row]()
     for factor in factors:
         candidate = with_batch_size(recipe, factor * recipe.batch_size)
         if candidate.total_steps(len(workload.train), drop_last=False) < LEAST_STEPS:

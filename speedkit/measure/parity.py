@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from speedkit.measure.stats import non_inferior
+from speedkit.plan import Plan
+from speedkit.recipe import Recipe
+from speedkit.train.loop import fit
 
 Curves = dict[str, list[dict[str, Any]]]  # plan -> one {seed, points: [[seconds, score], ...], value, seconds} per seed
 
@@ -39,6 +42,13 @@ def parity(promised: str, losses: Sequence[float], reference: Sequence[float], o
     )
     passed = list(losses) == list(reference) if promised == "bit-equal" else difference <= noise
     return Parity(promised, difference, noise, passed)
+
+
+def curve(workload: Any, recipe: Recipe, plan: Plan | None, **options: Any) -> dict[str, Any]:
+    """Train once; return its part of `Curves`. Preparing counts: data, cache, model. `options` are those of `fit`."""
+    history = fit(workload, recipe, plan, progress=False, **options)
+    points = [[history.prepare_s + found["seconds"], found["value"]] for found in history.evaluations]
+    return {"seed": recipe.seed, "points": points, "value": points[-1][1], "seconds": points[-1][0]}
 
 
 def quality_of(workload: Any, curves: Curves) -> dict[str, Any]:
