@@ -67,7 +67,7 @@ def open_cache(
 def builder_of(workload: Any, items: Sequence[Any], plan: Plan, cache_dir: Any, hashed: bool = False) -> Builder:
     """Return what computes the entries of `items`, and knows their folder: one for all items of a data set."""
     base = base_folder([*workload.train, *workload.test] or items)
-    dtype = "int16" if plan.cache_of == "waveform" else plan.cache_dtype
+    dtype = workload.kept_as if plan.cache_of == "waveform" else plan.cache_dtype
     load = loading(workload, plan)
     identity = repr((workload.name, os.path.abspath(base), plan.cache_of, dtype))
     root = Path(cache_dir) if cache_dir else cache_root() / "features"

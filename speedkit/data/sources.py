@@ -1,10 +1,11 @@
-"""Where the audio is: a folder of class-named subfolders, a CSV of paths and labels, or a file-name pattern."""
+"""Where recordings or images are: class-named subfolders, a CSV of paths and labels, or a file-name pattern."""
 
 import csv
+import functools
 import hashlib
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,6 @@ from speedkit.files import atomic
 if TYPE_CHECKING:
     import pandas
 
-EXTENSIONS = (".wav", ".flac", ".ogg", ".mp3", ".aif", ".aiff")
 UNLABELLED = "unlabelled"  # the one class of files whose labels do not matter
 TEST_SHARE = 0.2
 BAD_SHARE = 0.05  # more bad files than this, and the data set itself is at fault: an error
@@ -32,12 +32,12 @@ VALIDATION_SPLITS = {"val", "valid", "validation", "dev"}
 
 @dataclass(frozen=True)
 class Item:
-    """One clip: its file, its class index, its length in seconds and its sample rate."""
+    """One file: its path and its class index; of a recording also its length in seconds and its sample rate."""
 
     path: str
     label: int
-    duration_s: float
-    sample_rate_hz: int
+    duration_s: float = 0.0
+    sample_rate_hz: int = 0
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,36 @@ class Entry(NamedTuple):
     split: str = ""
 
 
+class Kind(NamedTuple):
+    """A kind of file: what messages call it, its endings, and what reads from its header the rest of an `Item`."""
+
+    name: str
+    one: str
+    extensions: tuple[str, ...]
+    header: Callable[[Path], tuple | str]  # or why the file cannot be used
+
+
+def _sound(path: Path) -> tuple | str:
+    """Return (duration in seconds, sample rate in Hz) from the file's header."""
+    info = soundfile.info(str(path))
+    return (info.frames / info.samplerate, info.samplerate) if info.frames > 0 else "it holds no samples"
+
+
+def _picture(path: Path) -> tuple | str:
+    """Return nothing more where the file begins as an image does."""
+    with path.open("rb") as file:
+        known = file.read(4).startswith((b"\xff\xd8\xff", b"\x89PNG"))
+    return () if known else "it is neither a JPEG nor a PNG image"
+
+
+AUDIO = Kind("audio", "recording", (".wav", ".flac", ".ogg", ".mp3", ".aif", ".aiff"), _sound)
+IMAGES = Kind("image", "image", (".jpg", ".jpeg", ".png"), _picture)
+
+
 def find_items(data_dir: str | Path, *, labels: str | Path | None = None, label_pattern: str | None = None,
-               test_pattern: str | None = None, seed: int = 0, labelled: bool = True) -> Found:  # fmt: skip
-    """Return the training and test clips under `data_dir`, sorted by path with numbers in their natural order.
+               test_pattern: str | None = None, seed: int = 0, labelled: bool = True,
+               kind: Kind = AUDIO) -> Found:  # fmt: skip
+    """Return the training and test items under `data_dir`, sorted by path with numbers in their natural order.
 
     Labels come from the CSV `labels`, from group 1 of `label_pattern` in the file name, or from the names of the
     subfolders. The test set is what `test_pattern` finds in the file name, else the CSV's `split` or `fold` column (the
@@ -71,13 +98,16 @@ def find_items(data_dir: str | Path, *, labels: str | Path | None = None, label_
     root = Path(data_dir)
     if not root.is_dir():
         what = "is a file, not a folder" if root.exists() else "does not exist"
-        raise UsageError(f"data folder {root} {what}: name the folder of your recordings with --data-dir")
+        raise UsageError(f"data folder {root} {what}: name the folder of your {kind.one}s with --data-dir")
     if labels is not None and label_pattern is not None:
         raise UsageError("--labels and --label-pattern both name the labels: give one of the two")
-    entries = _from_files(root, label_pattern, labelled) if labels is None else _from_table(root, Path(labels), test_pattern)
+    if labels is None:
+        entries = _from_files(root, label_pattern, kind, labelled)
+    else:
+        entries = _from_table(root, Path(labels), test_pattern, kind)
     entries = sorted(dict.fromkeys(entries), key=lambda entry: _natural(str(entry.path)))
     with ThreadPoolExecutor(8) as pool:  # libsndfile works outside Python's lock, and disks like several requests
-        headers = dict(zip(entries, pool.map(_header, entries), strict=True))
+        headers = dict(zip(entries, pool.map(functools.partial(_header, kind), entries), strict=True))
     bad = tuple((str(entry.path), header) for entry, header in headers.items() if isinstance(header, str))
     if len(bad) > BAD_SHARE * len(entries):
         first = "; ".join(f"{path}: {why}" for path, why in bad[:3])
@@ -111,12 +141,13 @@ def _compiled(pattern: str, option: str) -> re.Pattern[str]:
         raise UsageError(f"{option} {pattern!r} is not a regular expression: {error}") from error
 
 
-def _from_files(root: Path, label_pattern: str | None, labelled: bool) -> list[Entry]:
+def _from_files(root: Path, label_pattern: str | None, kind: Kind, labelled: bool) -> list[Entry]:
     """Return the files labelled by group 1 of the pattern or by their subfolder; those without a label are not ours."""
-    parts = {path: path.relative_to(root).parts for path in root.rglob("*") if path.suffix.lower() in EXTENSIONS}
+    parts = {path: path.relative_to(root).parts for path in root.rglob("*") if path.suffix.lower() in kind.extensions}
     paths = sorted(path for path, names in parts.items() if not any(name.startswith(".") for name in names))
     if not paths:
-        raise UsageError(f"data folder {root} holds no audio files ({', '.join(EXTENSIONS)}): name another --data-dir")
+        what = f"{kind.name} files ({', '.join(kind.extensions)})"
+        raise UsageError(f"data folder {root} holds no {what}: name another --data-dir")
     if not labelled:
         return [Entry(path, UNLABELLED) for path in paths]
     if label_pattern is None:
@@ -127,14 +158,14 @@ def _from_files(root: Path, label_pattern: str | None, labelled: bool) -> list[E
         if not pattern.groups:
             raise UsageError(f"--label-pattern {label_pattern!r} has no group: put parentheses around the label's part")
         entries = [Entry(path, match[1]) for path in paths if (match := pattern.search(path.name)) and match[1]]
-        which = f"of the {len(paths)} audio files in {root} (the first is {paths[0].name})"
+        which = f"of the {len(paths)} {kind.name} files in {root} (the first is {paths[0].name})"
         without = f"--label-pattern {label_pattern!r} matches none {which}: correct the pattern"
     if not entries:
         raise UsageError(without)
     return entries
 
 
-def _from_table(root: Path, table: Path, test_pattern: str | None) -> list[Entry]:
+def _from_table(root: Path, table: Path, test_pattern: str | None, kind: Kind) -> list[Entry]:
     """Return the rows of the CSV `table` that are to train or to test on, with the path where their file should be."""
     import pandas
 
@@ -144,7 +175,7 @@ def _from_table(root: Path, table: Path, test_pattern: str | None) -> list[Entry
         what = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read as CSV ({error})"
         raise UsageError(f"the label table {table} {what}: give --labels a CSV file in UTF-8") from error
     if rows.empty:
-        raise UsageError(f"the label table {table} holds no rows: it needs one row per recording below its header")
+        raise UsageError(f"the label table {table} holds no rows: it needs one row per {kind.one} below its header")
     rows = rows.rename(columns=lambda name: name.strip().lower()).apply(lambda column: column.str.strip())
     columns = {what: [name for name in known if name in rows] for what, known in COLUMNS.items()}
     for what, names in columns.items():
@@ -154,7 +185,8 @@ def _from_table(root: Path, table: Path, test_pattern: str | None) -> list[Entry
     # A column of names says more than one of numbers (ESC-50 has both: category and target).
     labels = rows[min(columns["label"], key=lambda name: rows[name].str.isdigit().all())]
     splits = _splits(rows, table) if test_pattern is None else [""] * len(rows)
-    folders = (root, table.parent, root / "audio", table.parent / "audio", table.parent.parent / "audio")
+    beside = (root, table.parent, table.parent.parent)
+    folders = (*beside[:2], *(folder / name for folder in beside for name in (kind.name, f"{kind.name}s")))
     paths = [next((path for folder in folders if (path := folder / name).is_file()), root / name)
              for name in rows[columns["path"][0]]]  # fmt: skip
     if not any(path.is_file() for path in paths):
@@ -179,17 +211,16 @@ def _splits(rows: "pandas.DataFrame", table: Path) -> list[str]:
     return ["test" if part in for_test else "neither" if part in VALIDATION_SPLITS else "train" for part in said]
 
 
-def _header(entry: Entry) -> tuple[float, int] | str:
-    """Return (duration in seconds, sample rate in Hz) from the file's header, or why it cannot be used."""
+def _header(kind: Kind, entry: Entry) -> tuple | str:
+    """Return what an item takes from the file's header, or why it cannot be used."""
     if not entry.label or not entry.path.exists():
         return "its label is empty" if entry.path.exists() else "there is no such file"
     try:
         if entry.path.stat().st_size == 0:
             return "the file is empty (0 bytes)"
-        info = soundfile.info(str(entry.path))
+        return kind.header(entry.path)
     except (soundfile.SoundFileError, RuntimeError, OSError) as error:
         return reason(error)
-    return (info.frames / info.samplerate, info.samplerate) if info.frames > 0 else "it holds no samples"
 
 
 def _test_set(entries: list[Entry], root: Path, test_pattern: str | None, seed: int) -> set[Path]:

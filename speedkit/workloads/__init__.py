@@ -2,6 +2,8 @@
 
 import dataclasses
 import importlib
+import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,8 @@ if TYPE_CHECKING:
 
 BUILT_IN = {
     "audio": "speedkit.workloads.audio:audio",
+    "image": "speedkit.workloads.image:image",
+    "speech": "speedkit.workloads.speech:speech",
     "text": "speedkit.workloads.text:text",
 }
 
@@ -31,6 +35,8 @@ def load_workload(name: str, **options: Any) -> "Workload":
             f"take {', '.join(BUILT_IN)}, or package.module:function for your own"
         )
     module_name, _, function_name = BUILT_IN.get(name, name).partition(":")
+    if name not in BUILT_IN and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # one's own file is looked for here, whichever way this was started
     try:
         make = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError, ValueError) as error:
@@ -41,7 +47,7 @@ def load_workload(name: str, **options: Any) -> "Workload":
     except TypeError as error:
         raise UsageError(f"workload {name!r} does not take these options: {error}") from error
     if not isinstance(made, Workload):
-        raise UsageError(f"{name} returned {type(made).__name__}, not a Workload")
+        raise UsageError(f"{name} returned {type(made).__name__}, not a Workload: return one, as from_dataset does")
     # Absolute: a cache says how its workload is made again, wherever that is asked from.
     paths = {key: str(Path(given[key]).absolute()) for key in ("data_dir", "labels") if key in given}
     return dataclasses.replace(made, made_by={"name": name} | given | paths)

@@ -39,8 +39,9 @@ class Workload:
     augment_waveform: Callable[[Tensor, torch.Generator], Tensor] | None = None  # random, of [B, T]
     augment: Callable[[Batch, torch.Generator], Batch] | None = None  # random, of features
     length: Callable[[Any], int] | None = None  # of an item's features, last dimension, undecoded; None: all the same
-    cacheable: bool = True  # False: items lie in memory as the model takes them, and no cache could be quicker
+    cacheable: bool = True  # False: items lie in memory as the model takes them, or are not what a cache keeps
     decoders: tuple[str, ...] = ()  # values of the plan's `decoder`, beyond soundfile, that `load` takes as `decoder=`
+    kept_as: str = "int16"  # number format in which a cache keeps what `load` returns: int16 of -1..1, uint8 as it is
     count: Callable[[Batch], int | Tensor] | None = None  # valid items in a batch, where they are not its samples
     honours: tuple[str, ...] = ()  # of the recipe's label_smoothing, focal_gamma and mixup, those that `loss` applies
     parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # all that load and features depend on
