@@ -129,7 +129,7 @@ def test_everything_a_worker_needs_pickles_and_plans_without_use_for_it_say_so(l
     asked = Plan(cache="disk", features_on="device", shards=True, workers=2)
     effective = resolve(asked, emulating("cpu"), workload=library)
     assert {found.field for found in effective.fallbacks} == {"cache", "features_on", "shards"}
-    assert effective.plan == Plan(workers=2) and "slices of memory" in effective.fallbacks[0].why
+    assert effective.plan == Plan(workers=2) and "memory" in effective.fallbacks[0].why
 
 
 # --- what is hidden

@@ -49,9 +49,8 @@ def text(
 ) -> Workload:  # fmt: skip
     """Return the workload on the text files under `data_dir`, or on the source of Python's standard library.
 
-    `test_pattern` and `seed` choose the test files as in `find_text`; `clips` is the number of windows to train on, all
-    by default. The metric is an upper bound of the bits that a byte of the test files takes; lower is better. Raises
-    UsageError for data that cannot be used as asked.
+    `test_pattern` and `seed` choose the test files as in `find_text`; `clips` is the number of windows to train on. The
+    metric bounds the bits per byte of the test files: lower is better. Raises UsageError for unusable data.
     """
     if size not in SIZES:
         raise UsageError(f"size {size!r} is unknown: the text net comes in {', '.join(SIZES)}")
@@ -64,7 +63,8 @@ def text(
     train, test = train[:clips], test[:: math.ceil(len(test) / TEST_WINDOWS)]
     return Workload(
         "text", shape.recipe, range(len(train)), range(len(train), len(train) + len(test)),
-        load=functools.partial(load, windows=torch.cat((train, test))), features=unchanged, target=operator.index,
+        load=functools.partial(torch.select, torch.cat((train, test)), 0), features=Tensor.contiguous,  # nothing to do
+        target=operator.index,  # what a window is called: which of its bytes are hidden to test goes by that
         model=functools.partial(TextNet, shape), loss=loss, score=score, augment=augment,
         metric="bits_per_byte", higher_is_better=False, cacheable=False,
         margin=0.1,  # two standard deviations between seeds, a tenth of what is learned beyond how often bytes stand
@@ -74,18 +74,7 @@ def text(
 
 def _windows(content: bytes, window: int) -> Tensor:
     """Return the text cut into windows, [N, T] uint8; what fills none is left out."""
-    whole = len(content) // window * window
-    return torch.tensor(bytearray(content[:whole]), dtype=torch.uint8).view(-1, window)
-
-
-def load(item: int, windows: Tensor) -> Tensor:
-    """Return window number `item` [T] uint8."""
-    return windows[item]
-
-
-def unchanged(window: Tensor) -> Tensor:
-    """Return the bytes as they are: they are what the net takes."""
-    return window
+    return torch.tensor(bytearray(content[: len(content) // window * window]), dtype=torch.uint8).view(-1, window)
 
 
 def augment(batch: Batch, generator: torch.Generator) -> Batch:
@@ -96,10 +85,9 @@ def augment(batch: Batch, generator: torch.Generator) -> Batch:
     """
     windows, _ = batch
     count, window = windows.shape
-    start = torch.rand((), generator=generator, device=windows.device)
+    start, order = (torch.rand(shape, generator=generator, device=windows.device) for shape in ((), (count, window)))
     share = (start + torch.arange(count, device=windows.device) / count) % 1  # [B], below 1
-    order = torch.rand(count, window, generator=generator, device=windows.device).argsort(dim=1)
-    return windows.long().masked_fill(order <= (share * window).floor()[:, None], MASK), windows
+    return windows.long().masked_fill(order.argsort(dim=1) <= (share * window).floor()[:, None], MASK), windows
 
 
 @functools.lru_cache(maxsize=4)
@@ -117,7 +105,7 @@ def loss(model: nn.Module, batch: Batch, recipe: Recipe) -> tuple[Tensor, Tensor
     that did not go through `augment` is for testing, and has bytes hidden by a fixed rule.
     """
     shown, windows = batch
-    if windows.dim() == 1:  # (windows, their numbers)
+    if windows.dim() == 1:  # (windows, their targets)
         mask = _hidden_to_test(shown.shape[1], shown.device)[windows % RATIOS]
         shown, windows = shown.long().masked_fill(mask, MASK), shown
     hidden = shown == MASK
@@ -162,7 +150,6 @@ class Block(nn.Module):
         super().__init__()
         self.heads = shape.heads
         self.norm_1, self.norm_2 = RMSNorm(shape.width, eps=1e-6), RMSNorm(shape.width, eps=1e-6)
-        # One wide product where three or two narrow ones would do.
         self.qkv = nn.Linear(shape.width, 3 * shape.width, bias=False)
         self.mix = nn.Linear(shape.width, shape.width, bias=False)
         self.gate_up = nn.Linear(shape.width, 2 * shape.hidden, bias=False)
