@@ -17,6 +17,7 @@ from speedkit.elsewhere import option_today
 from speedkit.errors import Interrupted, SpeedkitError, UsageError
 from speedkit.hardware import this_machine
 from speedkit.measure.compare import compare as compare_plans
+from speedkit.measure.larger_batch import choose_batch_size
 from speedkit.measure.loading import as_text, examine
 from speedkit.options import DATA, PLAN, RECIPE, axis, options, seconds, shared, the_plan, the_workload
 from speedkit.plan import resolve
@@ -88,6 +89,9 @@ def train(workload: str, plan_name: str, strict: bool, deterministic: bool, **va
     plan = the_plan(plan_name, values, values["device"])
     resolve(plan, this_machine(values["device"]), strict)  # before data is touched
     work, recipe = the_workload(workload, values)
+    if recipe.batch_size == "auto":
+        where = {"device": values["device"], "cache_dir": values["cache_dir"]}
+        recipe, _ = choose_batch_size(work, recipe, plan, say=click.echo, **where)
     history = fit(work, recipe, plan, device=values["device"], out=values["out"], resume=values["resume"],
                   cache_dir=values["cache_dir"], deterministic=deterministic, strict=strict)  # fmt: skip
     found = history.evaluation

@@ -246,7 +246,7 @@ def _larger_batch(job: Stages, best: Plan, curves: dict[str, list[Row]]) -> Row:
     taken = max((row for row in rows if row["taken"]), key=lambda row: row["ratio"], default=None)
     why = "none is sooner with every seed, and as good"
     if taken is not None:
-        why = "batch {batch_size}, learning rate {learning_rate:.3g}: as good, {ratio:.2f} times as soon".format(**taken)
+        why = "batch {batch_size}, learning rate {learning_rate:.3g}: as good, {ratio:.2f} x as soon".format(**taken)
     return {"rows": rows, "why": why}
 
 

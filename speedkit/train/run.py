@@ -139,21 +139,12 @@ def begin(
     a field of the recipe that the workload's loss would silently ignore.
     """
     began_s = time.perf_counter()
-    recipe = recipe or workload.recipe
-    if not isinstance(recipe.batch_size, int):
-        raise PlanError("batch_size=auto takes several trainings: let measure.larger_batch.choose_batch_size find it")
-    for name in ("label_smoothing", "focal_gamma", "mixup"):
-        if (value := getattr(recipe, name)) and name not in workload.honours:
-            raise PlanError(f"{name}={value} is not applied by workload {workload.name}: leave it at 0")
+    recipe = honoured(recipe or workload.recipe, workload)
     hardware = this_machine(device)
     device = hardware.device
     effective = resolve(plan or Plan(), hardware, strict, workload)
     folder = claim_folder(out, "train", resume) if out is not None else None
-    memory.keep_freed_memory()
-    if why := memory.set_allocator(effective.plan, device):
-        effective = effective.but(Fallback("allocator", effective.plan.allocator, "default", why))
-    effective = choose_micro_batch(workload, recipe, effective, device, make_learner, loss_under)
-    effective = measure_workers(workload, recipe, effective, device)
+    effective = settled(workload, recipe, effective, device)
     plan = effective.plan
     workload = dataclasses.replace(workload, load=loading(workload, plan))
     precision.apply(plan)
@@ -196,6 +187,25 @@ def begin(
         run.progress.say(f"  {note}")
     run.history.prepare_s = time.perf_counter() - began_s
     return run
+
+
+def honoured(recipe: Recipe, workload: Any) -> Recipe:
+    """Return `recipe`. Raises PlanError for what the loss of `workload` would silently ignore."""
+    if not isinstance(recipe.batch_size, int):
+        raise PlanError("batch_size=auto takes several trainings: let measure.larger_batch.choose_batch_size find it")
+    for name in ("label_smoothing", "focal_gamma", "mixup"):
+        if (value := getattr(recipe, name)) and name not in workload.honours:
+            raise PlanError(f"{name}={value} is not applied by workload {workload.name}: leave it at 0")
+    return recipe
+
+
+def settled(workload: Any, recipe: Recipe, effective: Effective, device: torch.device) -> Effective:
+    """Return `effective` with what takes trying out: the allocator, and micro-batch and workers where they are auto."""
+    memory.keep_freed_memory()
+    if why := memory.set_allocator(effective.plan, device):
+        effective = effective.but(Fallback("allocator", effective.plan.allocator, "default", why))
+    effective = choose_micro_batch(workload, recipe, effective, device, make_learner, loss_under)
+    return measure_workers(workload, recipe, effective, device)
 
 
 def open_batches(workload: Any, items: Any, plan: Plan, batch_size: int, seed: int | None, **options: Any) -> Batches:
