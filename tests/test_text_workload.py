@@ -231,6 +231,7 @@ def test_one_window_does_not_depend_on_the_others_and_weights_start_truncated():
     for name, weight in net.named_parameters():
         assert weight.dim() == 1 or 1.5 < weight.abs().max() / weight.std() < 2.4, name  # 2 / 0.88 of what is asked
     assert "turns" not in net.state_dict()
+    assert torch.equal(net.to(memory_format=torch.channels_last)(shown), net(shown))  # a plan may ask for it
 
 
 def test_medium_has_the_size_it_says_and_suits_tensor_cores():

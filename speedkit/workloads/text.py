@@ -137,9 +137,9 @@ class RMSNorm(nn.RMSNorm):
 def rotate(x: Tensor, turns: Tensor) -> Tensor:
     """Return x [B, T, ..., D] with pairs of its numbers turned by angles that grow along T (RoPE, Su et al. 2021).
 
-    `turns` [2, T, 1, 1, D / 2] float32 holds their cosines and sines.
+    `turns` [2, T, D / 2] float32 holds their cosines and sines.
     """
-    (a, b), (cosine, sine) = x.float().chunk(2, dim=-1), turns
+    (a, b), (cosine, sine) = x.float().chunk(2, dim=-1), turns[:, :, None, None]
     return torch.cat((a * cosine - b * sine, a * sine + b * cosine), dim=-1).to(x.dtype)
 
 
@@ -176,7 +176,7 @@ class TextNet(nn.Module):
         self.norm, self.head = RMSNorm(shape.width, eps=1e-6), nn.Linear(shape.width, BYTES, bias=False)
         half = shape.width // shape.heads // 2
         angles = torch.arange(shape.window)[:, None] * 10_000.0 ** (-torch.arange(half) / half)  # [T, D / 2]
-        self.register_buffer("turns", torch.stack((angles.cos(), angles.sin()))[:, :, None, None], persistent=False)
+        self.register_buffer("turns", torch.stack((angles.cos(), angles.sin())), persistent=False)
         for name, weight in self.named_parameters():
             if weight.dim() == 2:
                 fan_in = 1 if name.startswith("embedding") else weight.shape[1]
