@@ -138,7 +138,7 @@ def test_sizes_predicted_beyond_the_room_are_never_run():
     assert 40 <= found.largest <= 50
     assert all(size <= found.largest for training, size, _ in seen if training)
     assert max(found.peak_bytes.values()) <= room
-    assert f"of {room / 1e6:.0f}" in found.refused[found.largest + 1]
+    assert f"of {room / 1e6:.3g}" in found.refused[found.largest + 1]
 
 
 def test_more_than_the_room_for_one_is_an_error():

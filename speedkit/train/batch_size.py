@@ -92,7 +92,7 @@ def search(
         why = "is the most at a time, for batch norm learns from the statistics of a micro-batch"
     limit = "the whole batch" if largest == trial.count else f"the largest that fits ({trial.refused[largest + 1]})"
     why = f"{chosen} {why}; {largest} is {limit}; tried, uncompiled: {', '.join(map(str, rates))}"
-    found = Found(chosen, largest, trial.count, rates, trial.peaks[trial.step], trial.room_bytes, trial.refused, why,
+    found = Found(chosen, largest, trial.count, rates, trial.peaks["step"], trial.room_bytes, trial.refused, why,
                   time.perf_counter() - began_s)  # fmt: skip
     del trial, learner
     release(device)

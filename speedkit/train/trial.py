@@ -48,12 +48,12 @@ class Trial:
         self.next_batch = [tensor.clone() for tensor in self.batch] if plan.prefetch else []
         self.count = len(self.batch[0])
         self.smallest = min(self.count, 2 if self.batch_norm else 1)  # one sample has no variance
-        self.peaks: dict[Callable[[int], None], dict[int, int]] = {self.step: {}, self.evaluate: {}}  # size -> bytes
+        self.peaks: dict[str, dict[int, int]] = {"step": {}, "evaluate": {}}  # method -> size -> bytes
         self.refused: dict[int, str] = {}
         self.part_s: dict[int, float] = {}
         self.room_bytes = math.inf
         self.must_fit(self.step, self.smallest)  # makes the optimizer's state too, which is no part of a step's memory
-        self.peaks[self.step].clear()
+        self.peaks["step"].clear()
         free = free_bytes(device)
         self.room_bytes = free - max(MARGIN * free, MARGIN_BYTES) - cache_bytes if room_bytes is None else room_bytes
         self.must_fit(self.step, self.smallest)
@@ -92,10 +92,10 @@ class Trial:
 
     def fits(self, function: Callable[[int], None], size: int) -> bool:
         """Whether `function(size)` has room. On a CPU, one that is predicted beyond it is not run: see `oom`."""
-        peaks, why = self.peaks[function], ""
+        peaks, why = self.peaks[function.__name__], ""
         expected = predicted(peaks, size)
         if self.device.type == "cpu" and expected > self.room_bytes:
-            self.refused[size] = f"{size} would take {expected / 1e6:.0f} MB of {self.room_bytes / 1e6:.0f}"
+            self.refused[size] = f"{size} would take {expected / 1e6:.3g} MB of {self.room_bytes / 1e6:.3g}"
             return False
         retries = alloc_retries(self.device)
         self.optimizer.zero_grad(set_to_none=True)  # or the profiler would wonder at memory that it has not seen taken
@@ -106,7 +106,7 @@ class Trial:
                 raise
             why = f"{size}: {str(error).partition('. ')[0] or type(error).__name__}"
         if not why and peaks[size] > self.room_bytes:
-            why = f"{size} takes {peaks[size] / 1e6:.0f} MB of {self.room_bytes / 1e6:.0f}"
+            why = f"{size} takes {peaks[size] / 1e6:.3g} MB of {self.room_bytes / 1e6:.3g}"
         if not why and alloc_retries(self.device) > retries:
             why = f"{size} makes the allocator give memory back and ask for it anew, step by step"
         if why:
@@ -118,7 +118,7 @@ class Trial:
     def must_fit(self, function: Callable[[int], None], size: int) -> None:
         """Raise SpeedkitError unless `function(size)` fits."""
         if not self.fits(function, size):
-            what = "an evaluation" if function == self.evaluate else "a micro-batch"
+            what = "an evaluation" if function.__name__ == "evaluate" else "a micro-batch"
             raise SpeedkitError(
                 f"{what} of {size} of the longest items does not fit ({self.refused[size]}): take shorter items, "
                 f"a smaller model, checkpointing=blocks, or a batch_size below {self.recipe.batch_size}"
