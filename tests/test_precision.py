@@ -215,3 +215,16 @@ def test_float16_never_meets_an_optimizer_that_cannot_skip_a_step(name):
     model(torch.randn(4, 64)).sum().backward()
     with pytest.raises((AssertionError, RuntimeError)):  # by somebody else's loop: refused, not ignored
         update.step()
+
+
+def test_a_run_in_emulated_8_bits_follows_the_one_in_16_and_not_to_the_bit():
+    workload = points(size=16, hidden=32)
+    half, eighth = (
+        fit(workload, plan=Plan(precision=name, log_every=1), device="cpu", progress=False)
+        for name in ("bf16", "fp8-emulated")
+    )
+    [note] = eighth.effective.fallbacks
+    assert note.got == "fp8-emulated" and "last layer" in note.why
+    assert eighth.loss != half.loss
+    assert eighth.loss == pytest.approx(half.loss, abs=0.05)
+    assert all(weight.dtype == torch.float32 for weight in eighth.model.parameters())
