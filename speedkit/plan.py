@@ -163,7 +163,10 @@ def _fallbacks(got: dict[str, Any], hardware: Hardware, workload: Any) -> Iterat
     if got["allocator"] != "default" and hardware.device.type != "cuda":
         yield "allocator", "default", f"segments are CUDA's way to hand out memory; the device is {hardware.name}"
     if workload is not None and not workload.cacheable:
-        why = f"the items of {workload.name} are slices of memory already: there is nothing to read, compute or keep"
+        why = (
+            f"the items of {workload.name} are slices of memory already, so there is nothing to read, compute or keep; "
+            "or not what a cache keeps, decimal inputs with whole-number targets"
+        )
         for field in ("cache", "features_on", "shards"):
             if got[field] != getattr(Plan(), field):
                 yield field, getattr(Plan(), field), why

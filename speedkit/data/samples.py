@@ -64,7 +64,7 @@ def collate(samples: list[Any], varies: bool = False) -> tuple[tuple[Tensor, ...
     if not good:
         return None, bad
     rows, targets = map(list, zip(*good, strict=True))
-    rest = [torch.tensor(targets)]
+    rest = [torch.stack(targets) if isinstance(targets[0], Tensor) else torch.tensor(targets)]
     if varies:
         lengths = torch.tensor([row.shape[-1] for row in rows])
         rows, rest = [pad(row, (0, int(lengths.max()) - row.shape[-1])) for row in rows], [lengths, *rest]

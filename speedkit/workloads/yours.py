@@ -1,0 +1,86 @@
+"""Your own model, data set and loss: `speedkit climb package.module:function` of what returns `from_dataset(...)`."""
+
+import copy
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from speedkit.data.decode import BadItem
+from speedkit.errors import UsageError
+from speedkit.recipe import Recipe
+from speedkit.workloads.workload import Batch, Workload
+
+Rule = Callable[[Tensor, Tensor], Tensor]  # of outputs and targets
+
+
+def from_dataset(
+    model: nn.Module | Callable[[], nn.Module], train: Any, test: Any, loss: Rule = F.cross_entropy,
+    score: Rule | None = None, *, recipe: Recipe | None = None, name: str = "yours", **others: Any,
+) -> Workload:  # fmt: skip
+    """Return the workload of a model and two map-style data sets whose items are (input tensor, target).
+
+    `loss` gives one number, the mean over the batch; `score` one per sample [B], by default 1 where the largest output
+    is that of the target. A module is copied for each training; a function that makes one gives each seed its own.
+    `others` are fields of Workload: metric, higher_is_better, margin ... What is random belongs into `augment`, for a
+    cache would keep what a data set drew first. Raises UsageError for what cannot be trained on.
+    """
+    sides: list[Any] = []
+    classes = cacheable = True
+    for side, data in (("train", train), ("test", test)):
+        if not all(hasattr(data, needed) for needed in ("__getitem__", "__len__")) or not len(data):
+            raise UsageError(f"the {side} set ({type(data).__name__}) has no items by index: give a map-style data set")
+        sides.append([types.SimpleNamespace(path=f"{side}/{at}", data=data, at=at) for at in range(len(data))])
+        try:
+            inputs, first = load(sides[-1][0]), torch.as_tensor(target(sides[-1][0]))
+        except BadItem as item:
+            raise UsageError(f"{item}: let the data set give (input tensor, target)") from item
+        classes = classes and first.ndim == 0 and not first.is_floating_point()
+        cacheable = classes and cacheable and inputs.is_floating_point()
+    if score is None and not classes:
+        raise UsageError("the targets are no class numbers: give score(outputs, targets), one number per sample")
+    fields: dict[str, Any] = {"cacheable": cacheable, "parameters": {"train": train, "test": test}} | others
+    return Workload(
+        name, recipe or Recipe(), sides[0], sides[1], load, torch.Tensor.contiguous, target,
+        functools.partial(copy.deepcopy, model) if isinstance(model, nn.Module) else model,
+        functools.partial(_loss, rule=loss), functools.partial(_score, rule=score or _right), **fields,
+    )  # fmt: skip
+
+
+def load(sample: Any) -> Tensor:
+    """Return the sample's input, and keep its target for `target`. Raises BadItem for what is no such pair."""
+    pair = sample.data[sample.at]
+    if not isinstance(pair, tuple | list) or len(pair) != 2 or not hasattr(pair[0], "__array__"):
+        parts = pair if isinstance(pair, tuple | list) else [pair]
+        raise BadItem(sample.path, f"it gives ({', '.join(type(part).__name__ for part in parts)})")
+    sample.target = pair[1]
+    return torch.as_tensor(pair[0])
+
+
+def target(sample: Any) -> Any:
+    """Return the sample's target, without its input where `load` or the data set (as torchvision's do) has kept it."""
+    if "target" in vars(sample):
+        return vars(sample).pop("target")
+    known = None if getattr(sample.data, "target_transform", None) else getattr(sample.data, "targets", None)
+    return sample.data[sample.at][1] if known is None else known[sample.at]
+
+
+def _loss(model: nn.Module, batch: Batch, recipe: Recipe, rule: Rule) -> tuple[Tensor, Tensor]:
+    outputs = model(batch[0])
+    value = rule(outputs, batch[1])
+    if getattr(value, "shape", None) != ():
+        what = f"{type(value).__name__} {list(getattr(value, 'shape', []))}"
+        raise UsageError(f"the loss returned {what}: let it return the mean over the batch, a tensor of one number")
+    return value, outputs
+
+
+def _score(outputs: Tensor, batch: Batch, rule: Rule) -> Tensor:
+    return rule(outputs, batch[1])
+
+
+def _right(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs.argmax(dim=1) == targets).float()

@@ -1,0 +1,248 @@
+"""A workload of one's own: short files that users write, trained by the command; what is said of what cannot be."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+from speedkit.errors import SpeedkitError, UsageError
+from speedkit.hardware import this_machine
+from speedkit.plan import Plan, resolve
+from speedkit.recipe import Recipe
+from speedkit.train.loop import fit
+from speedkit.workloads import load_workload
+from speedkit.workloads.yours import from_dataset
+
+# Of a folder of class-named subfolders: every function that a workload is made of, written out.
+FOLDER = """
+from functools import partial
+import torch
+from torch import nn
+from speedkit import Recipe
+from speedkit.data.decode import load_audio
+from speedkit.data.sources import find_items
+from speedkit.workloads.workload import Workload
+
+def load(item):
+    return load_audio(item.path, 8000, 4000)
+
+def features(waveform):
+    return torch.stft(waveform, 256, window=torch.hann_window(256), return_complex=True).abs().log1p()
+
+def target(item):
+    return item.label
+
+def model(classes):
+    layers = nn.Conv1d(129, 32, 5), nn.ReLU(), nn.AdaptiveMaxPool1d(1), nn.Flatten(), nn.Linear(32, classes)
+    return nn.Sequential(*layers)
+
+def loss(model, batch, recipe):
+    inputs, targets = batch
+    outputs = model(inputs)
+    return nn.functional.cross_entropy(outputs, targets), outputs
+
+def score(outputs, batch):
+    return (outputs.argmax(dim=1) == batch[1]).float()
+
+def birds(data_dir):
+    found = find_items(data_dir)
+    return Workload("birds", Recipe(batch_size=8, epochs=4, learning_rate=3e-3), found.train, found.test, load,
+                    features, target, partial(model, len(found.classes)), loss, score)
+"""
+
+# Of a model and a data set that exist.
+EXISTING = """
+import torch
+from torch.utils.data import TensorDataset
+from speedkit import Recipe
+from speedkit.workloads.yours import from_dataset
+
+def mine():
+    points = torch.randn(400, 6, generator=torch.Generator().manual_seed(0))
+    train, test = (TensorDataset(part, (part[:, 0] > part[:, 1]).long()) for part in points.split(300))
+    model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+    return from_dataset(model, train, test, recipe=Recipe(batch_size=20, epochs=4, learning_rate=1e-2))
+
+def nothing():
+    return 3
+"""
+
+
+def speedkit(folder, *words):
+    """Run the command as a user does, in the folder where the user's file lies."""
+    command = os.path.join(os.path.dirname(sys.executable), "speedkit")
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    environment.pop("PYTHONPATH", None)
+    return subprocess.run([command, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("text", [FOLDER, EXISTING], ids=["folder", "existing"])
+def test_a_workload_of_ones_own_takes_less_than_forty_lines(text):
+    assert len([line for line in text.splitlines() if line.strip()]) < 40
+
+
+def test_a_folder_of_class_named_subfolders_is_trained_by_the_command(tmp_path):
+    (tmp_path / "birds.py").write_text(FOLDER)
+    noise = np.random.default_rng(0)
+    for name, pitch in (("low", 300), ("high", 1500)):
+        (tmp_path / "sounds" / name).mkdir(parents=True)
+        for index in range(12):
+            wave = np.sin(2 * np.pi * pitch * np.arange(4000) / 8000) + noise.normal(0, 0.3, 4000)
+            soundfile.write(tmp_path / "sounds" / name / f"{index}.wav", wave / 4, 8000)
+    done = speedkit(tmp_path, "train", "birds:birds", "--data-dir", "sounds", "--out", "run", "--cache", "ram")
+    assert done.returncode == 0, done.stderr
+    history = json.loads((tmp_path / "run" / "history.json").read_text())
+    assert history["workload"] == "birds" and history["evaluation"]["value"] == 1.0 and history["fallbacks"] == []
+
+
+def test_a_model_and_data_set_that_exist_are_trained_by_the_command(tmp_path):
+    (tmp_path / "mine.py").write_text(EXISTING)
+    done = speedkit(tmp_path, "train", "mine:mine", "--out", "run", "--workers", "1")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "run" / "history.json").read_text())["evaluation"]["value"] > 0.75
+    done = speedkit(tmp_path, "train", "mine:nothing", "--out", "other")
+    assert done.returncode == 2 and not (tmp_path / "other").exists()
+    assert done.stderr.strip().endswith("mine:nothing returned int, not a Workload: return one, as from_dataset does")
+
+
+# Several kinds of data sets.
+
+
+def points(count=40, size=6, seed=0):
+    inputs = torch.randn(count, size, generator=torch.Generator().manual_seed(seed))
+    return TensorDataset(inputs, (inputs[:, 0] > 0).long())
+
+
+def linear(size=6, outputs=2):
+    return nn.Linear(size, outputs)
+
+
+class Pairs(Dataset):
+    """What `make(index)` gives; how often it was asked for each index is counted."""
+
+    def __init__(self, make, count=20):
+        self.make, self.asked = make, [0] * count
+
+    def __len__(self):
+        return len(self.asked)
+
+    def __getitem__(self, index):
+        self.asked[index] += 1
+        return self.make(index)
+
+
+def course(workload, steps=4, **plan):
+    recipe = Recipe(batch_size=10, steps=steps, epochs=None, learning_rate=3e-2)
+    history = fit(workload, recipe, Plan(log_every=1, **plan), device="cpu", progress=False)
+    return history.loss, history.evaluation["value"]
+
+
+@pytest.mark.parametrize("plan", [{"workers": 2}, {"workers": 2, "worker_kind": "thread"}, {"cache": "ram"},
+                                  {"cache": "disk"}], ids=str)  # fmt: skip
+def test_cache_and_workers_change_nothing(plan):
+    workload = from_dataset(linear, points(), points(20, seed=1))
+    assert course(workload, **plan) == course(workload)
+
+
+def test_each_sample_is_made_once():
+    data = Pairs(lambda index: (torch.full((6,), float(index)), index % 2))
+    workload = from_dataset(linear(), data, points(10))
+    before = list(data.asked)
+    course(workload, steps=2)  # an epoch
+    assert [now - was for now, was in zip(data.asked, before, strict=True)] == [1] * 20
+
+
+def test_targets_that_lie_beside_the_inputs_are_not_computed_to_open_a_cache():
+    data = Pairs(lambda index: (torch.full((6,), float(index)), index % 2))
+    data.targets = [index % 2 for index in range(20)]
+    workload = dataclasses.replace(from_dataset(linear, data, points(10)), parameters={"version": 1})
+    before = sum(data.asked)
+    course(workload, cache="ram")
+    course(workload, cache="ram")
+    assert sum(data.asked) - before <= 20 + 8  # once each, and the pilot's
+
+
+def test_a_changed_data_set_is_never_served_from_the_old_cache():
+    recipe = Recipe(batch_size=40, steps=1, epochs=None)
+    losses = [fit(from_dataset(linear, points(seed=seed), points(10)), recipe, Plan(cache="disk", log_every=1),
+                  device="cpu", progress=False).loss for seed in (0, 5, 0)]  # fmt: skip
+    assert losses[0] == losses[2] != losses[1]
+
+
+@pytest.mark.parametrize("make", [
+    lambda index: (torch.full((6,), index / 20), index / 20),
+    lambda index: (np.full(6, index / 20, np.float32), np.float32(index / 20)),
+    lambda index: (torch.full((6,), index / 20), torch.full((2,), index / 20)),
+], ids=["number", "numpy", "tensor"])  # fmt: skip
+def test_other_targets_than_classes_are_learned_and_never_cut_to_whole_numbers_by_a_cache(make):
+    def distance(outputs, targets):
+        return (outputs.float() - targets.view(len(targets), -1)).square().mean(dim=1)
+
+    workload = from_dataset(linear, Pairs(make), Pairs(make), lambda *both: distance(*both).mean(), distance,
+                            metric="squared error", higher_is_better=False)  # fmt: skip
+    effective = resolve(Plan(cache="ram"), this_machine("cpu"), workload=workload)
+    assert effective.plan.cache == "off" and "whole-number targets" in effective.fallbacks[0].why
+    (losses, error), cached = course(workload, steps=30), course(workload, steps=30, cache="ram")
+    assert losses[-1] < losses[0] / 2 and error < losses[0] and cached == (losses, error)
+
+
+def test_a_module_is_trained_from_its_own_weights_which_stay_as_they_are():
+    module = linear()
+    before = {name: weight.clone() for name, weight in module.state_dict().items()}
+    workload = from_dataset(module, points(), points(20, seed=1))
+    assert course(workload) == course(workload)
+    assert all(torch.equal(weight, before[name]) for name, weight in module.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("train", "sentence"),
+    [
+        (Pairs(lambda index: torch.zeros(6)), r"train/0 cannot be used: it gives \(Tensor\): .*\(input tensor,"),
+        (Pairs(lambda index: ("word", 1)), r"train/0 cannot be used: it gives \(str, int\)"),
+        (Pairs(lambda index: (torch.zeros(6), 1, 2)), r"it gives \(Tensor, int, int\)"),
+        (Pairs(lambda index: (torch.zeros(6), 0.5)), "no class numbers: give score"),
+        (Pairs(None, count=0), r"the train set \(Pairs\) has no items by index"),
+        (iter([1]), r"the train set \(list_iterator\) has no items"),
+    ],
+)
+def test_a_data_set_that_cannot_be_trained_on_is_one_sentence(train, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        from_dataset(linear, train, points(10))
+
+
+@pytest.mark.parametrize(("loss", "sentence"), [
+    (nn.CrossEntropyLoss(reduction="none"), r"the loss returned Tensor \[10\]: let it return the mean over the batch"),
+    (lambda outputs, targets: 0.5, r"the loss returned float \[\]"),
+], ids=["one per sample", "a float"])  # fmt: skip
+def test_a_loss_that_is_no_single_number_is_one_sentence(loss, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        course(from_dataset(linear, points(), points(10), loss))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_later_items_that_are_no_pairs_are_left_out_and_named(workers):
+    data = Pairs(lambda index: torch.zeros(6) if index == 33 else (torch.zeros(6), 0), count=40)
+    workload = from_dataset(linear, data, points(10))
+    recipe = Recipe(batch_size=10, epochs=1)
+    history = fit(workload, recipe, Plan(workers=workers), device="cpu", progress=False)
+    assert history.quarantined == {"train/33": "it gives (Tensor)"}
+    data = Pairs(lambda index: torch.zeros(6) if index > 9 else (torch.zeros(6), 0), count=40)
+    with pytest.raises(SpeedkitError, match="files cannot be read"):
+        fit(from_dataset(linear, data, points(10)), recipe, device="cpu", progress=False)
+
+
+def test_options_reach_the_function_and_an_unknown_one_is_one_sentence(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere.py").write_text(EXISTING.replace("def mine():", "def mine(size=None):"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert load_workload("elsewhere:mine", size="tiny").made_by == {"name": "elsewhere:mine", "size": "tiny"}
+    with pytest.raises(UsageError, match=r"does not take these options.*clips"):
+        load_workload("elsewhere:mine", clips=3)
