@@ -17,9 +17,10 @@ from speedkit.hardware import cache_root
 from speedkit.workloads.generated import complete
 
 PIXELS = (80, 161)  # of either side of a photograph, drawn apart
-PERIODS = (2.5, 8.0)  # of the pattern across the shorter side
-CONTRAST = (0.06, 0.5)  # between the pattern's two colours, of the range of a pixel
-NOISE = (0.02, 0.16)  # of the sensor: standard deviation
+PERIODS = (3.5, 6.5)  # of the pattern across the shorter side
+CONTRAST = (0.2, 0.7)  # between the pattern's two colours, of the range of a pixel
+TURN = 0.6  # radians either way
+NOISE = (0.01, 0.08)  # of the sensor: standard deviation
 TEST_PATTERN = r"_test\."  # every third photograph of a class carries this in its file name
 _VERSION = 1  # part of the folder's name: raise it when a photograph changes
 _FORMATS = ("jpg", "jpg", "jpg", "png")  # of the takes in turn
@@ -49,12 +50,12 @@ def _plane(rng: Generator, height: int, width: int) -> tuple[Plane, Plane]:
     short = min(height, width)
     y, x = np.mgrid[:height, :width].astype(np.float32)
     x, y = (2 * x - width) / short, (2 * y - height) / short  # -1..1 along the shorter side
-    depth = 1 + np.tensordot(rng.uniform(-0.3, 0.3, 2), (x, y), 1) * short / max(height, width)
-    turn, stretch = rng.uniform(0, 2 * np.pi), np.exp(rng.uniform(-0.25, 0.25))
+    depth = 1 + np.tensordot(rng.uniform(-0.2, 0.2, 2), (x, y), 1) * short / max(height, width)
+    turn, stretch = rng.uniform(-TURN, TURN), np.exp(rng.uniform(-0.2, 0.2))
     scale = np.exp(rng.uniform(*np.log(PERIODS))) / 2 / depth
     u = scale * stretch * (np.cos(turn) * x - np.sin(turn) * y) + rng.uniform(0, 10)
     v = scale / stretch * (np.sin(turn) * x + np.cos(turn) * y) + rng.uniform(0, 10)
-    fold, phase = rng.uniform(0, 0.25, 2), rng.uniform(0, 2 * np.pi, 2)
+    fold, phase = rng.uniform(0, 0.15, 2), rng.uniform(0, 2 * np.pi, 2)
     return u + fold[0] * np.sin(v + phase[0]), v + fold[1] * np.sin(u + phase[1])
 
 
@@ -78,9 +79,9 @@ def photograph(index: int, seed: int = 0) -> NDArray[np.uint8]:
     ground = rng.uniform(0.15, 0.85, 3)
     change = rng.normal(0, 1, 3)
     change *= rng.uniform(*CONTRAST) * np.sqrt(3) / np.linalg.norm(change)
-    image = ground + ink[..., None] * change + 0.06 * _cloud(rng, height, width, 12)[..., None]  # [H, W, 3]
-    image = image * (1 + 0.5 * _cloud(rng, height, width, int(rng.integers(1, 4))))[..., None]  # light and shadow
-    blur = rng.uniform(0, 1.6)
+    image = ground + ink[..., None] * change + 0.03 * _cloud(rng, height, width, 12)[..., None]  # [H, W, 3]
+    image = image * (1 + 0.4 * _cloud(rng, height, width, int(rng.integers(1, 4))))[..., None]  # light and shadow
+    blur = rng.uniform(0, 1.2)
     image = gaussian_filter(image, (blur, blur, 0)) + rng.normal(0, rng.uniform(*NOISE), image.shape)
     return (255 * np.clip(image, 0, 1)).round().astype(np.uint8)
 
