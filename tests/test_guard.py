@@ -241,6 +241,17 @@ def test_a_gradient_that_is_not_finite_is_told_from_an_output():
     assert "the gradient at the output of 0 is not finite first" in history.skipped[0]["why"]  # what 1 sends back
 
 
+def test_gradients_too_large_to_have_a_norm_are_told():
+    def loss(model, batch, recipe):
+        value, outputs = points().loss(model, batch, recipe)
+        return value * 1e25, outputs  # finite, as its gradients are; their squares are not
+
+    workload = dataclasses.replace(points(epochs=None, steps=3), loss=loss)
+    history = fit(workload, plan=Plan(log_every=1, on_nonfinite="skip"), device="cpu", progress=False)
+    assert history.skipped[0]["why"].startswith("the norm of the gradients is not finite first")
+    assert history.steps == 0
+
+
 def test_looking_for_the_cause_changes_nothing_of_the_run():
     workload = with_bad_items(points(train=100, augment=jitter, dropout=0.2), "17")
     courses = []

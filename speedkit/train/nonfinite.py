@@ -78,7 +78,8 @@ def _first(model: nn.Module, loss_of: Callable[..., Any], batch: Batch, recipe: 
         for name, weight in model.named_parameters():
             if weight.grad is not None:
                 note(weight.grad, f"the gradient of {name}")
-        return gradients[0] if gradients else ""
+        norm = nn.utils.get_total_norm([weight.grad for weight in model.parameters() if weight.grad is not None])
+        return gradients[0] if gradients else "" if norm.isfinite() else "the norm of the gradients"
     finally:
         model.zero_grad(set_to_none=True)
         for handle in handles:
