@@ -19,6 +19,9 @@ from speedkit.plan import Plan, resolve
 from speedkit.train import attention, memory
 from speedkit.train.loop import fit
 from speedkit.workloads.audio import AudioNet
+from speedkit.workloads.image import ImageNet
+from speedkit.workloads.speech import SpeechNet
+from speedkit.workloads.text import SIZES, TextNet
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
@@ -86,15 +89,30 @@ def make_net(device="cpu", last=nn.Identity):
     return nn.Sequential(nn.Linear(8, 16), Block(16, last), Block(16, last), nn.Linear(16, 2)).to(device)
 
 
-def gradients(model, inputs, amp=False, forward=None):
+NETS = {  # and what goes in
+    "attention": lambda: (make_net(), torch.randn(8, 12, 8)),
+    "audio": lambda: (AudioNet(4, "tiny"), torch.randn(4, 1, 64, 48)),
+    "image": lambda: (ImageNet(4, "tiny"), torch.rand(4, 3, 48, 48)),
+    "speech": lambda: (
+        SpeechNet("tiny"),
+        torch.randn(4, 80, 32),
+        torch.tensor([32, 24, 16, 32]),
+        torch.rand(4, 8) < 0.5,
+    ),
+    "text": lambda: (TextNet(SIZES["tiny"]), torch.randint(256, (4, 64))),
+}
+
+
+def gradients(model, *inputs, amp=False, forward=None):
     """Gradients of two micro-batches together, and the random state after them."""
     torch.manual_seed(1)
     model.zero_grad()
-    for part in inputs.chunk(2):
-        with torch.autocast(inputs.device.type, torch.bfloat16, enabled=amp):
-            mean = (forward or model.forward)(part).float().square().mean()
-        mean.backward()
-    return [parameter.grad for parameter in model.parameters()] + [torch.get_rng_state()]
+    for part in zip(*(tensor.chunk(2) for tensor in inputs), strict=True):
+        with torch.autocast(inputs[0].device.type, torch.bfloat16, enabled=amp):
+            outputs = (forward or model.forward)(*part)
+        (outputs[0] if isinstance(outputs, tuple) else outputs).float().square().mean().backward()
+    found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return [*found, torch.get_rng_state()]
 
 
 def last_loss(model, batch, recipe):
@@ -117,17 +135,17 @@ def same(mine, theirs):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("amp", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("mode", ["blocks", "selective"])
-@pytest.mark.parametrize("net", ["attention", "audio"])
+@pytest.mark.parametrize("net", NETS)
 def test_recomputed_gradients_are_the_same_bits(net, mode, amp, device):
-    plain = make_net(device) if net == "attention" else AudioNet(4, "tiny").to(device)
-    inputs = torch.randn(*((8, 12, 8) if net == "attention" else (4, 1, 64, 48)), device=device)
-    expected = gradients(plain, inputs, amp)
+    plain, *inputs = (part.to(device) for part in NETS[net]())
+    expected = gradients(plain, *inputs, amp=amp)
     model = checkpointed(plain, mode)
-    assert same(gradients(model, inputs, amp), expected)
-    assert same(gradients(copy.deepcopy(model), inputs, amp), expected), "a copy trains its own weights"
+    assert same(gradients(model, *inputs, amp=amp), expected)
+    assert same(gradients(copy.deepcopy(model), *inputs, amp=amp), expected), "a copy trains its own weights"
     assert list(model.state_dict()) == list(plain.state_dict())
     with torch.no_grad():
-        assert torch.equal(model.eval()(inputs), plain.eval()(inputs))
+        for mine, theirs in zip(model.eval()(*inputs), plain.eval()(*inputs), strict=True):
+            assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize("device", DEVICES)
