@@ -7,6 +7,7 @@ import pytest
 import soundfile
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from speedkit.data.sources import find_items
 from speedkit.errors import UsageError
@@ -146,7 +147,8 @@ def test_what_cannot_be_used_is_one_sentence(options, sentence):
 
 def test_the_doctor_examines_clips_of_other_rates(tmp_path):
     mine = speech(own_data(tmp_path, rates_hz=(8000, 8000, 22050)), size="tiny")
-    found = examine(mine, Recipe(batch_size=4), device="cpu")
+    assert {item.sample_rate_hz for item in mine.train} == {8000, 22050}
+    found = examine(mine, Recipe(batch_size=5), device="cpu")
     assert sum(row["share"] for row in found["parts"]) == pytest.approx(1)
     assert {row["field"] for row in found["levers"]}.isdisjoint({"features_on"})
 
@@ -317,7 +319,7 @@ def test_the_net_compiles_whole_once_for_each_padded_length(spoken, precision):
         assert not os.environ.get("CI"), hardware.why_not("compile")
         pytest.skip(hardware.why_not("compile"))
     torch.manual_seed(0)
-    net, counter = SpeechNet("tiny"), torch._dynamo.testing.CompileCounterWithBackend("inductor")
+    net, counter = SpeechNet("tiny"), CompileCounterWithBackend("inductor")
     compiled = torch.compile(net, backend=counter, dynamic=False, fullgraph=True)
     found = []
     for lengths in ((160, 80), (160, 44), (80, 80)):

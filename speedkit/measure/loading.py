@@ -83,11 +83,12 @@ def _ways(workload: Any, batch_size: int, hardware: Hardware) -> dict[str, Calla
     settings = getattr(workload.load, "keywords", {})
     rate_hz = settings.get("sample_rate_hz")
     if rate_hz and any(item.sample_rate_hz != rate_hz for item in items):
-        seconds = settings["num_samples"] / rate_hz  # of each item
+        seconds = settings.get("num_samples", 0) / rate_hz  # of each item; 0: its own length
         ways["own rate"] = lambda: [
-            workload.load(item, sample_rate_hz=item.sample_rate_hz, num_samples=round(seconds * item.sample_rate_hz))
+            workload.load(item, sample_rate_hz=item.sample_rate_hz, **(
+                {"num_samples": round(seconds * item.sample_rate_hz)} if seconds else {}))
             for item in items
-        ]
+        ]  # fmt: skip
     if _possible({"decoder": "torchcodec"}, workload, hardware):
         load = loading(workload, Plan(decoder="torchcodec"))
         ways["torchcodec"] = lambda: [load(item) for item in items]
