@@ -132,8 +132,8 @@ def _try(job: Stages, rungs: Sequence[Rung], change: Change, best: Plan, profile
     if not change:
         lacking = job.hardware.why_not(rung.needs) if rung.needs else ""
         return row | {"why": lacking or f"nothing to try on top of {text(changed(best))}"}
-    effective = resolve(asked, job.hardware)
-    if effective.plan == resolve(best, job.hardware).plan:
+    effective = resolve(asked, job.hardware, workload=job.workload)
+    if effective.plan == resolve(best, job.hardware, workload=job.workload).plan:
         return row | {"why": effective.fallbacks[0].why if effective.fallbacks else "changes nothing"}
     window_s = affordable_window_s(job, rungs, profile, control)
     if not window_s:

@@ -8,7 +8,7 @@ from typing import Any
 
 from speedkit.measure.stats import non_inferior
 from speedkit.plan import Plan
-from speedkit.recipe import Recipe
+from speedkit.recipe import Recipe, steps_per_epoch
 from speedkit.train.loop import fit
 
 Curves = dict[str, list[dict[str, Any]]]  # plan -> one {seed, points: [[seconds, score], ...], value, seconds} per seed
@@ -46,6 +46,9 @@ def parity(promised: str, losses: Sequence[float], reference: Sequence[float], o
 
 def curve(workload: Any, recipe: Recipe, plan: Plan | None, **options: Any) -> dict[str, Any]:
     """Train once; return its part of `Curves`. Preparing counts: data, cache, model. `options` are those of `fit`."""
+    total = recipe.total_steps(len(workload.train), drop_last=False)
+    if total < 4 * steps_per_epoch(len(workload.train), recipe.batch_size, drop_last=False):  # a curve takes points
+        plan = dataclasses.replace(plan or Plan(), validate_every=max(1, total // 8))
     history = fit(workload, recipe, plan, progress=False, **options)
     points = [[history.prepare_s + found["seconds"], found["value"]] for found in history.evaluations]
     return {"seed": recipe.seed, "points": points, "value": points[-1][1], "seconds": points[-1][0]}

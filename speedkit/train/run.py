@@ -2,9 +2,7 @@
 
 import dataclasses
 import os
-import resource
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -156,7 +154,8 @@ def begin(
     model, update, scale, fallbacks = make_learner(workload, recipe, plan, device)
     forward = compilation.apply(model, plan, workload)
     effective = compilation.honoured(effective.but(*fallbacks), forward)
-    if strict and (late := [fallback for fallback in effective.fallbacks if fallback.asked != "auto"]):
+    # What is auto was to be chosen, and what is got as asked (8 bits, but for some layers) is told only.
+    if strict and (late := [found for found in effective.fallbacks if found.asked not in ("auto", found.got)]):
         raise PlanError(f"the plan cannot be honoured, and --strict allows no fallback: {late[0]}")
     plan = effective.plan
     total = recipe.total_steps(len(workload.train), plan.drop_last)
@@ -282,8 +281,7 @@ def finish(run: Run) -> History:
     if run.device.type == "cuda":
         history.peak_memory_bytes = torch.cuda.max_memory_allocated(run.device)
     else:
-        unit = 1 if sys.platform == "darwin" else 1024
-        history.peak_memory_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        history.peak_memory_bytes = memory.fragmentation(run.device)["peak_rss_bytes"]
     if history.quarantined:
         run.progress.say(f"  {len(history.quarantined)} unreadable files were left out (quarantine.csv names them)")
     if run.out is not None:
