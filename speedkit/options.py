@@ -40,12 +40,12 @@ def options(*tables: dict[str, Setting]) -> Callable:
 
 
 data_options = _adding(
-    click.option("--data-dir", type=click.Path(), help="folder of your recordings; generated data without"),
+    click.option("--data-dir", type=click.Path(), help="folder of your files; generated data without"),
     click.option("--labels", type=click.Path(), help="CSV of paths and labels, with a fold or split column or not"),
     click.option("--label-pattern", metavar="REGEX", help="group 1 of the file name is the label"),
     click.option("--test-pattern", metavar="REGEX", help="file names that match are the test set"),
     click.option("--size", metavar="TINY | SMALL | MEDIUM", help="size of the model"),
-    click.option("--clips", type=int, help="how many recordings to generate where there is no data folder"),
+    click.option("--clips", type=int, help="how many files to generate where there is no data folder"),
 )
 shared = _adding(  # the options of all commands that train
     data_options,

@@ -138,28 +138,27 @@ def begin(
     """
     began_s = time.perf_counter()
     recipe = honoured(recipe or workload.recipe, workload)
-    hardware = this_machine(device)
-    device = hardware.device
+    device = (hardware := this_machine(device)).device
     effective = resolve(plan or Plan(), hardware, strict, workload)
-    folder = claim_folder(out, "train", resume) if out is not None else None
+    folder = None if out is None else claim_folder(out, "train", resume)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
     effective = settled(workload, recipe, effective, device)
     plan = effective.plan
     workload = dataclasses.replace(workload, load=loading(workload, plan))
     precision.apply(plan)
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
     options: Any = {"device": device, "cache_dir": cache_dir, "progress": wanted(progress) and not endless}
     test_plan = dataclasses.replace(plan, cache="off", shards=False) if endless else plan  # its test set is never seen
-    model, update, scale, fallbacks = make_learner(workload, recipe, plan, device)
+    model, update, scale, late = make_learner(workload, recipe, plan, device)
     forward = compilation.apply(model, plan, workload)
-    effective = compilation.honoured(effective.but(*fallbacks), forward)
+    effective = compilation.honoured(effective.but(*late), forward)
     # What is auto was to be chosen, and what is got as asked (8 bits, but for some layers) is told only.
-    if strict and (late := [found for found in effective.fallbacks if found.asked not in ("auto", found.got)]):
-        raise PlanError(f"the plan cannot be honoured, and --strict allows no fallback: {late[0]}")
+    for found in effective.fallbacks:
+        if strict and found.asked not in ("auto", found.got):
+            raise PlanError(f"the plan cannot be honoured, and --strict allows no fallback: {found}")
     plan = effective.plan
     total = recipe.total_steps(len(workload.train), plan.drop_last)
-    per_epoch = steps_per_epoch(len(workload.train), recipe.batch_size, plan.drop_last)
     guard = Guard(plan, model, update, scale)
     run = Run(
         workload, recipe, effective, plan, device, model,
@@ -170,7 +169,7 @@ def begin(
         open_batches(workload, workload.train, plan, recipe.batch_size, recipe.seed, **options),
         open_batches(workload, workload.test, test_plan, recipe.batch_size, None, **options),
         total_steps=None if endless else total, scheduled=total,
-        evaluate_every=0 if endless else per_epoch if plan.validate_every is None else plan.validate_every,
+        evaluate_every=0 if endless else evaluate_every(workload, recipe, plan),
         history=History(workload.name, recipe, effective, str(device)),
         progress=Progress(workload.name, total, recipe.batch_size, device, not endless and progress),
         out=folder,
@@ -181,11 +180,17 @@ def begin(
             checkpoint.load(run, folder)
         run.keeper = checkpoint.Keeper(run, folder)
     run.recovery.start(run)
-    cache = run.batches.cache
-    for note in filter(None, (*effective.fallbacks, run.batches.padding, cache.why if cache else "")):
+    for note in filter(None, (*effective.fallbacks, run.batches.padding, getattr(run.batches.cache, "why", ""))):
         run.progress.say(f"  {note}")
     run.history.prepare_s = time.perf_counter() - began_s
     return run
+
+
+def evaluate_every(workload: Any, recipe: Recipe, plan: Plan) -> int:
+    """Return the steps from one evaluation to the next, by default an epoch's; 0 is only at the end."""
+    if plan.validate_every is not None:
+        return plan.validate_every
+    return steps_per_epoch(len(workload.train), recipe.batch_size, plan.drop_last)
 
 
 def honoured(recipe: Recipe, workload: Any) -> Recipe:
@@ -283,7 +288,7 @@ def finish(run: Run) -> History:
     else:
         history.peak_memory_bytes = memory.fragmentation(run.device)["peak_rss_bytes"]
     if history.quarantined:
-        run.progress.say(f"  {len(history.quarantined)} unreadable files were left out (quarantine.csv names them)")
+        run.progress.say(f"  {len(history.quarantined)} files were left out (quarantine.csv says why)")
     if run.out is not None:
         write_json(run.out / "history.json", history.as_dict())
         if history.quarantined:
