@@ -144,8 +144,7 @@ def begin(
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    effective = settled(workload, recipe, effective, device)
-    plan = effective.plan
+    plan = (effective := settled(workload, recipe, effective, device)).plan
     workload = dataclasses.replace(workload, load=loading(workload, plan))
     precision.apply(plan)
     options: Any = {"device": device, "cache_dir": cache_dir, "progress": wanted(progress) and not endless}
