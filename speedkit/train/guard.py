@@ -34,7 +34,7 @@ class Guard:
         self.left_out = 0  # steps that the host left out, where it reads the flag
         self.flag = self.found_inf  # of the latest step
         self.flags: list[Tensor] = []  # of the steps since the last log point, where bad ones are skipped
-        self.places: list[tuple[int, int]] = []  # (epoch, position) that their batches came from
+        self.places: list[int] = []  # the batches of the stream that they learned from, the first being 1
 
     @property
     def steps_done(self) -> Tensor | None:
@@ -99,7 +99,7 @@ class Guard:
         self.steps.fill_(state.get("steps", step)) if self.scale is None else None
         self.left_out = state.get("left_out", 0)
         self.flags = [flag.to(self.found_inf.device) for flag in state.get("flags", ())]
-        self.places = [(epoch, position) for epoch, position in state.get("places", ())]
+        self.places = list(state.get("places", ()))
 
 
 def _not_finite(value: Tensor) -> Tensor:

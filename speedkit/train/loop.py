@@ -57,17 +57,20 @@ def steps(run: Run) -> Generator[int, None, None]:
     The host reads the device at log points and evaluations and nowhere else.
     """
     workload, recipe, plan, history, guard = run.workload, run.recipe, run.plan, run.history, run.guard
-    generator = torch.Generator(device=run.device)
+    generator, random_changes = torch.Generator(device=run.device), workload.augment is not None or recipe.mixup
+    per_epoch = len(run.batches.order)
     run.model.train()
     began_s = logged_s = collected_s = time.perf_counter()
     logged_step = run.step
 
     while run.total_steps is None or run.step < run.total_steps:
-        batch = augmented(run.batches.next(), workload, recipe, run.step, generator)  # (inputs [B, ...], targets [B])
+        batch = run.batches.next()  # (inputs [B, ...], targets [B])
+        if random_changes:
+            batch = augmented(batch, workload, recipe, run.step, generator)
         run.set_learning_rate(run.step - guard.left_out)
         run.last_loss, outputs, part = optimizer_step(run, batch)
         run.pending.append(run.last_loss)
-        guard.places.append((run.batches.epoch, run.batches.position))
+        guard.places.append(run.batches.epoch * per_epoch + run.batches.position)
         run.step += 1
         at_end = run.step == run.total_steps
         if at_end or run.step % plan.log_every == 0:
@@ -109,8 +112,10 @@ def optimizer_step(run: Run, batch: Batch) -> tuple[Tensor, Tensor, Batch]:
     Where memory runs out it begins again with smaller micro-batches, and where compiling fails without, as if it had
     from the start. But for that nothing here waits for the device.
     """
-    random_state = checkpoint.get_random_state(run.device)
-    run.guard.keep()
+    # Once it has shown that nothing draws from the global generators, their state need not be kept.
+    random_state = checkpoint.get_random_state(run.device) if run.draws is not False else []
+    if run.guard.kept:
+        run.guard.keep()
     while True:
         # Here and not after the step, the memory just freed is still in the CPU's cache when the forward pass takes it.
         run.optimizer.zero_grad(set_to_none=True)
@@ -119,12 +124,16 @@ def optimizer_step(run: Run, batch: Batch) -> tuple[Tensor, Tensor, Batch]:
             loss, outputs, part = accumulate(run, batch)
             updating = True
             update(run, loss)
+            if run.draws is None:
+                after = checkpoint.get_random_state(run.device)
+                run.draws = not all(map(torch.equal, random_state, after))
             return loss, outputs, part
         except Exception as error:
             cure(run, error, min(run.micro_batch, len(batch[0])), updating)  # raises it where there is no cure
         # Outside of `except`, for the error holds what the step had allocated.
         release(run.device)
-        checkpoint.set_random_state(random_state, run.device)
+        if random_state:
+            checkpoint.set_random_state(random_state, run.device)
         run.guard.put_back()
 
 
@@ -133,16 +142,17 @@ def accumulate(run: Run, batch: Batch) -> tuple[Tensor, Tensor, Batch]:
 
     Each part weighs as many valid items as it holds, so the sum is the exact mean over the whole batch.
     """
-    whole = run.micro_batch == run.recipe.batch_size
-    parts = [batch] if whole else list(zip(*(tensor.split(run.micro_batch) for tensor in batch), strict=True))
-    count_of = run.workload.count or (lambda part: len(part[0]))
-    counts = [1] if whole else [count_of(part) for part in parts]
-    losses, valid = [], sum(counts)
-    for part, count in zip(parts, counts, strict=True):
+    parts, weights = [batch], [1.0]
+    if run.micro_batch != run.recipe.batch_size:
+        parts = list(zip(*(tensor.split(run.micro_batch) for tensor in batch), strict=True))
+        counts = [run.workload.count(part) if run.workload.count else len(part[0]) for part in parts]
+        weights = [count / sum(counts) for count in counts]
+    losses = []
+    for part, weight in zip(parts, weights, strict=True):
         # Only full parts go through compiled code: an epoch's last, smaller one would be compiled for anew.
         forward = run.forward if len(part[0]) == run.micro_batch else run.model
         loss, outputs = run.loss(forward, part, run.recipe)
-        loss = loss if whole else loss * (count / valid)
+        loss = loss if len(parts) == 1 else loss * weight
         (loss if run.scale is None else loss * run.scale.scale).backward()
         losses.append(loss.detach())
     return sum(losses[1:], losses[0]), outputs, part

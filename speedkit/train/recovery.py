@@ -51,12 +51,16 @@ class Recovery:
         """
         guard, history = run.guard, run.history
         losses = torch.stack(run.pending).tolist() if run.pending else []
+        if losses and not guard.skips and math.isfinite(total := sum(losses)):
+            return total / len(losses)
         flags = [GOOD if math.isfinite(loss) else BAD for loss in losses]
         if guard.skips and losses:
             flags = [int(flag) for flag in torch.stack(guard.flags).tolist()]
         median, spread = _usual(self.losses)
         steps = range(run.step - len(losses) + 1, run.step + 1)
-        for step, loss, flag, place in zip(steps, losses, flags, guard.places, strict=True):
+        for step, loss, flag, number in zip(steps, losses, flags, guard.places, strict=True):
+            epoch, before = divmod(number - 1, len(run.batches.order))
+            place = epoch, before + 1
             if flag == BAD:
                 self._bad(run, step, loss, place)
             elif flag == OVERFLOW:

@@ -111,6 +111,7 @@ class Run:
     last_loss: Any = None  # of the latest step, still on the device
     stop: int = 0  # the signal that asks the run to stop
     recovery: Recovery = dataclasses.field(default_factory=Recovery)
+    draws: bool | None = None  # whether a step draws from the global random generators; None before the first
 
     def loss_in(self, name: str) -> Loss:
         """Return the loss as `loss`, but computed in the number format `name`."""
