@@ -366,8 +366,9 @@ def test_a_compiler_that_stops_working_costs_nothing_but_the_speed(real, monkeyp
         return found
 
     workload = dataclasses.replace(points(train=40, epochs=1, dropout=0.2), loss=loss_and_accident)
-    eager = fit(workload, plan=Plan(log_every=1), device="cpu", progress=False).loss
-    with inductor.patch({"cpp.cxx": (None, "false" if where == "forward" else "g++")}):
+    with inductor.patch({"cpp.cxx": inductor.cpp.cxx}):  # what the loss breaks is whole again afterwards
+        eager = fit(workload, plan=Plan(log_every=1), device="cpu", progress=False).loss
+        inductor.cpp.cxx = (None, "false" if where == "forward" else "g++")
         history = fit(workload, plan=Plan(log_every=1, compile="default"), device="cpu", progress=False)
     assert history.loss == eager
     assert history.effective.plan.compile == "off"
