@@ -5,11 +5,11 @@ import functools
 import hashlib
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import soundfile
 
@@ -20,6 +20,7 @@ from speedkit.files import atomic
 if TYPE_CHECKING:
     import pandas
 
+T = TypeVar("T")
 UNLABELLED = "unlabelled"  # the one class of files whose labels do not matter
 TEST_SHARE = 0.2
 BAD_SHARE = 0.05  # more bad files than this, and the data set itself is at fault: an error
@@ -95,10 +96,7 @@ def find_items(data_dir: str | Path, *, labels: str | Path | None = None, label_
     Where they are not `labelled`, all files are of one class, whatever folders they lie in.
     Raises UsageError for a source that cannot be used as asked, SpeedkitError when over 5 % of the files are bad.
     """
-    root = Path(data_dir)
-    if not root.is_dir():
-        what = "is a file, not a folder" if root.exists() else "does not exist"
-        raise UsageError(f"data folder {root} {what}: name the folder of your {kind.one}s with --data-dir")
+    root = existing_folder(data_dir, f"{kind.one}s")
     if labels is not None and label_pattern is not None:
         raise UsageError("--labels and --label-pattern both name the labels: give one of the two")
     if labels is None:
@@ -120,6 +118,30 @@ def find_items(data_dir: str | Path, *, labels: str | Path | None = None, label_
     for entry, header in good.items():
         sides[entry.path in test_set].append(Item(str(entry.path), classes.index(entry.label), *header))
     return Found(tuple(sides[False]), tuple(sides[True]), classes, bad)
+
+
+def existing_folder(data_dir: str | Path, what: str) -> Path:
+    """Return the folder that `data_dir` names. Raises UsageError, asking for that of `what`, when it is none."""
+    root = Path(data_dir)
+    if not root.is_dir():
+        instead = "is a file, not a folder" if root.exists() else "does not exist"
+        raise UsageError(f"data folder {root} {instead}: name the folder of your {what} with --data-dir")
+    return root
+
+
+def matching(names: Mapping[T, str], test_pattern: str) -> set[T]:
+    """Return the keys of the file `names` that the pattern finds. Raises UsageError when those are all, or none."""
+    pattern = _compiled(test_pattern, "--test-pattern")
+    matched = {key for key, name in names.items() if pattern.search(name)}
+    if len(matched) in (0, len(names)):
+        amount, side = ("every one", "train") if matched else ("none", "test")
+        raise UsageError(f"--test-pattern {test_pattern!r} matches {amount} of the files: leave some to {side} on")
+    return matched
+
+
+def lot(seed: int, name: str) -> bytes:
+    """Return what a file is drawn for the test set by: it stays on its side when others come."""
+    return hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
 
 
 def write_quarantine(path_csv: str | Path, rows: Iterable[tuple[str, str]]) -> None:
@@ -226,19 +248,13 @@ def _header(kind: Kind, entry: Entry) -> tuple | str:
 def _test_set(entries: list[Entry], root: Path, test_pattern: str | None, seed: int) -> set[Path]:
     """Return the paths of the test set."""
     if test_pattern is not None:
-        pattern = _compiled(test_pattern, "--test-pattern")
-        matched = {entry.path for entry in entries if pattern.search(entry.path.name)}
-        if len(matched) in (0, len(entries)):
-            amount, side = ("every one", "train") if matched else ("none", "test")
-            raise UsageError(f"--test-pattern {test_pattern!r} matches {amount} of the files: leave some to {side} on")
-        return matched
+        return matching({entry.path: entry.path.name for entry in entries}, test_pattern)
     if any(entry.split for entry in entries):
         return {entry.path for entry in entries if entry.split == "test"}
     by_class = defaultdict(list)
     for entry in entries:
         name = entry.path.relative_to(root) if entry.path.is_relative_to(root) else entry.path
-        key = hashlib.blake2b(f"{seed}:{name.as_posix()}".encode(), digest_size=8).digest()
-        by_class[entry.label].append((key, entry.path))
+        by_class[entry.label].append((lot(seed, name.as_posix()), entry.path))
     return {path for keyed in by_class.values() for _, path in sorted(keyed)[: max(1, round(TEST_SHARE * len(keyed)))]}
 
 

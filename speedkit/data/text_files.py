@@ -1,12 +1,11 @@
 """Where the text is: any text files under a folder, or the source of Python's own standard library."""
 
-import hashlib
 import os
-import re
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+from speedkit.data.sources import existing_folder, lot, matching
 from speedkit.errors import UsageError
 
 TEST_SHARE = 0.1  # of the files
@@ -20,10 +19,7 @@ def find_text(data_dir: str | Path | None, test_pattern: str | None, seed: int) 
     The test files are those whose name `test_pattern` finds, else a tenth of them by a hash of `seed` and name; of a
     single file, its last tenth. Raises UsageError for a folder or a pattern that leaves nothing on one side.
     """
-    root = Path(data_dir or sysconfig.get_path("stdlib"))
-    if not root.is_dir():
-        what = "is a file, not a folder" if root.exists() else "does not exist"
-        raise UsageError(f"data folder {root} {what}: name the folder of your text files with --data-dir")
+    root = existing_folder(data_dir or sysconfig.get_path("stdlib"), "text files")
     files, bad = dict[str, bytes](), []
     for path in _paths(root, library=data_dir is None):
         try:
@@ -57,14 +53,6 @@ def _paths(root: Path, library: bool) -> Iterator[Path]:
 
 
 def _test_set(names: list[str], test_pattern: str | None, seed: int) -> set[str]:
-    if test_pattern is None:
-        keyed = sorted(names, key=lambda name: hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest())
-        return set(keyed[: max(1, round(TEST_SHARE * len(keyed)))])
-    try:
-        test = {name for name in names if re.search(test_pattern, name.rpartition("/")[2])}
-    except re.error as error:
-        raise UsageError(f"--test-pattern {test_pattern!r} is not a regular expression: {error}") from error
-    if len(test) in (0, len(names)):
-        amount, side = ("every one", "train") if test else ("none", "test")
-        raise UsageError(f"--test-pattern {test_pattern!r} matches {amount} of the files: leave some to {side} on")
-    return test
+    if test_pattern is not None:
+        return matching({name: name.rpartition("/")[2] for name in names}, test_pattern)
+    return set(sorted(names, key=lambda name: lot(seed, name))[: max(1, round(TEST_SHARE * len(names)))])

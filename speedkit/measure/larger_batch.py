@@ -1,12 +1,11 @@
 """A larger batch is another recipe: which one learns as well, and sooner?"""
 
 import dataclasses
-import math
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from speedkit.measure.parity import Curves, curve, quality_of, time_to_quality
+from speedkit.measure.parity import Curves, curve, quality_of, seconds_to, time_to_quality
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe, with_batch_size
 
@@ -52,11 +51,7 @@ def choose_batch_size(
 def judged(workload: Any, curves: Curves) -> Row:
     """Return the seconds both recipes take to one quality, and whether the other is as good and sooner every time."""
     found, quality = time_to_quality(workload, curves), quality_of(workload, curves)
-    sign = 1 if workload.higher_is_better else -1
-    baseline_s, final_s = (
-        [next((at for at, value in run["points"] if sign * (value - found["target"]) >= 0), math.inf) for run in runs]
-        for runs in (curves["baseline"], curves["final"])
-    )
+    baseline_s, final_s = (seconds_to(found["target"], workload, curves[side]) for side in ("baseline", "final"))
     sooner = all(mine < theirs for mine, theirs in zip(final_s, baseline_s, strict=True))
     why = "sooner with every seed, and as good" if sooner else "not sooner with every seed"
     why = why if quality["passed"] else f"not shown to be as good within {workload.margin:g}; {why}"

@@ -67,6 +67,12 @@ def quality_of(workload: Any, curves: Curves) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def seconds_to(target: float, workload: Any, runs: list[dict[str, Any]]) -> list[float]:
+    """Return the seconds that each of `runs` took to reach the score `target`; infinite where it never did."""
+    sign = 1 if workload.higher_is_better else -1
+    return [next((at for at, value in run["points"] if sign * (value - target) >= 0), math.inf) for run in runs]
+
+
 def time_to_quality(workload: Any, curves: Curves) -> dict[str, Any]:
     """Return the seconds (median over seeds) both plans take to one score: the naive plan's mean, less the margin.
 
@@ -77,7 +83,7 @@ def time_to_quality(workload: Any, curves: Curves) -> dict[str, Any]:
     target = statistics.fmean(run["value"] for run in curves["baseline"]) - sign * workload.margin
     seconds: dict[str, float | None] = {}
     for name, runs in curves.items():
-        reached = [next((at for at, value in run["points"] if sign * (value - target) >= 0), math.inf) for run in runs]
+        reached = seconds_to(target, workload, runs)
         seconds[name] = statistics.median(reached) if math.isfinite(statistics.median(reached)) else None
     baseline_s, final_s = seconds["baseline"], seconds["final"]
     ratio = baseline_s / final_s if baseline_s and final_s else None

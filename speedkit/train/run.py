@@ -138,7 +138,7 @@ def begin(
     a field of the recipe that the workload's loss would silently ignore.
     """
     began_s = time.perf_counter()
-    recipe = honoured(recipe or workload.recipe, workload)
+    recipe = checked(recipe or workload.recipe, workload)
     device = (hardware := this_machine(device)).device
     effective = resolve(plan or Plan(), hardware, strict, workload)
     folder = None if out is None else claim_folder(out, "train", resume)
@@ -193,7 +193,7 @@ def evaluate_every(workload: Any, recipe: Recipe, plan: Plan) -> int:
     return steps_per_epoch(len(workload.train), recipe.batch_size, plan.drop_last)
 
 
-def honoured(recipe: Recipe, workload: Any) -> Recipe:
+def checked(recipe: Recipe, workload: Any) -> Recipe:
     """Return `recipe`. Raises PlanError for what the loss of `workload` would silently ignore."""
     if not isinstance(recipe.batch_size, int):
         raise PlanError("batch_size=auto takes several trainings: let measure.larger_batch.choose_batch_size find it")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.profiler import profile
 
 from speedkit.clock import Stopwatch
-from speedkit.data.augment import mixup
+from speedkit.data.augment import augmented
 from speedkit.data.decode import BadItem
 from speedkit.data.samples import Samples, collate, loading
 from speedkit.errors import SpeedkitError
@@ -42,9 +42,7 @@ class Trial:
         self.test_batch = worst_case(workload, workload.test, plan, recipe.batch_size, device)
         cached = plan.cache == ("device" if device.type == "cuda" else "ram")  # made later, in the same memory
         cache_bytes = cached * len(workload.train) * batch[0][0].numel() * (2 if plan.cache_dtype == "float16" else 4)
-        generator = torch.Generator(device=device).manual_seed(recipe.seed)
-        batch = batch if workload.augment is None else workload.augment(batch, generator)
-        self.batch = mixup(batch, recipe.mixup, generator) if recipe.mixup else batch
+        self.batch = augmented(batch, workload, recipe, 0, torch.Generator(device=device))
         self.next_batch = [tensor.clone() for tensor in self.batch] if plan.prefetch else []
         self.count = len(self.batch[0])
         self.smallest = min(self.count, 2 if self.batch_norm else 1)  # one sample has no variance

@@ -1,7 +1,6 @@
 """The audio workload: log-mel spectrograms of short recordings, classified by a small residual convolutional net."""
 
 import functools
-import itertools
 import math
 import operator
 import statistics
@@ -18,6 +17,7 @@ from speedkit.data.augment import spec_augment, time_shift
 from speedkit.data.sources import Item, find_items
 from speedkit.errors import UsageError
 from speedkit.recipe import Recipe
+from speedkit.workloads.classifier import residual_net, score
 from speedkit.workloads.night_sounds import TEST_PATTERN, generate
 from speedkit.workloads.workload import Batch, Workload
 
@@ -108,25 +108,6 @@ def augment(batch: Batch, generator: torch.Generator) -> Batch:
     return spec_augment(time_shift(inputs, generator), generator), targets
 
 
-class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions beside a shortcut. Samples are normalised, not batches: micro-batches change nothing.
-
-    All channels are one group: of several, the normalisation in NHWC takes a CPU over ten times as long as in NCHW.
-    """
-
-    def __init__(self, channels_in: int, channels: int, stride: int):
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(channels_in, channels, 3, stride, 1, bias=False), nn.GroupNorm(1, channels), nn.ReLU(),
-            nn.Conv2d(channels, channels, 3, 1, 1, bias=False), nn.GroupNorm(1, channels),
-        )  # fmt: skip
-        same = stride == 1 and channels_in == channels
-        self.shortcut = nn.Identity() if same else nn.Conv2d(channels_in, channels, 1, stride, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:  # [B, C_in, M, F] -> [B, C, M / stride, F / stride]
-        return F.relu(self.body(x) + self.shortcut(x))
-
-
 class AudioNet(nn.Module):
     """Spectrograms [B, 1, 64, F] -> logits [B, K]. Pooled over time only: where a sound lies in frequency matters."""
 
@@ -134,11 +115,7 @@ class AudioNet(nn.Module):
         super().__init__()
         widths, depth = SIZES[size]
         # Out of the stem comes [B, C, 32, F / 4]: sounds change more slowly than 10 ms frames.
-        stem = nn.Conv2d(1, widths[0], (5, 9), (2, 4), (2, 4), bias=False)
-        blocks: list[nn.Module] = [stem, nn.GroupNorm(1, widths[0]), nn.ReLU()]
-        for before, width in itertools.pairwise((widths[0], *widths)):
-            blocks += [ResidualBlock(before, width, 2), *(ResidualBlock(width, width, 1) for _ in range(depth - 1))]
-        self.blocks = nn.Sequential(*blocks)
+        self.blocks = residual_net(nn.Conv2d(1, widths[0], (5, 9), (2, 4), (2, 4), bias=False), widths, depth)
         self.head = nn.Linear(2 * widths[-1] * (BANDS // 16), classes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -159,8 +136,3 @@ def loss(model: nn.Module, batch: Batch, recipe: Recipe) -> tuple[Tensor, Tensor
     others, weight = mixed  # [B] each, of a batch that went through mixup
     each = weight * cross_entropy(targets, reduction="none") + (1 - weight) * cross_entropy(others, reduction="none")
     return each.mean(), logits
-
-
-def score(outputs: Tensor, batch: Batch) -> Tensor:
-    """Return 1 where the largest logit is the target's, else 0: [B]."""
-    return (outputs.argmax(dim=1) == batch[1]).float()

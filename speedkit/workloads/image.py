@@ -1,7 +1,6 @@
 """The image workload: photographs of any size, classified by a small residual convolutional net."""
 
 import functools
-import itertools
 import math
 import operator
 from pathlib import Path
@@ -17,6 +16,7 @@ from speedkit.data.shards import TarMember
 from speedkit.data.sources import IMAGES, Item, find_items
 from speedkit.errors import UsageError
 from speedkit.recipe import Recipe
+from speedkit.workloads.classifier import residual_net, score
 from speedkit.workloads.patterns import TEST_PATTERN, generate
 from speedkit.workloads.workload import Batch, Workload
 
@@ -105,37 +105,13 @@ def augment(batch: Batch, generator: torch.Generator) -> Batch:
     return rand_augment(inputs, generator, STRENGTH), targets
 
 
-class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions beside a shortcut. Samples are normalised, not batches: micro-batches change nothing."""
-
-    # All channels as one group was chosen by measuring whole steps on a CPU with AVX512-BF16, float32 in NCHW against
-    # bfloat16 in NHWC: it gains nearly what BatchNorm and no normalisation at all gain. GroupNorm of eight groups loses
-    # all of it to a slow NHWC kernel; weight standardisation, and normalising each sample or position by hand, lose
-    # part of it to more passes. What compiling adds is little for any: nearly all the time is in the convolutions.
-
-    def __init__(self, channels_in: int, channels: int, stride: int):
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(channels_in, channels, 3, stride, 1, bias=False), nn.GroupNorm(1, channels), nn.ReLU(),
-            nn.Conv2d(channels, channels, 3, 1, 1, bias=False), nn.GroupNorm(1, channels),
-        )  # fmt: skip
-        same = stride == 1 and channels_in == channels
-        self.shortcut = nn.Identity() if same else nn.Conv2d(channels_in, channels, 1, stride, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:  # [B, C_in, H, W] -> [B, C, H / stride, W / stride]
-        return F.relu(self.body(x) + self.shortcut(x))
-
-
 class ImageNet(nn.Module):
     """Images [B, 3, H, W] in 0..1 -> logits [B, K]."""
 
     def __init__(self, classes: int, size: str = "small"):
         super().__init__()
         _, first, widths, depth = SIZES[size]
-        blocks: list[nn.Module] = [nn.Conv2d(3, first, 3, 1, 1, bias=False), nn.GroupNorm(1, first), nn.ReLU()]
-        for before, width in itertools.pairwise((first, *widths)):
-            blocks += [ResidualBlock(before, width, 2), *(ResidualBlock(width, width, 1) for _ in range(depth - 1))]
-        self.blocks = nn.Sequential(*blocks)
+        self.blocks = residual_net(nn.Conv2d(3, first, 3, 1, 1, bias=False), widths, depth)
         self.head = nn.Linear(2 * widths[-1], classes)
         self.apply(initialise)
 
@@ -174,8 +150,3 @@ def loss(model: nn.Module, batch: Batch, recipe: Recipe) -> tuple[Tensor, Tensor
         # Away from 0, where a power below 1 has an infinite slope.
         q = q * (-torch.expm1(log_p)).clamp_min(1e-6) ** recipe.focal_gamma
     return -(q * log_p).sum(dim=1).mean(), logits
-
-
-def score(outputs: Tensor, batch: Batch) -> Tensor:
-    """Return 1 where the largest logit is the target's, else 0: [B]."""
-    return (outputs.argmax(dim=1) == batch[1]).float()

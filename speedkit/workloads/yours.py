@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from speedkit.data.decode import BadItem
 from speedkit.errors import UsageError
 from speedkit.recipe import Recipe
+from speedkit.workloads import classifier
 from speedkit.workloads.workload import Batch, Workload
 
 Rule = Callable[[Tensor, Tensor], Tensor]  # of outputs and targets
@@ -47,7 +48,8 @@ def from_dataset(
     return Workload(
         name, recipe or Recipe(), sides[0], sides[1], load, torch.Tensor.contiguous, target,
         functools.partial(copy.deepcopy, model) if isinstance(model, nn.Module) else model,
-        functools.partial(_loss, rule=loss), functools.partial(_score, rule=score or _right), **fields,
+        functools.partial(_loss, rule=loss),
+        functools.partial(_score, rule=score) if score is not None else classifier.score, **fields,
     )  # fmt: skip
 
 
@@ -80,7 +82,3 @@ def _loss(model: nn.Module, batch: Batch, recipe: Recipe, rule: Rule) -> tuple[T
 
 def _score(outputs: Tensor, batch: Batch, rule: Rule) -> Tensor:
     return rule(outputs, batch[1])
-
-
-def _right(outputs: Tensor, targets: Tensor) -> Tensor:
-    return (outputs.argmax(dim=1) == targets).float()
