@@ -37,8 +37,8 @@ def paired_interval(a_s: Sequence[float], b_s: Sequence[float]) -> Interval:
 def noise_floor(pairs: Sequence[tuple[float, float]]) -> float:
     """Return the largest ratio (1 or more) that comparing a plan with itself could show: its A/A control.
 
-    `pairs` are times (seconds) of two windows of the *same* plan, as many and as far apart as the comparison's, now the
-    earlier one first and now the later. The floor is the end of their interval that is farther from 1.
+    `pairs` are times (seconds) of windows set against others of the *same* plans, as far apart as the comparison's, now
+    the earlier one first and now the later. The floor is the end of their interval that is farther from 1.
     """
     control = paired_interval(*zip(*pairs, strict=True))
     return max(control.high, 1 / control.low)

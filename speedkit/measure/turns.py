@@ -1,5 +1,6 @@
 """Two things timed in turns: plans in training, or any functions."""
 
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -15,20 +16,22 @@ Window = Callable[[], float]
 def take_turns(
     a: Window, b: Window, pairs: int, rng: random.Random
 ) -> tuple[list[float], list[float], list[tuple[float, float]]]:
-    """Return the seconds of A's windows and of B's, in pairs, and the control: pairs of windows of the same side.
+    """Return the seconds of A's windows and of B's, in pairs, and the control: windows set against those of their side.
 
     `a` and `b` make a window each and return its seconds. They are called in blocks A B B A or B A A B, drawn at
-    random, two pairs each: a drift of the machine hits both sides alike.
+    random, two pairs each and at least two of them: a drift of the machine hits both sides alike.
     """
     seconds: tuple[list[float], list[float]] = ([], [])
     control: list[tuple[float, float]] = []
-    for _ in range(max(1, (pairs + 1) // 2)):
+    for _ in range(max(2, (pairs + 1) // 2)):
         outer, inner = (0, 1) if rng.random() < 0.5 else (1, 0)
         first, second, third, fourth = ((a, b)[side]() for side in (outer, inner, inner, outer))
         seconds[outer].extend((first, fourth))
         seconds[inner].extend((second, third))
-        # One control pair in the order of time, one against it: a steady drift cancels, as it does in the comparison.
-        control += [(first, fourth), (third, second)] if rng.random() < 0.5 else [(fourth, first), (second, third)]
+        # Each side's two windows, one side in the order of time and one against it: a steady drift cancels, and so does
+        # what differs from window to window for both sides alike, such as the length of what the batches hold.
+        one, other = math.sqrt(first * third), math.sqrt(fourth * second)
+        control.append((one, other) if rng.random() < 0.5 else (other, one))
     return *seconds, control
 
 
