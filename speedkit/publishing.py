@@ -14,7 +14,8 @@ from unittest import mock
 from speedkit import files
 from speedkit.errors import SpeedkitError, UsageError
 from speedkit.hardware import this_machine
-from speedkit.measure.provenance import code_sha256, commit, notebooks_folder
+from speedkit.measure.folklore import WORDS, gather, seen
+from speedkit.measure.provenance import commit, is_current, notebooks_folder
 from speedkit.measure.schema import load_record, published, validate_record
 from speedkit.notebooks import find_notebooks, run_notebook
 from speedkit.parameters import code_cells, read_notebook, record_of, typed_parameters
@@ -24,6 +25,9 @@ BUSY_PERCENT = 5  # an idle GPU reports 0; a desktop's screen a few
 NOTEBOOK_S = 3600.0  # the longest that one may run
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 CLIMB, LADDER = "90_climb.ipynb", "records/ladder.svg"
+FOLKLORE = "50_folklore.ipynb"  # it shows what all others recorded: last of all, too
+FIRST = ("90", "21", "23", "22", "12", "14", "25", "20", "26", "24", "02", "50", "41")  # a GPU may be lent for minutes
+WORKLOADS = ("image", "speech", "text")  # of the climb, a record each; its notebook shows audio
 
 
 class Outcome(NamedTuple):
@@ -34,17 +38,15 @@ class Outcome(NamedTuple):
     why: str = ""
 
 
-def is_current(record: Mapping[str, Any] | None, source: Path) -> bool:
-    """Whether `record` was made by the code that notebook `source`, and the modules it measures, have now."""
-    try:
-        return record is not None and record.get("code_sha256") == code_sha256(source, record.get("modules", []))
-    except (UsageError, OSError):  # a module or the notebook is no longer there
-        return False
-
-
 def is_stale(executed: Path, source: Path | None = None) -> bool:
     """Whether what the notebook `executed` shows came from other code than that of `source`, itself by default."""
     return not is_current(record_of(read_notebook(executed)), source or executed)
+
+
+def is_outdated(executed: Path) -> bool:
+    """Whether the notebook `executed` was drawn from records of others that have changed since, or are stale now."""
+    record = record_of(read_notebook(executed)) or {}
+    return "seen" in record and record["seen"] != seen(gather(notebooks_folder(), but=record)[0])
 
 
 def device_slug(hardware: Mapping[str, Any]) -> str:
@@ -58,30 +60,38 @@ def publish(
     names: Sequence[str] | None, out: str | Path | None = None, budget_s: float | None = None, *,
     workload: str = "", allow_changes: bool = False,
 ) -> list[Outcome]:  # fmt: skip
-    """Run the notebooks `names` (None: all) here, in their auto profile, and write them and their records to `out`.
+    """Run the notebooks `names` here, in their auto profile, and write them and their records to `out`.
 
-    What this machine has published to `out` from the same code is left. With `workload` only the record is written, as
-    NN_name-workload.json. None starts when `budget_s` is spent or outlasts it. What ran and could not be published is
-    in runs/publish. Raises SpeedkitError for a busy GPU, and for changes of the package since the commit that records
-    would name, unless `allow_changes`.
+    None is all of them, the most valuable first, and the climb's other workloads too. What this machine has published
+    to `out` from the same code is left. With `workload` only the record is written, as NN_name-workload.json. None
+    starts when `budget_s` is spent or outlasts it. What ran and could not be published is in runs/publish. Raises
+    SpeedkitError for a busy GPU, and for changes since the commit that records would name, unless `allow_changes`.
     """
-    sources, out = find_notebooks(names), Path(out or notebooks_folder())
-    parameters = {"workload": workload} if workload else {}
-    for source in sources:
+    jobs, out, here = _jobs(names, workload), Path(out or notebooks_folder()), commit()
+    for source, parameters in jobs:
         typed_parameters(source, parameters)
     refuse_busy_gpu()
-    here = commit()
     if here and here[1] and not allow_changes:
         raise SpeedkitError(f"the package differs from commit {here[0]}, which the records would name: commit it first")
     end_s = time.monotonic() + (budget_s or math.inf)
-    return [_publish_one(source, out, parameters, end_s) for source in sources]
+    return [_publish_one(source, out, parameters, end_s) for source, parameters in jobs]
+
+
+def _jobs(names: Sequence[str] | None, workload: str) -> list[tuple[Path, dict[str, str]]]:
+    """Return which notebooks to run with which parameters, in order."""
+    sources, everything = find_notebooks(names), names is None and not workload
+    if everything:
+        sources.sort(key=lambda source: [*FIRST, source.stem[:2]].index(source.stem[:2]))
+        sources += [source for source in sources if source.name == FOLKLORE]
+    return [(source, {"workload": word} if word else {}) for source in sources
+            for word in (("", *WORKLOADS) if everything and source.name == CLIMB else (workload,))]  # fmt: skip
 
 
 def _publish_one(source: Path, out: Path, parameters: dict[str, str], end_s: float) -> Outcome:
     name, shown = "-".join([source.stem, *parameters.values()]), out / source.name
     record = out / "records" / device_slug(this_machine().as_dict()) / f"{name}.json"
     done = record.exists() and is_current(files.read_json(record), source)
-    if done and (parameters or (shown.exists() and not is_stale(shown, source))):
+    if done and (parameters or (shown.exists() and not is_stale(shown, source) and not is_outdated(shown))):
         return Outcome(name, "current")
     ran, left_s = Path("runs", "publish", f"{name}.ipynb"), min(NOTEBOOK_S, end_s - time.monotonic())
     if left_s < 1:
@@ -200,9 +210,12 @@ def status_table(folder: Path) -> str:
             measured.append("not run yet")
         elif not is_current(shown, path):
             measured.append(f"**stale**: its code changed after {shown['created'][:10]}")
+        elif is_outdated(path):
+            measured.append(f"**out of date**: the records that it shows changed after {shown['created'][:10]}")
         for file, record in published(path).items():
             workload = file.stem.partition("-")[2]
-            measured.append(f"{device_name(record)}{f' ({workload})' * bool(workload)}, {_run(record, path)}")
+            device = f"{device_name(record)}{f' ({workload})' * bool(workload)}"
+            measured.append(f"{device}, {_run(record, path)}: {_verdicts(record)}")
         rows.append([f"[{path.stem[:2]} {title.strip()}]({folder.name}/{path.name})", claim, "<br>".join(measured)])
     return _table(["notebook", "what it shows", "measured on"], rows)
 
@@ -225,9 +238,19 @@ def _climbs(folder: Path) -> list[dict[str, Any]]:
 
 
 def _run(record: dict[str, Any], notebook: Path) -> str:
-    """Return when and with what a record was made; it is stale when the notebook's code has changed since."""
-    stale = "" if is_current(record, notebook) else ", **stale**"
-    return f"{record['created'][:10]}, torch {record['versions']['torch']}, {record['profile']}{stale}"
+    """Return when and with what a record was made, and whether by the code that its notebook has now."""
+    versions, state = record["versions"], "current" if is_current(record, notebook) else "**stale**"
+    code = f"speedkit {versions['speedkit']} at {record['commit']}" if record["commit"] else versions["speedkit"]
+    return f"{record['created'][:10]}, torch {versions['torch']}, {code}, {record['profile']}, {state}"
+
+
+def _verdicts(record: dict[str, Any]) -> str:
+    """Return how many checks of a record passed, and how it answers claims."""
+    checks = [row["verdict"] == "passed" for row in record["verdicts"] if not row["claim"]]
+    found = {word: [row["claim"] for row in record["verdicts"] if row["claim"] and row["verdict"] == verdict]
+             for verdict, word in WORDS.items()}  # fmt: skip
+    answers = (f"{', '.join(sorted(claims))} {word}" for word, claims in found.items() if claims)
+    return "; ".join((f"{sum(checks)} of {len(checks)} checks passed", *answers))
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:

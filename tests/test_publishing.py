@@ -92,6 +92,14 @@ def test_a_workload_adds_a_record_and_leaves_the_notebook(folder):
     assert run(["21"], workload="image") == [("21_tiny-image", "current")]
 
 
+def test_all_begins_with_what_tells_most_and_climbs_on_every_workload(folder):
+    for name in ("01_first", "50_folklore", "90_climb"):
+        check_notebooks.whole(folder / f"{name}.ipynb")
+    climbs = ["90_climb", "90_climb-image", "90_climb-speech", "90_climb-text"]
+    assert [name for name, state in run(None, budget_s=1e-9) if state == "left"] == [
+        *climbs, "21_tiny", "22_bad", "50_folklore", "01_first", "50_folklore"]  # fmt: skip
+
+
 COMMITTED = """
 import sys
 from speedkit.errors import SpeedkitError
@@ -207,7 +215,9 @@ def test_readme_shows_what_is_recorded_and_lists_what_is_stale(folder, tmp_path)
     path = check_notebooks.executed(folder / "21_tiny.ipynb")
     record = record_of(nbformat.read(path, as_version=4))
     (folder / "records" / HERE).mkdir()
-    write_json(folder / "records" / HERE / "21_tiny.json", record)
+    verdicts = [(None, "passed"), ("C09", "confirmed"), (None, "passed"), ("C10", "needs_gpu"), ("C01", "needs_gpu")]
+    rows = [{"check": "why", "claim": claim, "verdict": verdict} for claim, verdict in verdicts]
+    write_json(folder / "records" / HERE / "21_tiny.json", record | {"verdicts": rows})
     update_readme(readme)
     text = readme.read_text()
     update_readme(readme)
@@ -215,6 +225,7 @@ def test_readme_shows_what_is_recorded_and_lists_what_is_stale(folder, tmp_path)
     rows = [line for line in text.splitlines() if line.startswith("| [2")]
     assert rows[0].startswith("| [21 Tiny](notebooks/21_tiny.ipynb) | A sum does not depend on the order. | ")
     assert record["created"][:10] in rows[0] and record["versions"]["torch"] in rows[0] and "stale" not in rows[0]
+    assert ", current: 2 of 2 checks passed; C09 confirmed; C01, C10 needs a GPU |" in rows[0]
     assert rows[1].endswith("| not run yet |")
     assert "No climb is published yet." in text and "old" not in text.splitlines()
     assert text.startswith("# x\n") and text.endswith("after\n") and "\nbetween\n" in text

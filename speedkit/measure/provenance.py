@@ -37,6 +37,14 @@ def code_sha256(notebook: str | Path | Mapping[str, Any], modules: Sequence[str]
     return _sha256([*code, *((name, module_sha256(name)) for name in sorted(set(modules)))])
 
 
+def is_current(record: Mapping[str, Any] | None, notebook: Path) -> bool:
+    """Whether `record` was made by the code that the `notebook`, and the modules it measures, have now."""
+    try:
+        return record is not None and record.get("code_sha256") == code_sha256(notebook, record.get("modules", []))
+    except (UsageError, OSError):  # a module or the notebook is no longer there
+        return False
+
+
 def module_sha256(name: str) -> str:
     """Return the hash of a module's source without comments and docstrings; of a package, that of all its modules."""
     try:

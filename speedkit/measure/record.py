@@ -170,10 +170,15 @@ def _put(rows: list[dict[str, Any]], new: dict[str, Any], *keys: str) -> None:
     rows[:] = [row for row in rows if any(row[key] != new[key] for key in keys)] + [new]
 
 
+def read_claims() -> dict[str, dict[str, str]]:
+    """Return the rows of notebooks/claims.csv by id."""
+    with (provenance.notebooks_folder() / "claims.csv").open(encoding="utf-8", newline="") as stream:
+        return {row["id"]: row for row in csv.DictReader(stream)}
+
+
 def read_claim(claim_id: str) -> dict[str, str]:
     """Return the row of one claim in notebooks/claims.csv. Raises UsageError when there is none."""
-    with (provenance.notebooks_folder() / "claims.csv").open(encoding="utf-8", newline="") as stream:
-        known = {row["id"]: row for row in csv.DictReader(stream)}
+    known = read_claims()
     if claim_id not in known:
         raise UsageError(f'there is no claim "{claim_id}" in notebooks/claims.csv: it has {", ".join(known)}')
     return known[claim_id]
@@ -185,7 +190,11 @@ def promised(claim_id: str) -> tuple[float, float]:
     if claim["metric"] != "speedup" or claim["low"] in ("", "linear"):
         raise UsageError(f"{claim_id} ({claim['technique']}: {claim['metric']}) promises no range of speed-up that a "
                          "ratio could answer: decide in the notebook and record it with run.verdict()")
-    low, high = float(claim["low"]), float(claim["high"])
+    return widened(float(claim["low"]), float(claim["high"]))
+
+
+def widened(low: float, high: float) -> tuple[float, float]:
+    """Return a promised range as it is read: one figure stands for itself and what lies near it."""
     spread = ONE_FIGURE_TOLERANCE if low == high else 0.0
     return low * (1 - spread), high * (1 + spread)
 

@@ -1,0 +1,106 @@
+"""What the guides promise, claim by claim, beside what the records of this repository say, device by device."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from speedkit.errors import SpeedkitError
+from speedkit.measure.provenance import essence, is_current
+from speedkit.measure.record import widened
+from speedkit.measure.schema import load_record
+from speedkit.parameters import code_cells, read_notebook
+
+NOT_MEASURED = "not measured yet"
+WORDS = {word: word for word in ("confirmed", "smaller", "larger", "wrong")} | {"needs_gpu": "needs a GPU"}
+INTERVAL = ("ratio", "low", "high", "noise_floor")
+Row = Mapping[str, Any]
+
+
+class Reading(NamedTuple):
+    """A record, whether its notebook and the modules this measures are still what made it, and its file."""
+
+    record: Row
+    current: bool
+    file: str = ""  # device/notebook or device/notebook-workload; of a run that goes on, none
+
+
+def gather(folder: Path, but: Row | None = None) -> tuple[list[Reading], list[str]]:
+    """Return the records under `folder`/records, by notebook, and a sentence for each that cannot be read.
+
+    What the machine and the notebook of the record `but` left before is not among them: that run replaces it.
+    """
+    readings, problems = [], []
+    for path in sorted(folder.glob("records/*/*.json"), key=lambda path: (path.stem, path.parent)):
+        try:
+            record = load_record(path)
+        except SpeedkitError as error:
+            problems.append(f"{path.parent.name}: {error}")
+            continue
+        if but is None or _origin(record) != _origin(but):
+            current = is_current(record, folder / f"{record['notebook']}.ipynb")
+            readings.append(Reading(record, current, f"{path.parent.name}/{path.stem}"))
+    return readings, problems
+
+
+def _origin(record: Row) -> tuple[Any, ...]:
+    return record["notebook"], *(record["hardware"].get(key) for key in ("gpu", "cpu", "cores"))
+
+
+def seen(readings: Iterable[Reading]) -> dict[str, str]:
+    """Return when each record was made, by file: what is drawn from records is current as long as this is the same."""
+    return {file: f"{record['created']}{'' if current else ', stale'}" for record, current, file in readings}
+
+
+def claims_named(notebook: Path) -> set[str]:
+    """Return the ids of the claims that a notebook's code answers: those it holds as strings, such as "C01"."""
+    code = "\n".join(essence(cell.source) for cell in code_cells(read_notebook(notebook)))
+    return set(re.findall(r"""["'](C\d\d)["']""", code))
+
+
+def answers(claims: Mapping[str, Mapping[str, str]], readings: Iterable[Reading], name_of: Callable[[Row], str],
+            ) -> list[dict[str, Any]]:  # fmt: skip
+    """Return a row for each claim and each record that answers it, GPUs first; one that none answers has a row too.
+
+    `name_of` names the device of a record. Ratios have the 99 % interval and the noise floor of the measurement that
+    answered the claim; shares and memory have a `value`. Raises SpeedkitError for an answer to what nobody claimed.
+    """
+    found: dict[str, list[dict[str, Any]]] = {claim: [] for claim in claims}
+    for record, current, file in sorted(readings, key=lambda reading: not reading.record["hardware"].get("gpu")):
+        workload = file.rpartition("/")[2].partition("-")[2]
+        where = {"device": name_of(record), "notebook": record["notebook"], "workload": workload,
+                 "created": record["created"][:10], "stale": not current}  # fmt: skip
+        for row in (row for row in record["verdicts"] if row["claim"] is not None):
+            if row["claim"] not in found:
+                raise SpeedkitError(
+                    f"the record of {record['notebook']} from {where['device']} answers "
+                    f'"{row["claim"]}", which notebooks/claims.csv lacks: publish the notebook again'
+                )
+            verdict = {"verdict": WORDS[row["verdict"]], "evidence": row["check"]}
+            found[row["claim"]].append(where | verdict | quoted(record, row["check"]))
+    nothing = dict.fromkeys(("device", "notebook", "workload", "created"), "") | {"stale": False}
+    unanswered = nothing | {"verdict": NOT_MEASURED, "evidence": ""} | dict.fromkeys((*INTERVAL, "value"))
+    return [_promise(claim) | row for name, claim in claims.items() for row in found[name] or [unanswered]]
+
+
+def _promise(claim: Mapping[str, str]) -> dict[str, Any]:
+    """Return what was promised, and by whom: as a range where there were figures."""
+    low, high = (None if end in ("", "linear") else float(end) for end in (claim["low"], claim["high"]))
+    if claim["metric"] == "speedup" and low is not None and high is not None:
+        low, high = widened(low, high)
+    kept = {key: claim[key] for key in ("technique", "plan_field", "metric", "guide")}
+    return {"claim": claim["id"], **kept, "promised_low": low, "promised_high": high}
+
+
+def quoted(record: Row, sentence: str) -> dict[str, float | None]:
+    """Return the measurement, with all its digits, that a verdict's sentence quotes first, and its last per cent."""
+    rest = re.sub(r"promised [^,;]* %", "", sentence)
+    per_cent = re.findall(r"(?<![\d.])[-+]?\d+(?:\.\d+)?(?= ?%)", rest)
+    places = {}  # in the sentence: the measurement that is quoted there
+    for row in record["measurements"]:
+        for digits in (2, 3):
+            ratio, low, high = (re.escape(f"{row[key]:.{digits}f}") for key in INTERVAL[:3])
+            if match := re.search(rf"(?<![\d.]){ratio}x?,? \(?{low} to {high}(?!\d)", sentence):
+                places[match.start()] = row
+    row = places[min(places)] if places else {}
+    return {key: row.get(key) for key in INTERVAL} | {"value": float(per_cent[-1]) if per_cent else None}

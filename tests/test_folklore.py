@@ -1,0 +1,157 @@
+"""Folklore: what each record answers, every claim in its place, and nothing stale or foreign shown as an answer."""
+
+from pathlib import Path
+
+import nbformat
+import pytest
+from check_notebooks import executed
+
+from speedkit.errors import SpeedkitError
+from speedkit.files import read_json, write_json
+from speedkit.measure.folklore import NOT_MEASURED, WORDS, Reading, answers, claims_named, gather, quoted, seen
+from speedkit.measure.record import answer, promised, read_claims
+from speedkit.measure.schema import SCHEMA
+from speedkit.parameters import record_of
+from speedkit.publishing import is_outdated, status_table
+
+FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+NOT_THERE_YET = {"C24": "41_int8_inference", "C25": "40_several_gpus"}
+ANSWERED_BY_WORKLOAD = {"90_climb"}  # its records answer the claims on their own workload, together all of them
+
+
+def claim(name, metric="speedup", low="2.0", high="3.0", unit="x"):
+    return {"id": name, "technique": "a switch", "plan_field": "precision", "metric": metric, "low": low, "high": high,
+            "unit": unit, "context": "", "guide": "a guide"}  # fmt: skip
+
+
+CLAIMS = {
+    "C01": claim("C01"), "C02": claim("C02", low="1.9", high="1.9"), "C03": claim("C03", low="", high=""),
+    "C05": claim("C05", "peak memory", "-50", "-40", "%"), "C06": claim("C06", "rule", "", "", ""),
+}  # fmt: skip
+MEASURED = "promised 2.00 to 3.00x, measured 2.05x (1.90 to 2.20)"
+BF16 = {"name": "bf16", "ratio": 2.0546, "low": 1.9012, "high": 2.2049, "noise_floor": 1.0211}
+OTHER = {"name": "other", "ratio": 1.0, "low": 0.9, "high": 1.1, "noise_floor": 1.05}
+
+
+def record(*verdicts, gpu="", notebook="21_small", created="2026-01-02T03:04:05+00:00"):
+    rows = [{"claim": name, "verdict": verdict, "check": why} for name, verdict, why in verdicts]
+    return {"notebook": notebook, "created": created, "hardware": {"gpu": gpu, "cpu": "a CPU", "cores": 2},
+            "measurements": [OTHER, BF16], "verdicts": rows}  # fmt: skip
+
+
+def rows_of(*readings):
+    return answers(CLAIMS, readings, lambda record: record["hardware"]["gpu"] or "CPU")
+
+
+def test_every_claim_has_a_row_for_each_device_that_answers_it_and_one_where_none_does():
+    cpu = record(("C01", "needs_gpu", MEASURED), (None, "passed", "a check"))
+    gpu = record(("C01", "confirmed", MEASURED), gpu="GPU")
+    rows = rows_of(Reading(cpu, False, "cpu-2-cores/21_small-image"), Reading(gpu, True, "gpu/21_small"))
+    shown = [tuple(row[key] for key in ("claim", "device", "verdict", "workload", "stale")) for row in rows]
+    assert shown[:2] == [("C01", "GPU", "confirmed", "", False), ("C01", "CPU", "needs a GPU", "image", True)]
+    assert shown[2:] == [(name, "", NOT_MEASURED, "", False) for name in ("C02", "C03", "C05", "C06")]
+    low, high = ([row[f"promised_{end}"] for row in rows[1:]] for end in ("low", "high"))
+    assert (low[0], high[0]) == (2.0, 3.0)
+    assert (low[1], high[1]) == pytest.approx((1.71, 2.09)), "one figure is read widely"
+    assert low[2:] == [None, -50.0, None] and high[2:] == [None, -40.0, None]
+    assert {key: rows[0][key] for key in BF16 if key != "name"} == {key: BF16[key] for key in BF16 if key != "name"}
+
+
+@pytest.mark.parametrize(("sentence", "ratio", "value"), [
+    ("promised 2.00 to 3.00x, measured 2.05x (1.90 to 2.20)", 2.0546, None),
+    ("measured 2.055 (1.901 to 2.205), noise floor 1.021", 2.0546, None),
+    ("no faster (ratio 1.00, 0.90 to 1.10), later 2.05 (1.90 to 2.20)", 1.0, None),
+    ("measured 12.05x (1.90 to 2.20)", None, None),
+    ("measured 2.05x (1.90 to 2.21)", None, None),
+    ("promised -50 to -40 %, what is kept changes by -41 % in bf16", None, -41.0),
+    ("promised 90 to 100 %, measured 12.5 %", None, 12.5),
+    ("small batches are avoided", None, None),
+])  # fmt: skip
+def test_a_verdict_s_figures_are_those_of_the_measurement_it_quotes(sentence, ratio, value):
+    found = quoted(record(), sentence)
+    assert (found["ratio"], found["value"]) == (ratio, value)
+
+
+def test_an_answer_to_what_nobody_claimed_is_refused_in_a_sentence():
+    with pytest.raises(SpeedkitError, match='21_small from CPU answers "C99", which'):
+        rows_of(Reading(record(("C99", "wrong", "why")), True))
+
+
+@pytest.fixture()
+def folder(tmp_path, monkeypatch):
+    """Notebooks of which one was run here; a record of it, one of another form, one of other code, one torn."""
+    notebooks = tmp_path / "notebooks"
+    path = executed(notebooks / "21_tiny.ipynb")
+    whole = record_of(nbformat.read(path, as_version=4))
+    (notebooks / "records" / "there").mkdir(parents=True)
+    elsewhere = whole | {"hardware": whole["hardware"] | {"cpu": "another CPU"}}
+    odd = {"claim": "C01", "check": "x", "verdict": "perhaps"}
+    contents = {"21_tiny": {}, "21_tiny-old": {"code_sha256": "0" * 64}, "22_later": {"schema": 2},
+                "23_odd": {"verdicts": [odd]}}  # fmt: skip
+    for name, change in contents.items():
+        write_json(notebooks / "records" / "there" / f"{name}.json", elsewhere | change)
+    (notebooks / "records" / "there" / "24_torn.json").write_text("{")
+    monkeypatch.setenv("SPEEDKIT_NOTEBOOKS", str(notebooks))
+    return notebooks
+
+
+def test_records_that_cannot_be_read_are_a_sentence_each_and_cost_nothing_else(folder):
+    readings, problems = gather(folder)
+    assert {file: current for _, current, file in readings} == {"there/21_tiny": True, "there/21_tiny-old": False}
+    assert [problem.split(" (")[0] for problem in problems] == [
+        "there: record 22_later.json is not valid", "there: record 23_odd.json is not valid",
+        "there: record 24_torn.json cannot be read"]  # fmt: skip
+    assert "schema: 1 was expected" in problems[0] and "'perhaps' is not one of" in problems[1]
+    assert all(problem.endswith("publish its notebook again") for problem in problems)
+
+
+def test_what_a_run_replaces_is_left_out(folder):
+    own = read_json(folder / "records" / "there" / "21_tiny.json")
+    assert gather(folder, but=own)[0] == []
+    assert len(gather(folder, but=own | {"notebook": "50_folklore"})[0]) == 2
+
+
+def test_a_notebook_drawn_from_records_is_out_of_date_when_one_changes(folder):
+    path = executed(folder / "50_folklore.ipynb")
+    notebook = nbformat.read(path, as_version=4)
+    record_of(notebook)["seen"] = seen(gather(folder)[0])
+    nbformat.write(notebook, path)
+    assert not is_outdated(path) and "out of date" not in status_table(folder)
+    other = folder / "records" / "there" / "21_tiny.json"
+    write_json(other, read_json(other) | {"created": "2099-01-01T00:00:00+00:00"})
+    assert is_outdated(path) and "**out of date**: the records that it shows changed after" in status_table(folder)
+
+
+# ---- the notebooks as they are ----
+
+
+def test_verdicts_are_the_record_s_words():
+    words = SCHEMA["properties"]["verdicts"]["items"]["properties"]["verdict"]["enum"]
+    assert {*WORDS, "passed", "failed"} == set(words)
+
+
+def test_every_claim_is_answered_by_a_notebook():
+    named = set().union(*map(claims_named, NOTEBOOKS))
+    planned = {name for name, notebook in NOT_THERE_YET.items() if not (FOLDER / f"{notebook}.ipynb").exists()}
+    assert named == set(read_claims()) - planned
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_answers_exactly_the_claims_that_its_code_names(path):
+    shown = record_of(nbformat.read(path, as_version=4))
+    answered = {row["claim"] for row in shown["verdicts"]} - {None}
+    if path.stem in ANSWERED_BY_WORKLOAD or shown["profile"] == "smoke":  # which leaves out what takes long
+        assert answered <= claims_named(path)
+    else:
+        assert answered == claims_named(path)
+
+
+def test_every_speedup_that_was_judged_is_found_with_its_measurement_and_verdict():
+    readings, problems = gather(FOLDER)
+    assert problems == []
+    rows = answers(read_claims(), readings, lambda record: record["hardware"]["cpu"])
+    judged = [row for row in rows if row["evidence"].startswith("promised") and row["metric"] == "speedup"]
+    assert judged and all(row["ratio"] for row in judged)
+    for row in judged:
+        assert row["verdict"] in (WORDS[answer(promised(row["claim"]), row)], WORDS["needs_gpu"]), row["claim"]
