@@ -1,0 +1,50 @@
+"""The planted causes: each is there in the amount that it says, changes nothing that is learned, and is found."""
+
+import itertools
+
+import pytest
+import torch
+
+from speedkit.errors import UsageError
+from speedkit.hardware import this_machine
+from speedkit.measure.turns import in_turns
+from speedkit.workloads.planted import CAUSES, NOT_ON_CPU, planted, why_not
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+HERE = [(cause, device) for device, cause in itertools.product(DEVICES, CAUSES)
+        if not why_not(cause, this_machine(device))]  # fmt: skip
+
+
+@pytest.mark.parametrize(("cause", "device"), HERE)
+def test_a_step_is_longer_by_what_was_injected(cause, device):
+    healthy, loop = planted("healthy", 0, device), planted(cause, 0.05, device)
+    row = in_turns(cause, {"with it": lambda: loop.train(2), "without": lambda: healthy.train(2)}, 6, device)
+    longer_s = (sorted(row["seconds_a"])[3] - sorted(row["seconds_b"])[3]) / 2
+    assert longer_s == pytest.approx(loop.injected_s_per_step, rel=0.5)  # 0.5: whatever else the machine does
+    assert loop.injected_s_per_step == pytest.approx(0.05, rel=0.9)
+    assert loop.expected == (cause, CAUSES[cause])
+
+
+@pytest.mark.parametrize(("cause", "device"), HERE)
+@pytest.mark.parametrize("amount", [0.0, 1e-3])
+def test_planting_changes_nothing_that_is_learned(cause, device, amount):
+    if cause == "new shapes" and amount:
+        pytest.skip("its batches are other ones")
+    weights = []
+    for loop in (planted("healthy", 0, device), planted(cause, amount, device)):
+        loop.train(2)
+        weights.append(torch.cat([weight.flatten() for weight in loop.model.parameters()]))
+    assert torch.equal(*weights)
+
+
+def test_no_two_batches_of_new_shapes_have_one_length():
+    loop = planted("new shapes", 1e-3, "cpu")
+    assert len({batch[0].shape for batch in itertools.islice(loop.loader, 20)}) == 20
+
+
+def test_what_a_cpu_cannot_have_is_refused_with_the_reason():
+    for cause, why in NOT_ON_CPU.items():
+        with pytest.raises(UsageError, match=f"'{cause}' cannot be planted on .*: {why[:20]}"):
+            planted(cause, 0.01, "cpu")
+    with pytest.raises(UsageError, match="'slow coffee' cannot be planted: take healthy, slow decode"):
+        planted("slow coffee", 0.01, "cpu")
