@@ -16,6 +16,7 @@ from speedkit.errors import PlanError, SpeedkitError
 from speedkit.hardware import Hardware, this_machine
 from speedkit.plan import Plan, resolve
 from speedkit.recipe import Recipe
+from speedkit.train.checkpoint import get_random_state, set_random_state
 from speedkit.train.loop import steps
 from speedkit.train.run import begin, close
 
@@ -23,12 +24,15 @@ REPEATS = 7  # rounds over one batch of items; the median counts
 SHORT = 0.7  # a lever brings between this share of what it could bring and all of it
 
 
-def examine(workload: Any, recipe: Recipe | None = None, device: str = "auto") -> dict[str, Any]:
+def examine(
+    workload: Any, recipe: Recipe | None = None, device: str = "auto", compute_s: float | None = None
+) -> dict[str, Any]:
     """Return `workload`, `step_s`, `parts` and `levers` of a plain training step, loaded in the training process.
 
     `parts` are rows `{part, sample_s, share}`, measured on one batch of items; reading is from the page cache, where
     the files are after the first round. `levers` are rows `{field, change, predicted_speedup_low,
-    predicted_speedup_high}`, the best first, of what this machine and the data can use.
+    predicted_speedup_high}`, the best first, of what this machine and the data can use. `compute_s`, the seconds of a
+    step whose batch is there already, are measured where they are not given.
     """
     recipe, hardware = recipe or workload.recipe, this_machine(device)
     ways = _ways(workload, recipe.batch_size, hardware)
@@ -36,7 +40,7 @@ def examine(workload: Any, recipe: Recipe | None = None, device: str = "auto") -
     own_rate_s = min(took_s["load"], took_s.get("own rate", took_s["load"]))
     parts_s = {"read": took_s["read"], "decode": own_rate_s - took_s["read"], "resample": took_s["load"] - own_rate_s}
     parts_s |= {part: took_s[part] for part in ("features", "collate", "copy")}
-    parts_s["compute"] = _compute_s(workload, recipe, hardware.device)
+    parts_s["compute"] = compute_s or _compute_s(workload, recipe, hardware.device)
     parts_s = {part: max(0.0, seconds) for part, seconds in parts_s.items()}
     step_s = sum(parts_s.values())
     rows = [{"part": part, "sample_s": seconds / recipe.batch_size, "share": seconds / step_s}
@@ -54,6 +58,32 @@ def as_text(found: dict[str, Any]) -> str:
     lines += ["what would change (time before / time after, predicted):"]
     row_of = "  {predicted_speedup_low:.2f} to {predicted_speedup_high:.2f}  {change}".format_map
     return "\n".join([*lines, *map(row_of, found["levers"])])
+
+
+def facts(found: dict[str, Any], plan: Plan) -> dict[str, Any]:
+    """Return what the diagnosis reads of what `examine` found: what a batch costs, and for a plain plan the levers."""
+    took_s = {row["part"]: row["share"] * found["step_s"] for row in found["parts"]}
+    items_s = sum(took_s[part] for part in ("read", "decode", "resample", "features"))
+    levers = found["levers"] if plan.cache == "off" and plan.workers == 0 else []
+    return {"items_s": items_s, "collate_s": took_s["collate"], "levers": levers}
+
+
+def facts_of_loader(loader: Any) -> dict[str, Any]:
+    """Return the same of anybody's DataLoader, by a batch of its first items; nothing where these have no numbers.
+
+    The global random state is afterwards what it was before.
+    """
+    data: Any = getattr(loader, "dataset", None)
+    collate, size = getattr(loader, "collate_fn", None), getattr(loader, "batch_size", None)
+    if collate is None or not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
+        return {}
+    many = getattr(data, "__getitems__", lambda rows: [data[row] for row in rows])
+    before, rows = get_random_state(torch.device("cpu")), list(range(min(size or 1, len(data))))
+    items_s = statistics.median(timed(lambda: many(rows), "cpu", 3))
+    items = many(rows)
+    collate_s = statistics.median(timed(lambda: collate(items), "cpu", 3))
+    set_random_state(before, torch.device("cpu"))
+    return {"items_s": items_s, "collate_s": collate_s, "workers": loader.num_workers}
 
 
 def _ways(workload: Any, batch_size: int, hardware: Hardware) -> dict[str, Callable[[], Any]]:
