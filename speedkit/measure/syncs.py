@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 READS = ("_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2", "unique_dim", "unique_consecutive")
 HANDING_OVER = ("tolist", "numpy", "cpu")  # methods that need no operation where the tensor lies in the host's memory
 Note = Callable[[FrameType, float], None]
-NOT_THEIRS = (str(Path(torch.__file__).parent), __file__, warnings.__file__, contextlib.__file__)
+# What may stand between a place that makes the host wait and the wait itself.
+NOT_THEIRS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), warnings.__file__, contextlib.__file__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,20 +37,30 @@ class Sync:
         return f"{Path(self.file).name}:{self.line}: {self.count} times, {1e3 * self.seconds:.3g} ms: {self.code}"
 
 
-def audit(function: Callable[[], Any], device: torch.device | str = "cpu") -> list[Sync]:
-    """Call `function()` and return the places in it that made the host wait, the most expensive first.
+@contextlib.contextmanager
+def auditing(device: torch.device | str = "cpu") -> Iterator[list[Sync]]:
+    """Find the places inside the block that make the host wait; after it they are listed, the most expensive first.
 
     On a GPU these are the waits that CUDA's sync debug mode reports, compiled code included; of event waits and
     `torch.cuda.synchronize` it knows nothing. On a CPU nothing waits: there they are the reads that would make a GPU's
     host wait, with all compiled code run as eager, and with those of numbers that lie in the host's memory beside any
-    GPU, such as a loader's indices. Being watched costs time: call it on a few steps, after a warm-up.
+    GPU, such as a loader's indices. Being watched costs time: let it see a few steps, after a warm-up.
     """
-    found: dict[tuple[str, int], list[float]] = {}
+    found, syncs = dict[tuple[str, int], list[float]](), list[Sync]()
     watch = _cuda_waits if torch.device(device).type == "cuda" else _cpu_reads
-    with watch(lambda frame, seconds: found.setdefault(_place(frame), []).append(seconds)):
+    try:
+        with watch(lambda frame, seconds: found.setdefault(_place(frame), []).append(seconds)):
+            yield syncs
+    finally:
+        syncs += (Sync(*at, linecache.getline(*at).strip(), len(costs), sum(costs)) for at, costs in found.items())
+        syncs.sort(key=lambda sync: -sync.seconds)
+
+
+def audit(function: Callable[[], Any], device: torch.device | str = "cpu") -> list[Sync]:
+    """Call `function()` and return the places in it that made the host wait; see `auditing`."""
+    with auditing(device) as found:
         function()
-    syncs = (Sync(*place, linecache.getline(*place).strip(), len(costs), sum(costs)) for place, costs in found.items())
-    return sorted(syncs, key=lambda sync: -sync.seconds)
+    return found
 
 
 def _place(frame: FrameType | None) -> tuple[str, int]:
