@@ -231,6 +231,13 @@ def test_float16_without_what_loss_scaling_takes_becomes_bf16_and_says_so(case, 
     assert effective.plan.precision == "bf16" and "GradScaler" in str(effective.fallbacks[-1])
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_float16_takes_no_cuda_graphs():
+    model = net("cuda")
+    effective = prepare(Plan(precision="fp16", compile="reduce-overhead"), model, adamw(model), []).effective
+    assert effective.plan.compile == "default" and "copy all weights" in str(effective)
+
+
 def test_outputs_are_float32_wherever_they_are_in_what_is_returned(emulated):
     class Named(nn.Linear):
         def forward(self, x, also):
@@ -328,7 +335,7 @@ def test_a_failed_compilation_is_told_and_the_loop_goes_on(monkeypatch, capsys):
     ("micro_batch", 4, "split the batch"), ("log_every", 50, "loss.item()"), ("validate_every", 0, "evaluate in"),
     ("on_nonfinite", "skip", "isfinite"), ("ranks", 2, "torchrun"), ("shards", True, "tar file"),
     ("decoder", "librosa", "reads the files"), ("features_on", "device", "your loop has the batch"),
-    ("bucket", True, "batch_sampler"), ("strategy", "fsdp", "fully_shard"),
+    ("bucket", True, "batch_sampler"),
 ])  # fmt: skip
 def test_what_only_the_loop_can_do_says_how_and_strict_refuses_it(field, value, says, capsys):
     plan, model = Plan(**{field: value}), net()
@@ -494,8 +501,8 @@ def split():
     (lambda: ((model := frozen()), adamw(model), loader()), {}, "the model has no parameter to train"),
     (lambda: ((model := net()), adamw(model), loader()), {"device": "cuda:7"}, "the model is on cpu, and cuda:7 was"),
     (lambda: ((model := split()), adamw(model), loader()), {}, "the model is on cpu, meta, and cpu was asked"),
-    (lambda: ((model := net()), adamw(model), 3), {}, "the loader is of type int"),
-    (lambda: (adamw(model := net()), model, loader()), {}, "the model is of type AdamW"),
+    (lambda: ((model := net()), adamw(model), 3), {}, "int is no Iterable"),
+    (lambda: (adamw(model := net()), model, loader()), {}, "AdamW is no Module"),
     (lambda: (*prepare(Plan(precision="bf16"), (model := net()), adamw(model), [])[:2], []), {}, "prepared already"),
 ], ids=["foreign", "frozen", "elsewhere", "scattered", "no loader", "order", "twice"])  # fmt: skip
 def test_parts_that_do_not_belong_together_are_one_sentence(parts, options, says, emulated):

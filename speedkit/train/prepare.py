@@ -1,6 +1,5 @@
 """Apply a plan to a training loop that its author keeps: here to model and optimizer, in own_loader to the loader."""
 
-import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
@@ -29,9 +28,7 @@ IN_THE_LOOP = {
     "validate_every": "evaluate in your loop after every so many steps",
     "on_nonfinite": "leave the step out in your loop where torch.isfinite(loss) is false",
     "ranks": "start your script with torchrun, and wrap the model in DistributedDataParallel",
-    "strategy": "wrap the model in your script, with torch.distributed.fsdp.fully_shard",
 }
-LOWER = (torch.float16, torch.bfloat16)
 
 
 class Prepared(NamedTuple):
@@ -54,9 +51,10 @@ def prepare(
     """Apply `plan` to the parts of a loop that stays as it is: `model, optimizer, loader = prepare(plan, model, ...)`.
 
     A field at its default leaves what is there: a loader keeps its own workers. Model and optimizer are changed in
-    place, so that schedulers and the names in state_dict() stay valid; copies of the model are plain. What cannot be
-    applied is printed, and in `.effective`, with what to do in the loop instead; under `strict` it raises PlanError,
-    and neither is changed. Raises UsageError for parts that do not belong together.
+    place, so that schedulers and the names in state_dict() stay valid; copies of the model are plain. Load a checkpoint
+    before: an optimizer's brings its own switches. What cannot be applied is printed, and in `.effective`, with what to
+    do in the loop instead; under `strict` it raises PlanError, and neither is changed. Raises UsageError for parts that
+    do not belong together.
     """
     hardware = this_machine(_checked(model, optimizer, loader, device))
     effective = _settled(plan, model, optimizer, loader, hardware)
@@ -87,11 +85,9 @@ def prepare(
 
 def _checked(model: Any, optimizer: Any, loader: Any, device: str | torch.device | None) -> torch.device:
     """Return the device to train on. Raises UsageError for parts that do not belong together."""
-    for what, kind, given in (("model", nn.Module, model), ("optimizer", Optimizer, optimizer),
-                              ("loader", Iterable, loader)):  # fmt: skip
+    for kind, given in ((nn.Module, model), (Optimizer, optimizer), (Iterable, loader)):
         if not isinstance(given, kind):
-            raise UsageError(f"the {what} is of type {type(given).__name__}: prepare takes a model, its optimizer and "
-                             "a loader, in this order")  # fmt: skip
+            raise UsageError(f"a {type(given).__name__} is no {kind.__name__}: give plan, model, optimizer, loader")
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     if not trained:
         raise UsageError("the model has no parameter to train: set requires_grad where it is to learn")
@@ -100,12 +96,12 @@ def _checked(model: Any, optimizer: Any, loader: Any, device: str | torch.device
         raise UsageError("the optimizer holds no parameter of the model: make it from model.parameters()")
     if isinstance(vars(model).get("_compiled_call_impl"), Call):
         raise UsageError("the model is prepared already: prepare it once, or make a new model and optimizer")
-    asked, places = torch.device(device or trained[0].device), {weight.device for weight in model.parameters()}
-    if len(places) > 1 or asked.type != trained[0].device.type or asked.index not in (None, trained[0].device.index):
-        where = ", ".join(sorted(map(str, places)))
-        raise UsageError(f"the model is on {where}, and {asked} was asked: model.to({str(asked)!r}) moves it, before "
-                         "its optimizer is made")  # fmt: skip
-    return trained[0].device
+    place, places = trained[0].device, {str(weight.device) for weight in model.parameters()}
+    asked = torch.device(place if device in (None, "auto") else device)
+    if len(places) > 1 or asked.type != place.type or asked.index not in (None, place.index):
+        raise UsageError(f"the model is on {', '.join(sorted(places))}, and {asked} was asked: "
+                         f"model.to({str(asked)!r}) moves it, before its optimizer is made")  # fmt: skip
+    return place
 
 
 def _settled(plan: Plan, model: nn.Module, optimizer: Any, loader: Any, hardware: Hardware) -> Effective:
@@ -135,10 +131,10 @@ def _settled(plan: Plan, model: nn.Module, optimizer: Any, loader: Any, hardware
 
 def _for_learner(got: dict[str, Any], model: nn.Module, optimizer: Any, hardware: Hardware) -> Iterator[tuple]:
     """Yield, as `plan.resolve` does inside, what this model and optimizer cannot do: field, new value, reason."""
-    kind, groups = type(optimizer).__name__, optimizer.param_groups
+    groups = optimizer.param_groups
     fusable = isinstance(optimizer, SGD | Adam | AdamW) and not any(group["differentiable"] for group in groups)
     if got["fused_optimizer"] and not fusable:
-        yield "fused_optimizer", False, f"{kind} has no fused form here: SGD, Adam and AdamW have"
+        yield "fused_optimizer", False, f"{type(optimizer).__name__} has no fused form: SGD, Adam and AdamW have"
     # Recurrent layers keep their weights in a list of their own, past what stands for them while they are scaled.
     recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
     if got["precision"] == "fp16" and (recurrent or not fusable or any(group.get("dampening") for group in groups)):
@@ -150,6 +146,8 @@ def _for_learner(got: dict[str, Any], model: nn.Module, optimizer: Any, hardware
         yield "channels_last", False, "NHWC is for 2-d convolutions, of which the model has none, or 3-d ones beside"
     if got["compile"] != "off" and (vars(model).get("_compiled_call_impl") or hasattr(model, "_orig_mod")):
         yield "compile", "off", "the model is compiled already, as your script has it"
+    if got["precision"] == "fp16" and got["compile"] in compilation.CUDA_GRAPHS and hardware.supports("cuda_graphs"):
+        yield "compile", "default", "CUDA graphs would copy all weights in each step, for the sake of loss scaling"
     if got["compile"] != "off" and got["compile_scope"] == "step":
         yield "compile_scope", "model", "your loop calls loss and update: compile these there"
 
@@ -162,21 +160,25 @@ def _refuse(effective: Effective, strict: bool) -> None:
 
 def _fit(optimizer: Any, plan: Plan) -> None:
     """Make the optimizer fused where `plan` says so, and its state, wherever it was made, fit it and the weights."""
-    for group in optimizer.param_groups:
-        if plan.fused_optimizer:
-            group |= {"fused": True, "foreach": False}
-            optimizer._step_supports_amp_scaling = True  # as its constructor would
-        for weight in group["params"]:
-            if group.get("momentum") and plan.precision == "fp16":  # as in optimizer.build
-                optimizer.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight))
-            state = optimizer.state.get(weight, {})
-            for name, value in state.items():
-                if isinstance(value, Tensor) and value.shape == weight.shape:
-                    state[name] = torch.empty_like(weight).copy_(value)  # a fused kernel reads both in one order
-                elif isinstance(value, Tensor) and plan.fused_optimizer:
-                    state[name] = value.to(weight.device)  # the count of steps
-            if weight.grad is not None:
-                weight.grad = torch.empty_like(weight).copy_(weight.grad)
+    for options in (optimizer.defaults, *optimizer.param_groups) if plan.fused_optimizer else ():
+        options |= {"fused": True, "foreach": False}
+        optimizer._step_supports_amp_scaling = True  # as its constructor would
+    for options, weight in ((group, weight) for group in optimizer.param_groups for weight in group["params"]):
+        if options.get("momentum") and plan.precision == "fp16":  # as in optimizer.build
+            optimizer.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight))
+        state = optimizer.state.get(weight, {})
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.shape == weight.shape:
+                state[name] = _laid_out_as(weight, value)
+            elif isinstance(value, Tensor) and plan.fused_optimizer:
+                state[name] = value.to(weight.device)  # the count of steps
+        weight.grad = _laid_out_as(weight, weight.grad) if weight.grad is not None else None
+
+
+def _laid_out_as(weight: Tensor, value: Tensor) -> Tensor:
+    """Return `value` in the order of `weight` in memory: a fused kernel runs through both at once."""
+    same = value.stride() == weight.stride()
+    return value if same else torch.empty_like(weight, dtype=value.dtype).copy_(value)
 
 
 class Call:
@@ -203,12 +205,20 @@ class Call:
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Return what the model returns, in float32 where it was computed in 16 bits."""
         inputs, named = tree_map_only(Tensor, self._arriving, (inputs, named))
-        vars(self.model)["_compiled_call_impl"] = self.theirs  # what is called from here on is the model itself
+        modules = self.model.modules() if self.scale is not None and torch.is_grad_enabled() else ()
+        there = [(module._parameters, dict(module._parameters)) for module in modules]
+        aliases: Any = (
+            {weight: self._alias(weight, unscale=True) for weight in self.model.parameters()} if there else {}
+        )
         try:
-            with self._aliases() if self.scale is not None and torch.is_grad_enabled() else contextlib.nullcontext():
-                outputs = self.call(*inputs, **named)
+            vars(self.model)["_compiled_call_impl"] = self.theirs  # what is called from here on is the model itself
+            for parameters, weights in there:
+                parameters.update({name: aliases.get(weight) for name, weight in weights.items()})
+            outputs = self.call(*inputs, **named)
         finally:
             vars(self.model)["_compiled_call_impl"] = self
+            for parameters, weights in there:
+                parameters.update(weights)
         return tree_map_only(Tensor, self._leaving, outputs)
 
     def _called(self, *inputs: Any, **named: Any) -> Any:
@@ -231,7 +241,7 @@ class Call:
         return self._alias(tensor, unscale=True)
 
     def _leaving(self, tensor: Tensor) -> Tensor:
-        if self.plan.precision in precision.AUTOCAST and tensor.dtype in LOWER:
+        if self.plan.precision in precision.AUTOCAST and tensor.dtype in precision.AUTOCAST.values():
             tensor = tensor.float()
         elif getattr(self.forward, "cuda_graphs", False):
             tensor = tensor.clone()  # the next replay writes to its memory, and the loop may keep it
@@ -244,20 +254,6 @@ class Call:
         scale, alias = self.scale.scale, tensor.view_as(tensor)
         alias.register_hook(lambda gradient: gradient / scale if unscale else gradient * scale)
         return alias
-
-    @contextlib.contextmanager
-    def _aliases(self) -> Iterator[None]:
-        """Let aliases stand for the weights while the model is called."""
-        places = [(module._parameters, name, weight) for module in self.model.modules()
-                  for name, weight in module._parameters.items() if weight is not None]  # fmt: skip
-        aliases: Any = {weight: self._alias(weight, unscale=True) for _, _, weight in places}
-        for parameters, name, weight in places:
-            parameters[name] = aliases[weight]
-        try:
-            yield
-        finally:
-            for parameters, name, weight in places:
-                parameters[name] = weight
 
     def _look(self, optimizer: Optimizer, *_: Any) -> None:
         """Note on the device, before a step, whether a gradient is not finite: it is then left out."""
