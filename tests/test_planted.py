@@ -19,17 +19,17 @@ HERE = [(cause, device) for device, cause in itertools.product(DEVICES, CAUSES)
 def test_a_step_is_longer_by_what_was_injected(cause, device):
     healthy, loop = planted("healthy", 0, device), planted(cause, 0.05, device)
     row = in_turns(cause, {"with it": lambda: loop.train(2), "without": lambda: healthy.train(2)}, 6, device)
-    longer_s = (sorted(row["seconds_a"])[3] - sorted(row["seconds_b"])[3]) / 2
+    longer_s = (min(row["seconds_a"]) - min(row["seconds_b"])) / 2
     assert longer_s == pytest.approx(loop.injected_s_per_step, rel=0.5)  # 0.5: whatever else the machine does
-    assert loop.injected_s_per_step == pytest.approx(0.05, rel=0.9)
+    assert 0.02 < loop.injected_s_per_step < 0.2
     assert loop.expected == (cause, CAUSES[cause])
 
 
-@pytest.mark.parametrize(("cause", "device"), HERE)
-@pytest.mark.parametrize("amount", [0.0, 1e-3])
+@pytest.mark.parametrize(("cause", "device", "amount"), [
+    (*here, amount) for here in HERE for amount in (0.0, 1e-3)
+    if here[0] != "new shapes" or not amount  # their batches are other ones
+])  # fmt: skip
 def test_planting_changes_nothing_that_is_learned(cause, device, amount):
-    if cause == "new shapes" and amount:
-        pytest.skip("its batches are other ones")
     weights = []
     for loop in (planted("healthy", 0, device), planted(cause, amount, device)):
         loop.train(2)

@@ -28,7 +28,7 @@ NOT_ON_CPU = {
     "host read each step": "a CPU has computed the loss before `.item()` asks for it: nobody waits",
 }
 SIZES = (2, 512, 128), (32, 256, 2048)  # on a CPU, on a GPU: clips per batch, tokens per clip, width of the model
-REPEATS = 5  # timings of what is planted, by itself; the median counts
+REPEATS = 9  # timings of what is planted, by itself; the median counts
 
 
 def why_not(cause: str, hardware: Hardware) -> str:
@@ -63,7 +63,7 @@ class Planted(Dataset):
 
     def __init__(self, cause: str, device: torch.device):
         torch.manual_seed(0)
-        batch_size, length, width = SIZES[device.type == "cuda"]
+        self.size = batch_size, length, width = SIZES[device.type == "cuda"]
         self.cause, self.expected, self.device = cause, (cause, CAUSES.get(cause)), device
         self.injected_s_per_step = self.decode_s = self.collate_s = 0.0
         self.clips = torch.randint(256, (64, 16 * length))
@@ -125,33 +125,33 @@ def planted(cause: str, amount: float, device: str = "auto") -> Planted:
         raise UsageError(f"{cause!r} cannot be planted on {hardware.name}: {reason}")
     loop = Planted(cause, hardware.device)
     if amount and cause in CAUSES:
-        loop.injected_s_per_step = _plant(loop, cause, amount)
+        loop.injected_s_per_step = _plant(loop, amount)
         if hardware.device.type != "cpu":
             loop.injected_s_per_step = loop.step_s() - Planted("healthy", hardware.device).step_s()
     return loop
 
 
-def _plant(loop: Planted, cause: str, amount: float) -> float:
+def _plant(loop: Planted, amount: float) -> float:
     """Change the loop; return the seconds that were injected into each step."""
-    if cause == "slow decode":
-        loop.decode_s = amount / SIZES[loop.device.type == "cuda"][0]
-    elif cause == "slow collate":
+    if loop.cause == "slow decode":
+        loop.decode_s = amount / loop.size[0]
+    elif loop.cause == "slow collate":
         loop.collate_s = amount
-    elif cause == "host read each step":  # and then what else the host does, which a device at work would have hidden
+    elif loop.cause == "host read each step":  # and then what else the host does, which a device at work would hide
         loop.after = lambda number, loss: busy(amount + 0.0 * loss.item())
-    elif cause == "printing each step":
+    elif loop.cause == "printing each step":
         terminal = io.StringIO()
         terminal.flush = lambda: busy(amount)  # type: ignore[method-assign]  # it takes time to show a line
         loop.after = lambda number, loss: print(f"{number}: {loss.item():.4f}", file=terminal, flush=True)
-    elif cause == "new shapes":
+    elif loop.cause == "new shapes":
         return _compile(loop, amount)
     else:
-        unit = _unit(loop, cause)
+        unit = _unit(loop)
         count = max(1, round(amount / alone_s(unit, loop.device)))
         work = lambda *_: [unit() for _ in range(count)]  # noqa: E731
-        if cause == "large copies":
+        if loop.cause == "large copies":
             loop.loader.pin_memory, loop.context = False, torch.ones(count * 2**22)
-        elif cause == "validation too often":
+        elif loop.cause == "validation too often":
             loop.after = work
         else:
             loop.model[-2].more = work
@@ -159,12 +159,11 @@ def _plant(loop: Planted, cause: str, amount: float) -> float:
     return amount
 
 
-def _unit(loop: Planted, cause: str) -> Callable[[], Any]:
-    """Return some work of the kind that makes up `cause`; it depends on nothing that is learned."""
-    device, (batch_size, length, width) = loop.device, SIZES[loop.device.type == "cuda"]
-    one, large = torch.ones(1, device=device), torch.ones(2 ** (28 if device.type == "cuda" else 24), device=device)
-    rows, weights = (torch.randn(size, width, device=device) for size in (batch_size * length, width))
-    batch, tokens = torch.ones(2**22), loop.clips[:batch_size, :length].to(device)
+def _unit(loop: Planted) -> Callable[[], Any]:
+    """Return a piece of the work that makes up the cause; nothing that is learned depends on it."""
+    one, large = (torch.ones(size, device=loop.device) for size in (1, 2 ** (28 if loop.device.type == "cuda" else 24)))
+    hidden, weights = (torch.randn(*size, device=loop.device) for size in (loop.size, 2 * loop.size[-1:]))
+    batch, tokens = torch.ones(2**22), loop.clips[: loop.size[0], : loop.size[1]].to(loop.device)
 
     def evaluate() -> None:
         loop.model.eval()
@@ -173,12 +172,12 @@ def _unit(loop: Planted, cause: str) -> Callable[[], Any]:
         loop.model.train()
 
     return {
-        "many small operators": lambda: [one.mul_(1.0) for _ in range(100)],
+        "many small operators": lambda: [one.mul_(1.0) for _ in range(1000)],
         "bandwidth-bound": lambda: large.mul_(1.0),  # 64 MiB and more, which no cache holds
-        "compute-bound": lambda: rows @ weights,
-        "large copies": lambda: batch.to(device),
+        "compute-bound": lambda: hidden @ weights,
+        "large copies": lambda: batch.to(loop.device),
         "validation too often": evaluate,
-    }[cause]
+    }[loop.cause]
 
 
 def _compile(loop: Planted, amount: float) -> float:
@@ -188,12 +187,10 @@ def _compile(loop: Planted, amount: float) -> float:
         busy(amount)
         return graph.forward
 
-    batch_size, length, width = SIZES[loop.device.type == "cuda"]
-    loop.lengths, shorter = itertools.count(length), itertools.count(1)
+    shorter, hidden = itertools.count(1), torch.zeros(loop.size, device=loop.device)
+    loop.lengths = itertools.count(loop.size[1])
     loop.model[-2] = pool = torch.compile(loop.model[-2], backend=compiler, dynamic=False)
     # By default it would give up after eight, and go on without compiling.
     loop.settings = torch._dynamo.config.patch(recompile_limit=10**4, accumulated_recompile_limit=10**4)
-    hidden = torch.zeros(batch_size, length, width, device=loop.device)
     with loop.settings, loop.number_format:
-        compiling = timed(lambda: pool(hidden[:, : next(shorter)]), loop.device, REPEATS, warmup=2)
-    return statistics.median(compiling)
+        return statistics.median(timed(lambda: pool(hidden[:, : next(shorter)]), loop.device, REPEATS, warmup=2))
