@@ -14,16 +14,23 @@ _HOMES = {
     "load_workload": "speedkit.workloads",
     "fit": "speedkit.train.loop",
     "compare": "speedkit.measure.compare",
+    "doctor": "speedkit.measure.diagnose:diagnose",
+    "watch": "speedkit.measure.watch",
+    "prepare": "speedkit.train.prepare",
     "climb": "speedkit.climb",
     "start": "speedkit.measure.record",
 }
 
-__all__ = ["Plan", "Recipe", "climb", "compare", "fit", "load_workload", "resolve", "start", "this_machine"]
+__all__ = [
+    "Plan", "Recipe", "climb", "compare", "doctor", "fit", "load_workload", "prepare", "resolve", "start",
+    "this_machine", "watch",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        value = getattr(importlib.import_module(_HOMES[name]), name)
+        module, _, called = _HOMES[name].partition(":")
+        value = getattr(importlib.import_module(module), called or name)
         globals()[name] = value  # also over the submodule of the same name, such as speedkit.climb
         return value
     raise AttributeError(f"module 'speedkit' has no attribute {name!r}")

@@ -15,10 +15,10 @@ from speedkit.ceilings import ceilings, left_out
 from speedkit.commands_cache import cache
 from speedkit.elsewhere import option_today
 from speedkit.errors import Interrupted, SpeedkitError, UsageError
+from speedkit.files import claim_folder, write_json
 from speedkit.hardware import this_machine
 from speedkit.measure.compare import compare as compare_plans
 from speedkit.measure.larger_batch import choose_batch_size
-from speedkit.measure.loading import as_text, examine
 from speedkit.options import DATA, PLAN, RECIPE, axis, options, seconds, shared, the_plan, the_workload
 from speedkit.plan import resolve
 from speedkit.train.loop import fit
@@ -141,13 +141,22 @@ def _write_report(folder: Path, workload: str, values: dict[str, Any]) -> None:
 @commands.command()
 @click.argument("workload")
 @shared
+@click.option("--plan", "plan_name", default="baseline", show_default=True, metavar="FILE | BASELINE | CAREFUL | FAST")
+@click.option("--budget", "budget_s", default="1m", show_default=True, type=seconds, metavar="TIME",
+              help="what does not fit is left out, and said")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="print JSON")
-@options(RECIPE)
-def doctor(workload: str, as_json: bool, **values: Any) -> None:
-    """Say where the time of WORKLOAD's batches goes, part by part, and what each lever of the plan would bring."""
+@options(RECIPE, PLAN)
+def doctor(workload: str, plan_name: str, budget_s: float, as_json: bool, **values: Any) -> None:
+    """Say why training WORKLOAD is slow: where a step's time goes, the causes, what to change, and what that gives."""
+    from speedkit.measure import diagnose
+
+    plan = the_plan(plan_name, values, values["device"])
     work, recipe = the_workload(workload, values)
-    found = examine(work, recipe, values["device"])
-    click.echo(json.dumps(found) if as_json else as_text(found))
+    folder = claim_folder(values["out"], "doctor", values["resume"])
+    where = {"device": values["device"], "cache_dir": values["cache_dir"]}
+    found = diagnose.diagnose(work, recipe, plan, budget_s=budget_s, **where)
+    write_json(folder / "ledger.json", found)
+    click.echo(json.dumps(found) if as_json else f"{diagnose.as_text(found)}\nledger.json in {folder}")
 
 
 @commands.command()
