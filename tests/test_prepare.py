@@ -275,6 +275,16 @@ def test_model_and_optimizer_stay_what_they_were(plan, emulated):
     assert copy.copy(prepared.loader).device == prepared.loader.device
 
 
+def test_what_watches_a_prepared_model_sees_every_call(emulated):
+    model, seen = net(), []
+    prepare(Plan(precision="bf16"), model, adamw(model), [])
+    call = vars(model)["_compiled_call_impl"]
+    vars(model)["_compiled_call_impl"] = lambda x: seen.append(x) or call(x)
+    for _ in range(3):
+        model(torch.ones(1, 3, 8, 8))
+    assert len(seen) == 3
+
+
 def test_a_model_may_keep_its_own_weights_out_of_training():
     model = net()
     for weight in model[0].parameters():

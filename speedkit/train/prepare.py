@@ -210,13 +210,14 @@ class Call:
         aliases: Any = (
             {weight: self._alias(weight, unscale=True) for weight in self.model.parameters()} if there else {}
         )
+        caller = vars(self.model)["_compiled_call_impl"]  # this, or somebody who watches it
         try:
             vars(self.model)["_compiled_call_impl"] = self.theirs  # what is called from here on is the model itself
             for parameters, weights in there:
                 parameters.update({name: aliases.get(weight) for name, weight in weights.items()})
             outputs = self.call(*inputs, **named)
         finally:
-            vars(self.model)["_compiled_call_impl"] = self
+            vars(self.model)["_compiled_call_impl"] = caller
             for parameters, weights in there:
                 parameters.update(weights)
         return tree_map_only(Tensor, self._leaving, outputs)
