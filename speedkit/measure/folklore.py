@@ -93,9 +93,12 @@ def _promise(claim: Mapping[str, str]) -> dict[str, Any]:
 
 
 def quoted(record: Row, sentence: str) -> dict[str, float | None]:
-    """Return the measurement, with all its digits, that a verdict's sentence quotes first, and its last per cent."""
+    """Return the measurement, with all its digits, that a verdict's sentence quotes first.
+
+    And as `value` its figure in per cent: the one after "measured", else the first that is not what was promised.
+    """
     rest = re.sub(r"promised [^,;]* %", "", sentence)
-    per_cent = re.findall(r"(?<![\d.])[-+]?\d+(?:\.\d+)?(?= ?%)", rest)
+    per_cent = re.findall(r"(?<![\d.])[-+]?\d+(?:\.\d+)?(?= ?%)", rest.rpartition("measured")[2])
     places = {}  # in the sentence: the measurement that is quoted there
     for row in record["measurements"]:
         for digits in (2, 3):
@@ -103,4 +106,4 @@ def quoted(record: Row, sentence: str) -> dict[str, float | None]:
             if match := re.search(rf"(?<![\d.]){ratio}x?,? \(?{low} to {high}(?!\d)", sentence):
                 places[match.start()] = row
     row = places[min(places)] if places else {}
-    return {key: row.get(key) for key in INTERVAL} | {"value": float(per_cent[-1]) if per_cent else None}
+    return {key: row.get(key) for key in INTERVAL} | {"value": float(per_cent[0]) if per_cent else None}
