@@ -28,6 +28,7 @@ FOUND = {
 # is told where it is most of a step, and a change of the plan would make it less.
 LEAST = {"evaluation and checkpoint": 0.10, "launch-bound": 0.10, "compute-bound": 0.5, "bandwidth-bound": 0.5}
 LEAST_SHARE, LEAST_GAIN = 0.05, 1.05
+DISTURBED = 2.0  # times as long as in the counted steps: what an operator may take in others, and no more is its own
 CALLS = 4  # times an empty operator: what a small one may cost, with the layer, the hooks and the Python around it
 REPORTING = ("print(", "log", "write(", "set_postfix", "display(")  # in a line that reads the device
 RARELY = "log_every=50: read and report what the device has computed every 50 steps"
@@ -114,6 +115,20 @@ class Case:
         """Return the seconds per step in rows of the ledger."""
         return sum(map(self.ledger.share, parts)) * self.ledger.step_s
 
+    def bound(self) -> tuple[float, float, float]:
+        """Return the seconds per step bound by calling operators, by computing and by moving memory.
+
+        A GPU's are in its ledger. On a CPU the passes and the update are shared out as the operators of the counted
+        steps took their time; small ones get what the others leave, as far as their number can explain it.
+        """
+        work = self.facts.get("work") or {}
+        if self.hardware.device.type != "cpu" or not work:
+            return self.seconds("launch-bound"), self.seconds("compute-bound"), self.seconds("bandwidth-bound")
+        passes_s, known_s = self.seconds("forward", "backward", "optimizer"), work["compute_s"] + work["bandwidth_s"]
+        small_s = min(max(passes_s - known_s, 0.0), CALLS * self.facts["operator_cost_s"] * work["small"])
+        slower = min(DISTURBED, (passes_s - small_s) / known_s) if known_s else 0.0
+        return small_s, slower * work["compute_s"], slower * work["bandwidth_s"]
+
     def row(self, cause: str, seconds: float, evidence: str, field: str | None, change: str,
             saved_s: tuple[float, float] | None = None, measured: str = "") -> Row:  # fmt: skip
         """Return the row of a cause. Its change saves 90 % to all of the seconds, if not as given or `measured`."""
@@ -185,17 +200,10 @@ def _host(case: Case) -> Iterator[Row]:
 
 
 def _launches(case: Case) -> Iterator[Row]:
-    """Operators that take as long as it takes to call them: on a GPU the gaps before launches.
-
-    On a CPU they are what the operators that take longer leave of the passes and the update. That is believed as far as
-    their number can explain it.
-    """
+    """Operators that take as long as it takes to call them: on a GPU the gaps before launches."""
     facts, work, hardware = case.facts, case.facts.get("work") or {}, case.hardware
     each_s, calls = facts["operator_cost_s"], work.get("operators") or facts.get("operators_per_step") or 0
-    own_s = case.seconds("launch-bound")
-    if hardware.device.type == "cpu" and work:
-        left_s = case.seconds("forward", "backward", "optimizer") - work["compute_s"] - work["bandwidth_s"]
-        own_s = min(max(left_s, 0.0), CALLS * each_s * work["small"])
+    own_s, *_ = case.bound()
     shown = (f"{_ms(own_s)} a step go into calling operators: there are {calls:.0f}, and one that has nothing to do "
              f"costs {_ms(each_s)} here")  # fmt: skip
     compiles = hardware.supports("compile")
@@ -213,9 +221,7 @@ def _launches(case: Case) -> Iterator[Row]:
 def _model(case: Case) -> Iterator[Row]:
     """What the model computes and moves, where another number format, or fewer passes, would make it less."""
     work, rate, step_s = case.facts.get("work") or {}, case.facts["ceilings"], case.ledger.step_s
-    compute_s, bandwidth_s = case.seconds("compute-bound"), case.seconds("bandwidth-bound")
-    if case.hardware.device.type == "cpu":
-        compute_s, bandwidth_s = work.get("compute_s", 0.0), work.get("bandwidth_s", 0.0)
+    _, compute_s, bandwidth_s = case.bound()
     peaks = {name: rate.get(f"matmul_{name}", 0.0) for name in (work.get("dtype", "fp32"), "tf32", "bf16", "fp16")}
     own, best = next(iter(peaks)), max(peaks, key=lambda name: peaks[name])
     if own != best and peaks[own]:
