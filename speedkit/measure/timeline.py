@@ -1,6 +1,6 @@
-"""What the host is at while it trains: seconds by cause, by a clock read where one part of a step ends and another begins.
+"""What the host is at while it trains: seconds by cause, for a clock is read where a part of a step begins or ends.
 
-Unlike a profiler it leaves the step as it is: a reading costs a fraction of a microsecond.
+Unlike a profiler it leaves steps as they are: a reading costs a fraction of a microsecond.
 """
 
 import collections
@@ -13,39 +13,43 @@ from typing import Any
 
 import torch
 
-from speedkit.measure.trace import PART
-
+PART = "speedkit: {}"  # what a part is called in a profiler's trace
 DATA, FORWARD, BACKWARD, OPTIMIZER = "data wait", "forward", "backward", "optimizer"
 EVALUATION, COMPILATION, OTHER = "evaluation and checkpoint", "compilation", "other host work"
 
 
 class Timeline:
-    """Seconds by cause. Each moment counts once, for the innermost part that is open then; parts that
-    an evaluation consists of are evaluation.
-    """
+    """Seconds by cause. Each moment counts once, for the innermost part that is open; all of an evaluation is that."""
 
     def __init__(self, cost_s: float = 0.0):
         self.seconds: dict[str, float] = collections.defaultdict(float)
-        self.stack = [OTHER]  # the open parts; the first is what time outside of any is
+        self.stack = [OTHER]  # the open parts, after what the time outside of them counts as
         self.cost_s, self.readings, self.last_s = cost_s, 0, time.perf_counter()
-        self.annotate = False  # whether the parts are to be ranges in a profiler's trace too
+        self.annotate = False  # whether a profiler's trace is to have the parts too
         self.ranges: list[Any] = []
 
-    def read(self) -> float:
-        """Count the time since the last reading for the open part; return the clock."""
+    def read(self) -> None:
+        """Count the time since the last reading."""
         now_s = time.perf_counter()
         self.seconds[self.stack[-1]] += now_s - self.last_s - self.cost_s
         self.readings, self.last_s = self.readings + 1, now_s
-        return now_s
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds by cause since they were last taken."""
+        self.read()
+        taken, self.seconds = self.seconds, collections.defaultdict(float)
+        return taken
 
     def begin(self, cause: str, then: str = OTHER) -> None:
-        """Open a part. Outside of any part, time counts as `then` from its end on."""
+        """Open a part. From its end on, time outside of any part counts as `then`."""
         self.read()
         if len(self.stack) == 1:
             self.stack[0] = then
-        self.stack.append(EVALUATION if self.stack[-1] == EVALUATION and len(self.stack) > 1 else cause)
+        elif self.stack[-1] == EVALUATION:
+            cause = EVALUATION
+        self.stack.append(cause)
         if self.annotate:
-            self.ranges.append(torch.profiler.record_function(PART.format(self.stack[-1])))
+            self.ranges.append(torch.profiler.record_function(PART.format(cause)))
             self.ranges[-1].__enter__()
 
     def end(self) -> None:
@@ -55,20 +59,12 @@ class Timeline:
         if self.ranges:
             self.ranges.pop().__exit__(None, None, None)
 
-    def reset(self) -> dict[str, float]:
-        """Return what is counted into from now on, with no part open, whatever an error left so."""
-        self.read()
-        while len(self.stack) > 1:
-            self.end()
-        self.seconds = collections.defaultdict(float)
-        return self.seconds
-
-    def of(self, cause: str, function: Callable[..., Any], then: str = OTHER) -> Callable[..., Any]:
-        """Return `function` with each call a part."""
+    def of(self, cause: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `function` with each call of it a part."""
 
         @functools.wraps(function)
         def timed(*args: Any, **kwargs: Any) -> Any:
-            self.begin(cause, then)
+            self.begin(cause)
             try:
                 return function(*args, **kwargs)
             finally:
@@ -78,10 +74,8 @@ class Timeline:
 
 
 def reading_cost_s() -> float:
-    """Return what one reading of a timeline costs here, with the call around it."""
-    timeline, times = Timeline(), 500
-    nothing = timeline.of(OTHER, lambda: None)
-    costs = []
+    """Return what one reading costs here, with the calls around it."""
+    nothing, costs, times = Timeline().of(OTHER, lambda: None), list[float](), 500
     for _ in range(5):
         began_s = time.perf_counter()
         for _ in range(times):
@@ -104,29 +98,22 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def backward_passes(timeline: Timeline) -> Iterator[None]:
-    """Time every backward pass that begins inside, from whatever tensor."""
-    with (
-        replaced(torch.Tensor, backward=timeline.of(BACKWARD, torch.Tensor.backward)),
-        replaced(torch.autograd, backward=timeline.of(BACKWARD, torch.autograd.backward)),
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def compilations_in(timeline: Timeline) -> Iterator[None]:
-    """Time whatever torch.compile compiles inside; nothing where it has not been imported yet."""
+def timing(timeline: Timeline) -> Iterator[None]:
+    """Time backward passes, from whatever tensor, and what torch.compile compiles, if it has been imported."""
+    backward = {owner: timeline.of(BACKWARD, owner.backward) for owner in (torch.Tensor, torch.autograd)}
     callback = sys.modules.get("torch._dynamo.callback")
-    if callback is None:
-        yield
-        return
-    handler = callback.callback_handler
     begin, end = (lambda _: timeline.begin(COMPILATION)), (lambda _: timeline.end())
-    handler.register_start_callback(begin)
-    handler.register_end_callback(end)
-    try:
+    with contextlib.ExitStack() as stack:
+        for owner, function in backward.items():
+            stack.enter_context(replaced(owner, backward=function))
+        if callback is not None:
+            handler = callback.callback_handler
+            for callbacks, call in ((handler.start_callbacks, begin), (handler.end_callbacks, end)):
+                callbacks.append(call)
+                stack.callback(_without, callbacks, call)
         yield
-    finally:
-        with contextlib.suppress(ValueError):  # torch._dynamo.reset() took them out
-            handler.remove_start_callback(begin)
-            handler.remove_end_callback(end)
+
+
+def _without(callbacks: list[Any], call: Any) -> None:
+    with contextlib.suppress(ValueError):  # torch._dynamo.reset() took it out
+        callbacks.remove(call)

@@ -1,8 +1,8 @@
-"""Watch somebody's own training loop: two lines around it, and afterwards the ledger of its steps and the diagnosis."""
+"""Watch somebody's own training loop: two lines around it, and after it the ledger of its steps and the diagnosis."""
 
 import collections
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,12 @@ from torch.optim import Optimizer
 from speedkit.clock import compilations, synchronize
 from speedkit.errors import UsageError
 from speedkit.files import write_json
+from speedkit.measure import ledger as ledgers
+from speedkit.measure import timeline as timelines
 from speedkit.measure.diagnose import of_loop
-from speedkit.measure.ledger import AUDITED, PROFILED, Ledger, facts_of, ledger, rates, unprofiled
-from speedkit.measure.roofline import STEPS as COUNTED
-from speedkit.measure.roofline import Call, Operators, per_step
+from speedkit.measure.roofline import STEPS, Call, Operators, per_step
 from speedkit.measure.syncs import Sync, auditing
-from speedkit.measure.timeline import (
-    DATA, EVALUATION, FORWARD, OPTIMIZER, OTHER, Timeline, backward_passes, compilations_in, reading_cost_s, replaced,
-)  # fmt: skip
+from speedkit.measure.timeline import DATA, EVALUATION, FORWARD, OPTIMIZER, OTHER, Timeline, replaced
 from speedkit.measure.trace import Profile, Trace
 
 SHAPES = 100  # of inputs that are told apart
@@ -31,13 +29,12 @@ def watch(model: nn.Module, optimizer: Optimizer, loader: Any, *, skip: int = 3,
           out: str | Path | None = None, show: bool = True) -> Iterator["Watched"]:  # fmt: skip
     """Time the training loop inside the block: `with watch(model, optimizer, loader) as seen:` around it as it is.
 
-    After `skip` steps of warm-up and `steps` timed ones, a few are looked at closely (operators, reads that make the
-    host wait; on a GPU a profile), the rest are timed to the end of the block. A step ends where the loader is asked
-    for a batch after an optimizer step. What follows the model's forward pass, up to `backward()`, is its loss and
-    counts as forward; from a forward pass in evaluation mode or without gradients on, up to training again, all is
-    evaluation. On leaving, everything is as it was, also where the loop raises; then `seen` has `ledger`, `facts`,
-    `diagnosis` and `notes`, which are printed (`show`) and written to `out`/ledger.json. Raises UsageError where there
-    is nothing to watch.
+    After `skip` steps of warm-up and `steps` timed ones, a few are looked at closely (operators, what makes the host
+    wait; on a GPU a profile), the rest are timed to the end of the block. A step ends where the loader is asked for a
+    batch after an optimizer step. What follows the model's forward pass, up to `backward()`, is its loss and counts as
+    forward; from a forward pass in evaluation mode or without gradients on, up to training again, all is evaluation.
+    Afterwards everything is as it was, also where the loop raises, and `seen` has `ledger`, `facts`, `diagnosis` and
+    `notes`. They are printed (`show`) and written to `out`/ledger.json. Raises UsageError where nothing can be watched.
     """
     seen = Watched(model, optimizer, loader, skip, steps)
     try:
@@ -45,32 +42,41 @@ def watch(model: nn.Module, optimizer: Optimizer, loader: Any, *, skip: int = 3,
             yield seen
     except BaseException as error:
         with contextlib.suppress(Exception):  # the loop's own error is the one to be told
-            seen.notes.append(f"the loop ended by {type(error).__name__} after {seen.steps} steps, which are measured")
+            seen.notes.append(f"the loop ended by {type(error).__name__} after {seen.steps} steps: these are measured")
             seen.conclude(out, show)
         raise
     seen.conclude(out, show)
 
 
+class Tally:
+    """What was seen in some steps."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = collections.defaultdict(float)
+        self.steps = self.evaluations = self.recompiles = 0
+
+
 class Watched:
-    """What a watch sees; `ledger`, `facts`, `diagnosis` and `notes` are there once the block is left."""
+    """What a watch sees. `ledger`, `facts`, `diagnosis` and `notes` are there once the block is left."""
 
     watching = 0  # blocks that are open in this process
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, loader: Any, skip: int, steps: int):
-        self.model, self.optimizer, self.loader, self.skip, self.timed_steps = model, optimizer, loader, skip, steps
         self.device = _device(model, optimizer)
-        self.timeline = Timeline(reading_cost_s())
-        self.notes: list[str] = []
-        self.ledger: Ledger | None = None
+        self.model, self.optimizer, self.loader, self.skip, self.timed_steps = model, optimizer, loader, skip, steps
+        self.timeline = Timeline(timelines.reading_cost_s())
+        self.ledger: ledgers.Ledger | None = None
         self.facts: dict[str, Any] = {}
         self.diagnosis: list[dict[str, Any]] = []
-        self.steps = self.evaluations = self.forwards = self.batches = 0
-        self.stepped = self.fetched = False  # since the last step's end
+        self.notes: list[str] = []
+        self.steps = self.forwards = self.batches = self.since = 0  # since: steps since one ended
+        self.fetched = False  # since a step ended
         self.shapes: set[Any] = set()
-        self.windows: list[Window] = []
+        self.warm, self.timed, self.compiled = Tally(), Tally(), compilations()
+        self.tally = self.warm
         self.course = self._course()
         self.traced: Trace | None = None
-        self.traced_steps = PROFILED if self.device.type == "cuda" else 1
+        self.traced_steps = ledgers.PROFILED if self.device.type == "cuda" else 1
         self.syncs: list[Sync] = []
         self.passes: list[list[Call]] = []
 
@@ -78,40 +84,48 @@ class Watched:
     def installed(self) -> Iterator[None]:
         """See everything that the loop does, until the block ends."""
         timeline, model = self.timeline, self.model
-        call = vars(model).get("_compiled_call_impl") or model._call_impl  # where nn.Module.compile leaves its form
+        call = vars(model).get("_compiled_call_impl") or model._call_impl  # where nn.Module.compile keeps its form
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._loader_timed())
             stack.enter_context(replaced(model, _compiled_call_impl=self._timed_forward(call)))
+            stack.enter_context(replaced(torch, save=timeline.of(EVALUATION, torch.save)))
             stack.callback(self.optimizer.register_step_pre_hook(lambda *_: timeline.begin(OPTIMIZER)).remove)
             stack.callback(self.optimizer.register_step_post_hook(self._after_step).remove)
-            stack.enter_context(backward_passes(timeline))
-            stack.enter_context(replaced(torch, save=timeline.of(EVALUATION, torch.save)))
-            stack.enter_context(compilations_in(timeline))
+            stack.enter_context(timelines.timing(timeline))
             Watched.watching += 1
             try:
+                timeline.take()
                 next(self.course)
                 yield
             finally:
+                if not (self.fetched and not self.since):  # a step that was begun and not made does not count
+                    self._count()
                 self.course.close()
                 Watched.watching -= 1
 
-    def _course(self) -> Iterator[None]:
+    def _course(self) -> Generator[None, None, None]:
         """Go from one thing to look at to the next: each `next()` ends a step, closing it ends the loop."""
-        for count in (self.skip, self.timed_steps):
-            with self._window():
-                for _ in range(count):
-                    yield
+        for _ in range(self.skip):
+            yield
+        synchronize(self.device)
+        self.timeline.take()
+        self.tally = self.timed
+        for _ in range(self.timed_steps):
+            yield
         if Watched.watching > 1 or torch.autograd._profiler_enabled():
             self.notes.append("another watch or profiler is at work: operators and the host's waits are left to it")
         else:
+            self.tally = Tally()
             yield from self._looked_at()
-        with self._window():
-            while True:
-                yield
+            synchronize(self.device)
+            self.timeline.take()
+            self.tally = self.timed
+        while True:
+            yield
 
     def _looked_at(self) -> Iterator[None]:
-        """See some steps by the profiler, and what of another few makes the host wait."""
-        profile, traced, self.timeline.annotate = Profile(self.device), None, True
+        """See some steps by the profiler, what of another few makes the host wait, and the operators of some more."""
+        profile, self.timeline.annotate = Profile(self.device), True
         try:
             yield  # the first step sets the profiler up
             profile.open()
@@ -122,38 +136,27 @@ class Watched:
             traced = profile.close()
         self.traced = traced  # of all its steps
         with auditing(self.device) as self.syncs:
-            for _ in range(AUDITED):
+            for _ in range(ledgers.AUDITED):
                 yield
-        # Compiled code that met a dispatch mode would stay off for good.
+        # Compiled code that meets a dispatch mode stays off for good.
         with torch.compiler.set_stance("force_eager"), Operators() as noted:
-            for _ in range(COUNTED):
+            for _ in range(STEPS):
                 yield
                 self.passes.append(noted.take())
 
     @contextlib.contextmanager
-    def _window(self) -> Iterator[None]:
-        synchronize(self.device)
-        window = Window(self)
-        self.windows.append(window)
-        try:
-            yield
-        finally:
-            synchronize(self.device)
-            window.close(self)
-
-    @contextlib.contextmanager
     def _loader_timed(self) -> Iterator[None]:
-        """Time the loader's batches: in place, by a class of its own for this one object, else through `self.loader`."""
+        """Time the loader's batches: in place, by a class of this one object's own, else through `self.loader`."""
         loader, kind = self.loader, type(self.loader)
         if not hasattr(kind, "__iter__"):
-            raise UsageError(f"the loader, a {kind.__name__}, cannot be iterated over: give what the loop does that with")
+            raise UsageError(f"the loader, a {kind.__name__}, cannot be iterated over: give what the loop goes over")
 
-        def iterate(this: Any) -> Fetching:
-            return Fetching(self, self.fetch(lambda: kind.__iter__(this)))
+        def iterate(this: Any) -> "Fetched":
+            return Fetched(self, self.fetch(lambda: kind.__iter__(this)))
 
         try:
             loader.__class__ = type(kind.__name__, (kind,), {"__slots__": (), "__iter__": iterate})
-        except TypeError:
+        except TypeError:  # a list, a generator
             self.loader = Fetched(self, loader)
             yield
             return
@@ -163,8 +166,8 @@ class Watched:
             loader.__class__ = kind
 
     def fetch(self, take: Callable[[], Any]) -> Any:
-        """Return what `take()` gives, the time for it data wait; it ends the step that was made before."""
-        if self.stepped:
+        """Return what `take()` gives, its time data wait. A step made before it has ended."""
+        if self.since:
             self._step_ends()
         self.timeline.begin(DATA)
         try:
@@ -183,9 +186,9 @@ class Watched:
                     inputs = (*args, *kwargs.values())
                     self.shapes.add(tuple(value.shape for value in inputs if isinstance(value, torch.Tensor)))
             else:
-                self.evaluations += timeline.stack in ([OTHER], [FORWARD])
+                self.tally.evaluations += timeline.stack in ([OTHER], [FORWARD])
                 if timeline.stack == [OTHER]:
-                    timeline.stack[0] = EVALUATION  # what it took to begin counts too: a loader's start, say
+                    timeline.stack[0] = EVALUATION  # what it took to begin counts too, such as a loader's start
                 timeline.begin(EVALUATION, then=EVALUATION)
             try:
                 return call(*args, **kwargs)
@@ -196,36 +199,40 @@ class Watched:
 
     def _after_step(self, *_: Any) -> None:
         self.timeline.end()
-        self.steps, self.stepped = self.steps + 1, True
-        if not self.fetched:  # a loop that has its batches from elsewhere
+        self.steps, self.since = self.steps + 1, self.since + 1
+        if not self.fetched:  # the loop has its batches from elsewhere
             self._step_ends()
 
     def _step_ends(self) -> None:
-        self.stepped = self.fetched = False
-        self.windows[-1].keep(self)
+        self._count()
         next(self.course)
+
+    def _count(self) -> None:
+        compiled = compilations()
+        for cause, seconds in self.timeline.take().items():
+            self.tally.seconds[cause] += seconds
+        self.tally.steps += self.since
+        self.tally.recompiles += compiled - self.compiled
+        self.compiled, self.since, self.fetched = compiled, 0, False
 
     def conclude(self, out: str | Path | None, show: bool) -> None:
         """Make the ledger and the diagnosis of what was seen; write and print them."""
-        warm, *measured = self.windows
-        windows = [window for window in measured if window.steps] or [warm]
-        self.notes += self._problems(windows[0] is warm)
-        host = collections.Counter[str]()
-        for window in windows:
-            host.update(window.seconds)
-        steps, evaluations, recompiles = (sum(counts) for counts in zip(*(w.counts for w in windows), strict=True))
-        window_s = sum(host.values())
-        rows, slow_down, busy_share = dict(host), sum(window.wall_s for window in windows) / (window_s or 1.0), None
-        if self.device.type == "cuda" and self.traced is not None:
-            rows, slow_down, busy_share = unprofiled(
-                self.traced, rates(self.device), self.traced_steps, host, steps, window_s)  # fmt: skip
-        self.ledger = ledger(self.device, rows, window_s, steps, slow_down, busy_share=busy_share)
-        self.facts = self.ledger.facts = facts_of(
-            self.ledger.step_s, host, steps, recompiles, self.traced, self.traced_steps, self.syncs,
-            evaluations=evaluations, shapes_seen=len(self.shapes))  # fmt: skip
-        if len(self.passes) == COUNTED:
-            self.facts["work"] = per_step(self.passes, rates(self.device))
-        if steps:
+        self.notes += self._problems()
+        tally, traced = self.timed if self.timed.steps else self.warm, self.traced
+        window_s, rows, busy_share = sum(tally.seconds.values()), tally.seconds, None
+        slow_down = 1 + self.timeline.cost_s * self.timeline.readings / max(1, self.steps) * tally.steps / window_s
+        if self.device.type == "cuda" and traced is not None:
+            rate = ledgers.rates(self.device)
+            rows, slow_down, busy_share = ledgers.unprofiled(
+                traced, rate, self.traced_steps, tally.seconds, tally.steps, window_s
+            )
+        self.ledger = ledgers.ledger(self.device, rows, window_s, tally.steps, slow_down, busy_share=busy_share)
+        self.facts = self.ledger.facts = ledgers.facts_of(
+            self.ledger.step_s, tally.seconds, tally.steps, traced, self.traced_steps, self.syncs,
+            recompiles=tally.recompiles, evaluations=tally.evaluations, shapes_seen=len(self.shapes))  # fmt: skip
+        if len(self.passes) == STEPS:
+            self.facts["work"] = per_step(self.passes, ledgers.rates(self.device))
+        if tally.steps:
             self.diagnosis = of_loop(self.ledger, self.facts, self.loader, str(self.device))
         if out is not None:
             Path(out).mkdir(parents=True, exist_ok=True)
@@ -233,20 +240,19 @@ class Watched:
         if show:
             print(self)
 
-    def _problems(self, warming: bool) -> Iterator[str]:
+    def _problems(self) -> Iterator[str]:
         """Yield what kept the watch from seeing all, a sentence each."""
         if not self.steps:
             yield "the optimizer made no step inside the block: put the loop there, with the optimizer that it steps"
-        elif warming:
+        elif not self.timed.steps:
             yield (f"the loop made {self.steps} steps, of which a warm-up of {self.skip} leaves none: all are counted, "
                    "slow first ones too")  # fmt: skip
         elif self.traced is None and self.device.type == "cuda":
             yield "the profiler saw too few steps, so the rows are of the host's time: let the loop make more"
         if not self.forwards:
-            yield "the model was never called inside the block: give the module that the loop calls, compiled or wrapped"
+            yield "the model was never called inside the block: give the one that the loop calls, compiled or wrapped"
         if not self.batches:
-            yield ("no batch was taken from the loader, so that fetching counts as other host work: iterate over "
-                   "seen.loader, which stands for it")  # fmt: skip
+            yield "no batch came from the loader, so fetching is other host work: iterate over seen.loader in its place"
         if len(self.shapes) > max(3, self.steps / 4):
             yield (f"the inputs had {len(self.shapes)} shapes or more in {self.steps} steps: for each new one compiled "
                    "code is compiled anew and cuDNN looks for kernels; pad or bucket to a few")  # fmt: skip
@@ -261,69 +267,25 @@ class Watched:
         return "\n".join([*(f"note: {note}" for note in self.notes), str(self.ledger), *map(line, self.diagnosis)])
 
 
-class Window:
-    """Steps that are timed: seconds by cause, and (optimizer steps, evaluations, graphs compiled) in them."""
+class Fetched:
+    """A loader, or an iterator over one, whose batches are timed."""
 
-    def __init__(self, seen: Watched):
-        self.seconds = seen.timeline.reset()
-        self.began_s, self.began, self.ended = seen.timeline.last_s, _counts(seen), None
-        self.counts, self.wall_s = (0, 0, 0), 0.0
-        self.kept: Any = None
+    def __init__(self, seen: Watched, source: Any):
+        self.seen, self.source = seen, source
 
-    def keep(self, seen: Watched) -> None:
-        """Note where a step ended: the loop may be left in the midst of the next."""
-        self.kept = seen.timeline.read(), dict(self.seconds), _counts(seen)
-
-    def close(self, seen: Watched) -> None:
-        """Count no further, and nothing of a step that was begun and not made."""
-        if not (seen.fetched and not seen.stepped and self.kept):
-            self.keep(seen)
-        end_s, self.seconds, counts = self.kept
-        self.wall_s = end_s - self.began_s
-        self.counts = tuple(now - before for now, before in zip(counts, self.began, strict=True))
-        seen.timeline.reset()
-
-    @property
-    def steps(self) -> int:
-        return self.counts[0]
-
-
-def _counts(seen: Watched) -> tuple[int, int, int]:
-    return seen.steps, seen.evaluations, compilations()
-
-
-class Fetching:
-    """An iterator whose batches are timed."""
-
-    def __init__(self, seen: Watched, passing: Iterator[Any]):
-        self.seen, self.passing = seen, passing
-
-    def __iter__(self) -> "Fetching":
-        return self
+    def __iter__(self) -> "Fetched":
+        return Fetched(self.seen, self.seen.fetch(lambda: iter(self.source)))
 
     def __next__(self) -> Any:
-        batch = self.seen.fetch(self.passing.__next__)
+        batch = self.seen.fetch(self.source.__next__)
         self.seen.fetched, self.seen.batches = True, self.seen.batches + 1
         return batch
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.passing, name)
-
-
-class Fetched:
-    """What stands for a loader (a list, a generator) that cannot be timed in place."""
-
-    def __init__(self, seen: Watched, loader: Any):
-        self.seen, self.loader = seen, loader
-
-    def __iter__(self) -> Fetching:
-        return Fetching(self.seen, self.seen.fetch(lambda: iter(self.loader)))
-
     def __len__(self) -> int:
-        return len(self.loader)
+        return len(self.source)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.loader, name)
+        return getattr(self.source, name)
 
 
 def _device(model: nn.Module, optimizer: Optimizer) -> torch.device:
@@ -331,11 +293,11 @@ def _device(model: nn.Module, optimizer: Optimizer) -> torch.device:
     if not isinstance(model, nn.Module) or not hasattr(optimizer, "register_step_pre_hook"):
         raise UsageError(f"watch takes a module, its optimizer and its loader, in this order; it got a "
                          f"{type(model).__name__} and a {type(optimizer).__name__}")  # fmt: skip
-    trained = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad]
-    if not trained:
+    weights = [weight for group in optimizer.param_groups for weight in group["params"] if weight.requires_grad]
+    if not weights:
         raise UsageError("the optimizer has no trainable parameter: give the one that trains the model")
-    device = next((parameter.device for parameter in model.parameters()), trained[0].device)
-    if device not in {parameter.device for parameter in trained}:
-        raise UsageError(f"the model is on {device}, what the optimizer trains on {trained[0].device}: move the model, "
+    device = next((weight.device for weight in model.parameters()), weights[0].device)
+    if device not in {weight.device for weight in weights}:
+        raise UsageError(f"the model is on {device}, what the optimizer trains on {weights[0].device}: move the model, "
                          "then make the optimizer of its parameters")  # fmt: skip
     return device
