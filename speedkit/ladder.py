@@ -1,83 +1,64 @@
-"""The rungs of the climb, a table: what each changes, what it promises, and what it should gain."""
+"""The rungs of the climb, a table: what each changes and what it promises; and which of them to try next."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from speedkit.hardware import Hardware
-from speedkit.plan import Plan
+from speedkit.measure.stages import Stages
+from speedkit.plan import Plan, resolve
+from speedkit.predict import LOADING, Change, Profile, changed, middle, text
 from speedkit.recipe import Recipe
 
-
-@dataclasses.dataclass(frozen=True)
-class Profile:
-    """Where a step's time goes under the best plan so far, and what the machine could do: a prediction's ground."""
-
-    step_s: float
-    data_s: float  # of it, getting the batch to the device with nothing else going on
-    matmul: dict[str, float]  # measured FLOP/s by number format
-
-    @property
-    def data_share(self) -> float:
-        """The share of a step that getting its batch takes."""
-        return min(0.95, self.data_s / self.step_s)
-
-
-Predicted = tuple[float, float]  # least and greatest gain to expect: time before / time after
-Change = dict[str, Any]  # plan fields and their new values
+WORTH = 1.01  # what can gain less at best is not tried
+AGAIN = 1.05  # what was rejected is tried once more when it promises so many times as much
+COMPILED = {"compile", "compile_scope", "micro_batch", "precision", "channels_last", "attention", "bucket"}
+COMPILING_S = 45.0  # on two cores 13 to 60
+# What a row of `rungs` holds once it has been measured; None before.
+MEASURED = ("ratio", "low", "high", "noise_floor", "parity", "step_s_before", "step_s_after", "compile_s")
+Row = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Rung:
-    """One optimization: `changes` gives what to try, in order; each is compared with the best plan so far."""
+    """One optimization: each of its `changes` of the best plan so far is a candidate.
+
+    `promises` says what it leaves of the losses: bit-equal, loss-equal (they move less than by another seed), or
+    order-equal (other batches of the same items: their mean moves less).
+    """
 
     name: str
     changes: Callable[[Plan, Recipe, Hardware], list[Change]]
-    promises: str  # bit-equal | loss-equal
-    predict: Callable[[Profile, Change], Predicted]
+    promises: str
     claims: tuple[str, ...]
     notebook: str
     needs: str = ""  # a capability of the machine without which there is nothing to try
-    extra_s: float = 0.0  # what trying it costs beside a comparison, and using it afterwards
-
-
-def amdahl(share: float, factor: float) -> float:
-    """Return the gain of the whole when `share` of it becomes `factor` times as fast (Amdahl 1967)."""
-    return 1 / (1 - share + share / factor)
-
-
-def _overlapped(profile: Profile, change: Change) -> Predicted:
-    # At best the workers hide all loading behind the computing; at worst they compete with it for the same cores.
-    compute_s = profile.step_s - profile.data_s
-    return 1.0, max(1.0, profile.step_s / max(compute_s, profile.data_s / change["workers"], 1e-9))
-
-
-def _quicker(part: str, low: float, high: float) -> Callable[[Profile, Change], Predicted]:
-    """Predict that one `part` of a step, loading or computing, becomes `low` to `high` times as fast."""
-
-    def predict(profile: Profile, _: Change) -> Predicted:
-        share = profile.data_share if part == "loading" else 1 - profile.data_share
-        return amdahl(share, low), amdahl(share, high)
-
-    return predict
-
-
-def _faster_matmul(profile: Profile, change: Change) -> Predicted:
-    # The measured ceilings bound it from above: not all of a step is matrix products, and few run at the ceiling.
-    fp32, low_bits = profile.matmul.get("fp32"), profile.matmul.get(change["precision"])
-    gain = amdahl(1 - profile.data_share, low_bits / fp32 if fp32 and low_bits else 2.0)
-    return min(1.0, gain), max(1.0, gain)
 
 
 def _workers(plan: Plan, _: Recipe, hardware: Hardware) -> list[Change]:
     counts = [hardware.cores] if hardware.cores <= 4 else [4, min(16, hardware.cores - 1)]
     pinned = {"pin_memory": True} if hardware.supports("pin_memory") else {}
-    return [{"workers": count, "persistent_workers": True, **pinned} for count in counts if plan.cache == "off"]
+    processes = [{"workers": count, "persistent_workers": True, **pinned} for count in counts]
+    return [*processes, {"workers": counts[0], "worker_kind": "thread", **pinned}] if plan.cache == "off" else []
 
 
 def _cache(_: Plan, __: Recipe, hardware: Hardware) -> list[Change]:
     places = ["disk", "ram"] if hardware.device.type == "cpu" else ["ram", "device"]
     return [{"cache": place, "cache_dtype": "float16", "workers": 0, "persistent_workers": False} for place in places]
+
+
+def _prefetch(plan: Plan, _: Recipe, hardware: Hardware) -> list[Change]:
+    # On a cache in the device's memory there is nothing to copy.
+    there = plan.cache == "device" or not hardware.supports("pin_memory")
+    return [] if there else [{"prefetch": True, "pin_memory": True}]
+
+
+def _decoder(plan: Plan, _: Recipe, hardware: Hardware) -> list[Change]:
+    return [{"decoder": "torchcodec"}] if plan.cache == "off" and hardware.supports("torchcodec") else []
+
+
+def _features_on(plan: Plan, _: Recipe, hardware: Hardware) -> list[Change]:
+    return [{"features_on": "device"}] if plan.cache == "off" and hardware.device.type != "cpu" else []
 
 
 def _micro_batch(_: Plan, recipe: Recipe, __: Hardware) -> list[Change]:
@@ -93,9 +74,8 @@ def _precision(_: Plan, __: Recipe, hardware: Hardware) -> list[Change]:
 def _compile(_: Plan, __: Recipe, hardware: Hardware) -> list[Change]:
     if not hardware.supports("compile"):
         return []
-    # Each costs a compilation, half a minute and more on a few cores: there only the plainest is tried.
-    more = [{"compile": "default", "compile_scope": "step"}, {"compile": "reduce-overhead", "compile_scope": "model"}]
-    return [{"compile": "default"}, *(more if hardware.supports("cuda_graphs") else [])]
+    changes = [{"compile": "default"}, {"compile": "default", "compile_scope": "step"}]
+    return [*changes, *[{"compile": "reduce-overhead", "compile_scope": "model"}] * hardware.supports("cuda_graphs")]
 
 
 def _attention(_: Plan, __: Recipe, hardware: Hardware) -> list[Change]:
@@ -103,21 +83,80 @@ def _attention(_: Plan, __: Recipe, hardware: Hardware) -> list[Change]:
     return [{"attention": "cudnn"}] if hardware.supports("flash_attention") and hardware.device.type == "cuda" else []
 
 
+# Each field that makes training faster on some machine. Not here: what saves memory for time (checkpointing, allocator)
+# and what leaves out something that the recipe asks for (drop_last, validate_every).
 LADDER: tuple[Rung, ...] = (
-    Rung("workers", _workers, "bit-equal", _overlapped, ("C06", "C07", "C08"), "10_dataloader"),
-    Rung("cache", _cache, "loss-equal", _quicker("loading", 3.0, 1e9), ("C09", "C10"), "12_feature_cache"),
-    Rung("host_syncs", lambda *_: [{"fused_optimizer": True, "log_every": 50}], "loss-equal",
-         _quicker("computing", 1.0, 1.1), ("C22",), "26_host_syncs"),
-    Rung("micro_batch", _micro_batch, "loss-equal", _quicker("computing", 0.9, 1.15), (), "20_batch_size"),
-    Rung("precision", _precision, "loss-equal", _faster_matmul, ("C01", "C02", "C04", "C38"), "21_mixed_precision",
-         needs="bf16"),
-    Rung("channels_last", lambda *_: [{"channels_last": True}], "loss-equal", _quicker("computing", 0.9, 1.2),
-         ("C19",), "24_channels_last"),
-    # Compiling takes 13 to 40 s on two cores, and some more whenever the plan starts anew, from Inductor's cache.
-    Rung("compile", _compile, "loss-equal", _quicker("computing", 1.0, 1.3), ("C16", "C18"), "23_compile",
-         needs="compile", extra_s=45.0),
-    Rung("attention", _attention, "loss-equal", _quicker("computing", 0.95, 1.1), ("C35",), "25_attention"),
+    Rung("workers", _workers, "bit-equal", ("C06", "C07", "C08"), "10_dataloader"),
+    Rung("cache", _cache, "loss-equal", ("C09", "C10"), "12_feature_cache"),
+    Rung("decoder", _decoder, "loss-equal", ("C42",), "11_decoding", needs="torchcodec"),
+    Rung("features_on", _features_on, "loss-equal", (), "11_decoding"),
+    Rung("shards", lambda plan, *_: [{"shards": True}] if plan.cache == "off" else [], "bit-equal", ("C12",),
+         "13_shards"),
+    Rung("prefetch", _prefetch, "bit-equal", ("C36",), "14_prefetch", needs="pin_memory"),
+    Rung("bucket", lambda *_: [{"bucket": True}], "order-equal", (), "10_dataloader"),
+    Rung("host_syncs", lambda *_: [{"fused_optimizer": True, "log_every": 50}], "loss-equal", ("C22",),
+         "26_host_syncs"),
+    Rung("micro_batch", _micro_batch, "loss-equal", (), "20_batch_size"),
+    Rung("precision", _precision, "loss-equal", ("C01", "C02", "C04", "C38"), "21_mixed_precision", needs="bf16"),
+    Rung("channels_last", lambda *_: [{"channels_last": True}], "loss-equal", ("C19",), "24_channels_last"),
+    Rung("compile", _compile, "loss-equal", ("C16", "C18"), "23_compile", needs="compile"),
+    Rung("attention", _attention, "loss-equal", ("C35",), "25_attention"),
     # Against bf16 and compiled: 8-bit layers that are not compiled round in kernels of their own.
-    Rung("fp8", lambda *given: [{"precision": "fp8"}] * given[-1].supports("fp8"), "loss-equal", _faster_matmul,
-         ("C34",), "22_fp8", needs="fp8", extra_s=60.0),
+    Rung("fp8", lambda *given: [{"precision": "fp8"}] * given[-1].supports("fp8"), "loss-equal", ("C34",), "22_fp8",
+         needs="fp8"),
 )  # fmt: skip
+
+
+def candidates(
+    job: Stages, chosen: Sequence[Rung], best: Plan, profile: Profile, control: Row, rows: list[Row]
+) -> list[Row]:
+    """Return the rows of what is left to try on top of `best`, the most promising first; `why` says why it need not be.
+
+    Of what `rows` has, one that was rejected as too slow is there once more when it promises more now.
+    """
+    found = list[Row]()
+    for rung in chosen:
+        earlier = [row for row in rows if row["rung"] == rung.name]
+        for change in rung.changes(best, job.recipe, job.hardware) or [{}]:
+            before = [row for row in earlier if row["change"] == text(change) or not change]
+            low, high = profile.predict({field: new for field, new in change.items() if new != getattr(best, field)})
+            promised = [middle((row["predicted_low"], row["predicted_high"])) for row in before]
+            slow = [row["ratio"] is not None and row["low"] <= row["noise_floor"] for row in before]
+            if before and (not change or slow != [True] or middle((low, high)) < AGAIN * promised[0]):
+                continue
+            compiles = dataclasses.replace(best, **change).compile != "off" and bool(COMPILED & change.keys())
+            why = _why_not(job, rung, best, change, high, compiles, control["shapes"])
+            if before and why:
+                continue
+            found.append({
+                "rung": rung.name, "change": text(change), "fields": change, "promises": rung.promises,
+                "stage": f"rung {rung.name}: {text(change)}{' again' * len(before)}", "compiles": compiles,
+                "set_up_s": _set_up_s(job, best, change, profile, control) + COMPILING_S * compiles,
+                "predicted_low": low if change else None, "predicted_high": high if change else None,
+                **dict.fromkeys(MEASURED), "kept": False, "why": why, "claims": list(rung.claims),
+                "notebook": rung.notebook,
+            })  # fmt: skip
+    return sorted(found, key=lambda row: -middle((row["predicted_low"] or 0.0, row["predicted_high"] or 0.0)))
+
+
+def _why_not(
+    job: Stages, rung: Rung, best: Plan, change: Change, most: float, compiles: bool, shapes: int
+) -> str:  # fmt: skip
+    """Return why a change that can gain `most` need not be tried, or ""."""
+    if not change:
+        lacking = job.hardware.why_not(rung.needs) if rung.needs else ""
+        return lacking or f"nothing to try on top of {text(changed(best))}"
+    now, new = (resolve(plan, job.hardware, workload=job.workload)
+                for plan in (best, dataclasses.replace(best, **change)))  # fmt: skip
+    if new.plan == now.plan:
+        return next((fallback.why for fallback in new.fallbacks if fallback.field in change), "changes nothing")
+    if compiles and shapes > 2 and job.workload.length is None:
+        return f"not tried: batches came in {shapes} shapes, each of which would be compiled anew"
+    return f"not tried: it could gain {most:.3f} at most" if most < WORTH else ""
+
+
+def _set_up_s(job: Stages, best: Plan, change: Change, profile: Profile, control: Row) -> float:
+    """Return what a comparison takes beside its windows: setting up and warming up, and building a cache."""
+    batches = len(job.workload.train) / job.recipe.batch_size
+    building = change.get("cache", "off") != "off" and best.cache == "off"
+    return control["set_up_s"] + building * batches * profile.of(LOADING) / job.hardware.cores

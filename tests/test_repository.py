@@ -30,7 +30,7 @@ LAYERS = (
     {"train"},
     {"measure"},
     {"deploy"},
-    {"ladder", "climb"},
+    {"predict", "ladder", "closing", "climb"},
     {"show"},
     {"notebooks", "publishing", "bench", "options", "commands_cache", "cli", "__main__"},
 )

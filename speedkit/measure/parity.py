@@ -16,7 +16,7 @@ Curves = dict[str, list[dict[str, Any]]]  # plan -> one {seed, points: [[seconds
 
 @dataclasses.dataclass(frozen=True)
 class Parity:
-    """How near two courses of losses are: `promised` is bit-equal or loss-equal; both numbers are mean |difference|."""
+    """How near two courses of losses are to what is `promised` of them; both numbers are mean |difference|."""
 
     promised: str
     difference: float
@@ -27,7 +27,8 @@ class Parity:
         if self.promised == "bit-equal":
             return "losses bit-equal" if self.passed else f"losses differ by {self.difference:.2g}, should be bit-equal"
         side = "within" if self.passed else "beyond"
-        return f"losses differ by {self.difference:.2g}, {side} the {self.seed_noise:.2g} of another seed"
+        means = "mean " * (self.promised == "order-equal")
+        return f"{means}losses differ by {self.difference:.2g}, {side} the {self.seed_noise:.2g} of another seed"
 
 
 def parity(promised: str, losses: Sequence[float], reference: Sequence[float], other_seed: Sequence[float]) -> Parity:
@@ -35,8 +36,11 @@ def parity(promised: str, losses: Sequence[float], reference: Sequence[float], o
 
     bit-equal: every loss is the same number. loss-equal: the mean absolute difference is below that between the
     reference and the same plan from `other_seed`; a change of number format that moves losses less than another
-    shuffle of the data does is one that training cannot feel.
+    shuffle of the data does is one that training cannot feel. order-equal: the batches are others of the same items, so
+    only the means over all steps are compared.
     """
+    if promised == "order-equal":
+        losses, reference, other_seed = ([statistics.fmean(course)] for course in (losses, reference, other_seed))
     difference, noise = (
         statistics.fmean(abs(x - y) for x, y in zip(course, reference, strict=True)) for course in (losses, other_seed)
     )
@@ -51,7 +55,8 @@ def curve(workload: Any, recipe: Recipe, plan: Plan | None, **options: Any) -> d
         plan = dataclasses.replace(plan or Plan(), validate_every=max(1, total // 8))
     history = fit(workload, recipe, plan, progress=False, **options)
     points = [[history.prepare_s + found["seconds"], found["value"]] for found in history.evaluations]
-    return {"seed": recipe.seed, "points": points, "value": points[-1][1], "seconds": points[-1][0]}
+    return {"seed": recipe.seed, "points": points, "value": points[-1][1], "seconds": points[-1][0],
+            "prepare_s": history.prepare_s, "peak_memory_bytes": history.peak_memory_bytes}  # fmt: skip
 
 
 def quality_of(workload: Any, curves: Curves) -> dict[str, Any]:
@@ -64,6 +69,21 @@ def quality_of(workload: Any, curves: Curves) -> dict[str, Any]:
         "metric": workload.metric, "higher_is_better": workload.higher_is_better, "margin": workload.margin, **values,
         "mean_change": found and found.mean_change, "lower": found and found.lower,
         "passed": bool(found and found.passed),
+    }  # fmt: skip
+
+
+def payback(epochs: float, baseline_s: float, final_s: float, prepare_s: dict[str, float]) -> dict[str, Any]:
+    """Return what the final plan spares one training of `epochs`, and when it has earned what it takes to prepare.
+
+    `baseline_s` and `final_s` are the seconds of the training as such, `prepare_s` what the final plan's takes besides
+    the first time, by what it is for. It `pays_back_after_s`, counted from its start: then as many steps are done as
+    the naive plan would have made by then; None where that is not within the recipe.
+    """
+    first_s = sum(prepare_s.values())
+    after_s = first_s / (1 - final_s / baseline_s) if final_s < baseline_s else math.inf
+    return {
+        "epochs": epochs, "baseline_s": baseline_s, "final_s": final_s + first_s, "prepare_s": prepare_s,
+        "saved_s": baseline_s - final_s - first_s, "pays_back_after_s": after_s if after_s <= baseline_s else None,
     }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from speedkit.measure.compare import Comparison, compare
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 
-NAME = "climb.json"
+NAME, VERSION = "climb.json", 2  # raised when a stage's result becomes another
 
 
 @dataclasses.dataclass
@@ -23,8 +23,8 @@ class Stages:
     workload: Any
     recipe: Recipe
     hardware: Hardware
-    options: dict[str, Any]  # for compare and begin: device, cache_dir
-    pairs: int
+    options: dict[str, Any]  # for compare, begin and ledger_of: device, cache_dir
+    pairs: int  # of windows, the most that a comparison has
     window_s: float
     seeds: int
     budget_s: float
@@ -33,9 +33,13 @@ class Stages:
     state: dict[str, Any]  # {"stages": {name: result}, "spent_s": seconds of earlier sessions}
     began_s: float = dataclasses.field(default_factory=time.perf_counter)
 
-    def once(self, stage: str, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def done(self, stage: str) -> bool:
+        """Whether a stage's result is there."""
+        return stage in self.state["stages"]
+
+    def once(self, stage: str, run: Callable[[], Any]) -> Any:
         """Return the result of a stage: from the state when it is there, else by running it and noting it down."""
-        if stage not in self.state["stages"]:
+        if not self.done(stage):
             self.state["stages"][stage] = finite(run())
             if self.out is not None:
                 write_json(self.out / NAME, {**self.state, "spent_s": self.spent_s()})
@@ -45,22 +49,34 @@ class Stages:
         """Seconds of the budget that are gone, those of earlier sessions included."""
         return self.state["spent_s"] + time.perf_counter() - self.began_s
 
+    def left_s(self) -> float:
+        """Seconds of the budget that are left; below 0 when it is overdrawn."""
+        return self.budget_s - self.spent_s()
+
     def compare(self, a: Plan, b: Plan, names: tuple[str, str], pairs: int, **more: Any) -> Comparison:
         """Compare two plans on the workload, within a tenth of the budget."""
-        return compare(self.workload, a, b, recipe=self.recipe, names=names, pairs=pairs, window_s=self.window_s,
-                       max_s=0.1 * self.budget_s, warm_up_s=4.0, **self.options, **more)  # fmt: skip
+        return compare(more.pop("workload", self.workload), a, b, recipe=self.recipe, names=names, pairs=pairs,
+                       window_s=self.window_s, max_s=0.1 * self.budget_s, warm_up_s=4.0, **self.options,
+                       **more)  # fmt: skip
 
 
 def read_state(folder: Path | None, workload: Any, recipe: Recipe) -> dict[str, Any]:
     """Return the state to go on from: that in `folder`, or an empty one.
 
-    Raises UsageError when the one there belongs to another workload, data set or recipe.
+    Raises UsageError when the one there cannot be read, or is of another version, workload, data set or recipe.
     """
     job = finite({"workload": workload.name, "train": len(workload.train), "recipe": dataclasses.asdict(recipe)})
     path = folder / NAME if folder else None
     if path and path.exists():
-        state = read_json(path)
+        try:
+            state = read_json(path)
+            version = state.get("version")
+        except (OSError, ValueError, AttributeError) as error:
+            raise UsageError(f"{path} cannot be read ({error}): name another folder with --out") from error
+        if version != VERSION:
+            raise UsageError(f"{path} is of another version of speedkit (format {version}, not {VERSION}): finish it "
+                             "with that one, or name another folder with --out")  # fmt: skip
         if state.get("job") != job:
             raise UsageError(f"{path} is of another workload, data set or recipe: name another folder with --out")
         return state
-    return {"job": job, "stages": {}, "spent_s": 0.0}
+    return {"version": VERSION, "job": job, "stages": {}, "spent_s": 0.0}

@@ -1,0 +1,187 @@
+"""What closes a climb: which rungs still earn their place, the final figures, quality, payback, ledger and roofline."""
+
+import dataclasses
+import functools
+import math
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from speedkit.clock import timed
+from speedkit.data.cache import open_cache
+from speedkit.errors import Interrupted
+from speedkit.hardware import cache_root
+from speedkit.measure.larger_batch import choose_batch_size
+from speedkit.measure.ledger import ledger_of
+from speedkit.measure.parity import Curves, curve, payback
+from speedkit.measure.provenance import gpu_state
+from speedkit.measure.roofline import count, roofline
+from speedkit.measure.stages import Stages
+from speedkit.plan import Plan, resolve
+from speedkit.predict import affordable_pairs, affordable_training, plan_of
+
+FINAL_PAIRS, LEAST_PAIRS = 40, 12
+LEDGER_S = 12.0  # what a ledger with its roofline takes, at most
+BUILDING_S = 6.0  # for building the cache of a sample of the items
+Row = dict[str, Any]
+
+
+def pair_s(job: Stages, a_s: float, b_s: float) -> float:
+    """Return the seconds of a pair of windows: both have as many steps, so many that they last as asked on average."""
+    return max(1, job.window_s / math.sqrt(a_s * b_s)) * (a_s + b_s)
+
+
+def closing_s(job: Stages, control: Row, kept: int, best_s: float) -> float:
+    """Return what closing the climb would take now, at most half of the budget; it has precedence over the rungs.
+
+    The recheck of `kept` rungs, two final comparisons, (up to three) trainings under both plans, the final ledger.
+    """
+    naive_s, set_up_s = control["step_s"], control["set_up_s"]
+    steps = job.recipe.total_steps(len(job.workload.train), drop_last=False)
+    # Evaluation: a test pass costs about a third of a training pass over as many items.
+    passes = 1 + len(job.workload.test) / (3 * max(1, len(job.workload.train)))
+    training_s = min(3, job.seeds) * steps * passes * (naive_s + best_s)
+    final_s = 2 * (set_up_s + min(FINAL_PAIRS * pair_s(job, naive_s, best_s), 0.1 * job.budget_s))
+    recheck_s = max(0, kept - 1) * (set_up_s + LEAST_PAIRS * pair_s(job, best_s, best_s))
+    return min(training_s + final_s + recheck_s + LEDGER_S, 0.5 * job.budget_s)
+
+
+def recheck(job: Stages, kept: list[Row], control: Row, best_s: float) -> list[Row]:
+    """Drop each kept rung once, the best plan against the best without it; return a row for each, `kept` or not.
+
+    Rungs interact: what paid before others were kept need not pay after. What is not slower without goes: the plan is
+    simpler.
+    """
+    rows, left = list[Row](), list(kept)
+    for place, rung in enumerate(kept):
+        without, why = [other for other in left if other is not rung], ""
+        if plan_of(without) == plan_of(left):
+            why = "another rung has replaced it"
+        elif rung is kept[-1] and len(left) == len(kept):
+            why = "kept last: nothing has been added to the plan that it was measured with"
+        row = {key: rung[key] for key in ("rung", "change", "fields")} | dict.fromkeys(
+            ("ratio", "low", "high", "noise_floor")) | {"kept": True, "why": why}  # fmt: skip
+        if not why:
+            left_s = job.left_s() - closing_s(job, control, 1, best_s)
+            dropping = functools.partial(_dropped, job, row, plan_of(left), plan_of(without), affordable_pairs(
+                left_s, [control["set_up_s"]] * (len(kept) - place), pair_s(job, best_s, best_s),
+                min(LEAST_PAIRS, job.pairs), job.pairs))  # fmt: skip
+            row = job.once(f"without {row['rung']}: {row['change']}", dropping)
+        left = left if row["kept"] else without
+        rows.append(row)
+    return rows
+
+
+def _dropped(job: Stages, row: Row, best: Plan, simpler: Plan, pairs: int) -> Row:
+    """Measure the best plan against one without a rung."""
+    name = f"without {row['change']}"
+    if not pairs:
+        return row | {"why": "not rechecked: the time budget is needed for the final measurements"}
+    try:
+        found = job.compare(best, simpler, ("best", name), pairs, name=name)
+    except Interrupted:
+        raise
+    except Exception as error:
+        return row | {"why": f"without it: {type(error).__name__}: {str(error).partition(chr(10))[0]}"}
+    stays = found.high < 1
+    why = "slower without it" if stays else "dropped: it is not shown that a step is slower without it"
+    job.say(f"{name}: {found.ratio:.3f} ({found.low:.3f} to {found.high:.3f}), {why}")
+    return row | {"ratio": found.ratio, "low": found.low, "high": found.high, "noise_floor": found.noise_floor,
+                  "kept": stays, "why": why, "measurement": found.as_measurement()}  # fmt: skip
+
+
+def final(job: Stages, best: Plan) -> Row:
+    """Measure the winning plan against the naive and the careful one, on windows that chose nothing."""
+    result: Row = {"step_s": {}, "adopted": None, "baseline": None, "careful": None}
+    careful = Plan.careful(job.hardware)
+    for name, plan in (("baseline", Plan()), ("careful", careful)):
+        if plan == best:
+            continue
+        found = job.compare(plan, best, (name, "final"), max(job.pairs, FINAL_PAIRS), name=f"final against {name}",
+                            seed=1)  # fmt: skip
+        if name == "careful" and found.slower:
+            # The result is never slower than the best plan seen, and the careful one is among those.
+            job.say("the careful plan is faster than what was climbed to: it is taken, and measured afresh")
+            return {**final(job, careful), "adopted": dataclasses.asdict(careful)}
+        result[name] = found.as_measurement()
+        result["step_s"] = {"final": found.step_s[1]} | result["step_s"] | {name: found.step_s[0]}
+    return result
+
+
+def train_both(job: Stages, best: Plan, both_s: float) -> Row:
+    """Train the naive and the final plan over paired seeds, as many as the budget allows; return `{curves, steps ...}`.
+
+    Where not even (up to) three fit, all get fewer steps and test items. `both_s` are the seconds of a step of both.
+    """
+    test, recipe, curves = job.workload.test, job.recipe, Curves(baseline=[], final=[])
+    total = recipe.total_steps(len(job.workload.train), drop_last=False)
+    tests_s = max(8, recipe.epochs or 0) * len(test) * both_s / recipe.batch_size / 2
+    steps, every = affordable_training((job.left_s() - LEDGER_S) / min(3, job.seeds), total, both_s, tests_s)
+    if steps < total:
+        recipe = dataclasses.replace(recipe, epochs=None, steps=steps)
+    every = min(every, max(1, len(test) // 32))  # fewer items tell nothing
+    workload = dataclasses.replace(job.workload, test=[test[at] for at in range(0, len(test), every)])
+    energy_j, took_s = {name: list[float]() for name in curves}, 0.0
+    for seed in range(recipe.seed, recipe.seed + job.seeds):
+        # The clock ends it, never the scores: looking at those to decide would make the test too easy.
+        if len(curves["final"]) >= 2 and job.left_s() < took_s + LEDGER_S:
+            break
+        began_s = time.perf_counter()
+        for name, plan in (("baseline", Plan()), ("final", best)):
+            before = gpu_state(job.hardware.device)
+            found = curve(workload, dataclasses.replace(recipe, seed=seed), plan, **job.options)
+            curves[name].append(found)
+            energy_j[name] += [gpu_state(job.hardware.device)["energy_j"] - before["energy_j"]] if before else []
+            job.say(f"seed {seed}, {name}: {workload.metric} {found['value']:.4f} in {found['seconds']:.1f} s")
+        took_s = time.perf_counter() - began_s
+    energy = {f"{name}_j": statistics.fmean(values) for name, values in energy_j.items() if values}
+    return {"curves": curves, "steps": steps, "of_steps": total, "test": len(workload.test), "energy": energy}
+
+
+def larger_batch(job: Stages, best: Plan, trained: Row) -> Row:
+    """Try larger batches, which are another recipe, while the budget lasts: judged by time to quality, never kept."""
+    runs = trained["curves"]["final"]
+    factors = (2, 4)[: max(0, int((job.left_s() - LEDGER_S) / sum(found["seconds"] for found in runs)))]
+    if not factors or len(runs) < 2 or trained["steps"] < trained["of_steps"]:
+        return {"rows": [], "why": "not tried: the time budget is spent"}
+    _, rows = choose_batch_size(job.workload, job.recipe, best, factors=factors, seeds=len(runs), baseline=runs,
+                                say=job.say, **job.options)  # fmt: skip
+    taken = max((row for row in rows if row["taken"]), key=lambda row: row["ratio"], default=None)
+    why = "none is sooner with every seed, and as good"
+    if taken is not None:
+        why = "batch {batch_size}, learning rate {learning_rate:.3g}: as good, {ratio:.2f} x as soon".format(**taken)
+    return {"rows": rows, "why": why}
+
+
+def where_time_goes(job: Stages, plan: Plan) -> Row:
+    """Return the ledger and the roofline of a plan. Raises SpeedkitError for a workload that cannot be trained."""
+    found = ledger_of(job.workload, job.recipe, plan, **job.options)
+    counted = count(job.workload, job.recipe, plan, job.hardware)
+    return {"ledgers": found.as_dict(), "roofline": roofline(
+        job.workload, job.recipe, plan, device=job.hardware.device, step_s=found.step_s, ledger=found,
+        counted=counted)}  # fmt: skip
+
+
+def paid_back(job: Stages, best: Plan, rows: list[Row], trained: Row, item_s: float) -> Row:
+    """Return the payback of the final plan in this recipe, from the trainings and what it takes to prepare it.
+
+    The cache is built afresh, of a sample where loading takes long: `item_s` are the seconds of an item.
+    """
+    items, prepare_s = [*job.workload.train, *job.workload.test], {"cache": 0.0, "compile": 0.0}
+    plan = resolve(best, job.hardware, workload=job.workload).plan
+    if plan.cache != "off":
+        every = max(1, math.ceil(len(items) * item_s / job.hardware.cores / BUILDING_S))
+        root = Path(job.options["cache_dir"] or cache_root())
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=root) as folder:
+            build = functools.partial(open_cache, job.workload, items[::every], plan, cache_dir=folder)
+            prepare_s["cache"] = every * timed(build, "cpu", repeats=1, warmup=0)[0]
+    if plan.compile != "off":
+        prepare_s["compile"] = max((row["compile_s"] or 0.0 for row in rows if row["kept"]), default=0.0)
+    longer, epochs = trained["of_steps"] / trained["steps"], job.recipe.epochs
+    baseline_s, final_s = (longer * statistics.fmean(run["seconds"] for run in trained["curves"][name])
+                           for name in ("baseline", "final"))  # fmt: skip
+    epochs = epochs or trained["of_steps"] * job.recipe.batch_size / len(job.workload.train)
+    return payback(epochs, baseline_s, final_s, prepare_s)
