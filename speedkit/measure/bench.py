@@ -118,6 +118,32 @@ def _step_s(sizes: tuple[int, int, int], off: bool, pairs: int) -> list[float]:
     return [statistics.geometric_mean(found[seconds]) / WINDOW for seconds in ("seconds_a", "seconds_b")]
 
 
+def panel(pairs: int = 40, count: int = 500) -> list[Row]:
+    """Time of `fit`'s loop with the live panel over that with plain lines, in a kernel whose messages are read."""
+    from nbclient import NotebookClient
+    from nbformat.v4 import new_code_cell, new_notebook
+
+    code = f"from speedkit.measure.bench import panel_ratio; print(*panel_ratio({pairs}, {count}))"
+    notebook = new_notebook(cells=[new_code_cell(code)])
+    NotebookClient(notebook, timeout=600).execute()
+    printed = [output.text for output in notebook.cells[0].outputs if output.output_type == "stream"]
+    return [row(f"live panel, a log point every {WINDOW} steps", [*map(float, printed[-1].split())], 1.01, "x")]
+
+
+def panel_ratio(pairs: int, count: int) -> tuple[float, float, float]:
+    """Return low end, middle and high end of the ratio, from windows of `count` steps; to be called in a kernel."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        sides: dict[str, Callable[[], Any]] = {}
+        for side, progress in (("panel", "panel"), ("lines", True)):
+            run = begin(perceptron(*SMALL), plan=CACHED, device="cpu", cache_dir=folder, progress=progress)
+            stack.callback(close, run)
+            run.progress.follow(run.batches)
+            sides[side] = functools.partial(lambda training: list(itertools.islice(training, count)), steps(run))
+        found = in_turns("", sides, pairs)
+    return ends(found["seconds_a"], found["seconds_b"])
+
+
 def importing(repeats: int = 10) -> list[Row]:
     """Seconds that importing speedkit takes in a fresh process that has already imported torch."""
     code = "import time, torch; began_s = time.perf_counter(); import speedkit; print(time.perf_counter() - began_s)"
@@ -205,4 +231,5 @@ def number_from(code: str) -> float:
 
 BENCHMARKS: dict[str, Callable[..., list[Row]]] = {
     "loop": loop, "import": importing, "memory": memory, "checkpoint": checkpointing, "aa": same, "planted": planted,
+    "panel": panel,
 }  # fmt: skip

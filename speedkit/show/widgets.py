@@ -80,7 +80,10 @@ def png(figure: Figure) -> bytes:
 
 def ratio_table(rows: Sequence[Record]) -> pandas.DataFrame:
     """Return measured ratios (rows of `measurements`) as a table, each with what its 99 % interval says."""
-    columns, shown = ("machine", "name", "ratio", "low", "high", "noise_floor", "pairs", "loss_difference"), []
+    columns, shown = (
+        ("machine", "name", "ratio", "low", "high", "noise_floor", "pairs", "steady", "loss_difference"),
+        [],
+    )
     for row in rows:
         floor = max(row["noise_floor"] or 1.0, 1.0)
         says = "faster" if row["low"] > floor else "slower" if row["high"] < 1 / floor else "not beyond the noise"
@@ -158,7 +161,7 @@ class PlanPanel:
             found = self.action(self.plan)
             row = dict(found.as_measurement() if hasattr(found, "as_measurement") else found)
             rows = [*self.rows, row | {"name": f"{len(self.rows) + 1}. {row['name']}"}]
-            self.table.value = ratio_table(rows).to_html(index=False)
+            self.table.value = ratio_table(rows).to_html(index=False, border=0)
             self.figure.value = png(figures.ratios(rows, title="Chosen plans against the baseline"))
             self.figure.layout.display, self.rows = "", rows
             self._tell(f"result {len(rows)} added")
@@ -174,7 +177,7 @@ class PlanPanel:
         changed = [f"{name}={in_words(value)}" for name, value in vars(plan).items()
                    if value != getattr(self.baseline, name)]  # fmt: skip
         found = compare(self.workload, self.baseline, plan, recipe=self.recipe, device=self.hardware.device,
-                        pairs=10, window_s=self.seconds / 20, max_s=self.seconds, warm_up_s=max(self.seconds, 5.0),
+                        pairs=10, window_s=self.seconds / 20, max_s=self.seconds, warm_up_s=self.seconds,
                         name=", ".join(changed) or "the baseline itself", names=("baseline", "chosen"))  # fmt: skip
         difference = max(abs(a - b) for a, b in zip(found.losses_a, found.losses_b, strict=True))
         return found.as_measurement() | {"pairs": len(found.seconds_a), "loss_difference": difference}
@@ -182,7 +185,7 @@ class PlanPanel:
     def _laid_out(self) -> ipywidgets.VBox:
         plans = {word: make(self.hardware) for word, make in PRESETS.items()}
         presets = [button(word, partial(self.set, **vars(plan))) for word, plan in plans.items()]
-        wraps = ipywidgets.Layout(flex_flow="row wrap", width="24em")
+        wraps = ipywidgets.Layout(flex_flow="row wrap", align_content="flex-start", width="28em")
         rows = [ipywidgets.HBox([ipywidgets.HTML(f"<b>{name}</b>", layout={"width": "10em"}),
                                  ipywidgets.Box([*self.choices[name].values()] or [self.texts[name]], layout=wraps),
                                  self.notes[name]]) for name in FIELDS]  # fmt: skip
@@ -208,7 +211,7 @@ class PlanPanel:
             if name in self.wrong:
                 told.append((WRONG, self.wrong[name]))
             lines = [f"<span style='{style}'>{html.escape(text)}</span>" for style, text in [("", row["help"]), *told]]
-            self.notes[name].value = "<br>".join(lines)
+            self.notes[name].value = f"<div style='line-height: 1.4; padding: 0.5em 0'>{'<br>'.join(lines)}</div>"
         self.run_button.disabled = bool(self.wrong)
         self._tell("; ".join(self.wrong.values()), WRONG)
 
@@ -300,7 +303,7 @@ class Explorer:
         self.message.value = html.escape(f"{'' if there else 'choose a machine and what it measured'} {self.told}")
         if there:
             table, figure = explored(chosen, names, self.pairs.value)
-            self.table.value, self.figure.value = table.to_html(index=False), png(figure)
+            self.table.value, self.figure.value = table.to_html(index=False, border=0), png(figure)
 
     def _ipython_display_(self) -> None:
         display(self.widget)

@@ -44,7 +44,7 @@ class Progress:
         self.waited_s, self.taken, self.trained_s = 0.0, 0, 0.0  # for data, batches, training: since it last changed
         self.follows = False
         self.bar: Any = None
-        self.panel = Panel(f"{name}: no step yet") if self.show and in_notebook(show) else None
+        self.panel = Panel(name) if self.show and in_notebook(show) else None
         if self.show and self.panel is None and sys.stderr.isatty():
             from tqdm import tqdm
 
@@ -78,16 +78,22 @@ class Progress:
         shown |= {"batches/s": f"{rate:.1f}", "samples/s": f"{rate * self.batch_size:.0f}"}
         if self.device.type == "cuda":
             with contextlib.suppress(Exception):  # NVML may be missing; the run does not depend on it
-                shown["gpu"] = f"{torch.cuda.utilization(self.device)} %"
+                shown["gpu busy"] = f"{torch.cuda.utilization(self.device)} %"
         if self.bar is not None:
             self.bar.set_postfix(shown, refresh=False)
             self.bar.update(step - self.bar.n)
         elif self.panel is not None:
-            self.panel.show(f"{self.name}: step {step} of {self.total}", step / self.total, shown | self._machine())
-            self.due_s = time.perf_counter() + (time.perf_counter() - began_s) / PANEL_SHARE
+            self.panel.facts = {"step": f"{step} of {self.total}"} | shown | self._machine()
+            self._draw(began_s)
         else:
             print(f"{self.name} step {step}/{self.total}:", ", ".join(map(" ".join, shown.items())), flush=True)
             self.due_s = time.perf_counter() + LINE_S
+
+    def _draw(self, began_s: float) -> None:
+        """Bring the panel up to date, and let it rest for so long that it takes the share of the time that it may."""
+        assert self.panel is not None
+        self.panel.draw()
+        self.due_s = time.perf_counter() + (time.perf_counter() - began_s) / PANEL_SHARE
 
     def _machine(self) -> dict[str, str]:
         """Return the share of training that was spent waiting for data since this was last asked, and memory in use."""
@@ -105,6 +111,10 @@ class Progress:
         """Print a line without tearing the bar apart."""
         if self.bar is not None:
             self.bar.write(text)
+        elif self.panel is not None:
+            self.panel.lines.append(text.strip())
+            if (began_s := time.perf_counter()) >= self.due_s:
+                self._draw(began_s)
         elif self.show:
             print(text, flush=True)
 
@@ -119,20 +129,25 @@ class Progress:
 class Panel:
     """The live panel: one HTML widget, in whose place the same as plain HTML stays in the notebook when it closes."""
 
-    def __init__(self, title: str):
+    def __init__(self, name: str):
         from IPython.display import display
         from ipywidgets import HTML
 
+        self.name, self.widget = name, HTML()
+        self.facts = {"step": "none yet"}
         self.losses: list[tuple[int, float]] = []  # (step, loss), one per log point
-        self.widget = HTML(f"<b>{html.escape(title)}</b>")
+        self.lines: list[str] = []  # what was said
+        self.draw()
         self.place = display(self.widget, display_id=True)
 
-    def show(self, title: str, done: float, facts: dict[str, str]) -> None:
-        """Replace what is shown; `done` is the share of the run that is behind us."""
-        rows = "".join(f"<td style='padding: 0 1.2em 0 0; text-align: left'>{html.escape(name)}<br>"
-                       f"<b>{html.escape(value)}</b></td>" for name, value in facts.items())  # fmt: skip
-        self.widget.value = (f"<div><b>{html.escape(title)}</b> <progress value='{done:.3f}'></progress>"
-                             f"<table><tr>{rows}</tr></table>{self._curve()}</div>")  # fmt: skip
+    def draw(self) -> None:
+        """Show everything as it is now; of the lines the last ones, the rest after scrolling."""
+        cells = "".join(f"<td style='padding: 0 1.2em 0 0; text-align: left'>{html.escape(name)}<br>"
+                        f"<b>{html.escape(value)}</b></td>" for name, value in self.facts.items())  # fmt: skip
+        lines = "<br>".join(map(html.escape, self.lines))
+        scrolls = "display: flex; flex-direction: column-reverse; max-height: 8em; overflow: auto"
+        self.widget.value = (f"<div><b>{html.escape(self.name)}</b><table><tr>{cells}</tr></table>{self._curve()}"
+                             f"<div style='{scrolls}'><div>{lines}</div></div></div>")  # fmt: skip
 
     def _curve(self) -> str:
         """Return the losses so far as a drawing, the lowest at the bottom and the highest at the top."""
@@ -140,15 +155,14 @@ class Panel:
         steps, losses = zip(*points, strict=True)
         low, first = min(losses), steps[0]
         high, width = max(max(losses) - low, 1e-12), max(steps[-1] - first, 1)
-        line = " ".join(
-            f"{(step - first) / width * 400:.1f},{60 - (loss - low) / high * 56:.1f}" for step, loss in points
-        )
+        places = [f"{(step - first) / width * 400:.1f},{60 - (loss - low) / high * 56:.1f}" for step, loss in points]
         return (f"<svg viewBox='0 0 400 64' width='400' height='64' role='img' aria-label='loss'><polyline fill='none' "
-                f"stroke='#0072B2' stroke-width='1.5' points='{line}'/></svg>")  # fmt: skip
+                f"stroke='#0072B2' stroke-width='1.5' points='{' '.join(places)}'/></svg>")  # fmt: skip
 
     def close(self) -> None:
         """Replace the widget, which lives as long as the kernel does, by what it shows."""
         from IPython.display import HTML
 
+        self.draw()
         self.place.update(HTML(self.widget.value))
         self.widget.close()
