@@ -98,7 +98,7 @@ def per_step(passes: list[list[Call]], found: Mapping[str, float]) -> dict[str, 
     seconds mean nothing. `fusible` is the share of the bandwidth-bound bytes that compiled code need not move.
     """
     if len({tuple(call.name for call in calls) for calls in passes}) == 1:  # what disturbed one step is not in another
-        passes = [[min(same, key=lambda call: call.seconds) for same in zip(*passes, strict=True)]]
+        passes = [[sorted(same, key=lambda call: call.seconds)[len(same) // 2] for same in zip(*passes, strict=True)]]
     count, calls, short_s = len(passes), list(itertools.chain(*passes)), SMALL * empty_operator_s()
     kinds: dict[str, list[tuple[Call, float]]] = {"small": [], "compute": [], "bandwidth": []}
     for call in calls:
@@ -149,7 +149,7 @@ def operator_cost_s(device: torch.device) -> float:
             value = value * 1.0
         torch.autograd.grad(value, start)
 
-    return statistics.median(timed(step, device, repeats=9, warmup=3)) / (2 * chain)
+    return min(timed(step, device, repeats=9, warmup=3)) / (2 * chain)
 
 
 def count(workload: Any, recipe: Recipe, plan: Plan, hardware: Hardware) -> dict[str, Any]:

@@ -217,6 +217,8 @@ class Profile:
         if self.opened:
             synchronize(self.device)
             self.window.__exit__(None, None, None)
+        # Asked for to be spared a warning; it would make an object of each event, the most of what this takes.
+        self.profiler.profiler.acc_events = False  # type: ignore[union-attr]
         self.profiler.stop()
         with tempfile.TemporaryDirectory() as folder:
             self.profiler.export_chrome_trace(f"{folder}/trace.json")
