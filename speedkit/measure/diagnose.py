@@ -222,6 +222,7 @@ def _model(case: Case) -> Iterator[Row]:
     """What the model computes and moves, where another number format, or fewer passes, would make it less."""
     work, rate, step_s = case.facts.get("work") or {}, case.facts["ceilings"], case.ledger.step_s
     _, compute_s, bandwidth_s = case.bound()
+    compute_s *= work.get("dtype_share", 1.0)  # what is in the best format already has nothing to gain
     peaks = {name: rate.get(f"matmul_{name}", 0.0) for name in (work.get("dtype", "fp32"), "tf32", "bf16", "fp16")}
     own, best = next(iter(peaks)), max(peaks, key=lambda name: peaks[name])
     if own != best and peaks[own]:

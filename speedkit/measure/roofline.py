@@ -95,7 +95,8 @@ def per_step(passes: list[list[Call]], found: Mapping[str, float]) -> dict[str, 
     `small` of its `operators` take hardly longer than an empty one. The others are bound by computing or by moving
     memory, whichever takes longer at the ceiling: `compute_s` and `bandwidth_s` are what they took, `..._roof_s` what
     they would at the ceilings, `..._top` is the one that took most; on a GPU, where the host does not wait, these
-    seconds mean nothing. `fusible` is the share of the bandwidth-bound bytes that compiled code need not move.
+    seconds mean nothing. `fusible` is the share of the bandwidth-bound bytes that compiled code need not move;
+    `dtype` the format that the largest share of the computing, `dtype_share`, is done in.
     """
     if len({tuple(call.name for call in calls) for calls in passes}) == 1:  # what disturbed one step is not in another
         passes = [[sorted(same, key=lambda call: call.seconds)[len(same) // 2] for same in zip(*passes, strict=True)]]
@@ -118,13 +119,16 @@ def per_step(passes: list[list[Call]], found: Mapping[str, float]) -> dict[str, 
     computed, others = (
         [call for call in calls if call.bytes and (call.flops is not None) is on] for on in (True, False)
     )
-    formats, names = (Counter(call.dtype for call in computed), Counter(call.name for call in others))
+    formats, names = Counter[str](), Counter(call.name for call in others)
+    for call, roof_s in kinds["compute"]:  # by their time: a few long products in float32 outweigh many short ones
+        formats[call.dtype] += max(call.seconds, roof_s)  # type: ignore[assignment]
+    dtype, dtype_s = next(iter(formats.most_common(1)), ("fp32", 1.0))
     return row | {
         "flops": sum(call.flops or 0 for call in calls) / count, "bytes": sum(call.bytes for call in calls) / count,
         "uncounted": [name for name, _ in names.most_common()],
         "uncounted_share": len(others) / max(1, len(computed) + len(others)),
         "fusible": sum(call.bytes for call in moved if call.follows) / max(1, sum(call.bytes for call in moved)),
-        "dtype": next((dtype for dtype, _ in formats.most_common(1)), "fp32"),
+        "dtype": dtype, "dtype_share": dtype_s / max(formats.total(), dtype_s),
     }  # fmt: skip
 
 
