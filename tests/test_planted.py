@@ -8,6 +8,7 @@ import torch
 from speedkit.errors import UsageError
 from speedkit.hardware import this_machine
 from speedkit.measure.turns import in_turns
+from speedkit.measure.watch import watch
 from speedkit.workloads.planted import CAUSES, NOT_ON_CPU, planted, why_not
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -48,3 +49,23 @@ def test_what_a_cpu_cannot_have_is_refused_with_the_reason():
             planted(cause, 0.01, "cpu")
     with pytest.raises(UsageError, match="'slow coffee' cannot be planted: take healthy, slow decode"):
         planted("slow coffee", 0.01, "cpu")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("cause", "device"), HERE)
+def test_the_diagnosis_names_what_was_planted_first_with_its_seconds(cause, device):
+    loop = planted(cause, 3 * planted("healthy", 0, device).step_s(), device)
+    with watch(loop.model, loop.optimizer, loop.loader, show=False) as seen:
+        loop.train(40)
+    first = seen.diagnosis[0]
+    assert (first["cause"], first["field"]) == loop.expected
+    assert first["seconds"] == pytest.approx(loop.injected_s_per_step, rel=0.5)  # 20 % where nothing else runs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_diagnosis_finds_nothing_in_a_healthy_loop(device):
+    loop = planted("healthy", 0, device)
+    with watch(loop.model, loop.optimizer, loop.loader, show=False) as seen:
+        loop.train(40)
+    assert seen.diagnosis == []
