@@ -8,11 +8,12 @@ from check_notebooks import executed
 
 from speedkit.errors import SpeedkitError
 from speedkit.files import read_json, write_json
+from speedkit.hardware import this_machine
 from speedkit.measure.folklore import NOT_MEASURED, WORDS, Reading, answers, claims_named, gather, quoted, seen
 from speedkit.measure.record import answer, promised, read_claims
 from speedkit.measure.schema import SCHEMA
 from speedkit.parameters import record_of
-from speedkit.publishing import is_outdated, status_table
+from speedkit.publishing import device_slug, is_outdated, publish, status_table
 
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -117,10 +118,18 @@ def test_a_notebook_drawn_from_records_is_out_of_date_when_one_changes(folder):
     notebook = nbformat.read(path, as_version=4)
     record_of(notebook)["seen"] = seen(gather(folder)[0])
     nbformat.write(notebook, path)
-    assert not is_outdated(path) and "out of date" not in status_table(folder)
+    own = folder / "records" / device_slug(this_machine().as_dict())
+    own.mkdir()
+    write_json(own / "50_folklore.json", record_of(notebook))
+
+    def published():
+        return publish(["50"], budget_s=1e-9, allow_changes=True)[0].state
+
+    assert not is_outdated(path) and "out of date" not in status_table(folder) and published() == "current"
     other = folder / "records" / "there" / "21_tiny.json"
     write_json(other, read_json(other) | {"created": "2099-01-01T00:00:00+00:00"})
     assert is_outdated(path) and "**out of date**: the records that it shows changed after" in status_table(folder)
+    assert published() == "left", "there was no time to run it, but it would have been run"
 
 
 # ---- the notebooks as they are ----
