@@ -11,7 +11,8 @@ from typing import Any
 
 from speedkit import closing
 from speedkit.ceilings import ceilings
-from speedkit.errors import Interrupted, UsageError
+from speedkit.clock import timed
+from speedkit.errors import UsageError
 from speedkit.files import claim_folder, read_json, write_json, write_text
 from speedkit.hardware import this_machine
 from speedkit.ladder import LADDER, Rung, candidates
@@ -20,14 +21,16 @@ from speedkit.measure.parity import parity, quality_of, time_to_quality
 from speedkit.measure.record import NotebookRun
 from speedkit.measure.stages import Stages, read_state
 from speedkit.plan import Plan, resolve
-from speedkit.predict import Profile, affordable_pairs, changed, plan_of, text
+from speedkit.predict import EFFECTS, LOADING, Profile, affordable_pairs, changed, middle, plan_of, text
 from speedkit.recipe import Recipe
 from speedkit.settings import nearest, to_yaml
 from speedkit.train.progress import wanted
+from speedkit.train.run import begin, close
 
 # Whose source, with that of notebook 90, decides whether a recorded climb is current.
 MODULES = tuple(f"speedkit.{name}" for name in (
     "climb", "closing", "ladder", "predict", "measure.compare", "measure.stats", "train.loop"))  # fmt: skip
+LARGE = 1.25  # a gain that a few windows show
 INNER = {"fields", "promises", "stage", "compiles", "set_up_s", "measurement"}  # of a rung's row, for the climb alone
 Row = dict[str, Any]
 
@@ -40,15 +43,15 @@ def climb(
 ) -> Row:  # fmt: skip
     """Climb the ladder on `workload` and return the record of it.
 
-    A ledger of the naive plan says where the time goes. By it each rung's gain is predicted, anew after each one kept;
-    the most promising is applied to the best plan, measured against it in turns, and kept when the interval's low end
-    is above the noise floor and the losses are what the rung promises. In the end each kept rung is dropped once: what
-    does not lose by it is left out. The final figures are measured on fresh windows against `Plan()` and
-    `Plan.careful()`. Then the naive and the final plan are trained over paired `seeds` (5, or as many from 3 on as the
-    budget allows; fewer steps where even these are too long) to show that the result is as good. `pairs` is the most
-    windows that a comparison has of each plan, `rungs` names those to try, all by default. `out` gets record.json and
-    plan.yaml, and climb.json, from which `resume` goes on. Raises UsageError for a budget too short for one rung, and
-    SpeedkitError for a workload that cannot be trained.
+    A ledger of the naive plan says where the time goes. By it each rung's gain is predicted, anew after each one kept.
+    The most promising is applied to the best plan, measured against it in turns, and kept when the interval's low end
+    is above the noise floor and the losses are what the rung promises. At the end each kept rung is dropped once, and
+    left out if that loses nothing; the final figures come from fresh windows against `Plan()` and `Plan.careful()`;
+    both ends are trained over paired `seeds` (5, or as many as `budget_s` allows) to show that the result is as good.
+
+    `pairs` is the most windows of each plan in a comparison, `rungs` names those to try, all by default. `out` gets
+    record.json and plan.yaml, and climb.json, from which `resume` goes on. Raises UsageError for a budget too short for
+    one rung, SpeedkitError for a workload that cannot be trained.
     """
     known = {rung.name: rung for rung in LADDER}
     for name in rungs or ():
@@ -137,7 +140,7 @@ def _rungs(job: Stages, chosen: Sequence[Rung], control: Row, profile: Profile) 
             return rows + job.once("left out", functools.partial(list, left)), profile.step_s
         rows.append(job.once(row["stage"], functools.partial(_try, job, row, best, pairs, control)))
         if rows[-1]["kept"]:
-            profile = profile.after(row["fields"], rows[-1]["ratio"])
+            profile = profile.after(row["fields"], rows[-1]["ratio"], rows[-1]["data_s"])
 
 
 def _affordable(
@@ -151,7 +154,9 @@ def _affordable(
     left_s = job.left_s() - closing.closing_s(job, control, sum(row["kept"] for row in rows), profile.step_s)
     for place, row in enumerate(waiting):
         set_ups_s = [other["set_up_s"] for other in waiting[place:]]
-        if pairs := affordable_pairs(left_s, set_ups_s, pair_s, least, job.pairs):
+        large = middle((row["predicted_low"], row["predicted_high"])) > LARGE
+        most = min(job.pairs, 2 * closing.LEAST_PAIRS) if large else job.pairs
+        if pairs := affordable_pairs(left_s, set_ups_s, pair_s, least, most):
             return row, pairs
     if waiting and not rows:
         more_s = min(row["set_up_s"] for row in waiting) + least * pair_s - left_s
@@ -168,18 +173,26 @@ def _try(job: Stages, row: Row, best: Plan, pairs: int, control: Row) -> Row:
     job.say("{stage}, predicted {predicted_low:.2f} to {predicted_high:.2f}".format(**row))
     if cold:
         from torch._inductor.utils import fresh_cache
-    try:
-        with fresh_cache() if cold else contextlib.nullcontext():  # what compiling takes is part of the answer
-            found = job.compare(best, asked, ("best so far", row["change"]), pairs, name=row["stage"])
-    except Interrupted:
-        raise
-    except Exception as error:  # a model that cannot do this is one more reason not to
-        return row | {"why": f"failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}"}
+    with fresh_cache() if cold else contextlib.nullcontext():  # what compiling takes is part of the answer
+        found = closing.measured(job, best, asked, ("best so far", row["change"]), pairs, row["stage"])
+    if isinstance(found, str):
+        return row | {"why": found}
     row = row | _verdict(row["promises"], found, control)
     job.say(f"  {found.ratio:.3f} ({found.low:.3f} to {found.high:.3f}): {'kept' if row['kept'] else 'rejected'}, "
             f"{row['why']}")  # fmt: skip
+    loads = row["kept"] and any(EFFECTS.get(field, ((),))[0] == LOADING for field in row["fields"])
     return row | {"compile_s": max(0.0, found.warmup_s_b - found.warmup_s_a) if cold else None,
+                  "data_s": data_time(job, asked) if loads else None,
                   "measurement": found.as_measurement()}  # fmt: skip
+
+
+def data_time(job: Stages, plan: Plan, count: int = 6) -> float:
+    """Return the seconds that `plan` takes to get one batch to the device with nothing else going on."""
+    run = begin(job.workload, job.recipe, plan, endless=True, **job.options)
+    try:
+        return statistics.median(timed(run.batches.next, run.device, repeats=count))
+    finally:
+        close(run)
 
 
 def _verdict(promises: str, found: Comparison, control: Row) -> Row:

@@ -13,6 +13,7 @@ from speedkit.clock import timed
 from speedkit.data.cache import open_cache
 from speedkit.errors import Interrupted
 from speedkit.hardware import cache_root
+from speedkit.measure.compare import Comparison
 from speedkit.measure.larger_batch import choose_batch_size
 from speedkit.measure.ledger import ledger_of
 from speedkit.measure.parity import Curves, curve, payback
@@ -48,6 +49,16 @@ def closing_s(job: Stages, control: Row, kept: int, best_s: float) -> float:
     return min(training_s + final_s + recheck_s + LEDGER_S, 0.5 * job.budget_s)
 
 
+def measured(job: Stages, a: Plan, b: Plan, names: tuple[str, str], pairs: int, name: str) -> Comparison | str:
+    """Compare two plans; return why where one fails: a model that cannot do this is one more reason not to."""
+    try:
+        return job.compare(a, b, names, pairs, name=name)
+    except Interrupted:
+        raise
+    except Exception as error:
+        return f"failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
 def recheck(job: Stages, kept: list[Row], control: Row, best_s: float) -> list[Row]:
     """Drop each kept rung once, the best plan against the best without it; return a row for each, `kept` or not.
 
@@ -56,35 +67,31 @@ def recheck(job: Stages, kept: list[Row], control: Row, best_s: float) -> list[R
     """
     rows, left = list[Row](), list(kept)
     for place, rung in enumerate(kept):
-        without, why = [other for other in left if other is not rung], ""
-        if plan_of(without) == plan_of(left):
-            why = "another rung has replaced it"
-        elif rung is kept[-1] and len(left) == len(kept):
-            why = "kept last: nothing has been added to the plan that it was measured with"
+        without = [other for other in left if other is not rung]
         row = {key: rung[key] for key in ("rung", "change", "fields")} | dict.fromkeys(
-            ("ratio", "low", "high", "noise_floor")) | {"kept": True, "why": why}  # fmt: skip
-        if not why:
-            left_s = job.left_s() - closing_s(job, control, 1, best_s)
-            dropping = functools.partial(_dropped, job, row, plan_of(left), plan_of(without), affordable_pairs(
-                left_s, [control["set_up_s"]] * (len(kept) - place), pair_s(job, best_s, best_s),
-                min(LEAST_PAIRS, job.pairs), job.pairs))  # fmt: skip
+            ("ratio", "low", "high", "noise_floor")) | {"kept": True}  # fmt: skip
+        if plan_of(without) == plan_of(left):
+            row["why"] = "another rung has replaced it"
+        elif rung is kept[-1] and len(left) == len(kept):
+            row["why"] = "kept last: nothing has been added to the plan that it was measured with"
+        else:
+            dropping = functools.partial(_dropped, job, row, plan_of(left), plan_of(without), control, best_s,
+                                         len(kept) - place)  # fmt: skip
             row = job.once(f"without {row['rung']}: {row['change']}", dropping)
         left = left if row["kept"] else without
         rows.append(row)
     return rows
 
 
-def _dropped(job: Stages, row: Row, best: Plan, simpler: Plan, pairs: int) -> Row:
-    """Measure the best plan against one without a rung."""
-    name = f"without {row['change']}"
+def _dropped(job: Stages, row: Row, best: Plan, simpler: Plan, control: Row, best_s: float, waiting: int) -> Row:
+    """Measure the best plan against one without a rung, while so many others wait for that."""
+    left_s, name = job.left_s() - closing_s(job, control, 1, best_s), f"without {row['change']}"
+    pairs = affordable_pairs(left_s, [control["set_up_s"]] * waiting, pair_s(job, best_s, best_s),
+                             min(LEAST_PAIRS, job.pairs), job.pairs)  # fmt: skip
     if not pairs:
         return row | {"why": "not rechecked: the time budget is needed for the final measurements"}
-    try:
-        found = job.compare(best, simpler, ("best", name), pairs, name=name)
-    except Interrupted:
-        raise
-    except Exception as error:
-        return row | {"why": f"without it: {type(error).__name__}: {str(error).partition(chr(10))[0]}"}
+    if isinstance(found := measured(job, best, simpler, ("best", name), pairs, name), str):
+        return row | {"why": f"without it: {found}"}
     stays = found.high < 1
     why = "slower without it" if stays else "dropped: it is not shown that a step is slower without it"
     job.say(f"{name}: {found.ratio:.3f} ({found.low:.3f} to {found.high:.3f}), {why}")

@@ -15,7 +15,7 @@ AGAIN = 1.05  # what was rejected is tried once more when it promises so many ti
 COMPILED = {"compile", "compile_scope", "micro_batch", "precision", "channels_last", "attention", "bucket"}
 COMPILING_S = 45.0  # on two cores 13 to 60
 # What a row of `rungs` holds once it has been measured; None before.
-MEASURED = ("ratio", "low", "high", "noise_floor", "parity", "step_s_before", "step_s_after", "compile_s")
+MEASURED = ("ratio", "low", "high", "noise_floor", "parity", "step_s_before", "step_s_after", "data_s", "compile_s")
 Row = dict[str, Any]
 
 
@@ -47,24 +47,6 @@ def _cache(_: Plan, __: Recipe, hardware: Hardware) -> list[Change]:
     return [{"cache": place, "cache_dtype": "float16", "workers": 0, "persistent_workers": False} for place in places]
 
 
-def _prefetch(plan: Plan, _: Recipe, hardware: Hardware) -> list[Change]:
-    # On a cache in the device's memory there is nothing to copy.
-    there = plan.cache == "device" or not hardware.supports("pin_memory")
-    return [] if there else [{"prefetch": True, "pin_memory": True}]
-
-
-def _decoder(plan: Plan, _: Recipe, hardware: Hardware) -> list[Change]:
-    return [{"decoder": "torchcodec"}] if plan.cache == "off" and hardware.supports("torchcodec") else []
-
-
-def _features_on(plan: Plan, _: Recipe, hardware: Hardware) -> list[Change]:
-    return [{"features_on": "device"}] if plan.cache == "off" and hardware.device.type != "cpu" else []
-
-
-def _micro_batch(_: Plan, recipe: Recipe, __: Hardware) -> list[Change]:
-    return [{"micro_batch": recipe.batch_size // parts} for parts in (2, 4) if recipe.batch_size // parts >= 4]
-
-
 def _precision(_: Plan, __: Recipe, hardware: Hardware) -> list[Change]:
     # On a GPU fp16 needs loss scaling and is rarely faster than bf16: it is tried only where bf16 is missing.
     wanted = ["tf32", "bf16"] if hardware.supports("bf16") else ["fp16"]
@@ -78,29 +60,33 @@ def _compile(_: Plan, __: Recipe, hardware: Hardware) -> list[Change]:
     return [*changes, *[{"compile": "reduce-overhead", "compile_scope": "model"}] * hardware.supports("cuda_graphs")]
 
 
-def _attention(_: Plan, __: Recipe, hardware: Hardware) -> list[Change]:
-    # Left alone, PyTorch takes flash where it can; on a CPU there is nothing else that is fast.
-    return [{"attention": "cudnn"}] if hardware.supports("flash_attention") and hardware.device.type == "cuda" else []
-
-
 # Each field that makes training faster on some machine. Not here: what saves memory for time (checkpointing, allocator)
 # and what leaves out something that the recipe asks for (drop_last, validate_every).
 LADDER: tuple[Rung, ...] = (
     Rung("workers", _workers, "bit-equal", ("C06", "C07", "C08"), "10_dataloader"),
     Rung("cache", _cache, "loss-equal", ("C09", "C10"), "12_feature_cache"),
-    Rung("decoder", _decoder, "loss-equal", ("C42",), "11_decoding", needs="torchcodec"),
-    Rung("features_on", _features_on, "loss-equal", (), "11_decoding"),
-    Rung("shards", lambda plan, *_: [{"shards": True}] if plan.cache == "off" else [], "bit-equal", ("C12",),
-         "13_shards"),
-    Rung("prefetch", _prefetch, "bit-equal", ("C36",), "14_prefetch", needs="pin_memory"),
+    # These make loading quicker, which a cache spares.
+    Rung("decoder", lambda plan, _, hardware: [{"decoder": "torchcodec"}] * (
+        plan.cache == "off" and hardware.supports("torchcodec")), "loss-equal", ("C42",), "11_decoding",
+         needs="torchcodec"),
+    Rung("features_on", lambda plan, _, hardware: [{"features_on": "device"}] * (
+        plan.cache == "off" and hardware.device.type != "cpu"), "loss-equal", (), "11_decoding"),
+    Rung("shards", lambda plan, *_: [{"shards": True}] * (plan.cache == "off"), "bit-equal", ("C12",), "13_shards"),
+    Rung("prefetch", lambda plan, _, hardware: [{"prefetch": True, "pin_memory": True}] * (
+        plan.cache != "device" and hardware.supports("pin_memory")), "bit-equal", ("C36",), "14_prefetch",
+         needs="pin_memory"),
     Rung("bucket", lambda *_: [{"bucket": True}], "order-equal", (), "10_dataloader"),
     Rung("host_syncs", lambda *_: [{"fused_optimizer": True, "log_every": 50}], "loss-equal", ("C22",),
          "26_host_syncs"),
-    Rung("micro_batch", _micro_batch, "loss-equal", (), "20_batch_size"),
+    Rung("micro_batch", lambda _, recipe, __: [{"micro_batch": recipe.batch_size // parts} for parts in (2, 4)
+                                               if recipe.batch_size // parts >= 4], "loss-equal", (), "20_batch_size"),
     Rung("precision", _precision, "loss-equal", ("C01", "C02", "C04", "C38"), "21_mixed_precision", needs="bf16"),
     Rung("channels_last", lambda *_: [{"channels_last": True}], "loss-equal", ("C19",), "24_channels_last"),
     Rung("compile", _compile, "loss-equal", ("C16", "C18"), "23_compile", needs="compile"),
-    Rung("attention", _attention, "loss-equal", ("C35",), "25_attention"),
+    # Left alone, PyTorch takes flash where it can; on a CPU there is nothing else that is fast.
+    Rung("attention", lambda _, __, hardware: [{"attention": "cudnn"}] * (
+        hardware.device.type == "cuda" and hardware.supports("flash_attention")), "loss-equal", ("C35",),
+         "25_attention"),
     # Against bf16 and compiled: 8-bit layers that are not compiled round in kernels of their own.
     Rung("fp8", lambda *given: [{"precision": "fp8"}] * given[-1].supports("fp8"), "loss-equal", ("C34",), "22_fp8",
          needs="fp8"),

@@ -78,17 +78,18 @@ class Profile:
             best_s -= self.of(parts) * (1 - 1 / at_best)
         return self.step_s / worst_s, self.step_s / max(best_s, 0.01 * self.step_s)
 
-    def after(self, change: Change, ratio: float) -> "Profile":
+    def after(self, change: Change, ratio: float, data_s: float | None = None) -> "Profile":
         """Return the profile with `change` kept, by which a step became `ratio` times as fast.
 
         What it saved comes off the parts it acts on, as far as they go, and the rest off all alike: as good as another
-        ledger where the change does what it is for, and free.
+        ledger where the change does what it is for, and free. `data_s` is what getting a batch takes now, if measured.
         """
-        acted = {part for parts, *_ in self.effects(change) for part in parts}
-        left = 1 - self.step_s * (1 - 1 / ratio) / max(self.of(tuple(acted)), 1e-9)
-        parts = {part: seconds * (max(0.01, left) if part in acted else 1.0) for part, seconds in self.parts.items()}
-        scale = self.step_s / ratio / sum(parts.values())
-        parts = {part: seconds * scale for part, seconds in parts.items()}
+        step_s, acted = self.step_s / ratio, {part for parts, *_ in self.effects(change) for part in parts}
+        left = max(0.01, 1 - (self.step_s - step_s) / max(self.of(tuple(acted)), 1e-9))
+        parts = {part: seconds * (left if part in acted else 1.0) for part, seconds in self.parts.items()}
+        fixed = {} if data_s is None else {part: min(data_s, 0.95 * step_s) for part in LOADING}
+        scale = (step_s - sum(fixed.values())) / sum(parts[part] for part in parts.keys() - fixed.keys())
+        parts = {part: seconds * scale for part, seconds in parts.items()} | fixed
         return dataclasses.replace(self, parts=parts, precision=change.get("precision", self.precision))
 
 

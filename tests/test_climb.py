@@ -15,7 +15,7 @@ import torch
 
 from speedkit import climb as climb_function
 from speedkit import closing
-from speedkit.errors import SpeedkitError, UsageError
+from speedkit.errors import Interrupted, SpeedkitError, UsageError
 from speedkit.files import read_json, write_json
 from speedkit.hardware import Hardware
 from speedkit.ladder import LADDER, candidates
@@ -79,6 +79,8 @@ def test_what_is_kept_changes_what_the_others_are_predicted_to_gain():
     assert after.step_s == pytest.approx(0.2 / 1.9)
     assert after.parts["data wait"] < 0.1 * after.step_s < PROFILE.parts["data wait"]
     assert after.predict({"channels_last": True})[1] > PROFILE.predict({"channels_last": True})[1]
+    measured = PROFILE.after({"cache": "disk"}, 1.5, data_s=0.001)
+    assert measured.parts["data wait"] == 0.001 and measured.step_s == pytest.approx(0.2 / 1.5)
     assert PROFILE.after({"precision": "bf16"}, 1.2).predict({"precision": "bf16"}) == (1.0, 1.0)
 
 
@@ -288,6 +290,16 @@ def frozen():
 def test_a_workload_that_cannot_be_trained_is_told_so_in_a_sentence(fault, message, tmp_path):
     with pytest.raises(SpeedkitError, match=message):
         climb_function(dataclasses.replace(tiny.points(), **fault), out=tmp_path / "climb", progress=False, **OPTIONS)
+
+
+def interrupted(model, batch, recipe):
+    raise Interrupted("stopped by SIGTERM", signal.SIGTERM)
+
+
+def test_being_stopped_is_no_reason_to_reject_a_rung(tmp_path):
+    job = stages(work=dataclasses.replace(tiny.points(), loss=interrupted), device="cpu", cache_dir=tmp_path)
+    with pytest.raises(Interrupted):
+        closing.measured(job, Plan(), Plan(log_every=50), ("a", "b"), 6, "rung")
 
 
 def in_another_shape(batch, generator):

@@ -33,13 +33,9 @@ class Stages:
     state: dict[str, Any]  # {"stages": {name: result}, "spent_s": seconds of earlier sessions}
     began_s: float = dataclasses.field(default_factory=time.perf_counter)
 
-    def done(self, stage: str) -> bool:
-        """Whether a stage's result is there."""
-        return stage in self.state["stages"]
-
     def once(self, stage: str, run: Callable[[], Any]) -> Any:
         """Return the result of a stage: from the state when it is there, else by running it and noting it down."""
-        if not self.done(stage):
+        if stage not in self.state["stages"]:
             self.state["stages"][stage] = finite(run())
             if self.out is not None:
                 write_json(self.out / NAME, {**self.state, "spent_s": self.spent_s()})
