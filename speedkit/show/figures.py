@@ -1,34 +1,47 @@
-"""Figures, drawn from records only: ratios with their intervals, a climb's ladder, time to quality.
+"""Figures, drawn from records only: ratios, a climb's ladder, where the time goes, rooflines, time to quality."""
 
-One style: colours that the colour-blind tell apart (Okabe and Ito 2008), opaque, so that they read on dark pages too.
-"""
-
-import io
 import textwrap
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import LogLocator, NullLocator
 
-from speedkit import files
+from speedkit.show.canvas import (
+    BAND,
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    ORANGE,
+    STYLE,
+    Row,
+    beside,
+    canvas,
+    finish,
+    headed,
+    seconds,
+)
+from speedkit.show.canvas import device_name as device_name
+from speedkit.show.canvas import save as save
+from speedkit.show.canvas import show as show
 
-BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"
-INK, GREY, BAND, PALE = "#22272E", "#7A808A", "#CBD1DA", "#E6E9ED"
-STYLE: Any = {"font.family": "DejaVu Sans", "font.size": 9.0, "svg.hashsalt": "speedkit", "svg.fonttype": "path",
-              "text.color": INK, "axes.labelcolor": INK, "text.parse_math": False, "figure.facecolor": "white",
-              "axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False, "axes.edgecolor": GREY,
-              "axes.grid": True, "axes.grid.axis": "x", "axes.axisbelow": True, "grid.color": PALE,
-              "xtick.major.size": 0, "xtick.minor.size": 0, "ytick.major.size": 0, "xtick.color": INK,
-              "ytick.color": INK, "legend.frameon": False, "legend.columnspacing": 1.4}  # fmt: skip
 INTERVAL, FLOOR = Line2D([], [], color=INK, label="99 % interval"), Patch(color=BAND, label="noise floor")
-Row = Mapping[str, Any]
+PREDICTED, NAMES = "#F3C6A5", {"baseline": "plain PyTorch", "final": "final plan"}
+# What to do about them goes from left to right: feeding, launching, computing, what happens now and then, the rest.
+COLOURS = {
+    "data wait": "#D55E00", "host-to-device copy": "#E69F00", "launch-bound": "#CC79A7", "sync-bound": "#882255",
+    "compute-bound": "#0072B2", "bandwidth-bound": "#56B4E9", "forward": "#332288", "backward": "#7FA7D8",
+    "optimizer": "#009E73", "evaluation and checkpoint": "#B8DE9B", "compilation": "#F0E442",
+    "other host work": "#8C7A3F", "idle": "#A9B0BB", "unexplained": "#FFFFFF",
+}  # fmt: skip
+UNEXPLAINED: Any = {"facecolor": "white", "edgecolor": INK, "linewidth": 0.8, "hatch": "////"}
 _ratio = "{ratio:.2f}× ({low:.2f} to {high:.2f})".format_map
 
 
@@ -40,12 +53,14 @@ def ratios(measurements: Row | Sequence[Row], recorded: Sequence[Row] | None = N
     of the same names stand below. `names` picks measurements, in that order. A hollow mark did not clear the noise.
     """
     here = measurements if isinstance(measurements, Mapping) else {"measurements": measurements}
-    machines = [(device_name(record), colour, {row["name"]: row for row in record["measurements"]})
-                for record, colour in zip((here, *(recorded or ())), (BLUE, ORANGE, GREEN, GREY) * 9, strict=False)]
+    machines = [
+        (device_name(record), colour, {row["name"]: row for row in record["measurements"]})
+        for record, colour in zip((here, *(recorded or ())), (BLUE, ORANGE, GREEN, GREY) * 9, strict=False)
+    ]
     chosen = [(name, colour, rows[name]) for name in (names or machines[0][2])
               for _, colour, rows in machines if name in rows]  # fmt: skip
     with rc_context(STYLE):
-        figure, axes = _canvas(0.42 * len(chosen) + 1.35, left=0.27, right=0.78)
+        figure, axes = canvas(0.42 * len(chosen) + 1.35, left=0.27, right=0.78)
         ends = [0.95, 1.05]
         for y, (_, colour, row) in enumerate(chosen):
             floor = max(row["noise_floor"] or 1.0, 1.0)
@@ -53,14 +68,14 @@ def ratios(measurements: Row | Sequence[Row], recorded: Sequence[Row] | None = N
             axes.barh(y, floor - 1 / floor, 0.8, left=1 / floor, color=BAND)
             axes.plot([row["low"], row["high"]], [y, y], color=colour, linewidth=2, solid_capstyle="butt")
             axes.plot(row["ratio"], y, "o", color=colour, markerfacecolor=colour if clear else "white", markersize=6.5)
-            _beside(axes, y, _ratio(row))
+            beside(axes, y, _ratio(row))
             ends += [row["low"], row["high"], 1 / floor, floor]
         axes.axvline(1.0, color=INK, linewidth=0.8, zorder=1)
         names = [name for name, *_ in chosen]
         labels = {y: textwrap.fill(name, 32) * (name not in names[:y]) for y, name in enumerate(names)}
-        _finish(axes, ends, labels, "time ratio, log scale: above 1 is faster")
+        finish(axes, ends, labels, "time ratio, log scale: above 1 is faster")
         marks = [*(Patch(color=colour, label=name) for name, colour, _ in machines), INTERVAL, FLOOR]
-        _headed(figure, title, marks, subject="hollow: no difference beyond the noise")
+        headed(figure, title, marks, subject="hollow: no difference beyond the noise")
     return figure
 
 
@@ -73,8 +88,7 @@ def waterfall(record: Row) -> Figure:
     step_s, rows = record["step_s"], []  # (label, seconds before, row, colour, note)
     for rung in record["rungs"]:
         note = "" if rung["kept"] else "\n".join(textwrap.wrap(rung["why"], 40, max_lines=2, placeholder=" …"))
-        label = f"{rung['rung']}\n{textwrap.shorten(rung['change'], 32, placeholder=' …')}"
-        rows.append((label, rung["step_s_before"], rung, BLUE if rung["kept"] else GREY, note))
+        rows.append((_rung_label(rung), rung["step_s_before"], rung, BLUE if rung["kept"] else GREY, note))
     finals = [("plain PyTorch", step_s["baseline"], record["speedup"])]
     if record.get("speedup_careful") and step_s.get("careful"):
         finals.append(("a careful start", step_s["careful"], record["speedup_careful"]))
@@ -82,21 +96,122 @@ def waterfall(record: Row) -> Figure:
         note = f"{1e3 * before_s:.3g} ms to {1e3 * before_s / speedup['ratio']:.3g} ms"
         rows.append((f"final plan\nagainst {against}", before_s, speedup, GREEN, note))
     with rc_context(STYLE):
-        figure, axes = _canvas(0.5 * (len(rows) + 1) + 1.5, left=0.27, right=0.67)
+        figure, axes = canvas(0.5 * (len(rows) + 1) + 1.5, left=0.27, right=0.67)
         axes.plot(1e3 * step_s["baseline"], 0, "d", color=INK, markersize=7)
-        _beside(axes, 0, f"{1e3 * step_s['baseline']:.3g} ms per step")
+        beside(axes, 0, f"{1e3 * step_s['baseline']:.3g} ms per step")
         for y, (_, before_s, row, colour, note) in enumerate(rows, 1):
             if row["ratio"] is not None:
                 _bar(axes, y, 1e3 * before_s, row, colour)
                 note = f"{_ratio(row)}\n{note}".strip()
-            _beside(axes, y, note, GREY if colour == GREY else INK)
+            beside(axes, y, note, GREY if colour == GREY else INK)
         axes.axhline(len(record["rungs"]) + 0.5, color=GREY, linewidth=0.6)
         labels = dict(enumerate(["plain PyTorch, Plan()", *(row[0] for row in rows)]))
-        _finish(axes, axes.dataLim.intervalx, labels, "time per step, ms, log scale: left is faster")
-        marks = [Patch(color=BLUE, label="kept"), Patch(color=GREY, label="rejected"), INTERVAL, FLOOR,
-                 Line2D([], [], color=ORANGE, label="predicted"), Patch(color=GREEN, label="fresh windows")]
+        finish(axes, axes.dataLim.intervalx, labels, "time per step, ms, log scale: left is faster")
+        marks = [
+            Patch(color=BLUE, label="kept"),
+            Patch(color=GREY, label="rejected"),
+            INTERVAL,
+            FLOOR,
+            Line2D([], [], color=ORANGE, label="predicted"),
+            Patch(color=GREEN, label="fresh windows"),
+        ]
         headline = ", ".join(f"{_ratio(speedup)} over {against}" for against, _, speedup in finals)
-        _headed(figure, headline, marks, record)
+        headed(figure, headline, marks, record)
+    return figure
+
+
+def predicted(record: Row) -> Figure:
+    """Return what each rung of a climb was predicted to gain, a pale bar, and what was measured, with its interval."""
+    rows = [row for row in record["rungs"] if row["ratio"] is not None and row["predicted_low"] is not None]
+    met = sum(row["predicted_low"] <= row["high"] and row["low"] <= row["predicted_high"] for row in rows)
+    with rc_context(STYLE):
+        figure, axes = canvas(0.46 * max(1, len(rows)) + 1.35, left=0.27, right=0.74)
+        ends = [0.95, 1.05]
+        for y, row in enumerate(rows):
+            guess, found = ([row[f"{kind}low"], row[f"{kind}high"]] for kind in ("predicted_", ""))
+            axes.plot(guess, [y, y], "|-", color=PREDICTED, linewidth=11, markersize=11, solid_capstyle="butt")
+            axes.plot(found, [y, y], color=BLUE, linewidth=2, solid_capstyle="butt")
+            axes.plot(
+                row["ratio"], y, "o", color=BLUE, markerfacecolor=BLUE if row["kept"] else "white", markersize=6.5
+            )
+            beside(axes, y, f"{_ratio(row)}\npredicted {guess[0]:.2f} to {guess[1]:.2f}")
+            ends += [*guess, *found]
+        axes.axvline(1.0, color=INK, linewidth=0.8, zorder=1)
+        labels = {y: _rung_label(row) for y, row in enumerate(rows)}
+        finish(axes, ends, labels, "time ratio, log scale: above 1 is faster")
+        marks = [
+            Patch(color=PREDICTED, label="predicted before"),
+            INTERVAL,
+            _dot(BLUE, "kept"),
+            _dot("white", "rejected"),
+        ]
+        title = f"{met} of {len(rows)} measured intervals meet what was predicted" if rows else "No rung was tried"
+        headed(figure, title, marks, record)
+    return figure
+
+
+def ledgers(found: Mapping[str, Row], record: Row | None = None) -> Figure:
+    """Return where the time of a step goes: for each ledger by name, a bar of shares that add up to 100 %.
+
+    A segment is named where its name fits. What is unexplained is hatched; below 0, causes overlap by so much.
+    """
+    seen = [cause for cause in COLOURS if any(row["cause"] == cause for each in found.values() for row in each["rows"])]
+    with rc_context(STYLE):
+        foot = 0.68 + 0.18 * -(-len(seen) // 5)  # rows of the legend
+        figure, axes = canvas(0.66 * len(found) + 0.6 + foot, left=0.155, right=0.8, foot=foot)
+        for y, ledger in enumerate(found.values()):
+            shares, left = {row["cause"]: 100 * row["share"] for row in ledger["rows"]}, 0.0
+            for cause in filter(shares.get, seen[:-1]):
+                axes.barh(y, shares[cause], 0.72, left=left, color=COLOURS[cause], edgecolor="white", linewidth=0.6)
+                _within(axes, left + shares[cause] / 2, y, cause, shares[cause])
+                left += shares[cause]
+            axes.barh(y, shares["unexplained"], 0.72, left=left, **UNEXPLAINED)
+            beside(axes, y, f"{seconds(ledger['step_s'])} per step\nunexplained {shares['unexplained']:.1f} %")
+        axes.set(ylim=(len(found) - 0.5, -0.5), xlabel="share of the wall time of a step, %")
+        axes.set_yticks(range(len(found)), [textwrap.fill(name, 16) for name in found], fontsize=8.5)
+        marks = [
+            Patch(**({"color": COLOURS[cause]} if cause != "unexplained" else UNEXPLAINED), label=cause)
+            for cause in seen
+        ]
+        times = ": " + ", then ".join(seconds(ledger["step_s"]) for ledger in found.values()) if len(found) == 2 else ""
+        headed(figure, f"Where a step's time goes{times}", marks, record, columns=5)
+    return figure
+
+
+def roofline(record: Row) -> Figure:
+    """Return how near plain PyTorch and the final plan come to what this machine reaches, both axes logarithmic.
+
+    Right of a roof's bend computing is the limit, left of it memory. Whiskers hold 90 % of the raw windows.
+    """
+    rows = {name: row for name, row in record["roofline"].items() if row["flops_per_step"] and row["bytes_per_step"]}
+    windows = next((row for row in record["measurements"] if row["name"] == "final against baseline"), {})
+    with rc_context(STYLE):
+        figure, axes = canvas(4.3, left=0.1, right=0.97)
+        about = {name: row["flops_per_step"] / row["bytes_per_step"] for name, row in rows.items()}  # FLOP per byte
+        for row in {row["dtype"]: row for row in rows.values()}.values():
+            bend = row["ceiling_flops_per_s"] / row["bandwidth_ceiling"]
+            reach = np.geomspace(min(bend, *about.values()) / 8, max(bend, *about.values()) * 8, 200)
+            roof = np.minimum(row["ceiling_flops_per_s"], row["bandwidth_ceiling"] * reach) / 1e9
+            axes.plot(reach, roof, color=GREY, linewidth=1.4)
+            axes.annotate(f"{row['dtype']}: {roof[-1]:.3g} GFLOP/s", (reach[-1], roof[-1]), (0, 4),
+                          textcoords="offset points", ha="right", fontsize=8.5)  # fmt: skip
+        for name, side, colour in (("baseline", "seconds_a", ORANGE), ("final", "seconds_b", BLUE)):
+            if name in rows:
+                row, raw = rows[name], np.array(windows.get(side) or [1.0])
+                spread = np.median(raw) / np.quantile(raw, [0.95, 0.05]) * row["achieved_flops_per_s"] / 1e9
+                axes.plot([about[name]] * 2, spread, color=colour, linewidth=2)
+                label = "{}: {:.3g} GFLOP/s, {mfu:.1%} of {dtype}".format(
+                    NAMES[name], row["achieved_flops_per_s"] / 1e9, **row)  # fmt: skip
+                axes.plot(about[name], row["achieved_flops_per_s"] / 1e9, "o", color=colour, markersize=8, label=label)
+        axes.set(xscale="log", yscale="log", ylabel="GFLOP/s",
+                 xlabel="FLOP per byte moved, at most as many bytes as all operators read and write")  # fmt: skip
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_locator(NullLocator())
+        shares = ", then ".join(f"{row['mfu']:.1%}" for row in rows.values())
+        title = f"{shares} of what matrix products reach on this machine" if rows else "No FLOPs were counted"
+        headed(figure, title, axes.get_legend_handles_labels()[0], record)
     return figure
 
 
@@ -104,7 +219,7 @@ def time_to_quality(record: Row) -> Figure:
     """Return quality over time for plain PyTorch and the final plan: seeds thin, means thick, the target crossed."""
     found, target = record["time_to_quality"], record["time_to_quality"]["target"]
     with rc_context(STYLE):
-        figure, axes = _canvas(3.9, left=0.1, right=0.97)
+        figure, axes = canvas(3.9, left=0.1, right=0.97)
         for side, colour, name in (("baseline", ORANGE, "plain PyTorch"), ("final", BLUE, "final plan")):
             courses, reached_s = [curve["points"] for curve in found["curves"][side]], found[f"{side}_s"]
             for points in courses:
@@ -116,56 +231,14 @@ def time_to_quality(record: Row) -> Figure:
                 axes.axvline(reached_s, color=colour, linewidth=1, linestyle=":", zorder=1)
                 axes.plot(reached_s, target, "D", color=colour, markeredgecolor=INK, markersize=7, zorder=5)
         axes.axhline(target, color=INK, linewidth=0.8, linestyle="--", label=f"target {target:.3g}")
-        axes.set(xlim=(0, None), ylabel=f"{record['quality']['metric']}, test set",
-                 xlabel="seconds of training and evaluating; the cache was built and the model compiled before")
+        axes.set(
+            xlim=(0, None),
+            ylabel=f"{record['quality']['metric']}, test set",
+            xlabel="seconds of training and evaluating; the cache was built and the model compiled before",
+        )
         sooner = f"ratio {found['ratio']:.2f}" if found["ratio"] else "not reached by both"
-        _headed(figure, f"Time to quality: {sooner}", axes.get_legend_handles_labels()[0], record)
+        headed(figure, f"Time to quality: {sooner}", axes.get_legend_handles_labels()[0], record)
     return figure
-
-
-def device_name(record: Row) -> str:
-    """Return what the machine of a record is called; rows come without a record from this machine."""
-    hardware = record.get("hardware") or {"gpu": "this machine"}
-    cpu = (hardware.get("cpu") or "CPU").replace("(R)", "").replace("(TM)", "")
-    return hardware.get("gpu") or f"{cpu}, {hardware['cores']} cores"
-
-
-def save(figure: Figure, path: str | Path) -> None:
-    """Write a figure to `path` (.svg or .png), whole or not at all; the same figure gives the same bytes."""
-    kind = Path(path).suffix[1:]
-    with rc_context(STYLE), files.atomic(path) as temporary:
-        figure.savefig(temporary, format=kind, metadata={"Date" if kind == "svg" else "Software": None}, dpi=90)
-
-
-def show(figure: Figure) -> None:
-    """Display a figure in a notebook as PNG, in few colours: a third of the bytes."""
-    from IPython import display
-    from PIL import Image
-
-    drawn, small = io.BytesIO(), io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=90)
-    few = Image.open(drawn).convert("RGB").quantize(128, method=Image.Quantize.FASTOCTREE)
-    few.save(small, format="png", optimize=True)
-    display.display(display.Image(small.getvalue(), alt=figure.texts[0].get_text()))
-
-
-def _canvas(height: float, left: float, right: float) -> tuple[Figure, Axes]:
-    """Return a figure with one plain axes; head and foot keep their size whatever the height (inches)."""
-    figure = Figure(figsize=(8.6, height))  # as wide as GitHub and a notebook show unscaled
-    figure.subplots_adjust(left=left, right=right, top=1 - 0.62 / height, bottom=0.78 / height)
-    return figure, figure.add_subplot()
-
-
-def _finish(axes: Axes, ends: Sequence[float], labels: Mapping[int, str], about: str) -> None:
-    """Make x logarithmic around `ends` with few round ticks, and label the rows from top to bottom."""
-    reach = (max(ends) / min(ends)) ** 0.04
-    axes.set_xscale("log")
-    axes.set(xlim=(min(ends) / reach, max(ends) * reach), xlabel=about, ylim=(len(labels) - 0.4, -0.6))
-    wide = max(ends) > 4 * min(ends)
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)) if wide else MaxNLocator(6))
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_yticks(list(labels), list(labels.values()), fontsize=8.5, linespacing=1.15)
 
 
 def _bar(axes: Axes, y: int, before: float, row: Row, colour: str) -> None:
@@ -179,17 +252,17 @@ def _bar(axes: Axes, y: int, before: float, row: Row, colour: str) -> None:
             axes.plot([before / row[high], before / row[low]], [at, at], "|-", color=mark, linewidth=1.5, markersize=7)
 
 
-def _beside(axes: Axes, y: int, text: str, colour: str = INK) -> None:
-    axes.text(1.02, y, text, transform=axes.get_yaxis_transform(), va="center", fontsize=8.5, color=colour)
+def _within(axes: Axes, x: float, y: float, cause: str, share: float) -> None:
+    """Name a segment of a bar, where there is room."""
+    text, dark = textwrap.fill(cause, 11), np.dot(to_rgb(COLOURS[cause]), [0.3, 0.59, 0.11]) < 0.5
+    room = 0.85 * share  # characters
+    text = f"{text}\n{share:.0f} %" if max(map(len, text.splitlines())) < room else f"{share:.0f} %" * (room > 3.6)
+    axes.text(x, y, text, ha="center", va="center", fontsize=7.5, linespacing=1.05, color="white" if dark else INK)
 
 
-def _headed(figure: Figure, title: str, marks: Sequence[Any], record: Row | None = None, subject: str = "") -> None:
-    if record:
-        work, torch = record["workload"], record["versions"]["torch"]
-        trained = f"{work['name']}, {work['train']} training items"
-        subject = f"{device_name(record)} · {trained} · torch {torch} · profile {record['profile']}"
-    height = figure.get_figheight()
-    figure.text(0.012, 1 - 0.2 / height, title, fontsize=11, fontweight="bold", va="center")
-    figure.text(0.012, 1 - 0.42 / height, subject, fontsize=8.5, color=GREY, va="center")
-    figure.legend(handles=marks, loc="lower left", bbox_to_anchor=(0.005, 0.0), ncols=len(marks), fontsize=8.5,
-                  handlelength=1.4)  # fmt: skip
+def _dot(fill: str, label: str) -> Line2D:
+    return Line2D([], [], color=BLUE, marker="o", linestyle="", markerfacecolor=fill, label=label)
+
+
+def _rung_label(row: Row) -> str:
+    return f"{row['rung']}\n{textwrap.shorten(row['change'], 32, placeholder=' …')}"
