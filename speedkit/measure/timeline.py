@@ -6,6 +6,7 @@ Unlike a profiler it leaves steps as they are: a reading costs a fraction of a m
 import collections
 import contextlib
 import functools
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -74,14 +75,16 @@ class Timeline:
 
 
 def reading_cost_s() -> float:
-    """Return what one reading costs here, with the calls around it."""
-    nothing, costs, times = Timeline().of(OTHER, lambda: None), list[float](), 500
-    for _ in range(5):
-        began_s = time.perf_counter()
-        for _ in range(times):
-            nothing()
-        costs.append((time.perf_counter() - began_s) / times / 2)
-    return min(costs)
+    """Return what one reading costs here, among operators as in a step."""
+    rows = torch.ones(64, 64)
+    plain = lambda: (rows @ rows).relu().sum()  # noqa: E731
+    ways, took_s = (plain, Timeline().of(OTHER, plain)), (list[float](), list[float]())
+    for turn in range(200):
+        for way in (turn % 2, 1 - turn % 2):
+            began_s = time.perf_counter()
+            ways[way]()
+            took_s[way].append(time.perf_counter() - began_s)
+    return max(0.0, statistics.median(took_s[1]) - statistics.median(took_s[0])) / 2
 
 
 @contextlib.contextmanager
@@ -100,12 +103,11 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def timing(timeline: Timeline) -> Iterator[None]:
     """Time backward passes, from whatever tensor, and what torch.compile compiles, if it has been imported."""
-    backward = {owner: timeline.of(BACKWARD, owner.backward) for owner in (torch.Tensor, torch.autograd)}
+    backward = timeline.of(BACKWARD, torch.autograd.backward)  # what Tensor.backward calls too
     callback = sys.modules.get("torch._dynamo.callback")
     begin, end = (lambda _: timeline.begin(COMPILATION)), (lambda _: timeline.end())
     with contextlib.ExitStack() as stack:
-        for owner, function in backward.items():
-            stack.enter_context(replaced(owner, backward=function))
+        stack.enter_context(replaced(torch.autograd, backward=backward))
         if callback is not None:
             handler = callback.callback_handler
             for callbacks, call in ((handler.start_callbacks, begin), (handler.end_callbacks, end)):

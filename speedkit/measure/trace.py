@@ -220,6 +220,8 @@ class Profile:
         # Asked for to be spared a warning; it would make an object of each event, the most of what this takes.
         self.profiler.profiler.acc_events = False  # type: ignore[union-attr]
         self.profiler.stop()
+        if not self.opened:
+            return Trace(0.0)
         with tempfile.TemporaryDirectory() as folder:
             self.profiler.export_chrome_trace(f"{folder}/trace.json")
             return read_trace(f"{folder}/trace.json")

@@ -98,10 +98,11 @@ class Watched:
                 next(self.course)
                 yield
             finally:
-                if not (self.fetched and not self.since):  # a step that was begun and not made does not count
-                    self._count()
-                self.course.close()
                 Watched.watching -= 1
+                if self.since or not self.fetched or not self.steps:  # a step begun and not made does not count
+                    self._count()
+                with contextlib.suppress(Exception):  # on a device that has failed
+                    self.course.close()
 
     def _course(self) -> Generator[None, None, None]:
         """Go from one thing to look at to the next: each `next()` ends a step, closing it ends the loop."""
@@ -119,7 +120,10 @@ class Watched:
             yield from self._looked_at()
             synchronize(self.device)
             self.timeline.take()
-            self.tally = self.timed
+        yield from self._rest()
+
+    def _rest(self) -> Generator[None, None, None]:
+        self.tally = self.timed
         while True:
             yield
 
@@ -205,7 +209,12 @@ class Watched:
 
     def _step_ends(self) -> None:
         self._count()
-        next(self.course)
+        try:
+            next(self.course)
+        except Exception as error:  # the loop goes on, whatever else cannot be seen of it
+            self.notes.append(f"no closer look at the steps: {type(error).__name__}: {error}")
+            self.course = self._rest()
+            next(self.course)
 
     def _count(self) -> None:
         compiled = compilations()
@@ -220,7 +229,9 @@ class Watched:
         self.notes += self._problems()
         tally, traced = self.timed if self.timed.steps else self.warm, self.traced
         window_s, rows, busy_share = sum(tally.seconds.values()), tally.seconds, None
-        slow_down = 1 + self.timeline.cost_s * self.timeline.readings / max(1, self.steps) * tally.steps / window_s
+        slow_down = 1 + self.timeline.cost_s * self.timeline.readings / max(1, self.steps) * tally.steps / (
+            window_s or 1.0
+        )
         if self.device.type == "cuda" and traced is not None:
             rate = ledgers.rates(self.device)
             rows, slow_down, busy_share = ledgers.unprofiled(
@@ -233,7 +244,10 @@ class Watched:
         if len(self.passes) == STEPS:
             self.facts["work"] = per_step(self.passes, ledgers.rates(self.device))
         if tally.steps:
-            self.diagnosis = of_loop(self.ledger, self.facts, self.loader, str(self.device))
+            try:
+                self.diagnosis = of_loop(self.ledger, self.facts, self.loader, str(self.device))
+            except Exception as error:  # of the loader's own items, say: the training is worth more
+                self.notes.append(f"no diagnosis: {type(error).__name__}: {error}")
         if out is not None:
             Path(out).mkdir(parents=True, exist_ok=True)
             write_json(Path(out) / "ledger.json", self.as_dict())
@@ -245,8 +259,8 @@ class Watched:
         if not self.steps:
             yield "the optimizer made no step inside the block: put the loop there, with the optimizer that it steps"
         elif not self.timed.steps:
-            yield (f"the loop made {self.steps} steps, of which a warm-up of {self.skip} leaves none: all are counted, "
-                   "slow first ones too")  # fmt: skip
+            yield (f"a warm-up of {self.skip} leaves nothing of the loop's steps, {self.steps}: all are counted, slow "
+                   "first ones too")  # fmt: skip
         elif self.traced is None and self.device.type == "cuda":
             yield "the profiler saw too few steps, so the rows are of the host's time: let the loop make more"
         if not self.forwards:

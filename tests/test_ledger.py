@@ -1,0 +1,289 @@
+"""The ledger: its rules on traces with known answers, and on real runs rows that add up and find what was planted."""
+
+import dataclasses
+import gzip
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import load, loss, points, slowed
+
+from speedkit import clock
+from speedkit.errors import SpeedkitError, UsageError
+from speedkit.measure.classify import CAUSES, busy_of, classify, gaps_of
+from speedkit.measure.ledger import ledger, ledger_of, unprofiled
+from speedkit.measure.trace import Profile, Span, Trace, Work, read_trace
+from speedkit.plan import Plan
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+TRACES = Path(__file__).parent / "traces"
+RATES = {"matmul_fp32": 1e10, "matmul_bf16": 1e11, "memory_bandwidth": 1e10}
+MS = 1e-3
+
+
+def rows(trace, rates=RATES):
+    return {cause: round(seconds / MS, 6) for cause, seconds in classify(trace, rates).items()}
+
+
+def kernel(begin_ms, end_ms, launch_ms=0.0, **more):
+    return Work(begin_ms * MS, end_ms * MS, "kernel", launch_s=launch_ms * MS, **({"bytes": 1.0} | more))
+
+
+# Each is 10 ms long; a kernel from 0 to 2 and one from 6 to 10 leave a gap of 4 ms.
+def gap(launch_ms=5.0, **more):
+    return Trace(10 * MS, (kernel(0, 2), kernel(6, 10, launch_ms)), calls=(Span(0, 10 * MS),), **more)
+
+
+def span(begin_ms, end_ms, name=""):
+    return (Span(begin_ms * MS, end_ms * MS, name),)
+
+
+@pytest.mark.parametrize(
+    ("trace", "expected"),
+    [
+        (gap(), {"launch-bound": 4}),
+        (gap(launch_ms=1.0), {"idle": 4}),  # it was launched in time: what came before it kept it waiting
+        (gap(syncs=span(1, 3)), {"sync-bound": 4}),
+        (gap(syncs=span(3, 7)), {"launch-bound": 4}),  # that call ends elsewhere
+        (gap(parts=span(1, 6, "data wait")), {"data wait": 4}),
+        (gap(parts=span(1, 5, "data wait"), syncs=span(1, 3)), {"data wait": 3, "sync-bound": 1}),
+        (gap(parts=span(3, 4, "compilation") + span(1, 5, "data wait")),
+         {"compilation": 1, "data wait": 2, "launch-bound": 1}),
+        (gap(parts=span(1, 7, "evaluation and checkpoint")),  # with the kernel that was launched in it
+         {"bandwidth-bound": 2, "evaluation and checkpoint": 8}),
+        (dataclasses.replace(gap(), calls=span(0, 2) + span(5, 6)), {"other host work": 4}),
+        (dataclasses.replace(gap(), calls=span(0, 4) + span(4.05, 6)), {"launch-bound": 4}),  # 0.05 ms is no work
+    ],
+)  # fmt: skip
+def test_a_gap_is_what_the_first_rule_that_fits_says(trace, expected):
+    assert rows(trace) == {"bandwidth-bound": 6} | expected
+
+
+def test_what_runs_side_by_side_counts_once_and_a_copy_only_where_nothing_computes():
+    copies = (Work(1 * MS, 4 * MS, "copy", "host to device"), Work(3.5 * MS, 5 * MS, "copy", "host to device"),
+              Work(5 * MS, 6 * MS, "copy", "device to host"))  # fmt: skip
+    trace = Trace(8 * MS, (kernel(0, 2), kernel(1, 3), *copies, kernel(6, 8, 5.5)))
+    assert rows(trace) == {"bandwidth-bound": 5, "host-to-device copy": 2, "sync-bound": 1}
+
+
+def test_a_kernel_is_bound_by_what_takes_longer_at_the_ceiling_of_its_number_format():
+    work = {"flops": 1e8, "bytes": 5e7}  # 1 ms at 1e11 FLOP/s, 10 ms at 1e10; 5 ms at 1e10 bytes/s
+    assert rows(Trace(MS, (kernel(0, 1, dtype="bf16", **work),))) == {"bandwidth-bound": 1}
+    assert rows(Trace(MS, (kernel(0, 1, **work),))) == {"compute-bound": 1}
+    named = Work(0, MS, "sm90_xmma_gemm_bf16", launch_s=0.0)  # out of a CUDA graph: no operator is known
+    assert rows(Trace(MS, (named,))) == {"compute-bound": 1}
+    in_optimizer = Trace(MS, (kernel(0, 1, 0.5, **work),), parts=span(0, 1, "optimizer"))
+    assert rows(in_optimizer) == {"optimizer": 1}
+
+
+def test_seconds_add_up_and_busy_time_is_a_union_whatever_the_trace():
+    for seed in range(200):
+        draw = random.Random(seed).randint
+
+        def spans(count, *names, draw=draw):
+            begins = [draw(0, 90) for _ in range(draw(0, count))]
+            return tuple(Span(begin, begin + draw(1, 10), names[draw(0, len(names) - 1)]) for begin in begins)
+
+        kinds = ("kernel", "kernel", "host to device", "device to host")
+        work = tuple(Work(*one[:2], "", one.name, draw(0, 100), draw(0, 9), draw(0, 9)) for one in spans(15, *kinds))
+        parts = spans(6, "data wait", "optimizer", "compilation", "evaluation and checkpoint")
+        trace = Trace(100.0, work, parts, spans(6, ""), spans(20, ""))
+        assert sum(classify(trace, RATES).values()) == pytest.approx(100)
+        busy = {second for one in work for second in range(int(one.begin_s), int(one.end_s))}
+        assert sum(busy_of(trace, RATES).values()) == pytest.approx(len(busy))
+        waits = {second for part in parts if part.name == "data wait" for second in range(int(part[0]), int(part[1]))}
+        others = {second for part in parts if part.name not in ("data wait", "optimizer")
+                  for second in range(int(part[0]), int(part[1]))}  # fmt: skip
+        assert gaps_of(trace).get("data wait", 0.0) == pytest.approx(len(waits - busy - others))
+
+
+def test_a_trace_of_a_gpu_is_read_with_what_launched_its_kernels():
+    """A synthetic one, of 10 ms, in the form that Kineto writes: every kind of row, made to measure."""
+    trace = read_trace(TRACES / "gpu_synthetic.json.gz")
+    assert rows(trace) == {
+        "data wait": 2.0, "host-to-device copy": 0.75, "launch-bound": 0.4, "sync-bound": 0.4, "compute-bound": 1.6,
+        "bandwidth-bound": 0.75, "optimizer": 0.9, "evaluation and checkpoint": 1.1, "compilation": 0.8,
+        "other host work": 1.2, "idle": 0.1,
+    }  # fmt: skip
+    assert list(rows(trace)) == [cause for cause in CAUSES if cause in rows(trace)]
+    slower = RATES | {"memory_bandwidth": 1e9}  # then the product is bound by its bytes, but not what only has a name
+    assert (rows(trace, slower)["compute-bound"], rows(trace, slower)["bandwidth-bound"]) == (0.5, 1.85)
+    product, reduction = trace.work[1:3]
+    assert product.flops + reduction.flops == pytest.approx(2 * 64 * 1024 * 1024) and product.dtype == "bf16"
+    assert product.flops == pytest.approx(10 * reduction.flops), "what an operator costs is shared out by time"
+    assert (trace.copied_bytes, trace.pageable_bytes) == (262244, 262144)
+    assert trace.operators == 9 and "aten::relu" in trace.uncounted and "aten::addmm" not in trace.uncounted
+
+
+def test_a_trace_recorded_on_a_cpu_has_its_parts_and_operators_and_no_work_on_a_device():
+    trace = read_trace(TRACES / "cpu_recorded.json.gz")  # a step of a small net, in the window, after another
+    assert trace.work == () and {part.name for part in trace.parts} == {"data wait", "optimizer"}
+    events = json.loads(gzip.decompress((TRACES / "cpu_recorded.json.gz").read_bytes()))["traceEvents"]
+    [window] = [event for event in events if event["name"] == "speedkit window"]
+    assert trace.end_s == pytest.approx(window["dur"] * 1e-6)
+    # What a step calls: 2 of the loader's, 9 forward (reshapes and transposes among them), loss, backward, update.
+    assert 30 < trace.operators < len(trace.calls) / 2
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"traceEvents": []}', '{"traceEvents": [{"dur": 1}]}', "[1]"])
+def test_what_is_no_trace_is_refused_in_a_sentence(tmp_path, text):
+    (tmp_path / "trace.json").write_text(text)
+    with pytest.raises(UsageError, match=r"trace.json is no trace of torch.profiler: "):
+        read_trace(tmp_path / "trace.json")
+
+
+def test_flops_of_operators_are_those_that_pytorch_counts(tmp_path):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from speedkit.measure import trace as traces
+
+    layers = (torch.nn.Conv1d(3, 8, 5, stride=2, padding=1, dilation=2), torch.nn.Conv2d(4, 4, 3, groups=2, padding=1))
+    inputs = torch.randn(5, 3, 40), torch.randn(2, 4, 9, 7)
+
+    def work():
+        for layer, rows in zip(layers, inputs, strict=True):
+            layer(rows).sum().backward()
+        torch.baddbmm(torch.ones(1), torch.ones(2, 3, 4), torch.ones(2, 4, 5)) @ torch.addmm(
+            torch.ones(5), torch.ones(5, 6), torch.ones(6, 5))  # fmt: skip
+
+    with torch.profiler.profile(record_shapes=True, acc_events=True) as profiled:
+        work()
+    profiled.export_chrome_trace(str(tmp_path / "trace.json"))
+    counted = FlopCounterMode(display=False)
+    with counted:
+        work()
+    totals = {str(name).replace(".", "::"): flops for name, flops in counted.get_flop_counts()["Global"].items()}
+    found = dict.fromkeys(totals, 0.0)
+    for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]:
+        if event["name"] in found:
+            found[event["name"]] += traces._flops(event)
+    assert found == totals and len(found) >= 4
+
+
+def test_gaps_of_a_profiled_run_shrink_to_what_is_left_of_the_unprofiled_one():
+    trace = gap(parts=span(2, 4, "data wait"))  # 6 ms busy, 2 waiting for data, 2 launching
+    found, slow_down, busy = unprofiled(trace, RATES, 1, {"data wait": 3 * MS}, 2, 16 * MS)
+    assert {cause: round(seconds / MS, 6) for cause, seconds in found.items() if seconds} == {
+        "bandwidth-bound": 12, "data wait": 3, "launch-bound": 1}  # fmt: skip
+    assert (slow_down, busy) == (pytest.approx(20 / 16), pytest.approx(12 / 16))
+    # Gaps do not grow: what neither the profiler nor the host saw is unexplained.
+    found, *_ = unprofiled(trace, RATES, 1, {"data wait": 2 * MS, "compilation": 1 * MS}, 1, 15 * MS)
+    assert ledger("cuda", found, 15 * MS, 1, 1.0).share("unexplained") == pytest.approx(4 / 15)
+    # And where kernels alone take longer than the steps did, that is told too.
+    found, *_ = unprofiled(trace, RATES, 1, {}, 1, 5 * MS)
+    assert ledger("cuda", found, 5 * MS, 1, 1.0).share("unexplained") == pytest.approx(-3 / 5)
+
+
+def slow_load(item, size, seconds):
+    import time
+
+    until_s = time.perf_counter() + seconds
+    while time.perf_counter() < until_s:
+        pass
+    return load(item, size)
+
+
+def add_up(found):
+    assert sum(row["share"] for row in found.rows) == pytest.approx(1)
+    assert sum(row["seconds"] for row in found.rows) == pytest.approx(found.window_s)
+    assert found.window_s == pytest.approx(found.steps * found.step_s)
+    assert found.rows[-1]["cause"] == "unexplained"
+    causes = [row["cause"] for row in found.rows]
+    assert causes == [cause for cause in CAUSES if cause in causes]
+    json.dumps(found.as_dict(), allow_nan=False)
+    assert "unexplained" in str(found)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_add_up_and_what_was_planted_is_in_its_row(device):
+    """5 ms in the loss, and 0.25 ms in each of 16 items; 25 % is for what else this machine does."""
+    workload = slowed(points(), 5 * MS)
+    workload = dataclasses.replace(workload, load=lambda item: slow_load(item, 8, 0.25 * MS))
+    found = ledger_of(workload, device=device, window_s=0.5)
+    add_up(found)
+    assert abs(found.share("unexplained")) < 0.25  # 5 % on a quiet machine
+    assert found.share("data wait") * found.step_s == pytest.approx(4 * MS, rel=0.25, abs=MS)
+    if device == "cpu":
+        assert found.share("forward") * found.step_s == pytest.approx(5 * MS, rel=0.25, abs=MS)
+        assert found.busy_share is None and found.share("optimizer") > 0 and found.share("backward") > 0
+    else:
+        assert found.share("other host work") * found.step_s == pytest.approx(5 * MS, rel=0.25, abs=MS)
+        assert 0 < found.busy_share < 0.5
+    facts = found.facts
+    assert facts["step_s"] == found.step_s and facts["data_s"] > 0 and facts["forward_s"] >= 5 * MS
+    assert facts["operators_per_step"] > 20 and facts["recompiles"] == 0 and facts["evaluation_s"] == 0
+    assert {"file", "line", "code", "count", "seconds"} == set(facts["syncs"][0])
+
+
+def test_timers_are_gone_after_a_ledger():
+    before = torch.autograd.backward
+    ledger_of(points(), device="cpu", window_s=0.05)
+    assert torch.autograd.backward is before
+
+
+def test_evaluation_and_checkpoint_count_at_the_rate_of_a_training():
+    """An evaluation each epoch of 6 steps: its 2 batches make the 10 ms of the loss 20 ms, 3.3 ms in each step."""
+    found = ledger_of(slowed(points(), 10 * MS), device="cpu", window_s=0.2, evaluate=True)
+    add_up(found)
+    seconds = found.share("evaluation and checkpoint") * found.step_s
+    assert 3.3 * MS < seconds < 8 * MS, "a checkpoint comes on top"
+    assert found.facts["evaluation_s"] == pytest.approx(seconds)
+    assert found.facts["evaluations"] == pytest.approx(found.steps / 6)
+    rarely = ledger_of(
+        slowed(points(), 10 * MS), plan=Plan(validate_every=60), device="cpu", window_s=0.2, evaluate=True
+    )
+    assert rarely.share("evaluation and checkpoint") * rarely.step_s < seconds / 3
+
+
+def raising(model, batch, recipe):
+    raise ValueError("the labels are from another set")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"loss": raising}, "points failed in step 1: ValueError: the labels are from another set; its loss has to give"),
+        ({"loss": lambda *_: (1.5, None)}, "points failed in step 1: AttributeError: .*; its loss has to give"),
+        ({"loss": lambda *all_: loss(*all_)[0].detach()}, "points failed in step 1: .*; its loss has to give the mean"),
+        ({"model": lambda: torch.nn.Flatten()}, "the model of points has no trainable parameter"),
+        ({"model": lambda: torch.nn.Linear(8, 2).requires_grad_(False)}, "the model of points has no trainable param"),
+    ],
+)  # fmt: skip
+def test_a_workload_that_cannot_be_trained_is_told_in_a_sentence(change, message):
+    with pytest.raises(SpeedkitError, match=message):
+        ledger_of(dataclasses.replace(points(), **change), device="cpu", window_s=0.05)
+
+
+def test_one_batch_an_epoch_and_a_model_made_elsewhere_are_no_trouble():
+    workload = points(train=5)
+    elsewhere = "cuda" if torch.cuda.is_available() else "cpu"
+    made = dataclasses.replace(workload, model=lambda: workload.model().to(elsewhere, torch.float64).float())
+    add_up(ledger_of(made, device="cpu", window_s=0.1))
+
+
+def test_graphs_compiled_in_the_window_are_counted_and_are_a_row(monkeypatch):
+    """Each batch has a length of its own, for which the model is compiled anew."""
+    from torch import nn
+
+    lengths = iter(range(2, 10**6))
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 10**6)
+    monkeypatch.setattr(torch._dynamo.config, "accumulated_recompile_limit", 10**6)
+    torch._dynamo.reset()
+    summed = torch.compile(lambda rows: rows.sum(), backend="eager", dynamic=False)
+
+    def longer(model, batch, recipe):
+        value, outputs = loss(model, batch, recipe)
+        return value + 0 * summed(torch.ones(next(lengths))), outputs
+
+    assert isinstance(points().model(), nn.Module)
+    before = clock.compilations()
+    found = ledger_of(dataclasses.replace(points(), loss=longer), device="cpu", window_s=0.2)
+    add_up(found)
+    assert 0 < found.facts["recompiles"] < clock.compilations() - before
+    assert found.share("compilation") > found.share("forward")
+
+
+def test_a_profile_that_was_never_opened_is_empty():
+    assert Profile(torch.device("cpu")).close() == Trace(0.0)
