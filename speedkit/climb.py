@@ -71,7 +71,9 @@ def climb(
         f"batch {recipe.batch_size}, on {hardware.name}; budget {budget_s:.0f} s")  # fmt: skip
     naive = job.once("ledger", lambda: closing.where_time_goes(job, Plan()))
     control = job.once("control", lambda: _control(job))
-    parts = {row["cause"]: row["share"] * control["step_s"] for row in naive["ledgers"]["rows"]}
+    shares = {row["cause"]: row["share"] for row in naive["ledgers"]["rows"]}
+    say("its time goes into " + ", ".join(f"{cause} {share:.0%}" for cause, share in shares.items()))
+    parts = {cause: share * control["step_s"] for cause, share in shares.items()}
     matmul = {name.removeprefix("matmul_"): found.value for name, found in ceilings(hardware).items()}
     rows, step_s = _rungs(job, chosen, control, Profile(parts, matmul, hardware.device.type == "cpu"))
     dropped = closing.recheck(job, [row for row in rows if row["kept"]], control, step_s)
@@ -133,7 +135,7 @@ def _rungs(job: Stages, chosen: Sequence[Rung], control: Row, profile: Profile) 
         again = [row for row in waiting if row["stage"] in noted]
         row, pairs = min(again, key=lambda row: noted.index(row["stage"]), default=None), 0
         if row is None and "left out" not in noted:
-            row, pairs = _affordable(job, waiting, rows, control, profile)
+            row, pairs = affordable(job, waiting, rows, control, profile)
         if row is None:
             why = "not tried: the time budget is needed for the final measurements"
             left = [row | {"why": row["why"] or why} for row in found]
@@ -143,7 +145,7 @@ def _rungs(job: Stages, chosen: Sequence[Rung], control: Row, profile: Profile) 
             profile = profile.after(row["fields"], rows[-1]["ratio"], rows[-1]["data_s"])
 
 
-def _affordable(
+def affordable(
     job: Stages, waiting: list[Row], rows: list[Row], control: Row, profile: Profile
 ) -> tuple[Row | None, int]:
     """Return the first candidate that there is time for, and how many pairs of windows; (None, 0) where none is left.

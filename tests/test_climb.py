@@ -15,9 +15,11 @@ import torch
 
 from speedkit import climb as climb_function
 from speedkit import closing
+from speedkit.climb import affordable
+from speedkit.clock import compilations
 from speedkit.errors import Interrupted, SpeedkitError, UsageError
 from speedkit.files import read_json, write_json
-from speedkit.hardware import Hardware
+from speedkit.hardware import Hardware, this_machine
 from speedkit.ladder import LADDER, candidates
 from speedkit.measure.compare import compare
 from speedkit.measure.ledger import CAUSES
@@ -120,6 +122,16 @@ def test_comparisons_share_what_is_left_but_none_is_left_out_for_the_sake_of_lat
     assert found == sorted(found) and found[0] == 0 and found[-1] == 60 and 12 < found[75] < 60
     alone = [affordable_pairs(left_s, [2.0], 0.2, 12, 60) for left_s in range(120)]
     assert [pairs > 0 for pairs in found] == [pairs > 0 for pairs in alone]
+
+
+def test_what_takes_too_long_to_set_up_gives_way_to_what_does_not():
+    slow, quick = ({"set_up_s": set_up_s, "predicted_low": 1.0, "predicted_high": 1.5} for set_up_s in (400.0, 2.0))
+    assert affordable(stages(1000.0), [slow, quick], [], CONTROL, PROFILE)[0] is slow
+    assert affordable(stages(500.0), [slow, quick], [], CONTROL, PROFILE)[0] is quick
+    job, large = dataclasses.replace(stages(500.0), pairs=60), quick | {"predicted_high": 3.0}
+    assert affordable(job, [quick], [], CONTROL, PROFILE)[1] == 60
+    assert affordable(job, [large], [], CONTROL, PROFILE)[1] == 24, "a large gain is seen sooner"
+    assert affordable(stages(4.0), [quick], [{"kept": False}], CONTROL, PROFILE) == (None, 0)
 
 
 def test_a_training_too_long_for_the_budget_gets_fewer_steps_and_test_items():
@@ -227,6 +239,7 @@ def test_climb_keeps_only_what_is_proven_and_leaves_all_of_its_sections(tmp_path
 
 def test_what_does_not_lose_by_being_dropped_is_dropped(tmp_path):
     job = stages(work=tiny.points(train=256, size=64, hidden=128), device="cpu", cache_dir=tmp_path)
+    job = dataclasses.replace(job, window_s=0.01, pairs=12)
     changes = ({"micro_batch": 1}, {"validate_every": 3}, {"micro_batch": None}, {"validate_every": 0})
     kept = [{"rung": "", "change": str(fields), "fields": fields, "kept": True} for fields in changes]
     found = closing.recheck(job, kept, CONTROL, 0.001)
@@ -237,6 +250,21 @@ def test_what_does_not_lose_by_being_dropped_is_dropped(tmp_path):
     found = closing.recheck(job, [kept[1], kept[2], kept[2] | {"fields": {"log_every": 10}}], CONTROL, 0.001)
     assert found[0]["why"].startswith("dropped") and found[0]["high"] >= 1
     assert plan_of([row for row in found if row["kept"]]) == Plan()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not this_machine().supports("compile"), reason="nothing can be compiled here")
+def test_compiling_is_measured_cold_and_paid_back(tmp_path):
+    """Also after the naive plan's ledger, whose look into each operator must not leave compiled code switched off."""
+    work, before = tiny.points(train=256, size=64, hidden=64, batch_size=32), compilations()
+    options = {**OPTIONS, "cache_dir": tmp_path, "pairs": 6}
+    record = climb_function(work, rungs=("compile",), progress=False, **options)
+    assert compilations() > before
+    tried = [row for row in record["rungs"] if row["ratio"]]
+    assert tried and all(row["compile_s"] > 0.5 for row in tried)
+    assert not any(row["compiled_in_windows"] for row in record["measurements"])
+    kept = [row["compile_s"] for row in tried if row["kept"]]
+    assert record["payback"]["prepare_s"]["compile"] == max(kept, default=0.0)
 
 
 @pytest.mark.slow
