@@ -1,18 +1,17 @@
 """The loader's doctor: its parts add up to the step, and it proposes what this machine and the data can use."""
 
 import dataclasses
-import json
 
 import numpy as np
 import pytest
 import soundfile
-from click.testing import CliRunner
 from tiny import load, points
 
-from speedkit.cli import commands
 from speedkit.data.decode import BadItem
 from speedkit.errors import SpeedkitError
 from speedkit.measure.loading import as_text, examine
+from speedkit.recipe import Recipe
+from speedkit.workloads import load_workload
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +47,7 @@ def test_levers_are_those_that_can_be_used_best_first():
 
 
 def test_recordings_are_read_decoded_and_resampled(recordings):
-    options = ["--data-dir", str(recordings), "--size", "tiny", "--device", "cpu", "--batch-size", "8", "--json"]
-    done = CliRunner().invoke(commands, ["doctor", "audio", *options], catch_exceptions=False)
-    found = json.loads(done.stdout)
+    found = examine(load_workload("audio", data_dir=str(recordings), size="tiny"), Recipe(batch_size=8), "cpu")
     took_s = {row["part"]: row["sample_s"] for row in found["parts"]}
     assert min(took_s["read"], took_s["decode"], took_s["resample"]) > 0
 
