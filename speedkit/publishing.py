@@ -249,7 +249,7 @@ def _verdicts(record: dict[str, Any]) -> str:
     checks = [row["verdict"] == "passed" for row in record["verdicts"] if not row["claim"]]
     found = {word: [row["claim"] for row in record["verdicts"] if row["claim"] and row["verdict"] == verdict]
              for verdict, word in WORDS.items()}  # fmt: skip
-    answers = (f"{', '.join(sorted(claims))} {word}" for word, claims in found.items() if claims)
+    answers = (f"{word}: {', '.join(sorted(claims))}" for word, claims in found.items() if claims)
     return "; ".join((f"{sum(checks)} of {len(checks)} checks passed", *answers))
 
 

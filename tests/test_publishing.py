@@ -225,7 +225,7 @@ def test_readme_shows_what_is_recorded_and_lists_what_is_stale(folder, tmp_path)
     rows = [line for line in text.splitlines() if line.startswith("| [2")]
     assert rows[0].startswith("| [21 Tiny](notebooks/21_tiny.ipynb) | A sum does not depend on the order. | ")
     assert record["created"][:10] in rows[0] and record["versions"]["torch"] in rows[0] and "stale" not in rows[0]
-    assert ", current: 2 of 2 checks passed; C09 confirmed; C01, C10 needs a GPU |" in rows[0]
+    assert ", current: 2 of 2 checks passed; confirmed: C09; needs a GPU: C01, C10 |" in rows[0]
     assert rows[1].endswith("| not run yet |")
     assert "No climb is published yet." in text and "old" not in text.splitlines()
     assert text.startswith("# x\n") and text.endswith("after\n") and "\nbetween\n" in text
