@@ -53,7 +53,8 @@ def lab(chromium, own_folders, tmp_path_factory):
     options = {"ip": "127.0.0.1", "port": port, "port_retries": 0, "root_dir": folder, "allow_root": True}
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", f"--IdentityProvider.token={TOKEN}",
                *(f"--ServerApp.{name}={value}" for name, value in options.items())]  # fmt: skip
-    environment = os.environ | {"SPEEDKIT_NOTEBOOKS": str(ROOT / "notebooks"), "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"SPEEDKIT_NOTEBOOKS": str(ROOT / "notebooks"), "SPEEDKIT_PROFILE": "smoke",
+                                "SPEEDKIT_RUN_DIR": str(folder / "run")}  # fmt: skip
     with (folder / "server.log").open("w") as log:
         server = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
     address = f"http://127.0.0.1:{port}"
@@ -171,3 +172,12 @@ def test_explorer_shows_another_record_and_fewer_pairs(page, lab):
     changes(page, picture, lambda: page.locator(".jupyter-widgets select").first.select_option("21_mixed_precision"))
     assert table.inner_text() != before
     changes(page, picture, lambda: page.locator(".noUi-handle").press("ArrowLeft"))
+
+
+def test_explorer_in_a_notebook_of_the_repository(page, lab):
+    path = Path(shutil.copy(ROOT / "notebooks" / "01_measure.ipynb", lab[1]))
+    run_all(page, lab, path)
+    picture, pairs = page.locator("img.jupyter-widgets"), page.locator(".noUi-handle")
+    page.get_by_text("record of 01_measure").wait_for()
+    picture.scroll_into_view_if_needed()
+    changes(page, picture, lambda: pairs.press("ArrowLeft"))

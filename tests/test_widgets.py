@@ -7,7 +7,6 @@ import re
 import time
 
 import pytest
-import torch
 from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell, new_notebook
 from tiny import load, points
@@ -17,7 +16,7 @@ from speedkit.hardware import Hardware
 from speedkit.measure.provenance import notebooks_folder
 from speedkit.measure.stats import paired_interval
 from speedkit.show import widgets
-from speedkit.show.widgets import Explorer, PlanPanel, explored, plan_rows, ratio_table
+from speedkit.show.widgets import Explorer, PlanPanel, as_html, explored, plan_rows, ratio_table
 
 BARE = Hardware(cpu="a CPU")  # without fast number formats, without a compiler
 RECORD = "21_mixed_precision"
@@ -79,7 +78,7 @@ def test_controls_and_python_set_the_same_plan():
     panel.set(workers="auto", micro_batch=8)
     assert panel.plan == Plan(workers="auto", channels_last=True, micro_batch=8)
     assert (panel.texts["workers"].value, panel.texts["micro_batch"].value) == ("auto", "8")
-    fast = next(one for one in panel.widget.children[0].children if one.description == "fast")
+    fast = next(one for one in panel.children[0].children if one.description == "fast")
     fast.click()
     assert panel.plan == Plan.fast(BARE)
 
@@ -100,7 +99,7 @@ def test_what_is_impossible_is_told_and_changes_nothing(field, value, told):
     panel.set(**{field: value, "drop_last": True})
     assert told in panel.told and panel.run_button.disabled and panel.plan == Plan(drop_last=True)
     if field in panel.texts:
-        assert told in panel.notes[field].value.replace("&#x27;", "'") and panel.texts[field].value == str(value)
+        assert panel.texts[field].value == str(value)
         panel.texts[field].value = "1"
     else:
         panel.set(drop_last=False)
@@ -115,7 +114,7 @@ def test_run_measures_the_plan_and_adds_it_to_table_and_figure():
     panel.run_button.click()
     assert [one["name"] for one in panel.rows] == ["1. drop_last=on", "2. the baseline itself"], panel.told
     assert panel.rows[1]["loss_difference"] == 0, "a plan learns what it learns itself"
-    assert panel.table.value == ratio_table(panel.rows).to_html(index=False, border=0)
+    assert panel.table.value == as_html(ratio_table(panel.rows))
     assert bytes(first).startswith(b"\x89PNG") and panel.figure.value != first
     assert panel.told == "result 2 added"
 
@@ -136,7 +135,7 @@ def raising(error):
         (lambda: PlanPanel(points(), recipe=points(focal_gamma=2.0).recipe), "focal_gamma=2.0 is not applied"),
         (lambda: PlanPanel(action=lambda plan: None), "TypeError"),
         (lambda: PlanPanel(action=lambda plan: {"name": "no ratio"}), "KeyError"),
-        (lambda: PlanPanel(action=lambda plan: raising(KeyboardInterrupt())), "interrupted"),
+        (lambda: PlanPanel(action=lambda plan: raising(KeyboardInterrupt())), "nothing was added: KeyboardInterrupt"),
     ],
 )
 def test_a_run_that_fails_is_told_and_adds_nothing(panel, told):
@@ -151,7 +150,7 @@ def test_run_calls_an_action_with_the_plan():
     panel.set(prefetch_factor=3)
     panel.run()
     assert panel.rows[0]["ratio"] == 1.3 and "faster" in panel.table.value
-    assert not [one for one in PlanPanel().widget.children[0].children if one.description == "Run"]
+    assert not [one for one in PlanPanel().children[0].children if one.description == "Run"]
 
 
 @pytest.mark.parametrize(
@@ -173,7 +172,7 @@ def test_explorer_of_what_is_published_shows_any_notebook():
     records = [explorer.records[RECORD][place] for place in places]
     assert explorer.told == "" and len(explorer.records) > 10 and names and places
     table, _ = explored(records, names)
-    assert explorer.table.value == table.to_html(index=False, border=0)
+    assert explorer.table.value == as_html(table)
     assert len(table) == sum(one["name"] in names for record in records for one in record["measurements"])
 
 
@@ -270,4 +269,4 @@ def test_a_panel_asked_for_where_there_is_no_notebook_is_plain_lines(capfd):
     assert "points step 12/12: loss" in capfd.readouterr().out
     table = widgets.course(history)
     assert table["step"].tolist() == history.log_steps and table["loss"].tolist() == history.loss
-    assert (table["samples_per_s"] > 0).all() and torch.is_tensor(next(history.model.parameters()))
+    assert (table["step_s"] > 0).all()

@@ -5,7 +5,6 @@ Each is drawn from a function that gives the same as a table and a figure, for w
 
 import dataclasses
 import html
-import io
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import ipywidgets
 import pandas
-from IPython.display import display
+from IPython.core.pylabtools import print_figure
 from matplotlib.figure import Figure
 
 from speedkit.elsewhere import FORMERLY
@@ -28,12 +27,12 @@ from speedkit.settings import described, from_mapping
 from speedkit.show import figures
 
 FIELDS = {about.name: about for about in described(Plan)}
-VALUES: dict[str, tuple[Any, ...]] = {  # all that a field takes; () where it takes numbers
-    name: (False, True) if bool in about.kinds else () if int in about.kinds else about.choices
-    for name, about in FIELDS.items()
-}
-WRONG, QUIET = "color: #D55E00", "color: #7A808A"  # as in the figures, readable on white and on black
+VALUES = {name: (False, True) if bool in about.kinds else () if int in about.kinds else about.choices
+          for name, about in FIELDS.items()}  # fmt: skip  # all that a field takes; () where it takes numbers
+COLUMNS = ("machine", "name", "ratio", "low", "high", "noise_floor", "settled", "loss_difference")
 Record = Mapping[str, Any]
+png = partial(print_figure, fmt="png", bbox_inches=None, dpi=90)  # figure -> bytes
+as_html = partial(pandas.DataFrame.to_html, index=False, border=0, justify="left", na_rep="", col_space="5em")
 
 
 def plan_rows(plan: Plan, hardware: Hardware | None = None, workload: Any = None) -> list[dict[str, Any]]:
@@ -71,30 +70,19 @@ def in_words(value: Any) -> str:
     return ("off", "on")[value] if isinstance(value, bool) else str(value).lower()
 
 
-def png(figure: Figure) -> bytes:
-    """Return a figure as the bytes of a PNG file."""
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=90)
-    return drawn.getvalue()
-
-
 def ratio_table(rows: Sequence[Record]) -> pandas.DataFrame:
     """Return measured ratios (rows of `measurements`) as a table, each with what its 99 % interval says."""
-    columns, shown = (
-        ("machine", "name", "ratio", "low", "high", "noise_floor", "pairs", "steady", "loss_difference"),
-        [],
-    )
+    shown = []
     for row in rows:
         floor = max(row["noise_floor"] or 1.0, 1.0)
         says = "faster" if row["low"] > floor else "slower" if row["high"] < 1 / floor else "not beyond the noise"
-        shown.append({key: row[key] for key in columns if key in row} | {"says": says})
+        shown.append({key: row[key] for key in COLUMNS if key in row} | {"pairs": len(row["seconds_a"]), "says": says})
     return pandas.DataFrame(shown).round(4)
 
 
 def course(history: Any) -> pandas.DataFrame:
-    """Return loss and rate of a run (what `fit` returns) by log point, as its live panel showed them."""
-    rates = [history.recipe.batch_size / seconds for seconds in history.log_step_s]
-    return pandas.DataFrame({"step": history.log_steps, "loss": history.loss, "samples_per_s": rates})
+    """Return loss and seconds per step of a run (what `fit` returns) by log point, as its live panel showed them."""
+    return pandas.DataFrame({"step": history.log_steps, "loss": history.loss, "step_s": history.log_step_s})
 
 
 def button(word: str, clicked: Callable[[], Any], **more: Any) -> ipywidgets.Button:
@@ -104,13 +92,12 @@ def button(word: str, clicked: Callable[[], Any], **more: Any) -> ipywidgets.But
     return made
 
 
-class PlanPanel:
+class PlanPanel(ipywidgets.VBox):
     """A plan by hand: a row per field, what this machine cannot do greyed out with the reason, a button that measures.
 
     `panel.plan` is the chosen plan and `panel.set(precision="bf16")` chooses, with what is impossible told in `told`.
-    The button compares the plan with `baseline` on `workload` for about `seconds`, or calls `action(plan)`, which
-    returns a Comparison or the row of one. Its results are `rows`; `plan_rows`, `ratio_table(panel.rows)` and
-    `figures.ratios(panel.rows)` show the same without a widget.
+    The button compares it with `baseline` on `workload` for about `seconds`, or calls `action(plan)`, which returns a
+    Comparison or its row. `plan_rows`, `ratio_table(panel.rows)` and `figures.ratios(panel.rows)` show the same.
     """
 
     def __init__(self, workload: Any = None, plan: Plan | None = None, *, baseline: Plan | None = None,
@@ -121,7 +108,6 @@ class PlanPanel:
         self.action = action or (self.compared if workload is not None else None)
         self.wrong: dict[str, str] = {}  # field -> what is wrong with what was asked of it
         self.rows: list[dict[str, Any]] = []  # results, as a record's `measurements`
-        self.told = ""
         self.choices = {name: {value: button(in_words(value), partial(self.set, **{name: value})) for value in values}
                         for name, values in VALUES.items()}  # fmt: skip
         self.texts = {name: ipywidgets.Text(continuous_update=False, layout={"width": "7em"})
@@ -132,7 +118,14 @@ class PlanPanel:
         self.run_button = button("Run", self.run, icon="play", tooltip="measure this plan now")
         self.message, self.table = ipywidgets.HTML(), ipywidgets.HTML()
         self.figure = ipywidgets.Image(format="png", layout={"display": "none", "max_width": "100%"})
-        self.widget = self._laid_out()
+        presets = [button(word, partial(self.set, **vars(make(self.hardware)))) for word, make in PRESETS.items()]
+        head = ipywidgets.HBox([*presets, *([self.run_button] if self.action else [])])
+        wraps = ipywidgets.Layout(flex_flow="row wrap", align_content="flex-start", width="28em")
+        fields = [ipywidgets.HBox([ipywidgets.HTML(f"<b>{name}</b>", layout={"width": "10em"}),
+                                   ipywidgets.Box([*self.choices[name].values()] or [self.texts[name]], layout=wraps),
+                                   self.notes[name]]) for name in FIELDS]  # fmt: skip
+        scrolls = ipywidgets.VBox(fields, layout={"max_height": "28em", "overflow": "auto", "display": "block"})
+        super().__init__([head, self.message, scrolls, self.table, self.figure])
         self.set(**vars(plan or self.plan))
 
     def set(self, **values: Any) -> None:
@@ -161,14 +154,12 @@ class PlanPanel:
             found = self.action(self.plan)
             row = dict(found.as_measurement() if hasattr(found, "as_measurement") else found)
             rows = [*self.rows, row | {"name": f"{len(self.rows) + 1}. {row['name']}"}]
-            self.table.value = ratio_table(rows).to_html(index=False, border=0)
+            self.table.value = as_html(ratio_table(rows))
             self.figure.value = png(figures.ratios(rows, title="Chosen plans against the baseline"))
             self.figure.layout.display, self.rows = "", rows
             self._tell(f"result {len(rows)} added")
-        except KeyboardInterrupt:
-            self._tell("interrupted: nothing was added", WRONG)
-        except Exception as error:  # of the workload, the plan or the action: a widget has nobody to raise it to
-            self._tell(f"nothing was added: {type(error).__name__}: {error}", WRONG)
+        except (Exception, KeyboardInterrupt) as error:  # a widget has nobody to raise it to
+            self._tell(f"nothing was added: {type(error).__name__}: {error}")
         finally:
             self.run_button.disabled = bool(self.wrong)
 
@@ -180,18 +171,7 @@ class PlanPanel:
                         pairs=10, window_s=self.seconds / 20, max_s=self.seconds, warm_up_s=self.seconds,
                         name=", ".join(changed) or "the baseline itself", names=("baseline", "chosen"))  # fmt: skip
         difference = max(abs(a - b) for a, b in zip(found.losses_a, found.losses_b, strict=True))
-        return found.as_measurement() | {"pairs": len(found.seconds_a), "loss_difference": difference}
-
-    def _laid_out(self) -> ipywidgets.VBox:
-        plans = {word: make(self.hardware) for word, make in PRESETS.items()}
-        presets = [button(word, partial(self.set, **vars(plan))) for word, plan in plans.items()]
-        wraps = ipywidgets.Layout(flex_flow="row wrap", align_content="flex-start", width="28em")
-        rows = [ipywidgets.HBox([ipywidgets.HTML(f"<b>{name}</b>", layout={"width": "10em"}),
-                                 ipywidgets.Box([*self.choices[name].values()] or [self.texts[name]], layout=wraps),
-                                 self.notes[name]]) for name in FIELDS]  # fmt: skip
-        fields = ipywidgets.VBox(rows, layout={"max_height": "28em", "overflow": "auto", "display": "block"})
-        head = ipywidgets.HBox([*presets, *([self.run_button] if self.action else [])])
-        return ipywidgets.VBox([head, self.message, fields, self.table, self.figure])
+        return found.as_measurement() | {"settled": found.steady, "loss_difference": difference}
 
     def _refresh(self) -> None:
         """Bring every control and note up to date with the plan."""
@@ -199,28 +179,21 @@ class PlanPanel:
             name, asked, got, whys = row["field"], row["asked"], row["got"], dict[str, list[str]]()
             for value, why in row["impossible"].items():
                 whys.setdefault(why, []).append(in_words(value))
-            for value, button in self.choices[name].items():
+            for value, choice in self.choices[name].items():
                 why = row["impossible"].get(value, "")
-                button.disabled, button.tooltip = bool(why), why or row["help"]
-                button.button_style = "primary" if value == asked else ""
+                choice.disabled, choice.tooltip = bool(why), why or row["help"]
+                choice.button_style = "primary" if value == asked else ""
             if name in self.texts and name not in self.wrong:
                 self.texts[name].value, self.texts[name].disabled = in_words(asked), bool(whys) and asked == got
-            told = [(QUIET, f"{', '.join(values)}: {why}") for why, values in whys.items()]
-            if row["why"]:
-                told.insert(0, (QUIET, f"asked {in_words(asked)}, got {in_words(got)}: {row['why']}"))
-            if name in self.wrong:
-                told.append((WRONG, self.wrong[name]))
-            lines = [f"<span style='{style}'>{html.escape(text)}</span>" for style, text in [("", row["help"]), *told]]
-            self.notes[name].value = f"<div style='line-height: 1.4; padding: 0.5em 0'>{'<br>'.join(lines)}</div>"
+            quiet = [f"asked {in_words(asked)}, got {in_words(got)}: {row['why']}"] if row["why"] else []
+            quiet += [f"{', '.join(values)}: {why}" for why, values in whys.items()]
+            self.notes[name].value = (f"<div style='line-height: 1.4; padding: 0.5em 0'>{html.escape(row['help'])}"
+                                      f"<br><i>{'<br>'.join(map(html.escape, quiet))}</i></div>")  # fmt: skip
         self.run_button.disabled = bool(self.wrong)
-        self._tell("; ".join(self.wrong.values()), WRONG)
+        self._tell("; ".join(self.wrong.values()))
 
-    def _tell(self, text: str, style: str = "") -> None:
-        self.told = text
-        self.message.value = f"<span style='{style}'>{html.escape(text)}</span>"
-
-    def _ipython_display_(self) -> None:
-        display(self.widget)
+    def _tell(self, text: str) -> None:
+        self.told, self.message.value = text, f"<b>{html.escape(text)}</b>"
 
 
 def explored(records: Sequence[Record], names: Sequence[str] = (),
@@ -237,10 +210,9 @@ def explored(records: Sequence[Record], names: Sequence[str] = (),
 
 
 def _of_pairs(row: Record, pairs: int | None) -> dict[str, Any]:
-    count = len(row["seconds_a"])
-    if pairs is None or not 2 <= pairs < count:
-        return {**row, "pairs": count}
-    return {**row, **vars(paired_interval(row["seconds_a"][:pairs], row["seconds_b"][:pairs])), "pairs": pairs}
+    a_s, b_s = row["seconds_a"][:pairs], row["seconds_b"][:pairs]
+    found = vars(paired_interval(a_s, b_s)) if 2 <= len(a_s) < len(row["seconds_a"]) else {}
+    return {**row, **found, "seconds_a": a_s, "seconds_b": b_s}
 
 
 def read_records(sources: Sequence[Record | str | Path] | None = None) -> tuple[dict[str, list[Record]], str]:
@@ -261,7 +233,7 @@ def read_records(sources: Sequence[Record | str | Path] | None = None) -> tuple[
     return found, "; ".join(left_out)
 
 
-class Explorer:
+class Explorer(ipywidgets.VBox):
     """Looks through records by notebook, machine, measurement, and how many pairs of windows are believed.
 
     `records` are as `read_records` takes them; `told` says what was left out. `explored` shows the same without widget.
@@ -277,25 +249,27 @@ class Explorer:
         self.notebook.observe(lambda _: self._open(), "value")
         for control in (self.machines, self.measurements, self.pairs):
             control.observe(lambda _: self._refresh(), "value")
-        controls = [ipywidgets.VBox([self.notebook, self.pairs]), self.machines, self.measurements]
-        head = ipywidgets.HBox(controls, layout={"flex_flow": "row wrap"})
-        self.widget = ipywidgets.VBox([head, self.message, self.figure, self.table])
+        head = ipywidgets.HBox([ipywidgets.VBox([self.notebook, self.pairs]), self.machines, self.measurements],
+                               layout={"flex_flow": "row wrap"})  # fmt: skip
+        super().__init__([head, self.message, self.figure, self.table])
         self._open()
 
     def _open(self) -> None:
         """Offer what the chosen notebook has; the first few measurements of every machine are shown."""
         records = self.records.get(self.notebook.value, [])
         rows = [row for record in records for row in record["measurements"]]
-        names = list(dict.fromkeys(row["name"] for row in rows))
-        self.measurements.options = names  # which chooses none: nothing is drawn until the last line
-        places = enumerate(records)  # a machine may have run it on several workloads
-        self.machines.options = [(f"{place + 1}. {figures.device_name(record)}", place) for place, record in places]
+        self.opening = True  # nothing is drawn of what is half changed
+        self.machines.options = [(f"{at + 1}. {figures.device_name(record)}", at) for at, record in enumerate(records)]
         self.machines.value = tuple(range(len(records)))
         self.pairs.max = self.pairs.value = max([2, *(len(row["seconds_a"]) for row in rows)])
-        self.measurements.value = names[:4]
+        self.measurements.options = list(dict.fromkeys(row["name"] for row in rows))
+        self.measurements.value = self.measurements.options[:4]
+        self.opening = False
         self._refresh()
 
     def _refresh(self) -> None:
+        if self.opening:
+            return
         names, records = self.measurements.value, self.records.get(self.notebook.value, [])
         chosen = [records[place] for place in self.machines.value]
         there = any(row["name"] in names for record in chosen for row in record["measurements"])
@@ -303,7 +277,4 @@ class Explorer:
         self.message.value = html.escape(f"{'' if there else 'choose a machine and what it measured'} {self.told}")
         if there:
             table, figure = explored(chosen, names, self.pairs.value)
-            self.table.value, self.figure.value = table.to_html(index=False, border=0), png(figure)
-
-    def _ipython_display_(self) -> None:
-        display(self.widget)
+            self.table.value, self.figure.value = as_html(table), png(figure)
