@@ -11,7 +11,6 @@ from typing import Any
 
 from speedkit import closing
 from speedkit.ceilings import ceilings
-from speedkit.clock import timed
 from speedkit.errors import UsageError
 from speedkit.files import claim_folder, read_json, write_json, write_text
 from speedkit.hardware import this_machine
@@ -21,11 +20,10 @@ from speedkit.measure.parity import parity, quality_of, time_to_quality
 from speedkit.measure.record import NotebookRun
 from speedkit.measure.stages import Stages, read_state
 from speedkit.plan import Plan, resolve
-from speedkit.predict import EFFECTS, LOADING, Profile, affordable_pairs, changed, middle, plan_of, text
+from speedkit.predict import Profile, affordable_pairs, changed, middle, plan_of, text
 from speedkit.recipe import Recipe
 from speedkit.settings import nearest, to_yaml
 from speedkit.train.progress import wanted
-from speedkit.train.run import begin, close
 
 # Whose source, with that of notebook 90, decides whether a recorded climb is current.
 MODULES = tuple(f"speedkit.{name}" for name in (
@@ -182,19 +180,9 @@ def _try(job: Stages, row: Row, best: Plan, pairs: int, control: Row) -> Row:
     row = row | _verdict(row["promises"], found, control)
     job.say(f"  {found.ratio:.3f} ({found.low:.3f} to {found.high:.3f}): {'kept' if row['kept'] else 'rejected'}, "
             f"{row['why']}")  # fmt: skip
-    loads = row["kept"] and any(EFFECTS.get(field, ((),))[0] == LOADING for field in row["fields"])
-    return row | {"compile_s": max(0.0, found.warmup_s_b - found.warmup_s_a) if cold else None,
-                  "data_s": data_time(job, asked) if loads else None,
-                  "measurement": found.as_measurement()}  # fmt: skip
-
-
-def data_time(job: Stages, plan: Plan, count: int = 6) -> float:
-    """Return the seconds that `plan` takes to get one batch to the device with nothing else going on."""
-    run = begin(job.workload, job.recipe, plan, endless=True, **job.options)
-    try:
-        return statistics.median(timed(run.batches.next, run.device, repeats=count))
-    finally:
-        close(run)
+    row["data_s"] = closing.data_time(job, asked) if row["kept"] and "cache" in row["fields"] else None
+    row["compile_s"] = max(0.0, found.warmup_s_b - found.warmup_s_a) if cold else None
+    return row | {"measurement": found.as_measurement()}
 
 
 def _verdict(promises: str, found: Comparison, control: Row) -> Row:
@@ -241,17 +229,18 @@ def _record(job: Stages, run: NotebookRun, best: Plan, control: Row, final: Row,
 
 def _summary(record: Row) -> str:
     """Return in words what a climb's record says of the final plan."""
-    lines = [f"final plan: {record['change']}"]
-    for name, found in (("naive", record["speedup"]), ("careful", record["speedup_careful"])):
-        lines.append("  {ratio:.2f} times as fast ({low:.2f} to {high:.2f})".format_map(found) + f" as the {name} plan")
-    quality, paid, shown = record["quality"], dict(record["payback"]), "  quality: not shown, it takes two seeds"
+    quality, paid = record["quality"], record["payback"]
+    verdict = "as good" if quality["passed"] else "NOT shown to be as good"
     if quality["lower"] is not None:
-        shown = ("  quality: {metric} changed by {mean_change:+.4f}, 95 % sure to be above {lower:+.4f}; margin "
-                 "{margin:g}: ").format_map(quality)  # fmt: skip
-        shown += "as good" if quality["passed"] else "NOT shown to be as good"
-    if quality["steps"] < quality["of_steps"]:
-        shown += f" (the time allowed {quality['steps']} of {quality['of_steps']} steps)"
-    paid["after"] = "not within them" if (at := paid["pays_back_after_s"]) is None else f"after {at:.0f} s"
-    lines += [shown, "  {epochs:g} epochs: from {baseline_s:.0f} s to {final_s:.0f} s with what it takes to prepare, "
-              "which pays back {after}".format_map(paid)]  # fmt: skip
-    return "\n".join([*lines, f"  larger batches, another recipe: {record['larger_batch']['why']}"])
+        verdict = ("{metric} changed by {mean_change:+.4f}, 95 % sure to be above {lower:+.4f}; margin {margin:g}: "
+                   "{verdict}, after {steps} of {of_steps} steps").format(verdict=verdict, **quality)  # fmt: skip
+    after = "never" if (at_s := paid["pays_back_after_s"]) is None else f"after {at_s:.0f} s"
+    return "\n".join([
+        f"final plan: {record['change']}",
+        *("  {ratio:.2f} times as fast ({low:.2f} to {high:.2f}) as the {name} plan".format(name=name, **found)
+          for name, found in (("naive", record["speedup"]), ("careful", record["speedup_careful"]))),
+        f"  quality: {verdict}",
+        f"  {paid['epochs']:g} epochs: from {paid['baseline_s']:.0f} s to {paid['final_s']:.0f} s, cache and compiling "
+        f"included; pays back {after}",
+        f"  larger batches, another recipe: {record['larger_batch']['why']}",
+    ])  # fmt: skip

@@ -22,6 +22,7 @@ from speedkit.measure.roofline import count, roofline
 from speedkit.measure.stages import Stages
 from speedkit.plan import Plan, resolve
 from speedkit.predict import affordable_pairs, affordable_training, plan_of
+from speedkit.train.run import begin, close
 
 FINAL_PAIRS, LEAST_PAIRS = 40, 12
 LEDGER_S = 12.0  # what a ledger with its roofline takes, at most
@@ -99,6 +100,15 @@ def _dropped(job: Stages, row: Row, best: Plan, simpler: Plan, control: Row, bes
                   "kept": stays, "why": why, "measurement": found.as_measurement()}  # fmt: skip
 
 
+def data_time(job: Stages, plan: Plan, count: int = 6) -> float:
+    """Return the seconds that `plan` takes to get one batch to the device with nothing else going on."""
+    run = begin(job.workload, job.recipe, plan, endless=True, **job.options)
+    try:
+        return statistics.median(timed(run.batches.next, run.device, repeats=count))
+    finally:
+        close(run)
+
+
 def final(job: Stages, best: Plan) -> Row:
     """Measure the winning plan against the naive and the careful one, on windows that chose nothing."""
     result: Row = {"step_s": {}, "adopted": None, "baseline": None, "careful": None}
@@ -106,7 +116,7 @@ def final(job: Stages, best: Plan) -> Row:
     for name, plan in (("baseline", Plan()), ("careful", careful)):
         if plan == best:
             continue
-        found = job.compare(plan, best, (name, "final"), max(job.pairs, FINAL_PAIRS), name=f"final against {name}",
+        found = job.compare(plan, best, (name, "final"), FINAL_PAIRS, name=f"final against {name}",
                             seed=1)  # fmt: skip
         if name == "careful" and found.slower:
             # The result is never slower than the best plan seen, and the careful one is among those.

@@ -101,23 +101,22 @@ def candidates(
     Of what `rows` has, one that was rejected as too slow is there once more when it promises more now.
     """
     found = list[Row]()
+    building_s = len(job.workload.train) / job.recipe.batch_size * profile.of(LOADING) / job.hardware.cores
     for rung in chosen:
-        earlier = [row for row in rows if row["rung"] == rung.name]
         for change in rung.changes(best, job.recipe, job.hardware) or [{}]:
-            before = [row for row in earlier if row["change"] == text(change) or not change]
             low, high = profile.predict({field: new for field, new in change.items() if new != getattr(best, field)})
-            promised = [middle((row["predicted_low"], row["predicted_high"])) for row in before]
-            slow = [row["ratio"] is not None and row["low"] <= row["noise_floor"] for row in before]
-            if before and (not change or slow != [True] or middle((low, high)) < AGAIN * promised[0]):
-                continue
+            before = [row for row in rows if row["rung"] == rung.name and (row["change"] == text(change) or not change)]
+            slow = [row["ratio"] and row["low"] <= row["noise_floor"] and middle((low, high)) >= AGAIN * middle(
+                (row["predicted_low"], row["predicted_high"])) for row in before]  # fmt: skip
             compiles = dataclasses.replace(best, **change).compile != "off" and bool(COMPILED & change.keys())
-            why = _why_not(job, rung, best, change, high, compiles, control["shapes"])
-            if before and why:
+            why = _why_not(job, rung, best, change, high, compiles and control["shapes"])
+            if before and (why or slow != [True]):
                 continue
+            caches = best.cache == "off" != change.get("cache", "off")
             found.append({
                 "rung": rung.name, "change": text(change), "fields": change, "promises": rung.promises,
                 "stage": f"rung {rung.name}: {text(change)}{' again' * len(before)}", "compiles": compiles,
-                "set_up_s": _set_up_s(job, best, change, profile, control) + COMPILING_S * compiles,
+                "set_up_s": control["set_up_s"] + building_s * caches + COMPILING_S * compiles,
                 "predicted_low": low if change else None, "predicted_high": high if change else None,
                 **dict.fromkeys(MEASURED), "kept": False, "why": why, "claims": list(rung.claims),
                 "notebook": rung.notebook,
@@ -125,10 +124,8 @@ def candidates(
     return sorted(found, key=lambda row: -middle((row["predicted_low"] or 0.0, row["predicted_high"] or 0.0)))
 
 
-def _why_not(
-    job: Stages, rung: Rung, best: Plan, change: Change, most: float, compiles: bool, shapes: int
-) -> str:  # fmt: skip
-    """Return why a change that can gain `most` need not be tried, or ""."""
+def _why_not(job: Stages, rung: Rung, best: Plan, change: Change, most: float, shapes: int) -> str:
+    """Return why a change that can gain `most`, compiled for batches of so many `shapes`, need not be tried, or ""."""
     if not change:
         lacking = job.hardware.why_not(rung.needs) if rung.needs else ""
         return lacking or f"nothing to try on top of {text(changed(best))}"
@@ -136,13 +133,6 @@ def _why_not(
                 for plan in (best, dataclasses.replace(best, **change)))  # fmt: skip
     if new.plan == now.plan:
         return next((fallback.why for fallback in new.fallbacks if fallback.field in change), "changes nothing")
-    if compiles and shapes > 2 and job.workload.length is None:
+    if shapes > 2 and job.workload.length is None:
         return f"not tried: batches came in {shapes} shapes, each of which would be compiled anew"
     return f"not tried: it could gain {most:.3f} at most" if most < WORTH else ""
-
-
-def _set_up_s(job: Stages, best: Plan, change: Change, profile: Profile, control: Row) -> float:
-    """Return what a comparison takes beside its windows: setting up and warming up, and building a cache."""
-    batches = len(job.workload.train) / job.recipe.batch_size
-    building = change.get("cache", "off") != "off" and best.cache == "off"
-    return control["set_up_s"] + building * batches * profile.of(LOADING) / job.hardware.cores
