@@ -29,12 +29,13 @@ def watch(model: nn.Module, optimizer: Optimizer, loader: Any, *, skip: int = 3,
           out: str | Path | None = None, show: bool = True) -> Iterator["Watched"]:  # fmt: skip
     """Time the training loop inside the block: `with watch(model, optimizer, loader) as seen:` around it as it is.
 
-    After `skip` steps of warm-up and `steps` timed ones, a few are looked at closely (operators, what makes the host
-    wait; on a GPU a profile), the rest are timed to the end of the block. A step ends where the loader is asked for a
-    batch after an optimizer step. What follows the model's forward pass, up to `backward()`, is its loss and counts as
-    forward; from a forward pass in evaluation mode or without gradients on, up to training again, all is evaluation.
-    Afterwards everything is as it was, also where the loop raises, and `seen` has `ledger`, `facts`, `diagnosis` and
-    `notes`. They are printed (`show`) and written to `out`/ledger.json. Raises UsageError where nothing can be watched.
+    `model` is what the loop calls: the compiled one, if it is compiled. After `skip` steps of warm-up and `steps` timed
+    ones, a few are looked at closely (operators, what makes the host wait; on a GPU a profile), the rest are timed to
+    the end. A step ends where the loader is asked for a batch after an optimizer step. What follows the forward pass,
+    up to `backward()`, is its loss and counts as forward; from a forward pass in evaluation mode or without gradients
+    on, up to training again, all is evaluation. Afterwards everything is as it was, also where the loop raises, and
+    `seen` has `ledger`, `facts`, `diagnosis` and `notes`, which are printed (`show`) and written to `out`/ledger.json.
+    Raises UsageError where nothing can be watched.
     """
     seen = Watched(model, optimizer, loader, skip, steps)
     try:
@@ -229,9 +230,8 @@ class Watched:
         self.notes += self._problems()
         tally, traced = self.timed if self.timed.steps else self.warm, self.traced
         window_s, rows, busy_share = sum(tally.seconds.values()), tally.seconds, None
-        slow_down = 1 + self.timeline.cost_s * self.timeline.readings / max(1, self.steps) * tally.steps / (
-            window_s or 1.0
-        )
+        reading_s = self.timeline.cost_s * self.timeline.readings / max(1, self.steps) * tally.steps
+        slow_down = 1 + reading_s / (window_s or 1.0)
         if self.device.type == "cuda" and traced is not None:
             rate = ledgers.rates(self.device)
             rows, slow_down, busy_share = ledgers.unprofiled(

@@ -1,0 +1,386 @@
+"""A loop that is watched learns what it learns alone; its ledger has what was planted; afterwards all is as it was."""
+
+import contextlib
+import copy
+import json
+import sys
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from speedkit import clock
+from speedkit.errors import UsageError
+from speedkit.measure.watch import watch
+from speedkit.plan import Plan
+from speedkit.train.prepare import prepare
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+MS = 1e-3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_repeats():
+    """The ceilings of this machine, against which a diagnosis judges: fewer repeats are enough for these."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("speedkit.ceilings.BUDGET_S", 0.02)
+        yield
+
+
+def busy(seconds):
+    """Work for so long; return how long it was: others may have had the processor meanwhile."""
+    began_s = now_s = time.perf_counter()
+    while now_s < began_s + seconds:
+        now_s = time.perf_counter()
+    return now_s - began_s
+
+
+class Slow(TensorDataset):
+    seconds, waited_s = 0.0, 0.0
+
+    def __getitem__(self, index):
+        self.waited_s += busy(self.seconds) if self.seconds else 0.0
+        return super().__getitem__(index)
+
+
+class Net(nn.Sequential):
+    """A model with a forward pass of its own: of PyTorch's modules alone, `compile()` compiles nothing."""
+
+    def forward(self, inputs):
+        for layer in self:
+            inputs = layer(inputs)
+        return inputs
+
+
+class Loop:
+    """A training loop as somebody has it; `wait_s` seconds are planted in the part of each step that is named."""
+
+    def __init__(self, part="", wait_s=0.0, device="cpu", items=32 * 8, workers=0):
+        torch.manual_seed(0)
+        self.part, self.wait_s, self.device = part, wait_s, device
+        self.model = Net(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 2)).to(device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
+        data = Slow(torch.randn(items, 8), torch.randint(0, 2, (items,)))
+        data.seconds = wait_s / 8 if part == "data wait" else 0.0
+        self.loader = DataLoader(data, 8, shuffle=True, num_workers=workers)
+        self.losses, self.waited_s = [], 0.0
+
+    def plant(self, part):
+        if part == self.part:
+            self.waited_s += busy(self.wait_s)
+
+    def planted_s(self, steps):
+        """Seconds that were really planted in each of all its steps; a third, or 1 ms, is for what else happens."""
+        waited_s = self.waited_s + getattr(getattr(self.loader, "dataset", None), "waited_s", 0.0)
+        return pytest.approx(waited_s / steps, rel=0.34, abs=MS)
+
+    def step(self, inputs, targets, accumulate=1):
+        outputs = self.model(inputs.to(self.device))
+        self.plant("forward")
+        loss = nn.functional.cross_entropy(outputs, targets.to(self.device)) / accumulate
+        loss.register_hook(lambda gradient: self.plant("backward"))
+        loss.backward()
+        self.losses.append(loss.detach())
+
+    def train(self, loader=None, accumulate=1, stop=10**9):
+        for number, batch in enumerate(self.loader if loader is None else loader, 1):
+            self.step(*batch, accumulate)
+            if number % accumulate == 0:
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                self.plant("other host work")
+            if self.part == "evaluation and checkpoint":
+                self.evaluate()
+            if number == stop:
+                break
+
+    def evaluate(self):
+        self.model.eval()
+        with torch.no_grad():
+            self.model(torch.ones(4, 8, device=self.device))
+            self.plant("evaluation and checkpoint")
+            self.model(torch.ones(4, 8, device=self.device))
+        self.model.train()
+
+
+def watched(loop, **more):
+    return watch(loop.model, loop.optimizer, loop.loader, show=False, **more)
+
+
+def per_step_s(seen, cause):
+    return seen.ledger.share(cause) * seen.ledger.step_s
+
+
+def state(loop):
+    """All that a watch changes while it is open, and the random state, which it never may."""
+    callbacks = sys.modules["torch._dynamo.callback"].callback_handler
+    return (
+        {key: value for key, value in vars(loop.model).items() if key != "training"}, type(loop.loader),
+        vars(loop.loader).keys(), dict(loop.optimizer._optimizer_step_pre_hooks),
+        dict(loop.optimizer._optimizer_step_post_hooks), torch.Tensor.backward, torch.autograd.backward, torch.save,
+        sys.getprofile(), torch.utils._python_dispatch._get_current_dispatch_mode_stack(),
+        torch.autograd._profiler_enabled(), list(callbacks.start_callbacks), list(callbacks.end_callbacks),
+        torch._dynamo.eval_frame._stance.stance, torch.cuda.get_sync_debug_mode() if loop.device == "cuda" else 0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "part", ["data wait", "forward", "backward", "other host work", "evaluation and checkpoint"]
+)  # fmt: skip
+def test_what_was_planted_is_in_its_row_and_rows_add_up(part, device):
+    """A GPU's ledger has no passes: what the host does in them is its other work."""
+    loop = Loop(part, 4 * MS, device)
+    with watched(loop) as seen:
+        loop.train()
+    row = "other host work" if device == "cuda" and part in ("forward", "backward") else part
+    assert per_step_s(seen, row) == loop.planted_s(32) and loop.planted_s(32) != 2 * MS
+    found = seen.ledger
+    assert sum(row["seconds"] for row in found.rows) == pytest.approx(found.window_s)
+    assert sum(row["share"] for row in found.rows) == pytest.approx(1)
+    assert abs(found.share("unexplained")) < 0.05
+    assert found.window_s == pytest.approx(found.step_s * found.steps)
+    assert found.steps in range(1, 32 - 3) and seen.notes == []
+    assert seen.facts["evaluations"] == (found.steps if part.startswith("evaluation") else 0)
+    assert seen.facts["operators_per_step"] > 10 and seen.facts["work"]["operators"] > 10
+    assert seen.facts["shapes_seen"] == 1 and seen.facts["recompiles"] == 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_watching_changes_nothing_that_is_learned(device):
+    alone, loop = Loop(device=device), Loop(device=device)
+    torch.manual_seed(1)
+    alone.train()
+    drawn = torch.rand(1)
+    torch.manual_seed(1)
+    with watched(loop):
+        loop.train()
+    assert torch.equal(torch.rand(1), drawn)
+    assert torch.equal(torch.stack(loop.losses), torch.stack(alone.losses))
+    for one, other in zip(loop.model.parameters(), alone.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+class Broken(Exception):
+    pass
+
+
+# In a warm-up of 1 and 2 timed steps, these are the first step, a timed one, and the close looks, one by one.
+@pytest.mark.parametrize("count", [1, 3, 4, 5, 6, 7, 8, 9, 10, 12])
+@pytest.mark.parametrize("way", ["left", "raises"])
+def test_wherever_the_loop_ends_everything_is_as_it_was_and_what_was_measured_is_kept(count, way, tmp_path):
+    loop, calls = Loop(), 0
+    torch.compiler.set_stance("default")  # with which comes what a watch looks for where it has been imported
+
+    def breaking(inputs, targets, accumulate):
+        nonlocal calls
+        calls += 1
+        if way == "raises" and calls == count + 1:
+            raise Broken("a bad batch")
+        Loop.step(loop, inputs, targets, accumulate)
+
+    loop.step = breaking
+    before = state(loop)
+    with (
+        pytest.raises(Broken, match="a bad batch") if way == "raises" else contextlib.nullcontext(),
+        watched(loop, skip=1, steps=2, out=tmp_path) as seen,
+    ):
+        loop.train(stop=count + (way == "raises"))
+    assert state(loop) == before
+    kept = json.loads((tmp_path / "ledger.json").read_text())
+    assert kept["steps"] == seen.ledger.steps >= 1 and kept["rows"][-1]["cause"] == "unexplained"
+    assert ("the loop ended by Broken after" in seen.notes[0]) if way == "raises" else ("ended" not in str(seen.notes))
+
+
+def test_a_step_that_was_begun_and_not_made_does_not_count():
+    loop = Loop("data wait", 40 * MS)
+    loop.loader.dataset.seconds = 0.0
+    with watched(loop) as seen:
+        for number, batch in enumerate(loop.loader, 1):
+            if number == 20:
+                break
+            loop.step(*batch)
+            loop.optimizer.step()
+            loop.loader.dataset.seconds = 100 * MS / 8 if number == 19 else 0.0
+    assert seen.ledger.steps == 16 and seen.ledger.window_s < 50 * MS
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+def test_a_step_is_the_optimizers_however_many_batches_it_takes(accumulate):
+    loop = Loop("data wait", 2 * MS, items=64 * 8)
+    with watched(loop, steps=4) as seen:
+        loop.train(accumulate=accumulate)
+    assert seen.ledger.steps == 64 // accumulate - 3 - 7, "without those of the warm-up and the close looks"
+    assert per_step_s(seen, "data wait") == loop.planted_s(64 // accumulate)
+
+
+@pytest.mark.parametrize("made", [list, iter, lambda loader: (batch for batch in loader), None])
+def test_a_loader_that_cannot_be_timed_in_place_has_one_that_stands_for_it(made):
+    loop = Loop("data wait", MS)
+    loop.loader = made(loop.loader) if made else loop.loader
+    with watched(loop) as seen:
+        loop.train(seen.loader)
+    assert seen.notes == [] and seen.batches == 32 and seen.steps == 32
+    if made is list:
+        assert len(seen.loader) == 32 and per_step_s(seen, "data wait") < 0.2 * MS
+        with watched(loop) as seen:
+            loop.train()  # over the list itself
+        assert "iterate over seen.loader" in seen.notes[0] and seen.ledger.steps == 22
+    else:
+        assert per_step_s(seen, "data wait") > 0.75 * MS
+
+
+def test_own_iterables_and_workers_are_timed_in_place():
+    class Slotted:
+        __slots__ = ("batches",)
+
+        def __iter__(self):
+            yield from self.batches
+
+    loop = Loop(workers=1)
+    with watched(loop) as seen:
+        loop.train()
+    assert seen.batches == 32 and type(loop.loader) is DataLoader
+    slotted = Slotted()
+    slotted.batches, loop.loader = list(loop.loader), slotted
+    with watched(loop) as seen:
+        loop.train()
+    assert seen.batches == 32 and type(slotted) is Slotted and seen.notes == []
+
+
+@pytest.mark.parametrize("way", ["torch.compile", "compile()", "the plain one"])
+def test_compiled_models_are_seen_and_stay_compiled(way):
+    loop = Loop()
+    torch._dynamo.reset()
+    plain, before = loop.model, clock.compilations()
+    if way == "compile()":
+        plain.compile(backend="eager", dynamic=False)
+    else:
+        loop.model = torch.compile(plain, backend="eager", dynamic=False)
+    loop.train(stop=1)
+    assert clock.compilations() - before == 1
+    given = plain if way == "the plain one" else loop.model
+    with watch(given, loop.optimizer, loop.loader, show=False) as seen:
+        loop.train()
+        if way != "the plain one":  # to see it, what it is called from is compiled once more
+            assert clock.compilations() - before == 1
+    with torch.compiler.set_stance("fail_on_recompile"):
+        loop.train(stop=1)  # still what was compiled, or this would raise
+    assert seen.notes == [] and seen.ledger.share("forward") > 0 and seen.facts["recompiles"] == 0
+
+
+def test_new_shapes_are_counted_with_what_compiling_for_them_takes():
+    torch._dynamo.reset()
+    loop = Loop()
+    batches = [(torch.ones(size, 8), torch.zeros(size, dtype=torch.long)) for size in range(2, 34)]
+    limits = {"recompile_limit": 99, "accumulated_recompile_limit": 99}
+    loop.model = torch.compile(loop.model, backend="eager", dynamic=False)
+    loop.loader = batches
+    with torch._dynamo.config.patch(limits), watched(loop) as seen:
+        loop.train(seen.loader)
+    assert seen.facts["recompiles"] == seen.ledger.steps == 22 and seen.facts["shapes_seen"] == 32
+    assert seen.ledger.share("compilation") > 0.5 and "the inputs had 32 shapes or more in 32" in seen.notes[-1]
+    assert seen.diagnosis[0]["cause"] == "new shapes"
+
+
+def test_reads_that_would_make_a_gpu_wait_are_listed_by_line():
+    loop = Loop()
+    seen_losses = []
+    with watched(loop) as seen:
+        for batch in loop.loader:
+            loop.step(*batch)
+            loop.optimizer.step()
+            seen_losses.append(loop.losses[-1].item())
+    [sync] = [sync for sync in seen.facts["syncs"] if sync["file"] == __file__]
+    assert sync["count"] == 1 and "loop.losses[-1].item()" in sync["code"] and sync["seconds"] > 0
+
+
+def test_two_watches_in_one_another_both_measure_and_one_looks_closely(capsys):
+    loop = Loop("other host work", 2 * MS)
+    before = state(loop)
+    with watched(loop) as outer, watched(loop) as inner:
+        loop.train()
+    assert state(loop) == before
+    for seen in (outer, inner):
+        assert per_step_s(seen, "other host work") == loop.planted_s(32)
+        assert "another watch or profiler is at work" in seen.notes[0]
+    assert capsys.readouterr().out == ""
+
+
+def test_a_copy_made_inside_is_a_model_like_any_other():
+    """Averages of weights are kept in a copy of the model: it must not lead back to the one that is watched."""
+    loop = Loop()
+    with watched(loop) as seen:
+        loop.train(stop=2)
+        average = copy.deepcopy(loop.model).requires_grad_(False).eval()
+        with torch.no_grad():
+            average[0].weight.zero_()
+            calls = seen.forwards
+            average(torch.ones(1, 8))
+    assert loop.model.training and loop.model[0].weight.abs().sum() > 0 and seen.forwards == calls
+
+
+def test_a_prepared_loop_is_watched_as_any(capsys):
+    loop = Loop()
+    prepared = prepare(Plan(fused_optimizer=True), loop.model, loop.optimizer, loop.loader, device="cpu")
+    before = vars(prepared.model).get("_compiled_call_impl")
+    loop.loader = prepared.loader
+    with watched(loop) as seen:
+        loop.train()
+    assert vars(prepared.model).get("_compiled_call_impl") is before
+    assert seen.notes == [] and seen.ledger.steps == 22
+
+
+def test_ledger_and_diagnosis_are_printed_and_written(tmp_path, capsys):
+    loop = Loop("data wait", 5 * MS)
+    with watch(loop.model, loop.optimizer, loop.loader, out=tmp_path / "made") as seen:
+        loop.train()
+    shown, kept = capsys.readouterr().out, json.loads((tmp_path / "made" / "ledger.json").read_text())
+    assert "data wait" in shown and "unexplained" in shown and "slow decode: " in shown
+    assert kept["diagnosis"] == seen.diagnosis and kept["diagnosis"][0]["cause"] == "slow decode"
+    assert {"window_s", "steps", "rows", "diagnosis", "notes", "step_s", "device", "slow_down"} <= kept.keys()
+
+
+def test_a_loop_that_never_steps_or_ends_at_once_is_told_so_with_what_was_seen():
+    loop = Loop("data wait", 5 * MS)
+    with watched(loop) as seen:
+        for batch in loop.loader:
+            loop.step(*batch)
+    [note] = seen.notes
+    assert note.startswith("the optimizer made no step inside the block: put the loop there")
+    assert seen.ledger.steps == 0 and seen.ledger.share("data wait") > 0.5 and seen.diagnosis == []
+    with watched(loop) as seen:
+        loop.train(stop=1)
+    assert seen.notes == ["a warm-up of 3 leaves nothing of the loop's steps, 1: all are counted, slow first ones too"]
+    assert seen.ledger.steps == 1 and per_step_s(seen, "data wait") > 4 * MS
+    with watched(loop) as seen:
+        pass
+    assert len(seen.notes) == 3 and str(seen)
+
+
+def test_a_loop_without_its_loader_has_steps_all_the_same():
+    loop = Loop()
+    batch = next(iter(loop.loader))
+    with watched(loop) as seen:
+        for _ in range(30):
+            loop.step(*batch)
+            loop.optimizer.step()
+    assert seen.ledger.steps == 20 and "no batch came from the loader" in seen.notes[0]
+
+
+def test_what_cannot_be_watched_is_refused_in_a_sentence():
+    loop, weight = Loop(), nn.Parameter(torch.ones(1))
+    frozen = torch.optim.SGD([torch.ones(1)])
+    other = torch.optim.SGD([weight])
+    for parts, why in (
+        ((loop.model, frozen, loop.loader), "the optimizer has no trainable parameter"),
+        ((nn.Linear(2, 2, device="meta"), other, loop.loader), "the model is on meta, what the optimizer trains on c"),
+        ((loop.optimizer, loop.model, loop.loader), "a module, its optimizer and its loader, in this order"),
+        ((loop.model, loop.optimizer, 3), "the loader, a int, cannot be iterated over"),
+    ):
+        before = state(loop)
+        with pytest.raises(UsageError, match=why), watch(*parts):
+            raise AssertionError("nothing to watch")
+        assert state(loop) == before
