@@ -160,16 +160,12 @@ def _loading(case: Case) -> Iterator[Row]:
         # At best workers hide behind the computing; at worst they share the cores with it.
         best_s = max(rest_s, own_s / cores)
         saved_s = step_s - min(step_s, max(best_s, (own_s + busy * rest_s) / cores)), step_s - best_s
-        field, change = "workers", f"workers={cores}"
+        lever = {"field": "workers", "change": f"workers={cores}"}
         if cause == "slow decode" and facts.get("levers"):
             lever, trained_s = facts["levers"][0], step_s - case.seconds("evaluation and checkpoint")
-            low, high = (lever[f"predicted_speedup_{end}"] for end in ("low", "high"))
-            field, change, saved_s = (
-                lever["field"],
-                lever["change"],
-                (trained_s * (1 - 1 / low), trained_s * (1 - 1 / high)),
-            )
-        yield case.row(cause, own_s, shown, field, change, saved_s)
+            least_s, most_s = (trained_s * (1 - 1 / lever[f"predicted_speedup_{end}"]) for end in ("low", "high"))
+            saved_s = least_s, most_s
+        yield case.row(cause, own_s, shown, lever["field"], lever["change"], saved_s)
 
 
 def _copies(case: Case) -> Iterator[Row]:
@@ -189,7 +185,7 @@ def _host(case: Case) -> Iterator[Row]:
     facts, wait_s, other_s = case.facts, case.seconds("sync-bound"), case.seconds("other host work")
     read = next(iter(facts.get("syncs") or ()), None)
     where = f"{Path(read['file']).name}:{read['line']}: {read['code']}" if read else "an unknown line"
-    if facts.get("printed_s") or (read and any(word in read["code"] for word in REPORTING)):
+    if read and any(word in read["code"] for word in REPORTING):
         shown = f"{_ms(wait_s + other_s)} a step are spent in the loop itself, which reports each step, in {where}"
         yield case.row("printing each step", wait_s + other_s, shown, "log_every", RARELY, measured="no logging")
         return
@@ -223,9 +219,10 @@ def _model(case: Case) -> Iterator[Row]:
     work, rate, step_s = case.facts.get("work") or {}, case.facts["ceilings"], case.ledger.step_s
     _, compute_s, bandwidth_s = case.bound()
     compute_s *= work.get("dtype_share", 1.0)  # what is in the best format already has nothing to gain
-    peaks = {name: rate.get(f"matmul_{name}", 0.0) for name in (work.get("dtype", "fp32"), "tf32", "bf16", "fp16")}
-    own, best = next(iter(peaks)), max(peaks, key=lambda name: peaks[name])
-    if own != best and peaks[own]:
+    peaks = {name: rate[f"matmul_{name}"] for name in ("fp32", "tf32", "bf16", "fp16") if f"matmul_{name}" in rate}
+    own, best = work.get("dtype", "fp32"), max(peaks, key=lambda name: peaks[name])
+    own = own if own in peaks else "fp32"
+    if own != best:
         factor = peaks[best] / peaks[own]
         top, roof_s = work.get("compute_top"), work.get("compute_roof_s", 0.0)
         shown = (f"{_ms(compute_s)} of {_ms(step_s)} are products bound by computing, most in {top}; at the {own} "
@@ -244,9 +241,8 @@ def _shapes(case: Case) -> Iterator[Row]:
     facts, own_s = case.facts, case.seconds("compilation")
     shown = (f"{facts.get('recompiles') or 0:.0f} graphs were compiled anew in {case.ledger.steps} steps, "
              f"{_ms(own_s)} a step: batches had {facts.get('shapes_seen') or 'several'} shapes")  # fmt: skip
-    yield case.row(
-        "new shapes", own_s, shown, "bucket", "bucket=True: pad to a few lengths; or compile with dynamic=True"
-    )
+    change = "bucket=True: pad to a few lengths; or compile with dynamic=True"
+    yield case.row("new shapes", own_s, shown, "bucket", change)
 
 
 def _evaluation(case: Case) -> Iterator[Row]:

@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
-from speedkit.clock import timed
+from speedkit.clock import run_until_steady, timed
 from speedkit.hardware import Hardware, this_machine
 from speedkit.measure.ledger import Ledger, ledger_of, rates
 from speedkit.plan import Plan, resolve
 from speedkit.recipe import Recipe
-from speedkit.train.loop import optimizer_step
+from speedkit.train.loop import optimizer_step, steps
 from speedkit.train.run import begin, close
 
 STEPS = 3  # that are counted, after one that is not: lengths may differ from batch to batch
@@ -76,6 +76,8 @@ class Operators(TorchDispatchMode):
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         tensors = [] if operation.is_view or "empty" in str(operation) else inputs + outputs
         dtype = next((FORMATS.get(tensor.dtype, "fp32") for tensor in inputs if tensor.is_floating_point()), "fp32")
+        if dtype == "fp32" and operation.overloadpacket in FLOPS and inputs[0].is_cuda:
+            dtype = _float32(operation.overloadpacket.__name__)
         formula = FLOPS.get(operation.overloadpacket)
         elements = outputs[0].numel() if outputs and torch.Tag.pointwise in operation.tags else 0
         if not operation.is_view:
@@ -87,6 +89,14 @@ class Operators(TorchDispatchMode):
             bool(elements) and not operation.is_view and elements == before,
         ))  # fmt: skip
         return result
+
+
+def _float32(name: str) -> str:
+    """Return the format in which a GPU multiplies float32 numbers: convolutions have a switch of their own."""
+    with contextlib.suppress(RuntimeError):  # the older getters raise where somebody has set the newer switches
+        products = torch.get_float32_matmul_precision() != "highest"
+        return "tf32" if (torch.backends.cudnn.allow_tf32 if "conv" in name else products) else "fp32"
+    return "fp32"
 
 
 def per_step(passes: list[list[Call]], found: Mapping[str, float]) -> dict[str, Any]:
@@ -177,6 +187,7 @@ def count(workload: Any, recipe: Recipe, plan: Plan, hardware: Hardware) -> dict
 def roofline(
     workload: Any, recipe: Recipe | None = None, plan: Plan | None = None, *, device: str | torch.device = "auto",
     step_s: float | None = None, ledger: Ledger | None = None, counted: dict[str, Any] | None = None,
+    cache_dir: Any = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Return how near a step of `workload` comes to the ceilings measured on this machine.
 
@@ -186,7 +197,7 @@ def roofline(
     recipe, plan, hardware = recipe or workload.recipe, plan or Plan(), this_machine(device)
     counted = counted or count(workload, recipe, plan, hardware)
     if step_s is None:
-        ledger = ledger or ledger_of(workload, recipe, plan, device=device)
+        ledger = ledger or ledger_of(workload, recipe, plan, device=device, cache_dir=cache_dir)
         step_s = ledger.step_s * (1 - ledger.share("evaluation and checkpoint"))
     found = rates(hardware.device)
     asked = resolve(plan, hardware, workload=workload).plan.precision.removesuffix("-emulated")
@@ -197,8 +208,16 @@ def roofline(
         "achieved_flops_per_s": counted["flops"] / step_s, "ceiling_flops_per_s": found[f"matmul_{dtype}"],
         "mfu": counted["flops"] / step_s / found[f"matmul_{dtype}"], "bytes_per_step": counted["bytes"],
         "achieved_bytes_per_s": counted["bytes"] / step_s, "bandwidth_ceiling": found["memory_bandwidth"],
-        "busy_share": ledger and ledger.busy_share, "nvml_utilisation": _nvml_utilisation(hardware),
+        "busy_share": ledger and ledger.busy_share, "nvml_utilisation": None,
     }  # fmt: skip
+    if (
+        hardware.device.type == "cuda" and plan.compile == "off"
+    ):  # to compile once more is more than the figure is worth
+        run = begin(workload, recipe, plan, device=device, cache_dir=cache_dir, endless=True)
+        course = steps(run)
+        run_until_steady(lambda: next(course), run.device, window_s=0.5)  # longer than NVML looks back
+        row["nvml_utilisation"] = _nvml_utilisation(run.device)
+        close(run)
     return row | {"tells": _tells(row)}
 
 
@@ -222,13 +241,13 @@ def _tells(row: dict[str, Any]) -> list[str]:
     return tells
 
 
-def _nvml_utilisation(hardware: Hardware) -> float | None:
+def _nvml_utilisation(device: torch.device) -> float | None:
     """Return what nvidia-smi shows as GPU-Util, 0 to 1; None where there is no NVML, or it does not tell."""
     with contextlib.suppress(Exception):  # as in system.nvml_facts: its refusal costs a figure, never a run
         import pynvml
 
         pynvml.nvmlInit()
-        uuid = torch.cuda.get_device_properties(hardware.device).uuid
+        uuid = torch.cuda.get_device_properties(device).uuid
         handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
         return pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
     return None
