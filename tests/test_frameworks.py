@@ -4,7 +4,10 @@ import ast
 import contextlib
 import dataclasses
 import inspect
+import json
 import os
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +19,7 @@ from speedkit.errors import PlanError
 from speedkit.hardware import this_machine
 from speedkit.plan import Plan, resolve
 from speedkit.recipe import Recipe
-from speedkit.settings import described
+from speedkit.settings import described, to_yaml
 from speedkit.show.frameworks import FRAMEWORKS, in_words
 
 RECIPE = Recipe(batch_size=8, epochs=1, clip_norm=1.0, weight_decay=0.0)
@@ -142,7 +145,8 @@ def test_hugging_face_trains(plan):
     pytest.importorskip("transformers")
     plan = dataclasses.replace(plan, checkpointing="off", bucket=False)  # these take a model and data of its library
     found = follow("Hugging Face", plan, model=Answering, dataset=Named(), test_dataset=Named())
-    found["trainer"].train()
+    with torch.compiler.set_stance("force_eager"):
+        found["trainer"].train()
     arguments = found["arguments"]
     assert (arguments.bf16, arguments.fp16) == (plan.precision == "bf16", plan.precision == "fp16")
     assert arguments.train_batch_size * arguments.gradient_accumulation_steps == 8
@@ -223,6 +227,20 @@ def test_the_recipe_is_said_in_full():
     assert 'lr_scheduler_type="cosine"' in said["Hugging Face"] and "max_grad_norm=0" in said["Hugging Face"]
     assert yaml.safe_load(said["NeMo"])["model"]["optim"]["momentum"] == 0.9
     assert "onecycle" in in_words(Plan(), Recipe())["Hugging Face"]
+
+
+def test_the_three_lines_of_the_report_put_the_plan_to_work(tmp_path):
+    notebook = (Path(__file__).parent.parent / "notebooks" / "90_climb.ipynb").read_text()
+    cells = ["".join(cell["source"]) for cell in json.loads(notebook)["cells"]]
+    [lines] = re.findall(r"```python\n((?:.*\n){3})```", next(cell for cell in cells if "Three lines" in cell))
+    (tmp_path / "plan.yaml").write_text(to_yaml(Plan(fused_optimizer=True, workers=1)))
+    model, dataset = Net(), Images()
+    found = {"model": model, "optimizer": torch.optim.SGD(model.parameters()), "loader": DataLoader(dataset, 8)}
+    exec(lines, found)
+    images, labels = next(iter(found["loader"]))
+    nn.functional.cross_entropy(found["model"](images), labels).backward()
+    found["optimizer"].step()
+    assert found["optimizer"].param_groups[0]["fused"] and found["model"] is model
 
 
 def test_a_batch_size_that_is_still_to_be_found_is_refused():

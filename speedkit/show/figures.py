@@ -86,7 +86,8 @@ def waterfall(record: Row) -> Figure:
     is the 99 % interval, the bracket what was predicted, the pale band the noise floor that the whisker must clear.
     """
     step_s, rows = record["step_s"], []  # (label, seconds before, row, colour, note)
-    for rung in record["rungs"]:
+    rungs = [rung for rung in record["rungs"] if rung["change"] != "nothing"]
+    for rung in rungs:
         note = "" if rung["kept"] else "\n".join(textwrap.wrap(rung["why"], 40, max_lines=2, placeholder=" …"))
         rows.append((_rung_label(rung), rung["step_s_before"], rung, BLUE if rung["kept"] else GREY, note))
     finals = [("plain PyTorch", step_s["baseline"], record["speedup"])]
@@ -104,7 +105,7 @@ def waterfall(record: Row) -> Figure:
                 _bar(axes, y, 1e3 * before_s, row, colour)
                 note = f"{_ratio(row)}\n{note}".strip()
             beside(axes, y, note, GREY if colour == GREY else INK)
-        axes.axhline(len(record["rungs"]) + 0.5, color=GREY, linewidth=0.6)
+        axes.axhline(len(rungs) + 0.5, color=GREY, linewidth=0.6)
         labels = dict(enumerate(["plain PyTorch, Plan()", *(row[0] for row in rows)]))
         finish(axes, axes.dataLim.intervalx, labels, "time per step, ms, log scale: left is faster")
         marks = [
@@ -184,7 +185,7 @@ def roofline(record: Row) -> Figure:
     Right of a roof's bend computing is the limit, left of it memory. Whiskers hold 90 % of the raw windows.
     """
     rows = {name: row for name, row in record["roofline"].items() if row["flops_per_step"] and row["bytes_per_step"]}
-    windows = next((row for row in record["measurements"] if row["name"] == "final against baseline"), {})
+    windows: Row = next((row for row in record["measurements"] if row["name"] == "final against baseline"), {})
     with rc_context(STYLE):
         figure, axes = canvas(4.3, left=0.1, right=0.97)
         about = {name: row["flops_per_step"] / row["bytes_per_step"] for name, row in rows.items()}  # FLOP per byte
