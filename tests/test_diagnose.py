@@ -71,7 +71,8 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("hardware", "shares", "facts", "cause", "field"), CASES, ids=str)
+@pytest.mark.parametrize(("hardware", "shares", "facts", "cause", "field"), CASES,
+                         ids=[f"{case[0].device} {case[3]} {case[4]}" for case in CASES])  # fmt: skip
 def test_a_cause_is_named_first_by_what_gives_it_away(hardware, shares, facts, cause, field):
     first = ranked(hardware, shares, facts)[0]
     assert (first["cause"], first["field"], first["part"]) == (cause, field, FOUND[cause])
@@ -97,7 +98,7 @@ HEALTHY = [
 ]
 
 
-@pytest.mark.parametrize(("hardware", "shares", "facts"), HEALTHY, ids=str)
+@pytest.mark.parametrize(("hardware", "shares", "facts"), HEALTHY, ids=range(len(HEALTHY)))
 def test_nothing_is_reported_on_a_healthy_run(hardware, shares, facts):
     assert ranked(hardware, shares, facts) == []
 

@@ -23,11 +23,11 @@ FOUND = {
     "bandwidth-bound": "bandwidth-bound", "new shapes": "compilation",
     "validation too often": "evaluation and checkpoint",
 }  # fmt: skip
-# The least share of a step that is told. A ledger may leave 5 % unexplained, so what is less may be nothing. Evaluating
-# and calling operators are part of any healthy training. That a model computes most of the time is no fault at all: it
-# is told where it is most of a step, and a change of the plan would make it less.
+# A change is told from this gain on: a ledger may leave 5 % unexplained, so what would give less may be nothing.
+LEAST_GAIN = 1.05
+# Of these, shares of a step below are no cause at all. Evaluating and calling operators are part of any healthy
+# training, and a model that computes most of the time is as it should be: it is told where it is most of a step.
 LEAST = {"evaluation and checkpoint": 0.10, "launch-bound": 0.10, "compute-bound": 0.5, "bandwidth-bound": 0.5}
-LEAST_SHARE, LEAST_GAIN = 0.05, 1.05
 DISTURBED = 2.0  # times as long as in the counted steps: what an operator may take in others, and no more is its own
 CALLS = 4  # times an empty operator: what a small one may cost, with the layer, the hooks and the Python around it
 REPORTING = ("print(", "log", "write(", "set_postfix", "display(")  # in a line that reads the device
@@ -97,7 +97,7 @@ def rank(ledger: Ledger, facts: Row, counterfactuals: list[Row], hardware: Hardw
     case = Case(ledger, facts, measured, hardware)
     rules = (_loading, _copies, _host, _launches, _model, _shapes, _evaluation)
     told = [row for rule in rules for row in rule(case)
-            if row["seconds"] >= LEAST.get(row["part"], LEAST_SHARE) * ledger.step_s
+            if row["seconds"] >= LEAST.get(row["part"], 0.0) * ledger.step_s
             and row["predicted_speedup_high"] >= LEAST_GAIN]  # fmt: skip
     return sorted(told, key=lambda row: -row["predicted_speedup_high"])
 
