@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from speedkit.errors import UsageError
+
 PART = "speedkit: {}"  # what a part is called in a profiler's trace
 DATA, FORWARD, BACKWARD, OPTIMIZER = "data wait", "forward", "backward", "optimizer"
 EVALUATION, COMPILATION, OTHER = "evaluation and checkpoint", "compilation", "other host work"
@@ -119,3 +121,47 @@ def timing(timeline: Timeline) -> Iterator[None]:
 def _without(callbacks: list[Any], call: Any) -> None:
     with contextlib.suppress(ValueError):  # torch._dynamo.reset() took it out
         callbacks.remove(call)
+
+
+class Fetched:
+    """A loader, or an iterator over one, of which `fetch(take, whether it is a batch)` takes what it gives."""
+
+    def __init__(self, source: Any, fetch: Callable[..., Any]):
+        self.source, self.fetch = source, fetch
+
+    def __iter__(self) -> "Fetched":
+        return Fetched(self.fetch(lambda: iter(self.source), False), self.fetch)
+
+    def __next__(self) -> Any:
+        return self.fetch(self.source.__next__)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.source, name)
+
+
+@contextlib.contextmanager
+def fetching(loader: Any, fetch: Callable[..., Any]) -> Iterator[Any]:
+    """Let `fetch` take the batches of a loader, by a class of this one object's own; give what is to be iterated over.
+
+    That is the loader, but for a list or a generator, which cannot have one: for these something that stands for it.
+    Raises UsageError for what cannot be iterated over.
+    """
+    kind = type(loader)
+    if not hasattr(kind, "__iter__"):
+        raise UsageError(f"the loader, a {kind.__name__}, cannot be iterated over: give what the loop goes over")
+
+    def iterate(this: Any) -> Fetched:
+        return Fetched(fetch(lambda: kind.__iter__(this), False), fetch)
+
+    try:
+        loader.__class__ = type(kind.__name__, (kind,), {"__slots__": (), "__iter__": iterate})
+    except TypeError:
+        yield Fetched(loader, fetch)
+        return
+    try:
+        yield loader
+    finally:
+        loader.__class__ = kind

@@ -87,7 +87,7 @@ class Watched:
         timeline, model = self.timeline, self.model
         call = vars(model).get("_compiled_call_impl") or model._call_impl  # where nn.Module.compile keeps its form
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._loader_timed())
+            self.loader = stack.enter_context(timelines.fetching(self.loader, self.fetch))
             stack.enter_context(replaced(model, _compiled_call_impl=self._timed_forward(call)))
             stack.enter_context(replaced(torch, save=timeline.of(EVALUATION, torch.save)))
             stack.callback(self.optimizer.register_step_pre_hook(lambda *_: timeline.begin(OPTIMIZER)).remove)
@@ -100,33 +100,36 @@ class Watched:
                 yield
             finally:
                 Watched.watching -= 1
-                if self.since or not self.fetched or not self.steps:  # a step begun and not made does not count
-                    self._count()
                 with contextlib.suppress(Exception):  # on a device that has failed
                     self.course.close()
+                if self.since or not self.fetched or not self.steps:  # a step begun and not made does not count
+                    self._count()
+                self._go_on_with(self.tally)
 
     def _course(self) -> Generator[None, None, None]:
         """Go from one thing to look at to the next: each `next()` ends a step, closing it ends the loop."""
         for _ in range(self.skip):
             yield
         synchronize(self.device)
-        self.timeline.take()
-        self.tally = self.timed
+        self._go_on_with(self.timed)
         for _ in range(self.timed_steps):
             yield
         if Watched.watching > 1 or torch.autograd._profiler_enabled():
             self.notes.append("another watch or profiler is at work: operators and the host's waits are left to it")
         else:
-            self.tally = Tally()
+            synchronize(self.device)
+            self._go_on_with(Tally())
             yield from self._looked_at()
             synchronize(self.device)
-            self.timeline.take()
         yield from self._rest()
 
     def _rest(self) -> Generator[None, None, None]:
-        self.tally = self.timed
-        while True:
-            yield
+        self._go_on_with(self.timed)
+        try:
+            while True:
+                yield
+        finally:
+            synchronize(self.device)
 
     def _looked_at(self) -> Iterator[None]:
         """See some steps by the profiler, what of another few makes the host wait, and the operators of some more."""
@@ -149,34 +152,15 @@ class Watched:
                 yield
                 self.passes.append(noted.take())
 
-    @contextlib.contextmanager
-    def _loader_timed(self) -> Iterator[None]:
-        """Time the loader's batches: in place, by a class of this one object's own, else through `self.loader`."""
-        loader, kind = self.loader, type(self.loader)
-        if not hasattr(kind, "__iter__"):
-            raise UsageError(f"the loader, a {kind.__name__}, cannot be iterated over: give what the loop goes over")
-
-        def iterate(this: Any) -> "Fetched":
-            return Fetched(self, self.fetch(lambda: kind.__iter__(this)))
-
-        try:
-            loader.__class__ = type(kind.__name__, (kind,), {"__slots__": (), "__iter__": iterate})
-        except TypeError:  # a list, a generator
-            self.loader = Fetched(self, loader)
-            yield
-            return
-        try:
-            yield
-        finally:
-            loader.__class__ = kind
-
-    def fetch(self, take: Callable[[], Any]) -> Any:
+    def fetch(self, take: Callable[[], Any], batch: bool = True) -> Any:
         """Return what `take()` gives, its time data wait. A step made before it has ended."""
         if self.since:
             self._step_ends()
         self.timeline.begin(DATA)
         try:
-            return take()
+            taken = take()
+            self.fetched, self.batches = self.fetched or batch, self.batches + batch
+            return taken
         finally:
             self.timeline.end()
 
@@ -218,12 +202,17 @@ class Watched:
             next(self.course)
 
     def _count(self) -> None:
-        compiled = compilations()
         for cause, seconds in self.timeline.take().items():
             self.tally.seconds[cause] += seconds
         self.tally.steps += self.since
-        self.tally.recompiles += compiled - self.compiled
-        self.compiled, self.since, self.fetched = compiled, 0, False
+        self.since, self.fetched = 0, False
+
+    def _go_on_with(self, tally: Tally) -> None:
+        """Count into `tally` from now on, what has gone by since the last step's end into none."""
+        self.timeline.take()
+        before, self.compiled = self.compiled, compilations()
+        self.tally.recompiles += self.compiled - before
+        self.tally = tally
 
     def conclude(self, out: str | Path | None, show: bool) -> None:
         """Make the ledger and the diagnosis of what was seen; write and print them."""
@@ -279,27 +268,6 @@ class Watched:
     def __str__(self) -> str:
         line = "{cause}: {evidence}; {change}: {predicted_speedup_low:.2f} to {predicted_speedup_high:.2f}x".format_map
         return "\n".join([*(f"note: {note}" for note in self.notes), str(self.ledger), *map(line, self.diagnosis)])
-
-
-class Fetched:
-    """A loader, or an iterator over one, whose batches are timed."""
-
-    def __init__(self, seen: Watched, source: Any):
-        self.seen, self.source = seen, source
-
-    def __iter__(self) -> "Fetched":
-        return Fetched(self.seen, self.seen.fetch(lambda: iter(self.source)))
-
-    def __next__(self) -> Any:
-        batch = self.seen.fetch(self.source.__next__)
-        self.seen.fetched, self.seen.batches = True, self.seen.batches + 1
-        return batch
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.source, name)
 
 
 def _device(model: nn.Module, optimizer: Optimizer) -> torch.device:
