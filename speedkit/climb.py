@@ -14,7 +14,7 @@ from speedkit.ceilings import ceilings
 from speedkit.errors import UsageError
 from speedkit.files import claim_folder, read_json, write_json, write_text
 from speedkit.hardware import this_machine
-from speedkit.ladder import LADDER, Rung, candidates
+from speedkit.ladder import Rung, candidates, named
 from speedkit.measure.compare import Comparison
 from speedkit.measure.parity import parity, quality_of, time_to_quality
 from speedkit.measure.record import NotebookRun
@@ -22,7 +22,7 @@ from speedkit.measure.stages import Stages, read_state
 from speedkit.plan import Plan, resolve
 from speedkit.predict import Profile, affordable_pairs, changed, middle, plan_of, text
 from speedkit.recipe import Recipe
-from speedkit.settings import nearest, to_yaml
+from speedkit.settings import to_yaml
 from speedkit.train.progress import wanted
 
 # Whose source, with that of notebook 90, decides whether a recorded climb is current.
@@ -51,11 +51,7 @@ def climb(
     record.json and plan.yaml, and climb.json, from which `resume` goes on. Raises UsageError for a budget too short for
     one rung, SpeedkitError for a workload that cannot be trained.
     """
-    known = {rung.name: rung for rung in LADDER}
-    for name in rungs or ():
-        if name not in known:
-            raise UsageError(f"there is no rung {name!r}{nearest(name, known)}: take {', '.join(known)}")
-    chosen = [rung for rung in LADDER if rungs is None or rung.name in rungs]
+    chosen = named(rungs)
     hardware, recipe = this_machine(device), recipe or workload.recipe
     folder = claim_folder(out, "climb", resume) if out is not None else None
     say = functools.partial(print, flush=True) if wanted(progress) else lambda text: None
@@ -67,19 +63,29 @@ def climb(
 
     say(f"climbing {workload.name}: {len(workload.train)} items to train on, {len(workload.test)} to test, "
         f"batch {recipe.batch_size}, on {hardware.name}; budget {budget_s:.0f} s")  # fmt: skip
+    best, record = _stages(job, chosen, run)
+    if folder is not None:
+        write_text(folder / "plan.yaml", to_yaml(best))
+        write_json(folder / "record.json", record)
+    say(_summary(record))
+    return record
+
+
+def _stages(job: Stages, chosen: Sequence[Rung], run: NotebookRun) -> tuple[Plan, Row]:
+    """Go through the stages of a climb; return the final plan and the record."""
     naive = job.once("ledger", lambda: closing.where_time_goes(job, Plan()))
     control = job.once("control", lambda: _control(job))
     shares = {row["cause"]: row["share"] for row in naive["ledgers"]["rows"]}
-    say("its time goes into " + ", ".join(f"{cause} {share:.0%}" for cause, share in shares.items()))
+    job.say("its time goes into " + ", ".join(f"{cause} {share:.0%}" for cause, share in shares.items()))
     parts = {cause: share * control["step_s"] for cause, share in shares.items()}
-    matmul = {name.removeprefix("matmul_"): found.value for name, found in ceilings(hardware).items()}
-    rows, step_s = _rungs(job, chosen, control, Profile(parts, matmul, hardware.device.type == "cpu"))
+    matmul = {name.removeprefix("matmul_"): found.value for name, found in ceilings(job.hardware).items()}
+    rows, step_s = _rungs(job, chosen, control, Profile(parts, matmul, job.hardware.device.type == "cpu"))
     dropped = closing.recheck(job, [row for row in rows if row["kept"]], control, step_s)
     best = plan_of([row for row in dropped if row["kept"]])
     final = job.once("final", lambda: closing.final(job, best))
     best = Plan(**final["adopted"]) if final["adopted"] else best
     trained = job.once("quality", lambda: closing.train_both(job, best, control["step_s"] + step_s))
-    item_s = parts.get("data wait", 0.0) / recipe.batch_size
+    item_s = parts.get("data wait", 0.0) / job.recipe.batch_size
     sections = {
         "rungs": rows, "dropped": dropped,
         "payback": job.once("payback", lambda: closing.paid_back(job, best, rows, trained, item_s)),
@@ -88,12 +94,7 @@ def climb(
     # Last: what looks into each operator of a step leaves compiled code switched off.
     fast = naive if best == Plan() else job.once("final ledger", lambda: closing.where_time_goes(job, best))
     sections |= {part: {"baseline": naive[part], "final": fast[part]} for part in ("ledgers", "roofline")}
-    record = _record(job, run, best, control, final, trained, sections)
-    if folder is not None:
-        write_text(folder / "plan.yaml", to_yaml(best))
-        write_json(folder / "record.json", record)
-    say(_summary(record))
-    return record
+    return best, _record(job, run, best, control, final, trained, sections)
 
 
 def _control(job: Stages) -> Row:

@@ -4,11 +4,13 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from speedkit.errors import UsageError
 from speedkit.hardware import Hardware
 from speedkit.measure.stages import Stages
 from speedkit.plan import Plan, resolve
 from speedkit.predict import LOADING, Change, Profile, changed, middle, text
 from speedkit.recipe import Recipe
+from speedkit.settings import nearest
 
 WORTH = 1.01  # what can gain less at best is not tried
 AGAIN = 1.05  # what was rejected is tried once more when it promises so many times as much
@@ -91,6 +93,15 @@ LADDER: tuple[Rung, ...] = (
     Rung("fp8", lambda *given: [{"precision": "fp8"}] * given[-1].supports("fp8"), "loss-equal", ("C34",), "22_fp8",
          needs="fp8"),
 )  # fmt: skip
+
+
+def named(names: Sequence[str] | None) -> list[Rung]:
+    """Return the rungs of these names, by default all. Raises UsageError for a name that none has."""
+    known = [rung.name for rung in LADDER]
+    for name in names or ():
+        if name not in known:
+            raise UsageError(f"there is no rung {name!r}{nearest(name, known)}: take {', '.join(known)}")
+    return [rung for rung in LADDER if names is None or rung.name in names]
 
 
 def candidates(
