@@ -61,12 +61,11 @@ def prepare(
     # Shapes may differ from batch to batch: the first is compiled for as it is, later ones once more for all.
     forward = compilation.apply(model, effective.plan, SimpleNamespace(length=len))
     effective = compilation.honoured(effective, forward)
-    for field, change in (("allocator", lambda got: memory.set_allocator(got, hardware.device)),
-                          ("checkpointing", lambda got: memory.checkpoint_blocks(model, got))):  # fmt: skip
-        _refuse(effective, strict)
-        if why := change(effective.plan):
-            effective = effective.but(Fallback(field, getattr(plan, field), getattr(DEFAULT, field), why))
     _refuse(effective, strict)
+    if why := memory.set_allocator(effective.plan, hardware.device):
+        _refuse(effective := effective.but(Fallback("allocator", plan.allocator, "default", why)), strict)
+    if why := memory.checkpoint_blocks(model, effective.plan):
+        _refuse(effective := effective.but(Fallback("checkpointing", plan.checkpointing, "off", why)), strict)
     got = effective.plan
     if got.precision != DEFAULT.precision:
         precision.apply(got)
@@ -95,12 +94,11 @@ def _checked(model: Any, optimizer: Any, loader: Any, device: str | torch.device
     if not any(id(weight) in held for weight in trained):
         raise UsageError("the optimizer holds no parameter of the model: make it from model.parameters()")
     if isinstance(vars(model).get("_compiled_call_impl"), Call):
-        raise UsageError("the model is prepared already: prepare it once, or make a new model and optimizer")
-    place, places = trained[0].device, {str(weight.device) for weight in model.parameters()}
+        raise UsageError("the model is prepared already: make a new one, with an optimizer of its own")
+    place, places = trained[0].device, sorted({str(weight.device) for weight in model.parameters()})
     asked = torch.device(place if device in (None, "auto") else device)
     if len(places) > 1 or asked.type != place.type or asked.index not in (None, place.index):
-        raise UsageError(f"the model is on {', '.join(sorted(places))}, and {asked} was asked: "
-                         f"model.to({str(asked)!r}) moves it, before its optimizer is made")  # fmt: skip
+        raise UsageError(f"the model is on {', '.join(places)}, and {asked} was asked: move it before its optimizer")
     return place
 
 
@@ -138,8 +136,8 @@ def _for_learner(got: dict[str, Any], model: nn.Module, optimizer: Any, hardware
     # Recurrent layers keep their weights in a list of their own, past what stands for them while they are scaled.
     recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
     if got["precision"] == "fp16" and (recurrent or not fusable or any(group.get("dampening") for group in groups)):
-        why = ("loss scaling inside the model and the optimizer takes a fused optimizer without dampening and no "
-               "recurrent layers: take torch.amp.GradScaler in your loop")  # fmt: skip
+        why = ("scaling without a change of the loop takes a fused optimizer, no dampening and no recurrent layer: "
+               "take torch.amp.GradScaler in your loop")  # fmt: skip
         yield "precision", "fp32" if hardware.why_not("bf16") else "bf16", why
     dimensions = {weight.ndim for weight in model.parameters()}
     if got["channels_last"] and (4 not in dimensions or 5 in dimensions):
@@ -191,8 +189,7 @@ class Call:
 
     def __init__(self, model: nn.Module, optimizer: Any, forward: Any, plan: Plan, device: torch.device):
         self.model, self.forward, self.plan = model, forward, plan
-        self.theirs = vars(model).get("_compiled_call_impl")  # of their own model.compile()
-        self.full = 0  # samples of a full batch
+        self.theirs, self.full = vars(model).get("_compiled_call_impl"), 0  # their model.compile(); the largest batch
         self.call: Any = self._called
         for context in (attention.kernels(plan), precision.autocast(plan, device)):
             self.call = self.call if context is None else context(self.call)
@@ -258,7 +255,6 @@ class Call:
 
     def _look(self, optimizer: Optimizer, *_: Any) -> None:
         """Note on the device, before a step, whether a gradient is not finite: it is then left out."""
-        gradients = [weight.grad for group in optimizer.param_groups for weight in group["params"]
-                     if weight.grad is not None]  # fmt: skip
-        if self.scale is not None and gradients:
-            self.scale.found_inf.copy_(torch.nn.utils.get_total_norm(gradients).isfinite().logical_not())
+        weights = (weight for group in optimizer.param_groups for weight in group["params"])
+        norm = torch.nn.utils.get_total_norm([weight.grad for weight in weights if weight.grad is not None])
+        self.scale.found_inf.copy_(norm.isfinite().logical_not())  # type: ignore[union-attr]
