@@ -263,6 +263,7 @@ def as_text(found: Row) -> str:
     for row in found["diagnosis"]:
         lines.append("  {predicted_speedup_low:.2f} to {predicted_speedup_high:.2f}  {cause}: {change}".format_map(row))
         lines.append(f"      {row['evidence']}")
+    lines += ["the same training with one thing changed, in turns with itself:"] * bool(found["counterfactuals"])
     for row in found["counterfactuals"] or ():
         shown = "left out: {left_out}" if "left_out" in row else "{ratio:.2f} ({low:.2f} to {high:.2f}) times as fast"
         lines.append("  {name}: ".format_map(row) + shown.format_map(row))
