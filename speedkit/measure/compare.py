@@ -128,7 +128,7 @@ class Side:
 def catch_up(*sides: Side) -> None:
     """Train those that are behind up to the same step: the windows of a pair then hold the same batches.
 
-    Where lengths vary, what batches hold is most of what differs from window to window.
+    Where lengths vary, that is most of what differs from window to window; elsewhere it would be wasted time.
     """
     for side in sides:
         side.window(max(other.run.step for other in sides) - side.run.step)
@@ -152,7 +152,8 @@ def compare(
         closing(Side(workload_b or workload, recipe_b or recipe, plan_b, device, cache_dir)) as b,
     ):
         warm_a, warm_b = (side.warm_up(loss_steps, window_s / 2, warm_up_s) for side in (a, b))
-        catch_up(a, b)
+        if workload.length is not None:
+            catch_up(a, b)
         count = max(1, math.ceil(window_s / math.sqrt(warm_a.step_s * warm_b.step_s)))
         if max_s is not None:
             pairs = min(pairs, max(MIN_PAIRS, int(max_s / count / (warm_a.step_s + warm_b.step_s))))
