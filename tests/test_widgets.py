@@ -59,6 +59,8 @@ def test_what_is_possible_follows_the_rest_of_the_plan():
     assert "a cached batch is one gather" in panel.notes["workers"].value
     panel.choices["cache"]["off"].click()
     assert not panel.texts["workers"].disabled
+    halves = dataclasses.replace(BARE, cpu_flags=("avx512_fp16",))
+    assert "fp16" not in rows_of(Plan(), halves)["precision"]["impossible"], "only the optimizer changes with it"
 
 
 def test_a_plan_asked_for_all_the_same_shows_what_becomes_of_it():
