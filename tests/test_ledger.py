@@ -4,11 +4,13 @@ import dataclasses
 import gzip
 import json
 import random
+import statistics
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from tiny import load, loss, points, slowed
+from tiny import loss, points, slowed
 
 from speedkit import clock
 from speedkit.errors import SpeedkitError, UsageError
@@ -176,13 +178,17 @@ def test_gaps_of_a_profiled_run_shrink_to_what_is_left_of_the_unprofiled_one():
     assert ledger("cuda", found, 5 * MS, 1, 1.0).share("unexplained") == pytest.approx(-3 / 5)
 
 
-def slow_load(item, size, seconds):
-    import time
+def waiting(function, seconds, took_s):
+    """The function after so many seconds of work, whose real length (others use the processor too) is noted."""
 
-    until_s = time.perf_counter() + seconds
-    while time.perf_counter() < until_s:
-        pass
-    return load(item, size)
+    def waited(*args):
+        began_s = now_s = time.perf_counter()
+        while now_s < began_s + seconds:
+            now_s = time.perf_counter()
+        took_s.append(now_s - began_s)
+        return function(*args)
+
+    return waited
 
 
 def add_up(found):
@@ -198,18 +204,19 @@ def add_up(found):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_add_up_and_what_was_planted_is_in_its_row(device):
-    """5 ms in the loss, and 0.25 ms in each of 16 items; 25 % is for what else this machine does."""
-    workload = slowed(points(), 5 * MS)
-    workload = dataclasses.replace(workload, load=lambda item: slow_load(item, 8, 0.25 * MS))
+    """5 ms in the loss, and 0.25 ms in each of 16 items; half of it is for what else this machine does."""
+    workload, computing_s, loading_s = points(), list[float](), list[float]()
+    slow_load = waiting(workload.load, 0.25 * MS, loading_s)
+    workload = dataclasses.replace(workload, load=slow_load, loss=waiting(loss, 5 * MS, computing_s))
     found = ledger_of(workload, device=device, window_s=0.5)
     add_up(found)
     assert abs(found.share("unexplained")) < 0.25  # 5 % on a quiet machine
-    assert found.share("data wait") * found.step_s == pytest.approx(4 * MS, rel=0.25, abs=MS)
+    assert found.share("data wait") * found.step_s == pytest.approx(16 * statistics.mean(loading_s), rel=0.5)
     if device == "cpu":
-        assert found.share("forward") * found.step_s == pytest.approx(5 * MS, rel=0.25, abs=MS)
+        assert found.share("forward") * found.step_s == pytest.approx(statistics.mean(computing_s), rel=0.5)
         assert found.busy_share is None and found.share("optimizer") > 0 and found.share("backward") > 0
     else:
-        assert found.share("other host work") * found.step_s == pytest.approx(5 * MS, rel=0.25, abs=MS)
+        assert found.share("other host work") * found.step_s == pytest.approx(statistics.mean(computing_s), rel=0.5)
         assert 0 < found.busy_share < 0.5
     facts = found.facts
     assert facts["step_s"] == found.step_s and facts["data_s"] > 0 and facts["forward_s"] >= 5 * MS
@@ -263,13 +270,9 @@ def test_one_batch_an_epoch_and_a_model_made_elsewhere_are_no_trouble():
     add_up(ledger_of(made, device="cpu", window_s=0.1))
 
 
-def test_graphs_compiled_in_the_window_are_counted_and_are_a_row(monkeypatch):
+def test_graphs_compiled_in_the_window_are_counted_and_are_a_row():
     """Each batch has a length of its own, for which the model is compiled anew."""
-    from torch import nn
-
     lengths = iter(range(2, 10**6))
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 10**6)
-    monkeypatch.setattr(torch._dynamo.config, "accumulated_recompile_limit", 10**6)
     torch._dynamo.reset()
     summed = torch.compile(lambda rows: rows.sum(), backend="eager", dynamic=False)
 
@@ -277,9 +280,9 @@ def test_graphs_compiled_in_the_window_are_counted_and_are_a_row(monkeypatch):
         value, outputs = loss(model, batch, recipe)
         return value + 0 * summed(torch.ones(next(lengths))), outputs
 
-    assert isinstance(points().model(), nn.Module)
     before = clock.compilations()
-    found = ledger_of(dataclasses.replace(points(), loss=longer), device="cpu", window_s=0.2)
+    with torch._dynamo.config.patch(recompile_limit=10**6, accumulated_recompile_limit=10**6):
+        found = ledger_of(dataclasses.replace(points(), loss=longer), device="cpu", window_s=0.2)
     add_up(found)
     assert 0 < found.facts["recompiles"] < clock.compilations() - before
     assert found.share("compilation") > found.share("forward")
