@@ -131,11 +131,16 @@ def _write_report(folder: Path, workload: str, values: dict[str, Any]) -> None:
 
     [source] = find_notebooks(["90"])
     parameters = {key: values[key] for key in DATA if values[key] is not None} | {"workload": workload, "out": folder}
-    for key in {"data_dir", "labels", "out"} & parameters.keys():
-        parameters[key] = str(Path(parameters[key]).resolve())  # the notebook runs in a folder of its own
+    parameters = _found_from_anywhere(parameters)
     os.environ["SPEEDKIT_RUN_DIR"] = parameters["out"]
     report(run_notebook(source, folder / "climb.ipynb", parameters, timeout_s=600, progress=False),
            folder / "report.html")  # fmt: skip
+
+
+def _found_from_anywhere(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Return a notebook's parameters with absolute paths: it runs in a folder of its own."""
+    paths = {key: str(Path(parameters[key]).resolve()) for key in ("data_dir", "labels", "out") if parameters.get(key)}
+    return parameters | paths
 
 
 @commands.command()
@@ -210,7 +215,7 @@ def run(names: tuple[str, ...], parameters: tuple, grid: tuple, out: str, timeou
     """Run notebooks by number or name with parameters; a parameter that one does not declare is an error."""
     from speedkit import notebooks
 
-    values, failed = dict(parameters), 0
+    values, failed = _found_from_anywhere(dict(parameters)), 0
     for source in notebooks.find_notebooks(names):
         if grid:
             done = notebooks.sweep(source, dict(grid), out, parameters=values, timeout_s=timeout)

@@ -136,7 +136,8 @@ def resolve(plan: Plan, hardware: Hardware | None = None, strict: bool = False, 
         if value in NOT_YET.get(field, ()) or (field == "ranks" and value != 1):
             instead = getattr(Plan(), field)
             raise PlanError(f"{field}={value} is not available in this version of speedkit; use {field}={instead}")
-    fallbacks = tuple(Fallback(field, getattr(plan, field), got[field], "; ".join(why)) for field, why in whys.items())
+    fallbacks = tuple(Fallback(field, getattr(plan, field), got[field], "; ".join(why).replace(".;", ";"))
+                      for field, why in whys.items())  # fmt: skip
     if strict and fallbacks:
         raise PlanError(f"the plan cannot be honoured here, and --strict allows no fallback: {fallbacks[0]}")
     return Effective(plan, Plan(**got), fallbacks)

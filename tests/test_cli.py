@@ -235,3 +235,16 @@ def test_climb_on_real_files_leaves_plan_record_notebook_and_report(recordings, 
     assert json.loads((trained / "history.json").read_text())["plan_asked"] == record["plan"]
     resumed = subprocess.run([*words, "--resume", "--no-notebook"], capture_output=True, text=True)
     assert json.loads((out / "record.json").read_text())["rungs"] == record["rungs"], resumed.stderr
+
+
+def test_the_doctor_leaves_its_ledger(capsys, monkeypatch, recordings, tmp_path):
+    out = tmp_path / "seen"
+    words = ["doctor", "audio", "--data-dir", recordings, "--out", out, "--budget", "1s", *SMALL]
+    code, printed, _ = speedkit(capsys, monkeypatch, *words)
+    found = json.loads((out / "ledger.json").read_text())
+    assert code == 0 and "data wait" in printed and str(out) in printed
+    assert sum(row["share"] for row in found["rows"]) == pytest.approx(1)
+    assert {"cause", "seconds", "share", "ceiling_speedup"} <= found["rows"][0].keys()
+    assert "the budget of 1 s was spent" in found["left_out"]["loading"]
+    assert "already holds a doctor run" in refused(capsys, monkeypatch, 2, *words)
+    assert "is no time" in refused(capsys, monkeypatch, 2, "doctor", "audio", "--budget", "soon")

@@ -323,6 +323,7 @@ def test_auto_takes_workers_where_loading_is_what_takes_the_time():
     assert (fallback.field, fallback.asked) == ("workers", "auto")
     assert history.effective.plan.workers == fallback.got > 0
     assert "gave the shortest steps: none" in fallback.why and "by thread" in fallback.why
+    assert f"workers {fallback.got} by {history.effective.plan.worker_kind} gave" in fallback.why
     assert history.loss == fit(points(), plan=Plan(log_every=1), device="cpu", progress=False).loss
 
 

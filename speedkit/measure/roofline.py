@@ -84,11 +84,18 @@ class Operators(TorchDispatchMode):
             self.last, before = elements, self.last
         self.calls.append(Call(
             operation.overloadpacket.__name__, seconds,
-            None if formula is None else formula(*args, **(kwargs or {}), out_val=result),
+            _counted(formula, args, kwargs or {}, result),
             sum(tensor.numel() * tensor.element_size() for tensor in tensors), dtype,
             bool(elements) and not operation.is_view and elements == before,
         ))  # fmt: skip
         return result
+
+
+def _counted(formula: Any, args: Any, kwargs: Any, result: Any) -> int | None:
+    """Return the FLOPs of a call, None where there is no formula or it does not know such a call: training goes on."""
+    with contextlib.suppress(Exception):
+        return None if formula is None else formula(*args, **kwargs, out_val=result)
+    return None
 
 
 def _float32(name: str) -> str:

@@ -118,6 +118,11 @@ class Progress:
         elif self.show:
             print(text, flush=True)
 
+    def tell(self, *notes: Any) -> None:
+        """Print each note that says something, as a line."""
+        for note in filter(None, notes):
+            self.say(f"  {note}")
+
     def close(self) -> None:
         """Leave bar or panel as it stands."""
         if self.bar is not None:

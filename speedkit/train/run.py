@@ -174,14 +174,14 @@ def begin(
         progress=Progress(workload.name, total, recipe.batch_size, device, not endless and progress),
         out=folder,
     )  # fmt: skip
+    run.progress.follow(run.batches)
     if folder is not None:
         write_text(folder / "plan.yaml", to_yaml(plan))
         if resume:
             checkpoint.load(run, folder)
         run.keeper = checkpoint.Keeper(run, folder)
     run.recovery.start(run)
-    for note in filter(None, (*effective.fallbacks, run.batches.padding, getattr(run.batches.cache, "why", ""))):
-        run.progress.say(f"  {note}")
+    run.progress.tell(*effective.fallbacks, run.batches.padding, getattr(run.batches.cache, "why", ""))
     run.history.prepare_s = time.perf_counter() - began_s
     return run
 
@@ -235,7 +235,8 @@ def measure_workers(workload: Any, recipe: Recipe, effective: Effective, device:
 
     precision.apply(plan)
     chosen, why = choose_workers(workload, workload.train, plan, recipe.batch_size, device, compute)
-    return effective.but(Fallback("workers", "auto", chosen.workers, why))
+    found = effective.but(Fallback("workers", "auto", chosen.workers, why))
+    return dataclasses.replace(found, plan=chosen)  # with their kind, and whether they stay
 
 
 class Learner(NamedTuple):

@@ -24,7 +24,7 @@ CAUSES = {
     "validation too often": "validate_every",
 }  # fmt: skip
 NOT_ON_CPU = {"large copies": "the batch is in the model's memory already: nothing is copied",
-              "host read each step": "a CPU has computed the loss before `.item()` asks for it: nobody waits"}  # fmt: skip
+              "host read each step": "a CPU has computed the loss before `.item()` asks: nobody waits"}  # fmt: skip
 SIZES = (2, 512, 128), (32, 256, 2048)  # on a CPU, on a GPU: clips per batch, tokens per clip, width of the model
 REPEATS = 9  # timings of what is planted, by itself; the median counts
 
