@@ -27,7 +27,7 @@ FOUND = {
 LEAST_GAIN = 1.05
 # Of these, shares of a step below are no cause at all. Evaluating and calling operators are part of any healthy
 # training, and a model that computes most of the time is as it should be: it is told where it is most of a step.
-LEAST = {"evaluation and checkpoint": 0.10, "launch-bound": 0.10, "compute-bound": 0.5, "bandwidth-bound": 0.5}
+LEAST = {"evaluation and checkpoint": 0.10, "launch-bound": 0.20, "compute-bound": 0.5, "bandwidth-bound": 0.5}
 DISTURBED = 2.0  # times as long as in the counted steps: what an operator may take in others, and no more is its own
 CALLS = 4  # times an empty operator: what a small one may cost, with the layer, the hooks and the Python around it
 REPORTING = ("print(", "log", "write(", "set_postfix", "display(")  # in a line that reads the device
