@@ -27,7 +27,8 @@ FOUND = {
 LEAST_GAIN = 1.05
 # Of these, shares of a step below are no cause at all. Evaluating and calling operators are part of any healthy
 # training, and a model that computes most of the time is as it should be: it is told where it is most of a step.
-LEAST = {"evaluation and checkpoint": 0.10, "launch-bound": 0.20, "compute-bound": 0.5, "bandwidth-bound": 0.5}
+LEAST = {"evaluation and checkpoint": 0.10, "launch-bound": 0.10, "compute-bound": 0.5, "bandwidth-bound": 0.5}
+ON_CPU = 0.20  # the least for calling operators there: it is what others leave, an eighth of a healthy small step
 DISTURBED = 2.0  # times as long as in the counted steps: what an operator may take in others, and no more is its own
 CALLS = 4  # times an empty operator: what a small one may cost, with the layer, the hooks and the Python around it
 REPORTING = ("print(", "log", "write(", "set_postfix", "display(")  # in a line that reads the device
@@ -200,6 +201,8 @@ def _launches(case: Case) -> Iterator[Row]:
     facts, work, hardware = case.facts, case.facts.get("work") or {}, case.hardware
     each_s, calls = facts["operator_cost_s"], work.get("operators") or facts.get("operators_per_step") or 0
     own_s, *_ = case.bound()
+    if hardware.device.type == "cpu" and own_s < ON_CPU * case.ledger.step_s:
+        own_s = 0.0
     shown = (f"{_ms(own_s)} a step go into calling operators: there are {calls:.0f}, and one that has nothing to do "
              f"costs {_ms(each_s)} here")  # fmt: skip
     compiles = hardware.supports("compile")
