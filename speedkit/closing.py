@@ -143,7 +143,7 @@ def train_both(job: Stages, best: Plan, both_s: float) -> Row:
     energy_j, took_s = {name: list[float]() for name in curves}, 0.0
     for seed in range(recipe.seed, recipe.seed + job.seeds):
         # The clock ends it, never the scores: looking at those to decide would make the test too easy.
-        if len(curves["final"]) >= 2 and job.left_s() < took_s + LEDGER_S:
+        if len(curves["final"]) >= min(3, job.seeds) and job.left_s() < took_s + LEDGER_S:
             break
         began_s = time.perf_counter()
         for name, plan in (("baseline", Plan()), ("final", best)):
