@@ -149,6 +149,7 @@ def _disk_read(folder: Path) -> Task:
     os.fsync(stream.fileno())
 
     def drop() -> None:
+        """Make the system forget the file, so that the next read comes from the disk. Raises where it does not."""
         os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         try:  # a read in the middle that refuses to wait for a disk: it fails where one would have to be waited for
             dropped = not os.preadv(stream.fileno(), [bytearray(1)], len(buffer) // 2, os.RWF_NOWAIT)

@@ -1,6 +1,7 @@
 """Publishing: run notebooks here or take in what others ran, keep outputs and records, draw the README from them."""
 
 import contextlib
+import json
 import math
 import os
 import re
@@ -18,7 +19,7 @@ from speedkit.measure.folklore import WORDS, gather, seen
 from speedkit.measure.provenance import commit, is_current, notebooks_folder
 from speedkit.measure.schema import load_record, published, validate_record
 from speedkit.notebooks import find_notebooks, run_notebook
-from speedkit.parameters import code_cells, read_notebook, record_of, typed_parameters
+from speedkit.parameters import RECORD_MIME, code_cells, read_notebook, record_of, typed_parameters
 from speedkit.show.figures import device_name, save, waterfall
 
 BUSY_PERCENT = 5  # an idle GPU reports 0; a desktop's screen a few
@@ -137,8 +138,19 @@ def _take_notebook(executed: Path, source: Path, out: Path) -> None:
     for cell, ran in zip(cells, runs, strict=True):
         cell.outputs = [output for output in ran.outputs if WIDGET_VIEW not in output.get("data", {})]
         cell.execution_count = ran.execution_count
-    with files.atomic(out / source.name) as temporary:
-        nbformat.write(notebook, temporary)
+    files.write_text(out / source.name, _on_one_line(record_of(run), nbformat.writes(notebook)))
+
+
+def _on_one_line(record: Any, text: str) -> str:
+    """Return a notebook's JSON with its record on one line: a line for each raw second is a tenth of the file."""
+    notebook = json.loads(text)
+    for cell in notebook["cells"]:
+        for output in cell.get("outputs", ()):
+            if RECORD_MIME in output.get("data", {}):
+                output["data"][RECORD_MIME] = RECORD_MIME
+    one_line = json.dumps(record, ensure_ascii=False, separators=(",", ":"))
+    marked = json.dumps(notebook, ensure_ascii=False, indent=1)
+    return marked.replace(f'"{RECORD_MIME}": "{RECORD_MIME}"', f'"{RECORD_MIME}": {one_line}') + "\n"
 
 
 def refuse_busy_gpu() -> None:

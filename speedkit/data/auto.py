@@ -34,6 +34,7 @@ def choose_workers(
     found, room = dict[Plan, float](), math.inf
 
     def measure(setting: Plan) -> Any:
+        """Note the seconds of a step under `setting`, and how many processes have room; return a batch."""
         nonlocal room
         with closing(Batches(workload, items, setting, batch_size, 0, device)) as batches:
             found[setting] = min(_step_s(lambda: compute(batches.next()), device), found.get(setting, math.inf))

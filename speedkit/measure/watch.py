@@ -168,6 +168,7 @@ class Watched:
         timeline, model = self.timeline, self.model
 
         def forward(*args: Any, **kwargs: Any) -> Any:
+            """Return what the model returns; its time counts as forward, or as evaluation where nothing is trained."""
             self.forwards += 1
             if model.training and torch.is_grad_enabled():
                 timeline.begin(FORWARD, then=FORWARD)

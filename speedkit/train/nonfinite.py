@@ -54,6 +54,7 @@ def _first(model: nn.Module, loss_of: Callable[..., Any], batch: Batch, recipe: 
     gradients: list[str] = []
 
     def watch(name: str) -> Callable[..., None]:
+        """Return the forward hook that notes when the outputs of module `name` are the first not to be finite."""
         def look(module: nn.Module, inputs: Any, output: Any) -> None:
             for tensor in tree.tree_leaves(output):
                 if isinstance(tensor, Tensor) and tensor.is_floating_point():

@@ -144,7 +144,8 @@ class Convolution(nn.Module):
         self.depthwise = nn.Conv1d(width, width, KERNEL, padding=KERNEL // 2, groups=width)
         self.out = nn.Sequential(nn.LayerNorm(width), nn.SiLU(), nn.Linear(width, width))
 
-    def forward(self, x: Tensor, padding: Tensor) -> Tensor:  # [N, B, D], [B, N] -> [N, B, D]
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        """Return frames [N, B, D] convolved over time; those that `padding` [B, N] marks count as zeros."""
         x = self.widen(x).permute(1, 2, 0).masked_fill(padding[:, None], 0)
         return self.out(self.depthwise(x).permute(2, 0, 1))
 
@@ -156,7 +157,8 @@ class Block(ConformerLayer):
         super().__init__(width, 4 * width, heads, KERNEL)
         self.conv_module = Convolution(width)
 
-    def forward(self, input: Tensor, key_padding_mask: Tensor | None) -> Tensor:  # [N, B, D], [B, N] -> [N, B, D]
+    def forward(self, input: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+        """Return frames [N, B, D] after attention and convolution; `key_padding_mask` [B, N] marks padding."""
         x = input + 0.5 * self.ffn1(input)
         query = self.self_attn_layer_norm(x)
         x = x + self.self_attn(query, query, query, key_padding_mask=key_padding_mask, need_weights=False)[0]
@@ -179,6 +181,7 @@ class SpeechNet(nn.Module):
         self.register_buffer("codebook", F.normalize(torch.randn(CODE_SIZE, CODES, generator=fixed), dim=0))
 
     def forward(self, inputs: Tensor, lengths: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logits and codes of the frames of `inputs` [B, F, T] that `mask` [B, N] hides from the net."""
         n = mask.shape[1]
         inputs = inputs[..., : STRIDE * n]
         padding = ~_within(n, lengths // STRIDE)  # [B, N]
