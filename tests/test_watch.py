@@ -343,6 +343,29 @@ def test_ledger_and_diagnosis_are_printed_and_written(tmp_path, capsys):
     assert {"window_s", "steps", "rows", "diagnosis", "notes", "step_s", "device", "slow_down"} <= kept.keys()
 
 
+@pytest.mark.parametrize("cause", ["data wait", "other host work", "evaluation and checkpoint"])
+def test_in_a_long_loop_steps_are_left_alone_and_count_as_the_timed_ones_but_what_is_rare_is_timed(cause):
+    loop = Loop(cause, 1 * MS, items=300 * 8)
+    if cause == "evaluation and checkpoint":
+        loop.part, train = "", loop.step
+
+        def step(*batch):
+            train(*batch)
+            if len(loop.losses) % 70 == 0:  # in timed steps and in others
+                loop.part = cause
+                loop.evaluate()
+                loop.part = ""
+
+        loop.step = step
+    with watched(loop) as seen:
+        loop.train()
+    assert seen.steps == 300 and seen.timed.timed < seen.timed.steps / 2 and not seen.notes
+    assert per_step_s(seen, cause) == loop.planted_s(300)
+    if cause == "evaluation and checkpoint":
+        assert seen.facts["evaluations"] == 4
+    assert sum(row["share"] for row in seen.ledger.rows) == pytest.approx(1)
+
+
 def test_a_loop_that_never_steps_or_ends_at_once_is_told_so_with_what_was_seen():
     loop = Loop("data wait", 5 * MS)
     with watched(loop) as seen:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from speedkit.clock import run_until_steady
 from speedkit.measure.compare import Comparison, compare
 from speedkit.measure.stats import paired_interval
 from speedkit.measure.turns import in_turns
+from speedkit.measure.watch import watch
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train import checkpoint
@@ -33,8 +34,8 @@ from speedkit.train.loop import begin, close, steps
 from speedkit.workloads.workload import Batch, Workload
 
 Row = dict[str, Any]
-# Features, hidden units, batch size: steps of about 0.4 ms, and of well over 10 ms that a cache's size does not decide.
-SMALL, LARGE = (64, 64, 64), (256, 512, 2048)
+# Features, hidden units, batch size: steps of about 0.4 ms, 1 ms, and well over 10 ms that no cache's size decides.
+SMALL, MIDDLE, LARGE = (64, 64, 64), (256, 256, 256), (256, 512, 2048)
 ITEMS, CLASSES = 8192, 10
 LONG = 200_000  # steps; no benchmark gets that far
 WINDOW = 10  # steps: short windows meet a burst of the machine's noise on both sides, and hold one log point each
@@ -144,6 +145,41 @@ def panel_ratio(pairs: int, count: int) -> tuple[float, float, float]:
     return ends(found["seconds_a"], found["seconds_b"])
 
 
+def watching(pairs: int = 100) -> list[Row]:
+    """Time of somebody's own loop under `watch`, after its closer look, over that of the same loop left alone."""
+    torch.set_num_threads(1)
+    rows = []
+    for features, hidden, batch_size in (MIDDLE, LARGE):
+        batches = [(torch.randn(batch_size, features), torch.arange(batch_size) % CLASSES) for _ in range(20)]
+        (model, optimizer), other = (_learner(features, hidden) for _ in range(2))
+        with watch(model, optimizer, batches, show=False) as seen:
+            loops = {"watched": _own_loop(model, optimizer, seen.loader), "alone": _own_loop(*other, batches)}
+            for each in loops.values():
+                run_until_steady(functools.partial(next, each), "cpu", max_s=5)
+            sides = {side: lambda each=each: list(itertools.islice(each, WINDOW)) for side, each in loops.items()}
+            found = in_turns("", sides, pairs)
+        alone_s = statistics.median(found["seconds_b"]) / WINDOW
+        ratio = ends(found["seconds_a"], found["seconds_b"])
+        what = f"watch, of a step of {alone_s * 1e3:.2f} ms ({(ratio[1] - 1) * alone_s * 1e6:.0f} us)"
+        rows.append(row(what, ratio, 1.02, "x"))
+    return rows
+
+
+def _learner(features: int, hidden: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(features, hidden), nn.ReLU(), nn.Linear(hidden, CLASSES))
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def _own_loop(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> Iterator[None]:
+    while True:
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+            yield
+
+
 def importing(repeats: int = 10) -> list[Row]:
     """Seconds that importing speedkit takes in a fresh process that has already imported torch."""
     code = "import time, torch; began_s = time.perf_counter(); import speedkit; print(time.perf_counter() - began_s)"
@@ -231,5 +267,5 @@ def number_from(code: str) -> float:
 
 BENCHMARKS: dict[str, Callable[..., list[Row]]] = {
     "loop": loop, "import": importing, "memory": memory, "checkpoint": checkpointing, "aa": same, "planted": planted,
-    "panel": panel,
+    "panel": panel, "watch": watching,
 }  # fmt: skip

@@ -19,6 +19,7 @@ from speedkit.errors import UsageError
 PART = "speedkit: {}"  # what a part is called in a profiler's trace
 DATA, FORWARD, BACKWARD, OPTIMIZER = "data wait", "forward", "backward", "optimizer"
 EVALUATION, COMPILATION, OTHER = "evaluation and checkpoint", "compilation", "other host work"
+RARE = (EVALUATION, COMPILATION)  # what a few steps say nothing of: all of it is timed
 
 
 class Timeline:
@@ -30,6 +31,7 @@ class Timeline:
         self.cost_s, self.readings, self.last_s = cost_s, 0, time.perf_counter()
         self.annotate = False  # whether a profiler's trace is to have the parts too
         self.ranges: list[Any] = []
+        self.asleep = self.woken = False  # what is rare ends sleep, within a step of which nothing else is counted
 
     def read(self) -> None:
         """Count the time since the last reading."""
@@ -45,6 +47,11 @@ class Timeline:
 
     def begin(self, cause: str, then: str = OTHER) -> None:
         """Open a part. From its end on, time outside of any part counts as `then`."""
+        if self.asleep:
+            if cause not in RARE:
+                return
+            self.wake()
+            self.woken = True
         self.read()
         if len(self.stack) == 1:
             self.stack[0] = then
@@ -57,10 +64,21 @@ class Timeline:
 
     def end(self) -> None:
         """Close the part opened last."""
+        if len(self.stack) == 1:  # it was opened asleep
+            return
         self.read()
         self.stack.pop()
         if self.ranges:
             self.ranges.pop().__exit__(None, None, None)
+
+    def sleep(self) -> None:
+        """Time nothing from here on but what is rare."""
+        self.asleep, self.stack[0] = True, OTHER
+
+    def wake(self) -> None:
+        """Time everything from here on."""
+        self.asleep = self.woken = False
+        self.last_s = time.perf_counter()
 
     def of(self, cause: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return `function` with each call of it a part."""

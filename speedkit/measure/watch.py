@@ -18,10 +18,11 @@ from speedkit.measure import timeline as timelines
 from speedkit.measure.diagnose import of_loop
 from speedkit.measure.roofline import STEPS, Call, Operators, per_step
 from speedkit.measure.syncs import Sync, auditing
-from speedkit.measure.timeline import DATA, EVALUATION, FORWARD, OPTIMIZER, OTHER, Timeline, replaced
+from speedkit.measure.timeline import DATA, EVALUATION, FORWARD, OPTIMIZER, OTHER, RARE, Timeline, replaced
 from speedkit.measure.trace import Profile, Trace
 
 SHAPES = 100  # of inputs that are told apart
+TIMED, LEFT_ALONE = 10, 90  # steps in turns, after the closer look: reading clocks costs what a short step notices
 
 
 @contextlib.contextmanager
@@ -30,11 +31,12 @@ def watch(model: nn.Module, optimizer: Optimizer, loader: Any, *, skip: int = 3,
     """Time the training loop inside the block: `with watch(model, optimizer, loader) as seen:` around it as it is.
 
     `model` is what the loop calls: the compiled one, if it is compiled. After `skip` steps of warm-up and `steps` timed
-    ones, a few are looked at closely (operators, what makes the host wait; on a GPU a profile), the rest are timed to
-    the end. A step ends where the loader is asked for a batch after an optimizer step. What follows the forward pass,
-    up to `backward()`, is its loss and counts as forward; from a forward pass in evaluation mode or without gradients
-    on, up to training again, all is evaluation. Afterwards everything is as it was, also where the loop raises, and
-    `seen` has `ledger`, `facts`, `diagnosis` and `notes`, which are printed (`show`) and written to `out`/ledger.json.
+    ones, a few are looked at closely (operators, what makes the host wait; on a GPU a profile). Of the rest one in ten
+    is timed, but of evaluation and compilation all. A step ends where the loader is asked for a batch after an
+    optimizer step. What follows the forward pass, up to `backward()`, is its loss and counts as forward; from a forward
+    pass in evaluation mode or without gradients on, up to training again, all is evaluation. Afterwards everything is
+    as it was, also where the loop raises, and `seen` has `ledger`, `facts`, `diagnosis` and `notes`, which are printed
+    (`show`) and written to `out`/ledger.json.
     Raises UsageError where nothing can be watched.
     """
     seen = Watched(model, optimizer, loader, skip, steps)
@@ -55,6 +57,13 @@ class Tally:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = collections.defaultdict(float)
         self.steps = self.evaluations = self.recompiles = 0
+        self.timed = 0  # steps whose parts were timed
+
+    @property
+    def rows(self) -> dict[str, float]:
+        """Seconds by cause of all steps: those that were left alone took what the timed ones took."""
+        scale = self.steps / self.timed if self.timed else 1.0
+        return {cause: value * (1.0 if cause in RARE else scale) for cause, value in self.seconds.items()}
 
 
 class Watched:
@@ -127,7 +136,12 @@ class Watched:
         self._go_on_with(self.timed)
         try:
             while True:
-                yield
+                for _ in range(TIMED):
+                    yield
+                for _ in range(LEFT_ALONE):
+                    self.timeline.sleep()
+                    yield
+                self.timeline.wake()
         finally:
             synchronize(self.device)
 
@@ -171,10 +185,10 @@ class Watched:
             """Return what the model returns; its time counts as forward, or as evaluation where nothing is trained."""
             self.forwards += 1
             if model.training and torch.is_grad_enabled():
-                timeline.begin(FORWARD, then=FORWARD)
                 if len(self.shapes) < SHAPES:
                     inputs = (*args, *kwargs.values())
                     self.shapes.add(tuple(value.shape for value in inputs if isinstance(value, torch.Tensor)))
+                timeline.begin(FORWARD, then=FORWARD)
             else:
                 self.tally.evaluations += timeline.stack in ([OTHER], [FORWARD])
                 if timeline.stack == [OTHER]:
@@ -203,8 +217,13 @@ class Watched:
             next(self.course)
 
     def _count(self) -> None:
-        for cause, seconds in self.timeline.take().items():
-            self.tally.seconds[cause] += seconds
+        timeline = self.timeline
+        if not timeline.asleep:
+            for cause, seconds in timeline.take().items():
+                if cause in RARE or not timeline.woken:
+                    self.tally.seconds[cause] += seconds
+            self.tally.timed += 0 if timeline.woken else self.since
+            timeline.woken = False
         self.tally.steps += self.since
         self.since, self.fetched = 0, False
 
@@ -219,17 +238,18 @@ class Watched:
         """Make the ledger and the diagnosis of what was seen; write and print them."""
         self.notes += self._problems()
         tally, traced = self.timed if self.timed.steps else self.warm, self.traced
-        window_s, rows, busy_share = sum(tally.seconds.values()), tally.seconds, None
+        rows, busy_share = tally.rows, None
+        window_s = sum(rows.values())
         reading_s = self.timeline.cost_s * self.timeline.readings / max(1, self.steps) * tally.steps
         slow_down = 1 + reading_s / (window_s or 1.0)
         if self.device.type == "cuda" and traced is not None:
             rate = ledgers.rates(self.device)
             rows, slow_down, busy_share = ledgers.unprofiled(
-                traced, rate, self.traced_steps, tally.seconds, tally.steps, window_s
+                traced, rate, self.traced_steps, rows, tally.steps, window_s
             )
         self.ledger = ledgers.ledger(self.device, rows, window_s, tally.steps, slow_down, busy_share=busy_share)
         self.facts = self.ledger.facts = ledgers.facts_of(
-            self.ledger.step_s, tally.seconds, tally.steps, traced, self.traced_steps, self.syncs,
+            self.ledger.step_s, tally.rows, tally.steps, traced, self.traced_steps, self.syncs,
             recompiles=tally.recompiles, evaluations=tally.evaluations, shapes_seen=len(self.shapes))  # fmt: skip
         if len(self.passes) == STEPS:
             self.facts["work"] = per_step(self.passes, ledgers.rates(self.device))
