@@ -1,5 +1,6 @@
-"""The command line: `speedkit hardware | train | doctor | climb | compare | bench | run | publish`."""
+"""The command line: `speedkit hardware | train | doctor | climb | deploy | compare | bench | run | publish`."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -13,14 +14,16 @@ import yaml
 
 from speedkit.ceilings import ceilings, left_out
 from speedkit.commands_cache import cache
+from speedkit.commands_deploy import deploy
 from speedkit.elsewhere import option_today
-from speedkit.errors import Interrupted, SpeedkitError, UsageError
+from speedkit.errors import Interrupted, PlanError, SpeedkitError, UsageError
 from speedkit.files import claim_folder, write_json
 from speedkit.hardware import this_machine
 from speedkit.measure.compare import compare as compare_plans
 from speedkit.measure.larger_batch import choose_batch_size
-from speedkit.options import DATA, PLAN, RECIPE, axis, options, seconds, shared, the_plan, the_workload
+from speedkit.options import DATA, PLAN, RECIPE, axis, options, rank_options, seconds, shared, the_plan, the_workload
 from speedkit.plan import resolve
+from speedkit.train import distributed
 from speedkit.train.loop import fit
 
 
@@ -46,7 +49,8 @@ def main() -> None:
             raise
         elif not isinstance(error, SpeedkitError):
             message = f"{type(error).__name__}: {error} (--debug shows where)"
-        click.echo(f"speedkit: {message}", err=True)
+        if not distributed.tell(message, code, hasattr(error, "lost")):
+            click.echo(f"speedkit: {message}", err=True)
         sys.exit(code)
 
 
@@ -62,6 +66,7 @@ def commands() -> None:
 
 
 commands.add_command(cache)
+commands.add_command(deploy)
 
 
 @commands.command()
@@ -83,20 +88,38 @@ def hardware(as_json: bool, refresh: bool, device: str) -> None:
 @click.option("--plan", "plan_name", default="baseline", show_default=True, metavar="FILE | BASELINE | CAREFUL | FAST")
 @click.option("--strict", is_flag=True, help="a plan field that cannot be honoured here is an error")
 @click.option("--deterministic", is_flag=True, help="reproducible kernels on CUDA too")
+@rank_options
 @options(RECIPE, PLAN)
-def train(workload: str, plan_name: str, strict: bool, deterministic: bool, **values: Any) -> None:
-    """Train WORKLOAD (audio, speech, image, text, or package.module:function) by a recipe, as fast as a plan says."""
+def train(
+    workload: str, plan_name: str, strict: bool, deterministic: bool, nnodes: int, rdzv_endpoint: str,
+    max_restarts: int, **values: Any,
+) -> int:  # fmt: skip
+    """Train WORKLOAD (audio, speech, image, text, or package.module:function) by a recipe, as fast as a plan says.
+
+    With --ranks above 1 it starts as many processes, unless torchrun has started it as one of them.
+    """
     plan = the_plan(plan_name, values, values["device"])
-    resolve(plan, this_machine(values["device"]), strict)  # before data is touched
+    here = dataclasses.replace(plan, ranks=max(1, plan.ranks // nnodes))
+    resolve(here, this_machine(values["device"]), strict)  # before data is touched
     work, recipe = the_workload(workload, values)
+    if plan.ranks > 1:
+        if recipe.batch_size == "auto":
+            raise PlanError("batch_size=auto trains on one rank: find the number with --ranks 1, and give it here")
+        if "WORLD_SIZE" not in os.environ:
+            return distributed.launch(
+                ["speedkit", *sys.argv[1:], "--out", str(values["out"])], plan.ranks, nnodes=nnodes,
+                endpoint=rdzv_endpoint, max_restarts=max_restarts)  # fmt: skip
     if recipe.batch_size == "auto":
         where = {"device": values["device"], "cache_dir": values["cache_dir"]}
         recipe, _ = choose_batch_size(work, recipe, plan, say=click.echo, **where)
     history = fit(work, recipe, plan, device=values["device"], out=values["out"], resume=values["resume"],
                   cache_dir=values["cache_dir"], deterministic=deterministic, strict=strict)  # fmt: skip
+    if os.environ.get("RANK", "0") != "0" and plan.ranks > 1:
+        return 0
     found = history.evaluation
     score = f"{found['metric']} {found['value']:.4f} on {found['n']} test items; " if found else ""
     click.echo(f"{score}{history.steps} steps in {history.seconds:.1f} s; history and checkpoint in {values['out']}")
+    return 0
 
 
 @commands.command()
@@ -192,9 +215,9 @@ def compare(plan_a: str, plan_b: str, workload: str, pairs: int, window: float, 
 def bench(names: tuple[str, ...], as_json: bool) -> int:
     """Run benchmarks; a row each with its limit. Exit code 1 when a limit is not met."""
     from speedkit.measure import bench as benchmarks
-    from speedkit.measure import bench_batch, bench_cache
+    from speedkit.measure import bench_batch, bench_cache, bench_ranks
 
-    known = benchmarks.BENCHMARKS | bench_batch.BENCHMARKS | bench_cache.BENCHMARKS
+    known = benchmarks.BENCHMARKS | bench_batch.BENCHMARKS | bench_cache.BENCHMARKS | bench_ranks.BENCHMARKS
     if unknown := [name for name in names if name not in known]:
         raise UsageError(f"there is no benchmark {unknown[0]!r}: take {', '.join(known)}")
     code = 0
@@ -211,17 +234,22 @@ def bench(names: tuple[str, ...], as_json: bool) -> int:
 @click.option("--sweep", "grid", multiple=True, type=axis, metavar="NAME=A,B,C", help="run every combination of these")
 @click.option("--out", default="runs/notebooks", show_default=True, type=click.Path(), help="folder for what was run")
 @click.option("--timeout", default="1h", show_default=True, type=seconds, metavar="TIME", help="for each notebook")
-def run(names: tuple[str, ...], parameters: tuple, grid: tuple, out: str, timeout: float) -> None:
+@click.option("--cluster", metavar="TCP://HOST:PORT", help="sweep on the Dask cluster of this scheduler")
+def run(names: tuple[str, ...], parameters: tuple, grid: tuple, out: str, timeout: float, cluster: str | None) -> None:
     """Run notebooks by number or name with parameters; a parameter that one does not declare is an error."""
     from speedkit import notebooks
+    from speedkit.cluster import sweeping
 
-    values, failed = _found_from_anywhere(dict(parameters)), 0
-    for source in notebooks.find_notebooks(names):
-        if grid:
-            done = notebooks.sweep(source, dict(grid), out, parameters=values, timeout_s=timeout)
-            failed += sum(map(bool, done.values()))
-        else:
-            click.echo(notebooks.run_notebook(source, Path(out) / source.name, values, timeout_s=timeout))
+    if cluster and not grid:
+        raise UsageError("--cluster runs the combinations of --sweep NAME=A,B,C: give one")
+    values, failed, sources = _found_from_anywhere(dict(parameters)), 0, notebooks.find_notebooks(names)
+    with sweeping(cluster) if cluster else contextlib.nullcontext(notebooks.sweep) as sweep:
+        for source in sources:
+            if grid:
+                done = sweep(source, dict(grid), out, parameters=values, timeout_s=timeout)
+                failed += sum(map(bool, done.values()))
+            else:
+                click.echo(notebooks.run_notebook(source, Path(out) / source.name, values, timeout_s=timeout))
     if failed:
         raise SpeedkitError(f"{failed} combinations failed; the others are in {out}")
 

@@ -67,12 +67,11 @@ def climb(
     if folder is not None:
         write_text(folder / "plan.yaml", to_yaml(best))
         write_json(folder / "record.json", record)
-    say(_summary(record))
+    say("\n".join(closing.in_short(record)))
     return record
 
 
 def _stages(job: Stages, chosen: Sequence[Rung], run: NotebookRun) -> tuple[Plan, Row]:
-    """Go through the stages of a climb; return the final plan and the record."""
     naive = job.once("ledger", lambda: closing.where_time_goes(job, Plan()))
     control = job.once("control", lambda: _control(job))
     shares = {row["cause"]: row["share"] for row in naive["ledgers"]["rows"]}
@@ -121,10 +120,7 @@ def _control(job: Stages) -> Row:
 
 
 def _rungs(job: Stages, chosen: Sequence[Rung], control: Row, profile: Profile) -> tuple[list[Row], float]:
-    """Try the candidates, the most promising first, until none is left or the time is up.
-
-    Returns a row for each that was tried or left out, and the seconds of a step under the best plan.
-    """
+    """Try the most promising until none is left or the time is up; return all rows, and the best plan's step time."""
     rows = list[Row]()
     while True:
         best = plan_of([row for row in rows if row["kept"]])
@@ -169,7 +165,6 @@ def affordable(
 
 
 def _try(job: Stages, row: Row, best: Plan, pairs: int, control: Row) -> Row:
-    """Measure and judge a candidate on top of the best plan."""
     asked, cold = dataclasses.replace(best, **row["fields"]), row["compiles"]
     job.say("{stage}, predicted {predicted_low:.2f} to {predicted_high:.2f}".format(**row))
     if cold:
@@ -201,7 +196,6 @@ def _verdict(promises: str, found: Comparison, control: Row) -> Row:
 
 
 def _record(job: Stages, run: NotebookRun, best: Plan, control: Row, final: Row, trained: Row, sections: Row) -> Row:
-    """Put the record together, by the names of design and schema."""
     for measurement in (control["measurement"], *(row.get("measurement") for name in ("rungs", "dropped")
                         for row in sections[name]), final["baseline"], final["careful"]):  # fmt: skip
         if measurement:
@@ -226,22 +220,3 @@ def _record(job: Stages, run: NotebookRun, best: Plan, control: Row, final: Row,
     verdict = "passed" if quality["passed"] else "failed"
     run.record["verdicts"].append({"check": claim, "claim": None, "verdict": verdict})
     return run.finished()
-
-
-def _summary(record: Row) -> str:
-    """Return in words what a climb's record says of the final plan."""
-    quality, paid = record["quality"], record["payback"]
-    verdict = "as good" if quality["passed"] else "NOT shown to be as good"
-    if quality["lower"] is not None:
-        verdict = ("{metric} changed by {mean_change:+.4f}, 95 % sure to be above {lower:+.4f}; margin {margin:g}: "
-                   "{verdict}, after {steps} of {of_steps} steps").format(verdict=verdict, **quality)  # fmt: skip
-    after = "never" if (at_s := paid["pays_back_after_s"]) is None else f"after {at_s:.0f} s"
-    return "\n".join([
-        f"final plan: {record['change']}",
-        *("  {ratio:.2f} times as fast ({low:.2f} to {high:.2f}) as the {name} plan".format(name=name, **found)
-          for name, found in (("naive", record["speedup"]), ("careful", record["speedup_careful"]))),
-        f"  quality: {verdict}",
-        f"  {paid['epochs']:g} epochs: from {paid['baseline_s']:.0f} s to {paid['final_s']:.0f} s, cache and compiling "
-        f"included; pays back {after}",
-        f"  larger batches, another recipe: {record['larger_batch']['why']}",
-    ])  # fmt: skip

@@ -21,7 +21,7 @@ from speedkit.measure.provenance import gpu_state
 from speedkit.measure.roofline import count, roofline
 from speedkit.measure.stages import Stages
 from speedkit.plan import Plan, resolve
-from speedkit.predict import affordable_pairs, affordable_training, plan_of
+from speedkit.predict import affordable_pairs, affordable_training, plan_of, seconds
 from speedkit.train.run import begin, close
 
 FINAL_PAIRS, LEAST_PAIRS = 40, 12
@@ -63,8 +63,7 @@ def measured(job: Stages, a: Plan, b: Plan, names: tuple[str, str], pairs: int, 
 def recheck(job: Stages, kept: list[Row], control: Row, best_s: float) -> list[Row]:
     """Drop each kept rung once, the best plan against the best without it; return a row for each, `kept` or not.
 
-    Rungs interact: what paid before others were kept need not pay after. What is not slower without goes: the plan is
-    simpler.
+    What paid before others were kept need not pay after. What is not slower without goes: the plan is simpler.
     """
     rows, left = list[Row](), list(kept)
     for place, rung in enumerate(kept):
@@ -176,9 +175,8 @@ def where_time_goes(job: Stages, plan: Plan) -> Row:
     """Return the ledger and the roofline of a plan. Raises SpeedkitError for a workload that cannot be trained."""
     found = ledger_of(job.workload, job.recipe, plan, **job.options)
     counted = count(job.workload, job.recipe, plan, job.hardware)
-    return {"ledgers": found.as_dict(), "roofline": roofline(
-        job.workload, job.recipe, plan, device=job.hardware.device, step_s=found.step_s, ledger=found,
-        counted=counted)}  # fmt: skip
+    near = roofline(job.workload, job.recipe, plan, job.hardware, found, counted, job.options["cache_dir"])
+    return {"ledgers": found.as_dict(), "roofline": near}
 
 
 def paid_back(job: Stages, best: Plan, rows: list[Row], trained: Row, item_s: float) -> Row:
@@ -202,3 +200,40 @@ def paid_back(job: Stages, best: Plan, rows: list[Row], trained: Row, item_s: fl
                            for name in ("baseline", "final"))  # fmt: skip
     epochs = epochs or trained["of_steps"] * job.recipe.batch_size / len(job.workload.train)
     return payback(epochs, baseline_s, final_s, prepare_s)
+
+
+def in_short(record: Row) -> list[str]:
+    """Return a climb's result in plain sentences, drawn from its record; [] for a record of something else."""
+    if "speedup" not in record:
+        return []
+    over = "{ratio:.2f} times as fast as {0} ({low:.2f} to {high:.2f}, 99 %)".format
+    careful = record.get("speedup_careful")
+    said = [f"Training steps are {over('plain PyTorch', **record['speedup'])}"
+            + (f", and {over('a careful start', **careful)}." if careful else ".")]  # fmt: skip
+    if (quality := record["quality"]).get("lower") is None:
+        said.append("Whether the result is as good was not shown: the budget allowed fewer than two seeds.")
+    else:
+        judged = "as good" if quality["passed"] else "NOT shown to be as good"
+        change = "{metric} changed by {mean_change:+.4f}, 95 % sure to be above {lower:+.4f}; margin {margin:g}"
+        short = "; after {steps} of {of_steps} steps" * (quality.get("steps", 0) < quality.get("of_steps", 0))
+        said.append(f"The result is {judged}: {f'{change}{short}'.format_map(quality)}.")
+    if paid := record.get("payback"):
+        said.append(payback_in_words(paid))
+    if energy := record.get("energy"):
+        said.append("One training takes {baseline_j:.3g} J in plain PyTorch, {final_j:.3g} J now.".format_map(energy))
+    if larger := record.get("larger_batch"):
+        said.append(f"Larger batches, another recipe: {larger['why']}.")
+    return [*said, f"Switched on: {record['change']}."]
+
+
+def payback_in_words(paid: Row) -> str:
+    """Return in one sentence what the final plan spares the reader, and when it has earned what it takes to prepare."""
+    prepared = {"build the cache": paid["prepare_s"]["cache"], "compile": paid["prepare_s"]["compile"]}
+    took = " and ".join(f"{seconds(value)} to {what}" for what, value in prepared.items() if value)
+    said = f"Your {paid['epochs']:g} epochs: from {seconds(paid['baseline_s'])} to {seconds(paid['final_s'])}"
+    if not took:
+        return f"{said}."
+    after = "does not pay back within so short a training"
+    if paid["pays_back_after_s"] is not None:
+        after = f"pays back after {seconds(paid['pays_back_after_s'])}"
+    return f"{said}, with {took}; that {after}."

@@ -191,5 +191,5 @@ def _gpu_facts(device: torch.device) -> dict[str, Any]:
         "compute_capability": None if torch.version.hip else (properties.major, properties.minor),
         "gpu_memory_bytes": properties.total_memory,
         "flash_attention": torch.backends.cuda.is_flash_attention_available(),
-        **system.nvml_facts(str(properties.uuid)),
+        **system.nvml_facts(str(properties.uuid), "driver", "power_limit_w"),
     }

@@ -12,11 +12,12 @@ import sys
 import tempfile
 import time
 import urllib.parse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from speedkit.errors import SpeedkitError, UsageError
+from speedkit.files import atomic
 from speedkit.measure.provenance import notebooks_folder
 from speedkit.parameters import code_cells, typed_parameters
 from speedkit.settings import nearest
@@ -130,29 +131,69 @@ def device_lock() -> Iterator[None]:
 def sweep(
     source: str | Path, grid: Mapping[str, Sequence[Any]], out: str | Path, *,
     parameters: Mapping[str, Any] | None = None, executor: concurrent.futures.Executor | None = None,
-    timeout_s: float = 3600.0,
+    timeout_s: float = 3600.0, run_text: Callable[..., tuple[str, bytes]] | None = None,
 ) -> dict[Path, str]:  # fmt: skip
     """Run notebook `source` for each combination of the `grid`'s values, into folder `out`, named by the values.
 
-    By default one after the other, else by any `executor`. Return what went wrong with each, "" if nothing, by path.
+    By default one after the other, else by any `executor`; one that sees no files of this machine is given `run_text`,
+    see speedkit.cluster. Return what went wrong with each, "" if nothing, by path.
     """
-    source, jobs = Path(source).resolve(), {}
+    source, errors = Path(source).resolve(), dict[Path, str]()
+    jobs: dict[Path, Callable[[], tuple[str, bytes]]] = {}
     for values in itertools.product(*grid.values()):
         given = typed_parameters(source, {**(parameters or {}), **dict(zip(grid, values, strict=True))})
         label = "-".join(f"{name}={urllib.parse.quote(str(given[name]), safe=',+[]')}" for name in grid)
-        jobs[Path(out).resolve() / f"{source.stem}-{label}.ipynb"] = given
-    done = (executor.map if executor else map)(functools.partial(_tried, source, timeout_s), jobs, jobs.values())
-    errors = {}
-    for path, why in zip(jobs, done, strict=True):
-        errors[path] = why
-        print(f"{len(errors)}/{len(jobs)} {path.stem}: {why or 'done'}", flush=True)
-    return errors
+        path = Path(out).resolve() / f"{source.stem}-{label}.ipynb"
+        jobs[path] = functools.partial(_tried, source, path, timeout_s, given)
+        if run_text:
+            jobs[path] = functools.partial(run_text, source.read_text("utf-8"), source.name, timeout_s, given)
+    for path, (why, ran) in _outcomes(jobs, executor):
+        errors[path] = _landed(path, why, ran)
+        print(f"{len(errors)}/{len(jobs)} {path.stem}: {errors[path] or 'done'}", flush=True)
+    return {path: errors[path] for path in jobs}
 
 
-def _tried(source: Path, timeout_s: float, out: Path, given: dict[str, Any]) -> str:
-    """Run one combination of a sweep; return what went wrong."""
+def _tried(source: Path, out: Path, timeout_s: float, given: dict[str, Any]) -> tuple[str, bytes]:
+    """Run one combination of a sweep; return what went wrong, and nothing of what was run: it is in place."""
     try:
         run_notebook(source, out, given, timeout_s=timeout_s, progress=False)
     except SpeedkitError as error:
-        return str(error)
-    return ""
+        return str(error), b""
+    return "", b""
+
+
+def _outcomes(
+    jobs: Mapping[Path, Callable[[], tuple[str, bytes]]], executor: concurrent.futures.Executor | None
+) -> Iterator[tuple[Path, tuple[str, bytes]]]:
+    """Yield the path and the outcome of each job, in the order in which they end."""
+    if executor is None:
+        yield from ((path, job()) for path, job in jobs.items())
+        return
+    waiting = {executor.submit(job): path for path, job in jobs.items()}
+    try:
+        while waiting:
+            for future in concurrent.futures.wait(waiting, return_when="FIRST_COMPLETED").done:
+                path = waiting.pop(future)
+                try:
+                    outcome = future.result()
+                except Exception as error:  # the executor's: its process died, its cluster went away
+                    outcome = (f"{type(error).__name__}: {error}".strip(": ").splitlines()[0], b"")
+                yield path, outcome
+            del future  # Dask keeps what somebody holds, and would run it again when the worker that has it is lost
+    finally:
+        for future in waiting:
+            future.cancel()
+
+
+def _landed(path: Path, why: str, ran: bytes) -> str:
+    """Write what was `ran` elsewhere to `path`, beside it after a failure; return what went wrong, and where it is."""
+    if not ran:
+        return why
+    path = path.with_name(f"{path.stem}.failed.ipynb") if why else path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic(path) as temporary:
+            temporary.write_bytes(ran)
+    except OSError as error:
+        raise UsageError(f"{path.parent} cannot be written ({error.strerror}): name another output") from error
+    return f"{why}. What did run is in {path}" if why else ""

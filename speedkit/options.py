@@ -56,6 +56,14 @@ shared = _adding(  # the options of all commands that train
     click.option("--resume", is_flag=True, help="go on with the run in --out"),
 )
 
+rank_options = _adding(  # beside --ranks and --strategy, which are the plan's
+    click.option("--nnodes", type=click.IntRange(1), default=1, show_default=True,
+                 help="machines that share the ranks; the same command runs on each"),
+    click.option("--rdzv-endpoint", default="", metavar="HOST:PORT", help="where several machines meet: one of them"),
+    click.option("--max-restarts", type=click.IntRange(0), default=3, show_default=True,
+                 help="times that all ranks go on from the last checkpoint after one has died"),
+)  # fmt: skip
+
 
 def given(values: dict[str, Any], table: dict[str, Setting]) -> dict[str, Any]:
     """Return the settings of `table` that were typed, parsed."""

@@ -33,10 +33,15 @@ def code_cells(notebook: Any) -> list[Any]:
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
+def displayed(notebook: Any) -> list[Any]:
+    """Return the data of each output in which a record is displayed, in order."""
+    shown = (output.get("data", {}) for cell in code_cells(notebook) for output in cell.outputs)
+    return [data for data in shown if RECORD_MIME in data]
+
+
 def record_of(notebook: Any) -> dict[str, Any] | None:
     """Return the record that an executed notebook carries, as its last `run.save()` displayed it; None without one."""
-    shown = [output.get("data", {}) for cell in code_cells(notebook) for output in cell.outputs]
-    return next((data[RECORD_MIME] for data in reversed(shown) if RECORD_MIME in data), None)
+    return next((data[RECORD_MIME] for data in displayed(notebook)[-1:]), None)
 
 
 def parameters_of(path: Path) -> dict[str, Setting]:

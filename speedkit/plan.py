@@ -1,17 +1,15 @@
 """Plan: how fast a recipe is learned, one field per optimization. Changing it must not change what is learned."""
 
 import dataclasses
+import os
 from collections.abc import Iterator
 from typing import Any
+
+from torch import distributed
 
 from speedkit.errors import PlanError
 from speedkit.hardware import Hardware, this_machine
 from speedkit.settings import check, choice, setting
-
-# Values whose technique is not part of this version. They are refused, never ignored.
-NOT_YET: dict[str, tuple[Any, ...]] = {
-    "strategy": ("fsdp",),
-}
 
 # Field, value, the capability of `Hardware.supports` that it takes, and what it falls back to without, perhaps further.
 NEEDS = (
@@ -65,8 +63,8 @@ class Plan:
         unit="steps", minimum=0)  # fmt: skip
     on_nonfinite: str = choice("what a NaN or infinite loss does", "raise", "skip", "recover")
     allocator: str = choice("how GPU memory is handed out", "default", "expandable")
-    ranks: int = setting(1, "training processes, one per GPU", minimum=1)
-    strategy: str = choice("how ranks share the work", "ddp", "fsdp")
+    ranks: int = setting(1, "training processes, one per GPU, of all machines together", minimum=1)
+    strategy: str = choice("what each rank holds: all weights, or its part of them", "ddp", "fsdp")
 
     def __post_init__(self):
         check(self)
@@ -124,18 +122,15 @@ class Effective:
 def resolve(plan: Plan, hardware: Hardware | None = None, strict: bool = False, workload: Any = None) -> Effective:
     """Return the plan that `hardware` (and the data of `workload`) can honour, and why not for each field it cannot.
 
-    Raises PlanError for a value whose technique is not in this version, and under `strict` for any fallback.
+    Raises PlanError for ranks that it cannot run, and under `strict` for any fallback.
     """
+    check_ranks(plan.ranks, hardware or this_machine())
     got, whys = dataclasses.asdict(plan), dict[str, list[str]]()
     for field, value, why in _fallbacks(got, hardware or this_machine(), workload):
         got[field] = value
         whys.setdefault(field, []).append(why)  # a chain (fp8, bf16, fp32) is one fallback, with each reason
     if got["workers"] == 0:
         got["persistent_workers"] = False  # nothing to keep, nothing lost: not a fallback
-    for field, value in got.items():
-        if value in NOT_YET.get(field, ()) or (field == "ranks" and value != 1):
-            instead = getattr(Plan(), field)
-            raise PlanError(f"{field}={value} is not available in this version of speedkit; use {field}={instead}")
     fallbacks = tuple(Fallback(field, getattr(plan, field), got[field], "; ".join(why).replace(".;", ";"))
                       for field, why in whys.items())  # fmt: skip
     if strict and fallbacks:
@@ -179,6 +174,41 @@ def _fallbacks(got: dict[str, Any], hardware: Hardware, workload: Any) -> Iterat
         yield "features_on", "cpu", "the cache holds features: there is nothing left to compute on the device"
     if workload is not None:
         yield from _for_data(got, workload)
+    if got["ranks"] > 1:
+        yield from _for_ranks(got, hardware)
+
+
+def check_ranks(ranks: int, hardware: Hardware) -> None:
+    """Raise PlanError where `hardware` has no device for each of those that run on it."""
+    here, kind = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks), hardware.device.type
+    if ranks == 1:
+        return
+    if kind == "cuda" and here > hardware.gpu_count:
+        raise PlanError(f"ranks={ranks} takes {here} GPUs here, and there are {hardware.gpu_count}: lower ranks")
+    if kind not in ("cuda", "cpu"):
+        raise PlanError(f"ranks={ranks} takes a CUDA GPU each, or a CPU; the device is {hardware.name}: use ranks=1")
+    if not distributed.is_available() or not distributed.is_gloo_available():
+        raise PlanError(f"ranks={ranks} takes a PyTorch built with gloo, and this one is not: use ranks=1")
+    if kind == "cuda" and not distributed.is_nccl_available():
+        raise PlanError(f"ranks={ranks} takes NCCL, and this PyTorch is built without: use ranks=1 or device=cpu")
+
+
+def _for_ranks(got: dict[str, Any], hardware: Hardware) -> Iterator[tuple[str, Any, str]]:
+    """Yield, as `_fallbacks` does, what several ranks cannot do together."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE") or got["ranks"])
+    if hardware.device.type == "cpu" and here > hardware.cores:
+        yield "ranks", got["ranks"], f"{here} ranks take turns on {hardware.cores} cores: fewer are as fast"
+    if got["compile"] != "off" and got["strategy"] == "fsdp":
+        yield "compile", "off", "compiled code does not gather the weights that fsdp has sharded; ddp compiles"
+    if got["compile"] in ("reduce-overhead", "max-autotune"):
+        yield "compile", "default", "CUDA graphs keep gradients where ddp does not look for them"
+    if got["compile"] != "off" and got["compile_scope"] == "step":
+        yield "compile_scope", "model", "gradients are exchanged between the backward pass and the update"
+    if got["strategy"] == "fsdp":
+        if got["channels_last"]:
+            yield "channels_last", False, "fsdp shards only weights that lie in the usual order"
+        if got["precision"].startswith("fp8"):
+            yield "precision", "bf16", "8-bit layers need a gathering of their own under fsdp, which is not offered"
 
 
 def _for_data(got: dict[str, Any], workload: Any) -> Iterator[tuple[str, Any, str]]:

@@ -68,10 +68,7 @@ class Profile:
         return found
 
     def predict(self, change: Change) -> Predicted:
-        """Return the least and the greatest gain to expect of a change: Amdahl's law (1967) over the parts it changes.
-
-        What takes a small share of the time cannot save a large one, however fast it becomes.
-        """
+        """Return the least and the greatest gain to expect of a change: Amdahl's law (1967) over its parts."""
         worst_s = best_s = self.step_s
         for parts, at_worst, at_best in self.effects(change):
             worst_s -= self.of(parts) * (1 - 1 / at_worst)
@@ -101,7 +98,7 @@ def middle(predicted: Predicted) -> float:
 def affordable_pairs(left_s: float, set_ups_s: list[float], pair_s: float, least: int, most: int) -> int:
     """Return the pairs of windows for the first of the comparisons to come, or 0 where even `least` take too long.
 
-    All share alike in what is left beside their `set_ups_s`, but none is left out for the sake of those after it.
+    All share alike in what is left beside their `set_ups_s`; none is left out for the sake of later ones.
     """
     if left_s < set_ups_s[0] + least * pair_s:
         return 0
@@ -123,6 +120,16 @@ def plan_of(rows: list[dict[str, Any]]) -> Plan:
     for row in rows:
         plan = dataclasses.replace(plan, **row["fields"])
     return plan
+
+
+def seconds(value: float) -> str:
+    """Return a time in the unit that reads best: `42.1 ms`, `3.2 s`, `12 min`, `1.5 h`."""
+    for unit, length in (("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3)):
+        if value >= 2 * length or (unit == "s" and value >= 1):
+            break
+    else:
+        unit, length = "µs", 1e-6
+    return f"{value / length:#.3g}".rstrip(".") + f" {unit}"
 
 
 def text(change: Change) -> str:

@@ -19,7 +19,7 @@ from speedkit.measure.folklore import WORDS, gather, seen
 from speedkit.measure.provenance import commit, is_current, notebooks_folder
 from speedkit.measure.schema import load_record, published, validate_record
 from speedkit.notebooks import find_notebooks, run_notebook
-from speedkit.parameters import RECORD_MIME, code_cells, read_notebook, record_of, typed_parameters
+from speedkit.parameters import RECORD_MIME, code_cells, displayed, read_notebook, record_of, typed_parameters
 from speedkit.show.figures import device_name, save, waterfall
 
 BUSY_PERCENT = 5  # an idle GPU reports 0; a desktop's screen a few
@@ -63,10 +63,10 @@ def publish(
 ) -> list[Outcome]:  # fmt: skip
     """Run the notebooks `names` here, in their auto profile, and write them and their records to `out`.
 
-    None is all of them, the most valuable first, and the climb's other workloads too. What this machine has published
-    to `out` from the same code is left. With `workload` only the record is written, as NN_name-workload.json. None
-    starts when `budget_s` is spent or outlasts it. What ran and could not be published is in runs/publish. Raises
-    SpeedkitError for a busy GPU, and for changes since the commit that records would name, unless `allow_changes`.
+    None is all of them, the most valuable first, and the climb's other workloads too. What is published from the same
+    code is left. With `workload` only the record is written, as NN_name-workload.json. None starts when `budget_s` is
+    spent or outlasts it. What could not be published is in runs/publish. Raises SpeedkitError for a busy GPU, and for
+    changes since the commit that records would name, unless `allow_changes`.
     """
     jobs, out, here = _jobs(names, workload), Path(out or notebooks_folder()), commit()
     for source, parameters in jobs:
@@ -79,7 +79,6 @@ def publish(
 
 
 def _jobs(names: Sequence[str] | None, workload: str) -> list[tuple[Path, dict[str, str]]]:
-    """Return which notebooks to run with which parameters, in order."""
     sources, everything = find_notebooks(names), names is None and not workload
     if everything:
         sources.sort(key=lambda source: [*FIRST, source.stem[:2]].index(source.stem[:2]))
@@ -138,19 +137,12 @@ def _take_notebook(executed: Path, source: Path, out: Path) -> None:
     for cell, ran in zip(cells, runs, strict=True):
         cell.outputs = [output for output in ran.outputs if WIDGET_VIEW not in output.get("data", {})]
         cell.execution_count = ran.execution_count
-    files.write_text(out / source.name, _on_one_line(record_of(run), nbformat.writes(notebook)))
-
-
-def _on_one_line(record: Any, text: str) -> str:
-    """Return a notebook's JSON with its record on one line: a line for each raw second is a tenth of the file."""
-    notebook = json.loads(text)
-    for cell in notebook["cells"]:
-        for output in cell.get("outputs", ()):
-            if RECORD_MIME in output.get("data", {}):
-                output["data"][RECORD_MIME] = RECORD_MIME
-    one_line = json.dumps(record, ensure_ascii=False, separators=(",", ":"))
-    marked = json.dumps(notebook, ensure_ascii=False, indent=1)
-    return marked.replace(f'"{RECORD_MIME}": "{RECORD_MIME}"', f'"{RECORD_MIME}": {one_line}') + "\n"
+    record = json.dumps(record_of(run), ensure_ascii=False, separators=(",", ":"))
+    for data in displayed(notebook):
+        data[RECORD_MIME] = "record"
+    # The record takes one line: a line for each raw second is a tenth of the file.
+    text = nbformat.writes(notebook).replace(f'"{RECORD_MIME}": "record"', f'"{RECORD_MIME}": {record}')
+    files.write_text(out / source.name, text + "\n")
 
 
 def refuse_busy_gpu() -> None:

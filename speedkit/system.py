@@ -1,8 +1,9 @@
 """What the operating system and the driver say about this machine, and how much of it a container leaves us."""
 
 import contextlib
+import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +32,31 @@ def cgroup_folders(root: Path = Path("/sys/fs/cgroup"), group: str | None = None
     return [root / folder for folder in (inner, *inner.parents)]
 
 
-def nvml_facts(uuid: str) -> dict[str, Any]:
-    """Return driver and power limit as NVML gives them; what it does not give (MIG, virtual GPUs) is left out."""
-    facts: dict[str, Any] = {}
-    with contextlib.suppress(Exception):  # NVML's absence or refusal costs two facts, never a run
-        import pynvml  # the module of the distribution nvidia-ml-py
+def nvml_facts(uuid: str, *names: str) -> dict[str, Any]:
+    """Return what NVML says of a GPU as to `names`; what it does not tell (MIG, virtual GPUs) is left out.
 
-        pynvml.nvmlInit()
-        facts["driver"] = pynvml.nvmlSystemGetDriverVersion()
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-        facts["power_limit_w"] = pynvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3
+    driver, power_limit_w, power_w, sm_hz, memory_hz, energy_j (since the driver was loaded) and utilisation, 0 to 1: as
+    nvidia-smi shows it.
+    """
+    facts: dict[str, Any] = {}
+    with contextlib.suppress(Exception):  # NVML's absence or refusal costs facts, never a run
+        import pynvml as nvml  # the module of the distribution nvidia-ml-py
+
+        nvml.nvmlInit()
+        # NVML counts all GPUs, CUDA only the visible ones: the UUID is what both call it.
+        gpu = functools.partial(nvml.nvmlDeviceGetHandleByUUID, f"GPU-{uuid}")
+        ask: dict[str, Callable[[], Any]] = {
+            "driver": nvml.nvmlSystemGetDriverVersion,
+            "power_limit_w": lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu()) / 1e3,
+            "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(gpu()) / 1e3,
+            "sm_hz": lambda: nvml.nvmlDeviceGetClockInfo(gpu(), nvml.NVML_CLOCK_SM) * 1e6,
+            "memory_hz": lambda: nvml.nvmlDeviceGetClockInfo(gpu(), nvml.NVML_CLOCK_MEM) * 1e6,
+            "energy_j": lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(gpu()) / 1e3,
+            "utilisation": lambda: nvml.nvmlDeviceGetUtilizationRates(gpu()).gpu / 100,
+        }
+        for name in names:
+            with contextlib.suppress(nvml.NVMLError):
+                facts[name] = ask[name]()
     return facts
 
 

@@ -149,9 +149,9 @@ def test_live_panel_follows_a_run_and_stays_as_plain_html(page, lab):
 
 def test_plan_panel_greys_out_measures_and_tells(page, lab):
     run_all(page, lab, write(lab[1], "plan", PLANS))
-    strategy, measure = row_of(page, "strategy"), page.locator("button.jupyter-button", has_text="Run")
-    assert strategy.get_by_role("button", name="fsdp").is_disabled()
-    assert "strategy=fsdp is not available" in strategy.inner_text()
+    attention, measure = row_of(page, "attention"), page.locator("button.jupyter-button", has_text="Run")
+    assert attention.get_by_role("button", name="cudnn").is_disabled()
+    assert "this kernel is one of CUDA's" in attention.inner_text()
     row_of(page, "channels_last").get_by_role("button", name="on").click()
     measure.click()
     picture = page.locator("img:visible")

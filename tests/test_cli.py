@@ -118,7 +118,6 @@ def test_every_spelling_from_elsewhere_leads_to_an_option_and_value_of_today():
         (["train", "audio", "--workers", "many"], "workers='many'"),
         (["train", "audio", "--plan", "fats"], "there is no plan 'fats'"),
         (["train", "audio", "--plan", "missing.yaml"], "missing.yaml cannot be read"),
-        (["train", "audio", "--strategy", "fsdp"], "not available in this version"),
         (["train", "audio", "--batch-size", "0"], "an integer from 1"),
         (["train", "audio", "--epochs", "2", "--steps", "3"], "epochs or steps"),
         (["train", "audio", "--device", "tpu"], "tpu"),

@@ -1,5 +1,6 @@
 """Folklore: what each record answers, every claim in its place, and nothing stale or foreign shown as an answer."""
 
+import re
 from pathlib import Path
 
 import nbformat
@@ -9,10 +10,11 @@ from check_notebooks import executed
 from speedkit.errors import SpeedkitError
 from speedkit.files import read_json, write_json
 from speedkit.hardware import this_machine
-from speedkit.measure.folklore import NOT_MEASURED, WORDS, Reading, answers, claims_named, gather, quoted, seen
+from speedkit.measure.folklore import NOT_MEASURED, WORDS, Reading, answers, gather, quoted, seen
+from speedkit.measure.provenance import essence
 from speedkit.measure.record import answer, promised, read_claims
 from speedkit.measure.schema import SCHEMA
-from speedkit.parameters import record_of
+from speedkit.parameters import code_cells, read_notebook, record_of
 from speedkit.publishing import device_slug, is_outdated, publish, status_table
 
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
@@ -133,6 +135,12 @@ def test_a_notebook_drawn_from_records_is_out_of_date_when_one_changes(folder):
 
 
 # ---- the notebooks as they are ----
+
+
+def claims_named(notebook):
+    """Return the ids of the claims that a notebook's code answers: those it holds as strings, such as "C01"."""
+    code = "\n".join(essence(cell.source) for cell in code_cells(read_notebook(notebook)))
+    return set(re.findall(r"""["'](C\d\d)["']""", code))
 
 
 def test_verdicts_are_the_record_s_words():

@@ -292,7 +292,7 @@ def test_a_resumed_run_keeps_count_of_bad_steps(tmp_path, plan, at):
 
 
 RANK = """
-import sys
+import os, sys
 import torch, torch.distributed as dist
 sys.path[:0] = [sys.argv[1]]
 from test_guard import everything, spoiled
@@ -300,10 +300,12 @@ from tiny import points
 from speedkit.plan import Plan
 from speedkit.train.loop import begin, close, finish, steps
 rank = int(sys.argv[2])
+os.environ['WORLD_SIZE'] = '2'
 dist.init_process_group("gloo", init_method="file://" + sys.argv[3], rank=rank, world_size=2)
 for fused in (True, False):
-    workload = spoiled(points(epochs=None, steps=6), {3} if rank else set(), "gradient")
-    run = begin(workload, plan=Plan(fused_optimizer=fused, on_nonfinite="skip"), device="cpu", progress=False)
+    workload = spoiled(points(epochs=None, steps=6), {4} if rank else set(), "gradient")  # 1 is the rehearsal
+    plan = Plan(fused_optimizer=fused, on_nonfinite="skip", ranks=2)
+    run = begin(workload, plan=plan, device="cpu", progress=False)
     for step in steps(run):
         pass
     history = finish(run)

@@ -11,7 +11,8 @@ import soundfile
 
 from speedkit.data.sources import find_items
 from speedkit.errors import UsageError
-from speedkit.workloads.night_sounds import CLASSES, TEST_PATTERN, clip, clip_path, generate
+from speedkit.workloads.generated import TEST_PATTERN
+from speedkit.workloads.night_sounds import CLASSES, clip, clip_path, generate
 
 # Mean absolute samples of clips 0 to 9 of seed 0, half a second long.
 HEARD = [0.0593, 0.0371, 0.0254, 0.047, 0.0246, 0.1187, 0.0796, 0.0921, 0.0875, 0.0221]

@@ -9,7 +9,7 @@ import yaml
 from speedkit.elsewhere import FORMERLY
 from speedkit.errors import PlanError
 from speedkit.hardware import Hardware
-from speedkit.plan import NOT_YET, Plan, resolve
+from speedkit.plan import Plan, resolve
 from speedkit.recipe import Recipe, learning_rates, steps_per_epoch
 from speedkit.settings import described, from_mapping, from_yaml, parse, to_yaml
 
@@ -149,12 +149,6 @@ def test_no_compiler_means_no_compile_and_says_so():
 def test_strict_makes_a_fallback_an_error():
     with pytest.raises(PlanError, match=r"--strict.*pin_memory"):
         resolve(Plan(pin_memory=True), CPU, strict=True)
-
-
-@pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in NOT_YET.items() for value in values])
-def test_a_technique_of_a_later_version_is_refused_by_name(field, value):
-    with pytest.raises(PlanError, match=rf"{field}={value} is not available in this version"):
-        resolve(dataclasses.replace(Plan(), **{field: value}), GPU)
 
 
 def test_presets_resolve_on_every_machine():

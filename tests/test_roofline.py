@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from speedkit.hardware import this_machine
+from speedkit.measure.ledger import ledger
 from speedkit.measure.roofline import SMALL, Call, Operators, count, empty_operator_s, per_step, roofline
 from speedkit.plan import Plan
 from speedkit.train.loop import begin, close, steps
@@ -113,8 +114,9 @@ def test_how_a_model_is_trained_does_not_change_what_it_computes(plan):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_step_is_set_against_the_ceiling_of_its_number_format(device):
-    workload = points()
-    found = roofline(workload, plan=Plan(), device=device, step_s=1e-3)
+    workload, plan, hardware = points(), Plan(), this_machine(device)
+    counted = count(workload, workload.recipe, plan, hardware)
+    found = roofline(workload, workload.recipe, plan, hardware, ledger(device, {}, 1e-3, 1, 1.0), counted)
     assert found["mfu"] == pytest.approx(found["flops_per_step"] / 1e-3 / found["ceiling_flops_per_s"])
     assert found["achieved_bytes_per_s"] == pytest.approx(found["bytes_per_step"] / 1e-3)
     assert found["dtype"] == "fp32"

@@ -15,8 +15,8 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from speedkit.errors import UsageError
 from speedkit.measure.ledger import CAUSES
 from speedkit.parameters import RECORD_MIME
+from speedkit.predict import seconds
 from speedkit.show import figures
-from speedkit.show.canvas import seconds
 from speedkit.show.report import in_short, payback_in_words, report
 
 HARDWARE = {"device": "cpu", "gpu": None, "cpu": "Intel(R) Xeon(R) Processor", "cores": 2}
@@ -325,7 +325,7 @@ def test_in_short_draws_every_figure_from_the_record():
     record["quality"] |= {"passed": False}
     record["energy"] = {"baseline_j": 5000.0, "final_j": 1200.0}
     said = " ".join(in_short(record))
-    assert "NOT shown to be as good" in said and "5e+03 J in plain PyTorch and 1.2e+03 J now" in said
+    assert "NOT shown to be as good" in said and "5e+03 J in plain PyTorch, 1.2e+03 J now" in said
     record["quality"] |= {"lower": None}
     assert "fewer than two seeds" in " ".join(in_short(record))
     assert in_short({"measurements": []}) == [], "the record of another notebook"

@@ -1,6 +1,7 @@
 """The speech workload: its utterances, masks that leave padding alone, a net that never sees it, and what it learns."""
 
 import os
+import statistics
 
 import numpy as np
 import pytest
@@ -16,8 +17,9 @@ from speedkit.measure.loading import examine
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train.loop import begin, close, fit, steps
-from speedkit.workloads.speech import BANDS, BLOCK, SPAN, SpeechNet, augment, chance, count, loss, masked, speech
-from speedkit.workloads.utterances import RATE_HZ, TEST_PATTERN, clip, clip_path, generate
+from speedkit.workloads.generated import TEST_PATTERN
+from speedkit.workloads.speech import BANDS, BLOCK, SPAN, SpeechNet, augment, count, loss, masked, speech
+from speedkit.workloads.utterances import RATE_HZ, clip, clip_path, generate
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 HEARD = [0.0439, 0.0495, 0.0645, 0.0382, 0.0298, 0.0256]  # mean absolute samples of the first utterances of seed 0
@@ -301,6 +303,18 @@ def test_a_step_never_asks_the_device_for_a_number(device):
         batch = augment(batch, generator)
         (loss(net, batch, Recipe())[0] * (count(batch) / 50)).backward()
     assert not {event.name for event in profile.events()} & {"aten::_local_scalar_dense", "aten::nonzero"}
+
+
+def chance(workload) -> float:
+    """Return the score of a guess that never looks: always the code that is commonest in the training set."""
+    net = SpeechNet("tiny")  # any has the same codes
+
+    def guessed(item) -> torch.Tensor:
+        inputs = workload.features(workload.load(item))[None]
+        return net.codes(inputs)[masked((inputs, torch.tensor(inputs.shape[-1:])))]
+
+    commonest = torch.cat([guessed(item) for item in workload.train]).mode().values
+    return statistics.fmean((guessed(item) == commonest).float().mean().item() for item in workload.test)
 
 
 def test_the_net_learns_more_than_the_commonest_code(tmp_path):

@@ -29,7 +29,6 @@ from speedkit.workloads.text import (
     rotate,
     score,
     text,
-    unigram_bits_per_byte,
 )
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -190,6 +189,13 @@ def test_loss_is_the_sum_over_hidden_bytes_by_their_share_and_by_the_length():
         expected.append(nats / (len(hidden) / 64) / 64)
     assert value.item() == pytest.approx(sum(expected) / 4, rel=1e-5)
     assert score(bits, None).tolist() == pytest.approx([nats / math.log(2) for nats in expected], rel=1e-5)
+
+
+def unigram_bits_per_byte(workload) -> float:
+    """Return what each test byte costs, predicted by how often it stands in the training text: the figure to beat."""
+    train, test = (windows_of(workload, side) for side in (workload.train, workload.test))
+    frequency = torch.bincount(train.flatten(), minlength=BYTES) + 1.0
+    return float(-(frequency / frequency.sum()).log2()[test.long()].mean())
 
 
 def test_the_bound_of_a_unigram_model_is_its_cross_entropy(library):

@@ -2,12 +2,12 @@
 
 import contextlib
 import math
-import re
 import sys
 import time
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from speedkit.data import store
 from speedkit.data.build import Builder
 from speedkit.data.decode import BadItem
-from speedkit.system import read, usable_ram_bytes
+from speedkit.system import usable_ram_bytes
 
 MEMORY_SHARE = 0.5  # a cache larger than this share of the free memory stays on disk
 
@@ -223,5 +223,4 @@ class FeatureCache:
 def _free_bytes(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    found = re.search(r"MemAvailable:\s*(\d+) kB", read("/proc/meminfo"))
-    return min(usable_ram_bytes(), int(found[1]) * 1024 if found else math.inf)
+    return min(usable_ram_bytes(), psutil.virtual_memory().available)

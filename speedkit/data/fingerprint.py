@@ -50,9 +50,8 @@ def base_folder(items: Sequence[Any]) -> str:
     paths = [str(path) for item in items if (path := getattr(item, "path", None)) is not None]
     if not paths or len(paths) < len(items):
         return ""
-    first, last = min(paths), max(paths)  # what these two share, all share
-    shared = next((at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
-    return first[: first.rfind("/", 0, shared) + 1]
+    shared = os.path.commonprefix(paths)  # noqa: RUF071 - of a million paths, and no need to split each
+    return shared[: shared.rfind("/") + 1]
 
 
 def content(path: Any) -> int:

@@ -31,7 +31,7 @@ class Batches:
 
     def __init__(
         self, workload: Any, items: Sequence[Any], plan: Plan, batch_size: int, seed: int | None, device: torch.device,
-        cache: FeatureCache | None = None,
+        cache: FeatureCache | None = None, share: tuple[int, int] = (0, 1),
     ):  # fmt: skip
         self.workload, self.device, self.plan, self.cache, self.seed = workload, device, plan, cache, seed
         if not items:
@@ -43,8 +43,10 @@ class Batches:
             lengths = torch.tensor([workload.length(item) for item in items])
             without = padding_share(self.order.tensors(), lengths)
             self.order = EpochOrder(len(items), batch_size, seed, plan.drop_last, lengths)
-            share = padding_share(self.order.tensors(), lengths, self.order.padded)
-            self.padding = f"bucket: {share:.1%} of the frames are padding, {without:.1%} without"
+            padding = padding_share(self.order.tensors(), lengths, self.order.padded)
+            self.padding = f"bucket: {padding:.1%} of the frames are padding, {without:.1%} without"
+        self.order.rank, self.order.ranks = share
+        self.stood_in = (0, 0)  # epoch and position of a batch in place of one of unreadable items alone
         self.epoch, self.position = 0, 0
         # Whether what arrives on the device are waveforms, whose features are computed there.
         self.waveforms = plan.cache_of == "waveform" if cache is not None else plan.features_on == "device"
@@ -65,6 +67,8 @@ class Batches:
                 self.pass_ = self._fetched()
             for batch in self.pass_:
                 self.position += 1
+                if batch is None:
+                    batch = self._stand_in(self.epoch, self.position)
                 if batch is not None:
                     return self._ready(batch, self.epoch * len(self.order) + self.position) if self.remade else batch
             self.pass_, self.epoch, self.position = None, self.epoch + 1, 0
@@ -93,7 +97,27 @@ class Batches:
     def one_pass(self) -> Iterator[tuple[Tensor, ...]]:
         """Yield the batches of one pass from the start, each tensor `[B, ...]` on the device."""
         self.order.epoch = self.order.start = 0
-        return (self._ready(batch, step) for step, batch in enumerate(self._fetched(), 1) if batch is not None)
+        return (self._ready(batch, step) for step, made in enumerate(self._fetched(), 1)
+                if (batch := made or self._stand_in(0, step)) is not None)  # fmt: skip
+
+    def counts(self, epoch: int, position: int) -> bool:
+        """Whether the batch after which `epoch` and `position` were these is for learning, and not for the others."""
+        return not self.order.spare(position) and self.stood_in != (epoch, position)
+
+    def _stand_in(self, epoch: int, position: int) -> Batch:
+        """Return any readable sample where several ranks wait for this one's part of a batch, else None."""
+        if self.order.ranks == 1:
+            return None
+        self.stood_in = (epoch, position)
+        samples = dataclasses.replace(self.samples, reading=[-1])
+        for index in range(self.order.count):
+            if self.cache is not None:
+                batch = self.cache.gather(torch.tensor([index]), self.device)
+            else:
+                batch = self.loader.collate(samples.__getitems__([index]))[0]
+            if batch is not None and len(batch[0]):
+                return tuple(tensor.to(self.device) for tensor in batch)
+        return None
 
     def _fetched(self) -> Iterator[Batch]:
         """Yield the batches of a pass as they arrive on the device; None for one of unreadable items alone."""
@@ -117,7 +141,7 @@ class Batches:
         if self.waveforms:
             if self.workload.augment_waveform is not None and self.seed is not None:
                 # Seeded by the step, so that a resumed run draws what the uninterrupted one would have drawn.
-                self.generator.manual_seed(self.seed * 1_000_033 + step)
+                self.generator.manual_seed(self.seed * 1_000_033 + step + self.order.own_draws)
                 inputs = self.workload.augment_waveform(inputs, self.generator)
             with torch.no_grad():
                 inputs = self.workload.features(inputs)

@@ -106,6 +106,19 @@ class EpochOrder:
     def __len__(self) -> int:
         return steps_per_epoch(self.count, self.batch_size, self.drop_last)
 
+    @property
+    def own_draws(self) -> int:
+        """What this rank adds to the number of a step that seeds random changes: its samples are its own."""
+        return self.rank << 40
+
+    def spare(self, position: int) -> bool:
+        """Whether what this rank gets of batch number `position`, the first being 1, is what another learns from."""
+        return self.rank >= self.count - (position - 1) * self.batch_size
+
+    def largest(self, position: int) -> int:
+        """Return the size of the largest share of batch number `position`."""
+        return -(-min(self.batch_size, self.count - (position - 1) * self.batch_size) // self.ranks)
+
     def __iter__(self) -> Iterator[list[int]]:
         return (indices.tolist() for indices in self.tensors())
 

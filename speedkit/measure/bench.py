@@ -3,6 +3,7 @@
 Each returns rows `{what, measured, low, high, limit, unit, passed}`. Figures mean something on a quiet machine only.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -155,8 +156,8 @@ def watching(pairs: int = 100) -> list[Row]:
         with watch(model, optimizer, batches, show=False) as seen:
             loops = {"watched": _own_loop(model, optimizer, seen.loader), "alone": _own_loop(*other, batches)}
             for each in loops.values():
-                run_until_steady(functools.partial(next, each), "cpu", max_s=5)
-            sides = {side: lambda each=each: list(itertools.islice(each, WINDOW)) for side, each in loops.items()}
+                collections.deque(itertools.islice(each, 60), 0)  # past the closer look
+            sides: dict[str, Callable[[], Any]] = {name: functools.partial(_window, one) for name, one in loops.items()}
             found = in_turns("", sides, pairs)
         alone_s = statistics.median(found["seconds_b"]) / WINDOW
         ratio = ends(found["seconds_a"], found["seconds_b"])
@@ -169,6 +170,10 @@ def _learner(features: int, hidden: int) -> tuple[nn.Module, torch.optim.Optimiz
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(features, hidden), nn.ReLU(), nn.Linear(hidden, CLASSES))
     return model, torch.optim.AdamW(model.parameters())
+
+
+def _window(loop: Iterator[None]) -> list[None]:
+    return list(itertools.islice(loop, WINDOW))
 
 
 def _own_loop(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> Iterator[None]:

@@ -21,8 +21,7 @@ PLAN = Plan(fused_optimizer=True)
 def batch(batch_size: int = 64, pairs: int = 30, clips: int = 240) -> list[Row]:
     """Step time in the chosen micro-batch over that in the best of a sweep through all sizes; and the search's time.
 
-    Both see the same batch; a sweep times every size as often as a search times those near the best. Which of the two
-    sizes is faster is measured afresh, in turns.
+    A sweep times every size as often as a search times those near the best; the two sizes are compared afresh.
     """
     workload = load_workload("audio", clips=clips, size="small", max_duration_s=2.0)
     recipe = dataclasses.replace(workload.recipe, batch_size=batch_size)

@@ -33,9 +33,8 @@ def classify(trace: Trace, ceilings: Mapping[str, float]) -> dict[str, float]:
 def busy_of(trace: Trace, ceilings: Mapping[str, float]) -> dict[str, float]:
     """Return the seconds in which the device works, by cause.
 
-    Where several kernels run at once, the one that began first counts; a copy counts where no kernel runs. What was
-    launched in the optimizer's step or in an evaluation is that. Any other kernel is bound by what would take its
-    operator longer at the ceilings: its FLOPs or its bytes.
+    Of kernels that run at once the one that began first counts; a copy counts where none runs. What was launched in the
+    optimizer's step or an evaluation is that. Any other is bound by what takes longer at the ceilings: FLOPs or bytes.
     """
     parts = _parts(trace, (EVALUATION, OPTIMIZER))
     found, kernels = collections.defaultdict[str, float](float), [work for work in trace.work if work.kind == "kernel"]
@@ -50,10 +49,9 @@ def busy_of(trace: Trace, ceilings: Mapping[str, float]) -> dict[str, float]:
 def gaps_of(trace: Trace) -> dict[str, float]:
     """Return the seconds in which the device stands still, by cause.
 
-    What of a gap lies in a compilation, in an evaluation or in the loader's `next()` is that. The rest of it is
-    sync-bound where a call that waits ends in the gap. Else, if the next launch began after the work before had ended,
-    it is launch-bound, or other host work where most of it went by outside of PyTorch. Else the work waited for other
-    work: idle.
+    What of a gap lies in a compilation, an evaluation or the loader's `next()` is that. The rest is sync-bound where a
+    call that waits ends in it; else, if the next launch began after the work before had ended, launch-bound, or other
+    host work where most of it went by outside of PyTorch; else the work waited for other work: idle.
     """
     found, parts = collections.defaultdict[str, float](float), _parts(trace, (COMPILATION, EVALUATION, DATA))
     ends_s, calls = sorted(span.end_s for span in trace.syncs), union(trace.calls)

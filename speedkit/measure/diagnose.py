@@ -42,9 +42,8 @@ def diagnose(
 ) -> Row:  # fmt: skip
     """Return why a step of `workload` takes as long as it does.
 
-    It is the ledger as ledger.json has it, with `workload`, `roofline`, `counterfactuals`, `loading` (see
-    `loading.examine`), `diagnosis` (see `rank`), and `left_out`: why a part is missing, for the budget was spent or it
-    failed. Raises SpeedkitError, in a sentence, for a workload that cannot make a step.
+    It is the ledger as ledger.json has it, with `workload`, `roofline`, `counterfactuals`, `loading`, `diagnosis` (see
+    `rank`), and `left_out`: why a part is missing. Raises SpeedkitError for a workload that cannot make a step.
     """
     if not budget_s > 0:
         raise UsageError(f"a budget of {budget_s:g} s measures nothing: a ledger takes some 6 s, and all of it some 60")
@@ -54,10 +53,12 @@ def diagnose(
     found: Row = ledger.as_dict() | {"workload": workload.name, "left_out": {}}
     stages: dict[str, Callable[[], Any]] = {
         "work": lambda: count(workload, recipe, plan, hardware),
-        "roofline": lambda: roofline(workload, recipe, plan, device=device, ledger=ledger, counted=found["work"]),
+        "roofline": lambda: roofline(
+            workload, recipe, plan, hardware, ledger, found["work"] or stages["work"](), cache_dir),
         "counterfactuals": lambda: counterfactuals(workload, recipe, plan, hardware, until_s, cache_dir),
-        "loading": lambda: loading.examine(workload, recipe, device, _computing_s(found["counterfactuals"])),
-    }
+        "loading": lambda: loading.examine(workload, recipe, device, next(
+            (row.get("step_s") for row in found["counterfactuals"] or () if row["name"] == "same batch"), None)),
+    }  # fmt: skip
     for name, stage in stages.items():
         found[name] = None
         try:
@@ -70,10 +71,6 @@ def diagnose(
     if found["loading"]:
         facts |= loading.facts(found["loading"], plan)
     return found | {"diagnosis": rank(ledger, facts, found["counterfactuals"] or [], hardware)}
-
-
-def _computing_s(measured: list[Row] | None) -> float | None:
-    return next((row.get("step_s") for row in measured or () if row["name"] == "same batch"), None)
 
 
 def of_loop(ledger: Ledger, facts: Row, loader: Any, device: str = "auto") -> list[Row]:
@@ -119,8 +116,8 @@ class Case:
     def bound(self) -> tuple[float, float, float]:
         """Return the seconds per step bound by calling operators, by computing and by moving memory.
 
-        A GPU's are in its ledger. On a CPU the passes and the update are shared out as the operators of the counted
-        steps took their time; small ones get what the others leave, as far as their number can explain it.
+        On a CPU, whose ledger has none, passes and update are shared out as the operators of the counted steps took
+        their time; small ones get what the others leave, as far as their number can explain it.
         """
         work = self.facts.get("work") or {}
         if self.hardware.device.type != "cpu" or not work:

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from speedkit.errors import SpeedkitError
-from speedkit.measure.provenance import essence, is_current
+from speedkit.measure.provenance import is_current
 from speedkit.measure.record import widened
 from speedkit.measure.schema import load_record
-from speedkit.parameters import code_cells, read_notebook
 
 NOT_MEASURED = "not measured yet"
 WORDS = {word: word for word in ("confirmed", "smaller", "larger", "wrong")} | {"needs_gpu": "needs a GPU"}
@@ -50,12 +49,6 @@ def _origin(record: Row) -> tuple[Any, ...]:
 def seen(readings: Iterable[Reading]) -> dict[str, str]:
     """Return when each record was made, by file: what is drawn from records is current as long as this is the same."""
     return {file: f"{record['created']}{'' if current else ', stale'}" for record, current, file in readings}
-
-
-def claims_named(notebook: Path) -> set[str]:
-    """Return the ids of the claims that a notebook's code answers: those it holds as strings, such as "C01"."""
-    code = "\n".join(essence(cell.source) for cell in code_cells(read_notebook(notebook)))
-    return set(re.findall(r"""["'](C\d\d)["']""", code))
 
 
 def answers(claims: Mapping[str, Mapping[str, str]], readings: Iterable[Reading], name_of: Callable[[Row], str],

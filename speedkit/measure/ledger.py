@@ -17,7 +17,7 @@ from speedkit.ceilings import ceilings
 from speedkit.clock import Stopwatch, compilations, run_until_steady
 from speedkit.errors import SpeedkitError, UsageError
 from speedkit.hardware import this_machine
-from speedkit.measure.classify import CAUSES, UNEXPLAINED, busy_of, classify, gaps_of, length, union
+from speedkit.measure.classify import CAUSES, UNEXPLAINED, busy_of, gaps_of, length, union
 from speedkit.measure.syncs import Sync, audit
 from speedkit.measure.timeline import (
     BACKWARD,
@@ -40,8 +40,6 @@ from speedkit.train.run import Run
 PAIRS = 50  # of windows, one timed and one left alone, by which the timers' own cost is known
 PROFILED = 8  # steps that the profiler sees on a GPU
 AUDITED = 2  # steps in which what makes the host wait is looked for
-
-__all__ = ["CAUSES", "Ledger", "classify", "facts_of", "ledger", "ledger_of", "rates", "unprofiled"]
 
 
 @dataclasses.dataclass
@@ -94,8 +92,8 @@ def unprofiled(trace: Trace, rate: Mapping[str, float], count: int, host: Mappin
     """Return the seconds of `steps` steps by cause, how much the profiler slowed them, and the device's busy share.
 
     `trace` is of `count` other steps, slowed; without it the steps took `window_s` and the `host` its seconds by part.
-    Kernels are as quick in both, gaps are not. So busy time is as profiled; evaluation and compilation are the host's;
-    waiting for data shrinks as much as the loader's `next()` does, and all other gaps share what is left.
+    Busy time is as profiled; evaluation and compilation are the host's; waiting for data shrinks as much as the
+    loader's `next()` does, and all other gaps share what is left.
     """
     scale = steps / count
     busy, gaps = ({cause: seconds * scale for cause, seconds in found.items()}
@@ -182,7 +180,6 @@ def ledger_of(
 
 @contextlib.contextmanager
 def _timed(run: Run, timeline: Timeline) -> Iterator[None]:
-    """Time the parts of the run's steps."""
     with (
         replaced(run.batches, next=timeline.of(DATA, run.batches.next)),
         replaced(run, loss=timeline.of(FORWARD, run.loss), update=timeline.of(OPTIMIZER, run.update)),
@@ -227,9 +224,8 @@ def _on_device(run: Run, course: Iterator[int], timeline: Timeline, window_s: fl
         looked_at = _looked_at(run, course, PROFILED)
     next(course)
     took_s += _window(run, course, count, timeline)
-    rows, slow_down, busy_share = unprofiled(
-        looked_at[0], rates(run.device), PROFILED, timeline.seconds, 2 * count, took_s
-    )
+    rows, slow_down, busy_share = unprofiled(looked_at[0], rates(run.device), PROFILED, timeline.seconds, 2 * count,
+                                             took_s)  # fmt: skip
     found = ledger(run.device, rows, took_s, 2 * count, slow_down, busy_share=busy_share)
     found.facts = {"recompiles": compilations() - begun}
     found.facts |= facts_of(found.step_s, timeline.seconds, found.steps, *looked_at)

@@ -34,10 +34,9 @@ class Parity:
 def parity(promised: str, losses: Sequence[float], reference: Sequence[float], other_seed: Sequence[float]) -> Parity:
     """Return whether `losses` keep what is `promised` of them against `reference`.
 
-    bit-equal: every loss is the same number. loss-equal: the mean absolute difference is below that between the
-    reference and the same plan from `other_seed`; a change of number format that moves losses less than another
-    shuffle of the data does is one that training cannot feel. order-equal: the batches are others of the same items, so
-    only the means over all steps are compared.
+    bit-equal: every loss is the same number. loss-equal: the mean absolute difference is at most that between the
+    reference and the same plan from `other_seed`: training cannot feel it. order-equal: the batches are others of the
+    same items, so only the means over all steps are compared.
     """
     if promised == "order-equal":
         losses, reference, other_seed = ([statistics.fmean(course)] for course in (losses, reference, other_seed))
@@ -75,9 +74,8 @@ def quality_of(workload: Any, curves: Curves) -> dict[str, Any]:
 def payback(epochs: float, baseline_s: float, final_s: float, prepare_s: dict[str, float]) -> dict[str, Any]:
     """Return what the final plan spares one training of `epochs`, and when it has earned what it takes to prepare.
 
-    `baseline_s` and `final_s` are the seconds of the training as such, `prepare_s` what the final plan's takes besides
-    the first time, by what it is for. It `pays_back_after_s`, counted from its start: then as many steps are done as
-    the naive plan would have made by then; None where that is not within the recipe.
+    `baseline_s` and `final_s` are seconds of training, `prepare_s` what the final plan takes besides the first time, by
+    what for. By `pays_back_after_s` it has made as many steps as the naive one; None where the recipe ends before.
     """
     first_s = sum(prepare_s.values())
     after_s = first_s / (1 - final_s / baseline_s) if final_s < baseline_s else math.inf

@@ -20,6 +20,7 @@ import torch
 
 import speedkit
 from speedkit.errors import UsageError
+from speedkit.system import nvml_facts
 
 PACKAGE = Path(speedkit.__file__).parent
 QUOTES = ('"', "'", 'r"', "r'")  # how a docstring can begin: neither bytes nor an f-string is one
@@ -122,16 +123,6 @@ def gpu_state(device: torch.device) -> dict[str, float]:
     """Return power_w, sm_hz, memory_hz and energy_j (since the driver was loaded) of an NVIDIA GPU; {} if unknown."""
     if device.type != "cuda":
         return {}
-    with contextlib.suppress(Exception):  # no NVML, or it refuses (MIG, virtual GPUs): costs facts, not the run
-        import pynvml as nvml  # the module of the distribution nvidia-ml-py
-
-        nvml.nvmlInit()
-        # NVML counts all GPUs, CUDA only the visible ones: the UUID is what both call it.
-        gpu = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-        return {
-            "power_w": nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3,
-            "sm_hz": nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM) * 1e6,
-            "memory_hz": nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM) * 1e6,
-            "energy_j": nvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1e3,
-        }
-    return {}
+    names = ("power_w", "sm_hz", "memory_hz", "energy_j")
+    found = nvml_facts(str(torch.cuda.get_device_properties(device).uuid), *names)
+    return found if len(found) == len(names) else {}

@@ -202,9 +202,8 @@ def widened(low: float, high: float) -> tuple[float, float]:
 def answer(promise: tuple[float, float], measurement: Mapping[str, Any]) -> str:
     """Return confirmed, smaller, larger or wrong: how a measured ratio answers a promised range of speed-up.
 
-    wrong: the 99 % interval does not clear the noise floor of its A/A control in the promised direction (for a promise
-    below 1, a stated cost, that is below the floor's reciprocal). smaller, larger: the whole interval lies below or
-    above the promised range. confirmed: otherwise, so interval and promise overlap.
+    wrong: the 99 % interval does not clear the noise floor in the promised direction (for a promise below 1, a stated
+    cost, its reciprocal). smaller, larger: all of it lies below or above the promised range. confirmed: they overlap.
     """
     low, high, floor = measurement["low"], measurement["high"], measurement["noise_floor"] or 1.0
     if not (low > floor if promise[1] >= 1 else high < 1 / floor):

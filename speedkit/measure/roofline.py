@@ -17,17 +17,16 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
 from speedkit.clock import run_until_steady, timed
-from speedkit.hardware import Hardware, this_machine
-from speedkit.measure.ledger import Ledger, ledger_of, rates
+from speedkit.hardware import Hardware
+from speedkit.measure.ledger import Ledger, rates
 from speedkit.plan import Plan, resolve
 from speedkit.recipe import Recipe
+from speedkit.system import nvml_facts
 from speedkit.train.loop import optimizer_step, steps
 from speedkit.train.run import begin, close
 
 STEPS = 3  # that are counted, after one that is not: lengths may differ from batch to batch
-SMALL = (
-    8  # times an empty operator: what takes no longer (addmm or a softmax of nothing does not) is the cost of a call
-)
+SMALL = 8  # empty operators: what takes no longer (addmm or a softmax of nothing does not) is the cost of a call
 FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 aten = torch.ops.aten
 # PyTorch's own formulas, by operator; of attention they leave out the kernel that a CPU takes.
@@ -52,8 +51,7 @@ class Call:
 class Operators(TorchDispatchMode):
     """Notes each call of an operator inside, in `calls`, in the forward and the backward pass.
 
-    Compiled code that meets it stays off until `torch._dynamo.reset()`: it is for eager steps, best of a model of its
-    own. It adds some 10 us to a call.
+    Compiled code that meets it stays off until `torch._dynamo.reset()`: it is for eager steps, best of a fresh model.
     """
 
     def __init__(self) -> None:
@@ -78,24 +76,17 @@ class Operators(TorchDispatchMode):
         dtype = next((FORMATS.get(tensor.dtype, "fp32") for tensor in inputs if tensor.is_floating_point()), "fp32")
         if dtype == "fp32" and operation.overloadpacket in FLOPS and inputs[0].is_cuda:
             dtype = _float32(operation.overloadpacket.__name__)
-        formula = FLOPS.get(operation.overloadpacket)
+        flops = None
+        with contextlib.suppress(Exception):  # no formula, or one that does not know such a call: training goes on
+            flops = FLOPS[operation.overloadpacket](*args, **(kwargs or {}), out_val=result)
         elements = outputs[0].numel() if outputs and torch.Tag.pointwise in operation.tags else 0
         if not operation.is_view:
             self.last, before = elements, self.last
         self.calls.append(Call(
-            operation.overloadpacket.__name__, seconds,
-            _counted(formula, args, kwargs or {}, result),
-            sum(tensor.numel() * tensor.element_size() for tensor in tensors), dtype,
+            operation.overloadpacket.__name__, seconds, flops, sum(tensor.nbytes for tensor in tensors), dtype,
             bool(elements) and not operation.is_view and elements == before,
         ))  # fmt: skip
         return result
-
-
-def _counted(formula: Any, args: Any, kwargs: Any, result: Any) -> int | None:
-    """Return the FLOPs of a call, None where there is no formula or it does not know such a call: training goes on."""
-    with contextlib.suppress(Exception):
-        return None if formula is None else formula(*args, **kwargs, out_val=result)
-    return None
 
 
 def _float32(name: str) -> str:
@@ -110,10 +101,9 @@ def per_step(passes: list[list[Call]], found: Mapping[str, float]) -> dict[str, 
     """Return what the calls of some eager steps come to for one, against the measured ceilings `found`.
 
     `small` of its `operators` take hardly longer than an empty one. The others are bound by computing or by moving
-    memory, whichever takes longer at the ceiling: `compute_s` and `bandwidth_s` are what they took, `..._roof_s` what
-    they would at the ceilings, `..._top` is the one that took most; on a GPU, where the host does not wait, these
-    seconds mean nothing. `fusible` is the share of the bandwidth-bound bytes that compiled code need not move;
-    `dtype` the format that the largest share of the computing, `dtype_share`, is done in.
+    memory: `compute_s` and `bandwidth_s` are what they took (nothing to go by on a GPU, for which the host does not
+    wait), `..._roof_s` what they would at the ceilings, `..._top` the one that took most. `fusible` is the share of the
+    bandwidth-bound bytes that compiled code need not move, `dtype` the format of most of the computing, `dtype_share`.
     """
     if len({tuple(call.name for call in calls) for calls in passes}) == 1:  # what disturbed one step is not in another
         passes = [[sorted(same, key=lambda call: call.seconds)[len(same) // 2] for same in zip(*passes, strict=True)]]
@@ -132,18 +122,15 @@ def per_step(passes: list[list[Call]], found: Mapping[str, float]) -> dict[str, 
         row |= {f"{kind}_s": sum(call.seconds for call, _ in members) / count,
                 f"{kind}_roof_s": sum(roof_s for _, roof_s in members) / count,
                 f"{kind}_top": max(took_s, key=lambda name: took_s[name], default=None)}  # fmt: skip
-    moved = [call for call, _ in kinds["bandwidth"]]
-    computed, others = (
-        [call for call in calls if call.bytes and (call.flops is not None) is on] for on in (True, False)
-    )
-    formats, names = Counter[str](), Counter(call.name for call in others)
+    moved, moving = [call for call, _ in kinds["bandwidth"]], [call for call in calls if call.bytes]
+    formats, names = Counter[str](), Counter(call.name for call in moving if call.flops is None)
     for call, roof_s in kinds["compute"]:  # by their time: a few long products in float32 outweigh many short ones
         formats[call.dtype] += max(call.seconds, roof_s)  # type: ignore[assignment]
     dtype, dtype_s = next(iter(formats.most_common(1)), ("fp32", 1.0))
     return row | {
         "flops": sum(call.flops or 0 for call in calls) / count, "bytes": sum(call.bytes for call in calls) / count,
         "uncounted": [name for name, _ in names.most_common()],
-        "uncounted_share": len(others) / max(1, len(computed) + len(others)),
+        "uncounted_share": names.total() / max(1, len(moving)),
         "fusible": sum(call.bytes for call in moved if call.follows) / max(1, sum(call.bytes for call in moved)),
         "dtype": dtype, "dtype_share": dtype_s / max(formats.total(), dtype_s),
     }  # fmt: skip
@@ -192,21 +179,14 @@ def count(workload: Any, recipe: Recipe, plan: Plan, hardware: Hardware) -> dict
 
 
 def roofline(
-    workload: Any, recipe: Recipe | None = None, plan: Plan | None = None, *, device: str | torch.device = "auto",
-    step_s: float | None = None, ledger: Ledger | None = None, counted: dict[str, Any] | None = None,
+    workload: Any, recipe: Recipe, plan: Plan, hardware: Hardware, ledger: Ledger, counted: dict[str, Any],
     cache_dir: Any = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return how near a step of `workload` comes to the ceilings measured on this machine.
+    """Return how near a step of `workload`, as its `ledger` has it, comes to the ceilings measured on this machine.
 
-    `step_s` and the `busy_share` are those of the `ledger`; without both they are measured by one. `counted` is what
-    `count` returns, of an eager step. Its bytes are an upper estimate, for they count what caches hold.
+    `counted` is what `count` returns, of an eager step. Its bytes are an upper estimate: they count what caches hold.
     """
-    recipe, plan, hardware = recipe or workload.recipe, plan or Plan(), this_machine(device)
-    counted = counted or count(workload, recipe, plan, hardware)
-    if step_s is None:
-        ledger = ledger or ledger_of(workload, recipe, plan, device=device, cache_dir=cache_dir)
-        step_s = ledger.step_s * (1 - ledger.share("evaluation and checkpoint"))
-    found = rates(hardware.device)
+    step_s, found = ledger.step_s * (1 - ledger.share("evaluation and checkpoint")), rates(hardware.device)
     asked = resolve(plan, hardware, workload=workload).plan.precision.removesuffix("-emulated")
     dtype = asked if f"matmul_{asked}" in found else "fp32"
     row = {
@@ -215,21 +195,19 @@ def roofline(
         "achieved_flops_per_s": counted["flops"] / step_s, "ceiling_flops_per_s": found[f"matmul_{dtype}"],
         "mfu": counted["flops"] / step_s / found[f"matmul_{dtype}"], "bytes_per_step": counted["bytes"],
         "achieved_bytes_per_s": counted["bytes"] / step_s, "bandwidth_ceiling": found["memory_bandwidth"],
-        "busy_share": ledger and ledger.busy_share, "nvml_utilisation": None,
+        "busy_share": ledger.busy_share, "nvml_utilisation": None,
     }  # fmt: skip
-    if (
-        hardware.device.type == "cuda" and plan.compile == "off"
-    ):  # to compile once more is more than the figure is worth
-        run = begin(workload, recipe, plan, device=device, cache_dir=cache_dir, endless=True)
+    if hardware.device.type == "cuda" and plan.compile == "off":  # compiling once more is more than it is worth
+        run = begin(workload, recipe, plan, device=hardware.device, cache_dir=cache_dir, endless=True)
         course = steps(run)
         run_until_steady(lambda: next(course), run.device, window_s=0.5)  # longer than NVML looks back
-        row["nvml_utilisation"] = _nvml_utilisation(run.device)
+        uuid = str(torch.cuda.get_device_properties(run.device).uuid)
+        row["nvml_utilisation"] = nvml_facts(uuid, "utilisation").get("utilisation")
         close(run)
     return row | {"tells": _tells(row)}
 
 
 def _tells(row: dict[str, Any]) -> list[str]:
-    """Return in sentences what the figures say, and what they do not."""
     giga = {key: row[key] / 1e9 for key in row if key.endswith(("per_step", "per_s", "_ceiling"))}
     tells = [
         f"{giga['flops_per_step']:.4g} GFLOP a step, {giga['achieved_flops_per_s']:.4g} GFLOP/s: {row['mfu']:.1%} of "
@@ -246,15 +224,3 @@ def _tells(row: dict[str, Any]) -> list[str]:
         tells.append(f"NVML shows {share:.0%} utilisation: for so much of the time some kernel ran, which "
                      f"does not say how much of the GPU it used{busy}")  # fmt: skip
     return tells
-
-
-def _nvml_utilisation(device: torch.device) -> float | None:
-    """Return what nvidia-smi shows as GPU-Util, 0 to 1; None where there is no NVML, or it does not tell."""
-    with contextlib.suppress(Exception):  # as in system.nvml_facts: its refusal costs a figure, never a run
-        import pynvml
-
-        pynvml.nvmlInit()
-        uuid = torch.cuda.get_device_properties(device).uuid
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-        return pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
-    return None

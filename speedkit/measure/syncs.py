@@ -41,10 +41,9 @@ class Sync:
 def auditing(device: torch.device | str = "cpu") -> Iterator[list[Sync]]:
     """Find the places inside the block that make the host wait; after it they are listed, the most expensive first.
 
-    On a GPU these are the waits that CUDA's sync debug mode reports, compiled code included; of event waits and
-    `torch.cuda.synchronize` it knows nothing. On a CPU nothing waits: there they are the reads that would make a GPU's
-    host wait, with all compiled code run as eager, and with those of numbers that lie in the host's memory beside any
-    GPU, such as a loader's indices. Being watched costs time: let it see a few steps, after a warm-up.
+    On a GPU these are the waits that CUDA's sync debug mode reports, compiled code included; neither event waits nor
+    `torch.cuda.synchronize`. On a CPU they are the reads that would make a GPU's host wait, compiled code run as eager,
+    and those of numbers in the host's memory, such as a loader's indices. It costs time: let it see a few steps.
     """
     found, syncs = dict[tuple[str, int], list[float]](), list[Sync]()
     watch = _cuda_waits if torch.device(device).type == "cuda" else _cpu_reads

@@ -52,16 +52,6 @@ def show(figure: Figure) -> None:
     display.display(display.Image(small.getvalue(), alt=figure.texts[0].get_text()))
 
 
-def seconds(value: float) -> str:
-    """Return a time in the unit that reads best: `42.1 ms`, `3.2 s`, `12 min`, `1.5 h`."""
-    for unit, length in (("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3)):
-        if value >= 2 * length or (unit == "s" and value >= 1):
-            break
-    else:
-        unit, length = "µs", 1e-6
-    return f"{value / length:#.3g}".rstrip(".") + f" {unit}"
-
-
 def canvas(height: float, left: float, right: float, foot: float = 0.78) -> tuple[Figure, Axes]:
     """Return a figure with one plain axes; head and foot keep their size whatever the height (inches)."""
     figure = Figure(figsize=(8.6, height))  # as wide as GitHub and a notebook show unscaled

@@ -13,26 +13,14 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, NullLocator
 
-from speedkit.show.canvas import (
-    BAND,
-    BLUE,
-    GREEN,
-    GREY,
-    INK,
-    ORANGE,
-    STYLE,
-    Row,
-    beside,
-    canvas,
-    finish,
-    headed,
-    seconds,
-)
+from speedkit.predict import seconds
+from speedkit.show.canvas import BAND, BLUE, GREEN, GREY, INK, ORANGE, STYLE, Row, beside, canvas, finish, headed
 from speedkit.show.canvas import device_name as device_name
 from speedkit.show.canvas import save as save
 from speedkit.show.canvas import show as show
 
 INTERVAL, FLOOR = Line2D([], [], color=INK, label="99 % interval"), Patch(color=BAND, label="noise floor")
+GUESS = Line2D([], [], color=ORANGE, label="predicted")
 PREDICTED, NAMES = "#F3C6A5", {"baseline": "plain PyTorch", "final": "final plan"}
 # What to do about them goes from left to right: feeding, launching, computing, what happens now and then, the rest.
 COLOURS = {
@@ -82,8 +70,7 @@ def ratios(measurements: Row | Sequence[Row], recorded: Sequence[Row] | None = N
 def waterfall(record: Row) -> Figure:
     """Return the ladder of a climb: a bar per rung, from the time per step before it to the one after it.
 
-    On a log scale equal lengths are equal factors. Kept rungs are blue, rejected ones grey with the reason; the whisker
-    is the 99 % interval, the bracket what was predicted, the pale band the noise floor that the whisker must clear.
+    Rejected rungs have their reason; the pale band is the noise floor that the whisker, the interval, must clear.
     """
     step_s, rows = record["step_s"], []  # (label, seconds before, row, colour, note)
     rungs = [rung for rung in record["rungs"] if rung["change"] != "nothing"]
@@ -108,14 +95,8 @@ def waterfall(record: Row) -> Figure:
         axes.axhline(len(rungs) + 0.5, color=GREY, linewidth=0.6)
         labels = dict(enumerate(["plain PyTorch, Plan()", *(row[0] for row in rows)]))
         finish(axes, axes.dataLim.intervalx, labels, "time per step, ms, log scale: left is faster")
-        marks = [
-            Patch(color=BLUE, label="kept"),
-            Patch(color=GREY, label="rejected"),
-            INTERVAL,
-            FLOOR,
-            Line2D([], [], color=ORANGE, label="predicted"),
-            Patch(color=GREEN, label="fresh windows"),
-        ]
+        marks = [Patch(color=BLUE, label="kept"), Patch(color=GREY, label="rejected"), INTERVAL, FLOOR, GUESS,
+                 Patch(color=GREEN, label="fresh windows")]  # fmt: skip
         headline = ", ".join(f"{_ratio(speedup)} over {against}" for against, _, speedup in finals)
         headed(figure, headline, marks, record)
     return figure
@@ -132,20 +113,16 @@ def predicted(record: Row) -> Figure:
             guess, found = ([row[f"{kind}low"], row[f"{kind}high"]] for kind in ("predicted_", ""))
             axes.plot(guess, [y, y], "|-", color=PREDICTED, linewidth=11, markersize=11, solid_capstyle="butt")
             axes.plot(found, [y, y], color=BLUE, linewidth=2, solid_capstyle="butt")
-            axes.plot(
-                row["ratio"], y, "o", color=BLUE, markerfacecolor=BLUE if row["kept"] else "white", markersize=6.5
-            )
+            fill = BLUE if row["kept"] else "white"
+            axes.plot(row["ratio"], y, "o", color=BLUE, markerfacecolor=fill, markersize=6.5)
             beside(axes, y, f"{_ratio(row)}\npredicted {guess[0]:.2f} to {guess[1]:.2f}")
             ends += [*guess, *found]
         axes.axvline(1.0, color=INK, linewidth=0.8, zorder=1)
         labels = {y: _rung_label(row) for y, row in enumerate(rows)}
         finish(axes, ends, labels, "time ratio, log scale: above 1 is faster")
-        marks = [
-            Patch(color=PREDICTED, label="predicted before"),
-            INTERVAL,
-            _dot(BLUE, "kept"),
-            _dot("white", "rejected"),
-        ]
+        dots = (Line2D([], [], color=BLUE, marker="o", linestyle="", markerfacecolor=fill, label=label)
+                for fill, label in ((BLUE, "kept"), ("white", "rejected")))  # fmt: skip
+        marks = [Patch(color=PREDICTED, label="predicted before"), INTERVAL, *dots]
         title = f"{met} of {len(rows)} measured intervals meet what was predicted" if rows else "No rung was tried"
         headed(figure, title, marks, record)
     return figure
@@ -170,10 +147,8 @@ def ledgers(found: Mapping[str, Row], record: Row | None = None) -> Figure:
             beside(axes, y, f"{seconds(ledger['step_s'])} per step\nunexplained {shares['unexplained']:.1f} %")
         axes.set(ylim=(len(found) - 0.5, -0.5), xlabel="share of the wall time of a step, %")
         axes.set_yticks(range(len(found)), [textwrap.fill(name, 16) for name in found], fontsize=8.5)
-        marks = [
-            Patch(**({"color": COLOURS[cause]} if cause != "unexplained" else UNEXPLAINED), label=cause)
-            for cause in seen
-        ]
+        looks = {cause: {"color": colour} for cause, colour in COLOURS.items()} | {"unexplained": UNEXPLAINED}
+        marks = [Patch(**looks[cause], label=cause) for cause in seen]
         times = ": " + ", then ".join(seconds(ledger["step_s"]) for ledger in found.values()) if len(found) == 2 else ""
         headed(figure, f"Where a step's time goes{times}", marks, record, columns=5)
     return figure
@@ -232,11 +207,8 @@ def time_to_quality(record: Row) -> Figure:
                 axes.axvline(reached_s, color=colour, linewidth=1, linestyle=":", zorder=1)
                 axes.plot(reached_s, target, "D", color=colour, markeredgecolor=INK, markersize=7, zorder=5)
         axes.axhline(target, color=INK, linewidth=0.8, linestyle="--", label=f"target {target:.3g}")
-        axes.set(
-            xlim=(0, None),
-            ylabel=f"{record['quality']['metric']}, test set",
-            xlabel="seconds of training and evaluating; the cache was built and the model compiled before",
-        )
+        about = "seconds of training and evaluating; the cache was built and the model compiled before"
+        axes.set(xlim=(0, None), ylabel=f"{record['quality']['metric']}, test set", xlabel=about)
         sooner = f"ratio {found['ratio']:.2f}" if found["ratio"] else "not reached by both"
         headed(figure, f"Time to quality: {sooner}", axes.get_legend_handles_labels()[0], record)
     return figure
@@ -254,15 +226,10 @@ def _bar(axes: Axes, y: int, before: float, row: Row, colour: str) -> None:
 
 
 def _within(axes: Axes, x: float, y: float, cause: str, share: float) -> None:
-    """Name a segment of a bar, where there is room."""
     text, dark = textwrap.fill(cause, 11), np.dot(to_rgb(COLOURS[cause]), [0.3, 0.59, 0.11]) < 0.5
     room = 0.85 * share  # characters
     text = f"{text}\n{share:.0f} %" if max(map(len, text.splitlines())) < room else f"{share:.0f} %" * (room > 3.6)
     axes.text(x, y, text, ha="center", va="center", fontsize=7.5, linespacing=1.05, color="white" if dark else INK)
-
-
-def _dot(fill: str, label: str) -> Line2D:
-    return Line2D([], [], color=BLUE, marker="o", linestyle="", markerfacecolor=fill, label=label)
 
 
 def _rung_label(row: Row) -> str:

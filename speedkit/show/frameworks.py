@@ -126,9 +126,8 @@ class Said:
 def in_words(plan: Plan, recipe: Recipe) -> dict[str, str]:
     """Return, by framework, a snippet that does there what `plan` does here: Python, and YAML for NeMo.
 
-    It finds `dataset`, `model` and `loss_function` of the reader's own, and `device` in plain PyTorch; in Lightning
-    the class `YourModule`. Give it an effective plan: what a machine cannot honour is said here all the same. Raises
-    PlanError for a batch size that is still to be found.
+    It finds your `dataset`, `model`, `loss_function`, in PyTorch `device`, in Lightning `YourModule`. Give it an
+    effective plan: nothing is resolved here. Raises PlanError for a batch size that is still to be found.
     """
     if not isinstance(recipe.batch_size, int):
         raise PlanError("batch_size=auto has no words elsewhere: give the number that training with auto has found")

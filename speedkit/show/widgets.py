@@ -96,17 +96,14 @@ class PlanPanel(ipywidgets.VBox):
     """A plan by hand: a row per field, what this machine cannot do greyed out with the reason, a button that measures.
 
     `panel.plan` is the chosen plan and `panel.set(precision="bf16")` chooses, with what is impossible told in `told`.
-    The button compares it with `baseline` on `workload` for about `seconds`, or calls `action(plan)`, which returns a
-    Comparison or its row. `plan_rows`, `ratio_table(panel.rows)` and `figures.ratios(panel.rows)` show the same.
+    The button, which there is with a `workload`, compares it with `baseline` on that for about `seconds`. `plan_rows`,
+    `ratio_table(panel.rows)` and `figures.ratios(panel.rows)` show the same.
     """
 
     def __init__(self, workload: Any = None, plan: Plan | None = None, *, baseline: Plan | None = None,
-                 hardware: Hardware | None = None, recipe: Any = None, seconds: float = 5.0,
-                 action: Callable[[Plan], Any] | None = None):  # fmt: skip
+                 hardware: Hardware | None = None, recipe: Any = None, seconds: float = 5.0):  # fmt: skip
         self.workload, self.hardware, self.recipe = workload, hardware or this_machine(), recipe
         self.plan, self.baseline, self.seconds = Plan(), baseline or Plan(), seconds
-        self.action = action or (self.compared if workload is not None else None)
-        self.wrong: dict[str, str] = {}  # field -> what is wrong with what was asked of it
         self.rows: list[dict[str, Any]] = []  # results, as a record's `measurements`
         self.choices = {name: {value: button(in_words(value), partial(self.set, **{name: value})) for value in values}
                         for name, values in VALUES.items()}  # fmt: skip
@@ -119,7 +116,7 @@ class PlanPanel(ipywidgets.VBox):
         self.message, self.table = ipywidgets.HTML(), ipywidgets.HTML()
         self.figure = ipywidgets.Image(format="png", layout={"display": "none", "max_width": "100%"})
         presets = [button(word, partial(self.set, **vars(make(self.hardware)))) for word, make in PRESETS.items()]
-        head = ipywidgets.HBox([*presets, *([self.run_button] if self.action else [])])
+        head = ipywidgets.HBox([*presets, *([self.run_button] if workload is not None else [])])
         wraps = ipywidgets.Layout(flex_flow="row wrap", align_content="flex-start", width="28em")
         fields = [ipywidgets.HBox([ipywidgets.HTML(f"<b>{name}</b>", layout={"width": "10em"}),
                                    ipywidgets.Box([*self.choices[name].values()] or [self.texts[name]], layout=wraps),
@@ -130,29 +127,23 @@ class PlanPanel(ipywidgets.VBox):
 
     def set(self, **values: Any) -> None:
         """Choose values by field, typed or as text; what cannot be is told in the panel, and the plan stays."""
-        self.wrong = {name: why for name, why in self.wrong.items() if name in self.texts}  # still stands in its box
+        told = []
         for name, value in values.items():
             try:
                 plan = from_mapping(Plan, vars(self.plan) | {name: value}, FORMERLY)
                 resolve(plan, self.hardware, workload=self.workload)  # refuses what is not in this version
-            except PlanError as error:
-                self.wrong[name] = str(error)
-                if name in self.texts:
-                    self.texts[name].value = str(value)
-            else:
                 self.plan = plan
-                self.wrong.pop(name, None)
+            except PlanError as error:
+                told.append(str(error))
         self._refresh()
+        self._tell("; ".join(told))
 
     def run(self) -> None:
         """Measure the plan and add what came out to the results; whatever goes wrong is told in the panel."""
-        if self.action is None or self.wrong:
-            return
         self.run_button.disabled = True
         self._tell("measuring: both plans are warmed up, then they take turns")
         try:
-            found = self.action(self.plan)
-            row = dict(found.as_measurement() if hasattr(found, "as_measurement") else found)
+            row = self.compared(self.plan)
             rows = [*self.rows, row | {"name": f"{len(self.rows) + 1}. {row['name']}"}]
             self.table.value = as_html(ratio_table(rows))
             self.figure.value = png(figures.ratios(rows, title="Chosen plans against the baseline"))
@@ -161,7 +152,7 @@ class PlanPanel(ipywidgets.VBox):
         except (Exception, KeyboardInterrupt) as error:  # a widget has nobody to raise it to
             self._tell(f"nothing was added: {type(error).__name__}: {error}")
         finally:
-            self.run_button.disabled = bool(self.wrong)
+            self.run_button.disabled = False
 
     def compared(self, plan: Plan) -> dict[str, Any]:
         """Return the row of a short comparison of `plan` with the baseline, with how far the first losses differ."""
@@ -174,7 +165,6 @@ class PlanPanel(ipywidgets.VBox):
         return found.as_measurement() | {"settled": found.steady, "loss_difference": difference}
 
     def _refresh(self) -> None:
-        """Bring every control and note up to date with the plan."""
         for row in plan_rows(self.plan, self.hardware, self.workload):
             name, asked, got, whys = row["field"], row["asked"], row["got"], dict[str, list[str]]()
             for value, why in row["impossible"].items():
@@ -183,14 +173,12 @@ class PlanPanel(ipywidgets.VBox):
                 why = row["impossible"].get(value, "")
                 choice.disabled, choice.tooltip = bool(why), why or row["help"]
                 choice.button_style = "primary" if value == asked else ""
-            if name in self.texts and name not in self.wrong:
+            if name in self.texts:
                 self.texts[name].value, self.texts[name].disabled = in_words(asked), bool(whys) and asked == got
             quiet = [f"asked {in_words(asked)}, got {in_words(got)}: {row['why']}"] if row["why"] else []
             quiet += [f"{', '.join(values)}: {why}" for why, values in whys.items()]
             self.notes[name].value = (f"<div style='line-height: 1.4; padding: 0.5em 0'>{html.escape(row['help'])}"
                                       f"<br><i>{'<br>'.join(map(html.escape, quiet))}</i></div>")  # fmt: skip
-        self.run_button.disabled = bool(self.wrong)
-        self._tell("; ".join(self.wrong.values()))
 
     def _tell(self, text: str) -> None:
         self.told, self.message.value = text, f"<b>{html.escape(text)}</b>"
@@ -255,7 +243,6 @@ class Explorer(ipywidgets.VBox):
         self._open()
 
     def _open(self) -> None:
-        """Offer what the chosen notebook has; the first few measurements of every machine are shown."""
         records = self.records.get(self.notebook.value, [])
         rows = [row for record in records for row in record["measurements"]]
         self.opening = True  # nothing is drawn of what is half changed

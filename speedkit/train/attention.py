@@ -35,31 +35,22 @@ DTYPES = {"float": "float32", "double": "float64", "c10::Half": "float16", "c10:
 def kernels(plan: Plan) -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
     """Return a decorator that lets a function use the plan's attention kernel first; None where it asks for no one.
 
-    Where that kernel refuses a call the others follow, math last; after "math" none does. Compiled code keeps the
-    kernel that it was traced with, and Dynamo guards this choice only where it is made inside of what is compiled: so
-    compile `kernels(plan)(model)`, not the model. For the same reason wrap what is recomputed in the backward pass.
+    Where that kernel refuses a call the others follow, math last; after "math" none does. Dynamo guards this choice
+    only where it is made inside of what is compiled: so compile `kernels(plan)(model)`, not the model. What the
+    backward pass recomputes runs outside of it too: wrap that as well.
     """
     if plan.attention == "auto":
         return None
     asked = KERNELS[plan.attention]
     order = [asked] if plan.attention == "math" else list(dict.fromkeys((asked, *KERNELS.values())))
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        def under(*args: Any, **options: Any) -> Any:
-            with sdpa_kernel(order, set_priority=True):
-                return function(*args, **options)
-
-        return under
-
-    return decorate
+    return sdpa_kernel(order, set_priority=True)
 
 
 def which_ran(function: Callable[[], Any]) -> list[dict[str, Any]]:
     """Call `function()`; return which attention kernels really ran, one row per kernel, dtype and shapes with `calls`.
 
-    `query` and `key` are [B, H, T, D], `mask` what was given; `why` tells for math what kept the others from running.
-    To find that out, `function` is called once more. Compiled code has no operation for math, so no row of it either;
-    call it before, for tracing would count.
+    `query` and `key` are [B, H, T, D]; `why` tells for math what kept the others from running, for which `function` is
+    called once more. Compiled code has no operation for math, so no row of it; call it before, for tracing would count.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # that there is no GPU to look at is no news
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as run:
@@ -115,9 +106,8 @@ def _refusals(*args: Any, **options: Any) -> str:
 def attend(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> Tensor:
     """Return the attention [B, H, T, D] within each clip's first `lengths` [B] steps; what lies beyond is of no use.
 
-    In 16 bits on CUDA each clip and each clip's padding are sequences of their own to the flash kernel: no mask,
-    nothing copied together, no host sync. Elsewhere a mask of keys [B, 1, 1, T] is broadcast, which flash takes on a
-    CPU; a mask [B, 1, T, T] would have T times as many bytes.
+    In 16 bits on CUDA each clip and each clip's padding are sequences of their own to the flash kernel: no mask, no
+    host sync. Elsewhere a mask of keys [B, 1, 1, T] is broadcast, which flash takes on a CPU.
     """
     batch, heads, steps, width = query.shape
     if query.device.type == "cuda" and query.dtype in (torch.float16, torch.bfloat16):

@@ -1,7 +1,6 @@
 """The micro-batch found by trying: the throughput knee, and the largest that fits.
 
-A search makes steps with a model of its own on the longest clips that training will meet. It does not compile: that
-would take longer, size by size, than all the rest, and a knee moves little by it.
+A search makes steps with a model of its own, uncompiled: compiling would take longer, size by size, than all the rest.
 """
 
 import contextlib
@@ -48,10 +47,7 @@ def choose_micro_batch(
     workload: Any, recipe: Recipe, effective: Effective, device: torch.device, make_learner: Callable[..., Any],
     loss_under: Callable[..., Any],
 ) -> Effective:  # fmt: skip
-    """Return `effective`, where micro_batch="auto" with the number that `search` finds, and the reason as a fallback.
-
-    The two functions are those of `run`. Nothing else is afterwards other than before, the random states included.
-    """
+    """Return `effective`, where micro_batch="auto" with the number that `search` finds; the functions are `run`'s."""
     if effective.plan.micro_batch != "auto":
         return effective
     found = search(workload, recipe, effective.plan, device, make_learner, loss_under)
@@ -74,8 +70,8 @@ def search(
 ) -> Found:  # fmt: skip
     """Return the micro-batch that suits steps of `recipe.batch_size` samples, found by running parts of such steps.
 
-    It is the knee: the smallest whose rate is within TOLERANCE of the best. A model with batch norm gets the largest
-    instead, for smaller ones change what it learns. `room_bytes` replaces what a step may take of the free memory.
+    It is the knee, or for a model with batch norm the largest: smaller ones change what that learns. `room_bytes`
+    replaces what a step may take of the free memory. All random states are afterwards as before.
     Raises SpeedkitError when not even the smallest micro-batch fits, or an evaluation does not.
     """
     began_s, plan = time.perf_counter(), dataclasses.replace(plan, compile="off")
@@ -85,11 +81,10 @@ def search(
         trial = Trial(workload, recipe, plan, device, learner, loss_under(plan, workload, device), room_bytes)
         largest = largest_that_fits(trial)
         rates = measured_rates(trial, largest, window_s)
-    best = max(rates, key=lambda size: rates[size])
-    chosen = max(rates) if trial.batch_norm else knee(rates)
+    best, chosen = max(rates, key=lambda size: rates[size]), knee(rates)
     why = f"is the fewest within {TOLERANCE:.0%} of the best rate, {rates[best]:.3g} samples/s with {best}"
     if trial.batch_norm:
-        why = "is the most at a time, for batch norm learns from the statistics of a micro-batch"
+        chosen, why = max(rates), "is the most at a time, for batch norm learns from the statistics of a micro-batch"
     limit = "the whole batch" if largest == trial.count else f"the largest that fits ({trial.refused[largest + 1]})"
     why = f"{chosen} {why}; {largest} is {limit}; tried, uncompiled: {', '.join(map(str, rates))}"
     found = Found(chosen, largest, trial.count, rates, trial.peaks["step"], trial.room_bytes, trial.refused, why,
@@ -99,9 +94,9 @@ def search(
     return found
 
 
-def knee(rates: Mapping[int, float], tolerance: float = TOLERANCE) -> int:
-    """Return the smallest size whose rate is at most `tolerance` below the best."""
-    return min(size for size, rate in rates.items() if rate >= (1 - tolerance) * max(rates.values()))
+def knee(rates: Mapping[int, float]) -> int:
+    """Return the smallest size whose rate is at most TOLERANCE below the best."""
+    return min(size for size, rate in rates.items() if rate >= (1 - TOLERANCE) * max(rates.values()))
 
 
 def even(batch_size: int, size: int) -> int:
@@ -133,8 +128,7 @@ def largest_that_fits(trial: Trial) -> int:
 def measured_rates(trial: Trial, largest: int, window_s: float) -> dict[int, float]:
     """Return samples/s of optimizer steps in micro-batches of some sizes up to `largest`, more of them near the best.
 
-    The least of each size's times counts: what else goes on only ever adds. They are taken in turns, so that a drift
-    of the machine hits all alike.
+    The least of each size's times counts: what else goes on only ever adds. Turns make a drift hit all alike.
     """
     least = dict[int, float]()
 

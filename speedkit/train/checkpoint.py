@@ -40,10 +40,10 @@ class Keeper:
             for _ in range(3):
                 self._another(weight).zero_()
 
-    def save(self, run: Any) -> None:
-        """Take the state of `run` as it is now, and begin to write it to checkpoint.pt."""
+    def save(self, state: dict[str, Any]) -> None:
+        """Take the `state` of the run as it is now, and begin to write it to checkpoint.pt."""
         self.wait()
-        state = self._copied(_state(run))
+        state = self._copied(state)
         copied = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
         # No daemon: a program that ends, ends after its checkpoint.
         self.writer = threading.Thread(target=self._write, args=(state, copied), name="checkpoint")
@@ -129,7 +129,11 @@ def _state(run: Any) -> dict[str, Any]:
 
 def save(run: Any) -> None:
     """Begin to write the state of `run` to checkpoint.pt in its `out` folder; the two before it are kept."""
-    run.keeper.save(run)
+    state = _state(run)
+    if run.ranks is not None:
+        state = run.ranks.collect(state)
+    if run.keeper is not None:
+        run.keeper.save(state)
 
 
 def load(run: Any, folder: Path) -> None:
@@ -138,24 +142,33 @@ def load(run: Any, folder: Path) -> None:
     Raises UsageError when the checkpoint is of another workload, recipe or data set: going on would not be the same
     run. Another plan is fine, that is what a plan is. Raises SpeedkitError when there are some and none can be read.
     """
+    found = _newest(run, folder) if run.ranks is None or not run.ranks.rank else None
+    if run.ranks is not None:
+        found = run.ranks.spread(found)
+    if found is not None:
+        _restore(run, *found)
+
+
+def _newest(run: Any, folder: Path) -> tuple[dict[str, Any], Path] | None:
+    """Return state and path of the newest whole checkpoint in `folder`."""
     damaged = []
     for path in (folder / name for name in (NAME, *OLDER)):
         if not path.exists():
             continue
         try:
-            state = _read(path, run.device)
+            state = read(path, run.device)
         except Exception as error:  # torch raises whatever its unpickler does
             damaged.append(f"{path} cannot be read ({error or type(error).__name__})".replace("\n", " "))
             continue
         if damaged:
             run.progress.say(f"  {damaged[0]}: going on from {path.name}, step {state['step']}")
-        _restore(run, state, path)
-        return
+        return state, path
     if damaged:
         raise SpeedkitError(f"{damaged[0]}, nor can one before it: remove it to start over")
+    return None
 
 
-def _read(path: Path, device: torch.device) -> dict[str, Any]:
+def read(path: Path, device: torch.device) -> dict[str, Any]:
     """Return the state in the checkpoint at `path`. Raises when it is not as it was written."""
     with (
         path.open("rb") as stream,
@@ -176,6 +189,8 @@ def _restore(run: Any, state: dict[str, Any], path: Path) -> None:
     ]  # fmt: skip
     if changed:
         raise UsageError(f"{path} belongs to another run: {'; '.join(changed)}")
+    if run.ranks is not None:
+        state = run.ranks.own(run, state)
     try:
         run.model.load_state_dict(state["model"])
         restore_optimizer(run.optimizer, state["optimizer"])

@@ -103,10 +103,7 @@ def loss(function: Loss, plan: Plan, workload: Any = None) -> Loss:
     if plan.compile == "off" or plan.compile_scope != "step":
         return function
 
-    def model_and_loss(model: nn.Module, batch: tuple[Tensor, ...], recipe: Any) -> tuple[Tensor, Tensor]:
-        return function(model, batch, recipe)
-
-    compiled = _compiled(model_and_loss, plan, _options(plan, workload))
+    compiled = _compiled(function, plan, _options(plan, workload))
 
     @functools.wraps(function)
     def compiled_for_training(model: Any, batch: tuple[Tensor, ...], recipe: Any) -> tuple[Tensor, Tensor]:

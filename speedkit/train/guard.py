@@ -21,14 +21,17 @@ class Guard:
     `steps` counts the real steps on the device.
     """
 
-    def __init__(self, plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scale: LossScale | None):
+    def __init__(
+        self, plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scale: LossScale | None,
+        ranks: bool = False,
+    ):  # fmt: skip
         device = next(model.parameters()).device
         self.skips, self.fused, self.scale = plan.on_nonfinite != "raise", plan.fused_optimizer, scale
         self.found_inf = torch.zeros((), device=device) if scale is None else scale.found_inf
         self.steps = torch.zeros((), dtype=torch.int64, device=device) if scale is None else scale.steps
         if self.skips and self.fused:
             optimizer.found_inf = self.found_inf  # type: ignore[attr-defined]
-        self.ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+        self.ranks = ranks  # whether this run is of several
         self.buffers = list(model.buffers())
         self.kept = [buffer.clone() for buffer in self.buffers]
         self.left_out = 0  # steps that the host left out, where it reads the flag

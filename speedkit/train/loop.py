@@ -22,8 +22,10 @@ from speedkit.plan import Fallback, Plan
 from speedkit.recipe import Recipe
 from speedkit.train import checkpoint, compilation, memory
 from speedkit.train.collection import no_collection
+from speedkit.train.distributed import told_apart
+from speedkit.train.history import History
 from speedkit.train.oom import is_out_of_memory, release
-from speedkit.train.run import History, Run, begin, close, finish
+from speedkit.train.run import Run, begin, close, finish
 from speedkit.workloads.workload import Batch
 
 COLLECT_S = 10  # between garbage collections, which `fit` keeps out of steps
@@ -37,14 +39,17 @@ def fit(workload: Any, recipe: Recipe | None = None, plan: Plan | None = None, *
     Options are those of `begin`. Ctrl-C and SIGTERM end the run after the step in progress with a checkpoint (where
     `out` is set) and raise Interrupted.
     """
-    run = begin(workload, recipe, plan, **options)
-    try:
-        with _signals_to(run), no_collection():
-            for _ in steps(run):
-                pass
-        history = finish(run)
-    finally:
-        close(run)
+    with told_apart(plan):
+        run = begin(workload, recipe, plan, **options)
+        try:
+            with _signals_to(run), no_collection():
+                for _ in steps(run):
+                    pass
+            history = finish(run)
+            if run.ranks is not None:
+                run.ranks.gathered(None)  # a rank that goes before all is written would take the others along
+        finally:
+            close(run)
     if run.stop:
         kept = f"--resume goes on from {run.out / checkpoint.NAME}" if run.out else "nothing is kept without --out"
         raise Interrupted(f"stopped by {signal.Signals(run.stop).name} after step {run.step}; {kept}", run.stop)
@@ -58,7 +63,7 @@ def steps(run: Run) -> Generator[int, None, None]:
     """
     workload, recipe, plan, history, guard = run.workload, run.recipe, run.plan, run.history, run.guard
     generator, random_changes = torch.Generator(device=run.device), workload.augment is not None or recipe.mixup
-    per_epoch = len(run.batches.order)
+    per_epoch, own_draws = len(run.batches.order), run.batches.order.own_draws
     run.model.train()
     began_s = logged_s = collected_s = time.perf_counter()
     logged_step = run.step
@@ -66,7 +71,7 @@ def steps(run: Run) -> Generator[int, None, None]:
     while run.total_steps is None or run.step < run.total_steps:
         batch = run.batches.next()  # (inputs [B, ...], targets [B])
         if random_changes:
-            batch = augmented(batch, workload, recipe, run.step, generator)
+            batch = augmented(batch, workload, recipe, run.step + own_draws, generator)
         run.set_learning_rate(run.step - guard.left_out)
         run.last_loss, outputs, part = optimizer_step(run, batch)
         run.pending.append(run.last_loss)
@@ -87,7 +92,8 @@ def steps(run: Run) -> Generator[int, None, None]:
                 collected_s = time.perf_counter()
             logged_s, logged_step = time.perf_counter(), run.step
         due = at_end or (run.evaluate_every and run.step % run.evaluate_every == 0)
-        if due or run.stop:
+        stop = run.stop if run.ranks is None else run.ranks.stopping(run)
+        if due or stop:
             paused_s = time.perf_counter()
             found = _evaluate(run) if due else None
             history.seconds += time.perf_counter() - began_s
@@ -101,7 +107,7 @@ def steps(run: Run) -> Generator[int, None, None]:
                 history.quarantined = run.batches.bad | run.test_batches.bad
                 checkpoint.save(run)
             logged_s += time.perf_counter() - paused_s  # evaluation is not training time
-            if run.stop:
+            if stop:
                 return
         yield run.step
 
@@ -116,6 +122,8 @@ def optimizer_step(run: Run, batch: Batch) -> tuple[Tensor, Tensor, Batch]:
     random_state = checkpoint.get_random_state(run.device) if run.draws is not False else []
     if run.guard.kept:
         run.guard.keep()
+    if run.draws is None and run.ranks is not None:
+        run.ranks.rehearse(run, batch, cure)
     while True:
         # Here and not after the step, the memory just freed is still in the CPU's cache when the forward pass takes it.
         run.optimizer.zero_grad(set_to_none=True)
@@ -142,6 +150,8 @@ def accumulate(run: Run, batch: Batch) -> tuple[Tensor, Tensor, Batch]:
 
     Each part weighs as many valid items as it holds, so the sum is the exact mean over the whole batch.
     """
+    if run.ranks is not None:
+        return run.ranks.accumulate(run, batch)
     parts, weights = [batch], [1.0]
     if run.micro_batch != run.recipe.batch_size:
         parts = list(zip(*(tensor.split(run.micro_batch) for tensor in batch), strict=True))
@@ -166,6 +176,7 @@ def update(run: Run, loss: Tensor) -> None:
     if guard.skips or clip_norm is not None:
         # Two calls for clip_grad_norm_: clipping spreads what is not finite, so the guard looks before.
         norm = torch.nn.utils.get_total_norm([weight.grad for weight in run.parameters if weight.grad is not None])
+        norm = norm if run.ranks is None or not run.ranks.fsdp else norm.full_tensor()  # type: ignore[attr-defined]
         ready = guard.judge(loss, norm) if guard.skips else True
         if clip_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(run.parameters, clip_norm, norm)
@@ -186,11 +197,14 @@ def cure(run: Run, error: Exception, size: int, updating: bool) -> None:
         return
     if run.out is not None:
         memory.save_snapshot(run.out, run.device)
-    if size == 1 or updating:
+    if (alone := run.ranks is None or not run.ranks.ready) is False or size == 1 or updating:
         where = "in the optimizer's update, whatever the micro-batch" if updating else "with a single sample"
+        if run.ranks is not None and not alone:
+            where = f"on rank {run.ranks.rank}, for which the others cannot repeat it"
         raise SpeedkitError(
-            f"out of memory at step {run.step + 1} {where}: {str(error).splitlines()[0]}; take precision=bf16, "
-            "checkpointing=blocks, a lower max_duration_s, a smaller model, or go on with --resume where memory is free"
+            f"out of memory at step {run.step + 1} {where}: {str(error).splitlines()[0]}; take "
+            f"{'' if alone else f'micro_batch={(size + 1) // 2}, '}precision=bf16, checkpointing=blocks, a lower "
+            "max_duration_s, a smaller model, or go on with --resume where memory is free"
         ) from error
     run.micro_batch = (size + 1) // 2
     why = f"out of memory at step {run.step + 1}"
@@ -207,12 +221,18 @@ def _evaluate(run: Run) -> dict[str, Any]:
     """
     workload, total, count = run.workload, torch.zeros((), device=run.device), 0
     run.model.eval()
-    for batch in run.test_batches.one_pass():
+    if run.ranks is not None:
+        run.ranks.same_buffers(run.model)
+    for position, batch in enumerate(run.test_batches.one_pass(), 1):
         # In parts that fit in training.
-        for part in zip(*(tensor.split(run.micro_batch) for tensor in batch), strict=True):
+        parts: Any = ((part, True) for part in zip(*(tensor.split(run.micro_batch) for tensor in batch), strict=True))
+        for part, counts in parts if run.ranks is None else run.ranks.parts(run, batch, run.test_batches, 0, position):
             _, outputs = run.loss(run.model, part, run.recipe)
-            total += workload.score(outputs, part).float().sum()
-        count += len(batch[0])
+            if counts:
+                total += workload.score(outputs, part).float().sum()
+                count += len(part[0])
+    if run.ranks is not None:
+        total, count = run.ranks.scored(total, count)
     run.model.train()
     return {"metric": workload.metric, "value": float(total) / count if count else math.nan, "n": count}
 

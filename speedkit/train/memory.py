@@ -12,13 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from speedkit import files
 from speedkit.plan import Plan
-from speedkit.system import read
 from speedkit.train import attention
 from speedkit.train.blocks import repeated_blocks
 
@@ -93,8 +93,8 @@ def activation_bytes(function: Callable[[], Any]) -> int:
     """Return the bytes that `function`, a forward pass that returns its loss, leaves behind for the backward pass.
 
     Counted are distinct storages that autograd saved or that Python came to hold, the result too; not those that were
-    there before, as weights and batch are. What a first call sets up (compiled code, tables) counts: call it once
-    before. https://docs.pytorch.org/docs/stable/autograd.html#saved-tensors-default-hooks
+    there before. What a first call sets up (compiled code, tables) counts: call it once before.
+    https://docs.pytorch.org/docs/stable/autograd.html#saved-tensors-default-hooks
     """
     before = set(live_tensors())
     saved: dict[tuple[torch.device, int], Tensor] = {}
@@ -139,9 +139,8 @@ def fragmentation(device: torch.device) -> dict[str, Any]:
     `largest_free_block_bytes` needs new memory all the same.
     """
     if device.type != "cuda":
-        pages = read("/proc/self/statm").split()  # the second one is resident (man 5 proc)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        return {"rss_bytes": int(pages[1]) * resource.getpagesize() if pages else None, "peak_rss_bytes": peak}
+        return {"rss_bytes": psutil.Process().memory_info().rss, "peak_rss_bytes": peak}
     reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
     free = [block["size"] for segment in torch.cuda.memory_snapshot() for block in segment["blocks"]
             if segment["device"] == (device.index or 0) and block["state"] == "inactive"]  # fmt: skip
@@ -155,8 +154,8 @@ def save_snapshot(folder: str | Path, device: torch.device) -> Path | None:
     """Write what takes memory now to memory.json in `folder`; return its path, or None where it cannot be written.
 
     It lists the largest tensors that Python can reach, by shape. On a GPU memory.pickle comes with it, for
-    https://docs.pytorch.org/memory_viz; the first one also switches on the record of where memory is asked for, some
-    microseconds each time, so that only a run that ran out once pays for it, and its next snapshot names the lines.
+    https://docs.pytorch.org/memory_viz; the first one switches on the record of where memory is asked for, some
+    microseconds each time, so that the next one names the lines.
     """
     held = Counter((tensor.untyped_storage().nbytes(), str(tensor.device), str(tensor.dtype), tuple(tensor.shape))
                    for tensor in live_tensors().values())  # fmt: skip
@@ -182,9 +181,8 @@ def _place(tensor: Tensor) -> tuple[torch.device, int]:
 def keep_freed_memory() -> bool:
     """Make glibc keep freed memory for the next tensor instead of returning it to the system; return whether it does.
 
-    By default each step takes thousands of page faults to get its activations' memory again; their cost varies several
-    times over on a virtual machine and drowns what is to be measured. It speeds up every plan, the naive one too, so it
-    is no part of a plan (man 3 mallopt).
+    By default each step takes thousands of page faults to get it back, whose cost varies several times over on a
+    virtual machine. It speeds up every plan, the naive one too, so it is no part of a plan (man 3 mallopt).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
     return mallopt is not None and all(mallopt(parameter, value) == 1 for parameter, value in KEPT_FREE.items())

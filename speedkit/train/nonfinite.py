@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,9 +30,8 @@ def find(model: nn.Module, loss_of: Callable[..., Any], batch: Batch, recipe: An
     The model, its buffers and the random state stay as they are; gradients are gone. The samples are found by halving
     the batch, in evaluation mode: there they do not depend on each other. This waits for the device again and again.
     """
-    rows = [~tensor.flatten(1).isfinite().all(1) if tensor.dim() > 1 else ~tensor.isfinite() for tensor in batch]
-    bad = torch.stack(rows).any(0).nonzero().flatten().tolist()
-    if bad:
+    finite = torch.stack([tensor.reshape(len(tensor), -1).isfinite().all(1) for tensor in batch]).all(0)  # [B]
+    if bad := finite.logical_not().nonzero().flatten().tolist():
         return Finding("the batch itself", bad[:MANY], in_data=True)
     broken = [name for name, weight in model.named_parameters() if not weight.isfinite().all()]
     if broken:
@@ -45,62 +45,52 @@ def find(model: nn.Module, loss_of: Callable[..., Any], batch: Batch, recipe: An
         def is_bad(chosen: list[int]) -> bool:
             return bool(_first(model, loss_of, tuple(tensor[chosen] for tensor in batch), recipe))
 
-        return Finding(where, _culprits(is_bad, len(batch[0])))
+        return Finding(where, _culprits(is_bad, list(range(len(batch[0]))))[:MANY])
 
 
 def _first(model: nn.Module, loss_of: Callable[..., Any], batch: Batch, recipe: Any) -> str:
     """Return the first output of a module or, where the loss is finite, the first gradient that is not; "" for none."""
-    outputs: list[str] = []
-    gradients: list[str] = []
+    found: list[str] = []
 
-    def watch(name: str) -> Callable[..., None]:
-        """Return the forward hook that notes when the outputs of module `name` are the first not to be finite."""
-        def look(module: nn.Module, inputs: Any, output: Any) -> None:
-            for tensor in tree.tree_leaves(output):
-                if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                    if not tensor.isfinite().all():
-                        outputs.append(f"the output of {name}")
-                    if tensor.requires_grad:
-                        tensor.register_hook(lambda gradient: note(gradient, f"the gradient at the output of {name}"))
+    def note(tensor: Tensor, what: str) -> None:
+        if not tensor.isfinite().all():
+            found.append(what)
 
-        return look
+    def look(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        for tensor in tree.tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                note(tensor, f"the output of {name}")
+                if tensor.requires_grad:
+                    tensor.register_hook(functools.partial(note, what=f"the gradient at the output of {name}"))
 
-    def note(gradient: Tensor, what: str) -> None:
-        if not gradient.isfinite().all():
-            gradients.append(what)
-
-    modules = [(name or type(module).__name__, module) for name, module in model.named_modules()]
-    handles = [module.register_forward_hook(watch(name)) for name, module in modules]
+    handles = [module.register_forward_hook(functools.partial(look, name or type(module).__name__))
+               for name, module in model.named_modules()]  # fmt: skip
     try:
         loss, _ = loss_of(model, batch, recipe)
         if not loss.isfinite():
-            return [*outputs, "the loss"][0]
+            return [*found, "the loss"][0]
+        found.clear()  # no output that the loss does not depend on
         loss.backward()
-        for name, weight in model.named_parameters():
-            if weight.grad is not None:
-                note(weight.grad, f"the gradient of {name}")
-        norm = nn.utils.get_total_norm([weight.grad for weight in model.parameters() if weight.grad is not None])
-        return gradients[0] if gradients else "" if norm.isfinite() else "the norm of the gradients"
+        gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+        for name, gradient in gradients.items():
+            note(gradient, f"the gradient of {name}")
+        note(nn.utils.get_total_norm(gradients.values()), "the norm of the gradients")
+        return next(iter(found), "")
     finally:
         model.zero_grad(set_to_none=True)
         for handle in handles:
             handle.remove()
 
 
-def _culprits(is_bad: Callable[[list[int]], bool], count: int) -> list[int]:
-    """Return the first `MANY` of the samples 0 to `count` that are bad by themselves."""
-    found: list[int] = []
-    waiting = [list(range(count))]
-    while waiting and len(found) < MANY:
-        chosen = waiting.pop()
-        if not is_bad(chosen):
-            continue
-        half = len(chosen) // 2
-        if half:
-            waiting += [chosen[half:], chosen[:half]]
-        else:
-            found += chosen
-    return found
+def _culprits(is_bad: Callable[[list[int]], bool], chosen: list[int]) -> list[int]:
+    """Return the first of the `chosen` samples that are bad by themselves, `MANY` of them at least where there are."""
+    if not is_bad(chosen):
+        return []
+    if len(chosen) == 1:
+        return chosen
+    half = len(chosen) // 2
+    found = _culprits(is_bad, chosen[:half])
+    return found if len(found) >= MANY else found + _culprits(is_bad, chosen[half:])
 
 
 @contextlib.contextmanager

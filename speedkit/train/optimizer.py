@@ -15,10 +15,10 @@ def build(parameters: Iterable[nn.Parameter], recipe: Recipe, fused: bool, tenso
 
     It lies on the parameters' device: neither a kernel nor compiled code then depends on its value.
     """
-    parameters = list(parameters)
-    as_tensor = fused or tensor_rate
-    rate = torch.tensor(recipe.learning_rate, device=parameters[0].device) if as_tensor else recipe.learning_rate
+    parameters, rate = list(parameters), recipe.learning_rate
     options: dict[str, Any] = {"lr": rate, "weight_decay": recipe.weight_decay, "fused": fused}
+    if fused or tensor_rate:
+        options["lr"] = torch.tensor(rate, device=parameters[0].device)
     if recipe.optimizer == "adamw":
         return torch.optim.AdamW(parameters, **options)
     optimizer = torch.optim.SGD(parameters, momentum=recipe.momentum, **options)
@@ -45,12 +45,10 @@ def schedule(optimizer: Optimizer, table: list[float], steps_done: Tensor | None
     `steps_done` counts those on the device, where (fused) steps can be skipped; it is None elsewhere. A run that never
     ends outlasts its table, and stays at the last rate.
     """
-    rate, last = optimizer.param_groups[0]["lr"], len(table) - 1
+    last = len(table) - 1
     if len(set(table)) == 1:
         return lambda step: None
     if steps_done is not None:
-        on_device = torch.tensor(table, device=steps_done.device)
+        on_device, rate = torch.tensor(table, device=steps_done.device), optimizer.param_groups[0]["lr"]
         return lambda step: torch.take(on_device, steps_done.clamp(max=last), out=rate)
-    if isinstance(rate, Tensor):
-        return lambda step: rate.fill_(table[min(step, last)])
-    return lambda step: optimizer.param_groups[0].update(lr=table[min(step, last)])
+    return lambda step: set_rate(optimizer, table[min(step, last)])

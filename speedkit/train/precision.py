@@ -55,12 +55,10 @@ def convert(model: nn.Module, plan: Plan, scaling: str = "tensorwise") -> list[s
         Float8LinearConfig.from_recipe_name(scaling), emulate=plan.precision == "fp8-emulated", pad_inner_dim=True
     )
     convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name not in kept)
-    groups: dict[str, list[str]] = {}
+    notes = [f"{why}: {', '.join(name for name in kept if kept[name] == why)}" for why in dict.fromkeys(kept.values())]
     if not any(type(layer).__name__ == "Float8Linear" for layer in model.modules()):
-        groups["no layer of this model multiplies in 8 bits, so that all of it trains as in bf16"] = []
-    for name, why in kept.items():
-        groups.setdefault(why, []).append(name)
-    return [": ".join(filter(None, (why, ", ".join(names)))) for why, names in groups.items()]
+        notes.insert(0, "no layer of this model multiplies in 8 bits, so that all of it trains as in bf16")
+    return notes
 
 
 def _kept_from_fp8(model: nn.Module) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Apply a plan to a training loop that its author keeps: here to model and optimizer, in own_loader to the loader."""
 
+import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
@@ -7,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -16,13 +18,13 @@ from speedkit.plan import Effective, Fallback, Plan, resolve
 from speedkit.train import attention, compilation, memory, own_loader, precision
 from speedkit.train.progress import wanted
 
-DEFAULT = Plan()
 # What only the loop can do, and how.
 IN_THE_LOOP = {
     "micro_batch": "split the batch in your loop, weigh each part's loss by its share, call step() after the last part",
     "decoder": "your data set reads the files: change it there",
     "features_on": "let the data set give what features are made of, and compute them where your loop has the batch",
     "shards": "your data set opens the files: let it read them from a tar file",
+    "worker_kind": "a DataLoader has processes only: give a loader of your own that has threads",
     "bucket": "give your loader a batch_sampler that puts samples of similar length together",
     "log_every": "call loss.item() in your loop after every so many steps, and keep loss.detach() of the others",
     "validate_every": "evaluate in your loop after every so many steps",
@@ -61,13 +63,13 @@ def prepare(
     # Shapes may differ from batch to batch: the first is compiled for as it is, later ones once more for all.
     forward = compilation.apply(model, effective.plan, SimpleNamespace(length=len))
     effective = compilation.honoured(effective, forward)
-    _refuse(effective, strict)
     if why := memory.set_allocator(effective.plan, hardware.device):
-        _refuse(effective := effective.but(Fallback("allocator", plan.allocator, "default", why)), strict)
+        effective = effective.but(Fallback("allocator", plan.allocator, "default", why))
+    _refuse(effective, strict)
     if why := memory.checkpoint_blocks(model, effective.plan):
         _refuse(effective := effective.but(Fallback("checkpointing", plan.checkpointing, "off", why)), strict)
     got = effective.plan
-    if got.precision != DEFAULT.precision:
+    if got.precision != own_loader.DEFAULT["precision"]:
         precision.apply(got)
     effective = effective.but(*(Fallback("precision", plan.precision, got.precision, why)
                                 for why in precision.convert(model, got)))  # fmt: skip
@@ -106,24 +108,19 @@ def _settled(plan: Plan, model: nn.Module, optimizer: Any, loader: Any, hardware
     """Return what `plan` becomes, as far as that is known before anything is changed."""
     fallbacks, got = list[Fallback](), dataclasses.asdict(plan)
     there = {"fused_optimizer": all(group.get("fused") for group in optimizer.param_groups)} | own_loader.asked(loader)
-    got |= {field: value for field, value in there.items() if got[field] == getattr(DEFAULT, field)}
+    got |= {field: value for field, value in there.items() if got[field] == own_loader.DEFAULT[field]}
 
     def note(found: Iterable[tuple[str, Any, str]]) -> None:
         for field, value, why in found:
             fallbacks.append(Fallback(field, got[field], value, why))
             got[field] = value
 
-    note((field, getattr(DEFAULT, field), why) for field, why in IN_THE_LOOP.items()
-         if got[field] != getattr(DEFAULT, field))  # fmt: skip
+    note(own_loader.different(got, IN_THE_LOOP))
     note(own_loader.fallbacks(got, loader))
     resolved = resolve(Plan(**got), hardware)
     fallbacks += resolved.fallbacks
     got.update(dataclasses.asdict(resolved.plan))
     note(_for_learner(got, model, optimizer, hardware))
-    if got["workers"] == "auto":
-        chosen, why = own_loader.measured(Plan(**got), model, loader, hardware.device)
-        fallbacks.append(Fallback("workers", "auto", chosen.workers, why))
-        got.update(dataclasses.asdict(chosen))
     return Effective(plan, Plan(**got), tuple(fallbacks))
 
 
@@ -166,17 +163,10 @@ def _fit(optimizer: Any, plan: Plan) -> None:
             optimizer.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight))
         state = optimizer.state.get(weight, {})
         for name, value in state.items():
-            if isinstance(value, Tensor) and value.shape == weight.shape:
-                state[name] = _laid_out_as(weight, value)
+            if isinstance(value, Tensor) and value.shape == weight.shape:  # a fused kernel runs through both at once
+                state[name] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
             elif isinstance(value, Tensor) and plan.fused_optimizer:
                 state[name] = value.to(weight.device)  # the count of steps
-        weight.grad = _laid_out_as(weight, weight.grad) if weight.grad is not None else None
-
-
-def _laid_out_as(weight: Tensor, value: Tensor) -> Tensor:
-    """Return `value` in the order of `weight` in memory: a fused kernel runs through both at once."""
-    same = value.stride() == weight.stride()
-    return value if same else torch.empty_like(weight, dtype=value.dtype).copy_(value)
 
 
 class Call:
@@ -202,21 +192,17 @@ class Call:
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Return what the model returns, in float32 where it was computed in 16 bits."""
         inputs, named = tree_map_only(Tensor, self._arriving, (inputs, named))
-        modules = self.model.modules() if self.scale is not None and torch.is_grad_enabled() else ()
-        there = [(module._parameters, dict(module._parameters)) for module in modules]
-        aliases: Any = (
-            {weight: self._alias(weight, unscale=True) for weight in self.model.parameters()} if there else {}
-        )
+        weights: Any = contextlib.nullcontext()
+        if self.scale is not None and torch.is_grad_enabled():
+            aliases = {name: self._alias(weight) for name, weight in self.model.named_parameters()}
+            weights = _reparametrize_module(self.model, aliases, tie_weights=True, stack_weights=True)
         caller = vars(self.model)["_compiled_call_impl"]  # this, or somebody who watches it
         try:
             vars(self.model)["_compiled_call_impl"] = self.theirs  # what is called from here on is the model itself
-            for parameters, weights in there:
-                parameters.update({name: aliases.get(weight) for name, weight in weights.items()})
-            outputs = self.call(*inputs, **named)
+            with weights:
+                outputs = self.call(*inputs, **named)
         finally:
             vars(self.model)["_compiled_call_impl"] = caller
-            for parameters, weights in there:
-                parameters.update(weights)
         return tree_map_only(Tensor, self._leaving, outputs)
 
     def _called(self, *inputs: Any, **named: Any) -> Any:
@@ -236,7 +222,7 @@ class Call:
     def _arriving(self, tensor: Tensor) -> Tensor:
         if self.plan.channels_last and tensor.ndim == 4:
             tensor = tensor.contiguous(memory_format=torch.channels_last)
-        return self._alias(tensor, unscale=True)
+        return self._alias(tensor)
 
     def _leaving(self, tensor: Tensor) -> Tensor:
         if self.plan.precision in precision.AUTOCAST and tensor.dtype in precision.AUTOCAST.values():
@@ -245,7 +231,7 @@ class Call:
             tensor = tensor.clone()  # the next replay writes to its memory, and the loop may keep it
         return self._alias(tensor, unscale=False)
 
-    def _alias(self, tensor: Tensor, unscale: bool) -> Tensor:
+    def _alias(self, tensor: Tensor, unscale: bool = True) -> Tensor:
         """Return another name for `tensor`, whose gradient is scaled or unscaled on its way through."""
         if self.scale is None or not (tensor.requires_grad and torch.is_grad_enabled()):
             return tensor

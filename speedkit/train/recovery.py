@@ -50,7 +50,8 @@ class Recovery:
         Raises SpeedkitError for a bad step, or where those are skipped when they do not end.
         """
         guard, history = run.guard, run.history
-        losses = torch.stack(run.pending).tolist() if run.pending else []
+        pending = torch.stack(run.pending) if run.pending else torch.empty(0)
+        losses = (pending if run.ranks is None or not run.pending else run.ranks.summed(pending)).tolist()
         if losses and not guard.skips and math.isfinite(total := sum(losses)):
             return total / len(losses)
         flags = [GOOD if math.isfinite(loss) else BAD for loss in losses]
@@ -113,6 +114,8 @@ class Recovery:
             tried = "; ".join(f"at step {one['step']} {one['action']}" for one in run.history.recoveries)
             raise SpeedkitError(f"{why}, after {RECOVERIES} recoveries ({tried}): mend the data or lower learning_rate")
         wider = self._wider(run, batch) if self.in_row and batch is not None else ""
+        if run.ranks is not None:
+            wider = run.ranks.first(wider) or ""
         self._go_back(run)
         action = f"went back to the state after step {self.kept[0][0]}"
         if wider:
@@ -176,10 +179,25 @@ class Recovery:
 
 
 def explain(run: Any, step: int, place: tuple[int, int]) -> tuple[str, Finding | None, Any]:
-    """Return where the batch of `step`, from `place` in the data, first is not finite: words, finding, the batch."""
+    """Return where the batch of `step`, from `place` in the data, first is not finite: words, finding, the batch.
+
+    Of several ranks each looks at its own part of the batch, and all return what the first of them found.
+    """
+    if run.ranks is None:
+        return _explained(run, step, place)
+    if run.ranks.fsdp:
+        return "where from cannot be looked for while weights are sharded: take strategy=ddp for that", None, None
+    run.model.zero_grad(set_to_none=True)  # else those of the bad step, which all ranks share, would be found
+    own = _explained(run, step, place)
+    found = run.ranks.first(own[:2] if own[1] else None)
+    return (*found, own[2]) if found else own
+
+
+def _explained(run: Any, step: int, place: tuple[int, int]) -> tuple[str, Finding | None, Any]:
     try:
         batch, names = run.batches.again(*place)
-        batch = augmented(batch, run.workload, run.recipe, step - 1, torch.Generator(run.device))
+        batch = augmented(batch, run.workload, run.recipe, step - 1 + run.batches.order.own_draws,
+                          torch.Generator(run.device))  # fmt: skip
         found = find(run.model, run.loss, batch, run.recipe)
         if found is not None and found.where.startswith("the weights") and not run.guard.skips:
             # They learned from the bad step before the host read of it; the batch may be as bad for untrained ones.

@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,57 +22,12 @@ from speedkit.hardware import cache_root, this_machine
 from speedkit.plan import Effective, Fallback, Plan, resolve
 from speedkit.recipe import Recipe, learning_rates, steps_per_epoch
 from speedkit.settings import to_yaml
-from speedkit.train import attention, checkpoint, compilation, memory, optimizer, precision
+from speedkit.train import attention, checkpoint, compilation, distributed, memory, optimizer, precision
 from speedkit.train.batch_size import choose_micro_batch
 from speedkit.train.guard import Guard
+from speedkit.train.history import History
 from speedkit.train.progress import Progress, wanted
 from speedkit.train.recovery import Recovery
-
-
-@dataclasses.dataclass
-class History:
-    """The course of one run. Written as `history.json`; times in seconds, memory in bytes."""
-
-    workload: str
-    recipe: Recipe
-    effective: Effective
-    device: str
-    loss: list[float] = dataclasses.field(default_factory=list)  # mean since the log point before, one per log point
-    log_steps: list[int] = dataclasses.field(default_factory=list)
-    log_step_s: list[float] = dataclasses.field(default_factory=list)  # seconds per step, one per log point
-    evaluations: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # {step, seconds, metric, value, n}
-    steps: int = 0  # optimizer steps that changed the weights
-    seconds: float = 0.0  # of training, evaluation included, preparation not
-    prepare_s: float = 0.0  # data, cache building, model; before the first step
-    peak_memory_bytes: int | None = None
-    quarantined: dict[str, str] = dataclasses.field(default_factory=dict)  # path -> why
-    resumed_from: int | None = None
-    skipped: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # bad steps {step, epoch, position, why}
-    overflows: int = 0  # steps left out while float16's loss scale came down
-    recoveries: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # {step, why, action}
-    model: torch.nn.Module | None = None
-
-    @property
-    def evaluation(self) -> dict[str, Any] | None:
-        """The last evaluation: `{metric, value, n}`."""
-        return {key: self.evaluations[-1][key] for key in ("metric", "value", "n")} if self.evaluations else None
-
-    @property
-    def step_s(self) -> float | None:
-        """Seconds per step: the median over log points, so that compilation and evaluation do not count."""
-        return statistics.median(self.log_step_s) if self.log_step_s else None
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return what `history.json` holds."""
-        effective = dataclasses.asdict(self.effective)
-        own = {key: value for key, value in vars(self).items() if key not in ("effective", "log_step_s", "model")}
-        return own | {
-            "recipe": dataclasses.asdict(self.recipe), "plan_asked": effective["asked"],
-            "plan_effective": effective["plan"], "fallbacks": effective["fallbacks"],
-            "evaluation": self.evaluation, "step_s": self.step_s,
-            "samples_per_s": self.recipe.batch_size / self.step_s if self.step_s else None,
-        }  # fmt: skip
-
 
 Loss = Callable[..., tuple[Tensor, Tensor]]  # model, batch, recipe -> mean over the batch's valid items, outputs
 
@@ -111,6 +65,7 @@ class Run:
     last_loss: Any = None  # of the latest step, still on the device
     stop: int = 0  # the signal that asks the run to stop
     recovery: Recovery = dataclasses.field(default_factory=Recovery)
+    ranks: distributed.Ranks | None = None  # this process among those of the run; None where it is the only one
     draws: bool | None = None  # whether a step draws from the global random generators; None before the first
 
     def loss_in(self, name: str) -> Loss:
@@ -139,51 +94,66 @@ def begin(
     """
     began_s = time.perf_counter()
     recipe = checked(recipe or workload.recipe, workload)
-    device = (hardware := this_machine(device)).device
+    device = (hardware := this_machine(distributed.own_device(plan, device))).device
     effective = resolve(plan or Plan(), hardware, strict, workload)
-    folder = None if out is None else claim_folder(out, "train", resume)
+    share, ranks = (0, 1), distributed.join(effective.plan, recipe, device)
+    if ranks is not None:
+        share, resume = (ranks.rank, ranks.count), resume or distributed.started_again()
+    folder = None if out is None else Path(out) if share[0] else claim_folder(out, "train", resume)
     if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-    plan = (effective := settled(workload, recipe, effective, device)).plan
+        reproducibly()
+    alone = dataclasses.replace(recipe, batch_size=-(-recipe.batch_size // share[1]))  # what of it this process gets
+    effective = settled(workload, alone, effective, device)
+    plan = (effective := effective if ranks is None else ranks.agreed(effective)).plan
     workload = dataclasses.replace(workload, load=loading(workload, plan))
     precision.apply(plan)
-    options: Any = {"device": device, "cache_dir": cache_dir, "progress": wanted(progress) and not endless}
+    shown = progress if not endless and not share[0] else False
+    options: Any = {"share": share, "device": device, "cache_dir": cache_dir, "progress": wanted(shown)}
     test_plan = dataclasses.replace(plan, cache="off", shards=False) if endless else plan  # its test set is never seen
-    model, update, scale, late = make_learner(workload, recipe, plan, device)
+    model, update, scale, late = make_learner(workload, recipe, plan, device, ranks)
     forward = compilation.apply(model, plan, workload)
-    effective = compilation.honoured(effective.but(*late), forward)
-    # What is auto was to be chosen, and what is got as asked (8 bits, but for some layers) is told only.
-    for found in effective.fallbacks:
-        if strict and found.asked not in ("auto", found.got):
-            raise PlanError(f"the plan cannot be honoured, and --strict allows no fallback: {found}")
-    plan = effective.plan
+    plan = (effective := allowed(compilation.honoured(effective.but(*late), forward), strict)).plan
     total = recipe.total_steps(len(workload.train), plan.drop_last)
-    guard = Guard(plan, model, update, scale)
+    guard = Guard(plan, model, update, scale, ranks is not None)
     run = Run(
         workload, recipe, effective, plan, device, model,
         [parameter for parameter in model.parameters() if parameter.requires_grad],
         forward, loss_under(plan, workload, device),
-        min(int(plan.micro_batch or recipe.batch_size), recipe.batch_size), update, compilation.update(forward, update),
+        min(int(plan.micro_batch or alone.batch_size), alone.batch_size), update, compilation.update(forward, update),
         optimizer.schedule(update, learning_rates(recipe, total), guard.steps_done), scale, guard,
         open_batches(workload, workload.train, plan, recipe.batch_size, recipe.seed, **options),
         open_batches(workload, workload.test, test_plan, recipe.batch_size, None, **options),
         total_steps=None if endless else total, scheduled=total,
         evaluate_every=0 if endless else evaluate_every(workload, recipe, plan),
         history=History(workload.name, recipe, effective, str(device)),
-        progress=Progress(workload.name, total, recipe.batch_size, device, not endless and progress),
-        out=folder,
+        progress=Progress(workload.name, total, recipe.batch_size, device, shown),
+        out=folder, ranks=ranks,
     )  # fmt: skip
-    run.progress.follow(run.batches)
-    if folder is not None:
+    if folder is not None and resume:
+        checkpoint.load(run, folder)
+    if folder is not None and share[0] == 0:
         write_text(folder / "plan.yaml", to_yaml(plan))
-        if resume:
-            checkpoint.load(run, folder)
         run.keeper = checkpoint.Keeper(run, folder)
+    run.progress.follow(run.batches)
     run.recovery.start(run)
     run.progress.tell(*effective.fallbacks, run.batches.padding, getattr(run.batches.cache, "why", ""))
     run.history.prepare_s = time.perf_counter() - began_s
     return run
+
+
+def reproducibly() -> None:
+    """Ask CUDA for kernels that give the same bits each time; raises later where there is none."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+
+
+def allowed(effective: Effective, strict: bool) -> Effective:
+    """Return `effective`. Raises PlanError under `strict` for what came out late and is not as it was asked for."""
+    # What is auto was to be chosen, and what is got as asked (8 bits, but for some layers) is told only.
+    for found in effective.fallbacks:
+        if strict and found.asked not in ("auto", found.got):
+            raise PlanError(f"the plan cannot be honoured, and --strict allows no fallback: {found}")
+    return effective
 
 
 def evaluate_every(workload: Any, recipe: Recipe, plan: Plan) -> int:
@@ -214,10 +184,11 @@ def settled(workload: Any, recipe: Recipe, effective: Effective, device: torch.d
 
 def open_batches(workload: Any, items: Any, plan: Plan, batch_size: int, seed: int | None, **options: Any) -> Batches:
     """Return the stream of `items`, out of shards and a cache where the plan says so; what is missing is made."""
+    share = options.pop("share", (0, 1))
     if plan.shards:
         items = pack(workload, items, Path(options["cache_dir"] or cache_root()) / "shards")
     cache = open_cache(workload, items, plan, **options) if plan.cache != "off" else None
-    return Batches(workload, items, plan, batch_size, seed, options["device"], cache)
+    return Batches(workload, items, plan, batch_size, seed, options["device"], cache, share)
 
 
 def measure_workers(workload: Any, recipe: Recipe, effective: Effective, device: torch.device) -> Effective:
@@ -248,7 +219,7 @@ class Learner(NamedTuple):
     fallbacks: tuple[Fallback, ...]
 
 
-def make_learner(workload: Any, recipe: Recipe, plan: Plan, device: torch.device) -> Learner:
+def make_learner(workload: Any, recipe: Recipe, plan: Plan, device: torch.device, ranks: Any = None) -> Learner:
     """Return the learner on `device`, as the plan has it; its weights are a function of the recipe's seed."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -258,6 +229,9 @@ def make_learner(workload: Any, recipe: Recipe, plan: Plan, device: torch.device
     fallbacks = [Fallback("precision", plan.precision, plan.precision, why) for why in precision.convert(model, plan)]
     if why := memory.checkpoint_blocks(model, plan):
         fallbacks.append(Fallback("checkpointing", plan.checkpointing, "off", why))
+    if ranks is not None and (why := ranks.shard(model, recipe, plan)):
+        fallbacks.append(Fallback("fused_optimizer", True, False, why))
+        plan = dataclasses.replace(plan, fused_optimizer=False)
     update = optimizer.build(model.parameters(), recipe, plan.fused_optimizer, compilation.compiles_update(plan))
     scale = precision.LossScale(device) if plan.precision == "fp16" else None
     if scale is not None:
@@ -284,13 +258,15 @@ def finish(run: Run) -> History:
         history.overflows = run.step - history.steps  # else counted as they were read
     history.model = run.model
     history.quarantined = dict(run.workload.quarantined) | run.batches.bad | run.test_batches.bad
+    if run.ranks is not None:
+        history.quarantined = run.ranks.united(history.quarantined)
     if run.device.type == "cuda":
         history.peak_memory_bytes = torch.cuda.max_memory_allocated(run.device)
     else:
         history.peak_memory_bytes = memory.fragmentation(run.device)["peak_rss_bytes"]
     if history.quarantined:
         run.progress.say(f"  {len(history.quarantined)} files were left out (quarantine.csv says why)")
-    if run.out is not None:
+    if run.out is not None and run.keeper is not None:
         write_json(run.out / "history.json", history.as_dict())
         if history.quarantined:
             write_quarantine(run.out / "quarantine.csv", sorted(history.quarantined.items()))

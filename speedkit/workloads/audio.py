@@ -4,6 +4,7 @@ import functools
 import math
 import operator
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ from torchaudio.transforms import MelSpectrogram
 
 from speedkit.data import decode
 from speedkit.data.augment import spec_augment, time_shift
-from speedkit.data.sources import Item, find_items
+from speedkit.data.sources import Item
 from speedkit.errors import UsageError
 from speedkit.recipe import Recipe
 from speedkit.workloads.classifier import residual_net, score
-from speedkit.workloads.night_sounds import TEST_PATTERN, generate
+from speedkit.workloads.generated import find_or_generate
+from speedkit.workloads.night_sounds import generate
 from speedkit.workloads.workload import Batch, Workload
 
 BANDS = 64  # mel bands, from 0 Hz to half the sample rate
@@ -43,17 +45,7 @@ def audio(
     if size not in SIZES:
         raise UsageError(f"size {size!r} is unknown: the audio net comes in {', '.join(SIZES)}")
     generated = data_dir is None and labels is None
-    if not generated:
-        if clips is not None:
-            raise UsageError("clips counts the generated recordings: leave it out when you give your own data")
-        folder = data_dir if data_dir is not None else Path(str(labels)).parent
-        found = find_items(folder, labels=labels, label_pattern=label_pattern, test_pattern=test_pattern, seed=seed)
-    elif label_pattern or test_pattern:
-        raise UsageError("a pattern needs recordings to look at: name their folder with --data-dir")
-    elif clips is not None and clips < 30:
-        raise UsageError(f"clips={clips} is too few: 30 make two per class to train on and one to test on")
-    else:
-        found = find_items(generate(clips=clips or CLIPS, seed=seed), test_pattern=TEST_PATTERN)
+    found = find_or_generate(data_dir, generate, clips, CLIPS, 30, labels, label_pattern, test_pattern, seed)
     spectrogram, num_samples = _shape(found.train, max_duration_s)
     return Workload(
         "audio", RECIPE, found.train, found.test,
@@ -69,13 +61,18 @@ def audio(
 
 def _shape(items: tuple[Item, ...], max_duration_s: float | None) -> tuple[dict[str, Any], int]:
     """Return (what `log_mel` takes, for the commonest sample rate; the samples of a clip: a whole number of hops)."""
-    rate_hz = max(statistics.multimode(item.sample_rate_hz for item in items))
-    hop = round(rate_hz / 100)  # 10 ms
-    n_fft = 2 ** round(math.log2(0.028 * rate_hz))  # the power of two nearest to 28 ms
+    frame = framing(items)
+    rate_hz, hop = frame["sample_rate_hz"], frame["hop"]
     usual_s = sorted(item.duration_s for item in items)[math.ceil(0.99 * len(items)) - 1]
     hops = math.ceil(round(min(usual_s, max_duration_s or LONGEST_S) * rate_hz / hop, 6))
     num_samples = hop * max(16, hops)  # what padding in the net leaves something of
-    return {"sample_rate_hz": rate_hz, "n_fft": n_fft, "hop": hop, "bands": BANDS}, num_samples
+    return {**frame, "bands": BANDS}, num_samples
+
+
+def framing(items: Sequence[Item]) -> dict[str, Any]:
+    """Return what `log_mel` takes for the commonest sample rate of `items`: frames each 10 ms, of about 28 ms."""
+    rate_hz = max(statistics.multimode(item.sample_rate_hz for item in items))
+    return {"sample_rate_hz": rate_hz, "n_fft": 2 ** round(math.log2(0.028 * rate_hz)), "hop": round(rate_hz / 100)}
 
 
 def load(item: Item, sample_rate_hz: int, num_samples: int, decoder: str = "soundfile") -> Tensor:

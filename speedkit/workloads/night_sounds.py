@@ -19,7 +19,6 @@ from speedkit.workloads.generated import complete
 NOISE_DB = (-7.0, 12.0)  # the sound of the class over the background noise
 DISTRACTOR_DB = (-14.0, -2.0)  # the sound of another class, relative to that of the class
 DISTRACTORS = 2  # at most so many in a clip
-TEST_PATTERN = r"_test\."  # every third clip of a class carries this in its file name
 _VERSION = 2  # part of the folder's name: raise it when the sound of a clip changes
 _FORMATS = ("wav", "flac", "wav", "ogg")  # of the takes in turn; WAV and FLAC with 16 bits
 
@@ -147,10 +146,9 @@ def clip_path(folder: Path, index: int) -> Path:
 
 def generate(folder: str | Path | None = None, clips: int = 1000, duration_s: float = 4.0, sample_rate_hz: int = 16000,
              seed: int = 0) -> Path:  # fmt: skip
-    """Return a folder of class-named subfolders with `clips` recordings (WAV, FLAC, OGG), made unless it is whole.
+    """Return a folder of class-named subfolders with `clips` recordings, as `generated.complete` makes it.
 
     It lies in `folder` (by default the cache's), under a name that carries its parameters, so that sets never mix.
-    What an interrupted call left is completed. Raises UsageError for a folder that cannot be written.
     """
     name = f"{clips}_clips_{duration_s:g}s_{sample_rate_hz}hz_seed{seed}_v{_VERSION}"
     target = Path(folder or cache_root() / "night_sounds") / name

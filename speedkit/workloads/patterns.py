@@ -21,7 +21,6 @@ PERIODS = (3.5, 6.5)  # of the pattern across the shorter side
 CONTRAST = (0.2, 0.7)  # between the pattern's two colours, of the range of a pixel
 TURN = 0.6  # radians either way
 NOISE = (0.01, 0.08)  # of the sensor: standard deviation
-TEST_PATTERN = r"_test\."  # every third photograph of a class carries this in its file name
 _VERSION = 1  # part of the folder's name: raise it when a photograph changes
 _FORMATS = ("jpg", "jpg", "jpg", "png")  # of the takes in turn
 
@@ -93,14 +92,13 @@ def photograph_path(folder: Path, index: int) -> Path:
     return folder / CLASSES[index % len(CLASSES)] / f"{take:05d}_{side}.{_FORMATS[take % len(_FORMATS)]}"
 
 
-def generate(folder: str | Path | None = None, photographs: int = 1200, seed: int = 0) -> Path:
-    """Return a folder of class-named subfolders with `photographs` images (JPEG, PNG), made unless it is whole.
+def generate(folder: str | Path | None = None, clips: int = 1200, seed: int = 0) -> Path:
+    """Return a folder of class-named subfolders with `clips` images (JPEG, PNG), as `generated.complete` makes it.
 
     It lies in `folder` (by default the cache's), under a name that carries its parameters, so that sets never mix.
-    What an interrupted call left is completed. Raises UsageError for a folder that cannot be written.
     """
-    target = Path(folder or cache_root() / "patterns") / f"{photographs}_photographs_seed{seed}_v{_VERSION}"
-    paths = [photograph_path(target, index) for index in range(photographs)]
+    target = Path(folder or cache_root() / "patterns") / f"{clips}_photographs_seed{seed}_v{_VERSION}"
+    paths = [photograph_path(target, index) for index in range(clips)]
 
     def write(index: int, path: Path) -> None:
         quality = int(np.random.default_rng([seed, index, 1]).integers(40, 96))

@@ -6,10 +6,9 @@ four, as FastConformer and NEST have it. No result depends on the padding of a c
 """
 
 import functools
-import math
 import operator
-import statistics
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +16,12 @@ from torch import Tensor, nn
 from torchaudio.models.conformer import ConformerLayer
 
 from speedkit.data import decode
-from speedkit.data.sources import Item, find_items
+from speedkit.data.sources import Item
 from speedkit.errors import UsageError
 from speedkit.recipe import Recipe
-from speedkit.workloads.audio import log_mel
-from speedkit.workloads.utterances import TEST_PATTERN, generate
+from speedkit.workloads.audio import framing, log_mel
+from speedkit.workloads.generated import find_or_generate
+from speedkit.workloads.utterances import generate
 from speedkit.workloads.workload import Batch, Workload
 
 BANDS = 80
@@ -48,31 +48,22 @@ def speech(
     """
     if size not in SIZES:
         raise UsageError(f"size {size!r} is unknown: the speech net comes in {', '.join(SIZES)}")
-    if data_dir is not None:
-        if clips is not None:
-            raise UsageError("clips counts the generated recordings: leave it out when you give your own data")
-        found = find_items(data_dir, test_pattern=test_pattern, seed=seed, labelled=False)
-    elif test_pattern:
-        raise UsageError("a pattern needs recordings to look at: name their folder with --data-dir")
-    elif clips is not None and clips < 8:
-        raise UsageError(f"clips={clips} is too few: 8 make six to train on and two to test on")
-    else:
-        found = find_items(generate(clips=clips or CLIPS, seed=seed), test_pattern=TEST_PATTERN, labelled=False)
+    found = find_or_generate(
+        data_dir, generate, clips, CLIPS, 8, test_pattern=test_pattern, seed=seed, labelled=False)  # fmt: skip
     limit_s = max_duration_s or LONGEST_S
     train, test = ([item for item in side if item.duration_s <= limit_s] for side in (found.train, found.test))
     if not train or not test:
         raise UsageError(f"too few recordings last up to {limit_s:g} s: one to train and one to test on are needed")
     too_long = [(item.path, f"it lasts {item.duration_s:.1f} s, over {limit_s:g} (max_duration_s)")
                 for item in (*found.train, *found.test) if item.duration_s > limit_s]  # fmt: skip
-    rate_hz = max(statistics.multimode(item.sample_rate_hz for item in train))
-    hop = round(rate_hz / 100)  # 10 ms
-    spectrogram = {"sample_rate_hz": rate_hz, "n_fft": 2 ** round(math.log2(0.028 * rate_hz)), "hop": hop}
+    spectrogram = framing(train)
+    timing: dict[str, Any] = {key: spectrogram[key] for key in ("sample_rate_hz", "hop")}
     return Workload(
         "speech", RECIPE, train, test,
-        load=functools.partial(load, sample_rate_hz=rate_hz, hop=hop),
+        load=functools.partial(load, **timing),
         features=functools.partial(features, **spectrogram), target=operator.attrgetter("label"),
         model=functools.partial(SpeechNet, size), loss=loss, score=score, metric="masked-frame accuracy",
-        margin=0.02, augment=augment, length=functools.partial(frames, sample_rate_hz=rate_hz, hop=hop),
+        margin=0.02, augment=augment, length=functools.partial(frames, **timing),
         decoders=("torchcodec", "librosa"), count=count, parameters=spectrogram,
         sources=(*decode.SOURCES, load, frames, features), quarantined=(*found.quarantined, *too_long),
     )  # fmt: skip
@@ -213,15 +204,3 @@ def loss(model: nn.Module, batch: Batch, recipe: Recipe) -> tuple[Tensor, Tensor
 def score(outputs: Tensor, batch: Batch) -> Tensor:
     """Return the share of masked frames guessed right in each clip, [B], which `loss` has found."""
     return outputs
-
-
-def chance(workload: Workload) -> float:
-    """Return the score of a guess that never looks: always the code that is commonest in the training set."""
-    net = SpeechNet("tiny")  # any has the same codes
-
-    def guessed(item: Item) -> Tensor:
-        inputs = workload.features(workload.load(item))[None]
-        return net.codes(inputs)[masked((inputs, torch.tensor(inputs.shape[-1:])))]
-
-    commonest = torch.cat([guessed(item) for item in workload.train]).mode().values
-    return statistics.fmean((guessed(item) == commonest).float().mean().item() for item in workload.test)

@@ -120,13 +120,6 @@ def score(outputs: Tensor, batch: Batch) -> Tensor:
     return outputs
 
 
-def unigram_bits_per_byte(workload: Workload) -> float:
-    """Return what each test byte costs, predicted by how often it stands in the training text: the figure to beat."""
-    train, test = (torch.stack([workload.load(item) for item in side]) for side in (workload.train, workload.test))
-    frequency = torch.bincount(train.flatten(), minlength=BYTES) + 1.0
-    return float(-(frequency / frequency.sum()).log2()[test.long()].mean())
-
-
 class RMSNorm(nn.RMSNorm):
     """x / its root mean square, times a weight (Zhang and Sennrich 2019): in float32, whatever comes and goes."""
 

@@ -16,7 +16,6 @@ from scipy.signal import lfilter, sosfilt
 from speedkit.hardware import cache_root
 from speedkit.workloads.generated import complete
 
-TEST_PATTERN = r"_test\."  # every fourth file carries this in its name
 RATE_HZ = 16000
 _VERSION = 1  # part of the folder's name: raise it when the sound of a clip changes
 _FORMATS = ("wav", "flac")  # in turn, with 16 bits
@@ -106,10 +105,9 @@ def clip_path(folder: Path, index: int) -> Path:
 
 
 def generate(folder: str | Path | None = None, clips: int = 400, seed: int = 0) -> Path:
-    """Return a flat folder with `clips` recordings (WAV, FLAC), made unless it is whole.
+    """Return a flat folder with `clips` recordings (WAV, FLAC), as `generated.complete` makes it.
 
     It lies in `folder` (by default the cache's), under a name that carries its parameters, so that sets never mix.
-    What an interrupted call left is completed. Raises UsageError for a folder that cannot be written.
     """
     target = Path(folder or cache_root() / "utterances") / f"{clips}_clips_seed{seed}_v{_VERSION}"
 

@@ -1,0 +1,1 @@
+"""A trained model -> a small one in one file that PyTorch alone can load."""

@@ -1,0 +1,55 @@
+"""The course of one training run, as it is kept."""
+
+import dataclasses
+import statistics
+from typing import Any
+
+import torch
+
+from speedkit.plan import Effective
+from speedkit.recipe import Recipe
+
+
+@dataclasses.dataclass
+class History:
+    """The course of one run. Written as `history.json`; times in seconds, memory in bytes."""
+
+    workload: str
+    recipe: Recipe
+    effective: Effective
+    device: str
+    loss: list[float] = dataclasses.field(default_factory=list)  # mean since the log point before, one per log point
+    log_steps: list[int] = dataclasses.field(default_factory=list)
+    log_step_s: list[float] = dataclasses.field(default_factory=list)  # seconds per step, one per log point
+    evaluations: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # {step, seconds, metric, value, n}
+    steps: int = 0  # optimizer steps that changed the weights
+    seconds: float = 0.0  # of training, evaluation included, preparation not
+    prepare_s: float = 0.0  # data, cache building, model; before the first step
+    peak_memory_bytes: int | None = None
+    quarantined: dict[str, str] = dataclasses.field(default_factory=dict)  # path -> why
+    resumed_from: int | None = None
+    skipped: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # bad steps {step, epoch, position, why}
+    overflows: int = 0  # steps left out while float16's loss scale came down
+    recoveries: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # {step, why, action}
+    model: torch.nn.Module | None = None
+
+    @property
+    def evaluation(self) -> dict[str, Any] | None:
+        """The last evaluation: `{metric, value, n}`."""
+        return {key: self.evaluations[-1][key] for key in ("metric", "value", "n")} if self.evaluations else None
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds per step: the median over log points, so that compilation and evaluation do not count."""
+        return statistics.median(self.log_step_s) if self.log_step_s else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what `history.json` holds."""
+        effective = dataclasses.asdict(self.effective)
+        own = {key: value for key, value in vars(self).items() if key not in ("effective", "log_step_s", "model")}
+        return own | {
+            "recipe": dataclasses.asdict(self.recipe), "plan_asked": effective["asked"],
+            "plan_effective": effective["plan"], "fallbacks": effective["fallbacks"],
+            "evaluation": self.evaluation, "step_s": self.step_s,
+            "samples_per_s": self.recipe.batch_size / self.step_s if self.step_s else None,
+        }  # fmt: skip
