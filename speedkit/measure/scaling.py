@@ -160,7 +160,7 @@ def measure(
         passes = {"forward_s": forward, "both_s": lambda: forward().backward()}
         one, sides = partial(window, alone, first * ranks * count), {"all": together, "all, nothing shared": alone}
         reduced = [(size, partial(dist.all_reduce, torch.zeros(size // 4, device=target))) for size in SIZES]
-        return {
+        found = {
             "workload": workload.name, "ranks": ranks, "strategy": plan.strategy, "device": str(target),
             "backend": dist.get_backend(), "threads": torch.get_num_threads(), "batch_size": batch_size,
             "gradient_bytes": sum(weight.nbytes for weight in alone.run.parameters),
@@ -170,6 +170,8 @@ def measure(
             "passes": {name: timed(function, target, repeats) for name, function in passes.items() if first},
             "all_reduce": [{"bytes": size, "seconds": timed(call, target, repeats, 3)} for size, call in reduced],
         }  # fmt: skip
+        together.run.ranks.gathered(None)  # type: ignore[union-attr]  # none leaves while another still waits for it
+    return found
 
 
 @click.command()

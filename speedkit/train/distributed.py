@@ -94,6 +94,8 @@ class Ranks:
 
     def gathered(self, value: Any) -> list[Any]:
         """Return the `value` of every rank, small and of plain Python."""
+        if self.asked is not None:
+            self.asked[0].wait()  # a process that ends, or leaves the group, with a reduction under way is aborted
         values = [None] * self.count
         dist.all_gather_object(values, value, self.group)
         return values
