@@ -25,9 +25,11 @@ FOUND = {
 }  # fmt: skip
 # A change is told from this gain on: a ledger may leave 5 % unexplained, so what would give less may be nothing.
 LEAST_GAIN = 1.05
-# Of these, shares of a step below are no cause at all. Evaluating and calling operators are part of any healthy
-# training, and a model that computes most of the time is as it should be: it is told where it is most of a step.
-LEAST = {"evaluation and checkpoint": 0.10, "launch-bound": 0.10, "compute-bound": 0.5, "bandwidth-bound": 0.5}
+# Of these, shares of a step below are no cause at all. Evaluating, calling operators and a loop's own lines are part of
+# any healthy training, and a model that computes most of the time is as it should be: it is told where it is most of a
+# step.
+LEAST = {"evaluation and checkpoint": 0.10, "launch-bound": 0.10, "other host work": 0.10, "compute-bound": 0.5,
+         "bandwidth-bound": 0.5}  # fmt: skip
 ON_CPU = 0.20  # the least for calling operators there: it is what others leave, an eighth of a healthy small step
 DISTURBED = 2.0  # times as long as in the counted steps: what an operator may take in others, and no more is its own
 CALLS = 4  # times an empty operator: what a small one may cost, with the layer, the hooks and the Python around it
