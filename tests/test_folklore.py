@@ -168,8 +168,10 @@ def test_a_notebook_answers_exactly_the_claims_that_its_code_names(path):
 def test_every_speedup_that_was_judged_is_found_with_its_measurement_and_verdict():
     readings, problems = gather(FOLDER)
     assert problems == []
-    rows = answers(read_claims(), readings, lambda record: record["hardware"]["cpu"])
-    judged = [row for row in rows if row["evidence"].startswith("promised") and row["metric"] == "speedup"]
+    claims = read_claims()
+    rows = answers(claims, readings, lambda record: record["hardware"]["cpu"])
+    judged = [row for row in rows if row["evidence"].startswith("promised") and row["metric"] == "speedup"
+              and claims[row["claim"]]["low"] != "linear"]  # which its notebook judges by the number of ranks
     assert judged and all(row["ratio"] for row in judged)
     for row in judged:
         assert row["verdict"] in (WORDS[answer(promised(row["claim"]), row)], WORDS["needs_gpu"]), row["claim"]
