@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ def main() -> None:
     """Run the command line; every failure is one sentence and an exit code, a traceback only with --debug."""
     arguments = [word for word in sys.argv[1:] if word != "--debug"]
     signal.signal(signal.SIGTERM, _terminate)
+    sys.unraisablehook = _lost
     try:
         sys.exit(commands.main(arguments, prog_name="speedkit", standalone_mode=False) or 0)
     except click.NoSuchOption as error:
@@ -52,6 +54,18 @@ def main() -> None:
         if not distributed.tell(message, code, hasattr(error, "lost")):
             click.echo(f"speedkit: {message}", err=True)
         sys.exit(code)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Python would print what is raised on its way out
+
+
+def _lost(what: Any) -> None:
+    """Send the signal again that came while an object was deleted, where Python prints exceptions and goes on."""
+    if isinstance(what.exc_value, Interrupted):
+        again = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM))
+        again.daemon = True
+        again.start()
+    else:
+        sys.__unraisablehook__(what)
 
 
 def _terminate(number: int, _frame: Any) -> None:

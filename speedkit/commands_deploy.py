@@ -1,7 +1,6 @@
 """`speedkit deploy CHECKPOINT`: a trained model, made small, tested and exported."""
 
 import statistics
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from speedkit.deploy import load
 from speedkit.deploy.quantize import METHODS
 from speedkit.errors import SpeedkitError, UsageError
-from speedkit.options import DATA, data_options
+from speedkit.options import DATA, run_options
 from speedkit.train import checkpoint
 from speedkit.workloads import BUILT_IN, load_workload
 
@@ -20,15 +19,12 @@ from speedkit.workloads import BUILT_IN, load_workload
 @click.command()
 @click.argument("checkpoint_file", metavar="CHECKPOINT", type=click.Path(path_type=Path))
 @click.argument("workload", required=False)
-@data_options
+@run_options
 @click.option("--method", default="int8-dynamic", show_default=True, metavar=" | ".join(METHODS).upper())
 @click.option("--max-drop", default=0.01, show_default=True, help="what the metric may lose on the test set")
 @click.option("--batch-size", default=64, show_default=True, type=click.IntRange(2), help="beside a single sample")
 @click.option("--pairs", default=10, show_default=True, type=click.IntRange(4), help="windows of each model")
 @click.option("--compile/--no-compile", "compiled", default=True, help="measure compiled models too")
-@click.option("--device", default="auto", show_default=True, metavar="AUTO | CUDA | CPU")
-@click.option("--out", type=click.Path(path_type=Path), default=lambda: Path("runs", time.strftime("%Y%m%d-%H%M%S")),
-              show_default="runs/<date>-<time>", help="folder for the model and what was found")  # fmt: skip
 def deploy(checkpoint_file: Path, workload: str | None, out: Path, **values: Any) -> None:
     """Make the trained model in CHECKPOINT small and fast: quantize, test and export it. WORKLOAD is found in it."""
     from speedkit.deploy import trial

@@ -47,11 +47,14 @@ data_options = _adding(
     click.option("--size", metavar="TINY | SMALL | MEDIUM", help="size of the model"),
     click.option("--clips", type=int, help="how many files to generate where there is no data folder"),
 )
-shared = _adding(  # the options of all commands that train
+run_options = _adding(
     data_options,
     click.option("--out", type=click.Path(path_type=Path), default=lambda: Path("runs", time.strftime("%Y%m%d-%H%M%S")),
                  show_default="runs/<date>-<time>", help="folder for what the run leaves"),
     click.option("--device", default="auto", show_default=True, metavar="AUTO | CUDA | MPS | CPU"),
+)
+shared = _adding(  # the options of all commands that train
+    run_options,
     click.option("--cache-dir", type=click.Path(), help="folder for cached features"),
     click.option("--resume", is_flag=True, help="go on with the run in --out"),
 )

@@ -247,3 +247,28 @@ def test_the_doctor_leaves_its_ledger(capsys, monkeypatch, recordings, tmp_path)
     assert "the budget of 1 s was spent" in found["left_out"]["loading"]
     assert "already holds a doctor run" in refused(capsys, monkeypatch, 2, *words)
     assert "is no time" in refused(capsys, monkeypatch, 2, "doctor", "audio", "--budget", "soon")
+
+
+DELETING = """
+import time
+
+class Slow:
+    def __del__(self):
+        print("deleting", flush=True)
+        time.sleep(1)
+
+def workload():
+    Slow()  # Python prints what is raised in __del__, and goes on
+    time.sleep(60)
+"""
+
+
+def test_sigterm_ends_a_command_also_while_an_object_is_deleted(tmp_path):
+    (tmp_path / "deleting.py").write_text(DELETING)
+    words = [sys.executable, "-m", "speedkit", "train", "deleting:workload", "--out", "run"]
+    process = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "deleting\n"
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=30)
+    assert err == "speedkit: stopped by SIGTERM; what was complete is kept\n"
+    assert process.returncode == 128 + signal.SIGTERM

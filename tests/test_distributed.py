@@ -28,7 +28,7 @@ from speedkit.errors import PlanError, SpeedkitError, UsageError
 from speedkit.hardware import Hardware, this_machine
 from speedkit.plan import Plan
 from speedkit.recipe import steps_per_epoch
-from speedkit.train import distributed
+from speedkit.train import distributed, launcher
 from speedkit.train.loop import fit
 from speedkit.workloads import load_workload
 
@@ -115,7 +115,7 @@ def test_what_ranks_cannot_do_together_falls_back_with_a_reason():
     assert resolve(alone, machine).plan == alone, "one rank is a plain run, whatever the strategy"
 
 
-def test_a_launch_that_cannot_work_is_refused():
+def test_a_launch_that_cannot_work_is_refused(monkeypatch):
     with pytest.raises(UsageError, match="cannot share it evenly"):
         distributed.launch(["speedkit"], 3, nnodes=2, endpoint="localhost:29500")
     with pytest.raises(UsageError, match="HOST:PORT"):
@@ -124,6 +124,9 @@ def test_a_launch_that_cannot_work_is_refused():
         endpoint = f"localhost:{busy.getsockname()[1]}"
         with pytest.raises(UsageError, match=f"{endpoint}: Address already in use"):
             distributed.launch(["speedkit"], 2, endpoint=endpoint)
+        monkeypatch.setattr(launcher, "MEETING_S", 0.5)
+        with pytest.raises(UsageError, match=f"what listens at {endpoint} is no run of speedkit: give a free"):
+            distributed.launch(["speedkit"], 2, nnodes=2, endpoint=endpoint)
 
 
 # ---- what the ranks run ----
@@ -377,16 +380,18 @@ def test_a_signal_ends_all_ranks_with_a_checkpoint_that_any_number_goes_on_from(
     assert losses(tmp_path / "run") == pytest.approx(uninterrupted, rel=1e-4)
 
 
+def kill_rank(rank, mark):
+    """Send SIGKILL to a rank, not to its loader, which has its environment too."""
+    [pid] = [pid for pid in marked(mark) if os.getpgid(pid) == pid
+             and f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")]  # fmt: skip
+    os.kill(pid, signal.SIGKILL)
+
+
 @pytest.mark.slow
 def test_a_killed_rank_is_replaced_and_the_loss_curve_goes_on_exactly(tmp_path, found_by_ranks, uninterrupted):
     process = command(tmp_path / "run", "weary", "--strategy", "fsdp", "--workers", "1")
     wait_for(tmp_path / "run" / "checkpoint.pt", process)
-    ranks = {}
-    for pid in marked(found_by_ranks):
-        held = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        if b"RANK=1" in held and os.getpgid(pid) == pid:  # the rank, not its loader
-            ranks[1] = pid
-    os.kill(ranks[1], signal.SIGKILL)
+    kill_rank(1, found_by_ranks)
     _, err = ended(process)
     assert "rank 1 was killed by SIGKILL; all ranks start again from the last checkpoint" in err
     assert losses(tmp_path / "run") == uninterrupted
@@ -412,15 +417,21 @@ def test_an_error_on_one_rank_ends_all_with_its_message_alone(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_agents_on_one_machine_make_one_run(tmp_path, uninterrupted):
+@pytest.mark.parametrize("killed", [False, True])
+def test_two_agents_on_one_machine_make_one_run(killed, tmp_path, found_by_ranks, uninterrupted):
     with socket.create_server(("localhost", 0)) as free:
         endpoint = f"localhost:{free.getsockname()[1]}"
     more = ("--nnodes", "2", "--rdzv-endpoint", endpoint)
-    both = [command(tmp_path / name, "weary", *more) for name in ("a", "b")]
-    said = [ended(process)[0] for process in both]
-    [written] = [folder for folder in (tmp_path / "a", tmp_path / "b") if (folder / "history.json").exists()]
+    folders = [tmp_path / ("a" if killed else name) for name in ("a", "b")]  # what goes on needs the same checkpoint
+    both = [command(folder, "weary", *more) for folder in folders]
+    if killed:
+        wait_for(folders[0] / "checkpoint.pt", both[0])
+        kill_rank(1, found_by_ranks)
+    said = [ended(process) for process in both]
+    [written] = [path.parent for path in tmp_path.glob("*/history.json")]
     assert losses(written) == pytest.approx(uninterrupted, rel=1e-4)
-    assert sum("36 steps in" in text for text in said) == 1
+    assert sum("36 steps in" in out for out, _ in said) == 1
+    assert sum("rank 1 was killed by SIGKILL" in err for _, err in said) == int(killed)
 
 
 if __name__ == "__main__":

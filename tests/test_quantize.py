@@ -69,6 +69,24 @@ def test_every_method_keeps_the_outputs_to_its_precision_at_any_batch_size(metho
 
 
 @pytest.mark.parametrize("method", ["int8-weight", "int8-dynamic", "int8-static"])
+def test_embeddings_have_a_byte_per_number_and_a_scale_per_row(method):
+    torch.manual_seed(0)
+    table, index = nn.Embedding(1000, 64), torch.arange(16).view(8, 2)
+    with torch.no_grad():
+        table.weight[1] *= 100  # its row alone is rounded coarsely
+        table.weight[2] = 0
+    model = nn.Sequential(table, nn.Flatten(), nn.Linear(128, 4)).eval()
+    program = quantized(method, model, (index,))
+    assert quantized_share(program) > 0.95
+    small = next(each for each in held(program) if each.shape == table.weight.shape)
+    assert small.dtype == torch.int8 and int(small[1].abs().max()) == 127 and not small[2].any()
+    with torch.no_grad():
+        found, expected = program.module()(index), model(index)
+    assert (found - expected).norm() <= 0.03 * expected.norm()
+    assert type(model[0]) is nn.Embedding, "the model itself has changed"
+
+
+@pytest.mark.parametrize("method", ["int8-weight", "int8-dynamic", "int8-static"])
 def test_int8_makes_a_model_of_linear_layers_small(method):
     # Large enough for weights to outweigh graph and archive.
     model, args = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512)).eval(), a_batch(512)

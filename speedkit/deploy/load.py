@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+# What registers the operators of a namespace: nothing else is imported, whatever a file asks for.
+REGISTERED_BY = {"quantized_decomposed": "torch.ao.quantization.fx._decomposed", "torchao": "torchao"}
+
 
 def facts(path: Any) -> dict[str, Any]:
     """Return what was noted in the exported model at `path`; {} where it is none."""
@@ -33,8 +36,8 @@ def load(path: Any, compiled: bool = False) -> Any:
         raise RuntimeError(f"this GPU does not multiply in FP8, and {again}")
     if about["method"] == "int8-static" and about["vnni"] and not vnni():
         warnings.warn(f"this CPU has no VNNI, so that sums in INT8 may overflow, and {again}", stacklevel=2)
-    for module in about["needs"]:  # what registers operators that the model holds
-        importlib.import_module(module)
+    for space in REGISTERED_BY.keys() & about["needs"]:
+        importlib.import_module(REGISTERED_BY[space])
     try:
         model = torch.export.load(path).module()
     except Exception as error:

@@ -15,9 +15,9 @@ from speedkit.settings import nearest
 METHODS = {
     "none": "float32 as it is",
     "bf16": "weights of linear and convolutional layers, and what they multiply, in bfloat16",
-    "int8-weight": "weights of linear layers in INT8, multiplied as float32",
-    "int8-dynamic": "products of linear layers in INT8, with a scale for each row of inputs, found as it comes",
-    "int8-static": "products of linear and 2-d convolutional layers in INT8, with scales found on training items",
+    "int8-weight": "weights of linear layers and embeddings in INT8, multiplied as float32",
+    "int8-dynamic": "products of linear layers in INT8, with a scale for each row of inputs; embeddings in INT8",
+    "int8-static": "products of linear and 2-d convolutional layers in INT8, scales from training items; embeddings",
     "fp8": "products of linear layers in FP8 (e4m3), with a scale for each tensor, found as it comes",
 }
 ONE_BYTE = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -36,6 +36,33 @@ def why_not(method: str, hardware: Hardware) -> str:
     if method == "int8-static" and (why := hardware.why_not("compile")):
         return f"int8-static has its kernels from the compiler, and {why.split('. ')[0]}; or take int8-dynamic"
     return hardware.why_not("fp8").split(". ")[0] + "; take int8-dynamic" * on_cpu if method == "fp8" else ""
+
+
+class Int8Embedding(nn.Module):
+    """An embedding in INT8, with a scale for each row: only rows that are looked up become float32."""
+
+    weight: Tensor  # [N, D], INT8
+    scale: Tensor  # [N, 1]
+
+    def __init__(self, layer: nn.Embedding):
+        super().__init__()
+        scale = (layer.weight.detach().abs().amax(1, keepdim=True) / 127).clamp(min=torch.finfo(torch.float32).tiny)
+        self.register_buffer("weight", (layer.weight.detach() / scale).round().to(torch.int8))
+        self.register_buffer("scale", scale)
+
+    def forward(self, index: Tensor) -> Tensor:
+        """Return the rows [..., D] that `index` [...] asks for."""
+        return self.weight[index] * self.scale[index]
+
+
+def copied(model: nn.Module, embeddings: bool = True) -> nn.Module:
+    """Return a copy of `model`, in evaluation mode, with its `embeddings` in INT8."""
+    model = copy.deepcopy(model).eval()
+    found = [(owner, name, layer) for owner in model.modules() for name, layer in owner.named_children()
+             if embeddings and type(layer) is nn.Embedding and layer.max_norm is None]  # fmt: skip
+    for owner, name, layer in found:
+        setattr(owner, name, Int8Embedding(layer))
+    return model
 
 
 class Bf16(nn.Module):
@@ -112,7 +139,7 @@ def _linear(model: nn.Module, method: str, args: Args, shapes: Any) -> ExportedP
 
     config: Any = {"int8-weight": ao.Int8WeightOnlyConfig, "int8-dynamic": ao.Int8DynamicActivationInt8WeightConfig,
                    "fp8": ao.Float8DynamicActivationFloat8WeightConfig}[method]  # fmt: skip
-    model = copy.deepcopy(model).eval()
+    model = copied(model, embeddings=method != "fp8")
     # What it would set in Inductor is process-wide: the models to compare with would be compiled by it too.
     ao.quantize_(model, config(set_inductor_config=False))
     program = torch.export.export(unwrap_tensor_subclass(model), args, dynamic_shapes=shapes)
@@ -127,7 +154,7 @@ def _static(model: nn.Module, args: Args, shapes: Any, calibration: Iterable[Arg
     from torchao.utils import should_reduce_range
 
     # The quantizer knows layers by notes that only strict export leaves.
-    program = torch.export.export(copy.deepcopy(model).eval(), args, dynamic_shapes=shapes, strict=True)
+    program = torch.export.export(copied(model), args, dynamic_shapes=shapes, strict=True)
     if any("autocast" in str(node.target) for node in program.graph.nodes):
         program = program.run_decompositions({})  # which puts regions in line: conversion fails on them
     config = x86.get_default_x86_inductor_quantization_config(reduce_range=should_reduce_range(torch.device("cpu")))

@@ -26,7 +26,6 @@ from speedkit.plan import Plan
 
 MODEL, FACTS, LOADER = "model.pt2", "deploy.json", "load_model.py"
 CALIBRATION, BATCH = 256, 32  # training items that static scales are found on; items that are evaluated at once
-REGISTERED_BY = {"quantized_decomposed": "torch.ao.quantization.fx._decomposed", "torchao": "torchao"}  # operators of
 
 
 def batches(workload: Any, items: Sequence[Any], device: torch.device) -> Iterator[tuple[Tensor, ...]]:
@@ -56,7 +55,7 @@ def as_file(
     about = {
         "method": method, "device": hardware.device.type, "machine": hardware.gpu or hardware.cpu,
         "vnni": loader.vnni(), "torch": str(torch.__version__),
-        "needs": [module for space, module in REGISTERED_BY.items() if space in spaces],
+        "needs": sorted(spaces & loader.REGISTERED_BY.keys()),
         "inputs": [{"dtype": str(each.dtype), "shape": ["B", *each.shape[1:]]} for each in args],
         "quantized_share": quantized_share(program), "weights_bytes": sum(each.nbytes for each in held(program)),
     }  # fmt: skip

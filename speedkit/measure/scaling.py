@@ -24,6 +24,7 @@ from speedkit.files import write_json
 from speedkit.measure.compare import Side
 from speedkit.measure.turns import in_turns
 from speedkit.plan import Plan
+from speedkit.train.launcher import leave
 from speedkit.workloads import load_workload
 
 BUCKET_BYTES = 25 << 20  # DistributedDataParallel's bucket_cap_mb
@@ -196,6 +197,7 @@ def main(workload: str, batch_size: int, strategy: str, device: str, out: str, *
         raise click.ClickException(str(error)) from error
     if dist.get_rank() == 0:
         write_json(out, found)
+    leave(0)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,10 @@ import tempfile
 import threading
 import time
 import uuid
+import warnings
 from collections.abc import Iterator
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, NoReturn
 
 import torch
 
@@ -23,6 +25,7 @@ from speedkit.errors import Interrupted, UsageError
 from speedkit.system import usable_cores
 
 AGAIN = "SPEEDKIT_STARTED_AGAIN"  # set for ranks that replace dead ones: they go on from the checkpoint
+MEETING_S = 75.0  # to get an answer where machines meet; for one that nobody gives PyTorch waits 60
 LAUNCHED = "SPEEDKIT_LAUNCHED"  # set for ranks of `launch`, which prints their message
 
 
@@ -42,7 +45,6 @@ def launch(arguments: list[str], ranks: int, *, nnodes: int = 1, endpoint: str =
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.rendezvous import RendezvousParameters
     from torch.distributed.elastic.rendezvous.api import RendezvousError
-    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
     _check(ranks, nnodes, endpoint)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -51,7 +53,7 @@ def launch(arguments: list[str], ranks: int, *, nnodes: int = 1, endpoint: str =
     logging.disable(logging.CRITICAL)  # of torch.distributed.elastic: what happened is told in a sentence
     try:
         spec = WorkerSpec(
-            "ranks", ranks // nnodes, get_rendezvous_handler(parameters), max_restarts=max_restarts, local_addr=address,
+            "ranks", ranks // nnodes, _meeting(parameters), max_restarts=max_restarts, local_addr=address,
             entrypoint=sys.executable, args=("-m", "speedkit.train.launcher", *arguments),
         )  # fmt: skip
         try:
@@ -68,6 +70,30 @@ def launch(arguments: list[str], ranks: int, *, nnodes: int = 1, endpoint: str =
     finally:
         logging.disable(logging.NOTSET)
         os.environ.pop(AGAIN, None)
+
+
+def _meeting(parameters: Any) -> Any:
+    """Return where the machines meet. Raises UsageError where something else listens and never answers.
+
+    PyTorch waits for that for ever, and deaf to signals: so another thread does, which does not hinder the process when
+    it ends.
+    """
+    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+    meeting: Future[Any] = Future()
+
+    def connect() -> None:
+        try:
+            meeting.set_result(get_rendezvous_handler(parameters))
+        except BaseException as error:
+            meeting.set_exception(error)
+
+    threading.Thread(target=connect, daemon=True).start()
+    try:
+        return meeting.result(MEETING_S)
+    except TimeoutError as error:
+        why = f"what listens at {parameters.endpoint} is no run of speedkit"
+        raise UsageError(f"{why}: give a free --rdzv-endpoint") from error
 
 
 def _check(ranks: int, nnodes: int, endpoint: str) -> None:
@@ -186,6 +212,8 @@ def main() -> None:
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, usable_cores() // int(os.environ["LOCAL_WORLD_SIZE"])))
     sys.argv, code = sys.argv[1:], 0
+    # From layouts that a compiler or channels_last chose, gradients are copied into DDP's buckets: no news to a reader.
+    warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
     try:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     except SystemExit as end:
@@ -196,7 +224,11 @@ def main() -> None:
         if "--debug" in sys.argv:
             raise
         code = getattr(error, "exit_code", 1)
-    # What Python takes down on its way out now and then makes PyTorch's threads abort a process that has done its work.
+    leave(code)
+
+
+def leave(code: int) -> NoReturn:
+    """End this rank: what Python takes down on its way out now and then makes PyTorch's threads abort."""
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
