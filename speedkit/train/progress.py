@@ -13,7 +13,7 @@ import torch
 from speedkit.train.memory import fragmentation
 
 LINE_S = 5.0  # between plain lines: a log file needs a sign of life only
-PANEL_SHARE = 0.005  # of the time, at most, in which the panel is brought up to date
+PANEL_SHARE = 0.002  # of the time, at most, in which the panel is drawn; sending it takes about as much again
 POINTS = 150  # of the loss that the panel draws, at most
 
 
