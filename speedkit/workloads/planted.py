@@ -114,9 +114,9 @@ def alone_s(work: Callable[[], Any], device: torch.device) -> float:
 def planted(cause: str, amount: float, device: str = "auto") -> Planted:
     """Return a loop with `cause` in it that takes about `amount` seconds of each step; "healthy" is the one without.
 
-    What was injected is `injected_s_per_step`. On a CPU it is the time that was waited or, for real work, what that
-    work takes by a stopwatch in such a loop. A GPU hides part of what the host does: there it is what a stopwatch finds steps to be longer
-    by. Raises UsageError where this machine cannot have the cause.
+    What was injected is `injected_s_per_step`. On a CPU it is the time that was waited or, for real work, what a
+    stopwatch finds it to take in such a loop. A GPU hides part of what the host does: there it is what a stopwatch
+    finds steps to be longer by. Raises UsageError where this machine cannot have the cause.
     """
     hardware = this_machine(device)
     if reason := why_not(cause, hardware):
