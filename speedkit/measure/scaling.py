@@ -197,8 +197,10 @@ def main(workload: str, batch_size: int, strategy: str, device: str, out: str, *
         raise click.ClickException(str(error)) from error
     if dist.get_rank() == 0:
         write_json(out, found)
-    leave(0)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except SystemExit as end:
+        leave(int(end.code or 0))
