@@ -16,6 +16,7 @@ import yaml
 from speedkit.ceilings import ceilings, left_out
 from speedkit.commands_cache import cache
 from speedkit.commands_deploy import deploy
+from speedkit.data.sources import write_quarantine
 from speedkit.elsewhere import option_today
 from speedkit.errors import Interrupted, PlanError, SpeedkitError, UsageError
 from speedkit.files import claim_folder, write_json
@@ -156,6 +157,9 @@ def climb(workload: str, budget_s: float, rungs: str | None, seeds: int | None, 
         cache_dir=values["cache_dir"], budget_s=budget_s, rungs=rungs.split(",") if rungs else None)  # fmt: skip
     if notebook:
         _write_report(folder, workload, values)
+    if work.quarantined:
+        write_quarantine(folder / "quarantine.csv", work.quarantined)
+        click.echo(f"files left out: {len(work.quarantined)} (quarantine.csv says why)")
     click.echo(f"plan.yaml, record.json{', climb.ipynb, report.html' if notebook else ''} in {folder}")
     if not record["quality"]["passed"]:
         raise SpeedkitError("the final plan was not shown to be as good as the naive one: see quality in record.json")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -214,12 +215,14 @@ def test_a_stopped_run_leaves_a_checkpoint_and_goes_on_from_it(recordings, tmp_p
 
 @pytest.mark.slow
 def test_climb_on_real_files_leaves_plan_record_notebook_and_report(recordings, tmp_path):
-    out = tmp_path / "climb"
-    words = [sys.executable, "-m", "speedkit", "climb", "audio", "--data-dir", str(recordings), "--out", str(out),
+    out, files = tmp_path / "climb", shutil.copytree(recordings, tmp_path / "files")
+    (files / "low" / "cut_short.wav").write_bytes(b"RIFF")
+    words = [sys.executable, "-m", "speedkit", "climb", "audio", "--data-dir", str(files), "--out", str(out),
              "--epochs", "2", "--seeds", "2", "--rungs", "cache,host_syncs", "--budget", "4m", *SMALL]  # fmt: skip
     done = subprocess.run(words, capture_output=True, text=True, timeout=600)
     assert done.returncode in (0, 1), done.stderr  # 1: the final plan was not shown to be as good
     assert "Traceback" not in done.stderr
+    assert "files left out: 1 (" in done.stdout and "cut_short.wav" in (out / "quarantine.csv").read_text()
     for name in ("plan.yaml", "record.json", "climb.ipynb", "report.html"):
         assert (out / name).stat().st_size > 100, done.stderr
     record = json.loads((out / "record.json").read_text())
