@@ -2,11 +2,13 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,8 @@ def main() -> None:
     """Run the command line; every failure is one sentence and an exit code, a traceback only with --debug."""
     arguments = [word for word in sys.argv[1:] if word != "--debug"]
     signal.signal(signal.SIGTERM, _terminate)
-    sys.unraisablehook = _lost
+    unraisable = sys.unraisablehook
+    sys.unraisablehook = functools.partial(_lost, unraisable)
     try:
         sys.exit(commands.main(arguments, prog_name="speedkit", standalone_mode=False) or 0)
     except click.NoSuchOption as error:
@@ -56,17 +59,18 @@ def main() -> None:
             click.echo(f"speedkit: {message}", err=True)
         sys.exit(code)
     finally:
+        sys.unraisablehook = unraisable
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Python would print what is raised on its way out
 
 
-def _lost(what: Any) -> None:
+def _lost(otherwise: Callable[[Any], Any], what: Any) -> None:
     """Send the signal again that came while an object was deleted, where Python prints exceptions and goes on."""
     if isinstance(what.exc_value, Interrupted):
         again = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM))
         again.daemon = True
         again.start()
     else:
-        sys.__unraisablehook__(what)
+        otherwise(what)
 
 
 def _terminate(number: int, _frame: Any) -> None:
