@@ -237,9 +237,9 @@ def compare(plan_a: str, plan_b: str, workload: str, pairs: int, window: float, 
 def bench(names: tuple[str, ...], as_json: bool) -> int:
     """Run benchmarks; a row each with its limit. Exit code 1 when a limit is not met."""
     from speedkit.measure import bench as benchmarks
-    from speedkit.measure import bench_batch, bench_cache, bench_ranks
+    from speedkit.measure import bench_batch, bench_cache
 
-    known = benchmarks.BENCHMARKS | bench_batch.BENCHMARKS | bench_cache.BENCHMARKS | bench_ranks.BENCHMARKS
+    known = benchmarks.BENCHMARKS | bench_batch.BENCHMARKS | bench_cache.BENCHMARKS
     if unknown := [name for name in names if name not in known]:
         raise UsageError(f"there is no benchmark {unknown[0]!r}: take {', '.join(known)}")
     code = 0
@@ -283,17 +283,18 @@ def run(names: tuple[str, ...], parameters: tuple, grid: tuple, out: str, timeou
 @click.option("--budget", type=seconds, metavar="TIME", help="start no notebook after this time")
 @click.option("--workload", default="", help="write only the record, of this workload")
 @click.option("--import", "source", type=click.Path(), help="take in what another machine published to this folder")
+@click.option("--rehearse", is_flag=True, help="in the smoke profile; with --import, install nothing")
 @click.option("--allow-changes", is_flag=True, help="publish from a package that differs from its last commit")
-def publish(names, everything, out, budget, workload, source, allow_changes) -> int:
+def publish(names, everything, out, budget, workload, source, rehearse, allow_changes) -> int:
     """Run notebooks here for the repository: executed notebooks and records, and the README's tables."""
     from speedkit import publishing
 
     if not (source or names or everything):
         raise UsageError("name notebooks to publish, or give --all or --import DIR")
-    outcomes = publishing.import_published(source) if source else publishing.publish(
-        None if everything else names, out, budget, workload=workload, allow_changes=allow_changes)  # fmt: skip
+    outcomes = publishing.import_published(source, rehearse=rehearse) if source else publishing.publish(
+        None if everything else names, out, budget, workload=workload, allow_changes=allow_changes, rehearse=rehearse)
     for outcome in outcomes:
         click.echo(f"{outcome.state}: {outcome.name}{': ' if outcome.why else ''}{outcome.why}")
-    if not out:
+    if not (out or rehearse):
         publishing.update_readme(publishing.notebooks_folder().parent / "README.md")
     return 1 if any(outcome.state in ("failed", "refused") for outcome in outcomes) else 0

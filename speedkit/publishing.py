@@ -59,23 +59,26 @@ def device_slug(hardware: Mapping[str, Any]) -> str:
 
 def publish(
     names: Sequence[str] | None, out: str | Path | None = None, budget_s: float | None = None, *,
-    workload: str = "", allow_changes: bool = False,
+    workload: str = "", allow_changes: bool = False, rehearse: bool = False,
 ) -> list[Outcome]:  # fmt: skip
     """Run the notebooks `names` here, in their auto profile, and write them and their records to `out`.
 
     None is all of them, the most valuable first, and the climb's other workloads too. What is published from the same
     code is left. With `workload` only the record is written, as NN_name-workload.json. None starts when `budget_s` is
-    spent or outlasts it. What could not be published is in runs/publish. Raises SpeedkitError for a busy GPU, and for
-    changes since the commit that records would name, unless `allow_changes`.
+    spent or outlasts it. What could not be published is in runs/publish. To `rehearse` is to do it in the smoke
+    profile, which says nothing about speed. Raises UsageError for a rehearsal among what is published, SpeedkitError
+    for a busy GPU, and for changes since the commit that records would name, unless `allow_changes`.
     """
     jobs, out, here = _jobs(names, workload), Path(out or notebooks_folder()), commit()
+    if rehearse and out.resolve() == notebooks_folder().resolve():
+        raise UsageError("a rehearsal is not to be published: name a folder of its own with --out")
     for source, parameters in jobs:
         typed_parameters(source, parameters)
     refuse_busy_gpu()
     if here and here[1] and not allow_changes:
         raise SpeedkitError(f"the package differs from commit {here[0]}, which the records would name: commit it first")
     end_s = time.monotonic() + (budget_s or math.inf)
-    return [_publish_one(source, out, parameters, end_s) for source, parameters in jobs]
+    return [_publish_one(source, out, parameters, end_s, "smoke" if rehearse else "") for source, parameters in jobs]
 
 
 def _jobs(names: Sequence[str] | None, workload: str) -> list[tuple[Path, dict[str, str]]]:
@@ -87,10 +90,11 @@ def _jobs(names: Sequence[str] | None, workload: str) -> list[tuple[Path, dict[s
             for word in (("", *WORKLOADS) if everything and source.name == CLIMB else (workload,))]  # fmt: skip
 
 
-def _publish_one(source: Path, out: Path, parameters: dict[str, str], end_s: float) -> Outcome:
+def _publish_one(source: Path, out: Path, parameters: dict[str, str], end_s: float, profile: str) -> Outcome:
     name, shown = "-".join([source.stem, *parameters.values()]), out / source.name
     record = out / "records" / device_slug(this_machine().as_dict()) / f"{name}.json"
-    done = record.exists() and is_current(files.read_json(record), source)
+    made = files.read_json(record) if record.exists() else None
+    done = made is not None and is_current(made, source) and is_rehearsal(made) == bool(profile)
     if done and (parameters or (shown.exists() and not is_stale(shown, source) and not is_outdated(shown))):
         return Outcome(name, "current")
     ran, left_s = Path("runs", "publish", f"{name}.ipynb"), min(NOTEBOOK_S, end_s - time.monotonic())
@@ -98,7 +102,7 @@ def _publish_one(source: Path, out: Path, parameters: dict[str, str], end_s: flo
         return Outcome(name, "left", "the budget is spent")
     try:
         with tempfile.TemporaryDirectory(prefix="speedkit-publish-") as folder, mock.patch.dict(
-            os.environ, SPEEDKIT_PROFILE="", SPEEDKIT_PROGRESS="off", SPEEDKIT_RUN_DIR=folder):  # fmt: skip
+            os.environ, SPEEDKIT_PROFILE=profile, SPEEDKIT_PROGRESS="off", SPEEDKIT_RUN_DIR=folder):  # fmt: skip
             run_notebook(source, ran, parameters, timeout_s=left_s)
         if parameters:
             _take_record(record_of(read_notebook(ran)), source, out, name)
@@ -159,27 +163,38 @@ def refuse_busy_gpu() -> None:
             raise SpeedkitError(f"{what}: wait until it is free, then publish")
 
 
-def import_published(folder: str | Path, into: str | Path | None = None) -> list[Outcome]:
+def is_rehearsal(record: Mapping[str, Any]) -> bool:
+    """Whether a record says nothing about speed: so small is everything in the smoke profile."""
+    return record.get("profile") == "smoke"
+
+
+def import_published(folder: str | Path, into: str | Path | None = None, *, rehearse: bool = False) -> list[Outcome]:
     """Take in the records, and the notebooks' outputs, that `publish --out` wrote on another machine to `folder`.
 
-    What other code made than there is here is refused. Raises UsageError when there is nothing to take in.
+    What other code made than there is here is refused, and a rehearsal: to `rehearse` is to check all as if it were
+    taken in, and to install nothing. Raises UsageError when there is nothing to take in.
     """
     folder, into = Path(folder), Path(into or notebooks_folder())
     paths = [*sorted(folder.glob("records/*/*.json")), *find_notebooks(None, folder)]
     if not paths:
         raise UsageError(f"{folder} holds no notebooks or records: name the folder that `publish --out` wrote")
-    outcomes = []
-    for path in paths:
-        name, source = str(path.relative_to(folder)), into / f"{path.stem.partition('-')[0]}.ipynb"
-        try:
-            if path.suffix == ".json":
-                _take_record(load_record(path), source, into, path.stem)
-            else:
-                _take_notebook(path, source, into)
-            outcomes.append(Outcome(name, "published"))
-        except SpeedkitError as error:
-            outcomes.append(Outcome(name, "refused", str(error)))
-    return outcomes
+    with tempfile.TemporaryDirectory() if rehearse else contextlib.nullcontext(into) as place:
+        return [_import_one(path, folder, into, Path(place), rehearse) for path in paths]
+
+
+def _import_one(path: Path, folder: Path, sources: Path, into: Path, rehearse: bool) -> Outcome:
+    name, source = str(path.relative_to(folder)), sources / f"{path.stem.partition('-')[0]}.ipynb"
+    try:
+        record = load_record(path) if path.suffix == ".json" else record_of(read_notebook(path))
+        if record and is_rehearsal(record) and not rehearse:
+            raise SpeedkitError("it is of a rehearsal, in the smoke profile, which says nothing about speed")
+        if path.suffix == ".json":
+            _take_record(record, source, into, path.stem)
+        else:
+            _take_notebook(path, source, into)
+    except SpeedkitError as error:
+        return Outcome(name, "refused", str(error))
+    return Outcome(name, "checked" if rehearse else "published")
 
 
 def update_readme(readme: str | Path) -> None:

@@ -82,6 +82,28 @@ def test_an_item_that_hangs_is_named(kind, monkeypatch):
     assert set(active_children()) <= before
 
 
+def hangs_once(item, folder, paths):
+    if item.path in paths and not (folder / item.path).exists():
+        (folder / item.path).touch()
+        time.sleep(600)
+    return load(item, 8)
+
+
+@pytest.mark.parametrize("persistent", [False, True], ids=["", "persistent"])
+def test_after_a_passing_hang_new_workers_go_on_with_the_same_batches(persistent, monkeypatch, tmp_path):
+    monkeypatch.setattr(workers, "HUNG_S", 0.5)
+    before = set(active_children())
+    loading = functools.partial(hangs_once, folder=tmp_path, paths=("40", "7", "81"))  # in three batches of six
+    plan = {"workers": 2, "persistent_workers": persistent}
+    theirs, alone = batches_of(loading, **plan), batches_of(functools.partial(load, size=8))
+    with pytest.warns(UserWarning, match=r"no batch for 0.5 s: a worker hangs at \d+; .* once more with new workers"):
+        for _ in range(14):
+            assert all(map(torch.equal, theirs.next(), alone.next()))
+    assert len(list(tmp_path.iterdir())) == 3
+    theirs.close()
+    assert set(active_children()) <= before
+
+
 def slow(item):
     time.sleep(0.05)
     return load(item, 8)

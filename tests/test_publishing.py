@@ -172,6 +172,20 @@ def test_import_takes_outputs_and_records(parcel, folder):
     assert sorted(path.name for path in (folder / "records" / HERE).iterdir()) == ["21_tiny-image.json", "21_tiny.json"]
 
 
+def test_a_rehearsal_goes_all_the_way_and_installs_nothing(folder, tmp_path):
+    away, before = tmp_path / "away", sorted(path.read_bytes() for path in folder.glob("*.ipynb"))
+    with pytest.raises(UsageError, match="is not to be published: name a folder of its own with --out"):
+        run(["21"], rehearse=True)
+    assert run(["21"], out=away, rehearse=True) == [("21_tiny", "published")]
+    assert read_json(away / "records" / HERE / "21_tiny.json")["profile"] == "smoke"
+    assert run(["21"], out=away, rehearse=True) == [("21_tiny", "current")]
+    assert [outcome.state for outcome in import_published(away, folder, rehearse=True)] == ["checked", "checked"]
+    assert {state for state, why in states(away, folder).values() if "is of a rehearsal" in why} == {"refused"}
+    assert sorted(path.read_bytes() for path in folder.glob("*.ipynb")) == before and not [*folder.glob("records/*/*")]
+    assert run(["21"], out=away) == [("21_tiny", "published")], "a rehearsal's record is none"
+    assert read_json(away / "records" / HERE / "21_tiny.json")["profile"] != "smoke"
+
+
 def test_import_refuses_what_does_not_fit_and_takes_the_rest(parcel, folder):
     records = parcel / "records" / HERE
     record = read_json(records / "21_tiny.json")

@@ -217,7 +217,7 @@ def test_modules_do_not_import_each_other_in_a_circle():
 def test_package_stays_small():
     lines = {name: len(path.read_text().splitlines()) for name, path in modules().items()}
     assert {name: count for name, count in lines.items() if count > 320} == {}
-    assert sum(lines.values()) <= 15_830  # the aim of 6 000 is not reached: each rise is argued for in its commit
+    assert sum(lines.values()) <= 15_815  # the aim of 6 000 is not reached: each rise is argued for in its commit
 
 
 def test_functions_stay_short():

@@ -380,7 +380,7 @@ def test_a_loop_that_never_steps_or_ends_at_once_is_told_so_with_what_was_seen()
     assert seen.ledger.steps == 1 and per_step_s(seen, "data wait") > 4 * MS
     with watched(loop) as seen:
         pass
-    assert len(seen.notes) == 3 and str(seen)
+    assert str(seen) == "\n".join(f"note: {note}" for note in seen.notes) and len(seen.notes) == 3
 
 
 def test_a_loop_without_its_loader_has_steps_all_the_same():

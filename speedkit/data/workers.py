@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import threading
+import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from multiprocessing import connection
@@ -28,10 +29,14 @@ LOOKS = 120  # within that time, at what the processes are at, and whether they 
 signal_handling._SIGCHLD_handler_set = True
 
 
+class Hung(SpeedkitError):
+    """No batch came for long, and no item was begun."""
+
+
 class Loader:
     """An iterable of batches: `collate` of the samples whose indices `order` gives, made as the plan says.
 
-    Raises SpeedkitError when a worker dies or hangs, or /dev/shm is full; no process is left behind then.
+    Raises SpeedkitError when a worker dies, hangs again, or /dev/shm is full; no process is left behind then.
     """
 
     def __init__(self, samples: Any, collate: Callable[[list[Any]], Any], plan: Plan, order: Any):
@@ -40,15 +45,17 @@ class Loader:
         self.processes: list[Any] = []
         self.running = threading.Event()  # threads stand still while it is not set
         self.running.set()
+        self.loader: Any = self._made()
+
+    def _made(self) -> DataLoader:
         # Else it draws its workers' seed from the global generator: dropout would depend on how data is loaded.
         extra: dict[str, Any] = {"generator": torch.Generator()}
-        if self.workers and plan.worker_kind == "process":
-            samples.reading = multiprocessing.RawArray("q", [-1] * self.workers)
-            extra |= {"num_workers": self.workers, "prefetch_factor": plan.prefetch_factor,
-                      "persistent_workers": plan.persistent_workers, "worker_init_fn": start_worker}  # fmt: skip
-        self.loader: Any = DataLoader(
-            samples, batch_sampler=order, collate_fn=collate, pin_memory=plan.pin_memory, **extra
-        )
+        if self.workers and self.plan.worker_kind == "process":
+            self.samples.reading = multiprocessing.RawArray("q", [-1] * self.workers)
+            extra |= {"num_workers": self.workers, "prefetch_factor": self.plan.prefetch_factor,
+                      "persistent_workers": self.plan.persistent_workers, "worker_init_fn": start_worker}  # fmt: skip
+        return DataLoader(self.samples, batch_sampler=self.order, collate_fn=self.collate,
+                          pin_memory=self.plan.pin_memory, **extra)  # fmt: skip
 
     def __iter__(self) -> Iterator[Any]:
         if not self.workers:
@@ -73,6 +80,23 @@ class Loader:
             process.join(5)
 
     def _from_processes(self) -> Generator[Any, None, None]:
+        """Yield a pass. Where processes hang, new ones go on: a lock that another thread held as they were forked, and
+        that nobody can free in them, is not held twice. An item at which they hang again is an error."""
+        given, hung_after = 0, -1
+        while True:
+            try:
+                for batch in self._pass():
+                    given += 1
+                    yield batch
+                return
+            except Hung as hung:
+                if given == hung_after:
+                    raise
+                warnings.warn(f"{hung}. Its batch is tried once more with new workers", stacklevel=2)
+                self.order.start += given - max(0, hung_after)
+                self.loader, hung_after = self._made(), given
+
+    def _pass(self) -> Generator[Any, None, None]:
         passing: Any = iter(self.loader)
         self.processes = passing._workers
         try:
@@ -117,7 +141,7 @@ class Loader:
             quiet = quiet + 1 if seen == before else 0
         self._kill()
         at = self._name(max(seen))
-        raise SpeedkitError(f"no batch for {HUNG_S:g} s: a worker hangs at {at}; leave it out, or look with workers=0")
+        raise Hung(f"no batch for {HUNG_S:g} s: a worker hangs at {at}; leave it out, or look with workers=0")
 
     def _explained(self, error: str) -> str:
         """Return what happened to a worker process and what to do, "" when `error` is about something else."""

@@ -288,7 +288,8 @@ class Watched:
 
     def __str__(self) -> str:
         line = "{cause}: {evidence}; {change}: {predicted_speedup_low:.2f} to {predicted_speedup_high:.2f}x".format_map
-        return "\n".join([*(f"note: {note}" for note in self.notes), str(self.ledger), *map(line, self.diagnosis)])
+        rows = [str(self.ledger)] if self.steps else []
+        return "\n".join([*(f"note: {note}" for note in self.notes), *rows, *map(line, self.diagnosis)])
 
 
 def _device(model: nn.Module, optimizer: Optimizer) -> torch.device:
