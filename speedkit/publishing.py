@@ -110,7 +110,8 @@ def _publish_one(source: Path, out: Path, parameters: dict[str, str], end_s: flo
             _take_notebook(ran, source, out)
         ran.unlink()
     except (SpeedkitError, OSError) as error:
-        return Outcome(name, "failed", str(error))
+        over = time.monotonic() >= end_s
+        return Outcome(name, "left", "the budget ended while it ran") if over else Outcome(name, "failed", str(error))
     return Outcome(name, "published")
 
 

@@ -84,6 +84,12 @@ def test_publishing_keeps_what_worked_and_goes_on_where_it_stopped(folder, monke
     assert not is_stale(published)
 
 
+def test_what_the_budget_cuts_short_is_left_and_not_failed(folder):
+    edit(folder / "22_bad.ipynb", 2, "import time; time.sleep(60)")
+    [outcome] = publish(["22"], budget_s=4.0, allow_changes=True)
+    assert outcome.state == "left" and outcome.why == "the budget ended while it ran"
+
+
 def test_a_workload_adds_a_record_and_leaves_the_notebook(folder):
     before = (folder / "21_tiny.ipynb").read_bytes()
     assert run(["21"], workload="image") == [("21_tiny-image", "published")]

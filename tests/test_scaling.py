@@ -13,7 +13,6 @@ import pytest
 from tiny import points
 
 from speedkit.errors import UsageError
-from speedkit.measure.bench_ranks import ranks
 from speedkit.measure.scaling import Network, Step, exposed_s, fit_ring, measure, predict, ring_s, step_from, transfer_s
 from speedkit.plan import Plan
 from speedkit.train.loop import begin, close, steps
@@ -207,13 +206,3 @@ def test_without_torchrun_it_says_how_to_start_it(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 1 and "start it under torchrun" in done.stderr
     assert not (tmp_path / "found.json").exists() and "Traceback" not in done.stderr
-
-
-@pytest.mark.slow
-def test_the_benchmark_compares_two_ranks_with_one_and_their_losses(tmp_path, monkeypatch):
-    monkeypatch.setenv("SPEEDKIT_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    both, apart, losses = ranks(batch_size=8, pairs=4, window_s=0.01, size="tiny", clips=60)
-    for row in (both, apart):
-        assert row["low"] <= row["measured"] <= row["high"] and row["limit"] == pytest.approx(1 / 1.8)
-    assert losses["passed"] and losses["measured"] < losses["limit"] == 1e-4

@@ -1,0 +1,81 @@
+"""What each workload does on a GPU, on tensors that have a GPU's device and no memory: no GPU is needed for that.
+
+A tensor that is left behind on the CPU, or two number formats that do not go together, is an error as it is there.
+"""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+
+from speedkit import Plan, load_workload
+from speedkit.data.loader import Batches
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a real one shows more: the other tests take it")
+SIZES = {
+    "audio": {"clips": 30, "max_duration_s": 1.0}, "image": {"clips": 30}, "speech": {"clips": 12},
+    "text": {"clips": 8},
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def autocast(dtype):
+    """Return `torch.autocast` for CUDA, which switches itself off where there is none."""
+    torch.set_autocast_enabled("cuda", dtype is not None)
+    torch.set_autocast_dtype("cuda", dtype or torch.float16)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+        torch.clear_autocast_cache()
+
+
+def to_gpu(model):
+    """Move parameters and buffers, and nothing else: what a module keeps elsewhere stays on the CPU."""
+    for module in model.modules():
+        for name, value in module._parameters.items():
+            if value is not None:
+                module._parameters[name] = nn.Parameter(value.detach().to("cuda"), value.requires_grad)
+        for name, value in module._buffers.items():
+            if value is not None:
+                module._buffers[name] = value.to("cuda")
+    return model
+
+
+@pytest.fixture(scope="module")
+def fake_gpu():
+    """One mode for all: what a workload keeps per device, such as the angles of positions, is of it too."""
+    return FakeTensorMode()
+
+
+@pytest.fixture(scope="module")
+def made():
+    """Each workload, and a batch of it on the CPU."""
+    found = {}
+    for name, options in SIZES.items():
+        workload = load_workload(name, size="tiny", **options)
+        found[name] = workload, Batches(workload, workload.train, Plan(), 4, 0, torch.device("cpu")).next()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", SIZES)
+def test_a_step_finds_all_it_needs_on_the_gpu(made, fake_gpu, name, dtype):
+    workload, batch = made[name]
+    with fake_gpu:
+        model = to_gpu(workload.model())
+        fake = tuple(fake_gpu.from_tensor(tensor).to("cuda") for tensor in batch)
+        with autocast(dtype):
+            loss, outputs = workload.loss(model, fake, workload.recipe)
+        score = workload.score(outputs, fake)
+    assert {tensor.device.type for tensor in (loss, score)} == {"cuda"} and loss.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_what_stays_on_the_cpu_is_noticed(made, fake_gpu, name):
+    workload, batch = made[name]
+    with fake_gpu, pytest.raises(RuntimeError, match="two different devices"):
+        model = to_gpu(workload.model())
+        workload.loss(model, tuple(map(fake_gpu.from_tensor, batch)), workload.recipe)
