@@ -64,8 +64,9 @@ def finish(axes: Axes, ends: Sequence[float], labels: Mapping[int, str], about: 
     reach = (max(ends) / min(ends)) ** 0.04
     axes.set_xscale("log")
     axes.set(xlim=(min(ends) / reach, max(ends) * reach), xlabel=about, ylim=(len(labels) - 0.4, -0.6))
-    wide = max(ends) > 4 * min(ends)
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)) if wide else MaxNLocator(6))
+    wide = max(ends) / min(ends)
+    subs = (1, 2, 3, 5) if wide < 30 else (1, 3) if wide < 300 else (1,)
+    axes.xaxis.set_major_locator(LogLocator(subs=subs) if wide > 4 else MaxNLocator(6))
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_yticks(list(labels), list(labels.values()), fontsize=8.5, linespacing=1.15)
