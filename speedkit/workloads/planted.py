@@ -63,7 +63,8 @@ class Planted(Dataset):
         torch.manual_seed(0)
         self.size = batch_size, length, width = SIZES[device.type == "cuda"]
         self.cause, self.expected, self.device = cause, (cause, CAUSES.get(cause)), device
-        self.injected_s_per_step = self.decode_s = self.collate_s = 0.0
+        self.planted_s = self.decode_s = self.collate_s = 0.0
+        self.stopped_s: list[float] = []  # what a stopwatch says of real work that was planted, step by step
         self.clips = torch.randint(256, (64, 16 * length))
         self.lengths: Iterator[int] = itertools.repeat(length)
         self.context = torch.zeros(1)  # goes to the device with each batch
@@ -87,6 +88,11 @@ class Planted(Dataset):
         busy(self.collate_s)
         tokens, labels = default_collate(samples)
         return tokens[:, : next(self.lengths)], labels, self.context
+
+    @property
+    def injected_s_per_step(self) -> float:
+        """The seconds that were planted into each step; real work was timed in the very steps that met it."""
+        return statistics.median(self.stopped_s) if self.stopped_s else self.planted_s
 
     def train(self, steps: int, around: Callable[[nn.Module], Any] = contextlib.nullcontext) -> None:
         """Make so many steps; `around(model)` is a context for each, as some tools want one."""
@@ -115,7 +121,7 @@ def planted(cause: str, amount: float, device: str = "auto") -> Planted:
     """Return a loop with `cause` in it that takes about `amount` seconds of each step; "healthy" is the one without.
 
     What was injected is `injected_s_per_step`. On a CPU it is the time that was waited or, for real work, what a
-    stopwatch finds it to take in such a loop. A GPU hides part of what the host does: there it is what a stopwatch
+    stopwatch finds it to take in the loop's steps. A GPU hides part of what the host does: there it is what a stopwatch
     finds steps to be longer by. Raises UsageError where this machine cannot have the cause.
     """
     hardware = this_machine(device)
@@ -123,9 +129,9 @@ def planted(cause: str, amount: float, device: str = "auto") -> Planted:
         raise UsageError(f"{cause!r} cannot be planted on {hardware.name}: {reason}")
     loop = Planted(cause, hardware.device)
     if amount and cause in CAUSES:
-        loop.injected_s_per_step = _plant(loop, amount)
+        loop.planted_s = _plant(loop, amount)
         if hardware.device.type != "cpu":
-            loop.injected_s_per_step = loop.step_s() - Planted("healthy", hardware.device).step_s()
+            loop.planted_s = loop.step_s() - Planted("healthy", hardware.device).step_s()
     return loop
 
 
@@ -150,31 +156,18 @@ def _plant(loop: Planted, amount: float) -> float:
         if loop.cause == "large copies":
             loop.loader.pin_memory, loop.context = False, torch.ones(count * 2**22)
             return alone_s(work, loop.device)
-        _put(loop, work)
-        return _there_s(Planted(loop.cause, loop.device), work)
+
+        def stopped(*_: Any) -> None:  # by itself it would find the caches full of its own data
+            began_s = time.perf_counter()
+            work()
+            loop.stopped_s.append(time.perf_counter() - began_s)
+
+        there = stopped if loop.device.type == "cpu" else work
+        if loop.cause == "validation too often":
+            loop.after = there
+        else:
+            loop.model[-2].more = there
     return amount
-
-
-def _put(loop: Planted, work: Callable[..., Any]) -> None:
-    """Have `work` done in each step, where its cause is met in practice."""
-    if loop.cause == "validation too often":
-        loop.after = work
-    else:
-        loop.model[-2].more = work
-
-
-def _there_s(loop: Planted, work: Callable[..., Any]) -> float:
-    """Return what a stopwatch says of `work` in `loop`: repeated by itself it finds the caches full of its own data."""
-    seconds: list[float] = []
-
-    def stopped(*_: Any) -> None:
-        began_s = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - began_s)
-
-    _put(loop, stopped)
-    loop.train(REPEATS + 2)
-    return statistics.median(seconds[2:])
 
 
 def _unit(loop: Planted) -> Callable[[], Any]:
