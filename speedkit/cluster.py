@@ -35,7 +35,9 @@ def sweeping(address: str) -> Iterator[Callable[..., dict[Path, str]]]:
         import distributed
     except ImportError as error:
         raise UsageError("--cluster needs Dask: install it with pip install -e .[cluster]") from error
-    logging.getLogger("distributed").setLevel(logging.CRITICAL)  # what it would log is in the errors raised here
+    for name in [*logging.root.manager.loggerDict]:  # Dask gives some loggers a level of their own
+        if name.partition(".")[0] == "distributed":
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # what they would log is in the errors raised here
     try:
         distributed.utils.LoopRunner(asynchronous=False).run_sync(_reach, address)
         client = distributed.Client(address, timeout=CONNECT_S, set_as_default=False)
