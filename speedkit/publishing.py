@@ -78,7 +78,7 @@ def publish(
     if here and here[1] and not allow_changes:
         raise SpeedkitError(f"the package differs from commit {here[0]}, which the records would name: commit it first")
     end_s = time.monotonic() + (budget_s or math.inf)
-    return [_publish_one(source, out, parameters, end_s, "smoke" if rehearse else "") for source, parameters in jobs]
+    return [_publish_one(source, out, parameters, end_s, rehearse) for source, parameters in jobs]
 
 
 def _jobs(names: Sequence[str] | None, workload: str) -> list[tuple[Path, dict[str, str]]]:
@@ -90,11 +90,11 @@ def _jobs(names: Sequence[str] | None, workload: str) -> list[tuple[Path, dict[s
             for word in (("", *WORKLOADS) if everything and source.name == CLIMB else (workload,))]  # fmt: skip
 
 
-def _publish_one(source: Path, out: Path, parameters: dict[str, str], end_s: float, profile: str) -> Outcome:
+def _publish_one(source: Path, out: Path, parameters: dict[str, str], end_s: float, rehearse: bool) -> Outcome:
     name, shown = "-".join([source.stem, *parameters.values()]), out / source.name
     record = out / "records" / device_slug(this_machine().as_dict()) / f"{name}.json"
     made = files.read_json(record) if record.exists() else None
-    done = made is not None and is_current(made, source) and is_rehearsal(made) == bool(profile)
+    done = made is not None and is_current(made, source) and is_rehearsal(made) == rehearse
     if done and (parameters or (shown.exists() and not is_stale(shown, source) and not is_outdated(shown))):
         return Outcome(name, "current")
     ran, left_s = Path("runs", "publish", f"{name}.ipynb"), min(NOTEBOOK_S, end_s - time.monotonic())
@@ -102,7 +102,8 @@ def _publish_one(source: Path, out: Path, parameters: dict[str, str], end_s: flo
         return Outcome(name, "left", "the budget is spent")
     try:
         with tempfile.TemporaryDirectory(prefix="speedkit-publish-") as folder, mock.patch.dict(
-            os.environ, SPEEDKIT_PROFILE=profile, SPEEDKIT_PROGRESS="off", SPEEDKIT_RUN_DIR=folder):  # fmt: skip
+            os.environ, SPEEDKIT_PROFILE="smoke" * rehearse, SPEEDKIT_PROGRESS="off",
+            SPEEDKIT_RUN_DIR=folder):  # fmt: skip
             run_notebook(source, ran, parameters, timeout_s=left_s)
         if parameters:
             _take_record(record_of(read_notebook(ran)), source, out, name)
