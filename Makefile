@@ -85,6 +85,7 @@ test-slow: setup  ## run the long fault, browser and notebook-runner tests
 
 lint: setup  ## ruff and mypy
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 lab: setup  ## open the notebooks in JupyterLab

@@ -22,9 +22,19 @@ _HOMES = {
 }
 
 __all__ = [
-    "Plan", "Recipe", "climb", "compare", "doctor", "fit", "load_workload", "prepare", "resolve", "start",
-    "this_machine", "watch",
-]  # fmt: skip
+    "Plan",
+    "Recipe",
+    "climb",
+    "compare",
+    "doctor",
+    "fit",
+    "load_workload",
+    "prepare",
+    "resolve",
+    "start",
+    "this_machine",
+    "watch",
+]
 
 
 def __getattr__(name: str) -> Any:

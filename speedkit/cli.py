@@ -110,9 +110,15 @@ def hardware(as_json: bool, refresh: bool, device: str) -> None:
 @rank_options
 @options(RECIPE, PLAN)
 def train(
-    workload: str, plan_name: str, strict: bool, deterministic: bool, nnodes: int, rdzv_endpoint: str,
-    max_restarts: int, **values: Any,
-) -> int:  # fmt: skip
+    workload: str,
+    plan_name: str,
+    strict: bool,
+    deterministic: bool,
+    nnodes: int,
+    rdzv_endpoint: str,
+    max_restarts: int,
+    **values: Any,
+) -> int:
     """Train WORKLOAD (audio, speech, image, text, or package.module:function) by a recipe, as fast as a plan says.
 
     With --ranks above 1 it starts as many processes, unless torchrun has started it as one of them.
@@ -126,13 +132,26 @@ def train(
             raise PlanError("batch_size=auto trains on one rank: find the number with --ranks 1, and give it here")
         if "WORLD_SIZE" not in os.environ:
             return distributed.launch(
-                ["speedkit", *sys.argv[1:], "--out", str(values["out"])], plan.ranks, nnodes=nnodes,
-                endpoint=rdzv_endpoint, max_restarts=max_restarts)  # fmt: skip
+                ["speedkit", *sys.argv[1:], "--out", str(values["out"])],
+                plan.ranks,
+                nnodes=nnodes,
+                endpoint=rdzv_endpoint,
+                max_restarts=max_restarts,
+            )
     if recipe.batch_size == "auto":
         where = {"device": values["device"], "cache_dir": values["cache_dir"]}
         recipe, _ = choose_batch_size(work, recipe, plan, say=click.echo, **where)
-    history = fit(work, recipe, plan, device=values["device"], out=values["out"], resume=values["resume"],
-                  cache_dir=values["cache_dir"], deterministic=deterministic, strict=strict)  # fmt: skip
+    history = fit(
+        work,
+        recipe,
+        plan,
+        device=values["device"],
+        out=values["out"],
+        resume=values["resume"],
+        cache_dir=values["cache_dir"],
+        deterministic=deterministic,
+        strict=strict,
+    )
     if os.environ.get("RANK", "0") != "0" and plan.ranks > 1:
         return 0
     found = history.evaluation
@@ -144,8 +163,15 @@ def train(
 @commands.command()
 @click.argument("workload")
 @shared
-@click.option("--budget", "budget_s", default="8m", show_default=True, type=seconds, metavar="TIME",
-              help="time for all of it: 480, 8m, 1h")  # fmt: skip
+@click.option(
+    "--budget",
+    "budget_s",
+    default="8m",
+    show_default=True,
+    type=seconds,
+    metavar="TIME",
+    help="time for all of it: 480, 8m, 1h",
+)
 @click.option("--rungs", metavar="NAME,NAME", help="only these rungs")
 @click.option("--seeds", type=click.IntRange(2), help="trainings of each plan, to test quality (5)")
 @click.option("--notebook/--no-notebook", default=True, help="also write climb.ipynb and report.html")
@@ -157,8 +183,16 @@ def climb(workload: str, budget_s: float, rungs: str | None, seeds: int | None, 
     work, recipe = the_workload(workload, values)
     folder = values["out"]
     record = climb_ladder(
-        work, recipe=recipe, device=values["device"], out=folder, resume=values["resume"], seeds=seeds,
-        cache_dir=values["cache_dir"], budget_s=budget_s, rungs=rungs.split(",") if rungs else None)  # fmt: skip
+        work,
+        recipe=recipe,
+        device=values["device"],
+        out=folder,
+        resume=values["resume"],
+        seeds=seeds,
+        cache_dir=values["cache_dir"],
+        budget_s=budget_s,
+        rungs=rungs.split(",") if rungs else None,
+    )
     if notebook:
         _write_report(folder, workload, values)
     if work.quarantined:
@@ -178,8 +212,9 @@ def _write_report(folder: Path, workload: str, values: dict[str, Any]) -> None:
     parameters = {key: values[key] for key in DATA if values[key] is not None} | {"workload": workload, "out": folder}
     parameters = _found_from_anywhere(parameters)
     os.environ["SPEEDKIT_RUN_DIR"] = parameters["out"]
-    report(run_notebook(source, folder / "climb.ipynb", parameters, timeout_s=600, progress=False),
-           folder / "report.html")  # fmt: skip
+    report(
+        run_notebook(source, folder / "climb.ipynb", parameters, timeout_s=600, progress=False), folder / "report.html"
+    )
 
 
 def _found_from_anywhere(parameters: dict[str, Any]) -> dict[str, Any]:
@@ -192,8 +227,15 @@ def _found_from_anywhere(parameters: dict[str, Any]) -> dict[str, Any]:
 @click.argument("workload")
 @shared
 @click.option("--plan", "plan_name", default="baseline", show_default=True, metavar="FILE | BASELINE | CAREFUL | FAST")
-@click.option("--budget", "budget_s", default="1m", show_default=True, type=seconds, metavar="TIME",
-              help="what does not fit is left out, and said")  # fmt: skip
+@click.option(
+    "--budget",
+    "budget_s",
+    default="1m",
+    show_default=True,
+    type=seconds,
+    metavar="TIME",
+    help="what does not fit is left out, and said",
+)
 @click.option("--json", "as_json", is_flag=True, help="print JSON")
 @options(RECIPE, PLAN)
 def doctor(workload: str, plan_name: str, budget_s: float, as_json: bool, **values: Any) -> None:
@@ -222,8 +264,17 @@ def compare(plan_a: str, plan_b: str, workload: str, pairs: int, window: float, 
     """Train WORKLOAD under two plans in turns. Exit code 1 when PLAN_A is slower beyond the noise: a gate for CI."""
     a, b = (the_plan(word, None, values["device"]) for word in (plan_a, plan_b))
     work, recipe = the_workload(workload, values)
-    found = compare_plans(work, a, b, recipe=recipe, device=values["device"], pairs=pairs, window_s=window,
-                          names=(plan_a, plan_b), cache_dir=values["cache_dir"])  # fmt: skip
+    found = compare_plans(
+        work,
+        a,
+        b,
+        recipe=recipe,
+        device=values["device"],
+        pairs=pairs,
+        window_s=window,
+        names=(plan_a, plan_b),
+        cache_dir=values["cache_dir"],
+    )
     click.echo(json.dumps(found.as_measurement()) if as_json else str(found))
     for name, effective in ((plan_a, found.effective_a), (plan_b, found.effective_b)):
         for fallback in effective.fallbacks:
@@ -291,8 +342,18 @@ def publish(names, everything, out, budget, workload, source, rehearse, allow_ch
 
     if not (source or names or everything):
         raise UsageError("name notebooks to publish, or give --all or --import DIR")
-    outcomes = publishing.import_published(source, rehearse=rehearse) if source else publishing.publish(
-        None if everything else names, out, budget, workload=workload, allow_changes=allow_changes, rehearse=rehearse)
+    outcomes = (
+        publishing.import_published(source, rehearse=rehearse)
+        if source
+        else publishing.publish(
+            None if everything else names,
+            out,
+            budget,
+            workload=workload,
+            allow_changes=allow_changes,
+            rehearse=rehearse,
+        )
+    )
     for outcome in outcomes:
         click.echo(f"{outcome.state}: {outcome.name}{': ' if outcome.why else ''}{outcome.why}")
     if not (out or rehearse):

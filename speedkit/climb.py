@@ -26,19 +26,30 @@ from speedkit.settings import to_yaml
 from speedkit.train.progress import wanted
 
 # Whose source, with that of notebook 90, decides whether a recorded climb is current.
-MODULES = tuple(f"speedkit.{name}" for name in (
-    "climb", "closing", "ladder", "predict", "measure.compare", "measure.stats", "train.loop"))  # fmt: skip
+MODULES = tuple(
+    f"speedkit.{name}"
+    for name in ("climb", "closing", "ladder", "predict", "measure.compare", "measure.stats", "train.loop")
+)
 LARGE = 1.25  # a gain that a few windows show
 INNER = {"fields", "promises", "stage", "compiles", "set_up_s", "measurement"}  # of a rung's row, for the climb alone
 Row = dict[str, Any]
 
 
 def climb(
-    workload: Any, *, recipe: Recipe | None = None, device: str = "auto", out: str | Path | None = None,
-    resume: bool = False, cache_dir: str | Path | None = None, budget_s: float = 480.0,
-    rungs: Sequence[str] | None = None, pairs: int = 60, window_s: float = 0.125, seeds: int | None = None,
+    workload: Any,
+    *,
+    recipe: Recipe | None = None,
+    device: str = "auto",
+    out: str | Path | None = None,
+    resume: bool = False,
+    cache_dir: str | Path | None = None,
+    budget_s: float = 480.0,
+    rungs: Sequence[str] | None = None,
+    pairs: int = 60,
+    window_s: float = 0.125,
+    seeds: int | None = None,
     progress: bool | str = "auto",
-) -> Row:  # fmt: skip
+) -> Row:
     """Climb the ladder on `workload` and return the record of it.
 
     A ledger of the naive plan says where the time goes. By it each rung's gain is predicted, anew after each one kept.
@@ -55,14 +66,27 @@ def climb(
     hardware, recipe = this_machine(device), recipe or workload.recipe
     folder = claim_folder(out, "climb", resume) if out is not None else None
     say = functools.partial(print, flush=True) if wanted(progress) else lambda text: None
-    job = Stages(workload, recipe, hardware, {"device": device, "cache_dir": cache_dir}, pairs, window_s, seeds or 5,
-                 budget_s, folder, say, read_state(folder, workload, recipe))  # fmt: skip
+    job = Stages(
+        workload,
+        recipe,
+        hardware,
+        {"device": device, "cache_dir": cache_dir},
+        pairs,
+        window_s,
+        seeds or 5,
+        budget_s,
+        folder,
+        say,
+        read_state(folder, workload, recipe),
+    )
     if folder is not None and (folder / "record.json").exists():
         return read_json(folder / "record.json")
     run = NotebookRun("90_climb", MODULES, {"workload": workload.name, "budget_s": budget_s, "seeds": job.seeds})
 
-    say(f"climbing {workload.name}: {len(workload.train)} items to train on, {len(workload.test)} to test, "
-        f"batch {recipe.batch_size}, on {hardware.name}; budget {budget_s:.0f} s")  # fmt: skip
+    say(
+        f"climbing {workload.name}: {len(workload.train)} items to train on, {len(workload.test)} to test, "
+        f"batch {recipe.batch_size}, on {hardware.name}; budget {budget_s:.0f} s"
+    )
     best, record = _stages(job, chosen, run)
     if folder is not None:
         write_text(folder / "plan.yaml", to_yaml(best))
@@ -86,10 +110,11 @@ def _stages(job: Stages, chosen: Sequence[Rung], run: NotebookRun) -> tuple[Plan
     trained = job.once("quality", lambda: closing.train_both(job, best, control["step_s"] + step_s))
     item_s = parts.get("data wait", 0.0) / job.recipe.batch_size
     sections = {
-        "rungs": rows, "dropped": dropped,
+        "rungs": rows,
+        "dropped": dropped,
         "payback": job.once("payback", lambda: closing.paid_back(job, best, rows, trained, item_s)),
         "larger_batch": job.once("batch_size", lambda: closing.larger_batch(job, best, trained)),
-    }  # fmt: skip
+    }
     # Last: what looks into each operator of a step leaves compiled code switched off.
     fast = naive if best == Plan() else job.once("final ledger", lambda: closing.where_time_goes(job, best))
     sections |= {part: {"baseline": naive[part], "final": fast[part]} for part in ("ledgers", "roofline")}
@@ -105,18 +130,29 @@ def _control(job: Stages) -> Row:
         return job.workload.loss(model, batch, recipe)
 
     noted = dataclasses.replace(job.workload, loss=noting)
-    same = job.compare(Plan(), Plan(), ("baseline", "baseline again"), min(job.pairs, 2 * closing.LEAST_PAIRS),
-                       name="A/A control", recipe_b=other, workload=noted)  # fmt: skip
+    same = job.compare(
+        Plan(),
+        Plan(),
+        ("baseline", "baseline again"),
+        min(job.pairs, 2 * closing.LEAST_PAIRS),
+        name="A/A control",
+        recipe_b=other,
+        workload=noted,
+    )
     step_s = statistics.fmean(same.step_s)
     job.say(f"naive baseline: {step_s * 1e3:.1f} ms per step; A/A noise floor {same.noise_floor:.3f}")
     return {
-        "measurement": same.as_measurement(), "noise_floor": same.noise_floor, "step_s": step_s,
+        "measurement": same.as_measurement(),
+        "noise_floor": same.noise_floor,
+        "step_s": step_s,
         # Two runs of one plan should not differ. Where they do (memory layout, say), no rung may claim less than that.
         "bias": max(same.high, 1 / same.low) if not same.low <= 1 <= same.high else 1.0,
-        "losses": same.losses_a, "other_seed": same.losses_b, "shapes": len(shapes),
+        "losses": same.losses_a,
+        "other_seed": same.losses_b,
+        "shapes": len(shapes),
         # Setting up and warming up, which any comparison costs beside its windows.
         "set_up_s": time.perf_counter() - began_s - sum(same.seconds_a) - sum(same.seconds_b),
-    }  # fmt: skip
+    }
 
 
 def _rungs(job: Stages, chosen: Sequence[Rung], control: Row, profile: Profile) -> tuple[list[Row], float]:
@@ -159,8 +195,10 @@ def affordable(
         more_s = min(row["set_up_s"] for row in waiting) + least * pair_s - left_s
         kept_in = f"; what was measured is kept in {job.out}, and --resume goes on from it" if job.out else ""
         # Half of what is added goes into what closes the climb.
-        raise UsageError(f"a budget of {job.budget_s:.0f} s is too short to try one rung beside the baseline: give it "
-                         f"at least {job.budget_s + 2 * more_s:.0f} s{kept_in}")  # fmt: skip
+        raise UsageError(
+            f"a budget of {job.budget_s:.0f} s is too short to try one rung beside the baseline: give it "
+            f"at least {job.budget_s + 2 * more_s:.0f} s{kept_in}"
+        )
     return None, 0
 
 
@@ -174,8 +212,10 @@ def _try(job: Stages, row: Row, best: Plan, pairs: int, control: Row) -> Row:
     if isinstance(found, str):
         return row | {"why": found}
     row = row | _verdict(row["promises"], found, control)
-    job.say(f"  {found.ratio:.3f} ({found.low:.3f} to {found.high:.3f}): {'kept' if row['kept'] else 'rejected'}, "
-            f"{row['why']}")  # fmt: skip
+    job.say(
+        f"  {found.ratio:.3f} ({found.low:.3f} to {found.high:.3f}): {'kept' if row['kept'] else 'rejected'}, "
+        f"{row['why']}"
+    )
     row["data_s"] = closing.data_time(job, asked) if row["kept"] and "cache" in row["fields"] else None
     row["compile_s"] = max(0.0, found.warmup_s_b - found.warmup_s_a) if cold else None
     return row | {"measurement": found.as_measurement()}
@@ -189,15 +229,25 @@ def _verdict(promises: str, found: Comparison, control: Row) -> Row:
     if found.low > floor:
         why = "faster beyond the noise, and learns the same" if same.passed else str(same)
     return {
-        "ratio": found.ratio, "low": found.low, "high": found.high, "noise_floor": floor, "parity": str(same),
-        "kept": found.low > floor and same.passed, "why": why,
-        "step_s_before": found.step_s[0], "step_s_after": found.step_s[1],
-    }  # fmt: skip
+        "ratio": found.ratio,
+        "low": found.low,
+        "high": found.high,
+        "noise_floor": floor,
+        "parity": str(same),
+        "kept": found.low > floor and same.passed,
+        "why": why,
+        "step_s_before": found.step_s[0],
+        "step_s_after": found.step_s[1],
+    }
 
 
 def _record(job: Stages, run: NotebookRun, best: Plan, control: Row, final: Row, trained: Row, sections: Row) -> Row:
-    for measurement in (control["measurement"], *(row.get("measurement") for name in ("rungs", "dropped")
-                        for row in sections[name]), final["baseline"], final["careful"]):  # fmt: skip
+    for measurement in (
+        control["measurement"],
+        *(row.get("measurement") for name in ("rungs", "dropped") for row in sections[name]),
+        final["baseline"],
+        final["careful"],
+    ):
         if measurement:
             run.measure(measurement)
     for name, plan in (("baseline", Plan()), ("careful", Plan.careful(job.hardware)), ("final", best)):
@@ -206,12 +256,18 @@ def _record(job: Stages, run: NotebookRun, best: Plan, control: Row, final: Row,
     quality = quality_of(job.workload, trained["curves"]) | {key: trained[key] for key in ("steps", "of_steps", "test")}
     sections |= {
         "workload": {"name": job.workload.name, "train": len(job.workload.train), "test": len(job.workload.test)},
-        "recipe": job.recipe, "plan": best, "change": text(changed(best)), "noise_floor": control["noise_floor"],
+        "recipe": job.recipe,
+        "plan": best,
+        "change": text(changed(best)),
+        "noise_floor": control["noise_floor"],
         "speedup": {key: (final["baseline"] or itself)[key] for key in itself},
         "speedup_careful": {key: (final["careful"] or itself)[key] for key in itself},
-        "step_s": {"baseline": control["step_s"]} | final["step_s"], "quality": quality, "energy": trained["energy"],
-        "time_to_quality": time_to_quality(job.workload, trained["curves"]), "spent_s": job.spent_s(),
-    }  # fmt: skip
+        "step_s": {"baseline": control["step_s"]} | final["step_s"],
+        "quality": quality,
+        "energy": trained["energy"],
+        "time_to_quality": time_to_quality(job.workload, trained["curves"]),
+        "spent_s": job.spent_s(),
+    }
     for name in ("rungs", "dropped"):
         sections[name] = [{key: row[key] for key in row if key not in INNER} for row in sections[name]]
     for name, value in sections.items():

@@ -79,8 +79,15 @@ def timer_resolution_s(device: torch.device | str = "cpu") -> float:
     return max(statistics.median(timed(lambda: None, device, repeats=51, warmup=5)), tick_s)
 
 
-def run_until_steady(step: Callable[[], Any], device: torch.device | str, *, window_s: float = 0.1,
-                     min_windows: int = 3, max_s: float = 60.0, tolerance: float = 0.10) -> Steady:
+def run_until_steady(
+    step: Callable[[], Any],
+    device: torch.device | str,
+    *,
+    window_s: float = 0.1,
+    min_windows: int = 3,
+    max_s: float = 60.0,
+    tolerance: float = 0.10,
+) -> Steady:
     """Call `step()` until its time has settled: `min_windows` windows in a row agree and compiled nothing.
 
     Windows agree when the slowest step time is at most `tolerance` above the fastest, which also covers what cannot

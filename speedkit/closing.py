@@ -68,15 +68,19 @@ def recheck(job: Stages, kept: list[Row], control: Row, best_s: float) -> list[R
     rows, left = list[Row](), list(kept)
     for place, rung in enumerate(kept):
         without = [other for other in left if other is not rung]
-        row = {key: rung[key] for key in ("rung", "change", "fields")} | dict.fromkeys(
-            ("ratio", "low", "high", "noise_floor")) | {"kept": True}  # fmt: skip
+        row = (
+            {key: rung[key] for key in ("rung", "change", "fields")}
+            | dict.fromkeys(("ratio", "low", "high", "noise_floor"))
+            | {"kept": True}
+        )
         if plan_of(without) == plan_of(left):
             row["why"] = "another rung has replaced it"
         elif rung is kept[-1] and len(left) == len(kept):
             row["why"] = "kept last: nothing has been added to the plan that it was measured with"
         else:
-            dropping = functools.partial(_dropped, job, row, plan_of(left), plan_of(without), control, best_s,
-                                         len(kept) - place)  # fmt: skip
+            dropping = functools.partial(
+                _dropped, job, row, plan_of(left), plan_of(without), control, best_s, len(kept) - place
+            )
             row = job.once(f"without {row['rung']}: {row['change']}", dropping)
         left = left if row["kept"] else without
         rows.append(row)
@@ -86,8 +90,9 @@ def recheck(job: Stages, kept: list[Row], control: Row, best_s: float) -> list[R
 def _dropped(job: Stages, row: Row, best: Plan, simpler: Plan, control: Row, best_s: float, waiting: int) -> Row:
     """Measure the best plan against one without a rung, while so many others wait for that."""
     left_s, name = job.left_s() - closing_s(job, control, 1, best_s), f"without {row['change']}"
-    pairs = affordable_pairs(left_s, [control["set_up_s"]] * waiting, pair_s(job, best_s, best_s),
-                             min(LEAST_PAIRS, job.pairs), job.pairs)  # fmt: skip
+    pairs = affordable_pairs(
+        left_s, [control["set_up_s"]] * waiting, pair_s(job, best_s, best_s), min(LEAST_PAIRS, job.pairs), job.pairs
+    )
     if not pairs:
         return row | {"why": "not rechecked: the time budget is needed for the final measurements"}
     if isinstance(found := measured(job, best, simpler, ("best", name), pairs, name), str):
@@ -95,8 +100,15 @@ def _dropped(job: Stages, row: Row, best: Plan, simpler: Plan, control: Row, bes
     stays = found.high < 1
     why = "slower without it" if stays else "dropped: it is not shown that a step is slower without it"
     job.say(f"{name}: {found.ratio:.3f} ({found.low:.3f} to {found.high:.3f}), {why}")
-    return row | {"ratio": found.ratio, "low": found.low, "high": found.high, "noise_floor": found.noise_floor,
-                  "kept": stays, "why": why, "measurement": found.as_measurement()}  # fmt: skip
+    return row | {
+        "ratio": found.ratio,
+        "low": found.low,
+        "high": found.high,
+        "noise_floor": found.noise_floor,
+        "kept": stays,
+        "why": why,
+        "measurement": found.as_measurement(),
+    }
 
 
 def data_time(job: Stages, plan: Plan, count: int = 6) -> float:
@@ -115,8 +127,7 @@ def final(job: Stages, best: Plan) -> Row:
     for name, plan in (("baseline", Plan()), ("careful", careful)):
         if plan == best:
             continue
-        found = job.compare(plan, best, (name, "final"), FINAL_PAIRS, name=f"final against {name}",
-                            seed=1)  # fmt: skip
+        found = job.compare(plan, best, (name, "final"), FINAL_PAIRS, name=f"final against {name}", seed=1)
         if name == "careful" and found.slower:
             # The result is never slower than the best plan seen, and the careful one is among those.
             job.say("the careful plan is faster than what was climbed to: it is taken, and measured afresh")
@@ -162,8 +173,9 @@ def larger_batch(job: Stages, best: Plan, trained: Row) -> Row:
     factors = (2, 4)[: max(0, int((job.left_s() - LEDGER_S) / sum(found["seconds"] for found in runs)))]
     if not factors or len(runs) < 2 or trained["steps"] < trained["of_steps"]:
         return {"rows": [], "why": "not tried: the time budget is spent"}
-    _, rows = choose_batch_size(job.workload, job.recipe, best, factors=factors, seeds=len(runs), baseline=runs,
-                                say=job.say, **job.options)  # fmt: skip
+    _, rows = choose_batch_size(
+        job.workload, job.recipe, best, factors=factors, seeds=len(runs), baseline=runs, say=job.say, **job.options
+    )
     taken = max((row for row in rows if row["taken"]), key=lambda row: row["ratio"], default=None)
     why = "none is sooner with every seed, and as good"
     if taken is not None:
@@ -196,8 +208,9 @@ def paid_back(job: Stages, best: Plan, rows: list[Row], trained: Row, item_s: fl
     if plan.compile != "off":
         prepare_s["compile"] = max((row["compile_s"] or 0.0 for row in rows if row["kept"]), default=0.0)
     longer, epochs = trained["of_steps"] / trained["steps"], job.recipe.epochs
-    baseline_s, final_s = (longer * statistics.fmean(run["seconds"] for run in trained["curves"][name])
-                           for name in ("baseline", "final"))  # fmt: skip
+    baseline_s, final_s = (
+        longer * statistics.fmean(run["seconds"] for run in trained["curves"][name]) for name in ("baseline", "final")
+    )
     epochs = epochs or trained["of_steps"] * job.recipe.batch_size / len(job.workload.train)
     return payback(epochs, baseline_s, final_s, prepare_s)
 
@@ -208,8 +221,10 @@ def in_short(record: Row) -> list[str]:
         return []
     over = "{ratio:.2f} times as fast as {0} ({low:.2f} to {high:.2f}, 99 %)".format
     careful = record.get("speedup_careful")
-    said = [f"Training steps are {over('plain PyTorch', **record['speedup'])}"
-            + (f", and {over('a careful start', **careful)}." if careful else ".")]  # fmt: skip
+    said = [
+        f"Training steps are {over('plain PyTorch', **record['speedup'])}"
+        + (f", and {over('a careful start', **careful)}." if careful else ".")
+    ]
     if (quality := record["quality"]).get("lower") is None:
         said.append("Whether the result is as good was not shown: the budget allowed fewer than two seeds.")
     else:

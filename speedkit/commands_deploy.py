@@ -37,13 +37,17 @@ def deploy(checkpoint_file: Path, workload: str | None, out: Path, **values: Any
     work = load_workload(name, max_duration_s=state["job"].get("max_duration_s"), **data)
     with warnings.catch_warnings(action="ignore"):  # export's and torchao's, of what they do themselves
         found = trial.deploy(work, restored(work, state), out, say=click.echo, **values)
-    click.echo("{metric} {before:.4f}, {method} {after:.4f} on {n} test items: a drop of {drop:.4f} ({low:.4f} to "
-               "{high:.4f})".format(method=found["method"], **found["quality"]))  # fmt: skip
+    click.echo(
+        "{metric} {before:.4f}, {method} {after:.4f} on {n} test items: a drop of {drop:.4f} ({low:.4f} to "
+        "{high:.4f})".format(method=found["method"], **found["quality"])
+    )
     click.echo("{size_bytes} bytes for {float32_size_bytes}; {quantized_share:.1%} has 8 bits".format(**found))
     for row in found["measurements"]:
         a_ms, b_ms = (1e3 * statistics.median(row[side]) for side in ("seconds_a", "seconds_b"))
-        click.echo(f"{row['name']}: {row['a']} {a_ms:.3g} ms, {row['b']} {b_ms:.3g} ms, "
-                   "ratio {ratio:.2f} ({low:.2f} to {high:.2f})".format(**row))  # fmt: skip
+        click.echo(
+            f"{row['name']}: {row['a']} {a_ms:.3g} ms, {row['b']} {b_ms:.3g} ms, "
+            "ratio {ratio:.2f} ({low:.2f} to {high:.2f})".format(**row)
+        )
     click.echo(f"{trial.MODEL}, {trial.LOADER} and {trial.FACTS} in {out}")
 
 

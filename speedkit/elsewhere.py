@@ -13,8 +13,9 @@ NAMES_ELSEWHERE = {
     "precision=fp8": "fp8 use_fp8",
     "compile": "torch_compile use_compile compile_mode compile_model",
     "compile=off": "no_compile disable_compile no_torch_compile",
-    "micro_batch (accumulation follows from the recipe's batch_size)":
-        "accumulate_grad_batches gradient_accumulation_steps accumulation_steps grad_accum grad_accum_steps",
+    "micro_batch (accumulation follows from the recipe's batch_size)": (
+        "accumulate_grad_batches gradient_accumulation_steps accumulation_steps grad_accum grad_accum_steps"
+    ),
     "micro_batch=auto": "auto_batch auto_batch_size find_batch_size auto_scale_batch_size auto_find_batch_size",
     "checkpointing": "activation_checkpointing",
     "checkpointing=blocks": "gradient_checkpointing use_gradient_checkpointing grad_checkpoint use_checkpointing",
@@ -35,7 +36,7 @@ NAMES_ELSEWHERE = {
     "ranks": "devices gpus num_gpus world_size nproc_per_node",
     "strategy=fsdp": "fsdp use_fsdp",
     "a field of the Recipe": "batch_size learning_rate lr epochs seed weight_decay",
-}  # fmt: skip
+}
 FORMERLY = {name: here for here, names in NAMES_ELSEWHERE.items() for name in names.split()}
 OPTIONS_ELSEWHERE = {"lr": "--learning-rate", "batch": "--batch-size", "num_epochs": "--epochs"}
 

@@ -25,17 +25,25 @@ CAPABILITIES = ("bf16", "fp16", "tf32", "fp8", "flash_attention", "triton", "cud
 # Least compute capability, and the first generation that has it: what PyTorch's and Triton's kernels ask for, see
 # https://docs.nvidia.com/cuda/cuda-c-programming-guide (Compute Capabilities).
 ON_NVIDIA = {
-    "bf16": ((8, 0), "Ampere"), "fp16": ((7, 0), "Volta"), "tf32": ((8, 0), "Ampere"), "triton": ((7, 0), "Volta"),
-    "flash_attention": ((8, 0), "Ampere"), "fp8": ((8, 9), "Ada with FP8 tensor cores"), "compile": ((7, 0), "Volta"),
-}  # fmt: skip
+    "bf16": ((8, 0), "Ampere"),
+    "fp16": ((7, 0), "Volta"),
+    "tf32": ((8, 0), "Ampere"),
+    "triton": ((7, 0), "Volta"),
+    "flash_attention": ((8, 0), "Ampere"),
+    "fp8": ((8, 9), "Ada with FP8 tensor cores"),
+    "compile": ((7, 0), "Volta"),
+}
 # The instruction sets without which a CPU emulates a number format, as torch.cpu.get_capabilities names them.
 ON_CPU = {"bf16": ("avx512_bf16", "amx_bf16", "bf16"), "fp16": ("avx512_fp16", "amx_fp16", "fp16_arith")}
 DECODERS = {"torchcodec": "the package torchcodec and FFmpeg's libraries", "librosa": "the package librosa"}
 INSTEAD = {
     **dict.fromkeys(DECODERS, 'Use decoder "soundfile"'),
-    "flash_attention": 'Use attention "auto"', "triton": 'Use compile "off"', "compile": 'Use compile "off"',
-    "cuda_graphs": 'Use compile "default"', "pin_memory": "Leave pin_memory off",
-}  # fmt: skip
+    "flash_attention": 'Use attention "auto"',
+    "triton": 'Use compile "off"',
+    "compile": 'Use compile "off"',
+    "cuda_graphs": 'Use compile "default"',
+    "pin_memory": "Leave pin_memory off",
+}
 
 
 @dataclass(frozen=True)
@@ -110,22 +118,35 @@ def _lacks(hardware: Hardware, capability: str) -> str:
     emulates = " and only emulates it" if has and capability == "bf16" else ""
     language, compiler, variable = ("C++", "g++", "CXX") if kind == "cpu" else ("C", "gcc", "CC")
     reasons = [
-        (capability in DECODERS and capability not in hardware.decoders,
-         f"{DECODERS.get(capability)}, which cannot be loaded: install the extra `decode`, and FFmpeg for torchcodec"),
+        (
+            capability in DECODERS and capability not in hardware.decoders,
+            f"{DECODERS.get(capability)}, which cannot be loaded: install the extra `decode`, "
+            "and FFmpeg for torchcodec",
+        ),
         (capability in ("pin_memory", "cuda_graphs") and kind != "cuda", f"a CUDA GPU; the device is {hardware.name}"),
-        (flags and not set(flags) & set(hardware.cpu_flags),
-         f"a CPU with one of {', '.join(flags)} to be fast; this one has none and emulates it"),
-        ((has or (0, 0)) < least,
-         f"an NVIDIA GPU of compute capability {least[0]}.{least[1]}, {generation}, or newer; {hardware.name} {told}"
-         f"{emulates}"),
-        (capability == "flash_attention" and not hardware.flash_attention,
-         f"its kernels for {hardware.name}, which are not in this build of PyTorch"),
+        (
+            flags and not set(flags) & set(hardware.cpu_flags),
+            f"a CPU with one of {', '.join(flags)} to be fast; this one has none and emulates it",
+        ),
+        (
+            (has or (0, 0)) < least,
+            f"an NVIDIA GPU of compute capability {least[0]}.{least[1]}, {generation}, or newer; {hardware.name} {told}"
+            f"{emulates}",
+        ),
+        (
+            capability == "flash_attention" and not hardware.flash_attention,
+            f"its kernels for {hardware.name}, which are not in this build of PyTorch",
+        ),
         (tools and kind != "cpu" and not hardware.triton, "the package triton, which cannot be imported: install it"),
-        (tools and not hardware.compiler,
-         f"a {language} compiler; there is none: install {compiler}, or set {variable} to yours"),
-        (tools and not hardware.python_headers,
-         "Python's headers (Python.h), which are not there: install python3-dev (python3-devel)"),
-    ]  # fmt: skip
+        (
+            tools and not hardware.compiler,
+            f"a {language} compiler; there is none: install {compiler}, or set {variable} to yours",
+        ),
+        (
+            tools and not hardware.python_headers,
+            "Python's headers (Python.h), which are not there: install python3-dev (python3-devel)",
+        ),
+    ]
     return next((f"{capability} needs {needs}" for lacking, needs in reasons if lacking), "")
 
 

@@ -68,31 +68,70 @@ LADDER: tuple[Rung, ...] = (
     Rung("workers", _workers, "bit-equal", ("C06", "C07", "C08"), "10_dataloader"),
     Rung("cache", _cache, "loss-equal", ("C09", "C10"), "12_feature_cache"),
     # These make loading quicker, which a cache spares.
-    Rung("decoder", lambda plan, _, hardware: [{"decoder": "torchcodec"}] * (
-        plan.cache == "off" and hardware.supports("torchcodec")), "loss-equal", ("C42",), "11_decoding",
-         needs="torchcodec"),
-    Rung("features_on", lambda plan, _, hardware: [{"features_on": "device"}] * (
-        plan.cache == "off" and hardware.device.type != "cpu"), "loss-equal", (), "11_decoding"),
+    Rung(
+        "decoder",
+        lambda plan, _, hardware: (
+            [{"decoder": "torchcodec"}] * (plan.cache == "off" and hardware.supports("torchcodec"))
+        ),
+        "loss-equal",
+        ("C42",),
+        "11_decoding",
+        needs="torchcodec",
+    ),
+    Rung(
+        "features_on",
+        lambda plan, _, hardware: [{"features_on": "device"}] * (plan.cache == "off" and hardware.device.type != "cpu"),
+        "loss-equal",
+        (),
+        "11_decoding",
+    ),
     Rung("shards", lambda plan, *_: [{"shards": True}] * (plan.cache == "off"), "bit-equal", ("C12",), "13_shards"),
-    Rung("prefetch", lambda plan, _, hardware: [{"prefetch": True, "pin_memory": True}] * (
-        plan.cache != "device" and hardware.supports("pin_memory")), "bit-equal", ("C36",), "14_prefetch",
-         needs="pin_memory"),
+    Rung(
+        "prefetch",
+        lambda plan, _, hardware: (
+            [{"prefetch": True, "pin_memory": True}] * (plan.cache != "device" and hardware.supports("pin_memory"))
+        ),
+        "bit-equal",
+        ("C36",),
+        "14_prefetch",
+        needs="pin_memory",
+    ),
     Rung("bucket", lambda *_: [{"bucket": True}], "order-equal", (), "10_dataloader"),
-    Rung("host_syncs", lambda *_: [{"fused_optimizer": True, "log_every": 50}], "loss-equal", ("C22",),
-         "26_host_syncs"),
-    Rung("micro_batch", lambda _, recipe, __: [{"micro_batch": recipe.batch_size // parts} for parts in (2, 4)
-                                               if recipe.batch_size // parts >= 4], "loss-equal", (), "20_batch_size"),
+    Rung(
+        "host_syncs", lambda *_: [{"fused_optimizer": True, "log_every": 50}], "loss-equal", ("C22",), "26_host_syncs"
+    ),
+    Rung(
+        "micro_batch",
+        lambda _, recipe, __: [
+            {"micro_batch": recipe.batch_size // parts} for parts in (2, 4) if recipe.batch_size // parts >= 4
+        ],
+        "loss-equal",
+        (),
+        "20_batch_size",
+    ),
     Rung("precision", _precision, "loss-equal", ("C01", "C02", "C04", "C38"), "21_mixed_precision", needs="bf16"),
     Rung("channels_last", lambda *_: [{"channels_last": True}], "loss-equal", ("C19",), "24_channels_last"),
     Rung("compile", _compile, "loss-equal", ("C16", "C18"), "23_compile", needs="compile"),
     # Left alone, PyTorch takes flash where it can; on a CPU there is nothing else that is fast.
-    Rung("attention", lambda _, __, hardware: [{"attention": "cudnn"}] * (
-        hardware.device.type == "cuda" and hardware.supports("flash_attention")), "loss-equal", ("C35",),
-         "25_attention"),
+    Rung(
+        "attention",
+        lambda _, __, hardware: (
+            [{"attention": "cudnn"}] * (hardware.device.type == "cuda" and hardware.supports("flash_attention"))
+        ),
+        "loss-equal",
+        ("C35",),
+        "25_attention",
+    ),
     # Against bf16 and compiled: 8-bit layers that are not compiled round in kernels of their own.
-    Rung("fp8", lambda *given: [{"precision": "fp8"}] * given[-1].supports("fp8"), "loss-equal", ("C34",), "22_fp8",
-         needs="fp8"),
-)  # fmt: skip
+    Rung(
+        "fp8",
+        lambda *given: [{"precision": "fp8"}] * given[-1].supports("fp8"),
+        "loss-equal",
+        ("C34",),
+        "22_fp8",
+        needs="fp8",
+    ),
+)
 
 
 def named(names: Sequence[str] | None) -> list[Rung]:
@@ -117,21 +156,35 @@ def candidates(
         for change in rung.changes(best, job.recipe, job.hardware) or [{}]:
             low, high = profile.predict({field: new for field, new in change.items() if new != getattr(best, field)})
             before = [row for row in rows if row["rung"] == rung.name and (row["change"] == text(change) or not change)]
-            slow = [row["ratio"] and row["low"] <= row["noise_floor"] and middle((low, high)) >= AGAIN * middle(
-                (row["predicted_low"], row["predicted_high"])) for row in before]  # fmt: skip
+            slow = [
+                row["ratio"]
+                and row["low"] <= row["noise_floor"]
+                and middle((low, high)) >= AGAIN * middle((row["predicted_low"], row["predicted_high"]))
+                for row in before
+            ]
             compiles = dataclasses.replace(best, **change).compile != "off" and bool(COMPILED & change.keys())
             why = _why_not(job, rung, best, change, high, compiles and control["shapes"])
             if before and (why or slow != [True]):
                 continue
             caches = best.cache == "off" != change.get("cache", "off")
-            found.append({
-                "rung": rung.name, "change": text(change), "fields": change, "promises": rung.promises,
-                "stage": f"rung {rung.name}: {text(change)}{' again' * len(before)}", "compiles": compiles,
-                "set_up_s": control["set_up_s"] + building_s * caches + COMPILING_S * compiles,
-                "predicted_low": low if change else None, "predicted_high": high if change else None,
-                **dict.fromkeys(MEASURED), "kept": False, "why": why, "claims": list(rung.claims),
-                "notebook": rung.notebook,
-            })  # fmt: skip
+            found.append(
+                {
+                    "rung": rung.name,
+                    "change": text(change),
+                    "fields": change,
+                    "promises": rung.promises,
+                    "stage": f"rung {rung.name}: {text(change)}{' again' * len(before)}",
+                    "compiles": compiles,
+                    "set_up_s": control["set_up_s"] + building_s * caches + COMPILING_S * compiles,
+                    "predicted_low": low if change else None,
+                    "predicted_high": high if change else None,
+                    **dict.fromkeys(MEASURED),
+                    "kept": False,
+                    "why": why,
+                    "claims": list(rung.claims),
+                    "notebook": rung.notebook,
+                }
+            )
     return sorted(found, key=lambda row: -middle((row["predicted_low"] or 0.0, row["predicted_high"] or 0.0)))
 
 
@@ -140,8 +193,9 @@ def _why_not(job: Stages, rung: Rung, best: Plan, change: Change, most: float, s
     if not change:
         lacking = job.hardware.why_not(rung.needs) if rung.needs else ""
         return lacking or f"nothing to try on top of {text(changed(best))}"
-    now, new = (resolve(plan, job.hardware, workload=job.workload)
-                for plan in (best, dataclasses.replace(best, **change)))  # fmt: skip
+    now, new = (
+        resolve(plan, job.hardware, workload=job.workload) for plan in (best, dataclasses.replace(best, **change))
+    )
     if new.plan == now.plan:
         return next((fallback.why for fallback in new.fallbacks if fallback.field in change), "changes nothing")
     if shapes > 2 and job.workload.length is None:

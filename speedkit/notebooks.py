@@ -41,9 +41,13 @@ def find_notebooks(names: Sequence[str | Path] | None = None, folder: Path | Non
 
 
 def run_notebook(
-    source: str | Path, out: str | Path, parameters: Mapping[str, Any] | None = None, *,
-    timeout_s: float = 3600.0, progress: bool = True,
-) -> Path:  # fmt: skip
+    source: str | Path,
+    out: str | Path,
+    parameters: Mapping[str, Any] | None = None,
+    *,
+    timeout_s: float = 3600.0,
+    progress: bool = True,
+) -> Path:
     """Run notebook `source` with `parameters` in a fresh kernel, in its own folder, and leave what was run at `out`.
 
     `timeout_s` is for all cells; `progress` is a bar on a terminal and lines elsewhere. Raises UsageError before
@@ -86,12 +90,16 @@ def _execute(source: Path, partial: Path, values: dict[str, Any], timeout_s: flo
     paths = [str(path).replace("{", "{{").replace("}", "}}") for path in (source, partial)]  # these are format strings
     try:
         executed = papermill.execute_notebook(
-            *paths, values, kernel_name="python3", progress_bar=bar, on_cell_start=before_cell,
+            *paths,
+            values,
+            kernel_name="python3",
+            progress_bar=bar,
+            on_cell_start=before_cell,
             execution_timeout=math.ceil(timeout_s),
             timeout_func=lambda cell: max(1, math.ceil(began_s + timeout_s - time.monotonic())),
             resources={"metadata": {"path": str(source.parent)}},
             extra_arguments=["--IPKernelApp.log_level=CRITICAL"],  # its log is no output of the notebook
-        )  # fmt: skip
+        )
     except papermill.PapermillExecutionError as error:
         raise failure(f"{error.ename}: {error.evalue}".strip(": ").splitlines()[0]) from error
     except CellTimeoutError as error:
@@ -129,10 +137,15 @@ def device_lock() -> Iterator[None]:
 
 
 def sweep(
-    source: str | Path, grid: Mapping[str, Sequence[Any]], out: str | Path, *,
-    parameters: Mapping[str, Any] | None = None, executor: concurrent.futures.Executor | None = None,
-    timeout_s: float = 3600.0, run_text: Callable[..., tuple[str, bytes]] | None = None,
-) -> dict[Path, str]:  # fmt: skip
+    source: str | Path,
+    grid: Mapping[str, Sequence[Any]],
+    out: str | Path,
+    *,
+    parameters: Mapping[str, Any] | None = None,
+    executor: concurrent.futures.Executor | None = None,
+    timeout_s: float = 3600.0,
+    run_text: Callable[..., tuple[str, bytes]] | None = None,
+) -> dict[Path, str]:
     """Run notebook `source` for each combination of the `grid`'s values, into folder `out`, named by the values.
 
     By default one after the other, else by any `executor`; one that sees no files of this machine is given `run_text`,

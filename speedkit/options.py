@@ -35,7 +35,9 @@ def options(*tables: dict[str, Setting]) -> Callable:
         text = f"{about.help}{unit} ({default})"
         added.append(
             click.option(f"{flag}/--no-{flag[2:]}", name, help=text, default=None)
-            if bool in about.kinds else click.option(flag, name, help=text, metavar=about.takes.upper()))  # fmt: skip
+            if bool in about.kinds
+            else click.option(flag, name, help=text, metavar=about.takes.upper())
+        )
     return _adding(*added)
 
 
@@ -49,8 +51,13 @@ data_options = _adding(
 )
 run_options = _adding(
     data_options,
-    click.option("--out", type=click.Path(path_type=Path), default=lambda: Path("runs", time.strftime("%Y%m%d-%H%M%S")),
-                 show_default="runs/<date>-<time>", help="folder for what the run leaves"),
+    click.option(
+        "--out",
+        type=click.Path(path_type=Path),
+        default=lambda: Path("runs", time.strftime("%Y%m%d-%H%M%S")),
+        show_default="runs/<date>-<time>",
+        help="folder for what the run leaves",
+    ),
     click.option("--device", default="auto", show_default=True, metavar="AUTO | CUDA | MPS | CPU"),
 )
 shared = _adding(  # the options of all commands that train
@@ -60,12 +67,22 @@ shared = _adding(  # the options of all commands that train
 )
 
 rank_options = _adding(  # beside --ranks and --strategy, which are the plan's
-    click.option("--nnodes", type=click.IntRange(1), default=1, show_default=True,
-                 help="machines that share the ranks; the same command runs on each"),
+    click.option(
+        "--nnodes",
+        type=click.IntRange(1),
+        default=1,
+        show_default=True,
+        help="machines that share the ranks; the same command runs on each",
+    ),
     click.option("--rdzv-endpoint", default="", metavar="HOST:PORT", help="where several machines meet: one of them"),
-    click.option("--max-restarts", type=click.IntRange(0), default=3, show_default=True,
-                 help="times that all ranks go on from the last checkpoint after one has died"),
-)  # fmt: skip
+    click.option(
+        "--max-restarts",
+        type=click.IntRange(0),
+        default=3,
+        show_default=True,
+        help="times that all ranks go on from the last checkpoint after one has died",
+    ),
+)
 
 
 def given(values: dict[str, Any], table: dict[str, Setting]) -> dict[str, Any]:

@@ -13,8 +13,10 @@ from speedkit.settings import Setting, check_value, nearest, parse
 
 RECORD_MIME = "application/vnd.speedkit.record+json"
 KINDS = {"int": int, "float": float, "str": str, "bool": bool, "None": NoneType}
-FORM = ("`name: type = value  # comment`: it needs a literal value and a comment, on one line, and the type must be "
-        "int, float, str, bool, a list of one of them, or one `| None`")  # fmt: skip
+FORM = (
+    "`name: type = value  # comment`: it needs a literal value and a comment, on one line, and the type must be "
+    "int, float, str, bool, a list of one of them, or one `| None`"
+)
 
 
 def read_notebook(path: Path) -> Any:

@@ -30,13 +30,20 @@ class Plan:
     """How fast a recipe is learned. `Plan()` is plain PyTorch with nothing on: the naive baseline of the guides."""
 
     micro_batch: int | str | None = setting(
-        None, "samples per forward pass; gradients accumulate up to batch_size; none takes the whole batch at once",
-        unit="samples", choices=("auto",), minimum=1)  # fmt: skip
+        None,
+        "samples per forward pass; gradients accumulate up to batch_size; none takes the whole batch at once",
+        unit="samples",
+        choices=("auto",),
+        minimum=1,
+    )
     precision: str = choice("number format of matrix products", "fp32", "tf32", "bf16", "fp16", "fp8", "fp8-emulated")
     compile: str = choice("torch.compile and its mode", "off", "default", "reduce-overhead", "max-autotune")
     compile_scope: str = choice(
         "what is compiled: the model, each repeated block, or model, loss and the update of an unfused optimizer",
-        "model", "blocks", "step")  # fmt: skip
+        "model",
+        "blocks",
+        "step",
+    )
     channels_last: bool = setting(False, "store images and spectrograms as NHWC")
     attention: str = choice("which attention kernel", "auto", "math", "efficient", "flash", "cudnn")
     checkpointing: str = choice("recompute activations instead of keeping them", "off", "blocks", "selective")
@@ -48,8 +55,11 @@ class Plan:
     features_on: str = choice("where features are computed", "cpu", "device")
     shards: bool = setting(False, "read tar shards instead of single files")
     workers: int | str = setting(
-        0, "processes that load data; 0 loads in the training process, auto measures what is best",
-        choices=("auto",), minimum=0)  # fmt: skip
+        0,
+        "processes that load data; 0 loads in the training process, auto measures what is best",
+        choices=("auto",),
+        minimum=0,
+    )
     worker_kind: str = choice("what loads: processes, or threads of one", "process", "thread")
     persistent_workers: bool = setting(False, "keep the loading processes from epoch to epoch")
     prefetch_factor: int = setting(2, "batches that each loading process prepares ahead", unit="batches", minimum=1)
@@ -59,8 +69,8 @@ class Plan:
     bucket: bool = setting(False, "batch clips of similar length together")
     log_every: int = setting(10, "steps between readings of the loss", unit="steps", minimum=1)
     validate_every: int | None = setting(
-        None, "steps between evaluations; 0 only at the end, none after each epoch",
-        unit="steps", minimum=0)  # fmt: skip
+        None, "steps between evaluations; 0 only at the end, none after each epoch", unit="steps", minimum=0
+    )
     on_nonfinite: str = choice("what a NaN or infinite loss does", "raise", "skip", "recover")
     allocator: str = choice("how GPU memory is handed out", "default", "expandable")
     ranks: int = setting(1, "training processes, one per GPU, of all machines together", minimum=1)
@@ -73,8 +83,14 @@ class Plan:
     def careful(cls, hardware: Hardware | None = None) -> "Plan":
         """Return what a competent practitioner starts with: workers, pinned memory, tf32, a fused optimizer."""
         workers = min(4, (hardware or this_machine()).cores)
-        return cls(precision="tf32", fused_optimizer=True, workers=workers, persistent_workers=True, pin_memory=True,
-                   log_every=50)  # fmt: skip
+        return cls(
+            precision="tf32",
+            fused_optimizer=True,
+            workers=workers,
+            persistent_workers=True,
+            pin_memory=True,
+            log_every=50,
+        )
 
     @classmethod
     def fast(cls, hardware: Hardware | None = None) -> "Plan":
@@ -84,9 +100,15 @@ class Plan:
         # float16 needs loss scaling and is no faster on most CPUs: there only bf16 is worth a try unmeasured.
         half = "bf16" if hardware.supports("bf16") else "fp16" if hardware.supports("fp16") and not on_cpu else "fp32"
         return cls(
-            precision=half, compile="default" if hardware.supports("compile") else "off", channels_last=True,
-            fused_optimizer=True, cache="ram" if on_cpu else "device", cache_dtype="float16",
-            pin_memory=hardware.supports("pin_memory"), log_every=50)  # fmt: skip
+            precision=half,
+            compile="default" if hardware.supports("compile") else "off",
+            channels_last=True,
+            fused_optimizer=True,
+            cache="ram" if on_cpu else "device",
+            cache_dtype="float16",
+            pin_memory=hardware.supports("pin_memory"),
+            log_every=50,
+        )
 
 
 PRESETS = {"baseline": lambda _: Plan(), "careful": Plan.careful, "fast": Plan.fast}
@@ -131,8 +153,10 @@ def resolve(plan: Plan, hardware: Hardware | None = None, strict: bool = False, 
         whys.setdefault(field, []).append(why)  # a chain (fp8, bf16, fp32) is one fallback, with each reason
     if got["workers"] == 0:
         got["persistent_workers"] = False  # nothing to keep, nothing lost: not a fallback
-    fallbacks = tuple(Fallback(field, getattr(plan, field), got[field], "; ".join(why).replace(".;", ";"))
-                      for field, why in whys.items())  # fmt: skip
+    fallbacks = tuple(
+        Fallback(field, getattr(plan, field), got[field], "; ".join(why).replace(".;", ";"))
+        for field, why in whys.items()
+    )
     if strict and fallbacks:
         raise PlanError(f"the plan cannot be honoured here, and --strict allows no fallback: {fallbacks[0]}")
     return Effective(plan, Plan(**got), fallbacks)

@@ -58,9 +58,14 @@ def device_slug(hardware: Mapping[str, Any]) -> str:
 
 
 def publish(
-    names: Sequence[str] | None, out: str | Path | None = None, budget_s: float | None = None, *,
-    workload: str = "", allow_changes: bool = False, rehearse: bool = False,
-) -> list[Outcome]:  # fmt: skip
+    names: Sequence[str] | None,
+    out: str | Path | None = None,
+    budget_s: float | None = None,
+    *,
+    workload: str = "",
+    allow_changes: bool = False,
+    rehearse: bool = False,
+) -> list[Outcome]:
     """Run the notebooks `names` here, in their auto profile, and write them and their records to `out`.
 
     None is all of them, the most valuable first, and the climb's other workloads too. What is published from the same
@@ -86,8 +91,11 @@ def _jobs(names: Sequence[str] | None, workload: str) -> list[tuple[Path, dict[s
     if everything:
         sources.sort(key=lambda source: [*FIRST, source.stem[:2]].index(source.stem[:2]))
         sources += [source for source in sources if source.name == FOLKLORE]
-    return [(source, {"workload": word} if word else {}) for source in sources
-            for word in (("", *WORKLOADS) if everything and source.name == CLIMB else (workload,))]  # fmt: skip
+    return [
+        (source, {"workload": word} if word else {})
+        for source in sources
+        for word in (("", *WORKLOADS) if everything and source.name == CLIMB else (workload,))
+    ]
 
 
 def _publish_one(source: Path, out: Path, parameters: dict[str, str], end_s: float, rehearse: bool) -> Outcome:
@@ -101,9 +109,12 @@ def _publish_one(source: Path, out: Path, parameters: dict[str, str], end_s: flo
     if left_s < 1:
         return Outcome(name, "left", "the budget is spent")
     try:
-        with tempfile.TemporaryDirectory(prefix="speedkit-publish-") as folder, mock.patch.dict(
-            os.environ, SPEEDKIT_PROFILE="smoke" * rehearse, SPEEDKIT_PROGRESS="off",
-            SPEEDKIT_RUN_DIR=folder):  # fmt: skip
+        with (
+            tempfile.TemporaryDirectory(prefix="speedkit-publish-") as folder,
+            mock.patch.dict(
+                os.environ, SPEEDKIT_PROFILE="smoke" * rehearse, SPEEDKIT_PROGRESS="off", SPEEDKIT_RUN_DIR=folder
+            ),
+        ):
             run_notebook(source, ran, parameters, timeout_s=left_s)
         if parameters:
             _take_record(record_of(read_notebook(ran)), source, out, name)
@@ -245,8 +256,10 @@ def ladder_table(folder: Path) -> str:
     """Return the figure of the climb and its final speed-ups, from records alone, as Markdown."""
     rows = []
     for record in _climbs(folder):
-        ratios = ["{ratio:.2f}x ({low:.2f} to {high:.2f})".format(**found) if found else "not measured"
-                  for found in (record["speedup"], record["speedup_careful"])]  # fmt: skip
+        ratios = [
+            "{ratio:.2f}x ({low:.2f} to {high:.2f})".format(**found) if found else "not measured"
+            for found in (record["speedup"], record["speedup_careful"])
+        ]
         rows.append([device_name(record), record["workload"]["name"], *ratios, _run(record, folder / CLIMB)])
     if not rows:
         return "No climb is published yet."
@@ -268,8 +281,10 @@ def _run(record: dict[str, Any], notebook: Path) -> str:
 def _verdicts(record: dict[str, Any]) -> str:
     """Return how many checks of a record passed, and how it answers claims."""
     checks = [row["verdict"] == "passed" for row in record["verdicts"] if not row["claim"]]
-    found = {word: [row["claim"] for row in record["verdicts"] if row["claim"] and row["verdict"] == verdict]
-             for verdict, word in WORDS.items()}  # fmt: skip
+    found = {
+        word: [row["claim"] for row in record["verdicts"] if row["claim"] and row["verdict"] == verdict]
+        for verdict, word in WORDS.items()
+    }
     answers = (f"{word}: {', '.join(sorted(claims))}" for word, claims in found.items() if claims)
     return "; ".join((f"{sum(checks)} of {len(checks)} checks passed", *answers))
 

@@ -12,8 +12,12 @@ class Recipe:
     """What is learned from: every workload has its own default."""
 
     batch_size: int = setting(
-        32, "samples behind each optimizer step; auto trains with some to find the one that learns soonest",
-        unit="samples", choices=("auto",), minimum=1)  # fmt: skip
+        32,
+        "samples behind each optimizer step; auto trains with some to find the one that learns soonest",
+        unit="samples",
+        choices=("auto",),
+        minimum=1,
+    )
     learning_rate: float = setting(1e-3, "peak learning rate", minimum=0)
     optimizer: str = choice("the update rule", "adamw", "sgd")
     schedule: str = choice("how the learning rate moves over the steps", "onecycle", "constant", "cosine")

@@ -39,8 +39,12 @@ class Setting:
         """What values are possible, in words: `off | disk | ram`, `an integer from 1`, ..."""
         low = f" from {self.minimum:g}" if self.minimum > -math.inf else ""
         high = f" to {self.maximum:g}" if self.maximum < math.inf else ""
-        kinds = {bool: "true | false", int: f"an integer{low}{high}", float: f"a number{low}{high}",
-                 types.NoneType: "none"}  # fmt: skip
+        kinds = {
+            bool: "true | false",
+            int: f"an integer{low}{high}",
+            float: f"a number{low}{high}",
+            types.NoneType: "none",
+        }
         return " | ".join([*self.choices, *(text for kind, text in kinds.items() if kind in self.kinds)])
 
 
@@ -57,8 +61,9 @@ def choice(help: str, *words: str) -> Any:
 def described(cls: type) -> list[Setting]:
     """Return the settings of class `cls`, in the order they are written."""
     kinds = {name: typing.get_args(hint) or (hint,) for name, hint in typing.get_type_hints(cls).items()}
-    return [Setting(field.name, kinds[field.name], field.default, **field.metadata)
-            for field in dataclasses.fields(cls)]  # fmt: skip
+    return [
+        Setting(field.name, kinds[field.name], field.default, **field.metadata) for field in dataclasses.fields(cls)
+    ]
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -45,10 +45,16 @@ def files_workload(folder, count=20, varies=False):
         if not Path(item.path).exists():
             write(item.path, 8 + number % 5 if varies else 8)
     return dataclasses.replace(
-        points(), train=items, test=items[:2], load=load_file, target=target, parameters={"gain": 2.0},
+        points(),
+        train=items,
+        test=items[:2],
+        load=load_file,
+        target=target,
+        parameters={"gain": 2.0},
         features=functools.partial(bands if varies else features, gain=2.0),
-        sources=(), length=length if varies else None,
-    )  # fmt: skip
+        sources=(),
+        length=length if varies else None,
+    )
 
 
 def opened(workload, folder, items=None, **plan):

@@ -22,7 +22,8 @@ from speedkit.parameters import RECORD_MIME, code_cells, parameters_of, read_not
 MAX_BYTES = 300_000
 ABSOLUTE_PATH = re.compile(
     r"(?<![\w.~/:-])(/(home|root|Users|tmp|private|work|workspace|usr|opt|var|mnt|srv|data|content|kaggle)/[\w.-]+"
-    r"|[A-Z]:\\\w+)")  # fmt: skip
+    r"|[A-Z]:\\\w+)"
+)
 KERNELSPEC = {"display_name": "Python 3", "language": "python", "name": "python3"}
 CHECKED = "nbval-check-output"
 HEADINGS = ("predict", "does not help", "exercise", "next")
@@ -32,7 +33,9 @@ STRAY_TAGS = {"injected-parameters", "papermill-error-cell-tag", "nbval-skip", "
 HAND_TYPED = re.compile(
     r"(?<![\w.])\d+(\.\d+)?\s?([x×](?![\w-]|\s?\d)|-?fold\b|times\s+(as\s+)?(fast|slow|quick|less|more))"
     r"|\d\s?(%|per\s?cent)\s+(faster|slower|quicker|less|more|speed|saved|of the time)"
-    r"|\b(twice|thrice)\s+as\s+(fast|slow|quick)", re.IGNORECASE)  # fmt: skip
+    r"|\b(twice|thrice)\s+as\s+(fast|slow|quick)",
+    re.IGNORECASE,
+)
 
 
 def contract_problems(path: Path) -> list[str]:

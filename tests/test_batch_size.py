@@ -65,13 +65,17 @@ def test_every_kind_of_out_of_memory_is_known(kind):
     assert is_out_of_memory(caught.value)
 
 
-@pytest.mark.parametrize("error", [
-    RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
-    ValueError("out of memory"),  # no library reports it so
-    chained(RuntimeError("the loss failed"), ValueError("no such class")),
-    torch.AcceleratorError("CUDA error: device-side assert triggered"),
-    KeyboardInterrupt(),
-], ids=repr)  # fmt: skip
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+        ValueError("out of memory"),  # no library reports it so
+        chained(RuntimeError("the loss failed"), ValueError("no such class")),
+        torch.AcceleratorError("CUDA error: device-side assert triggered"),
+        KeyboardInterrupt(),
+    ],
+    ids=repr,
+)
 def test_no_other_error_passes_for_out_of_memory(error):
     assert not is_out_of_memory(error)
 
@@ -106,11 +110,15 @@ def test_the_largest_is_found_wherever_it_lies(fits, device):
     assert {found.micro_batch, found.largest, *found.rates} <= trained
 
 
-@pytest.mark.parametrize(("workload", "most"), [
-    (points(batch_size=1), 1),
-    (points(train=10, test=3, batch_size=16), 10),  # a training set smaller than a batch
-    (points(train=1, test=1), 1),
-], ids=["batch of one", "few items", "one item"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("workload", "most"),
+    [
+        (points(batch_size=1), 1),
+        (points(train=10, test=3, batch_size=16), 10),  # a training set smaller than a batch
+        (points(train=1, test=1), 1),
+    ],
+    ids=["batch of one", "few items", "one item"],
+)
 def test_a_batch_is_never_larger_than_there_are_samples_for_it(workload, most):
     found = search(workload)
     assert (found.batch_size, found.largest) == (most, most)
@@ -168,13 +176,17 @@ def test_the_peak_of_a_function_is_what_it_holds_at_once():
     assert peak_bytes(function, CPU) == 8 << 20  # the first two; then the last two
 
 
-@pytest.mark.parametrize(("known", "size", "expected"), [
-    ({}, 8, 0),
-    ({2: 100}, 8, 400),
-    ({1: 60, 2: 100, 4: 180}, 8, 340),
-    ({4: 180, 2: 100, 16: 9999}, 8, 340),  # only from below
-    ({1: 100, 2: 90}, 4, 90),  # noise is no discount
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("known", "size", "expected"),
+    [
+        ({}, 8, 0),
+        ({2: 100}, 8, 400),
+        ({1: 60, 2: 100, 4: 180}, 8, 340),
+        ({4: 180, 2: 100, 16: 9999}, 8, 340),  # only from below
+        ({1: 100, 2: 90}, 4, 90),  # noise is no discount
+    ],
+    ids=str,
+)
 def test_memory_is_predicted_on_a_line(known, size, expected):
     assert predicted(known, size) == expected
 
@@ -182,14 +194,18 @@ def test_memory_is_predicted_on_a_line(known, size, expected):
 # The knee.
 
 
-@pytest.mark.parametrize(("rates", "expected"), [
-    ({1: 10, 2: 20, 4: 40, 8: 80}, 8),  # not yet saturated
-    ({1: 10, 2: 60, 4: 97, 8: 99, 16: 100}, 4),
-    ({1: 100, 2: 100, 4: 100}, 1),  # nothing to gain
-    ({4: 80, 8: 100, 16: 98, 32: 60}, 8),  # a cache overflows
-    ({4: 98, 8: 90, 16: 100}, 4),  # a dip between: the smallest all the same
-    ({7: 1.0}, 7),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("rates", "expected"),
+    [
+        ({1: 10, 2: 20, 4: 40, 8: 80}, 8),  # not yet saturated
+        ({1: 10, 2: 60, 4: 97, 8: 99, 16: 100}, 4),
+        ({1: 100, 2: 100, 4: 100}, 1),  # nothing to gain
+        ({4: 80, 8: 100, 16: 98, 32: 60}, 8),  # a cache overflows
+        ({4: 98, 8: 90, 16: 100}, 4),  # a dip between: the smallest all the same
+        ({7: 1.0}, 7),
+    ],
+    ids=str,
+)
 def test_the_knee_is_the_smallest_near_the_best(rates, expected):
     assert knee(rates) == expected
 
@@ -279,9 +295,15 @@ def pooled_loss(model, batch, recipe):
 def ramps(**recipe):
     """Rows of 3 to 7 numbers; the 8th cannot be read."""
     return dataclasses.replace(
-        points(train=40, **recipe), load=load_ramp, features=features, target=target, loss=pooled_loss, score=score,
-        model=functools.partial(make_model, 1, 4, 2), length=lambda item: 3 + int(item.path) % 5,
-    )  # fmt: skip
+        points(train=40, **recipe),
+        load=load_ramp,
+        features=features,
+        target=target,
+        loss=pooled_loss,
+        score=score,
+        model=functools.partial(make_model, 1, 4, 2),
+        length=lambda item: 3 + int(item.path) % 5,
+    )
 
 
 def test_the_batch_tried_is_of_the_longest_readable_items():
@@ -333,12 +355,16 @@ def curves(*runs):
     return [{"points": [[seconds, value]], "value": value, "seconds": seconds} for seconds, value in runs]
 
 
-@pytest.mark.parametrize(("final", "taken", "why"), [
-    ([(5, 0.90), (5, 0.91), (5, 0.90)], True, "sooner with every seed, and as good"),
-    ([(5, 0.90), (5, 0.91), (11, 0.90)], False, "not sooner with every seed"),
-    ([(5, 0.90), (5, 0.70), (5, 0.90)], False, "not shown to be as good within 0.02"),
-    ([(5, 0.50), (5, 0.50), (5, 0.50)], False, "not shown to be as good"),  # never gets there
-], ids=["better", "one seed slower", "one seed worse", "all worse"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("final", "taken", "why"),
+    [
+        ([(5, 0.90), (5, 0.91), (5, 0.90)], True, "sooner with every seed, and as good"),
+        ([(5, 0.90), (5, 0.91), (11, 0.90)], False, "not sooner with every seed"),
+        ([(5, 0.90), (5, 0.70), (5, 0.90)], False, "not shown to be as good within 0.02"),
+        ([(5, 0.50), (5, 0.50), (5, 0.50)], False, "not shown to be as good"),  # never gets there
+    ],
+    ids=["better", "one seed slower", "one seed worse", "all worse"],
+)
 def test_a_larger_batch_is_judged_by_time_to_quality(final, taken, why):
     row = judged(points(), {"baseline": curves((10, 0.90), (10, 0.91), (10, 0.90)), "final": curves(*final)})
     assert row["taken"] == taken

@@ -4,8 +4,16 @@ import pytest
 
 from speedkit.measure import bench, bench_cache
 
-BRIEF = {"loop": (2, 2), "import": (2,), "memory": (2, 2), "checkpoint": (1,), "aa": (2, 6), "planted": (2, 6),
-         "panel": (2, 20), "watch": (2,)}  # fmt: skip
+BRIEF = {
+    "loop": (2, 2),
+    "import": (2,),
+    "memory": (2, 2),
+    "checkpoint": (1,),
+    "aa": (2, 6),
+    "planted": (2, 6),
+    "panel": (2, 20),
+    "watch": (2,),
+}
 BRIEF |= {"cache-read": (70, 2), "cache-build": (60, 5), "cache-open": (1000,)}
 BENCHMARKS = bench.BENCHMARKS | bench_cache.BENCHMARKS
 

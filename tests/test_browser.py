@@ -51,10 +51,19 @@ def lab(chromium, own_folders, tmp_path_factory):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     options = {"ip": "127.0.0.1", "port": port, "port_retries": 0, "root_dir": folder, "allow_root": True}
-    command = [sys.executable, "-m", "jupyterlab", "--no-browser", f"--IdentityProvider.token={TOKEN}",
-               *(f"--ServerApp.{name}={value}" for name, value in options.items())]  # fmt: skip
-    environment = os.environ | {"SPEEDKIT_NOTEBOOKS": str(ROOT / "notebooks"), "SPEEDKIT_PROFILE": "smoke",
-                                "SPEEDKIT_RUN_DIR": str(folder / "run")}  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "jupyterlab",
+        "--no-browser",
+        f"--IdentityProvider.token={TOKEN}",
+        *(f"--ServerApp.{name}={value}" for name, value in options.items()),
+    ]
+    environment = os.environ | {
+        "SPEEDKIT_NOTEBOOKS": str(ROOT / "notebooks"),
+        "SPEEDKIT_PROFILE": "smoke",
+        "SPEEDKIT_RUN_DIR": str(folder / "run"),
+    }
     with (folder / "server.log").open("w") as log:
         server = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
     address = f"http://127.0.0.1:{port}"

@@ -44,9 +44,14 @@ def masked_loss(model, batch, recipe):
 def clips(**options):
     """Clips [2, T] of 3 to 22 frames."""
     return dataclasses.replace(
-        points(**options), load=load, features=torch.Tensor.contiguous, length=length,
-        model=lambda: nn.Linear(2, 2), loss=masked_loss, score=lambda outputs, batch: outputs.argmax(-1) == batch[-1],
-    )  # fmt: skip
+        points(**options),
+        load=load,
+        features=torch.Tensor.contiguous,
+        length=length,
+        model=lambda: nn.Linear(2, 2),
+        loss=masked_loss,
+        score=lambda outputs, batch: outputs.argmax(-1) == batch[-1],
+    )
 
 
 def stream(count, **plan):

@@ -161,9 +161,14 @@ def test_unreadable_items_are_named_and_never_gathered(workload, cache):
     assert torch.equal(served(found), live(workload))
 
 
-@pytest.mark.parametrize(("value", "dtype", "why"), [
-    (np.nan, "float32", "NaN or infinity"), (-np.inf, "float32", "NaN or infinity"), (1e5, "float16", "beyond float16"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("value", "dtype", "why"),
+    [
+        (np.nan, "float32", "NaN or infinity"),
+        (-np.inf, "float32", "NaN or infinity"),
+        (1e5, "float16", "beyond float16"),
+    ],
+)
 def test_features_that_cannot_be_kept_are_left_out(workload, cache, value, dtype, why):
     path = workload.train[3].path
     np.array([0, value, *range(6)], np.float32).tofile(path)
@@ -307,7 +312,7 @@ def edited_module(path, text):
     return module
 
 
-TRANSFORM = '''
+TRANSFORM = """
 FACTOR = 2.0
 TABLE = {"gain": (1, 2)}
 
@@ -316,16 +321,19 @@ def helper(waveform):
 
 def transform(waveform):
     return helper(waveform) + TABLE["gain"][0]
-'''
+"""
 
 
-@pytest.mark.parametrize(("edit", "changed"), [
-    (("waveform * FACTOR", "waveform * FACTOR + 1"), "code of transform.helper has changed"),
-    (("FACTOR = 2.0", "FACTOR = 3.0"), "code of transform.helper has changed"),
-    (("(1, 2)", "(3, 2)"), "code of transform.transform has changed"),
-    (("    return waveform", '    """Help."""\n    # a comment\n    return waveform'), ""),
-    (("\n\ndef helper", "\n\nOTHER = 1\n\n\n\ndef helper"), ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("edit", "changed"),
+    [
+        (("waveform * FACTOR", "waveform * FACTOR + 1"), "code of transform.helper has changed"),
+        (("FACTOR = 2.0", "FACTOR = 3.0"), "code of transform.helper has changed"),
+        (("(1, 2)", "(3, 2)"), "code of transform.transform has changed"),
+        (("    return waveform", '    """Help."""\n    # a comment\n    return waveform'), ""),
+        (("\n\ndef helper", "\n\nOTHER = 1\n\n\n\ndef helper"), ""),
+    ],
+)
 def test_the_code_that_counts_is_all_that_the_features_use(workload, tmp_path, edit, changed):
     def of(text):
         module = edited_module(tmp_path / "transform.py", text)
@@ -347,11 +355,19 @@ def test_the_fingerprint_changes_with_each_thing_that_all_entries_depend_on(work
             return waveform * self.gain
 
     seen = [
-        of(), of("waveform"), of(parameters={"gain": 3.0}), of(parameters={"gain": 2.0, "bands": 64}),
-        of(features=functools.partial(features, gain=4.0)), of(features=lambda x: 3 * x), of(features=lambda x: 4 * x),
-        of(features=Loud(1.0)), of(features=Loud(2.0)), of(features=torch.nn.Linear(8, 8)),
-        of(load=functools.partial(load_file, decoder="other")), of(sources=(live,)),
-    ]  # fmt: skip
+        of(),
+        of("waveform"),
+        of(parameters={"gain": 3.0}),
+        of(parameters={"gain": 2.0, "bands": 64}),
+        of(features=functools.partial(features, gain=4.0)),
+        of(features=lambda x: 3 * x),
+        of(features=lambda x: 4 * x),
+        of(features=Loud(1.0)),
+        of(features=Loud(2.0)),
+        of(features=torch.nn.Linear(8, 8)),
+        of(load=functools.partial(load_file, decoder="other")),
+        of(sources=(live,)),
+    ]
     first, other, another = lambda x: x, lambda x: 5 * x, lambda x: 6 * x  # of one name
     seen += [of(load=first, features=other), of(load=first, features=another)]
     assert len(set(seen)) == len(seen)

@@ -201,8 +201,13 @@ def damage(folder, kind, rng):
         other.write_bytes(data)
     else:
         path = folder / {"manifest": store.MANIFEST, "index": store.INDEX, "log": store.LOG}[kind]
-        rng.choice([flip, lambda path, rng: os.truncate(path, rng.randrange(path.stat().st_size)),
-                    lambda path, _: path.unlink()])(path, rng)  # fmt: skip
+        rng.choice(
+            [
+                flip,
+                lambda path, rng: os.truncate(path, rng.randrange(path.stat().st_size)),
+                lambda path, _: path.unlink(),
+            ]
+        )(path, rng)
     return path
 
 

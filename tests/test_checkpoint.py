@@ -106,8 +106,9 @@ def large():
 def test_killed_at_random_moments_a_run_still_ends_as_the_uninterrupted_one(tmp_path):
     rng, kills = random.Random(0), 0
     for _ in range(100):
-        child = subprocess.Popen([sys.executable, "-c", CHILD, str(Path(__file__).parent), str(tmp_path)],
-                                 stdout=subprocess.PIPE, text=True)  # fmt: skip
+        child = subprocess.Popen(
+            [sys.executable, "-c", CHILD, str(Path(__file__).parent), str(tmp_path)], stdout=subprocess.PIPE, text=True
+        )
         assert child.stdout.readline() == "begun\n"
         if kills < 8:
             time.sleep(rng.uniform(0.02, 0.6))

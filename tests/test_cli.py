@@ -193,8 +193,24 @@ def test_compare_gates_on_a_slower_first_plan(capsys, monkeypatch, recordings, t
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_stopped_run_leaves_a_checkpoint_and_goes_on_from_it(recordings, tmp_path, number, code):
     out = tmp_path / "run"
-    words = [sys.executable, "-m", "speedkit", "train", "audio", "--data-dir", str(recordings), "--out", str(out),
-             "--epochs", "2", "--workers", "1", "--log-every", "1", *SMALL]  # fmt: skip
+    words = [
+        sys.executable,
+        "-m",
+        "speedkit",
+        "train",
+        "audio",
+        "--data-dir",
+        str(recordings),
+        "--out",
+        str(out),
+        "--epochs",
+        "2",
+        "--workers",
+        "1",
+        "--log-every",
+        "1",
+        *SMALL,
+    ]
     straight = [*words[:8], str(tmp_path / "whole"), *words[9:]]
     whole = subprocess.run(straight, capture_output=True, text=True, check=True)
     assert "Traceback" not in whole.stderr
@@ -217,8 +233,26 @@ def test_a_stopped_run_leaves_a_checkpoint_and_goes_on_from_it(recordings, tmp_p
 def test_climb_on_real_files_leaves_plan_record_notebook_and_report(recordings, tmp_path):
     out, files = tmp_path / "climb", shutil.copytree(recordings, tmp_path / "files")
     (files / "low" / "cut_short.wav").write_bytes(b"RIFF")
-    words = [sys.executable, "-m", "speedkit", "climb", "audio", "--data-dir", str(files), "--out", str(out),
-             "--epochs", "2", "--seeds", "2", "--rungs", "cache,host_syncs", "--budget", "4m", *SMALL]  # fmt: skip
+    words = [
+        sys.executable,
+        "-m",
+        "speedkit",
+        "climb",
+        "audio",
+        "--data-dir",
+        str(files),
+        "--out",
+        str(out),
+        "--epochs",
+        "2",
+        "--seeds",
+        "2",
+        "--rungs",
+        "cache,host_syncs",
+        "--budget",
+        "4m",
+        *SMALL,
+    ]
     done = subprocess.run(words, capture_output=True, text=True, timeout=600)
     assert done.returncode in (0, 1), done.stderr  # 1: the final plan was not shown to be as good
     assert "Traceback" not in done.stderr
@@ -231,8 +265,22 @@ def test_climb_on_real_files_leaves_plan_record_notebook_and_report(recordings, 
     assert all(row["low"] > row["noise_floor"] for row in best)
     assert record["speedup"]["low"] <= record["speedup"]["ratio"] <= record["speedup"]["high"]
     trained = tmp_path / "trained"
-    again = [sys.executable, "-m", "speedkit", "train", "audio", "--data-dir", str(recordings), "--steps", "2",
-             "--plan", str(out / "plan.yaml"), "--out", str(trained), *SMALL]  # fmt: skip
+    again = [
+        sys.executable,
+        "-m",
+        "speedkit",
+        "train",
+        "audio",
+        "--data-dir",
+        str(recordings),
+        "--steps",
+        "2",
+        "--plan",
+        str(out / "plan.yaml"),
+        "--out",
+        str(trained),
+        *SMALL,
+    ]
     subprocess.run(again, capture_output=True, check=True)
     assert json.loads((trained / "history.json").read_text())["plan_asked"] == record["plan"]
     resumed = subprocess.run([*words, "--resume", "--no-notebook"], capture_output=True, text=True)

@@ -52,9 +52,11 @@ def left_to_try(best=None, profile=PROFILE, rows=(), names=None, job=None, **con
 # ---- prediction ----
 
 
-@pytest.mark.parametrize(("hardware", "without"), [
-    (CPU, {"decoder", "features_on", "prefetch", "attention", "fp8"}), (GPU, {"decoder"})], ids=["cpu", "gpu"],
-)  # fmt: skip
+@pytest.mark.parametrize(
+    ("hardware", "without"),
+    [(CPU, {"decoder", "features_on", "prefetch", "attention", "fp8"}), (GPU, {"decoder"})],
+    ids=["cpu", "gpu"],
+)
 def test_every_rung_changes_plans_that_resolve_and_predicts_an_interval(hardware, without):
     assert {rung.name for rung in LADDER if not rung.changes(Plan(), Recipe(), hardware)} == without
     assert EFFECTS.keys() <= vars(Plan()).keys()
@@ -310,10 +312,15 @@ def frozen():
     return tiny.make_model(8, 16, 2).requires_grad_(False)
 
 
-@pytest.mark.parametrize(("fault", "message"), [
-    ({"loss": raising}, "ValueError: no such class: 7; its loss"), ({"loss": no_tensor}, "a tensor of one number"),
-    ({"model": frozen}, "no trainable parameter")], ids=["raises", "no-tensor", "frozen"],
-)  # fmt: skip
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ({"loss": raising}, "ValueError: no such class: 7; its loss"),
+        ({"loss": no_tensor}, "a tensor of one number"),
+        ({"model": frozen}, "no trainable parameter"),
+    ],
+    ids=["raises", "no-tensor", "frozen"],
+)
 def test_a_workload_that_cannot_be_trained_is_told_so_in_a_sentence(fault, message, tmp_path):
     with pytest.raises(SpeedkitError, match=message):
         climb_function(dataclasses.replace(tiny.points(), **fault), out=tmp_path / "climb", progress=False, **OPTIONS)

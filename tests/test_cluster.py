@@ -34,8 +34,11 @@ def running(folder: Path, workers: int, *more: str):
         own.mkdir()
         dask = [sys.executable, "-m", f"distributed.cli.dask_{kind}", "--scheduler-file", str(file), "--no-dashboard"]
         log = (folder / f"{name}.log").open("w")
-        processes.append(subprocess.Popen([*dask, *DASK[kind], *options], stdout=log, stderr=log, cwd=own,
-                                          env=os.environ | {"TMPDIR": str(own)}))  # fmt: skip
+        processes.append(
+            subprocess.Popen(
+                [*dask, *DASK[kind], *options], stdout=log, stderr=log, cwd=own, env=os.environ | {"TMPDIR": str(own)}
+            )
+        )
         log.close()
 
     try:
@@ -62,10 +65,12 @@ def address(tmp_path_factory):
 
 def counting(path: Path, *cells: str) -> Path:
     """Write a notebook that leaves a file with its worker, its kernel and a child's process at each execution."""
-    began = (f"import os, subprocess, time, uuid\nfrom pathlib import Path\nhere = Path({str(path.parent)!r})\n"
-             "child = subprocess.Popen(['sleep', '600'])\nnote = here / f'{batch_size}-{uuid.uuid4().hex}'\n"
-             "note.with_suffix('.part').write_text(f'{os.getppid()} {os.getpid()} {child.pid}')\n"
-             "note.with_suffix('.part').rename(note.with_suffix('.ran'))")  # fmt: skip
+    began = (
+        f"import os, subprocess, time, uuid\nfrom pathlib import Path\nhere = Path({str(path.parent)!r})\n"
+        "child = subprocess.Popen(['sleep', '600'])\nnote = here / f'{batch_size}-{uuid.uuid4().hex}'\n"
+        "note.with_suffix('.part').write_text(f'{os.getppid()} {os.getpid()} {child.pid}')\n"
+        "note.with_suffix('.part').rename(note.with_suffix('.ran'))"
+    )
     return plain(path, began, *cells, "child.kill()\nprint(batch_size, profile)")
 
 
@@ -81,10 +86,16 @@ def outputs(path: Path) -> str:
 
 def command(path: Path, sizes: str, address: str) -> subprocess.Popen:
     words = ["run", path.name, "--sweep", f"batch_size={sizes}", "--cluster", address, "--out", "out"]
-    start = ("import signal; from speedkit import cli\n"
-             "signal.signal(signal.SIGINT, signal.default_int_handler); cli.main()")  # fmt: skip
-    return subprocess.Popen([sys.executable, "-c", start, *words], cwd=path.parent, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+    start = (
+        "import signal; from speedkit import cli\nsignal.signal(signal.SIGINT, signal.default_int_handler); cli.main()"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", start, *words],
+        cwd=path.parent,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 def awaited(folder: Path, pattern: str, process: subprocess.Popen) -> Path:
@@ -126,10 +137,12 @@ def test_a_cluster_runs_all_combinations_and_says_which_failed(address, tmp_path
 @pytest.mark.slow
 def test_a_lost_workers_notebook_is_rerun_and_finished_ones_are_not(tmp_path):
     # The third waits until the others are in place; in its first execution for ever. Its worker has run others before.
-    waits = ("while batch_size == 3 and (len(list((here / 'out').glob('*.ipynb'))) < 3\n"
-             "                           or len(list(here.glob('3-*.ran'))) < 2):\n"
-             "    (here / 'hangs').write_text('') if len(list((here / 'out').glob('*.ipynb'))) == 3 else None\n"
-             "    time.sleep(0.1)")  # fmt: skip
+    waits = (
+        "while batch_size == 3 and (len(list((here / 'out').glob('*.ipynb'))) < 3\n"
+        "                           or len(list(here.glob('3-*.ran'))) < 2):\n"
+        "    (here / 'hangs').write_text('') if len(list((here / 'out').glob('*.ipynb'))) == 3 else None\n"
+        "    time.sleep(0.1)"
+    )
     path = counting(tmp_path / "n.ipynb", waits)
     (tmp_path / "dask").mkdir()
     with running(tmp_path / "dask", 2) as address:
@@ -174,8 +187,10 @@ def test_ctrl_c_stops_what_runs_on_the_cluster(address, tmp_path):
 
 @pytest.mark.slow
 def test_workers_on_one_machine_run_one_notebook_at_a_time(tmp_path):
-    path = plain(tmp_path / "n.ipynb", f"import os, time\nos.mkdir({str(tmp_path / 'mine')!r})\ntime.sleep(0.2)\n"
-                 f"os.rmdir({str(tmp_path / 'mine')!r})")  # fmt: skip
+    path = plain(
+        tmp_path / "n.ipynb",
+        f"import os, time\nos.mkdir({str(tmp_path / 'mine')!r})\ntime.sleep(0.2)\nos.rmdir({str(tmp_path / 'mine')!r})",
+    )
     (tmp_path / "dask").mkdir()
     with running(tmp_path / "dask", 1, "--nthreads", "3") as address, cluster.sweeping(address) as on_cluster:
         done = on_cluster(path, {"batch_size": [1, 2, 3]}, tmp_path / "out")
@@ -184,8 +199,10 @@ def test_workers_on_one_machine_run_one_notebook_at_a_time(tmp_path):
 
 @pytest.mark.slow
 def test_other_versions_on_a_worker_are_a_warning_and_a_lost_scheduler_a_sentence(tmp_path):
-    (tmp_path / "older.py").write_text("import distributed.versions as known\nnow = known.get_package_info\n"
-                                       "known.get_package_info = lambda names, now=now: now(names) | {'pandas': '0.1'}")
+    (tmp_path / "older.py").write_text(
+        "import distributed.versions as known\nnow = known.get_package_info\n"
+        "known.get_package_info = lambda names, now=now: now(names) | {'pandas': '0.1'}"
+    )
     (tmp_path / "dask").mkdir()
     path = counting(tmp_path / "n.ipynb", "if batch_size == 2:\n    child.wait()")
     with running(tmp_path / "dask", 1, "--preload", str(tmp_path / "older.py")) as address:
@@ -204,8 +221,11 @@ def test_other_versions_on_a_worker_are_a_warning_and_a_lost_scheduler_a_sentenc
 @pytest.mark.slow
 def test_a_scheduler_without_workers_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(cluster, "CONNECT_S", 1)
-    with running(tmp_path, 0) as address, pytest.raises(UsageError, match=f"at {address} has no worker: start one"), \
-            cluster.sweeping(address):  # fmt: skip
+    with (
+        running(tmp_path, 0) as address,
+        pytest.raises(UsageError, match=f"at {address} has no worker: start one"),
+        cluster.sweeping(address),
+    ):
         pass
 
 
@@ -215,8 +235,10 @@ def test_something_else_that_listens_there_is_no_scheduler(says, monkeypatch):
     taken: list[socket.socket] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
         threading.Thread(target=lambda: taken.append(server.accept()[0]) or taken[0].sendall(says)).start()
-        with pytest.raises(UsageError, match="no Dask scheduler answers"), \
-                cluster.sweeping(f"tcp://127.0.0.1:{server.getsockname()[1]}"):  # fmt: skip
+        with (
+            pytest.raises(UsageError, match="no Dask scheduler answers"),
+            cluster.sweeping(f"tcp://127.0.0.1:{server.getsockname()[1]}"),
+        ):
             pass
         taken[0].close()
 
@@ -236,8 +258,11 @@ def test_a_missing_extra_is_said(monkeypatch):
 
 
 def test_a_cluster_is_for_sweeps():
-    done = subprocess.run([sys.executable, "-m", "speedkit", "run", "01", "--cluster", "tcp://127.0.0.1:1"],
-                          capture_output=True, text=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "speedkit", "run", "01", "--cluster", "tcp://127.0.0.1:1"],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 2 and "--cluster runs the combinations of --sweep" in done.stderr
 
 

@@ -143,10 +143,15 @@ def recording(seconds=1.0, channels=1):
 @pytest.mark.parametrize(
     ("name", "subtype", "tolerance"),
     [
-        ("a.wav", "PCM_16", 0.0), ("a.wav", "PCM_24", 0.0), ("a.wav", "FLOAT", 0.0), ("a.flac", "PCM_16", 0.0),
-        ("a.aiff", "PCM_16", 0.0), ("a.ogg", "VORBIS", 2e-6), ("a.mp3", "MPEG_LAYER_III", 1e-5),
+        ("a.wav", "PCM_16", 0.0),
+        ("a.wav", "PCM_24", 0.0),
+        ("a.wav", "FLOAT", 0.0),
+        ("a.flac", "PCM_16", 0.0),
+        ("a.aiff", "PCM_16", 0.0),
+        ("a.ogg", "VORBIS", 2e-6),
+        ("a.mp3", "MPEG_LAYER_III", 1e-5),
     ],
-)  # fmt: skip
+)
 def test_decoders_agree_to_the_bit_where_nothing_is_lossy(
     tmp_path, decoder, name, subtype, tolerance, seconds, channels
 ):

@@ -17,13 +17,36 @@ from speedkit.measure.loading import facts_of_loader
 from speedkit.plan import Plan
 
 CPU = Hardware(cores=4, threads=1, compiler="/usr/bin/g++", python_headers=True, cpu_flags=("avx512_bf16",))
-GPU = Hardware(device=torch.device("cuda"), gpu="a GPU", compute_capability=(9, 0), cores=16, threads=8, triton=True,
-               compiler="/usr/bin/gcc", python_headers=True)  # fmt: skip
-RATES = {"matmul_fp32": 1e12, "matmul_tf32": 4e12, "matmul_bf16": 8e12, "memory_bandwidth": 1e12,
-         "host_to_device_pageable": 5e9, "host_to_device_pinned": 20e9}  # fmt: skip
+GPU = Hardware(
+    device=torch.device("cuda"),
+    gpu="a GPU",
+    compute_capability=(9, 0),
+    cores=16,
+    threads=8,
+    triton=True,
+    compiler="/usr/bin/gcc",
+    python_headers=True,
+)
+RATES = {
+    "matmul_fp32": 1e12,
+    "matmul_tf32": 4e12,
+    "matmul_bf16": 8e12,
+    "memory_bandwidth": 1e12,
+    "host_to_device_pageable": 5e9,
+    "host_to_device_pinned": 20e9,
+}
 STEP_S = 0.1
-WORK = {"operators": 400, "small": 100, "compute_s": 0.0, "bandwidth_s": 0.0, "compute_roof_s": 0.01, "dtype": "fp32",
-        "compute_top": "mm", "bandwidth_top": "mul", "fusible": 0.75}  # fmt: skip
+WORK = {
+    "operators": 400,
+    "small": 100,
+    "compute_s": 0.0,
+    "bandwidth_s": 0.0,
+    "compute_roof_s": 0.01,
+    "dtype": "fp32",
+    "compute_top": "mm",
+    "bandwidth_top": "mul",
+    "fusible": 0.75,
+}
 READ = {"file": "train.py", "line": 7, "code": "total += loss.item()", "count": 1, "seconds": 0.001}
 PRINT = READ | {"code": "print(loss.item())"}
 
@@ -34,8 +57,11 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 @pytest.fixture(scope="module", autouse=True)
 def short_measurements():
     with pytest.MonkeyPatch.context() as patch:
-        for name, seconds in (("ceilings.BUDGET_S", 0.01), ("measure.counterfactual.WINDOW_S", 0.02),
-                              ("measure.counterfactual.WARM_UP_S", 0.1)):  # fmt: skip
+        for name, seconds in (
+            ("ceilings.BUDGET_S", 0.01),
+            ("measure.counterfactual.WINDOW_S", 0.02),
+            ("measure.counterfactual.WARM_UP_S", 0.1),
+        ):
             patch.setattr(f"speedkit.{name}", seconds)
         yield
 
@@ -68,11 +94,14 @@ CASES = [
     (CPU, {}, {"work": WORK | {"compute_s": 0.02, "bandwidth_s": 0.08}}, "bandwidth-bound", "compile"),
     (CPU, {"compilation": 0.5}, {"recompiles": 10, "shapes_seen": 10}, "new shapes", "bucket"),
     (GPU, {"evaluation and checkpoint": 0.5}, {"evaluations": 10}, "validation too often", "validate_every"),
-]  # fmt: skip
+]
 
 
-@pytest.mark.parametrize(("hardware", "shares", "facts", "cause", "field"), CASES,
-                         ids=[f"{case[0].device} {case[3]} {case[4]}" for case in CASES])  # fmt: skip
+@pytest.mark.parametrize(
+    ("hardware", "shares", "facts", "cause", "field"),
+    CASES,
+    ids=[f"{case[0].device} {case[3]} {case[4]}" for case in CASES],
+)
 def test_a_cause_is_named_first_by_what_gives_it_away(hardware, shares, facts, cause, field):
     first = ranked(hardware, shares, facts)[0]
     assert (first["cause"], first["field"], first["part"]) == (cause, field, FOUND[cause])
@@ -130,8 +159,9 @@ def test_causes_come_by_what_their_change_would_give():
 
 
 def test_workers_are_promised_less_where_they_share_the_cores_with_the_model():
-    beside, busy = (ranked(dataclasses.replace(CPU, threads=threads), {"data wait": 0.5}, {"items_s": 1.0})[0]
-                    for threads in (0, 4))  # fmt: skip
+    beside, busy = (
+        ranked(dataclasses.replace(CPU, threads=threads), {"data wait": 0.5}, {"items_s": 1.0})[0] for threads in (0, 4)
+    )
     assert beside["predicted_speedup_high"] == busy["predicted_speedup_high"] == pytest.approx(2)
     assert beside["predicted_speedup_low"] == pytest.approx(2)
     assert busy["predicted_speedup_low"] == pytest.approx(1 / (0.125 + 0.5))
@@ -205,12 +235,16 @@ def ragged(waveform):
     return waveform[: 4 + int(abs(waveform[0]) * 10) % 4]
 
 
-@pytest.mark.parametrize(("changed", "sentence"), [
-    ({"loss": broken}, "labels are missing"),
-    ({"loss": number}, "a tensor of one number"),
-    ({"model": frozen}, "no trainable parameter"),
-    ({"features": ragged}, "stack"),
-], ids=["loss raises", "no tensor", "nothing to train", "another shape in each sample"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"loss": broken}, "labels are missing"),
+        ({"loss": number}, "a tensor of one number"),
+        ({"model": frozen}, "no trainable parameter"),
+        ({"features": ragged}, "stack"),
+    ],
+    ids=["loss raises", "no tensor", "nothing to train", "another shape in each sample"],
+)
 def test_a_workload_that_cannot_make_a_step_gets_a_sentence(changed, sentence):
     with pytest.raises(SpeedkitError, match=sentence):
         diagnose(dataclasses.replace(points(), **changed), device="cpu")
@@ -248,9 +282,14 @@ def masked_loss(model, batch, recipe):
     return nn.functional.cross_entropy(outputs, targets), outputs
 
 
-@pytest.mark.parametrize("changed", [
-    {"load": clips, "loss": masked_loss, "length": length_of, "score": lambda outputs, batch: outputs[:, 0]}, {},
-], ids=["a new shape in each step", "one batch an epoch"])  # fmt: skip
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"load": clips, "loss": masked_loss, "length": length_of, "score": lambda outputs, batch: outputs[:, 0]},
+        {},
+    ],
+    ids=["a new shape in each step", "one batch an epoch"],
+)
 def test_batches_of_any_length_and_epochs_of_one_batch_are_diagnosed(changed):
     work = dataclasses.replace(points(train=96 if changed else 16), **changed)
     found = diagnose(work, plan=Plan(validate_every=0), device="cpu", budget_s=10)

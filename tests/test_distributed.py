@@ -158,9 +158,16 @@ def cramped_loss(model, batch, recipe, sizes):
     return loss(model, batch, recipe)
 
 
-MAKERS = {"points": points, "image": plain_image, "bad": functools.partial(with_bad, 1, 30), "poisoned": poisoned,
-          "cramped": functools.partial(cramped, (100, 3)), "valid": lambda **options: dataclasses.replace(
-              points(**options), count=lambda batch: batch[1].sum() + 1, loss=valid_loss)}  # fmt: skip
+MAKERS = {
+    "points": points,
+    "image": plain_image,
+    "bad": functools.partial(with_bad, 1, 30),
+    "poisoned": poisoned,
+    "cramped": functools.partial(cramped, (100, 3)),
+    "valid": lambda **options: dataclasses.replace(
+        points(**options), count=lambda batch: batch[1].sum() + 1, loss=valid_loss
+    ),
+}
 
 
 def valid_loss(model, batch, recipe):
@@ -179,12 +186,20 @@ def train_cases(cases, results):
         for ranks in (1, int(os.environ["WORLD_SIZE"])):
             asked = Plan(**{"log_every": 1, "ranks": ranks, **plan})
             history = fit(work, learned, asked, device="cpu", progress=False)
-            weights = [weight.full_tensor() if hasattr(weight, "full_tensor") else weight.detach()
-                       for weight in history.model.parameters()]  # fmt: skip
-            courses.append({"loss": history.loss, "evaluation": history.evaluation, "skipped": history.skipped,
-                            "weights": torch.cat([weight.flatten() for weight in weights]).tolist(),
-                            "quarantined": history.quarantined,
-                            "fallbacks": [str(one) for one in history.effective.fallbacks]})  # fmt: skip
+            weights = [
+                weight.full_tensor() if hasattr(weight, "full_tensor") else weight.detach()
+                for weight in history.model.parameters()
+            ]
+            courses.append(
+                {
+                    "loss": history.loss,
+                    "evaluation": history.evaluation,
+                    "skipped": history.skipped,
+                    "weights": torch.cat([weight.flatten() for weight in weights]).tolist(),
+                    "quarantined": history.quarantined,
+                    "fallbacks": [str(one) for one in history.effective.fallbacks],
+                }
+            )
         found.append(courses)
     if os.environ["RANK"] == "0":
         Path(results).write_text(json.dumps(found))
@@ -328,8 +343,22 @@ def test_a_rank_that_does_not_answer_ends_the_run_with_a_sentence(tmp_path, capf
 
 
 def command(folder, work="weary", *more, ranks=2):
-    words = [sys.executable, "-m", "speedkit", "train", f"test_distributed:{work}", "--device", "cpu",
-             "--log-every", "1", "--out", str(folder), "--ranks", str(ranks), *more]  # fmt: skip
+    words = [
+        sys.executable,
+        "-m",
+        "speedkit",
+        "train",
+        f"test_distributed:{work}",
+        "--device",
+        "cpu",
+        "--log-every",
+        "1",
+        "--out",
+        str(folder),
+        "--ranks",
+        str(ranks),
+        *more,
+    ]
     return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -382,8 +411,11 @@ def test_a_signal_ends_all_ranks_with_a_checkpoint_that_any_number_goes_on_from(
 
 def kill_rank(rank, mark):
     """Send SIGKILL to a rank, not to its loader, which has its environment too."""
-    [pid] = [pid for pid in marked(mark) if os.getpgid(pid) == pid
-             and f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")]  # fmt: skip
+    [pid] = [
+        pid
+        for pid in marked(mark)
+        if os.getpgid(pid) == pid and f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    ]
     os.kill(pid, signal.SIGKILL)
 
 

@@ -15,9 +15,11 @@ from speedkit.data.loader import Batches
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a real one shows more: the other tests take it")
 SIZES = {
-    "audio": {"clips": 30, "max_duration_s": 1.0}, "image": {"clips": 30}, "speech": {"clips": 12},
+    "audio": {"clips": 30, "max_duration_s": 1.0},
+    "image": {"clips": 30},
+    "speech": {"clips": 12},
     "text": {"clips": 8},
-}  # fmt: skip
+}
 
 
 @contextlib.contextmanager

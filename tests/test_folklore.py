@@ -24,14 +24,26 @@ ANSWERED_BY_WORKLOAD = {"90_climb"}  # its records answer the claims on their ow
 
 
 def claim(name, metric="speedup", low="2.0", high="3.0", unit="x"):
-    return {"id": name, "technique": "a switch", "plan_field": "precision", "metric": metric, "low": low, "high": high,
-            "unit": unit, "context": "", "guide": "a guide"}  # fmt: skip
+    return {
+        "id": name,
+        "technique": "a switch",
+        "plan_field": "precision",
+        "metric": metric,
+        "low": low,
+        "high": high,
+        "unit": unit,
+        "context": "",
+        "guide": "a guide",
+    }
 
 
 CLAIMS = {
-    "C01": claim("C01"), "C02": claim("C02", low="1.9", high="1.9"), "C03": claim("C03", low="", high=""),
-    "C05": claim("C05", "peak memory", "-50", "-40", "%"), "C06": claim("C06", "rule", "", "", ""),
-}  # fmt: skip
+    "C01": claim("C01"),
+    "C02": claim("C02", low="1.9", high="1.9"),
+    "C03": claim("C03", low="", high=""),
+    "C05": claim("C05", "peak memory", "-50", "-40", "%"),
+    "C06": claim("C06", "rule", "", "", ""),
+}
 MEASURED = "promised 2.00 to 3.00x, measured 2.05x (1.90 to 2.20)"
 BF16 = {"name": "bf16", "ratio": 2.0546, "low": 1.9012, "high": 2.2049, "noise_floor": 1.0211}
 OTHER = {"name": "other", "ratio": 1.0, "low": 0.9, "high": 1.1, "noise_floor": 1.05}
@@ -39,8 +51,13 @@ OTHER = {"name": "other", "ratio": 1.0, "low": 0.9, "high": 1.1, "noise_floor": 
 
 def record(*verdicts, gpu="", notebook="21_small", created="2026-01-02T03:04:05+00:00"):
     rows = [{"claim": name, "verdict": verdict, "check": why} for name, verdict, why in verdicts]
-    return {"notebook": notebook, "created": created, "hardware": {"gpu": gpu, "cpu": "a CPU", "cores": 2},
-            "measurements": [OTHER, BF16], "verdicts": rows}  # fmt: skip
+    return {
+        "notebook": notebook,
+        "created": created,
+        "hardware": {"gpu": gpu, "cpu": "a CPU", "cores": 2},
+        "measurements": [OTHER, BF16],
+        "verdicts": rows,
+    }
 
 
 def rows_of(*readings):
@@ -61,16 +78,19 @@ def test_every_claim_has_a_row_for_each_device_that_answers_it_and_one_where_non
     assert {key: rows[0][key] for key in BF16 if key != "name"} == {key: BF16[key] for key in BF16 if key != "name"}
 
 
-@pytest.mark.parametrize(("sentence", "ratio", "value"), [
-    ("promised 2.00 to 3.00x, measured 2.05x (1.90 to 2.20)", 2.0546, None),
-    ("measured 2.055 (1.901 to 2.205), noise floor 1.021", 2.0546, None),
-    ("no faster (ratio 1.00, 0.90 to 1.10), later 2.05 (1.90 to 2.20)", 1.0, None),
-    ("measured 12.05x (1.90 to 2.20)", None, None),
-    ("measured 2.05x (1.90 to 2.21)", None, None),
-    ("promised -50 to -40 %, what is kept changes by -41 % in bf16", None, -41.0),
-    ("promised 90 to 100 %; 80.5% before, measured 12.5%, then 7%", None, 12.5),
-    ("small batches are avoided", None, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sentence", "ratio", "value"),
+    [
+        ("promised 2.00 to 3.00x, measured 2.05x (1.90 to 2.20)", 2.0546, None),
+        ("measured 2.055 (1.901 to 2.205), noise floor 1.021", 2.0546, None),
+        ("no faster (ratio 1.00, 0.90 to 1.10), later 2.05 (1.90 to 2.20)", 1.0, None),
+        ("measured 12.05x (1.90 to 2.20)", None, None),
+        ("measured 2.05x (1.90 to 2.21)", None, None),
+        ("promised -50 to -40 %, what is kept changes by -41 % in bf16", None, -41.0),
+        ("promised 90 to 100 %; 80.5% before, measured 12.5%, then 7%", None, 12.5),
+        ("small batches are avoided", None, None),
+    ],
+)
 def test_a_verdict_s_figures_are_those_of_the_measurement_it_quotes(sentence, ratio, value):
     found = quoted(record(), sentence)
     assert (found["ratio"], found["value"]) == (ratio, value)
@@ -90,8 +110,12 @@ def folder(tmp_path, monkeypatch):
     (notebooks / "records" / "there").mkdir(parents=True)
     elsewhere = whole | {"hardware": whole["hardware"] | {"cpu": "another CPU"}}
     odd = {"claim": "C01", "check": "x", "verdict": "perhaps"}
-    contents = {"21_tiny": {}, "21_tiny-old": {"code_sha256": "0" * 64}, "22_later": {"schema": 2},
-                "23_odd": {"verdicts": [odd]}}  # fmt: skip
+    contents = {
+        "21_tiny": {},
+        "21_tiny-old": {"code_sha256": "0" * 64},
+        "22_later": {"schema": 2},
+        "23_odd": {"verdicts": [odd]},
+    }
     for name, change in contents.items():
         write_json(notebooks / "records" / "there" / f"{name}.json", elsewhere | change)
     (notebooks / "records" / "there" / "24_torn.json").write_text("{")
@@ -103,8 +127,10 @@ def test_records_that_cannot_be_read_are_a_sentence_each_and_cost_nothing_else(f
     readings, problems = gather(folder)
     assert {file: current for _, current, file in readings} == {"there/21_tiny": True, "there/21_tiny-old": False}
     assert [problem.split(" (")[0] for problem in problems] == [
-        "there: record 22_later.json is not valid", "there: record 23_odd.json is not valid",
-        "there: record 24_torn.json cannot be read"]  # fmt: skip
+        "there: record 22_later.json is not valid",
+        "there: record 23_odd.json is not valid",
+        "there: record 24_torn.json cannot be read",
+    ]
     assert "schema: 1 was expected" in problems[0] and "'perhaps' is not one of" in problems[1]
     assert all(problem.endswith("publish its notebook again") for problem in problems)
 
@@ -170,8 +196,13 @@ def test_every_speedup_that_was_judged_is_found_with_its_measurement_and_verdict
     assert problems == []
     claims = read_claims()
     rows = answers(claims, readings, lambda record: record["hardware"]["cpu"])
-    judged = [row for row in rows if row["evidence"].startswith("promised") and row["metric"] == "speedup"
-              and claims[row["claim"]]["low"] != "linear"]  # which its notebook judges by the number of ranks
+    judged = [
+        row
+        for row in rows
+        if row["evidence"].startswith("promised")
+        and row["metric"] == "speedup"
+        and claims[row["claim"]]["low"] != "linear"
+    ]  # which its notebook judges by the number of ranks
     assert judged and all(row["ratio"] for row in judged)
     for row in judged:
         assert row["verdict"] in (WORDS[answer(promised(row["claim"]), row)], WORDS["needs_gpu"]), row["claim"]

@@ -24,14 +24,34 @@ from speedkit.show.frameworks import FRAMEWORKS, in_words
 
 RECIPE = Recipe(batch_size=8, epochs=1, clip_norm=1.0, weight_decay=0.0)
 # What a GPU's plan says, as far as a CPU can follow: four parts of a batch, and all that is a word or a comment.
-GPU = Plan(micro_batch=2, precision="bf16", compile="max-autotune", compile_scope="blocks", channels_last=True,
-           attention="flash", checkpointing="blocks", fused_optimizer=True, workers=1, persistent_workers=True,
-           prefetch_factor=4, prefetch=True, bucket=True, drop_last=True, log_every=3, validate_every=2,
-           on_nonfinite="skip", allocator="expandable")  # fmt: skip
+GPU = Plan(
+    micro_batch=2,
+    precision="bf16",
+    compile="max-autotune",
+    compile_scope="blocks",
+    channels_last=True,
+    attention="flash",
+    checkpointing="blocks",
+    fused_optimizer=True,
+    workers=1,
+    persistent_workers=True,
+    prefetch_factor=4,
+    prefetch=True,
+    bucket=True,
+    drop_last=True,
+    log_every=3,
+    validate_every=2,
+    on_nonfinite="skip",
+    allocator="expandable",
+)
 HERE = this_machine("cpu")
-PLANS = {"baseline": Plan(), "careful": resolve(Plan.careful(HERE), HERE).plan,
-         "fast": resolve(Plan.fast(HERE), HERE).plan, "for a GPU": GPU,
-         "fp16": Plan(precision="fp16", fused_optimizer=True, micro_batch=4)}  # fmt: skip
+PLANS = {
+    "baseline": Plan(),
+    "careful": resolve(Plan.careful(HERE), HERE).plan,
+    "fast": resolve(Plan.fast(HERE), HERE).plan,
+    "for a GPU": GPU,
+    "fp16": Plan(precision="fp16", fused_optimizer=True, micro_batch=4),
+}
 
 
 class Images(Dataset):
@@ -71,8 +91,13 @@ def follow(name, plan, recipe=RECIPE, **given):
     torch.manual_seed(0)
     model = given.pop("model", Net)()
     blocks = [model[0], model[2]] if isinstance(model, Net) else []
-    found = {"model": model, "dataset": Images(), "loss_function": nn.functional.cross_entropy,
-             "device": torch.device("cpu"), "blocks": blocks} | given  # fmt: skip
+    found = {
+        "model": model,
+        "dataset": Images(),
+        "loss_function": nn.functional.cross_entropy,
+        "device": torch.device("cpu"),
+        "blocks": blocks,
+    } | given
     with torch.compiler.set_stance("force_eager"):
         exec(in_words(plan, recipe)[name], found)
     return found
@@ -157,8 +182,16 @@ def test_hugging_face_trains(plan):
 # Keys of `train_ds`, from NeMo's own configuration files and documentation:
 # https://github.com/NVIDIA/NeMo/blob/main/examples/asr/conf/ssl/nest/nest_fast-conformer.yaml
 # https://docs.nvidia.com/nemo/speech/nightly/dataloaders.html
-TRAIN_DS = {"batch_size", "num_workers", "pin_memory", "drop_last", "is_tarred", "tarred_audio_filepaths", "use_lhotse",
-            "use_bucketing"}  # fmt: skip
+TRAIN_DS = {
+    "batch_size",
+    "num_workers",
+    "pin_memory",
+    "drop_last",
+    "is_tarred",
+    "tarred_audio_filepaths",
+    "use_lhotse",
+    "use_bucketing",
+}
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
@@ -177,9 +210,12 @@ def test_nemo_reads_a_trainer_a_data_set_and_an_optimizer(plan):
 # ---- every field, every value ----
 
 OTHERS = {bool: True, int: 3}
-VALUES = [(about.name, value) for about in described(Plan)
-          for value in (*about.choices, *(OTHERS[kind] for kind in about.kinds if kind in OTHERS))
-          if value != about.default]  # fmt: skip
+VALUES = [
+    (about.name, value)
+    for about in described(Plan)
+    for value in (*about.choices, *(OTHERS[kind] for kind in about.kinds if kind in OTHERS))
+    if value != about.default
+]
 BESIDE = {"workers": 2, "cache": "ram", "compile": "default"}  # without which some fields mean nothing
 
 
@@ -195,10 +231,16 @@ def test_every_framework_says_something_of_every_value_and_names_only_arguments_
     lightning, accelerate, transformers = map(pytest.importorskip, ("lightning", "accelerate", "transformers"))
     from accelerate.utils import TorchDynamoPlugin
 
-    known = {"DataLoader": DataLoader, "torch.optim.AdamW": torch.optim.AdamW, "L.Trainer": lightning.Trainer,
-             "Accelerator": accelerate.Accelerator, "TorchDynamoPlugin": TorchDynamoPlugin,
-             "DataLoaderConfiguration": accelerate.DataLoaderConfiguration, "torch.compile": torch.compile,
-             "TrainingArguments": transformers.TrainingArguments}  # fmt: skip
+    known = {
+        "DataLoader": DataLoader,
+        "torch.optim.AdamW": torch.optim.AdamW,
+        "L.Trainer": lightning.Trainer,
+        "Accelerator": accelerate.Accelerator,
+        "TorchDynamoPlugin": TorchDynamoPlugin,
+        "DataLoaderConfiguration": accelerate.DataLoaderConfiguration,
+        "torch.compile": torch.compile,
+        "TrainingArguments": transformers.TrainingArguments,
+    }
     base = Plan(**{key: other for key, other in BESIDE.items() if key != field})
     plan = dataclasses.replace(base, **{field: value})
     without, said = in_words(base, RECIPE), in_words(plan, RECIPE)
@@ -251,8 +293,12 @@ def test_a_batch_size_that_is_still_to_be_found_is_refused():
 @pytest.mark.slow
 def test_what_is_compiled_runs():
     torch.manual_seed(0)
-    found = {"model": Net(), "dataset": Images(), "loss_function": nn.functional.cross_entropy,
-             "device": torch.device("cpu")}  # fmt: skip
+    found = {
+        "model": Net(),
+        "dataset": Images(),
+        "loss_function": nn.functional.cross_entropy,
+        "device": torch.device("cpu"),
+    }
     if HERE.why_not("compile"):
         pytest.skip(HERE.why_not("compile"))
     exec(in_words(Plan(compile="default"), RECIPE)["PyTorch"], found)

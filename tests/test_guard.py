@@ -72,13 +72,16 @@ def changed(before, now):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-@pytest.mark.parametrize(("where", "value", "micro_batch", "at"), [
-    ("input", math.nan, None, {0, 5}),  # the steps
-    ("loss", math.inf, None, {3}),
-    ("gradient", math.inf, None, {0}),
-    ("input", math.nan, 4, {1, 22}),  # four parts a step: one part each of steps 0 and 5
-    ("gradient", math.nan, 4, {0}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("where", "value", "micro_batch", "at"),
+    [
+        ("input", math.nan, None, {0, 5}),  # the steps
+        ("loss", math.inf, None, {3}),
+        ("gradient", math.inf, None, {0}),
+        ("input", math.nan, 4, {1, 22}),  # four parts a step: one part each of steps 0 and 5
+        ("gradient", math.nan, 4, {0}),
+    ],
+)
 def test_a_bad_step_leaves_nothing_behind(device, fused, optimizer, where, value, micro_batch, at):
     workload = dataclasses.replace(points(optimizer=optimizer, epochs=None, steps=8, clip_norm=1.0), model=normed)
     bad = {call // (4 if micro_batch else 1) for call in at}

@@ -149,8 +149,10 @@ def test_the_system_is_named_without_what_identifies_a_host():
 
 
 def test_looking_draws_no_random_numbers():
-    code = ("import torch; from speedkit.hardware import this_machine; torch.manual_seed(0); a = torch.get_rng_state();"
-            "this_machine('cpu'); assert torch.equal(a, torch.get_rng_state())")  # fmt: skip
+    code = (
+        "import torch; from speedkit.hardware import this_machine; torch.manual_seed(0); a = torch.get_rng_state();"
+        "this_machine('cpu'); assert torch.equal(a, torch.get_rng_state())"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

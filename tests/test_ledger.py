@@ -51,21 +51,28 @@ def span(begin_ms, end_ms, name=""):
         (gap(syncs=span(3, 7)), {"launch-bound": 4}),  # that call ends elsewhere
         (gap(parts=span(1, 6, "data wait")), {"data wait": 4}),
         (gap(parts=span(1, 5, "data wait"), syncs=span(1, 3)), {"data wait": 3, "sync-bound": 1}),
-        (gap(parts=span(3, 4, "compilation") + span(1, 5, "data wait")),
-         {"compilation": 1, "data wait": 2, "launch-bound": 1}),
-        (gap(parts=span(1, 7, "evaluation and checkpoint")),  # with the kernel that was launched in it
-         {"bandwidth-bound": 2, "evaluation and checkpoint": 8}),
+        (
+            gap(parts=span(3, 4, "compilation") + span(1, 5, "data wait")),
+            {"compilation": 1, "data wait": 2, "launch-bound": 1},
+        ),
+        (
+            gap(parts=span(1, 7, "evaluation and checkpoint")),  # with the kernel that was launched in it
+            {"bandwidth-bound": 2, "evaluation and checkpoint": 8},
+        ),
         (dataclasses.replace(gap(), calls=span(0, 2) + span(5, 6)), {"other host work": 4}),
         (dataclasses.replace(gap(), calls=span(0, 4) + span(4.05, 6)), {"launch-bound": 4}),  # 0.05 ms is no work
     ],
-)  # fmt: skip
+)
 def test_a_gap_is_what_the_first_rule_that_fits_says(trace, expected):
     assert rows(trace) == {"bandwidth-bound": 6} | expected
 
 
 def test_what_runs_side_by_side_counts_once_and_a_copy_only_where_nothing_computes():
-    copies = (Work(1 * MS, 4 * MS, "copy", "host to device"), Work(3.5 * MS, 5 * MS, "copy", "host to device"),
-              Work(5 * MS, 6 * MS, "copy", "device to host"))  # fmt: skip
+    copies = (
+        Work(1 * MS, 4 * MS, "copy", "host to device"),
+        Work(3.5 * MS, 5 * MS, "copy", "host to device"),
+        Work(5 * MS, 6 * MS, "copy", "device to host"),
+    )
     trace = Trace(8 * MS, (kernel(0, 2), kernel(1, 3), *copies, kernel(6, 8, 5.5)))
     assert rows(trace) == {"bandwidth-bound": 5, "host-to-device copy": 2, "sync-bound": 1}
 
@@ -96,8 +103,12 @@ def test_seconds_add_up_and_busy_time_is_a_union_whatever_the_trace():
         busy = {second for one in work for second in range(int(one.begin_s), int(one.end_s))}
         assert sum(busy_of(trace, RATES).values()) == pytest.approx(len(busy))
         waits = {second for part in parts if part.name == "data wait" for second in range(int(part[0]), int(part[1]))}
-        others = {second for part in parts if part.name not in ("data wait", "optimizer")
-                  for second in range(int(part[0]), int(part[1]))}  # fmt: skip
+        others = {
+            second
+            for part in parts
+            if part.name not in ("data wait", "optimizer")
+            for second in range(int(part[0]), int(part[1]))
+        }
         assert gaps_of(trace).get("data wait", 0.0) == pytest.approx(len(waits - busy - others))
 
 
@@ -105,10 +116,18 @@ def test_a_trace_of_a_gpu_is_read_with_what_launched_its_kernels():
     """A synthetic one, of 10 ms, in the form that Kineto writes: every kind of row, made to measure."""
     trace = read_trace(TRACES / "gpu_synthetic.json.gz")
     assert rows(trace) == {
-        "data wait": 2.0, "host-to-device copy": 0.75, "launch-bound": 0.4, "sync-bound": 0.4, "compute-bound": 1.6,
-        "bandwidth-bound": 0.75, "optimizer": 0.9, "evaluation and checkpoint": 1.1, "compilation": 0.8,
-        "other host work": 1.2, "idle": 0.1,
-    }  # fmt: skip
+        "data wait": 2.0,
+        "host-to-device copy": 0.75,
+        "launch-bound": 0.4,
+        "sync-bound": 0.4,
+        "compute-bound": 1.6,
+        "bandwidth-bound": 0.75,
+        "optimizer": 0.9,
+        "evaluation and checkpoint": 1.1,
+        "compilation": 0.8,
+        "other host work": 1.2,
+        "idle": 0.1,
+    }
     assert list(rows(trace)) == [cause for cause in CAUSES if cause in rows(trace)]
     slower = RATES | {"memory_bandwidth": 1e9}  # then the product is bound by its bytes, but not what only has a name
     assert (rows(trace, slower)["compute-bound"], rows(trace, slower)["bandwidth-bound"]) == (0.5, 1.85)
@@ -148,7 +167,8 @@ def test_flops_of_operators_are_those_that_pytorch_counts(tmp_path):
         for layer, rows in zip(layers, inputs, strict=True):
             layer(rows).sum().backward()
         torch.baddbmm(torch.ones(1), torch.ones(2, 3, 4), torch.ones(2, 4, 5)) @ torch.addmm(
-            torch.ones(5), torch.ones(5, 6), torch.ones(6, 5))  # fmt: skip
+            torch.ones(5), torch.ones(5, 6), torch.ones(6, 5)
+        )
 
     with torch.profiler.profile(record_shapes=True, acc_events=True) as profiled:
         work()
@@ -168,7 +188,10 @@ def test_gaps_of_a_profiled_run_shrink_to_what_is_left_of_the_unprofiled_one():
     trace = gap(parts=span(2, 4, "data wait"))  # 6 ms busy, 2 waiting for data, 2 launching
     found, slow_down, busy = unprofiled(trace, RATES, 1, {"data wait": 3 * MS}, 2, 16 * MS)
     assert {cause: round(seconds / MS, 6) for cause, seconds in found.items() if seconds} == {
-        "bandwidth-bound": 12, "data wait": 3, "launch-bound": 1}  # fmt: skip
+        "bandwidth-bound": 12,
+        "data wait": 3,
+        "launch-bound": 1,
+    }
     assert (slow_down, busy) == (pytest.approx(20 / 16), pytest.approx(12 / 16))
     # Gaps do not grow: what neither the profiler nor the host saw is unexplained.
     found, *_ = unprofiled(trace, RATES, 1, {"data wait": 2 * MS, "compilation": 1 * MS}, 1, 15 * MS)
@@ -257,7 +280,7 @@ def raising(model, batch, recipe):
         ({"model": lambda: torch.nn.Flatten()}, "the model of points has no trainable parameter"),
         ({"model": lambda: torch.nn.Linear(8, 2).requires_grad_(False)}, "the model of points has no trainable param"),
     ],
-)  # fmt: skip
+)
 def test_a_workload_that_cannot_be_trained_is_told_in_a_sentence(change, message):
     with pytest.raises(SpeedkitError, match=message):
         ledger_of(dataclasses.replace(points(), **change), device="cpu", window_s=0.05)

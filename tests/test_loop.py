@@ -51,16 +51,20 @@ def plain_course(lively):
     return course(lively)
 
 
-@pytest.mark.parametrize("plan", [
-    {"workers": 1},
-    {"workers": 2},
-    {"workers": 2, "prefetch_factor": 4},
-    {"workers": 2, "persistent_workers": True},
-    {"cache": "ram"},
-    {"cache": "disk"},
-    {"log_every": 1},
-    {"log_every": 1000},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"workers": 1},
+        {"workers": 2},
+        {"workers": 2, "prefetch_factor": 4},
+        {"workers": 2, "persistent_workers": True},
+        {"cache": "ram"},
+        {"cache": "disk"},
+        {"log_every": 1},
+        {"log_every": 1000},
+    ],
+    ids=str,
+)
 def test_plans_that_only_move_data_or_read_it_give_bit_identical_training(lively, plain_course, plan):
     losses, weights, evaluations = course(lively, **plan)
     assert losses == plain_course[0]
@@ -77,13 +81,17 @@ def test_evaluating_more_or_less_often_changes_no_loss(lively, plain_course, val
     assert evaluations[-1] == plain_course[2][-1]
 
 
-@pytest.mark.parametrize(("plan", "tolerance"), [
-    ({"fused_optimizer": True}, 1e-5),  # the order of float32 operations
-    ({"channels_last": True}, 1e-5),
-    ({"cache": "ram", "cache_dtype": "float16"}, 2e-3),  # inputs rounded to 11 bits
-    ({"precision": "fp16"}, 1e-2),  # products rounded to 11 bits
-    ({"precision": "bf16"}, 5e-2),  # products rounded to 8 bits
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("plan", "tolerance"),
+    [
+        ({"fused_optimizer": True}, 1e-5),  # the order of float32 operations
+        ({"channels_last": True}, 1e-5),
+        ({"cache": "ram", "cache_dtype": "float16"}, 2e-3),  # inputs rounded to 11 bits
+        ({"precision": "fp16"}, 1e-2),  # products rounded to 11 bits
+        ({"precision": "bf16"}, 5e-2),  # products rounded to 8 bits
+    ],
+    ids=str,
+)
 def test_plans_that_round_differently_stay_near(lively, plain_course, plan, tolerance):
     losses, _, _ = course(lively, **plan)
     assert losses == pytest.approx(plain_course[0], abs=tolerance)

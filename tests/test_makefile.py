@@ -17,7 +17,6 @@ ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 
 
-
 def make(*arguments: str, folder: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run make as from a shell of its own: nothing of the make that may be running this test reaches it."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
@@ -98,13 +97,13 @@ def test_setup_without_a_fitting_python_says_what_to_do(clone):
     assert not (clone / ".venv").exists()
 
 
-BACKEND = '''
+BACKEND = """
 import zipfile
 def build_editable(folder, config_settings=None, metadata_directory=None):
     name = "speedkit-0.1-py3-none-any.whl"
     write_wheel(f"{folder}/{name}", "speedkit", "0.1")
     return name
-'''
+"""
 
 
 def write_wheel(path: str, name: str, version: str) -> None:
@@ -125,9 +124,12 @@ def write_wheel(path: str, name: str, version: str) -> None:
 @pytest.mark.slow
 def test_interrupted_setup_is_resumed_and_a_moved_clone_is_set_up_anew(clone, tmp_path):
     source = Path(__file__).read_text()
-    helper = ast.get_source_segment(source, next(
-        node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == "write_wheel"
-    ))
+    helper = ast.get_source_segment(
+        source,
+        next(
+            node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == "write_wheel"
+        ),
+    )
     (clone / "backend.py").write_text(f"{BACKEND}\n{helper}\n")
     (clone / "pyproject.toml").write_text(
         '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'

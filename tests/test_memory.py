@@ -128,8 +128,10 @@ def checkpointed(model, mode, **plan):
 
 def same(mine, theirs):
     exact = mine[0].device.type == "cpu"
-    return all(torch.equal(*both) if exact else torch.allclose(*both, rtol=1e-4, atol=1e-6)
-               for both in zip(mine, theirs, strict=True))  # fmt: skip
+    return all(
+        torch.equal(*both) if exact else torch.allclose(*both, rtol=1e-4, atol=1e-6)
+        for both in zip(mine, theirs, strict=True)
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -170,11 +172,15 @@ def test_what_is_recomputed_uses_the_attention_kernel_of_the_forward_pass():
     assert same(found[0], expected)
 
 
-@pytest.mark.parametrize(("net", "mode", "why"), [
-    (make_net(last=lambda: nn.BatchNorm1d(16)), "blocks", "running statistics"),
-    (make_net(last=lambda: nn.ReLU(inplace=True)), "selective", "overwrite what is kept of Linear"),
-    (nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), "blocks", "no repeated blocks"),
-], ids=["BatchNorm", "in place", "no blocks"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("net", "mode", "why"),
+    [
+        (make_net(last=lambda: nn.BatchNorm1d(16)), "blocks", "running statistics"),
+        (make_net(last=lambda: nn.ReLU(inplace=True)), "selective", "overwrite what is kept of Linear"),
+        (nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), "blocks", "no repeated blocks"),
+    ],
+    ids=["BatchNorm", "in place", "no blocks"],
+)
 def test_blocks_that_cannot_run_twice_are_left_alone_with_the_reason(net, mode, why):
     assert why in memory.checkpoint_blocks(net, Plan(checkpointing=mode))
     assert not any("forward" in vars(module) for module in net.modules())

@@ -60,17 +60,20 @@ def test_texts_of_the_command_line_take_the_declared_type(tmp_path):
     assert typed_parameters(path, {"learning_rate": 1}) == {"learning_rate": 1.0}
 
 
-@pytest.mark.parametrize("name, value, says", [
-    ("batchsize", 8, 'no parameter "batchsize" (did you mean batch_size?)'),
-    ("batch_size", "many", "batch_size='many' is not possible; it takes an integer"),
-    ("batch_size", 8.5, "batch_size=8.5 is not possible"),
-    ("batch_size", True, "batch_size=True is not possible"),
-    ("batch_size", None, "batch_size=None is not possible"),
-    ("learning_rate", "nan", "it takes a number | none"),
-    ("sizes", "1,x", "sizes='x' is not possible; it takes an integer"),
-    ("sizes", 3, "sizes=3 is not possible; it takes a list"),
-    ("shuffle", "maybe", "shuffle='maybe' is not possible; it takes true | false"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, value, says",
+    [
+        ("batchsize", 8, 'no parameter "batchsize" (did you mean batch_size?)'),
+        ("batch_size", "many", "batch_size='many' is not possible; it takes an integer"),
+        ("batch_size", 8.5, "batch_size=8.5 is not possible"),
+        ("batch_size", True, "batch_size=True is not possible"),
+        ("batch_size", None, "batch_size=None is not possible"),
+        ("learning_rate", "nan", "it takes a number | none"),
+        ("sizes", "1,x", "sizes='x' is not possible; it takes an integer"),
+        ("sizes", 3, "sizes=3 is not possible; it takes a list"),
+        ("shuffle", "maybe", "shuffle='maybe' is not possible; it takes true | false"),
+    ],
+)
 def test_what_the_notebook_does_not_declare_is_refused_before_anything_starts(name, value, says, tmp_path):
     path, out = plain(tmp_path / "21_n.ipynb", "open('started', 'w')"), tmp_path / "out" / "n.ipynb"
     for start in (lambda: run_notebook(path, out, {name: value}), lambda: sweep(path, {name: [value]}, out.parent)):
@@ -117,10 +120,12 @@ FAILURES = {
     "error": ("def f():\n    raise ValueError('too\\nlong')\nf()", 60, r"n\.ipynb, cell \[2\]: ValueError: too\. What"),
     "exit": ("import sys\nsys.exit(0)", 60, "the notebook ended with 1 cells not run"),
     "death": ("import os\nos._exit(9)", 60, r"cell \[2\]: the kernel died"),
-    "time": ("import subprocess\nchild = subprocess.Popen(['sleep', '600'])\n"
-             "print(child.pid, flush=True)\nchild.wait()", 4,
-             r"cell \[2\]: stopped, the notebook's 4 s are over"),
-}  # fmt: skip
+    "time": (
+        "import subprocess\nchild = subprocess.Popen(['sleep', '600'])\nprint(child.pid, flush=True)\nchild.wait()",
+        4,
+        r"cell \[2\]: stopped, the notebook's 4 s are over",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", FAILURES)
@@ -152,8 +157,11 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_ctrl_c_stops_the_kernel_and_leaves_what_ran(tmp_path):
-    plain(tmp_path / "n.ipynb", "import os, subprocess\nchild = subprocess.Popen(['sleep', '600'])\n"
-          "with open('pipe', 'w') as pipe:\n    print(os.getpid(), child.pid, file=pipe)\nchild.wait()")  # fmt: skip
+    plain(
+        tmp_path / "n.ipynb",
+        "import os, subprocess\nchild = subprocess.Popen(['sleep', '600'])\n"
+        "with open('pipe', 'w') as pipe:\n    print(os.getpid(), child.pid, file=pipe)\nchild.wait()",
+    )
     os.mkfifo(tmp_path / "pipe")
     running = subprocess.Popen([sys.executable, "-c", RUNS_UNTIL_STOPPED], cwd=tmp_path, stderr=subprocess.PIPE)
     with (tmp_path / "pipe").open() as pipe:  # opens when the kernel has reached its endless cell
@@ -200,8 +208,11 @@ REAL = {"01_measure": {"profile": "smoke"}, "21_mixed_precision": {"profile": "s
 @pytest.mark.parametrize("name", REAL)
 def test_a_real_notebook_runs_with_other_parameters(name, tmp_path):
     path = ROOT / "notebooks" / f"{name}.ipynb"
-    others = {key: item.default + 1 for key, item in parameters_of(path).items()
-              if int in item.kinds and isinstance(item.default, int)}  # fmt: skip
+    others = {
+        key: item.default + 1
+        for key, item in parameters_of(path).items()
+        if int in item.kinds and isinstance(item.default, int)
+    }
     given = {**others, **REAL[name]}
     record = record_of(nbformat.read(run_notebook(path, tmp_path / "out.ipynb", given, timeout_s=1200), as_version=4))
     assert record is not None and record["profile"] == "smoke"

@@ -155,14 +155,35 @@ def test_changed_code_makes_outputs_stale_and_comments_do_not(tmp_path):
     assert is_stale(path)
 
 
-@pytest.mark.parametrize("text", ["about 3x", "1.5 × more", "a 2-fold gain", "40 % faster", "30% less time",
-                                  "two times as fast? 2 times faster", "twice as fast"])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "about 3x",
+        "1.5 × more",
+        "a 2-fold gain",
+        "40 % faster",
+        "30% less time",
+        "two times as fast? 2 times faster",
+        "twice as fast",
+    ],
+)
 def test_speedups_in_prose_are_found(text):
     assert hand_typed_speedups(text)
 
 
-@pytest.mark.parametrize("text", ["a 3x3 kernel", "3 × 3 pixels", "a 99 % interval", "64-64-10", "float32 × float32",
-                                  "10 to 20 pairs", "2-core machine", "batches of 64 x 128"])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a 3x3 kernel",
+        "3 × 3 pixels",
+        "a 99 % interval",
+        "64-64-10",
+        "float32 × float32",
+        "10 to 20 pairs",
+        "2-core machine",
+        "batches of 64 x 128",
+    ],
+)
 def test_other_figures_in_prose_are_let_through(text):
     assert not hand_typed_speedups(text)
 
@@ -177,8 +198,22 @@ def test_nbval_fails_on_a_corrupted_output_and_passes_a_stripped_notebook(tmp_pa
     stripped = edit(check_notebooks.executed(tmp_path / "stripped" / "21_tiny.ipynb"), strip)
     edit(stripped, lambda n: code(n, -2).update(source='run.check("something else", 1 + 1 == 2);'))
 
-    command = [sys.executable, "-m", "pytest", "-q", "-rA", "--nbval-lax", "--nbval-current-env",
-               "-p", "no:cacheprovider", "--rootdir", tmp_path, good, corrupt, stripped]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-rA",
+        "--nbval-lax",
+        "--nbval-current-env",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        tmp_path,
+        good,
+        corrupt,
+        stripped,
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     text = re.sub(r"\x1b\[\d+m", "", done.stdout)
     cells = re.findall(r"^(PASSED|FAILED) (\w+)/21_tiny\.ipynb::Cell (\d)", text, re.MULTILINE)

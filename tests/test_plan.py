@@ -16,9 +16,15 @@ from speedkit.settings import described, from_mapping, from_yaml, parse, to_yaml
 CPU = Hardware(device=torch.device("cpu"), cpu="Plain CPU", cores=2, cpu_flags=(), compiler="g++", python_headers=True)
 CPU_BF16 = dataclasses.replace(CPU, cpu_flags=("avx512_bf16",))
 GPU = Hardware(
-    device=torch.device("cuda"), gpu="H100", gpu_count=1, compute_capability=(9, 0), cores=8, triton=True,
-    compiler="/usr/bin/gcc", python_headers=True,
-)  # fmt: skip
+    device=torch.device("cuda"),
+    gpu="H100",
+    gpu_count=1,
+    compute_capability=(9, 0),
+    cores=8,
+    triton=True,
+    compiler="/usr/bin/gcc",
+    python_headers=True,
+)
 T4 = dataclasses.replace(GPU, gpu="T4", compute_capability=(7, 5))
 
 
@@ -136,8 +142,12 @@ def test_a_cpu_refuses_what_only_a_gpu_has():
     asked = Plan(precision="tf32", compile="reduce-overhead", pin_memory=True, cache="device", workers=2)
     effective = resolve(asked, CPU)
     assert fields_of(effective) == {
-        "precision": "fp32", "compile": "default", "pin_memory": False, "cache": "ram", "workers": 0,
-    }  # fmt: skip
+        "precision": "fp32",
+        "compile": "default",
+        "pin_memory": False,
+        "cache": "ram",
+        "workers": 0,
+    }
     assert all(item.why for item in effective.fallbacks)
 
 

@@ -12,8 +12,9 @@ from speedkit.measure.watch import watch
 from speedkit.workloads.planted import CAUSES, NOT_ON_CPU, planted, why_not
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-HERE = [(cause, device) for device, cause in itertools.product(DEVICES, CAUSES)
-        if not why_not(cause, this_machine(device))]  # fmt: skip
+HERE = [
+    (cause, device) for device, cause in itertools.product(DEVICES, CAUSES) if not why_not(cause, this_machine(device))
+]
 
 
 def longer_by(cause, device):
@@ -34,10 +35,15 @@ def test_a_step_is_longer_by_what_was_injected(cause, device):
     assert loop.expected == (cause, CAUSES[cause])
 
 
-@pytest.mark.parametrize(("cause", "device", "amount"), [
-    (*here, amount) for here in HERE for amount in (0.0, 1e-3)
-    if here[0] != "new shapes" or not amount  # their batches are other ones
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("cause", "device", "amount"),
+    [
+        (*here, amount)
+        for here in HERE
+        for amount in (0.0, 1e-3)
+        if here[0] != "new shapes" or not amount  # their batches are other ones
+    ],
+)
 def test_planting_changes_nothing_that_is_learned(cause, device, amount):
     weights = []
     for loop in (planted("healthy", 0, device), planted(cause, amount, device)):

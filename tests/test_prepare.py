@@ -119,8 +119,11 @@ def test_the_naive_plan_changes_nothing(device, options):
     assert effective.fallbacks == () and effective.plan.workers == options.get("num_workers", 0)
 
 
-@pytest.mark.parametrize("plan", [{"cache": "ram"}, {"workers": 2, "persistent_workers": True, "prefetch_factor": 3},
-                                  {"checkpointing": "blocks"}], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "plan",
+    [{"cache": "ram"}, {"workers": 2, "persistent_workers": True, "prefetch_factor": 3}, {"checkpointing": "blocks"}],
+    ids=str,
+)
 def test_what_loads_and_what_is_recomputed_is_bit_identical(plan):
     found, effective = losses(Plan(**plan))
     assert found == losses(None)[0] and effective.fallbacks == ()
@@ -134,9 +137,16 @@ def test_a_cache_makes_each_sample_once():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("plan", [{"channels_last": True}, {"fused_optimizer": True}, {"attention": "math"},
-                                  {"channels_last": True, "fused_optimizer": True, "checkpointing": "blocks"}],
-                         ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"channels_last": True},
+        {"fused_optimizer": True},
+        {"attention": "math"},
+        {"channels_last": True, "fused_optimizer": True, "checkpointing": "blocks"},
+    ],
+    ids=str,
+)
 def test_what_only_rounds_otherwise_is_equal_to_tolerance(plan, device):
     found, effective = losses(Plan(**plan), device)
     assert found == pytest.approx(losses(None, device)[0], rel=1e-4) and effective.fallbacks == ()
@@ -173,10 +183,16 @@ def emulated(monkeypatch):
     monkeypatch.setattr(module, "this_machine", emulating)
 
 
-@pytest.mark.parametrize(("plan", "off"), [({"precision": "bf16"}, 2e-2), ({"precision": "fp16"}, 5e-3),
-                                           ({"precision": "fp16", "checkpointing": "selective"}, 5e-3),
-                                           ({"precision": "fp8-emulated", "channels_last": True}, 5e-2)],
-                         ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("plan", "off"),
+    [
+        ({"precision": "bf16"}, 2e-2),
+        ({"precision": "fp16"}, 5e-3),
+        ({"precision": "fp16", "checkpointing": "selective"}, 5e-3),
+        ({"precision": "fp8-emulated", "channels_last": True}, 5e-2),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("make", [adamw, sgd])
 def test_short_formats_learn_the_same_within_tolerance(plan, off, make, emulated):
     found, effective = losses(Plan(**plan), make=make)
@@ -200,8 +216,10 @@ def test_float16_gradients_are_unscaled_wherever_the_loss_takes_them_from(emulat
     true = gradients(None)
     for mine, other in zip(gradients(Plan(precision="fp16")), true, strict=True):
         torch.testing.assert_close(mine, other, rtol=2e-2, atol=1e-11)
-    assert not any(torch.allclose(mine, other, rtol=2e-2, atol=1e-11)
-                   for mine, other in zip(gradients(None, short=True), true, strict=True))  # fmt: skip
+    assert not any(
+        torch.allclose(mine, other, rtol=2e-2, atol=1e-11)
+        for mine, other in zip(gradients(None, short=True), true, strict=True)
+    )
 
 
 def test_weights_that_layers_share_stay_shared(emulated):
@@ -238,8 +256,11 @@ def test_a_step_that_overflows_float16_is_left_out_and_the_next_one_made(make, e
 @pytest.mark.parametrize("case", ["recurrent", "rmsprop", "dampened"])
 def test_float16_without_what_loss_scaling_takes_becomes_bf16_and_says_so(case, emulated):
     model = nn.GRU(4, 4) if case == "recurrent" else net()
-    optimizer = {"recurrent": adamw, "rmsprop": lambda model: torch.optim.RMSprop(model.parameters()),
-                 "dampened": lambda model: torch.optim.SGD(model.parameters(), 0.1, 0.9, 0.5)}[case](model)  # fmt: skip
+    optimizer = {
+        "recurrent": adamw,
+        "rmsprop": lambda model: torch.optim.RMSprop(model.parameters()),
+        "dampened": lambda model: torch.optim.SGD(model.parameters(), 0.1, 0.9, 0.5),
+    }[case](model)
     effective = prepare(Plan(precision="fp16"), model, optimizer, []).effective
     assert effective.plan.precision == "bf16" and "GradScaler" in str(effective.fallbacks[-1])
 
@@ -268,8 +289,11 @@ def test_outputs_are_float32_wherever_they_are_in_what_is_returned(emulated):
 # ---- what the user holds ----
 
 
-@pytest.mark.parametrize("plan", [{"precision": "fp16"}, {"compile": "default"}, {"checkpointing": "blocks"},
-                                  {"precision": "fp8-emulated"}], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "plan",
+    [{"precision": "fp16"}, {"compile": "default"}, {"checkpointing": "blocks"}, {"precision": "fp8-emulated"}],
+    ids=str,
+)
 def test_model_and_optimizer_stay_what_they_were(plan, emulated):
     model = net()
     optimizer = adamw(model)
@@ -354,12 +378,21 @@ def test_a_failed_compilation_is_told_and_the_loop_goes_on(monkeypatch, capsys):
 # ---- what cannot be applied is said ----
 
 
-@pytest.mark.parametrize(("field", "value", "says"), [
-    ("micro_batch", 4, "split the batch"), ("log_every", 50, "loss.item()"), ("validate_every", 0, "evaluate in"),
-    ("on_nonfinite", "skip", "isfinite"), ("ranks", 2, "torchrun"), ("shards", True, "tar file"),
-    ("decoder", "librosa", "reads the files"), ("features_on", "device", "your loop has the batch"),
-    ("bucket", True, "batch_sampler"), ("worker_kind", "thread", "has processes only"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("micro_batch", 4, "split the batch"),
+        ("log_every", 50, "loss.item()"),
+        ("validate_every", 0, "evaluate in"),
+        ("on_nonfinite", "skip", "isfinite"),
+        ("ranks", 2, "torchrun"),
+        ("shards", True, "tar file"),
+        ("decoder", "librosa", "reads the files"),
+        ("features_on", "device", "your loop has the batch"),
+        ("bucket", True, "batch_sampler"),
+        ("worker_kind", "thread", "has processes only"),
+    ],
+)
 def test_what_only_the_loop_can_do_says_how_and_strict_refuses_it(field, value, says, capsys):
     plan, model = Plan(**{field: value}), net()
     with pytest.raises(PlanError, match=f"strict allows no fallback: {field}: asked"):
@@ -505,15 +538,27 @@ def split():
     return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
 
 
-@pytest.mark.parametrize(("parts", "options", "says"), [
-    (lambda: (net(), adamw(net()), loader()), {}, "the optimizer holds no parameter of the model"),
-    (lambda: ((model := frozen()), adamw(model), loader()), {}, "the model has no parameter to train"),
-    (lambda: ((model := net()), adamw(model), loader()), {"device": "cuda:7"}, "the model is on cpu, and cuda:7 was"),
-    (lambda: ((model := split()), adamw(model), loader()), {}, "the model is on cpu, meta, and cpu was asked"),
-    (lambda: ((model := net()), adamw(model), 3), {}, "int is no Iterable"),
-    (lambda: (adamw(model := net()), model, loader()), {}, "AdamW is no Module"),
-    (lambda: (*prepare(Plan(precision="bf16"), (model := net()), adamw(model), [])[:2], []), {}, "prepared already"),
-], ids=["foreign", "frozen", "elsewhere", "scattered", "no loader", "order", "twice"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("parts", "options", "says"),
+    [
+        (lambda: (net(), adamw(net()), loader()), {}, "the optimizer holds no parameter of the model"),
+        (lambda: ((model := frozen()), adamw(model), loader()), {}, "the model has no parameter to train"),
+        (
+            lambda: ((model := net()), adamw(model), loader()),
+            {"device": "cuda:7"},
+            "the model is on cpu, and cuda:7 was",
+        ),
+        (lambda: ((model := split()), adamw(model), loader()), {}, "the model is on cpu, meta, and cpu was asked"),
+        (lambda: ((model := net()), adamw(model), 3), {}, "int is no Iterable"),
+        (lambda: (adamw(model := net()), model, loader()), {}, "AdamW is no Module"),
+        (
+            lambda: (*prepare(Plan(precision="bf16"), (model := net()), adamw(model), [])[:2], []),
+            {},
+            "prepared already",
+        ),
+    ],
+    ids=["foreign", "frozen", "elsewhere", "scattered", "no loader", "order", "twice"],
+)
 def test_parts_that_do_not_belong_together_are_one_sentence(parts, options, says, emulated):
     with pytest.raises(UsageError, match=says):
         prepare(Plan(), *parts(), **options)

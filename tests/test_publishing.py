@@ -103,7 +103,13 @@ def test_all_begins_with_what_tells_most_and_climbs_on_every_workload(folder):
         check_notebooks.whole(folder / f"{name}.ipynb")
     climbs = ["90_climb", "90_climb-image", "90_climb-speech", "90_climb-text"]
     assert [name for name, state in run(None, budget_s=1e-9) if state == "left"] == [
-        *climbs, "21_tiny", "22_bad", "50_folklore", "01_first", "50_folklore"]  # fmt: skip
+        *climbs,
+        "21_tiny",
+        "22_bad",
+        "50_folklore",
+        "01_first",
+        "50_folklore",
+    ]
 
 
 COMMITTED = """
@@ -125,16 +131,23 @@ def test_changes_since_the_commit_are_refused(folder, tmp_path):
         subprocess.run([*git, *command], check=True)
     with (repository / "speedkit" / "errors.py").open("a") as stream:
         stream.write("\nCHANGED = True\n")
-    done = subprocess.run([sys.executable, "-c", COMMITTED], env={**os.environ, "PYTHONPATH": str(repository)},
-                          cwd=tmp_path, capture_output=True, text=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", COMMITTED],
+        env={**os.environ, "PYTHONPATH": str(repository)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 1 and "the package differs from commit" in done.stderr and done.stdout == ""
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_busy_gpu_is_refused(folder):
-    source = ("import torch\na = torch.randn(8192, 8192, device='cuda')\nb = a @ a\ntorch.cuda.synchronize()\n"
-              "print('on', flush=True)\nwhile True:\n    b = a @ a\n    torch.cuda.synchronize()")  # fmt: skip
+    source = (
+        "import torch\na = torch.randn(8192, 8192, device='cuda')\nb = a @ a\ntorch.cuda.synchronize()\n"
+        "print('on', flush=True)\nwhile True:\n    b = a @ a\n    torch.cuda.synchronize()"
+    )
     busy = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE)
     try:
         assert busy.stdout is not None and busy.stdout.readline() == b"on\n"
@@ -204,12 +217,17 @@ def test_import_refuses_what_does_not_fit_and_takes_the_rest(parcel, folder):
     found = states(parcel, folder)
     here = f"records/{HERE}"
     assert [name for name, (state, _) in found.items() if state == "published"] == [
-        f"{here}/21_tiny-image.json", f"{here}/21_tiny.json"]  # fmt: skip
+        f"{here}/21_tiny-image.json",
+        f"{here}/21_tiny.json",
+    ]
     for name, says in {
-        f"{here}/21_tiny-old.json": "another version", f"{here}/21_tiny-half.json": "is not valid",
-        f"{here}/33_other.json": "another version of 33_other", f"{here}/21_tiny-torn.json": "cannot be read",
-        "21_tiny.ipynb": "its code was changed since", "22_bad.ipynb": "not to its end",
-    }.items():  # fmt: skip
+        f"{here}/21_tiny-old.json": "another version",
+        f"{here}/21_tiny-half.json": "is not valid",
+        f"{here}/33_other.json": "another version of 33_other",
+        f"{here}/21_tiny-torn.json": "cannot be read",
+        "21_tiny.ipynb": "its code was changed since",
+        "22_bad.ipynb": "not to its end",
+    }.items():
         assert found[name][0] == "refused" and says in found[name][1], name
     assert nbformat.read(folder / "21_tiny.ipynb", as_version=4).cells[2].execution_count is None
     with pytest.raises(UsageError, match="holds no notebooks or records"):
@@ -262,9 +280,13 @@ def test_the_ladder_s_figures_are_the_climb_s(folder, tmp_path):
     readme.write_text(README)
     path = check_notebooks.whole(folder / "90_climb.ipynb")
     record = check_notebooks.a_record("90_climb", path)
-    record |= {"speedup": {"ratio": 4.125, "low": 4.0, "high": 4.25}, "speedup_careful": None, "rungs": [],
-               "step_s": {"baseline": 0.4, "final": 0.1},
-               "workload": {"name": "image", "train": 8, "test": 4}}  # fmt: skip
+    record |= {
+        "speedup": {"ratio": 4.125, "low": 4.0, "high": 4.25},
+        "speedup_careful": None,
+        "rungs": [],
+        "step_s": {"baseline": 0.4, "final": 0.1},
+        "workload": {"name": "image", "train": 8, "test": 4},
+    }
     (folder / "records" / HERE).mkdir()
     write_json(folder / "records" / HERE / "90_climb-image.json", record)
     update_readme(readme)

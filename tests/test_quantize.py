@@ -196,8 +196,21 @@ def trained(tmp_path):
 @pytest.mark.slow
 def test_deploy_leaves_model_facts_and_loader(trained, tmp_path):
     work, folder = trained
-    words = [str(folder), "tiny:points", "--no-compile", "--pairs", "4", "--batch-size", "4", "--device", "cpu",
-             "--max-drop", "0.5", "--out", str(tmp_path / "out")]  # fmt: skip
+    words = [
+        str(folder),
+        "tiny:points",
+        "--no-compile",
+        "--pairs",
+        "4",
+        "--batch-size",
+        "4",
+        "--device",
+        "cpu",
+        "--max-drop",
+        "0.5",
+        "--out",
+        str(tmp_path / "out"),
+    ]
     done = CliRunner().invoke(command, words, catch_exceptions=False)
     assert done.exit_code == 0 and "test items" in done.output
     names = {path.name for path in (tmp_path / "out").iterdir()}
@@ -256,7 +269,8 @@ def test_without_torchao_the_extra_is_named(monkeypatch):
 def test_what_this_machine_cannot_do_is_said_before_anything_is_done(tmp_path):
     assert why_not("int8-dynamic", HERE) == ""
     assert "has its kernels from the compiler, and compile needs a C++ compiler" in why_not(
-        "int8-static", dataclasses.replace(HERE, compiler=""))  # fmt: skip
+        "int8-static", dataclasses.replace(HERE, compiler="")
+    )
     assert "fp8 needs" in why_not("fp8", HERE) and "take int8-dynamic" in why_not("fp8", HERE)
     on_gpu = dataclasses.replace(HERE, device=torch.device("cuda"), gpu="A GPU", compute_capability=(8, 0))
     assert "int8-static is for x86 CPUs, not for A GPU" in why_not("int8-static", on_gpu)

@@ -26,8 +26,17 @@ C05,mixed precision,precision,peak memory,-50,-40,%,GPU,a guide
 C20,checkpointing,checkpointing,speedup,0.9,0.9,x,costs time,a guide
 C25,several GPUs,ranks,speedup,linear,linear,x,DDP,a guide
 """
-MEASURED = {"name": "bf16", "a": "fp32", "b": "bf16", "seconds_a": [2.0, 2.1], "seconds_b": [1.0, 1.0],
-            "ratio": 2.05, "low": 1.9, "high": 2.2, "noise_floor": 1.02}
+MEASURED = {
+    "name": "bf16",
+    "a": "fp32",
+    "b": "bf16",
+    "seconds_a": [2.0, 2.1],
+    "seconds_b": [1.0, 1.0],
+    "ratio": 2.05,
+    "low": 1.9,
+    "high": 2.2,
+    "noise_floor": 1.02,
+}
 
 
 @pytest.fixture
@@ -44,15 +53,18 @@ def notebooks(tmp_path, monkeypatch):
 
 
 def small_notebook():
-    return new_notebook(cells=[
-        new_markdown_cell("# Small"),
-        new_code_cell('profile: str = "smoke"  # smoke | cpu | full', metadata={"tags": ["parameters"]}),
-        new_code_cell("from speedkit.measure.record import start\n"
-                      'run = start("21_small", modules=["speedkit.errors"], profile=profile)'),
-        new_code_cell('run.check("one is one", 1 == 1)\n'
-                      'run.table("sizes", [{"size_bytes": 1, "note": "é"}])'),
-        new_code_cell('def end(run):\n    """Save."""\n    run.save()\n\nend(run)'),
-    ])  # fmt: skip
+    return new_notebook(
+        cells=[
+            new_markdown_cell("# Small"),
+            new_code_cell('profile: str = "smoke"  # smoke | cpu | full', metadata={"tags": ["parameters"]}),
+            new_code_cell(
+                "from speedkit.measure.record import start\n"
+                'run = start("21_small", modules=["speedkit.errors"], profile=profile)'
+            ),
+            new_code_cell('run.check("one is one", 1 == 1)\nrun.table("sizes", [{"size_bytes": 1, "note": "é"}])'),
+            new_code_cell('def end(run):\n    """Save."""\n    run.save()\n\nend(run)'),
+        ]
+    )
 
 
 # Hashes
@@ -114,7 +126,8 @@ UNCHANGED = {
     "an output": lambda cells: cells[4].update(outputs=[new_output("stream", text="x")], execution_count=9),
     "a markdown cell": lambda cells: cells.insert(1, new_markdown_cell("more words")),
     "injected parameters": lambda cells: cells.insert(
-        2, new_code_cell('profile = "full"', metadata={"tags": ["injected-parameters"]})),
+        2, new_code_cell('profile = "full"', metadata={"tags": ["injected-parameters"]})
+    ),
 }
 CHANGED = {
     "a call": lambda cells: cells[4].update(source=cells[4].source + "; 1"),
@@ -279,8 +292,12 @@ def test_recorded_gives_other_machines_records_of_this_notebook(notebooks):
     run = start("21_small", profile="smoke")
     run.save()
     mine = load_record(run.folder / "record.json")
-    for device, name, gpu in (("here", "21_small", mine["hardware"]["gpu"]), ("gpu", "21_small", "A GPU"),
-                              ("gpu", "21_small-image", "A GPU"), ("gpu", "21_smaller", "A GPU")):
+    for device, name, gpu in (
+        ("here", "21_small", mine["hardware"]["gpu"]),
+        ("gpu", "21_small", "A GPU"),
+        ("gpu", "21_small-image", "A GPU"),
+        ("gpu", "21_smaller", "A GPU"),
+    ):
         folder = notebooks / "records" / device
         folder.mkdir(exist_ok=True)
         record = {**mine, "notebook": name, "hardware": {**mine["hardware"], "gpu": gpu}}
@@ -292,8 +309,9 @@ def test_recorded_gives_other_machines_records_of_this_notebook(notebooks):
 
 
 def test_an_executed_notebook_carries_its_record(notebooks, tmp_path):
-    executed = NotebookClient(small_notebook(), timeout=120, kernel_name="python3",
-                              resources={"metadata": {"path": str(notebooks)}}).execute()  # fmt: skip
+    executed = NotebookClient(
+        small_notebook(), timeout=120, kernel_name="python3", resources={"metadata": {"path": str(notebooks)}}
+    ).execute()
     (shown,) = (output["data"] for output in executed.cells[4].outputs if RECORD_MIME in output.get("data", {}))
     record = shown[RECORD_MIME]
     assert validate_record(record) == []
@@ -358,12 +376,26 @@ def test_plain_values_of_what_notebooks_pass():
     import numpy
     import torch
 
-    values = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "path": Path("/somewhere/clips"),
-              "array": numpy.arange(2), "number": numpy.float32(0.5), "tensor": torch.tensor(3), "function": plain,
-              "pair": (1, None)}  # fmt: skip
+    values = {
+        "dtype": torch.bfloat16,
+        "device": torch.device("cpu"),
+        "path": Path("/somewhere/clips"),
+        "array": numpy.arange(2),
+        "number": numpy.float32(0.5),
+        "tensor": torch.tensor(3),
+        "function": plain,
+        "pair": (1, None),
+    }
     assert json.loads(json.dumps(plain(values))) == {
-        "dtype": "torch.bfloat16", "device": "cpu", "path": "clips", "array": [0, 1], "number": 0.5, "tensor": 3,
-        "function": "plain", "pair": [1, None]}  # fmt: skip
+        "dtype": "torch.bfloat16",
+        "device": "cpu",
+        "path": "clips",
+        "array": [0, 1],
+        "number": 0.5,
+        "tensor": 3,
+        "function": "plain",
+        "pair": [1, None],
+    }
 
 
 # Claims

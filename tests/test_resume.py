@@ -141,12 +141,15 @@ def stopped(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize(("workload", "message"), [
-    (lively(learning_rate=0.5), r"learning_rate is 0.01 there, 0.5 here"),
-    (points(train=101, augment=jitter, dropout=0.2, clip_norm=1.0), "train_items is 100 there, 101 here"),
-    (dataclasses.replace(lively(), name="lines"), "workload is points there, lines here"),
-    (points(train=100, hidden=17, augment=jitter, dropout=0.2, clip_norm=1.0), "holds another model"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("workload", "message"),
+    [
+        (lively(learning_rate=0.5), r"learning_rate is 0.01 there, 0.5 here"),
+        (points(train=101, augment=jitter, dropout=0.2, clip_norm=1.0), "train_items is 100 there, 101 here"),
+        (dataclasses.replace(lively(), name="lines"), "workload is points there, lines here"),
+        (points(train=100, hidden=17, augment=jitter, dropout=0.2, clip_norm=1.0), "holds another model"),
+    ],
+)
 def test_a_checkpoint_of_another_run_is_refused_and_says_what_differs(stopped, workload, message):
     with pytest.raises(UsageError, match=message):
         fit(workload, device="cpu", progress=False, out=stopped, resume=True)
@@ -226,9 +229,13 @@ except Interrupted as error:
 def test_a_process_stopped_by_a_signal_can_be_resumed(tmp_path, number, code, group):
     tests = str(Path(__file__).parent)
     child = subprocess.Popen(
-        [sys.executable, "-c", CHILD, tests, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
+        [sys.executable, "-c", CHILD, tests, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     try:
         assert child.stdout.readline() == "in step 10\n"
         (os.killpg if group else os.kill)(child.pid, number)

@@ -48,8 +48,9 @@ def test_attention_is_counted_on_a_cpu_where_pytorchs_counter_has_no_formula():
 
 def test_bytes_are_those_of_inputs_and_outputs_and_a_view_moves_none():
     one, rows = torch.ones(1000), torch.ones(10, 100, dtype=torch.bfloat16)
-    [added], [viewed], [summed] = (calls_of(call) for call in (
-        lambda: one + one, lambda: one.view(10, 100), lambda: rows.sum()))  # fmt: skip
+    [added], [viewed], [summed] = (
+        calls_of(call) for call in (lambda: one + one, lambda: one.view(10, 100), lambda: rows.sum())
+    )
     assert (added.bytes, viewed.bytes, summed.bytes) == (12_000, 0, 2002)
     assert (added.dtype, summed.dtype) == ("fp32", "bf16")
 
@@ -68,10 +69,11 @@ def test_an_operator_is_bound_by_what_takes_it_longer_at_the_ceilings():
     step = [
         call("mm", 3e-3, flops=10**9, size=10**6),  # 1 ms of computing, 0.1 ms of moving
         call("mm", 3e-3, flops=10**9, size=10**6, dtype="bf16"),  # 0.25 ms of computing
-        call("mul", 2e-3, size=10**7), call("add", 1e-3, size=10**7, follows=True),  # 1 ms of moving each
+        call("mul", 2e-3, size=10**7),
+        call("add", 1e-3, size=10**7, follows=True),  # 1 ms of moving each
         call("mm", 2e-3, flops=10**6, size=10**7),  # 1 ms of moving
         call("neg", 0.5 * SMALL * empty_operator_s(), size=8),
-    ]  # fmt: skip
+    ]
     found = per_step([step], RATES)
     assert (found["operators"], found["small"]) == (6, 1)
     assert (found["compute_s"], found["bandwidth_s"]) == pytest.approx((6e-3, 5e-3))

@@ -145,9 +145,12 @@ def test_fit_believes_no_negative_latency_and_no_outlier():
 
 def test_a_step_is_read_from_raw_seconds():
     found = {
-        "ranks": 2, "steps_per_window": 3, "gradient_bytes": 80, "measurements": [{"seconds_a": [6.0, 6.6, 5.0]}],
+        "ranks": 2,
+        "steps_per_window": 3,
+        "gradient_bytes": 80,
+        "measurements": [{"seconds_a": [6.0, 6.6, 5.0]}],
         "passes": {"forward_s": [0.2, 0.25, 0.9], "both_s": [0.75, 0.75, 0.1]},
-    }  # fmt: skip
+    }
     assert step_from(found) == Step(0.25, 0.5, pytest.approx(0.25), 80)
 
 

@@ -24,49 +24,88 @@ GPU = {"device": "cuda", "gpu": "NVIDIA H200", "cpu": "AMD EPYC", "cores": 16}
 
 
 def measurement(name, ratio, spread=0.03, floor: float | None = 1.02):
-    return {"name": name, "a": "fp32", "b": name, "seconds_a": [1.0, 1.1], "seconds_b": [0.9, 1.0], "ratio": ratio,
-            "low": ratio * (1 - spread), "high": ratio * (1 + spread), "noise_floor": floor}  # fmt: skip
+    return {
+        "name": name,
+        "a": "fp32",
+        "b": name,
+        "seconds_a": [1.0, 1.1],
+        "seconds_b": [0.9, 1.0],
+        "ratio": ratio,
+        "low": ratio * (1 - spread),
+        "high": ratio * (1 + spread),
+        "noise_floor": floor,
+    }
 
 
 def rung(name, change, before_s, ratio, why=""):
     measured = ratio is not None
     return {
-        "rung": name, "change": change, "predicted_low": 1.2, "predicted_high": 1.9, "ratio": ratio, "kept": not why,
-        "low": ratio * 0.97 if measured else None, "high": ratio * 1.03 if measured else None,
-        "noise_floor": 1.015 if measured else None, "parity": "losses bit-equal" if measured else None,
+        "rung": name,
+        "change": change,
+        "predicted_low": 1.2,
+        "predicted_high": 1.9,
+        "ratio": ratio,
+        "kept": not why,
+        "low": ratio * 0.97 if measured else None,
+        "high": ratio * 1.03 if measured else None,
+        "noise_floor": 1.015 if measured else None,
+        "parity": "losses bit-equal" if measured else None,
         "why": why or "faster beyond the noise, and learns the same",
-        "step_s_before": before_s if measured else None, "step_s_after": before_s / ratio if measured else None,
-    }  # fmt: skip
+        "step_s_before": before_s if measured else None,
+        "step_s_after": before_s / ratio if measured else None,
+    }
 
 
 def curves(total_s, offset_s):
     def value(epoch, seed):
         return 0.9 - 0.7 * 0.45 ** (epoch + 1 + 0.1 * seed)
 
-    return [{"seed": seed, "points": [[offset_s + total_s * (epoch + 1) / 6, value(epoch, seed)] for epoch in range(6)]}
-            for seed in range(3)]  # fmt: skip
+    return [
+        {"seed": seed, "points": [[offset_s + total_s * (epoch + 1) / 6, value(epoch, seed)] for epoch in range(6)]}
+        for seed in range(3)
+    ]
 
 
-PAYBACK = {"epochs": 30, "baseline_s": 7200.0, "final_s": 1800.0, "prepare_s": {"cache": 60.0, "compile": 30.0},
-           "saved_s": 5400.0, "pays_back_after_s": 125.0}  # fmt: skip
+PAYBACK = {
+    "epochs": 30,
+    "baseline_s": 7200.0,
+    "final_s": 1800.0,
+    "prepare_s": {"cache": 60.0, "compile": 30.0},
+    "saved_s": 5400.0,
+    "pays_back_after_s": 125.0,
+}
 
 
 def ledger(step_s, shares, unexplained):
-    rows = [{"cause": cause, "seconds": 10 * step_s * share, "share": share, "ceiling_speedup": 1 / (1 - share)}
-            for cause, share in (shares | {"unexplained": unexplained}).items()]  # fmt: skip
+    rows = [
+        {"cause": cause, "seconds": 10 * step_s * share, "share": share, "ceiling_speedup": 1 / (1 - share)}
+        for cause, share in (shares | {"unexplained": unexplained}).items()
+    ]
     return {"device": "cpu", "window_s": 10 * step_s, "steps": 10, "step_s": step_s, "slow_down": 1.01, "rows": rows}
 
 
 def roof(dtype, step_s, ceiling):
     reached = 4e9 / step_s
-    return {"flops_per_step": 4e9, "bytes_per_step": 5e8, "dtype": dtype, "mfu": reached / ceiling,
-            "achieved_flops_per_s": reached, "ceiling_flops_per_s": ceiling, "bandwidth_ceiling": 1e10}  # fmt: skip
+    return {
+        "flops_per_step": 4e9,
+        "bytes_per_step": 5e8,
+        "dtype": dtype,
+        "mfu": reached / ceiling,
+        "achieved_flops_per_s": reached,
+        "ceiling_flops_per_s": ceiling,
+        "bandwidth_ceiling": 1e10,
+    }
 
 
 def climb_record():
     return {
-        "notebook": "90_climb", "profile": "cpu", "parameters": {"workload": "audio"}, "hardware": HARDWARE,
-        "workload": {"name": "audio", "train": 800, "test": 400}, "versions": {"torch": "2.11.0"}, "measurements": [],
+        "notebook": "90_climb",
+        "profile": "cpu",
+        "parameters": {"workload": "audio"},
+        "hardware": HARDWARE,
+        "workload": {"name": "audio", "train": 800, "test": 400},
+        "versions": {"torch": "2.11.0"},
+        "measurements": [],
         "rungs": [
             rung("workers", "workers=2, persistent_workers=True", 0.42, 1.31),
             rung("cache", "cache=ram, cache_dtype=float16, workers=0", 0.32, 1.86),
@@ -78,15 +117,29 @@ def climb_record():
         "speedup": {"ratio": 3.92, "low": 3.81, "high": 4.03},
         "speedup_careful": {"ratio": 2.98, "low": 2.9, "high": 3.06},
         "step_s": {"baseline": 0.42, "careful": 0.319, "final": 0.107},
-        "quality": {"metric": "accuracy", "higher_is_better": True, "margin": 0.03, "passed": True,
-                    "mean_change": 0.001, "lower": -0.012},
-        "change": "cache=ram", "payback": PAYBACK,
-        "ledgers": {"baseline": ledger(0.42, {"data wait": 0.6, "forward": 0.15, "backward": 0.247}, 0.003),
-                    "final": ledger(0.107, {"forward": 0.35, "backward": 0.67}, -0.02)},
+        "quality": {
+            "metric": "accuracy",
+            "higher_is_better": True,
+            "margin": 0.03,
+            "passed": True,
+            "mean_change": 0.001,
+            "lower": -0.012,
+        },
+        "change": "cache=ram",
+        "payback": PAYBACK,
+        "ledgers": {
+            "baseline": ledger(0.42, {"data wait": 0.6, "forward": 0.15, "backward": 0.247}, 0.003),
+            "final": ledger(0.107, {"forward": 0.35, "backward": 0.67}, -0.02),
+        },
         "roofline": {"baseline": roof("fp32", 0.42, 1e11), "final": roof("bf16", 0.107, 3e11)},
-        "time_to_quality": {"target": 0.8, "baseline_s": 31.0, "final_s": 14.0, "ratio": 2.21,
-                            "curves": {"baseline": curves(84, 0), "final": curves(21, 6)}},
-    }  # fmt: skip
+        "time_to_quality": {
+            "target": 0.8,
+            "baseline_s": 31.0,
+            "final_s": 14.0,
+            "ratio": 2.21,
+            "curves": {"baseline": curves(84, 0), "final": curves(21, 6)},
+        },
+    }
 
 
 def words(figure: Figure) -> str:
@@ -208,8 +261,10 @@ def test_roofline_puts_both_plans_under_their_roofs_with_the_spread_of_the_raw_w
     assert "No FLOPs were counted" in words(figures.roofline(climb_record() | {"roofline": nothing}))
 
 
-@pytest.mark.parametrize(("value", "text"), [(9000, "2.50 h"), (125, "2.08 min"), (1, "1.00 s"), (0.0421, "42.1 ms"),
-                                             (1e-5, "10.0 µs"), (59, "59.0 s")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(9000, "2.50 h"), (125, "2.08 min"), (1, "1.00 s"), (0.0421, "42.1 ms"), (1e-5, "10.0 µs"), (59, "59.0 s")],
+)
 def test_seconds_are_told_in_the_unit_that_reads_best(value, text):
     assert seconds(value) == text
 
@@ -334,7 +389,8 @@ def test_in_short_draws_every_figure_from_the_record():
 def test_payback_is_one_sentence_in_the_reader_s_terms():
     assert payback_in_words(PAYBACK) == (
         "Your 30 epochs: from 2.00 h to 30.0 min, with 60.0 s to build the cache and 30.0 s to compile; "
-        "that pays back after 2.08 min.")  # fmt: skip
+        "that pays back after 2.08 min."
+    )
     never = PAYBACK | {"pays_back_after_s": None}
     assert payback_in_words(never).endswith("that does not pay back within so short a training.")
     nothing = PAYBACK | {"prepare_s": {"cache": 0.0, "compile": 0.0}, "pays_back_after_s": 0.0}

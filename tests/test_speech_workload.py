@@ -287,9 +287,9 @@ def test_plans_that_only_move_data_or_recompute_give_bit_identical_losses(spoken
     assert course(spoken, **plan) == plain_course
 
 
-@pytest.mark.parametrize("plan", [
-    {"precision": "bf16"}, {"precision": "fp16"}, {"cache": "ram", "cache_dtype": "float16"}
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "plan", [{"precision": "bf16"}, {"precision": "fp16"}, {"cache": "ram", "cache_dtype": "float16"}], ids=str
+)
 def test_plans_that_round_differently_stay_near(spoken, plain_course, plan):
     assert course(spoken, **plan) == pytest.approx(plain_course, abs=0.02)
 

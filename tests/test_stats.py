@@ -92,10 +92,19 @@ def test_non_inferior_needs_evidence_and_not_only_a_good_mean():
     assert not stats.non_inferior([-0.05, -0.05, -0.05], margin=0.02).passed
 
 
-@pytest.mark.parametrize(("a_s", "b_s"), [
-    ([1.0], [1.0]), ([], []), ([1.0, 2.0], [1.0]), ([1.0, 0.0], [1.0, 1.0]), ([1.0, 1.0], [-1.0, 1.0]),
-    ([1.0, math.nan], [1.0, 1.0]), ([1.0, math.inf], [1.0, 1.0]),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("a_s", "b_s"),
+    [
+        ([1.0], [1.0]),
+        ([], []),
+        ([1.0, 2.0], [1.0]),
+        ([1.0, 0.0], [1.0, 1.0]),
+        ([1.0, 1.0], [-1.0, 1.0]),
+        ([1.0, math.nan], [1.0, 1.0]),
+        ([1.0, math.inf], [1.0, 1.0]),
+    ],
+    ids=str,
+)
 def test_times_that_prove_nothing_are_refused(a_s, b_s):
     with pytest.raises(ValueError):
         stats.paired_interval(a_s, b_s)

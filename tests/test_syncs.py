@@ -110,10 +110,19 @@ def waits(workload, count=5, device="cpu", **plan):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("plan", [
-    {}, {"workers": 1}, {"cache": "ram"}, {"micro_batch": 5}, {"precision": "bf16"}, {"precision": "fp16"},
-    {"workers": 1, "micro_batch": 5, "precision": "fp16"},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {},
+        {"workers": 1},
+        {"cache": "ram"},
+        {"micro_batch": 5},
+        {"precision": "bf16"},
+        {"precision": "fp16"},
+        {"workers": 1, "micro_batch": 5, "precision": "fp16"},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_the_loop_makes_the_host_wait_nowhere_between_log_points(optimizer, plan, device):
     workload = points(train=100, augment=jitter, dropout=0.2, clip_norm=1.0, optimizer=optimizer)

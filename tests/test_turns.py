@@ -20,8 +20,9 @@ def busy(count):
 
 def test_each_block_calls_both_sides_twice_in_mirrored_order():
     calls = []
-    row = in_turns("x", {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 40,
-                   before=lambda: calls.append("."))  # fmt: skip
+    row = in_turns(
+        "x", {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 40, before=lambda: calls.append(".")
+    )
     blocks = ["".join(calls[at : at + 8]) for at in range(2, len(calls), 8)]
     assert calls[:2] == ["a", "b"] and len(blocks) == 20 and set(blocks) == {".a.b.b.a", ".b.a.a.b"}
     assert len(row["seconds_a"]) == len(row["seconds_b"]) == 40

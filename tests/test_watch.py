@@ -117,19 +117,26 @@ def state(loop):
     """All that a watch changes while it is open, and the random state, which it never may."""
     callbacks = sys.modules["torch._dynamo.callback"].callback_handler
     return (
-        {key: value for key, value in vars(loop.model).items() if key != "training"}, type(loop.loader),
-        vars(loop.loader).keys(), dict(loop.optimizer._optimizer_step_pre_hooks),
-        dict(loop.optimizer._optimizer_step_post_hooks), torch.Tensor.backward, torch.autograd.backward, torch.save,
-        sys.getprofile(), torch.utils._python_dispatch._get_current_dispatch_mode_stack(),
-        torch.autograd._profiler_enabled(), list(callbacks.start_callbacks), list(callbacks.end_callbacks),
-        torch._dynamo.eval_frame._stance.stance, torch.cuda.get_sync_debug_mode() if loop.device == "cuda" else 0,
-    )  # fmt: skip
+        {key: value for key, value in vars(loop.model).items() if key != "training"},
+        type(loop.loader),
+        vars(loop.loader).keys(),
+        dict(loop.optimizer._optimizer_step_pre_hooks),
+        dict(loop.optimizer._optimizer_step_post_hooks),
+        torch.Tensor.backward,
+        torch.autograd.backward,
+        torch.save,
+        sys.getprofile(),
+        torch.utils._python_dispatch._get_current_dispatch_mode_stack(),
+        torch.autograd._profiler_enabled(),
+        list(callbacks.start_callbacks),
+        list(callbacks.end_callbacks),
+        torch._dynamo.eval_frame._stance.stance,
+        torch.cuda.get_sync_debug_mode() if loop.device == "cuda" else 0,
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    "part", ["data wait", "forward", "backward", "other host work", "evaluation and checkpoint"]
-)  # fmt: skip
+@pytest.mark.parametrize("part", ["data wait", "forward", "backward", "other host work", "evaluation and checkpoint"])
 def test_what_was_planted_is_in_its_row_and_rows_add_up(part, device):
     """A GPU's ledger has no passes: what the host does in them is its other work."""
     loop = Loop(part, 4 * MS, device)

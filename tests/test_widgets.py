@@ -44,9 +44,16 @@ def test_every_field_has_a_row_and_a_control():
 def test_what_the_machine_cannot_do_is_greyed_out_and_says_why():
     panel = PlanPanel(points(), hardware=BARE)
     greyed = {(name, value) for name, made in panel.choices.items() for value, one in made.items() if one.disabled}
-    assert greyed >= {("precision", "bf16"), ("precision", "fp8"), ("compile", "default"), ("prefetch", True),
-                      ("bucket", True), ("attention", "cudnn"), ("decoder", "librosa"),
-                      ("cache", "device")}  # fmt: skip
+    assert greyed >= {
+        ("precision", "bf16"),
+        ("precision", "fp8"),
+        ("compile", "default"),
+        ("prefetch", True),
+        ("bucket", True),
+        ("attention", "cudnn"),
+        ("decoder", "librosa"),
+        ("cache", "device"),
+    }
     assert not greyed & {("precision", "fp32"), ("precision", "fp8-emulated"), ("channels_last", True)}
     assert "C++ compiler" in panel.choices["compile"]["default"].tooltip
     assert "default, reduce-overhead, max-autotune: compile needs a C++ compiler" in panel.notes["compile"].value
@@ -153,9 +160,14 @@ def test_without_a_workload_there_is_no_run_button():
 
 @pytest.mark.parametrize(
     ("low", "high", "floor", "says"),
-    [(1.2, 1.4, 1.05, "faster"), (1.02, 1.4, 1.05, "not beyond the noise"), (0.7, 0.9, 1.05, "slower"),
-     (0.7, 0.97, 1.05, "not beyond the noise"), (1.01, 1.4, None, "faster")],
-)  # fmt: skip
+    [
+        (1.2, 1.4, 1.05, "faster"),
+        (1.02, 1.4, 1.05, "not beyond the noise"),
+        (0.7, 0.9, 1.05, "slower"),
+        (0.7, 0.97, 1.05, "not beyond the noise"),
+        (1.01, 1.4, None, "faster"),
+    ],
+)
 def test_a_row_says_what_its_interval_says(low, high, floor, says):
     assert ratio_table([row(low=low, high=high, noise_floor=floor)])["says"].tolist() == [says]
 
@@ -177,8 +189,11 @@ def test_explorer_of_what_is_published_shows_any_notebook():
 def test_explorer_changes_table_and_figure_with_each_control():
     explorer = Explorer(sorted(notebooks_folder().glob(f"records/*/{RECORD}.json")))
     seen = [(explorer.table.value, explorer.figure.value)]
-    for control, value in ((explorer.pairs, 6), (explorer.measurements, explorer.measurements.options[:1]),
-                           (explorer.machines, (0,))):  # fmt: skip
+    for control, value in (
+        (explorer.pairs, 6),
+        (explorer.measurements, explorer.measurements.options[:1]),
+        (explorer.machines, (0,)),
+    ):
         control.value = value
         seen.append((explorer.table.value, explorer.figure.value))
     assert len({table for table, _ in seen}) == len({figure for _, figure in seen}) == 4

@@ -145,8 +145,9 @@ def course(workload, steps=4, **plan):
     return history.loss, history.evaluation["value"]
 
 
-@pytest.mark.parametrize("plan", [{"workers": 2}, {"workers": 2, "worker_kind": "thread"}, {"cache": "ram"},
-                                  {"cache": "disk"}], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "plan", [{"workers": 2}, {"workers": 2, "worker_kind": "thread"}, {"cache": "ram"}, {"cache": "disk"}], ids=str
+)
 def test_cache_and_workers_change_nothing(plan):
     workload = from_dataset(linear, points(), points(20, seed=1))
     assert course(workload, **plan) == course(workload)
@@ -172,22 +173,41 @@ def test_targets_that_lie_beside_the_inputs_are_not_computed_to_open_a_cache():
 
 def test_a_changed_data_set_is_never_served_from_the_old_cache():
     recipe = Recipe(batch_size=40, steps=1, epochs=None)
-    losses = [fit(from_dataset(linear, points(seed=seed), points(10)), recipe, Plan(cache="disk", log_every=1),
-                  device="cpu", progress=False).loss for seed in (0, 5, 0)]  # fmt: skip
+    losses = [
+        fit(
+            from_dataset(linear, points(seed=seed), points(10)),
+            recipe,
+            Plan(cache="disk", log_every=1),
+            device="cpu",
+            progress=False,
+        ).loss
+        for seed in (0, 5, 0)
+    ]
     assert losses[0] == losses[2] != losses[1]
 
 
-@pytest.mark.parametrize("make", [
-    lambda index: (torch.full((6,), index / 20), index / 20),
-    lambda index: (np.full(6, index / 20, np.float32), np.float32(index / 20)),
-    lambda index: (torch.full((6,), index / 20), torch.full((2,), index / 20)),
-], ids=["number", "numpy", "tensor"])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda index: (torch.full((6,), index / 20), index / 20),
+        lambda index: (np.full(6, index / 20, np.float32), np.float32(index / 20)),
+        lambda index: (torch.full((6,), index / 20), torch.full((2,), index / 20)),
+    ],
+    ids=["number", "numpy", "tensor"],
+)
 def test_other_targets_than_classes_are_learned_and_never_cut_to_whole_numbers_by_a_cache(make):
     def distance(outputs, targets):
         return (outputs.float() - targets.view(len(targets), -1)).square().mean(dim=1)
 
-    workload = from_dataset(linear, Pairs(make), Pairs(make), lambda *both: distance(*both).mean(), distance,
-                            metric="squared error", higher_is_better=False)  # fmt: skip
+    workload = from_dataset(
+        linear,
+        Pairs(make),
+        Pairs(make),
+        lambda *both: distance(*both).mean(),
+        distance,
+        metric="squared error",
+        higher_is_better=False,
+    )
     effective = resolve(Plan(cache="ram"), this_machine("cpu"), workload=workload)
     assert effective.plan.cache == "off" and "whole-number targets" in effective.fallbacks[0].why
     (losses, error), cached = course(workload, steps=30), course(workload, steps=30, cache="ram")
@@ -218,10 +238,17 @@ def test_a_data_set_that_cannot_be_trained_on_is_one_sentence(train, sentence):
         from_dataset(linear, train, points(10))
 
 
-@pytest.mark.parametrize(("loss", "sentence"), [
-    (nn.CrossEntropyLoss(reduction="none"), r"the loss returned Tensor \[10\]: let it return the mean over the batch"),
-    (lambda outputs, targets: 0.5, r"the loss returned float \[\]"),
-], ids=["one per sample", "a float"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("loss", "sentence"),
+    [
+        (
+            nn.CrossEntropyLoss(reduction="none"),
+            r"the loss returned Tensor \[10\]: let it return the mean over the batch",
+        ),
+        (lambda outputs, targets: 0.5, r"the loss returned float \[\]"),
+    ],
+    ids=["one per sample", "a float"],
+)
 def test_a_loss_that_is_no_single_number_is_one_sentence(loss, sentence):
     with pytest.raises(UsageError, match=sentence):
         course(from_dataset(linear, points(), points(10), loss))

@@ -73,10 +73,17 @@ def builder_of(workload: Any, items: Sequence[Any], plan: Plan, cache_dir: Any, 
     root = Path(cache_dir) if cache_dir else cache_root() / "features"
     name = re.sub(r"[^\w.-]", "_", workload.name)
     about = {
-        "workload": workload.name, "made_by": json.loads(json.dumps(dict(workload.made_by), default=str)), "base": base,
-        "cache_of": plan.cache_of, "decoder": plan.decoder, "dtype": dtype, "hashed": hashed,
-        "shape": None, "varies": workload.length is not None, "fingerprint": fingerprint(workload, load, plan.cache_of),
-    }  # fmt: skip
+        "workload": workload.name,
+        "made_by": json.loads(json.dumps(dict(workload.made_by), default=str)),
+        "base": base,
+        "cache_of": plan.cache_of,
+        "decoder": plan.decoder,
+        "dtype": dtype,
+        "hashed": hashed,
+        "shape": None,
+        "varies": workload.length is not None,
+        "fingerprint": fingerprint(workload, load, plan.cache_of),
+    }
     features = workload.features if plan.cache_of == "features" else None
     folder = root / f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
     return Builder(folder, about, load, features, workload.target, items, sources_of(items, base))

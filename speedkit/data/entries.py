@@ -150,8 +150,9 @@ class FeatureCache:
         if self.recomputed == 1:
             print(
                 f"speedkit: an entry of the feature cache {self.folder} is not as it was written; it is computed live, "
-                f"and so is any other like it: speedkit cache repair {self.folder.parent} mends them", file=sys.stderr,
-            )  # fmt: skip
+                f"and so is any other like it: speedkit cache repair {self.folder.parent} mends them",
+                file=sys.stderr,
+            )
         try:
             values = self.builder.entry(index)[0].reshape(-1)
             if len(values) == self.counts[index]:
@@ -183,8 +184,14 @@ class FeatureCache:
         `item_s` is what computing an entry took, in one process.
         """
         free = {"device": _free_bytes(device), "ram": _free_bytes(torch.device("cpu"))}
-        self.where = next((place for place in ("device", "ram") if asked in (place, "device") and
-                           self.bytes <= MEMORY_SHARE * free[place]), "disk")  # fmt: skip
+        self.where = next(
+            (
+                place
+                for place in ("device", "ram")
+                if asked in (place, "device") and self.bytes <= MEMORY_SHARE * free[place]
+            ),
+            "disk",
+        )
         if self.where != "disk":
             self._read_all(device if self.where == "device" else torch.device("cpu"))
         some = torch.linspace(0, len(self) - 1, min(64, len(self))).long()

@@ -30,9 +30,16 @@ class Batches:
     """
 
     def __init__(
-        self, workload: Any, items: Sequence[Any], plan: Plan, batch_size: int, seed: int | None, device: torch.device,
-        cache: FeatureCache | None = None, share: tuple[int, int] = (0, 1),
-    ):  # fmt: skip
+        self,
+        workload: Any,
+        items: Sequence[Any],
+        plan: Plan,
+        batch_size: int,
+        seed: int | None,
+        device: torch.device,
+        cache: FeatureCache | None = None,
+        share: tuple[int, int] = (0, 1),
+    ):
         self.workload, self.device, self.plan, self.cache, self.seed = workload, device, plan, cache, seed
         if not items:
             raise SpeedkitError(f"workload {workload.name} has no readable item to train or test on")
@@ -97,8 +104,11 @@ class Batches:
     def one_pass(self) -> Iterator[tuple[Tensor, ...]]:
         """Yield the batches of one pass from the start, each tensor `[B, ...]` on the device."""
         self.order.epoch = self.order.start = 0
-        return (self._ready(batch, step) for step, made in enumerate(self._fetched(), 1)
-                if (batch := made or self._stand_in(0, step)) is not None)  # fmt: skip
+        return (
+            self._ready(batch, step)
+            for step, made in enumerate(self._fetched(), 1)
+            if (batch := made or self._stand_in(0, step)) is not None
+        )
 
     def counts(self, epoch: int, position: int) -> bool:
         """Whether the batch after which `epoch` and `position` were these is for learning, and not for the others."""

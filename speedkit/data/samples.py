@@ -138,5 +138,7 @@ class EpochOrder:
         if self.ranks == 1:
             return iter(batches)
         # Fewer items than ranks: some come twice, for a rank without a batch would leave the others waiting.
-        return (batch[self.rank :: self.ranks] if len(batch) >= self.ranks else batch[[self.rank % len(batch)]]
-                for batch in batches)  # fmt: skip
+        return (
+            batch[self.rank :: self.ranks] if len(batch) >= self.ranks else batch[[self.rank % len(batch)]]
+            for batch in batches
+        )

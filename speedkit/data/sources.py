@@ -25,8 +25,10 @@ UNLABELLED = "unlabelled"  # the one class of files whose labels do not matter
 TEST_SHARE = 0.2
 BAD_SHARE = 0.05  # more bad files than this, and the data set itself is at fault: an error
 # The columns of a label table, by any of these names in upper or lower case; `split` or `fold` may be a third.
-COLUMNS = {"path": ("path", "file", "filename", "file_name"),
-           "label": ("label", "category", "class", "class_name", "target")}  # fmt: skip
+COLUMNS = {
+    "path": ("path", "file", "filename", "file_name"),
+    "label": ("label", "category", "class", "class_name", "target"),
+}
 TEST_SPLITS = {"test", "testing", "eval", "evaluation"}
 VALIDATION_SPLITS = {"val", "valid", "validation", "dev"}
 
@@ -85,9 +87,16 @@ AUDIO = Kind("audio", "recording", (".wav", ".flac", ".ogg", ".mp3", ".aif", ".a
 IMAGES = Kind("image", "image", (".jpg", ".jpeg", ".png"), _picture)
 
 
-def find_items(data_dir: str | Path, *, labels: str | Path | None = None, label_pattern: str | None = None,
-               test_pattern: str | None = None, seed: int = 0, labelled: bool = True,
-               kind: Kind = AUDIO) -> Found:  # fmt: skip
+def find_items(
+    data_dir: str | Path,
+    *,
+    labels: str | Path | None = None,
+    label_pattern: str | None = None,
+    test_pattern: str | None = None,
+    seed: int = 0,
+    labelled: bool = True,
+    kind: Kind = AUDIO,
+) -> Found:
     """Return the training and test items under `data_dir`, sorted by path with numbers in their natural order.
 
     Labels come from the CSV `labels`, from group 1 of `label_pattern` in the file name, or from the names of the
@@ -209,8 +218,10 @@ def _from_table(root: Path, table: Path, test_pattern: str | None, kind: Kind) -
     splits = _splits(rows, table) if test_pattern is None else [""] * len(rows)
     beside = (root, table.parent, table.parent.parent)
     folders = (*beside[:2], *(folder / name for folder in beside for name in (kind.name, f"{kind.name}s")))
-    paths = [next((path for folder in folders if (path := folder / name).is_file()), root / name)
-             for name in rows[columns["path"][0]]]  # fmt: skip
+    paths = [
+        next((path for folder in folders if (path := folder / name).is_file()), root / name)
+        for name in rows[columns["path"][0]]
+    ]
     if not any(path.is_file() for path in paths):
         raise UsageError(f"none of the {len(paths)} files in {table} exists, as {paths[0]}: give their --data-dir")
     return [Entry(*row) for row in zip(paths, labels, splits, strict=True) if row[2] != "neither"]

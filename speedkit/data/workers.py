@@ -52,10 +52,15 @@ class Loader:
         extra: dict[str, Any] = {"generator": torch.Generator()}
         if self.workers and self.plan.worker_kind == "process":
             self.samples.reading = multiprocessing.RawArray("q", [-1] * self.workers)
-            extra |= {"num_workers": self.workers, "prefetch_factor": self.plan.prefetch_factor,
-                      "persistent_workers": self.plan.persistent_workers, "worker_init_fn": start_worker}  # fmt: skip
-        return DataLoader(self.samples, batch_sampler=self.order, collate_fn=self.collate,
-                          pin_memory=self.plan.pin_memory, **extra)  # fmt: skip
+            extra |= {
+                "num_workers": self.workers,
+                "prefetch_factor": self.plan.prefetch_factor,
+                "persistent_workers": self.plan.persistent_workers,
+                "worker_init_fn": start_worker,
+            }
+        return DataLoader(
+            self.samples, batch_sampler=self.order, collate_fn=self.collate, pin_memory=self.plan.pin_memory, **extra
+        )
 
     def __iter__(self) -> Iterator[Any]:
         if not self.workers:
@@ -110,8 +115,10 @@ class Loader:
         ahead = self.workers * self.plan.prefetch_factor
         self.samples.reading = [-1] * (ahead + 1)
         with ThreadPool(self.workers, torch.set_num_threads, (1,)) as pool:  # its threads never keep Python from ending
-            begun = (pool.apply_async(self._make, (number % (ahead + 1), indices))
-                     for number, indices in enumerate(self.order))  # fmt: skip
+            begun = (
+                pool.apply_async(self._make, (number % (ahead + 1), indices))
+                for number, indices in enumerate(self.order)
+            )
             pending = deque(itertools.islice(begun, ahead))
             while pending:
                 pending.extend(itertools.islice(begun, 1))
@@ -149,9 +156,11 @@ class Loader:
         at = zip((process.exitcode for process in self.processes), self.samples.reading, strict=False)
         code, index = next(((code, index) for code, index in at if code), (None, -1))  # (None, -1): all are alive
         if "shared memory" in error or code == -signal.SIGBUS:
-            return (f"/dev/shm ({shutil.disk_usage('/dev/shm').total / 1e6:.0f} MB) is full: workers * prefetch_factor "
-                    f"= {self.workers * self.plan.prefetch_factor} batches must fit; lower one of them, use "
-                    "worker_kind=thread, or give a container more (--shm-size)")  # fmt: skip
+            return (
+                f"/dev/shm ({shutil.disk_usage('/dev/shm').total / 1e6:.0f} MB) is full: workers * prefetch_factor "
+                f"= {self.workers * self.plan.prefetch_factor} batches must fit; lower one of them, use "
+                "worker_kind=thread, or give a container more (--shm-size)"
+            )
         cure = "workers=0 shows what it died of"
         if code == -signal.SIGKILL:
             cure = "the system kills so when memory runs out: take fewer workers, a lower prefetch_factor, or workers=0"

@@ -1,7 +1,7 @@
 """Load a model that `speedkit deploy` has exported. This file needs PyTorch alone: it goes where the model goes.
 
-    model = load("model.pt2")                 # call it under torch.no_grad()
-    model = load("model.pt2", compiled=True)  # the INT8 kernels of int8-static; needs a C++ compiler
+model = load("model.pt2")                 # call it under torch.no_grad()
+model = load("model.pt2", compiled=True)  # the INT8 kernels of int8-static; needs a C++ compiler
 """
 
 import importlib

@@ -58,8 +58,12 @@ class Int8Embedding(nn.Module):
 def copied(model: nn.Module, embeddings: bool = True) -> nn.Module:
     """Return a copy of `model`, in evaluation mode, with its `embeddings` in INT8."""
     model = copy.deepcopy(model).eval()
-    found = [(owner, name, layer) for owner in model.modules() for name, layer in owner.named_children()
-             if embeddings and type(layer) is nn.Embedding and layer.max_norm is None]  # fmt: skip
+    found = [
+        (owner, name, layer)
+        for owner in model.modules()
+        for name, layer in owner.named_children()
+        if embeddings and type(layer) is nn.Embedding and layer.max_norm is None
+    ]
     for owner, name, layer in found:
         setattr(owner, name, Int8Embedding(layer))
     return model
@@ -101,15 +105,20 @@ def exported(
         try:
             program = torch.export.export(Bf16(model).eval(), args, dynamic_shapes=(shapes,))
         except Exception as error:  # whatever fails within export
-            raise UsageError(f"{type(model).__name__} switches autocast itself, and cannot be exported under it: "
-                             "take another method than bf16") from error  # fmt: skip
+            raise UsageError(
+                f"{type(model).__name__} switches autocast itself, and cannot be exported under it: "
+                "take another method than bf16"
+            ) from error
     else:
         try:
             import torchao  # noqa: F401
         except ImportError as error:
             raise UsageError(f"{method} needs the package torchao: install it with pip install -e .[quant]") from error
-        program = (_static(model, args, shapes, calibration) if method == "int8-static"
-                   else _linear(model, method, args, shapes))  # fmt: skip
+        program = (
+            _static(model, args, shapes, calibration)
+            if method == "int8-static"
+            else _linear(model, method, args, shapes)
+        )
         if not quantized_share(program):
             raise UsageError(f"{method} finds nothing to quantize in {type(model).__name__}: {METHODS[method]}")
     # Neither the batch that it was traced with, nor paths of the sources.
@@ -137,8 +146,11 @@ def _linear(model: nn.Module, method: str, args: Args, shapes: Any) -> ExportedP
     from torchao import quantization as ao
     from torchao.utils import unwrap_tensor_subclass
 
-    config: Any = {"int8-weight": ao.Int8WeightOnlyConfig, "int8-dynamic": ao.Int8DynamicActivationInt8WeightConfig,
-                   "fp8": ao.Float8DynamicActivationFloat8WeightConfig}[method]  # fmt: skip
+    config: Any = {
+        "int8-weight": ao.Int8WeightOnlyConfig,
+        "int8-dynamic": ao.Int8DynamicActivationInt8WeightConfig,
+        "fp8": ao.Float8DynamicActivationFloat8WeightConfig,
+    }[method]
     model = copied(model, embeddings=method != "fp8")
     # What it would set in Inductor is process-wide: the models to compare with would be compiled by it too.
     ao.quantize_(model, config(set_inductor_config=False))

@@ -53,12 +53,16 @@ def as_file(
     program = exported(model, method, args, **options)
     spaces = {str(node.target).split(".")[0] for node in program.graph.nodes}
     about = {
-        "method": method, "device": hardware.device.type, "machine": hardware.gpu or hardware.cpu,
-        "vnni": loader.vnni(), "torch": str(torch.__version__),
+        "method": method,
+        "device": hardware.device.type,
+        "machine": hardware.gpu or hardware.cpu,
+        "vnni": loader.vnni(),
+        "torch": str(torch.__version__),
         "needs": sorted(spaces & loader.REGISTERED_BY.keys()),
         "inputs": [{"dtype": str(each.dtype), "shape": ["B", *each.shape[1:]]} for each in args],
-        "quantized_share": quantized_share(program), "weights_bytes": sum(each.nbytes for each in held(program)),
-    }  # fmt: skip
+        "quantized_share": quantized_share(program),
+        "weights_bytes": sum(each.nbytes for each in held(program)),
+    }
     raw, packed = io.BytesIO(), io.BytesIO()
     torch.export.save(program, raw, extra_files={"speedkit.json": json.dumps(about)})
     with zipfile.ZipFile(raw) as source, zipfile.ZipFile(packed, "w") as target:
@@ -78,10 +82,14 @@ def quality(workload: Any, before: Any, after: Any, device: torch.device) -> dic
     sign = 1 if workload.higher_is_better else -1
     drops = [sign * (one - other) for one, other in zip(*found, strict=True)]
     return {
-        "metric": workload.metric, "n": len(drops), "before": statistics.fmean(found[0]),
-        "after": statistics.fmean(found[1]), "drop": statistics.fmean(drops),
-        "low": non_inferior(drops, 0).lower, "high": 0 - non_inferior([-drop for drop in drops], 0).lower,
-    }  # fmt: skip
+        "metric": workload.metric,
+        "n": len(drops),
+        "before": statistics.fmean(found[0]),
+        "after": statistics.fmean(found[1]),
+        "drop": statistics.fmean(drops),
+        "low": non_inferior(drops, 0).lower,
+        "high": 0 - non_inferior([-drop for drop in drops], 0).lower,
+    }
 
 
 @torch.no_grad()
@@ -96,8 +104,9 @@ def forms(model: nn.Module, method: str, args: Args, compiled: bool) -> dict[str
 
 
 @torch.no_grad()
-def race(name: str, two: dict[str, Any], args: Args, device: torch.device, pairs: int = 10, window_s: float = 0.05
-         ) -> dict[str, Any]:  # fmt: skip
+def race(
+    name: str, two: dict[str, Any], args: Args, device: torch.device, pairs: int = 10, window_s: float = 0.05
+) -> dict[str, Any]:
     """Return the row of `measurements`, in seconds per call, of two models in turns: above 1 the second is faster."""
     quickest = min(min(timed(functools.partial(model, *args), device, 2)) for model in two.values())
     calls = max(1, math.ceil(window_s / quickest))
@@ -115,9 +124,18 @@ def sized(args: Args, size: int) -> Args:
 
 
 def deploy(
-    workload: Any, model: nn.Module, out: str | Path, *, method: str = "int8-dynamic", max_drop: float = 0.01,
-    device: str = "auto", batch_size: int = 64, pairs: int = 10, compiled: bool = True, say: Callable = print,
-) -> dict[str, Any]:  # fmt: skip
+    workload: Any,
+    model: nn.Module,
+    out: str | Path,
+    *,
+    method: str = "int8-dynamic",
+    max_drop: float = 0.01,
+    device: str = "auto",
+    batch_size: int = 64,
+    pairs: int = 10,
+    compiled: bool = True,
+    say: Callable = print,
+) -> dict[str, Any]:
     """Quantize a trained `model`, prove it, and leave it in the folder `out`: model.pt2, deploy.json, load_model.py.
 
     Return what deploy.json holds: facts, sizes, quality, and measurements against the same model in float32 and
@@ -138,9 +156,12 @@ def deploy(
     small = torch.export.load(io.BytesIO(content)).module()  # what the file holds is what is tested
     found = quality(workload, model, small, where)
     if found["drop"] > max_drop:
-        raise SpeedkitError("{method} takes {metric} from {before:.4f} to {after:.4f} on {n} test items, a drop above "
-                            "{most:g}, so no model is written: take another of {others}".format(
-                                method=method, most=max_drop, others=", ".join(METHODS), **found))  # fmt: skip
+        raise SpeedkitError(
+            "{method} takes {metric} from {before:.4f} to {after:.4f} on {n} test items, a drop above "
+            "{most:g}, so no model is written: take another of {others}".format(
+                method=method, most=max_drop, others=", ".join(METHODS), **found
+            )
+        )
     compiled, rows = compiled and hardware.supports("compile"), []
     kinds = {"float32": model} | ({"bf16": Bf16(model)} if hardware.supports("bf16") else {})
     for size in sorted({1, batch_size}):
@@ -149,10 +170,16 @@ def deploy(
         for rival in (form for kind in kinds for form in forms(kinds[kind], kind, batch, compiled).items()):
             say(f"  {rival[0]} and {ours[0][0]} take turns, {size} at once")
             rows.append(race(f"batch of {size}", dict([rival, *ours]), batch, where, pairs) | {"batch_size": size})
-    fact = {"workload": workload.name} | about | {
-        "size_bytes": len(content), "float32_size_bytes": len(plain), "quality": found | {"max_drop": max_drop},
-        "measurements": rows,
-    }  # fmt: skip
+    fact = (
+        {"workload": workload.name}
+        | about
+        | {
+            "size_bytes": len(content),
+            "float32_size_bytes": len(plain),
+            "quality": found | {"max_drop": max_drop},
+            "measurements": rows,
+        }
+    )
     with atomic(folder / MODEL) as temporary:
         temporary.write_bytes(content)
     write_text(folder / LOADER, Path(loader.__file__).read_text(encoding="utf-8"))

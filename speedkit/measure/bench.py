@@ -63,13 +63,19 @@ def bare_loop(inputs, targets, hidden, classes, batch_size):
 def perceptron(size: int, hidden: int, batch_size: int, **recipe: Any) -> Workload:
     """Return the workload of `bare_loop`: a perceptron with one hidden layer on random numbers, AdamW."""
     return Workload(
-        f"perceptron-{size}", Recipe(**({"batch_size": batch_size, "epochs": None, "steps": LONG} | recipe)),
-        range(ITEMS), range(ITEMS, ITEMS + batch_size), functools.partial(_load, size=size),
-        features=lambda waveform: waveform, target=lambda item: item % CLASSES,
-        model=lambda: nn.Sequential(nn.Linear(size, hidden), nn.ReLU(), nn.Linear(hidden, CLASSES)), loss=_loss,
+        f"perceptron-{size}",
+        Recipe(**({"batch_size": batch_size, "epochs": None, "steps": LONG} | recipe)),
+        range(ITEMS),
+        range(ITEMS, ITEMS + batch_size),
+        functools.partial(_load, size=size),
+        features=lambda waveform: waveform,
+        target=lambda item: item % CLASSES,
+        model=lambda: nn.Sequential(nn.Linear(size, hidden), nn.ReLU(), nn.Linear(hidden, CLASSES)),
+        loss=_loss,
         score=lambda outputs, batch: (outputs.argmax(-1) == batch[1]).float(),
-        parameters={"size": size}, sources=(_load,),
-    )  # fmt: skip
+        parameters={"size": size},
+        sources=(_load,),
+    )
 
 
 def _load(item: int, size: int) -> Tensor:
@@ -242,8 +248,20 @@ def planted(count: int = 100, pairs: int = 120) -> list[Row]:
 def _comparisons(count: int, pairs: int, workload: Workload, other: Any = None) -> list[Comparison]:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        return [compare(workload, CACHED, CACHED, device="cpu", pairs=pairs, window_s=0.005, seed=seed,
-                        cache_dir=folder, workload_b=other) for seed in range(count)]  # fmt: skip
+        return [
+            compare(
+                workload,
+                CACHED,
+                CACHED,
+                device="cpu",
+                pairs=pairs,
+                window_s=0.005,
+                seed=seed,
+                cache_dir=folder,
+                workload_b=other,
+            )
+            for seed in range(count)
+        ]
 
 
 def ends(ours: Sequence[float], others: Sequence[float]) -> tuple[float, float, float]:
@@ -255,8 +273,15 @@ def ends(ours: Sequence[float], others: Sequence[float]) -> tuple[float, float, 
 def row(what: str, measured: Sequence[float], limit: float, unit: str) -> Row:
     """Return the row of a benchmark that passes when the median of what it `measured` is no more than `limit`."""
     middle = statistics.median(measured)
-    return {"what": what, "measured": middle, "low": min(measured), "high": max(measured), "limit": limit,
-            "unit": unit, "passed": middle <= limit}  # fmt: skip
+    return {
+        "what": what,
+        "measured": middle,
+        "low": min(measured),
+        "high": max(measured),
+        "limit": limit,
+        "unit": unit,
+        "passed": middle <= limit,
+    }
 
 
 def line(found: Row) -> str:
@@ -271,6 +296,12 @@ def number_from(code: str) -> float:
 
 
 BENCHMARKS: dict[str, Callable[..., list[Row]]] = {
-    "loop": loop, "import": importing, "memory": memory, "checkpoint": checkpointing, "aa": same, "planted": planted,
-    "panel": panel, "watch": watching,
-}  # fmt: skip
+    "loop": loop,
+    "import": importing,
+    "memory": memory,
+    "checkpoint": checkpointing,
+    "aa": same,
+    "planted": planted,
+    "panel": panel,
+    "watch": watching,
+}

@@ -29,10 +29,18 @@ CPU = torch.device("cpu")
 def numbers(size: int) -> Workload:
     """Return a workload of rows of `size` random numbers, to be cached and never trained on."""
     return Workload(
-        f"numbers-{size}", Recipe(batch_size=BATCH), range(1), range(1), functools.partial(_row_of, size=size),
-        features=Tensor.contiguous, target=operator.index, model=torch.nn.Identity, loss=_none, score=_none,
+        f"numbers-{size}",
+        Recipe(batch_size=BATCH),
+        range(1),
+        range(1),
+        functools.partial(_row_of, size=size),
+        features=Tensor.contiguous,
+        target=operator.index,
+        model=torch.nn.Identity,
+        loss=_none,
+        score=_none,
         parameters={"size": size},
-    )  # fmt: skip
+    )
 
 
 def _row_of(item: int, size: int) -> Tensor:
@@ -71,11 +79,15 @@ def reading(count: int = 4000, pairs: int = 60) -> list[Row]:
         size = sum(path.stat().st_size for path in cache.folder.iterdir())
         payload = count * ROW * 4
     return [
-        row("gathering 64 samples of 64 kB, cache over memory map", ends(over["seconds_a"], over["seconds_b"]),
-            1 / 0.9, "x"),
+        row(
+            "gathering 64 samples of 64 kB, cache over memory map",
+            ends(over["seconds_a"], over["seconds_b"]),
+            1 / 0.9,
+            "x",
+        ),
         row("first touch over later ones", ends(touch["seconds_a"], touch["seconds_b"]), 1 / 0.7, "x"),
         row("bytes on disk over payload", [size / payload], 1.01, "x"),
-    ]  # fmt: skip
+    ]
 
 
 def building(clips: int = 2400, sample: int = 100) -> list[Row]:
@@ -120,5 +132,7 @@ seconds, size = time.perf_counter() - began_s, resident() - before
 
 
 BENCHMARKS: dict[str, Callable[..., list[Row]]] = {
-    "cache-read": reading, "cache-build": building, "cache-open": opening,
-}  # fmt: skip
+    "cache-read": reading,
+    "cache-build": building,
+    "cache-open": opening,
+}

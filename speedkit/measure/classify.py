@@ -12,8 +12,22 @@ from speedkit.measure.trace import Trace, Work
 
 COPY, LAUNCH, SYNC, COMPUTE = "host-to-device copy", "launch-bound", "sync-bound", "compute-bound"
 BANDWIDTH, IDLE, UNEXPLAINED = "bandwidth-bound", "idle", "unexplained"
-CAUSES = (DATA, COPY, LAUNCH, SYNC, COMPUTE, BANDWIDTH, FORWARD, BACKWARD, OPTIMIZER, EVALUATION, COMPILATION, OTHER,
-          IDLE, UNEXPLAINED)  # fmt: skip
+CAUSES = (
+    DATA,
+    COPY,
+    LAUNCH,
+    SYNC,
+    COMPUTE,
+    BANDWIDTH,
+    FORWARD,
+    BACKWARD,
+    OPTIMIZER,
+    EVALUATION,
+    COMPILATION,
+    OTHER,
+    IDLE,
+    UNEXPLAINED,
+)
 HOST_WORK_S = 1e-4  # so long outside of PyTorch between two launches is work of its own, not the price of a launch
 # Kernels of which no operator is known, such as those of a CUDA graph, are told apart by their names.
 COMPUTING = ("gemm", "conv", "attention", "flash", "fmha", "wgrad", "dgrad", "triton_tem")

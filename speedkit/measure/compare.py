@@ -69,8 +69,10 @@ class Comparison:
 
     def __str__(self) -> str:
         verdict = "faster" if self.faster else "slower" if self.slower else "no difference beyond the noise"
-        return (f"{self.b} against {self.a}: {self.ratio:.3f} ({self.low:.3f} to {self.high:.3f}), "
-                f"noise floor {self.noise_floor:.3f}: {verdict}")  # fmt: skip
+        return (
+            f"{self.b} against {self.a}: {self.ratio:.3f} ({self.low:.3f} to {self.high:.3f}), "
+            f"noise floor {self.noise_floor:.3f}: {verdict}"
+        )
 
 
 class Side:
@@ -135,11 +137,24 @@ def catch_up(*sides: Side) -> None:
 
 
 def compare(
-    workload: Any, plan_a: Plan, plan_b: Plan, *, recipe: Recipe | None = None, device: str | torch.device = "auto",
-    pairs: int = 20, window_s: float = 0.25, max_s: float | None = None, warm_up_s: float = 20.0,
-    loss_steps: int = 16, seed: int = 0, name: str = "", names: tuple[str, str] = ("a", "b"), cache_dir: Any = None,
-    workload_b: Any = None, recipe_b: Recipe | None = None,
-) -> Comparison:  # fmt: skip
+    workload: Any,
+    plan_a: Plan,
+    plan_b: Plan,
+    *,
+    recipe: Recipe | None = None,
+    device: str | torch.device = "auto",
+    pairs: int = 20,
+    window_s: float = 0.25,
+    max_s: float | None = None,
+    warm_up_s: float = 20.0,
+    loss_steps: int = 16,
+    seed: int = 0,
+    name: str = "",
+    names: tuple[str, str] = ("a", "b"),
+    cache_dir: Any = None,
+    workload_b: Any = None,
+    recipe_b: Recipe | None = None,
+) -> Comparison:
     """Train `workload` under both plans in turns and return how much faster B is.
 
     Both are warmed up past compilation and autotuning; then they take turns at windows of equal numbers of steps.
@@ -162,9 +177,19 @@ def compare(
         seconds_a, seconds_b, control = take_turns(*sides, pairs, random.Random(seed))
         found = paired_interval(seconds_a, seconds_b)
         return Comparison(
-            name or f"{names[0]} against {names[1]}", *names, tuple(seconds_a), tuple(seconds_b), count,
-            **vars(found), noise_floor=noise_floor(control), warmup_s_a=warm_a.seconds, warmup_s_b=warm_b.seconds,
-            losses_a=tuple(a.losses[:loss_steps]), losses_b=tuple(b.losses[:loss_steps]),
-            effective_a=a.run.effective, effective_b=b.run.effective,
-            steady=warm_a.steady and warm_b.steady, compiled_in_windows=compilations() - before,
-        )  # fmt: skip
+            name or f"{names[0]} against {names[1]}",
+            *names,
+            tuple(seconds_a),
+            tuple(seconds_b),
+            count,
+            **vars(found),
+            noise_floor=noise_floor(control),
+            warmup_s_a=warm_a.seconds,
+            warmup_s_b=warm_b.seconds,
+            losses_a=tuple(a.losses[:loss_steps]),
+            losses_b=tuple(b.losses[:loss_steps]),
+            effective_a=a.run.effective,
+            effective_b=b.run.effective,
+            steady=warm_a.steady and warm_b.steady,
+            compiled_in_windows=compilations() - before,
+        )

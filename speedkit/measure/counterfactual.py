@@ -21,9 +21,12 @@ WINDOW_S, PAIRS, WARM_UP_S = 0.1, 6, 1.0
 COMPILE_S = {"cpu": 40.0}  # that compiling a model takes, more or less; on a GPU 25
 # What is different: a change of the plan, or, where there is none, something that `_side` arranges.
 CHANGES: dict[str, dict[str, Any]] = {
-    "same batch": {}, "loader only": {}, "no logging": {"log_every": 10**6},
-    "fused optimizer": {"fused_optimizer": True}, "compiled": {"compile": "default"},
-}  # fmt: skip
+    "same batch": {},
+    "loader only": {},
+    "no logging": {"log_every": 10**6},
+    "fused optimizer": {"fused_optimizer": True},
+    "compiled": {"compile": "default"},
+}
 
 
 def counterfactuals(
@@ -68,6 +71,8 @@ def _measured(name: str, base: Side, other: Side, step_s: float) -> dict[str, An
         other.warm_up(2, WINDOW_S, WARM_UP_S + COMPILE_S["cpu"] * (name == "compiled"))
         a_s, b_s, control = take_turns(lambda: base.window(steps), lambda: other.window(steps), PAIRS, random.Random(0))
     return {
-        "step_s": statistics.median(b_s) / steps, "as_is_s": statistics.median(a_s) / steps,
-        **vars(paired_interval(a_s, b_s)), "noise_floor": noise_floor(control),
-    }  # fmt: skip
+        "step_s": statistics.median(b_s) / steps,
+        "as_is_s": statistics.median(a_s) / steps,
+        **vars(paired_interval(a_s, b_s)),
+        "noise_floor": noise_floor(control),
+    }

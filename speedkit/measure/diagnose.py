@@ -17,19 +17,31 @@ from speedkit.recipe import Recipe
 
 # What can be found, and the row of the ledger that its seconds lie in.
 FOUND = {
-    "slow decode": "data wait", "slow collate": "data wait", "slow loader": "data wait",
-    "large copies": "host-to-device copy", "host read each step": "sync-bound", "printing each step": "other host work",
-    "other host work": "other host work", "many small operators": "launch-bound", "compute-bound": "compute-bound",
-    "bandwidth-bound": "bandwidth-bound", "new shapes": "compilation",
+    "slow decode": "data wait",
+    "slow collate": "data wait",
+    "slow loader": "data wait",
+    "large copies": "host-to-device copy",
+    "host read each step": "sync-bound",
+    "printing each step": "other host work",
+    "other host work": "other host work",
+    "many small operators": "launch-bound",
+    "compute-bound": "compute-bound",
+    "bandwidth-bound": "bandwidth-bound",
+    "new shapes": "compilation",
     "validation too often": "evaluation and checkpoint",
-}  # fmt: skip
+}
 # A change is told from this gain on: a ledger may leave 5 % unexplained, so what would give less may be nothing.
 LEAST_GAIN = 1.05
 # Of these, shares of a step below are no cause at all. Evaluating, calling operators and a loop's own lines are part of
 # any healthy training, and a model that computes most of the time is as it should be: it is told where it is most of a
 # step.
-LEAST = {"evaluation and checkpoint": 0.10, "launch-bound": 0.10, "other host work": 0.10, "compute-bound": 0.5,
-         "bandwidth-bound": 0.5}  # fmt: skip
+LEAST = {
+    "evaluation and checkpoint": 0.10,
+    "launch-bound": 0.10,
+    "other host work": 0.10,
+    "compute-bound": 0.5,
+    "bandwidth-bound": 0.5,
+}
 ON_CPU = 0.20  # the least for calling operators there: it is what others leave, an eighth of a healthy small step
 DISTURBED = 2.0  # times as long as in the counted steps: what an operator may take in others, and no more is its own
 CALLS = 4  # times an empty operator: what a small one may cost, with the layer, the hooks and the Python around it
@@ -39,9 +51,14 @@ Row = dict[str, Any]
 
 
 def diagnose(
-    workload: Any, recipe: Recipe | None = None, plan: Plan | None = None, *, device: str = "auto",
-    cache_dir: Any = None, budget_s: float = 60.0,
-) -> Row:  # fmt: skip
+    workload: Any,
+    recipe: Recipe | None = None,
+    plan: Plan | None = None,
+    *,
+    device: str = "auto",
+    cache_dir: Any = None,
+    budget_s: float = 60.0,
+) -> Row:
     """Return why a step of `workload` takes as long as it does.
 
     It is the ledger as ledger.json has it, with `workload`, `roofline`, `counterfactuals`, `loading`, `diagnosis` (see
@@ -56,11 +73,16 @@ def diagnose(
     stages: dict[str, Callable[[], Any]] = {
         "work": lambda: count(workload, recipe, plan, hardware),
         "roofline": lambda: roofline(
-            workload, recipe, plan, hardware, ledger, found["work"] or stages["work"](), cache_dir),
+            workload, recipe, plan, hardware, ledger, found["work"] or stages["work"](), cache_dir
+        ),
         "counterfactuals": lambda: counterfactuals(workload, recipe, plan, hardware, until_s, cache_dir),
-        "loading": lambda: loading.examine(workload, recipe, device, next(
-            (row.get("step_s") for row in found["counterfactuals"] or () if row["name"] == "same batch"), None)),
-    }  # fmt: skip
+        "loading": lambda: loading.examine(
+            workload,
+            recipe,
+            device,
+            next((row.get("step_s") for row in found["counterfactuals"] or () if row["name"] == "same batch"), None),
+        ),
+    }
     for name, stage in stages.items():
         found[name] = None
         try:
@@ -96,9 +118,12 @@ def rank(ledger: Ledger, facts: Row, counterfactuals: list[Row], hardware: Hardw
     measured = {row["name"]: row for row in counterfactuals if row.get("low", 0.0) > row.get("noise_floor", 1.0)}
     case = Case(ledger, facts, measured, hardware)
     rules = (_loading, _copies, _host, _launches, _model, _shapes, _evaluation)
-    told = [row for rule in rules for row in rule(case)
-            if row["seconds"] >= LEAST.get(row["part"], 0.0) * ledger.step_s
-            and row["predicted_speedup_high"] >= LEAST_GAIN]  # fmt: skip
+    told = [
+        row
+        for rule in rules
+        for row in rule(case)
+        if row["seconds"] >= LEAST.get(row["part"], 0.0) * ledger.step_s and row["predicted_speedup_high"] >= LEAST_GAIN
+    ]
     return sorted(told, key=lambda row: -row["predicted_speedup_high"])
 
 
@@ -129,17 +154,31 @@ class Case:
         slower = min(DISTURBED, (passes_s - small_s) / known_s) if known_s else 0.0
         return small_s, slower * work["compute_s"], slower * work["bandwidth_s"]
 
-    def row(self, cause: str, seconds: float, evidence: str, field: str | None, change: str,
-            saved_s: tuple[float, float] | None = None, measured: str = "") -> Row:  # fmt: skip
+    def row(
+        self,
+        cause: str,
+        seconds: float,
+        evidence: str,
+        field: str | None,
+        change: str,
+        saved_s: tuple[float, float] | None = None,
+        measured: str = "",
+    ) -> Row:
         """Return the row of a cause. Its change saves 90 % to all of the seconds, if not as given or `measured`."""
         step_s, saved_s = self.ledger.step_s, saved_s or (0.9 * seconds, seconds)
         low, high = (step_s / max(step_s - most_s, 0.02 * step_s) for most_s in saved_s)
         if found := self.measured.get(measured):
             low, high = found["low"], found["high"]
         return {
-            "cause": cause, "part": FOUND[cause], "evidence": evidence, "field": field, "change": change,
-            "seconds": seconds, "predicted_speedup_low": low, "predicted_speedup_high": high,
-        }  # fmt: skip
+            "cause": cause,
+            "part": FOUND[cause],
+            "evidence": evidence,
+            "field": field,
+            "change": change,
+            "seconds": seconds,
+            "predicted_speedup_low": low,
+            "predicted_speedup_high": high,
+        }
 
 
 def _loading(case: Case) -> Iterator[Row]:
@@ -176,8 +215,9 @@ def _copies(case: Case) -> Iterator[Row]:
     shown = f"{_ms(copy_s)} a step go into copying {size:.3g} MB of {memory} memory while nothing computes"
     slower = rate.get("host_to_device_pageable", 1.0) / rate.get("host_to_device_pinned", 1.0)
     saved_s = (0.0 if pinned else copy_s * max(0.0, 1 - slower)), copy_s
-    yield case.row("large copies", copy_s, shown, "prefetch" if pinned else "pin_memory",
-                   "pin_memory=True, prefetch=True", saved_s)  # fmt: skip
+    yield case.row(
+        "large copies", copy_s, shown, "prefetch" if pinned else "pin_memory", "pin_memory=True, prefetch=True", saved_s
+    )
 
 
 def _host(case: Case) -> Iterator[Row]:
@@ -189,10 +229,21 @@ def _host(case: Case) -> Iterator[Row]:
         shown = f"{_ms(wait_s + other_s)} a step are spent in the loop itself, which reports each step, in {where}"
         yield case.row("printing each step", wait_s + other_s, shown, "log_every", RARELY, measured="no logging")
         return
-    yield case.row("host read each step", wait_s, f"the host waits {_ms(wait_s)} a step for the device, in {where}",
-                   "log_every", RARELY, measured="no logging")  # fmt: skip
-    yield case.row("other host work", other_s, f"{_ms(other_s)} a step are spent in the loop itself, in neither the "
-                   "model, the optimizer nor the loader", None, "move it out of the loop")  # fmt: skip
+    yield case.row(
+        "host read each step",
+        wait_s,
+        f"the host waits {_ms(wait_s)} a step for the device, in {where}",
+        "log_every",
+        RARELY,
+        measured="no logging",
+    )
+    yield case.row(
+        "other host work",
+        other_s,
+        f"{_ms(other_s)} a step are spent in the loop itself, in neither the model, the optimizer nor the loader",
+        None,
+        "move it out of the loop",
+    )
 
 
 def _launches(case: Case) -> Iterator[Row]:
@@ -202,8 +253,10 @@ def _launches(case: Case) -> Iterator[Row]:
     own_s, *_ = case.bound()
     if hardware.device.type == "cpu" and own_s < ON_CPU * case.ledger.step_s:
         own_s = 0.0
-    shown = (f"{_ms(own_s)} a step go into calling operators: there are {calls:.0f}, and one that has nothing to do "
-             f"costs {_ms(each_s)} here")  # fmt: skip
+    shown = (
+        f"{_ms(own_s)} a step go into calling operators: there are {calls:.0f}, and one that has nothing to do "
+        f"costs {_ms(each_s)} here"
+    )
     compiles = hardware.supports("compile")
     mode = "reduce-overhead" if hardware.supports("cuda_graphs") else "default"
     change = f"compile={mode}" if compiles else f"fewer, larger operators; {hardware.why_not('compile')}"
@@ -212,8 +265,9 @@ def _launches(case: Case) -> Iterator[Row]:
     if fused := case.measured.get("fused optimizer"):
         own_s = case.ledger.step_s * (1 - 1 / fused["ratio"])
         shown = f"a step is {_ms(own_s)} shorter where one operator updates all weights"
-        yield case.row("many small operators", own_s, shown, "fused_optimizer", "fused_optimizer=True",
-                       measured="fused optimizer")  # fmt: skip
+        yield case.row(
+            "many small operators", own_s, shown, "fused_optimizer", "fused_optimizer=True", measured="fused optimizer"
+        )
 
 
 def _model(case: Case) -> Iterator[Row]:
@@ -227,22 +281,35 @@ def _model(case: Case) -> Iterator[Row]:
     if own != best:
         factor = peaks[best] / peaks[own]
         top, roof_s = work.get("compute_top"), work.get("compute_roof_s", 0.0)
-        shown = (f"{_ms(compute_s)} of {_ms(step_s)} are products bound by computing, most in {top}; at the {own} "
-                 f"ceiling {_ms(roof_s)} would be left, and that of {best} is {factor:.3g} times as high")  # fmt: skip
+        shown = (
+            f"{_ms(compute_s)} of {_ms(step_s)} are products bound by computing, most in {top}; at the {own} "
+            f"ceiling {_ms(roof_s)} would be left, and that of {best} is {factor:.3g} times as high"
+        )
         saved_s = 0.5 * (1 - 1 / factor) * compute_s, (1 - 1 / factor) * compute_s
         yield case.row("compute-bound", compute_s, shown, "precision", f"precision={best}", saved_s)
     if case.hardware.supports("compile"):
         fusible = work.get("fusible", 0.0)
-        shown = (f"{_ms(bandwidth_s)} of {_ms(step_s)} are passes over memory, most in {work.get('bandwidth_top')}; "
-                 f"{fusible:.0%} of the bytes are of operators that follow another over as many elements")  # fmt: skip
-        yield case.row("bandwidth-bound", bandwidth_s, shown, "compile", "compile=default: one pass for many operators",
-                       (0.5 * fusible * bandwidth_s, fusible * bandwidth_s), "compiled")  # fmt: skip
+        shown = (
+            f"{_ms(bandwidth_s)} of {_ms(step_s)} are passes over memory, most in {work.get('bandwidth_top')}; "
+            f"{fusible:.0%} of the bytes are of operators that follow another over as many elements"
+        )
+        yield case.row(
+            "bandwidth-bound",
+            bandwidth_s,
+            shown,
+            "compile",
+            "compile=default: one pass for many operators",
+            (0.5 * fusible * bandwidth_s, fusible * bandwidth_s),
+            "compiled",
+        )
 
 
 def _shapes(case: Case) -> Iterator[Row]:
     facts, own_s = case.facts, case.seconds("compilation")
-    shown = (f"{facts.get('recompiles') or 0:.0f} graphs were compiled anew in {case.ledger.steps} steps, "
-             f"{_ms(own_s)} a step: batches had {facts.get('shapes_seen') or 'several'} shapes")  # fmt: skip
+    shown = (
+        f"{facts.get('recompiles') or 0:.0f} graphs were compiled anew in {case.ledger.steps} steps, "
+        f"{_ms(own_s)} a step: batches had {facts.get('shapes_seen') or 'several'} shapes"
+    )
     change = "bucket=True: pad to a few lengths; or compile with dynamic=True"
     yield case.row("new shapes", own_s, shown, "bucket", change)
 
@@ -250,8 +317,10 @@ def _shapes(case: Case) -> Iterator[Row]:
 def _evaluation(case: Case) -> Iterator[Row]:
     own_s, step_s = case.seconds("evaluation and checkpoint"), case.ledger.step_s
     often = case.facts.get("evaluations") or 0
-    shown = (f"evaluating {often:.3g} times in {case.ledger.steps} steps takes {_ms(own_s)} of {_ms(step_s)} a step, "
-             f"{own_s / step_s:.0%}")  # fmt: skip
+    shown = (
+        f"evaluating {often:.3g} times in {case.ledger.steps} steps takes {_ms(own_s)} of {_ms(step_s)} a step, "
+        f"{own_s / step_s:.0%}"
+    )
     yield case.row("validation too often", own_s, shown, "validate_every", "validate_every ten times as large, or 0")
 
 

@@ -51,8 +51,11 @@ def seen(readings: Iterable[Reading]) -> dict[str, str]:
     return {file: f"{record['created']}{'' if current else ', stale'}" for record, current, file in readings}
 
 
-def answers(claims: Mapping[str, Mapping[str, str]], readings: Iterable[Reading], name_of: Callable[[Row], str],
-            ) -> list[dict[str, Any]]:  # fmt: skip
+def answers(
+    claims: Mapping[str, Mapping[str, str]],
+    readings: Iterable[Reading],
+    name_of: Callable[[Row], str],
+) -> list[dict[str, Any]]:
     """Return a row for each claim and each record that answers it, GPUs first; one that none answers has a row too.
 
     `name_of` names the device of a record. Ratios have the 99 % interval and the noise floor of the measurement that
@@ -61,8 +64,13 @@ def answers(claims: Mapping[str, Mapping[str, str]], readings: Iterable[Reading]
     found: dict[str, list[dict[str, Any]]] = {claim: [] for claim in claims}
     for record, current, file in sorted(readings, key=lambda reading: not reading.record["hardware"].get("gpu")):
         workload = file.rpartition("/")[2].partition("-")[2]
-        where = {"device": name_of(record), "notebook": record["notebook"], "workload": workload,
-                 "created": record["created"][:10], "stale": not current}  # fmt: skip
+        where = {
+            "device": name_of(record),
+            "notebook": record["notebook"],
+            "workload": workload,
+            "created": record["created"][:10],
+            "stale": not current,
+        }
         for row in (row for row in record["verdicts"] if row["claim"] is not None):
             if row["claim"] not in found:
                 raise SpeedkitError(

@@ -38,12 +38,14 @@ class Watch:
         graphs, hits, misses = (now - before for now, before in zip(self._counts(), self.counts, strict=True))
         again = [(event.co_name, event.recompile_reason) for event in events if event.recompile_reason]
         return Report(
-            graphs, sum(event.duration_us or 0 for event in events) / 1e6,
+            graphs,
+            sum(event.duration_us or 0 for event in events) / 1e6,
             tuple(_place(found) for found in self.dynamo.graph_break_reasons[self.breaks :]),
             tuple(f"{name}: {_what(why)}" for name, why in again if "deallocated" not in why),  # of a model now gone
             tuple(_what(event.fail_reason or "") for event in events if event.fail_type),
-            hits, misses,
-        )  # fmt: skip
+            hits,
+            misses,
+        )
 
     def _counts(self) -> tuple[int, int, int]:
         stats, cache = self.dynamo.counters["stats"], self.dynamo.counters["inductor"]

@@ -14,9 +14,16 @@ Row = dict[str, Any]
 
 
 def choose_batch_size(
-    workload: Any, recipe: Recipe | None = None, plan: Plan | None = None, *, factors: Sequence[int] = (2, 4),
-    seeds: int = 3, baseline: list[Row] | None = None, say: Callable[[str], Any] = lambda text: None, **options: Any,
-) -> tuple[Recipe, list[Row]]:  # fmt: skip
+    workload: Any,
+    recipe: Recipe | None = None,
+    plan: Plan | None = None,
+    *,
+    factors: Sequence[int] = (2, 4),
+    seeds: int = 3,
+    baseline: list[Row] | None = None,
+    say: Callable[[str], Any] = lambda text: None,
+    **options: Any,
+) -> tuple[Recipe, list[Row]]:
     """Return the recipe that reaches the quality of `recipe` soonest, and a row for each batch size tried.
 
     Tried are its batch size, or for "auto" the workload's own, times `factors`, each with the learning rate by
@@ -32,8 +39,10 @@ def choose_batch_size(
         seeded = [dataclasses.replace(candidate, seed=recipe.seed + number) for number in range(seeds)]
         runs = [curve(workload, one, plan, **options) for one in seeded]
         values = statistics.fmean(run["value"] for run in runs)
-        say(f"batch {candidate.batch_size}, learning rate {candidate.learning_rate:.3g}: "
-            f"{workload.metric} {values:.4f} in {statistics.fmean(run['seconds'] for run in runs):.1f} s")  # fmt: skip
+        say(
+            f"batch {candidate.batch_size}, learning rate {candidate.learning_rate:.3g}: "
+            f"{workload.metric} {values:.4f} in {statistics.fmean(run['seconds'] for run in runs):.1f} s"
+        )
         return runs
 
     baseline, best, rows = baseline or trained(recipe), (1.0, recipe), list[Row]()

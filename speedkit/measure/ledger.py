@@ -69,14 +69,17 @@ class Ledger:
 
     def __str__(self) -> str:
         busy = "" if self.busy_share is None else f", busy {self.busy_share:.1%} of the time"
-        lines = [f"{self.steps} steps of {1e3 * self.step_s:.4g} ms ({self.device}{busy}; measuring slowed them by "
-                 f"{self.slow_down - 1:.1%}), in ms per step:"]  # fmt: skip
+        lines = [
+            f"{self.steps} steps of {1e3 * self.step_s:.4g} ms ({self.device}{busy}; measuring slowed them by "
+            f"{self.slow_down - 1:.1%}), in ms per step:"
+        ]
         line = "  {cause:<26}{0:>10.4g} {share:>7.1%}   {ceiling_speedup:.2f} times as fast without".format
         return "\n".join([*lines, *(line(1e3 * row["seconds"] / max(1, self.steps), **row) for row in self.rows)])
 
 
-def ledger(device: Any, seconds: Mapping[str, float], window_s: float, steps: int, slow_down: float,
-           **more: Any) -> Ledger:  # fmt: skip
+def ledger(
+    device: Any, seconds: Mapping[str, float], window_s: float, steps: int, slow_down: float, **more: Any
+) -> Ledger:
     """Return the ledger of `steps` steps that take `window_s`, of which `seconds` are known by cause."""
     known, rows = dict(seconds) | {UNEXPLAINED: window_s - sum(seconds.values())}, []
     for cause in CAUSES:
@@ -87,8 +90,9 @@ def ledger(device: Any, seconds: Mapping[str, float], window_s: float, steps: in
     return Ledger(str(device), window_s, steps, window_s / max(1, steps), rows, slow_down, **more)
 
 
-def unprofiled(trace: Trace, rate: Mapping[str, float], count: int, host: Mapping[str, float], steps: int,
-               window_s: float) -> tuple[dict[str, float], float, float]:  # fmt: skip
+def unprofiled(
+    trace: Trace, rate: Mapping[str, float], count: int, host: Mapping[str, float], steps: int, window_s: float
+) -> tuple[dict[str, float], float, float]:
     """Return the seconds of `steps` steps by cause, how much the profiler slowed them, and the device's busy share.
 
     `trace` is of `count` other steps, slowed; without it the steps took `window_s` and the `host` its seconds by part.
@@ -96,8 +100,9 @@ def unprofiled(trace: Trace, rate: Mapping[str, float], count: int, host: Mappin
     loader's `next()` does, and all other gaps share what is left.
     """
     scale = steps / count
-    busy, gaps = ({cause: seconds * scale for cause, seconds in found.items()}
-                  for found in (busy_of(trace, rate), gaps_of(trace)))  # fmt: skip
+    busy, gaps = (
+        {cause: seconds * scale for cause, seconds in found.items()} for found in (busy_of(trace, rate), gaps_of(trace))
+    )
     found = collections.defaultdict[str, float](float, busy)
     for cause in (EVALUATION, COMPILATION):
         found[cause] = host.get(cause, 0.0)
@@ -111,8 +116,15 @@ def unprofiled(trace: Trace, rate: Mapping[str, float], count: int, host: Mappin
     return dict(found), scale * trace.end_s / window_s, min(1.0, sum(busy.values()) / window_s)
 
 
-def facts_of(step_s: float, host: Mapping[str, float], count: int, traced: Trace | None, traced_steps: int,
-             syncs: Iterable[Sync], **more: Any) -> dict[str, Any]:  # fmt: skip
+def facts_of(
+    step_s: float,
+    host: Mapping[str, float],
+    count: int,
+    traced: Trace | None,
+    traced_steps: int,
+    syncs: Iterable[Sync],
+    **more: Any,
+) -> dict[str, Any]:
     """Return what the diagnosis reads beside the rows.
 
     Per step: `step_s`, the host's `data_s`, `forward_s`, `backward_s`, `optimizer_s`, `evaluation_s`;
@@ -120,17 +132,21 @@ def facts_of(step_s: float, host: Mapping[str, float], count: int, traced: Trace
     from page-locked memory), `uncounted` operators, and `syncs`, `{file, line, code, count, seconds}` each, the most
     expensive first. In the window: `recompiles`, `evaluations`, `shapes_seen`.
     """
-    found = {f"{cause.split()[0]}_s": host.get(cause, 0.0) / max(1, count)
-             for cause in (DATA, FORWARD, BACKWARD, OPTIMIZER, EVALUATION)} | {"step_s": step_s}  # fmt: skip
-    waits = [dataclasses.asdict(sync) | {"count": sync.count / AUDITED, "seconds": sync.seconds / AUDITED}
-             for sync in syncs]  # fmt: skip
+    found = {
+        f"{cause.split()[0]}_s": host.get(cause, 0.0) / max(1, count)
+        for cause in (DATA, FORWARD, BACKWARD, OPTIMIZER, EVALUATION)
+    } | {"step_s": step_s}
+    waits = [
+        dataclasses.asdict(sync) | {"count": sync.count / AUDITED, "seconds": sync.seconds / AUDITED} for sync in syncs
+    ]
     if traced is not None:
         more |= {
             "operators_per_step": traced.operators / traced_steps,
             "kernels_per_step": sum(work.kind == "kernel" for work in traced.work) / traced_steps,
-            "copies_bytes": traced.copied_bytes / traced_steps, "uncounted": list(traced.uncounted),
+            "copies_bytes": traced.copied_bytes / traced_steps,
+            "uncounted": list(traced.uncounted),
             "pinned": not traced.pageable_bytes if traced.copied_bytes else None,
-        }  # fmt: skip
+        }
     return found | {"syncs": waits} | more
 
 
@@ -140,9 +156,15 @@ def rates(device: torch.device) -> dict[str, float]:
 
 
 def ledger_of(
-    workload: Any, recipe: Recipe | None = None, plan: Plan | None = None, *, device: str | torch.device = "auto",
-    cache_dir: str | Path | None = None, window_s: float = 1.0, evaluate: bool = False,
-) -> Ledger:  # fmt: skip
+    workload: Any,
+    recipe: Recipe | None = None,
+    plan: Plan | None = None,
+    *,
+    device: str | torch.device = "auto",
+    cache_dir: str | Path | None = None,
+    window_s: float = 1.0,
+    evaluate: bool = False,
+) -> Ledger:
     """Train `workload` for about 2 * `window_s` after a warm-up; return where the time goes.
 
     On a CPU forward is the loss with what it calls. With `evaluate`, evaluation and checkpoint are in it at the rate
@@ -157,8 +179,16 @@ def ledger_of(
 
     with contextlib.ExitStack() as stack:
         out = Path(stack.enter_context(tempfile.TemporaryDirectory()), "run") if evaluate else None
-        run = begin(dataclasses.replace(workload, model=model), recipe, plan, device=device, cache_dir=cache_dir,
-                    progress=False, out=out, endless=not evaluate)  # fmt: skip
+        run = begin(
+            dataclasses.replace(workload, model=model),
+            recipe,
+            plan,
+            device=device,
+            cache_dir=cache_dir,
+            progress=False,
+            out=out,
+            endless=not evaluate,
+        )
         stack.callback(close, run)
         every, course = run.evaluate_every or run.scheduled, steps(run)
         run.total_steps, run.evaluate_every = None, 0
@@ -224,8 +254,9 @@ def _on_device(run: Run, course: Iterator[int], timeline: Timeline, window_s: fl
         looked_at = _looked_at(run, course, PROFILED)
     next(course)
     took_s += _window(run, course, count, timeline)
-    rows, slow_down, busy_share = unprofiled(looked_at[0], rates(run.device), PROFILED, timeline.seconds, 2 * count,
-                                             took_s)  # fmt: skip
+    rows, slow_down, busy_share = unprofiled(
+        looked_at[0], rates(run.device), PROFILED, timeline.seconds, 2 * count, took_s
+    )
     found = ledger(run.device, rows, took_s, 2 * count, slow_down, busy_share=busy_share)
     found.facts = {"recompiles": compilations() - begun}
     found.facts |= facts_of(found.step_s, timeline.seconds, found.steps, *looked_at)
@@ -250,6 +281,9 @@ def _with_evaluation(found: Ledger, run: Run, course: Iterator[int], every: int)
     seconds[EVALUATION] = one_s * found.steps / every
     window_s = found.window_s + seconds[EVALUATION]
     busy_share = None if found.busy_share is None else found.busy_share * found.window_s / window_s
-    facts = found.facts | {"step_s": window_s / found.steps, "evaluation_s": one_s / every,
-                           "evaluations": found.steps / every}  # fmt: skip
+    facts = found.facts | {
+        "step_s": window_s / found.steps,
+        "evaluation_s": one_s / every,
+        "evaluations": found.steps / every,
+    }
     return ledger(found.device, seconds, window_s, found.steps, found.slow_down, busy_share=busy_share, facts=facts)

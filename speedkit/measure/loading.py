@@ -43,10 +43,15 @@ def examine(
     parts_s["compute"] = compute_s or _compute_s(workload, recipe, hardware.device)
     parts_s = {part: max(0.0, seconds) for part, seconds in parts_s.items()}
     step_s = sum(parts_s.values())
-    rows = [{"part": part, "sample_s": seconds / recipe.batch_size, "share": seconds / step_s}
-            for part, seconds in parts_s.items()]  # fmt: skip
-    levers = [_lever(change, step_s, seconds) for change, seconds in _changed_s(parts_s, took_s, hardware)
-              if _possible(change, workload, hardware)]  # fmt: skip
+    rows = [
+        {"part": part, "sample_s": seconds / recipe.batch_size, "share": seconds / step_s}
+        for part, seconds in parts_s.items()
+    ]
+    levers = [
+        _lever(change, step_s, seconds)
+        for change, seconds in _changed_s(parts_s, took_s, hardware)
+        if _possible(change, workload, hardware)
+    ]
     levers.sort(key=lambda row: -row["predicted_speedup_high"])
     return {"workload": workload.name, "step_s": step_s, "parts": rows, "levers": levers}
 
@@ -115,10 +120,13 @@ def _ways(workload: Any, batch_size: int, hardware: Hardware) -> dict[str, Calla
     if rate_hz and any(item.sample_rate_hz != rate_hz for item in items):
         seconds = settings.get("num_samples", 0) / rate_hz  # of each item; 0: its own length
         ways["own rate"] = lambda: [
-            workload.load(item, sample_rate_hz=item.sample_rate_hz, **(
-                {"num_samples": round(seconds * item.sample_rate_hz)} if seconds else {}))
+            workload.load(
+                item,
+                sample_rate_hz=item.sample_rate_hz,
+                **({"num_samples": round(seconds * item.sample_rate_hz)} if seconds else {}),
+            )
             for item in items
-        ]  # fmt: skip
+        ]
     if _possible({"decoder": "torchcodec"}, workload, hardware):
         load = loading(workload, Plan(decoder="torchcodec"))
         ways["torchcodec"] = lambda: [load(item) for item in items]

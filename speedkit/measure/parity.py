@@ -54,8 +54,14 @@ def curve(workload: Any, recipe: Recipe, plan: Plan | None, **options: Any) -> d
         plan = dataclasses.replace(plan or Plan(), validate_every=max(1, total // 8))
     history = fit(workload, recipe, plan, progress=False, **options)
     points = [[history.prepare_s + found["seconds"], found["value"]] for found in history.evaluations]
-    return {"seed": recipe.seed, "points": points, "value": points[-1][1], "seconds": points[-1][0],
-            "prepare_s": history.prepare_s, "peak_memory_bytes": history.peak_memory_bytes}  # fmt: skip
+    return {
+        "seed": recipe.seed,
+        "points": points,
+        "value": points[-1][1],
+        "seconds": points[-1][0],
+        "prepare_s": history.prepare_s,
+        "peak_memory_bytes": history.peak_memory_bytes,
+    }
 
 
 def quality_of(workload: Any, curves: Curves) -> dict[str, Any]:
@@ -65,10 +71,14 @@ def quality_of(workload: Any, curves: Curves) -> dict[str, Any]:
     changes = [sign * (new - old) for old, new in zip(values["baseline"], values["final"], strict=True)]
     found = non_inferior(changes, workload.margin) if len(changes) > 1 else None
     return {
-        "metric": workload.metric, "higher_is_better": workload.higher_is_better, "margin": workload.margin, **values,
-        "mean_change": found and found.mean_change, "lower": found and found.lower,
+        "metric": workload.metric,
+        "higher_is_better": workload.higher_is_better,
+        "margin": workload.margin,
+        **values,
+        "mean_change": found and found.mean_change,
+        "lower": found and found.lower,
         "passed": bool(found and found.passed),
-    }  # fmt: skip
+    }
 
 
 def payback(epochs: float, baseline_s: float, final_s: float, prepare_s: dict[str, float]) -> dict[str, Any]:
@@ -80,9 +90,13 @@ def payback(epochs: float, baseline_s: float, final_s: float, prepare_s: dict[st
     first_s = sum(prepare_s.values())
     after_s = first_s / (1 - final_s / baseline_s) if final_s < baseline_s else math.inf
     return {
-        "epochs": epochs, "baseline_s": baseline_s, "final_s": final_s + first_s, "prepare_s": prepare_s,
-        "saved_s": baseline_s - final_s - first_s, "pays_back_after_s": after_s if after_s <= baseline_s else None,
-    }  # fmt: skip
+        "epochs": epochs,
+        "baseline_s": baseline_s,
+        "final_s": final_s + first_s,
+        "prepare_s": prepare_s,
+        "saved_s": baseline_s - final_s - first_s,
+        "pays_back_after_s": after_s if after_s <= baseline_s else None,
+    }
 
 
 def seconds_to(target: float, workload: Any, runs: list[dict[str, Any]]) -> list[float]:

@@ -33,8 +33,11 @@ def code_sha256(notebook: str | Path | Mapping[str, Any], modules: Sequence[str]
     what a run does. The same on every supported version of Python. Raises UsageError for a module that is not found.
     """
     content = notebook if isinstance(notebook, Mapping) else json.loads(Path(notebook).read_text(encoding="utf-8"))
-    code = [("cell", essence("".join(cell["source"]), keep_module_docstring=True)) for cell in content["cells"]
-            if cell["cell_type"] == "code" and "injected-parameters" not in cell["metadata"].get("tags", [])]
+    code = [
+        ("cell", essence("".join(cell["source"]), keep_module_docstring=True))
+        for cell in content["cells"]
+        if cell["cell_type"] == "code" and "injected-parameters" not in cell["metadata"].get("tags", [])
+    ]
     return _sha256([*code, *((name, module_sha256(name)) for name in sorted(set(modules)))])
 
 
@@ -88,8 +91,14 @@ def versions() -> dict[str, str | None]:
     """Return the versions that can change a measurement; None for what this build of PyTorch has not."""
     found = {name: importlib.metadata.version(name) for name in ("torchaudio", "torchvision", "numpy")}
     cudnn = str(torch.backends.cudnn.version()) if torch.cuda.is_available() else None
-    return {"speedkit": speedkit.__version__, "python": platform.python_version(), "torch": torch.__version__, **found,
-            "cuda": torch.version.cuda, "cudnn": cudnn}
+    return {
+        "speedkit": speedkit.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        **found,
+        "cuda": torch.version.cuda,
+        "cudnn": cudnn,
+    }
 
 
 def commit() -> tuple[str, bool] | None:

@@ -31,8 +31,10 @@ def start(notebook: str, modules: Sequence[str] = (), needs: Sequence[str] = (),
     run = NotebookRun(notebook, modules, parameters)
     versions, commit = run.record["versions"], run.record["commit"]
     source = f"commit {commit}{' with changes' if run.record['dirty'] else ''}" if commit else "no commit"
-    print(f"{run.hardware.gpu or run.hardware.cpu} · torch {versions['torch']} · speedkit {versions['speedkit']}, "
-          f"{source} · profile {run.profile}")
+    print(
+        f"{run.hardware.gpu or run.hardware.cpu} · torch {versions['torch']} · speedkit {versions['speedkit']}, "
+        f"{source} · profile {run.profile}"
+    )
     for capability in needs:
         if reason := run.hardware.why_not(capability):
             print(f"no {capability} here: {reason}")
@@ -54,13 +56,23 @@ class NotebookRun:
         path = provenance.find_notebook(notebook)
         commit, dirty = provenance.commit() or (None, None)
         self.record: dict[str, Any] = {
-            "schema": 1, "notebook": notebook, "profile": self.profile,
+            "schema": 1,
+            "notebook": notebook,
+            "profile": self.profile,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "parameters": plain(parameters), "hardware": plain(self.hardware.as_dict()),
-            "versions": provenance.versions(), "commit": commit, "dirty": dirty, "modules": sorted(modules),
+            "parameters": plain(parameters),
+            "hardware": plain(self.hardware.as_dict()),
+            "versions": provenance.versions(),
+            "commit": commit,
+            "dirty": dirty,
+            "modules": sorted(modules),
             "code_sha256": provenance.code_sha256(path, modules) if path else None,
-            "plans": {}, "fallbacks": [], "measurements": [], "tables": {}, "verdicts": [],
-        }  # fmt: skip
+            "plans": {},
+            "fallbacks": [],
+            "measurements": [],
+            "tables": {},
+            "verdicts": [],
+        }
         self._look_at_gpu("start")
 
     def pick(self, **by_profile: Any) -> Any:
@@ -138,8 +150,10 @@ class NotebookRun:
     def finished(self) -> dict[str, Any]:
         """Return the whole record: with the GPU's power, its clocks, and the energy from start to end, where known."""
         self._look_at_gpu("end")
-        power, clocks = ([{key: state[key] for key in ("label", "at_s", *keys)} for state in self.gpu_states] or None
-                         for keys in (["power_w"], ["sm_hz", "memory_hz"]))  # fmt: skip
+        power, clocks = (
+            [{key: state[key] for key in ("label", "at_s", *keys)} for state in self.gpu_states] or None
+            for keys in (["power_w"], ["sm_hz", "memory_hz"])
+        )
         energy_j = power and self.gpu_states[-1]["energy_j"] - self.gpu_states[0]["energy_j"]
         return files.finite({**self.record, "power": power, "clocks": clocks, "energy_j": energy_j})
 
@@ -150,8 +164,10 @@ class NotebookRun:
             raise SpeedkitError(f"the record of {self.notebook} is not valid: {'; '.join(problems)}")
         files.write_json(self.folder / "record.json", record)
         checks = [row["claim"] for row in record["verdicts"]].count(None)
-        line = (f"record of {self.notebook}: {len(record['measurements'])} measurements, "
-                f"{len(record['tables'])} tables, {checks} checks")
+        line = (
+            f"record of {self.notebook}: {len(record['measurements'])} measurements, "
+            f"{len(record['tables'])} tables, {checks} checks"
+        )
         ipython = sys.modules.get("IPython")
         if ipython and ipython.get_ipython():
             ipython.display.display({RECORD_MIME: record, "text/plain": line}, raw=True)
@@ -188,8 +204,10 @@ def promised(claim_id: str) -> tuple[float, float]:
     """Return the promised speed-up of a claim as (low, high). Raises UsageError for a promise of something else."""
     claim = read_claim(claim_id)
     if claim["metric"] != "speedup" or claim["low"] in ("", "linear"):
-        raise UsageError(f"{claim_id} ({claim['technique']}: {claim['metric']}) promises no range of speed-up that a "
-                         "ratio could answer: decide in the notebook and record it with run.verdict()")
+        raise UsageError(
+            f"{claim_id} ({claim['technique']}: {claim['metric']}) promises no range of speed-up that a "
+            "ratio could answer: decide in the notebook and record it with run.verdict()"
+        )
     return widened(float(claim["low"]), float(claim["high"]))
 
 

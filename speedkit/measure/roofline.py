@@ -82,10 +82,16 @@ class Operators(TorchDispatchMode):
         elements = outputs[0].numel() if outputs and torch.Tag.pointwise in operation.tags else 0
         if not operation.is_view:
             self.last, before = elements, self.last
-        self.calls.append(Call(
-            operation.overloadpacket.__name__, seconds, flops, sum(tensor.nbytes for tensor in tensors), dtype,
-            bool(elements) and not operation.is_view and elements == before,
-        ))  # fmt: skip
+        self.calls.append(
+            Call(
+                operation.overloadpacket.__name__,
+                seconds,
+                flops,
+                sum(tensor.nbytes for tensor in tensors),
+                dtype,
+                bool(elements) and not operation.is_view and elements == before,
+            )
+        )
         return result
 
 
@@ -119,21 +125,25 @@ def per_step(passes: list[list[Call]], found: Mapping[str, float]) -> dict[str, 
         took_s = Counter[str]()
         for call, _ in members:
             took_s[call.name] += call.seconds  # type: ignore[assignment]
-        row |= {f"{kind}_s": sum(call.seconds for call, _ in members) / count,
-                f"{kind}_roof_s": sum(roof_s for _, roof_s in members) / count,
-                f"{kind}_top": max(took_s, key=lambda name: took_s[name], default=None)}  # fmt: skip
+        row |= {
+            f"{kind}_s": sum(call.seconds for call, _ in members) / count,
+            f"{kind}_roof_s": sum(roof_s for _, roof_s in members) / count,
+            f"{kind}_top": max(took_s, key=lambda name: took_s[name], default=None),
+        }
     moved, moving = [call for call, _ in kinds["bandwidth"]], [call for call in calls if call.bytes]
     formats, names = Counter[str](), Counter(call.name for call in moving if call.flops is None)
     for call, roof_s in kinds["compute"]:  # by their time: a few long products in float32 outweigh many short ones
         formats[call.dtype] += max(call.seconds, roof_s)  # type: ignore[assignment]
     dtype, dtype_s = next(iter(formats.most_common(1)), ("fp32", 1.0))
     return row | {
-        "flops": sum(call.flops or 0 for call in calls) / count, "bytes": sum(call.bytes for call in calls) / count,
+        "flops": sum(call.flops or 0 for call in calls) / count,
+        "bytes": sum(call.bytes for call in calls) / count,
         "uncounted": [name for name, _ in names.most_common()],
         "uncounted_share": names.total() / max(1, len(moving)),
         "fusible": sum(call.bytes for call in moved if call.follows) / max(1, sum(call.bytes for call in moved)),
-        "dtype": dtype, "dtype_share": dtype_s / max(formats.total(), dtype_s),
-    }  # fmt: skip
+        "dtype": dtype,
+        "dtype_share": dtype_s / max(formats.total(), dtype_s),
+    }
 
 
 @functools.cache
@@ -179,9 +189,14 @@ def count(workload: Any, recipe: Recipe, plan: Plan, hardware: Hardware) -> dict
 
 
 def roofline(
-    workload: Any, recipe: Recipe, plan: Plan, hardware: Hardware, ledger: Ledger, counted: dict[str, Any],
+    workload: Any,
+    recipe: Recipe,
+    plan: Plan,
+    hardware: Hardware,
+    ledger: Ledger,
+    counted: dict[str, Any],
     cache_dir: Any = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Return how near a step of `workload`, as its `ledger` has it, comes to the ceilings measured on this machine.
 
     `counted` is what `count` returns, of an eager step. Its bytes are an upper estimate: they count what caches hold.
@@ -190,13 +205,20 @@ def roofline(
     asked = resolve(plan, hardware, workload=workload).plan.precision.removesuffix("-emulated")
     dtype = asked if f"matmul_{asked}" in found else "fp32"
     row = {
-        "flops_per_step": counted["flops"], "uncounted": counted["uncounted"],
-        "uncounted_share": counted["uncounted_share"], "dtype": dtype, "step_s": step_s,
-        "achieved_flops_per_s": counted["flops"] / step_s, "ceiling_flops_per_s": found[f"matmul_{dtype}"],
-        "mfu": counted["flops"] / step_s / found[f"matmul_{dtype}"], "bytes_per_step": counted["bytes"],
-        "achieved_bytes_per_s": counted["bytes"] / step_s, "bandwidth_ceiling": found["memory_bandwidth"],
-        "busy_share": ledger.busy_share, "nvml_utilisation": None,
-    }  # fmt: skip
+        "flops_per_step": counted["flops"],
+        "uncounted": counted["uncounted"],
+        "uncounted_share": counted["uncounted_share"],
+        "dtype": dtype,
+        "step_s": step_s,
+        "achieved_flops_per_s": counted["flops"] / step_s,
+        "ceiling_flops_per_s": found[f"matmul_{dtype}"],
+        "mfu": counted["flops"] / step_s / found[f"matmul_{dtype}"],
+        "bytes_per_step": counted["bytes"],
+        "achieved_bytes_per_s": counted["bytes"] / step_s,
+        "bandwidth_ceiling": found["memory_bandwidth"],
+        "busy_share": ledger.busy_share,
+        "nvml_utilisation": None,
+    }
     if hardware.device.type == "cuda" and plan.compile == "off":  # compiling once more is more than it is worth
         run = begin(workload, recipe, plan, device=hardware.device, cache_dir=cache_dir, endless=True)
         course = steps(run)
@@ -221,6 +243,8 @@ def _tells(row: dict[str, Any]) -> list[str]:
     if row["nvml_utilisation"] is not None:
         busy = "" if row["busy_share"] is None else f"; the GPU was busy for {row['busy_share']:.0%} of a step"
         share = row["nvml_utilisation"]
-        tells.append(f"NVML shows {share:.0%} utilisation: for so much of the time some kernel ran, which "
-                     f"does not say how much of the GPU it used{busy}")  # fmt: skip
+        tells.append(
+            f"NVML shows {share:.0%} utilisation: for so much of the time some kernel ran, which "
+            f"does not say how much of the GPU it used{busy}"
+        )
     return tells

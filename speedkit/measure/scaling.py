@@ -83,9 +83,15 @@ def exposed_s(piece_s: float, pieces: int, compute_s: float) -> float:
 
 
 def predict(
-    step: Step, network: Network, ranks: int, *, strategy: str = "ddp", scaling: str = "weak", overlap: bool = True,
+    step: Step,
+    network: Network,
+    ranks: int,
+    *,
+    strategy: str = "ddp",
+    scaling: str = "weak",
+    overlap: bool = True,
     piece_bytes: float = BUCKET_BYTES,
-) -> dict[str, float]:  # fmt: skip
+) -> dict[str, float]:
     """Return {ranks, compute_s, communication_s, exposed_s, step_s, speedup, efficiency} of a step on `ranks` GPUs.
 
     "weak" scaling: each GPU has the batch of `step`; efficiency is t(1) / t(N). "strong": they share it, passes take an
@@ -102,8 +108,15 @@ def predict(
         sticks_out_s += exposed_s(piece_s, pieces, forward_s) if strategy == "fsdp" else 0.0
     compute_s, alone_s = (f + b + step.other_s for f, b in ((forward_s, backward_s), (step.forward_s, step.backward_s)))
     efficiency = alone_s / parts / (compute_s + sticks_out_s)
-    return {"ranks": ranks, "compute_s": compute_s, "communication_s": total_s, "exposed_s": sticks_out_s,
-            "step_s": compute_s + sticks_out_s, "speedup": ranks * efficiency, "efficiency": efficiency}  # fmt: skip
+    return {
+        "ranks": ranks,
+        "compute_s": compute_s,
+        "communication_s": total_s,
+        "exposed_s": sticks_out_s,
+        "step_s": compute_s + sticks_out_s,
+        "speedup": ranks * efficiency,
+        "efficiency": efficiency,
+    }
 
 
 def fit_ring(ranks: int, samples: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
@@ -125,9 +138,16 @@ def step_from(found: Mapping[str, Any]) -> Step:
 
 
 def measure(
-    workload: Any, batch_size: int, plan: Plan, *, pairs: int = 10, window_s: float = 1.0, device: str = "auto",
-    loss_steps: int = 4, repeats: int = 9,
-) -> dict[str, Any]:  # fmt: skip
+    workload: Any,
+    batch_size: int,
+    plan: Plan,
+    *,
+    pairs: int = 10,
+    window_s: float = 1.0,
+    device: str = "auto",
+    loss_steps: int = 4,
+    repeats: int = 9,
+) -> dict[str, Any]:
     """Return raw seconds that ranks, each of which calls this, find together: windows in turns, passes, all-reduces.
 
     Rank 0 makes N times as many steps of `batch_size` samples as all make of N times that, while the others wait in a
@@ -162,15 +182,25 @@ def measure(
         one, sides = partial(window, alone, first * ranks * count), {"all": together, "all, nothing shared": alone}
         reduced = [(size, partial(dist.all_reduce, torch.zeros(size // 4, device=target))) for size in SIZES]
         found = {
-            "workload": workload.name, "ranks": ranks, "strategy": plan.strategy, "device": str(target),
-            "backend": dist.get_backend(), "threads": torch.get_num_threads(), "batch_size": batch_size,
+            "workload": workload.name,
+            "ranks": ranks,
+            "strategy": plan.strategy,
+            "device": str(target),
+            "backend": dist.get_backend(),
+            "threads": torch.get_num_threads(),
+            "batch_size": batch_size,
             "gradient_bytes": sum(weight.nbytes for weight in alone.run.parameters),
-            "losses": [float(loss) for loss in losses], "steps_per_window": count,
-            "measurements": [in_turns(f"{name} against one", {"one": one, name: partial(window, side, count)},
-                                      pairs, target, dist.barrier) for name, side in sides.items()],
+            "losses": [float(loss) for loss in losses],
+            "steps_per_window": count,
+            "measurements": [
+                in_turns(
+                    f"{name} against one", {"one": one, name: partial(window, side, count)}, pairs, target, dist.barrier
+                )
+                for name, side in sides.items()
+            ],
             "passes": {name: timed(function, target, repeats) for name, function in passes.items() if first},
             "all_reduce": [{"bytes": size, "seconds": timed(call, target, repeats, 3)} for size, call in reduced],
-        }  # fmt: skip
+        }
         together.run.ranks.gathered(None)  # type: ignore[union-attr]  # none leaves while another still waits for it
     return found
 

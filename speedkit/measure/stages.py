@@ -51,9 +51,19 @@ class Stages:
 
     def compare(self, a: Plan, b: Plan, names: tuple[str, str], pairs: int, **more: Any) -> Comparison:
         """Compare two plans on the workload, within a tenth of the budget."""
-        return compare(more.pop("workload", self.workload), a, b, recipe=self.recipe, names=names, pairs=pairs,
-                       window_s=self.window_s, max_s=0.1 * self.budget_s, warm_up_s=4.0, **self.options,
-                       **more)  # fmt: skip
+        return compare(
+            more.pop("workload", self.workload),
+            a,
+            b,
+            recipe=self.recipe,
+            names=names,
+            pairs=pairs,
+            window_s=self.window_s,
+            max_s=0.1 * self.budget_s,
+            warm_up_s=4.0,
+            **self.options,
+            **more,
+        )
 
 
 def read_state(folder: Path | None, workload: Any, recipe: Recipe) -> dict[str, Any]:
@@ -70,8 +80,10 @@ def read_state(folder: Path | None, workload: Any, recipe: Recipe) -> dict[str, 
         except (OSError, ValueError, AttributeError) as error:
             raise UsageError(f"{path} cannot be read ({error}): name another folder with --out") from error
         if version != VERSION:
-            raise UsageError(f"{path} is of another version of speedkit (format {version}, not {VERSION}): finish it "
-                             "with that one, or name another folder with --out")  # fmt: skip
+            raise UsageError(
+                f"{path} is of another version of speedkit (format {version}, not {VERSION}): finish it "
+                "with that one, or name another folder with --out"
+            )
         if state.get("job") != job:
             raise UsageError(f"{path} is of another workload, data set or recipe: name another folder with --out")
         return state

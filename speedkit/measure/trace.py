@@ -24,8 +24,16 @@ WINDOW = "speedkit window"  # the range around the steps that count
 PARTS = {"Optimizer.step#": OPTIMIZER, "enumerate(DataLoader)#": DATA, PART.format(""): ""}
 WAITING = ("cudaMemcpy", "hipMemcpyWithStream")  # calls that wait, beside those whose name ends in Synchronize
 DTYPES = {"float": "fp32", "c10::BFloat16": "bf16", "c10::Half": "fp16", "c10::Float8_e4m3fn": "fp8"}
-ITEM_BYTES = {"c10::BFloat16": 2, "c10::Half": 2, "c10::Float8_e4m3fn": 1, "double": 8, "long int": 8, "bool": 1,
-              "unsigned char": 1, "signed char": 1}  # fmt: skip
+ITEM_BYTES = {
+    "c10::BFloat16": 2,
+    "c10::Half": 2,
+    "c10::Float8_e4m3fn": 1,
+    "double": 8,
+    "long int": 8,
+    "bool": 1,
+    "unsigned char": 1,
+    "signed char": 1,
+}
 
 Event = dict[str, Any]
 
@@ -95,18 +103,24 @@ def read_trace(path: str | Path) -> Trace:
 
     launches = {_argument(event, "correlation"): clock(event["ts"]) for event in runtime}
     costs = _costs(by["kernel"] + by["gpu_memset"] + by["gpu_memcpy"], operators, callers)
-    work = (Work(*span(event)[:2], event["name"], _kind(event), launches.get(_argument(event, "correlation")), *cost)
-            for event, _, *cost in costs)  # fmt: skip
+    work = (
+        Work(*span(event)[:2], event["name"], _kind(event), launches.get(_argument(event, "correlation")), *cost)
+        for event, _, *cost in costs
+    )
     return Trace(
-        clock(end_us), tuple(sorted(work, key=lambda item: item.begin_s)),
+        clock(end_us),
+        tuple(sorted(work, key=lambda item: item.begin_s)),
         tuple(span(event, cause) for event in by["user_annotation"] + operators if (cause := _part(event["name"]))),
-        tuple(map(span, waits)), tuple(map(span, operators + runtime)),
-        sum(_is_aten(event) and (caller is None or not _is_aten(operators[caller]))
-            for event, caller in zip(operators, callers, strict=True)),
+        tuple(map(span, waits)),
+        tuple(map(span, operators + runtime)),
+        sum(
+            _is_aten(event) and (caller is None or not _is_aten(operators[caller]))
+            for event, caller in zip(operators, callers, strict=True)
+        ),
         tuple(sorted({name for _, name, flops, *_ in costs if name and not flops})),
         sum(_argument(event, "bytes", 0) for event in copies),
         sum(_argument(event, "bytes", 0) for event in copies if "Pageable" in event["name"]),
-    )  # fmt: skip
+    )
 
 
 def _argument(event: Event, name: str, default: Any = None) -> Any:
@@ -180,8 +194,14 @@ def _flops(operator: Event) -> float:
             shape = inputs[1:3]  # of the gradients
         elif "conv" in operator["name"]:  # of inputs [B, C, ...] and weight [D, C, ...]
             sides = zip(inputs[0][2:], inputs[1][2:], *inputs[3:6], strict=True)
-            shape = [inputs[0][0], inputs[1][0], *((size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
-                                                   for size, kernel, stride, padding, dilation in sides)]  # fmt: skip
+            shape = [
+                inputs[0][0],
+                inputs[1][0],
+                *(
+                    (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+                    for size, kernel, stride, padding, dilation in sides
+                ),
+            ]
         return float(flop_registry[packet](*inputs[:positional], out_val=shape))
     return 0.0
 
@@ -189,8 +209,11 @@ def _flops(operator: Event) -> float:
 def _bytes(operator: Event) -> tuple[float, str]:
     """Return an operator's bytes, inputs read once and as many as the largest written, and its inputs' format."""
     dims, types = _argument(operator, "Input Dims", []), _argument(operator, "Input type", [])
-    sizes = [math.prod(shape) * ITEM_BYTES.get(kind, 4) for shape, kind in zip(dims, types, strict=False)
-             if shape and not isinstance(shape[0], list)]  # fmt: skip
+    sizes = [
+        math.prod(shape) * ITEM_BYTES.get(kind, 4)
+        for shape, kind in zip(dims, types, strict=False)
+        if shape and not isinstance(shape[0], list)
+    ]
     formats = [DTYPES[kind] for kind in types if kind in DTYPES]
     return float(sum(sizes) + max(sizes, default=0)), formats[0] if formats else "fp32"
 

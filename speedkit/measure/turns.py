@@ -36,9 +36,12 @@ def take_turns(
 
 
 def in_turns(
-    name: str, functions: dict[str, Callable[[], Any]], pairs: int, device: torch.device | str = "cpu",
+    name: str,
+    functions: dict[str, Callable[[], Any]],
+    pairs: int,
+    device: torch.device | str = "cpu",
     before: Callable[[], Any] = lambda: None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Return the row of `measurements` for two named functions that take turns, each call a window.
 
     Each is called once to warm up. `before` is called before every window, outside its time.
@@ -54,5 +57,12 @@ def in_turns(
     (a, one), (b, other) = functions.items()
     one(), other()
     seconds_a, seconds_b, control = take_turns(lambda: window(one), lambda: window(other), pairs, random.Random(0))
-    return {"name": name, "a": a, "b": b, "seconds_a": seconds_a, "seconds_b": seconds_b,
-            **vars(paired_interval(seconds_a, seconds_b)), "noise_floor": noise_floor(control)}  # fmt: skip
+    return {
+        "name": name,
+        "a": a,
+        "b": b,
+        "seconds_a": seconds_a,
+        "seconds_b": seconds_b,
+        **vars(paired_interval(seconds_a, seconds_b)),
+        "noise_floor": noise_floor(control),
+    }

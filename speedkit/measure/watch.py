@@ -26,8 +26,16 @@ TIMED, LEFT_ALONE = 10, 90  # steps in turns, after the closer look: reading clo
 
 
 @contextlib.contextmanager
-def watch(model: nn.Module, optimizer: Optimizer, loader: Any, *, skip: int = 3, steps: int = 20,
-          out: str | Path | None = None, show: bool = True) -> Iterator["Watched"]:  # fmt: skip
+def watch(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loader: Any,
+    *,
+    skip: int = 3,
+    steps: int = 20,
+    out: str | Path | None = None,
+    show: bool = True,
+) -> Iterator["Watched"]:
     """Time the training loop inside the block: `with watch(model, optimizer, loader) as seen:` around it as it is.
 
     `model` is what the loop calls: the compiled one, if it is compiled. After `skip` steps of warm-up and `steps` timed
@@ -249,8 +257,16 @@ class Watched:
             )
         self.ledger = ledgers.ledger(self.device, rows, window_s, tally.steps, slow_down, busy_share=busy_share)
         self.facts = self.ledger.facts = ledgers.facts_of(
-            self.ledger.step_s, tally.rows, tally.steps, traced, self.traced_steps, self.syncs,
-            recompiles=tally.recompiles, evaluations=tally.evaluations, shapes_seen=len(self.shapes))  # fmt: skip
+            self.ledger.step_s,
+            tally.rows,
+            tally.steps,
+            traced,
+            self.traced_steps,
+            self.syncs,
+            recompiles=tally.recompiles,
+            evaluations=tally.evaluations,
+            shapes_seen=len(self.shapes),
+        )
         if len(self.passes) == STEPS:
             self.facts["work"] = per_step(self.passes, ledgers.rates(self.device))
         if tally.steps:
@@ -269,8 +285,10 @@ class Watched:
         if not self.steps:
             yield "the optimizer made no step inside the block: put the loop there, with the optimizer that it steps"
         elif not self.timed.steps:
-            yield (f"a warm-up of {self.skip} leaves nothing of the loop's steps, {self.steps}: all are counted, slow "
-                   "first ones too")  # fmt: skip
+            yield (
+                f"a warm-up of {self.skip} leaves nothing of the loop's steps, {self.steps}: all are counted, slow "
+                "first ones too"
+            )
         elif self.traced is None and self.device.type == "cuda":
             yield "the profiler saw too few steps, so the rows are of the host's time: let the loop make more"
         if not self.forwards:
@@ -278,8 +296,10 @@ class Watched:
         if not self.batches:
             yield "no batch came from the loader, so fetching is other host work: iterate over seen.loader in its place"
         if len(self.shapes) > max(3, self.steps / 4):
-            yield (f"the inputs had {len(self.shapes)} shapes or more in {self.steps} steps: for each new one compiled "
-                   "code is compiled anew and cuDNN looks for kernels; pad or bucket to a few")  # fmt: skip
+            yield (
+                f"the inputs had {len(self.shapes)} shapes or more in {self.steps} steps: for each new one compiled "
+                "code is compiled anew and cuDNN looks for kernels; pad or bucket to a few"
+            )
 
     def as_dict(self) -> dict[str, Any]:
         """Return what `ledger.json` holds."""
@@ -295,13 +315,17 @@ class Watched:
 def _device(model: nn.Module, optimizer: Optimizer) -> torch.device:
     """Return where the model trains. Raises UsageError for a pair that trains nothing."""
     if not isinstance(model, nn.Module) or not hasattr(optimizer, "register_step_pre_hook"):
-        raise UsageError(f"watch takes a module, its optimizer and its loader, in this order; it got a "
-                         f"{type(model).__name__} and a {type(optimizer).__name__}")  # fmt: skip
+        raise UsageError(
+            f"watch takes a module, its optimizer and its loader, in this order; it got a "
+            f"{type(model).__name__} and a {type(optimizer).__name__}"
+        )
     weights = [weight for group in optimizer.param_groups for weight in group["params"] if weight.requires_grad]
     if not weights:
         raise UsageError("the optimizer has no trainable parameter: give the one that trains the model")
     device = next((weight.device for weight in model.parameters()), weights[0].device)
     if device not in {weight.device for weight in weights}:
-        raise UsageError(f"the model is on {device}, what the optimizer trains on {weights[0].device}: move the model, "
-                         "then make the optimizer of its parameters")  # fmt: skip
+        raise UsageError(
+            f"the model is on {device}, what the optimizer trains on {weights[0].device}: move the model, "
+            "then make the optimizer of its parameters"
+        )
     return device

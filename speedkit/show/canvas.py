@@ -17,12 +17,31 @@ from speedkit import files
 
 BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"
 INK, GREY, BAND, PALE = "#22272E", "#7A808A", "#CBD1DA", "#E6E9ED"
-STYLE: Any = {"font.family": "DejaVu Sans", "font.size": 9.0, "svg.hashsalt": "speedkit", "svg.fonttype": "path",
-              "text.color": INK, "axes.labelcolor": INK, "text.parse_math": False, "figure.facecolor": "white",
-              "axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False, "axes.edgecolor": GREY,
-              "axes.grid": True, "axes.grid.axis": "x", "axes.axisbelow": True, "grid.color": PALE,
-              "xtick.major.size": 0, "xtick.minor.size": 0, "ytick.major.size": 0, "xtick.color": INK,
-              "ytick.color": INK, "legend.frameon": False, "legend.columnspacing": 1.4}  # fmt: skip
+STYLE: Any = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9.0,
+    "svg.hashsalt": "speedkit",
+    "svg.fonttype": "path",
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "text.parse_math": False,
+    "figure.facecolor": "white",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "axes.edgecolor": GREY,
+    "axes.grid": True,
+    "axes.grid.axis": "x",
+    "axes.axisbelow": True,
+    "grid.color": PALE,
+    "xtick.major.size": 0,
+    "xtick.minor.size": 0,
+    "ytick.major.size": 0,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "legend.frameon": False,
+    "legend.columnspacing": 1.4,
+}
 Row = Mapping[str, Any]
 
 
@@ -77,8 +96,9 @@ def beside(axes: Axes, y: int, text: str, colour: str = INK) -> None:
     axes.text(1.02, y, text, transform=axes.get_yaxis_transform(), va="center", fontsize=8.5, color=colour)
 
 
-def headed(figure: Figure, title: str, marks: Sequence[Any], record: Row | None = None, subject: str = "",
-           columns: int = 0) -> None:  # fmt: skip
+def headed(
+    figure: Figure, title: str, marks: Sequence[Any], record: Row | None = None, subject: str = "", columns: int = 0
+) -> None:
     """Put a title, what it is about and a legend of `marks` around the axes; `columns` are all marks by default."""
     if record:
         work, torch = record["workload"], record["versions"]["torch"]
@@ -87,5 +107,11 @@ def headed(figure: Figure, title: str, marks: Sequence[Any], record: Row | None 
     height = figure.get_figheight()
     figure.text(0.012, 1 - 0.2 / height, title, fontsize=11, fontweight="bold", va="center")
     figure.text(0.012, 1 - 0.42 / height, subject, fontsize=8.5, color=GREY, va="center")
-    figure.legend(handles=marks, loc="lower left", bbox_to_anchor=(0.005, 0.0), ncols=columns or len(marks),
-                  fontsize=8.5, handlelength=1.4)  # fmt: skip
+    figure.legend(
+        handles=marks,
+        loc="lower left",
+        bbox_to_anchor=(0.005, 0.0),
+        ncols=columns or len(marks),
+        fontsize=8.5,
+        handlelength=1.4,
+    )

@@ -24,17 +24,32 @@ GUESS = Line2D([], [], color=ORANGE, label="predicted")
 PREDICTED, NAMES = "#F3C6A5", {"baseline": "plain PyTorch", "final": "final plan"}
 # What to do about them goes from left to right: feeding, launching, computing, what happens now and then, the rest.
 COLOURS = {
-    "data wait": "#D55E00", "host-to-device copy": "#E69F00", "launch-bound": "#CC79A7", "sync-bound": "#882255",
-    "compute-bound": "#0072B2", "bandwidth-bound": "#56B4E9", "forward": "#332288", "backward": "#7FA7D8",
-    "optimizer": "#009E73", "evaluation and checkpoint": "#B8DE9B", "compilation": "#F0E442",
-    "other host work": "#8C7A3F", "idle": "#A9B0BB", "unexplained": "#FFFFFF",
-}  # fmt: skip
+    "data wait": "#D55E00",
+    "host-to-device copy": "#E69F00",
+    "launch-bound": "#CC79A7",
+    "sync-bound": "#882255",
+    "compute-bound": "#0072B2",
+    "bandwidth-bound": "#56B4E9",
+    "forward": "#332288",
+    "backward": "#7FA7D8",
+    "optimizer": "#009E73",
+    "evaluation and checkpoint": "#B8DE9B",
+    "compilation": "#F0E442",
+    "other host work": "#8C7A3F",
+    "idle": "#A9B0BB",
+    "unexplained": "#FFFFFF",
+}
 UNEXPLAINED: Any = {"facecolor": "white", "edgecolor": INK, "linewidth": 0.8, "hatch": "////"}
 _ratio = "{ratio:.2f}× ({low:.2f} to {high:.2f})".format_map
 
 
-def ratios(measurements: Row | Sequence[Row], recorded: Sequence[Row] | None = None, *, names: Sequence[str] = (),
-           title: str = "Measured ratios") -> Figure:  # fmt: skip
+def ratios(
+    measurements: Row | Sequence[Row],
+    recorded: Sequence[Row] | None = None,
+    *,
+    names: Sequence[str] = (),
+    title: str = "Measured ratios",
+) -> Figure:
     """Return a forest plot: each measured ratio with its 99 % interval over the band that is its noise floor.
 
     `measurements` is a record, or rows of one; `recorded` are records of other machines (`run.recorded()`), whose rows
@@ -45,8 +60,9 @@ def ratios(measurements: Row | Sequence[Row], recorded: Sequence[Row] | None = N
         (device_name(record), colour, {row["name"]: row for row in record["measurements"]})
         for record, colour in zip((here, *(recorded or ())), (BLUE, ORANGE, GREEN, GREY) * 9, strict=False)
     ]
-    chosen = [(name, colour, rows[name]) for name in (names or machines[0][2])
-              for _, colour, rows in machines if name in rows]  # fmt: skip
+    chosen = [
+        (name, colour, rows[name]) for name in (names or machines[0][2]) for _, colour, rows in machines if name in rows
+    ]
     with rc_context(STYLE):
         figure, axes = canvas(0.42 * len(chosen) + 1.35, left=0.27, right=0.78)
         ends = [0.95, 1.05]
@@ -95,8 +111,14 @@ def waterfall(record: Row) -> Figure:
         axes.axhline(len(rungs) + 0.5, color=GREY, linewidth=0.6)
         labels = dict(enumerate(["plain PyTorch, Plan()", *(row[0] for row in rows)]))
         finish(axes, axes.dataLim.intervalx, labels, "time per step, ms, log scale: left is faster")
-        marks = [Patch(color=BLUE, label="kept"), Patch(color=GREY, label="rejected"), INTERVAL, FLOOR, GUESS,
-                 Patch(color=GREEN, label="fresh windows")]  # fmt: skip
+        marks = [
+            Patch(color=BLUE, label="kept"),
+            Patch(color=GREY, label="rejected"),
+            INTERVAL,
+            FLOOR,
+            GUESS,
+            Patch(color=GREEN, label="fresh windows"),
+        ]
         headline = ", ".join(f"{_ratio(speedup)} over {against}" for against, _, speedup in finals)
         headed(figure, headline, marks, record)
     return figure
@@ -120,8 +142,10 @@ def predicted(record: Row) -> Figure:
         axes.axvline(1.0, color=INK, linewidth=0.8, zorder=1)
         labels = {y: _rung_label(row) for y, row in enumerate(rows)}
         finish(axes, ends, labels, "time ratio, log scale: above 1 is faster")
-        dots = (Line2D([], [], color=BLUE, marker="o", linestyle="", markerfacecolor=fill, label=label)
-                for fill, label in ((BLUE, "kept"), ("white", "rejected")))  # fmt: skip
+        dots = (
+            Line2D([], [], color=BLUE, marker="o", linestyle="", markerfacecolor=fill, label=label)
+            for fill, label in ((BLUE, "kept"), ("white", "rejected"))
+        )
         marks = [Patch(color=PREDICTED, label="predicted before"), INTERVAL, *dots]
         title = f"{met} of {len(rows)} measured intervals meet what was predicted" if rows else "No rung was tried"
         headed(figure, title, marks, record)
@@ -169,18 +193,29 @@ def roofline(record: Row) -> Figure:
             reach = np.geomspace(min(bend, *about.values()) / 8, max(bend, *about.values()) * 8, 200)
             roof = np.minimum(row["ceiling_flops_per_s"], row["bandwidth_ceiling"] * reach) / 1e9
             axes.plot(reach, roof, color=GREY, linewidth=1.4)
-            axes.annotate(f"{row['dtype']}: {roof[-1]:.3g} GFLOP/s", (reach[-1], roof[-1]), (0, 4),
-                          textcoords="offset points", ha="right", fontsize=8.5)  # fmt: skip
+            axes.annotate(
+                f"{row['dtype']}: {roof[-1]:.3g} GFLOP/s",
+                (reach[-1], roof[-1]),
+                (0, 4),
+                textcoords="offset points",
+                ha="right",
+                fontsize=8.5,
+            )
         for name, side, colour in (("baseline", "seconds_a", ORANGE), ("final", "seconds_b", BLUE)):
             if name in rows:
                 row, raw = rows[name], np.array(windows.get(side) or [1.0])
                 spread = np.median(raw) / np.quantile(raw, [0.95, 0.05]) * row["achieved_flops_per_s"] / 1e9
                 axes.plot([about[name]] * 2, spread, color=colour, linewidth=2)
                 label = "{}: {:.3g} GFLOP/s, {mfu:.1%} of {dtype}".format(
-                    NAMES[name], row["achieved_flops_per_s"] / 1e9, **row)  # fmt: skip
+                    NAMES[name], row["achieved_flops_per_s"] / 1e9, **row
+                )
                 axes.plot(about[name], row["achieved_flops_per_s"] / 1e9, "o", color=colour, markersize=8, label=label)
-        axes.set(xscale="log", yscale="log", ylabel="GFLOP/s",
-                 xlabel="FLOP per byte moved, at most as many bytes as all operators read and write")  # fmt: skip
+        axes.set(
+            xscale="log",
+            yscale="log",
+            ylabel="GFLOP/s",
+            xlabel="FLOP per byte moved, at most as many bytes as all operators read and write",
+        )
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axis.set_major_formatter("{x:g}")

@@ -24,11 +24,13 @@ def report(notebook_path: str | Path, out_path: str | Path) -> Path:
         if cell.cell_type == "markdown":
             cell.source = re.sub(r"\[([^\]]+)\]\([^):]+\.ipynb\)", r"\1", cell.source)
     title = notebook.cells[0].source.partition("\n")[0].lstrip("# ") if notebook.cells else out_path.stem
-    exporter = HTMLExporter(raw_template=TEMPLATE, exclude_anchor_links=True, exclude_input_prompt=True,
-                            exclude_output_prompt=True)  # fmt: skip
+    exporter = HTMLExporter(
+        raw_template=TEMPLATE, exclude_anchor_links=True, exclude_input_prompt=True, exclude_output_prompt=True
+    )
     exporter.log.setLevel("ERROR")  # it warns of figures without alternative texts
-    light, dark = (HtmlFormatter(nowrap=True, style=style).get_style_defs(".highlight")
-                   for style in ("default", "github-dark"))  # fmt: skip
+    light, dark = (
+        HtmlFormatter(nowrap=True, style=style).get_style_defs(".highlight") for style in ("default", "github-dark")
+    )
     resources = {"title": title, "light": light, "dark": dark, "in_short": in_short(record_of(notebook) or {})}
     html, _ = exporter.from_notebook_node(notebook, resources)
     files.write_text(out_path, html)

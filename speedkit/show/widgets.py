@@ -27,8 +27,10 @@ from speedkit.settings import described, from_mapping
 from speedkit.show import figures
 
 FIELDS = {about.name: about for about in described(Plan)}
-VALUES = {name: (False, True) if bool in about.kinds else () if int in about.kinds else about.choices
-          for name, about in FIELDS.items()}  # fmt: skip  # all that a field takes; () where it takes numbers
+VALUES = {
+    name: (False, True) if bool in about.kinds else () if int in about.kinds else about.choices
+    for name, about in FIELDS.items()
+}  # all that a field takes; () where it takes numbers
 COLUMNS = ("machine", "name", "ratio", "low", "high", "noise_floor", "settled", "loss_difference")
 Record = Mapping[str, Any]
 png = partial(print_figure, fmt="png", bbox_inches=None, dpi=90)  # figure -> bytes
@@ -47,12 +49,16 @@ def plan_rows(plan: Plan, hardware: Hardware | None = None, workload: Any = None
         asked = getattr(plan, name)
         others = [value for value in VALUES[name] or (int(about.default or about.minimum) + 1,) if value != asked]
         whys = {value: _why_not(plan, name, value, hardware, workload) for value in others}
-        rows.append({
-            "field": name, "asked": asked, "got": getattr(effective.plan, name),
-            "why": "; ".join(found.why for found in effective.fallbacks if found.field == name),
-            "impossible": {value: why for value, why in whys.items() if why},
-            "help": f"{about.help} [{about.unit}]" if about.unit else about.help,
-        })  # fmt: skip
+        rows.append(
+            {
+                "field": name,
+                "asked": asked,
+                "got": getattr(effective.plan, name),
+                "why": "; ".join(found.why for found in effective.fallbacks if found.field == name),
+                "impossible": {value: why for value, why in whys.items() if why},
+                "help": f"{about.help} [{about.unit}]" if about.unit else about.help,
+            }
+        )
     return rows
 
 
@@ -100,15 +106,28 @@ class PlanPanel(ipywidgets.VBox):
     `ratio_table(panel.rows)` and `figures.ratios(panel.rows)` show the same.
     """
 
-    def __init__(self, workload: Any = None, plan: Plan | None = None, *, baseline: Plan | None = None,
-                 hardware: Hardware | None = None, recipe: Any = None, seconds: float = 5.0):  # fmt: skip
+    def __init__(
+        self,
+        workload: Any = None,
+        plan: Plan | None = None,
+        *,
+        baseline: Plan | None = None,
+        hardware: Hardware | None = None,
+        recipe: Any = None,
+        seconds: float = 5.0,
+    ):
         self.workload, self.hardware, self.recipe = workload, hardware or this_machine(), recipe
         self.plan, self.baseline, self.seconds = Plan(), baseline or Plan(), seconds
         self.rows: list[dict[str, Any]] = []  # results, as a record's `measurements`
-        self.choices = {name: {value: button(in_words(value), partial(self.set, **{name: value})) for value in values}
-                        for name, values in VALUES.items()}  # fmt: skip
-        self.texts = {name: ipywidgets.Text(continuous_update=False, layout={"width": "7em"})
-                      for name, values in VALUES.items() if not values}  # fmt: skip
+        self.choices = {
+            name: {value: button(in_words(value), partial(self.set, **{name: value})) for value in values}
+            for name, values in VALUES.items()
+        }
+        self.texts = {
+            name: ipywidgets.Text(continuous_update=False, layout={"width": "7em"})
+            for name, values in VALUES.items()
+            if not values
+        }
         for name, text in self.texts.items():
             text.observe(lambda change, name=name: self.set(**{name: change["new"]}), "value")
         self.notes = {name: ipywidgets.HTML(layout={"flex": "1 1 18em"}) for name in FIELDS}
@@ -118,9 +137,16 @@ class PlanPanel(ipywidgets.VBox):
         presets = [button(word, partial(self.set, **vars(make(self.hardware)))) for word, make in PRESETS.items()]
         head = ipywidgets.HBox([*presets, *([self.run_button] if workload is not None else [])])
         wraps = ipywidgets.Layout(flex_flow="row wrap", align_content="flex-start", width="28em")
-        fields = [ipywidgets.HBox([ipywidgets.HTML(f"<b>{name}</b>", layout={"width": "10em"}),
-                                   ipywidgets.Box([*self.choices[name].values()] or [self.texts[name]], layout=wraps),
-                                   self.notes[name]]) for name in FIELDS]  # fmt: skip
+        fields = [
+            ipywidgets.HBox(
+                [
+                    ipywidgets.HTML(f"<b>{name}</b>", layout={"width": "10em"}),
+                    ipywidgets.Box([*self.choices[name].values()] or [self.texts[name]], layout=wraps),
+                    self.notes[name],
+                ]
+            )
+            for name in FIELDS
+        ]
         scrolls = ipywidgets.VBox(fields, layout={"max_height": "28em", "overflow": "auto", "display": "block"})
         super().__init__([head, self.message, scrolls, self.table, self.figure])
         self.set(**vars(plan or self.plan))
@@ -156,11 +182,22 @@ class PlanPanel(ipywidgets.VBox):
 
     def compared(self, plan: Plan) -> dict[str, Any]:
         """Return the row of a short comparison of `plan` with the baseline, with how far the first losses differ."""
-        changed = [f"{name}={in_words(value)}" for name, value in vars(plan).items()
-                   if value != getattr(self.baseline, name)]  # fmt: skip
-        found = compare(self.workload, self.baseline, plan, recipe=self.recipe, device=self.hardware.device,
-                        pairs=10, window_s=self.seconds / 20, max_s=self.seconds, warm_up_s=self.seconds,
-                        name=", ".join(changed) or "the baseline itself", names=("baseline", "chosen"))  # fmt: skip
+        changed = [
+            f"{name}={in_words(value)}" for name, value in vars(plan).items() if value != getattr(self.baseline, name)
+        ]
+        found = compare(
+            self.workload,
+            self.baseline,
+            plan,
+            recipe=self.recipe,
+            device=self.hardware.device,
+            pairs=10,
+            window_s=self.seconds / 20,
+            max_s=self.seconds,
+            warm_up_s=self.seconds,
+            name=", ".join(changed) or "the baseline itself",
+            names=("baseline", "chosen"),
+        )
         difference = max(abs(a - b) for a, b in zip(found.losses_a, found.losses_b, strict=True))
         return found.as_measurement() | {"settled": found.steady, "loss_difference": difference}
 
@@ -177,22 +214,27 @@ class PlanPanel(ipywidgets.VBox):
                 self.texts[name].value, self.texts[name].disabled = in_words(asked), bool(whys) and asked == got
             quiet = [f"asked {in_words(asked)}, got {in_words(got)}: {row['why']}"] if row["why"] else []
             quiet += [f"{', '.join(values)}: {why}" for why, values in whys.items()]
-            self.notes[name].value = (f"<div style='line-height: 1.4; padding: 0.5em 0'>{html.escape(row['help'])}"
-                                      f"<br><i>{'<br>'.join(map(html.escape, quiet))}</i></div>")  # fmt: skip
+            self.notes[name].value = (
+                f"<div style='line-height: 1.4; padding: 0.5em 0'>{html.escape(row['help'])}"
+                f"<br><i>{'<br>'.join(map(html.escape, quiet))}</i></div>"
+            )
 
     def _tell(self, text: str) -> None:
         self.told, self.message.value = text, f"<b>{html.escape(text)}</b>"
 
 
-def explored(records: Sequence[Record], names: Sequence[str] = (),
-             pairs: int | None = None) -> tuple[pandas.DataFrame, Figure]:  # fmt: skip
+def explored(
+    records: Sequence[Record], names: Sequence[str] = (), pairs: int | None = None
+) -> tuple[pandas.DataFrame, Figure]:
     """Return table and figure of the measurements called `names` (without: all of the first record) in `records`.
 
     With `pairs`, ratios and intervals are computed anew from so many pairs of windows, the first ones.
     """
     names = names or [row["name"] for row in records[0]["measurements"]]
-    shown = [{**record, "measurements": [_of_pairs(row, pairs) for row in record["measurements"]
-                                         if row["name"] in names]} for record in records]  # fmt: skip
+    shown = [
+        {**record, "measurements": [_of_pairs(row, pairs) for row in record["measurements"] if row["name"] in names]}
+        for record in records
+    ]
     rows = [{"machine": figures.device_name(record)} | row for record in shown for row in record["measurements"]]
     return ratio_table(rows), figures.ratios(shown[0], shown[1:], names=names, title=records[0]["notebook"])
 
@@ -237,8 +279,10 @@ class Explorer(ipywidgets.VBox):
         self.notebook.observe(lambda _: self._open(), "value")
         for control in (self.machines, self.measurements, self.pairs):
             control.observe(lambda _: self._refresh(), "value")
-        head = ipywidgets.HBox([ipywidgets.VBox([self.notebook, self.pairs]), self.machines, self.measurements],
-                               layout={"flex_flow": "row wrap"})  # fmt: skip
+        head = ipywidgets.HBox(
+            [ipywidgets.VBox([self.notebook, self.pairs]), self.machines, self.measurements],
+            layout={"flex_flow": "row wrap"},
+        )
         super().__init__([head, self.message, self.figure, self.table])
         self._open()
 

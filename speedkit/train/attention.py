@@ -18,8 +18,12 @@ from torch.profiler import ProfilerActivity, profile
 from speedkit.plan import Plan
 
 # In the order in which they stand in for one another; math, which takes everything, last.
-KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION,
-           "cudnn": SDPBackend.CUDNN_ATTENTION, "math": SDPBackend.MATH}  # fmt: skip
+KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
 # What the profiler calls each, and which of its arguments is the mask.
 OPERATIONS: dict[str, tuple[str, int | None]] = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": ("flash", 5),
@@ -28,7 +32,7 @@ OPERATIONS: dict[str, tuple[str, int | None]] = {
     "aten::_scaled_dot_product_cudnn_attention": ("cudnn", 3),
     "aten::_scaled_dot_product_attention_math": ("math", 3),
     "torch_attn::_varlen_attn": ("flash, lengths", None),
-}  # fmt: skip
+}
 DTYPES = {"float": "float32", "double": "float64", "c10::Half": "float16", "c10::BFloat16": "bfloat16"}
 
 
@@ -67,9 +71,14 @@ def which_ran(function: Callable[[], Any]) -> list[dict[str, Any]]:
         with explain:
             function()
     columns = ("kernel", "dtype", "query", "key", "mask")
-    return [{**dict(zip(columns, row, strict=True)), "calls": calls,
-             "why": explain.whys.get(row[2:], "") if row[0] == "math" else ""}
-            for row, calls in counts.items()]  # fmt: skip
+    return [
+        {
+            **dict(zip(columns, row, strict=True)),
+            "calls": calls,
+            "why": explain.whys.get(row[2:], "") if row[0] == "math" else "",
+        }
+        for row, calls in counts.items()
+    ]
 
 
 class _Explain(TorchFunctionMode):

@@ -44,9 +44,13 @@ class Found:
 
 
 def choose_micro_batch(
-    workload: Any, recipe: Recipe, effective: Effective, device: torch.device, make_learner: Callable[..., Any],
+    workload: Any,
+    recipe: Recipe,
+    effective: Effective,
+    device: torch.device,
+    make_learner: Callable[..., Any],
     loss_under: Callable[..., Any],
-) -> Effective:  # fmt: skip
+) -> Effective:
     """Return `effective`, where micro_batch="auto" with the number that `search` finds; the functions are `run`'s."""
     if effective.plan.micro_batch != "auto":
         return effective
@@ -65,9 +69,16 @@ def table_per_length(workload: Any, *args: Any, **options: Any) -> dict[int, Fou
 
 
 def search(
-    workload: Any, recipe: Recipe, plan: Plan, device: torch.device, make_learner: Callable[..., Any],
-    loss_under: Callable[..., Any], *, window_s: float = WINDOW_S, room_bytes: int | None = None,
-) -> Found:  # fmt: skip
+    workload: Any,
+    recipe: Recipe,
+    plan: Plan,
+    device: torch.device,
+    make_learner: Callable[..., Any],
+    loss_under: Callable[..., Any],
+    *,
+    window_s: float = WINDOW_S,
+    room_bytes: int | None = None,
+) -> Found:
     """Return the micro-batch that suits steps of `recipe.batch_size` samples, found by running parts of such steps.
 
     It is the knee, or for a model with batch norm the largest: smaller ones change what that learns. `room_bytes`
@@ -87,8 +98,17 @@ def search(
         chosen, why = max(rates), "is the most at a time, for batch norm learns from the statistics of a micro-batch"
     limit = "the whole batch" if largest == trial.count else f"the largest that fits ({trial.refused[largest + 1]})"
     why = f"{chosen} {why}; {largest} is {limit}; tried, uncompiled: {', '.join(map(str, rates))}"
-    found = Found(chosen, largest, trial.count, rates, trial.peaks["step"], trial.room_bytes, trial.refused, why,
-                  time.perf_counter() - began_s)  # fmt: skip
+    found = Found(
+        chosen,
+        largest,
+        trial.count,
+        rates,
+        trial.peaks["step"],
+        trial.room_bytes,
+        trial.refused,
+        why,
+        time.perf_counter() - began_s,
+    )
     del trial, learner
     release(device)
     return found
@@ -139,8 +159,11 @@ def measured_rates(trial: Trial, largest: int, window_s: float) -> dict[int, flo
     sizes = doubling(trial.count, trial.smallest, largest)
     measure(sizes, 2)
     best = min(least, key=lambda size: least[size])
-    middle = {even(trial.count, round(math.sqrt(below * above))) for below, above in itertools.pairwise(sizes)
-              if best in (below, above)} - {*sizes}  # fmt: skip
+    middle = {
+        even(trial.count, round(math.sqrt(below * above)))
+        for below, above in itertools.pairwise(sizes)
+        if best in (below, above)
+    } - {*sizes}
     measure([size for size in sorted(middle) if trial.fits(trial.step, size)], 2)
     near = [size for size in sorted(least) if least[size] <= NEAR * min(least.values())]
     for turn in range(ROUNDS):

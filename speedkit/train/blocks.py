@@ -12,8 +12,11 @@ def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
     A block has parameters, has children, is no plain container, and is of a class that `model` holds more than once.
     """
-    could = [(name, module) for name, module in model.named_modules()
-             if [*module.children()] and [*module.parameters()] and type(module) not in CONTAINERS]  # fmt: skip
+    could = [
+        (name, module)
+        for name, module in model.named_modules()
+        if [*module.children()] and [*module.parameters()] and type(module) not in CONTAINERS
+    ]
     count = Counter(type(module) for _, module in could)
     found: list[tuple[str, nn.Module]] = []
     for name, module in could:  # outer ones come first

@@ -185,8 +185,9 @@ def read(path: Path, device: torch.device) -> dict[str, Any]:
 def _restore(run: Any, state: dict[str, Any], path: Path) -> None:
     changed = [
         f"{key} is {state['job'].get(key)} there, {mine} here"
-        for key, mine in _job(run).items() if state["job"].get(key) != mine
-    ]  # fmt: skip
+        for key, mine in _job(run).items()
+        if state["job"].get(key) != mine
+    ]
     if changed:
         raise UsageError(f"{path} belongs to another run: {'; '.join(changed)}")
     if run.ranks is not None:

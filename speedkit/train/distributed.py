@@ -64,8 +64,9 @@ def join(plan: Plan, recipe: Recipe, device: torch.device) -> "Ranks | None":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=TIMEOUT_S),
-                                device_id=device if device.type == "cuda" else None)  # fmt: skip
+        dist.init_process_group(
+            backend, timeout=timedelta(seconds=TIMEOUT_S), device_id=device if device.type == "cuda" else None
+        )
         atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
     return Ranks(plan, device)
 
@@ -278,8 +279,10 @@ class Ranks:
 
         named = dict(run.model.named_parameters())
         model = {name: like(named.get(name), value) for name, value in state["model"].items()}
-        held = {index: {key: like(run.parameters[index], value) for key, value in values.items()}
-                for index, values in state["optimizer"]["state"].items()}  # fmt: skip
+        held = {
+            index: {key: like(run.parameters[index], value) for key, value in values.items()}
+            for index, values in state["optimizer"]["state"].items()
+        }
         mine = {"model": model, "optimizer": state["optimizer"] | {"state": held}}
         if self.fsdp:
             mine["recovery"] = state["recovery"] | {"kept": [], "newer": False}  # the present state is kept instead

@@ -22,9 +22,13 @@ class Guard:
     """
 
     def __init__(
-        self, plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scale: LossScale | None,
+        self,
+        plan: Plan,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scale: LossScale | None,
         ranks: bool = False,
-    ):  # fmt: skip
+    ):
         device = next(model.parameters()).device
         self.skips, self.fused, self.scale = plan.on_nonfinite != "raise", plan.fused_optimizer, scale
         self.found_inf = torch.zeros((), device=device) if scale is None else scale.found_inf

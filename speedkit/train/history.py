@@ -48,8 +48,11 @@ class History:
         effective = dataclasses.asdict(self.effective)
         own = {key: value for key, value in vars(self).items() if key not in ("effective", "log_step_s", "model")}
         return own | {
-            "recipe": dataclasses.asdict(self.recipe), "plan_asked": effective["asked"],
-            "plan_effective": effective["plan"], "fallbacks": effective["fallbacks"],
-            "evaluation": self.evaluation, "step_s": self.step_s,
+            "recipe": dataclasses.asdict(self.recipe),
+            "plan_asked": effective["asked"],
+            "plan_effective": effective["plan"],
+            "fallbacks": effective["fallbacks"],
+            "evaluation": self.evaluation,
+            "step_s": self.step_s,
             "samples_per_s": self.recipe.batch_size / self.step_s if self.step_s else None,
-        }  # fmt: skip
+        }

@@ -53,9 +53,14 @@ def launch(arguments: list[str], ranks: int, *, nnodes: int = 1, endpoint: str =
     logging.disable(logging.CRITICAL)  # of torch.distributed.elastic: what happened is told in a sentence
     try:
         spec = WorkerSpec(
-            "ranks", ranks // nnodes, _meeting(parameters), max_restarts=max_restarts, local_addr=address,
-            entrypoint=sys.executable, args=("-m", "speedkit.train.launcher", *arguments),
-        )  # fmt: skip
+            "ranks",
+            ranks // nnodes,
+            _meeting(parameters),
+            max_restarts=max_restarts,
+            local_addr=address,
+            entrypoint=sys.executable,
+            args=("-m", "speedkit.train.launcher", *arguments),
+        )
         try:
             return _run(spec)
         finally:

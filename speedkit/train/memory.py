@@ -26,11 +26,16 @@ aten = torch.ops.aten
 # Products of activations with weights, and attention: most of the time and, beside what lies between them, little of
 # the memory. Not bmm: attention spelled out in products keeps its scores, which grow with the square of the length.
 KEPT_PRODUCTS = [
-    aten.mm.default, aten.addmm.default, aten.convolution.default, aten._scaled_mm.default,
-    aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_cudnn_attention.default,
+    aten.mm.default,
+    aten.addmm.default,
+    aten.convolution.default,
+    aten._scaled_mm.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.torch_attn._varlen_attn.default,
-]  # fmt: skip
+]
 
 # mallopt's parameters, from glibc's malloc.h; 32 MB is the largest threshold that it takes.
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
@@ -73,12 +78,16 @@ def _not_to_recompute(model: nn.Module, blocks: list[nn.Module], plan: Plan) -> 
     for block in blocks:
         for before, module in itertools.pairwise([None, *block.modules()]):
             if getattr(module, "track_running_stats", False):
-                return (f"{type(block).__name__} holds {type(module).__name__}, whose running statistics a second "
-                        "forward pass would move once more: normalise per group or layer")  # fmt: skip
+                return (
+                    f"{type(block).__name__} holds {type(module).__name__}, whose running statistics a second "
+                    "forward pass would move once more: normalise per group or layer"
+                )
             overwrites = getattr(module, "inplace", False) and isinstance(before, nn.Linear | nn.modules.conv._ConvNd)
             if overwrites and plan.checkpointing == "selective":
-                return (f"{type(block).__name__} holds an in-place {type(module).__name__}, which would overwrite what "
-                        f'is kept of {type(before).__name__}: leave inplace off, or use "blocks"')  # fmt: skip
+                return (
+                    f"{type(block).__name__} holds an in-place {type(module).__name__}, which would overwrite what "
+                    f'is kept of {type(before).__name__}: leave inplace off, or use "blocks"'
+                )
     return ""
 
 
@@ -127,8 +136,11 @@ def set_allocator(plan: Plan, device: torch.device) -> str:
     # Not every driver and platform can do it, so ask for more than lies in any hole and see where it was put.
     torch.cuda.empty_cache()
     probe = torch.empty(fragmentation(device)["largest_free_block_bytes"] + (2 << 20), dtype=torch.uint8, device=device)
-    grows = any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot()
-                if 0 <= probe.data_ptr() - segment["address"] < segment["total_size"])  # fmt: skip
+    grows = any(
+        segment["is_expandable"]
+        for segment in torch.cuda.memory_snapshot()
+        if 0 <= probe.data_ptr() - segment["address"] < segment["total_size"]
+    )
     return "" if grows else "this driver or platform maps no expandable segments"
 
 
@@ -142,12 +154,19 @@ def fragmentation(device: torch.device) -> dict[str, Any]:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         return {"rss_bytes": psutil.Process().memory_info().rss, "peak_rss_bytes": peak}
     reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
-    free = [block["size"] for segment in torch.cuda.memory_snapshot() for block in segment["blocks"]
-            if segment["device"] == (device.index or 0) and block["state"] == "inactive"]  # fmt: skip
+    free = [
+        block["size"]
+        for segment in torch.cuda.memory_snapshot()
+        for block in segment["blocks"]
+        if segment["device"] == (device.index or 0) and block["state"] == "inactive"
+    ]
     return {
-        "reserved_bytes": reserved, "allocated_bytes": allocated, "free_share": 1 - allocated / max(reserved, 1),
-        "largest_free_block_bytes": max(free, default=0), "peak_reserved_bytes": torch.cuda.max_memory_reserved(device),
-    }  # fmt: skip
+        "reserved_bytes": reserved,
+        "allocated_bytes": allocated,
+        "free_share": 1 - allocated / max(reserved, 1),
+        "largest_free_block_bytes": max(free, default=0),
+        "peak_reserved_bytes": torch.cuda.max_memory_reserved(device),
+    }
 
 
 def save_snapshot(folder: str | Path, device: torch.device) -> Path | None:
@@ -157,10 +176,14 @@ def save_snapshot(folder: str | Path, device: torch.device) -> Path | None:
     https://docs.pytorch.org/memory_viz; the first one switches on the record of where memory is asked for, some
     microseconds each time, so that the next one names the lines.
     """
-    held = Counter((tensor.untyped_storage().nbytes(), str(tensor.device), str(tensor.dtype), tuple(tensor.shape))
-                   for tensor in live_tensors().values())  # fmt: skip
-    rows = [{"bytes": kind[0], "device": kind[1], "dtype": kind[2], "shape": kind[3], "count": count}
-            for kind, count in sorted(held.items(), key=lambda row: -row[0][0] * row[1])[:50]]  # fmt: skip
+    held = Counter(
+        (tensor.untyped_storage().nbytes(), str(tensor.device), str(tensor.dtype), tuple(tensor.shape))
+        for tensor in live_tensors().values()
+    )
+    rows = [
+        {"bytes": kind[0], "device": kind[1], "dtype": kind[2], "shape": kind[3], "count": count}
+        for kind, count in sorted(held.items(), key=lambda row: -row[0][0] * row[1])[:50]
+    ]
     path = Path(folder) / "memory.json"
     try:
         files.write_json(path, {"device": str(device), **fragmentation(device), "largest": rows})

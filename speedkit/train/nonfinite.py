@@ -63,8 +63,10 @@ def _first(model: nn.Module, loss_of: Callable[..., Any], batch: Batch, recipe: 
                 if tensor.requires_grad:
                     tensor.register_hook(functools.partial(note, what=f"the gradient at the output of {name}"))
 
-    handles = [module.register_forward_hook(functools.partial(look, name or type(module).__name__))
-               for name, module in model.named_modules()]  # fmt: skip
+    handles = [
+        module.register_forward_hook(functools.partial(look, name or type(module).__name__))
+        for name, module in model.named_modules()
+    ]
     try:
         loss, _ = loss_of(model, batch, recipe)
         if not loss.isfinite():

@@ -23,10 +23,18 @@ from speedkit.train import compilation
 DEFAULT = dataclasses.asdict(Plan())
 PROBED = 16  # samples that are made twice, to see whether they may be kept
 # Fields that say how a DataLoader is made, and its own name for each.
-NAMES = {"workers": "num_workers", "persistent_workers": "persistent_workers", "prefetch_factor": "prefetch_factor",
-         "pin_memory": "pin_memory", "drop_last": "drop_last"}  # fmt: skip
-RANDOM: Any = ((torch.get_rng_state, torch.set_rng_state), (random.getstate, random.setstate),
-               (np.random.get_state, np.random.set_state))  # fmt: skip
+NAMES = {
+    "workers": "num_workers",
+    "persistent_workers": "persistent_workers",
+    "prefetch_factor": "prefetch_factor",
+    "pin_memory": "pin_memory",
+    "drop_last": "drop_last",
+}
+RANDOM: Any = (
+    (torch.get_rng_state, torch.set_rng_state),
+    (random.getstate, random.setstate),
+    (np.random.get_state, np.random.set_state),
+)
 
 
 class OnDevice:
@@ -114,8 +122,14 @@ def fallbacks(got: dict[str, Any], loader: Any) -> Iterator[tuple[str, Any, str]
         kept = "samples are kept as the data set gives them"
         yield from different(got, {"cache_of": kept, "cache_dtype": kept})
     if streamed and got["workers"] != loader.num_workers:
-        yield "workers", loader.num_workers, ("each worker would give all of an IterableDataset: let it take its part "
-                                              "by get_worker_info(), and set num_workers in your loader")  # fmt: skip
+        yield (
+            "workers",
+            loader.num_workers,
+            (
+                "each worker would give all of an IterableDataset: let it take its part "
+                "by get_worker_info(), and set num_workers in your loader"
+            ),
+        )
     elif got["workers"] == "auto":
         yield "workers", loader.num_workers, "auto times steps of fit: give a number, as speedkit.watch advises"
     few = not custom and not streamed and len(loader.sampler) < loader.batch_size
@@ -144,8 +158,10 @@ def _not_repeatable(loader: Any) -> str:
     for (_, put), state in zip(RANDOM, before, strict=True):
         put(state)
     if drew or not same:
-        return ("the data set augments at random, so that no item is the same twice: let it give what comes before "
-                "that, and augment whole batches in your loop")  # fmt: skip
+        return (
+            "the data set augments at random, so that no item is the same twice: let it give what comes before "
+            "that, and augment whole batches in your loop"
+        )
     if _bits(first) != _bits(again):
         return "collate_fn changes the samples that it is given: let it copy them"
     size = sum(getattr(leaf, "nbytes", 0) for leaf in tree_leaves(first)) * len(data) / max(1, len(probed))
@@ -156,8 +172,10 @@ def _not_repeatable(loader: Any) -> str:
 def _bits(tree: Any) -> list[Any]:
     """Return what tells the leaves of `tree` from others: of tensors and arrays each bit, NaN too."""
     arrays = tree_map_only(Tensor, lambda leaf: leaf.cpu().contiguous().flatten().view(torch.uint8).numpy(), tree)
-    return [(leaf.dtype, leaf.shape, leaf.tobytes()) if isinstance(leaf, np.ndarray | np.generic) else leaf
-            for leaf in tree_leaves(arrays)]  # fmt: skip
+    return [
+        (leaf.dtype, leaf.shape, leaf.tobytes()) if isinstance(leaf, np.ndarray | np.generic) else leaf
+        for leaf in tree_leaves(arrays)
+    ]
 
 
 def _made_again(loader: Any, plan: Plan) -> DataLoader:

@@ -47,9 +47,14 @@ class Prepared(NamedTuple):
 
 
 def prepare(
-    plan: Plan, model: nn.Module, optimizer: Optimizer, loader: Iterable[Any], *,
-    device: str | torch.device | None = None, strict: bool = False,
-) -> Prepared:  # fmt: skip
+    plan: Plan,
+    model: nn.Module,
+    optimizer: Optimizer,
+    loader: Iterable[Any],
+    *,
+    device: str | torch.device | None = None,
+    strict: bool = False,
+) -> Prepared:
     """Apply `plan` to the parts of a loop that stays as it is: `model, optimizer, loader = prepare(plan, model, ...)`.
 
     A field at its default leaves what is there: a loader keeps its own workers. Model and optimizer are changed in
@@ -71,8 +76,9 @@ def prepare(
     got = effective.plan
     if got.precision != own_loader.DEFAULT["precision"]:
         precision.apply(got)
-    effective = effective.but(*(Fallback("precision", plan.precision, got.precision, why)
-                                for why in precision.convert(model, got)))  # fmt: skip
+    effective = effective.but(
+        *(Fallback("precision", plan.precision, got.precision, why) for why in precision.convert(model, got))
+    )
     if got.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     _fit(optimizer, got)
@@ -133,8 +139,10 @@ def _for_learner(got: dict[str, Any], model: nn.Module, optimizer: Any, hardware
     # Recurrent layers keep their weights in a list of their own, past what stands for them while they are scaled.
     recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
     if got["precision"] == "fp16" and (recurrent or not fusable or any(group.get("dampening") for group in groups)):
-        why = ("scaling without a change of the loop takes a fused optimizer, no dampening and no recurrent layer: "
-               "take torch.amp.GradScaler in your loop")  # fmt: skip
+        why = (
+            "scaling without a change of the loop takes a fused optimizer, no dampening and no recurrent layer: "
+            "take torch.amp.GradScaler in your loop"
+        )
         yield "precision", "fp32" if hardware.why_not("bf16") else "bf16", why
     dimensions = {weight.ndim for weight in model.parameters()}
     if got["channels_last"] and (4 not in dimensions or 5 in dimensions):

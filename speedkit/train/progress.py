@@ -147,12 +147,17 @@ class Panel:
 
     def draw(self) -> None:
         """Show everything as it is now; of the lines the last ones, the rest after scrolling."""
-        cells = "".join(f"<td style='padding: 0 1.2em 0 0; text-align: left'>{html.escape(name)}<br>"
-                        f"<b>{html.escape(value)}</b></td>" for name, value in self.facts.items())  # fmt: skip
+        cells = "".join(
+            f"<td style='padding: 0 1.2em 0 0; text-align: left'>{html.escape(name)}<br>"
+            f"<b>{html.escape(value)}</b></td>"
+            for name, value in self.facts.items()
+        )
         lines = "<br>".join(map(html.escape, self.lines))
         scrolls = "display: flex; flex-direction: column-reverse; max-height: 8em; overflow: auto"
-        self.widget.value = (f"<div><b>{html.escape(self.name)}</b><table><tr>{cells}</tr></table>{self._curve()}"
-                             f"<div style='{scrolls}'><div>{lines}</div></div></div>")  # fmt: skip
+        self.widget.value = (
+            f"<div><b>{html.escape(self.name)}</b><table><tr>{cells}</tr></table>{self._curve()}"
+            f"<div style='{scrolls}'><div>{lines}</div></div></div>"
+        )
 
     def _curve(self) -> str:
         """Return the losses so far as a drawing, the lowest at the bottom and the highest at the top."""
@@ -161,8 +166,10 @@ class Panel:
         low, first = min(losses), steps[0]
         high, width = max(max(losses) - low, 1e-12), max(steps[-1] - first, 1)
         places = [f"{(step - first) / width * 400:.1f},{60 - (loss - low) / high * 56:.1f}" for step, loss in points]
-        return (f"<svg viewBox='0 0 400 64' width='400' height='64' role='img' aria-label='loss'><polyline fill='none' "
-                f"stroke='#0072B2' stroke-width='1.5' points='{' '.join(places)}'/></svg>")  # fmt: skip
+        return (
+            f"<svg viewBox='0 0 400 64' width='400' height='64' role='img' aria-label='loss'><polyline fill='none' "
+            f"stroke='#0072B2' stroke-width='1.5' points='{' '.join(places)}'/></svg>"
+        )
 
     def close(self) -> None:
         """Replace the widget, which lives as long as the kernel does, by what it shows."""

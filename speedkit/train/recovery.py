@@ -151,8 +151,10 @@ class Recovery:
     def _keep(self, run: Any) -> None:
         """Copy the present state; what was copied before is now proven good."""
         proven, newer = self.kept if not self.newer else reversed(self.kept)
-        copies = {name: newer[1][name].copy_(value) if name in newer[1] else value.clone()
-                  for name, value in _tensors(run).items()}  # fmt: skip
+        copies = {
+            name: newer[1][name].copy_(value) if name in newer[1] else value.clone()
+            for name, value in _tensors(run).items()
+        }
         self.kept, self.newer = [proven, (run.step, copies)], True
 
     @torch.no_grad()
@@ -196,8 +198,9 @@ def explain(run: Any, step: int, place: tuple[int, int]) -> tuple[str, Finding |
 def _explained(run: Any, step: int, place: tuple[int, int]) -> tuple[str, Finding | None, Any]:
     try:
         batch, names = run.batches.again(*place)
-        batch = augmented(batch, run.workload, run.recipe, step - 1 + run.batches.order.own_draws,
-                          torch.Generator(run.device))  # fmt: skip
+        batch = augmented(
+            batch, run.workload, run.recipe, step - 1 + run.batches.order.own_draws, torch.Generator(run.device)
+        )
         found = find(run.model, run.loss, batch, run.recipe)
         if found is not None and found.where.startswith("the weights") and not run.guard.skips:
             # They learned from the bad step before the host read of it; the batch may be as bad for untrained ones.

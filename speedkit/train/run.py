@@ -80,10 +80,19 @@ class Run:
 
 
 def begin(
-    workload: Any, recipe: Recipe | None = None, plan: Plan | None = None, *, device: str | torch.device = "auto",
-    out: str | Path | None = None, resume: bool = False, cache_dir: str | Path | None = None,
-    deterministic: bool = False, strict: bool = False, progress: bool | str = "auto", endless: bool = False,
-) -> Run:  # fmt: skip
+    workload: Any,
+    recipe: Recipe | None = None,
+    plan: Plan | None = None,
+    *,
+    device: str | torch.device = "auto",
+    out: str | Path | None = None,
+    resume: bool = False,
+    cache_dir: str | Path | None = None,
+    deterministic: bool = False,
+    strict: bool = False,
+    progress: bool | str = "auto",
+    endless: bool = False,
+) -> Run:
     """Return a run of `workload` that is ready for its first step: data found, cache built, model made, plan applied.
 
     `recipe` and `plan` default to the workload's recipe and `Plan()`. `out` gets checkpoint, plan and history;
@@ -116,19 +125,31 @@ def begin(
     total = recipe.total_steps(len(workload.train), plan.drop_last)
     guard = Guard(plan, model, update, scale, ranks is not None)
     run = Run(
-        workload, recipe, effective, plan, device, model,
+        workload,
+        recipe,
+        effective,
+        plan,
+        device,
+        model,
         [parameter for parameter in model.parameters() if parameter.requires_grad],
-        forward, loss_under(plan, workload, device),
-        min(int(plan.micro_batch or alone.batch_size), alone.batch_size), update, compilation.update(forward, update),
-        optimizer.schedule(update, learning_rates(recipe, total), guard.steps_done), scale, guard,
+        forward,
+        loss_under(plan, workload, device),
+        min(int(plan.micro_batch or alone.batch_size), alone.batch_size),
+        update,
+        compilation.update(forward, update),
+        optimizer.schedule(update, learning_rates(recipe, total), guard.steps_done),
+        scale,
+        guard,
         open_batches(workload, workload.train, plan, recipe.batch_size, recipe.seed, **options),
         open_batches(workload, workload.test, test_plan, recipe.batch_size, None, **options),
-        total_steps=None if endless else total, scheduled=total,
+        total_steps=None if endless else total,
+        scheduled=total,
         evaluate_every=0 if endless else evaluate_every(workload, recipe, plan),
         history=History(workload.name, recipe, effective, str(device)),
         progress=Progress(workload.name, total, recipe.batch_size, device, shown),
-        out=folder, ranks=ranks,
-    )  # fmt: skip
+        out=folder,
+        ranks=ranks,
+    )
     if folder is not None and resume:
         checkpoint.load(run, folder)
     if folder is not None and share[0] == 0:

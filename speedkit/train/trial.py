@@ -32,9 +32,15 @@ class Trial:
     """
 
     def __init__(
-        self, workload: Any, recipe: Recipe, plan: Plan, device: torch.device, learner: tuple[Any, ...],
-        loss: Callable[..., Any], room_bytes: int | None,
-    ):  # fmt: skip
+        self,
+        workload: Any,
+        recipe: Recipe,
+        plan: Plan,
+        device: torch.device,
+        learner: tuple[Any, ...],
+        loss: Callable[..., Any],
+        room_bytes: int | None,
+    ):
         self.recipe, self.device, self.loss = recipe, device, loss
         self.model, self.optimizer, self.scale, *_ = learner
         self.batch_norm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.model.modules())

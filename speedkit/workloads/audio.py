@@ -32,10 +32,16 @@ RECIPE = Recipe(batch_size=32, epochs=8, learning_rate=3e-3, weight_decay=0.05, 
 
 
 def audio(
-    data_dir: str | Path | None = None, *, labels: str | Path | None = None, label_pattern: str | None = None,
-    test_pattern: str | None = None, size: str = "small", clips: int | None = None,
-    max_duration_s: float | None = None, seed: int = 0,
-) -> Workload:  # fmt: skip
+    data_dir: str | Path | None = None,
+    *,
+    labels: str | Path | None = None,
+    label_pattern: str | None = None,
+    test_pattern: str | None = None,
+    size: str = "small",
+    clips: int | None = None,
+    max_duration_s: float | None = None,
+    seed: int = 0,
+) -> Workload:
     """Return the workload on the recordings under `data_dir`, or on `clips` generated night sounds without one.
 
     `labels`, `label_pattern` and `test_pattern` are those of `find_items`. All clips are brought to the commonest
@@ -48,15 +54,25 @@ def audio(
     found = find_or_generate(data_dir, generate, clips, CLIPS, 30, labels, label_pattern, test_pattern, seed)
     spectrogram, num_samples = _shape(found.train, max_duration_s)
     return Workload(
-        "audio", RECIPE, found.train, found.test,
+        "audio",
+        RECIPE,
+        found.train,
+        found.test,
         load=functools.partial(load, sample_rate_hz=spectrogram["sample_rate_hz"], num_samples=num_samples),
-        features=functools.partial(log_mel, **spectrogram), target=operator.attrgetter("label"),
-        model=functools.partial(AudioNet, len(found.classes), size), loss=loss, score=score, augment=augment,
-        honours=("label_smoothing", "mixup"), decoders=("torchcodec", "librosa"),
+        features=functools.partial(log_mel, **spectrogram),
+        target=operator.attrgetter("label"),
+        model=functools.partial(AudioNet, len(found.classes), size),
+        loss=loss,
+        score=score,
+        augment=augment,
+        honours=("label_smoothing", "mixup"),
+        decoders=("torchcodec", "librosa"),
         margin=0.03 if generated else 0.02,  # two standard errors of an accuracy of 0.9 on the 400 generated test clips
-        parameters={**spectrogram, "num_samples": num_samples}, sources=(*decode.SOURCES, _mel, log_mel),
-        classes=found.classes, quarantined=found.quarantined,
-    )  # fmt: skip
+        parameters={**spectrogram, "num_samples": num_samples},
+        sources=(*decode.SOURCES, _mel, log_mel),
+        classes=found.classes,
+        quarantined=found.quarantined,
+    )
 
 
 def _shape(items: tuple[Item, ...], max_duration_s: float | None) -> tuple[dict[str, Any], int]:

@@ -20,9 +20,12 @@ class ResidualBlock(nn.Module):
     def __init__(self, channels_in: int, channels: int, stride: int):
         super().__init__()
         self.body = nn.Sequential(
-            nn.Conv2d(channels_in, channels, 3, stride, 1, bias=False), nn.GroupNorm(1, channels), nn.ReLU(),
-            nn.Conv2d(channels, channels, 3, 1, 1, bias=False), nn.GroupNorm(1, channels),
-        )  # fmt: skip
+            nn.Conv2d(channels_in, channels, 3, stride, 1, bias=False),
+            nn.GroupNorm(1, channels),
+            nn.ReLU(),
+            nn.Conv2d(channels, channels, 3, 1, 1, bias=False),
+            nn.GroupNorm(1, channels),
+        )
         same = stride == 1 and channels_in == channels
         self.shortcut = nn.Identity() if same else nn.Conv2d(channels_in, channels, 1, stride, bias=False)
 

@@ -14,10 +14,18 @@ TEST_PATTERN = r"_test\."  # in the name of each file of a generated set that is
 
 
 def find_or_generate(
-    data_dir: str | Path | None, generate: Callable[..., Path], clips: int | None, default: int, fewest: int,
-    labels: str | Path | None = None, label_pattern: str | None = None, test_pattern: str | None = None, seed: int = 0,
-    kind: Kind = AUDIO, labelled: bool = True,
-) -> Found:  # fmt: skip
+    data_dir: str | Path | None,
+    generate: Callable[..., Path],
+    clips: int | None,
+    default: int,
+    fewest: int,
+    labels: str | Path | None = None,
+    label_pattern: str | None = None,
+    test_pattern: str | None = None,
+    seed: int = 0,
+    kind: Kind = AUDIO,
+    labelled: bool = True,
+) -> Found:
     """Return what `find_items` finds under `data_dir`, or, without one, in a set of `clips` that `generate` makes.
 
     Raises UsageError also where an option belongs to the other of the two, and for under `fewest` clips.

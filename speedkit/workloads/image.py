@@ -37,9 +37,15 @@ KEPT_DEVIATION = 0.8796
 
 
 def image(
-    data_dir: str | Path | None = None, *, labels: str | Path | None = None, label_pattern: str | None = None,
-    test_pattern: str | None = None, size: str = "small", clips: int | None = None, seed: int = 0,
-) -> Workload:  # fmt: skip
+    data_dir: str | Path | None = None,
+    *,
+    labels: str | Path | None = None,
+    label_pattern: str | None = None,
+    test_pattern: str | None = None,
+    size: str = "small",
+    clips: int | None = None,
+    seed: int = 0,
+) -> Workload:
     """Return the workload on the images under `data_dir`, or on `clips` generated photographs without one.
 
     `labels`, `label_pattern` and `test_pattern` are those of `find_items`. All images are brought to one square, whose
@@ -52,14 +58,25 @@ def image(
     found = find_or_generate(data_dir, generate, clips, CLIPS, 30, labels, label_pattern, test_pattern, seed, IMAGES)
     side = SIZES[size][0]
     return Workload(
-        "image", RECIPE, found.train, found.test,
-        load=functools.partial(load, side=side), features=in_unit_range, target=operator.attrgetter("label"),
-        model=functools.partial(ImageNet, len(found.classes), size), loss=loss, score=score, augment=augment,
+        "image",
+        RECIPE,
+        found.train,
+        found.test,
+        load=functools.partial(load, side=side),
+        features=in_unit_range,
+        target=operator.attrgetter("label"),
+        model=functools.partial(ImageNet, len(found.classes), size),
+        loss=loss,
+        score=score,
+        augment=augment,
         honours=("label_smoothing", "focal_gamma", "mixup"),
         margin=0.03 if generated else 0.02,  # two standard errors of an accuracy of 0.9 on 400 test images
-        kept_as="uint8", parameters={"side": side}, sources=(load, in_unit_range),
-        classes=found.classes, quarantined=found.quarantined,
-    )  # fmt: skip
+        kept_as="uint8",
+        parameters={"side": side},
+        sources=(load, in_unit_range),
+        classes=found.classes,
+        quarantined=found.quarantined,
+    )
 
 
 def load(item: Item, side: int) -> Tensor:

@@ -66,45 +66,112 @@ class _Synth(NamedTuple):
 # Each class: the ranges that its parameters are drawn from, once per clip, and the sound made with them.
 _SOUNDS: dict[str, tuple[tuple[tuple[float, float], ...], Callable[..., NDArray]]] = {
     # Sweeps as a bat detector makes them audible: short and falling fast.
-    "bat": (((0.3, 0.47), (0.1, 0.22), (0.006, 0.035), (0.03, 0.3)), lambda s, top, bottom, length_s, gap_s: s.calls(
-        (gap_s, gap_s), (length_s, length_s),
-        lambda m: s.tone(np.geomspace(top, bottom, m) * s.rate) * np.hanning(m)) * (0.2 + s.slow(s.n, 1.0))),
+    "bat": (
+        ((0.3, 0.47), (0.1, 0.22), (0.006, 0.035), (0.03, 0.3)),
+        lambda s, top, bottom, length_s, gap_s: (
+            s.calls(
+                (gap_s, gap_s),
+                (length_s, length_s),
+                lambda m: s.tone(np.geomspace(top, bottom, m) * s.rate) * np.hanning(m),
+            )
+            * (0.2 + s.slow(s.n, 1.0))
+        ),
+    ),
     # Chirps: short groups of pulses on a high, steady carrier, a few groups a second.
-    "cricket": (((0.2, 0.28), (22, 45), (0.06, 0.2), (0.1, 0.5)), lambda s, carrier, pulse_hz, length_s, gap_s: s.calls(
-        (gap_s, gap_s * 1.1), (length_s, length_s),
-        lambda m: s.pulses(np.full(m, pulse_hz), carrier * s.rate, 0.012))),
+    "cricket": (
+        ((0.2, 0.28), (22, 45), (0.06, 0.2), (0.1, 0.5)),
+        lambda s, carrier, pulse_hz, length_s, gap_s: s.calls(
+            (gap_s, gap_s * 1.1),
+            (length_s, length_s),
+            lambda m: s.pulses(np.full(m, pulse_hz), carrier * s.rate, 0.012),
+        ),
+    ),
     # Barks: a hoarse tone whose pitch rises and falls, in series.
-    "fox": (((350, 900), (0.15, 0.6), (0.5, 1.5)), lambda s, pitch_hz, arch, dull: s.calls(
-        (0.1, 0.7), (0.1, 0.35), lambda m: np.hanning(m) ** 0.5 * s.tone(
-            pitch_hz * (1 + arch * np.hanning(m)) * (1 + 0.05 * lfilter([0.2], [1, -0.8], s.rng.standard_normal(m))),
-            np.arange(1, 6.0) ** -dull))),
+    "fox": (
+        ((350, 900), (0.15, 0.6), (0.5, 1.5)),
+        lambda s, pitch_hz, arch, dull: s.calls(
+            (0.1, 0.7),
+            (0.1, 0.35),
+            lambda m: (
+                np.hanning(m) ** 0.5
+                * s.tone(
+                    pitch_hz
+                    * (1 + arch * np.hanning(m))
+                    * (1 + 0.05 * lfilter([0.2], [1, -0.8], s.rng.standard_normal(m))),
+                    np.arange(1, 6.0) ** -dull,
+                )
+            ),
+        ),
+    ),
     # Croaks: a throat's resonance struck a few dozen times a second.
-    "frog": (((500, 2000), (22, 65), (0.004, 0.012)), lambda s, carrier_hz, pulse_hz, decay_s: s.calls(
-        (0.1, 0.8), (0.15, 0.6),
-        lambda m: s.pulses(pulse_hz * np.linspace(0.9, 1.1, m), carrier_hz, decay_s) * np.hanning(m) ** 0.4)),
+    "frog": (
+        ((500, 2000), (22, 65), (0.004, 0.012)),
+        lambda s, carrier_hz, pulse_hz, decay_s: s.calls(
+            (0.1, 0.8),
+            (0.15, 0.6),
+            lambda m: s.pulses(pulse_hz * np.linspace(0.9, 1.1, m), carrier_hz, decay_s) * np.hanning(m) ** 0.4,
+        ),
+    ),
     # A thin whine that wavers and comes and goes.
-    "mosquito": (((380, 800),), lambda s, pitch_hz: (0.1 + s.slow(s.n, 1.5) ** 2) * s.tone(
-        pitch_hz * (0.97 + 0.06 * s.slow(s.n, 4) + 0.004 * s.rng.standard_normal(s.n)), s.rng.uniform(0.2, 1.0, 5))),
+    "mosquito": (
+        ((380, 800),),
+        lambda s, pitch_hz: (
+            (0.1 + s.slow(s.n, 1.5) ** 2)
+            * s.tone(
+                pitch_hz * (0.97 + 0.06 * s.slow(s.n, 4) + 0.004 * s.rng.standard_normal(s.n)),
+                s.rng.uniform(0.2, 1.0, 5),
+            )
+        ),
+    ),
     # Churring: a pulse train that goes on and on, now and then at another rate.
-    "nightjar": (((24, 44), (0.1, 0.4), (1200, 2400)), lambda s, pulse_hz, faster, carrier_hz: s.pulses(
-        pulse_hz * (1 + faster * (s.slow(s.n, 1.0) > 0.5)), carrier_hz, 0.008) * (0.5 + s.slow(s.n, 1.0))),
+    "nightjar": (
+        ((24, 44), (0.1, 0.4), (1200, 2400)),
+        lambda s, pulse_hz, faster, carrier_hz: (
+            s.pulses(pulse_hz * (1 + faster * (s.slow(s.n, 1.0) > 0.5)), carrier_hz, 0.008) * (0.5 + s.slow(s.n, 1.0))
+        ),
+    ),
     # Hoots: a low, nearly pure tone that sinks a little.
-    "owl": (((280, 750), (0.02, 0.12), (0.1, 0.5)), lambda s, pitch_hz, fall, second: s.calls(
-        (0.15, 0.9), (0.15, 0.55),
-        lambda m: s.tone(pitch_hz * np.linspace(1, 1 - fall, m), (1.0, second, 0.1)) * np.hanning(m) ** 0.7)),
+    "owl": (
+        ((280, 750), (0.02, 0.12), (0.1, 0.5)),
+        lambda s, pitch_hz, fall, second: s.calls(
+            (0.15, 0.9),
+            (0.15, 0.55),
+            lambda m: s.tone(pitch_hz * np.linspace(1, 1 - fall, m), (1.0, second, 0.1)) * np.hanning(m) ** 0.7,
+        ),
+    ),
     # A hiss, and the drops in it: each rings at a resonance.
-    "rain": (((300, 1500), (0.0, 0.5), (10, 90), (0.5, 1.6), (0.2, 1.0)), lambda s, low_hz, slope, drops_hz, turn, loud:
-        s.noise(s.n, low_hz, 0.48 * s.rate, slope) + loud * _unit(lfilter([1.0], [1.0, -1.94 * np.cos(turn), 0.94],
-            (s.rng.random(s.n) < drops_hz / s.rate) * s.rng.exponential(1.0, s.n)))),
+    "rain": (
+        ((300, 1500), (0.0, 0.5), (10, 90), (0.5, 1.6), (0.2, 1.0)),
+        lambda s, low_hz, slope, drops_hz, turn, loud: (
+            s.noise(s.n, low_hz, 0.48 * s.rate, slope)
+            + loud
+            * _unit(
+                lfilter(
+                    [1.0],
+                    [1.0, -1.94 * np.cos(turn), 0.94],
+                    (s.rng.random(s.n) < drops_hz / s.rate) * s.rng.exponential(1.0, s.n),
+                )
+            )
+        ),
+    ),
     # Claps: bursts of low noise with a sharp start that roll away.
-    "thunder": (((150, 700), (0.3, 0.9), (3, 6)), lambda s, high_hz, slope, fade: s.calls(
-        (0.0, 1.2), (0.5, 2.0),
-        lambda m: s.noise(m, 25, high_hz, slope) * np.exp(-np.linspace(0, fade, m)) * (0.4 + s.slow(m, 8)))),
+    "thunder": (
+        ((150, 700), (0.3, 0.9), (3, 6)),
+        lambda s, high_hz, slope, fade: s.calls(
+            (0.0, 1.2),
+            (0.5, 2.0),
+            lambda m: s.noise(m, 25, high_hz, slope) * np.exp(-np.linspace(0, fade, m)) * (0.4 + s.slow(m, 8)),
+        ),
+    ),
     # Gusts: low noise, swelling and whistling faintly.
-    "wind": (((300, 900), (0.5, 1.0), (0.02, 0.25), (0.6, 2.0)), lambda s, high_hz, slope, whistle, gust_hz:
-        (s.noise(s.n, 30, high_hz, slope) + whistle * s.noise(s.n, 650, 1250))
-        * (0.15 + s.slow(s.n, gust_hz) ** 1.5)),
-}  # fmt: skip
+    "wind": (
+        ((300, 900), (0.5, 1.0), (0.02, 0.25), (0.6, 2.0)),
+        lambda s, high_hz, slope, whistle, gust_hz: (
+            (s.noise(s.n, 30, high_hz, slope) + whistle * s.noise(s.n, 650, 1250))
+            * (0.15 + s.slow(s.n, gust_hz) ** 1.5)
+        ),
+    ),
+}
 CLASSES = tuple(_SOUNDS)
 
 
@@ -144,8 +211,13 @@ def clip_path(folder: Path, index: int) -> Path:
     return folder / CLASSES[index % len(CLASSES)] / f"{take:05d}_{side}.{_FORMATS[take % len(_FORMATS)]}"
 
 
-def generate(folder: str | Path | None = None, clips: int = 1000, duration_s: float = 4.0, sample_rate_hz: int = 16000,
-             seed: int = 0) -> Path:  # fmt: skip
+def generate(
+    folder: str | Path | None = None,
+    clips: int = 1000,
+    duration_s: float = 4.0,
+    sample_rate_hz: int = 16000,
+    seed: int = 0,
+) -> Path:
     """Return a folder of class-named subfolders with `clips` recordings, as `generated.complete` makes it.
 
     It lies in `folder` (by default the cache's), under a name that carries its parameters, so that sets never mix.

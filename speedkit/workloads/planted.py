@@ -18,13 +18,21 @@ from speedkit.hardware import Hardware, this_machine
 
 # What can be planted, by the name that the diagnosis gives it; and the plan's field that mends it.
 CAUSES = {
-    "slow decode": "workers", "slow collate": "workers", "large copies": "pin_memory",
-    "host read each step": "log_every", "printing each step": "log_every", "many small operators": "compile",
-    "compute-bound": "precision", "bandwidth-bound": "compile", "new shapes": "bucket",
+    "slow decode": "workers",
+    "slow collate": "workers",
+    "large copies": "pin_memory",
+    "host read each step": "log_every",
+    "printing each step": "log_every",
+    "many small operators": "compile",
+    "compute-bound": "precision",
+    "bandwidth-bound": "compile",
+    "new shapes": "bucket",
     "validation too often": "validate_every",
-}  # fmt: skip
-NOT_ON_CPU = {"large copies": "the batch is in the model's memory already: nothing is copied",
-              "host read each step": "a CPU has computed the loss before `.item()` asks: nobody waits"}  # fmt: skip
+}
+NOT_ON_CPU = {
+    "large copies": "the batch is in the model's memory already: nothing is copied",
+    "host read each step": "a CPU has computed the loss before `.item()` asks: nobody waits",
+}
 SIZES = (2, 512, 128), (32, 256, 2048)  # on a CPU, on a GPU: clips per batch, tokens per clip, width of the model
 REPEATS = 9  # timings of what is planted, by itself; the median counts
 

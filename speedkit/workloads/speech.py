@@ -37,9 +37,14 @@ RECIPE = Recipe(batch_size=16, epochs=8, learning_rate=2e-3, weight_decay=0.01, 
 
 
 def speech(
-    data_dir: str | Path | None = None, *, test_pattern: str | None = None, size: str = "small",
-    clips: int | None = None, max_duration_s: float | None = None, seed: int = 0,
-) -> Workload:  # fmt: skip
+    data_dir: str | Path | None = None,
+    *,
+    test_pattern: str | None = None,
+    size: str = "small",
+    clips: int | None = None,
+    max_duration_s: float | None = None,
+    seed: int = 0,
+) -> Workload:
     """Return the workload on all recordings under `data_dir`, or on `clips` generated utterances without one.
 
     Labels are not needed. Clips over `max_duration_s`, 30 s by default, are left out, and listed with the files that
@@ -48,25 +53,39 @@ def speech(
     """
     if size not in SIZES:
         raise UsageError(f"size {size!r} is unknown: the speech net comes in {', '.join(SIZES)}")
-    found = find_or_generate(
-        data_dir, generate, clips, CLIPS, 8, test_pattern=test_pattern, seed=seed, labelled=False)  # fmt: skip
+    found = find_or_generate(data_dir, generate, clips, CLIPS, 8, test_pattern=test_pattern, seed=seed, labelled=False)
     limit_s = max_duration_s or LONGEST_S
     train, test = ([item for item in side if item.duration_s <= limit_s] for side in (found.train, found.test))
     if not train or not test:
         raise UsageError(f"too few recordings last up to {limit_s:g} s: one to train and one to test on are needed")
-    too_long = [(item.path, f"it lasts {item.duration_s:.1f} s, over {limit_s:g} (max_duration_s)")
-                for item in (*found.train, *found.test) if item.duration_s > limit_s]  # fmt: skip
+    too_long = [
+        (item.path, f"it lasts {item.duration_s:.1f} s, over {limit_s:g} (max_duration_s)")
+        for item in (*found.train, *found.test)
+        if item.duration_s > limit_s
+    ]
     spectrogram = framing(train)
     timing: dict[str, Any] = {key: spectrogram[key] for key in ("sample_rate_hz", "hop")}
     return Workload(
-        "speech", RECIPE, train, test,
+        "speech",
+        RECIPE,
+        train,
+        test,
         load=functools.partial(load, **timing),
-        features=functools.partial(features, **spectrogram), target=operator.attrgetter("label"),
-        model=functools.partial(SpeechNet, size), loss=loss, score=score, metric="masked-frame accuracy",
-        margin=0.02, augment=augment, length=functools.partial(frames, **timing),
-        decoders=("torchcodec", "librosa"), count=count, parameters=spectrogram,
-        sources=(*decode.SOURCES, load, frames, features), quarantined=(*found.quarantined, *too_long),
-    )  # fmt: skip
+        features=functools.partial(features, **spectrogram),
+        target=operator.attrgetter("label"),
+        model=functools.partial(SpeechNet, size),
+        loss=loss,
+        score=score,
+        metric="masked-frame accuracy",
+        margin=0.02,
+        augment=augment,
+        length=functools.partial(frames, **timing),
+        decoders=("torchcodec", "librosa"),
+        count=count,
+        parameters=spectrogram,
+        sources=(*decode.SOURCES, load, frames, features),
+        quarantined=(*found.quarantined, *too_long),
+    )
 
 
 def frames(item: Item, sample_rate_hz: int, hop: int) -> int:

@@ -44,9 +44,13 @@ SIZES = {
 
 
 def text(
-    data_dir: str | Path | None = None, *, test_pattern: str | None = None, size: str = "small",
-    clips: int | None = None, seed: int = 0,
-) -> Workload:  # fmt: skip
+    data_dir: str | Path | None = None,
+    *,
+    test_pattern: str | None = None,
+    size: str = "small",
+    clips: int | None = None,
+    seed: int = 0,
+) -> Workload:
     """Return the workload on the text files under `data_dir`, or on the source of Python's standard library.
 
     `test_pattern` and `seed` choose the test files as in `find_text`; `clips` is the number of windows to train on. The
@@ -58,18 +62,30 @@ def text(
     *sides, bad = find_text(data_dir, test_pattern, seed)
     train, test = (_windows(side, shape.window) for side in sides)
     if not len(train) or not len(test) or not 1 <= (clips or len(train)) <= len(train):
-        raise UsageError(f"there are {len(train)} windows of {shape.window} bytes to train on and {len(test)} to test "
-                         f"on, {clips or 1} asked for: give more text, or lower size or clips")  # fmt: skip
+        raise UsageError(
+            f"there are {len(train)} windows of {shape.window} bytes to train on and {len(test)} to test "
+            f"on, {clips or 1} asked for: give more text, or lower size or clips"
+        )
     train, test = train[:clips], test[:: math.ceil(len(test) / TEST_WINDOWS)]
     return Workload(
-        "text", shape.recipe, range(len(train)), range(len(train), len(train) + len(test)),
-        load=functools.partial(torch.select, torch.cat((train, test)), 0), features=Tensor.contiguous,  # nothing to do
+        "text",
+        shape.recipe,
+        range(len(train)),
+        range(len(train), len(train) + len(test)),
+        load=functools.partial(torch.select, torch.cat((train, test)), 0),
+        features=Tensor.contiguous,  # nothing to do
         target=operator.index,  # what a window is called: which of its bytes are hidden to test goes by that
-        model=functools.partial(TextNet, shape), loss=loss, score=score, augment=augment,
-        metric="bits_per_byte", higher_is_better=False, cacheable=False,
+        model=functools.partial(TextNet, shape),
+        loss=loss,
+        score=score,
+        augment=augment,
+        metric="bits_per_byte",
+        higher_is_better=False,
+        cacheable=False,
         margin=0.1,  # two standard deviations between seeds, a tenth of what is learned beyond how often bytes stand
-        parameters={"window": shape.window}, quarantined=bad,
-    )  # fmt: skip
+        parameters={"window": shape.window},
+        quarantined=bad,
+    )
 
 
 def _windows(content: bytes, window: int) -> Tensor:

@@ -22,18 +22,38 @@ _FORMATS = ("wav", "flac")  # in turn, with 16 bits
 _MEDIAN_S, _SPREAD, _SHORTEST_S, _LONGEST_S = 2.2, 0.6, 0.5, 12.0
 _CHUNK = RATE_HZ // 200  # 5 ms, in which the mouth stands still
 # F1 to F3 of eight vowels as men speak them (after Peterson and Barney 1952), and a fourth that all share [Hz].
-_VOWELS = np.array([(270, 2290, 3010, 3600), (390, 1990, 2550, 3600), (530, 1840, 2480, 3600), (660, 1720, 2410, 3600),
-                    (730, 1090, 2440, 3600), (570, 840, 2410, 3600), (440, 1020, 2240, 3600), (300, 870, 2240, 3600)],
-                   dtype=float)  # fmt: skip
+_VOWELS = np.array(
+    [
+        (270, 2290, 3010, 3600),
+        (390, 1990, 2550, 3600),
+        (530, 1840, 2480, 3600),
+        (660, 1720, 2410, 3600),
+        (730, 1090, 2440, 3600),
+        (570, 840, 2410, 3600),
+        (440, 1020, 2240, 3600),
+        (300, 870, 2240, 3600),
+    ],
+    dtype=float,
+)
 _WIDTHS_HZ = np.array([60.0, 90.0, 130.0, 200.0])
 # Noises: where their energy lies and how wide [Hz], how loud; the last three are bursts after a silence, as in p, t, k.
-_NOISES = np.array([(5500, 1200, 1.0), (3000, 900, 1.0), (1400, 700, 0.5), (4200, 2500, 0.4),
-                    (4000, 1500, 2.0), (1800, 500, 2.0), (700, 400, 2.0)])  # fmt: skip
+_NOISES = np.array(
+    [
+        (5500, 1200, 1.0),
+        (3000, 900, 1.0),
+        (1400, 700, 0.5),
+        (4200, 2500, 0.4),
+        (4000, 1500, 2.0),
+        (1800, 500, 2.0),
+        (700, 400, 2.0),
+    ]
+)
 _BURSTS_FROM, _PAUSE = 4, len(_NOISES)
 _LANGUAGE = np.random.default_rng(1)
 _VOWEL_AFTER = _LANGUAGE.dirichlet(np.full(len(_VOWELS), 0.4), _PAUSE + 1)  # each row sums to 1: after noise, or pause
-_NOISE_AFTER = np.pad(0.85 * _LANGUAGE.dirichlet(np.full(_PAUSE, 0.4), len(_VOWELS)), ((0, 0), (0, 1)),
-                      constant_values=0.15)  # after a vowel; the last column is a pause  # fmt: skip
+_NOISE_AFTER = np.pad(
+    0.85 * _LANGUAGE.dirichlet(np.full(_PAUSE, 0.4), len(_VOWELS)), ((0, 0), (0, 1)), constant_values=0.15
+)  # after a vowel; the last column is a pause
 
 
 def _movements(rng: Generator, chunks: int) -> NDArray:
@@ -91,8 +111,10 @@ def clip(index: int, seed: int = 0) -> NDArray[np.float32]:
     pulses = np.diff(np.floor(turns), prepend=0.0)
     voice = lfilter([1.0], [1.0, -0.95], pulses + 0.01 * rng.standard_normal(len(pulses)))
     voiced = _filtered(voice * np.repeat(made[:, 7], _CHUNK), _sections(made[:, :4] * throat, _WIDTHS_HZ, peaked=False))
-    hissed = _filtered(rng.standard_normal(len(pulses)) * np.repeat(made[:, 6], _CHUNK),
-                       _sections(made[:, 4:5] * throat, made[:, 5:6], peaked=True))  # fmt: skip
+    hissed = _filtered(
+        rng.standard_normal(len(pulses)) * np.repeat(made[:, 6], _CHUNK),
+        _sections(made[:, 4:5] * throat, made[:, 5:6], peaked=True),
+    )
     mixed = voiced / (voiced.std() + 1e-9) + hissed
     mixed += 10 ** (-rng.uniform(15, 35) / 20) * rng.standard_normal(len(mixed)) * mixed.std()
     level = 10 ** (rng.uniform(-18, -1) / 20)  # how far the microphone was turned up

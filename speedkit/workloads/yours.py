@@ -20,9 +20,16 @@ Rule = Callable[[Tensor, Tensor], Tensor]  # of outputs and targets
 
 
 def from_dataset(
-    model: nn.Module | Callable[[], nn.Module], train: Any, test: Any, loss: Rule = F.cross_entropy,
-    score: Rule | None = None, *, recipe: Recipe | None = None, name: str = "yours", **others: Any,
-) -> Workload:  # fmt: skip
+    model: nn.Module | Callable[[], nn.Module],
+    train: Any,
+    test: Any,
+    loss: Rule = F.cross_entropy,
+    score: Rule | None = None,
+    *,
+    recipe: Recipe | None = None,
+    name: str = "yours",
+    **others: Any,
+) -> Workload:
     """Return the workload of a model and two map-style data sets whose items are (input tensor, target).
 
     `loss` gives one number, the mean over the batch; `score` one per sample [B], by default 1 where the largest output
@@ -46,11 +53,18 @@ def from_dataset(
         raise UsageError("the targets are no class numbers: give score(outputs, targets), one number per sample")
     fields: dict[str, Any] = {"cacheable": cacheable, "parameters": {"train": train, "test": test}} | others
     return Workload(
-        name, recipe or Recipe(), sides[0], sides[1], load, torch.Tensor.contiguous, target,
+        name,
+        recipe or Recipe(),
+        sides[0],
+        sides[1],
+        load,
+        torch.Tensor.contiguous,
+        target,
         functools.partial(copy.deepcopy, model) if isinstance(model, nn.Module) else model,
         functools.partial(_loss, rule=loss),
-        functools.partial(_score, rule=score) if score is not None else classifier.score, **fields,
-    )  # fmt: skip
+        functools.partial(_score, rule=score) if score is not None else classifier.score,
+        **fields,
+    )
 
 
 def load(sample: Any) -> Tensor:
