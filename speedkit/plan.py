@@ -128,20 +128,20 @@ class Fallback:
 
 
 @dataclasses.dataclass(frozen=True)
-class Effective:
+class EffectivePlan:
     """What a plan becomes on a machine."""
 
     asked: Plan
     plan: Plan
     fallbacks: tuple[Fallback, ...]
 
-    def but(self, *later: Fallback) -> "Effective":
+    def with_fallbacks(self, *later: Fallback) -> "EffectivePlan":
         """Return what it becomes with fallbacks that came out `later`."""
         plan = dataclasses.replace(self.plan, **{fallback.field: fallback.got for fallback in later})
-        return Effective(self.asked, plan, (*self.fallbacks, *later))
+        return EffectivePlan(self.asked, plan, (*self.fallbacks, *later))
 
 
-def resolve(plan: Plan, hardware: Hardware | None = None, strict: bool = False, workload: Any = None) -> Effective:
+def resolve(plan: Plan, hardware: Hardware | None = None, strict: bool = False, workload: Any = None) -> EffectivePlan:
     """Return the plan that `hardware` (and the data of `workload`) can honour, and why not for each field it cannot.
 
     Raises PlanError for ranks that it cannot run, and under `strict` for any fallback.
@@ -159,7 +159,7 @@ def resolve(plan: Plan, hardware: Hardware | None = None, strict: bool = False, 
     )
     if strict and fallbacks:
         raise PlanError(f"the plan cannot be honoured here, and --strict allows no fallback: {fallbacks[0]}")
-    return Effective(plan, Plan(**got), fallbacks)
+    return EffectivePlan(plan, Plan(**got), fallbacks)
 
 
 def _fallbacks(got: dict[str, Any], hardware: Hardware, workload: Any) -> Iterator[tuple[str, Any, str]]:

@@ -10,7 +10,7 @@ from torch import nn
 
 from speedkit.data import bucket
 from speedkit.data.bucket import padded_lengths, padding_share
-from speedkit.data.loader import Batches
+from speedkit.data.loader import BatchStream
 from speedkit.data.samples import EpochOrder
 from speedkit.errors import PlanError
 from speedkit.hardware import this_machine
@@ -55,7 +55,7 @@ def clips(**options):
 
 
 def stream(count, **plan):
-    batches = Batches(clips(), clips().train, Plan(**plan), 16, 0, CPU)
+    batches = BatchStream(clips(), clips().train, Plan(**plan), 16, 0, CPU)
     try:
         return [batches.next() for _ in range(count)]
     finally:

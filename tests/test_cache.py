@@ -17,7 +17,7 @@ from speedkit.data import build, store
 from speedkit.data.build import check_space
 from speedkit.data.cache import open_cache
 from speedkit.data.fingerprint import difference, fingerprint
-from speedkit.data.loader import Batches
+from speedkit.data.loader import BatchStream
 from speedkit.errors import SpeedkitError
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
@@ -105,7 +105,7 @@ def test_changing_a_gathered_batch_changes_no_cached_row(workload, cache, where)
 
 def test_cached_batches_are_the_loaders_in_the_loaders_order(workload, cache):
     def stream(found):
-        batches = Batches(workload, workload.train, Plan(), 8, 3, CPU, found)
+        batches = BatchStream(workload, workload.train, Plan(), 8, 3, CPU, found)
         return [batches.next() for _ in range(7)]
 
     for mine, theirs in zip(stream(cache(workload)), stream(None), strict=True):

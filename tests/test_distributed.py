@@ -22,7 +22,7 @@ from tiny import jitter, load, loss, points, slowed
 
 from speedkit import resolve
 from speedkit.data.decode import BadItem
-from speedkit.data.loader import Batches
+from speedkit.data.loader import BatchStream
 from speedkit.data.samples import EpochOrder
 from speedkit.errors import PlanError, SpeedkitError, UsageError
 from speedkit.hardware import Hardware, this_machine
@@ -75,7 +75,7 @@ def test_a_rank_whose_part_cannot_be_read_stands_in_and_does_not_count(cache, tm
             from speedkit.data.cache import open_cache
 
             held = open_cache(work, work.train, plan, cache_dir=tmp_path)
-        streams.append(Batches(work, work.train, plan, 4, None, CPU, held, (rank, 2)))
+        streams.append(BatchStream(work, work.train, plan, 4, None, CPU, held, (rank, 2)))
     counted = 0
     for _ in range(10):
         for stream in streams:

@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from speedkit import Plan, load_workload
-from speedkit.data.loader import Batches
+from speedkit.data.loader import BatchStream
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a real one shows more: the other tests take it")
 SIZES = {
@@ -58,7 +58,7 @@ def made():
     found = {}
     for name, options in SIZES.items():
         workload = load_workload(name, size="tiny", **options)
-        found[name] = workload, Batches(workload, workload.train, Plan(), 4, 0, torch.device("cpu")).next()
+        found[name] = workload, BatchStream(workload, workload.train, Plan(), 4, 0, torch.device("cpu")).next()
     return found
 
 

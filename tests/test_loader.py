@@ -15,7 +15,7 @@ from tiny import load, loss, points
 
 from speedkit.data.auto import most_processes
 from speedkit.data.decode import BadItem
-from speedkit.data.loader import Batches
+from speedkit.data.loader import BatchStream
 from speedkit.data.samples import shuffled
 from speedkit.errors import PlanError, SpeedkitError
 from speedkit.hardware import this_machine
@@ -42,7 +42,7 @@ def with_bad(bad, **options):
 def stream(count, batch_size=16, seed=0, items=None, **plan):
     """The first `count` batches of the points."""
     workload = points()
-    batches = Batches(workload, items or workload.train, Plan(**plan), batch_size, seed, CPU)
+    batches = BatchStream(workload, items or workload.train, Plan(**plan), batch_size, seed, CPU)
     try:
         return [batches.next() for _ in range(count)]
     finally:
@@ -101,7 +101,7 @@ def test_each_epoch_holds_every_item_once_and_ends_with_the_rest():
 def test_drop_last_leaves_the_rest_out_of_training_and_not_out_of_evaluation():
     items = points(train=100).train
     assert {len(inputs) for inputs, _ in stream(14, items=items, drop_last=True)} == {16}
-    batches = Batches(points(), items, Plan(drop_last=True), 16, None, CPU)
+    batches = BatchStream(points(), items, Plan(drop_last=True), 16, None, CPU)
     assert sum(len(inputs) for inputs, _ in batches.one_pass()) == 100
 
 
@@ -109,7 +109,7 @@ def test_drop_last_leaves_the_rest_out_of_training_and_not_out_of_evaluation():
 @pytest.mark.parametrize("plan", [{}, {"workers": 2}, THREADS], ids=str)
 def test_a_stream_goes_on_from_any_position(start, plan):
     whole = stream(12)
-    batches = Batches(points(), points().train, Plan(**plan), 16, 0, CPU)
+    batches = BatchStream(points(), points().train, Plan(**plan), 16, 0, CPU)
     batches.epoch, batches.position = start
     there = start[0] * 6 + start[1]
     for expected in whole[there : there + 4]:
@@ -205,7 +205,7 @@ def wait_for(pid, stopped):
 
 def test_resting_worker_processes_stand_still_and_go_on_where_they_were():
     expected = stream(12)
-    batches = Batches(points(), points().train, Plan(workers=2, persistent_workers=True), 16, 0, CPU)
+    batches = BatchStream(points(), points().train, Plan(workers=2, persistent_workers=True), 16, 0, CPU)
     got = [batches.next()]
     pids = list(batches.pids)
     for _ in range(2):
@@ -231,7 +231,7 @@ def test_resting_threads_begin_no_item():
         loaded.append(item.path)
         return load(item, 8)
 
-    batches = Batches(dataclasses.replace(points(), load=noted), points().train, Plan(**THREADS), 16, 0, CPU)
+    batches = BatchStream(dataclasses.replace(points(), load=noted), points().train, Plan(**THREADS), 16, 0, CPU)
     batches.next()
     batches.signal_workers(signal.SIGSTOP)
     assert not batches.loader.running.is_set()
@@ -263,7 +263,7 @@ def test_waveforms_are_augmented_on_the_device_in_training_alone_and_alike_for_a
     augmented = fit(workload, plan=plan, **options)
     assert augmented.loss != fit(points(), plan=plan, **options).loss
     assert fit(workload, plan=dataclasses.replace(plan, workers=2), **options).loss == augmented.loss
-    plain, altered = (Batches(one, one.test, plan, 16, None, CPU).one_pass() for one in (points(), workload))
+    plain, altered = (BatchStream(one, one.test, plan, 16, None, CPU).one_pass() for one in (points(), workload))
     assert all(torch.equal(mine[0], theirs[0]) for mine, theirs in zip(plain, altered, strict=True))
 
 
@@ -290,7 +290,8 @@ def test_the_decoder_of_the_plan_reaches_the_workload(workers):
     workload = dataclasses.replace(points(), load=decode, decoders=("librosa",))
     items = workload.train
     plain, other = (
-        Batches(workload, items, Plan(decoder=name, workers=workers), 16, 0, CPU) for name in ("soundfile", "librosa")
+        BatchStream(workload, items, Plan(decoder=name, workers=workers), 16, 0, CPU)
+        for name in ("soundfile", "librosa")
     )
     assert torch.equal(plain.next()[0] + 2, other.next()[0])
     plain.close()
@@ -299,7 +300,7 @@ def test_the_decoder_of_the_plan_reaches_the_workload(workers):
 
 def test_a_decoder_that_the_workload_does_not_take_is_refused():
     with pytest.raises(PlanError, match="decoder=librosa is not one that workload points can use: it has soundfile"):
-        Batches(points(), points().train, Plan(decoder="librosa"), 16, 0, CPU)
+        BatchStream(points(), points().train, Plan(decoder="librosa"), 16, 0, CPU)
 
 
 # workers="auto".
@@ -342,7 +343,7 @@ def test_auto_leaves_room_in_shared_memory_and_ram():
 
 
 def test_signals_to_a_loader_without_processes_go_nowhere():
-    batches = Batches(points(), points().train, Plan(), 16, 0, CPU)
+    batches = BatchStream(points(), points().train, Plan(), 16, 0, CPU)
     batches.next()
     batches.signal_workers(signal.SIGSTOP)
     assert batches.pids == []

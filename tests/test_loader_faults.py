@@ -16,7 +16,7 @@ from tiny import features, load, points
 from torch.multiprocessing import active_children
 
 from speedkit.data import workers
-from speedkit.data.loader import Batches
+from speedkit.data.loader import BatchStream
 from speedkit.data.samples import shuffled
 from speedkit.errors import SpeedkitError
 from speedkit.plan import Plan
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def batches_of(load_item, **plan):
     workload = dataclasses.replace(points(), load=load_item)
-    return Batches(workload, workload.train, Plan(**plan), 16, 0, CPU)
+    return BatchStream(workload, workload.train, Plan(**plan), 16, 0, CPU)
 
 
 def take_all(batches):
@@ -136,10 +136,10 @@ FULL = """
 import dataclasses, sys, torch
 sys.path.insert(0, "tests")
 from tiny import points
-from speedkit.data.loader import Batches
+from speedkit.data.loader import BatchStream
 from speedkit.plan import Plan
 workload = dataclasses.replace(points(size=100_000), features=torch.Tensor.contiguous)
-batches = Batches(workload, workload.train, Plan(workers=2), 16, 0, torch.device("cpu"))
+batches = BatchStream(workload, workload.train, Plan(workers=2), 16, 0, torch.device("cpu"))
 try:
     for _ in range(6):
         batches.next()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny import every_number_format
 
 from speedkit.hardware import this_machine
 from speedkit.plan import Plan
@@ -67,7 +68,8 @@ def train(workload, plan, cache_dir):
     """Return the losses of twelve steps, and what the plan's fields fell back to."""
     recipe = dataclasses.replace(workload.recipe, batch_size=BATCH, steps=STEPS, epochs=None)
     full = Plan(log_every=1, validate_every=0, **plan)
-    history = fit(workload, recipe, full, device="cpu", progress=False, cache_dir=cache_dir)
+    with every_number_format():
+        history = fit(workload, recipe, full, device="cpu", progress=False, cache_dir=cache_dir)
     return history.loss, [[fallback.field, fallback.got] for fallback in history.effective.fallbacks]
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny import points
 
-from speedkit.data.loader import Batches
+from speedkit.data.loader import BatchStream
 from speedkit.data.prefetch import prefetched
 from speedkit.hardware import this_machine
 from speedkit.plan import Plan, resolve
@@ -47,7 +47,7 @@ def test_copying_ahead_changes_no_loss(plan):
 @needs_gpu
 def test_copying_ahead_does_not_move_where_a_run_resumes():
     plan = Plan(prefetch=True, pin_memory=True)
-    batches = Batches(points(), points().train, plan, 16, 0, torch.device("cuda"))
+    batches = BatchStream(points(), points().train, plan, 16, 0, torch.device("cuda"))
     for count in range(1, 5):
         batches.next()
         assert batches.position == count

@@ -1,12 +1,15 @@
 """A workload small enough to train in a test: points in the plane, two classes, no files."""
 
+import contextlib
 import dataclasses
 import functools
 import time
+from unittest import mock
 
 import torch
 from torch import nn
 
+from speedkit import hardware
 from speedkit.hardware import this_machine
 from speedkit.recipe import Recipe
 from speedkit.workloads.workload import Workload
@@ -82,6 +85,18 @@ def slow_loss(model, batch, recipe, seconds):
 def slowed(workload, seconds):
     """The same workload with `seconds` of waiting planted in every step."""
     return dataclasses.replace(workload, loss=functools.partial(slow_loss, seconds=seconds))
+
+
+@contextlib.contextmanager
+def every_number_format():
+    """Let this machine's CPU have every number format: it emulates those it lacks, slowly, to the same numbers."""
+    facts = hardware._facts
+
+    def emulated(device):
+        return dataclasses.replace(facts(device), cpu_flags=("avx512_bf16", "avx512_fp16"))
+
+    with mock.patch.object(hardware, "_facts", emulated):
+        yield
 
 
 def emulating(device="auto"):

@@ -13,7 +13,7 @@ import psutil
 import torch
 
 from speedkit.clock import run_until_steady
-from speedkit.data.loader import Batches
+from speedkit.data.loader import BatchStream
 from speedkit.plan import Plan
 from speedkit.system import usable_cores, usable_ram_bytes
 
@@ -36,7 +36,7 @@ def choose_workers(
     def measure(setting: Plan) -> Any:
         """Note the seconds of a step under `setting`, and how many processes have room; return a batch."""
         nonlocal room
-        with closing(Batches(workload, items, setting, batch_size, 0, device)) as batches:
+        with closing(BatchStream(workload, items, setting, batch_size, 0, device)) as batches:
             found[setting] = min(_step_s(lambda: compute(batches.next()), device), found.get(setting, math.inf))
             batch = batches.next()
             if batches.pids:

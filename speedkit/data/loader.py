@@ -22,7 +22,7 @@ from speedkit.plan import Plan
 BAD_SHARE = 0.05  # with more unreadable files than this, what is learned is no longer what was asked
 
 
-class Batches:
+class BatchStream:
     """An endless stream of batches on the device: `next()` gives one, epoch after epoch.
 
     `epoch` and `position` say where the next batch comes from; setting them before the first `next()` resumes there.

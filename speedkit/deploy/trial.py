@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from speedkit.clock import timed
-from speedkit.data.loader import Batches
+from speedkit.data.loader import BatchStream
 from speedkit.deploy import load as loader
 from speedkit.deploy.quantize import METHODS, Args, Bf16, exported, held, quantized_share, why_not
 from speedkit.errors import SpeedkitError, UsageError
@@ -30,7 +30,7 @@ CALIBRATION, BATCH = 256, 32  # training items that static scales are found on; 
 
 def batches(workload: Any, items: Sequence[Any], device: torch.device) -> Iterator[tuple[Tensor, ...]]:
     """Return `items` in batches on `device`, in their order."""
-    return Batches(workload, items, Plan(), BATCH, None, device).one_pass()
+    return BatchStream(workload, items, Plan(), BATCH, None, device).one_pass()
 
 
 @torch.no_grad()

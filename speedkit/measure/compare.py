@@ -15,7 +15,7 @@ import torch
 from speedkit.clock import Steady, Stopwatch, compilations, run_until_steady
 from speedkit.measure.stats import noise_floor, paired_interval
 from speedkit.measure.turns import take_turns
-from speedkit.plan import Effective, Plan
+from speedkit.plan import EffectivePlan, Plan
 from speedkit.recipe import Recipe
 from speedkit.train import precision
 from speedkit.train.checkpoint import get_random_state, set_random_state
@@ -42,8 +42,8 @@ class Comparison:
     warmup_s_b: float
     losses_a: tuple[float, ...]  # of the first steps, from the same seed
     losses_b: tuple[float, ...]
-    effective_a: Effective
-    effective_b: Effective
+    effective_a: EffectivePlan
+    effective_b: EffectivePlan
     steady: bool  # False when a side had not settled by the end of its warm-up
     compiled_in_windows: int  # graphs compiled while measuring: anything but 0 spoils the windows
 

@@ -128,7 +128,7 @@ class NotebookRun:
         return pandas.DataFrame(self.record["tables"][name])
 
     def plan(self, name: str, effective: Any) -> None:
-        """Record a resolved plan (`Effective`): what was asked, what this machine honours, and why it falls back."""
+        """Record a resolved plan (`EffectivePlan`): asked, honoured here, and why it falls back."""
         fallbacks = [{"plan": name, **plain(found)} for found in effective.fallbacks]
         self.record["plans"][name] = {"asked": plain(effective.asked), "effective": plain(effective.plan)}
         self.record["fallbacks"] = [row for row in self.record["fallbacks"] if row["plan"] != name] + fallbacks

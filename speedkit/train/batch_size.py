@@ -17,7 +17,7 @@ import torch
 
 from speedkit.clock import timed
 from speedkit.data.bucket import padded_lengths
-from speedkit.plan import Effective, Fallback, Plan
+from speedkit.plan import EffectivePlan, Fallback, Plan
 from speedkit.recipe import Recipe
 from speedkit.train import precision
 from speedkit.train.oom import release
@@ -46,16 +46,16 @@ class Found:
 def choose_micro_batch(
     workload: Any,
     recipe: Recipe,
-    effective: Effective,
+    effective: EffectivePlan,
     device: torch.device,
     make_learner: Callable[..., Any],
     loss_under: Callable[..., Any],
-) -> Effective:
+) -> EffectivePlan:
     """Return `effective`, where micro_batch="auto" with the number that `search` finds; the functions are `run`'s."""
     if effective.plan.micro_batch != "auto":
         return effective
     found = search(workload, recipe, effective.plan, device, make_learner, loss_under)
-    return effective.but(Fallback("micro_batch", "auto", found.micro_batch, found.why))
+    return effective.with_fallbacks(Fallback("micro_batch", "auto", found.micro_batch, found.why))
 
 
 def table_per_length(workload: Any, *args: Any, **options: Any) -> dict[int, Found]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from speedkit.plan import Effective, Fallback, Plan
+from speedkit.plan import EffectivePlan, Fallback, Plan
 from speedkit.train import attention
 from speedkit.train.blocks import repeated_blocks
 
@@ -153,7 +153,7 @@ def gave_up(forward: nn.Module | Compiled, error: BaseException) -> str:
     return why
 
 
-def honoured(effective: Effective, forward: nn.Module | Compiled) -> Effective:
+def honoured(effective: EffectivePlan, forward: nn.Module | Compiled) -> EffectivePlan:
     """Return `effective` with what only compiling could tell: whether there are blocks, and whether it failed."""
     fallbacks = forward.fallbacks if isinstance(forward, Compiled) else []
-    return effective.but(*(new for new in fallbacks if new not in effective.fallbacks))
+    return effective.with_fallbacks(*(new for new in fallbacks if new not in effective.fallbacks))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as tree
 
 from speedkit.errors import PlanError, SpeedkitError
-from speedkit.plan import Effective, Fallback, Plan
+from speedkit.plan import EffectivePlan, Fallback, Plan
 from speedkit.recipe import Recipe
 from speedkit.train import checkpoint
 from speedkit.train.blocks import repeated_blocks
@@ -114,7 +114,7 @@ class Ranks:
         sums = self.summed(torch.stack([total, torch.tensor(float(count), device=self.device)]))
         return sums[0], int(sums[1])
 
-    def agreed(self, effective: Effective) -> Effective:
+    def agreed(self, effective: EffectivePlan) -> EffectivePlan:
         """Return what is taken by all: that of the rank with the smallest micro-batch."""
         return min(self.gathered(effective), key=lambda one: one.plan.micro_batch or 0)
 
@@ -170,7 +170,7 @@ class Ranks:
             if (smallest := min(size for *_, size in found)) < run.micro_batch:
                 rank = [size for *_, size in found].index(smallest)
                 fallback = Fallback("micro_batch", run.micro_batch, smallest, f"out of memory on rank {rank}")
-                run.effective = run.history.effective = run.effective.but(fallback)
+                run.effective = run.history.effective = run.effective.with_fallbacks(fallback)
                 run.micro_batch = smallest
                 run.progress.say(f"  {fallback}")
             if not any(failed for failed, *_ in found):

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from speedkit.plan import Effective
+from speedkit.plan import EffectivePlan
 from speedkit.recipe import Recipe
 
 
@@ -16,7 +16,7 @@ class History:
 
     workload: str
     recipe: Recipe
-    effective: Effective
+    effective: EffectivePlan
     device: str
     loss: list[float] = dataclasses.field(default_factory=list)  # mean since the log point before, one per log point
     log_steps: list[int] = dataclasses.field(default_factory=list)

@@ -209,7 +209,7 @@ def cure(run: Run, error: Exception, size: int, updating: bool) -> None:
     run.micro_batch = (size + 1) // 2
     why = f"out of memory at step {run.step + 1}"
     fallback = Fallback("micro_batch", size, run.micro_batch, why)
-    run.effective = run.history.effective = run.effective.but(fallback)
+    run.effective = run.history.effective = run.effective.with_fallbacks(fallback)
     run.progress.say(f"  {fallback}")
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from speedkit.data.auto import SHARE
 from speedkit.data.prefetch import prefetched
-from speedkit.plan import Effective, Plan
+from speedkit.plan import EffectivePlan, Plan
 from speedkit.system import usable_ram_bytes
 from speedkit.train import compilation
 
@@ -40,12 +40,12 @@ RANDOM: Any = (
 class OnDevice:
     """The batches of a loader, made as a plan says and on the device; in all else the loader itself answers."""
 
-    def __init__(self, theirs: Any, settled: Effective, forward: Any, device: torch.device):
+    def __init__(self, theirs: Any, settled: EffectivePlan, forward: Any, device: torch.device):
         self.theirs, self.settled, self.forward, self.device, self.plan = theirs, settled, forward, device, settled.plan
         self.source = _made_again(theirs, self.plan) if _is_plain(theirs) else theirs
 
     @property
-    def effective(self) -> Effective:
+    def effective(self) -> EffectivePlan:
         """What the plan has become by now."""
         return compilation.honoured(self.settled, self.forward)
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from speedkit.errors import PlanError, UsageError
 from speedkit.hardware import Hardware, this_machine
-from speedkit.plan import Effective, Fallback, Plan, resolve
+from speedkit.plan import EffectivePlan, Fallback, Plan, resolve
 from speedkit.train import attention, compilation, memory, own_loader, precision
 from speedkit.train.progress import wanted
 
@@ -41,7 +41,7 @@ class Prepared(NamedTuple):
     loader: own_loader.OnDevice
 
     @property
-    def effective(self) -> Effective:
+    def effective(self) -> EffectivePlan:
         """What the plan has become by now, and why where that is not what was asked."""
         return self.loader.effective
 
@@ -69,14 +69,16 @@ def prepare(
     forward = compilation.apply(model, effective.plan, SimpleNamespace(length=len))
     effective = compilation.honoured(effective, forward)
     if why := memory.set_allocator(effective.plan, hardware.device):
-        effective = effective.but(Fallback("allocator", plan.allocator, "default", why))
+        effective = effective.with_fallbacks(Fallback("allocator", plan.allocator, "default", why))
     _refuse(effective, strict)
     if why := memory.checkpoint_blocks(model, effective.plan):
-        _refuse(effective := effective.but(Fallback("checkpointing", plan.checkpointing, "off", why)), strict)
+        _refuse(
+            effective := effective.with_fallbacks(Fallback("checkpointing", plan.checkpointing, "off", why)), strict
+        )
     got = effective.plan
     if got.precision != own_loader.DEFAULT["precision"]:
         precision.apply(got)
-    effective = effective.but(
+    effective = effective.with_fallbacks(
         *(Fallback("precision", plan.precision, got.precision, why) for why in precision.convert(model, got))
     )
     if got.channels_last:
@@ -110,7 +112,7 @@ def _checked(model: Any, optimizer: Any, loader: Any, device: str | torch.device
     return place
 
 
-def _settled(plan: Plan, model: nn.Module, optimizer: Any, loader: Any, hardware: Hardware) -> Effective:
+def _settled(plan: Plan, model: nn.Module, optimizer: Any, loader: Any, hardware: Hardware) -> EffectivePlan:
     """Return what `plan` becomes, as far as that is known before anything is changed."""
     fallbacks, got = list[Fallback](), dataclasses.asdict(plan)
     there = {"fused_optimizer": all(group.get("fused") for group in optimizer.param_groups)} | own_loader.asked(loader)
@@ -127,7 +129,7 @@ def _settled(plan: Plan, model: nn.Module, optimizer: Any, loader: Any, hardware
     fallbacks += resolved.fallbacks
     got.update(dataclasses.asdict(resolved.plan))
     note(_for_learner(got, model, optimizer, hardware))
-    return Effective(plan, Plan(**got), tuple(fallbacks))
+    return EffectivePlan(plan, Plan(**got), tuple(fallbacks))
 
 
 def _for_learner(got: dict[str, Any], model: nn.Module, optimizer: Any, hardware: Hardware) -> Iterator[tuple]:
@@ -155,7 +157,7 @@ def _for_learner(got: dict[str, Any], model: nn.Module, optimizer: Any, hardware
         yield "compile_scope", "model", "your loop calls loss and update: compile these there"
 
 
-def _refuse(effective: Effective, strict: bool) -> None:
+def _refuse(effective: EffectivePlan, strict: bool) -> None:
     for found in effective.fallbacks if strict else ():
         if found.asked != "auto" and found.got != getattr(effective.asked, found.field):
             raise PlanError(f"the plan cannot be honoured, and strict allows no fallback: {found}")

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from speedkit.data.auto import choose_workers
 from speedkit.data.cache import open_cache
-from speedkit.data.loader import Batches
+from speedkit.data.loader import BatchStream
 from speedkit.data.samples import loading
 from speedkit.data.shards import pack
 from speedkit.data.sources import write_quarantine
 from speedkit.errors import PlanError
 from speedkit.files import claim_folder, write_json, write_text
 from speedkit.hardware import cache_root, this_machine
-from speedkit.plan import Effective, Fallback, Plan, resolve
+from speedkit.plan import EffectivePlan, Fallback, Plan, resolve
 from speedkit.recipe import Recipe, learning_rates, steps_per_epoch
 from speedkit.settings import to_yaml
 from speedkit.train import attention, checkpoint, compilation, distributed, memory, optimizer, precision
@@ -38,7 +38,7 @@ class Run:
 
     workload: Any
     recipe: Recipe
-    effective: Effective
+    effective: EffectivePlan
     plan: Plan  # the effective one
     device: torch.device
     model: torch.nn.Module
@@ -51,8 +51,8 @@ class Run:
     set_learning_rate: Callable[[int], Any]  # for the step after so many
     scale: precision.LossScale | None
     guard: Guard
-    batches: Batches
-    test_batches: Batches
+    batches: BatchStream
+    test_batches: BatchStream
     total_steps: int | None  # None never ends
     scheduled: int  # steps that the learning rate is laid out for
     evaluate_every: int
@@ -121,7 +121,7 @@ def begin(
     test_plan = dataclasses.replace(plan, cache="off", shards=False) if endless else plan  # its test set is never seen
     model, update, scale, late = make_learner(workload, recipe, plan, device, ranks)
     forward = compilation.apply(model, plan, workload)
-    plan = (effective := allowed(compilation.honoured(effective.but(*late), forward), strict)).plan
+    plan = (effective := allowed(compilation.honoured(effective.with_fallbacks(*late), forward), strict)).plan
     total = recipe.total_steps(len(workload.train), plan.drop_last)
     guard = Guard(plan, model, update, scale, ranks is not None)
     run = Run(
@@ -168,7 +168,7 @@ def reproducibly() -> None:
     torch.use_deterministic_algorithms(True)
 
 
-def allowed(effective: Effective, strict: bool) -> Effective:
+def allowed(effective: EffectivePlan, strict: bool) -> EffectivePlan:
     """Return `effective`. Raises PlanError under `strict` for what came out late and is not as it was asked for."""
     # What is auto was to be chosen, and what is got as asked (8 bits, but for some layers) is told only.
     for found in effective.fallbacks:
@@ -194,25 +194,27 @@ def checked(recipe: Recipe, workload: Any) -> Recipe:
     return recipe
 
 
-def settled(workload: Any, recipe: Recipe, effective: Effective, device: torch.device) -> Effective:
+def settled(workload: Any, recipe: Recipe, effective: EffectivePlan, device: torch.device) -> EffectivePlan:
     """Return `effective` with what takes trying out: the allocator, and micro-batch and workers where they are auto."""
     memory.keep_freed_memory()
     if why := memory.set_allocator(effective.plan, device):
-        effective = effective.but(Fallback("allocator", effective.plan.allocator, "default", why))
+        effective = effective.with_fallbacks(Fallback("allocator", effective.plan.allocator, "default", why))
     effective = choose_micro_batch(workload, recipe, effective, device, make_learner, loss_under)
     return measure_workers(workload, recipe, effective, device)
 
 
-def open_batches(workload: Any, items: Any, plan: Plan, batch_size: int, seed: int | None, **options: Any) -> Batches:
+def open_batches(
+    workload: Any, items: Any, plan: Plan, batch_size: int, seed: int | None, **options: Any
+) -> BatchStream:
     """Return the stream of `items`, out of shards and a cache where the plan says so; what is missing is made."""
     share = options.pop("share", (0, 1))
     if plan.shards:
         items = pack(workload, items, Path(options["cache_dir"] or cache_root()) / "shards")
     cache = open_cache(workload, items, plan, **options) if plan.cache != "off" else None
-    return Batches(workload, items, plan, batch_size, seed, options["device"], cache, share)
+    return BatchStream(workload, items, plan, batch_size, seed, options["device"], cache, share)
 
 
-def measure_workers(workload: Any, recipe: Recipe, effective: Effective, device: torch.device) -> Effective:
+def measure_workers(workload: Any, recipe: Recipe, effective: EffectivePlan, device: torch.device) -> EffectivePlan:
     """Return `effective`, where workers="auto" with those that suit steps of a model made for this, not compiled."""
     plan = effective.plan
     if plan.workers != "auto":
@@ -227,7 +229,7 @@ def measure_workers(workload: Any, recipe: Recipe, effective: Effective, device:
 
     precision.apply(plan)
     chosen, why = choose_workers(workload, workload.train, plan, recipe.batch_size, device, compute)
-    found = effective.but(Fallback("workers", "auto", chosen.workers, why))
+    found = effective.with_fallbacks(Fallback("workers", "auto", chosen.workers, why))
     return dataclasses.replace(found, plan=chosen)  # with their kind, and whether they stay
 
 
