@@ -128,13 +128,15 @@ def test_a_field_is_applied_and_learns_the_same(plan, off, make, device):
 
 def test_each_field_has_its_effect():
     model, optimizer, loader = prepare(
-        Plan(precision="bf16", channels_last=True, fused_optimizer=True, workers=2, drop_last=True),
+        Plan(precision="bf16", channels_last=True, attention="math", fused_optimizer=True, workers=2, drop_last=True),
         *parts(batch_size=16),
     )
     inside = []
-    model.body[1].conv.register_forward_hook(lambda *call: inside.append((call[2].dtype, call[2].is_contiguous())))
+    model.body[1].conv.register_forward_hook(lambda *call: inside.extend((call[2].dtype, call[2].is_contiguous())))
+    model.hidden.register_forward_hook(lambda *call: inside.append(torch.nn.attention._cur_sdpa_kernel_backends()))
     inputs, _ = next(iter(loader))
-    assert model(inputs).dtype == torch.float32 and inside == [(torch.bfloat16, False)]
+    assert model(inputs).dtype == torch.float32
+    assert inside == [torch.bfloat16, False, [torch.nn.attention.SDPBackend.MATH]]
     assert optimizer.param_groups[0]["fused"] and (len(loader), loader.num_workers) == (2, 2)
     prepare(Plan(precision="tf32"), *parts())
     assert torch.get_float32_matmul_precision() == ("high" if torch.cuda.is_available() else "highest")

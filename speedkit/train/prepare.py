@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.utils._pytree import tree_map, tree_map_only
 from torch.utils.data import DataLoader, IterableDataset
@@ -230,7 +231,7 @@ def compile_in_place(prepared: Prepared) -> None:
     Where the shapes of batches differ, the second is compiled for any.
     """
     # Else the backward pass is compiled within the loop's loss.backward(), where a failure cannot be caught.
-    torch._functorch.config.force_non_lazy_backward_lowering = True
+    functorch_config.force_non_lazy_backward_lowering = True
     plan, modules = prepared.effective.plan, [prepared.model]
     if plan.compile_scope == "blocks":
         modules = [block for _, block in repeated_blocks(prepared.model)]
