@@ -91,8 +91,8 @@ def training(workload: Workload, plan: Plan, **options: Any) -> Iterator[tuple[A
 
 def windows_in_turns(sides: dict[str, Iterator[Any]], pairs: int, count: int) -> tuple[list[float], list[float]]:
     """Return the seconds of windows of `count` steps of two loops that take turns, after each has become steady."""
-    for steps_of_side in sides.values():
-        run_until_steady(functools.partial(next, steps_of_side), "cpu", max_s=5)
+    for steps_of_side in sides.values():  # for longer where more is measured: a quick run does not wait for quiet
+        run_until_steady(functools.partial(next, steps_of_side), "cpu", max_s=min(5.0, pairs / 10))
 
     def window(steps_of_side: Iterator[Any]) -> None:
         for _ in range(count):
