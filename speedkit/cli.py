@@ -1,4 +1,4 @@
-"""The command line: `speedkit hardware | train | doctor | climb | deploy | compare | bench | run | publish`."""
+"""The command line: `speedkit hardware | train | doctor | climb | deploy | compare | run | publish`."""
 
 import contextlib
 import dataclasses
@@ -280,25 +280,6 @@ def compare(plan_a: str, plan_b: str, workload: str, pairs: int, window: float, 
         for fallback in effective.fallbacks:
             click.echo(f"  {name}: {fallback}", err=True)
     return 1 if found.faster else 0
-
-
-@commands.command()
-@click.argument("names", nargs=-1, required=True, metavar="NAME...")
-@click.option("--json", "as_json", is_flag=True, help="print rows as JSON")
-def bench(names: tuple[str, ...], as_json: bool) -> int:
-    """Run benchmarks; a row each with its limit. Exit code 1 when a limit is not met."""
-    from speedkit.measure import bench as benchmarks
-    from speedkit.measure import bench_batch, bench_cache
-
-    known = benchmarks.BENCHMARKS | bench_batch.BENCHMARKS | bench_cache.BENCHMARKS
-    if unknown := [name for name in names if name not in known]:
-        raise UsageError(f"there is no benchmark {unknown[0]!r}: take {', '.join(known)}")
-    code = 0
-    for name in names:
-        for row in known[name]():
-            click.echo(json.dumps(row) if as_json else benchmarks.line(row))
-            code = code if row["passed"] else 1
-    return code
 
 
 @commands.command()

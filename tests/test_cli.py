@@ -123,7 +123,6 @@ def test_every_spelling_from_elsewhere_leads_to_an_option_and_value_of_today():
         (["train", "audio", "--epochs", "2", "--steps", "3"], "epochs or steps"),
         (["train", "audio", "--device", "tpu"], "tpu"),
         (["climb", "audio", "--budget", "soon"], "is no time"),
-        (["bench", "speed"], "there is no benchmark 'speed'"),
         (["run", "77"], "77"),
         (["publish"], "--all"),
         (["train", "audio", "--no-such-option"], "--no-such-option"),

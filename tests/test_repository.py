@@ -32,7 +32,7 @@ LAYERS = (
     {"deploy"},
     {"predict", "ladder", "closing", "climb"},
     {"show"},
-    {"notebooks", "publishing", "bench", "options", "cluster", "commands_cache", "commands_deploy", "cli", "__main__"},
+    {"notebooks", "publishing", "options", "cluster", "commands_cache", "commands_deploy", "cli", "__main__"},
 )
 TRAINING_LOOP = {"fit", "steps"}  # the one function that may take a page, in train/loop.py
 
