@@ -23,7 +23,8 @@ from speedkit.measure.stats import paired_interval
 from speedkit.measure.turns import in_turns
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
-from speedkit.train.loop import begin, close, steps
+from speedkit.train.loop import steps
+from speedkit.train.setup import setup_run
 from speedkit.workloads.workload import Batch, Workload
 
 # Features, hidden units, batch size: steps of about 0.4 ms, 1 ms, and well over 10 ms that no cache's size decides.
@@ -82,11 +83,11 @@ def ratio_of(what: str, ours: Sequence[float], others: Sequence[float], limit: f
 def training(workload: Workload, plan: Plan, **options: Any) -> Iterator[tuple[Any, Iterator[int]]]:
     """Yield a run on the CPU, set up and closed here, and the iterator that makes its steps."""
     with tempfile.TemporaryDirectory() as folder:
-        run = begin(workload, plan=plan, device="cpu", cache_dir=folder, **options)
+        run = setup_run(workload, plan=plan, device="cpu", cache_dir=folder, **options)
         try:
             yield run, steps(run)
         finally:
-            close(run)
+            run.close()
 
 
 def windows_in_turns(sides: dict[str, Iterator[Any]], pairs: int, count: int) -> tuple[list[float], list[float]]:

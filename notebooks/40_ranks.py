@@ -19,7 +19,8 @@ import torch.distributed as dist
 from speedkit import Plan, load_workload
 from speedkit.clock import timed
 from speedkit.measure.turns import in_turns
-from speedkit.train.loop import begin, close, steps
+from speedkit.train.loop import steps
+from speedkit.train.setup import setup_run
 
 SIZES = [4096 * 8**power for power in range(5)]  # bytes of the all-reduces that are timed, 4 KiB to 16 MiB
 LOSS_STEPS = 4  # whose losses are kept, to be compared with those of one process
@@ -44,8 +45,10 @@ def measure(workload, *, batch_size=128, strategy="ddp", device="auto", pairs=10
     whole = dataclasses.replace(recipe, batch_size=ranks * batch_size)
     plan = Plan(strategy=strategy, fused_optimizer=True, cache="device", drop_last=True)
 
-    together = begin(made, whole, dataclasses.replace(plan, ranks=ranks), device=device, endless=True, progress=False)
-    alone = begin(made, recipe, plan, device=device, endless=True, progress=False)
+    together = setup_run(
+        made, whole, dataclasses.replace(plan, ranks=ranks), device=device, endless=True, progress=False
+    )
+    alone = setup_run(made, recipe, plan, device=device, endless=True, progress=False)
     steps_together, steps_alone, target = steps(together), steps(alone), together.device
 
     # Warm up; the loss of all ranks is the sum of what each has of it.
@@ -74,7 +77,7 @@ def measure(workload, *, batch_size=128, strategy="ddp", device="auto", pairs=10
         measurements.append(in_turns(f"{name} against one", functions, pairs, target, dist.barrier))
 
     # The passes of rank 0 while the others wait, and all-reduces.
-    batch = alone.batches.next()
+    batch = alone.next_batch()
     forward = partial(made.loss, alone.model, batch, recipe)
     passes = {}
     if dist.get_rank() == 0:
@@ -101,10 +104,10 @@ def measure(workload, *, batch_size=128, strategy="ddp", device="auto", pairs=10
         "passes": passes,
         "all_reduce": reduced,
     }
-    together.ranks.gathered(None)  # nothing may be under way when a rank leaves
+    together.ranks.barrier()  # nothing may be under way when a rank leaves
     for side, run in ((steps_together, together), (steps_alone, alone)):
         side.close()
-        close(run)
+        run.close()
     return found
 
 

@@ -12,7 +12,8 @@ from tiny import points
 
 from speedkit.measure.provenance import notebooks_folder
 from speedkit.plan import Plan
-from speedkit.train.loop import begin, close, steps
+from speedkit.train.loop import steps
+from speedkit.train.setup import setup_run
 
 SCRIPT = notebooks_folder() / "40_ranks.py"
 WIDE = """
@@ -48,9 +49,9 @@ def test_two_ranks_measure_together_and_write_raw_seconds(tmp_path):
 
     # The losses are those of one process with the batches of both ranks.
     workload = points(train=64, hidden=512, schedule="constant", batch_size=16)
-    one = begin(workload, plan=Plan(fused_optimizer=True, drop_last=True), device="cpu", endless=True)
+    one = setup_run(workload, plan=Plan(fused_optimizer=True, drop_last=True), device="cpu", endless=True)
     expected = [float(one.last_loss) for _ in itertools.islice(steps(one), 4)]
-    close(one)
+    one.close()
     assert found["losses"] == pytest.approx(expected, rel=1e-5)
 
 

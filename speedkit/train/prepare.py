@@ -1,6 +1,5 @@
 """Apply a plan to a training loop that its author keeps."""
 
-import contextlib
 import dataclasses
 import functools
 import warnings
@@ -18,7 +17,8 @@ from speedkit.errors import PlanError, UsageError
 from speedkit.hardware import Hardware, this_machine
 from speedkit.plan import EffectivePlan, Fallback, Plan, resolve
 from speedkit.train import attention, memory, precision
-from speedkit.train.blocks import repeated_blocks
+from speedkit.train.compile import failure as failure_text
+from speedkit.train.compile import repeated_blocks
 
 # What only the loop and its data set can do, and how.
 IN_THE_LOOP = {
@@ -73,8 +73,7 @@ class Prepared:
         try:
             return compiled(*inputs, **named)
         except Exception as error:
-            message = " ".join(str(error).split("\n\n")[0].split())  # what follows are stacks and advice
-            reason = f"compiled code failed: {type(error).__name__}: {message[:300]}"
+            reason = f"compiled code failed: {failure_text(error)}"
         # An error of the model itself is raised here, as it would be without a plan.
         outputs = eager(*inputs, **named)
         failure = Fallback("compile", self.effective.plan.compile, "off", reason)
@@ -110,7 +109,8 @@ def prepare(
     check_strict(effective, strict)
     if effective.plan.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    if effective.plan.precision in AUTOCAST or effective.plan.attention != "auto":
+    attention.apply_attention(model, effective.plan)
+    if effective.plan.precision in AUTOCAST:
         # A partial of a bound method is copied along with the model; a closure would go on calling the original.
         model.forward = functools.partial(planned_forward, model.forward, effective.plan, device)
     if effective.plan.fused_optimizer:
@@ -210,18 +210,14 @@ def limits_of_model(
 def apply_precision(model: nn.Module, plan: Plan) -> list[str]:
     """Set the process-wide TF32 switches and swap in 8-bit layers as `plan` asks; return why some are left alone."""
     if plan.precision != DEFAULTS["precision"]:
-        precision.apply(plan)
-    return precision.convert(model, plan)
+        precision.set_matmul_precision(plan)
+    return precision.apply_float8(model, plan)
 
 
 def planned_forward(forward: Callable[..., Any], plan: Plan, device: torch.device, *inputs: Any, **named: Any) -> Any:
-    """Call `forward` under the plan's autocast and attention kernels; return outputs of 16 bits as float32."""
-    autocast: Any = precision.autocast(plan, device) or contextlib.nullcontext()
-    kernels: Any = attention.kernels(plan) or contextlib.nullcontext()
-    with autocast, kernels:
+    """Call `forward` under the plan's autocast; return outputs of 16 bits as float32."""
+    with precision.autocast(plan, device):
         outputs = forward(*inputs, **named)
-    if plan.precision not in AUTOCAST:
-        return outputs
     return tree_map_only(Tensor, lambda tensor: tensor.float() if tensor.dtype in HALF else tensor, outputs)
 
 
