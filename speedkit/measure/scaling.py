@@ -215,7 +215,7 @@ def measure(
 @click.option("--pairs", default=10)
 @click.option("--window-s", default=1.0, help="seconds of a window of all ranks, at least")
 @click.option("--out", required=True, help="file to write")
-def main(workload: str, batch_size: int, strategy: str, device: str, out: str, **more: Any) -> None:
+def main(workload: str, batch_size: int, strategy: Any, device: str, out: str, **more: Any) -> None:
     """Measure how WORKLOAD scales with the ranks that torchrun has started; write what was found as JSON."""
     try:
         if (ranks := int(os.environ.get("WORLD_SIZE", 1))) < 2:

@@ -189,7 +189,9 @@ def _said(plan: Plan, recipe: Recipe, places: Iterable[str]) -> Said:
     idle = {"compile_scope"}  # is part of what is said about compile; the others mean nothing beside these
     idle |= {"persistent_workers", "prefetch_factor", "worker_kind"} if plan.workers == 0 else set()
     idle |= {"cache_of", "cache_dtype"} if plan.cache == "off" else set()
-    refused = recipe.clip_norm and plan.precision not in ("fp32", "tf32") and {"lightning", "nemo"} & set(places)
+    refused = (
+        recipe.clip_norm and plan.precision not in ("default", "fp32", "tf32") and {"lightning", "nemo"} & set(places)
+    )
     for field, value in vars(plan).items():
         # Elsewhere other defaults hold: how often to read the loss, and on how many GPUs to train, is always said.
         if field in idle or (value == getattr(Plan(), field) and field not in ("log_every", "ranks")):

@@ -18,12 +18,12 @@ def apply(plan: Plan) -> None:
     cudnn has its own TF32 switch, on by default: without it "fp32" convolutions already run in TF32
     (https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices).
     """
-    tf32 = plan.precision != "fp32"
+    tf32 = plan.precision not in ("default", "fp32")  # by default PyTorch lets convolutions take TF32
     # The newer switches outrank these two where somebody has set them, and then the older getters raise.
     torch.backends.cudnn.fp32_precision = "none"
     torch.backends.fp32_precision = "none"  # type: ignore[attr-defined]
     torch.set_float32_matmul_precision("high" if tf32 and torch.cuda.is_available() else "highest")
-    torch.backends.cudnn.allow_tf32 = tf32
+    torch.backends.cudnn.allow_tf32 = plan.precision != "fp32"
 
 
 def autocast(plan: Plan, device: torch.device) -> torch.autocast | None:

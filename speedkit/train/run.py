@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from speedkit.config import to_yaml
 from speedkit.data.auto import choose_workers
 from speedkit.data.cache import open_cache
 from speedkit.data.loader import BatchStream
@@ -21,7 +22,6 @@ from speedkit.files import claim_folder, write_json, write_text
 from speedkit.hardware import cache_root, this_machine
 from speedkit.plan import EffectivePlan, Fallback, Plan, resolve
 from speedkit.recipe import Recipe, learning_rates, steps_per_epoch
-from speedkit.settings import to_yaml
 from speedkit.train import attention, checkpoint, compilation, distributed, memory, optimizer, precision
 from speedkit.train.batch_size import choose_micro_batch
 from speedkit.train.guard import Guard
@@ -68,11 +68,11 @@ class Run:
     ranks: distributed.Ranks | None = None  # this process among those of the run; None where it is the only one
     draws: bool | None = None  # whether a step draws from the global random generators; None before the first
 
-    def loss_in(self, name: str) -> Loss:
+    def loss_in(self, name: Any) -> Loss:
         """Return the loss as `loss`, but computed in the number format `name`."""
         return loss_under(dataclasses.replace(self.plan, precision=name), self.workload, self.device)
 
-    def set_precision(self, name: str) -> None:
+    def set_precision(self, name: Any) -> None:
         """Go on in the number format `name`, one that needs no loss scale."""
         self.plan, self.loss = dataclasses.replace(self.plan, precision=name), self.loss_in(name)
         self.scale = self.guard.scale = None
@@ -104,7 +104,7 @@ def begin(
     began_s = time.perf_counter()
     recipe = checked(recipe or workload.recipe, workload)
     device = (hardware := this_machine(distributed.own_device(plan, device))).device
-    effective = resolve(plan or Plan(), hardware, strict, workload)
+    effective = resolve(plan or Plan(), hardware, strict, workload=workload, batch_size=recipe.batch_size)
     share, ranks = (0, 1), distributed.join(effective.plan, recipe, device)
     if ranks is not None:
         share, resume = (ranks.rank, ranks.count), resume or distributed.started_again()
