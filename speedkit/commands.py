@@ -222,7 +222,9 @@ def read_trained(path: Path, workload: str | None, data: Values) -> tuple["Workl
         state = read(path, torch.device("cpu"))
         job = state["job"]
     except Exception as error:  # torch raises whatever its unpickler does
-        raise SpeedkitError(f"{path} cannot be read as a checkpoint: {' '.join(str(error).split())}") from error
+        raise SpeedkitError(
+            f"{path} cannot be read ({' '.join(str(error).split())}): take the one before it"
+        ) from error
     work = load_workload(workload or job["workload"], max_duration_s=job.get("max_duration_s"), **data)
     model, trained_on = work.model(), f"workload {job['workload']} with {job['train_items']} training items"
     with contextlib.suppress(RuntimeError):  # weights of other names or shapes

@@ -15,11 +15,11 @@ import yaml
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from speedkit.config import settings_of, to_yaml
 from speedkit.errors import PlanError
 from speedkit.hardware import this_machine
 from speedkit.plan import Plan, resolve
 from speedkit.recipe import Recipe
-from speedkit.settings import described, to_yaml
 from speedkit.show.frameworks import FRAMEWORKS, in_words
 
 RECIPE = Recipe(batch_size=8, epochs=1, clip_norm=1.0, weight_decay=0.0)
@@ -132,7 +132,7 @@ def test_plain_pytorch_trains_and_each_part_of_a_batch_weighs_what_it_should(pla
     assert all(not torch.equal(*both) for both in zip(before, found["model"].parameters(), strict=True))
     whole = follow("PyTorch", dataclasses.replace(plan, micro_batch=None))
     for ours, theirs in zip(found["model"].parameters(), whole["model"].parameters(), strict=True):
-        assert torch.allclose(ours, theirs, atol=1e-5 if plan.precision == "fp32" else 5e-3)
+        assert torch.allclose(ours, theirs, atol=1e-5 if plan.precision == "default" else 5e-3)
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
@@ -150,7 +150,7 @@ def test_lightning_trains(plan):
     trainer = follow("Lightning", plan, YourModule=Module)["trainer"]
     assert trainer.global_step == 3, "20 samples in batches of 8"
     # It has no float16 for a CPU, and says so.
-    assert trainer.precision == ("32-true" if plan.precision == "fp32" else "bf16-mixed")
+    assert trainer.precision == ("32-true" if plan.precision == "default" else "bf16-mixed")
     assert trainer.log_every_n_steps == plan.log_every and trainer.gradient_clip_val == 1.0
 
 
@@ -161,7 +161,7 @@ def test_accelerate_trains(plan):
     accelerator = found["accelerator"]
     parts = 1 if plan.micro_batch is None else 8 // plan.micro_batch
     assert accelerator.gradient_accumulation_steps == parts
-    assert accelerator.mixed_precision == {"fp32": "no"}.get(plan.precision, plan.precision)
+    assert accelerator.mixed_precision == {"default": "no"}.get(plan.precision, plan.precision)
     assert found["loader"].total_batch_size == 8 // parts
 
 
@@ -209,10 +209,10 @@ def test_nemo_reads_a_trainer_a_data_set_and_an_optimizer(plan):
 
 # ---- every field, every value ----
 
-OTHERS = {bool: True, int: 3}
+OTHERS = {"boolean": True, "integer": 3}
 VALUES = [
     (about.name, value)
-    for about in described(Plan)
+    for about in settings_of(Plan).values()
     for value in (*about.choices, *(OTHERS[kind] for kind in about.kinds if kind in OTHERS))
     if value != about.default
 ]

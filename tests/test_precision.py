@@ -178,13 +178,13 @@ def getters():
     "outside", [None, BACKENDS, BACKENDS.cudnn, BACKENDS.cudnn.conv, BACKENDS.cuda.matmul], ids=str
 )
 def test_no_getter_raises_whatever_precision_follows_which(outside):
-    for order in itertools.permutations(("fp32", "tf32", "fp16", "fp8")):
+    for order in itertools.permutations(("default", "fp32", "tf32", "fp8")):
         for name in order:
             if outside is not None:
                 outside.fp32_precision = "tf32"  # somebody uses the newer switches
             precision.apply(Plan(precision=name))
             matmul, cuda, cudnn, *newer = getters()
-            on_gpu = name != "fp32" and torch.cuda.is_available()
+            on_gpu = name not in ("default", "fp32") and torch.cuda.is_available()
             assert (matmul, cuda, cudnn) == ("high" if on_gpu else "highest", on_gpu, name != "fp32")
             assert newer == ["tf32" if on_gpu else "ieee", "none" if name == "fp32" else "tf32", "none"]
 
@@ -193,11 +193,12 @@ def test_a_format_that_the_machine_lacks_trains_in_what_it_has(monkeypatch):
     bare = dataclasses.replace(this_machine("cpu"), cpu_flags=())
     monkeypatch.setattr("speedkit.train.run.this_machine", lambda _: bare)
     plain, short = (
-        fit(points(), plan=Plan(precision=name, log_every=1), device="cpu", progress=False) for name in ("fp32", "fp8")
+        fit(points(), plan=Plan(precision=name, log_every=1), device="cpu", progress=False)
+        for name in ("default", "fp8")
     )
     assert short.loss == plain.loss
     [fallback] = short.effective.fallbacks
-    assert (fallback.asked, fallback.got) == ("fp8", "fp32") and "8.9" in fallback.why and "emulates" in fallback.why
+    assert (fallback.asked, fallback.got) == ("fp8", "default") and "8.9" in fallback.why and "emulates" in fallback.why
 
 
 def test_emulated_8_bits_run_on_any_machine():
