@@ -12,12 +12,12 @@ import yaml
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from speedkit.config import to_yaml
 from speedkit.errors import PlanError
 from speedkit.hardware import this_machine
 from speedkit.measure.provenance import notebooks_folder
 from speedkit.plan import Plan, resolve
 from speedkit.recipe import Recipe
-from speedkit.settings import to_yaml
 from speedkit.show.frameworks import FRAMEWORKS, in_words, read_table
 
 RECIPE = Recipe(batch_size=8)

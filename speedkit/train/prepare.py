@@ -100,7 +100,8 @@ def prepare(
     check_strict(effective, strict)
 
     # The order counts: 8-bit layers take the place of others, and what is compiled includes all the rest.
-    notes = [("precision", effective.plan.precision, note) for note in apply_precision(model, effective.plan)]
+    notes: list[tuple[str, str, str]] = []
+    notes += [("precision", effective.plan.precision, note) for note in apply_precision(model, effective.plan)]
     notes.append(("allocator", "default", memory.set_allocator(effective.plan, device)))
     notes.append(("checkpointing", "off", memory.checkpoint_blocks(model, effective.plan)))
     effective = effective.with_fallbacks(
