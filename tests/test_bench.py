@@ -2,7 +2,7 @@
 
 import pytest
 
-from speedkit.measure import bench, bench_cache
+from speedkit.measure import bench
 
 BRIEF = {
     "loop": (2, 2),
@@ -14,8 +14,7 @@ BRIEF = {
     "panel": (2, 20),
     "watch": (2,),
 }
-BRIEF |= {"cache-read": (70, 2), "cache-build": (60, 5), "cache-open": (1000,)}
-BENCHMARKS = bench.BENCHMARKS | bench_cache.BENCHMARKS
+BENCHMARKS = bench.BENCHMARKS
 
 
 @pytest.mark.slow
