@@ -94,7 +94,7 @@ def reading(count: int, turns: int) -> bool:
                 cache.gather(indices, CPU)
 
         def first() -> None:
-            cache.trusted[:] = False
+            cache.trusted[:], cache.unchecked = False, True
             later()
 
         mapped_s, first_s, later_s = in_turns([mapped, first, later], turns)

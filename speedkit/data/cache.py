@@ -40,7 +40,7 @@ __all__ = ["FeatureCache", "describe_caches", "open_cache", "repair_cache", "ver
 
 MEMORY_SHARE = 0.5  # a cache larger than this share of the free memory stays on disk
 ALONE_S = 0.1  # so long the process builds by itself: what is done by then needs no others
-OWN = ("values", "checksums", "entries", "place", "labels_there")  # what each process maps or loads for itself
+OWN = ("values", "checksums", "entries", "place", "on_device")  # what each process maps or loads for itself
 
 
 def open_cache(
@@ -131,8 +131,9 @@ class FeatureCache:
         # What comes along with the inputs of a batch: lengths where they differ, and targets.
         targets = list(map(workload.target, items))
         self.targets = torch.stack(targets) if isinstance(targets[0], Tensor) else torch.from_numpy(np.array(targets))
-        self.labels = [torch.from_numpy(self.lengths), self.targets] if self.varies else [self.targets]
-        self.trusted = np.zeros(len(items), bool)  # entries whose checksum has been compared
+        self.labels = [self.lengths, self.targets.numpy()] if self.varies else [self.targets.numpy()]
+        self.trusted = np.zeros(len(items), bool)  # [N] whose checksum has been compared
+        self.unchecked = True  # whether there are others
         self.usable = self.checksums[self.row] != 0
 
     def __len__(self) -> int:
@@ -200,10 +201,13 @@ class FeatureCache:
         """Map the files; the system shares their pages between all processes that do."""
         self.values = files.mapped(self.folder / files.VALUES, self.dtype, self.total)
         self.checksums = files.mapped(self.folder / files.CHECKSUMS, np.dtype(np.uint64), self.rows)
-        self.entries: Tensor | None = None  # [M, *shape] where all have one shape; item i is at place[i]
+        self._view()
+
+    def _view(self) -> None:
+        self.entries: np.ndarray | None = None  # [M, *shape] where all have one shape; item i is at place[i]
         if not self.varies:
-            self.entries = torch.from_numpy(self.values).view(-1, *self.shape)
-            self.place = torch.from_numpy(self.begin // math.prod(self.shape))
+            self.entries = self.values.reshape(-1, *self.shape)
+            self.place = self.begin // math.prod(self.shape)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in OWN} | {"where": "disk"}
@@ -295,34 +299,40 @@ class FeatureCache:
         whose entry is found to be damaged and can no longer be computed is left out.
         """
         device = torch.device(device)
-        if self.where == "device" and self.entries is not None:
-            longest = int(self.lengths[indices.numpy()].max(initial=0))  # known here: the device is not asked
-            places = _sent(indices, self.entries.device) if on_device is None else on_device
-            batch = self.entries[..., :longest].index_select(0, places)
-            labels = [column.index_select(0, places) for column in self.labels_there]
+        if self.where == "device":
+            # How long the longest is, is known here: the device is not asked.
+            longest = int(self.lengths[indices.numpy()].max(initial=0))
+            memory, *columns = self.on_device
+            there = _sent(indices, memory.device) if on_device is None else on_device
+            inputs = memory[..., :longest].index_select(0, there)
+            labels = [column.index_select(0, there) for column in columns]
         else:
-            indices, batch = self._copied(indices, pinned=device.type == "cuda")
-            labels = [column[indices] for column in self.labels]
-        inputs, *labels = (_sent(tensor, device) for tensor in (batch, *labels))
-        inputs = inputs.to(torch.float32)
+            at, rows = self._copied(indices.numpy(), pinned=device.type == "cuda")
+            inputs, *labels = rows, *(torch.from_numpy(column[at]) for column in self.labels)
+        if device.type != "cpu" or self.where == "device":
+            inputs, *labels = (_sent(tensor, device) for tensor in (inputs, *labels))
+        if self.dtype != np.float32:
+            inputs = inputs.to(torch.float32)
         return (inputs.mul_(1 / 32768) if self.dtype == np.int16 else inputs), *labels
 
-    def _copied(self, indices: Tensor, pinned: bool) -> tuple[Tensor, Tensor]:
-        """Return (indices [B], a copy of their entries [B, ..., T] as they are kept), without those that are lost."""
-        at = indices.numpy()
-        longest = int(self.lengths[at].max(initial=0))
-        batch = torch.empty(len(at), *self.shape[:-1], longest, dtype=self.torch_dtype, pin_memory=pinned)
-        copies: Any = batch.numpy()
-        if self.entries is not None:
-            torch.index_select(self.entries[..., :longest], 0, self.place[indices], out=batch)
-        else:
+    def _copied(self, at: np.ndarray, pinned: bool = False) -> tuple[np.ndarray, Tensor]:
+        """Return (`at` [B], a copy of the entries there [B, ..., T] as they are kept), without those that are lost."""
+        copies: Any
+        if self.entries is None:
+            longest = int(self.lengths[at].max(initial=0))
+            batch = torch.zeros(len(at), *self.shape[:-1], longest, dtype=self.torch_dtype, pin_memory=pinned)
             copies = [self._entry(index) for index in at.tolist()]
             for row, entry, length in zip(batch.numpy(), copies, self.lengths[at].tolist(), strict=True):
                 row[..., :length] = entry.reshape(*self.shape[:-1], length)
-                row[..., length:] = 0
-        if self._check(at, copies):
-            return indices, batch
-        return self._copied(indices[torch.from_numpy(self.usable[at])], pinned)
+        elif pinned:
+            batch = torch.empty(len(at), *self.shape, dtype=self.torch_dtype, pin_memory=True)
+            copies = np.take(self.entries, self.place[at], axis=0, out=batch.numpy(), mode="clip")  # straight into it
+        else:
+            copies = self.entries.take(self.place[at], axis=0)
+            batch = torch.from_numpy(copies)
+        if not self.unchecked or self._check(at, copies):
+            return at, batch
+        return self._copied(at[self.usable[at]], pinned)
 
     def _check(self, at: np.ndarray, copies: Any) -> bool:
         """Compare entries touched for the first time with their checksums; return whether all are as they were written.
@@ -330,21 +340,22 @@ class FeatureCache:
         `copies` are the entries just read, still in the CPU's cache. Those that differ are computed again, in place.
         """
         new = np.flatnonzero(~self.trusted[at])
-        if not len(new):
-            return True
         touched = at[new]
         seeds = self.key[touched].tolist()
         hashes = [xxh3_64_intdigest(copies[place], seed) for place, seed in zip(new.tolist(), seeds, strict=True)]
-        damaged = np.unique(touched[np.array(hashes, np.uint64) != self.checksums[self.row[touched]]])
+        good = np.array(hashes, np.uint64) == self.checksums[self.row[touched]]
         self.trusted[touched] = True
-        if len(damaged) and not self.recomputed:
+        self.unchecked = self.unchecked and (not good.all() or not self.trusted[self.usable].all())
+        if good.all():
+            return True
+        if not self.recomputed:
             print(
-                f"speedkit: an entry of the feature cache {self.folder} is not as it was written; it is computed again, "
+                f"speedkit: an entry of the feature cache {self.folder} is not as it was written: it is computed again, "
                 "and so is any other like it",
                 file=sys.stderr,
             )
-        self.recomputed += len(damaged)
-        return not self._mend(damaged)
+        self.recomputed += self._mend(np.unique(touched[~good]))
+        return False
 
     def _mend(self, indices: np.ndarray) -> int:
         """Compute entries again; return how many."""
@@ -361,13 +372,20 @@ class FeatureCache:
         if asked != "disk" and needed > MEMORY_SHARE * free:
             why_not = f"; {needed / 1e6:.3g} MB are more than half of the {free / 1e6:.3g} MB free in {asked}"
         elif asked != "disk":
-            loaded = torch.zeros(shape, dtype=self.torch_dtype, device=target)
-            for part in torch.from_numpy(np.flatnonzero(self.usable)).split(256):
-                part, batch = self._copied(part, pinned=False)
-                loaded[part.to(target), ..., : batch.shape[-1]] = batch.to(target)
-            self.entries, self.place, self.where = loaded, torch.arange(len(self)), "ram"
-            if target.type != "cpu":
-                self.labels_there, self.where = [column.to(target) for column in self.labels], "device"
+            if asked == "device" and target.type != "cpu":
+                memory = torch.zeros(shape, dtype=self.torch_dtype, device=target)
+                for at, batch in self._all():
+                    memory[torch.from_numpy(at).to(target), ..., : batch.shape[-1]] = batch.to(target)
+                columns = [torch.from_numpy(column).to(target) for column in self.labels]
+                self.on_device, self.where = [memory, *columns], "device"
+            else:
+                begin = np.cumsum(self.count) - self.count
+                values = np.empty(self.count.sum(), self.dtype)
+                for at, batch in self._all():
+                    for index, row in zip(at.tolist(), batch.numpy()):
+                        values[begin[index]: begin[index] + self.count[index]] = row[..., :self.lengths[index]].reshape(-1)
+                self.values, self.begin, self.where = values, begin, "ram"
+                self._view()
         built = f"{self.built} entries computed in {self.build_s:.2g} s" if self.built else "all entries were there"
         self.why = f"cache={self.where}: {self.count.sum() * self.dtype.itemsize / 1e6:.3g} MB, {built}{why_not}"
 
