@@ -300,20 +300,21 @@ class FeatureCache:
         """
         device = torch.device(device)
         if self.where == "device":
-            # How long the longest is, is known here: the device is not asked.
-            longest = int(self.lengths[indices.numpy()].max(initial=0))
+            longest = int(self.lengths[indices.numpy()].max(initial=0))  # known here: the device is not asked
             memory, *columns = self.on_device
-            there = _sent(indices, memory.device) if on_device is None else on_device
-            inputs = memory[..., :longest].index_select(0, there)
-            labels = [column.index_select(0, there) for column in columns]
+            places = _sent(indices, memory.device) if on_device is None else on_device
+            inputs = memory[..., :longest].index_select(0, places)
+            labels = [column.index_select(0, places) for column in columns]
         else:
-            at, rows = self._copied(indices.numpy(), pinned=device.type == "cuda")
-            inputs, *labels = rows, *(torch.from_numpy(column[at]) for column in self.labels)
-        if device.type != "cpu" or self.where == "device":
+            at, inputs = self._copied(indices.numpy(), pinned=device.type == "cuda")
+            labels = [torch.from_numpy(column[at]) for column in self.labels]
+        if self.where == "device" or device.type != "cpu":
             inputs, *labels = (_sent(tensor, device) for tensor in (inputs, *labels))
         if self.dtype != np.float32:
-            inputs = inputs.to(torch.float32)
-        return (inputs.mul_(1 / 32768) if self.dtype == np.int16 else inputs), *labels
+            inputs = inputs.to(torch.float32)  # there, and not before: fewer bytes travel
+        if self.dtype == np.int16:
+            inputs.mul_(1 / 32768)
+        return inputs, *labels
 
     def _copied(self, at: np.ndarray, pinned: bool = False) -> tuple[np.ndarray, Tensor]:
         """Return (`at` [B], a copy of the entries there [B, ..., T] as they are kept), without those that are lost."""
@@ -368,24 +369,24 @@ class FeatureCache:
         """Load all entries where they are asked to be, if they fit into half of what is free there; say so in `why`."""
         why_not, target = "", device if asked == "device" else torch.device("cpu")
         shape = (len(self), *self.shape[:-1], int(self.lengths.max()))  # each padded to the longest
+        parts = np.array_split(np.flatnonzero(self.usable), 1 + len(self) // 256)
         needed, free = math.prod(shape) * self.dtype.itemsize, _free_bytes(target)
         if asked != "disk" and needed > MEMORY_SHARE * free:
             why_not = f"; {needed / 1e6:.3g} MB are more than half of the {free / 1e6:.3g} MB free in {asked}"
+        elif target.type != "cpu":
+            memory = torch.zeros(shape, dtype=self.torch_dtype, device=target)
+            for part in parts:
+                at, batch = self._copied(part)
+                memory[torch.from_numpy(at).to(target), ..., : batch.shape[-1]] = batch.to(target)
+            columns = [torch.from_numpy(column).to(target) for column in self.labels]
+            self.on_device, self.where = [memory, *columns], "device"
         elif asked != "disk":
-            if asked == "device" and target.type != "cpu":
-                memory = torch.zeros(shape, dtype=self.torch_dtype, device=target)
-                for at, batch in self._all():
-                    memory[torch.from_numpy(at).to(target), ..., : batch.shape[-1]] = batch.to(target)
-                columns = [torch.from_numpy(column).to(target) for column in self.labels]
-                self.on_device, self.where = [memory, *columns], "device"
-            else:
-                begin = np.cumsum(self.count) - self.count
-                values = np.empty(self.count.sum(), self.dtype)
-                for at, batch in self._all():
-                    for index, row in zip(at.tolist(), batch.numpy()):
-                        values[begin[index]: begin[index] + self.count[index]] = row[..., :self.lengths[index]].reshape(-1)
-                self.values, self.begin, self.where = values, begin, "ram"
-                self._view()
+            for part in parts:
+                self._copied(part)  # which compares them with their checksums
+            begin = np.cumsum(self.count) - self.count
+            values = np.concatenate([self._entry(index) for index in range(len(self))])
+            self.values, self.begin, self.where = values, begin, "ram"
+            self._view()
         built = f"{self.built} entries computed in {self.build_s:.2g} s" if self.built else "all entries were there"
         self.why = f"cache={self.where}: {self.count.sum() * self.dtype.itemsize / 1e6:.3g} MB, {built}{why_not}"
 
