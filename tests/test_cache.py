@@ -104,6 +104,7 @@ def content(folder):
 @pytest.mark.parametrize("where", ["disk", "ram"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 0.0), ("float16", 5e-4)])  # 11 bits of precision
 def test_gathered_rows_are_the_live_features(workload, opened, where, dtype, tolerance):
+    opened(workload, items=workload.train[::-1], cache_dtype=dtype)  # another order on disk
     cache, indices = opened(workload, cache=where, cache_dtype=dtype), torch.tensor([7, 0, 19, 7])
     for found in (cache, pickle.loads(pickle.dumps(cache))):
         inputs, targets = found.gather(indices, CPU)
@@ -184,7 +185,7 @@ def test_what_no_cache_can_be_made_of_is_an_error(workload, opened, tmp_path):
     with pytest.raises(SpeedkitError, match=r"cannot be written to .*--cache-dir"):
         opened(workload, folder=workload.train[0].path)
     with pytest.raises(FileNotFoundError):  # of the workload's own reading: none of the cache's
-        opened(dataclasses.replace(workload, load=lambda item: open("absent")))
+        opened(dataclasses.replace(workload, load=lambda item: os.stat("absent")))
     for item in workload.train:
         Path(item.path).unlink()
     with pytest.raises(SpeedkitError, match=r"none of the 20 files of points can be read; .*it is missing"):
@@ -246,8 +247,8 @@ class Loud:
 
 
 def test_the_fingerprint_changes_with_each_thing_that_all_entries_depend_on(workload, tmp_path, monkeypatch):
-    def of(plan=Plan(), **changes):
-        return str(fingerprint(dataclasses.replace(workload, **changes), plan))
+    def of(plan=None, **changes):
+        return str(fingerprint(dataclasses.replace(workload, **changes), plan or Plan()))
 
     def edited(text):
         (tmp_path / "edited.py").write_text(text)
@@ -409,7 +410,7 @@ def damaged_and_mended(workload, opened, root, kinds):
         for where in ("disk", "ram"):
             assert torch.equal(served(opened(workload, folder="copy", cache=where)), expected), f"{name} was served"
         shutil.rmtree(root / "copy")
-        opened(workload).repair()
+        opened(workload, cache="ram").repair()
         assert content(folder) == before and verify_cache(folder) == []
         assert (folder / "index.npz").read_bytes() == index
 

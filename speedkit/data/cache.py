@@ -40,7 +40,15 @@ __all__ = ["FeatureCache", "describe_caches", "open_cache", "repair_cache", "ver
 
 MEMORY_SHARE = 0.5  # a cache larger than this share of the free memory stays on disk
 ALONE_S = 0.1  # so long the process builds by itself: what is done by then needs no others
-OWN = ("values", "checksums", "entries", "place", "on_device")  # what each process maps or loads for itself
+OWN = (
+    "values",
+    "checksums",
+    "source",
+    "begin",
+    "entries",
+    "place",
+    "on_device",
+)  # what each process maps or loads for itself
 
 
 def open_cache(
@@ -124,7 +132,7 @@ class FeatureCache:
         self.lengths = np.fromiter(lengths, np.int64, len(items))  # [N] the last dimension of each entry
         self.count = self.lengths * math.prod(self.shape[:-1])
         index = self._complete(index, about)
-        self.key, self.begin = index["key"][self.row], index["begin"][self.row]
+        self.key, self.offset = index["key"][self.row], index["begin"][self.row]
         self.total, self.rows = int((index["begin"] + index["count"]).max()), len(index["key"])
         self._map()
 
@@ -201,13 +209,13 @@ class FeatureCache:
         """Map the files; the system shares their pages between all processes that do."""
         self.values = files.mapped(self.folder / files.VALUES, self.dtype, self.total)
         self.checksums = files.mapped(self.folder / files.CHECKSUMS, np.dtype(np.uint64), self.rows)
-        self._view()
+        self._serve(self.values, self.offset)
 
-    def _view(self) -> None:
-        self.entries: np.ndarray | None = None  # [M, *shape] where all have one shape; item i is at place[i]
-        if not self.varies:
-            self.entries = self.values.reshape(-1, *self.shape)
-            self.place = self.begin // math.prod(self.shape)
+    def _serve(self, source: np.ndarray, begin: np.ndarray) -> None:
+        """Gather entries out of `source` from now on, where that of item i begins at begin[i]."""
+        self.source, self.begin, self.entries = source, begin, None
+        if not self.varies:  # then they are rows, item i that at place[i]
+            self.entries, self.place = source.reshape(-1, *self.shape), begin // math.prod(self.shape)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in OWN} | {"where": "disk"}
@@ -244,7 +252,7 @@ class FeatureCache:
             yield from DataLoader(
                 parts,  # type: ignore[arg-type]
                 batch_size=None,
-                collate_fn=self._write,
+                collate_fn=self._write,  # type: ignore[arg-type]
                 num_workers=workers,
                 in_order=False,
                 worker_init_fn=start_worker,
@@ -266,8 +274,8 @@ class FeatureCache:
                     f"{_name(self.items[index])} has features of shape {list(values.shape)}, others have "
                     f"{list(self.shape)}: where lengths differ, the workload's `length` must tell them"
                 )
-            self._entry(index)[:] = values.reshape(-1)
-            self.checksums[self.row[index]] = xxh3_64_intdigest(values, seed=int(self.key[index]))
+            self.values[self.offset[index] :][: values.size] = values.reshape(-1)
+            self.checksums[self.row[index]] = xxh3_64_intdigest(values.data, int(self.key[index]))
         return len(indices), bad
 
     def _note(self, outcome: Any) -> None:
@@ -285,9 +293,6 @@ class FeatureCache:
         if not np.isfinite(scaled).all() or not np.isfinite(values).all():
             raise BadItem(_name(item), f"its features hold NaN, infinity or numbers beyond {self.dtype}")
         return values
-
-    def _entry(self, index: int) -> np.ndarray:
-        return self.values[self.begin[index] : self.begin[index] + self.count[index]]
 
     def gather(
         self, indices: Tensor, device: torch.device | str, *, on_device: Tensor | None = None
@@ -322,7 +327,8 @@ class FeatureCache:
         if self.entries is None:
             longest = int(self.lengths[at].max(initial=0))
             batch = torch.zeros(len(at), *self.shape[:-1], longest, dtype=self.torch_dtype, pin_memory=pinned)
-            copies = [self._entry(index) for index in at.tolist()]
+            spans = zip(self.begin[at].tolist(), self.count[at].tolist(), strict=True)
+            copies = [self.source[begin : begin + count] for begin, count in spans]
             for row, entry, length in zip(batch.numpy(), copies, self.lengths[at].tolist(), strict=True):
                 row[..., :length] = entry.reshape(*self.shape[:-1], length)
         elif pinned:
@@ -351,8 +357,8 @@ class FeatureCache:
             return True
         if not self.recomputed:
             print(
-                f"speedkit: an entry of the feature cache {self.folder} is not as it was written: it is computed again, "
-                "and so is any other like it",
+                f"speedkit: an entry of the feature cache {self.folder} is not as it was written: it is computed "
+                "again, and so is any other like it",
                 file=sys.stderr,
             )
         self.recomputed += self._mend(np.unique(touched[~good]))
@@ -383,10 +389,10 @@ class FeatureCache:
         elif asked != "disk":
             for part in parts:
                 self._copied(part)  # which compares them with their checksums
-            begin = np.cumsum(self.count) - self.count
-            values = np.concatenate([self._entry(index) for index in range(len(self))])
-            self.values, self.begin, self.where = values, begin, "ram"
-            self._view()
+            spans = zip(self.offset.tolist(), self.count.tolist(), strict=True)
+            values = np.concatenate([self.values[begin : begin + count] for begin, count in spans])
+            self._serve(values, np.cumsum(self.count) - self.count)
+            self.where = "ram"
         built = f"{self.built} entries computed in {self.build_s:.2g} s" if self.built else "all entries were there"
         self.why = f"cache={self.where}: {self.count.sum() * self.dtype.itemsize / 1e6:.3g} MB, {built}{why_not}"
 

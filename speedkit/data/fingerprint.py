@@ -63,7 +63,7 @@ class _Content(pickle.Pickler):
         parts: Any = None
         if isinstance(value, Tensor):
             flat = value.detach().cpu().flatten().view(torch.uint8)
-            parts = str(value.dtype), tuple(value.shape), xxh3_128_hexdigest(flat.numpy())
+            parts = str(value.dtype), tuple(value.shape), xxh3_128_hexdigest(flat.numpy().data)
         elif isinstance(value, functools.partial):
             parts = value.func, value.args, sorted(value.keywords.items())
         elif isinstance(value, types.FunctionType):
