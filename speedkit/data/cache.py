@@ -4,6 +4,7 @@ A build that is killed loses the entry it was at. An entry that does not match i
 computed again, in place. Other parameters, code or library versions mean another folder: stale features are not served.
 """
 
+import errno
 import hashlib
 import importlib
 import json
@@ -12,7 +13,6 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,10 @@ from xxhash import xxh3_64_intdigest
 from speedkit.data import cache_files as files
 from speedkit.data.cache_files import describe_caches, verify_cache
 from speedkit.data.decode import BadItem
-from speedkit.data.fingerprint import described, fingerprint
+from speedkit.data.fingerprint import fingerprint
 from speedkit.data.samples import loading
 from speedkit.data.workers import start_worker
 from speedkit.errors import SpeedkitError, UsageError
-from speedkit.files import write_json
 from speedkit.hardware import cache_root
 from speedkit.plan import Plan
 from speedkit.system import usable_cores, usable_ram_bytes
@@ -131,7 +130,8 @@ class FeatureCache:
         lengths = map(workload.length, items) if self.varies else [self.shape[-1]] * len(items)
         self.lengths = np.fromiter(lengths, np.int64, len(items))  # [N] the last dimension of each entry
         self.count = self.lengths * math.prod(self.shape[:-1])
-        index = self._complete(index, about)
+        about |= {"shape": self.shape, "dtype": self.dtype.name, "itemsize": self.dtype.itemsize}
+        index, self.row = files.completed(folder, index, items, self.count, about)
         self.key, self.offset = index["key"][self.row], index["begin"][self.row]
         self.total, self.rows = int((index["begin"] + index["count"]).max()), len(index["key"])
         self._map()
@@ -159,51 +159,6 @@ class FeatureCache:
     def _unreadable(self) -> SpeedkitError:
         path, why = next(iter(self.bad.items()))
         return SpeedkitError(f"none of the {len(self.items)} files of {self.name} can be read; {path}: {why}")
-
-    def _complete(self, index: files.Index | None, about: dict[str, Any]) -> files.Index:
-        """Set each item's `row` in the index; return the index with new items added and changed ones to be computed.
-
-        Where entries lie depends on the items alone, and not on who computes what when: a build that was killed and
-        went on ends with the bytes of one that was not.
-        """
-        kinds = [("key", np.uint64), ("size", np.int64), ("modified_ns", np.int64)]
-        sources = np.fromiter(map(_source, self.items), kinds, len(self.items))
-        columns = {name: sources[name] for name, _ in kinds}
-        columns |= {"begin": np.zeros_like(self.count), "count": self.count}
-        if index is None:  # then nothing tells what the other files hold
-            with files.writing(self.folder):
-                for name in (files.CHECKSUMS, files.VALUES):
-                    (self.folder / name).unlink(missing_ok=True)
-            index = {name: column[:0] for name, column in columns.items()}
-            index |= {"shape": np.array(self.shape), "dtype": np.empty(0, self.dtype)}
-        known = len(index["key"])
-        self.row, added = _rows(index["key"], columns["key"])
-        if len(added):
-            index |= {name: np.concatenate([index[name], column[added]]) for name, column in columns.items()}
-
-        # New entries, and those that have another length now, get room at the end.
-        moved = index["count"][self.row] != self.count
-        changed = moved.copy()
-        for name in ("size", "modified_ns"):
-            changed |= index[name][self.row] != columns[name]
-        homeless = np.union1d(self.row[moved], np.arange(known, known + len(added)))
-        if not changed.any() and not len(homeless):
-            return index
-        end = int((index["begin"] + index["count"])[:known].max(initial=0))
-        for name in ("size", "modified_ns", "count"):
-            index[name][self.row] = columns[name]
-        counts = index["count"][homeless]
-        index["begin"][homeless] = end + np.cumsum(counts) - counts
-
-        # Checksums first: a kill in between makes for too much to compute, never for too little.
-        checksums = files.mapped(self.folder / files.CHECKSUMS, np.dtype(np.uint64), len(index["key"]))
-        checksums[np.union1d(homeless, self.row[changed])] = 0
-        names = (files.read_about(self.folder).get("items", []) + ["?"] * known)[:known]
-        about["items"] = names + [_name(self.items[place]) for place in added.tolist()]
-        with files.writing(self.folder):
-            write_json(self.folder / files.ABOUT, about)
-            files.write_index(self.folder, index)
-        return index
 
     def _map(self) -> None:
         """Map the files; the system shares their pages between all processes that do."""
@@ -233,8 +188,9 @@ class FeatureCache:
             for outcome in self._written(missing, workers):
                 self._note(outcome)
                 self.built += outcome[0] - len(outcome[1])
-                if self.built and not os.access(self.folder, os.W_OK):
-                    raise files.unwritable(self.folder, "it is read-only, and entries are missing")
+                with files.writing(self.folder):
+                    if self.built and not os.access(self.folder, os.W_OK):
+                        raise OSError(errno.EROFS, "it is read-only, and entries are missing")
                 bar.update(outcome[0])
         self.build_s = time.perf_counter() - began_s
         self.usable = self.checksums[self.row] != 0
@@ -271,7 +227,7 @@ class FeatureCache:
                 continue
             if values.shape != (*self.shape[:-1], self.lengths[index]):
                 return SpeedkitError(
-                    f"{_name(self.items[index])} has features of shape {list(values.shape)}, others have "
+                    f"{files.name_of(self.items[index])} has features of shape {list(values.shape)}, others have "
                     f"{list(self.shape)}: where lengths differ, the workload's `length` must tell them"
                 )
             self.values[self.offset[index] :][: values.size] = values.reshape(-1)
@@ -291,7 +247,7 @@ class FeatureCache:
             scaled = (raw * 32768).round().clip(-32768, 32767) if self.dtype == np.int16 else raw
             values = np.ascontiguousarray(scaled.astype(self.dtype))
         if not np.isfinite(scaled).all() or not np.isfinite(values).all():
-            raise BadItem(_name(item), f"its features hold NaN, infinity or numbers beyond {self.dtype}")
+            raise BadItem(files.name_of(item), f"its features hold NaN, infinity or numbers beyond {self.dtype}")
         return values
 
     def gather(
@@ -418,35 +374,6 @@ def _folder(about: dict[str, Any], cache_dir: str | Path | None) -> Path:
     digest = hashlib.sha256(json.dumps(about["fingerprint"], sort_keys=True).encode()).hexdigest()
     root = Path(cache_dir) if cache_dir else cache_root() / "features"
     return root / f"{about['workload']}-{digest[:16]}".replace("/", "_")
-
-
-def _name(item: Any) -> str:
-    """Return what the cache calls an item: the path of its file, or all that it is."""
-    path = getattr(item, "path", None)
-    if path is None:
-        return described(item)
-    return os.path.join(os.getcwd(), str(path)) if os.path.exists(path) else str(path)
-
-
-def _source(item: Any) -> tuple[int, int, int]:
-    """Return (hash of an item's name, size and time of change of its file, -1 without one)."""
-    status = None
-    if getattr(item, "path", None) is not None:
-        with suppress(OSError, ValueError):
-            status = os.stat(item.path)  # of a member of a tar: the tar
-    return files.key_of(_name(item)), *((-1, -1) if status is None else (status.st_size, status.st_mtime_ns))
-
-
-def _rows(known: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (the row of each of `keys` [N], the places of those among them that are new and get rows at the end)."""
-    begin = np.flatnonzero(known == keys[0])
-    if len(begin) and np.array_equal(known[begin[0] : begin[0] + len(keys)], keys):  # a list that was kept as it is
-        return begin[0] + np.arange(len(keys)), np.zeros(0, np.int64)
-    _, first, inverse = np.unique(np.concatenate([known, keys]), return_index=True, return_inverse=True)
-    first = first[inverse[len(known) :]]
-    added = np.unique(first[first >= len(known)])
-    rows = np.where(first < len(known), first, len(known) + np.searchsorted(added, first))
-    return rows, added - len(known)
 
 
 def _sent(tensor: Tensor, device: torch.device) -> Tensor:

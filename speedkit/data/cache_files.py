@@ -1,4 +1,4 @@
-"""The files of a feature cache: mapped, locked, described and verified, without the workload that made them.
+"""The files of a feature cache: mapped, locked, indexed, described and verified.
 
 values.bin     the entries, one after another
 checksums.bin  the xxh3 of each entry; 0 means "not computed yet", so writing a checksum commits its entry
@@ -11,7 +11,7 @@ import contextlib
 import io
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +19,14 @@ import numpy as np
 from filelock import FileLock
 from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
+from speedkit.data.fingerprint import described
 from speedkit.errors import SpeedkitError, UsageError
-from speedkit.files import atomic
+from speedkit.files import atomic, write_json
 
 VALUES, CHECKSUMS, INDEX, ABOUT = "values.bin", "checksums.bin", "index.npz", "about.json"
-Index = dict[str, np.ndarray]  # key, size, modified_ns, begin, count of each entry; shape and dtype of all
-
-
-def unwritable(folder: Path, why: str | None) -> SpeedkitError:
-    """Return the error of a folder that cannot be written."""
-    return SpeedkitError(
-        f"the feature cache cannot be written to {folder} ({why}); what is complete is kept: make room or name another "
-        "folder with --cache-dir, and start again"
-    )
+Index = dict[
+    str, np.ndarray
+]  # key, size, modified_ns, begin, count of each entry; shape and itemsize (bytes of a value) of all
 
 
 @contextlib.contextmanager
@@ -40,7 +35,10 @@ def writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise unwritable(folder, error.strerror) from error
+        raise SpeedkitError(
+            f"the feature cache cannot be written to {folder} ({error.strerror}); what is complete is kept: make room "
+            "or name another folder with --cache-dir, and start again"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -95,14 +93,88 @@ def read_about(folder: Path) -> dict[str, Any]:
     """Return what about.json says; an empty one where it is damaged."""
     with contextlib.suppress(OSError, ValueError):
         about = json.loads((folder / ABOUT).read_text())
-        if isinstance(about, dict) and {"workload", "made_by", "plan", "fingerprint", "items"} <= about.keys():
+        if isinstance(about, dict) and {"workload", "made_by", "plan", "dtype", "fingerprint", "items"} <= about.keys():
             return about
     return {}
+
+
+def name_of(item: Any) -> str:
+    """Return what the cache calls an item: the path of its file, or what it is made of."""
+    path = getattr(item, "path", None)
+    if path is None:
+        return described(item)
+    return os.path.join(os.getcwd(), str(path)) if os.path.exists(path) else str(path)
 
 
 def key_of(name: str) -> int:
     """Return the hash of an item's name."""
     return xxh3_64_intdigest(name.encode("utf-8", "surrogateescape"))
+
+
+def _source(item: Any) -> tuple[int, int, int]:
+    """Return (key of an item, size and time of change of its file, -1 without one)."""
+    size = modified_ns = -1
+    if getattr(item, "path", None) is not None:
+        with contextlib.suppress(OSError, ValueError):
+            status = os.stat(item.path)  # of a member of a tar: the tar
+            size, modified_ns = status.st_size, status.st_mtime_ns
+    return key_of(name_of(item)), size, modified_ns
+
+
+def _rows(known: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return (the row of each of `keys` [N], the places of those among them that are new and get rows at the end)."""
+    begin = np.flatnonzero(known == keys[0])
+    if len(begin) and np.array_equal(known[begin[0] : begin[0] + len(keys)], keys):  # a list that was kept as it is
+        return begin[0] + np.arange(len(keys)), np.zeros(0, np.int64)
+    _, first, inverse = np.unique(np.concatenate([known, keys]), return_index=True, return_inverse=True)
+    first = first[inverse[len(known) :]]  # where in both each key is first
+    added = np.unique(first[first >= len(known)])
+    rows = np.where(first < len(known), first, len(known) + np.searchsorted(added, first))
+    return rows, added - len(known)
+
+
+def completed(
+    folder: Path, index: Index | None, items: Sequence[Any], count: np.ndarray, about: dict[str, Any]
+) -> tuple[Index, np.ndarray]:
+    """Return (the index with new items added and changed ones to be computed again, the row of each item in it).
+
+    `count` [N] are the values of each entry. Where these lie depends on the items alone, and not on who computes what
+    when: a build that was killed and went on ends with the bytes of one that was not.
+    """
+    kinds = [("key", np.uint64), ("size", np.int64), ("modified_ns", np.int64)]
+    sources = np.fromiter(map(_source, items), kinds, len(items))
+    columns = {name: sources[name] for name, _ in kinds} | {"begin": np.zeros_like(count), "count": count}
+    if index is None:  # then nothing tells what the other files hold
+        with writing(folder):
+            for name in (CHECKSUMS, VALUES):
+                (folder / name).unlink(missing_ok=True)
+        index = {name: column[:0] for name, column in columns.items()}
+        index |= {"shape": np.array(about["shape"]), "itemsize": np.array(about["itemsize"])}
+    known = len(index["key"])
+    row, added = _rows(index["key"], columns["key"])
+    if len(added):
+        index |= {name: np.concatenate([index[name], column[added]]) for name, column in columns.items()}
+
+    # Entries that are new, and those that have another length now, get room at the end.
+    moved = index["count"][row] != count
+    changed = moved | (index["size"][row] != columns["size"]) | (index["modified_ns"][row] != columns["modified_ns"])
+    if not len(added) and not changed.any():
+        return index, row
+    homeless = np.union1d(row[moved], np.arange(known, len(index["key"])))
+    end = int((index["begin"] + index["count"])[:known].max(initial=0))
+    for name in ("size", "modified_ns", "count"):
+        index[name][row] = columns[name]
+    counts = index["count"][homeless]
+    index["begin"][homeless] = end + np.cumsum(counts) - counts
+
+    # Checksums first: a kill in between makes for too much to compute, never for too little.
+    checksums = mapped(folder / CHECKSUMS, np.dtype(np.uint64), len(index["key"]))
+    checksums[np.union1d(homeless, row[changed])] = 0
+    names = (read_about(folder).get("items", []) + ["?"] * known)[:known]
+    with writing(folder):
+        write_json(folder / ABOUT, about | {"items": names + [name_of(items[place]) for place in added.tolist()]})
+        write_index(folder, index)
+    return index, row
 
 
 def caches_in(folder: str | Path) -> list[Path]:
@@ -123,7 +195,7 @@ def _values(index: Index) -> int:
 
 def damaged_rows(folder: Path, index: Index) -> list[int]:
     """Return the rows of the index whose values do not match their checksum."""
-    values, size = _bytes(folder / VALUES), index["dtype"].itemsize
+    values, size = _bytes(folder / VALUES), int(index["itemsize"])
     checksums = np.zeros(len(index["key"]), np.uint64)
     there = _bytes(folder / CHECKSUMS)[: checksums.nbytes]
     checksums.view(np.uint8)[: len(there)] = there
@@ -150,7 +222,7 @@ def verify_cache(folder: str | Path) -> list[tuple[str, str]]:
         if [key_of(name) for name in names] != index["key"].tolist():
             problems.append((f"{path / ABOUT}", "it is not as it was written"))
             names = [f"entry {row} of {path}" for row in range(len(index["key"]))]
-        for name, size in ((VALUES, _values(index) * index["dtype"].itemsize), (CHECKSUMS, 8 * len(index["key"]))):
+        for name, size in ((VALUES, _values(index) * int(index["itemsize"])), (CHECKSUMS, 8 * len(index["key"]))):
             if len(_bytes(path / name)) < size:
                 problems.append((f"{path / name}", "it is cut short"))
         problems += [(names[row], "its values do not match their checksum") for row in damaged_rows(path, index)]
@@ -168,6 +240,6 @@ def describe_caches(folder: str | Path) -> list[str]:
         there = np.count_nonzero(np.frombuffer(_bytes(path / CHECKSUMS), np.uint64))
         lines.append(
             f"{path}: {there} of {len(index['key'])} entries of workload {about['workload']}, "
-            f"{about['plan']['cache_of']} as {index['dtype'].dtype.name}, {(path / VALUES).stat().st_size / 1e6:.3g} MB"
+            f"{about['plan']['cache_of']} as {about['dtype']}, {(path / VALUES).stat().st_size / 1e6:.3g} MB"
         )
     return lines
