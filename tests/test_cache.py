@@ -1,27 +1,75 @@
-"""The feature cache: the same features as live, and never stale."""
+"""The feature cache: the same features as live, never stale, and whole again after kills, damage and full disks."""
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
 import os
 import pickle
-import threading
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from cached import CPU, features, files_workload, live, load_file, opened, served, write
+from tiny import Point, points
 
-from speedkit.data import build, store
-from speedkit.data.build import check_space
-from speedkit.data.cache import open_cache
-from speedkit.data.fingerprint import difference, fingerprint
-from speedkit.data.loader import BatchStream
-from speedkit.errors import SpeedkitError
+from speedkit.data import cache as module
+from speedkit.data.cache import describe_caches, open_cache, repair_cache, verify_cache
+from speedkit.data.decode import BadItem
+from speedkit.data.fingerprint import fingerprint
+from speedkit.errors import SpeedkitError, UsageError
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
-from speedkit.train.loop import fit
+from speedkit.workloads import load_workload
+
+CPU = torch.device("cpu")
+DATA = ("values.bin", "checksums.bin")
+
+
+def load_file(item):
+    if not Path(item.path).exists():
+        raise BadItem(item.path, "it is missing")
+    with open(Path(item.path).parent / "loads.log", "a") as log:
+        log.write(f"{Path(item.path).stem}\n")
+    return torch.from_numpy(np.fromfile(item.path, dtype=np.float32))
+
+
+def slow_load(item):
+    time.sleep(0.002)
+    return load_file(item)
+
+
+def features(waveform, gain):
+    return waveform * gain
+
+
+def bands(waveform, gain):  # [T] -> [2, T]
+    return torch.stack((waveform, gain * waveform))
+
+
+def length(item):
+    return Path(item.path).stat().st_size // 4
+
+
+def write(path, count=8):
+    torch.randn(count).mul_(0.1).numpy().tofile(path)
+
+
+def files_workload(folder, count=20, varies=False, load=load_file):
+    """Small files with 8 numbers each, or 8 to 12 of them."""
+    folder.mkdir(exist_ok=True)
+    items = [Point(str(folder / f"{number:03d}.raw"), number % 2) for number in range(count)]
+    for number, item in enumerate(items):
+        write(item.path, 8 + number % 5 if varies else 8)
+    made = functools.partial(bands if varies else features, gain=2.0)
+    parts = {"train": items, "test": items[:2], "load": load, "features": made, "length": length if varies else None}
+    return dataclasses.replace(points(), parameters={"gain": 2.0}, sources=(), **parts)
 
 
 @pytest.fixture
@@ -30,379 +78,379 @@ def workload(tmp_path):
 
 
 @pytest.fixture
-def cache(tmp_path):
-    return functools.partial(opened, folder=tmp_path / "cache")
+def opened(tmp_path):
+    """Open a cache of a workload below tmp_path."""
+
+    def opened(workload, items=None, folder="cache", workers=0, **plan):
+        plan = Plan(**({"cache": "disk"} | plan))
+        items = workload.train if items is None else items
+        return open_cache(workload, items, plan, cache_dir=tmp_path / folder, workers=workers)
+
+    return opened
 
 
-# What is gathered.
+def live(workload, items=None):
+    return torch.stack([workload.features(workload.load(item)) for item in items or workload.train])
+
+
+def served(cache):
+    return cache.gather(torch.from_numpy(np.flatnonzero(cache.usable)), CPU)[0]
+
+
+def content(folder):
+    return {name: (Path(folder) / name).read_bytes() for name in DATA}
 
 
 @pytest.mark.parametrize("where", ["disk", "ram"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 0.0), ("float16", 5e-4)])  # 11 bits of precision
-def test_gathered_rows_are_the_live_features(workload, cache, where, dtype, tolerance):
-    indices = torch.tensor([7, 0, 19, 7])
-    found = cache(workload, cache=where, cache_dtype=dtype)
-    inputs, targets = found.gather(indices, CPU)
-    assert inputs.dtype == torch.float32
-    torch.testing.assert_close(inputs, live(workload)[indices], rtol=tolerance, atol=0)
-    assert targets.tolist() == [1, 0, 1, 1]
-    assert found.where == where and found.why.startswith(f"cache={where}: 0.000")
-    error = store.read(found.folder).manifest["max_error"]
-    assert error == 0 if dtype == "float32" else 0 < error == (served(found) - live(workload)).abs().max()
+def test_gathered_rows_are_the_live_features(workload, opened, where, dtype, tolerance):
+    opened(workload, items=workload.train[::-1], cache_dtype=dtype)  # another order on disk
+    cache, indices = opened(workload, cache=where, cache_dtype=dtype), torch.tensor([7, 0, 19, 7])
+    for found in (cache, pickle.loads(pickle.dumps(cache))):
+        inputs, targets = found.gather(indices, CPU)
+        assert inputs.dtype == torch.float32 and targets.tolist() == [1, 0, 1, 1]
+        torch.testing.assert_close(inputs, live(workload)[indices], rtol=tolerance, atol=0)
+        inputs.zero_(), targets.zero_()  # the batch is a copy
+    assert (
+        cache.where == where and cache.why.startswith(f"cache={where}: 0.000") and cache.gather(indices, CPU)[1].any()
+    )
 
 
 @pytest.mark.parametrize("where", ["disk", "ram"])
-def test_entries_of_different_lengths_are_padded_with_zeros(tmp_path, cache, where):
+def test_entries_of_different_lengths_are_padded_with_zeros(tmp_path, opened, where):
     workload = files_workload(tmp_path / "data", varies=True)
-    found = cache(workload, cache=where)
-    inputs, lengths, targets = found.gather(torch.tensor([4, 0, 11]), CPU)
+    inputs, lengths, targets = opened(workload, cache=where).gather(torch.tensor([4, 0, 11]), CPU)
     assert inputs.shape == (3, 2, 12) and lengths.tolist() == [12, 8, 9] and targets.tolist() == [0, 0, 1]
     for row, index in enumerate((4, 0, 11)):
-        expected = workload.features(workload.load(workload.train[index]))
-        assert torch.equal(inputs[row, :, : lengths[row]], expected)
+        assert torch.equal(inputs[row, :, : lengths[row]], workload.features(workload.load(workload.train[index])))
         assert not inputs[row, :, lengths[row] :].any()
-
-
-def test_the_devices_way_of_gathering_different_lengths_is_the_disks(tmp_path, cache):
-    workload = files_workload(tmp_path / "data", varies=True)
-    disk, ram = cache(workload), cache(workload, cache="ram")
-    ram.where = "device"  # the same indices, on whatever device the values are
-    some = torch.tensor([4, 0, 11, 4])
-    assert all(torch.equal(a, b) for a, b in zip(disk.gather(some, CPU), ram.gather(some, CPU), strict=True))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU to keep entries on")
 @pytest.mark.parametrize("varies", [False, True])
 def test_entries_on_a_gpu_are_those_on_disk(tmp_path, varies):
     workload, device = files_workload(tmp_path / "data", varies=varies), torch.device("cuda")
-    places = [
-        open_cache(workload, workload.train, Plan(cache=place), device=device, cache_dir=tmp_path / "cache")
-        for place in ("device", "ram", "disk")
-    ]
-    assert [found.where for found in places] == ["device", "ram", "disk"]
-    batches = [found.gather(torch.tensor([3, 1, 19]), device) for found in places]
-    assert all(tensor.device.type == "cuda" for batch in batches for tensor in batch)
-    for batch in batches[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(batches[0], batch, strict=True))
+    indices, batches = torch.tensor([3, 1, 19]), []
+    for place in ("device", "ram", "disk"):
+        cache = open_cache(workload, workload.train, Plan(cache=place), device=device, cache_dir=tmp_path / "cache")
+        batches += [cache.gather(indices, device), cache.gather(indices, device, on_device=indices.to(device))]
+        assert cache.where == place
+    for batch in batches:
+        assert all(a.device.type == "cuda" and torch.equal(a, b) for a, b in zip(batch, batches[0], strict=True))
 
 
-def test_waveforms_are_kept_as_16_bits(workload, cache):
+def test_waveforms_are_kept_as_16_bits(workload, opened):
     for item in workload.train:  # what a 16-bit file holds
-        (np.fromfile(item.path, np.float32) * 32768).round().astype(np.float32).__truediv__(32768).tofile(item.path)
-    found = cache(workload, cache_of="waveform")
-    assert found.bytes == 20 * 8 * 2
-    assert torch.equal(served(found), torch.stack([load_file(item) for item in workload.train]))
+        ((np.fromfile(item.path, np.float32) * 32768).round().astype(np.float32) / 32768).tofile(item.path)
+    cache = opened(workload, cache_of="waveform")
+    assert (cache.folder / "values.bin").stat().st_size == 20 * 8 * 2
+    assert torch.equal(served(cache), torch.stack([load_file(item) for item in workload.train]))
 
 
-@pytest.mark.parametrize("where", ["disk", "ram"])
-def test_changing_a_gathered_batch_changes_no_cached_row(workload, cache, where):
-    found = cache(workload, cache=where)
-    inputs, targets = found.gather(torch.arange(20), CPU)
-    inputs.zero_(), targets.zero_()
-    assert torch.equal(served(found), live(workload))
-    assert found.gather(torch.arange(20), CPU)[1].sum() == 10
-
-
-def test_cached_batches_are_the_loaders_in_the_loaders_order(workload, cache):
-    def stream(found):
-        batches = BatchStream(workload, workload.train, Plan(), 8, 3, CPU, found)
-        return [batches.next() for _ in range(7)]
-
-    for mine, theirs in zip(stream(cache(workload)), stream(None), strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
-
-
-def test_training_from_a_cache_is_training_without_one(workload, tmp_path):
-    def losses(where):
-        plan = Plan(cache=where, log_every=1)
-        return fit(workload, plan=plan, device="cpu", progress=False, cache_dir=tmp_path / "cache").loss
-
-    assert losses("off") == losses("ram") == losses("ram") == losses("disk")
-
-
-def test_a_cache_travels_to_another_process(workload, cache):
-    found = cache(workload)
-    served(found)
-    assert torch.equal(served(pickle.loads(pickle.dumps(found))), live(workload))
-
-
-def test_mapped_shards_hold_no_file_open(workload, cache, monkeypatch):
-    monkeypatch.setattr(build, "SHARD_BYTES", 32)  # one entry
-    found = cache(workload)
-    assert len(found.files) == 20
-    before = len(os.listdir("/proc/self/fd"))
-    assert torch.equal(served(found), live(workload))
-    assert len(os.listdir("/proc/self/fd")) == before
-    for _ in range(2):
-        assert torch.equal(served(found), live(workload))
-
-
-def test_what_does_not_fit_into_memory_stays_on_disk(workload, cache, monkeypatch):
-    monkeypatch.setattr("speedkit.data.entries.MEMORY_SHARE", 0.0)
-    found = cache(workload, cache="ram")
-    assert found.where == "disk" and "more than half" in found.why and "free in ram" in found.why
+def test_what_does_not_fit_into_memory_stays_on_disk(workload, opened, monkeypatch):
+    monkeypatch.setattr(module, "MEMORY_SHARE", 0.0)
+    cache = opened(workload, cache="ram")
+    assert cache.where == "disk" and "more than half of" in cache.why and "free in ram" in cache.why
 
 
 # What cannot be used.
 
 
-def test_unreadable_items_are_named_and_never_gathered(workload, cache):
-    missing = workload.train[4].path
-    Path(missing).unlink()
-    for _ in range(2):  # built, then found
-        found = cache(workload)
-        assert found.bad == {missing: "it is missing"}
-        inputs, targets = found.gather(torch.tensor([3, 4, 5]), CPU)
-        assert torch.equal(inputs, live(workload, [workload.train[3], workload.train[5]]))
-        assert targets.tolist() == [1, 1]
-    write(missing)
-    found = cache(workload)
-    assert found.bad == {} and found.changed == "1 changed: building 1 of 20 entries"
-    assert torch.equal(served(found), live(workload))
-
-
 @pytest.mark.parametrize(
-    ("value", "dtype", "why"),
+    ("values", "dtype", "why"),
     [
-        (np.nan, "float32", "NaN or infinity"),
-        (-np.inf, "float32", "NaN or infinity"),
-        (1e5, "float16", "beyond float16"),
+        (None, "float32", "it is missing"),
+        ([np.nan] * 8, "float32", "NaN, infinity"),
+        ([-np.inf] * 8, "float32", "NaN, infinity"),
+        ([1e5] * 8, "float16", "beyond float16"),
     ],
 )
-def test_features_that_cannot_be_kept_are_left_out(workload, cache, value, dtype, why):
-    path = workload.train[3].path
-    np.array([0, value, *range(6)], np.float32).tofile(path)
-    found = cache(workload, cache_dtype=dtype)
-    assert why in found.bad[path] and len(served(found)) == 19
-    assert store.read(found.folder).manifest["unusable"] == 1
+def test_items_that_cannot_be_kept_are_named_and_tried_again(workload, opened, values, dtype, why):
+    path = Path(workload.train[4].path)
+    path.unlink() if values is None else np.array(values, np.float32).tofile(path)
+    for _ in range(2):  # built, then found
+        cache = opened(workload, cache_dtype=dtype)
+        assert list(cache.bad) == [str(path)] and why in cache.bad[str(path)]
+        assert np.flatnonzero(~cache.usable).tolist() == [4] and len(served(cache)) == 19
+    write(path)
+    assert opened(workload).bad == {} and torch.equal(served(opened(workload)), live(workload))
 
 
-def test_a_list_without_a_readable_item_is_an_error(workload, cache):
+def test_what_no_cache_can_be_made_of_is_an_error(workload, opened, tmp_path):
+    varies = dataclasses.replace(files_workload(tmp_path / "varies", varies=True), length=None)
+    with pytest.raises(SpeedkitError, match=r"has features of shape \[2, \d+\], others have .*`length` must tell"):
+        opened(varies)
+    with pytest.raises(SpeedkitError, match=r"cannot be seen .*lock"):
+        opened(dataclasses.replace(workload, features=functools.partial(features, gain=__import__("threading").Lock())))
+    with pytest.raises(SpeedkitError, match=r"cannot be written to .*--cache-dir"):
+        opened(workload, folder=workload.train[0].path)
+    with pytest.raises(FileNotFoundError):  # of the workload's own reading: none of the cache's
+        opened(dataclasses.replace(workload, load=lambda item: os.stat("absent")))
     for item in workload.train:
         Path(item.path).unlink()
     with pytest.raises(SpeedkitError, match=r"none of the 20 files of points can be read; .*it is missing"):
-        cache(workload)
-
-
-def test_different_lengths_need_the_workload_to_say_so(tmp_path, cache):
-    workload = dataclasses.replace(files_workload(tmp_path / "data", varies=True), length=None)
-    with pytest.raises(SpeedkitError, match=r"has features of shape \[2, \d+\], others have .*`length` must tell"):
-        cache(workload)
-
-
-def test_a_transform_that_fails_is_not_hidden(workload, cache):
-    def failing(waveform):
-        raise ValueError("a bug in the features")
-
-    with pytest.raises(ValueError, match="a bug"):
-        cache(dataclasses.replace(workload, features=failing))
-
-
-def test_an_error_of_the_files_that_are_read_is_not_taken_for_one_of_the_cache(workload, cache):
-    def unready(item):
-        raise FileNotFoundError(2, "No such file or directory", item.path)
-
-    with pytest.raises(FileNotFoundError):
-        cache(dataclasses.replace(workload, load=unready))
-
-
-def test_a_cache_that_does_not_fit_is_refused_before_it_is_written(tmp_path):
-    with pytest.raises(SpeedkitError, match=r"needs 4\.0 GB and .* has 3\.0 GB free: .*--cache-dir"):
-        check_space(4_000_000_000, 3_000_000_000, tmp_path)
-    check_space(4_000_000_000, 5_000_000_000, tmp_path)
-
-
-def test_a_folder_that_cannot_be_made_is_named(workload, tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(SpeedkitError, match=r"cannot be written to .*/file/cache.*--cache-dir"):
-        opened(workload, tmp_path / "file" / "cache")
+        opened(workload)
 
 
 # What is built again, and what is not.
 
 
-@pytest.fixture
-def counted(workload):
-    """The workload, and the list of the paths that were loaded."""
-    loaded = []
+def test_only_what_changed_is_computed_again(workload, opened, tmp_path):
+    log = tmp_path / "data" / "loads.log"
 
-    def load(item):
-        loaded.append(item.path)
-        return load_file(item)
+    def loaded(**more):
+        log.unlink(missing_ok=True)
+        cache = opened(**({"workload": workload} | more))
+        again = sorted(set(log.read_text().split())) if log.exists() else []
+        items = more.get("items") or workload.train
+        assert torch.equal(served(cache), live(more.get("workload", workload), items))
+        assert cache.targets.tolist() == [item.label for item in items]
+        return again
 
-    return dataclasses.replace(workload, load=load, sources=(load_file,)), loaded
-
-
-def rebuilt(counted, cache, monkeypatch, **changes):
-    """Build, forget, apply changes, open again: (paths that were loaded, what the cache says, what it serves)."""
-    workload, loaded = counted
-    monkeypatch.setattr(build, "PILOT", 1)
-    loaded.clear()
-    found = cache(dataclasses.replace(workload, **changes))
-    return sorted({Path(path).stem for path in loaded}), found.changed, found
-
-
-def test_the_second_time_nothing_is_computed(workload, cache):
-    first = cache(workload)
-    before = {path.name: path.stat().st_mtime_ns for path in first.folder.iterdir()}
-    found = cache(workload)
-    assert found.changed == "" and found.build_s == first.build_s
-    assert before == {path.name: path.stat().st_mtime_ns for path in first.folder.iterdir()}
-    assert torch.equal(served(found), live(workload))
+    assert loaded(items=workload.train[:15]) == [f"{number:03d}" for number in range(15)]
+    assert loaded() == ["015", "016", "017", "018", "019"]  # added
+    assert loaded() == loaded(items=workload.train[3:7][::-1]) == loaded(items=[workload.train[5]] * 2) == []
+    assert loaded(items=[dataclasses.replace(item, label=5) for item in workload.train]) == []
+    status = Path(workload.train[5].path).stat()
+    write(workload.train[5].path)
+    os.utime(workload.train[5].path, ns=(0, status.st_mtime_ns + 1))
+    assert loaded() == ["005"]
+    louder = {"features": functools.partial(features, gain=4.0), "parameters": {"gain": 4.0}}
+    assert len(loaded(workload=dataclasses.replace(workload, **louder))) == 20
+    assert loaded() == []
 
 
-def test_a_changed_file_alone_is_read_again(counted, cache, monkeypatch, tmp_path):
-    cache(counted[0])
-    path = Path(counted[0].train[5].path)
-    modified_ns = path.stat().st_mtime_ns
-    write(path)
-    os.utime(path, ns=(0, modified_ns + 1))
-    again, said, found = rebuilt(counted, cache, monkeypatch)
-    assert again == ["005"] and said == "1 changed: building 1 of 20 entries"
-    assert torch.equal(served(found), live(counted[0]))
-    write(path, 9)  # another size behind the old time
-    os.utime(path, ns=(0, modified_ns + 1))
-    with pytest.raises(SpeedkitError, match="shape"):
-        cache(counted[0])
-    assert len(list((tmp_path / "cache").iterdir())) == 1
+def test_items_of_the_same_name_in_another_folder_are_others(opened, tmp_path, monkeypatch):
+    for place in ("here", "there"):
+        (tmp_path / place).mkdir()
+        monkeypatch.chdir(tmp_path / place)
+        workload = files_workload(Path("data"))
+        assert torch.equal(served(opened(workload)), live(workload))
+    assert verify_cache(tmp_path / "cache") == []
 
 
-def test_added_and_removed_items_leave_the_others_alone(counted, cache, monkeypatch, tmp_path):
-    workload, loaded = counted
-    cache(workload, items=workload.train[:15])
-    assert rebuilt(counted, cache, monkeypatch)[0] == ["015", "016", "017", "018", "019"]
-    loaded.clear()
-    found = cache(workload, items=workload.train[3:7][::-1])
-    assert loaded == [] and found.changed == ""
-    assert torch.equal(served(found), live(workload, workload.train[3:7][::-1]))
+def test_a_changed_length_gets_room_of_its_own(opened, tmp_path):
+    workload = files_workload(tmp_path / "data", varies=True)
+    opened(workload)
+    write(workload.train[1].path, 30)
+    cache = opened(workload)
+    assert cache.built == 1 and cache.gather(torch.tensor([0, 1, 2]), CPU)[1].tolist() == [8, 30, 10]
+    assert cache.verify() == []
 
 
-def test_one_folder_serves_training_and_test_items(workload, cache, tmp_path):
-    workload = dataclasses.replace(workload, train=workload.train[:12], test=workload.train[12:])
-    assert cache(workload).folder == cache(workload, items=workload.test).folder
-    assert torch.equal(served(cache(workload, items=workload.test)), live(workload, workload.test))
+class Loud:
+    def __init__(self, gain):
+        self.gain = torch.tensor(gain)
+
+    def __call__(self, waveform):
+        return waveform * self.gain
 
 
-def test_labels_are_always_the_live_ones(workload, cache):
-    cache(workload)
-    items = [dataclasses.replace(item, label=5) for item in workload.train]
-    found = cache(dataclasses.replace(workload, train=items), items=items)
-    assert found.changed == "" and set(found.targets.tolist()) == {5}
+def test_the_fingerprint_changes_with_each_thing_that_all_entries_depend_on(workload, tmp_path, monkeypatch):
+    def of(plan=None, **changes):
+        return str(fingerprint(dataclasses.replace(workload, **changes), plan or Plan()))
 
+    def edited(text):
+        (tmp_path / "edited.py").write_text(text)
+        spec = importlib.util.spec_from_file_location("edited", tmp_path / "edited.py")
+        made = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(made)
+        return made.transform
 
-def test_a_touched_file_is_told_from_a_changed_one_by_its_content(workload, tmp_path):
-    def opened_again():
-        return open_cache(workload, workload.train, Plan(cache="disk"), cache_dir=tmp_path / "c", hash_content=True)
-
-    opened_again()
-    touched, changed = (Path(workload.train[index].path) for index in (1, 2))
-    touched.touch()
-    write(changed)
-    found = opened_again()
-    assert found.changed == "1 changed: building 1 of 20 entries"
-    assert torch.equal(served(found), live(workload))
-
-
-def edited_module(path, text):
-    """A module of this text, written to `path` and imported afresh."""
-    path.write_text(text)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-TRANSFORM = """
-FACTOR = 2.0
-TABLE = {"gain": (1, 2)}
-
-def helper(waveform):
-    return waveform * FACTOR
-
-def transform(waveform):
-    return helper(waveform) + TABLE["gain"][0]
-"""
-
-
-@pytest.mark.parametrize(
-    ("edit", "changed"),
-    [
-        (("waveform * FACTOR", "waveform * FACTOR + 1"), "code of transform.helper has changed"),
-        (("FACTOR = 2.0", "FACTOR = 3.0"), "code of transform.helper has changed"),
-        (("(1, 2)", "(3, 2)"), "code of transform.transform has changed"),
-        (("    return waveform", '    """Help."""\n    # a comment\n    return waveform'), ""),
-        (("\n\ndef helper", "\n\nOTHER = 1\n\n\n\ndef helper"), ""),
-    ],
-)
-def test_the_code_that_counts_is_all_that_the_features_use(workload, tmp_path, edit, changed):
-    def of(text):
-        module = edited_module(tmp_path / "transform.py", text)
-        return fingerprint(dataclasses.replace(workload, features=module.transform), load_file, "features")
-
-    assert difference(of(TRANSFORM), of(TRANSFORM)) == ""
-    assert difference(of(TRANSFORM), of(TRANSFORM.replace(*edit))) == changed
-
-
-def test_the_fingerprint_changes_with_each_thing_that_all_entries_depend_on(workload):
-    def of(cache_of="features", load=load_file, **changes):
-        return str(fingerprint(dataclasses.replace(workload, **changes), load, cache_of))
-
-    class Loud:
-        def __init__(self, gain):
-            self.gain = torch.tensor(gain)
-
-        def __call__(self, waveform):
-            return waveform * self.gain
-
+    first, other, another = lambda x: x, lambda x: 5 * x, lambda x: 6 * x  # of one name
+    data = torch.utils.data.TensorDataset(torch.arange(4))
     seen = [
         of(),
-        of("waveform"),
+        of(Plan(cache_of="waveform")),
+        of(Plan(cache_dtype="float16")),
+        of(Plan(decoder="librosa"), decoders=("librosa",)),
         of(parameters={"gain": 3.0}),
-        of(parameters={"gain": 2.0, "bands": 64}),
+        of(parameters={"gain": 2.0, "data": data}),
         of(features=functools.partial(features, gain=4.0)),
-        of(features=lambda x: 3 * x),
-        of(features=lambda x: 4 * x),
         of(features=Loud(1.0)),
         of(features=Loud(2.0)),
         of(features=torch.nn.Linear(8, 8)),
-        of(load=functools.partial(load_file, decoder="other")),
+        of(features=torch.log1p),
         of(sources=(live,)),
+        of(load=first, features=other),
+        of(load=first, features=another),
+        of(features=edited("def transform(x):\n    return helper(x)\n\ndef helper(x):\n    return x\n")),
+        of(features=edited("def transform(x):\n    return helper(x)\n\ndef helper(x):\n    return 2 * x\n")),
     ]
-    first, other, another = lambda x: x, lambda x: 5 * x, lambda x: 6 * x  # of one name
-    seen += [of(load=first, features=other), of(load=first, features=another)]
+    seen.append(of(parameters={"data": torch.utils.data.TensorDataset(torch.arange(5))}))
     assert len(set(seen)) == len(seen)
-    assert of(recipe=Recipe(batch_size=4, seed=9), margin=0.5, augment=print) == seen[0]
-    assert of(features=Loud(1.0)) == seen[7]
+    assert (
+        of(recipe=Recipe(batch_size=4, seed=9), margin=0.5, augment=print) == of() and of(features=Loud(1.0)) == seen[7]
+    )
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "another")
+    assert of() != seen[0]
 
 
-def test_a_transform_that_cannot_be_seen_into_must_name_its_sources(workload, cache):
-    opaque = functools.partial(features, gain=threading.Lock())
-    with pytest.raises(SpeedkitError, match=r"cannot be seen.*name the functions they depend on in its `sources`"):
-        cache(dataclasses.replace(workload, features=opaque))
+# Killed and concurrent builds.
 
 
-def test_a_changed_parameter_builds_all_and_says_why(counted, cache, monkeypatch):
-    cache(counted[0])
-    louder = {"features": functools.partial(features, gain=4.0), "parameters": {"gain": 4.0}}
-    again, said, found = rebuilt(counted, cache, monkeypatch, **louder)
-    assert len(again) == 20 and "parameter gain was 2.0, is 4.0" in said and said.endswith("building all 20 entries")
-    assert torch.equal(served(found), live(dataclasses.replace(counted[0], **louder)))
-    assert len(store.shard_files(found.folder)) == len(found.files)
+def forked(work, *arguments, **options):
+    """Start a process, of a group of its own, that calls `work`; return its id."""
+    if pid := os.fork():
+        return pid
+    code = 1
+    try:
+        os.setpgid(0, 0)
+        work(*arguments, **options)
+        code = 0
+    finally:
+        os._exit(code)
 
 
-def test_what_is_left_of_removed_and_changed_items_goes_with_its_shard(workload, cache, monkeypatch):
-    monkeypatch.setattr(build, "SHARD_BYTES", 32)
-    found = cache(workload)
-    write(workload.train[0].path, 8)
-    again = cache(workload)
-    assert len(again.files) == 20 and not (found.folder / "shard-0001-00000000.safetensors").exists()
+def ended(pid):
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def test_shards_built_by_several_processes_are_those_built_by_one(workload, tmp_path, monkeypatch):
-    monkeypatch.setattr(build, "SHARD_BYTES", 3 * 32)
-    alone = opened(workload, tmp_path / "alone")
-    monkeypatch.setattr(build, "PARALLEL_S", 0.0)
-    monkeypatch.setattr(build, "usable_cores", lambda: 2)
-    together = opened(workload, tmp_path / "together")
-    for path in store.shard_files(alone.folder):
-        assert (together.folder / path.name).read_bytes() == path.read_bytes()
+@pytest.fixture
+def many(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "ALONE_S", 0.0)
+    return files_workload(tmp_path / "data", 100, load=slow_load)
+
+
+def killed_builds(workload, opened, times):
+    """Kill a build, of one process or two, at random moments; yield how many entries it had computed by then."""
+    rng, whole = random.Random(0), content(opened(workload, folder="whole").folder)
+    log = Path(workload.train[0].path).with_name("loads.log")
+    for number in range(times):
+        log.unlink()
+        processes, until = 1 + number % 2, rng.randrange(3, 97)
+        child = forked(opened, workload, folder=f"{number}", workers=processes)
+        while not log.exists() or len(log.read_text().split()) < until:
+            assert os.waitpid(child, os.WNOHANG) == (0, 0), "the build ended before it was killed"
+        os.killpg(child, signal.SIGKILL)
+        ended(child)
+        started = len(log.read_text().split())
+        cache = opened(workload, folder=f"{number}")
+        assert 100 - cache.built >= started - 1 - processes  # one more is tried for the shape of entries
+        assert content(cache.folder) == whole and cache.verify() == []
+        yield 100 - cache.built
+
+
+def test_a_killed_build_goes_on_and_comes_out_the_same(many, opened):
+    assert all(0 < done < 100 for done in killed_builds(many, opened, 2))
+
+
+@pytest.mark.slow
+def test_builds_killed_twenty_times_come_out_the_same(many, opened):
+    assert len(list(killed_builds(many, opened, 20))) == 20
+
+
+def test_two_builders_at_once_share_the_work_of_one(many, opened):
+    children = [forked(opened, many, workers=2) for _ in range(2)]
+    assert [ended(child) for child in children] == [0, 0]
+    cache = opened(many)
+    assert cache.built == 0 and cache.verify() == [] and torch.equal(served(cache), live(many))
+
+
+# Places that cannot be written.
+
+
+@contextlib.contextmanager
+def mounted(folder, size):
+    """A small file system in memory at `folder`."""
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("a small file system cannot be mounted here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_a_full_disk_is_one_sentence(tmp_path, opened):
+    workload = files_workload(tmp_path / "data", 200, varies=True)  # 16 kB
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (12_000, limits[1]))
+    try:
+        with pytest.raises(SpeedkitError, match=r"cannot be written to .*cache.* \(File too large\).*--cache-dir"):
+            opened(workload)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert len(opened(workload).bad) == 0
+    with mounted(tmp_path / "small", "40k"), pytest.raises(SpeedkitError, match=r"No space left on device.*make room"):
+        opened(workload, folder="small")
+
+
+def test_a_read_only_folder_serves_what_it_holds_and_says_what_it_lacks(tmp_path, workload, opened):
+    with mounted(tmp_path / "cache", "1m") as folder:
+        values = opened(workload, items=workload.train[:15]).folder / "values.bin"
+        flip(values, 8 * 4 * 3)
+        assert subprocess.run(["mount", "-o", "remount,ro", folder], capture_output=True).returncode == 0
+        cache = opened(workload, items=workload.train[:15])
+        assert torch.equal(served(cache), live(workload, workload.train[:15])) and cache.recomputed == 1
+        with pytest.raises(SpeedkitError, match=r"cannot be written to .*Read-only file system"):
+            opened(workload)
+        del cache
+
+
+# Damage.
+
+
+def flip(path, place, bit=0):
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1 << bit
+    path.write_bytes(data)
+
+
+def damaged_and_mended(workload, opened, root, kinds):
+    """Damage a file of a cache again and again; each time it must be found, never served, and mended."""
+    expected, folder, rng = live(workload), opened(workload).folder, random.Random(0)
+    before, index = content(folder), (folder / "index.npz").read_bytes()
+    for name, flipped in kinds:
+        path = folder / name
+        place = rng.randrange(path.stat().st_size)
+        flip(path, place, rng.randrange(8)) if flipped else os.truncate(path, place)
+        assert verify_cache(folder), f"{name} at {place} was not found"
+        shutil.copytree(folder, root / "copy" / folder.name)
+        for where in ("disk", "ram"):
+            assert torch.equal(served(opened(workload, folder="copy", cache=where)), expected), f"{name} was served"
+        shutil.rmtree(root / "copy")
+        opened(workload, cache="ram").repair()
+        assert content(folder) == before and verify_cache(folder) == []
+        assert (folder / "index.npz").read_bytes() == index
+
+
+def test_damage_is_found_never_served_and_mended(workload, opened, tmp_path, capsys):
+    kinds = [(name, flipped) for name in (*DATA, "index.npz") for flipped in (True, False)]
+    damaged_and_mended(workload, opened, tmp_path, kinds * 2)
+    assert "is not as it was written: it is computed again" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_hundred_flipped_bits_are_found(workload, opened, tmp_path):
+    names = ["values.bin"] * 120 + ["checksums.bin"] * 50 + ["index.npz"] * 30
+    damaged_and_mended(workload, opened, tmp_path, [(name, True) for name in names])
+
+
+def test_a_damaged_entry_whose_file_is_gone_is_left_out_and_named(workload, opened):
+    path = Path(workload.train[2].path)
+    cache = opened(workload)
+    flip(cache.folder / "values.bin", 2 * 32)
+    path.unlink()
+    assert len(cache.gather(torch.arange(20), CPU)[0]) == 19 and cache.recomputed == 1
+    assert cache.bad == {str(path): "it is missing"} and not cache.usable[2]
+
+
+def test_a_cache_says_how_its_workload_is_made_and_is_repaired_from_that(tmp_path, opened):
+    workload = load_workload("audio", clips=30, size="tiny")
+    folder = opened(workload, items=[*workload.train, *workload.test]).folder
+    [line] = describe_caches(tmp_path / "cache")
+    assert "30 of 30 entries of workload audio, features as float32" in line
+    before = content(folder)
+    flip(folder / "values.bin", 4000)
+    assert [Path(name).suffix for name, _ in verify_cache(tmp_path / "cache")] == [Path(workload.train[0].path).suffix]
+    assert repair_cache(tmp_path / "cache") == 1 and content(folder) == before
+    flip(folder / "values.bin", 4000)
+    with pytest.raises(SpeedkitError, match="stale"):
+        repair_cache(tmp_path / "cache", clips=30, max_duration_s=0.5)
+    (folder / "about.json").write_text("{ torn")
+    with pytest.raises(SpeedkitError, match="does not tell what it held"):
+        repair_cache(tmp_path / "cache")
+    assert torch.equal(served(opened(workload)), live(workload))
+    with pytest.raises(UsageError, match="holds no feature cache"):
+        verify_cache(tmp_path)

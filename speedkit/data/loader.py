@@ -87,7 +87,7 @@ class BatchStream:
         """
         indices = next(dataclasses.replace(self.order, epoch=epoch, start=position - 1).tensors())
         if self.cache is not None:
-            indices = indices[torch.from_numpy(self.cache.usable[indices.numpy()])]
+            indices = indices[torch.from_numpy(self.cache.usable)[indices]]
             batch = self.cache.gather(indices, self.device)
         else:
             samples = dataclasses.replace(self.samples, reading=[-1])  # the workers' notes are theirs
@@ -122,7 +122,7 @@ class BatchStream:
         samples = dataclasses.replace(self.samples, reading=[-1])
         for index in range(self.order.count):
             if self.cache is not None:
-                batch = self.cache.gather(torch.tensor([index]), self.device)
+                batch = self._gathered(self.cache, torch.tensor([index]))
             else:
                 batch = self.loader.collate(samples.__getitems__([index]))[0]
             if batch is not None and len(batch[0]):
@@ -139,11 +139,15 @@ class BatchStream:
     def _arrived(self, made: Any) -> Batch:
         """Return the batch of these indices out of the cache, or the one that the loader made, on the device."""
         if self.cache is not None:
-            batch = self.cache.gather(made, self.device)
-            return batch if len(batch[0]) else None
+            return self._gathered(self.cache, made)
         batch, bad = made
         self._quarantine({item.path: item.why for item in bad})
         return batch and tuple(tensor.to(self.device, non_blocking=self.plan.pin_memory) for tensor in batch)
+
+    def _gathered(self, cache: FeatureCache, indices: Tensor) -> Batch:
+        """Return the batch of the usable ones of the items at `indices`; None where none is."""
+        batch = cache.gather(indices[torch.from_numpy(cache.usable)[indices]], self.device)
+        return batch if len(batch[0]) else None
 
     def _ready(self, batch: tuple[Tensor, ...], step: int) -> tuple[Tensor, ...]:
         """Return what the loss takes of what has arrived: features, padded to one of few lengths where bucketed."""
