@@ -55,8 +55,7 @@ def main() -> None:
             raise
         elif not isinstance(error, SpeedkitError):
             message = f"{type(error).__name__}: {error} (--debug shows where)"
-        if not distributed.tell(message, code, hasattr(error, "lost")):
-            click.echo(f"speedkit: {message}", err=True)
+        click.echo(f"speedkit: {message}", err=True)
         sys.exit(code)
     finally:
         sys.unraisablehook = unraisable

@@ -233,6 +233,8 @@ def _for_ranks(got: dict[str, Any], hardware: Hardware) -> Iterator[tuple[str, A
             yield "channels_last", False, "fsdp shards only weights that lie in the usual order"
         if got["precision"].startswith("fp8"):
             yield "precision", "bf16", "8-bit layers need a gathering of their own under fsdp, which is not offered"
+        if got["precision"] == "fp16":
+            yield "precision", "bf16", "gradients that overflow in one rank's shard have to scale the loss of all ranks"
 
 
 def _for_data(got: dict[str, Any], workload: Any) -> Iterator[tuple[str, Any, str]]:

@@ -24,7 +24,6 @@ from speedkit.files import write_json
 from speedkit.measure.compare import Side
 from speedkit.measure.turns import in_turns
 from speedkit.plan import Plan
-from speedkit.train.launcher import leave
 from speedkit.workloads import load_workload
 
 BUCKET_BYTES = 25 << 20  # DistributedDataParallel's bucket_cap_mb
@@ -230,7 +229,4 @@ def main(workload: str, batch_size: int, strategy: str, device: str, out: str, *
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except SystemExit as end:
-        leave(int(end.code or 0))
+    main()
