@@ -6,6 +6,7 @@ statistics of a rank's own share: torch.nn.SyncBatchNorm, which takes GPUs, or n
 
 import atexit
 import contextlib
+import functools
 import logging
 import os
 import signal
@@ -49,38 +50,46 @@ class RankLost(SpeedkitError):
 def launch(arguments: list[str], ranks: int, *, nnodes: int = 1, endpoint: str = "", max_restarts: int = 3) -> int:
     """Run `python -m *arguments` as `ranks` processes, `ranks / nnodes` of them on this machine; return the exit code.
 
-    With several machines the same is called on each, with `endpoint` HOST:PORT of one of them. SIGINT and SIGTERM go on
-    to the ranks, which stop at their next log point; a second one kills them. On one machine a rank that is killed
-    makes all start again with --resume, at most `max_restarts` times. Raises UsageError where the ranks cannot start.
+    Several machines call it alike, with `endpoint` HOST:PORT of one of them. SIGINT and SIGTERM go on to the ranks,
+    which stop at their next log point; a second one kills them. On one machine a rank that is killed makes all start
+    again with --resume, at most `max_restarts` times. Raises UsageError where ranks cannot start.
     """
+    host, _, port = endpoint.rpartition(":")
     if ranks % nnodes:
         raise UsageError(f"ranks={ranks} is that of all machines, and {nnodes} cannot share it evenly")
-    host, _, port = endpoint.rpartition(":")
     if bool(endpoint) != (nnodes > 1) or (endpoint and not (host and port.isdigit())):
-        raise UsageError(
-            f"--rdzv-endpoint {endpoint!r}: several machines take HOST:PORT of one of them, one takes none"
-        )
+        raise UsageError(f"--rdzv-endpoint {endpoint!r} must be HOST:PORT of one of several machines, '' for one alone")
 
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() * nnodes // ranks)))
     received: list[int] = []  # signals
-    with forward_signals(received):
-        for restarts_left in range(max_restarts if nnodes == 1 else 0, -1, -1):
-            code, message = _run_ranks(arguments, ranks // nnodes, nnodes=nnodes, endpoint=endpoint)
-            if received:
-                return 128 + received[0]
-            restarts = code == RankLost.exit_code and restarts_left > 0
-            if message:
-                ending = "; all ranks start again from the last checkpoint" if restarts else ""
-                print(f"{message}{ending}", file=sys.stderr, flush=True)
-            if not restarts:
-                break
-            arguments = [*arguments, "--resume"]
+    for number in STOP_SIGNALS:
+        signal.signal(number, functools.partial(_forward_signal, received))
+    code, message = _run_ranks(arguments, ranks // nnodes, nnodes=nnodes, endpoint=endpoint)
+    if received:
+        return 128 + received[0]
+    restarts = code == RankLost.exit_code and nnodes == 1 and max_restarts > 0
+    if message:
+        ending = "; all ranks start again from the last checkpoint" if restarts else ""
+        print(f"{message}{ending}", file=sys.stderr, flush=True)
+    if restarts:
+        return launch([*arguments, "--resume"], ranks, max_restarts=max_restarts - 1)
     return 1 if code == RankLost.exit_code else code
 
 
+def _forward_signal(received: list[int], number: int, _frame: Any) -> None:
+    """Send a signal on to the ranks: their loader processes, which the agent would include, help with the last step."""
+    received.append(number)
+    ranks = psutil.Process().children()
+    if not ranks:
+        raise Interrupted("stopped before the ranks had started", number)
+    for rank in ranks:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            rank.send_signal(number if len(received) == 1 else signal.SIGKILL)
+
+
 def _run_ranks(arguments: list[str], count: int, *, nnodes: int, endpoint: str) -> tuple[int, str]:
-    """Run `count` ranks to their end; return the exit code and what is to be said beside what rank 0 said."""
+    """Run `count` ranks to their end; return the exit code, and what rank 0, which is heard, has not said."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
@@ -106,39 +115,19 @@ def _run_ranks(arguments: list[str], count: int, *, nnodes: int, endpoint: str) 
         except RendezvousError as error:
             raise UsageError(f"the ranks could not meet at {endpoint}: {error or type(error).__name__}") from error
         except ChildFailedError as error:
-            failures = dict(sorted(error.failures.items()))
+            failures = sorted(error.failures.items())
         finally:
             logging.disable(logging.NOTSET)
+
         # A rank's own error goes before a signal that killed one, and that before what both have led to in the others.
-        for failure in failures.values():
+        for _, failure in failures:
             if failure.exitcode > 0 and failure.exitcode != RankLost.exit_code:
-                written = Path(logs).glob(f"*/*/{failure.local_rank}/stderr.log")  # but for rank 0, which was heard
+                written = Path(logs).glob(f"*/*/{failure.local_rank}/stderr.log")  # none of rank 0
                 return failure.exitcode, "".join(path.read_text() for path in written).rstrip()
-        for rank, failure in failures.items():
-            if failure.exitcode not in (RankLost.exit_code, -signal.SIGTERM):  # which the agent sends to the others
-                return RankLost.exit_code, f"speedkit: rank {rank} was killed by {failure.signal_name()}"
+    for rank, failure in failures:
+        if failure.exitcode not in (RankLost.exit_code, -signal.SIGTERM):  # which the agent sends to the others
+            return RankLost.exit_code, f"speedkit: rank {rank} was killed by {failure.signal_name()}"
     return RankLost.exit_code, ""
-
-
-@contextlib.contextmanager
-def forward_signals(received: list[int]) -> Iterator[None]:
-    """Send SIGINT and SIGTERM on to the ranks, but not to their loader processes, and note them in `received`."""
-
-    def forward(number: int, _frame: Any) -> None:
-        received.append(number)
-        ranks = psutil.Process().children()
-        if not ranks:
-            raise Interrupted("stopped before the ranks had started", number)
-        for rank in ranks:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                rank.send_signal(number if len(received) == 1 else signal.SIGKILL)
-
-    before = {number: signal.signal(number, forward) for number in STOP_SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def local_device(plan: Plan, device: str | torch.device) -> str | torch.device:
@@ -169,13 +158,12 @@ def join(plan: Plan, recipe: Recipe, device: torch.device) -> "Ranks | None":
         )
     if recipe.batch_size < plan.ranks:
         raise PlanError(f"batch_size={recipe.batch_size} is that of all ranks, and fewer than ranks={plan.ranks}")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    gpu = device if device.type == "cuda" else None
+    if gpu is not None:
+        torch.cuda.set_device(gpu)
     if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(
-            backend, timeout=timedelta(seconds=TIMEOUT_S), device_id=device if device.type == "cuda" else None
-        )
+        backend = "gloo" if gpu is None else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, timeout=timedelta(seconds=TIMEOUT_S), device_id=gpu)
         atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
     return Ranks(plan, device)
 
@@ -219,12 +207,11 @@ class Replica(nn.parallel.DistributedDataParallel):
 
 def gradients_exchanged(ranks: "Ranks | None", replica: nn.Module, last: bool) -> contextlib.AbstractContextManager:
     """Return the context of a forward pass whose backward pass exchanges gradients if it is the `last` of a step."""
-    if ranks is None:
-        return contextlib.nullcontext()
-    if ranks.sharded:
+    if ranks is not None and ranks.sharded:
         replica.set_requires_gradient_sync(last)  # type: ignore[operator]
-        return contextlib.nullcontext()
-    return contextlib.nullcontext() if last else replica.no_sync()  # type: ignore[operator]
+    elif ranks is not None and not last:
+        return replica.no_sync()  # type: ignore[operator]
+    return contextlib.nullcontext()
 
 
 class Ranks:
@@ -329,13 +316,11 @@ class Ranks:
             whole = leaf.full_tensor()
             return None if self.rank else whole.cpu()  # one weight after another: together they may not fit the device
 
-        others = self.all_gather((state["rng"], state["pending"], state["history"]["quarantined"]))
+        random_states, pending = zip(*self.all_gather((state["rng"], state["pending"])), strict=True)
         state = tree.tree_map(gathered, state)
-        state["ranks_rng"] = [rng for rng, _, _ in others]
-        state["pending"] = [
-            sum(losses) / self.count for losses in zip(*(pending for _, pending, _ in others), strict=True)
-        ]
-        state["history"]["quarantined"] = {path: why for _, _, bad in others for path, why in bad.items()}
+        state["ranks_rng"] = list(random_states)
+        state["pending"] = [sum(losses) / self.count for losses in zip(*pending, strict=True)]
+        state["history"]["quarantined"] = self.merge_dicts(state["history"]["quarantined"])
         return state
 
     def broadcast_state(self, state: Any) -> Any:
@@ -354,14 +339,15 @@ class Ranks:
         from torch.distributed.tensor import distribute_tensor
 
         def shard(weight: Tensor, value: Any) -> Any:
-            if not isinstance(value, Tensor) or value.shape != weight.shape:  # the number of steps
+            if not hasattr(weight, "placements") or not isinstance(value, Tensor) or value.shape != weight.shape:
                 return value
             mesh, placements = weight.device_mesh, weight.placements  # type: ignore[attr-defined]
             return distribute_tensor(value.to(weight.device), mesh, placements, src_data_rank=None)
 
-        for name, weight in run.model.named_parameters():
-            state["model"][name] = shard(weight, state["model"][name])
+        named = dict(run.model.named_parameters())
+        state["model"] = {name: shard(named.get(name, value), value) for name, value in state["model"].items()}
+        weights = [weight for group in run.optimizer.param_groups for weight in group["params"]]
         for index, values in state["optimizer"]["state"].items():
-            values.update({key: shard(run.parameters[index], value) for key, value in values.items()})
+            values.update({key: shard(weights[index], value) for key, value in values.items()})
         state["recovery"]["snapshot"] = {}  # the present state is kept instead
         return state
