@@ -16,12 +16,13 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from tiny import load, loss, make_model, points, slowed
+from tiny import emulating, load, loss, make_model, points, slowed
 from torch import nn
 
 from speedkit.data.decode import BadItem
 from speedkit.errors import PlanError, SpeedkitError, UsageError
-from speedkit.plan import Plan
+from speedkit.hardware import Hardware
+from speedkit.plan import Plan, resolve
 from speedkit.train import distributed
 from speedkit.train.loop import fit
 from speedkit.workloads import load_workload
@@ -63,17 +64,21 @@ def weary():
     return slowed(points(train=90, epochs=6, batch_size=15), 0.1)
 
 
-def failing_loss(model, batch, recipe, calls):
+def failing_loss(model, batch, recipe, error, calls):
     calls.append(1)
     if len(calls) == 5 and os.environ.get("RANK") == "1":
-        raise SpeedkitError("the fifth batch was too much for this rank")
-    if len(calls) == 5 and os.environ.get("RANK") == "2":
-        raise torch.OutOfMemoryError("CUDA out of memory (as it would say)")
+        raise error
     return loss(model, batch, recipe)
 
 
 def failing():
-    return dataclasses.replace(points(), loss=functools.partial(failing_loss, calls=[]))
+    error = SpeedkitError("the fifth batch was too much for this rank")
+    return dataclasses.replace(points(), loss=functools.partial(failing_loss, error=error, calls=[]))
+
+
+def cramped():
+    error = torch.OutOfMemoryError("CUDA out of memory (as it would say)")
+    return dataclasses.replace(points(), loss=functools.partial(failing_loss, error=error, calls=[]))
 
 
 def model_with_spare():
@@ -90,7 +95,7 @@ def spare():
 def hanging():
     """Points that rank 1 does not get done."""
     distributed.TIMEOUT_S = 3.0
-    return slowed(points(), 60.0 * int(os.environ.get("RANK", 0)))
+    return slowed(points(), 10.0 * int(os.environ.get("RANK", 0)))
 
 
 def train_cases(cases, results):
@@ -136,6 +141,31 @@ def test_a_launch_that_cannot_work_is_refused(ranks, options, words):
 def test_outside_of_torchrun_the_error_names_the_commands():
     with pytest.raises(PlanError, match=r"speedkit train WORKLOAD --ranks 2.*torchrun --nproc-per-node 2"):
         fit(points(), plan=Plan(ranks=2), device="cpu", progress=False)
+
+
+def test_ranks_that_the_machine_cannot_run_are_refused():
+    two = Hardware(device=torch.device("cuda"), gpu="A100", gpu_count=2, compute_capability=(8, 0))
+    with pytest.raises(PlanError, match="takes 3 GPUs here, and there are 2"):
+        resolve(Plan(ranks=3), two)
+    with pytest.raises(PlanError, match="use ranks=1"):
+        resolve(Plan(ranks=2), Hardware(device=torch.device("mps"), gpu="M2"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "got"),
+    [
+        ({"strategy": "fsdp", "compile": "default"}, {"compile": "off"}),
+        ({"strategy": "fsdp", "channels_last": True}, {"channels_last": False}),
+        ({"strategy": "fsdp", "precision": "fp16", "fused_optimizer": True}, {"precision": "bf16"}),
+        ({"compile": "max-autotune"}, {"compile": "default"}),
+        ({"compile": "default", "compile_scope": "step"}, {"compile_scope": "model"}),
+    ],
+)
+def test_what_ranks_cannot_do_together_falls_back_with_a_reason(asked, got):
+    machine = dataclasses.replace(emulating("cpu"), cores=2, compiler="g++", python_headers=True)
+    effective = resolve(Plan(ranks=2, **asked), machine)
+    assert {fallback.field: fallback.got for fallback in effective.fallbacks} == got
+    assert resolve(Plan(**asked), machine).plan == Plan(**asked), "one rank is a plain run, whatever the strategy"
 
 
 CASES = [
@@ -272,16 +302,17 @@ def test_no_rank_outlives_its_launcher(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("workload", "ranks", "words"),
+    ("workload", "more", "words"),
     [
-        ("failing", 2, "speedkit: the fifth batch was too much for this rank"),
-        ("spare", 2, "and spare.weight, spare.bias got none"),
-        ("hanging", 2, "another rank did not answer within 3 s"),
+        ("failing", (), "speedkit: the fifth batch was too much for this rank"),
+        ("cramped", (), "out of memory at step 5 on rank 1, for which the others cannot repeat it"),
+        ("spare", (), "and spare.weight, spare.bias got none"),
+        ("hanging", ("--max-restarts", 0), "another rank did not answer within 3 s"),
     ],
 )
-def test_an_error_on_one_rank_ends_all_with_its_message(workload, ranks, words, tmp_path):
-    _, err = ended(start(tmp_path, workload, "--max-restarts", 0, ranks=ranks), 1)
-    assert words in err
+def test_an_error_on_one_rank_ends_all_with_its_message(workload, more, words, tmp_path):
+    _, err = ended(start(tmp_path, workload, *more), 1)
+    assert err.count(words) == 1, "an error is not tried again"
 
 
 @pytest.mark.slow
