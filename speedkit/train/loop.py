@@ -176,8 +176,8 @@ def fallback_for(run: TrainingRun, error: Exception) -> Fallback:
     """
     if is_out_of_memory(error):
         return _smaller_micro_batch(run, error)
-    if run.batch is None or not run.compiled or isinstance(error, SpeedkitError):
-        raise error
+    if run.batch is None or not run.compiled or run.ranks is not None or isinstance(error, SpeedkitError):
+        raise error  # of several ranks one cannot repeat a step: the others wait for another sum than it sends
     return Fallback("compile", run.plan.compile, "off", f"it failed at step {run.step + 1}: {failure(error)}")
 
 
