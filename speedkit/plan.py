@@ -300,6 +300,9 @@ def _for_ranks(effective: EffectivePlan, hardware: Hardware) -> EffectivePlan:
     if plan.precision.startswith("fp8") and fsdp:
         why = "8-bit layers need a gathering of their own under fsdp, which is not offered"
         effective = effective.fall_back("precision", "bf16", why)
+    if plan.precision == "fp16" and fsdp:
+        why = "gradients that overflow in one rank's shard have to scale the loss of all ranks"
+        effective = effective.fall_back("precision", "bf16", why)
     return effective
 
 

@@ -131,7 +131,7 @@ def save(run: "TrainingRun") -> None:
         "history": {name: getattr(run.history, name) for name in HISTORY},
     }
     if run.ranks is not None:
-        state = run.ranks.full_state(run, state)
+        state = run.ranks.full_state(state)
     if run.writer is not None:
         run.writer.save(state)
 

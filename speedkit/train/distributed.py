@@ -1,38 +1,133 @@
 """Several processes train one model: each learns from its share of every batch, and all make the same steps.
 
-`launch` starts them under torchrun; `join` makes a process one of them. A BatchNorm learns from the statistics of a
-rank's own share: torch.nn.SyncBatchNorm, which takes GPUs, or normalising each sample cures that.
+`launch` starts them under torchrun's elastic agent; `join` makes a process one of them. A BatchNorm learns from the
+statistics of a rank's own share: torch.nn.SyncBatchNorm, which takes GPUs, or normalising each sample cures that.
 """
 
 import atexit
 import contextlib
+import functools
+import logging
 import os
-from collections.abc import Sequence
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils import _pytree as tree
 
 from speedkit.data.loader import BatchStream
-from speedkit.errors import PlanError
+from speedkit.errors import Interrupted, PlanError, SpeedkitError, UsageError
 from speedkit.plan import EffectivePlan, Plan
 from speedkit.recipe import Recipe
+from speedkit.system import usable_cores
 from speedkit.train.compile import repeated_blocks
-from speedkit.train.launcher import launch, tell
 from speedkit.train.nonfinite import get_random_state
 from speedkit.workloads.workload import Batch
 
 if TYPE_CHECKING:
     from speedkit.train.run import TrainingRun
 
-__all__ = ["Ranks", "gradients_exchanged", "is_restart", "join", "launch", "local_device", "tell"]
-
 TIMEOUT_S = 600.0  # that a rank waits for another, which may be writing a checkpoint; then all end
-REDUCED = {"bf16": torch.bfloat16, "fp16": torch.float16}  # precision -> what FSDP gathers weights in
+REDUCED = {"bf16": torch.bfloat16}  # precision -> what FSDP gathers weights in
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class RankLost(SpeedkitError):
+    """Another rank has ended or does not answer, so that this one ends too."""
+
+    exit_code = 75  # EX_TEMPFAIL: `launch` tells it from an error of the rank's own
+
+
+def launch(arguments: list[str], ranks: int, *, nnodes: int = 1, endpoint: str = "", max_restarts: int = 3) -> int:
+    """Run `python -m *arguments` as `ranks` processes, `ranks / nnodes` of them on this machine; return the exit code.
+
+    Several machines call it alike, with `endpoint` HOST:PORT of one of them. SIGINT and SIGTERM go on to the ranks,
+    which stop at their next log point; a second one kills them. On one machine a rank that is killed makes all start
+    again with --resume, at most `max_restarts` times. Raises UsageError where ranks cannot start.
+    """
+    host, _, port = endpoint.rpartition(":")
+    if ranks % nnodes:
+        raise UsageError(f"ranks={ranks} is that of all machines, and {nnodes} cannot share it evenly")
+    if bool(endpoint) != (nnodes > 1) or (endpoint and not (host and port.isdigit())):
+        raise UsageError(f"--rdzv-endpoint {endpoint!r} must be HOST:PORT of one of several machines, '' for one alone")
+
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() * nnodes // ranks)))
+    received: list[int] = []  # signals
+    for number in STOP_SIGNALS:
+        signal.signal(number, functools.partial(_forward_signal, received))
+    code, message = _run_ranks(arguments, ranks // nnodes, nnodes=nnodes, endpoint=endpoint)
+    if received:
+        return 128 + received[0]
+    restarts = code == RankLost.exit_code and nnodes == 1 and max_restarts > 0
+    if message:
+        ending = "; all ranks start again from the last checkpoint" if restarts else ""
+        print(f"{message}{ending}", file=sys.stderr, flush=True)
+    if restarts:
+        return launch([*arguments, "--resume"], ranks, max_restarts=max_restarts - 1)
+    return 1 if code == RankLost.exit_code else code
+
+
+def _forward_signal(received: list[int], number: int, _frame: Any) -> None:
+    """Send a signal on to the ranks: their loader processes, which the agent would include, help with the last step."""
+    received.append(number)
+    ranks = psutil.Process().children()
+    if not ranks:
+        raise Interrupted("stopped before the ranks had started", number)
+    for rank in ranks:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            rank.send_signal(number if len(received) == 1 else signal.SIGKILL)
+
+
+def _run_ranks(arguments: list[str], count: int, *, nnodes: int, endpoint: str) -> tuple[int, str]:
+    """Run `count` ranks to their end; return the exit code, and what rank 0, which is heard, has not said."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
+    from torch.distributed.launcher import LaunchConfig, elastic_launch
+
+    logging.disable(logging.CRITICAL)  # of the agent: what happened is said in a sentence
+    with tempfile.TemporaryDirectory(prefix="speedkit-ranks-") as logs:
+        config = LaunchConfig(
+            min_nodes=nnodes,
+            max_nodes=nnodes,
+            nproc_per_node=count,
+            run_id="speedkit" if endpoint else uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint=endpoint or "localhost:0",
+            local_addr=None if endpoint else "localhost",
+            max_restarts=0,  # the agent would repeat errors too, which come again
+            logs_specs=DefaultLogsSpecs(logs, redirects=dict.fromkeys(range(1, count), Std.ALL)),
+            signals_to_handle="SIGHUP,SIGQUIT",  # for others it gives the ranks 30 s
+        )
+        try:
+            elastic_launch(config, sys.executable)("-m", *arguments)
+            return 0, ""
+        except RendezvousError as error:
+            raise UsageError(f"the ranks could not meet at {endpoint}: {error or type(error).__name__}") from error
+        except ChildFailedError as error:
+            failures = sorted(error.failures.items())
+        finally:
+            logging.disable(logging.NOTSET)
+
+        # A rank's own error goes before a signal that killed one, and that before what both have led to in the others.
+        for _, failure in failures:
+            if failure.exitcode > 0 and failure.exitcode != RankLost.exit_code:
+                written = Path(logs).glob(f"*/*/{failure.local_rank}/stderr.log")  # none of rank 0
+                return failure.exitcode, "".join(path.read_text() for path in written).rstrip()
+    for rank, failure in failures:
+        if failure.exitcode not in (RankLost.exit_code, -signal.SIGTERM):  # which the agent sends to the others
+            return RankLost.exit_code, f"speedkit: rank {rank} was killed by {failure.signal_name()}"
+    return RankLost.exit_code, ""
 
 
 def local_device(plan: Plan, device: str | torch.device) -> str | torch.device:
@@ -63,19 +158,45 @@ def join(plan: Plan, recipe: Recipe, device: torch.device) -> "Ranks | None":
         )
     if recipe.batch_size < plan.ranks:
         raise PlanError(f"batch_size={recipe.batch_size} is that of all ranks, and fewer than ranks={plan.ranks}")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    gpu = device if device.type == "cuda" else None
+    if gpu is not None:
+        torch.cuda.set_device(gpu)
     if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(
-            backend, timeout=timedelta(seconds=TIMEOUT_S), device_id=device if device.type == "cuda" else None
-        )
+        backend = "gloo" if gpu is None else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, timeout=timedelta(seconds=TIMEOUT_S), device_id=gpu)
         atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
     return Ranks(plan, device)
 
 
+@contextlib.contextmanager
+def report_lost_rank() -> Iterator[None]:
+    """Raise RankLost for an error that only follows from the end of another rank, whose own message says why."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not dist.is_initialized() or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+            raise
+        how = f"did not answer within {TIMEOUT_S:.0f} s" if "imed out" in str(error) else "has ended"
+        raise RankLost(f"another rank {how}, so this one ends too") from error
+
+
 class Replica(nn.parallel.DistributedDataParallel):
     """DDP, with the attributes of the model that it holds: losses may ask for them."""
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        """Run the model. Raises SpeedkitError where parameters got no gradient, for which DDP would wait."""
+        try:
+            return super().forward(*inputs, **options)
+        except RuntimeError as error:
+            if "Expected to have finished reduction" not in str(error):
+                raise
+            # The message ends with their indices among those that learn.
+            names = [name for name, weight in self.module.named_parameters() if weight.requires_grad]
+            unused = [names[int(index)] for index in str(error).partition("for rank")[2].split()[1:] if index.isdigit()]
+            raise SpeedkitError(
+                f"strategy=ddp waits for the gradient of every parameter, and {', '.join(unused)} got none: use them "
+                "in the loss, freeze them with requires_grad_(False), or take strategy=fsdp"
+            ) from error
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -86,12 +207,11 @@ class Replica(nn.parallel.DistributedDataParallel):
 
 def gradients_exchanged(ranks: "Ranks | None", replica: nn.Module, last: bool) -> contextlib.AbstractContextManager:
     """Return the context of a forward pass whose backward pass exchanges gradients if it is the `last` of a step."""
-    if ranks is None:
-        return contextlib.nullcontext()
-    if ranks.sharded:
+    if ranks is not None and ranks.sharded:
         replica.set_requires_gradient_sync(last)  # type: ignore[operator]
-        return contextlib.nullcontext()
-    return contextlib.nullcontext() if last else replica.no_sync()  # type: ignore[operator]
+    elif ranks is not None and not last:
+        return replica.no_sync()  # type: ignore[operator]
+    return contextlib.nullcontext()
 
 
 class Ranks:
@@ -100,9 +220,10 @@ class Ranks:
     def __init__(self, plan: Plan, device: torch.device):
         self.rank, self.count, self.device = dist.get_rank(), dist.get_world_size(), device
         self.sharded = plan.strategy == "fsdp"
+        self.launcher = os.getppid()
         self.stop_requested = False  # agreed on at the last log point
-        hosts = "gloo" in dist.get_backend_config()  # else the group is somebody else's, for GPUs alone
-        self.group = dist.group.WORLD if hosts else dist.new_group(backend="gloo")
+        on_host = "gloo" in dist.get_backend_config()  # else the group is somebody else's, for GPUs alone
+        self.group = dist.group.WORLD if on_host else dist.new_group(backend="gloo")
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return the `value` of every rank, small and of plain Python."""
@@ -127,36 +248,46 @@ class Ranks:
         return min(self.all_gather(effective), key=lambda one: one.plan.micro_batch or 0)
 
     def all_reduce_log(self, losses: Tensor, stop: int) -> tuple[Tensor, int]:
-        """Return the sums over ranks of `losses [N]`, and the signal that any of them got, 0 for none."""
-        dist.all_reduce(losses)
-        stop = max(self.all_gather(stop))
+        """Return the mean over ranks of `losses [N]`, and the signal that any of them got, 0 for none."""
+        if os.getppid() != self.launcher:  # it was killed, and cannot tell the ranks to end
+            stop = signal.SIGTERM
+        flags = losses.new_tensor([stop == number for number in STOP_SIGNALS])
+        sums = torch.cat([losses, flags])
+        dist.all_reduce(sums)
+        stop = max(number * int(flag > 0) for number, flag in zip(STOP_SIGNALS, sums[-2:].tolist(), strict=True))
         self.stop_requested = bool(stop)
-        return losses, stop
+        return sums[:-2] / self.count, stop
 
     def all_reduce_score(self, total: Tensor, count: int) -> tuple[Tensor, int]:
         """Return the sum over ranks of the scores and of the items that have them."""
-        sums = torch.stack([total, torch.tensor(float(count), device=self.device)])
+        sums = torch.stack([total, torch.full_like(total, count)])
         dist.all_reduce(sums)
         return sums[0], int(sums[1])
 
+    def as_many_parts(self, parts: list[Batch], stream: BatchStream, position: int, *, micro_batch: int) -> list[Batch]:
+        """Return the parts of batch `position` of `stream`, the first once more until all ranks have as many.
+
+        FSDP gathers weights in every forward pass, so all ranks have to make it.
+        """
+        missing = -(-stream.order.largest(position) // micro_batch) - len(parts)
+        return parts + missing * parts[:1]
+
     def weighted(
-        self, parts: list[Batch], counts: Sequence[int | Tensor], batches: BatchStream
+        self, parts: list[Batch], counts: Sequence[int | Tensor], stream: BatchStream, *, micro_batch: int
     ) -> list[tuple[Batch, Tensor | float | None]]:
-        """Return the parts of this rank's share with their weights; as many parts on every rank.
+        """Return the parts of this rank's share of the batch that `stream` gave last, and what each counts for.
 
         Each weighs as many valid items as it holds of all that the ranks have together: both strategies take the mean
-        over ranks of the gradients, and their sum is the exact mean.
+        over ranks of the gradients, which then is that of the whole batch.
         """
-        if not batches.counts(batches.epoch, batches.position):  # samples that another rank has too
-            counts = [0 * count for count in counts]
-        numbers = torch.stack([torch.as_tensor(count, device=self.device).float() for count in counts])
+        learned = stream.counts(stream.epoch, stream.position)  # else another rank has these samples too
+        numbers = torch.zeros(-(-stream.order.largest(stream.position) // micro_batch), device=self.device)
+        for index, count in enumerate(counts if learned else ()):
+            numbers[index] = count
         total = numbers.sum()
         dist.all_reduce(total)
-        weights = list(numbers * self.count / total.clamp(min=1))
-        largest = batches.order.largest(batches.position)
-        for _ in range(-(-largest // max(1, len(parts[0][0]))) - len(parts)):
-            parts, weights = [*parts, parts[0]], [*weights, torch.zeros((), device=self.device)]
-        return list(zip(parts, weights, strict=True))
+        parts = self.as_many_parts(parts, stream, stream.position, micro_batch=micro_batch)
+        return list(zip(parts, numbers * self.count / total.clamp(min=1), strict=True))
 
     def apply_data_parallel(self, model: nn.Module, recipe: Recipe, plan: Plan) -> nn.Module:
         """Return what exchanges the gradients of `model`: DDP around it, or itself with FSDP2 applied to its blocks.
@@ -176,46 +307,47 @@ class Ranks:
             fully_shard(module, mesh=mesh, mp_policy=policy)
         return model
 
-    def full_state(self, run: "TrainingRun", state: dict[str, Any]) -> dict[str, Any]:
-        """Return the `state` of the whole run: weights unsharded, losses and draws of all ranks."""
-        state = tree.tree_map(lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, state)
-        others = self.all_gather((state["rng"], state["pending"]))
-        state["ranks_rng"] = [rng for rng, _ in others]
-        state["pending"] = [sum(losses) for losses in zip(*(pending for _, pending in others), strict=True)]
+    def full_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the `state` of the whole run: weights unsharded (on rank 0), losses and draws of all ranks."""
+
+        def gathered(leaf: Any) -> Any:
+            if not hasattr(leaf, "full_tensor"):
+                return leaf
+            whole = leaf.full_tensor()
+            return None if self.rank else whole.cpu()  # one weight after another: together they may not fit the device
+
+        random_states, pending = zip(*self.all_gather((state["rng"], state["pending"])), strict=True)
+        state = tree.tree_map(gathered, state)
+        state["ranks_rng"] = list(random_states)
+        state["pending"] = [sum(losses) / self.count for losses in zip(*pending, strict=True)]
         state["history"]["quarantined"] = self.merge_dicts(state["history"]["quarantined"])
         return state
 
     def broadcast_state(self, state: Any) -> Any:
-        """Return what rank 0 has on all ranks: other machines need not see its file."""
-        outline = [tree.tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, state)]
-        dist.broadcast_object_list(outline, 0, self.group)
-        leaves, spec = tree.tree_flatten(outline[0])
-        own = tree.tree_leaves(state) if self.rank == 0 else leaves
-        for index, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor):
-                leaves[index] = own[index].cpu() if self.rank == 0 else torch.empty_like(leaf, device="cpu")
-                dist.broadcast(leaves[index], 0, self.group)
-        return tree.tree_unflatten(leaves, spec)
+        """Return what rank 0 has, on the CPU, on all ranks: other machines need not see its file."""
+        states = [tree.tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, state)]
+        dist.broadcast_object_list(states, 0, self.group)
+        return states[0]
 
     def local_state(self, run: "TrainingRun", state: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's part of the whole run's `state`; where there were fewer ranks, with new draws."""
+        rng = dict(enumerate(state.get("ranks_rng", [state["rng"]])))
+        state["rng"] = rng.get(self.rank, get_random_state(run.device))
+        state["verdicts"] = [verdict.to(run.device) for verdict in state["verdicts"]]
+        if not self.sharded:
+            return state
+        from torch.distributed.tensor import distribute_tensor
 
-        def like(weight: Any, value: Any) -> Any:
-            if not isinstance(weight, DTensor) or not isinstance(value, Tensor) or value.shape != weight.shape:
+        def shard(weight: Tensor, value: Any) -> Any:
+            if not hasattr(weight, "placements") or not isinstance(value, Tensor) or value.shape != weight.shape:
                 return value
-            value = value.to(weight.device)
-            return distribute_tensor(value, weight.device_mesh, weight.placements, src_data_rank=None)
+            mesh, placements = weight.device_mesh, weight.placements  # type: ignore[attr-defined]
+            return distribute_tensor(value.to(weight.device), mesh, placements, src_data_rank=None)
 
         named = dict(run.model.named_parameters())
-        model = {name: like(named.get(name), value) for name, value in state["model"].items()}
-        optimizer_state = {
-            index: {key: like(run.parameters[index], value) for key, value in values.items()}
-            for index, values in state["optimizer"]["state"].items()
-        }
-        local = {"model": model, "optimizer": state["optimizer"] | {"state": optimizer_state}}
-        if self.sharded:
-            local["recovery"] = state["recovery"] | {"snapshot": {}}  # the present state is kept instead
-        if self.rank:
-            local["pending"] = [0.0] * len(state["pending"])
-        rng = dict(enumerate(state.get("ranks_rng", [state["rng"]])))
-        return state | local | {"rng": rng.get(self.rank, get_random_state(run.device))}
+        state["model"] = {name: shard(named.get(name, value), value) for name, value in state["model"].items()}
+        weights = [weight for group in run.optimizer.param_groups for weight in group["params"]]
+        for index, values in state["optimizer"]["state"].items():
+            values.update({key: shard(weights[index], value) for key, value in values.items()})
+        state["recovery"]["snapshot"] = {}  # the present state is kept instead
+        return state

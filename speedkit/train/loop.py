@@ -16,7 +16,7 @@ from speedkit.plan import Fallback, Plan
 from speedkit.recipe import Recipe
 from speedkit.train import checkpoint, memory
 from speedkit.train.compile import failure
-from speedkit.train.distributed import gradients_exchanged
+from speedkit.train.distributed import gradients_exchanged, report_lost_rank
 from speedkit.train.history import History
 from speedkit.train.oom import is_out_of_memory, release
 from speedkit.train.optimizer import set_learning_rate
@@ -31,7 +31,7 @@ def fit(workload: Workload, recipe: Recipe | None = None, plan: Plan | None = No
     Options are those of `setup_run`. Ctrl-C and SIGTERM end the run after the step in progress with a checkpoint (where
     `out` is set) and raise Interrupted.
     """
-    with contextlib.closing(setup_run(workload, recipe, plan, **options)) as run:
+    with report_lost_rank(), contextlib.closing(setup_run(workload, recipe, plan, **options)) as run:
         with stop_on_signal(run), gc_paused():
             for _ in steps(run):
                 if run.stopping:
@@ -126,7 +126,7 @@ def micro_batches(run: TrainingRun, batch: Batch) -> list[tuple[Batch, Tensor | 
     count = run.workload.count or (lambda part: len(part[0]))
     counts = [count(part) for part in parts]
     if run.ranks is not None:
-        return run.ranks.weighted(parts, counts, run.train_batches)
+        return run.ranks.weighted(parts, counts, run.train_batches, micro_batch=size)
     return [(part, number / sum(counts)) for part, number in zip(parts, counts, strict=True)]
 
 
@@ -147,10 +147,14 @@ def evaluate(run: TrainingRun) -> None:
     run.model.eval()
     for position, batch in enumerate(run.test_batches.one_pass(), 1):
         counts = run.ranks is None or run.test_batches.counts(0, position)
-        for part in zip(*(tensor.split(run.micro_batch) for tensor in batch), strict=True):  # as fit in training
+        parts: list[Batch] = list(zip(*(tensor.split(run.micro_batch) for tensor in batch), strict=True))
+        own = len(parts) if counts else 0
+        if run.ranks is not None:
+            parts = run.ranks.as_many_parts(parts, run.test_batches, position, micro_batch=run.micro_batch)
+        for index, part in enumerate(parts):  # of the size that fits in training
             with run.autocast, run.eager():
                 _, outputs = run.plain_loss(run.model, part, run.recipe)
-            if counts:
+            if index < own:
                 total += workload.score(outputs, part).float().sum()
                 count += len(part[0])
     if run.ranks is not None:
@@ -172,8 +176,8 @@ def fallback_for(run: TrainingRun, error: Exception) -> Fallback:
     """
     if is_out_of_memory(error):
         return _smaller_micro_batch(run, error)
-    if run.batch is None or not run.compiled or isinstance(error, SpeedkitError):
-        raise error
+    if run.batch is None or not run.compiled or run.ranks is not None or isinstance(error, SpeedkitError):
+        raise error  # of several ranks one cannot repeat a step: the others wait for another sum than it sends
     return Fallback("compile", run.plan.compile, "off", f"it failed at step {run.step + 1}: {failure(error)}")
 
 
