@@ -20,7 +20,7 @@ from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train.loop import fit
 from speedkit.workloads import load_workload
-from speedkit.workloads.classifier import score
+from speedkit.workloads.residual import score
 from speedkit.workloads.image import SIZES, ImageNet, augment, image, in_unit_range, load, loss
 from speedkit.workloads.patterns import CLASSES, generate, photograph, photograph_path
 

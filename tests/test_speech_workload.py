@@ -347,3 +347,18 @@ def test_the_net_compiles_whole_once_for_each_padded_length(spoken, precision):
     assert all(weight.grad.isfinite().all() for weight in net.parameters())
     for mine, theirs in found:
         assert mine == pytest.approx(theirs, abs=0.05 if precision == "bf16" else 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bucket", [False, True])
+def test_compiled_training_takes_batches_of_any_length(bucket):
+    """Shapes are dynamic without buckets: the backward pass once took the strides of the first length for all others'."""
+    if not this_machine("cpu").supports("compile"):
+        pytest.skip(this_machine("cpu").why_not("compile"))
+    workload, recipe = speech(clips=12, size="tiny"), Recipe(batch_size=2, steps=4, epochs=None)
+    plain, compiled = (
+        fit(workload, recipe, Plan(bucket=bucket, compile=mode, log_every=1), device="cpu", progress=False)
+        for mode in ("off", "default")
+    )
+    assert compiled.effective.plan.compile == "default", "it went on uncompiled"
+    assert compiled.loss == pytest.approx(plain.loss, abs=1e-3)

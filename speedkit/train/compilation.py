@@ -88,8 +88,14 @@ def apply(model: nn.Module, plan: Plan, workload: Any = None) -> nn.Module | Com
 
 def _options(plan: Plan, workload: Any) -> dict[str, Any]:
     """Return what torch.compile takes: fixed shapes, but where batches come in any length a second graph for all."""
-    any_length = workload is not None and workload.length is not None and not plan.bucket
-    return {"backend": BACKEND, "mode": plan.compile, "dynamic": None if any_length else False}
+    if workload is None or workload.length is None or plan.bucket:
+        return {"backend": BACKEND, "mode": plan.compile, "dynamic": False}
+    # On a CPU Inductor stores what convolutions lead to or come from as NHWC, the heads of attention too, and AOTAutograd
+    # hands strides that it so changed to the backward pass as numbers: those of the length that was traced. Any other
+    # length ends in an AssertionError. On CUDA layouts are left alone where shapes are dynamic
+    # (https://github.com/pytorch/pytorch/pull/99773, https://github.com/pytorch/pytorch/issues/102670).
+    options = torch._inductor.list_mode_options(plan.compile) | {"layout_optimization": False}
+    return {"backend": BACKEND, "options": options, "dynamic": None}
 
 
 def _compiled(function: Callable[..., Any], plan: Plan, options: dict[str, Any]) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ from speedkit.data.shards import TarMember
 from speedkit.data.sources import IMAGES, Item
 from speedkit.errors import UsageError
 from speedkit.recipe import Recipe
-from speedkit.workloads.classifier import residual_net, score
+from speedkit.workloads.residual import residual_net, score
 from speedkit.workloads.generated import find_or_generate
 from speedkit.workloads.patterns import generate
 from speedkit.workloads.workload import Batch, Workload
