@@ -22,7 +22,7 @@ from speedkit.measure.roofline import count, roofline
 from speedkit.measure.stages import Stages
 from speedkit.plan import Plan, resolve
 from speedkit.predict import affordable_pairs, affordable_training, plan_of, seconds
-from speedkit.train.run import begin, close
+from speedkit.train.setup import setup_run
 
 FINAL_PAIRS, LEAST_PAIRS = 40, 12
 LEDGER_S = 12.0  # what a ledger with its roofline takes, at most
@@ -113,11 +113,11 @@ def _dropped(job: Stages, row: Row, best: Plan, simpler: Plan, control: Row, bes
 
 def data_time(job: Stages, plan: Plan, count: int = 6) -> float:
     """Return the seconds that `plan` takes to get one batch to the device with nothing else going on."""
-    run = begin(job.workload, job.recipe, plan, endless=True, **job.options)
+    run = setup_run(job.workload, job.recipe, plan, endless=True, **job.options)
     try:
-        return statistics.median(timed(run.batches.next, run.device, repeats=count))
+        return statistics.median(timed(run.train_batches.next, run.device, repeats=count))
     finally:
-        close(run)
+        run.close()
 
 
 def final(job: Stages, best: Plan) -> Row:

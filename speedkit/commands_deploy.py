@@ -61,7 +61,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     try:
         return checkpoint.read(path, torch.device("cpu"))
     except Exception as error:  # torch raises whatever its unpickler does
-        raise SpeedkitError(f"{path} cannot be read ({error}): take {checkpoint.OLDER[0]} beside it") from error
+        raise SpeedkitError(f"{path} cannot be read ({error}): take {checkpoint.PREVIOUS[0]} beside it") from error
 
 
 def restored(workload: Any, state: dict[str, Any]) -> torch.nn.Module:

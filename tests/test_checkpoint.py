@@ -15,7 +15,8 @@ from test_resume import lively, outcome
 from speedkit.errors import SpeedkitError
 from speedkit.plan import Plan
 from speedkit.train import checkpoint
-from speedkit.train.loop import begin, close, fit, steps
+from speedkit.train.loop import fit, steps
+from speedkit.train.setup import setup_run
 
 OPTIONS = {"plan": Plan(log_every=1, validate_every=2), "device": "cpu", "progress": False}
 NAMES = [checkpoint.NAME, *checkpoint.OLDER]
@@ -28,10 +29,10 @@ def step_in(path):
 @pytest.fixture
 def stopped(tmp_path):
     """A run stopped after step 9, with checkpoints of steps 4, 6 and 8."""
-    run = begin(lively(), out=tmp_path, **OPTIONS)
+    run = setup_run(lively(), out=tmp_path, **OPTIONS)
     for _ in itertools.takewhile(lambda step: step < 9, steps(run)):
         pass
-    close(run)
+    run.close()
     return tmp_path
 
 
@@ -61,26 +62,26 @@ def test_with_all_of_them_damaged_nothing_is_made_up(stopped):
 
 
 def test_what_is_written_is_the_state_at_the_time_of_the_call(tmp_path):
-    run = begin(lively(), out=tmp_path, **OPTIONS)
+    run = setup_run(lively(), out=tmp_path, **OPTIONS)
     next(steps(run))
     weights = {name: weight.clone() for name, weight in run.model.state_dict().items()}
     checkpoint.save(run)
     for weight in run.model.parameters():
         weight.data.fill_(7.0)
-    run.keeper.wait()
+    run.writer.wait()
     state = torch.load(tmp_path / checkpoint.NAME, weights_only=True)
     assert all(torch.equal(state["model"][name], weight) for name, weight in weights.items())
-    close(run)
+    run.close()
 
 
 def test_a_second_checkpoint_takes_no_new_memory(tmp_path):
-    run = begin(lively(), out=tmp_path, **OPTIONS)
+    run = setup_run(lively(), out=tmp_path, **OPTIONS)
     held = [
-        {tensor.data_ptr() for tensors in run.keeper.stock.values() for tensor in tensors}
+        {tensor.data_ptr() for tensors in run.writer.stock.values() for tensor in tensors}
         for _ in itertools.islice(steps(run), 8)
     ]
     assert held[2] == held[-1]  # checkpoints are made at steps 2, 4, 6, 8
-    close(run)
+    run.close()
 
 
 CHILD = """

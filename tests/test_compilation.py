@@ -8,6 +8,7 @@ import os
 
 import pytest
 import torch
+from speedkit.train.blocks import repeated_blocks
 from tiny import loss, points
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
@@ -21,8 +22,8 @@ from speedkit.measure.graphs import Watch, break_even_step
 from speedkit.plan import Plan, resolve
 from speedkit.recipe import Recipe, learning_rates
 from speedkit.train import compilation, optimizer, precision
-from speedkit.train.blocks import repeated_blocks
-from speedkit.train.loop import begin, close, fit, steps
+from speedkit.train.loop import fit, steps
+from speedkit.train.setup import setup_run
 
 SCOPES = ("model", "blocks", "step")
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -346,9 +347,9 @@ def test_compiled_numerics_are_those_of_the_number_format(real, device, format_,
 def test_trained_for_real_every_scope_compiles_once_and_learns_the_same(real, scope):
     watch, workload = Watch(), dataclasses.replace(points(train=40, epochs=3, clip_norm=1.0), model=steady)
     plan = Plan(compile="default", compile_scope=scope, log_every=1, validate_every=0)
-    run = begin(workload, plan=plan, device="cpu", progress=False)
+    run = setup_run(workload, plan=plan, device="cpu", progress=False)
     counts = [watch.report().graphs for _ in steps(run)]
-    close(run)
+    run.close()
     assert set(counts) == {2 if scope == "step" else 1}  # not the last batch, nor evaluation, nor a moving rate
     assert run.history.loss == pytest.approx(fit(workload, plan=Plan(log_every=1), device="cpu").loss, rel=1e-4)
     report = watch.report()

@@ -87,9 +87,9 @@ def test_what_stays_on_the_cpu_is_noticed(made, fake_gpu, name):
 def saved_by(norm, inputs, dtype):
     """Return the output of `norm` and the bytes that autograd saves for its backward pass."""
     saved = {}
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.setdefault(id(tensor), tensor), lambda x: x):
-        with autocast(dtype):
-            outputs = norm(inputs)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.setdefault(id(tensor), tensor), lambda x: x)
+    with hooks, autocast(dtype):
+        outputs = norm(inputs)
     return outputs, sum(tensor.nbytes for tensor in saved.values())
 
 

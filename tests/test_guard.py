@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from speedkit.train.guard import Guard
 from test_loop import exploding, reads_between_log_points
 from test_resume import interrupting, outcome
 from tiny import emulating, jitter, load, points
@@ -18,8 +19,8 @@ from speedkit.data.decode import BadItem
 from speedkit.errors import Interrupted, SpeedkitError
 from speedkit.plan import Plan
 from speedkit.recipe import learning_rates
-from speedkit.train.guard import Guard
-from speedkit.train.loop import begin, close, finish, fit, steps
+from speedkit.train.loop import fit, steps
+from speedkit.train.setup import setup_run
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 SKIP = {"on_nonfinite": "skip", "fused_optimizer": True}
@@ -27,7 +28,7 @@ SKIP = {"on_nonfinite": "skip", "fused_optimizer": True}
 
 @pytest.fixture(autouse=True)
 def every_number_format(monkeypatch):
-    monkeypatch.setattr("speedkit.train.run.this_machine", emulating)
+    monkeypatch.setattr("speedkit.train.setup.this_machine", emulating)
 
 
 def normed(size=8, hidden=16):
@@ -87,7 +88,7 @@ def test_a_bad_step_leaves_nothing_behind(device, fused, optimizer, where, value
     bad = {call // (4 if micro_batch else 1) for call in at}
     plan = Plan(fused_optimizer=fused, on_nonfinite="skip", micro_batch=micro_batch, log_every=3)
     table = learning_rates(workload.recipe, 8)
-    run = begin(spoiled(workload, at, where, value), plan=plan, device=device, progress=False)
+    run = setup_run(spoiled(workload, at, where, value), plan=plan, device=device, progress=False)
     run.recovery.explained = 10**6  # looking for a cause calls the loss again, which counts its calls
     before, real = everything(run), 0
     for step in steps(run):
@@ -96,19 +97,19 @@ def test_a_bad_step_leaves_nothing_behind(device, fused, optimizer, where, value
         assert float(run.optimizer.param_groups[0]["lr"]) == pytest.approx(table[real])
         before, real = now, real + (step - 1 not in bad)
     assert all(value.isfinite().all() for value in before.values())
-    history = finish(run)
-    close(run)
+    history = run.finish()
+    run.close()
     assert history.steps == real == 8 - len(bad)
     assert [one["step"] - 1 for one in history.skipped] == sorted(bad)
     assert all(math.isfinite(loss) for loss in history.loss)
 
 
 def test_without_the_guard_the_same_faults_would_be_seen():
-    run = begin(spoiled(dataclasses.replace(points(), model=normed), {1}, "input"), device="cpu", progress=False)
+    run = setup_run(spoiled(dataclasses.replace(points(), model=normed), {1}, "input"), device="cpu", progress=False)
     training = steps(run)
     next(training), next(training)
     assert not all(value.isfinite().all() for value in run.model.state_dict().values())
-    close(run)
+    run.close()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -136,12 +137,12 @@ def test_a_run_without_bad_steps_is_bit_identical_with_the_guard(plan):
 
 def trained(workload, **plan):
     """A run at its end, with its history."""
-    run = begin(workload, plan=Plan(**(SKIP | {"precision": "fp16"} | plan)), device="cpu", progress=False)
+    run = setup_run(workload, plan=Plan(**(SKIP | {"precision": "fp16"} | plan)), device="cpu", progress=False)
     run.recovery.explained = 10**6
     for _ in steps(run):
         pass
-    close(run)
-    return run, finish(run)
+    run.close()
+    return run, run.finish()
 
 
 def test_an_overflow_of_float16_lowers_the_scale_and_is_no_bad_step():
@@ -210,14 +211,14 @@ def unreadable_for(item, size, path):
 def test_a_batch_is_made_again_as_it_was_and_its_items_named(plan):
     workload = points(train=40, augment=jitter)  # 16, 16 and 8; one item is unreadable
     workload = dataclasses.replace(workload, load=functools.partial(unreadable_for, size=8, path="21"))
-    run = begin(workload, plan=Plan(**plan), device="cpu", progress=False)
+    run = setup_run(workload, plan=Plan(**plan), device="cpu", progress=False)
     for _ in range(7):
-        batch = run.batches.next()
-        again, names = run.batches.again(run.batches.epoch, run.batches.position)
+        batch = run.train_batches.next()
+        again, names = run.train_batches.again(run.train_batches.epoch, run.train_batches.position)
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(again, batch, strict=True))
         items = torch.stack([load(item, 8) * 2 for name in names for item in workload.train if item.path == name])
         assert torch.equal(items, batch[0])
-    close(run)
+    run.close()
 
 
 def net_of(module):
@@ -259,10 +260,10 @@ def test_looking_for_the_cause_changes_nothing_of_the_run():
     workload = with_bad_items(points(train=100, augment=jitter, dropout=0.2), "17")
     courses = []
     for limit in (0, 10**6):
-        run = begin(dataclasses.replace(workload, model=dropping), plan=Plan(log_every=1, **SKIP), device="cpu")
+        run = setup_run(dataclasses.replace(workload, model=dropping), plan=Plan(log_every=1, **SKIP), device="cpu")
         run.recovery.explained = limit  # beyond the number that are looked for
         courses.append([str(float(run.last_loss)) for _ in steps(run)])
-        close(run)
+        run.close()
     assert courses[0] == courses[1]
     assert "nan" in courses[0]
 
@@ -301,17 +302,18 @@ sys.path[:0] = [sys.argv[1]]
 from test_guard import everything, spoiled
 from tiny import points
 from speedkit.plan import Plan
-from speedkit.train.loop import begin, close, finish, steps
+from speedkit.train.loop import steps
+from speedkit.train.setup import setup_run
 rank = int(sys.argv[2])
 os.environ['WORLD_SIZE'] = '2'
 dist.init_process_group("gloo", init_method="file://" + sys.argv[3], rank=rank, world_size=2)
 for fused in (True, False):
     workload = spoiled(points(epochs=None, steps=6), {4} if rank else set(), "gradient")  # 1 is the rehearsal
     plan = Plan(fused_optimizer=fused, on_nonfinite="skip", ranks=2)
-    run = begin(workload, plan=plan, device="cpu", progress=False)
+    run = setup_run(workload, plan=plan, device="cpu", progress=False)
     for step in steps(run):
         pass
-    history = finish(run)
+    history = run.finish()
     print(history.steps, [one["step"] for one in history.skipped])
 dist.destroy_process_group()
 """

@@ -18,26 +18,27 @@ from speedkit.errors import SpeedkitError
 from speedkit.hardware import this_machine
 from speedkit.plan import Plan
 from speedkit.recipe import learning_rates
-from speedkit.train.loop import begin, close, finish, fit, steps
+from speedkit.train.loop import fit, steps
+from speedkit.train.setup import setup_run
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
 @pytest.fixture(autouse=True)
 def every_number_format(monkeypatch):
-    monkeypatch.setattr("speedkit.train.run.this_machine", emulating)
+    monkeypatch.setattr("speedkit.train.setup.this_machine", emulating)
 
 
 def course(workload, **plan):
     """Losses of every step, the final weights and the evaluations of a run on the CPU."""
-    run = begin(workload, plan=Plan(**plan), device="cpu", progress=False)
+    run = setup_run(workload, plan=Plan(**plan), device="cpu", progress=False)
     try:
         losses = [float(run.last_loss) for _ in steps(run)]
-        history = finish(run)
+        history = run.finish()
         evaluations = [(result["step"], result["value"]) for result in history.evaluations]
         return losses, [weight.detach().clone() for weight in run.model.parameters()], evaluations
     finally:
-        close(run)
+        run.close()
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +121,7 @@ def valid_items(batch):
 
 def first_gradients(workload, steps_made=1, **plan):
     """The gradients that the optimizer sees in the last of the first `steps_made` steps, and that step's loss."""
-    run = begin(workload, plan=Plan(**plan), device="cpu", progress=False)
+    run = setup_run(workload, plan=Plan(**plan), device="cpu", progress=False)
     seen = []
     run.optimizer.register_step_pre_hook(
         lambda *_: seen.append([weight.grad.clone() for weight in run.model.parameters()])
@@ -128,7 +129,7 @@ def first_gradients(workload, steps_made=1, **plan):
     training = steps(run)
     for _ in range(steps_made):
         next(training)
-    close(run)
+    run.close()
     return seen[-1], float(run.last_loss)
 
 
@@ -196,7 +197,7 @@ def test_overflow_skips_exactly_its_steps_and_the_schedule_waits(optimizer, bad)
     workload = points(optimizer=optimizer, epochs=None, steps=10, clip_norm=1.0)
     workload = dataclasses.replace(workload, loss=exploding(bad))
     table = learning_rates(workload.recipe, 10)
-    run = begin(workload, plan=Plan(precision="fp16"), device="cpu", progress=False)
+    run = setup_run(workload, plan=Plan(precision="fp16"), device="cpu", progress=False)
     scale_before = float(run.scale.scale)
     real = 0
     before = {name: weight.clone() for name, weight in run.model.state_dict().items()}
@@ -207,44 +208,44 @@ def test_overflow_skips_exactly_its_steps_and_the_schedule_waits(optimizer, bad)
         real += step - 1 not in bad
         before = {name: weight.clone() for name, weight in run.model.state_dict().items()}
         assert all(weight.isfinite().all() for weight in before.values())
-    assert finish(run).steps == real == 10 - len(bad)
+    assert run.finish().steps == real == 10 - len(bad)
     assert float(run.scale.scale) == scale_before / 2 ** len(bad)
     state = [value for slot in run.optimizer.state.values() for value in slot.values()]
     assert state
     assert all(value.isfinite().all() for value in state)
-    close(run)
+    run.close()
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_a_scale_far_too_large_comes_down_until_steps_are_good(optimizer):
-    run = begin(points(optimizer=optimizer), plan=Plan(precision="fp16"), device="cpu", progress=False)
+    run = setup_run(points(optimizer=optimizer), plan=Plan(precision="fp16"), device="cpu", progress=False)
     run.scale.scale.fill_(2.0**24)  # times a gradient of about 0.1 is beyond the 65504 of float16
     for _ in steps(run):
         pass
-    history = finish(run)
+    history = run.finish()
     assert 0 < history.steps < 12
     assert float(run.scale.scale) == 2.0 ** (24 - (12 - history.steps))
     assert all(weight.isfinite().all() for weight in run.model.parameters())
-    close(run)
+    run.close()
 
 
 def test_float16_outlasts_its_schedule_in_a_run_that_never_ends():
-    run = begin(points(steps=3, epochs=None), plan=Plan(precision="fp16"), device="cpu", endless=True)
+    run = setup_run(points(steps=3, epochs=None), plan=Plan(precision="fp16"), device="cpu", endless=True)
     training = steps(run)
     for _ in range(8):
         next(training)
-    close(run)
+    run.close()
     assert float(run.optimizer.param_groups[0]["lr"]) == pytest.approx(learning_rates(run.recipe, 3)[-1])
 
 
 def test_the_learning_rate_is_one_tensor_from_step_to_step():
-    run = begin(points(), plan=Plan(fused_optimizer=True), device="cpu", progress=False)
+    run = setup_run(points(), plan=Plan(fused_optimizer=True), device="cpu", progress=False)
     rate = run.optimizer.param_groups[0]["lr"]
     table = learning_rates(run.recipe, 12)
     for step in steps(run):
         assert run.optimizer.param_groups[0]["lr"] is rate
         assert float(rate) == pytest.approx(table[step - 1])
-    close(run)
+    run.close()
 
 
 # What the host reads.
@@ -257,13 +258,13 @@ def reads_between_log_points(workload, count=15, device="cpu", **plan):
     kernels read the rate and the step counts so, host and device being one; those are not counted.
     """
     workload = dataclasses.replace(workload, recipe=dataclasses.replace(workload.recipe, epochs=20))
-    run = begin(workload, plan=Plan(log_every=10_000, validate_every=0, **plan), device=device, progress=False)
+    run = setup_run(workload, plan=Plan(log_every=10_000, validate_every=0, **plan), device=device, progress=False)
     training = steps(run)
     next(training)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         for _ in range(count):
             next(training)
-    close(run)
+    run.close()
     count = 0
     for event in profile.events():
         if event.name == "aten::_local_scalar_dense":
@@ -385,13 +386,13 @@ def test_compiled_training_stays_near_and_compiles_once():
     workload = points(train=100, epochs=3, clip_norm=1.0)
     eager = course(workload)[0]
     before = clock.compilations()
-    run = begin(workload, plan=Plan(compile="default"), device="cpu", progress=False)
+    run = setup_run(workload, plan=Plan(compile="default"), device="cpu", progress=False)
     training = steps(run)
     losses, counts = [], []
     for _ in training:
         losses.append(float(run.last_loss))
         counts.append(clock.compilations() - before)
-    close(run)
+    run.close()
     assert losses == pytest.approx(eager, rel=1e-4)
     assert counts[0] >= 1
     assert set(counts) == {counts[0]}  # neither an epoch's last, smaller batch nor evaluation compiles anew

@@ -50,7 +50,7 @@ def loss_and_gradients(name, device="cpu", scaling="tensorwise", rows=40):
         torch.randn(rows, 64, generator=torch.Generator().manual_seed(2)).to(device),
         torch.arange(rows) % 10,
     )
-    precision.apply(plan)
+    precision.set_matmul_precision(plan)
     precision.convert(model, plan, scaling)
     scale = precision.LossScale(torch.device(device)) if name == "fp16" else None
     with precision.autocast(plan, torch.device(device)) or torch.autocast(device, enabled=False):
@@ -182,7 +182,7 @@ def test_no_getter_raises_whatever_precision_follows_which(outside):
         for name in order:
             if outside is not None:
                 outside.fp32_precision = "tf32"  # somebody uses the newer switches
-            precision.apply(Plan(precision=name))
+            precision.set_matmul_precision(Plan(precision=name))
             matmul, cuda, cudnn, *newer = getters()
             on_gpu = name != "fp32" and torch.cuda.is_available()
             assert (matmul, cuda, cudnn) == ("high" if on_gpu else "highest", on_gpu, name != "fp32")
@@ -191,7 +191,7 @@ def test_no_getter_raises_whatever_precision_follows_which(outside):
 
 def test_a_format_that_the_machine_lacks_trains_in_what_it_has(monkeypatch):
     bare = dataclasses.replace(this_machine("cpu"), cpu_flags=())
-    monkeypatch.setattr("speedkit.train.run.this_machine", lambda _: bare)
+    monkeypatch.setattr("speedkit.train.setup.this_machine", lambda _: bare)
     plain, short = (
         fit(points(), plan=Plan(precision=name, log_every=1), device="cpu", progress=False) for name in ("fp32", "fp8")
     )

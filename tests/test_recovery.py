@@ -19,26 +19,27 @@ from speedkit.data.samples import shuffled
 from speedkit.errors import SpeedkitError
 from speedkit.plan import Fallback, Plan
 from speedkit.recipe import learning_rates
-from speedkit.train.loop import begin, close, finish, fit, steps
+from speedkit.train.loop import fit, steps
+from speedkit.train.setup import setup_run
 
 RECOVER = {"on_nonfinite": "recover", "log_every": 5}
 
 
 @pytest.fixture(autouse=True)
 def every_number_format(monkeypatch):
-    monkeypatch.setattr("speedkit.train.run.this_machine", emulating)
+    monkeypatch.setattr("speedkit.train.setup.this_machine", emulating)
 
 
 def recovering(workload, at=0, harm=lambda run: None, **plan):
     """The history of a run and its losses; `harm(run)` is done to it after step `at`."""
-    run = begin(workload, plan=Plan(**(RECOVER | plan)), device="cpu", progress=False)
+    run = setup_run(workload, plan=Plan(**(RECOVER | plan)), device="cpu", progress=False)
     losses = []
     for step in steps(run):
         losses.append(float(run.last_loss))
         if step == at:
             harm(run)
-    close(run)
-    return finish(run), losses
+    run.close()
+    return run.finish(), losses
 
 
 @torch.no_grad()
@@ -80,7 +81,9 @@ def test_training_as_usual_is_no_spike():
 
 
 def test_what_is_gone_back_to_is_the_state_of_its_step_bit_by_bit():
-    run = begin(dataclasses.replace(points(epochs=None, steps=30), model=normed), plan=Plan(**RECOVER), device="cpu")
+    run = setup_run(
+        dataclasses.replace(points(epochs=None, steps=30), model=normed), plan=Plan(**RECOVER), device="cpu"
+    )
     seen = {}
     for step in steps(run):
         seen[step] = everything(run)
@@ -90,7 +93,7 @@ def test_what_is_gone_back_to_is_the_state_of_its_step_bit_by_bit():
             break
     assert run.history.recoveries[0]["action"].startswith("went back to the state after step 5,")
     assert all(torch.equal(value, seen[5][name]) for name, value in everything(run).items())
-    close(run)
+    run.close()
 
 
 def test_a_learning_rate_that_is_far_too_high_comes_down_until_training_works():
@@ -141,7 +144,7 @@ def test_float16_gives_way_to_bfloat16_where_it_is_the_cause():
 
 
 def test_the_schedule_goes_back_with_the_weights():
-    run = begin(points(epochs=None, steps=30), plan=Plan(**RECOVER, fused_optimizer=True), device="cpu")
+    run = setup_run(points(epochs=None, steps=30), plan=Plan(**RECOVER, fused_optimizer=True), device="cpu")
     table = learning_rates(run.recipe, 30)
     for step in steps(run):
         if step == 12:
@@ -150,7 +153,7 @@ def test_the_schedule_goes_back_with_the_weights():
             real = 5 + step - run.history.recoveries[0]["step"]  # the rate shown is that of the step just made
             if step > run.history.recoveries[0]["step"]:
                 assert float(run.optimizer.param_groups[0]["lr"]) == pytest.approx(table[real - 1] / 2)
-    close(run)
+    run.close()
     assert run.history.recoveries
 
 
@@ -162,10 +165,10 @@ def test_a_run_resumed_before_and_after_a_recovery_goes_the_same_way(tmp_path):
     whole = fit(workload, **options)
     assert len(whole.recoveries) == 1
     for at in (5, 7, 10):
-        run = begin(workload, out=tmp_path / str(at), **options)
+        run = setup_run(workload, out=tmp_path / str(at), **options)
         for step in steps(run):
             run.stop = signal.SIGINT if step == at - 1 else 0
-        finish(run), close(run)
+        run.finish(), run.close()
         resumed = fit(workload, out=tmp_path / str(at), resume=True, **options)
         assert str(outcome(resumed)) == str(outcome(whole))  # a mean of no good step is NaN
         assert (resumed.skipped, resumed.recoveries) == (whole.skipped, whole.recoveries)
@@ -178,14 +181,14 @@ def test_a_run_resumed_before_and_after_a_recovery_goes_the_same_way(tmp_path):
 
 def stepped(workload, micro_batch=None, change_at=0, limit=None, **plan):
     """Losses of every step, and the final state; from step `change_at` on parts are of `limit`, or only those fit."""
-    run = begin(workload, plan=Plan(micro_batch=micro_batch, **plan), device="cpu", progress=False)
+    run = setup_run(workload, plan=Plan(micro_batch=micro_batch, **plan), device="cpu", progress=False)
     losses = []
     for step in steps(run):
         losses.append(float(run.last_loss))
         if step == change_at and limit:
             run.micro_batch = limit
-    close(run)
-    return losses, everything(run), finish(run)
+    run.close()
+    return losses, everything(run), run.finish()
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -231,12 +234,12 @@ def test_a_single_sample_that_does_not_fit_ends_the_run_with_what_to_do():
 
 
 def test_an_update_that_ran_out_of_memory_is_not_repeated():
-    run = begin(points(), device="cpu", progress=False)
+    run = setup_run(points(), device="cpu", progress=False)
     run.optimizer.register_step_post_hook(lambda *_: strike("cuda"))  # weights have changed by then
     with pytest.raises(SpeedkitError, match="out of memory at step 1 in the optimizer's update"):
         next(steps(run))
     assert run.micro_batch == 16
-    close(run)
+    run.close()
 
 
 @pytest.mark.parametrize("fits", [0, 8])

@@ -18,7 +18,8 @@ from speedkit.errors import Interrupted, SpeedkitError, UsageError
 from speedkit.plan import Plan
 from speedkit.recipe import learning_rates
 from speedkit.train import checkpoint
-from speedkit.train.loop import begin, close, finish, fit, steps
+from speedkit.train.loop import fit, steps
+from speedkit.train.setup import setup_run
 
 PLANS = [
     {"log_every": 1},
@@ -29,7 +30,7 @@ PLANS = [
 
 @pytest.fixture(autouse=True)
 def every_number_format(monkeypatch):
-    monkeypatch.setattr("speedkit.train.run.this_machine", emulating)
+    monkeypatch.setattr("speedkit.train.setup.this_machine", emulating)
 
 
 def lively(**recipe):
@@ -91,7 +92,7 @@ def test_float16_steps_that_were_skipped_stay_skipped_after_resuming(tmp_path):
     options = {"plan": Plan(precision="fp16", log_every=1), "device": "cpu", "progress": False}
 
     def run_until(out, stop, resume=False):
-        run = begin(lively(), out=out, resume=resume, **options)
+        run = setup_run(lively(), out=out, resume=resume, **options)
         if not resume:
             run.scale.scale.fill_(2.0**22)  # overflows a few times before it fits
         for step in steps(run):
@@ -101,8 +102,8 @@ def test_float16_steps_that_were_skipped_stay_skipped_after_resuming(tmp_path):
     whole = run_until(tmp_path / "whole", 0)
     run_until(tmp_path / "cut", 3)
     resumed = run_until(tmp_path / "cut", 0, resume=True)
-    assert outcome(finish(resumed)) == outcome(finish(whole))
-    assert finish(whole).steps < 14
+    assert outcome(resumed.finish()) == outcome(whole.finish())
+    assert whole.finish().steps < 14
     assert resumed.scale.scale == whole.scale.scale
 
 
@@ -110,12 +111,12 @@ def test_the_schedule_still_writes_into_the_optimizers_own_tensor_after_resuming
     options = {"plan": Plan(fused_optimizer=True), "device": "cpu", "progress": False, "out": tmp_path}
     with pytest.raises(Interrupted):
         fit(interrupting(lively(), 5), **options)
-    run = begin(lively(), resume=True, **options)
+    run = setup_run(lively(), resume=True, **options)
     rate = run.optimizer.param_groups[0]["lr"]
     for _ in steps(run):
         assert run.optimizer.param_groups[0]["lr"] is rate
     assert float(rate) == pytest.approx(learning_rates(run.recipe, 14)[-1])
-    close(run)
+    run.close()
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
@@ -176,16 +177,16 @@ def test_resuming_where_nothing_was_saved_starts_at_the_beginning(tmp_path):
 def test_a_checkpoint_that_does_not_fit_on_the_disk_leaves_the_one_before(stopped):
     path = stopped / checkpoint.NAME
     before = path.read_bytes()
-    run = begin(lively(), device="cpu", progress=False, out=stopped, resume=True)
+    run = setup_run(lively(), device="cpu", progress=False, out=stopped, resume=True)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # writing more fails, as on a full disk
     try:
         checkpoint.save(run)
         with pytest.raises(SpeedkitError, match="could not be written"):
-            run.keeper.wait()
+            run.writer.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        close(run)
+        run.close()
     assert path.read_bytes() == before
     assert not list(stopped.glob("*.tmp")) + list(stopped.glob(".*.tmp"))
 

@@ -12,7 +12,8 @@ from speedkit.hardware import this_machine
 from speedkit.measure.ledger import ledger
 from speedkit.measure.roofline import SMALL, Call, Operators, count, empty_operator_s, per_step, roofline
 from speedkit.plan import Plan
-from speedkit.train.loop import begin, close, steps
+from speedkit.train.loop import steps
+from speedkit.train.setup import setup_run
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 RATES = {"matmul_fp32": 1e12, "matmul_bf16": 4e12, "memory_bandwidth": 1e10}
@@ -139,13 +140,13 @@ def test_counting_leaves_a_compiled_run_of_the_same_workload_compiled(monkeypatc
 
     monkeypatch.setattr("speedkit.train.compilation.BACKEND", backend)
     workload, plan = points(), Plan(compile="default")
-    run = begin(workload, plan=plan, device="cpu", endless=True)
+    run = setup_run(workload, plan=plan, device="cpu", endless=True)
     course = steps(run)
     next(course)
     before = len(made)
     count(workload, workload.recipe, plan, this_machine("cpu"))
     ran.clear()
     next(course)
-    close(run)
+    run.close()
     assert ran
     assert len(made) == before > 0

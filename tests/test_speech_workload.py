@@ -352,7 +352,7 @@ def test_the_net_compiles_whole_once_for_each_padded_length(spoken, precision):
 @pytest.mark.slow
 @pytest.mark.parametrize("bucket", [False, True])
 def test_compiled_training_takes_batches_of_any_length(bucket):
-    """Shapes are dynamic without buckets: the backward pass once took the strides of the first length for all others'."""
+    """Without buckets shapes are dynamic, and the backward pass once had the strides of the length that was traced."""
     if not this_machine("cpu").supports("compile"):
         pytest.skip(this_machine("cpu").why_not("compile"))
     workload, recipe = speech(clips=12, size="tiny"), Recipe(batch_size=2, steps=4, epochs=None)

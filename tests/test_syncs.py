@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from speedkit.train.collection import no_collection
 from tiny import emulating, jitter, loss, points
 from torch import nn
 
@@ -14,15 +15,15 @@ from speedkit import clock
 from speedkit.hardware import this_machine
 from speedkit.measure.syncs import audit
 from speedkit.plan import Plan
-from speedkit.train.collection import no_collection
-from speedkit.train.loop import begin, close, steps
+from speedkit.train.loop import steps
+from speedkit.train.setup import setup_run
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
 @pytest.fixture(autouse=True)
 def every_number_format(monkeypatch):
-    monkeypatch.setattr("speedkit.train.run.this_machine", emulating)
+    monkeypatch.setattr("speedkit.train.setup.this_machine", emulating)
 
 
 PLANTED = {
@@ -99,14 +100,14 @@ def waits(workload, count=5, device="cpu", **plan):
     Without those of the loader: its indices lie in the host's memory beside any GPU, which a CPU cannot tell.
     """
     plan = Plan(log_every=1000, validate_every=0, **plan)
-    run = begin(workload, plan=plan, device=device, progress=False)
+    run = setup_run(workload, plan=plan, device=device, progress=False)
     training = steps(run)
     next(training)
     try:
         found = audit(lambda: [next(training) for _ in range(count)], device)
         return [sync for sync in found if device == "cuda" or Path(sync.file).parent.name != "data"]
     finally:
-        close(run)
+        run.close()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -137,13 +138,13 @@ def test_an_unfused_optimizer_reads_its_step_counts():
 
 
 def test_log_points_are_the_only_places_and_are_counted():
-    run = begin(points(train=100), plan=Plan(log_every=2, fused_optimizer=True), device="cpu", progress=False)
+    run = setup_run(points(train=100), plan=Plan(log_every=2, fused_optimizer=True), device="cpu", progress=False)
     training = steps(run)
     next(training)
     found = [
         sync for sync in audit(lambda: [next(training) for _ in range(4)]) if Path(sync.file).parent.name != "data"
     ]
-    close(run)
+    run.close()
     assert [sync.count for sync in found] == [2]
 
 

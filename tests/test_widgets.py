@@ -234,15 +234,16 @@ sys.path.insert(0, {tests!r})
 from test_widgets import slow_to_load
 from tiny import points
 from speedkit import Plan, fit
-from speedkit.train.loop import begin, close, steps
+from speedkit.train.loop import steps
+from speedkit.train.setup import setup_run
 from speedkit.train.progress import Progress
 """
 FOLLOWED = """
-run = begin(slow_to_load(), plan=Plan(log_every=2, fused_optimizer=True), device="cpu", progress="panel")
-run.progress.follow(run.batches)
+run = setup_run(slow_to_load(), plan=Plan(log_every=2, fused_optimizer=True), device="cpu", progress="panel")
+run.progress.follow(run.train_batches)
 for _ in steps(run):
     pass
-close(run)
+run.close()
 """
 BAD_LOSS = """
 progress = Progress("a <name>", 4, 4, torch.device("cpu"), "panel")

@@ -18,8 +18,9 @@ from speedkit.measure.turns import take_turns
 from speedkit.plan import EffectivePlan, Plan
 from speedkit.recipe import Recipe
 from speedkit.train import precision
-from speedkit.train.checkpoint import get_random_state, set_random_state
-from speedkit.train.loop import begin, close, steps
+from speedkit.train.loop import steps
+from speedkit.train.nonfinite import get_random_state, set_random_state
+from speedkit.train.setup import setup_run
 
 MIN_PAIRS = 6
 
@@ -79,7 +80,7 @@ class Side:
     """One plan in training, able to take a turn and to stand still."""
 
     def __init__(self, workload: Any, recipe: Recipe, plan: Plan, device: str | torch.device, cache_dir: Any):
-        self.run = begin(workload, recipe, plan, device=device, cache_dir=cache_dir, endless=True)
+        self.run = setup_run(workload, recipe, plan, device=device, cache_dir=cache_dir, endless=True)
         self.steps = steps(self.run)
         self.stopwatch = Stopwatch(self.run.device)
         self.losses: list[float] = []  # of the first steps
@@ -92,11 +93,11 @@ class Side:
         Between turns these stand still, buffers and all, so that they steal no time from the other plan. Each side has
         the global random state (dropout's) to itself.
         """
-        precision.apply(self.run.plan)
+        precision.set_matmul_precision(self.run.plan)
         set_random_state(self.random, self.run.device)
-        self.run.batches.signal_workers(signal.SIGCONT)
+        self.run.train_batches.signal_workers(signal.SIGCONT)
         yield
-        self.run.batches.signal_workers(signal.SIGSTOP)
+        self.run.train_batches.signal_workers(signal.SIGSTOP)
         self.random = get_random_state(self.run.device)
 
     def warm_up(self, loss_steps: int, window_s: float, max_s: float) -> Steady:
@@ -124,7 +125,7 @@ class Side:
     def close(self) -> None:
         """End the run."""
         self.steps.close()
-        close(self.run)
+        self.run.close()
 
 
 def catch_up(*sides: Side) -> None:

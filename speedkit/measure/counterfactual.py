@@ -9,6 +9,8 @@ import time
 from contextlib import closing
 from typing import Any
 
+import torch
+
 from speedkit.errors import SpeedkitError
 from speedkit.hardware import Hardware
 from speedkit.measure.compare import Side
@@ -63,11 +65,11 @@ def _measured(name: str, base: Side, other: Side, step_s: float) -> dict[str, An
     run, steps = other.run, max(1, math.ceil(WINDOW_S / step_s))
     with closing(other):
         if name == "same batch":
-            batch = run.batches.next()
-            run.batches.next = lambda: batch  # type: ignore[method-assign]
+            batch = run.next_batch()
+            run.fixed_batch = batch
         elif name == "loader only":
-            run.last_loss = math.nan
-            other.steps = (len(run.batches.next()) for _ in itertools.count())
+            run.last_loss = torch.tensor(math.nan)
+            other.steps = (len(run.train_batches.next()) for _ in itertools.count())
         other.warm_up(2, WINDOW_S, WARM_UP_S + COMPILE_S["cpu"] * (name == "compiled"))
         a_s, b_s, control = take_turns(lambda: base.window(steps), lambda: other.window(steps), PAIRS, random.Random(0))
     return {

@@ -34,8 +34,9 @@ from speedkit.measure.timeline import (
 from speedkit.measure.trace import Profile, Trace
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
-from speedkit.train.loop import begin, close, steps
-from speedkit.train.run import Run
+from speedkit.train.loop import steps
+from speedkit.train.run import TrainingRun
+from speedkit.train.setup import setup_run
 
 PAIRS = 50  # of windows, one timed and one left alone, by which the timers' own cost is known
 PROFILED = 8  # steps that the profiler sees on a GPU
@@ -179,7 +180,7 @@ def ledger_of(
 
     with contextlib.ExitStack() as stack:
         out = Path(stack.enter_context(tempfile.TemporaryDirectory()), "run") if evaluate else None
-        run = begin(
+        run = setup_run(
             dataclasses.replace(workload, model=model),
             recipe,
             plan,
@@ -189,8 +190,8 @@ def ledger_of(
             out=out,
             endless=not evaluate,
         )
-        stack.callback(close, run)
-        every, course = run.evaluate_every or run.scheduled, steps(run)
+        stack.callback(run.close)
+        every, course = run.evaluate_every or len(run.learning_rates), steps(run)
         run.total_steps, run.evaluate_every = None, 0
         try:
             for _ in range(1 + 2 * int(run.plan.workers) * run.plan.prefetch_factor):
@@ -209,10 +210,11 @@ def ledger_of(
 
 
 @contextlib.contextmanager
-def _timed(run: Run, timeline: Timeline) -> Iterator[None]:
+def _timed(run: TrainingRun, timeline: Timeline) -> Iterator[None]:
     with (
-        replaced(run.batches, next=timeline.of(DATA, run.batches.next)),
-        replaced(run, loss=timeline.of(FORWARD, run.loss), update=timeline.of(OPTIMIZER, run.update)),
+        replaced(run.train_batches, next=timeline.of(DATA, run.train_batches.next)),
+        replaced(run, loss=timeline.of(FORWARD, run.loss)),
+        replaced(run.optimizer, step=timeline.of(OPTIMIZER, run.optimizer.step)),
         timing(timeline),
     ):
         timeline.last_s = time.perf_counter()
@@ -220,7 +222,7 @@ def _timed(run: Run, timeline: Timeline) -> Iterator[None]:
         timeline.read()
 
 
-def _window(run: Run, course: Iterator[int], count: int, timeline: Timeline | None) -> float:
+def _window(run: TrainingRun, course: Iterator[int], count: int, timeline: Timeline | None) -> float:
     """Return the seconds of `count` steps, timed by part where there is a timeline."""
     stopwatch = Stopwatch(run.device)
     with contextlib.nullcontext() if timeline is None else _timed(run, timeline):
@@ -230,7 +232,7 @@ def _window(run: Run, course: Iterator[int], count: int, timeline: Timeline | No
         return stopwatch.stop()
 
 
-def _on_host(run: Run, course: Iterator[int], timeline: Timeline, window_s: float, step_s: float) -> Ledger:
+def _on_host(run: TrainingRun, course: Iterator[int], timeline: Timeline, window_s: float, step_s: float) -> Ledger:
     """Return the ledger of a CPU: the host's seconds by part, and what steps left alone take in between."""
     pairs, begun = min(PAIRS, max(3, round(2 * window_s / step_s))), compilations()
     count, slower, timed_s = max(1, round(window_s / pairs / step_s)), list[float](), 0.0
@@ -245,7 +247,7 @@ def _on_host(run: Run, course: Iterator[int], timeline: Timeline, window_s: floa
     return found
 
 
-def _on_device(run: Run, course: Iterator[int], timeline: Timeline, window_s: float, step_s: float) -> Ledger:
+def _on_device(run: TrainingRun, course: Iterator[int], timeline: Timeline, window_s: float, step_s: float) -> Ledger:
     """Return the ledger of a GPU: what its trace says, at the pace of the steps before and after."""
     count, begun, noted = max(1, round(window_s / 2 / step_s)), compilations(), Timeline()
     noted.annotate = True
@@ -263,7 +265,7 @@ def _on_device(run: Run, course: Iterator[int], timeline: Timeline, window_s: fl
     return found
 
 
-def _looked_at(run: Run, course: Iterator[int], count: int) -> tuple[Trace, int, list[Sync]]:
+def _looked_at(run: TrainingRun, course: Iterator[int], count: int) -> tuple[Trace, int, list[Sync]]:
     """Return the trace of `count` steps, `count`, and what of another few steps made the host wait."""
     profile = Profile(run.device)
     next(course)  # the first one sets the profiler up
@@ -273,7 +275,7 @@ def _looked_at(run: Run, course: Iterator[int], count: int) -> tuple[Trace, int,
     return profile.close(), count, audit(lambda: [next(course) for _ in range(AUDITED)], run.device)
 
 
-def _with_evaluation(found: Ledger, run: Run, course: Iterator[int], every: int) -> Ledger:
+def _with_evaluation(found: Ledger, run: TrainingRun, course: Iterator[int], every: int) -> Ledger:
     """Return the ledger with an evaluation and a checkpoint in every so many steps, timed in the second of two."""
     run.evaluate_every = 1
     _, one_s = (max(0.0, _window(run, course, 1, None) - found.step_s) for _ in range(2))

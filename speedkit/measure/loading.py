@@ -18,7 +18,7 @@ from speedkit.plan import Plan, resolve
 from speedkit.recipe import Recipe
 from speedkit.train.checkpoint import get_random_state, set_random_state
 from speedkit.train.loop import steps
-from speedkit.train.run import begin, close
+from speedkit.train.setup import setup_run
 
 REPEATS = 7  # rounds over one batch of items; the median counts
 SHORT = 0.7  # a lever brings between this share of what it could bring and all of it
@@ -135,12 +135,11 @@ def _ways(workload: Any, batch_size: int, hardware: Hardware) -> dict[str, Calla
 
 def _compute_s(workload: Any, recipe: Recipe, device: torch.device) -> float:
     """Return the seconds of a training step whose batch is there already."""
-    run = begin(workload, recipe, device=device, endless=True)
-    batch = run.batches.next()
-    run.batches.next = lambda: batch  # type: ignore[method-assign]
+    run = setup_run(workload, recipe, device=device, endless=True)
+    run.fixed_batch = run.next_batch()
     course = steps(run)
     seconds = timed(lambda: next(course), device, REPEATS, warmup=2)
-    close(run)
+    run.close()
     return statistics.median(seconds)
 
 

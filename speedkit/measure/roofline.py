@@ -22,8 +22,8 @@ from speedkit.measure.ledger import Ledger, rates
 from speedkit.plan import Plan, resolve
 from speedkit.recipe import Recipe
 from speedkit.system import nvml_facts
-from speedkit.train.loop import optimizer_step, steps
-from speedkit.train.run import begin, close
+from speedkit.train.loop import steps
+from speedkit.train.setup import setup_run
 
 STEPS = 3  # that are counted, after one that is not: lengths may differ from batch to batch
 SMALL = 8  # empty operators: what takes no longer (addmm or a softmax of nothing does not) is the cost of a call
@@ -174,17 +174,17 @@ def count(workload: Any, recipe: Recipe, plan: Plan, hardware: Hardware) -> dict
     """Return `per_step` of `workload`, counted on a fresh, eager model and batches loaded in this process."""
     # Left off is what changes nothing of what a model computes; to compute it twice, to save memory, is no work of it.
     eager: dict[str, Any] = {"compile": "off", "checkpointing": "off", "workers": 0, "cache": "off", "shards": False}
-    run = begin(workload, recipe, dataclasses.replace(plan, **eager), device=hardware.device, endless=True)
+    run = setup_run(workload, recipe, dataclasses.replace(plan, **eager), device=hardware.device, endless=True)
     passes = []
     try:
-        batches = [run.batches.next() for _ in range(STEPS)]
-        optimizer_step(run, batches[0])
-        with Operators() as noted:
-            for batch in batches:
-                optimizer_step(run, batch)
+        batches, course = [run.train_batches.next() for _ in range(STEPS)], steps(run)
+        for number, run.fixed_batch in enumerate([batches[0], *batches]):
+            with Operators() as noted:
+                next(course)
+            if number:  # the first one makes the optimizer's state
                 passes.append(noted.take())
     finally:
-        close(run)
+        run.close()
     return per_step(passes, rates(hardware.device))
 
 
@@ -220,12 +220,12 @@ def roofline(
         "nvml_utilisation": None,
     }
     if hardware.device.type == "cuda" and plan.compile == "off":  # compiling once more is more than it is worth
-        run = begin(workload, recipe, plan, device=hardware.device, cache_dir=cache_dir, endless=True)
+        run = setup_run(workload, recipe, plan, device=hardware.device, cache_dir=cache_dir, endless=True)
         course = steps(run)
         run_until_steady(lambda: next(course), run.device, window_s=0.5)  # longer than NVML looks back
         uuid = str(torch.cuda.get_device_properties(run.device).uuid)
         row["nvml_utilisation"] = nvml_facts(uuid, "utilisation").get("utilisation")
-        close(run)
+        run.close()
     return row | {"tells": _tells(row)}
 
 

@@ -1,6 +1,7 @@
 """Attention kernels: which may run, which really ran and why, and padded batches without a mask of [T, T]."""
 
 import contextlib
+import functools
 import os
 import warnings
 from collections import Counter
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 from torch.overrides import TorchFunctionMode
@@ -48,6 +49,25 @@ def kernels(plan: Plan) -> Callable[[Callable[..., Any]], Callable[..., Any]] | 
     asked = KERNELS[plan.attention]
     order = [asked] if plan.attention == "math" else list(dict.fromkeys((asked, *KERNELS.values())))
     return sdpa_kernel(order, set_priority=True)
+
+
+def apply_attention(model: nn.Module, plan: Plan) -> None:
+    """Let the forward pass of `model` use the plan's attention kernel first, in place.
+
+    Where that kernel refuses a call the others follow, math last; after "math" none does. The choice is made inside of
+    what is compiled: only there dynamo guards it.
+    """
+    if plan.attention == "auto":
+        return
+    first = KERNELS[plan.attention]
+    backends = [first] if plan.attention == "math" else list(dict.fromkeys((first, *KERNELS.values())))
+    # A partial of a bound method is copied along with a model that is deep-copied; a closure would not be.
+    model.forward = functools.partial(_forward_with, backends, model.forward)
+
+
+def _forward_with(backends: list[SDPBackend], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with sdpa_kernel(backends, set_priority=True):
+        return forward(*args, **kwargs)
 
 
 def which_ran(function: Callable[[], Any]) -> list[dict[str, Any]]:

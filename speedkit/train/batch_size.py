@@ -87,7 +87,7 @@ def search(
     """
     began_s, plan = time.perf_counter(), dataclasses.replace(plan, compile="off")
     with random_states_kept(device):
-        precision.apply(plan)
+        precision.set_matmul_precision(plan)
         learner = make_learner(workload, recipe, plan, device)
         trial = Trial(workload, recipe, plan, device, learner, loss_under(plan, workload, device), room_bytes)
         largest = largest_that_fits(trial)

@@ -29,7 +29,6 @@ class History:
     quarantined: dict[str, str] = dataclasses.field(default_factory=dict)  # path -> why
     resumed_from: int | None = None
     skipped: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # bad steps {step, epoch, position, why}
-    overflows: int = 0  # steps left out while float16's loss scale came down
     recoveries: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # {step, why, action}
     model: torch.nn.Module | None = None
 

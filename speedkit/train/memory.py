@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from speedkit import files
 from speedkit.plan import Plan
 from speedkit.train import attention
-from speedkit.train.blocks import repeated_blocks
+from speedkit.train.compile import repeated_blocks
 
 aten = torch.ops.aten
 # Products of activations with weights, and attention: most of the time and, beside what lies between them, little of

@@ -12,6 +12,8 @@ from speedkit.recipe import Recipe
 # Every tensor's first dimension counts the samples: (inputs [B, ...], targets [B]), or where lengths differ (inputs
 # [B, ..., T_max] padded with zeros, lengths [B], targets [B]).
 Batch = tuple[Tensor, ...]
+# model, batch, recipe -> (mean over the batch's valid items [], outputs)
+Loss = Callable[[nn.Module, Batch, Recipe], tuple[Tensor, Tensor]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Workload:
     features: Callable[[Tensor], Tensor]  # [T] or [B, T] -> [...] or [B, ...] for the model; deterministic, any device
     target: Callable[[Any], int]
     model: Callable[[], nn.Module]
-    loss: Callable[[nn.Module, Batch, Recipe], tuple[Tensor, Tensor]]  # -> (mean over the batch's valid items, outputs)
+    loss: Loss
     score: Callable[[Tensor, Batch], Tensor]  # outputs, batch -> [B], one score per sample; the metric is their mean
     metric: str = "accuracy"
     higher_is_better: bool = True

@@ -1,0 +1,244 @@
+"""From a workload, a recipe and a plan to a run that is ready for its first step."""
+
+import dataclasses
+import functools
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from speedkit.data.auto import choose_workers
+from speedkit.data.cache import open_cache
+from speedkit.data.loader import BatchStream
+from speedkit.data.samples import loading
+from speedkit.data.shards import pack
+from speedkit.errors import PlanError
+from speedkit.files import claim_folder, write_text
+from speedkit.hardware import cache_root, this_machine
+from speedkit.plan import EffectivePlan, Fallback, Plan, resolve
+from speedkit.recipe import Recipe, learning_rates, steps_per_epoch
+from speedkit.settings import to_yaml
+from speedkit.train import attention, checkpoint, compile, distributed, memory, precision
+from speedkit.train.batch_size import choose_micro_batch
+from speedkit.train.history import History
+from speedkit.train.nonfinite import StepGuard
+from speedkit.train.optimizer import build_optimizer
+from speedkit.train.progress import Progress, wanted
+from speedkit.train.run import TrainingRun
+from speedkit.workloads.workload import Batch, Workload
+
+
+def setup_run(
+    workload: Workload,
+    recipe: Recipe | None = None,
+    plan: Plan | None = None,
+    *,
+    device: str | torch.device = "auto",
+    out: str | Path | None = None,
+    resume: bool = False,
+    cache_dir: str | Path | None = None,
+    deterministic: bool = False,
+    strict: bool = False,
+    progress: bool | str = "auto",
+    endless: bool = False,
+) -> TrainingRun:
+    """Return a run of `workload` that is ready for its first step: data found, cache built, model made, plan applied.
+
+    `recipe` and `plan` default to the workload's recipe and `Plan()`. `out` gets checkpoint, plan and history;
+    `resume` goes on from the checkpoint there. `strict` makes a field of the plan that cannot be honoured an error.
+    `deterministic` asks CUDA for reproducible kernels (https://docs.pytorch.org/docs/stable/notes/randomness.html); a
+    CPU needs no asking. `endless` ignores the recipe's length and never evaluates: for measuring. Raises PlanError for
+    a field of the recipe that the workload's loss would silently ignore.
+    """
+    began_s = time.perf_counter()
+    recipe, plan = recipe or workload.recipe, plan or Plan()
+    check_recipe(recipe, workload)
+
+    # Machine and ranks: what the plan becomes here, and which share of each batch this process learns from.
+    hardware = this_machine(distributed.local_device(plan, device))
+    device = hardware.device
+    effective = resolve(plan, hardware, strict, workload)
+    ranks = distributed.join(effective.plan, recipe, device)
+    rank, world_size = (0, 1) if ranks is None else (ranks.rank, ranks.count)
+    resume = resume or (ranks is not None and distributed.is_restart())
+    folder = None if out is None else Path(out) if rank else claim_folder(out, "train", resume)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+    # What takes trying out: memory settings, and micro-batch and workers where they are auto.
+    local = dataclasses.replace(recipe, batch_size=-(-recipe.batch_size // world_size))
+    effective = choose_auto_settings(workload, local, effective, device)
+    if ranks is not None:
+        effective = ranks.smallest_micro_batch(effective)
+
+    # Model and optimizer, then compilation on top of all that changes layers.
+    precision.set_matmul_precision(effective.plan)
+    learner = build_learner(workload, recipe, effective.plan, device, ranks=ranks)
+    effective = effective.with_fallbacks(*learner.fallbacks)
+    if strict:
+        check_strict(effective)
+    plan = effective.plan
+
+    # Data: what is missing of shards and cache is made.
+    shown = progress if not endless and not rank else False
+    workload = dataclasses.replace(workload, load=loading(workload, plan))
+    open_stream = functools.partial(
+        open_batches, workload, device=device, cache_dir=cache_dir, progress=wanted(shown), share=(rank, world_size)
+    )
+    train_batches = open_stream(workload.train, plan, batch_size=recipe.batch_size, seed=recipe.seed)
+    # A run that never ends does not see its test set: it is not worth a cache.
+    test_plan = dataclasses.replace(plan, cache="off", shards=False) if endless else plan
+    test_batches = open_stream(workload.test, test_plan, batch_size=recipe.batch_size, seed=None)
+
+    total_steps = recipe.total_steps(len(workload.train), plan.drop_last)
+    run = TrainingRun(
+        workload=workload,
+        recipe=recipe,
+        effective=effective,
+        device=device,
+        model=learner.model,
+        replica=learner.replica,
+        loss=compile.compile_loss(workload.loss, plan, workload),
+        autocast=precision.autocast(plan, device),
+        compiled=plan.compile != "off",
+        micro_batch=min(int(plan.micro_batch or local.batch_size), local.batch_size),
+        optimizer=learner.optimizer,
+        scaler=precision.grad_scaler(plan, device),
+        guard=StepGuard(plan, learner.model, learner.optimizer, several_ranks=ranks is not None),
+        train_batches=train_batches,
+        test_batches=test_batches,
+        learning_rates=learning_rates(recipe, total_steps),
+        total_steps=None if endless else total_steps,
+        evaluate_every=0 if endless else steps_between_evaluations(workload, recipe, plan),
+        history=History(workload.name, recipe, effective, str(device)),
+        progress=Progress(workload.name, total_steps, recipe.batch_size, device, shown),
+        out=folder,
+        ranks=ranks,
+    )
+    compile.compile_update(run.optimizer, plan, run.progress.say)
+
+    # Files: the checkpoint to go on from, and what is written from now on.
+    if folder is not None and resume:
+        checkpoint.load(run, folder)
+    if folder is not None and rank == 0:
+        write_text(folder / "plan.yaml", to_yaml(plan))
+        run.writer = checkpoint.CheckpointWriter(run, folder)
+    if plan.on_nonfinite == "recover" and not run.recovery.snapshot:
+        run.recovery.take_snapshot(run)
+    run.progress.follow(run.train_batches)
+    run.progress.tell(*effective.fallbacks, train_batches.padding, getattr(train_batches.cache, "why", ""))
+    run.history.prepare_s = time.perf_counter() - began_s
+    return run
+
+
+def check_recipe(recipe: Recipe, workload: Workload) -> None:
+    """Raise PlanError for what the loss of `workload` would silently ignore."""
+    if not isinstance(recipe.batch_size, int):
+        raise PlanError("batch_size=auto takes several trainings: let measure.larger_batch.choose_batch_size find it")
+    for name in ("label_smoothing", "focal_gamma", "mixup"):
+        if (value := getattr(recipe, name)) and name not in workload.honours:
+            raise PlanError(f"{name}={value} is not applied by workload {workload.name}: leave it at 0")
+
+
+def check_strict(effective: EffectivePlan) -> None:
+    """Raise PlanError for what came out after `resolve` and is not as it was asked for."""
+    for fallback in effective.fallbacks:
+        # What is auto was to be chosen, and what is got as asked (8 bits, but for some layers) is told only.
+        if fallback.asked not in ("auto", fallback.got):
+            raise PlanError(f"the plan cannot be honoured, and --strict allows no fallback: {fallback}")
+
+
+def choose_auto_settings(
+    workload: Workload, recipe: Recipe, effective: EffectivePlan, device: torch.device
+) -> EffectivePlan:
+    """Return `effective` with memory settings applied, and with numbers for micro_batch=auto and workers=auto."""
+    memory.keep_freed_memory()
+    if why := memory.set_allocator(effective.plan, device):
+        effective = effective.with_fallbacks(Fallback("allocator", effective.plan.allocator, "default", why))
+    effective = choose_micro_batch(workload, recipe, effective, device, build_learner, None)  # type: ignore[arg-type]
+    plan = effective.plan
+    if plan.workers != "auto":
+        return effective
+    precision.set_matmul_precision(plan)
+    learner, micro_batch = build_learner(workload, recipe, plan, device), int(plan.micro_batch or recipe.batch_size)
+
+    def compute(batch: Batch) -> None:
+        learner.optimizer.zero_grad()
+        for part in zip(*(tensor.split(micro_batch) for tensor in batch), strict=True):
+            with precision.autocast(plan, device):
+                workload.loss(learner.model, part, recipe)[0].backward()
+
+    chosen, why = choose_workers(workload, workload.train, plan, recipe.batch_size, device, compute)
+    effective = effective.with_fallbacks(Fallback("workers", "auto", chosen.workers, why))
+    return dataclasses.replace(effective, plan=chosen)  # with their kind, and whether they stay
+
+
+class Learner(NamedTuple):
+    """What a step changes: the model, what a step calls in its place, its optimizer; and what of the plan it is not."""
+
+    model: nn.Module
+    replica: nn.Module
+    optimizer: torch.optim.Optimizer
+    fallbacks: tuple[Fallback, ...]
+
+
+def build_learner(
+    workload: Workload, recipe: Recipe, plan: Plan, device: torch.device, *, ranks: distributed.Ranks | None = None
+) -> Learner:
+    """Return model and optimizer on `device`, as the plan has them; the weights are a function of the recipe's seed."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    torch.manual_seed(recipe.seed)  # loading and augmenting have generators of their own
+    memory_format = torch.channels_last if plan.channels_last else torch.contiguous_format
+    model = workload.model().to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
+
+    # Layout first, then 8-bit layers, attention and recomputation inside of what is compiled, sharding last.
+    fallbacks = [
+        Fallback("precision", plan.precision, plan.precision, why) for why in precision.apply_float8(model, plan)
+    ]
+    attention.apply_attention(model, plan)
+    if why := memory.checkpoint_blocks(model, plan):
+        fallbacks.append(Fallback("checkpointing", plan.checkpointing, "off", why))
+    fallbacks += compile.apply_compile(model, plan, workload)
+    replica, fused = model, plan.fused_optimizer
+    if ranks is not None:
+        replica = ranks.apply_data_parallel(model, recipe, plan)
+        if fused and ranks.sharded and recipe.optimizer == "sgd":
+            fallbacks.append(Fallback("fused_optimizer", True, False, "PyTorch has no fused sgd for sharded weights"))
+            fused = False
+    tensor_rate = compile.compiles_update(plan)
+    optimizer = build_optimizer(model.parameters(), recipe, fused=fused, tensor_rate=tensor_rate)
+    return Learner(model, replica, optimizer, tuple(fallbacks))
+
+
+def steps_between_evaluations(workload: Workload, recipe: Recipe, plan: Plan) -> int:
+    """Return the steps from one evaluation to the next, by default an epoch's; 0 is only at the end."""
+    if plan.validate_every is not None:
+        return plan.validate_every
+    return steps_per_epoch(len(workload.train), recipe.batch_size, plan.drop_last)
+
+
+def open_batches(
+    workload: Workload,
+    items: Sequence[Any],
+    plan: Plan,
+    *,
+    batch_size: int,
+    seed: int | None,
+    device: torch.device,
+    cache_dir: str | Path | None = None,
+    progress: bool = False,
+    share: tuple[int, int] = (0, 1),
+) -> BatchStream:
+    """Return the stream of `items`, out of shards and a cache where the plan says so; what is missing is made."""
+    if plan.shards:
+        items = pack(workload, items, Path(cache_dir or cache_root()) / "shards")
+    cache = None
+    if plan.cache != "off":
+        cache = open_cache(workload, items, plan, device=device, cache_dir=cache_dir, progress=progress)
+    return BatchStream(workload, items, plan, batch_size, seed, device, cache, share)
