@@ -191,7 +191,7 @@ class Call:
         self.model, self.forward, self.plan = model, forward, plan
         self.theirs, self.full = vars(model).get("_compiled_call_impl"), 0  # their model.compile(); the largest batch
         self.call: Any = self._called
-        for context in (attention.kernels(plan), precision.autocast(plan, device)):
+        for context in (attention.attention_kernels(plan), precision.autocast(plan, device)):
             self.call = self.call if context is None else context(self.call)
         self.scale = precision.LossScale(device) if plan.precision == "fp16" else None
         if self.scale is not None:

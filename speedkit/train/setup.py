@@ -130,8 +130,9 @@ def setup_run(
         run.writer = checkpoint.CheckpointWriter(run, folder)
     if plan.on_nonfinite == "recover" and not run.recovery.snapshot:
         run.recovery.take_snapshot(run)
-    run.progress.follow(run.train_batches)
-    run.progress.tell(*effective.fallbacks, train_batches.padding, getattr(train_batches.cache, "why", ""))
+    for note in (*effective.fallbacks, train_batches.padding, getattr(train_batches.cache, "why", "")):
+        if note:
+            run.progress.say(f"  {note}")
     run.history.prepare_s = time.perf_counter() - began_s
     return run
 
