@@ -288,9 +288,9 @@ def compare(plan_a: str, plan_b: str, workload: str, pairs: int, window: float, 
 def bench(names: tuple[str, ...], as_json: bool) -> int:
     """Run benchmarks; a row each with its limit. Exit code 1 when a limit is not met."""
     from speedkit.measure import bench as benchmarks
-    from speedkit.measure import bench_batch, bench_cache
+    from speedkit.measure import bench_cache
 
-    known = benchmarks.BENCHMARKS | bench_batch.BENCHMARKS | bench_cache.BENCHMARKS
+    known = benchmarks.BENCHMARKS | bench_cache.BENCHMARKS
     if unknown := [name for name in names if name not in known]:
         raise UsageError(f"there is no benchmark {unknown[0]!r}: take {', '.join(known)}")
     code = 0

@@ -23,8 +23,8 @@ from speedkit.plan import EffectivePlan, Fallback, Plan, resolve
 from speedkit.recipe import Recipe, learning_rates, steps_per_epoch
 from speedkit.settings import to_yaml
 from speedkit.train import attention, checkpoint, compile, distributed, memory, precision
-from speedkit.train.batch_size import choose_micro_batch
 from speedkit.train.history import History
+from speedkit.train.micro_batch import choose_micro_batch
 from speedkit.train.nonfinite import StepGuard
 from speedkit.train.optimizer import build_optimizer
 from speedkit.train.progress import Progress, wanted
@@ -161,7 +161,7 @@ def choose_auto_settings(
     memory.keep_freed_memory()
     if why := memory.set_allocator(effective.plan, device):
         effective = effective.with_fallbacks(Fallback("allocator", effective.plan.allocator, "default", why))
-    effective = choose_micro_batch(workload, recipe, effective, device, build_learner, None)  # type: ignore[arg-type]
+    effective = choose_micro_batch(effective, workload, recipe, device=device, make_run=setup_run)
     plan = effective.plan
     if plan.workers != "auto":
         return effective

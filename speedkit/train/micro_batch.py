@@ -1,0 +1,267 @@
+"""How to know that memory ran out; and the micro-batch found by trying: the smallest near the best rate."""
+
+import contextlib
+import dataclasses
+import gc
+import itertools
+import math
+import time
+from collections.abc import Callable
+
+import psutil
+import torch
+from torch import nn
+
+from speedkit.clock import Stopwatch
+from speedkit.errors import SpeedkitError
+from speedkit.plan import EffectivePlan, Fallback, Plan
+from speedkit.recipe import Recipe
+from speedkit.system import usable_ram_bytes
+from speedkit.train.memory import peak_bytes
+from speedkit.train.run import TrainingRun
+from speedkit.workloads.workload import Batch, Workload
+
+# Texts of RuntimeErrors that a smaller batch cures. The libraries that multiply and convolve say that they found no
+# room for their workspace, or no algorithm that could do without; a launch over more than 65 535 blocks, or over more
+# elements than 32 bits count, is "out of" another resource.
+OUT_OF_MEMORY = (
+    "out of memory",
+    "not enough memory",
+    "can't allocate memory",
+    "std::bad_alloc",
+    "_ALLOC_FAILED",
+    "CUDNN_STATUS_NOT_SUPPORTED",
+    "unable to find an engine",
+    "Unable to find a valid cuDNN algorithm",
+    "invalid configuration argument",
+    "canUse32BitIndexMath",
+)
+ROOM = 0.9  # of the free memory; the rest is for fragments, and for what others take
+TOLERANCE = 0.03  # of the best rate: what a smaller micro-batch may be slower by
+WINDOW_S, ROUNDS = 0.05, 3  # how long a size is timed, and how often
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether `error` says that a smaller batch could have fitted.
+
+    Linux may also end a process that takes too much RAM, which no exception announces: on a CPU a budget has to keep
+    sizes from it.
+    """
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY)
+
+
+def release(device: torch.device) -> None:
+    """Free what a failed step left behind. Call it outside `except`: there the error still holds its frames."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+@dataclasses.dataclass(frozen=True)
+class MicroBatchSearch:
+    """What a search found. Every size in it, in samples, was run."""
+
+    micro_batch: int
+    largest: int  # of the sizes tried, that fits
+    rates: dict[int, float]  # size -> samples/s of whole optimizer steps
+    peak_bytes: dict[int, int]  # size -> memory of a step, beside model, optimizer state and batch
+    why: str
+    seconds: float  # that the search took
+
+
+def choose_micro_batch(
+    effective: EffectivePlan,
+    workload: Workload,
+    recipe: Recipe,
+    *,
+    device: torch.device,
+    make_run: Callable[..., TrainingRun],
+) -> EffectivePlan:
+    """Return `effective`, where micro_batch="auto" with the number that `find_micro_batch` finds."""
+    if effective.plan.micro_batch != "auto":
+        return effective
+    search = find_micro_batch(workload, recipe, effective.plan, device=device, make_run=make_run)
+    return effective.with_fallbacks(Fallback("micro_batch", "auto", search.micro_batch, search.why))
+
+
+def find_micro_batch(
+    workload: Workload,
+    recipe: Recipe,
+    plan: Plan,
+    *,
+    device: torch.device,
+    make_run: Callable[..., TrainingRun],
+    room_bytes: float | None = None,
+) -> MicroBatchSearch:
+    """Return the micro-batch that suits steps of `recipe.batch_size` samples, found by training on the longest items.
+
+    It is the throughput knee, or for a model with batch norm the largest: smaller ones change what that learns. The
+    steps are those of a run that `make_run` (`setup_run`) makes for it, uncompiled: compiling size by size would take
+    longer than all the rest. `room_bytes` replaces what a step may take of the free memory. Raises SpeedkitError where
+    not even the smallest micro-batch fits.
+    """
+    began_s = time.perf_counter()
+    run = make_run(with_longest_first(workload), recipe, trial_plan(plan), device=device, progress=False, endless=True)
+    with contextlib.closing(run):
+        trial = Trial(run, min(recipe.batch_size, len(workload.train)))
+        trial.take_one_step()
+        if room_bytes is None:
+            cached = plan.cache == ("device" if device.type == "cuda" else "ram")  # made later, in the same memory
+            room_bytes = ROOM * free_bytes(device) - cached * len(workload.train) * trial.input_bytes
+        sizes = trial.sizes_that_fit(room_bytes)
+        rates = trial.rates(sizes)
+    best, chosen = max(rates, key=lambda size: rates[size]), knee(rates)
+    why = f"{chosen} is the smallest micro-batch within {TOLERANCE:.0%} of the best rate"
+    if trial.batch_norm:
+        chosen, why = sizes[-1], f"{sizes[-1]} is the largest micro-batch that was tried, for batch norm"
+    why += f" ({rates[best]:.3g} samples/s with {best}; tried {', '.join(map(str, sizes))}"
+    why += f"; {trial.refused})" if trial.refused else ")"
+    peaks = {size: trial.peak_bytes[size] for size in sizes}
+    search = MicroBatchSearch(chosen, sizes[-1], rates, peaks, why, time.perf_counter() - began_s)
+    del run, trial
+    release(device)
+    return search
+
+
+def with_longest_first(workload: Workload) -> Workload:
+    """Return the workload with its training items for test items, the longest first: test items come in order."""
+    items = workload.train
+    if workload.length is not None:
+        items = sorted(items, key=workload.length, reverse=True)
+    return dataclasses.replace(workload, test=items)
+
+
+def trial_plan(plan: Plan) -> Plan:
+    """Return `plan` without what only takes time, or memory that is counted apart, when steps are tried out."""
+    return dataclasses.replace(
+        plan, micro_batch=None, compile="off", cache="off", shards=False, workers=0, ranks=1, log_every=1 << 30
+    )
+
+
+class Trial:
+    """Measures memory and time of a training step on the longest items, for one size of micro-batch at a time."""
+
+    def __init__(self, run: TrainingRun, count: int):
+        self.run, self.count = run, count
+        longest = next(run.test_batches.one_pass())
+        # Some of the longest may be unreadable: others stand in for them.
+        indices = torch.arange(count, device=run.device) % len(longest[0])
+        self.batch: Batch = tuple(tensor[indices] for tensor in longest)
+        self.input_bytes = self.batch[0].nbytes // count
+        self.batch_norm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in run.model.modules())
+        self.smallest = min(count, 2 if self.batch_norm else 1)  # one sample has no variance
+        self.peak_bytes: dict[int, int] = {}
+        self.refused = ""  # why the size after the largest does not fit
+
+    def take_steps(self, size: int, parts: int = 1, steps: int = 1) -> None:
+        """Make optimizer steps of so many micro-batches of `size`, all on the same samples."""
+        self.run.micro_batch, self.run.fixed_batch = size, tuple(tensor[: size * parts] for tensor in self.batch)
+        for _ in itertools.islice(self.run.train(), steps):
+            pass
+
+    def take_one_step(self) -> None:
+        """Make the first step, which allocates the optimizer's state as well; raise where it does not fit."""
+        try:
+            self.take_steps(self.smallest)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise SpeedkitError(self.nothing_fits(first_line(error))) from error
+            raise
+
+    def nothing_fits(self, why: str) -> str:
+        return (
+            f"a micro-batch of {self.smallest} of the longest items does not fit ({why}): take shorter items, "
+            "a smaller model or checkpointing=blocks"
+        )
+
+    def sizes_that_fit(self, room_bytes: float) -> list[int]:
+        """Return the sizes that fit into `room_bytes`, each about twice the one before. Raises where none does."""
+        powers = (1 << power for power in range(self.count.bit_length() + 1))
+        sizes = sorted({even_micro_batch(self.count, min(power, self.count)) for power in powers})
+        for size in sizes:
+            if size >= self.smallest and not self.fits(size, room_bytes):
+                break
+        if not self.peak_bytes:
+            raise SpeedkitError(self.nothing_fits(self.refused))
+        return list(self.peak_bytes)
+
+    def fits(self, size: int, room_bytes: float) -> bool:
+        """Return whether a step has room; on a CPU a size that could need more than there is is never run."""
+        # What a step takes is a constant and so much per sample: in proportion it can only be less than this.
+        expected = max((peak / smaller * size for smaller, peak in self.peak_bytes.items()), default=0.0)
+        if self.run.device.type == "cpu" and expected > room_bytes:
+            self.refused = f"{size} could take {expected / 1e6:.3g} MB of {room_bytes / 1e6:.3g}"
+            return False
+        self.run.optimizer.zero_grad(set_to_none=True)  # gradients are a part of a step's memory
+        held = self.run.guard.random_state  # freed by the step, it would make the profiler warn of unknown memory
+        try:
+            # The second micro-batch meets the gradients of the first.
+            peak = peak_bytes(lambda: self.take_steps(size, min(2, self.count // size)), self.run.device)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            peak, self.refused = None, f"{size} does not fit: {first_line(error)}"
+        if peak is not None and peak > room_bytes:
+            peak, self.refused = None, f"{size} takes {peak / 1e6:.3g} MB of {room_bytes / 1e6:.3g}"
+        if peak is None:
+            self.run.optimizer.zero_grad(set_to_none=True)
+            release(self.run.device)
+            return False
+        self.peak_bytes[size] = peak
+        return True
+
+    def rates(self, sizes: list[int]) -> dict[int, float]:
+        """Return samples/s of optimizer steps in micro-batches of each of `sizes`.
+
+        The least of a size's times counts, for what else goes on only ever adds; turns make a drift hit all alike.
+        """
+        least = dict.fromkeys(sizes, math.inf)
+        two_parts_s = math.inf
+        for turn in range(ROUNDS):
+            for size in sizes[:: (-1) ** turn]:
+                least[size] = min(least[size], self.time(size))
+            two_parts_s = min(two_parts_s, self.time(sizes[0], min(2, self.count // sizes[0])))
+        # A step of two micro-batches takes one forward and backward pass more than a step of one: the rest is update.
+        update_s = max(0.0, 2 * least[sizes[0]] - two_parts_s) if 2 * sizes[0] <= self.count else 0.0
+        return {
+            size: self.count / (max(seconds - update_s, 1e-9) * self.count / size + update_s)
+            for size, seconds in least.items()
+        }
+
+    def time(self, size: int, parts: int = 1) -> float:
+        """Return the seconds of a step of so many micro-batches of `size`, measured for about WINDOW_S."""
+        stopwatch = Stopwatch(self.run.device)
+        stopwatch.start()
+        self.take_steps(size, parts)
+        once_s = stopwatch.stop()
+        if once_s > WINDOW_S:
+            return once_s
+        steps = math.ceil(WINDOW_S / once_s)
+        stopwatch.start()
+        self.take_steps(size, parts, steps)
+        return min(once_s, stopwatch.stop() / steps)
+
+
+def knee(rates: dict[int, float]) -> int:
+    """Return the smallest size whose rate is at most TOLERANCE below the best."""
+    return min(size for size, rate in rates.items() if rate >= (1 - TOLERANCE) * max(rates.values()))
+
+
+def even_micro_batch(batch_size: int, size: int) -> int:
+    """Return the smallest micro-batch that cuts a batch into no more parts than `size` does: they are even then."""
+    return math.ceil(batch_size / math.ceil(batch_size / size))
+
+
+def first_line(error: BaseException) -> str:
+    """Return what `error` says, without advice."""
+    return str(error).partition(". ")[0].partition("\n")[0] or type(error).__name__
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the bytes of memory that this process may still take on `device`."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(device)[0]
+    return min(psutil.virtual_memory().available, usable_ram_bytes() - psutil.Process().memory_info().rss)
