@@ -1,4 +1,4 @@
-"""The automatic micro-batch against a sweep through every size: how near its rate comes, and in how much of the time."""
+"""The automatic micro-batch against a sweep through every size: how near its rate comes, and how much sooner."""
 
 import contextlib
 import dataclasses

@@ -189,28 +189,27 @@ class Trial:
 
     def fits(self, size: int, room_bytes: float) -> bool:
         """Return whether a step has room; on a CPU a size that could need more than there is is never run."""
-        # What a step takes is a constant and so much per sample: in proportion it can only be less than this.
-        expected = max((peak / smaller * size for smaller, peak in self.peak_bytes.items()), default=0.0)
+        # What a step takes is a constant and so much per sample: at most in proportion to what a smaller one took.
+        expected = min((peak / smaller * size for smaller, peak in self.peak_bytes.items()), default=0.0)
         if self.run.device.type == "cpu" and expected > room_bytes:
             self.refused = f"{size} could take {expected / 1e6:.3g} MB of {room_bytes / 1e6:.3g}"
             return False
         self.run.optimizer.zero_grad(set_to_none=True)  # gradients are a part of a step's memory
-        held = self.run.guard.random_state  # freed by the step, it would make the profiler warn of unknown memory
+        _held = self.run.guard.random_state  # freed by the step, it would make the profiler warn of unknown memory
         try:
             # The second micro-batch meets the gradients of the first.
             peak = peak_bytes(lambda: self.take_steps(size, min(2, self.count // size)), self.run.device)
+            if peak <= room_bytes:
+                self.peak_bytes[size] = peak
+                return True
+            self.refused = f"{size} takes {peak / 1e6:.3g} MB of {room_bytes / 1e6:.3g}"
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            peak, self.refused = None, f"{size} does not fit: {first_line(error)}"
-        if peak is not None and peak > room_bytes:
-            peak, self.refused = None, f"{size} takes {peak / 1e6:.3g} MB of {room_bytes / 1e6:.3g}"
-        if peak is None:
-            self.run.optimizer.zero_grad(set_to_none=True)
-            release(self.run.device)
-            return False
-        self.peak_bytes[size] = peak
-        return True
+            self.refused = f"{size} does not fit: {first_line(error)}"
+        self.run.optimizer.zero_grad(set_to_none=True)
+        release(self.run.device)
+        return False
 
     def rates(self, sizes: list[int]) -> dict[int, float]:
         """Return samples/s of optimizer steps in micro-batches of each of `sizes`.
