@@ -198,7 +198,7 @@ def test_overflow_skips_exactly_its_steps_and_the_schedule_waits(optimizer, bad)
     workload = dataclasses.replace(workload, loss=exploding(bad))
     table = learning_rates(workload.recipe, 10)
     run = setup_run(workload, plan=Plan(precision="fp16"), device="cpu", progress=False)
-    scale_before = float(run.scale.scale)
+    scale_before = run.scaler.get_scale()
     real = 0
     before = {name: weight.clone() for name, weight in run.model.state_dict().items()}
     for step in steps(run):
@@ -209,7 +209,7 @@ def test_overflow_skips_exactly_its_steps_and_the_schedule_waits(optimizer, bad)
         before = {name: weight.clone() for name, weight in run.model.state_dict().items()}
         assert all(weight.isfinite().all() for weight in before.values())
     assert run.finish().steps == real == 10 - len(bad)
-    assert float(run.scale.scale) == scale_before / 2 ** len(bad)
+    assert run.scaler.get_scale() == scale_before / 2 ** len(bad)
     state = [value for slot in run.optimizer.state.values() for value in slot.values()]
     assert state
     assert all(value.isfinite().all() for value in state)
@@ -219,12 +219,14 @@ def test_overflow_skips_exactly_its_steps_and_the_schedule_waits(optimizer, bad)
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_a_scale_far_too_large_comes_down_until_steps_are_good(optimizer):
     run = setup_run(points(optimizer=optimizer), plan=Plan(precision="fp16"), device="cpu", progress=False)
-    run.scale.scale.fill_(2.0**24)  # times a gradient of about 0.1 is beyond the 65504 of float16
+    run.scaler = torch.amp.GradScaler(
+        "cpu", init_scale=2.0**24
+    )  # times a gradient of about 0.1 is beyond the 65504 of float16
     for _ in steps(run):
         pass
     history = run.finish()
     assert 0 < history.steps < 12
-    assert float(run.scale.scale) == 2.0 ** (24 - (12 - history.steps))
+    assert run.scaler.get_scale() == 2.0 ** (24 - (12 - history.steps))
     assert all(weight.isfinite().all() for weight in run.model.parameters())
     run.close()
 

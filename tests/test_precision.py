@@ -14,8 +14,9 @@ from speedkit.errors import UsageError
 from speedkit.hardware import this_machine
 from speedkit.plan import Plan, resolve
 from speedkit.recipe import Recipe
-from speedkit.train import optimizer, precision
+from speedkit.train import precision
 from speedkit.train.loop import fit
+from speedkit.train.optimizer import build_optimizer
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 BACKENDS = torch.backends
@@ -51,15 +52,13 @@ def loss_and_gradients(name, device="cpu", scaling="tensorwise", rows=40):
         torch.arange(rows) % 10,
     )
     precision.set_matmul_precision(plan)
-    precision.convert(model, plan, scaling)
-    scale = precision.LossScale(torch.device(device)) if name == "fp16" else None
-    with precision.autocast(plan, torch.device(device)) or torch.autocast(device, enabled=False):
+    precision.apply_float8(model, plan, scaling)
+    scaler = precision.grad_scaler(plan, torch.device(device))
+    with precision.autocast(plan, torch.device(device)):
         value = cross_entropy(model(inputs), targets.to(device))
-    (value * scale.scale if scale else value).backward()
-    gradients = [weight.grad for weight in model.parameters()]
-    if scale:
-        scale.unscale(gradients)
-    return float(value.detach()), gradients
+    scaler.scale(value).backward()
+    scaler.unscale_(torch.optim.SGD(model.parameters()))
+    return float(value.detach()), [weight.grad for weight in model.parameters()]
 
 
 def least_cosine(mine, theirs):
@@ -96,7 +95,7 @@ def test_a_product_of_8_bit_layers_is_that_of_numbers_rounded_to_8_bits():
         scale = torch.finfo(torch.float8_e4m3fn).max / tensor.abs().max()
         return (tensor * scale).to(torch.float8_e4m3fn).float() / scale
 
-    precision.convert(model, Plan(precision="fp8-emulated"))
+    precision.apply_float8(model, Plan(precision="fp8-emulated"))
     torch.testing.assert_close(model[0](inputs), rounded(inputs) @ rounded(weight).T, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(model[0](inputs), inputs @ weight.T, rtol=1e-4)
 
@@ -117,7 +116,7 @@ class Mixed(nn.Module):
 
 def test_layers_left_alone_are_listed_with_the_reason():
     model = Mixed()
-    notes = precision.convert(model, Plan(precision="fp8-emulated"))
+    notes = precision.apply_float8(model, Plan(precision="fp8-emulated"))
     assert {name for name, layer in model.named_modules() if type(layer).__name__ == "Float8Linear"} == {"wide"}
     reasons = {name: why for why, names in (note.split(": ") for note in notes) for name in names.split(", ")}
     assert reasons.keys() == {"stem", "odd", "widen", "attention.out_proj", "head"}
@@ -128,26 +127,30 @@ def test_layers_left_alone_are_listed_with_the_reason():
 
 
 def test_a_model_without_an_8_bit_layer_says_that_it_trains_in_bf16():
-    notes = precision.convert(nn.Sequential(nn.Conv2d(1, 16, 3), nn.Flatten(), nn.Linear(64, 2)), Plan(precision="fp8"))
+    notes = precision.apply_float8(
+        nn.Sequential(nn.Conv2d(1, 16, 3), nn.Flatten(), nn.Linear(64, 2)), Plan(precision="fp8")
+    )
     assert notes[0].startswith("no layer of this model") and len(notes) == 3
-    assert precision.convert(nn.Linear(16, 16), Plan(precision="fp8-emulated"))[0].startswith("no layer of this model")
+    assert precision.apply_float8(nn.Linear(16, 16), Plan(precision="fp8-emulated"))[0].startswith(
+        "no layer of this model"
+    )
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
 def test_other_formats_convert_nothing(name):
     model = net()
-    assert precision.convert(model, Plan(precision=name)) == []
+    assert precision.apply_float8(model, Plan(precision=name)) == []
     assert all(type(layer) is nn.Linear for layer in model if hasattr(layer, "weight") and layer.weight.ndim == 2)
 
 
 def test_an_unknown_scaling_is_refused():
     with pytest.raises(UsageError, match="tensorwise or rowwise"):
-        precision.convert(net(), Plan(precision="fp8-emulated"), "blockwise")
+        precision.apply_float8(net(), Plan(precision="fp8-emulated"), "blockwise")
 
 
 def test_checkpoints_go_from_bf16_to_8_bits_and_back(tmp_path):
     plain, short = net(), net()
-    precision.convert(short, Plan(precision="fp8-emulated"))
+    precision.apply_float8(short, Plan(precision="fp8-emulated"))
     for source, target in ((plain, short), (short, plain)):
         with torch.no_grad():
             [weight.normal_() for weight in source.parameters()]
@@ -159,8 +162,8 @@ def test_checkpoints_go_from_bf16_to_8_bits_and_back(tmp_path):
 
 def test_the_optimizer_updates_the_weights_that_8_bit_layers_round():
     model = net()
-    update = optimizer.build(model.parameters(), Recipe(), fused=True)  # built before the layers are converted
-    precision.convert(model, Plan(precision="fp8-emulated"))
+    update = build_optimizer(model.parameters(), Recipe(), fused=True)  # built before the layers are converted
+    precision.apply_float8(model, Plan(precision="fp8-emulated"))
     before = copy.deepcopy(model.state_dict())
     cross_entropy(model(torch.randn(16, 64)), torch.zeros(16, dtype=torch.long)).backward()
     update.step()
@@ -178,13 +181,13 @@ def getters():
     "outside", [None, BACKENDS, BACKENDS.cudnn, BACKENDS.cudnn.conv, BACKENDS.cuda.matmul], ids=str
 )
 def test_no_getter_raises_whatever_precision_follows_which(outside):
-    for order in itertools.permutations(("fp32", "tf32", "fp16", "fp8")):
+    for order in itertools.permutations(("default", "fp32", "tf32", "fp16")):
         for name in order:
             if outside is not None:
                 outside.fp32_precision = "tf32"  # somebody uses the newer switches
             precision.set_matmul_precision(Plan(precision=name))
             matmul, cuda, cudnn, *newer = getters()
-            on_gpu = name != "fp32" and torch.cuda.is_available()
+            on_gpu = name not in ("default", "fp32") and torch.cuda.is_available()
             assert (matmul, cuda, cudnn) == ("high" if on_gpu else "highest", on_gpu, name != "fp32")
             assert newer == ["tf32" if on_gpu else "ieee", "none" if name == "fp32" else "tf32", "none"]
 
@@ -210,8 +213,8 @@ def test_float16_never_meets_an_optimizer_that_cannot_skip_a_step(name):
     effective = resolve(Plan(precision="fp16", fused_optimizer=False), emulating("cpu"))
     assert effective.plan.fused_optimizer and "skips bad steps" in effective.fallbacks[0].why
     model = net()
-    update = optimizer.build(model.parameters(), Recipe(optimizer=name), fused=False)
-    update.found_inf = precision.LossScale(torch.device("cpu")).found_inf
+    update = build_optimizer(model.parameters(), Recipe(optimizer=name), fused=False)
+    update.found_inf = torch.zeros(())
     model(torch.randn(4, 64)).sum().backward()
     with pytest.raises((AssertionError, RuntimeError)):  # by somebody else's loop: refused, not ignored
         update.step()

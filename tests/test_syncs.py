@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from speedkit.train.collection import no_collection
 from tiny import emulating, jitter, loss, points
 from torch import nn
 
@@ -15,7 +14,7 @@ from speedkit import clock
 from speedkit.hardware import this_machine
 from speedkit.measure.syncs import audit
 from speedkit.plan import Plan
-from speedkit.train.loop import steps
+from speedkit.train.loop import gc_paused, steps
 from speedkit.train.setup import setup_run
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -178,7 +177,7 @@ def test_compiled_code_works_after_an_audit_without_being_compiled_again():
     assert clock.compilations() == before + 1
 
 
-def test_no_collection_begins_inside_and_cycles_are_freed_when_asked():
+def test_gc_paused_begins_inside_and_cycles_are_freed_when_asked():
     import gc
     import weakref
 
@@ -188,7 +187,7 @@ def test_no_collection_begins_inside_and_cycles_are_freed_when_asked():
     seen = []
     gc.callbacks.append(lambda phase, info: seen.append(phase))
     try:
-        with no_collection():
+        with gc_paused():
             seen.clear()
             cycle = Cycle()
             cycle.itself, gone = cycle, weakref.ref(cycle)
@@ -199,7 +198,7 @@ def test_no_collection_begins_inside_and_cycles_are_freed_when_asked():
             assert gone() is None
         assert gc.isenabled() and gc.get_freeze_count() == 0
         gc.disable()
-        with no_collection():
+        with gc_paused():
             pass
         assert not gc.isenabled()
     finally:

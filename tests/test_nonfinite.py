@@ -1,0 +1,380 @@
+"""Steps that are not finite, and steps that run out of memory: left out, explained, rolled back, repeated."""
+
+import dataclasses
+import functools
+import json
+import math
+import os
+import signal
+import statistics
+
+import pytest
+import torch
+from faults import limited, strike
+from test_loop import exploding, reads_between_log_points
+from test_resume import interrupting, outcome
+from tiny import every_number_format, jitter, load, points
+from torch import nn
+
+from speedkit.data.decode import BadItem
+from speedkit.errors import Interrupted, SpeedkitError
+from speedkit.plan import Fallback, Plan
+from speedkit.recipe import learning_rates
+from speedkit.train.loop import fit, steps
+from speedkit.train.nonfinite import training_state
+from speedkit.train.setup import setup_run
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+SKIP = {"on_nonfinite": "skip", "fused_optimizer": True}
+RECOVER = {"on_nonfinite": "recover", "log_every": 5}
+
+
+@pytest.fixture(autouse=True)
+def formats():
+    with every_number_format():
+        yield
+
+
+def normed(size=8, hidden=16):
+    """A net that keeps running statistics."""
+    return nn.Sequential(nn.Linear(size, hidden), nn.BatchNorm1d(hidden), nn.ReLU(), nn.Linear(hidden, 2))
+
+
+def dropping():
+    return nn.Sequential(*normed(), nn.Dropout(0.5))
+
+
+def spoiled(workload, at, where, value=math.nan):
+    """The workload, spoiled in the forward passes `at`, from 0: an "input", the "loss", or the "gradient" alone."""
+    calls = iter(range(10**6))
+
+    def spoiled_loss(model, batch, recipe):
+        now = model.training and next(calls) in at
+        if now and where == "input":
+            batch = (batch[0].clone(), *batch[1:])
+            batch[0][1, 2] = value
+        result, outputs = workload.loss(model, batch, recipe)
+        if now and where == "loss":
+            result = result + value  # its gradient is as good as ever
+        if now and where == "gradient":
+            result.register_hook(lambda gradient: gradient * value)
+        return result, outputs
+
+    return dataclasses.replace(workload, loss=spoiled_loss)
+
+
+def everything(run):
+    """All that a step may change, as copies."""
+    state = {name: value.clone() for name, value in training_state(run).items()}
+    return {name: value for name, value in state.items() if name != "good_steps"}
+
+
+def changed(before, now):
+    """The names of what differs; state that the optimizer has just made is no difference while it is zero."""
+    return [name for name, value in now.items() if not torch.equal(before.get(name, torch.zeros_like(value)), value)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize(
+    ("where", "value", "micro_batch", "at"),
+    [
+        ("input", math.nan, None, {0, 5}),  # the steps
+        ("loss", math.inf, None, {3}),
+        ("gradient", math.inf, None, {0}),
+        ("input", math.nan, 4, {1, 22}),  # four parts a step: one part each of steps 0 and 5
+    ],
+)
+def test_a_bad_step_leaves_nothing_behind(device, fused, optimizer, where, value, micro_batch, at):
+    workload = dataclasses.replace(points(optimizer=optimizer, epochs=None, steps=8, clip_norm=1.0), model=normed)
+    bad = {call // (4 if micro_batch else 1) for call in at}
+    plan = Plan(fused_optimizer=fused, on_nonfinite="skip", micro_batch=micro_batch, log_every=3)
+    table = learning_rates(workload.recipe, 8)
+    run = setup_run(spoiled(workload, at, where, value), plan=plan, device=device, progress=False)
+    run.recovery.explained = 10**6  # looking for a cause calls the loss again, which counts its calls
+    before, real = everything(run), 0
+    for step in steps(run):
+        now = everything(run)
+        assert bool(changed(before, now)) == (step - 1 not in bad), step
+        assert float(run.optimizer.param_groups[0]["lr"]) == pytest.approx(table[real])
+        before, real = now, real + (step - 1 not in bad)
+    assert all(value.isfinite().all() for value in before.values())
+    history = run.finish()
+    run.close()
+    assert history.steps == real == 8 - len(bad)
+    assert [one["step"] - 1 for one in history.skipped] == sorted(bad)
+    assert all(math.isfinite(loss) for loss in history.loss)
+
+
+def test_without_the_guard_the_same_faults_would_be_seen():
+    run = setup_run(spoiled(dataclasses.replace(points(), model=normed), {1}, "input"), device="cpu", progress=False)
+    training = steps(run)
+    next(training), next(training)
+    assert not all(value.isfinite().all() for value in run.model.state_dict().values())
+    run.close()
+
+
+@pytest.mark.parametrize("plan", [{}, {"precision": "bf16"}, {"precision": "fp16"}], ids=str)
+@pytest.mark.parametrize("mode", ["skip", "recover"])
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
+def test_with_a_fused_optimizer_the_guard_reads_nothing_between_log_points(mode, plan):
+    workload = dataclasses.replace(points(augment=jitter, clip_norm=1.0), model=normed)
+    assert reads_between_log_points(workload, **SKIP | {"on_nonfinite": mode, "cache": "ram"} | plan) == 0
+
+
+@pytest.mark.parametrize("plan", [{"fused_optimizer": True}, {}, {"precision": "fp16"}, {"micro_batch": 5}], ids=str)
+def test_a_run_without_bad_steps_is_bit_identical_with_the_guard(plan):
+    def weights(mode):
+        workload = points(train=100, augment=jitter, dropout=0.2, clip_norm=1.0)
+        history = fit(workload, plan=Plan(on_nonfinite=mode, **plan), device="cpu", progress=False)
+        return history.loss, [weight.tolist() for weight in history.model.parameters()]
+
+    assert weights("raise") == weights("skip") == weights("recover")
+
+
+def test_an_overflow_of_float16_lowers_the_scale_and_is_no_bad_step():
+    run = setup_run(
+        dataclasses.replace(points(), loss=exploding({2, 5})),
+        plan=Plan(**SKIP, precision="fp16"),
+        device="cpu",
+        progress=False,
+    )
+    for _ in steps(run):
+        pass
+    run.close()
+    assert (run.finish().steps, run.history.skipped, run.scaler.get_scale()) == (10, [], 2.0**12)
+
+
+# What is said.
+
+
+def nan_for(item, size, paths):
+    return load(item, size) * (math.nan if item.path in paths else 1)
+
+
+def with_bad_items(workload, *paths):
+    return dataclasses.replace(workload, load=functools.partial(nan_for, size=8, paths=paths))
+
+
+class LogOfNegative(nn.Module):
+    def forward(self, inputs):
+        return torch.log(6 + inputs)
+
+
+class SquareRootOfZero(nn.Module):
+    def forward(self, inputs):
+        return inputs + torch.sqrt(inputs * 0)
+
+
+@pytest.mark.parametrize("plan", [{}, {"workers": 1}, {"log_every": 1}], ids=str)
+def test_samples_that_are_not_finite_are_named(plan):
+    workload = with_bad_items(points(augment=jitter), "17", "40")
+    skipped = fit(workload, plan=Plan(on_nonfinite="skip", **plan), device="cpu", progress=False).skipped[0]
+    assert "the batch itself is not finite first for" in skipped["why"]
+    assert {"17", "40"} & set(skipped["why"].replace(",", "").split())
+    with pytest.raises(SpeedkitError, match=f"step {skipped['step']} is nan: {skipped['why']}"):
+        fit(workload, plan=Plan(**plan), device="cpu", progress=False)
+
+
+@pytest.mark.parametrize(
+    ("layers", "where"),
+    [
+        ((nn.Flatten(), LogOfNegative(), nn.Linear(8, 2)), "the output of 1 is not finite first for"),
+        ((nn.Linear(8, 8), SquareRootOfZero(), nn.Linear(8, 2)), "the gradient at the output of 0 is not finite first"),
+    ],
+)
+def test_the_module_where_it_begins_is_named(layers, where):
+    workload = dataclasses.replace(points(epochs=None, steps=3), model=lambda: nn.Sequential(*layers))
+    history = fit(workload, plan=Plan(log_every=1, on_nonfinite="skip"), device="cpu", progress=False)
+    assert where in history.skipped[0]["why"]
+
+
+def unreadable_for(item, size, path):
+    if item.path == path:
+        raise BadItem(path, "torn")
+    return load(item, size)
+
+
+@pytest.mark.parametrize("plan", [{}, {"cache": "ram"}, {"workers": 2}, {"features_on": "device"}], ids=str)
+def test_a_batch_is_made_again_as_it_was_and_its_items_named(plan):
+    workload = points(train=40, augment=jitter)  # 16, 16 and 8; one item is unreadable
+    workload = dataclasses.replace(workload, load=functools.partial(unreadable_for, size=8, path="21"))
+    run = setup_run(workload, plan=Plan(**plan), device="cpu", progress=False)
+    stream = run.train_batches
+    for _ in range(7):
+        batch = stream.next()
+        again, names = stream.again(stream.epoch, stream.position)
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(again, batch, strict=True))
+        items = torch.stack([load(item, 8) * 2 for name in names for item in workload.train if item.path == name])
+        assert torch.equal(items, batch[0])
+    run.close()
+
+
+def test_looking_for_the_cause_changes_nothing_of_the_run():
+    workload = with_bad_items(points(train=100, augment=jitter, dropout=0.2), "17")
+    losses = []
+    for explained in (0, 10**6):
+        run = setup_run(
+            dataclasses.replace(workload, model=dropping),
+            plan=Plan(log_every=1, **SKIP),
+            device="cpu",
+            progress=False,
+        )
+        run.recovery.explained = explained  # beyond the number that are looked for
+        losses.append([str(float(run.last_loss)) for _ in steps(run)])
+        run.close()
+    assert losses[0] == losses[1]
+    assert "nan" in losses[0]
+
+
+def test_steps_that_are_all_bad_end_the_run():
+    with pytest.raises(SpeedkitError, match=r"7 steps in a row are not finite, step 3 first: .*on_nonfinite=recover"):
+        fit(spoiled(points(), set(range(2, 100)), "loss"), plan=Plan(log_every=3, **SKIP), device="cpu", progress=False)
+
+
+@pytest.mark.parametrize("plan", [{}, SKIP | {"precision": "fp16"}, {"on_nonfinite": "recover"}], ids=str)
+def test_a_resumed_run_keeps_count_of_bad_steps(tmp_path, plan):
+    workload = with_bad_items(dataclasses.replace(points(train=50, augment=jitter), model=normed), "17", "40")
+    options = {"plan": Plan(**({"on_nonfinite": "skip", "log_every": 3} | plan)), "device": "cpu", "progress": False}
+    whole = fit(workload, **options)
+    assert 0 < len(whole.skipped) < 8
+    with pytest.raises(Interrupted):
+        fit(interrupting(workload, 5), out=tmp_path, **options)
+    resumed = fit(workload, out=tmp_path, resume=True, **options)
+    assert str(outcome(resumed)) == str(outcome(whole))  # a mean of no good step is NaN
+    assert resumed.skipped == whole.skipped
+
+
+# Rolling back.
+
+
+@torch.no_grad()
+def multiply(run, factor):
+    for weight in run.parameters:
+        weight.mul_(factor)
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_weights_that_became_nan_are_replaced_by_the_last_good_ones(optimizer, fused):
+    workload = dataclasses.replace(points(epochs=None, steps=40, optimizer=optimizer), model=normed)
+    run = setup_run(workload, plan=Plan(fused_optimizer=fused, **RECOVER), device="cpu", progress=False)
+    table, losses, states = learning_rates(run.recipe, 40), [], {}
+    for step in steps(run):
+        losses.append(float(run.last_loss))
+        states[step] = everything(run)
+        if step == 22:
+            multiply(run, math.nan)
+        if step == 30:
+            assert all(torch.equal(value, states[20][name]) for name, value in everything(run).items())
+        if step == 31:
+            assert float(run.optimizer.param_groups[0]["lr"]) == pytest.approx(table[20] / 2)
+    run.close()
+    history = run.finish()
+    (recovery,) = history.recoveries
+    assert recovery["step"] == 30  # the first log point with five bad steps in a row behind it
+    assert "the weights, 0.weight first" in recovery["why"]
+    assert "went back to the state after step 20, learning rate times 0.5" in recovery["action"]
+    assert [one["step"] for one in history.skipped] == list(range(23, 31))
+    assert history.steps == 20 + 10  # those up to the state gone back to, and those after
+    assert statistics.fmean(losses[35:]) < statistics.fmean(losses[:5])
+
+
+def test_a_learning_rate_that_is_far_too_high_ends_the_run_after_three_recoveries():
+    workload = points(epochs=None, steps=60, optimizer="sgd", learning_rate=1e30, schedule="constant")
+    with pytest.raises(SpeedkitError, match=r"steps in a row are not finite.*after 3 recoveries"):
+        fit(workload, plan=Plan(**RECOVER), device="cpu", progress=False)
+
+
+# Out of memory.
+
+
+def stepped(workload, micro_batch=None, change_at=0, limit=None, **plan):
+    """Losses of every step, and the final state; from step `change_at` on parts are of `limit`, or only those fit."""
+    run = setup_run(workload, plan=Plan(micro_batch=micro_batch, **plan), device="cpu", progress=False)
+    losses = []
+    for step in steps(run):
+        losses.append(float(run.last_loss))
+        if step == change_at and limit:
+            run.micro_batch = limit
+    run.close()
+    return losses, everything(run), run.finish()
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("kind", ["cuda", "host", "cudnn"])
+def test_out_of_memory_repeats_the_step_as_if_the_micro_batch_had_been_smaller(kind, where):
+    workload = dataclasses.replace(points(train=100, augment=jitter, clip_norm=1.0), model=dropping)
+    losses, state, _ = stepped(workload, 4)
+    repeated_losses, final, history = stepped(limited(workload, 4, kind, where))
+    assert repeated_losses == losses
+    assert all(torch.equal(value, state[name]) for name, value in final.items())
+    assert history.steps == 14
+    fallbacks = [(fallback.asked, fallback.got) for fallback in history.effective.fallbacks]
+    assert fallbacks == [(16, 8), (8, 4)]
+    assert history.effective.plan.micro_batch == 4
+
+
+@pytest.mark.parametrize("plan", [{}, {"on_nonfinite": "skip"}, {"precision": "fp16"}], ids=str)
+def test_out_of_memory_in_the_middle_of_a_run_costs_nothing_but_its_step(plan):
+    workload = dataclasses.replace(points(augment=jitter), model=dropping)
+    calls = iter(range(10**6))
+
+    def loss(model, batch, recipe):
+        if model.training and next(calls) == 6:  # the second part of the fourth step
+            strike("cuda")
+        return workload.loss(model, batch, recipe)
+
+    losses, state, _ = stepped(dataclasses.replace(workload, loss=loss), 8, **plan)
+    expected, expected_state, _ = stepped(workload, 8, change_at=3, limit=4, **plan)
+    assert losses == expected
+    assert all(torch.equal(value, expected_state[name]) for name, value in state.items())
+
+
+def test_a_fallback_is_told_in_the_history_and_memory_is_written_down(tmp_path):
+    fit(limited(points(), 8), device="cpu", progress=False, out=tmp_path)
+    (fallback,) = json.loads((tmp_path / "history.json").read_text())["fallbacks"]
+    assert fallback == dataclasses.asdict(Fallback("micro_batch", 16, 8, "out of memory at step 1"))
+    assert list(tmp_path.glob("*memory*"))
+
+
+def test_what_cannot_be_repeated_ends_the_run_with_what_to_do():
+    with pytest.raises(SpeedkitError, match=r"out of memory at step 1 with a single sample.*checkpointing=blocks"):
+        fit(limited(points(), 0), device="cpu", progress=False)
+    run = setup_run(points(), device="cpu", progress=False)
+    run.optimizer.register_step_post_hook(lambda *_: strike("cuda"))  # weights have changed by then
+    with pytest.raises(SpeedkitError, match="out of memory at step 1 in the update"):
+        next(steps(run))
+    assert run.micro_batch == 16
+    run.close()
+
+
+def test_another_error_is_raised_as_it_is():
+    error = RuntimeError("shapes cannot be multiplied")
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as raised:
+        fit(limited(points(), 0, raises=error), device="cpu", progress=False)
+    assert raised.value is error
+
+
+def test_evaluation_takes_no_larger_parts_than_training():
+    workload, sizes = points(), []
+
+    def loss(model, batch, recipe):
+        sizes.append((model.training, len(batch[0])))
+        return workload.loss(model, batch, recipe)
+
+    history = fit(dataclasses.replace(workload, loss=loss), plan=Plan(micro_batch=5), device="cpu", progress=False)
+    assert max(size for training, size in sizes if not training) == 5
+    assert history.evaluation["n"] == 32
+    assert history.evaluation["value"] == fit(workload, plan=Plan(micro_batch=5), device="cpu").evaluation["value"]
+
+
+def test_a_second_signal_stops_at_once():
+    def impatient(model, batch, recipe):
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        return points().loss(model, batch, recipe)
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(dataclasses.replace(points(), loss=impatient), device="cpu", progress=False)
