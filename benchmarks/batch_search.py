@@ -25,7 +25,7 @@ def measure(quick: bool) -> Iterator[common.Result]:
     recipe, device = dataclasses.replace(workload.recipe, batch_size=batch_size), torch.device("cpu")
     search = micro_batch.find_micro_batch(workload, recipe, PLAN, device=device, make_run=loop.setup_run)
 
-    # The sweep: every size is timed as a search times its few.
+    # The sweep measures every size as a search measures its few.
     began_s = time.perf_counter()
     run = loop.setup_run(
         micro_batch.with_longest_first(workload),
@@ -36,15 +36,12 @@ def measure(quick: bool) -> Iterator[common.Result]:
         endless=True,
     )
     with contextlib.closing(run):
-        trial = micro_batch.Trial(run, batch_size)
-        trial.take_one_step()
-        sizes = [size for size in range(1, batch_size + 1) if trial.fits(size, math.inf)]
-        rates = trial.rates(sizes)
+        trial = micro_batch.MicroBatchTrial(run, batch_size)
+        rates = trial.rates([size for size in range(1, batch_size + 1) if trial.fits(size, math.inf)])
         sweep_s = time.perf_counter() - began_s
         best = max(rates, key=lambda size: rates[size])
-
         sides = {
-            name: functools.partial(trial.take_steps, size, math.ceil(batch_size / size))
+            name: functools.partial(trial.take_steps, size, batch_size)
             for name, size in (("chosen", search.micro_batch), ("best", best))
         }
         turns = in_turns("", sides, pairs, device)

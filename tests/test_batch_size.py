@@ -108,8 +108,8 @@ def test_a_batch_is_never_larger_than_there_are_samples_for_it(workload, largest
 @pytest.mark.parametrize(
     ("workload", "room_bytes", "error", "message"),
     [
-        (limited(points(), 0), None, SpeedkitError, "micro-batch of 1 of the longest items does not fit .CUDA out of"),
-        (points(hidden=4096), 1000, SpeedkitError, "micro-batch of 1 .* does not fit .*MB of 0.001"),
+        (limited(points(), 0), None, SpeedkitError, "of the longest items 1 does not fit .CUDA out of memory"),
+        (points(hidden=4096), 1000, SpeedkitError, "of the longest items 1 takes .*MB of 0.001"),
         (limited(points(), 4, raises=RuntimeError("bad shapes")), None, RuntimeError, "bad shapes"),
     ],
     ids=["nothing fits", "no room", "another error"],

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import itertools
 import math
@@ -32,13 +33,13 @@ OUT_OF_MEMORY = (
     "_ALLOC_FAILED",
     "CUDNN_STATUS_NOT_SUPPORTED",
     "unable to find an engine",
-    "Unable to find a valid cuDNN algorithm",
     "invalid configuration argument",
     "canUse32BitIndexMath",
 )
 ROOM = 0.9  # of the free memory; the rest is for fragments, and for what others take
 TOLERANCE = 0.03  # of the best rate: what a smaller micro-batch may be slower by
-WINDOW_S, ROUNDS = 0.05, 3  # how long a size is timed, and how often
+ROUNDS, WINDOW_S = 4, 0.05  # how often a size is timed, and for how long at least
+NEAR = 1.2  # sizes that took longer than this times the least are timed once only
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -59,18 +60,6 @@ def release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-@dataclasses.dataclass(frozen=True)
-class MicroBatchSearch:
-    """What a search found. Every size in it, in samples, was run."""
-
-    micro_batch: int
-    largest: int  # of the sizes tried, that fits
-    rates: dict[int, float]  # size -> samples/s of whole optimizer steps
-    peak_bytes: dict[int, int]  # size -> memory of a step, beside model, optimizer state and batch
-    why: str
-    seconds: float  # that the search took
-
-
 def choose_micro_batch(
     effective: EffectivePlan,
     workload: Workload,
@@ -83,7 +72,20 @@ def choose_micro_batch(
     if effective.plan.micro_batch != "auto":
         return effective
     search = find_micro_batch(workload, recipe, effective.plan, device=device, make_run=make_run)
+    release(device)  # what the search had allocated, in blocks cut for other sizes
     return effective.with_fallbacks(Fallback("micro_batch", "auto", search.micro_batch, search.why))
+
+
+@dataclasses.dataclass(frozen=True)
+class MicroBatchSearch:
+    """What a search found. Every size in it, in samples, was run."""
+
+    micro_batch: int
+    largest: int  # of the sizes tried, that fits
+    rates: dict[int, float]  # size -> samples/s of optimizer steps
+    peak_bytes: dict[int, int]  # size -> memory of a step, beside model, optimizer state and batch
+    why: str
+    seconds: float  # that the search took
 
 
 def find_micro_batch(
@@ -105,24 +107,24 @@ def find_micro_batch(
     began_s = time.perf_counter()
     run = make_run(with_longest_first(workload), recipe, trial_plan(plan), device=device, progress=False, endless=True)
     with contextlib.closing(run):
-        trial = Trial(run, min(recipe.batch_size, len(workload.train)))
-        trial.take_one_step()
+        trial = MicroBatchTrial(run, min(recipe.batch_size, len(workload.train)))
+        # The first step allocates the optimizer's state, which is no part of what a micro-batch takes.
+        trial.fits(trial.sizes[0], math.inf)
+        trial.peak_bytes.clear()
         if room_bytes is None:
             cached = plan.cache == ("device" if device.type == "cuda" else "ram")  # made later, in the same memory
-            room_bytes = ROOM * free_bytes(device) - cached * len(workload.train) * trial.input_bytes
-        sizes = trial.sizes_that_fit(room_bytes)
+            room_bytes = ROOM * free_bytes(device) - cached * len(workload.train) * trial.batch[0][0].nbytes
+        sizes = list(itertools.takewhile(functools.partial(trial.fits, room_bytes=room_bytes), trial.sizes))
+        if not sizes:
+            raise SpeedkitError(f"of the longest items {trial.refused}: take shorter ones, or checkpointing=blocks")
         rates = trial.rates(sizes)
-    best, chosen = max(rates, key=lambda size: rates[size]), knee(rates)
-    why = f"{chosen} is the smallest micro-batch within {TOLERANCE:.0%} of the best rate"
+    best = max(rates, key=lambda size: rates[size])
+    chosen, why = knee(rates), f"the smallest within {TOLERANCE:.0%} of the best"
     if trial.batch_norm:
-        chosen, why = sizes[-1], f"{sizes[-1]} is the largest micro-batch that was tried, for batch norm"
-    why += f" ({rates[best]:.3g} samples/s with {best}; tried {', '.join(map(str, sizes))}"
-    why += f"; {trial.refused})" if trial.refused else ")"
-    peaks = {size: trial.peak_bytes[size] for size in sizes}
-    search = MicroBatchSearch(chosen, sizes[-1], rates, peaks, why, time.perf_counter() - began_s)
-    del run, trial
-    release(device)
-    return search
+        chosen, why = sizes[-1], "the largest, for batch norm"
+    why += f"; {rates[best]:.3g} samples/s with {best}; tried {', '.join(map(str, sizes))}"
+    why += f"; {trial.refused}" if trial.refused else ""
+    return MicroBatchSearch(chosen, sizes[-1], rates, trial.peak_bytes, why, time.perf_counter() - began_s)
 
 
 def with_longest_first(workload: Workload) -> Workload:
@@ -140,52 +142,27 @@ def trial_plan(plan: Plan) -> Plan:
     )
 
 
-class Trial:
-    """Measures memory and time of a training step on the longest items, for one size of micro-batch at a time."""
+class MicroBatchTrial:
+    """Measures memory and time of training steps on the longest items, for one size of micro-batch at a time."""
 
-    def __init__(self, run: TrainingRun, count: int):
-        self.run, self.count = run, count
+    def __init__(self, run: TrainingRun, batch_size: int):
+        self.run, self.batch_size = run, batch_size
         longest = next(run.test_batches.one_pass())
         # Some of the longest may be unreadable: others stand in for them.
-        indices = torch.arange(count, device=run.device) % len(longest[0])
+        indices = torch.arange(batch_size, device=run.device) % len(longest[0])
         self.batch: Batch = tuple(tensor[indices] for tensor in longest)
-        self.input_bytes = self.batch[0].nbytes // count
         self.batch_norm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in run.model.modules())
-        self.smallest = min(count, 2 if self.batch_norm else 1)  # one sample has no variance
+        smallest = min(batch_size, 2 if self.batch_norm else 1)  # one sample has no variance
+        powers = [min(1 << power, batch_size) for power in range(batch_size.bit_length() + 1)]
+        self.sizes = sorted({even_micro_batch(batch_size, power) for power in powers if power >= smallest})
         self.peak_bytes: dict[int, int] = {}
-        self.refused = ""  # why the size after the largest does not fit
+        self.refused = ""  # why the last size that was tried does not fit
 
-    def take_steps(self, size: int, parts: int = 1, steps: int = 1) -> None:
-        """Make optimizer steps of so many micro-batches of `size`, all on the same samples."""
-        self.run.micro_batch, self.run.fixed_batch = size, tuple(tensor[: size * parts] for tensor in self.batch)
+    def take_steps(self, size: int, samples: int, steps: int = 1) -> None:
+        """Make optimizer steps on so many samples, in micro-batches of `size`."""
+        self.run.micro_batch, self.run.fixed_batch = size, tuple(tensor[:samples] for tensor in self.batch)
         for _ in itertools.islice(self.run.train(), steps):
             pass
-
-    def take_one_step(self) -> None:
-        """Make the first step, which allocates the optimizer's state as well; raise where it does not fit."""
-        try:
-            self.take_steps(self.smallest)
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise SpeedkitError(self.nothing_fits(first_line(error))) from error
-            raise
-
-    def nothing_fits(self, why: str) -> str:
-        return (
-            f"a micro-batch of {self.smallest} of the longest items does not fit ({why}): take shorter items, "
-            "a smaller model or checkpointing=blocks"
-        )
-
-    def sizes_that_fit(self, room_bytes: float) -> list[int]:
-        """Return the sizes that fit into `room_bytes`, each about twice the one before. Raises where none does."""
-        powers = (1 << power for power in range(self.count.bit_length() + 1))
-        sizes = sorted({even_micro_batch(self.count, min(power, self.count)) for power in powers})
-        for size in sizes:
-            if size >= self.smallest and not self.fits(size, room_bytes):
-                break
-        if not self.peak_bytes:
-            raise SpeedkitError(self.nothing_fits(self.refused))
-        return list(self.peak_bytes)
 
     def fits(self, size: int, room_bytes: float) -> bool:
         """Return whether a step has room; on a CPU a size that could need more than there is is never run."""
@@ -197,8 +174,8 @@ class Trial:
         self.run.optimizer.zero_grad(set_to_none=True)  # gradients are a part of a step's memory
         _held = self.run.guard.random_state  # freed by the step, it would make the profiler warn of unknown memory
         try:
-            # The second micro-batch meets the gradients of the first.
-            peak = peak_bytes(lambda: self.take_steps(size, min(2, self.count // size)), self.run.device)
+            # Two micro-batches, for the second meets the gradients of the first.
+            peak = peak_bytes(lambda: self.take_steps(size, 2 * size), self.run.device)
             if peak <= room_bytes:
                 self.peak_bytes[size] = peak
                 return True
@@ -206,7 +183,7 @@ class Trial:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            self.refused = f"{size} does not fit: {first_line(error)}"
+            self.refused = f"{size} does not fit ({str(error).partition('. ')[0] or type(error).__name__})"
         self.run.optimizer.zero_grad(set_to_none=True)
         release(self.run.device)
         return False
@@ -216,31 +193,22 @@ class Trial:
 
         The least of a size's times counts, for what else goes on only ever adds; turns make a drift hit all alike.
         """
-        least = dict.fromkeys(sizes, math.inf)
-        two_parts_s = math.inf
-        for turn in range(ROUNDS):
-            for size in sizes[:: (-1) ** turn]:
-                least[size] = min(least[size], self.time(size))
-            two_parts_s = min(two_parts_s, self.time(sizes[0], min(2, self.count // sizes[0])))
-        # A step of two micro-batches takes one forward and backward pass more than a step of one: the rest is update.
-        update_s = max(0.0, 2 * least[sizes[0]] - two_parts_s) if 2 * sizes[0] <= self.count else 0.0
-        return {
-            size: self.count / (max(seconds - update_s, 1e-9) * self.count / size + update_s)
-            for size, seconds in least.items()
-        }
+        least = {size: self.seconds(size) for size in sizes}
+        near = [size for size in sizes if least[size] <= NEAR * min(least.values())]
+        for turn in range(1, ROUNDS):
+            for size in near[:: (-1) ** turn]:
+                least[size] = min(least[size], self.seconds(size))
+        return {size: self.batch_size / seconds for size, seconds in least.items()}
 
-    def time(self, size: int, parts: int = 1) -> float:
-        """Return the seconds of a step of so many micro-batches of `size`, measured for about WINDOW_S."""
-        stopwatch = Stopwatch(self.run.device)
-        stopwatch.start()
-        self.take_steps(size, parts)
-        once_s = stopwatch.stop()
-        if once_s > WINDOW_S:
-            return once_s
-        steps = math.ceil(WINDOW_S / once_s)
-        stopwatch.start()
-        self.take_steps(size, parts, steps)
-        return min(once_s, stopwatch.stop() / steps)
+    def seconds(self, size: int) -> float:
+        """Return the seconds of an optimizer step in micro-batches of `size`, timed for WINDOW_S at least."""
+        stopwatch, steps = Stopwatch(self.run.device), 1
+        while True:
+            stopwatch.start()
+            self.take_steps(size, self.batch_size, steps)
+            if (elapsed_s := stopwatch.stop()) >= WINDOW_S:
+                return elapsed_s / steps
+            steps = math.ceil(1.2 * steps * WINDOW_S / elapsed_s)
 
 
 def knee(rates: dict[int, float]) -> int:
@@ -251,11 +219,6 @@ def knee(rates: dict[int, float]) -> int:
 def even_micro_batch(batch_size: int, size: int) -> int:
     """Return the smallest micro-batch that cuts a batch into no more parts than `size` does: they are even then."""
     return math.ceil(batch_size / math.ceil(batch_size / size))
-
-
-def first_line(error: BaseException) -> str:
-    """Return what `error` says, without advice."""
-    return str(error).partition(". ")[0].partition("\n")[0] or type(error).__name__
 
 
 def free_bytes(device: torch.device) -> int:
