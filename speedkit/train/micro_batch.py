@@ -172,7 +172,8 @@ class MicroBatchTrial:
             self.refused = f"{size} could take {expected / 1e6:.3g} MB of {room_bytes / 1e6:.3g}"
             return False
         self.run.optimizer.zero_grad(set_to_none=True)  # gradients are a part of a step's memory
-        _held = self.run.guard.random_state  # freed by the step, it would make the profiler warn of unknown memory
+        # Freed by the step, these would make the profiler warn of memory that it has not seen taken.
+        _held = self.run.guard.random_state, self.run.last_loss
         try:
             # Two micro-batches, for the second meets the gradients of the first.
             peak = peak_bytes(lambda: self.take_steps(size, 2 * size), self.run.device)
