@@ -32,7 +32,9 @@ climb test test-slow: | .cache/ipython
 .cache/ipython:  # IPython turns to a temporary folder when the one above its own is missing
 	@mkdir -p $@
 
-.PHONY: help setup climb test test-slow lint lab lock system clean
+BENCHMARKS := $(filter-out %/common.py,$(wildcard benchmarks/*.py))
+
+.PHONY: help setup climb test test-slow bench lint lab lock system clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -82,6 +84,9 @@ test: lint  ## check the code, run the quick tests, then every notebook in its s
 
 test-slow: setup  ## run the long fault, browser and notebook-runner tests
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+bench: setup  ## measure what speedkit itself costs, against its limits; takes a quiet machine
+	@failed=0; for script in $(BENCHMARKS); do $(BIN)/python $$script $(ARGS) || failed=1; done; exit $$failed
 
 lint: setup  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -11,6 +11,7 @@ from typing import Any
 
 from speedkit import closing
 from speedkit.ceilings import ceilings
+from speedkit.config import to_yaml
 from speedkit.errors import UsageError
 from speedkit.files import claim_folder, read_json, write_json, write_text
 from speedkit.hardware import this_machine
@@ -22,7 +23,6 @@ from speedkit.measure.stages import Stages, read_state
 from speedkit.plan import Plan, resolve
 from speedkit.predict import Profile, affordable_pairs, changed, middle, plan_of, text
 from speedkit.recipe import Recipe
-from speedkit.settings import to_yaml
 from speedkit.train.progress import wanted
 
 # Whose source, with that of notebook 90, decides whether a recorded climb is current.

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from speedkit import system
+from speedkit.config import nearest
 from speedkit.errors import UsageError
-from speedkit.settings import nearest
 
 CAPABILITIES = ("bf16", "fp16", "tf32", "fp8", "flash_attention", "triton", "cuda_graphs", "compile", "pin_memory")
 
@@ -83,7 +83,7 @@ class Hardware:
         """Return why the device lacks `capability` and what to use instead, or "" if it has it."""
         if self.supports(capability):
             return ""
-        precision = next((other for other in ("bf16", "fp16") if self.supports(other)), "fp32")
+        precision = next((other for other in ("bf16", "fp16") if self.supports(other)), "default")
         instead = INSTEAD.get(capability, f'Use precision "{precision}"')
         return f"{_lacks(self, capability)}. {instead}."
 

@@ -4,13 +4,13 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from speedkit.config import nearest
 from speedkit.errors import UsageError
 from speedkit.hardware import Hardware
 from speedkit.measure.stages import Stages
 from speedkit.plan import Plan, resolve
 from speedkit.predict import LOADING, Change, Profile, changed, middle, text
 from speedkit.recipe import Recipe
-from speedkit.settings import nearest
 
 WORTH = 1.01  # what can gain less at best is not tried
 AGAIN = 1.05  # what was rejected is tried once more when it promises so many times as much
@@ -194,7 +194,8 @@ def _why_not(job: Stages, rung: Rung, best: Plan, change: Change, most: float, s
         lacking = job.hardware.why_not(rung.needs) if rung.needs else ""
         return lacking or f"nothing to try on top of {text(changed(best))}"
     now, new = (
-        resolve(plan, job.hardware, workload=job.workload) for plan in (best, dataclasses.replace(best, **change))
+        resolve(plan, job.hardware, workload=job.workload, batch_size=job.recipe.batch_size)
+        for plan in (best, dataclasses.replace(best, **change))
     )
     if new.plan == now.plan:
         return next((fallback.why for fallback in new.fallbacks if fallback.field in change), "changes nothing")

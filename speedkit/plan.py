@@ -2,82 +2,93 @@
 
 import dataclasses
 import os
-from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from torch import distributed
+from pydantic import Field
 
+from speedkit.config import settings
 from speedkit.errors import PlanError
 from speedkit.hardware import Hardware, this_machine
-from speedkit.settings import check, choice, setting
+
+if TYPE_CHECKING:
+    from speedkit.workloads.workload import Workload
 
 # Field, value, the capability of `Hardware.supports` that it takes, and what it falls back to without, perhaps further.
 NEEDS = (
     ("precision", "fp8", "fp8", "bf16"),
     ("precision", "bf16", "bf16", "fp16"),
-    ("precision", "fp16", "fp16", "fp32"),
-    ("precision", "tf32", "tf32", "fp32"),
+    ("precision", "fp16", "fp16", "default"),
+    ("precision", "tf32", "tf32", "default"),
     *(("compile", mode, "compile", "off") for mode in ("default", "reduce-overhead", "max-autotune")),
     ("compile", "reduce-overhead", "cuda_graphs", "default"),
     ("attention", "flash", "flash_attention", "auto"),
     ("pin_memory", True, "pin_memory", False),
     *(("decoder", decoder, decoder, "soundfile") for decoder in ("torchcodec", "librosa")),
 )
+CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # the modes of torch.compile that record them
+Count = Annotated[int, Field(ge=1)]
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class Plan:
-    """How fast a recipe is learned. `Plan()` is plain PyTorch with nothing on: the naive baseline of the guides."""
+    """How fast a recipe is learned. `Plan()` is PyTorch as it comes, no switch touched: the naive baseline."""
 
-    micro_batch: int | str | None = setting(
-        None,
-        "samples per forward pass; gradients accumulate up to batch_size; none takes the whole batch at once",
-        unit="samples",
-        choices=("auto",),
-        minimum=1,
-    )
-    precision: str = choice("number format of matrix products", "fp32", "tf32", "bf16", "fp16", "fp8", "fp8-emulated")
-    compile: str = choice("torch.compile and its mode", "off", "default", "reduce-overhead", "max-autotune")
-    compile_scope: str = choice(
-        "what is compiled: the model, each repeated block, or model, loss and the update of an unfused optimizer",
-        "model",
-        "blocks",
-        "step",
-    )
-    channels_last: bool = setting(False, "store images and spectrograms as NHWC")
-    attention: str = choice("which attention kernel", "auto", "math", "efficient", "flash", "cudnn")
-    checkpointing: str = choice("recompute activations instead of keeping them", "off", "blocks", "selective")
-    fused_optimizer: bool = setting(False, "update all weights in one kernel")
-    cache: str = choice("where computed features are kept", "off", "disk", "ram", "device")
-    cache_of: str = choice("what is kept; of int16 waveforms the device computes features", "features", "waveform")
-    cache_dtype: str = choice("number format of the cache", "float32", "float16")
-    decoder: str = choice("what reads audio files", "soundfile", "torchcodec", "librosa")
-    features_on: str = choice("where features are computed", "cpu", "device")
-    shards: bool = setting(False, "read tar shards instead of single files")
-    workers: int | str = setting(
-        0,
-        "processes that load data; 0 loads in the training process, auto measures what is best",
-        choices=("auto",),
-        minimum=0,
-    )
-    worker_kind: str = choice("what loads: processes, or threads of one", "process", "thread")
-    persistent_workers: bool = setting(False, "keep the loading processes from epoch to epoch")
-    prefetch_factor: int = setting(2, "batches that each loading process prepares ahead", unit="batches", minimum=1)
-    pin_memory: bool = setting(False, "load into page-locked memory, from which a GPU copies faster")
-    prefetch: bool = setting(False, "copy the next batch to the device while this one computes")
-    drop_last: bool = setting(False, "leave an epoch's last, smaller batch out")
-    bucket: bool = setting(False, "batch clips of similar length together")
-    log_every: int = setting(10, "steps between readings of the loss", unit="steps", minimum=1)
-    validate_every: int | None = setting(
-        None, "steps between evaluations; 0 only at the end, none after each epoch", unit="steps", minimum=0
-    )
-    on_nonfinite: str = choice("what a NaN or infinite loss does", "raise", "skip", "recover")
-    allocator: str = choice("how GPU memory is handed out", "default", "expandable")
-    ranks: int = setting(1, "training processes, one per GPU, of all machines together", minimum=1)
-    strategy: str = choice("what each rank holds: all weights, or its part of them", "ddp", "fsdp")
-
-    def __post_init__(self):
-        check(self)
+    micro_batch: Count | Literal["auto"] | None = None
+    """Samples per forward pass; gradients accumulate up to batch_size; none takes the whole batch at once [samples]."""
+    precision: Literal["default", "fp32", "tf32", "bf16", "fp16", "fp8", "fp8-emulated"] = "default"
+    """Number format of matrix products; default is as PyTorch does it, fp32 is IEEE in convolutions too."""
+    compile: Literal["off", "default", "reduce-overhead", "max-autotune"] = "off"
+    """Mode of torch.compile."""
+    compile_scope: Literal["model", "blocks", "step"] = "model"
+    """What is compiled: the model, each repeated block, or model, loss and the update of an unfused optimizer."""
+    channels_last: bool = False
+    """Store images and spectrograms as NHWC."""
+    attention: Literal["auto", "math", "efficient", "flash", "cudnn"] = "auto"
+    """Attention kernel."""
+    checkpointing: Literal["off", "blocks", "selective"] = "off"
+    """Recompute activations instead of keeping them."""
+    fused_optimizer: bool = False
+    """Update all weights in one kernel; without, as PyTorch does it (foreach on CUDA)."""
+    cache: Literal["off", "disk", "ram", "device"] = "off"
+    """Where computed features are kept."""
+    cache_of: Literal["features", "waveform"] = "features"
+    """What is kept; of int16 waveforms the device computes features."""
+    cache_dtype: Literal["float32", "float16"] = "float32"
+    """Number format of the cache."""
+    decoder: Literal["soundfile", "torchcodec", "librosa"] = "soundfile"
+    """What reads audio files."""
+    features_on: Literal["cpu", "device"] = "cpu"
+    """Where features are computed."""
+    shards: bool = False
+    """Read tar shards instead of single files."""
+    workers: Literal["auto"] | Annotated[int, Field(ge=0)] = 0
+    """Processes that load data; 0 loads in the training process, auto measures what is best."""
+    worker_kind: Literal["process", "thread"] = "process"
+    """What loads: processes, or threads of one."""
+    persistent_workers: bool = False
+    """Keep the loading processes from epoch to epoch."""
+    prefetch_factor: Count = 2
+    """Batches that each loading process prepares ahead [batches]."""
+    pin_memory: bool = False
+    """Load into page-locked memory, from which a GPU copies faster."""
+    prefetch: bool = False
+    """Copy the next batch to the device while this one computes."""
+    drop_last: bool = False
+    """Leave an epoch's last, smaller batch out."""
+    bucket: bool = False
+    """Batch clips of similar length together."""
+    log_every: Count = 10
+    """Steps between readings of the loss [steps]."""
+    validate_every: Annotated[int, Field(ge=0)] | None = None
+    """Steps between evaluations; 0 only at the end, none after each epoch [steps]."""
+    on_nonfinite: Literal["raise", "skip", "recover"] = "raise"
+    """What a NaN or infinite loss does."""
+    allocator: Literal["default", "expandable"] = "default"
+    """How GPU memory is handed out."""
+    ranks: Count = 1
+    """Training processes, one per GPU, of all machines together."""
+    strategy: Literal["ddp", "fsdp"] = "ddp"
+    """What each rank holds: all weights, or its part of them."""
 
     @classmethod
     def careful(cls, hardware: Hardware | None = None) -> "Plan":
@@ -98,9 +109,9 @@ class Plan:
         hardware = hardware or this_machine()
         on_cpu = hardware.device.type == "cpu"
         # float16 needs loss scaling and is no faster on most CPUs: there only bf16 is worth a try unmeasured.
-        half = "bf16" if hardware.supports("bf16") else "fp16" if hardware.supports("fp16") and not on_cpu else "fp32"
+        half: Literal["bf16", "fp16"] = "bf16" if on_cpu or hardware.supports("bf16") else "fp16"
         return cls(
-            precision=half,
+            precision=half if hardware.supports(half) else "default",
             compile="default" if hardware.supports("compile") else "off",
             channels_last=True,
             fused_optimizer=True,
@@ -133,73 +144,163 @@ class EffectivePlan:
 
     asked: Plan
     plan: Plan
-    fallbacks: tuple[Fallback, ...]
+    fallbacks: tuple[Fallback, ...] = ()
 
-    def with_fallbacks(self, *later: Fallback) -> "EffectivePlan":
-        """Return what it becomes with fallbacks that came out `later`."""
-        plan = dataclasses.replace(self.plan, **{fallback.field: fallback.got for fallback in later})
-        return EffectivePlan(self.asked, plan, (*self.fallbacks, *later))
+    def with_fallbacks(self, *new: Fallback) -> "EffectivePlan":
+        """Return it with `new` fallbacks, as they come out when model and data are there."""
+        plan = dataclasses.replace(self.plan, **{fallback.field: fallback.got for fallback in new})
+        return EffectivePlan(self.asked, plan, (*self.fallbacks, *new))
+
+    def fall_back(self, field: str, got: Any, why: str) -> "EffectivePlan":
+        """Return it with `field` as `got`. A field that falls back further is one fallback, with each reason."""
+        fallbacks = {fallback.field: fallback for fallback in self.fallbacks}
+        if field in fallbacks:
+            why = f"{fallbacks[field].why.rstrip('.')}; {why}"
+        fallbacks[field] = Fallback(field, getattr(self.asked, field), got, why)
+        return EffectivePlan(self.asked, dataclasses.replace(self.plan, **{field: got}), tuple(fallbacks.values()))
 
 
-def resolve(plan: Plan, hardware: Hardware | None = None, strict: bool = False, workload: Any = None) -> EffectivePlan:
+def resolve(
+    plan: Plan,
+    hardware: Hardware | None = None,
+    strict: bool = False,
+    *,
+    workload: "Workload | None" = None,
+    batch_size: int | None = None,
+) -> EffectivePlan:
     """Return the plan that `hardware` (and the data of `workload`) can honour, and why not for each field it cannot.
 
-    Raises PlanError for ranks that it cannot run, and under `strict` for any fallback.
+    `batch_size` is the recipe's, where it is known. Raises PlanError for ranks that it cannot run, and under `strict`
+    for any fallback.
     """
-    check_ranks(plan.ranks, hardware or this_machine())
-    got, whys = dataclasses.asdict(plan), dict[str, list[str]]()
-    for field, value, why in _fallbacks(got, hardware or this_machine(), workload):
-        got[field] = value
-        whys.setdefault(field, []).append(why)  # a chain (fp8, bf16, fp32) is one fallback, with each reason
-    if got["workers"] == 0:
-        got["persistent_workers"] = False  # nothing to keep, nothing lost: not a fallback
-    fallbacks = tuple(
-        Fallback(field, getattr(plan, field), got[field], "; ".join(why).replace(".;", ";"))
-        for field, why in whys.items()
-    )
-    if strict and fallbacks:
-        raise PlanError(f"the plan cannot be honoured here, and --strict allows no fallback: {fallbacks[0]}")
-    return EffectivePlan(plan, Plan(**got), fallbacks)
+    hardware = hardware or this_machine()
+    check_ranks(plan.ranks, hardware)
+    # Each rule sees what those before it have left: first what the machine lacks, then what the data has no use for.
+    effective = _for_machine(EffectivePlan(plan, plan), hardware)
+    if workload is not None:
+        effective = _for_data(effective, workload)
+    effective = _for_cache(effective, hardware)
+    effective = _for_cuda_graphs(effective, hardware, batch_size)
+    if workload is not None:
+        effective = _for_waveforms(effective, workload)
+    if plan.ranks > 1:
+        effective = _for_ranks(effective, hardware)
+    if strict and effective.fallbacks:
+        raise PlanError(f"the plan cannot be honoured here, and --strict allows no fallback: {effective.fallbacks[0]}")
+    return effective
 
 
-def _fallbacks(got: dict[str, Any], hardware: Hardware, workload: Any) -> Iterator[tuple[str, Any, str]]:
-    """Yield each field that falls back, its new value and the reason; the caller sets it in `got` before the next."""
+def _for_machine(effective: EffectivePlan, hardware: Hardware) -> EffectivePlan:
+    """Fall back from what the machine lacks, and to what a format or a copy takes there."""
     for field, value, capability, instead in NEEDS:
-        if got[field] == value and (why := hardware.why_not(capability)):
-            yield field, instead, why
-    if got["precision"] == "fp16" and not got["fused_optimizer"]:
+        if getattr(effective.plan, field) == value and not hardware.supports(capability):
+            effective = effective.fall_back(field, instead, hardware.why_not(capability))
+    plan, on_cuda, name = effective.plan, hardware.device.type == "cuda", hardware.name
+    if plan.attention in ("efficient", "cudnn") and not on_cuda:
+        why = f"this kernel is one of CUDA's; {name} has flash and math, of which it takes what a call allows"
+        effective = effective.fall_back("attention", "auto", why)
+    if plan.allocator != "default" and not on_cuda:
+        why = f"segments are CUDA's way to hand out memory; the device is {name}"
+        effective = effective.fall_back("allocator", "default", why)
+    if plan.prefetch and not on_cuda:
+        why = f"a copy beside the computation needs a CUDA GPU; the device is {name}"
+        effective = effective.fall_back("prefetch", False, why)
+    elif plan.prefetch and not plan.pin_memory:
+        why = "prefetch copies without waiting, which takes page-locked memory"
+        effective = effective.fall_back("pin_memory", True, why)
+    if plan.precision == "fp16" and not plan.fused_optimizer:
         why = "float16 loss scaling skips bad steps on the device, without a host sync, only in a fused optimizer"
-        yield "fused_optimizer", True, why
-    if got["attention"] in ("efficient", "cudnn") and hardware.device.type != "cuda":
-        why = f"this kernel is one of CUDA's; {hardware.name} has flash and math, of which it takes what a call allows"
-        yield "attention", "auto", why
-    if got["on_nonfinite"] != "raise" and not got["fused_optimizer"] and hardware.device.type == "cuda":
+        effective = effective.fall_back("fused_optimizer", True, why)
+    elif plan.on_nonfinite != "raise" and not plan.fused_optimizer and on_cuda:
         why = "an unfused optimizer cannot leave a step out by itself: the host waits for the device in every step"
-        yield "on_nonfinite", got["on_nonfinite"], why
-    if got["prefetch"] and hardware.device.type != "cuda":
-        yield "prefetch", False, f"a copy beside the computation needs a CUDA GPU; the device is {hardware.name}"
-    if got["prefetch"] and not got["pin_memory"]:
-        yield "pin_memory", True, "prefetch copies without waiting, which takes page-locked memory"
-    if got["allocator"] != "default" and hardware.device.type != "cuda":
-        yield "allocator", "default", f"segments are CUDA's way to hand out memory; the device is {hardware.name}"
-    if workload is not None and not workload.cacheable:
+        effective = effective.fall_back("on_nonfinite", plan.on_nonfinite, why)
+    return effective
+
+
+def _for_data(effective: EffectivePlan, workload: "Workload") -> EffectivePlan:
+    """Fall back from what the items of `workload` have no use for."""
+    if not workload.cacheable:
         why = (
             f"the items of {workload.name} are slices of memory already, so there is nothing to read, compute or keep; "
             "or not what a cache keeps, decimal inputs with whole-number targets"
         )
-        for field in ("cache", "features_on", "shards"):
-            if got[field] != getattr(Plan(), field):
-                yield field, getattr(Plan(), field), why
-    if got["cache"] == "device" and hardware.device.type == "cpu":
-        yield "cache", "ram", "the device is this CPU, whose memory is the RAM"
-    if got["cache"] != "off" and got["workers"] != 0:
-        yield "workers", 0, "a cached batch is one gather from memory; worker processes would copy it once more"
-    if got["cache"] != "off" and got["cache_of"] == "features" and got["features_on"] == "device":
-        yield "features_on", "cpu", "the cache holds features: there is nothing left to compute on the device"
-    if workload is not None:
-        yield from _for_data(got, workload)
-    if got["ranks"] > 1:
-        yield from _for_ranks(got, hardware)
+        for field, instead in (("cache", "off"), ("features_on", "cpu"), ("shards", False)):
+            if getattr(effective.plan, field) != instead:
+                effective = effective.fall_back(field, instead, why)
+    if effective.plan.bucket and workload.length is None:
+        why = f"all items of {workload.name} have one length: nothing is padded"
+        effective = effective.fall_back("bucket", False, why)
+    if effective.plan.compile in CUDA_GRAPHS and workload.length is not None and not effective.plan.bucket:
+        why = "lengths differ from batch to batch, and each would be tuned and recorded anew: bucket makes them few"
+        effective = effective.fall_back("compile", "default", why)
+    return effective
+
+
+def _for_cache(effective: EffectivePlan, hardware: Hardware) -> EffectivePlan:
+    """Fall back from what has no use beside a cache."""
+    plan = effective.plan
+    if plan.cache == "off":
+        return effective
+    if plan.cache == "device" and hardware.device.type == "cpu":
+        effective = effective.fall_back("cache", "ram", "the device is this CPU, whose memory is the RAM")
+    if plan.workers != 0:
+        why = "a cached batch is one gather from memory; worker processes would copy it once more"
+        effective = effective.fall_back("workers", 0, why)
+    if plan.cache_of == "features" and plan.features_on == "device":
+        why = "the cache holds features: there is nothing left to compute on the device"
+        effective = effective.fall_back("features_on", "cpu", why)
+    return effective
+
+
+def _for_cuda_graphs(effective: EffectivePlan, hardware: Hardware, batch_size: int | None) -> EffectivePlan:
+    """Fall back from CUDA graphs where the gradients of micro-batches add up."""
+    plan = effective.plan
+    smaller = isinstance(plan.micro_batch, int) and batch_size is not None and plan.micro_batch < batch_size
+    if hardware.device.type == "cuda" and plan.compile in CUDA_GRAPHS and (smaller or plan.micro_batch == "auto"):
+        # https://github.com/pytorch/pytorch/issues/169545
+        why = "gradients that are added up lie in memory that the next replay of a CUDA graph writes over"
+        effective = effective.fall_back("compile", "default", why)
+    return effective
+
+
+def _for_waveforms(effective: EffectivePlan, workload: "Workload") -> EffectivePlan:
+    """Fall back from what waveforms cannot have where they differ in length or never reach the device."""
+    if workload.length is not None:
+        why = "lengths differ: features of padded waveforms would depend on the padding"
+        if effective.plan.features_on == "device":
+            effective = effective.fall_back("features_on", "cpu", why)
+        if effective.plan.cache != "off" and effective.plan.cache_of == "waveform":
+            effective = effective.fall_back("cache_of", "features", why)
+    plan = effective.plan
+    on_device = plan.features_on == "device" if plan.cache == "off" else plan.cache_of == "waveform"
+    if workload.augment_waveform is not None and not on_device:
+        why = "augment_waveform is skipped: it is for waveforms on the device (features_on=device, cache_of=waveform)"
+        effective = effective.fall_back("features_on", plan.features_on, why)
+    return effective
+
+
+def _for_ranks(effective: EffectivePlan, hardware: Hardware) -> EffectivePlan:
+    """Fall back from what several ranks cannot do together."""
+    plan, fsdp = effective.plan, effective.plan.strategy == "fsdp"
+    here = int(os.environ.get("LOCAL_WORLD_SIZE") or plan.ranks)
+    if hardware.device.type == "cpu" and here > hardware.cores:
+        why = f"{here} ranks take turns on {hardware.cores} cores: fewer are as fast"
+        effective = effective.fall_back("ranks", plan.ranks, why)
+    if plan.compile != "off" and fsdp:
+        why = "compiled code does not gather the weights that fsdp has sharded; ddp compiles"
+        effective = effective.fall_back("compile", "off", why)
+    elif plan.compile in CUDA_GRAPHS:
+        why = "CUDA graphs keep gradients where ddp does not look for them"
+        effective = effective.fall_back("compile", "default", why)
+    if plan.compile != "off" and plan.compile_scope == "step" and not fsdp:
+        why = "gradients are exchanged between the backward pass and the update"
+        effective = effective.fall_back("compile_scope", "model", why)
+    if plan.channels_last and fsdp:
+        effective = effective.fall_back("channels_last", False, "fsdp shards only weights that lie in the usual order")
+    if plan.precision.startswith("fp8") and fsdp:
+        why = "8-bit layers need a gathering of their own under fsdp, which is not offered"
+        effective = effective.fall_back("precision", "bf16", why)
+    return effective
 
 
 def check_ranks(ranks: int, hardware: Hardware) -> None:
@@ -211,45 +312,3 @@ def check_ranks(ranks: int, hardware: Hardware) -> None:
         raise PlanError(f"ranks={ranks} takes {here} GPUs here, and there are {hardware.gpu_count}: lower ranks")
     if kind not in ("cuda", "cpu"):
         raise PlanError(f"ranks={ranks} takes a CUDA GPU each, or a CPU; the device is {hardware.name}: use ranks=1")
-    if not distributed.is_available() or not distributed.is_gloo_available():
-        raise PlanError(f"ranks={ranks} takes a PyTorch built with gloo, and this one is not: use ranks=1")
-    if kind == "cuda" and not distributed.is_nccl_available():
-        raise PlanError(f"ranks={ranks} takes NCCL, and this PyTorch is built without: use ranks=1 or device=cpu")
-
-
-def _for_ranks(got: dict[str, Any], hardware: Hardware) -> Iterator[tuple[str, Any, str]]:
-    """Yield, as `_fallbacks` does, what several ranks cannot do together."""
-    here = int(os.environ.get("LOCAL_WORLD_SIZE") or got["ranks"])
-    if hardware.device.type == "cpu" and here > hardware.cores:
-        yield "ranks", got["ranks"], f"{here} ranks take turns on {hardware.cores} cores: fewer are as fast"
-    if got["compile"] != "off" and got["strategy"] == "fsdp":
-        yield "compile", "off", "compiled code does not gather the weights that fsdp has sharded; ddp compiles"
-    if got["compile"] in ("reduce-overhead", "max-autotune"):
-        yield "compile", "default", "CUDA graphs keep gradients where ddp does not look for them"
-    if got["compile"] != "off" and got["compile_scope"] == "step":
-        yield "compile_scope", "model", "gradients are exchanged between the backward pass and the update"
-    if got["strategy"] == "fsdp":
-        if got["channels_last"]:
-            yield "channels_last", False, "fsdp shards only weights that lie in the usual order"
-        if got["precision"].startswith("fp8"):
-            yield "precision", "bf16", "8-bit layers need a gathering of their own under fsdp, which is not offered"
-
-
-def _for_data(got: dict[str, Any], workload: Any) -> Iterator[tuple[str, Any, str]]:
-    """Yield, as `_fallbacks` does, what the data of `workload` has no use for."""
-    cached = got["cache"] != "off"
-    if workload.length is None and got["bucket"]:
-        yield "bucket", False, f"all items of {workload.name} have one length: nothing is padded"
-    if workload.length is not None and not got["bucket"] and got["compile"] in ("reduce-overhead", "max-autotune"):
-        why = "lengths differ from batch to batch, and each would be tuned and recorded anew: bucket makes them few"
-        yield "compile", "default", why
-    if workload.length is not None:
-        why = "lengths differ: features of padded waveforms would depend on the padding"
-        if got["features_on"] == "device":
-            yield "features_on", "cpu", why
-        if cached and got["cache_of"] == "waveform":
-            yield "cache_of", "features", why
-    waveforms = got["cache_of"] == "waveform" if cached else got["features_on"] == "device"
-    if workload.augment_waveform is not None and not waveforms:
-        why = "augment_waveform is skipped: it is for waveforms on the device (features_on=device, cache_of=waveform)"
-        yield "features_on", got["features_on"], why

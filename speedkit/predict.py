@@ -40,7 +40,7 @@ class Profile:
     parts: Mapping[str, float]  # cause of the ledger -> seconds per step
     matmul: Mapping[str, float]  # measured FLOP/s by number format
     on_cpu: bool = True  # whether loading and computing share the same cores
-    precision: str = "fp32"
+    precision: str = "default"
 
     @property
     def step_s(self) -> float:
@@ -61,8 +61,11 @@ class Profile:
             left_s = max(loading_s / change["workers"] - hidden_s, 1e-9)
             found.append((LOADING, 1.0, max(1.0, loading_s / left_s)))
         if "precision" in change:
-            # The measured ceilings bound it: not all of a step is matrix products, and few run at the ceiling.
-            now, new = self.matmul.get(self.precision), self.matmul.get(change["precision"])
+            # The measured ceilings bound it: not all of a step is matrix products, and few run at the ceiling. PyTorch
+            # by default multiplies matrices in IEEE float32; its convolutions, TF32 on CUDA already, gain less.
+            now, new = (
+                self.matmul.get("fp32" if name == "default" else name) for name in (self.precision, change["precision"])
+            )
             factor = new / now if now and new else 2.0
             found.append((COMPUTING, min(1.0, factor), max(1.0, factor)))
         return found

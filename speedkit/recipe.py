@@ -2,38 +2,56 @@
 
 import dataclasses
 import math
+from typing import TYPE_CHECKING, Annotated, Literal
 
+from pydantic import Field
+
+from speedkit.config import settings
 from speedkit.errors import PlanError
-from speedkit.settings import check, choice, setting
+
+if TYPE_CHECKING:
+    BatchSize = int  # "auto" has become a number before anything is computed with it
+else:
+    BatchSize = Literal["auto"] | Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class Recipe:
     """What is learned from: every workload has its own default."""
 
-    batch_size: int = setting(
-        32,
-        "samples behind each optimizer step; auto trains with some to find the one that learns soonest",
-        unit="samples",
-        choices=("auto",),
-        minimum=1,
-    )
-    learning_rate: float = setting(1e-3, "peak learning rate", minimum=0)
-    optimizer: str = choice("the update rule", "adamw", "sgd")
-    schedule: str = choice("how the learning rate moves over the steps", "onecycle", "constant", "cosine")
-    epochs: int | None = setting(8, "passes over the training set; none where steps is given", minimum=1)
-    steps: int | None = setting(None, "optimizer steps; none where epochs is given", unit="steps", minimum=1)
-    clip_norm: float | None = setting(None, "largest norm of all gradients together; none clips nothing", minimum=0)
-    weight_decay: float = setting(0.01, "decoupled for adamw, L2 for sgd", minimum=0)
-    momentum: float = setting(0.9, "of sgd; adamw has its own two", minimum=0, maximum=1)
-    label_smoothing: float = setting(0.0, "share of the target spread over all classes", minimum=0, maximum=1)
-    focal_gamma: float = setting(0.0, "how much easy samples are discounted; 0 is plain cross-entropy", minimum=0)
-    mixup: float = setting(0.0, "alpha of the Beta distribution samples are mixed by; 0 mixes nothing", minimum=0)
-    max_duration_s: float | None = setting(None, "longest clip learned from; none takes all", unit="s", minimum=0.01)
-    seed: int = setting(0, "of weights, order, augmentation", minimum=0)
+    batch_size: BatchSize = 32
+    """Samples behind each optimizer step; auto trains with some to find the one that learns soonest [samples]."""
+    learning_rate: NotNegative = 1e-3
+    """Peak learning rate."""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """The update rule."""
+    schedule: Literal["onecycle", "constant", "cosine"] = "onecycle"
+    """How the learning rate moves over the steps."""
+    epochs: Count | None = 8
+    """Passes over the training set; none where steps is given."""
+    steps: Count | None = None
+    """Optimizer steps; none where epochs is given [steps]."""
+    clip_norm: NotNegative | None = None
+    """Largest norm of all gradients together; none clips nothing."""
+    weight_decay: NotNegative = 0.01
+    """Weight decay: decoupled for adamw, L2 for sgd."""
+    momentum: Share = 0.9
+    """Momentum of sgd; adamw has its own two."""
+    label_smoothing: Share = 0.0
+    """Share of the target that is spread over all classes."""
+    focal_gamma: NotNegative = 0.0
+    """How much easy samples are discounted; 0 is plain cross-entropy."""
+    mixup: NotNegative = 0.0
+    """Alpha of the Beta distribution that samples are mixed by; 0 mixes nothing."""
+    max_duration_s: Annotated[float, Field(ge=0.01)] | None = None
+    """Longest clip learned from; none takes all [s]."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Seed of weights, order and augmentation."""
 
-    def __post_init__(self):
-        check(self)
+    def __post_init__(self) -> None:
         if (self.epochs is None) == (self.steps is None):
             raise PlanError(f"give epochs or steps, one of the two; got epochs={self.epochs}, steps={self.steps}")
 

@@ -1,4 +1,4 @@
-"""The command line: what it leaves, and one clear sentence with the right exit code for every bad input."""
+"""The command line: what each command leaves, and how a run ends."""
 
 import json
 import os
@@ -14,10 +14,12 @@ import soundfile
 import yaml
 
 from speedkit import cli
-from speedkit.elsewhere import FORMERLY, option_today
+from speedkit.config import settings_of
+from speedkit.data import cache
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
-from speedkit.settings import described
+
+SMALL = ["--size", "tiny", "--batch-size", "8"]
 
 
 @pytest.fixture(scope="session")
@@ -34,32 +36,26 @@ def recordings(tmp_path_factory):
     return root
 
 
-SMALL = ["--size", "tiny", "--batch-size", "8"]
+@pytest.fixture
+def speedkit(capsys, monkeypatch):
+    """The command line in this process: words -> (exit code, what it printed, what it complained)."""
+
+    def command(*words):
+        monkeypatch.setattr(sys, "argv", ["speedkit", *map(str, words)])
+        before = signal.getsignal(signal.SIGTERM)
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        signal.signal(signal.SIGTERM, before)
+        printed = capsys.readouterr()
+        return stopped.value.code, printed.out, printed.err
+
+    return command
 
 
-def speedkit(capsys, monkeypatch, *words):
-    """Run the command line in this process; return (exit code, what it printed, what it complained)."""
-    monkeypatch.setattr(sys, "argv", ["speedkit", *map(str, words)])
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit) as stopped:
-        cli.main()
-    signal.signal(signal.SIGTERM, before)
-    printed = capsys.readouterr()
-    return stopped.value.code, printed.out, printed.err
-
-
-def refused(capsys, monkeypatch, code, *words):
-    """Run what must fail; return its one sentence."""
-    got, _, complaint = speedkit(capsys, monkeypatch, *words)
-    assert got == code, complaint
-    assert "Traceback" not in complaint
-    return complaint.strip()
-
-
-def test_train_leaves_history_plan_and_checkpoint(capsys, monkeypatch, recordings, tmp_path):
+def test_train_leaves_history_plan_and_checkpoint(speedkit, recordings, tmp_path):
     out = tmp_path / "run"
     words = ["train", "audio", "--data-dir", recordings, "--out", out, "--steps", "6", "--precision", "fp8", *SMALL]
-    code, printed, _ = speedkit(capsys, monkeypatch, *words)
+    code, printed, _ = speedkit(*words)
     assert code == 0 and "accuracy" in printed
     history = json.loads((out / "history.json").read_text())
     assert history["steps"] == 6 and history["evaluation"]["n"] > 0
@@ -68,154 +64,116 @@ def test_train_leaves_history_plan_and_checkpoint(capsys, monkeypatch, recording
     assert fallback["got"] == history["plan_effective"]["precision"] and "FP8" in fallback["why"]
     assert yaml.safe_load((out / "plan.yaml").read_text())["precision"] == fallback["got"]
     assert (out / "checkpoint.pt").exists()
-    again = refused(capsys, monkeypatch, 2, *words)
-    assert "already holds a train run" in again and "--resume" in again
+    code, _, complaint = speedkit(*words)
+    assert code == 2 and "already holds a train run" in complaint and "--resume" in complaint
+
+
+def test_unreadable_recordings_are_quarantined_by_name(speedkit, recordings, tmp_path):
+    files, out = shutil.copytree(recordings, tmp_path / "files"), tmp_path / "run"
+    (files / "low" / "broken.wav").write_bytes(b"RIFF not a recording")
+    words = ["train", "audio", "--data-dir", files, "--steps", "2", *SMALL]
+    assert speedkit(*words, "--out", out)[0] == 0
+    assert "broken.wav" in (out / "quarantine.csv").read_text()
+    for index in range(6):
+        (files / "low" / f"broken_{index}.wav").write_bytes(b"")
+    code, _, complaint = speedkit(*words, "--out", tmp_path / "other")
+    assert code == 1 and "%" in complaint
 
 
 @pytest.mark.slow
-def test_hardware_shows_facts_reasons_and_measured_ceilings(capsys, monkeypatch):
-    code, printed, _ = speedkit(capsys, monkeypatch, "hardware", "--device", "cpu")
+def test_hardware_shows_facts_reasons_and_measured_ceilings(speedkit):
+    code, printed, _ = speedkit("hardware", "--device", "cpu")
     card = yaml.safe_load(printed)
     assert code == 0 and "CUDA GPU" in card["cannot"]["cuda_graphs"]
     assert "FLOP/s (median" in card["ceilings"]["matmul_fp32"]
-    code, printed, _ = speedkit(capsys, monkeypatch, "hardware", "--device", "cpu", "--json")
+    code, printed, _ = speedkit("hardware", "--device", "cpu", "--json")
     facts = json.loads(printed)
     assert code == 0 and facts["ram_bytes"] == card["ram_bytes"] and facts["ceilings"]["memcpy"]["value"] > 0
 
 
-def test_every_field_has_an_option_with_its_help(capsys, monkeypatch):
-    code, printed, _ = speedkit(capsys, monkeypatch, "train", "--help")
+def test_every_field_has_an_option_with_its_help(speedkit):
+    code, printed, _ = speedkit("train", "--help")
     assert code == 0
-    for about in (*described(Recipe), *described(Plan)):
-        assert "--" + about.name.replace("_", "-") in printed
+    text = " ".join(printed.split())
+    for setting in (*settings_of(Recipe).values(), *settings_of(Plan).values()):
+        assert "--" + setting.name.replace("_", "-") in text and setting.help.split("[")[0].rstrip(". ") in text
 
 
-def test_plan_file_and_typed_fields_come_together(capsys, monkeypatch, tmp_path):
+def test_plan_file_and_typed_fields_come_together(tmp_path):
     path = tmp_path / "plan.yaml"
     path.write_text("cache: ram\nlog_every: 7\n")
-    assert cli.the_plan(str(path), {"log_every": "9", "channels_last": True}) == Plan(
-        cache="ram", log_every=9, channels_last=True
-    )
+    typed = {"log_every": "9", "channels_last": True, "workers": None}
+    assert cli.find_plan(str(path), typed) == Plan(cache="ram", log_every=9, channels_last=True)
 
 
-def test_every_spelling_from_elsewhere_leads_to_an_option_and_value_of_today():
-    options = {about.name: about for about in (*described(Recipe), *described(Plan))}
-    for word in FORMERLY:
-        name, _, value = option_today(f"--{word}").removeprefix("--").partition(" ")
-        if name:
-            about = options[name.replace("-", "_")]
-            assert not value or value.startswith("(") or value in about.choices
-        else:
-            assert word in options or word == "lr"  # what a recipe calls by the same name
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["train", "audoi"], "did you mean audio"),
-        (["train", "no_such_module:thing"], "cannot be loaded"),
-        (["train", "audio", "--data-dir", "missing"], "missing does not exist"),
-        (["train", "audio", "--precision", "bf61"], "did you mean bf16"),
-        (["train", "audio", "--workers", "many"], "workers='many'"),
-        (["train", "audio", "--plan", "fats"], "there is no plan 'fats'"),
-        (["train", "audio", "--plan", "missing.yaml"], "missing.yaml cannot be read"),
-        (["train", "audio", "--batch-size", "0"], "an integer from 1"),
-        (["train", "audio", "--epochs", "2", "--steps", "3"], "epochs or steps"),
-        (["train", "audio", "--device", "tpu"], "tpu"),
-        (["climb", "audio", "--budget", "soon"], "is no time"),
-        (["bench", "speed"], "there is no benchmark 'speed'"),
-        (["run", "77"], "77"),
-        (["publish"], "--all"),
-        (["train", "audio", "--no-such-option"], "--no-such-option"),
-        (["train", "audio", "--workrs", "3"], "Did you mean"),
-        (["train", "audio", "--no-amp"], "--no-amp is no option: here that is --precision fp32"),
-        (["train", "audio", "--no-compile"], "--compile off"),
-        (["train", "audio", "--use-gradient-checkpointing"], "--checkpointing blocks"),
-        (["train", "audio", "--grad-accum", "2"], "--micro-batch (accumulation follows from the recipe's batch_size)"),
-        (["train", "audio", "--auto-batch"], "--micro-batch auto"),
-        (["train", "audio", "--recover-nan"], "--on-nonfinite recover"),
-        (["climb", "audio", "--pregenerate"], "--cache disk"),
-        (["train", "audio", "--num_workers=4"], "--workers"),
-        (["train", "audio", "--lr", "0.1"], "--learning-rate"),
-        (["dance"], "dance"),
-    ],
-)
-def test_bad_usage_is_one_sentence_and_exit_code_2(capsys, monkeypatch, tmp_path, words, says):
-    monkeypatch.chdir(tmp_path)
-    assert says in refused(capsys, monkeypatch, 2, *words)
-    assert not list(tmp_path.rglob("*.json")), "nothing half-written"
-
-
-def test_strict_makes_a_fallback_an_error(capsys, monkeypatch, tmp_path):
-    words = ["train", "audio", "--precision", "fp8", "--strict", "--device", "cpu", "--out", tmp_path / "x"]
-    assert "--strict" in refused(capsys, monkeypatch, 2, *words)
-    assert not (tmp_path / "x").exists()
-
-
-def test_a_field_the_loss_ignores_is_refused(capsys, monkeypatch, recordings, tmp_path):
-    words = ["train", "audio", "--data-dir", recordings, "--focal-gamma", "2", "--out", tmp_path / "x", *SMALL]
-    assert "focal_gamma=2.0 is not applied by workload audio" in refused(capsys, monkeypatch, 2, *words)
-
-
-def test_an_output_that_cannot_be_written_is_named(capsys, monkeypatch, recordings, tmp_path):
-    (tmp_path / "file").write_text("")
-    words = ["train", "audio", "--data-dir", recordings, "--out", tmp_path / "file" / "run", *SMALL]
-    assert "cannot be written" in refused(capsys, monkeypatch, 2, *words)
-
-
-def test_unreadable_recordings_are_quarantined_by_name(capsys, monkeypatch, recordings, tmp_path):
-    bad = recordings / "low" / "low_broken.wav"
-    bad.write_bytes(b"RIFF not a recording")
-    try:
-        out = tmp_path / "run"
-        words = ["train", "audio", "--data-dir", recordings, "--out", out, "--steps", "2", *SMALL]
-        assert speedkit(capsys, monkeypatch, *words)[0] == 0
-        assert "low_broken.wav" in (out / "quarantine.csv").read_text()
-        for index in range(6):
-            (recordings / "low" / f"broken_{index}.wav").write_bytes(b"")
-        assert "%" in refused(capsys, monkeypatch, 1, *words[:4], "--out", tmp_path / "other", *words[6:])
-    finally:
-        for path in recordings.glob("low/*broken*"):
-            path.unlink()
-
-
-def test_compare_gates_on_a_slower_first_plan(capsys, monkeypatch, recordings, tmp_path):
+def test_compare_gates_on_a_slower_first_plan(speedkit, recordings, tmp_path):
     fast = tmp_path / "fast.yaml"
     fast.write_text("cache: ram\n")
     small = ["audio", "--data-dir", recordings, "--pairs", "8", "--window", "0.02", *SMALL]
-    code, printed, _ = speedkit(capsys, monkeypatch, "compare", "baseline", fast, *small, "--json")
-    found = json.loads(printed)
-    slower = found["low"] > max(1.0, found["noise_floor"])
-    assert code == (1 if slower else 0) and len(found["seconds_a"]) == len(found["seconds_b"]) == 8
+    code, printed, _ = speedkit("compare", "baseline", fast, *small, "--json")
+    measured = json.loads(printed)
+    slower = measured["low"] > max(1.0, measured["noise_floor"])
+    assert code == (1 if slower else 0) and len(measured["seconds_a"]) == len(measured["seconds_b"]) == 8
+
+
+def test_the_doctor_leaves_its_ledger(speedkit, recordings, tmp_path):
+    out = tmp_path / "seen"
+    words = ["doctor", "audio", "--data-dir", recordings, "--out", out, "--budget", "1s", *SMALL]
+    code, printed, _ = speedkit(*words)
+    ledger = json.loads((out / "ledger.json").read_text())
+    assert code == 0 and "data wait" in printed and str(out) in printed
+    assert sum(row["share"] for row in ledger["rows"]) == pytest.approx(1)
+    assert {"cause", "seconds", "share", "ceiling_speedup"} <= ledger["rows"][0].keys()
+    assert "the budget of 1 s was spent" in ledger["left_out"]["loading"]
+
+
+def test_a_cache_is_built_before_training(speedkit, recordings, tmp_path):
+    folder = tmp_path / "cache"
+    words = ["cache", "build", folder, "--data-dir", recordings, "--size", "tiny", "--dtype", "float16"]
+    assert speedkit(*words)[0] == 0 and list(folder.iterdir())
+
+
+@pytest.mark.skipif(not hasattr(cache, "verify_cache"), reason="waits for the new cache")
+def test_a_damaged_cache_is_described_found_and_repaired(speedkit, recordings, tmp_path):
+    folder = tmp_path / "cache"
+    assert speedkit("cache", "build", folder, "--data-dir", recordings, "--size", "tiny")[0] == 0
+    code, printed, _ = speedkit("cache", "info", folder)
+    assert code == 0 and "audio" in printed and "48" in printed
+    assert speedkit("cache", "verify", folder)[0] == 0
+    largest = max(folder.rglob("*.*"), key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+    code, printed, _ = speedkit("cache", "verify", folder)
+    assert code == 1 and ".wav" in printed
+    code, printed, _ = speedkit("cache", "repair", folder)
+    assert code == 0 and printed.startswith("1 ") and speedkit("cache", "verify", folder)[0] == 0
+
+
+def test_an_unexpected_failure_is_one_sentence_and_a_traceback_only_with_debug(speedkit, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("first line\nsecond line")
+
+    monkeypatch.setattr(cli, "this_machine", broken)
+    code, _, complaint = speedkit("hardware")
+    assert code == 1 and complaint == "speedkit: RuntimeError: first line second line (--debug shows where)\n"
+    for words in (["hardware", "--debug"], ["--debug", "hardware"]):
+        monkeypatch.setattr(sys, "argv", ["speedkit", *words])
+        with pytest.raises(RuntimeError):
+            cli.main()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_stopped_run_leaves_a_checkpoint_and_goes_on_from_it(recordings, tmp_path, number, code):
-    out = tmp_path / "run"
-    words = [
-        sys.executable,
-        "-m",
-        "speedkit",
-        "train",
-        "audio",
-        "--data-dir",
-        str(recordings),
-        "--out",
-        str(out),
-        "--epochs",
-        "2",
-        "--workers",
-        "1",
-        "--log-every",
-        "1",
-        *SMALL,
-    ]
-    straight = [*words[:8], str(tmp_path / "whole"), *words[9:]]
-    whole = subprocess.run(straight, capture_output=True, text=True, check=True)
-    assert "Traceback" not in whole.stderr
-    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([*words, "--validate-every", "2"], **pipe)
+    out, whole = tmp_path / "run", tmp_path / "whole"
+    train = [sys.executable, "-m", "speedkit", "train", "audio", "--data-dir", str(recordings), *SMALL]
+    train += ["--epochs", "2", "--workers", "1", "--log-every", "1", "--out"]
+    straight = subprocess.run([*train, str(whole)], capture_output=True, text=True, check=True)
+    assert "Traceback" not in straight.stderr
+    process = subprocess.Popen(
+        [*train, str(out), "--validate-every", "2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     while not (out / "checkpoint.pt").exists() and process.poll() is None:
         time.sleep(0.01)  # until the first evaluation has been passed: there is something to interrupt
     os.kill(process.pid, number)
@@ -223,37 +181,19 @@ def test_a_stopped_run_leaves_a_checkpoint_and_goes_on_from_it(recordings, tmp_p
     assert process.returncode == code, complaint
     assert "Traceback" not in complaint and "--resume" in complaint
     assert json.loads((out / "history.json").read_text())["steps"] < 10
-    subprocess.run([*words, "--resume"], capture_output=True, check=True)
-    resumed, straight = (json.loads((folder / "history.json").read_text()) for folder in (out, tmp_path / "whole"))
+    subprocess.run([*train, str(out), "--resume"], capture_output=True, check=True)
+    resumed, straight = (json.loads((folder / "history.json").read_text()) for folder in (out, whole))
     assert resumed["resumed_from"] and resumed["loss"] == straight["loss"]
     assert resumed["evaluation"] == straight["evaluation"]
 
 
 @pytest.mark.slow
 def test_climb_on_real_files_leaves_plan_record_notebook_and_report(recordings, tmp_path):
-    out, files = tmp_path / "climb", shutil.copytree(recordings, tmp_path / "files")
+    out, files, trained = tmp_path / "climb", shutil.copytree(recordings, tmp_path / "files"), tmp_path / "trained"
     (files / "low" / "cut_short.wav").write_bytes(b"RIFF")
-    words = [
-        sys.executable,
-        "-m",
-        "speedkit",
-        "climb",
-        "audio",
-        "--data-dir",
-        str(files),
-        "--out",
-        str(out),
-        "--epochs",
-        "2",
-        "--seeds",
-        "2",
-        "--rungs",
-        "cache,host_syncs",
-        "--budget",
-        "4m",
-        *SMALL,
-    ]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=600)
+    climb = [sys.executable, "-m", "speedkit", "climb", "audio", "--data-dir", str(files), "--out", str(out), *SMALL]
+    climb += ["--epochs", "2", "--seeds", "2", "--rungs", "cache,host_syncs", "--budget", "4m"]
+    done = subprocess.run(climb, capture_output=True, text=True, timeout=600)
     assert done.returncode in (0, 1), done.stderr  # 1: the final plan was not shown to be as good
     assert "Traceback" not in done.stderr
     assert "files left out: 1 (" in done.stdout and "cut_short.wav" in (out / "quarantine.csv").read_text()
@@ -261,65 +201,10 @@ def test_climb_on_real_files_leaves_plan_record_notebook_and_report(recordings, 
         assert (out / name).stat().st_size > 100, done.stderr
     record = json.loads((out / "record.json").read_text())
     assert {row["rung"] for row in record["rungs"]} == {"cache", "host_syncs"}
-    best = [row for row in record["rungs"] if row["kept"]]
-    assert all(row["low"] > row["noise_floor"] for row in best)
+    assert all(row["low"] > row["noise_floor"] for row in record["rungs"] if row["kept"])
     assert record["speedup"]["low"] <= record["speedup"]["ratio"] <= record["speedup"]["high"]
-    trained = tmp_path / "trained"
-    again = [
-        sys.executable,
-        "-m",
-        "speedkit",
-        "train",
-        "audio",
-        "--data-dir",
-        str(recordings),
-        "--steps",
-        "2",
-        "--plan",
-        str(out / "plan.yaml"),
-        "--out",
-        str(trained),
-        *SMALL,
-    ]
-    subprocess.run(again, capture_output=True, check=True)
+    train = [sys.executable, "-m", "speedkit", "train", "audio", "--data-dir", str(recordings), "--steps", "2", *SMALL]
+    subprocess.run([*train, "--plan", str(out / "plan.yaml"), "--out", str(trained)], capture_output=True, check=True)
     assert json.loads((trained / "history.json").read_text())["plan_asked"] == record["plan"]
-    resumed = subprocess.run([*words, "--resume", "--no-notebook"], capture_output=True, text=True)
+    resumed = subprocess.run([*climb, "--resume", "--no-notebook"], capture_output=True, text=True)
     assert json.loads((out / "record.json").read_text())["rungs"] == record["rungs"], resumed.stderr
-
-
-def test_the_doctor_leaves_its_ledger(capsys, monkeypatch, recordings, tmp_path):
-    out = tmp_path / "seen"
-    words = ["doctor", "audio", "--data-dir", recordings, "--out", out, "--budget", "1s", *SMALL]
-    code, printed, _ = speedkit(capsys, monkeypatch, *words)
-    found = json.loads((out / "ledger.json").read_text())
-    assert code == 0 and "data wait" in printed and str(out) in printed
-    assert sum(row["share"] for row in found["rows"]) == pytest.approx(1)
-    assert {"cause", "seconds", "share", "ceiling_speedup"} <= found["rows"][0].keys()
-    assert "the budget of 1 s was spent" in found["left_out"]["loading"]
-    assert "already holds a doctor run" in refused(capsys, monkeypatch, 2, *words)
-    assert "is no time" in refused(capsys, monkeypatch, 2, "doctor", "audio", "--budget", "soon")
-
-
-DELETING = """
-import time
-
-class Slow:
-    def __del__(self):
-        print("deleting", flush=True)
-        time.sleep(1)
-
-def workload():
-    Slow()  # Python prints what is raised in __del__, and goes on
-    time.sleep(60)
-"""
-
-
-def test_sigterm_ends_a_command_also_while_an_object_is_deleted(tmp_path):
-    (tmp_path / "deleting.py").write_text(DELETING)
-    words = [sys.executable, "-m", "speedkit", "train", "deleting:workload", "--out", "run"]
-    process = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "deleting\n"
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=30)
-    assert err == "speedkit: stopped by SIGTERM; what was complete is kept\n"
-    assert process.returncode == 128 + signal.SIGTERM

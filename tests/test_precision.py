@@ -196,11 +196,12 @@ def test_a_format_that_the_machine_lacks_trains_in_what_it_has(monkeypatch):
     bare = dataclasses.replace(this_machine("cpu"), cpu_flags=())
     monkeypatch.setattr("speedkit.train.setup.this_machine", lambda _: bare)
     plain, short = (
-        fit(points(), plan=Plan(precision=name, log_every=1), device="cpu", progress=False) for name in ("fp32", "fp8")
+        fit(points(), plan=Plan(precision=name, log_every=1), device="cpu", progress=False)
+        for name in ("default", "fp8")
     )
     assert short.loss == plain.loss
     [fallback] = short.effective.fallbacks
-    assert (fallback.asked, fallback.got) == ("fp8", "fp32") and "8.9" in fallback.why and "emulates" in fallback.why
+    assert (fallback.asked, fallback.got) == ("fp8", "default") and "8.9" in fallback.why and "emulates" in fallback.why
 
 
 def test_emulated_8_bits_run_on_any_machine():

@@ -7,14 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
 from click.testing import CliRunner
 from tiny import points
 from torch import nn
 
 from speedkit import fit, load_workload
-from speedkit.commands_deploy import deploy as command
-from speedkit.commands_deploy import read_checkpoint, restored
+from speedkit.commands import deploy as command
+from speedkit.commands import read_trained
 from speedkit.deploy import load, trial
 from speedkit.deploy.quantize import METHODS, exported, held, quantized_share, why_not
 from speedkit.errors import SpeedkitError, UsageError
@@ -220,7 +221,7 @@ def test_deploy_leaves_model_facts_and_loader(trained, tmp_path):
     assert {row["batch_size"] for row in found["measurements"]} == {1, 4}
     assert {row["b"] for row in found["measurements"]} == {"int8-dynamic eager"}
     assert "float32 eager" in {row["a"] for row in found["measurements"]}
-    before = trial.quality(work, *[restored(work, read_checkpoint(folder)).eval()] * 2, torch.device("cpu"))
+    before = trial.quality(work, *[read_trained(folder, "tiny:points", {})[1].eval()] * 2, torch.device("cpu"))
     assert found["quality"]["before"] == before["before"]
     model = load.load(tmp_path / "out" / "model.pt2")
     assert model(torch.zeros(5, 8)).shape == (5, 2)
@@ -283,29 +284,20 @@ def test_what_this_machine_cannot_do_is_said_before_anything_is_done(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_checkpoint_of_something_else_is_refused(trained, tmp_path):
-    work, folder = trained
-    state = read_checkpoint(folder / "checkpoint.pt")
-    with pytest.raises(UsageError, match="of workload points, not of other"):
-        restored(dataclasses.replace(work, name="other"), state)
-    with pytest.raises(UsageError, match="of 96 training items, here are 95"):
-        restored(points(train=95), state)
-    with pytest.raises(UsageError, match="holds another points model"):
-        restored(points(hidden=17), state)
-    with pytest.raises(UsageError, match="there is no checkpoint"):
-        read_checkpoint(tmp_path / "nowhere")
+@pytest.mark.parametrize("other", ["tiny:fewer", "tiny:wider", "audio"])
+def test_a_checkpoint_of_something_else_is_refused(trained, monkeypatch, other):
+    monkeypatch.setattr(tiny, "fewer", lambda: points(train=95), raising=False)
+    monkeypatch.setattr(tiny, "wider", lambda: points(hidden=17), raising=False)
+    with pytest.raises(UsageError, match="does not fit: it is of workload points with 96 training items"):
+        read_trained(trained[1], other, {"size": "tiny", "clips": 30} if other == "audio" else {})
 
 
-def test_a_damaged_checkpoint_and_an_exported_file_are_refused(trained, tmp_path):
-    _, folder = trained
-    whole = (folder / "checkpoint.pt").read_bytes()
+def test_a_damaged_checkpoint_is_refused(trained, tmp_path):
+    whole = (trained[1] / "checkpoint.pt").read_bytes()
     for damaged in (whole[:-100], whole[:300] + bytes([whole[300] ^ 1]) + whole[301:], b""):
         (tmp_path / "damaged.pt").write_bytes(damaged)
-        with pytest.raises(SpeedkitError, match=r"damaged.pt cannot be read .*: take checkpoint-1.pt"):
-            read_checkpoint(tmp_path / "damaged.pt")
-    (tmp_path / "model.pt2").write_bytes(trial.as_file(wide_net(), "int8-weight", a_batch(64), HERE)[0])
-    with pytest.raises(UsageError, match="is exported already, by int8-weight"):
-        read_checkpoint(tmp_path / "model.pt2")
+        with pytest.raises(SpeedkitError, match=r"damaged.pt cannot be read"):
+            read_trained(tmp_path / "damaged.pt", None, {})
 
 
 def test_a_file_for_other_hardware_says_so_when_it_is_loaded(tmp_path, monkeypatch):

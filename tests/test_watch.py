@@ -331,7 +331,7 @@ def test_a_copy_made_inside_is_a_model_like_any_other():
 
 def test_a_prepared_loop_is_watched_as_any(capsys):
     loop = Loop()
-    prepared = prepare(Plan(fused_optimizer=True), loop.model, loop.optimizer, loop.loader, device="cpu")
+    prepared = prepare(Plan(fused_optimizer=True), loop.model, loop.optimizer, loop.loader)
     before = vars(prepared.model).get("_compiled_call_impl")
     loop.loader = prepared.loader
     with watched(loop) as seen:

@@ -73,7 +73,7 @@ def test_what_is_possible_follows_the_rest_of_the_plan():
 def test_a_plan_asked_for_all_the_same_shows_what_becomes_of_it():
     panel = PlanPanel(plan=Plan(precision="bf16", compile="default"), hardware=BARE)
     assert panel.plan.precision == "bf16" and panel.told == ""
-    assert "asked bf16, got fp32" in panel.notes["precision"].value
+    assert "asked bf16, got default" in panel.notes["precision"].value
     assert panel.choices["precision"]["bf16"].button_style == "primary"
     assert rows_of(panel.plan, BARE)["compile"]["got"] == "off"
 

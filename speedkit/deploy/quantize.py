@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
+from speedkit.config import nearest
 from speedkit.errors import UsageError
 from speedkit.hardware import Hardware
-from speedkit.settings import nearest
 
 METHODS = {
     "none": "float32 as it is",

@@ -203,6 +203,8 @@ def roofline(
     """
     step_s, found = ledger.step_s * (1 - ledger.share("evaluation and checkpoint")), rates(hardware.device)
     asked = resolve(plan, hardware, workload=workload).plan.precision.removesuffix("-emulated")
+    if asked == "default":  # float32: a GPU multiplies matrices in it as it is, and convolves in TF32
+        asked = counted["dtype"]
     dtype = asked if f"matmul_{asked}" in found else "fp32"
     row = {
         "flops_per_step": counted["flops"],

@@ -15,7 +15,7 @@ import pandas
 from IPython.core.pylabtools import print_figure
 from matplotlib.figure import Figure
 
-from speedkit.elsewhere import FORMERLY
+from speedkit.config import from_mapping, settings_of
 from speedkit.errors import PlanError, SpeedkitError
 from speedkit.hardware import Hardware, this_machine
 from speedkit.measure.compare import compare
@@ -23,12 +23,11 @@ from speedkit.measure.provenance import notebooks_folder
 from speedkit.measure.schema import load_record, validate_record
 from speedkit.measure.stats import paired_interval
 from speedkit.plan import PRESETS, Plan, resolve
-from speedkit.settings import described, from_mapping
 from speedkit.show import figures
 
-FIELDS = {about.name: about for about in described(Plan)}
+FIELDS = settings_of(Plan)
 VALUES = {
-    name: (False, True) if bool in about.kinds else () if int in about.kinds else about.choices
+    name: (False, True) if "boolean" in about.kinds else () if "integer" in about.kinds else about.choices
     for name, about in FIELDS.items()
 }  # all that a field takes; () where it takes numbers
 COLUMNS = ("machine", "name", "ratio", "low", "high", "noise_floor", "settled", "loss_difference")
@@ -47,7 +46,7 @@ def plan_rows(plan: Plan, hardware: Hardware | None = None, workload: Any = None
     effective, rows = resolve(plan, hardware, workload=workload), []
     for name, about in FIELDS.items():
         asked = getattr(plan, name)
-        others = [value for value in VALUES[name] or (int(about.default or about.minimum) + 1,) if value != asked]
+        others = [value for value in VALUES[name] or (int(about.default or 1) + 1,) if value != asked]
         whys = {value: _why_not(plan, name, value, hardware, workload) for value in others}
         rows.append(
             {
@@ -56,7 +55,7 @@ def plan_rows(plan: Plan, hardware: Hardware | None = None, workload: Any = None
                 "got": getattr(effective.plan, name),
                 "why": "; ".join(found.why for found in effective.fallbacks if found.field == name),
                 "impossible": {value: why for value, why in whys.items() if why},
-                "help": f"{about.help} [{about.unit}]" if about.unit else about.help,
+                "help": about.help,
             }
         )
     return rows
@@ -156,7 +155,7 @@ class PlanPanel(ipywidgets.VBox):
         told = []
         for name, value in values.items():
             try:
-                plan = from_mapping(Plan, vars(self.plan) | {name: value}, FORMERLY)
+                plan = from_mapping(Plan, vars(self.plan) | {name: value})
                 resolve(plan, self.hardware, workload=self.workload)  # refuses what is not in this version
                 self.plan = plan
             except PlanError as error:

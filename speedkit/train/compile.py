@@ -16,7 +16,6 @@ BACKEND = "inductor"
 # Graphs of one function: several plans of one model live in a process that measures, with one for each padded length.
 # Past the limit dynamo goes on uncompiled.
 RECOMPILE_LIMIT = 64
-CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # the modes that replay them
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 

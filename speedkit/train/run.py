@@ -15,7 +15,7 @@ from speedkit.data.augment import augmented
 from speedkit.data.loader import BatchStream
 from speedkit.data.sources import write_quarantine
 from speedkit.files import write_json
-from speedkit.plan import EffectivePlan, Fallback, Plan
+from speedkit.plan import CUDA_GRAPHS, EffectivePlan, Fallback, Plan
 from speedkit.recipe import Recipe
 from speedkit.train import checkpoint, compile, distributed, memory
 from speedkit.train.history import History
@@ -126,7 +126,7 @@ class TrainingRun:
         """
         if not self.compiled:
             return contextlib.nullcontext()
-        if self.plan.compile in compile.CUDA_GRAPHS:
+        if self.plan.compile in CUDA_GRAPHS:
             torch.compiler.cudagraph_mark_step_begin()
         return contextlib.nullcontext() if len(part[0]) == self.micro_batch else self.eager()
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from speedkit.config import to_yaml
 from speedkit.data.auto import choose_workers
 from speedkit.data.cache import open_cache
 from speedkit.data.loader import BatchStream
@@ -21,7 +22,6 @@ from speedkit.files import claim_folder, write_text
 from speedkit.hardware import cache_root, this_machine
 from speedkit.plan import EffectivePlan, Fallback, Plan, resolve
 from speedkit.recipe import Recipe, learning_rates, steps_per_epoch
-from speedkit.settings import to_yaml
 from speedkit.train import attention, checkpoint, compile, distributed, memory, precision
 from speedkit.train.history import History
 from speedkit.train.micro_batch import choose_micro_batch
@@ -61,7 +61,7 @@ def setup_run(
     # Machine and ranks: what the plan becomes here, and which share of each batch this process learns from.
     hardware = this_machine(distributed.local_device(plan, device))
     device = hardware.device
-    effective = resolve(plan, hardware, strict, workload)
+    effective = resolve(plan, hardware, strict, workload=workload, batch_size=recipe.batch_size)
     ranks = distributed.join(effective.plan, recipe, device)
     rank, world_size = (0, 1) if ranks is None else (ranks.rank, ranks.count)
     resume = resume or (ranks is not None and distributed.is_restart())

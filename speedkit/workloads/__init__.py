@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from speedkit.config import nearest
 from speedkit.errors import UsageError
-from speedkit.settings import nearest
 
 if TYPE_CHECKING:
     from speedkit.workloads.workload import Workload

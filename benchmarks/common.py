@@ -1,0 +1,153 @@
+"""What the benchmarks share: the job that is timed, how a run is driven, and a line per limit.
+
+Each script measures what one limit is about and ends with exit code 1 when it is missed. `--quick` makes it short: then
+its figures mean nothing. Figures of a whole run mean something on a quiet machine only.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from speedkit.clock import run_until_steady
+from speedkit.measure.stats import paired_interval
+from speedkit.measure.turns import in_turns
+from speedkit.plan import Plan
+from speedkit.recipe import Recipe
+from speedkit.train.loop import steps
+from speedkit.train.setup import setup_run
+from speedkit.workloads.workload import Batch, Workload
+
+# Features, hidden units, batch size: steps of about 0.4 ms, 1 ms, and well over 10 ms that no cache's size decides.
+SMALL, MIDDLE, LARGE = (64, 64, 64), (256, 256, 256), (256, 512, 2048)
+ITEMS, CLASSES = 8192, 10
+NEVER = 200_000  # steps; no benchmark gets that far
+WINDOW = 10  # steps: short windows meet a burst of the machine's noise on both sides, and hold one log point each
+IN_MEMORY = Plan(cache="ram", validate_every=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """A figure with the range it was found in, and the limit that it must not exceed."""
+
+    what: str
+    measured: float
+    low: float
+    high: float
+    limit: float
+    unit: str = "x"
+
+    @property
+    def met(self) -> bool:
+        return self.measured <= self.limit
+
+    def __str__(self) -> str:
+        found = f"{self.measured:.4g}{self.unit} ({self.low:.4g} to {self.high:.4g})"
+        return f"{self.what}: {found}, limit {self.limit:g}{self.unit}: {'met' if self.met else 'missed'}"
+
+
+def main(measure: Callable[[bool], Iterable[Result]]) -> NoReturn:
+    """Print the results of `measure(quick)` as they come; exit with 1 when a limit is missed."""
+    parser = argparse.ArgumentParser(description=measure.__doc__)
+    parser.add_argument("--quick", action="store_true", help="show that it runs; the figures mean nothing")
+    quick = parser.parse_args().quick
+    torch.set_num_threads(1)
+    all_met = True
+    for result in measure(quick):
+        print(result, flush=True)
+        all_met = all_met and result.met
+    sys.exit(0 if all_met else 1)
+
+
+def median_of(what: str, values: Sequence[float], limit: float, unit: str) -> Result:
+    """Return the result of several measurements of one figure: their median."""
+    return Result(what, statistics.median(values), min(values), max(values), limit, unit)
+
+
+def ratio_of(what: str, ours: Sequence[float], others: Sequence[float], limit: float) -> Result:
+    """Return the result of paired measurements: the ratio of ours to the others, with its 99 % interval."""
+    interval = paired_interval(ours, others)
+    return Result(what, interval.ratio, interval.low, interval.high, limit)
+
+
+@contextlib.contextmanager
+def training(workload: Workload, plan: Plan, **options: Any) -> Iterator[tuple[Any, Iterator[int]]]:
+    """Yield a run on the CPU, set up and closed here, and the iterator that makes its steps."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = setup_run(workload, plan=plan, device="cpu", cache_dir=folder, **options)
+        try:
+            yield run, steps(run)
+        finally:
+            run.close()
+
+
+def windows_in_turns(sides: dict[str, Iterator[Any]], pairs: int, count: int) -> tuple[list[float], list[float]]:
+    """Return the seconds of windows of `count` steps of two loops that take turns, after each has become steady."""
+    for steps_of_side in sides.values():  # for longer where more is measured: a quick run does not wait for quiet
+        run_until_steady(functools.partial(next, steps_of_side), "cpu", max_s=min(5.0, pairs / 10))
+
+    def window(steps_of_side: Iterator[Any]) -> None:
+        for _ in range(count):
+            next(steps_of_side)
+
+    windows: dict[str, Callable[[], Any]] = {name: functools.partial(window, side) for name, side in sides.items()}
+    seconds = in_turns("", windows, pairs)
+    return seconds["seconds_a"], seconds["seconds_b"]
+
+
+# ---- the job: a perceptron on random numbers ----
+
+
+def perceptron(size: int, hidden: int, batch_size: int, **recipe: Any) -> Workload:
+    """Return the job as a workload; `size` features, AdamW."""
+    return Workload(
+        f"perceptron-{size}",
+        Recipe(**({"batch_size": batch_size, "epochs": None, "steps": NEVER} | recipe)),
+        range(ITEMS),
+        range(ITEMS, ITEMS + batch_size),
+        functools.partial(_load, size=size),
+        features=lambda waveform: waveform,
+        target=lambda item: item % CLASSES,
+        model=lambda: perceptron_model(size, hidden),
+        loss=perceptron_loss,
+        score=lambda outputs, batch: (outputs.argmax(-1) == batch[1]).float(),
+        parameters={"size": size},
+        sources=(_load,),
+    )
+
+
+def perceptron_model(size: int, hidden: int) -> nn.Module:
+    """Return a perceptron with one hidden layer."""
+    return nn.Sequential(nn.Linear(size, hidden), nn.ReLU(), nn.Linear(hidden, CLASSES))
+
+
+def perceptron_loss(model: nn.Module, batch: Batch, recipe: Recipe, wait_s: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Return cross-entropy and outputs, after `wait_s` seconds of a slowdown that a comparison has to find."""
+    until_s = time.perf_counter() + wait_s
+    while time.perf_counter() < until_s:
+        pass
+    outputs = model(batch[0])
+    return nn.functional.cross_entropy(outputs, batch[1]), outputs
+
+
+def _load(item: int, size: int) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(item))
+
+
+def own_loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable[Batch]) -> Iterator[None]:
+    """Train by the loop that everybody writes, epoch after epoch; yield after each step."""
+    while True:
+        for inputs, targets in batches:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+            yield

@@ -1,0 +1,234 @@
+"""What commands take and what typed words stand for; the commands on what training leaves: cache, deploy."""
+
+import contextlib
+import dataclasses
+import functools
+import re
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from speedkit.config import from_mapping, from_yaml, settings_of
+from speedkit.errors import SpeedkitError, UsageError
+from speedkit.hardware import this_machine
+from speedkit.plan import PRESETS, Plan
+from speedkit.recipe import Recipe
+from speedkit.workloads import load_workload
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from speedkit.workloads.workload import Workload
+
+Values = dict[str, Any]  # what was typed, by option
+DATA = ("data_dir", "labels", "label_pattern", "test_pattern", "size", "clips")
+
+
+def typed(values: Values, *names: str) -> Values:
+    """Return those of `names` that were typed."""
+    return {name: values[name] for name in names if values.get(name) is not None}
+
+
+def find_workload(name: str, values: Values) -> tuple["Workload", Recipe]:
+    """Return the workload with the data that was named, and its recipe with the fields that were typed."""
+    fields = typed(values, *settings_of(Recipe))
+    if {"epochs", "steps"} & fields.keys():  # typing one of the two replaces the other
+        fields = {"epochs": None, "steps": None} | fields
+    limit_s = from_mapping(Recipe, fields).max_duration_s  # what no recipe can be is said before any data is made
+    workload = load_workload(name, max_duration_s=limit_s, **typed(values, *DATA))
+    return workload, from_mapping(Recipe, dataclasses.asdict(workload.recipe) | fields)
+
+
+def find_plan(word: str, values: Values, device: str = "auto") -> Plan:
+    """Return the plan that a word or a YAML file names, with the fields that were typed."""
+    if word in PRESETS:
+        plan = PRESETS[word](this_machine(device))
+    elif Path(word).exists() or word.endswith((".yaml", ".yml")):
+        plan = from_yaml(Plan, word)
+    else:
+        raise UsageError(f"there is no plan {word!r}: take {', '.join(PRESETS)}, or a YAML file")
+    return from_mapping(Plan, dataclasses.asdict(plan) | typed(values, *settings_of(Plan)))
+
+
+def seconds(word: str) -> float:
+    """Return the seconds in `540`, `90s`, `9m` or `1h`."""
+    parts = re.fullmatch(r"(\d+\.?\d*)([smh]?)", word)
+    if not parts or not float(parts[1]):
+        raise UsageError(f"{word!r} is no time: write seconds, or 90s, 9m, 1h")
+    return float(parts[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[parts[2]]
+
+
+def axis(word: str) -> tuple[str, list[str]]:
+    """Return the name and the values in `name=value,value,...`."""
+    name, _, values = word.partition("=")
+    if not values:
+        raise UsageError(f"--sweep {word!r} must read name=value,value,...")
+    return name, values.split(",")
+
+
+def together(*options: Callable) -> Callable:
+    """Return a decorator that adds `options` to a command, in this order."""
+    return lambda command: functools.reduce(lambda made, option: option(made), reversed(options), command)
+
+
+def fields_of(cls: type) -> Callable:
+    """Return a decorator that adds an option for every field of the settings class `cls`."""
+    options = []
+    for name, setting in settings_of(cls).items():
+        flag = "--" + name.replace("_", "-")
+        text = f"{setting.help.rstrip('.')} ({'by workload' if cls is Recipe else str(setting.default).lower()})"
+        if "boolean" in setting.kinds:
+            options.append(click.option(f"{flag}/--no-{flag[2:]}", name, help=text, default=None))
+        else:
+            options.append(click.option(flag, name, help=text, metavar=setting.takes.upper()))
+    return together(*options)
+
+
+def time_option(name: str, default: str | None, text: str) -> Callable:
+    """Return an option that takes a time, as `seconds` reads it."""
+    return click.option(name, type=seconds, default=default, show_default=True, metavar="TIME", help=text)
+
+
+workload_argument = click.argument("workload")
+device_option = click.option("--device", default="auto", show_default=True, metavar="AUTO | CUDA | MPS | CPU")
+plan_option = click.option("--plan", default="baseline", show_default=True, metavar="FILE | BASELINE | CAREFUL | FAST")
+json_option = click.option("--json", "as_json", is_flag=True, help="print JSON")
+out_option = click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=lambda: Path("runs", time.strftime("%Y%m%d-%H%M%S")),
+    show_default="runs/<date>-<time>",
+    help="folder for what the run leaves",
+)
+data_options = together(
+    click.option("--data-dir", type=click.Path(), help="folder of your files; generated data without"),
+    click.option("--labels", type=click.Path(), help="CSV of paths and labels, with a fold or split column or not"),
+    click.option("--label-pattern", metavar="REGEX", help="group 1 of the file name is the label"),
+    click.option("--test-pattern", metavar="REGEX", help="file names that match are the test set"),
+    click.option("--size", metavar="TINY | SMALL | MEDIUM", help="size of the model"),
+    click.option("--clips", type=int, help="how many files to generate where there is no data folder"),
+)
+run_options = together(  # of all commands that train
+    data_options,
+    out_option,
+    device_option,
+    click.option("--cache-dir", type=click.Path(), help="folder for cached features"),
+    click.option("--resume", is_flag=True, help="go on with the run in --out"),
+    fields_of(Recipe),
+)
+
+
+@click.group()
+def cache() -> None:
+    """Build, describe, verify or repair cached features. DIR is the folder that --cache-dir names."""
+
+
+@cache.command()
+@click.argument("folder", metavar="DIR")
+@click.option("--workload", default="audio", show_default=True, help="audio, or package.module:function")
+@data_options
+@click.option("--of", "cache_of", default="features", show_default=True, metavar="FEATURES | WAVEFORM")
+@click.option("--dtype", "cache_dtype", default="float32", show_default=True, metavar="FLOAT32 | FLOAT16")
+@click.option("--decoder", default="soundfile", show_default=True, help="what reads audio files")
+def build(folder: str, workload: str, **values: Any) -> None:
+    """Compute and keep the features of all items, so that training starts with them."""
+    from speedkit.data.cache import open_cache
+
+    plan = from_mapping(Plan, {"cache": "disk"} | typed(values, *settings_of(Plan)))
+    work, _ = find_workload(workload, values)
+    built = open_cache(work, [*work.train, *work.test], plan, cache_dir=folder, progress=True)
+    click.echo(f"{built.folder}: {built.why}")
+    for path, why in built.bad.items():
+        click.echo(f"  left out: {path}: {why}")
+
+
+@cache.command()
+@click.argument("folder", metavar="DIR")
+def info(folder: str) -> None:
+    """Show what is cached: a line for each cache."""
+    from speedkit.data.cache import describe_caches
+
+    click.echo("\n".join(describe_caches(folder)))
+
+
+@cache.command()
+@click.argument("folder", metavar="DIR")
+def verify(folder: str) -> int:
+    """Read every entry and compare it with its checksum; exit code 1 when one is not as it was written."""
+    from speedkit.data.cache import verify_cache
+
+    damaged = verify_cache(folder)
+    click.echo("\n".join([f"{len(damaged)} entries are not as they were written", *map(": ".join, damaged)]))
+    return 1 if damaged else 0
+
+
+@cache.command()
+@click.argument("folder", metavar="DIR")
+@click.option("--workload", help="audio, or package.module:function; what the cache itself says without")
+@data_options
+def repair(folder: str, workload: str | None, **values: Any) -> None:
+    """Compute the entries again that are not as they were written."""
+    from speedkit.data.cache import repair_cache
+
+    click.echo(f"{repair_cache(folder, workload, **typed(values, *DATA))} entries computed again")
+
+
+@click.command()
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.argument("workload", required=False)
+@data_options
+@out_option
+@device_option
+@click.option("--method", default="int8-dynamic", show_default=True, help="how weights are made small")
+@click.option("--max-drop", default=0.01, show_default=True, help="what the metric may lose on the test set")
+@click.option("--batch-size", default=64, show_default=True, type=click.IntRange(2), help="beside a single sample")
+@click.option("--pairs", default=10, show_default=True, type=click.IntRange(4), help="windows of each model")
+@click.option("--compile/--no-compile", "compiled", default=True, help="measure compiled models too")
+def deploy(checkpoint: Path, workload: str | None, out: Path, **values: Any) -> None:
+    """Make the trained model in CHECKPOINT small and fast: quantize, test and export it. WORKLOAD is found in it."""
+    from speedkit.deploy import trial
+
+    work, model = read_trained(checkpoint, workload, {key: values.pop(key) for key in DATA})
+    with warnings.catch_warnings(action="ignore"):  # export's and torchao's, of what they do themselves
+        facts = trial.deploy(work, model, out, say=click.echo, **values)
+    quality = "{metric} {before:.4f}, now {after:.4f} on {n} test items: a drop of {drop:.4f} ({low:.4f} to {high:.4f})"
+    click.echo(quality.format(**facts["quality"]))
+    click.echo("{size_bytes} bytes for {float32_size_bytes}; {quantized_share:.1%} has 8 bits".format(**facts))
+    for row in facts["measurements"]:
+        times = [f"{row[side]} {1e3 * statistics.median(row[f'seconds_{side}']):.3g} ms" for side in "ab"]
+        ratio = "ratio {ratio:.2f} ({low:.2f} to {high:.2f})".format(**row)
+        click.echo(f"{row['name']}: {', '.join([*times, ratio])}")
+    click.echo(f"{trial.MODEL}, {trial.LOADER} and {trial.FACTS} in {out}")
+
+
+def read_trained(path: Path, workload: str | None, data: Values) -> tuple["Workload", "nn.Module"]:
+    """Return the workload and the trained model of a checkpoint, named by its file or folder.
+
+    Raises UsageError where there is none, or where it does not fit what is named.
+    """
+    import torch
+
+    from speedkit.train.checkpoint import NAME, read
+
+    path = path / NAME if path.is_dir() else path
+    if not path.is_file():
+        raise UsageError(f"there is no checkpoint {path}: speedkit train leaves one in its --out folder")
+    try:
+        state = read(path, torch.device("cpu"))
+        job = state["job"]
+    except Exception as error:  # torch raises whatever its unpickler does
+        raise SpeedkitError(
+            f"{path} cannot be read ({' '.join(str(error).split())}): take the one before it"
+        ) from error
+    work = load_workload(workload or job["workload"], max_duration_s=job.get("max_duration_s"), **data)
+    model, trained_on = work.model(), f"workload {job['workload']} with {job['train_items']} training items"
+    with contextlib.suppress(RuntimeError):  # weights of other names or shapes
+        if trained_on == f"workload {work.name} with {len(work.train)} training items":
+            model.load_state_dict(state["model"])
+            return work, model
+    raise UsageError(f"{path} does not fit: it is of {trained_on}; name that workload, its data and its --size")

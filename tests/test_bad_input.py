@@ -1,0 +1,126 @@
+"""What a user can get wrong: one sentence, the right exit code, no traceback, and nothing half-written."""
+
+import signal
+import sys
+
+import numpy as np
+import pytest
+import soundfile
+
+from speedkit import cli
+
+AUDIO = ["train", "audio", "--size", "tiny"]
+TONES = [*AUDIO, "--batch-size", "8", "--data-dir", "tones"]
+
+# What is typed, the exit code, and what the sentence must say, word by word.
+BAD_INPUT = [
+    # The command and its options.
+    ("dance", 2, "No such command 'dance'"),
+    ("train", 2, "Missing argument 'WORKLOAD'"),
+    ("train audio --no-such-option", 2, "--no-such-option"),
+    ("train audio --workrs 3", 2, "Did you mean|--workers"),
+    ("train audio --clips many", 2, "--clips|'many'|not a valid integer"),
+    ("train audio --no-amp", 2, "--no-amp is no option|--precision=default"),
+    ("train audio --no-compile", 2, "--compile=off"),
+    ("train audio --use-gradient-checkpointing", 2, "--checkpointing=blocks"),
+    ("train audio --grad-accum 2", 2, "--micro-batch (accumulation follows from batch-size)"),
+    ("train audio --num_workers=4", 2, "here that is --workers"),
+    ("train audio --lr 0.1", 2, "--learning-rate"),
+    ("climb audio --pregenerate", 2, "--cache=disk"),
+    ("hardware --batch-size 8", 2, "No such option '--batch-size'"),
+    # Workload and device.
+    ("train audoi", 2, "did you mean audio|package.module:function"),
+    ("train no_such_module:thing", 2, "'no_such_module:thing' cannot be loaded"),
+    ("train os:sep", 2, "not a function that returns a Workload"),
+    ("train audio --device tpu", 2, "tpu|this machine has|cpu"),
+    ("train audio --data-dir tones --size huge", 2, "huge|tiny"),
+    # Fields of the recipe and the plan.
+    ("train audio --precision bf61", 2, "precision='bf61' is not possible|did you mean bf16"),
+    ("train audio --workers many", 2, "workers='many'|an integer from 0"),
+    ("train audio --workers -1", 2, "workers=-1|an integer from 0"),
+    ("train audio --batch-size 0", 2, "batch_size=0|an integer from 1"),
+    ("train audio --learning-rate nan", 2, "learning_rate=nan|a number from 0"),
+    ("train audio --learning-rate -1", 2, "learning_rate=-1.0|a number from 0"),
+    ("train audio --momentum 1.5", 2, "momentum=1.5|from 0 to 1"),
+    ("train audio --max-duration-s 0", 2, "max_duration_s=0.0|from 0.01"),
+    ("train audio --epochs 2 --steps 3", 2, "epochs or steps, one of the two"),
+    ("train audio --ranks 0", 2, "ranks=0|an integer from 1"),
+    ("train audio --data-dir tones --ranks 2 --batch-size auto --device cpu", 2, "batch_size=auto trains on one rank"),
+    ("train audio --precision fp8 --strict --device cpu", 2, "--strict allows no fallback|FP8"),
+    # Plan files.
+    ("train audio --plan fats", 2, "there is no plan 'fats'|baseline, careful, fast"),
+    ("train audio --plan missing.yaml", 2, "missing.yaml cannot be read|No such file"),
+    ("train audio --plan tones", 2, "tones cannot be read"),
+    ("train audio --plan list.yaml", 2, "list.yaml must hold|not list"),
+    ("train audio --plan broken.yaml", 2, "broken.yaml cannot be read as a YAML file"),
+    ("train audio --plan old.yaml", 2, "old.yaml: 'num_workers'|here that is workers"),
+    ("train audio --plan wrong.yaml", 2, "wrong.yaml: cache='disc'|did you mean disk"),
+    ("compare baseline missing.yaml audio", 2, "missing.yaml cannot be read"),
+    # Data.
+    ("train audio --data-dir missing", 2, "missing does not exist"),
+    ("train audio --data-dir empty", 2, "empty"),
+    ("train audio --data-dir tones --labels missing.csv", 2, "missing.csv does not exist|--labels"),
+    ("train audio --data-dir tones --labels no_columns.csv", 2, "no_columns.csv"),
+    ("train audio --data-dir tones --label-pattern (", 2, "'('|--label-pattern"),
+    ("train audio --data-dir tones --label-pattern ^(x+)_", 2, "--label-pattern"),
+    ("train audio --data-dir tones --test-pattern nothing_has_this", 2, "--test-pattern"),
+    ([*TONES, "--focal-gamma", "2"], 2, "focal_gamma=2.0 is not applied by workload audio"),
+    # Output folders.
+    ([*TONES, "--out", "file/run"], 2, "file/run cannot be written"),
+    ([*TONES, "--out", "tones"], 2, "tones already holds files that speedkit did not write"),
+    ([*TONES, "--out", "file"], 2, "file"),
+    # Times and counts.
+    ("climb audio --budget soon", 2, "'soon' is no time|9m"),
+    ("climb audio --budget 0", 2, "'0' is no time"),
+    ("climb audio --seeds 1", 2, "--seeds|1 is not in the range"),
+    ("climb audio --data-dir tones --rungs cahce", 2, "there is no rung 'cahce'|did you mean cache"),
+    ("doctor audio --budget -1", 2, "'-1' is no time"),
+    ("compare baseline fast audio --pairs 1", 2, "--pairs|1 is not in the range"),
+    # Checkpoints.
+    ("deploy missing", 2, "there is no checkpoint missing"),
+    ("deploy broken.yaml", 1, "broken.yaml cannot be read"),
+    # Notebooks.
+    ("run 77", 2, 'there is no notebook "77"|01_measure'),
+    ("run 01 -p no_such 3", 2, 'no parameter "no_such"|it has'),
+    ("run 01 --sweep profile", 2, "--sweep 'profile' must read name=value"),
+    ("run 01 --cluster tcp://nowhere:1", 2, "--cluster|--sweep|give one"),
+    ("publish", 2, "--all|--import DIR"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with some recordings, and with everything that can be wrong."""
+    root = tmp_path_factory.mktemp("bad")
+    for name in ("low", "high"):
+        (root / "tones" / name).mkdir(parents=True)
+        for index in range(6):
+            wave = np.random.default_rng(index).normal(0, 0.1, 800).astype(np.float32)
+            soundfile.write(root / "tones" / name / f"{name}_{index}.wav", wave, 8000)
+    (root / "empty").mkdir()
+    texts = {
+        "file": "",
+        "list.yaml": "- workers: 2\n",
+        "broken.yaml": "cache: [ram\n",
+        "old.yaml": "num_workers: 4\n",
+        "wrong.yaml": "cache: disc\n",
+        "no_columns.csv": "a,b\n1,2\n",
+    }
+    for name, text in texts.items():
+        (root / name).write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(("words", "code", "says"), BAD_INPUT, ids=lambda value: str(value)[:60])
+def test_bad_input_is_one_sentence(folder, capsys, monkeypatch, words, code, says):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", ["speedkit", *(words.split() if isinstance(words, str) else words)])
+    before, files = signal.getsignal(signal.SIGTERM), sorted(folder.rglob("*"))
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    signal.signal(signal.SIGTERM, before)
+    complaint = capsys.readouterr().err
+    assert stopped.value.code == code, complaint
+    assert complaint.startswith("speedkit: ") and complaint.count("\n") == 1, complaint
+    assert all(word in complaint for word in says.split("|")), complaint
+    assert "Traceback" not in complaint and sorted(folder.rglob("*")) == files, "nothing half-written"
