@@ -16,7 +16,6 @@ OUT_OF_MEMORY = {
     "host": lambda: torch.empty(1 << 60),  # a real one
     "python": lambda: bytearray(1 << 62),  # a real one
     "c++": lambda: RuntimeError("std::bad_alloc"),
-    "wrapped": lambda: chained(RuntimeError("backend failed"), torch.OutOfMemoryError("CUDA out of memory.")),
 }
 
 

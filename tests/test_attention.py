@@ -1,5 +1,6 @@
-"""Attention kernels: which may run, which really did and why not another, also in compiled code; ragged lengths."""
+"""Attention kernels: which may run and which really ran, also in compiled and recomputed code; their numerics."""
 
+import contextlib
 import dataclasses
 
 import pytest
@@ -9,9 +10,10 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from speedkit.errors import PlanError
 from speedkit.plan import Plan, resolve
-from speedkit.train import compilation
-from speedkit.train.attention import attend, kernels, which_ran
-from speedkit.train.loop import begin, close, steps
+from speedkit.train import compile
+from speedkit.train.attention import attention_kernels, which_ran
+from speedkit.train.loop import steps
+from speedkit.train.setup import setup_run
 from speedkit.workloads.text import text
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -25,18 +27,22 @@ def tensors(*shape, device="cpu", dtype=torch.float32):
 
 
 def ran(function):
-    return {row["kernel"] for row in which_ran(function)}
+    return {entry["kernel"] for entry in which_ran(function)}
 
 
-# --- which may run
-
-
-def test_auto_decides_nothing_and_others_come_first():
-    assert kernels(Plan()) is None
-    inputs = tensors()
-    assert ran(lambda: kernels(Plan(attention="math"))(sdpa)(*inputs)) == {"math"}
-    assert ran(lambda: kernels(Plan(attention="flash"))(sdpa)(*inputs)) == {"flash"}
-    assert ran(lambda: sdpa(*inputs)) == {"flash"}, "the choice ends with the function"
+@pytest.mark.parametrize(
+    ("asked", "options", "expected"),
+    [
+        ("math", {}, "math"),
+        ("flash", {}, "flash"),
+        ("flash", {"dropout_p": 0.5}, "math"),  # refused: the next one takes it
+        ("math", {"dropout_p": 0.5}, "math"),
+    ],
+)
+def test_the_kernel_asked_for_runs_where_it_can(asked, options, expected):
+    assert ran(lambda: attention_kernels(Plan(attention=asked))(sdpa)(*tensors(), **options)) == {expected}
+    assert ran(lambda: sdpa(*tensors())) == {"flash"}, "the choice ends with the function"
+    assert attention_kernels(Plan()) is None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="these kernels are CUDA's")
@@ -44,52 +50,19 @@ def test_auto_decides_nothing_and_others_come_first():
 def test_on_a_gpu_each_kernel_runs_when_asked_for(asked):
     inputs = tensors(2, 4, 128, 64, device="cuda", dtype=torch.bfloat16)
     if resolve(Plan(attention=asked)).plan.attention == asked:
-        assert ran(lambda: kernels(Plan(attention=asked))(sdpa)(*inputs)) == {asked}
+        assert ran(lambda: attention_kernels(Plan(attention=asked))(sdpa)(*inputs)) == {asked}
 
 
-@pytest.mark.parametrize("asked", ["flash", "math"])
-def test_a_choice_that_refuses_falls_to_the_next(asked):
-    assert ran(lambda: kernels(Plan(attention=asked))(sdpa)(*tensors(), dropout_p=0.5)) == {"math"}
-
-
-@pytest.mark.parametrize("asked", ["efficient", "cudnn"])
-def test_kernels_of_cuda_fall_back_on_a_cpu(asked):
-    effective = resolve(Plan(attention=asked), emulating("cpu"))
-    (fallback,) = effective.fallbacks
-    assert (fallback.field, fallback.got, effective.plan.attention) == ("attention", "auto", "auto")
-    assert "one of CUDA's" in fallback.why
+@pytest.mark.parametrize(("asked", "why"), [("efficient", "one of CUDA's"), ("flash", "not in this build")])
+def test_kernels_that_this_machine_lacks_fall_back(asked, why):
+    machine = dataclasses.replace(emulating("cpu"), flash_attention=False)
+    (fallback,) = resolve(Plan(attention=asked), machine).fallbacks
+    assert (fallback.field, fallback.got) == ("attention", "auto") and why in fallback.why
     with pytest.raises(PlanError, match="attention"):
-        resolve(Plan(attention=asked), emulating("cpu"), strict=True)
+        resolve(Plan(attention=asked), machine, strict=True)
 
 
-def test_flash_falls_back_where_it_is_not_built_in():
-    without = dataclasses.replace(emulating("cpu"), flash_attention=False)
-    (fallback,) = resolve(Plan(attention="flash"), without).fallbacks
-    assert fallback.got == "auto" and "not in this build" in fallback.why
-
-
-# --- which ran, and why
-
-
-REFUSED = {
-    "dropout": (lambda q: sdpa(q, q, q, dropout_p=0.1), "do not support non-zero dropout"),
-    "three dimensions": (lambda q: sdpa(q[0], q[0], q[0]), "to be 4 dimensional"),
-    "mask of three": (lambda q: sdpa(q, q, q, torch.ones(4, 16, 16, dtype=torch.bool)), "attn mask shapes"),
-    "strides": (lambda q: sdpa(*[q.transpose(2, 3)] * 3), "last dimension of the input to have stride 1"),
-    "trained mask": (lambda q: sdpa(q, q, q, torch.zeros(16, 16, requires_grad=True)), "needs a gradient"),
-    "by name": (lambda q: sdpa(query=q, key=q, value=q[..., :8]), "same last dimension"),
-    "asked": (lambda q: kernels(Plan(attention="math"))(sdpa)(q, q, q), "no other kernel was allowed"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_a_silent_fall_back_to_math_is_named_with_its_reason(case):
-    function, why = REFUSED[case]
-    (row,) = which_ran(lambda: function(tensors()[0]))
-    assert row["kernel"] == "math" and why in row["why"]
-
-
-def test_a_row_per_kernel_dtype_and_shapes_with_its_calls():
+def test_an_entry_per_kernel_dtype_and_shapes_with_its_calls():
     query, key, value = tensors()
     mask = torch.ones(2, 1, 1, 16, dtype=torch.bool)
     short = [tensor.bfloat16().requires_grad_() for tensor in (query, key, value)]
@@ -101,44 +74,30 @@ def test_a_row_per_kernel_dtype_and_shapes_with_its_calls():
         sdpa(*short).sum().backward()  # its backward pass is no call of its own
         sdpa(query, key, value, dropout_p=0.5)
 
-    rows = which_ran(work)
-    assert [(row["kernel"], row["dtype"], row["query"], row["mask"], row["calls"]) for row in rows] == [
+    found = [tuple(entry[name] for name in ("kernel", "dtype", "query", "mask", "calls")) for entry in which_ran(work)]
+    assert found == [
         ("flash", "float32", SHAPE, (), 3),
         ("flash", "float32", (2, 4, 4, 32), (2, 1, 1, 16), 1),
         ("flash", "bfloat16", SHAPE, (), 1),
         ("math", "float32", SHAPE, (), 1),
     ]
-    assert [bool(row["why"]) for row in rows] == [False, False, False, True]
-
-
-def test_what_a_model_ran_is_found():
-    workload = text(size="tiny", clips=16)
-    batch = torch.stack([workload.load(item) for item in workload.train]), torch.arange(16)
-    model = workload.model()
-    (row,) = which_ran(lambda: workload.loss(model, batch, workload.recipe))
-    assert (row["kernel"], row["query"], row["calls"]) == ("flash", (16, 2, 64, 32), 2)
-
-
-# --- compiled
 
 
 def ran_in_training(**plan):
     """The kernels of the second step, traced in the first: math, compiled, is no operation of its own."""
-    run = begin(text(size="tiny", clips=64), plan=Plan(**plan), device="cpu", endless=True)
-    training = steps(run)
-    next(training)
-    try:
+    with contextlib.closing(
+        setup_run(text(size="tiny", clips=64), plan=Plan(**plan), device="cpu", endless=True)
+    ) as run:
+        training = steps(run)
+        next(training)
         return ran(lambda: next(training))
-    finally:
-        training.close()
-        close(run)
 
 
 @pytest.mark.parametrize(
     "scope", ["model", *(pytest.param(scope, marks=pytest.mark.slow) for scope in ("blocks", "step"))]
 )
 def test_compiled_code_follows_the_plan_though_another_plans_model_was_compiled_before(scope, monkeypatch):
-    monkeypatch.setattr(compilation, "BACKEND", "aot_eager")
+    monkeypatch.setattr(compile, "BACKEND", "aot_eager")
     torch._dynamo.reset()
     for asked, expected in (("flash", {"flash"}), ("math", set()), ("auto", {"flash"})):
         assert ran_in_training(compile="default", compile_scope=scope, attention=asked) == expected
@@ -151,14 +110,11 @@ def test_what_is_recomputed_uses_the_same_kernel(asked, checkpointing):
 
 
 def test_dynamo_guards_no_choice_made_outside_of_compiled_code():
-    """The fact for which compiled functions choose inside: where this fails, they need not."""
+    """The fact for which models choose inside of what is compiled: where this fails, they need not."""
     torch._dynamo.reset()
     compiled, inputs = torch.compile(lambda *inputs: sdpa(*inputs), backend="aot_eager"), tensors()
     for asked in ("flash", "math"):
-        assert ran(lambda asked=asked: kernels(Plan(attention=asked))(compiled)(*inputs)) == {"flash"}
-
-
-# --- numerics
+        assert ran(lambda asked=asked: attention_kernels(Plan(attention=asked))(compiled)(*inputs)) == {"flash"}
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -167,32 +123,10 @@ def test_dynamo_guards_no_choice_made_outside_of_compiled_code():
 def test_kernels_agree_with_float64(asked, dtype, tolerance, device):
     exact = [tensor.requires_grad_() for tensor in tensors(dtype=torch.float64, device=device)]
     rounded = [tensor.detach().to(dtype).requires_grad_() for tensor in exact]
-    found = []
+    results = []
     for inputs, name in ((exact, "math"), (rounded, asked)):
-        output = kernels(Plan(attention=name))(sdpa)(*inputs)
+        output = attention_kernels(Plan(attention=name))(sdpa)(*inputs)
         output.square().sum().backward()
-        found.append([output, *(tensor.grad for tensor in inputs)])
-    for wanted, got in zip(*found, strict=True):
-        error = (got.double() - wanted).norm() / wanted.norm()
-        assert error < tolerance
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("lengths", [(16, 5, 1), (16, 16, 16)], ids=str)
-def test_ragged_clips_attend_as_each_alone(lengths, dtype, device):
-    inputs = [tensor.requires_grad_() for tensor in tensors(3, 4, 16, 32, device=device, dtype=dtype)]
-    alone = [tensor.detach().clone().requires_grad_() for tensor in inputs]
-    together = attend(*inputs, torch.tensor(lengths, device=device))
-    valid = [together[row, :, :length] for row, length in enumerate(lengths)]
-    each = [sdpa(*(x[row : row + 1, :, :length] for x in alone))[0] for row, length in enumerate(lengths)]
-    for parts in (valid, each):
-        sum(part.float().square().sum() for part in parts).backward()
-    tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-5}
-    for got, wanted in zip([*valid, *(x.grad for x in inputs)], [*each, *(x.grad for x in alone)], strict=True):
-        torch.testing.assert_close(got, wanted, **tolerance)
-
-
-def test_padding_takes_a_mask_that_is_broadcast_and_that_flash_takes():
-    (row,) = which_ran(lambda: attend(*tensors(), torch.tensor([16, 3])))
-    assert row["kernel"] == "flash" and row["mask"] == (2, 1, 1, 16)
+        results.append([output, *(tensor.grad for tensor in inputs)])
+    for wanted, got in zip(*results, strict=True):
+        assert (got.double() - wanted).norm() / wanted.norm() < tolerance

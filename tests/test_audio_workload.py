@@ -18,7 +18,7 @@ from speedkit.recipe import Recipe
 from speedkit.train.loop import fit
 from speedkit.workloads import load_workload
 from speedkit.workloads.audio import SIZES, AudioNet, audio, augment, log_mel, loss
-from speedkit.workloads.classifier import score
+from speedkit.workloads.residual import score
 
 SPECTROGRAM = {"sample_rate_hz": 16000, "n_fft": 512, "hop": 160, "bands": 64}
 

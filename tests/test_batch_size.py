@@ -1,33 +1,26 @@
-"""The automatic batch size: every kind of out-of-memory is known, what is chosen fits, and nothing else is changed."""
+"""The automatic micro-batch: every kind of out-of-memory is known, what is chosen fits, and nothing else is changed."""
 
 import dataclasses
 import functools
 import gc
 import itertools
-import random
 
-import numpy as np
 import pytest
 import torch
 from faults import OUT_OF_MEMORY, chained, limited, strike
-from tiny import emulating, features, loss, make_model, points, score, slowed, target
+from tiny import emulating, features, make_model, points, score, slowed, target
 from torch import nn
 
-from speedkit.data.bucket import padded_lengths
 from speedkit.data.decode import BadItem
 from speedkit.errors import PlanError, SpeedkitError
 from speedkit.measure.larger_batch import choose_batch_size, judged
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe, with_batch_size
-from speedkit.train import batch_size
-from speedkit.train.batch_size import even, knee, table_per_length
-from speedkit.train.loop import begin, close, steps
-from speedkit.train.oom import is_out_of_memory
-from speedkit.train.run import finish, loss_under, make_learner
-from speedkit.train.trial import peak_bytes, predicted, worst_case
+from speedkit.train import micro_batch
+from speedkit.train.loop import fit, setup_run
+from speedkit.train.micro_batch import even_micro_batch, find_micro_batch, is_out_of_memory, knee
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -38,24 +31,27 @@ def what_is_imported_is_not_looked_through():
     gc.unfreeze()
 
 
+@pytest.fixture(autouse=True)
+def timings_too_short_to_mean_anything(monkeypatch):
+    monkeypatch.setattr(micro_batch, "WINDOW_S", 1e-4)
+
+
 def search(workload, plan=None, device="cpu", **options):
-    """What a search finds, by timings too short to mean anything."""
-    functions = (make_learner, loss_under)
-    options = {"window_s": 1e-4, **options}
-    return batch_size.search(workload, workload.recipe, plan or Plan(), torch.device(device), *functions, **options)
+    options |= {"device": torch.device(device), "make_run": setup_run}
+    return find_micro_batch(workload, workload.recipe, plan or Plan(), **options)
 
 
 def noting(workload, seen):
-    """The workload, whose loss adds to `seen`: whether it trained, the samples, and the last dimension of its batch."""
+    """The workload, whose loss adds to `seen` how many samples of which last dimension it trained on."""
 
     def noted(model, batch, recipe):
-        seen.append((model.training, len(batch[0]), batch[0].shape[-1]))
+        seen.append((len(batch[0]), batch[0].shape[-1]))
         return workload.loss(model, batch, recipe)
 
     return dataclasses.replace(workload, loss=noted)
 
 
-# What is out of memory.
+# --- what is out of memory
 
 
 @pytest.mark.parametrize("kind", OUT_OF_MEMORY)
@@ -80,118 +76,60 @@ def test_no_other_error_passes_for_out_of_memory(error):
     assert not is_out_of_memory(error)
 
 
-def test_a_chain_that_bites_its_tail_ends():
-    first, second = RuntimeError("one"), RuntimeError("other")
-    first.__cause__, second.__cause__ = second, first
-    assert not is_out_of_memory(first)
-
-
-# The largest that fits.
+# --- what fits
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("kind", OUT_OF_MEMORY)
-def test_the_search_finds_the_largest_below_every_kind_of_out_of_memory(kind, where):
-    found = search(limited(points(), 6, kind, where))
-    assert found.largest == 6
-    assert max(found.rates) == 6
-    assert found.micro_batch in found.rates
-    assert set(found.refused) == {7, 8}
+def test_the_search_stops_below_every_kind_of_out_of_memory(kind, where):
+    result = search(limited(points(), 6, kind, where))
+    assert (result.largest, [*result.rates]) == (4, [1, 2, 4])
+    assert "8 does not fit" in result.why
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("fits", [1, 2, 3, 15, 31, 32, 33, 47, 48, 100])
-def test_the_largest_is_found_wherever_it_lies(fits, device):
+@pytest.mark.parametrize(("fits", "largest"), [(1, 1), (3, 2), (33, 24), (47, 24), (48, 48), (100, 48)])
+def test_sizes_double_up_to_the_batch_in_even_parts(fits, largest, device):
     seen = []
-    found = search(noting(limited(points(train=48, batch_size=48), fits), seen), device=device)
-    assert found.largest == min(fits, 48)
-    assert max(found.rates) == even(48, found.largest)  # as many parts, and the last no smaller than need be
-    trained = {size for training, size, _ in seen if training}
-    assert {found.micro_batch, found.largest, *found.rates} <= trained
+    result = search(noting(limited(points(train=48, batch_size=48), fits), seen), device=device)
+    assert [*result.rates] == [size for size in (1, 2, 4, 8, 16, 24, 48) if size <= largest]
+    assert result.largest == largest and {result.micro_batch, *result.rates} <= {size for size, _ in seen}
 
 
 @pytest.mark.parametrize(
-    ("workload", "most"),
-    [
-        (points(batch_size=1), 1),
-        (points(train=10, test=3, batch_size=16), 10),  # a training set smaller than a batch
-        (points(train=1, test=1), 1),
-    ],
+    ("workload", "largest"),
+    [(points(batch_size=1), 1), (points(train=10, test=3, batch_size=16), 10), (points(train=1, test=1), 1)],
     ids=["batch of one", "few items", "one item"],
 )
-def test_a_batch_is_never_larger_than_there_are_samples_for_it(workload, most):
-    found = search(workload)
-    assert (found.batch_size, found.largest) == (most, most)
-    assert found.micro_batch <= most
-
-
-def test_what_does_not_fit_at_all_says_so():
-    with pytest.raises(SpeedkitError, match=r"micro-batch of 1 of the longest items does not fit .*CUDA out of memory"):
-        search(limited(points(), 0))
-    with pytest.raises(SpeedkitError, match="an evaluation of 16 of the longest items does not fit"):
-        search(limited(points(), 8, where="evaluation"))
-
-
-@pytest.mark.parametrize("error", [RuntimeError("shapes cannot be multiplied"), ValueError("no such class")], ids=repr)
-def test_an_error_that_is_not_about_memory_is_raised(error):
-    with pytest.raises(type(error), match=str(error)):
-        search(limited(points(), 4, raises=error))
-
-
-def test_sizes_predicted_beyond_the_room_are_never_run():
-    workload, seen = points(hidden=4096, batch_size=64), []
-    whole = search(workload)
-    room = (whole.peak_bytes[32] + whole.peak_bytes[64]) // 2  # for about 48
-    found = search(noting(workload, seen), room_bytes=room)
-    assert 40 <= found.largest <= 50
-    assert all(size <= found.largest for training, size, _ in seen if training)
-    assert max(found.peak_bytes.values()) <= room
-    assert f"of {room / 1e6:.3g}" in found.refused[found.largest + 1]
-
-
-def test_more_than_the_room_for_one_is_an_error():
-    with pytest.raises(SpeedkitError, match=r"micro-batch of 1 .* does not fit"):
-        search(points(hidden=4096), room_bytes=1000)
-
-
-def test_a_size_that_makes_the_allocator_ask_again_does_not_fit(monkeypatch):
-    seen = []
-    over = lambda _: sum(training and size > 5 for training, size, _ in seen)  # noqa: E731 - counts, as CUDA's does
-    monkeypatch.setattr("speedkit.train.trial.alloc_retries", over)
-    found = search(noting(points(), seen))
-    assert found.largest == 5
-    assert "ask for it anew" in found.refused[6]
-
-
-def test_the_peak_of_a_function_is_what_it_holds_at_once():
-    kept = torch.ones(1 << 20)  # there before: not counted
-
-    def function():
-        first = torch.empty(1 << 20)
-        second = kept + first
-        del first
-        third = torch.empty(1 << 18)
-        return second, third
-
-    assert peak_bytes(function, CPU) == 8 << 20  # the first two; then the last two
+def test_a_batch_is_never_larger_than_there_are_samples_for_it(workload, largest):
+    assert search(workload).largest == largest
 
 
 @pytest.mark.parametrize(
-    ("known", "size", "expected"),
+    ("workload", "room_bytes", "error", "message"),
     [
-        ({}, 8, 0),
-        ({2: 100}, 8, 400),
-        ({1: 60, 2: 100, 4: 180}, 8, 340),
-        ({4: 180, 2: 100, 16: 9999}, 8, 340),  # only from below
-        ({1: 100, 2: 90}, 4, 90),  # noise is no discount
+        (limited(points(), 0), None, SpeedkitError, "of the longest items 1 does not fit .CUDA out of memory"),
+        (points(hidden=4096), 1000, SpeedkitError, "of the longest items 1 takes .*MB of 0.001"),
+        (limited(points(), 4, raises=RuntimeError("bad shapes")), None, RuntimeError, "bad shapes"),
     ],
-    ids=str,
+    ids=["nothing fits", "no room", "another error"],
 )
-def test_memory_is_predicted_on_a_line(known, size, expected):
-    assert predicted(known, size) == expected
+def test_what_cannot_be_searched_says_so(workload, room_bytes, error, message):
+    with pytest.raises(error, match=message):
+        search(workload, room_bytes=room_bytes)
 
 
-# The knee.
+def test_a_size_that_could_need_more_than_the_room_is_never_run_on_a_cpu():
+    workload, seen = points(hidden=4096, batch_size=64), []
+    whole = search(workload)
+    assert whole.largest == 64
+    room = (whole.peak_bytes[16] + whole.peak_bytes[32]) // 2
+    result = search(noting(workload, seen), room_bytes=room)
+    assert result.largest == 16 == max(size for size, _ in seen)
+    assert max(result.peak_bytes.values()) <= room and "32 could take" in result.why
+
+
+# --- the knee
 
 
 @pytest.mark.parametrize(
@@ -201,7 +139,6 @@ def test_memory_is_predicted_on_a_line(known, size, expected):
         ({1: 10, 2: 60, 4: 97, 8: 99, 16: 100}, 4),
         ({1: 100, 2: 100, 4: 100}, 1),  # nothing to gain
         ({4: 80, 8: 100, 16: 98, 32: 60}, 8),  # a cache overflows
-        ({4: 98, 8: 90, 16: 100}, 4),  # a dip between: the smallest all the same
         ({7: 1.0}, 7),
     ],
     ids=str,
@@ -213,17 +150,11 @@ def test_the_knee_is_the_smallest_near_the_best(rates, expected):
 def test_even_parts_are_as_many_and_never_larger():
     for batch, size in itertools.product(range(1, 70), range(1, 70)):
         size = min(size, batch)
-        assert 1 <= even(batch, size) <= size
-        assert -(-batch // even(batch, size)) == -(-batch // size)
+        assert 1 <= even_micro_batch(batch, size) <= size
+        assert -(-batch // even_micro_batch(batch, size)) == -(-batch // size)
 
 
-# Nothing else is changed.
-
-
-def drawing_loss(model, batch, recipe):
-    """A loss that draws from every global generator."""
-    value, outputs = loss(model, batch, recipe)
-    return value * (1 + random.random() + float(np.random.random()) + float(torch.rand(()))), outputs  # noqa: NPY002
+# --- nothing else is changed
 
 
 def normalised(norm, **options):
@@ -232,52 +163,30 @@ def normalised(norm, **options):
     return dataclasses.replace(points(**options), model=layers)
 
 
-def course(workload, **plan):
-    """Micro-batch, losses, what training left behind (statistics, momentum, scale) and the state of all generators."""
-    random.seed(1)
-    np.random.seed(1)  # noqa: NPY002
-    run = begin(workload, plan=Plan(log_every=1, **plan), device="cpu", progress=False)
-    states = [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]  # noqa: NPY002
-    place = run.batches.epoch, run.batches.position
-    for _ in steps(run):
-        pass
-    left = [*run.model.state_dict().values(), *(vars(run.scale).values() if run.scale else [])]
-    left += [value for slot in run.optimizer.state.values() for value in slot.values()]
-    history = finish(run)
-    close(run)
-    values = [found["value"] for found in history.evaluations]
-    return run.plan.micro_batch, history.loss, [tensor.tolist() for tensor in left], states, place, values
-
-
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
 def test_a_run_with_auto_is_bit_identical_to_one_with_the_size_it_chose(norm, precision, monkeypatch):
-    monkeypatch.setattr("speedkit.train.run.this_machine", emulating)
-    workload = dataclasses.replace(normalised(norm, clip_norm=1.0), loss=drawing_loss)
-    found = course(limited(workload, 6), micro_batch="auto", precision=precision)
-    assert found[0] in (1, 2, 4, 6)
-    assert found == course(workload, micro_batch=found[0], precision=precision)
-
-
-def test_the_choice_is_told_with_its_reason():
-    run = begin(limited(points(), 6), plan=Plan(micro_batch="auto"), device="cpu", progress=False)
-    close(run)
-    told = next(fallback for fallback in run.effective.fallbacks if fallback.field == "micro_batch")
-    assert (told.asked, told.got) == ("auto", run.micro_batch)
-    assert "6 is the largest that fits (7: CUDA out of memory" in told.why
-    assert "tried, uncompiled: 1, 2, " in told.why
+    monkeypatch.setattr("speedkit.train.setup.this_machine", emulating)
+    workload, plan = normalised(norm, clip_norm=1.0), Plan(log_every=1, precision=precision, micro_batch="auto")
+    auto = fit(limited(workload, 6), plan=plan, device="cpu", progress=False)
+    (choice,) = (fallback for fallback in auto.effective.fallbacks if fallback.field == "micro_batch")
+    assert choice.asked == "auto" and choice.got in (1, 2, 4) and "tried" in choice.why
+    fixed = fit(workload, plan=dataclasses.replace(plan, micro_batch=choice.got), device="cpu", progress=False)
+    assert auto.loss == fixed.loss and auto.evaluation["value"] == fixed.evaluation["value"]
+    for mine, theirs in zip(auto.model.state_dict().values(), fixed.model.state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs)
 
 
 def test_batch_norm_gets_the_largest_and_never_one_sample():
     seen = []
     workload = normalised(nn.BatchNorm1d)
     assert search(noting(workload, seen)).micro_batch == 16
-    assert min(size for training, size, _ in seen if training) == 2
-    assert search(limited(workload, 7)).micro_batch == 6  # three parts, as with 7, but even
-    assert "batch norm" in search(workload).why
+    assert min(size for size, _ in seen) == 2
+    result = search(limited(workload, 7))
+    assert result.micro_batch == 4 and "batch norm" in result.why
 
 
-# Lengths, and items that cannot be read.
+# --- lengths, and items that cannot be read
 
 
 def load_ramp(item):
@@ -292,10 +201,10 @@ def pooled_loss(model, batch, recipe):
     return nn.functional.cross_entropy(outputs, targets), outputs
 
 
-def ramps(**recipe):
-    """Rows of 3 to 7 numbers; the 8th cannot be read."""
-    return dataclasses.replace(
-        points(train=40, **recipe),
+def test_sizes_are_tried_on_the_longest_readable_items():
+    seen = []
+    ramps = dataclasses.replace(
+        points(train=40, batch_size=8),  # 3 to 7 numbers each, 8 of them 7; the 8th item cannot be read
         load=load_ramp,
         features=features,
         target=target,
@@ -304,40 +213,11 @@ def ramps(**recipe):
         model=functools.partial(make_model, 1, 4, 2),
         length=lambda item: 3 + int(item.path) % 5,
     )
+    assert search(noting(ramps, seen)).largest == 8
+    assert {length for _, length in seen} == {7}
 
 
-def test_the_batch_tried_is_of_the_longest_readable_items():
-    workload = ramps()
-    inputs, lengths, targets = worst_case(workload, workload.train, Plan(), 10, CPU)
-    assert inputs.shape == (10, 7)
-    assert lengths.tolist() == [7] * 8 + [6] * 2
-    assert len(targets) == 10
-    everything = worst_case(workload, workload.train, Plan(), 100, CPU)
-    assert len(everything[0]) == 39
-    with pytest.raises(SpeedkitError, match="no readable item"):
-        worst_case(workload, workload.train[7:8], Plan(), 4, CPU)
-
-
-def test_a_bucketed_workload_gets_a_size_per_length():
-    seen = []
-    workload = ramps(batch_size=8)
-
-    def room_for_30_numbers(model, batch, recipe):
-        if model.training and batch[0].numel() > 30:
-            strike("cuda")
-        return pooled_loss(model, batch, recipe)
-
-    workload = noting(dataclasses.replace(workload, loss=room_for_30_numbers), seen)
-    functions = (make_learner, loss_under)
-    table = table_per_length(workload, workload.recipe, Plan(bucket=True), CPU, *functions, window_s=1e-4)
-    lengths = torch.tensor([workload.length(item) for item in workload.train])
-    assert list(table) == padded_lengths(lengths).tolist() == [3, 4, 5, 6, 7]
-    assert [found.largest for found in table.values()] == [8, 7, 6, 5, 4]
-    for length, found in table.items():
-        assert (True, found.micro_batch, length) in seen
-
-
-# A larger batch of the recipe.
+# --- a larger batch of the recipe
 
 
 @pytest.mark.parametrize(("optimizer", "rate"), [("adamw", 2e-3), ("sgd", 4e-3)])
@@ -376,7 +256,7 @@ def test_batch_size_auto_trains_to_choose_and_begins_nothing_else():
     workload = slowed(points(size=64, epochs=4), 0.005)
     auto = dataclasses.replace(workload.recipe, batch_size="auto")
     with pytest.raises(PlanError, match="choose_batch_size"):
-        begin(workload, auto, device="cpu")
+        setup_run(workload, auto, device="cpu")
     lines = []
     chosen, rows = choose_batch_size(workload, auto, factors=(2, 64), seeds=2, device="cpu", say=lines.append)
     assert [row["batch_size"] for row in rows] == [32]  # with 64 times as many too few steps would be left

@@ -12,6 +12,7 @@ from torch._subclasses import FakeTensorMode
 
 from speedkit import Plan, load_workload
 from speedkit.data.loader import BatchStream
+from speedkit.workloads.residual import GroupNorm
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a real one shows more: the other tests take it")
 SIZES = {
@@ -81,3 +82,25 @@ def test_what_stays_on_the_cpu_is_noticed(made, fake_gpu, name):
     with fake_gpu, pytest.raises(RuntimeError, match="two different devices"):
         model = to_gpu(workload.model())
         workload.loss(model, tuple(map(fake_gpu.from_tensor, batch)), workload.recipe)
+
+
+def saved_by(norm, inputs, dtype):
+    """Return the output of `norm` and the bytes that autograd saves for its backward pass."""
+    saved = {}
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.setdefault(id(tensor), tensor), lambda x: x)
+    with hooks, autocast(dtype):
+        outputs = norm(inputs)
+    return outputs, sum(tensor.nbytes for tensor in saved.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, None], ids=["bf16", "fp16", "fp32"])
+def test_group_norm_stays_in_the_format_of_its_input(fake_gpu, dtype):
+    with fake_gpu:
+        ours, theirs = to_gpu(GroupNorm(1, 8)), to_gpu(nn.GroupNorm(1, 8))
+        inputs = torch.empty(4, 8, 16, 16, device="cuda", dtype=dtype or torch.float32, requires_grad=True)
+        (outputs, saved_bytes), (wide, wide_bytes) = (saved_by(norm, inputs, dtype) for norm in (ours, theirs))
+    assert outputs.dtype == inputs.dtype and wide.dtype == torch.float32
+    assert saved_bytes <= 0.55 * wide_bytes if dtype else saved_bytes == wide_bytes
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    on_cpu = torch.randn(2, 8, 4, 4)
+    assert torch.equal(GroupNorm(1, 8)(on_cpu), nn.GroupNorm(1, 8)(on_cpu))

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import json
 import mmap
 import pickle
 import subprocess
@@ -16,7 +15,7 @@ from torch import nn
 
 from speedkit.hardware import Hardware
 from speedkit.plan import Plan, resolve
-from speedkit.train import attention, memory
+from speedkit.train import memory
 from speedkit.train.loop import fit
 from speedkit.workloads.audio import AudioNet
 from speedkit.workloads.image import ImageNet
@@ -57,15 +56,29 @@ def test_tensors_take_no_page_faults_once_freed_memory_is_kept():
 def test_activation_bytes_are_those_that_the_backward_pass_needs(device):
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8)).to(device)
     inputs = torch.randn(32, 64, device=device)
-    loss_bytes = 4
+    loss_bytes = 4 if device == "cpu" else 512  # what CUDA's allocator rounds up to
     hidden_bytes = 4 * 32 * 256  # ReLU's result, which the second layer multiplies its gradient with: counted once
     assert memory.activation_bytes(lambda: model(inputs).sum()) == hidden_bytes + loss_bytes
     with torch.no_grad():
         assert memory.activation_bytes(lambda: model(inputs).sum()) == loss_bytes
     with torch.autocast(device, torch.bfloat16):
         halved = memory.activation_bytes(lambda: model(inputs).sum())
-    copies = 2 * (32 * 64 + 256 * 8 + 64 * 256)  # autocast keeps its bfloat16 input and weights
+    copies = 2 * (32 * 64 + sum(weight.numel() for weight in model.parameters()))  # autocast's, in bfloat16
     assert hidden_bytes // 2 <= halved <= hidden_bytes // 2 + copies + loss_bytes
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_peak_of_a_function_is_what_it_holds_at_once(device):
+    before = torch.ones(1 << 20, device=device)  # not counted
+
+    def function():
+        first = torch.empty(1 << 20, device=device)
+        second = before + first
+        del first
+        third = torch.empty(1 << 18, device=device)
+        return second, third
+
+    assert memory.peak_bytes(function, torch.device(device)) == 8 << 20  # the first two; then the last two
 
 
 class Block(nn.Module):
@@ -160,29 +173,16 @@ def test_less_is_kept_in_training_and_as_much_as_ever_in_evaluation(device):
     assert len(evaluated) == 1
 
 
-def test_what_is_recomputed_uses_the_attention_kernel_of_the_forward_pass():
-    plan = Plan(checkpointing="blocks", attention="math")
-    plain, inputs = make_net(), torch.randn(8, 12, 8)
-    under_math = attention.kernels(plan)
-    expected = gradients(plain, inputs, forward=under_math(plain.forward))
-    model = checkpointed(plain, "blocks", attention="math")
-    found = []
-    ran = attention.which_ran(lambda: found.append(gradients(model, inputs, forward=under_math(model.forward))))
-    assert {row["kernel"] for row in ran} == {"math"}
-    assert same(found[0], expected)
-
-
 @pytest.mark.parametrize(
-    ("net", "mode", "why"),
+    ("net", "why"),
     [
-        (make_net(last=lambda: nn.BatchNorm1d(16)), "blocks", "running statistics"),
-        (make_net(last=lambda: nn.ReLU(inplace=True)), "selective", "overwrite what is kept of Linear"),
-        (nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), "blocks", "no repeated blocks"),
+        (make_net(last=lambda: nn.BatchNorm1d(16)), "BatchNorm1d, whose running statistics"),
+        (nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), "no repeated blocks"),
     ],
-    ids=["BatchNorm", "in place", "no blocks"],
+    ids=["BatchNorm", "no blocks"],
 )
-def test_blocks_that_cannot_run_twice_are_left_alone_with_the_reason(net, mode, why):
-    assert why in memory.checkpoint_blocks(net, Plan(checkpointing=mode))
+def test_blocks_that_cannot_run_twice_are_left_alone_with_the_reason(net, why):
+    assert why in memory.checkpoint_blocks(net, Plan(checkpointing="blocks"))
     assert not any("forward" in vars(module) for module in net.modules())
 
 
@@ -225,21 +225,13 @@ def test_compiled_blocks_are_recomputed_too(scope, mode):
     assert kept[mode] < kept["off"]
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_snapshot_names_the_largest_tensors(device, tmp_path):
-    held = [torch.ones(1000, 7, 333, device=device) for _ in range(3)]
-    path = memory.save_snapshot(tmp_path, torch.device(device))
-    told = json.loads(path.read_text())
-    rows = [row for row in told["largest"] if row["shape"] == [1000, 7, 333]]
-    assert [(row["bytes"], row["count"], row["dtype"]) for row in rows] == [(held[0].nbytes, 3, "torch.float32")]
-    totals = [row["bytes"] * row["count"] for row in told["largest"]]
-    assert totals == sorted(totals, reverse=True) and told["device"].startswith(device)
-    names = {"memory.json"} | ({"memory.pickle"} if device == "cuda" else set())
-    assert {file.name for file in tmp_path.iterdir()} == names, "no temporary file is left"
-    if device == "cuda":
-        with (tmp_path / "memory.pickle").open("rb") as stream:
+def test_a_snapshot_of_a_gpu_is_written_and_a_cpu_has_none(tmp_path):
+    assert memory.save_snapshot(tmp_path, torch.device("cpu")) is None
+    if torch.cuda.is_available():
+        device = torch.device("cuda")
+        with memory.save_snapshot(tmp_path, device).open("rb") as stream:
             assert pickle.load(stream)["segments"]
-    assert memory.save_snapshot(tmp_path / "gone", torch.device(device)) is None
+        assert memory.save_snapshot(tmp_path / "gone", device) is None
 
 
 def test_memory_in_use_is_told_on_a_cpu():
@@ -264,17 +256,19 @@ held = [torch.empty(8 << 20, dtype=torch.uint8, device=device) for _ in range(64
 del held[::2]  # every other one: holes
 holes = memory.fragmentation(device)
 assert holes["free_share"] > 0.3 and holes["largest_free_block_bytes"] < 32 << 20, holes
-print(memory.set_allocator(Plan(allocator="expandable"), device) or "grows")
+assert memory.set_allocator(Plan(allocator="expandable"), device) == ""
+more = torch.empty(1 << 30, dtype=torch.uint8, device=device)
+print(any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot()))
 """
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="it is CUDA's allocator")
 def test_the_allocator_took_what_it_was_told():
     done = subprocess.run([sys.executable, "-c", EXPANDABLE], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["grows"]
+    assert done.stdout.split() == ["True"]
 
 
 def test_a_cpu_has_no_expandable_segments():
     effective = resolve(Plan(allocator="expandable"), Hardware(cpu="any", cpu_flags=()))
     assert effective.plan.allocator == "default"
-    assert [(found.field, found.got) for found in effective.fallbacks] == [("allocator", "default")]
+    assert [(fallback.field, fallback.got) for fallback in effective.fallbacks] == [("allocator", "default")]

@@ -85,8 +85,14 @@ def compile_options(plan: Plan, workload: Workload | None = None) -> dict[str, A
     # A CUDA compiler without a GPU is no news to somebody who trains on a CPU.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     torch._dynamo.config.recompile_limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
-    any_length = workload is not None and workload.length is not None and not plan.bucket
-    return {"backend": BACKEND, "mode": plan.compile, "dynamic": None if any_length else False}
+    if workload is None or workload.length is None or plan.bucket:
+        return {"backend": BACKEND, "mode": plan.compile, "dynamic": False}
+    # On a CPU Inductor stores what convolutions come from or lead to as NHWC, attention's heads too. AOTAutograd hands
+    # such changed strides to the backward pass as numbers, those of the length that was traced: any other length ends
+    # in an AssertionError. On CUDA dynamic shapes keep their layout (https://github.com/pytorch/pytorch/pull/99773,
+    # https://github.com/pytorch/pytorch/issues/102670).
+    options = torch._inductor.list_mode_options(plan.compile) | {"layout_optimization": False}
+    return {"backend": BACKEND, "options": options, "dynamic": None}
 
 
 def failure(error: BaseException) -> str:

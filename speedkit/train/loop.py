@@ -18,7 +18,7 @@ from speedkit.train import checkpoint, memory
 from speedkit.train.compile import failure
 from speedkit.train.distributed import gradients_exchanged, report_lost_rank
 from speedkit.train.history import History
-from speedkit.train.oom import is_out_of_memory, release
+from speedkit.train.micro_batch import is_out_of_memory, release
 from speedkit.train.optimizer import set_learning_rate
 from speedkit.train.run import TrainingRun
 from speedkit.train.setup import setup_run
@@ -112,6 +112,9 @@ def train(run: TrainingRun) -> Generator[int, None, None]:
             evaluate(run)
             run.save_checkpoint()
         yield run.step
+
+
+TrainingRun.train = train  # for `micro_batch`, which this module imports by way of `setup`
 
 
 def micro_batches(run: TrainingRun, batch: Batch) -> list[tuple[Batch, Tensor | float | None]]:

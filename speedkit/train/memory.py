@@ -1,25 +1,24 @@
-"""What takes memory, and what can be traded for it: recomputing activations, the allocator, what is held and where."""
+"""What takes memory, and what can be traded for it: recomputation, the allocator, freed memory that is kept."""
 
 import ctypes
 import functools
-import gc
 import itertools
 import os
 import resource
 import sys
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.autograd.profiler import profile
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from speedkit import files
+from speedkit.files import atomic
 from speedkit.plan import Plan
-from speedkit.train import attention
+from speedkit.train.attention import backends, call_under
 from speedkit.train.compile import repeated_blocks
 
 aten = torch.ops.aten
@@ -34,7 +33,6 @@ KEPT_PRODUCTS = [
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.torch_attn._varlen_attn.default,
 ]
 
 # mallopt's parameters, from glibc's malloc.h; 32 MB is the largest threshold that it takes.
@@ -52,72 +50,62 @@ def checkpoint_blocks(model: nn.Module, plan: Plan) -> str:
     if plan.checkpointing == "off":
         return ""
     blocks = [block for _, block in repeated_blocks(model)]
-    if why := _not_to_recompute(model, blocks, plan):
-        return why
+    if not blocks:
+        return f"{type(model).__name__} has no repeated blocks: no class of modules with children occurs twice in it"
+    for module in itertools.chain.from_iterable(block.modules() for block in blocks):
+        if getattr(module, "track_running_stats", False):
+            return (
+                f"a block holds {type(module).__name__}, whose running statistics a second forward pass would move "
+                "once more: normalise per group or layer"
+            )
     contexts = functools.partial(create_selective_checkpoint_contexts, KEPT_PRODUCTS)
     options = {"context_fn": contexts} if plan.checkpointing == "selective" else {}
     for block in blocks:
-        # A partial of bound methods is copied along with a model that is deep-copied; a closure would not be.
-        block.forward = functools.partial(_recomputed, block, block.forward, attention.kernels(plan), options)
+        # A partial of a bound method is copied along with a model that is deep-copied; a closure would not be.
+        block.forward = functools.partial(_recomputed, block, block.forward, backends(plan), options)
     return ""
 
 
 def _recomputed(block: nn.Module, forward: Any, kernels: Any, options: Any, *inputs: Any, **named: Any) -> Any:
     if not (block.training and torch.is_grad_enabled()):
         return forward(*inputs, **named)
-    # The backward pass runs outside the loop's choice of attention kernels; compiled code has made it for both.
-    if kernels is not None and not torch.compiler.is_compiling():
-        forward = kernels(forward)
+    # The backward pass runs outside the model's choice of attention kernels; compiled code has made it for both.
+    if not torch.compiler.is_compiling():
+        forward = functools.partial(call_under, kernels, forward)
     return checkpoint(forward, *inputs, use_reentrant=False, **options, **named)
 
 
-def _not_to_recompute(model: nn.Module, blocks: list[nn.Module], plan: Plan) -> str:
-    """Return why `blocks` cannot run twice with the same result, "" where they can."""
-    if not blocks:
-        return f"{type(model).__name__} has no repeated blocks: no class of modules with children occurs twice in it"
-    for block in blocks:
-        for before, module in itertools.pairwise([None, *block.modules()]):
-            if getattr(module, "track_running_stats", False):
-                return (
-                    f"{type(block).__name__} holds {type(module).__name__}, whose running statistics a second "
-                    "forward pass would move once more: normalise per group or layer"
-                )
-            overwrites = getattr(module, "inplace", False) and isinstance(before, nn.Linear | nn.modules.conv._ConvNd)
-            if overwrites and plan.checkpointing == "selective":
-                return (
-                    f"{type(block).__name__} holds an in-place {type(module).__name__}, which would overwrite what "
-                    f'is kept of {type(before).__name__}: leave inplace off, or use "blocks"'
-                )
-    return ""
+def activation_bytes(function: Callable[[], Any], device: torch.device | None = None) -> int:
+    """Return the bytes that `function`, a forward pass that returns its loss, keeps allocated: for the backward pass.
 
-
-def live_tensors() -> dict[tuple[torch.device, int], Tensor]:
-    """Return one tensor per storage that Python can reach, by device and address; views share theirs."""
-    # Only plain tensors: those inside a subclass are plain themselves, and a traced one has no storage.
-    tensors = (tensor for tensor in gc.get_objects() if type(tensor) in (Tensor, nn.Parameter))
-    return {_place(tensor): tensor for tensor in tensors if tensor.layout == torch.strided and not tensor.is_meta}
-
-
-def activation_bytes(function: Callable[[], Any]) -> int:
-    """Return the bytes that `function`, a forward pass that returns its loss, leaves behind for the backward pass.
-
-    Counted are distinct storages that autograd saved or that Python came to hold, the result too; not those that were
-    there before. What a first call sets up (compiled code, tables) counts: call it once before.
-    https://docs.pytorch.org/docs/stable/autograd.html#saved-tensors-default-hooks
+    `device` is by default the GPU where there is one. What a first call sets up (compiled code, tables) counts: call it
+    once before.
     """
-    before = set(live_tensors())
-    saved: dict[tuple[torch.device, int], Tensor] = {}
+    return _allocated(function, device or torch.device("cuda" if torch.cuda.is_available() else "cpu"))[1]
 
-    def keep(tensor: Tensor) -> Tensor:
-        saved[_place(tensor)] = tensor  # held, so that no other tensor gets this address
-        return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        result = function()  # held: with it goes the graph
-    # Selective checkpointing keeps tensors of its own, which the hooks do not see but Python does.
-    after = saved | live_tensors()
+def peak_bytes(function: Callable[[], Any], device: torch.device) -> int:
+    """Return the most memory that tensors take at once while `function()` runs, beside what they took before it."""
+    return _allocated(function, device)[0]
+
+
+def _allocated(function: Callable[[], Any], device: torch.device) -> tuple[int, int]:
+    """Return the bytes that `function()` allocates at its peak, and those still allocated while its result is held."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        result = function()
+        peak, after = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+        del result
+        return peak - before, after - before
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # that there is no GPU to look at is no news
+    with profile(profile_memory=True) as run:
+        result = function()
     del result
-    return sum(tensor.untyped_storage().nbytes() for place, tensor in after.items() if place not in before)
+    assert run.kineto_results is not None
+    events = sorted(run.kineto_results.events(), key=lambda event: event.start_ns())
+    changes = [event.nbytes() for event in events if event.name() == "[memory]"]
+    return max(itertools.accumulate(changes), default=0), sum(changes)
 
 
 def set_allocator(plan: Plan, device: torch.device) -> str:
@@ -130,18 +118,10 @@ def set_allocator(plan: Plan, device: torch.device) -> str:
         return ""
     if (backend := torch.cuda.get_allocator_backend()) != "native":
         return f"the allocator is {backend}, which has no segments: unset PYTORCH_ALLOC_CONF"
-    asked = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
-    settings = ",".join(filter(None, (asked, "expandable_segments:True")))  # what is not named again would be reset
-    torch._C._accelerator_setAllocatorSettings(settings)
-    # Not every driver and platform can do it, so ask for more than lies in any hole and see where it was put.
-    torch.cuda.empty_cache()
-    probe = torch.empty(fragmentation(device)["largest_free_block_bytes"] + (2 << 20), dtype=torch.uint8, device=device)
-    grows = any(
-        segment["is_expandable"]
-        for segment in torch.cuda.memory_snapshot()
-        if 0 <= probe.data_ptr() - segment["address"] < segment["total_size"]
-    )
-    return "" if grows else "this driver or platform maps no expandable segments"
+    settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+    # What is not named again would be reset.
+    torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (settings, "expandable_segments:True"))))
+    return ""
 
 
 def fragmentation(device: torch.device) -> dict[str, Any]:
@@ -170,34 +150,21 @@ def fragmentation(device: torch.device) -> dict[str, Any]:
 
 
 def save_snapshot(folder: str | Path, device: torch.device) -> Path | None:
-    """Write what takes memory now to memory.json in `folder`; return its path, or None where it cannot be written.
+    """Write what lies where in a GPU's memory to memory.pickle in `folder`, for https://docs.pytorch.org/memory_viz.
 
-    It lists the largest tensors that Python can reach, by shape. On a GPU memory.pickle comes with it, for
-    https://docs.pytorch.org/memory_viz; the first one switches on the record of where memory is asked for, some
-    microseconds each time, so that the next one names the lines.
+    Return its path, None on a CPU or where it cannot be written. The first one switches on the record of where memory
+    is asked for, some microseconds each time, so that the next one names the lines.
     """
-    held = Counter(
-        (tensor.untyped_storage().nbytes(), str(tensor.device), str(tensor.dtype), tuple(tensor.shape))
-        for tensor in live_tensors().values()
-    )
-    rows = [
-        {"bytes": kind[0], "device": kind[1], "dtype": kind[2], "shape": kind[3], "count": count}
-        for kind, count in sorted(held.items(), key=lambda row: -row[0][0] * row[1])[:50]
-    ]
-    path = Path(folder) / "memory.json"
-    try:
-        files.write_json(path, {"device": str(device), **fragmentation(device), "largest": rows})
-        if device.type == "cuda":
-            with files.atomic(path.with_suffix(".pickle")) as temporary:
-                torch.cuda.memory._dump_snapshot(str(temporary))
-            torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=100_000)
-    except OSError:
+    if device.type != "cuda":
         return None
+    path = Path(folder) / "memory.pickle"
+    try:
+        with atomic(path) as temporary:
+            torch.cuda.memory._dump_snapshot(str(temporary))
+    except OSError:  # a full disk is no reason to end a training that can go on
+        return None
+    torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=100_000)
     return path
-
-
-def _place(tensor: Tensor) -> tuple[torch.device, int]:
-    return tensor.device, tensor.untyped_storage().data_ptr()
 
 
 @functools.lru_cache

@@ -23,8 +23,8 @@ from speedkit.hardware import cache_root, this_machine
 from speedkit.plan import EffectivePlan, Fallback, Plan, resolve
 from speedkit.recipe import Recipe, learning_rates, steps_per_epoch
 from speedkit.train import attention, checkpoint, compile, distributed, memory, precision
-from speedkit.train.batch_size import choose_micro_batch
 from speedkit.train.history import History
+from speedkit.train.micro_batch import choose_micro_batch
 from speedkit.train.nonfinite import StepGuard
 from speedkit.train.optimizer import build_optimizer
 from speedkit.train.progress import Progress, wanted
@@ -130,8 +130,9 @@ def setup_run(
         run.writer = checkpoint.CheckpointWriter(run, folder)
     if plan.on_nonfinite == "recover" and not run.recovery.snapshot:
         run.recovery.take_snapshot(run)
-    run.progress.follow(run.train_batches)
-    run.progress.tell(*effective.fallbacks, train_batches.padding, getattr(train_batches.cache, "why", ""))
+    for note in (*effective.fallbacks, train_batches.padding, getattr(train_batches.cache, "why", "")):
+        if note:
+            run.progress.say(f"  {note}")
     run.history.prepare_s = time.perf_counter() - began_s
     return run
 
@@ -160,7 +161,7 @@ def choose_auto_settings(
     memory.keep_freed_memory()
     if why := memory.set_allocator(effective.plan, device):
         effective = effective.with_fallbacks(Fallback("allocator", effective.plan.allocator, "default", why))
-    effective = choose_micro_batch(workload, recipe, effective, device, build_learner, None)  # type: ignore[arg-type]
+    effective = choose_micro_batch(effective, workload, recipe, device=device, make_run=setup_run)
     plan = effective.plan
     if plan.workers != "auto":
         return effective

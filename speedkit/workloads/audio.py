@@ -18,9 +18,9 @@ from speedkit.data.augment import spec_augment, time_shift
 from speedkit.data.sources import Item
 from speedkit.errors import UsageError
 from speedkit.recipe import Recipe
-from speedkit.workloads.classifier import residual_net, score
 from speedkit.workloads.generated import find_or_generate
 from speedkit.workloads.night_sounds import generate
+from speedkit.workloads.residual import residual_net, score
 from speedkit.workloads.workload import Batch, Workload
 
 BANDS = 64  # mel bands, from 0 Hz to half the sample rate

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from speedkit.data.decode import BadItem
 from speedkit.errors import UsageError
 from speedkit.recipe import Recipe
-from speedkit.workloads import classifier
+from speedkit.workloads import residual
 from speedkit.workloads.workload import Batch, Workload
 
 Rule = Callable[[Tensor, Tensor], Tensor]  # of outputs and targets
@@ -62,7 +62,7 @@ def from_dataset(
         target,
         functools.partial(copy.deepcopy, model) if isinstance(model, nn.Module) else model,
         functools.partial(_loss, rule=loss),
-        functools.partial(_score, rule=score) if score is not None else classifier.score,
+        functools.partial(_score, rule=score) if score is not None else residual.score,
         **fields,
     )
 
