@@ -12,7 +12,8 @@ import torch
 
 from speedkit.measure.turns import in_turns
 from speedkit.plan import Plan
-from speedkit.train import loop, micro_batch
+from speedkit.train import micro_batch
+from speedkit.train.setup import setup_run
 from speedkit.workloads import load_workload
 
 PLAN = Plan(fused_optimizer=True)
@@ -23,11 +24,11 @@ def measure(quick: bool) -> Iterator[common.Result]:
     batch_size, pairs = (8, 3) if quick else (64, 30)
     workload = load_workload("audio", clips=240, size="small", max_duration_s=2.0)
     recipe, device = dataclasses.replace(workload.recipe, batch_size=batch_size), torch.device("cpu")
-    search = micro_batch.find_micro_batch(workload, recipe, PLAN, device=device, make_run=loop.setup_run)
+    search = micro_batch.find_micro_batch(workload, recipe, PLAN, device=device, make_run=setup_run)
 
     # The sweep measures every size as a search measures its few.
     began_s = time.perf_counter()
-    run = loop.setup_run(
+    run = setup_run(
         micro_batch.with_longest_first(workload),
         recipe,
         micro_batch.trial_plan(PLAN),

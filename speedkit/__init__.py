@@ -12,7 +12,7 @@ _HOMES = {
     "resolve": "speedkit.plan",
     "this_machine": "speedkit.hardware",
     "load_workload": "speedkit.workloads",
-    "fit": "speedkit.train.loop",
+    "fit": "speedkit.train.fit",
     "compare": "speedkit.measure.compare",
     "doctor": "speedkit.measure.diagnose:diagnose",
     "watch": "speedkit.measure.watch",

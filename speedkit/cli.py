@@ -116,7 +116,7 @@ def train(workload: str, plan: str, nnodes: int, **values: Any) -> int:
     machines the same command runs on each.
     """
     from speedkit.measure.larger_batch import choose_batch_size
-    from speedkit.train.loop import fit
+    from speedkit.train.fit import fit
 
     asked = find_plan(plan, values, values["device"])
     here = dataclasses.replace(asked, ranks=max(1, asked.ranks // nnodes))

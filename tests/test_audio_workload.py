@@ -15,7 +15,7 @@ from speedkit.errors import UsageError
 from speedkit.hardware import this_machine
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
-from speedkit.train.loop import fit
+from speedkit.train.fit import fit
 from speedkit.workloads import load_workload
 from speedkit.workloads.audio import SIZES, AudioNet, audio, augment, log_mel, loss
 from speedkit.workloads.residual import score

@@ -15,7 +15,7 @@ from speedkit.data.samples import EpochOrder
 from speedkit.errors import PlanError
 from speedkit.hardware import this_machine
 from speedkit.plan import Plan, resolve
-from speedkit.train.loop import fit
+from speedkit.train.fit import fit
 
 CPU = torch.device("cpu")
 

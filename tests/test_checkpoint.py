@@ -15,7 +15,8 @@ from test_resume import lively, outcome
 from speedkit.errors import SpeedkitError
 from speedkit.plan import Plan
 from speedkit.train import checkpoint
-from speedkit.train.loop import fit, steps
+from speedkit.train.fit import fit
+from speedkit.train.loop import steps
 from speedkit.train.setup import setup_run
 
 OPTIONS = {"plan": Plan(log_every=1, validate_every=2), "device": "cpu", "progress": False}
@@ -88,7 +89,7 @@ import torch
 torch.set_num_threads(1)
 from test_checkpoint import OPTIONS, large
 from speedkit.plan import Plan
-from speedkit.train.loop import fit
+from speedkit.train.fit import fit
 print("begun", flush=True)
 fit(large(), out=sys.argv[2], resume=True, **OPTIONS | {"plan": Plan(log_every=1, validate_every=1)})
 print("done", flush=True)

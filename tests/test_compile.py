@@ -22,7 +22,8 @@ from speedkit.plan import Plan, resolve
 from speedkit.recipe import learning_rates
 from speedkit.train import compile
 from speedkit.train.compile import apply_compile, repeated_blocks
-from speedkit.train.loop import fit, steps
+from speedkit.train.fit import fit
+from speedkit.train.loop import steps
 from speedkit.train.setup import setup_run
 
 SCOPES = ("model", "blocks", "step")

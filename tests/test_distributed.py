@@ -24,7 +24,7 @@ from speedkit.errors import PlanError, SpeedkitError, UsageError
 from speedkit.hardware import Hardware
 from speedkit.plan import Plan, resolve
 from speedkit.train import distributed
-from speedkit.train.loop import fit
+from speedkit.train.fit import fit
 from speedkit.workloads import load_workload
 
 TESTS = Path(__file__).resolve().parent

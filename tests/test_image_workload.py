@@ -18,7 +18,7 @@ from speedkit.errors import SpeedkitError, UsageError
 from speedkit.hardware import this_machine
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
-from speedkit.train.loop import fit
+from speedkit.train.fit import fit
 from speedkit.workloads import load_workload
 from speedkit.workloads.image import SIZES, ImageNet, augment, image, in_unit_range, load, loss
 from speedkit.workloads.patterns import CLASSES, generate, photograph, photograph_path

@@ -18,7 +18,8 @@ from speedkit.errors import SpeedkitError
 from speedkit.hardware import this_machine
 from speedkit.plan import Plan
 from speedkit.recipe import learning_rates
-from speedkit.train.loop import fit, steps
+from speedkit.train.fit import fit
+from speedkit.train.loop import steps
 from speedkit.train.setup import setup_run
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]

@@ -18,7 +18,7 @@ from tiny import every_number_format
 
 from speedkit.hardware import this_machine
 from speedkit.plan import Plan
-from speedkit.train.loop import fit
+from speedkit.train.fit import fit
 from speedkit.workloads import load_workload
 
 RECORD = Path(__file__).with_name("data") / "losses.json"

@@ -16,7 +16,7 @@ from torch import nn
 from speedkit.hardware import Hardware
 from speedkit.plan import Plan, resolve
 from speedkit.train import memory
-from speedkit.train.loop import fit
+from speedkit.train.fit import fit
 from speedkit.workloads.audio import AudioNet
 from speedkit.workloads.image import ImageNet
 from speedkit.workloads.speech import SpeechNet

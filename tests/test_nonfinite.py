@@ -20,7 +20,8 @@ from speedkit.data.decode import BadItem
 from speedkit.errors import Interrupted, SpeedkitError
 from speedkit.plan import Fallback, Plan
 from speedkit.recipe import learning_rates
-from speedkit.train.loop import fit, steps
+from speedkit.train.fit import fit
+from speedkit.train.loop import steps
 from speedkit.train.nonfinite import training_state
 from speedkit.train.setup import setup_run
 

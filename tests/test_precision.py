@@ -15,7 +15,7 @@ from speedkit.hardware import this_machine
 from speedkit.plan import Plan, resolve
 from speedkit.recipe import Recipe
 from speedkit.train import precision
-from speedkit.train.loop import fit
+from speedkit.train.fit import fit
 from speedkit.train.optimizer import build_optimizer
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]

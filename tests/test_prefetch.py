@@ -10,7 +10,7 @@ from speedkit.data.loader import BatchStream
 from speedkit.data.prefetch import prefetched
 from speedkit.hardware import this_machine
 from speedkit.plan import Plan, resolve
-from speedkit.train.loop import fit
+from speedkit.train.fit import fit
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

@@ -18,7 +18,8 @@ from speedkit.errors import Interrupted, SpeedkitError, UsageError
 from speedkit.plan import Plan
 from speedkit.recipe import learning_rates
 from speedkit.train import checkpoint
-from speedkit.train.loop import fit, steps
+from speedkit.train.fit import fit
+from speedkit.train.loop import steps
 from speedkit.train.setup import setup_run
 
 PLANS = [
@@ -203,7 +204,7 @@ from tiny import emulating
 from speedkit.errors import Interrupted
 from speedkit.plan import Plan
 from speedkit.train import run
-from speedkit.train.loop import fit
+from speedkit.train.fit import fit
 
 run.this_machine = emulating
 

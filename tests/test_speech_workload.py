@@ -17,7 +17,8 @@ from speedkit.hardware import this_machine
 from speedkit.measure.loading import examine
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
-from speedkit.train.loop import fit, steps
+from speedkit.train.fit import fit
+from speedkit.train.loop import steps
 from speedkit.train.setup import setup_run
 from speedkit.workloads.generated import TEST_PATTERN
 from speedkit.workloads.speech import BANDS, BLOCK, SPAN, SpeechNet, augment, count, loss, masked, speech

@@ -14,7 +14,8 @@ from speedkit import clock
 from speedkit.hardware import this_machine
 from speedkit.measure.syncs import audit
 from speedkit.plan import Plan
-from speedkit.train.loop import gc_paused, steps
+from speedkit.train.fit import gc_paused
+from speedkit.train.loop import steps
 from speedkit.train.setup import setup_run
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]

@@ -17,7 +17,7 @@ from tiny import emulating
 
 from speedkit.errors import UsageError
 from speedkit.plan import Plan, resolve
-from speedkit.train.loop import fit
+from speedkit.train.fit import fit
 from speedkit.workloads import load_workload
 from speedkit.workloads.text import (
     BYTES,

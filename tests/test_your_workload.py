@@ -17,7 +17,7 @@ from speedkit.errors import SpeedkitError, UsageError
 from speedkit.hardware import this_machine
 from speedkit.plan import Plan, resolve
 from speedkit.recipe import Recipe
-from speedkit.train.loop import fit
+from speedkit.train.fit import fit
 from speedkit.workloads import load_workload
 from speedkit.workloads.yours import from_dataset
 

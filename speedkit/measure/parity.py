@@ -9,7 +9,7 @@ from typing import Any
 from speedkit.measure.stats import non_inferior
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe, steps_per_epoch
-from speedkit.train.loop import fit
+from speedkit.train.fit import fit
 
 Curves = dict[str, list[dict[str, Any]]]  # plan -> one {seed, points: [[seconds, score], ...], value, seconds} per seed
 

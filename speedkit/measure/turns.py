@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ def take_turns(
 
 def in_turns(
     name: str,
-    functions: dict[str, Callable[[], Any]],
+    functions: Mapping[str, Callable[[], Any]],
     pairs: int,
     device: torch.device | str = "cpu",
     before: Callable[[], Any] = lambda: None,

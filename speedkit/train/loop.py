@@ -1,47 +1,19 @@
-"""The training loop: `train` is the page to read, `steps` answers what goes wrong in it, `fit` is a whole training."""
+"""The training loop: `train` is the page to read, `steps` answers what goes wrong in it."""
 
-import contextlib
-import gc
 import math
-import signal
-import threading
-from collections.abc import Generator, Iterator
-from typing import Any
+from collections.abc import Generator
 
 import torch
 from torch import Tensor
 
-from speedkit.errors import Interrupted, SpeedkitError
-from speedkit.plan import Fallback, Plan
-from speedkit.recipe import Recipe
-from speedkit.train import checkpoint, memory
+from speedkit.errors import SpeedkitError
+from speedkit.plan import Fallback
 from speedkit.train.compile import failure
-from speedkit.train.distributed import gradients_exchanged, report_lost_rank
-from speedkit.train.history import History
-from speedkit.train.micro_batch import is_out_of_memory, release
+from speedkit.train.distributed import gradients_exchanged
+from speedkit.train.memory import is_out_of_memory, release, save_snapshot
 from speedkit.train.optimizer import set_learning_rate
 from speedkit.train.run import TrainingRun
-from speedkit.train.setup import setup_run
-from speedkit.workloads.workload import Batch, Workload
-
-
-def fit(workload: Workload, recipe: Recipe | None = None, plan: Plan | None = None, **options: Any) -> History:
-    """Train `workload` by `recipe`, as fast as `plan` says; return the course of the run with the trained model.
-
-    Options are those of `setup_run`. Ctrl-C and SIGTERM end the run after the step in progress with a checkpoint (where
-    `out` is set) and raise Interrupted.
-    """
-    with report_lost_rank(), contextlib.closing(setup_run(workload, recipe, plan, **options)) as run:
-        with stop_on_signal(run), gc_paused():
-            for _ in steps(run):
-                if run.stopping:
-                    run.save_checkpoint()
-                    break
-        history = run.finish()
-    if run.stopping:
-        resume = f"--resume goes on from {run.out / checkpoint.NAME}" if run.out else "nothing is kept without --out"
-        raise Interrupted(f"stopped by {signal.Signals(run.stop).name} after step {run.step}; {resume}", run.stop)
-    return history
+from speedkit.workloads.workload import Batch
 
 
 def steps(run: TrainingRun) -> Generator[int, None, None]:
@@ -114,9 +86,6 @@ def train(run: TrainingRun) -> Generator[int, None, None]:
         yield run.step
 
 
-TrainingRun.train = train  # for `micro_batch`, which this module imports by way of `setup`
-
-
 def micro_batches(run: TrainingRun, batch: Batch) -> list[tuple[Batch, Tensor | float | None]]:
     """Return the parts of `batch`, at most `run.micro_batch` samples each, and what part of the loss each counts for.
 
@@ -186,7 +155,7 @@ def fallback_for(run: TrainingRun, error: Exception) -> Fallback:
 
 def _smaller_micro_batch(run: TrainingRun, error: Exception) -> Fallback:
     if run.out is not None:
-        memory.save_snapshot(run.out, run.device)
+        save_snapshot(run.out, run.device)
     where, size = "", 0
     if run.batch is None:
         where = "in the update or an evaluation, whatever the micro-batch"
@@ -202,43 +171,3 @@ def _smaller_micro_batch(run: TrainingRun, error: Exception) -> Fallback:
             "where memory is free"
         ) from error
     return Fallback("micro_batch", size, (size + 1) // 2, f"out of memory at step {run.step + 1}")
-
-
-@contextlib.contextmanager
-def stop_on_signal(run: TrainingRun) -> Iterator[None]:
-    """Turn Ctrl-C and SIGTERM into a request to stop after the step in progress."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def request(number: int, _frame: Any) -> None:
-        if run.stop and run.ranks is None:  # the second one stops at once
-            raise KeyboardInterrupt
-        run.stop = number
-
-    before = {name: signal.signal(name, request) for name in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for name, handler in before.items():
-            signal.signal(name, handler)
-
-
-@contextlib.contextmanager
-def gc_paused() -> Iterator[None]:
-    """Let no garbage collection begin by itself in what runs inside; log points collect.
-
-    Left alone it begins after some number of allocations, in the middle of some step, looks through every object of
-    the process, and keeps a GPU waiting. What exists on entering is not looked through again. Tensors are freed as
-    ever, by their reference counts.
-    """
-    was_enabled = gc.isenabled()
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-        if was_enabled:
-            gc.enable()

@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import gc
 import itertools
 import os
 import resource
@@ -38,6 +39,20 @@ KEPT_PRODUCTS = [
 # mallopt's parameters, from glibc's malloc.h; 32 MB is the largest threshold that it takes.
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 KEPT_FREE = {M_MMAP_THRESHOLD: 32 << 20, M_TRIM_THRESHOLD: 1 << 30, M_TOP_PAD: 64 << 20}
+# Texts of RuntimeErrors that a smaller batch cures. The libraries that multiply and convolve say that they found no
+# room for their workspace, or no algorithm that could do without; a launch over more than 65 535 blocks, or over more
+# elements than 32 bits count, is "out of" another resource.
+OUT_OF_MEMORY = (
+    "out of memory",
+    "not enough memory",
+    "can't allocate memory",
+    "std::bad_alloc",
+    "_ALLOC_FAILED",
+    "CUDNN_STATUS_NOT_SUPPORTED",
+    "unable to find an engine",
+    "invalid configuration argument",
+    "canUse32BitIndexMath",
+)
 
 
 def checkpoint_blocks(model: nn.Module, plan: Plan) -> str:
@@ -176,3 +191,21 @@ def keep_freed_memory() -> bool:
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
     return mallopt is not None and all(mallopt(parameter, value) == 1 for parameter, value in KEPT_FREE.items())
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether `error` says that a smaller batch could have fitted.
+
+    Linux may also end a process that takes too much RAM, which no exception announces: on a CPU a budget has to keep
+    sizes from it.
+    """
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY)
+
+
+def release(device: torch.device) -> None:
+    """Free what a failed step left behind. Call it outside `except`: there the error still holds its frames."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

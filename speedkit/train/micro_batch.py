@@ -1,9 +1,8 @@
-"""How to know that memory ran out; and the micro-batch found by trying: the smallest near the best rate."""
+"""The micro-batch found by trying: the smallest near the best rate."""
 
 import contextlib
 import dataclasses
 import functools
-import gc
 import itertools
 import math
 import time
@@ -18,46 +17,15 @@ from speedkit.errors import SpeedkitError
 from speedkit.plan import EffectivePlan, Fallback, Plan
 from speedkit.recipe import Recipe
 from speedkit.system import usable_ram_bytes
-from speedkit.train.memory import peak_bytes
+from speedkit.train.loop import train
+from speedkit.train.memory import is_out_of_memory, peak_bytes, release
 from speedkit.train.run import TrainingRun
 from speedkit.workloads.workload import Batch, Workload
 
-# Texts of RuntimeErrors that a smaller batch cures. The libraries that multiply and convolve say that they found no
-# room for their workspace, or no algorithm that could do without; a launch over more than 65 535 blocks, or over more
-# elements than 32 bits count, is "out of" another resource.
-OUT_OF_MEMORY = (
-    "out of memory",
-    "not enough memory",
-    "can't allocate memory",
-    "std::bad_alloc",
-    "_ALLOC_FAILED",
-    "CUDNN_STATUS_NOT_SUPPORTED",
-    "unable to find an engine",
-    "invalid configuration argument",
-    "canUse32BitIndexMath",
-)
 ROOM = 0.9  # of the free memory; the rest is for fragments, and for what others take
 TOLERANCE = 0.03  # of the best rate: what a smaller micro-batch may be slower by
 ROUNDS, WINDOW_S = 4, 0.05  # how often a size is timed, and for how long at least
 NEAR = 1.2  # sizes that took longer than this times the least are timed once only
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether `error` says that a smaller batch could have fitted.
-
-    Linux may also end a process that takes too much RAM, which no exception announces: on a CPU a budget has to keep
-    sizes from it.
-    """
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY)
-
-
-def release(device: torch.device) -> None:
-    """Free what a failed step left behind. Call it outside `except`: there the error still holds its frames."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def choose_micro_batch(
@@ -161,7 +129,7 @@ class MicroBatchTrial:
     def take_steps(self, size: int, samples: int, steps: int = 1) -> None:
         """Make optimizer steps on so many samples, in micro-batches of `size`."""
         self.run.micro_batch, self.run.fixed_batch = size, tuple(tensor[:samples] for tensor in self.batch)
-        for _ in itertools.islice(self.run.train(), steps):
+        for _ in itertools.islice(train(self.run), steps):
             pass
 
     def fits(self, size: int, room_bytes: float) -> bool:

@@ -4,9 +4,7 @@ import contextlib
 import dataclasses
 import gc
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -29,10 +27,6 @@ COLLECT_S = 10  # between garbage collections, which `fit` keeps out of steps
 @dataclasses.dataclass(kw_only=True)
 class TrainingRun:
     """The state of one training run."""
-
-    train: ClassVar[
-        Callable[["TrainingRun"], Iterator[int]]
-    ]  # `loop.train`: the loop sets it, for it imports this module
 
     workload: Workload
     recipe: Recipe
