@@ -18,9 +18,9 @@ from speedkit.plan import Plan
 from speedkit.recipe import Recipe, with_batch_size
 from speedkit.train import micro_batch
 from speedkit.train.fit import fit
-from speedkit.train.loop import setup_run  # TODO
 from speedkit.train.memory import is_out_of_memory
 from speedkit.train.micro_batch import even_micro_batch, find_micro_batch, knee
+from speedkit.train.setup import setup_run
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 

@@ -15,7 +15,7 @@ from speedkit.data.sources import write_quarantine
 from speedkit.files import write_json
 from speedkit.plan import CUDA_GRAPHS, EffectivePlan, Fallback, Plan
 from speedkit.recipe import Recipe
-from speedkit.train import checkpoint, compile, distributed, memory
+from speedkit.train import checkpoint, compile, distributed, memory, precision
 from speedkit.train.history import History
 from speedkit.train.nonfinite import Recovery, StepGuard
 from speedkit.train.progress import Progress
@@ -34,13 +34,8 @@ class TrainingRun:
     device: torch.device
     model: nn.Module
     replica: nn.Module  # what a step calls: the model, or what exchanges its gradients with other ranks
-    loss: Loss  # the workload's, compiled under scope "step"
-    autocast: contextlib.AbstractContextManager
-    compiled: bool
     micro_batch: int  # samples per forward pass, at most
     optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler
-    guard: StepGuard
     train_batches: BatchStream
     test_batches: BatchStream
     learning_rates: list[float]  # one per step
@@ -65,6 +60,13 @@ class TrainingRun:
     collected_s: float = 0.0
 
     def __post_init__(self):
+        plan = self.plan
+        self.loss = compile.compile_loss(self.workload.loss, plan, self.workload)
+        self.compiled = plan.compile != "off"
+        self.autocast = precision.autocast(plan, self.device)
+        self.scaler = precision.grad_scaler(plan, self.device)
+        self.guard = StepGuard(plan, self.model, self.optimizer, several_ranks=self.ranks is not None)
+        compile.compile_update(self.optimizer, plan, self.progress.say)
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.generator = torch.Generator(device=self.device)
         self.rates_on_device = torch.tensor(self.learning_rates, device=self.device)

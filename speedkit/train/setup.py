@@ -25,7 +25,6 @@ from speedkit.recipe import Recipe, learning_rates, steps_per_epoch
 from speedkit.train import attention, checkpoint, compile, distributed, memory, precision
 from speedkit.train.history import History
 from speedkit.train.micro_batch import choose_micro_batch
-from speedkit.train.nonfinite import StepGuard
 from speedkit.train.optimizer import build_optimizer
 from speedkit.train.progress import Progress, wanted
 from speedkit.train.run import TrainingRun
@@ -67,8 +66,7 @@ def setup_run(
     resume = resume or (ranks is not None and distributed.is_restart())
     folder = None if out is None else Path(out) if rank else claim_folder(out, "train", resume)
     if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
+        use_deterministic_kernels()
 
     # What takes trying out: memory settings, and micro-batch and workers where they are auto.
     local = dataclasses.replace(recipe, batch_size=-(-recipe.batch_size // world_size))
@@ -103,13 +101,8 @@ def setup_run(
         device=device,
         model=learner.model,
         replica=learner.replica,
-        loss=compile.compile_loss(workload.loss, plan, workload),
-        autocast=precision.autocast(plan, device),
-        compiled=plan.compile != "off",
         micro_batch=min(int(plan.micro_batch or local.batch_size), local.batch_size),
         optimizer=learner.optimizer,
-        scaler=precision.grad_scaler(plan, device),
-        guard=StepGuard(plan, learner.model, learner.optimizer, several_ranks=ranks is not None),
         train_batches=train_batches,
         test_batches=test_batches,
         learning_rates=learning_rates(recipe, total_steps),
@@ -120,21 +113,29 @@ def setup_run(
         out=folder,
         ranks=ranks,
     )
-    compile.compile_update(run.optimizer, plan, run.progress.say)
-
-    # Files: the checkpoint to go on from, and what is written from now on.
-    if folder is not None and resume:
-        checkpoint.load(run, folder)
-    if folder is not None and rank == 0:
-        write_text(folder / "plan.yaml", to_yaml(plan))
-        run.writer = checkpoint.CheckpointWriter(run, folder)
-    if plan.on_nonfinite == "recover" and not run.recovery.snapshot:
-        run.recovery.take_snapshot(run)
+    open_checkpoint(run, resume=resume)
     for note in (*effective.fallbacks, train_batches.padding, getattr(train_batches.cache, "why", "")):
         if note:
             run.progress.say(f"  {note}")
     run.history.prepare_s = time.perf_counter() - began_s
     return run
+
+
+def use_deterministic_kernels() -> None:
+    """Ask CUDA for kernels that give the same bits each time; PyTorch raises later where there is none."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+
+
+def open_checkpoint(run: TrainingRun, *, resume: bool) -> None:
+    """Put `run` where its checkpoint left off, if it is to go on from there, and get ready to write the next one."""
+    if run.out is not None and resume:
+        checkpoint.load(run, run.out)
+    if run.out is not None and (run.ranks is None or run.ranks.rank == 0):
+        write_text(run.out / "plan.yaml", to_yaml(run.plan))
+        run.writer = checkpoint.CheckpointWriter(run, run.out)
+    if run.plan.on_nonfinite == "recover" and not run.recovery.snapshot:
+        run.recovery.take_snapshot(run)
 
 
 def check_recipe(recipe: Recipe, workload: Workload) -> None:
