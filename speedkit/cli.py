@@ -311,15 +311,14 @@ def bench(names: tuple[str, ...], as_json: bool) -> int:
 def run(names: tuple[str, ...], parameters: tuple, grid: tuple, out: str, timeout: float, cluster: str | None) -> None:
     """Run notebooks by number or name with parameters; a parameter that one does not declare is an error."""
     from speedkit import notebooks
-    from speedkit.cluster import sweeping
 
     if cluster and not grid:
         raise UsageError("--cluster runs the combinations of --sweep NAME=A,B,C: give one")
     values, failed, sources = _found_from_anywhere(dict(parameters)), 0, notebooks.find_notebooks(names)
-    with sweeping(cluster) if cluster else contextlib.nullcontext(notebooks.sweep) as sweep:
+    with notebooks.cluster_executor(cluster) if cluster else contextlib.nullcontext() as executor:
         for source in sources:
             if grid:
-                done = sweep(source, dict(grid), out, parameters=values, timeout_s=timeout)
+                done = notebooks.sweep(source, dict(grid), out, parameters=values, executor=executor, timeout_s=timeout)
                 failed += sum(map(bool, done.values()))
             else:
                 click.echo(notebooks.run_notebook(source, Path(out) / source.name, values, timeout_s=timeout))

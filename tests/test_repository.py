@@ -24,7 +24,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # From the ground up. A module imports from its own layer and from those above it in this list, never from one below.
 LAYERS = (
     {"errors", "files", "settings", "clock", "system", "hardware", "ceilings"},
-    {"recipe", "plan", "elsewhere", "parameters"},
+    {"recipe", "plan", "elsewhere"},
     {"data"},
     {"workloads"},
     {"train"},
@@ -32,7 +32,7 @@ LAYERS = (
     {"deploy"},
     {"predict", "ladder", "closing", "climb"},
     {"show"},
-    {"notebooks", "publishing", "bench", "options", "cluster", "commands_cache", "commands_deploy", "cli", "__main__"},
+    {"notebooks", "publishing", "bench", "options", "commands_cache", "commands_deploy", "cli", "__main__"},
 )
 TRAINING_LOOP = {"fit", "steps"}  # the one function that may take a page, in train/loop.py
 
