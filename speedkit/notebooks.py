@@ -159,7 +159,13 @@ def _execute(source: Path, out: Path, values: dict[str, Any], *, timeout_s: floa
                 "log": logging.getLogger("papermill"),
             }
             executed = papermill.execute_notebook(
-                str(source), str(out), values, "speedkit", progress_bar=bar, client_options=client_options
+                str(source),
+                str(out),
+                values,
+                engine_name="speedkit",
+                kernel_name="python3",
+                progress_bar=bar,
+                client_options=client_options,
             )
     except papermill.PapermillExecutionError as error:
         why = f"{error.ename}: {error.evalue}".strip(": ").splitlines()[0]
@@ -187,14 +193,14 @@ class SilentOutput(OutputWidget):
 
 
 class SpeedkitEngine(Engine):
-    """papermill's engine with silent output widgets; its kernels run this Python and know that the device is held."""
+    """papermill's engine with silent output widgets; its kernels know that the device is held."""
 
     @classmethod
     def execute_managed_notebook(
         cls, nb_man: NotebookExecutionManager, kernel_name: str, *, client_options: dict[str, Any], **_: Any
     ) -> None:
         """Run the cells of `nb_man`."""
-        client = PapermillNotebookClient(nb_man, kernel_name="python3", **client_options)
+        client = PapermillNotebookClient(nb_man, kernel_name=kernel_name, **client_options)
         client.widget_registry = {"@jupyter-widgets/output": {"OutputModel": SilentOutput}}
         client.execute(env=os.environ | {DEVICE_HELD: "1"})
 

@@ -198,10 +198,11 @@ def test_a_process_that_dies_fails_its_combinations_in_a_sentence(tmp_path):
 
 @pytest.mark.slow
 def test_a_cluster_runs_all_combinations_and_survives_what_kills_a_worker(tmp_path):
-    distributed = pytest.importorskip("distributed")
+    dask, distributed = pytest.importorskip("dask"), pytest.importorskip("distributed")
     kills = "import os\nif batch_size == 3:\n    os.kill(os.getppid(), 9)"
     path = plain(tmp_path / "here" / "n.ipynb", BODY, kills)
     with (
+        dask.config.set({"distributed.scheduler.allowed-failures": 0}),  # else it kills four workers
         distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster,
         cluster_executor(cluster.scheduler_address) as executor,
     ):
