@@ -235,15 +235,16 @@ def compare(plan_a: str, plan_b: str, workload: str, as_json: bool, **values: An
 def run(names: tuple[str, ...], out: str, timeout: float, cluster: str | None, **values: Any) -> None:
     """Run notebooks by number or name with parameters; a parameter that one does not declare is an error."""
     from speedkit import notebooks
-    from speedkit.cluster import sweeping
 
     grid, parameters, failed = dict(values["grid"]), _absolute(dict(values["parameters"])), 0
     if cluster and not grid:
         raise UsageError("--cluster runs the combinations of --sweep NAME=A,B,C: give one")
-    with sweeping(cluster) if cluster else contextlib.nullcontext(notebooks.sweep) as sweep:
+    with notebooks.cluster_executor(cluster) if cluster else contextlib.nullcontext() as executor:
         for source in notebooks.find_notebooks(names):
             if grid:
-                outcomes = sweep(source, grid, out, parameters=parameters, timeout_s=timeout)
+                outcomes = notebooks.sweep(
+                    source, grid, out, parameters=parameters, executor=executor, timeout_s=timeout
+                )
                 failed += sum(bool(why) for why in outcomes.values())
             else:
                 click.echo(notebooks.run_notebook(source, Path(out) / source.name, parameters, timeout_s=timeout))

@@ -1,12 +1,12 @@
-"""Strict papermill runs: names and types are checked, a run always ends, and its output is whole or absent."""
+"""Strict papermill runs: names and types are checked, a run always ends, and its output is whole or as before."""
 
+import ast
+import asyncio
 import concurrent.futures
 import contextlib
-import fcntl
 import functools
 import itertools
 import logging
-import math
 import os
 import sys
 import tempfile
@@ -14,13 +14,32 @@ import time
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_origin
 
+import filelock
+import papermill
+import pydantic
+from nbclient.exceptions import CellTimeoutError
+from nbclient.output_widget import OutputWidget
+from papermill.clientwrap import PapermillNotebookClient
+from papermill.engines import Engine, NotebookExecutionManager, papermill_engines
+
+from speedkit.config import nearest
 from speedkit.errors import SpeedkitError, UsageError
-from speedkit.files import atomic
+from speedkit.files import write_text
 from speedkit.measure.provenance import notebooks_folder
-from speedkit.parameters import code_cells, typed_parameters
-from speedkit.settings import nearest
+from speedkit.measure.record import read_notebook
+
+CONNECT_S = 10  # that a cluster has to answer
+OUTPUT_S = 60  # that outputs may arrive after their cell has ended
+DEVICE_HELD = "SPEEDKIT_DEVICE_HELD"  # set in a kernel: who started it holds the device
+FINITE = pydantic.ConfigDict(allow_inf_nan=False)
+TYPES: dict[str, Any] = {
+    form.format(kind.__name__): made
+    for kind in (int, float, str, bool)
+    for form, made in (("{}", kind), ("{} | None", kind | None), ("list[{}]", list[kind]))  # type: ignore[valid-type]
+}
 
 
 def find_notebooks(names: Sequence[str | Path] | None = None, folder: Path | None = None) -> list[Path]:
@@ -29,15 +48,62 @@ def find_notebooks(names: Sequence[str | Path] | None = None, folder: Path | Non
     `names=None` is all of the `folder`. Raises UsageError with what exists when a name fits none.
     """
     files = sorted((folder or notebooks_folder()).glob("[0-9][0-9]_*.ipynb"))
-    known = {path.stem: path for path in files if "." not in path.stem}  # 21_name.failed.ipynb is none of them
-    called = {word: path for key, path in known.items() for word in (key[:2], key[3:], key)}
-    found = []
-    for name in map(str, known if names is None else names):
-        path = called.get(name.removesuffix(".ipynb"), Path(name).resolve())
+    numbered = {path.stem: path for path in files if "." not in path.stem}  # 21_name.failed.ipynb is none of them
+    aliases = {word: path for stem, path in numbered.items() for word in (stem[:2], stem[3:], stem)}
+    paths = []
+    for name in map(str, numbered if names is None else names):
+        path = aliases.get(name.removesuffix(".ipynb"), Path(name).resolve())
         if path.suffix != ".ipynb" or not path.is_file():
-            raise UsageError(f'there is no notebook "{name}"{nearest(name, called)}; there are {", ".join(known)}')
-        found.append(path)
-    return list(dict.fromkeys(found))
+            raise UsageError(f'there is no notebook "{name}"{nearest(name, aliases)}; there are {", ".join(numbered)}')
+        paths.append(path)
+    return list(dict.fromkeys(paths))
+
+
+def declared_parameters(path: Path) -> dict[str, Any]:
+    """Return the type of each parameter that the notebook at `path` declares, by name.
+
+    Raises UsageError unless exactly one cell is tagged `parameters`, with nothing but lines `name: type = literal`.
+    """
+    tagged = [cell for cell in read_notebook(path).cells if "parameters" in cell.metadata.get("tags", [])]
+    if len(tagged) != 1:
+        raise UsageError(f"{path.name} has {len(tagged)} cells tagged `parameters`, and needs exactly one")
+    declared = {}
+    for node in ast.parse(tagged[0].source).body:
+        try:
+            if not isinstance(node, ast.AnnAssign) or node.value is None:
+                raise ValueError
+            kind = TYPES[ast.unparse(node.annotation)]
+            _typed(kind, ast.literal_eval(node.value))
+        except (ValueError, KeyError) as error:
+            form = f"`name: type = literal` with a type of {', '.join(TYPES)}"
+            raise UsageError(f'{path.name}, parameters cell: "{ast.unparse(node)}" is not {form}') from error
+        declared[ast.unparse(node.target)] = kind
+    return declared
+
+
+def typed_parameters(source: Path, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `given` values or texts in the types that notebook `source` declares. Raises UsageError for others."""
+    declared, values = declared_parameters(source), {}
+    for name, value in given.items():
+        if name not in declared:
+            near, names = nearest(name, declared), ", ".join(declared) or "none"
+            raise UsageError(f'{source.name} has no parameter "{name}"{near}: it has {names}')
+        try:
+            values[name] = _typed(declared[name], value)
+        except pydantic.ValidationError as error:
+            why = error.errors()[0]["msg"]
+            raise UsageError(f"{source.name}: parameter {name}={value!r} is not possible: {why}") from error
+    return values
+
+
+def _typed(kind: Any, value: Any) -> Any:
+    """Return `value`, or what a text of the command line means, as the type `kind`."""
+    text = isinstance(value, str)
+    if text and NoneType in get_args(kind) and value.lower() in ("none", "null"):
+        return None
+    if text and get_origin(kind) is list:
+        value = [word.strip() for word in value.strip("[] ").split(",") if word.strip()]
+    return pydantic.TypeAdapter(kind, config=FINITE).validate_python(value, strict=not text)
 
 
 def run_notebook(
@@ -58,81 +124,109 @@ def run_notebook(
     values = typed_parameters(source, parameters or {})
     if out == source:
         raise UsageError(f"{source.name} cannot be run onto itself: name another output")
-    partial = out.with_name(f"{out.stem}.failed.ipynb")  # papermill writes it cell by cell
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with device_lock():
-            _execute(source, partial, values, timeout_s, progress)
-        partial.replace(out)
-    except OSError as error:
-        raise UsageError(f"{out.parent} cannot be written ({error.strerror}): name another output") from error
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = _failed(out)  # papermill writes it cell by cell
+    if why := _execute(source, partial, values, timeout_s=timeout_s, folder=source.parent, progress=progress):
+        raise SpeedkitError(f"{source.name}, {why}. What did run is in {partial}")
+    partial.replace(out)
     return out
 
 
-def _execute(source: Path, partial: Path, values: dict[str, Any], timeout_s: float, progress: bool) -> None:
-    """Run `source` into `partial`. Raises SpeedkitError that says which cell failed and why."""
-    import papermill
-    from nbclient.exceptions import CellTimeoutError
+def _failed(out: Path) -> Path:
+    return out.with_name(f"{out.stem}.failed.ipynb")
 
-    logging.getLogger("papermill").addHandler(logging.NullHandler())  # what it would print is in the errors raised here
-    began_s, number = time.monotonic(), 0
+
+def _execute(source: Path, out: Path, values: dict[str, Any], *, timeout_s: float, folder: Path, progress: bool) -> str:
+    """Run `source` in `folder` into `out`; return which cell failed and why, "" when none did."""
     bar: Any = {"desc": source.stem, "leave": False} if progress and sys.stderr.isatty() else False
+    number = 0
 
     def before_cell(cell: Any, cell_index: int) -> None:
         nonlocal number
         number += 1
         if progress and not bar:
-            print(f"{source.stem}: cell {number}, {time.monotonic() - began_s:.0f} s", flush=True)
+            print(f"{source.stem}: cell {number}", flush=True)
 
-    def failure(why: str) -> SpeedkitError:
-        return SpeedkitError(f"{source.name}, cell [{number}]: {why}. What did run is in {partial}")
-
-    paths = [str(path).replace("{", "{{").replace("}", "}}") for path in (source, partial)]  # these are format strings
     try:
-        executed = papermill.execute_notebook(
-            *paths,
-            values,
-            kernel_name="python3",
-            progress_bar=bar,
-            on_cell_start=before_cell,
-            execution_timeout=math.ceil(timeout_s),
-            timeout_func=lambda cell: max(1, math.ceil(began_s + timeout_s - time.monotonic())),
-            resources={"metadata": {"path": str(source.parent)}},
-            extra_arguments=["--IPKernelApp.log_level=CRITICAL"],  # its log is no output of the notebook
-        )
+        with device_lock():
+            end_s = time.monotonic() + timeout_s
+            client_options = {
+                "timeout_func": lambda cell: max(0.001, end_s - time.monotonic()),
+                "iopub_timeout": OUTPUT_S,
+                "on_cell_execute": before_cell,
+                "resources": {"metadata": {"path": str(folder)}},
+                "extra_arguments": ["--IPKernelApp.log_level=CRITICAL"],  # its log is no output of the notebook
+                "log": logging.getLogger("papermill"),
+            }
+            executed = papermill.execute_notebook(
+                str(source),
+                str(out),
+                values,
+                engine_name="speedkit",
+                kernel_name="python3",
+                progress_bar=bar,
+                client_options=client_options,
+            )
     except papermill.PapermillExecutionError as error:
-        raise failure(f"{error.ename}: {error.evalue}".strip(": ").splitlines()[0]) from error
+        why = f"{error.ename}: {error.evalue}".strip(": ").splitlines()[0]
     except CellTimeoutError as error:
-        raise failure(f"stopped, the notebook's {timeout_s:.0f} s are over") from error
+        late = "IOPub" not in str(error)
+        why = f"stopped, the notebook's {timeout_s:.0f} s are over" if late else "its outputs did not arrive"
     except RuntimeError as error:
-        raise failure(f"the kernel died, perhaps out of memory, or did not start ({error})") from error
-    # A cell that calls sys.exit(0) ends the kernel's work early, and papermill finds nothing wrong with that.
-    if left := [cell for cell in code_cells(executed) if cell.source and not cell.execution_count]:
-        raise failure(f"the notebook ended with {len(left)} cells not run")
+        why = f"the kernel died, perhaps out of memory, or did not start ({error})"
+    else:
+        # papermill finds nothing wrong with sys.exit(0), and leaves out all cells after it.
+        why = "SystemExit" if executed.metadata.papermill.exception else ""
+    return why and f"cell [{number}]: {why}"
+
+
+class SilentOutput(OutputWidget):
+    """An output widget that collects what is shown in it, and does not tell the kernel.
+
+    nbclient would send it back on the socket on which it waits for the cell's reply. If that has just come, sending
+    takes the socket's wake-up, and the client stands still until the cell's time is up:
+    https://github.com/jupyter/nbclient/issues/312.
+    """
+
+    def send(self, *args: Any, **kwargs: Any) -> None:
+        """Send nothing: only `Output.outputs` in the kernel stays empty."""
+
+
+class SpeedkitEngine(Engine):
+    """papermill's engine with silent output widgets; its kernels know that the device is held."""
+
+    @classmethod
+    def execute_managed_notebook(
+        cls, nb_man: NotebookExecutionManager, kernel_name: str, *, client_options: dict[str, Any], **_: Any
+    ) -> None:
+        """Run the cells of `nb_man`."""
+        client = PapermillNotebookClient(nb_man, kernel_name=kernel_name, **client_options)
+        client.widget_registry = {"@jupyter-widgets/output": {"OutputModel": SilentOutput}}
+        client.execute(env=os.environ | {DEVICE_HELD: "1"})
+
+
+papermill_engines.register("speedkit", SpeedkitEngine)
+logging.getLogger("papermill").addHandler(logging.NullHandler())  # what it would print is in the errors raised here
 
 
 @contextlib.contextmanager
 def device_lock() -> Iterator[None]:
     """Hold this user's locks on the GPUs that CUDA shows, or on the machine without one; wait for who holds them."""
-    import psutil
     import torch
 
+    if DEVICE_HELD in os.environ:  # a notebook that runs notebooks would wait for itself
+        yield
+        return
     count = torch.cuda.device_count()  # which starts no CUDA in this process
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
-    names = sorted(shown.replace(" ", "").split(",")[:count])  # in one order, so that two never wait for each other
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
     with contextlib.ExitStack() as stack:
-        for name in names or ["cpu"]:
-            path = Path(tempfile.gettempdir(), f"speedkit-{os.getuid()}-{name}.lock")
-            stream = stack.enter_context(path.open("a+"))
+        for name in sorted(visible.replace(" ", "").split(",")[:count]) or ["cpu"]:  # in one order: no deadlock
+            lock = filelock.FileLock(Path(tempfile.gettempdir(), f"speedkit-{os.getuid()}-{name}.lock"))
             try:
-                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if int(path.read_text() or 0) in [parent.pid for parent in psutil.Process().parents()]:
-                    continue  # a notebook that runs notebooks would wait for itself
+                stack.enter_context(lock.acquire(blocking=False))
+            except filelock.Timeout:
                 print(f"waiting for another notebook to finish on {name}", file=sys.stderr, flush=True)
-                fcntl.flock(stream, fcntl.LOCK_EX)
-            stream.truncate(0)
-            print(os.getpid(), file=stream, flush=True)
+                stack.enter_context(lock)
         yield
 
 
@@ -144,69 +238,87 @@ def sweep(
     parameters: Mapping[str, Any] | None = None,
     executor: concurrent.futures.Executor | None = None,
     timeout_s: float = 3600.0,
-    run_text: Callable[..., tuple[str, bytes]] | None = None,
 ) -> dict[Path, str]:
     """Run notebook `source` for each combination of the `grid`'s values, into folder `out`, named by the values.
 
-    By default one after the other, else by any `executor`; one that sees no files of this machine is given `run_text`,
-    see speedkit.cluster. Return what went wrong with each, "" if nothing, by path.
+    One after the other, or by an `executor`, of this machine or of others: the notebook travels as text and comes back
+    whole. Return what went wrong with each, "" if nothing, by path.
     """
-    source, errors = Path(source).resolve(), dict[Path, str]()
-    jobs: dict[Path, Callable[[], tuple[str, bytes]]] = {}
-    for values in itertools.product(*grid.values()):
-        given = typed_parameters(source, {**(parameters or {}), **dict(zip(grid, values, strict=True))})
-        label = "-".join(f"{name}={urllib.parse.quote(str(given[name]), safe=',+[]')}" for name in grid)
-        path = Path(out).resolve() / f"{source.stem}-{label}.ipynb"
-        jobs[path] = functools.partial(_tried, source, path, timeout_s, given)
-        if run_text:
-            jobs[path] = functools.partial(run_text, source.read_text("utf-8"), source.name, timeout_s, given)
-    for path, (why, ran) in _outcomes(jobs, executor):
-        errors[path] = _landed(path, why, ran)
+    source, out = Path(source).resolve(), Path(out).resolve()
+    text, jobs = source.read_text(encoding="utf-8"), {}
+    for combination in itertools.product(*grid.values()):
+        values = typed_parameters(source, {**(parameters or {}), **dict(zip(grid, combination, strict=True))})
+        label = "-".join(f"{name}={urllib.parse.quote(str(values[name]), safe=',+[]')}" for name in grid)
+        path = out / f"{source.stem}-{label}.ipynb"
+        jobs[path] = functools.partial(_run_text, text, source, values, timeout_s)
+    out.mkdir(parents=True, exist_ok=True)
+
+    errors: dict[Path, str] = {}
+    for path, (why, executed) in _results(jobs, executor):
+        target = _failed(path) if why else path
+        if executed:
+            write_text(target, executed)
+        errors[path] = f"{why}. What did run is in {target}" if why and executed else why
         print(f"{len(errors)}/{len(jobs)} {path.stem}: {errors[path] or 'done'}", flush=True)
     return {path: errors[path] for path in jobs}
 
 
-def _tried(source: Path, out: Path, timeout_s: float, given: dict[str, Any]) -> tuple[str, bytes]:
-    """Run one combination of a sweep; return what went wrong, and nothing of what was run: it is in place."""
-    try:
-        run_notebook(source, out, given, timeout_s=timeout_s, progress=False)
-    except SpeedkitError as error:
-        return str(error), b""
-    return "", b""
+def _run_text(text: str, source: Path, values: dict[str, Any], timeout_s: float) -> tuple[str, str]:
+    """Run the notebook `text`, in the folder of `source` where this machine has that; return why it failed, and it."""
+    with tempfile.TemporaryDirectory(prefix="speedkit-") as scratch:
+        copy, executed = Path(scratch, source.name), Path(scratch, "executed.ipynb")
+        copy.write_text(text, encoding="utf-8")
+        folder = source.parent if source.parent.is_dir() else Path(scratch)
+        why = _execute(copy, executed, values, timeout_s=timeout_s, folder=folder, progress=False)
+        return why and f"{source.name}, {why}", executed.read_text(encoding="utf-8")
 
 
-def _outcomes(
-    jobs: Mapping[Path, Callable[[], tuple[str, bytes]]], executor: concurrent.futures.Executor | None
-) -> Iterator[tuple[Path, tuple[str, bytes]]]:
-    """Yield the path and the outcome of each job, in the order in which they end."""
+def _results(
+    jobs: Mapping[Path, Callable[[], tuple[str, str]]], executor: concurrent.futures.Executor | None
+) -> Iterator[tuple[Path, tuple[str, str]]]:
+    """Yield the path and the result of each job, in the order in which they end."""
     if executor is None:
         yield from ((path, job()) for path, job in jobs.items())
         return
-    waiting = {executor.submit(job): path for path, job in jobs.items()}
+    futures = {executor.submit(job): path for path, job in jobs.items()}
     try:
-        while waiting:
-            for future in concurrent.futures.wait(waiting, return_when="FIRST_COMPLETED").done:
-                path = waiting.pop(future)
-                try:
-                    outcome = future.result()
-                except Exception as error:  # the executor's: its process died, its cluster went away
-                    outcome = (f"{type(error).__name__}: {error}".strip(": ").splitlines()[0], b"")
-                yield path, outcome
-            del future  # Dask keeps what somebody holds, and would run it again when the worker that has it is lost
+        for future in concurrent.futures.as_completed(futures):
+            path = futures.pop(future)  # Dask would run again what somebody holds, when it loses a worker
+            try:
+                result = future.result()
+            except Exception as error:  # the executor's: its process died, its cluster went away
+                result = (f"{type(error).__name__}: {error}".strip(": ").splitlines()[0], "")
+            yield path, result
     finally:
-        for future in waiting:
+        for future in futures:
             future.cancel()
 
 
-def _landed(path: Path, why: str, ran: bytes) -> str:
-    """Write what was `ran` elsewhere to `path`, beside it after a failure; return what went wrong, and where it is."""
-    if not ran:
-        return why
-    path = path.with_name(f"{path.stem}.failed.ipynb") if why else path
+@contextlib.contextmanager
+def cluster_executor(address: str) -> Iterator[concurrent.futures.Executor]:
+    """Yield an executor on the Dask cluster whose scheduler is at `address`, tcp://HOST:PORT.
+
+    Each machine needs this package and a worker, best one for each GPU. Raises UsageError when `distributed` is not
+    installed, and when no scheduler with a worker answers.
+    """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic(path) as temporary:
-            temporary.write_bytes(ran)
-    except OSError as error:
-        raise UsageError(f"{path.parent} cannot be written ({error.strerror}): name another output") from error
-    return f"{why}. What did run is in {path}" if why else ""
+        import distributed
+    except ImportError as error:
+        raise UsageError("--cluster needs Dask: install it with pip install -e .[cluster]") from error
+    with contextlib.ExitStack() as stack:
+        try:
+            # Client alone would wait for ever where something takes the connection and then says nothing.
+            distributed.utils.LoopRunner(asynchronous=False).run_sync(_connect, address)
+            client = stack.enter_context(distributed.Client(address, timeout=CONNECT_S, set_as_default=False))
+            client.wait_for_workers(1, timeout=CONNECT_S)
+        except Exception as error:  # what else may listen there can answer anything
+            why = f"no Dask scheduler with a worker answers at {address} within {CONNECT_S} s"
+            how = f"start `dask scheduler`, and `dask worker {address} --nthreads 1` on each machine"
+            raise UsageError(f"{why}: {how}") from error
+        yield client.get_executor(pure=False)  # not pure: a sweep that is run again runs
+
+
+async def _connect(address: str) -> None:
+    from distributed.comm import connect
+
+    (await asyncio.wait_for(connect(address), CONNECT_S)).abort()

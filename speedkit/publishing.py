@@ -17,9 +17,9 @@ from speedkit.errors import SpeedkitError, UsageError
 from speedkit.hardware import this_machine
 from speedkit.measure.folklore import WORDS, gather, seen
 from speedkit.measure.provenance import commit, is_current, notebooks_folder
+from speedkit.measure.record import RECORD_MIME, code_cells, displayed_records, read_notebook, record_of
 from speedkit.measure.schema import load_record, published, validate_record
-from speedkit.notebooks import find_notebooks, run_notebook
-from speedkit.parameters import RECORD_MIME, code_cells, displayed, read_notebook, record_of, typed_parameters
+from speedkit.notebooks import find_notebooks, run_notebook, typed_parameters
 from speedkit.show.figures import device_name, save, waterfall
 
 BUSY_PERCENT = 5  # an idle GPU reports 0; a desktop's screen a few
@@ -155,7 +155,7 @@ def _take_notebook(executed: Path, source: Path, out: Path) -> None:
         cell.outputs = [output for output in ran.outputs if WIDGET_VIEW not in output.get("data", {})]
         cell.execution_count = ran.execution_count
     record = json.dumps(record_of(run), ensure_ascii=False, separators=(",", ":"))
-    for data in displayed(notebook):
+    for data in displayed_records(notebook):
         data[RECORD_MIME] = "record"
     # The record takes one line: a line for each raw second is a tenth of the file.
     text = nbformat.writes(notebook).replace(f'"{RECORD_MIME}": "record"', f'"{RECORD_MIME}": {record}')

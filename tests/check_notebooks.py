@@ -15,9 +15,9 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from speedkit import publishing
 from speedkit.errors import UsageError
 from speedkit.measure.provenance import code_sha256
-from speedkit.measure.record import start
+from speedkit.measure.record import RECORD_MIME, code_cells, read_notebook, record_of, start
 from speedkit.measure.schema import validate_record
-from speedkit.parameters import RECORD_MIME, code_cells, parameters_of, read_notebook, record_of
+from speedkit.notebooks import declared_parameters
 
 MAX_BYTES = 300_000
 ABSOLUTE_PATH = re.compile(
@@ -46,14 +46,14 @@ def contract_problems(path: Path) -> list[str]:
         return [str(error)]
     problems = []
     try:
-        parameters_of(path)
+        declared_parameters(path)
     except UsageError as error:
         problems.append(str(error))
     if path.stat().st_size > MAX_BYTES:
         problems.append(f"it has {path.stat().st_size} bytes, more than {MAX_BYTES}")
     if (record := record_of(notebook) or {}).get("notebook") != path.stem:
         problems.append(f"its record is that of {record.get('notebook')}")
-    rules = (_outputs, _anatomy, _cells, _metadata, _prose)
+    rules = (_parameters, _outputs, _anatomy, _cells, _metadata, _prose)
     return problems + [problem for rule in rules for problem in rule(notebook)] + validate_record(record)
 
 
@@ -64,6 +64,13 @@ def hand_typed_speedups(text: str) -> list[str]:
 
 def _tags(cell: Any) -> set[str]:
     return set(cell.metadata.get("tags", []))
+
+
+def _parameters(notebook: Any) -> Iterator[str]:
+    for cell in code_cells(notebook):
+        for line in cell.source.splitlines() if "parameters" in _tags(cell) else []:
+            if "  # " not in line:
+                yield f'the parameter "{line}" has no comment on its line'
 
 
 def _outputs(notebook: Any) -> Iterator[str]:

@@ -12,9 +12,8 @@ from speedkit.files import read_json, write_json
 from speedkit.hardware import this_machine
 from speedkit.measure.folklore import NOT_MEASURED, WORDS, Reading, answers, gather, quoted, seen
 from speedkit.measure.provenance import essence
-from speedkit.measure.record import answer, promised, read_claims
+from speedkit.measure.record import answer, code_cells, promised, read_claims, read_notebook, record_of
 from speedkit.measure.schema import SCHEMA
-from speedkit.parameters import code_cells, read_notebook, record_of
 from speedkit.publishing import device_slug, is_outdated, publish, status_table
 
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"

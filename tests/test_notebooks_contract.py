@@ -11,7 +11,7 @@ import pytest
 from check_notebooks import contract_problems, hand_typed_speedups
 from nbformat.v4 import new_markdown_cell, new_output
 
-from speedkit.parameters import RECORD_MIME
+from speedkit.measure.record import RECORD_MIME
 from speedkit.publishing import is_stale, readme_text
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -88,13 +88,13 @@ def injected(notebook):
 VIOLATIONS = {
     "no parameters cell": (lambda n: code(n, 0).metadata.pop("tags"), "0 cells tagged `parameters`"),
     "two parameters cells": (lambda n: code(n, 1).metadata.update(tags=["parameters"]), "2 cells tagged"),
-    "parameter without comment": (parameters("a: int = 1"), "needs a literal value and a comment"),
-    "parameter without annotation": (parameters("a = 1  # one"), "is not `name: type = value"),
-    "derived parameter": (parameters("a: int = 1 + len('x')  # two"), "needs a literal value"),
-    "parameter over two lines": (parameters("a: list[int] = [1,\n 2]  # two"), "on one line"),
-    "parameter of another type": (parameters("a: int = 'x'  # one"), "a='x' is not possible; it takes an integer"),
-    "list of another type": (parameters("a: int = [1]  # one"), "needs a literal value"),
-    "unknown type": (parameters("a: dict = {}  # none"), "the type must be"),
+    "parameter without comment": (parameters("a: int = 1"), "no comment on its line"),
+    "parameter without annotation": (parameters("a = 1  # one"), "is not `name: type = literal"),
+    "derived parameter": (parameters("a: int = 1 + len('x')  # two"), "is not `name: type"),
+    "parameter over two lines": (parameters("a: list[int] = [1,\n 2]  # two"), "no comment on its line"),
+    "parameter of another type": (parameters("a: int = 'x'  # one"), "is not `name: type"),
+    "list of another type": (parameters("a: int = [1]  # one"), "is not `name: type"),
+    "unknown type": (parameters("a: dict = {}  # none"), "with a type of"),
     "counts out of order": (lambda n: code(n, 2).update(execution_count=9), "execution counts are"),
     "stripped": (strip, "nbval would compare nothing"),
     "checked cell without output": (lambda n: code(n, -2).update(outputs=[]), "no count or no output"),

@@ -8,7 +8,7 @@ import pytest
 
 from speedkit import files
 from speedkit.measure.provenance import notebooks_folder
-from speedkit.parameters import code_cells, read_notebook
+from speedkit.measure.record import code_cells, read_notebook
 
 HIDDEN = "import sys\nfor name in ('lightning', 'accelerate', 'transformers'):\n    sys.modules[name] = None\n"
 

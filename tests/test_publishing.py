@@ -16,7 +16,7 @@ from check_notebooks import contract_problems
 from speedkit.errors import UsageError
 from speedkit.files import read_json, write_json
 from speedkit.hardware import this_machine
-from speedkit.parameters import record_of
+from speedkit.measure.record import record_of
 from speedkit.publishing import (
     device_slug,
     import_published,

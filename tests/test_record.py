@@ -14,9 +14,8 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from speedkit.errors import SpeedkitError, UsageError
 from speedkit.hardware import this_machine
 from speedkit.measure import provenance
-from speedkit.measure.record import answer, start
+from speedkit.measure.record import RECORD_MIME, answer, start
 from speedkit.measure.schema import load_record, plain, validate_record
-from speedkit.parameters import RECORD_MIME
 from speedkit.plan import Plan, resolve
 
 CLAIMS = """id,technique,plan_field,metric,low,high,unit,context,guide

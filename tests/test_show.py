@@ -14,7 +14,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 
 from speedkit.errors import UsageError
 from speedkit.measure.ledger import CAUSES
-from speedkit.parameters import RECORD_MIME
+from speedkit.measure.record import RECORD_MIME
 from speedkit.predict import seconds
 from speedkit.show import figures
 from speedkit.show.report import in_short, payback_in_words, report

@@ -16,8 +16,8 @@ from speedkit.errors import SpeedkitError, UsageError
 from speedkit.hardware import this_machine
 from speedkit.measure import provenance, schema
 from speedkit.measure.schema import plain
-from speedkit.parameters import RECORD_MIME
 
+RECORD_MIME = "application/vnd.speedkit.record+json"
 ONE_FIGURE_TOLERANCE = 0.10  # a promise such as "1.9x" came from one run somewhere: read as 1.9 give or take this
 
 
@@ -175,6 +175,36 @@ class NotebookRun:
             print(line)
         if failed := [entry["check"] for entry in record["verdicts"] if entry["verdict"] == "failed"]:
             raise SpeedkitError(f"{len(failed)} of this notebook's checks failed: {'; '.join(failed)}")
+
+
+# ---- the records that executed notebooks carry ----
+
+
+def read_notebook(path: Path) -> Any:
+    """Return the notebook at `path` as nbformat holds it. Raises UsageError when it is missing or is not a notebook."""
+    import nbformat
+
+    try:
+        return nbformat.read(path, as_version=4)
+    except (OSError, ValueError, AttributeError, KeyError, nbformat.ValidationError) as error:
+        why = getattr(error, "strerror", "") or "JSON of another form"
+        raise UsageError(f"{path} cannot be read or is not a Jupyter notebook ({why}): name another") from error
+
+
+def code_cells(notebook: Any) -> list[Any]:
+    """Return the code cells of `notebook`, in order."""
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def displayed_records(notebook: Any) -> list[Any]:
+    """Return the data of each output in which a record is displayed, in order."""
+    outputs = (output.get("data", {}) for cell in code_cells(notebook) for output in cell.outputs)
+    return [data for data in outputs if RECORD_MIME in data]
+
+
+def record_of(notebook: Any) -> dict[str, Any] | None:
+    """Return the record that an executed notebook carries, as its last `run.save()` displayed it; None without one."""
+    return next((data[RECORD_MIME] for data in displayed_records(notebook)[-1:]), None)
 
 
 def _row(comparison: Any) -> dict[str, Any]:
