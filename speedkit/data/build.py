@@ -22,7 +22,7 @@ from xxhash import xxh3_64_hexdigest
 from speedkit.data import store
 from speedkit.data.decode import BadItem
 from speedkit.data.fingerprint import content, name_of
-from speedkit.data.workers import start_worker
+from speedkit.data.workers import start_process
 from speedkit.errors import SpeedkitError
 from speedkit.system import usable_cores
 
@@ -191,7 +191,7 @@ def _can_travel(builder: Builder) -> bool:
 
 def _computed(builder: Builder, cores: int) -> Iterator[tuple[str, int]]:
     """Yield (name, entries) of each shard as it gets written; raises what kept one from it."""
-    workers = {"num_workers": cores, "prefetch_factor": 1, "worker_init_fn": start_worker} if cores > 1 else {}
+    workers = {"num_workers": cores, "prefetch_factor": 1, "worker_init_fn": start_process} if cores > 1 else {}
     loader = DataLoader(builder, batch_size=None, in_order=cores < 2, generator=torch.Generator(), **workers)  # type: ignore[arg-type]
     for outcome in loader:
         if isinstance(outcome, SpeedkitError):

@@ -13,9 +13,9 @@ import torch
 
 from speedkit.data import store
 from speedkit.data.build import Builder, build
+from speedkit.data.decode import with_decoder
 from speedkit.data.entries import FeatureCache
 from speedkit.data.fingerprint import base_folder, content, difference, fingerprint, sources_of
-from speedkit.data.samples import loading
 from speedkit.errors import SpeedkitError
 from speedkit.hardware import cache_root
 from speedkit.plan import Plan
@@ -68,7 +68,7 @@ def builder_of(workload: Any, items: Sequence[Any], plan: Plan, cache_dir: Any, 
     """Return what computes the entries of `items`, and knows their folder: one for all items of a data set."""
     base = base_folder([*workload.train, *workload.test] or items)
     dtype = workload.kept_as if plan.cache_of == "waveform" else plan.cache_dtype
-    load = loading(workload, plan)
+    load = with_decoder(workload, plan.decoder)
     identity = repr((workload.name, os.path.abspath(base), plan.cache_of, dtype))
     root = Path(cache_dir) if cache_dir else cache_root() / "features"
     name = re.sub(r"[^\w.-]", "_", workload.name)

@@ -74,14 +74,15 @@ class FeatureCache:
         """What the entries take."""
         return int(self.counts.sum()) * self.dtype.itemsize
 
-    def gather(self, indices: Tensor, device: torch.device) -> tuple[Tensor, ...]:
+    def gather(self, indices: Tensor, device: torch.device, *, on_device: Tensor | None = None) -> tuple[Tensor, ...]:
         """Return the batch of the samples at `indices [B]`, on `device`, inputs as float32.
 
         (inputs [B, ...], targets [B]), or where lengths vary (inputs [B, ..., T] padded with zeros to the longest,
         lengths [B], targets [B]). Unusable items are left out, as the loader leaves them out: B is then smaller.
         """
         if self.rows is not None and not self.bad:
-            indices = indices.to(self.rows.device)
+            on_rows = on_device is not None and on_device.device == self.rows.device
+            indices = on_device if on_rows else indices.to(self.rows.device)  # type: ignore[assignment]
             inputs, targets = self.rows[indices], self.labels[indices]
             return self._as_float(inputs, device), targets.to(device)
         at = indices.numpy(force=True)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from speedkit.clock import timed
-from speedkit.data.bucket import padded_lengths
+from speedkit.data.sampler import padded_lengths
 from speedkit.plan import EffectivePlan, Fallback, Plan
 from speedkit.recipe import Recipe
 from speedkit.train import precision
@@ -62,7 +62,7 @@ def table_per_length(workload: Any, *args: Any, **options: Any) -> dict[int, Fou
     """Return what `search` finds for each length that bucketed batches of `workload` are padded to."""
     lengths = [workload.length(item) for item in workload.train]
     table = {}
-    for longest in padded_lengths(torch.tensor(lengths)).tolist():
+    for longest in padded_lengths(torch.tensor(lengths)):
         shorter = [item for item, length in zip(workload.train, lengths, strict=True) if length <= longest]
         table[longest] = search(dataclasses.replace(workload, train=shorter), *args, **options)
     return table

@@ -219,7 +219,7 @@ class Ranks:
         What does not count is there because the others wait: samples that another rank has, or that replace bad files.
         """
         counts, size, parts = batches.counts(epoch, position), run.micro_batch, list[tuple[Batch, bool]]()
-        for start in range(0, batches.order.largest(position), size):
+        for start in range(0, batches.largest(position), size):
             part = tuple(tensor[start : start + size] for tensor in batch)
             parts.append((part, counts) if len(part[0]) else (tuple(tensor[:1] for tensor in batch), False))
         return parts

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speedkit.data.augment import augmented
+from speedkit.data.augment import augment_batch
 from speedkit.errors import Interrupted, SpeedkitError
 from speedkit.plan import Fallback, Plan
 from speedkit.recipe import Recipe
@@ -63,7 +63,7 @@ def steps(run: Run) -> Generator[int, None, None]:
     """
     workload, recipe, plan, history, guard = run.workload, run.recipe, run.plan, run.history, run.guard
     generator, random_changes = torch.Generator(device=run.device), workload.augment is not None or recipe.mixup
-    per_epoch, own_draws = len(run.batches.order), run.batches.order.own_draws
+    per_epoch, own_draws = len(run.batches), run.batches.sampler.rank << 40
     run.model.train()
     began_s = logged_s = collected_s = time.perf_counter()
     logged_step = run.step
@@ -71,7 +71,7 @@ def steps(run: Run) -> Generator[int, None, None]:
     while run.total_steps is None or run.step < run.total_steps:
         batch = run.batches.next()  # (inputs [B, ...], targets [B])
         if random_changes:
-            batch = augmented(batch, workload, recipe, run.step + own_draws, generator)
+            batch = augment_batch(batch, workload, recipe, step=run.step + own_draws, generator=generator)
         run.set_learning_rate(run.step - guard.left_out)
         run.last_loss, outputs, part = optimizer_step(run, batch)
         run.pending.append(run.last_loss)

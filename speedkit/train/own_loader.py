@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from speedkit.data.auto import SHARE
 from speedkit.data.prefetch import prefetched
 from speedkit.plan import EffectivePlan, Plan
 from speedkit.system import usable_ram_bytes
@@ -165,7 +164,7 @@ def _not_repeatable(loader: Any) -> str:
     if _bits(first) != _bits(again):
         return "collate_fn changes the samples that it is given: let it copy them"
     size = sum(getattr(leaf, "nbytes", 0) for leaf in tree_leaves(first)) * len(data) / max(1, len(probed))
-    room = SHARE * usable_ram_bytes()
+    room = 0.5 * usable_ram_bytes()
     return f"all samples take {size / 1e9:.1f} GB, of {room / 1e9:.1f} GB that they may" if size > room else ""
 
 

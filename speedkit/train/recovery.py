@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speedkit.data.augment import augmented
+from speedkit.data.augment import augment_batch
 from speedkit.errors import SpeedkitError
 from speedkit.hardware import this_machine
 from speedkit.recipe import learning_rates
@@ -60,7 +60,7 @@ class Recovery:
         median, spread = _usual(self.losses)
         steps = range(run.step - len(losses) + 1, run.step + 1)
         for step, loss, flag, number in zip(steps, losses, flags, guard.places, strict=True):
-            epoch, before = divmod(number - 1, len(run.batches.order))
+            epoch, before = divmod(number - 1, len(run.batches))
             place = epoch, before + 1
             if flag == BAD:
                 self._bad(run, step, loss, place)
@@ -197,10 +197,9 @@ def explain(run: Any, step: int, place: tuple[int, int]) -> tuple[str, Finding |
 
 def _explained(run: Any, step: int, place: tuple[int, int]) -> tuple[str, Finding | None, Any]:
     try:
-        batch, names = run.batches.again(*place)
-        batch = augmented(
-            batch, run.workload, run.recipe, step - 1 + run.batches.order.own_draws, torch.Generator(run.device)
-        )
+        batch, names = run.batches.batch_at(*place)
+        own_step = step - 1 + (run.batches.sampler.rank << 40)
+        batch = augment_batch(batch, run.workload, run.recipe, step=own_step, generator=torch.Generator(run.device))
         found = find(run.model, run.loss, batch, run.recipe)
         if found is not None and found.where.startswith("the weights") and not run.guard.skips:
             # They learned from the bad step before the host read of it; the batch may be as bad for untrained ones.

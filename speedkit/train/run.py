@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from speedkit.data.auto import choose_workers
 from speedkit.data.cache import open_cache
+from speedkit.data.decode import with_decoder
 from speedkit.data.loader import BatchStream
-from speedkit.data.samples import loading
 from speedkit.data.shards import pack
 from speedkit.data.sources import write_quarantine
+from speedkit.data.workers import choose_workers
 from speedkit.errors import PlanError
 from speedkit.files import claim_folder, write_json, write_text
 from speedkit.hardware import cache_root, this_machine
@@ -51,8 +51,8 @@ class Run:
     set_learning_rate: Callable[[int], Any]  # for the step after so many
     scale: precision.LossScale | None
     guard: Guard
-    batches: BatchStream
-    test_batches: BatchStream
+    batches: "Batches"
+    test_batches: "Batches"
     total_steps: int | None  # None never ends
     scheduled: int  # steps that the learning rate is laid out for
     evaluate_every: int
@@ -114,7 +114,7 @@ def begin(
     alone = dataclasses.replace(recipe, batch_size=-(-recipe.batch_size // share[1]))  # what of it this process gets
     effective = settled(workload, alone, effective, device)
     plan = (effective := effective if ranks is None else ranks.agreed(effective)).plan
-    workload = dataclasses.replace(workload, load=loading(workload, plan))
+    workload = dataclasses.replace(workload, load=with_decoder(workload, plan.decoder))
     precision.apply(plan)
     shown = progress if not endless and not share[0] else False
     options: Any = {"share": share, "device": device, "cache_dir": cache_dir, "progress": wanted(shown)}
@@ -203,15 +203,35 @@ def settled(workload: Any, recipe: Recipe, effective: EffectivePlan, device: tor
     return measure_workers(workload, recipe, effective, device)
 
 
-def open_batches(
-    workload: Any, items: Any, plan: Plan, batch_size: int, seed: int | None, **options: Any
-) -> BatchStream:
+def open_batches(workload: Any, items: Any, plan: Plan, batch_size: int, seed: int | None, **options: Any) -> "Batches":
     """Return the stream of `items`, out of shards and a cache where the plan says so; what is missing is made."""
     share = options.pop("share", (0, 1))
     if plan.shards:
         items = pack(workload, items, Path(options["cache_dir"] or cache_root()) / "shards")
     cache = open_cache(workload, items, plan, **options) if plan.cache != "off" else None
-    return BatchStream(workload, items, plan, batch_size, seed, options["device"], cache, share)
+    settings = {"batch_size": batch_size, "seed": seed, "device": options["device"], "cache": cache}
+    return Batches(workload, items, plan, rank=share[0], world_size=share[1], **settings)
+
+
+class Batches(BatchStream):
+    """A stream by the names that the loop, measurements and ranks of today know; goes with them."""
+
+    def next(self) -> tuple[Tensor, ...]:
+        """Return the next batch."""
+        return next(self)
+
+    def one_pass(self) -> Any:
+        """Yield the batches of one epoch."""
+        return self.one_epoch()
+
+    def counts(self, epoch: int, position: int) -> bool:
+        """Whether the batch is no other rank's."""
+        return self.sampler.counts(position)
+
+    def largest(self, position: int) -> int:
+        """Return the size of the largest share of batch number `position`."""
+        whole = min(self.sampler.batch_size, self.sampler.count - (position - 1) * self.sampler.batch_size)
+        return -(-whole // self.sampler.world_size)
 
 
 def measure_workers(workload: Any, recipe: Recipe, effective: EffectivePlan, device: torch.device) -> EffectivePlan:
@@ -228,7 +248,9 @@ def measure_workers(workload: Any, recipe: Recipe, effective: EffectivePlan, dev
             loss_of(model, part, recipe)[0].backward()
 
     precision.apply(plan)
-    chosen, why = choose_workers(workload, workload.train, plan, recipe.batch_size, device, compute)
+    chosen, why = choose_workers(
+        workload, workload.train, plan, batch_size=recipe.batch_size, device=device, compute=compute
+    )
     found = effective.with_fallbacks(Fallback("workers", "auto", chosen.workers, why))
     return dataclasses.replace(found, plan=chosen)  # with their kind, and whether they stay
 

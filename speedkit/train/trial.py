@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.autograd.profiler import profile
 
 from speedkit.clock import Stopwatch
-from speedkit.data.augment import augmented
-from speedkit.data.decode import BadItem
-from speedkit.data.samples import Samples, collate, loading
+from speedkit.data.augment import augment_batch
+from speedkit.data.decode import BadItem, with_decoder
+from speedkit.data.loader import ItemDataset, collate
 from speedkit.errors import SpeedkitError
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
@@ -48,7 +48,7 @@ class Trial:
         self.test_batch = worst_case(workload, workload.test, plan, recipe.batch_size, device)
         cached = plan.cache == ("device" if device.type == "cuda" else "ram")  # made later, in the same memory
         cache_bytes = cached * len(workload.train) * batch[0][0].numel() * (2 if plan.cache_dtype == "float16" else 4)
-        self.batch = augmented(batch, workload, recipe, 0, torch.Generator(device=device))
+        self.batch = augment_batch(batch, workload, recipe, step=0, generator=torch.Generator(device=device))
         self.next_batch = [tensor.clone() for tensor in self.batch] if plan.prefetch else []
         self.count = len(self.batch[0])
         self.smallest = min(self.count, 2 if self.batch_norm else 1)  # one sample has no variance
@@ -144,8 +144,8 @@ def worst_case(workload: Any, items: Sequence[Any], plan: Plan, count: int, devi
     """Return a batch of the longest `count` readable `items` on `device`, as loading makes it."""
     if workload.length is not None:
         items = sorted(items, key=workload.length, reverse=True)
-    samples = Samples(items, loading(workload, plan), workload.features, workload.target)
-    made = itertools.chain.from_iterable(samples.__getitems__([index], 0) for index in range(len(items)))
+    samples = ItemDataset(items, with_decoder(workload, plan.decoder), workload.features, workload.target)
+    made = (samples[index] for index in range(len(items)))
     readable = itertools.islice((sample for sample in made if not isinstance(sample, BadItem)), count)
     batch, _ = collate(list(readable), workload.length is not None)
     if batch is None:
