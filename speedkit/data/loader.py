@@ -66,6 +66,9 @@ def collate(samples: Sequence[tuple[Tensor, Any] | BadItem], varies: bool = Fals
         lengths = torch.tensor([row.shape[-1] for row in inputs])
         inputs = [pad(row, (0, int(lengths.max()) - row.shape[-1])) for row in inputs]
         rest = [lengths, *rest]
+    if other := next((row.shape for row in inputs if row.shape != inputs[0].shape), None):
+        shapes = f"{list(inputs[0].shape)} and {list(other)}"
+        raise SpeedkitError(f"samples of one batch have different shapes, {shapes}: let `load` or `features` even them")
     return (default_collate(inputs), *rest), bad
 
 

@@ -70,8 +70,8 @@ class BatchMaker(Dataset):
                 self.running.wait()
             self.reading[getattr(place, "number", 0)] = index
             samples.append(self.dataset[index])
-        batch, bad = self.collate(samples)
         self.reading[getattr(place, "number", 0)] = -1
+        batch, bad = self.collate(samples)
         return (tuple(tensor.pin_memory() for tensor in batch) if batch and self.pin else batch), bad
 
     def make_in_thread(self, indices: list[int]) -> Loaded | Failure:
@@ -79,7 +79,8 @@ class BatchMaker(Dataset):
         try:
             return self.make(indices)
         except BaseException as error:
-            item = self.name(self.reading[place.number])
+            at = self.reading[place.number]
+            item = self.name(at) if at >= 0 else f"the batch of {self.name(indices[0])}"
             words = str(error).split("\n")[0]
             return Failure(item, words if isinstance(error, SpeedkitError) else f"{type(error).__name__}: {words}")
 
@@ -95,7 +96,7 @@ class BatchMaker(Dataset):
     def name(self, index: int) -> str:
         """Return the path of an item."""
         item = self.dataset.items[index]
-        return str(getattr(item, "path", item)) if index >= 0 else "no item yet"
+        return str(getattr(item, "path", item))
 
 
 class BatchLoader:
@@ -217,16 +218,15 @@ class BatchLoader:
                 loaded = result.get(HUNG_S)
                 break
             except multiprocessing.TimeoutError:
-                if list(self.maker.reading) == before:
-                    item = self.maker.name(max(before))
-                    self.close()
-                    raise SpeedkitError(
-                        f"no batch for {HUNG_S:g} s: a worker hangs at {item}; leave it out, or look with workers=0"
-                    ) from None
+                why = self.why_dead()
+                if not why and list(self.maker.reading) == before:
+                    cure = "leave it out, or look with workers=0"
+                    why = f"no batch for {HUNG_S:g} s: a worker hangs {self.item_at(max(before))}; {cure}"
             except (RuntimeError, OSError, EOFError, pickle.PickleError) as error:  # of the DataLoader and its sockets
-                why = self.why_dead() or f"the loader processes cannot be read ({str(error).splitlines()[0]})"
+                why = self.why_dead() or f"the loader processes cannot be read ({type(error).__name__}: {error})"
+            if why:
                 self.close()
-                raise SpeedkitError(why) from None
+                raise SpeedkitError(why)
         if isinstance(loaded, Failure):
             self.close()
             if loaded.full_shm:
@@ -247,8 +247,12 @@ class BatchLoader:
                     cure = (
                         "out of memory the system kills so: take fewer workers, a lower prefetch_factor, or workers=0"
                     )
-                return f"a loader process died (exit code {code}) at {self.maker.name(index)}; {cure}"
+                return f"a loader process died (exit code {code}) {self.item_at(index)}; {cure}"
         return ""
+
+    def item_at(self, index: int) -> str:
+        """Return which item a worker was at, as words."""
+        return f"at {self.maker.name(index)}" if index >= 0 else "between items"
 
     def full_shared_memory(self) -> str:
         """Return what to do when batches do not fit into /dev/shm, as in a container."""
@@ -279,6 +283,9 @@ def start_process(number: int) -> None:
     start_thread(iter([number]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # PyTorch's handlers would print a line; the training process says what a worker died of.
+    signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+    signal.signal(signal.SIGBUS, signal.SIG_DFL)
 
 
 def kill(processes: Iterable[Any]) -> None:
