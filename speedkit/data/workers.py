@@ -91,7 +91,7 @@ class BatchMaker(Dataset):
             return bytes(ForkingPickler.dumps(loaded))  # moves the tensors to shared memory
         except Exception as error:
             words = f"{type(error).__name__}: {error}"
-            return pickle.dumps(Failure(self.name(indices[-1]), words, full_shm="No space left" in words))
+            return pickle.dumps(Failure(f"the batch of {self.name(indices[0])}", words, full_shm="allocate shared memory" in words))
 
     def name(self, index: int) -> str:
         """Return the path of an item."""
@@ -236,8 +236,10 @@ class BatchLoader:
 
     def why_dead(self) -> str:
         """Return what a worker process died of, "" when all live."""
-        connection.wait([process.sentinel for process in self.processes], 1)  # one may be about to die
-        for process, index in zip(self.processes, self.maker.reading, strict=True):
+        dying = connection.wait([process.sentinel for process in self.processes], 1)
+        for process, index in zip(self.processes, self.maker.reading, strict=False):
+            if process.sentinel in dying:
+                process.join(END_S)  # its pipes are closed before its exit code can be read
             code = process.exitcode
             if code == -signal.SIGBUS:
                 return self.full_shared_memory()
