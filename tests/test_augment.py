@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from tiny import jitter, points
 
-from speedkit.data.augment import moved, add_noise, mixup, rand_augment, spec_augment, time_shift
+from speedkit.data.augment import add_noise, mixup, moved, rand_augment, spec_augment, time_shift
 from speedkit.plan import Plan
 from speedkit.train.loop import begin, close, fit, steps
 

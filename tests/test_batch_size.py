@@ -13,8 +13,8 @@ from faults import OUT_OF_MEMORY, chained, limited, strike
 from tiny import emulating, features, loss, make_model, points, score, slowed, target
 from torch import nn
 
-from speedkit.data.bucket import padded_lengths
 from speedkit.data.decode import BadItem
+from speedkit.data.sampler import padded_lengths
 from speedkit.errors import PlanError, SpeedkitError
 from speedkit.measure.larger_batch import choose_batch_size, judged
 from speedkit.plan import Plan
@@ -331,7 +331,7 @@ def test_a_bucketed_workload_gets_a_size_per_length():
     functions = (make_learner, loss_under)
     table = table_per_length(workload, workload.recipe, Plan(bucket=True), CPU, *functions, window_s=1e-4)
     lengths = torch.tensor([workload.length(item) for item in workload.train])
-    assert list(table) == padded_lengths(lengths).tolist() == [3, 4, 5, 6, 7]
+    assert list(table) == padded_lengths(lengths) == [3, 4, 5, 6, 7]
     assert [found.largest for found in table.values()] == [8, 7, 6, 5, 4]
     for length, found in table.items():
         assert (True, found.micro_batch, length) in seen

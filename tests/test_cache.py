@@ -105,8 +105,8 @@ def test_changing_a_gathered_batch_changes_no_cached_row(workload, cache, where)
 
 def test_cached_batches_are_the_loaders_in_the_loaders_order(workload, cache):
     def stream(found):
-        batches = BatchStream(workload, workload.train, Plan(), 8, 3, CPU, found)
-        return [batches.next() for _ in range(7)]
+        batches = BatchStream(workload, workload.train, Plan(), batch_size=8, seed=3, device=CPU, cache=found)
+        return [next(batches) for _ in range(7)]
 
     for mine, theirs in zip(stream(cache(workload)), stream(None), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))

@@ -21,13 +21,9 @@ import torch
 from tiny import jitter, load, loss, points, slowed
 
 from speedkit import resolve
-from speedkit.data.decode import BadItem
-from speedkit.data.loader import BatchStream
-from speedkit.data.samples import EpochOrder
 from speedkit.errors import PlanError, SpeedkitError, UsageError
 from speedkit.hardware import Hardware, this_machine
 from speedkit.plan import Plan
-from speedkit.recipe import steps_per_epoch
 from speedkit.train import distributed, launcher
 from speedkit.train.loop import fit
 from speedkit.workloads import load_workload
@@ -37,55 +33,6 @@ CPU = torch.device("cpu")
 
 
 # ---- in one process ----
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize(("count", "batch_size", "ranks"), [(96, 16, 2), (97, 16, 2), (50, 8, 3), (3, 8, 4)])
-def test_ranks_share_every_batch_of_one_and_make_as_many_steps(count, batch_size, ranks, drop_last):
-    whole = [*EpochOrder(count, batch_size, 7, drop_last).tensors()]
-    orders = [EpochOrder(count, batch_size, 7, drop_last, rank=rank, ranks=ranks) for rank in range(ranks)]
-    shares = [[*order.tensors()] for order in orders]
-    assert {len(share) for share in shares} == {len(whole)} == {steps_per_epoch(count, batch_size, drop_last)}
-    for position, batch in enumerate(whole, 1):
-        parts = [share[position - 1] for share in shares]
-        counted = [part for order, part in zip(orders, parts, strict=True) if not order.spare(position)]
-        assert sorted(torch.cat(counted).tolist()) == sorted(batch.tolist()), "an item is missing, or counts twice"
-        assert max(map(len, parts)) == orders[0].largest(position)
-
-
-def unreadable(item, bad, size=8):
-    if int(item.path) in bad:
-        raise BadItem(item.path, "cut short")
-    return load(item, size)
-
-
-def with_bad(*bad, **options):
-    """Points of which these cannot be read."""
-    made = points(**options)
-    return dataclasses.replace(made, load=functools.partial(unreadable, bad=bad), sources=(unreadable,))
-
-
-@pytest.mark.parametrize("cache", ["off", "ram"])
-def test_a_rank_whose_part_cannot_be_read_stands_in_and_does_not_count(cache, tmp_path):
-    work = with_bad(1, 3, train=40, test=8)  # items 1 and 3 are all that rank 1 has of the first batch
-    plan, streams = Plan(cache=cache), []
-    for rank in range(2):
-        held = None
-        if cache != "off":
-            from speedkit.data.cache import open_cache
-
-            held = open_cache(work, work.train, plan, cache_dir=tmp_path)
-        streams.append(BatchStream(work, work.train, plan, 4, None, CPU, held, (rank, 2)))
-    counted = 0
-    for _ in range(10):
-        for stream in streams:
-            batch = stream.next()
-            assert len(batch[0])
-            counted += len(batch[0]) * stream.counts(stream.epoch, stream.position)
-    assert [stream.position for stream in streams] == [10, 10] and counted == 38
-    assert not streams[1].counts(0, 1) and streams[1].counts(0, 2) and streams[0].counts(0, 1)
-    for stream in streams:
-        stream.close()
 
 
 def test_outside_of_torchrun_the_error_names_the_commands():

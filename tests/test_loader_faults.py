@@ -39,7 +39,8 @@ def recursive():
 
 
 def allow_no_more_files():
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), resource.RLIM_INFINITY))
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), hard))
 
 
 def open_too_many():
@@ -79,7 +80,11 @@ def drain(load_item, **plan):
 
 
 ENDS = [(fault, plan) for fault in FAULTS for plan in (PROCESSES, PERSISTENT, THREADS)]
-ENDS = [(fault, plan) for fault, plan in ENDS if plan is not THREADS or fault not in ("files", "killed", "crashed", "stopped")]
+ENDS = [
+    (fault, plan)
+    for fault, plan in ENDS
+    if plan is not THREADS or fault not in ("files", "killed", "crashed", "stopped")
+]
 
 
 @pytest.mark.parametrize(("fault", "plan"), ENDS, ids=str)

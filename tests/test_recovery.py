@@ -15,7 +15,7 @@ from test_resume import outcome
 from tiny import emulating, jitter, points
 from torch import nn
 
-from speedkit.data.samples import shuffled
+from speedkit.data.sampler import shuffled
 from speedkit.errors import SpeedkitError
 from speedkit.plan import Fallback, Plan
 from speedkit.recipe import learning_rates

@@ -246,5 +246,7 @@ def test_a_table_that_cannot_be_used_is_one_sentence(name, tmp_path):
 def test_more_than_one_file_in_twenty_bad_is_an_error(tmp_path):
     folder_of_classes(tmp_path, {"a": 10, "b": 8})
     (tmp_path / "a" / "x.wav").touch()
-    with pytest.raises(SpeedkitError, match=r"1 of 19 files cannot be used, over 5%.*x\.wav.*0 bytes.*repair or remove"):
+    with pytest.raises(
+        SpeedkitError, match=r"1 of 19 files cannot be used, over 5%.*x\.wav.*0 bytes.*repair or remove"
+    ):
         find_items(tmp_path)

@@ -49,7 +49,6 @@ class Failure:
 
     item: str
     error: str
-    full_shm: bool = False  # no room in /dev/shm for the batch
 
 
 @dataclasses.dataclass
@@ -90,8 +89,7 @@ class BatchMaker(Dataset):
         try:
             return bytes(ForkingPickler.dumps(loaded))  # moves the tensors to shared memory
         except Exception as error:
-            words = f"{type(error).__name__}: {error}"
-            return pickle.dumps(Failure(f"the batch of {self.name(indices[0])}", words, full_shm="allocate shared memory" in words))
+            return pickle.dumps(Failure(f"the batch of {self.name(indices[0])}", f"{type(error).__name__}: {error}"))
 
     def name(self, index: int) -> str:
         """Return the path of an item."""
@@ -229,7 +227,7 @@ class BatchLoader:
                 raise SpeedkitError(why)
         if isinstance(loaded, Failure):
             self.close()
-            if loaded.full_shm:
+            if "allocate shared memory" in loaded.error:
                 raise SpeedkitError(self.full_shared_memory())
             raise SpeedkitError(f"a worker failed at {loaded.item}: {loaded.error}; workers=0 shows where")
         return loaded
