@@ -21,6 +21,7 @@ import torch
 from tiny import jitter, load, loss, points, slowed
 
 from speedkit import resolve
+from speedkit.data.decode import BadItem
 from speedkit.errors import PlanError, SpeedkitError, UsageError
 from speedkit.hardware import Hardware, this_machine
 from speedkit.plan import Plan
@@ -33,6 +34,18 @@ CPU = torch.device("cpu")
 
 
 # ---- in one process ----
+
+
+def unreadable(item, bad, size=8):
+    if int(item.path) in bad:
+        raise BadItem(item.path, "cut short")
+    return load(item, size)
+
+
+def with_bad(*bad, **options):
+    """Points of which these cannot be read."""
+    made = points(**options)
+    return dataclasses.replace(made, load=functools.partial(unreadable, bad=bad), sources=(unreadable,))
 
 
 def test_outside_of_torchrun_the_error_names_the_commands():

@@ -79,12 +79,9 @@ def drain(load_item, **plan):
         stream.close()
 
 
-ENDS = [(fault, plan) for fault in FAULTS for plan in (PROCESSES, PERSISTENT, THREADS)]
-ENDS = [
-    (fault, plan)
-    for fault, plan in ENDS
-    if plan is not THREADS or fault not in ("files", "killed", "crashed", "stopped")
-]
+PROCESSES_ONLY = ("files", "killed", "crashed", "stopped")
+ENDS = [(fault, plan) for fault in FAULTS for plan in (PROCESSES, PERSISTENT)]
+ENDS += [(fault, THREADS) for fault in FAULTS if fault not in PROCESSES_ONLY]
 
 
 @pytest.mark.parametrize(("fault", "plan"), ENDS, ids=str)
@@ -106,6 +103,25 @@ def test_a_batch_that_cannot_be_shared_is_an_error_and_not_a_hang(monkeypatch):
     monkeypatch.setattr(workers, "HUNG_S", 20.0)
     with pytest.raises(SpeedkitError, match=r"at the batch of \d+: .*Too many open files"):
         drain(full, **PROCESSES)
+
+
+class Plain(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return index
+
+
+def test_a_loader_of_the_user_s_own_hears_nothing_of_ended_workers(capfd):
+    """PyTorch's handler for dead workers, there from its first loader on, would raise in the main thread."""
+    list(torch.utils.data.DataLoader(Plain(), num_workers=1))
+    workload = points()
+    for plan in (PROCESSES, PERSISTENT):
+        stream = BatchStream(workload, workload.train, Plan(**plan), batch_size=16, seed=0, device=torch.device("cpu"))
+        next(stream)
+        stream.close()
+    assert capfd.readouterr().err == ""
 
 
 def uneven(item):

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data._utils import signal_handling
 
 from speedkit.clock import run_until_steady
 from speedkit.errors import SpeedkitError
@@ -199,6 +200,11 @@ class BatchLoader:
                 generator=torch.Generator(),  # else it draws from the global one: dropout would depend on loading
             )
         self.passing = iter(self.loader)
+        # Where a DataLoader of the user's runs too, PyTorch raises in whatever the main thread is doing when one of
+        # these processes ends, by `close` as well. `received` tells what has happened to them.
+        if self.passing._worker_pids_set:
+            signal_handling._remove_worker_pids(id(self.passing))
+            self.passing._worker_pids_set = False
 
     def read(self) -> Loaded | Failure | None:
         """Return the next batch, pinned where the plan says so; None at the end of the pass."""
