@@ -150,7 +150,8 @@ def visible_files(root: Path, left_out: Set[str] = frozenset()) -> Iterator[Path
     """Yield the files under a folder in the order of their names, without hidden ones and folders `left_out`."""
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in left_out)
-        yield from (Path(folder, name) for name in sorted(names) if not name.startswith("."))
+        paths = (Path(folder, name) for name in sorted(names) if not name.startswith("."))
+        yield from (path for path in paths if path.is_file())  # no link to what is gone
 
 
 def stable_hash(seed: int, name: str) -> bytes:
@@ -261,7 +262,10 @@ def read_header(file: LabelledFile, kind: str) -> tuple:
         raise ValueError("there is no such file")
     if not file.label or file.path.stat().st_size == 0:
         raise ValueError("the file is empty (0 bytes)" if file.label else "its label is empty")
-    if kind != "audio":
+    if kind == "image":
+        with file.path.open("rb") as stream:
+            if not stream.read(4).startswith((b"\xff\xd8\xff", b"\x89PNG")):
+                raise ValueError("it is neither a JPEG nor a PNG image")
         return ()
     info = soundfile.info(str(file.path))
     if info.frames <= 0:
