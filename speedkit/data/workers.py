@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
-from multiprocessing import connection
+from multiprocessing import connection, util
 from multiprocessing.pool import AsyncResult, ThreadPool
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
@@ -188,6 +188,7 @@ class BatchLoader:
     def start_pass(self) -> None:
         """Start the processes, or send the persistent ones to a new pass."""
         if self.loader is None:
+            util.get_temp_dir()  # for the workers' sockets: killed, they could not remove one of their own
             self.loader = DataLoader(
                 self.maker,
                 sampler=self.sampler,
