@@ -228,7 +228,10 @@ class BatchLoader:
                     cure = "leave it out, or look with workers=0"
                     why = f"no batch for {HUNG_S:g} s: a worker hangs {self.item_at(max(before))}; {cure}"
             except (RuntimeError, OSError, EOFError, pickle.PickleError) as error:  # of the DataLoader and its sockets
-                why = self.why_dead() or f"the loader processes cannot be read ({type(error).__name__}: {error})"
+                why = self.why_dead() or (
+                    f"the loader processes cannot be read ({type(error).__name__} {error}): too many files may be open "
+                    "(ulimit -n), or look with workers=0"
+                )
             if why:
                 self.close()
                 raise SpeedkitError(why)
