@@ -115,7 +115,7 @@ def data_time(job: Stages, plan: Plan, count: int = 6) -> float:
     """Return the seconds that `plan` takes to get one batch to the device with nothing else going on."""
     run = setup_run(job.workload, job.recipe, plan, endless=True, **job.options)
     try:
-        return statistics.median(timed(run.train_batches.next, run.device, repeats=count))
+        return statistics.median(timed(run.fetch, run.device, repeats=count))
     finally:
         run.close()
 

@@ -109,8 +109,8 @@ def test_files_left_out_are_reported(tmp_path):
     [
         ({"size": "huge"}, "size 'huge' is unknown.*tiny, small, medium"),
         ({"clips": 29}, "clips=29 is too few"),
-        ({"label_pattern": "(a)"}, "needs recordings.*--data-dir"),
-        ({"test_pattern": "a"}, "needs recordings.*--data-dir"),
+        ({"label_pattern": "(a)"}, "needs audio files.*--data-dir"),
+        ({"test_pattern": "a"}, "needs audio files.*--data-dir"),
         ({"data_dir": ".", "clips": 100}, "leave it out"),
         ({"data_dir": "nowhere"}, "does not exist"),
     ],

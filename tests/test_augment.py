@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from tiny import jitter, points
 
-from speedkit.data.augment import _moved, add_noise, mixup, rand_augment, spec_augment, time_shift
+from speedkit.data.augment import add_noise, mixup, moved, rand_augment, spec_augment, time_shift
 from speedkit.plan import Plan
-from speedkit.train.loop import begin, close, fit, steps
+from speedkit.train.loop import fit, steps
+from speedkit.train.setup import setup_run
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
@@ -104,11 +105,11 @@ def mixed_points(**recipe):
 
 
 def losses(workload, **plan):
-    run = begin(workload, plan=Plan(**plan), device="cpu", progress=False)
+    run = setup_run(workload, plan=Plan(**plan), device="cpu", progress=False)
     try:
         return [float(run.last_loss) for _ in steps(run)]
     finally:
-        close(run)
+        run.close()
 
 
 def test_training_mixes_what_the_recipe_says_in_parts_of_a_batch_too():
@@ -135,6 +136,6 @@ def test_images_stay_in_range_and_no_strength_leaves_them_alone():
 def test_images_are_turned_without_losing_their_proportions():
     y, x = torch.meshgrid(torch.arange(64.0) - 31.5, torch.arange(128.0) - 63.5, indexing="ij")
     lying, standing = (((one.abs() < 20) & (other.abs() < 5)).float() for one, other in ((x, y), (y, x)))
-    turned = _moved(lying[None, None], torch.tensor([[torch.pi / 2]]), *torch.zeros(4, 1, 1))[0, 0]
+    turned = moved(lying[None, None], torch.tensor([[torch.pi / 2]]), *torch.zeros(4, 1, 1))[0, 0]
     middle = slice(32, 96)  # what lies beyond is reflected from above and below
     assert (turned - standing)[:, middle].abs().max() < 1e-3

@@ -59,7 +59,10 @@ def made():
     found = {}
     for name, options in SIZES.items():
         workload = load_workload(name, size="tiny", **options)
-        found[name] = workload, BatchStream(workload, workload.train, Plan(), 4, 0, torch.device("cpu")).next()
+        found[name] = (
+            workload,
+            next(BatchStream(workload, workload.train, Plan(), batch_size=4, seed=0, device=torch.device("cpu"))),
+        )
     return found
 
 

@@ -170,9 +170,9 @@ def test_labels_come_from_a_table_or_a_pattern_too(tmp_path):
     [
         ({"size": "huge"}, "size 'huge' is unknown.*tiny, small, medium"),
         ({"clips": 29}, "clips=29 is too few"),
-        ({"label_pattern": "(a)"}, "needs images.*--data-dir"),
+        ({"label_pattern": "(a)"}, "needs image files.*--data-dir"),
         ({"data_dir": ".", "clips": 100}, "leave it out"),
-        ({"data_dir": "nowhere"}, "folder of your images"),
+        ({"data_dir": "nowhere"}, "folder of your image files"),
         ({"data_dir": "tests"}, r"no image files \(.jpg"),
         ({"data_dir": "."}, r"one class \(a\).*needs two"),
     ],

@@ -3,53 +3,50 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import os
-import shutil
-import signal
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from tiny import load, loss, points
+from tiny import features, load, points
+from torch import nn
 
-from speedkit.data.auto import most_processes
+from speedkit.data import sampler
 from speedkit.data.decode import BadItem
 from speedkit.data.loader import BatchStream
-from speedkit.data.samples import shuffled
+from speedkit.data.sampler import BatchSampler, padded_lengths, padding_share, shuffled
 from speedkit.errors import PlanError, SpeedkitError
 from speedkit.hardware import this_machine
 from speedkit.plan import Plan, resolve
-from speedkit.system import usable_ram_bytes
-from speedkit.train.loop import begin, close, fit, steps
+from speedkit.train.loop import fit
 
 CPU = torch.device("cpu")
+QUIET = {"device": "cpu", "progress": False}
+THREADS = {"workers": 2, "worker_kind": "thread"}
+LOADERS = [{}, {"workers": 2}, {"workers": 2, "persistent_workers": True, "prefetch_factor": 1}, THREADS]
 
 
-def load_unless_bad(item, size, bad):
-    if item.path in bad:
-        raise BadItem(item.path, "it is not audio")
-    return load(item, size)
+def open_stream(workload, items=None, batch_size=16, seed=0, **plan):
+    items = workload.train if items is None else items
+    return BatchStream(workload, items, Plan(**plan), batch_size=batch_size, seed=seed, device=CPU)
 
 
-def with_bad(bad, **options):
-    """The points, of which those whose path is in `bad` cannot be read."""
-    workload = points(**options)
-    reading = functools.partial(load_unless_bad, size=8, bad=frozenset(bad))
-    return dataclasses.replace(workload, load=reading, parameters={"size": 8, "bad": sorted(bad)})
-
-
-def stream(count, batch_size=16, seed=0, items=None, **plan):
+def take(count, workload=None, **options):
     """The first `count` batches of the points."""
-    workload = points()
-    batches = BatchStream(workload, items or workload.train, Plan(**plan), batch_size, seed, CPU)
+    stream = open_stream(workload or points(), **options)
     try:
-        return [batches.next() for _ in range(count)]
+        return list(itertools.islice(stream, count))
     finally:
-        batches.close()
+        stream.close()
 
 
-def state_of(pid):
+def same(mine, theirs):
+    return all(torch.equal(*pair) for batches in zip(mine, theirs, strict=True) for pair in zip(*batches, strict=True))
+
+
+def process_state(pid):
     """The state of a process as Linux shows it: R, S, D running or waiting, T stopped; "" when it is gone."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -65,242 +62,192 @@ def test_the_order_of_an_epoch_depends_on_seed_and_epoch_alone():
     torch.manual_seed(5)
     first = shuffled(100, seed=3, epoch=2)
     torch.manual_seed(6)
-    torch.rand(10)
     assert torch.equal(shuffled(100, seed=3, epoch=2), first)
     assert sorted(first.tolist()) == list(range(100))
     assert not torch.equal(shuffled(100, seed=3, epoch=3), first)
     assert not torch.equal(shuffled(100, seed=4, epoch=2), first)
 
 
-def test_loading_leaves_the_random_state_of_the_training_process_alone():
-    torch.manual_seed(5)
+@pytest.mark.parametrize("plan", LOADERS[1:], ids=str)
+def test_workers_change_no_batch_and_draw_from_no_global_generator(plan):
     before = torch.get_rng_state()
-    stream(8, workers=2)
-    stream(8)
+    assert same(take(14, **plan), take(14))
     assert torch.equal(torch.get_rng_state(), before)
 
 
-THREADS = {"workers": 2, "worker_kind": "thread"}
-
-
-@pytest.mark.parametrize("plan", [{"workers": 1}, {"workers": 2, "prefetch_factor": 1}, THREADS], ids=str)
-def test_workers_change_no_batch(plan):
-    for mine, theirs in zip(stream(14, **plan), stream(14), strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
-
-
-def test_each_epoch_holds_every_item_once_and_ends_with_the_rest():
-    batches = stream(14, batch_size=16, items=points(train=100).train)  # 6 of 16 and 1 of 4, twice
+def test_each_epoch_holds_every_item_once_and_drop_last_leaves_out_the_rest_of_training_alone():
+    workload = points(train=100)
+    batches = take(14, workload)  # 6 of 16 and 1 of 4, twice
     assert [len(inputs) for inputs, _ in batches] == [16, 16, 16, 16, 16, 16, 4] * 2
     epochs = [torch.cat([inputs for inputs, _ in part]) for part in (batches[:7], batches[7:])]
     assert not torch.equal(*epochs)
     assert torch.equal(*(epoch.sort(dim=0).values for epoch in epochs))
-    assert len(epochs[0].unique(dim=0)) == 100
+    assert {len(inputs) for inputs, _ in take(14, workload, drop_last=True)} == {16}
+    in_order = open_stream(workload, seed=None, drop_last=True)
+    assert sum(len(inputs) for inputs, _ in in_order.one_epoch()) == 100 and len(in_order) == 7
 
 
-def test_drop_last_leaves_the_rest_out_of_training_and_not_out_of_evaluation():
-    items = points(train=100).train
-    assert {len(inputs) for inputs, _ in stream(14, items=items, drop_last=True)} == {16}
-    batches = BatchStream(points(), items, Plan(drop_last=True), 16, None, CPU)
-    assert sum(len(inputs) for inputs, _ in batches.one_pass()) == 100
+@pytest.mark.parametrize("plan", LOADERS, ids=str)
+def test_a_stream_goes_on_from_any_place_and_loads_nothing_twice(plan, tmp_path):
+    whole, order = take(12), shuffled(96, seed=0, epoch=0).tolist()
+    noted = functools.partial(load_noted, path=tmp_path / "loaded")
+    stream = open_stream(dataclasses.replace(points(), load=noted), **plan)
+    stream.position = 4  # of 6 batches of 16
+    assert same([next(stream), next(stream)], whole[4:6])
+    loaded = [int(line) for line in (tmp_path / "loaded").read_text().split()]
+    assert sorted(loaded[:32]) == sorted(order[64:])
+    assert same([next(stream), next(stream)], whole[6:8]) and (stream.epoch, stream.position) == (1, 2)
+    stream.epoch, stream.position = 0, 5  # back, as after a roll-back
+    assert same([next(stream), next(stream)], whole[5:7])
+    batch, names = stream.batch_at(0, 2)
+    assert same([batch], whole[1:2]) and names == [str(index) for index in order[16:32]]
+    assert same([next(stream)], whole[7:8])
+    stream.close()
 
 
-@pytest.mark.parametrize("start", [(0, 5), (0, 6), (1, 2)], ids=str)
-@pytest.mark.parametrize("plan", [{}, {"workers": 2}, THREADS], ids=str)
-def test_a_stream_goes_on_from_any_position(start, plan):
-    whole = stream(12)
-    batches = BatchStream(points(), points().train, Plan(**plan), 16, 0, CPU)
-    batches.epoch, batches.position = start
-    there = start[0] * 6 + start[1]
-    for expected in whole[there : there + 4]:
-        assert torch.equal(batches.next()[0], expected[0])
-    batches.close()
+def load_noted(item, path):
+    with path.open("a") as file:
+        file.write(f"{item.path}\n")
+    return load(item, 8)
+
+
+@pytest.mark.parametrize("lengths", [None, torch.arange(101) % 40 + 5], ids=["plain", "bucketed"])
+@pytest.mark.parametrize("count", [96, 97, 101])
+def test_ranks_share_every_batch_and_make_equally_many_steps(count, lengths):
+    lengths = None if lengths is None else lengths[:count]
+    alone = list(BatchSampler(count, 16, 0, lengths=lengths))
+    samplers = [BatchSampler(count, 16, 0, lengths=lengths, rank=rank, world_size=4) for rank in range(4)]
+    for position, (whole, *parts) in enumerate(zip(alone, *samplers, strict=True), 1):
+        counted = [part for part, own in zip(parts, samplers, strict=True) if own.counts(position)]
+        assert all(parts) and sorted(itertools.chain(*counted)) == sorted(whole)
 
 
 # Unreadable items.
 
 
+def load_unless_bad(item, bad):
+    if item.path in bad:
+        raise BadItem(item.path, "it is not audio")
+    return load(item, 8)
+
+
+def with_bad(bad, **options):
+    """The points, of which those whose path is in `bad` cannot be read."""
+    loading = functools.partial(load_unless_bad, bad=frozenset(bad))
+    return dataclasses.replace(points(**options), load=loading, parameters={"size": 8, "bad": sorted(bad)})
+
+
 @pytest.mark.parametrize("plan", [{}, {"workers": 2}, THREADS, {"cache": "ram"}, {"cache": "disk"}], ids=str)
 def test_an_unreadable_item_is_left_out_and_named_and_training_goes_on(tmp_path, plan):
     workload = with_bad({"3", "40", "101"})  # two of 96 to train on, one of 32 to test on
-    options = {"device": "cpu", "progress": False}
-    live = fit(workload, plan=Plan(log_every=1), **options)
-    history = fit(workload, plan=Plan(log_every=1, **plan), out=tmp_path, **options)
-    assert history.loss == live.loss
-    assert history.evaluation == live.evaluation
-    assert history.evaluation["n"] == 31
+    live = fit(workload, plan=Plan(log_every=1), **QUIET)
+    history = fit(workload, plan=Plan(log_every=1, **plan), out=tmp_path, **QUIET)
+    assert (history.loss, history.evaluation, history.evaluation["n"]) == (live.loss, live.evaluation, 31)
     assert history.steps == 12
-    assert history.quarantined == dict.fromkeys(("3", "40", "101"), "it is not audio")
     lines = (tmp_path / "quarantine.csv").read_text().splitlines()
     assert lines == ["path,why", "101,it is not audio", "3,it is not audio", "40,it is not audio"]
 
 
 @pytest.mark.parametrize("plan", [{}, {"cache": "ram"}], ids=str)
-def test_a_batch_of_nothing_but_unreadable_items_is_passed_over(plan):
+def test_a_batch_of_unreadable_items_is_passed_over_and_too_many_or_none_are_an_error(plan):
     order = shuffled(96, seed=0, epoch=0).tolist()
-    workload = with_bad({str(order[3])}, batch_size=1)
-    live = fit(workload, plan=Plan(log_every=1, **plan), device="cpu", progress=False)
-    assert len(live.loss) == live.steps == 192
-
-
-@pytest.mark.parametrize("plan", [{}, {"workers": 2}, {"cache": "ram"}], ids=str)
-def test_too_many_unreadable_items_are_an_error_that_names_the_first(plan):
-    bad = {str(number) for number in range(10, 15)}  # 5 of 96: more than 5 %
-    with pytest.raises(SpeedkitError, match=r"of 96 files cannot be read.* the first is 1\d: it is not audio"):
-        fit(with_bad(bad), plan=Plan(**plan), device="cpu", progress=False)
-
-
-@pytest.mark.parametrize("plan", [{}, {"cache": "ram"}], ids=str)
-def test_a_set_without_a_readable_item_is_an_error(plan):
-    with pytest.raises(SpeedkitError, match=r"(cannot|can) be read.*it is not audio"):
-        fit(with_bad({str(number) for number in range(96)}), plan=Plan(**plan), device="cpu", progress=False)
-
-
-@pytest.mark.parametrize("plan", [{}, {"cache": "ram"}], ids=str)
-def test_an_empty_set_is_an_error(plan):
+    assert fit(with_bad({str(order[3])}, batch_size=1), plan=Plan(**plan), **QUIET).steps == 192
+    for bad in (range(10, 15), range(96)):  # more than 5 %
+        with pytest.raises(SpeedkitError, match=r"(cannot be used, over 5%|can be read).*\d+: it is not audio"):
+            fit(with_bad({str(number) for number in bad}), plan=Plan(**plan), **QUIET)
     with pytest.raises(SpeedkitError, match="points has no readable item"):
-        fit(dataclasses.replace(points(), train=[]), plan=Plan(**plan), device="cpu", progress=False)
+        fit(dataclasses.replace(points(), train=[]), plan=Plan(**plan), **QUIET)
 
 
-# Worker processes.
+def test_a_rank_that_can_read_nothing_of_its_share_says_so():
+    workload = with_bad({str(shuffled(96, seed=0, epoch=0).tolist()[0])})
+    alone = BatchStream(workload, workload.train, Plan(), batch_size=4, seed=0, device=CPU, rank=0, world_size=4)
+    with pytest.raises(SpeedkitError, match=r"rank 0 can read no item of its share .*it is not audio"):
+        next(alone)
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-def test_worker_processes_end_when_the_run_is_closed(persistent):
-    run = begin(points(), plan=Plan(workers=2, persistent_workers=persistent), device="cpu", progress=False)
-    seen = set()
-    for _ in steps(run):
-        seen |= set(run.batches.pids) | set(run.test_batches.pids)
-        assert len(run.batches.pids) == 2
-    # Two epochs: two processes for training and two for evaluation, once or each time.
-    assert len(seen) == (4 if persistent else 8)
-    close(run)
-    assert not [pid for pid in seen if state_of(pid)]
-
-
-def test_worker_processes_end_when_training_fails():
-    seen, before = [], children()
-
-    def failing_loss(model, batch, recipe):
-        seen.extend(pid for pid in children() if pid not in before)
-        raise ValueError("a bug in the loss")
-
-    workload = dataclasses.replace(points(), loss=failing_loss)
-    with pytest.raises(ValueError, match="a bug"):
-        fit(workload, plan=Plan(workers=2), device="cpu", progress=False)
-    assert len(seen) == 2
-    assert not [pid for pid in seen if state_of(pid)]
-
-
-def children():
-    return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+# Workers that rest.
 
 
 def wait_for(pid, stopped):
     """Wait until the kernel reports that `pid` has been stopped, or goes on."""
-    option = os.WSTOPPED if stopped else os.WCONTINUED
     with contextlib.suppress(ChildProcessError):
-        os.waitid(os.P_PID, pid, option | os.WNOWAIT)
+        os.waitid(os.P_PID, pid, (os.WSTOPPED if stopped else os.WCONTINUED) | os.WNOWAIT)
 
 
-def test_resting_worker_processes_stand_still_and_go_on_where_they_were():
-    expected = stream(12)
-    batches = BatchStream(points(), points().train, Plan(workers=2, persistent_workers=True), 16, 0, CPU)
-    got = [batches.next()]
-    pids = list(batches.pids)
+def test_paused_processes_stand_still_go_on_where_they_were_and_can_be_closed():
+    stream = open_stream(points(), workers=2, persistent_workers=True)
+    batches, pids = [next(stream)], list(stream.pids)
     for _ in range(2):
-        batches.signal_workers(signal.SIGSTOP)
+        stream.pause()
         for pid in pids:
             wait_for(pid, stopped=True)
-        assert [state_of(pid) for pid in pids] == ["T", "T"]
-        batches.signal_workers(signal.SIGCONT)
+        assert [process_state(pid) for pid in pids] == ["T", "T"]
+        stream.resume()
         for pid in pids:
             wait_for(pid, stopped=False)
-        assert "T" not in [state_of(pid) for pid in pids]
-        got += [batches.next() for _ in range(5)]
-    assert all(torch.equal(mine[0], theirs[0]) for mine, theirs in zip(got, expected, strict=False))
-    batches.signal_workers(signal.SIGSTOP)
-    batches.close()  # also ends those that rest
-    assert not [pid for pid in pids if state_of(pid)]
+        batches += [next(stream) for _ in range(5)]
+    assert same(batches, take(11)) and stream.pids == pids
+    stream.pause()
+    stream.close()
+    assert not [pid for pid in pids if process_state(pid)] and stream.pids == []
 
 
-def test_resting_threads_begin_no_item():
+def test_paused_threads_begin_no_item_and_can_be_closed():
     loaded = []
-
-    def noted(item):
-        loaded.append(item.path)
-        return load(item, 8)
-
-    batches = BatchStream(dataclasses.replace(points(), load=noted), points().train, Plan(**THREADS), 16, 0, CPU)
-    batches.next()
-    batches.signal_workers(signal.SIGSTOP)
-    assert not batches.loader.running.is_set()
-    batches.signal_workers(signal.SIGCONT)
-    for _ in range(5):
-        batches.next()
-    batches.close()
+    noted = dataclasses.replace(points(), load=lambda item: loaded.append(item.path) or load(item, 8))
+    stream = open_stream(noted, **THREADS)
+    next(stream)
+    stream.pause()
+    assert not stream.loader.running.is_set()
+    stream.resume()
+    assert same([next(stream) for _ in range(5)], take(6)[1:])
     assert sorted(loaded) == sorted(item.path for item in points().train)
+    stream.pause()
+    stream.close()
 
 
-# Features on the device.
+@pytest.mark.parametrize("persistent", [False, True])
+def test_worker_processes_end_with_their_pass_or_with_the_stream(persistent):
+    stream, seen = open_stream(points(), workers=2, persistent_workers=persistent), set()
+    for _ in range(12):
+        next(stream)
+        seen |= set(stream.pids)
+    stream.close()
+    assert len(seen) == (2 if persistent else 4) and not [pid for pid in seen if process_state(pid)]
+
+
+# Features on the device, and the decoder.
 
 
 def add_noise(waveforms, generator):
     return waveforms + torch.randn(waveforms.shape, generator=generator, device=waveforms.device)
 
 
-@pytest.mark.parametrize("plan", [{}, {"workers": 2}], ids=str)
-def test_features_computed_on_the_device_are_those_of_the_loader(plan):
-    live = stream(7)
-    for mine, theirs in zip(stream(7, features_on="device", **plan), live, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
-
-
-def test_waveforms_are_augmented_on_the_device_in_training_alone_and_alike_for_any_workers():
+def test_waveforms_are_augmented_in_training_alone_and_alike_for_any_workers_and_any_start():
     workload = dataclasses.replace(points(), augment_waveform=add_noise)
-    options = {"device": "cpu", "progress": False}
-    plan = Plan(features_on="device", log_every=1)
-    augmented = fit(workload, plan=plan, **options)
-    assert augmented.loss != fit(points(), plan=plan, **options).loss
-    assert fit(workload, plan=dataclasses.replace(plan, workers=2), **options).loss == augmented.loss
-    plain, altered = (BatchStream(one, one.test, plan, 16, None, CPU).one_pass() for one in (points(), workload))
-    assert all(torch.equal(mine[0], theirs[0]) for mine, theirs in zip(plain, altered, strict=True))
-
-
-def test_waveform_augmentation_that_a_plan_cannot_give_is_said_to_be_skipped():
-    workload = dataclasses.replace(points(), augment_waveform=add_noise)
-    (fallback,) = fit(workload, plan=Plan(), device="cpu", progress=False).effective.fallbacks
+    noisy, plain = take(7, workload, features_on="device"), take(7)
+    assert same(take(7, features_on="device"), plain) and not torch.equal(noisy[0][0], plain[0][0])
+    assert same(take(7, workload, features_on="device", workers=2), noisy)
+    stream = open_stream(workload, features_on="device")
+    stream.position = 4
+    assert same([next(stream)], noisy[4:5]) and same([stream.batch_at(0, 2)[0]], noisy[1:2])
+    tested = [open_stream(each, seed=None, features_on="device").one_epoch() for each in (workload, points())]
+    assert same(*tested)
+    (fallback,) = fit(workload, plan=Plan(), **QUIET).effective.fallbacks
     assert fallback.field == "features_on" and "augment_waveform is skipped" in fallback.why
-
-
-def test_features_in_a_cache_leave_nothing_for_the_device():
-    (fallback,) = resolve(Plan(features_on="device", cache="ram"), this_machine("cpu")).fallbacks
-    assert (fallback.field, fallback.got) == ("features_on", "cpu")
-
-
-# The decoder.
 
 
 def decode(item, decoder="soundfile"):
     return load(item, 8) + (decoder == "librosa")
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_the_decoder_of_the_plan_reaches_the_workload(workers):
+def test_the_decoder_of_the_plan_reaches_the_workload_or_is_refused():
     workload = dataclasses.replace(points(), load=decode, decoders=("librosa",))
-    items = workload.train
-    plain, other = (
-        BatchStream(workload, items, Plan(decoder=name, workers=workers), 16, 0, CPU)
-        for name in ("soundfile", "librosa")
-    )
-    assert torch.equal(plain.next()[0] + 2, other.next()[0])
-    plain.close()
-    other.close()
-
-
-def test_a_decoder_that_the_workload_does_not_take_is_refused():
+    (plain, _), (other, _) = take(1, workload)[0], take(1, workload, decoder="librosa", workers=1)[0]
+    assert torch.equal(plain + 2, other)
     with pytest.raises(PlanError, match="decoder=librosa is not one that workload points can use: it has soundfile"):
-        BatchStream(points(), points().train, Plan(decoder="librosa"), 16, 0, CPU)
+        take(1, decoder="librosa")
 
 
 # workers="auto".
@@ -311,39 +258,113 @@ def slow_load(item):
     return load(item, 8)
 
 
-def slow_loss(model, batch, recipe):
-    time.sleep(0.05)
-    return loss(model, batch, recipe)
-
-
-def test_auto_takes_workers_where_loading_is_what_takes_the_time():
+def test_auto_takes_workers_where_loading_takes_the_time_and_changes_no_loss():
     workload = dataclasses.replace(points(), load=slow_load)
-    plan = Plan(workers="auto", log_every=1)
-    history = fit(workload, plan=plan, device="cpu", progress=False)
+    history = fit(workload, plan=Plan(workers="auto", log_every=1), **QUIET)
     (fallback,) = history.effective.fallbacks
     assert (fallback.field, fallback.asked) == ("workers", "auto")
     assert history.effective.plan.workers == fallback.got > 0
-    assert "gave the shortest steps: none" in fallback.why and "by thread" in fallback.why
-    assert f"workers {fallback.got} by {history.effective.plan.worker_kind} gave" in fallback.why
-    assert history.loss == fit(points(), plan=Plan(log_every=1), device="cpu", progress=False).loss
+    assert f"workers {fallback.got} by {history.effective.plan.worker_kind} gave the shortest steps" in fallback.why
+    assert history.loss == fit(points(), plan=Plan(log_every=1), **QUIET).loss
 
 
-def test_auto_takes_no_workers_where_there_is_nothing_to_hide():
-    workload = dataclasses.replace(points(), loss=slow_loss)
-    history = fit(workload, plan=Plan(workers="auto"), device="cpu", progress=False)
-    assert history.effective.plan.workers == 0
-    assert "nothing to hide" in history.effective.fallbacks[0].why
+# Clips of different lengths.
 
 
-def test_auto_leaves_room_in_shared_memory_and_ram():
-    free = shutil.disk_usage("/dev/shm").free
-    assert most_processes(free // 10, 0) == 5
-    assert most_processes(free, 0) == 0
-    assert most_processes(0, usable_ram_bytes() // 4) == 2
+def lengths_of(count, seed=0):
+    """Lengths like those of speech: log-normal, 20 to 400."""
+    spread = torch.randn(count, generator=torch.Generator().manual_seed(seed)).mul(0.6).add(4.2).exp()
+    return spread.long().clamp(20, 400)
 
 
-def test_signals_to_a_loader_without_processes_go_nowhere():
-    batches = BatchStream(points(), points().train, Plan(), 16, 0, CPU)
-    batches.next()
-    batches.signal_workers(signal.SIGSTOP)
-    assert batches.pids == []
+def clip_length(item):
+    return 3 + int(item.path) * 7 % 20
+
+
+def load_clip(item):
+    return torch.full((2, clip_length(item)), float(item.label)) + torch.arange(clip_length(item)) / 40
+
+
+def masked_loss(model, batch, recipe):
+    inputs, lengths, targets = batch
+    valid = torch.arange(inputs.shape[-1]) < lengths[:, None]
+    outputs = model((inputs * valid[:, None]).sum(-1) / lengths[:, None])
+    return nn.functional.cross_entropy(outputs, targets), outputs
+
+
+def clips():
+    """Clips [2, T] of 3 to 22 frames."""
+    return dataclasses.replace(
+        points(),
+        load=load_clip,
+        features=torch.Tensor.contiguous,
+        length=clip_length,
+        model=lambda: nn.Linear(2, 2),
+        loss=masked_loss,
+        score=lambda outputs, batch: outputs.argmax(-1) == batch[-1],
+    )
+
+
+def test_the_padded_lengths_are_those_with_least_padding(monkeypatch):
+    monkeypatch.setattr(sampler, "SHAPES", 3)
+    for seed in range(5):
+        lengths = lengths_of(12, seed)
+        longest = int(lengths.max())
+
+        def padded(edges, lengths=lengths):
+            return sum(min(edge for edge in edges if edge >= length) for length in lengths.tolist())
+
+        others = itertools.combinations(sorted({*lengths.tolist()} - {longest}), 2)
+        assert padded(padded_lengths(lengths)) == min(padded([*edges, longest]) for edges in others)
+
+
+@pytest.mark.parametrize("lengths", [[5], [5, 5, 5], [7, 5], list(range(1, 1000))], ids=len)
+def test_padded_lengths_hold_every_clip(lengths):
+    edges = padded_lengths(torch.tensor(lengths))
+    assert 1 <= len(edges) <= sampler.SHAPES and edges[-1] == max(lengths) and edges == sorted(edges)
+
+
+def test_a_bucketed_epoch_holds_every_clip_once_in_random_order_with_little_padding():
+    lengths = lengths_of(500)
+    grouped, again, plain = (BatchSampler(500, 16, 3, lengths=given) for given in (lengths, lengths, None))
+    first = list(grouped)
+    assert first == list(again) != list(plain)
+    assert sorted(itertools.chain(*first)) == list(range(500)) and [len(batch) for batch in first] == [16] * 31 + [4]
+    means = [float(lengths[batch].float().mean()) for batch in first[:-1]]
+    assert means != sorted(means), "batches come in random order, not from short to long"
+    assert padding_share(grouped, lengths) < padding_share(plain, lengths) / 2
+    two = BatchSampler(3, 2, None)
+    assert padding_share(two, torch.tensor([2, 4, 6])) == pytest.approx(2 / 14)
+    dropping, dropped = BatchSampler(507, 16, 0, drop_last=True, lengths=lengths_of(507)), set()
+    for dropping.epoch in range(20):
+        dropped |= set(range(507)) - set(itertools.chain(*dropping))
+    left_out = lengths_of(507)[sorted(dropped)].float()
+    assert len(left_out) > 100 and float(left_out.mean()) == pytest.approx(lengths_of(507).float().mean(), rel=0.25)
+
+
+@pytest.mark.parametrize("plan", [{}, {"bucket": True}, {"bucket": True, "workers": 2}], ids=str)
+def test_clips_of_different_lengths_come_padded_with_zeros_and_with_their_lengths(plan):
+    shapes = set()
+    for inputs, lengths, targets in take(6, clips(), **plan):
+        shapes.add(inputs.shape[-1])
+        assert len(inputs) == len(lengths) == len(targets) == 16
+        for row, valid, label in zip(inputs, lengths.tolist(), targets.tolist(), strict=True):
+            assert torch.equal(row[:, :valid], label + torch.arange(valid).expand(2, -1) / 40)
+            assert not row[:, valid:].any()
+    if plan:
+        assert shapes <= set(padded_lengths(torch.tensor([clip_length(item) for item in clips().train])))
+
+
+def test_bucketing_is_said_or_refused_with_a_reason(capsys):
+    fit(clips(), plan=Plan(bucket=True), device="cpu", progress=True)
+    assert "of the frames are padding" in capsys.readouterr().out
+    (fallback,) = resolve(Plan(bucket=True), this_machine("cpu"), workload=points()).fallbacks
+    assert (fallback.field, fallback.got) == ("bucket", False) and "one length" in fallback.why
+    assert resolve(Plan(bucket=True), this_machine("cpu"), workload=clips()).plan.bucket
+
+
+def test_features_of_the_loader_are_those_of_the_items():
+    (inputs, targets), *_ = take(1)
+    order = shuffled(96, seed=0, epoch=0)[:16].tolist()
+    assert torch.equal(inputs, torch.stack([features(load(points().train[index], 8)) for index in order]))
+    assert targets.tolist() == [points().train[index].label for index in order]

@@ -1,107 +1,146 @@
 """What can happen to a loader's workers: each end is one sentence that says what to do, and leaves no process."""
 
+import contextlib
 import dataclasses
 import functools
+import itertools
 import os
+import resource
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from tiny import features, load, points
+from tiny import load, points
 from torch.multiprocessing import active_children
 
 from speedkit.data import workers
 from speedkit.data.loader import BatchStream
-from speedkit.data.samples import shuffled
 from speedkit.errors import SpeedkitError
 from speedkit.plan import Plan
-from speedkit.train.loop import begin, close, steps
 
-CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parent.parent
+PROCESSES, THREADS = {"workers": 2}, {"workers": 2, "worker_kind": "thread"}
+PERSISTENT = {"workers": 2, "persistent_workers": True}
 
 
-def batches_of(load_item, **plan):
-    workload = dataclasses.replace(points(), load=load_item)
-    return BatchStream(workload, workload.train, Plan(**plan), 16, 0, CPU)
+class Unpicklable(Exception):
+    def __init__(self, one, other):
+        super().__init__(one)
+        self.lock = threading.Lock()
 
 
-def take_all(batches):
+def recursive():
+    return recursive()
+
+
+def allow_files(more):
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free + more, hard))
+
+
+def open_too_many():
+    allow_files(more=10)
+    [open(os.devnull) for _ in range(20)]  # noqa: SIM115
+
+
+FAULTS = {
+    "unpicklable": (lambda: Unpicklable("a bug", 2), "Unpicklable: a bug"),
+    "sys.exit": (lambda: sys.exit(3), "SystemExit: 3"),
+    "recursion": (recursive, "RecursionError"),
+    "files": (open_too_many, "Too many open files"),
+    "runtime": (lambda: RuntimeError("line one\nline two"), "RuntimeError: line one"),
+    "killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), r"died \(exit code -9\) at 40; out of memory.*workers=0"),
+    "crashed": (lambda: os.kill(os.getpid(), signal.SIGSEGV), r"died \(exit code -11\) at 40; workers=0 shows"),
+    "hung": (lambda: time.sleep(1000), "no batch for 2 s: a worker hangs at 40; .*workers=0"),
+    "stopped": (lambda: os.kill(os.getpid(), signal.SIGSTOP), "no batch for 2 s: a worker hangs at 40"),
+}
+
+
+def faulty_load(item, fault):
+    if item.path == "40":
+        error = FAULTS[fault][0]()
+        raise error
+    return load(item, 8)
+
+
+def drain(load_item, **plan):
     """Take two epochs of batches, then end what is left."""
+    workload = dataclasses.replace(points(), load=load_item)
+    stream = BatchStream(workload, workload.train, Plan(**plan), batch_size=16, seed=0, device=torch.device("cpu"))
     try:
-        for _ in range(12):
-            batches.next()
+        for _ in itertools.islice(stream, 12):
+            pass
     finally:
-        batches.close()
+        stream.close()
 
 
-@pytest.mark.parametrize("persistent", [False, True], ids=["", "persistent"])
-def test_a_killed_worker_ends_the_run_in_a_sentence(persistent):
+PROCESSES_ONLY = ("files", "killed", "crashed", "stopped")
+ENDS = [(fault, plan) for fault in FAULTS for plan in (PROCESSES, PERSISTENT)]
+ENDS += [(fault, THREADS) for fault in FAULTS if fault not in PROCESSES_ONLY]
+
+
+@pytest.mark.parametrize(("fault", "plan"), ENDS, ids=str)
+def test_a_fault_in_a_worker_is_one_sentence_that_names_the_item(fault, plan, monkeypatch, capfd):
+    monkeypatch.setattr(workers, "HUNG_S", 2.0)
     before = set(active_children())
-    plan = Plan(workers=2, persistent_workers=persistent)
-    run = begin(points(train=1600), plan=plan, device="cpu", progress=False)  # 100 batches, 5 of them made ahead
-    with pytest.raises(SpeedkitError, match=r"a loader process died \(exit code -9\).*memory runs out.*workers=0"):
-        for step in steps(run):
-            if step == 3:
-                os.kill(run.batches.pids[0], signal.SIGKILL)
-    close(run)
-    assert set(active_children()) <= before
+    with pytest.raises(SpeedkitError, match=FAULTS[fault][1]) as caught:
+        drain(functools.partial(faulty_load, fault=fault), **plan)
+    assert "at 40" in str(caught.value) and "\n" not in str(caught.value)
+    assert set(active_children()) <= before and capfd.readouterr().err == ""
 
 
-def crashes_at_40(item):
-    if item.path == "40":
-        os.kill(os.getpid(), signal.SIGSEGV)
+def full(item):
+    with contextlib.suppress(OSError):  # after the first time
+        allow_files(more=0)
     return load(item, 8)
 
 
-@pytest.mark.slow
-def test_an_item_that_crashes_its_worker_is_named():
-    before = set(active_children())
-    with pytest.raises(SpeedkitError, match=r"died \(exit code -11\) at 40; workers=0 shows"):
-        take_all(batches_of(crashes_at_40, workers=2))
-    assert set(active_children()) <= before
+def test_a_batch_that_cannot_be_shared_is_an_error_and_not_a_hang(monkeypatch):
+    monkeypatch.setattr(workers, "HUNG_S", 20.0)
+    with pytest.raises(SpeedkitError, match=r"at the batch of \d+: .*Too many open files"):
+        drain(full, **PROCESSES)
 
 
-def hangs_at_40(item):
-    if item.path == "40":
-        time.sleep(600)
-    return load(item, 8)
+class Plain(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return index
 
 
-@pytest.mark.parametrize("kind", ["process", "thread"])
-def test_an_item_that_hangs_is_named(kind, monkeypatch):
-    monkeypatch.setattr(workers, "HUNG_S", 0.5)
-    before = set(active_children())
-    with pytest.raises(SpeedkitError, match=r"no batch for 0.5 s: a worker hangs at 40; .*workers=0"):
-        take_all(batches_of(hangs_at_40, workers=2, worker_kind=kind))
-    assert set(active_children()) <= before
+def test_a_loader_of_the_user_s_own_hears_nothing_of_ended_workers(capfd):
+    """PyTorch's handler for dead workers, there from its first loader on, would raise in the main thread."""
+    list(torch.utils.data.DataLoader(Plain(), num_workers=1))
+    workload = points()
+    for plan in (PROCESSES, PERSISTENT):
+        stream = BatchStream(workload, workload.train, Plan(**plan), batch_size=16, seed=0, device=torch.device("cpu"))
+        next(stream)
+        stream.close()
+    assert capfd.readouterr().err == ""
 
 
-def hangs_once(item, folder, paths):
-    if item.path in paths and not (folder / item.path).exists():
-        (folder / item.path).touch()
-        time.sleep(600)
-    return load(item, 8)
+def uneven(item):
+    return torch.zeros(9 if item.path == "40" else 8)
 
 
-@pytest.mark.parametrize("persistent", [False, True], ids=["", "persistent"])
-def test_after_a_passing_hang_new_workers_go_on_with_the_same_batches(persistent, monkeypatch, tmp_path):
-    monkeypatch.setattr(workers, "HUNG_S", 0.5)
-    before = set(active_children())
-    loading = functools.partial(hangs_once, folder=tmp_path, paths=("40", "7", "81"))  # in three batches of six
-    plan = {"workers": 2, "persistent_workers": persistent}
-    theirs, alone = batches_of(loading, **plan), batches_of(functools.partial(load, size=8))
-    with pytest.warns(UserWarning, match=r"no batch for 0.5 s: a worker hangs at \d+; .* once more with new workers"):
-        for _ in range(14):
-            assert all(map(torch.equal, theirs.next(), alone.next()))
-    assert len(list(tmp_path.iterdir())) == 3
-    theirs.close()
-    assert set(active_children()) <= before
+@pytest.mark.parametrize("plan", [{}, PROCESSES, THREADS], ids=str)
+def test_samples_that_do_not_stack_are_named_with_their_shapes(plan):
+    with pytest.raises(SpeedkitError, match=r"different shapes, \[\d\] and \[\d\]"):
+        drain(uneven, **plan)
+
+
+def test_without_workers_a_bug_in_load_stays_the_error_it_is():
+    with pytest.raises(RuntimeError, match="line two"):
+        drain(functools.partial(faulty_load, fault="runtime"))
 
 
 def slow(item):
@@ -109,77 +148,114 @@ def slow(item):
     return load(item, 8)
 
 
-@pytest.mark.parametrize("kind", ["process", "thread"])
-def test_a_batch_that_takes_long_is_no_hang_while_its_items_come(kind, monkeypatch):
-    monkeypatch.setattr(workers, "HUNG_S", 0.5)  # a batch of 16 takes 0.8 s
-    batches = batches_of(slow, workers=1, worker_kind=kind)
-    assert len(batches.next()[0]) == 16
-    batches.close()
+@pytest.mark.parametrize("plan", [PROCESSES, THREADS], ids=str)
+def test_a_batch_that_takes_long_is_no_hang_while_its_items_come(plan, monkeypatch):
+    monkeypatch.setattr(workers, "HUNG_S", 0.6)  # a batch of 16 takes 0.8 s
+    workload = dataclasses.replace(points(), load=slow)
+    stream = BatchStream(workload, workload.train, Plan(**plan), batch_size=16, seed=0, device=torch.device("cpu"))
+    assert len(next(stream)[0]) == 16
+    stream.close()
 
 
-def fails_at_40(item, error):
+# Whole runs, by the command line: how they end, and that they do.
+
+FAULTY = """
+import dataclasses, os, signal, sys, time, torch
+sys.path.insert(0, {tests!r})
+from speedkit.data import workers
+from tiny import load, points
+workers.HUNG_S = 2.0
+
+
+class Loss:
+    calls = 0
+    def __call__(self, model, batch, recipe):
+        from tiny import loss
+        Loss.calls += 1
+        if Loss.calls == 3:
+            {fault}
+        return loss(model, batch, recipe)
+
+def at_40(item):
     if item.path == "40":
-        raise error("a bug in load")
+        {in_load}
     return load(item, 8)
 
+def wide():
+    return dataclasses.replace(points(size=100_000), features=torch.Tensor.contiguous)
 
-@pytest.mark.parametrize("error", [ZeroDivisionError, RuntimeError])  # the latter is also what PyTorch raises
-@pytest.mark.parametrize("plan", [{}, {"workers": 2}, {"workers": 2, "worker_kind": "thread"}], ids=str)
-def test_a_bug_in_load_stays_the_error_it_is(plan, error):
-    before = set(active_children())
-    with pytest.raises(error, match="a bug in load"):
-        take_all(batches_of(functools.partial(fails_at_40, error=error), **plan))
-    assert set(active_children()) <= before
-
-
-FULL = """
-import dataclasses, sys, torch
-sys.path.insert(0, "tests")
-from tiny import points
-from speedkit.data.loader import BatchStream
-from speedkit.plan import Plan
-workload = dataclasses.replace(points(size=100_000), features=torch.Tensor.contiguous)
-batches = BatchStream(workload, workload.train, Plan(workers=2), 16, 0, torch.device("cpu"))
-try:
-    for _ in range(6):
-        batches.next()
-except Exception as error:
-    print(type(error).__name__, error)
+def workload():
+    return dataclasses.replace(points(train=1600), loss=Loss(), load=at_40)
 """
+CHILDREN = "[process.pid for process in __import__('multiprocessing').active_children()]"
+
+
+def start(folder, workload="workload", *options, fault="pass", in_load="pass", prefix=()):
+    """`speedkit train` on points whose step 3 has the `fault`, or whose item 40."""
+    (folder / "faulty.py").write_text(FAULTY.format(tests=str(ROOT / "tests"), fault=fault, in_load=in_load))
+    command = [*prefix, sys.executable, "-m", "speedkit", "train", f"faulty:{workload}", "--workers", "2", *options]
+    return subprocess.Popen(
+        [*command, "--out", str(folder / "out")],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{folder}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def end(process):
+    """Return (exit code, lines of stderr) once the run has ended; hold that nothing of it is left."""
+    try:
+        _, errors = process.communicate(timeout=60)
+    finally:
+        left = subprocess.run(["pgrep", "-g", str(process.pid)], capture_output=True, text=True).stdout.split()
+        if left:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert not left
+    return process.returncode, errors.splitlines()
+
+
+RUNS = {
+    "stopped": ({"fault": f"os.kill({CHILDREN}[0], signal.SIGSTOP)"}, (), "a worker hangs"),
+    "all stopped": ({"fault": f"[os.kill(pid, signal.SIGSTOP) for pid in {CHILDREN}]"}, (), "a worker hangs"),
+    "persistent": (
+        {"fault": f"[os.kill(pid, signal.SIGSTOP) for pid in {CHILDREN}]"},
+        ("--persistent-workers",),
+        "a worker hangs",
+    ),
+    "killed": ({"fault": f"os.kill({CHILDREN}[0], signal.SIGKILL)"}, (), "exit code -9"),
+    "thread": ({"in_load": "time.sleep(1000)"}, ("--worker-kind", "thread"), "hangs at 40"),
+    "thread exit": ({"in_load": "sys.exit(5)"}, ("--worker-kind", "thread"), "failed at 40: SystemExit: 5"),
+}
 
 
 @pytest.mark.slow
-def test_a_full_shared_memory_is_named():
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_whose_workers_fail_ends_with_one_sentence_and_leaves_no_process(name, tmp_path):
+    faults, options, words = RUNS[name]
+    code, errors = end(start(tmp_path, "workload", *options, **faults))
+    assert code == 1 and len(errors) == 1 and words in errors[0], errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["INT", "TERM"])
+def test_a_signal_to_the_process_group_ends_run_and_workers(number, expected, tmp_path):
+    started = tmp_path / "started"
+    process = start(tmp_path, "workload", "--epochs", "1000", fault=f"open({str(started)!r}, 'w').close()")
+    while not started.exists():
+        assert process.poll() is None
+    os.killpg(process.pid, number)
+    code, errors = end(process)
+    assert code == expected and len(errors) == 1 and "stopped by SIG" in errors[0], errors
+
+
+@pytest.mark.slow
+def test_a_full_shared_memory_is_named(tmp_path):
     mount = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=8m tmpfs /dev/shm && exec "$@"', "sh"]
     if shutil.which("unshare") is None or subprocess.run([*mount, "true"], capture_output=True).returncode:
         pytest.skip("a small /dev/shm of its own needs root and `unshare`")
-    done = subprocess.run([*mount, sys.executable, "-c", FULL], cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert "SpeedkitError /dev/shm (8 MB) is full: workers * prefetch_factor = 4 batches must fit" in done.stdout
-
-
-# Mid-epoch.
-
-
-class Counted:
-    """A `load` that writes down what it loads."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __call__(self, item):
-        with open(self.path, "a") as file:
-            file.write(f"{item.path}\n")
-        return load(item, 8)
-
-
-@pytest.mark.parametrize("plan", [{}, {"workers": 2}, {"workers": 2, "worker_kind": "thread"}], ids=str)
-def test_resuming_in_an_epoch_loads_nothing_twice_and_skips_nothing(tmp_path, plan):
-    order = shuffled(96, seed=0, epoch=0).tolist()
-    batches = batches_of(Counted(tmp_path / "loaded"), **plan)
-    batches.position = 4  # of 6 batches of 16
-    rest = [batches.next() for _ in range(2)]
-    batches.close()
-    expected = torch.stack([features(load(points().train[index], 8)) for index in order[64:]])
-    assert torch.equal(torch.cat([inputs for inputs, _ in rest]), expected)
-    loaded = [int(line) for line in (tmp_path / "loaded").read_text().split()]
-    assert sorted(loaded) == sorted(order[64:])
+    code, errors = end(start(tmp_path, "wide", prefix=mount))
+    assert code == 1 and len(errors) == 1
+    assert "/dev/shm (8 MB) is full: workers * prefetch_factor = 4 batches must fit" in errors[0]

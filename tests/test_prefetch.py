@@ -47,8 +47,8 @@ def test_copying_ahead_changes_no_loss(plan):
 @needs_gpu
 def test_copying_ahead_does_not_move_where_a_run_resumes():
     plan = Plan(prefetch=True, pin_memory=True)
-    batches = BatchStream(points(), points().train, plan, 16, 0, torch.device("cuda"))
+    batches = BatchStream(points(), points().train, plan, batch_size=16, seed=0, device=torch.device("cuda"))
     for count in range(1, 5):
-        batches.next()
+        next(batches)
         assert batches.position == count
     batches.close()

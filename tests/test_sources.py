@@ -1,4 +1,4 @@
-"""Finding the clips: three sources of labels, the split, and one clear sentence for every kind of bad input."""
+"""Finding the data: three sources of labels, the split, text, and one sentence for every kind of bad input."""
 
 import csv
 import pickle
@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import soundfile
 
-from speedkit.data.sources import Item, find_items, write_quarantine
+from speedkit.data.sources import Item, find_items, find_text, write_quarantine
 from speedkit.errors import SpeedkitError, UsageError
 
 
 def make(path: Path, seconds: float = 0.1, rate_hz: int = 8000) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    soundfile.write(path, 0.1 * np.ones(int(seconds * rate_hz)), rate_hz)
+    kind = path.suffix[1:].upper() or "WAV"
+    soundfile.write(path, 0.1 * np.ones(int(seconds * rate_hz)), rate_hz, format=kind)
     return path
 
 
@@ -33,16 +34,6 @@ def table(path: Path, header: str, rows: list[str]) -> Path:
 
 def names(items) -> list[str]:
     return [Path(item.path).name for item in items]
-
-
-def refused(kind: type[SpeedkitError], *parts: str, **options) -> None:
-    """Hold that find_items fails with this very error class, in one sentence with these parts."""
-    with pytest.raises(kind) as caught:
-        find_items(**options)
-    message = str(caught.value)
-    assert type(caught.value) is kind and "\n" not in message
-    for part in parts:
-        assert part in message, message
 
 
 # --- the three sources
@@ -143,20 +134,45 @@ def test_split_stays_when_other_classes_grow_or_the_folder_moves(tmp_path):
     assert {Path(item.path).name for item in after.test if after.classes[item.label] == "a"} == side
 
 
+# --- text
+
+
+def test_text_is_split_by_file_and_leaves_out_what_is_hidden_or_binary(tmp_path):
+    for number in range(20):
+        (tmp_path / f"{number}.txt").write_text(f"file {number}")
+    (tmp_path / ".hidden").write_text("hidden")
+    (tmp_path / "binary").write_bytes(b"bi\0nary")
+    train, test = find_text(tmp_path, None, 0)
+    assert sorted((train + b"\n" + test).split(b"\n")) == sorted(b"file %d" % number for number in range(20))
+    assert test.count(b"file") == 2 and find_text(tmp_path, None, 0) == (train, test) != find_text(tmp_path, None, 1)
+    assert find_text(tmp_path, r"^7\.", 0)[1] == b"file 7"
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone" / "a.txt").write_bytes(b"0123456789")
+    assert find_text(tmp_path / "alone", None, 0) == (b"012345678", b"9")
+    library = b"".join(find_text(None, None, 0))
+    assert b"def namedtuple(" in library
+
+
 # --- bad files
 
 
 def test_bad_files_are_quarantined_by_name(tmp_path):
-    folder_of_classes(tmp_path, {"a": 40, "b": 30})
+    folder_of_classes(tmp_path, {"a": 40, "b": 40})
     (tmp_path / "a" / "zero.wav").touch()
     (tmp_path / "a" / "garbage.flac").write_bytes(b"this is no audio" * 20)
     soundfile.write(tmp_path / "b" / "silent.wav", np.zeros(0), 8000)
     found = find_items(tmp_path)
     reasons = {Path(path).name: why for path, why in found.quarantined}
     assert set(reasons) == {"zero.wav", "garbage.flac", "silent.wav"}
-    assert "0 bytes" in reasons["zero.wav"] and "decoded" in reasons["garbage.flac"]
-    assert "no samples" in reasons["silent.wav"]
-    assert len(found.train) + len(found.test) == 70
+    assert "0 bytes" in reasons["zero.wav"] and "Format not recognised" in reasons["garbage.flac"]
+    assert "no samples" in reasons["silent.wav"] and len(found.train) + len(found.test) == 80
+
+
+def test_missing_files_of_a_table_are_quarantined_by_name(tmp_path):
+    path = split_table(tmp_path, ["train", "test"] * 11 + ["train", "train"])
+    (tmp_path / "22.wav").unlink()
+    found = find_items(tmp_path, labels=path, test_pattern=r"^[0-3]\.")
+    assert found.quarantined == ((str(tmp_path / "22.wav"), "there is no such file"),)
 
 
 def test_quarantine_is_written_as_csv(tmp_path):
@@ -167,74 +183,70 @@ def test_quarantine_is_written_as_csv(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["quarantine.csv"]
 
 
+# --- what cannot be used as asked: classes with their files, options, and words of the sentence
+
+REFUSED = {
+    "no folder": (None, {}, "does not exist", "--data-dir"),
+    "a file": ("file", {}, "not a folder", "--data-dir"),
+    "an empty folder": ({}, {}, "no audio files", "--data-dir"),
+    "no class folders": ({".": 2}, {}, "no class-named subfolders", "--label-pattern"),
+    "one class": ({"a": 5}, {}, "one class (a)", "needs two"),
+    "one file in a class": ({"a": 5, "lonely": 1}, {}, "class lonely", "one usable file"),
+    "a pattern without group": ({".": 2}, {"label_pattern": r"^\w"}, "no group", "parentheses"),
+    "no pattern": ({".": 2}, {"label_pattern": "(["}, "not a regular expression", "--label-pattern"),
+    "a pattern without match": ({".": 2}, {"label_pattern": "^(owl)"}, "matches none of the 2", "clip0.wav"),
+    "two sources": ({"a": 2, "b": 2}, {"label_pattern": "(a)", "labels": "a.csv"}, "both name the labels", "one"),
+    "no test file": ({"a": 3, "b": 3}, {"test_pattern": "owl"}, "matches none", "test on"),
+    "only test files": ({"a": 3, "b": 3}, {"test_pattern": "clip"}, "matches every one", "train on"),
+    "no test pattern": ({"a": 3, "b": 3}, {"test_pattern": "("}, "not a regular expression", "--test-pattern"),
+    "a class to test on": ({"a": 3, "b": 2}, {"test_pattern": "clip[01]"}, "every file of class b", "test set"),
+    "no table": ({".": 1}, {"labels": "none.csv"}, "none.csv", "cannot be read as a CSV"),
+}
+
+
+def hold_refused(root, words, **options):
+    """Hold that find_items raises UsageError in one sentence with these words."""
+    with pytest.raises(UsageError) as caught:
+        find_items(root, **options)
+    message = str(caught.value)
+    assert "\n" not in message and all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_used_as_asked_is_one_sentence(name, tmp_path):
+    classes, options, *words = REFUSED[name]
+    root = tmp_path / "data"
+    if classes == "file":
+        make(root)
+    elif classes is not None:
+        root.mkdir()
+        folder_of_classes(root, classes)
+    hold_refused(root, words, **options)
+
+
+TABLES = {
+    "no path": ("recording,label", "a.wav,x", "recording, label", "one of path"),
+    "no label": ("path,kind", "a.wav,x", "path, kind", "one of label"),
+    "no rows": ("path,label", "", "0 rows", "a row per file"),
+    "other files": ("path,label", "gone.wav,x", "none of the 1 files", "gone.wav"),
+    "no test set": ("path,label,split", "a.wav,x,train", "marks no test set", "train"),
+    "one fold": ("path,label,fold", "a.wav,x,1", "marks no test set", "fold"),
+    "binary": ("\0\1\2\xff", "\0", "the label table", "t.csv"),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_that_cannot_be_used_is_one_sentence(name, tmp_path):
+    header, row, *words = TABLES[name]
+    make(tmp_path / "a.wav")
+    path = table(tmp_path / "t.csv", header, [row] if row else [])
+    hold_refused(tmp_path, words, labels=path)
+
+
 def test_more_than_one_file_in_twenty_bad_is_an_error(tmp_path):
     folder_of_classes(tmp_path, {"a": 10, "b": 8})
     (tmp_path / "a" / "x.wav").touch()
-    refused(SpeedkitError, "1 of 19", "5%", "x.wav", "0 bytes", "repair or remove", data_dir=tmp_path)
-
-
-def test_missing_files_of_a_table_are_quarantined_by_name(tmp_path):
-    path = split_table(tmp_path, ["train", "test"] * 11 + ["train", "train"])
-    (tmp_path / "22.wav").unlink()
-    found = find_items(tmp_path, labels=path, test_pattern=r"^[0-3]\.")
-    assert found.quarantined == ((str(tmp_path / "22.wav"), "there is no such file"),)
-
-
-def test_too_many_missing_files_of_a_table_are_an_error(tmp_path):
-    path = split_table(tmp_path, ["train"] * 6 + ["test"] * 4)
-    (tmp_path / "2.wav").unlink()
-    refused(SpeedkitError, "1 of 10", "2.wav", "no such file", data_dir=tmp_path, labels=path)
-
-
-# --- what cannot be used as asked
-
-
-def test_missing_empty_and_wrong_folders(tmp_path):
-    refused(UsageError, "nowhere", "does not exist", "--data-dir", data_dir=tmp_path / "nowhere")
-    refused(UsageError, "no audio files", "--data-dir", data_dir=tmp_path)
-    refused(UsageError, "no audio files", data_dir=tmp_path, label_pattern="(a)")
-    file = make(tmp_path / "a.wav")
-    refused(UsageError, "not a folder", data_dir=file)
-    refused(UsageError, "no class-named subfolders", "--label-pattern", data_dir=tmp_path)
-
-
-def test_class_with_one_file_and_only_one_class(tmp_path):
-    folder_of_classes(tmp_path, {"a": 5})
-    refused(UsageError, "one class (a)", "needs two", data_dir=tmp_path)
-    make(tmp_path / "lonely" / "a.wav")
-    refused(UsageError, "class lonely", "one usable file", "add a file", data_dir=tmp_path)
-
-
-def test_label_patterns_that_cannot_work(tmp_path):
-    make(tmp_path / "3_x.wav")
-    refused(UsageError, "no group", "parentheses", data_dir=tmp_path, label_pattern=r"^\d_")
-    refused(UsageError, "not a regular expression", data_dir=tmp_path, label_pattern="([")
-    refused(UsageError, "matches none of the 1", "3_x.wav", data_dir=tmp_path, label_pattern="^(owl)")
-    refused(UsageError, "both name the labels", data_dir=tmp_path, label_pattern="(a)", labels="a.csv")
-
-
-def test_test_patterns_that_leave_a_side_empty(tmp_path):
-    folder_of_classes(tmp_path, {"a": 3, "b": 3})
-    refused(UsageError, "matches none", "test on", data_dir=tmp_path, test_pattern="owl")
-    refused(UsageError, "matches every one", "train on", data_dir=tmp_path, test_pattern="clip")
-    refused(UsageError, "not a regular expression", data_dir=tmp_path, test_pattern="(")
-    make(tmp_path / "c" / "only1.wav")
-    make(tmp_path / "c" / "only2.wav")
-    refused(UsageError, "every file of class c", "test set", data_dir=tmp_path, test_pattern="only")
-
-
-def test_tables_that_cannot_be_used(tmp_path):
-    make(tmp_path / "a.wav")
-
-    def says(*parts: str, header: str = "path,label", rows: tuple = ("a.wav,x",)) -> None:
-        path = table(tmp_path / "t.csv", header, list(rows))
-        refused(UsageError, *parts, data_dir=tmp_path, labels=path)
-
-    says("no path column", "recording, label", header="recording,label")
-    says("no label column", "path, kind", header="path,kind")
-    says("no rows", rows=())
-    says("none of the 1 files", "gone.wav", "--data-dir", rows=("gone.wav,x",))
-    says("marks no test set", "train", header="path,label,split", rows=("a.wav,x,train",))
-    says("one fold only", header="path,label,fold", rows=("a.wav,x,1",))
-    refused(UsageError, "none.csv", "does not exist", data_dir=tmp_path, labels=tmp_path / "none.csv")
-    refused(UsageError, "cannot be read", data_dir=tmp_path, labels=tmp_path / "a.wav")
+    with pytest.raises(
+        SpeedkitError, match=r"1 of 19 files cannot be used, over 5%.*x\.wav.*0 bytes.*repair or remove"
+    ):
+        find_items(tmp_path)

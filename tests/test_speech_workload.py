@@ -139,7 +139,7 @@ def test_longer_clips_than_asked_are_left_out_and_named(tmp_path):
     [
         ({"size": "huge"}, "size 'huge' is unknown.*tiny, small, medium"),
         ({"clips": 7}, "clips=7 is too few"),
-        ({"test_pattern": "a"}, "needs recordings.*--data-dir"),
+        ({"test_pattern": "a"}, "needs audio files.*--data-dir"),
         ({"data_dir": ".", "clips": 100}, "leave it out"),
         ({"data_dir": "nowhere"}, "does not exist"),
         ({"clips": 8, "max_duration_s": 0.1}, "too few recordings last up to 0.1 s"),

@@ -86,14 +86,14 @@ def test_the_end_of_a_single_file_is_the_test_set(tmp_path):
     assert windows_of(mine, mine.test).unique().tolist() == [ord("b")] and len(mine.train) == 90
 
 
-def test_what_is_no_text_is_left_out_and_named(tmp_path):
+def test_what_is_no_text_is_left_out(tmp_path):
     folder_of(tmp_path, a__txt="a" * 640, b__txt="b" * 640, c__bin=b"GIF\0", d__txt="d")
     (tmp_path / "d.txt").unlink()
     (tmp_path / "d.txt").symlink_to(tmp_path / "gone")
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "x").write_text("x")
-    names = {path.rpartition("/")[2]: why for path, why in text(tmp_path, size="tiny").quarantined}
-    assert set(names) == {"c.bin", "d.txt"} and "no text" in names["c.bin"] and "cannot be read" in names["d.txt"]
+    mine = text(tmp_path, size="tiny")
+    assert {len(mine.train), len(mine.test)} == {10}
 
 
 @pytest.mark.parametrize(

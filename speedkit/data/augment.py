@@ -5,51 +5,56 @@ all samples: a resumed run would not draw what an uninterrupted one draws, and a
 """
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Generator, Tensor
 
-Generator = torch.Generator
+from speedkit.recipe import Recipe
 
-
-def _draws(count: int, inputs: Tensor, generator: Generator) -> Tensor:
-    """Return uniform numbers in 0..1 on the device of `inputs [B, ...]`: [count, B, 1]."""
-    return torch.rand(count, len(inputs), 1, generator=generator, device=generator.device).to(inputs.device)
+if TYPE_CHECKING:
+    from speedkit.workloads.workload import Batch, Workload
 
 
-def _stretch(n: int, at: Tensor, share: Tensor) -> Tensor:
-    """Return where on an axis of n a stretch of `share` [B, 1] of it lies, its place set by `at` [B, 1]: [B, n]."""
-    axis, start = torch.arange(n, device=at.device), at * (1 - share) * n
-    return (axis >= start) & (axis < start + share * n)
+def seed_step(generator: Generator, seed: int, step: int) -> None:
+    """Seed the draws of a step, the first being 0: a resumed run draws what an uninterrupted one would have drawn."""
+    generator.manual_seed(seed * 1_000_003 + step)
 
 
-def augmented(batch: Any, workload: Any, recipe: Any, step: int, generator: Generator) -> Any:
-    """Return `batch`, tensors [B, ...], as step number `step` learns from it, the first being 0.
-
-    Seeded by the step, so that a resumed run draws what the uninterrupted one would have drawn.
-    """
+def augment_batch(batch: "Batch", workload: "Workload", recipe: Recipe, *, step: int, generator: Generator) -> "Batch":
+    """Return `batch`, tensors [B, ...], as step number `step` learns from it, the first being 0."""
     if workload.augment is not None or recipe.mixup:
-        generator.manual_seed(recipe.seed * 1_000_003 + step)
+        seed_step(generator, recipe.seed, step)
     if workload.augment is not None:
         batch = workload.augment(batch, generator)
     return mixup(batch, recipe.mixup, generator) if recipe.mixup else batch
 
 
+def uniform(count: int, inputs: Tensor, generator: Generator) -> Tensor:
+    """Return uniform numbers in 0..1 on the device of `inputs` [B, ...]: [count, B, 1]."""
+    return torch.rand(count, len(inputs), 1, generator=generator, device=generator.device).to(inputs.device)
+
+
+def stretch(length: int, place: Tensor, share: Tensor) -> Tensor:
+    """Return a mask [B, length] of one stretch per sample: `share` [B, 1] of the axis, at `place` [B, 1] in 0..1."""
+    axis, start = torch.arange(length, device=place.device), place * (1 - share) * length
+    return (axis >= start) & (axis < start + share * length)
+
+
 def time_shift(inputs: Tensor, generator: Generator) -> Tensor:
     """Return waveforms or spectrograms [B, ..., T], each turned in time: what leaves at the end comes in in front."""
     length = inputs.shape[-1]
-    shift = (_draws(1, inputs, generator)[0] * length).long()
+    shift = (uniform(1, inputs, generator)[0] * length).long()
     turned = (torch.arange(length, device=inputs.device) + shift) % length  # [B, T]
     return inputs.gather(-1, turned.unflatten(0, (-1, *[1] * (inputs.ndim - 2))).expand_as(inputs))
 
 
 def spec_augment(inputs: Tensor, generator: Generator) -> Tensor:
     """Return spectrograms [B, 1, M, F] with up to a sixth of either axis set to the mean, 0 (Park et al. 2019)."""
-    at_frame, width_frame, at_band, width_band = _draws(4, inputs, generator)
-    frames = _stretch(inputs.shape[-1], at_frame, width_frame / 6)[:, None, None, :]
-    bands = _stretch(inputs.shape[-2], at_band, width_band / 6)[:, None, :, None]
+    at_frame, width_frame, at_band, width_band = uniform(4, inputs, generator)
+    frames = stretch(inputs.shape[-1], at_frame, width_frame / 6)[:, None, None, :]
+    bands = stretch(inputs.shape[-2], at_band, width_band / 6)[:, None, :, None]
     return inputs.masked_fill(frames | bands, 0.0)
 
 
@@ -57,12 +62,12 @@ def add_noise(waveforms: Tensor, generator: Generator, snr_db: tuple[float, floa
     """Return waveforms [B, T] with white noise, each at its own signal-to-noise ratio within `snr_db`, in dB."""
     from torchaudio import functional  # images need none of it
 
-    place = _draws(1, waveforms, generator)[0, :, 0]
+    place = uniform(1, waveforms, generator)[0, :, 0]
     noise = torch.randn(waveforms.shape, generator=generator, device=generator.device).to(waveforms)
     return functional.add_noise(waveforms, noise, snr_db[0] + (snr_db[1] - snr_db[0]) * place)
 
 
-def mixup(batch: tuple[Tensor, ...], alpha: float, generator: Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def mixup(batch: "Batch", alpha: float, generator: Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (inputs [B, ...], each mixed with another of the batch, targets [B], the other's targets, weight [B]).
 
     The loss is `weight` times that of the targets plus the rest times that of the other's (Zhang et al. 2018). The
@@ -85,18 +90,18 @@ def rand_augment(images: Tensor, generator: Generator, strength: float = 1.0) ->
     After RandAugment (Cubuk et al. 2020) and Cutout (DeVries and Taylor 2017), but each image goes through all changes,
     each by a random amount, and not through a few picked ones: on a device that is one pass over the batch.
     """
-    angle, zoom, shear, right, down, light, contrast, colour = strength * (2 * _draws(8, images, generator) - 1)
-    images = _moved(images, angle * math.radians(30), 0.2 * zoom, 0.3 * shear, 0.2 * right, 0.2 * down)
+    angle, zoom, shear, right, down, light, contrast, colour = strength * (2 * uniform(8, images, generator) - 1)
+    images = moved(images, angle * math.radians(30), 0.2 * zoom, 0.3 * shear, 0.2 * right, 0.2 * down)
     light, contrast, colour = (1 + 0.5 * amount[:, :, None, None] for amount in (light, contrast, colour))
     grey, mean = images.mean(dim=1, keepdim=True), images.mean(dim=(1, 2, 3), keepdim=True)
     images = light * (mean + contrast * (grey + colour * (images - grey) - mean))
-    row, column, height, width = _draws(4, images, generator)
-    rows = _stretch(images.shape[2], row, strength * height / 3)[:, None, :, None]
-    columns = _stretch(images.shape[3], column, strength * width / 3)[:, None, None, :]
+    row, column, height, width = uniform(4, images, generator)
+    rows = stretch(images.shape[2], row, strength * height / 3)[:, None, :, None]
+    columns = stretch(images.shape[3], column, strength * width / 3)[:, None, None, :]
     return torch.where(rows & columns, mean, images).clamp_(0, 1)
 
 
-def _moved(images: Tensor, angle: Tensor, zoom: Tensor, shear: Tensor, right: Tensor, down: Tensor) -> Tensor:
+def moved(images: Tensor, angle: Tensor, zoom: Tensor, shear: Tensor, right: Tensor, down: Tensor) -> Tensor:
     """Return images turned (radians), zoomed, sheared and shifted (in half widths), by [B, 1] each, at once."""
     aspect = images.shape[3] / images.shape[2]  # the grid's axes both run from -1 to 1
     cos, sin, scale = angle.cos(), angle.sin(), zoom.exp()

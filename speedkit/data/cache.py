@@ -26,10 +26,9 @@ from xxhash import xxh3_64_intdigest
 
 from speedkit.data import cache_files as files
 from speedkit.data.cache_files import describe_caches, verify_cache
-from speedkit.data.decode import BadItem
+from speedkit.data.decode import BadItem, with_decoder
 from speedkit.data.fingerprint import fingerprint
-from speedkit.data.samples import loading
-from speedkit.data.workers import start_worker
+from speedkit.data.workers import start_process
 from speedkit.errors import SpeedkitError, UsageError
 from speedkit.hardware import cache_root
 from speedkit.plan import Plan
@@ -120,7 +119,7 @@ class FeatureCache:
         self.bad: dict[str, str] = {}
         self.recomputed, self.built, self.build_s = 0, 0, 0.0
         waveform, self.varies = plan.cache_of == "waveform", workload.length is not None
-        self.load, self.features = loading(workload, plan), None if waveform else workload.features
+        self.load, self.features = with_decoder(workload, plan.decoder), None if waveform else workload.features
         self.dtype = np.dtype(workload.kept_as if waveform else plan.cache_dtype)
         self.torch_dtype = getattr(torch, self.dtype.name)
 
@@ -211,7 +210,7 @@ class FeatureCache:
                 collate_fn=self._write,  # type: ignore[arg-type]
                 num_workers=workers,
                 in_order=False,
-                worker_init_fn=start_worker,
+                worker_init_fn=start_process,
                 generator=torch.Generator(),  # nothing is drawn from the global one
                 multiprocessing_context="fork" if sys.platform == "linux" else None,
             )

@@ -6,20 +6,23 @@ soundfile is the default, torchcodec (FFmpeg) knows more formats, librosa is wha
 import functools
 import io
 import math
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import soundfile
 import torch
 from torch import Tensor
 
 from speedkit.data.shards import TarMember
-from speedkit.errors import SpeedkitError
+from speedkit.errors import PlanError, SpeedkitError
+
+if TYPE_CHECKING:
+    from speedkit.workloads.workload import Workload
 
 # Read beyond what is kept, for a clip cut short to be resampled as the whole: the filter looks ahead some six samples.
-_LOOK_AHEAD_S = 0.01
+LOOK_AHEAD_S = 0.01
+BAD_SHARE = 0.05  # with more bad files than this, what is learned is no longer what was asked
 
 
 class BadItem(SpeedkitError):
@@ -33,6 +36,24 @@ class BadItem(SpeedkitError):
         return f"{self.path} cannot be used: {self.why}"
 
 
+def check_bad_share(bad: Mapping[str, str], count: int) -> None:
+    """Raise SpeedkitError when over 5 % of `count` files are bad; `bad` is path -> why."""
+    if len(bad) > BAD_SHARE * count:
+        first = "; ".join(f"{path}: {why}" for path, why in list(bad.items())[:3])
+        share = f"{len(bad)} of {count} files cannot be used, over {BAD_SHARE:.0%}"
+        raise SpeedkitError(f"{share} ({first}): repair or remove them")
+
+
+def with_decoder(workload: "Workload", decoder: str) -> Callable[[Any], Tensor]:
+    """Return the workload's `load` with that decoder. Raises PlanError where it does not take it."""
+    if decoder == "soundfile":
+        return workload.load
+    if decoder not in workload.decoders:
+        known = ", ".join(("soundfile", *workload.decoders))
+        raise PlanError(f"decoder={decoder} is not one that workload {workload.name} can use: it has {known}")
+    return functools.partial(workload.load, decoder=decoder)  # type: ignore[call-arg]
+
+
 def load_audio(
     source: str | Path | TarMember, sample_rate_hz: int, num_samples: int, decoder: str = "soundfile"
 ) -> Tensor:
@@ -44,11 +65,10 @@ def load_audio(
     """
     try:
         opened = io.BytesIO(source.read()) if isinstance(source, TarMember) else source
-        duration_s = num_samples / sample_rate_hz + _LOOK_AHEAD_S
-        waveform, rate_hz = _DECODERS[decoder](opened, duration_s, sample_rate_hz)  # [frames, channels]
-    except (soundfile.SoundFileError, RuntimeError, OSError, ValueError) as error:
-        # libsndfile calls a missing file a "System error".
-        raise BadItem(source, reason(error) if Path(source).is_file() else "there is no such file") from error
+        duration_s = num_samples / sample_rate_hz + LOOK_AHEAD_S
+        waveform, rate_hz = DECODERS[decoder](opened, duration_s, sample_rate_hz)  # [frames, channels]
+    except (RuntimeError, OSError, ValueError) as error:  # libsndfile's errors are RuntimeErrors
+        raise BadItem(source, why_unreadable(source, error)) from error
     if len(waveform) == 0:
         raise BadItem(source, "it holds no samples")
     if waveform.dtype == torch.int16:
@@ -57,20 +77,19 @@ def load_audio(
         raise BadItem(source, "it holds samples that are not finite numbers (NaN or infinity)")
     mono = waveform[:, 0] if waveform.shape[1] == 1 else waveform.mean(dim=1)
     if rate_hz != sample_rate_hz:
-        mono = _resampler(rate_hz, sample_rate_hz)(mono)
+        mono = resampler(rate_hz, sample_rate_hz)(mono)
     return torch.nn.functional.pad(mono, (0, num_samples - len(mono)))  # a negative padding cuts
 
 
-def reason(error: Exception) -> str:
-    """Return a decoder's own words for `error`, without the paths that it puts before them."""
-    text = str(getattr(error, "error_string", "") or error or type(error).__name__)
-    text = re.sub(r"^\w+, \S+\.cpp:\d+, ", "", text)  # torchcodec begins with the line of its own source
-    if text.startswith("No audio frames were decoded"):
-        return "it holds no samples"
-    return f"it cannot be decoded ({text.strip().rstrip('.')})"
+def why_unreadable(source: str | Path | TarMember, error: Exception) -> str:
+    """Return why a file could not be decoded; libsndfile calls a missing one a "System error"."""
+    if not Path(source).is_file():
+        return "there is no such file"
+    return f"it cannot be decoded ({' '.join(str(error).split())})"
 
 
-def _soundfile(source: Any, duration_s: float, _: int) -> tuple[Tensor, int]:
+def read_soundfile(source: Any, duration_s: float, _: int) -> tuple[Tensor, int]:
+    """Return (samples [frames, channels], their rate in Hz)."""
     with soundfile.SoundFile(source) as file:
         # 16-bit samples are read as they are and scaled later: libsndfile takes five times as long for WAV.
         dtype = "int16" if file.subtype == "PCM_16" else "float32"
@@ -78,37 +97,37 @@ def _soundfile(source: Any, duration_s: float, _: int) -> tuple[Tensor, int]:
         return torch.from_numpy(samples), file.samplerate
 
 
-def _torchcodec(source: Any, duration_s: float, _: int) -> tuple[Tensor, int]:
-    from torchcodec.decoders import AudioDecoder  # an extra; loads FFmpeg
+def read_torchcodec(source: Any, duration_s: float, _: int) -> tuple[Tensor, int]:
+    """Return the same by FFmpeg."""
+    from torchcodec.decoders import AudioDecoder  # an extra
 
     file = AudioDecoder(source)
-    begin_s = file.metadata.begin_stream_seconds_from_header or 0.0  # of an MP3: what its encoder put before the sound
-    samples = file.get_samples_played_in_range(stop_seconds=begin_s + duration_s)
-    if samples.pts_seconds > begin_s:  # a short OGG begins later than its header says, and would end too early
-        samples = file.get_samples_played_in_range(stop_seconds=samples.pts_seconds + duration_s)
+    # MP3 and OGG begin up to some hundredths of a second later than 0.
+    samples = file.get_samples_played_in_range(stop_seconds=duration_s + 0.1)
     return samples.data.T, samples.sample_rate
 
 
-def _librosa(source: Any, duration_s: float, to_hz: int) -> tuple[Tensor, int]:
+def read_librosa(source: Any, duration_s: float, rate_hz: int) -> tuple[Tensor, int]:
+    """Return the same as librosa mixes it down and resamples it."""
     import librosa  # an extra
 
-    try:  # mixed down and resampled as librosa does it
-        samples, _ = librosa.load(soundfile.SoundFile(source), sr=to_hz, duration=duration_s)
+    try:
+        samples, _ = librosa.load(soundfile.SoundFile(source), sr=rate_hz, duration=duration_s)
     except librosa.ParameterError as error:  # NaN or infinity
         raise ValueError(str(error)) from error
-    return torch.from_numpy(samples)[:, None], to_hz
+    return torch.from_numpy(samples)[:, None], rate_hz
 
 
-_DECODERS = {"soundfile": _soundfile, "torchcodec": _torchcodec, "librosa": _librosa}
+DECODERS = {"soundfile": read_soundfile, "torchcodec": read_torchcodec, "librosa": read_librosa}
 
 
 @functools.lru_cache(maxsize=32)
-def _resampler(from_hz: int, to_hz: int) -> Callable[[Tensor], Tensor]:
+def resampler(from_hz: int, to_hz: int) -> Callable[[Tensor], Tensor]:
     """Return torchaudio's windowed-sinc resampler; its kernel is computed once per pair of rates and process."""
-    import torchaudio  # imported where it is used: most commands never resample
+    import torchaudio  # most commands never resample
 
     return torchaudio.transforms.Resample(from_hz, to_hz)
 
 
 # The functions that a cached waveform depends on.
-SOURCES = (load_audio, _soundfile, _torchcodec, _librosa, _resampler)
+SOURCES = (load_audio, read_soundfile, read_torchcodec, read_librosa, resampler)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
-from speedkit.data.samples import loading
+from speedkit.data.decode import with_decoder
 from speedkit.errors import SpeedkitError
 from speedkit.plan import Plan
 
@@ -29,7 +29,7 @@ def fingerprint(workload: Any, plan: Plan) -> dict[str, str]:
     values = {
         "cache_of": plan.cache_of,
         "dtype": workload.kept_as if waveform else plan.cache_dtype,
-        "load": loading(workload, plan),
+        "load": with_decoder(workload, plan.decoder),
         "features": None if waveform else workload.features,
         "length": workload.length,
         "sources": workload.sources,

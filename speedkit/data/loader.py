@@ -1,189 +1,239 @@
-"""Samples to batches on the device: live through a loader, or gathered from a cache."""
+"""Items to samples, samples to batches, batches to the device: live through a loader, or gathered from a cache."""
 
 import dataclasses
 import functools
-import signal
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils.data import Dataset, default_collate
 
-from speedkit.data.bucket import padding_share
+from speedkit.data.augment import seed_step
 from speedkit.data.cache import FeatureCache
-from speedkit.data.decode import BadItem
-from speedkit.data.prefetch import Batch, prefetched
-from speedkit.data.samples import EpochOrder, Samples, collate, loading
-from speedkit.data.workers import Loader
+from speedkit.data.decode import BadItem, check_bad_share, with_decoder
+from speedkit.data.prefetch import prefetched
+from speedkit.data.sampler import BatchSampler, padding_share
+from speedkit.data.workers import BatchLoader, Loaded
 from speedkit.errors import SpeedkitError
 from speedkit.plan import Plan
 
-BAD_SHARE = 0.05  # with more unreadable files than this, what is learned is no longer what was asked
+if TYPE_CHECKING:
+    from speedkit.workloads.workload import Batch, Workload
+
+WAVEFORMS = 1 << 48  # added to the step that seeds changes of waveforms: those of features draw other numbers
+RANK = 1 << 40  # and this for each rank, whose samples are its own
+
+
+@dataclasses.dataclass
+class ItemDataset(Dataset):
+    """Index -> (features, target), computed live."""
+
+    items: Sequence[Any]
+    load: Callable[[Any], Tensor]
+    features: Callable[[Tensor], Tensor] | None  # None: they are computed later, of what was loaded, on the device
+    target: Callable[[Any], Any]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Any] | BadItem:
+        """Return (features, target) of one item; a BadItem for a file that cannot be read."""
+        item = self.items[index]
+        try:
+            sample = self.load(item)
+            if self.features is not None:
+                sample = self.features(sample)
+            return sample, self.target(item)
+        except BadItem as error:
+            return error
+
+
+def collate(samples: Sequence[tuple[Tensor, Any] | BadItem], varies: bool = False) -> Loaded:
+    """Return (batch, path -> why of the unreadable items left out of it); the batch is None when all are.
+
+    A batch is (inputs [B, ...], targets [B]), or where lengths vary (inputs [B, ..., T] padded with zeros to the
+    longest, lengths [B], targets [B]).
+    """
+    bad = {sample.path: sample.why for sample in samples if isinstance(sample, BadItem)}
+    good = [sample for sample in samples if not isinstance(sample, BadItem)]
+    if not good:
+        return None, bad
+    inputs, targets = [sample[0] for sample in good], [sample[1] for sample in good]
+    rest = [torch.stack(targets) if isinstance(targets[0], Tensor) else torch.tensor(targets)]
+    if varies:
+        lengths = torch.tensor([row.shape[-1] for row in inputs])
+        inputs = [pad(row, (0, int(lengths.max()) - row.shape[-1])) for row in inputs]
+        rest = [lengths, *rest]
+    if other := next((row.shape for row in inputs if row.shape != inputs[0].shape), None):
+        shapes = f"{list(inputs[0].shape)} and {list(other)}"
+        raise SpeedkitError(f"samples of one batch have different shapes, {shapes}: let `load` or `features` even them")
+    return (default_collate(inputs), *rest), bad
 
 
 class BatchStream:
-    """An endless stream of batches on the device: `next()` gives one, epoch after epoch.
+    """An endless stream of batches on the device, epoch after epoch, each tensor [B, ...].
 
-    `epoch` and `position` say where the next batch comes from; setting them before the first `next()` resumes there.
-    A `seed` of None keeps the items in order (evaluation).
+    `epoch` and `position` say where the next batch comes from; set them to go on from there. A `seed` of None keeps the
+    items in order (evaluation). `bad` is path -> why of each file that could not be read; over 5 % are an error.
+    Each of several ranks gets its share of every batch.
     """
 
     def __init__(
         self,
-        workload: Any,
+        workload: "Workload",
         items: Sequence[Any],
         plan: Plan,
+        *,
         batch_size: int,
         seed: int | None,
         device: torch.device,
         cache: FeatureCache | None = None,
-        share: tuple[int, int] = (0, 1),
+        rank: int = 0,
+        world_size: int = 1,
     ):
-        self.workload, self.device, self.plan, self.cache, self.seed = workload, device, plan, cache, seed
         if not items:
             raise SpeedkitError(f"workload {workload.name} has no readable item to train or test on")
-        varies, training = workload.length is not None, seed is not None
-        self.order = EpochOrder(len(items), batch_size, seed, plan.drop_last and training)
-        self.padding = ""  # what bucketing saves, as a sentence
-        if plan.bucket and training and varies:
-            lengths = torch.tensor([workload.length(item) for item in items])
-            without = padding_share(self.order.tensors(), lengths)
-            self.order = EpochOrder(len(items), batch_size, seed, plan.drop_last, lengths)
-            padding = padding_share(self.order.tensors(), lengths, self.order.padded)
-            self.padding = f"bucket: {padding:.1%} of the frames are padding, {without:.1%} without"
-        self.order.rank, self.order.ranks = share
-        self.stood_in = (0, 0)  # epoch and position of a batch in place of one of unreadable items alone
-        self.epoch, self.position = 0, 0
-        # Whether what arrives on the device are waveforms, whose features are computed there.
+        self.workload, self.plan, self.device, self.cache, self.seed = workload, plan, device, cache, seed
+        self.bad: dict[str, str] = cache.bad if cache is not None else {}
+        check_bad_share(self.bad, len(items))
+
+        # Order. Clips of one length have nothing to bucket, and evaluation keeps the order of its items.
+        training, varies = seed is not None, workload.length is not None
+        lengths = torch.tensor([workload.length(item) for item in items]) if workload.length is not None else None
+        drop_last = plan.drop_last and training
+        plain = BatchSampler(len(items), batch_size, seed, drop_last, rank=rank, world_size=world_size)
+        self.sampler, self.padding = plain, ""
+        if plan.bucket and training and lengths is not None:
+            self.sampler = dataclasses.replace(plain, lengths=lengths)
+            share, without = padding_share(self.sampler, lengths), padding_share(plain, lengths)
+            self.padding = f"bucket: {share:.1%} of the frames are padding, {without:.1%} without"
+        self.epoch = self.position = 0
+        self.next_place = (0, 0)  # where `batches` goes on; another epoch or position asks for others
+        self.batches: Iterator[Batch | None] | None = None
+
+        # Samples. What arrives on the device may be waveforms, whose features are computed there.
         self.waveforms = plan.cache_of == "waveform" if cache is not None else plan.features_on == "device"
-        self.remade = self.waveforms or self.order.padded is not None
         self.generator = torch.Generator(device=device)
         features = None if self.waveforms else workload.features
-        self.samples = Samples(items, loading(workload, plan), features, workload.target)
-        self.loader = Loader(self.samples, functools.partial(collate, varies=varies), plan, self.order)
-        self.pass_: Iterator[Batch] | None = None
-        self.bad: dict[str, str] = {}
-        self._quarantine(cache.bad if cache is not None else {})
+        self.dataset = ItemDataset(items, with_decoder(workload, plan.decoder), features, workload.target)
+        self.collate = functools.partial(collate, varies=varies)
+        self.loader = BatchLoader(self.dataset, self.collate, self.sampler, plan)
 
-    def next(self) -> tuple[Tensor, ...]:
-        """Return the next batch, each tensor `[B, ...]` on the device."""
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator["Batch"]:
+        return self
+
+    def __next__(self) -> "Batch":
+        """Return the next batch; one of unreadable items alone is passed over."""
         while True:
-            if self.pass_ is None:
-                self.order.epoch, self.order.start = self.epoch, self.position
-                self.pass_ = self._fetched()
-            for batch in self.pass_:
+            if self.batches is None or (self.epoch, self.position) != self.next_place:
+                self.batches = None  # ends its workers, before others are started
+                self.batches = self.fetched(self.epoch, self.position)
+            for batch in self.batches:
                 self.position += 1
-                if batch is None:
-                    batch = self._stand_in(self.epoch, self.position)
+                self.next_place = self.epoch, self.position
+                self.check_share(batch)
                 if batch is not None:
-                    return self._ready(batch, self.epoch * len(self.order) + self.position) if self.remade else batch
-            self.pass_, self.epoch, self.position = None, self.epoch + 1, 0
+                    return self.finished(batch, self.epoch * len(self) + self.position - 1)
+            self.batches, self.epoch, self.position = None, self.epoch + 1, 0
 
-    def again(self, epoch: int, position: int) -> tuple[tuple[Tensor, ...] | None, list[str]]:
-        """Return the batch after which `epoch` and `position` were these, made once more in this process.
+    def one_epoch(self) -> Iterator["Batch"]:
+        """Yield the batches of one epoch from the start."""
+        for step, batch in enumerate(self.fetched(0, 0)):
+            self.check_share(batch)
+            if batch is not None:
+                yield self.finished(batch, step)
 
-        And the names of its items. Nothing of the stream itself moves. Readable items alone are in both.
+    def batch_at(self, epoch: int, position: int) -> tuple["Batch | None", list[str]]:
+        """Return the batch after which `epoch` and `position` were these, made again, and the names of its items.
+
+        Nothing of the stream itself moves. Unreadable items are in neither.
         """
-        indices = next(dataclasses.replace(self.order, epoch=epoch, start=position - 1).tensors())
+        sampler = dataclasses.replace(self.sampler, epoch=epoch, start=position - 1)
+        indices = sampler.batches()[0]
         if self.cache is not None:
             indices = indices[torch.from_numpy(self.cache.usable)[indices]]
-            batch = self.cache.gather(indices, self.device)
+            batch = self.cache.gather(indices, self.device) if len(indices) else None
         else:
-            samples = dataclasses.replace(self.samples, reading=[-1])  # the workers' notes are theirs
-            made = samples.__getitems__(indices.tolist())
-            indices = indices[torch.tensor([not isinstance(sample, BadItem) for sample in made])]
-            batch = self.loader.collate(made)[0]
-        names = [str(getattr(item, "path", item)) for item in map(self.samples.items.__getitem__, indices.tolist())]
-        if not batch:
-            return None, names
-        batch = tuple(tensor.to(self.device) for tensor in batch)
-        step = epoch * len(self.order) + position
-        return (self._ready(batch, step) if self.remade else batch), names
+            samples = [self.dataset[index] for index in indices.tolist()]
+            indices = indices[torch.tensor([not isinstance(sample, BadItem) for sample in samples])]
+            batch = self.to_device(self.collate(samples))
+        items = [self.dataset.items[index] for index in indices.tolist()]
+        names = [str(getattr(item, "path", item)) for item in items]
+        return None if batch is None else self.finished(batch, epoch * len(self) + position - 1), names
 
-    def one_pass(self) -> Iterator[tuple[Tensor, ...]]:
-        """Yield the batches of one pass from the start, each tensor `[B, ...]` on the device."""
-        self.order.epoch = self.order.start = 0
-        return (
-            self._ready(batch, step)
-            for step, made in enumerate(self._fetched(), 1)
-            if (batch := made or self._stand_in(0, step)) is not None
-        )
-
-    def counts(self, epoch: int, position: int) -> bool:
-        """Whether the batch after which `epoch` and `position` were these is for learning, and not for the others."""
-        return not self.order.spare(position) and self.stood_in != (epoch, position)
-
-    def _stand_in(self, epoch: int, position: int) -> Batch:
-        """Return any readable sample where several ranks wait for this one's part of a batch, else None."""
-        if self.order.ranks == 1:
-            return None
-        self.stood_in = (epoch, position)
-        samples = dataclasses.replace(self.samples, reading=[-1])
-        for index in range(self.order.count):
-            if self.cache is not None:
-                batch = self._gathered(self.cache, torch.tensor([index]))
-            else:
-                batch = self.loader.collate(samples.__getitems__([index]))[0]
-            if batch is not None and len(batch[0]):
-                return tuple(tensor.to(self.device) for tensor in batch)
-        return None
-
-    def _fetched(self) -> Iterator[Batch]:
-        """Yield the batches of a pass as they arrive on the device; None for one of unreadable items alone."""
-        source: Iterator[Any] = self.order.tensors() if self.cache is not None else iter(self.loader)
+    def fetched(self, epoch: int, start: int) -> Iterator["Batch | None"]:
+        """Return the batches of an epoch as they arrive on the device; None for one of unreadable items alone."""
+        self.sampler.epoch, self.sampler.start = epoch, start
+        source: Any = self.loader if self.cache is None else self.cached_indices()
+        copy = self.to_device if self.cache is None else self.gather
         if self.plan.prefetch and self.device.type == "cuda":
-            return prefetched(source, self._arrived, self.device)
-        return map(self._arrived, source)
+            return prefetched(source, copy, self.device)
+        return map(copy, source)
 
-    def _arrived(self, made: Any) -> Batch:
-        """Return the batch of these indices out of the cache, or the one that the loader made, on the device."""
-        if self.cache is not None:
-            return self._gathered(self.cache, made)
-        batch, bad = made
-        self._quarantine({item.path: item.why for item in bad})
+    def cached_indices(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Return the usable indices [B] of each batch, on the host and on the device: the epoch's order is sent once.
+
+        A batch's own indices would be a copy out of pageable memory at each step, which the host waits for.
+        """
+        usable = torch.from_numpy(self.cache.usable)  # type: ignore[union-attr]
+        batches = [indices[usable[indices]] for indices in self.sampler.batches()]
+        order = torch.cat(batches) if batches else torch.empty(0, dtype=torch.long)
+        if self.device.type == "cuda":
+            order = order.pin_memory()
+        on_device = order.to(self.device, non_blocking=True)
+        return zip(batches, on_device.split([len(indices) for indices in batches]), strict=True)
+
+    def gather(self, indices: tuple[Tensor, Tensor]) -> "Batch | None":
+        """Return the cached batch of indices [B], given on the host and on the device."""
+        if not len(indices[0]):
+            return None
+        return self.cache.gather(indices[0], self.device, on_device=indices[1])  # type: ignore[union-attr]
+
+    def to_device(self, loaded: Loaded) -> "Batch | None":
+        """Return a batch that was made live, on the device; note its unreadable items."""
+        batch, bad = loaded
+        if bad:
+            self.bad.update(bad)
+            check_bad_share(self.bad, len(self.dataset))
         return batch and tuple(tensor.to(self.device, non_blocking=self.plan.pin_memory) for tensor in batch)
 
-    def _gathered(self, cache: FeatureCache, indices: Tensor) -> Batch:
-        """Return the batch of the usable ones of the items at `indices`; None where none is."""
-        batch = cache.gather(indices[torch.from_numpy(cache.usable)[indices]], self.device)
-        return batch if len(batch[0]) else None
+    def check_share(self, batch: "Batch | None") -> None:
+        """Raise SpeedkitError where there is no batch and other ranks would wait for this one's share."""
+        if batch is None and self.sampler.world_size > 1:
+            path, why = list(self.bad.items())[-1]
+            raise SpeedkitError(f"rank {self.sampler.rank} can read no item of its share of a batch ({path}: {why})")
 
-    def _ready(self, batch: tuple[Tensor, ...], step: int) -> tuple[Tensor, ...]:
-        """Return what the loss takes of what has arrived: features, padded to one of few lengths where bucketed."""
+    def finished(self, batch: "Batch", step: int) -> "Batch":
+        """Return what the loss takes: features, padded to one of few lengths where clips are bucketed."""
         inputs, *rest = batch
         if self.waveforms:
             if self.workload.augment_waveform is not None and self.seed is not None:
-                # Seeded by the step, so that a resumed run draws what the uninterrupted one would have drawn.
-                self.generator.manual_seed(self.seed * 1_000_033 + step + self.order.own_draws)
+                seed_step(self.generator, self.seed, step + WAVEFORMS + RANK * self.sampler.rank)
                 inputs = self.workload.augment_waveform(inputs, self.generator)
             with torch.no_grad():
                 inputs = self.workload.features(inputs)
-        if self.order.padded is not None:
-            length = self.order.padded[torch.searchsorted(self.order.padded, inputs.shape[-1])]
-            inputs = pad(inputs, (0, int(length) - inputs.shape[-1]))
-        return inputs, *rest
-
-    def _quarantine(self, bad: dict[str, str]) -> None:
-        self.bad.update(bad)
-        if len(self.bad) > BAD_SHARE * self.order.count:
-            path, why = next(iter(self.bad.items()))
-            raise SpeedkitError(
-                f"{len(self.bad)} of {self.order.count} files cannot be read, more than {BAD_SHARE:.0%} of them; "
-                f"the first is {path}: {why}. Mend or remove them"
-            )
+        padded = self.sampler.padded_to(inputs.shape[-1])  # by its shape: no length is read from the device
+        return (inputs if padded == inputs.shape[-1] else pad(inputs, (0, padded - inputs.shape[-1]))), *rest
 
     @property
     def pids(self) -> list[int]:
         """The loader's processes."""
         return [process.pid for process in self.loader.processes]
 
-    def signal_workers(self, number: int) -> None:
-        """Send a signal to every worker: SIGSTOP keeps them from working while another plan is timed."""
-        self.loader.signal(number)
+    def pause(self) -> None:
+        """Keep the workers from working while another plan is timed."""
+        self.loader.pause()
+
+    def resume(self) -> None:
+        """Let the workers go on."""
+        self.loader.resume()
 
     def close(self) -> None:
-        """End the loader's processes."""
-        self.signal_workers(signal.SIGCONT)
-        self.pass_ = None
+        """End the workers, paused ones too."""
         self.loader.close()
+        self.batches = None

@@ -1,7 +1,6 @@
 """Copy the next batch to the GPU on a stream of its own while this one computes."""
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 Batch = tuple[Tensor, ...] | None
 
 
-def prefetched(source: Iterator[Any], copy: Callable[[Any], Batch], device: torch.device) -> Iterator[Batch]:
+def prefetched(source: Iterable[Any], copy: Callable[[Any], Batch], device: torch.device) -> Iterator[Batch]:
     """Yield `copy(item)` for each item of `source`, one ahead of the consumer: CUDA only.
 
     Who owns what: a batch is allocated on the copying stream, and the consumer's stream waits for the event after its
@@ -20,18 +19,26 @@ def prefetched(source: Iterator[Any], copy: Callable[[Any], Batch], device: torc
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))  # which may still be filling what is copied from
     held: list[tuple[torch.cuda.Event, Any]] = []
-
-    def copied() -> Iterator[tuple[Batch, torch.cuda.Event]]:
+    ahead: tuple[Batch, torch.cuda.Event] | None = None
+    try:
         for item in source:
             with torch.cuda.stream(stream):
-                batch, done = copy(item), stream.record_event()
-            held[:] = [(event, kept) for event, kept in held if not event.query()] + [(done, item)]
-            yield batch, done
+                copied = copy(item), stream.record_event()
+            held = [(done, source_item) for done, source_item in held if not done.query()] + [(copied[1], item)]
+            if ahead is not None:
+                yield received(*ahead, device)
+            ahead = copied
+        if ahead is not None:
+            yield received(*ahead, device)
+    finally:
+        # What is copied from may be given back now; where the consumer stops early, a copy still reads it.
+        torch.cuda.current_stream(device).wait_stream(stream)
 
-    end: Any = None
-    for (batch, done), _ in itertools.pairwise(itertools.chain(copied(), [end])):
-        consumer = torch.cuda.current_stream(device)
-        consumer.wait_event(done)
-        for tensor in batch or ():
-            tensor.record_stream(consumer)
-        yield batch
+
+def received(batch: Batch, done: torch.cuda.Event, device: torch.device) -> Batch:
+    """Return the batch, made safe to use on the current stream."""
+    consumer = torch.cuda.current_stream(device)
+    consumer.wait_event(done)
+    for tensor in batch or ():
+        tensor.record_stream(consumer)
+    return batch

@@ -1,41 +1,41 @@
-"""Where recordings or images are: class-named subfolders, a CSV of paths and labels, or a file-name pattern."""
+"""Find the data: class-named subfolders, a CSV of paths and labels, a file-name pattern, or a folder of text."""
 
 import csv
-import functools
 import hashlib
+import os
 import re
+import sysconfig
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import soundfile
 
-from speedkit.data.decode import reason
-from speedkit.errors import SpeedkitError, UsageError
+from speedkit.data.decode import check_bad_share
+from speedkit.errors import UsageError
 from speedkit.files import atomic
 
-if TYPE_CHECKING:
-    import pandas
-
-T = TypeVar("T")
+Key = TypeVar("Key")
 UNLABELLED = "unlabelled"  # the one class of files whose labels do not matter
-TEST_SHARE = 0.2
-BAD_SHARE = 0.05  # more bad files than this, and the data set itself is at fault: an error
-# The columns of a label table, by any of these names in upper or lower case; `split` or `fold` may be a third.
-COLUMNS = {
-    "path": ("path", "file", "filename", "file_name"),
-    "label": ("label", "category", "class", "class_name", "target"),
+TEST_SHARE, TEXT_TEST_SHARE = 0.2, 0.1
+EXTENSIONS = {
+    "audio": (".wav", ".flac", ".ogg", ".mp3", ".aif", ".aiff"),
+    "image": (".jpg", ".jpeg", ".png"),
 }
+# The columns of a label table, by any of these names in upper or lower case; `split` or `fold` may be a third.
+PATH_COLUMNS = ("path", "file", "filename", "file_name")
+LABEL_COLUMNS = ("label", "category", "class", "class_name", "target")
 TEST_SPLITS = {"test", "testing", "eval", "evaluation"}
 VALIDATION_SPLITS = {"val", "valid", "validation", "dev"}
+# Of Python's library: not there everywhere, or not part of it.
+NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib"}
 
 
 @dataclass(frozen=True)
 class Item:
-    """One file: its path and its class index; of a recording also its length in seconds and its sample rate."""
+    """One file: its path and class index; of a recording also its length in seconds and its sample rate."""
 
     path: str
     label: int
@@ -44,8 +44,8 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Found:
-    """What `find_items` found; `quarantined` holds (path, why)."""
+class Split:
+    """The items to train and to test on, the class names, and (path, why) of each file that cannot be used."""
 
     train: tuple[Item, ...]
     test: tuple[Item, ...]
@@ -53,38 +53,12 @@ class Found:
     quarantined: tuple[tuple[str, str], ...] = ()
 
 
-class Entry(NamedTuple):
-    """A labelled file before its header was read; `split` is train, test, or empty where nothing says."""
+class LabelledFile(NamedTuple):
+    """A file whose header has not been read; `split` is train, test, or empty where nothing says."""
 
     path: Path
     label: str
     split: str = ""
-
-
-class Kind(NamedTuple):
-    """A kind of file: what messages call it, its endings, and what reads from its header the rest of an `Item`."""
-
-    name: str
-    one: str
-    extensions: tuple[str, ...]
-    header: Callable[[Path], tuple | str]  # or why the file cannot be used
-
-
-def _sound(path: Path) -> tuple | str:
-    """Return (duration in seconds, sample rate in Hz) from the file's header."""
-    info = soundfile.info(str(path))
-    return (info.frames / info.samplerate, info.samplerate) if info.frames > 0 else "it holds no samples"
-
-
-def _picture(path: Path) -> tuple | str:
-    """Return nothing more where the file begins as an image does."""
-    with path.open("rb") as file:
-        known = file.read(4).startswith((b"\xff\xd8\xff", b"\x89PNG"))
-    return () if known else "it is neither a JPEG nor a PNG image"
-
-
-AUDIO = Kind("audio", "recording", (".wav", ".flac", ".ogg", ".mp3", ".aif", ".aiff"), _sound)
-IMAGES = Kind("image", "image", (".jpg", ".jpeg", ".png"), _picture)
 
 
 def find_items(
@@ -95,52 +69,104 @@ def find_items(
     test_pattern: str | None = None,
     seed: int = 0,
     labelled: bool = True,
-    kind: Kind = AUDIO,
-) -> Found:
-    """Return the training and test items under `data_dir`, sorted by path with numbers in their natural order.
+    kind: str = "audio",
+) -> Split:
+    """Return the training and test items under `data_dir`, sorted by path with numbers in natural order.
 
     Labels come from the CSV `labels`, from group 1 of `label_pattern` in the file name, or from the names of the
-    subfolders. The test set is what `test_pattern` finds in the file name, else the CSV's `split` or `fold` column (the
-    highest fold), else a fifth of each class by a hash of seed and name: a file stays on its side when others come.
-    Where they are not `labelled`, all files are of one class, whatever folders they lie in.
+    subfolders; without `labelled` all files are of one class. The test set is what `test_pattern` matches in the file
+    name, else the CSV's `split` or `fold` column (the highest fold), else a fifth of each class by a hash of seed and
+    name, which keeps a file on its side when others are added.
     Raises UsageError for a source that cannot be used as asked, SpeedkitError when over 5 % of the files are bad.
     """
-    root = existing_folder(data_dir, f"{kind.one}s")
+    root = existing_folder(data_dir, kind)
     if labels is not None and label_pattern is not None:
         raise UsageError("--labels and --label-pattern both name the labels: give one of the two")
-    if labels is None:
-        entries = _from_files(root, label_pattern, kind, labelled)
+    if labels is not None:
+        files = read_table(root, Path(labels), kind, with_splits=test_pattern is None)
     else:
-        entries = _from_table(root, Path(labels), test_pattern, kind)
-    entries = sorted(dict.fromkeys(entries), key=lambda entry: _natural(str(entry.path)))
-    with ThreadPoolExecutor(8) as pool:  # libsndfile works outside Python's lock, and disks like several requests
-        headers = dict(zip(entries, pool.map(functools.partial(_header, kind), entries), strict=True))
-    bad = tuple((str(entry.path), header) for entry, header in headers.items() if isinstance(header, str))
-    if len(bad) > BAD_SHARE * len(entries):
-        first = "; ".join(f"{path}: {why}" for path, why in bad[:3])
-        share = f"{len(bad)} of {len(entries)} files cannot be used, over {BAD_SHARE:.0%}"
-        raise SpeedkitError(f"{share} ({first}): repair or remove them")
-    good = {entry: header for entry, header in headers.items() if not isinstance(header, str)}
-    test_set = _test_set(list(good), root, test_pattern, seed)
-    classes = _classes(list(good), test_set) if labelled else (UNLABELLED,)
+        files = files_under(root, kind, label_pattern, labelled)
+    files = sorted(set(files), key=lambda file: natural_key(str(file.path)))
+
+    # The header of each file is read once; a file that has none that can be used is left out, and named.
+    headers: dict[LabelledFile, tuple] = {}
+    bad: dict[str, str] = {}
+    for file in files:
+        try:
+            headers[file] = read_header(file, kind)
+        except (ValueError, RuntimeError, OSError) as error:  # libsndfile's errors are RuntimeErrors
+            bad[str(file.path)] = str(error)
+    check_bad_share(bad, len(files))
+
+    test_paths = choose_test_set(list(headers), root, test_pattern, seed)
+    classes = class_names(list(headers), test_paths) if labelled else (UNLABELLED,)
     sides: dict[bool, list[Item]] = {False: [], True: []}
-    for entry, header in good.items():
-        sides[entry.path in test_set].append(Item(str(entry.path), classes.index(entry.label), *header))
-    return Found(tuple(sides[False]), tuple(sides[True]), classes, bad)
+    for file, header in headers.items():
+        sides[file.path in test_paths].append(Item(str(file.path), classes.index(file.label), *header))
+    return Split(tuple(sides[False]), tuple(sides[True]), classes, tuple(bad.items()))
 
 
-def existing_folder(data_dir: str | Path, what: str) -> Path:
-    """Return the folder that `data_dir` names. Raises UsageError, asking for that of `what`, when it is none."""
+def find_text(data_dir: str | Path | None, test_pattern: str | None, seed: int) -> tuple[bytes, bytes]:
+    """Return the text to train on and to test on: all files under `data_dir`, or Python's own standard library.
+
+    The test files are those whose name `test_pattern` matches, else a tenth of them by a hash of `seed` and name; of a
+    single file, its last tenth. Hidden files and binary files (a zero byte, as git tells them) are left out.
+    """
+    root = existing_folder(data_dir or sysconfig.get_path("stdlib"), "text")
+    files = visible_files(root, set() if data_dir else NOT_LIBRARY)
+    texts = {path.relative_to(root).as_posix(): path.read_bytes() for path in files if data_dir or path.suffix == ".py"}
+    texts = {name: content for name, content in texts.items() if b"\0" not in content[:8192]}
+    if not texts:
+        raise UsageError(f"data folder {root} holds no text files: name another --data-dir")
+    if len(texts) == 1 and test_pattern is None:
+        (content,) = texts.values()
+        end = round((1 - TEXT_TEST_SHARE) * len(content))
+        return content[:end], content[end:]
+    if test_pattern is not None:
+        test = files_matching({name: name.rpartition("/")[2] for name in texts}, test_pattern)
+    else:
+        by_hash = sorted(texts, key=lambda name: stable_hash(seed, name))
+        test = set(by_hash[: max(1, round(TEXT_TEST_SHARE * len(texts)))])
+    train, tested = (b"\n".join(texts[name] for name in texts if (name in test) == side) for side in (False, True))
+    return train, tested
+
+
+def write_quarantine(path_csv: str | Path, bad: Iterable[tuple[str, str]]) -> None:
+    """Write (path, why) of every file left out to a CSV with the columns path and why, atomically."""
+    with atomic(path_csv) as temporary, temporary.open("w", newline="", encoding="utf-8") as stream:
+        csv.writer(stream).writerows([("path", "why"), *bad])
+
+
+def existing_folder(data_dir: str | Path, name: str) -> Path:
+    """Return the folder `data_dir`. Raises UsageError when it is none; `name` is the kind of files it should hold."""
     root = Path(data_dir)
     if not root.is_dir():
-        instead = "is a file, not a folder" if root.exists() else "does not exist"
-        raise UsageError(f"data folder {root} {instead}: name the folder of your {what} with --data-dir")
+        problem = "is a file, not a folder" if root.exists() else "does not exist"
+        raise UsageError(f"data folder {root} {problem}: name the folder of your {name} files with --data-dir")
     return root
 
 
-def matching(names: Mapping[T, str], test_pattern: str) -> set[T]:
-    """Return the keys of the file `names` that the pattern finds. Raises UsageError when those are all, or none."""
-    pattern = _compiled(test_pattern, "--test-pattern")
+def visible_files(root: Path, left_out: Set[str] = frozenset()) -> Iterator[Path]:
+    """Yield the files under a folder in the order of their names, without hidden ones and folders `left_out`."""
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in left_out)
+        paths = (Path(folder, name) for name in sorted(names) if not name.startswith("."))
+        yield from (path for path in paths if path.is_file())  # no link to what is gone
+
+
+def stable_hash(seed: int, name: str) -> bytes:
+    """Return the hash by which a file is drawn for the test set."""
+    return hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+
+
+def natural_key(text: str) -> list:
+    """Return a sort key in which clip2 comes before clip10: text and numbers in turns."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"([0-9]+)", text)]
+
+
+def files_matching(names: Mapping[Key, str], test_pattern: str) -> set[Key]:
+    """Return the keys of the file `names` that the pattern matches. Raises UsageError when those are all, or none."""
+    pattern = compile_pattern(test_pattern, "--test-pattern")
     matched = {key for key, name in names.items() if pattern.search(name)}
     if len(matched) in (0, len(names)):
         amount, side = ("every one", "train") if matched else ("none", "test")
@@ -148,137 +174,129 @@ def matching(names: Mapping[T, str], test_pattern: str) -> set[T]:
     return matched
 
 
-def lot(seed: int, name: str) -> bytes:
-    """Return what a file is drawn for the test set by: it stays on its side when others come."""
-    return hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-
-
-def write_quarantine(path_csv: str | Path, rows: Iterable[tuple[str, str]]) -> None:
-    """Write the (path, why) of every file left out to a CSV with the columns path and why, atomically."""
-    with atomic(path_csv) as temporary, temporary.open("w", newline="", encoding="utf-8") as stream:
-        csv.writer(stream).writerows([("path", "why"), *rows])
-
-
-def _natural(text: str) -> list:
-    """Return a sort key in which clip2 comes before clip10."""
-    parts = re.split(r"([0-9]+)", text)  # every second part is a number
-    return [(0, int(part), "") if at % 2 else (1, 0, part) for at, part in enumerate(parts)]
-
-
-def _compiled(pattern: str, option: str) -> re.Pattern[str]:
+def compile_pattern(pattern: str, option: str) -> re.Pattern[str]:
+    """Return the compiled pattern. Raises UsageError, naming the option, when it is no regular expression."""
     try:
         return re.compile(pattern)
     except re.error as error:
         raise UsageError(f"{option} {pattern!r} is not a regular expression: {error}") from error
 
 
-def _from_files(root: Path, label_pattern: str | None, kind: Kind, labelled: bool) -> list[Entry]:
-    """Return the files labelled by group 1 of the pattern or by their subfolder; those without a label are not ours."""
-    parts = {path: path.relative_to(root).parts for path in root.rglob("*") if path.suffix.lower() in kind.extensions}
-    paths = sorted(path for path, names in parts.items() if not any(name.startswith(".") for name in names))
+def files_under(root: Path, kind: str, label_pattern: str | None, labelled: bool) -> list[LabelledFile]:
+    """Return the files labelled by their subfolder or by group 1 of the pattern; files without a label are left out."""
+    paths = [path for path in visible_files(root) if path.suffix.lower() in EXTENSIONS[kind]]
     if not paths:
-        what = f"{kind.name} files ({', '.join(kind.extensions)})"
-        raise UsageError(f"data folder {root} holds no {what}: name another --data-dir")
+        kinds = f"{kind} files ({', '.join(EXTENSIONS[kind])})"
+        raise UsageError(f"data folder {root} holds no {kinds}: name another --data-dir")
     if not labelled:
-        return [Entry(path, UNLABELLED) for path in paths]
+        return [LabelledFile(path, UNLABELLED) for path in paths]
     if label_pattern is None:
-        entries = [Entry(path, parts[path][0]) for path in paths if len(parts[path]) > 1]
-        without = f"data folder {root} has no class-named subfolders: add them, or give --label-pattern or --labels"
+        folders = {path: path.relative_to(root).parts[:-1] for path in paths}
+        files = [LabelledFile(path, folders[path][0]) for path in paths if folders[path]]
+        problem = f"data folder {root} has no class-named subfolders: add them, or give --label-pattern or --labels"
     else:
-        pattern = _compiled(label_pattern, "--label-pattern")
+        pattern = compile_pattern(label_pattern, "--label-pattern")
         if not pattern.groups:
             raise UsageError(f"--label-pattern {label_pattern!r} has no group: put parentheses around the label's part")
-        entries = [Entry(path, match[1]) for path in paths if (match := pattern.search(path.name)) and match[1]]
-        which = f"of the {len(paths)} {kind.name} files in {root} (the first is {paths[0].name})"
-        without = f"--label-pattern {label_pattern!r} matches none {which}: correct the pattern"
-    if not entries:
-        raise UsageError(without)
-    return entries
+        matches = [(path, pattern.search(path.name)) for path in paths]
+        files = [LabelledFile(path, match[1]) for path, match in matches if match and match[1]]
+        among = f"of the {len(paths)} {kind} files in {root} (the first is {paths[0].name})"
+        problem = f"--label-pattern {label_pattern!r} matches none {among}: correct the pattern"
+    if not files:
+        raise UsageError(problem)
+    return files
 
 
-def _from_table(root: Path, table: Path, test_pattern: str | None, kind: Kind) -> list[Entry]:
-    """Return the rows of the CSV `table` that are to train or to test on, with the path where their file should be."""
+def read_table(root: Path, table: Path, kind: str, with_splits: bool) -> list[LabelledFile]:
+    """Return the files that the CSV `table` lists for training and testing, whether they exist or not."""
     import pandas
 
     try:
         rows = pandas.read_csv(table, sep=None, engine="python", dtype=str, keep_default_na=False, encoding="utf-8-sig")
     except (OSError, ValueError, csv.Error) as error:
-        what = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read as CSV ({error})"
-        raise UsageError(f"the label table {table} {what}: give --labels a CSV file in UTF-8") from error
-    if rows.empty:
-        raise UsageError(f"the label table {table} holds no rows: it needs one row per {kind.one} below its header")
+        raise UsageError(f"the label table {table} cannot be read as a CSV file in UTF-8 ({error})") from error
     rows = rows.rename(columns=lambda name: name.strip().lower()).apply(lambda column: column.str.strip())
-    columns = {what: [name for name in known if name in rows] for what, known in COLUMNS.items()}
-    for what, names in columns.items():
-        if not names:
-            known = " or ".join(COLUMNS[what])
-            raise UsageError(f"the label table {table} has no {what} column: name one of {', '.join(rows)} {known}")
+    path_columns, label_columns = ([name for name in names if name in rows] for names in (PATH_COLUMNS, LABEL_COLUMNS))
+    if rows.empty or not path_columns or not label_columns:
+        needs = f"one of {', '.join(PATH_COLUMNS)}, one of {', '.join(LABEL_COLUMNS)}, and a row per file"
+        raise UsageError(
+            f"the label table {table} has {len(rows)} rows with columns {', '.join(rows)}; it needs {needs}"
+        )
+
     # A column of names says more than one of numbers (ESC-50 has both: category and target).
-    labels = rows[min(columns["label"], key=lambda name: rows[name].str.isdigit().all())]
-    splits = _splits(rows, table) if test_pattern is None else [""] * len(rows)
-    beside = (root, table.parent, table.parent.parent)
-    folders = (*beside[:2], *(folder / name for folder in beside for name in (kind.name, f"{kind.name}s")))
-    paths = [
-        next((path for folder in folders if (path := folder / name).is_file()), root / name)
-        for name in rows[columns["path"][0]]
-    ]
+    labels = rows[min(label_columns, key=lambda name: rows[name].str.isdigit().all())]
+    splits = [""] * len(rows)
+    if with_splits and (column := next((name for name in ("split", "fold") if name in rows), None)):
+        splits = read_splits(rows[column].str.lower().to_list(), f"column {column} of {table}", folds=column == "fold")
+
+    # Paths are relative to the data folder or to the table, or to a folder of that kind beside either (ESC-50's audio).
+    places = (root, table.parent, table.parent.parent)
+    folders = [*places[:2], *(place / name for place in places for name in (kind, f"{kind}s"))]
+    paths = []
+    for name in rows[path_columns[0]]:
+        existing = (folder / name for folder in folders if (folder / name).is_file())
+        paths.append(next(existing, root / name))
     if not any(path.is_file() for path in paths):
         raise UsageError(f"none of the {len(paths)} files in {table} exists, as {paths[0]}: give their --data-dir")
-    return [Entry(*row) for row in zip(paths, labels, splits, strict=True) if row[2] != "neither"]
+    files = map(LabelledFile, paths, labels, splits)
+    return [file for file in files if file.split != "neither"]
 
 
-def _splits(rows: "pandas.DataFrame", table: Path) -> list[str]:
-    """Return for each row train, test, neither, or empty where the table does not say."""
-    column = next((name for name in ("split", "fold") if name in rows), None)
-    if column is None:
-        return [""] * len(rows)
-    said = rows[column].str.lower().to_list()
-    held = sorted({*said}, key=_natural)
-    # With a validation and a test part, the test part is the test set and the validation part is left alone.
-    for_test, problem = {*held} & TEST_SPLITS or {*held} & VALIDATION_SPLITS, "marks no test set"
-    if column == "fold":
-        for_test, problem = {*held[1:][-1:]}, "holds one fold only"
-    if not for_test:
-        has = f"column {column} of {table} {problem} ({', '.join(held[:5])})"
-        raise UsageError(f"{has}: mark rows to test on, or give --test-pattern")
-    return ["test" if part in for_test else "neither" if part in VALIDATION_SPLITS else "train" for part in said]
+def read_splits(values: list[str], column: str, folds: bool) -> list[str]:
+    """Return train, test or neither for each row of a table; of folds, the highest is the test set."""
+    names = set(values)
+    if folds:
+        test = set(sorted(names, key=natural_key)[1:][-1:])
+    else:  # where a table has both, it tests on the test part and leaves the validation part alone
+        test = names & TEST_SPLITS or names & VALIDATION_SPLITS
+    if not test:
+        raise UsageError(
+            f"{column} marks no test set ({', '.join(sorted(names)[:5])}): mark one or give --test-pattern"
+        )
+    return ["test" if name in test else "neither" if name in VALIDATION_SPLITS else "train" for name in values]
 
 
-def _header(kind: Kind, entry: Entry) -> tuple | str:
-    """Return what an item takes from the file's header, or why it cannot be used."""
-    if not entry.label or not entry.path.exists():
-        return "its label is empty" if entry.path.exists() else "there is no such file"
-    try:
-        if entry.path.stat().st_size == 0:
-            return "the file is empty (0 bytes)"
-        return kind.header(entry.path)
-    except (soundfile.SoundFileError, RuntimeError, OSError) as error:
-        return reason(error)
+def read_header(file: LabelledFile, kind: str) -> tuple:
+    """Return (duration in seconds, sample rate in Hz) of a recording, () of an image. Raises ValueError."""
+    if not file.path.exists():
+        raise ValueError("there is no such file")
+    if not file.label or file.path.stat().st_size == 0:
+        raise ValueError("the file is empty (0 bytes)" if file.label else "its label is empty")
+    if kind == "image":
+        with file.path.open("rb") as stream:
+            if not stream.read(4).startswith((b"\xff\xd8\xff", b"\x89PNG")):
+                raise ValueError("it is neither a JPEG nor a PNG image")
+        return ()
+    info = soundfile.info(str(file.path))
+    if info.frames <= 0:
+        raise ValueError("it holds no samples")
+    return info.frames / info.samplerate, info.samplerate
 
 
-def _test_set(entries: list[Entry], root: Path, test_pattern: str | None, seed: int) -> set[Path]:
+def choose_test_set(files: list[LabelledFile], root: Path, test_pattern: str | None, seed: int) -> set[Path]:
     """Return the paths of the test set."""
     if test_pattern is not None:
-        return matching({entry.path: entry.path.name for entry in entries}, test_pattern)
-    if any(entry.split for entry in entries):
-        return {entry.path for entry in entries if entry.split == "test"}
+        return files_matching({file.path: file.path.name for file in files}, test_pattern)
+    if any(file.split for file in files):
+        return {file.path for file in files if file.split == "test"}
     by_class = defaultdict(list)
-    for entry in entries:
-        name = entry.path.relative_to(root) if entry.path.is_relative_to(root) else entry.path
-        by_class[entry.label].append((lot(seed, name.as_posix()), entry.path))
-    return {path for keyed in by_class.values() for _, path in sorted(keyed)[: max(1, round(TEST_SHARE * len(keyed)))]}
+    for file in files:
+        name = file.path.relative_to(root) if file.path.is_relative_to(root) else file.path
+        by_class[file.label].append((stable_hash(seed, name.as_posix()), file.path))
+    counts = {label: max(1, round(TEST_SHARE * len(hashed))) for label, hashed in by_class.items()}
+    return {path for label, hashed in by_class.items() for _, path in sorted(hashed)[: counts[label]]}
 
 
-def _classes(entries: list[Entry], test_set: set[Path]) -> tuple[str, ...]:
-    """Return the class names in natural order; each must have two files, and one of them to train on."""
-    counts = Counter(entry.label for entry in entries)
-    classes = tuple(sorted(counts, key=_natural))
-    if len(classes) == 1:
-        raise UsageError(f"all files are of one class ({classes[0]}), a classifier needs two: check the labels' source")
-    trained = {entry.label for entry in entries if entry.path not in test_set}
-    for name in classes:
-        if counts[name] == 1:
+def class_names(files: list[LabelledFile], test_paths: set[Path]) -> tuple[str, ...]:
+    """Return the class names in natural order. Raises UsageError unless there are two, each with a file to train on."""
+    counts = Counter(file.label for file in files)
+    trained = {file.label for file in files if file.path not in test_paths}
+    if len(counts) == 1:
+        (name,) = counts
+        raise UsageError(f"all files are of one class ({name}), a classifier needs two: check the labels' source")
+    for name, count in counts.items():
+        if count == 1:
             raise UsageError(f"class {name} has one usable file and needs two (train, test): add a file")
         if name not in trained:
             raise UsageError(f"every file of class {name} is in the test set: leave some to train on")
-    return classes
+    return tuple(sorted(counts, key=natural_key))

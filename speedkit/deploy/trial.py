@@ -30,7 +30,7 @@ CALIBRATION, BATCH = 256, 32  # training items that static scales are found on; 
 
 def batches(workload: Any, items: Sequence[Any], device: torch.device) -> Iterator[tuple[Tensor, ...]]:
     """Return `items` in batches on `device`, in their order."""
-    return BatchStream(workload, items, Plan(), BATCH, None, device).one_pass()
+    return BatchStream(workload, items, Plan(), batch_size=BATCH, seed=None, device=device).one_epoch()
 
 
 @torch.no_grad()

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import random
-import signal
 import statistics
 import time
 from collections.abc import Iterator
@@ -95,9 +94,9 @@ class Side:
         """
         precision.set_matmul_precision(self.run.plan)
         set_random_state(self.random, self.run.device)
-        self.run.train_batches.signal_workers(signal.SIGCONT)
+        self.run.train_batches.resume()
         yield
-        self.run.train_batches.signal_workers(signal.SIGSTOP)
+        self.run.train_batches.pause()
         self.random = get_random_state(self.run.device)
 
     def warm_up(self, loss_steps: int, window_s: float, max_s: float) -> Steady:

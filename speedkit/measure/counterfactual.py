@@ -69,7 +69,7 @@ def _measured(name: str, base: Side, other: Side, step_s: float) -> dict[str, An
             run.fixed_batch = batch
         elif name == "loader only":
             run.last_loss = torch.tensor(math.nan)
-            other.steps = (len(run.train_batches.next()) for _ in itertools.count())
+            other.steps = (len(run.fetch()) for _ in itertools.count())
         other.warm_up(2, WINDOW_S, WARM_UP_S + COMPILE_S["cpu"] * (name == "compiled"))
         a_s, b_s, control = take_turns(lambda: base.window(steps), lambda: other.window(steps), PAIRS, random.Random(0))
     return {

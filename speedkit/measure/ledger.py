@@ -212,8 +212,7 @@ def ledger_of(
 @contextlib.contextmanager
 def _timed(run: TrainingRun, timeline: Timeline) -> Iterator[None]:
     with (
-        replaced(run.train_batches, next=timeline.of(DATA, run.train_batches.next)),
-        replaced(run, loss=timeline.of(FORWARD, run.loss)),
+        replaced(run, fetch=timeline.of(DATA, run.fetch), loss=timeline.of(FORWARD, run.loss)),
         replaced(run.optimizer, step=timeline.of(OPTIMIZER, run.optimizer.step)),
         timing(timeline),
     ):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from speedkit.clock import timed
-from speedkit.data.decode import BadItem
-from speedkit.data.samples import collate, loading
+from speedkit.data.decode import BadItem, with_decoder
+from speedkit.data.loader import collate
 from speedkit.errors import PlanError, SpeedkitError
 from speedkit.hardware import Hardware, this_machine
 from speedkit.plan import Plan, resolve
@@ -128,7 +128,7 @@ def _ways(workload: Any, batch_size: int, hardware: Hardware) -> dict[str, Calla
             for item in items
         ]
     if _possible({"decoder": "torchcodec"}, workload, hardware):
-        load = loading(workload, Plan(decoder="torchcodec"))
+        load = with_decoder(workload, "torchcodec")
         ways["torchcodec"] = lambda: [load(item) for item in items]
     return ways
 
@@ -146,7 +146,7 @@ def _compute_s(workload: Any, recipe: Recipe, device: torch.device) -> float:
 def _possible(change: dict[str, Any], workload: Any, hardware: Hardware) -> bool:
     """Whether this machine and the workload can use a change of the plan as it is."""
     try:
-        loading(workload, Plan(**change))
+        with_decoder(workload, Plan(**change).decoder)
         return not resolve(Plan(**change), hardware, workload=workload).fallbacks
     except PlanError:
         return False

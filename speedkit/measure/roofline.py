@@ -177,7 +177,7 @@ def count(workload: Any, recipe: Recipe, plan: Plan, hardware: Hardware) -> dict
     run = setup_run(workload, recipe, dataclasses.replace(plan, **eager), device=hardware.device, endless=True)
     passes = []
     try:
-        batches, course = [run.train_batches.next() for _ in range(STEPS)], steps(run)
+        batches, course = [run.fetch() for _ in range(STEPS)], steps(run)
         for number, run.fixed_batch in enumerate([batches[0], *batches]):
             with Operators() as noted:
                 next(course)

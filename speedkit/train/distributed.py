@@ -8,6 +8,7 @@ import atexit
 import contextlib
 import functools
 import logging
+import math
 import os
 import signal
 import sys
@@ -269,8 +270,7 @@ class Ranks:
 
         FSDP gathers weights in every forward pass, so all ranks have to make it.
         """
-        missing = -(-stream.order.largest(position) // micro_batch) - len(parts)
-        return parts + missing * parts[:1]
+        return parts + (most_parts(stream, position, micro_batch) - len(parts)) * parts[:1]
 
     def weighted(
         self, parts: list[Batch], counts: Sequence[int | Tensor], stream: BatchStream, *, micro_batch: int
@@ -280,8 +280,8 @@ class Ranks:
         Each weighs as many valid items as it holds of all that the ranks have together: both strategies take the mean
         over ranks of the gradients, which then is that of the whole batch.
         """
-        learned = stream.counts(stream.epoch, stream.position)  # else another rank has these samples too
-        numbers = torch.zeros(-(-stream.order.largest(stream.position) // micro_batch), device=self.device)
+        learned = stream.sampler.counts(stream.position)  # else another rank has these samples too
+        numbers = torch.zeros(most_parts(stream, stream.position, micro_batch), device=self.device)
         for index, count in enumerate(counts if learned else ()):
             numbers[index] = count
         total = numbers.sum()
@@ -351,3 +351,10 @@ class Ranks:
             values.update({key: shard(weights[index], value) for key, value in values.items()})
         state["recovery"]["snapshot"] = {}  # the present state is kept instead
         return state
+
+
+def most_parts(stream: BatchStream, position: int, micro_batch: int) -> int:
+    """Return in how many parts of `micro_batch` samples the largest share of batch `position` (1-based) is."""
+    sampler = stream.sampler
+    samples = min(sampler.batch_size, sampler.count - (position - 1) * sampler.batch_size)
+    return math.ceil(math.ceil(samples / sampler.world_size) / micro_batch)

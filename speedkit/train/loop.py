@@ -117,8 +117,8 @@ def evaluate(run: TrainingRun) -> None:
     workload, total, count = run.workload, torch.zeros((), device=run.device), 0
     run.time_since_log_s += run.lap()
     run.model.eval()
-    for position, batch in enumerate(run.test_batches.one_pass(), 1):
-        counts = run.ranks is None or run.test_batches.counts(0, position)
+    for position, batch in enumerate(run.test_batches.one_epoch(), 1):
+        counts = run.ranks is None or run.test_batches.sampler.counts(position)
         parts: list[Batch] = list(zip(*(tensor.split(run.micro_batch) for tensor in batch), strict=True))
         own = len(parts) if counts else 0
         if run.ranks is not None:

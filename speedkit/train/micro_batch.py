@@ -115,7 +115,7 @@ class MicroBatchTrial:
 
     def __init__(self, run: TrainingRun, batch_size: int):
         self.run, self.batch_size = run, batch_size
-        longest = next(run.test_batches.one_pass())
+        longest = next(run.test_batches.one_epoch())
         # Some of the longest may be unreadable: others stand in for them.
         indices = torch.arange(batch_size, device=run.device) % len(longest[0])
         self.batch: Batch = tuple(tensor[indices] for tensor in longest)

@@ -16,7 +16,6 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.utils import _pytree as tree
 
-from speedkit.data.augment import augmented
 from speedkit.errors import SpeedkitError
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
@@ -218,10 +217,10 @@ def explain(run: "TrainingRun", step: int, position: tuple[int, int]) -> str:
 
 def _explain_own(run: "TrainingRun", step: int, position: tuple[int, int]) -> str | None:
     try:
-        batch, names = run.train_batches.again(*position)
-        batch = augmented(
-            batch, run.workload, run.recipe, step - 1 + run.train_batches.order.own_draws, torch.Generator(run.device)
-        )
+        batch, names = run.train_batches.batch_at(*position)
+        if batch is None:
+            return "none of its items can be read again"
+        batch = run.augment(batch, step - 1)
         with run.eager():
             report = locate_nonfinite(run.model, run.plain_loss, batch, run.recipe)
             if report is not None and report.where.startswith("the weights") and not run.guard.skips:

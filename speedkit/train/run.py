@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from speedkit.data.augment import augmented
-from speedkit.data.loader import BatchStream
+from speedkit.data.augment import augment_batch
+from speedkit.data.loader import RANK, BatchStream
 from speedkit.data.sources import write_quarantine
 from speedkit.files import write_json
 from speedkit.plan import CUDA_GRAPHS, EffectivePlan, Fallback, Plan
@@ -103,13 +103,19 @@ class TrainingRun:
             self.batch = self.fixed_batch
             self.positions.append((0, 0))
         if self.batch is None:
-            stream = self.train_batches
-            batch = stream.next()
-            self.positions.append((stream.epoch, stream.position))
-            self.batch = augmented(
-                batch, self.workload, self.recipe, self.step + stream.order.own_draws, self.generator
-            )
+            batch = self.fetch()
+            self.positions.append((self.train_batches.epoch, self.train_batches.position))
+            self.batch = self.augment(batch, self.step)
         return self.batch
+
+    def fetch(self) -> Batch:
+        """Return the next batch of the training set, on the device."""
+        return next(self.train_batches)
+
+    def augment(self, batch: Batch, step: int) -> Batch:
+        """Return `batch` as the step learns from it that comes after so many others; each rank has draws of its own."""
+        step += RANK * self.train_batches.sampler.rank
+        return augment_batch(batch, self.workload, self.recipe, step=step, generator=self.generator)
 
     def eager(self) -> contextlib.AbstractContextManager:
         """Return the context in which compiled code is not used."""

@@ -12,11 +12,10 @@ import torch
 from torch import nn
 
 from speedkit.config import to_yaml
-from speedkit.data.auto import choose_workers
 from speedkit.data.cache import open_cache
 from speedkit.data.loader import BatchStream
-from speedkit.data.samples import loading
 from speedkit.data.shards import pack
+from speedkit.data.workers import choose_workers
 from speedkit.errors import PlanError
 from speedkit.files import claim_folder, write_text
 from speedkit.hardware import cache_root, this_machine
@@ -84,7 +83,6 @@ def setup_run(
 
     # Data: what is missing of shards and cache is made.
     shown = progress if not endless and not rank else False
-    workload = dataclasses.replace(workload, load=loading(workload, plan))
     open_stream = functools.partial(
         open_batches, workload, device=device, cache_dir=cache_dir, progress=wanted(shown), share=(rank, world_size)
     )
@@ -175,7 +173,10 @@ def choose_auto_settings(
             with precision.autocast(plan, device):
                 workload.loss(learner.model, part, recipe)[0].backward()
 
-    chosen, why = choose_workers(workload, workload.train, plan, recipe.batch_size, device, compute)
+    open_stream = functools.partial(
+        BatchStream, workload, workload.train, batch_size=recipe.batch_size, seed=0, device=device
+    )
+    chosen, why = choose_workers(plan, open_stream, compute, device=device)
     effective = effective.with_fallbacks(Fallback("workers", "auto", chosen.workers, why))
     return dataclasses.replace(effective, plan=chosen)  # with their kind, and whether they stay
 
@@ -243,4 +244,15 @@ def open_batches(
     cache = None
     if plan.cache != "off":
         cache = open_cache(workload, items, plan, device=device, cache_dir=cache_dir, progress=progress)
-    return BatchStream(workload, items, plan, batch_size, seed, device, cache, share)
+    rank, world_size = share
+    return BatchStream(
+        workload,
+        items,
+        plan,
+        batch_size=batch_size,
+        seed=seed,
+        device=device,
+        cache=cache,
+        rank=rank,
+        world_size=world_size,
+    )

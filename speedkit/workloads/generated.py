@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from speedkit.data.sources import AUDIO, Found, Kind, find_items
+from speedkit.data.sources import Split, find_items
 from speedkit.errors import UsageError
 from speedkit.files import atomic
 from speedkit.system import usable_cores
@@ -23,9 +23,9 @@ def find_or_generate(
     label_pattern: str | None = None,
     test_pattern: str | None = None,
     seed: int = 0,
-    kind: Kind = AUDIO,
+    kind: str = "audio",
     labelled: bool = True,
-) -> Found:
+) -> Split:
     """Return what `find_items` finds under `data_dir`, or, without one, in a set of `clips` that `generate` makes.
 
     Raises UsageError also where an option belongs to the other of the two, and for under `fewest` clips.
@@ -33,12 +33,12 @@ def find_or_generate(
     settings: dict[str, Any] = {"kind": kind, "labelled": labelled}
     if data_dir is not None or labels is not None:
         if clips is not None:
-            raise UsageError(f"clips counts generated {kind.one}s: leave it out when you give your own data")
+            raise UsageError(f"clips counts generated {kind} files: leave it out when you give your own data")
         folder = data_dir if data_dir is not None else Path(str(labels)).parent
         settings |= {"labels": labels, "label_pattern": label_pattern, "test_pattern": test_pattern, "seed": seed}
         return find_items(folder, **settings)
     if label_pattern or test_pattern:
-        raise UsageError(f"a pattern needs {kind.one}s to look at: name their folder with --data-dir")
+        raise UsageError(f"a pattern needs {kind} files to look at: name their folder with --data-dir")
     if clips is not None and clips < fewest:
         raise UsageError(f"clips={clips} is too few: it takes {fewest} to train and to test on")
     return find_items(generate(clips=clips or default, seed=seed), test_pattern=TEST_PATTERN, **settings)

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torchvision.io import ImageReadMode, decode_image
 
 from speedkit.data.augment import rand_augment
-from speedkit.data.decode import BadItem, reason
+from speedkit.data.decode import BadItem, why_unreadable
 from speedkit.data.shards import TarMember
-from speedkit.data.sources import IMAGES, Item
+from speedkit.data.sources import Item
 from speedkit.errors import UsageError
 from speedkit.recipe import Recipe
 from speedkit.workloads.generated import find_or_generate
@@ -55,7 +55,7 @@ def image(
     if size not in SIZES:
         raise UsageError(f"size {size!r} is unknown: the image net comes in {', '.join(SIZES)}")
     generated = data_dir is None and labels is None
-    found = find_or_generate(data_dir, generate, clips, CLIPS, 30, labels, label_pattern, test_pattern, seed, IMAGES)
+    found = find_or_generate(data_dir, generate, clips, CLIPS, 30, labels, label_pattern, test_pattern, seed, "image")
     side = SIZES[size][0]
     return Workload(
         "image",
@@ -90,7 +90,7 @@ def load(item: Item, side: int) -> Tensor:
         encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         pixels = decode_image(encoded, ImageReadMode.RGB, apply_exif_orientation=True)  # [3, H, W]
     except (RuntimeError, OSError, ValueError) as error:
-        raise BadItem(path, reason(error) if Path(path).is_file() else "there is no such file") from error
+        raise BadItem(path, why_unreadable(path, error)) from error
     if pixels.ndim != 3:
         raise BadItem(path, "it holds several images")
     if pixels.dtype == torch.uint16:  # of a PNG with 16 bits: its high byte

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from speedkit.data.text_files import find_text
+from speedkit.data.sources import find_text
 from speedkit.errors import UsageError
 from speedkit.recipe import Recipe
 from speedkit.workloads.workload import Batch, Workload
@@ -59,7 +59,7 @@ def text(
     if size not in SIZES:
         raise UsageError(f"size {size!r} is unknown: the text net comes in {', '.join(SIZES)}")
     shape = SIZES[size]
-    *sides, bad = find_text(data_dir, test_pattern, seed)
+    sides = find_text(data_dir, test_pattern, seed)
     train, test = (_windows(side, shape.window) for side in sides)
     if not len(train) or not len(test) or not 1 <= (clips or len(train)) <= len(train):
         raise UsageError(
@@ -84,7 +84,6 @@ def text(
         cacheable=False,
         margin=0.1,  # two standard deviations between seeds, a tenth of what is learned beyond how often bytes stand
         parameters={"window": shape.window},
-        quarantined=bad,
     )
 
 
