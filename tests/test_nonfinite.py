@@ -204,8 +204,8 @@ def test_a_batch_is_made_again_as_it_was_and_its_items_named(plan):
     run = setup_run(workload, plan=Plan(**plan), device="cpu", progress=False)
     stream = run.train_batches
     for _ in range(7):
-        batch = stream.next()
-        again, names = stream.again(stream.epoch, stream.position)
+        batch = next(stream)
+        again, names = stream.batch_at(stream.epoch, stream.position)
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(again, batch, strict=True))
         items = torch.stack([load(item, 8) * 2 for name in names for item in workload.train if item.path == name])
         assert torch.equal(items, batch[0])

@@ -138,7 +138,7 @@ def test_counting_leaves_a_compiled_run_of_the_same_workload_compiled(monkeypatc
         made.append(graph)
         return lambda *args: ran.append(1) or graph(*args)
 
-    monkeypatch.setattr("speedkit.train.compilation.BACKEND", backend)
+    monkeypatch.setattr("speedkit.train.compile.BACKEND", backend)
     workload, plan = points(), Plan(compile="default")
     run = setup_run(workload, plan=plan, device="cpu", endless=True)
     course = steps(run)

@@ -69,7 +69,7 @@ def test_the_windows_of_a_pair_begin_at_the_same_step(tmp_path):
         a.window(7), b.window(3)
         catch_up(a, b)
         assert a.run.step == b.run.step == 7
-        batches = [side.run.train_batches.next()[0] for side in (a, b)]
+        batches = [side.run.fetch()[0] for side in (a, b)]
         assert torch.equal(*batches)
 
 

@@ -65,8 +65,8 @@ def _measured(name: str, base: Side, other: Side, step_s: float) -> dict[str, An
     run, steps = other.run, max(1, math.ceil(WINDOW_S / step_s))
     with closing(other):
         if name == "same batch":
-            batch = run.next_batch()
-            run.fixed_batch = batch
+            batch = run.fetch()
+            run.fetch = lambda: batch  # type: ignore[method-assign]
         elif name == "loader only":
             run.last_loss = torch.tensor(math.nan)
             other.steps = (len(run.fetch()) for _ in itertools.count())

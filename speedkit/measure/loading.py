@@ -136,7 +136,8 @@ def _ways(workload: Any, batch_size: int, hardware: Hardware) -> dict[str, Calla
 def _compute_s(workload: Any, recipe: Recipe, device: torch.device) -> float:
     """Return the seconds of a training step whose batch is there already."""
     run = setup_run(workload, recipe, device=device, endless=True)
-    run.fixed_batch = run.next_batch()
+    batch = run.fetch()
+    run.fetch = lambda: batch  # type: ignore[method-assign]
     course = steps(run)
     seconds = timed(lambda: next(course), device, REPEATS, warmup=2)
     run.close()
