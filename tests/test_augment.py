@@ -9,7 +9,8 @@ from tiny import jitter, points
 
 from speedkit.data.augment import add_noise, mixup, moved, rand_augment, spec_augment, time_shift
 from speedkit.plan import Plan
-from speedkit.train.loop import fit, steps
+from speedkit.train.fit import fit
+from speedkit.train.loop import steps
 from speedkit.train.setup import setup_run
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]

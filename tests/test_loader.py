@@ -20,7 +20,7 @@ from speedkit.data.sampler import BatchSampler, padded_lengths, padding_share, s
 from speedkit.errors import PlanError, SpeedkitError
 from speedkit.hardware import this_machine
 from speedkit.plan import Plan, resolve
-from speedkit.train.loop import fit
+from speedkit.train.fit import fit
 
 CPU = torch.device("cpu")
 QUIET = {"device": "cpu", "progress": False}
