@@ -20,7 +20,7 @@ from contextlib import closing
 from multiprocessing import connection, util
 from multiprocessing.pool import AsyncResult, ThreadPool
 from multiprocessing.reduction import ForkingPickler
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,9 +31,6 @@ from speedkit.clock import run_until_steady
 from speedkit.errors import SpeedkitError
 from speedkit.plan import Plan
 from speedkit.system import usable_cores
-
-if TYPE_CHECKING:
-    pass
 
 HUNG_S = 120.0  # a batch is waited for, and for so long no worker has begun an item
 END_S = 5.0  # what a killed process gets until it is gone
