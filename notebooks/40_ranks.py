@@ -51,13 +51,14 @@ def measure(workload, *, batch_size=128, strategy="ddp", device="auto", pairs=10
     alone = setup_run(made, recipe, plan, device=device, endless=True, progress=False)
     steps_together, steps_alone, target = steps(together), steps(alone), together.device
 
-    # Warm up; the loss of all ranks is the sum of what each has of it.
+    # Warm up; the loss of all ranks is the mean of what each has of it.
     losses = []
     for _ in range(LOSS_STEPS):
         advance(steps_alone, 1)
         advance(steps_together, 1)
         losses.append(together.last_loss.clone())
         dist.all_reduce(losses[-1])
+        losses[-1] /= ranks
 
     # Windows of as many steps as rank 0 finds to last `window_s`.
     step_s = max(min(timed(partial(next, side), target, 3)) for side in (steps_together, steps_alone))

@@ -49,7 +49,7 @@ class MicroBatchSearch:
     """What a search found. Every size in it, in samples, was run."""
 
     micro_batch: int
-    largest: int  # of the sizes tried, that fits
+    largest: int  # that fits
     rates: dict[int, float]  # size -> samples/s of optimizer steps
     peak_bytes: dict[int, int]  # size -> memory of a step, beside model, optimizer state and batch
     why: str
@@ -85,6 +85,8 @@ def find_micro_batch(
         sizes = list(itertools.takewhile(functools.partial(trial.fits, room_bytes=room_bytes), trial.sizes))
         if not sizes:
             raise SpeedkitError(f"of the longest items {trial.refused}: take shorter ones, or checkpointing=blocks")
+        if trial.refused:
+            sizes = trial.refine(sizes, room_bytes)
         rates = trial.rates(sizes)
     best = max(rates, key=lambda size: rates[size])
     chosen, why = knee(rates), f"the smallest within {TOLERANCE:.0%} of the best"
@@ -156,6 +158,14 @@ class MicroBatchTrial:
         self.run.optimizer.zero_grad(set_to_none=True)
         release(self.run.device)
         return False
+
+    def refine(self, sizes: list[int], room_bytes: float) -> list[int]:
+        """Return `sizes` with the largest that fits, found by halving the gap to the next one, which does not."""
+        largest, beyond = sizes[-1], min(size for size in self.sizes if size > sizes[-1])
+        while beyond - largest > 1:
+            middle = (largest + beyond) // 2
+            largest, beyond = (middle, beyond) if self.fits(middle, room_bytes) else (largest, middle)
+        return [*sizes, largest] if largest > sizes[-1] else sizes
 
     def rates(self, sizes: list[int]) -> dict[int, float]:
         """Return samples/s of optimizer steps in micro-batches of each of `sizes`.
