@@ -73,8 +73,10 @@ def find_micro_batch(
     not even the smallest micro-batch fits.
     """
     began_s = time.perf_counter()
-    run = make_run(with_longest_first(workload), recipe, trial_plan(plan), device=device, progress=False, endless=True)
-    with contextlib.closing(run):
+    make = functools.partial(make_run, with_longest_first(workload), recipe, trial_plan(plan), device=device)
+    # The random state is afterwards as before: whoever searches by hand trains as if nothing had been tried.
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices), contextlib.closing(make(progress=False, endless=True)) as run:
         trial = MicroBatchTrial(run, min(recipe.batch_size, len(workload.train)))
         # The first step allocates the optimizer's state, which is no part of what a micro-batch takes.
         trial.fits(trial.sizes[0], math.inf)
