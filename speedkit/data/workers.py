@@ -111,7 +111,8 @@ class BatchLoader:
             self.maker = BatchMaker(dataset, collate, pin=False, reading=reading)
         else:
             reading = [-1] * max(1, self.workers)
-            self.maker = BatchMaker(dataset, collate, pin=plan.pin_memory, reading=reading, running=self.running)
+            running = self.running if self.workers else None  # the training process itself is never paused
+            self.maker = BatchMaker(dataset, collate, pin=plan.pin_memory, reading=reading, running=running)
         self.loader: DataLoader | None = None
         self.passing: Any = None  # the DataLoader's iterator
 
