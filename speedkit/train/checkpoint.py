@@ -14,6 +14,7 @@ from torch.utils import _pytree as tree
 from speedkit.errors import SpeedkitError, UsageError
 from speedkit.files import atomic
 from speedkit.train.nonfinite import get_random_state, set_random_state
+from speedkit.train.optimizer import restore_optimizer
 
 if TYPE_CHECKING:
     from speedkit.train.run import TrainingRun
@@ -22,7 +23,7 @@ NAME, PREVIOUS = "checkpoint.pt", "checkpoint-1.pt"
 DIGEST_BYTES = 8  # at the end of the file, which readers of zip archives pass over: xxh3 of all before
 OPTIMIZER_STATE = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}  # one tensor per weight each
 HISTORY = ("loss", "log_steps", "log_step_s", "evaluations", "seconds", "quarantined", "skipped", "recoveries")
-RECOVERY = ("bad_in_row", "first_bad", "explained", "rate", "snapshot", "snapshot_step")
+RECOVERY = ("bad_in_row", "rate", "snapshot", "snapshot_step")
 
 
 class CheckpointWriter:
@@ -124,7 +125,7 @@ def save(run: "TrainingRun") -> None:
         "scaler": run.scaler.state_dict(),
         "pending": [float(loss) for loss in run.losses],
         "positions": list(run.positions),
-        "verdicts": list(run.guard.verdicts),
+        "bad": list(run.guard.bad),
         "good_steps": int(run.guard.good_steps) if run.guard.active else None,
         "recovery": {name: getattr(run.recovery, name) for name in RECOVERY},
         "rng": get_random_state(run.device),
@@ -202,24 +203,12 @@ def _restore(run: "TrainingRun", state: dict[str, Any], path: str) -> None:
     run.step, run.train_batches.epoch, run.train_batches.position = state["step"], state["epoch"], state["position"]
     run.losses = list(torch.tensor(state["pending"], device=run.device))
     run.positions = [(epoch, position) for epoch, position in state["positions"]]
-    run.guard.verdicts = state["verdicts"]
+    run.guard.bad = state["bad"]
     # Of a run without a guard, which counts nothing, all steps were good.
     run.guard.good_steps.fill_(run.step if state["good_steps"] is None else state["good_steps"])
-    run.guard.left_out = 0 if run.guard.fused else run.step - int(run.guard.good_steps)
     vars(run.recovery).update(state["recovery"])
     set_random_state([random_state.cpu() for random_state in state["rng"]], run.device)
     vars(run.history).update(state["history"], resumed_from=run.step)
-
-
-def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load `state`, perhaps that of another plan, without parting the schedule from the tensor that it writes into."""
-    plan_options = {"lr", "fused", "foreach", "capturable"}
-    mine = [{name: group[name] for name in plan_options & group.keys()} for group in optimizer.param_groups]
-    for group, options in zip(state["param_groups"], mine, strict=True):
-        group.update(options)  # `fused` decides, while loading, on which device step counts live
-    optimizer.load_state_dict(state)
-    for group, options in zip(optimizer.param_groups, mine, strict=True):
-        group.update(options)  # loading has made copies
 
 
 def job_of(run: "TrainingRun") -> dict[str, Any]:

@@ -333,7 +333,7 @@ class Ranks:
         """Return this rank's part of the whole run's `state`; where there were fewer ranks, with new draws."""
         rng = dict(enumerate(state.get("ranks_rng", [state["rng"]])))
         state["rng"] = rng.get(self.rank, get_random_state(run.device))
-        state["verdicts"] = [verdict.to(run.device) for verdict in state["verdicts"]]
+        state["bad"] = [flag.to(run.device) for flag in state["bad"]]
         if not self.sharded:
             return state
         from torch.distributed.tensor import distribute_tensor
