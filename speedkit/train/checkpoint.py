@@ -1,11 +1,11 @@
 """Checkpoints: all that a run needs to go on as if it had never stopped, whole on disk or not there."""
 
 import dataclasses
-import mmap
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
@@ -58,9 +58,8 @@ class CheckpointWriter:
     def wait(self) -> None:
         """Return when nothing is being written. Raises SpeedkitError when the last checkpoint could not be."""
         self.join()
-        error, self.error = self.error, None
-        if error is not None:
-            raise SpeedkitError(f"the checkpoint could not be written to {self.folder}: {error}") from error
+        if self.error is not None:
+            raise SpeedkitError(f"the checkpoint could not be written to {self.folder}: {self.error}") from self.error
 
     def join(self) -> None:
         """Return when nothing is being written, whatever came of it."""
@@ -87,30 +86,14 @@ class CheckpointWriter:
             if copied is not None:
                 copied.synchronize()
             with atomic(self.folder / NAME) as temporary:
-                with temporary.open("wb") as stream:
-                    hashing = HashingFile(stream)
-                    torch.save(state, hashing)  # type: ignore[arg-type]  # all that it uses is there
-                    stream.write(hashing.digest.digest())
+                torch.save(state, temporary)
+                digest = xxhash.xxh3_64_digest(np.memmap(temporary, np.uint8, "r").data)
+                with temporary.open("ab") as stream:
+                    stream.write(digest)
                 if (self.folder / NAME).exists():  # killed after this, `load` finds the one before
                     (self.folder / NAME).replace(self.folder / PREVIOUS)
         except BaseException as error:
             self.error = error  # raised by the next `wait`, in the thread that trains
-
-
-class HashingFile:
-    """A file to write to that knows the checksum of what was written."""
-
-    def __init__(self, stream: BinaryIO):
-        self.stream, self.digest = stream, xxhash.xxh3_64()
-
-    def write(self, part: Any) -> int:
-        """Write bytes; return how many."""
-        self.digest.update(part)
-        return self.stream.write(part)
-
-    def flush(self) -> None:
-        """Hand what was written to the system."""
-        self.stream.flush()
 
 
 def save(run: "TrainingRun") -> None:
@@ -171,14 +154,8 @@ def _newest(run: "TrainingRun", folder: Path) -> tuple[dict[str, Any], str] | No
 
 def read(path: Path, device: torch.device) -> dict[str, Any]:
     """Return the state in the checkpoint at `path`. Raises when it is not as it was written."""
-    with (
-        path.open("rb") as stream,
-        mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
-        memoryview(mapped) as whole,
-        whole[:-DIGEST_BYTES] as body,
-    ):
-        same = xxhash.xxh3_64_digest(body) == mapped[-DIGEST_BYTES:]
-    if not same:
+    whole = np.memmap(path, np.uint8, "r")
+    if xxhash.xxh3_64_digest(whole[:-DIGEST_BYTES].data) != whole[-DIGEST_BYTES:].tobytes():
         raise ValueError("its checksum is wrong: it was cut short or changed")
     return torch.load(path, map_location=device, weights_only=True)
 
