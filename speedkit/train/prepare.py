@@ -102,7 +102,7 @@ def prepare(
     if effective.plan.precision != DEFAULTS["precision"]:
         precision.set_matmul_precision(effective.plan)
     reasons = precision.apply_float8(model, effective.plan)
-    notes = [("precision", effective.plan.precision, why) for why in reasons]
+    notes: list[tuple[str, str, str]] = [("precision", effective.plan.precision, why) for why in reasons]
     notes.append(("allocator", "default", memory.set_allocator(effective.plan, device)))
     notes.append(("checkpointing", "off", memory.checkpoint_blocks(model, effective.plan)))
     effective = effective.with_fallbacks(
