@@ -104,30 +104,26 @@ def hardware(as_json: bool, refresh: bool, device: str) -> None:
 @plan_option
 @click.option("--strict", is_flag=True, help="a plan field that cannot be honoured here is an error")
 @click.option("--deterministic", is_flag=True, help="reproducible kernels on CUDA too")
-@click.option("--nnodes", type=click.IntRange(1), default=1, show_default=True, help="machines that share the ranks")
-@click.option("--rdzv-endpoint", "endpoint", default="", metavar="HOST:PORT", help="one machine, where all meet")
 @click.option("--max-restarts", type=click.IntRange(0), default=3, show_default=True, help="after a rank has died")
 @run_options
 @fields_of(Plan)
-def train(workload: str, plan: str, nnodes: int, **values: Any) -> int:
+def train(workload: str, plan: str, **values: Any) -> int:
     """Train WORKLOAD (audio, speech, image, text, or package.module:function) by a recipe, as fast as a plan says.
 
-    With --ranks above 1 it starts as many processes, unless torchrun has started it as one of them; on several
-    machines the same command runs on each.
+    With --ranks above 1 it starts as many processes, unless torchrun has started it as one of them, as it
+    does on several machines.
     """
     from speedkit.measure.larger_batch import choose_batch_size
     from speedkit.train.fit import fit
 
     asked = find_plan(plan, values, values["device"])
-    here = dataclasses.replace(asked, ranks=max(1, asked.ranks // nnodes))
-    resolve(here, this_machine(values["device"]), values["strict"])  # before data is touched
+    resolve(asked, this_machine(values["device"]), values["strict"])  # before data is touched
     work, recipe = find_workload(workload, values)
     if asked.ranks > 1 and recipe.batch_size == "auto":
         raise PlanError("batch_size=auto trains on one rank: find the number with --ranks 1, and give it here")
     if asked.ranks > 1 and "WORLD_SIZE" not in os.environ:
         arguments = ["speedkit", *sys.argv[1:], "--out", str(values["out"])]
-        options = typed(values, "endpoint", "max_restarts")
-        return distributed.launch(arguments, asked.ranks, nnodes=nnodes, **options)
+        return distributed.launch(arguments, asked.ranks, max_restarts=values["max_restarts"])
     if recipe.batch_size == "auto":
         recipe, _ = choose_batch_size(work, recipe, asked, say=click.echo, **typed(values, "device", "cache_dir"))
     options = typed(values, "device", "cache_dir", "out", "resume", "deterministic", "strict")

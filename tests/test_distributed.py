@@ -20,7 +20,7 @@ from tiny import emulating, load, loss, make_model, points, slowed
 from torch import nn
 
 from speedkit.data.decode import BadItem
-from speedkit.errors import PlanError, SpeedkitError, UsageError
+from speedkit.errors import PlanError, SpeedkitError
 from speedkit.hardware import Hardware
 from speedkit.plan import Plan, resolve
 from speedkit.train import distributed
@@ -122,20 +122,6 @@ def train_cases(cases, results):
 
 
 # ---- the tests ----
-
-
-@pytest.mark.parametrize(
-    ("ranks", "options", "words"),
-    [
-        (3, {"nnodes": 2, "endpoint": "localhost:29500"}, "cannot share it evenly"),
-        (2, {"nnodes": 2}, "HOST:PORT"),
-        (2, {"nnodes": 2, "endpoint": "localhost:http"}, "HOST:PORT"),
-        (2, {"endpoint": "localhost:29500"}, "for one alone"),
-    ],
-)
-def test_a_launch_that_cannot_work_is_refused(ranks, options, words):
-    with pytest.raises(UsageError, match=words):
-        distributed.launch(["speedkit"], ranks, **options)
 
 
 def test_outside_of_torchrun_the_error_names_the_commands():
@@ -259,7 +245,7 @@ def uninterrupted(tmp_path_factory):
     """The losses of two ranks that nothing disturbs."""
     folder = tmp_path_factory.mktemp("plain") / "run"
     out, err = ended(start(folder, "weary", "--strategy", "fsdp"))
-    assert out.count("36 steps in") == 1 and err == "", "rank 0 alone is heard"
+    assert (out.count("36 steps in"), err) == (1, ""), "rank 0 alone is heard"
     return losses(folder)
 
 
@@ -280,7 +266,7 @@ def test_a_signal_leaves_a_checkpoint_that_any_number_of_ranks_goes_on_from(
     process.send_signal(number)
     _, err = ended(process, 128 + number)
     assert err.count("stopped by") == 1 and "--resume goes on from" in err
-    ended(start(tmp_path, "weary", "--strategy", after[1], "--resume", ranks=after[0]))
+    assert ended(start(tmp_path, "weary", "--strategy", after[1], "--resume", ranks=after[0]))[1] == ""
     history = json.loads((tmp_path / "history.json").read_text())
     assert 6 <= history["resumed_from"] < 36
     assert history["loss"] == pytest.approx(uninterrupted, rel=1e-4)

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from tiny import loss, points
 from torch import nn
 
-from speedkit.hardware import Hardware
-from speedkit.plan import Plan, resolve
+from speedkit.plan import Plan
 from speedkit.train import memory
 from speedkit.train.fit import fit
 from speedkit.workloads.audio import AudioNet
@@ -266,9 +265,3 @@ print(any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot()))
 def test_the_allocator_took_what_it_was_told():
     done = subprocess.run([sys.executable, "-c", EXPANDABLE], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True"]
-
-
-def test_a_cpu_has_no_expandable_segments():
-    effective = resolve(Plan(allocator="expandable"), Hardware(cpu="any", cpu_flags=()))
-    assert effective.plan.allocator == "default"
-    assert [(fallback.field, fallback.got) for fallback in effective.fallbacks] == [("allocator", "default")]

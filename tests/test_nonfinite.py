@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 import math
 import os
 import signal
@@ -20,9 +19,9 @@ from speedkit.data.decode import BadItem
 from speedkit.errors import Interrupted, SpeedkitError
 from speedkit.plan import Fallback, Plan
 from speedkit.recipe import learning_rates
+from speedkit.train import nonfinite
 from speedkit.train.fit import fit
 from speedkit.train.loop import steps
-from speedkit.train.nonfinite import training_state
 from speedkit.train.setup import setup_run
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -66,8 +65,10 @@ def spoiled(workload, at, where, value=math.nan):
 
 def everything(run):
     """All that a step may change, as copies."""
-    state = {name: value.clone() for name, value in training_state(run).items()}
-    return {name: value for name, value in state.items() if name != "good_steps"}
+    state = {name: value.clone() for name, value in run.model.state_dict().items()}
+    for index, values in run.optimizer.state_dict()["state"].items():
+        state |= {f"{index}.{key}": value.clone() for key, value in values.items() if value is not None}
+    return state
 
 
 def changed(before, now):
@@ -87,13 +88,13 @@ def changed(before, now):
         ("input", math.nan, 4, {1, 22}),  # four parts a step: one part each of steps 0 and 5
     ],
 )
-def test_a_bad_step_leaves_nothing_behind(device, fused, optimizer, where, value, micro_batch, at):
+def test_a_bad_step_leaves_nothing_behind(device, fused, optimizer, where, value, micro_batch, at, monkeypatch):
+    monkeypatch.setattr(nonfinite, "EXPLAINED", 0)  # looking for a cause calls the loss again, which counts its calls
     workload = dataclasses.replace(points(optimizer=optimizer, epochs=None, steps=8, clip_norm=1.0), model=normed)
     bad = {call // (4 if micro_batch else 1) for call in at}
     plan = Plan(fused_optimizer=fused, on_nonfinite="skip", micro_batch=micro_batch, log_every=3)
     table = learning_rates(workload.recipe, 8)
     run = setup_run(spoiled(workload, at, where, value), plan=plan, device=device, progress=False)
-    run.recovery.explained = 10**6  # looking for a cause calls the loss again, which counts its calls
     before, real = everything(run), 0
     for step in steps(run):
         now = everything(run)
@@ -135,14 +136,9 @@ def test_a_run_without_bad_steps_is_bit_identical_with_the_guard(plan):
 
 
 def test_an_overflow_of_float16_lowers_the_scale_and_is_no_bad_step():
-    run = setup_run(
-        dataclasses.replace(points(), loss=exploding({2, 5})),
-        plan=Plan(**SKIP, precision="fp16"),
-        device="cpu",
-        progress=False,
-    )
-    for _ in steps(run):
-        pass
+    workload = dataclasses.replace(points(), loss=exploding({2, 5}))
+    run = setup_run(workload, plan=Plan(**SKIP, precision="fp16"), device="cpu", progress=False)
+    assert len(list(steps(run))) == 12
     run.close()
     assert (run.finish().steps, run.history.skipped, run.scaler.get_scale()) == (10, [], 2.0**12)
 
@@ -212,26 +208,16 @@ def test_a_batch_is_made_again_as_it_was_and_its_items_named(plan):
     run.close()
 
 
-def test_looking_for_the_cause_changes_nothing_of_the_run():
-    workload = with_bad_items(points(train=100, augment=jitter, dropout=0.2), "17")
+def test_looking_for_the_cause_changes_nothing_of_the_run(monkeypatch):
+    workload = dataclasses.replace(with_bad_items(points(train=100, augment=jitter), "17"), model=dropping)
     losses = []
-    for explained in (0, 10**6):
-        run = setup_run(
-            dataclasses.replace(workload, model=dropping),
-            plan=Plan(log_every=1, **SKIP),
-            device="cpu",
-            progress=False,
-        )
-        run.recovery.explained = explained  # beyond the number that are looked for
+    for explained in (3, 0):
+        monkeypatch.setattr(nonfinite, "EXPLAINED", explained)
+        run = setup_run(workload, plan=Plan(log_every=1, **SKIP), device="cpu", progress=False)
         losses.append([str(float(run.last_loss)) for _ in steps(run)])
         run.close()
     assert losses[0] == losses[1]
     assert "nan" in losses[0]
-
-
-def test_steps_that_are_all_bad_end_the_run():
-    with pytest.raises(SpeedkitError, match=r"7 steps in a row are not finite, step 3 first: .*on_nonfinite=recover"):
-        fit(spoiled(points(), set(range(2, 100)), "loss"), plan=Plan(log_every=3, **SKIP), device="cpu", progress=False)
 
 
 @pytest.mark.parametrize("plan", [{}, SKIP | {"precision": "fp16"}, {"on_nonfinite": "recover"}], ids=str)
@@ -282,10 +268,17 @@ def test_weights_that_became_nan_are_replaced_by_the_last_good_ones(optimizer, f
     assert statistics.fmean(losses[35:]) < statistics.fmean(losses[:5])
 
 
-def test_a_learning_rate_that_is_far_too_high_ends_the_run_after_three_recoveries():
-    workload = points(epochs=None, steps=60, optimizer="sgd", learning_rate=1e30, schedule="constant")
-    with pytest.raises(SpeedkitError, match=r"steps in a row are not finite.*after 3 recoveries"):
-        fit(workload, plan=Plan(**RECOVER), device="cpu", progress=False)
+@pytest.mark.parametrize(
+    ("plan", "options", "bad", "says"),
+    [
+        (SKIP | {"log_every": 3}, {}, range(2, 100), r"7 steps in a row are not finite, step 3 first: .*=recover goes"),
+        (RECOVER, {"optimizer": "sgd", "learning_rate": 1e30}, (), r"steps in a row are not finite.*after 3 recov"),
+    ],
+)
+def test_what_neither_skipping_nor_going_back_cures_ends_the_run(plan, options, bad, says):
+    workload = spoiled(points(epochs=None, steps=60, schedule="constant", **options), set(bad), "loss")
+    with pytest.raises(SpeedkitError, match=says):
+        fit(workload, plan=Plan(**plan), device="cpu", progress=False)
 
 
 # Out of memory.
@@ -312,8 +305,9 @@ def test_out_of_memory_repeats_the_step_as_if_the_micro_batch_had_been_smaller(k
     assert repeated_losses == losses
     assert all(torch.equal(value, state[name]) for name, value in final.items())
     assert history.steps == 14
-    fallbacks = [(fallback.asked, fallback.got) for fallback in history.effective.fallbacks]
-    assert fallbacks == [(16, 8), (8, 4)]
+    why = "out of memory at step 1"
+    fallbacks = [Fallback("micro_batch", 16, 8, why), Fallback("micro_batch", 8, 4, why)]
+    assert list(history.as_dict()["fallbacks"]) == [dataclasses.asdict(fallback) for fallback in fallbacks]
     assert history.effective.plan.micro_batch == 4
 
 
@@ -331,12 +325,6 @@ def test_out_of_memory_in_the_middle_of_a_run_costs_nothing_but_its_step(plan):
     expected, expected_state, _ = stepped(workload, 8, change_at=3, limit=4, **plan)
     assert losses == expected
     assert all(torch.equal(value, expected_state[name]) for name, value in state.items())
-
-
-def test_a_fallback_is_told_in_the_history(tmp_path):
-    fit(limited(points(), 8), device="cpu", progress=False, out=tmp_path)
-    (fallback,) = json.loads((tmp_path / "history.json").read_text())["fallbacks"]
-    assert fallback == dataclasses.asdict(Fallback("micro_batch", 16, 8, "out of memory at step 1"))
 
 
 def test_what_cannot_be_repeated_ends_the_run_with_what_to_do():

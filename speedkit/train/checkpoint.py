@@ -1,11 +1,11 @@
 """Checkpoints: all that a run needs to go on as if it had never stopped, whole on disk or not there."""
 
 import dataclasses
-import mmap
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch.utils import _pytree as tree
 from speedkit.errors import SpeedkitError, UsageError
 from speedkit.files import atomic
 from speedkit.train.nonfinite import get_random_state, set_random_state
+from speedkit.train.optimizer import restore_optimizer
 
 if TYPE_CHECKING:
     from speedkit.train.run import TrainingRun
@@ -22,7 +23,7 @@ NAME, PREVIOUS = "checkpoint.pt", "checkpoint-1.pt"
 DIGEST_BYTES = 8  # at the end of the file, which readers of zip archives pass over: xxh3 of all before
 OPTIMIZER_STATE = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}  # one tensor per weight each
 HISTORY = ("loss", "log_steps", "log_step_s", "evaluations", "seconds", "quarantined", "skipped", "recoveries")
-RECOVERY = ("bad_in_row", "first_bad", "explained", "rate", "snapshot", "snapshot_step")
+RECOVERY = ("bad_in_row", "rate", "snapshot", "snapshot_step")
 
 
 class CheckpointWriter:
@@ -57,9 +58,8 @@ class CheckpointWriter:
     def wait(self) -> None:
         """Return when nothing is being written. Raises SpeedkitError when the last checkpoint could not be."""
         self.join()
-        error, self.error = self.error, None
-        if error is not None:
-            raise SpeedkitError(f"the checkpoint could not be written to {self.folder}: {error}") from error
+        if self.error is not None:
+            raise SpeedkitError(f"the checkpoint could not be written to {self.folder}: {self.error}") from self.error
 
     def join(self) -> None:
         """Return when nothing is being written, whatever came of it."""
@@ -86,30 +86,14 @@ class CheckpointWriter:
             if copied is not None:
                 copied.synchronize()
             with atomic(self.folder / NAME) as temporary:
-                with temporary.open("wb") as stream:
-                    hashing = HashingFile(stream)
-                    torch.save(state, hashing)  # type: ignore[arg-type]  # all that it uses is there
-                    stream.write(hashing.digest.digest())
+                torch.save(state, temporary)
+                digest = xxhash.xxh3_64_digest(np.memmap(temporary, np.uint8, "r").data)
+                with temporary.open("ab") as stream:
+                    stream.write(digest)
                 if (self.folder / NAME).exists():  # killed after this, `load` finds the one before
                     (self.folder / NAME).replace(self.folder / PREVIOUS)
         except BaseException as error:
             self.error = error  # raised by the next `wait`, in the thread that trains
-
-
-class HashingFile:
-    """A file to write to that knows the checksum of what was written."""
-
-    def __init__(self, stream: BinaryIO):
-        self.stream, self.digest = stream, xxhash.xxh3_64()
-
-    def write(self, part: Any) -> int:
-        """Write bytes; return how many."""
-        self.digest.update(part)
-        return self.stream.write(part)
-
-    def flush(self) -> None:
-        """Hand what was written to the system."""
-        self.stream.flush()
 
 
 def save(run: "TrainingRun") -> None:
@@ -124,7 +108,7 @@ def save(run: "TrainingRun") -> None:
         "scaler": run.scaler.state_dict(),
         "pending": [float(loss) for loss in run.losses],
         "positions": list(run.positions),
-        "verdicts": list(run.guard.verdicts),
+        "bad": list(run.guard.bad),
         "good_steps": int(run.guard.good_steps) if run.guard.active else None,
         "recovery": {name: getattr(run.recovery, name) for name in RECOVERY},
         "rng": get_random_state(run.device),
@@ -170,14 +154,8 @@ def _newest(run: "TrainingRun", folder: Path) -> tuple[dict[str, Any], str] | No
 
 def read(path: Path, device: torch.device) -> dict[str, Any]:
     """Return the state in the checkpoint at `path`. Raises when it is not as it was written."""
-    with (
-        path.open("rb") as stream,
-        mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
-        memoryview(mapped) as whole,
-        whole[:-DIGEST_BYTES] as body,
-    ):
-        same = xxhash.xxh3_64_digest(body) == mapped[-DIGEST_BYTES:]
-    if not same:
+    whole = np.memmap(path, np.uint8, "r")
+    if xxhash.xxh3_64_digest(whole[:-DIGEST_BYTES].data) != whole[-DIGEST_BYTES:].tobytes():
         raise ValueError("its checksum is wrong: it was cut short or changed")
     return torch.load(path, map_location=device, weights_only=True)
 
@@ -202,24 +180,12 @@ def _restore(run: "TrainingRun", state: dict[str, Any], path: str) -> None:
     run.step, run.train_batches.epoch, run.train_batches.position = state["step"], state["epoch"], state["position"]
     run.losses = list(torch.tensor(state["pending"], device=run.device))
     run.positions = [(epoch, position) for epoch, position in state["positions"]]
-    run.guard.verdicts = state["verdicts"]
+    run.guard.bad = state["bad"]
     # Of a run without a guard, which counts nothing, all steps were good.
     run.guard.good_steps.fill_(run.step if state["good_steps"] is None else state["good_steps"])
-    run.guard.left_out = 0 if run.guard.fused else run.step - int(run.guard.good_steps)
     vars(run.recovery).update(state["recovery"])
     set_random_state([random_state.cpu() for random_state in state["rng"]], run.device)
     vars(run.history).update(state["history"], resumed_from=run.step)
-
-
-def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load `state`, perhaps that of another plan, without parting the schedule from the tensor that it writes into."""
-    plan_options = {"lr", "fused", "foreach", "capturable"}
-    mine = [{name: group[name] for name in plan_options & group.keys()} for group in optimizer.param_groups]
-    for group, options in zip(state["param_groups"], mine, strict=True):
-        group.update(options)  # `fused` decides, while loading, on which device step counts live
-    optimizer.load_state_dict(state)
-    for group, options in zip(optimizer.param_groups, mine, strict=True):
-        group.update(options)  # loading has made copies
 
 
 def job_of(run: "TrainingRun") -> dict[str, Any]:

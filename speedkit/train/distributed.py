@@ -13,7 +13,6 @@ import os
 import signal
 import sys
 import tempfile
-import uuid
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as tree
 
 from speedkit.data.loader import BatchStream
-from speedkit.errors import Interrupted, PlanError, SpeedkitError, UsageError
+from speedkit.errors import Interrupted, PlanError, SpeedkitError
 from speedkit.plan import EffectivePlan, Plan
 from speedkit.recipe import Recipe
 from speedkit.system import usable_cores
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     from speedkit.train.run import TrainingRun
 
 TIMEOUT_S = 600.0  # that a rank waits for another, which may be writing a checkpoint; then all end
-REDUCED = {"bf16": torch.bfloat16}  # precision -> what FSDP gathers weights in
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -48,28 +46,21 @@ class RankLost(SpeedkitError):
     exit_code = 75  # EX_TEMPFAIL: `launch` tells it from an error of the rank's own
 
 
-def launch(arguments: list[str], ranks: int, *, nnodes: int = 1, endpoint: str = "", max_restarts: int = 3) -> int:
-    """Run `python -m *arguments` as `ranks` processes, `ranks / nnodes` of them on this machine; return the exit code.
+def launch(arguments: list[str], ranks: int, *, max_restarts: int = 3) -> int:
+    """Run `python -m *arguments` as `ranks` processes on this machine; return the exit code.
 
-    Several machines call it alike, with `endpoint` HOST:PORT of one of them. SIGINT and SIGTERM go on to the ranks,
-    which stop at their next log point; a second one kills them. On one machine a rank that is killed makes all start
-    again with --resume, at most `max_restarts` times. Raises UsageError where ranks cannot start.
+    SIGINT and SIGTERM go on to the ranks, which stop at their next log point; a second one kills them. A rank that is
+    killed makes all start again with --resume, at most `max_restarts` times. On several machines torchrun starts them.
     """
-    host, _, port = endpoint.rpartition(":")
-    if ranks % nnodes:
-        raise UsageError(f"ranks={ranks} is that of all machines, and {nnodes} cannot share it evenly")
-    if bool(endpoint) != (nnodes > 1) or (endpoint and not (host and port.isdigit())):
-        raise UsageError(f"--rdzv-endpoint {endpoint!r} must be HOST:PORT of one of several machines, '' for one alone")
-
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() * nnodes // ranks)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
     received: list[int] = []  # signals
     for number in STOP_SIGNALS:
         signal.signal(number, functools.partial(_forward_signal, received))
-    code, message = _run_ranks(arguments, ranks // nnodes, nnodes=nnodes, endpoint=endpoint)
+    code, message = _run_ranks(arguments, ranks)
     if received:
         return 128 + received[0]
-    restarts = code == RankLost.exit_code and nnodes == 1 and max_restarts > 0
+    restarts = code == RankLost.exit_code and max_restarts > 0
     if message:
         ending = "; all ranks start again from the last checkpoint" if restarts else ""
         print(f"{message}{ending}", file=sys.stderr, flush=True)
@@ -89,41 +80,38 @@ def _forward_signal(received: list[int], number: int, _frame: Any) -> None:
             rank.send_signal(number if len(received) == 1 else signal.SIGKILL)
 
 
-def _run_ranks(arguments: list[str], count: int, *, nnodes: int, endpoint: str) -> tuple[int, str]:
-    """Run `count` ranks to their end; return the exit code, and what rank 0, which is heard, has not said."""
+def _run_ranks(arguments: list[str], ranks: int) -> tuple[int, str]:
+    """Run `ranks` processes to their end; return the exit code, and what rank 0, which is heard, has not said."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.launcher import LaunchConfig, elastic_launch
 
     logging.disable(logging.CRITICAL)  # of the agent: what happened is said in a sentence
     with tempfile.TemporaryDirectory(prefix="speedkit-ranks-") as logs:
         config = LaunchConfig(
-            min_nodes=nnodes,
-            max_nodes=nnodes,
-            nproc_per_node=count,
-            run_id="speedkit" if endpoint else uuid.uuid4().hex,
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=ranks,
+            run_id="speedkit",
             rdzv_backend="c10d",
-            rdzv_endpoint=endpoint or "localhost:0",
-            local_addr=None if endpoint else "localhost",
+            rdzv_endpoint="localhost:0",  # any free port
+            local_addr="localhost",
             max_restarts=0,  # the agent would repeat errors too, which come again
-            logs_specs=DefaultLogsSpecs(logs, redirects=dict.fromkeys(range(1, count), Std.ALL)),
+            logs_specs=DefaultLogsSpecs(logs, redirects=dict.fromkeys(range(1, ranks), Std.ALL)),
             signals_to_handle="SIGHUP,SIGQUIT",  # for others it gives the ranks 30 s
         )
         try:
             elastic_launch(config, sys.executable)("-m", *arguments)
             return 0, ""
-        except RendezvousError as error:
-            raise UsageError(f"the ranks could not meet at {endpoint}: {error or type(error).__name__}") from error
         except ChildFailedError as error:
             failures = sorted(error.failures.items())
         finally:
             logging.disable(logging.NOTSET)
 
         # A rank's own error goes before a signal that killed one, and that before what both have led to in the others.
-        for _, failure in failures:
+        for rank, failure in failures:
             if failure.exitcode > 0 and failure.exitcode != RankLost.exit_code:
-                written = Path(logs).glob(f"*/*/{failure.local_rank}/stderr.log")  # none of rank 0
+                written = Path(logs).glob(f"*/*/{rank}/stderr.log")  # none of rank 0
                 return failure.exitcode, "".join(path.read_text() for path in written).rstrip()
     for rank, failure in failures:
         if failure.exitcode not in (RankLost.exit_code, -signal.SIGTERM):  # which the agent sends to the others
@@ -302,7 +290,8 @@ class Ranks:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         mesh = dist.init_device_mesh(self.device.type, (self.count,))
-        policy = MixedPrecisionPolicy(param_dtype=REDUCED.get(plan.precision), reduce_dtype=torch.float32)
+        gathered_as = torch.bfloat16 if plan.precision == "bf16" else None
+        policy = MixedPrecisionPolicy(param_dtype=gathered_as, reduce_dtype=torch.float32)
         for module in (*(block for _, block in repeated_blocks(model)), model):
             fully_shard(module, mesh=mesh, mp_policy=policy)
         return model
@@ -333,22 +322,22 @@ class Ranks:
         """Return this rank's part of the whole run's `state`; where there were fewer ranks, with new draws."""
         rng = dict(enumerate(state.get("ranks_rng", [state["rng"]])))
         state["rng"] = rng.get(self.rank, get_random_state(run.device))
-        state["verdicts"] = [verdict.to(run.device) for verdict in state["verdicts"]]
+        state["bad"] = [flag.to(run.device) for flag in state["bad"]]
         if not self.sharded:
             return state
         from torch.distributed.tensor import distribute_tensor
 
-        def shard(weight: Tensor, value: Any) -> Any:
-            if not hasattr(weight, "placements") or not isinstance(value, Tensor) or value.shape != weight.shape:
+        def shard(weight: Any, value: Any) -> Any:
+            if not isinstance(value, Tensor) or value.shape != weight.shape:  # a count of steps, or None
                 return value
-            mesh, placements = weight.device_mesh, weight.placements  # type: ignore[attr-defined]
-            return distribute_tensor(value.to(weight.device), mesh, placements, src_data_rank=None)
+            value = value.to(weight.device)
+            return distribute_tensor(value, weight.device_mesh, weight.placements, src_data_rank=None)
 
-        named = dict(run.model.named_parameters())
-        state["model"] = {name: shard(named.get(name, value), value) for name, value in state["model"].items()}
-        weights = [weight for group in run.optimizer.param_groups for weight in group["params"]]
-        for index, values in state["optimizer"]["state"].items():
-            values.update({key: shard(weights[index], value) for key, value in values.items()})
+        parameters = dict(run.model.named_parameters())
+        state["model"] |= {name: shard(weight, state["model"][name]) for name, weight in parameters.items()}
+        for index, weight in enumerate(parameters.values()):
+            values = state["optimizer"]["state"].get(index, {})
+            values.update({key: shard(weight, value) for key, value in values.items()})
         state["recovery"]["snapshot"] = {}  # the present state is kept instead
         return state
 

@@ -96,27 +96,24 @@ def activation_bytes(function: Callable[[], Any], device: torch.device | None = 
     `device` is by default the GPU where there is one. What a first call sets up (compiled code, tables) counts: call it
     once before.
     """
-    return _allocated(function, device or torch.device("cuda" if torch.cuda.is_available() else "cpu"))[1]
+    return _peak_and_kept(function, device or torch.device("cuda" if torch.cuda.is_available() else "cpu"))[1]
 
 
 def peak_bytes(function: Callable[[], Any], device: torch.device) -> int:
     """Return the most memory that tensors take at once while `function()` runs, beside what they took before it."""
-    return _allocated(function, device)[0]
+    return _peak_and_kept(function, device)[0]
 
 
-def _allocated(function: Callable[[], Any], device: torch.device) -> tuple[int, int]:
+def _peak_and_kept(function: Callable[[], Any], device: torch.device) -> tuple[int, int]:
     """Return the bytes that `function()` allocates at its peak, and those still allocated while its result is held."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        result = function()
-        peak, after = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
-        del result
-        return peak - before, after - before
+        _result = function()  # held until here returns
+        return torch.cuda.max_memory_allocated(device) - before, torch.cuda.memory_allocated(device) - before
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # that there is no GPU to look at is no news
     with profile(profile_memory=True) as run:
-        result = function()
-    del result
+        _result = function()
     assert run.kineto_results is not None
     events = sorted(run.kineto_results.events(), key=lambda event: event.start_ns())
     changes = [event.nbytes() for event in events if event.name() == "[memory]"]
@@ -167,8 +164,8 @@ def fragmentation(device: torch.device) -> dict[str, Any]:
 def save_snapshot(folder: str | Path, device: torch.device) -> Path | None:
     """Write what lies where in a GPU's memory to memory.pickle in `folder`, for https://docs.pytorch.org/memory_viz.
 
-    Return its path, None on a CPU or where it cannot be written. The first one switches on the record of where memory
-    is asked for, some microseconds each time, so that the next one names the lines.
+    Return its path, None on a CPU or where it cannot be written: a full disk is no reason to end a training that can
+    go on. The first one switches on the record of where memory is asked for, so that the next one names the lines.
     """
     if device.type != "cuda":
         return None
@@ -176,7 +173,7 @@ def save_snapshot(folder: str | Path, device: torch.device) -> Path | None:
     try:
         with atomic(path) as temporary:
             torch.cuda.memory._dump_snapshot(str(temporary))
-    except OSError:  # a full disk is no reason to end a training that can go on
+    except OSError:
         return None
     torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=100_000)
     return path

@@ -4,11 +4,10 @@
 losses anyway; `locate_nonfinite` finds the module and the samples in which NaN or infinity appears first.
 """
 
-import contextlib
-import dataclasses
+import copy
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,12 +18,12 @@ from torch.utils import _pytree as tree
 from speedkit.errors import SpeedkitError
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
+from speedkit.train.optimizer import restore_optimizer
 from speedkit.workloads.workload import Batch, Loss
 
 if TYPE_CHECKING:
     from speedkit.train.run import TrainingRun
 
-GOOD, OVERFLOW, BAD = 0, 1, 2  # what a step can be; of several ranks the worst counts
 PATIENCE = 5  # bad steps in a row that are no accident
 RECOVERIES = 3  # of a run; then something is wrong that going back does not cure
 EXPLAINED = 3  # bad steps of a run whose cause is looked for
@@ -49,8 +48,7 @@ class StepGuard:
         self.found_inf = torch.zeros((), device=device)
         if self.skips and self.fused and not self.scaled:  # GradScaler sets its own
             optimizer.found_inf = self.found_inf  # type: ignore[attr-defined]
-        self.left_out = 0  # steps that the host left out, where it reads the verdict
-        self.verdicts: list[Tensor] = []  # GOOD, OVERFLOW or BAD of each step since the last log point
+        self.bad: list[Tensor] = []  # for each step since the last log point 1 where it was bad, else 0
         self.buffers = list(model.buffers())
         self.buffers_before = [buffer.clone() for buffer in self.buffers]
         self.random_state: list[Tensor] = []
@@ -71,15 +69,14 @@ class StepGuard:
     @torch.no_grad()
     def judge(self, loss: Tensor, norm: Tensor) -> None:
         """Find out whether the step is finite, by its `loss []` and gradient `norm []`, neither scaled nor clipped."""
-        overflow = (norm.isfinite().logical_not()) * float(OVERFLOW if self.scaled else BAD)
-        verdict = torch.where(loss.isfinite(), overflow, float(BAD))
-        if self.several_ranks:
-            torch.distributed.all_reduce(verdict, torch.distributed.ReduceOp.MAX)
-        self.found_inf.copy_(verdict != GOOD)
-        self.verdicts.append(verdict)
-        if not self.fused and verdict != GOOD:  # the host waits for the device here
+        bad = loss.isfinite().logical_not().float()
+        if self.several_ranks:  # the norm is that of all ranks, the loss of this one
+            torch.distributed.all_reduce(bad, torch.distributed.ReduceOp.MAX)
+        left_out = torch.where(norm.isfinite(), bad, 1.0)
+        self.found_inf.copy_(left_out)
+        self.bad.append(bad if self.scaled else left_out)
+        if not self.fused and left_out:  # the host waits for the device here
             self.optimizer.zero_grad(set_to_none=True)  # the optimizer finds nothing to do
-            self.left_out += 1
 
     @torch.no_grad()
     def after_step(self) -> None:
@@ -99,10 +96,8 @@ class Recovery:
 
     def __init__(self) -> None:
         self.bad_in_row = 0
-        self.first_bad = (0, 0, 0)  # step, epoch, position where those in a row began
-        self.explained = 0
         self.rate = 1.0  # times the recipe's learning rate
-        self.snapshot: dict[str, Tensor] = {}
+        self.snapshot: dict[str, Any] = {}
         self.snapshot_step = 0
 
     def read(self, run: "TrainingRun") -> float:
@@ -111,95 +106,66 @@ class Recovery:
         Raises SpeedkitError for a bad step, or where those are left out when they do not end.
         """
         losses = run.read_losses()
-        verdicts = [GOOD if math.isfinite(loss) else BAD for loss in losses]
+        bad = [not math.isfinite(loss) for loss in losses]
         if run.guard.skips and losses:
-            verdicts = [int(verdict) for verdict in torch.stack(run.guard.verdicts).tolist()]
-        run.guard.verdicts.clear()
-        first_step = run.step - len(losses) + 1
-        for offset, (loss, verdict) in enumerate(zip(losses, verdicts, strict=True)):
-            if verdict == BAD:
-                self._note_bad_step(run, first_step + offset, loss, run.positions[offset])
-            elif verdict == GOOD:
-                self.bad_in_row = 0
-        if run.guard.skips and losses:
-            self._act(run, len(losses))
-        good = [loss for loss, verdict in zip(losses, verdicts, strict=True) if verdict == GOOD]
+            bad = [flag == 1 for flag in torch.stack(run.guard.bad).tolist()]
+        run.guard.bad.clear()
+        for index, loss in enumerate(losses):
+            self.bad_in_row = self.bad_in_row + 1 if bad[index] else 0
+            if bad[index]:
+                _note_bad_step(run, run.step - len(losses) + 1 + index, loss, run.positions[index])
+        if self.bad_in_row >= PATIENCE:
+            self._roll_back(run)
+        elif run.plan.on_nonfinite == "recover" and not self.bad_in_row:
+            self.take_snapshot(run)
+        good = [loss for loss, is_bad in zip(losses, bad, strict=True) if not is_bad]
         return sum(good) / len(good) if good else math.nan
 
-    def _note_bad_step(self, run: "TrainingRun", step: int, loss: float, position: tuple[int, int]) -> None:
-        if not run.guard.skips:
-            raise SpeedkitError(
-                f"the loss of step {step} is {loss}: {explain(run, step, position)}; lower learning_rate (now "
-                f"{run.recipe.learning_rate:g}), set clip_norm, train in a wider format than "
-                f"precision={run.plan.precision}, or leave such steps out with on_nonfinite=skip"
-            )
-        if not self.bad_in_row:
-            self.first_bad = step, *position
-        self.bad_in_row += 1
-        self.explained += 1
-        why = "not looked for"
-        if self.explained <= EXPLAINED:
-            why = explain(run, step, position)
-            run.progress.say(f"  step {step} is left out: {why}")
-        run.history.skipped.append({"step": step, "epoch": position[0], "position": position[1], "why": why})
+    def take_snapshot(self, run: "TrainingRun") -> None:
+        """Copy all that training changes."""
+        self.snapshot = {}  # freed first: there may be no room for two
+        self.snapshot = copy.deepcopy(
+            {
+                "model": dict(run.model.state_dict()),
+                "optimizer": run.optimizer.state_dict(),
+                "good_steps": run.guard.good_steps,
+            }
+        )
+        self.snapshot_step = run.step
 
-    def _act(self, run: "TrainingRun", window: int) -> None:
-        """Give up, go back, or remember the present state."""
-        recovers = run.plan.on_nonfinite == "recover"
-        if self.bad_in_row < (PATIENCE if recovers else max(PATIENCE, window)):
-            if recovers and not self.bad_in_row:
-                self.take_snapshot(run)
-            return
-        step, *position = self.first_bad
-        why = f"{self.bad_in_row} steps in a row are not finite, step {step} first: "
-        why += explain(run, step, (position[0], position[1]))
-        if not recovers:
+    def _roll_back(self, run: "TrainingRun") -> None:
+        """Make the state that of the snapshot. Raises SpeedkitError where there is none, or it was of no use."""
+        first = run.history.skipped[-self.bad_in_row]
+        why = f"{self.bad_in_row} steps in a row are not finite, step {first['step']} first: "
+        why += explain(run, first["step"], (first["epoch"], first["position"]))
+        if not self.snapshot:
             raise SpeedkitError(f"{why}; on_nonfinite=recover goes back to good weights and lowers the learning rate")
         if len(run.history.recoveries) == RECOVERIES:
             raise SpeedkitError(f"{why}, after {RECOVERIES} recoveries: mend the data or lower learning_rate")
-        self._roll_back(run)
+
+        run.model.load_state_dict(self.snapshot["model"])
+        restore_optimizer(run.optimizer, copy.deepcopy(self.snapshot["optimizer"]))  # steps change what it is given
+        run.guard.good_steps.copy_(self.snapshot["good_steps"])
+        self.rate /= 2
+        self.bad_in_row = 0
         action = f"went back to the state after step {self.snapshot_step}, learning rate times {self.rate:g}"
         run.history.recoveries.append({"step": run.step, "why": why, "action": action})
         run.progress.say(f"  step {run.step}: {why}; {action}")
 
-    @torch.no_grad()
-    def take_snapshot(self, run: "TrainingRun") -> None:
-        """Copy all that training changes, over the copy before."""
-        self.snapshot_step = run.step
-        for name, value in training_state(run).items():
-            if name in self.snapshot:
-                self.snapshot[name].copy_(value)
-            else:
-                self.snapshot[name] = value.clone()
 
-    @torch.no_grad()
-    def _roll_back(self, run: "TrainingRun") -> None:
-        """Make the state that of the snapshot. State that the optimizer did not have then is forgotten."""
-        for index, weight in enumerate(run.parameters):
-            if any(f"optimizer.{index}.{key}" not in self.snapshot for key in run.optimizer.state.get(weight, ())):
-                del run.optimizer.state[weight]
-        for name, value in training_state(run).items():
-            value.copy_(self.snapshot[name])
-        run.guard.left_out = 0 if run.guard.fused else run.step - int(run.guard.good_steps)
-        self.rate /= 2
-        self.bad_in_row = 0
-
-
-def training_state(run: "TrainingRun") -> dict[str, Tensor]:
-    """Return all that a step changes, by name: weights, buffers, the optimizer's state, the count of good steps."""
-    state = {f"model.{name}": value for name, value in run.model.state_dict(keep_vars=True).items()}
-    for index, weight in enumerate(run.parameters):
-        values = run.optimizer.state.get(weight, {})
-        state |= {f"optimizer.{index}.{key}": value for key, value in values.items() if isinstance(value, Tensor)}
-    return state | {"good_steps": run.guard.good_steps}
-
-
-@dataclasses.dataclass(frozen=True)
-class NonFiniteReport:
-    """The first value that is not finite, in words, and the samples of the batch in which it appears by themselves."""
-
-    where: str
-    samples: list[int]
+def _note_bad_step(run: "TrainingRun", step: int, loss: float, position: tuple[int, int]) -> None:
+    """Add `step`, which learned from the batch at `position`, to those of the history; raise where none is left out."""
+    if not run.guard.skips:
+        raise SpeedkitError(
+            f"the loss of step {step} is {loss}: {explain(run, step, position)}; lower learning_rate (now "
+            f"{run.recipe.learning_rate:g}), set clip_norm, train in a wider format than "
+            f"precision={run.plan.precision}, or leave such steps out with on_nonfinite=skip"
+        )
+    why = "not looked for"
+    if len(run.history.skipped) < EXPLAINED:
+        why = explain(run, step, position)
+        run.progress.say(f"  step {step} is left out: {why}")
+    run.history.skipped.append({"step": step, "epoch": position[0], "position": position[1], "why": why})
 
 
 def explain(run: "TrainingRun", step: int, position: tuple[int, int]) -> str:
@@ -209,54 +175,54 @@ def explain(run: "TrainingRun", step: int, position: tuple[int, int]) -> str:
     """
     if run.ranks is not None and run.ranks.sharded:
         return "where from cannot be looked for while weights are sharded: take strategy=ddp for that"
-    run.model.zero_grad(set_to_none=True)  # else those of the bad step, which all ranks share, would be found
-    why = _explain_own(run, step, position)
+    try:
+        why = _explain_own(run, step, position)
+    except Exception as error:  # a loss or a model that cannot be looked into, or no memory for it
+        why = f"where from could not be found out ({error})"
     why = why if run.ranks is None else run.ranks.first_not_none(why)
     return why or "made again, its batch is finite"
 
 
 def _explain_own(run: "TrainingRun", step: int, position: tuple[int, int]) -> str | None:
-    try:
-        batch, names = run.train_batches.batch_at(*position)
-        if batch is None:
-            return "none of its items can be read again"
-        batch = run.augment(batch, step - 1)
-        with run.eager():
-            report = locate_nonfinite(run.model, run.plain_loss, batch, run.recipe)
-            if report is not None and report.where.startswith("the weights") and not run.guard.skips:
-                # They learned from the bad step before the host read of it; the batch may be as bad for new ones.
-                torch.manual_seed(run.recipe.seed)
-                report = locate_nonfinite(run.workload.model().to(run.device), run.plain_loss, batch, run.recipe)
-    except (SpeedkitError, RuntimeError, OSError) as error:
-        return f"where from could not be found out ({error})"
-    if report is None:
+    """Return where this rank's part of the batch first is not finite; None where it is."""
+    batch, names = run.train_batches.batch_at(*position)
+    if batch is None:
+        return "none of its items can be read again"
+    batch = run.augment(batch, step - 1)
+    devices = [run.device] if run.device.type == "cuda" else []
+    with run.eager(), torch.random.fork_rng(devices):
+        where, samples = locate_nonfinite(run.model, run.plain_loss, batch, run.recipe)
+        if where.startswith("the weights") and not run.guard.skips:
+            # They learned from the bad step before the host read of it; the batch may be as bad for new ones.
+            torch.manual_seed(run.recipe.seed)
+            where, samples = locate_nonfinite(run.workload.model().to(run.device), run.plain_loss, batch, run.recipe)
+    if not where:
         return None
-    chosen = [names[sample] for sample in report.samples if len(names) == len(batch[0])]
-    return f"{report.where} is not finite first{' for ' if chosen else ''}{', '.join(chosen)}"
+    bad_names = [names[sample] for sample in samples if len(names) == len(batch[0])]
+    return f"{where} is not finite first{' for ' if bad_names else ''}{', '.join(bad_names)}"
 
 
-def locate_nonfinite(model: nn.Module, loss: Loss, batch: Batch, recipe: Recipe) -> NonFiniteReport | None:
-    """Learn from `batch`, tensors [B, ...], once more with hooks on; return None when all of it is finite.
+def locate_nonfinite(model: nn.Module, loss: Loss, batch: Batch, recipe: Recipe) -> tuple[str, list[int]]:
+    """Learn from `batch`, tensors [B, ...], once more; return the first place that is not finite, and bad samples.
 
-    The model, its buffers and the random state stay as they are; gradients are gone. The samples are found by halving
-    the batch, in evaluation mode: there they do not depend on each other. This waits for the device again and again.
+    The place is "" where all is finite. The samples are found by halving the batch, in evaluation mode: there they do
+    not depend on each other. All this happens on a copy of `model`, and waits for the device again and again.
     """
     finite = torch.stack([tensor.reshape(len(tensor), -1).isfinite().all(1) for tensor in batch]).all(0)  # [B]
-    if bad := finite.logical_not().nonzero().flatten().tolist():
-        return NonFiniteReport("the batch itself", bad[:MANY_SAMPLES])
-    broken = [name for name, weight in model.named_parameters() if not weight.isfinite().all()]
-    if broken:
-        return NonFiniteReport(f"the weights, {broken[0]} first", [])
-    with _restoring(model, batch[0].device):
-        where = first_nonfinite(model, loss, batch, recipe)
-        if not where:
-            return None
-        model.eval()
+    if not finite.all():
+        return "the batch itself", finite.logical_not().nonzero().flatten().tolist()[:MANY_SAMPLES]
+    for name, weight in model.named_parameters():
+        if not weight.isfinite().all():
+            return f"the weights, {name} first", []
 
-        def is_bad(samples: list[int]) -> bool:
-            return bool(first_nonfinite(model, loss, tuple(tensor[samples] for tensor in batch), recipe))
+    model = copy.deepcopy(model)
+    where = first_nonfinite(model, loss, batch, recipe)
+    model.eval()
 
-        return NonFiniteReport(where, _bad_samples(is_bad, list(range(len(batch[0]))))[:MANY_SAMPLES])
+    def is_bad(samples: list[int]) -> bool:
+        return bool(first_nonfinite(model, loss, tuple(tensor[samples] for tensor in batch), recipe))
+
+    return where, _bad_samples(is_bad, list(range(len(batch[0]))))[:MANY_SAMPLES] if where else []
 
 
 def first_nonfinite(model: nn.Module, loss: Loss, batch: Batch, recipe: Recipe) -> str:
@@ -278,21 +244,19 @@ def first_nonfinite(model: nn.Module, loss: Loss, batch: Batch, recipe: Recipe) 
         module.register_forward_hook(functools.partial(hook, name or type(module).__name__))
         for name, module in model.named_modules()
     ]
-    try:
-        value, _ = loss(model, batch, recipe)
-        if not value.isfinite():
-            return [*places, "the loss"][0]
-        places.clear()  # an output that the loss does not depend on
-        value.backward()
-        gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
-        for name, gradient in gradients.items():
-            look_at(gradient, f"the gradient of {name}")
-        look_at(nn.utils.get_total_norm(gradients.values()), "the norm of the gradients")
-        return next(iter(places), "")
-    finally:
-        model.zero_grad(set_to_none=True)
-        for handle in handles:
-            handle.remove()
+    model.zero_grad(set_to_none=True)
+    value, _ = loss(model, batch, recipe)
+    for handle in handles:
+        handle.remove()
+    if not value.isfinite():
+        return [*places, "the loss"][0]
+    places.clear()  # an output that the loss does not depend on
+    value.backward()
+    gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    for name, gradient in gradients.items():
+        look_at(gradient, f"the gradient of {name}")
+    look_at(nn.utils.get_total_norm(gradients.values()), "the norm of the gradients")
+    return next(iter(places), "")
 
 
 def _bad_samples(is_bad: Callable[[list[int]], bool], samples: list[int]) -> list[int]:
@@ -304,21 +268,6 @@ def _bad_samples(is_bad: Callable[[list[int]], bool], samples: list[int]) -> lis
     half = len(samples) // 2
     bad = _bad_samples(is_bad, samples[:half])
     return bad if len(bad) >= MANY_SAMPLES else bad + _bad_samples(is_bad, samples[half:])
-
-
-@contextlib.contextmanager
-def _restoring(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Put modes, buffers and the random state back afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        try:
-            yield
-        finally:
-            for module, training in modes:
-                module.training = training
-            for buffer, before in buffers:
-                buffer.copy_(before)
 
 
 def get_random_state(device: torch.device) -> list[Tensor]:

@@ -42,3 +42,14 @@ def set_learning_rate(optimizer: Optimizer, rate: float | Tensor) -> None:
         group["lr"].copy_(rate)
     else:
         group["lr"].fill_(rate)
+
+
+def restore_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Load `state`, perhaps that of another plan, without parting the schedule from the tensor that it writes into."""
+    plan_options = {"lr", "fused", "foreach", "capturable"}
+    mine = [{name: group[name] for name in plan_options & group.keys()} for group in optimizer.param_groups]
+    for group, options in zip(state["param_groups"], mine, strict=True):
+        group.update(options)  # `fused` decides, while loading, on which device step counts live
+    optimizer.load_state_dict(state)
+    for group, options in zip(optimizer.param_groups, mine, strict=True):
+        group.update(options)  # loading has made copies

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from speedkit.errors import PlanError, UsageError
 from speedkit.hardware import Hardware, this_machine
-from speedkit.plan import EffectivePlan, Fallback, Plan, resolve
+from speedkit.plan import CUDA_GRAPHS, EffectivePlan, Fallback, Plan, resolve
 from speedkit.train import attention, memory, precision
 from speedkit.train.compile import failure as failure_text
 from speedkit.train.compile import repeated_blocks
@@ -47,7 +47,6 @@ LOADER_OPTIONS = {"workers": "num_workers"} | {
 }
 KEPT_OPTIONS = ("collate_fn", "generator", "worker_init_fn", "timeout", "multiprocessing_context", "in_order")
 DEFAULTS = dataclasses.asdict(Plan())
-AUTOCAST = ("bf16", "fp8", "fp8-emulated")
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -100,8 +99,10 @@ def prepare(
     check_strict(effective, strict)
 
     # The order counts: 8-bit layers take the place of others, and what is compiled includes all the rest.
-    notes: list[tuple[str, str, str]] = []
-    notes += [("precision", effective.plan.precision, note) for note in apply_precision(model, effective.plan)]
+    if effective.plan.precision != DEFAULTS["precision"]:
+        precision.set_matmul_precision(effective.plan)
+    reasons = precision.apply_float8(model, effective.plan)
+    notes: list[tuple[str, str, str]] = [("precision", effective.plan.precision, why) for why in reasons]
     notes.append(("allocator", "default", memory.set_allocator(effective.plan, device)))
     notes.append(("checkpointing", "off", memory.checkpoint_blocks(model, effective.plan)))
     effective = effective.with_fallbacks(
@@ -111,7 +112,7 @@ def prepare(
     if effective.plan.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     attention.apply_attention(model, effective.plan)
-    if effective.plan.precision in AUTOCAST:
+    if effective.plan.precision in precision.AUTOCAST:
         # A partial of a bound method is copied along with the model; a closure would go on calling the original.
         model.forward = functools.partial(planned_forward, model.forward, effective.plan, device)
     if effective.plan.fused_optimizer:
@@ -199,20 +200,13 @@ def limits_of_model(
         yield "channels_last", False, "NHWC is for 2-d convolutions, of which the model has none, or 3-d ones beside"
     if model._compiled_call_impl is not None or hasattr(model, "_orig_mod"):
         yield "compile", "off", "the model is compiled already, as your script has it"
-    elif plan.compile in ("reduce-overhead", "max-autotune") and hardware.supports("cuda_graphs"):
+    elif plan.compile in CUDA_GRAPHS and hardware.supports("cuda_graphs"):
         why = "CUDA graphs write over gradients that your loop may add up, and over outputs that it may keep"
         yield "compile", "default", why
     if plan.compile_scope == "step":
         yield "compile_scope", "model", "your loop calls loss and update: compile these there"
     elif not repeated_blocks(model):
         yield "compile_scope", "model", f"{type(model).__name__} has no class of blocks twice"
-
-
-def apply_precision(model: nn.Module, plan: Plan) -> list[str]:
-    """Set the process-wide TF32 switches and swap in 8-bit layers as `plan` asks; return why some are left alone."""
-    if plan.precision != DEFAULTS["precision"]:
-        precision.set_matmul_precision(plan)
-    return precision.apply_float8(model, plan)
 
 
 def planned_forward(forward: Callable[..., Any], plan: Plan, device: torch.device, *inputs: Any, **named: Any) -> Any:

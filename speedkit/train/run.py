@@ -90,7 +90,8 @@ class TrainingRun:
         last = len(self.learning_rates) - 1
         if self.guard.active and self.plan.fused_optimizer:
             return self.recovery.rate * self.rates_on_device.take(self.guard.good_steps.clamp(max=last))
-        return self.recovery.rate * self.learning_rates[min(self.step - self.guard.left_out, last)]
+        made = int(self.guard.good_steps) if self.guard.active else self.step
+        return self.recovery.rate * self.learning_rates[min(made, last)]
 
     @property
     def stopping(self) -> bool:
