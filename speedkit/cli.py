@@ -42,15 +42,15 @@ def main() -> NoReturn:
     """Run the command line; every failure is one sentence and an exit code, a traceback only with --debug."""
     signal.signal(signal.SIGTERM, _terminate)
     try:
-        sys.exit(commands.main(prog_name="speedkit", standalone_mode=False) or 0)
+        code = commands.main(prog_name="speedkit", standalone_mode=False) or 0
     except Exception as error:
         if "--debug" in sys.argv and not isinstance(error, click.ClickException):
             raise
         code, sentence = explain(error)
         click.echo(f"speedkit: {sentence}", err=True)
-        sys.exit(code)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Python would print what is raised on its way out
+    distributed.leave(code)
 
 
 def _terminate(number: int, _frame: Any) -> NoReturn:
