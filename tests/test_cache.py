@@ -443,7 +443,11 @@ def test_a_cache_says_what_it_holds_and_is_repaired_from_its_folder_alone(tmp_pa
     before = content(cache.folder)
     flip(cache.folder / "values.bin", 4000)
     [(name, why)] = verify_cache(tmp_path / "cache", repair=True)
-    assert name.endswith(Path(workload.train[0].path).name) and "checksum" in why and verify_cache(tmp_path / "cache") == []
+    assert (
+        name.endswith(Path(workload.train[0].path).name)
+        and "checksum" in why
+        and verify_cache(tmp_path / "cache") == []
+    )
     assert opened(workload).built == 1 and content(cache.folder) == before
     (cache.folder / "about.json").write_text("{ torn")
     assert "is damaged" in describe_caches(tmp_path / "cache")[0]

@@ -152,7 +152,7 @@ class FeatureCache:
         missing = np.flatnonzero(self.checksums[self.row] == 0)
         processes = workers if len(missing) > ALONE and os.access(self.folder, os.W_OK) else 0
         parts = np.array_split(missing, max(processes, len(missing) // 16, 1))
-        outcomes = DataLoader(
+        outcomes: Any = DataLoader(
             parts,  # type: ignore[arg-type]
             batch_size=None,
             collate_fn=self._write,  # type: ignore[arg-type]
@@ -184,7 +184,7 @@ class FeatureCache:
         return len(indices), bad
 
     def _compute(self, item: Any, length: int | None = None) -> np.ndarray:
-        """Return the values of an item as they are kept, of this length and the shape of the others. Raises BadItem."""
+        """Return the values of an item as they are kept, all of one shape but for the length. Raises BadItem."""
         loaded = self.load(item)
         raw = loaded if self.features is None else self.features(loaded)
         scaled = (raw * 32768).round().clamp(-32768, 32767) if self.dtype == np.int16 else raw
@@ -193,10 +193,8 @@ class FeatureCache:
         if not (scaled.isfinite().all() and values.isfinite().all()):
             raise BadItem(path, f"its features hold NaN, infinity or numbers beyond {self.dtype}")
         if length is not None and values.shape != (*self.shape[:-1], length):
-            others = [*self.shape[:-1], length]
-            raise BadItem(
-                path, f"it has shape {list(values.shape)} and not {others}: the workload's `length` must tell"
-            )
+            why = f"it has shape {list(values.shape)}, others {list(self.shape)}: the workload's `length` must tell"
+            raise BadItem(path, why)
         return values.contiguous().numpy(force=True)
 
     # Serving batches.
@@ -212,9 +210,8 @@ class FeatureCache:
         """
         device = torch.device(device)
         if self.where == "disk":
-            at = self._checked(indices.numpy())
+            at, inputs = self._read(indices.numpy())
             places = torch.from_numpy(at)
-            inputs = self._read(at, pinned=device.type == "cuda")
             labels = self.labels
         else:
             memory, *labels = self.memory
@@ -228,44 +225,46 @@ class FeatureCache:
             batch[0].mul_(1 / 32768)
         return tuple(batch)
 
-    def _read(self, at: np.ndarray, pinned: bool = False) -> Tensor:
-        """Return a copy [B, ...] of the entries at `at` [B] in the file, padded with zeros to the longest."""
-        shape = (len(at), *self.shape[:-1])
+    def _read(self, at: np.ndarray) -> tuple[np.ndarray, Tensor]:
+        """Return (`at` [B] without items whose entries are lost, a copy [B, ...] of the others, padded with zeros)."""
+        copies: Any
         if self.rows is not None:
-            batch = torch.empty(*shape, self.shape[-1], dtype=self.torch_dtype, pin_memory=pinned)
-            np.take(self.rows, self.row[at], axis=0, out=batch.numpy(), mode="clip")  # clip: straight into `out`
-            return batch
-        longest = int(self.lengths[at].max(initial=0))
-        batch = torch.zeros(*shape, longest, dtype=self.torch_dtype, pin_memory=pinned)
-        for values, index in zip(batch.numpy(), at.tolist(), strict=True):
-            values[..., : self.lengths[index]] = self._entry(index).reshape(*self.shape[:-1], -1)
-        return batch
+            copies = self.rows.take(self.row[at], axis=0)
+            batch = torch.from_numpy(copies)
+        else:
+            copies = [self._entry(index) for index in at.tolist()]
+            lengths = self.lengths[at].tolist()
+            batch = torch.zeros(len(at), *self.shape[:-1], max(lengths, default=0), dtype=self.torch_dtype)
+            for values, entry, length in zip(batch.numpy(), copies, lengths, strict=True):
+                values[..., :length] = entry.reshape(*self.shape[:-1], length)
+        return (at, batch) if self._check(at, copies) else self._read(at[self.usable[at]])
 
     def _entry(self, index: int) -> np.ndarray:
         """Return the values of an entry, as they are mapped."""
         begin = self.begin[index]
         return self.values[begin : begin + self.count[index]]
 
-    def _checked(self, at: np.ndarray) -> np.ndarray:
-        """Compare the entries at `at` [B] that are touched for the first time with their checksums.
+    def _check(self, at: np.ndarray, copies: Any) -> bool:
+        """Compare entries touched for the first time with their checksums; return whether all are as they were written.
 
-        Those that differ are computed again, in place. Returns `at` without the items that have no entry any more.
+        `copies` are the entries just read, still in the CPU's cache. Those that differ are computed again, in place.
         """
-        new = at[~self.trusted[at]]
+        new = np.flatnonzero(~self.trusted[at])
         if not len(new):
-            return at
-        new = np.unique(new)
-        hashes = [xxh3_64_intdigest(self._entry(index), int(self.key[index])) for index in new.tolist()]
-        damaged = new[np.array(hashes, np.uint64) != self.checksums[self.row[new]]]
-        self.trusted[new] = True
+            return True
+        touched = at[new]
+        keys = self.key[touched].tolist()
+        hashes = [xxh3_64_intdigest(copies[place], key) for place, key in zip(new.tolist(), keys, strict=True)]
+        damaged = np.unique(touched[np.array(hashes, np.uint64) != self.checksums[self.row[touched]]])
+        self.trusted[touched] = True
         if not len(damaged):
-            return at
-        warnings.warn(f"an entry in {self.folder} is not as it was written: it is computed again", stacklevel=3)
+            return True
+        warnings.warn(f"an entry in {self.folder} is not as it was written: it is computed again", stacklevel=4)
         self.checksums[self.row[damaged]] = 0
         self.bad |= self._write(damaged)[1]
         self.usable[damaged] = self.checksums[self.row[damaged]] != 0
         self.recomputed += len(damaged)
-        return at[self.usable[at]]
+        return False
 
     def load_into(self, asked: str, device: torch.device) -> None:
         """Load all entries where they are asked to be, if they fit into half of what is free there; say so in `why`."""
@@ -278,8 +277,7 @@ class FeatureCache:
         elif asked != "disk":
             inputs = torch.zeros(shape, dtype=self.torch_dtype, device=target)
             for part in np.array_split(np.flatnonzero(self.usable), 1 + len(self.items) // 256):
-                at = self._checked(part)
-                batch = self._read(at)
+                at, batch = self._read(part)
                 inputs[torch.from_numpy(at).to(target), ..., : batch.shape[-1]] = batch.to(target)
             self.memory = [inputs, *(column.to(target) for column in self.labels)]
             self.where = "ram" if target.type == "cpu" else "device"

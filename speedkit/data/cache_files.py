@@ -169,16 +169,22 @@ def read_about(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def identified(item: Any) -> tuple[str, str]:
-    """Return what the cache calls an item, the path of its file or what it is made of, and the state of that file."""
+def name_of(item: Any) -> str:
+    """Return what the cache calls an item: the path of its file, or what it is made of."""
     path = getattr(item, "path", None)
     if path is None:
-        return described(item), ""
-    try:
-        status = os.stat(path)  # of a member of a tar: the tar
-    except (OSError, ValueError):
-        return str(path), "no file"
-    return os.path.join(os.getcwd(), str(path)), f"{status.st_size} {status.st_mtime_ns}"
+        return described(item)
+    return os.path.join(os.getcwd(), str(path)) if os.path.exists(path) else str(path)
+
+
+def key_of(item: Any, count: int) -> int:
+    """Return the hash of an item's name, of the size and time of change of its file, and of the length of its entry."""
+    state = ""
+    if getattr(item, "path", None) is not None:
+        with contextlib.suppress(OSError, ValueError):
+            status = os.stat(item.path)  # of a member of a tar: the tar
+            state = f"{status.st_size} {status.st_mtime_ns}"
+    return xxh3_64_intdigest(f"{name_of(item)} {state} {count}".encode("utf-8", "surrogateescape"))
 
 
 def add_items(folder: Path, items: Sequence[Any], count: np.ndarray, about: dict[str, Any]) -> tuple[Index, np.ndarray]:
@@ -195,26 +201,24 @@ def add_items(folder: Path, items: Sequence[Any], count: np.ndarray, about: dict
         index = {"key": np.zeros(0, np.uint64), "count": np.zeros(0, np.int64), "shape": np.array(about["shape"])}
         index["itemsize"] = np.array(about["itemsize"])
 
-    # A new item gets the next row; one that is in the list twice has one row.
-    names, states = zip(*map(identified, items), strict=True)
-    texts = (f"{name} {state} {size}" for name, state, size in zip(names, states, count.tolist(), strict=True))
-    keys = [xxh3_64_intdigest(text.encode("utf-8", "surrogateescape")) for text in texts]
-    known = len(index["key"])
-    rows = {key: row for row, key in enumerate(index["key"].tolist())}
-    row = np.array([rows.setdefault(key, len(rows)) for key in keys])
-    if len(rows) == known:
-        return index, row
-    places = np.unique(row, return_index=True)[1]  # where in the list each row's item is first
-    added = places[row[places] >= known]
-    index["key"] = np.append(index["key"], np.array(keys, np.uint64)[added])
+    # New items get the next rows, in the order of the list; one that is in it twice has one row.
+    known = index["key"]
+    keys = np.fromiter(map(key_of, items, count.tolist()), np.uint64, len(items))
+    _, first = np.unique(keys, return_index=True)
+    added = np.sort(first[~np.isin(keys[first], known)])
+    index["key"] = np.append(known, keys[added])
     index["count"] = np.append(index["count"], count[added])
+    by_key = np.argsort(index["key"])
+    row = by_key[np.searchsorted(index["key"], keys, sorter=by_key)]
+    if not len(added):
+        return index, row
 
     # The names first, of which there may be more than entries, never fewer.
-    known_names = read_about(folder).get("items") or ["?"] * known
+    names = (read_about(folder).get("items") or ["?"] * len(known))[: len(known)]
     stream = io.BytesIO()
     np.savez(stream, **index)  # type: ignore[arg-type]
     with writing(folder):
-        write_json(folder / ABOUT, about | {"items": known_names[:known] + [names[place] for place in added]})
+        write_json(folder / ABOUT, about | {"items": names + [name_of(items[place]) for place in added]})
         with atomic(folder / INDEX) as temporary:
             temporary.write_bytes(stream.getvalue() + xxh3_64_digest(stream.getbuffer()))
     return index, row
