@@ -99,7 +99,7 @@ def reading(count: int, turns: int) -> bool:
                 cache.gather(indices, CPU)
 
         def first() -> None:
-            cache.trusted[:], cache.unchecked = False, True
+            cache.trusted[:] = False
             later()
 
         mapped_s, first_s, later_s = in_turns([mapped, first, later], turns)

@@ -151,7 +151,7 @@ def build(folder: str, workload: str, **values: Any) -> None:
 @click.argument("folder", metavar="DIR")
 def info(folder: str) -> None:
     """Show what is cached: a line for each cache."""
-    from speedkit.data.cache import describe_caches
+    from speedkit.data.cache_files import describe_caches
 
     click.echo("\n".join(describe_caches(folder)))
 
@@ -160,7 +160,7 @@ def info(folder: str) -> None:
 @click.argument("folder", metavar="DIR")
 def verify(folder: str) -> int:
     """Read every entry and compare it with its checksum; exit code 1 when one is not as it was written."""
-    from speedkit.data.cache import verify_cache
+    from speedkit.data.cache_files import verify_cache
 
     damaged = verify_cache(folder)
     click.echo("\n".join([f"{len(damaged)} entries are not as they were written", *map(": ".join, damaged)]))
@@ -169,13 +169,11 @@ def verify(folder: str) -> int:
 
 @cache.command()
 @click.argument("folder", metavar="DIR")
-@click.option("--workload", help="audio, or package.module:function; what the cache itself says without")
-@data_options
-def repair(folder: str, workload: str | None, **values: Any) -> None:
-    """Compute the entries again that are not as they were written."""
-    from speedkit.data.cache import repair_cache
+def repair(folder: str) -> None:
+    """Forget the entries that are not as they were written; the next use computes them again."""
+    from speedkit.data.cache_files import verify_cache
 
-    click.echo(f"{repair_cache(folder, workload, **typed(values, *DATA))} entries computed again")
+    click.echo(f"{len(verify_cache(folder, repair=True))} entries forgotten: the next use computes them again")
 
 
 @click.command()

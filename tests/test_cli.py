@@ -15,7 +15,6 @@ import yaml
 
 from speedkit import cli
 from speedkit.config import settings_of
-from speedkit.data import cache
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 
@@ -133,7 +132,6 @@ def test_a_cache_is_built_before_training(speedkit, recordings, tmp_path):
     assert speedkit(*words)[0] == 0 and list(folder.iterdir())
 
 
-@pytest.mark.skipif(not hasattr(cache, "verify_cache"), reason="waits for the new cache")
 def test_a_damaged_cache_is_described_found_and_repaired(speedkit, recordings, tmp_path):
     folder = tmp_path / "cache"
     assert speedkit("cache", "build", folder, "--data-dir", recordings, "--size", "tiny")[0] == 0

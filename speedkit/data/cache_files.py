@@ -1,32 +1,118 @@
-"""The files of a feature cache: mapped, locked, indexed, described and verified.
+"""The folder of a feature cache: its files, what all its entries depend on, and how they are verified.
 
 values.bin     the entries, one after another
 checksums.bin  the xxh3 of each entry; 0 means "not computed yet", so writing a checksum commits its entry
-index.npz      of each entry: hash of the item's name, size and time of change of its file, where its values begin
-               and how many they are; its last 8 bytes are the xxh3 of all before them
+index.npz      of each entry: its key, the hash of the item's name, size, time of change and length, and how many
+               values it has; the last 8 bytes are the xxh3 of all before them
 about.json     what all entries depend on, how the workload is made, the items' names: for people and for `repair`
+
+Entries are added and never moved. An item whose file has changed is a new entry, and the old one is never read again.
 """
 
 import contextlib
+import importlib.metadata
+import inspect
 import io
 import json
 import os
+import pickle
+import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from filelock import FileLock
-from xxhash import xxh3_64_digest, xxh3_64_intdigest
+from torch import Tensor
+from xxhash import xxh3_64_digest, xxh3_64_intdigest, xxh3_128, xxh3_128_hexdigest
 
-from speedkit.data.fingerprint import described
+from speedkit.data.decode import with_decoder
 from speedkit.errors import SpeedkitError, UsageError
 from speedkit.files import atomic, write_json
+from speedkit.plan import Plan
 
 VALUES, CHECKSUMS, INDEX, ABOUT = "values.bin", "checksums.bin", "index.npz", "about.json"
-Index = dict[
-    str, np.ndarray
-]  # key, size, modified_ns, begin, count of each entry; shape and itemsize (bytes of a value) of all
+VERSIONED = ("torch", "torchaudio", "torchvision", "numpy", "soundfile")
+PLAIN = (bool, int, float, complex, str, type(None))
+
+# key [rows] and count [rows] of the entries, shape of the first one, itemsize: bytes of a value.
+Index = dict[str, np.ndarray]
+
+
+# What all entries depend on.
+
+
+def fingerprint(workload: Any, plan: Plan) -> dict[str, str]:
+    """Return all that every entry depends on, named for the reader.
+
+    Of code the whole file counts in which `load`, `features`, `length` and each of `sources` is defined; what these
+    files import from elsewhere has to be named in `sources`. Raises SpeedkitError for what has no content to compare.
+    """
+    waveform = plan.cache_of == "waveform"
+    values = {
+        "cache_of": plan.cache_of,
+        "dtype": workload.kept_as if waveform else plan.cache_dtype,
+        "load": with_decoder(workload, plan.decoder),
+        "features": None if waveform else workload.features,
+        "length": workload.length,
+        "sources": workload.sources,
+        **{f"parameter {name}": value for name, value in workload.parameters.items()},
+        **{f"version of {name}": importlib.metadata.version(name) for name in VERSIONED},
+    }
+    try:
+        return {name: described(value) for name, value in sorted(values.items())}
+    except (TypeError, ValueError, AttributeError, pickle.PicklingError) as error:
+        raise SpeedkitError(
+            f"{plan.cache_of} of workload {workload.name} cannot be cached, for whether they change cannot be seen "
+            f"({error}): open files, locks and the like where they are used, not in parameters, load or features"
+        ) from error
+
+
+def described(value: Any) -> str:
+    """Return a plain value as text, and the hash of what anything else consists of: the same in every process."""
+    if isinstance(value, PLAIN):
+        return repr(value)
+    content = xxh3_128()
+    pickler = _Content(types.SimpleNamespace(write=content.update), protocol=4)
+    pickler.fast = True  # equal values count as equal, whether or not they are one object
+    pickler.dump(value)
+    return content.hexdigest()
+
+
+class _Content(pickle.Pickler):
+    """Pickles functions and classes as the file they are written in, tensors as their values. For hashing only."""
+
+    def reducer_override(self, value: Any) -> Any:
+        parts: Any = None
+        if isinstance(value, Tensor):
+            data = value.detach().cpu().flatten().view(torch.uint8).numpy()
+            parts = str(value.dtype), tuple(value.shape), xxh3_128_hexdigest(data.data)
+        elif isinstance(value, types.FunctionType):
+            # Its own code too: its file may have been edited since it was imported, and all lambdas have one name.
+            code = value.__code__
+            constants = [constant for constant in code.co_consts if isinstance(constant, PLAIN)]
+            cells = [cell.cell_contents for cell in value.__closure__ or ()]
+            defaults = value.__defaults__, value.__kwdefaults__
+            parts = value.__qualname__, _source(value), code.co_code, code.co_names, constants, defaults, cells
+        elif isinstance(value, type | types.ModuleType):
+            methods = [part for part in vars(value).values() if isinstance(part, types.FunctionType)]
+            parts = value.__name__, _source(value) or methods  # a class of a notebook has no file
+        elif callable(value) and hasattr(value, "__wrapped__"):  # functools.lru_cache
+            parts = value.__wrapped__
+        return NotImplemented if parts is None else (repr, (parts,))  # any function: this is never unpickled
+
+
+def _source(code: Any) -> str:
+    """Return the hash of the whole file, or notebook cell, that defines a function, class or module; "" without one."""
+    try:
+        lines, _ = inspect.findsource(code)
+    except (OSError, TypeError):  # written in C, or typed into an interpreter that keeps no lines
+        return ""
+    return xxh3_128_hexdigest("".join(lines).encode())
+
+
+# The files.
 
 
 @contextlib.contextmanager
@@ -44,15 +130,10 @@ def writing(folder: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold the folder for one builder, where it can be written at all; whoever comes second waits."""
-    lock = FileLock(folder / ".lock")
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            lock.acquire()
-    try:
+    with FileLock(folder / ".lock") if os.access(folder, os.W_OK) else contextlib.nullcontext():
         yield
-    finally:
-        lock.release()
 
 
 def mapped(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
@@ -62,11 +143,11 @@ def mapped(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
     stays in this process.
     """
     size = max(1, count) * dtype.itemsize
-    there = path.stat().st_size if path.exists() else 0
-    if there < size:
+    present = path.stat().st_size if path.exists() else 0
+    if present < size:
         with writing(path.parent), path.open("ab") as file:
             if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(file.fileno(), there, size - there)
+                os.posix_fallocate(file.fileno(), present, size - present)
             file.truncate(size)
     return np.asarray(np.memmap(path, dtype, "r+" if os.access(path, os.W_OK) else "c", shape=(count,)))
 
@@ -81,20 +162,10 @@ def read_index(folder: Path) -> Index | None:
         return dict(columns)
 
 
-def write_index(folder: Path, index: Index) -> None:
-    """Write the index, whole or not at all."""
-    stream = io.BytesIO()
-    np.savez(stream, **index)  # type: ignore[arg-type]
-    with atomic(folder / INDEX) as temporary:
-        temporary.write_bytes(stream.getvalue() + xxh3_64_digest(stream.getbuffer()))
-
-
 def read_about(folder: Path) -> dict[str, Any]:
     """Return what about.json says; an empty one where it is damaged."""
     with contextlib.suppress(OSError, ValueError):
-        about = json.loads((folder / ABOUT).read_text())
-        if isinstance(about, dict) and {"workload", "made_by", "plan", "dtype", "fingerprint", "items"} <= about.keys():
-            return about
+        return json.loads((folder / ABOUT).read_text())
     return {}
 
 
@@ -106,75 +177,54 @@ def name_of(item: Any) -> str:
     return os.path.join(os.getcwd(), str(path)) if os.path.exists(path) else str(path)
 
 
-def key_of(name: str) -> int:
-    """Return the hash of an item's name."""
-    return xxh3_64_intdigest(name.encode("utf-8", "surrogateescape"))
-
-
-def _source(item: Any) -> tuple[int, int, int]:
-    """Return (key of an item, size and time of change of its file, -1 without one)."""
-    size = modified_ns = -1
+def key_of(item: Any, count: int) -> int:
+    """Return the hash of an item's name, of the size and time of change of its file, and of the length of its entry."""
+    state = ""
     if getattr(item, "path", None) is not None:
         with contextlib.suppress(OSError, ValueError):
             status = os.stat(item.path)  # of a member of a tar: the tar
-            size, modified_ns = status.st_size, status.st_mtime_ns
-    return key_of(name_of(item)), size, modified_ns
+            state = f"{status.st_size} {status.st_mtime_ns}"
+    return xxh3_64_intdigest(f"{name_of(item)} {state} {count}".encode("utf-8", "surrogateescape"))
 
 
-def _rows(known: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (the row of each of `keys` [N], the places of those among them that are new and get rows at the end)."""
-    begin = np.flatnonzero(known == keys[0])
-    if len(begin) and np.array_equal(known[begin[0] : begin[0] + len(keys)], keys):  # a list that was kept as it is
-        return begin[0] + np.arange(len(keys)), np.zeros(0, np.int64)
-    _, first, inverse = np.unique(np.concatenate([known, keys]), return_index=True, return_inverse=True)
-    first = first[inverse[len(known) :]]  # where in both each key is first
-    added = np.unique(first[first >= len(known)])
-    rows = np.where(first < len(known), first, len(known) + np.searchsorted(added, first))
-    return rows, added - len(known)
-
-
-def completed(
-    folder: Path, index: Index | None, items: Sequence[Any], count: np.ndarray, about: dict[str, Any]
-) -> tuple[Index, np.ndarray]:
-    """Return (the index with new items added and changed ones to be computed again, the row of each item in it).
+def add_items(folder: Path, items: Sequence[Any], count: np.ndarray, about: dict[str, Any]) -> tuple[Index, np.ndarray]:
+    """Return (the index, with the items added that it does not have, the row of each item in it).
 
     `count` [N] are the values of each entry. Where these lie depends on the items alone, and not on who computes what
     when: a build that was killed and went on ends with the bytes of one that was not.
     """
-    kinds = [("key", np.uint64), ("size", np.int64), ("modified_ns", np.int64)]
-    sources = np.fromiter(map(_source, items), kinds, len(items))
-    columns = {name: sources[name] for name, _ in kinds} | {"begin": np.zeros_like(count), "count": count}
+    index = read_index(folder)
     if index is None:  # then nothing tells what the other files hold
         with writing(folder):
-            for name in (CHECKSUMS, VALUES):
-                (folder / name).unlink(missing_ok=True)
-        index = {name: column[:0] for name, column in columns.items()}
-        index |= {"shape": np.array(about["shape"]), "itemsize": np.array(about["itemsize"])}
-    known = len(index["key"])
-    row, added = _rows(index["key"], columns["key"])
-    if len(added):
-        index |= {name: np.concatenate([index[name], column[added]]) for name, column in columns.items()}
+            (folder / CHECKSUMS).unlink(missing_ok=True)
+            (folder / VALUES).unlink(missing_ok=True)
+        index = {"key": np.zeros(0, np.uint64), "count": np.zeros(0, np.int64), "shape": np.array(about["shape"])}
+        index["itemsize"] = np.array(about["itemsize"])
 
-    # Entries that are new, and those that have another length now, get room at the end.
-    moved = index["count"][row] != count
-    changed = moved | (index["size"][row] != columns["size"]) | (index["modified_ns"][row] != columns["modified_ns"])
-    if not len(added) and not changed.any():
+    # New items get the next rows, in the order of the list; one that is in it twice has one row.
+    known = index["key"]
+    keys = np.fromiter(map(key_of, items, count.tolist()), np.uint64, len(items))
+    _, first = np.unique(keys, return_index=True)
+    added = np.sort(first[~np.isin(keys[first], known)])
+    index["key"] = np.append(known, keys[added])
+    index["count"] = np.append(index["count"], count[added])
+    by_key = np.argsort(index["key"])
+    row = by_key[np.searchsorted(index["key"], keys, sorter=by_key)]
+    if not len(added):
         return index, row
-    homeless = np.union1d(row[moved], np.arange(known, len(index["key"])))
-    end = int((index["begin"] + index["count"])[:known].max(initial=0))
-    for name in ("size", "modified_ns", "count"):
-        index[name][row] = columns[name]
-    counts = index["count"][homeless]
-    index["begin"][homeless] = end + np.cumsum(counts) - counts
 
-    # Checksums first: a kill in between makes for too much to compute, never for too little.
-    checksums = mapped(folder / CHECKSUMS, np.dtype(np.uint64), len(index["key"]))
-    checksums[np.union1d(homeless, row[changed])] = 0
-    names = (read_about(folder).get("items", []) + ["?"] * known)[:known]
+    # The names first, of which there may be more than entries, never fewer.
+    names = (read_about(folder).get("items") or ["?"] * len(known))[: len(known)]
+    stream = io.BytesIO()
+    np.savez(stream, **index)  # type: ignore[arg-type]
     with writing(folder):
-        write_json(folder / ABOUT, about | {"items": names + [name_of(items[place]) for place in added.tolist()]})
-        write_index(folder, index)
+        write_json(folder / ABOUT, about | {"items": names + [name_of(items[place]) for place in added]})
+        with atomic(folder / INDEX) as temporary:
+            temporary.write_bytes(stream.getvalue() + xxh3_64_digest(stream.getbuffer()))
     return index, row
+
+
+# Damage, and what the command line says.
 
 
 def caches_in(folder: str | Path) -> list[Path]:
@@ -185,47 +235,37 @@ def caches_in(folder: str | Path) -> list[Path]:
     return caches
 
 
-def _bytes(path: Path) -> np.ndarray:
-    return np.memmap(path, np.uint8, "r") if path.exists() and path.stat().st_size else np.zeros(0, np.uint8)
-
-
-def _values(index: Index) -> int:
-    return int((index["begin"] + index["count"]).max(initial=0))
-
-
 def damaged_rows(folder: Path, index: Index) -> list[int]:
-    """Return the rows of the index whose values do not match their checksum."""
-    values, size = _bytes(folder / VALUES), int(index["itemsize"])
-    checksums = np.zeros(len(index["key"]), np.uint64)
-    there = _bytes(folder / CHECKSUMS)[: checksums.nbytes]
-    checksums.view(np.uint8)[: len(there)] = there
-    damaged = []
-    for row in np.flatnonzero(checksums).tolist():
-        begin, end = (int(place) * size for place in (index["begin"][row], index["begin"][row] + index["count"][row]))
-        if xxh3_64_intdigest(values[begin:end].data, seed=int(index["key"][row])) != checksums[row]:
-            damaged.append(row)
+    """Return the rows of the index whose values do not match their checksum, or whose checksum was cut off."""
+    checksums = np.fromfile(folder / CHECKSUMS, np.uint64)[: len(index["key"])]
+    damaged = list(range(len(checksums), len(index["key"])))
+    end = index["itemsize"] * np.cumsum(index["count"])
+    with open(folder / VALUES, "rb") as file:
+        for row in np.flatnonzero(checksums).tolist():
+            size = int(index["itemsize"] * index["count"][row])
+            file.seek(end[row] - size)
+            if xxh3_64_intdigest(file.read(size), int(index["key"][row])) != checksums[row]:
+                damaged.append(row)
     return damaged
 
 
-def verify_cache(folder: str | Path) -> list[tuple[str, str]]:
+def verify_cache(folder: str | Path, repair: bool = False) -> list[tuple[str, str]]:
     """Compare all entries of the caches in `folder` with their checksums; return what is damaged: (file or item, why).
 
-    Entries that were never computed are not damaged. Raises UsageError where no cache is.
+    Entries that were never computed are not damaged. `repair` makes such of those that are: the next use computes them.
+    Raises UsageError where no cache is.
     """
     problems = []
     for path in caches_in(folder):
-        index, about = read_index(path), read_about(path)
+        index = read_index(path)
         if index is None:
             problems.append((f"{path / INDEX}", "it is not as it was written: all is built anew at the next use"))
             continue
-        names = about.get("items", [])
-        if [key_of(name) for name in names] != index["key"].tolist():
-            problems.append((f"{path / ABOUT}", "it is not as it was written"))
-            names = [f"entry {row} of {path}" for row in range(len(index["key"]))]
-        for name, size in ((VALUES, _values(index) * int(index["itemsize"])), (CHECKSUMS, 8 * len(index["key"]))):
-            if len(_bytes(path / name)) < size:
-                problems.append((f"{path / name}", "it is cut short"))
-        problems += [(names[row], "its values do not match their checksum") for row in damaged_rows(path, index)]
+        names = read_about(path).get("items") or [f"entry {row} of {path}" for row in range(len(index["key"]))]
+        damaged = damaged_rows(path, index)
+        problems += [(names[row], "its values do not match their checksum") for row in damaged]
+        if repair and damaged:
+            mapped(path / CHECKSUMS, np.dtype(np.uint64), len(index["key"]))[damaged] = 0
     return problems
 
 
@@ -237,9 +277,9 @@ def describe_caches(folder: str | Path) -> list[str]:
         if index is None or not about:
             lines.append(f"{path}: what it says of itself is damaged")
             continue
-        there = np.count_nonzero(np.frombuffer(_bytes(path / CHECKSUMS), np.uint64))
         lines.append(
-            f"{path}: {there} of {len(index['key'])} entries of workload {about['workload']}, "
-            f"{about['plan']['cache_of']} as {about['dtype']}, {(path / VALUES).stat().st_size / 1e6:.3g} MB"
+            f"{path}: {np.count_nonzero(np.fromfile(path / CHECKSUMS, np.uint64))} of {len(index['key'])} entries of "
+            f"workload {about['workload']}, {about['plan']['cache_of']} as {about['dtype']}, "
+            f"{(path / VALUES).stat().st_size / 1e6:.3g} MB"
         )
     return lines
