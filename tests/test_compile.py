@@ -83,6 +83,12 @@ def test_blocks_are_the_outermost_of_a_class_that_occurs_twice():
     assert repeated_blocks(nn.Sequential(Block(4), nn.Linear(4, 4), nn.Linear(4, 4))) == []
 
 
+def test_a_sequence_of_layers_is_one_graph(quick):
+    watch, history = Watch(), course(points(train=40), compile="default")
+    assert watch.report().graphs == 1
+    assert history.loss == pytest.approx(course(points(train=40)).loss, rel=1e-4)
+
+
 def test_blocks_share_code_and_names_stay(quick):
     watch, history = Watch(), course(stacked(lambda: stack(depth=6)), compile="default", compile_scope="blocks")
     assert watch.report().graphs == 1  # one class, one shape; not the last batch, nor evaluation

@@ -34,8 +34,23 @@ def apply_compile(model: nn.Module, plan: Plan, workload: Workload | None = None
         why = f"{type(model).__name__} has no class of blocks twice, whose code could be used again"
         fallbacks.append(Fallback("compile_scope", "blocks", "model", why))
     for module in modules:
-        module.compile(**compile_options(plan, workload))
+        compile_in_place(module, **compile_options(plan, workload))
     return fallbacks
+
+
+def compile_in_place(module: nn.Module, **options: Any) -> None:
+    """Compile `module` as `nn.Module.compile` does, also where its forward pass is PyTorch's own.
+
+    As the outermost call dynamo skips code of PyTorch's, so that nothing of a Sequential of layers would be compiled.
+    """
+    if not type(module).__module__.startswith("torch."):
+        module.compile(**options)
+        return
+
+    def call(*inputs: Any, **named: Any) -> Any:
+        return module._call_impl(*inputs, **named)
+
+    module._compiled_call_impl = torch.compile(call, **options)
 
 
 def compile_loss(loss: Loss, plan: Plan, workload: Workload | None = None) -> Loss:

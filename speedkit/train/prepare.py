@@ -17,6 +17,7 @@ from speedkit.errors import PlanError, UsageError
 from speedkit.hardware import Hardware, this_machine
 from speedkit.plan import CUDA_GRAPHS, EffectivePlan, Fallback, Plan, resolve
 from speedkit.train import attention, memory, precision
+from speedkit.train.compile import compile_in_place as compile_module
 from speedkit.train.compile import failure as failure_text
 from speedkit.train.compile import repeated_blocks
 
@@ -227,7 +228,7 @@ def compile_in_place(prepared: Prepared) -> None:
     if plan.compile_scope == "blocks":
         modules = [block for _, block in repeated_blocks(prepared.model)]
     for module in modules:
-        module.compile(mode=plan.compile)
+        compile_module(module, mode=plan.compile)
         compiled: Any = module._compiled_call_impl
         module._compiled_call_impl = functools.partial(prepared.call, module._call_impl, compiled)
 
