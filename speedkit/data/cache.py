@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
@@ -30,7 +30,9 @@ from speedkit.errors import SpeedkitError
 from speedkit.hardware import cache_root
 from speedkit.plan import Plan
 from speedkit.system import usable_cores, usable_ram_bytes
-from speedkit.workloads.workload import Workload
+
+if TYPE_CHECKING:
+    from speedkit.workloads.workload import Workload
 
 MEMORY_SHARE = 0.5  # a cache larger than this share of the free memory stays on disk
 ALONE = 32  # so few entries are computed in this process: starting others would take longer
@@ -40,7 +42,7 @@ OWN = ("values", "checksums", "trusted", "rows", "memory")
 
 
 def open_cache(
-    workload: Workload,
+    workload: "Workload",
     items: Sequence[Any],
     plan: Plan,
     *,
@@ -79,7 +81,7 @@ class FeatureCache:
     an entry, `bad` (path -> why) those that cannot have one. `recomputed` counts entries that were found damaged.
     """
 
-    def __init__(self, workload: Workload, items: Sequence[Any], plan: Plan, *, folder: Path, about: dict[str, Any]):
+    def __init__(self, workload: "Workload", items: Sequence[Any], plan: Plan, *, folder: Path, about: dict[str, Any]):
         self.name = workload.name
         self.items = items
         self.folder = folder

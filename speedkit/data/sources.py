@@ -213,6 +213,8 @@ def read_table(root: Path, table: Path, kind: str, with_splits: bool) -> list[La
 
     try:
         rows = pandas.read_csv(table, sep=None, engine="python", dtype=str, keep_default_na=False, encoding="utf-8-sig")
+    except FileNotFoundError as error:
+        raise UsageError(f"the label table {table} does not exist: give --labels a CSV file in UTF-8") from error
     except (OSError, ValueError, csv.Error) as error:
         raise UsageError(f"the label table {table} cannot be read as a CSV file in UTF-8 ({error})") from error
     rows = rows.rename(columns=lambda name: name.strip().lower()).apply(lambda column: column.str.strip())

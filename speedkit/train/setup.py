@@ -81,16 +81,12 @@ def setup_run(
         check_strict(effective)
     plan = effective.plan
 
-    # Data: what is missing of shards and cache is made.
+    # Data: what is missing of shards and cache is made. A run that never ends does not see its test set.
     shown = progress if not endless and not rank else False
     open_stream = functools.partial(
-        open_batches, workload, device=device, cache_dir=cache_dir, progress=wanted(shown), share=(rank, world_size)
+        open_batches, workload, batch_size=recipe.batch_size, device=device, cache_dir=cache_dir, progress=wanted(shown)
     )
-    train_batches = open_stream(workload.train, plan, batch_size=recipe.batch_size, seed=recipe.seed)
-    # A run that never ends does not see its test set: it is not worth a cache.
     test_plan = dataclasses.replace(plan, cache="off", shards=False) if endless else plan
-    test_batches = open_stream(workload.test, test_plan, batch_size=recipe.batch_size, seed=None)
-
     total_steps = recipe.total_steps(len(workload.train), plan.drop_last)
     run = TrainingRun(
         workload=workload,
@@ -101,8 +97,8 @@ def setup_run(
         replica=learner.replica,
         micro_batch=min(int(plan.micro_batch or local.batch_size), local.batch_size),
         optimizer=learner.optimizer,
-        train_batches=train_batches,
-        test_batches=test_batches,
+        train_batches=open_stream(workload.train, plan, seed=recipe.seed, share=(rank, world_size)),
+        test_batches=open_stream(workload.test, test_plan, seed=None, share=(rank, world_size)),
         learning_rates=learning_rates(recipe, total_steps),
         total_steps=None if endless else total_steps,
         evaluate_every=0 if endless else steps_between_evaluations(workload, recipe, plan),
@@ -112,7 +108,7 @@ def setup_run(
         ranks=ranks,
     )
     open_checkpoint(run, resume=resume)
-    for note in (*effective.fallbacks, train_batches.padding, getattr(train_batches.cache, "why", "")):
+    for note in (*effective.fallbacks, run.train_batches.padding, getattr(run.train_batches.cache, "why", "")):
         if note:
             run.progress.say(f"  {note}")
     run.history.prepare_s = time.perf_counter() - began_s
