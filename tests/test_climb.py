@@ -205,7 +205,7 @@ def test_compare_finds_a_planted_slowdown_and_keeps_the_losses():
     found = compare(work, Plan(), Plan(), workload_b=slow, pairs=16, window_s=0.04, names=("plain", "slowed"))
     assert found.slower and found.ratio < 1 and not found.faster
     assert found.losses_a == found.losses_b
-    assert len(found.seconds_a) == len(found.seconds_b) == 8
+    assert len(found.seconds_a) == len(found.seconds_b) == 16
 
 
 OPTIONS = {"pairs": 6, "window_s": 0.01, "seeds": 2}
