@@ -1,6 +1,6 @@
 """What the feature cache costs: reading against a plain memory map, first touch, opening, disk, building on all cores.
 
-    python benchmarks/cache.py [--brief]
+    python benchmarks/cache.py [--quick]
 
 A row per limit; exit code 1 when one is missed. What is compared takes turns, so that a busy machine hits both sides
 alike; the figures are medians of the turns' ratios with their 95 % interval, and mean most on a machine at rest.
@@ -30,7 +30,7 @@ from speedkit.workloads.workload import Workload
 
 ROW, BATCH = 16384, 64  # float32 values of an entry, 64 kB; entries of a batch
 CPU = torch.device("cpu")
-BRIEF = "--brief" in sys.argv
+BRIEF = "--quick" in sys.argv
 
 
 def numbers(size: int) -> Workload:
@@ -76,8 +76,8 @@ def report(what: str, asked: float, values: list[float], *, at_least: bool, unit
     reach = round(0.98 * len(ordered) ** 0.5)  # https://en.wikipedia.org/wiki/Median#Confidence_interval
     low, high = ordered[max(0, len(ordered) // 2 - reach)], ordered[min(len(ordered) - 1, len(ordered) // 2 + reach)]
     met = middle >= asked if at_least else middle <= asked
-    sign = "at least" if at_least else "at most"
-    print(f"{what}: {middle:.3g}{unit} ({low:.3g} to {high:.3g}), {sign} {asked:g}{unit}: {'met' if met else 'MISSED'}")
+    limit = f"limit {'at least ' if at_least else ''}{asked:g}{unit}"
+    print(f"{what}: {middle:.3g}{unit} ({low:.3g} to {high:.3g}), {limit}: {'met' if met else 'missed'}", flush=True)
     return met
 
 
