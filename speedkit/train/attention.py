@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 from speedkit.plan import Plan
+from speedkit.train.compile import repeated_blocks
 
 # In the order in which they stand in for one another; math, which takes everything, last.
 BACKENDS = {
@@ -52,10 +53,13 @@ def attention_kernels(plan: Plan) -> Any:
 
 
 def apply_attention(model: nn.Module, plan: Plan) -> None:
-    """Let the forward pass of `model` use the plan's kernel first, in place."""
-    if allowed := backends(plan):
+    """Let the forward pass of `model` use the plan's kernel first, in place; of each block where these are compiled."""
+    allowed, modules = backends(plan), [model]
+    if plan.compile_scope == "blocks":
+        modules += [block for _, block in repeated_blocks(model)]
+    for module in modules if allowed else ():
         # A partial of a bound method is copied along with a model that is deep-copied; a closure would not be.
-        model.forward = functools.partial(call_under, allowed, model.forward)
+        module.forward = functools.partial(call_under, allowed, module.forward)
 
 
 def call_under(allowed: list[SDPBackend], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
