@@ -120,6 +120,9 @@ class FeatureCache:
         self.labels = [torch.from_numpy(self.lengths), self.targets] if self.varies else [self.targets]
         self.usable = self.checksums[self.row] != 0
 
+    def __len__(self) -> int:
+        return len(self.items)
+
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in OWN} | {"where": "disk"}
 
