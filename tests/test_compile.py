@@ -119,6 +119,15 @@ def test_cuda_graphs_are_not_recorded_for_any_number_of_lengths():
         assert effective.plan.compile == mode
 
 
+@pytest.mark.parametrize("micro_batch", [None, 4, "auto"])
+def test_what_cuda_graphs_write_over_is_copied_before(micro_batch):
+    """Gradients that are added up lie where the next replay would write: no graphs are recorded then."""
+    gpu = Hardware(torch.device("cuda"), 1, compute_capability=(9, 0), triton=True, compiler="gcc", python_headers=True)
+    effective = resolve(Plan(compile="reduce-overhead", micro_batch=micro_batch), gpu, batch_size=16)
+    assert effective.plan.compile == ("reduce-overhead" if micro_batch is None else "default")
+    assert effective.fallbacks == () or "CUDA graph" in effective.fallbacks[0].why
+
+
 def test_any_length_takes_two_graphs_and_few_lengths_one_each(quick):
     class Mean(nn.Linear):
         def forward(self, x):  # [B, T] -> [B, K], whatever T

@@ -203,10 +203,10 @@ from test_resume import lively, loss
 from tiny import emulating
 from speedkit.errors import Interrupted
 from speedkit.plan import Plan
-from speedkit.train import run
+from speedkit.train import setup
 from speedkit.train.fit import fit
 
-run.this_machine = emulating
+setup.this_machine = emulating
 
 calls = iter(range(10**6))
 def waiting_loss(model, batch, recipe):
