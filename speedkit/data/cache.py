@@ -221,9 +221,10 @@ class FeatureCache:
             labels = self.labels
         else:
             memory, *labels = self.memory
-            longest = int(self.lengths[indices.numpy()].max(initial=0))  # known here: the device is not asked
+            if self.varies:  # how long the longest is, is known here: the device is not asked
+                memory = memory[..., : int(self.lengths[indices.numpy()].max(initial=0))]
             places = _sent(indices, memory.device) if on_device is None else on_device
-            inputs = memory[..., :longest].index_select(0, places)
+            inputs = memory.index_select(0, places)
         batch = [_sent(tensor, device) for tensor in (inputs, *(column.index_select(0, places) for column in labels))]
         if self.dtype != np.float32:
             batch[0] = batch[0].to(torch.float32)  # there, and not before: fewer bytes travel
