@@ -101,12 +101,15 @@ def test_a_notebook_that_runs_a_notebook_does_not_wait_for_itself(tmp_path):
     assert outputs(tmp_path / "out" / "inner.ipynb") == "inner ran\n"
 
 
-def test_one_notebook_runs_at_a_time_on_a_device(tmp_path, capsys):
-    with concurrent.futures.ThreadPoolExecutor(1) as pool, device_lock():
-        running = pool.submit(run_notebook, plain(tmp_path / "n.ipynb"), tmp_path / "out.ipynb", progress=False)
-        while "waiting for another notebook to finish on " not in (said := capsys.readouterr().err):
-            assert not said and not running.done()
-    assert running.result(timeout=60).is_file()
+def test_one_notebook_runs_at_a_time_on_a_device(tmp_path):
+    plain(tmp_path / "n.ipynb")
+    program = "from speedkit.notebooks import run_notebook; run_notebook('n.ipynb', 'out.ipynb', progress=False)"
+    with device_lock():
+        running = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+        assert running.stderr.readline().startswith("waiting for another notebook to finish on ")
+        assert running.poll() is None and not (tmp_path / "out.ipynb").exists()
+    assert running.communicate(timeout=60) == (None, "") and running.returncode == 0
+    assert (tmp_path / "out.ipynb").is_file()
 
 
 FAILURES = {
