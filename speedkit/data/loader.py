@@ -14,7 +14,7 @@ from speedkit.data.augment import seed_step
 from speedkit.data.cache import FeatureCache
 from speedkit.data.decode import BadItem, check_bad_share, with_decoder
 from speedkit.data.prefetch import prefetched
-from speedkit.data.sampler import BatchSampler, padding_share
+from speedkit.data.sampler import BatchSampler, padded_frames, padding_share
 from speedkit.data.workers import BatchLoader, Loaded
 from speedkit.errors import SpeedkitError
 from speedkit.plan import Plan
@@ -109,6 +109,8 @@ class BatchStream:
             self.sampler = dataclasses.replace(plain, lengths=lengths)
             share, without = padding_share(self.sampler, lengths), padding_share(plain, lengths)
             self.padding = f"bucket: {share:.1%} of the frames are padding, {without:.1%} without"
+        self.frames = 0  # padded frames of all batches so far
+        self.lengths = lengths
         self.epoch = self.position = 0
         self.next_place = (0, 0)  # where `batches` goes on; another epoch or position asks for others
         self.batches: Iterator[Batch | None] | None = None
@@ -140,6 +142,11 @@ class BatchStream:
                 if batch is not None:
                     return self.finished(batch, self.epoch * len(self) + self.position - 1)
             self.batches, self.epoch, self.position = None, self.epoch + 1, 0
+
+    @functools.cached_property
+    def mean_frames(self) -> float:
+        """Padded frames of a batch, on average over the first epoch; 0 where all clips have one length."""
+        return 0.0 if self.lengths is None else padded_frames(self.sampler, self.lengths) / len(self)
 
     def one_epoch(self) -> Iterator["Batch"]:
         """Yield the batches of one epoch from the start."""
@@ -218,6 +225,7 @@ class BatchStream:
             with torch.no_grad():
                 inputs = self.workload.features(inputs)
         padded = self.sampler.padded_to(inputs.shape[-1])  # by its shape: no length is read from the device
+        self.frames += len(inputs) * padded
         return (inputs if padded == inputs.shape[-1] else pad(inputs, (0, padded - inputs.shape[-1]))), *rest
 
     @property

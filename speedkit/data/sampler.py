@@ -74,11 +74,14 @@ class BatchSampler:
         return self.padded[bisect_left(self.padded, length)] if self.padded else length
 
 
+def padded_frames(sampler: BatchSampler, lengths: Tensor) -> int:
+    """Return the frames of an epoch's batches, padding included, for clips of `lengths` [N]."""
+    return sum(len(batch) * sampler.padded_to(int(lengths[batch].max())) for batch in sampler.batches())
+
+
 def padding_share(sampler: BatchSampler, lengths: Tensor) -> float:
     """Return which share of the frames of an epoch is padding, for clips of `lengths` [N]; 0 is none."""
-    clips = [lengths[indices] for indices in sampler.batches()]
-    padded = sum(len(batch) * sampler.padded_to(int(batch.max())) for batch in clips)
-    return 1 - sum(int(batch.sum()) for batch in clips) / padded
+    return 1 - sum(int(lengths[batch].sum()) for batch in sampler.batches()) / padded_frames(sampler, lengths)
 
 
 def padded_lengths(lengths: Tensor) -> list[int]:

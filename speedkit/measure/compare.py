@@ -1,95 +1,104 @@
-"""Is plan B faster than plan A? Both trained for real, taking turns, in one process."""
+"""Is plan B faster than plan A? Both trained for real, in turns on the same batches, in one process."""
 
 import dataclasses
 import math
 import random
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from speedkit.clock import Steady, Stopwatch, compilations, run_until_steady
-from speedkit.measure.stats import noise_floor, paired_interval
-from speedkit.measure.turns import take_turns
+from speedkit.clock import Stopwatch, compilations
+from speedkit.measure.stats import LOOKS, Decision, decide, log_ratios, paired_interval
 from speedkit.plan import EffectivePlan, Plan
 from speedkit.recipe import Recipe
 from speedkit.train import precision
 from speedkit.train.loop import steps
 from speedkit.train.nonfinite import get_random_state, set_random_state
 from speedkit.train.setup import setup_run
+from speedkit.workloads.workload import Workload
 
-MIN_PAIRS = 6
+WARM_UP = 4  # pairs: autotuning, CUDA graphs, buffers that filled while a loader started
+TURN_S = 0.05  # of a turn on a GPU, where a step after a switch is slower; on a CPU one step does
+MAX_TURN = 1000  # steps
+
+Turn = Callable[[], float]
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What a comparison found. `ratio` = time A / time B, above 1 where B is faster; `low`..`high` holds 99 % of it."""
+    """What a comparison showed. `ratio` = time A / time B, above 1 where B is faster; `low`..`high` holds 99 % of it.
+
+    `seconds_a` and `seconds_b` are those of each pair's turns of `steps_per_turn` steps. Where clips vary in length they
+    are scaled to the padded frames that a turn has on average, so that they tell of the plan and not of the clips.
+    """
 
     name: str
     a: str
     b: str
-    seconds_a: tuple[float, ...]  # one per window, in the order of the pairs
+    seconds_a: tuple[float, ...]
     seconds_b: tuple[float, ...]
-    steps_per_window: int
+    steps_per_turn: int
     ratio: float
     low: float
     high: float
-    noise_floor: float  # 1 or more, what comparing a plan with itself could show: a gain below it is none
-    warmup_s_a: float  # until steady, compilation included
+    decision: Decision
+    warmup_s_a: float  # of the first pairs, compilation included
     warmup_s_b: float
     losses_a: tuple[float, ...]  # of the first steps, from the same seed
     losses_b: tuple[float, ...]
     effective_a: EffectivePlan
     effective_b: EffectivePlan
-    steady: bool  # False when a side had not settled by the end of its warm-up
-    compiled_in_windows: int  # graphs compiled while measuring: anything but 0 spoils the windows
 
     @property
     def faster(self) -> bool:
-        """Whether B is faster than A beyond the noise."""
-        return self.low > self.noise_floor
+        """Whether B is shown to be faster than A."""
+        return self.decision == "faster"
 
     @property
     def slower(self) -> bool:
-        """Whether B is slower than A beyond the noise."""
-        return self.high < 1 / self.noise_floor
+        """Whether B is shown to be slower than A."""
+        return self.high < 1
 
     @property
     def step_s(self) -> tuple[float, float]:
-        """Seconds per step of A and of B: medians over the windows."""
+        """Seconds per step of A and of B: medians over the turns."""
         a_s, b_s = statistics.median(self.seconds_a), statistics.median(self.seconds_b)
-        return a_s / self.steps_per_window, b_s / self.steps_per_window
+        return a_s / self.steps_per_turn, b_s / self.steps_per_turn
 
     def as_measurement(self) -> dict[str, Any]:
         """Return the row of `measurements` in a record: all but the losses and the plans."""
         return {key: value for key, value in vars(self).items() if not key.startswith(("losses_", "effective_"))}
 
     def __str__(self) -> str:
-        verdict = "faster" if self.faster else "slower" if self.slower else "no difference beyond the noise"
         return (
-            f"{self.b} against {self.a}: {self.ratio:.3f} ({self.low:.3f} to {self.high:.3f}), "
-            f"noise floor {self.noise_floor:.3f}: {verdict}"
+            f"{self.b} against {self.a}: {self.ratio:.3f} ({self.low:.3f} to {self.high:.3f}) "
+            f"in {len(self.seconds_a)} pairs: {'slower' if self.slower else self.decision}"
         )
 
 
-class Side:
+class Contender:
     """One plan in training, able to take a turn and to stand still."""
 
-    def __init__(self, workload: Any, recipe: Recipe, plan: Plan, device: str | torch.device, cache_dir: Any):
+    def __init__(
+        self, workload: Workload, recipe: Recipe, plan: Plan, device: str | torch.device, cache_dir: str | Path | None
+    ):
         self.run = setup_run(workload, recipe, plan, device=device, cache_dir=cache_dir, endless=True)
         self.steps = steps(self.run)
         self.stopwatch = Stopwatch(self.run.device)
-        self.losses: list[float] = []  # of the first steps
+        self.losses: list[Tensor] = []  # of the first steps, read when there are enough
         self.random = get_random_state(self.run.device)
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
+    def active(self) -> Iterator[None]:
         """Let this plan train: its process-wide switches are set, and only then may its loader processes work.
 
-        Between turns these stand still, buffers and all, so that they steal no time from the other plan. Each side has
+        Between turns these stand still, buffers and all, so that they steal no time from the other plan. Each plan has
         the global random state (dropout's) to itself.
         """
         precision.set_matmul_precision(self.run.plan)
@@ -99,27 +108,19 @@ class Side:
         self.run.train_batches.pause()
         self.random = get_random_state(self.run.device)
 
-    def warm_up(self, loss_steps: int, window_s: float, max_s: float) -> Steady:
-        """Train until the step time has settled; return how that went, its seconds those of the whole warm-up.
-
-        The losses of at least the first `loss_steps` steps are kept for parity. Batches buffered while the loader
-        started up are used up on the way: there are at most workers * prefetch_factor of them.
-        """
-        plan, began_s = self.run.plan, time.perf_counter()
-        with self.turn():
-            for _ in range(max(loss_steps, 2 * int(plan.workers) * plan.prefetch_factor)):
-                next(self.steps)
-                self.losses.append(float(self.run.last_loss))
-            found = run_until_steady(lambda: next(self.steps), self.run.device, window_s=window_s, max_s=max_s)
-        return dataclasses.replace(found, seconds=time.perf_counter() - began_s)
-
-    def window(self, count: int) -> float:
-        """Return the seconds of `count` steps."""
-        with self.turn():
+    def turn(self, count: int, loss_steps: int = 0) -> float:
+        """Return the seconds of `count` steps, for as many padded frames as these have on average; keep first losses."""
+        stream, frames = self.run.train_batches, self.run.train_batches.frames
+        with self.active():
             self.stopwatch.start()
             for _ in range(count):
                 next(self.steps)
-            return self.stopwatch.stop()
+                if len(self.losses) < loss_steps:
+                    self.losses.append(self.run.last_loss.detach().clone())
+            seconds = self.stopwatch.stop()
+        if not stream.mean_frames or stream.frames == frames:
+            return seconds
+        return seconds * count * stream.mean_frames / (stream.frames - frames)
 
     def close(self) -> None:
         """End the run."""
@@ -127,69 +128,123 @@ class Side:
         self.run.close()
 
 
-def catch_up(*sides: Side) -> None:
-    """Train those that are behind up to the same step: the windows of a pair then hold the same batches.
-
-    Where lengths vary, that is most of what differs from window to window; elsewhere it would be wasted time.
-    """
-    for side in sides:
-        side.window(max(other.run.step for other in sides) - side.run.step)
-
-
 def compare(
-    workload: Any,
+    workload: Workload,
     plan_a: Plan,
     plan_b: Plan,
     *,
     recipe: Recipe | None = None,
     device: str | torch.device = "auto",
-    pairs: int = 20,
-    window_s: float = 0.25,
-    max_s: float | None = None,
-    warm_up_s: float = 20.0,
+    pairs: int = LOOKS[-1],
+    max_s: float = math.inf,
     loss_steps: int = 16,
     seed: int = 0,
     name: str = "",
     names: tuple[str, str] = ("a", "b"),
-    cache_dir: Any = None,
-    workload_b: Any = None,
+    cache_dir: str | Path | None = None,
+    workload_b: Workload | None = None,
     recipe_b: Recipe | None = None,
 ) -> Comparison:
-    """Train `workload` under both plans in turns and return how much faster B is.
+    """Train `workload` under both plans in turns on the same batches and return how much faster B is.
 
-    Both are warmed up past compilation and autotuning; then they take turns at windows of equal numbers of steps.
-    `max_s` lowers the number of pairs before the first is measured, never after having looked at one. `workload_b` and
-    `recipe_b` replace those of side B.
+    Ends at the first of LOOKS that decides, after `pairs` pairs, or when the timed turns have taken `max_s`. `seed` is
+    that of the order within pairs. `workload_b` and `recipe_b` replace those of plan B.
     """
     recipe = recipe or workload.recipe
     with (
-        closing(Side(workload, recipe, plan_a, device, cache_dir)) as a,
-        closing(Side(workload_b or workload, recipe_b or recipe, plan_b, device, cache_dir)) as b,
+        closing(Contender(workload, recipe, plan_a, device, cache_dir)) as a,
+        closing(Contender(workload_b or workload, recipe_b or recipe, plan_b, device, cache_dir)) as b,
     ):
-        warm_a, warm_b = (side.warm_up(loss_steps, window_s / 2, warm_up_s) for side in (a, b))
-        if workload.length is not None:
-            catch_up(a, b)
-        count = max(1, math.ceil(window_s / math.sqrt(warm_a.step_s * warm_b.step_s)))
-        if max_s is not None:
-            pairs = min(pairs, max(MIN_PAIRS, int(max_s / count / (warm_a.step_s + warm_b.step_s))))
-        before = compilations()
-        sides = (lambda: a.window(count), lambda: b.window(count))
-        seconds_a, seconds_b, control = take_turns(*sides, pairs, random.Random(seed))
-        found = paired_interval(seconds_a, seconds_b)
+        count, warm_a, warm_b = warm_up(a, b, loss_steps)
+        turns = (lambda: a.turn(count, loss_steps), lambda: b.turn(count, loss_steps))
+        seconds_a, seconds_b, decision = measure_pairs(*turns, pairs=pairs, rng=random.Random(seed), max_s=max_s)
+        for side in (a, b):  # what is compared of the losses may be longer than what shows a large gain
+            side.turn(max(0, loss_steps - len(side.losses)), loss_steps)
         return Comparison(
             name or f"{names[0]} against {names[1]}",
             *names,
             tuple(seconds_a),
             tuple(seconds_b),
             count,
-            **vars(found),
-            noise_floor=noise_floor(control),
-            warmup_s_a=warm_a.seconds,
-            warmup_s_b=warm_b.seconds,
-            losses_a=tuple(a.losses[:loss_steps]),
-            losses_b=tuple(b.losses[:loss_steps]),
+            **vars(paired_interval(seconds_a, seconds_b)),
+            decision=decision,
+            warmup_s_a=warm_a,
+            warmup_s_b=warm_b,
+            losses_a=tuple(map(float, a.losses)),
+            losses_b=tuple(map(float, b.losses)),
             effective_a=a.run.effective,
             effective_b=b.run.effective,
-            steady=warm_a.steady and warm_b.steady,
-            compiled_in_windows=compilations() - before,
         )
+
+
+def warm_up(a: Contender, b: Contender, loss_steps: int = 0) -> tuple[int, float, float]:
+    """Let both make the first turns; return the steps of a turn, and the seconds that these first ones took each.
+
+    A turn is one step on a CPU, and TURN_S on a GPU. With loader processes it takes all that they have buffered, or
+    what they buffered between turns would be measured as if it cost nothing.
+    """
+    buffered = max(int(side.run.plan.workers) * side.run.plan.prefetch_factor for side in (a, b))
+    count, totals = max(1, buffered), [0.0, 0.0]
+    for _ in range(WARM_UP):
+        began_s = time.perf_counter()
+        last_s = a.turn(count, loss_steps)
+        middle_s = time.perf_counter()
+        last_s = math.sqrt(last_s * b.turn(count, loss_steps))
+        totals[0] += middle_s - began_s
+        totals[1] += time.perf_counter() - middle_s
+    if a.run.device.type != "cpu":
+        count *= min(MAX_TURN, max(1, math.ceil(TURN_S / last_s)))
+    return count, *totals
+
+
+def measure_pairs(
+    turn_a: Turn, turn_b: Turn, *, pairs: int = LOOKS[-1], rng: random.Random, max_s: float = math.inf
+) -> tuple[list[float], list[float], Decision]:
+    """Return the seconds of A's turns and of B's, in pairs in random order, and what they show.
+
+    A pair in which something was compiled tells nothing of later steps, and is left out. Stops at a look that decides,
+    after `pairs` (two at least), or, with what there is, when turns have taken `max_s`.
+    """
+    seconds: tuple[list[float], list[float]] = ([], [])
+    decision: Decision = "undecided"
+    spent_s, left_out = 0.0, 0
+    while len(seconds[0]) < max(2, pairs) and (spent_s < max_s or len(seconds[0]) < 2):
+        before, order = compilations(), rng.choice(((0, 1), (1, 0)))
+        taken = {side: (turn_a, turn_b)[side]() for side in order}
+        spent_s += sum(taken.values())
+        if compilations() != before and left_out < pairs:
+            left_out += 1
+            continue
+        for side, side_s in taken.items():
+            seconds[side].append(side_s)
+        if len(seconds[0]) in LOOKS and (decision := decide(log_ratios(*seconds))) != "undecided":
+            break
+    return *seconds, decision
+
+
+def compare_functions(
+    name: str,
+    functions: Mapping[str, Callable[[], Any]],
+    pairs: int,
+    device: torch.device | str = "cpu",
+    before: Callable[[], Any] = lambda: None,
+) -> dict[str, Any]:
+    """Return the row of `measurements` for two named functions that take turns, each call a turn.
+
+    Each is called once to warm up. `before` is called before every turn, outside its time.
+    """
+    stopwatch = Stopwatch(device)
+
+    def turn(function: Callable[[], Any]) -> float:
+        before()
+        stopwatch.start()
+        function()
+        return stopwatch.stop()
+
+    (a, first), (b, second) = functions.items()
+    first(), second()
+    turns = (lambda: turn(first), lambda: turn(second))
+    seconds_a, seconds_b, decision = measure_pairs(*turns, pairs=pairs, rng=random.Random(0))
+    interval = paired_interval(seconds_a, seconds_b)
+    names = {"name": name, "a": a, "b": b}
+    return {**names, "seconds_a": seconds_a, "seconds_b": seconds_b, **vars(interval), "decision": decision}
