@@ -22,7 +22,6 @@ def comparisons(count: int, pairs: int, workload: Workload, other: Workload | No
                 common.IN_MEMORY,
                 device="cpu",
                 pairs=pairs,
-                window_s=0.005,
                 seed=seed,
                 cache_dir=folder,
                 workload_b=other,

@@ -1,42 +1,55 @@
-"""The climb: every rung tried against the best plan so far, kept only if faster beyond the noise and as good."""
+"""The climb: greedy forward selection of rungs, each against the best plan so far, and what proves the result."""
 
 import contextlib
 import dataclasses
 import functools
+import math
 import statistics
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from speedkit import closing
+import torch
+
+from speedkit import proof
 from speedkit.ceilings import ceilings
+from speedkit.climb_state import COMPARISON_SHARE, ClimbState, Row, measured, read_state
 from speedkit.config import to_yaml
+from speedkit.data.sampler import BatchSampler, padded_frames
 from speedkit.errors import UsageError
 from speedkit.files import claim_folder, read_json, write_json, write_text
 from speedkit.hardware import this_machine
-from speedkit.ladder import Rung, candidates, named
-from speedkit.measure.compare import Comparison
-from speedkit.measure.parity import parity, quality_of, time_to_quality
+from speedkit.ladder import Change, Rung, changed, named, plan_of, predict, text
+from speedkit.measure.busy import busy_processes
+from speedkit.measure.compare import compare
+from speedkit.measure.ledger import Ledger, ledger_of
+from speedkit.measure.quality import parity, time_to_quality
 from speedkit.measure.record import NotebookRun
-from speedkit.measure.stages import Stages, read_state
+from speedkit.measure.roofline import count, roofline
+from speedkit.measure.stats import FALSE_KEEP, LOOKS, WORTH, log_ratios, trimmed_mean
 from speedkit.plan import Plan, resolve
-from speedkit.predict import Profile, affordable_pairs, changed, middle, plan_of, text
 from speedkit.recipe import Recipe
 from speedkit.train.progress import wanted
+from speedkit.workloads.workload import Workload
 
 # Whose source, with that of notebook 90, decides whether a recorded climb is current.
 MODULES = tuple(
     f"speedkit.{name}"
-    for name in ("climb", "closing", "ladder", "predict", "measure.compare", "measure.stats", "train.loop")
+    for name in ("climb", "ladder", "measure.compare", "measure.stats", "train.loop", "measure.quality", "proof")
 )
-LARGE = 1.25  # a gain that a few windows show
-INNER = {"fields", "promises", "stage", "compiles", "set_up_s", "measurement"}  # of a rung's row, for the climb alone
-Row = dict[str, Any]
+RUNGS_SHARE = 0.6  # of the budget: no rung is begun after that
+COMPILING_S = {"cpu": 45.0}  # of a model; on two cores 13 to 60, on a GPU about 25
+CONTROL_PAIRS = 20
+SEEDS = 3  # trainings of each plan; more where these do not decide
+BUSY = math.log(1.05)  # what two runs of one plan may differ by, and what 80 pairs must be able to tell
+# What a row of `rungs` holds once it has been measured; None before.
+MEASURED = ("ratio", "low", "high", "parity", "step_s_before", "step_s_after", "compile_s")
+INTERNAL = {"fields", "promises", "stage", "compiles", "measurement"}  # of a rung's row, for the climb alone
+COMPILED = {"compile", "compile_scope", "micro_batch", "precision", "channels_last", "attention", "bucket"}
 
 
 def climb(
-    workload: Any,
+    workload: Workload,
     *,
     recipe: Recipe | None = None,
     device: str = "auto",
@@ -44,235 +57,319 @@ def climb(
     resume: bool = False,
     cache_dir: str | Path | None = None,
     budget_s: float = 480.0,
+    horizon: int | None = None,
     rungs: Sequence[str] | None = None,
-    pairs: int = 60,
-    window_s: float = 0.125,
-    seeds: int | None = None,
+    pairs: int = LOOKS[-1],
+    seeds: int = SEEDS,
     progress: bool | str = "auto",
 ) -> Row:
     """Climb the ladder on `workload` and return the record of it.
 
-    A ledger of the naive plan says where the time goes. By it each rung's gain is predicted, anew after each one kept.
-    The most promising is applied to the best plan, measured against it in turns, and kept when the interval's low end
-    is above the noise floor and the losses are what the rung promises. At the end each kept rung is dropped once, and
-    left out if that loses nothing; the final figures come from fresh windows against `Plan()` and `Plan.careful()`;
-    both ends are trained over paired `seeds` (5, or as many as `budget_s` allows) to show that the result is as good.
+    A ledger of the best plan says where the time goes; by it each rung's gain is predicted. The most promising is
+    measured against the best plan and kept when it is faster and its losses are what it promises. At the end each
+    kept rung whose gain a later one may have taken is left out once; the final figures come from fresh turns against
+    `Plan()` and `Plan.careful()`; both ends are trained over `seeds` to show that the result is as good.
 
-    `pairs` is the most windows of each plan in a comparison, `rungs` names those to try, all by default. `out` gets
-    record.json and plan.yaml, and climb.json, from which `resume` goes on. Raises UsageError for a budget too short for
-    one rung, SpeedkitError for a workload that cannot be trained.
+    `horizon` is the steps of the training that the plan is for, those of the recipe by default: compiling has to pay by
+    then. `pairs` is the most that a comparison has, `rungs` names those to try, all by default. `out` gets record.json
+    and plan.yaml, and climb.json, from which `resume` goes on. Raises UsageError for a budget too short for one rung,
+    SpeedkitError for a workload that cannot be trained.
     """
     chosen = named(rungs)
     hardware, recipe = this_machine(device), recipe or workload.recipe
     folder = claim_folder(out, "climb", resume) if out is not None else None
-    say = functools.partial(print, flush=True) if wanted(progress) else lambda text: None
-    job = Stages(
-        workload,
-        recipe,
-        hardware,
-        {"device": device, "cache_dir": cache_dir},
-        pairs,
-        window_s,
-        seeds or 5,
-        budget_s,
-        folder,
-        say,
-        read_state(folder, workload, recipe),
-    )
+    state = read_state(folder, workload, recipe)
     if folder is not None and (folder / "record.json").exists():
         return read_json(folder / "record.json")
-    run = NotebookRun("90_climb", MODULES, {"workload": workload.name, "budget_s": budget_s, "seeds": job.seeds})
-
-    say(
+    job = ClimbState(
+        workload=workload,
+        recipe=recipe,
+        hardware=hardware,
+        budget_s=budget_s,
+        horizon=horizon or recipe.total_steps(len(workload.train), drop_last=False),
+        pairs=pairs,
+        seeds=seeds,
+        device=device,
+        cache_dir=cache_dir,
+        out=folder,
+        say=functools.partial(print, flush=True) if wanted(progress) else lambda text: None,
+        state=state,
+    )
+    job.say(
         f"climbing {workload.name}: {len(workload.train)} items to train on, {len(workload.test)} to test, "
         f"batch {recipe.batch_size}, on {hardware.name}; budget {budget_s:.0f} s"
     )
-    best, record = _stages(job, chosen, run)
+    plan, record = _climb(job, chosen)
     if folder is not None:
-        write_text(folder / "plan.yaml", to_yaml(best))
+        write_text(folder / "plan.yaml", to_yaml(plan))
         write_json(folder / "record.json", record)
-    say("\n".join(closing.in_short(record)))
     return record
 
 
-def _stages(job: Stages, chosen: Sequence[Rung], run: NotebookRun) -> tuple[Plan, Row]:
-    naive = job.once("ledger", lambda: closing.where_time_goes(job, Plan()))
-    control = job.once("control", lambda: _control(job))
-    shares = {row["cause"]: row["share"] for row in naive["ledgers"]["rows"]}
-    job.say("its time goes into " + ", ".join(f"{cause} {share:.0%}" for cause, share in shares.items()))
-    parts = {cause: share * control["step_s"] for cause, share in shares.items()}
-    matmul = {name.removeprefix("matmul_"): found.value for name, found in ceilings(job.hardware).items()}
-    rows, step_s = _rungs(job, chosen, control, Profile(parts, matmul, job.hardware.device.type == "cpu"))
-    dropped = closing.recheck(job, [row for row in rows if row["kept"]], control, step_s)
-    best = plan_of([row for row in dropped if row["kept"]])
-    final = job.once("final", lambda: closing.final(job, best))
-    best = Plan(**final["adopted"]) if final["adopted"] else best
-    trained = job.once("quality", lambda: closing.train_both(job, best, control["step_s"] + step_s))
-    item_s = parts.get("data wait", 0.0) / job.recipe.batch_size
-    sections = {
-        "rungs": rows,
-        "dropped": dropped,
-        "payback": job.once("payback", lambda: closing.paid_back(job, best, rows, trained, item_s)),
-        "larger_batch": job.once("batch_size", lambda: closing.larger_batch(job, best, trained)),
+def _climb(job: ClimbState, chosen: Sequence[Rung]) -> tuple[Plan, Row]:
+    """Go through all stages; return the plan to recommend and the record."""
+    run = NotebookRun(
+        "90_climb", MODULES, {"workload": job.workload.name, "budget_s": job.budget_s, "seeds": job.seeds}
+    )
+    control = job.once("control", lambda: measure_control(job))
+    trials = try_rungs(job, chosen, control)
+    ablations = proof.ablate(job, [row for row in trials if row["kept"]])
+    best = plan_of([row for row in ablations if row["kept"]])
+
+    # Final figures and quality. Where the plan learns worse, what changes numbers goes, and the rest is measured anew.
+    final = job.once("final", lambda: proof.final_comparison(job, best))
+    trained = proof.train_both(job, Plan(**final["plan"]), final["step_s"])
+    best = Plan(**final["plan"])
+    if trained["quality"]["decision"] == "worse" and proof.safe(best) != best:
+        job.say("the final plan learns worse: what changes numbers is taken out of it, and it is measured afresh")
+        safe = proof.safe(best)
+        final = job.once("final, safe", lambda: proof.final_comparison(job, safe))
+        best, trained["quality"]["replaced"] = Plan(**final["plan"]), True
+    paid = job.once("payback", lambda: proof.paid_back(job, best, trials, final["step_s"]))
+
+    # The ledgers' rooflines come last: what looks into each operator of a step leaves compiled code switched off.
+    ledgers = {name: (plan, _ledger(job, plan)) for name, plan in (("baseline", Plan()), ("final", best))}
+    near = {
+        name: job.once(f"roofline, {name}", functools.partial(_roofline, job, plan, Ledger(**row)))
+        for name, (plan, row) in ledgers.items()
     }
-    # Last: what looks into each operator of a step leaves compiled code switched off.
-    fast = naive if best == Plan() else job.once("final ledger", lambda: closing.where_time_goes(job, best))
-    sections |= {part: {"baseline": naive[part], "final": fast[part]} for part in ("ledgers", "roofline")}
-    return best, _record(job, run, best, control, final, trained, sections)
+    sections = {
+        "rungs": [_public(row) for row in trials],
+        "dropped": [_public(row) for row in ablations],
+        "payback": paid,
+        "ledgers": {name: row for name, (_, row) in ledgers.items()},
+        "roofline": near,
+    }
+    rows = [control, *trials, *ablations]
+    for measurement in [*(row.get("measurement") for row in rows), final["baseline"], final["careful"]]:
+        if measurement:
+            run.measure(measurement)
+    return best, _record(job, run, best, control=control, final=final, trained=trained, sections=sections)
 
 
-def _control(job: Stages) -> Row:
-    """Measure the naive plan against itself: the noise floor, its losses from two seeds, the shapes of its batches."""
-    other, began_s, shapes = dataclasses.replace(job.recipe, seed=job.recipe.seed + 1), time.perf_counter(), set()
+def _public(row: Row) -> Row:
+    return {key: value for key, value in row.items() if key not in INTERNAL}
+
+
+# ---- the baseline, twice ----
+
+
+def measure_control(job: ClimbState) -> Row:
+    """Measure the naive plan against itself: how busy the machine is, losses from two seeds, shapes of batches."""
+    shapes = set()
 
     def noting(model: Any, batch: Any, recipe: Recipe) -> Any:
         shapes.add(tuple(batch[0].shape))
         return job.workload.loss(model, batch, recipe)
 
-    noted = dataclasses.replace(job.workload, loss=noting)
-    same = job.compare(
+    other = dataclasses.replace(job.recipe, seed=job.recipe.seed + 1)
+    same = compare(
+        dataclasses.replace(job.workload, loss=noting),
         Plan(),
         Plan(),
-        ("baseline", "baseline again"),
-        min(job.pairs, 2 * closing.LEAST_PAIRS),
-        name="A/A control",
+        recipe=job.recipe,
         recipe_b=other,
-        workload=noted,
+        names=("baseline", "baseline again"),
+        name="A/A control",
+        pairs=min(job.pairs, CONTROL_PAIRS),
+        looks=(),
+        max_s=COMPARISON_SHARE * job.budget_s,
+        **job.options,
     )
     step_s = statistics.fmean(same.step_s)
-    job.say(f"naive baseline: {step_s * 1e3:.1f} ms per step; A/A noise floor {same.noise_floor:.3f}")
+    job.say(f"naive baseline: {step_s * 1e3:.1f} ms per step; against itself {same.ratio:.3f}")
+    logs = log_ratios(same.seconds_a, same.seconds_b)
+    _, reach = trimmed_mean(logs, FALSE_KEEP)
+    resolution = reach * math.sqrt(len(logs) / LOOKS[-1])  # of all pairs that a comparison may have
+    if abs(math.log(same.ratio)) > BUSY or resolution > BUSY:
+        job.say(
+            f"this machine is busy: a plan compared with itself gives {same.ratio:.2f} ({same.low:.2f} to "
+            f"{same.high:.2f}), so a gain below {math.exp(resolution):.2f} cannot be shown{busy_processes()}"
+        )
     return {
         "measurement": same.as_measurement(),
-        "noise_floor": same.noise_floor,
         "step_s": step_s,
-        # Two runs of one plan should not differ. Where they do (memory layout, say), no rung may claim less than that.
-        "bias": max(same.high, 1 / same.low) if not same.low <= 1 <= same.high else 1.0,
+        "resolution": math.exp(resolution),
         "losses": same.losses_a,
         "other_seed": same.losses_b,
         "shapes": len(shapes),
-        # Setting up and warming up, which any comparison costs beside its windows.
-        "set_up_s": time.perf_counter() - began_s - sum(same.seconds_a) - sum(same.seconds_b),
     }
 
 
-def _rungs(job: Stages, chosen: Sequence[Rung], control: Row, profile: Profile) -> tuple[list[Row], float]:
-    """Try the most promising until none is left or the time is up; return all rows, and the best plan's step time."""
-    rows = list[Row]()
+def _ledger(job: ClimbState, plan: Plan) -> Row:
+    """Return where a step's time goes under `plan`."""
+    measure = lambda: ledger_of(job.workload, job.recipe, plan, **job.options).as_dict()  # noqa: E731
+    return job.once(f"ledger of {text(changed(plan))}", measure)
+
+
+# ---- rungs ----
+
+
+def try_rungs(job: ClimbState, chosen: Sequence[Rung], control: Row) -> list[Row]:
+    """Try the most promising candidate until none is left or the time is up; return a row for each, tried or not."""
+    matmul = {name.removeprefix("matmul_"): found.value for name, found in ceilings(job.hardware).items()}
+    trials = list[Row]()
     while True:
-        best = plan_of([row for row in rows if row["kept"]])
-        found = candidates(job, chosen, best, profile, control, rows)
-        waiting, noted = [row for row in found if not row["why"]], list(job.state["stages"])
-        # A killed climb is gone through again, in the order that it took.
-        again = [row for row in waiting if row["stage"] in noted]
-        row, pairs = min(again, key=lambda row: noted.index(row["stage"]), default=None), 0
-        if row is None and "left out" not in noted:
-            row, pairs = affordable(job, waiting, rows, control, profile)
-        if row is None:
-            why = "not tried: the time budget is needed for the final measurements"
-            left = [row | {"why": row["why"] or why} for row in found]
-            return rows + job.once("left out", functools.partial(list, left)), profile.step_s
-        rows.append(job.once(row["stage"], functools.partial(_try, job, row, best, pairs, control)))
-        if rows[-1]["kept"]:
-            profile = profile.after(row["fields"], rows[-1]["ratio"], rows[-1]["data_s"])
-
-
-def affordable(
-    job: Stages, waiting: list[Row], rows: list[Row], control: Row, profile: Profile
-) -> tuple[Row | None, int]:
-    """Return the first candidate that there is time for, and how many pairs of windows; (None, 0) where none is left.
-
-    Raises UsageError where the budget does not suffice for any, and none was tried before.
-    """
-    least, pair_s = min(closing.LEAST_PAIRS, job.pairs), closing.pair_s(job, profile.step_s, profile.step_s)
-    left_s = job.left_s() - closing.closing_s(job, control, sum(row["kept"] for row in rows), profile.step_s)
-    for place, row in enumerate(waiting):
-        set_ups_s = [other["set_up_s"] for other in waiting[place:]]
-        large = middle((row["predicted_low"], row["predicted_high"])) > LARGE
-        most = min(job.pairs, 2 * closing.LEAST_PAIRS) if large else job.pairs
-        if pairs := affordable_pairs(left_s, set_ups_s, pair_s, least, most):
-            return row, pairs
-    if waiting and not rows:
-        more_s = min(row["set_up_s"] for row in waiting) + least * pair_s - left_s
-        kept_in = f"; what was measured is kept in {job.out}, and --resume goes on from it" if job.out else ""
-        # Half of what is added goes into what closes the climb.
-        raise UsageError(
-            f"a budget of {job.budget_s:.0f} s is too short to try one rung beside the baseline: give it "
-            f"at least {job.budget_s + 2 * more_s:.0f} s{kept_in}"
+        best = plan_of([row for row in trials if row["kept"]])
+        ledger = _ledger(job, best)
+        shares = {row["cause"]: row["share"] for row in ledger["rows"]}
+        job.say(
+            "time goes into " + ", ".join(f"{cause} {share:.0%}" for cause, share in shares.items() if share > 0.005)
         )
-    return None, 0
+        found = [
+            candidate(job, rung, change, best, shares=shares, control=control, matmul=matmul)
+            for rung in chosen
+            for change in rung.changes(best, job.recipe, job.hardware) or [{}]
+        ]
+        tried = {row["stage"] for row in trials}
+        found = [row for row in found if row["stage"] not in tried]
+        waiting = [row for row in found if not row["why"]]
+        late = job.spent_s() > RUNGS_SHARE * job.budget_s
+        if late:
+            waiting = [row for row in waiting if row["stage"] in job.state["stages"]]  # of a climb that goes on
+        if not waiting:
+            if late and not trials and not all(row["why"] for row in found):
+                _too_short(job)
+            return trials + [row | {"why": row["why"] or "not tried: the time for rungs is used up"} for row in found]
+        first = max(waiting, key=lambda row: math.sqrt(row["predicted_low"] * row["predicted_high"]))
+        trials.append(job.once(first["stage"], functools.partial(_try, job, first, best, control)))
 
 
-def _try(job: Stages, row: Row, best: Plan, pairs: int, control: Row) -> Row:
-    asked, cold = dataclasses.replace(best, **row["fields"]), row["compiles"]
-    job.say("{stage}, predicted {predicted_low:.2f} to {predicted_high:.2f}".format(**row))
-    if cold:
-        from torch._inductor.utils import fresh_cache
-    with fresh_cache() if cold else contextlib.nullcontext():  # what compiling takes is part of the answer
-        found = closing.measured(job, best, asked, ("best so far", row["change"]), pairs, row["stage"])
-    if isinstance(found, str):
-        return row | {"why": found}
-    row = row | _verdict(row["promises"], found, control)
-    job.say(
-        f"  {found.ratio:.3f} ({found.low:.3f} to {found.high:.3f}): {'kept' if row['kept'] else 'rejected'}, "
-        f"{row['why']}"
-    )
-    row["data_s"] = closing.data_time(job, asked) if row["kept"] and "cache" in row["fields"] else None
-    row["compile_s"] = max(0.0, found.warmup_s_b - found.warmup_s_a) if cold else None
-    return row | {"measurement": found.as_measurement()}
-
-
-def _verdict(promises: str, found: Comparison, control: Row) -> Row:
-    """Judge a measured change: kept when it is faster beyond the noise and learns what the rung promises."""
-    floor = max(found.noise_floor, control["bias"])
-    same = parity(promises, found.losses_b, control["losses"], control["other_seed"])
-    why = f"low end {found.low:.3f} is not above the noise floor {floor:.3f}"
-    if found.low > floor:
-        why = "faster beyond the noise, and learns the same" if same.passed else str(same)
+def candidate(
+    job: ClimbState, rung: Rung, change: Change, best: Plan, *, shares: Row, control: Row, matmul: dict[str, float]
+) -> Row:
+    """Return the row of a change of the `best` plan; `why` says why it need not be tried."""
+    change = {field: value for field, value in change.items() if value != getattr(best, field)}
+    frames = _frames_saved(job) if "bucket" in change else 1.0
+    on_cpu = job.hardware.device.type == "cpu"
+    low, high = predict(change, shares, matmul=matmul, precision=best.precision, frames=frames, on_cpu=on_cpu)
     return {
-        "ratio": found.ratio,
-        "low": found.low,
-        "high": found.high,
-        "noise_floor": floor,
-        "parity": str(same),
-        "kept": found.low > floor and same.passed,
-        "why": why,
-        "step_s_before": found.step_s[0],
-        "step_s_after": found.step_s[1],
+        "rung": rung.name,
+        "change": text(change),
+        "fields": change,
+        "promises": rung.promises,
+        "stage": f"rung {rung.name}: {text(change)}",
+        "compiles": dataclasses.replace(best, **change).compile != "off" and bool(COMPILED & change.keys()),
+        "predicted_low": low if change else None,
+        "predicted_high": high if change else None,
+        **dict.fromkeys(MEASURED),
+        "kept": False,
+        "why": _why_not(job, rung, best, change, high=high, control=control),
+        "claims": list(rung.claims),
+        "notebook": rung.notebook,
     }
 
 
-def _record(job: Stages, run: NotebookRun, best: Plan, control: Row, final: Row, trained: Row, sections: Row) -> Row:
-    for measurement in (
-        control["measurement"],
-        *(row.get("measurement") for name in ("rungs", "dropped") for row in sections[name]),
-        final["baseline"],
-        final["careful"],
-    ):
-        if measurement:
-            run.measure(measurement)
+def _why_not(job: ClimbState, rung: Rung, best: Plan, change: Change, *, high: float, control: Row) -> str:
+    """Return why a change that can make steps `high` times as fast need not be tried, or ""."""
+    if not change:
+        lacking = job.hardware.why_not(rung.needs) if rung.needs else ""
+        return lacking or f"nothing to try on top of {text(changed(best))}"
+    plans = best, dataclasses.replace(best, **change)
+    batch_size = job.recipe.batch_size
+    old, new = (resolve(plan, job.hardware, workload=job.workload, batch_size=batch_size) for plan in plans)
+    if new.plan == old.plan:
+        return next((fallback.why for fallback in new.fallbacks if fallback.field in change), "changes nothing")
+    if math.log(high) < WORTH:
+        return f"not tried: it could gain {high:.3f} at most"
+    if "compile" in change:
+        if control["shapes"] > 2 and job.workload.length is None:
+            return f"not tried: batches came in {control['shapes']} shapes, each of which would be compiled anew"
+        saved_s = job.horizon * control["step_s"] * (1 - 1 / high)
+        compiling_s = COMPILING_S.get(job.hardware.device.type, 25.0)
+        if saved_s < compiling_s:
+            return (
+                f"not tried: compiling takes about {compiling_s:.0f} s and would save {saved_s:.0f} s of "
+                f"{job.horizon} steps at most; for a longer training say --horizon STEPS"
+            )
+    return ""
+
+
+def _frames_saved(job: ClimbState) -> float:
+    """Return how many times as many padded frames an epoch has without buckets, by the headers of the files."""
+    if job.workload.length is None:
+        return 1.0
+    lengths = torch.tensor([job.workload.length(item) for item in job.workload.train])
+    plain = BatchSampler(len(lengths), job.recipe.batch_size, job.recipe.seed)
+    return padded_frames(plain, lengths) / padded_frames(dataclasses.replace(plain, lengths=lengths), lengths)
+
+
+def _try(job: ClimbState, row: Row, best: Plan, control: Row) -> Row:
+    """Measure a candidate against the best plan; return its row, with the verdict."""
+    job.say("{stage}, predicted {predicted_low:.2f} to {predicted_high:.2f}".format(**row))
+    plans = best, dataclasses.replace(best, **row["fields"])
+    if row["compiles"]:
+        from torch._inductor.utils import fresh_cache
+    with fresh_cache() if row["compiles"] else contextlib.nullcontext():  # what compiling takes is part of the answer
+        result = measured(job, plans, ("best so far", row["change"]), row["stage"])
+    if isinstance(result, str):
+        job.say(f"  {result}")
+        return row | {"why": result}
+    same = parity(row["promises"], result.losses_b, control["losses"], control["other_seed"])
+    kept = result.faster and same.passed
+    why = "faster, and learns the same" if kept else str(same) if result.faster else result.decision
+    if result.slower:
+        why = "slower"
+    job.say(f"  {result.ratio:.3f} ({result.low:.3f} to {result.high:.3f}): {'kept' if kept else 'rejected'}, {why}")
+    return row | {
+        "ratio": result.ratio,
+        "low": result.low,
+        "high": result.high,
+        "parity": str(same),
+        "kept": kept,
+        "why": why,
+        "step_s_before": result.step_s[0],
+        "step_s_after": result.step_s[1],
+        "compile_s": max(0.0, result.warmup_s_b - result.warmup_s_a) if row["compiles"] else None,
+        "measurement": result.as_measurement(),
+    }
+
+
+def _too_short(job: ClimbState) -> None:
+    kept_in = f"; what was measured is kept in {job.out}, and --resume goes on from it" if job.out else ""
+    raise UsageError(
+        f"a budget of {job.budget_s:.0f} s is too short to try one rung beside the baseline: give it at least "
+        f"{math.ceil(1.5 * job.spent_s() / RUNGS_SHARE)} s{kept_in}"
+    )
+
+
+# ---- the record ----
+
+
+def _roofline(job: ClimbState, plan: Plan, ledger: Ledger) -> Row:
+    counted = count(job.workload, job.recipe, plan, job.hardware)
+    return roofline(job.workload, job.recipe, plan, job.hardware, ledger, counted, job.cache_dir)
+
+
+def _record(
+    job: ClimbState, run: NotebookRun, best: Plan, *, control: Row, final: Row, trained: Row, sections: Row
+) -> Row:
+    """Complete the record; the headline is over the faster of the naive and the careful plan."""
+    itself = {"ratio": 1.0, "low": 1.0, "high": 1.0}  # where the naive or the careful plan won
+    naive, careful = ({key: (final[name] or itself)[key] for key in itself} for name in ("baseline", "careful"))
     for name, plan in (("baseline", Plan()), ("careful", Plan.careful(job.hardware)), ("final", best)):
         run.plan(name, resolve(plan, job.hardware))
-    itself = {"ratio": 1.0, "low": 1.0, "high": 1.0}  # where the naive or the careful plan won
-    quality = quality_of(job.workload, trained["curves"]) | {key: trained[key] for key in ("steps", "of_steps", "test")}
+    quality = trained["quality"]
     sections |= {
         "workload": {"name": job.workload.name, "train": len(job.workload.train), "test": len(job.workload.test)},
         "recipe": job.recipe,
         "plan": best,
+        "safe_plan": proof.safe(best),
         "change": text(changed(best)),
-        "noise_floor": control["noise_floor"],
-        "speedup": {key: (final["baseline"] or itself)[key] for key in itself},
-        "speedup_careful": {key: (final["careful"] or itself)[key] for key in itself},
+        "speedup": naive,
+        "speedup_careful": careful,
+        "headline": "careful" if careful["ratio"] < naive["ratio"] else "baseline",
+        "resolution": control["resolution"],
         "step_s": {"baseline": control["step_s"]} | final["step_s"],
         "quality": quality,
-        "energy": trained["energy"],
-        "time_to_quality": time_to_quality(job.workload, trained["curves"]),
+        "time_to_quality": time_to_quality(job.workload, trained["curves"]) if trained["curves"] else None,
         "spent_s": job.spent_s(),
     }
-    for name in ("rungs", "dropped"):
-        sections[name] = [{key: row[key] for key in row if key not in INNER} for row in sections[name]]
     for name, value in sections.items():
         run.section(name, value)
-    claim = f"the final plan is as good as the naive one within {job.workload.margin:g} {job.workload.metric}"
-    verdict = "passed" if quality["passed"] else "failed"
-    run.record["verdicts"].append({"check": claim, "claim": None, "verdict": verdict})
+    if quality["decision"] in ("as good", "worse"):
+        claim = f"the final plan is as good as the naive one within {job.workload.margin:g} {job.workload.metric}"
+        run.record["verdicts"].append(
+            {"check": claim, "claim": None, "verdict": "passed" if quality["passed"] else "failed"}
+        )
     return run.finished()

@@ -110,3 +110,11 @@ def run_until_steady(
             return Steady(steps, spent_s, step_s, compilations() - at_start, steady)
         # At most ten times as many as before: the step just timed may have been an unusually quick one.
         count = min(max(1, math.ceil(window_s * count / max(seconds, 1e-9))), 10 * count)
+
+
+def duration(seconds: float) -> str:
+    """Return a time in the unit that reads best: `42.1 ms`, `3.2 s`, `12 min`, `1.5 h`."""
+    for unit, length in (("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3)):
+        if seconds >= 2 * length or (unit == "s" and seconds >= 1):
+            return f"{seconds / length:#.3g}".rstrip(".") + f" {unit}"
+    return f"{seconds / 1e-6:#.3g}".rstrip(".") + " µs"

@@ -1,24 +1,19 @@
-"""The rungs of the climb, a table: what each changes and what it promises; and which of them to try next."""
+"""The rungs of the climb, a table: what each changes, what it promises, and what it should gain."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from speedkit.config import nearest
 from speedkit.errors import UsageError
 from speedkit.hardware import Hardware
-from speedkit.measure.stages import Stages
-from speedkit.plan import Plan, resolve
-from speedkit.predict import LOADING, Change, Profile, changed, middle, text
+from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 
-WORTH = 1.01  # what can gain less at best is not tried
-AGAIN = 1.05  # what was rejected is tried once more when it promises so many times as much
-COMPILED = {"compile", "compile_scope", "micro_batch", "precision", "channels_last", "attention", "bucket"}
-COMPILING_S = 45.0  # on two cores 13 to 60
-# What a row of `rungs` holds once it has been measured; None before.
-MEASURED = ("ratio", "low", "high", "noise_floor", "parity", "step_s_before", "step_s_after", "data_s", "compile_s")
-Row = dict[str, Any]
+Change = dict[str, Any]  # plan fields and their new values
+Changes = Callable[[Plan, Recipe, Hardware], list[Change]]
+Parts = tuple[str, ...]  # causes of measure.ledger, of a CPU's ledger and of a GPU's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,107 +25,108 @@ class Rung:
     """
 
     name: str
-    changes: Callable[[Plan, Recipe, Hardware], list[Change]]
+    changes: Changes
     promises: str
-    claims: tuple[str, ...]
     notebook: str
+    claims: tuple[str, ...] = ()
     needs: str = ""  # a capability of the machine without which there is nothing to try
 
 
-def _workers(plan: Plan, _: Recipe, hardware: Hardware) -> list[Change]:
-    counts = [hardware.cores] if hardware.cores <= 4 else [4, min(16, hardware.cores - 1)]
+# ---- what each rung changes ----
+
+
+def workers(plan: Plan, _: Recipe, hardware: Hardware) -> list[Change]:
+    """Loader processes, as many as there are cores for; a cache leaves them nothing to do."""
+    if plan.cache != "off":
+        return []
     pinned = {"pin_memory": True} if hardware.supports("pin_memory") else {}
-    processes = [{"workers": count, "persistent_workers": True, **pinned} for count in counts]
-    return [*processes, {"workers": counts[0], "worker_kind": "thread", **pinned}] if plan.cache == "off" else []
+    return [{"workers": min(hardware.cores, 16), "persistent_workers": True, **pinned}]
 
 
-def _cache(_: Plan, __: Recipe, hardware: Hardware) -> list[Change]:
-    places = ["disk", "ram"] if hardware.device.type == "cpu" else ["ram", "device"]
-    return [{"cache": place, "cache_dtype": "float16", "workers": 0, "persistent_workers": False} for place in places]
+def cache(plan: Plan, _: Recipe, hardware: Hardware) -> list[Change]:
+    """Features kept: on a GPU beside the model where they fit; on a CPU's disk, which its page cache makes RAM."""
+    places = ["disk"] if hardware.device.type == "cpu" else ["device", "ram"]
+    kept = {"cache_dtype": "float16", "workers": 0, "persistent_workers": False}
+    return [{"cache": place, **kept} for place in places] if plan.cache == "off" else []
 
 
-def _precision(_: Plan, __: Recipe, hardware: Hardware) -> list[Change]:
-    # On a GPU fp16 needs loss scaling and is rarely faster than bf16: it is tried only where bf16 is missing.
-    wanted = ["tf32", "bf16"] if hardware.supports("bf16") else ["fp16"]
-    return [{"precision": name} for name in wanted if hardware.supports(name)]
+def decoder(plan: Plan, _: Recipe, hardware: Hardware) -> list[Change]:
+    """Another decoder, where files are decoded at all."""
+    return [{"decoder": "torchcodec"}] if plan.cache == "off" and hardware.supports("torchcodec") else []
 
 
-def _compile(_: Plan, __: Recipe, hardware: Hardware) -> list[Change]:
+def features_on(plan: Plan, _: Recipe, hardware: Hardware) -> list[Change]:
+    """Features computed on the GPU."""
+    return [{"features_on": "device"}] if plan.cache == "off" and hardware.device.type != "cpu" else []
+
+
+def shards(plan: Plan, *_: Any) -> list[Change]:
+    """Tar files instead of single ones, where files are read at all."""
+    return [{"shards": True}] if plan.cache == "off" else []
+
+
+def prefetch(plan: Plan, _: Recipe, hardware: Hardware) -> list[Change]:
+    """The next batch copied while this one is learned from."""
+    can = plan.cache != "device" and hardware.supports("pin_memory")
+    return [{"prefetch": True, "pin_memory": True}] if can else []
+
+
+def precision(_: Plan, __: Recipe, hardware: Hardware) -> list[Change]:
+    """Fewer bits: bf16, else fp16, which needs loss scaling and is rarely faster."""
+    formats = ["bf16"] if hardware.supports("bf16") else ["fp16", "tf32"]
+    return [{"precision": name} for name in formats if hardware.supports(name)]
+
+
+def fp8(plan: Plan, _: Recipe, hardware: Hardware) -> list[Change]:
+    """8-bit matrix products, which pay only in compiled code that computes in bf16 already."""
+    can = plan.precision == "bf16" and plan.compile != "off" and hardware.supports("fp8")
+    return [{"precision": "fp8"}] if can else []
+
+
+def compiled(plan: Plan, _: Recipe, hardware: Hardware) -> list[Change]:
+    """Compiled model; then the whole step; on a GPU without the launches of its kernels."""
     if not hardware.supports("compile"):
         return []
-    changes = [{"compile": "default"}, {"compile": "default", "compile_scope": "step"}]
-    return [*changes, *[{"compile": "reduce-overhead", "compile_scope": "model"}] * hardware.supports("cuda_graphs")]
+    if plan.compile == "off":
+        return [{"compile": "default"}]
+    graphs = [{"compile": "reduce-overhead", "compile_scope": "model"}] if hardware.supports("cuda_graphs") else []
+    return [{"compile_scope": "step"}, *graphs]
+
+
+def attention(_: Plan, __: Recipe, hardware: Hardware) -> list[Change]:
+    """cuDNN's kernel. Left alone PyTorch takes flash where it can; on a CPU nothing else is fast."""
+    can = hardware.device.type == "cuda" and hardware.supports("flash_attention")
+    return [{"attention": "cudnn"}] if can else []
+
+
+def micro_batch(_: Plan, recipe: Recipe, hardware: Hardware) -> list[Change]:
+    """Smaller parts of a batch, whose activations stay in a CPU's cache."""
+    can = hardware.device.type == "cpu" and recipe.batch_size >= 16
+    return [{"micro_batch": recipe.batch_size // 2}] if can else []
+
+
+def always(**change: Any) -> Changes:
+    """Return the changes of a rung that has one, whatever the plan and the machine."""
+    return lambda *_: [change]
 
 
 # Each field that makes training faster on some machine. Not here: what saves memory for time (checkpointing, allocator)
 # and what leaves out something that the recipe asks for (drop_last, validate_every).
 LADDER: tuple[Rung, ...] = (
-    Rung("workers", _workers, "bit-equal", ("C06", "C07", "C08"), "10_dataloader"),
-    Rung("cache", _cache, "loss-equal", ("C09", "C10"), "12_feature_cache"),
-    # These make loading quicker, which a cache spares.
-    Rung(
-        "decoder",
-        lambda plan, _, hardware: (
-            [{"decoder": "torchcodec"}] * (plan.cache == "off" and hardware.supports("torchcodec"))
-        ),
-        "loss-equal",
-        ("C42",),
-        "11_decoding",
-        needs="torchcodec",
-    ),
-    Rung(
-        "features_on",
-        lambda plan, _, hardware: [{"features_on": "device"}] * (plan.cache == "off" and hardware.device.type != "cpu"),
-        "loss-equal",
-        (),
-        "11_decoding",
-    ),
-    Rung("shards", lambda plan, *_: [{"shards": True}] * (plan.cache == "off"), "bit-equal", ("C12",), "13_shards"),
-    Rung(
-        "prefetch",
-        lambda plan, _, hardware: (
-            [{"prefetch": True, "pin_memory": True}] * (plan.cache != "device" and hardware.supports("pin_memory"))
-        ),
-        "bit-equal",
-        ("C36",),
-        "14_prefetch",
-        needs="pin_memory",
-    ),
-    Rung("bucket", lambda *_: [{"bucket": True}], "order-equal", (), "10_dataloader"),
-    Rung(
-        "host_syncs", lambda *_: [{"fused_optimizer": True, "log_every": 50}], "loss-equal", ("C22",), "26_host_syncs"
-    ),
-    Rung(
-        "micro_batch",
-        lambda _, recipe, __: [
-            {"micro_batch": recipe.batch_size // parts} for parts in (2, 4) if recipe.batch_size // parts >= 4
-        ],
-        "loss-equal",
-        (),
-        "20_batch_size",
-    ),
-    Rung("precision", _precision, "loss-equal", ("C01", "C02", "C04", "C38"), "21_mixed_precision", needs="bf16"),
-    Rung("channels_last", lambda *_: [{"channels_last": True}], "loss-equal", ("C19",), "24_channels_last"),
-    Rung("compile", _compile, "loss-equal", ("C16", "C18"), "23_compile", needs="compile"),
-    # Left alone, PyTorch takes flash where it can; on a CPU there is nothing else that is fast.
-    Rung(
-        "attention",
-        lambda _, __, hardware: (
-            [{"attention": "cudnn"}] * (hardware.device.type == "cuda" and hardware.supports("flash_attention"))
-        ),
-        "loss-equal",
-        ("C35",),
-        "25_attention",
-    ),
-    # Against bf16 and compiled: 8-bit layers that are not compiled round in kernels of their own.
-    Rung(
-        "fp8",
-        lambda *given: [{"precision": "fp8"}] * given[-1].supports("fp8"),
-        "loss-equal",
-        ("C34",),
-        "22_fp8",
-        needs="fp8",
-    ),
+    Rung("workers", workers, "bit-equal", "10_dataloader", ("C06", "C07", "C08")),
+    Rung("cache", cache, "loss-equal", "12_feature_cache", ("C09", "C10")),
+    Rung("decoder", decoder, "loss-equal", "11_decoding", ("C42",), needs="torchcodec"),
+    Rung("features_on", features_on, "loss-equal", "11_decoding"),
+    Rung("shards", shards, "bit-equal", "13_shards", ("C12",)),
+    Rung("prefetch", prefetch, "bit-equal", "14_prefetch", ("C36",), needs="pin_memory"),
+    Rung("bucket", always(bucket=True), "order-equal", "10_dataloader"),
+    Rung("host_syncs", always(fused_optimizer=True, log_every=50), "loss-equal", "26_host_syncs", ("C22",)),
+    Rung("micro_batch", micro_batch, "loss-equal", "20_batch_size"),
+    Rung("precision", precision, "loss-equal", "21_mixed_precision", ("C01", "C02", "C04", "C38"), needs="bf16"),
+    Rung("channels_last", always(channels_last=True), "loss-equal", "24_channels_last", ("C19",)),
+    Rung("compile", compiled, "loss-equal", "23_compile", ("C16", "C18"), needs="compile"),
+    Rung("attention", attention, "loss-equal", "25_attention", ("C35",)),
+    Rung("fp8", fp8, "loss-equal", "22_fp8", ("C34",), needs="fp8"),
 )
 
 
@@ -143,62 +139,85 @@ def named(names: Sequence[str] | None) -> list[Rung]:
     return [rung for rung in LADDER if names is None or rung.name in names]
 
 
-def candidates(
-    job: Stages, chosen: Sequence[Rung], best: Plan, profile: Profile, control: Row, rows: list[Row]
-) -> list[Row]:
-    """Return the rows of what is left to try on top of `best`, the most promising first; `why` says why it need not be.
+# ---- what each should gain ----
 
-    Of what `rows` has, one that was rejected as too slow is there once more when it promises more now.
+LOADING, COPYING, LAUNCHING = ("data wait",), ("host-to-device copy",), ("launch-bound",)
+COMPUTING, UPDATING = ("forward", "backward", "compute-bound", "bandwidth-bound"), ("optimizer",)
+
+# Field: the parts of a step that it acts on, and how many times as fast they become, at worst and at best. `bucket`,
+# `precision` and `workers` are known better: see `predict`.
+EFFECTS: dict[str, tuple[Parts, float, float]] = {
+    "workers": (LOADING, 0.7, 1.0),
+    "cache": (LOADING, 3.0, math.inf),  # what is left is one gather from memory
+    "features_on": (LOADING, 0.8, 3.0),
+    "shards": (LOADING, 0.9, 1.3),
+    "decoder": (LOADING, 0.7, 1.5),
+    "prefetch": (COPYING, 1.0, math.inf),
+    "bucket": (COMPUTING, 1.0, 1.0),
+    "fused_optimizer": (UPDATING, 1.0, 4.0),
+    "log_every": (("sync-bound",), 1.0, math.inf),
+    "micro_batch": (COMPUTING, 0.7, 1.0),
+    "precision": (COMPUTING, 1.0, 1.0),
+    "channels_last": (COMPUTING, 0.95, 1.4),
+    "compile": (COMPUTING + LAUNCHING, 0.9, 1.3),
+    "compile_scope": (UPDATING, 1.0, 4.0),
+    "attention": (COMPUTING, 0.95, 1.1),
+}
+
+
+def acts_on(change: Change) -> set[str]:
+    """Return the parts of a step that a change acts on."""
+    return {part for field, value in change.items() if value and field in EFFECTS for part in EFFECTS[field][0]}
+
+
+def predict(
+    change: Change,
+    shares: Mapping[str, float],
+    *,
+    matmul: Mapping[str, float],
+    precision: str = "default",
+    frames: float = 1.0,
+    on_cpu: bool = True,
+) -> tuple[float, float]:
+    """Return the least and the greatest gain to expect of a change: Amdahl's law (1967) over the parts it acts on.
+
+    `shares` are those of the causes in the ledger of the best plan, whose number format is `precision`; `matmul` the
+    measured FLOP/s by format; `frames` how many times fewer padded frames buckets leave.
     """
-    found = list[Row]()
-    building_s = len(job.workload.train) / job.recipe.batch_size * profile.of(LOADING) / job.hardware.cores
-    for rung in chosen:
-        for change in rung.changes(best, job.recipe, job.hardware) or [{}]:
-            low, high = profile.predict({field: new for field, new in change.items() if new != getattr(best, field)})
-            before = [row for row in rows if row["rung"] == rung.name and (row["change"] == text(change) or not change)]
-            slow = [
-                row["ratio"]
-                and row["low"] <= row["noise_floor"]
-                and middle((low, high)) >= AGAIN * middle((row["predicted_low"], row["predicted_high"]))
-                for row in before
-            ]
-            compiles = dataclasses.replace(best, **change).compile != "off" and bool(COMPILED & change.keys())
-            why = _why_not(job, rung, best, change, high, compiles and control["shapes"])
-            if before and (why or slow != [True]):
-                continue
-            caches = best.cache == "off" != change.get("cache", "off")
-            found.append(
-                {
-                    "rung": rung.name,
-                    "change": text(change),
-                    "fields": change,
-                    "promises": rung.promises,
-                    "stage": f"rung {rung.name}: {text(change)}{' again' * len(before)}",
-                    "compiles": compiles,
-                    "set_up_s": control["set_up_s"] + building_s * caches + COMPILING_S * compiles,
-                    "predicted_low": low if change else None,
-                    "predicted_high": high if change else None,
-                    **dict.fromkeys(MEASURED),
-                    "kept": False,
-                    "why": why,
-                    "claims": list(rung.claims),
-                    "notebook": rung.notebook,
-                }
-            )
-    return sorted(found, key=lambda row: -middle((row["predicted_low"] or 0.0, row["predicted_high"] or 0.0)))
+    worst = best = 1.0
+    for field, value in change.items():
+        if field not in EFFECTS or not value:
+            continue
+        parts, low, high = EFFECTS[field]
+        share = sum(shares.get(part, 0.0) for part in parts)
+        if field == "bucket":
+            low = high = frames
+        elif field == "precision":
+            # Not all of a step is matrix products, and few run at the ceiling: what was measured follows the cube root.
+            old, new = (matmul.get("fp32" if name == "default" else name) for name in (precision, value))
+            low, high = 1.0, max(1.0, new / old if old and new else 2.0) ** 0.3
+        elif field == "workers":
+            # At best loading hides behind the computing; on a CPU it takes its time from the same cores.
+            hidden = 0.0 if on_cpu else 1 - share
+            high = share / max(share / value - hidden, 1e-9) if share else 1.0
+        worst -= share * (1 - 1 / low)
+        best -= share * (1 - 1 / high)
+    return 1 / worst, 1 / max(best, 0.01)
 
 
-def _why_not(job: Stages, rung: Rung, best: Plan, change: Change, most: float, shapes: int) -> str:
-    """Return why a change that can gain `most`, compiled for batches of so many `shapes`, need not be tried, or ""."""
-    if not change:
-        lacking = job.hardware.why_not(rung.needs) if rung.needs else ""
-        return lacking or f"nothing to try on top of {text(changed(best))}"
-    now, new = (
-        resolve(plan, job.hardware, workload=job.workload, batch_size=job.recipe.batch_size)
-        for plan in (best, dataclasses.replace(best, **change))
-    )
-    if new.plan == now.plan:
-        return next((fallback.why for fallback in new.fallbacks if fallback.field in change), "changes nothing")
-    if shapes > 2 and job.workload.length is None:
-        return f"not tried: batches came in {shapes} shapes, each of which would be compiled anew"
-    return f"not tried: it could gain {most:.3f} at most" if most < WORTH else ""
+def plan_of(rows: Sequence[Mapping[str, Any]]) -> Plan:
+    """Return plain PyTorch with what the rungs in `rows` change, one after the other."""
+    plan = Plan()
+    for row in rows:
+        plan = dataclasses.replace(plan, **row["fields"])
+    return plan
+
+
+def text(change: Change) -> str:
+    """Return a change as `field=value, field=value`."""
+    return ", ".join(f"{field}={value}" for field, value in change.items()) or "nothing"
+
+
+def changed(plan: Plan) -> Change:
+    """Return the fields in which `plan` differs from plain PyTorch."""
+    return {field: value for field, value in vars(plan).items() if value != getattr(Plan(), field)}

@@ -5,7 +5,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,8 @@ Turn = Callable[[], float]
 class Comparison:
     """What a comparison showed. `ratio` = time A / time B, above 1 where B is faster; `low`..`high` holds 99 % of it.
 
-    `seconds_a` and `seconds_b` are those of each pair's turns of `steps_per_turn` steps. Where clips vary in length they
-    are scaled to the padded frames that a turn has on average, so that they tell of the plan and not of the clips.
+    `seconds_a` and `seconds_b` are those of each pair's turns of `steps_per_turn` steps. Where clips vary in length
+    they are scaled to the padded frames that a turn has on average: they tell of the plan, not of the clips.
     """
 
     name: str
@@ -109,7 +109,7 @@ class Contender:
         self.random = get_random_state(self.run.device)
 
     def turn(self, count: int, loss_steps: int = 0) -> float:
-        """Return the seconds of `count` steps, for as many padded frames as these have on average; keep first losses."""
+        """Return the seconds of `count` steps, scaled to the padded frames of so many on average; keep first losses."""
         stream, frames = self.run.train_batches, self.run.train_batches.frames
         with self.active():
             self.stopwatch.start()
@@ -137,6 +137,7 @@ def compare(
     device: str | torch.device = "auto",
     pairs: int = LOOKS[-1],
     max_s: float = math.inf,
+    looks: Sequence[int] = LOOKS,
     loss_steps: int = 16,
     seed: int = 0,
     name: str = "",
@@ -147,8 +148,8 @@ def compare(
 ) -> Comparison:
     """Train `workload` under both plans in turns on the same batches and return how much faster B is.
 
-    Ends at the first of LOOKS that decides, after `pairs` pairs, or when the timed turns have taken `max_s`. `seed` is
-    that of the order within pairs. `workload_b` and `recipe_b` replace those of plan B.
+    Ends at the first of `looks` that decides, after `pairs` pairs, or when the timed turns have taken `max_s`. `seed`
+    is that of the order within pairs. `workload_b` and `recipe_b` replace those of plan B.
     """
     recipe = recipe or workload.recipe
     with (
@@ -157,7 +158,8 @@ def compare(
     ):
         count, warm_a, warm_b = warm_up(a, b, loss_steps)
         turns = (lambda: a.turn(count, loss_steps), lambda: b.turn(count, loss_steps))
-        seconds_a, seconds_b, decision = measure_pairs(*turns, pairs=pairs, rng=random.Random(seed), max_s=max_s)
+        rng = random.Random(seed)
+        seconds_a, seconds_b, decision = measure_pairs(*turns, pairs=pairs, rng=rng, max_s=max_s, looks=looks)
         for side in (a, b):  # what is compared of the losses may be longer than what shows a large gain
             side.turn(max(0, loss_steps - len(side.losses)), loss_steps)
         return Comparison(
@@ -194,11 +196,17 @@ def warm_up(a: Contender, b: Contender, loss_steps: int = 0) -> tuple[int, float
         totals[1] += time.perf_counter() - middle_s
     if a.run.device.type != "cpu":
         count *= min(MAX_TURN, max(1, math.ceil(TURN_S / last_s)))
-    return count, *totals
+    return count, totals[0], totals[1]
 
 
 def measure_pairs(
-    turn_a: Turn, turn_b: Turn, *, pairs: int = LOOKS[-1], rng: random.Random, max_s: float = math.inf
+    turn_a: Turn,
+    turn_b: Turn,
+    *,
+    rng: random.Random,
+    pairs: int = LOOKS[-1],
+    max_s: float = math.inf,
+    looks: Sequence[int] = LOOKS,
 ) -> tuple[list[float], list[float], Decision]:
     """Return the seconds of A's turns and of B's, in pairs in random order, and what they show.
 
@@ -217,9 +225,9 @@ def measure_pairs(
             continue
         for side, side_s in taken.items():
             seconds[side].append(side_s)
-        if len(seconds[0]) in LOOKS and (decision := decide(log_ratios(*seconds))) != "undecided":
+        if len(seconds[0]) in looks and (decision := decide(log_ratios(*seconds))) != "undecided":
             break
-    return *seconds, decision
+    return *seconds, decision if decision != "undecided" else decide(log_ratios(*seconds))
 
 
 def compare_functions(

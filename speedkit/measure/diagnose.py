@@ -115,7 +115,7 @@ def rank(ledger: Ledger, facts: Row, counterfactuals: list[Row], hardware: Hardw
     the row of the ledger that the `seconds` per step lie in. `facts` are the ledger's, with those of the loader, of the
     machine, and `work`, what `roofline.per_step` says. What a counterfactual has measured needs no prediction.
     """
-    measured = {row["name"]: row for row in counterfactuals if row.get("low", 0.0) > row.get("noise_floor", 1.0)}
+    measured = {row["name"]: row for row in counterfactuals if row.get("decision") == "faster"}
     case = Case(ledger, facts, measured, hardware)
     rules = (_loading, _copies, _host, _launches, _model, _shapes, _evaluation)
     told = [

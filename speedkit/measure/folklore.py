@@ -1,6 +1,5 @@
 """What the guides promise, claim by claim, beside what the records of this repository say, device by device."""
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,8 +10,9 @@ from speedkit.measure.record import widened
 from speedkit.measure.schema import load_record
 
 NOT_MEASURED = "not measured yet"
-WORDS = {word: word for word in ("confirmed", "smaller", "larger", "wrong")} | {"needs_gpu": "needs a GPU"}
-INTERVAL = ("ratio", "low", "high", "noise_floor")
+ANSWERS = ("confirmed", "smaller", "larger", "contradicted", "unresolved")
+WORDS = {word: word for word in ANSWERS} | {"needs_gpu": "needs a GPU"}
+INTERVAL = ("ratio", "low", "high")
 Row = Mapping[str, Any]
 
 
@@ -58,8 +58,8 @@ def answers(
 ) -> list[dict[str, Any]]:
     """Return a row for each claim and each record that answers it, GPUs first; one that none answers has a row too.
 
-    `name_of` names the device of a record. Ratios have the 99 % interval and the noise floor of the measurement that
-    answered the claim; shares and memory have a `value`. Raises SpeedkitError for an answer to what nobody claimed.
+    `name_of` names the device of a record. Ratios have the 99 % interval of the measurement that answered the claim;
+    shares and memory have a `value`, in per cent. Raises SpeedkitError for an answer to what nobody claimed.
     """
     found: dict[str, list[dict[str, Any]]] = {claim: [] for claim in claims}
     for record, current, file in sorted(readings, key=lambda reading: not reading.record["hardware"].get("gpu")):
@@ -71,6 +71,7 @@ def answers(
             "created": record["created"][:10],
             "stale": not current,
         }
+        measurements = {row["name"]: row for row in record["measurements"]}
         for row in (row for row in record["verdicts"] if row["claim"] is not None):
             if row["claim"] not in found:
                 raise SpeedkitError(
@@ -78,7 +79,9 @@ def answers(
                     f'"{row["claim"]}", which notebooks/claims.csv lacks: publish the notebook again'
                 )
             verdict = {"verdict": WORDS[row["verdict"]], "evidence": row["check"]}
-            found[row["claim"]].append(where | verdict | quoted(record, row["check"]))
+            figures = measurements.get(row.get("measurement"), {})
+            interval = {key: figures.get(key) for key in INTERVAL}
+            found[row["claim"]].append(where | verdict | interval | {"value": row.get("value")})
     nothing = dict.fromkeys(("device", "notebook", "workload", "created"), "") | {"stale": False}
     unanswered = nothing | {"verdict": NOT_MEASURED, "evidence": ""} | dict.fromkeys((*INTERVAL, "value"))
     return [_promise(claim) | row for name, claim in claims.items() for row in found[name] or [unanswered]]
@@ -91,20 +94,3 @@ def _promise(claim: Mapping[str, str]) -> dict[str, Any]:
         low, high = widened(low, high)
     kept = {key: claim[key] for key in ("technique", "plan_field", "metric", "guide")}
     return {"claim": claim["id"], **kept, "promised_low": low, "promised_high": high}
-
-
-def quoted(record: Row, sentence: str) -> dict[str, float | None]:
-    """Return the measurement, with all its digits, that a verdict's sentence quotes first.
-
-    And as `value` its figure in per cent: the one after "measured", else the first that is not what was promised.
-    """
-    rest = re.sub(r"promised [^,;]* %", "", sentence)
-    per_cent = re.findall(r"(?<![\d.])[-+]?\d+(?:\.\d+)?(?= ?%)", rest.rpartition("measured")[2])
-    places = {}  # in the sentence: the measurement that is quoted there
-    for row in record["measurements"]:
-        for digits in (2, 3):
-            ratio, low, high = (re.escape(f"{row[key]:.{digits}f}") for key in INTERVAL[:3])
-            if match := re.search(rf"(?<![\d.]){ratio}x?,? \(?{low} to {high}(?!\d)", sentence):
-                places[match.start()] = row
-    row = places[min(places)] if places else {}
-    return {key: row.get(key) for key in INTERVAL} | {"value": float(per_cent[0]) if per_cent else None}

@@ -98,11 +98,18 @@ class NotebookRun:
         row = {"check": what, "claim": None, "verdict": "passed" if agrees else "failed"}
         _put(self.record["verdicts"], row, "claim", "check")
 
-    def verdict(self, claim: str, verdict: str, why: str) -> None:
-        """Record how a guide's claim (its id in notebooks/claims.csv) fared, with the evidence in one sentence."""
+    def verdict(
+        self, claim: str, verdict: str, why: str, *, measurement: str | None = None, value: float | None = None
+    ) -> None:
+        """Record how a guide's claim (its id in notebooks/claims.csv) fared, with the evidence in one sentence.
+
+        `measurement` is the name of the row of `measurements` that answers it, `value` the figure in per cent, of what
+        is no ratio of times.
+        """
         read_claim(claim)
         print(f"{claim} {verdict}: {why}")
-        _put(self.record["verdicts"], {"check": why, "claim": claim, "verdict": verdict}, "claim")
+        row = {"check": why, "claim": claim, "verdict": verdict, "measurement": measurement, "value": value}
+        _put(self.record["verdicts"], row, "claim")
 
     def judge(self, claim: str, measurement: Any, needs_gpu: bool = False) -> str:
         """Record and return how a measured ratio answers a promised speed-up (of GPUs, with `needs_gpu`)."""
@@ -111,7 +118,7 @@ class NotebookRun:
         why = "promised {:.2f} to {:.2f}x, measured {ratio:.2f}x ({low:.2f} to {high:.2f})".format(*promise, **found)
         if needs_gpu and self.hardware.device.type != "cuda":
             verdict, why = "needs_gpu", f"{why} on a machine without the GPU that it is about"
-        self.verdict(claim, verdict, why)
+        self.verdict(claim, verdict, why, measurement=found["name"])
         return verdict
 
     def measure(self, comparison: Any) -> None:
@@ -248,12 +255,18 @@ def widened(low: float, high: float) -> tuple[float, float]:
 
 
 def answer(promise: tuple[float, float], measurement: Mapping[str, Any]) -> str:
-    """Return confirmed, smaller, larger or wrong: how a measured ratio answers a promised range of speed-up.
+    """Return how the 99 % interval of a measured ratio answers a promised range of speed-up (below 1: a stated cost).
 
-    wrong: the 99 % interval does not clear the noise floor in the promised direction (for a promise below 1, a stated
-    cost, its reciprocal). smaller, larger: all of it lies below or above the promised range. confirmed: they overlap.
+    contradicted: all of it is on the other side of 1. unresolved: it holds 1 and part of the promise. confirmed: it
+    holds part of the promise. smaller, larger: it lies beside the promise, nearer to 1 or farther from it.
     """
-    low, high, floor = measurement["low"], measurement["high"], measurement["noise_floor"] or 1.0
-    if not (low > floor if promise[1] >= 1 else high < 1 / floor):
-        return "wrong"
-    return "smaller" if high < promise[0] else "larger" if low > promise[1] else "confirmed"
+    low, high = measurement["low"], measurement["high"]
+    if promise[1] < 1:  # a cost, seen from the other side
+        promise, low, high = (1 / promise[1], 1 / promise[0]), 1 / high, 1 / low
+    if high < 1:
+        return "contradicted"
+    if high < promise[0]:
+        return "smaller"
+    if low > promise[1]:
+        return "larger"
+    return "unresolved" if low <= 1 else "confirmed"

@@ -26,7 +26,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class NonInferiority:
-    """The change of quality (larger is better), and the ends of its two one-sided 95 % intervals."""
+    """The change of quality (larger is better), and the ends of its two one-sided intervals."""
 
     mean_change: float
     lower: float
@@ -88,11 +88,24 @@ def decide(logs: Sequence[float]) -> Decision:
     return "not worth it" if mean + reach < WORTH else "undecided"
 
 
-def non_inferior(baseline: Sequence[float], new: Sequence[float], margin: float, sign: int = 1) -> NonInferiority:
-    """Compare the qualities of trainings under two plans, a value for each seed; `sign` -1 where lower is better.
+def non_inferior(changes: Sequence[float], margin: float) -> NonInferiority:
+    """Test that quality was kept by its `changes`, new minus reference, where each pair is of the same items or seed.
 
-    Student's t with a pooled variance; the numbers of seeds may differ. Raises ValueError for fewer than two of a plan
-    or a value that is not finite.
+    Student's t, one-sided at 95 %. Raises ValueError for fewer than two changes or one that is not finite.
+    """
+    _check(changes)
+    mean, error = statistics.fmean(changes), statistics.stdev(changes) / math.sqrt(len(changes))
+    reach = error * _student(len(changes) - 1, 0.05)
+    return NonInferiority(mean, mean - reach, mean + reach, margin)
+
+
+def pooled_non_inferior(
+    baseline: Sequence[float], new: Sequence[float], margin: float, *, sign: int = 1, tail: float = 0.05
+) -> NonInferiority:
+    """Test that quality was kept by the scores of trainings, a value for each seed; `sign` -1 where lower is better.
+
+    Student's t with a pooled variance, an error of `tail` on each side; the numbers of seeds may differ. Raises
+    ValueError for fewer than two of a plan or a value that is not finite.
     """
     _check(baseline)
     _check(new)
@@ -100,7 +113,7 @@ def non_inferior(baseline: Sequence[float], new: Sequence[float], margin: float,
     freedom = len(baseline) + len(new) - 2
     squares = sum(statistics.variance(values) * (len(values) - 1) for values in (baseline, new))
     error = math.sqrt(squares / freedom * (1 / len(baseline) + 1 / len(new)))
-    reach = error * _student(freedom, 0.05)
+    reach = error * _student(freedom, tail)
     return NonInferiority(change, change - reach, change + reach, margin)
 
 

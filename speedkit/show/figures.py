@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, NullLocator
 
-from speedkit.predict import seconds
+from speedkit.clock import duration as seconds
 from speedkit.show.canvas import BAND, BLUE, GREEN, GREY, INK, ORANGE, STYLE, Row, beside, canvas, finish, headed
 from speedkit.show.canvas import device_name as device_name
 from speedkit.show.canvas import save as save
@@ -67,7 +67,7 @@ def ratios(
         figure, axes = canvas(0.42 * len(chosen) + 1.35, left=0.27, right=0.78)
         ends = [0.95, 1.05]
         for y, (_, colour, row) in enumerate(chosen):
-            floor = max(row["noise_floor"] or 1.0, 1.0)
+            floor = max(row.get("noise_floor") or 1.0, 1.0)
             clear = row["low"] > floor or row["high"] < 1 / floor
             axes.barh(y, floor - 1 / floor, 0.8, left=1 / floor, color=BAND)
             axes.plot([row["low"], row["high"]], [y, y], color=colour, linewidth=2, solid_capstyle="butt")

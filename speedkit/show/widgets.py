@@ -30,7 +30,7 @@ VALUES = {
     name: (False, True) if "boolean" in about.kinds else () if "integer" in about.kinds else about.choices
     for name, about in FIELDS.items()
 }  # all that a field takes; () where it takes numbers
-COLUMNS = ("machine", "name", "ratio", "low", "high", "noise_floor", "settled", "loss_difference")
+COLUMNS = ("machine", "name", "ratio", "low", "high", "decision", "loss_difference")
 Record = Mapping[str, Any]
 png = partial(print_figure, fmt="png", bbox_inches=None, dpi=90)  # figure -> bytes
 as_html = partial(pandas.DataFrame.to_html, index=False, border=0, justify="left", na_rep="", col_space="5em")
@@ -79,7 +79,7 @@ def ratio_table(rows: Sequence[Record]) -> pandas.DataFrame:
     """Return measured ratios (rows of `measurements`) as a table, each with what its 99 % interval says."""
     shown = []
     for row in rows:
-        floor = max(row["noise_floor"] or 1.0, 1.0)
+        floor = max(row.get("noise_floor") or 1.0, 1.0)
         says = "faster" if row["low"] > floor else "slower" if row["high"] < 1 / floor else "not beyond the noise"
         shown.append({key: row[key] for key in COLUMNS if key in row} | {"pairs": len(row["seconds_a"]), "says": says})
     return pandas.DataFrame(shown).round(4)
@@ -190,15 +190,12 @@ class PlanPanel(ipywidgets.VBox):
             plan,
             recipe=self.recipe,
             device=self.hardware.device,
-            pairs=10,
-            window_s=self.seconds / 20,
             max_s=self.seconds,
-            warm_up_s=self.seconds,
             name=", ".join(changed) or "the baseline itself",
             names=("baseline", "chosen"),
         )
         difference = max(abs(a - b) for a, b in zip(found.losses_a, found.losses_b, strict=True))
-        return found.as_measurement() | {"settled": found.steady, "loss_difference": difference}
+        return found.as_measurement() | {"loss_difference": difference}
 
     def _refresh(self) -> None:
         for row in plan_rows(self.plan, self.hardware, self.workload):
