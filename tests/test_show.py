@@ -15,7 +15,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from speedkit.errors import UsageError
 from speedkit.measure.ledger import CAUSES
 from speedkit.measure.record import RECORD_MIME
-from speedkit.predict import seconds
+from speedkit.clock import duration
 from speedkit.show import figures
 from speedkit.show.report import in_short, payback_in_words, report
 
@@ -266,7 +266,7 @@ def test_roofline_puts_both_plans_under_their_roofs_with_the_spread_of_the_raw_w
     [(9000, "2.50 h"), (125, "2.08 min"), (1, "1.00 s"), (0.0421, "42.1 ms"), (1e-5, "10.0 µs"), (59, "59.0 s")],
 )
 def test_seconds_are_told_in_the_unit_that_reads_best(value, text):
-    assert seconds(value) == text
+    assert duration(value) == text
 
 
 @pytest.mark.parametrize("kind", ["svg", "png"])

@@ -4,9 +4,8 @@ import re
 from pathlib import Path
 
 from speedkit import files
-from speedkit.closing import in_short
-from speedkit.closing import payback_in_words as payback_in_words
 from speedkit.measure.record import read_notebook, record_of
+from speedkit.show.summary import in_short
 
 TEMPLATE = Path(__file__).with_name("report.html.j2").read_text(encoding="utf-8")
 
