@@ -146,11 +146,12 @@ def train(workload: str, plan: str, **values: Any) -> int:
 @click.option(
     "--horizon", type=click.IntRange(1), metavar="STEPS", help="compiling has to pay by then (the recipe's end)"
 )
-@click.option("--notebook/--no-notebook", default=True, help="also write climb.ipynb and report.html")
+@click.option("--notebook/--no-notebook", default=True, help="also write climb.ipynb")
 @run_options
 def climb(workload: str, budget: float, rungs: str | None, notebook: bool, **values: Any) -> None:
     """Climb the whole ladder on WORKLOAD; leave the winning plan, the record and a report."""
     from speedkit.climb import climb as climb_ladder
+    from speedkit.show.report import write_report
     from speedkit.show.summary import in_short
 
     work, recipe = find_workload(workload, values)
@@ -158,26 +159,25 @@ def climb(workload: str, budget: float, rungs: str | None, notebook: bool, **val
     names = rungs.split(",") if rungs else None
     options = typed(values, "device", "cache_dir", "out", "resume", "seeds", "horizon")
     record = climb_ladder(work, recipe=recipe, budget_s=budget, rungs=names, **options)
+    write_report(record, folder / "report.html")
     if notebook:
-        _write_report(folder, {"workload": workload, "out": folder} | typed(values, *DATA))
+        _write_notebook(folder, {"workload": workload, "out": folder} | typed(values, *DATA))
     if work.quarantined:
         write_quarantine(folder / "quarantine.csv", work.quarantined)
         click.echo(f"files left out: {len(work.quarantined)} (quarantine.csv says why)")
-    click.echo(f"plan.yaml, record.json{', climb.ipynb, report.html' if notebook else ''} in {folder}")
+    click.echo(f"plan.yaml, report.html, record.json{', climb.ipynb' if notebook else ''} in {folder}")
     click.echo("\n".join(in_short(record)))
     if record["quality"]["decision"] == "worse" and not record["quality"].get("replaced"):
         raise SpeedkitError("the final plan learns worse than plain PyTorch, and nothing can be taken out of it")
 
 
-def _write_report(folder: Path, parameters: Values) -> None:
-    """Show the finished climb in `folder` as an executed notebook and as one HTML file."""
+def _write_notebook(folder: Path, parameters: Values) -> None:
+    """Show the finished climb in `folder` as an executed notebook."""
     from speedkit.notebooks import find_notebooks, run_notebook
-    from speedkit.show.report import report
 
     os.environ["SPEEDKIT_RUN_DIR"] = str(folder.resolve())
     source, shown = find_notebooks(["90"])[0], folder / "climb.ipynb"
     run_notebook(source, shown, _absolute(parameters), timeout_s=600, progress=False)
-    report(shown, folder / "report.html")
 
 
 def _absolute(parameters: Values) -> Values:
