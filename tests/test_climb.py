@@ -222,7 +222,11 @@ def test_what_pays_is_kept_proven_and_trained_to_the_end(tmp_path, monkeypatch):
     load = functools.partial(slowly, work.load)
     record = climb_function(dataclasses.replace(work, load=load), rungs=("cache",), out=tmp_path / "climb", **OPTIONS)
     assert [row["kept"] for row in record["rungs"]] == [True]
-    assert record["speedup"]["low"] > 2 and record["plan"]["cache"] == "disk" and record["headline"] in ("baseline", "careful")
+    assert (
+        record["speedup"]["low"] > 2
+        and record["plan"]["cache"] == "disk"
+        and record["headline"] in ("baseline", "careful")
+    )
     assert record["quality"]["decision"] in ("as good", "not decided") and len(record["quality"]["final"]) >= 2
     assert record["payback"]["prepare_s"]["cache"] > 0 and record["time_to_quality"]["ratio"] > 1
 

@@ -3,21 +3,13 @@
 import base64
 import hashlib
 import itertools
-import os
-import shutil
-from html.parser import HTMLParser
 
-import nbformat
 import pytest
 from matplotlib.figure import Figure
-from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-from speedkit.errors import UsageError
-from speedkit.measure.ledger import CAUSES
-from speedkit.measure.record import RECORD_MIME
 from speedkit.clock import duration
+from speedkit.measure.ledger import CAUSES
 from speedkit.show import figures
-from speedkit.show.report import in_short, payback_in_words, report
 
 HARDWARE = {"device": "cpu", "gpu": None, "cpu": "Intel(R) Xeon(R) Processor", "cores": 2}
 GPU = {"device": "cuda", "gpu": "NVIDIA H200", "cpu": "AMD EPYC", "cores": 16}
@@ -289,149 +281,3 @@ def test_show_displays_a_small_png_with_the_title_in_words(capsys, monkeypatch):
     figures.show(figures.waterfall(climb_record()))
     data, metadata = shown[0]._repr_png_()
     assert len(base64.b64decode(data)) < 50_000 and "3.92×" in metadata["alt"]
-
-
-# ---- report ----
-
-
-class Page(HTMLParser):
-    """What a page holds, as a browser would see it."""
-
-    def __init__(self, path):
-        super().__init__()
-        self.tags, self.fetched, self.text = [], [], ""
-        self.feed(path.read_text(encoding="utf-8"))
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.fetched += [value for name, value in attrs if name == "src" or (name == "href" and tag != "a")]
-
-    def handle_data(self, data):
-        self.text += data
-
-
-def notebook(path, *outputs, prose="Read [this](12_feature_cache.ipynb) and [that](https://example.org/page)."):
-    cells = [
-        new_markdown_cell(f"# The <climb>\n\n{prose}\n\n<details><summary>Solution</summary>\n\nSix.\n\n</details>"),
-        new_code_cell("print('<script src=1>')", execution_count=1, outputs=[new_output("stream", text="PASS <all>")]),
-        new_code_cell("figure", execution_count=2, outputs=list(outputs)),
-    ]
-    nbformat.write(new_notebook(cells=cells), path)
-    return path
-
-
-def displayed(**data):
-    return new_output("display_data", data={kind.replace("_", "/"): value for kind, value in data.items()})
-
-
-def test_report_stands_alone(tmp_path):
-    figure = base64.b64encode(b"a figure").decode()
-    source = notebook(tmp_path / "climb.ipynb", displayed(image_png=figure), displayed(text_html="<table></table>"))
-    page = Page(report(source, tmp_path / "report.html"))
-    assert page.fetched == [f"data:image/png;base64,{figure}"]
-    assert not {"script", "link", "iframe", "object"} & set(page.tags)
-    assert "PASS <all>" in page.text and "print('<script src=1>')" in page.text and "Six." in page.text
-    assert page.tags.count("details") == 3, "the code of two cells and one solution are folded"
-    html = (tmp_path / "report.html").read_text()
-    assert "default-src 'none'" in html and '<a href="https://example.org/page">' in html
-    assert "12_feature_cache.ipynb" not in html, "that notebook does not lie beside the report"
-
-
-def test_report_leaves_scripts_and_widgets_out(tmp_path):
-    script = new_output("display_data", data={"application/javascript": "load()", "text/plain": "script"})
-    widget = new_output("display_data", data={"application/vnd.jupyter.widget-view+json": {"model_id": "1"}})
-    page = Page(report(notebook(tmp_path / "n.ipynb", script, widget), tmp_path / "r.html"))
-    assert "script" not in page.tags and page.fetched == [] and "load()" not in page.text
-
-
-def test_report_lets_a_browser_load_and_run_nothing(tmp_path):
-    foreign = '<img src="https://example.org/a.png"><script>load()</script>'
-    html = report(notebook(tmp_path / "n.ipynb", displayed(text_html=foreign)), tmp_path / "r.html").read_text()
-    policy, kind = "default-src 'none'; img-src data:; style-src 'unsafe-inline'", "Content-Security-Policy"
-    (tag,) = (line for line in html.splitlines() if kind in line)
-    assert tag.startswith("<meta ") and policy in tag
-    assert html.index(tag) < html.index("<style>") < html.index("</head>") < html.index("https://example.org/a.png")
-
-
-def climbed(folder, figure=None):
-    """Write a notebook with the record of a climb, a wide table and a figure; return its report."""
-    wide = "<table><tr>" + "".join(f"<td>a_column_of_a_table_{column}</td>" for column in range(12)) + "</tr></table>"
-    shown = new_output("display_data", data={RECORD_MIME: climb_record(), "text/plain": "record"})
-    image = [displayed(image_png=base64.b64encode(figure).decode())] if figure else []
-    return report(notebook(folder / "n.ipynb", shown, displayed(text_html=wide), *image), folder / "r.html")
-
-
-def test_report_of_a_climb_says_the_result_first(tmp_path):
-    text = Page(climbed(tmp_path)).text
-    assert text.index("In short") < text.index("Read this")
-    for sentence in in_short(climb_record()):
-        assert sentence in text
-    assert "In short" not in Page(report(notebook(tmp_path / "m.ipynb"), tmp_path / "m.html")).text
-
-
-def test_in_short_draws_every_figure_from_the_record():
-    record = climb_record()
-    said = " ".join(in_short(record))
-    assert (
-        "3.92 times as fast as plain PyTorch (3.81 to 4.03, 99 %)" in said and "2.98 times as fast as a careful" in said
-    )
-    assert "as good: accuracy changed by +0.0010, 95 % sure to be above -0.0120; margin 0.03" in said
-    assert "J now" not in said
-    record["quality"] |= {"passed": False}
-    record["energy"] = {"baseline_j": 5000.0, "final_j": 1200.0}
-    said = " ".join(in_short(record))
-    assert "NOT shown to be as good" in said and "5e+03 J in plain PyTorch, 1.2e+03 J now" in said
-    record["quality"] |= {"lower": None}
-    assert "fewer than two seeds" in " ".join(in_short(record))
-    assert in_short({"measurements": []}) == [], "the record of another notebook"
-
-
-def test_payback_is_one_sentence_in_the_reader_s_terms():
-    assert payback_in_words(PAYBACK) == (
-        "Your 30 epochs: from 2.00 h to 30.0 min, with 60.0 s to build the cache and 30.0 s to compile; "
-        "that pays back after 2.08 min."
-    )
-    never = PAYBACK | {"pays_back_after_s": None}
-    assert payback_in_words(never).endswith("that does not pay back within so short a training.")
-    nothing = PAYBACK | {"prepare_s": {"cache": 0.0, "compile": 0.0}, "pays_back_after_s": 0.0}
-    assert payback_in_words(nothing) == "Your 30 epochs: from 2.00 h to 30.0 min."
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1200, 360])
-def test_report_in_a_browser(tmp_path, scheme, width):
-    from playwright.sync_api import sync_playwright
-
-    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if path is None:
-        why = "the browser tests need Chromium: make system installs it"
-        pytest.fail(why) if os.environ.get("CI") == "true" else pytest.skip(why)
-    figures.save(figures.waterfall(climb_record()), tmp_path / "w.png")
-    page_path = climbed(tmp_path, (tmp_path / "w.png").read_bytes())
-    assert page_path.stat().st_size < 3_000_000
-    said, asked = [], []
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
-        page.on("console", lambda message: said.append(message.text))
-        page.on("pageerror", lambda error: said.append(str(error)))
-        page.on("request", lambda request: asked.append(request.url))
-        page.goto(page_path.as_uri())
-        seen = page.evaluate("""() => {
-            const table = document.querySelector("table"), image = document.querySelector("img");
-            return {page: document.documentElement.scrollWidth, paper: getComputedStyle(document.body).backgroundColor,
-                    ink: getComputedStyle(document.body).color, image: image.getBoundingClientRect().width,
-                    drawn: image.naturalWidth, table: table.scrollWidth, box: table.parentElement.clientWidth}}""")
-        browser.close()
-    assert said == [] and [url for url in asked if not url.startswith("data:")] == [page_path.as_uri()]
-    assert seen["page"] <= width, "only tables scroll sideways, not the page"
-    assert seen["table"] > seen["box"] or width > 360
-    assert 0 < seen["image"] <= min(width, seen["drawn"]) and seen["drawn"] > 360
-    light, dark = "rgb(255, 255, 255)", "rgb(22, 25, 29)"
-    assert seen["paper"] == (light if scheme == "light" else dark) != seen["ink"]
-
-
-def test_report_of_what_is_no_notebook(tmp_path):
-    with pytest.raises(UsageError, match="cannot be read"):
-        report(tmp_path / "missing.ipynb", tmp_path / "report.html")

@@ -7,10 +7,10 @@ from contextlib import closing
 import pytest
 import tiny
 import torch
+from speedkit.measure.turns import in_turns, take_turns
 
 from speedkit.measure.compare import Side, catch_up
 from speedkit.measure.stats import noise_floor, paired_interval
-from speedkit.measure.turns import in_turns, take_turns
 from speedkit.plan import Plan
 
 
