@@ -20,7 +20,7 @@ import torch
 
 import speedkit
 from speedkit.errors import UsageError
-from speedkit.system import nvml_facts
+from speedkit.hardware import nvml_facts
 
 PACKAGE = Path(speedkit.__file__).parent
 QUOTES = ('"', "'", 'r"', "r'")  # how a docstring can begin: neither bytes nor an f-string is one
