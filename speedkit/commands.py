@@ -108,8 +108,8 @@ out_option = click.option(
 data_options = together(
     click.option("--data-dir", type=click.Path(), help="folder of your files; generated data without"),
     click.option("--labels", type=click.Path(), help="CSV of paths and labels, with a fold or split column or not"),
-    click.option("--label-pattern", metavar="REGEX", help="group 1 of the file name is the label"),
-    click.option("--test-pattern", metavar="REGEX", help="file names that match are the test set"),
+    click.option("--label-pattern", metavar="REGEX", help="group 1 of a file's name is its label"),
+    click.option("--test-pattern", metavar="REGEX", help="files whose names match are the test set"),
     click.option("--size", metavar="TINY | SMALL | MEDIUM", help="size of the model"),
     click.option("--clips", type=int, help="how many files to generate where there is no data folder"),
 )
@@ -121,6 +121,7 @@ run_options = together(  # of all commands that train
     click.option("--resume", is_flag=True, help="go on with the run in --out"),
     fields_of(Recipe),
 )
+folder_argument = click.argument("folder", metavar="DIR")
 
 
 @click.group()
@@ -129,12 +130,12 @@ def cache() -> None:
 
 
 @cache.command()
-@click.argument("folder", metavar="DIR")
+@folder_argument
 @click.option("--workload", default="audio", show_default=True, help="audio, or package.module:function")
 @data_options
-@click.option("--of", "cache_of", default="features", show_default=True, metavar="FEATURES | WAVEFORM")
-@click.option("--dtype", "cache_dtype", default="float32", show_default=True, metavar="FLOAT32 | FLOAT16")
-@click.option("--decoder", default="soundfile", show_default=True, help="what reads audio files")
+@click.option("--of", "cache_of", metavar="FEATURES | WAVEFORM")
+@click.option("--dtype", "cache_dtype", metavar="FLOAT32 | FLOAT16")
+@click.option("--decoder", help="what reads audio files")
 def build(folder: str, workload: str, **values: Any) -> None:
     """Compute and keep the features of all items, so that training starts with them."""
     from speedkit.data.cache import open_cache
@@ -148,7 +149,7 @@ def build(folder: str, workload: str, **values: Any) -> None:
 
 
 @cache.command()
-@click.argument("folder", metavar="DIR")
+@folder_argument
 def info(folder: str) -> None:
     """Show what is cached: a line for each cache."""
     from speedkit.data.cache_files import describe_caches
@@ -157,7 +158,7 @@ def info(folder: str) -> None:
 
 
 @cache.command()
-@click.argument("folder", metavar="DIR")
+@folder_argument
 def verify(folder: str) -> int:
     """Read every entry and compare it with its checksum; exit code 1 when one is not as it was written."""
     from speedkit.data.cache_files import verify_cache
@@ -168,7 +169,7 @@ def verify(folder: str) -> int:
 
 
 @cache.command()
-@click.argument("folder", metavar="DIR")
+@folder_argument
 def repair(folder: str) -> None:
     """Forget the entries that are not as they were written; the next use computes them again."""
     from speedkit.data.cache_files import verify_cache
@@ -198,9 +199,9 @@ def deploy(checkpoint: Path, workload: str | None, out: Path, **values: Any) -> 
     click.echo(quality.format(**facts["quality"]))
     click.echo("{size_bytes} bytes for {float32_size_bytes}; {quantized_share:.1%} has 8 bits".format(**facts))
     for row in facts["measurements"]:
-        times = [f"{row[side]} {1e3 * statistics.median(row[f'seconds_{side}']):.3g} ms" for side in "ab"]
+        a_ms, b_ms = (1e3 * statistics.median(row[key]) for key in ("seconds_a", "seconds_b"))
         ratio = "ratio {ratio:.2f} ({low:.2f} to {high:.2f})".format(**row)
-        click.echo(f"{row['name']}: {', '.join([*times, ratio])}")
+        click.echo(f"{row['name']}: {row['a']} {a_ms:.3g} ms, {row['b']} {b_ms:.3g} ms, {ratio}")
     click.echo(f"{trial.MODEL}, {trial.LOADER} and {trial.FACTS} in {out}")
 
 
@@ -218,15 +219,14 @@ def read_trained(path: Path, workload: str | None, data: Values) -> tuple["Workl
         raise UsageError(f"there is no checkpoint {path}: speedkit train leaves one in its --out folder")
     try:
         state = read(path, torch.device("cpu"))
-        job = state["job"]
     except Exception as error:  # torch raises whatever its unpickler does
-        raise SpeedkitError(
-            f"{path} cannot be read ({' '.join(str(error).split())}): take the one before it"
-        ) from error
+        raise SpeedkitError(f"{path} cannot be read ({error}): take the one before it") from error
+    job = state["job"]
     work = load_workload(workload or job["workload"], max_duration_s=job.get("max_duration_s"), **data)
-    model, trained_on = work.model(), f"workload {job['workload']} with {job['train_items']} training items"
-    with contextlib.suppress(RuntimeError):  # weights of other names or shapes
-        if trained_on == f"workload {work.name} with {len(work.train)} training items":
+    model = work.model()
+    if job["train_items"] == len(work.train):  # else what it is tested on may be what it was trained on
+        with contextlib.suppress(RuntimeError):  # weights of other names or shapes
             model.load_state_dict(state["model"])
             return work, model
-    raise UsageError(f"{path} does not fit: it is of {trained_on}; name that workload, its data and its --size")
+    what = f"workload {job['workload']} with {job['train_items']} training items"
+    raise UsageError(f"{path} does not fit: it is of {what}; name that workload, its data and its --size")
