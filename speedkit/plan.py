@@ -25,6 +25,13 @@ NEEDS = (
     ("pin_memory", True, "pin_memory", False),
     *(("decoder", decoder, decoder, "soundfile") for decoder in ("torchcodec", "librosa")),
 )
+# Field, value, what it falls back to without a CUDA GPU, and why.
+CUDA_ONLY = (
+    ("attention", "efficient", "auto", "this kernel is one of CUDA's"),
+    ("attention", "cudnn", "auto", "this kernel is one of CUDA's"),
+    ("allocator", "expandable", "default", "segments are CUDA's way to hand out memory"),
+    ("prefetch", True, False, "a copy beside the computation needs a CUDA GPU"),
+)
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # the modes of torch.compile that record them
 Count = Annotated[int, Field(ge=1)]
 
@@ -195,23 +202,16 @@ def _for_machine(effective: EffectivePlan, hardware: Hardware) -> EffectivePlan:
     for field, value, capability, instead in NEEDS:
         if getattr(effective.plan, field) == value and not hardware.supports(capability):
             effective = effective.fall_back(field, instead, hardware.why_not(capability))
-    plan, on_cuda, name = effective.plan, hardware.device.type == "cuda", hardware.name
-    if plan.attention in ("efficient", "cudnn") and not on_cuda:
-        why = f"this kernel is one of CUDA's; {name} has flash and math, of which it takes what a call allows"
-        effective = effective.fall_back("attention", "auto", why)
-    if plan.allocator != "default" and not on_cuda:
-        why = f"segments are CUDA's way to hand out memory; the device is {name}"
-        effective = effective.fall_back("allocator", "default", why)
-    if plan.prefetch and not on_cuda:
-        why = f"a copy beside the computation needs a CUDA GPU; the device is {name}"
-        effective = effective.fall_back("prefetch", False, why)
-    elif plan.prefetch and not plan.pin_memory:
-        why = "prefetch copies without waiting, which takes page-locked memory"
-        effective = effective.fall_back("pin_memory", True, why)
+    for field, value, instead, why in CUDA_ONLY:
+        if getattr(effective.plan, field) == value and hardware.device.type != "cuda":
+            effective = effective.fall_back(field, instead, f"{why}; the device is {hardware.name}")
+    plan = effective.plan
+    if plan.prefetch and not plan.pin_memory:
+        effective = effective.fall_back("pin_memory", True, "a copy that nobody waits for takes page-locked memory")
     if plan.precision == "fp16" and not plan.fused_optimizer:
         why = "float16 loss scaling skips bad steps on the device, without a host sync, only in a fused optimizer"
         effective = effective.fall_back("fused_optimizer", True, why)
-    elif plan.on_nonfinite != "raise" and not plan.fused_optimizer and on_cuda:
+    elif plan.on_nonfinite != "raise" and not plan.fused_optimizer and hardware.device.type == "cuda":
         why = "an unfused optimizer cannot leave a step out by itself: the host waits for the device in every step"
         effective = effective.fall_back("on_nonfinite", plan.on_nonfinite, why)
     return effective
@@ -220,16 +220,14 @@ def _for_machine(effective: EffectivePlan, hardware: Hardware) -> EffectivePlan:
 def _for_data(effective: EffectivePlan, workload: "Workload") -> EffectivePlan:
     """Fall back from what the items of `workload` have no use for."""
     if not workload.cacheable:
-        why = (
-            f"the items of {workload.name} are slices of memory already, so there is nothing to read, compute or keep; "
-            "or not what a cache keeps, decimal inputs with whole-number targets"
-        )
+        why = f"the items of {workload.name} are slices of memory, or decimal inputs with whole-number targets"
         for field, instead in (("cache", "off"), ("features_on", "cpu"), ("shards", False)):
             if getattr(effective.plan, field) != instead:
                 effective = effective.fall_back(field, instead, why)
     if effective.plan.bucket and workload.length is None:
-        why = f"all items of {workload.name} have one length: nothing is padded"
-        effective = effective.fall_back("bucket", False, why)
+        effective = effective.fall_back(
+            "bucket", False, f"all items of {workload.name} have one length: nothing is padded"
+        )
     if effective.plan.compile in CUDA_GRAPHS and workload.length is not None and not effective.plan.bucket:
         why = "lengths differ from batch to batch, and each would be tuned and recorded anew: bucket makes them few"
         effective = effective.fall_back("compile", "default", why)
@@ -247,8 +245,7 @@ def _for_cache(effective: EffectivePlan, hardware: Hardware) -> EffectivePlan:
         why = "a cached batch is one gather from memory; worker processes would copy it once more"
         effective = effective.fall_back("workers", 0, why)
     if plan.cache_of == "features" and plan.features_on == "device":
-        why = "the cache holds features: there is nothing left to compute on the device"
-        effective = effective.fall_back("features_on", "cpu", why)
+        effective = effective.fall_back("features_on", "cpu", "the cache holds features: nothing is left to compute")
     return effective
 
 
@@ -281,26 +278,32 @@ def _for_waveforms(effective: EffectivePlan, workload: "Workload") -> EffectiveP
 
 def _for_ranks(effective: EffectivePlan, hardware: Hardware) -> EffectivePlan:
     """Fall back from what several ranks cannot do together."""
-    plan, fsdp = effective.plan, effective.plan.strategy == "fsdp"
+    plan = effective.plan
     here = int(os.environ.get("LOCAL_WORLD_SIZE") or plan.ranks)
     if hardware.device.type == "cpu" and here > hardware.cores:
         why = f"{here} ranks take turns on {hardware.cores} cores: fewer are as fast"
         effective = effective.fall_back("ranks", plan.ranks, why)
-    if plan.compile != "off" and fsdp:
-        why = "compiled code does not gather the weights that fsdp has sharded; ddp compiles"
-        effective = effective.fall_back("compile", "off", why)
-    elif plan.compile in CUDA_GRAPHS:
+    if plan.strategy == "fsdp":
+        return _for_fsdp(effective)
+    if plan.compile in CUDA_GRAPHS:
         why = "CUDA graphs keep gradients where ddp does not look for them"
         effective = effective.fall_back("compile", "default", why)
-    if plan.compile != "off" and plan.compile_scope == "step" and not fsdp:
+    if plan.compile != "off" and plan.compile_scope == "step":
         why = "gradients are exchanged between the backward pass and the update"
         effective = effective.fall_back("compile_scope", "model", why)
-    if plan.channels_last and fsdp:
+    return effective
+
+
+def _for_fsdp(effective: EffectivePlan) -> EffectivePlan:
+    """Fall back from what sharded weights cannot have."""
+    plan = effective.plan
+    if plan.compile != "off":
+        effective = effective.fall_back("compile", "off", "compiled code does not gather the weights that fsdp shards")
+    if plan.channels_last:
         effective = effective.fall_back("channels_last", False, "fsdp shards only weights that lie in the usual order")
-    if plan.precision.startswith("fp8") and fsdp:
-        why = "8-bit layers need a gathering of their own under fsdp, which is not offered"
-        effective = effective.fall_back("precision", "bf16", why)
-    if plan.precision == "fp16" and fsdp:
+    if plan.precision in ("fp8", "fp8-emulated"):
+        effective = effective.fall_back("precision", "bf16", "8-bit layers are not gathered under fsdp")
+    if plan.precision == "fp16":
         why = "gradients that overflow in one rank's shard have to scale the loss of all ranks"
         effective = effective.fall_back("precision", "bf16", why)
     return effective
@@ -309,9 +312,7 @@ def _for_ranks(effective: EffectivePlan, hardware: Hardware) -> EffectivePlan:
 def check_ranks(ranks: int, hardware: Hardware) -> None:
     """Raise PlanError where `hardware` has no device for each of those that run on it."""
     here, kind = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks), hardware.device.type
-    if ranks == 1:
-        return
-    if kind == "cuda" and here > hardware.gpu_count:
+    if ranks > 1 and kind == "cuda" and here > hardware.gpu_count:
         raise PlanError(f"ranks={ranks} takes {here} GPUs here, and there are {hardware.gpu_count}: lower ranks")
-    if kind not in ("cuda", "cpu"):
+    if ranks > 1 and kind not in ("cuda", "cpu"):
         raise PlanError(f"ranks={ranks} takes a CUDA GPU each, or a CPU; the device is {hardware.name}: use ranks=1")
