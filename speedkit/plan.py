@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
@@ -25,14 +26,19 @@ NEEDS = (
     ("pin_memory", True, "pin_memory", False),
     *(("decoder", decoder, decoder, "soundfile") for decoder in ("torchcodec", "librosa")),
 )
-# Field, value, what it falls back to without a CUDA GPU, and why.
-CUDA_ONLY = (
-    ("attention", "efficient", "auto", "this kernel is one of CUDA's"),
-    ("attention", "cudnn", "auto", "this kernel is one of CUDA's"),
-    ("allocator", "expandable", "default", "segments are CUDA's way to hand out memory"),
-    ("prefetch", True, False, "a copy beside the computation needs a CUDA GPU"),
-)
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # the modes of torch.compile that record them
+# Field, values, what they fall back to where they cannot be, and why.
+CUDA_ONLY = (
+    ("attention", ("efficient", "cudnn"), "auto", "this kernel is one of CUDA's"),
+    ("allocator", ("expandable",), "default", "segments are CUDA's way to hand out memory"),
+    ("prefetch", (True,), False, "a copy beside the computation needs a CUDA GPU"),
+)
+NOT_UNDER_FSDP = (
+    ("compile", ("default", *CUDA_GRAPHS), "off", "compiled code does not gather the weights that fsdp has sharded"),
+    ("channels_last", (True,), False, "fsdp shards only weights that lie in the usual order"),
+    ("precision", ("fp8", "fp8-emulated"), "bf16", "8-bit layers are not gathered under fsdp"),
+    ("precision", ("fp16",), "bf16", "what overflows in one rank's shard would have to scale the loss of all ranks"),
+)
 Count = Annotated[int, Field(ge=1)]
 
 
@@ -191,7 +197,7 @@ def resolve(
     if workload is not None:
         effective = _for_waveforms(effective, workload)
     if plan.ranks > 1:
-        effective = _for_ranks(effective, hardware)
+        effective = _for_ranks(effective)
     if strict and effective.fallbacks:
         raise PlanError(f"the plan cannot be honoured here, and --strict allows no fallback: {effective.fallbacks[0]}")
     return effective
@@ -202,18 +208,14 @@ def _for_machine(effective: EffectivePlan, hardware: Hardware) -> EffectivePlan:
     for field, value, capability, instead in NEEDS:
         if getattr(effective.plan, field) == value and not hardware.supports(capability):
             effective = effective.fall_back(field, instead, hardware.why_not(capability))
-    for field, value, instead, why in CUDA_ONLY:
-        if getattr(effective.plan, field) == value and hardware.device.type != "cuda":
-            effective = effective.fall_back(field, instead, f"{why}; the device is {hardware.name}")
+    if hardware.device.type != "cuda":
+        effective = _without(CUDA_ONLY, effective)
     plan = effective.plan
     if plan.prefetch and not plan.pin_memory:
         effective = effective.fall_back("pin_memory", True, "a copy that nobody waits for takes page-locked memory")
     if plan.precision == "fp16" and not plan.fused_optimizer:
         why = "float16 loss scaling skips bad steps on the device, without a host sync, only in a fused optimizer"
         effective = effective.fall_back("fused_optimizer", True, why)
-    elif plan.on_nonfinite != "raise" and not plan.fused_optimizer and hardware.device.type == "cuda":
-        why = "an unfused optimizer cannot leave a step out by itself: the host waits for the device in every step"
-        effective = effective.fall_back("on_nonfinite", plan.on_nonfinite, why)
     return effective
 
 
@@ -276,15 +278,11 @@ def _for_waveforms(effective: EffectivePlan, workload: "Workload") -> EffectiveP
     return effective
 
 
-def _for_ranks(effective: EffectivePlan, hardware: Hardware) -> EffectivePlan:
+def _for_ranks(effective: EffectivePlan) -> EffectivePlan:
     """Fall back from what several ranks cannot do together."""
     plan = effective.plan
-    here = int(os.environ.get("LOCAL_WORLD_SIZE") or plan.ranks)
-    if hardware.device.type == "cpu" and here > hardware.cores:
-        why = f"{here} ranks take turns on {hardware.cores} cores: fewer are as fast"
-        effective = effective.fall_back("ranks", plan.ranks, why)
     if plan.strategy == "fsdp":
-        return _for_fsdp(effective)
+        return _without(NOT_UNDER_FSDP, effective)
     if plan.compile in CUDA_GRAPHS:
         why = "CUDA graphs keep gradients where ddp does not look for them"
         effective = effective.fall_back("compile", "default", why)
@@ -294,18 +292,11 @@ def _for_ranks(effective: EffectivePlan, hardware: Hardware) -> EffectivePlan:
     return effective
 
 
-def _for_fsdp(effective: EffectivePlan) -> EffectivePlan:
-    """Fall back from what sharded weights cannot have."""
-    plan = effective.plan
-    if plan.compile != "off":
-        effective = effective.fall_back("compile", "off", "compiled code does not gather the weights that fsdp shards")
-    if plan.channels_last:
-        effective = effective.fall_back("channels_last", False, "fsdp shards only weights that lie in the usual order")
-    if plan.precision in ("fp8", "fp8-emulated"):
-        effective = effective.fall_back("precision", "bf16", "8-bit layers are not gathered under fsdp")
-    if plan.precision == "fp16":
-        why = "gradients that overflow in one rank's shard have to scale the loss of all ranks"
-        effective = effective.fall_back("precision", "bf16", why)
+def _without(rules: Iterable[tuple[str, tuple, Any, str]], effective: EffectivePlan) -> EffectivePlan:
+    """Fall back from the values that `rules` name."""
+    for field, values, instead, why in rules:
+        if getattr(effective.plan, field) in values:
+            effective = effective.fall_back(field, instead, why)
     return effective
 
 

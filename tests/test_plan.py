@@ -193,7 +193,6 @@ MANY = dataclasses.replace(GPU, gpu_count=8)
         ({"allocator": "expandable", "pin_memory": True}, CPU, {}, {"pin_memory": False, "allocator": "default"}, ""),
         ({"prefetch": True}, CPU, {}, {"prefetch": False}, "CUDA GPU"),
         ({"prefetch": True}, GPU, {}, {"pin_memory": True}, "page-locked"),
-        ({"on_nonfinite": "skip"}, GPU, {}, {"on_nonfinite": "skip"}, "waits for the device"),
         ({"cache": "device", "workers": 2}, CPU, {}, {"cache": "ram", "workers": 0}, "memory is the RAM"),
         ({"cache": "ram", "features_on": "device"}, GPU, {}, {"features_on": "cpu"}, "holds features"),
         # The data.
@@ -209,7 +208,6 @@ MANY = dataclasses.replace(GPU, gpu_count=8)
         (GRAPHS | {"micro_batch": "auto"}, GPU, {}, {"compile": "default"}, "the next replay"),
         (GRAPHS | {"micro_batch": 32}, GPU, {"batch_size": 32}, {}, ""),
         # Several ranks.
-        ({"ranks": 4}, CPU, {}, {"ranks": 4}, "4 ranks take turns on 2 cores"),
         (
             GRAPHS | {"ranks": 2, "compile_scope": "step"},
             MANY,
