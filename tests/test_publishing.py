@@ -75,7 +75,7 @@ def test_publishing_keeps_what_worked_and_goes_on_where_it_stopped(folder, monke
 
     before = published.read_bytes()
     assert run(["21"]) == [("21_tiny", "current")] and published.read_bytes() == before
-    edit(published, 2, "total = 1 + 2  # of a comment nothing depends")
+    edit(published, 2, "# Of a comment nothing depends.\ntotal = 1 + 2")
     assert run(["21"]) == [("21_tiny", "current")]
     edit(published, 2, "total = 1 + 2 + 3")
     assert is_stale(published) and "**stale**: its code changed after" in status_table(folder)
@@ -172,7 +172,7 @@ def states(away, into):
 
 
 def test_import_takes_outputs_and_records(parcel, folder):
-    edit(folder / "21_tiny.ipynb", 2, "total = 1 + 2  # explained better here")
+    edit(folder / "21_tiny.ipynb", 2, "# explained better here\ntotal = 1 + 2")
     assert {state for state, _ in states(parcel, folder).values()} == {"published"}
     assert contract_problems(folder / "21_tiny.ipynb") == [] and not is_stale(folder / "21_tiny.ipynb")
     assert "explained better here" in (folder / "21_tiny.ipynb").read_text(), "only outputs come in"
