@@ -251,8 +251,9 @@ def run(names: tuple[str, ...], out: str, timeout: float, cluster: str | None, *
 @time_option("--budget", None, "start no notebook after this time")
 @click.option("--workload", default="", help="write only the record, of this workload")
 @click.option("--import", "source", type=click.Path(), help="take in what another machine published to this folder")
-@click.option("--allow-changes", is_flag=True, help="publish from a package that differs from its last commit")
-def publish(names: tuple[str, ...], everything: bool, out: str | None, source: str | None, **values: Any) -> int:
+def publish(
+    names: tuple[str, ...], everything: bool, out: str | None, budget: float | None, workload: str, source: str | None
+) -> int:
     """Run notebooks here for the repository: executed notebooks and records, and the README's tables."""
     from speedkit import publishing
 
@@ -261,8 +262,7 @@ def publish(names: tuple[str, ...], everything: bool, out: str | None, source: s
     if source:
         outcomes = publishing.import_published(source)
     else:
-        options = typed(values, "workload", "allow_changes")
-        outcomes = publishing.publish(None if everything else names, out, values["budget"], **options)
+        outcomes = publishing.publish(None if everything else names, out, budget, workload=workload)
     for outcome in outcomes:
         click.echo(f"{outcome.state}: {outcome.name} {outcome.why}".rstrip())
     if not out:
@@ -271,5 +271,5 @@ def publish(names: tuple[str, ...], everything: bool, out: str | None, source: s
 
 
 # Known before and after every command; `main` looks for it where a run fails.
-for command in (commands, *commands.commands.values(), *cache.commands.values()):
+for command in (commands, *commands.commands.values()):
     command.params.append(click.Option(["--debug"], is_flag=True, expose_value=False, help="show tracebacks"))

@@ -121,60 +121,37 @@ run_options = together(  # of all commands that train
     click.option("--resume", is_flag=True, help="go on with the run in --out"),
     fields_of(Recipe),
 )
-folder_argument = click.argument("folder", metavar="DIR")
 
 
-@click.group()
-def cache() -> None:
-    """Build, describe, verify or repair cached features. DIR is the folder that --cache-dir names."""
-
-
-@cache.command()
-@folder_argument
-@click.option("--workload", default="audio", show_default=True, help="audio, or package.module:function")
+@click.command()
+@click.argument("action", type=click.Choice(["build", "info", "verify", "repair"]))
+@click.argument("folder", metavar="DIR")
+@click.option("--workload", default="audio", show_default=True, help="to build for: audio, or package.module:function")
 @data_options
 @click.option("--of", "cache_of", metavar="FEATURES | WAVEFORM")
 @click.option("--dtype", "cache_dtype", metavar="FLOAT32 | FLOAT16")
 @click.option("--decoder", help="what reads audio files")
-def build(folder: str, workload: str, **values: Any) -> None:
-    """Compute and keep the features of all items, so that training starts with them."""
+def cache(action: str, folder: str, workload: str, **values: Any) -> int:
+    """Build, describe, verify or repair cached features. DIR is the folder that --cache-dir names.
+
+    Exit code 1 when verify finds an entry that is not as it was written; repair forgets such entries.
+    """
     from speedkit.data.cache import open_cache
+    from speedkit.data.cache_files import describe_caches, verify_cache
 
-    plan = from_mapping(Plan, {"cache": "disk"} | typed(values, *settings_of(Plan)))
-    work, _ = find_workload(workload, values)
-    built = open_cache(work, [*work.train, *work.test], plan, cache_dir=folder, progress=True)
-    click.echo(f"{built.folder}: {built.why}")
-    for path, why in built.bad.items():
-        click.echo(f"  left out: {path}: {why}")
-
-
-@cache.command()
-@folder_argument
-def info(folder: str) -> None:
-    """Show what is cached: a line for each cache."""
-    from speedkit.data.cache_files import describe_caches
-
-    click.echo("\n".join(describe_caches(folder)))
-
-
-@cache.command()
-@folder_argument
-def verify(folder: str) -> int:
-    """Read every entry and compare it with its checksum; exit code 1 when one is not as it was written."""
-    from speedkit.data.cache_files import verify_cache
-
-    damaged = verify_cache(folder)
-    click.echo("\n".join([f"{len(damaged)} entries are not as they were written", *map(": ".join, damaged)]))
-    return 1 if damaged else 0
-
-
-@cache.command()
-@folder_argument
-def repair(folder: str) -> None:
-    """Forget the entries that are not as they were written; the next use computes them again."""
-    from speedkit.data.cache_files import verify_cache
-
-    click.echo(f"{len(verify_cache(folder, repair=True))} entries forgotten: the next use computes them again")
+    if action == "build":
+        plan = from_mapping(Plan, {"cache": "disk"} | typed(values, *settings_of(Plan)))
+        work, _ = find_workload(workload, values)
+        built = open_cache(work, [*work.train, *work.test], plan, cache_dir=folder, progress=True)
+        lines = [f"{built.folder}: {built.why}", *(f"left out: {path}: {why}" for path, why in built.bad.items())]
+    elif action == "info":
+        lines = describe_caches(folder)
+    else:
+        damaged = [": ".join(entry) for entry in verify_cache(folder, repair=action == "repair")]
+        again = "; the next use computes them again" if action == "repair" else ""
+        lines = [f"{len(damaged)} entries are not as they were written{again}", *damaged]
+    click.echo("\n".join(lines))
+    return 1 if action == "verify" and damaged else 0
 
 
 @click.command()

@@ -10,6 +10,7 @@ import platform
 import re
 import shutil
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -74,15 +75,16 @@ class Hardware:
         """Whether `capability`, of CAPABILITIES or DECODERS, is really there. Raises UsageError for an unknown name."""
         if capability not in (*CAPABILITIES, *DECODERS):
             raise UsageError(f'there is no capability "{capability}"{nearest(capability, CAPABILITIES)}')
-        return not _lacks(self, capability)
+        return all(has for has, _ in _needs(self, capability))
 
     def why_not(self, capability: str) -> str:
         """Return why the device lacks `capability` and what to use instead, or "" if it has it."""
         if self.supports(capability):
             return ""
+        needs = next(words for has, words in _needs(self, capability) if not has)
         precision = next((other for other in ("bf16", "fp16") if self.supports(other)), "default")
         instead = INSTEAD.get(capability, f'Use precision "{precision}"')
-        return f"{_lacks(self, capability)}. {instead}."
+        return f"{capability} needs {needs}. {instead}."
 
     @property
     def name(self) -> str:
@@ -104,47 +106,31 @@ class Hardware:
         }
 
 
-def _lacks(hardware: Hardware, capability: str) -> str:
-    """Return what `capability` needs and the device is not, or "" where it has it."""
-    on_cpu, on_cuda = hardware.device.type == "cpu", hardware.device.type == "cuda"
+def _needs(hardware: Hardware, capability: str) -> Iterator[tuple[bool, str]]:
+    """Yield what `capability` takes, each as whether the device has it, and in words."""
+    kind, name = hardware.device.type, hardware.name
     if capability in DECODERS:
-        missing = "" if capability in hardware.decoders else DECODERS[capability]
+        yield capability in hardware.decoders, DECODERS[capability]
     elif capability in ("pin_memory", "cuda_graphs"):
-        missing = "" if on_cuda else f"a CUDA GPU; the device is {hardware.name}"
-    elif on_cpu and capability in ON_CPU:
+        yield kind == "cuda", f"a CUDA GPU; the device is {name}"
+    elif kind == "cpu" and capability in ON_CPU:
         flags = ON_CPU[capability]
-        fast = set(flags) & set(hardware.cpu_flags)
-        missing = "" if fast else f"a CPU with one of {', '.join(flags)}: this one emulates it, slowly"
-    else:
-        missing = "" if on_cpu and capability in ("compile", "flash_attention") else _generation(hardware, capability)
-        if capability == "compile":
-            missing = missing or _build_tools(hardware)
-        if capability == "flash_attention" and not hardware.flash_attention:
-            missing = missing or f"its kernels for {hardware.name}, which are not in this build of PyTorch"
-    return missing and f"{capability} needs {missing}"
-
-
-def _generation(hardware: Hardware, capability: str) -> str:
-    """Return the generation of NVIDIA's GPUs that the device is too old for, or "" where it is not."""
-    least, generation = ON_NVIDIA[capability]
-    has = hardware.compute_capability
-    if has and has >= least:
-        return ""
-    told = f"has {has[0]}.{has[1]}" if has else "is none, or does not tell"
-    emulates = " and only emulates it" if has and capability == "bf16" else ""
-    needs = f"an NVIDIA GPU of compute capability {least[0]}.{least[1]}, {generation}, or newer"
-    return f"{needs}; {hardware.name} {told}{emulates}"
-
-
-def _build_tools(hardware: Hardware) -> str:
-    """Return what torch.compile needs to build its kernels and is not here, or "" where all is."""
-    on_cpu = hardware.device.type == "cpu"
-    if not (on_cpu or hardware.triton):
-        return "the package triton, which cannot be imported: install it"
-    if not hardware.compiler:
-        language, compiler, variable = ("C++", "g++", "CXX") if on_cpu else ("C", "gcc", "CC")
-        return f"a {language} compiler: install {compiler}, or set {variable} to yours"
-    return "" if hardware.python_headers else "Python's headers (Python.h): install python3-dev (python3-devel)"
+        fast = any(flag in hardware.cpu_flags for flag in flags)
+        yield fast, f"a CPU with one of {', '.join(flags)}: this one emulates it, slowly"
+    elif kind != "cpu" or capability in ("tf32", "fp8"):
+        (major, minor), generation = ON_NVIDIA[capability]
+        has = hardware.compute_capability
+        told = f"has {has[0]}.{has[1]}" if has else "is none, or does not tell"
+        emulates = " and only emulates it" if has and capability == "bf16" else ""
+        least = f"an NVIDIA GPU of compute capability {major}.{minor}, {generation}, or newer"
+        yield has is not None and has >= (major, minor), f"{least}; {name} {told}{emulates}"
+    if capability == "flash_attention":
+        yield hardware.flash_attention, f"its kernels for {name}, which are not in this build of PyTorch"
+    if capability == "compile":
+        compiler = "C++ compiler: install g++, or set CXX" if kind == "cpu" else "C compiler: install gcc, or set CC"
+        yield hardware.triton or kind == "cpu", "the package triton, which cannot be imported: install it"
+        yield bool(hardware.compiler), f"a {compiler} to yours"
+        yield hardware.python_headers, "Python's headers (Python.h): install python3-dev (python3-devel)"
 
 
 def this_machine(device: str | torch.device = "auto") -> Hardware:
