@@ -44,10 +44,10 @@ def main() -> NoReturn:
     try:
         code = commands.main(prog_name="speedkit", standalone_mode=False) or 0
     except Exception as error:
-        if "--debug" in sys.argv and not isinstance(error, click.ClickException):
+        if "--debug" in sys.argv:
             raise
         code, sentence = explain(error)
-        click.echo(f"speedkit: {sentence}", err=True)
+        click.echo(f"speedkit: {' '.join(sentence.split())}", err=True)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Python would print what is raised on its way out
     distributed.leave(code)
@@ -64,14 +64,11 @@ def explain(error: Exception) -> tuple[int, str]:
         return error.exit_code, str(error)
     if isinstance(error, click.Abort):
         return 130, "stopped by SIGINT; what was complete is kept"
-    if isinstance(error, click.NoSuchOption):
-        name = error.option_name.lstrip("-").replace("-", "_").lower()
-        renamed = RENAMED_OPTIONS.get(name, name)
-        if not renamed.startswith(name):
-            return error.exit_code, f"{error.option_name} is no option: here that is --{renamed.replace('_', '-')}"
     if isinstance(error, click.ClickException):
-        return error.exit_code, " ".join(error.format_message().split())
-    return 1, f"{type(error).__name__}: {' '.join(str(error).split())} (--debug shows where)"
+        option = getattr(error, "option_name", "").lstrip("-").replace("-", "_")
+        renamed = RENAMED_OPTIONS.get(option, "").replace("_", "-")
+        return error.exit_code, error.format_message() + (f" Here that is --{renamed}" if renamed else "")
+    return 1, f"{type(error).__name__}: {error} (--debug shows where)"
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -128,11 +125,10 @@ def train(workload: str, plan: str, **values: Any) -> int:
         recipe, _ = choose_batch_size(work, recipe, asked, say=click.echo, **typed(values, "device", "cache_dir"))
     options = typed(values, "device", "cache_dir", "out", "resume", "deterministic", "strict")
     history = fit(work, recipe, asked, **options)
-    if asked.ranks == 1 or os.environ.get("RANK", "0") == "0":
+    if os.environ.get("RANK", "0") == "0":
         result = history.evaluation
         score = f"{result['metric']} {result['value']:.4f} on {result['n']} test items; " if result else ""
-        trained = f"{history.steps} steps in {history.seconds:.1f} s"
-        click.echo(f"{score}{trained}; history and checkpoint in {values['out']}")
+        click.echo(f"{score}{history.steps} steps in {history.seconds:.1f} s; all else in {values['out']}")
     return 0
 
 
@@ -175,9 +171,9 @@ def _write_notebook(folder: Path, parameters: Values) -> None:
     """Show the finished climb in `folder` as an executed notebook."""
     from speedkit.notebooks import find_notebooks, run_notebook
 
-    os.environ["SPEEDKIT_RUN_DIR"] = str(folder.resolve())
     source, shown = find_notebooks(["90"])[0], folder / "climb.ipynb"
-    run_notebook(source, shown, _absolute(parameters), timeout_s=600, progress=False)
+    environment = {"SPEEDKIT_RUN_DIR": str(folder.resolve())}
+    run_notebook(source, shown, _absolute(parameters), environment=environment, progress=False)
 
 
 def _absolute(parameters: Values) -> Values:
@@ -233,7 +229,7 @@ def compare(plan_a: str, plan_b: str, workload: str, as_json: bool, **values: An
 @click.option("-p", "parameters", nargs=2, multiple=True, metavar="NAME VALUE", help="a parameter of the notebooks")
 @click.option("--sweep", "grid", multiple=True, type=axis, metavar="NAME=A,B,C", help="run every combination of these")
 @click.option("--out", default="runs/notebooks", show_default=True, type=click.Path(), help="folder for what was run")
-@time_option("--timeout", "1h", "for each notebook")
+@time_option("--timeout", "1h", "for each cell")
 @click.option("--cluster", metavar="TCP://HOST:PORT", help="sweep on the Dask cluster of this scheduler")
 def run(names: tuple[str, ...], out: str, timeout: float, cluster: str | None, **values: Any) -> None:
     """Run notebooks by number or name with parameters; a parameter that one does not declare is an error."""
@@ -262,27 +258,25 @@ def run(names: tuple[str, ...], out: str, timeout: float, cluster: str | None, *
 @time_option("--budget", None, "start no notebook after this time")
 @click.option("--workload", default="", help="write only the record, of this workload")
 @click.option("--import", "source", type=click.Path(), help="take in what another machine published to this folder")
-@click.option("--rehearse", is_flag=True, help="in the smoke profile; with --import, install nothing")
-@click.option("--allow-changes", is_flag=True, help="publish from a package that differs from its last commit")
-def publish(names: tuple[str, ...], everything: bool, source: str | None, rehearse: bool, **values: Any) -> int:
+def publish(
+    names: tuple[str, ...], everything: bool, out: str | None, budget: float | None, workload: str, source: str | None
+) -> int:
     """Run notebooks here for the repository: executed notebooks and records, and the README's tables."""
     from speedkit import publishing
 
     if not (source or names or everything):
         raise UsageError("name notebooks to publish, or give --all or --import DIR")
     if source:
-        outcomes = publishing.import_published(source, rehearse=rehearse)
+        outcomes = publishing.import_published(source)
     else:
-        options = typed(values, "workload", "allow_changes")
-        chosen = None if everything else names
-        outcomes = publishing.publish(chosen, values["out"], values["budget"], rehearse=rehearse, **options)
+        outcomes = publishing.publish(None if everything else names, out, budget, workload=workload)
     for outcome in outcomes:
-        click.echo(f"{outcome.state}: {outcome.name}{': ' if outcome.why else ''}{outcome.why}")
-    if not (values["out"] or rehearse):
+        click.echo(f"{outcome.state}: {outcome.name} {outcome.why}".rstrip())
+    if not out:
         publishing.update_readme(publishing.notebooks_folder().parent / "README.md")
-    return 1 if any(outcome.state in ("failed", "refused") for outcome in outcomes) else 0
+    return 1 if any(outcome.state == "failed" for outcome in outcomes) else 0
 
 
 # Known before and after every command; `main` looks for it where a run fails.
-for command in (commands, *commands.commands.values(), *cache.commands.values()):
+for command in (commands, *commands.commands.values()):
     command.params.append(click.Option(["--debug"], is_flag=True, expose_value=False, help="show tracebacks"))
