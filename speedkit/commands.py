@@ -167,11 +167,11 @@ def cache(action: str, folder: str, workload: str, **values: Any) -> int:
 @click.option("--compile/--no-compile", "compiled", default=True, help="measure compiled models too")
 def deploy(checkpoint: Path, workload: str | None, out: Path, **values: Any) -> None:
     """Make the trained model in CHECKPOINT small and fast: quantize, test and export it. WORKLOAD is found in it."""
-    from speedkit.deploy import trial
+    from speedkit.deploy import export
 
     work, model = read_trained(checkpoint, workload, {key: values.pop(key) for key in DATA})
     with warnings.catch_warnings(action="ignore"):  # export's and torchao's, of what they do themselves
-        facts = trial.deploy(work, model, out, say=click.echo, **values)
+        facts = export.deploy(work, model, out, **values)
     quality = "{metric} {before:.4f}, now {after:.4f} on {n} test items: a drop of {drop:.4f} ({low:.4f} to {high:.4f})"
     click.echo(quality.format(**facts["quality"]))
     click.echo("{size_bytes} bytes for {float32_size_bytes}; {quantized_share:.1%} has 8 bits".format(**facts))
@@ -179,7 +179,7 @@ def deploy(checkpoint: Path, workload: str | None, out: Path, **values: Any) -> 
         a_ms, b_ms = (1e3 * statistics.median(row[key]) for key in ("seconds_a", "seconds_b"))
         ratio = "ratio {ratio:.2f} ({low:.2f} to {high:.2f})".format(**row)
         click.echo(f"{row['name']}: {row['a']} {a_ms:.3g} ms, {row['b']} {b_ms:.3g} ms, {ratio}")
-    click.echo(f"{trial.MODEL}, {trial.LOADER} and {trial.FACTS} in {out}")
+    click.echo(f"{export.MODEL} and {export.FACTS} in {out}")
 
 
 def read_trained(path: Path, workload: str | None, data: Values) -> tuple["Workload", "nn.Module"]:

@@ -29,13 +29,11 @@ def quality_in_words(quality: Row) -> str:
     decision = quality.get("decision") or ("as good" if quality["passed"] else "not decided")
     if quality.get("lower") is None:
         return "Whether the result is as good was not tested: the plan is plain PyTorch, or the time was used up."
-    change = "{metric} changed by {mean_change:+.4f}, at least {lower:+.4f}; margin {margin:g}".format(
-        **quality
-    )
+    change = "{metric} changed by {mean_change:+.4f}, at least {lower:+.4f}; margin {margin:g}".format(**quality)
     if decision == "not decided":
-        seeds = len(quality["final"])
         needed = f"; about {quality['seeds_needed']} would" if quality.get("seeds_needed") else ""
-        return f"Whether the result is as good is not decided: {change}. {seeds} trainings of each plan cannot show it{needed}."
+        seeds = f"{len(quality['final'])} trainings of each plan cannot show it{needed}"
+        return f"Whether the result is as good is not decided: {change}. {seeds}."
     return f"The result is {decision}: {change}."
 
 
