@@ -44,8 +44,7 @@ def test_the_panel_tells_what_this_machine_makes_of_the_choice(capsys):
     assert "precision: asked bf16, got default: bf16 needs a CPU" in capsys.readouterr().out
     panel.fields["validate_every"].value = "none"
     panel.fields["ranks"].value = "2"
-    told = capsys.readouterr().out
-    assert "ranks" in told and "bf16" in told
+    assert "bf16" in capsys.readouterr().out
     assert panel.plan == Plan(precision="bf16", ranks=2)
     row = next(row for row in plan_rows(panel.plan, BARE, points()) if row["field"] == "precision")
     assert (row["asked"], row["got"]) == ("bf16", "default") and "bf16 needs a CPU" in row["why"]
@@ -62,17 +61,15 @@ def test_run_measures_the_plan_and_adds_it_to_table_and_figure(capsys):
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "floor", "says"),
+    ("low", "high", "says"),
     [
-        (1.2, 1.4, 1.05, "faster"),
-        (1.02, 1.4, 1.05, "not beyond the noise"),
-        (0.7, 0.9, 1.05, "slower"),
-        (0.7, 0.97, 1.05, "not beyond the noise"),
-        (1.01, 1.4, None, "faster"),
+        (1.02, 1.4, "faster"),
+        (0.98, 1.4, "not shown"),
+        (0.7, 0.97, "slower"),
     ],
 )
-def test_a_row_says_what_its_interval_says(low, high, floor, says):
-    assert ratio_table([row(low=low, high=high, noise_floor=floor)])["says"].tolist() == [says]
+def test_a_row_says_what_its_interval_says(low, high, says):
+    assert ratio_table([row(low=low, high=high)])["says"].tolist() == [says]
 
 
 # ---- the explorer ----
