@@ -12,18 +12,15 @@ import torch.nn.functional as F
 from PIL import Image
 
 from speedkit.data.decode import BadItem
-from speedkit.data.shards import pack
 from speedkit.data.sources import Item
 from speedkit.errors import SpeedkitError, UsageError
 from speedkit.hardware import this_machine
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train.fit import fit
-from speedkit.workloads import load_workload
 from speedkit.workloads.generated import in_classes
 from speedkit.workloads.image import SIZES, ImageNet, augment, image, in_unit_range, load, loss
 from speedkit.workloads.patterns import CLASSES, FORMATS, generate, photograph
-from speedkit.workloads.residual import score
 
 # Mean pixels of photographs 0 to 9 of seed 0.
 SEEN = [110.3, 151.5, 179.4, 151.8, 147.1, 105.2, 180.3, 132.5, 126.7, 129.4]
@@ -61,11 +58,6 @@ def batch_of(size=6, side=48, classes=3):
 
 
 # --- generated photographs
-
-
-def test_photograph_is_a_function_of_seed_and_index():
-    assert np.array_equal(photograph(7, 1), photograph(7, 1))
-    assert photograph(7, 1).shape != photograph(7, 2).shape or not np.array_equal(photograph(7, 1), photograph(7, 2))
 
 
 def test_the_photographs_are_those_that_published_figures_were_measured_on():
@@ -156,14 +148,6 @@ def test_bad_files_are_left_out_with_their_reasons(tmp_path):
         image(tmp_path)
 
 
-def test_labels_come_from_a_table_or_a_pattern_too(tmp_path):
-    own_data(tmp_path / "images")
-    rows = [f"{name}/{name}{number}.{'png' if number % 2 else 'jpg'},{name}" for name in "ab" for number in range(4)]
-    (tmp_path / "labels.csv").write_text("\n".join(["file,class", *rows]))
-    for mine in (image(labels=tmp_path / "labels.csv"), image(tmp_path, label_pattern="^(.)", test_pattern="3")):
-        assert mine.classes == ("a", "b") and len(mine.train) == 6 and len(mine.test) == 2
-
-
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -197,23 +181,10 @@ def losses(workload, tmp_path, **plan):
     return fit(workload, recipe, plan, device="cpu", cache_dir=tmp_path, progress=False).loss
 
 
-def test_caches_and_shards_and_the_device_change_no_bit(patterns, tmp_path):
-    plain = losses(patterns, tmp_path)
-    assert losses(patterns, tmp_path, features_on="device") == plain
-    assert losses(patterns, tmp_path, cache="disk") == plain
-    assert losses(patterns, tmp_path, cache="ram", cache_of="waveform") == plain
-    assert losses(patterns, tmp_path, shards=True) == plain
-
-
 def test_a_cache_of_images_keeps_one_byte_per_value(patterns, tmp_path):
     losses(patterns, tmp_path, cache="disk", cache_of="waveform")
     held = sum(path.stat().st_size for path in tmp_path.rglob("values.bin"))
     assert 60 * 3 * 48 * 48 <= held < 1.2 * 60 * 3 * 48 * 48
-
-
-def test_an_image_reads_the_same_from_a_tar(patterns, tmp_path):
-    packed = pack(patterns, patterns.test, tmp_path)
-    assert all(torch.equal(patterns.load(a), patterns.load(b)) for a, b in zip(packed, patterns.test, strict=True))
 
 
 def test_augmentation_stays_in_range_and_follows_its_generator(patterns):
@@ -299,10 +270,6 @@ def test_gradients_of_a_certain_prediction_are_finite(gamma):
     assert value.isfinite() and logits.grad.isfinite().all()
 
 
-def test_score_is_one_where_the_largest_logit_is_right():
-    assert score(torch.eye(3), (None, torch.tensor([0, 0, 2]))).tolist() == [1.0, 0.0, 1.0]
-
-
 # --- learning
 
 
@@ -315,10 +282,6 @@ def test_the_loop_learns_more_than_the_commonest_class():
     history = fit(workload, recipe, Plan(cache="ram", validate_every=0), device="cpu", progress=False)
     assert history.evaluation["n"] == 40 and history.evaluation["value"] > 0.375
     assert history.loss[-1] < 0.7 * history.loss[0]
-
-
-def test_the_workload_is_known_by_name():
-    assert load_workload("image", clips=60, size="tiny").made_by == {"name": "image", "clips": 60, "size": "tiny"}
 
 
 @pytest.mark.slow

@@ -84,11 +84,6 @@ def speedkit(folder, *words):
     return subprocess.run([command, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize("text", [FOLDER, EXISTING], ids=["folder", "existing"])
-def test_a_workload_of_ones_own_takes_less_than_forty_lines(text):
-    assert len([line for line in text.splitlines() if line.strip()]) < 40
-
-
 def test_a_folder_of_class_named_subfolders_is_trained_by_the_command(tmp_path):
     (tmp_path / "birds.py").write_text(FOLDER)
     noise = np.random.default_rng(0)
