@@ -1,9 +1,10 @@
 """Whose data: your own files, or a generated set, whose files are made once, in parallel, each whole or absent."""
 
+import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import TypedDict
 
 from speedkit.data.sources import Split, find_items
 from speedkit.errors import UsageError
@@ -14,19 +15,14 @@ from speedkit.system import usable_cores
 TEST_PATTERN = r"_test\."  # in the name of each file of a generated set that is to test on
 
 
-class ItemOptions(TypedDict, total=False):
-    """What `find_items` takes; `seed` also picks the generated set."""
+class DataOptions(TypedDict, total=False):
+    """What the audio, the image and the speech workload take to find their data, beside its folder."""
 
     labels: str | Path | None
     label_pattern: str | None
     test_pattern: str | None
-    seed: int
-
-
-class DataOptions(ItemOptions, total=False):
-    """What the audio, the image and the speech workload take to find their data, beside its folder."""
-
     clips: int | None  # how many files to generate, where no data is named
+    seed: int
 
 
 def find_or_generate(
@@ -36,25 +32,28 @@ def find_or_generate(
     kind: str = "audio",
     labelled: bool = True,
     fewest: int = 30,
+    labels: str | Path | None = None,
+    label_pattern: str | None = None,
+    test_pattern: str | None = None,
     clips: int | None = None,
-    **options: Unpack[ItemOptions],
+    seed: int = 0,
 ) -> Split:
-    """Return what `find_items` finds under `data_dir`, or, without one, in a set that `generate` makes.
+    """Return what `find_items` finds under `data_dir`, or, without one, in a set that `generate` makes by `seed`.
 
-    Raises UsageError also where an option belongs to the other of the two.
+    Raises UsageError also where an option belongs to the other of the two, and for under `fewest` clips.
     """
-    labels = options.get("labels")
+    find = functools.partial(find_items, kind=kind, labelled=labelled)
     if data_dir is not None or labels is not None:
         if clips is not None:
             raise UsageError(f"clips counts generated {kind} files: leave it out when you give your own data")
-        return find_items(data_dir or Path(str(labels)).parent, kind=kind, labelled=labelled, **options)
-    if options.get("label_pattern") or options.get("test_pattern"):
+        folder = data_dir or Path(str(labels)).parent
+        return find(folder, labels=labels, label_pattern=label_pattern, test_pattern=test_pattern, seed=seed)
+    if label_pattern or test_pattern:
         raise UsageError(f"a pattern needs {kind} files to look at: name their folder with --data-dir")
     if clips is not None and clips < fewest:
         raise UsageError(f"clips={clips} is too few: it takes {fewest} to train and to test on")
     size = {} if clips is None else {"clips": clips}
-    folder = generate(seed=options.get("seed", 0), **size)
-    return find_items(folder, test_pattern=TEST_PATTERN, kind=kind, labelled=labelled)
+    return find(generate(seed=seed, **size), test_pattern=TEST_PATTERN)
 
 
 def in_classes(index: int, classes: Sequence[str], formats: Sequence[str]) -> str:
