@@ -125,7 +125,7 @@ def ratios(
 def predicted(record: Row) -> Figure:
     """Return what each rung of a climb was predicted to gain, a pale bar, and what was measured, with its interval."""
     rows = [
-        {**rung, "name": textwrap.shorten(f"{rung['rung']}: {rung['change']}", 60, placeholder=" …")}
+        {**rung, "name": textwrap.shorten(f"{rung['rung']}: {rung['change']}", 56, placeholder=" …")}
         for rung in record["rungs"]
         if rung["ratio"] is not None and rung["predicted_low"] is not None
     ]

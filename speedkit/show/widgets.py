@@ -3,9 +3,9 @@
 Each shows what a function returns as a table or a figure, for where no widget lives (a page, a print).
 """
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import ipywidgets
@@ -14,7 +14,7 @@ from IPython.display import display
 from matplotlib.figure import Figure
 
 from speedkit.config import from_mapping, settings_of
-from speedkit.errors import PlanError, SpeedkitError, UsageError
+from speedkit.errors import PlanError
 from speedkit.hardware import Hardware, this_machine
 from speedkit.measure.compare import compare
 from speedkit.measure.provenance import notebooks_folder
@@ -154,29 +154,14 @@ def _of_pairs(row: Record, pairs: int | None) -> dict[str, Any]:
     return {**row, **interval, "seconds_a": a_s, "seconds_b": b_s}
 
 
-def read_records(sources: Sequence[Record | str | Path] | None = None) -> tuple[dict[str, list[Record]], str]:
-    """Return records by notebook, and why some were left out: `sources` are records or files, all published by default.
-
-    Raises UsageError where no record is left.
-    """
-    records, left_out = dict[str, list[Record]](), []
-    for source in sorted(notebooks_folder().glob("records/*/*.json")) if sources is None else sources:
-        try:
-            record = load_record(source) if isinstance(source, str | Path) else source
-            records.setdefault(record["notebook"], []).append(record)
-        except SpeedkitError as error:
-            left_out.append(str(error))
-    if not records:
-        raise UsageError("; ".join(left_out) or "there is no record to look through")
-    return records, "; ".join(left_out)
-
-
-def explorer(sources: Sequence[Record | str | Path] | None = None) -> ipywidgets.interactive:
+def explorer(sources: Iterable[Record] | None = None) -> ipywidgets.interactive:
     """Return a widget that looks through records by notebook, measurement, and how many pairs of windows are believed.
 
-    `sources` are as `read_records` takes them; `explored` shows the same without widget.
+    By default through all records that are published; `explored` shows the same without widget.
     """
-    records, left_out = read_records(sources)
+    records = defaultdict[str, list[Record]](list)
+    for record in sources or map(load_record, sorted(notebooks_folder().glob("records/*/*.json"))):
+        records[record["notebook"]].append(record)
 
     def open_notebook(notebook: str) -> None:
         rows = [row for record in records[notebook] for row in record["measurements"]]
@@ -189,6 +174,5 @@ def explorer(sources: Sequence[Record | str | Path] | None = None) -> ipywidgets
 
         select = ipywidgets.SelectMultiple(options=names, value=names[:4], layout={"width": "36em"})
         ipywidgets.interact(look, measured=select, pairs=ipywidgets.IntSlider(most, 2, most, continuous_update=False))
-        print(left_out)
 
     return ipywidgets.interactive(open_notebook, notebook=sorted(records))

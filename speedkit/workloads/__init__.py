@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib
-import inspect
 import os
 import sys
 from pathlib import Path
@@ -43,17 +42,14 @@ def load_workload(name: str, **options: Any) -> "Workload":
     except (ImportError, AttributeError, ValueError) as error:
         raise UsageError(f"workload {name!r} cannot be loaded: {error}") from error
     given = {key: value for key, value in options.items() if value is not None}
-    if not isinstance(make, Workload):
-        if not callable(make):
-            raise UsageError(f"{name} is of type {type(make).__name__}, and not a function that returns a Workload")
-        takes = inspect.signature(make).parameters
-        any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
-        if unknown := [] if any_name else [key for key in given if key not in takes]:
-            has = ", ".join(takes) or "none"
-            raise UsageError(f"workload {name!r} does not take these options: {', '.join(unknown)}; it has {has}")
-    made = make if isinstance(make, Workload) else make(**given)
-    if not isinstance(made, Workload):
-        raise UsageError(f"{name} returned {type(made).__name__}, not a Workload: return one, as from_dataset does")
+    try:
+        workload = make(**given) if callable(make) else make
+    except TypeError as error:
+        if "unexpected keyword argument" not in str(error):
+            raise
+        raise UsageError(f"workload {name!r} does not take an option: {error}") from error
+    if not isinstance(workload, Workload):
+        raise UsageError(f"{name} returned {type(workload).__name__}, not a Workload: return one, as from_dataset does")
     # Absolute: a cache says how its workload is made again, wherever that is asked from.
     paths = {key: str(Path(given[key]).absolute()) for key in ("data_dir", "labels") if key in given}
-    return dataclasses.replace(made, made_by={"name": name} | given | paths)
+    return dataclasses.replace(workload, made_by={"name": name} | given | paths)

@@ -1,67 +1,89 @@
-"""Generated data on disk, for who names none: its files are made once, in parallel, each whole or absent."""
+"""Whose data: your own files, or a generated set, whose files are made once, in parallel, each whole or absent."""
 
+import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from speedkit.data.sources import Split, find_items
 from speedkit.errors import UsageError
 from speedkit.files import atomic
-from speedkit.hardware import usable_cores
+from speedkit.hardware import cache_root, usable_cores
 
 TEST_PATTERN = r"_test\."  # in the name of each file of a generated set that is to test on
+
+
+class DataOptions(TypedDict, total=False):
+    """What the audio, the image and the speech workload take to find their data, beside its folder."""
+
+    labels: str | Path | None
+    label_pattern: str | None
+    test_pattern: str | None
+    clips: int | None  # how many files to generate, where no data is named
+    seed: int
 
 
 def find_or_generate(
     data_dir: str | Path | None,
     generate: Callable[..., Path],
-    clips: int | None,
-    default: int,
-    fewest: int,
+    *,
+    kind: str = "audio",
+    labelled: bool = True,
+    fewest: int = 30,
     labels: str | Path | None = None,
     label_pattern: str | None = None,
     test_pattern: str | None = None,
+    clips: int | None = None,
     seed: int = 0,
-    kind: str = "audio",
-    labelled: bool = True,
 ) -> Split:
-    """Return what `find_items` finds under `data_dir`, or, without one, in a set of `clips` that `generate` makes.
+    """Return what `find_items` finds under `data_dir`, or, without one, in a set that `generate` makes by `seed`.
 
     Raises UsageError also where an option belongs to the other of the two, and for under `fewest` clips.
     """
-    settings: dict[str, Any] = {"kind": kind, "labelled": labelled}
+    find = functools.partial(find_items, kind=kind, labelled=labelled)
     if data_dir is not None or labels is not None:
         if clips is not None:
             raise UsageError(f"clips counts generated {kind} files: leave it out when you give your own data")
-        folder = data_dir if data_dir is not None else Path(str(labels)).parent
-        settings |= {"labels": labels, "label_pattern": label_pattern, "test_pattern": test_pattern, "seed": seed}
-        return find_items(folder, **settings)
+        folder = data_dir or Path(str(labels)).parent
+        return find(folder, labels=labels, label_pattern=label_pattern, test_pattern=test_pattern, seed=seed)
     if label_pattern or test_pattern:
         raise UsageError(f"a pattern needs {kind} files to look at: name their folder with --data-dir")
     if clips is not None and clips < fewest:
         raise UsageError(f"clips={clips} is too few: it takes {fewest} to train and to test on")
-    return find_items(generate(clips=clips or default, seed=seed), test_pattern=TEST_PATTERN, **settings)
+    size = {} if clips is None else {"clips": clips}
+    return find(generate(seed=seed, **size), test_pattern=TEST_PATTERN)
 
 
-def complete(folder: Path, paths: Sequence[Path], write: Callable[[int, Path], None], what: str) -> Path:
-    """Return `folder` once all its `paths` exist; `write(index, temporary path)` makes each that is missing.
+def in_classes(index: int, classes: Sequence[str], formats: Sequence[str]) -> str:
+    """Return where file `index` of a set lies; class, format and side of the split follow from the index, evenly."""
+    take = index // len(classes)
+    side = "test" if take % 3 == 2 else "train"
+    return f"{classes[index % len(classes)]}/{take:05d}_{side}.{formats[take % len(formats)]}"
 
-    What an interrupted call left is completed. Raises UsageError, naming `what`, where nothing can be written.
+
+def complete(
+    name: str, paths: Sequence[str], write: Callable[[int, Path], None], folder: str | Path | None = None
+) -> Path:
+    """Return the folder `name` (by default in the cache's) with files at `paths`, of which those missing are made.
+
+    `write(index, temporary path)` makes one. What an interrupted call left is completed; the name carries the set's
+    parameters, so that sets never mix. Raises UsageError where nothing can be written.
     """
+    target = Path(folder or cache_root()) / name
 
     def make(index: int) -> None:
-        with atomic(paths[index]) as temporary:
+        with atomic(target / paths[index]) as temporary:
             write(index, temporary)
 
     try:
-        for parent in {path.parent for path in paths}:
+        for parent in {(target / path).parent for path in paths}:
             parent.mkdir(parents=True, exist_ok=True)
-        missing = [index for index, path in enumerate(paths) if not path.exists()]
+        missing = [index for index, path in enumerate(paths) if not (target / path).exists()]
         # numpy and the encoders work outside Python's lock. An interruption cancels what `map` has not begun.
         with ThreadPoolExecutor(usable_cores()) as pool:
             list(pool.map(make, missing))
     except (OSError, RuntimeError) as error:  # libsndfile's errors are of the second kind
-        failed = f"{what} cannot be written to {folder} ({error})"
+        failed = f"generated files cannot be written to {target} ({error})"
         raise UsageError(f"{failed}: free some space, or set SPEEDKIT_CACHE_DIR to another folder") from error
-    return folder
+    return target

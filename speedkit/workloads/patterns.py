@@ -13,21 +13,21 @@ from numpy.typing import NDArray
 from PIL import Image
 from scipy.ndimage import gaussian_filter, zoom
 
-from speedkit.hardware import cache_root
-from speedkit.workloads.generated import complete
+from speedkit.workloads.generated import complete, in_classes
 
+CLIPS = 1200  # 800 to train on, 25 whole batches of 32, and 400 to test on
 PIXELS = (80, 161)  # of either side of a photograph, drawn apart
 PERIODS = (3.5, 6.5)  # of the pattern across the shorter side
 CONTRAST = (0.2, 0.7)  # between the pattern's two colours, of the range of a pixel
 TURN = 0.6  # radians either way
 NOISE = (0.01, 0.08)  # of the sensor: standard deviation
-_VERSION = 1  # part of the folder's name: raise it when a photograph changes
-_FORMATS = ("jpg", "jpg", "jpg", "png")  # of the takes in turn
+VERSION = 1  # part of the folder's name: raise it when a photograph changes
+FORMATS = ("jpg", "jpg", "jpg", "png")  # of the takes in turn
 
 Plane = NDArray[np.float32]  # [H, W]
 # Each class: where its ink is, by the coordinates u and v on the pattern in periods, its line width 0.15 to 0.4, and
 # how much it swings or is shifted, 0.25 to 0.6.
-_PATTERNS: dict[str, Callable[[Plane, Plane, float, float], NDArray]] = {
+PATTERNS: dict[str, Callable[[Plane, Plane, float, float], NDArray]] = {
     "bricks": lambda u, v, line, swing: (v % 1 < line / 1.5) | ((u / 2 + swing * (np.floor(v) % 2)) % 1 < line / 3),
     "checks": lambda u, v, line, swing: (u % 1 < 0.5) ^ (v % 1 < 0.5),
     "dots": lambda u, v, line, swing: (
@@ -41,7 +41,7 @@ _PATTERNS: dict[str, Callable[[Plane, Plane, float, float], NDArray]] = {
     "weave": lambda u, v, line, swing: np.where((np.floor(u) + np.floor(v)) % 2, u, v) * 3 % 1 < line + 0.2,
     "zigzags": lambda u, v, line, swing: (v + swing * np.abs(2 * (u % 1) - 1)) % 1 < line + 0.15,
 }
-CLASSES = tuple(_PATTERNS)
+CLASSES = tuple(PATTERNS)
 
 
 def _plane(rng: Generator, height: int, width: int) -> tuple[Plane, Plane]:
@@ -70,7 +70,7 @@ def photograph(index: int, seed: int = 0) -> NDArray[np.uint8]:
     height, width = map(int, rng.integers(*PIXELS, 2))
     # Four samples per pixel, averaged: edges are as soft as a lens makes them.
     u, v = _plane(rng, 2 * height, 2 * width)
-    ink = _PATTERNS[CLASSES[index % len(CLASSES)]](u, v, rng.uniform(0.15, 0.4), rng.uniform(0.25, 0.6))
+    ink = PATTERNS[CLASSES[index % len(CLASSES)]](u, v, rng.uniform(0.15, 0.4), rng.uniform(0.25, 0.6))
     ink = ink.reshape(height, 2, width, 2).mean(axis=(1, 3))
     if rng.random() < 0.5:
         ink = 1 - ink
@@ -85,24 +85,13 @@ def photograph(index: int, seed: int = 0) -> NDArray[np.uint8]:
     return (255 * np.clip(image, 0, 1)).round().astype(np.uint8)
 
 
-def photograph_path(folder: Path, index: int) -> Path:
-    """Return where photograph `index` lies; its format and its side of the split follow from the index, evenly."""
-    take = index // len(CLASSES)
-    side = "test" if take % 3 == 2 else "train"
-    return folder / CLASSES[index % len(CLASSES)] / f"{take:05d}_{side}.{_FORMATS[take % len(_FORMATS)]}"
-
-
-def generate(folder: str | Path | None = None, clips: int = 1200, seed: int = 0) -> Path:
-    """Return a folder of class-named subfolders with `clips` images (JPEG, PNG), as `generated.complete` makes it.
-
-    It lies in `folder` (by default the cache's), under a name that carries its parameters, so that sets never mix.
-    """
-    target = Path(folder or cache_root() / "patterns") / f"{clips}_photographs_seed{seed}_v{_VERSION}"
-    paths = [photograph_path(target, index) for index in range(clips)]
+def generate(folder: str | Path | None = None, clips: int = CLIPS, seed: int = 0) -> Path:
+    """Return a folder of class-named subfolders with `clips` images (JPEG, PNG), as `complete` makes it."""
+    paths = [in_classes(index, CLASSES, FORMATS) for index in range(clips)]
 
     def write(index: int, path: Path) -> None:
         quality = int(np.random.default_rng([seed, index, 1]).integers(40, 96))
-        options = {"quality": quality} if paths[index].suffix == ".jpg" else {}
+        options = {"quality": quality} if paths[index].endswith(".jpg") else {}
         Image.fromarray(photograph(index, seed)).save(path, "JPEG" if options else "PNG", **options)
 
-    return complete(target, paths, write, "pattern photographs")
+    return complete(f"patterns/{clips}_photographs_seed{seed}_v{VERSION}", paths, write, folder)

@@ -61,7 +61,7 @@ def text(
     shape = SIZES[size]
     sides = find_text(data_dir, test_pattern, seed)
     train, test = (_windows(side, shape.window) for side in sides)
-    if not len(train) or not len(test) or not 1 <= (clips or len(train)) <= len(train):
+    if not len(test) or not 1 <= (clips or len(train)) <= len(train):
         raise UsageError(
             f"there are {len(train)} windows of {shape.window} bytes to train on and {len(test)} to test "
             f"on, {clips or 1} asked for: give more text, or lower size or clips"

@@ -13,12 +13,12 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 from scipy.signal import lfilter, sosfilt
 
-from speedkit.hardware import cache_root
 from speedkit.workloads.generated import complete
 
 RATE_HZ = 16000
-_VERSION = 1  # part of the folder's name: raise it when the sound of a clip changes
-_FORMATS = ("wav", "flac")  # in turn, with 16 bits
+CLIPS = 640  # 480 to train on, 160 to test on
+VERSION = 1  # part of the folder's name: raise it when the sound of a clip changes
+FORMATS = ("wav", "flac")  # in turn, with 16 bits
 _MEDIAN_S, _SPREAD, _SHORTEST_S, _LONGEST_S = 2.2, 0.6, 0.5, 12.0
 _CHUNK = RATE_HZ // 200  # 5 ms, in which the mouth stands still
 # F1 to F3 of eight vowels as men speak them (after Peterson and Barney 1952), and a fourth that all share [Hz].
@@ -121,19 +121,16 @@ def clip(index: int, seed: int = 0) -> NDArray[np.float32]:
     return (mixed * (level / np.abs(mixed).max()))[:n].astype(np.float32)
 
 
-def clip_path(folder: Path, index: int) -> Path:
-    """Return where clip `index` lies; its format and its side of the split follow from the index."""
-    return folder / f"{index:05d}_{'test' if index % 4 == 3 else 'train'}.{_FORMATS[index // 4 % 2]}"
+def file_name(index: int) -> str:
+    """Return what clip `index` is called; its format and its side of the split follow from the index."""
+    return f"{index:05d}_{'test' if index % 4 == 3 else 'train'}.{FORMATS[index // 4 % 2]}"
 
 
-def generate(folder: str | Path | None = None, clips: int = 400, seed: int = 0) -> Path:
-    """Return a flat folder with `clips` recordings (WAV, FLAC), as `generated.complete` makes it.
-
-    It lies in `folder` (by default the cache's), under a name that carries its parameters, so that sets never mix.
-    """
-    target = Path(folder or cache_root() / "utterances") / f"{clips}_clips_seed{seed}_v{_VERSION}"
+def generate(folder: str | Path | None = None, clips: int = CLIPS, seed: int = 0) -> Path:
+    """Return a flat folder with `clips` recordings (WAV, FLAC), as `complete` makes it."""
+    paths = [file_name(index) for index in range(clips)]
 
     def write(index: int, path: Path) -> None:
-        soundfile.write(path, clip(index, seed), RATE_HZ, format=clip_path(target, index).suffix[1:])
+        soundfile.write(path, clip(index, seed), RATE_HZ, format=paths[index].rpartition(".")[2])
 
-    return complete(target, [clip_path(target, index) for index in range(clips)], write, "utterances")
+    return complete(f"utterances/{clips}_clips_seed{seed}_v{VERSION}", paths, write, folder)

@@ -34,23 +34,22 @@ def from_dataset(
 
     `loss` gives one number, the mean over the batch; `score` one per sample [B], by default 1 where the largest output
     is that of the target. A module is copied for each training; a function that makes one gives each seed its own.
-    `others` are fields of Workload: metric, higher_is_better, margin ... What is random belongs into `augment`, for a
-    cache would keep what a data set drew first. Raises UsageError for what cannot be trained on.
+    `others` are fields of Workload. What is random belongs into `augment`: a cache would keep what a data set drew
+    first. Raises UsageError for what cannot be trained on.
     """
-    sides: list[Any] = []
-    classes = cacheable = True
+    sides, firsts = [], []
     for side, data in (("train", train), ("test", test)):
-        if not all(hasattr(data, needed) for needed in ("__getitem__", "__len__")) or not len(data):
+        if not hasattr(data, "__getitem__") or not hasattr(data, "__len__") or not len(data):
             raise UsageError(f"the {side} set ({type(data).__name__}) has no items by index: give a map-style data set")
         sides.append([types.SimpleNamespace(path=f"{side}/{at}", data=data, at=at) for at in range(len(data))])
         try:
-            inputs, first = load(sides[-1][0]), torch.as_tensor(target(sides[-1][0]))
+            firsts.append((load(sides[-1][0]), torch.as_tensor(target(sides[-1][0]))))
         except BadItem as item:
             raise UsageError(f"{item}: let the data set give (input tensor, target)") from item
-        classes = classes and first.ndim == 0 and not first.is_floating_point()
-        cacheable = classes and cacheable and inputs.is_floating_point()
+    classes = all(first.ndim == 0 and not first.is_floating_point() for _, first in firsts)
     if score is None and not classes:
         raise UsageError("the targets are no class numbers: give score(outputs, targets), one number per sample")
+    cacheable = classes and all(inputs.is_floating_point() for inputs, _ in firsts)
     fields: dict[str, Any] = {"cacheable": cacheable, "parameters": {"train": train, "test": test}} | others
     return Workload(
         name,
@@ -89,8 +88,9 @@ def _loss(model: nn.Module, batch: Batch, recipe: Recipe, rule: Rule) -> tuple[T
     outputs = model(batch[0])
     value = rule(outputs, batch[1])
     if getattr(value, "shape", None) != ():
-        what = f"{type(value).__name__} {list(getattr(value, 'shape', []))}"
-        raise UsageError(f"the loss returned {what}: let it return the mean over the batch, a tensor of one number")
+        raise UsageError(
+            f"the loss returned {value!r:.60}: let it return the mean over the batch, a tensor of one number"
+        )
     return value, outputs
 
 
