@@ -134,7 +134,7 @@ def test_claim_of_a_folder_that_cannot_be_written_is_one_clear_sentence(tmp_path
     # Below a regular file nobody can write, whoever runs the test.
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "run"):
-        with pytest.raises(UsageError, match=r"cannot be written \(.+\): name another with --out") as refused:
+        with pytest.raises(UsageError, match=r"cannot be written \(.+\)") as refused:
             claim_folder(folder, "train")
         assert str(folder) in str(refused.value) and "\n" not in str(refused.value)
 
