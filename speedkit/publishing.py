@@ -83,7 +83,7 @@ def _publish_one(source: Path, workload: str, out: Path, end_s: float) -> Outcom
     parameters = {"workload": workload} if workload else {}
     name, shown = "-".join([source.stem, *parameters.values()]), out / source.name
     record = out / "records" / device_slug(this_machine().as_dict()) / f"{name}.json"
-    done = record.exists() and is_current(load_record(record), source)
+    done = record.exists() and is_current(files.read_json(record), source)
     if done and (workload or (shown.exists() and not is_stale(shown, source))):
         return Outcome(name, "current")
     if time.monotonic() >= end_s:
