@@ -87,12 +87,11 @@ commands.add_command(deploy)
 @device_option
 def hardware(as_json: bool, refresh: bool, device: str) -> None:
     """Show what this machine is, what it can do, and its measured ceilings."""
-    from speedkit.ceilings import ceilings, left_out
+    from speedkit.ceilings import ceilings
 
     machine = this_machine(device)
-    measured = ceilings(machine, refresh)
-    rows = {name: dataclasses.asdict(ceiling) if as_json else str(ceiling) for name, ceiling in measured.items()}
-    facts = machine.as_dict() | {"ceilings": rows, "unmeasured": left_out(machine)}
+    show = dataclasses.asdict if as_json else str
+    facts = machine.as_dict() | {"ceilings": {name: show(found) for name, found in ceilings(machine, refresh).items()}}
     click.echo(json.dumps(facts, indent=1) if as_json else yaml.safe_dump(facts, sort_keys=False, width=1000))
 
 
