@@ -230,15 +230,14 @@ def run(names: tuple[str, ...], out: str, timeout: float, cluster: str | None, *
     grid, parameters, failed = dict(values["grid"]), _absolute(dict(values["parameters"])), 0
     if cluster and not grid:
         raise UsageError("--cluster runs the combinations of --sweep NAME=A,B,C: give one")
+    options: dict[str, Any] = {"parameters": parameters, "timeout_s": timeout}
     with notebooks.cluster_executor(cluster) if cluster else contextlib.nullcontext() as executor:
         for source in notebooks.find_notebooks(names):
             if grid:
-                outcomes = notebooks.sweep(
-                    source, grid, out, parameters=parameters, executor=executor, timeout_s=timeout
-                )
+                outcomes = notebooks.sweep(source, grid, out, executor=executor, **options)
                 failed += sum(bool(why) for why in outcomes.values())
             else:
-                click.echo(notebooks.run_notebook(source, Path(out) / source.name, parameters, timeout_s=timeout))
+                click.echo(notebooks.run_notebook(source, Path(out) / source.name, **options))
     if failed:
         raise SpeedkitError(f"{failed} combinations failed; the others are in {out}")
 
