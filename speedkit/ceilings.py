@@ -7,6 +7,7 @@ import os
 import statistics
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from speedkit import files
 from speedkit.clock import timed
 from speedkit.hardware import Hardware, cache_root
 
-SCHEMA = 6  # in the name of a kept file; raised when what is measured changes
+SCHEMA = 7  # in the name of a kept file; raised when what is measured changes
 BUDGET_S = 0.5  # for the repeats of one ceiling
 MIB = 2**20
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}  # others: float32
@@ -41,28 +42,18 @@ class Ceiling:
 
 def ceilings(hardware: Hardware, refresh: bool = False) -> dict[str, Ceiling]:
     """Return what this machine reaches, by name; measured once and kept in `cache_root()`, until `refresh`."""
-    return _kept_or_measured(hardware, refresh)[0]
-
-
-def left_out(hardware: Hardware) -> dict[str, str]:
-    """Return the reason for each ceiling that could not be measured on this machine, by name."""
-    return _kept_or_measured(hardware, refresh=False)[1]
-
-
-def _kept_or_measured(hardware: Hardware, refresh: bool) -> tuple[dict[str, Ceiling], dict[str, str]]:
     path = cache_root() / f"ceilings-{SCHEMA}-{hardware.fingerprint()}.json"
     with contextlib.suppress(OSError, ValueError):  # not there: measured
         if not refresh:
-            kept = json.loads(path.read_text())
-            return {row["name"]: Ceiling(**row) for row in kept["ceilings"]}, kept["left_out"]
-    found, missing = measure(hardware, path.parent)
+            return {row["name"]: Ceiling(**row) for row in json.loads(path.read_text())}
+    found = measure(hardware, path.parent)
     with contextlib.suppress(OSError):  # a folder that cannot be written: measured again next time
-        files.write_json(path, {"ceilings": [asdict(ceiling) for ceiling in found.values()], "left_out": missing})
-    return found, missing
+        files.write_json(path, [asdict(ceiling) for ceiling in found.values()])
+    return found
 
 
-def measure(hardware: Hardware, folder: Path) -> tuple[dict[str, Ceiling], dict[str, str]]:
-    """Measure every ceiling, files in `folder`. One that fails (no memory, a full disk) leaves its reason only."""
+def measure(hardware: Hardware, folder: Path) -> dict[str, Ceiling]:
+    """Measure every ceiling, files in `folder`. One that fails (no memory, a full disk) is a warning."""
     device, cpu = hardware.device, torch.device("cpu")
     precisions = ["fp32", *(name for name in ("tf32", "bf16", "fp16", "fp8") if hardware.supports(name))]
     tasks: dict[str, Callable[[str], Ceiling]] = {
@@ -74,17 +65,17 @@ def measure(hardware: Hardware, folder: Path) -> tuple[dict[str, Ceiling], dict[
     if device.type == "cuda":
         for kind in ("pinned", "pageable"):
             tasks[f"host_to_device_{kind}"] = functools.partial(_copy, device, kind == "pinned")
-    found, missing, precision = dict[str, Ceiling](), dict[str, str](), torch.get_float32_matmul_precision()
+    found, precision = dict[str, Ceiling](), torch.get_float32_matmul_precision()
     for name, task in tasks.items():
         try:
             with torch.no_grad():
                 found[name] = task(name)
-        except Exception as error:  # the others are still worth having
-            missing[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        except (RuntimeError, OSError) as error:  # the others are still worth having
+            warnings.warn(f"{name} could not be measured: {str(error).splitlines()[0]}", stacklevel=2)
         finally:
             torch.set_float32_matmul_precision(precision)
     torch.cuda.empty_cache()  # nothing where CUDA is not in use
-    return found, missing
+    return found
 
 
 def _matmul(device: torch.device, precision: str, name: str) -> Ceiling:

@@ -87,12 +87,11 @@ commands.add_command(deploy)
 @device_option
 def hardware(as_json: bool, refresh: bool, device: str) -> None:
     """Show what this machine is, what it can do, and its measured ceilings."""
-    from speedkit.ceilings import ceilings, left_out
+    from speedkit.ceilings import ceilings
 
     machine = this_machine(device)
-    measured = ceilings(machine, refresh)
-    rows = {name: dataclasses.asdict(ceiling) if as_json else str(ceiling) for name, ceiling in measured.items()}
-    facts = machine.as_dict() | {"ceilings": rows, "unmeasured": left_out(machine)}
+    show = dataclasses.asdict if as_json else str
+    facts = machine.as_dict() | {"ceilings": {name: show(found) for name, found in ceilings(machine, refresh).items()}}
     click.echo(json.dumps(facts, indent=1) if as_json else yaml.safe_dump(facts, sort_keys=False, width=1000))
 
 
@@ -237,15 +236,14 @@ def run(names: tuple[str, ...], out: str, timeout: float, cluster: str | None, *
     grid, parameters, failed = dict(values["grid"]), _absolute(dict(values["parameters"])), 0
     if cluster and not grid:
         raise UsageError("--cluster runs the combinations of --sweep NAME=A,B,C: give one")
+    options: dict[str, Any] = {"parameters": parameters, "timeout_s": timeout}
     with notebooks.cluster_executor(cluster) if cluster else contextlib.nullcontext() as executor:
         for source in notebooks.find_notebooks(names):
             if grid:
-                outcomes = notebooks.sweep(
-                    source, grid, out, parameters=parameters, executor=executor, timeout_s=timeout
-                )
+                outcomes = notebooks.sweep(source, grid, out, executor=executor, **options)
                 failed += sum(bool(why) for why in outcomes.values())
             else:
-                click.echo(notebooks.run_notebook(source, Path(out) / source.name, parameters, timeout_s=timeout))
+                click.echo(notebooks.run_notebook(source, Path(out) / source.name, **options))
     if failed:
         raise SpeedkitError(f"{failed} combinations failed; the others are in {out}")
 

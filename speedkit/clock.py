@@ -73,12 +73,6 @@ def compilations() -> int:
     return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo else 0
 
 
-def timer_resolution_s(device: torch.device | str = "cpu") -> float:
-    """Return the median reading of a stopwatch around nothing, and at least its clock's tick: less tells nothing."""
-    tick_s = 0.5e-6 if torch.device(device).type == "cuda" else time.get_clock_info("perf_counter").resolution
-    return max(statistics.median(timed(lambda: None, device, repeats=51, warmup=5)), tick_s)
-
-
 def run_until_steady(
     step: Callable[[], Any],
     device: torch.device | str,

@@ -44,7 +44,7 @@ def read_json(path: str | Path) -> Any:
 
 
 def finite(value: Any) -> Any:
-    """Return `value` with every NaN and infinity replaced by None, and tuples by lists: JSON has neither."""
+    """Return `value` with None for NaN and infinity, and lists for tuples: JSON has neither."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -64,10 +64,9 @@ def claim_folder(folder: str | Path, kind: str, resume: bool = False) -> Path:
         held = marker.read_text(encoding="utf-8").strip() if marker.exists() else ""
         if any(folder.iterdir()) and not (resume and held == kind):
             what = f"a {held} run" if held else "files that speedkit did not write"
-            hint = "add --resume to go on with it, or name another" if held == kind else "name another"
-            raise UsageError(f"output folder {folder} already holds {what}: {hint} with --out")
+            hint = "add --resume to go on with it, or " if held == kind else ""
+            raise UsageError(f"output folder {folder} already holds {what}: {hint}name another with --out")
         write_text(marker, kind + "\n")
     except OSError as error:
-        why = f"cannot be written ({error.strerror})"
-        raise UsageError(f"output folder {folder} {why}: name another with --out") from error
+        raise UsageError(f"output folder {folder} cannot be written ({error.strerror})") from error
     return folder

@@ -208,8 +208,18 @@ def nvml_facts(uuid: str, *names: str) -> dict[str, Any]:
 @functools.lru_cache
 def _facts(device: torch.device) -> Hardware:
     cpu, compiler = torch.cpu.get_capabilities(), os.environ.get("CXX", "g++")  # as torch._inductor.config
-    if device.type == "cuda":  # as triton.runtime.build
-        compiler = os.environ.get("CC") or shutil.which("gcc") or "clang"
+    gpu: dict[str, Any] = {}
+    if device.type == "cuda":
+        compiler = os.environ.get("CC") or shutil.which("gcc") or "clang"  # as triton.runtime.build
+        properties = torch.cuda.get_device_properties(device)
+        gpu = {
+            "gpu": properties.name,
+            "gpu_count": torch.cuda.device_count(),
+            "compute_capability": None if torch.version.hip else (properties.major, properties.minor),
+            "gpu_memory_bytes": properties.total_memory,
+            "flash_attention": torch.backends.cuda.is_flash_attention_available(),
+            **nvml_facts(str(properties.uuid), "driver", "power_limit_w"),
+        }
     ffmpeg = ctypes.util.find_library("avutil")  # without whose libraries torchcodec cannot be imported
     installed = [name for name in DECODERS if importlib.util.find_spec(name)]
     decoders = [name for name in installed if ffmpeg or name != "torchcodec"]
@@ -228,17 +238,5 @@ def _facts(device: torch.device) -> Hardware:
         compiler=shutil.which(compiler) or "",
         decoders=("soundfile", *decoders),
         python_headers=Path(sysconfig.get_path("include"), "Python.h").exists(),
-        **(_gpu_facts(device) if device.type == "cuda" else {}),
+        **gpu,
     )
-
-
-def _gpu_facts(device: torch.device) -> dict[str, Any]:
-    properties = torch.cuda.get_device_properties(device)
-    return {
-        "gpu": properties.name,
-        "gpu_count": torch.cuda.device_count(),
-        "compute_capability": None if torch.version.hip else (properties.major, properties.minor),
-        "gpu_memory_bytes": properties.total_memory,
-        "flash_attention": torch.backends.cuda.is_flash_attention_available(),
-        **nvml_facts(str(properties.uuid), "driver", "power_limit_w"),
-    }

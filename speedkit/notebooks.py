@@ -84,7 +84,7 @@ def typed_parameters(source: Path, given: Mapping[str, Any]) -> dict[str, Any]:
     declared, values = declared_parameters(source), {}
     for name, value in given.items():
         if name not in declared:
-            near, names = nearest(name, declared), ", ".join(declared) or "none"
+            near, names = nearest(name, declared), ", ".join(declared)
             raise UsageError(f'{source.name} has no parameter "{name}"{near}: it has {names}')
         try:
             values[name] = _typed(declared[name], value)

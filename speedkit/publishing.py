@@ -61,7 +61,13 @@ def publish(
     Raises SpeedkitError for a busy GPU, and for changes since the commit that records would name, unless
     `allow_changes`.
     """
-    refuse_busy_gpu()
+    import torch
+
+    for index in range(torch.cuda.device_count()):
+        uuid = str(torch.cuda.get_device_properties(index).uuid)
+        busy = nvml_facts(uuid, "utilisation").get("utilisation", 0.0)  # what a virtual GPU does not tell is not asked
+        if busy > BUSY:
+            raise SpeedkitError(f"GPU {index} is busy ({busy:.0%} utilisation): wait until it is free, then publish")
     here = commit()
     if here and here[1] and not allow_changes:
         raise SpeedkitError(f"the package differs from commit {here[0]}, which the records would name: commit it first")
@@ -77,7 +83,7 @@ def _publish_one(source: Path, workload: str, out: Path, end_s: float) -> Outcom
     parameters = {"workload": workload} if workload else {}
     name, shown = "-".join([source.stem, *parameters.values()]), out / source.name
     record = out / "records" / device_slug(this_machine().as_dict()) / f"{name}.json"
-    done = record.exists() and is_current(load_record(record), source)
+    done = record.exists() and is_current(files.read_json(record), source)
     if done and (workload or (shown.exists() and not is_stale(shown, source))):
         return Outcome(name, "current")
     if time.monotonic() >= end_s:
@@ -130,17 +136,6 @@ def _take_notebook(executed: Path, source: Path, out: Path) -> None:
     # The record takes one line: a line for each raw second is a tenth of the file.
     text = nbformat.writes(notebook).replace(f'"{RECORD_MIME}": "record"', f'"{RECORD_MIME}": {record}')
     files.write_text(out / source.name, text + "\n")
-
-
-def refuse_busy_gpu() -> None:
-    """Raise SpeedkitError when a GPU that CUDA shows is in use."""
-    import torch
-
-    for index in range(torch.cuda.device_count()):
-        uuid = str(torch.cuda.get_device_properties(index).uuid)
-        busy = nvml_facts(uuid, "utilisation").get("utilisation", 0.0)  # what a virtual GPU does not tell is not asked
-        if busy > BUSY:
-            raise SpeedkitError(f"GPU {index} is busy ({busy:.0%} utilisation): wait until it is free, then publish")
 
 
 def import_published(folder: str | Path, into: str | Path | None = None) -> list[Outcome]:

@@ -59,8 +59,7 @@ class Recipe:
         """Return how many optimizer steps the recipe makes over `train_items` samples."""
         if self.steps is not None:
             return self.steps
-        assert self.epochs is not None  # __post_init__ holds that one of the two is given
-        return self.epochs * steps_per_epoch(train_items, self.batch_size, drop_last)
+        return (self.epochs or 0) * steps_per_epoch(train_items, self.batch_size, drop_last)
 
 
 def steps_per_epoch(train_items: int, batch_size: int, drop_last: bool) -> int:
@@ -72,9 +71,8 @@ def steps_per_epoch(train_items: int, batch_size: int, drop_last: bool) -> int:
 def with_batch_size(recipe: Recipe, batch_size: int) -> Recipe:
     """Return `recipe` with steps of `batch_size` samples: over as many samples, at the learning rate that suits them.
 
-    It grows as the square root of the batch for AdamW, whose steps have one length whatever the gradient's (Malladi et
-    al. 2022, without their change of its other constants), and in proportion for SGD (Krizhevsky 2014; Goyal et al.
-    2017, who warm up, as onecycle does). Both are rules of thumb, and fail beyond some batch.
+    It grows as the square root of the batch for AdamW (Malladi et al. 2022) and in proportion for SGD (Krizhevsky 2014;
+    Goyal et al. 2017, who warm up, as onecycle does). Both are rules of thumb, and fail beyond some batch.
     """
     ratio = batch_size / recipe.batch_size
     rate = recipe.learning_rate * (math.sqrt(ratio) if recipe.optimizer == "adamw" else ratio)

@@ -111,7 +111,10 @@ def test_compare_gates_on_a_slower_first_plan(speedkit, recordings, tmp_path):
     small = ["audio", "--data-dir", recordings, "--pairs", "8", *SMALL]
     code, printed, _ = speedkit("compare", "baseline", fast, *small, "--json")
     measured = json.loads(printed)
-    assert code == (1 if measured["decision"] == "faster" else 0) and len(measured["seconds_a"]) == len(measured["seconds_b"]) == 8
+    assert (
+        code == (1 if measured["decision"] == "faster" else 0)
+        and len(measured["seconds_a"]) == len(measured["seconds_b"]) == 8
+    )
 
 
 def test_the_doctor_leaves_its_ledger(speedkit, recordings, tmp_path):

@@ -108,11 +108,6 @@ def test_hash_of_a_notebook_changes_with(change):
     assert edited(change) != edited(lambda cells: None)
 
 
-def test_hash_is_the_same_for_the_file_and_for_what_nbformat_read(notebooks):
-    path = notebooks / "21_small.ipynb"
-    assert provenance.code_sha256(path) == provenance.code_sha256(nbformat.read(path, as_version=4))
-
-
 def test_hash_of_a_module_changes_with_its_code_and_not_with_its_words(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     package = tmp_path / "hashed_package"
@@ -295,20 +290,12 @@ def whole_record(notebooks):
 
 DAMAGE = {
     "NaN": (lambda r: r["tables"].update(t=[{"x": math.nan}]), "a number that is not finite"),
-    "infinity": (lambda r: r["measurements"][0].update(ratio=math.inf), "a number that is not finite"),
     "missing key": (lambda r: r.pop("hardware"), "'hardware' is a required property"),
-    "wrong type": (lambda r: r.update(verdicts={}), "verdicts: {} is not of type 'array'"),
     "other schema": (lambda r: r.update(schema=2), "schema: 1 was expected"),
-    "no raw seconds": (lambda r: r["measurements"][0].update(seconds_a=[]), r"measurements\[0\].seconds_a: \[\]"),
     "no seconds": (lambda r: r["measurements"][0].update(seconds_b=[1.0, -1.0]), r"seconds_b\[1\]: -1.0 is less than"),
     "unpaired": (lambda r: r["measurements"][0].update(seconds_a=[1.0]), "come in pairs"),
     "interval": (lambda r: r["measurements"][0].update(low=2.1), "bf16 needs low <= ratio <= high"),
-    "no interval": (lambda r: r["measurements"][0].update(low=None), "low: None is not of type 'number'"),
-    "noise floor": (lambda r: r["measurements"][0].update(noise_floor=0.5), "noise_floor: 0.5 is less than"),
-    "lost field": (lambda r: r["measurements"][0].pop("a"), r"measurements\[0\]: 'a' is a required property"),
     "verdict": (lambda r: r["verdicts"][0].update(verdict="nice"), r"verdicts\[0\].verdict: 'nice' is not one of"),
-    "time": (lambda r: r.update(created="yesterday"), "created: 'yesterday' does not match"),
-    "table": (lambda r: r["tables"].update(t=[1, 2]), r"tables.t\[0\]: 1 is not of type 'object'"),
 }
 
 
@@ -396,11 +383,3 @@ def test_judge_refuses_what_no_ratio_can_answer(notebooks, claim, sentence):
     run = start("21_small", profile="smoke")
     with pytest.raises(UsageError, match=sentence):
         run.judge(claim, MEASURED)
-
-
-def test_a_verdict_is_on_a_known_claim(notebooks):
-    run = start("21_small", profile="smoke")
-    with pytest.raises(UsageError, match='no claim "C99"'):
-        run.verdict("C99", "wrong", "unknown")
-    run.verdict("C05", "smaller", "memory fell by less")
-    assert run.record["verdicts"] == [{"check": "memory fell by less", "claim": "C05", "verdict": "smaller"}]

@@ -29,6 +29,10 @@ def gather(folder: Path, but: Row | None = None) -> tuple[list[Reading], list[st
 
     What the machine and the notebook of the record `but` left before is not among them: that run replaces it.
     """
+
+    def origin(record: Row) -> tuple[Any, ...]:
+        return record["notebook"], *(record["hardware"].get(key) for key in ("gpu", "cpu", "cores"))
+
     readings, problems = [], []
     for path in sorted(folder.glob("records/*/*.json"), key=lambda path: (path.stem, path.parent)):
         try:
@@ -36,14 +40,10 @@ def gather(folder: Path, but: Row | None = None) -> tuple[list[Reading], list[st
         except SpeedkitError as error:
             problems.append(f"{path.parent.name}: {error}")
             continue
-        if but is None or _origin(record) != _origin(but):
+        if but is None or origin(record) != origin(but):
             current = is_current(record, folder / f"{record['notebook']}.ipynb")
             readings.append(Reading(record, current, f"{path.parent.name}/{path.stem}"))
     return readings, problems
-
-
-def _origin(record: Row) -> tuple[Any, ...]:
-    return record["notebook"], *(record["hardware"].get(key) for key in ("gpu", "cpu", "cores"))
 
 
 def answers(
@@ -58,34 +58,32 @@ def answers(
     """
     found: dict[str, list[dict[str, Any]]] = {claim: [] for claim in claims}
     for record, current, file in sorted(readings, key=lambda reading: not reading.record["hardware"].get("gpu")):
-        workload = file.rpartition("/")[2].partition("-")[2]
         where = {
             "device": name_of(record),
             "notebook": record["notebook"],
-            "workload": workload,
+            "workload": file.rpartition("/")[2].partition("-")[2],
             "created": record["created"][:10],
             "stale": not current,
         }
         measurements = {row["name"]: row for row in record["measurements"]}
-        for row in (row for row in record["verdicts"] if row["claim"] is not None):
+        for row in record["verdicts"]:
+            if row["claim"] is None:
+                continue
             if row["claim"] not in found:
                 raise SpeedkitError(
-                    f"the record of {record['notebook']} from {where['device']} answers "
-                    f'"{row["claim"]}", which notebooks/claims.csv lacks: publish the notebook again'
+                    f'{record["notebook"]} from {where["device"]} answers "{row["claim"]}", which claims.csv lacks'
                 )
             verdict = {"verdict": WORDS[row["verdict"]], "evidence": row["check"]}
             figures = measurements.get(row.get("measurement"), {})
             interval = {key: figures.get(key) for key in INTERVAL}
             found[row["claim"]].append(where | verdict | interval | {"value": row.get("value")})
-    nothing = dict.fromkeys(("device", "notebook", "workload", "created"), "") | {"stale": False}
-    unanswered = nothing | {"verdict": NOT_MEASURED, "evidence": ""} | dict.fromkeys((*INTERVAL, "value"))
-    return [_promise(claim) | row for name, claim in claims.items() for row in found[name] or [unanswered]]
-
-
-def _promise(claim: Mapping[str, str]) -> dict[str, Any]:
-    """Return what was promised, and by whom: as a range where there were figures."""
-    low, high = (None if end in ("", "linear") else float(end) for end in (claim["low"], claim["high"]))
-    if claim["metric"] == "speedup" and low is not None and high is not None:
-        low, high = widened(low, high)
-    kept = {key: claim[key] for key in ("technique", "plan_field", "metric", "guide")}
-    return {"claim": claim["id"], **kept, "promised_low": low, "promised_high": high}
+    nothing = dict.fromkeys(("device", "notebook", "workload", "created", "evidence"), "") | {"stale": False}
+    unanswered = nothing | {"verdict": NOT_MEASURED} | dict.fromkeys((*INTERVAL, "value"))
+    rows = []
+    for name, claim in claims.items():
+        promise = {"claim": name, **{key: claim[key] for key in ("technique", "plan_field", "metric", "guide")}}
+        low, high = (None if end in ("", "linear") else float(end) for end in (claim["low"], claim["high"]))
+        if claim["metric"] == "speedup" and low is not None and high is not None:
+            low, high = widened(low, high)
+        rows += [promise | {"promised_low": low, "promised_high": high} | row for row in found[name] or [unanswered]]
+    return rows

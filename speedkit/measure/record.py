@@ -146,16 +146,15 @@ class NotebookRun:
 
     def finished(self) -> dict[str, Any]:
         """Return the whole record: with the GPU's power and clocks at start and end, and the energy in between."""
-        power = clocks = energy_j = None
         start, end = self.gpu_at_start, provenance.gpu_state(self.hardware.device)
-        if start and end:
-            times = (("start", 0.0, start), ("end", time.perf_counter() - self.began_s, end))
-            power = [{"label": label, "at_s": at_s, "power_w": state["power_w"]} for label, at_s, state in times]
-            clocks = [
-                {"label": label, "at_s": at_s, "sm_hz": state["sm_hz"], "memory_hz": state["memory_hz"]}
-                for label, at_s, state in times
-            ]
-            energy_j = end["energy_j"] - start["energy_j"]
+        if not (start and end):
+            return files.finite({**self.record, "power": None, "clocks": None, "energy_j": None})
+        places = ({"label": "start", "at_s": 0.0}, {"label": "end", "at_s": time.perf_counter() - self.began_s})
+        power, clocks = (
+            [place | {key: state[key] for key in keys} for place, state in zip(places, (start, end), strict=True)]
+            for keys in (["power_w"], ["sm_hz", "memory_hz"])
+        )
+        energy_j = end["energy_j"] - start["energy_j"]
         return files.finite({**self.record, "power": power, "clocks": clocks, "energy_j": energy_j})
 
     def save(self) -> None:
