@@ -14,7 +14,7 @@ from speedkit.workloads.workload import Workload
 
 
 def comparisons(count: int, workload: Workload, faster: Workload | None = None) -> list[Comparison]:
-    """Compare a plan with itself `count` times, on `workload` and, where there is one, on the `faster`; say the cost."""
+    """Compare a plan with itself `count` times, on `workload` and, if there is one, the `faster`; say the cost."""
     began_s, plan = time.perf_counter(), common.IN_MEMORY
     with tempfile.TemporaryDirectory() as folder:
         made = [
