@@ -223,7 +223,7 @@ class BatchStream:
     @property
     def pids(self) -> list[int]:
         """The loader's processes."""
-        return [process.pid for process in self.loader.processes]
+        return [process.pid for process in self.loader.processes if process.pid is not None]
 
     def pause(self) -> None:
         """Keep the workers from working while another plan is timed."""
