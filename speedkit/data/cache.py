@@ -82,15 +82,10 @@ class FeatureCache:
     """
 
     def __init__(self, workload: "Workload", items: Sequence[Any], plan: Plan, *, folder: Path, about: dict[str, Any]):
-        self.name = workload.name
-        self.items = items
-        self.folder = folder
-        self.where = "disk"
-        self.why = ""
+        self.name, self.items, self.folder = workload.name, items, folder
+        self.where, self.why = "disk", ""
         self.bad: dict[str, str] = {}
-        self.built = 0
-        self.build_s = 0.0
-        self.recomputed = 0
+        self.built, self.build_s, self.recomputed = 0, 0.0, 0
 
         # How an entry is computed, and the number format in which it is kept.
         waveform = plan.cache_of == "waveform"
@@ -103,17 +98,18 @@ class FeatureCache:
         index = files.read_index(folder)
         self.shape = self._first_shape() if index is None else tuple(index["shape"].tolist())
         self.varies = workload.length is not None
-        lengths = [self.shape[-1]] * len(items) if workload.length is None else map(workload.length, items)
-        self.lengths = np.fromiter(lengths, np.int64, len(items))  # [N] the last dimension of each entry
-        self.count = self.lengths * math.prod(self.shape[:-1])
+        self.lengths = np.full(len(items), self.shape[-1])  # [N] the last dimension of each entry
+        if workload.length is not None:
+            self.lengths = np.fromiter(map(workload.length, items), np.int64, len(items))
+        self.frame = math.prod(self.shape[:-1])  # values per unit of length
         about |= {"shape": self.shape, "dtype": self.dtype.name, "itemsize": self.dtype.itemsize}
-        index, self.row = files.add_items(folder, items, self.count, about)
-        self.key = index["key"][self.row]
-        end = np.cumsum(index["count"])
-        self.begin = (end - index["count"])[self.row]
-        self.total = int(end[-1])
-        self.entries = len(end)
-        self._map()
+        with files.writing(folder):
+            index, self.row = files.add_items(folder, items, self.lengths * self.frame, about)
+            self.key = index["key"][self.row]
+            end = np.cumsum(index["count"])
+            self.begin = (end - index["count"])[self.row]
+            self.total, self.entries = int(end[-1]), len(end)
+            self._map()
 
         # What comes along with the inputs of a batch: lengths where they differ, and targets.
         self.targets = default_collate(list(map(workload.target, items)))
@@ -134,7 +130,7 @@ class FeatureCache:
         """Map the files; the system shares their pages between all processes that do."""
         self.values = files.mapped(self.folder / files.VALUES, self.dtype, self.total)
         self.checksums = files.mapped(self.folder / files.CHECKSUMS, np.dtype(np.uint64), self.entries)
-        self.trusted = np.zeros(len(self.items), bool)  # [N] whose checksum has been compared
+        self.trusted, self.all_trusted = np.zeros(len(self.items), bool), False  # [N] whose checksum has been compared
         self.rows = None if self.varies else self.values.reshape(-1, *self.shape)
         self.memory: list[Tensor] = []  # inputs and labels of all items, where they are in RAM or on the device
 
@@ -216,56 +212,64 @@ class FeatureCache:
         """
         device = torch.device(device)
         if self.where == "disk":
-            at, inputs = self._read(indices.numpy())
-            places = torch.from_numpy(at)
-            labels = self.labels
+            to_gpu = device.type == "cuda"
+            at, inputs = self._read(indices.numpy(), page_locked=to_gpu)
+            if to_gpu:
+                inputs = inputs.to(device, non_blocking=True)
+            places, labels = torch.from_numpy(at), self.labels
         else:
             memory, *labels = self.memory
             if self.varies:  # how long the longest is, is known here: the device is not asked
                 memory = memory[..., : int(self.lengths[indices.numpy()].max(initial=0))]
-            places = _sent(indices, memory.device) if on_device is None else on_device
-            inputs = memory.index_select(0, places)
-        batch = [_sent(tensor, device) for tensor in (inputs, *(column.index_select(0, places) for column in labels))]
-        if self.dtype != np.float32:
-            batch[0] = batch[0].to(torch.float32)  # there, and not before: fewer bytes travel
-        if self.dtype == np.int16:
-            batch[0].mul_(1 / 32768)
-        return tuple(batch)
+            places = indices.to(memory.device) if on_device is None or self.where == "ram" else on_device
+            inputs = select(memory, places, device)
+        if self.torch_dtype is not torch.float32:
+            inputs = inputs.to(torch.float32)  # there, and not before: fewer bytes travel
+        if self.torch_dtype is torch.int16:
+            inputs.mul_(1 / 32768)
+        return inputs, *(select(column, places, device) for column in labels)
 
-    def _read(self, at: np.ndarray) -> tuple[np.ndarray, Tensor]:
+    def _read(self, at: np.ndarray, page_locked: bool = False) -> tuple[np.ndarray, Tensor]:
         """Return (`at` [B] without items whose entries are lost, a copy [B, ...] of the others, padded with zeros)."""
         copies: Any
-        if self.rows is not None:
-            copies = self.rows.take(self.row[at], axis=0)
-            batch = torch.from_numpy(copies)
-        else:
-            copies = [self._entry(index) for index in at.tolist()]
-            lengths = self.lengths[at].tolist()
-            batch = torch.zeros(len(at), *self.shape[:-1], max(lengths, default=0), dtype=self.torch_dtype)
+        if self.rows is None:
+            copies, lengths = [self._entry(index) for index in at.tolist()], self.lengths[at].tolist()
+            shape = (len(at), *self.shape[:-1], max(lengths, default=0))
+            batch = torch.zeros(shape, dtype=self.torch_dtype, pin_memory=page_locked)
             for values, entry, length in zip(batch.numpy(), copies, lengths, strict=True):
                 values[..., :length] = entry.reshape(*self.shape[:-1], length)
-        return (at, batch) if self._check(at, copies) else self._read(at[self.usable[at]])
+        elif page_locked:
+            batch = torch.empty(len(at), *self.shape, dtype=self.torch_dtype, pin_memory=True)
+            copies = self.rows.take(self.row[at], axis=0, out=batch.numpy(), mode="clip")  # "raise" would copy twice
+        else:  # NumPy's memory: what PyTorch takes anew is cleared by the system, which takes a sixth of the time
+            copies = self.rows.take(self.row[at], axis=0, mode="clip")
+            batch = torch.from_numpy(copies)
+        return (at, batch) if self._check(at, copies) else self._read(at[self.usable[at]], page_locked)
 
     def _entry(self, index: int) -> np.ndarray:
         """Return the values of an entry, as they are mapped."""
         begin = self.begin[index]
-        return self.values[begin : begin + self.count[index]]
+        return self.values[begin : begin + self.frame * self.lengths[index]]
 
     def _check(self, at: np.ndarray, copies: Any) -> bool:
         """Compare entries touched for the first time with their checksums; return whether all are as they were written.
 
         `copies` are the entries just read, still in the CPU's cache. Those that differ are computed again, in place.
         """
+        if self.all_trusted:
+            return True
         new = np.flatnonzero(~self.trusted[at])
         if not len(new):
             return True
         touched = at[new]
-        keys = self.key[touched].tolist()
-        hashes = [xxh3_64_intdigest(copies[place], key) for place, key in zip(new.tolist(), keys, strict=True)]
-        damaged = np.unique(touched[np.array(hashes, np.uint64) != self.checksums[self.row[touched]]])
+        fresh = copies if len(new) == len(at) else map(copies.__getitem__, new.tolist())
+        hashes = np.fromiter(map(xxh3_64_intdigest, fresh, self.key[touched].tolist()), np.uint64, len(new))
+        wrong = hashes != self.checksums[self.row[touched]]
         self.trusted[touched] = True
-        if not len(damaged):
+        if not wrong.any():
+            self.all_trusted = bool(self.trusted.all())
             return True
+        damaged = np.unique(touched[wrong])
         warnings.warn(f"an entry in {self.folder} is not as it was written: it is computed again", stacklevel=4)
         self.checksums[self.row[damaged]] = 0
         self.bad |= self._write(damaged)[1]
@@ -289,7 +293,8 @@ class FeatureCache:
             self.memory = [inputs, *(column.to(target) for column in self.labels)]
             self.where = "ram" if target.type == "cpu" else "device"
         built = f"{self.built} entries computed in {self.build_s:.2g} s" if self.built else "all entries were there"
-        self.why = f"cache={self.where}: {self.count.sum() * self.dtype.itemsize / 1e6:.3g} MB, {built}{why_not}"
+        megabytes = self.frame * self.lengths.sum() * self.dtype.itemsize / 1e6
+        self.why = f"cache={self.where}: {megabytes:.3g} MB, {built}{why_not}"
 
     def verify(self) -> list[tuple[str, str]]:
         """Compare every entry in the folder with its checksum; return (item or file, why) of those that are damaged."""
@@ -302,10 +307,12 @@ class FeatureCache:
         return len(damaged)
 
 
-def _sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on the device; to a GPU it goes out of page-locked memory, and nothing waits for it."""
-    to_gpu = device.type == "cuda" and tensor.device.type == "cpu"
-    return (tensor.pin_memory() if to_gpu else tensor).to(device, non_blocking=to_gpu)
+def select(values: Tensor, places: Tensor, device: torch.device) -> Tensor:
+    """Return the rows at `places` on the device; to a GPU they go out of page-locked memory, and nothing waits."""
+    if values.device.type == device.type:
+        return values.index_select(0, places)
+    rows = torch.empty(len(places), *values.shape[1:], dtype=values.dtype, pin_memory=True)
+    return torch.index_select(values, 0, places, out=rows).to(device, non_blocking=True)
 
 
 def _free_bytes(device: torch.device) -> float:
