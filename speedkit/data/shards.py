@@ -15,7 +15,7 @@ import shutil
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 from filelock import FileLock
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from speedkit.workloads.workload import Workload
 
 SHARD_BYTES = 128 * 2**20  # opening one is nothing beside reading it
-NEUTRAL = {"mtime": 0, "user": "", "group": ""}  # of each member: the same files give the same bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,15 +51,6 @@ class TarMember:
         return data
 
 
-class File(NamedTuple):
-    """A file as it is to be packed: written anew, it is another."""
-
-    path: str
-    label: int
-    size: int
-    modified_ns: int
-
-
 @functools.lru_cache(maxsize=256)
 def opened(tar: str) -> BinaryIO:
     """Return the open tar, once per process: an open may be a round trip, and `pread` leaves no position behind."""
@@ -84,11 +74,9 @@ def pack(workload: "Workload", items: Sequence[Any], folder: str | Path, shard_b
     Raises PlanError when the workload cannot read from tars, SpeedkitError when they cannot be written.
     """
     indices = [index for index, item in enumerate(items) if os.path.isfile(getattr(item, "path", ""))]
-    files = []
-    for index in indices:
-        path, label = items[index].path, workload.target(items[index])
-        files.append(File(str(path), label, os.stat(path).st_size, os.stat(path).st_mtime_ns))
-    digest = hashlib.sha256(repr((files, shard_bytes)).encode()).hexdigest()[:16]
+    files = [(str(items[index].path), int(workload.target(items[index]))) for index in indices]
+    states = [(os.stat(path).st_size, os.stat(path).st_mtime_ns) for path, _ in files]
+    digest = hashlib.sha256(repr((files, states, shard_bytes)).encode()).hexdigest()[:16]
     shards = Path(folder) / f"{workload.name}-{digest}"
     packed = list(items)
     if files:
@@ -111,8 +99,8 @@ def pack(workload: "Workload", items: Sequence[Any], folder: str | Path, shard_b
     return packed
 
 
-def write_shards(files: Sequence[File], shards: Path, shard_bytes: int) -> None:
-    """Write the files to tars of about `shard_bytes`, and index.json: (tar, offset, size, name) of each file."""
+def write_shards(files: Sequence[tuple[str, int]], shards: Path, shard_bytes: int) -> None:
+    """Write files, (path, label), to tars of about `shard_bytes`, and index.json: (tar, offset, size, name) of each."""
     from webdataset import TarWriter
 
     temporary = shards.with_suffix(".tmp")
@@ -122,11 +110,12 @@ def write_shards(files: Sequence[File], shards: Path, shard_bytes: int) -> None:
     try:
         while len(index) < len(files):
             tar = temporary / f"shard-{len(index):08d}.tar"
-            with tar.open("wb") as stream, TarWriter(stream, encoder=False, **NEUTRAL) as writer:
-                for number, file in enumerate(files[len(index) :], len(index)):
-                    path = Path(file.path)
+            # Neither times nor users: the same files give the same bytes.
+            with tar.open("wb") as stream, TarWriter(stream, encoder=False, mtime=0, user="", group="") as writer:
+                for number, (name, label) in enumerate(files[len(index) :], len(index)):
+                    path = Path(name)
                     stem = re.sub(r"[^A-Za-z0-9-]+", "_", path.stem)[:60]  # for the eye: the number makes it unique
-                    data = {path.suffix[1:].lower() or "bin": path.read_bytes(), "cls": b"%d" % file.label}
+                    data = {path.suffix[1:].lower() or "bin": path.read_bytes(), "cls": b"%d" % label}
                     writer.write({"__key__": f"{number:08d}_{stem}", **data})
                     if stream.tell() >= shard_bytes:
                         break
