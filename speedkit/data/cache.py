@@ -4,14 +4,14 @@ A build that is killed loses the entry it was at. An entry that does not match i
 computed again, in place. Other parameters, code or library versions mean another folder: stale features are not served.
 """
 
+import dataclasses
 import hashlib
 import json
 import math
 import os
-import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +19,13 @@ import numpy as np
 import psutil
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import default_collate
 from tqdm.auto import tqdm
 from xxhash import xxh3_64_intdigest
 
 from speedkit.data import cache_files as files
 from speedkit.data.decode import BadItem, with_decoder
-from speedkit.data.workers import start_process
+from speedkit.data.workers import BatchLoader
 from speedkit.errors import SpeedkitError
 from speedkit.hardware import cache_root
 from speedkit.plan import Plan
@@ -72,6 +72,22 @@ def open_cache(
         cache.build(usable_cores() if workers is None else workers, progress)
     cache.load_into(plan.cache, torch.device(device))
     return cache
+
+
+@dataclasses.dataclass
+class Writer:
+    """Index -> None, once the entry has been computed and committed, or the BadItem that there is instead."""
+
+    cache: "FeatureCache"
+    items: Sequence[Any]
+
+    def __getitem__(self, index: int) -> BadItem | None:
+        return self.cache.write(index)
+
+
+def unusable(results: Iterable[BadItem | None]) -> tuple[None, dict[str, str]]:
+    """Return path -> why of the items that entries cannot be made of, in the form of a batch that a worker makes."""
+    return None, {bad.path: bad.why for bad in results if bad is not None}
 
 
 class FeatureCache:
@@ -150,40 +166,28 @@ class FeatureCache:
         """Compute the entries that are missing."""
         began_s = time.perf_counter()
         missing = np.flatnonzero(self.checksums[self.row] == 0)
-        processes = workers if len(missing) > ALONE and os.access(self.folder, os.W_OK) else 0
-        parts = np.array_split(missing, max(processes, len(missing) // 16, 1))
-        outcomes: Any = DataLoader(
-            parts,  # type: ignore[arg-type]
-            batch_size=None,
-            collate_fn=self._write,  # type: ignore[arg-type]
-            num_workers=processes,
-            in_order=False,
-            worker_init_fn=start_process,
-            generator=torch.Generator(),  # nothing is drawn from the global one
-            multiprocessing_context="fork" if processes and sys.platform == "linux" else None,
-        )
+        alone = len(missing) <= ALONE or not os.access(self.folder, os.W_OK)
+        parts = [part.tolist() for part in np.array_split(missing, len(missing) // 16 + 1)]
+        plan = Plan(workers=0 if alone else workers)
         with tqdm(
             total=len(missing), desc=f"caching {self.name}", unit=" items", disable=None if progress else True
         ) as bar:
-            for tried, bad in outcomes:
+            for part, (_, bad) in zip(parts, BatchLoader(Writer(self, self.items), unusable, parts, plan), strict=True):
                 self.bad |= bad
-                self.built += tried - len(bad)
-                bar.update(tried)
+                self.built += len(part) - len(bad)
+                bar.update(len(part))
         self.build_s = time.perf_counter() - began_s
         self.usable = self.checksums[self.row] != 0
 
-    def _write(self, indices: np.ndarray) -> tuple[int, dict[str, str]]:
-        """Compute and commit entries; return (how many were tried, path -> why of those that cannot be computed)."""
-        bad = {}
-        for index in indices.tolist():
-            try:
-                values = self._compute(self.items[index], self.lengths[index])
-            except BadItem as error:
-                bad[error.path] = error.why
-                continue
-            self._entry(index)[:] = values.reshape(-1)
-            self.checksums[self.row[index]] = xxh3_64_intdigest(values.data, int(self.key[index]))
-        return len(indices), bad
+    def write(self, index: int) -> BadItem | None:
+        """Compute and commit an entry; return the BadItem where it cannot be computed."""
+        try:
+            values = self._compute(self.items[index], self.lengths[index])
+        except BadItem as error:
+            return error
+        self._entry(index)[:] = values.reshape(-1)
+        self.checksums[self.row[index]] = xxh3_64_intdigest(values.data, int(self.key[index]))
+        return None
 
     def _compute(self, item: Any, length: int | None = None) -> np.ndarray:
         """Return the values of an item as they are kept, all of one shape but for the length. Raises BadItem."""
@@ -272,7 +276,7 @@ class FeatureCache:
         damaged = np.unique(touched[wrong])
         warnings.warn(f"an entry in {self.folder} is not as it was written: it is computed again", stacklevel=4)
         self.checksums[self.row[damaged]] = 0
-        self.bad |= self._write(damaged)[1]
+        self.bad |= unusable(map(self.write, damaged.tolist()))[1]
         self.usable[damaged] = self.checksums[self.row[damaged]] != 0
         self.recomputed += len(damaged)
         return False

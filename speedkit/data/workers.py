@@ -223,8 +223,15 @@ class BatchLoader:
 
 
 def serve(maker: BatchMaker, number: int, connection: Connection, seed: int) -> None:
-    """Be a loader process: send the batch of each list of indices, or why there is none, until nobody asks."""
-    start_process(number)
+    """Be a loader process: send the batch of each list of indices, or why there is none, until nobody asks.
+
+    Ctrl-C and SIGTERM often go to the whole process group. They are the parent's business, which makes its last step
+    and a checkpoint with the workers' help and then ends them.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGSEGV, signal.SIG_DFL)  # the training process says it, in a line
+    torch.set_num_threads(1)  # together they already fill the cores
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002 - for data sets that draw from the legacy generator
@@ -235,18 +242,6 @@ def serve(maker: BatchMaker, number: int, connection: Connection, seed: int) -> 
                 connection.send(maker.make(indices, number))  # pickled as a whole before any of it is sent
             except BaseException as error:
                 connection.send(maker.failure(error, indices, number))
-
-
-def start_process(_: int) -> None:
-    """Set a process up that works for the training process: one thread, for together they already fill the cores.
-
-    Ctrl-C and SIGTERM often go to the whole process group. They are the parent's business, which makes its last step
-    and a checkpoint with the workers' help and then ends them.
-    """
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGSEGV, signal.SIG_DFL)  # the training process says it, in a line
 
 
 def kill(processes: Iterable[Any]) -> None:
