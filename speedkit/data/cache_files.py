@@ -175,7 +175,7 @@ def identity(item: Any) -> tuple[str, str]:
     if path is None:
         return described(item), ""
     try:
-        status = os.stat(path)  # of a member of a tar: the tar
+        status = os.stat(getattr(path, "tar", path))
     except (OSError, ValueError):
         return str(path), ""
     return os.path.abspath(str(path)), f"{status.st_size} {status.st_mtime_ns}"

@@ -84,7 +84,7 @@ def load_audio(
 
 def why_unreadable(source: str | Path | TarMember, error: Exception) -> str:
     """Return why a file could not be decoded; libsndfile calls a missing one a "System error"."""
-    if not Path(source).is_file():
+    if not Path(source.tar if isinstance(source, TarMember) else source).is_file():
         return "there is no such file"
     words = " ".join(str(error).split())
     if "No audio frames were decoded" in words:  # by torchcodec, of a file with a header alone
