@@ -59,7 +59,7 @@ BAD_INPUT = [
     # Data.
     ("train audio --data-dir missing", 2, "missing does not exist"),
     ("train audio --data-dir empty", 2, "empty"),
-    ("train audio --data-dir tones --labels missing.csv", 2, "missing.csv does not exist|--labels"),
+    ("train audio --data-dir tones --labels missing.csv", 2, "missing.csv|--labels"),
     ("train audio --data-dir tones --labels no_columns.csv", 2, "no_columns.csv"),
     ("train audio --data-dir tones --label-pattern (", 2, "'('|--label-pattern"),
     ("train audio --data-dir tones --label-pattern ^(x+)_", 2, "--label-pattern"),

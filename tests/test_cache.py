@@ -346,6 +346,20 @@ def test_two_builders_at_once_share_the_work_of_one(many, opened):
     assert cache.built == 0 and cache.verify() == [] and torch.equal(served(cache), live(many))
 
 
+def ill(item, ends):
+    if item.path.endswith("050.raw"):
+        os.kill(os.getpid(), signal.SIGKILL) if ends else open("absent")  # noqa: SIM115
+    return load_file(item)
+
+
+@pytest.mark.parametrize(("ends", "words"), [(True, r"died \(exit code -9\)"), (False, "failed")])
+def test_a_worker_that_fails_while_it_builds_is_one_sentence_and_what_is_complete_stays(many, opened, ends, words):
+    with pytest.raises(SpeedkitError, match=rf"{words} at .*050\.raw.*workers=0"):
+        opened(dataclasses.replace(many, load=functools.partial(ill, ends=ends), sources=()), workers=2)
+    (folder,) = {path.parent for path in Path(many.train[0].path).parents[1].rglob("checksums.bin")}
+    assert 0 < np.count_nonzero(np.fromfile(folder / "checksums.bin", np.uint64)) < 100
+
+
 # Places that cannot be written.
 
 

@@ -83,7 +83,7 @@ def drain(load_item, **plan):
 
 
 PROCESSES_ONLY = ("files", "killed", "crashed", "stopped")
-ENDS = [(fault, plan) for fault in FAULTS for plan in (PROCESSES, PERSISTENT)]
+ENDS = [(fault, PROCESSES) for fault in FAULTS] + [(fault, PERSISTENT) for fault in ("killed", "stopped")]
 ENDS += [(fault, THREADS) for fault in FAULTS if fault not in PROCESSES_ONLY]
 
 
@@ -219,7 +219,6 @@ def end(process):
 
 RUNS = {
     "stopped": ({"fault": f"os.kill({CHILDREN}[0], signal.SIGSTOP)"}, (), "a worker hangs"),
-    "all stopped": ({"fault": f"[os.kill(pid, signal.SIGSTOP) for pid in {CHILDREN}]"}, (), "a worker hangs"),
     "persistent": (
         {"fault": f"[os.kill(pid, signal.SIGSTOP) for pid in {CHILDREN}]"},
         ("--persistent-workers",),
@@ -227,7 +226,6 @@ RUNS = {
     ),
     "killed": ({"fault": f"os.kill({CHILDREN}[0], signal.SIGKILL)"}, (), "exit code -9"),
     "thread": ({"in_load": "time.sleep(1000)"}, ("--worker-kind", "thread"), "hangs at 40"),
-    "thread exit": ({"in_load": "sys.exit(5)"}, ("--worker-kind", "thread"), "failed at 40: SystemExit: 5"),
 }
 
 

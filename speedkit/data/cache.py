@@ -4,14 +4,14 @@ A build that is killed loses the entry it was at. An entry that does not match i
 computed again, in place. Other parameters, code or library versions mean another folder: stale features are not served.
 """
 
+import dataclasses
 import hashlib
 import json
 import math
 import os
-import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +19,13 @@ import numpy as np
 import psutil
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import default_collate
 from tqdm.auto import tqdm
 from xxhash import xxh3_64_intdigest
 
 from speedkit.data import cache_files as files
 from speedkit.data.decode import BadItem, with_decoder
-from speedkit.data.workers import start_process
+from speedkit.data.workers import BatchLoader
 from speedkit.errors import SpeedkitError
 from speedkit.hardware import cache_root, usable_cores, usable_ram_bytes
 from speedkit.plan import Plan
@@ -73,6 +73,22 @@ def open_cache(
     return cache
 
 
+@dataclasses.dataclass
+class Writer:
+    """Index -> None, once the entry has been computed and committed, or the BadItem that there is instead."""
+
+    cache: "FeatureCache"
+    items: Sequence[Any]
+
+    def __getitem__(self, index: int) -> BadItem | None:
+        return self.cache.write(index)
+
+
+def unusable(results: Iterable[BadItem | None]) -> tuple[None, dict[str, str]]:
+    """Return path -> why of the items that entries cannot be made of, in the form of a batch that a worker makes."""
+    return None, {bad.path: bad.why for bad in results if bad is not None}
+
+
 class FeatureCache:
     """The entries of a list of items, gathered into batches; each is compared with its checksum when first touched.
 
@@ -81,15 +97,10 @@ class FeatureCache:
     """
 
     def __init__(self, workload: "Workload", items: Sequence[Any], plan: Plan, *, folder: Path, about: dict[str, Any]):
-        self.name = workload.name
-        self.items = items
-        self.folder = folder
-        self.where = "disk"
-        self.why = ""
+        self.name, self.items, self.folder = workload.name, items, folder
+        self.where, self.why = "disk", ""
         self.bad: dict[str, str] = {}
-        self.built = 0
-        self.build_s = 0.0
-        self.recomputed = 0
+        self.built, self.build_s, self.recomputed = 0, 0.0, 0
 
         # How an entry is computed, and the number format in which it is kept.
         waveform = plan.cache_of == "waveform"
@@ -102,17 +113,18 @@ class FeatureCache:
         index = files.read_index(folder)
         self.shape = self._first_shape() if index is None else tuple(index["shape"].tolist())
         self.varies = workload.length is not None
-        lengths = [self.shape[-1]] * len(items) if workload.length is None else map(workload.length, items)
-        self.lengths = np.fromiter(lengths, np.int64, len(items))  # [N] the last dimension of each entry
-        self.count = self.lengths * math.prod(self.shape[:-1])
+        self.lengths = np.full(len(items), self.shape[-1])  # [N] the last dimension of each entry
+        if workload.length is not None:
+            self.lengths = np.fromiter(map(workload.length, items), np.int64, len(items))
+        self.frame = math.prod(self.shape[:-1])  # values per unit of length
         about |= {"shape": self.shape, "dtype": self.dtype.name, "itemsize": self.dtype.itemsize}
-        index, self.row = files.add_items(folder, items, self.count, about)
-        self.key = index["key"][self.row]
-        end = np.cumsum(index["count"])
-        self.begin = (end - index["count"])[self.row]
-        self.total = int(end[-1])
-        self.entries = len(end)
-        self._map()
+        with files.writing(folder):
+            index, self.row = files.add_items(folder, items, self.lengths * self.frame, about)
+            self.key = index["key"][self.row]
+            end = np.cumsum(index["count"])
+            self.begin = (end - index["count"])[self.row]
+            self.total, self.entries = int(end[-1]), len(end)
+            self._map()
 
         # What comes along with the inputs of a batch: lengths where they differ, and targets.
         self.targets = default_collate(list(map(workload.target, items)))
@@ -133,7 +145,7 @@ class FeatureCache:
         """Map the files; the system shares their pages between all processes that do."""
         self.values = files.mapped(self.folder / files.VALUES, self.dtype, self.total)
         self.checksums = files.mapped(self.folder / files.CHECKSUMS, np.dtype(np.uint64), self.entries)
-        self.trusted = np.zeros(len(self.items), bool)  # [N] whose checksum has been compared
+        self.trusted, self.all_trusted = np.zeros(len(self.items), bool), False  # [N] whose checksum has been compared
         self.rows = None if self.varies else self.values.reshape(-1, *self.shape)
         self.memory: list[Tensor] = []  # inputs and labels of all items, where they are in RAM or on the device
 
@@ -153,40 +165,28 @@ class FeatureCache:
         """Compute the entries that are missing."""
         began_s = time.perf_counter()
         missing = np.flatnonzero(self.checksums[self.row] == 0)
-        processes = workers if len(missing) > ALONE and os.access(self.folder, os.W_OK) else 0
-        parts = np.array_split(missing, max(processes, len(missing) // 16, 1))
-        outcomes: Any = DataLoader(
-            parts,  # type: ignore[arg-type]
-            batch_size=None,
-            collate_fn=self._write,  # type: ignore[arg-type]
-            num_workers=processes,
-            in_order=False,
-            worker_init_fn=start_process,
-            generator=torch.Generator(),  # nothing is drawn from the global one
-            multiprocessing_context="fork" if processes and sys.platform == "linux" else None,
-        )
+        alone = len(missing) <= ALONE or not os.access(self.folder, os.W_OK)
+        parts = [part.tolist() for part in np.array_split(missing, len(missing) // 16 + 1)]
+        plan = Plan(workers=0 if alone else workers)
         with tqdm(
             total=len(missing), desc=f"caching {self.name}", unit=" items", disable=None if progress else True
         ) as bar:
-            for tried, bad in outcomes:
+            for part, (_, bad) in zip(parts, BatchLoader(Writer(self, self.items), unusable, parts, plan), strict=True):
                 self.bad |= bad
-                self.built += tried - len(bad)
-                bar.update(tried)
+                self.built += len(part) - len(bad)
+                bar.update(len(part))
         self.build_s = time.perf_counter() - began_s
         self.usable = self.checksums[self.row] != 0
 
-    def _write(self, indices: np.ndarray) -> tuple[int, dict[str, str]]:
-        """Compute and commit entries; return (how many were tried, path -> why of those that cannot be computed)."""
-        bad = {}
-        for index in indices.tolist():
-            try:
-                values = self._compute(self.items[index], self.lengths[index])
-            except BadItem as error:
-                bad[error.path] = error.why
-                continue
-            self._entry(index)[:] = values.reshape(-1)
-            self.checksums[self.row[index]] = xxh3_64_intdigest(values.data, int(self.key[index]))
-        return len(indices), bad
+    def write(self, index: int) -> BadItem | None:
+        """Compute and commit an entry; return the BadItem where it cannot be computed."""
+        try:
+            values = self._compute(self.items[index], self.lengths[index])
+        except BadItem as error:
+            return error
+        self._entry(index)[:] = values.reshape(-1)
+        self.checksums[self.row[index]] = xxh3_64_intdigest(values.data, int(self.key[index]))
+        return None
 
     def _compute(self, item: Any, length: int | None = None) -> np.ndarray:
         """Return the values of an item as they are kept, all of one shape but for the length. Raises BadItem."""
@@ -215,59 +215,67 @@ class FeatureCache:
         """
         device = torch.device(device)
         if self.where == "disk":
-            at, inputs = self._read(indices.numpy())
-            places = torch.from_numpy(at)
-            labels = self.labels
+            to_gpu = device.type == "cuda"
+            at, inputs = self._read(indices.numpy(), page_locked=to_gpu)
+            if to_gpu:
+                inputs = inputs.to(device, non_blocking=True)
+            places, labels = torch.from_numpy(at), self.labels
         else:
             memory, *labels = self.memory
             if self.varies:  # how long the longest is, is known here: the device is not asked
                 memory = memory[..., : int(self.lengths[indices.numpy()].max(initial=0))]
-            places = _sent(indices, memory.device) if on_device is None else on_device
-            inputs = memory.index_select(0, places)
-        batch = [_sent(tensor, device) for tensor in (inputs, *(column.index_select(0, places) for column in labels))]
-        if self.dtype != np.float32:
-            batch[0] = batch[0].to(torch.float32)  # there, and not before: fewer bytes travel
-        if self.dtype == np.int16:
-            batch[0].mul_(1 / 32768)
-        return tuple(batch)
+            places = indices.to(memory.device) if on_device is None or self.where == "ram" else on_device
+            inputs = select(memory, places, device)
+        if self.torch_dtype is not torch.float32:
+            inputs = inputs.to(torch.float32)  # there, and not before: fewer bytes travel
+        if self.torch_dtype is torch.int16:
+            inputs.mul_(1 / 32768)
+        return inputs, *(select(column, places, device) for column in labels)
 
-    def _read(self, at: np.ndarray) -> tuple[np.ndarray, Tensor]:
+    def _read(self, at: np.ndarray, page_locked: bool = False) -> tuple[np.ndarray, Tensor]:
         """Return (`at` [B] without items whose entries are lost, a copy [B, ...] of the others, padded with zeros)."""
         copies: Any
-        if self.rows is not None:
-            copies = self.rows.take(self.row[at], axis=0)
-            batch = torch.from_numpy(copies)
-        else:
-            copies = [self._entry(index) for index in at.tolist()]
-            lengths = self.lengths[at].tolist()
-            batch = torch.zeros(len(at), *self.shape[:-1], max(lengths, default=0), dtype=self.torch_dtype)
+        if self.rows is None:
+            copies, lengths = [self._entry(index) for index in at.tolist()], self.lengths[at].tolist()
+            shape = (len(at), *self.shape[:-1], max(lengths, default=0))
+            batch = torch.zeros(shape, dtype=self.torch_dtype, pin_memory=page_locked)
             for values, entry, length in zip(batch.numpy(), copies, lengths, strict=True):
                 values[..., :length] = entry.reshape(*self.shape[:-1], length)
-        return (at, batch) if self._check(at, copies) else self._read(at[self.usable[at]])
+        elif page_locked:
+            batch = torch.empty(len(at), *self.shape, dtype=self.torch_dtype, pin_memory=True)
+            copies = self.rows.take(self.row[at], axis=0, out=batch.numpy(), mode="clip")  # "raise" would copy twice
+        else:  # NumPy's memory: what PyTorch takes anew is cleared by the system, which takes a sixth of the time
+            copies = self.rows.take(self.row[at], axis=0, mode="clip")
+            batch = torch.from_numpy(copies)
+        return (at, batch) if self._check(at, copies) else self._read(at[self.usable[at]], page_locked)
 
     def _entry(self, index: int) -> np.ndarray:
         """Return the values of an entry, as they are mapped."""
         begin = self.begin[index]
-        return self.values[begin : begin + self.count[index]]
+        return self.values[begin : begin + self.frame * self.lengths[index]]
 
     def _check(self, at: np.ndarray, copies: Any) -> bool:
         """Compare entries touched for the first time with their checksums; return whether all are as they were written.
 
         `copies` are the entries just read, still in the CPU's cache. Those that differ are computed again, in place.
         """
+        if self.all_trusted:
+            return True
         new = np.flatnonzero(~self.trusted[at])
         if not len(new):
             return True
         touched = at[new]
-        keys = self.key[touched].tolist()
-        hashes = [xxh3_64_intdigest(copies[place], key) for place, key in zip(new.tolist(), keys, strict=True)]
-        damaged = np.unique(touched[np.array(hashes, np.uint64) != self.checksums[self.row[touched]]])
+        fresh = copies if len(new) == len(at) else map(copies.__getitem__, new.tolist())
+        hashes = np.fromiter(map(xxh3_64_intdigest, fresh, self.key[touched].tolist()), np.uint64, len(new))
+        wrong = hashes != self.checksums[self.row[touched]]
         self.trusted[touched] = True
-        if not len(damaged):
+        if not wrong.any():
+            self.all_trusted = bool(self.trusted.all())
             return True
+        damaged = np.unique(touched[wrong])
         warnings.warn(f"an entry in {self.folder} is not as it was written: it is computed again", stacklevel=4)
         self.checksums[self.row[damaged]] = 0
-        self.bad |= self._write(damaged)[1]
+        self.bad |= unusable(map(self.write, damaged.tolist()))[1]
         self.usable[damaged] = self.checksums[self.row[damaged]] != 0
         self.recomputed += len(damaged)
         return False
@@ -288,7 +296,8 @@ class FeatureCache:
             self.memory = [inputs, *(column.to(target) for column in self.labels)]
             self.where = "ram" if target.type == "cpu" else "device"
         built = f"{self.built} entries computed in {self.build_s:.2g} s" if self.built else "all entries were there"
-        self.why = f"cache={self.where}: {self.count.sum() * self.dtype.itemsize / 1e6:.3g} MB, {built}{why_not}"
+        megabytes = self.frame * self.lengths.sum() * self.dtype.itemsize / 1e6
+        self.why = f"cache={self.where}: {megabytes:.3g} MB, {built}{why_not}"
 
     def verify(self) -> list[tuple[str, str]]:
         """Compare every entry in the folder with its checksum; return (item or file, why) of those that are damaged."""
@@ -301,10 +310,12 @@ class FeatureCache:
         return len(damaged)
 
 
-def _sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on the device; to a GPU it goes out of page-locked memory, and nothing waits for it."""
-    to_gpu = device.type == "cuda" and tensor.device.type == "cpu"
-    return (tensor.pin_memory() if to_gpu else tensor).to(device, non_blocking=to_gpu)
+def select(values: Tensor, places: Tensor, device: torch.device) -> Tensor:
+    """Return the rows at `places` on the device; to a GPU they go out of page-locked memory, and nothing waits."""
+    if values.device.type == device.type:
+        return values.index_select(0, places)
+    rows = torch.empty(len(places), *values.shape[1:], dtype=values.dtype, pin_memory=True)
+    return torch.index_select(values, 0, places, out=rows).to(device, non_blocking=True)
 
 
 def _free_bytes(device: torch.device) -> float:

@@ -145,7 +145,7 @@ def mapped(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
     size = max(1, count) * dtype.itemsize
     present = path.stat().st_size if path.exists() else 0
     if present < size:
-        with writing(path.parent), path.open("ab") as file:
+        with path.open("ab") as file:
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file.fileno(), present, size - present)
             file.truncate(size)
@@ -169,22 +169,21 @@ def read_about(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def name_of(item: Any) -> str:
-    """Return what the cache calls an item: the path of its file, or what it is made of."""
+def identity(item: Any) -> tuple[str, str]:
+    """Return (the path of an item's file, or what it is made of; size and time of change of the file)."""
     path = getattr(item, "path", None)
     if path is None:
-        return described(item)
-    return os.path.join(os.getcwd(), str(path)) if os.path.exists(path) else str(path)
+        return described(item), ""
+    try:
+        status = os.stat(getattr(path, "tar", path))
+    except (OSError, ValueError):
+        return str(path), ""
+    return os.path.abspath(str(path)), f"{status.st_size} {status.st_mtime_ns}"
 
 
 def key_of(item: Any, count: int) -> int:
-    """Return the hash of an item's name, of the size and time of change of its file, and of the length of its entry."""
-    state = ""
-    if getattr(item, "path", None) is not None:
-        with contextlib.suppress(OSError, ValueError):
-            status = os.stat(item.path)  # of a member of a tar: the tar
-            state = f"{status.st_size} {status.st_mtime_ns}"
-    return xxh3_64_intdigest(f"{name_of(item)} {state} {count}".encode("utf-8", "surrogateescape"))
+    """Return the hash of an item's identity and of how many values its entry has."""
+    return xxh3_64_intdigest(" ".join((*identity(item), str(count))).encode("utf-8", "surrogateescape"))
 
 
 def add_items(folder: Path, items: Sequence[Any], count: np.ndarray, about: dict[str, Any]) -> tuple[Index, np.ndarray]:
@@ -195,9 +194,8 @@ def add_items(folder: Path, items: Sequence[Any], count: np.ndarray, about: dict
     """
     index = read_index(folder)
     if index is None:  # then nothing tells what the other files hold
-        with writing(folder):
-            (folder / CHECKSUMS).unlink(missing_ok=True)
-            (folder / VALUES).unlink(missing_ok=True)
+        (folder / CHECKSUMS).unlink(missing_ok=True)
+        (folder / VALUES).unlink(missing_ok=True)
         index = {"key": np.zeros(0, np.uint64), "count": np.zeros(0, np.int64), "shape": np.array(about["shape"])}
         index["itemsize"] = np.array(about["itemsize"])
 
@@ -212,15 +210,12 @@ def add_items(folder: Path, items: Sequence[Any], count: np.ndarray, about: dict
     index["count"] = np.append(index["count"], count[added])
     by_key = np.argsort(index["key"])
     row = by_key[np.searchsorted(index["key"], keys, sorter=by_key)]
-    if not len(added):
-        return index, row
-
-    # The names first, of which there may be more than entries, never fewer.
-    names = (read_about(folder).get("items") or ["?"] * len(known))[: len(known)]
-    stream = io.BytesIO()
-    np.savez(stream, **index)  # type: ignore[arg-type]
-    with writing(folder):
-        write_json(folder / ABOUT, about | {"items": names + [name_of(items[place]) for place in added]})
+    if len(added):
+        # The names first, of which there may be more than entries, never fewer.
+        names = (read_about(folder).get("items") or ["?"] * len(known))[: len(known)]
+        write_json(folder / ABOUT, about | {"items": names + [identity(items[place])[0] for place in added]})
+        stream = io.BytesIO()
+        np.savez(stream, **index)  # type: ignore[arg-type]
         with atomic(folder / INDEX) as temporary:
             temporary.write_bytes(stream.getvalue() + xxh3_64_digest(stream.getbuffer()))
     return index, row
@@ -275,13 +270,10 @@ def describe_caches(folder: str | Path) -> list[str]:
     """Return a line about each cache in `folder`. Raises UsageError where none is."""
     lines = []
     for path in caches_in(folder):
-        index, about = read_index(path), read_about(path)
-        if index is None or not about:
-            lines.append(f"{path}: what it says of itself is damaged")
-            continue
-        lines.append(
-            f"{path}: {np.count_nonzero(np.fromfile(path / CHECKSUMS, np.uint64))} of {len(index['key'])} entries of "
-            f"workload {about['workload']}, {about['plan']['cache_of']} as {about['dtype']}, "
-            f"{(path / VALUES).stat().st_size / 1e6:.3g} MB"
-        )
+        about, line = read_about(path), f"{path}: what it says of itself is damaged"
+        if about:
+            computed, of = np.count_nonzero(np.fromfile(path / CHECKSUMS, np.uint64)), about["plan"]["cache_of"]
+            line = f"{path}: {computed} of {len(about['items'])} entries of workload {about['workload']}, {of} as "
+            line += f"{about['dtype']}, {(path / VALUES).stat().st_size / 1e6:.3g} MB"
+        lines.append(line)
     return lines

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import default_collate
 
 from speedkit.data.augment import seed_step
 from speedkit.data.cache import FeatureCache
@@ -27,16 +27,13 @@ RANK = 1 << 40  # and this for each rank, whose samples are its own
 
 
 @dataclasses.dataclass
-class ItemDataset(Dataset):
+class ItemDataset:
     """Index -> (features, target), computed live."""
 
     items: Sequence[Any]
     load: Callable[[Any], Tensor]
     features: Callable[[Tensor], Tensor] | None  # None: they are computed later, of what was loaded, on the device
     target: Callable[[Any], Any]
-
-    def __len__(self) -> int:
-        return len(self.items)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Any] | BadItem:
         """Return (features, target) of one item; a BadItem for a file that cannot be read."""
@@ -160,18 +157,15 @@ class BatchStream:
 
         Nothing of the stream itself moves. Unreadable items are in neither.
         """
-        sampler = dataclasses.replace(self.sampler, epoch=epoch, start=position - 1)
-        indices = sampler.batches()[0]
-        if self.cache is not None:
-            indices = indices[torch.from_numpy(self.cache.usable)[indices]]
-            batch = self.cache.gather(indices, self.device) if len(indices) else None
+        indices = dataclasses.replace(self.sampler, epoch=epoch, start=position - 1).batches()[0]
+        if self.cache is None:
+            batch = self.to_device(self.collate([self.dataset[index] for index in indices.tolist()]))
         else:
-            samples = [self.dataset[index] for index in indices.tolist()]
-            indices = indices[torch.tensor([not isinstance(sample, BadItem) for sample in samples])]
-            batch = self.to_device(self.collate(samples))
-        items = [self.dataset.items[index] for index in indices.tolist()]
-        names = [str(getattr(item, "path", item)) for item in items]
-        return None if batch is None else self.finished(batch, epoch * len(self) + position - 1), names
+            usable = indices[torch.from_numpy(self.cache.usable)[indices]]
+            batch = self.gather((usable, usable.to(self.device)))
+        names = map(self.loader.maker.name, indices.tolist())
+        done = None if batch is None else self.finished(batch, epoch * len(self) + position - 1)
+        return done, [name for name in names if name not in self.bad]
 
     def fetched(self, epoch: int, start: int) -> Iterator["Batch | None"]:
         """Return the batches of an epoch as they arrive on the device; None for one of unreadable items alone."""
@@ -206,7 +200,7 @@ class BatchStream:
         batch, bad = loaded
         if bad:
             self.bad.update(bad)
-            check_bad_share(self.bad, len(self.dataset))
+            check_bad_share(self.bad, len(self.dataset.items))
         return batch and tuple(tensor.to(self.device, non_blocking=self.plan.pin_memory) for tensor in batch)
 
     def check_share(self, batch: "Batch | None") -> None:
@@ -227,11 +221,6 @@ class BatchStream:
         padded = self.sampler.padded_to(inputs.shape[-1])  # by its shape: no length is read from the device
         self.frames += len(inputs) * padded
         return (inputs if padded == inputs.shape[-1] else pad(inputs, (0, padded - inputs.shape[-1]))), *rest
-
-    @property
-    def pids(self) -> list[int]:
-        """The loader's processes."""
-        return [process.pid for process in self.loader.processes]
 
     def pause(self) -> None:
         """Keep the workers from working while another plan is timed."""

@@ -15,9 +15,8 @@ import shutil
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-import torch
 from filelock import FileLock
 
 from speedkit.errors import PlanError, SpeedkitError
@@ -26,12 +25,11 @@ if TYPE_CHECKING:
     from speedkit.workloads.workload import Workload
 
 SHARD_BYTES = 128 * 2**20  # opening one is nothing beside reading it
-NEUTRAL = {"mtime": 0, "user": "", "group": ""}  # of each member: the same files give the same bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TarMember:
-    """A file inside a tar, in place of a path. Where a real path is wanted it is the tar's."""
+    """A file inside a tar, in place of a path: what takes paths alone refuses it, and does not read the tar."""
 
     tar: str
     offset: int
@@ -41,24 +39,12 @@ class TarMember:
     def __str__(self) -> str:
         return f"{self.tar}/{self.name}"
 
-    def __fspath__(self) -> str:
-        return self.tar
-
     def read(self) -> bytes:
         """Return its bytes, by one `pread`. Raises OSError when the tar is gone or cut short."""
         data = os.pread(opened(self.tar).fileno(), self.size, self.offset)
         if len(data) != self.size:
             raise OSError(f"only {len(data)} of {self.size} bytes are there")
         return data
-
-
-class File(NamedTuple):
-    """A file as it is to be packed: written anew, it is another."""
-
-    path: str
-    label: int
-    size: int
-    modified_ns: int
 
 
 @functools.lru_cache(maxsize=256)
@@ -81,38 +67,33 @@ def pack(workload: "Workload", items: Sequence[Any], folder: str | Path, shard_b
 
     The shards lie in a subfolder of `folder` that is complete or absent; its name follows from all files, their sizes
     and times of change. A file that is missing stays a path, for loading to report.
-    Raises PlanError when the workload cannot read from tars, SpeedkitError when they cannot be written.
+    The workload's `load` has to take a TarMember as an item's path. Raises PlanError when no item is a file,
+    SpeedkitError when the shards cannot be written.
     """
     indices = [index for index, item in enumerate(items) if os.path.isfile(getattr(item, "path", ""))]
-    files = []
-    for index in indices:
-        path, label = items[index].path, workload.target(items[index])
-        files.append(File(str(path), label, os.stat(path).st_size, os.stat(path).st_mtime_ns))
-    digest = hashlib.sha256(repr((files, shard_bytes)).encode()).hexdigest()[:16]
+    if not indices:
+        raise PlanError(f"shards=True needs items that are files, workload {workload.name} has none: use shards=False")
+    files = [(str(items[index].path), int(workload.target(items[index]))) for index in indices]
+    states = [(os.stat(path).st_size, os.stat(path).st_mtime_ns) for path, _ in files]
+    digest = hashlib.sha256(repr((files, states, shard_bytes)).encode()).hexdigest()[:16]
     shards = Path(folder) / f"{workload.name}-{digest}"
+    try:
+        shards.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{shards}.lock"):  # of two runs that start together one writes
+            if not shards.exists():
+                write_shards(files, shards, shard_bytes)
+        rows = json.loads((shards / "index.json").read_text())
+    except OSError as error:
+        problem = f"shards cannot be written to {shards.parent} ({error})"
+        raise SpeedkitError(f"{problem}: free space there or name another folder with --cache-dir") from error
     packed = list(items)
-    if files:
-        try:
-            shards.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(f"{shards}.lock"):  # of two runs that start together one writes
-                if not shards.exists():
-                    write_shards(files, shards, shard_bytes)
-            rows = json.loads((shards / "index.json").read_text())
-        except OSError as error:
-            problem = f"shards cannot be written to {shards.parent} ({error})"
-            raise SpeedkitError(f"{problem}: free space there or name another folder with --cache-dir") from error
-        for index, (tar, offset, size, name) in zip(indices, rows, strict=True):
-            packed[index] = dataclasses.replace(items[index], path=TarMember(str(shards / tar), offset, size, name))
-    if not files or not loads_alike(workload, items[indices[0]], packed[indices[0]]):
-        raise PlanError(
-            f"shards=True needs items that are files, and a `load` that takes a {__name__}.TarMember as their path; "
-            f"workload {workload.name} has not both: use shards=False"
-        )
+    for index, (tar, offset, size, name) in zip(indices, rows, strict=True):
+        packed[index] = dataclasses.replace(items[index], path=TarMember(str(shards / tar), offset, size, name))
     return packed
 
 
-def write_shards(files: Sequence[File], shards: Path, shard_bytes: int) -> None:
-    """Write the files to tars of about `shard_bytes`, and index.json: (tar, offset, size, name) of each file."""
+def write_shards(files: Sequence[tuple[str, int]], shards: Path, shard_bytes: int) -> None:
+    """Write files, (path, label), to tars of about `shard_bytes`, and index.json: (tar, offset, size, name) of each."""
     from webdataset import TarWriter
 
     temporary = shards.with_suffix(".tmp")
@@ -122,11 +103,12 @@ def write_shards(files: Sequence[File], shards: Path, shard_bytes: int) -> None:
     try:
         while len(index) < len(files):
             tar = temporary / f"shard-{len(index):08d}.tar"
-            with tar.open("wb") as stream, TarWriter(stream, encoder=False, **NEUTRAL) as writer:
-                for number, file in enumerate(files[len(index) :], len(index)):
-                    path = Path(file.path)
+            # Neither times nor users: the same files give the same bytes.
+            with tar.open("wb") as stream, TarWriter(stream, encoder=False, mtime=0, user="", group="") as writer:
+                for number, (name, label) in enumerate(files[len(index) :], len(index)):
+                    path = Path(name)
                     stem = re.sub(r"[^A-Za-z0-9-]+", "_", path.stem)[:60]  # for the eye: the number makes it unique
-                    data = {path.suffix[1:].lower() or "bin": path.read_bytes(), "cls": b"%d" % file.label}
+                    data = {path.suffix[1:].lower() or "bin": path.read_bytes(), "cls": b"%d" % label}
                     writer.write({"__key__": f"{number:08d}_{stem}", **data})
                     if stream.tell() >= shard_bytes:
                         break
@@ -137,13 +119,3 @@ def write_shards(files: Sequence[File], shards: Path, shard_bytes: int) -> None:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-
-
-def loads_alike(workload: "Workload", item: Any, packed: Any) -> bool:
-    """Whether the workload loads the same from a tar as from the file; a `load` of your own may take paths only."""
-    try:
-        return torch.equal(workload.load(item), workload.load(packed))
-    except SpeedkitError:  # unreadable either way: loading will say so
-        return True
-    except Exception:
-        return False

@@ -5,7 +5,7 @@ import hashlib
 import os
 import re
 import sysconfig
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,7 +141,7 @@ def existing_folder(data_dir: str | Path, name: str) -> Path:
     """Return the folder `data_dir`. Raises UsageError when it is none; `name` is the kind of files it should hold."""
     root = Path(data_dir)
     if not root.is_dir():
-        problem = "is a file, not a folder" if root.exists() else "does not exist"
+        problem = "does not exist or is not a folder"
         raise UsageError(f"data folder {root} {problem}: name the folder of your {name} files with --data-dir")
     return root
 
@@ -169,8 +169,8 @@ def files_matching(names: Mapping[Key, str], test_pattern: str) -> set[Key]:
     pattern = compile_pattern(test_pattern, "--test-pattern")
     matched = {key for key, name in names.items() if pattern.search(name)}
     if len(matched) in (0, len(names)):
-        amount, side = ("every one", "train") if matched else ("none", "test")
-        raise UsageError(f"--test-pattern {test_pattern!r} matches {amount} of the files: leave some to {side} on")
+        amount = f"matches {len(matched)} of {len(names)} files"
+        raise UsageError(f"--test-pattern {test_pattern!r} {amount}: leave some to train and some to test on")
     return matched
 
 
@@ -183,7 +183,7 @@ def compile_pattern(pattern: str, option: str) -> re.Pattern[str]:
 
 
 def files_under(root: Path, kind: str, label_pattern: str | None, labelled: bool) -> list[LabelledFile]:
-    """Return the files labelled by their subfolder or by group 1 of the pattern; files without a label are left out."""
+    """Return the files labelled by their subfolder or by the pattern; files without a label are left out."""
     paths = [path for path in visible_files(root) if path.suffix.lower() in EXTENSIONS[kind]]
     if not paths:
         kinds = f"{kind} files ({', '.join(EXTENSIONS[kind])})"
@@ -196,10 +196,9 @@ def files_under(root: Path, kind: str, label_pattern: str | None, labelled: bool
         problem = f"data folder {root} has no class-named subfolders: add them, or give --label-pattern or --labels"
     else:
         pattern = compile_pattern(label_pattern, "--label-pattern")
-        if not pattern.groups:
-            raise UsageError(f"--label-pattern {label_pattern!r} has no group: put parentheses around the label's part")
+        group = min(1, pattern.groups)  # without a group, all that matches
         matches = [(path, pattern.search(path.name)) for path in paths]
-        files = [LabelledFile(path, match[1]) for path, match in matches if match and match[1]]
+        files = [LabelledFile(path, match[group]) for path, match in matches if match and match[group]]
         among = f"of the {len(paths)} {kind} files in {root} (the first is {paths[0].name})"
         problem = f"--label-pattern {label_pattern!r} matches none {among}: correct the pattern"
     if not files:
@@ -213,17 +212,13 @@ def read_table(root: Path, table: Path, kind: str, with_splits: bool) -> list[La
 
     try:
         rows = pandas.read_csv(table, sep=None, engine="python", dtype=str, keep_default_na=False, encoding="utf-8-sig")
-    except FileNotFoundError as error:
-        raise UsageError(f"the label table {table} does not exist: give --labels a CSV file in UTF-8") from error
     except (OSError, ValueError, csv.Error) as error:
-        raise UsageError(f"the label table {table} cannot be read as a CSV file in UTF-8 ({error})") from error
+        raise UsageError(f"--labels {table} cannot be read as a CSV file in UTF-8 ({error})") from error
     rows = rows.rename(columns=lambda name: name.strip().lower()).apply(lambda column: column.str.strip())
     path_columns, label_columns = ([name for name in names if name in rows] for names in (PATH_COLUMNS, LABEL_COLUMNS))
     if rows.empty or not path_columns or not label_columns:
         needs = f"one of {', '.join(PATH_COLUMNS)}, one of {', '.join(LABEL_COLUMNS)}, and a row per file"
-        raise UsageError(
-            f"the label table {table} has {len(rows)} rows with columns {', '.join(rows)}; it needs {needs}"
-        )
+        raise UsageError(f"--labels {table} has {len(rows)} rows with columns {', '.join(rows)}; it needs {needs}")
 
     # A column of names says more than one of numbers (ESC-50 has both: category and target).
     labels = rows[min(label_columns, key=lambda name: rows[name].str.isdigit().all())]
@@ -259,15 +254,12 @@ def read_splits(values: list[str], column: str, folds: bool) -> list[str]:
 
 
 def read_header(file: LabelledFile, kind: str) -> tuple:
-    """Return (duration in seconds, sample rate in Hz) of a recording, () of an image. Raises ValueError."""
+    """Return (duration in seconds, sample rate in Hz) of a recording, () of an image, unread. Raises ValueError."""
     if not file.path.exists():
         raise ValueError("there is no such file")
     if not file.label or file.path.stat().st_size == 0:
         raise ValueError("the file is empty (0 bytes)" if file.label else "its label is empty")
     if kind == "image":
-        with file.path.open("rb") as stream:
-            if not stream.read(4).startswith((b"\xff\xd8\xff", b"\x89PNG")):
-                raise ValueError("it is neither a JPEG nor a PNG image")
         return ()
     info = soundfile.info(str(file.path))
     if info.frames <= 0:
@@ -291,14 +283,9 @@ def choose_test_set(files: list[LabelledFile], root: Path, test_pattern: str | N
 
 def class_names(files: list[LabelledFile], test_paths: set[Path]) -> tuple[str, ...]:
     """Return the class names in natural order. Raises UsageError unless there are two, each with a file to train on."""
-    counts = Counter(file.label for file in files)
-    trained = {file.label for file in files if file.path not in test_paths}
-    if len(counts) == 1:
-        (name,) = counts
-        raise UsageError(f"all files are of one class ({name}), a classifier needs two: check the labels' source")
-    for name, count in counts.items():
-        if count == 1:
-            raise UsageError(f"class {name} has one usable file and needs two (train, test): add a file")
-        if name not in trained:
-            raise UsageError(f"every file of class {name} is in the test set: leave some to train on")
-    return tuple(sorted(counts, key=natural_key))
+    names = {file.label for file in files}
+    if len(names) == 1:
+        raise UsageError(f"all files are of one class ({names.pop()}), a classifier needs two: check their labels")
+    if untrained := names - {file.label for file in files if file.path not in test_paths}:
+        raise UsageError(f"class {min(untrained)} has no usable file to train on besides those to test on: add files")
+    return tuple(sorted(names, key=natural_key))

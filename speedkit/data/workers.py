@@ -1,31 +1,33 @@
 """Make batches ahead, in worker processes or threads, in order; say in one sentence what happened to a worker.
 
-Whatever is waited for has a limit, and what is still there then ends by force: a worker that stands still (a stuck
-disk, SIGSTOP) must not keep the training process from ending.
+There is a thread per worker, which makes batches or has a process make them. Whatever is waited for has a limit, and
+what is still there then ends by force: a worker that stands still (a stuck disk, SIGSTOP) must not keep the training
+process from ending.
 """
 
 import atexit
+import contextlib
 import dataclasses
 import itertools
 import multiprocessing
 import os
-import pickle
+import random
 import shutil
 import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, MutableSequence
 from contextlib import closing
-from multiprocessing import connection, util
+from multiprocessing import util
+from multiprocessing.connection import Connection
 from multiprocessing.pool import AsyncResult, ThreadPool
-from multiprocessing.reduction import ForkingPickler
+from queue import SimpleQueue
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
-from torch.utils.data._utils import signal_handling
 
 from speedkit.clock import run_until_steady
 from speedkit.errors import SpeedkitError
@@ -34,60 +36,46 @@ from speedkit.plan import Plan
 
 HUNG_S = 120.0  # a batch is waited for, and for so long no worker has begun an item
 END_S = 5.0  # what a killed process gets until it is gone
+NO_ROOM = "allocate shared memory"  # PyTorch's words
 GAIN = 1.05  # workers cost memory and time to start: more are taken only where steps get so much shorter
 BUDGET_S, SETTING_S = 10.0, 0.5  # of choosing workers: all of it, and the steps under one setting
 
 Loaded = tuple[tuple[Tensor, ...] | None, dict[str, str]]  # the batch, and path -> why of what could not be read
-place = threading.local()  # `number`: which of the workers this thread or process is
-
-
-@dataclasses.dataclass(frozen=True)
-class Failure:
-    """What a worker sends in place of an exception, which need not survive the way between processes."""
-
-    item: str
-    error: str
+seeds = itertools.count()  # no two processes draw the same numbers
 
 
 @dataclasses.dataclass
-class BatchMaker(Dataset):
-    """Index batch -> batch: samples of `dataset`, collated; notes in `reading` which item a worker is at."""
+class BatchMaker:
+    """Indices -> batch: samples of `dataset`, collated. `reading` [workers] is the item each worker is at, else -1."""
 
     dataset: Any
     collate: Callable[[list[Any]], Loaded]
-    pin: bool
-    reading: Any
+    reading: MutableSequence[int]
     running: threading.Event | None = None  # threads stand still while it is not set
 
-    def make(self, indices: Iterable[int]) -> Loaded:
-        """Return the batch of the items at `indices`, in page-locked memory where `pin` says so."""
+    def make(self, indices: Iterable[int], number: int = 0) -> Loaded:
+        """Return the batch of the items at `indices`; `number` is the worker's."""
         samples = []
         for index in indices:
             if self.running is not None:
                 self.running.wait()
-            self.reading[getattr(place, "number", 0)] = index
+            self.reading[number] = index
             samples.append(self.dataset[index])
-        self.reading[getattr(place, "number", 0)] = -1
-        batch, bad = self.collate(samples)
-        return (tuple(tensor.pin_memory() for tensor in batch) if batch and self.pin else batch), bad
+        self.reading[number] = -1
+        return self.collate(samples)
 
-    def make_in_thread(self, indices: list[int]) -> Loaded | Failure:
-        """Return the same, or a Failure: SystemExit, for one, would end the thread and no batch would ever come."""
-        try:
-            return self.make(indices)
-        except BaseException as error:
-            at = self.reading[place.number]
-            item = self.name(at) if at >= 0 else f"the batch of {self.name(indices[0])}"
-            words = str(error).split("\n")[0]
-            return Failure(item, words if isinstance(error, SpeedkitError) else f"{type(error).__name__}: {words}")
+    def failure(self, error: BaseException, indices: list[int], number: int) -> str:
+        """Return what failed and at which item; the exception itself may be one that cannot be sent."""
+        words = str(error).split("\n")[0]
+        if not isinstance(error, SpeedkitError):
+            words = f"{type(error).__name__}: {words}"
+        at = self.reading[number]
+        item = self.name(at) if at >= 0 else f"the batch of {self.name(indices[0])}"
+        return f"a worker failed at {item}: {words}; workers=0 shows where"
 
-    def __getitem__(self, indices: list[int]) -> bytes:
-        """Return the same from a process, pickled here: the queue would only print an error, and send nothing."""
-        loaded = self.make_in_thread(indices)
-        try:
-            return bytes(ForkingPickler.dumps(loaded))  # moves the tensors to shared memory
-        except Exception as error:
-            return pickle.dumps(Failure(f"the batch of {self.name(indices[0])}", f"{type(error).__name__}: {error}"))
+    def place(self, index: int) -> str:
+        """Return where a worker was, in words."""
+        return f"at {self.name(index)}" if index >= 0 else "between items"
 
     def name(self, index: int) -> str:
         """Return the path of an item."""
@@ -106,29 +94,111 @@ class BatchLoader:
         self.in_processes = self.workers > 0 and plan.worker_kind == "process"
         self.running = threading.Event()
         self.running.set()
-        if self.in_processes:  # which pin nothing: page-locked memory belongs to one process
-            reading = multiprocessing.RawArray("q", [-1] * self.workers)
-            self.maker = BatchMaker(dataset, collate, pin=False, reading=reading)
-        else:
-            reading = [-1] * max(1, self.workers)
-            running = self.running if self.workers else None  # the training process itself is never paused
-            self.maker = BatchMaker(dataset, collate, pin=plan.pin_memory, reading=reading, running=running)
-        self.loader: DataLoader | None = None
-        self.passing: Any = None  # the DataLoader's iterator
+        reading = multiprocessing.RawArray("q", max(1, self.workers))
+        self.maker = BatchMaker(dataset, collate, reading, None if self.in_processes else self.running)
+        self.threads: ThreadPool | None = None
+        self.idle: SimpleQueue[int] = SimpleQueue()  # the numbers of the workers that make nothing
+        self.processes: list[multiprocessing.Process] = []
+        self.connections: list[Connection] = []
 
-    def __iter__(self) -> Iterator[Loaded]:
-        if self.in_processes:
-            return self.from_processes()
-        return self.from_threads() if self.workers else map(self.maker.make, self.sampler)
+    def __iter__(self) -> Generator[Loaded, None, None]:
+        if not self.workers:
+            yield from map(self.pinned, map(self.maker.make, self.sampler))
+            return
+        at_end = False
+        try:
+            threads = self.threads or self.start()
+            results = (threads.apply_async(self.fetch, (indices,)) for indices in self.sampler)
+            ahead = deque(itertools.islice(results, self.workers * self.plan.prefetch_factor))
+            while ahead:
+                loaded = self.received(ahead.popleft())
+                ahead.extend(itertools.islice(results, 1))
+                yield loaded
+            at_end = True
+        finally:
+            if not at_end or not self.plan.persistent_workers:
+                self.close()
 
-    @property
-    def processes(self) -> list[Any]:
-        """The worker processes."""
-        return [] if self.passing is None else self.passing._workers
+    def start(self) -> ThreadPool:
+        """Start the workers: processes first, for a lock that a thread holds while one is forked stays locked in it."""
+        util.get_temp_dir()  # for the processes' sockets: killed, they could not remove one of their own
+        self.idle = SimpleQueue()
+        for number in range(self.workers):
+            self.maker.reading[number] = -1
+            self.idle.put(number)
+            if self.in_processes:
+                connection, far_end = multiprocessing.Pipe()
+                seed = torch.initial_seed() + next(seeds)
+                process = multiprocessing.Process(target=serve, args=(self.maker, number, far_end, seed), daemon=True)
+                process.start()
+                far_end.close()
+                self.processes.append(process)
+                self.connections.append(connection)
+        # Daemons: one that hangs does not keep Python. One core each: the workers together already fill the machine.
+        self.threads = ThreadPool(self.workers, torch.set_num_threads, (1,))
+        return self.threads
+
+    def fetch(self, indices: list[int]) -> Loaded | str:
+        """Return a batch, or why there is none: SystemExit, for one, would end the thread and no batch would ever come.
+
+        A tensor is taken out of shared memory here: that is to wait, without a limit, for the process that made it.
+        """
+        number = self.idle.get()
+        try:
+            loaded = self.ask(indices, number) if self.in_processes else self.maker.make(indices, number)
+            return loaded if isinstance(loaded, str) else self.pinned(loaded)
+        except BaseException as error:
+            return self.maker.failure(error, indices, number)
+        finally:
+            self.idle.put(number)
+
+    def ask(self, indices: list[int], number: int) -> Loaded | str:
+        """Return what a process makes of `indices`, or what it died of."""
+        process, connection = self.processes[number], self.connections[number]
+        try:
+            connection.send(indices)
+            return connection.recv()
+        except (EOFError, ConnectionError):
+            process.join(END_S)  # its pipes are closed before its exit code can be read
+        if process.exitcode == -signal.SIGBUS:
+            return NO_ROOM
+        cure = "workers=0 shows what it died of"
+        if process.exitcode == -signal.SIGKILL:
+            cure = "out of memory the system kills so: take fewer workers, a lower prefetch_factor, or workers=0"
+        place = self.maker.place(self.maker.reading[number])
+        return f"a loader process died (exit code {process.exitcode}) {place}; {cure}"
+
+    def pinned(self, loaded: Loaded) -> Loaded:
+        """Return a batch in page-locked memory, where the plan says so."""
+        batch, bad = loaded
+        return (tuple(tensor.pin_memory() for tensor in batch) if batch and self.plan.pin_memory else batch), bad
+
+    def received(self, result: AsyncResult) -> Loaded:
+        """Return what a worker made. Raises SpeedkitError when it failed, or when none begins an item for HUNG_S."""
+        while True:
+            before = list(self.maker.reading)
+            try:
+                loaded = result.get(HUNG_S)
+            except multiprocessing.TimeoutError:
+                if list(self.maker.reading) != before:
+                    continue
+                place = self.maker.place(max(before))
+                loaded = f"no batch for {HUNG_S:g} s: a worker hangs {place}; leave it out, or look with workers=0"
+            if not isinstance(loaded, str):
+                return loaded
+            self.close()
+            if NO_ROOM in loaded:
+                size_mb, batches = shutil.disk_usage("/dev/shm").total / 1e6, self.workers * self.plan.prefetch_factor
+                loaded = (
+                    f"/dev/shm ({size_mb:.0f} MB) is full: workers * prefetch_factor = {batches} batches must fit; "
+                    "lower one of them, use worker_kind=thread, or give a container more (--shm-size)"
+                )
+            raise SpeedkitError(loaded)
 
     def pause(self) -> None:
-        """Let the workers stand still; threads do so at their next item."""
-        self.running.clear()
+        """Let the workers stand still; threads do so at their next item, and the training process never."""
+        if self.workers:
+            self.running.clear()
         self.signal(signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -139,161 +209,39 @@ class BatchLoader:
     def signal(self, number: int) -> None:
         """Send a signal to the worker processes that live."""
         for process in self.processes:
-            if process.is_alive():
+            if process.pid is not None and process.is_alive():
                 os.kill(process.pid, number)
 
     def close(self) -> None:
-        """End the workers by force: they may be stopped, or wait for what a dead one held."""
+        """End the workers by force: they may be stopped, or hang."""
         self.running.set()
         kill(self.processes)
-        if self.passing is not None:
-            # PyTorch sets this event when its iterator is deleted, and would wait for a lock that a killed worker held.
-            self.passing._workers_done_event = threading.Event()
-        self.loader = self.passing = None
-
-    def from_threads(self) -> Generator[Loaded, None, None]:
-        """Yield the batches of a pass that threads make. They are daemons: one that hangs does not keep Python."""
-        numbers = itertools.count()
-        with ThreadPool(self.workers, start_thread, (numbers,)) as pool:
-            batches = (pool.apply_async(self.maker.make_in_thread, (indices,)) for indices in self.sampler)
-            ahead = deque(itertools.islice(batches, self.workers * self.plan.prefetch_factor))
-            while ahead:
-                loaded = self.received(ahead.popleft())
-                ahead.extend(itertools.islice(batches, 1))
-                yield loaded
-
-    def from_processes(self) -> Generator[Loaded, None, None]:
-        """Yield the batches of a pass that a DataLoader's processes make.
-
-        A thread talks to them: to take a tensor out of shared memory is to wait for the process that made it, without
-        a limit, and it pins the batch while the training goes on.
-        """
-        at_end = False
-        with ThreadPool(1) as reader:
-            try:
-                self.received(reader.apply_async(self.start_pass))
-                loaded = reader.apply_async(self.read)
-                while not at_end:
-                    batch = self.received(loaded)
-                    at_end = batch is None
-                    if batch is not None:
-                        loaded = reader.apply_async(self.read)
-                        yield batch
-            finally:
-                if not at_end or not self.plan.persistent_workers:
-                    self.close()
-
-    def start_pass(self) -> None:
-        """Start the processes, or send the persistent ones to a new pass."""
-        if self.loader is None:
-            util.get_temp_dir()  # for the workers' sockets: killed, they could not remove one of their own
-            self.loader = DataLoader(
-                self.maker,
-                sampler=self.sampler,
-                batch_size=None,  # the maker batches
-                collate_fn=unchanged,
-                num_workers=self.workers,
-                prefetch_factor=self.plan.prefetch_factor,
-                persistent_workers=self.plan.persistent_workers,
-                worker_init_fn=start_process,
-                generator=torch.Generator(),  # else it draws from the global one: dropout would depend on loading
-            )
-        self.passing = iter(self.loader)
-        # Where a DataLoader of the user's runs too, PyTorch raises in whatever the main thread is doing when one of
-        # these processes ends, by `close` as well. `received` tells what has happened to them.
-        if self.passing._worker_pids_set:
-            signal_handling._remove_worker_pids(id(self.passing))
-            self.passing._worker_pids_set = False
-
-    def read(self) -> Loaded | Failure | None:
-        """Return the next batch, pinned where the plan says so; None at the end of the pass."""
-        pickled = next(self.passing, None)
-        loaded = None if pickled is None else pickle.loads(pickled)
-        if self.plan.pin_memory and isinstance(loaded, tuple) and loaded[0]:
-            return tuple(tensor.pin_memory() for tensor in loaded[0]), loaded[1]
-        return loaded
-
-    def received(self, result: AsyncResult) -> Any:
-        """Return what a worker made. Raises SpeedkitError when it failed, or when none begins an item for HUNG_S."""
-        while True:
-            before = list(self.maker.reading)
-            try:
-                loaded = result.get(HUNG_S)
-                break
-            except multiprocessing.TimeoutError:
-                why = self.why_dead()
-                if not why and list(self.maker.reading) == before:
-                    cure = "leave it out, or look with workers=0"
-                    why = f"no batch for {HUNG_S:g} s: a worker hangs {self.item_at(max(before))}; {cure}"
-            except (RuntimeError, OSError, EOFError, pickle.PickleError) as error:  # of the DataLoader and its sockets
-                why = self.why_dead() or (
-                    f"the loader processes cannot be read ({type(error).__name__} {error}): too many files may be open "
-                    "(ulimit -n), or look with workers=0"
-                )
-            if why:
-                self.close()
-                raise SpeedkitError(why)
-        if isinstance(loaded, Failure):
-            self.close()
-            if "allocate shared memory" in loaded.error:
-                raise SpeedkitError(self.full_shared_memory())
-            raise SpeedkitError(f"a worker failed at {loaded.item}: {loaded.error}; workers=0 shows where")
-        return loaded
-
-    def why_dead(self) -> str:
-        """Return what a worker process died of, "" when all live."""
-        dying = connection.wait([process.sentinel for process in self.processes], 1)
-        for process, index in zip(self.processes, self.maker.reading, strict=False):
-            if process.sentinel in dying:
-                process.join(END_S)  # its pipes are closed before its exit code can be read
-            code = process.exitcode
-            if code == -signal.SIGBUS:
-                return self.full_shared_memory()
-            if code:
-                cure = "workers=0 shows what it died of"
-                if code == -signal.SIGKILL:
-                    cure = (
-                        "out of memory the system kills so: take fewer workers, a lower prefetch_factor, or workers=0"
-                    )
-                return f"a loader process died (exit code {code}) {self.item_at(index)}; {cure}"
-        return ""
-
-    def item_at(self, index: int) -> str:
-        """Return which item a worker was at, as words."""
-        return f"at {self.maker.name(index)}" if index >= 0 else "between items"
-
-    def full_shared_memory(self) -> str:
-        """Return what to do when batches do not fit into /dev/shm, as in a container."""
-        size_mb, batches = shutil.disk_usage("/dev/shm").total / 1e6, self.workers * self.plan.prefetch_factor
-        return (
-            f"/dev/shm ({size_mb:.0f} MB) is full: workers * prefetch_factor = {batches} batches must fit; lower one "
-            "of them, use worker_kind=thread, or give a container more (--shm-size)"
-        )
+        self.processes, self.connections = [], []
+        if self.threads is not None:
+            self.threads.terminate()
+            self.threads = None
 
 
-def unchanged(batch: Any) -> Any:
-    """Return `batch`: a DataLoader without automatic batching would make tensors of what it can."""
-    return batch
-
-
-def start_thread(numbers: Iterator[int]) -> None:
-    """Set a loader thread up: one thread of PyTorch's, for the workers together already fill the cores."""
-    place.number = next(numbers)
-    torch.set_num_threads(1)
-
-
-def start_process(number: int) -> None:
-    """Set a loader process up.
+def serve(maker: BatchMaker, number: int, connection: Connection, seed: int) -> None:
+    """Be a loader process: send the batch of each list of indices, or why there is none, until nobody asks.
 
     Ctrl-C and SIGTERM often go to the whole process group. They are the parent's business, which makes its last step
     and a checkpoint with the workers' help and then ends them.
     """
-    start_thread(iter([number]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # PyTorch's handlers would print a line; the training process says what a worker died of.
-    signal.signal(signal.SIGSEGV, signal.SIG_DFL)
-    signal.signal(signal.SIGBUS, signal.SIG_DFL)
+    signal.signal(signal.SIGSEGV, signal.SIG_DFL)  # the training process says it, in a line
+    torch.set_num_threads(1)  # together they already fill the cores
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - for data sets that draw from the legacy generator
+    with contextlib.suppress(EOFError, ConnectionError):  # the training process has ended
+        while True:
+            indices = connection.recv()
+            try:
+                connection.send(maker.make(indices, number))  # pickled as a whole before any of it is sent
+            except BaseException as error:
+                connection.send(maker.failure(error, indices, number))
 
 
 def kill(processes: Iterable[Any]) -> None:
