@@ -16,7 +16,7 @@ import torch
 
 from speedkit import climb as climb_function
 from speedkit import proof
-from speedkit.climb import candidate, measure_control
+from speedkit.climb import measure_control
 from speedkit.climb_state import NAME, ClimbState, measured
 from speedkit.clock import compilations
 from speedkit.errors import Interrupted, SpeedkitError, UsageError
@@ -29,6 +29,7 @@ from speedkit.measure.quality import NaiveCurves, parity, payback, quality_of, t
 from speedkit.measure.schema import validate_record
 from speedkit.plan import Plan, resolve
 from speedkit.recipe import Recipe
+from speedkit.trials import candidate
 
 CPU = Hardware(device=torch.device("cpu"), cores=2, cpu_flags=("avx512_bf16",), compiler="g++", python_headers=True)
 GPU = dataclasses.replace(CPU, device=torch.device("cuda"), gpu="H200", compute_capability=(9, 0), triton=True)

@@ -30,7 +30,7 @@ LAYERS = (
     {"train"},
     {"measure"},
     {"deploy"},
-    {"predict", "ladder", "closing", "climb"},
+    {"ladder", "climb_state", "trials", "proof", "climb"},
     {"show"},
     {"notebooks", "publishing", "commands", "cli", "__main__"},
 )
