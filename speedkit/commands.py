@@ -209,15 +209,13 @@ def read_trained(path: Path, workload: str | None, data: Values) -> tuple["Workl
 
     Raises UsageError where there is none, or where it does not fit what is named.
     """
-    import torch
-
     from speedkit.train.checkpoint import NAME, read
 
     path = path / NAME if path.is_dir() else path
     if not path.is_file():
         raise UsageError(f"there is no checkpoint {path}: speedkit train leaves one in its --out folder")
     try:
-        state = read(path, torch.device("cpu"))
+        state = read(path)
         job = state["job"]
     except Exception as error:  # torch raises whatever its unpickler does
         raise SpeedkitError(

@@ -126,9 +126,7 @@ def load(run: "TrainingRun", folder: Path) -> None:
     Raises UsageError when the checkpoint is of another workload, recipe or data set: going on would not be the same
     run. Another plan is fine, that is what a plan is. Raises SpeedkitError when there are some and none can be read.
     """
-    newest = _newest(run, folder) if run.ranks is None or not run.ranks.rank else None
-    if run.ranks is not None:
-        newest = run.ranks.broadcast_state(newest)
+    newest = _newest(run, folder)
     if newest is not None:
         _restore(run, *newest)
 
@@ -140,7 +138,7 @@ def _newest(run: "TrainingRun", folder: Path) -> tuple[dict[str, Any], str] | No
         if not path.exists():
             continue
         try:
-            state = read(path, run.device)
+            state = read(path)
         except Exception as error:  # torch raises whatever its unpickler does
             damaged = damaged or f"{path} cannot be read ({error or type(error).__name__})".replace("\n", " ")
             continue
@@ -152,12 +150,12 @@ def _newest(run: "TrainingRun", folder: Path) -> tuple[dict[str, Any], str] | No
     return None
 
 
-def read(path: Path, device: torch.device) -> dict[str, Any]:
+def read(path: Path) -> dict[str, Any]:
     """Return the state in the checkpoint at `path`. Raises when it is not as it was written."""
     whole = np.memmap(path, np.uint8, "r")
     if xxhash.xxh3_64_digest(whole[:-DIGEST_BYTES].data) != whole[-DIGEST_BYTES:].tobytes():
         raise ValueError("its checksum is wrong: it was cut short or changed")
-    return torch.load(path, map_location=device, weights_only=True)
+    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _restore(run: "TrainingRun", state: dict[str, Any], path: str) -> None:
@@ -180,7 +178,7 @@ def _restore(run: "TrainingRun", state: dict[str, Any], path: str) -> None:
     run.step, run.train_batches.epoch, run.train_batches.position = state["step"], state["epoch"], state["position"]
     run.losses = list(torch.tensor(state["pending"], device=run.device))
     run.positions = [(epoch, position) for epoch, position in state["positions"]]
-    run.guard.bad = state["bad"]
+    run.guard.bad = [flag.to(run.device) for flag in state["bad"]]
     # Of a run without a guard, which counts nothing, all steps were good.
     run.guard.good_steps.fill_(run.step if state["good_steps"] is None else state["good_steps"])
     vars(run.recovery).update(state["recovery"])

@@ -9,7 +9,6 @@ from torch import Tensor
 from speedkit.errors import SpeedkitError
 from speedkit.plan import Fallback
 from speedkit.train.compile import failure
-from speedkit.train.distributed import gradients_exchanged
 from speedkit.train.memory import is_out_of_memory, release, save_snapshot
 from speedkit.train.optimizer import set_learning_rate
 from speedkit.train.run import TrainingRun
@@ -54,7 +53,7 @@ def train(run: TrainingRun) -> Generator[int, None, None]:
         parts = micro_batches(run, batch)
         for part, weight in parts:
             last = len(losses) + 1 == len(parts)
-            with run.autocast, run.compiled_for(part), gradients_exchanged(run.ranks, run.replica, last):
+            with run.autocast, run.compiled_for(part), run.gradients_exchanged(last):
                 loss, outputs = run.loss(run.replica, part, recipe)
             loss = loss if weight is None else loss * weight
             scaler.scale(loss).backward()
@@ -98,7 +97,9 @@ def micro_batches(run: TrainingRun, batch: Batch) -> list[tuple[Batch, Tensor | 
     count = run.workload.count or (lambda part: len(part[0]))
     counts = [count(part) for part in parts]
     if run.ranks is not None:
-        return run.ranks.weighted(parts, counts, run.train_batches, micro_batch=size)
+        stream = run.train_batches
+        learned = stream.sampler.counts(stream.position)  # else another rank has these samples too
+        return run.ranks.weighted(parts, counts if learned else [], size)
     return [(part, number / sum(counts)) for part, number in zip(parts, counts, strict=True)]
 
 
@@ -122,7 +123,7 @@ def evaluate(run: TrainingRun) -> None:
         parts: list[Batch] = list(zip(*(tensor.split(run.micro_batch) for tensor in batch), strict=True))
         own = len(parts) if counts else 0
         if run.ranks is not None:
-            parts = run.ranks.as_many_parts(parts, run.test_batches, position, micro_batch=run.micro_batch)
+            parts = run.ranks.as_many_parts(parts, run.micro_batch)
         for index, part in enumerate(parts):  # of the size that fits in training
             with run.autocast, run.eager():
                 _, outputs = run.plain_loss(run.model, part, run.recipe)
@@ -130,7 +131,7 @@ def evaluate(run: TrainingRun) -> None:
                 total += workload.score(outputs, part).float().sum()
                 count += len(part[0])
     if run.ranks is not None:
-        total, count = run.ranks.all_reduce_score(total, count)
+        total, count = run.ranks.sum_scores(total, count)
     run.model.train()
     value = float(total) / count if count else math.nan
     run.lap()

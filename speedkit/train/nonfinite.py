@@ -179,8 +179,8 @@ def explain(run: "TrainingRun", step: int, position: tuple[int, int]) -> str:
         why = _explain_own(run, step, position)
     except Exception as error:  # a loss or a model that cannot be looked into, or no memory for it
         why = f"where from could not be found out ({error})"
-    why = why if run.ranks is None else run.ranks.first_not_none(why)
-    return why or "made again, its batch is finite"
+    reasons = [why] if run.ranks is None else run.ranks.all_gather(why)
+    return next(filter(None, reasons), None) or "made again, its batch is finite"
 
 
 def _explain_own(run: "TrainingRun", step: int, position: tuple[int, int]) -> str | None:

@@ -55,6 +55,7 @@ class TrainingRun:
     fixed_batch: Batch | None = None  # all steps learn from it, as it is: to measure them without loading
     last_loss: Tensor = dataclasses.field(default_factory=lambda: torch.tensor(torch.nan))  # [] of the latest step
     stop: int = 0  # the signal that asks the run to stop
+    all_stop: bool = False  # several ranks agreed on it at the last log point
     lap_s: float = 0.0
     time_since_log_s: float = 0.0  # spent on steps
     collected_s: float = 0.0
@@ -96,7 +97,7 @@ class TrainingRun:
     @property
     def stopping(self) -> bool:
         """Whether the run is to stop after this step; several ranks agree on it at log points."""
-        return bool(self.stop) and (self.ranks is None or self.ranks.stop_requested)
+        return bool(self.stop) and (self.ranks is None or self.all_stop)
 
     def next_batch(self) -> Batch:
         """Return the batch of the next step, augmented, on the device; again the same one if it is to be repeated."""
@@ -133,6 +134,14 @@ class TrainingRun:
             torch.compiler.cudagraph_mark_step_begin()
         return contextlib.nullcontext() if len(part[0]) == self.micro_batch else self.eager()
 
+    def gradients_exchanged(self, last: bool) -> contextlib.AbstractContextManager:
+        """Return the context for a forward pass, the `last` of a step or not, whose gradients may be for all ranks."""
+        if self.ranks is not None and self.ranks.sharded:
+            self.replica.set_requires_gradient_sync(last)  # type: ignore[operator]
+        elif self.ranks is not None and not last:
+            return self.replica.no_sync()  # type: ignore[operator]
+        return contextlib.nullcontext()
+
     def fall_back(self, fallback: Fallback) -> None:
         """Change the plan while training."""
         if fallback.field == "micro_batch":
@@ -154,7 +163,9 @@ class TrainingRun:
         """Return the losses since the last log point; the host waits for the device here."""
         losses = torch.stack(self.losses) if self.losses else torch.zeros(0, device=self.device)
         if self.ranks is not None:
-            losses, self.stop = self.ranks.all_reduce_log(losses, self.stop)
+            losses = self.ranks.mean(losses)
+            self.stop = self.ranks.signal_received(self.stop)
+            self.all_stop = bool(self.stop)
         return losses.tolist()
 
     def log(self, outputs: Tensor, part: Batch) -> None:

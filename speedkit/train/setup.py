@@ -71,7 +71,7 @@ def setup_run(
     local = dataclasses.replace(recipe, batch_size=-(-recipe.batch_size // world_size))
     effective = choose_auto_settings(workload, local, effective, device)
     if ranks is not None:
-        effective = ranks.smallest_micro_batch(effective)
+        effective = min(ranks.all_gather(effective), key=lambda rank: rank.plan.micro_batch or 0)
 
     # Model and optimizer, then compilation on top of all that changes layers.
     precision.set_matmul_precision(effective.plan)
