@@ -289,7 +289,7 @@ def test_no_rank_outlives_its_launcher(tmp_path):
     ("workload", "more", "words"),
     [
         ("failing", (), "speedkit: the fifth batch was too much for this rank"),
-        ("cramped", (), "out of memory at step 5 on rank 1, for which the others cannot repeat it"),
+        ("cramped", (), "out of memory at step 5 on rank 1, which cannot be repeated"),
         ("hanging", ("--max-restarts", 0), "did not answer within 3 s"),
     ],
 )

@@ -66,7 +66,7 @@ def _measured(name: str, base: Side, other: Side, step_s: float) -> dict[str, An
     with closing(other):
         if name == "same batch":
             batch = run.fetch()
-            run.fetch = lambda: batch  # type: ignore[method-assign]
+            run.fetch = lambda: batch
         elif name == "loader only":
             run.last_loss = torch.tensor(math.nan)
             other.steps = (len(run.fetch()) for _ in itertools.count())

@@ -28,8 +28,8 @@ from speedkit.errors import Interrupted, PlanError, SpeedkitError
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.system import usable_cores
+from speedkit.train.checkpoint import get_random_state
 from speedkit.train.compile import repeated_blocks
-from speedkit.train.nonfinite import get_random_state
 from speedkit.workloads.workload import Batch
 
 if TYPE_CHECKING:
@@ -127,11 +127,6 @@ def local_device(plan: Plan, device: str | torch.device) -> str | torch.device:
     return device
 
 
-def is_restart() -> bool:
-    """Whether torchrun has started this process in place of one that died: it goes on from the last checkpoint."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-
-
 def join(plan: Plan, recipe: Recipe, device: torch.device) -> "Ranks | None":
     """Return this process's part in a run of several ranks; None where there is one, whatever else goes on here.
 
@@ -163,8 +158,8 @@ def report_lost_rank() -> Iterator[None]:
     except RuntimeError as error:
         if not (isinstance(error, dist.DistError) or (dist.is_initialized() and "gloo" in str(error))):
             raise
-        how = f"has ended, or did not answer within {TIMEOUT_S:.0f} s"
-        raise RankLost(f"another rank {how}, so this one ends too") from error
+        why = f"another rank has ended or did not answer within {TIMEOUT_S:.0f} s"
+        raise RankLost(f"{why}, so this one ends too") from error
 
 
 class Replica(nn.parallel.DistributedDataParallel):
@@ -185,16 +180,13 @@ class Ranks:
         self.sharded = plan.strategy == "fsdp"
         self.share = math.ceil(recipe.batch_size / self.count)  # samples of a batch that a rank learns from, at most
         self.launcher = os.getppid()
+        self.restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0  # by torchrun, after one had died
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return the `value` of every rank, small and of plain Python."""
         values = [None] * self.count
         dist.all_gather_object(values, value)
         return values
-
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        self.all_gather(None)
 
     def merge_dicts(self, own: dict[str, str]) -> dict[str, str]:
         """Return the entries of all ranks together."""

@@ -126,7 +126,7 @@ def evaluate(run: TrainingRun) -> None:
             parts = run.ranks.as_many_parts(parts, run.micro_batch)
         for index, part in enumerate(parts):  # of the size that fits in training
             with run.autocast, run.eager():
-                _, outputs = run.plain_loss(run.model, part, run.recipe)
+                _, outputs = workload.loss(run.model, part, run.recipe)
             if index < own:
                 total += workload.score(outputs, part).float().sum()
                 count += len(part[0])
@@ -147,28 +147,19 @@ def fallback_for(run: TrainingRun, error: Exception) -> Fallback:
     A failure of compiled code has any type, in the forward pass, the backward pass or where a shape is new. Repeated
     eagerly, the step shows whether compiling was the cause: an error of the model's own comes again, as itself.
     """
+    # Once weights change a step cannot be repeated, nor by one of several ranks: the others wait for its gradients.
+    repeatable, now = run.batch is not None and run.ranks is None, f"at step {run.step + 1}"
     if is_out_of_memory(error):
-        return _smaller_micro_batch(run, error)
-    if run.batch is None or not run.compiled or run.ranks is not None or isinstance(error, SpeedkitError):
-        raise error  # of several ranks one cannot repeat a step: the others wait for another sum than it sends
-    return Fallback("compile", run.plan.compile, "off", f"it failed at step {run.step + 1}: {failure(error)}")
-
-
-def _smaller_micro_batch(run: TrainingRun, error: Exception) -> Fallback:
-    if run.out is not None:
-        save_snapshot(run.out, run.device)
-    where, size = "", 0
-    if run.batch is None:
-        where = "in the update or an evaluation, whatever the micro-batch"
-    elif (size := min(run.micro_batch, len(run.batch[0]))) == 1:
-        where = "with a single sample"
-    elif run.ranks is not None:
-        where = f"on rank {run.ranks.rank}, for which the others cannot repeat it"
-    if where:
-        smaller = f"micro_batch={(size + 1) // 2}, " if size > 1 else ""
+        if run.out is not None:
+            save_snapshot(run.out, run.device)
+        size = min(run.micro_batch, len(run.batch[0])) if run.batch is not None else 0
+        if repeatable and size > 1:
+            return Fallback("micro_batch", size, (size + 1) // 2, f"out of memory {now}")
+        where = "" if run.ranks is None else f" on rank {run.ranks.rank}"
         raise SpeedkitError(
-            f"out of memory at step {run.step + 1} {where}: {str(error).splitlines()[0]}; take {smaller}"
-            "precision=bf16, checkpointing=blocks, a lower max_duration_s, a smaller model, or go on with --resume "
-            "where memory is free"
+            f"out of memory {now}{where}, which cannot be repeated in smaller parts: {str(error).splitlines()[0]}; "
+            "take a smaller micro_batch or model, precision=bf16, checkpointing=blocks or a lower max_duration_s"
         ) from error
-    return Fallback("micro_batch", size, (size + 1) // 2, f"out of memory at step {run.step + 1}")
+    if repeatable and run.compiled and not isinstance(error, SpeedkitError):
+        return Fallback("compile", run.plan.compile, "off", f"it failed {now}: {failure(error)}")
+    raise error
