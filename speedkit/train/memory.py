@@ -136,20 +136,6 @@ def set_allocator(plan: Plan, device: torch.device) -> None:
         torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (settings, "expandable_segments:True"))))
 
 
-def fragmentation(device: torch.device) -> dict[str, int]:
-    """Return what the allocator of a GPU holds, what tensors use of it, and its largest free block.
-
-    A larger request than that needs new memory, however much is free.
-    """
-    segments = [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == (device.index or 0)]
-    blocks = itertools.chain.from_iterable(segment["blocks"] for segment in segments)
-    return {
-        "reserved_bytes": torch.cuda.memory_reserved(device),
-        "allocated_bytes": torch.cuda.memory_allocated(device),
-        "largest_free_block_bytes": max((b["size"] for b in blocks if b["state"] == "inactive"), default=0),
-    }
-
-
 def save_snapshot(folder: str | Path, device: torch.device) -> None:
     """Write what lies where in a GPU's memory to memory.pickle in `folder`, for https://docs.pytorch.org/memory_viz.
 

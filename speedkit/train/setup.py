@@ -133,7 +133,7 @@ def open_checkpoint(run: TrainingRun, *, resume: bool) -> None:
     if run.out is not None and (run.ranks is None or run.ranks.rank == 0):
         write_text(run.out / "plan.yaml", to_yaml(run.plan))
         run.writer = checkpoint.CheckpointWriter(run.out, run.device)
-    if run.plan.on_nonfinite == "recover" and not run.recovery.snapshot:
+    if run.plan.on_nonfinite == "recover":
         run.recovery.take_snapshot(run)
 
 
