@@ -184,18 +184,16 @@ def read_trained(path: Path, workload: str | None, data: Values) -> tuple["Workl
 
     Raises UsageError where there is none, or where it does not fit what is named.
     """
-    import torch
-
     from speedkit.train.checkpoint import NAME, read
 
     path = path / NAME if path.is_dir() else path
     if not path.is_file():
         raise UsageError(f"there is no checkpoint {path}: speedkit train leaves one in its --out folder")
     try:
-        state = read(path, torch.device("cpu"))
+        state = read(path)
+        job = state["job"]
     except Exception as error:  # torch raises whatever its unpickler does
         raise SpeedkitError(f"{path} cannot be read ({error}): take the one before it") from error
-    job = state["job"]
     work = load_workload(workload or job["workload"], max_duration_s=job.get("max_duration_s"), **data)
     model = work.model()
     if job["train_items"] == len(work.train):  # else what it is tested on may be what it was trained on

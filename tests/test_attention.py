@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from speedkit.errors import PlanError
 from speedkit.plan import Plan, resolve
 from speedkit.train import compile
-from speedkit.train.attention import attention_kernels, which_ran
+from speedkit.train.attention import backends, call_under, which_ran
 from speedkit.train.loop import steps
 from speedkit.train.setup import setup_run
 from speedkit.workloads.text import text
@@ -24,6 +25,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:Warning. Profiler clears events"
 def tensors(*shape, device="cpu", dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(shape or SHAPE, generator=generator).to(device, dtype) for _ in range(3)]
+
+
+def under(kernel, function=sdpa):
+    return functools.partial(call_under, backends(Plan(attention=kernel)), function)
 
 
 def ran(function):
@@ -40,9 +45,8 @@ def ran(function):
     ],
 )
 def test_the_kernel_asked_for_runs_where_it_can(asked, options, expected):
-    assert ran(lambda: attention_kernels(Plan(attention=asked))(sdpa)(*tensors(), **options)) == {expected}
+    assert ran(lambda: under(asked)(*tensors(), **options)) == {expected}
     assert ran(lambda: sdpa(*tensors())) == {"flash"}, "the choice ends with the function"
-    assert attention_kernels(Plan()) is None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="these kernels are CUDA's")
@@ -50,7 +54,7 @@ def test_the_kernel_asked_for_runs_where_it_can(asked, options, expected):
 def test_on_a_gpu_each_kernel_runs_when_asked_for(asked):
     inputs = tensors(2, 4, 128, 64, device="cuda", dtype=torch.bfloat16)
     if resolve(Plan(attention=asked)).plan.attention == asked:
-        assert ran(lambda: attention_kernels(Plan(attention=asked))(sdpa)(*inputs)) == {asked}
+        assert ran(lambda: under(asked)(*inputs)) == {asked}
 
 
 @pytest.mark.parametrize(("asked", "why"), [("efficient", "one of CUDA's"), ("flash", "not in this build")])
@@ -114,7 +118,7 @@ def test_dynamo_guards_no_choice_made_outside_of_compiled_code():
     torch._dynamo.reset()
     compiled, inputs = torch.compile(lambda *inputs: sdpa(*inputs), backend="aot_eager"), tensors()
     for asked in ("flash", "math"):
-        assert ran(lambda asked=asked: attention_kernels(Plan(attention=asked))(compiled)(*inputs)) == {"flash"}
+        assert ran(lambda asked=asked: under(asked, compiled)(*inputs)) == {"flash"}
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -125,7 +129,7 @@ def test_kernels_agree_with_float64(asked, dtype, tolerance, device):
     rounded = [tensor.detach().to(dtype).requires_grad_() for tensor in exact]
     results = []
     for inputs, name in ((exact, "math"), (rounded, asked)):
-        output = attention_kernels(Plan(attention=name))(sdpa)(*inputs)
+        output = under(name)(*inputs)
         output.square().sum().backward()
         results.append([output, *(tensor.grad for tensor in inputs)])
     for wanted, got in zip(*results, strict=True):

@@ -168,33 +168,16 @@ def broken_backend(where):
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("where", ["forward", "backward", "running forward", "running backward"])
 def test_a_failure_to_compile_costs_nothing_but_the_speed(quick, monkeypatch, scope, where, capsys):
-    eager = course(stacked()).loss
+    eager = course(stacked(steady)).loss
     monkeypatch.setattr(compile, "BACKEND", broken_backend(where))
     plan = Plan(compile="default", compile_scope=scope, log_every=1, validate_every=3)
-    history = fit(stacked(), plan=plan, device="cpu", progress=True)
+    history = fit(stacked(steady), plan=plan, device="cpu", progress=True)
     # The same bits, but for the learning rate of scope "step": it is a tensor, of float32.
     assert history.loss == (pytest.approx(eager, rel=1e-4) if scope == "step" else eager)
     fallback = history.as_dict()["fallbacks"][-1]
     assert (fallback["field"], fallback["asked"], fallback["got"]) == ("compile", "default", "off")
     assert ("stride 234==364" if "running" in where else f"planted in the {where}") in fallback["why"]
     assert history.as_dict()["plan_effective"]["compile"] == "off"
-
-
-def test_an_update_that_cannot_be_compiled_stays_plain(quick, monkeypatch):
-    plain = course(stacked()).loss
-    monkeypatch.setattr(torch.optim.AdamW, "_init_group", fails_when_compiling(torch.optim.AdamW._init_group))
-    history = course(stacked(), compile="default", compile_scope="step")
-    assert history.loss == pytest.approx(plain, rel=1e-4)
-    assert history.effective.plan.compile == "default"
-
-
-def fails_when_compiling(method):
-    def wrapped(*arguments, **options):
-        if torch.compiler.is_compiling():
-            raise RuntimeError("planted in the update")
-        return method(*arguments, **options)
-
-    return wrapped
 
 
 @pytest.mark.parametrize("scope", SCOPES)
@@ -293,7 +276,7 @@ def test_a_compiler_that_stops_working_costs_nothing_but_the_speed(real, where):
         inductor.cpp.cxx = (None, "false")
         return result
 
-    workload = dataclasses.replace(points(train=40, epochs=1, dropout=0.2), loss=loss_and_accident)
+    workload = dataclasses.replace(points(train=40, epochs=1), loss=loss_and_accident)
     with inductor.patch({"cpp.cxx": inductor.cpp.cxx}):  # what the loss breaks is whole again afterwards
         eager = course(workload).loss
         inductor.cpp.cxx = (None, "false" if where == "forward" else "g++")

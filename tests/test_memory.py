@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import mmap
 import pickle
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from speedkit.workloads.image import ImageNet
 from speedkit.workloads.speech import SpeechNet
 from speedkit.workloads.text import SIZES, TextNet
 
+CPU = torch.device("cpu")
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 CODE = """
@@ -57,11 +57,11 @@ def test_activation_bytes_are_those_that_the_backward_pass_needs(device):
     inputs = torch.randn(32, 64, device=device)
     loss_bytes = 4 if device == "cpu" else 512  # what CUDA's allocator rounds up to
     hidden_bytes = 4 * 32 * 256  # ReLU's result, which the second layer multiplies its gradient with: counted once
-    assert memory.activation_bytes(lambda: model(inputs).sum()) == hidden_bytes + loss_bytes
+    assert memory.activation_bytes(lambda: model(inputs).sum(), torch.device(device)) == hidden_bytes + loss_bytes
     with torch.no_grad():
-        assert memory.activation_bytes(lambda: model(inputs).sum()) == loss_bytes
+        assert memory.activation_bytes(lambda: model(inputs).sum(), torch.device(device)) == loss_bytes
     with torch.autocast(device, torch.bfloat16):
-        halved = memory.activation_bytes(lambda: model(inputs).sum())
+        halved = memory.activation_bytes(lambda: model(inputs).sum(), torch.device(device))
     copies = 2 * (32 * 64 + sum(weight.numel() for weight in model.parameters()))  # autocast's, in bfloat16
     assert hidden_bytes // 2 <= halved <= hidden_bytes // 2 + copies + loss_bytes
 
@@ -166,10 +166,12 @@ def test_recomputed_gradients_are_the_same_bits(net, mode, amp, device):
 def test_less_is_kept_in_training_and_as_much_as_ever_in_evaluation(device):
     inputs = torch.randn(8, 12, 8, device=device)
     models = {mode: checkpointed(make_net(device), mode) for mode in ("off", "blocks", "selective")}
-    kept = {mode: memory.activation_bytes(lambda model=model: model(inputs).sum()) for mode, model in models.items()}
-    assert kept["blocks"] < kept["selective"] < kept["off"]
-    evaluated = {memory.activation_bytes(lambda model=model: model.eval()(inputs).sum()) for model in models.values()}
-    assert len(evaluated) == 1
+
+    def kept(model):
+        return memory.activation_bytes(lambda: model(inputs).sum(), torch.device(device))
+
+    assert kept(models["blocks"]) < kept(models["selective"]) < kept(models["off"])
+    assert len({kept(model.eval()) for model in models.values()}) == 1
 
 
 @pytest.mark.parametrize(
@@ -220,27 +222,14 @@ def test_compiled_blocks_are_recomputed_too(scope, mode):
         forward = compiled(model)
         found = gradients(model, inputs, forward=forward)
         assert all(torch.allclose(*both, atol=1e-6) for both in zip(found[:-1], expected[:-1], strict=True))
-        kept[checkpointing] = memory.activation_bytes(lambda forward=forward: forward(inputs[:4]).sum())
+        kept[checkpointing] = memory.activation_bytes(lambda forward=forward: forward(inputs[:4]).sum(), CPU)
     assert kept[mode] < kept["off"]
 
 
-def test_a_snapshot_of_a_gpu_is_written_and_a_cpu_has_none(tmp_path):
-    assert memory.save_snapshot(tmp_path, torch.device("cpu")) is None
-    if torch.cuda.is_available():
-        device = torch.device("cuda")
-        with memory.save_snapshot(tmp_path, device).open("rb") as stream:
-            assert pickle.load(stream)["segments"]
-        assert memory.save_snapshot(tmp_path / "gone", device) is None
-
-
-def test_memory_in_use_is_told_on_a_cpu():
-    size = 64 << 20
-    before = memory.fragmentation(torch.device("cpu"))
-    with mmap.mmap(-1, size) as held:  # from the system itself: a tensor may get memory that was kept
-        held.write(b"x" * size)
-        after = memory.fragmentation(torch.device("cpu"))
-    assert after["rss_bytes"] - before["rss_bytes"] > 0.9 * size
-    assert after["peak_rss_bytes"] > 0.99 * after["rss_bytes"]  # the system brings its peak up to date now and then
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a snapshot is of a GPU's memory")
+def test_a_snapshot_of_a_gpu_is_written(tmp_path):
+    memory.save_snapshot(tmp_path, torch.device("cuda"))
+    assert pickle.loads((tmp_path / "memory.pickle").read_bytes())["segments"]
 
 
 EXPANDABLE = """
@@ -250,12 +239,11 @@ from speedkit.train import memory
 
 device = torch.device("cuda")
 torch.empty(1, device=device)  # CUDA is in use before a plan is known
-assert memory.set_allocator(Plan(), device) == ""
+memory.set_allocator(Plan(), device)
 held = [torch.empty(8 << 20, dtype=torch.uint8, device=device) for _ in range(64)]
 del held[::2]  # every other one: holes
-holes = memory.fragmentation(device)
-assert holes["free_share"] > 0.3 and holes["largest_free_block_bytes"] < 32 << 20, holes
-assert memory.set_allocator(Plan(allocator="expandable"), device) == ""
+assert torch.cuda.memory_allocated() < 0.7 * torch.cuda.memory_reserved()
+memory.set_allocator(Plan(allocator="expandable"), device)
 more = torch.empty(1 << 30, dtype=torch.uint8, device=device)
 print(any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot()))
 """

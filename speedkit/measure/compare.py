@@ -18,8 +18,8 @@ from speedkit.measure.stats import LOOKS, Decision, decide, log_ratios, paired_i
 from speedkit.plan import EffectivePlan, Plan
 from speedkit.recipe import Recipe
 from speedkit.train import precision
+from speedkit.train.checkpoint import get_random_state, set_random_state
 from speedkit.train.loop import steps
-from speedkit.train.nonfinite import get_random_state, set_random_state
 from speedkit.train.setup import setup_run
 from speedkit.workloads.workload import Workload
 

@@ -65,7 +65,7 @@ def _measured(name: str, base: Contender, other: Contender) -> dict[str, Any]:
     with closing(other):
         if name == "same batch":
             batch = run.fetch()
-            run.fetch = lambda: batch  # type: ignore[method-assign]
+            run.fetch = lambda: batch
         elif name == "loader only":
             run.last_loss = torch.tensor(math.nan)
             other.steps = (len(run.fetch()) for _ in itertools.count())

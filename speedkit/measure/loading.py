@@ -137,7 +137,7 @@ def _compute_s(workload: Any, recipe: Recipe, device: torch.device) -> float:
     """Return the seconds of a training step whose batch is there already."""
     run = setup_run(workload, recipe, device=device, endless=True)
     batch = run.fetch()
-    run.fetch = lambda: batch  # type: ignore[method-assign]
+    run.fetch = lambda: batch
     course = steps(run)
     seconds = timed(lambda: next(course), device, REPEATS, warmup=2)
     run.close()

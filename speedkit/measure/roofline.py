@@ -177,7 +177,7 @@ def count(workload: Any, recipe: Recipe, plan: Plan, hardware: Hardware) -> dict
     passes = []
     try:
         batches, course = [run.fetch() for _ in range(STEPS)], steps(run)
-        for number, run.fixed_batch in enumerate([batches[0], *batches]):
+        for number, run.batch in enumerate([batches[0], *batches]):
             with Operators() as noted:
                 next(course)
             if number:  # the first one makes the optimizer's state

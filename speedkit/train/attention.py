@@ -43,17 +43,11 @@ def backends(plan: Plan) -> list[SDPBackend]:
     return [first] if plan.attention == "math" else list(dict.fromkeys((first, *BACKENDS.values())))
 
 
-def attention_kernels(plan: Plan) -> Any:
-    """Return a context manager, also a decorator, under which the plan's kernel comes first; None for "auto".
+def apply_attention(model: nn.Module, plan: Plan) -> None:
+    """Let the forward pass of `model` use the plan's kernel first, in place; of each block where these are compiled.
 
     Dynamo guards the choice only where it is made inside of what is compiled.
     """
-    allowed = backends(plan)
-    return sdpa_kernel(allowed, set_priority=True) if allowed else None
-
-
-def apply_attention(model: nn.Module, plan: Plan) -> None:
-    """Let the forward pass of `model` use the plan's kernel first, in place; of each block where these are compiled."""
     allowed, modules = backends(plan), [model]
     if plan.compile_scope == "blocks":
         modules += [block for _, block in repeated_blocks(model)]

@@ -24,13 +24,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as tree
 
-from speedkit.data.loader import BatchStream
 from speedkit.errors import Interrupted, PlanError, SpeedkitError
 from speedkit.hardware import usable_cores
-from speedkit.plan import EffectivePlan, Plan
+from speedkit.plan import Plan
 from speedkit.recipe import Recipe
+from speedkit.train.checkpoint import get_random_state
 from speedkit.train.compile import repeated_blocks
-from speedkit.train.nonfinite import get_random_state
 from speedkit.workloads.workload import Batch
 
 if TYPE_CHECKING:
@@ -60,16 +59,17 @@ def launch(arguments: list[str], ranks: int, *, max_restarts: int = 3) -> int:
     code, message = _run_ranks(arguments, ranks)
     if received:
         return 128 + received[0]
-    restarts = code == RankLost.exit_code and max_restarts > 0
+    lost = code < 0 or code == RankLost.exit_code
+    restart = lost and max_restarts > 0
     if message:
-        ending = "; all ranks start again from the last checkpoint" if restarts else ""
+        ending = "; all ranks start again from the last checkpoint" if restart else ""
         print(f"{message}{ending}", file=sys.stderr, flush=True)
-    if restarts:
+    if restart:
         return launch([*arguments, "--resume"], ranks, max_restarts=max_restarts - 1)
-    return 1 if code == RankLost.exit_code else code
+    return 1 if lost else code
 
 
-def _forward_signal(received: list[int], number: int, _frame: Any) -> None:
+def _forward_signal(received: list[int], number: int, _frame: object) -> None:
     """Send a signal on to the ranks: their loader processes, which the agent would include, help with the last step."""
     received.append(number)
     ranks = psutil.Process().children()
@@ -81,42 +81,32 @@ def _forward_signal(received: list[int], number: int, _frame: Any) -> None:
 
 
 def _run_ranks(arguments: list[str], ranks: int) -> tuple[int, str]:
-    """Run `ranks` processes to their end; return the exit code, and what rank 0, which is heard, has not said."""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    """Run `ranks` processes to their end; return the exit code of the first to fail, and what it said unheard."""
+    from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher import LaunchConfig, elastic_launch
 
     logging.disable(logging.CRITICAL)  # of the agent: what happened is said in a sentence
     with tempfile.TemporaryDirectory(prefix="speedkit-ranks-") as logs:
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=ranks,
-            run_id="speedkit",
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",  # any free port
-            local_addr="localhost",
-            max_restarts=0,  # the agent would repeat errors too, which come again
-            logs_specs=DefaultLogsSpecs(logs, redirects=dict.fromkeys(range(1, ranks), Std.ALL)),
-            signals_to_handle="SIGHUP,SIGQUIT",  # for others it gives the ranks 30 s
-        )
+        options = [
+            "--standalone",
+            "--local-addr=localhost",
+            f"--nproc-per-node={ranks}",
+            f"--log-dir={logs}",
+            f"--redirects={','.join(f'{rank}:3' for rank in range(1, ranks))}",  # all that these write
+            "--max-restarts=0",  # the agent would repeat errors too, which come again
+            "--signals-to-handle=SIGHUP,SIGQUIT",  # for others it gives the ranks 30 s
+        ]
         try:
-            elastic_launch(config, sys.executable)("-m", *arguments)
+            torchrun.run(torchrun.parse_args([*options, "-m", *arguments]))
             return 0, ""
         except ChildFailedError as error:
-            failures = sorted(error.failures.items())
-        finally:
-            logging.disable(logging.NOTSET)
-
-        # A rank's own error goes before a signal that killed one, and that before what both have led to in the others.
-        for rank, failure in failures:
-            if failure.exitcode > 0 and failure.exitcode != RankLost.exit_code:
-                written = Path(logs).glob(f"*/*/{rank}/stderr.log")  # none of rank 0
-                return failure.exitcode, "".join(path.read_text() for path in written).rstrip()
-    for rank, failure in failures:
-        if failure.exitcode not in (RankLost.exit_code, -signal.SIGTERM):  # which the agent sends to the others
-            return RankLost.exit_code, f"speedkit: rank {rank} was killed by {failure.signal_name()}"
-    return RankLost.exit_code, ""
+            # They come in the order of their end. Once one has failed, the agent ends the others by SIGTERM.
+            follows = (RankLost.exit_code, -signal.SIGTERM)
+            rank, failure = min(error.failures.items(), key=lambda item: item[1].exitcode in follows)
+        if failure.exitcode < 0:
+            return failure.exitcode, f"speedkit: rank {rank} was killed by {failure.signal_name()}"
+        stderr = [path.read_text() for path in Path(logs).glob(f"*/*/{rank}/stderr.log")]  # none of rank 0
+        return failure.exitcode, "".join(stderr).rstrip()
 
 
 def leave(code: int) -> NoReturn:
@@ -137,15 +127,10 @@ def local_device(plan: Plan, device: str | torch.device) -> str | torch.device:
     return device
 
 
-def is_restart() -> bool:
-    """Whether torchrun has started this process in place of one that died: it goes on from the last checkpoint."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-
-
 def join(plan: Plan, recipe: Recipe, device: torch.device) -> "Ranks | None":
     """Return this process's part in a run of several ranks; None where there is one, whatever else goes on here.
 
-    Raises PlanError in a process that is not one of `plan.ranks`, or where a batch has fewer samples than ranks.
+    Raises PlanError in a process that is not one of `plan.ranks`.
     """
     if plan.ranks == 1:
         return None
@@ -155,8 +140,6 @@ def join(plan: Plan, recipe: Recipe, device: torch.device) -> "Ranks | None":
             f"ranks={plan.ranks} takes as many processes, and this is one of {there}: start them with `speedkit train "
             f"WORKLOAD --ranks {plan.ranks}`, or a script of yours with `torchrun --nproc-per-node {plan.ranks} SCRIPT`"
         )
-    if recipe.batch_size < plan.ranks:
-        raise PlanError(f"batch_size={recipe.batch_size} is that of all ranks, and fewer than ranks={plan.ranks}")
     gpu = device if device.type == "cuda" else None
     if gpu is not None:
         torch.cuda.set_device(gpu)
@@ -164,7 +147,7 @@ def join(plan: Plan, recipe: Recipe, device: torch.device) -> "Ranks | None":
         backend = "gloo" if gpu is None else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, timeout=timedelta(seconds=TIMEOUT_S), device_id=gpu)
         atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
-    return Ranks(plan, device)
+    return Ranks(plan, recipe, device)
 
 
 @contextlib.contextmanager
@@ -173,29 +156,14 @@ def report_lost_rank() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not dist.is_initialized() or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+        if not (isinstance(error, dist.DistError) or (dist.is_initialized() and "gloo" in str(error))):
             raise
-        how = f"did not answer within {TIMEOUT_S:.0f} s" if "imed out" in str(error) else "has ended"
-        raise RankLost(f"another rank {how}, so this one ends too") from error
+        why = f"another rank has ended or did not answer within {TIMEOUT_S:.0f} s"
+        raise RankLost(f"{why}, so this one ends too") from error
 
 
 class Replica(nn.parallel.DistributedDataParallel):
     """DDP, with the attributes of the model that it holds: losses may ask for them."""
-
-    def forward(self, *inputs: Any, **options: Any) -> Any:
-        """Run the model. Raises SpeedkitError where parameters got no gradient, for which DDP would wait."""
-        try:
-            return super().forward(*inputs, **options)
-        except RuntimeError as error:
-            if "Expected to have finished reduction" not in str(error):
-                raise
-            # The message ends with their indices among those that learn.
-            names = [name for name, weight in self.module.named_parameters() if weight.requires_grad]
-            unused = [names[int(index)] for index in str(error).partition("for rank")[2].split()[1:] if index.isdigit()]
-            raise SpeedkitError(
-                f"strategy=ddp waits for the gradient of every parameter, and {', '.join(unused)} got none: use them "
-                "in the loss, freeze them with requires_grad_(False), or take strategy=fsdp"
-            ) from error
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -204,87 +172,62 @@ class Replica(nn.parallel.DistributedDataParallel):
             return getattr(self.module, name)
 
 
-def gradients_exchanged(ranks: "Ranks | None", replica: nn.Module, last: bool) -> contextlib.AbstractContextManager:
-    """Return the context of a forward pass whose backward pass exchanges gradients if it is the `last` of a step."""
-    if ranks is not None and ranks.sharded:
-        replica.set_requires_gradient_sync(last)  # type: ignore[operator]
-    elif ranks is not None and not last:
-        return replica.no_sync()  # type: ignore[operator]
-    return contextlib.nullcontext()
-
-
 class Ranks:
     """This process among those of one run. Every method is called by all of them alike."""
 
-    def __init__(self, plan: Plan, device: torch.device):
+    def __init__(self, plan: Plan, recipe: Recipe, device: torch.device):
         self.rank, self.count, self.device = dist.get_rank(), dist.get_world_size(), device
         self.sharded = plan.strategy == "fsdp"
+        self.share = math.ceil(recipe.batch_size / self.count)  # samples of a batch that a rank learns from, at most
         self.launcher = os.getppid()
-        self.stop_requested = False  # agreed on at the last log point
-        on_host = "gloo" in dist.get_backend_config()  # else the group is somebody else's, for GPUs alone
-        self.group = dist.group.WORLD if on_host else dist.new_group(backend="gloo")
+        self.restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0  # by torchrun, after one had died
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return the `value` of every rank, small and of plain Python."""
         values = [None] * self.count
-        dist.all_gather_object(values, value, self.group)
+        dist.all_gather_object(values, value)
         return values
-
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        self.all_gather(None)
 
     def merge_dicts(self, own: dict[str, str]) -> dict[str, str]:
         """Return the entries of all ranks together."""
         return {key: value for entries in self.all_gather(own) for key, value in entries.items()}
 
-    def first_not_none(self, value: Any) -> Any:
-        """Return the value of the lowest rank that has one."""
-        return next((other for other in self.all_gather(value) if other is not None), None)
+    def signal_received(self, own: int) -> int:
+        """Return the signal that any rank got, 0 for none; SIGTERM where the launcher was killed before it could."""
+        return max(self.all_gather(own if os.getppid() == self.launcher else int(signal.SIGTERM)))
 
-    def smallest_micro_batch(self, effective: EffectivePlan) -> EffectivePlan:
-        """Return the plan of the rank with the smallest micro-batch."""
-        return min(self.all_gather(effective), key=lambda one: one.plan.micro_batch or 0)
+    def mean(self, losses: Tensor) -> Tensor:
+        """Return the mean over ranks of `losses [N]`."""
+        dist.all_reduce(losses)
+        return losses / self.count
 
-    def all_reduce_log(self, losses: Tensor, stop: int) -> tuple[Tensor, int]:
-        """Return the mean over ranks of `losses [N]`, and the signal that any of them got, 0 for none."""
-        if os.getppid() != self.launcher:  # it was killed, and cannot tell the ranks to end
-            stop = signal.SIGTERM
-        flags = losses.new_tensor([stop == number for number in STOP_SIGNALS])
-        sums = torch.cat([losses, flags])
-        dist.all_reduce(sums)
-        stop = max(number * int(flag > 0) for number, flag in zip(STOP_SIGNALS, sums[-2:].tolist(), strict=True))
-        self.stop_requested = bool(stop)
-        return sums[:-2] / self.count, stop
-
-    def all_reduce_score(self, total: Tensor, count: int) -> tuple[Tensor, int]:
+    def sum_scores(self, total: Tensor, count: int) -> tuple[Tensor, int]:
         """Return the sum over ranks of the scores and of the items that have them."""
         sums = torch.stack([total, torch.full_like(total, count)])
         dist.all_reduce(sums)
         return sums[0], int(sums[1])
 
-    def as_many_parts(self, parts: list[Batch], stream: BatchStream, position: int, *, micro_batch: int) -> list[Batch]:
-        """Return the parts of batch `position` of `stream`, the first once more until all ranks have as many.
+    def as_many_parts(self, parts: list[Batch], micro_batch: int) -> list[Batch]:
+        """Return `parts` with the first once more until all ranks have as many.
 
         FSDP gathers weights in every forward pass, so all ranks have to make it.
         """
-        return parts + (most_parts(stream, position, micro_batch) - len(parts)) * parts[:1]
+        return parts + (math.ceil(self.share / micro_batch) - len(parts)) * parts[:1]
 
     def weighted(
-        self, parts: list[Batch], counts: Sequence[int | Tensor], stream: BatchStream, *, micro_batch: int
+        self, parts: list[Batch], counts: Sequence[int | Tensor], micro_batch: int
     ) -> list[tuple[Batch, Tensor | float | None]]:
-        """Return the parts of this rank's share of the batch that `stream` gave last, and what each counts for.
+        """Return the parts of this rank's share of a batch, and what each counts for, of so many valid items in each.
 
-        Each weighs as many valid items as it holds of all that the ranks have together: both strategies take the mean
-        over ranks of the gradients, which then is that of the whole batch.
+        Each weighs as many as it holds of all that the ranks have together: both strategies take the mean over ranks
+        of the gradients, which then is that of the whole batch.
         """
-        learned = stream.sampler.counts(stream.position)  # else another rank has these samples too
-        numbers = torch.zeros(most_parts(stream, stream.position, micro_batch), device=self.device)
-        for index, count in enumerate(counts if learned else ()):
+        parts = self.as_many_parts(parts, micro_batch)
+        numbers = torch.zeros(len(parts), device=self.device)
+        for index, count in enumerate(counts):
             numbers[index] = count
         total = numbers.sum()
         dist.all_reduce(total)
-        parts = self.as_many_parts(parts, stream, stream.position, micro_batch=micro_batch)
         return list(zip(parts, numbers * self.count / total.clamp(min=1), strict=True))
 
     def apply_data_parallel(self, model: nn.Module, recipe: Recipe, plan: Plan) -> nn.Module:
@@ -322,17 +265,10 @@ class Ranks:
         state["history"]["quarantined"] = self.merge_dicts(state["history"]["quarantined"])
         return state
 
-    def broadcast_state(self, state: Any) -> Any:
-        """Return what rank 0 has, on the CPU, on all ranks: other machines need not see its file."""
-        states = [tree.tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, state)]
-        dist.broadcast_object_list(states, 0, self.group)
-        return states[0]
-
     def local_state(self, run: "TrainingRun", state: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's part of the whole run's `state`; where there were fewer ranks, with new draws."""
         rng = dict(enumerate(state.get("ranks_rng", [state["rng"]])))
         state["rng"] = rng.get(self.rank, get_random_state(run.device))
-        state["bad"] = [flag.to(run.device) for flag in state["bad"]]
         if not self.sharded:
             return state
         from torch.distributed.tensor import distribute_tensor
@@ -343,17 +279,8 @@ class Ranks:
             value = value.to(weight.device)
             return distribute_tensor(value, weight.device_mesh, weight.placements, src_data_rank=None)
 
-        parameters = dict(run.model.named_parameters())
-        state["model"] |= {name: shard(weight, state["model"][name]) for name, weight in parameters.items()}
-        for index, weight in enumerate(parameters.values()):
+        for index, (name, weight) in enumerate(run.model.named_parameters()):
+            state["model"][name] = shard(weight, state["model"][name])
             values = state["optimizer"]["state"].get(index, {})
             values.update({key: shard(weight, value) for key, value in values.items()})
-        state["recovery"]["snapshot"] = {}  # the present state is kept instead
         return state
-
-
-def most_parts(stream: BatchStream, position: int, micro_batch: int) -> int:
-    """Return in how many parts of `micro_batch` samples the largest share of batch `position` (1-based) is."""
-    sampler = stream.sampler
-    samples = min(sampler.batch_size, sampler.count - (position - 1) * sampler.batch_size)
-    return math.ceil(math.ceil(samples / sampler.world_size) / micro_batch)

@@ -9,7 +9,6 @@ from torch import Tensor
 from speedkit.errors import SpeedkitError
 from speedkit.plan import Fallback
 from speedkit.train.compile import failure
-from speedkit.train.distributed import gradients_exchanged
 from speedkit.train.memory import is_out_of_memory, release, save_snapshot
 from speedkit.train.optimizer import set_learning_rate
 from speedkit.train.run import TrainingRun
@@ -54,7 +53,7 @@ def train(run: TrainingRun) -> Generator[int, None, None]:
         parts = micro_batches(run, batch)
         for part, weight in parts:
             last = len(losses) + 1 == len(parts)
-            with run.autocast, run.compiled_for(part), gradients_exchanged(run.ranks, run.replica, last):
+            with run.autocast, run.compiled_for(part), run.gradients_exchanged(last):
                 loss, outputs = run.loss(run.replica, part, recipe)
             loss = loss if weight is None else loss * weight
             scaler.scale(loss).backward()
@@ -98,7 +97,9 @@ def micro_batches(run: TrainingRun, batch: Batch) -> list[tuple[Batch, Tensor | 
     count = run.workload.count or (lambda part: len(part[0]))
     counts = [count(part) for part in parts]
     if run.ranks is not None:
-        return run.ranks.weighted(parts, counts, run.train_batches, micro_batch=size)
+        stream = run.train_batches
+        learned = stream.sampler.counts(stream.position)  # else another rank has these samples too
+        return run.ranks.weighted(parts, counts if learned else [], size)
     return [(part, number / sum(counts)) for part, number in zip(parts, counts, strict=True)]
 
 
@@ -122,15 +123,15 @@ def evaluate(run: TrainingRun) -> None:
         parts: list[Batch] = list(zip(*(tensor.split(run.micro_batch) for tensor in batch), strict=True))
         own = len(parts) if counts else 0
         if run.ranks is not None:
-            parts = run.ranks.as_many_parts(parts, run.test_batches, position, micro_batch=run.micro_batch)
+            parts = run.ranks.as_many_parts(parts, run.micro_batch)
         for index, part in enumerate(parts):  # of the size that fits in training
             with run.autocast, run.eager():
-                _, outputs = run.plain_loss(run.model, part, run.recipe)
+                _, outputs = workload.loss(run.model, part, run.recipe)
             if index < own:
                 total += workload.score(outputs, part).float().sum()
                 count += len(part[0])
     if run.ranks is not None:
-        total, count = run.ranks.all_reduce_score(total, count)
+        total, count = run.ranks.sum_scores(total, count)
     run.model.train()
     value = float(total) / count if count else math.nan
     run.lap()
@@ -146,28 +147,19 @@ def fallback_for(run: TrainingRun, error: Exception) -> Fallback:
     A failure of compiled code has any type, in the forward pass, the backward pass or where a shape is new. Repeated
     eagerly, the step shows whether compiling was the cause: an error of the model's own comes again, as itself.
     """
+    # Once weights change a step cannot be repeated, nor by one of several ranks: the others wait for its gradients.
+    repeatable, now = run.batch is not None and run.ranks is None, f"at step {run.step + 1}"
     if is_out_of_memory(error):
-        return _smaller_micro_batch(run, error)
-    if run.batch is None or not run.compiled or run.ranks is not None or isinstance(error, SpeedkitError):
-        raise error  # of several ranks one cannot repeat a step: the others wait for another sum than it sends
-    return Fallback("compile", run.plan.compile, "off", f"it failed at step {run.step + 1}: {failure(error)}")
-
-
-def _smaller_micro_batch(run: TrainingRun, error: Exception) -> Fallback:
-    if run.out is not None:
-        save_snapshot(run.out, run.device)
-    where, size = "", 0
-    if run.batch is None:
-        where = "in the update or an evaluation, whatever the micro-batch"
-    elif (size := min(run.micro_batch, len(run.batch[0]))) == 1:
-        where = "with a single sample"
-    elif run.ranks is not None:
-        where = f"on rank {run.ranks.rank}, for which the others cannot repeat it"
-    if where:
-        smaller = f"micro_batch={(size + 1) // 2}, " if size > 1 else ""
+        if run.out is not None:
+            save_snapshot(run.out, run.device)
+        size = min(run.micro_batch, len(run.batch[0])) if run.batch is not None else 0
+        if repeatable and size > 1:
+            return Fallback("micro_batch", size, (size + 1) // 2, f"out of memory {now}")
+        where = "" if run.ranks is None else f" on rank {run.ranks.rank}"
         raise SpeedkitError(
-            f"out of memory at step {run.step + 1} {where}: {str(error).splitlines()[0]}; take {smaller}"
-            "precision=bf16, checkpointing=blocks, a lower max_duration_s, a smaller model, or go on with --resume "
-            "where memory is free"
+            f"out of memory {now}{where}, which cannot be repeated in smaller parts: {str(error).splitlines()[0]}; "
+            "take a smaller micro_batch or model, precision=bf16, checkpointing=blocks or a lower max_duration_s"
         ) from error
-    return Fallback("micro_batch", size, (size + 1) // 2, f"out of memory at step {run.step + 1}")
+    if repeatable and run.compiled and not isinstance(error, SpeedkitError):
+        return Fallback("compile", run.plan.compile, "off", f"it failed {now}: {failure(error)}")
+    raise error

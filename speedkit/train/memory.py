@@ -11,13 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 from torch.autograd.profiler import profile
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from speedkit.files import atomic
 from speedkit.plan import Plan
 from speedkit.train.attention import backends, call_under
 from speedkit.train.compile import repeated_blocks
@@ -90,13 +88,12 @@ def _recomputed(block: nn.Module, forward: Any, kernels: Any, options: Any, *inp
     return checkpoint(forward, *inputs, use_reentrant=False, **options, **named)
 
 
-def activation_bytes(function: Callable[[], Any], device: torch.device | None = None) -> int:
+def activation_bytes(function: Callable[[], Any], device: torch.device) -> int:
     """Return the bytes that `function`, a forward pass that returns its loss, keeps allocated: for the backward pass.
 
-    `device` is by default the GPU where there is one. What a first call sets up (compiled code, tables) counts: call it
-    once before.
+    What a first call sets up (compiled code, tables) counts: call it once before.
     """
-    return _peak_and_kept(function, device or torch.device("cuda" if torch.cuda.is_available() else "cpu"))[1]
+    return _peak_and_kept(function, device)[1]
 
 
 def peak_bytes(function: Callable[[], Any], device: torch.device) -> int:
@@ -120,63 +117,33 @@ def _peak_and_kept(function: Callable[[], Any], device: torch.device) -> tuple[i
     return max(itertools.accumulate(changes), default=0), sum(changes)
 
 
-def set_allocator(plan: Plan, device: torch.device) -> str:
-    """Set how CUDA's caching allocator maps memory from now on, for the whole process; return "" or why it did not.
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the most that tensors have taken of a GPU's memory since it was reset, or this process of RAM ever."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def set_allocator(plan: Plan, device: torch.device) -> None:
+    """Set how CUDA's caching allocator maps memory from now on, for the whole process.
 
     "expandable" grows segments instead of adding new ones, so that batches of many sizes leave fewer holes
     (https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-alloc-conf).
     """
-    if plan.allocator == "default" or device.type != "cuda":
-        return ""
-    if (backend := torch.cuda.get_allocator_backend()) != "native":
-        return f"the allocator is {backend}, which has no segments: unset PYTORCH_ALLOC_CONF"
-    settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
-    # What is not named again would be reset.
-    torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (settings, "expandable_segments:True"))))
-    return ""
+    if plan.allocator == "expandable" and device.type == "cuda":
+        settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+        # What is not named again would be reset.
+        torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (settings, "expandable_segments:True"))))
 
 
-def fragmentation(device: torch.device) -> dict[str, Any]:
-    """Return what the allocator holds and how much of it is in use: of a GPU's memory, or of this process's RAM.
-
-    `free_share` is the part of what is reserved on a GPU that no tensor uses; a request larger than
-    `largest_free_block_bytes` needs new memory all the same.
-    """
-    if device.type != "cuda":
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        return {"rss_bytes": psutil.Process().memory_info().rss, "peak_rss_bytes": peak}
-    reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
-    free = [
-        block["size"]
-        for segment in torch.cuda.memory_snapshot()
-        for block in segment["blocks"]
-        if segment["device"] == (device.index or 0) and block["state"] == "inactive"
-    ]
-    return {
-        "reserved_bytes": reserved,
-        "allocated_bytes": allocated,
-        "free_share": 1 - allocated / max(reserved, 1),
-        "largest_free_block_bytes": max(free, default=0),
-        "peak_reserved_bytes": torch.cuda.max_memory_reserved(device),
-    }
-
-
-def save_snapshot(folder: str | Path, device: torch.device) -> Path | None:
+def save_snapshot(folder: str | Path, device: torch.device) -> None:
     """Write what lies where in a GPU's memory to memory.pickle in `folder`, for https://docs.pytorch.org/memory_viz.
 
-    Return its path, None on a CPU or where it cannot be written: a full disk is no reason to end a training that can
-    go on. The first one switches on the record of where memory is asked for, so that the next one names the lines.
+    The first one switches on the record of where memory is asked for, so that the next one names the lines.
     """
-    if device.type != "cuda":
-        return None
-    path = Path(folder) / "memory.pickle"
-    try:
-        with atomic(path) as temporary:
-            torch.cuda.memory._dump_snapshot(str(temporary))
-    except OSError:
-        return None
-    torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=100_000)
-    return path
+    if device.type == "cuda":
+        torch.cuda.memory._dump_snapshot(str(Path(folder) / "memory.pickle"))
+        torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=100_000)
 
 
 @functools.lru_cache

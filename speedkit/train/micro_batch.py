@@ -15,7 +15,7 @@ from torch import nn
 from speedkit.clock import Stopwatch
 from speedkit.errors import SpeedkitError
 from speedkit.hardware import usable_ram_bytes
-from speedkit.plan import EffectivePlan, Fallback, Plan
+from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train.loop import train
 from speedkit.train.memory import is_out_of_memory, peak_bytes, release
@@ -26,22 +26,6 @@ ROOM = 0.9  # of the free memory; the rest is for fragments, and for what others
 TOLERANCE = 0.03  # of the best rate: what a smaller micro-batch may be slower by
 ROUNDS, WINDOW_S = 4, 0.05  # how often a size is timed, and for how long at least
 NEAR = 1.2  # sizes that took longer than this times the least are timed once only
-
-
-def choose_micro_batch(
-    effective: EffectivePlan,
-    workload: Workload,
-    recipe: Recipe,
-    *,
-    device: torch.device,
-    make_run: Callable[..., TrainingRun],
-) -> EffectivePlan:
-    """Return `effective`, where micro_batch="auto" with the number that `find_micro_batch` finds."""
-    if effective.plan.micro_batch != "auto":
-        return effective
-    search = find_micro_batch(workload, recipe, effective.plan, device=device, make_run=make_run)
-    release(device)  # what the search had allocated, in blocks cut for other sizes
-    return effective.with_fallbacks(Fallback("micro_batch", "auto", search.micro_batch, search.why))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,12 +74,10 @@ def find_micro_batch(
         if trial.refused:
             sizes = trial.refine(sizes, room_bytes)
         rates = trial.rates(sizes)
-    best = max(rates, key=lambda size: rates[size])
     chosen, why = knee(rates), f"the smallest within {TOLERANCE:.0%} of the best"
     if trial.batch_norm:
         chosen, why = sizes[-1], "the largest, for batch norm"
-    why += f"; {rates[best]:.3g} samples/s with {best}; tried {', '.join(map(str, sizes))}"
-    why += f"; {trial.refused}" if trial.refused else ""
+    why = "; ".join(filter(None, [f"{why} of {', '.join(map(str, sizes))}", trial.refused]))
     return MicroBatchSearch(chosen, sizes[-1], rates, trial.peak_bytes, why, time.perf_counter() - began_s)
 
 
@@ -132,9 +114,10 @@ class MicroBatchTrial:
 
     def take_steps(self, size: int, samples: int, steps: int = 1) -> None:
         """Make optimizer steps on so many samples, in micro-batches of `size`."""
-        self.run.micro_batch, self.run.fixed_batch = size, tuple(tensor[:samples] for tensor in self.batch)
-        for _ in itertools.islice(train(self.run), steps):
-            pass
+        training, self.run.micro_batch = train(self.run), size
+        for _ in range(steps):
+            self.run.batch = tuple(tensor[:samples] for tensor in self.batch)  # instead of one that is loaded
+            next(training)
 
     def fits(self, size: int, room_bytes: float) -> bool:
         """Return whether a step has room; on a CPU a size that could need more than there is is never run."""
@@ -144,8 +127,8 @@ class MicroBatchTrial:
             self.refused = f"{size} could take {expected / 1e6:.3g} MB of {room_bytes / 1e6:.3g}"
             return False
         self.run.optimizer.zero_grad(set_to_none=True)  # gradients are a part of a step's memory
-        # Freed by the step, these would make the profiler warn of memory that it has not seen taken.
-        _held = self.run.guard.random_state, self.run.last_loss
+        # Freed by the step, it would make the profiler warn of memory that it has not seen taken.
+        _held = self.run.last_loss
         try:
             # Two micro-batches, for the second meets the gradients of the first.
             peak = peak_bytes(lambda: self.take_steps(size, 2 * size), self.run.device)

@@ -7,7 +7,6 @@ losses anyway; `locate_nonfinite` finds the module and the samples in which NaN 
 import copy
 import functools
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,18 +50,14 @@ class StepGuard:
         self.bad: list[Tensor] = []  # for each step since the last log point 1 where it was bad, else 0
         self.buffers = list(model.buffers())
         self.buffers_before = [buffer.clone() for buffer in self.buffers]
-        self.random_state: list[Tensor] = []
 
     def before_step(self) -> None:
-        """Remember what even a bad forward pass changes: BatchNorm's statistics, and the random state."""
-        self.random_state = get_random_state(self.found_inf.device)
+        """Remember what even a bad forward pass changes: BatchNorm's statistics."""
         if self.buffers:
             torch._foreach_copy_(self.buffers_before, self.buffers)
 
     def restore(self) -> None:
-        """Make buffers and random state those before the step, so that it can be repeated."""
-        if self.random_state:
-            set_random_state(self.random_state, self.found_inf.device)
+        """Make the buffers those before the step, so that it can be repeated."""
         if self.buffers:
             torch._foreach_copy_(self.buffers, self.buffers_before)
 
@@ -179,27 +174,26 @@ def explain(run: "TrainingRun", step: int, position: tuple[int, int]) -> str:
         why = _explain_own(run, step, position)
     except Exception as error:  # a loss or a model that cannot be looked into, or no memory for it
         why = f"where from could not be found out ({error})"
-    why = why if run.ranks is None else run.ranks.first_not_none(why)
-    return why or "made again, its batch is finite"
+    reasons = [why] if run.ranks is None else run.ranks.all_gather(why)
+    return next(filter(None, reasons), "made again, its batch is finite")
 
 
-def _explain_own(run: "TrainingRun", step: int, position: tuple[int, int]) -> str | None:
-    """Return where this rank's part of the batch first is not finite; None where it is."""
+def _explain_own(run: "TrainingRun", step: int, position: tuple[int, int]) -> str:
+    """Return where this rank's part of the batch first is not finite; "" where it is."""
     batch, names = run.train_batches.batch_at(*position)
     if batch is None:
         return "none of its items can be read again"
     batch = run.augment(batch, step - 1)
     devices = [run.device] if run.device.type == "cuda" else []
     with run.eager(), torch.random.fork_rng(devices):
-        where, samples = locate_nonfinite(run.model, run.plain_loss, batch, run.recipe)
+        where, samples = locate_nonfinite(run.model, run.workload.loss, batch, run.recipe)
         if where.startswith("the weights") and not run.guard.skips:
             # They learned from the bad step before the host read of it; the batch may be as bad for new ones.
             torch.manual_seed(run.recipe.seed)
-            where, samples = locate_nonfinite(run.workload.model().to(run.device), run.plain_loss, batch, run.recipe)
-    if not where:
-        return None
-    bad_names = [names[sample] for sample in samples if len(names) == len(batch[0])]
-    return f"{where} is not finite first{' for ' if bad_names else ''}{', '.join(bad_names)}"
+            new = run.workload.model().to(run.device)
+            where, samples = locate_nonfinite(new, run.workload.loss, batch, run.recipe)
+    bad_names = ", ".join(names[sample] for sample in samples)
+    return where and f"{where} is not finite first{' for ' if bad_names else ''}{bad_names}"
 
 
 def locate_nonfinite(model: nn.Module, loss: Loss, batch: Batch, recipe: Recipe) -> tuple[str, list[int]]:
@@ -219,64 +213,37 @@ def locate_nonfinite(model: nn.Module, loss: Loss, batch: Batch, recipe: Recipe)
     where = first_nonfinite(model, loss, batch, recipe)
     model.eval()
 
-    def is_bad(samples: list[int]) -> bool:
-        return bool(first_nonfinite(model, loss, tuple(tensor[samples] for tensor in batch), recipe))
+    def bad_samples(samples: list[int]) -> list[int]:
+        """Return the first of the `samples` that are bad by themselves; at least MANY_SAMPLES, if there are so many."""
+        if not first_nonfinite(model, loss, tuple(tensor[samples] for tensor in batch), recipe):
+            return []
+        if len(samples) == 1:
+            return samples
+        half = len(samples) // 2
+        bad = bad_samples(samples[:half])
+        return bad if len(bad) >= MANY_SAMPLES else bad + bad_samples(samples[half:])
 
-    return where, _bad_samples(is_bad, list(range(len(batch[0]))))[:MANY_SAMPLES] if where else []
+    return where, bad_samples(list(range(len(batch[0]))))[:MANY_SAMPLES] if where else []
 
 
 def first_nonfinite(model: nn.Module, loss: Loss, batch: Batch, recipe: Recipe) -> str:
-    """Return the first output of a module or, where the loss is finite, the first gradient that is not; "" for none."""
+    """Return the first output of a module or, where the loss is finite, the gradient nearest to it that is not."""
     places: list[str] = []
 
-    def look_at(tensor: Tensor, place: str) -> None:
-        if not tensor.isfinite().all():
-            places.append(place)
+    def look(name: str, module: nn.Module, inputs: object, output: object) -> None:
+        if not all(leaf.isfinite().all() for leaf in tree.tree_leaves(output) if isinstance(leaf, Tensor)):
+            places.append(f"the output of {name or type(module).__name__}")
 
-    def hook(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        for tensor in tree.tree_leaves(output):
-            if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                look_at(tensor, f"the output of {name}")
-                if tensor.requires_grad:
-                    tensor.register_hook(functools.partial(look_at, place=f"the gradient at the output of {name}"))
-
-    handles = [
-        module.register_forward_hook(functools.partial(hook, name or type(module).__name__))
-        for name, module in model.named_modules()
-    ]
+    handles = [module.register_forward_hook(functools.partial(look, name)) for name, module in model.named_modules()]
     model.zero_grad(set_to_none=True)
     value, _ = loss(model, batch, recipe)
     for handle in handles:
         handle.remove()
     if not value.isfinite():
         return [*places, "the loss"][0]
-    places.clear()  # an output that the loss does not depend on
     value.backward()
     gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
-    for name, gradient in gradients.items():
-        look_at(gradient, f"the gradient of {name}")
-    look_at(nn.utils.get_total_norm(gradients.values()), "the norm of the gradients")
-    return next(iter(places), "")
-
-
-def _bad_samples(is_bad: Callable[[list[int]], bool], samples: list[int]) -> list[int]:
-    """Return the first of the `samples` that are bad by themselves, found by halving; at least MANY_SAMPLES, if any."""
-    if not is_bad(samples):
-        return []
-    if len(samples) == 1:
-        return samples
-    half = len(samples) // 2
-    bad = _bad_samples(is_bad, samples[:half])
-    return bad if len(bad) >= MANY_SAMPLES else bad + _bad_samples(is_bad, samples[half:])
-
-
-def get_random_state(device: torch.device) -> list[Tensor]:
-    """Return the states of the global random generators that training on `device` draws from."""
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
-
-
-def set_random_state(states: list[Tensor], device: torch.device) -> None:
-    """Set them as `get_random_state` returned them."""
-    torch.set_rng_state(states[0])
-    if device.type == "cuda" and len(states) > 1:
-        torch.cuda.set_rng_state(states[1], device)
+    for name, gradient in reversed(gradients.items()):
+        if not gradient.isfinite().all():
+            return f"the gradient of {name}"
+    return "" if nn.utils.get_total_norm(gradients.values()).isfinite() else "the norm of the gradients"

@@ -2,24 +2,20 @@
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._functorch import config as functorch_config
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.utils._pytree import tree_map, tree_map_only
 from torch.utils.data import DataLoader, IterableDataset
 
 from speedkit.errors import PlanError, UsageError
 from speedkit.hardware import Hardware, this_machine
-from speedkit.plan import CUDA_GRAPHS, EffectivePlan, Fallback, Plan, resolve
-from speedkit.train import attention, memory, precision
-from speedkit.train.compile import compile_in_place as compile_module
-from speedkit.train.compile import failure as failure_text
-from speedkit.train.compile import repeated_blocks
+from speedkit.plan import CUDA_GRAPHS, EffectivePlan, Plan, resolve
+from speedkit.train import memory, precision
+from speedkit.train.setup import transform_model
 
 # What only the loop and its data set can do, and how.
 IN_THE_LOOP = {
@@ -55,7 +51,7 @@ HALF = (torch.float16, torch.bfloat16)
 class Prepared:
     """The parts of a loop under a plan, to be unpacked: `model, optimizer, loader = prepared`.
 
-    `effective` is what the plan has become by now, with a reason for each field that could not be applied.
+    `effective` is what the plan has become, with a reason for each field that could not be applied.
     """
 
     model: nn.Module
@@ -66,21 +62,6 @@ class Prepared:
     def __iter__(self) -> Iterator[Any]:
         return iter((self.model, self.optimizer, self.loader))
 
-    def call(self, eager: Callable[..., Any], compiled: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
-        """Call `compiled`; in evaluation, and from the first failure of compiled code on, call `eager`."""
-        if self.effective.plan.compile == "off" or not torch.is_grad_enabled():
-            return eager(*inputs, **named)
-        try:
-            return compiled(*inputs, **named)
-        except Exception as error:
-            reason = f"compiled code failed: {failure_text(error)}"
-        # An error of the model itself is raised here, as it would be without a plan.
-        outputs = eager(*inputs, **named)
-        failure = Fallback("compile", self.effective.plan.compile, "off", reason)
-        self.effective = self.effective.with_fallbacks(failure)
-        warnings.warn(f"prepare: {failure}", stacklevel=2)
-        return outputs
-
 
 def prepare(
     plan: Plan, model: nn.Module, optimizer: Optimizer, loader: DataLoader, *, strict: bool = False
@@ -90,95 +71,55 @@ def prepare(
     Model and optimizer are changed in place; the loader is made again, with its batches on the model's device. A field
     at its default leaves what the script has set. What cannot be applied is printed, with what to do in the loop
     instead; `strict` raises PlanError for it. Load a checkpoint before: it brings the optimizer's own switches.
-    Raises UsageError for parts that do not belong together.
-
-    When compiled code fails, in compiling or later, the loop goes on without it, with a warning. A failure while a
-    backward pass runs can only be raised.
+    Raises UsageError for parts in another order, or a loader that makes its batches in its own way.
     """
-    device = check_parts(model, optimizer, loader)
-    effective = plan_for_loop(plan, model, optimizer, loader, this_machine(device))
-    check_strict(effective, strict)
-
-    # The order counts: 8-bit layers take the place of others, and what is compiled includes all the rest.
-    if effective.plan.precision != DEFAULTS["precision"]:
-        precision.set_matmul_precision(effective.plan)
-    reasons = precision.apply_float8(model, effective.plan)
-    notes: list[tuple[str, str, str]] = [("precision", effective.plan.precision, why) for why in reasons]
-    notes.append(("allocator", "default", memory.set_allocator(effective.plan, device)))
-    notes.append(("checkpointing", "off", memory.checkpoint_blocks(model, effective.plan)))
-    effective = effective.with_fallbacks(
-        *(Fallback(field, getattr(plan, field), value, why) for field, value, why in notes if why)
-    )
-    check_strict(effective, strict)
-    if effective.plan.channels_last:
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    attention.apply_attention(model, effective.plan)
-    if effective.plan.precision in precision.AUTOCAST:
-        # A partial of a bound method is copied along with the model; a closure would go on calling the original.
-        model.forward = functools.partial(planned_forward, model.forward, effective.plan, device)
-    if effective.plan.fused_optimizer:
-        fuse(optimizer)
-    prepared = Prepared(model, optimizer, DeviceLoader(loader, effective.plan, device), effective)
-    if effective.plan.compile != "off":
-        compile_in_place(prepared)
-    for fallback in effective.fallbacks:
-        print(f"prepare: {fallback}", flush=True)
-    return prepared
-
-
-def check_parts(model: nn.Module, optimizer: Optimizer, loader: DataLoader) -> torch.device:
-    """Return the device that `model` is on. Raises UsageError for parts that do not belong together."""
     for kind, part in ((nn.Module, model), (Optimizer, optimizer), (DataLoader, loader)):
         if not isinstance(part, kind):
             raise UsageError(f"a {type(part).__name__} is no {kind.__name__}: give plan, model, optimizer, loader")
-    if getattr(model.forward, "func", None) is planned_forward or isinstance(loader, DeviceLoader):
-        raise UsageError("model or loader is prepared already: make new ones, and the optimizer too")
     if type(loader).__iter__ is not DataLoader.__iter__:
         raise UsageError(f"a {type(loader).__name__} makes its batches in its own way: give a plain DataLoader")
-    devices = {weight.device for weight in model.parameters() if weight.requires_grad}
-    if len(devices) != 1:
-        raise UsageError(f"the parameters to train are on {len(devices)} devices: the model needs some, all on one")
-    optimized = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
-    if optimized.isdisjoint(id(weight) for weight in model.parameters()):
-        raise UsageError("the optimizer holds no parameter of the model: make it from model.parameters()")
-    return devices.pop()
+    device = next(model.parameters()).device
+    effective = plan_for_loop(plan, optimizer, loader, this_machine(device))
+    planned = effective.plan
 
-
-def check_strict(effective: EffectivePlan, strict: bool) -> None:
-    """Raise PlanError for a field that is not what was asked, where `strict` allows no fallback."""
-    for fallback in effective.fallbacks if strict else ():
-        if fallback.got != getattr(effective.asked, fallback.field):
+    if planned.precision != DEFAULTS["precision"]:
+        precision.set_matmul_precision(planned)
+    memory.set_allocator(planned, device)
+    if planned.channels_last:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    effective = effective.with_fallbacks(*transform_model(model, planned))
+    if planned.precision in precision.AUTOCAST:
+        # A partial of a bound method is copied along with the model; a closure would go on calling the original.
+        model.forward = functools.partial(planned_forward, model.forward, planned, device)
+    if planned.fused_optimizer:
+        fuse(optimizer)
+    for fallback in effective.fallbacks:
+        if strict and fallback.got != getattr(plan, fallback.field):
             raise PlanError(f"the plan cannot be honoured, and strict allows no fallback: {fallback}")
+        print(f"prepare: {fallback}", flush=True)
+    return Prepared(model, optimizer, DeviceLoader(loader, planned, device), effective)
 
 
-def plan_for_loop(
-    plan: Plan, model: nn.Module, optimizer: Optimizer, loader: DataLoader, hardware: Hardware
-) -> EffectivePlan:
+def plan_for_loop(plan: Plan, optimizer: Optimizer, loader: DataLoader, hardware: Hardware) -> EffectivePlan:
     """Return what `plan` becomes for these parts on this machine; nothing is changed yet."""
     # A field at its default is what the script has set.
     in_script: dict[str, Any] = {field: getattr(loader, option) for field, option in LOADER_OPTIONS.items()}
     in_script["fused_optimizer"] = all(group.get("fused") for group in optimizer.param_groups)
     unset = {field: value for field, value in in_script.items() if value and getattr(plan, field) == DEFAULTS[field]}
-    requested = dataclasses.replace(plan, **unset)
-
-    limits = [*limits_of_loader(requested, loader), *limits_of_model(requested, model, optimizer, hardware)]
-    effective = EffectivePlan(plan, requested, ()).with_fallbacks(
-        *(
-            Fallback(field, getattr(requested, field), value, why)
-            for field, value, why in limits
-            if getattr(requested, field) != value
-        )
-    )
+    effective = EffectivePlan(plan, dataclasses.replace(plan, **unset))
+    for field, value, why in limits(effective.plan, optimizer, loader, hardware):
+        if getattr(effective.plan, field) != value:
+            effective = effective.fall_back(field, value, why)
     resolved = resolve(effective.plan, hardware)
     if resolved.plan.precision == "fp16":  # asked for, or in place of a format that the machine lacks
         reasons = [fallback.why for fallback in resolved.fallbacks if fallback.field == "precision"]
         why = "; ".join([*reasons, GRAD_SCALER.replace("DEVICE", hardware.device.type)])
-        effective = effective.with_fallbacks(Fallback("precision", plan.precision, DEFAULTS["precision"], why))
+        effective = effective.fall_back("precision", DEFAULTS["precision"], why)
         resolved = resolve(effective.plan, hardware)
     return EffectivePlan(plan, resolved.plan, (*effective.fallbacks, *resolved.fallbacks))
 
 
-def limits_of_loader(plan: Plan, loader: DataLoader) -> Iterator[tuple[str, Any, str]]:
+def limits(plan: Plan, optimizer: Optimizer, loader: DataLoader, hardware: Hardware) -> Iterator[tuple[str, Any, str]]:
     """Yield (field, value, reason) for each field that is `value` whatever `plan` asks."""
     yield from ((field, DEFAULTS[field], why) for field, why in IN_THE_LOOP.items())
     if isinstance(loader.dataset, IterableDataset):
@@ -188,26 +129,13 @@ def limits_of_loader(plan: Plan, loader: DataLoader) -> Iterator[tuple[str, Any,
         yield "workers", loader.num_workers, "auto times steps of fit: give a number, as speedkit.watch advises"
     if loader.batch_size is None:
         yield "drop_last", False, "the loader's batch_sampler decides on that"
-
-
-def limits_of_model(
-    plan: Plan, model: nn.Module, optimizer: Optimizer, hardware: Hardware
-) -> Iterator[tuple[str, Any, str]]:
-    """Yield (field, value, reason) for each field that is `value` whatever `plan` asks."""
     if not isinstance(optimizer, SGD | Adam | AdamW):
         yield "fused_optimizer", False, f"{type(optimizer).__name__} has no fused form: SGD, Adam and AdamW have"
-    dimensions = {weight.ndim for weight in model.parameters()}
-    if 4 not in dimensions or 5 in dimensions:
-        yield "channels_last", False, "NHWC is for 2-d convolutions, of which the model has none, or 3-d ones beside"
-    if model._compiled_call_impl is not None or hasattr(model, "_orig_mod"):
-        yield "compile", "off", "the model is compiled already, as your script has it"
-    elif plan.compile in CUDA_GRAPHS and hardware.supports("cuda_graphs"):
+    if plan.compile in CUDA_GRAPHS and hardware.supports("cuda_graphs"):
         why = "CUDA graphs write over gradients that your loop may add up, and over outputs that it may keep"
         yield "compile", "default", why
     if plan.compile_scope == "step":
         yield "compile_scope", "model", "your loop calls loss and update: compile these there"
-    elif not repeated_blocks(model):
-        yield "compile_scope", "model", f"{type(model).__name__} has no class of blocks twice"
 
 
 def planned_forward(forward: Callable[..., Any], plan: Plan, device: torch.device, *inputs: Any, **named: Any) -> Any:
@@ -215,22 +143,6 @@ def planned_forward(forward: Callable[..., Any], plan: Plan, device: torch.devic
     with precision.autocast(plan, device):
         outputs = forward(*inputs, **named)
     return tree_map_only(Tensor, lambda tensor: tensor.float() if tensor.dtype in HALF else tensor, outputs)
-
-
-def compile_in_place(prepared: Prepared) -> None:
-    """Compile the model, or each of its repeated blocks: names in the state dict do not change.
-
-    Where the shapes of batches differ, the second is compiled for any.
-    """
-    # Else the backward pass is compiled within the loop's loss.backward(), where a failure cannot be caught.
-    functorch_config.force_non_lazy_backward_lowering = True
-    plan, modules = prepared.effective.plan, [prepared.model]
-    if plan.compile_scope == "blocks":
-        modules = [block for _, block in repeated_blocks(prepared.model)]
-    for module in modules:
-        compile_module(module, mode=plan.compile)
-        compiled: Any = module._compiled_call_impl
-        module._compiled_call_impl = functools.partial(prepared.call, module._call_impl, compiled)
 
 
 def fuse(optimizer: Optimizer) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-LINE_S, PANEL_S = 5.0, 0.5  # between plain lines, a sign of life for a log file; between drawings of the panel
+# Between changes of what is shown; plain lines, a sign of life for a log file, are fewer.
+SHOWN_EVERY_S = {"panel": 0.5, "bar": 0.5, "lines": 5.0}
 POINTS = 150  # of the loss that the panel draws, at most
 
 
@@ -24,13 +25,9 @@ def display_mode(show: bool | str) -> str:
         return "off"
     ipython = sys.modules.get("IPython")
     kernel = getattr(ipython.get_ipython(), "kernel", None) if ipython else None
-    if show == "panel":
-        return "panel" if kernel else "lines"
-    if show in ("bar", "lines"):
-        return str(show)
     # JupyterLab, Notebook and VS Code name the cell that they ask to run. Papermill, nbval and nbconvert, whose outputs
     # are kept and compared, do not.
-    if kernel and "cellId" in kernel.get_parent().get("metadata", {}):
+    if kernel and (show == "panel" or "cellId" in kernel.get_parent().get("metadata", {})):
         return "panel"
     return "bar" if sys.stderr.isatty() else "lines"
 
@@ -41,26 +38,26 @@ class Progress:
     def __init__(self, name: str, total: int | None, batch_size: int, device: torch.device, show: bool | str):
         self.name, self.total, self.batch_size, self.device = name, total, batch_size, device
         self.mode = display_mode(show)
-        self.due_s = 0.0  # when lines and panel may change again
-        self.losses: list[tuple[int, float]] = []  # (step, loss), one per log point
+        self.due_s = 0.0  # when what is shown may change again
+        self.losses: list[tuple[int, float]] = []  # (step, loss), one per change
         self.bar: Any = None
         self.panel: Any = None
         if self.mode == "bar":
             from tqdm.auto import tqdm
 
-            self.bar = tqdm(total=total, desc=name, unit="batch", mininterval=PANEL_S)
+            self.bar = tqdm(total=total, desc=name, unit="batch", mininterval=0)
         elif self.mode == "panel":
             from IPython.display import display
 
             self.panel = display(self._panel("not begun"), display_id=True)
 
-    @property
-    def show(self) -> bool:
-        """Whether anything is shown."""
-        return self.mode != "off"
+    def due(self, step: int) -> bool:
+        """Whether `step` is to be shown."""
+        return self.mode != "off" and (time.perf_counter() >= self.due_s or step == self.total)
 
     def update(self, step: int, step_s: float, loss: float, score: float, metric: str) -> None:
         """Show where the run is; `step_s` and `loss` are means since the last log point, `score` of the last batch."""
+        self.due_s = time.perf_counter() + SHOWN_EVERY_S[self.mode]
         metric = "acc" if metric == "accuracy" else metric
         text = f"loss {loss:.4f}, {metric} {score:.3f}"
         text += f", {1 / step_s:.1f} batches/s, {self.batch_size / step_s:.0f} samples/s"
@@ -68,19 +65,15 @@ class Progress:
             text += f", {torch.cuda.max_memory_allocated(self.device) / 1e9:.2f} GB at most"
         if self.bar is not None:
             self.bar.set_postfix_str(text, refresh=False)
-            self.bar.update(step - self.bar.n)  # draws by itself, now and then
+            self.bar.update(step - self.bar.n)
+            return
+        text = f"{self.name} step {step}/{self.total}: {text}"
+        if self.panel is None:
+            print(text, flush=True)
             return
         if math.isfinite(loss):
             self.losses.append((step, loss))
-        now_s = time.perf_counter()
-        if now_s < self.due_s and step != self.total:
-            return
-        text = f"{self.name} step {step}/{self.total}: {text}"
-        if self.panel is not None:
-            self.panel.update(self._panel(text))
-        else:
-            print(text, flush=True)
-        self.due_s = now_s + (LINE_S if self.panel is None else PANEL_S)
+        self.panel.update(self._panel(text))
 
     def _panel(self, text: str) -> Any:
         """Return the panel: a line of text, and the losses so far as a curve, the highest at the top."""
@@ -99,7 +92,7 @@ class Progress:
         """Print a line without tearing the bar apart."""
         if self.bar is not None:
             self.bar.write(text)
-        elif self.show:
+        elif self.mode != "off":
             print(text, flush=True)
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from speedkit.train import checkpoint, compile, distributed, memory, precision
 from speedkit.train.history import History
 from speedkit.train.nonfinite import Recovery, StepGuard
 from speedkit.train.progress import Progress
-from speedkit.workloads.workload import Batch, Loss, Workload
+from speedkit.workloads.workload import Batch, Workload
 
 COLLECT_S = 10  # between garbage collections, which `fit` keeps out of steps
 
@@ -52,9 +52,9 @@ class TrainingRun:
     batch: Batch | None = None  # that of the step in progress, until the weights change
     losses: list[Tensor] = dataclasses.field(default_factory=list)  # of the steps since the last log point
     positions: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # (epoch, batch) that they learned from
-    fixed_batch: Batch | None = None  # all steps learn from it, as it is: to measure them without loading
     last_loss: Tensor = dataclasses.field(default_factory=lambda: torch.tensor(torch.nan))  # [] of the latest step
     stop: int = 0  # the signal that asks the run to stop
+    all_stop: bool = False  # several ranks agreed on it at the last log point
     lap_s: float = 0.0
     time_since_log_s: float = 0.0  # spent on steps
     collected_s: float = 0.0
@@ -66,8 +66,10 @@ class TrainingRun:
         self.autocast = precision.autocast(plan, self.device)
         self.scaler = precision.grad_scaler(plan, self.device)
         self.guard = StepGuard(plan, self.model, self.optimizer, several_ranks=self.ranks is not None)
-        compile.compile_update(self.optimizer, plan, self.progress.say)
+        if compile.compiles_update(plan):
+            compile.compile_update(self.optimizer, plan)
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.fetch = self.train_batches.__next__  # another function is put here to measure without loading
         self.generator = torch.Generator(device=self.device)
         self.rates_on_device = torch.tensor(self.learning_rates, device=self.device)
 
@@ -75,11 +77,6 @@ class TrainingRun:
     def plan(self) -> Plan:
         """The effective plan."""
         return self.effective.plan
-
-    @property
-    def plain_loss(self) -> Loss:
-        """The workload's loss, never compiled."""
-        return self.workload.loss
 
     @property
     def learning_rate(self) -> float | Tensor:
@@ -96,22 +93,15 @@ class TrainingRun:
     @property
     def stopping(self) -> bool:
         """Whether the run is to stop after this step; several ranks agree on it at log points."""
-        return bool(self.stop) and (self.ranks is None or self.ranks.stop_requested)
+        return bool(self.stop) and (self.ranks is None or self.all_stop)
 
     def next_batch(self) -> Batch:
         """Return the batch of the next step, augmented, on the device; again the same one if it is to be repeated."""
-        if self.fixed_batch is not None:
-            self.batch = self.fixed_batch
-            self.positions.append((0, 0))
         if self.batch is None:
             batch = self.fetch()
             self.positions.append((self.train_batches.epoch, self.train_batches.position))
             self.batch = self.augment(batch, self.step)
         return self.batch
-
-    def fetch(self) -> Batch:
-        """Return the next batch of the training set, on the device."""
-        return next(self.train_batches)
 
     def augment(self, batch: Batch, step: int) -> Batch:
         """Return `batch` as the step learns from it that comes after so many others; each rank has draws of its own."""
@@ -133,13 +123,21 @@ class TrainingRun:
             torch.compiler.cudagraph_mark_step_begin()
         return contextlib.nullcontext() if len(part[0]) == self.micro_batch else self.eager()
 
+    def gradients_exchanged(self, last: bool) -> contextlib.AbstractContextManager:
+        """Return the context for a forward pass, the `last` of a step or not, whose gradients may be for all ranks."""
+        if self.ranks is not None and self.ranks.sharded:
+            self.replica.set_requires_gradient_sync(last)  # type: ignore[operator]
+        elif self.ranks is not None and not last:
+            return self.replica.no_sync()  # type: ignore[operator]
+        return contextlib.nullcontext()
+
     def fall_back(self, fallback: Fallback) -> None:
         """Change the plan while training."""
         if fallback.field == "micro_batch":
             self.micro_batch = fallback.got
         else:
-            compile.remove_compile(self.model)
-            self.loss, self.compiled = self.plain_loss, False
+            compile.remove_compile(self.model, self.optimizer)
+            self.loss, self.compiled = self.workload.loss, False
         self.effective = self.history.effective = self.effective.with_fallbacks(fallback)
         self.progress.say(f"  {fallback}")
 
@@ -154,7 +152,9 @@ class TrainingRun:
         """Return the losses since the last log point; the host waits for the device here."""
         losses = torch.stack(self.losses) if self.losses else torch.zeros(0, device=self.device)
         if self.ranks is not None:
-            losses, self.stop = self.ranks.all_reduce_log(losses, self.stop)
+            losses = self.ranks.mean(losses)
+            self.stop = self.ranks.signal_received(self.stop)
+            self.all_stop = bool(self.stop)
         return losses.tolist()
 
     def log(self, outputs: Tensor, part: Batch) -> None:
@@ -164,7 +164,7 @@ class TrainingRun:
         history.log_steps.append(self.step)
         self.time_since_log_s += self.lap()
         history.log_step_s.append(self.time_since_log_s / count)
-        if self.progress.show:
+        if self.progress.due(self.step):
             score = float(self.workload.score(outputs.detach(), part).float().mean())
             self.progress.update(self.step, history.log_step_s[-1], history.loss[-1], score, self.workload.metric)
         if not gc.isenabled() and time.perf_counter() - self.collected_s > COLLECT_S:
@@ -199,10 +199,7 @@ class TrainingRun:
         history.quarantined = self.quarantined
         if self.ranks is not None:
             history.quarantined = self.ranks.merge_dicts(history.quarantined)
-        if self.device.type == "cuda":
-            history.peak_memory_bytes = torch.cuda.max_memory_allocated(self.device)
-        else:
-            history.peak_memory_bytes = memory.fragmentation(self.device)["peak_rss_bytes"]
+        history.peak_memory_bytes = memory.peak_memory_bytes(self.device)
         if history.quarantined:
             self.progress.say(f"  {len(history.quarantined)} files were left out (quarantine.csv says why)")
         if self.out is not None and self.writer is not None:
@@ -210,13 +207,13 @@ class TrainingRun:
             if history.quarantined:
                 write_quarantine(self.out / "quarantine.csv", sorted(history.quarantined.items()))
         if self.ranks is not None:
-            self.ranks.barrier()  # a rank that goes before all is written would take the others along
+            self.ranks.all_gather(None)  # a rank that goes before all is written would take the others along
         return history
 
     def close(self) -> None:
         """End the loader processes, the progress bar, and the writing of a checkpoint that was begun."""
         if self.writer is not None:
-            self.writer.join()
+            self.writer.close()
         self.train_batches.close()
         self.test_batches.close()
         self.progress.close()

@@ -23,7 +23,7 @@ from speedkit.plan import EffectivePlan, Fallback, Plan, resolve
 from speedkit.recipe import Recipe, learning_rates, steps_per_epoch
 from speedkit.train import attention, checkpoint, compile, distributed, memory, precision
 from speedkit.train.history import History
-from speedkit.train.micro_batch import choose_micro_batch
+from speedkit.train.micro_batch import find_micro_batch
 from speedkit.train.optimizer import build_optimizer
 from speedkit.train.progress import Progress, wanted
 from speedkit.train.run import TrainingRun
@@ -62,16 +62,17 @@ def setup_run(
     effective = resolve(plan, hardware, strict, workload=workload, batch_size=recipe.batch_size)
     ranks = distributed.join(effective.plan, recipe, device)
     rank, world_size = (0, 1) if ranks is None else (ranks.rank, ranks.count)
-    resume = resume or (ranks is not None and distributed.is_restart())
+    resume = resume or (ranks is not None and ranks.restarted)
     folder = None if out is None else Path(out) if rank else claim_folder(out, "train", resume)
-    if deterministic:
-        use_deterministic_kernels()
+    if deterministic:  # PyTorch raises later where CUDA has no such kernel
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
 
     # What takes trying out: memory settings, and micro-batch and workers where they are auto.
     local = dataclasses.replace(recipe, batch_size=-(-recipe.batch_size // world_size))
     effective = choose_auto_settings(workload, local, effective, device)
     if ranks is not None:
-        effective = ranks.smallest_micro_batch(effective)
+        effective = min(ranks.all_gather(effective), key=lambda rank: rank.plan.micro_batch or 0)
 
     # Model and optimizer, then compilation on top of all that changes layers.
     precision.set_matmul_precision(effective.plan)
@@ -84,10 +85,20 @@ def setup_run(
     # Data: what is missing of shards and cache is made. A run that never ends does not see its test set.
     shown = progress if not endless and not rank else False
     open_stream = functools.partial(
-        open_batches, workload, batch_size=recipe.batch_size, device=device, cache_dir=cache_dir, progress=wanted(shown)
+        open_batches,
+        workload,
+        batch_size=recipe.batch_size,
+        device=device,
+        cache_dir=cache_dir,
+        progress=wanted(shown),
+        rank=rank,
+        world_size=world_size,
     )
     test_plan = dataclasses.replace(plan, cache="off", shards=False) if endless else plan
     total_steps = recipe.total_steps(len(workload.train), plan.drop_last)
+    evaluate_every = plan.validate_every
+    if evaluate_every is None:
+        evaluate_every = steps_per_epoch(len(workload.train), recipe.batch_size, plan.drop_last)
     run = TrainingRun(
         workload=workload,
         recipe=recipe,
@@ -97,11 +108,11 @@ def setup_run(
         replica=learner.replica,
         micro_batch=min(int(plan.micro_batch or local.batch_size), local.batch_size),
         optimizer=learner.optimizer,
-        train_batches=open_stream(workload.train, plan, seed=recipe.seed, share=(rank, world_size)),
-        test_batches=open_stream(workload.test, test_plan, seed=None, share=(rank, world_size)),
+        train_batches=open_stream(workload.train, plan, seed=recipe.seed),
+        test_batches=open_stream(workload.test, test_plan, seed=None),
         learning_rates=learning_rates(recipe, total_steps),
         total_steps=None if endless else total_steps,
-        evaluate_every=0 if endless else steps_between_evaluations(workload, recipe, plan),
+        evaluate_every=0 if endless else evaluate_every,
         history=History(workload.name, recipe, effective, str(device)),
         progress=Progress(workload.name, total_steps, recipe.batch_size, device, shown),
         out=folder,
@@ -115,20 +126,14 @@ def setup_run(
     return run
 
 
-def use_deterministic_kernels() -> None:
-    """Ask CUDA for kernels that give the same bits each time; PyTorch raises later where there is none."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-
-
 def open_checkpoint(run: TrainingRun, *, resume: bool) -> None:
     """Put `run` where its checkpoint left off, if it is to go on from there, and get ready to write the next one."""
     if run.out is not None and resume:
         checkpoint.load(run, run.out)
     if run.out is not None and (run.ranks is None or run.ranks.rank == 0):
         write_text(run.out / "plan.yaml", to_yaml(run.plan))
-        run.writer = checkpoint.CheckpointWriter(run, run.out)
-    if run.plan.on_nonfinite == "recover" and not run.recovery.snapshot:
+        run.writer = checkpoint.CheckpointWriter(run.out, run.device)
+    if run.plan.on_nonfinite == "recover":
         run.recovery.take_snapshot(run)
 
 
@@ -154,9 +159,11 @@ def choose_auto_settings(
 ) -> EffectivePlan:
     """Return `effective` with memory settings applied, and with numbers for micro_batch=auto and workers=auto."""
     memory.keep_freed_memory()
-    if why := memory.set_allocator(effective.plan, device):
-        effective = effective.with_fallbacks(Fallback("allocator", effective.plan.allocator, "default", why))
-    effective = choose_micro_batch(effective, workload, recipe, device=device, make_run=setup_run)
+    memory.set_allocator(effective.plan, device)
+    if effective.plan.micro_batch == "auto":
+        search = find_micro_batch(workload, recipe, effective.plan, device=device, make_run=setup_run)
+        memory.release(device)  # what the search had allocated, in blocks cut for other sizes
+        effective = effective.with_fallbacks(Fallback("micro_batch", "auto", search.micro_batch, search.why))
     plan = effective.plan
     if plan.workers != "auto":
         return effective
@@ -196,14 +203,7 @@ def build_learner(
     memory_format = torch.channels_last if plan.channels_last else torch.contiguous_format
     model = workload.model().to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
 
-    # Layout first, then 8-bit layers, attention and recomputation inside of what is compiled, sharding last.
-    fallbacks = [
-        Fallback("precision", plan.precision, plan.precision, why) for why in precision.apply_float8(model, plan)
-    ]
-    attention.apply_attention(model, plan)
-    if why := memory.checkpoint_blocks(model, plan):
-        fallbacks.append(Fallback("checkpointing", plan.checkpointing, "off", why))
-    fallbacks += compile.apply_compile(model, plan, workload)
+    fallbacks = transform_model(model, plan, workload)  # sharding comes after it
     replica, fused = model, plan.fused_optimizer
     if ranks is not None:
         replica = ranks.apply_data_parallel(model, recipe, plan)
@@ -215,11 +215,18 @@ def build_learner(
     return Learner(model, replica, optimizer, tuple(fallbacks))
 
 
-def steps_between_evaluations(workload: Workload, recipe: Recipe, plan: Plan) -> int:
-    """Return the steps from one evaluation to the next, by default an epoch's; 0 is only at the end."""
-    if plan.validate_every is not None:
-        return plan.validate_every
-    return steps_per_epoch(len(workload.train), recipe.batch_size, plan.drop_last)
+def transform_model(model: nn.Module, plan: Plan, workload: Workload | None = None) -> list[Fallback]:
+    """Give `model` the 8-bit layers, attention, recomputation and compiled code of `plan`, in place; return why not."""
+    # The order counts: 8-bit layers take the place of others, and what is compiled includes all the rest.
+    fallbacks = [
+        Fallback("precision", plan.precision, plan.precision, why) for why in precision.apply_float8(model, plan)
+    ]
+    attention.apply_attention(model, plan)
+    if why := memory.checkpoint_blocks(model, plan):
+        fallbacks.append(Fallback("checkpointing", plan.checkpointing, "off", why))
+    if why := compile.apply_compile(model, plan, workload):
+        fallbacks.append(Fallback("compile_scope", "blocks", "model", why))
+    return fallbacks
 
 
 def open_batches(
@@ -227,28 +234,17 @@ def open_batches(
     items: Sequence[Any],
     plan: Plan,
     *,
-    batch_size: int,
-    seed: int | None,
-    device: torch.device,
-    cache_dir: str | Path | None = None,
-    progress: bool = False,
-    share: tuple[int, int] = (0, 1),
+    cache_dir: str | Path | None,
+    progress: bool,
+    **options: Any,
 ) -> BatchStream:
-    """Return the stream of `items`, out of shards and a cache where the plan says so; what is missing is made."""
+    """Return the stream of `items`, out of shards and a cache where the plan says so; what is missing is made.
+
+    `options` are those of BatchStream.
+    """
     if plan.shards:
         items = pack(workload, items, Path(cache_dir or cache_root()) / "shards")
     cache = None
     if plan.cache != "off":
-        cache = open_cache(workload, items, plan, device=device, cache_dir=cache_dir, progress=progress)
-    rank, world_size = share
-    return BatchStream(
-        workload,
-        items,
-        plan,
-        batch_size=batch_size,
-        seed=seed,
-        device=device,
-        cache=cache,
-        rank=rank,
-        world_size=world_size,
-    )
+        cache = open_cache(workload, items, plan, device=options["device"], cache_dir=cache_dir, progress=progress)
+    return BatchStream(workload, items, plan, cache=cache, **options)
