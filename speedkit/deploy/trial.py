@@ -21,7 +21,7 @@ from speedkit.errors import SpeedkitError, UsageError
 from speedkit.files import atomic, claim_folder, write_json, write_text
 from speedkit.hardware import Hardware, this_machine
 from speedkit.measure.stats import non_inferior
-from speedkit.measure.compare import compare_functions as in_turns
+from speedkit.measure.turns import in_turns
 from speedkit.plan import Plan
 
 MODEL, FACTS, LOADER = "model.pt2", "deploy.json", "load_model.py"
