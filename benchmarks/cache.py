@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from speedkit.data.cache import open_cache
+from speedkit.hardware import usable_cores
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
-from speedkit.system import usable_cores
 from speedkit.workloads import load_workload
 from speedkit.workloads.workload import Workload
 

@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import random
 import statistics
 import sys
 import tempfile
@@ -18,9 +19,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from speedkit.clock import run_until_steady
+from speedkit.clock import Stopwatch, run_until_steady
+from speedkit.measure.compare import measure_pairs
 from speedkit.measure.stats import paired_interval
-from speedkit.measure.turns import in_turns
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train.loop import steps
@@ -95,13 +96,17 @@ def windows_in_turns(sides: dict[str, Iterator[Any]], pairs: int, count: int) ->
     for steps_of_side in sides.values():  # for longer where more is measured: a quick run does not wait for quiet
         run_until_steady(functools.partial(next, steps_of_side), "cpu", max_s=min(5.0, pairs / 10))
 
-    def window(steps_of_side: Iterator[Any]) -> None:
+    stopwatch = Stopwatch("cpu")
+
+    def window(steps_of_side: Iterator[Any]) -> float:
+        stopwatch.start()
         for _ in range(count):
             next(steps_of_side)
+        return stopwatch.stop()
 
-    windows: dict[str, Callable[[], Any]] = {name: functools.partial(window, side) for name, side in sides.items()}
-    seconds = in_turns("", windows, pairs)
-    return seconds["seconds_a"], seconds["seconds_b"]
+    ours, others = (functools.partial(window, side) for side in sides.values())
+    seconds_a, seconds_b, _ = measure_pairs(ours, others, pairs=pairs, rng=random.Random(0), looks=())
+    return seconds_a, seconds_b
 
 
 # ---- the job: a perceptron on random numbers ----

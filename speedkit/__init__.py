@@ -21,20 +21,7 @@ _HOMES = {
     "start": "speedkit.measure.record",
 }
 
-__all__ = [
-    "Plan",
-    "Recipe",
-    "climb",
-    "compare",
-    "doctor",
-    "fit",
-    "load_workload",
-    "prepare",
-    "resolve",
-    "start",
-    "this_machine",
-    "watch",
-]
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

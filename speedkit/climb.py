@@ -111,6 +111,7 @@ def _climb(job: ClimbState, chosen: Sequence[Rung]) -> tuple[Plan, Row]:
     run = NotebookRun(
         "90_climb", MODULES, {"workload": job.workload.name, "budget_s": job.budget_s, "seeds": job.seeds}
     )
+    _ledger(job, Plan())  # first: it says in a sentence what cannot be trained
     control = job.once("control", lambda: measure_control(job))
     trials = try_rungs(job, chosen, control)
     ablations = proof.ablate(job, [row for row in trials if row["kept"]])
@@ -221,7 +222,7 @@ def try_rungs(job: ClimbState, chosen: Sequence[Rung], control: Row) -> list[Row
             for rung in chosen
             for change in rung.changes(best, job.recipe, job.hardware) or [{}]
         ]
-        tried = {row["stage"] for row in trials}
+        tried = {name for row in trials for name in (row["stage"], f"rung {row['rung']}: {text({})}")}
         found = [row for row in found if row["stage"] not in tried]
         waiting = [row for row in found if not row["why"]]
         late = job.spent_s() > RUNGS_SHARE * job.budget_s

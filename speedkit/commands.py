@@ -108,8 +108,8 @@ out_option = click.option(
 data_options = together(
     click.option("--data-dir", type=click.Path(), help="folder of your files; generated data without"),
     click.option("--labels", type=click.Path(), help="CSV of paths and labels, with a fold or split column or not"),
-    click.option("--label-pattern", metavar="REGEX", help="group 1 of the file name is the label"),
-    click.option("--test-pattern", metavar="REGEX", help="file names that match are the test set"),
+    click.option("--label-pattern", metavar="REGEX", help="group 1 of a file's name is its label"),
+    click.option("--test-pattern", metavar="REGEX", help="files whose names match are the test set"),
     click.option("--size", metavar="TINY | SMALL | MEDIUM", help="size of the model"),
     click.option("--clips", type=int, help="how many files to generate where there is no data folder"),
 )
@@ -123,57 +123,35 @@ run_options = together(  # of all commands that train
 )
 
 
-@click.group()
-def cache() -> None:
-    """Build, describe, verify or repair cached features. DIR is the folder that --cache-dir names."""
-
-
-@cache.command()
+@click.command()
+@click.argument("action", type=click.Choice(["build", "info", "verify", "repair"]))
 @click.argument("folder", metavar="DIR")
-@click.option("--workload", default="audio", show_default=True, help="audio, or package.module:function")
+@click.option("--workload", default="audio", show_default=True, help="to build for: audio, or package.module:function")
 @data_options
-@click.option("--of", "cache_of", default="features", show_default=True, metavar="FEATURES | WAVEFORM")
-@click.option("--dtype", "cache_dtype", default="float32", show_default=True, metavar="FLOAT32 | FLOAT16")
-@click.option("--decoder", default="soundfile", show_default=True, help="what reads audio files")
-def build(folder: str, workload: str, **values: Any) -> None:
-    """Compute and keep the features of all items, so that training starts with them."""
+@click.option("--of", "cache_of", metavar="FEATURES | WAVEFORM")
+@click.option("--dtype", "cache_dtype", metavar="FLOAT32 | FLOAT16")
+@click.option("--decoder", help="what reads audio files")
+def cache(action: str, folder: str, workload: str, **values: Any) -> int:
+    """Build, describe, verify or repair cached features. DIR is the folder that --cache-dir names.
+
+    Exit code 1 when verify finds an entry that is not as it was written; repair forgets such entries.
+    """
     from speedkit.data.cache import open_cache
+    from speedkit.data.cache_files import describe_caches, verify_cache
 
-    plan = from_mapping(Plan, {"cache": "disk"} | typed(values, *settings_of(Plan)))
-    work, _ = find_workload(workload, values)
-    built = open_cache(work, [*work.train, *work.test], plan, cache_dir=folder, progress=True)
-    click.echo(f"{built.folder}: {built.why}")
-    for path, why in built.bad.items():
-        click.echo(f"  left out: {path}: {why}")
-
-
-@cache.command()
-@click.argument("folder", metavar="DIR")
-def info(folder: str) -> None:
-    """Show what is cached: a line for each cache."""
-    from speedkit.data.cache_files import describe_caches
-
-    click.echo("\n".join(describe_caches(folder)))
-
-
-@cache.command()
-@click.argument("folder", metavar="DIR")
-def verify(folder: str) -> int:
-    """Read every entry and compare it with its checksum; exit code 1 when one is not as it was written."""
-    from speedkit.data.cache_files import verify_cache
-
-    damaged = verify_cache(folder)
-    click.echo("\n".join([f"{len(damaged)} entries are not as they were written", *map(": ".join, damaged)]))
-    return 1 if damaged else 0
-
-
-@cache.command()
-@click.argument("folder", metavar="DIR")
-def repair(folder: str) -> None:
-    """Forget the entries that are not as they were written; the next use computes them again."""
-    from speedkit.data.cache_files import verify_cache
-
-    click.echo(f"{len(verify_cache(folder, repair=True))} entries forgotten: the next use computes them again")
+    if action == "build":
+        plan = from_mapping(Plan, {"cache": "disk"} | typed(values, *settings_of(Plan)))
+        work, _ = find_workload(workload, values)
+        built = open_cache(work, [*work.train, *work.test], plan, cache_dir=folder, progress=True)
+        lines = [f"{built.folder}: {built.why}", *(f"left out: {path}: {why}" for path, why in built.bad.items())]
+    elif action == "info":
+        lines = describe_caches(folder)
+    else:
+        damaged = [": ".join(entry) for entry in verify_cache(folder, repair=action == "repair")]
+        again = "; the next use computes them again" if action == "repair" else ""
+        lines = [f"{len(damaged)} entries are not as they were written{again}", *damaged]
+    click.echo("\n".join(lines))
+    return 1 if action == "verify" and damaged else 0
 
 
 @click.command()
@@ -189,19 +167,19 @@ def repair(folder: str) -> None:
 @click.option("--compile/--no-compile", "compiled", default=True, help="measure compiled models too")
 def deploy(checkpoint: Path, workload: str | None, out: Path, **values: Any) -> None:
     """Make the trained model in CHECKPOINT small and fast: quantize, test and export it. WORKLOAD is found in it."""
-    from speedkit.deploy import trial
+    from speedkit.deploy import export
 
     work, model = read_trained(checkpoint, workload, {key: values.pop(key) for key in DATA})
     with warnings.catch_warnings(action="ignore"):  # export's and torchao's, of what they do themselves
-        facts = trial.deploy(work, model, out, say=click.echo, **values)
+        facts = export.deploy(work, model, out, **values)
     quality = "{metric} {before:.4f}, now {after:.4f} on {n} test items: a drop of {drop:.4f} ({low:.4f} to {high:.4f})"
     click.echo(quality.format(**facts["quality"]))
     click.echo("{size_bytes} bytes for {float32_size_bytes}; {quantized_share:.1%} has 8 bits".format(**facts))
     for row in facts["measurements"]:
-        times = [f"{row[side]} {1e3 * statistics.median(row[f'seconds_{side}']):.3g} ms" for side in "ab"]
+        a_ms, b_ms = (1e3 * statistics.median(row[key]) for key in ("seconds_a", "seconds_b"))
         ratio = "ratio {ratio:.2f} ({low:.2f} to {high:.2f})".format(**row)
-        click.echo(f"{row['name']}: {', '.join([*times, ratio])}")
-    click.echo(f"{trial.MODEL}, {trial.LOADER} and {trial.FACTS} in {out}")
+        click.echo(f"{row['name']}: {row['a']} {a_ms:.3g} ms, {row['b']} {b_ms:.3g} ms, {ratio}")
+    click.echo(f"{export.MODEL} and {export.FACTS} in {out}")
 
 
 def read_trained(path: Path, workload: str | None, data: Values) -> tuple["Workload", "nn.Module"]:
@@ -218,15 +196,14 @@ def read_trained(path: Path, workload: str | None, data: Values) -> tuple["Workl
         raise UsageError(f"there is no checkpoint {path}: speedkit train leaves one in its --out folder")
     try:
         state = read(path, torch.device("cpu"))
-        job = state["job"]
     except Exception as error:  # torch raises whatever its unpickler does
-        raise SpeedkitError(
-            f"{path} cannot be read ({' '.join(str(error).split())}): take the one before it"
-        ) from error
+        raise SpeedkitError(f"{path} cannot be read ({error}): take the one before it") from error
+    job = state["job"]
     work = load_workload(workload or job["workload"], max_duration_s=job.get("max_duration_s"), **data)
-    model, trained_on = work.model(), f"workload {job['workload']} with {job['train_items']} training items"
-    with contextlib.suppress(RuntimeError):  # weights of other names or shapes
-        if trained_on == f"workload {work.name} with {len(work.train)} training items":
+    model = work.model()
+    if job["train_items"] == len(work.train):  # else what it is tested on may be what it was trained on
+        with contextlib.suppress(RuntimeError):  # weights of other names or shapes
             model.load_state_dict(state["model"])
             return work, model
-    raise UsageError(f"{path} does not fit: it is of {trained_on}; name that workload, its data and its --size")
+    what = f"workload {job['workload']} with {job['train_items']} training items"
+    raise UsageError(f"{path} does not fit: it is of {what}; name that workload, its data and its --size")

@@ -14,50 +14,29 @@ from speedkit.errors import PlanError
 
 T = TypeVar("T")
 
-# What other tools and older guides call a setting -> what it is here.
-RENAMED_OPTIONS = {
-    old: new
-    for new, names in {
-        "workers": "num_workers dataloader_num_workers dataloader_workers",
-        "workers=auto": "auto_workers",
-        "precision": "amp use_amp mixed_precision use_mixed_precision autocast",
-        "precision=default": "no_amp disable_amp no_mixed_precision",
-        "precision=bf16": "bf16",
-        "precision=fp16": "fp16 use_fp16",
-        "precision=tf32": "tf32 allow_tf32",
-        "precision=fp8": "fp8 use_fp8",
-        "compile": "torch_compile use_compile compile_mode compile_model",
-        "compile=off": "no_compile disable_compile no_torch_compile",
-        "micro_batch (accumulation follows from batch_size)": (
-            "accumulate_grad_batches gradient_accumulation_steps accumulation_steps grad_accum grad_accum_steps"
-        ),
-        "micro_batch=auto": "auto_batch auto_batch_size find_batch_size auto_scale_batch_size auto_find_batch_size",
-        "checkpointing": "activation_checkpointing",
-        "checkpointing=blocks": "gradient_checkpointing use_gradient_checkpointing grad_checkpoint use_checkpointing",
-        "checkpointing=off": "no_gradient_checkpointing",
-        "on_nonfinite=recover": "recover_nan nan_recovery auto_recover",
-        "on_nonfinite=skip": "skip_nan skip_nan_batches ignore_nan",
-        "log_every": "log_interval log_every_n_steps logging_steps",
-        "validate_every": "val_check_interval eval_steps check_val_every_n_epoch val_every eval_interval",
-        "prefetch": "non_blocking async_copy",
-        "cache": "cache_spectrograms use_cache cache_images cache_features",
-        "cache=disk": "pregenerate pre_generate precompute pregenerate_spectrograms precompute_features",
-        "cache=ram": "cache_in_ram cache_in_memory",
-        "cache=off": "no_cache",
-        "channels_last": "memory_format nhwc use_channels_last",
-        "attention": "use_flash_attention attn_implementation",
-        "attention=flash": "flash_attention flash_attn",
-        "fused_optimizer": "fused fused_adam use_fused",
-        "ranks": "devices gpus num_gpus world_size nproc_per_node",
-        "strategy=fsdp": "fsdp use_fsdp",
-        "learning_rate of the recipe": "lr learning_rate",
-        "batch_size of the recipe": "batch batch_size",
-        "epochs of the recipe": "num_epochs epochs",
-        "weight_decay of the recipe": "weight_decay",
-        "seed of the recipe": "seed",
-    }.items()
-    for old in names.split()
+# What other tools and older guides call a setting, by what it is here.
+OLD_NAMES = {
+    "workers": "num_workers dataloader_num_workers dataloader_workers auto_workers",
+    "precision": "amp use_amp no_amp mixed_precision use_mixed_precision autocast bf16 fp16 use_fp16 tf32 fp8",
+    "compile": "torch_compile use_compile no_compile compile_mode compile_model",
+    "micro_batch": "accumulate_grad_batches gradient_accumulation_steps accumulation_steps grad_accum grad_accum_steps",
+    "micro_batch=auto": "auto_batch auto_batch_size find_batch_size auto_scale_batch_size auto_find_batch_size",
+    "checkpointing": "activation_checkpointing gradient_checkpointing use_gradient_checkpointing grad_checkpoint",
+    "on_nonfinite": "recover_nan nan_recovery auto_recover skip_nan skip_nan_batches ignore_nan",
+    "log_every": "log_interval log_every_n_steps logging_steps",
+    "validate_every": "val_check_interval eval_steps check_val_every_n_epoch val_every eval_interval",
+    "prefetch": "non_blocking async_copy",
+    "cache": "use_cache no_cache cache_spectrograms cache_images cache_features cache_in_ram pregenerate precompute",
+    "channels_last": "memory_format nhwc use_channels_last",
+    "attention": "use_flash_attention attn_implementation flash_attention flash_attn",
+    "fused_optimizer": "fused fused_adam use_fused",
+    "ranks": "devices gpus num_gpus world_size nproc_per_node",
+    "strategy=fsdp": "fsdp use_fsdp",
+    "learning_rate": "lr",
+    "epochs": "num_epochs",
 }
+WORDS = {"none": None, "null": None, "true": True, "yes": True, "false": False, "no": False}
+RENAMED_OPTIONS = {old: new for new, names in OLD_NAMES.items() for old in names.split()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +73,7 @@ def settings(cls: type[T]) -> type[T]:
 
 
 def _refusal(cls: type, name: str, value: Any) -> str:
-    """Return the sentence on a `value` for the field `name` that `cls` does not take."""
+    """Return the sentence about a `value` for the field `name` that `cls` does not take."""
     known = settings_of(cls)
     if name not in known:
         renamed = RENAMED_OPTIONS.get(name.lower())
@@ -111,7 +90,6 @@ def settings_of(cls: type) -> dict[str, Setting]:
 
 
 def _setting(name: str, schema: Mapping[str, Any]) -> Setting:
-    """Return what the JSON schema of one field says."""
     variants = schema.get("anyOf", [schema])
     choices = [word for variant in variants for word in variant.get("enum", [variant.get("const")]) if word]
     return Setting(
@@ -125,7 +103,6 @@ def _setting(name: str, schema: Mapping[str, Any]) -> Setting:
 
 
 def _range(variant: Mapping[str, Any]) -> str:
-    """Return the values of a JSON schema that is not of words: `an integer from 1`, `none`, ..."""
     text = {"integer": "an integer", "number": "a number", "boolean": "true | false", "null": "none"}[variant["type"]]
     limits = [f"{word} {variant[key]:g}" for word, key in (("from", "minimum"), ("to", "maximum")) if key in variant]
     return " ".join([text, *limits])
@@ -137,45 +114,35 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f" (did you mean {close[0]}?)" if close else ""
 
 
-def from_text(setting: Setting, text: str) -> Any:
-    """Return what `text` means for `setting`, typed on a command line or in a file; itself where it means nothing."""
-    word = text.strip().lower()
-    if "null" in setting.kinds and word in ("none", "null"):
-        return None
-    if "boolean" in setting.kinds and word in ("true", "yes", "false", "no"):
-        return word in ("true", "yes")
-    for kind, number in (("integer", int), ("number", float)):
-        if kind in setting.kinds:
-            with contextlib.suppress(ValueError):
-                return number(word)
-    return text.strip()
+def from_text(text: str) -> Any:
+    """Return the number or the word that a typed `text` stands for; without one, the text."""
+    for number in (int, float):
+        with contextlib.suppress(ValueError):
+            return number(text)
+    return WORDS.get(text.lower(), text)
 
 
 def from_mapping(cls: type[T], values: Mapping[str, Any]) -> T:
     """Return a `cls` of `values`, among which texts may stand for numbers. Raises PlanError as `cls` itself does."""
     known, given = settings_of(cls), dict[str, Any]()
-    for name, value in values.items():
-        if name in known and isinstance(value, str):
-            value = from_text(known[name], value)
-        elif name in known and value is False and "off" in known[name].choices:
+    for name, typed in values.items():
+        value = from_text(typed) if isinstance(typed, str) else typed
+        if value is False and name in known and "off" in known[name].choices:
             value = "off"  # YAML reads a bare `off` as false
         given[str(name)] = value
     return cls(**given)
 
 
 def from_yaml(cls: type[T], path: str | Path) -> T:
-    """Return the `cls` that the YAML file at `path` describes; a PlanError names the file and what is wrong in it."""
+    """Return the `cls` in the YAML file at `path`. Raises PlanError with the file and what is wrong in it."""
     try:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        why = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise PlanError(f"{path} cannot be read as a YAML file ({why})") from error
-    if not isinstance(values, dict):
-        raise PlanError(f"{path} must hold `field: value` lines for a {cls.__name__}, not {type(values).__name__}")
-    try:
+        if not isinstance(values, dict):
+            raise PlanError(f"it must hold `field: value` lines for a {cls.__name__}, not {type(values).__name__}")
         return from_mapping(cls, values)
-    except PlanError as error:
-        raise PlanError(f"{path}: {error}") from None
+    except (OSError, ValueError, yaml.YAMLError, PlanError) as error:
+        why = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise PlanError(f"{path}: {why}") from error
 
 
 def to_yaml(instance: Any) -> str:

@@ -1,7 +1,7 @@
 """What this machine is and what it can do. What it can reach is measured in `speedkit.ceilings`."""
 
 import contextlib
-import ctypes
+import ctypes.util
 import functools
 import hashlib
 import importlib.util
@@ -10,17 +10,18 @@ import platform
 import re
 import shutil
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from speedkit import system
 from speedkit.config import nearest
 from speedkit.errors import UsageError
 
-CAPABILITIES = ("bf16", "fp16", "tf32", "fp8", "flash_attention", "triton", "cuda_graphs", "compile", "pin_memory")
+CAPABILITIES = ("bf16", "fp16", "tf32", "fp8", "flash_attention", "cuda_graphs", "compile", "pin_memory")
+CGROUPS = Path("/sys/fs/cgroup")
 
 # Least compute capability, and the first generation that has it: what PyTorch's and Triton's kernels ask for, see
 # https://docs.nvidia.com/cuda/cuda-c-programming-guide (Compute Capabilities).
@@ -28,7 +29,6 @@ ON_NVIDIA = {
     "bf16": ((8, 0), "Ampere"),
     "fp16": ((7, 0), "Volta"),
     "tf32": ((8, 0), "Ampere"),
-    "triton": ((7, 0), "Volta"),
     "flash_attention": ((8, 0), "Ampere"),
     "fp8": ((8, 9), "Ada with FP8 tensor cores"),
     "compile": ((7, 0), "Volta"),
@@ -39,7 +39,6 @@ DECODERS = {"torchcodec": "the package torchcodec and FFmpeg's libraries", "libr
 INSTEAD = {
     **dict.fromkeys(DECODERS, 'Use decoder "soundfile"'),
     "flash_attention": 'Use attention "auto"',
-    "triton": 'Use compile "off"',
     "compile": 'Use compile "off"',
     "cuda_graphs": 'Use compile "default"',
     "pin_memory": "Leave pin_memory off",
@@ -75,17 +74,17 @@ class Hardware:
     def supports(self, capability: str) -> bool:
         """Whether `capability`, of CAPABILITIES or DECODERS, is really there. Raises UsageError for an unknown name."""
         if capability not in (*CAPABILITIES, *DECODERS):
-            near, known = nearest(capability, CAPABILITIES), ", ".join((*CAPABILITIES, *DECODERS))
-            raise UsageError(f'there is no capability "{capability}"{near}: take {known}')
-        return not _lacks(self, capability)
+            raise UsageError(f'there is no capability "{capability}"{nearest(capability, CAPABILITIES)}')
+        return all(has for has, _ in _needs(self, capability))
 
     def why_not(self, capability: str) -> str:
         """Return why the device lacks `capability` and what to use instead, or "" if it has it."""
         if self.supports(capability):
             return ""
+        needs = next(words for has, words in _needs(self, capability) if not has)
         precision = next((other for other in ("bf16", "fp16") if self.supports(other)), "default")
         instead = INSTEAD.get(capability, f'Use precision "{precision}"')
-        return f"{_lacks(self, capability)}. {instead}."
+        return f"{capability} needs {needs}. {instead}."
 
     @property
     def name(self) -> str:
@@ -107,47 +106,31 @@ class Hardware:
         }
 
 
-def _lacks(hardware: Hardware, capability: str) -> str:
-    """Return what `capability` needs and what the device is instead, or "" where it has it."""
-    kind, has = hardware.device.type, hardware.compute_capability
-    tools, flags = capability in ("compile", "triton"), ON_CPU.get(capability, ()) if kind == "cpu" else ()
-    least, generation = ON_NVIDIA.get(capability, ((0, 0), ""))
-    if flags or (kind == "cpu" and capability in ("compile", "flash_attention")):
-        least = (0, 0)
-    told = f"has {has[0]}.{has[1]}" if has else "is none, or does not tell"
-    emulates = " and only emulates it" if has and capability == "bf16" else ""
-    language, compiler, variable = ("C++", "g++", "CXX") if kind == "cpu" else ("C", "gcc", "CC")
-    reasons = [
-        (
-            capability in DECODERS and capability not in hardware.decoders,
-            f"{DECODERS.get(capability)}, which cannot be loaded: install the extra `decode`, "
-            "and FFmpeg for torchcodec",
-        ),
-        (capability in ("pin_memory", "cuda_graphs") and kind != "cuda", f"a CUDA GPU; the device is {hardware.name}"),
-        (
-            flags and not set(flags) & set(hardware.cpu_flags),
-            f"a CPU with one of {', '.join(flags)} to be fast; this one has none and emulates it",
-        ),
-        (
-            (has or (0, 0)) < least,
-            f"an NVIDIA GPU of compute capability {least[0]}.{least[1]}, {generation}, or newer; {hardware.name} {told}"
-            f"{emulates}",
-        ),
-        (
-            capability == "flash_attention" and not hardware.flash_attention,
-            f"its kernels for {hardware.name}, which are not in this build of PyTorch",
-        ),
-        (tools and kind != "cpu" and not hardware.triton, "the package triton, which cannot be imported: install it"),
-        (
-            tools and not hardware.compiler,
-            f"a {language} compiler; there is none: install {compiler}, or set {variable} to yours",
-        ),
-        (
-            tools and not hardware.python_headers,
-            "Python's headers (Python.h), which are not there: install python3-dev (python3-devel)",
-        ),
-    ]
-    return next((f"{capability} needs {needs}" for lacking, needs in reasons if lacking), "")
+def _needs(hardware: Hardware, capability: str) -> Iterator[tuple[bool, str]]:
+    """Yield what `capability` takes, each as whether the device has it, and in words."""
+    kind, name = hardware.device.type, hardware.name
+    if capability in DECODERS:
+        yield capability in hardware.decoders, DECODERS[capability]
+    elif capability in ("pin_memory", "cuda_graphs"):
+        yield kind == "cuda", f"a CUDA GPU; the device is {name}"
+    elif kind == "cpu" and capability in ON_CPU:
+        flags = ON_CPU[capability]
+        fast = any(flag in hardware.cpu_flags for flag in flags)
+        yield fast, f"a CPU with one of {', '.join(flags)}: this one emulates it, slowly"
+    elif kind != "cpu" or capability in ("tf32", "fp8"):
+        (major, minor), generation = ON_NVIDIA[capability]
+        has = hardware.compute_capability
+        told = f"has {has[0]}.{has[1]}" if has else "is none, or does not tell"
+        emulates = " and only emulates it" if has and capability == "bf16" else ""
+        least = f"an NVIDIA GPU of compute capability {major}.{minor}, {generation}, or newer"
+        yield has is not None and has >= (major, minor), f"{least}; {name} {told}{emulates}"
+    if capability == "flash_attention":
+        yield hardware.flash_attention, f"its kernels for {name}, which are not in this build of PyTorch"
+    if capability == "compile":
+        compiler = "C++ compiler: install g++, or set CXX" if kind == "cpu" else "C compiler: install gcc, or set CC"
+        yield hardware.triton or kind == "cpu", "the package triton, which cannot be imported: install it"
+        yield bool(hardware.compiler), f"a {compiler} to yours"
+        yield hardware.python_headers, "Python's headers (Python.h): install python3-dev (python3-devel)"
 
 
 def this_machine(device: str | torch.device = "auto") -> Hardware:
@@ -169,39 +152,84 @@ def cache_root() -> Path:
     return Path(os.environ.get("SPEEDKIT_CACHE_DIR") or Path.home() / ".cache" / "speedkit")
 
 
+def usable_cores() -> int:
+    """Return how many cores this process may use: its CPU affinity, lowered by the quotas of its control groups."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for limit in _cgroup_limits("cpu.max"):
+        quota, _, period = limit.partition(" ")  # "150000 100000", or "max 100000"
+        if quota.isdigit():
+            cores = min(cores, max(1, int(quota) // int(period)))
+    return cores
+
+
+def usable_ram_bytes() -> int:
+    """Return the bytes of RAM this process may use: the machine's, lowered by the limits of its control groups."""
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([machine, *(int(limit) for limit in _cgroup_limits("memory.max") if limit.isdigit())])
+
+
+def _cgroup_limits(name: str) -> list[str]:
+    """Return what the file `name` holds in each of this process's control groups (version 2, man 7 cgroups)."""
+    own = Path("/proc/self/cgroup")
+    group = Path(own.read_text().rpartition("::")[2].strip().lstrip("/") if own.exists() else "")
+    # A container may see its own group mounted as the root, so the root itself is among them.
+    files = [CGROUPS / folder / name for folder in (group, *group.parents)]
+    return [file.read_text().strip() for file in files if os.access(file, os.R_OK)]
+
+
+def nvml_facts(uuid: str, *names: str) -> dict[str, Any]:
+    """Return what NVML says of a GPU as to `names`; what it does not tell (MIG, virtual GPUs) is left out.
+
+    driver, power_limit_w, power_w, sm_hz, memory_hz, energy_j (since the driver was loaded) and utilisation, 0 to 1: as
+    nvidia-smi shows it.
+    """
+    facts: dict[str, Any] = {}
+    with contextlib.suppress(Exception):  # NVML's absence or refusal costs facts, never a run
+        import pynvml as nvml  # the module of the distribution nvidia-ml-py
+
+        nvml.nvmlInit()
+        # NVML counts all GPUs, CUDA only the visible ones: the UUID is what both call it.
+        gpu = functools.partial(nvml.nvmlDeviceGetHandleByUUID, f"GPU-{uuid}")
+        ask = {
+            "driver": nvml.nvmlSystemGetDriverVersion,
+            "power_limit_w": lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu()) / 1e3,
+            "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(gpu()) / 1e3,
+            "sm_hz": lambda: nvml.nvmlDeviceGetClockInfo(gpu(), nvml.NVML_CLOCK_SM) * 1e6,
+            "memory_hz": lambda: nvml.nvmlDeviceGetClockInfo(gpu(), nvml.NVML_CLOCK_MEM) * 1e6,
+            "energy_j": lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(gpu()) / 1e3,
+            "utilisation": lambda: nvml.nvmlDeviceGetUtilizationRates(gpu()).gpu / 100,
+        }
+        for name in names:
+            with contextlib.suppress(nvml.NVMLError):
+                facts[name] = ask[name]()
+    return facts
+
+
 @functools.lru_cache
 def _facts(device: torch.device) -> Hardware:
     cpu, compiler = torch.cpu.get_capabilities(), os.environ.get("CXX", "g++")  # as torch._inductor.config
     if device.type == "cuda":  # as triton.runtime.build
         compiler = os.environ.get("CC") or shutil.which("gcc") or "clang"
+    ffmpeg = ctypes.util.find_library("avutil")  # without whose libraries torchcodec cannot be imported
+    installed = [name for name in DECODERS if importlib.util.find_spec(name)]
+    decoders = [name for name in installed if ffmpeg or name != "torchcodec"]
     release = re.split(r"[^\d.]", platform.release())[0]  # the rest tells who built it, and may tell where
     return Hardware(
         device=device,
         cpu=cpu.get("cpu_name") or platform.processor() or platform.machine(),
         cpu_flags=tuple(flag for flags in ON_CPU.values() for flag in flags if cpu.get(flag)),
-        cores=system.usable_cores(),
-        ram_bytes=system.usable_ram_bytes(),
+        cores=usable_cores(),
+        ram_bytes=usable_ram_bytes(),
         shm_bytes=shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None,
         os=f"{platform.system()} {release}",
         python_version=platform.python_version(),
         torch_version=str(torch.__version__),
         triton=importlib.util.find_spec("triton") is not None,
         compiler=shutil.which(compiler) or "",
-        decoders=("soundfile", *filter(_loads, DECODERS)),
+        decoders=("soundfile", *decoders),
         python_headers=Path(sysconfig.get_path("include"), "Python.h").exists(),
         **(_gpu_facts(device) if device.type == "cuda" else {}),
     )
-
-
-def _loads(decoder: str) -> bool:
-    """Whether a decoder's package is there, and for torchcodec one of FFmpeg 4 to 8: the smallest library is tried."""
-    if decoder != "torchcodec" or not importlib.util.find_spec(decoder):
-        return importlib.util.find_spec(decoder) is not None
-    for number in range(56, 61):
-        for name in (f"libavutil.so.{number}", f"libavutil.{number}.dylib"):
-            with contextlib.suppress(OSError):
-                return bool(ctypes.CDLL(name))
-    return False
 
 
 def _gpu_facts(device: torch.device) -> dict[str, Any]:
@@ -212,5 +240,5 @@ def _gpu_facts(device: torch.device) -> dict[str, Any]:
         "compute_capability": None if torch.version.hip else (properties.major, properties.minor),
         "gpu_memory_bytes": properties.total_memory,
         "flash_attention": torch.backends.cuda.is_flash_attention_available(),
-        **system.nvml_facts(str(properties.uuid), "driver", "power_limit_w"),
+        **nvml_facts(str(properties.uuid), "driver", "power_limit_w"),
     }

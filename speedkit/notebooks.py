@@ -1,7 +1,6 @@
 """Strict papermill runs: names and types are checked, a run always ends, and its output is whole or as before."""
 
 import ast
-import asyncio
 import concurrent.futures
 import contextlib
 import functools
@@ -10,7 +9,6 @@ import logging
 import os
 import sys
 import tempfile
-import time
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -112,72 +110,66 @@ def run_notebook(
     parameters: Mapping[str, Any] | None = None,
     *,
     timeout_s: float = 3600.0,
+    folder: Path | None = None,
+    environment: Mapping[str, str] | None = None,
     progress: bool = True,
 ) -> Path:
-    """Run notebook `source` with `parameters` in a fresh kernel, in its own folder, and leave what was run at `out`.
+    """Run notebook `source` with `parameters` in a fresh kernel, in `folder` or its own, and leave what ran at `out`.
 
-    `timeout_s` is for all cells; `progress` is a bar on a terminal and lines elsewhere. Raises UsageError before
-    anything starts, SpeedkitError when a cell fails or time is up: `out` is then, as after Ctrl-C, as it was, and what
-    did run is beside it as NAME.failed.ipynb.
+    `timeout_s` is for each cell, `environment` for the kernel. Raises UsageError before anything starts, SpeedkitError
+    when a cell fails or its time is up: `out` is then, as after Ctrl-C, as it was, and what did run is beside it as
+    NAME.failed.ipynb.
     """
     source, out = Path(source).resolve(), Path(out).resolve()
     values = typed_parameters(source, parameters or {})
     if out == source:
         raise UsageError(f"{source.name} cannot be run onto itself: name another output")
     out.parent.mkdir(parents=True, exist_ok=True)
-    partial = _failed(out)  # papermill writes it cell by cell
-    if why := _execute(source, partial, values, timeout_s=timeout_s, folder=source.parent, progress=progress):
-        raise SpeedkitError(f"{source.name}, {why}. What did run is in {partial}")
+    partial = failed_copy(out)  # papermill writes it cell by cell
+    begun, bar = list[int](), progress and sys.stderr.isatty()
+
+    def before_cell(cell_index: int, **_: Any) -> None:
+        begun.append(cell_index)
+        if progress and not bar:
+            print(f"{source.stem}: cell {len(begun)}", flush=True)
+
+    client_options = {
+        "timeout": timeout_s,
+        "iopub_timeout": OUTPUT_S,
+        "on_cell_execute": before_cell,
+        "resources": {"metadata": {"path": str(folder or source.parent)}},
+        "extra_arguments": ["--IPKernelApp.log_level=CRITICAL"],  # its log is no output of the notebook
+        "log": logging.getLogger("papermill"),
+    }
+    try:
+        with device_lock():
+            executed = papermill.execute_notebook(
+                str(source),
+                str(partial),
+                values,
+                engine_name="speedkit",
+                kernel_name="python3",
+                progress_bar={"desc": source.stem, "leave": False} if bar else False,
+                client_options=client_options,
+                environment=dict(environment or {}),
+            )
+        # papermill finds nothing wrong with sys.exit(0), and leaves out all cells after it.
+        why = "SystemExit" if executed.metadata.papermill.exception else ""
+    except papermill.PapermillExecutionError as error:
+        why = f"{error.ename}: {error.evalue}".strip(": ").splitlines()[0]
+    except CellTimeoutError:
+        why = f"stopped after {timeout_s:.0f} s"
+    except RuntimeError as error:
+        why = f"the kernel died, perhaps out of memory, or did not start ({error})"
+    if why:
+        raise SpeedkitError(f"{source.name}, cell [{len(begun)}]: {why}. What did run is in {partial}")
     partial.replace(out)
     return out
 
 
-def _failed(out: Path) -> Path:
+def failed_copy(out: Path) -> Path:
+    """Return where the cells that did run are left when the notebook that would be `out` fails."""
     return out.with_name(f"{out.stem}.failed.ipynb")
-
-
-def _execute(source: Path, out: Path, values: dict[str, Any], *, timeout_s: float, folder: Path, progress: bool) -> str:
-    """Run `source` in `folder` into `out`; return which cell failed and why, "" when none did."""
-    bar: Any = {"desc": source.stem, "leave": False} if progress and sys.stderr.isatty() else False
-    number = 0
-
-    def before_cell(cell: Any, cell_index: int) -> None:
-        nonlocal number
-        number += 1
-        if progress and not bar:
-            print(f"{source.stem}: cell {number}", flush=True)
-
-    try:
-        with device_lock():
-            end_s = time.monotonic() + timeout_s
-            client_options = {
-                "timeout_func": lambda cell: max(0.001, end_s - time.monotonic()),
-                "iopub_timeout": OUTPUT_S,
-                "on_cell_execute": before_cell,
-                "resources": {"metadata": {"path": str(folder)}},
-                "extra_arguments": ["--IPKernelApp.log_level=CRITICAL"],  # its log is no output of the notebook
-                "log": logging.getLogger("papermill"),
-            }
-            executed = papermill.execute_notebook(
-                str(source),
-                str(out),
-                values,
-                engine_name="speedkit",
-                kernel_name="python3",
-                progress_bar=bar,
-                client_options=client_options,
-            )
-    except papermill.PapermillExecutionError as error:
-        why = f"{error.ename}: {error.evalue}".strip(": ").splitlines()[0]
-    except CellTimeoutError as error:
-        late = "IOPub" not in str(error)
-        why = f"stopped, the notebook's {timeout_s:.0f} s are over" if late else "its outputs did not arrive"
-    except RuntimeError as error:
-        why = f"the kernel died, perhaps out of memory, or did not start ({error})"
-    else:
-        # papermill finds nothing wrong with sys.exit(0), and leaves out all cells after it.
-        why = "SystemExit" if executed.metadata.papermill.exception else ""
-    return why and f"cell [{number}]: {why}"
 
 
 class SilentOutput(OutputWidget):
@@ -197,12 +189,18 @@ class SpeedkitEngine(Engine):
 
     @classmethod
     def execute_managed_notebook(
-        cls, nb_man: NotebookExecutionManager, kernel_name: str, *, client_options: dict[str, Any], **_: Any
+        cls,
+        nb_man: NotebookExecutionManager,
+        kernel_name: str,
+        *,
+        client_options: dict[str, Any],
+        environment: dict[str, str],
+        **_: Any,
     ) -> None:
         """Run the cells of `nb_man`."""
         client = PapermillNotebookClient(nb_man, kernel_name=kernel_name, **client_options)
         client.widget_registry = {"@jupyter-widgets/output": {"OutputModel": SilentOutput}}
-        client.execute(env=os.environ | {DEVICE_HELD: "1"})
+        client.execute(env=os.environ | environment | {DEVICE_HELD: "1"})
 
 
 papermill_engines.register("speedkit", SpeedkitEngine)
@@ -254,23 +252,25 @@ def sweep(
     out.mkdir(parents=True, exist_ok=True)
 
     errors: dict[Path, str] = {}
-    for path, (why, executed) in _results(jobs, executor):
-        target = _failed(path) if why else path
+    for path, (executed, why) in _results(jobs, executor):
         if executed:
-            write_text(target, executed)
-        errors[path] = f"{why}. What did run is in {target}" if why and executed else why
-        print(f"{len(errors)}/{len(jobs)} {path.stem}: {errors[path] or 'done'}", flush=True)
+            write_text(failed_copy(path) if why else path, executed)
+        errors[path] = why
+        print(f"{len(errors)}/{len(jobs)} {path.stem}: {why or 'done'}", flush=True)
     return {path: errors[path] for path in jobs}
 
 
 def _run_text(text: str, source: Path, values: dict[str, Any], timeout_s: float) -> tuple[str, str]:
-    """Run the notebook `text`, in the folder of `source` where this machine has that; return why it failed, and it."""
+    """Run the notebook `text`, in the folder of `source` where this machine has that; return what ran, and why not."""
     with tempfile.TemporaryDirectory(prefix="speedkit-") as scratch:
-        copy, executed = Path(scratch, source.name), Path(scratch, "executed.ipynb")
+        copy, executed, why = Path(scratch, source.name), Path(scratch, "executed.ipynb"), ""
         copy.write_text(text, encoding="utf-8")
-        folder = source.parent if source.parent.is_dir() else Path(scratch)
-        why = _execute(copy, executed, values, timeout_s=timeout_s, folder=folder, progress=False)
-        return why and f"{source.name}, {why}", executed.read_text(encoding="utf-8")
+        folder = source.parent if source.parent.is_dir() else None
+        try:
+            run_notebook(copy, executed, values, timeout_s=timeout_s, folder=folder, progress=False)
+        except SpeedkitError as error:
+            executed, why = failed_copy(executed), str(error).partition(". What did run")[0]
+        return executed.read_text(encoding="utf-8"), why
 
 
 def _results(
@@ -281,17 +281,10 @@ def _results(
         yield from ((path, job()) for path, job in jobs.items())
         return
     futures = {executor.submit(job): path for path, job in jobs.items()}
-    try:
-        for future in concurrent.futures.as_completed(futures):
-            path = futures.pop(future)  # Dask would run again what somebody holds, when it loses a worker
-            try:
-                result = future.result()
-            except Exception as error:  # the executor's: its process died, its cluster went away
-                result = (f"{type(error).__name__}: {error}".strip(": ").splitlines()[0], "")
-            yield path, result
-    finally:
-        for future in futures:
-            future.cancel()
+    for future in concurrent.futures.as_completed(futures):
+        path = futures.pop(future)  # Dask would run again what somebody holds, when it loses a worker
+        error = future.exception()  # the executor's: its process died, its cluster went away
+        yield path, ("", f"{type(error).__name__}: {error}".splitlines()[0]) if error else future.result()
 
 
 @contextlib.contextmanager
@@ -305,20 +298,12 @@ def cluster_executor(address: str) -> Iterator[concurrent.futures.Executor]:
         import distributed
     except ImportError as error:
         raise UsageError("--cluster needs Dask: install it with pip install -e .[cluster]") from error
-    with contextlib.ExitStack() as stack:
-        try:
-            # Client alone would wait for ever where something takes the connection and then says nothing.
-            distributed.utils.LoopRunner(asynchronous=False).run_sync(_connect, address)
-            client = stack.enter_context(distributed.Client(address, timeout=CONNECT_S, set_as_default=False))
-            client.wait_for_workers(1, timeout=CONNECT_S)
-        except Exception as error:  # what else may listen there can answer anything
-            why = f"no Dask scheduler with a worker answers at {address} within {CONNECT_S} s"
-            how = f"start `dask scheduler`, and `dask worker {address} --nthreads 1` on each machine"
-            raise UsageError(f"{why}: {how}") from error
+    try:
+        client = distributed.Client(address, timeout=CONNECT_S, set_as_default=False)
+        client.wait_for_workers(1, timeout=CONNECT_S)
+    except (OSError, ValueError) as error:
+        why = f"no Dask scheduler with a worker answers at {address} within {CONNECT_S} s"
+        how = f"start `dask scheduler`, and `dask worker {address} --nthreads 1` on each machine"
+        raise UsageError(f"{why}: {how}") from error
+    with client:
         yield client.get_executor(pure=False)  # not pure: a sweep that is run again runs
-
-
-async def _connect(address: str) -> None:
-    from distributed.comm import connect
-
-    (await asyncio.wait_for(connect(address), CONNECT_S)).abort()

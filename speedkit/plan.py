@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
@@ -26,6 +27,7 @@ NEEDS = (
     *(("decoder", decoder, decoder, "soundfile") for decoder in ("torchcodec", "librosa")),
 )
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # the modes of torch.compile that record them
+Rule = tuple[str, Any, str]  # a field that cannot be as it is, what it is instead, and why
 Count = Annotated[int, Field(ge=1)]
 
 
@@ -175,143 +177,107 @@ def resolve(
     """
     hardware = hardware or this_machine()
     check_ranks(plan.ranks, hardware)
-    # Each rule sees what those before it have left: first what the machine lacks, then what the data has no use for.
-    effective = _for_machine(EffectivePlan(plan, plan), hardware)
-    if workload is not None:
-        effective = _for_data(effective, workload)
-    effective = _for_cache(effective, hardware)
-    effective = _for_cuda_graphs(effective, hardware, batch_size)
-    if workload is not None:
-        effective = _for_waveforms(effective, workload)
-    if plan.ranks > 1:
-        effective = _for_ranks(effective, hardware)
+    effective = EffectivePlan(plan, plan)
+    # One at a time, and then all are asked again: what one field falls back to may be in the way of another.
+    while broken := next(_broken_rules(effective.plan, hardware, workload, batch_size), None):
+        effective = effective.fall_back(*broken)
+    if workload is not None and workload.augment_waveform is not None:
+        plan = effective.plan
+        if (plan.features_on == "cpu") if plan.cache == "off" else (plan.cache_of == "features"):
+            why = "augment_waveform is skipped: it is for waveforms on the device (features_on or cache_of)"
+            effective = effective.fall_back("features_on", plan.features_on, why)
     if strict and effective.fallbacks:
         raise PlanError(f"the plan cannot be honoured here, and --strict allows no fallback: {effective.fallbacks[0]}")
     return effective
 
 
-def _for_machine(effective: EffectivePlan, hardware: Hardware) -> EffectivePlan:
-    """Fall back from what the machine lacks, and to what a format or a copy takes there."""
+def _broken_rules(
+    plan: Plan, hardware: Hardware, workload: "Workload | None", batch_size: int | None
+) -> Iterator[Rule]:
     for field, value, capability, instead in NEEDS:
-        if getattr(effective.plan, field) == value and not hardware.supports(capability):
-            effective = effective.fall_back(field, instead, hardware.why_not(capability))
-    plan, on_cuda, name = effective.plan, hardware.device.type == "cuda", hardware.name
-    if plan.attention in ("efficient", "cudnn") and not on_cuda:
-        why = f"this kernel is one of CUDA's; {name} has flash and math, of which it takes what a call allows"
-        effective = effective.fall_back("attention", "auto", why)
-    if plan.allocator != "default" and not on_cuda:
-        why = f"segments are CUDA's way to hand out memory; the device is {name}"
-        effective = effective.fall_back("allocator", "default", why)
-    if plan.prefetch and not on_cuda:
-        why = f"a copy beside the computation needs a CUDA GPU; the device is {name}"
-        effective = effective.fall_back("prefetch", False, why)
-    elif plan.prefetch and not plan.pin_memory:
-        why = "prefetch copies without waiting, which takes page-locked memory"
-        effective = effective.fall_back("pin_memory", True, why)
-    if plan.precision == "fp16" and not plan.fused_optimizer:
-        why = "float16 loss scaling skips bad steps on the device, without a host sync, only in a fused optimizer"
-        effective = effective.fall_back("fused_optimizer", True, why)
-    elif plan.on_nonfinite != "raise" and not plan.fused_optimizer and on_cuda:
-        why = "an unfused optimizer cannot leave a step out by itself: the host waits for the device in every step"
-        effective = effective.fall_back("on_nonfinite", plan.on_nonfinite, why)
-    return effective
-
-
-def _for_data(effective: EffectivePlan, workload: "Workload") -> EffectivePlan:
-    """Fall back from what the items of `workload` have no use for."""
-    if not workload.cacheable:
-        why = (
-            f"the items of {workload.name} are slices of memory already, so there is nothing to read, compute or keep; "
-            "or not what a cache keeps, decimal inputs with whole-number targets"
-        )
-        for field, instead in (("cache", "off"), ("features_on", "cpu"), ("shards", False)):
-            if getattr(effective.plan, field) != instead:
-                effective = effective.fall_back(field, instead, why)
-    if effective.plan.bucket and workload.length is None:
-        why = f"all items of {workload.name} have one length: nothing is padded"
-        effective = effective.fall_back("bucket", False, why)
-    if effective.plan.compile in CUDA_GRAPHS and workload.length is not None and not effective.plan.bucket:
-        why = "lengths differ from batch to batch, and each would be tuned and recorded anew: bucket makes them few"
-        effective = effective.fall_back("compile", "default", why)
-    return effective
-
-
-def _for_cache(effective: EffectivePlan, hardware: Hardware) -> EffectivePlan:
-    """Fall back from what has no use beside a cache."""
-    plan = effective.plan
-    if plan.cache == "off":
-        return effective
-    if plan.cache == "device" and hardware.device.type == "cpu":
-        effective = effective.fall_back("cache", "ram", "the device is this CPU, whose memory is the RAM")
-    if plan.workers != 0:
-        why = "a cached batch is one gather from memory; worker processes would copy it once more"
-        effective = effective.fall_back("workers", 0, why)
-    if plan.cache_of == "features" and plan.features_on == "device":
-        why = "the cache holds features: there is nothing left to compute on the device"
-        effective = effective.fall_back("features_on", "cpu", why)
-    return effective
-
-
-def _for_cuda_graphs(effective: EffectivePlan, hardware: Hardware, batch_size: int | None) -> EffectivePlan:
-    """Fall back from CUDA graphs where the gradients of micro-batches add up."""
-    plan = effective.plan
-    smaller = isinstance(plan.micro_batch, int) and batch_size is not None and plan.micro_batch < batch_size
-    if hardware.device.type == "cuda" and plan.compile in CUDA_GRAPHS and (smaller or plan.micro_batch == "auto"):
+        if getattr(plan, field) == value and not hardware.supports(capability):
+            yield field, instead, hardware.why_not(capability)
+    yield from _device_rules(plan, hardware)
+    if workload is not None:
+        yield from _data_rules(plan, workload)
+    if plan.cache != "off":
+        yield from _cache_rules(plan, hardware)
+    if plan.ranks > 1:
+        yield from _fsdp_rules(plan, hardware) if plan.strategy == "fsdp" else _ddp_rules(plan)
+    adds_up = plan.micro_batch == "auto" or (batch_size and plan.micro_batch and plan.micro_batch < batch_size)
+    if adds_up and plan.compile in CUDA_GRAPHS and hardware.device.type == "cuda":
         # https://github.com/pytorch/pytorch/issues/169545
         why = "gradients that are added up lie in memory that the next replay of a CUDA graph writes over"
-        effective = effective.fall_back("compile", "default", why)
-    return effective
+        yield "compile", "default", why
 
 
-def _for_waveforms(effective: EffectivePlan, workload: "Workload") -> EffectivePlan:
-    """Fall back from what waveforms cannot have where they differ in length or never reach the device."""
-    if workload.length is not None:
-        why = "lengths differ: features of padded waveforms would depend on the padding"
-        if effective.plan.features_on == "device":
-            effective = effective.fall_back("features_on", "cpu", why)
-        if effective.plan.cache != "off" and effective.plan.cache_of == "waveform":
-            effective = effective.fall_back("cache_of", "features", why)
-    plan = effective.plan
-    on_device = plan.features_on == "device" if plan.cache == "off" else plan.cache_of == "waveform"
-    if workload.augment_waveform is not None and not on_device:
-        why = "augment_waveform is skipped: it is for waveforms on the device (features_on=device, cache_of=waveform)"
-        effective = effective.fall_back("features_on", plan.features_on, why)
-    return effective
+def _device_rules(plan: Plan, hardware: Hardware) -> Iterator[Rule]:
+    if hardware.device.type != "cuda":
+        if plan.attention in ("efficient", "cudnn"):
+            yield "attention", "auto", f"this kernel is one of CUDA's; the device is {hardware.name}"
+        if plan.allocator != "default":
+            yield "allocator", "default", f"segments are CUDA's way to hand out memory; the device is {hardware.name}"
+        if plan.prefetch:
+            yield "prefetch", False, f"a copy beside the computation needs a CUDA GPU; the device is {hardware.name}"
+    elif plan.prefetch and not plan.pin_memory:
+        yield "pin_memory", True, "prefetch copies without waiting, which takes page-locked memory"
+    if plan.precision == "fp16" and not plan.fused_optimizer:
+        why = "float16 loss scaling skips bad steps on the device, without a host sync, only in a fused optimizer"
+        yield "fused_optimizer", True, why
 
 
-def _for_ranks(effective: EffectivePlan, hardware: Hardware) -> EffectivePlan:
-    """Fall back from what several ranks cannot do together."""
-    plan, fsdp = effective.plan, effective.plan.strategy == "fsdp"
-    here = int(os.environ.get("LOCAL_WORLD_SIZE") or plan.ranks)
-    if hardware.device.type == "cpu" and here > hardware.cores:
-        why = f"{here} ranks take turns on {hardware.cores} cores: fewer are as fast"
-        effective = effective.fall_back("ranks", plan.ranks, why)
-    if plan.compile != "off" and fsdp:
-        why = "compiled code does not gather the weights that fsdp has sharded; ddp compiles"
-        effective = effective.fall_back("compile", "off", why)
-    elif plan.compile in CUDA_GRAPHS:
-        why = "CUDA graphs keep gradients where ddp does not look for them"
-        effective = effective.fall_back("compile", "default", why)
-    if plan.compile != "off" and plan.compile_scope == "step" and not fsdp:
-        why = "gradients are exchanged between the backward pass and the update"
-        effective = effective.fall_back("compile_scope", "model", why)
-    if plan.channels_last and fsdp:
-        effective = effective.fall_back("channels_last", False, "fsdp shards only weights that lie in the usual order")
-    if plan.precision.startswith("fp8") and fsdp:
-        why = "8-bit layers need a gathering of their own under fsdp, which is not offered"
-        effective = effective.fall_back("precision", "bf16", why)
-    if plan.precision == "fp16" and fsdp:
-        why = "gradients that overflow in one rank's shard have to scale the loss of all ranks"
-        effective = effective.fall_back("precision", "bf16", why)
-    return effective
+def _data_rules(plan: Plan, workload: "Workload") -> Iterator[Rule]:
+    if not workload.cacheable:
+        why = f"the items of {workload.name} are slices of memory, or decimal inputs with whole-number targets"
+        for field, instead in (("cache", "off"), ("features_on", "cpu"), ("shards", False)):
+            if getattr(plan, field) != instead:
+                yield field, instead, why
+    if workload.length is None:
+        if plan.bucket:
+            yield "bucket", False, f"all items of {workload.name} have one length: nothing is padded"
+        return
+    if plan.compile in CUDA_GRAPHS and not plan.bucket:
+        why = "lengths differ from batch to batch, and each would be tuned and recorded anew: bucket makes them few"
+        yield "compile", "default", why
+    why = "lengths differ: features of padded waveforms would depend on the padding"
+    if plan.features_on == "device":
+        yield "features_on", "cpu", why
+    if plan.cache != "off" and plan.cache_of == "waveform":
+        yield "cache_of", "features", why
+
+
+def _cache_rules(plan: Plan, hardware: Hardware) -> Iterator[Rule]:
+    if plan.cache == "device" and hardware.device.type == "cpu":
+        yield "cache", "ram", "the device is this CPU, whose memory is the RAM"
+    if plan.workers != 0:
+        yield "workers", 0, "a cached batch is one gather from memory; worker processes would copy it once more"
+    if plan.cache_of == "features" and plan.features_on == "device":
+        yield "features_on", "cpu", "the cache holds features: there is nothing left to compute on the device"
+
+
+def _fsdp_rules(plan: Plan, hardware: Hardware) -> Iterator[Rule]:
+    half = "bf16" if hardware.supports("bf16") else "default"
+    if plan.compile != "off":
+        yield "compile", "off", "compiled code does not gather the weights that fsdp has sharded; ddp compiles"
+    if plan.channels_last:
+        yield "channels_last", False, "fsdp shards only weights that lie in the usual order"
+    if plan.precision.startswith("fp8"):
+        yield "precision", half, "8-bit layers need a gathering of their own under fsdp, which is not offered"
+    if plan.precision == "fp16":
+        yield "precision", half, "gradients that overflow in one rank's shard have to scale the loss of all ranks"
+
+
+def _ddp_rules(plan: Plan) -> Iterator[Rule]:
+    if plan.compile in CUDA_GRAPHS:
+        yield "compile", "default", "CUDA graphs keep gradients where ddp does not look for them"
+    if plan.compile != "off" and plan.compile_scope == "step":
+        yield "compile_scope", "model", "gradients are exchanged between the backward pass and the update"
 
 
 def check_ranks(ranks: int, hardware: Hardware) -> None:
     """Raise PlanError where `hardware` has no device for each of those that run on it."""
     here, kind = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks), hardware.device.type
-    if ranks == 1:
-        return
-    if kind == "cuda" and here > hardware.gpu_count:
+    if ranks > 1 and kind == "cuda" and here > hardware.gpu_count:
         raise PlanError(f"ranks={ranks} takes {here} GPUs here, and there are {hardware.gpu_count}: lower ranks")
-    if kind not in ("cuda", "cpu"):
+    if ranks > 1 and kind not in ("cuda", "cpu"):
         raise PlanError(f"ranks={ranks} takes a CUDA GPU each, or a CPU; the device is {hardware.name}: use ranks=1")

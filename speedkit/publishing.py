@@ -1,38 +1,33 @@
 """Publishing: run notebooks here or take in what others ran, keep outputs and records, draw the README from them."""
 
-import contextlib
 import json
 import math
-import os
 import re
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 from speedkit import files
 from speedkit.errors import SpeedkitError, UsageError
-from speedkit.hardware import this_machine
-from speedkit.measure.folklore import WORDS, gather, seen
+from speedkit.hardware import nvml_facts, this_machine
+from speedkit.measure.folklore import WORDS
 from speedkit.measure.provenance import commit, is_current, notebooks_folder
 from speedkit.measure.record import RECORD_MIME, code_cells, displayed_records, read_notebook, record_of
 from speedkit.measure.schema import load_record, published, validate_record
-from speedkit.notebooks import find_notebooks, run_notebook, typed_parameters
+from speedkit.notebooks import find_notebooks, run_notebook
 from speedkit.show.figures import device_name, save, waterfall
 
-BUSY_PERCENT = 5  # an idle GPU reports 0; a desktop's screen a few
-NOTEBOOK_S = 3600.0  # the longest that one may run
+BUSY = 0.05  # utilisation: an idle GPU reports 0; a desktop's screen a few per cent
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 CLIMB, LADDER = "90_climb.ipynb", "records/ladder.svg"
-FOLKLORE = "50_folklore.ipynb"  # it shows what all others recorded: last of all, too
-FIRST = ("90", "21", "23", "22", "12", "14", "25", "20", "26", "24", "02", "50", "41")  # a GPU may be lent for minutes
+FOLKLORE = "50_folklore.ipynb"  # it shows what all others recorded: last of all
 WORKLOADS = ("image", "speech", "text")  # of the climb, a record each; its notebook shows audio
 
 
 class Outcome(NamedTuple):
-    """What became of one notebook or record: published, current (nothing to do), failed, refused or left (no time)."""
+    """What became of one notebook or record: published, current (nothing to do), left (no time) or failed."""
 
     name: str
     state: str
@@ -42,12 +37,6 @@ class Outcome(NamedTuple):
 def is_stale(executed: Path, source: Path | None = None) -> bool:
     """Whether what the notebook `executed` shows came from other code than that of `source`, itself by default."""
     return not is_current(record_of(read_notebook(executed)), source or executed)
-
-
-def is_outdated(executed: Path) -> bool:
-    """Whether the notebook `executed` was drawn from records of others that have changed since, or are stale now."""
-    record = record_of(read_notebook(executed)) or {}
-    return "seen" in record and record["seen"] != seen(gather(notebooks_folder(), but=record)[0])
 
 
 def device_slug(hardware: Mapping[str, Any]) -> str:
@@ -64,67 +53,48 @@ def publish(
     *,
     workload: str = "",
     allow_changes: bool = False,
-    rehearse: bool = False,
 ) -> list[Outcome]:
     """Run the notebooks `names` here, in their auto profile, and write them and their records to `out`.
 
-    None is all of them, the most valuable first, and the climb's other workloads too. What is published from the same
-    code is left. With `workload` only the record is written, as NN_name-workload.json. None starts when `budget_s` is
-    spent or outlasts it. What could not be published is in runs/publish. To `rehearse` is to do it in the smoke
-    profile, which says nothing about speed. Raises UsageError for a rehearsal among what is published, SpeedkitError
-    for a busy GPU, and for changes since the commit that records would name, unless `allow_changes`.
+    None is all of them, the climb first and on each workload. What is published from the same code is left as it is,
+    and none starts when `budget_s` is spent. With `workload` only the record is written, as NN_name-workload.json.
+    Raises SpeedkitError for a busy GPU, and for changes since the commit that records would name, unless
+    `allow_changes`.
     """
-    jobs, out, here = _jobs(names, workload), Path(out or notebooks_folder()), commit()
-    if rehearse and out.resolve() == notebooks_folder().resolve():
-        raise UsageError("a rehearsal is not to be published: name a folder of its own with --out")
-    for source, parameters in jobs:
-        typed_parameters(source, parameters)
     refuse_busy_gpu()
+    here = commit()
     if here and here[1] and not allow_changes:
         raise SpeedkitError(f"the package differs from commit {here[0]}, which the records would name: commit it first")
+    jobs = [(source, workload) for source in find_notebooks(names)]
+    if names is None and not workload:
+        jobs.sort(key=lambda job: (job[0].name != CLIMB, job[0].name == FOLKLORE))
+        jobs[1:1] = [(source, word) for source, _ in jobs if source.name == CLIMB for word in WORKLOADS]
     end_s = time.monotonic() + (budget_s or math.inf)
-    return [_publish_one(source, out, parameters, end_s, rehearse) for source, parameters in jobs]
+    return [_publish_one(source, word, Path(out or notebooks_folder()), end_s) for source, word in jobs]
 
 
-def _jobs(names: Sequence[str] | None, workload: str) -> list[tuple[Path, dict[str, str]]]:
-    sources, everything = find_notebooks(names), names is None and not workload
-    if everything:
-        sources.sort(key=lambda source: [*FIRST, source.stem[:2]].index(source.stem[:2]))
-        sources += [source for source in sources if source.name == FOLKLORE]
-    return [
-        (source, {"workload": word} if word else {})
-        for source in sources
-        for word in (("", *WORKLOADS) if everything and source.name == CLIMB else (workload,))
-    ]
-
-
-def _publish_one(source: Path, out: Path, parameters: dict[str, str], end_s: float, rehearse: bool) -> Outcome:
+def _publish_one(source: Path, workload: str, out: Path, end_s: float) -> Outcome:
+    parameters = {"workload": workload} if workload else {}
     name, shown = "-".join([source.stem, *parameters.values()]), out / source.name
     record = out / "records" / device_slug(this_machine().as_dict()) / f"{name}.json"
-    made = files.read_json(record) if record.exists() else None
-    done = made is not None and is_current(made, source) and is_rehearsal(made) == rehearse
-    if done and (parameters or (shown.exists() and not is_stale(shown, source) and not is_outdated(shown))):
+    done = record.exists() and is_current(load_record(record), source)
+    if done and (workload or (shown.exists() and not is_stale(shown, source))):
         return Outcome(name, "current")
-    ran, left_s = Path("runs", "publish", f"{name}.ipynb"), min(NOTEBOOK_S, end_s - time.monotonic())
-    if left_s < 1:
+    if time.monotonic() >= end_s:
         return Outcome(name, "left", "the budget is spent")
     try:
-        with (
-            tempfile.TemporaryDirectory(prefix="speedkit-publish-") as folder,
-            mock.patch.dict(
-                os.environ, SPEEDKIT_PROFILE="smoke" * rehearse, SPEEDKIT_PROGRESS="off", SPEEDKIT_RUN_DIR=folder
-            ),
-        ):
-            run_notebook(source, ran, parameters, timeout_s=left_s)
-        if parameters:
+        ran = Path("runs", "publish", f"{name}.ipynb")
+        with tempfile.TemporaryDirectory(prefix="speedkit-publish-") as folder:
+            settings = {"SPEEDKIT_PROFILE": "", "SPEEDKIT_PROGRESS": "off", "SPEEDKIT_RUN_DIR": folder}
+            run_notebook(source, ran, parameters, environment=settings)
+        if workload:
             _take_record(record_of(read_notebook(ran)), source, out, name)
         else:
             _take_notebook(ran, source, out)
         ran.unlink()
-    except (SpeedkitError, OSError) as error:
-        over = time.monotonic() >= end_s
-        return Outcome(name, "left", "the budget ended while it ran") if over else Outcome(name, "failed", str(error))
-    return Outcome(name, "published")
+        return Outcome(name, "published")
+    except SpeedkitError as error:
+        return Outcome(name, "failed", str(error))
 
 
 def _take_record(record: Any, source: Path, out: Path, name: str) -> None:
@@ -167,47 +137,36 @@ def refuse_busy_gpu() -> None:
     import torch
 
     for index in range(torch.cuda.device_count()):
-        busy_percent = processes = 0
-        with contextlib.suppress(Exception):  # what a virtual GPU does not tell cannot be asked
-            busy_percent = torch.cuda.utilization(index)
-            processes = torch.cuda.list_gpu_processes(index).count(" uses ")
-        if processes or busy_percent > BUSY_PERCENT:
-            what = f"GPU {index} is busy (processes: {processes}, utilisation: {busy_percent} %)"
-            raise SpeedkitError(f"{what}: wait until it is free, then publish")
+        uuid = str(torch.cuda.get_device_properties(index).uuid)
+        busy = nvml_facts(uuid, "utilisation").get("utilisation", 0.0)  # what a virtual GPU does not tell is not asked
+        if busy > BUSY:
+            raise SpeedkitError(f"GPU {index} is busy ({busy:.0%} utilisation): wait until it is free, then publish")
 
 
-def is_rehearsal(record: Mapping[str, Any]) -> bool:
-    """Whether a record says nothing about speed: so small is everything in the smoke profile."""
-    return record.get("profile") == "smoke"
-
-
-def import_published(folder: str | Path, into: str | Path | None = None, *, rehearse: bool = False) -> list[Outcome]:
+def import_published(folder: str | Path, into: str | Path | None = None) -> list[Outcome]:
     """Take in the records, and the notebooks' outputs, that `publish --out` wrote on another machine to `folder`.
 
-    What other code made than there is here is refused, and a rehearsal: to `rehearse` is to check all as if it were
-    taken in, and to install nothing. Raises UsageError when there is nothing to take in.
+    What other code made than there is here fails. Raises UsageError when there is nothing to take in.
     """
     folder, into = Path(folder), Path(into or notebooks_folder())
     paths = [*sorted(folder.glob("records/*/*.json")), *find_notebooks(None, folder)]
     if not paths:
         raise UsageError(f"{folder} holds no notebooks or records: name the folder that `publish --out` wrote")
-    with tempfile.TemporaryDirectory() if rehearse else contextlib.nullcontext(into) as place:
-        return [_import_one(path, folder, into, Path(place), rehearse) for path in paths]
+    outcomes = []
+    for path in paths:
+        name, source = str(path.relative_to(folder)), into / f"{path.stem.partition('-')[0]}.ipynb"
+        try:
+            if path.suffix == ".json":
+                _take_record(load_record(path), source, into, path.stem)
+            else:
+                _take_notebook(path, source, into)
+            outcomes.append(Outcome(name, "published"))
+        except SpeedkitError as error:
+            outcomes.append(Outcome(name, "failed", str(error)))
+    return outcomes
 
 
-def _import_one(path: Path, folder: Path, sources: Path, into: Path, rehearse: bool) -> Outcome:
-    name, source = str(path.relative_to(folder)), sources / f"{path.stem.partition('-')[0]}.ipynb"
-    try:
-        record = load_record(path) if path.suffix == ".json" else record_of(read_notebook(path))
-        if record and is_rehearsal(record) and not rehearse:
-            raise SpeedkitError("it is of a rehearsal, in the smoke profile, which says nothing about speed")
-        if path.suffix == ".json":
-            _take_record(record, source, into, path.stem)
-        else:
-            _take_notebook(path, source, into)
-    except SpeedkitError as error:
-        return Outcome(name, "refused", str(error))
-    return Outcome(name, "checked" if rehearse else "published")
+# ---- the README ----
 
 
 def update_readme(readme: str | Path) -> None:
@@ -235,18 +194,16 @@ def status_table(folder: Path) -> str:
     rows = []
     for path in find_notebooks(None, folder):
         notebook = read_notebook(path)
-        title, _, text = (notebook.cells[0].source if notebook.cells else "").lstrip("# ").partition("\n")
+        title, _, text = notebook.cells[0].source.lstrip("# ").partition("\n")
         claim = re.split(r"(?<=[.!?])\s", text.strip().partition("\n\n")[0].replace("\n", " "))[0]
         shown, measured = record_of(notebook), []
         if shown is None:
             measured.append("not run yet")
         elif not is_current(shown, path):
             measured.append(f"**stale**: its code changed after {shown['created'][:10]}")
-        elif is_outdated(path):
-            measured.append(f"**out of date**: the records that it shows changed after {shown['created'][:10]}")
         for file, record in published(path).items():
             workload = file.stem.partition("-")[2]
-            device = f"{device_name(record)}{f' ({workload})' * bool(workload)}"
+            device = device_name(record) + (f" ({workload})" if workload else "")
             measured.append(f"{device}, {_run(record, path)}: {_verdicts(record)}")
         rows.append([f"[{path.stem[:2]} {title.strip()}]({folder.name}/{path.name})", claim, "<br>".join(measured)])
     return _table(["notebook", "what it shows", "measured on"], rows)
@@ -281,15 +238,13 @@ def _run(record: dict[str, Any], notebook: Path) -> str:
 def _verdicts(record: dict[str, Any]) -> str:
     """Return how many checks of a record passed, and how it answers claims."""
     checks = [row["verdict"] == "passed" for row in record["verdicts"] if not row["claim"]]
-    found = {
-        word: [row["claim"] for row in record["verdicts"] if row["claim"] and row["verdict"] == verdict]
-        for verdict, word in WORDS.items()
-    }
-    answers = (f"{word}: {', '.join(sorted(claims))}" for word, claims in found.items() if claims)
-    return "; ".join((f"{sum(checks)} of {len(checks)} checks passed", *answers))
+    words = [f"{sum(checks)} of {len(checks)} checks passed"]
+    for verdict, word in WORDS.items():
+        claims = sorted(row["claim"] for row in record["verdicts"] if row["claim"] and row["verdict"] == verdict)
+        words += [f"{word}: {', '.join(claims)}"] if claims else []
+    return "; ".join(words)
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in (head, *rows)]
-    first, *others = (f"| {' | '.join(line)} |" for line in lines)
+    first, *others = (f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in (head, *rows))
     return "\n".join([first, "|---" * len(head) + "|", *others])

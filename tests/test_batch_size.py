@@ -8,12 +8,12 @@ import itertools
 import pytest
 import torch
 from faults import OUT_OF_MEMORY, chained, limited, strike
+from speedkit.measure.quality import choose_batch_size, judge_batch
 from tiny import emulating, features, make_model, points, score, slowed, target
 from torch import nn
 
 from speedkit.data.decode import BadItem
 from speedkit.errors import PlanError, SpeedkitError
-from speedkit.measure.larger_batch import choose_batch_size, judged
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe, with_batch_size
 from speedkit.train import micro_batch
@@ -248,7 +248,7 @@ def curves(*runs):
     ids=["better", "one seed slower", "one seed worse", "all worse"],
 )
 def test_a_larger_batch_is_judged_by_time_to_quality(final, taken, why):
-    row = judged(points(), {"baseline": curves((10, 0.90), (10, 0.91), (10, 0.90)), "final": curves(*final)})
+    row = judge_batch(points(), {"baseline": curves((10, 0.90), (10, 0.91), (10, 0.90)), "final": curves(*final)})
     assert row["taken"] == taken
     assert why in row["why"]
 

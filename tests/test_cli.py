@@ -108,11 +108,10 @@ def test_plan_file_and_typed_fields_come_together(tmp_path):
 def test_compare_gates_on_a_slower_first_plan(speedkit, recordings, tmp_path):
     fast = tmp_path / "fast.yaml"
     fast.write_text("cache: ram\n")
-    small = ["audio", "--data-dir", recordings, "--pairs", "8", "--window", "0.02", *SMALL]
+    small = ["audio", "--data-dir", recordings, "--pairs", "8", *SMALL]
     code, printed, _ = speedkit("compare", "baseline", fast, *small, "--json")
     measured = json.loads(printed)
-    slower = measured["low"] > max(1.0, measured["noise_floor"])
-    assert code == (1 if slower else 0) and len(measured["seconds_a"]) == len(measured["seconds_b"]) == 8
+    assert code == (1 if measured["decision"] == "faster" else 0) and len(measured["seconds_a"]) == len(measured["seconds_b"]) == 8
 
 
 def test_the_doctor_leaves_its_ledger(speedkit, recordings, tmp_path):
@@ -192,14 +191,14 @@ def test_climb_on_real_files_leaves_plan_record_notebook_and_report(recordings, 
     climb = [sys.executable, "-m", "speedkit", "climb", "audio", "--data-dir", str(files), "--out", str(out), *SMALL]
     climb += ["--epochs", "2", "--seeds", "2", "--rungs", "cache,host_syncs", "--budget", "4m"]
     done = subprocess.run(climb, capture_output=True, text=True, timeout=600)
-    assert done.returncode in (0, 1), done.stderr  # 1: the final plan was not shown to be as good
+    assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     assert "files left out: 1 (" in done.stdout and "cut_short.wav" in (out / "quarantine.csv").read_text()
     for name in ("plan.yaml", "record.json", "climb.ipynb", "report.html"):
         assert (out / name).stat().st_size > 100, done.stderr
     record = json.loads((out / "record.json").read_text())
     assert {row["rung"] for row in record["rungs"]} == {"cache", "host_syncs"}
-    assert all(row["low"] > row["noise_floor"] for row in record["rungs"] if row["kept"])
+    assert all(row["low"] > 1 for row in record["rungs"] if row["kept"])
     assert record["speedup"]["low"] <= record["speedup"]["ratio"] <= record["speedup"]["high"]
     train = [sys.executable, "-m", "speedkit", "train", "audio", "--data-dir", str(recordings), "--steps", "2", *SMALL]
     subprocess.run([*train, "--plan", str(out / "plan.yaml"), "--out", str(trained)], capture_output=True, check=True)

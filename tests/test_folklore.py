@@ -9,12 +9,10 @@ from check_notebooks import executed
 
 from speedkit.errors import SpeedkitError
 from speedkit.files import read_json, write_json
-from speedkit.hardware import this_machine
-from speedkit.measure.folklore import NOT_MEASURED, WORDS, Reading, answers, gather, seen
-from speedkit.measure.provenance import essence
+from speedkit.measure.folklore import NOT_MEASURED, WORDS, Reading, answers, gather
+from speedkit.measure.provenance import strip_comments
 from speedkit.measure.record import answer, code_cells, promised, read_claims, read_notebook, record_of
 from speedkit.measure.schema import SCHEMA
-from speedkit.publishing import device_slug, is_outdated, publish, status_table
 
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -132,31 +130,12 @@ def test_what_a_run_replaces_is_left_out(folder):
     assert len(gather(folder, but=own | {"notebook": "50_folklore"})[0]) == 2
 
 
-def test_a_notebook_drawn_from_records_is_out_of_date_when_one_changes(folder):
-    path = executed(folder / "50_folklore.ipynb")
-    notebook = nbformat.read(path, as_version=4)
-    record_of(notebook)["seen"] = seen(gather(folder)[0])
-    nbformat.write(notebook, path)
-    own = folder / "records" / device_slug(this_machine().as_dict())
-    own.mkdir()
-    write_json(own / "50_folklore.json", record_of(notebook))
-
-    def published():
-        return publish(["50"], budget_s=1e-9, allow_changes=True)[0].state
-
-    assert not is_outdated(path) and "out of date" not in status_table(folder) and published() == "current"
-    other = folder / "records" / "there" / "21_tiny.json"
-    write_json(other, read_json(other) | {"created": "2099-01-01T00:00:00+00:00"})
-    assert is_outdated(path) and "**out of date**: the records that it shows changed after" in status_table(folder)
-    assert published() == "left", "there was no time to run it, but it would have been run"
-
-
 # ---- the notebooks as they are ----
 
 
 def claims_named(notebook):
     """Return the ids of the claims that a notebook's code answers: those it holds as strings, such as "C01"."""
-    code = "\n".join(essence(cell.source) for cell in code_cells(read_notebook(notebook)))
+    code = "\n".join(strip_comments(cell.source) for cell in code_cells(read_notebook(notebook)))
     return set(re.findall(r"""["'](C\d\d)["']""", code))
 
 

@@ -3,7 +3,6 @@
 import concurrent.futures
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -119,7 +118,7 @@ FAILURES = {
     "time": (
         "import subprocess\nchild = subprocess.Popen(['sleep', '600'])\nprint(child.pid, flush=True)\nchild.wait()",
         4,
-        r"cell \[2\]: stopped, the notebook's 4 s are over",
+        r"cell \[2\]: stopped after 4 s",
     ),
 }
 
@@ -183,7 +182,7 @@ def test_a_sweep_keeps_what_succeeds_and_says_what_failed(tmp_path, capsys):
         done = sweep(path, {"batch_size": ["1", "2"], "workload": ["a/b"]}, tmp_path / "out", executor=pool)
     good, bad = (tmp_path / "out" / f"21_n-batch_size={size}-workload=a%2Fb.ipynb" for size in (1, 2))
     failed = bad.with_name(f"{bad.stem}.failed.ipynb")
-    why = f"21_n.ipynb, cell [3]: AssertionError: two is odd here. What did run is in {failed}"
+    why = "21_n.ipynb, cell [3]: AssertionError: two is odd here"
     assert list(done.items()) == [(good, ""), (bad, why)]
     assert outputs(good) == "1 a/b\n" and sorted((tmp_path / "out").iterdir()) == sorted([good, failed])
     assert sorted(line.split()[0] for line in capsys.readouterr().out.splitlines()) == ["1/2", "2/2"]
@@ -216,21 +215,12 @@ def test_a_cluster_runs_all_combinations_and_survives_what_kills_a_worker(tmp_pa
     assert done[deadly].startswith("KilledWorker: ") and "\n" not in done[deadly]
 
 
-@pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "here", "ftp://127.0.0.1:1"])
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "here"])
 def test_an_address_where_no_scheduler_is_is_said(address, monkeypatch):
     pytest.importorskip("distributed")
     monkeypatch.setattr(notebooks, "CONNECT_S", 0.5)
     with pytest.raises(UsageError, match=f"answers at {address} within 0.5 s: start"), cluster_executor(address):
         pass
-
-
-def test_what_takes_the_connection_and_says_nothing_is_no_scheduler(monkeypatch):
-    pytest.importorskip("distributed")
-    monkeypatch.setattr(notebooks, "CONNECT_S", 0.5)
-    with socket.create_server(("127.0.0.1", 0)) as server:  # whose backlog takes it
-        address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
-        with pytest.raises(UsageError, match="no Dask scheduler"), cluster_executor(address):
-            pass
 
 
 def test_a_missing_extra_is_said(monkeypatch):

@@ -149,7 +149,7 @@ def test_contract_catches_what_is_no_notebook(tmp_path):
 
 def test_changed_code_makes_outputs_stale_and_comments_do_not(tmp_path):
     path = check_notebooks.executed(tmp_path / "21_tiny.ipynb")
-    edit(path, lambda n: code(n, 2).update(source="total = 1 + 2  # a comment"))
+    edit(path, lambda n: code(n, 2).update(source="# A comment.\ntotal = 1 + 2"))
     assert not is_stale(path)
     edit(path, lambda n: code(n, 2).update(source="total = 1 + 3"))
     assert is_stale(path)

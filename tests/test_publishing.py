@@ -75,19 +75,13 @@ def test_publishing_keeps_what_worked_and_goes_on_where_it_stopped(folder, monke
 
     before = published.read_bytes()
     assert run(["21"]) == [("21_tiny", "current")] and published.read_bytes() == before
-    edit(published, 2, "total = 1 + 2  # of a comment nothing depends")
+    edit(published, 2, "# Of a comment nothing depends.\ntotal = 1 + 2")
     assert run(["21"]) == [("21_tiny", "current")]
     edit(published, 2, "total = 1 + 2 + 3")
     assert is_stale(published) and "**stale**: its code changed after" in status_table(folder)
-    assert run(["21"], budget_s=0.1) == [("21_tiny", "left")]
+    assert run(["21"], budget_s=1e-9) == [("21_tiny", "left")]
     assert run(["21"]) == [("21_tiny", "published")]
     assert not is_stale(published)
-
-
-def test_what_the_budget_cuts_short_is_left_and_not_failed(folder):
-    edit(folder / "22_bad.ipynb", 2, "import time; time.sleep(60)")
-    [outcome] = publish(["22"], budget_s=4.0, allow_changes=True)
-    assert outcome.state == "left" and outcome.why == "the budget ended while it ran"
 
 
 def test_a_workload_adds_a_record_and_leaves_the_notebook(folder):
@@ -98,18 +92,12 @@ def test_a_workload_adds_a_record_and_leaves_the_notebook(folder):
     assert run(["21"], workload="image") == [("21_tiny-image", "current")]
 
 
-def test_all_begins_with_what_tells_most_and_climbs_on_every_workload(folder):
+def test_all_begins_with_the_climb_on_every_workload_and_ends_with_what_shows_the_others(folder):
     for name in ("01_first", "50_folklore", "90_climb"):
         check_notebooks.whole(folder / f"{name}.ipynb")
     climbs = ["90_climb", "90_climb-image", "90_climb-speech", "90_climb-text"]
-    assert [name for name, state in run(None, budget_s=1e-9) if state == "left"] == [
-        *climbs,
-        "21_tiny",
-        "22_bad",
-        "50_folklore",
-        "01_first",
-        "50_folklore",
-    ]
+    order = [*climbs, "01_first", "21_tiny", "22_bad", "50_folklore"]
+    assert run(None, budget_s=1e-9) == [(name, "left") for name in order]
 
 
 COMMITTED = """
@@ -184,25 +172,11 @@ def states(away, into):
 
 
 def test_import_takes_outputs_and_records(parcel, folder):
-    edit(folder / "21_tiny.ipynb", 2, "total = 1 + 2  # explained better here")
+    edit(folder / "21_tiny.ipynb", 2, "# explained better here\ntotal = 1 + 2")
     assert {state for state, _ in states(parcel, folder).values()} == {"published"}
     assert contract_problems(folder / "21_tiny.ipynb") == [] and not is_stale(folder / "21_tiny.ipynb")
     assert "explained better here" in (folder / "21_tiny.ipynb").read_text(), "only outputs come in"
     assert sorted(path.name for path in (folder / "records" / HERE).iterdir()) == ["21_tiny-image.json", "21_tiny.json"]
-
-
-def test_a_rehearsal_goes_all_the_way_and_installs_nothing(folder, tmp_path):
-    away, before = tmp_path / "away", sorted(path.read_bytes() for path in folder.glob("*.ipynb"))
-    with pytest.raises(UsageError, match="is not to be published: name a folder of its own with --out"):
-        run(["21"], rehearse=True)
-    assert run(["21"], out=away, rehearse=True) == [("21_tiny", "published")]
-    assert read_json(away / "records" / HERE / "21_tiny.json")["profile"] == "smoke"
-    assert run(["21"], out=away, rehearse=True) == [("21_tiny", "current")]
-    assert [outcome.state for outcome in import_published(away, folder, rehearse=True)] == ["checked", "checked"]
-    assert {state for state, why in states(away, folder).values() if "is of a rehearsal" in why} == {"refused"}
-    assert sorted(path.read_bytes() for path in folder.glob("*.ipynb")) == before and not [*folder.glob("records/*/*")]
-    assert run(["21"], out=away) == [("21_tiny", "published")], "a rehearsal's record is none"
-    assert read_json(away / "records" / HERE / "21_tiny.json")["profile"] != "smoke"
 
 
 def test_import_refuses_what_does_not_fit_and_takes_the_rest(parcel, folder):
@@ -228,7 +202,7 @@ def test_import_refuses_what_does_not_fit_and_takes_the_rest(parcel, folder):
         "21_tiny.ipynb": "its code was changed since",
         "22_bad.ipynb": "not to its end",
     }.items():
-        assert found[name][0] == "refused" and says in found[name][1], name
+        assert found[name][0] == "failed" and says in found[name][1], name
     assert nbformat.read(folder / "21_tiny.ipynb", as_version=4).cells[2].execution_count is None
     with pytest.raises(UsageError, match="holds no notebooks or records"):
         import_published(folder / "records" / HERE, folder)

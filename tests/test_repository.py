@@ -23,7 +23,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 # From the ground up. A module imports from its own layer and from those above it in this list, never from one below.
 LAYERS = (
-    {"errors", "files", "config", "clock", "system", "hardware", "ceilings"},
+    {"errors", "files", "config", "clock", "hardware", "ceilings"},
     {"recipe", "plan"},
     {"data"},
     {"workloads"},

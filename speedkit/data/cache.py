@@ -27,9 +27,8 @@ from speedkit.data import cache_files as files
 from speedkit.data.decode import BadItem, with_decoder
 from speedkit.data.workers import start_process
 from speedkit.errors import SpeedkitError
-from speedkit.hardware import cache_root
+from speedkit.hardware import cache_root, usable_cores, usable_ram_bytes
 from speedkit.plan import Plan
-from speedkit.system import usable_cores, usable_ram_bytes
 
 if TYPE_CHECKING:
     from speedkit.workloads.workload import Workload

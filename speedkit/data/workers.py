@@ -29,8 +29,8 @@ from torch.utils.data._utils import signal_handling
 
 from speedkit.clock import run_until_steady
 from speedkit.errors import SpeedkitError
+from speedkit.hardware import usable_cores
 from speedkit.plan import Plan
-from speedkit.system import usable_cores
 
 HUNG_S = 120.0  # a batch is waited for, and for so long no worker has begun an item
 END_S = 5.0  # what a killed process gets until it is gone

@@ -46,11 +46,6 @@ def _origin(record: Row) -> tuple[Any, ...]:
     return record["notebook"], *(record["hardware"].get(key) for key in ("gpu", "cpu", "cores"))
 
 
-def seen(readings: Iterable[Reading]) -> dict[str, str]:
-    """Return when each record was made, by file: what is drawn from records is current as long as this is the same."""
-    return {file: f"{record['created']}{'' if current else ', stale'}" for record, current, file in readings}
-
-
 def answers(
     claims: Mapping[str, Mapping[str, str]],
     readings: Iterable[Reading],

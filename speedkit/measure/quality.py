@@ -211,14 +211,14 @@ def choose_batch_size(
         candidate = with_batch_size(recipe, factor * recipe.batch_size)
         if candidate.total_steps(len(workload.train), drop_last=False) < MIN_STEPS:
             continue
-        row = _judge_batch(workload, {"baseline": baseline, "final": trained(candidate)})
+        row = judge_batch(workload, {"baseline": baseline, "final": trained(candidate)})
         rows.append({"batch_size": candidate.batch_size, "learning_rate": candidate.learning_rate, **row})
         if row["taken"] and row["ratio"] > best[0]:
             best = row["ratio"], candidate
     return best[1], rows
 
 
-def _judge_batch(workload: Workload, curves: Curves) -> Row:
+def judge_batch(workload: Workload, curves: Curves) -> Row:
     """Return the seconds both recipes take to one quality, and whether the other is as good and sooner every time."""
     times, quality = time_to_quality(workload, curves), quality_of(workload, curves)
     baseline_s, final_s = (seconds_to(times["target"], workload, curves[side]) for side in ("baseline", "final"))

@@ -52,7 +52,7 @@ class NotebookRun:
             self.profile = "full" if self.hardware.device.type == "cuda" else "cpu"
         if self.profile not in schema.PROFILES:
             raise UsageError(f'there is no profile "{self.profile}": use auto, {", ".join(schema.PROFILES)}')
-        self.began_s, self.gpu_states = time.perf_counter(), list[dict[str, Any]]()
+        self.began_s, self.gpu_at_start = time.perf_counter(), provenance.gpu_state(self.hardware.device)
         path = provenance.find_notebook(notebook)
         commit, dirty = provenance.commit() or (None, None)
         self.record: dict[str, Any] = {
@@ -73,7 +73,6 @@ class NotebookRun:
             "tables": {},
             "verdicts": [],
         }
-        self._look_at_gpu("start")
 
     def pick(self, **by_profile: Any) -> Any:
         """Return the value for this run's profile: `run.pick(smoke=2, cpu=10, full=100)`."""
@@ -86,10 +85,7 @@ class NotebookRun:
         base = here.parent if here.name == "notebooks" else here  # a kernel starts beside its notebook
         new = base / "runs" / "notebooks" / f"{self.notebook}-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
         folder = Path(os.environ.get("SPEEDKIT_RUN_DIR") or new)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"SPEEDKIT_RUN_DIR {folder} cannot be made ({error.strerror}): name another") from error
+        folder.mkdir(parents=True, exist_ok=True)
         return folder
 
     def check(self, what: str, agrees: Any) -> None:
@@ -122,10 +118,8 @@ class NotebookRun:
         return verdict
 
     def measure(self, comparison: Any) -> None:
-        """Record a comparison (`compare`'s, or a dict as its `as_measurement()` gives) with power and clocks now."""
-        found = _row(comparison)
-        _put(self.record["measurements"], found, "name", "a", "b")
-        self._look_at_gpu(found["name"])
+        """Record a comparison (`compare`'s, or a dict as its `as_measurement()` gives)."""
+        _put(self.record["measurements"], _row(comparison), "name", "a", "b")
 
     def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> Any:
         """Record named rows, units in their keys (`step_s`, `memory_bytes`); return them as a pandas DataFrame."""
@@ -150,18 +144,18 @@ class NotebookRun:
         found = schema.published(provenance.notebooks_folder() / f"{self.notebook}.ipynb").values()
         return [record for record in found if machine(record["hardware"]) != machine(self.record["hardware"])]
 
-    def _look_at_gpu(self, label: str) -> None:
-        state = provenance.gpu_state(self.hardware.device)
-        self.gpu_states += [{"label": label, "at_s": time.perf_counter() - self.began_s, **state}] if state else []
-
     def finished(self) -> dict[str, Any]:
-        """Return the whole record: with the GPU's power, its clocks, and the energy from start to end, where known."""
-        self._look_at_gpu("end")
-        power, clocks = (
-            [{key: state[key] for key in ("label", "at_s", *keys)} for state in self.gpu_states] or None
-            for keys in (["power_w"], ["sm_hz", "memory_hz"])
-        )
-        energy_j = power and self.gpu_states[-1]["energy_j"] - self.gpu_states[0]["energy_j"]
+        """Return the whole record: with the GPU's power and clocks at start and end, and the energy in between."""
+        power = clocks = energy_j = None
+        start, end = self.gpu_at_start, provenance.gpu_state(self.hardware.device)
+        if start and end:
+            times = (("start", 0.0, start), ("end", time.perf_counter() - self.began_s, end))
+            power = [{"label": label, "at_s": at_s, "power_w": state["power_w"]} for label, at_s, state in times]
+            clocks = [
+                {"label": label, "at_s": at_s, "sm_hz": state["sm_hz"], "memory_hz": state["memory_hz"]}
+                for label, at_s, state in times
+            ]
+            energy_j = end["energy_j"] - start["energy_j"]
         return files.finite({**self.record, "power": power, "clocks": clocks, "energy_j": energy_j})
 
     def save(self) -> None:
@@ -170,17 +164,15 @@ class NotebookRun:
         if problems := schema.validate_record(record):
             raise SpeedkitError(f"the record of {self.notebook} is not valid: {'; '.join(problems)}")
         files.write_json(self.folder / "record.json", record)
-        checks = [row["claim"] for row in record["verdicts"]].count(None)
-        line = (
-            f"record of {self.notebook}: {len(record['measurements'])} measurements, "
-            f"{len(record['tables'])} tables, {checks} checks"
-        )
+        checks = [row for row in record["verdicts"] if row["claim"] is None]
+        counts = f"{len(record['measurements'])} measurements, {len(record['tables'])} tables, {len(checks)} checks"
+        line = f"record of {self.notebook}: {counts}"
         ipython = sys.modules.get("IPython")
         if ipython and ipython.get_ipython():
             ipython.display.display({RECORD_MIME: record, "text/plain": line}, raw=True)
         else:
             print(line)
-        if failed := [entry["check"] for entry in record["verdicts"] if entry["verdict"] == "failed"]:
+        if failed := [row["check"] for row in checks if row["verdict"] == "failed"]:
             raise SpeedkitError(f"{len(failed)} of this notebook's checks failed: {'; '.join(failed)}")
 
 
@@ -194,8 +186,7 @@ def read_notebook(path: Path) -> Any:
     try:
         return nbformat.read(path, as_version=4)
     except (OSError, ValueError, AttributeError, KeyError, nbformat.ValidationError) as error:
-        why = getattr(error, "strerror", "") or "JSON of another form"
-        raise UsageError(f"{path} cannot be read or is not a Jupyter notebook ({why}): name another") from error
+        raise UsageError(f"{path} cannot be read or is not a Jupyter notebook: name another") from error
 
 
 def code_cells(notebook: Any) -> list[Any]:
@@ -211,7 +202,8 @@ def displayed_records(notebook: Any) -> list[Any]:
 
 def record_of(notebook: Any) -> dict[str, Any] | None:
     """Return the record that an executed notebook carries, as its last `run.save()` displayed it; None without one."""
-    return next((data[RECORD_MIME] for data in displayed_records(notebook)[-1:]), None)
+    shown = displayed_records(notebook)
+    return shown[-1][RECORD_MIME] if shown else None
 
 
 def _row(comparison: Any) -> dict[str, Any]:
@@ -231,20 +223,17 @@ def read_claims() -> dict[str, dict[str, str]]:
 
 def read_claim(claim_id: str) -> dict[str, str]:
     """Return the row of one claim in notebooks/claims.csv. Raises UsageError when there is none."""
-    known = read_claims()
-    if claim_id not in known:
-        raise UsageError(f'there is no claim "{claim_id}" in notebooks/claims.csv: it has {", ".join(known)}')
-    return known[claim_id]
+    claims = read_claims()
+    if claim_id not in claims:
+        raise UsageError(f'there is no claim "{claim_id}" in notebooks/claims.csv')
+    return claims[claim_id]
 
 
 def promised(claim_id: str) -> tuple[float, float]:
     """Return the promised speed-up of a claim as (low, high). Raises UsageError for a promise of something else."""
     claim = read_claim(claim_id)
     if claim["metric"] != "speedup" or claim["low"] in ("", "linear"):
-        raise UsageError(
-            f"{claim_id} ({claim['technique']}: {claim['metric']}) promises no range of speed-up that a "
-            "ratio could answer: decide in the notebook and record it with run.verdict()"
-        )
+        raise UsageError(f"{claim_id} promises no range of speed-up: decide in the notebook, with run.verdict()")
     return widened(float(claim["low"]), float(claim["high"]))
 
 

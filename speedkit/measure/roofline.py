@@ -17,11 +17,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
 from speedkit.clock import run_until_steady, timed
-from speedkit.hardware import Hardware
+from speedkit.hardware import Hardware, nvml_facts
 from speedkit.measure.ledger import Ledger, rates
 from speedkit.plan import Plan, resolve
 from speedkit.recipe import Recipe
-from speedkit.system import nvml_facts
 from speedkit.train.loop import steps
 from speedkit.train.setup import setup_run
 

@@ -1,27 +1,34 @@
-"""Figures, drawn from records only: ratios, a climb's ladder, where the time goes, rooflines, time to quality."""
+"""Figures, drawn from records only: ratios, a climb's ladder, where the time goes, rooflines, time to quality.
 
+The colours are those that the colour-blind tell apart (Okabe and Ito 2008), opaque: they read on dark pages too.
+"""
+
+import io
+import itertools
 import textwrap
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib import rc_context
+from matplotlib import style
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import LogLocator, NullLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-from speedkit.clock import duration as seconds
-from speedkit.show.canvas import BAND, BLUE, GREEN, GREY, INK, ORANGE, STYLE, Row, beside, canvas, finish, headed
-from speedkit.show.canvas import device_name as device_name
-from speedkit.show.canvas import save as save
-from speedkit.show.canvas import show as show
+from speedkit import files
+from speedkit.clock import duration
 
-INTERVAL, FLOOR = Line2D([], [], color=INK, label="99 % interval"), Patch(color=BAND, label="noise floor")
-GUESS = Line2D([], [], color=ORANGE, label="predicted")
-PREDICTED, NAMES = "#F3C6A5", {"baseline": "plain PyTorch", "final": "final plan"}
+STYLE = Path(__file__).with_name("speedkit.mplstyle")
+BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"
+INK, GREY = "#22272E", "#7A808A"
+INTERVAL = Line2D([], [], color=INK, label="99 % interval")
+PREDICTED = Patch(color="#F3C6A5", label="predicted before")
 # What to do about them goes from left to right: feeding, launching, computing, what happens now and then, the rest.
 COLOURS = {
     "data wait": "#D55E00",
@@ -39,10 +46,36 @@ COLOURS = {
     "idle": "#A9B0BB",
     "unexplained": "#FFFFFF",
 }
-UNEXPLAINED: Any = {"facecolor": "white", "edgecolor": INK, "linewidth": 0.8, "hatch": "////"}
-_ratio = "{ratio:.2f}× ({low:.2f} to {high:.2f})".format_map
+Row = Mapping[str, Any]
 
 
+def device_name(record: Row) -> str:
+    """Return what the machine of a record is called; rows come without a record from this machine."""
+    hardware = record.get("hardware") or {"gpu": "this machine"}
+    cpu = (hardware.get("cpu") or "CPU").replace("(R)", "").replace("(TM)", "")
+    return hardware.get("gpu") or f"{cpu}, {hardware['cores']} cores"
+
+
+def save(figure: Figure, path: str | Path) -> None:
+    """Write a figure to `path` (.svg or .png), whole or not at all; the same figure gives the same bytes."""
+    kind = Path(path).suffix[1:]
+    with style.context(STYLE), files.atomic(path) as temporary:
+        figure.savefig(temporary, format=kind, metadata={"Date" if kind == "svg" else "Software": None}, dpi=90)
+
+
+def show(figure: Figure) -> None:
+    """Display a figure in a notebook as PNG, in few colours: a third of the bytes."""
+    from IPython import display
+    from PIL import Image
+
+    drawn, small = io.BytesIO(), io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=90)
+    few = Image.open(drawn).convert("RGB").quantize(128, method=Image.Quantize.FASTOCTREE)
+    few.save(small, format="png", optimize=True)
+    display.display(display.Image(small.getvalue(), alt=figure.texts[0].get_text()))
+
+
+@style.context(STYLE)
 def ratios(
     measurements: Row | Sequence[Row],
     recorded: Sequence[Row] | None = None,
@@ -50,222 +83,229 @@ def ratios(
     names: Sequence[str] = (),
     title: str = "Measured ratios",
 ) -> Figure:
-    """Return a forest plot: each measured ratio with its 99 % interval over the band that is its noise floor.
+    """Return a forest plot: each measured ratio with its 99 % interval .
 
     `measurements` is a record, or rows of one; `recorded` are records of other machines (`run.recorded()`), whose rows
     of the same names stand below. `names` picks measurements, in that order. A hollow mark did not clear the noise.
     """
     here = measurements if isinstance(measurements, Mapping) else {"measurements": measurements}
-    machines = [
-        (device_name(record), colour, {row["name"]: row for row in record["measurements"]})
-        for record, colour in zip((here, *(recorded or ())), (BLUE, ORANGE, GREEN, GREY) * 9, strict=False)
+    machines = list(zip((here, *(recorded or ())), itertools.cycle((BLUE, ORANGE, GREEN, GREY)), strict=False))
+    rows = [
+        (row, colour)
+        for name in dict.fromkeys(names or [row["name"] for row in here["measurements"]])
+        for record, colour in machines
+        for row in record["measurements"]
+        if row["name"] == name
     ]
-    chosen = [
-        (name, colour, rows[name]) for name in (names or machines[0][2]) for _, colour, rows in machines if name in rows
-    ]
-    with rc_context(STYLE):
-        figure, axes = canvas(0.42 * len(chosen) + 1.35, left=0.27, right=0.78)
-        ends = [0.95, 1.05]
-        for y, (_, colour, row) in enumerate(chosen):
-            floor = max(row.get("noise_floor") or 1.0, 1.0)
-            clear = row["low"] > floor or row["high"] < 1 / floor
-            axes.barh(y, floor - 1 / floor, 0.8, left=1 / floor, color=BAND)
-            axes.plot([row["low"], row["high"]], [y, y], color=colour, linewidth=2, solid_capstyle="butt")
-            axes.plot(row["ratio"], y, "o", color=colour, markerfacecolor=colour if clear else "white", markersize=6.5)
-            beside(axes, y, _ratio(row))
-            ends += [row["low"], row["high"], 1 / floor, floor]
-        axes.axvline(1.0, color=INK, linewidth=0.8, zorder=1)
-        names = [name for name, *_ in chosen]
-        labels = {y: textwrap.fill(name, 32) * (name not in names[:y]) for y, name in enumerate(names)}
-        finish(axes, ends, labels, "time ratio, log scale: above 1 is faster")
-        marks = [*(Patch(color=colour, label=name) for name, colour, _ in machines), INTERVAL, FLOOR]
-        headed(figure, title, marks, subject="hollow: no difference beyond the noise")
-    return figure
-
-
-def waterfall(record: Row) -> Figure:
-    """Return the ladder of a climb: a bar per rung, from the time per step before it to the one after it.
-
-    Rejected rungs have their reason; the pale band is the noise floor that the whisker, the interval, must clear.
-    """
-    step_s, rows = record["step_s"], []  # (label, seconds before, row, colour, note)
-    rungs = [rung for rung in record["rungs"] if rung["change"] != "nothing"]
-    for rung in rungs:
-        note = "" if rung["kept"] else "\n".join(textwrap.wrap(rung["why"], 40, max_lines=2, placeholder=" …"))
-        rows.append((_rung_label(rung), rung["step_s_before"], rung, BLUE if rung["kept"] else GREY, note))
-    finals = [("plain PyTorch", step_s["baseline"], record["speedup"])]
-    if record.get("speedup_careful") and step_s.get("careful"):
-        finals.append(("a careful start", step_s["careful"], record["speedup_careful"]))
-    for against, before_s, speedup in finals:
-        note = f"{1e3 * before_s:.3g} ms to {1e3 * before_s / speedup['ratio']:.3g} ms"
-        rows.append((f"final plan\nagainst {against}", before_s, speedup, GREEN, note))
-    with rc_context(STYLE):
-        figure, axes = canvas(0.5 * (len(rows) + 1) + 1.5, left=0.27, right=0.67)
-        axes.plot(1e3 * step_s["baseline"], 0, "d", color=INK, markersize=7)
-        beside(axes, 0, f"{1e3 * step_s['baseline']:.3g} ms per step")
-        for y, (_, before_s, row, colour, note) in enumerate(rows, 1):
-            if row["ratio"] is not None:
-                _bar(axes, y, 1e3 * before_s, row, colour)
-                note = f"{_ratio(row)}\n{note}".strip()
-            beside(axes, y, note, GREY if colour == GREY else INK)
-        axes.axhline(len(rungs) + 0.5, color=GREY, linewidth=0.6)
-        labels = dict(enumerate(["plain PyTorch, Plan()", *(row[0] for row in rows)]))
-        finish(axes, axes.dataLim.intervalx, labels, "time per step, ms, log scale: left is faster")
-        marks = [
-            Patch(color=BLUE, label="kept"),
-            Patch(color=GREY, label="rejected"),
-            INTERVAL,
-            FLOOR,
-            GUESS,
-            Patch(color=GREEN, label="fresh windows"),
-        ]
-        headline = ", ".join(f"{_ratio(speedup)} over {against}" for against, _, speedup in finals)
-        headed(figure, headline, marks, record)
+    figure, axes = _empty(0.44 * len(rows) + 1.35)
+    marks: list[Artist] = [Patch(color=colour, label=device_name(record)) for record, colour in machines]
+    marks += [INTERVAL]
+    for y, (row, colour) in enumerate(rows):
+        note = _ratio(row)
+        if row.get("predicted_low"):
+            low, high = row["predicted_low"], row["predicted_high"]
+            axes.barh(y, high - low, 0.4, left=low, color=PREDICTED.get_facecolor())
+            note += f"\npredicted {low:.2f} to {high:.2f}"
+            marks += [PREDICTED] if PREDICTED not in marks else []
+        fill = colour if row["low"] > 1 or row["high"] < 1 else "white"
+        axes.plot([row["low"], row["high"]], [y, y], color=colour, linewidth=2, solid_capstyle="butt")
+        axes.plot(row["ratio"], y, "o", color=colour, markerfacecolor=fill, markersize=6.5)
+        _note(axes, y, note)
+    axes.axvline(1.0, color=INK, linewidth=0.8, zorder=1)
+    axes.update_datalim([(0.95, 0), (1.05, 0)])  # or a difference of nothing would fill the figure
+    axes.autoscale_view()
+    shown = [row["name"] for row, _ in rows]
+    _label_rows(axes, ["" if name in shown[:y] else textwrap.fill(name, 32) for y, name in enumerate(shown)])
+    axes.set(xscale="log", xlabel="time ratio, log scale: above 1 is faster")
+    _round_ticks(axes.xaxis)
+    _caption(figure, title, marks, "hollow: no difference beyond the noise")
     return figure
 
 
 def predicted(record: Row) -> Figure:
     """Return what each rung of a climb was predicted to gain, a pale bar, and what was measured, with its interval."""
-    rows = [row for row in record["rungs"] if row["ratio"] is not None and row["predicted_low"] is not None]
+    rows = [
+        {**rung, "name": textwrap.shorten(f"{rung['rung']}: {rung['change']}", 60, placeholder=" …")}
+        for rung in record["rungs"]
+        if rung["ratio"] is not None and rung["predicted_low"] is not None
+    ]
     met = sum(row["predicted_low"] <= row["high"] and row["low"] <= row["predicted_high"] for row in rows)
-    with rc_context(STYLE):
-        figure, axes = canvas(0.46 * max(1, len(rows)) + 1.35, left=0.27, right=0.74)
-        ends = [0.95, 1.05]
-        for y, row in enumerate(rows):
-            guess, found = ([row[f"{kind}low"], row[f"{kind}high"]] for kind in ("predicted_", ""))
-            axes.plot(guess, [y, y], "|-", color=PREDICTED, linewidth=11, markersize=11, solid_capstyle="butt")
-            axes.plot(found, [y, y], color=BLUE, linewidth=2, solid_capstyle="butt")
-            fill = BLUE if row["kept"] else "white"
-            axes.plot(row["ratio"], y, "o", color=BLUE, markerfacecolor=fill, markersize=6.5)
-            beside(axes, y, f"{_ratio(row)}\npredicted {guess[0]:.2f} to {guess[1]:.2f}")
-            ends += [*guess, *found]
-        axes.axvline(1.0, color=INK, linewidth=0.8, zorder=1)
-        labels = {y: _rung_label(row) for y, row in enumerate(rows)}
-        finish(axes, ends, labels, "time ratio, log scale: above 1 is faster")
-        dots = (
-            Line2D([], [], color=BLUE, marker="o", linestyle="", markerfacecolor=fill, label=label)
-            for fill, label in ((BLUE, "kept"), ("white", "rejected"))
-        )
-        marks = [Patch(color=PREDICTED, label="predicted before"), INTERVAL, *dots]
-        title = f"{met} of {len(rows)} measured intervals meet what was predicted" if rows else "No rung was tried"
-        headed(figure, title, marks, record)
+    title = f"{met} of {len(rows)} measured intervals meet what was predicted" if rows else "No rung was tried"
+    return ratios({**record, "measurements": rows}, title=title)
+
+
+@style.context(STYLE)
+def waterfall(record: Row) -> Figure:
+    """Return the ladder of a climb: a bar per rung, from the time per step before it to the one after it.
+
+    Rejected rungs have their reason; the whisker is the 99 % interval.
+    """
+    step_s = record["step_s"]
+    rungs = [rung for rung in record["rungs"] if rung["change"] != "nothing"]
+    finals = [("plain PyTorch", step_s["baseline"], record["speedup"])]
+    if record.get("speedup_careful") and step_s.get("careful"):
+        finals.append(("a careful start", step_s["careful"], record["speedup_careful"]))
+
+    figure, axes = _empty(0.5 * (len(rungs) + len(finals) + 1) + 1.5)
+    axes.plot(1e3 * step_s["baseline"], 0, "d", color=INK, markersize=7)
+    _note(axes, 0, f"{1e3 * step_s['baseline']:.3g} ms per step")
+    for y, rung in enumerate(rungs, 1):
+        why = "" if rung["kept"] else "\n".join(textwrap.wrap(rung["why"], 40, max_lines=2, placeholder=" …"))
+        if rung["ratio"] is not None:
+            _bar(axes, y, rung["step_s_before"], rung, BLUE if rung["kept"] else GREY)
+            why = f"{_ratio(rung)}\n{why}".strip()
+        _note(axes, y, why, INK if rung["kept"] else GREY)
+    axes.axhline(len(rungs) + 0.5, color=GREY, linewidth=0.6)
+    for y, (_, before_s, speedup) in enumerate(finals, 1 + len(rungs)):
+        _bar(axes, y, before_s, speedup, GREEN)
+        after_s = before_s / speedup["ratio"]
+        _note(axes, y, f"{_ratio(speedup)}\n{1e3 * before_s:.3g} ms to {1e3 * after_s:.3g} ms")
+
+    labels = [f"{rung['rung']}\n{textwrap.shorten(rung['change'], 32, placeholder=' …')}" for rung in rungs]
+    labels += [f"final plan\nagainst {against}" for against, *_ in finals]
+    _label_rows(axes, ["plain PyTorch, Plan()", *labels])
+    axes.set(xscale="log", xlabel="time per step, ms, log scale: left is faster")
+    _round_ticks(axes.xaxis)
+    colours = {"kept": BLUE, "rejected": GREY, "fresh turns": GREEN}
+    marks = [Patch(color=colour, label=label) for label, colour in colours.items()]
+    headline = ", ".join(f"{_ratio(speedup)} over {against}" for against, _, speedup in finals)
+    _caption(figure, headline, [*marks, INTERVAL, PREDICTED], record)
     return figure
 
 
-def ledgers(found: Mapping[str, Row], record: Row | None = None) -> Figure:
+@style.context(STYLE)
+def ledgers(ledgers: Mapping[str, Row], record: Row | None = None) -> Figure:
     """Return where the time of a step goes: for each ledger by name, a bar of shares that add up to 100 %.
 
-    A segment is named where its name fits. What is unexplained is hatched; below 0, causes overlap by so much.
+    What is unexplained is hatched; below 0, causes overlap by so much.
     """
-    seen = [cause for cause in COLOURS if any(row["cause"] == cause for each in found.values() for row in each["rows"])]
-    with rc_context(STYLE):
-        foot = 0.68 + 0.18 * -(-len(seen) // 5)  # rows of the legend
-        figure, axes = canvas(0.66 * len(found) + 0.6 + foot, left=0.155, right=0.8, foot=foot)
-        for y, ledger in enumerate(found.values()):
-            shares, left = {row["cause"]: 100 * row["share"] for row in ledger["rows"]}, 0.0
-            for cause in filter(shares.get, seen[:-1]):
-                axes.barh(y, shares[cause], 0.72, left=left, color=COLOURS[cause], edgecolor="white", linewidth=0.6)
-                _within(axes, left + shares[cause] / 2, y, cause, shares[cause])
-                left += shares[cause]
-            axes.barh(y, shares["unexplained"], 0.72, left=left, **UNEXPLAINED)
-            beside(axes, y, f"{seconds(ledger['step_s'])} per step\nunexplained {shares['unexplained']:.1f} %")
-        axes.set(ylim=(len(found) - 0.5, -0.5), xlabel="share of the wall time of a step, %")
-        axes.set_yticks(range(len(found)), [textwrap.fill(name, 16) for name in found], fontsize=8.5)
-        looks = {cause: {"color": colour} for cause, colour in COLOURS.items()} | {"unexplained": UNEXPLAINED}
-        marks = [Patch(**looks[cause], label=cause) for cause in seen]
-        times = ": " + ", then ".join(seconds(ledger["step_s"]) for ledger in found.values()) if len(found) == 2 else ""
-        headed(figure, f"Where a step's time goes{times}", marks, record, columns=5)
+    shares = [{row["cause"]: 100 * row["share"] for row in ledger["rows"]} for ledger in ledgers.values()]
+    causes = [cause for cause in COLOURS if any(cause in ledger for ledger in shares)]
+    figure, axes = _empty(0.66 * len(ledgers) + 1.3 + 0.18 * -(-len(causes) // 5))
+    left = np.zeros(len(ledgers))
+    for cause in causes:
+        look: dict[str, Any] = {"color": COLOURS[cause], "edgecolor": "white", "linewidth": 0.6}
+        if cause == "unexplained":
+            look = {"color": "white", "edgecolor": INK, "linewidth": 0.8, "hatch": "////"}
+        widths = np.array([ledger.get(cause, 0.0) for ledger in shares])
+        bars = axes.barh(range(len(ledgers)), widths, 0.72, left=left, label=cause, **look)
+        texts = [f"{width:.0f} %" if width > 4 and cause != "unexplained" else "" for width in widths]
+        brightness = np.dot(to_rgb(COLOURS[cause]), [0.3, 0.59, 0.11])
+        axes.bar_label(bars, texts, label_type="center", color="white" if brightness < 0.5 else INK, fontsize=8)
+        left += widths
+    for y, (ledger, share) in enumerate(zip(ledgers.values(), shares, strict=True)):
+        _note(axes, y, f"{duration(ledger['step_s'])} per step\nunexplained {share['unexplained']:.1f} %")
+    _label_rows(axes, [textwrap.fill(name, 16) for name in ledgers])
+    axes.margins(x=0)
+    axes.set_xlabel("share of the wall time of a step, %")
+    times = (
+        ": " + ", then ".join(duration(ledger["step_s"]) for ledger in ledgers.values()) if len(ledgers) == 2 else ""
+    )
+    marks = axes.get_legend_handles_labels()[0]
+    _caption(figure, f"Where a step's time goes{times}", marks, record, columns=5)
     return figure
 
 
+@style.context(STYLE)
 def roofline(record: Row) -> Figure:
     """Return how near plain PyTorch and the final plan come to what this machine reaches, both axes logarithmic.
 
-    Right of a roof's bend computing is the limit, left of it memory. Whiskers hold 90 % of the raw windows.
+    Right of a roof's bend computing is the limit, left of it memory (Williams, Waterman and Patterson 2009).
     """
     rows = {name: row for name, row in record["roofline"].items() if row["flops_per_step"] and row["bytes_per_step"]}
-    windows: Row = next((row for row in record["measurements"] if row["name"] == "final against baseline"), {})
-    with rc_context(STYLE):
-        figure, axes = canvas(4.3, left=0.1, right=0.97)
-        about = {name: row["flops_per_step"] / row["bytes_per_step"] for name, row in rows.items()}  # FLOP per byte
-        for row in {row["dtype"]: row for row in rows.values()}.values():
-            bend = row["ceiling_flops_per_s"] / row["bandwidth_ceiling"]
-            reach = np.geomspace(min(bend, *about.values()) / 8, max(bend, *about.values()) * 8, 200)
-            roof = np.minimum(row["ceiling_flops_per_s"], row["bandwidth_ceiling"] * reach) / 1e9
-            axes.plot(reach, roof, color=GREY, linewidth=1.4)
-            axes.annotate(
-                f"{row['dtype']}: {roof[-1]:.3g} GFLOP/s",
-                (reach[-1], roof[-1]),
-                (0, 4),
-                textcoords="offset points",
-                ha="right",
-                fontsize=8.5,
-            )
-        for name, side, colour in (("baseline", "seconds_a", ORANGE), ("final", "seconds_b", BLUE)):
-            if name in rows:
-                row, raw = rows[name], np.array(windows.get(side) or [1.0])
-                spread = np.median(raw) / np.quantile(raw, [0.95, 0.05]) * row["achieved_flops_per_s"] / 1e9
-                axes.plot([about[name]] * 2, spread, color=colour, linewidth=2)
-                label = "{}: {:.3g} GFLOP/s, {mfu:.1%} of {dtype}".format(
-                    NAMES[name], row["achieved_flops_per_s"] / 1e9, **row
-                )
-                axes.plot(about[name], row["achieved_flops_per_s"] / 1e9, "o", color=colour, markersize=8, label=label)
-        axes.set(
-            xscale="log",
-            yscale="log",
-            ylabel="GFLOP/s",
-            xlabel="FLOP per byte moved, at most as many bytes as all operators read and write",
-        )
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axis.set_major_formatter("{x:g}")
-            axis.set_minor_locator(NullLocator())
-        shares = ", then ".join(f"{row['mfu']:.1%}" for row in rows.values())
-        title = f"{shares} of what matrix products reach on this machine" if rows else "No FLOPs were counted"
-        headed(figure, title, axes.get_legend_handles_labels()[0], record)
+    flop_per_byte = {name: row["flops_per_step"] / row["bytes_per_step"] for name, row in rows.items()}
+    figure, axes = _empty(4.3)
+    for row in {row["dtype"]: row for row in rows.values()}.values():
+        ceiling, bend = row["ceiling_flops_per_s"] / 1e9, row["ceiling_flops_per_s"] / row["bandwidth_ceiling"]
+        start, end = min(bend, *flop_per_byte.values()) / 8, max(bend, *flop_per_byte.values()) * 8
+        axes.plot([start, bend, end], [ceiling * start / bend, ceiling, ceiling], color=GREY, linewidth=1.4)
+        axes.text(end, ceiling, f"{row['dtype']}: {ceiling:.3g} GFLOP/s", ha="right", va="bottom", fontsize=8.5)
+    for side, name, colour in (("baseline", "plain PyTorch", ORANGE), ("final", "final plan", BLUE)):
+        if side in rows:
+            reached = rows[side]["achieved_flops_per_s"] / 1e9
+            label = f"{name}: {reached:.3g} GFLOP/s, {rows[side]['mfu']:.1%} of {rows[side]['dtype']}"
+            axes.plot(flop_per_byte[side], reached, "o", color=colour, markersize=8, label=label)
+    axes.set(xscale="log", yscale="log", ylabel="GFLOP/s")
+    axes.set_xlabel("FLOP per byte moved, at most as many bytes as all operators read and write")
+    _round_ticks(axes.xaxis)
+    _round_ticks(axes.yaxis)
+    shares = ", then ".join(f"{row['mfu']:.1%}" for row in rows.values())
+    title = f"{shares} of what matrix products reach on this machine" if rows else "No FLOPs were counted"
+    _caption(figure, title, axes.get_legend_handles_labels()[0], record)
     return figure
 
 
+@style.context(STYLE)
 def time_to_quality(record: Row) -> Figure:
     """Return quality over time for plain PyTorch and the final plan: seeds thin, means thick, the target crossed."""
-    found, target = record["time_to_quality"], record["time_to_quality"]["target"]
-    with rc_context(STYLE):
-        figure, axes = canvas(3.9, left=0.1, right=0.97)
-        for side, colour, name in (("baseline", ORANGE, "plain PyTorch"), ("final", BLUE, "final plan")):
-            courses, reached_s = [curve["points"] for curve in found["curves"][side]], found[f"{side}_s"]
-            for points in courses:
-                axes.plot(*np.transpose(points), color=colour, linewidth=0.8, alpha=0.5)
-            means = np.mean([points[: min(map(len, courses))] for points in courses], axis=0)  # [epochs, 2]
-            label = f"{name}: target {f'after {reached_s:.3g} s' if reached_s else 'not reached'}"
-            axes.plot(*means.T, "o-", color=colour, linewidth=2.4, markersize=3.5, label=label)
-            if reached_s:
-                axes.axvline(reached_s, color=colour, linewidth=1, linestyle=":", zorder=1)
-                axes.plot(reached_s, target, "D", color=colour, markeredgecolor=INK, markersize=7, zorder=5)
-        axes.axhline(target, color=INK, linewidth=0.8, linestyle="--", label=f"target {target:.3g}")
-        about = "seconds of training and evaluating; the cache was built and the model compiled before"
-        axes.set(xlim=(0, None), ylabel=f"{record['quality']['metric']}, test set", xlabel=about)
-        sooner = f"ratio {found['ratio']:.2f}" if found["ratio"] else "not reached by both"
-        headed(figure, f"Time to quality: {sooner}", axes.get_legend_handles_labels()[0], record)
+    result, target = record["time_to_quality"], record["time_to_quality"]["target"]
+    figure, axes = _empty(3.9)
+    for side, colour, name in (("baseline", ORANGE, "plain PyTorch"), ("final", BLUE, "final plan")):
+        curves, reached_s = [curve["points"] for curve in result["curves"][side]], result[f"{side}_s"]
+        for points in curves:
+            axes.plot(*np.transpose(points), color=colour, linewidth=0.8, alpha=0.5)
+        means = np.mean([points[: min(map(len, curves))] for points in curves], axis=0)  # [epochs, 2]
+        label = f"{name}: target {f'after {reached_s:.3g} s' if reached_s else 'not reached'}"
+        axes.plot(*means.T, "o-", color=colour, linewidth=2.4, markersize=3.5, label=label)
+        if reached_s:
+            axes.axvline(reached_s, color=colour, linewidth=1, linestyle=":", zorder=1)
+            axes.plot(reached_s, target, "D", color=colour, markeredgecolor=INK, markersize=7, zorder=5)
+    axes.axhline(target, color=INK, linewidth=0.8, linestyle="--", label=f"target {target:.3g}")
+    axes.set(xlim=(0, None), ylabel=f"{record['quality']['metric']}, test set")
+    axes.set_xlabel("seconds of training and evaluating; the cache was built and the model compiled before")
+    sooner = f"ratio {result['ratio']:.2f}" if result["ratio"] else "not reached by both"
+    _caption(figure, f"Time to quality: {sooner}", axes.get_legend_handles_labels()[0], record)
     return figure
 
 
-def _bar(axes: Axes, y: int, before: float, row: Row, colour: str) -> None:
-    """Draw a step from `before` [ms] by a row's ratio, with interval, noise floor and prediction where it has them."""
-    after, floor = before / row["ratio"], max(row.get("noise_floor") or 1.0, 1.0)
-    axes.barh(y, before * floor - before / floor, 0.84, left=before / floor, color=BAND)
+def _empty(height: float) -> tuple[Figure, Axes]:
+    """Return a figure of `height` [inches] with one plain axes, as wide as GitHub and a notebook show unscaled."""
+    figure = Figure(figsize=(8.6, height), layout="constrained")
+    axes = figure.add_subplot()
+    axes.use_sticky_edges = False  # bars may end at the edge of the axes otherwise
+    return figure, axes
+
+
+def _caption(figure: Figure, title: str, marks: Sequence[Artist], about: Row | str | None, columns: int = 6) -> None:
+    """Put the title above the axes, and below them the legend of `marks` under what a record, or a text, is about."""
+    if isinstance(about, Mapping):
+        trained = f"{about['workload']['name']}, {about['workload']['train']} training items"
+        about = f"{device_name(about)} · {trained} · torch {about['versions']['torch']} · profile {about['profile']}"
+    figure.suptitle(title, x=0.01, ha="left")
+    figure.legend(handles=marks, loc="outside lower left", ncols=columns, title=about, alignment="left")
+
+
+def _label_rows(axes: Axes, labels: Sequence[str]) -> None:
+    """Label the rows of a figure, the first at its top."""
+    axes.set_yticks(range(len(labels)), labels, fontsize=8.5)
+    axes.set_ylim(len(labels) - 0.4, -0.6)
+
+
+def _note(axes: Axes, y: int, text: str, colour: str = INK) -> None:
+    """Write `text` to the right of row `y`."""
+    axes.text(1.02, y, text, transform=axes.get_yaxis_transform(), va="center", fontsize=8.5, color=colour)
+
+
+def _round_ticks(axis: Axis) -> None:
+    """Give a logarithmic axis a few round ticks, whether it spans a hundredth or six decades."""
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)) if high > 4 * low else MaxNLocator(6))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_locator(NullLocator())
+
+
+def _bar(axes: Axes, y: int, before_s: float, row: Row, colour: str) -> None:
+    """Draw a step from `before_s` by a row's ratio, with interval and prediction where it has them."""
+    before = 1e3 * before_s  # ms
+    after = before / row["ratio"]
     axes.barh(y, abs(after - before), 0.5, left=min(after, before), color=colour)
     axes.plot([before, before], [y - 0.36, y + 0.36], color=INK, linewidth=0.8)
-    for low, high, at, mark in (("low", "high", y, INK), ("predicted_low", "predicted_high", y + 0.36, ORANGE)):
-        if row.get(low) and row.get(high):
-            axes.plot([before / row[high], before / row[low]], [at, at], "|-", color=mark, linewidth=1.5, markersize=7)
+    if row["low"]:
+        axes.plot([before / row["high"], before / row["low"]], [y, y], "|-", color=INK, linewidth=1.5, markersize=7)
+    if row.get("predicted_low"):
+        fastest, slowest = before / row["predicted_high"], before / row["predicted_low"]
+        axes.barh(y + 0.36, slowest - fastest, 0.1, left=fastest, color=PREDICTED.get_facecolor())
 
 
-def _within(axes: Axes, x: float, y: float, cause: str, share: float) -> None:
-    text, dark = textwrap.fill(cause, 11), np.dot(to_rgb(COLOURS[cause]), [0.3, 0.59, 0.11]) < 0.5
-    room = 0.85 * share  # characters
-    text = f"{text}\n{share:.0f} %" if max(map(len, text.splitlines())) < room else f"{share:.0f} %" * (room > 3.6)
-    axes.text(x, y, text, ha="center", va="center", fontsize=7.5, linespacing=1.05, color="white" if dark else INK)
-
-
-def _rung_label(row: Row) -> str:
-    return f"{row['rung']}\n{textwrap.shorten(row['change'], 32, placeholder=' …')}"
+def _ratio(row: Row) -> str:
+    return f"{row['ratio']:.2f}× ({row['low']:.2f} to {row['high']:.2f})"

@@ -1,37 +1,92 @@
-"""An executed notebook as one HTML page that stands alone: it loads nothing and runs no script."""
+"""A climb's record as one HTML page that stands alone: it loads nothing, runs no script and needs no kernel."""
 
-import re
+import base64
+import io
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+import jinja2
+from matplotlib.figure import Figure
 
 from speedkit import files
-from speedkit.closing import in_short
-from speedkit.closing import payback_in_words as payback_in_words
-from speedkit.measure.record import read_notebook, record_of
+from speedkit.clock import duration
+from speedkit.config import settings_of
+from speedkit.plan import Plan
+from speedkit.recipe import Recipe
+from speedkit.show import figures
+from speedkit.show.frameworks import in_words
+from speedkit.show.summary import in_short, payback_in_words, quality_in_words
 
-TEMPLATE = Path(__file__).with_name("report.html.j2").read_text(encoding="utf-8")
+FOLDER = Path(__file__).parent
 
 
-def report(notebook_path: str | Path, out_path: str | Path) -> Path:
-    """Write the executed notebook as one HTML page to `out_path` and return its path; code is folded.
+def write_report(record: Mapping[str, Any], out: str | Path) -> Path:
+    """Write the record of a climb as a page to `out` and return its path.
 
-    That of a climb begins `in_short`. Links to notebooks become plain words. Raises UsageError for no notebook.
+    All that is text in the record is escaped: it may quote a file's name, an error, or come from another machine.
     """
-    from nbconvert import HTMLExporter
-    from pygments.formatters import HtmlFormatter
+    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(FOLDER), autoescape=True, trim_blocks=True)
+    environment.filters |= {"ratio": ratio_text, "duration": duration}
+    page = environment.get_template("report.html.j2").render(
+        record=record,
+        machine=figures.device_name(record),
+        headline=record["speedup_careful"] if record.get("headline") == "careful" else record["speedup"],
+        sentences=in_short(dict(record)),
+        quality=quality_in_words(record["quality"]),
+        payback=payback_in_words(record["payback"]),
+        fields=plan_fields(record),
+        lines=framework_lines(record),
+        groups=rung_groups(record),
+        figures=drawn(record),
+    )
+    out = Path(out)
+    files.write_text(out, page)
+    return out
 
-    notebook, out_path = read_notebook(Path(notebook_path)), Path(out_path)
-    for cell in notebook.cells:
-        if cell.cell_type == "markdown":
-            cell.source = re.sub(r"\[([^\]]+)\]\([^):]+\.ipynb\)", r"\1", cell.source)
-    title = notebook.cells[0].source.partition("\n")[0].lstrip("# ") if notebook.cells else out_path.stem
-    exporter = HTMLExporter(
-        raw_template=TEMPLATE, exclude_anchor_links=True, exclude_input_prompt=True, exclude_output_prompt=True
-    )
-    exporter.log.setLevel("ERROR")  # it warns of figures without alternative texts
-    light, dark = (
-        HtmlFormatter(nowrap=True, style=style).get_style_defs(".highlight") for style in ("default", "github-dark")
-    )
-    resources = {"title": title, "light": light, "dark": dark, "in_short": in_short(record_of(notebook) or {})}
-    html, _ = exporter.from_notebook_node(notebook, resources)
-    files.write_text(out_path, html)
-    return out_path
+
+def plan_fields(record: Mapping[str, Any]) -> list[tuple[str, Any, str]]:
+    """Return name, value and meaning of each field in which the plan differs from plain PyTorch."""
+    known, naive = settings_of(Plan), vars(Plan())
+    return [(name, value, known[name].help) for name, value in record["plan"].items() if value != naive[name]]
+
+
+def framework_lines(record: Mapping[str, Any]) -> dict[str, str]:
+    """Return, by framework, the lines that do there what the plan does on this machine."""
+    return in_words(Plan(**record["plans"]["final"]["effective"]), Recipe(**record["recipe"]))
+
+
+def rung_groups(record: Mapping[str, Any]) -> list[tuple[str, list[Mapping[str, Any]]]]:
+    """Return the rungs that are not in the plan, by why."""
+    dropped = {(row["rung"], row["change"]) for row in record["dropped"] if not row["kept"]}
+    tried = [row for row in record["rungs"] if row["ratio"] and not row["kept"]]
+    taken_out = [row for row in record["rungs"] if (row["rung"], row["change"]) in dropped]
+    groups = {
+        "Slower, or not worth it": [row for row in tried if row["why"] in ("slower", "not worth it")],
+        "Undecided": [row for row in tried if row["why"] == "undecided"],
+        "Faster, but not the same": [row for row in tried if row["why"] not in ("slower", "not worth it", "undecided")],
+        "Taken out again: later rungs took the gain": taken_out,
+        "Not tried": [row for row in record["rungs"] if not row["ratio"]],
+    }
+    return [(title, rows) for title, rows in groups.items() if rows]
+
+
+def ratio_text(row: Mapping[str, Any]) -> str:
+    """Return a ratio with its interval."""
+    return "{ratio:.2f} ({low:.2f} to {high:.2f})".format(**row) if row.get("ratio") else ""
+
+
+def drawn(record: Mapping[str, Any]) -> dict[str, str]:
+    """Return the page's figures as data URLs: a picture cannot run what its labels may hold."""
+    names = {"baseline": "plain PyTorch", "final": "final plan"}
+    ledgers = {names[key]: record["ledgers"][key] for key in names}
+    made = {"ladder": figures.waterfall(record), "ledgers": figures.ledgers(ledgers, record)}
+    if record.get("time_to_quality"):
+        made["quality"] = figures.time_to_quality(record)
+    return {name: _data_url(figure) for name, figure in made.items()}
+
+
+def _data_url(figure: Figure) -> str:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="svg")
+    return f"data:image/svg+xml;base64,{base64.b64encode(buffer.getvalue()).decode()}"

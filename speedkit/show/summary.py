@@ -12,6 +12,8 @@ def in_short(record: Row) -> list[str]:
     if "speedup" not in record:
         return []
     over = "{ratio:.2f} times as fast as {0} ({low:.2f} to {high:.2f}, 99 %)".format
+    if record["change"] == "nothing":
+        return ["Nothing that was tried is worth switching on: plain PyTorch stays."]
     ends = {"baseline": ("plain PyTorch", record["speedup"]), "careful": ("a careful start", record["speedup_careful"])}
     first = record.get("headline", "baseline")
     second = "careful" if first == "baseline" else "baseline"
@@ -27,13 +29,11 @@ def quality_in_words(quality: Row) -> str:
     decision = quality.get("decision") or ("as good" if quality["passed"] else "not decided")
     if quality.get("lower") is None:
         return "Whether the result is as good was not tested: the plan is plain PyTorch, or the time was used up."
-    change = "{metric} changed by {mean_change:+.4f}, sure to be above {lower:+.4f}; margin {margin:g}".format(
-        **quality
-    )
+    change = "{metric} changed by {mean_change:+.4f}, at least {lower:+.4f}; margin {margin:g}".format(**quality)
     if decision == "not decided":
-        seeds = len(quality["final"])
         needed = f"; about {quality['seeds_needed']} would" if quality.get("seeds_needed") else ""
-        return f"Whether the result is as good is not decided: {change}. {seeds} trainings cannot show it{needed}."
+        seeds = f"{len(quality['final'])} trainings of each plan cannot show it{needed}"
+        return f"Whether the result is as good is not decided: {change}. {seeds}."
     return f"The result is {decision}: {change}."
 
 

@@ -26,9 +26,9 @@ from torch.utils import _pytree as tree
 
 from speedkit.data.loader import BatchStream
 from speedkit.errors import Interrupted, PlanError, SpeedkitError
+from speedkit.hardware import usable_cores
 from speedkit.plan import EffectivePlan, Plan
 from speedkit.recipe import Recipe
-from speedkit.system import usable_cores
 from speedkit.train.compile import repeated_blocks
 from speedkit.train.nonfinite import get_random_state
 from speedkit.workloads.workload import Batch

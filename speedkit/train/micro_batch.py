@@ -14,9 +14,9 @@ from torch import nn
 
 from speedkit.clock import Stopwatch
 from speedkit.errors import SpeedkitError
+from speedkit.hardware import usable_ram_bytes
 from speedkit.plan import EffectivePlan, Fallback, Plan
 from speedkit.recipe import Recipe
-from speedkit.system import usable_ram_bytes
 from speedkit.train.loop import train
 from speedkit.train.memory import is_out_of_memory, peak_bytes, release
 from speedkit.train.run import TrainingRun

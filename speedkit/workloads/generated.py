@@ -8,7 +8,7 @@ from typing import Any
 from speedkit.data.sources import Split, find_items
 from speedkit.errors import UsageError
 from speedkit.files import atomic
-from speedkit.system import usable_cores
+from speedkit.hardware import usable_cores
 
 TEST_PATTERN = r"_test\."  # in the name of each file of a generated set that is to test on
 

@@ -1,0 +1,136 @@
+"""The report of a climb: what it says, and that a browser loads and runs nothing of what a record may hold."""
+
+import copy
+import dataclasses
+import os
+import re
+import shutil
+
+import pytest
+import tiny
+
+from speedkit import climb
+from speedkit.show.report import write_report
+from speedkit.show.summary import in_short, payback_in_words, quality_in_words
+
+HOSTILE = "<script>document.title = 'run'</script><img src=https://example.org/x onerror=document.title='run'>"
+PAYBACK = {
+    "epochs": 30,
+    "baseline_s": 7200.0,
+    "final_s": 1800.0,
+    "prepare_s": {"cache": 60.0, "compile": 30.0},
+    "pays_back_after_s": 125.0,
+}
+QUALITY = {
+    "metric": "accuracy",
+    "margin": 0.03,
+    "final": [0.9] * 3,
+    "mean_change": 0.001,
+    "lower": -0.012,
+    "passed": True,
+    "decision": "as good",
+    "seeds_needed": None,
+}
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory):
+    """The record of a small climb that kept nothing, made to look as if it had kept a cache."""
+    folder = tmp_path_factory.mktemp("climb")
+    work = tiny.points(train=64, test=32, epochs=2)
+    options = {"out": folder / "out", "cache_dir": folder, "pairs": 10, "seeds": 2, "progress": False}
+    made = climb(dataclasses.replace(work, name="points"), rungs=("cache", "host_syncs"), **options)
+    interval = {"ratio": 3.9, "low": 3.8, "high": 4.0}
+    kept = made["rungs"][0] | interval | {"kept": True, "why": "faster, and learns the same"}
+    kept |= {"step_s_before": 0.004, "step_s_after": 0.001}
+    careful = {"ratio": 2.98, "low": 2.9, "high": 3.1}
+    made["plan"] |= {"cache": "disk"}
+    made |= {"change": "cache=disk", "rungs": [kept, *made["rungs"][1:]]}
+    return made | {"speedup": interval, "speedup_careful": careful}
+
+
+def test_the_report_says_what_to_switch_on_and_what_it_gives(record, tmp_path):
+    text = write_report(record, tmp_path / "report.html").read_text()
+    for words in (
+        "3.90 (3.80 to 4.00)",
+        "<code>cache</code>",
+        "plan.yaml",
+        "Lightning",
+        "What is not in the plan",
+        "host_syncs",
+    ):
+        assert words in text
+    assert text.index("What to switch on") < text.index("How much it gives") < text.index("Where the time went")
+    assert set(re.findall(r'src="([^",]{12})', text)) == {"data:image/s"} and len(text) < 3_000_000
+    assert "default-src 'none'" in text and "<script" not in text
+
+
+def hostile(record):
+    """Return the record with a script in every text that a file's name, an error or another machine may bring."""
+    made = copy.deepcopy(record)
+    made["workload"]["name"] = made["hardware"]["cpu"] = made["change"] = HOSTILE
+    for row in made["rungs"]:
+        row |= {"why": HOSTILE, "change": HOSTILE, "rung": HOSTILE}
+    made["fallbacks"] = [{"plan": "final", "field": "cache", "asked": HOSTILE, "got": HOSTILE, "why": HOSTILE}]
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1200), ("dark", 360)])
+def test_a_report_full_of_hostile_names_runs_nothing_in_a_browser(record, tmp_path, scheme, width):
+    from playwright.sync_api import sync_playwright
+
+    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if path is None:
+        why = "the browser tests need Chromium: make system installs it"
+        pytest.fail(why) if os.environ.get("CI") == "true" else pytest.skip(why)
+    page_path = write_report(hostile(record), tmp_path / "report.html")
+    said, asked = [], []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
+        page.on("console", lambda message: said.append(message.text))
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(page_path.as_uri())
+        title, wide = page.title(), page.evaluate("document.documentElement.scrollWidth")
+        paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        drawn = page.evaluate("[...document.images].map(image => image.naturalWidth)")
+        browser.close()
+    assert title.startswith("<script>") and title.endswith("times as fast")
+    assert said == [] and [url for url in asked if not url.startswith("data:")] == [page_path.as_uri()]
+    assert wide <= width and len(drawn) >= 2 and min(drawn) > 300
+    assert paper == {"light": "rgb(255, 255, 255)", "dark": "rgb(22, 25, 29)"}[scheme]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({}, "The result is as good: accuracy changed by +0.0010, at least -0.0120; margin 0.03."),
+        ({"decision": "worse"}, "The result is worse: accuracy"),
+        ({"decision": "not decided", "seeds_needed": 11}, "3 trainings of each plan cannot show it; about 11 would"),
+        ({"lower": None}, "was not tested"),
+    ],
+    ids=["as good", "worse", "not decided", "not tested"],
+)
+def test_quality_is_one_sentence(change, words):
+    assert words in quality_in_words(QUALITY | change)
+
+
+def test_in_short_gives_the_harder_comparison_first(record):
+    sentence = in_short(record | {"headline": "careful"})[0]
+    assert sentence.index("2.98 times as fast as a careful start") < sentence.index(
+        "3.90 times as fast as plain PyTorch"
+    )
+    assert in_short({"measurements": []}) == [], "the record of another notebook"
+    assert "Nothing that was tried" in in_short(record | {"change": "nothing"})[0]
+
+
+def test_payback_is_one_sentence_in_the_reader_s_terms():
+    assert payback_in_words(PAYBACK) == (
+        "Your 30 epochs: from 2.00 h to 30.0 min, with 60.0 s to build the cache and 30.0 s to compile; "
+        "that pays back after 2.08 min."
+    )
+    never = PAYBACK | {"pays_back_after_s": None}
+    assert payback_in_words(never).endswith("that does not pay back within so short a training.")
+    nothing = PAYBACK | {"prepare_s": {"cache": 0.0, "compile": 0.0}, "pays_back_after_s": 0.0}
+    assert payback_in_words(nothing) == "Your 30 epochs: from 2.00 h to 30.0 min."
