@@ -9,6 +9,7 @@ import dataclasses
 import json
 import math
 import os
+import random
 import sys
 from functools import partial
 from pathlib import Path
@@ -17,8 +18,9 @@ import torch
 import torch.distributed as dist
 
 from speedkit import Plan, load_workload
-from speedkit.clock import timed
-from speedkit.measure.turns import in_turns
+from speedkit.clock import Stopwatch, timed
+from speedkit.measure.compare import measure_pairs
+from speedkit.measure.stats import paired_interval
 from speedkit.train.loop import steps
 from speedkit.train.setup import setup_run
 
@@ -33,7 +35,7 @@ def advance(steps_of_run, count):
         next(steps_of_run)
 
 
-def measure(workload, *, batch_size=128, strategy="ddp", device="auto", pairs=10, window_s=1.0, **options):
+def measure(workload, *, batch_size=128, strategy="ddp", device="auto", pairs=10, turn_s=1.0, **options):
     """Return raw seconds that all ranks, each of which calls this, find together.
 
     Rank 0 makes N times as many steps of `batch_size` samples as all N ranks make of N times that, while the others
@@ -60,22 +62,30 @@ def measure(workload, *, batch_size=128, strategy="ddp", device="auto", pairs=10
         dist.all_reduce(losses[-1])
         losses[-1] /= ranks
 
-    # Windows of as many steps as rank 0 finds to last `window_s`.
+    # Turns of as many steps as rank 0 finds to last `turn_s`.
     step_s = max(min(timed(partial(next, side), target, 3)) for side in (steps_together, steps_alone))
-    agreed = [math.ceil(window_s / step_s)]
+    agreed = [math.ceil(turn_s / step_s)]
     dist.broadcast_object_list(agreed)
     count = agreed[0]
 
-    def window(side, number):
+    stopwatch = Stopwatch(target)
+
+    def turn(side, number):
+        dist.barrier()
+        stopwatch.start()
         advance(side, number)
         dist.barrier()
+        return stopwatch.stop()
 
     only_first = ranks * count if dist.get_rank() == 0 else 0
     sides = {"all": steps_together, "all, nothing shared": steps_alone}
     measurements = []
     for name, side in sides.items():
-        functions = {"one": partial(window, steps_alone, only_first), name: partial(window, side, count)}
-        measurements.append(in_turns(f"{name} against one", functions, pairs, target, dist.barrier))
+        turns = partial(turn, steps_alone, only_first), partial(turn, side, count)
+        # All ranks draw the same order, and none may end early: the others would wait for it.
+        a_s, b_s, decision = measure_pairs(*turns, rng=random.Random(0), pairs=pairs, looks=())
+        row = {"name": f"{name} against one", "a": "one", "b": name, "seconds_a": a_s, "seconds_b": b_s}
+        measurements.append(row | vars(paired_interval(a_s, b_s)) | {"decision": decision})
 
     # The passes of rank 0 while the others wait, and all-reduces.
     batch = alone.next_batch()
@@ -100,7 +110,7 @@ def measure(workload, *, batch_size=128, strategy="ddp", device="auto", pairs=10
         "batch_size": batch_size,
         "gradient_bytes": sum(weight.nbytes for weight in alone.parameters),
         "losses": [float(loss) for loss in losses],
-        "steps_per_window": count,
+        "steps_per_turn": count,
         "measurements": measurements,
         "passes": passes,
         "all_reduce": reduced,

@@ -34,7 +34,7 @@ MEASURED = {
     "ratio": 2.05,
     "low": 1.9,
     "high": 2.2,
-    "noise_floor": 1.02,
+    "decision": "faster",
 }
 
 
@@ -295,6 +295,9 @@ DAMAGE = {
     "no seconds": (lambda r: r["measurements"][0].update(seconds_b=[1.0, -1.0]), r"seconds_b\[1\]: -1.0 is less than"),
     "unpaired": (lambda r: r["measurements"][0].update(seconds_a=[1.0]), "come in pairs"),
     "interval": (lambda r: r["measurements"][0].update(low=2.1), "bf16 needs low <= ratio <= high"),
+    "no interval": (lambda r: r["measurements"][0].update(low=None), "low: None is not of type 'number'"),
+    "decision": (lambda r: r["measurements"][0].update(decision="perhaps"), "decision: 'perhaps' is not one of"),
+    "lost field": (lambda r: r["measurements"][0].pop("a"), r"measurements\[0\]: 'a' is a required property"),
     "verdict": (lambda r: r["verdicts"][0].update(verdict="nice"), r"verdicts\[0\].verdict: 'nice' is not one of"),
 }
 
@@ -349,23 +352,22 @@ def test_plain_values_of_what_notebooks_pass():
 
 
 @pytest.mark.parametrize(
-    ("promise", "low", "high", "floor", "verdict"),
+    ("promise", "low", "high", "verdict"),
     [
-        ((2.0, 3.0), 2.1, 2.3, 1.02, "confirmed"),
-        ((2.0, 3.0), 1.9, 2.1, 1.02, "confirmed"),  # interval and promise overlap
-        ((2.0, 3.0), 1.4, 1.5, 1.02, "smaller"),
-        ((2.0, 3.0), 3.2, 3.5, 1.02, "larger"),
-        ((2.0, 3.0), 0.98, 1.04, 1.02, "wrong"),  # includes 1
-        ((1.1, 1.3), 1.01, 1.2, 1.02, "wrong"),  # overlaps, but not above the floor: nothing was shown
-        ((2.0, 3.0), 0.7, 0.8, 1.02, "wrong"),  # slower
-        ((0.81, 0.99), 0.85, 0.9, 1.02, "confirmed"),  # a stated cost
-        ((0.81, 0.99), 0.5, 0.6, 1.02, "smaller"),
-        ((0.81, 0.99), 1.1, 1.2, 1.02, "wrong"),
-        ((2.0, 3.0), 2.1, 2.3, None, "confirmed"),
+        ((2.0, 3.0), 1.9, 2.1, "confirmed"),  # interval and promise overlap
+        ((2.0, 3.0), 1.4, 1.5, "smaller"),
+        ((2.0, 3.0), 0.98, 1.04, "smaller"),  # includes 1, and excludes the promise
+        ((2.0, 3.0), 3.2, 3.5, "larger"),
+        ((1.1, 1.3), 0.95, 1.2, "unresolved"),  # includes 1, and part of the promise
+        ((2.0, 3.0), 0.7, 0.8, "contradicted"),  # slower
+        ((0.81, 0.99), 0.85, 0.9, "confirmed"),  # a stated cost
+        ((0.81, 0.99), 0.5, 0.6, "larger"),
+        ((0.81, 0.99), 0.9, 1.05, "unresolved"),
+        ((0.81, 0.99), 1.1, 1.2, "contradicted"),
     ],
 )
-def test_rule_on_claims(promise, low, high, floor, verdict):
-    assert answer(promise, {"low": low, "high": high, "noise_floor": floor}) == verdict
+def test_rule_on_claims(promise, low, high, verdict):
+    assert answer(promise, {"low": low, "high": high}) == verdict
 
 
 def test_judge_records_the_verdict_and_its_evidence(notebooks, capsys):
@@ -373,8 +375,8 @@ def test_judge_records_the_verdict_and_its_evidence(notebooks, capsys):
     assert run.judge("C01", MEASURED) == "confirmed"
     assert run.judge("C02", MEASURED) == "confirmed"  # one figure, read with its tolerance
     assert run.judge("C01", MEASURED, needs_gpu=True) == "needs_gpu"
-    found = {row["claim"]: row["verdict"] for row in run.record["verdicts"]}
-    assert found == {"C01": "needs_gpu", "C02": "confirmed"}
+    found = {row["claim"]: (row["verdict"], row["measurement"]) for row in run.record["verdicts"]}
+    assert found == {"C01": ("needs_gpu", "bf16"), "C02": ("confirmed", "bf16")}
     assert "C02 confirmed: promised 1.71 to 2.09x, measured 2.05x (1.90 to 2.20)" in capsys.readouterr().out
 
 
@@ -383,3 +385,12 @@ def test_judge_refuses_what_no_ratio_can_answer(notebooks, claim, sentence):
     run = start("21_small", profile="smoke")
     with pytest.raises(UsageError, match=sentence):
         run.judge(claim, MEASURED)
+
+
+def test_a_verdict_is_on_a_known_claim(notebooks):
+    run = start("21_small", profile="smoke")
+    with pytest.raises(UsageError, match='no claim "C99"'):
+        run.verdict("C99", "contradicted", "unknown")
+    run.verdict("C05", "smaller", "memory fell by less", value=-12.0)
+    (row,) = run.record["verdicts"]
+    assert (row["claim"], row["verdict"], row["value"], row["measurement"]) == ("C05", "smaller", -12.0, None)

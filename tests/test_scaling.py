@@ -34,7 +34,7 @@ def run(folder, *command):
 @pytest.mark.slow
 def test_two_ranks_measure_together_and_write_raw_seconds(tmp_path):
     (tmp_path / "wide.py").write_text(WIDE)
-    job = {"workload": "wide:workload", "batch_size": 8, "pairs": 4, "window_s": 0.01, "device": "cpu"}
+    job = {"workload": "wide:workload", "batch_size": 8, "pairs": 4, "turn_s": 0.01, "device": "cpu"}
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     done = run(tmp_path, *torchrun, str(SCRIPT), json.dumps([job | {"out": "a.json"}]))
     assert done.returncode == 0, done.stderr[-2000:]

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from scipy.stats import ttest_1samp, ttest_rel
+from scipy.stats import ttest_1samp, ttest_ind
 
 from speedkit.measure import stats
 
@@ -12,12 +12,16 @@ A = [1.02, 0.98, 1.05, 1.01, 0.97, 1.10]
 B = [0.91, 0.93, 0.97, 0.90, 0.92, 0.99]
 
 
-def test_paired_interval_is_scipys_paired_t_on_logarithms():
-    ours = stats.paired_interval(A, B)
-    theirs = ttest_rel(np.log(A), np.log(B)).confidence_interval(0.99)
-    assert ours.low == pytest.approx(math.exp(theirs.low), rel=1e-12)
-    assert ours.high == pytest.approx(math.exp(theirs.high), rel=1e-12)
-    assert ours.ratio == pytest.approx(float(np.exp(np.mean(np.log(A) - np.log(B)))), rel=1e-12)
+def test_paired_interval_is_scipys_yuen_test_of_the_logarithms():
+    logs, ours = np.log(A) - np.log(B), stats.paired_interval(A, B)
+    theirs = ttest_ind(logs, np.zeros(len(logs)), equal_var=False, trim=0.2).confidence_interval(0.99)
+    assert (ours.low, ours.high) == pytest.approx((math.exp(theirs.low), math.exp(theirs.high)), rel=1e-12)
+    assert math.log(ours.ratio) == pytest.approx(np.mean(np.sort(logs)[1:-1]), rel=1e-12)
+
+
+def test_one_burst_of_other_load_hardly_moves_the_interval():
+    calm, burst = stats.paired_interval(A, B), stats.paired_interval([*A[:-1], 50.0], B)
+    assert burst.low > 0.99 * calm.low and burst.high < 1.01 * calm.high
 
 
 def test_swapping_a_and_b_gives_the_reciprocal():
@@ -28,31 +32,16 @@ def test_swapping_a_and_b_gives_the_reciprocal():
 def test_identical_pairs_give_a_point_at_one():
     same = stats.paired_interval(A, A)
     assert (same.ratio, same.low, same.high) == (1.0, 1.0, 1.0)
-    assert stats.noise_floor(list(zip(A, A, strict=True))) == 1.0
 
 
-def excluding_one(generator, slowdown, repeats=1000, pairs=20, noise=0.03):
-    """Return the share of simulated comparisons, with independent log-normal noise, whose interval excludes 1."""
-    excluded = 0
-    for _ in range(repeats):
-        a = slowdown * np.exp(generator.normal(0, noise, pairs))
-        b = np.exp(generator.normal(0, noise, pairs))
-        interval = stats.paired_interval(a.tolist(), b.tolist())
-        excluded += not interval.low <= 1 <= interval.high
-    return excluded / repeats
+@pytest.mark.parametrize("pairs", [5, 20])
+def test_a_plan_compared_with_itself_is_rarely_called_different(pairs):
+    noise = np.exp(np.random.default_rng(1).normal(0, 0.03, (1000, 2, pairs))).tolist()
+    found = [stats.paired_interval(*both) for both in noise]
+    assert sum(not one.low <= 1 <= one.high for one in found) <= 30
 
 
-def test_a_plan_compared_with_itself_is_rarely_called_different():
-    generator = np.random.default_rng(1)
-    assert excluding_one(generator, slowdown=1.0) <= 0.03
-    assert excluding_one(generator, slowdown=1.0, pairs=5) <= 0.03
-
-
-def test_a_planted_slowdown_of_five_percent_is_found():
-    assert excluding_one(np.random.default_rng(2), slowdown=1.05) >= 0.9
-
-
-def test_what_slows_both_windows_of_a_pair_cancels():
+def test_what_slows_both_turns_of_a_pair_cancels():
     generator = np.random.default_rng(3)
     drift = np.exp(np.cumsum(generator.normal(0, 0.5, 20)))
     b = drift * np.exp(generator.normal(0, 0.005, 20))
@@ -61,20 +50,21 @@ def test_what_slows_both_windows_of_a_pair_cancels():
     assert interval.high < 1.06
 
 
-def test_noise_floor_is_the_far_end_of_the_control_whichever_way_it_leans():
-    pairs = list(zip(A, B, strict=True))
-    control = stats.paired_interval(A, B)
-    assert stats.noise_floor(pairs) == pytest.approx(control.high)
-    assert stats.noise_floor([(b, a) for a, b in pairs]) == pytest.approx(control.high)
+def decided(gain, repeats=400, noise=0.03):
+    """Return the shares of simulated comparisons that are called faster, and not worth it, at one of the LOOKS."""
+    generator, said = np.random.default_rng(4), []
+    for _ in range(repeats):
+        logs = generator.normal(math.log(gain), noise, stats.LOOKS[-1]).tolist()
+        looks = (stats.decide(logs[:count]) for count in stats.LOOKS)
+        said.append(next((one for one in looks if one != "undecided"), "undecided"))
+    return said.count("faster") / repeats, said.count("not worth it") / repeats
 
 
-def test_noise_floor_rises_with_noise_and_falls_with_pairs():
-    def floor(noise, count):
-        draws = np.exp(np.random.default_rng(4).normal(0, noise, (count, 2)))
-        return stats.noise_floor([tuple(pair) for pair in draws.tolist()])
-
-    assert 1 < floor(0.01, 20) < floor(0.05, 20)
-    assert floor(0.03, 200) < floor(0.03, 10)
+def test_a_useless_change_is_hardly_ever_kept_and_a_gain_of_five_percent_is_found():
+    kept, dropped = decided(1.0)
+    assert kept <= 0.01 and dropped >= 0.8
+    kept, dropped = decided(1.05)
+    assert kept >= 0.95 and dropped == 0
 
 
 def test_non_inferior_bound_is_scipys_one_sided_t():
@@ -90,6 +80,18 @@ def test_non_inferior_needs_evidence_and_not_only_a_good_mean():
     assert not stats.non_inferior([0.1, -0.1, 0.05], margin=0.02).passed  # better on average, but who knows
     assert stats.non_inferior([0.0, 0.0, 0.0], margin=0.0).passed  # bit-equal results
     assert not stats.non_inferior([-0.05, -0.05, -0.05], margin=0.02).passed
+
+
+def test_pooled_bounds_are_scipys_t_test_of_two_samples():
+    naive, final = [0.90, 0.92, 0.91, 0.93], [0.91, 0.905, 0.92]
+    found = stats.pooled_non_inferior(naive, final, margin=0.03)
+    theirs = ttest_ind(final, naive).confidence_interval(0.90)
+    assert (found.lower, found.upper) == pytest.approx((theirs.low, theirs.high), rel=1e-9)
+    assert found.passed and not found.worse
+    errors = stats.pooled_non_inferior(naive, [0.99, 1.0], margin=0.02, sign=-1)  # lower is better
+    assert errors.worse and not errors.passed and errors.mean_change == pytest.approx(-0.08)
+    undecided = stats.pooled_non_inferior([0.8, 1.0], [0.85, 0.95], margin=0.02)
+    assert not undecided.passed and not undecided.worse
 
 
 @pytest.mark.parametrize(
@@ -111,6 +113,11 @@ def test_times_that_prove_nothing_are_refused(a_s, b_s):
 
 
 def test_one_measurement_is_refused_with_a_sentence():
-    for call in (lambda: stats.noise_floor([(1.0, 1.0)]), lambda: stats.non_inferior([0.1], 0.02)):
+    calls = (
+        lambda: stats.decide([0.1]),
+        lambda: stats.non_inferior([0.1], 0.02),
+        lambda: stats.pooled_non_inferior([0.1, 0.2], [0.1], 0.02),
+    )
+    for call in calls:
         with pytest.raises(ValueError, match="at least 2 measurements"):
             call()

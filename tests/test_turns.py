@@ -1,77 +1,68 @@
-"""Two functions in turns: who is called when, and that a planted difference shows with its sign."""
+"""Pairs of turns: who is called when, when they end, and that a planted difference shows with its sign."""
 
+import itertools
 import math
 import random
-from contextlib import closing
 
 import pytest
-import tiny
-import torch
-from speedkit.measure.turns import in_turns, take_turns
 
-from speedkit.measure.compare import Side, catch_up
-from speedkit.measure.stats import noise_floor, paired_interval
-from speedkit.plan import Plan
+from speedkit.measure.compare import compare_functions, measure_pairs
+from speedkit.measure.stats import decide, log_ratios, paired_interval
+
+
+def pairs_of(ratio, noise=0.01, **options):
+    """Return what `measure_pairs` makes of turns whose times have this ratio, and independent noise."""
+    rng = random.Random(7)
+    turns = (lambda mean_s=mean_s: mean_s * math.exp(rng.gauss(0, noise)) for mean_s in (ratio, 1.0))
+    return measure_pairs(*turns, rng=random.Random(0), **options)
 
 
 def busy(count):
     return lambda: sum(range(count))
 
 
-def test_each_block_calls_both_sides_twice_in_mirrored_order():
+def test_each_is_called_once_a_pair_in_random_order_and_what_comes_before_is_not_timed():
     calls = []
-    row = in_turns(
-        "x", {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 40, before=lambda: calls.append(".")
-    )
-    blocks = ["".join(calls[at : at + 8]) for at in range(2, len(calls), 8)]
-    assert calls[:2] == ["a", "b"] and len(blocks) == 20 and set(blocks) == {".a.b.b.a", ".b.a.a.b"}
-    assert len(row["seconds_a"]) == len(row["seconds_b"]) == 40
+    functions = {name: lambda name=name: calls.append(name) for name in "ab"}
+    row = compare_functions("x", functions, 8, before=lambda: calls.append("."))
+    pairs = ["".join(calls[at : at + 4]) for at in range(2, len(calls), 4)]
+    assert calls[:2] == ["a", "b"] and len(pairs) == 8 and set(pairs) == {".a.b", ".b.a"}
+    assert len(row["seconds_a"]) == len(row["seconds_b"]) == 8
     assert (row["name"], row["a"], row["b"]) == ("x", "a", "b")
 
 
 def test_the_ratio_is_above_one_where_the_second_is_faster():
-    row = in_turns("x", {"slow": busy(400_000), "fast": busy(4_000)}, 6)
-    assert 1.0 < row["low"] < row["ratio"] < row["high"] and row["noise_floor"] >= 1
-    swapped = in_turns("x", {"fast": busy(4_000), "slow": busy(400_000)}, 6)
-    assert swapped["high"] < 1
+    row = compare_functions("x", {"slow": busy(400_000), "fast": busy(4_000)}, 10)
+    assert 1 < row["low"] < row["ratio"] < row["high"] and row["decision"] == "faster"
+    row = compare_functions("x", {"fast": busy(4_000), "slow": busy(400_000)}, 10)
+    assert row["high"] < 1 and row["decision"] == "not worth it"
 
 
-def test_two_functions_are_needed():
-    with pytest.raises(ValueError, match="unpack"):
-        in_turns("x", {"a": busy(1)}, 4)
+@pytest.mark.parametrize(
+    ("ratio", "pairs", "decision"), [(1.5, 10, "faster"), (0.7, 10, "not worth it"), (1.01, 80, "undecided")]
+)
+def test_it_ends_at_the_first_look_that_decides(ratio, pairs, decision):
+    a_s, b_s, said = pairs_of(ratio, noise=0.06)
+    assert (len(a_s), said) == (pairs, decision) == (len(b_s), decide(log_ratios(a_s, b_s)))
 
 
-def test_a_steady_drift_of_the_machine_is_no_difference():
-    drifting_s = (1.01**window for window in range(10**6))
-    a_s, b_s, control = take_turns(lambda: next(drifting_s), lambda: next(drifting_s), 40, random.Random(1))
-    found = paired_interval(a_s, b_s)
-    assert found.low <= 1 <= found.high and found.ratio == pytest.approx(1)
-    assert math.prod(a_s + b_s) == pytest.approx(math.prod(time_s**2 for pair in control for time_s in pair))
-    assert noise_floor(control) > 1
+def test_without_looks_it_makes_all_pairs_and_time_ends_it_after_two():
+    assert len(pairs_of(1.5, looks=(), pairs=33)[0]) == 33
+    assert len(pairs_of(1.5, looks=(), max_s=0.1)[0]) == 2
+    assert len(pairs_of(1.5, pairs=1)[0]) == 2
 
 
-def test_what_every_window_takes_longer_on_both_sides_is_no_noise():
-    work_s = [1.0 + 9.0 * random.Random(window).random() for window in range(40)]  # batches of short and long clips
-    noise = random.Random(7)
-    slow_s, fast_s = ([share * window_s * math.exp(noise.gauss(0, 0.01)) for window_s in work_s] for share in (1, 0.8))
-    a_s, b_s, control = take_turns(iter(slow_s).__next__, iter(fast_s).__next__, 40, random.Random(1))
-    found = paired_interval(a_s, b_s)
+def test_a_pair_in_which_something_was_compiled_is_left_out(monkeypatch):
+    counted = itertools.chain([0, 0, 0, 1], itertools.repeat(1))  # before and after each pair: the second compiles
+    monkeypatch.setattr("speedkit.measure.compare.compilations", lambda: next(counted))
+    made = itertools.count()
+    a_s, *_ = measure_pairs(lambda: 1.0 + next(made), lambda: 1.0, rng=random.Random(0), pairs=4, looks=())
+    assert a_s == [1.0, 3.0, 4.0, 5.0]
+
+
+def test_what_every_pair_takes_longer_on_both_sides_is_no_noise():
+    work_s, noise = [1 + 9 * random.Random(pair).random() for pair in range(40)], random.Random(7)
+    slow_s, fast_s = ([share * pair_s * math.exp(noise.gauss(0, 0.01)) for pair_s in work_s] for share in (1, 0.8))
+    turns = iter(slow_s).__next__, iter(fast_s).__next__
+    found = paired_interval(*measure_pairs(*turns, rng=random.Random(1), pairs=40, looks=())[:2])
     assert 1.23 < found.low < 1.25 < found.high < 1.27
-    assert noise_floor(control) < 1.02
-
-
-def test_the_windows_of_a_pair_begin_at_the_same_step(tmp_path):
-    work = tiny.points(train=64)
-    with (
-        closing(Side(work, work.recipe, Plan(), "cpu", tmp_path)) as a,
-        closing(Side(work, work.recipe, Plan(cache="ram"), "cpu", tmp_path)) as b,
-    ):
-        a.window(7), b.window(3)
-        catch_up(a, b)
-        assert a.run.step == b.run.step == 7
-        batches = [side.run.fetch()[0] for side in (a, b)]
-        assert torch.equal(*batches)
-
-
-def test_a_floor_takes_two_blocks():
-    assert [len(found) for found in take_turns(lambda: 1.0, lambda: 1.0, 1, random.Random(0))] == [4, 4, 2]
