@@ -46,7 +46,7 @@ def _leave_out(job: ClimbState, row: Row, best: Plan, simpler: Plan) -> Row:
     name = f"without {row['change']}"
     if isinstance(result := measured(job, (simpler, best), (name, "best"), name), str):
         return row | {"why": f"without it: {result}"}
-    kept = result.decision != "not worth it"
+    kept = result.decision not in ("not worth it", "slower")
     why = (
         "slower without it"
         if result.faster

@@ -134,8 +134,6 @@ def _try(job: ClimbState, row: Row, best: Plan, control: Row) -> Row:
     same = parity(row["promises"], result.losses_b, control["losses"], control["other_seed"])
     kept = result.faster and same.passed
     why = "faster, and learns the same" if kept else str(same) if result.faster else result.decision
-    if result.slower:
-        why = "slower"
     job.say(f"  {result.ratio:.3f} ({result.low:.3f} to {result.high:.3f}): {'kept' if kept else 'rejected'}, {why}")
     return row | {
         "ratio": result.ratio,

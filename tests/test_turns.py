@@ -35,11 +35,11 @@ def test_the_ratio_is_above_one_where_the_second_is_faster():
     row = compare_functions("x", {"slow": busy(400_000), "fast": busy(4_000)}, 10)
     assert 1 < row["low"] < row["ratio"] < row["high"] and row["decision"] == "faster"
     row = compare_functions("x", {"fast": busy(4_000), "slow": busy(400_000)}, 10)
-    assert row["high"] < 1 and row["decision"] == "not worth it"
+    assert row["high"] < 1 and row["decision"] == "slower"
 
 
 @pytest.mark.parametrize(
-    ("ratio", "pairs", "decision"), [(1.5, 10, "faster"), (0.7, 10, "not worth it"), (1.01, 80, "undecided")]
+    ("ratio", "pairs", "decision"), [(1.5, 10, "faster"), (0.7, 10, "slower"), (1.02, 80, "undecided")]
 )
 def test_it_ends_at_the_first_look_that_decides(ratio, pairs, decision):
     a_s, b_s, said = pairs_of(ratio, noise=0.06)

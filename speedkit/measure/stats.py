@@ -12,7 +12,7 @@ FALSE_DROP = 0.05
 WORTH = math.log(1.02)  # a smaller gain is not worth a line in a plan
 TAIL = 0.005  # of the 99 % interval that is reported, on each side
 
-Decision = Literal["faster", "not worth it", "undecided"]
+Decision = Literal["faster", "slower", "not worth it", "undecided"]
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,8 @@ def decide(logs: Sequence[float]) -> Decision:
     mean, reach = trimmed_mean(logs, FALSE_KEEP * share)
     if mean - reach > 0:
         return "faster"
+    if mean + reach < 0:
+        return "slower"
     mean, reach = trimmed_mean(logs, FALSE_DROP * share)
     return "not worth it" if mean + reach < WORTH else "undecided"
 

@@ -86,7 +86,7 @@ def ratios(
     """Return a forest plot: each measured ratio with its 99 % interval .
 
     `measurements` is a record, or rows of one; `recorded` are records of other machines (`run.recorded()`), whose rows
-    of the same names stand below. `names` picks measurements, in that order. A hollow mark did not clear the noise.
+    of the same names stand below. `names` picks measurements, in that order. A hollow mark: its interval holds 1.
     """
     here = measurements if isinstance(measurements, Mapping) else {"measurements": measurements}
     machines = list(zip((here, *(recorded or ())), itertools.cycle((BLUE, ORANGE, GREEN, GREY)), strict=False))
@@ -118,7 +118,7 @@ def ratios(
     _label_rows(axes, ["" if name in shown[:y] else textwrap.fill(name, 32) for y, name in enumerate(shown)])
     axes.set(xscale="log", xlabel="time ratio, log scale: above 1 is faster")
     _round_ticks(axes.xaxis)
-    _caption(figure, title, marks, "hollow: no difference beyond the noise")
+    _caption(figure, title, marks, "hollow: the interval holds 1")
     return figure
 
 
