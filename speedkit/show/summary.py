@@ -28,7 +28,8 @@ def quality_in_words(quality: Row) -> str:
     """Return in one sentence whether the final plan learns as well."""
     decision = quality.get("decision") or ("as good" if quality["passed"] else "not decided")
     if quality.get("lower") is None:
-        return "Whether the result is as good was not tested: the plan is plain PyTorch, or the time was used up."
+        why = "the time was used up before each plan was trained twice" if quality["baseline"] else "no training was needed"
+        return f"Whether the result is as good was not tested: {why}."
     change = "{metric} changed by {mean_change:+.4f}, at least {lower:+.4f}; margin {margin:g}".format(**quality)
     if decision == "not decided":
         needed = f"; about {quality['seeds_needed']} would" if quality.get("seeds_needed") else ""
