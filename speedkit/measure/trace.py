@@ -65,21 +65,12 @@ class Work(NamedTuple):
 
 @dataclass
 class Costs:
-    """What operators cost in seconds: on a CPU without those that they call, on a GPU their kernels."""
+    """What a CPU's operators, without those that they call, or a GPU's kernels cost in seconds."""
 
     calls: float = 0.0  # of small operators on a CPU, of kernels on a GPU
     small_s: float = 0.0  # of operators that cost more to call than to compute, on a CPU
     products_s: dict[str, float] = field(default_factory=dict)  # of matrices, by number format
-    passes_s: float = 0.0  # over memory: all others
-
-    def add(self, seconds: float, *, small: bool, is_product: bool, number_format: str) -> None:
-        """Add an operator or a kernel."""
-        if small:
-            self.small_s += seconds
-        elif is_product:
-            self.products_s[number_format] = self.products_s.get(number_format, 0.0) + seconds
-        else:
-            self.passes_s += seconds
+    passes_s: float = 0.0  # over memory: all other operators, on a CPU
 
 
 @dataclass(frozen=True)
@@ -258,26 +249,40 @@ def read_trace(path: str | Path) -> Trace:
         tuple(span(event, cause) for event in by["user_annotation"] + operators if (cause := _part(event["name"]))),
         tuple(span(event) for event in runtime if event["name"].endswith("Synchronize") or event["name"] in WAITING),
         tuple(map(span, operators + runtime)),
-        _kernel_costs(work) if work else _operator_costs(operators),
+        _costs(work, operators),
         sum(_argument(event, "bytes", 0) for event in copies),
         bool(copies) and not any("Pageable" in event["name"] for event in copies),
     )
 
 
-def _kernel_costs(work: Iterable[Work]) -> Costs:
-    costs = Costs()
-    for one in work:
-        # Of float32 a GPU multiplies only the leading bits where it may: the kernel's name tells.
-        tf32 = "tf32" in one.name or "s1688" in one.name
-        number_format = "tf32" if tf32 else one.number_format
-        if one.kind == "kernel":
+def _costs(work: list[Work], operators: list[Event]) -> Costs:
+    """Return what the kernels of a GPU cost, or where there are none PyTorch's own operators."""
+    costs, products_s = Costs(), collections.defaultdict[str, float](float)
+    for kernel in work:
+        if kernel.kind == "kernel":
             costs.calls += 1
-            costs.add(one.end_s - one.begin_s, small=False, is_product=one.is_product, number_format=number_format)
+            if kernel.is_product:
+                # Of float32 a GPU multiplies only the leading bits where it may: the kernel's name tells.
+                tf32 = "tf32" in kernel.name or "s1688" in kernel.name
+                products_s["tf32" if tf32 else kernel.number_format] += kernel.end_s - kernel.begin_s
+    for (name, number_format, _), took_s in _own_times([] if work else operators).items():
+        usual_s = statistics.median(took_s)  # what else the machine does may fall on any one call
+        if usual_s < SMALL_S:
+            costs.calls += len(took_s)
+            costs.small_s += usual_s * len(took_s)
+        elif any(word in name for word in PRODUCT_OPERATORS):
+            products_s[number_format] += usual_s * len(took_s)
+        else:
+            costs.passes_s += usual_s * len(took_s)
+    costs.products_s = dict(products_s)
     return costs
 
 
-def _operator_costs(events: list[Event]) -> Costs:
-    """Return what PyTorch's own operators cost among `events`, which are in order of time."""
+def _own_times(events: list[Event]) -> dict[tuple[str, str, str], list[float]]:
+    """Return the seconds of PyTorch's own operators, in order of time, without those that they call.
+
+    Calls of the same name, number format and shapes are together.
+    """
     own_us = [event["dur"] for event in events]
     open_on = collections.defaultdict[Any, list[int]](list)  # thread: the operators that are at work
     for number, event in enumerate(events):
@@ -287,18 +292,11 @@ def _operator_costs(events: list[Event]) -> Costs:
         if callers:
             own_us[callers[-1]] -= event["dur"]
         callers.append(number)
-    alike = collections.defaultdict[Any, list[float]](list)
+    alike = collections.defaultdict[tuple[str, str, str], list[float]](list)
     for event, us in zip(events, own_us, strict=True):
         if event["name"].startswith("aten::"):
             alike[event["name"], _format(event), str(_argument(event, "Input Dims"))].append(us * 1e-6)
-    costs = Costs()
-    for (name, number_format, _), took_s in alike.items():
-        usual_s = statistics.median(took_s)  # what else the machine does may fall on any one call
-        small = usual_s < SMALL_S
-        costs.calls += small * len(took_s)
-        is_product = any(word in name for word in PRODUCT_OPERATORS)
-        costs.add(usual_s * len(took_s), small=small, is_product=is_product, number_format=number_format)
-    return costs
+    return alike
 
 
 def _argument(event: Event, name: str, default: Any = None) -> Any:
