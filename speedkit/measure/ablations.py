@@ -4,13 +4,14 @@ import dataclasses
 import functools
 import random
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 from speedkit.hardware import Hardware
 from speedkit.measure.compare import WARM_UP, Contender, measure_pairs, warm_up
 from speedkit.measure.stats import paired_interval
+from speedkit.measure.timeline import replaced
 from speedkit.plan import Plan, resolve
 from speedkit.recipe import Recipe
 from speedkit.workloads.workload import Workload
@@ -50,9 +51,13 @@ def ablate(
             if why:
                 rows[-1]["left_out"] = why
                 continue
-            with closing(Contender(workload, recipe, changed, hardware.device, cache_dir)) as other:
+            with (
+                closing(Contender(workload, recipe, changed, hardware.device, cache_dir)) as other,
+                ExitStack() as stack,
+            ):
                 if name == SAME_BATCH:
-                    other.run.fixed_batch = other.run.next_batch()
+                    batch = other.run.fetch()
+                    stack.enter_context(replaced(other.run, fetch=lambda batch=batch: batch))
                 steps, *_ = warm_up(base, other)
                 turns = functools.partial(base.turn, steps), functools.partial(other.turn, steps)
                 *seconds, decision = measure_pairs(*turns, pairs=PAIRS, rng=random.Random(0))

@@ -14,9 +14,10 @@ from speedkit.data.decode import BadItem
 from speedkit.data.loader import collate
 from speedkit.errors import SpeedkitError
 from speedkit.hardware import this_machine
+from speedkit.measure.timeline import replaced
 from speedkit.recipe import Recipe
+from speedkit.train.checkpoint import get_random_state, set_random_state
 from speedkit.train.loop import steps
-from speedkit.train.nonfinite import get_random_state, set_random_state
 from speedkit.train.setup import setup_run
 from speedkit.workloads.workload import Workload
 
@@ -69,8 +70,8 @@ def _ways(workload: Workload, recipe: Recipe, device: torch.device) -> dict[str,
 def _compute_s(workload: Workload, recipe: Recipe, device: torch.device) -> float:
     """Return the seconds of a training step whose batch is there already."""
     run = setup_run(workload, recipe, device=device, endless=True)
-    with contextlib.closing(run):
-        run.fixed_batch, course = run.fetch(), steps(run)
+    batch, course = run.fetch(), steps(run)
+    with contextlib.closing(run), replaced(run, fetch=lambda: batch):
         return statistics.median(timed(lambda: next(course), device, REPEATS, warmup=2))
 
 

@@ -63,7 +63,7 @@ def count(workload: Workload, recipe: Recipe, plan: Plan, device: torch.device) 
     try:
         with torch.compiler.set_stance("force_eager"):
             while not counted or (counted < STEPS and time.perf_counter() < until_s):
-                run.fixed_batch = run.fetch()  # loading is not counted
+                run.batch = run.fetch()  # loading is not counted
                 with FlopCounterMode(display=False) as flops, moved:
                     next(course)
                 operators.update({str(name): number for name, number in flops.get_flop_counts()["Global"].items()})
