@@ -124,7 +124,8 @@ def test_the_doctor_leaves_its_ledger(speedkit, recordings, tmp_path):
     assert sum(row["share"] for row in ledger["rows"]) == pytest.approx(1)
     assert {"cause", "seconds", "share", "ceiling_speedup"} <= ledger["rows"][0].keys()
     assert "roofline left out: the budget of 1 s was spent" in ledger["notes"]
-    code, _, complaint = speedkit(*words[:-1], tmp_path / "other", "--trace", tmp_path / "missing" / "trace.json")
+    other = [*words[:4], "--out", tmp_path / "other", *SMALL]
+    code, _, complaint = speedkit(*other, "--trace", tmp_path / "missing" / "trace.json")
     assert code == 2 and "the trace cannot be written to" in complaint
 
 

@@ -307,7 +307,7 @@ def as_text(found: Row) -> str:
         shown = "left out: {left_out}" if "left_out" in row else "{ratio:.2f} ({low:.2f} to {high:.2f}) times as fast"
         lines.append("  {name}: ".format_map(row) + shown.format_map(row))
     if found["loading"] and any(row["part"] == DATA for row in found["diagnosis"]):
-        lines.append("a plain step, loaded in the training process, in ms per sample:")
+        lines.append("a batch loaded in the training process, in ms per sample:")
         rows = found["loading"]["parts"]
         lines += ["  {part:<10}{0:>10.4g} {share:>7.1%}".format(1e3 * row["sample_s"], **row) for row in rows]
     return "\n".join(lines)

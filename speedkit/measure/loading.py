@@ -14,34 +14,29 @@ from speedkit.data.decode import BadItem
 from speedkit.data.loader import collate
 from speedkit.errors import SpeedkitError
 from speedkit.hardware import this_machine
-from speedkit.measure.timeline import replaced
 from speedkit.recipe import Recipe
 from speedkit.train.checkpoint import get_random_state, set_random_state
-from speedkit.train.loop import steps
-from speedkit.train.setup import setup_run
 from speedkit.workloads.workload import Workload
 
 REPEATS = 7  # rounds over one batch of items; the median counts
 
 
 def examine(workload: Workload, recipe: Recipe | None = None, device: str = "auto") -> dict[str, Any]:
-    """Return `workload`, `step_s` and `parts` of a plain training step, loaded in the training process.
+    """Return `workload` and `parts`, rows `{part, sample_s, share}`, of a batch loaded in the training process.
 
-    `parts` are rows `{part, sample_s, share}`; reading is from the page cache, where the files are after the first
-    round. Raises SpeedkitError where no item can be read.
+    Reading is from the page cache, where the files are after the first round. Raises SpeedkitError where no item can be
+    read.
     """
     recipe, place = recipe or workload.recipe, this_machine(device).device
-    parts_s = {
-        part: statistics.median(timed(way, place, REPEATS)) for part, way in _ways(workload, recipe, place).items()
-    }
+    ways = _ways(workload, recipe, place)
+    parts_s = {part: statistics.median(timed(way, place, REPEATS)) for part, way in ways.items()}
     parts_s["decode"] = max(0.0, parts_s["decode"] - parts_s["read"])  # it reads the files too
-    parts_s["compute"] = _compute_s(workload, recipe, place)
-    step_s = sum(parts_s.values())
+    batch_s = sum(parts_s.values())
     rows = [
-        {"part": part, "sample_s": seconds / recipe.batch_size, "share": seconds / step_s}
+        {"part": part, "sample_s": seconds / recipe.batch_size, "share": seconds / batch_s}
         for part, seconds in parts_s.items()
     ]
-    return {"workload": workload.name, "step_s": step_s, "parts": rows}
+    return {"workload": workload.name, "parts": rows}
 
 
 def _ways(workload: Workload, recipe: Recipe, device: torch.device) -> dict[str, Callable[[], Any]]:
@@ -65,14 +60,6 @@ def _ways(workload: Workload, recipe: Recipe, device: torch.device) -> dict[str,
         "collate": lambda: collate(samples, varies),
         "copy": lambda: [tensor.to(device) for tensor in batch],
     }
-
-
-def _compute_s(workload: Workload, recipe: Recipe, device: torch.device) -> float:
-    """Return the seconds of a training step whose batch is there already."""
-    run = setup_run(workload, recipe, device=device, endless=True)
-    batch, course = run.fetch(), steps(run)
-    with contextlib.closing(run), replaced(run, fetch=lambda: batch):
-        return statistics.median(timed(lambda: next(course), device, REPEATS, warmup=2))
 
 
 def loader_costs(loader: Any) -> tuple[float, float]:

@@ -22,8 +22,8 @@ from speedkit.train.loop import steps
 from speedkit.train.setup import setup_run
 from speedkit.workloads.workload import Workload
 
-COUNTING_S = 2.0  # no step is counted that begins later
-STEPS = 3  # lengths may differ from batch to batch
+COUNTING_S = 1.0  # no other step is counted that begins later
+STEPS = 3  # where lengths differ from batch to batch
 aten = torch.ops.aten
 # PyTorch's counter leaves out the attention kernel that a CPU takes; its FLOPs are those of any other.
 for ending in ("", "_backward"):
@@ -57,17 +57,16 @@ def count(workload: Workload, recipe: Recipe, plan: Plan, device: torch.device) 
     """
     # Left off is what changes nothing of what a model computes; to compute it twice, to save memory, is no work of it.
     eager: Mapping[str, Any] = {"compile": "off", "checkpointing": "off", "workers": 0, "cache": "off", "shards": False}
+    until_s, counted, operators, moved = time.perf_counter() + COUNTING_S, 0, Counter[str](), ByteCounter()
     run = setup_run(workload, recipe, dataclasses.replace(plan, **eager), device=device, endless=True)
-    until_s, course, counted = time.perf_counter() + COUNTING_S, steps(run), 0
-    operators, moved = Counter[str](), ByteCounter()
+    course, most = steps(run), STEPS if workload.length else 1
     try:
-        with torch.compiler.set_stance("force_eager"):
-            while not counted or (counted < STEPS and time.perf_counter() < until_s):
-                run.batch = run.fetch()  # loading is not counted
-                with FlopCounterMode(display=False) as flops, moved:
-                    next(course)
-                operators.update({str(name): number for name, number in flops.get_flop_counts()["Global"].items()})
-                counted += 1
+        while not counted or (counted < most and time.perf_counter() < until_s):
+            run.batch = run.fetch()  # loading is not counted
+            with FlopCounterMode(display=False) as flops, moved:
+                next(course)
+            operators.update({str(name): number for name, number in flops.get_flop_counts()["Global"].items()})
+            counted += 1
     finally:
         run.close()
     convolutions = sum(number for name, number in operators.items() if "conv" in name)

@@ -206,18 +206,12 @@ class Profile:
 
 
 def read_trace(path: str | Path) -> Trace:
-    """Return the trace in a file that `export_chrome_trace` of torch.profiler wrote, plain or .gz.
-
-    It begins and ends as the range called WINDOW, where there is one. Raises UsageError for any other file.
-    """
-    try:
-        data = Path(path).read_bytes()
-        events = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)["traceEvents"]
-        events = sorted((event for event in events if "dur" in event), key=lambda event: (event["ts"], -event["dur"]))
-        window = [event for event in events if event["name"] == WINDOW] or events
-        began_us, end_us = window[0]["ts"], max(event["ts"] + event["dur"] for event in window)
-    except (OSError, ValueError, TypeError, KeyError, IndexError) as error:
-        raise UsageError(f"{path} is no trace of torch.profiler: {type(error).__name__}: {error}") from None
+    """Return what lies in the range called WINDOW in a file of torch.profiler's `export_chrome_trace`, or its .gz."""
+    data = Path(path).read_bytes()
+    events = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)["traceEvents"]
+    events = sorted((event for event in events if "dur" in event), key=lambda event: (event["ts"], -event["dur"]))
+    [window] = [event for event in events if event["name"] == WINDOW]
+    began_us, end_us = window["ts"], window["ts"] + window["dur"]
     by = collections.defaultdict[str, list[Event]](list)
     for event in events:
         if event["ts"] < end_us and event["ts"] + event["dur"] > began_us:
