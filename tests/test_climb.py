@@ -310,9 +310,9 @@ def frozen():
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ({"loss": raising}, "ValueError: no such class: 7; its loss"),
+        ({"loss": raising}, "ValueError: no such class: 7; its"),
         ({"loss": no_tensor}, "a tensor of one number"),
-        ({"model": frozen}, "no trainable parameter"),
+        ({"model": frozen}, "a weight that is trained"),
     ],
     ids=["raises", "no-tensor", "frozen"],
 )
