@@ -177,7 +177,8 @@ def _measure(run: TrainingRun, window_s: float, *, evaluate: bool, trace_file: s
         next(course)  # on batches that the loader had ready
     step_s = run_until_steady(lambda: next(course), run.device, max_s=max(2.0, window_s)).step_s
 
-    kind, pids, timeline = run.device.type, run.train_batches.pids, Timeline()
+    kind, timeline = run.device.type, Timeline()
+    pids = [process.pid for process in run.train_batches.loader.processes]
     pairs = min(PAIRS.get(kind, 5), max(3, round(2 * window_s / step_s)))
     count, slower, timed_s = max(1, round(window_s / pairs / step_s)), list[float](), 0.0
     compiled, began_s, cpu_s = compilations(), time.perf_counter(), _cpu_s(pids)
