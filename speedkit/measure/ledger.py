@@ -252,7 +252,7 @@ def _traced(run: TrainingRun, course: Iterator[int], trace_file: str | Path | No
         return profile.close(trace_file)
 
 
-def _cpu_s(pids: list[int]) -> float:
+def _cpu_s(pids: Sequence[int | None]) -> float:
     """Return the seconds for which processes have used a core so far."""
     return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
 
