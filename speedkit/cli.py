@@ -185,6 +185,7 @@ def _absolute(parameters: Values) -> Values:
 @workload_argument
 @plan_option
 @time_option("--budget", "1m", "what does not fit is left out, and said")
+@click.option("--trace", metavar="FILE", help="keep the profiler's trace, for ui.perfetto.dev")
 @json_option
 @run_options
 @fields_of(Plan)
@@ -195,7 +196,8 @@ def doctor(workload: str, plan: str, budget: float, as_json: bool, **values: Any
     asked = find_plan(plan, values, values["device"])
     work, recipe = find_workload(workload, values)
     folder = claim_folder(values["out"], "doctor", values["resume"])
-    ledger = diagnose.diagnose(work, recipe, asked, budget_s=budget, **typed(values, "device", "cache_dir"))
+    options = typed(values, "device", "cache_dir", "trace")
+    ledger = diagnose.diagnose(work, recipe, asked, budget_s=budget, **options)
     write_json(folder / "ledger.json", ledger)
     click.echo(json.dumps(ledger) if as_json else f"{diagnose.as_text(ledger)}\nledger.json in {folder}")
 

@@ -19,7 +19,7 @@ from speedkit.measure.compare import compare
 from speedkit.measure.ledger import Ledger
 from speedkit.measure.quality import time_to_quality
 from speedkit.measure.record import NotebookRun
-from speedkit.measure.roofline import count, roofline
+from speedkit.measure.roofline import roofline
 from speedkit.measure.stats import FALSE_KEEP, LOOKS, log_ratios, trimmed_mean
 from speedkit.plan import Plan, resolve
 from speedkit.recipe import Recipe
@@ -199,8 +199,7 @@ def measure_control(job: ClimbState) -> Row:
 
 
 def _roofline(job: ClimbState, plan: Plan, ledger: Ledger) -> Row:
-    counted = count(job.workload, job.recipe, plan, job.hardware)
-    return roofline(job.workload, job.recipe, plan, job.hardware, ledger, counted, job.cache_dir)
+    return roofline(job.workload, job.recipe, plan, job.hardware, ledger=ledger)
 
 
 def _record(

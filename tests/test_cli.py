@@ -125,7 +125,10 @@ def test_the_doctor_leaves_its_ledger(speedkit, recordings, tmp_path):
     assert code == 0 and "data wait" in printed and str(out) in printed
     assert sum(row["share"] for row in ledger["rows"]) == pytest.approx(1)
     assert {"cause", "seconds", "share", "ceiling_speedup"} <= ledger["rows"][0].keys()
-    assert "the budget of 1 s was spent" in ledger["left_out"]["loading"]
+    assert "roofline left out: the budget of 1 s was spent" in ledger["notes"]
+    other = [*words[:4], "--out", tmp_path / "other", *SMALL]
+    code, _, complaint = speedkit(*other, "--trace", tmp_path / "missing" / "trace.json")
+    assert code == 2 and "the trace cannot be written to" in complaint
 
 
 def test_a_cache_is_built_before_training(speedkit, recordings, tmp_path):

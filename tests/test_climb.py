@@ -24,9 +24,9 @@ from speedkit.files import read_json, write_json
 from speedkit.hardware import Hardware, this_machine
 from speedkit.ladder import EFFECTS, LADDER, acts_on, plan_of, predict
 from speedkit.measure.compare import compare
-from speedkit.measure.ledger import CAUSES
 from speedkit.measure.quality import NaiveCurves, parity, payback, quality_of, time_to_quality
 from speedkit.measure.schema import validate_record
+from speedkit.measure.trace import CAUSES
 from speedkit.plan import Plan, resolve
 from speedkit.recipe import Recipe
 from speedkit.trials import candidate
@@ -311,9 +311,9 @@ def frozen():
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ({"loss": raising}, "ValueError: no such class: 7; its loss"),
+        ({"loss": raising}, "ValueError: no such class: 7; its"),
         ({"loss": no_tensor}, "a tensor of one number"),
-        ({"model": frozen}, "no trainable parameter"),
+        ({"model": frozen}, "a weight that is trained"),
     ],
     ids=["raises", "no-tensor", "frozen"],
 )

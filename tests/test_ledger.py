@@ -13,24 +13,24 @@ import torch
 from tiny import loss, points, slowed
 
 from speedkit import clock
-from speedkit.errors import SpeedkitError, UsageError
-from speedkit.measure.classify import CAUSES, busy_of, classify, gaps_of
-from speedkit.measure.ledger import ledger, ledger_of, unprofiled
-from speedkit.measure.trace import Profile, Span, Trace, Work, read_trace
+from speedkit.errors import SpeedkitError
+from speedkit.measure.ledger import StepFacts, ledger_of, make_ledger, unprofiled
+from speedkit.measure.trace import CAUSES, Profile, Span, Trace, Work, classify, read_trace
 from speedkit.plan import Plan
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 TRACES = Path(__file__).parent / "traces"
-RATES = {"matmul_fp32": 1e10, "matmul_bf16": 1e11, "memory_bandwidth": 1e10}
 MS = 1e-3
 
 
-def rows(trace, rates=RATES):
-    return {cause: round(seconds / MS, 6) for cause, seconds in classify(trace, rates).items()}
+def rows(trace):
+    busy, gaps = classify(trace)
+    found = {cause: busy.get(cause, 0.0) + gaps.get(cause, 0.0) for cause in CAUSES if cause in busy or cause in gaps}
+    return {cause: round(seconds / MS, 6) for cause, seconds in found.items()}
 
 
-def kernel(begin_ms, end_ms, launch_ms=0.0, **more):
-    return Work(begin_ms * MS, end_ms * MS, "kernel", launch_s=launch_ms * MS, **({"bytes": 1.0} | more))
+def kernel(begin_ms, end_ms, launch_ms=0.0, name="kernel"):
+    return Work(begin_ms * MS, end_ms * MS, name, launch_s=launch_ms * MS)
 
 
 # Each is 10 ms long; a kernel from 0 to 2 and one from 6 to 10 leave a gap of 4 ms.
@@ -77,13 +77,21 @@ def test_what_runs_side_by_side_counts_once_and_a_copy_only_where_nothing_comput
     assert rows(trace) == {"bandwidth-bound": 5, "host-to-device copy": 2, "sync-bound": 1}
 
 
-def test_a_kernel_is_bound_by_what_takes_longer_at_the_ceiling_of_its_number_format():
-    work = {"flops": 1e8, "bytes": 5e7}  # 1 ms at 1e11 FLOP/s, 10 ms at 1e10; 5 ms at 1e10 bytes/s
-    assert rows(Trace(MS, (kernel(0, 1, dtype="bf16", **work),))) == {"bandwidth-bound": 1}
-    assert rows(Trace(MS, (kernel(0, 1, **work),))) == {"compute-bound": 1}
-    named = Work(0, MS, "sm90_xmma_gemm_bf16", launch_s=0.0)  # out of a CUDA graph: no operator is known
-    assert rows(Trace(MS, (named,))) == {"compute-bound": 1}
-    in_optimizer = Trace(MS, (kernel(0, 1, 0.5, **work),), parts=span(0, 1, "optimizer"))
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [
+        ("sm90_xmma_gemm_bf16bf16", "compute-bound"),  # out of a CUDA graph, as all here: no operator is known
+        ("nvjet_tst_128x256_64x4_1x2_h_bz_TNT", "compute-bound"),
+        ("void cutlass::Kernel2<cutlass_80_tensorop_s16816_256x128>", "compute-bound"),
+        ("flash_fwd_kernel", "compute-bound"),
+        ("triton_tem_fused_addmm_3", "compute-bound"),
+        ("triton_poi_fused_convolution_relu_0", "bandwidth-bound"),  # what Inductor fuses is in the name
+        ("vectorized_elementwise_kernel", "bandwidth-bound"),
+    ],
+)
+def test_kernels_are_told_by_name_and_those_of_an_update_by_their_launch(name, cause):
+    assert rows(Trace(MS, (kernel(0, 1, name=name),))) == {cause: 1}
+    in_optimizer = Trace(MS, (kernel(0, 1, 0.5, name=name),), parts=span(0, 1, "optimizer"))
     assert rows(in_optimizer) == {"optimizer": 1}
 
 
@@ -96,12 +104,13 @@ def test_seconds_add_up_and_busy_time_is_a_union_whatever_the_trace():
             return tuple(Span(begin, begin + draw(1, 10), names[draw(0, len(names) - 1)]) for begin in begins)
 
         kinds = ("kernel", "kernel", "host to device", "device to host")
-        work = tuple(Work(*one[:2], "", one.name, draw(0, 100), draw(0, 9), draw(0, 9)) for one in spans(15, *kinds))
+        work = tuple(Work(*one[:2], "", one.name, draw(0, 100)) for one in spans(15, *kinds))
         parts = spans(6, "data wait", "optimizer", "compilation", "evaluation and checkpoint")
         trace = Trace(100.0, work, parts, spans(6, ""), spans(20, ""))
-        assert sum(classify(trace, RATES).values()) == pytest.approx(100)
+        busy_s, gaps_s = classify(trace)
+        assert sum(busy_s.values()) + sum(gaps_s.values()) == pytest.approx(100)
         busy = {second for one in work for second in range(int(one.begin_s), int(one.end_s))}
-        assert sum(busy_of(trace, RATES).values()) == pytest.approx(len(busy))
+        assert sum(busy_s.values()) == pytest.approx(len(busy))
         waits = {second for part in parts if part.name == "data wait" for second in range(int(part[0]), int(part[1]))}
         others = {
             second
@@ -109,7 +118,7 @@ def test_seconds_add_up_and_busy_time_is_a_union_whatever_the_trace():
             if part.name not in ("data wait", "optimizer")
             for second in range(int(part[0]), int(part[1]))
         }
-        assert gaps_of(trace).get("data wait", 0.0) == pytest.approx(len(waits - busy - others))
+        assert gaps_s.get("data wait", 0.0) == pytest.approx(len(waits - busy - others))
 
 
 def test_a_trace_of_a_gpu_is_read_with_what_launched_its_kernels():
@@ -118,24 +127,19 @@ def test_a_trace_of_a_gpu_is_read_with_what_launched_its_kernels():
     assert rows(trace) == {
         "data wait": 2.0,
         "host-to-device copy": 0.75,
-        "launch-bound": 0.4,
+        "launch-bound": 0.2,
         "sync-bound": 0.4,
-        "compute-bound": 1.6,
-        "bandwidth-bound": 0.75,
+        "compute-bound": 1.5,
+        "bandwidth-bound": 0.85,
         "optimizer": 0.9,
         "evaluation and checkpoint": 1.1,
         "compilation": 0.8,
-        "other host work": 1.2,
+        "other host work": 1.4,
         "idle": 0.1,
     }
     assert list(rows(trace)) == [cause for cause in CAUSES if cause in rows(trace)]
-    slower = RATES | {"memory_bandwidth": 1e9}  # then the product is bound by its bytes, but not what only has a name
-    assert (rows(trace, slower)["compute-bound"], rows(trace, slower)["bandwidth-bound"]) == (0.5, 1.85)
-    product, reduction = trace.work[1:3]
-    assert product.flops + reduction.flops == pytest.approx(2 * 64 * 1024 * 1024) and product.dtype == "bf16"
-    assert product.flops == pytest.approx(10 * reduction.flops), "what an operator costs is shared out by time"
-    assert (trace.copied_bytes, trace.pageable_bytes) == (262244, 262144)
-    assert trace.operators == 9 and "aten::relu" in trace.uncounted and "aten::addmm" not in trace.uncounted
+    assert set(trace.costs.products_s) == {"bf16", ""}, "what was replayed from a graph has no operator"
+    assert (trace.copied_bytes, trace.pinned) == (262244, False)
 
 
 def test_a_trace_recorded_on_a_cpu_has_its_parts_and_operators_and_no_work_on_a_device():
@@ -144,61 +148,24 @@ def test_a_trace_recorded_on_a_cpu_has_its_parts_and_operators_and_no_work_on_a_
     events = json.loads(gzip.decompress((TRACES / "cpu_recorded.json.gz").read_bytes()))["traceEvents"]
     [window] = [event for event in events if event["name"] == "speedkit window"]
     assert trace.end_s == pytest.approx(window["dur"] * 1e-6)
-    # What a step calls: 2 of the loader's, 9 forward (reshapes and transposes among them), loss, backward, update.
-    assert 30 < trace.operators < len(trace.calls) / 2
-
-
-@pytest.mark.parametrize("text", ["", "{}", '{"traceEvents": []}', '{"traceEvents": [{"dur": 1}]}', "[1]"])
-def test_what_is_no_trace_is_refused_in_a_sentence(tmp_path, text):
-    (tmp_path / "trace.json").write_text(text)
-    with pytest.raises(UsageError, match=r"trace.json is no trace of torch.profiler: "):
-        read_trace(tmp_path / "trace.json")
-
-
-def test_flops_of_operators_are_those_that_pytorch_counts(tmp_path):
-    from torch.utils.flop_counter import FlopCounterMode
-
-    from speedkit.measure import trace as traces
-
-    layers = (torch.nn.Conv1d(3, 8, 5, stride=2, padding=1, dilation=2), torch.nn.Conv2d(4, 4, 3, groups=2, padding=1))
-    inputs = torch.randn(5, 3, 40), torch.randn(2, 4, 9, 7)
-
-    def work():
-        for layer, rows in zip(layers, inputs, strict=True):
-            layer(rows).sum().backward()
-        torch.baddbmm(torch.ones(1), torch.ones(2, 3, 4), torch.ones(2, 4, 5)) @ torch.addmm(
-            torch.ones(5), torch.ones(5, 6), torch.ones(6, 5)
-        )
-
-    with torch.profiler.profile(record_shapes=True, acc_events=True) as profiled:
-        work()
-    profiled.export_chrome_trace(str(tmp_path / "trace.json"))
-    counted = FlopCounterMode(display=False)
-    with counted:
-        work()
-    totals = {str(name).replace(".", "::"): flops for name, flops in counted.get_flop_counts()["Global"].items()}
-    found = dict.fromkeys(totals, 0.0)
-    for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]:
-        if event["name"] in found:
-            found[event["name"]] += traces._flops(event)
-    assert found == totals and len(found) >= 4
+    assert 30 < trace.costs.calls <= len(trace.calls)
 
 
 def test_gaps_of_a_profiled_run_shrink_to_what_is_left_of_the_unprofiled_one():
     trace = gap(parts=span(2, 4, "data wait"))  # 6 ms busy, 2 waiting for data, 2 launching
-    found, slow_down, busy = unprofiled(trace, RATES, 1, {"data wait": 3 * MS}, 2, 16 * MS)
+    found, busy = unprofiled(trace, {"data wait": 3 * MS}, 16 * MS, scale=2)
     assert {cause: round(seconds / MS, 6) for cause, seconds in found.items() if seconds} == {
         "bandwidth-bound": 12,
         "data wait": 3,
         "launch-bound": 1,
     }
-    assert (slow_down, busy) == (pytest.approx(20 / 16), pytest.approx(12 / 16))
+    assert busy == pytest.approx(12 / 16)
     # Gaps do not grow: what neither the profiler nor the host saw is unexplained.
-    found, *_ = unprofiled(trace, RATES, 1, {"data wait": 2 * MS, "compilation": 1 * MS}, 1, 15 * MS)
-    assert ledger("cuda", found, 15 * MS, 1, 1.0).share("unexplained") == pytest.approx(4 / 15)
+    found, _ = unprofiled(trace, {"data wait": 2 * MS, "compilation": 1 * MS}, 15 * MS, scale=1)
+    assert make_ledger("cuda", found, 15 * MS, steps=1, facts=StepFacts()).share("unexplained") == pytest.approx(4 / 15)
     # And where kernels alone take longer than the steps did, that is told too.
-    found, *_ = unprofiled(trace, RATES, 1, {}, 1, 5 * MS)
-    assert ledger("cuda", found, 5 * MS, 1, 1.0).share("unexplained") == pytest.approx(-3 / 5)
+    found, _ = unprofiled(trace, {}, 5 * MS, scale=1)
+    assert make_ledger("cuda", found, 5 * MS, steps=1, facts=StepFacts()).share("unexplained") == pytest.approx(-3 / 5)
 
 
 def waiting(function, seconds, took_s):
@@ -242,9 +209,9 @@ def test_rows_add_up_and_what_was_planted_is_in_its_row(device):
         assert found.share("other host work") * found.step_s == pytest.approx(statistics.mean(computing_s), rel=0.5)
         assert 0 < found.busy_share < 0.5
     facts = found.facts
-    assert facts["step_s"] == found.step_s and facts["data_s"] > 0 and facts["forward_s"] >= 5 * MS
-    assert facts["operators_per_step"] > 20 and facts["recompiles"] == 0 and facts["evaluation_s"] == 0
-    assert {"file", "line", "code", "count", "seconds"} == set(facts["syncs"][0])
+    assert facts.host_s["data wait"] > 0 and facts.host_s["forward"] >= 5 * MS
+    assert facts.costs.calls > 20 and facts.recompilations == 0 and facts.evaluations == 0
+    assert facts.syncs[0].count > 0
 
 
 def test_timers_are_gone_after_a_ledger():
@@ -259,8 +226,7 @@ def test_evaluation_and_checkpoint_count_at_the_rate_of_a_training():
     add_up(found)
     seconds = found.share("evaluation and checkpoint") * found.step_s
     assert 3.3 * MS < seconds < 8 * MS, "a checkpoint comes on top"
-    assert found.facts["evaluation_s"] == pytest.approx(seconds)
-    assert found.facts["evaluations"] == pytest.approx(found.steps / 6)
+    assert found.facts.evaluations == pytest.approx(1 / 6)
     rarely = ledger_of(
         slowed(points(), 10 * MS), plan=Plan(validate_every=60), device="cpu", window_s=0.2, evaluate=True
     )
@@ -274,11 +240,17 @@ def raising(model, batch, recipe):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"loss": raising}, "points failed in step 1: ValueError: the labels are from another set; its loss"),
-        ({"loss": lambda *_: (1.5, None)}, "points failed in step 1: AttributeError: .*; its loss has to give"),
-        ({"loss": lambda *all_: loss(*all_)[0].detach()}, "points failed in step 1: .*; its loss has to give the mean"),
-        ({"model": lambda: torch.nn.Flatten()}, "the model of points has no trainable parameter"),
-        ({"model": lambda: torch.nn.Linear(8, 2).requires_grad_(False)}, "the model of points has no trainable param"),
+        ({"loss": raising}, "points failed in step 1: ValueError: the labels are from another set; its"),
+        ({"loss": lambda *_: (1.5, None)}, "points failed in step 1: AttributeError: .* its loss has to give"),
+        ({"loss": lambda *all_: loss(*all_)[0].detach()}, "points failed in step 1: .* its loss has to give"),
+        (
+            {"model": lambda: torch.nn.Flatten()},
+            "its model needs a weight that is trained",
+        ),
+        (
+            {"model": lambda: torch.nn.Linear(8, 2).requires_grad_(False)},
+            "its model needs a weight that is trained",
+        ),
     ],
 )
 def test_a_workload_that_cannot_be_trained_is_told_in_a_sentence(change, message):
@@ -307,7 +279,7 @@ def test_graphs_compiled_in_the_window_are_counted_and_are_a_row():
     with torch._dynamo.config.patch(recompile_limit=10**6, accumulated_recompile_limit=10**6):
         found = ledger_of(dataclasses.replace(points(), loss=longer), device="cpu", window_s=0.2)
     add_up(found)
-    assert 0 < found.facts["recompiles"] < clock.compilations() - before
+    assert found.facts.recompilations == pytest.approx(1) and clock.compilations() > before
     assert found.share("compilation") > found.share("forward")
 
 

@@ -8,7 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from speedkit.clock import duration
-from speedkit.measure.ledger import CAUSES
+from speedkit.measure.trace import CAUSES
 from speedkit.show import figures
 
 HARDWARE = {"device": "cpu", "gpu": None, "cpu": "Intel(R) Xeon(R) Processor", "cores": 2}

@@ -1,128 +1,150 @@
 """Why a step takes so long: causes, each with what shows it, what to change in the plan, and what that would give."""
 
 import dataclasses
+import math
+import os
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from speedkit.errors import SpeedkitError, UsageError
+import torch
+
+from speedkit.config import settings_of
+from speedkit.errors import UsageError
 from speedkit.hardware import Hardware, this_machine
 from speedkit.measure import loading
-from speedkit.measure.counterfactual import counterfactuals
-from speedkit.measure.ledger import Ledger, ledger_of, rates
-from speedkit.measure.roofline import count, operator_cost_s, roofline
+from speedkit.measure.ablations import ablate
+from speedkit.measure.ledger import Ledger, ledger_of
+from speedkit.measure.roofline import rates, roofline
+from speedkit.measure.timeline import BACKWARD, COMPILATION, DATA, EVALUATION, FORWARD, OPTIMIZER, OTHER
+from speedkit.measure.trace import BANDWIDTH, COMPUTE, COPY, LAUNCH, SYNC
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
+from speedkit.workloads.workload import Workload
 
-# What can be found, and the row of the ledger that its seconds lie in.
+# What can be found: the row of the ledger that its seconds lie in, and the least share of a step that makes it a cause
+# (evaluating, calling operators, computing and a loop's own lines are part of any healthy training).
 FOUND = {
-    "slow decode": "data wait",
-    "slow collate": "data wait",
-    "slow loader": "data wait",
-    "large copies": "host-to-device copy",
-    "host read each step": "sync-bound",
-    "printing each step": "other host work",
-    "other host work": "other host work",
-    "many small operators": "launch-bound",
-    "compute-bound": "compute-bound",
-    "bandwidth-bound": "bandwidth-bound",
-    "new shapes": "compilation",
-    "validation too often": "evaluation and checkpoint",
+    "slow decode": (DATA, 0.0),
+    "slow collate": (DATA, 0.0),
+    "slow loader": (DATA, 0.0),
+    "large copies": (COPY, 0.0),
+    "host read each step": (SYNC, 0.0),
+    "printing each step": (OTHER, 0.1),
+    "other host work": (OTHER, 0.1),
+    "many small operators": (LAUNCH, 0.1),
+    "compute-bound": (COMPUTE, 0.5),
+    "bandwidth-bound": (BANDWIDTH, 0.5),
+    "new shapes": (COMPILATION, 0.0),
+    "validation too often": (EVALUATION, 0.1),
 }
 # A change is told from this gain on: a ledger may leave 5 % unexplained, so what would give less may be nothing.
 LEAST_GAIN = 1.05
-# Of these, shares of a step below are no cause at all. Evaluating, calling operators and a loop's own lines are part of
-# any healthy training, and a model that computes most of the time is as it should be: it is told where it is most of a
-# step.
-LEAST = {
-    "evaluation and checkpoint": 0.10,
-    "launch-bound": 0.10,
-    "other host work": 0.10,
-    "compute-bound": 0.5,
-    "bandwidth-bound": 0.5,
-}
-ON_CPU = 0.20  # the least for calling operators there: it is what others leave, an eighth of a healthy small step
-DISTURBED = 2.0  # times as long as in the counted steps: what an operator may take in others, and no more is its own
-CALLS = 4  # times an empty operator: what a small one may cost, with the layer, the hooks and the Python around it
+SMALL_ON_CPU = 0.20  # the least share of calling operators there: an eighth of a healthy small step goes into it
 REPORTING = ("print(", "log", "write(", "set_postfix", "display(")  # in a line that reads the device
 RARELY = "log_every=50: read and report what the device has computed every 50 steps"
+POWER_LIMITED = 0.95  # of the power limit: from here on a GPU lowers its clock
+ROOFLINE_S = 4.0  # that counting takes, set-up and all
 Row = dict[str, Any]
 
 
 def diagnose(
-    workload: Any,
+    workload: Workload,
     recipe: Recipe | None = None,
     plan: Plan | None = None,
     *,
     device: str = "auto",
-    cache_dir: Any = None,
+    cache_dir: str | Path | None = None,
     budget_s: float = 60.0,
+    trace: str | Path | None = None,
 ) -> Row:
     """Return why a step of `workload` takes as long as it does.
 
-    It is the ledger as ledger.json has it, with `workload`, `roofline`, `counterfactuals`, `loading`, `diagnosis` (see
-    `rank`), and `left_out`: why a part is missing. Raises SpeedkitError for a workload that cannot make a step.
+    It is the ledger as ledger.json has it, with `workload`, `loading`, `ablations`, `roofline` (None where the budget
+    has no time left for one), `diagnosis` (see `rank`) and `notes`. `trace` is a file that keeps the profiler's trace.
+    Raises SpeedkitError for a workload that cannot make a step, UsageError for a file that cannot be written.
     """
     if not budget_s > 0:
         raise UsageError(f"a budget of {budget_s:g} s measures nothing: a ledger takes some 6 s, and all of it some 60")
+    if trace is not None:
+        _check_writable(Path(trace))
     recipe, plan, hardware = recipe or workload.recipe, plan or Plan(), this_machine(device)
     until_s = time.perf_counter() + budget_s
-    ledger = ledger_of(workload, recipe, plan, device=device, cache_dir=cache_dir, evaluate=True)
-    found: Row = ledger.as_dict() | {"workload": workload.name, "left_out": {}}
-    stages: dict[str, Callable[[], Any]] = {
-        "work": lambda: count(workload, recipe, plan, hardware),
-        "roofline": lambda: roofline(
-            workload, recipe, plan, hardware, ledger, found["work"] or stages["work"](), cache_dir
-        ),
-        "counterfactuals": lambda: counterfactuals(workload, recipe, plan, hardware, until_s, cache_dir),
-        "loading": lambda: loading.examine(
-            workload,
-            recipe,
-            device,
-            next((row.get("step_s") for row in found["counterfactuals"] or () if row["name"] == "same batch"), None),
-        ),
+    notes = costly_switches(hardware.device)
+    ledger = ledger_of(workload, recipe, plan, device=device, cache_dir=cache_dir, evaluate=True, trace_file=trace)
+    facts, found = ledger.facts, ledger.as_dict() | {"workload": workload.name}
+    stages: dict[str, tuple[float, Callable[[], Any]]] = {  # with the seconds to leave for what comes after
+        "loading": (0.0, lambda: loading.examine(workload, recipe, device)),
+        "ablations": (ROOFLINE_S, lambda: ablate(workload, recipe, plan, hardware, until_s - ROOFLINE_S, cache_dir)),
+        # Last: what looks into each operator leaves compiled code switched off.
+        "roofline": (0.0, lambda: roofline(workload, recipe, plan, hardware, ledger=ledger)),
     }
-    for name, stage in stages.items():
-        found[name] = None
-        try:
-            if time.perf_counter() > until_s:
-                raise SpeedkitError(f"the budget of {budget_s:g} s was spent before")
-            found[name] = stage()
-        except Exception as error:  # what was measured so far is worth having
-            found["left_out"][name] = str(error) if isinstance(error, SpeedkitError) else repr(error)
-    facts = ledger.facts | {"work": found.pop("work"), "workers": plan.workers} | of_machine(hardware)
+    for name, (left_s, stage) in stages.items():
+        found[name] = stage() if time.perf_counter() < until_s - left_s else None
+        if found[name] is None:
+            notes.append(f"{name} left out: the budget of {budget_s:g} s was spent")
     if found["loading"]:
-        facts |= loading.facts(found["loading"], plan)
-    return found | {"diagnosis": rank(ledger, facts, found["counterfactuals"] or [], hardware)}
+        took_s = {row["part"]: row["sample_s"] * recipe.batch_size for row in found["loading"]["parts"]}
+        facts.items_s = took_s["read"] + took_s["decode"] + took_s["features"]
+        facts.collate_s, facts.cacheable = took_s["collate"], plan.cache == "off"
+    if facts.worker_use is not None:
+        notes.append(f"each of {facts.workers} loader workers uses {facts.worker_use:.0%} of a core")
+    if facts.power_use is not None and facts.power_use > POWER_LIMITED:
+        notes.append(f"the GPU draws {facts.power_use:.0%} of its power limit, so it lowers its clock")
+    return found | {"diagnosis": rank(ledger, hardware, found["ablations"] or ()), "notes": notes}
 
 
-def of_loop(ledger: Ledger, facts: Row, loader: Any, device: str = "auto") -> list[Row]:
-    """Return the causes in a loop of the user's own, of which `facts` and the `loader` are all there is to look at."""
-    hardware = this_machine(device)
-    return rank(ledger, loading.facts_of_loader(loader) | of_machine(hardware) | facts, [], hardware)
+def of_loop(ledger: Ledger, loader: Any, device: torch.device) -> list[Row]:
+    """Return the causes in a loop of the user's own, of which the ledger and the `loader` are all there is to see."""
+    ledger.facts.items_s, ledger.facts.collate_s = loading.loader_costs(loader)
+    ledger.facts.workers = getattr(loader, "num_workers", 0)
+    return rank(ledger, this_machine(device))
 
 
-def of_machine(hardware: Hardware) -> Row:
-    """Return the facts of a machine that `rank` reads: its ceilings, and what calling an operator costs."""
-    return {"ceilings": rates(hardware.device), "operator_cost_s": operator_cost_s(hardware.device)}
+def _check_writable(path: Path) -> None:
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise UsageError(f"the trace cannot be written to {path}: {error.strerror}") from None
 
 
-def rank(ledger: Ledger, facts: Row, counterfactuals: list[Row], hardware: Hardware) -> list[Row]:
+def costly_switches(device: torch.device) -> list[str]:
+    """Return a sentence for each debugging switch that is on and makes steps slower."""
+    on_gpu, env = device.type == "cuda", os.environ
+    switches = {
+        "CUDA_LAUNCH_BLOCKING is set, so the host waits for every kernel: unset it": (
+            on_gpu and env.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
+        ),
+        "PYTORCH_NO_CUDA_MEMORY_CACHING is set, so the driver allocates every tensor: unset it": (
+            on_gpu and "PYTORCH_NO_CUDA_MEMORY_CACHING" in env
+        ),
+        "autograd's anomaly detection is on: torch.autograd.set_detect_anomaly(False)": torch.is_anomaly_enabled(),
+        "only deterministic algorithms are allowed: torch.use_deterministic_algorithms(False)": (
+            torch.are_deterministic_algorithms_enabled()
+        ),
+        "a profiler is at work: stop it": torch.autograd._profiler_enabled() or sys.getprofile() is not None,
+    }
+    return [f"this slows each step: {sentence}" for sentence, is_on in switches.items() if is_on]
+
+
+# ---- the causes ----
+
+
+def rank(ledger: Ledger, hardware: Hardware, ablations: Sequence[Row] = ()) -> list[Row]:
     """Return the causes of a step's length, the best change first; none on a healthy run.
 
     Rows are `{cause, part, evidence, field, change, seconds, predicted_speedup_low, predicted_speedup_high}`: `part` is
-    the row of the ledger that the `seconds` per step lie in. `facts` are the ledger's, with those of the loader, of the
-    machine, and `work`, what `roofline.per_step` says. What a counterfactual has measured needs no prediction.
+    the row of the ledger that the `seconds` per step lie in. What an ablation has measured needs no prediction.
     """
-    measured = {row["name"]: row for row in counterfactuals if row.get("decision") == "faster"}
-    case = Case(ledger, facts, measured, hardware)
-    rules = (_loading, _copies, _host, _launches, _model, _shapes, _evaluation)
+    faster = {row["name"]: row for row in ablations if row.get("decision") == "faster"}
+    case = Case(ledger, hardware, faster, rates(hardware.device))
+    rows = [row for rule in (_loading, _host, _operators, _products) for row in rule(case)]
     told = [
         row
-        for rule in rules
-        for row in rule(case)
-        if row["seconds"] >= LEAST.get(row["part"], 0.0) * ledger.step_s and row["predicted_speedup_high"] >= LEAST_GAIN
+        for row in rows
+        if row["seconds"] > FOUND[row["cause"]][1] * ledger.step_s and row["predicted_speedup_high"] >= LEAST_GAIN
     ]
     return sorted(told, key=lambda row: -row["predicted_speedup_high"])
 
@@ -132,48 +154,48 @@ class Case:
     """What the rules look at."""
 
     ledger: Ledger
-    facts: Row
-    measured: dict[str, Row]  # counterfactuals that gained more than the noise, by name
     hardware: Hardware
+    ablations: Mapping[str, Row]  # those that made steps faster, by name
+    rates: Mapping[str, float]  # the measured ceilings
 
-    def seconds(self, *parts: str) -> float:
+    def seconds(self, *causes: str) -> float:
         """Return the seconds per step in rows of the ledger."""
-        return sum(map(self.ledger.share, parts)) * self.ledger.step_s
+        return self.ledger.share(*causes) * self.ledger.step_s
 
-    def bound(self) -> tuple[float, float, float]:
-        """Return the seconds per step bound by calling operators, by computing and by moving memory.
+    def bounds(self) -> tuple[float, float, float]:
+        """Return the seconds per step of calling operators, of products of matrices, and of passes over memory.
 
-        On a CPU, whose ledger has none, passes and update are shared out as the operators of the counted steps took
-        their time; small ones get what the others leave, as far as their number can explain it.
+        A CPU's ledger has no such rows: its passes and update are shared out as the profiler saw the operators. It
+        inflates small ones, so these get what the others leave, and no more than the profiler saw.
         """
-        work = self.facts.get("work") or {}
-        if self.hardware.device.type != "cpu" or not work:
-            return self.seconds("launch-bound"), self.seconds("compute-bound"), self.seconds("bandwidth-bound")
-        passes_s, known_s = self.seconds("forward", "backward", "optimizer"), work["compute_s"] + work["bandwidth_s"]
-        small_s = min(max(passes_s - known_s, 0.0), CALLS * self.facts["operator_cost_s"] * work["small"])
-        slower = min(DISTURBED, (passes_s - small_s) / known_s) if known_s else 0.0
-        return small_s, slower * work["compute_s"], slower * work["bandwidth_s"]
+        if self.hardware.device.type != "cpu":
+            return self.seconds(LAUNCH), self.seconds(COMPUTE), self.seconds(BANDWIDTH)
+        costs, steps = self.ledger.facts.costs, self.ledger.facts.traced_steps
+        room_s, known = self.seconds(FORWARD, BACKWARD, OPTIMIZER), (sum(costs.products_s.values()), costs.passes_s)
+        scale = min(1 / steps, room_s / (sum(known) or math.inf))
+        products_s, passes_s = (seconds * scale for seconds in known)
+        return min(max(room_s - products_s - passes_s, 0.0), costs.small_s / steps), products_s, passes_s
 
     def row(
         self,
         cause: str,
         seconds: float,
         evidence: str,
-        field: str | None,
+        *,
         change: str,
-        saved_s: tuple[float, float] | None = None,
-        measured: str = "",
+        saved: tuple[float, float] = (0.9, 1.0),
+        ablation: str = "",
     ) -> Row:
-        """Return the row of a cause. Its change saves 90 % to all of the seconds, if not as given or `measured`."""
-        step_s, saved_s = self.ledger.step_s, saved_s or (0.9 * seconds, seconds)
-        low, high = (step_s / max(step_s - most_s, 0.02 * step_s) for most_s in saved_s)
-        if found := self.measured.get(measured):
-            low, high = found["low"], found["high"]
+        """Return the row of a cause. Its change, `field=value`, saves these shares of the seconds, or as measured."""
+        step_s, field = self.ledger.step_s, change.partition("=")[0]
+        low, high = (step_s / max(step_s - share * seconds, 0.02 * step_s) for share in saved)
+        if measured := self.ablations.get(ablation):
+            low, high = measured["low"], measured["high"]
         return {
             "cause": cause,
-            "part": FOUND[cause],
-            "evidence": evidence,
-            "field": field,
+            "part": FOUND[cause][0],
+            "evidence": f"{1e3 * seconds:.3g} of {1e3 * step_s:.3g} ms a step: {evidence}",
+            "field": field if field in settings_of(Plan) else None,
             "change": change,
             "seconds": seconds,
             "predicted_speedup_low": low,
@@ -183,165 +205,115 @@ class Case:
 
 def _loading(case: Case) -> Iterator[Row]:
     """Share a wait for the batch out to making its items and to joining them, by what each takes on its own."""
-    facts, step_s, wait_s = case.facts, case.ledger.step_s, case.seconds("data wait")
-    items_s, collate_s = facts.get("items_s", 0.0), facts.get("collate_s", 0.0)
-    parts = {"slow decode": items_s, "slow collate": collate_s} if items_s + collate_s else {"slow loader": 1.0}
-    shown = f"a step waits {_ms(wait_s)} of its {_ms(step_s)} for a batch"
-    if items_s + collate_s:
-        shown += f"; making the items of one takes {_ms(items_s)}, joining them {_ms(collate_s)}"
-    cores, busy = case.hardware.cores, case.hardware.threads if case.hardware.device.type == "cpu" else 0
+    facts, step_s, wait_s, cores = case.ledger.facts, case.ledger.step_s, case.seconds(DATA), case.hardware.cores
+    busy = case.hardware.threads if case.hardware.device.type == "cpu" else 0
+    parts = {"slow decode": facts.items_s, "slow collate": facts.collate_s}
+    told = {"slow decode": "making the items of a batch", "slow collate": "joining the items of a batch"}
+    if not any(parts.values()):
+        parts = {"slow loader": 1.0}
     for cause, part_s in parts.items():
         own_s = wait_s * part_s / sum(parts.values())
-        rest_s = step_s - own_s
-        if (facts.get("workers") or 0) >= cores:
-            yield case.row(cause, own_s, f"{shown}; {cores} cores have as many workers", "cache", "cache=disk")
-            continue
+        evidence = f"the loop waits for {told.get(cause, 'a batch')}, with {facts.workers} workers"
         # At best workers hide behind the computing; at worst they share the cores with it.
-        best_s = max(rest_s, own_s / cores)
-        saved_s = step_s - min(step_s, max(best_s, (own_s + busy * rest_s) / cores)), step_s - best_s
-        lever = {"field": "workers", "change": f"workers={cores}"}
-        if cause == "slow decode" and facts.get("levers"):
-            lever, trained_s = facts["levers"][0], step_s - case.seconds("evaluation and checkpoint")
-            least_s, most_s = (trained_s * (1 - 1 / lever[f"predicted_speedup_{end}"]) for end in ("low", "high"))
-            saved_s = least_s, most_s
-        yield case.row(cause, own_s, shown, lever["field"], lever["change"], saved_s)
-
-
-def _copies(case: Case) -> Iterator[Row]:
-    """Pinned memory is copied faster, and only copies of it can hide behind the computing."""
-    facts, copy_s, rate = case.facts, case.seconds("host-to-device copy"), case.facts["ceilings"]
-    pinned = facts.get("pinned")
-    memory, size = "pinned" if pinned else "pageable", (facts.get("copies_bytes") or 0) / 1e6
-    shown = f"{_ms(copy_s)} a step go into copying {size:.3g} MB of {memory} memory while nothing computes"
-    slower = rate.get("host_to_device_pageable", 1.0) / rate.get("host_to_device_pinned", 1.0)
-    saved_s = (0.0 if pinned else copy_s * max(0.0, 1 - slower)), copy_s
-    yield case.row(
-        "large copies", copy_s, shown, "prefetch" if pinned else "pin_memory", "pin_memory=True, prefetch=True", saved_s
-    )
+        best_s = max(step_s - own_s, own_s / cores)
+        worst_s = min(step_s, max(best_s, (own_s + busy * (step_s - own_s)) / cores))
+        change, saved = f"workers={cores}", ((step_s - worst_s) / (own_s or 1), (step_s - best_s) / (own_s or 1))
+        if facts.workers >= cores or (cause == "slow decode" and facts.cacheable):
+            change, saved = "cache=ram", (0.7, 1.0)
+        yield case.row(cause, own_s, evidence, change=change, saved=saved)
 
 
 def _host(case: Case) -> Iterator[Row]:
-    """What the loop does itself: it reads the device, and does something with what it read."""
-    facts, wait_s, other_s = case.facts, case.seconds("sync-bound"), case.seconds("other host work")
-    read = next(iter(facts.get("syncs") or ()), None)
-    where = f"{Path(read['file']).name}:{read['line']}: {read['code']}" if read else "an unknown line"
-    if read and any(word in read["code"] for word in REPORTING):
-        shown = f"{_ms(wait_s + other_s)} a step are spent in the loop itself, which reports each step, in {where}"
-        yield case.row("printing each step", wait_s + other_s, shown, "log_every", RARELY, measured="no logging")
-        return
-    yield case.row(
-        "host read each step",
-        wait_s,
-        f"the host waits {_ms(wait_s)} a step for the device, in {where}",
-        "log_every",
-        RARELY,
-        measured="no logging",
-    )
-    yield case.row(
-        "other host work",
-        other_s,
-        f"{_ms(other_s)} a step are spent in the loop itself, in neither the model, the optimizer nor the loader",
-        None,
-        "move it out of the loop",
-    )
+    """What the loop does itself beside training: copy, read the device, report, compile, evaluate."""
+    facts, wait_s, other_s = case.ledger.facts, case.seconds(SYNC), case.seconds(OTHER)
+    evidence = f"{facts.copied_bytes / facts.traced_steps / 1e6:.3g} MB are copied"
+    # Pinned memory is copied faster, and only copies of it can hide behind the computing.
+    slower = case.rates.get("host_to_device_pageable", 1.0) / case.rates.get("host_to_device_pinned", 1.0)
+    change, saved = "pin_memory=True, prefetch=True", (max(0.0, 1 - slower), 1.0)
+    if facts.pinned:
+        change, saved = "prefetch=True", (0.0, 1.0)
+    yield case.row("large copies", case.seconds(COPY), evidence, change=change, saved=saved)
 
+    read = facts.syncs[0] if facts.syncs else None
+    if read and any(word in read.code for word in REPORTING):
+        evidence = f"the loop reports each step, in {read}"
+        yield case.row("printing each step", wait_s + other_s, evidence, change=RARELY, ablation="no logging")
+    else:
+        evidence = f"the host waits for the device, in {read or 'an unknown line'}"
+        yield case.row("host read each step", wait_s, evidence, change=RARELY, ablation="no logging")
+        evidence = "the loop itself is at work, not the model, the optimizer or the loader"
+        yield case.row("other host work", other_s, evidence, change="move it out of the loop")
 
-def _launches(case: Case) -> Iterator[Row]:
-    """Operators that take as long as it takes to call them: on a GPU the gaps before launches."""
-    facts, work, hardware = case.facts, case.facts.get("work") or {}, case.hardware
-    each_s, calls = facts["operator_cost_s"], work.get("operators") or facts.get("operators_per_step") or 0
-    own_s, *_ = case.bound()
-    if hardware.device.type == "cpu" and own_s < ON_CPU * case.ledger.step_s:
-        own_s = 0.0
-    shown = (
-        f"{_ms(own_s)} a step go into calling operators: there are {calls:.0f}, and one that has nothing to do "
-        f"costs {_ms(each_s)} here"
-    )
-    compiles = hardware.supports("compile")
-    mode = "reduce-overhead" if hardware.supports("cuda_graphs") else "default"
-    change = f"compile={mode}" if compiles else f"fewer, larger operators; {hardware.why_not('compile')}"
-    field = "compile" if compiles else None
-    yield case.row("many small operators", own_s, shown, field, change, (0.5 * own_s, own_s), "compiled")
-    if fused := case.measured.get("fused optimizer"):
-        own_s = case.ledger.step_s * (1 - 1 / fused["ratio"])
-        shown = f"a step is {_ms(own_s)} shorter where one operator updates all weights"
-        yield case.row(
-            "many small operators", own_s, shown, "fused_optimizer", "fused_optimizer=True", measured="fused optimizer"
-        )
-
-
-def _model(case: Case) -> Iterator[Row]:
-    """What the model computes and moves, where another number format, or fewer passes, would make it less."""
-    work, rate, step_s = case.facts.get("work") or {}, case.facts["ceilings"], case.ledger.step_s
-    _, compute_s, bandwidth_s = case.bound()
-    compute_s *= work.get("dtype_share", 1.0)  # what is in the best format already has nothing to gain
-    peaks = {name: rate[f"matmul_{name}"] for name in ("fp32", "tf32", "bf16", "fp16") if f"matmul_{name}" in rate}
-    own, best = work.get("dtype", "fp32"), max(peaks, key=lambda name: peaks[name])
-    own = own if own in peaks else "fp32"
-    if own != best:
-        factor = peaks[best] / peaks[own]
-        top, roof_s = work.get("compute_top"), work.get("compute_roof_s", 0.0)
-        shown = (
-            f"{_ms(compute_s)} of {_ms(step_s)} are products bound by computing, most in {top}; at the {own} "
-            f"ceiling {_ms(roof_s)} would be left, and that of {best} is {factor:.3g} times as high"
-        )
-        saved_s = 0.5 * (1 - 1 / factor) * compute_s, (1 - 1 / factor) * compute_s
-        yield case.row("compute-bound", compute_s, shown, "precision", f"precision={best}", saved_s)
-    if case.hardware.supports("compile"):
-        fusible = work.get("fusible", 0.0)
-        shown = (
-            f"{_ms(bandwidth_s)} of {_ms(step_s)} are passes over memory, most in {work.get('bandwidth_top')}; "
-            f"{fusible:.0%} of the bytes are of operators that follow another over as many elements"
-        )
-        yield case.row(
-            "bandwidth-bound",
-            bandwidth_s,
-            shown,
-            "compile",
-            "compile=default: one pass for many operators",
-            (0.5 * fusible * bandwidth_s, fusible * bandwidth_s),
-            "compiled",
-        )
-
-
-def _shapes(case: Case) -> Iterator[Row]:
-    facts, own_s = case.facts, case.seconds("compilation")
-    shown = (
-        f"{facts.get('recompiles') or 0:.0f} graphs were compiled anew in {case.ledger.steps} steps, "
-        f"{_ms(own_s)} a step: batches had {facts.get('shapes_seen') or 'several'} shapes"
-    )
+    evidence = f"{facts.recompilations:.2g} graphs are compiled anew in each, for inputs of another shape"
     change = "bucket=True: pad to a few lengths; or compile with dynamic=True"
-    yield case.row("new shapes", own_s, shown, "bucket", change)
+    yield case.row("new shapes", case.seconds(COMPILATION), evidence, change=change)
+    evidence = f"the model is evaluated {facts.evaluations:.2g} times in each"
+    change = "validate_every=0, or ten times as large"
+    yield case.row("validation too often", case.seconds(EVALUATION), evidence, change=change)
 
 
-def _evaluation(case: Case) -> Iterator[Row]:
-    own_s, step_s = case.seconds("evaluation and checkpoint"), case.ledger.step_s
-    often = case.facts.get("evaluations") or 0
-    shown = (
-        f"evaluating {often:.3g} times in {case.ledger.steps} steps takes {_ms(own_s)} of {_ms(step_s)} a step, "
-        f"{own_s / step_s:.0%}"
-    )
-    yield case.row("validation too often", own_s, shown, "validate_every", "validate_every ten times as large, or 0")
+def _operators(case: Case) -> Iterator[Row]:
+    """Operators that take as long as it takes to call them, and passes over memory: a compiler joins both."""
+    hardware, facts, (small_s, _, passes_s) = case.hardware, case.ledger.facts, case.bounds()
+    if hardware.device.type == "cpu" and small_s < SMALL_ON_CPU * case.ledger.step_s:
+        small_s = 0.0
+    evidence = f"{facts.costs.calls / facts.traced_steps:.0f} operators are called that compute little"
+    change = f"compile={'reduce-overhead' if hardware.supports('cuda_graphs') else 'default'}"
+    if why := hardware.why_not("compile"):
+        change = f"fewer, larger operators; {why}"
+    yield case.row("many small operators", small_s, evidence, change=change, saved=(0.5, 1.0), ablation="compiled")
+    if not why:
+        change = "compile=default: one pass over memory for many"
+        evidence = "operators read and write memory and compute little"
+        yield case.row("bandwidth-bound", passes_s, evidence, change=change, saved=(0.25, 0.75), ablation="compiled")
+    if fused := case.ablations.get("fused optimizer"):
+        own_s, evidence = case.ledger.step_s * (1 - 1 / fused["ratio"]), "the update calls operators for each weight"
+        change = "fused_optimizer=True"
+        yield case.row("many small operators", own_s, evidence, change=change, ablation="fused optimizer")
+
+
+def _products(case: Case) -> Iterator[Row]:
+    """Products in a number format in which this machine is slower than in another."""
+    peaks = {name.removeprefix("matmul_"): rate for name, rate in case.rates.items() if name.startswith("matmul_")}
+    peaks.pop("fp8", None)  # which not every layer can be converted to
+    best, (_, own_s, _) = max(peaks, key=lambda name: peaks[name]), case.bounds()
+    costs = case.ledger.facts.costs.products_s
+    slow = {name: seconds for name, seconds in costs.items() if peaks.get(name, peaks[best]) < peaks[best]}
+    if slow:
+        own_s *= sum(slow.values()) / sum(costs.values())
+        share = sum(slow[name] * (1 - peaks[name] / peaks[best]) for name in slow) / sum(slow.values())
+        evidence = f"products of {' and '.join(slow)} matrices, where {best} is faster"
+        yield case.row("compute-bound", own_s, evidence, change=f"precision={best}", saved=(0.5 * share, share))
+
+
+# ---- in words ----
 
 
 def as_text(found: Row) -> str:
     """Return what `diagnose` found in words; the loader's parts where data is waited for."""
     known: Row = {field.name: found[field.name] for field in dataclasses.fields(Ledger) if field.name in found}
-    lines = [f"{found['workload']}:", str(Ledger(**known))]
-    lines += [f"  {told}" for told in (found["roofline"] or {"tells": []})["tells"]]
+    lines = [
+        f"{found['workload']}:",
+        str(Ledger(**known)),
+        *found["notes"],
+        *(found["roofline"] or {}).get("tells", ()),
+    ]
     none = "no cause to report: what takes most of the time would not get less by a change of the plan"
     lines.append("causes, by what a change would give (time before / time after):" if found["diagnosis"] else none)
-    for row in found["diagnosis"]:
-        lines.append("  {predicted_speedup_low:.2f} to {predicted_speedup_high:.2f}  {cause}: {change}".format_map(row))
-        lines.append(f"      {row['evidence']}")
-    lines += ["the same training with one thing changed, in turns with itself:"] * bool(found["counterfactuals"])
-    for row in found["counterfactuals"] or ():
+    lines += map(cause_in_words, found["diagnosis"])
+    if found["ablations"]:
+        lines.append("the same training with one thing changed, in turns with itself:")
+    for row in found["ablations"] or ():
         shown = "left out: {left_out}" if "left_out" in row else "{ratio:.2f} ({low:.2f} to {high:.2f}) times as fast"
         lines.append("  {name}: ".format_map(row) + shown.format_map(row))
-    if found["loading"] and any(row["part"] == "data wait" for row in found["diagnosis"]):
-        lines.append(loading.as_text(found["loading"]))
-    return "\n".join([*lines, *(f"  {name} left out: {why}" for name, why in found["left_out"].items())])
+    if found["loading"] and any(row["part"] == DATA for row in found["diagnosis"]):
+        lines.append("a batch loaded in the training process, in ms per sample:")
+        rows = found["loading"]["parts"]
+        lines += ["  {part:<10}{0:>10.4g} {share:>7.1%}".format(1e3 * row["sample_s"], **row) for row in rows]
+    return "\n".join(lines)
 
 
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"
+def cause_in_words(row: Row) -> str:
+    """Return a row of the diagnosis as two lines."""
+    line = "  {predicted_speedup_low:.2f} to {predicted_speedup_high:.2f}  {cause}: {change}\n      {evidence}"
+    return line.format_map(row)

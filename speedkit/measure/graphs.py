@@ -1,5 +1,6 @@
 """What torch.compile did: graphs and where they ended early, recompilations and their reasons, seconds, cache hits."""
 
+import copy
 import dataclasses
 import math
 import time
@@ -28,28 +29,24 @@ class Watch:
     def __init__(self) -> None:
         self.dynamo = torch._dynamo.utils
         self.dynamo.set_compilation_metrics_limit(4096)
-        self.began_us, self.counts = time.time_ns() // 1000, self._counts()
-        self.breaks = len(self.dynamo.graph_break_reasons)
+        self.began_us, self.breaks = time.time_ns() // 1000, len(self.dynamo.graph_break_reasons)
+        self.counters = copy.deepcopy(self.dynamo.counters)
 
     def report(self) -> Report:
         """Return what was compiled since this watch was made."""
         known = self.dynamo.get_compilation_metrics()
         events = [event for event in known if (event.start_time_us or 0) >= self.began_us]
-        graphs, hits, misses = (now - before for now, before in zip(self._counts(), self.counts, strict=True))
+        stats, cache = (self.dynamo.counters[name] - self.counters[name] for name in ("stats", "inductor"))
         again = [(event.co_name, event.recompile_reason) for event in events if event.recompile_reason]
         return Report(
-            graphs,
+            stats["unique_graphs"],
             sum(event.duration_us or 0 for event in events) / 1e6,
             tuple(_place(found) for found in self.dynamo.graph_break_reasons[self.breaks :]),
             tuple(f"{name}: {_what(why)}" for name, why in again if "deallocated" not in why),  # of a model now gone
             tuple(_what(event.fail_reason or "") for event in events if event.fail_type),
-            hits,
-            misses,
+            cache["fxgraph_cache_hit"],
+            cache["fxgraph_cache_miss"],
         )
-
-    def _counts(self) -> tuple[int, int, int]:
-        stats, cache = self.dynamo.counters["stats"], self.dynamo.counters["inductor"]
-        return stats["unique_graphs"], cache["fxgraph_cache_hit"], cache["fxgraph_cache_miss"]
 
 
 def _place(found: Any) -> str:

@@ -1,49 +1,56 @@
 """The ledger: where the time of training steps goes, in rows that add up to what the steps take unprofiled."""
 
-import collections
 import contextlib
-import dataclasses
 import math
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
-from speedkit.ceilings import ceilings
 from speedkit.clock import Stopwatch, compilations, run_until_steady
-from speedkit.errors import SpeedkitError, UsageError
-from speedkit.hardware import this_machine
-from speedkit.measure.classify import CAUSES, UNEXPLAINED, busy_of, gaps_of, length, union
+from speedkit.errors import SpeedkitError
+from speedkit.hardware import nvml_facts
 from speedkit.measure.syncs import Sync, audit
-from speedkit.measure.timeline import (
-    BACKWARD,
-    COMPILATION,
-    DATA,
-    EVALUATION,
-    FORWARD,
-    OPTIMIZER,
-    Timeline,
-    reading_cost_s,
-    replaced,
-    timing,
-)
-from speedkit.measure.trace import Profile, Trace
+from speedkit.measure.timeline import DATA, EVALUATION, FORWARD, OPTIMIZER, RARE, Timeline, replaced, timing
+from speedkit.measure.trace import CAUSES, UNEXPLAINED, Costs, Profile, Trace, classify
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train.loop import steps
 from speedkit.train.run import TrainingRun
 from speedkit.train.setup import setup_run
+from speedkit.workloads.workload import Workload
 
-PAIRS = 50  # of windows, one timed and one left alone, by which the timers' own cost is known
-PROFILED = 8  # steps that the profiler sees on a GPU
+PAIRS = {"cpu": 50}  # of windows, one timed and one left alone; on a GPU 5, whose queue runs dry at each end
 AUDITED = 2  # steps in which what makes the host wait is looked for
 
 
-@dataclasses.dataclass
+@dataclass(kw_only=True)
+class StepFacts:
+    """What is known of a step beside the ledger's rows: seconds and counts per step."""
+
+    host_s: Mapping[str, float] = field(default_factory=dict)  # by part; beside a GPU the host runs ahead of it
+    costs: Costs = field(default_factory=Costs)  # of its operators, in `traced_steps`
+    traced_steps: int = 1
+    copied_bytes: float = 0.0  # from host to device, in `traced_steps`
+    pinned: bool = False  # all of them from page-locked memory
+    syncs: Sequence[Sync] = ()  # of AUDITED steps, the most expensive first
+    recompilations: float = 0.0
+    evaluations: float = 0.0
+    items_s: float = 0.0  # to make the items of a batch, one after the other
+    collate_s: float = 0.0  # to join them
+    workers: int = 0
+    worker_use: float | None = None  # of a core, by each of the loader's processes
+    power_use: float | None = None  # of a GPU's power limit
+    cacheable: bool = False  # its features could be kept by a cache that the plan leaves off
+
+
+@dataclass
 class Ledger:
     """Where the wall time of `steps` training steps goes.
 
@@ -58,106 +65,77 @@ class Ledger:
     rows: list[dict[str, Any]]
     slow_down: float  # steps as they were measured / steps left alone
     busy_share: float | None = None  # of a GPU: the union of its kernels and copies; None on a CPU
-    facts: dict[str, Any] = dataclasses.field(default_factory=dict)  # what else the diagnosis reads: see `facts_of`
+    facts: StepFacts = field(default_factory=StepFacts)
 
     def as_dict(self) -> dict[str, Any]:
         """Return what `ledger.json` holds of it."""
         return {key: value for key, value in vars(self).items() if key != "facts"}
 
-    def share(self, cause: str) -> float:
-        """Return the share of the wall time that goes to a cause."""
-        return sum(row["share"] for row in self.rows if row["cause"] == cause)
+    def share(self, *causes: str) -> float:
+        """Return the share of the wall time that goes to some causes."""
+        return sum(row["share"] for row in self.rows if row["cause"] in causes)
 
     def __str__(self) -> str:
         busy = "" if self.busy_share is None else f", busy {self.busy_share:.1%} of the time"
-        lines = [
-            f"{self.steps} steps of {1e3 * self.step_s:.4g} ms ({self.device}{busy}; measuring slowed them by "
-            f"{self.slow_down - 1:.1%}), in ms per step:"
-        ]
+        lines = [f"{self.steps} steps of {1e3 * self.step_s:.4g} ms ({self.device}{busy}), in ms per step:"]
         line = "  {cause:<26}{0:>10.4g} {share:>7.1%}   {ceiling_speedup:.2f} times as fast without".format
         return "\n".join([*lines, *(line(1e3 * row["seconds"] / max(1, self.steps), **row) for row in self.rows)])
 
 
-def ledger(
-    device: Any, seconds: Mapping[str, float], window_s: float, steps: int, slow_down: float, **more: Any
+def traced_steps(device: torch.device) -> int:
+    """Return how many steps a profiler is to see: each makes its file longer, and a CPU's steps are long."""
+    return 1 if device.type == "cpu" else 8
+
+
+def make_ledger(
+    device: torch.device | str,
+    seconds: Mapping[str, float],
+    window_s: float,
+    *,
+    steps: int,
+    facts: StepFacts,
+    slow_down: float = 1.0,
+    trace: Trace | None = None,
 ) -> Ledger:
-    """Return the ledger of `steps` steps that take `window_s`, of which `seconds` are known by cause."""
+    """Return the ledger of `steps` steps that take `window_s`, by the host's `seconds`, and a GPU's by its trace."""
+    busy_share = None
+    if trace is not None:
+        facts.traced_steps, facts.costs = traced_steps(torch.device(device)), trace.costs
+        facts.copied_bytes, facts.pinned = trace.copied_bytes, trace.pinned
+        if torch.device(device).type == "cuda":
+            scale = steps / facts.traced_steps
+            seconds, busy_share = unprofiled(trace, seconds, window_s, scale=scale)
     known, rows = dict(seconds) | {UNEXPLAINED: window_s - sum(seconds.values())}, []
     for cause in CAUSES:
         if known.get(cause) or cause == UNEXPLAINED:
             share = known[cause] / (window_s or 1.0)
             most = 1 / max(1 - max(share, 0.0), 1e-3)
             rows.append({"cause": cause, "seconds": known[cause], "share": share, "ceiling_speedup": most})
-    return Ledger(str(device), window_s, steps, window_s / max(1, steps), rows, slow_down, **more)
+    return Ledger(str(device), window_s, steps, window_s / max(1, steps), rows, slow_down, busy_share, facts)
 
 
 def unprofiled(
-    trace: Trace, rate: Mapping[str, float], count: int, host: Mapping[str, float], steps: int, window_s: float
-) -> tuple[dict[str, float], float, float]:
-    """Return the seconds of `steps` steps by cause, how much the profiler slowed them, and the device's busy share.
+    trace: Trace, host: Mapping[str, float], window_s: float, *, scale: float
+) -> tuple[dict[str, float], float]:
+    """Return the seconds of a GPU by cause, and its busy share, in `scale` times as many steps as were traced.
 
-    `trace` is of `count` other steps, slowed; without it the steps took `window_s` and the `host` its seconds by part.
-    Busy time is as profiled; evaluation and compilation are the host's; waiting for data shrinks as much as the
-    loader's `next()` does, and all other gaps share what is left.
+    A profiler slows the host: without it the steps took `window_s`, and the `host` its seconds by part. Busy time is as
+    profiled, evaluation and compilation are the host's, waiting for data is no longer than the host's, and all other
+    gaps share what is left.
     """
-    scale = steps / count
-    busy, gaps = (
-        {cause: seconds * scale for cause, seconds in found.items()} for found in (busy_of(trace, rate), gaps_of(trace))
-    )
-    found = collections.defaultdict[str, float](float, busy)
-    for cause in (EVALUATION, COMPILATION):
-        found[cause] = host.get(cause, 0.0)
-        gaps.pop(cause, None)
-    if waited_s := gaps.pop(DATA, 0.0):
-        profiled_s = scale * length(union(span for span in trace.parts if span.name == DATA))
-        found[DATA] += waited_s * min(1.0, host.get(DATA, profiled_s) / profiled_s)
+    busy, gaps = ({cause: seconds * scale for cause, seconds in rows.items()} for rows in classify(trace))
+    found = busy | {cause: host.get(cause, 0.0) for cause in RARE}
+    if DATA in gaps:
+        found[DATA] = min(gaps[DATA], host.get(DATA, gaps[DATA]))
+    gaps = {cause: seconds for cause, seconds in gaps.items() if cause not in (DATA, *RARE)}
     left_s, gaps_s = window_s - sum(found.values()), sum(gaps.values())
     for cause, seconds in gaps.items():
-        found[cause] += seconds * max(0.0, min(1.0, left_s / gaps_s))
-    return dict(found), scale * trace.end_s / window_s, min(1.0, sum(busy.values()) / window_s)
-
-
-def facts_of(
-    step_s: float,
-    host: Mapping[str, float],
-    count: int,
-    traced: Trace | None,
-    traced_steps: int,
-    syncs: Iterable[Sync],
-    **more: Any,
-) -> dict[str, Any]:
-    """Return what the diagnosis reads beside the rows.
-
-    Per step: `step_s`, the host's `data_s`, `forward_s`, `backward_s`, `optimizer_s`, `evaluation_s`;
-    `operators_per_step` that the loop called, `kernels_per_step`, `copies_bytes` to the device (`pinned`: all of them
-    from page-locked memory), `uncounted` operators, and `syncs`, `{file, line, code, count, seconds}` each, the most
-    expensive first. In the window: `recompiles`, `evaluations`, `shapes_seen`.
-    """
-    found = {
-        f"{cause.split()[0]}_s": host.get(cause, 0.0) / max(1, count)
-        for cause in (DATA, FORWARD, BACKWARD, OPTIMIZER, EVALUATION)
-    } | {"step_s": step_s}
-    waits = [
-        dataclasses.asdict(sync) | {"count": sync.count / AUDITED, "seconds": sync.seconds / AUDITED} for sync in syncs
-    ]
-    if traced is not None:
-        more |= {
-            "operators_per_step": traced.operators / traced_steps,
-            "kernels_per_step": sum(work.kind == "kernel" for work in traced.work) / traced_steps,
-            "copies_bytes": traced.copied_bytes / traced_steps,
-            "uncounted": list(traced.uncounted),
-            "pinned": not traced.pageable_bytes if traced.copied_bytes else None,
-        }
-    return found | {"syncs": waits} | more
-
-
-def rates(device: torch.device) -> dict[str, float]:
-    """Return the measured ceilings of this machine by name, as `classify` takes them."""
-    return {name: ceiling.value for name, ceiling in ceilings(this_machine(device)).items()}
+        found[cause] = found.get(cause, 0.0) + seconds * max(0.0, min(1.0, left_s / gaps_s))
+    return found, min(1.0, sum(busy.values()) / window_s)
 
 
 def ledger_of(
-    workload: Any,
+    workload: Workload,
     recipe: Recipe | None = None,
     plan: Plan | None = None,
     *,
@@ -165,48 +143,81 @@ def ledger_of(
     cache_dir: str | Path | None = None,
     window_s: float = 1.0,
     evaluate: bool = False,
+    trace_file: str | Path | None = None,
 ) -> Ledger:
     """Train `workload` for about 2 * `window_s` after a warm-up; return where the time goes.
 
     On a CPU forward is the loss with what it calls. With `evaluate`, evaluation and checkpoint are in it at the rate
-    at which a training makes them. Raises SpeedkitError, in a sentence, for a workload that cannot be trained.
+    at which a training makes them. `trace_file` keeps the profiler's trace. Raises SpeedkitError, in a sentence, for a
+    workload that cannot be trained.
     """
-
-    def model() -> torch.nn.Module:
-        made = workload.model()
-        if not any(parameter.requires_grad for parameter in made.parameters()):
-            raise UsageError(f"the model of {workload.name} has no trainable parameter: set requires_grad on some")
-        return made
-
     with contextlib.ExitStack() as stack:
         out = Path(stack.enter_context(tempfile.TemporaryDirectory()), "run") if evaluate else None
-        run = setup_run(
-            dataclasses.replace(workload, model=model),
-            recipe,
-            plan,
-            device=device,
-            cache_dir=cache_dir,
-            progress=False,
-            out=out,
-            endless=not evaluate,
-        )
-        stack.callback(run.close)
-        every, course = run.evaluate_every or len(run.learning_rates), steps(run)
-        run.total_steps, run.evaluate_every = None, 0
+        run = None
         try:
-            for _ in range(1 + 2 * int(run.plan.workers) * run.plan.prefetch_factor):
-                next(course)  # on batches that the loader had ready
-            step_s = run_until_steady(lambda: next(course), run.device, max_s=max(2.0, window_s)).step_s
-            measure = _on_device if run.device.type == "cuda" else _on_host
-            found = measure(run, course, Timeline(reading_cost_s()), window_s, step_s)
-            return _with_evaluation(found, run, course, every) if evaluate else found
+            where: dict[str, Any] = {"device": device, "cache_dir": cache_dir, "out": out}
+            run = setup_run(workload, recipe, plan, **where, progress=False, endless=not evaluate)
+            stack.callback(run.close)
+            return _measure(run, window_s, evaluate=evaluate, trace_file=trace_file)
         except SpeedkitError:
             raise
         except Exception as error:
             raise SpeedkitError(
-                f"{workload.name} failed in step {run.step + 1}: {type(error).__name__}: {error}; its loss has to give "
-                "the mean over the batch, a tensor of one number that depends on the weights, and the outputs"
+                f"{workload.name} failed in step {run.step + 1 if run else 1}: {type(error).__name__}: {error}; its "
+                "model needs a weight that is trained, and its loss has to give the mean over the batch, a tensor of "
+                "one number that depends on the weights, and the outputs"
             ) from error
+
+
+def _measure(run: TrainingRun, window_s: float, *, evaluate: bool, trace_file: str | Path | None) -> Ledger:
+    """Return the ledger of a run: windows timed and left alone in turns, then a closer look at a few steps."""
+    every, course = run.evaluate_every or len(run.learning_rates), steps(run)
+    run.total_steps, run.evaluate_every = None, 0
+    for _ in range(1 + 2 * int(run.plan.workers) * run.plan.prefetch_factor):
+        next(course)  # on batches that the loader had ready
+    step_s = run_until_steady(lambda: next(course), run.device, max_s=max(2.0, window_s)).step_s
+
+    kind, timeline = run.device.type, Timeline()
+    pids = [process.pid for process in run.train_batches.loader.processes]
+    pairs = min(PAIRS.get(kind, 5), max(3, round(2 * window_s / step_s)))
+    count, slower, timed_s = max(1, round(window_s / pairs / step_s)), list[float](), 0.0
+    compiled, began_s, cpu_s = compilations(), time.perf_counter(), _cpu_s(pids)
+    for pair in range(pairs):
+        took_s = {on: _window(run, course, count, timeline if on else None) for on in (pair % 2, 1 - pair % 2)}
+        slower.append(math.log(took_s[1] / took_s[0]))
+        timed_s += took_s[1]
+    worker_use = (_cpu_s(pids) - cpu_s) / (time.perf_counter() - began_s) / len(pids) if pids else None
+    slow_down = math.exp(statistics.median(slower))  # a burst of something else hits few windows
+    made, window_s = pairs * count, timed_s / slow_down
+    recompilations = (compilations() - compiled) / (2 * made)
+    power_use = _power_use(run.device)
+
+    host = dict(timeline.seconds)
+    if evaluate:
+        host[EVALUATION] = made / every * _evaluation_s(run, course, window_s / made)
+        window_s += host[EVALUATION]
+    trace = _traced(run, course, trace_file)
+    syncs = audit(lambda: [next(course) for _ in range(AUDITED)], run.device)
+    facts = StepFacts(
+        host_s={cause: seconds / made for cause, seconds in host.items()},
+        syncs=syncs,
+        recompilations=recompilations,
+        evaluations=1 / every if evaluate else 0.0,
+        workers=int(run.plan.workers),
+        worker_use=worker_use,
+        power_use=power_use,
+    )
+    return make_ledger(run.device, host, window_s, steps=made, facts=facts, slow_down=slow_down, trace=trace)
+
+
+def _window(run: TrainingRun, course: Iterator[int], count: int, timeline: Timeline | None) -> float:
+    """Return the seconds of `count` steps, timed by part where there is a timeline."""
+    stopwatch = Stopwatch(run.device)
+    with contextlib.nullcontext() if timeline is None else _timed(run, timeline):
+        stopwatch.start()
+        for _ in range(count):
+            next(course)
+        return stopwatch.stop()
 
 
 @contextlib.contextmanager
@@ -221,70 +232,34 @@ def _timed(run: TrainingRun, timeline: Timeline) -> Iterator[None]:
         timeline.read()
 
 
-def _window(run: TrainingRun, course: Iterator[int], count: int, timeline: Timeline | None) -> float:
-    """Return the seconds of `count` steps, timed by part where there is a timeline."""
-    stopwatch = Stopwatch(run.device)
-    with contextlib.nullcontext() if timeline is None else _timed(run, timeline):
-        stopwatch.start()
-        for _ in range(count):
-            next(course)
-        return stopwatch.stop()
-
-
-def _on_host(run: TrainingRun, course: Iterator[int], timeline: Timeline, window_s: float, step_s: float) -> Ledger:
-    """Return the ledger of a CPU: the host's seconds by part, and what steps left alone take in between."""
-    pairs, begun = min(PAIRS, max(3, round(2 * window_s / step_s))), compilations()
-    count, slower, timed_s = max(1, round(window_s / pairs / step_s)), list[float](), 0.0
-    for pair in range(pairs):
-        took_s = {on: _window(run, course, count, timeline if on else None) for on in (pair % 2, 1 - pair % 2)}
-        slower.append(math.log(took_s[1] / took_s[0]))
-        timed_s += took_s[1]
-    slow_down = math.exp(statistics.median(slower))  # a burst of something else hits few windows
-    found = ledger(run.device, timeline.seconds, timed_s / slow_down, pairs * count, slow_down)
-    found.facts = {"recompiles": compilations() - begun}
-    found.facts |= facts_of(found.step_s, timeline.seconds, found.steps, *_looked_at(run, course, 1))
-    return found
-
-
-def _on_device(run: TrainingRun, course: Iterator[int], timeline: Timeline, window_s: float, step_s: float) -> Ledger:
-    """Return the ledger of a GPU: what its trace says, at the pace of the steps before and after."""
-    count, begun, noted = max(1, round(window_s / 2 / step_s)), compilations(), Timeline()
-    noted.annotate = True
-    took_s = _window(run, course, count, timeline)
-    with _timed(run, noted):
-        looked_at = _looked_at(run, course, PROFILED)
-    next(course)
-    took_s += _window(run, course, count, timeline)
-    rows, slow_down, busy_share = unprofiled(
-        looked_at[0], rates(run.device), PROFILED, timeline.seconds, 2 * count, took_s
-    )
-    found = ledger(run.device, rows, took_s, 2 * count, slow_down, busy_share=busy_share)
-    found.facts = {"recompiles": compilations() - begun}
-    found.facts |= facts_of(found.step_s, timeline.seconds, found.steps, *looked_at)
-    return found
-
-
-def _looked_at(run: TrainingRun, course: Iterator[int], count: int) -> tuple[Trace, int, list[Sync]]:
-    """Return the trace of `count` steps, `count`, and what of another few steps made the host wait."""
-    profile = Profile(run.device)
-    next(course)  # the first one sets the profiler up
-    profile.open()
-    for _ in range(count):
-        next(course)
-    return profile.close(), count, audit(lambda: [next(course) for _ in range(AUDITED)], run.device)
-
-
-def _with_evaluation(found: Ledger, run: TrainingRun, course: Iterator[int], every: int) -> Ledger:
-    """Return the ledger with an evaluation and a checkpoint in every so many steps, timed in the second of two."""
+def _evaluation_s(run: TrainingRun, course: Iterator[int], step_s: float) -> float:
+    """Return the seconds of an evaluation and a checkpoint: of the second one, for the first makes buffers."""
     run.evaluate_every = 1
-    _, one_s = (max(0.0, _window(run, course, 1, None) - found.step_s) for _ in range(2))
-    seconds = {row["cause"]: row["seconds"] for row in found.rows if row["cause"] != UNEXPLAINED}
-    seconds[EVALUATION] = one_s * found.steps / every
-    window_s = found.window_s + seconds[EVALUATION]
-    busy_share = None if found.busy_share is None else found.busy_share * found.window_s / window_s
-    facts = found.facts | {
-        "step_s": window_s / found.steps,
-        "evaluation_s": one_s / every,
-        "evaluations": found.steps / every,
-    }
-    return ledger(found.device, seconds, window_s, found.steps, found.slow_down, busy_share=busy_share, facts=facts)
+    _, one_s = (max(0.0, _window(run, course, 1, None) - step_s) for _ in range(2))
+    run.evaluate_every = 0
+    return one_s
+
+
+def _traced(run: TrainingRun, course: Iterator[int], trace_file: str | Path | None) -> Trace:
+    """Return the trace of some steps."""
+    profile, noted = Profile(run.device), Timeline()
+    noted.annotate = True
+    next(course)  # the first one sets the profiler up
+    with _timed(run, noted):
+        profile.open()
+        for _ in range(traced_steps(run.device)):
+            next(course)
+        return profile.close(trace_file)
+
+
+def _cpu_s(pids: Sequence[int | None]) -> float:
+    """Return the seconds for which processes have used a core so far."""
+    return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
+
+
+def _power_use(device: torch.device) -> float | None:
+    """Return the share of its power limit that a GPU draws; None where that is not known."""
+    if device.type != "cuda":
+        return None
+    found = nvml_facts(str(torch.cuda.get_device_properties(device).uuid), "power_w", "power_limit_w")
+    return found["power_w"] / found["power_limit_w"] if len(found) == 2 else None

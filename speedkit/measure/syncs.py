@@ -12,13 +12,14 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from speedkit.measure.timeline import replaced
 
 # Operations whose result's shape or value the host must know: on a GPU each waits for all work queued before it.
 READS = ("_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2", "unique_dim", "unique_consecutive")
 HANDING_OVER = ("tolist", "numpy", "cpu")  # methods that need no operation where the tensor lies in the host's memory
-Note = Callable[[FrameType, float], None]
+Note = Callable[[float], None]  # takes the seconds of a wait
 # What may stand between a place that makes the host wait and the wait itself.
 NOT_THEIRS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), warnings.__file__, contextlib.__file__)
 
@@ -34,7 +35,14 @@ class Sync:
     seconds: float  # all its waits together; on a CPU the reads themselves
 
     def __str__(self) -> str:
-        return f"{Path(self.file).name}:{self.line}: {self.count} times, {1e3 * self.seconds:.3g} ms: {self.code}"
+        return f"{Path(self.file).name}:{self.line}: {self.code}"
+
+
+def audit(function: Callable[[], Any], device: torch.device | str = "cpu") -> list[Sync]:
+    """Call `function()` and return the places in it that made the host wait; see `auditing`."""
+    with auditing(device) as found:
+        function()
+    return found
 
 
 @contextlib.contextmanager
@@ -46,27 +54,21 @@ def auditing(device: torch.device | str = "cpu") -> Iterator[list[Sync]]:
     and those of numbers in the host's memory, such as a loader's indices. It costs time: let it see a few steps.
     """
     found, syncs = dict[tuple[str, int], list[float]](), list[Sync]()
-    watch = _cuda_waits if torch.device(device).type == "cuda" else _cpu_reads
+
+    def note(seconds: float) -> None:
+        """Note a wait that has just ended, at the innermost line that is neither PyTorch's nor this module's."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame and frame.f_code.co_filename.startswith(NOT_THEIRS):
+            frame = frame.f_back
+        if frame:
+            found.setdefault((frame.f_code.co_filename, frame.f_lineno), []).append(seconds)
+
     try:
-        with watch(lambda frame, seconds: found.setdefault(_place(frame), []).append(seconds)):
+        with _cuda_waits(note) if torch.device(device).type == "cuda" else _cpu_reads(note):
             yield syncs
     finally:
         syncs += (Sync(*at, linecache.getline(*at).strip(), len(costs), sum(costs)) for at, costs in found.items())
         syncs.sort(key=lambda sync: -sync.seconds)
-
-
-def audit(function: Callable[[], Any], device: torch.device | str = "cpu") -> list[Sync]:
-    """Call `function()` and return the places in it that made the host wait; see `auditing`."""
-    with auditing(device) as found:
-        function()
-    return found
-
-
-def _place(frame: FrameType | None) -> tuple[str, int]:
-    """Return file and line of the innermost frame that is neither PyTorch's nor this module's."""
-    while frame and frame.f_code.co_filename.startswith(NOT_THEIRS) and frame.f_back:
-        frame = frame.f_back
-    return (frame.f_code.co_filename, frame.f_lineno) if frame else ("", 0)
 
 
 class _Reads(TorchDispatchMode):
@@ -82,23 +84,25 @@ class _Reads(TorchDispatchMode):
         indices = args[1] if operation is torch.ops.aten.index.Tensor else ()
         masked = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
         if masked or operation.overloadpacket.__name__ in READS:
-            self.note(sys._getframe(1), time.perf_counter() - began_s)
+            self.note(time.perf_counter() - began_s)
         return result
 
 
 @contextlib.contextmanager
 def _cpu_reads(note: Note) -> Iterator[None]:
     """Note each read inside, with all code eager: compiled code that meets a dispatch mode stays off for good."""
-    began_s = 0.0
 
-    def on_call(frame: FrameType, event: str, called: Any) -> None:
-        nonlocal began_s
-        if event in ("c_call", "c_return") and called.__name__ in HANDING_OVER and isinstance(called.__self__, Tensor):
-            if event == "c_return":
-                note(frame, time.perf_counter() - began_s)
+    def noted(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
             began_s = time.perf_counter()
+            result = method(*args, **kwargs)
+            note(time.perf_counter() - began_s)
+            return result
 
-    with torch.compiler.set_stance("force_eager"), _Reads(note), _profiled_by(on_call):
+        return call
+
+    methods = {name: noted(getattr(torch.Tensor, name)) for name in HANDING_OVER}
+    with torch.compiler.set_stance("force_eager"), _Reads(note), replaced(torch.Tensor, **methods):
         yield
 
 
@@ -114,27 +118,17 @@ def _cuda_waits(note: Note) -> Iterator[None]:
 
     def on_warning(message: Any, *others: Any, **more: Any) -> None:
         if "synchronizing CUDA operation" in str(message):
-            note(sys._getframe(1), time.perf_counter() - last_s)
+            note(time.perf_counter() - last_s)
         else:
             shown(message, *others, **more)
 
-    before, shown = torch.cuda.get_sync_debug_mode(), warnings.showwarning
-    with warnings.catch_warnings(), _profiled_by(on_call):
+    mode, profile, shown = torch.cuda.get_sync_debug_mode(), sys.getprofile(), warnings.showwarning
+    with warnings.catch_warnings(), contextlib.ExitStack() as stack:
         warnings.filterwarnings("always", message=".*synchronizing CUDA operation")
         warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
         warnings.showwarning = on_warning
+        stack.callback(torch.cuda.set_sync_debug_mode, mode)
         torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
-
-
-@contextlib.contextmanager
-def _profiled_by(on_call: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
-    before = sys.getprofile()
-    sys.setprofile(on_call)
-    try:
+        stack.callback(sys.setprofile, profile)
+        sys.setprofile(on_call)
         yield
-    finally:
-        sys.setprofile(before)

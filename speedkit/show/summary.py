@@ -28,7 +28,9 @@ def quality_in_words(quality: Row) -> str:
     """Return in one sentence whether the final plan learns as well."""
     decision = quality.get("decision") or ("as good" if quality["passed"] else "not decided")
     if quality.get("lower") is None:
-        why = "the time was used up before each plan was trained twice" if quality["baseline"] else "no training was needed"
+        why = "no training was needed"
+        if quality["baseline"]:
+            why = "the time was used up before each plan was trained twice"
         return f"Whether the result is as good was not tested: {why}."
     change = "{metric} changed by {mean_change:+.4f}, at least {lower:+.4f}; margin {margin:g}".format(**quality)
     if decision == "not decided":
