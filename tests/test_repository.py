@@ -221,7 +221,7 @@ def test_modules_do_not_import_each_other_in_a_circle():
 def test_package_stays_small():
     lines = {name: len(path.read_text().splitlines()) for name, path in modules().items()}
     assert {name: count for name, count in lines.items() if count > 360} == {}
-    assert sum(lines.values()) <= 14_600  # as formatted; the aim is 7 500 lines and 70 000 tokens
+    assert sum(lines.values()) <= 13_100  # as formatted; the aim is 7 500 lines and 70 000 tokens
 
 
 def test_functions_stay_short():
