@@ -8,12 +8,12 @@ import itertools
 import pytest
 import torch
 from faults import OUT_OF_MEMORY, chained, limited, strike
-from speedkit.measure.quality import choose_batch_size, judge_batch
 from tiny import emulating, features, make_model, points, score, slowed, target
 from torch import nn
 
 from speedkit.data.decode import BadItem
 from speedkit.errors import PlanError, SpeedkitError
+from speedkit.measure.quality import choose_batch_size, judge_batch
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe, with_batch_size
 from speedkit.train import micro_batch
