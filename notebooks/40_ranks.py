@@ -21,6 +21,7 @@ from speedkit import Plan, load_workload
 from speedkit.clock import Stopwatch, timed
 from speedkit.measure.compare import measure_pairs
 from speedkit.measure.stats import paired_interval
+from speedkit.train.distributed import leave
 from speedkit.train.loop import steps
 from speedkit.train.setup import setup_run
 
@@ -132,7 +133,7 @@ def main():
         if dist.get_rank() == 0:
             out.write_text(json.dumps(found))
         dist.barrier()  # no rank leaves while another still waits for it
-    dist.destroy_process_group()
+    leave(0)
 
 
 if __name__ == "__main__":
