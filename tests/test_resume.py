@@ -195,7 +195,7 @@ def test_a_checkpoint_that_does_not_fit_on_the_disk_leaves_the_one_before(stoppe
 # Real processes, real signals.
 
 CHILD = """
-import dataclasses, os, sys
+import dataclasses, os, sys, time
 import torch
 torch.set_num_threads(1)
 sys.path[:0] = [sys.argv[1]]
@@ -211,6 +211,8 @@ setup.this_machine = emulating
 calls = iter(range(10**6))
 def waiting_loss(model, batch, recipe):
     if model.training and next(calls) == 9:
+        while not os.path.exists(sys.argv[2] + "/checkpoint.pt"):  # of the first epoch's end, written beside the steps
+            time.sleep(0.01)
         print("in step 10", flush=True)
         os.read(0, 1)  # until the test has sent its signal
     return loss(model, batch, recipe)

@@ -36,6 +36,7 @@ from speedkit.plan import Plan
 
 HUNG_S = 120.0  # a batch is waited for, and for so long no worker has begun an item
 END_S = 5.0  # what a killed process gets until it is gone
+ORPHAN_S = 2.0  # how often a process that has nothing to do asks whether its parent lives
 NO_ROOM = "allocate shared memory"  # PyTorch's words
 GAIN = 1.05  # workers cost memory and time to start: more are taken only where steps get so much shorter
 BUDGET_S, SETTING_S = 10.0, 0.5  # of choosing workers: all of it, and the steps under one setting
@@ -235,8 +236,13 @@ def serve(maker: BatchMaker, number: int, connection: Connection, seed: int) -> 
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002 - for data sets that draw from the legacy generator
-    with contextlib.suppress(EOFError, ConnectionError):  # the training process has ended
+    parent = os.getppid()
+    with contextlib.suppress(EOFError, ConnectionError):  # the training process has closed the pipe
         while True:
+            # Killed, it closes nothing: processes started later hold its ends of this pipe too.
+            while not connection.poll(ORPHAN_S):
+                if os.getppid() != parent:
+                    return
             indices = connection.recv()
             try:
                 connection.send(maker.make(indices, number))  # pickled as a whole before any of it is sent
