@@ -84,6 +84,15 @@ class BatchMaker:
         return str(getattr(item, "path", item))
 
 
+@dataclasses.dataclass
+class Worker:
+    """A worker by its number, and where it is a process, that and the way to ask it."""
+
+    number: int
+    process: multiprocessing.Process | None = None
+    connection: Connection | None = None
+
+
 class BatchLoader:
     """An iterable of the batches whose indices `sampler` gives, made as the plan says.
 
@@ -98,9 +107,8 @@ class BatchLoader:
         reading = multiprocessing.RawArray("q", max(1, self.workers))
         self.maker = BatchMaker(dataset, collate, reading, None if self.in_processes else self.running)
         self.threads: ThreadPool | None = None
-        self.idle: SimpleQueue[int] = SimpleQueue()  # the numbers of the workers that make nothing
+        self.idle: SimpleQueue[Worker] = SimpleQueue()  # the workers that make nothing
         self.processes: list[multiprocessing.Process] = []
-        self.connections: list[Connection] = []
 
     def __iter__(self) -> Generator[Loaded, None, None]:
         if not self.workers:
@@ -109,7 +117,7 @@ class BatchLoader:
         at_end = False
         try:
             threads = self.threads or self.start()
-            results = (threads.apply_async(self.fetch, (indices,)) for indices in self.sampler)
+            results = (threads.apply_async(self.fetch, (indices, self.idle)) for indices in self.sampler)
             ahead = deque(itertools.islice(results, self.workers * self.plan.prefetch_factor))
             while ahead:
                 loaded = self.received(ahead.popleft())
@@ -126,36 +134,38 @@ class BatchLoader:
         self.idle = SimpleQueue()
         for number in range(self.workers):
             self.maker.reading[number] = -1
-            self.idle.put(number)
+            worker = Worker(number)
             if self.in_processes:
-                connection, far_end = multiprocessing.Pipe()
-                seed = torch.initial_seed() + next(seeds)
-                process = multiprocessing.Process(target=serve, args=(self.maker, number, far_end, seed), daemon=True)
-                process.start()
+                worker.connection, far_end = multiprocessing.Pipe()
+                arguments = self.maker, number, far_end, torch.initial_seed() + next(seeds)
+                worker.process = multiprocessing.Process(target=serve, args=arguments, daemon=True)
+                worker.process.start()
                 far_end.close()
-                self.processes.append(process)
-                self.connections.append(connection)
+                self.processes.append(worker.process)
+            self.idle.put(worker)
         # Daemons: one that hangs does not keep Python. One core each: the workers together already fill the machine.
         self.threads = ThreadPool(self.workers, torch.set_num_threads, (1,))
         return self.threads
 
-    def fetch(self, indices: list[int]) -> Loaded | str:
+    def fetch(self, indices: list[int], idle: "SimpleQueue[Worker]") -> Loaded | str:
         """Return a batch, or why there is none: SystemExit, for one, would end the thread and no batch would ever come.
 
-        A tensor is taken out of shared memory here: that is to wait, without a limit, for the process that made it.
+        A tensor is taken out of shared memory here: that is to wait, without a limit, for the process that made it. A
+        thread may outlive its pass, and then gives its worker back to the `idle` ones of that pass, not of the next.
         """
-        number = self.idle.get()
+        worker = idle.get()
         try:
-            loaded = self.ask(indices, number) if self.in_processes else self.maker.make(indices, number)
+            loaded = self.ask(indices, worker) if worker.connection else self.maker.make(indices, worker.number)
             return loaded if isinstance(loaded, str) else self.pinned(loaded)
         except BaseException as error:
-            return self.maker.failure(error, indices, number)
+            return self.maker.failure(error, indices, worker.number)
         finally:
-            self.idle.put(number)
+            idle.put(worker)
 
-    def ask(self, indices: list[int], number: int) -> Loaded | str:
+    def ask(self, indices: list[int], worker: "Worker") -> Loaded | str:
         """Return what a process makes of `indices`, or what it died of."""
-        process, connection = self.processes[number], self.connections[number]
+        process, connection = worker.process, worker.connection
+        assert process is not None and connection is not None, "threads are not asked"
         try:
             connection.send(indices)
             return connection.recv()
@@ -166,7 +176,7 @@ class BatchLoader:
         cure = "workers=0 shows what it died of"
         if process.exitcode == -signal.SIGKILL:
             cure = "out of memory the system kills so: take fewer workers, a lower prefetch_factor, or workers=0"
-        place = self.maker.place(self.maker.reading[number])
+        place = self.maker.place(self.maker.reading[worker.number])
         return f"a loader process died (exit code {process.exitcode}) {place}; {cure}"
 
     def pinned(self, loaded: Loaded) -> Loaded:
@@ -217,7 +227,7 @@ class BatchLoader:
         """End the workers by force: they may be stopped, or hang."""
         self.running.set()
         kill(self.processes)
-        self.processes, self.connections = [], []
+        self.processes = []
         if self.threads is not None:
             self.threads.terminate()
             self.threads = None
