@@ -129,7 +129,10 @@ def _climb(job: ClimbState, chosen: Sequence[Rung]) -> tuple[Plan, Row]:
     # The ledgers' rooflines come last: what looks into each operator of a step leaves compiled code switched off.
     ledgers = {name: (plan, trials.ledger_for(job, plan)) for name, plan in (("baseline", Plan()), ("final", best))}
     near = {
-        name: job.once(f"roofline, {name}", functools.partial(_roofline, job, plan, Ledger(**row)))
+        name: job.once(
+            f"roofline, {name}",
+            functools.partial(roofline, job.workload, job.recipe, plan, job.hardware, ledger=Ledger(**row)),
+        )
         for name, (plan, row) in ledgers.items()
     }
     sections = {
@@ -196,10 +199,6 @@ def measure_control(job: ClimbState) -> Row:
 
 
 # ---- the record ----
-
-
-def _roofline(job: ClimbState, plan: Plan, ledger: Ledger) -> Row:
-    return roofline(job.workload, job.recipe, plan, job.hardware, ledger=ledger)
 
 
 def _record(

@@ -103,7 +103,7 @@ def train_both(job: ClimbState, best: Plan, step_s: Row) -> Row:
     if best == Plan():
         return {"quality": quality_of(job.workload, {"baseline": [], "final": []}), "curves": {}}
     naive = NaiveCurves(job.workload, job.recipe, job.hardware)
-    curves: Curves = {"baseline": job.once("kept curves", lambda: naive.runs[:MAX_SEEDS]), "final": []}
+    curves: Curves = {"baseline": [*job.once("kept curves", lambda: naive.runs[:MAX_SEEDS])], "final": []}
     kept = len(curves["baseline"])
     for seeds in dict.fromkeys((job.seeds, max(job.seeds, MAX_SEEDS))):
         for name, run in _trainings(job, best, curves, seeds):

@@ -27,8 +27,10 @@ MEASURED = ("ratio", "low", "high", "parity", "step_s_before", "step_s_after", "
 
 def ledger_for(job: ClimbState, plan: Plan) -> Row:
     """Return where a step's time goes under `plan`."""
-    measure = lambda: ledger_of(job.workload, job.recipe, plan, **job.options).as_dict()  # noqa: E731
-    return job.once(f"ledger of {text(changed(plan))}", measure)
+    return job.once(
+        f"ledger of {text(changed(plan))}",
+        lambda: ledger_of(job.workload, job.recipe, plan, **job.options).as_dict(),
+    )
 
 
 def try_rungs(job: ClimbState, chosen: Sequence[Rung], control: Row) -> list[Row]:
@@ -66,7 +68,7 @@ def candidate(
 ) -> Row:
     """Return the row of a change of the `best` plan; `why` says why it need not be tried."""
     change = {field: value for field, value in change.items() if value != getattr(best, field)}
-    frames = _frames_saved(job) if "bucket" in change else 1.0
+    frames = job.once("frames saved by buckets", lambda: _frames_saved(job)) if "bucket" in change else 1.0
     on_cpu = job.hardware.device.type == "cpu"
     low, high = predict(change, shares, matmul=matmul, precision=best.precision, frames=frames, on_cpu=on_cpu)
     return {

@@ -8,19 +8,13 @@ import shutil
 
 import pytest
 import tiny
+from test_show import PAYBACK
 
 from speedkit import climb
 from speedkit.show.report import write_report
 from speedkit.show.summary import in_short, payback_in_words, quality_in_words
 
 HOSTILE = "<script>document.title = 'run'</script><img src=https://example.org/x onerror=document.title='run'>"
-PAYBACK = {
-    "epochs": 30,
-    "baseline_s": 7200.0,
-    "final_s": 1800.0,
-    "prepare_s": {"cache": 60.0, "compile": 30.0},
-    "pays_back_after_s": 125.0,
-}
 QUALITY = {
     "metric": "accuracy",
     "margin": 0.03,
