@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from speedkit import proof, trials
-from speedkit.climb_state import COMPARISON_SHARE, ClimbState, Row, read_state
+from speedkit.climb_state import ClimbState, Row, read_state
 from speedkit.config import to_yaml
 from speedkit.files import claim_folder, read_json, write_json, write_text
 from speedkit.hardware import this_machine
 from speedkit.ladder import Rung, changed, named, plan_of, text
 from speedkit.measure.busy import busy_processes
-from speedkit.measure.compare import compare
 from speedkit.measure.ledger import Ledger
 from speedkit.measure.quality import time_to_quality
 from speedkit.measure.record import NotebookRun
@@ -165,18 +164,14 @@ def measure_control(job: ClimbState) -> Row:
         return job.workload.loss(model, batch, recipe)
 
     other = dataclasses.replace(job.recipe, seed=job.recipe.seed + 1)
-    same = compare(
-        dataclasses.replace(job.workload, loss=noting),
-        Plan(),
-        Plan(),
-        recipe=job.recipe,
+    same = job.compare(
+        (Plan(), Plan()),
+        ("baseline", "baseline again"),
+        "A/A control",
+        workload=dataclasses.replace(job.workload, loss=noting),
         recipe_b=other,
-        names=("baseline", "baseline again"),
-        name="A/A control",
         pairs=min(job.pairs, CONTROL_PAIRS),
         looks=(),
-        max_s=COMPARISON_SHARE * job.budget_s,
-        **job.options,
     )
     step_s = statistics.fmean(same.step_s)
     job.say(f"naive baseline: {step_s * 1e3:.1f} ms per step; against itself {same.ratio:.3f}")

@@ -59,10 +59,18 @@ class ClimbState:
         """Steps of one training by the recipe."""
         return self.recipe.total_steps(len(self.workload.train), drop_last=False)
 
-    def compare(self, plans: tuple[Plan, Plan], names: tuple[str, str], name: str, **options: Any) -> Comparison:
-        """Compare two plans on the workload, within a share of the budget."""
+    def compare(
+        self,
+        plans: tuple[Plan, Plan],
+        names: tuple[str, str],
+        name: str,
+        *,
+        workload: Workload | None = None,
+        **options: Any,
+    ) -> Comparison:
+        """Compare two plans on the workload, or on a variant of it, within a share of the budget."""
         options = {"pairs": self.pairs, "max_s": COMPARISON_SHARE * self.budget_s, **self.options, **options}
-        return compare(self.workload, *plans, recipe=self.recipe, names=names, name=name, **options)
+        return compare(workload or self.workload, *plans, recipe=self.recipe, names=names, name=name, **options)
 
 
 def measured(job: ClimbState, plans: tuple[Plan, Plan], names: tuple[str, str], name: str) -> Comparison | str:

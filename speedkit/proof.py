@@ -12,7 +12,7 @@ from speedkit.clock import timed
 from speedkit.data.cache import open_cache
 from speedkit.hardware import cache_root
 from speedkit.ladder import acts_on, plan_of
-from speedkit.measure.quality import Curves, NaiveCurves, curve, payback, quality_of
+from speedkit.measure.quality import Curves, NaiveCurves, curve, fold, payback, quality_of
 from speedkit.plan import Plan, resolve
 
 FINAL_PAIRS = 40
@@ -124,12 +124,13 @@ def _trainings(job: ClimbState, best: Plan, curves: Curves, seeds: int) -> Itera
     plans, needed_s = {"baseline": same_bits(best), "final": best}, 0.0
     while any(len(runs) < seeds for runs in curves.values()):
         name = min(curves, key=lambda name: len(curves[name]))
-        seed = job.recipe.seed + len(curves[name])
+        number = len(curves[name])
+        seed, workload = job.recipe.seed + number, fold(job.workload, number)
         stage = f"training, {name}, seed {seed}"
         if stage not in job.state["stages"] and job.spent_s() + needed_s > job.budget_s:
             return
         recipe = dataclasses.replace(job.recipe, seed=seed)
-        run = job.once(stage, functools.partial(curve, job.workload, recipe, plans[name], **job.options))
+        run = job.once(stage, functools.partial(curve, workload, recipe, plans[name], **job.options))
         job.say(f"seed {seed}, {name}: {job.workload.metric} {run['value']:.4f} in {run['seconds']:.1f} s")
         needed_s = max(needed_s, run["seconds"])
         yield name, run

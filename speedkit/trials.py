@@ -20,6 +20,7 @@ from speedkit.plan import Plan, resolve
 
 RUNGS_SHARE = 0.6  # of the budget: no rung is begun after that
 COMPILING_S = {"cpu": 45.0}  # of a model; on two cores 13 to 60, on a GPU about 25
+AGAIN = ", again"  # where time is left, what was undecided is measured once more
 COMPILED = {"compile", "compile_scope", "micro_batch", "precision", "channels_last", "attention", "bucket"}
 # What a row of `rungs` holds once it has been measured; None before.
 MEASURED = ("ratio", "low", "high", "parity", "step_s_before", "step_s_after", "compile_s")
@@ -41,17 +42,20 @@ def try_rungs(job: ClimbState, chosen: Sequence[Rung], control: Row) -> list[Row
         best = plan_of([row for row in rows if row["kept"]])
         ledger = ledger_for(job, best)
         shares = {row["cause"]: row["share"] for row in ledger["rows"]}
-        job.say(
-            "time goes into " + ", ".join(f"{cause} {share:.0%}" for cause, share in shares.items() if share > 0.005)
-        )
+        if not rows or rows[-1]["kept"]:
+            shown = (f"{cause} {share:.0%}" for cause, share in shares.items() if abs(share) > 0.005)
+            job.say(f"time goes into {', '.join(shown)}")
         found = [
             candidate(job, rung, change, best, shares=shares, control=control, matmul=matmul)
             for rung in chosen
             for change in rung.changes(best, job.recipe, job.hardware) or [{}]
         ]
         tried = {name for row in rows for name in (row["stage"], f"rung {row['rung']}: {text({})}")}
+        undecided = {row["stage"] for row in rows if row["why"] == "undecided"}
+        again = [row | {"stage": row["stage"] + AGAIN} for row in found if row["stage"] in undecided]
         found = [row for row in found if row["stage"] not in tried]
         waiting = [row for row in found if not row["why"]]
+        waiting = waiting or [row for row in again if row["stage"] not in tried and not row["why"]]
         late = job.spent_s() > RUNGS_SHARE * job.budget_s
         if late:
             waiting = [row for row in waiting if row["stage"] in job.state["stages"]]  # of a climb that goes on

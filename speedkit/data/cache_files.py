@@ -10,6 +10,7 @@ Entries are added and never moved. An item whose file has changed is a new entry
 """
 
 import contextlib
+import functools
 import importlib.metadata
 import inspect
 import io
@@ -83,6 +84,10 @@ def described(value: Any) -> str:
 class _Content(pickle.Pickler):
     """Pickles functions and classes as the file they are written in, tensors as their values. For hashing only."""
 
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.source = functools.cache(_source)  # looking for a class takes as long as parsing its file
+
     def reducer_override(self, value: Any) -> Any:
         parts: Any = None
         if isinstance(value, Tensor):
@@ -94,10 +99,10 @@ class _Content(pickle.Pickler):
             constants = [constant for constant in code.co_consts if isinstance(constant, PLAIN)]
             cells = [cell.cell_contents for cell in value.__closure__ or ()]
             defaults = value.__defaults__, value.__kwdefaults__
-            parts = value.__qualname__, _source(value), code.co_code, code.co_names, constants, defaults, cells
+            parts = value.__qualname__, self.source(value), code.co_code, code.co_names, constants, defaults, cells
         elif isinstance(value, type | types.ModuleType):
             methods = [part for part in vars(value).values() if isinstance(part, types.FunctionType)]
-            parts = value.__name__, _source(value) or methods  # a class of a notebook has no file
+            parts = value.__name__, self.source(value) or methods  # a class of a notebook has no file
         elif callable(value) and hasattr(value, "__wrapped__"):  # functools.lru_cache
             parts = value.__wrapped__
         return NotImplemented if parts is None else (repr, (parts,))  # any function: this is never unpickled

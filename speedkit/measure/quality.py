@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from speedkit.data.cache_files import described
+from speedkit.data.cache_files import PLAIN, described
 from speedkit.files import read_json, write_json
 from speedkit.hardware import Hardware, cache_root
-from speedkit.measure.stats import NonInferiority, pooled_non_inferior
+from speedkit.measure.stats import NonInferiority, non_inferior, pooled_non_inferior, trimmed_mean
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe, steps_per_epoch, with_batch_size
 from speedkit.train.fit import fit
@@ -20,26 +20,30 @@ from speedkit.workloads.workload import Workload
 
 LAST = 4  # evaluations, whose mean is a training's quality: one alone scatters more than the plans differ
 TAIL = 0.025  # of error: a climb may look twice, after its first seeds and after more
+FEW_ITEMS = 200  # to test on: with fewer each training tests on others, and their mean loss is looked at too
+ORDER_TAIL = 0.005  # of error: batches of other items may move the mean of the first losses so far
 MIN_STEPS = 10  # fewer are no training that a schedule could shape
+VERSION = 2  # of what `curve` returns
 Row = dict[str, Any]
 Curves = dict[str, list[Row]]  # plan -> what `curve` returns, one for each seed
 
 
 @dataclasses.dataclass(frozen=True)
 class Parity:
-    """How near the losses of two runs are to what is `promised` of them; both numbers are mean |difference|."""
+    """How near the losses of two runs are to what is `promised` of them: their `difference`, and what `noise` makes."""
 
     promised: str
     difference: float
-    seed_noise: float
+    noise: float
     passed: bool
 
     def __str__(self) -> str:
         if self.promised == "bit-equal":
             return "losses bit-equal" if self.passed else f"losses differ by {self.difference:.2g}, should be bit-equal"
         side = "within" if self.passed else "beyond"
-        losses = "mean losses" if self.promised == "order-equal" else "losses"
-        return f"{losses} differ by {self.difference:.2g}, {side} the {self.seed_noise:.2g} of another seed"
+        if self.promised == "order-equal":
+            return f"mean losses differ by {self.difference:.2g}, {side} the {self.noise:.2g} of other batches"
+        return f"losses differ by {self.difference:.2g}, {side} the {self.noise:.2g} of another seed"
 
 
 def parity(promised: str, losses: Sequence[float], reference: Sequence[float], other_seed: Sequence[float]) -> Parity:
@@ -47,15 +51,36 @@ def parity(promised: str, losses: Sequence[float], reference: Sequence[float], o
 
     bit-equal: every loss is the same number. loss-equal: the mean absolute difference is at most that between the
     reference and the same plan from `other_seed`: training cannot feel it. order-equal: the batches are others of the
-    same items, so only the means over all steps are compared.
+    same items, so the mean difference is at most what the scatter of the differences makes of it.
     """
+    differences = [new - old for new, old in zip(losses, reference, strict=True)]
+    difference = statistics.fmean(map(abs, differences))
+    if promised == "bit-equal":
+        return Parity(promised, difference, 0.0, not any(differences))
     if promised == "order-equal":
-        losses, reference, other_seed = ([statistics.fmean(course)] for course in (losses, reference, other_seed))
-    difference, noise = (
-        statistics.fmean(abs(x - y) for x, y in zip(course, reference, strict=True)) for course in (losses, other_seed)
-    )
-    passed = list(losses) == list(reference) if promised == "bit-equal" else difference <= noise
-    return Parity(promised, difference, noise, passed)
+        mean, noise = trimmed_mean(differences, ORDER_TAIL)
+        return Parity(promised, abs(mean), noise, abs(mean) <= noise)
+    noise = statistics.fmean(abs(other - old) for other, old in zip(other_seed, reference, strict=True))
+    return Parity(promised, difference, noise, difference <= noise)
+
+
+def has_folds(workload: Workload) -> bool:
+    """Return whether a workload has so few items to test on that its trainings test on different ones, in folds."""
+    return workload.metric == "accuracy" and len(workload.test) < FEW_ITEMS
+
+
+def fold(workload: Workload, number: int) -> Workload:
+    """Return `workload` with the test set of a fold: its own in fold 0, else as large a part of its training set.
+
+    Items are taken at equal distances: in a list in the order of classes, from each class alike.
+    """
+    others = max(1, len(workload.train) // len(workload.test))
+    if not has_folds(workload) or number % (others + 1) == 0:
+        return workload
+    first, train = number % (others + 1) - 1, list(workload.train)
+    test = train[first::others]
+    del train[first::others]
+    return dataclasses.replace(workload, train=[*train, *workload.test], test=test)
 
 
 def curve(workload: Workload, recipe: Recipe, plan: Plan | None, **options: Any) -> Row:
@@ -73,6 +98,7 @@ def curve(workload: Workload, recipe: Recipe, plan: Plan | None, **options: Any)
         "points": points,
         "steps": [point["step"] for point in history.evaluations],
         "value": statistics.fmean(value for _, value in points[-LAST:]),
+        "loss": statistics.fmean(point["loss"] for point in history.evaluations[-LAST:]),
         "seconds": points[-1][0],
         "prepare_s": history.prepare_s,
         "peak_memory_bytes": history.peak_memory_bytes,
@@ -82,26 +108,39 @@ def curve(workload: Workload, recipe: Recipe, plan: Plan | None, **options: Any)
 def quality_of(workload: Workload, curves: Curves) -> Row:
     """Return what the trainings show of the final plan's quality: a `decision`, with the figures behind it.
 
-    "as good" within the workload's margin, "worse", or "not decided", then with the number of `seeds_needed`; None of
-    all where a plan was not trained twice.
+    "as good" within the workload's margin, "worse", "not decided", or "not tested" where a plan was not trained twice.
+    Where items are few, trainings are compared fold by fold, and besides the score the `likelihood` may decide: the
+    (geometric) mean probability of the right class, exp(-loss), in which a right answer counts by how sure it was.
     """
-    values = {name: [run["value"] for run in runs] for name, runs in curves.items()}
-    measured = {"metric": workload.metric, "higher_is_better": workload.higher_is_better, "margin": workload.margin}
-    result: NonInferiority | None = None
-    if min(map(len, values.values())) > 1:
-        sign = 1 if workload.higher_is_better else -1
-        result = pooled_non_inferior(values["baseline"], values["final"], workload.margin, sign=sign, tail=TAIL)
-    decision = result and ("as good" if result.passed else "worse" if result.worse else "not decided")
-    return {
-        **measured,
-        **values,
-        "mean_change": result and result.mean_change,
-        "lower": result and result.lower,
-        "upper": result and result.upper,
-        "passed": decision == "as good",
-        "decision": decision or "not tested",
-        "seeds_needed": _seeds_needed(values, workload.margin) if decision == "not decided" else None,
-    }
+    scores = {name: [run["value"] for run in runs] for name, runs in curves.items()}
+    row = {"metric": workload.metric, "higher_is_better": workload.higher_is_better, "margin": workload.margin}
+    row |= {**scores, "mean_change": None, "lower": None, "upper": None, "likelihood": None}
+    row |= {"decision": "not tested", "passed": False, "seeds_needed": None, "items_needed": None}
+    if min(map(len, scores.values())) < 2:
+        return row
+    result, also = _compared(workload, scores), None
+    if has_folds(workload):
+        also = _compared(workload, {name: [math.exp(-run["loss"]) for run in runs] for name, runs in curves.items()})
+    row |= {"mean_change": result.mean_change, "lower": result.lower, "upper": result.upper}
+    row["likelihood"] = also and {"mean_change": also.mean_change, "lower": also.lower, "upper": also.upper}
+    if result.passed or (also is not None and also.passed and not result.worse):
+        return row | {"decision": "as good", "passed": True}
+    if result.worse:
+        return row | {"decision": "worse"}
+    if has_folds(workload):
+        tested = len(workload.test) * min(map(len, scores.values()))
+        needed = tested * ((result.mean_change - result.lower) / workload.margin) ** 2
+        return row | {"decision": "not decided", "items_needed": max(tested + 1, math.ceil(needed))}
+    return row | {"decision": "not decided", "seeds_needed": _seeds_needed(scores, workload.margin)}
+
+
+def _compared(workload: Workload, values: dict[str, list[float]]) -> NonInferiority:
+    """Return the test of the final plan's values against the naive plan's: fold by fold, or of the two pooled."""
+    sign = 1 if workload.higher_is_better else -1
+    if not has_folds(workload):
+        return pooled_non_inferior(values["baseline"], values["final"], workload.margin, sign=sign, tail=TAIL)
+    changes = [new - old for new, old in zip(values["final"], values["baseline"], strict=False)]
+    return non_inferior(changes, workload.margin, tail=TAIL)
 
 
 def _seeds_needed(values: dict[str, list[float]], margin: float) -> int:
@@ -118,6 +157,7 @@ class NaiveCurves:
 
     def __init__(self, workload: Workload, recipe: Recipe, hardware: Hardware):
         content = vars(workload) | {"recipe": vars(recipe), "device": hardware.name, "torch": torch.__version__}
+        content |= {"version": VERSION, "train": plain_facts(workload.train), "test": plain_facts(workload.test)}
         try:
             name = described({key: described(value) for key, value in content.items()})
         except (TypeError, ValueError, AttributeError, pickle.PicklingError):  # a model that cannot be told from others
@@ -130,6 +170,16 @@ class NaiveCurves:
         if self.path and runs:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_json(self.path, [*self.runs, *runs])
+
+
+def plain_facts(items: Sequence[Any]) -> list[Any]:
+    """Return what tells items apart: of an object its plain values, for many may share a data set that is large."""
+    return [
+        {name: value for name, value in vars(item).items() if isinstance(value, PLAIN)}
+        if hasattr(item, "__dict__")
+        else item
+        for item in items
+    ]
 
 
 def payback(epochs: float, baseline_s: float, final_s: float, prepare_s: dict[str, float]) -> Row:

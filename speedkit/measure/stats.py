@@ -90,14 +90,14 @@ def decide(logs: Sequence[float]) -> Decision:
     return "not worth it" if mean + reach < WORTH else "undecided"
 
 
-def non_inferior(changes: Sequence[float], margin: float) -> NonInferiority:
+def non_inferior(changes: Sequence[float], margin: float, *, tail: float = 0.05) -> NonInferiority:
     """Test that quality was kept by its `changes`, new minus reference, where each pair is of the same items or seed.
 
-    Student's t, one-sided at 95 %. Raises ValueError for fewer than two changes or one that is not finite.
+    Student's t, an error of `tail` on each side. Raises ValueError for fewer than two changes or one not finite.
     """
     _check(changes)
     mean, error = statistics.fmean(changes), statistics.stdev(changes) / math.sqrt(len(changes))
-    reach = error * _student(len(changes) - 1, 0.05)
+    reach = error * _student(len(changes) - 1, tail)
     return NonInferiority(mean, mean - reach, mean + reach, margin)
 
 

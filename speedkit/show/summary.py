@@ -33,6 +33,13 @@ def quality_in_words(quality: Row) -> str:
             why = "the time was used up before each plan was trained twice"
         return f"Whether the result is as good was not tested: {why}."
     change = "{metric} changed by {mean_change:+.4f}, at least {lower:+.4f}; margin {margin:g}".format(**quality)
+    if quality.get("likelihood"):
+        change += "; that of the right class's mean probability {mean_change:+.4f}, at least {lower:+.4f}".format(
+            **quality["likelihood"]
+        )
+    if decision == "not decided" and quality.get("items_needed"):
+        items = f"the test items there are cannot show {quality['margin']:g}; about {quality['items_needed']} would"
+        return f"Whether the result is as good is not decided: {change}. In {len(quality['final'])} folds {items}."
     if decision == "not decided":
         needed = f"; about {quality['seeds_needed']} would" if quality.get("seeds_needed") else ""
         seeds = f"{len(quality['final'])} trainings of each plan cannot show it{needed}"

@@ -201,11 +201,10 @@ class Ranks:
         dist.all_reduce(losses)
         return losses / self.count
 
-    def sum_scores(self, total: Tensor, count: int) -> tuple[Tensor, int]:
-        """Return the sum over ranks of the scores and of the items that have them."""
-        sums = torch.stack([total, torch.full_like(total, count)])
-        dist.all_reduce(sums)
-        return sums[0], int(sums[1])
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sum of `values` over all ranks."""
+        dist.all_reduce(values)
+        return values
 
     def as_many_parts(self, parts: list[Batch], micro_batch: int) -> list[Batch]:
         """Return `parts` with the first once more until all ranks have as many.

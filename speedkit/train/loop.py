@@ -111,11 +111,11 @@ def gradient_norm(run: TrainingRun) -> Tensor:
 
 @torch.no_grad()
 def evaluate(run: TrainingRun) -> None:
-    """Add `{step, seconds, metric, value, n}`, the mean score of the test set, to the history.
+    """Add `{step, seconds, metric, value, loss, n}`, the mean score and loss of the test set, to the history.
 
     The model runs in evaluation mode, uncompiled: its other mode would be compiled once more.
     """
-    workload, total, count = run.workload, torch.zeros((), device=run.device), 0
+    workload, sums = run.workload, torch.zeros(3, device=run.device)  # of scores, of losses, and how many items
     run.time_since_log_s += run.lap()
     run.model.eval()
     for position, batch in enumerate(run.test_batches.one_epoch(), 1):
@@ -126,19 +126,19 @@ def evaluate(run: TrainingRun) -> None:
             parts = run.ranks.as_many_parts(parts, run.micro_batch)
         for index, part in enumerate(parts):  # of the size that fits in training
             with run.autocast, run.eager():
-                _, outputs = workload.loss(run.model, part, run.recipe)
+                loss, outputs = workload.loss(run.model, part, run.recipe)
             if index < own:
-                total += workload.score(outputs, part).float().sum()
-                count += len(part[0])
-    if run.ranks is not None:
-        total, count = run.ranks.sum_scores(total, count)
+                size = torch.tensor(float(len(part[0])), device=run.device)
+                sums += torch.stack([workload.score(outputs, part).float().sum(), loss * size, size])
+    total, total_loss, count = (run.ranks.sum(sums) if run.ranks is not None else sums).tolist()
     run.model.train()
-    value = float(total) / count if count else math.nan
+    value, loss_value = (total / count, total_loss / count) if count else (math.nan, math.nan)
     run.lap()
     run.history.evaluations.append(
-        {"step": run.step, "seconds": run.history.seconds, "metric": workload.metric, "value": value, "n": count}
+        {"step": run.step, "seconds": run.history.seconds, "metric": workload.metric, "value": value}
+        | {"loss": loss_value, "n": int(count)}
     )
-    run.progress.say(f"  step {run.step}: {workload.metric} {value:.4f} on {count} test items")
+    run.progress.say(f"  step {run.step}: {workload.metric} {value:.4f} on {count:.0f} test items")
 
 
 def fallback_for(run: TrainingRun, error: Exception) -> Fallback:

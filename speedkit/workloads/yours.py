@@ -6,6 +6,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -77,11 +78,18 @@ def load(sample: Any) -> Tensor:
 
 
 def target(sample: Any) -> Any:
-    """Return the sample's target, without its input where `load` or the data set (as torchvision's do) has kept it."""
-    if "target" in vars(sample):
-        return vars(sample).pop("target")
-    known = None if getattr(sample.data, "target_transform", None) else getattr(sample.data, "targets", None)
-    return sample.data[sample.at][1] if known is None else known[sample.at]
+    """Return the sample's target: that which `load` kept, or the data set (as torchvision's do), else with its input.
+
+    A class number is kept on: a cache that is opened asks for all of them, and to read them again takes as long as to
+    build it.
+    """
+    if "target" not in vars(sample):
+        known = None if getattr(sample.data, "target_transform", None) else getattr(sample.data, "targets", None)
+        sample.target = sample.data[sample.at][1] if known is None else known[sample.at]
+    value = sample.target
+    if np.ndim(value):
+        del sample.target
+    return value
 
 
 def _loss(model: nn.Module, batch: Batch, recipe: Recipe, rule: Rule) -> tuple[Tensor, Tensor]:
