@@ -200,10 +200,22 @@ def payback(epochs: float, baseline_s: float, final_s: float, prepare_s: dict[st
     }
 
 
-def seconds_to(target: float, workload: Workload, runs: list[Row]) -> list[float]:
-    """Return the seconds that each of `runs` took to reach the score `target`; infinite where it never did."""
+def seconds_to_quality(workload: Workload, curves: Curves) -> dict[str, list[float]]:
+    """Return the seconds that each training took to the naive plan's mean score less the margin; infinite where never.
+
+    In folds, which differ in how hard they are, it is the score of the naive plan's training on the same fold.
+    """
     sign = 1 if workload.higher_is_better else -1
-    return [next((at for at, value in run["points"] if sign * (value - target) >= 0), math.inf) for run in runs]
+    goals = [run["value"] for run in curves["baseline"]]
+    if not has_folds(workload):
+        goals = [statistics.fmean(goals)] * len(goals)
+    return {
+        name: [
+            next((at for at, value in run["points"] if sign * (value - goal) >= -workload.margin), math.inf)
+            for run, goal in zip(runs, goals, strict=False)
+        ]
+        for name, runs in curves.items()
+    }
 
 
 def time_to_quality(workload: Workload, curves: Curves) -> Row:
@@ -215,8 +227,8 @@ def time_to_quality(workload: Workload, curves: Curves) -> Row:
     sign = 1 if workload.higher_is_better else -1
     target = statistics.fmean(run["value"] for run in curves["baseline"]) - sign * workload.margin
     seconds: dict[str, float | None] = {}
-    for name, runs in curves.items():
-        reached = statistics.median(seconds_to(target, workload, runs))
+    for name, each_s in seconds_to_quality(workload, curves).items():
+        reached = statistics.median(each_s)
         seconds[name] = reached if math.isfinite(reached) else None
     baseline_s, final_s = seconds["baseline"], seconds["final"]
     ratio = baseline_s / final_s if baseline_s and final_s else None
@@ -271,8 +283,8 @@ def choose_batch_size(
 def judge_batch(workload: Workload, curves: Curves) -> Row:
     """Return the seconds both recipes take to one quality, and whether the other is as good and sooner every time."""
     times, quality = time_to_quality(workload, curves), quality_of(workload, curves)
-    baseline_s, final_s = (seconds_to(times["target"], workload, curves[side]) for side in ("baseline", "final"))
-    sooner = all(new_s < old_s for new_s, old_s in zip(final_s, baseline_s, strict=True))
+    each_s = seconds_to_quality(workload, curves)
+    sooner = all(new_s < old_s for new_s, old_s in zip(each_s["final"], each_s["baseline"], strict=True))
     why = "sooner with every seed, and as good" if sooner else "not sooner with every seed"
     why = why if quality["passed"] else f"not shown to be as good within {workload.margin:g}; {why}"
     return {**times, "quality": quality, "taken": sooner and quality["passed"] and bool(times["ratio"]), "why": why}
