@@ -79,11 +79,6 @@ def padded_frames(sampler: BatchSampler, lengths: Tensor) -> int:
     return sum(len(batch) * sampler.padded_to(int(lengths[batch].max())) for batch in sampler.batches())
 
 
-def padding_share(sampler: BatchSampler, lengths: Tensor) -> float:
-    """Return which share of the frames of an epoch is padding, for clips of `lengths` [N]; 0 is none."""
-    return 1 - sum(int(lengths[batch].sum()) for batch in sampler.batches()) / padded_frames(sampler, lengths)
-
-
 def padded_lengths(lengths: Tensor) -> list[int]:
     """Return at most SHAPES lengths, ascending, such that clips of `lengths` [N] are padded to them with least padding.
 

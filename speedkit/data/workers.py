@@ -12,18 +12,16 @@ import itertools
 import multiprocessing
 import os
 import random
-import shutil
 import signal
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, MutableSequence
+from collections.abc import Callable, Generator, Iterable, MutableSequence, Sequence
 from contextlib import closing
 from multiprocessing import util
 from multiprocessing.connection import Connection
 from multiprocessing.pool import AsyncResult, ThreadPool
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,9 +35,8 @@ from speedkit.plan import Plan
 HUNG_S = 120.0  # a batch is waited for, and for so long no worker has begun an item
 END_S = 5.0  # what a killed process gets until it is gone
 ORPHAN_S = 2.0  # how often a process that has nothing to do asks whether its parent lives
-NO_ROOM = "allocate shared memory"  # PyTorch's words
 GAIN = 1.05  # workers cost memory and time to start: more are taken only where steps get so much shorter
-BUDGET_S, SETTING_S = 10.0, 0.5  # of choosing workers: all of it, and the steps under one setting
+SETTING_S = 0.5  # of steps under one number of workers, to choose one
 
 Loaded = tuple[tuple[Tensor, ...] | None, dict[str, str]]  # the batch, and path -> why of what could not be read
 seeds = itertools.count()  # no two processes draw the same numbers
@@ -47,9 +44,10 @@ seeds = itertools.count()  # no two processes draw the same numbers
 
 @dataclasses.dataclass
 class BatchMaker:
-    """Indices -> batch: samples of `dataset`, collated. `reading` [workers] is the item each worker is at, else -1."""
+    """Indices -> batch: samples, collated. `reading` [workers] is the index of the item each worker is at, else -1."""
 
-    dataset: Any
+    items: Sequence[Any]
+    sample: Callable[[int], Any]  # index of an item -> sample
     collate: Callable[[list[Any]], Loaded]
     reading: MutableSequence[int]
     running: threading.Event | None = None  # threads stand still while it is not set
@@ -61,31 +59,27 @@ class BatchMaker:
             if self.running is not None:
                 self.running.wait()
             self.reading[number] = index
-            samples.append(self.dataset[index])
+            samples.append(self.sample(index))
         self.reading[number] = -1
         return self.collate(samples)
 
-    def failure(self, error: BaseException, indices: list[int], number: int) -> str:
+    def failure(self, error: BaseException, number: int) -> str:
         """Return what failed and at which item; the exception itself may be one that cannot be sent."""
         words = str(error).split("\n")[0]
-        if not isinstance(error, SpeedkitError):
-            words = f"{type(error).__name__}: {words}"
-        at = self.reading[number]
-        item = self.name(at) if at >= 0 else f"the batch of {self.name(indices[0])}"
-        return f"a worker failed at {item}: {words}; workers=0 shows where"
+        place = self.place(self.reading[number])
+        return f"a worker failed {place}: {type(error).__name__}: {words}; workers=0 shows where"
 
     def place(self, index: int) -> str:
-        """Return where a worker was, in words."""
-        return f"at {self.name(index)}" if index >= 0 else "between items"
-
-    def name(self, index: int) -> str:
-        """Return the path of an item."""
-        item = self.dataset.items[index]
-        return str(getattr(item, "path", item))
+        """Return where a worker is, by the index of its item."""
+        return f"at {item_name(self.items[index])}" if index >= 0 else "between items"
 
 
-@dataclasses.dataclass
-class Worker:
+def item_name(item: Any) -> str:
+    """Return the path of an item's file, or the item in words."""
+    return str(getattr(item, "path", item))
+
+
+class Worker(NamedTuple):
     """A worker by its number, and where it is a process, that and the way to ask it."""
 
     number: int
@@ -94,30 +88,40 @@ class Worker:
 
 
 class BatchLoader:
-    """An iterable of the batches whose indices `sampler` gives, made as the plan says.
+    """An iterable of the `batches`, each given by its indices, made as the plan says.
 
-    Raises SpeedkitError when a worker fails, dies or hangs, or when /dev/shm is full; no process is left behind then.
+    Raises SpeedkitError when a worker fails, dies or hangs; no process is left behind then.
     """
 
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Loaded], sampler: Any, plan: Plan):
-        self.sampler, self.plan, self.workers = sampler, plan, int(plan.workers)
+    def __init__(
+        self,
+        items: Sequence[Any],
+        sample: Callable[[int], Any],
+        *,
+        collate: Callable[[list[Any]], Loaded],
+        batches: Iterable[list[int]],
+        plan: Plan,
+    ):
+        self.batches, self.plan, self.workers = batches, plan, int(plan.workers)
         self.in_processes = self.workers > 0 and plan.worker_kind == "process"
         self.running = threading.Event()
         self.running.set()
         reading = multiprocessing.RawArray("q", max(1, self.workers))
-        self.maker = BatchMaker(dataset, collate, reading, None if self.in_processes else self.running)
+        self.maker = BatchMaker(items, sample, collate, reading)
+        if self.workers and not self.in_processes:
+            self.maker.running = self.running
         self.threads: ThreadPool | None = None
         self.idle: SimpleQueue[Worker] = SimpleQueue()  # the workers that make nothing
         self.processes: list[multiprocessing.Process] = []
 
     def __iter__(self) -> Generator[Loaded, None, None]:
         if not self.workers:
-            yield from map(self.pinned, map(self.maker.make, self.sampler))
+            yield from map(self.pinned, map(self.maker.make, self.batches))
             return
         at_end = False
         try:
             threads = self.threads or self.start()
-            results = (threads.apply_async(self.fetch, (indices, self.idle)) for indices in self.sampler)
+            results = (threads.apply_async(self.fetch, (indices, self.idle)) for indices in self.batches)
             ahead = deque(itertools.islice(results, self.workers * self.plan.prefetch_factor))
             while ahead:
                 loaded = self.received(ahead.popleft())
@@ -134,15 +138,16 @@ class BatchLoader:
         self.idle = SimpleQueue()
         for number in range(self.workers):
             self.maker.reading[number] = -1
-            worker = Worker(number)
-            if self.in_processes:
-                worker.connection, far_end = multiprocessing.Pipe()
-                arguments = self.maker, number, far_end, torch.initial_seed() + next(seeds)
-                worker.process = multiprocessing.Process(target=serve, args=arguments, daemon=True)
-                worker.process.start()
-                far_end.close()
-                self.processes.append(worker.process)
-            self.idle.put(worker)
+            if not self.in_processes:
+                self.idle.put(Worker(number))
+                continue
+            near_end, far_end = multiprocessing.Pipe()
+            arguments = self.maker, number, far_end, torch.initial_seed() + next(seeds)
+            process = multiprocessing.Process(target=serve, args=arguments, daemon=True)
+            process.start()
+            far_end.close()
+            self.processes.append(process)
+            self.idle.put(Worker(number, process, near_end))
         # Daemons: one that hangs does not keep Python. One core each: the workers together already fill the machine.
         self.threads = ThreadPool(self.workers, torch.set_num_threads, (1,))
         return self.threads
@@ -158,26 +163,23 @@ class BatchLoader:
             loaded = self.ask(indices, worker) if worker.connection else self.maker.make(indices, worker.number)
             return loaded if isinstance(loaded, str) else self.pinned(loaded)
         except BaseException as error:
-            return self.maker.failure(error, indices, worker.number)
+            return self.maker.failure(error, worker.number)
         finally:
             idle.put(worker)
 
-    def ask(self, indices: list[int], worker: "Worker") -> Loaded | str:
+    def ask(self, indices: list[int], worker: Worker) -> Loaded | str:
         """Return what a process makes of `indices`, or what it died of."""
-        process, connection = worker.process, worker.connection
-        assert process is not None and connection is not None, "threads are not asked"
+        assert worker.process is not None and worker.connection is not None, "threads are not asked"
         try:
-            connection.send(indices)
-            return connection.recv()
+            worker.connection.send(indices)
+            return worker.connection.recv()
         except (EOFError, ConnectionError):
-            process.join(END_S)  # its pipes are closed before its exit code can be read
-        if process.exitcode == -signal.SIGBUS:
-            return NO_ROOM
-        cure = "workers=0 shows what it died of"
-        if process.exitcode == -signal.SIGKILL:
-            cure = "out of memory the system kills so: take fewer workers, a lower prefetch_factor, or workers=0"
-        place = self.maker.place(self.maker.reading[worker.number])
-        return f"a loader process died (exit code {process.exitcode}) {place}; {cure}"
+            worker.process.join(END_S)  # its pipes are closed before its exit code can be read
+            place = self.maker.place(self.maker.reading[worker.number])
+            return (
+                f"a loader process died (exit code {worker.process.exitcode}) {place}; workers=0 shows what of, and -9 "
+                "may be the system's when memory is out: take fewer workers or a lower prefetch_factor"
+            )
 
     def pinned(self, loaded: Loaded) -> Loaded:
         """Return a batch in page-locked memory, where the plan says so."""
@@ -198,30 +200,17 @@ class BatchLoader:
             if not isinstance(loaded, str):
                 return loaded
             self.close()
-            if NO_ROOM in loaded:
-                size_mb, batches = shutil.disk_usage("/dev/shm").total / 1e6, self.workers * self.plan.prefetch_factor
-                loaded = (
-                    f"/dev/shm ({size_mb:.0f} MB) is full: workers * prefetch_factor = {batches} batches must fit; "
-                    "lower one of them, use worker_kind=thread, or give a container more (--shm-size)"
-                )
             raise SpeedkitError(loaded)
 
-    def pause(self) -> None:
-        """Let the workers stand still; threads do so at their next item, and the training process never."""
-        if self.workers:
+    def set_running(self, running: bool) -> None:
+        """Let the workers go on, or stand still: threads do so at their next item, and the training process never."""
+        if running:
+            self.running.set()
+        else:
             self.running.clear()
-        self.signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        """Let the workers go on."""
-        self.running.set()
-        self.signal(signal.SIGCONT)
-
-    def signal(self, number: int) -> None:
-        """Send a signal to the worker processes that live."""
         for process in self.processes:
             if process.pid is not None and process.is_alive():
-                os.kill(process.pid, number)
+                os.kill(process.pid, signal.SIGCONT if running else signal.SIGSTOP)
 
     def close(self) -> None:
         """End the workers by force: they may be stopped, or hang."""
@@ -241,7 +230,6 @@ def serve(maker: BatchMaker, number: int, connection: Connection, seed: int) -> 
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGSEGV, signal.SIG_DFL)  # the training process says it, in a line
     torch.set_num_threads(1)  # together they already fill the cores
     torch.manual_seed(seed)
     random.seed(seed)
@@ -257,7 +245,7 @@ def serve(maker: BatchMaker, number: int, connection: Connection, seed: int) -> 
             try:
                 connection.send(maker.make(indices, number))  # pickled as a whole before any of it is sent
             except BaseException as error:
-                connection.send(maker.failure(error, indices, number))
+                connection.send(maker.failure(error, number))
 
 
 def kill(processes: Iterable[Any]) -> None:
@@ -281,36 +269,16 @@ def choose_workers(
     *,
     device: torch.device,
 ) -> tuple[Plan, str]:
-    """Return `plan` with the workers under which steps, `compute(batch)`, follow each other fastest, and the reason.
+    """Return `plan` with the fewest workers under which steps, `compute(batch)`, are nearly the shortest, and why.
 
-    None come first, then threads and processes, 1, 2, 4 ... up to the cores, each kind for as long as it helps.
-    `open_stream(plan)` returns the stream of batches under a plan.
+    Tried are none, 1, 2, 4 ... up to the cores. `open_stream(plan)` returns the stream of batches under a plan.
     """
-
-    def measure(setting: Plan) -> float:
-        """Return the seconds of a step under `setting`."""
-        with closing(open_stream(setting)) as stream:
-            return run_until_steady(lambda: compute(next(stream)), device, max_s=SETTING_S).step_s
-
-    best = dataclasses.replace(plan, workers=0, persistent_workers=False)
-    until_s, best_s = time.perf_counter() + BUDGET_S, measure(best)
-    tried = [f"none {1e3 * best_s:.3g} ms"]
-    for kind in ("thread", "process"):
-        fewer_s = best_s
-        for count in (2**power for power in range(usable_cores().bit_length())):
-            setting = dataclasses.replace(plan, workers=count, worker_kind=kind, persistent_workers=True)
-            try:
-                step_s = measure(setting)
-            except SpeedkitError as error:  # /dev/shm is full, say: as many do not go
-                tried.append(f"{count} by {kind}: {error}")
-                break
-            tried.append(f"{count} by {kind} {1e3 * step_s:.3g} ms")
-            if GAIN * step_s < best_s:
-                best, best_s = setting, step_s
-            # One worker that is always busy may gain nothing where two do.
-            if time.perf_counter() > until_s or (count > 1 and GAIN * step_s > fewer_s):
-                break
-            fewer_s = step_s
-    chosen = dataclasses.replace(best, persistent_workers=plan.persistent_workers and best.workers != 0)
-    name = f"{best.workers} by {best.worker_kind}" if best.workers else "none"
-    return chosen, f"workers {name} gave the shortest steps: {', '.join(tried)}"
+    steps_s = {}
+    for workers in (0, *(2**power for power in range(usable_cores().bit_length()))):
+        tried = dataclasses.replace(plan, workers=workers, persistent_workers=workers > 0)
+        with closing(open_stream(tried)) as stream:
+            steps_s[workers] = run_until_steady(lambda: compute(next(stream)), device, max_s=SETTING_S).step_s
+    best = next(workers for workers, step_s in steps_s.items() if step_s <= GAIN * min(steps_s.values()))
+    times = ", ".join(f"{workers} {1e3 * step_s:.3g} ms" for workers, step_s in steps_s.items())
+    chosen = dataclasses.replace(plan, workers=best, persistent_workers=plan.persistent_workers and best > 0)
+    return chosen, f"workers={best} gave the shortest steps: {times}"

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import pickle
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from speedkit.data.cache_files import described
+from speedkit.errors import SpeedkitError
 from speedkit.files import read_json, write_json
 from speedkit.hardware import Hardware, cache_root
 from speedkit.measure.stats import NonInferiority, pooled_non_inferior
@@ -120,7 +120,7 @@ class NaiveCurves:
         content = vars(workload) | {"recipe": vars(recipe), "device": hardware.name, "torch": torch.__version__}
         try:
             name = described({key: described(value) for key, value in content.items()})
-        except (TypeError, ValueError, AttributeError, pickle.PicklingError):  # a model that cannot be told from others
+        except SpeedkitError:  # a model that cannot be told from others
             name = ""
         self.path = cache_root() / "quality" / f"{name}.json" if name else None
         self.runs: list[Row] = read_json(self.path) if self.path and self.path.exists() else []
