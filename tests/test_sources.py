@@ -189,14 +189,12 @@ REFUSED = {
     "an empty folder": ({}, {}, "no audio files", "--data-dir"),
     "no class folders": ({".": 2}, {}, "no class-named subfolders", "--label-pattern"),
     "one class": ({"a": 5}, {}, "one class (a)", "needs two"),
-    "one file in a class": ({"a": 5, "lonely": 1}, {}, "class lonely", "no usable file to train on"),
     "no pattern": ({".": 2}, {"label_pattern": "(["}, "not a regular expression", "--label-pattern"),
     "a pattern without match": ({".": 2}, {"label_pattern": "^(owl)"}, "matches none of the 2", "clip"),
     "two sources": ({"a": 2, "b": 2}, {"label_pattern": "(a)", "labels": "a.csv"}, "both name the labels", "one"),
     "no test file": ({"a": 3, "b": 3}, {"test_pattern": "owl"}, "matches 0 of 6", "test on"),
     "only test files": ({"a": 3, "b": 3}, {"test_pattern": "clip"}, "matches 6 of 6", "train"),
     "no test pattern": ({"a": 3, "b": 3}, {"test_pattern": "("}, "not a regular expression", "--test-pattern"),
-    "a class to test on": ({"a": 3, "b": 2}, {"test_pattern": "clip[01]"}, "class b", "to train on"),
     "no table": ({".": 1}, {"labels": "none.csv"}, "none.csv", "cannot be read as a CSV"),
 }
 
@@ -225,9 +223,6 @@ TABLES = {
     "no path": ("recording,label", "a.wav,x", "recording, label", "one of path"),
     "no label": ("path,kind", "a.wav,x", "path, kind", "one of label"),
     "no rows": ("path,label", "", "0 rows", "a row per file"),
-    "other files": ("path,label", "gone.wav,x", "none of the 1 files", "gone.wav"),
-    "no test set": ("path,label,split", "a.wav,x,train", "marks no test set", "train"),
-    "one fold": ("path,label,fold", "a.wav,x,1", "marks no test set", "fold"),
     "binary": ("\0\1\2\xff", "\0", "--labels", "t.csv"),
 }
 

@@ -57,15 +57,6 @@ def spec_augment(inputs: Tensor, generator: Generator) -> Tensor:
     return inputs.masked_fill(frames | bands, 0.0)
 
 
-def add_noise(waveforms: Tensor, generator: Generator, snr_db: tuple[float, float]) -> Tensor:
-    """Return waveforms [B, T] with white noise, each at its own signal-to-noise ratio within `snr_db`, in dB."""
-    from torchaudio import functional  # images need none of it
-
-    place = uniform(1, waveforms, generator)[0, :, 0]
-    noise = torch.randn(waveforms.shape, generator=generator, device=generator.device).to(waveforms)
-    return functional.add_noise(waveforms, noise, snr_db[0] + (snr_db[1] - snr_db[0]) * place)
-
-
 def mixup(batch: "Batch", alpha: float, generator: Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (inputs [B, ...], each mixed with another of the batch, targets [B], the other's targets, weight [B]).
 

@@ -76,17 +76,15 @@ def find_items(
 
     Labels come from the CSV `labels`, from group 1 of `label_pattern` in the file name, or from the names of the
     subfolders; without `labelled` all files are of one class. The test set is what `test_pattern` matches in the file
-    name, else the CSV's `split` or `fold` column (the highest fold), else a fifth of each class by a hash of seed and
-    name, which keeps a file on its side when others are added.
+    name, else what the CSV's column `split` or `fold` (the highest) marks, else a fifth of each class by a hash of seed
+    and name, which keeps a file on its side when others are added.
     Raises UsageError for a source that cannot be used as asked, SpeedkitError when over 5 % of the files are bad.
     """
     root = Path(data_dir)
     if labels is not None and label_pattern is not None:
         raise UsageError("--labels and --label-pattern both name the labels: give one of the two")
-    if labels is not None:
-        files = read_table(root, Path(labels), kind, with_splits=test_pattern is None)
-    else:
-        files = files_under(root, kind, label_pattern, labelled)
+    table = None if labels is None else Path(labels)
+    files = files_under(root, kind, label_pattern, labelled) if table is None else read_table(root, table, kind)
 
     # The header of each file is read once; a file that has none that can be used is left out, and named.
     headers: dict[LabelledFile, tuple] = {}
@@ -99,7 +97,9 @@ def find_items(
     check_bad_share(bad, len(headers) + len(bad))
 
     test = choose_test_set(list(headers), root, test_pattern, seed)
-    classes = class_names(set(headers), test) if labelled else (UNLABELLED,)
+    classes = tuple(sorted({file.label for file in headers}, key=natural_key))
+    if labelled and len(classes) < 2:
+        raise UsageError(f"all files are of one class ({classes[0]}), a classifier needs two: check their labels")
     sides: dict[bool, list[Item]] = {False: [], True: []}
     for file, header in headers.items():
         sides[file in test].append(Item(str(file.path), classes.index(file.label), *header))
@@ -199,7 +199,7 @@ def files_under(root: Path, kind: str, label_pattern: str | None, labelled: bool
     return files
 
 
-def read_table(root: Path, table: Path, kind: str, with_splits: bool) -> list[LabelledFile]:
+def read_table(root: Path, table: Path, kind: str) -> list[LabelledFile]:
     """Return the files that the CSV `table` lists for training and testing, whether they exist or not."""
     import pandas
 
@@ -210,7 +210,7 @@ def read_table(root: Path, table: Path, kind: str, with_splits: bool) -> list[La
     rows = rows.rename(columns=lambda name: name.strip().lower()).apply(lambda column: column.str.strip())
     path_column, label_column, split_column = (
         next((name for name in names if name in rows), None)
-        for names in (PATH_COLUMNS, LABEL_COLUMNS, ("split", "fold") if with_splits else ())
+        for names in (PATH_COLUMNS, LABEL_COLUMNS, ("split", "fold"))
     )
     if rows.empty or path_column is None or label_column is None:
         needs = f"one of {', '.join(PATH_COLUMNS)}, one of {', '.join(LABEL_COLUMNS)}, and a row per file"
@@ -222,24 +222,21 @@ def read_table(root: Path, table: Path, kind: str, with_splits: bool) -> list[La
         next((folder / name for folder in folders if (folder / name).is_file()), root / name)
         for name in rows[path_column]
     ]
-    if not any(path.is_file() for path in paths):
-        raise UsageError(f"none of the {len(paths)} files in {table} exists, as {paths[0]}: give their --data-dir")
-    splits = [""] * len(rows) if split_column is None else read_splits(rows[split_column].str.lower(), table)
+    splits = [""] * len(rows) if split_column is None else read_splits(rows[split_column].str.lower())
     files = map(LabelledFile, paths, rows[label_column], splits)
     return [file for file in files if file.split != "neither"]
 
 
-def read_splits(column: "pandas.Series", table: Path) -> list[str]:
-    """Return train, test or neither for each row of a table; of folds, the highest is the test set."""
+def read_splits(column: "pandas.Series") -> list[str]:
+    """Return train, test or neither for each row of a table, nothing where no row is marked as test."""
     names = sorted(set(column), key=natural_key)
     if column.name == "fold":
-        test = names[1:][-1:]
+        test = names[1:][-1:]  # the highest
     else:  # where a table has both, it tests on the test part and leaves the validation part alone
         parts = [[name for name in names if name.startswith(words)] for words in (TEST, VALIDATION)]
         test = parts[0] or parts[1]
     if not test:
-        problem = f"column {column.name} of {table} marks no test set ({', '.join(names[:5])})"
-        raise UsageError(f"{problem}: mark one or give --test-pattern")
+        return [""] * len(column)
     return ["test" if name in test else "neither" if name.startswith(VALIDATION) else "train" for name in column]
 
 
@@ -266,13 +263,3 @@ def choose_test_set(files: list[LabelledFile], root: Path, test_pattern: str | N
     for file in sorted(files, key=lambda file: stable_hash(seed, file.path, root)):
         by_class[file.label].append(file)
     return {file for drawn in by_class.values() for file in drawn[: max(1, round(TEST_SHARE * len(drawn)))]}
-
-
-def class_names(files: set[LabelledFile], test: set[LabelledFile]) -> tuple[str, ...]:
-    """Return the class names in natural order. Raises UsageError unless there are two, each with a file to train on."""
-    names = {file.label for file in files}
-    if len(names) == 1:
-        raise UsageError(f"all files are of one class ({names.pop()}), a classifier needs two: check their labels")
-    if untrained := names - {file.label for file in files - test}:
-        raise UsageError(f"class {min(untrained)} has no usable file to train on besides those to test on: add files")
-    return tuple(sorted(names, key=natural_key))

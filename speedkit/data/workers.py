@@ -16,12 +16,12 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, MutableSequence, Sequence
+from concurrent.futures import Future
 from contextlib import closing
 from multiprocessing import util
 from multiprocessing.connection import Connection
-from multiprocessing.pool import AsyncResult, ThreadPool
-from queue import SimpleQueue
-from typing import Any, NamedTuple
+from queue import Empty, SimpleQueue
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ GAIN = 1.05  # workers cost memory and time to start: more are taken only where 
 SETTING_S = 0.5  # of steps under one number of workers, to choose one
 
 Loaded = tuple[tuple[Tensor, ...] | None, dict[str, str]]  # the batch, and path -> why of what could not be read
+Tasks = SimpleQueue[tuple[list[int], Future] | None]  # batches to be made; None ends a thread
 seeds = itertools.count()  # no two processes draw the same numbers
 
 
@@ -66,25 +67,17 @@ class BatchMaker:
     def failure(self, error: BaseException, number: int) -> str:
         """Return what failed and at which item; the exception itself may be one that cannot be sent."""
         words = str(error).split("\n")[0]
-        place = self.place(self.reading[number])
-        return f"a worker failed {place}: {type(error).__name__}: {words}; workers=0 shows where"
+        return f"a worker failed {self.place(number)}: {type(error).__name__}: {words}; workers=0 shows where"
 
-    def place(self, index: int) -> str:
-        """Return where a worker is, by the index of its item."""
+    def place(self, number: int) -> str:
+        """Return where a worker is, in words."""
+        index = self.reading[number]
         return f"at {item_name(self.items[index])}" if index >= 0 else "between items"
 
 
 def item_name(item: Any) -> str:
     """Return the path of an item's file, or the item in words."""
     return str(getattr(item, "path", item))
-
-
-class Worker(NamedTuple):
-    """A worker by its number, and where it is a process, that and the way to ask it."""
-
-    number: int
-    process: multiprocessing.Process | None = None
-    connection: Connection | None = None
 
 
 class BatchLoader:
@@ -103,15 +96,11 @@ class BatchLoader:
         plan: Plan,
     ):
         self.batches, self.plan, self.workers = batches, plan, int(plan.workers)
-        self.in_processes = self.workers > 0 and plan.worker_kind == "process"
         self.running = threading.Event()
         self.running.set()
         reading = multiprocessing.RawArray("q", max(1, self.workers))
         self.maker = BatchMaker(items, sample, collate, reading)
-        if self.workers and not self.in_processes:
-            self.maker.running = self.running
-        self.threads: ThreadPool | None = None
-        self.idle: SimpleQueue[Worker] = SimpleQueue()  # the workers that make nothing
+        self.tasks: Tasks | None = None
         self.processes: list[multiprocessing.Process] = []
 
     def __iter__(self) -> Generator[Loaded, None, None]:
@@ -120,87 +109,90 @@ class BatchLoader:
             return
         at_end = False
         try:
-            threads = self.threads or self.start()
-            results = (threads.apply_async(self.fetch, (indices, self.idle)) for indices in self.batches)
-            ahead = deque(itertools.islice(results, self.workers * self.plan.prefetch_factor))
+            tasks = self.tasks or self.start()
+            futures = (submit(tasks, indices) for indices in self.batches)
+            ahead = deque(itertools.islice(futures, self.workers * self.plan.prefetch_factor))
             while ahead:
                 loaded = self.received(ahead.popleft())
-                ahead.extend(itertools.islice(results, 1))
+                ahead.extend(itertools.islice(futures, 1))
                 yield loaded
             at_end = True
         finally:
             if not at_end or not self.plan.persistent_workers:
                 self.close()
 
-    def start(self) -> ThreadPool:
+    def start(self) -> Tasks:
         """Start the workers: processes first, for a lock that a thread holds while one is forked stays locked in it."""
         util.get_temp_dir()  # for the processes' sockets: killed, they could not remove one of their own
-        self.idle = SimpleQueue()
-        for number in range(self.workers):
+        workers: list[Callable[[list[int], int], Loaded]] = [self.maker.make] * self.workers
+        if self.plan.worker_kind == "process":
+            workers = [self.start_process(number) for number in range(self.workers)]
+        else:
+            self.maker.running = self.running
+        tasks: Tasks = SimpleQueue()
+        for number, make in enumerate(workers):
             self.maker.reading[number] = -1
-            if not self.in_processes:
-                self.idle.put(Worker(number))
-                continue
-            near_end, far_end = multiprocessing.Pipe()
-            arguments = self.maker, number, far_end, torch.initial_seed() + next(seeds)
-            process = multiprocessing.Process(target=serve, args=arguments, daemon=True)
-            process.start()
-            far_end.close()
-            self.processes.append(process)
-            self.idle.put(Worker(number, process, near_end))
-        # Daemons: one that hangs does not keep Python. One core each: the workers together already fill the machine.
-        self.threads = ThreadPool(self.workers, torch.set_num_threads, (1,))
-        return self.threads
+            # Daemons: one that hangs does not keep Python.
+            threading.Thread(target=self.work, args=(tasks, make, number), daemon=True).start()
+        self.tasks = tasks
+        return tasks
 
-    def fetch(self, indices: list[int], idle: "SimpleQueue[Worker]") -> Loaded | str:
-        """Return a batch, or why there is none: SystemExit, for one, would end the thread and no batch would ever come.
+    def start_process(self, number: int) -> Callable[[list[int], int], Loaded]:
+        """Start a loader process; return the function that has it make a batch."""
+        near_end, far_end = multiprocessing.Pipe()
+        arguments = self.maker, number, far_end, torch.initial_seed() + next(seeds)
+        process = multiprocessing.Process(target=serve, args=arguments, daemon=True)
+        process.start()
+        far_end.close()
+        self.processes.append(process)
 
-        A tensor is taken out of shared memory here: that is to wait, without a limit, for the process that made it. A
-        thread may outlive its pass, and then gives its worker back to the `idle` ones of that pass, not of the next.
+        def ask(indices: list[int], number: int) -> Loaded:
+            try:
+                near_end.send(indices)
+                answer = near_end.recv()
+            except (EOFError, ConnectionError):
+                process.join(END_S)  # its pipes are closed before its exit code can be read
+                answer = (
+                    f"a loader process died (exit code {process.exitcode}) {self.maker.place(number)}; workers=0 shows "
+                    "what of; -9 may mean that memory is out: take fewer workers or a lower prefetch_factor"
+                )
+            if isinstance(answer, str):
+                raise SpeedkitError(answer)
+            return answer
+
+        return ask
+
+    def work(self, tasks: Tasks, make: Callable[[list[int], int], Loaded], number: int) -> None:
+        """Be the thread of a worker.
+
+        A tensor is taken out of shared memory here: that is to wait, without a limit, for the process that made it.
         """
-        worker = idle.get()
-        try:
-            loaded = self.ask(indices, worker) if worker.connection else self.maker.make(indices, worker.number)
-            return loaded if isinstance(loaded, str) else self.pinned(loaded)
-        except BaseException as error:
-            return self.maker.failure(error, worker.number)
-        finally:
-            idle.put(worker)
-
-    def ask(self, indices: list[int], worker: Worker) -> Loaded | str:
-        """Return what a process makes of `indices`, or what it died of."""
-        assert worker.process is not None and worker.connection is not None, "threads are not asked"
-        try:
-            worker.connection.send(indices)
-            return worker.connection.recv()
-        except (EOFError, ConnectionError):
-            worker.process.join(END_S)  # its pipes are closed before its exit code can be read
-            place = self.maker.place(self.maker.reading[worker.number])
-            return (
-                f"a loader process died (exit code {worker.process.exitcode}) {place}; workers=0 shows what of, and -9 "
-                "may be the system's when memory is out: take fewer workers or a lower prefetch_factor"
-            )
+        torch.set_num_threads(1)  # the workers together already fill the machine
+        while (task := tasks.get()) is not None:
+            indices, future = task
+            try:
+                future.set_result(self.pinned(make(indices, number)))
+            except SpeedkitError as error:
+                future.set_exception(error)
+            except BaseException as error:  # SystemExit would end the thread, and no batch would ever come
+                future.set_exception(SpeedkitError(self.maker.failure(error, number)))
 
     def pinned(self, loaded: Loaded) -> Loaded:
         """Return a batch in page-locked memory, where the plan says so."""
         batch, bad = loaded
         return (tuple(tensor.pin_memory() for tensor in batch) if batch and self.plan.pin_memory else batch), bad
 
-    def received(self, result: AsyncResult) -> Loaded:
+    def received(self, future: Future) -> Loaded:
         """Return what a worker made. Raises SpeedkitError when it failed, or when none begins an item for HUNG_S."""
         while True:
             before = list(self.maker.reading)
             try:
-                loaded = result.get(HUNG_S)
-            except multiprocessing.TimeoutError:
-                if list(self.maker.reading) != before:
-                    continue
-                place = self.maker.place(max(before))
-                loaded = f"no batch for {HUNG_S:g} s: a worker hangs {place}; leave it out, or look with workers=0"
-            if not isinstance(loaded, str):
-                return loaded
-            self.close()
-            raise SpeedkitError(loaded)
+                return future.result(HUNG_S)
+            except TimeoutError:
+                if list(self.maker.reading) == before:
+                    place = self.maker.place(before.index(max(before)))
+                    cure = "leave it out, or look with workers=0"
+                    raise SpeedkitError(f"no batch for {HUNG_S:g} s: a worker hangs {place}; {cure}") from None
 
     def set_running(self, running: bool) -> None:
         """Let the workers go on, or stand still: threads do so at their next item, and the training process never."""
@@ -217,9 +209,20 @@ class BatchLoader:
         self.running.set()
         kill(self.processes)
         self.processes = []
-        if self.threads is not None:
-            self.threads.terminate()
-            self.threads = None
+        if self.tasks is not None:
+            with contextlib.suppress(Empty):
+                while True:
+                    self.tasks.get_nowait()
+            for _ in range(self.workers):
+                self.tasks.put(None)
+            self.tasks = None
+
+
+def submit(tasks: Tasks, indices: list[int]) -> Future:
+    """Have a batch made; return what it will come in."""
+    future: Future = Future()
+    tasks.put((indices, future))
+    return future
 
 
 def serve(maker: BatchMaker, number: int, connection: Connection, seed: int) -> None:
