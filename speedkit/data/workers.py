@@ -67,6 +67,8 @@ class BatchMaker:
     def failure(self, error: BaseException, number: int) -> str:
         """Return what failed and at which item; the exception itself may be one that cannot be sent."""
         words = str(error).split("\n")[0]
+        if "allocate shared memory" in words:  # PyTorch's, with a reason of its own that is none
+            words = "/dev/shm is full: take fewer workers, a lower prefetch_factor or worker_kind=thread"
         return f"a worker failed {self.place(number)}: {type(error).__name__}: {words}; workers=0 shows where"
 
     def place(self, number: int) -> str:
