@@ -1,7 +1,6 @@
 """Finding the data: three sources of labels, the split, text, and one sentence for every kind of bad input."""
 
 import csv
-import pickle
 from pathlib import Path
 
 import numpy as np
@@ -53,11 +52,9 @@ def test_folders_of_classes_nested_files_and_odd_ones(tmp_path):
     assert nested == Item(str(tmp_path / "owl/deep/er/clip9.flac"), 1, 0.25, 16000)
 
 
-def test_items_are_in_natural_order_and_pickle(tmp_path):
-    folder_of_classes(tmp_path, {"a": 12, "b": 2})
-    found = find_items(tmp_path, test_pattern=r"^clip0\.")
+def test_items_are_in_natural_order(tmp_path):
+    found = find_items(folder_of_classes(tmp_path, {"a": 12, "b": 2}), test_pattern=r"^clip0\.")
     assert names(found.train) == [f"clip{number}.wav" for number in range(1, 12)] + ["clip1.wav"]
-    assert pickle.loads(pickle.dumps(found)) == found
 
 
 def test_file_name_pattern_labels_and_splits_as_the_spoken_digits_do(tmp_path):
@@ -86,11 +83,8 @@ def test_esc50_table_works_as_it_is(tmp_path, data_dir):
     found = find_items((esc50(tmp_path).parent.parent / data_dir), labels=tmp_path / "meta" / "esc50.csv")
     assert found.classes == ("dog", "rain")  # the names, not the numbers
     assert names(found.test) == ["5-1-A-0.wav", "5-1-A-10.wav"] and len(found.train) == 8
-
-
-def test_test_pattern_overrides_the_folds(tmp_path):
-    found = find_items(tmp_path, labels=esc50(tmp_path), test_pattern="^1-")
-    assert names(found.test) == ["1-1-A-0.wav", "1-1-A-10.wav"]
+    found = find_items(tmp_path, labels=tmp_path / "meta" / "esc50.csv", test_pattern="^1-")
+    assert names(found.test) == ["1-1-A-0.wav", "1-1-A-10.wav"], "the pattern overrides the folds"
 
 
 def split_table(root: Path, splits: list[str], separator: str = ",") -> Path:
@@ -121,7 +115,6 @@ def test_split_is_a_fifth_of_each_class_and_follows_the_seed(tmp_path):
     assert [sum(item.label == label for item in found.test) for label in range(3)] == [4, 2, 1]
     assert find_items(tmp_path, seed=3) == found
     assert find_items(tmp_path, seed=4).test != found.test
-    assert not set(names(found.test)) - {Path(item.path).name for item in (*found.train, *found.test)}
 
 
 def test_split_stays_when_other_classes_grow_or_the_folder_moves(tmp_path):
@@ -156,21 +149,14 @@ def test_text_is_split_by_file_and_leaves_out_what_is_hidden_or_binary(tmp_path)
 # --- bad files
 
 
-def test_bad_files_are_quarantined_by_name(tmp_path):
-    folder_of_classes(tmp_path, {"a": 40, "b": 40})
-    (tmp_path / "a" / "zero.wav").touch()
-    (tmp_path / "a" / "garbage.flac").write_bytes(b"this is no audio" * 20)
-    found = find_items(tmp_path)
+def test_bad_and_missing_files_are_quarantined_by_name(tmp_path):
+    path = split_table(tmp_path, ["train", "test"] * 30)
+    (tmp_path / "40.wav").unlink()
+    (tmp_path / "50.wav").write_bytes(b"this is no audio" * 20)
+    found = find_items(tmp_path, labels=path)
     reasons = {Path(path).name: why for path, why in found.quarantined}
-    assert set(reasons) == {"zero.wav", "garbage.flac"} and "Format not recognised" in reasons["garbage.flac"]
-    assert len(found.train) + len(found.test) == 80
-
-
-def test_missing_files_of_a_table_are_quarantined_by_name(tmp_path):
-    path = split_table(tmp_path, ["train", "test"] * 11 + ["train", "train"])
-    (tmp_path / "22.wav").unlink()
-    found = find_items(tmp_path, labels=path, test_pattern=r"^[0-3]\.")
-    assert found.quarantined == ((str(tmp_path / "22.wav"), "there is no such file"),)
+    assert set(reasons) == {"40.wav", "50.wav"} and reasons["40.wav"] == "there is no such file"
+    assert "Format not recognised" in reasons["50.wav"] and len(found.train) + len(found.test) == 58
 
 
 def test_quarantine_is_written_as_csv(tmp_path):
