@@ -44,7 +44,7 @@ def fingerprint(workload: Any, plan: Plan) -> dict[str, str]:
     """Return all that every entry depends on, named for the reader.
 
     Of code the whole file counts in which `load`, `features`, `length` and each of `sources` is defined; what these
-    files import from elsewhere has to be named in `sources`. Raises SpeedkitError for what has no content to compare.
+    files import from elsewhere has to be named in `sources`.
     """
     waveform = plan.cache_of == "waveform"
     values = {
@@ -168,8 +168,8 @@ def add_items(
 ) -> tuple[Index, np.ndarray]:
     """Return (the index, with the items added that it does not have, the row of each item in it).
 
-    `sizes` [N] are the bytes of each entry. Where these lie depends on the items alone, and not on who computes what
-    when: a build that was killed and went on ends with the bytes of one that was not.
+    `sizes` [N] are the bytes of each entry. New items get the next rows, in the order of the list: where entries lie
+    does not depend on who computes what when, and a build that was killed ends with the bytes of one that was not.
     """
     index = read_index(folder)
     if index is None:  # then nothing tells what the other files hold
@@ -177,7 +177,6 @@ def add_items(
         (folder / VALUES).unlink(missing_ok=True)
         index = {"key": np.zeros(0, np.uint64), "size": np.zeros(0, np.int64), "shape": np.array(shape)}
 
-    # New items get the next rows, in the order of the list; one that is in it twice has one row.
     known = index["key"]
     keys = np.fromiter(map(key_of, items, sizes.tolist()), np.uint64, len(items))
     if np.array_equal(known[: len(keys)], keys):  # the list as it was: a million items need no sorting

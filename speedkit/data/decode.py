@@ -59,8 +59,8 @@ def load_audio(
 ) -> Tensor:
     """Return the first `num_samples` samples of a recording at `sample_rate_hz`, mono: [T] float32 in -1..1.
 
-    A longer one is cut (its end is never decoded), a shorter one is padded with zeros at the end. Several channels are
-    averaged. Lossless files at their own rate give the same bits with each `decoder`: soundfile, torchcodec or librosa.
+    A longer one is cut (its end is never decoded), a shorter one is padded with zeros at the end. Lossless files at
+    their own rate give the same bits with each `decoder`: soundfile, torchcodec or librosa.
     Raises BadItem when `source` cannot be read, holds no samples, or holds NaN or infinity.
     """
     try:
@@ -101,8 +101,7 @@ def read_torchcodec(source: Any, duration_s: float, _: int) -> tuple[Tensor, int
     from torchcodec.decoders import AudioDecoder  # an extra
 
     file = AudioDecoder(source)
-    # An encoder's delay is cut off in front, and the clock goes on: an MP3 of 8 kHz begins 0.14 s after 0. The header
-    # of a short OGG does not say that it begins some hundredths later.
+    # An MP3 of 8 kHz begins 0.14 s after 0, and an OGG some hundredths, which its header does not say.
     begin_s = (file.metadata.begin_stream_seconds or 0) + 0.1
     samples = file.get_samples_played_in_range(stop_seconds=begin_s + duration_s)
     return samples.data.T, samples.sample_rate
@@ -128,7 +127,3 @@ def resampler(from_hz: int, to_hz: int) -> Callable[[Tensor], Tensor]:
     import torchaudio  # most commands never resample
 
     return torchaudio.transforms.Resample(from_hz, to_hz)
-
-
-# The functions that a cached waveform depends on.
-SOURCES = (load_audio, read_soundfile, read_torchcodec, read_librosa, resampler)

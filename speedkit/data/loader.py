@@ -57,8 +57,6 @@ def collate(samples: Sequence[tuple[Tensor, Any] | BadItem], varies: bool = Fals
         lengths = torch.tensor([row.shape[-1] for row in inputs])
         inputs = [pad(row, (0, int(lengths.max()) - row.shape[-1])) for row in inputs]
         rest = [lengths, *rest]
-    if len(shapes := {tuple(row.shape) for row in inputs}) > 1:
-        raise SpeedkitError(f"samples of one batch have different shapes: {shapes}; let `load` or `features` even them")
     return (default_collate(inputs), *rest), bad
 
 
@@ -94,14 +92,9 @@ class BatchStream:
         if workload.length is not None:
             self.lengths = torch.tensor([workload.length(item) for item in items])
         training = seed is not None
+        drop_last, bucketed = plan.drop_last and training, self.lengths if plan.bucket and training else None
         self.sampler = BatchSampler(
-            len(items),
-            batch_size,
-            seed,
-            drop_last=plan.drop_last and training,
-            lengths=self.lengths if plan.bucket and training else None,
-            rank=rank,
-            world_size=world_size,
+            len(items), batch_size, seed, drop_last=drop_last, lengths=bucketed, rank=rank, world_size=world_size
         )
         self.frames = 0  # padded frames of all batches so far
         self.epoch = self.position = 0

@@ -24,7 +24,7 @@ class BatchSampler:
     """The index batches of epoch `epoch` from batch `start` on; both are set before each pass.
 
     A `seed` of None keeps the items in order. With `lengths` [N], clips of similar length share a batch, and `padded`
-    are the only lengths that batches have. Each rank gets a share of every batch, at least one item.
+    are the only lengths that batches have.
     """
 
     count: int

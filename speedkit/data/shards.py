@@ -1,7 +1,6 @@
 """Tar shards: a few large files instead of thousands of small ones, written by webdataset and read at random.
 
-A shard saves finding and opening a file per clip. That is much where opening is a round trip (network file systems,
-object stores) or a seek (cold disks) and clips are small; on a warm local disk it is next to nothing beside decoding,
+A shard saves finding and opening a file per clip: much on network file systems, next to nothing on a warm local disk,
 and the price is a second copy of the data. Notebook 13 measures both. Nothing is ever extracted to disk.
 """
 

@@ -111,7 +111,7 @@ class BatchLoader:
             return
         at_end = False
         try:
-            tasks = self.tasks or self.start()
+            tasks = self.tasks = self.tasks or self.start()
             futures = (submit(tasks, indices) for indices in self.batches)
             ahead = deque(itertools.islice(futures, self.workers * self.plan.prefetch_factor))
             while ahead:
@@ -136,7 +136,6 @@ class BatchLoader:
             self.maker.reading[number] = -1
             # Daemons: one that hangs does not keep Python.
             threading.Thread(target=self.work, args=(tasks, make, number), daemon=True).start()
-        self.tasks = tasks
         return tasks
 
     def start_process(self, number: int) -> Callable[[list[int], int], Loaded]:
@@ -203,7 +202,7 @@ class BatchLoader:
         else:
             self.running.clear()
         for process in self.processes:
-            if process.pid is not None and process.is_alive():
+            if process.pid and process.is_alive():
                 os.kill(process.pid, signal.SIGCONT if running else signal.SIGSTOP)
 
     def close(self) -> None:
@@ -228,17 +227,14 @@ def submit(tasks: Tasks, indices: list[int]) -> Future:
 
 
 def serve(maker: BatchMaker, number: int, connection: Connection, seed: int) -> None:
-    """Be a loader process: send the batch of each list of indices, or why there is none, until nobody asks.
-
-    Ctrl-C and SIGTERM often go to the whole process group. They are the parent's business, which makes its last step
-    and a checkpoint with the workers' help and then ends them.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """Be a loader process: send the batch of each list of indices, or why there is none, until nobody asks."""
+    for stop in (signal.SIGINT, signal.SIGTERM):
+        # They often go to the whole process group: the parent makes a checkpoint with the workers' help, and ends them.
+        signal.signal(stop, signal.SIG_IGN)
     torch.set_num_threads(1)  # together they already fill the cores
-    torch.manual_seed(seed)
+    torch.manual_seed(seed)  # for data sets that draw from one of the three
     random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002 - for data sets that draw from the legacy generator
+    np.random.seed(seed % 2**32)  # noqa: NPY002
     parent = os.getppid()
     with contextlib.suppress(EOFError, ConnectionError):  # the training process has closed the pipe
         while True:
