@@ -366,6 +366,7 @@ def test_a_full_disk_is_one_sentence(tmp_path, opened):
 
 def test_a_read_only_folder_is_one_sentence(tmp_path, workload, opened):
     with mounted(tmp_path / "cache", "1m") as folder:
+        opened(workload)
         subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
         with pytest.raises(SpeedkitError, match=r"cannot be written to .*Read-only file system"):
             opened(workload)

@@ -62,7 +62,7 @@ def open_cache(
     folder = (Path(cache_dir) if cache_dir else cache_root() / "features") / name
     with files.writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / "about.json", depends_on)
+        write_json(folder / "about.json", depends_on)  # for people
     with FileLock(folder / ".lock"):  # whoever comes second waits
         cache = FeatureCache(workload, items, plan, folder=folder)
         cache.build(usable_cores() if workers is None else workers, progress)
@@ -267,7 +267,8 @@ class FeatureCache:
                 inputs[torch.from_numpy(at).to(target), ..., : batch.shape[-1]] = batch.to(target)
             self.memory = [inputs, *(column.to(target) for column in self.labels)]
             self.where = "ram" if target.type == "cpu" else "device"
-        self.why = f"cache={self.where}: {needed / 1e6:.3g} MB, {self.built} entries computed in {self.build_s:.2g} s"
+        size_mb = self.frame * self.lengths.sum() * self.dtype.itemsize / 1e6
+        self.why = f"cache={self.where}: {size_mb:.3g} MB, {self.built} entries computed in {self.build_s:.2g} s"
         if asked != "disk" and not fits:
             self.why += f"; they are more than half of what is free in {asked}"
 

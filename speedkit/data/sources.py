@@ -159,22 +159,22 @@ def natural_key(text: str) -> list:
     return [int(part) if part.isdigit() else part for part in re.split(r"([0-9]+)", text)]
 
 
-def matching(paths: list[Path], test_pattern: str) -> set[Path]:
-    """Return the paths whose file name the pattern matches. Raises UsageError when those are all, or none."""
-    pattern = compile_pattern(test_pattern, "--test-pattern")
-    matched = {path for path in paths if pattern.search(path.name)}
-    if len(matched) in (0, len(paths)):
-        amount = f"matches {len(matched)} of {len(paths)} files"
-        raise UsageError(f"--test-pattern {test_pattern!r} {amount}: leave some to train and some to test on")
-    return matched
-
-
-def compile_pattern(pattern: str, option: str) -> re.Pattern[str]:
-    """Return the compiled pattern. Raises UsageError, naming the option, when it is no regular expression."""
+def matches(paths: list[Path], pattern: str, option: str) -> dict[Path, re.Match[str]]:
+    """Return the match of each file name in which the pattern is found. Raises UsageError when it is none."""
     try:
-        return re.compile(pattern)
+        found = {path: re.search(pattern, path.name) for path in paths}
     except re.error as error:
         raise UsageError(f"{option} {pattern!r} is not a regular expression: {error}") from error
+    return {path: match for path, match in found.items() if match}
+
+
+def matching(paths: list[Path], test_pattern: str) -> set[Path]:
+    """Return the paths whose file name the pattern matches. Raises UsageError when those are all, or none."""
+    test = set(matches(paths, test_pattern, "--test-pattern"))
+    if len(test) in (0, len(paths)):
+        amount = f"matches {len(test)} of {len(paths)} files"
+        raise UsageError(f"--test-pattern {test_pattern!r} {amount}: leave some to train and some to test on")
+    return test
 
 
 def files_under(root: Path, kind: str, label_pattern: str | None, labelled: bool) -> list[LabelledFile]:
@@ -185,18 +185,18 @@ def files_under(root: Path, kind: str, label_pattern: str | None, labelled: bool
     if not labelled:
         return [LabelledFile(path, UNLABELLED) for path in paths]
     if label_pattern is None:
-        names = [path.relative_to(root).parts for path in paths]
-        files = [LabelledFile(path, parts[0]) for path, parts in zip(paths, names, strict=True) if len(parts) > 1]
+        labels = {path: path.relative_to(root).parts[0] for path in paths if path.parent != root}
         problem = f"data folder {root} has no class-named subfolders: add them, or give --label-pattern or --labels"
     else:
-        pattern = compile_pattern(label_pattern, "--label-pattern")
-        matches = [(path, pattern.search(path.name)) for path in paths]
-        group = min(1, pattern.groups)  # without a group, all that matches
-        files = [LabelledFile(path, match[group]) for path, match in matches if match and match[group]]
+        named = matches(paths, label_pattern, "--label-pattern")
+        groups = {
+            path: match[min(1, match.re.groups)] for path, match in named.items()
+        }  # without any, all of the match
+        labels = {path: label for path, label in groups.items() if label}
         problem = f"--label-pattern {label_pattern!r} matches none of the {len(paths)} files, {paths[0].name} for one"
-    if not files:
+    if not labels:
         raise UsageError(problem)
-    return files
+    return [LabelledFile(path, label) for path, label in labels.items()]
 
 
 def read_table(root: Path, table: Path, kind: str) -> list[LabelledFile]:
