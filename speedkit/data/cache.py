@@ -195,13 +195,13 @@ class FeatureCache:
         """Return the batch of the usable items at `indices` [B] on `device`, inputs as float32; nothing waits for it.
 
         (inputs [B, ...], targets [B]), or where lengths vary (inputs [B, ..., T] padded with zeros to the longest,
-        lengths [B], targets [B]). `on_device` are the same indices on the device, for entries that lie there. An item
-        whose entry is found to be damaged and can no longer be computed is left out.
+        lengths [B], targets [B]). `on_device` are the same indices on the device, for entries that lie there. Raises
+        BadItem where an entry is damaged and can no longer be computed.
         """
         device = torch.device(device)
         if self.where == "disk":
-            at, inputs = self._read(indices.numpy(), page_locked=device.type == "cuda")
-            inputs, places, labels = inputs.to(device, non_blocking=True), torch.from_numpy(at), self.labels
+            inputs = self._read(indices.numpy(), page_locked=device.type == "cuda").to(device, non_blocking=True)
+            places, labels = indices, self.labels
         else:
             memory, *labels = self.memory
             if self.varies:  # how long the longest is, is known here: the device is not asked
@@ -213,8 +213,8 @@ class FeatureCache:
             inputs.mul_(1 / 32768)
         return inputs, *(select(column, places, device) for column in labels)
 
-    def _read(self, at: np.ndarray, page_locked: bool = False) -> tuple[np.ndarray, Tensor]:
-        """Return (`at` [B] without items whose entries are lost, a copy [B, ...] of the others, padded with zeros)."""
+    def _read(self, at: np.ndarray, page_locked: bool = False) -> Tensor:
+        """Return a copy [B, ...] of the entries at `at` [B], padded with zeros."""
         shape = (len(at), *self.shape[:-1], int(self.lengths[at].max(initial=0)))
         if page_locked:
             batch = torch.empty(shape, dtype=self.torch_dtype, pin_memory=True)
@@ -223,7 +223,7 @@ class FeatureCache:
         trusted = bool(self.trusted[at].all())
         if trusted and self.rows is not None:
             self.rows.take(self.row[at], axis=0, out=batch.numpy(), mode="clip")  # "raise" would copy twice
-            return at, batch
+            return batch
         hashes = []
         for copy, index, key in zip(batch.numpy(), at.tolist(), self.key[at].tolist(), strict=True):
             entry = self._entry(index)
@@ -233,11 +233,11 @@ class FeatureCache:
             if not trusted:  # at once, while the entry is in the CPU's cache
                 hashes.append(xxh3_64_intdigest(entry.data, key))
         damaged = [] if trusted else at[np.array(hashes, np.uint64) != self.checksums[self.row[at]]]
-        self.trusted[at] = True
         if len(damaged):
             self._compute_again(np.unique(damaged))
-            return self._read(at[self.usable[at]], page_locked)
-        return at, batch
+            return self._read(at, page_locked)
+        self.trusted[at] = True
+        return batch
 
     def _entry(self, index: int) -> np.ndarray:
         """Return an entry, as it is mapped."""
@@ -247,11 +247,12 @@ class FeatureCache:
         return self.values[begin : begin + self.frame * length].reshape(*self.shape[:-1], length)
 
     def _compute_again(self, damaged: np.ndarray) -> None:
-        """Compute entries again, in place; those whose items can no longer be used are lost."""
+        """Compute entries again, in place."""
         warnings.warn(f"an entry in {self.folder} is not as it was written: it is computed again", stacklevel=4)
         self.checksums[self.row[damaged]] = 0
-        self.bad |= unusable(map(self.write, damaged.tolist()))[1]
-        self.usable[damaged] = self.checksums[self.row[damaged]] != 0
+        for index in damaged.tolist():
+            if error := self.write(index):
+                raise error
         self.recomputed += len(damaged)
 
     def load_into(self, asked: str, device: torch.device) -> None:
@@ -263,8 +264,8 @@ class FeatureCache:
         if asked != "disk" and fits:
             inputs = torch.zeros(shape, dtype=self.torch_dtype, device=target)
             for part in np.array_split(np.flatnonzero(self.usable), 1 + len(self.items) // 256):
-                at, batch = self._read(part)
-                inputs[torch.from_numpy(at).to(target), ..., : batch.shape[-1]] = batch.to(target)
+                batch = self._read(part)
+                inputs[torch.from_numpy(part).to(target), ..., : batch.shape[-1]] = batch.to(target)
             self.memory = [inputs, *(column.to(target) for column in self.labels)]
             self.where = "ram" if target.type == "cpu" else "device"
         size_mb = self.frame * self.lengths.sum() * self.dtype.itemsize / 1e6
