@@ -99,7 +99,7 @@ def reading(count: int, turns: int) -> bool:
                 cache.gather(indices, CPU)
 
         def first() -> None:
-            cache.trusted[:] = cache.all_trusted = False
+            cache.trusted[:] = False
             later()
 
         mapped_s, first_s, later_s = in_turns([mapped, first, later], turns)

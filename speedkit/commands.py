@@ -136,7 +136,7 @@ def cache(action: str, folder: str, workload: str, **values: Any) -> int:
     Exit code 1 when verify finds an entry that is not as it was written; repair forgets such entries.
     """
     from speedkit.data.cache import open_cache
-    from speedkit.data.cache_files import describe_caches, verify_cache
+    from speedkit.data.cache_files import caches_in, damaged_rows, describe
 
     if action == "build":
         plan = from_mapping(Plan, {"cache": "disk"} | typed(values, *settings_of(Plan)))
@@ -144,9 +144,10 @@ def cache(action: str, folder: str, workload: str, **values: Any) -> int:
         built = open_cache(work, [*work.train, *work.test], plan, cache_dir=folder, progress=True)
         lines = [f"{built.folder}: {built.why}", *(f"left out: {path}: {why}" for path, why in built.bad.items())]
     elif action == "info":
-        lines = describe_caches(folder)
+        lines = [describe(path) for path in caches_in(folder)]
     else:
-        damaged = [": ".join(entry) for entry in verify_cache(folder, repair=action == "repair")]
+        found = {path: damaged_rows(path, repair=action == "repair") for path in caches_in(folder)}
+        damaged = [f"{path}: entry {row}" for path, rows in found.items() for row in rows]
         again = "; the next use computes them again" if action == "repair" else ""
         lines = [f"{len(damaged)} entries are not as they were written{again}", *damaged]
     click.echo("\n".join(lines))

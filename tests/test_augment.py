@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from tiny import jitter, points
 
-from speedkit.data.augment import add_noise, mixup, moved, rand_augment, spec_augment, time_shift
+from speedkit.data.augment import mixup, moved, rand_augment, spec_augment, time_shift
 from speedkit.plan import Plan
 from speedkit.train.fit import fit
 from speedkit.train.loop import steps
@@ -28,7 +28,6 @@ CHANGES = {
     "time_shift": (time_shift, (6, 1, 8, 50)),
     "time_shift of waveforms": (time_shift, (6, 50)),
     "spec_augment": (spec_augment, (6, 1, 16, 50)),
-    "add_noise": (lambda inputs, drawn: add_noise(inputs, drawn, (0, 20)), (6, 50)),
     "mixup": (lambda inputs, drawn: mixup((inputs, torch.arange(6, device=inputs.device)), 0.4, drawn)[0], (6, 3, 5)),
     "rand_augment": (lambda inputs, drawn: rand_augment(inputs.sigmoid(), drawn), (6, 3, 20, 24)),
 }
@@ -57,17 +56,6 @@ def test_time_shift_turns_each_sample_as_a_whole():
     inputs = randn(6, 2, 3, 20)
     for one, turned in zip(inputs, time_shift(inputs, generator()), strict=True):
         assert any(torch.equal(one.roll(shift, dims=-1), turned) for shift in range(20))
-
-
-def test_noise_has_the_ratio_that_was_asked_for():
-    signal = torch.sin(torch.arange(20_000) / 5) * torch.tensor([[1.0], [0.01], [3.0]])
-    noise = add_noise(signal, generator(), (10, 10)) - signal
-    found = 10 * (signal.square().mean(dim=1) / noise.square().mean(dim=1)).log10()
-    torch.testing.assert_close(found, torch.full((3,), 10.0), atol=0.05, rtol=0)
-    spread = add_noise(signal[:1].expand(500, -1), generator(), (0, 30)) - signal[:1]
-    found = 10 * (signal[0].square().mean() / spread.square().mean(dim=1)).log10()
-    assert 0 <= found.min() < 3 and 27 < found.max() <= 30
-    assert not add_noise(torch.zeros(2, 50), generator(), (0, 20)).any(), "silence stays silent and finite"
 
 
 # --- mixup

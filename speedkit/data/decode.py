@@ -6,7 +6,6 @@ soundfile is the default, torchcodec (FFmpeg) knows more formats, librosa is wha
 import functools
 import io
 import math
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,9 +39,9 @@ class BadItem(SpeedkitError):
 def check_bad_share(bad: Mapping[str, str], count: int) -> None:
     """Raise SpeedkitError when over 5 % of `count` files are bad; `bad` is path -> why."""
     if len(bad) > BAD_SHARE * count:
-        first = "; ".join(f"{path}: {why}" for path, why in list(bad.items())[:3])
+        path, why = next(iter(bad.items()))
         share = f"{len(bad)} of {count} files cannot be used, over {BAD_SHARE:.0%}"
-        raise SpeedkitError(f"{share} ({first}): repair or remove them")
+        raise SpeedkitError(f"{share} ({path}: {why}): repair or remove them")
 
 
 def with_decoder(workload: "Workload", decoder: str) -> Callable[[Any], Tensor]:
@@ -60,8 +59,8 @@ def load_audio(
 ) -> Tensor:
     """Return the first `num_samples` samples of a recording at `sample_rate_hz`, mono: [T] float32 in -1..1.
 
-    A longer one is cut (its end is never decoded), a shorter one is padded with zeros at the end. Several channels are
-    averaged. Lossless files at their own rate give the same bits with each `decoder`: soundfile, torchcodec or librosa.
+    A longer one is cut (its end is never decoded), a shorter one is padded with zeros at the end. Lossless files at
+    their own rate give the same bits with each `decoder`: soundfile, torchcodec or librosa.
     Raises BadItem when `source` cannot be read, holds no samples, or holds NaN or infinity.
     """
     try:
@@ -84,12 +83,8 @@ def load_audio(
 
 def why_unreadable(source: str | Path | TarMember, error: Exception) -> str:
     """Return why a file could not be decoded; libsndfile calls a missing one a "System error"."""
-    if not Path(source.tar if isinstance(source, TarMember) else source).is_file():
-        return "there is no such file"
-    words = " ".join(str(error).split())
-    if "No audio frames were decoded" in words:  # by torchcodec, of a file with a header alone
-        return "it holds no samples"
-    return f"it cannot be decoded ({re.sub(r'^.*[.]cpp:[0-9]+, ', '', words)})"  # torchcodec begins with where it is
+    there = Path(source.tar if isinstance(source, TarMember) else source).is_file()
+    return f"it cannot be decoded ({' '.join(str(error).split())})" if there else "there is no such file"
 
 
 def read_soundfile(source: Any, duration_s: float, _: int) -> tuple[Tensor, int]:
@@ -98,7 +93,7 @@ def read_soundfile(source: Any, duration_s: float, _: int) -> tuple[Tensor, int]
         # 16-bit samples are read as they are and scaled later: libsndfile takes five times as long for WAV.
         dtype = "int16" if file.subtype == "PCM_16" else "float32"
         samples = file.read(math.ceil(duration_s * file.samplerate), dtype, always_2d=True)
-        return torch.from_numpy(samples), file.samplerate
+    return torch.from_numpy(samples), file.samplerate
 
 
 def read_torchcodec(source: Any, duration_s: float, _: int) -> tuple[Tensor, int]:
@@ -106,8 +101,7 @@ def read_torchcodec(source: Any, duration_s: float, _: int) -> tuple[Tensor, int
     from torchcodec.decoders import AudioDecoder  # an extra
 
     file = AudioDecoder(source)
-    # An encoder's delay is cut off in front, and the clock goes on: an MP3 of 8 kHz begins 0.14 s after 0. The header
-    # of a short OGG does not say that it begins some hundredths later.
+    # An MP3 of 8 kHz begins 0.14 s after 0, and an OGG some hundredths, which its header does not say.
     begin_s = (file.metadata.begin_stream_seconds or 0) + 0.1
     samples = file.get_samples_played_in_range(stop_seconds=begin_s + duration_s)
     return samples.data.T, samples.sample_rate
@@ -133,7 +127,3 @@ def resampler(from_hz: int, to_hz: int) -> Callable[[Tensor], Tensor]:
     import torchaudio  # most commands never resample
 
     return torchaudio.transforms.Resample(from_hz, to_hz)
-
-
-# The functions that a cached waveform depends on.
-SOURCES = (load_audio, read_soundfile, read_torchcodec, read_librosa, resampler)

@@ -14,8 +14,8 @@ from speedkit.data.augment import seed_step
 from speedkit.data.cache import FeatureCache
 from speedkit.data.decode import BadItem, check_bad_share, with_decoder
 from speedkit.data.prefetch import prefetched
-from speedkit.data.sampler import BatchSampler, padded_frames, padding_share
-from speedkit.data.workers import BatchLoader, Loaded
+from speedkit.data.sampler import BatchSampler, padded_frames
+from speedkit.data.workers import BatchLoader, Loaded, item_name
 from speedkit.errors import SpeedkitError
 from speedkit.plan import Plan
 
@@ -26,25 +26,19 @@ WAVEFORMS = 1 << 48  # added to the step that seeds changes of waveforms: those 
 RANK = 1 << 40  # and this for each rank, whose samples are its own
 
 
-@dataclasses.dataclass
-class ItemDataset:
-    """Index -> (features, target), computed live."""
+def sample_of(
+    index: int, items: Sequence[Any], load: Callable[[Any], Any], features: Any, target: Callable[[Any], Any]
+) -> tuple[Tensor, Any] | BadItem:
+    """Return (features, target) of an item; a BadItem for a file that cannot be read.
 
-    items: Sequence[Any]
-    load: Callable[[Any], Tensor]
-    features: Callable[[Tensor], Tensor] | None  # None: they are computed later, of what was loaded, on the device
-    target: Callable[[Any], Any]
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Any] | BadItem:
-        """Return (features, target) of one item; a BadItem for a file that cannot be read."""
-        item = self.items[index]
-        try:
-            sample = self.load(item)
-            if self.features is not None:
-                sample = self.features(sample)
-            return sample, self.target(item)
-        except BadItem as error:
-            return error
+    Without `features` it is what was loaded: they are computed later, on the device.
+    """
+    item = items[index]
+    try:
+        loaded = load(item)
+        return loaded if features is None else features(loaded), target(item)
+    except BadItem as error:
+        return error
 
 
 def collate(samples: Sequence[tuple[Tensor, Any] | BadItem], varies: bool = False) -> Loaded:
@@ -63,9 +57,6 @@ def collate(samples: Sequence[tuple[Tensor, Any] | BadItem], varies: bool = Fals
         lengths = torch.tensor([row.shape[-1] for row in inputs])
         inputs = [pad(row, (0, int(lengths.max()) - row.shape[-1])) for row in inputs]
         rest = [lengths, *rest]
-    if other := next((row.shape for row in inputs if row.shape != inputs[0].shape), None):
-        shapes = f"{list(inputs[0].shape)} and {list(other)}"
-        raise SpeedkitError(f"samples of one batch have different shapes, {shapes}: let `load` or `features` even them")
     return (default_collate(inputs), *rest), bad
 
 
@@ -97,28 +88,27 @@ class BatchStream:
         check_bad_share(self.bad, len(items))
 
         # Order. Clips of one length have nothing to bucket, and evaluation keeps the order of its items.
-        training, varies = seed is not None, workload.length is not None
-        lengths = torch.tensor([workload.length(item) for item in items]) if workload.length is not None else None
-        drop_last = plan.drop_last and training
-        plain = BatchSampler(len(items), batch_size, seed, drop_last, rank=rank, world_size=world_size)
-        self.sampler, self.padding = plain, ""
-        if plan.bucket and training and lengths is not None:
-            self.sampler = dataclasses.replace(plain, lengths=lengths)
-            share, without = padding_share(self.sampler, lengths), padding_share(plain, lengths)
-            self.padding = f"bucket: {share:.1%} of the frames are padding, {without:.1%} without"
+        self.lengths = None
+        if workload.length is not None:
+            self.lengths = torch.tensor([workload.length(item) for item in items])
+        training = seed is not None
+        drop_last, bucketed = plan.drop_last and training, self.lengths if plan.bucket and training else None
+        self.sampler = BatchSampler(
+            len(items), batch_size, seed, drop_last=drop_last, lengths=bucketed, rank=rank, world_size=world_size
+        )
         self.frames = 0  # padded frames of all batches so far
-        self.lengths = lengths
         self.epoch = self.position = 0
         self.next_place = (0, 0)  # where `batches` goes on; another epoch or position asks for others
-        self.batches: Iterator[Batch | None] | None = None
+        self.batches: Iterator[Batch] | None = None
 
         # Samples. What arrives on the device may be waveforms, whose features are computed there.
         self.waveforms = plan.cache_of == "waveform" if cache is not None else plan.features_on == "device"
         self.generator = torch.Generator(device=device)
         features = None if self.waveforms else workload.features
-        self.dataset = ItemDataset(items, with_decoder(workload, plan.decoder), features, workload.target)
-        self.collate = functools.partial(collate, varies=varies)
-        self.loader = BatchLoader(self.dataset, self.collate, self.sampler, plan)
+        load = with_decoder(workload, plan.decoder)
+        sample = functools.partial(sample_of, items=items, load=load, features=features, target=workload.target)
+        collated = functools.partial(collate, varies=workload.length is not None)
+        self.loader = BatchLoader(items, sample, collate=collated, batches=self.sampler, plan=plan)
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -129,41 +119,39 @@ class BatchStream:
     def __next__(self) -> "Batch":
         """Return the next batch; one of unreadable items alone is passed over."""
         while True:
-            if self.batches is None or (self.epoch, self.position) != self.next_place:
-                self.batches = None  # ends its workers, before others are started
-                self.batches = self.fetched(self.epoch, self.position)
-            for batch in self.batches:
-                self.position += 1
-                self.next_place = self.epoch, self.position
-                self.check_share(batch)
-                if batch is not None:
-                    return self.finished(batch, self.epoch * len(self) + self.position - 1)
-            self.batches, self.epoch, self.position = None, self.epoch + 1, 0
+            batches = self.batches if (self.epoch, self.position) == self.next_place else None
+            self.batches = None  # after an error the next call begins at this batch again
+            batches = batches or self.one_epoch(self.epoch, self.position)
+            if (batch := next(batches, None)) is not None:
+                self.batches, self.next_place = batches, (self.epoch, self.position)
+                return batch
+            self.epoch, self.position = self.epoch + 1, 0
+
+    def one_epoch(self, epoch: int = 0, start: int = 0) -> Iterator["Batch"]:
+        """Yield the batches of an epoch from number `start` on, without those of unreadable items alone."""
+        self.epoch, self.position = epoch, start
+        for batch in self.fetched(epoch, start):
+            self.position += 1
+            if batch is not None:
+                yield self.finished(batch, epoch * len(self) + self.position - 1)
+            elif self.sampler.world_size > 1:  # the others would wait for its share
+                path, why = list(self.bad.items())[-1]
+                raise SpeedkitError(f"rank {self.sampler.rank} can read nothing of its share ({path}: {why})")
 
     @functools.cached_property
     def mean_frames(self) -> float:
         """Padded frames of a batch, on average over the first epoch; 0 where all clips have one length."""
         return 0.0 if self.lengths is None else padded_frames(self.sampler, self.lengths) / len(self)
 
-    def one_epoch(self) -> Iterator["Batch"]:
-        """Yield the batches of one epoch from the start."""
-        for step, batch in enumerate(self.fetched(0, 0)):
-            self.check_share(batch)
-            if batch is not None:
-                yield self.finished(batch, step)
-
     def batch_at(self, epoch: int, position: int) -> tuple["Batch | None", list[str]]:
-        """Return the batch after which `epoch` and `position` were these, made again, and the names of its items.
-
-        Nothing of the stream itself moves. Unreadable items are in neither.
-        """
+        """Return the batch after which `epoch` and `position` were these, made again, and the names of its items."""
         indices = dataclasses.replace(self.sampler, epoch=epoch, start=position - 1).batches()[0]
         if self.cache is None:
-            batch = self.to_device(self.collate([self.dataset[index] for index in indices.tolist()]))
+            batch = self.to_device(self.loader.maker.make(indices.tolist()))
         else:
             usable = indices[torch.from_numpy(self.cache.usable)[indices]]
             batch = self.gather((usable, usable.to(self.device)))
-        names = map(self.loader.maker.name, indices.tolist())
+        names = [item_name(self.loader.maker.items[index]) for index in indices.tolist()]
         done = None if batch is None else self.finished(batch, epoch * len(self) + position - 1)
         return done, [name for name in names if name not in self.bad]
 
@@ -177,10 +165,7 @@ class BatchStream:
         return map(copy, source)
 
     def cached_indices(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Return the usable indices [B] of each batch, on the host and on the device: the epoch's order is sent once.
-
-        A batch's own indices would be a copy out of pageable memory at each step, which the host waits for.
-        """
+        """Return the usable indices [B] of each batch, on host and device: the epoch's order is sent once."""
         usable = torch.from_numpy(self.cache.usable)  # type: ignore[union-attr]
         batches = [indices[usable[indices]] for indices in self.sampler.batches()]
         order = torch.cat(batches) if batches else torch.empty(0, dtype=torch.long)
@@ -200,14 +185,8 @@ class BatchStream:
         batch, bad = loaded
         if bad:
             self.bad.update(bad)
-            check_bad_share(self.bad, len(self.dataset.items))
+            check_bad_share(self.bad, len(self.loader.maker.items))
         return batch and tuple(tensor.to(self.device, non_blocking=self.plan.pin_memory) for tensor in batch)
-
-    def check_share(self, batch: "Batch | None") -> None:
-        """Raise SpeedkitError where there is no batch and other ranks would wait for this one's share."""
-        if batch is None and self.sampler.world_size > 1:
-            path, why = list(self.bad.items())[-1]
-            raise SpeedkitError(f"rank {self.sampler.rank} can read no item of its share of a batch ({path}: {why})")
 
     def finished(self, batch: "Batch", step: int) -> "Batch":
         """Return what the loss takes: features, padded to one of few lengths where clips are bucketed."""
@@ -221,14 +200,6 @@ class BatchStream:
         padded = self.sampler.padded_to(inputs.shape[-1])  # by its shape: no length is read from the device
         self.frames += len(inputs) * padded
         return (inputs if padded == inputs.shape[-1] else pad(inputs, (0, padded - inputs.shape[-1]))), *rest
-
-    def pause(self) -> None:
-        """Keep the workers from working while another plan is timed."""
-        self.loader.pause()
-
-    def resume(self) -> None:
-        """Let the workers go on."""
-        self.loader.resume()
 
     def close(self) -> None:
         """End the workers, paused ones too."""

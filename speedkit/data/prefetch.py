@@ -12,9 +12,8 @@ Batch = tuple[Tensor, ...] | None
 def prefetched(source: Iterable[Any], copy: Callable[[Any], Batch], device: torch.device) -> Iterator[Batch]:
     """Yield `copy(item)` for each item of `source`, one ahead of the consumer: CUDA only.
 
-    Who owns what: a batch is allocated on the copying stream, and the consumer's stream waits for the event after its
-    copy; `record_stream` then keeps the allocator from giving its memory to a later copy before the consumer's stream
-    has read it. An item (page-locked memory) is held until its own copy has been made.
+    A batch is allocated on the copying stream, and the consumer's waits for the event after its copy. An item
+    (page-locked memory) is held until its own copy has been made.
     """
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))  # which may still be filling what is copied from
@@ -40,5 +39,5 @@ def received(batch: Batch, done: torch.cuda.Event, device: torch.device) -> Batc
     consumer = torch.cuda.current_stream(device)
     consumer.wait_event(done)
     for tensor in batch or ():
-        tensor.record_stream(consumer)
+        tensor.record_stream(consumer)  # its memory goes to no later copy before it has been read
     return batch

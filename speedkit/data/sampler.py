@@ -24,7 +24,7 @@ class BatchSampler:
     """The index batches of epoch `epoch` from batch `start` on; both are set before each pass.
 
     A `seed` of None keeps the items in order. With `lengths` [N], clips of similar length share a batch, and `padded`
-    are the only lengths that batches have. Each rank gets a share of every batch, at least one item.
+    are the only lengths that batches have.
     """
 
     count: int
@@ -77,11 +77,6 @@ class BatchSampler:
 def padded_frames(sampler: BatchSampler, lengths: Tensor) -> int:
     """Return the frames of an epoch's batches, padding included, for clips of `lengths` [N]."""
     return sum(len(batch) * sampler.padded_to(int(lengths[batch].max())) for batch in sampler.batches())
-
-
-def padding_share(sampler: BatchSampler, lengths: Tensor) -> float:
-    """Return which share of the frames of an epoch is padding, for clips of `lengths` [N]; 0 is none."""
-    return 1 - sum(int(lengths[batch].sum()) for batch in sampler.batches()) / padded_frames(sampler, lengths)
 
 
 def padded_lengths(lengths: Tensor) -> list[int]:

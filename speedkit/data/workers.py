@@ -12,17 +12,15 @@ import itertools
 import multiprocessing
 import os
 import random
-import shutil
 import signal
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, MutableSequence
+from collections.abc import Callable, Generator, Iterable, MutableSequence, Sequence
+from concurrent.futures import Future
 from contextlib import closing
 from multiprocessing import util
 from multiprocessing.connection import Connection
-from multiprocessing.pool import AsyncResult, ThreadPool
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -37,19 +35,20 @@ from speedkit.plan import Plan
 HUNG_S = 120.0  # a batch is waited for, and for so long no worker has begun an item
 END_S = 5.0  # what a killed process gets until it is gone
 ORPHAN_S = 2.0  # how often a process that has nothing to do asks whether its parent lives
-NO_ROOM = "allocate shared memory"  # PyTorch's words
 GAIN = 1.05  # workers cost memory and time to start: more are taken only where steps get so much shorter
-BUDGET_S, SETTING_S = 10.0, 0.5  # of choosing workers: all of it, and the steps under one setting
+SETTING_S = 0.5  # of steps under one number of workers, to choose one
 
 Loaded = tuple[tuple[Tensor, ...] | None, dict[str, str]]  # the batch, and path -> why of what could not be read
+Tasks = SimpleQueue[tuple[list[int], Future] | None]  # batches to be made; None ends a thread
 seeds = itertools.count()  # no two processes draw the same numbers
 
 
 @dataclasses.dataclass
 class BatchMaker:
-    """Indices -> batch: samples of `dataset`, collated. `reading` [workers] is the item each worker is at, else -1."""
+    """Indices -> batch: samples, collated. `reading` [workers] is the index of the item each worker is at, else -1."""
 
-    dataset: Any
+    items: Sequence[Any]
+    sample: Callable[[int], Any]  # index of an item -> sample
     collate: Callable[[list[Any]], Loaded]
     reading: MutableSequence[int]
     running: threading.Event | None = None  # threads stand still while it is not set
@@ -61,191 +60,181 @@ class BatchMaker:
             if self.running is not None:
                 self.running.wait()
             self.reading[number] = index
-            samples.append(self.dataset[index])
+            samples.append(self.sample(index))
         self.reading[number] = -1
         return self.collate(samples)
 
-    def failure(self, error: BaseException, indices: list[int], number: int) -> str:
+    def failure(self, error: BaseException, number: int) -> str:
         """Return what failed and at which item; the exception itself may be one that cannot be sent."""
         words = str(error).split("\n")[0]
-        if not isinstance(error, SpeedkitError):
-            words = f"{type(error).__name__}: {words}"
-        at = self.reading[number]
-        item = self.name(at) if at >= 0 else f"the batch of {self.name(indices[0])}"
-        return f"a worker failed at {item}: {words}; workers=0 shows where"
+        if "allocate shared memory" in words:  # PyTorch's, with a reason of its own that is none
+            words = "/dev/shm is full: take fewer workers, a lower prefetch_factor or worker_kind=thread"
+        return f"a worker failed {self.place(number)}: {type(error).__name__}: {words}; workers=0 shows where"
 
-    def place(self, index: int) -> str:
-        """Return where a worker was, in words."""
-        return f"at {self.name(index)}" if index >= 0 else "between items"
-
-    def name(self, index: int) -> str:
-        """Return the path of an item."""
-        item = self.dataset.items[index]
-        return str(getattr(item, "path", item))
+    def place(self, number: int) -> str:
+        """Return where a worker is, in words."""
+        index = self.reading[number]
+        return f"at {item_name(self.items[index])}" if index >= 0 else "between items"
 
 
-@dataclasses.dataclass
-class Worker:
-    """A worker by its number, and where it is a process, that and the way to ask it."""
-
-    number: int
-    process: multiprocessing.Process | None = None
-    connection: Connection | None = None
+def item_name(item: Any) -> str:
+    """Return the path of an item's file, or the item in words."""
+    return str(getattr(item, "path", item))
 
 
 class BatchLoader:
-    """An iterable of the batches whose indices `sampler` gives, made as the plan says.
+    """An iterable of the `batches`, each given by its indices, made as the plan says.
 
-    Raises SpeedkitError when a worker fails, dies or hangs, or when /dev/shm is full; no process is left behind then.
+    Raises SpeedkitError when a worker fails, dies or hangs; no process is left behind then.
     """
 
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Loaded], sampler: Any, plan: Plan):
-        self.sampler, self.plan, self.workers = sampler, plan, int(plan.workers)
-        self.in_processes = self.workers > 0 and plan.worker_kind == "process"
+    def __init__(
+        self,
+        items: Sequence[Any],
+        sample: Callable[[int], Any],
+        *,
+        collate: Callable[[list[Any]], Loaded],
+        batches: Iterable[list[int]],
+        plan: Plan,
+    ):
+        self.batches, self.plan, self.workers = batches, plan, int(plan.workers)
         self.running = threading.Event()
         self.running.set()
         reading = multiprocessing.RawArray("q", max(1, self.workers))
-        self.maker = BatchMaker(dataset, collate, reading, None if self.in_processes else self.running)
-        self.threads: ThreadPool | None = None
-        self.idle: SimpleQueue[Worker] = SimpleQueue()  # the workers that make nothing
+        self.maker = BatchMaker(items, sample, collate, reading)
+        self.tasks: Tasks | None = None
         self.processes: list[multiprocessing.Process] = []
 
     def __iter__(self) -> Generator[Loaded, None, None]:
         if not self.workers:
-            yield from map(self.pinned, map(self.maker.make, self.sampler))
+            yield from map(self.pinned, map(self.maker.make, self.batches))
             return
         at_end = False
         try:
-            threads = self.threads or self.start()
-            results = (threads.apply_async(self.fetch, (indices, self.idle)) for indices in self.sampler)
-            ahead = deque(itertools.islice(results, self.workers * self.plan.prefetch_factor))
+            tasks = self.tasks = self.tasks or self.start()
+            futures = (submit(tasks, indices) for indices in self.batches)
+            ahead = deque(itertools.islice(futures, self.workers * self.plan.prefetch_factor))
             while ahead:
                 loaded = self.received(ahead.popleft())
-                ahead.extend(itertools.islice(results, 1))
+                ahead.extend(itertools.islice(futures, 1))
                 yield loaded
             at_end = True
         finally:
             if not at_end or not self.plan.persistent_workers:
                 self.close()
 
-    def start(self) -> ThreadPool:
+    def start(self) -> Tasks:
         """Start the workers: processes first, for a lock that a thread holds while one is forked stays locked in it."""
         util.get_temp_dir()  # for the processes' sockets: killed, they could not remove one of their own
-        self.idle = SimpleQueue()
-        for number in range(self.workers):
+        workers: list[Callable[[list[int], int], Loaded]] = [self.maker.make] * self.workers
+        if self.plan.worker_kind == "process":
+            workers = [self.start_process(number) for number in range(self.workers)]
+        else:
+            self.maker.running = self.running
+        tasks: Tasks = SimpleQueue()
+        for number, make in enumerate(workers):
             self.maker.reading[number] = -1
-            worker = Worker(number)
-            if self.in_processes:
-                worker.connection, far_end = multiprocessing.Pipe()
-                arguments = self.maker, number, far_end, torch.initial_seed() + next(seeds)
-                worker.process = multiprocessing.Process(target=serve, args=arguments, daemon=True)
-                worker.process.start()
-                far_end.close()
-                self.processes.append(worker.process)
-            self.idle.put(worker)
-        # Daemons: one that hangs does not keep Python. One core each: the workers together already fill the machine.
-        self.threads = ThreadPool(self.workers, torch.set_num_threads, (1,))
-        return self.threads
+            # Daemons: one that hangs does not keep Python.
+            threading.Thread(target=self.work, args=(tasks, make, number), daemon=True).start()
+        return tasks
 
-    def fetch(self, indices: list[int], idle: "SimpleQueue[Worker]") -> Loaded | str:
-        """Return a batch, or why there is none: SystemExit, for one, would end the thread and no batch would ever come.
+    def start_process(self, number: int) -> Callable[[list[int], int], Loaded]:
+        """Start a loader process; return the function that has it make a batch."""
+        near_end, far_end = multiprocessing.Pipe()
+        arguments = self.maker, number, far_end, torch.initial_seed() + next(seeds)
+        process = multiprocessing.Process(target=serve, args=arguments, daemon=True)
+        process.start()
+        far_end.close()
+        self.processes.append(process)
 
-        A tensor is taken out of shared memory here: that is to wait, without a limit, for the process that made it. A
-        thread may outlive its pass, and then gives its worker back to the `idle` ones of that pass, not of the next.
+        def ask(indices: list[int], number: int) -> Loaded:
+            try:
+                near_end.send(indices)
+                answer = near_end.recv()
+            except (EOFError, ConnectionError):
+                process.join(END_S)  # its pipes are closed before its exit code can be read
+                answer = (
+                    f"a loader process died (exit code {process.exitcode}) {self.maker.place(number)}; workers=0 shows "
+                    "what of; -9 may mean that memory is out: take fewer workers or a lower prefetch_factor"
+                )
+            if isinstance(answer, str):
+                raise SpeedkitError(answer)
+            return answer
+
+        return ask
+
+    def work(self, tasks: Tasks, make: Callable[[list[int], int], Loaded], number: int) -> None:
+        """Be the thread of a worker.
+
+        A tensor is taken out of shared memory here: that is to wait, without a limit, for the process that made it.
         """
-        worker = idle.get()
-        try:
-            loaded = self.ask(indices, worker) if worker.connection else self.maker.make(indices, worker.number)
-            return loaded if isinstance(loaded, str) else self.pinned(loaded)
-        except BaseException as error:
-            return self.maker.failure(error, indices, worker.number)
-        finally:
-            idle.put(worker)
-
-    def ask(self, indices: list[int], worker: "Worker") -> Loaded | str:
-        """Return what a process makes of `indices`, or what it died of."""
-        process, connection = worker.process, worker.connection
-        assert process is not None and connection is not None, "threads are not asked"
-        try:
-            connection.send(indices)
-            return connection.recv()
-        except (EOFError, ConnectionError):
-            process.join(END_S)  # its pipes are closed before its exit code can be read
-        if process.exitcode == -signal.SIGBUS:
-            return NO_ROOM
-        cure = "workers=0 shows what it died of"
-        if process.exitcode == -signal.SIGKILL:
-            cure = "out of memory the system kills so: take fewer workers, a lower prefetch_factor, or workers=0"
-        place = self.maker.place(self.maker.reading[worker.number])
-        return f"a loader process died (exit code {process.exitcode}) {place}; {cure}"
+        torch.set_num_threads(1)  # the workers together already fill the machine
+        while (task := tasks.get()) is not None:
+            indices, future = task
+            try:
+                future.set_result(self.pinned(make(indices, number)))
+            except SpeedkitError as error:
+                future.set_exception(error)
+            except BaseException as error:  # SystemExit would end the thread, and no batch would ever come
+                future.set_exception(SpeedkitError(self.maker.failure(error, number)))
 
     def pinned(self, loaded: Loaded) -> Loaded:
         """Return a batch in page-locked memory, where the plan says so."""
         batch, bad = loaded
         return (tuple(tensor.pin_memory() for tensor in batch) if batch and self.plan.pin_memory else batch), bad
 
-    def received(self, result: AsyncResult) -> Loaded:
+    def received(self, future: Future) -> Loaded:
         """Return what a worker made. Raises SpeedkitError when it failed, or when none begins an item for HUNG_S."""
         while True:
             before = list(self.maker.reading)
             try:
-                loaded = result.get(HUNG_S)
-            except multiprocessing.TimeoutError:
-                if list(self.maker.reading) != before:
-                    continue
-                place = self.maker.place(max(before))
-                loaded = f"no batch for {HUNG_S:g} s: a worker hangs {place}; leave it out, or look with workers=0"
-            if not isinstance(loaded, str):
-                return loaded
-            self.close()
-            if NO_ROOM in loaded:
-                size_mb, batches = shutil.disk_usage("/dev/shm").total / 1e6, self.workers * self.plan.prefetch_factor
-                loaded = (
-                    f"/dev/shm ({size_mb:.0f} MB) is full: workers * prefetch_factor = {batches} batches must fit; "
-                    "lower one of them, use worker_kind=thread, or give a container more (--shm-size)"
-                )
-            raise SpeedkitError(loaded)
+                return future.result(HUNG_S)
+            except TimeoutError:
+                if list(self.maker.reading) == before:
+                    place = self.maker.place(before.index(max(before)))
+                    cure = "leave it out, or look with workers=0"
+                    raise SpeedkitError(f"no batch for {HUNG_S:g} s: a worker hangs {place}; {cure}") from None
 
-    def pause(self) -> None:
-        """Let the workers stand still; threads do so at their next item, and the training process never."""
-        if self.workers:
+    def set_running(self, running: bool) -> None:
+        """Let the workers go on, or stand still: threads do so at their next item, and the training process never."""
+        if running:
+            self.running.set()
+        else:
             self.running.clear()
-        self.signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        """Let the workers go on."""
-        self.running.set()
-        self.signal(signal.SIGCONT)
-
-    def signal(self, number: int) -> None:
-        """Send a signal to the worker processes that live."""
         for process in self.processes:
-            if process.pid is not None and process.is_alive():
-                os.kill(process.pid, number)
+            if process.pid and process.is_alive():
+                os.kill(process.pid, signal.SIGCONT if running else signal.SIGSTOP)
 
     def close(self) -> None:
         """End the workers by force: they may be stopped, or hang."""
         self.running.set()
         kill(self.processes)
         self.processes = []
-        if self.threads is not None:
-            self.threads.terminate()
-            self.threads = None
+        if self.tasks is not None:
+            with contextlib.suppress(Empty):
+                while True:
+                    self.tasks.get_nowait()
+            for _ in range(self.workers):
+                self.tasks.put(None)
+            self.tasks = None
+
+
+def submit(tasks: Tasks, indices: list[int]) -> Future:
+    """Have a batch made; return what it will come in."""
+    future: Future = Future()
+    tasks.put((indices, future))
+    return future
 
 
 def serve(maker: BatchMaker, number: int, connection: Connection, seed: int) -> None:
-    """Be a loader process: send the batch of each list of indices, or why there is none, until nobody asks.
-
-    Ctrl-C and SIGTERM often go to the whole process group. They are the parent's business, which makes its last step
-    and a checkpoint with the workers' help and then ends them.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGSEGV, signal.SIG_DFL)  # the training process says it, in a line
+    """Be a loader process: send the batch of each list of indices, or why there is none, until nobody asks."""
+    for stop in (signal.SIGINT, signal.SIGTERM):
+        # They often go to the whole process group: the parent makes a checkpoint with the workers' help, and ends them.
+        signal.signal(stop, signal.SIG_IGN)
     torch.set_num_threads(1)  # together they already fill the cores
-    torch.manual_seed(seed)
+    torch.manual_seed(seed)  # for data sets that draw from one of the three
     random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002 - for data sets that draw from the legacy generator
+    np.random.seed(seed % 2**32)  # noqa: NPY002
     parent = os.getppid()
     with contextlib.suppress(EOFError, ConnectionError):  # the training process has closed the pipe
         while True:
@@ -257,7 +246,7 @@ def serve(maker: BatchMaker, number: int, connection: Connection, seed: int) -> 
             try:
                 connection.send(maker.make(indices, number))  # pickled as a whole before any of it is sent
             except BaseException as error:
-                connection.send(maker.failure(error, indices, number))
+                connection.send(maker.failure(error, number))
 
 
 def kill(processes: Iterable[Any]) -> None:
@@ -281,36 +270,16 @@ def choose_workers(
     *,
     device: torch.device,
 ) -> tuple[Plan, str]:
-    """Return `plan` with the workers under which steps, `compute(batch)`, follow each other fastest, and the reason.
+    """Return `plan` with the fewest workers under which steps, `compute(batch)`, are nearly the shortest, and why.
 
-    None come first, then threads and processes, 1, 2, 4 ... up to the cores, each kind for as long as it helps.
-    `open_stream(plan)` returns the stream of batches under a plan.
+    Tried are none, 1, 2, 4 ... up to the cores. `open_stream(plan)` returns the stream of batches under a plan.
     """
-
-    def measure(setting: Plan) -> float:
-        """Return the seconds of a step under `setting`."""
-        with closing(open_stream(setting)) as stream:
-            return run_until_steady(lambda: compute(next(stream)), device, max_s=SETTING_S).step_s
-
-    best = dataclasses.replace(plan, workers=0, persistent_workers=False)
-    until_s, best_s = time.perf_counter() + BUDGET_S, measure(best)
-    tried = [f"none {1e3 * best_s:.3g} ms"]
-    for kind in ("thread", "process"):
-        fewer_s = best_s
-        for count in (2**power for power in range(usable_cores().bit_length())):
-            setting = dataclasses.replace(plan, workers=count, worker_kind=kind, persistent_workers=True)
-            try:
-                step_s = measure(setting)
-            except SpeedkitError as error:  # /dev/shm is full, say: as many do not go
-                tried.append(f"{count} by {kind}: {error}")
-                break
-            tried.append(f"{count} by {kind} {1e3 * step_s:.3g} ms")
-            if GAIN * step_s < best_s:
-                best, best_s = setting, step_s
-            # One worker that is always busy may gain nothing where two do.
-            if time.perf_counter() > until_s or (count > 1 and GAIN * step_s > fewer_s):
-                break
-            fewer_s = step_s
-    chosen = dataclasses.replace(best, persistent_workers=plan.persistent_workers and best.workers != 0)
-    name = f"{best.workers} by {best.worker_kind}" if best.workers else "none"
-    return chosen, f"workers {name} gave the shortest steps: {', '.join(tried)}"
+    steps_s = {}
+    for workers in (0, *(2**power for power in range(usable_cores().bit_length()))):
+        tried = dataclasses.replace(plan, workers=workers, persistent_workers=workers > 0)
+        with closing(open_stream(tried)) as stream:
+            steps_s[workers] = run_until_steady(lambda: compute(next(stream)), device, max_s=SETTING_S).step_s
+    best = next(workers for workers, step_s in steps_s.items() if step_s <= GAIN * min(steps_s.values()))
+    times = ", ".join(f"{workers} {1e3 * step_s:.3g} ms" for workers, step_s in steps_s.items())
+    chosen = dataclasses.replace(plan, workers=best, persistent_workers=plan.persistent_workers and best > 0)
+    return chosen, f"workers={best} gave the shortest steps: {times}"

@@ -103,9 +103,9 @@ class Contender:
         """
         precision.set_matmul_precision(self.run.plan)
         set_random_state(self.random, self.run.device)
-        self.run.train_batches.resume()
+        self.run.train_batches.loader.set_running(True)
         yield
-        self.run.train_batches.pause()
+        self.run.train_batches.loader.set_running(False)
         self.random = get_random_state(self.run.device)
 
     def turn(self, count: int, loss_steps: int = 0) -> float:

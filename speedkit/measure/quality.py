@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import pickle
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from speedkit.data.cache_files import PLAIN, described
+from speedkit.errors import SpeedkitError
 from speedkit.files import read_json, write_json
 from speedkit.hardware import Hardware, cache_root
 from speedkit.measure.stats import NonInferiority, non_inferior, pooled_non_inferior, trimmed_mean
@@ -160,7 +160,7 @@ class NaiveCurves:
         content |= {"version": VERSION, "train": plain_facts(workload.train), "test": plain_facts(workload.test)}
         try:
             name = described({key: described(value) for key, value in content.items()})
-        except (TypeError, ValueError, AttributeError, pickle.PicklingError):  # a model that cannot be told from others
+        except SpeedkitError:  # a model that cannot be told from others
             name = ""
         self.path = cache_root() / "quality" / f"{name}.json" if name else None
         self.runs: list[Row] = read_json(self.path) if self.path and self.path.exists() else []

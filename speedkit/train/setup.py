@@ -119,7 +119,7 @@ def setup_run(
         ranks=ranks,
     )
     open_checkpoint(run, resume=resume)
-    for note in (*effective.fallbacks, run.train_batches.padding, getattr(run.train_batches.cache, "why", "")):
+    for note in (*effective.fallbacks, getattr(run.train_batches.cache, "why", "")):
         if note:
             run.progress.say(f"  {note}")
     run.history.prepare_s = time.perf_counter() - began_s

@@ -63,7 +63,7 @@ def audio(
         # Two standard errors of an accuracy of 0.9 on the 400 generated test files.
         margin=0.02 if data_dir or options.get("labels") else 0.03,
         parameters={**spectrogram, "num_samples": num_samples},
-        sources=(*decode.SOURCES, _mel, log_mel),
+        sources=(decode,),
         classes=found.classes,
         quarantined=found.quarantined,
     )

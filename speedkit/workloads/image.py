@@ -68,7 +68,6 @@ def image(
         margin=0.02 if data_dir or options.get("labels") else 0.03,
         kept_as="uint8",
         parameters={"side": side},
-        sources=(load, in_unit_range),
         classes=found.classes,
         quarantined=found.quarantined,
     )

@@ -79,7 +79,7 @@ def speech(
         decoders=("torchcodec", "librosa"),
         count=count,
         parameters=spectrogram,
-        sources=(*decode.SOURCES, load, frames, features),
+        sources=(decode, log_mel),
         quarantined=(*found.quarantined, *too_long),
     )
 
