@@ -6,25 +6,20 @@ statistics of a rank's own share: torch.nn.SyncBatchNorm, which takes GPUs, or n
 
 import atexit
 import contextlib
-import functools
 import logging
 import math
 import os
-import signal
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as tree
 
-from speedkit.errors import Interrupted, PlanError, SpeedkitError
+from speedkit.errors import PlanError, SpeedkitError
 from speedkit.hardware import usable_cores
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
@@ -36,77 +31,35 @@ if TYPE_CHECKING:
     from speedkit.train.run import TrainingRun
 
 TIMEOUT_S = 600.0  # that a rank waits for another, which may be writing a checkpoint; then all end
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-class RankLost(SpeedkitError):
-    """Another rank has ended or does not answer, so that this one ends too."""
-
-    exit_code = 75  # EX_TEMPFAIL: `launch` tells it from an error of the rank's own
 
 
 def launch(arguments: list[str], ranks: int, *, max_restarts: int = 3) -> int:
-    """Run `python -m *arguments` as `ranks` processes on this machine; return the exit code.
+    """Run `python -m *arguments` as `ranks` processes on this machine under torchrun's agent; return the exit code.
 
-    SIGINT and SIGTERM go on to the ranks, which stop at their next log point; a second one kills them. A rank that is
+    SIGINT and SIGTERM go on to the ranks, which have 30 s to reach their next log point and stop there. A rank that is
     killed makes all start again with --resume, at most `max_restarts` times. On several machines torchrun starts them.
     """
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
-    received: list[int] = []  # signals
-    for number in STOP_SIGNALS:
-        signal.signal(number, functools.partial(_forward_signal, received))
-    code, message = _run_ranks(arguments, ranks)
-    if received:
-        return 128 + received[0]
-    lost = code < 0 or code == RankLost.exit_code
-    restart = lost and max_restarts > 0
-    if message:
-        ending = "; all ranks start again from the last checkpoint" if restart else ""
-        print(f"{message}{ending}", file=sys.stderr, flush=True)
-    if restart:
-        return launch([*arguments, "--resume"], ranks, max_restarts=max_restarts - 1)
-    return 1 if lost else code
-
-
-def _forward_signal(received: list[int], number: int, _frame: object) -> None:
-    """Send a signal on to the ranks: their loader processes, which the agent would include, help with the last step."""
-    received.append(number)
-    ranks = psutil.Process().children()
-    if not ranks:
-        raise Interrupted("stopped before the ranks had started", number)
-    for rank in ranks:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            rank.send_signal(number if len(received) == 1 else signal.SIGKILL)
-
-
-def _run_ranks(arguments: list[str], ranks: int) -> tuple[int, str]:
-    """Run `ranks` processes to their end; return the exit code of the first to fail, and what it said unheard."""
     from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    logging.disable(logging.CRITICAL)  # of the agent: what happened is said in a sentence
-    with tempfile.TemporaryDirectory(prefix="speedkit-ranks-") as logs:
-        options = [
-            "--standalone",
-            "--local-addr=localhost",
-            f"--nproc-per-node={ranks}",
-            f"--log-dir={logs}",
-            f"--redirects={','.join(f'{rank}:3' for rank in range(1, ranks))}",  # all that these write
-            "--max-restarts=0",  # the agent would repeat errors too, which come again
-            "--signals-to-handle=SIGHUP,SIGQUIT",  # for others it gives the ranks 30 s
-        ]
-        try:
-            torchrun.run(torchrun.parse_args([*options, "-m", *arguments]))
-            return 0, ""
-        except ChildFailedError as error:
-            # They come in the order of their end. Once one has failed, the agent ends the others by SIGTERM.
-            follows = (RankLost.exit_code, -signal.SIGTERM)
-            rank, failure = min(error.failures.items(), key=lambda item: item[1].exitcode in follows)
-        if failure.exitcode < 0:
-            return failure.exitcode, f"speedkit: rank {rank} was killed by {failure.signal_name()}"
-        stderr = [path.read_text() for path in Path(logs).glob(f"*/*/{rank}/stderr.log")]  # none of rank 0
-        return failure.exitcode, "".join(stderr).rstrip()
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
+    logging.disable(logging.CRITICAL)  # of the agent: the ranks say what happened
+    # The agent's own restarts would repeat errors too, which come again.
+    options = ["--standalone", "--local-addr=localhost", f"--nproc-per-node={ranks}", "--max-restarts=0"]
+    try:
+        torchrun.run(torchrun.parse_args([*options, "-m", *arguments]))
+    except SignalException as stopped:
+        return 128 + stopped.sigval
+    except ChildFailedError as error:
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        killed = [rank for rank, code in codes.items() if code < 0]
+        if not killed or not max_restarts:
+            return max(1, *codes.values())
+        print(f"rank {killed[0]} was killed; all start again from the last checkpoint", file=sys.stderr, flush=True)
+        return launch([*arguments, "--resume"], ranks, max_restarts=max_restarts - 1)
+    return 0
 
 
 def leave(code: int) -> NoReturn:
@@ -152,14 +105,14 @@ def join(plan: Plan, recipe: Recipe, device: torch.device) -> "Ranks | None":
 
 @contextlib.contextmanager
 def report_lost_rank() -> Iterator[None]:
-    """Raise RankLost for an error that only follows from the end of another rank, whose own message says why."""
+    """Turn an error that only follows from the end of another rank, whose own message says why, into a sentence."""
     try:
         yield
     except RuntimeError as error:
-        if not (isinstance(error, dist.DistError) or (dist.is_initialized() and "gloo" in str(error))):
-            raise
-        why = f"another rank has ended or did not answer within {TIMEOUT_S:.0f} s"
-        raise RankLost(f"{why}, so this one ends too") from error
+        if isinstance(error, dist.DistError) or (dist.is_initialized() and "gloo" in str(error)):
+            why = f"another rank has ended or did not answer within {TIMEOUT_S:.0f} s"
+            raise SpeedkitError(f"{why}, so this one ends too") from error
+        raise
 
 
 class Replica(nn.parallel.DistributedDataParallel):
@@ -179,7 +132,6 @@ class Ranks:
         self.rank, self.count, self.device = dist.get_rank(), dist.get_world_size(), device
         self.sharded = plan.strategy == "fsdp"
         self.share = math.ceil(recipe.batch_size / self.count)  # samples of a batch that a rank learns from, at most
-        self.launcher = os.getppid()
         self.restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0  # by torchrun, after one had died
 
     def all_gather(self, value: Any) -> list[Any]:
@@ -188,13 +140,9 @@ class Ranks:
         dist.all_gather_object(values, value)
         return values
 
-    def merge_dicts(self, own: dict[str, str]) -> dict[str, str]:
-        """Return the entries of all ranks together."""
-        return {key: value for entries in self.all_gather(own) for key, value in entries.items()}
-
     def signal_received(self, own: int) -> int:
-        """Return the signal that any rank got, 0 for none; SIGTERM where the launcher was killed before it could."""
-        return max(self.all_gather(own if os.getppid() == self.launcher else int(signal.SIGTERM)))
+        """Return the signal that any rank got, 0 for none."""
+        return max(self.all_gather(own))
 
     def mean(self, losses: Tensor) -> Tensor:
         """Return the mean over ranks of `losses [N]`."""
@@ -250,7 +198,7 @@ class Ranks:
         return model
 
     def full_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the `state` of the whole run: weights unsharded (on rank 0), losses and draws of all ranks."""
+        """Return the `state` of the whole run: weights unsharded (on rank 0), random states of all ranks."""
 
         def gathered(leaf: Any) -> Any:
             if not hasattr(leaf, "full_tensor"):
@@ -258,12 +206,7 @@ class Ranks:
             whole = leaf.full_tensor()
             return None if self.rank else whole.cpu()  # one weight after another: together they may not fit the device
 
-        random_states, pending = zip(*self.all_gather((state["rng"], state["pending"])), strict=True)
-        state = tree.tree_map(gathered, state)
-        state["ranks_rng"] = list(random_states)
-        state["pending"] = [sum(losses) / self.count for losses in zip(*pending, strict=True)]
-        state["history"]["quarantined"] = self.merge_dicts(state["history"]["quarantined"])
-        return state
+        return tree.tree_map(gathered, state) | {"ranks_rng": self.all_gather(state["rng"])}
 
     def local_state(self, run: "TrainingRun", state: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's part of the whole run's `state`; where there were fewer ranks, with new draws."""

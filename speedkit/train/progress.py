@@ -39,7 +39,7 @@ class Progress:
         self.name, self.total, self.batch_size, self.device = name, total, batch_size, device
         self.mode = display_mode(show)
         self.due_s = 0.0  # when what is shown may change again
-        self.losses: list[tuple[int, float]] = []  # (step, loss), one per change
+        self.losses: list[float] = []  # one per change
         self.bar: Any = None
         self.panel: Any = None
         if self.mode == "bar":
@@ -47,9 +47,9 @@ class Progress:
 
             self.bar = tqdm(total=total, desc=name, unit="batch", mininterval=0)
         elif self.mode == "panel":
-            from IPython.display import display
+            from IPython.display import HTML, display
 
-            self.panel = display(self._panel("not begun"), display_id=True)
+            self.panel = display(HTML("not begun"), display_id=True)
 
     def due(self, step: int) -> bool:
         """Whether `step` is to be shown."""
@@ -71,22 +71,10 @@ class Progress:
         if self.panel is None:
             print(text, flush=True)
             return
-        if math.isfinite(loss):
-            self.losses.append((step, loss))
-        self.panel.update(self._panel(text))
-
-    def _panel(self, text: str) -> Any:
-        """Return the panel: a line of text, and the losses so far as a curve, the highest at the top."""
         from IPython.display import HTML
 
-        points = self.losses[:: len(self.losses) // POINTS + 1] or [(0, 0.0)]
-        steps, losses = zip(*points, strict=True)
-        first, low = steps[0], min(losses)
-        width, height = max(steps[-1] - first, 1), max(max(losses) - low, 1e-12)
-        places = (((step - first) / width * 400, 60 - (loss - low) / height * 56) for step, loss in points)
-        curve = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-        line = f"<polyline points='{curve}' fill='none' stroke='#0072B2' stroke-width='1.5'/>"
-        return HTML(f"{html.escape(text)}<br><svg width='400' height='64' role='img' aria-label='loss'>{line}</svg>")
+        self.losses += [loss] if math.isfinite(loss) else []
+        self.panel.update(HTML(f"{html.escape(text)}<br>{curve(self.losses)}"))
 
     def say(self, text: str) -> None:
         """Print a line without tearing the bar apart."""
@@ -99,3 +87,13 @@ class Progress:
         """Leave bar or panel as it stands."""
         if self.bar is not None:
             self.bar.close()
+
+
+def curve(losses: list[float]) -> str:
+    """Return an SVG picture of `losses` in their order, the highest at the top."""
+    shown = losses[:: len(losses) // POINTS + 1] or [0.0]
+    low, height = min(shown), max(max(shown) - min(shown), 1e-12)
+    right = 400 / max(len(shown) - 1, 1)
+    points = " ".join(f"{right * i:.1f},{60 - 56 * (loss - low) / height:.1f}" for i, loss in enumerate(shown))
+    line = f"<polyline points='{points}' fill='none' stroke='#0072B2' stroke-width='1.5'/>"
+    return f"<svg width='400' height='64' role='img' aria-label='loss'>{line}</svg>"

@@ -1,5 +1,6 @@
 """From a workload, a recipe and a plan to a run that is ready for its first step."""
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -21,7 +22,7 @@ from speedkit.files import claim_folder, write_text
 from speedkit.hardware import cache_root, this_machine
 from speedkit.plan import EffectivePlan, Fallback, Plan, resolve
 from speedkit.recipe import Recipe, learning_rates, steps_per_epoch
-from speedkit.train import attention, checkpoint, compile, distributed, memory, precision
+from speedkit.train import attention, checkpoint, compile, distributed, loop, memory, precision
 from speedkit.train.history import History
 from speedkit.train.micro_batch import find_micro_batch
 from speedkit.train.optimizer import build_optimizer
@@ -87,10 +88,10 @@ def setup_run(
     open_stream = functools.partial(
         open_batches,
         workload,
-        batch_size=recipe.batch_size,
-        device=device,
         cache_dir=cache_dir,
         progress=wanted(shown),
+        batch_size=recipe.batch_size,
+        device=device,
         rank=rank,
         world_size=world_size,
     )
@@ -164,22 +165,20 @@ def choose_auto_settings(
         search = find_micro_batch(workload, recipe, effective.plan, device=device, make_run=setup_run)
         memory.release(device)  # what the search had allocated, in blocks cut for other sizes
         effective = effective.with_fallbacks(Fallback("micro_batch", "auto", search.micro_batch, search.why))
-    plan = effective.plan
-    if plan.workers != "auto":
+    if effective.plan.workers != "auto":
         return effective
-    precision.set_matmul_precision(plan)
-    learner, micro_batch = build_learner(workload, recipe, plan, device), int(plan.micro_batch or recipe.batch_size)
+    plan = dataclasses.replace(effective.plan, workers=0, shards=False, ranks=1, log_every=1 << 30)
+    with contextlib.closing(setup_run(workload, recipe, plan, device=device, endless=True)) as run:
+        training = loop.train(run)
 
-    def compute(batch: Batch) -> None:
-        learner.optimizer.zero_grad()
-        for part in zip(*(tensor.split(micro_batch) for tensor in batch), strict=True):
-            with precision.autocast(plan, device):
-                workload.loss(learner.model, part, recipe)[0].backward()
+        def compute(batch: Batch) -> None:
+            run.batch = batch
+            next(training)
 
-    open_stream = functools.partial(
-        BatchStream, workload, workload.train, batch_size=recipe.batch_size, seed=0, device=device
-    )
-    chosen, why = choose_workers(plan, open_stream, compute, device=device)
+        def open_stream(plan: Plan) -> BatchStream:
+            return BatchStream(workload, workload.train, plan, batch_size=recipe.batch_size, seed=0, device=device)
+
+        chosen, why = choose_workers(effective.plan, open_stream, compute, device=device)
     effective = effective.with_fallbacks(Fallback("workers", "auto", chosen.workers, why))
     return dataclasses.replace(effective, plan=chosen)  # with their kind, and whether they stay
 
@@ -210,17 +209,16 @@ def build_learner(
         if fused and ranks.sharded and recipe.optimizer == "sgd":
             fallbacks.append(Fallback("fused_optimizer", True, False, "PyTorch has no fused sgd for sharded weights"))
             fused = False
-    tensor_rate = compile.compiles_update(plan)
-    optimizer = build_optimizer(model.parameters(), recipe, fused=fused, tensor_rate=tensor_rate)
+    optimizer = build_optimizer(model.parameters(), recipe, fused=fused, tensor_rate=compile.compiles_step(plan))
     return Learner(model, replica, optimizer, tuple(fallbacks))
 
 
 def transform_model(model: nn.Module, plan: Plan, workload: Workload | None = None) -> list[Fallback]:
     """Give `model` the 8-bit layers, attention, recomputation and compiled code of `plan`, in place; return why not."""
     # The order counts: 8-bit layers take the place of others, and what is compiled includes all the rest.
-    fallbacks = [
-        Fallback("precision", plan.precision, plan.precision, why) for why in precision.apply_float8(model, plan)
-    ]
+    fallbacks = []
+    if why := precision.apply_float8(model, plan):
+        fallbacks.append(Fallback("precision", plan.precision, plan.precision, why))
     attention.apply_attention(model, plan)
     if why := memory.checkpoint_blocks(model, plan):
         fallbacks.append(Fallback("checkpointing", plan.checkpointing, "off", why))
@@ -236,15 +234,13 @@ def open_batches(
     *,
     cache_dir: str | Path | None,
     progress: bool,
+    device: torch.device,
     **options: Any,
 ) -> BatchStream:
-    """Return the stream of `items`, out of shards and a cache where the plan says so; what is missing is made.
-
-    `options` are those of BatchStream.
-    """
+    """Return the stream of `items`, out of shards and a cache where the plan says so; what is missing is made."""
     if plan.shards:
         items = pack(workload, items, Path(cache_dir or cache_root()) / "shards")
     cache = None
     if plan.cache != "off":
-        cache = open_cache(workload, items, plan, device=options["device"], cache_dir=cache_dir, progress=progress)
-    return BatchStream(workload, items, plan, cache=cache, **options)
+        cache = open_cache(workload, items, plan, device=device, cache_dir=cache_dir, progress=progress)
+    return BatchStream(workload, items, plan, cache=cache, device=device, **options)
