@@ -38,7 +38,7 @@ def faults():
 ctypes.CDLL(None).mallopt(-3, 128 << 10)
 faults()
 first = faults()
-assert keep_freed_memory() and keep_freed_memory()
+keep_freed_memory()
 faults()
 print(first, faults())
 """
@@ -177,7 +177,7 @@ def test_less_is_kept_in_training_and_as_much_as_ever_in_evaluation(device):
 @pytest.mark.parametrize(
     ("net", "why"),
     [
-        (make_net(last=lambda: nn.BatchNorm1d(16)), "BatchNorm1d, whose running statistics"),
+        (make_net(last=lambda: nn.BatchNorm1d(16)), "running statistics of a block's BatchNorm1d"),
         (nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), "no repeated blocks"),
     ],
     ids=["BatchNorm", "no blocks"],
@@ -201,8 +201,7 @@ def test_training_with_recomputed_blocks_gives_the_same_losses(mode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scope", ["model", "blocks"])
-@pytest.mark.parametrize("mode", ["blocks", "selective"])
+@pytest.mark.parametrize(("scope", "mode"), [("model", "selective"), ("blocks", "blocks")])
 def test_compiled_blocks_are_recomputed_too(scope, mode):
     plain, inputs = make_net(), torch.randn(8, 12, 8)
     for drop in (module for module in plain.modules() if isinstance(module, nn.Dropout)):
