@@ -105,8 +105,8 @@ def test_a_batch_is_never_larger_than_there_are_samples_for_it(workload, largest
 @pytest.mark.parametrize(
     ("workload", "room_bytes", "error", "message"),
     [
-        (limited(points(), 0), None, SpeedkitError, "of the longest items 1 does not fit .CUDA out of memory"),
-        (points(hidden=4096), 1000, SpeedkitError, "of the longest items 1 takes .*MB of 0.001"),
+        (limited(points(), 0), None, SpeedkitError, "1 of the longest items does not fit"),
+        (points(hidden=4096), 1000, SpeedkitError, "1 of the longest items does not fit"),
         (limited(points(), 4, raises=RuntimeError("bad shapes")), None, RuntimeError, "bad shapes"),
     ],
     ids=["nothing fits", "no room", "another error"],
@@ -123,7 +123,7 @@ def test_a_size_that_could_need_more_than_the_room_is_never_run_on_a_cpu():
     room = (whole.peak_bytes[16] + whole.peak_bytes[32]) // 2
     result = search(noting(workload, seen), room_bytes=room)
     assert 16 <= result.largest < 32 and result.largest == max(size for size, _ in seen)
-    assert max(result.peak_bytes.values()) <= room and "could take" in result.why
+    assert max(result.peak_bytes.values()) <= room and "32 does not fit" in result.why
 
 
 # --- the knee

@@ -294,7 +294,7 @@ def test_progress_is_plain_lines_where_there_is_no_terminal(capfd, monkeypatch):
     fit(points(), device="cpu", plan=Plan(log_every=2))
     out, err = capfd.readouterr()
     last = next(line for line in out.splitlines() if "step 12/12" in line)
-    assert all(name in last for name in ("loss ", "acc ", "batches/s", "samples/s"))
+    assert all(name in last for name in ("loss ", "accuracy ", "samples/s"))
     assert "\r" not in out + err
 
 
@@ -328,4 +328,4 @@ def test_progress_is_a_bar_on_a_terminal(monkeypatch):
     os.close(master)
     last = [part for part in bytes(shown).decode().split("\r") if part.strip()][-1]
     assert "12/12" in last
-    assert all(name in last for name in ("loss ", "acc ", "batches/s", "samples/s"))
+    assert all(name in last for name in ("loss ", "accuracy ", "samples/s"))

@@ -115,16 +115,6 @@ def report_lost_rank() -> Iterator[None]:
         raise
 
 
-class Replica(nn.parallel.DistributedDataParallel):
-    """DDP, with the attributes of the model that it holds: losses may ask for them."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.module, name)
-
-
 class Ranks:
     """This process among those of one run. Every method is called by all of them alike."""
 
@@ -139,10 +129,6 @@ class Ranks:
         values = [None] * self.count
         dist.all_gather_object(values, value)
         return values
-
-    def signal_received(self, own: int) -> int:
-        """Return the signal that any rank got, 0 for none."""
-        return max(self.all_gather(own))
 
     def mean(self, losses: Tensor) -> Tensor:
         """Return the mean over ranks of `losses [N]`."""
@@ -165,10 +151,9 @@ class Ranks:
     def weighted(
         self, parts: list[Batch], counts: Sequence[int | Tensor], micro_batch: int
     ) -> list[tuple[Batch, Tensor | float | None]]:
-        """Return the parts of this rank's share of a batch, and what each counts for, of so many valid items in each.
+        """Return the parts of this rank's share of a batch, `counts` of valid items in each, and what each counts for.
 
-        Each weighs as many as it holds of all that the ranks have together: both strategies take the mean over ranks
-        of the gradients, which then is that of the whole batch.
+        Both strategies take the mean over ranks of the gradients, which then is that of the whole batch.
         """
         parts = self.as_many_parts(parts, micro_batch)
         numbers = torch.zeros(len(parts), device=self.device)
@@ -187,7 +172,7 @@ class Ranks:
         if self.rank:  # weights were drawn alike; what dropout draws is for other samples
             torch.manual_seed(recipe.seed * 1_000_003 + (self.rank << 40))
         if not self.sharded:
-            return Replica(model, gradient_as_bucket_view=True)
+            return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         mesh = dist.init_device_mesh(self.device.type, (self.count,))

@@ -76,8 +76,9 @@ def train(run: TrainingRun) -> Generator[int, None, None]:
         run.losses.append(step_loss)
 
         evaluates = run.step == run.total_steps or (run.evaluate_every and run.step % run.evaluate_every == 0)
-        if evaluates or run.stop_requested or run.step % plan.log_every == 0:
-            run.log(outputs, part)  # the host waits for the device here; a loss that is not finite leaves the loop
+        stops = run.stop and run.ranks is None  # several ranks agree on it at their next log point
+        if evaluates or stops or run.step % plan.log_every == 0:
+            run.log(outputs, part)  # the host waits for the device here
         if evaluates:
             evaluate(run)
         if evaluates or run.stopping:

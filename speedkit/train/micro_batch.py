@@ -69,13 +69,15 @@ def find_micro_batch(
             cached = plan.cache == ("device" if device.type == "cuda" else "ram")  # made later, in the same memory
             room_bytes = ROOM * free_bytes(device) - cached * len(workload.train) * trial.batch[0][0].nbytes
         sizes = list(itertools.takewhile(functools.partial(trial.fits, room_bytes=room_bytes), trial.sizes))
+        refused = "".join(f"; {size} does not fit" for size in trial.sizes[len(sizes) :][:1])
         if not sizes:
-            raise SpeedkitError(f"of the longest items {trial.refused}: take shorter ones, or checkpointing=blocks")
+            smallest = trial.sizes[0]
+            raise SpeedkitError(f"{smallest} of the longest items does not fit: take shorter ones, or a smaller model")
         rates = trial.rates(sizes)
     chosen, why = knee(rates), f"the smallest within {TOLERANCE:.0%} of the best"
     if trial.batch_norm:
         chosen, why = sizes[-1], "the largest, for batch norm"
-    why = "; ".join(filter(None, [f"{why} of {', '.join(map(str, sizes))}", trial.refused]))
+    why = f"{why} of {', '.join(map(str, sizes))}{refused}"
     return MicroBatchSearch(chosen, sizes[-1], rates, trial.peak_bytes, why, time.perf_counter() - began_s)
 
 
@@ -109,7 +111,6 @@ class MicroBatchTrial:
         halves = {math.ceil(batch_size / (1 << power)) for power in range(batch_size.bit_length() + 1)}
         self.sizes = sorted(size for size in halves if size >= smallest)
         self.peak_bytes: dict[int, int] = {}
-        self.refused = ""  # why the last size that was tried does not fit
 
     def take_step(self, size: int, samples: int) -> None:
         """Make an optimizer step on so many samples, in micro-batches of `size`."""
@@ -123,7 +124,6 @@ class MicroBatchTrial:
         # Linux may end a process that takes too much RAM, which no exception announces.
         expected = min((peak / smaller * size for smaller, peak in self.peak_bytes.items()), default=0.0)
         if self.run.device.type == "cpu" and expected > room_bytes:
-            self.refused = f"{size} could take {expected / 1e6:.3g} MB of {room_bytes / 1e6:.3g}"
             return False
         self.run.optimizer.zero_grad(set_to_none=True)  # gradients are a part of a step's memory
         # Freed by the step, it would make the profiler warn of memory that it has not seen taken.
@@ -131,14 +131,13 @@ class MicroBatchTrial:
         try:
             # Two micro-batches, for the second meets the gradients of the first.
             peak = peak_bytes(lambda: self.take_step(size, 2 * size), self.run.device)
-            if peak <= room_bytes:
-                self.peak_bytes[size] = peak
-                return True
-            self.refused = f"{size} takes {peak / 1e6:.3g} MB of {room_bytes / 1e6:.3g}"
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            self.refused = f"{size} does not fit ({str(error).partition('. ')[0] or type(error).__name__})"
+            peak = None
+        if peak is not None and peak <= room_bytes:
+            self.peak_bytes[size] = peak
+            return True
         self.run.optimizer.zero_grad(set_to_none=True)
         release(self.run.device)
         return False

@@ -7,11 +7,8 @@ import sys
 import time
 from typing import Any
 
-import torch
-
 # Between changes of what is shown; plain lines, a sign of life for a log file, are fewer.
 SHOWN_EVERY_S = {"panel": 0.5, "bar": 0.5, "lines": 5.0}
-POINTS = 150  # of the loss that the panel draws, at most
 
 
 def wanted(show: bool | str) -> bool:
@@ -35,8 +32,8 @@ def display_mode(show: bool | str) -> str:
 class Progress:
     """Shows loss, score and rates at log points, from numbers that were read there anyway: it never waits for a GPU."""
 
-    def __init__(self, name: str, total: int | None, batch_size: int, device: torch.device, show: bool | str):
-        self.name, self.total, self.batch_size, self.device = name, total, batch_size, device
+    def __init__(self, name: str, total: int | None, batch_size: int, *, show: bool | str):
+        self.name, self.total, self.batch_size = name, total, batch_size
         self.mode = display_mode(show)
         self.due_s = 0.0  # when what is shown may change again
         self.losses: list[float] = []  # one per change
@@ -58,11 +55,7 @@ class Progress:
     def update(self, step: int, step_s: float, loss: float, score: float, metric: str) -> None:
         """Show where the run is; `step_s` and `loss` are means since the last log point, `score` of the last batch."""
         self.due_s = time.perf_counter() + SHOWN_EVERY_S[self.mode]
-        metric = "acc" if metric == "accuracy" else metric
-        text = f"loss {loss:.4f}, {metric} {score:.3f}"
-        text += f", {1 / step_s:.1f} batches/s, {self.batch_size / step_s:.0f} samples/s"
-        if self.device.type == "cuda":
-            text += f", {torch.cuda.max_memory_allocated(self.device) / 1e9:.2f} GB at most"
+        text = f"loss {loss:.4f}, {metric} {score:.3f}, {self.batch_size / step_s:.0f} samples/s"
         if self.bar is not None:
             self.bar.set_postfix_str(text, refresh=False)
             self.bar.update(step - self.bar.n)
@@ -91,9 +84,7 @@ class Progress:
 
 def curve(losses: list[float]) -> str:
     """Return an SVG picture of `losses` in their order, the highest at the top."""
-    shown = losses[:: len(losses) // POINTS + 1] or [0.0]
-    low, height = min(shown), max(max(shown) - min(shown), 1e-12)
-    right = 400 / max(len(shown) - 1, 1)
-    points = " ".join(f"{right * i:.1f},{60 - 56 * (loss - low) / height:.1f}" for i, loss in enumerate(shown))
-    line = f"<polyline points='{points}' fill='none' stroke='#0072B2' stroke-width='1.5'/>"
+    low, height = min(losses, default=0.0), max(losses, default=0.0) - min(losses, default=0.0) or 1.0
+    places = (f"{400 * i / len(losses):.1f},{60 - 56 * (loss - low) / height:.1f}" for i, loss in enumerate(losses))
+    line = f"<polyline points='{' '.join(places)}' fill='none' stroke='#0072B2' stroke-width='1.5'/>"
     return f"<svg width='400' height='64' role='img' aria-label='loss'>{line}</svg>"

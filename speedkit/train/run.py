@@ -143,16 +143,11 @@ class TrainingRun:
         self.history.seconds += elapsed_s
         return elapsed_s
 
-    @property
-    def stop_requested(self) -> bool:
-        """Whether to stop now: several ranks agree on that at their next log point."""
-        return bool(self.stop) and self.ranks is None
-
     def log(self, outputs: Tensor, part: Batch) -> None:
         """Read the losses since the last log point; show the score of the last `part` of a batch by its `outputs`."""
         history, count = self.history, len(self.losses)
         if self.ranks is not None:
-            self.stop = self.ranks.signal_received(self.stop)
+            self.stop = max(self.ranks.all_gather(self.stop))
         self.stopping = bool(self.stop)
         history.loss.append(self.recovery.read(self))
         history.log_steps.append(self.step)

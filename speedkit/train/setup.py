@@ -115,7 +115,7 @@ def setup_run(
         total_steps=None if endless else total_steps,
         evaluate_every=0 if endless else evaluate_every,
         history=History(workload.name, recipe, effective, str(device)),
-        progress=Progress(workload.name, total_steps, recipe.batch_size, device, shown),
+        progress=Progress(workload.name, total_steps, recipe.batch_size, show=shown),
         out=folder,
         ranks=ranks,
     )
@@ -141,7 +141,7 @@ def open_checkpoint(run: TrainingRun, *, resume: bool) -> None:
 def check_recipe(recipe: Recipe, workload: Workload) -> None:
     """Raise PlanError for what the loss of `workload` would silently ignore."""
     if not isinstance(recipe.batch_size, int):
-        raise PlanError("batch_size=auto takes several trainings: let measure.larger_batch.choose_batch_size find it")
+        raise PlanError("batch_size=auto takes several trainings: let measure.quality.choose_batch_size find it")
     for name in ("label_smoothing", "focal_gamma", "mixup"):
         if (value := getattr(recipe, name)) and name not in workload.honours:
             raise PlanError(f"{name}={value} is not applied by workload {workload.name}: leave it at 0")
