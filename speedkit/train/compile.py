@@ -49,18 +49,13 @@ def _compile_in_place(module: nn.Module, **options: Any) -> None:
     module._compiled_call_impl = torch.compile(call, **options)
 
 
-def compiles_step(plan: Plan) -> bool:
-    """Whether loss and update are compiled."""
-    return plan.compile != "off" and plan.compile_scope == "step"
-
-
 def compile_step(workload: Workload, optimizer: torch.optim.Optimizer, plan: Plan) -> Loss:
     """Return the loss, under scope "step" compiled together with the model that it calls; compile the update then too.
 
     The update's learning rate must be a tensor: a number would be compiled in, and anew whenever the schedule moves it.
     A fused update is a single kernel already.
     """
-    if not compiles_step(plan):
+    if plan.compile == "off" or plan.compile_scope != "step":
         return workload.loss
     if not plan.fused_optimizer:
         whole = inspect.unwrap(type(optimizer).step)  # what torch wraps the step in breaks the graph

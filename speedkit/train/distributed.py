@@ -1,7 +1,7 @@
 """Several processes train one model: each learns from its share of every batch, and all make the same steps.
 
-`launch` starts them under torchrun's elastic agent; `join` makes a process one of them. A BatchNorm learns from the
-statistics of a rank's own share: torch.nn.SyncBatchNorm, which takes GPUs, or normalising each sample cures that.
+A BatchNorm learns from the statistics of a rank's own share: torch.nn.SyncBatchNorm, which takes GPUs, or normalising
+each sample cures that.
 """
 
 import atexit
@@ -81,18 +81,13 @@ def local_device(plan: Plan, device: str | torch.device) -> str | torch.device:
 
 
 def join(plan: Plan, recipe: Recipe, device: torch.device) -> "Ranks | None":
-    """Return this process's part in a run of several ranks; None where there is one, whatever else goes on here.
-
-    Raises PlanError in a process that is not one of `plan.ranks`.
-    """
+    """Return this process's part in a run of several ranks; None where the plan has one."""
     if plan.ranks == 1:
         return None
     there = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
     if there != plan.ranks:
-        raise PlanError(
-            f"ranks={plan.ranks} takes as many processes, and this is one of {there}: start them with `speedkit train "
-            f"WORKLOAD --ranks {plan.ranks}`, or a script of yours with `torchrun --nproc-per-node {plan.ranks} SCRIPT`"
-        )
+        how = f"`speedkit train WORKLOAD --ranks {plan.ranks}` or `torchrun --nproc-per-node {plan.ranks} SCRIPT`"
+        raise PlanError(f"ranks={plan.ranks} takes as many processes, and this is one of {there}: start them by {how}")
     gpu = device if device.type == "cuda" else None
     if gpu is not None:
         torch.cuda.set_device(gpu)
@@ -142,10 +137,7 @@ class Ranks:
         return sums[0], int(sums[1])
 
     def as_many_parts(self, parts: list[Batch], micro_batch: int) -> list[Batch]:
-        """Return `parts` with the first once more until all ranks have as many.
-
-        FSDP gathers weights in every forward pass, so all ranks have to make it.
-        """
+        """Return `parts` with the first once more until all ranks have as many: FSDP gathers weights in each pass."""
         return parts + (math.ceil(self.share / micro_batch) - len(parts)) * parts[:1]
 
     def weighted(
@@ -166,7 +158,6 @@ class Ranks:
     def apply_data_parallel(self, model: nn.Module, recipe: Recipe, plan: Plan) -> nn.Module:
         """Return what exchanges the gradients of `model`: DDP around it, or itself with FSDP2 applied to its blocks.
 
-        With both strategies each rank has its own random draws from here on.
         Zhao et al. 2023; https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
         """
         if self.rank:  # weights were drawn alike; what dropout draws is for other samples

@@ -51,10 +51,9 @@ def find_micro_batch(
 ) -> MicroBatchSearch:
     """Return the micro-batch that suits steps of `recipe.batch_size` samples, found by training on the longest items.
 
-    It is the throughput knee, or for a model with batch norm the largest: smaller ones change what that learns. The
-    steps are those of a run that `make_run` (`setup_run`) makes for it, uncompiled: compiling size by size would take
-    longer than all the rest. `room_bytes` replaces what a step may take of the free memory. Raises SpeedkitError where
-    not even the smallest micro-batch fits.
+    It is the throughput knee, or for a model with batch norm the largest: smaller ones change what that learns. Steps
+    are made by `make_run` (`setup_run`), uncompiled: compiling each size would take longer than all the rest.
+    `room_bytes` replaces what a step may take of the free memory. Raises SpeedkitError where no size fits.
     """
     began_s = time.perf_counter()
     make = functools.partial(make_run, with_longest_first(workload), recipe, trial_plan(plan), device=device)

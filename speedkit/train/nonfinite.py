@@ -6,7 +6,6 @@ losses anyway; `locate_nonfinite` finds the module and the samples in which NaN 
 
 import copy
 import functools
-import itertools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -84,10 +83,9 @@ class StepGuard:
 
 
 class Recovery:
-    """What the host knows of bad steps, and with on_nonfinite=recover a copy of the last good state.
+    """What the host knows of bad steps, and with on_nonfinite=recover a copy of the last good state, on the device.
 
-    The copy stays on the device. It is taken at log points whose last step was good, and training goes back to it,
-    with half the learning rate, after PATIENCE bad steps in a row.
+    Training goes back to it, with half the learning rate, after PATIENCE bad steps in a row.
     """
 
     def __init__(self) -> None:
@@ -105,11 +103,10 @@ class Recovery:
         losses = (stacked if run.ranks is None else run.ranks.mean(stacked)).tolist()
         bad = torch.stack(run.guard.bad).tolist() if run.guard.skips else [not math.isfinite(loss) for loss in losses]
         run.guard.bad.clear()
-        first = run.step - len(losses) + 1
-        for step, loss, is_bad, position in zip(itertools.count(first), losses, bad, run.positions, strict=False):
-            self.bad_in_row = self.bad_in_row + 1 if is_bad else 0
-            if is_bad:
-                note_bad_step(run, step, loss, position)
+        for index in range(len(losses)):
+            self.bad_in_row = self.bad_in_row + 1 if bad[index] else 0
+            if bad[index]:
+                note_bad_step(run, run.step - len(losses) + 1 + index, losses[index], run.positions[index])
         if self.bad_in_row >= PATIENCE:
             self.roll_back(run)
         elif run.plan.on_nonfinite == "recover" and not self.bad_in_row:

@@ -45,13 +45,11 @@ def setup_run(
     progress: bool | str = "auto",
     endless: bool = False,
 ) -> TrainingRun:
-    """Return a run of `workload` that is ready for its first step: data found, cache built, model made, plan applied.
+    """Return a run of `workload` that is ready for its first step, by its own recipe and `Plan()` by default.
 
-    `recipe` and `plan` default to the workload's recipe and `Plan()`. `out` gets checkpoint, plan and history;
-    `resume` goes on from the checkpoint there. `strict` makes a field of the plan that cannot be honoured an error.
-    `deterministic` asks CUDA for reproducible kernels (https://docs.pytorch.org/docs/stable/notes/randomness.html); a
-    CPU needs no asking. `endless` ignores the recipe's length and never evaluates: for measuring. Raises PlanError for
-    a field of the recipe that the workload's loss would silently ignore.
+    `out` gets checkpoint, plan and history; `resume` goes on from the checkpoint there. `strict` makes a field of the
+    plan that cannot be honoured an error. `deterministic` asks CUDA for reproducible kernels
+    (https://docs.pytorch.org/docs/stable/notes/randomness.html). `endless` never stops nor evaluates: for measuring.
     """
     began_s = time.perf_counter()
     recipe, plan = recipe or workload.recipe, plan or Plan()
@@ -209,7 +207,7 @@ def build_learner(
         if fused and ranks.sharded and recipe.optimizer == "sgd":
             fallbacks.append(Fallback("fused_optimizer", True, False, "PyTorch has no fused sgd for sharded weights"))
             fused = False
-    optimizer = build_optimizer(model.parameters(), recipe, fused=fused, tensor_rate=compile.compiles_step(plan))
+    optimizer = build_optimizer(model.parameters(), recipe, fused=fused, tensor_rate=plan.compile_scope == "step")
     return Learner(model, replica, optimizer, tuple(fallbacks))
 
 
