@@ -94,15 +94,6 @@ def test_sizes_halve_the_batch_down_from_what_fits(fits, kind, where, device):
 
 
 @pytest.mark.parametrize(
-    ("workload", "largest"),
-    [(points(batch_size=1), 1), (points(train=10, test=3, batch_size=16), 10), (points(train=1, test=1), 1)],
-    ids=["batch of one", "few items", "one item"],
-)
-def test_a_batch_is_never_larger_than_there_are_samples_for_it(workload, largest):
-    assert search(workload).largest == largest
-
-
-@pytest.mark.parametrize(
     ("workload", "room_bytes", "error", "message"),
     [
         (limited(points(), 0), None, SpeedkitError, "1 of the longest items does not fit"),

@@ -193,16 +193,6 @@ def test_float16_outlasts_its_schedule_in_a_run_that_never_ends():
     assert float(run.optimizer.param_groups[0]["lr"]) == pytest.approx(learning_rates(run.recipe, 3)[-1])
 
 
-def test_the_learning_rate_is_one_tensor_from_step_to_step():
-    run = setup_run(points(), plan=Plan(fused_optimizer=True), device="cpu", progress=False)
-    rate = run.optimizer.param_groups[0]["lr"]
-    table = learning_rates(run.recipe, 12)
-    for step in steps(run):
-        assert run.optimizer.param_groups[0]["lr"] is rate
-        assert float(rate) == pytest.approx(table[step - 1])
-    run.close()
-
-
 # What the host reads.
 
 

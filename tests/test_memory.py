@@ -1,7 +1,6 @@
 """What takes memory: activations counted and recomputed, the allocator, snapshots; freed memory kept."""
 
 import copy
-import dataclasses
 import pickle
 import subprocess
 import sys
@@ -9,12 +8,10 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import loss, points
 from torch import nn
 
 from speedkit.plan import Plan
 from speedkit.train import memory
-from speedkit.train.fit import fit
 from speedkit.workloads.audio import AudioNet
 from speedkit.workloads.image import ImageNet
 from speedkit.workloads.speech import SpeechNet
@@ -127,11 +124,6 @@ def gradients(model, *inputs, amp=False, forward=None):
     return [*found, torch.get_rng_state()]
 
 
-def last_loss(model, batch, recipe):
-    """The loss of points, each taken for a sequence of one position."""
-    return loss(lambda inputs: model(inputs[:, None])[:, 0], batch, recipe)
-
-
 def checkpointed(model, mode, **plan):
     model = copy.deepcopy(model)
     assert memory.checkpoint_blocks(model, Plan(checkpointing=mode, **plan)) == ""
@@ -185,19 +177,6 @@ def test_less_is_kept_in_training_and_as_much_as_ever_in_evaluation(device):
 def test_blocks_that_cannot_run_twice_are_left_alone_with_the_reason(net, why):
     assert why in memory.checkpoint_blocks(net, Plan(checkpointing="blocks"))
     assert not any("forward" in vars(module) for module in net.modules())
-
-
-@pytest.mark.parametrize("mode", ["blocks", "selective"])
-def test_training_with_recomputed_blocks_gives_the_same_losses(mode):
-    deep = dataclasses.replace(points(epochs=None, steps=3, clip_norm=1.0), model=make_net, loss=last_loss)
-
-    def losses(**plan):
-        return fit(deep, plan=Plan(micro_batch=8, log_every=1, **plan), device="cpu", progress=False)
-
-    history = losses(checkpointing=mode)
-    assert history.loss == losses().loss and not history.effective.fallbacks
-    shallow = fit(points(epochs=None, steps=1), plan=Plan(checkpointing=mode), device="cpu", progress=False)
-    assert [(found.field, found.got) for found in shallow.effective.fallbacks] == [("checkpointing", "off")]
 
 
 @pytest.mark.slow

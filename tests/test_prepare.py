@@ -95,7 +95,7 @@ def fields(prepared):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"drop_last": True, "batch_size": 16}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "drop_last": True}], ids=str)
 def test_the_naive_plan_changes_nothing(device, options):
     prepared = prepare(Plan(), *parts(device, **options))
     assert train(*prepared) == train(*parts(device, **options)) and len(prepared.loader) == len(parts(**options)[2])
@@ -232,29 +232,19 @@ def test_what_these_parts_cannot_do_falls_back_and_the_loop_runs(make, plan, say
     assert says in str(prepared.effective) and sum(len(targets) for _, targets in prepared.loader) == 40
 
 
-class Own:
-    """A batch of somebody's own, which knows how to move."""
-
-    def __init__(self, x):
-        self.x = x
-
-    def to(self, device):
-        return Own(self.x.to(device))
-
-
 def collate(samples):
     inputs, targets = torch.utils.data.default_collate(samples)
-    return {"pair": (inputs, [targets, "a word"]), "own": Own(targets)}
+    return {"pair": (inputs, [targets, "a word"])}
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("plan", [{}, {"workers": 2, "persistent_workers": True, "pin_memory": True}], ids=str)
-def test_whatever_a_batch_is_made_of_arrives_on_the_device(plan, device):
-    _, _, loader = prepare(Plan(**plan), *parts(device, collate_fn=collate, shuffle=False))
+def test_whatever_a_batch_is_made_of_arrives_on_the_device(device):
+    plan = Plan(workers=2, persistent_workers=True, pin_memory=True)
+    _, _, loader = prepare(plan, *parts(device, collate_fn=collate, shuffle=False))
     for _ in range(2):
         for number, batch in enumerate(loader):
             inputs, (targets, word) = batch["pair"]
-            assert inputs.device == targets.device == batch["own"].x.device == loader.device and word == "a word"
+            assert inputs.device == targets.device == loader.device and word == "a word"
             assert torch.equal(inputs[0].cpu(), data()[8 * number][0])
 
 

@@ -73,12 +73,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, plan, at):
     assert json.loads((tmp_path / "history.json").read_text())["resumed_from"] == at
 
 
-def test_a_finished_run_resumed_does_nothing_more(tmp_path):
-    options = {"device": "cpu", "progress": False, "out": tmp_path}
-    whole = fit(lively(), **options)
-    assert outcome(fit(lively(), resume=True, **options)) == outcome(whole)
-
-
 def test_the_schedule_still_writes_into_the_optimizers_own_tensor_after_resuming(tmp_path):
     options = {"plan": Plan(fused_optimizer=True), "device": "cpu", "progress": False, "out": tmp_path}
     with pytest.raises(Interrupted):
@@ -130,12 +124,6 @@ def test_a_checkpoint_of_another_program_is_named(stopped):
     torch.save({"epoch": 3}, stopped / checkpoint.NAME)
     with pytest.raises(SpeedkitError, match=r"checkpoint\.pt cannot be read, .* remove it"):
         fit(lively(), device="cpu", progress=False, out=stopped, resume=True)
-
-
-def test_resuming_where_nothing_was_saved_starts_at_the_beginning(tmp_path):
-    history = fit(lively(), device="cpu", progress=False, out=tmp_path, resume=True)
-    assert history.resumed_from is None
-    assert history.steps == 14
 
 
 def test_a_checkpoint_that_does_not_fit_on_the_disk_leaves_the_one_before(stopped):

@@ -65,6 +65,7 @@ class TrainingRun:
         self.guard = StepGuard(plan, self.model, self.optimizer, several_ranks=self.ranks is not None)
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.fetch = self.train_batches.__next__  # another function is put here to measure without loading
+        self.augments = self.workload.augment is not None or self.recipe.mixup > 0
         self.generator = torch.Generator(device=self.device)
         self.rates_on_device = torch.tensor(self.learning_rates, device=self.device)
 
@@ -85,16 +86,18 @@ class TrainingRun:
         A run that never ends outlasts its schedule, and stays at the last rate.
         """
         last = len(self.learning_rates) - 1
-        if self.guard.active and self.plan.fused_optimizer:
+        if not self.guard.active:
+            return self.recovery.rate * self.learning_rates[min(self.step, last)]
+        if self.plan.fused_optimizer:
             return self.recovery.rate * self.rates_on_device.take(self.guard.good_steps.clamp(max=last))
         return self.recovery.rate * self.learning_rates[min(self.steps_made, last)]
 
     def next_batch(self) -> Batch:
         """Return the batch of the next step, augmented, on the device; again the same one if it is to be repeated."""
         if self.batch is None:
-            batch = self.fetch()
-            self.positions.append((self.train_batches.epoch, self.train_batches.position))
-            self.batch = self.augment(batch, self.step)
+            batch, stream = self.fetch(), self.train_batches
+            self.positions.append((stream.epoch, stream.position))
+            self.batch = self.augment(batch, self.step) if self.augments else batch
         return self.batch
 
     def augment(self, batch: Batch, step: int) -> Batch:
