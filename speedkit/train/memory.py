@@ -20,18 +20,12 @@ from speedkit.plan import Plan
 from speedkit.train.attention import backends, call_under
 from speedkit.train.compile import repeated_blocks
 
-aten = torch.ops.aten
 # Products of activations with weights, and attention: most of the time and, beside what lies between them, little of
 # the memory. Not bmm: attention spelled out in products keeps its scores, which grow with the square of the length.
+ATTENTION = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
 KEPT_PRODUCTS = [
-    aten.mm.default,
-    aten.addmm.default,
-    aten.convolution.default,
-    aten._scaled_mm.default,
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
+    getattr(torch.ops.aten, name).default
+    for name in ("mm", "addmm", "convolution", "_scaled_mm", *(f"_scaled_dot_product_{kind}" for kind in ATTENTION))
 ]
 # Texts of RuntimeErrors that a smaller batch cures. The libraries that multiply and convolve say that they found no
 # room for their workspace, or no algorithm that could do without.

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -75,8 +75,8 @@ def setup_run(
 
     # Model and optimizer, then compilation on top of all that changes layers.
     precision.set_matmul_precision(effective.plan)
-    learner = build_learner(workload, recipe, effective.plan, device, ranks=ranks)
-    effective = effective.with_fallbacks(*learner.fallbacks)
+    model, replica, optimizer, fallbacks = build_learner(workload, recipe, effective.plan, device, ranks=ranks)
+    effective = effective.with_fallbacks(*fallbacks)
     if strict:
         check_strict(effective)
     plan = effective.plan
@@ -103,10 +103,10 @@ def setup_run(
         recipe=recipe,
         effective=effective,
         device=device,
-        model=learner.model,
-        replica=learner.replica,
+        model=model,
+        replica=replica,
         micro_batch=min(int(plan.micro_batch or local.batch_size), local.batch_size),
-        optimizer=learner.optimizer,
+        optimizer=optimizer,
         train_batches=open_stream(workload.train, plan, seed=recipe.seed),
         test_batches=open_stream(workload.test, test_plan, seed=None),
         learning_rates=learning_rates(recipe, total_steps),
@@ -181,19 +181,13 @@ def choose_auto_settings(
     return dataclasses.replace(effective, plan=chosen)  # with their kind, and whether they stay
 
 
-class Learner(NamedTuple):
-    """What a step changes: the model, what a step calls in its place, its optimizer; and what of the plan it is not."""
-
-    model: nn.Module
-    replica: nn.Module
-    optimizer: torch.optim.Optimizer
-    fallbacks: tuple[Fallback, ...]
-
-
 def build_learner(
     workload: Workload, recipe: Recipe, plan: Plan, device: torch.device, *, ranks: distributed.Ranks | None = None
-) -> Learner:
-    """Return model and optimizer on `device`, as the plan has them; the weights are a function of the recipe's seed."""
+) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer, list[Fallback]]:
+    """Return the model, what a step calls in its place, its optimizer, and what of the plan they are not.
+
+    The weights are a function of the recipe's seed.
+    """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     torch.manual_seed(recipe.seed)  # loading and augmenting have generators of their own
@@ -208,7 +202,7 @@ def build_learner(
             fallbacks.append(Fallback("fused_optimizer", True, False, "PyTorch has no fused sgd for sharded weights"))
             fused = False
     optimizer = build_optimizer(model.parameters(), recipe, fused=fused, tensor_rate=plan.compile_scope == "step")
-    return Learner(model, replica, optimizer, tuple(fallbacks))
+    return model, replica, optimizer, fallbacks
 
 
 def transform_model(model: nn.Module, plan: Plan, workload: Workload | None = None) -> list[Fallback]:
