@@ -42,7 +42,7 @@ def measure(quick: bool) -> Iterator[common.Result]:
         sweep_s = time.perf_counter() - began_s
         best = max(rates, key=lambda size: rates[size])
         sides = {
-            name: functools.partial(trial.take_steps, size, batch_size)
+            name: functools.partial(trial.take_step, size, batch_size)
             for name, size in (("chosen", search.micro_batch), ("best", best))
         }
         turns = compare_functions("", sides, pairs, device)

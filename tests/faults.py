@@ -11,8 +11,6 @@ OUT_OF_MEMORY = {
     "cudnn": lambda: RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear ..."),
     "cudnn workspace": lambda: RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
     "no engine": lambda: RuntimeError("GET was unable to find an engine to execute this computation"),
-    "launch": lambda: torch.AcceleratorError("CUDA error: invalid configuration argument"),
-    "index": lambda: RuntimeError("Expected canUse32BitIndexMath(input) && canUse32BitIndexMath(output) to be true"),
     "host": lambda: torch.empty(1 << 60),  # a real one
     "python": lambda: bytearray(1 << 62),  # a real one
     "c++": lambda: RuntimeError("std::bad_alloc"),

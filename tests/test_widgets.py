@@ -96,7 +96,7 @@ def test_explored_computes_ratios_anew_from_fewer_pairs():
 # ---- the live panel ----
 
 LIVE = """
-import sys, torch
+import sys
 sys.path.insert(0, {tests!r})
 from tiny import points
 from speedkit import Plan, fit
@@ -104,7 +104,7 @@ from speedkit.train.progress import Progress
 """
 FOLLOWED = "fit(points(), plan=Plan(log_every=2), device='cpu', progress='panel');"
 BAD_LOSS = """
-progress = Progress("a <name>", 4, 4, torch.device("cpu"), "panel")
+progress = Progress("a <name>", 4, 4, show="panel")
 progress.update(4, 0.1, float("nan"), 0.5, "accuracy")
 progress.close()
 """

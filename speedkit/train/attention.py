@@ -29,7 +29,6 @@ OPERATIONS: dict[str, tuple[str, int | None]] = {
     "aten::_scaled_dot_product_attention_math": ("math", 3),
     "torch_attn::_varlen_attn": ("flash, lengths", None),
 }
-DTYPES = {"float": "float32", "double": "float64", "c10::Half": "float16", "c10::BFloat16": "bfloat16"}
 
 
 def backends(plan: Plan) -> list[SDPBackend]:
@@ -65,10 +64,9 @@ def call_under(allowed: list[SDPBackend], function: Callable[..., Any], *args: A
 
 
 def which_ran(function: Callable[[], Any]) -> list[dict[str, Any]]:
-    """Call `function()`; return which attention kernels ran, one entry per kernel, dtype and shapes, with its `calls`.
+    """Call `function()`; return {kernel, dtype, query, mask, calls} of each attention kernel that ran.
 
-    `query` and `key` are [B, H, T, D]. In compiled code math is no operation of its own, and has no entry. Why a kernel
-    does not run, PyTorch tells: `torch.backends.cuda.can_use_flash_attention(params, debug=True)`.
+    The shape `query` is [B, H, T, D]. In compiled code math is no operation of its own, and has no entry.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # that there is no GPU to look at is no news
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as run:
@@ -78,7 +76,7 @@ def which_ran(function: Callable[[], Any]) -> list[dict[str, Any]]:
     for event in profiler.kineto_results.events():  # events() of the profile itself has no dtypes
         if event.name() in OPERATIONS:
             (kernel, mask_at), shapes = OPERATIONS[event.name()], [tuple(shape) for shape in event.shapes()]
-            mask = shapes[mask_at] if mask_at is not None else ()
-            counts[kernel, DTYPES.get(event.dtypes()[0], event.dtypes()[0]), shapes[0], shapes[1], mask] += 1
-    columns = ("kernel", "dtype", "query", "key", "mask", "calls")
+            dtype = event.dtypes()[0].rpartition("::")[2].lower()
+            counts[kernel, dtype, shapes[0], () if mask_at is None else shapes[mask_at]] += 1
+    columns = ("kernel", "dtype", "query", "mask", "calls")
     return [dict(zip(columns, (*key, calls), strict=True)) for key, calls in counts.items()]

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 NAME, PREVIOUS = "checkpoint.pt", "checkpoint-1.pt"
 DIGEST_BYTES = 8  # at the end of the file, which readers of zip archives pass over: xxh3 of all before
-HISTORY = ("loss", "log_steps", "log_step_s", "evaluations", "seconds", "quarantined", "skipped", "recoveries")
-RECOVERY = ("bad_in_row", "rate")
+HISTORY = ("loss", "log_steps", "log_step_s", "evaluations", "seconds", "skipped", "recoveries")
 
 
 class CheckpointWriter:
@@ -42,8 +41,7 @@ class CheckpointWriter:
         """Take the `state` of the run as it is now, and begin to write it to checkpoint.pt."""
         self.wait()
         state = tree.tree_map_with_path(self._copy, state)  # lists and dicts too: the run's own go on changing
-        copied = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
-        self.writing = self.executor.submit(self._write, state, copied)
+        self.writing = self.executor.submit(self._write, state)
 
     def wait(self) -> None:
         """Return when nothing is being written. Raises SpeedkitError when the last checkpoint could not be."""
@@ -56,7 +54,7 @@ class CheckpointWriter:
         self.executor.shutdown()
 
     def _copy(self, path: tuple[Any, ...], leaf: Any) -> Any:
-        """Return a copy of a tensor in its buffer, from a GPU still on its way; anything else as it is."""
+        """Return a copy of a tensor in its buffer; anything else as it is."""
         if not isinstance(leaf, Tensor):
             return leaf
         place = tree.keystr(path)
@@ -64,11 +62,9 @@ class CheckpointWriter:
         if buffer is None or buffer.shape != leaf.shape or buffer.dtype != leaf.dtype:
             buffer = torch.empty(leaf.shape, dtype=leaf.dtype, pin_memory=self.device.type == "cuda")
             self.buffers[place] = buffer
-        return buffer.copy_(leaf, non_blocking=True)
+        return buffer.copy_(leaf)
 
-    def _write(self, state: dict[str, Any], copied: torch.cuda.Event | None) -> None:
-        if copied is not None:
-            copied.synchronize()
+    def _write(self, state: dict[str, Any]) -> None:
         with atomic(self.folder / NAME) as temporary:
             torch.save(state, temporary)
             digest = xxhash.xxh3_64_digest(np.memmap(temporary, np.uint8, "r").data)
@@ -79,7 +75,7 @@ class CheckpointWriter:
 
 
 def save(run: "TrainingRun") -> None:
-    """Begin to write the state of `run` to checkpoint.pt in its `out` folder; the one before it is kept."""
+    """Begin to write the state of `run`, at a log point, to checkpoint.pt in its `out` folder."""
     state: dict[str, Any] = {
         "job": job_of(run),
         "step": run.step,
@@ -88,11 +84,8 @@ def save(run: "TrainingRun") -> None:
         "model": dict(run.model.state_dict()),
         "optimizer": run.optimizer.state_dict(),
         "scaler": run.scaler.state_dict(),
-        "pending": [float(loss) for loss in run.losses],
-        "positions": list(run.positions),
-        "bad": list(run.guard.bad),
-        "good_steps": int(run.guard.good_steps) if run.guard.active else None,
-        "recovery": {name: getattr(run.recovery, name) for name in RECOVERY},
+        "steps_made": run.steps_made,
+        "recovery": {"bad_in_row": run.recovery.bad_in_row, "rate": run.recovery.rate},
         "rng": get_random_state(run.device),
         "history": {name: getattr(run.history, name) for name in HISTORY},
     }
@@ -108,21 +101,17 @@ def load(run: "TrainingRun", folder: Path) -> None:
     Raises UsageError when the checkpoint is of another workload, recipe or data set: going on would not be the same
     run. Another plan is fine, that is what a plan is. Raises SpeedkitError when there are some and none can be read.
     """
-    damaged = ""
-    for path in (folder / NAME, folder / PREVIOUS):
-        if not path.exists():
-            continue
+    there = [path for path in (folder / NAME, folder / PREVIOUS) if path.exists()]
+    for path in there:
         try:
             state = read(path)
         except Exception as error:  # torch raises whatever its unpickler does
-            damaged = damaged or f"{path} cannot be read ({error or type(error).__name__})".replace("\n", " ")
+            run.progress.say(f"  {path} cannot be read: {error or type(error).__name__}")
             continue
-        if damaged:
-            run.progress.say(f"  {damaged}: going on from {path.name}, step {state['step']}")
-        _restore(run, state, path)
+        restore(run, state, path)
         return
-    if damaged:
-        raise SpeedkitError(f"{damaged}, nor can one before it: remove it to start over")
+    if there:
+        raise SpeedkitError(f"{there[0]} cannot be read, nor can one before it: remove it to start over")
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -133,7 +122,8 @@ def read(path: Path) -> dict[str, Any]:
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
-def _restore(run: "TrainingRun", state: dict[str, Any], path: Path) -> None:
+def restore(run: "TrainingRun", state: dict[str, Any], path: Path) -> None:
+    """Put `run` where it was when `state`, read from `path`, was saved."""
     there = state["job"]
     for key, here in job_of(run).items():
         if there.get(key) != here:
@@ -148,11 +138,7 @@ def _restore(run: "TrainingRun", state: dict[str, Any], path: Path) -> None:
     if state["scaler"]:  # empty where the plan had no float16
         run.scaler.load_state_dict(state["scaler"])
     run.step, run.train_batches.epoch, run.train_batches.position = state["step"], state["epoch"], state["position"]
-    run.losses = list(torch.tensor(state["pending"], device=run.device))
-    run.positions = [(epoch, position) for epoch, position in state["positions"]]
-    run.guard.bad = [flag.to(run.device) for flag in state["bad"]]
-    # Of a run without a guard, which counts nothing, all steps were good.
-    run.guard.good_steps.fill_(run.step if state["good_steps"] is None else state["good_steps"])
+    run.guard.good_steps.fill_(state["steps_made"])
     vars(run.recovery).update(state["recovery"])
     set_random_state([random_state.cpu() for random_state in state["rng"]], run.device)
     vars(run.history).update(state["history"], resumed_from=run.step)

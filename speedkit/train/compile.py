@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import logging
 from collections import Counter
 from typing import Any
 
@@ -23,7 +22,7 @@ def apply_compile(model: nn.Module, plan: Plan, workload: Workload | None = None
     """Compile `model`, or each of its repeated blocks, in place; return "" or why it is not the blocks.
 
     Names in the state dict do not change. Blocks of one class and shape share one graph, so compiling them costs a
-    fraction of compiling the model. Under scope "step" the loss is compiled with the model in it, see `compile_loss`.
+    fraction of compiling the model. Under scope "step" the loss is compiled with the model in it, see `compile_step`.
     """
     if plan.compile == "off" or plan.compile_scope == "step":
         return ""
@@ -50,27 +49,19 @@ def _compile_in_place(module: nn.Module, **options: Any) -> None:
     module._compiled_call_impl = torch.compile(call, **options)
 
 
-def compile_loss(loss: Loss, plan: Plan, workload: Workload) -> Loss:
-    """Return `loss`, under scope "step" compiled together with the model that it calls."""
-    if plan.compile == "off" or plan.compile_scope != "step":
-        return loss
-    return torch.compile(loss, **_options(plan, workload))
+def compile_step(workload: Workload, optimizer: torch.optim.Optimizer, plan: Plan) -> Loss:
+    """Return the loss, under scope "step" compiled together with the model that it calls; compile the update then too.
 
-
-def compiles_update(plan: Plan) -> bool:
-    """Whether the optimizer's update is compiled. A fused one is a single kernel already."""
-    return plan.compile != "off" and plan.compile_scope == "step" and not plan.fused_optimizer
-
-
-def compile_update(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-    """Compile the step of `optimizer` in place; its learning rate must be a tensor.
-
-    A number would be compiled in, and anew whenever the schedule moves it.
+    The update's learning rate must be a tensor: a number would be compiled in, and anew whenever the schedule moves it.
+    A fused update is a single kernel already.
     """
-    # What torch wraps the step in breaks the graph.
-    whole = inspect.unwrap(type(optimizer).step)
-    compiled = torch.compile(whole, fullgraph=True, dynamic=False, backend=BACKEND, mode=plan.compile)
-    optimizer.step = functools.partial(torch.no_grad()(compiled), optimizer)  # type: ignore[method-assign]
+    if plan.compile == "off" or plan.compile_scope != "step":
+        return workload.loss
+    if not plan.fused_optimizer:
+        whole = inspect.unwrap(type(optimizer).step)  # what torch wraps the step in breaks the graph
+        update = torch.compile(whole, fullgraph=True, dynamic=False, backend=BACKEND, mode=plan.compile)
+        optimizer.step = functools.partial(torch.no_grad()(update), optimizer)  # type: ignore[method-assign]
+    return torch.compile(workload.loss, **_options(plan, workload))
 
 
 def remove_compile(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -82,8 +73,6 @@ def remove_compile(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def _options(plan: Plan, workload: Workload | None) -> dict[str, Any]:
     """Return what torch.compile takes: fixed shapes, but where batches come in any length a second graph for all."""
-    # A CUDA compiler without a GPU is no news to somebody who trains on a CPU.
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     torch._dynamo.config.recompile_limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
     if workload is None:  # in a loop of somebody's own, whose shapes nobody knows
         return {"backend": BACKEND, "mode": plan.compile}

@@ -1,30 +1,25 @@
 """Several processes train one model: each learns from its share of every batch, and all make the same steps.
 
-`launch` starts them under torchrun's elastic agent; `join` makes a process one of them. A BatchNorm learns from the
-statistics of a rank's own share: torch.nn.SyncBatchNorm, which takes GPUs, or normalising each sample cures that.
+A BatchNorm learns from the statistics of a rank's own share: torch.nn.SyncBatchNorm, which takes GPUs, or normalising
+each sample cures that.
 """
 
 import atexit
 import contextlib
-import functools
 import logging
 import math
 import os
-import signal
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as tree
 
-from speedkit.errors import Interrupted, PlanError, SpeedkitError
+from speedkit.errors import PlanError, SpeedkitError
 from speedkit.hardware import usable_cores
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
@@ -36,77 +31,35 @@ if TYPE_CHECKING:
     from speedkit.train.run import TrainingRun
 
 TIMEOUT_S = 600.0  # that a rank waits for another, which may be writing a checkpoint; then all end
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-class RankLost(SpeedkitError):
-    """Another rank has ended or does not answer, so that this one ends too."""
-
-    exit_code = 75  # EX_TEMPFAIL: `launch` tells it from an error of the rank's own
 
 
 def launch(arguments: list[str], ranks: int, *, max_restarts: int = 3) -> int:
-    """Run `python -m *arguments` as `ranks` processes on this machine; return the exit code.
+    """Run `python -m *arguments` as `ranks` processes on this machine under torchrun's agent; return the exit code.
 
-    SIGINT and SIGTERM go on to the ranks, which stop at their next log point; a second one kills them. A rank that is
+    SIGINT and SIGTERM go on to the ranks, which have 30 s to reach their next log point and stop there. A rank that is
     killed makes all start again with --resume, at most `max_restarts` times. On several machines torchrun starts them.
     """
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
-    received: list[int] = []  # signals
-    for number in STOP_SIGNALS:
-        signal.signal(number, functools.partial(_forward_signal, received))
-    code, message = _run_ranks(arguments, ranks)
-    if received:
-        return 128 + received[0]
-    lost = code < 0 or code == RankLost.exit_code
-    restart = lost and max_restarts > 0
-    if message:
-        ending = "; all ranks start again from the last checkpoint" if restart else ""
-        print(f"{message}{ending}", file=sys.stderr, flush=True)
-    if restart:
-        return launch([*arguments, "--resume"], ranks, max_restarts=max_restarts - 1)
-    return 1 if lost else code
-
-
-def _forward_signal(received: list[int], number: int, _frame: object) -> None:
-    """Send a signal on to the ranks: their loader processes, which the agent would include, help with the last step."""
-    received.append(number)
-    ranks = psutil.Process().children()
-    if not ranks:
-        raise Interrupted("stopped before the ranks had started", number)
-    for rank in ranks:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            rank.send_signal(number if len(received) == 1 else signal.SIGKILL)
-
-
-def _run_ranks(arguments: list[str], ranks: int) -> tuple[int, str]:
-    """Run `ranks` processes to their end; return the exit code of the first to fail, and what it said unheard."""
     from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    logging.disable(logging.CRITICAL)  # of the agent: what happened is said in a sentence
-    with tempfile.TemporaryDirectory(prefix="speedkit-ranks-") as logs:
-        options = [
-            "--standalone",
-            "--local-addr=localhost",
-            f"--nproc-per-node={ranks}",
-            f"--log-dir={logs}",
-            f"--redirects={','.join(f'{rank}:3' for rank in range(1, ranks))}",  # all that these write
-            "--max-restarts=0",  # the agent would repeat errors too, which come again
-            "--signals-to-handle=SIGHUP,SIGQUIT",  # for others it gives the ranks 30 s
-        ]
-        try:
-            torchrun.run(torchrun.parse_args([*options, "-m", *arguments]))
-            return 0, ""
-        except ChildFailedError as error:
-            # They come in the order of their end. Once one has failed, the agent ends the others by SIGTERM.
-            follows = (RankLost.exit_code, -signal.SIGTERM)
-            rank, failure = min(error.failures.items(), key=lambda item: item[1].exitcode in follows)
-        if failure.exitcode < 0:
-            return failure.exitcode, f"speedkit: rank {rank} was killed by {failure.signal_name()}"
-        stderr = [path.read_text() for path in Path(logs).glob(f"*/*/{rank}/stderr.log")]  # none of rank 0
-        return failure.exitcode, "".join(stderr).rstrip()
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
+    logging.disable(logging.CRITICAL)  # of the agent: the ranks say what happened
+    # The agent's own restarts would repeat errors too, which come again.
+    options = ["--standalone", "--local-addr=localhost", f"--nproc-per-node={ranks}", "--max-restarts=0"]
+    try:
+        torchrun.run(torchrun.parse_args([*options, "-m", *arguments]))
+    except SignalException as stopped:
+        return 128 + stopped.sigval
+    except ChildFailedError as error:
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        killed = [rank for rank, code in codes.items() if code < 0]
+        if not killed or not max_restarts:
+            return max(1, *codes.values())
+        print(f"rank {killed[0]} was killed; all start again from the last checkpoint", file=sys.stderr, flush=True)
+        return launch([*arguments, "--resume"], ranks, max_restarts=max_restarts - 1)
+    return 0
 
 
 def leave(code: int) -> NoReturn:
@@ -128,18 +81,13 @@ def local_device(plan: Plan, device: str | torch.device) -> str | torch.device:
 
 
 def join(plan: Plan, recipe: Recipe, device: torch.device) -> "Ranks | None":
-    """Return this process's part in a run of several ranks; None where there is one, whatever else goes on here.
-
-    Raises PlanError in a process that is not one of `plan.ranks`.
-    """
+    """Return this process's part in a run of several ranks; None where the plan has one."""
     if plan.ranks == 1:
         return None
     there = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
     if there != plan.ranks:
-        raise PlanError(
-            f"ranks={plan.ranks} takes as many processes, and this is one of {there}: start them with `speedkit train "
-            f"WORKLOAD --ranks {plan.ranks}`, or a script of yours with `torchrun --nproc-per-node {plan.ranks} SCRIPT`"
-        )
+        how = f"`speedkit train WORKLOAD --ranks {plan.ranks}` or `torchrun --nproc-per-node {plan.ranks} SCRIPT`"
+        raise PlanError(f"ranks={plan.ranks} takes as many processes, and this is one of {there}: start them by {how}")
     gpu = device if device.type == "cuda" else None
     if gpu is not None:
         torch.cuda.set_device(gpu)
@@ -152,24 +100,14 @@ def join(plan: Plan, recipe: Recipe, device: torch.device) -> "Ranks | None":
 
 @contextlib.contextmanager
 def report_lost_rank() -> Iterator[None]:
-    """Raise RankLost for an error that only follows from the end of another rank, whose own message says why."""
+    """Turn an error that only follows from the end of another rank, whose own message says why, into a sentence."""
     try:
         yield
     except RuntimeError as error:
-        if not (isinstance(error, dist.DistError) or (dist.is_initialized() and "gloo" in str(error))):
-            raise
-        why = f"another rank has ended or did not answer within {TIMEOUT_S:.0f} s"
-        raise RankLost(f"{why}, so this one ends too") from error
-
-
-class Replica(nn.parallel.DistributedDataParallel):
-    """DDP, with the attributes of the model that it holds: losses may ask for them."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.module, name)
+        if isinstance(error, dist.DistError) or (dist.is_initialized() and "gloo" in str(error)):
+            why = f"another rank has ended or did not answer within {TIMEOUT_S:.0f} s"
+            raise SpeedkitError(f"{why}, so this one ends too") from error
+        raise
 
 
 class Ranks:
@@ -179,7 +117,6 @@ class Ranks:
         self.rank, self.count, self.device = dist.get_rank(), dist.get_world_size(), device
         self.sharded = plan.strategy == "fsdp"
         self.share = math.ceil(recipe.batch_size / self.count)  # samples of a batch that a rank learns from, at most
-        self.launcher = os.getppid()
         self.restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0  # by torchrun, after one had died
 
     def all_gather(self, value: Any) -> list[Any]:
@@ -187,14 +124,6 @@ class Ranks:
         values = [None] * self.count
         dist.all_gather_object(values, value)
         return values
-
-    def merge_dicts(self, own: dict[str, str]) -> dict[str, str]:
-        """Return the entries of all ranks together."""
-        return {key: value for entries in self.all_gather(own) for key, value in entries.items()}
-
-    def signal_received(self, own: int) -> int:
-        """Return the signal that any rank got, 0 for none; SIGTERM where the launcher was killed before it could."""
-        return max(self.all_gather(own if os.getppid() == self.launcher else int(signal.SIGTERM)))
 
     def mean(self, losses: Tensor) -> Tensor:
         """Return the mean over ranks of `losses [N]`."""
@@ -207,19 +136,15 @@ class Ranks:
         return values
 
     def as_many_parts(self, parts: list[Batch], micro_batch: int) -> list[Batch]:
-        """Return `parts` with the first once more until all ranks have as many.
-
-        FSDP gathers weights in every forward pass, so all ranks have to make it.
-        """
+        """Return `parts` with the first once more until all ranks have as many: FSDP gathers weights in each pass."""
         return parts + (math.ceil(self.share / micro_batch) - len(parts)) * parts[:1]
 
     def weighted(
         self, parts: list[Batch], counts: Sequence[int | Tensor], micro_batch: int
     ) -> list[tuple[Batch, Tensor | float | None]]:
-        """Return the parts of this rank's share of a batch, and what each counts for, of so many valid items in each.
+        """Return the parts of this rank's share of a batch, `counts` of valid items in each, and what each counts for.
 
-        Each weighs as many as it holds of all that the ranks have together: both strategies take the mean over ranks
-        of the gradients, which then is that of the whole batch.
+        Both strategies take the mean over ranks of the gradients, which then is that of the whole batch.
         """
         parts = self.as_many_parts(parts, micro_batch)
         numbers = torch.zeros(len(parts), device=self.device)
@@ -232,13 +157,12 @@ class Ranks:
     def apply_data_parallel(self, model: nn.Module, recipe: Recipe, plan: Plan) -> nn.Module:
         """Return what exchanges the gradients of `model`: DDP around it, or itself with FSDP2 applied to its blocks.
 
-        With both strategies each rank has its own random draws from here on.
         Zhao et al. 2023; https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
         """
         if self.rank:  # weights were drawn alike; what dropout draws is for other samples
             torch.manual_seed(recipe.seed * 1_000_003 + (self.rank << 40))
         if not self.sharded:
-            return Replica(model, gradient_as_bucket_view=True)
+            return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         mesh = dist.init_device_mesh(self.device.type, (self.count,))
@@ -249,7 +173,7 @@ class Ranks:
         return model
 
     def full_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the `state` of the whole run: weights unsharded (on rank 0), losses and draws of all ranks."""
+        """Return the `state` of the whole run: weights unsharded (on rank 0), random states of all ranks."""
 
         def gathered(leaf: Any) -> Any:
             if not hasattr(leaf, "full_tensor"):
@@ -257,12 +181,7 @@ class Ranks:
             whole = leaf.full_tensor()
             return None if self.rank else whole.cpu()  # one weight after another: together they may not fit the device
 
-        random_states, pending = zip(*self.all_gather((state["rng"], state["pending"])), strict=True)
-        state = tree.tree_map(gathered, state)
-        state["ranks_rng"] = list(random_states)
-        state["pending"] = [sum(losses) / self.count for losses in zip(*pending, strict=True)]
-        state["history"]["quarantined"] = self.merge_dicts(state["history"]["quarantined"])
-        return state
+        return tree.tree_map(gathered, state) | {"ranks_rng": self.all_gather(state["rng"])}
 
     def local_state(self, run: "TrainingRun", state: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's part of the whole run's `state`; where there were fewer ranks, with new draws."""

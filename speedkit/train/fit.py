@@ -29,7 +29,6 @@ def fit(workload: Workload, recipe: Recipe | None = None, plan: Plan | None = No
         with stop_on_signal(run), gc_paused():
             for _ in steps(run):
                 if run.stopping:
-                    run.save_checkpoint()
                     break
         history = run.finish()
     if run.stopping:
@@ -60,11 +59,10 @@ def stop_on_signal(run: TrainingRun) -> Iterator[None]:
 
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
-    """Let no garbage collection begin by itself in what runs inside; log points collect.
+    """Let no garbage collection begin by itself in what runs inside; log points collect what is young.
 
-    Left alone it begins after some number of allocations, in the middle of some step, looks through every object of
-    the process, and keeps a GPU waiting. What exists on entering is not looked through again. Tensors are freed as
-    ever, by their reference counts.
+    Left alone it begins in the middle of some step, looks through every object of the process, and keeps a GPU waiting.
+    Tensors are freed as ever, by their reference counts.
     """
     was_enabled = gc.isenabled()
     gc.collect()

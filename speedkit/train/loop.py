@@ -52,8 +52,7 @@ def train(run: TrainingRun) -> Generator[int, None, None]:
         losses: list[Tensor] = []
         parts = micro_batches(run, batch)
         for part, weight in parts:
-            last = len(losses) + 1 == len(parts)
-            with run.autocast, run.compiled_for(part), run.gradients_exchanged(last):
+            with run.forward_context(part, last=len(losses) + 1 == len(parts)):
                 loss, outputs = run.loss(run.replica, part, recipe)
             loss = loss if weight is None else loss * weight
             scaler.scale(loss).backward()
@@ -76,11 +75,13 @@ def train(run: TrainingRun) -> Generator[int, None, None]:
         run.last_loss = step_loss
         run.losses.append(step_loss)
 
-        at_end = run.step == run.total_steps
-        if at_end or run.step % plan.log_every == 0:
+        evaluates = run.step == run.total_steps or (run.evaluate_every and run.step % run.evaluate_every == 0)
+        stops = run.stop and run.ranks is None  # several ranks agree on it at their next log point
+        if evaluates or stops or run.step % plan.log_every == 0:
             run.log(outputs, part)  # the host waits for the device here
-        if at_end or (run.evaluate_every and run.step % run.evaluate_every == 0):
+        if evaluates:
             evaluate(run)
+        if evaluates or run.stopping:
             run.save_checkpoint()
         yield run.step
 
@@ -90,17 +91,19 @@ def micro_batches(run: TrainingRun, batch: Batch) -> list[tuple[Batch, Tensor | 
 
     Counted are valid items, so that the parts add up to the exact mean over the batch. None: the part is the batch.
     """
-    size = run.micro_batch
-    if run.ranks is None and len(batch[0]) <= size:
+    if run.ranks is None and batch[0].size(0) <= run.micro_batch:  # `len` of a tensor is far slower
         return [(batch, None)]
-    parts: list[Batch] = list(zip(*(tensor.split(size) for tensor in batch), strict=True))
-    count = run.workload.count or (lambda part: len(part[0]))
-    counts = [count(part) for part in parts]
+    parts = split(batch, run.micro_batch)
+    counts = [run.workload.count(part) if run.workload.count else len(part[0]) for part in parts]
     if run.ranks is not None:
-        stream = run.train_batches
-        learned = stream.sampler.counts(stream.position)  # else another rank has these samples too
-        return run.ranks.weighted(parts, counts if learned else [], size)
+        learned = run.train_batches.sampler.counts(run.train_batches.position)  # else another rank has these samples
+        return run.ranks.weighted(parts, counts if learned else [], run.micro_batch)
     return [(part, number / sum(counts)) for part, number in zip(parts, counts, strict=True)]
+
+
+def split(batch: Batch, size: int) -> list[Batch]:
+    """Return `batch` in parts of `size` samples."""
+    return list(zip(*(tensor.split(size) for tensor in batch), strict=True))
 
 
 def gradient_norm(run: TrainingRun) -> Tensor:
@@ -116,20 +119,20 @@ def evaluate(run: TrainingRun) -> None:
     The model runs in evaluation mode, uncompiled: its other mode would be compiled once more.
     """
     workload, sums = run.workload, torch.zeros(3, device=run.device)  # of scores, of losses, and how many items
-    run.time_since_log_s += run.lap()
     run.model.eval()
     for position, batch in enumerate(run.test_batches.one_epoch(), 1):
-        counts = run.ranks is None or run.test_batches.sampler.counts(position)
-        parts: list[Batch] = list(zip(*(tensor.split(run.micro_batch) for tensor in batch), strict=True))
-        own = len(parts) if counts else 0
+        parts = split(batch, run.micro_batch)  # of the size that fits in training
+        own = len(parts)
         if run.ranks is not None:
             parts = run.ranks.as_many_parts(parts, run.micro_batch)
-        for index, part in enumerate(parts):  # of the size that fits in training
+            own *= run.test_batches.sampler.counts(position)  # else another rank has these samples
+        for index, part in enumerate(parts):
             with run.autocast, run.eager():
                 loss, outputs = workload.loss(run.model, part, run.recipe)
             if index < own:
-                size = torch.tensor(float(len(part[0])), device=run.device)
-                sums += torch.stack([workload.score(outputs, part).float().sum(), loss * size, size])
+                sums[0] += workload.score(outputs, part).float().sum()
+                sums[1] += loss * len(part[0])
+                sums[2] += len(part[0])
     total, total_loss, count = (run.ranks.sum(sums) if run.ranks is not None else sums).tolist()
     run.model.train()
     value, loss_value = (total / count, total_loss / count) if count else (math.nan, math.nan)
@@ -157,8 +160,8 @@ def fallback_for(run: TrainingRun, error: Exception) -> Fallback:
             return Fallback("micro_batch", size, (size + 1) // 2, f"out of memory {now}")
         where = "" if run.ranks is None else f" on rank {run.ranks.rank}"
         raise SpeedkitError(
-            f"out of memory {now}{where}, which cannot be repeated in smaller parts: {str(error).splitlines()[0]}; "
-            "take a smaller micro_batch or model, precision=bf16, checkpointing=blocks or a lower max_duration_s"
+            f"out of memory {now}{where}: {str(error).splitlines()[0]}; take a smaller micro_batch or model, "
+            "precision=bf16, checkpointing=blocks or a lower max_duration_s"
         ) from error
     if repeatable and run.compiled and not isinstance(error, SpeedkitError):
         return Fallback("compile", run.plan.compile, "off", f"it failed {now}: {failure(error)}")

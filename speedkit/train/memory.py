@@ -20,36 +20,22 @@ from speedkit.plan import Plan
 from speedkit.train.attention import backends, call_under
 from speedkit.train.compile import repeated_blocks
 
-aten = torch.ops.aten
 # Products of activations with weights, and attention: most of the time and, beside what lies between them, little of
 # the memory. Not bmm: attention spelled out in products keeps its scores, which grow with the square of the length.
+ATTENTION = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
 KEPT_PRODUCTS = [
-    aten.mm.default,
-    aten.addmm.default,
-    aten.convolution.default,
-    aten._scaled_mm.default,
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
+    getattr(torch.ops.aten, name).default
+    for name in ("mm", "addmm", "convolution", "_scaled_mm", *(f"_scaled_dot_product_{kind}" for kind in ATTENTION))
 ]
-
-# mallopt's parameters, from glibc's malloc.h; 32 MB is the largest threshold that it takes.
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
-KEPT_FREE = {M_MMAP_THRESHOLD: 32 << 20, M_TRIM_THRESHOLD: 1 << 30, M_TOP_PAD: 64 << 20}
 # Texts of RuntimeErrors that a smaller batch cures. The libraries that multiply and convolve say that they found no
-# room for their workspace, or no algorithm that could do without; a launch over more than 65 535 blocks, or over more
-# elements than 32 bits count, is "out of" another resource.
+# room for their workspace, or no algorithm that could do without.
 OUT_OF_MEMORY = (
     "out of memory",
-    "not enough memory",
     "can't allocate memory",
     "std::bad_alloc",
     "_ALLOC_FAILED",
     "CUDNN_STATUS_NOT_SUPPORTED",
     "unable to find an engine",
-    "invalid configuration argument",
-    "canUse32BitIndexMath",
 )
 
 
@@ -67,10 +53,7 @@ def checkpoint_blocks(model: nn.Module, plan: Plan) -> str:
         return f"{type(model).__name__} has no repeated blocks: no class of modules with children occurs twice in it"
     for module in itertools.chain.from_iterable(block.modules() for block in blocks):
         if getattr(module, "track_running_stats", False):
-            return (
-                f"a block holds {type(module).__name__}, whose running statistics a second forward pass would move "
-                "once more: normalise per group or layer"
-            )
+            return f"a second forward pass would move the running statistics of a block's {type(module).__name__}"
     contexts = functools.partial(create_selective_checkpoint_contexts, KEPT_PRODUCTS)
     options = {"context_fn": contexts} if plan.checkpointing == "selective" else {}
     for block in blocks:
@@ -137,32 +120,26 @@ def set_allocator(plan: Plan, device: torch.device) -> None:
 
 
 def save_snapshot(folder: str | Path, device: torch.device) -> None:
-    """Write what lies where in a GPU's memory to memory.pickle in `folder`, for https://docs.pytorch.org/memory_viz.
-
-    The first one switches on the record of where memory is asked for, so that the next one names the lines.
-    """
+    """Write what lies where in a GPU's memory to memory.pickle in `folder`, for https://docs.pytorch.org/memory_viz."""
     if device.type == "cuda":
         torch.cuda.memory._dump_snapshot(str(Path(folder) / "memory.pickle"))
-        torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=100_000)
 
 
 @functools.lru_cache
-def keep_freed_memory() -> bool:
-    """Make glibc keep freed memory for the next tensor instead of returning it to the system; return whether it does.
+def keep_freed_memory() -> None:
+    """Make glibc keep freed memory for the next tensor instead of returning it to the system (man 3 mallopt).
 
     By default each step takes thousands of page faults to get it back, whose cost varies several times over on a
-    virtual machine. It speeds up every plan, the naive one too, so it is no part of a plan (man 3 mallopt).
+    virtual machine. It speeds up every plan, the naive one too, so it is no part of a plan.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
-    return mallopt is not None and all(mallopt(parameter, value) == 1 for parameter, value in KEPT_FREE.items())
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)  # other C libraries have none
+    mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD: 32 MB is the largest that it takes
+    mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
+    mallopt(-2, 64 << 20)  # M_TOP_PAD
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether `error` says that a smaller batch could have fitted.
-
-    Linux may also end a process that takes too much RAM, which no exception announces: on a CPU a budget has to keep
-    sizes from it.
-    """
+    """Return whether `error` says that a smaller batch could have fitted."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY)

@@ -83,10 +83,9 @@ class StepGuard:
 
 
 class Recovery:
-    """What the host knows of bad steps, and with on_nonfinite=recover a copy of the last good state.
+    """What the host knows of bad steps, and with on_nonfinite=recover a copy of the last good state, on the device.
 
-    The copy stays on the device. It is taken at log points whose last step was good, and training goes back to it,
-    with half the learning rate, after PATIENCE bad steps in a row.
+    Training goes back to it, with half the learning rate, after PATIENCE bad steps in a row.
     """
 
     def __init__(self) -> None:
@@ -100,17 +99,16 @@ class Recovery:
 
         Raises SpeedkitError for a bad step, or where those are left out when they do not end.
         """
-        losses = run.read_losses()
-        bad = [not math.isfinite(loss) for loss in losses]
-        if run.guard.skips and losses:
-            bad = [flag == 1 for flag in torch.stack(run.guard.bad).tolist()]
+        stacked = torch.stack(run.losses)
+        losses = (stacked if run.ranks is None else run.ranks.mean(stacked)).tolist()
+        bad = torch.stack(run.guard.bad).tolist() if run.guard.skips else [not math.isfinite(loss) for loss in losses]
         run.guard.bad.clear()
-        for index, loss in enumerate(losses):
+        for index in range(len(losses)):
             self.bad_in_row = self.bad_in_row + 1 if bad[index] else 0
             if bad[index]:
-                _note_bad_step(run, run.step - len(losses) + 1 + index, loss, run.positions[index])
+                note_bad_step(run, run.step - len(losses) + 1 + index, losses[index], run.positions[index])
         if self.bad_in_row >= PATIENCE:
-            self._roll_back(run)
+            self.roll_back(run)
         elif run.plan.on_nonfinite == "recover" and not self.bad_in_row:
             self.take_snapshot(run)
         good = [loss for loss, is_bad in zip(losses, bad, strict=True) if not is_bad]
@@ -119,16 +117,10 @@ class Recovery:
     def take_snapshot(self, run: "TrainingRun") -> None:
         """Copy all that training changes."""
         self.snapshot = {}  # freed first: there may be no room for two
-        self.snapshot = copy.deepcopy(
-            {
-                "model": dict(run.model.state_dict()),
-                "optimizer": run.optimizer.state_dict(),
-                "good_steps": run.guard.good_steps,
-            }
-        )
+        self.snapshot = copy.deepcopy({"model": dict(run.model.state_dict()), "optimizer": run.optimizer.state_dict()})
         self.snapshot_step = run.step
 
-    def _roll_back(self, run: "TrainingRun") -> None:
+    def roll_back(self, run: "TrainingRun") -> None:
         """Make the state that of the snapshot. Raises SpeedkitError where there is none, or it was of no use."""
         first = run.history.skipped[-self.bad_in_row]
         why = f"{self.bad_in_row} steps in a row are not finite, step {first['step']} first: "
@@ -137,10 +129,8 @@ class Recovery:
             raise SpeedkitError(f"{why}; on_nonfinite=recover goes back to good weights and lowers the learning rate")
         if len(run.history.recoveries) == RECOVERIES:
             raise SpeedkitError(f"{why}, after {RECOVERIES} recoveries: mend the data or lower learning_rate")
-
         run.model.load_state_dict(self.snapshot["model"])
         restore_optimizer(run.optimizer, copy.deepcopy(self.snapshot["optimizer"]))  # steps change what it is given
-        run.guard.good_steps.copy_(self.snapshot["good_steps"])
         self.rate /= 2
         self.bad_in_row = 0
         action = f"went back to the state after step {self.snapshot_step}, learning rate times {self.rate:g}"
@@ -148,59 +138,45 @@ class Recovery:
         run.progress.say(f"  step {run.step}: {why}; {action}")
 
 
-def _note_bad_step(run: "TrainingRun", step: int, loss: float, position: tuple[int, int]) -> None:
+def note_bad_step(run: "TrainingRun", step: int, loss: float, position: tuple[int, int]) -> None:
     """Add `step`, which learned from the batch at `position`, to those of the history; raise where none is left out."""
+    looked_for = not run.guard.skips or len(run.history.skipped) < EXPLAINED
+    why = explain(run, step, position) if looked_for else "not looked for"
     if not run.guard.skips:
         raise SpeedkitError(
-            f"the loss of step {step} is {loss}: {explain(run, step, position)}; lower learning_rate (now "
-            f"{run.recipe.learning_rate:g}), set clip_norm, train in a wider format than "
-            f"precision={run.plan.precision}, or leave such steps out with on_nonfinite=skip"
+            f"the loss of step {step} is {loss}: {why}; lower learning_rate, set clip_norm, or leave such steps out "
+            "with on_nonfinite=skip"
         )
-    why = "not looked for"
-    if len(run.history.skipped) < EXPLAINED:
-        why = explain(run, step, position)
+    if looked_for:
         run.progress.say(f"  step {step} is left out: {why}")
     run.history.skipped.append({"step": step, "epoch": position[0], "position": position[1], "why": why})
 
 
 def explain(run: "TrainingRun", step: int, position: tuple[int, int]) -> str:
-    """Return where the batch of `step`, at `position` (epoch, batch) of the data, first is not finite.
-
-    Of several ranks each looks at its own part of the batch, and all return what the first of them found.
-    """
-    if run.ranks is not None and run.ranks.sharded:
-        return "where from cannot be looked for while weights are sharded: take strategy=ddp for that"
-    try:
-        why = _explain_own(run, step, position)
-    except Exception as error:  # a loss or a model that cannot be looked into, or no memory for it
-        why = f"where from could not be found out ({error})"
-    reasons = [why] if run.ranks is None else run.ranks.all_gather(why)
-    return next(filter(None, reasons), "made again, its batch is finite")
-
-
-def _explain_own(run: "TrainingRun", step: int, position: tuple[int, int]) -> str:
-    """Return where this rank's part of the batch first is not finite; "" where it is."""
-    batch, names = run.train_batches.batch_at(*position)
-    if batch is None:
-        return "none of its items can be read again"
-    batch = run.augment(batch, step - 1)
+    """Return where the batch of `step`, at `position` (epoch, batch) of the data, first is not finite."""
+    if run.ranks is not None:
+        return "where from is looked for on one rank only"
     devices = [run.device] if run.device.type == "cuda" else []
-    with run.eager(), torch.random.fork_rng(devices):
-        where, samples = locate_nonfinite(run.model, run.workload.loss, batch, run.recipe)
-        if where.startswith("the weights") and not run.guard.skips:
-            # They learned from the bad step before the host read of it; the batch may be as bad for new ones.
-            torch.manual_seed(run.recipe.seed)
-            new = run.workload.model().to(run.device)
-            where, samples = locate_nonfinite(new, run.workload.loss, batch, run.recipe)
+    try:
+        batch, names = run.train_batches.batch_at(*position)
+        if batch is None:
+            return "none of its items can be read again"
+        batch = run.augment(batch, step - 1)
+        with run.eager(), torch.random.fork_rng(devices):
+            where, samples = locate_nonfinite(run.model, run.workload.loss, batch, run.recipe)
+    except Exception as error:  # a loss or a model that cannot be looked into, or no memory for it
+        return f"where from could not be found out ({error})"
     bad_names = ", ".join(names[sample] for sample in samples)
-    return where and f"{where} is not finite first{' for ' if bad_names else ''}{bad_names}"
+    if not where:
+        return "made again, its batch is finite"
+    return f"{where} is not finite first{' for ' if bad_names else ''}{bad_names}"
 
 
 def locate_nonfinite(model: nn.Module, loss: Loss, batch: Batch, recipe: Recipe) -> tuple[str, list[int]]:
-    """Learn from `batch`, tensors [B, ...], once more; return the first place that is not finite, and bad samples.
+    """Learn from `batch`, tensors [B, ...], once more; return the first place that is not finite, "" if there is none.
 
-    The place is "" where all is finite. The samples are found by halving the batch, in evaluation mode: there they do
-    not depend on each other. All this happens on a copy of `model`, and waits for the device again and again.
+    With it come the samples that are not finite themselves. It learns with a copy of `model`, and waits for the device
+    again and again.
     """
     finite = torch.stack([tensor.reshape(len(tensor), -1).isfinite().all(1) for tensor in batch]).all(0)  # [B]
     if not finite.all():
@@ -208,22 +184,7 @@ def locate_nonfinite(model: nn.Module, loss: Loss, batch: Batch, recipe: Recipe)
     for name, weight in model.named_parameters():
         if not weight.isfinite().all():
             return f"the weights, {name} first", []
-
-    model = copy.deepcopy(model)
-    where = first_nonfinite(model, loss, batch, recipe)
-    model.eval()
-
-    def bad_samples(samples: list[int]) -> list[int]:
-        """Return the first of the `samples` that are bad by themselves; at least MANY_SAMPLES, if there are so many."""
-        if not first_nonfinite(model, loss, tuple(tensor[samples] for tensor in batch), recipe):
-            return []
-        if len(samples) == 1:
-            return samples
-        half = len(samples) // 2
-        bad = bad_samples(samples[:half])
-        return bad if len(bad) >= MANY_SAMPLES else bad + bad_samples(samples[half:])
-
-    return where, bad_samples(list(range(len(batch[0]))))[:MANY_SAMPLES] if where else []
+    return first_nonfinite(copy.deepcopy(model), loss, batch, recipe), []
 
 
 def first_nonfinite(model: nn.Module, loss: Loss, batch: Batch, recipe: Recipe) -> str:
@@ -242,8 +203,7 @@ def first_nonfinite(model: nn.Module, loss: Loss, batch: Batch, recipe: Recipe) 
     if not value.isfinite():
         return [*places, "the loss"][0]
     value.backward()
-    gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
-    for name, gradient in reversed(gradients.items()):
-        if not gradient.isfinite().all():
+    for name, weight in reversed([*model.named_parameters()]):
+        if weight.grad is not None and not weight.grad.isfinite().all():
             return f"the gradient of {name}"
-    return "" if nn.utils.get_total_norm(gradients.values()).isfinite() else "the norm of the gradients"
+    return ""

@@ -10,7 +10,6 @@ from speedkit.errors import UsageError
 from speedkit.plan import Plan
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16, "fp8-emulated": torch.bfloat16}
-SCALINGS = ("tensorwise", "rowwise")
 INITIAL_SCALE = 2.0**14  # a gradient of 1 stays well below 65504, float16's largest number
 
 
@@ -43,53 +42,33 @@ def grad_scaler(plan: Plan, device: torch.device) -> torch.amp.GradScaler:
     return torch.amp.GradScaler(device.type, init_scale=INITIAL_SCALE, enabled=plan.precision == "fp16")
 
 
-def apply_float8(model: nn.Module, plan: Plan, scaling: str = "tensorwise") -> list[str]:
+def apply_float8(model: nn.Module, plan: Plan, scaling: str = "tensorwise") -> str:
     """Make the linear layers of `model` multiply in 8 bits where `plan.precision` says so, in place.
 
     Weights stay float32 parameters of the same names. Products of the forward pass are of e4m3 numbers, and with
     `scaling` "tensorwise" those of gradients of e5m2, each tensor with one scale: the fastest recipe on every GPU that
     has units for it. "rowwise" has a scale per row and e4m3 throughout: an outlier spoils its own row only, for more
     work (Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433).
-    Return a note per group of layers that stay in bf16. Raises UsageError without torchao.
+    Return which layers stay in bf16, if any. Raises UsageError without torchao.
     """
     if not plan.precision.startswith("fp8"):
-        return []
-    if scaling not in SCALINGS:
-        raise UsageError(f'scaling "{scaling}" is unknown: take {" or ".join(SCALINGS)}')
+        return ""
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError as error:
         raise UsageError(f"precision={plan.precision} needs the package torchao: install the extra `quant`") from error
-    excluded = _layers_not_for_float8(model)
+    layers = {n: layer for n, layer in model.named_modules() if isinstance(layer, nn.Linear | nn.modules.conv._ConvNd)}
+    linear = {name: layer for name, layer in layers.items() if type(layer) is nn.Linear}
+    # What comes out of the last layer goes into the loss unrounded; dimensions that 16 does not divide have no 8-bit
+    # product. Attention reads the weight of its output layer, of a class of its own, itself.
+    eight = {n for n, layer in linear.items() if not (layer.in_features % 16 or layer.out_features % 16)}
+    eight -= {*[*linear][-1:]}
     # Padding is done only where the rows of a batch are no multiple of 16, as those of an epoch's last may be.
     config = dataclasses.replace(
         Float8LinearConfig.from_recipe_name(scaling), emulate=plan.precision == "fp8-emulated", pad_inner_dim=True
     )
-    convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name not in excluded)
-    reasons = dict.fromkeys(excluded.values())
-    notes = [f"{why}: {', '.join(name for name in excluded if excluded[name] == why)}" for why in reasons]
-    if not any(type(layer).__name__ == "Float8Linear" for layer in model.modules()):
-        notes.insert(0, "no layer of this model multiplies in 8 bits, so all of it trains as in bf16")
-    return notes
-
-
-def _layers_not_for_float8(model: nn.Module) -> dict[str, str]:
-    """Return why for each linear or convolutional layer of `model`, by name, that 8 bits are not for.
-
-    Which layers are too small to gain by it is nobody's rule but the measurement's.
-    """
-    linear = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
-    output = next(reversed(linear), None)  # the last registered, as in torchao's own example
-    excluded = {}
-    for name, layer in model.named_modules():
-        if isinstance(layer, nn.modules.conv._ConvNd):
-            excluded[name] = "convolutions have no 8-bit form"
-        elif name not in linear:
-            continue
-        elif type(layer) is not nn.Linear:  # attention reads the weight of its output layer itself
-            excluded[name] = f"a {type(layer).__name__} is not called as a layer"
-        elif name == output:
-            excluded[name] = "what comes out of the last layer goes into the loss unrounded"
-        elif layer.in_features % 16 or layer.out_features % 16:
-            excluded[name] = "dimensions that 16 does not divide have no 8-bit product"
-    return excluded
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name in eight)
+    if not eight:
+        return "no layer of this model multiplies in 8 bits, so all of it trains as in bf16"
+    rest = [name for name in layers if name not in eight]
+    return f"these layers multiply in bf16, for their kind, their size or their place at the end: {', '.join(rest)}"

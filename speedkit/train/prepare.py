@@ -17,32 +17,13 @@ from speedkit.plan import CUDA_GRAPHS, EffectivePlan, Plan, resolve
 from speedkit.train import memory, precision
 from speedkit.train.setup import transform_model
 
-# What only the loop and its data set can do, and how.
-IN_THE_LOOP = {
-    "micro_batch": "split the batch in your loop, weigh each part's loss by its share, call step() after the last part",
-    **dict.fromkeys(("cache", "cache_of", "cache_dtype"), "keep the samples in your data set, before it augments them"),
-    "decoder": "your data set reads the files: change it there",
-    "features_on": "let the data set give what features are made of, and compute them where your loop has the batch",
-    "shards": "your data set opens the files: let it read them from a tar file",
-    "worker_kind": "a DataLoader has processes only: start threads in your data set",
-    "prefetch": "copy the next batch on a torch.cuda.Stream of your own while this one computes",
-    "bucket": "give your loader a batch_sampler that puts samples of similar length together",
-    "log_every": "call loss.item() in your loop after every so many steps, and keep loss.detach() of the others",
-    "validate_every": "evaluate in your loop after every so many steps",
-    "on_nonfinite": "leave the step out in your loop where torch.isfinite(loss) is false",
-    "ranks": "start your script with torchrun, and wrap the model in DistributedDataParallel",
-    "strategy": "start your script with torchrun, and shard the model with fully_shard",
-}
-GRAD_SCALER = """float16 needs a scaled loss, which only your loop has. Compute outputs and loss under
-torch.autocast("DEVICE", torch.float16), make scaler = torch.amp.GradScaler("DEVICE") once, and in each step call
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()"""
 # The fields that a DataLoader has too, and its names for them.
 LOADER_OPTIONS = {"workers": "num_workers"} | {
     name: name for name in ("persistent_workers", "prefetch_factor", "pin_memory", "drop_last")
 }
 KEPT_OPTIONS = ("collate_fn", "generator", "worker_init_fn", "timeout", "multiprocessing_context", "in_order")
+IN_THE_MODEL = ("precision", "compile", "compile_scope", "channels_last", "attention", "checkpointing")
+APPLIED = (*LOADER_OPTIONS, *IN_THE_MODEL, "fused_optimizer", "allocator")
 DEFAULTS = dataclasses.asdict(Plan())
 HALF = (torch.float16, torch.bfloat16)
 
@@ -69,9 +50,9 @@ def prepare(
     """Apply `plan` to the parts of a loop that stays as it is: `model, optimizer, loader = prepare(plan, model, ...)`.
 
     Model and optimizer are changed in place; the loader is made again, with its batches on the model's device. A field
-    at its default leaves what the script has set. What cannot be applied is printed, with what to do in the loop
-    instead; `strict` raises PlanError for it. Load a checkpoint before: it brings the optimizer's own switches.
-    Raises UsageError for parts in another order, or a loader that makes its batches in its own way.
+    at its default leaves what the script has set. What cannot be applied is printed; `strict` raises PlanError for it.
+    Load a checkpoint before: it brings the optimizer's own switches. Raises UsageError for parts in another order, or a
+    loader that makes its batches in its own way.
     """
     for kind, part in ((nn.Module, model), (Optimizer, optimizer), (DataLoader, loader)):
         if not isinstance(part, kind):
@@ -111,27 +92,24 @@ def plan_for_loop(plan: Plan, optimizer: Optimizer, loader: DataLoader, hardware
         if getattr(effective.plan, field) != value:
             effective = effective.fall_back(field, value, why)
     resolved = resolve(effective.plan, hardware)
-    if resolved.plan.precision == "fp16":  # asked for, or in place of a format that the machine lacks
-        reasons = [fallback.why for fallback in resolved.fallbacks if fallback.field == "precision"]
-        why = "; ".join([*reasons, GRAD_SCALER.replace("DEVICE", hardware.device.type)])
-        effective = effective.fall_back("precision", DEFAULTS["precision"], why)
-        resolved = resolve(effective.plan, hardware)
     return EffectivePlan(plan, resolved.plan, (*effective.fallbacks, *resolved.fallbacks))
 
 
 def limits(plan: Plan, optimizer: Optimizer, loader: DataLoader, hardware: Hardware) -> Iterator[tuple[str, Any, str]]:
     """Yield (field, value, reason) for each field that is `value` whatever `plan` asks."""
-    yield from ((field, DEFAULTS[field], why) for field, why in IN_THE_LOOP.items())
-    if isinstance(loader.dataset, IterableDataset):
-        why = "each worker would give all of an IterableDataset: let it take its part by get_worker_info(), and set "
-        yield "workers", loader.num_workers, why + "num_workers in your loader"
-    elif plan.workers == "auto":
-        yield "workers", loader.num_workers, "auto times steps of fit: give a number, as speedkit.watch advises"
+    for field in DEFAULTS:
+        if field not in APPLIED:
+            yield field, DEFAULTS[field], "only your loop and your data set can do that"
+    if resolve(Plan(precision=plan.precision), hardware).plan.precision == "fp16":
+        yield "precision", DEFAULTS["precision"], "float16 needs a loss that your loop scales by torch.amp.GradScaler"
+    if plan.workers == "auto" or isinstance(loader.dataset, IterableDataset):  # each worker would give all of that
+        yield "workers", loader.num_workers, "how many your data set can take you know: give your loader a number"
     if loader.batch_size is None:
         yield "drop_last", False, "the loader's batch_sampler decides on that"
-    if not isinstance(optimizer, SGD | Adam | AdamW):
-        yield "fused_optimizer", False, f"{type(optimizer).__name__} has no fused form: SGD, Adam and AdamW have"
-    if plan.compile in CUDA_GRAPHS and hardware.supports("cuda_graphs"):
+    fused = all(group.get("fused") for group in optimizer.param_groups)
+    if not fused and (optimizer.state or not isinstance(optimizer, SGD | Adam | AdamW)):
+        yield "fused_optimizer", False, "SGD, Adam and AdamW have a fused form, to be chosen before their first step"
+    if plan.compile in CUDA_GRAPHS:
         why = "CUDA graphs write over gradients that your loop may add up, and over outputs that it may keep"
         yield "compile", "default", why
     if plan.compile_scope == "step":
@@ -146,22 +124,15 @@ def planned_forward(forward: Callable[..., Any], plan: Plan, device: torch.devic
 
 
 def fuse(optimizer: Optimizer) -> None:
-    """Switch `optimizer` to its fused kernel, and make the state that it has gathered fit."""
+    """Switch `optimizer` to its fused kernel."""
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # for a GradScaler, as its constructor
     for options in (optimizer.defaults, *optimizer.param_groups):
         options |= {"fused": True, "foreach": False}
     for group in optimizer.param_groups:
-        for weight in group["params"]:
-            state = optimizer.state.get(weight, {})
-            for name, value in state.items():
-                if value is not None and value.shape == weight.shape:
-                    # The kernel runs through weight and state at once: they have to lie in one order.
-                    state[name] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
-                elif value is not None:
-                    state[name] = value.to(weight.device)  # the count of steps
-            if group.get("momentum") and not group["dampening"] and state.get("momentum_buffer") is None:
-                # A first step that a GradScaler skips would leave it uninitialised. From zero it is the same step.
-                optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+        if group.get("momentum") and not group["dampening"]:
+            # A first step that a GradScaler skips would leave it uninitialised. From zero it is the same step.
+            for weight in group["params"]:
+                optimizer.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight))
 
 
 class DeviceLoader(DataLoader):

@@ -7,11 +7,8 @@ import sys
 import time
 from typing import Any
 
-import torch
-
 # Between changes of what is shown; plain lines, a sign of life for a log file, are fewer.
 SHOWN_EVERY_S = {"panel": 0.5, "bar": 0.5, "lines": 5.0}
-POINTS = 150  # of the loss that the panel draws, at most
 
 
 def wanted(show: bool | str) -> bool:
@@ -35,11 +32,11 @@ def display_mode(show: bool | str) -> str:
 class Progress:
     """Shows loss, score and rates at log points, from numbers that were read there anyway: it never waits for a GPU."""
 
-    def __init__(self, name: str, total: int | None, batch_size: int, device: torch.device, show: bool | str):
-        self.name, self.total, self.batch_size, self.device = name, total, batch_size, device
+    def __init__(self, name: str, total: int | None, batch_size: int, *, show: bool | str):
+        self.name, self.total, self.batch_size = name, total, batch_size
         self.mode = display_mode(show)
         self.due_s = 0.0  # when what is shown may change again
-        self.losses: list[tuple[int, float]] = []  # (step, loss), one per change
+        self.losses: list[float] = []  # one per change
         self.bar: Any = None
         self.panel: Any = None
         if self.mode == "bar":
@@ -47,9 +44,9 @@ class Progress:
 
             self.bar = tqdm(total=total, desc=name, unit="batch", mininterval=0)
         elif self.mode == "panel":
-            from IPython.display import display
+            from IPython.display import HTML, display
 
-            self.panel = display(self._panel("not begun"), display_id=True)
+            self.panel = display(HTML("not begun"), display_id=True)
 
     def due(self, step: int) -> bool:
         """Whether `step` is to be shown."""
@@ -58,11 +55,7 @@ class Progress:
     def update(self, step: int, step_s: float, loss: float, score: float, metric: str) -> None:
         """Show where the run is; `step_s` and `loss` are means since the last log point, `score` of the last batch."""
         self.due_s = time.perf_counter() + SHOWN_EVERY_S[self.mode]
-        metric = "acc" if metric == "accuracy" else metric
-        text = f"loss {loss:.4f}, {metric} {score:.3f}"
-        text += f", {1 / step_s:.1f} batches/s, {self.batch_size / step_s:.0f} samples/s"
-        if self.device.type == "cuda":
-            text += f", {torch.cuda.max_memory_allocated(self.device) / 1e9:.2f} GB at most"
+        text = f"loss {loss:.4f}, {metric} {score:.3f}, {self.batch_size / step_s:.0f} samples/s"
         if self.bar is not None:
             self.bar.set_postfix_str(text, refresh=False)
             self.bar.update(step - self.bar.n)
@@ -71,22 +64,10 @@ class Progress:
         if self.panel is None:
             print(text, flush=True)
             return
-        if math.isfinite(loss):
-            self.losses.append((step, loss))
-        self.panel.update(self._panel(text))
-
-    def _panel(self, text: str) -> Any:
-        """Return the panel: a line of text, and the losses so far as a curve, the highest at the top."""
         from IPython.display import HTML
 
-        points = self.losses[:: len(self.losses) // POINTS + 1] or [(0, 0.0)]
-        steps, losses = zip(*points, strict=True)
-        first, low = steps[0], min(losses)
-        width, height = max(steps[-1] - first, 1), max(max(losses) - low, 1e-12)
-        places = (((step - first) / width * 400, 60 - (loss - low) / height * 56) for step, loss in points)
-        curve = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-        line = f"<polyline points='{curve}' fill='none' stroke='#0072B2' stroke-width='1.5'/>"
-        return HTML(f"{html.escape(text)}<br><svg width='400' height='64' role='img' aria-label='loss'>{line}</svg>")
+        self.losses += [loss] if math.isfinite(loss) else []
+        self.panel.update(HTML(f"{html.escape(text)}<br>{curve(self.losses)}"))
 
     def say(self, text: str) -> None:
         """Print a line without tearing the bar apart."""
@@ -99,3 +80,11 @@ class Progress:
         """Leave bar or panel as it stands."""
         if self.bar is not None:
             self.bar.close()
+
+
+def curve(losses: list[float]) -> str:
+    """Return an SVG picture of `losses` in their order, the highest at the top."""
+    low, height = min(losses, default=0.0), max(losses, default=0.0) - min(losses, default=0.0) or 1.0
+    places = (f"{400 * i / len(losses):.1f},{60 - 56 * (loss - low) / height:.1f}" for i, loss in enumerate(losses))
+    line = f"<polyline points='{' '.join(places)}' fill='none' stroke='#0072B2' stroke-width='1.5'/>"
+    return f"<svg width='400' height='64' role='img' aria-label='loss'>{line}</svg>"

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import gc
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -20,8 +21,6 @@ from speedkit.train.history import History
 from speedkit.train.nonfinite import Recovery, StepGuard
 from speedkit.train.progress import Progress
 from speedkit.workloads.workload import Batch, Workload
-
-COLLECT_S = 10  # between garbage collections, which `fit` keeps out of steps
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -54,22 +53,19 @@ class TrainingRun:
     positions: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # (epoch, batch) that they learned from
     last_loss: Tensor = dataclasses.field(default_factory=lambda: torch.tensor(torch.nan))  # [] of the latest step
     stop: int = 0  # the signal that asks the run to stop
-    all_stop: bool = False  # several ranks agreed on it at the last log point
+    stopping: bool = False  # it stops after this step: found out at a log point, where several ranks agree on it
     lap_s: float = 0.0
-    time_since_log_s: float = 0.0  # spent on steps
-    collected_s: float = 0.0
 
     def __post_init__(self):
         plan = self.plan
-        self.loss = compile.compile_loss(self.workload.loss, plan, self.workload)
+        self.loss = compile.compile_step(self.workload, self.optimizer, plan)
         self.compiled = plan.compile != "off"
         self.autocast = precision.autocast(plan, self.device)
         self.scaler = precision.grad_scaler(plan, self.device)
         self.guard = StepGuard(plan, self.model, self.optimizer, several_ranks=self.ranks is not None)
-        if compile.compiles_update(plan):
-            compile.compile_update(self.optimizer, plan)
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.fetch = self.train_batches.__next__  # another function is put here to measure without loading
+        self.augments = self.workload.augment is not None or self.recipe.mixup > 0
         self.generator = torch.Generator(device=self.device)
         self.rates_on_device = torch.tensor(self.learning_rates, device=self.device)
 
@@ -79,28 +75,29 @@ class TrainingRun:
         return self.effective.plan
 
     @property
+    def steps_made(self) -> int:
+        """How many steps changed the weights; asks the device where some may have been left out."""
+        return int(self.guard.good_steps) if self.guard.active else self.step
+
+    @property
     def learning_rate(self) -> float | Tensor:
-        """Of the next step: the schedule counts steps that were made, which where some are left out the device knows.
+        """That of the next step: the schedule counts steps that were made, which with a fused optimizer stays unasked.
 
         A run that never ends outlasts its schedule, and stays at the last rate.
         """
         last = len(self.learning_rates) - 1
-        if self.guard.active and self.plan.fused_optimizer:
+        if not self.guard.active:
+            return self.recovery.rate * self.learning_rates[min(self.step, last)]
+        if self.plan.fused_optimizer:
             return self.recovery.rate * self.rates_on_device.take(self.guard.good_steps.clamp(max=last))
-        made = int(self.guard.good_steps) if self.guard.active else self.step
-        return self.recovery.rate * self.learning_rates[min(made, last)]
-
-    @property
-    def stopping(self) -> bool:
-        """Whether the run is to stop after this step; several ranks agree on it at log points."""
-        return bool(self.stop) and (self.ranks is None or self.all_stop)
+        return self.recovery.rate * self.learning_rates[min(self.steps_made, last)]
 
     def next_batch(self) -> Batch:
         """Return the batch of the next step, augmented, on the device; again the same one if it is to be repeated."""
         if self.batch is None:
-            batch = self.fetch()
-            self.positions.append((self.train_batches.epoch, self.train_batches.position))
-            self.batch = self.augment(batch, self.step)
+            batch, stream = self.fetch(), self.train_batches
+            self.positions.append((stream.epoch, stream.position))
+            self.batch = self.augment(batch, self.step) if self.augments else batch
         return self.batch
 
     def augment(self, batch: Batch, step: int) -> Batch:
@@ -112,24 +109,25 @@ class TrainingRun:
         """Return the context in which compiled code is not used."""
         return torch.compiler.set_stance("force_eager") if self.compiled else contextlib.nullcontext()
 
-    def compiled_for(self, part: Batch) -> contextlib.AbstractContextManager:
-        """Return the context for a forward pass over `part`: eager where it is smaller than all others.
+    def forward_context(self, part: Batch, *, last: bool) -> contextlib.AbstractContextManager:
+        """Return the context of the forward pass over `part` of a batch, the `last` one or not."""
+        if self.compiled or self.ranks is not None:
+            return self._forward_context(part, last)
+        return self.autocast  # nothing is built anew at each step
 
-        An epoch's last part would be compiled for anew.
-        """
-        if not self.compiled:
-            return contextlib.nullcontext()
-        if self.plan.compile in CUDA_GRAPHS:
+    @contextlib.contextmanager
+    def _forward_context(self, part: Batch, last: bool) -> Iterator[None]:
+        if self.plan.compile in CUDA_GRAPHS and self.compiled:
             torch.compiler.cudagraph_mark_step_begin()
-        return contextlib.nullcontext() if len(part[0]) == self.micro_batch else self.eager()
-
-    def gradients_exchanged(self, last: bool) -> contextlib.AbstractContextManager:
-        """Return the context for a forward pass, the `last` of a step or not, whose gradients may be for all ranks."""
-        if self.ranks is not None and self.ranks.sharded:
-            self.replica.set_requires_gradient_sync(last)  # type: ignore[operator]
-        elif self.ranks is not None and not last:
-            return self.replica.no_sync()  # type: ignore[operator]
-        return contextlib.nullcontext()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.autocast)
+            if len(part[0]) != self.micro_batch:  # an epoch's last part would be compiled for anew
+                stack.enter_context(self.eager())
+            if self.ranks is not None and self.ranks.sharded:
+                self.replica.set_requires_gradient_sync(last)  # type: ignore[operator]
+            elif self.ranks is not None and not last:
+                stack.enter_context(self.replica.no_sync())  # type: ignore[operator]
+            yield
 
     def fall_back(self, fallback: Fallback) -> None:
         """Change the plan while training."""
@@ -148,57 +146,40 @@ class TrainingRun:
         self.history.seconds += elapsed_s
         return elapsed_s
 
-    def read_losses(self) -> list[float]:
-        """Return the losses since the last log point; the host waits for the device here."""
-        losses = torch.stack(self.losses) if self.losses else torch.zeros(0, device=self.device)
-        if self.ranks is not None:
-            losses = self.ranks.mean(losses)
-            self.stop = self.ranks.signal_received(self.stop)
-            self.all_stop = bool(self.stop)
-        return losses.tolist()
-
     def log(self, outputs: Tensor, part: Batch) -> None:
         """Read the losses since the last log point; show the score of the last `part` of a batch by its `outputs`."""
-        history, count = self.history, max(1, len(self.losses))
+        history, count = self.history, len(self.losses)
+        if self.ranks is not None:
+            self.stop = max(self.ranks.all_gather(self.stop))
+        self.stopping = bool(self.stop)
         history.loss.append(self.recovery.read(self))
         history.log_steps.append(self.step)
-        self.time_since_log_s += self.lap()
-        history.log_step_s.append(self.time_since_log_s / count)
+        history.log_step_s.append(self.lap() / count)
         if self.progress.due(self.step):
             score = float(self.workload.score(outputs.detach(), part).float().mean())
             self.progress.update(self.step, history.log_step_s[-1], history.loss[-1], score, self.workload.metric)
-        if not gc.isenabled() and time.perf_counter() - self.collected_s > COLLECT_S:
-            gc.collect()
-            self.collected_s = time.perf_counter()
+        if not gc.isenabled():  # as in `fit`
+            gc.collect(1)
         self.losses.clear()
         self.positions.clear()
-        self.time_since_log_s = 0.0
         self.lap()
 
     def save_checkpoint(self) -> None:
-        """Begin to write the state of the run, where `out` is set; a state that is not finite is an error instead."""
-        if self.out is None:
-            return
-        if not self.guard.skips and self.losses:
-            Recovery().read(self)  # never over a good checkpoint
-        self.history.quarantined = self.quarantined
-        checkpoint.save(self)
-
-    @property
-    def quarantined(self) -> dict[str, str]:
-        """The files that were left out: path -> why."""
-        return dict(self.workload.quarantined) | self.train_batches.bad | self.test_batches.bad
+        """Begin to write the state of the run, where `out` is set."""
+        if self.out is not None:
+            checkpoint.save(self)
 
     def finish(self) -> History:
         """Complete the history, write it where `out` is set, and return it."""
-        history, guard = self.history, self.guard
+        history = self.history
         if self.writer is not None:
             self.writer.wait()
-        history.steps = int(guard.good_steps) if guard.active else self.step
+        history.steps = self.steps_made
         history.model = self.model
-        history.quarantined = self.quarantined
+        history.quarantined = dict(self.workload.quarantined) | self.train_batches.bad | self.test_batches.bad
         if self.ranks is not None:
-            history.quarantined = self.ranks.merge_dicts(history.quarantined)
+            for entries in self.ranks.all_gather(history.quarantined):
+                history.quarantined |= entries
         history.peak_memory_bytes = memory.peak_memory_bytes(self.device)
         if history.quarantined:
             self.progress.say(f"  {len(history.quarantined)} files were left out (quarantine.csv says why)")

@@ -1,12 +1,13 @@
 """From a workload, a recipe and a plan to a run that is ready for its first step."""
 
+import contextlib
 import dataclasses
 import functools
 import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ from speedkit.files import claim_folder, write_text
 from speedkit.hardware import cache_root, this_machine
 from speedkit.plan import EffectivePlan, Fallback, Plan, resolve
 from speedkit.recipe import Recipe, learning_rates, steps_per_epoch
-from speedkit.train import attention, checkpoint, compile, distributed, memory, precision
+from speedkit.train import attention, checkpoint, compile, distributed, loop, memory, precision
 from speedkit.train.history import History
 from speedkit.train.micro_batch import find_micro_batch
 from speedkit.train.optimizer import build_optimizer
@@ -44,13 +45,11 @@ def setup_run(
     progress: bool | str = "auto",
     endless: bool = False,
 ) -> TrainingRun:
-    """Return a run of `workload` that is ready for its first step: data found, cache built, model made, plan applied.
+    """Return a run of `workload` that is ready for its first step, by its own recipe and `Plan()` by default.
 
-    `recipe` and `plan` default to the workload's recipe and `Plan()`. `out` gets checkpoint, plan and history;
-    `resume` goes on from the checkpoint there. `strict` makes a field of the plan that cannot be honoured an error.
-    `deterministic` asks CUDA for reproducible kernels (https://docs.pytorch.org/docs/stable/notes/randomness.html); a
-    CPU needs no asking. `endless` ignores the recipe's length and never evaluates: for measuring. Raises PlanError for
-    a field of the recipe that the workload's loss would silently ignore.
+    `out` gets checkpoint, plan and history; `resume` goes on from the checkpoint there. `strict` makes a field of the
+    plan that cannot be honoured an error. `deterministic` asks CUDA for reproducible kernels
+    (https://docs.pytorch.org/docs/stable/notes/randomness.html). `endless` never stops nor evaluates: for measuring.
     """
     began_s = time.perf_counter()
     recipe, plan = recipe or workload.recipe, plan or Plan()
@@ -76,8 +75,8 @@ def setup_run(
 
     # Model and optimizer, then compilation on top of all that changes layers.
     precision.set_matmul_precision(effective.plan)
-    learner = build_learner(workload, recipe, effective.plan, device, ranks=ranks)
-    effective = effective.with_fallbacks(*learner.fallbacks)
+    model, replica, optimizer, fallbacks = build_learner(workload, recipe, effective.plan, device, ranks=ranks)
+    effective = effective.with_fallbacks(*fallbacks)
     if strict:
         check_strict(effective)
     plan = effective.plan
@@ -87,10 +86,10 @@ def setup_run(
     open_stream = functools.partial(
         open_batches,
         workload,
-        batch_size=recipe.batch_size,
-        device=device,
         cache_dir=cache_dir,
         progress=wanted(shown),
+        batch_size=recipe.batch_size,
+        device=device,
         rank=rank,
         world_size=world_size,
     )
@@ -104,17 +103,17 @@ def setup_run(
         recipe=recipe,
         effective=effective,
         device=device,
-        model=learner.model,
-        replica=learner.replica,
+        model=model,
+        replica=replica,
         micro_batch=min(int(plan.micro_batch or local.batch_size), local.batch_size),
-        optimizer=learner.optimizer,
+        optimizer=optimizer,
         train_batches=open_stream(workload.train, plan, seed=recipe.seed),
         test_batches=open_stream(workload.test, test_plan, seed=None),
         learning_rates=learning_rates(recipe, total_steps),
         total_steps=None if endless else total_steps,
         evaluate_every=0 if endless else evaluate_every,
         history=History(workload.name, recipe, effective, str(device)),
-        progress=Progress(workload.name, total_steps, recipe.batch_size, device, shown),
+        progress=Progress(workload.name, total_steps, recipe.batch_size, show=shown),
         out=folder,
         ranks=ranks,
     )
@@ -140,7 +139,7 @@ def open_checkpoint(run: TrainingRun, *, resume: bool) -> None:
 def check_recipe(recipe: Recipe, workload: Workload) -> None:
     """Raise PlanError for what the loss of `workload` would silently ignore."""
     if not isinstance(recipe.batch_size, int):
-        raise PlanError("batch_size=auto takes several trainings: let measure.larger_batch.choose_batch_size find it")
+        raise PlanError("batch_size=auto takes several trainings: let measure.quality.choose_batch_size find it")
     for name in ("label_smoothing", "focal_gamma", "mixup"):
         if (value := getattr(recipe, name)) and name not in workload.honours:
             raise PlanError(f"{name}={value} is not applied by workload {workload.name}: leave it at 0")
@@ -164,39 +163,31 @@ def choose_auto_settings(
         search = find_micro_batch(workload, recipe, effective.plan, device=device, make_run=setup_run)
         memory.release(device)  # what the search had allocated, in blocks cut for other sizes
         effective = effective.with_fallbacks(Fallback("micro_batch", "auto", search.micro_batch, search.why))
-    plan = effective.plan
-    if plan.workers != "auto":
+    if effective.plan.workers != "auto":
         return effective
-    precision.set_matmul_precision(plan)
-    learner, micro_batch = build_learner(workload, recipe, plan, device), int(plan.micro_batch or recipe.batch_size)
+    plan = dataclasses.replace(effective.plan, workers=0, shards=False, ranks=1, log_every=1 << 30)
+    with contextlib.closing(setup_run(workload, recipe, plan, device=device, endless=True)) as run:
+        training = loop.train(run)
 
-    def compute(batch: Batch) -> None:
-        learner.optimizer.zero_grad()
-        for part in zip(*(tensor.split(micro_batch) for tensor in batch), strict=True):
-            with precision.autocast(plan, device):
-                workload.loss(learner.model, part, recipe)[0].backward()
+        def compute(batch: Batch) -> None:
+            run.batch = batch
+            next(training)
 
-    open_stream = functools.partial(
-        BatchStream, workload, workload.train, batch_size=recipe.batch_size, seed=0, device=device
-    )
-    chosen, why = choose_workers(plan, open_stream, compute, device=device)
+        def open_stream(plan: Plan) -> BatchStream:
+            return BatchStream(workload, workload.train, plan, batch_size=recipe.batch_size, seed=0, device=device)
+
+        chosen, why = choose_workers(effective.plan, open_stream, compute, device=device)
     effective = effective.with_fallbacks(Fallback("workers", "auto", chosen.workers, why))
     return dataclasses.replace(effective, plan=chosen)  # with their kind, and whether they stay
 
 
-class Learner(NamedTuple):
-    """What a step changes: the model, what a step calls in its place, its optimizer; and what of the plan it is not."""
-
-    model: nn.Module
-    replica: nn.Module
-    optimizer: torch.optim.Optimizer
-    fallbacks: tuple[Fallback, ...]
-
-
 def build_learner(
     workload: Workload, recipe: Recipe, plan: Plan, device: torch.device, *, ranks: distributed.Ranks | None = None
-) -> Learner:
-    """Return model and optimizer on `device`, as the plan has them; the weights are a function of the recipe's seed."""
+) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer, list[Fallback]]:
+    """Return the model, what a step calls in its place, its optimizer, and what of the plan they are not.
+
+    The weights are a function of the recipe's seed.
+    """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     torch.manual_seed(recipe.seed)  # loading and augmenting have generators of their own
@@ -210,17 +201,16 @@ def build_learner(
         if fused and ranks.sharded and recipe.optimizer == "sgd":
             fallbacks.append(Fallback("fused_optimizer", True, False, "PyTorch has no fused sgd for sharded weights"))
             fused = False
-    tensor_rate = compile.compiles_update(plan)
-    optimizer = build_optimizer(model.parameters(), recipe, fused=fused, tensor_rate=tensor_rate)
-    return Learner(model, replica, optimizer, tuple(fallbacks))
+    optimizer = build_optimizer(model.parameters(), recipe, fused=fused, tensor_rate=plan.compile_scope == "step")
+    return model, replica, optimizer, fallbacks
 
 
 def transform_model(model: nn.Module, plan: Plan, workload: Workload | None = None) -> list[Fallback]:
     """Give `model` the 8-bit layers, attention, recomputation and compiled code of `plan`, in place; return why not."""
     # The order counts: 8-bit layers take the place of others, and what is compiled includes all the rest.
-    fallbacks = [
-        Fallback("precision", plan.precision, plan.precision, why) for why in precision.apply_float8(model, plan)
-    ]
+    fallbacks = []
+    if why := precision.apply_float8(model, plan):
+        fallbacks.append(Fallback("precision", plan.precision, plan.precision, why))
     attention.apply_attention(model, plan)
     if why := memory.checkpoint_blocks(model, plan):
         fallbacks.append(Fallback("checkpointing", plan.checkpointing, "off", why))
@@ -236,15 +226,13 @@ def open_batches(
     *,
     cache_dir: str | Path | None,
     progress: bool,
+    device: torch.device,
     **options: Any,
 ) -> BatchStream:
-    """Return the stream of `items`, out of shards and a cache where the plan says so; what is missing is made.
-
-    `options` are those of BatchStream.
-    """
+    """Return the stream of `items`, out of shards and a cache where the plan says so; what is missing is made."""
     if plan.shards:
         items = pack(workload, items, Path(cache_dir or cache_root()) / "shards")
     cache = None
     if plan.cache != "off":
-        cache = open_cache(workload, items, plan, device=options["device"], cache_dir=cache_dir, progress=progress)
-    return BatchStream(workload, items, plan, cache=cache, **options)
+        cache = open_cache(workload, items, plan, device=device, cache_dir=cache_dir, progress=progress)
+    return BatchStream(workload, items, plan, cache=cache, device=device, **options)
