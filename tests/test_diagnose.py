@@ -15,7 +15,7 @@ from speedkit.measure.diagnose import FOUND, as_text, costly_switches, diagnose,
 from speedkit.measure.ledger import StepFacts, make_ledger
 from speedkit.measure.loading import loader_costs
 from speedkit.measure.syncs import Sync
-from speedkit.measure.trace import CAUSES, Costs
+from speedkit.measure.trace import CAUSES, Costs, Trace
 from speedkit.plan import Plan
 
 CPU = Hardware(cores=4, threads=1, compiler="/usr/bin/g++", python_headers=True, cpu_flags=("avx512_bf16",))
@@ -63,7 +63,9 @@ def ranked(hardware, shares, facts=None, ablations=()):
     rest = "compute-bound" if hardware.device.type == "cuda" else "forward"
     shares = shares | {rest: shares.get(rest, 0.0) + 1 - sum(shares.values())}
     seconds = {part: share * STEP_S * 10 for part, share in shares.items()}
-    known = StepFacts(**({"costs": Costs(products_s={"bf16": 0.01})} | (facts or {})))
+    facts = facts or {}
+    trace = Trace(costs=facts.get("costs", Costs(products_s={"bf16": 0.01})), pinned=facts.get("pinned", False))
+    known = StepFacts(trace=trace, **{key: value for key, value in facts.items() if key not in ("costs", "pinned")})
     found = make_ledger(hardware.device, seconds, STEP_S * 10, steps=10, facts=known)
     return rank(found, hardware, list(ablations))
 
@@ -74,10 +76,8 @@ CASES = [
     (GPU, {"data wait": 0.5}, {}, "slow loader", "workers"),
     (GPU, {"data wait": 0.5}, {"items_s": 0.06, "workers": 16}, "slow decode", "cache"),
     (GPU, {"data wait": 0.5}, {"items_s": 0.06, "cacheable": True}, "slow decode", "cache"),
-    (GPU, {"data wait": 0.5}, {"items_s": 0.06, "workers": 16}, "slow decode", "cache"),
-    (GPU, {"data wait": 0.5}, {}, "slow loader", "workers"),
-    (GPU, {"host-to-device copy": 0.4}, {"copied_bytes": 2e8}, "large copies", "pin_memory"),
-    (GPU, {"host-to-device copy": 0.4}, {"copied_bytes": 2e8, "pinned": True}, "large copies", "prefetch"),
+    (GPU, {"host-to-device copy": 0.4}, {}, "large copies", "pin_memory"),
+    (GPU, {"host-to-device copy": 0.4}, {"pinned": True}, "large copies", "prefetch"),
     (GPU, {"sync-bound": 0.5}, {"syncs": [READ]}, "host read each step", "log_every"),
     (GPU, {"sync-bound": 0.5}, {"syncs": [PRINT]}, "printing each step", "log_every"),
     (CPU, {"other host work": 0.5}, {"syncs": [PRINT]}, "printing each step", "log_every"),
@@ -100,7 +100,7 @@ CASES = [
 )
 def test_a_cause_is_named_first_by_what_gives_it_away(hardware, shares, facts, cause, field):
     first = ranked(hardware, shares, facts)[0]
-    assert (first["cause"], first["field"], first["part"]) == (cause, field, FOUND[cause][0])
+    assert (first["cause"], first["field"], first["part"]) == (cause, field, FOUND[cause].part)
     assert 1 <= first["predicted_speedup_low"] <= first["predicted_speedup_high"]
     assert "ms" in first["evidence"]
     assert first["change"]
@@ -109,7 +109,7 @@ def test_a_cause_is_named_first_by_what_gives_it_away(hardware, shares, facts, c
 
 
 def test_every_part_named_is_a_row_of_the_ledger():
-    assert {part for part, _ in FOUND.values()} <= set(CAUSES)
+    assert {cause.part for cause in FOUND.values()} <= set(CAUSES)
 
 
 HEALTHY = [
@@ -182,11 +182,10 @@ def found(request, tmp_path_factory):
     return told | {"trace": file}
 
 
-def test_a_slow_pipeline_is_found_by_the_ledger_and_by_going_without(found):
+def test_a_slow_pipeline_is_found_by_the_ledger(found):
     first, by_name = found["diagnosis"][0], {row["name"]: row for row in found["ablations"]}
     assert (first["cause"], first["field"]) == ("slow decode", "cache")
     assert first["seconds"] > 0.9 * 16e-3  # 16 items of 1 ms, and what else the machine did meanwhile
-    assert by_name["same batch"]["ratio"] > 3
     assert "budget" in by_name["compiled"]["left_out"]
     assert found["notes"] == []
 
@@ -194,7 +193,7 @@ def test_a_slow_pipeline_is_found_by_the_ledger_and_by_going_without(found):
 def test_the_report_says_it_in_words_and_goes_into_json(found):
     told = {key: value for key, value in found.items() if key != "trace"}
     text = as_text(json.loads(json.dumps(told, allow_nan=False)))
-    for words in ("data wait", "slow decode", "GFLOP", "features", "cache=ram", "same batch", "left out: the budget"):
+    for words in ("data wait", "slow decode", "GFLOP", "features", "cache=ram", "no logging", "left out: the budget"):
         assert words in text
     assert "no cause to report" in as_text(told | {"diagnosis": []})
 
@@ -263,7 +262,7 @@ def test_a_workload_that_cannot_make_a_step_gets_a_sentence(changed, sentence):
 def test_a_budget_too_short_keeps_the_ledger_and_says_what_is_missing():
     found = diagnose(points(), device="cpu", budget_s=0.01)
     assert sum(row["share"] for row in found["rows"]) == pytest.approx(1)
-    assert found["roofline"] is found["ablations"] is found["loading"] is None
+    assert found["roofline"] is None and all(row["left_out"] for row in found["ablations"])
     assert "roofline left out: the budget" in as_text(found)
     with pytest.raises(UsageError, match="measures nothing"):
         diagnose(points(), device="cpu", budget_s=0)

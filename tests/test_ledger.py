@@ -15,7 +15,7 @@ from tiny import loss, points, slowed
 from speedkit import clock
 from speedkit.errors import SpeedkitError
 from speedkit.measure.ledger import StepFacts, ledger_of, make_ledger, unprofiled
-from speedkit.measure.trace import CAUSES, Profile, Span, Trace, Work, classify, read_trace
+from speedkit.measure.trace import CAUSES, Span, Trace, Work, classify, read_trace
 from speedkit.plan import Plan
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -139,7 +139,7 @@ def test_a_trace_of_a_gpu_is_read_with_what_launched_its_kernels():
     }
     assert list(rows(trace)) == [cause for cause in CAUSES if cause in rows(trace)]
     assert set(trace.costs.products_s) == {"bf16", ""}, "what was replayed from a graph has no operator"
-    assert (trace.copied_bytes, trace.pinned) == (262244, False)
+    assert not trace.pinned
 
 
 def test_a_trace_recorded_on_a_cpu_has_its_parts_and_operators_and_no_work_on_a_device():
@@ -153,7 +153,7 @@ def test_a_trace_recorded_on_a_cpu_has_its_parts_and_operators_and_no_work_on_a_
 
 def test_gaps_of_a_profiled_run_shrink_to_what_is_left_of_the_unprofiled_one():
     trace = gap(parts=span(2, 4, "data wait"))  # 6 ms busy, 2 waiting for data, 2 launching
-    found, busy = unprofiled(trace, {"data wait": 3 * MS}, 16 * MS, scale=2)
+    found, busy = unprofiled(trace, {"data wait": 3 * MS}, 16 * MS, steps=2)
     assert {cause: round(seconds / MS, 6) for cause, seconds in found.items() if seconds} == {
         "bandwidth-bound": 12,
         "data wait": 3,
@@ -161,10 +161,10 @@ def test_gaps_of_a_profiled_run_shrink_to_what_is_left_of_the_unprofiled_one():
     }
     assert busy == pytest.approx(12 / 16)
     # Gaps do not grow: what neither the profiler nor the host saw is unexplained.
-    found, _ = unprofiled(trace, {"data wait": 2 * MS, "compilation": 1 * MS}, 15 * MS, scale=1)
+    found, _ = unprofiled(trace, {"data wait": 2 * MS, "compilation": 1 * MS}, 15 * MS, steps=1)
     assert make_ledger("cuda", found, 15 * MS, steps=1, facts=StepFacts()).share("unexplained") == pytest.approx(4 / 15)
     # And where kernels alone take longer than the steps did, that is told too.
-    found, _ = unprofiled(trace, {}, 5 * MS, scale=1)
+    found, _ = unprofiled(trace, {}, 5 * MS, steps=1)
     assert make_ledger("cuda", found, 5 * MS, steps=1, facts=StepFacts()).share("unexplained") == pytest.approx(-3 / 5)
 
 
@@ -210,7 +210,7 @@ def test_rows_add_up_and_what_was_planted_is_in_its_row(device):
         assert 0 < found.busy_share < 0.5
     facts = found.facts
     assert facts.host_s["data wait"] > 0 and facts.host_s["forward"] >= 5 * MS
-    assert facts.costs.calls > 20 and facts.recompilations == 0 and facts.evaluations == 0
+    assert facts.trace.costs.calls > 20 and facts.recompilations == 0 and facts.evaluations == 0
     assert facts.syncs[0].count > 0
 
 
@@ -258,13 +258,6 @@ def test_a_workload_that_cannot_be_trained_is_told_in_a_sentence(change, message
         ledger_of(dataclasses.replace(points(), **change), device="cpu", window_s=0.05)
 
 
-def test_one_batch_an_epoch_and_a_model_made_elsewhere_are_no_trouble():
-    workload = points(train=5)
-    elsewhere = "cuda" if torch.cuda.is_available() else "cpu"
-    made = dataclasses.replace(workload, model=lambda: workload.model().to(elsewhere, torch.float64).float())
-    add_up(ledger_of(made, device="cpu", window_s=0.1))
-
-
 def test_graphs_compiled_in_the_window_are_counted_and_are_a_row():
     """Each batch has a length of its own, for which the model is compiled anew."""
     lengths = iter(range(2, 10**6))
@@ -281,7 +274,3 @@ def test_graphs_compiled_in_the_window_are_counted_and_are_a_row():
     add_up(found)
     assert found.facts.recompilations == pytest.approx(1) and clock.compilations() > before
     assert found.share("compilation") > found.share("forward")
-
-
-def test_a_profile_that_was_never_opened_is_empty():
-    assert Profile(torch.device("cpu")).close() == Trace(0.0)

@@ -5,9 +5,9 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,21 +24,29 @@ from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.workloads.workload import Workload
 
-# What can be found: the row of the ledger that its seconds lie in, and the least share of a step that makes it a cause
-# (evaluating, calling operators, computing and a loop's own lines are part of any healthy training).
+
+class Cause(NamedTuple):
+    """The row of the ledger that its seconds lie in, and what else decides whether it is one."""
+
+    part: str
+    least: float = 0.0  # share of a step: below it any healthy training has some
+    ablation: str = ""  # that measures what its change gives
+
+
 FOUND = {
-    "slow decode": (DATA, 0.0),
-    "slow collate": (DATA, 0.0),
-    "slow loader": (DATA, 0.0),
-    "large copies": (COPY, 0.0),
-    "host read each step": (SYNC, 0.0),
-    "printing each step": (OTHER, 0.1),
-    "other host work": (OTHER, 0.1),
-    "many small operators": (LAUNCH, 0.1),
-    "compute-bound": (COMPUTE, 0.5),
-    "bandwidth-bound": (BANDWIDTH, 0.5),
-    "new shapes": (COMPILATION, 0.0),
-    "validation too often": (EVALUATION, 0.1),
+    "slow decode": Cause(DATA),
+    "slow collate": Cause(DATA),
+    "slow loader": Cause(DATA),
+    "large copies": Cause(COPY),
+    "host read each step": Cause(SYNC, ablation="no logging"),
+    "printing each step": Cause(OTHER, 0.1, "no logging"),
+    "other host work": Cause(OTHER, 0.1),
+    "many small operators": Cause(LAUNCH, 0.1, "compiled"),
+    "unfused optimizer": Cause(OPTIMIZER, ablation="fused optimizer"),
+    "compute-bound": Cause(COMPUTE, 0.5),
+    "bandwidth-bound": Cause(BANDWIDTH, 0.5, "compiled"),
+    "new shapes": Cause(COMPILATION),
+    "validation too often": Cause(EVALUATION, 0.1),
 }
 # A change is told from this gain on: a ledger may leave 5 % unexplained, so what would give less may be nothing.
 LEAST_GAIN = 1.05
@@ -46,7 +54,6 @@ SMALL_ON_CPU = 0.20  # the least share of calling operators there: an eighth of 
 REPORTING = ("print(", "log", "write(", "set_postfix", "display(")  # in a line that reads the device
 RARELY = "log_every=50: read and report what the device has computed every 50 steps"
 POWER_LIMITED = 0.95  # of the power limit: from here on a GPU lowers its clock
-ROOFLINE_S = 4.0  # that counting takes, set-up and all
 Row = dict[str, Any]
 
 
@@ -69,31 +76,33 @@ def diagnose(
     if not budget_s > 0:
         raise UsageError(f"a budget of {budget_s:g} s measures nothing: a ledger takes some 6 s, and all of it some 60")
     if trace is not None:
-        _check_writable(Path(trace))
+        try:
+            Path(trace).open("ab").close()
+        except OSError as error:
+            raise UsageError(f"the trace cannot be written to {trace}: {error.strerror}") from None
     recipe, plan, hardware = recipe or workload.recipe, plan or Plan(), this_machine(device)
-    until_s = time.perf_counter() + budget_s
-    notes = costly_switches(hardware.device)
+    until_s, notes = time.perf_counter() + budget_s, costly_switches(hardware.device)
     ledger = ledger_of(workload, recipe, plan, device=device, cache_dir=cache_dir, evaluate=True, trace_file=trace)
-    facts, found = ledger.facts, ledger.as_dict() | {"workload": workload.name}
-    stages: dict[str, tuple[float, Callable[[], Any]]] = {  # with the seconds to leave for what comes after
-        "loading": (0.0, lambda: loading.examine(workload, recipe, device)),
-        "ablations": (ROOFLINE_S, lambda: ablate(workload, recipe, plan, hardware, until_s - ROOFLINE_S, cache_dir)),
-        # Last: what looks into each operator leaves compiled code switched off.
-        "roofline": (0.0, lambda: roofline(workload, recipe, plan, hardware, ledger=ledger)),
-    }
-    for name, (left_s, stage) in stages.items():
-        found[name] = stage() if time.perf_counter() < until_s - left_s else None
-        if found[name] is None:
-            notes.append(f"{name} left out: the budget of {budget_s:g} s was spent")
-    if found["loading"]:
-        took_s = {row["part"]: row["sample_s"] * recipe.batch_size for row in found["loading"]["parts"]}
-        facts.items_s = took_s["read"] + took_s["decode"] + took_s["features"]
-        facts.collate_s, facts.cacheable = took_s["collate"], plan.cache == "off"
+    facts, parts = ledger.facts, loading.examine(workload, recipe, device)
+    took_s = {row["part"]: row["sample_s"] * recipe.batch_size for row in parts}
+    facts.items_s = took_s["read"] + took_s["decode"] + took_s["features"]
+    facts.collate_s, facts.cacheable = took_s["collate"], plan.cache == "off"
+    ablations = ablate(workload, recipe, plan, hardware=hardware, cache_dir=cache_dir, until_s=until_s)
+    near = None
+    if time.perf_counter() < until_s:  # last: what looks into each operator leaves compiled code switched off
+        near = roofline(workload, recipe, plan, hardware, ledger=ledger)
     if facts.worker_use is not None:
         notes.append(f"each of {facts.workers} loader workers uses {facts.worker_use:.0%} of a core")
     if facts.power_use is not None and facts.power_use > POWER_LIMITED:
         notes.append(f"the GPU draws {facts.power_use:.0%} of its power limit, so it lowers its clock")
-    return found | {"diagnosis": rank(ledger, hardware, found["ablations"] or ()), "notes": notes}
+    return ledger.as_dict() | {
+        "workload": workload.name,
+        "loading": parts,
+        "ablations": ablations,
+        "roofline": near,
+        "diagnosis": rank(ledger, hardware, ablations),
+        "notes": notes,
+    }
 
 
 def of_loop(ledger: Ledger, loader: Any, device: torch.device) -> list[Row]:
@@ -103,28 +112,17 @@ def of_loop(ledger: Ledger, loader: Any, device: torch.device) -> list[Row]:
     return rank(ledger, this_machine(device))
 
 
-def _check_writable(path: Path) -> None:
-    try:
-        path.open("ab").close()
-    except OSError as error:
-        raise UsageError(f"the trace cannot be written to {path}: {error.strerror}") from None
-
-
 def costly_switches(device: torch.device) -> list[str]:
     """Return a sentence for each debugging switch that is on and makes steps slower."""
-    on_gpu, env = device.type == "cuda", os.environ
+    on_gpu, blocking = device.type == "cuda", os.environ.get("CUDA_LAUNCH_BLOCKING", "0")
+    uncached = "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ
+    profiled = torch.autograd._profiler_enabled() or sys.getprofile() is not None
     switches = {
-        "CUDA_LAUNCH_BLOCKING is set, so the host waits for every kernel: unset it": (
-            on_gpu and env.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
-        ),
-        "PYTORCH_NO_CUDA_MEMORY_CACHING is set, so the driver allocates every tensor: unset it": (
-            on_gpu and "PYTORCH_NO_CUDA_MEMORY_CACHING" in env
-        ),
-        "autograd's anomaly detection is on: torch.autograd.set_detect_anomaly(False)": torch.is_anomaly_enabled(),
-        "only deterministic algorithms are allowed: torch.use_deterministic_algorithms(False)": (
-            torch.are_deterministic_algorithms_enabled()
-        ),
-        "a profiler is at work: stop it": torch.autograd._profiler_enabled() or sys.getprofile() is not None,
+        "CUDA_LAUNCH_BLOCKING is set, so the host waits for every kernel": on_gpu and blocking not in ("", "0"),
+        "PYTORCH_NO_CUDA_MEMORY_CACHING is set, so the driver allocates every tensor": on_gpu and uncached,
+        "autograd's anomaly detection is on": torch.is_anomaly_enabled(),
+        "only deterministic algorithms are allowed": torch.are_deterministic_algorithms_enabled(),
+        "a profiler is at work": profiled,
     }
     return [f"this slows each step: {sentence}" for sentence, is_on in switches.items() if is_on]
 
@@ -141,11 +139,8 @@ def rank(ledger: Ledger, hardware: Hardware, ablations: Sequence[Row] = ()) -> l
     faster = {row["name"]: row for row in ablations if row.get("decision") == "faster"}
     case = Case(ledger, hardware, faster, rates(hardware.device))
     rows = [row for rule in (_loading, _host, _operators, _products) for row in rule(case)]
-    told = [
-        row
-        for row in rows
-        if row["seconds"] > FOUND[row["cause"]][1] * ledger.step_s and row["predicted_speedup_high"] >= LEAST_GAIN
-    ]
+    told = [row for row in rows if row["predicted_speedup_high"] >= LEAST_GAIN]
+    told = [row for row in told if row["seconds"] > FOUND[row["cause"]].least * ledger.step_s]
     return sorted(told, key=lambda row: -row["predicted_speedup_high"])
 
 
@@ -170,30 +165,23 @@ class Case:
         """
         if self.hardware.device.type != "cpu":
             return self.seconds(LAUNCH), self.seconds(COMPUTE), self.seconds(BANDWIDTH)
-        costs, steps = self.ledger.facts.costs, self.ledger.facts.traced_steps
+        costs, steps = self.ledger.facts.trace.costs, self.ledger.facts.trace.steps
         room_s, known = self.seconds(FORWARD, BACKWARD, OPTIMIZER), (sum(costs.products_s.values()), costs.passes_s)
         scale = min(1 / steps, room_s / (sum(known) or math.inf))
         products_s, passes_s = (seconds * scale for seconds in known)
         return min(max(room_s - products_s - passes_s, 0.0), costs.small_s / steps), products_s, passes_s
 
     def row(
-        self,
-        cause: str,
-        seconds: float,
-        evidence: str,
-        *,
-        change: str,
-        saved: tuple[float, float] = (0.9, 1.0),
-        ablation: str = "",
+        self, cause: str, seconds: float, change: str, *, evidence: str, saved: tuple[float, float] = (0.9, 1.0)
     ) -> Row:
         """Return the row of a cause. Its change, `field=value`, saves these shares of the seconds, or as measured."""
         step_s, field = self.ledger.step_s, change.partition("=")[0]
         low, high = (step_s / max(step_s - share * seconds, 0.02 * step_s) for share in saved)
-        if measured := self.ablations.get(ablation):
+        if measured := self.ablations.get(FOUND[cause].ablation):
             low, high = measured["low"], measured["high"]
         return {
             "cause": cause,
-            "part": FOUND[cause][0],
+            "part": FOUND[cause].part,
             "evidence": f"{1e3 * seconds:.3g} of {1e3 * step_s:.3g} ms a step: {evidence}",
             "field": field if field in settings_of(Plan) else None,
             "change": change,
@@ -205,71 +193,63 @@ class Case:
 
 def _loading(case: Case) -> Iterator[Row]:
     """Share a wait for the batch out to making its items and to joining them, by what each takes on its own."""
-    facts, step_s, wait_s, cores = case.ledger.facts, case.ledger.step_s, case.seconds(DATA), case.hardware.cores
+    facts, step_s, cores = case.ledger.facts, case.ledger.step_s, case.hardware.cores
     busy = case.hardware.threads if case.hardware.device.type == "cpu" else 0
     parts = {"slow decode": facts.items_s, "slow collate": facts.collate_s}
-    told = {"slow decode": "making the items of a batch", "slow collate": "joining the items of a batch"}
     if not any(parts.values()):
         parts = {"slow loader": 1.0}
     for cause, part_s in parts.items():
-        own_s = wait_s * part_s / sum(parts.values())
-        evidence = f"the loop waits for {told.get(cause, 'a batch')}, with {facts.workers} workers"
+        own_s = case.seconds(DATA) * part_s / sum(parts.values())
         # At best workers hide behind the computing; at worst they share the cores with it.
         best_s = max(step_s - own_s, own_s / cores)
         worst_s = min(step_s, max(best_s, (own_s + busy * (step_s - own_s)) / cores))
         change, saved = f"workers={cores}", ((step_s - worst_s) / (own_s or 1), (step_s - best_s) / (own_s or 1))
         if facts.workers >= cores or (cause == "slow decode" and facts.cacheable):
             change, saved = "cache=ram", (0.7, 1.0)
-        yield case.row(cause, own_s, evidence, change=change, saved=saved)
+        evidence = f"the loop waits for data, with {facts.workers} workers"
+        yield case.row(cause, own_s, change, evidence=evidence, saved=saved)
 
 
 def _host(case: Case) -> Iterator[Row]:
     """What the loop does itself beside training: copy, read the device, report, compile, evaluate."""
     facts, wait_s, other_s = case.ledger.facts, case.seconds(SYNC), case.seconds(OTHER)
-    evidence = f"{facts.copied_bytes / facts.traced_steps / 1e6:.3g} MB are copied"
-    # Pinned memory is copied faster, and only copies of it can hide behind the computing.
-    slower = case.rates.get("host_to_device_pageable", 1.0) / case.rates.get("host_to_device_pinned", 1.0)
-    change, saved = "pin_memory=True, prefetch=True", (max(0.0, 1 - slower), 1.0)
-    if facts.pinned:
-        change, saved = "prefetch=True", (0.0, 1.0)
-    yield case.row("large copies", case.seconds(COPY), evidence, change=change, saved=saved)
+    # Page-locked memory is copied faster, and only copies of it can hide behind the computing.
+    change, saved = ("prefetch=True", 0.0) if facts.trace.pinned else ("pin_memory=True, prefetch=True", 0.5)
+    evidence = "the device stands still while batches are copied to it"
+    yield case.row("large copies", case.seconds(COPY), change, evidence=evidence, saved=(saved, 1.0))
 
     read = facts.syncs[0] if facts.syncs else None
     if read and any(word in read.code for word in REPORTING):
-        evidence = f"the loop reports each step, in {read}"
-        yield case.row("printing each step", wait_s + other_s, evidence, change=RARELY, ablation="no logging")
+        yield case.row("printing each step", wait_s + other_s, RARELY, evidence=f"the loop reports each, in {read}")
     else:
         evidence = f"the host waits for the device, in {read or 'an unknown line'}"
-        yield case.row("host read each step", wait_s, evidence, change=RARELY, ablation="no logging")
+        yield case.row("host read each step", wait_s, RARELY, evidence=evidence)
         evidence = "the loop itself is at work, not the model, the optimizer or the loader"
-        yield case.row("other host work", other_s, evidence, change="move it out of the loop")
+        yield case.row("other host work", other_s, "move it out of the loop", evidence=evidence)
 
-    evidence = f"{facts.recompilations:.2g} graphs are compiled anew in each, for inputs of another shape"
     change = "bucket=True: pad to a few lengths; or compile with dynamic=True"
-    yield case.row("new shapes", case.seconds(COMPILATION), evidence, change=change)
-    evidence = f"the model is evaluated {facts.evaluations:.2g} times in each"
+    evidence = f"{facts.recompilations:.2g} graphs are compiled anew in each, for inputs of another shape"
+    yield case.row("new shapes", case.seconds(COMPILATION), change, evidence=evidence)
     change = "validate_every=0, or ten times as large"
-    yield case.row("validation too often", case.seconds(EVALUATION), evidence, change=change)
+    evidence = f"the model is evaluated {facts.evaluations:.2g} times in each"
+    yield case.row("validation too often", case.seconds(EVALUATION), change, evidence=evidence)
 
 
 def _operators(case: Case) -> Iterator[Row]:
     """Operators that take as long as it takes to call them, and passes over memory: a compiler joins both."""
-    hardware, facts, (small_s, _, passes_s) = case.hardware, case.ledger.facts, case.bounds()
+    hardware, trace, (small_s, _, passes_s) = case.hardware, case.ledger.facts.trace, case.bounds()
     if hardware.device.type == "cpu" and small_s < SMALL_ON_CPU * case.ledger.step_s:
         small_s = 0.0
-    evidence = f"{facts.costs.calls / facts.traced_steps:.0f} operators are called that compute little"
     change = f"compile={'reduce-overhead' if hardware.supports('cuda_graphs') else 'default'}"
     if why := hardware.why_not("compile"):
-        change = f"fewer, larger operators; {why}"
-    yield case.row("many small operators", small_s, evidence, change=change, saved=(0.5, 1.0), ablation="compiled")
-    if not why:
-        change = "compile=default: one pass over memory for many"
-        evidence = "operators read and write memory and compute little"
-        yield case.row("bandwidth-bound", passes_s, evidence, change=change, saved=(0.25, 0.75), ablation="compiled")
+        change, passes_s = f"fewer, larger operators; {why}", 0.0
+    evidence = f"{trace.costs.calls / trace.steps:.0f} operators are called that compute little"
+    yield case.row("many small operators", small_s, change, evidence=evidence, saved=(0.5, 1.0))
+    evidence = "operators read and write memory and compute little"
+    yield case.row("bandwidth-bound", passes_s, "compile=default", evidence=evidence, saved=(0.25, 0.75))
     if fused := case.ablations.get("fused optimizer"):
         own_s, evidence = case.ledger.step_s * (1 - 1 / fused["ratio"]), "the update calls operators for each weight"
-        change = "fused_optimizer=True"
-        yield case.row("many small operators", own_s, evidence, change=change, ablation="fused optimizer")
+        yield case.row("unfused optimizer", own_s, "fused_optimizer=True", evidence=evidence)
 
 
 def _products(case: Case) -> Iterator[Row]:
@@ -277,13 +257,13 @@ def _products(case: Case) -> Iterator[Row]:
     peaks = {name.removeprefix("matmul_"): rate for name, rate in case.rates.items() if name.startswith("matmul_")}
     peaks.pop("fp8", None)  # which not every layer can be converted to
     best, (_, own_s, _) = max(peaks, key=lambda name: peaks[name]), case.bounds()
-    costs = case.ledger.facts.costs.products_s
+    costs = case.ledger.facts.trace.costs.products_s
     slow = {name: seconds for name, seconds in costs.items() if peaks.get(name, peaks[best]) < peaks[best]}
     if slow:
         own_s *= sum(slow.values()) / sum(costs.values())
         share = sum(slow[name] * (1 - peaks[name] / peaks[best]) for name in slow) / sum(slow.values())
         evidence = f"products of {' and '.join(slow)} matrices, where {best} is faster"
-        yield case.row("compute-bound", own_s, evidence, change=f"precision={best}", saved=(0.5 * share, share))
+        yield case.row("compute-bound", own_s, f"precision={best}", evidence=evidence, saved=(0.5 * share, share))
 
 
 # ---- in words ----
@@ -292,24 +272,19 @@ def _products(case: Case) -> Iterator[Row]:
 def as_text(found: Row) -> str:
     """Return what `diagnose` found in words; the loader's parts where data is waited for."""
     known: Row = {field.name: found[field.name] for field in dataclasses.fields(Ledger) if field.name in found}
-    lines = [
-        f"{found['workload']}:",
-        str(Ledger(**known)),
-        *found["notes"],
-        *(found["roofline"] or {}).get("tells", ()),
-    ]
+    near = found["roofline"]["tells"] if found["roofline"] else ["roofline left out: the budget was spent"]
+    lines = [f"{found['workload']}:", str(Ledger(**known)), *found["notes"], *near]
     none = "no cause to report: what takes most of the time would not get less by a change of the plan"
     lines.append("causes, by what a change would give (time before / time after):" if found["diagnosis"] else none)
     lines += map(cause_in_words, found["diagnosis"])
-    if found["ablations"]:
-        lines.append("the same training with one thing changed, in turns with itself:")
-    for row in found["ablations"] or ():
+    lines.append("the same training with one thing changed, in turns with itself:")
+    for row in found["ablations"]:
         shown = "left out: {left_out}" if "left_out" in row else "{ratio:.2f} ({low:.2f} to {high:.2f}) times as fast"
         lines.append("  {name}: ".format_map(row) + shown.format_map(row))
-    if found["loading"] and any(row["part"] == DATA for row in found["diagnosis"]):
+    if any(row["part"] == DATA for row in found["diagnosis"]):
         lines.append("a batch loaded in the training process, in ms per sample:")
-        rows = found["loading"]["parts"]
-        lines += ["  {part:<10}{0:>10.4g} {share:>7.1%}".format(1e3 * row["sample_s"], **row) for row in rows]
+        line = "  {part:<10}{0:>10.4g} {share:>7.1%}"
+        lines += [line.format(1e3 * row["sample_s"], **row) for row in found["loading"]]
     return "\n".join(lines)
 
 

@@ -1,7 +1,6 @@
 """The ledger: where the time of training steps goes, in rows that add up to what the steps take unprofiled."""
 
 import contextlib
-import math
 import statistics
 import tempfile
 import time
@@ -15,10 +14,10 @@ import torch
 
 from speedkit.clock import Stopwatch, compilations, run_until_steady
 from speedkit.errors import SpeedkitError
-from speedkit.hardware import nvml_facts
+from speedkit.measure.provenance import gpu_state
 from speedkit.measure.syncs import Sync, audit
 from speedkit.measure.timeline import DATA, EVALUATION, FORWARD, OPTIMIZER, RARE, Timeline, replaced, timing
-from speedkit.measure.trace import CAUSES, UNEXPLAINED, Costs, Profile, Trace, classify
+from speedkit.measure.trace import CAUSES, UNEXPLAINED, Trace, classify, profiling, trace_of, window
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train.loop import steps
@@ -35,10 +34,7 @@ class StepFacts:
     """What is known of a step beside the ledger's rows: seconds and counts per step."""
 
     host_s: Mapping[str, float] = field(default_factory=dict)  # by part; beside a GPU the host runs ahead of it
-    costs: Costs = field(default_factory=Costs)  # of its operators, in `traced_steps`
-    traced_steps: int = 1
-    copied_bytes: float = 0.0  # from host to device, in `traced_steps`
-    pinned: bool = False  # all of them from page-locked memory
+    trace: Trace = field(default_factory=Trace)
     syncs: Sequence[Sync] = ()  # of AUDITED steps, the most expensive first
     recompilations: float = 0.0
     evaluations: float = 0.0
@@ -95,16 +91,11 @@ def make_ledger(
     steps: int,
     facts: StepFacts,
     slow_down: float = 1.0,
-    trace: Trace | None = None,
 ) -> Ledger:
     """Return the ledger of `steps` steps that take `window_s`, by the host's `seconds`, and a GPU's by its trace."""
     busy_share = None
-    if trace is not None:
-        facts.traced_steps, facts.costs = traced_steps(torch.device(device)), trace.costs
-        facts.copied_bytes, facts.pinned = trace.copied_bytes, trace.pinned
-        if torch.device(device).type == "cuda":
-            scale = steps / facts.traced_steps
-            seconds, busy_share = unprofiled(trace, seconds, window_s, scale=scale)
+    if torch.device(device).type == "cuda" and facts.trace.end_s:
+        seconds, busy_share = unprofiled(facts.trace, seconds, window_s, steps=steps)
     known, rows = dict(seconds) | {UNEXPLAINED: window_s - sum(seconds.values())}, []
     for cause in CAUSES:
         if known.get(cause) or cause == UNEXPLAINED:
@@ -115,14 +106,15 @@ def make_ledger(
 
 
 def unprofiled(
-    trace: Trace, host: Mapping[str, float], window_s: float, *, scale: float
+    trace: Trace, host: Mapping[str, float], window_s: float, *, steps: int
 ) -> tuple[dict[str, float], float]:
-    """Return the seconds of a GPU by cause, and its busy share, in `scale` times as many steps as were traced.
+    """Return the seconds of a GPU by cause, and its busy share, in `steps` steps like those that were traced.
 
     A profiler slows the host: without it the steps took `window_s`, and the `host` its seconds by part. Busy time is as
     profiled, evaluation and compilation are the host's, waiting for data is no longer than the host's, and all other
     gaps share what is left.
     """
+    scale = steps / trace.steps
     busy, gaps = ({cause: seconds * scale for cause, seconds in rows.items()} for rows in classify(trace))
     found = busy | {cause: host.get(cause, 0.0) for cause in RARE}
     if DATA in gaps:
@@ -151,10 +143,10 @@ def ledger_of(
     at which a training makes them. `trace_file` keeps the profiler's trace. Raises SpeedkitError, in a sentence, for a
     workload that cannot be trained.
     """
+    run = None
     with contextlib.ExitStack() as stack:
-        out = Path(stack.enter_context(tempfile.TemporaryDirectory()), "run") if evaluate else None
-        run = None
         try:
+            out = Path(stack.enter_context(tempfile.TemporaryDirectory()), "run") if evaluate else None
             where: dict[str, Any] = {"device": device, "cache_dir": cache_dir, "out": out}
             run = setup_run(workload, recipe, plan, **where, progress=False, endless=not evaluate)
             stack.callback(run.close)
@@ -171,52 +163,50 @@ def ledger_of(
 
 def _measure(run: TrainingRun, window_s: float, *, evaluate: bool, trace_file: str | Path | None) -> Ledger:
     """Return the ledger of a run: windows timed and left alone in turns, then a closer look at a few steps."""
-    every, course = run.evaluate_every or len(run.learning_rates), steps(run)
+    every, training = run.evaluate_every or len(run.learning_rates), steps(run)
     run.total_steps, run.evaluate_every = None, 0
     for _ in range(1 + 2 * int(run.plan.workers) * run.plan.prefetch_factor):
-        next(course)  # on batches that the loader had ready
-    step_s = run_until_steady(lambda: next(course), run.device, max_s=max(2.0, window_s)).step_s
+        next(training)  # on batches that the loader had ready
+    step_s = run_until_steady(lambda: next(training), run.device, max_s=max(2.0, window_s)).step_s
 
-    kind, timeline = run.device.type, Timeline()
-    pids = [process.pid for process in run.train_batches.loader.processes]
-    pairs = min(PAIRS.get(kind, 5), max(3, round(2 * window_s / step_s)))
-    count, slower, timed_s = max(1, round(window_s / pairs / step_s)), list[float](), 0.0
+    timeline, pids = Timeline(), [process.pid for process in run.train_batches.loader.processes]
+    pairs = min(PAIRS.get(run.device.type, 5), max(3, round(2 * window_s / step_s)))
+    count, timed_s, slower = max(1, round(window_s / pairs / step_s)), 0.0, list[float]()
     compiled, began_s, cpu_s = compilations(), time.perf_counter(), _cpu_s(pids)
     for pair in range(pairs):
-        took_s = {on: _window(run, course, count, timeline if on else None) for on in (pair % 2, 1 - pair % 2)}
-        slower.append(math.log(took_s[1] / took_s[0]))
+        took_s = {on: _window(run, training, count, timeline if on else None) for on in (pair % 2, 1 - pair % 2)}
+        slower.append(took_s[1] / took_s[0])
         timed_s += took_s[1]
     worker_use = (_cpu_s(pids) - cpu_s) / (time.perf_counter() - began_s) / len(pids) if pids else None
-    slow_down = math.exp(statistics.median(slower))  # a burst of something else hits few windows
+    slow_down = statistics.median(slower)  # a burst of something else hits few windows
     made, window_s = pairs * count, timed_s / slow_down
     recompilations = (compilations() - compiled) / (2 * made)
-    power_use = _power_use(run.device)
+    power = gpu_state(run.device, "power_w", "power_limit_w")
 
     host = dict(timeline.seconds)
     if evaluate:
-        host[EVALUATION] = made / every * _evaluation_s(run, course, window_s / made)
+        host[EVALUATION] = made / every * _evaluation_s(run, training, window_s / made)
         window_s += host[EVALUATION]
-    trace = _traced(run, course, trace_file)
-    syncs = audit(lambda: [next(course) for _ in range(AUDITED)], run.device)
     facts = StepFacts(
         host_s={cause: seconds / made for cause, seconds in host.items()},
-        syncs=syncs,
+        trace=_traced(run, training, trace_file),
+        syncs=audit(lambda: [next(training) for _ in range(AUDITED)], run.device),
         recompilations=recompilations,
         evaluations=1 / every if evaluate else 0.0,
         workers=int(run.plan.workers),
         worker_use=worker_use,
-        power_use=power_use,
+        power_use=power["power_w"] / power["power_limit_w"] if power else None,
     )
-    return make_ledger(run.device, host, window_s, steps=made, facts=facts, slow_down=slow_down, trace=trace)
+    return make_ledger(run.device, host, window_s, steps=made, facts=facts, slow_down=slow_down)
 
 
-def _window(run: TrainingRun, course: Iterator[int], count: int, timeline: Timeline | None) -> float:
+def _window(run: TrainingRun, training: Iterator[int], count: int, timeline: Timeline | None) -> float:
     """Return the seconds of `count` steps, timed by part where there is a timeline."""
     stopwatch = Stopwatch(run.device)
-    with contextlib.nullcontext() if timeline is None else _timed(run, timeline):
+    with _timed(run, timeline) if timeline else contextlib.nullcontext():
         stopwatch.start()
         for _ in range(count):
-            next(course)
+            next(training)
         return stopwatch.stop()
 
 
@@ -232,34 +222,25 @@ def _timed(run: TrainingRun, timeline: Timeline) -> Iterator[None]:
         timeline.read()
 
 
-def _evaluation_s(run: TrainingRun, course: Iterator[int], step_s: float) -> float:
+def _evaluation_s(run: TrainingRun, training: Iterator[int], step_s: float) -> float:
     """Return the seconds of an evaluation and a checkpoint: of the second one, for the first makes buffers."""
     run.evaluate_every = 1
-    _, one_s = (max(0.0, _window(run, course, 1, None) - step_s) for _ in range(2))
+    _, one_s = (_window(run, training, 1, None) for _ in range(2))
     run.evaluate_every = 0
-    return one_s
+    return max(0.0, one_s - step_s)
 
 
-def _traced(run: TrainingRun, course: Iterator[int], trace_file: str | Path | None) -> Trace:
+def _traced(run: TrainingRun, training: Iterator[int], trace_file: str | Path | None) -> Trace:
     """Return the trace of some steps."""
-    profile, noted = Profile(run.device), Timeline()
-    noted.annotate = True
-    next(course)  # the first one sets the profiler up
-    with _timed(run, noted):
-        profile.open()
-        for _ in range(traced_steps(run.device)):
-            next(course)
-        return profile.close(trace_file)
+    count = traced_steps(run.device)
+    with profiling(run.device) as profiler, _timed(run, Timeline(annotate=True)):
+        next(training)  # sets the profiler up
+        with window(run.device):
+            for _ in range(count):
+                next(training)
+    return trace_of(profiler, count, trace_file)
 
 
 def _cpu_s(pids: Sequence[int | None]) -> float:
     """Return the seconds for which processes have used a core so far."""
     return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
-
-
-def _power_use(device: torch.device) -> float | None:
-    """Return the share of its power limit that a GPU draws; None where that is not known."""
-    if device.type != "cuda":
-        return None
-    found = nvml_facts(str(torch.cuda.get_device_properties(device).uuid), "power_w", "power_limit_w")
-    return found["power_w"] / found["power_limit_w"] if len(found) == 2 else None

@@ -108,10 +108,9 @@ def find_notebook(name: str) -> Path | None:
     return next((path for folder in folders if (path := folder / f"{name}.ipynb").is_file()), None)
 
 
-def gpu_state(device: torch.device) -> dict[str, float]:
-    """Return power_w, sm_hz, memory_hz and energy_j (since the driver was loaded) of an NVIDIA GPU; {} if unknown."""
+def gpu_state(device: torch.device, *names: str) -> dict[str, float]:
+    """Return what NVML says of a GPU as to `names`, see `nvml_facts`; {} where it does not tell all of it."""
     if device.type != "cuda":
         return {}
-    names = ("power_w", "sm_hz", "memory_hz", "energy_j")
     found = nvml_facts(str(torch.cuda.get_device_properties(device).uuid), *names)
     return found if len(found) == len(names) else {}
