@@ -264,8 +264,6 @@ def test_a_budget_too_short_keeps_the_ledger_and_says_what_is_missing():
     assert sum(row["share"] for row in found["rows"]) == pytest.approx(1)
     assert found["roofline"] is None and all(row["left_out"] for row in found["ablations"])
     assert "roofline left out: the budget" in as_text(found)
-    with pytest.raises(UsageError, match="measures nothing"):
-        diagnose(points(), device="cpu", budget_s=0)
 
 
 def length_of(item):

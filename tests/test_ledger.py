@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import loss, points, slowed
+from tiny import loss, points
 
 from speedkit import clock
 from speedkit.errors import SpeedkitError
 from speedkit.measure.ledger import StepFacts, ledger_of, make_ledger, unprofiled
 from speedkit.measure.trace import CAUSES, Span, Trace, Work, classify, read_trace
-from speedkit.plan import Plan
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 TRACES = Path(__file__).parent / "traces"
@@ -218,19 +217,6 @@ def test_timers_are_gone_after_a_ledger():
     before = torch.autograd.backward
     ledger_of(points(), device="cpu", window_s=0.05)
     assert torch.autograd.backward is before
-
-
-def test_evaluation_and_checkpoint_count_at_the_rate_of_a_training():
-    """An evaluation each epoch of 6 steps: its 2 batches make the 10 ms of the loss 20 ms, 3.3 ms in each step."""
-    found = ledger_of(slowed(points(), 10 * MS), device="cpu", window_s=0.2, evaluate=True)
-    add_up(found)
-    seconds = found.share("evaluation and checkpoint") * found.step_s
-    assert 3.3 * MS < seconds < 8 * MS, "a checkpoint comes on top"
-    assert found.facts.evaluations == pytest.approx(1 / 6)
-    rarely = ledger_of(
-        slowed(points(), 10 * MS), plan=Plan(validate_every=60), device="cpu", window_s=0.2, evaluate=True
-    )
-    assert rarely.share("evaluation and checkpoint") * rarely.step_s < seconds / 3
 
 
 def raising(model, batch, recipe):

@@ -2,7 +2,6 @@
 
 import contextlib
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from speedkit.clock import Stopwatch, compilations, run_until_steady
 from speedkit.errors import SpeedkitError
 from speedkit.measure.provenance import gpu_state
 from speedkit.measure.syncs import Sync, audit
-from speedkit.measure.timeline import DATA, EVALUATION, FORWARD, OPTIMIZER, RARE, Timeline, replaced, timing
+from speedkit.measure.timeline import DATA, FORWARD, OPTIMIZER, RARE, Timeline, replaced, timing
 from speedkit.measure.trace import CAUSES, UNEXPLAINED, Trace, classify, profiling, trace_of, window
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
@@ -134,37 +133,33 @@ def ledger_of(
     device: str | torch.device = "auto",
     cache_dir: str | Path | None = None,
     window_s: float = 1.0,
-    evaluate: bool = False,
     trace_file: str | Path | None = None,
 ) -> Ledger:
-    """Train `workload` for about 2 * `window_s` after a warm-up; return where the time goes.
+    """Train `workload` for about 2 * `window_s` after a warm-up, without evaluation; return where the time goes.
 
-    On a CPU forward is the loss with what it calls. With `evaluate`, evaluation and checkpoint are in it at the rate
-    at which a training makes them. `trace_file` keeps the profiler's trace. Raises SpeedkitError, in a sentence, for a
-    workload that cannot be trained.
+    On a CPU forward is the loss with what it calls. `trace_file` keeps the profiler's trace. Raises SpeedkitError, in a
+    sentence, for a workload that cannot be trained.
     """
     run = None
-    with contextlib.ExitStack() as stack:
-        try:
-            out = Path(stack.enter_context(tempfile.TemporaryDirectory()), "run") if evaluate else None
-            where: dict[str, Any] = {"device": device, "cache_dir": cache_dir, "out": out}
-            run = setup_run(workload, recipe, plan, **where, progress=False, endless=not evaluate)
-            stack.callback(run.close)
-            return _measure(run, window_s, evaluate=evaluate, trace_file=trace_file)
-        except SpeedkitError:
-            raise
-        except Exception as error:
-            raise SpeedkitError(
-                f"{workload.name} failed in step {run.step + 1 if run else 1}: {type(error).__name__}: {error}; its "
-                "model needs a weight that is trained, and its loss has to give the mean over the batch, a tensor of "
-                "one number that depends on the weights, and the outputs"
-            ) from error
+    try:
+        run = setup_run(workload, recipe, plan, device=device, cache_dir=cache_dir, progress=False, endless=True)
+        return _measure(run, window_s, trace_file)
+    except SpeedkitError:
+        raise
+    except Exception as error:
+        raise SpeedkitError(
+            f"{workload.name} failed in step {run.step + 1 if run else 1}: {type(error).__name__}: {error}; its "
+            "model needs a weight that is trained, and its loss has to give the mean over the batch, a tensor of "
+            "one number that depends on the weights, and the outputs"
+        ) from error
+    finally:
+        if run is not None:
+            run.close()
 
 
-def _measure(run: TrainingRun, window_s: float, *, evaluate: bool, trace_file: str | Path | None) -> Ledger:
+def _measure(run: TrainingRun, window_s: float, trace_file: str | Path | None) -> Ledger:
     """Return the ledger of a run: windows timed and left alone in turns, then a closer look at a few steps."""
-    every, training = run.evaluate_every or len(run.learning_rates), steps(run)
-    run.total_steps, run.evaluate_every = None, 0
+    training = steps(run)
     for _ in range(1 + 2 * int(run.plan.workers) * run.plan.prefetch_factor):
         next(training)  # on batches that the loader had ready
     step_s = run_until_steady(lambda: next(training), run.device, max_s=max(2.0, window_s)).step_s
@@ -182,22 +177,16 @@ def _measure(run: TrainingRun, window_s: float, *, evaluate: bool, trace_file: s
     made, window_s = pairs * count, timed_s / slow_down
     recompilations = (compilations() - compiled) / (2 * made)
     power = gpu_state(run.device, "power_w", "power_limit_w")
-
-    host = dict(timeline.seconds)
-    if evaluate:
-        host[EVALUATION] = made / every * _evaluation_s(run, training, window_s / made)
-        window_s += host[EVALUATION]
     facts = StepFacts(
-        host_s={cause: seconds / made for cause, seconds in host.items()},
+        host_s={cause: seconds / made for cause, seconds in timeline.seconds.items()},
         trace=_traced(run, training, trace_file),
         syncs=audit(lambda: [next(training) for _ in range(AUDITED)], run.device),
         recompilations=recompilations,
-        evaluations=1 / every if evaluate else 0.0,
         workers=int(run.plan.workers),
         worker_use=worker_use,
         power_use=power["power_w"] / power["power_limit_w"] if power else None,
     )
-    return make_ledger(run.device, host, window_s, steps=made, facts=facts, slow_down=slow_down)
+    return make_ledger(run.device, timeline.seconds, window_s, steps=made, facts=facts, slow_down=slow_down)
 
 
 def _window(run: TrainingRun, training: Iterator[int], count: int, timeline: Timeline | None) -> float:
@@ -220,14 +209,6 @@ def _timed(run: TrainingRun, timeline: Timeline) -> Iterator[None]:
         timeline.last_s = time.perf_counter()
         yield
         timeline.read()
-
-
-def _evaluation_s(run: TrainingRun, training: Iterator[int], step_s: float) -> float:
-    """Return the seconds of an evaluation and a checkpoint: of the second one, for the first makes buffers."""
-    run.evaluate_every = 1
-    _, one_s = (_window(run, training, 1, None) for _ in range(2))
-    run.evaluate_every = 0
-    return max(0.0, one_s - step_s)
 
 
 def _traced(run: TrainingRun, training: Iterator[int], trace_file: str | Path | None) -> Trace:

@@ -15,7 +15,6 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from speedkit.ceilings import ceilings
 from speedkit.hardware import Hardware, this_machine
 from speedkit.measure.ledger import Ledger
-from speedkit.measure.timeline import EVALUATION
 from speedkit.plan import Plan, resolve
 from speedkit.recipe import Recipe
 from speedkit.train.loop import steps
@@ -79,7 +78,7 @@ def roofline(workload: Workload, recipe: Recipe, plan: Plan, hardware: Hardware,
     Bytes are an upper estimate: all inputs and outputs of an eager step's operators, whether or not a cache holds them.
     """
     flops, moved, convolves = count(workload, recipe, plan, hardware.device)
-    step_s, found = ledger.step_s * (1 - ledger.share(EVALUATION)), rates(hardware.device)
+    step_s, found = ledger.step_s, rates(hardware.device)
     dtype = resolve(plan, hardware, workload=workload).plan.precision.removesuffix("-emulated")
     if dtype == "default" and hardware.device.type == "cuda" and convolves and torch.backends.cudnn.allow_tf32:
         dtype = "tf32"
@@ -95,7 +94,6 @@ def roofline(workload: Workload, recipe: Recipe, plan: Plan, hardware: Hardware,
         "bytes_per_step": moved,
         "achieved_bytes_per_s": moved / step_s,
         "bandwidth_ceiling": bandwidth,
-        "busy_share": ledger.busy_share,
         "tells": [
             f"{flops / 1e9:.4g} GFLOP a step, {flops / step_s / 1e9:.4g} GFLOP/s: {flops / step_s / ceiling:.1%} of "
             f"what products of {dtype} matrices reach here (MFU)",
