@@ -158,11 +158,8 @@ def test_what_was_measured_replaces_what_was_predicted():
     row = {"name": "compiled", "ratio": 1.5, "low": 1.4, "high": 1.6, "decision": "faster"}
     [found] = ranked(GPU, {"launch-bound": 0.6}, {}, [row])
     assert (found["predicted_speedup_low"], found["predicted_speedup_high"]) == (1.4, 1.6)
-    fused = row | {"name": "fused optimizer"}
-    found = ranked(GPU, {}, {}, [fused])
-    assert [row["field"] for row in found] == ["fused_optimizer"]
-    within_noise = ranked(GPU, {}, {}, [fused | {"decision": "undecided"}, {"name": "compiled", "left_out": "no time"}])
-    assert within_noise == []
+    [found] = ranked(GPU, {"launch-bound": 0.6}, {}, [row | {"decision": "undecided"}])
+    assert found["predicted_speedup_high"] == pytest.approx(1 / (1 - 0.6))
 
 
 # A workload, for real.

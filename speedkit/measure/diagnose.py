@@ -1,17 +1,17 @@
 """Why a step takes so long: causes, each with what shows it, what to change in the plan, and what that would give."""
 
+import collections
 import dataclasses
 import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from speedkit.config import settings_of
 from speedkit.errors import UsageError
 from speedkit.hardware import Hardware, this_machine
 from speedkit.measure import loading
@@ -19,40 +19,54 @@ from speedkit.measure.ablations import ablate
 from speedkit.measure.ledger import Ledger, ledger_of
 from speedkit.measure.roofline import rates, roofline
 from speedkit.measure.timeline import BACKWARD, COMPILATION, DATA, EVALUATION, FORWARD, OPTIMIZER, OTHER
-from speedkit.measure.trace import BANDWIDTH, COMPUTE, COPY, LAUNCH, SYNC
+from speedkit.measure.trace import BANDWIDTH, COMPUTE, COPY, LAUNCH, SYNC, Trace
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.workloads.workload import Workload
 
 
 class Cause(NamedTuple):
-    """The row of the ledger that its seconds lie in, and what else decides whether it is one."""
+    """What can make a step long."""
 
-    part: str
+    part: str  # the row of the ledger that its seconds lie in
+    change: str  # `field=value`, where the plan has a field for it
+    evidence: str
     least: float = 0.0  # share of a step: below it any healthy training has some
-    ablation: str = ""  # that measures what its change gives
+    saved: tuple[float, float] = (0.9, 1.0)  # shares of its seconds that the change saves, at least and at most
+    ablation: str = ""  # that measures what the change gives
 
 
+RARELY = "log_every=50: read and report what the device has computed every 50 steps"
+WAITING = "the loop waits for data, with {facts.workers} workers"
 FOUND = {
-    "slow decode": Cause(DATA),
-    "slow collate": Cause(DATA),
-    "slow loader": Cause(DATA),
-    "large copies": Cause(COPY),
-    "host read each step": Cause(SYNC, ablation="no logging"),
-    "printing each step": Cause(OTHER, 0.1, "no logging"),
-    "other host work": Cause(OTHER, 0.1),
-    "many small operators": Cause(LAUNCH, 0.1, "compiled"),
-    "unfused optimizer": Cause(OPTIMIZER, ablation="fused optimizer"),
-    "compute-bound": Cause(COMPUTE, 0.5),
-    "bandwidth-bound": Cause(BANDWIDTH, 0.5, "compiled"),
-    "new shapes": Cause(COMPILATION),
-    "validation too often": Cause(EVALUATION, 0.1),
+    "slow decode": Cause(DATA, "workers={cores}", WAITING),
+    "slow collate": Cause(DATA, "workers={cores}", WAITING),
+    "slow loader": Cause(DATA, "workers={cores}", WAITING),
+    # Page-locked memory is copied faster, and only copies of it can hide behind the computing.
+    "large copies": Cause(
+        COPY, "pin_memory=True, prefetch=True", "the device waits for a batch's copy", 0.0, (0.5, 1.0)
+    ),
+    "host read each step": Cause(SYNC, RARELY, "the host waits for the device, in {read}", ablation="no logging"),
+    "printing each step": Cause(OTHER, RARELY, "the loop reports each, in {read}", 0.1, ablation="no logging"),
+    "other host work": Cause(OTHER, "move it out of the loop", "the loop's own lines are at work", 0.1),
+    "many small operators": Cause(
+        LAUNCH, "compile=default", "{calls:.0f} operators compute little", 0.1, (0.5, 1.0), "compiled"
+    ),
+    "compute-bound": Cause(COMPUTE, "precision={best}", "products of matrices are faster in {best}", 0.5),
+    "bandwidth-bound": Cause(
+        BANDWIDTH, "compile=default", "operators read and write much", 0.5, (0.25, 0.75), "compiled"
+    ),
+    "new shapes": Cause(
+        COMPILATION, "bucket=True: pad to a few lengths", "{facts.recompilations:.2g} graphs are compiled"
+    ),
+    "validation too often": Cause(
+        EVALUATION, "validate_every=0, or larger", "{facts.evaluations:.2g} evaluations", 0.1
+    ),
 }
 # A change is told from this gain on: a ledger may leave 5 % unexplained, so what would give less may be nothing.
 LEAST_GAIN = 1.05
 SMALL_ON_CPU = 0.20  # the least share of calling operators there: an eighth of a healthy small step goes into it
 REPORTING = ("print(", "log", "write(", "set_postfix", "display(")  # in a line that reads the device
-RARELY = "log_every=50: read and report what the device has computed every 50 steps"
 POWER_LIMITED = 0.95  # of the power limit: from here on a GPU lowers its clock
 Row = dict[str, Any]
 
@@ -136,134 +150,112 @@ def rank(ledger: Ledger, hardware: Hardware, ablations: Sequence[Row] = ()) -> l
     Rows are `{cause, part, evidence, field, change, seconds, predicted_speedup_low, predicted_speedup_high}`: `part` is
     the row of the ledger that the `seconds` per step lie in. What an ablation has measured needs no prediction.
     """
+    facts, step_s, peaks = ledger.facts, ledger.step_s, peaks_of(hardware.device)
     faster = {row["name"]: row for row in ablations if row.get("decision") == "faster"}
-    case = Case(ledger, hardware, faster, rates(hardware.device))
-    rows = [row for rule in (_loading, _host, _operators, _products) for row in rule(case)]
-    told = [row for row in rows if row["predicted_speedup_high"] >= LEAST_GAIN]
-    told = [row for row in told if row["seconds"] > FOUND[row["cause"]].least * ledger.step_s]
-    return sorted(told, key=lambda row: -row["predicted_speedup_high"])
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """What the rules look at."""
-
-    ledger: Ledger
-    hardware: Hardware
-    ablations: Mapping[str, Row]  # those that made steps faster, by name
-    rates: Mapping[str, float]  # the measured ceilings
-
-    def seconds(self, *causes: str) -> float:
-        """Return the seconds per step in rows of the ledger."""
-        return self.ledger.share(*causes) * self.ledger.step_s
-
-    def bounds(self) -> tuple[float, float, float]:
-        """Return the seconds per step of calling operators, of products of matrices, and of passes over memory.
-
-        A CPU's ledger has no such rows: its passes and update are shared out as the profiler saw the operators. It
-        inflates small ones, so these get what the others leave, and no more than the profiler saw.
-        """
-        if self.hardware.device.type != "cpu":
-            return self.seconds(LAUNCH), self.seconds(COMPUTE), self.seconds(BANDWIDTH)
-        costs, steps = self.ledger.facts.trace.costs, self.ledger.facts.trace.steps
-        room_s, known = self.seconds(FORWARD, BACKWARD, OPTIMIZER), (sum(costs.products_s.values()), costs.passes_s)
-        scale = min(1 / steps, room_s / (sum(known) or math.inf))
-        products_s, passes_s = (seconds * scale for seconds in known)
-        return min(max(room_s - products_s - passes_s, 0.0), costs.small_s / steps), products_s, passes_s
-
-    def row(
-        self, cause: str, seconds: float, change: str, *, evidence: str, saved: tuple[float, float] = (0.9, 1.0)
-    ) -> Row:
-        """Return the row of a cause. Its change, `field=value`, saves these shares of the seconds, or as measured."""
-        step_s, field = self.ledger.step_s, change.partition("=")[0]
-        low, high = (step_s / max(step_s - share * seconds, 0.02 * step_s) for share in saved)
-        if measured := self.ablations.get(FOUND[cause].ablation):
+    words = {
+        "facts": facts,
+        "cores": hardware.cores,
+        "read": facts.syncs[0] if facts.syncs else "an unknown line",
+        "calls": facts.trace.costs.calls / facts.trace.steps,
+        "best": max(peaks, key=lambda name: peaks[name]),
+    }
+    rows = []
+    for name, seconds in seconds_by_cause(ledger, hardware, peaks).items():
+        cause = remedy(name, seconds, ledger, hardware=hardware, peaks=peaks)
+        low, high = (step_s / max(step_s - share * seconds, 0.02 * step_s) for share in cause.saved)
+        if measured := faster.get(cause.ablation):
             low, high = measured["low"], measured["high"]
-        return {
-            "cause": cause,
-            "part": FOUND[cause].part,
+        if seconds <= cause.least * step_s or high < LEAST_GAIN:
+            continue
+        change, evidence = (text.format(**words) for text in (cause.change, cause.evidence))
+        field = change.partition("=")[0]
+        row = {
+            "cause": name,
+            "part": cause.part,
             "evidence": f"{1e3 * seconds:.3g} of {1e3 * step_s:.3g} ms a step: {evidence}",
-            "field": field if field in settings_of(Plan) else None,
+            "field": field if field in vars(Plan()) else None,
             "change": change,
             "seconds": seconds,
             "predicted_speedup_low": low,
             "predicted_speedup_high": high,
         }
+        rows.append(row)
+    return sorted(rows, key=lambda row: -row["predicted_speedup_high"])
 
 
-def _loading(case: Case) -> Iterator[Row]:
-    """Share a wait for the batch out to making its items and to joining them, by what each takes on its own."""
-    facts, step_s, cores = case.ledger.facts, case.ledger.step_s, case.hardware.cores
-    busy = case.hardware.threads if case.hardware.device.type == "cpu" else 0
-    parts = {"slow decode": facts.items_s, "slow collate": facts.collate_s}
-    if not any(parts.values()):
-        parts = {"slow loader": 1.0}
-    for cause, part_s in parts.items():
-        own_s = case.seconds(DATA) * part_s / sum(parts.values())
+def peaks_of(device: torch.device) -> dict[str, float]:
+    """Return the measured FLOP/s of products of matrices by number format, but for fp8: not every layer can have it."""
+    return {
+        name.removeprefix("matmul_"): rate
+        for name, rate in rates(device).items()
+        if name.startswith("matmul_") and name != "matmul_fp8"
+    }
+
+
+def seconds_by_cause(ledger: Ledger, hardware: Hardware, peaks: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds per step that each cause takes."""
+    facts, seconds = ledger.facts, {row["cause"]: row["share"] * ledger.step_s for row in ledger.rows}
+    seconds = collections.defaultdict(float, seconds)
+    wait_s, own_s = seconds[DATA], facts.items_s + facts.collate_s  # one after the other, without workers
+    reports = bool(facts.syncs) and any(word in facts.syncs[0].code for word in REPORTING)
+    small_s, products_s, passes_s = seconds[LAUNCH], seconds[COMPUTE], seconds[BANDWIDTH]
+    if hardware.device.type == "cpu":
+        small_s, products_s, passes_s = _seconds_on_cpu(facts.trace, seconds, ledger.step_s)
+    formats = facts.trace.costs.products_s
+    slow_s = sum(took_s for name, took_s in formats.items() if name in peaks and peaks[name] < max(peaks.values()))
+    return {
+        "slow decode": wait_s * facts.items_s / (own_s or 1.0),
+        "slow collate": wait_s * facts.collate_s / (own_s or 1.0),
+        "slow loader": 0.0 if own_s else wait_s,
+        "large copies": seconds[COPY],
+        "host read each step": 0.0 if reports else seconds[SYNC],
+        "printing each step": seconds[SYNC] + seconds[OTHER] if reports else 0.0,
+        "other host work": 0.0 if reports else seconds[OTHER],
+        "many small operators": small_s,
+        "compute-bound": products_s * slow_s / (sum(formats.values()) or 1.0),
+        "bandwidth-bound": passes_s if hardware.supports("compile") else 0.0,
+        "new shapes": seconds[COMPILATION],
+        "validation too often": seconds[EVALUATION],
+    }
+
+
+def _seconds_on_cpu(trace: Trace, seconds: Mapping[str, float], step_s: float) -> tuple[float, float, float]:
+    """Return the seconds per step of calling small operators, of products of matrices, and of passes over memory.
+
+    A CPU's ledger has no such rows: its passes and update are shared out as the profiler saw the operators. It
+    inflates small ones, so these get what the others leave, and no more than the profiler saw.
+    """
+    costs, room_s = trace.costs, sum(seconds[part] for part in (FORWARD, BACKWARD, OPTIMIZER))
+    known_s = sum(costs.products_s.values()), costs.passes_s
+    scale = min(1 / trace.steps, room_s / (sum(known_s) or math.inf))
+    products_s, passes_s = (part_s * scale for part_s in known_s)
+    small_s = min(max(room_s - products_s - passes_s, 0.0), costs.small_s / trace.steps)
+    return small_s if small_s > SMALL_ON_CPU * step_s else 0.0, products_s, passes_s
+
+
+def remedy(name: str, seconds: float, ledger: Ledger, *, hardware: Hardware, peaks: Mapping[str, float]) -> Cause:
+    """Return a cause with the change that mends it on this machine."""
+    cause, facts, step_s, cores = FOUND[name], ledger.facts, ledger.step_s, hardware.cores
+    if name == "slow decode" and (facts.cacheable or facts.workers >= cores):
+        return cause._replace(change="cache=ram", saved=(0.7, 1.0))
+    if cause.part == DATA:
         # At best workers hide behind the computing; at worst they share the cores with it.
-        best_s = max(step_s - own_s, own_s / cores)
-        worst_s = min(step_s, max(best_s, (own_s + busy * (step_s - own_s)) / cores))
-        change, saved = f"workers={cores}", ((step_s - worst_s) / (own_s or 1), (step_s - best_s) / (own_s or 1))
-        if facts.workers >= cores or (cause == "slow decode" and facts.cacheable):
-            change, saved = "cache=ram", (0.7, 1.0)
-        evidence = f"the loop waits for data, with {facts.workers} workers"
-        yield case.row(cause, own_s, change, evidence=evidence, saved=saved)
-
-
-def _host(case: Case) -> Iterator[Row]:
-    """What the loop does itself beside training: copy, read the device, report, compile, evaluate."""
-    facts, wait_s, other_s = case.ledger.facts, case.seconds(SYNC), case.seconds(OTHER)
-    # Page-locked memory is copied faster, and only copies of it can hide behind the computing.
-    change, saved = ("prefetch=True", 0.0) if facts.trace.pinned else ("pin_memory=True, prefetch=True", 0.5)
-    evidence = "the device stands still while batches are copied to it"
-    yield case.row("large copies", case.seconds(COPY), change, evidence=evidence, saved=(saved, 1.0))
-
-    read = facts.syncs[0] if facts.syncs else None
-    if read and any(word in read.code for word in REPORTING):
-        yield case.row("printing each step", wait_s + other_s, RARELY, evidence=f"the loop reports each, in {read}")
-    else:
-        evidence = f"the host waits for the device, in {read or 'an unknown line'}"
-        yield case.row("host read each step", wait_s, RARELY, evidence=evidence)
-        evidence = "the loop itself is at work, not the model, the optimizer or the loader"
-        yield case.row("other host work", other_s, "move it out of the loop", evidence=evidence)
-
-    change = "bucket=True: pad to a few lengths; or compile with dynamic=True"
-    evidence = f"{facts.recompilations:.2g} graphs are compiled anew in each, for inputs of another shape"
-    yield case.row("new shapes", case.seconds(COMPILATION), change, evidence=evidence)
-    change = "validate_every=0, or ten times as large"
-    evidence = f"the model is evaluated {facts.evaluations:.2g} times in each"
-    yield case.row("validation too often", case.seconds(EVALUATION), change, evidence=evidence)
-
-
-def _operators(case: Case) -> Iterator[Row]:
-    """Operators that take as long as it takes to call them, and passes over memory: a compiler joins both."""
-    hardware, trace, (small_s, _, passes_s) = case.hardware, case.ledger.facts.trace, case.bounds()
-    if hardware.device.type == "cpu" and small_s < SMALL_ON_CPU * case.ledger.step_s:
-        small_s = 0.0
-    change = f"compile={'reduce-overhead' if hardware.supports('cuda_graphs') else 'default'}"
-    if why := hardware.why_not("compile"):
-        change, passes_s = f"fewer, larger operators; {why}", 0.0
-    evidence = f"{trace.costs.calls / trace.steps:.0f} operators are called that compute little"
-    yield case.row("many small operators", small_s, change, evidence=evidence, saved=(0.5, 1.0))
-    evidence = "operators read and write memory and compute little"
-    yield case.row("bandwidth-bound", passes_s, "compile=default", evidence=evidence, saved=(0.25, 0.75))
-    if fused := case.ablations.get("fused optimizer"):
-        own_s, evidence = case.ledger.step_s * (1 - 1 / fused["ratio"]), "the update calls operators for each weight"
-        yield case.row("unfused optimizer", own_s, "fused_optimizer=True", evidence=evidence)
-
-
-def _products(case: Case) -> Iterator[Row]:
-    """Products in a number format in which this machine is slower than in another."""
-    peaks = {name.removeprefix("matmul_"): rate for name, rate in case.rates.items() if name.startswith("matmul_")}
-    peaks.pop("fp8", None)  # which not every layer can be converted to
-    best, (_, own_s, _) = max(peaks, key=lambda name: peaks[name]), case.bounds()
-    costs = case.ledger.facts.trace.costs.products_s
-    slow = {name: seconds for name, seconds in costs.items() if peaks.get(name, peaks[best]) < peaks[best]}
-    if slow:
-        own_s *= sum(slow.values()) / sum(costs.values())
-        share = sum(slow[name] * (1 - peaks[name] / peaks[best]) for name in slow) / sum(slow.values())
-        evidence = f"products of {' and '.join(slow)} matrices, where {best} is faster"
-        yield case.row("compute-bound", own_s, f"precision={best}", evidence=evidence, saved=(0.5 * share, share))
+        busy = hardware.threads if hardware.device.type == "cpu" else 0
+        best_s = max(step_s - seconds, seconds / cores)
+        worst_s = min(step_s, max(best_s, (seconds + busy * (step_s - seconds)) / cores))
+        return cause._replace(saved=((step_s - worst_s) / (seconds or 1), (step_s - best_s) / (seconds or 1)))
+    if name == "large copies" and facts.trace.pinned:
+        return cause._replace(change="prefetch=True", saved=(0.0, 1.0))
+    if name == "many small operators" and not hardware.supports("compile"):
+        return cause._replace(change=f"fewer, larger operators; {hardware.why_not('compile')}")
+    if name == "many small operators" and hardware.supports("cuda_graphs"):
+        return cause._replace(change="compile=reduce-overhead")
+    if name == "compute-bound":
+        slow = {kind: took_s for kind, took_s in facts.trace.costs.products_s.items() if kind in peaks}
+        gains = sum(took_s * (1 - peaks[kind] / max(peaks.values())) for kind, took_s in slow.items())
+        share = gains / (sum(slow.values()) or 1.0)
+        return cause._replace(saved=(0.5 * share, share))
+    return cause
 
 
 # ---- in words ----
