@@ -6,16 +6,16 @@ import time
 
 import pytest
 import torch
-from tiny import make_model, points
+from tiny import points
 from torch import nn
 
-from speedkit.errors import SpeedkitError, UsageError
+from speedkit.errors import UsageError
 from speedkit.hardware import Hardware
 from speedkit.measure.diagnose import FOUND, as_text, costly_switches, diagnose, of_loop, rank
 from speedkit.measure.ledger import StepFacts, make_ledger
 from speedkit.measure.loading import loader_costs
 from speedkit.measure.syncs import Sync
-from speedkit.measure.trace import CAUSES, Costs, Trace
+from speedkit.measure.trace import Costs, Trace
 from speedkit.plan import Plan
 
 CPU = Hardware(cores=4, threads=1, compiler="/usr/bin/g++", python_headers=True, cpu_flags=("avx512_bf16",))
@@ -108,10 +108,6 @@ def test_a_cause_is_named_first_by_what_gives_it_away(hardware, shares, facts, c
         assert first["seconds"] == pytest.approx(sum(shares.values()) * STEP_S, rel=0.05)
 
 
-def test_every_part_named_is_a_row_of_the_ledger():
-    assert {cause.part for cause in FOUND.values()} <= set(CAUSES)
-
-
 HEALTHY = [
     (GPU, {"data wait": 0.03, "launch-bound": 0.08, "sync-bound": 0.02, "evaluation and checkpoint": 0.08}, {}),
     (GPU, {"bandwidth-bound": 0.45}, {}),  # part of any model, and compiled less: but not most of a step
@@ -185,6 +181,7 @@ def test_a_slow_pipeline_is_found_by_the_ledger(found):
     assert first["seconds"] > 0.9 * 16e-3  # 16 items of 1 ms, and what else the machine did meanwhile
     assert "budget" in by_name["compiled"]["left_out"]
     assert found["notes"] == []
+    assert any(event["name"] == "aten::mm" for event in json.loads(found["trace"].read_text())["traceEvents"])
 
 
 def test_the_report_says_it_in_words_and_goes_into_json(found):
@@ -193,10 +190,6 @@ def test_the_report_says_it_in_words_and_goes_into_json(found):
     for words in ("data wait", "slow decode", "GFLOP", "features", "cache=ram", "no logging", "left out: the budget"):
         assert words in text
     assert "no cause to report" in as_text(told | {"diagnosis": []})
-
-
-def test_the_trace_is_kept_for_a_viewer(found):
-    assert any(event["name"] == "aten::mm" for event in json.loads(found["trace"].read_text())["traceEvents"])
 
 
 @pytest.mark.parametrize("path", ["missing/trace.json", "."])
@@ -225,37 +218,6 @@ def test_workers_say_how_much_of_a_core_they_use():
     assert any("each of 1 loader workers uses" in note for note in found["notes"])
 
 
-def broken(model, batch, recipe):
-    raise ValueError("labels are missing")
-
-
-def number(model, batch, recipe):
-    return 1.0, model(batch[0])
-
-
-def frozen():
-    return make_model(8, 16, 2).requires_grad_(False)
-
-
-def ragged(waveform):
-    return waveform[: 4 + int(abs(waveform[0]) * 10) % 4]
-
-
-@pytest.mark.parametrize(
-    ("changed", "sentence"),
-    [
-        ({"loss": broken}, "labels are missing"),
-        ({"loss": number}, "a tensor of one number"),
-        ({"model": frozen}, "a weight that is trained"),
-        ({"features": ragged}, "different shapes"),
-    ],
-    ids=["loss raises", "no tensor", "nothing to train", "another shape in each sample"],
-)
-def test_a_workload_that_cannot_make_a_step_gets_a_sentence(changed, sentence):
-    with pytest.raises(SpeedkitError, match=sentence):
-        diagnose(dataclasses.replace(points(), **changed), device="cpu")
-
-
 def test_a_budget_too_short_keeps_the_ledger_and_says_what_is_missing():
     found = diagnose(points(), device="cpu", budget_s=0.01)
     assert sum(row["share"] for row in found["rows"]) == pytest.approx(1)
@@ -277,20 +239,12 @@ def masked_loss(model, batch, recipe):
     return nn.functional.cross_entropy(outputs, targets), outputs
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"load": clips, "loss": masked_loss, "length": length_of, "score": lambda outputs, batch: outputs[:, 0]},
-        {},
-    ],
-    ids=["a new shape in each step", "one batch an epoch"],
-)
-def test_batches_of_any_length_and_epochs_of_one_batch_are_diagnosed(changed):
-    work = dataclasses.replace(points(train=96 if changed else 16), **changed)
-    found = diagnose(work, plan=Plan(validate_every=0), device="cpu", budget_s=10)
+def test_batches_of_any_length_are_diagnosed():
+    score = {"score": lambda outputs, batch: outputs[:, 0]}
+    work = dataclasses.replace(points(train=96), load=clips, loss=masked_loss, length=length_of, **score)
+    found = diagnose(work, plan=Plan(validate_every=0), device="cpu", budget_s=5)
     assert sum(row["share"] for row in found["rows"]) == pytest.approx(1)
     assert found["roofline"]["flops_per_step"] > 0
-    assert all(row.get("ratio", 0) > 0 or row["left_out"] for row in found["ablations"])
 
 
 def test_somebodys_loader_is_examined_and_draws_nothing_from_the_random_state():
