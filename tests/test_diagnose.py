@@ -64,8 +64,8 @@ def ranked(hardware, shares, facts=None, ablations=()):
     shares = shares | {rest: shares.get(rest, 0.0) + 1 - sum(shares.values())}
     seconds = {part: share * STEP_S * 10 for part, share in shares.items()}
     facts = facts or {}
-    trace = Trace(costs=facts.get("costs", Costs(products_s={"bf16": 0.01})), pinned=facts.get("pinned", False))
-    known = StepFacts(trace=trace, **{key: value for key, value in facts.items() if key not in ("costs", "pinned")})
+    trace = Trace(costs=facts.get("costs", Costs(products_s={"bf16": 0.01})))
+    known = StepFacts(trace=trace, **{key: value for key, value in facts.items() if key != "costs"})
     found = make_ledger(hardware.device, seconds, STEP_S * 10, steps=10, facts=known)
     return rank(found, hardware, list(ablations))
 
@@ -77,7 +77,6 @@ CASES = [
     (GPU, {"data wait": 0.5}, {"items_s": 0.06, "workers": 16}, "slow decode", "cache"),
     (GPU, {"data wait": 0.5}, {"items_s": 0.06, "cacheable": True}, "slow decode", "cache"),
     (GPU, {"host-to-device copy": 0.4}, {}, "large copies", "pin_memory"),
-    (GPU, {"host-to-device copy": 0.4}, {"pinned": True}, "large copies", "prefetch"),
     (GPU, {"sync-bound": 0.5}, {"syncs": [READ]}, "host read each step", "log_every"),
     (GPU, {"sync-bound": 0.5}, {"syncs": [PRINT]}, "printing each step", "log_every"),
     (CPU, {"other host work": 0.5}, {"syncs": [PRINT]}, "printing each step", "log_every"),

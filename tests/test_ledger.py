@@ -138,7 +138,6 @@ def test_a_trace_of_a_gpu_is_read_with_what_launched_its_kernels():
     }
     assert list(rows(trace)) == [cause for cause in CAUSES if cause in rows(trace)]
     assert set(trace.costs.products_s) == {"bf16", ""}, "what was replayed from a graph has no operator"
-    assert not trace.pinned
 
 
 def test_a_trace_recorded_on_a_cpu_has_its_parts_and_operators_and_no_work_on_a_device():

@@ -244,8 +244,6 @@ def remedy(name: str, seconds: float, ledger: Ledger, *, hardware: Hardware, pea
         best_s = max(step_s - seconds, seconds / cores)
         worst_s = min(step_s, max(best_s, (seconds + busy * (step_s - seconds)) / cores))
         return cause._replace(saved=((step_s - worst_s) / (seconds or 1), (step_s - best_s) / (seconds or 1)))
-    if name == "large copies" and facts.trace.pinned:
-        return cause._replace(change="prefetch=True", saved=(0.0, 1.0))
     if name == "many small operators" and not hardware.supports("compile"):
         return cause._replace(change=f"fewer, larger operators; {hardware.why_not('compile')}")
     if name == "many small operators" and hardware.supports("cuda_graphs"):

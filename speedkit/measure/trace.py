@@ -82,7 +82,6 @@ class Trace:
     syncs: tuple[Span, ...] = ()  # calls in which the host waits for the device
     calls: tuple[Span, ...] = ()  # operators and launches: what the host does inside of PyTorch
     costs: Costs = field(default_factory=Costs)
-    pinned: bool = False  # all that is copied to the device comes from page-locked memory
     steps: int = 1
 
 
@@ -224,7 +223,6 @@ def read_trace(path: str | Path, steps: int = 1) -> Trace:
         )
         for event in by["kernel"] + by["gpu_memset"] + by["gpu_memcpy"]
     ]
-    copies = [event["name"] for event in by["gpu_memcpy"] if "HtoD" in event["name"]]
     waits = [event for event in runtime if event["name"].endswith("Synchronize") or event["name"] in WAITING]
     return Trace(
         end_s=clock(end_us),
@@ -233,7 +231,6 @@ def read_trace(path: str | Path, steps: int = 1) -> Trace:
         syncs=tuple(map(span, waits)),
         calls=tuple(map(span, operators + runtime)),
         costs=_kernel_costs(work) if work else _operator_costs(operators),
-        pinned=bool(copies) and not any("Pageable" in name for name in copies),
         steps=steps,
     )
 
