@@ -315,7 +315,7 @@ def test_ledger_and_diagnosis_are_printed_and_written(tmp_path, capsys):
     shown, kept = capsys.readouterr().out, json.loads((tmp_path / "made" / "ledger.json").read_text())
     assert "data wait" in shown and "unexplained" in shown and "slow decode: " in shown
     assert kept["diagnosis"] == seen.diagnosis and kept["diagnosis"][0]["cause"] == "slow decode"
-    assert {"window_s", "steps", "rows", "diagnosis", "notes", "step_s", "device", "slow_down"} <= kept.keys()
+    assert {"window_s", "steps", "rows", "diagnosis", "notes", "step_s", "device"} <= kept.keys()
 
 
 def test_in_a_long_loop_evaluations_are_timed_after_the_close_look_too():

@@ -5,8 +5,7 @@ import dataclasses
 import math
 import os
 import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +14,6 @@ import torch
 from speedkit.errors import UsageError
 from speedkit.hardware import Hardware, this_machine
 from speedkit.measure import loading
-from speedkit.measure.ablations import ablate
 from speedkit.measure.ledger import Ledger, ledger_of
 from speedkit.measure.roofline import rates, roofline
 from speedkit.measure.timeline import BACKWARD, COMPILATION, DATA, EVALUATION, FORWARD, OPTIMIZER, OTHER
@@ -33,7 +31,6 @@ class Cause(NamedTuple):
     evidence: str
     least: float = 0.0  # share of a step: below it any healthy training has some
     saved: tuple[float, float] = (0.9, 1.0)  # shares of its seconds that the change saves, at least and at most
-    ablation: str = ""  # that measures what the change gives
 
 
 RARELY = "log_every=50: read and report what the device has computed every 50 steps"
@@ -46,16 +43,12 @@ FOUND = {
     "large copies": Cause(
         COPY, "pin_memory=True, prefetch=True", "the device waits for a batch's copy", 0.0, (0.5, 1.0)
     ),
-    "host read each step": Cause(SYNC, RARELY, "the host waits for the device, in {read}", ablation="no logging"),
-    "printing each step": Cause(OTHER, RARELY, "the loop reports each, in {read}", 0.1, ablation="no logging"),
+    "host read each step": Cause(SYNC, RARELY, "the host waits for the device, in {read}"),
+    "printing each step": Cause(OTHER, RARELY, "the loop reports each, in {read}", 0.1),
     "other host work": Cause(OTHER, "move it out of the loop", "the loop's own lines are at work", 0.1),
-    "many small operators": Cause(
-        LAUNCH, "compile=default", "{calls:.0f} operators compute little", 0.1, (0.5, 1.0), "compiled"
-    ),
+    "many small operators": Cause(LAUNCH, "compile=default", "{calls:.0f} operators compute little", 0.1, (0.5, 1.0)),
     "compute-bound": Cause(COMPUTE, "precision={best}", "products of matrices are faster in {best}", 0.5),
-    "bandwidth-bound": Cause(
-        BANDWIDTH, "compile=default", "operators read and write much", 0.5, (0.25, 0.75), "compiled"
-    ),
+    "bandwidth-bound": Cause(BANDWIDTH, "compile=default", "operators read and write much", 0.5, (0.25, 0.75)),
     "new shapes": Cause(
         COMPILATION, "bucket=True: pad to a few lengths", "{facts.recompilations:.2g} graphs are compiled"
     ),
@@ -78,14 +71,13 @@ def diagnose(
     *,
     device: str = "auto",
     cache_dir: str | Path | None = None,
-    budget_s: float = 60.0,
     trace: str | Path | None = None,
 ) -> Row:
     """Return why a step of `workload` takes as long as it does.
 
-    It is the ledger as ledger.json has it, with `workload`, `loading`, `ablations`, `roofline` (None where the budget
-    has no time left for one), `diagnosis` (see `rank`) and `notes`. `trace` is a file that keeps the profiler's trace.
-    Raises SpeedkitError for a workload that cannot make a step, UsageError for a file that cannot be written.
+    It is the ledger as ledger.json has it, with `workload`, `loading`, `roofline`, `diagnosis` (see `rank`) and
+    `notes`. `trace` is a file that keeps the profiler's trace. Raises SpeedkitError for a workload that cannot make a
+    step, UsageError for a file that cannot be written.
     """
     if trace is not None:
         try:
@@ -93,18 +85,12 @@ def diagnose(
         except OSError as error:
             raise UsageError(f"the trace cannot be written to {trace}: {error.strerror}") from None
     recipe, plan, hardware = recipe or workload.recipe, plan or Plan(), this_machine(device)
-    until_s, notes = time.perf_counter() + budget_s, costly_switches(hardware.device)
+    notes = costly_switches(hardware.device)
     ledger = ledger_of(workload, recipe, plan, device=device, cache_dir=cache_dir, trace_file=trace)
     facts, parts = ledger.facts, loading.examine(workload, recipe, device)
     took_s = {row["part"]: row["sample_s"] * recipe.batch_size for row in parts}
     facts.items_s = took_s["read"] + took_s["decode"] + took_s["features"]
     facts.collate_s, facts.cacheable = took_s["collate"], plan.cache == "off"
-    ablations = ablate(workload, recipe, plan, hardware=hardware, cache_dir=cache_dir, until_s=until_s)
-    near = None
-    if time.perf_counter() < until_s:  # last: what looks into each operator leaves compiled code switched off
-        near = roofline(workload, recipe, plan, hardware, ledger=ledger)
-    else:
-        notes.append(f"roofline left out: the budget of {budget_s:g} s was spent")
     if facts.worker_use is not None:
         notes.append(f"each of {facts.workers} loader workers uses {facts.worker_use:.0%} of a core")
     if facts.power_use is not None and facts.power_use > POWER_LIMITED:
@@ -112,9 +98,9 @@ def diagnose(
     return ledger.as_dict() | {
         "workload": workload.name,
         "loading": parts,
-        "ablations": ablations,
-        "roofline": near,
-        "diagnosis": rank(ledger, hardware, ablations),
+        # Last: what looks into each operator leaves compiled code switched off.
+        "roofline": roofline(workload, recipe, plan, hardware, ledger=ledger),
+        "diagnosis": rank(ledger, hardware),
         "notes": notes,
     }
 
@@ -144,14 +130,13 @@ def costly_switches(device: torch.device) -> list[str]:
 # ---- the causes ----
 
 
-def rank(ledger: Ledger, hardware: Hardware, ablations: Sequence[Row] = ()) -> list[Row]:
+def rank(ledger: Ledger, hardware: Hardware) -> list[Row]:
     """Return the causes of a step's length, the best change first; none on a healthy run.
 
     Rows are `{cause, part, evidence, field, change, seconds, predicted_speedup_low, predicted_speedup_high}`: `part` is
-    the row of the ledger that the `seconds` per step lie in. What an ablation has measured needs no prediction.
+    the row of the ledger that the `seconds` per step lie in.
     """
     facts, step_s, peaks = ledger.facts, ledger.step_s, peaks_of(hardware.device)
-    faster = {row["name"]: row for row in ablations if row.get("decision") == "faster"}
     words = {
         "facts": facts,
         "cores": hardware.cores,
@@ -163,8 +148,6 @@ def rank(ledger: Ledger, hardware: Hardware, ablations: Sequence[Row] = ()) -> l
     for name, seconds in seconds_by_cause(ledger, hardware, peaks).items():
         cause = remedy(name, seconds, ledger, hardware=hardware, peaks=peaks)
         low, high = (step_s / max(step_s - share * seconds, 0.02 * step_s) for share in cause.saved)
-        if measured := faster.get(cause.ablation):
-            low, high = measured["low"], measured["high"]
         if seconds <= cause.least * step_s or high < LEAST_GAIN:
             continue
         change, evidence = (text.format(**words) for text in (cause.change, cause.evidence))
@@ -262,15 +245,10 @@ def remedy(name: str, seconds: float, ledger: Ledger, *, hardware: Hardware, pea
 def as_text(found: Row) -> str:
     """Return what `diagnose` found in words; the loader's parts where data is waited for."""
     known: Row = {field.name: found[field.name] for field in dataclasses.fields(Ledger) if field.name in found}
-    near = found["roofline"] or {"tells": []}
-    lines = [f"{found['workload']}:", str(Ledger(**known)), *found["notes"], *near["tells"]]
+    lines = [f"{found['workload']}:", str(Ledger(**known)), *found["notes"], *found["roofline"]["tells"]]
     none = "no cause to report: what takes most of the time would not get less by a change of the plan"
     lines.append("causes, by what a change would give (time before / time after):" if found["diagnosis"] else none)
     lines += map(cause_in_words, found["diagnosis"])
-    lines.append("the same training with one thing changed, in turns with itself:")
-    for row in found["ablations"]:
-        shown = "left out: {left_out}" if "left_out" in row else "{ratio:.2f} ({low:.2f} to {high:.2f}) times as fast"
-        lines.append("  {name}: ".format_map(row) + shown.format_map(row))
     if any(row["part"] == DATA for row in found["diagnosis"]):
         lines.append("a batch loaded in the training process, in ms per sample:")
         line = "  {part:<10}{0:>10.4g} {share:>7.1%}"

@@ -1,7 +1,6 @@
 """The ledger: where the time of training steps goes, in rows that add up to what the steps take unprofiled."""
 
 import contextlib
-import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +23,6 @@ from speedkit.train.run import TrainingRun
 from speedkit.train.setup import setup_run
 from speedkit.workloads.workload import Workload
 
-PAIRS = {"cpu": 50}  # of windows, one timed and one left alone; on a GPU 5, whose queue runs dry at each end
 AUDITED = 2  # steps in which what makes the host wait is looked for
 
 
@@ -50,15 +48,14 @@ class Ledger:
     """Where the wall time of `steps` training steps goes.
 
     `rows` are `{cause, seconds, share, ceiling_speedup}` in the order of CAUSES; shares add up to 1, seconds to
-    `window_s`. Timers and profilers slow what they see: `unexplained` is below 0 where more than that was taken off.
+    `window_s`. A profiler slows what it sees: `unexplained` is below 0 where kernels alone take longer than the steps.
     """
 
     device: str
-    window_s: float  # that the steps take with nothing around them
+    window_s: float  # that the steps take
     steps: int
     step_s: float
     rows: list[dict[str, Any]]
-    slow_down: float  # steps as they were measured / steps left alone
     busy_share: float | None = None  # of a GPU: the union of its kernels and copies; None on a CPU
     facts: StepFacts = field(default_factory=StepFacts)
 
@@ -89,7 +86,6 @@ def make_ledger(
     *,
     steps: int,
     facts: StepFacts,
-    slow_down: float = 1.0,
 ) -> Ledger:
     """Return the ledger of `steps` steps that take `window_s`, by the host's `seconds`, and a GPU's by its trace."""
     busy_share = None
@@ -101,7 +97,7 @@ def make_ledger(
             share = known[cause] / (window_s or 1.0)
             most = 1 / max(1 - max(share, 0.0), 1e-3)
             rows.append({"cause": cause, "seconds": known[cause], "share": share, "ceiling_speedup": most})
-    return Ledger(str(device), window_s, steps, window_s / max(1, steps), rows, slow_down, busy_share, facts)
+    return Ledger(str(device), window_s, steps, window_s / max(1, steps), rows, busy_share, facts)
 
 
 def unprofiled(
@@ -135,7 +131,7 @@ def ledger_of(
     window_s: float = 1.0,
     trace_file: str | Path | None = None,
 ) -> Ledger:
-    """Train `workload` for about 2 * `window_s` after a warm-up, without evaluation; return where the time goes.
+    """Train `workload` for about `window_s` after a warm-up, without evaluation; return where the time goes.
 
     On a CPU forward is the loss with what it calls. `trace_file` keeps the profiler's trace. Raises SpeedkitError, in a
     sentence, for a workload that cannot be trained.
@@ -158,24 +154,22 @@ def ledger_of(
 
 
 def _measure(run: TrainingRun, window_s: float, trace_file: str | Path | None) -> Ledger:
-    """Return the ledger of a run: windows timed and left alone in turns, then a closer look at a few steps."""
+    """Return the ledger of a run: steps timed by part, then a closer look at a few."""
     training = steps(run)
     for _ in range(1 + 2 * int(run.plan.workers) * run.plan.prefetch_factor):
         next(training)  # on batches that the loader had ready
     step_s = run_until_steady(lambda: next(training), run.device, max_s=max(2.0, window_s)).step_s
 
-    timeline, pids = Timeline(), [process.pid for process in run.train_batches.loader.processes]
-    pairs = min(PAIRS.get(run.device.type, 5), max(3, round(2 * window_s / step_s)))
-    count, timed_s, slower = max(1, round(window_s / pairs / step_s)), 0.0, list[float]()
+    pids = [process.pid for process in run.train_batches.loader.processes]
+    timeline, stopwatch, made = Timeline(), Stopwatch(run.device), max(3, round(window_s / step_s))
     compiled, began_s, cpu_s = compilations(), time.perf_counter(), _cpu_s(pids)
-    for pair in range(pairs):
-        took_s = {on: _window(run, training, count, timeline if on else None) for on in (pair % 2, 1 - pair % 2)}
-        slower.append(took_s[1] / took_s[0])
-        timed_s += took_s[1]
+    with _timed(run, timeline):
+        stopwatch.start()
+        for _ in range(made):
+            next(training)
+        took_s = stopwatch.stop()
     worker_use = (_cpu_s(pids) - cpu_s) / (time.perf_counter() - began_s) / len(pids) if pids else None
-    slow_down = statistics.median(slower)  # a burst of something else hits few windows
-    made, window_s = pairs * count, timed_s / slow_down
-    recompilations = (compilations() - compiled) / (2 * made)
+    recompilations = (compilations() - compiled) / made
     power = gpu_state(run.device, "power_w", "power_limit_w")
     facts = StepFacts(
         host_s={cause: seconds / made for cause, seconds in timeline.seconds.items()},
@@ -186,17 +180,7 @@ def _measure(run: TrainingRun, window_s: float, trace_file: str | Path | None) -
         worker_use=worker_use,
         power_use=power["power_w"] / power["power_limit_w"] if power else None,
     )
-    return make_ledger(run.device, timeline.seconds, window_s, steps=made, facts=facts, slow_down=slow_down)
-
-
-def _window(run: TrainingRun, training: Iterator[int], count: int, timeline: Timeline | None) -> float:
-    """Return the seconds of `count` steps, timed by part where there is a timeline."""
-    stopwatch = Stopwatch(run.device)
-    with _timed(run, timeline) if timeline else contextlib.nullcontext():
-        stopwatch.start()
-        for _ in range(count):
-            next(training)
-        return stopwatch.stop()
+    return make_ledger(run.device, timeline.seconds, took_s, steps=made, facts=facts)
 
 
 @contextlib.contextmanager
