@@ -1,8 +1,8 @@
 """The ledger: where the time of training steps goes, in rows that add up to what the steps take unprofiled."""
 
-import contextlib
+import collections
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,10 @@ from typing import Any
 import psutil
 import torch
 
-from speedkit.clock import Stopwatch, compilations, run_until_steady
+from speedkit.clock import compilations, run_until_steady, synchronize
 from speedkit.errors import SpeedkitError
 from speedkit.measure.provenance import gpu_state
-from speedkit.measure.syncs import Sync, audit
+from speedkit.measure.syncs import Sync, auditing
 from speedkit.measure.timeline import DATA, FORWARD, OPTIMIZER, RARE, Timeline, replaced, timing
 from speedkit.measure.trace import CAUSES, UNEXPLAINED, Trace, classify, profiling, trace_of, window
 from speedkit.plan import Plan
@@ -77,6 +77,54 @@ class Ledger:
 def traced_steps(device: torch.device) -> int:
     """Return how many steps a profiler is to see: each makes its file longer, and a CPU's steps are long."""
     return 1 if device.type == "cpu" else 8
+
+
+class Look:
+    """What is seen of a loop's steps: their seconds by part, and in a few more their operators and host syncs."""
+
+    def __init__(self, device: torch.device, timeline: Timeline, steps: int):
+        self.device, self.timeline, self.to_time = device, timeline, steps
+        self.seconds = collections.Counter[str]()  # by part, of the steps timed so far
+        self.timed = self.recompilations = 0
+        self.trace, self.syncs = Trace(), list[Sync]()
+
+    def course(self, trace_file: str | Path | None = None) -> Generator[None]:
+        """Look at one step after the other: each `yield` is a step of the loop's. `trace_file` keeps the trace."""
+        synchronize(self.device)
+        self.timeline.take()
+        compiled = compilations()
+        while self.timed < self.to_time:
+            yield
+            self.timed += 1
+            if self.timed == self.to_time:
+                synchronize(self.device)  # what is still to be done is of these steps
+            self.seconds.update(self.timeline.take())
+            self.recompilations = compilations() - compiled
+
+        count = traced_steps(self.device)
+        with profiling(self.device) as profiler:
+            self.timeline.annotate = True
+            yield  # sets the profiler up
+            with window(self.device):
+                for _ in range(count):
+                    yield
+        self.timeline.annotate = False
+        self.trace = trace_of(profiler, count, trace_file)
+        with auditing(self.device) as self.syncs:
+            for _ in range(AUDITED):
+                yield
+
+    def ledger(self, rare: Mapping[str, float], **facts: Any) -> Ledger:
+        """Return the ledger of the timed steps; `rare` replaces seconds of parts, `facts` are more of `StepFacts`."""
+        seconds, timed = dict(self.seconds) | dict(rare), max(1, self.timed)
+        known = StepFacts(
+            host_s={cause: part_s / timed for cause, part_s in seconds.items()},
+            trace=self.trace,
+            syncs=self.syncs,
+            recompilations=self.recompilations / timed,
+            **facts,
+        )
+        return make_ledger(self.device, seconds, sum(seconds.values()), steps=self.timed, facts=known)
 
 
 def make_ledger(
@@ -154,56 +202,27 @@ def ledger_of(
 
 
 def _measure(run: TrainingRun, window_s: float, trace_file: str | Path | None) -> Ledger:
-    """Return the ledger of a run: steps timed by part, then a closer look at a few."""
+    """Return the ledger of a run that has settled."""
     training = steps(run)
     for _ in range(1 + 2 * int(run.plan.workers) * run.plan.prefetch_factor):
         next(training)  # on batches that the loader had ready
     step_s = run_until_steady(lambda: next(training), run.device, max_s=max(2.0, window_s)).step_s
 
+    look = Look(run.device, Timeline(), max(3, round(window_s / step_s)))
+    part = look.timeline.of
     pids = [process.pid for process in run.train_batches.loader.processes]
-    timeline, stopwatch, made = Timeline(), Stopwatch(run.device), max(3, round(window_s / step_s))
-    compiled, began_s, cpu_s = compilations(), time.perf_counter(), _cpu_s(pids)
-    with _timed(run, timeline):
-        stopwatch.start()
-        for _ in range(made):
-            next(training)
-        took_s = stopwatch.stop()
-    worker_use = (_cpu_s(pids) - cpu_s) / (time.perf_counter() - began_s) / len(pids) if pids else None
-    recompilations = (compilations() - compiled) / made
-    power = gpu_state(run.device, "power_w", "power_limit_w")
-    facts = StepFacts(
-        host_s={cause: seconds / made for cause, seconds in timeline.seconds.items()},
-        trace=_traced(run, training, trace_file),
-        syncs=audit(lambda: [next(training) for _ in range(AUDITED)], run.device),
-        recompilations=recompilations,
-        workers=int(run.plan.workers),
-        worker_use=worker_use,
-        power_use=power["power_w"] / power["power_limit_w"] if power else None,
-    )
-    return make_ledger(run.device, timeline.seconds, took_s, steps=made, facts=facts)
-
-
-@contextlib.contextmanager
-def _timed(run: TrainingRun, timeline: Timeline) -> Iterator[None]:
+    began_s, cpu_s = time.perf_counter(), _cpu_s(pids)
     with (
-        replaced(run, fetch=timeline.of(DATA, run.fetch), loss=timeline.of(FORWARD, run.loss)),
-        replaced(run.optimizer, step=timeline.of(OPTIMIZER, run.optimizer.step)),
-        timing(timeline),
+        replaced(run, fetch=part(DATA, run.fetch), loss=part(FORWARD, run.loss)),
+        replaced(run.optimizer, step=part(OPTIMIZER, run.optimizer.step)),
+        timing(look.timeline),
     ):
-        timeline.last_s = time.perf_counter()
-        yield
-        timeline.read()
-
-
-def _traced(run: TrainingRun, training: Iterator[int], trace_file: str | Path | None) -> Trace:
-    """Return the trace of some steps."""
-    count = traced_steps(run.device)
-    with profiling(run.device) as profiler, _timed(run, Timeline(annotate=True)):
-        next(training)  # sets the profiler up
-        with window(run.device):
-            for _ in range(count):
-                next(training)
-    return trace_of(profiler, count, trace_file)
+        for _ in look.course(trace_file):
+            next(training)
+    worker_use = (_cpu_s(pids) - cpu_s) / (time.perf_counter() - began_s) / len(pids) if pids else None
+    power = gpu_state(run.device, "power_w", "power_limit_w")
+    power_use = power["power_w"] / power["power_limit_w"] if power else None
+    return look.ledger({}, workers=int(run.plan.workers), worker_use=worker_use, power_use=power_use)
 
 
 def _cpu_s(pids: Sequence[int | None]) -> float:

@@ -10,15 +10,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from speedkit.clock import compilations, synchronize
 from speedkit.errors import UsageError
 from speedkit.files import write_json
 from speedkit.measure import timeline
 from speedkit.measure.diagnose import cause_in_words, costly_switches, of_loop
-from speedkit.measure.ledger import AUDITED, StepFacts, make_ledger, traced_steps
-from speedkit.measure.syncs import Sync, auditing
+from speedkit.measure.ledger import AUDITED, Ledger, Look, traced_steps
 from speedkit.measure.timeline import DATA, EVALUATION, FORWARD, OPTIMIZER, OTHER, RARE, replaced
-from speedkit.measure.trace import Trace, profiling, trace_of, window
 
 
 @contextlib.contextmanager
@@ -55,18 +52,15 @@ class Watched:
     def __init__(self, model: nn.Module, optimizer: Optimizer, loader: Any, *, skip: int, steps: int):
         self.device = _device(model, optimizer)
         self.model, self.optimizer, self.loader = model, optimizer, loader
-        self.skip, self.to_time = skip, steps
-        self.ledger = make_ledger(self.device, {}, 0.0, steps=0, facts=StepFacts())
+        self.ledger: Ledger
         self.diagnosis: list[dict[str, Any]] = []
         self.notes: list[str] = []
 
-        self.timeline = timeline.Timeline()
-        self.look = self._look()
+        self.timeline, self.skip = timeline.Timeline(), skip
+        self.look, self.course = Look(self.device, self.timeline, steps), self._course()
         self.step_ended = False  # the optimizer has made it, and nothing of another has begun
-        self.steps = self.batches = self.forwards = self.evaluations = self.recompilations = 0
-        self.timed = self.alone = 0  # steps: timed ones, and those after the closer look
-        self.timed_s, self.alone_s = collections.Counter[str](), collections.Counter[str]()  # by cause
-        self.trace, self.syncs = Trace(), list[Sync]()
+        self.steps = self.batches = self.forwards = self.evaluations = 0
+        self.alone, self.alone_s = 0, collections.Counter[str]()  # steps after the closer look, and seconds by cause
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -79,8 +73,8 @@ class Watched:
             stack.callback(self.optimizer.register_step_pre_hook(lambda *_: clock.begin(OPTIMIZER)).remove)
             stack.callback(self.optimizer.register_step_post_hook(self._after_step).remove)
             stack.enter_context(timeline.timing(clock))
-            stack.enter_context(contextlib.closing(self.look))
-            next(self.look)
+            stack.enter_context(contextlib.closing(self.course))
+            next(self.course)
             yield
             self._step_may_end()
 
@@ -128,41 +122,18 @@ class Watched:
             return
         self.step_ended = False
         try:
-            next(self.look, None)
+            next(self.course, None)
         except Exception as error:  # the loop goes on, whatever else cannot be seen of it
             self.notes.append(f"no closer look at the steps: {type(error).__name__}: {error}")
 
     # ---- what is seen of it ----
 
-    def _look(self) -> Generator[None]:
-        """Look at one step after the other: each `yield` is a step of the loop's."""
+    def _course(self) -> Generator[None]:
+        """See one step after the other: each `yield` is a step of the loop's."""
         for _ in range(self.skip):
             yield
         self.notes += costly_switches(self.device)
-        synchronize(self.device)
-        self.timeline.take()
-        compiled = compilations()
-        while self.timed < self.to_time:
-            yield
-            self.timed += 1
-            if self.timed == self.to_time:
-                synchronize(self.device)  # what is still to be done is of these steps
-            self.timed_s.update(self.timeline.take())
-            self.recompilations = compilations() - compiled
-
-        count = traced_steps(self.device)
-        with profiling(self.device) as profiler:
-            self.timeline.annotate = True
-            yield  # sets the profiler up
-            with window(self.device):
-                for _ in range(count):
-                    yield
-        self.timeline.annotate = False
-        self.trace = trace_of(profiler, count)
-        with auditing(self.device) as self.syncs:
-            for _ in range(AUDITED):
-                yield
-
+        yield from self.look.course()
         self.timeline.take()
         while True:
             yield
@@ -172,17 +143,11 @@ class Watched:
     def conclude(self, out: str | Path | None, *, show: bool) -> None:
         """Make the ledger and the diagnosis of what was seen; write and print them."""
         self.notes += self._problems()
-        timed, share = max(1, self.timed), self.timed / max(1, self.timed + self.alone)
-        host = dict(self.timed_s) | {cause: share * (self.timed_s[cause] + self.alone_s[cause]) for cause in RARE}
-        facts = StepFacts(
-            host_s={cause: seconds / timed for cause, seconds in host.items()},
-            trace=self.trace,
-            syncs=self.syncs,
-            recompilations=self.recompilations / timed,
-            evaluations=self.evaluations / max(1, self.steps),
-        )
-        self.ledger = make_ledger(self.device, host, sum(host.values()), steps=self.timed, facts=facts)
-        if self.timed:
+        timed, timed_s = self.look.timed, self.look.seconds
+        share = timed / max(1, timed + self.alone)
+        rare = {cause: share * (timed_s[cause] + self.alone_s[cause]) for cause in RARE}
+        self.ledger = self.look.ledger(rare, evaluations=self.evaluations / max(1, self.steps))
+        if timed:
             try:
                 self.diagnosis = of_loop(self.ledger, self.loader, self.device)
             except Exception as error:  # of the loader's own items, say: the training is worth more
@@ -196,7 +161,7 @@ class Watched:
 
     def _problems(self) -> Iterator[str]:
         """Yield what kept the watch from seeing all, a sentence each."""
-        needed = self.skip + self.to_time + 1 + traced_steps(self.device) + AUDITED
+        needed = self.skip + self.look.to_time + 1 + traced_steps(self.device) + AUDITED
         if self.steps < needed:
             yield f"the loop made {self.steps} steps with the optimizer given here: a look at all takes {needed}"
         if not self.forwards:
@@ -205,7 +170,7 @@ class Watched:
             yield "no batch came from the loader: give the one that the loop goes over"
 
     def __str__(self) -> str:
-        rows = [str(self.ledger)] if self.timed else []
+        rows = [str(self.ledger)] if self.look.timed else []
         return "\n".join([*(f"note: {note}" for note in self.notes), *rows, *map(cause_in_words, self.diagnosis)])
 
 
