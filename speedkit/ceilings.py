@@ -4,7 +4,7 @@ import contextlib
 import functools
 import statistics
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -48,63 +48,56 @@ def ceilings(hardware: Hardware, refresh: bool = False) -> dict[str, Ceiling]:
     return found
 
 
+def matmul_rates(hardware: Hardware) -> dict[str, float]:
+    """Return the FLOP/s that products of matrices reach here, by number format."""
+    found = ceilings(hardware)
+    return {name.removeprefix("matmul_"): found[name].value for name in found if name.startswith("matmul_")}
+
+
 def measure(hardware: Hardware) -> dict[str, Ceiling]:
     """Measure every ceiling. One that fails, for lack of memory, is a warning."""
-    device = hardware.device
-    precisions = ["fp32", *(name for name in ("tf32", "bf16", "fp16", "fp8") if hardware.supports(name))]
-    tasks: dict[str, Callable[[str], Ceiling]] = {
-        **{f"matmul_{name}": functools.partial(_matmul, device, name) for name in precisions},
-        "memory_bandwidth": functools.partial(_triad, device),
-        "memcpy": functools.partial(_copy, torch.device("cpu"), False),
-    }
-    if device.type == "cuda":
-        tasks["host_to_device_pinned"] = functools.partial(_copy, device, True)
-        tasks["host_to_device_pageable"] = functools.partial(_copy, device, False)
     found, precision = dict[str, Ceiling](), torch.get_float32_matmul_precision()
-    for name, task in tasks.items():
+    for name, call, work, how in _calls(hardware):
+        threads = 1 if name == "memcpy" else torch.get_num_threads()
+        timer = Timer("call()", globals={"call": call}, num_threads=threads)  # waits for the device
         try:
-            found[name] = task(name)
+            seconds = timer.blocked_autorange(min_run_time=BUDGET_S).times
         except RuntimeError as error:  # the others are still worth having
             warnings.warn(f"{name} could not be measured: {str(error).splitlines()[0]}", stacklevel=2)
+            continue
+        unit = "FLOP/s" if name.startswith("matmul") else "bytes/s"
+        found[name] = Ceiling(name, work / min(seconds), work / statistics.median(seconds), unit, how)
     torch.set_float32_matmul_precision(precision)
     torch.cuda.empty_cache()  # nothing where CUDA is not in use
     return found
 
 
-def _matmul(device: torch.device, precision: str, name: str) -> Ceiling:
-    """Square matrix product. The numbers are random: a GPU draws less power and clocks higher on constant ones."""
+def _calls(hardware: Hardware) -> Iterator[tuple[str, Callable[[], Any], float, str]]:
+    """Yield for each ceiling its name, what is called, how much work (FLOP or bytes) that does, and this in words."""
+    device = hardware.device
     size = 8192 if device.type != "cpu" else 2048 if torch.get_num_threads() < 16 else 4096
-    left, right = (torch.randn(size, size, device=device).to(DTYPES.get(precision, torch.float32)) for _ in range(2))
-    multiply = functools.partial(torch.mm, left, right, out=torch.empty_like(left))
-    if precision == "fp8":  # _scaled_mm wants its second matrix column-major
-        scale = torch.ones((), device=device)
-        multiply = functools.partial(torch._scaled_mm, left, right.t(), scale, scale, out_dtype=torch.bfloat16)
-    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-    how = f"product of two {precision} matrices of {size} x {size}"
-    return _ceiling(name, multiply, 2.0 * size**3, unit="FLOP/s", how=how)
+    # The numbers are random: a GPU draws less power and clocks higher on constant ones.
+    left, right = torch.randn(2, size, size, device=device)
+    for name in ("fp32", *(name for name in ("tf32", "bf16", "fp16", "fp8") if hardware.supports(name))):
+        a, b = (matrix.to(DTYPES.get(name, torch.float32)) for matrix in (left, right))
+        multiply = functools.partial(torch.mm, a, b, out=torch.empty_like(a))
+        if name == "fp8":  # _scaled_mm wants its second matrix column-major
+            scale = torch.ones((), device=device)
+            multiply = functools.partial(torch._scaled_mm, a, b.t(), scale, scale, out_dtype=torch.bfloat16)
+        torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+        yield f"matmul_{name}", multiply, 2.0 * size**3, f"product of two {name} matrices of {size} x {size}"
 
-
-def _triad(device: torch.device, name: str) -> Ceiling:
-    """The triad of the STREAM benchmark (https://www.cs.virginia.edu/stream/), on arrays well above usual caches."""
+    # The triad of the STREAM benchmark (https://www.cs.virginia.edu/stream/), on arrays well above usual caches.
     size_bytes = (96 if device.type == "cpu" else 512) * MIB
-    a, b, c = (torch.ones(size_bytes // 4, device=device) for _ in range(3))
-    add = functools.partial(torch.add, b, c, alpha=2.0, out=a)
-    how = f"a = b + 2 c, float32 arrays of {size_bytes // MIB} MiB, read and written"
-    return _ceiling(name, add, 3.0 * size_bytes, how=how)
+    a, b, c = torch.ones(3, size_bytes // 4, device=device)
+    triad = functools.partial(torch.add, b, c, alpha=2.0, out=a)
+    yield "memory_bandwidth", triad, 3.0 * size_bytes, f"a = b + 2 c, float32 arrays of {size_bytes // MIB} MiB"
 
-
-def _copy(device: torch.device, pinned: bool, name: str) -> Ceiling:
-    """Copy from host memory to `device`, by one thread."""
-    source = torch.ones(128 * MIB, dtype=torch.uint8, pin_memory=pinned)
-    copy = functools.partial(torch.empty_like(source, device=device).copy_, source, non_blocking=True)
-    how = f"copy of 128 MiB of {'page-locked' if pinned else 'pageable'} memory, by one thread"
-    return _ceiling(name, copy, source.nbytes, how=how, threads=1)
-
-
-def _ceiling(
-    name: str, call: Callable[[], Any], work: float, *, how: str, unit: str = "bytes/s", threads: int | None = None
-) -> Ceiling:
-    """Return the ceiling that `call`, which does so much `work`, reaches in the repeats that fit in BUDGET_S."""
-    timer = Timer("call()", globals={"call": call}, num_threads=threads or torch.get_num_threads())
-    seconds = timer.blocked_autorange(min_run_time=BUDGET_S).times  # waits for the device
-    return Ceiling(name, work / min(seconds), work / statistics.median(seconds), unit, how)
+    kinds = {"memcpy": ("cpu", False)}
+    if device.type == "cuda":
+        kinds |= {"host_to_device_pinned": ("cuda", True), "host_to_device_pageable": ("cuda", False)}
+    for name, (to, pinned) in kinds.items():
+        source = torch.ones(128 * MIB, dtype=torch.uint8, pin_memory=pinned)
+        copy = functools.partial(torch.empty_like(source, device=to).copy_, source, non_blocking=True)
+        how = f"copy of 128 MiB of {'page-locked' if pinned else 'pageable'} memory, by one thread"
+        yield name, copy, float(source.nbytes), how

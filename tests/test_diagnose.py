@@ -29,14 +29,7 @@ GPU = Hardware(
     compiler="/usr/bin/gcc",
     python_headers=True,
 )
-RATES = {
-    "matmul_fp32": 1e12,
-    "matmul_tf32": 4e12,
-    "matmul_bf16": 8e12,
-    "memory_bandwidth": 1e12,
-    "host_to_device_pageable": 5e9,
-    "host_to_device_pinned": 20e9,
-}
+RATES = {"fp32": 1e12, "tf32": 4e12, "bf16": 8e12, "fp8": 16e12}
 STEP_S = 0.1
 READ = Sync("train.py", 7, "total += loss.item()", 2, 0.001)
 PRINT = dataclasses.replace(READ, code="print(loss.item())")
@@ -55,7 +48,7 @@ def short_measurements():
 @pytest.fixture(autouse=True)
 def known_ceilings(request, monkeypatch):
     if "found" not in request.fixturenames:
-        monkeypatch.setattr("speedkit.measure.diagnose.rates", lambda device: RATES)
+        monkeypatch.setattr("speedkit.measure.diagnose.matmul_rates", lambda hardware: dict(RATES))
 
 
 def ranked(hardware, shares, facts=None):
@@ -122,7 +115,7 @@ def test_nothing_is_reported_on_a_healthy_run(hardware, shares, facts):
 
 
 def test_a_machine_without_a_faster_format_or_a_compiler_is_told_nothing_it_cannot_do(monkeypatch):
-    monkeypatch.setattr("speedkit.measure.diagnose.rates", lambda device: {"matmul_fp32": 1e12})
+    monkeypatch.setattr("speedkit.measure.diagnose.matmul_rates", lambda hardware: {"fp32": 1e12})
     slow = dataclasses.replace(CPU, compiler="", cpu_flags=())
     for costs in (Costs(products_s={"fp32": 0.09}), Costs(passes_s=0.09)):
         assert ranked(slow, {}, {"costs": costs}) == []

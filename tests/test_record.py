@@ -278,10 +278,8 @@ def whole_record(notebooks):
 
 
 DAMAGE = {
-    "NaN": (lambda r: r["tables"].update(t=[{"x": math.nan}]), "a number that is not finite"),
     "missing key": (lambda r: r.pop("hardware"), "'hardware' is a required property"),
     "no seconds": (lambda r: r["measurements"][0].update(seconds_b=[1.0, -1.0]), r"seconds_b\[1\]: -1.0 is less than"),
-    "interval": (lambda r: r["measurements"][0].update(low=2.1), "bf16 needs low <= ratio <= high"),
     "lost field": (lambda r: r["measurements"][0].pop("a"), r"measurements\[0\]: 'a' is a required property"),
     "verdict": (lambda r: r["verdicts"][0].update(verdict="nice"), r"verdicts\[0\].verdict: 'nice' is not one of"),
 }
@@ -357,17 +355,8 @@ def test_judge_records_the_verdict_and_its_evidence(notebooks, capsys):
     assert "C02 confirmed: promised 1.71 to 2.09x, measured 2.05x (1.90 to 2.20)" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("claim", "sentence"), [("C05", "verdict"), ("C25", "verdict"), ("C99", 'no claim "C99"')])
-def test_judge_refuses_what_no_ratio_can_answer(notebooks, claim, sentence):
+def test_a_verdict_has_its_figure(notebooks):
     run = start("21_small", profile="smoke")
-    with pytest.raises(UsageError, match=sentence):
-        run.judge(claim, MEASURED)
-
-
-def test_a_verdict_is_on_a_known_claim(notebooks):
-    run = start("21_small", profile="smoke")
-    with pytest.raises(UsageError, match='no claim "C99"'):
-        run.verdict("C99", "contradicted", "unknown")
     run.verdict("C05", "smaller", "memory fell by less", value=-12.0)
     (row,) = run.record["verdicts"]
     assert (row["claim"], row["verdict"], row["value"], row["measurement"]) == ("C05", "smaller", -12.0, None)

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from speedkit.ceilings import matmul_rates
 from speedkit.errors import UsageError
 from speedkit.hardware import Hardware, this_machine
 from speedkit.measure import loading
 from speedkit.measure.ledger import Ledger, ledger_of
-from speedkit.measure.roofline import rates, roofline
+from speedkit.measure.roofline import roofline
 from speedkit.measure.timeline import BACKWARD, COMPILATION, DATA, EVALUATION, FORWARD, OPTIMIZER, OTHER
 from speedkit.measure.trace import BANDWIDTH, COMPUTE, COPY, LAUNCH, SYNC, Trace
 from speedkit.plan import Plan
@@ -136,7 +137,8 @@ def rank(ledger: Ledger, hardware: Hardware) -> list[Row]:
     Rows are `{cause, part, evidence, field, change, seconds, predicted_speedup_low, predicted_speedup_high}`: `part` is
     the row of the ledger that the `seconds` per step lie in.
     """
-    facts, step_s, peaks = ledger.facts, ledger.step_s, peaks_of(hardware.device)
+    facts, step_s, peaks = ledger.facts, ledger.step_s, matmul_rates(hardware)
+    peaks.pop("fp8", None)  # which not every layer can be converted to
     words = {
         "facts": facts,
         "cores": hardware.cores,
@@ -164,15 +166,6 @@ def rank(ledger: Ledger, hardware: Hardware) -> list[Row]:
         }
         rows.append(row)
     return sorted(rows, key=lambda row: -row["predicted_speedup_high"])
-
-
-def peaks_of(device: torch.device) -> dict[str, float]:
-    """Return the measured FLOP/s of products of matrices by number format, but for fp8: not every layer can have it."""
-    return {
-        name.removeprefix("matmul_"): rate
-        for name, rate in rates(device).items()
-        if name.startswith("matmul_") and name != "matmul_fp8"
-    }
 
 
 def seconds_by_cause(ledger: Ledger, hardware: Hardware, peaks: Mapping[str, float]) -> dict[str, float]:

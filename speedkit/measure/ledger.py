@@ -208,7 +208,7 @@ def _measure(run: TrainingRun, window_s: float, trace_file: str | Path | None) -
         next(training)  # on batches that the loader had ready
     step_s = run_until_steady(lambda: next(training), run.device, max_s=max(2.0, window_s)).step_s
 
-    look = Look(run.device, Timeline(), max(3, round(window_s / step_s)))
+    look = Look(run.device, Timeline(), max(5, round(window_s / step_s)))
     part = look.timeline.of
     pids = [process.pid for process in run.train_batches.loader.processes]
     began_s, cpu_s = time.perf_counter(), _cpu_s(pids)

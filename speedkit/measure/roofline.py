@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from speedkit.ceilings import ceilings
-from speedkit.hardware import Hardware, this_machine
+from speedkit.hardware import Hardware
 from speedkit.measure.ledger import Ledger
 from speedkit.plan import Plan, resolve
 from speedkit.recipe import Recipe
@@ -45,11 +45,6 @@ class ByteCounter(TorchDispatchMode):
         return result
 
 
-def rates(device: torch.device) -> dict[str, float]:
-    """Return the measured ceilings of this machine by name."""
-    return {name: ceiling.value for name, ceiling in ceilings(this_machine(device)).items()}
-
-
 def count(workload: Workload, recipe: Recipe, plan: Plan, device: torch.device) -> tuple[float, float, bool]:
     """Return FLOPs and bytes of a step, and whether most of the FLOPs are of convolutions.
 
@@ -77,12 +72,12 @@ def roofline(workload: Workload, recipe: Recipe, plan: Plan, hardware: Hardware,
     Bytes are an upper estimate: all inputs and outputs of an eager step's operators, whether or not a cache holds them.
     """
     flops, moved, convolves = count(workload, recipe, plan, hardware.device)
-    flops_per_s, bytes_per_s, found = flops / ledger.step_s, moved / ledger.step_s, rates(hardware.device)
+    flops_per_s, bytes_per_s, found = flops / ledger.step_s, moved / ledger.step_s, ceilings(hardware)
     dtype = resolve(plan, hardware, workload=workload).plan.precision.removesuffix("-emulated")
     if dtype == "default" and hardware.device.type == "cuda" and convolves and torch.backends.cudnn.allow_tf32:
         dtype = "tf32"
     dtype = dtype if f"matmul_{dtype}" in found else "fp32"
-    ceiling, bandwidth = found[f"matmul_{dtype}"], found["memory_bandwidth"]
+    ceiling, bandwidth = found[f"matmul_{dtype}"].value, found["memory_bandwidth"].value
     return {
         "flops_per_step": flops,
         "dtype": dtype,

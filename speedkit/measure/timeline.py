@@ -25,11 +25,11 @@ RARE = (EVALUATION, COMPILATION)  # what a few steps say nothing of: all of it i
 class Timeline:
     """Seconds by cause. Each moment counts once, for the innermost part that is open; all of an evaluation is that."""
 
-    def __init__(self, annotate: bool = False) -> None:
+    def __init__(self) -> None:
         self.seconds: dict[str, float] = collections.defaultdict(float)
         self.stack = [OTHER]  # the open parts, after what the time outside of them counts as
         self.last_s = time.perf_counter()
-        self.annotate = annotate  # whether a profiler's trace is to have the parts too
+        self.annotate = False  # whether a profiler's trace is to have the parts too
         self.ranges: list[Any] = []
 
     def read(self) -> None:
