@@ -12,6 +12,10 @@ from speedkit.measure.watch import watch
 CLOSER_LOOK = 60  # steps that are enough for it to be over
 
 
+class Batches(list):
+    """A loader of batches that are ready: a plain list cannot be watched."""
+
+
 def learner(features: int, hidden: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """Return a perceptron and its optimizer, the same each time."""
     torch.manual_seed(0)
@@ -24,12 +28,12 @@ def measure(quick: bool) -> Iterator[common.Result]:
     pairs = 4 if quick else 100
     for features, hidden, batch_size in (common.MIDDLE, common.LARGE):
         targets = torch.arange(batch_size) % common.CLASSES
-        batches = [(torch.randn(batch_size, features), targets) for _ in range(20)]
+        batches = Batches((torch.randn(batch_size, features), targets) for _ in range(20))
         (model, optimizer), alone = learner(features, hidden), learner(features, hidden)
-        with watch(model, optimizer, batches, show=False) as seen:
+        with watch(model, optimizer, batches, show=False):
             loops = {
-                "watched": common.own_loop(model, optimizer, seen.loader),
-                "alone": common.own_loop(*alone, batches),
+                "watched": common.own_loop(model, optimizer, batches),
+                "alone": common.own_loop(*alone, list(batches)),
             }
             for loop in loops.values():
                 for _ in itertools.islice(loop, CLOSER_LOOK):

@@ -2,24 +2,19 @@
 
 import contextlib
 import functools
-import json
-import os
 import statistics
-import tempfile
-import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
+from torch.utils.benchmark import Timer
 
 from speedkit import files
-from speedkit.clock import timed
 from speedkit.hardware import Hardware, cache_root
 
-SCHEMA = 7  # in the name of a kept file; raised when what is measured changes
+SCHEMA = 8  # in the name of a kept file; raised when what is measured changes
 BUDGET_S = 0.5  # for the repeats of one ceiling
 MIB = 2**20
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}  # others: float32
@@ -45,96 +40,64 @@ def ceilings(hardware: Hardware, refresh: bool = False) -> dict[str, Ceiling]:
     path = cache_root() / f"ceilings-{SCHEMA}-{hardware.fingerprint()}.json"
     with contextlib.suppress(OSError, ValueError):  # not there: measured
         if not refresh:
-            return {row["name"]: Ceiling(**row) for row in json.loads(path.read_text())}
-    found = measure(hardware, path.parent)
+            return {row["name"]: Ceiling(**row) for row in files.read_json(path)}
+    found = measure(hardware)
     with contextlib.suppress(OSError):  # a folder that cannot be written: measured again next time
+        path.parent.mkdir(parents=True, exist_ok=True)
         files.write_json(path, [asdict(ceiling) for ceiling in found.values()])
     return found
 
 
-def measure(hardware: Hardware, folder: Path) -> dict[str, Ceiling]:
-    """Measure every ceiling, files in `folder`. One that fails (no memory, a full disk) is a warning."""
-    device, cpu = hardware.device, torch.device("cpu")
-    precisions = ["fp32", *(name for name in ("tf32", "bf16", "fp16", "fp8") if hardware.supports(name))]
-    tasks: dict[str, Callable[[str], Ceiling]] = {
-        **{f"matmul_{name}": functools.partial(_matmul, device, name) for name in precisions},
-        "memory_bandwidth": functools.partial(_triad, device),
-        "memcpy": functools.partial(_copy, cpu, False),
-        "disk_read": functools.partial(_disk_read, folder),
-    }
-    if device.type == "cuda":
-        for kind in ("pinned", "pageable"):
-            tasks[f"host_to_device_{kind}"] = functools.partial(_copy, device, kind == "pinned")
+def matmul_rates(hardware: Hardware) -> dict[str, float]:
+    """Return the FLOP/s that products of matrices reach here, by number format."""
+    found = ceilings(hardware)
+    return {name.removeprefix("matmul_"): found[name].value for name in found if name.startswith("matmul_")}
+
+
+def measure(hardware: Hardware) -> dict[str, Ceiling]:
+    """Measure every ceiling. One that fails, for lack of memory, is a warning."""
     found, precision = dict[str, Ceiling](), torch.get_float32_matmul_precision()
-    for name, task in tasks.items():
+    for name, call, work, how in _calls(hardware):
+        threads = 1 if name == "memcpy" else torch.get_num_threads()
+        timer = Timer("call()", globals={"call": call}, num_threads=threads)  # waits for the device
         try:
-            with torch.no_grad():
-                found[name] = task(name)
-        except (RuntimeError, OSError) as error:  # the others are still worth having
+            seconds = timer.blocked_autorange(min_run_time=BUDGET_S).times
+        except RuntimeError as error:  # the others are still worth having
             warnings.warn(f"{name} could not be measured: {str(error).splitlines()[0]}", stacklevel=2)
-        finally:
-            torch.set_float32_matmul_precision(precision)
+            continue
+        unit = "FLOP/s" if name.startswith("matmul") else "bytes/s"
+        found[name] = Ceiling(name, work / min(seconds), work / statistics.median(seconds), unit, how)
+    torch.set_float32_matmul_precision(precision)
     torch.cuda.empty_cache()  # nothing where CUDA is not in use
     return found
 
 
-def _matmul(device: torch.device, precision: str, name: str) -> Ceiling:
-    """Square matrix product. The numbers are random: a GPU draws less power and clocks higher on constant ones."""
+def _calls(hardware: Hardware) -> Iterator[tuple[str, Callable[[], Any], float, str]]:
+    """Yield for each ceiling its name, what is called, how much work (FLOP or bytes) that does, and this in words."""
+    device = hardware.device
     size = 8192 if device.type != "cpu" else 2048 if torch.get_num_threads() < 16 else 4096
-    generator, dtype = torch.Generator(device).manual_seed(0), DTYPES.get(precision, torch.float32)
-    left, right = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
-    multiply = functools.partial(torch.mm, left, right, out=torch.empty_like(left))
-    if precision == "fp8":  # _scaled_mm wants its second matrix column-major
-        scale = torch.ones((), device=device)
-        multiply = functools.partial(torch._scaled_mm, left, right.t(), scale, scale, out_dtype=torch.bfloat16)
-    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-    rates = _rates(multiply, device, 2.0 * size**3)
-    return Ceiling(name, *rates, "FLOP/s", f"product of two {precision} matrices of {size} x {size}")
+    # The numbers are random: a GPU draws less power and clocks higher on constant ones.
+    left, right = torch.randn(2, size, size, device=device)
+    for name in ("fp32", *(name for name in ("tf32", "bf16", "fp16", "fp8") if hardware.supports(name))):
+        a, b = (matrix.to(DTYPES.get(name, torch.float32)) for matrix in (left, right))
+        multiply = functools.partial(torch.mm, a, b, out=torch.empty_like(a))
+        if name == "fp8":  # _scaled_mm wants its second matrix column-major
+            scale = torch.ones((), device=device)
+            multiply = functools.partial(torch._scaled_mm, a, b.t(), scale, scale, out_dtype=torch.bfloat16)
+        torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+        yield f"matmul_{name}", multiply, 2.0 * size**3, f"product of two {name} matrices of {size} x {size}"
 
-
-def _triad(device: torch.device, name: str) -> Ceiling:
-    """The triad of the STREAM benchmark (https://www.cs.virginia.edu/stream/), on arrays well above usual caches."""
+    # The triad of the STREAM benchmark (https://www.cs.virginia.edu/stream/), on arrays well above usual caches.
     size_bytes = (96 if device.type == "cpu" else 512) * MIB
-    a, b, c = (torch.ones(size_bytes // 4, device=device) for _ in range(3))
-    rates = _rates(lambda: torch.add(b, c, alpha=2.0, out=a), device, 3.0 * size_bytes)
-    return Ceiling(name, *rates, "bytes/s", f"a = b + 2 c, float32 arrays of {size_bytes // MIB} MiB, read and written")
+    a, b, c = torch.ones(3, size_bytes // 4, device=device)
+    triad = functools.partial(torch.add, b, c, alpha=2.0, out=a)
+    yield "memory_bandwidth", triad, 3.0 * size_bytes, f"a = b + 2 c, float32 arrays of {size_bytes // MIB} MiB"
 
-
-def _copy(device: torch.device, pinned: bool, name: str) -> Ceiling:
-    """Copy from host memory to `device`; within a CPU by one thread, as NumPy does."""
-    source = torch.ones(128 * MIB, dtype=torch.uint8, pin_memory=pinned)
-    target = torch.empty_like(source, device=device)
-    copy: Callable = functools.partial(target.copy_, source, non_blocking=True)
-    if device.type == "cpu":
-        copy = functools.partial(np.copyto, target.numpy(), source.numpy())
-    kind = "page-locked" if pinned else "pageable"
-    rates = _rates(copy, device, source.nbytes)
-    return Ceiling(name, *rates, "bytes/s", f"copy of {source.nbytes // MIB} MiB of {kind} memory, by one thread")
-
-
-def _disk_read(folder: Path, name: str) -> Ceiling:
-    """Read a file just written, after asking the system to drop it from the page cache."""
-    buffer, cpu = bytearray(os.urandom(32 * MIB)), torch.device("cpu")
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder, buffering=0) as stream:
-        stream.write(buffer)
-        os.fsync(stream.fileno())
-
-        def drop() -> None:
-            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            stream.seek(0)
-
-        rates = _rates(lambda: stream.readinto(buffer), cpu, len(buffer), before=drop)
-    how = f"at most: file of {len(buffer) // MIB} MiB, dropped from the page cache where the file system does that"
-    return Ceiling(name, *rates, "bytes/s", how)
-
-
-def _rates(
-    call: Callable, device: torch.device, work: float, *, before: Callable = lambda: None
-) -> tuple[float, float]:
-    """Return the best and the median `work` per second of as many calls as fit in BUDGET_S, 3 to 100."""
-    rates, began_s = list[float](), time.perf_counter()
-    while len(rates) < 3 or (len(rates) < 100 and time.perf_counter() - began_s < BUDGET_S):
-        before()
-        rates.append(work / max(timed(call, device, repeats=1, warmup=0)[0], 1e-9))
-    return max(rates), statistics.median(rates)
+    kinds = {"memcpy": ("cpu", False)}
+    if device.type == "cuda":
+        kinds |= {"host_to_device_pinned": ("cuda", True), "host_to_device_pageable": ("cuda", False)}
+    for name, (to, pinned) in kinds.items():
+        source = torch.ones(128 * MIB, dtype=torch.uint8, pin_memory=pinned)
+        copy = functools.partial(torch.empty_like(source, device=to).copy_, source, non_blocking=True)
+        how = f"copy of 128 MiB of {'page-locked' if pinned else 'pageable'} memory, by one thread"
+        yield name, copy, float(source.nbytes), how

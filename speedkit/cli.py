@@ -184,12 +184,11 @@ def _absolute(parameters: Values) -> Values:
 @commands.command()
 @workload_argument
 @plan_option
-@time_option("--budget", "1m", "what does not fit is left out, and said")
 @click.option("--trace", metavar="FILE", help="keep the profiler's trace, for ui.perfetto.dev")
 @json_option
 @run_options
 @fields_of(Plan)
-def doctor(workload: str, plan: str, budget: float, as_json: bool, **values: Any) -> None:
+def doctor(workload: str, plan: str, as_json: bool, **values: Any) -> None:
     """Say why training WORKLOAD is slow: where a step's time goes, the causes, what to change, and what that gives."""
     from speedkit.measure import diagnose
 
@@ -197,7 +196,7 @@ def doctor(workload: str, plan: str, budget: float, as_json: bool, **values: Any
     work, recipe = find_workload(workload, values)
     folder = claim_folder(values["out"], "doctor", values["resume"])
     options = typed(values, "device", "cache_dir", "trace")
-    ledger = diagnose.diagnose(work, recipe, asked, budget_s=budget, **options)
+    ledger = diagnose.diagnose(work, recipe, asked, **options)
     write_json(folder / "ledger.json", ledger)
     click.echo(json.dumps(ledger) if as_json else f"{diagnose.as_text(ledger)}\nledger.json in {folder}")
 

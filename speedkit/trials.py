@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from speedkit.ceilings import ceilings
+from speedkit.ceilings import matmul_rates
 from speedkit.climb_state import ClimbState, Row, measured
 from speedkit.data.sampler import BatchSampler, padded_frames
 from speedkit.errors import UsageError
@@ -36,7 +36,7 @@ def ledger_for(job: ClimbState, plan: Plan) -> Row:
 
 def try_rungs(job: ClimbState, chosen: Sequence[Rung], control: Row) -> list[Row]:
     """Try the most promising candidate until none is left or the time is up; return a row for each, tried or not."""
-    matmul = {name.removeprefix("matmul_"): found.value for name, found in ceilings(job.hardware).items()}
+    matmul = matmul_rates(job.hardware)
     rows = list[Row]()
     while True:
         best = plan_of([row for row in rows if row["kept"]])

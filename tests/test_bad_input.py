@@ -74,7 +74,6 @@ BAD_INPUT = [
     ("climb audio --budget 0", 2, "'0' is no time"),
     ("climb audio --seeds 1", 2, "--seeds|1 is not in the range"),
     ("climb audio --data-dir tones --rungs cahce", 2, "there is no rung 'cahce'|did you mean cache"),
-    ("doctor audio --budget -1", 2, "'-1' is no time"),
     ("compare baseline fast audio --pairs 1", 2, "--pairs|1 is not in the range"),
     # Checkpoints.
     ("deploy missing", 2, "there is no checkpoint missing"),

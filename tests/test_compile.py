@@ -263,7 +263,7 @@ def test_trained_for_real_every_scope_compiles_once_and_learns_the_same(real, sc
     eager = fit(workload, plan=Plan(log_every=1), device=device, progress=False).loss
     assert run.history.loss == pytest.approx(eager, rel=1e-4 if device == "cpu" else 1e-2)
     report = watch.report()
-    assert report.seconds > 0 and report.cache_misses > 0 and report.breaks == report.uncompiled == ()
+    assert report.seconds > 0 and report.breaks == report.uncompiled == ()
 
 
 @pytest.mark.slow

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import loss, points, slowed
+from tiny import loss, points
 
 from speedkit import clock
 from speedkit.errors import SpeedkitError
 from speedkit.measure.ledger import StepFacts, ledger_of, make_ledger, unprofiled
-from speedkit.measure.trace import CAUSES, Profile, Span, Trace, Work, classify, read_trace
-from speedkit.plan import Plan
+from speedkit.measure.trace import CAUSES, Span, Trace, Work, classify, read_trace
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 TRACES = Path(__file__).parent / "traces"
@@ -139,7 +138,6 @@ def test_a_trace_of_a_gpu_is_read_with_what_launched_its_kernels():
     }
     assert list(rows(trace)) == [cause for cause in CAUSES if cause in rows(trace)]
     assert set(trace.costs.products_s) == {"bf16", ""}, "what was replayed from a graph has no operator"
-    assert (trace.copied_bytes, trace.pinned) == (262244, False)
 
 
 def test_a_trace_recorded_on_a_cpu_has_its_parts_and_operators_and_no_work_on_a_device():
@@ -153,7 +151,7 @@ def test_a_trace_recorded_on_a_cpu_has_its_parts_and_operators_and_no_work_on_a_
 
 def test_gaps_of_a_profiled_run_shrink_to_what_is_left_of_the_unprofiled_one():
     trace = gap(parts=span(2, 4, "data wait"))  # 6 ms busy, 2 waiting for data, 2 launching
-    found, busy = unprofiled(trace, {"data wait": 3 * MS}, 16 * MS, scale=2)
+    found, busy = unprofiled(trace, {"data wait": 3 * MS}, 16 * MS, steps=2)
     assert {cause: round(seconds / MS, 6) for cause, seconds in found.items() if seconds} == {
         "bandwidth-bound": 12,
         "data wait": 3,
@@ -161,10 +159,10 @@ def test_gaps_of_a_profiled_run_shrink_to_what_is_left_of_the_unprofiled_one():
     }
     assert busy == pytest.approx(12 / 16)
     # Gaps do not grow: what neither the profiler nor the host saw is unexplained.
-    found, _ = unprofiled(trace, {"data wait": 2 * MS, "compilation": 1 * MS}, 15 * MS, scale=1)
+    found, _ = unprofiled(trace, {"data wait": 2 * MS, "compilation": 1 * MS}, 15 * MS, steps=1)
     assert make_ledger("cuda", found, 15 * MS, steps=1, facts=StepFacts()).share("unexplained") == pytest.approx(4 / 15)
     # And where kernels alone take longer than the steps did, that is told too.
-    found, _ = unprofiled(trace, {}, 5 * MS, scale=1)
+    found, _ = unprofiled(trace, {}, 5 * MS, steps=1)
     assert make_ledger("cuda", found, 5 * MS, steps=1, facts=StepFacts()).share("unexplained") == pytest.approx(-3 / 5)
 
 
@@ -198,7 +196,9 @@ def test_rows_add_up_and_what_was_planted_is_in_its_row(device):
     workload, computing_s, loading_s = points(), list[float](), list[float]()
     slow_load = waiting(workload.load, 0.25 * MS, loading_s)
     workload = dataclasses.replace(workload, load=slow_load, loss=waiting(loss, 5 * MS, computing_s))
+    backward = torch.autograd.backward
     found = ledger_of(workload, device=device, window_s=0.5)
+    assert torch.autograd.backward is backward
     add_up(found)
     assert abs(found.share("unexplained")) < 0.25  # 5 % on a quiet machine
     assert found.share("data wait") * found.step_s == pytest.approx(16 * statistics.mean(loading_s), rel=0.5)
@@ -210,27 +210,8 @@ def test_rows_add_up_and_what_was_planted_is_in_its_row(device):
         assert 0 < found.busy_share < 0.5
     facts = found.facts
     assert facts.host_s["data wait"] > 0 and facts.host_s["forward"] >= 5 * MS
-    assert facts.costs.calls > 20 and facts.recompilations == 0 and facts.evaluations == 0
+    assert facts.trace.costs.calls > 20 and facts.recompilations == 0 and facts.evaluations == 0
     assert facts.syncs[0].count > 0
-
-
-def test_timers_are_gone_after_a_ledger():
-    before = torch.autograd.backward
-    ledger_of(points(), device="cpu", window_s=0.05)
-    assert torch.autograd.backward is before
-
-
-def test_evaluation_and_checkpoint_count_at_the_rate_of_a_training():
-    """An evaluation each epoch of 6 steps: its 2 batches make the 10 ms of the loss 20 ms, 3.3 ms in each step."""
-    found = ledger_of(slowed(points(), 10 * MS), device="cpu", window_s=0.2, evaluate=True)
-    add_up(found)
-    seconds = found.share("evaluation and checkpoint") * found.step_s
-    assert 3.3 * MS < seconds < 8 * MS, "a checkpoint comes on top"
-    assert found.facts.evaluations == pytest.approx(1 / 6)
-    rarely = ledger_of(
-        slowed(points(), 10 * MS), plan=Plan(validate_every=60), device="cpu", window_s=0.2, evaluate=True
-    )
-    assert rarely.share("evaluation and checkpoint") * rarely.step_s < seconds / 3
 
 
 def raising(model, batch, recipe):
@@ -242,11 +223,6 @@ def raising(model, batch, recipe):
     [
         ({"loss": raising}, "points failed in step 1: ValueError: the labels are from another set; its"),
         ({"loss": lambda *_: (1.5, None)}, "points failed in step 1: AttributeError: .* its loss has to give"),
-        ({"loss": lambda *all_: loss(*all_)[0].detach()}, "points failed in step 1: .* its loss has to give"),
-        (
-            {"model": lambda: torch.nn.Flatten()},
-            "its model needs a weight that is trained",
-        ),
         (
             {"model": lambda: torch.nn.Linear(8, 2).requires_grad_(False)},
             "its model needs a weight that is trained",
@@ -256,13 +232,6 @@ def raising(model, batch, recipe):
 def test_a_workload_that_cannot_be_trained_is_told_in_a_sentence(change, message):
     with pytest.raises(SpeedkitError, match=message):
         ledger_of(dataclasses.replace(points(), **change), device="cpu", window_s=0.05)
-
-
-def test_one_batch_an_epoch_and_a_model_made_elsewhere_are_no_trouble():
-    workload = points(train=5)
-    elsewhere = "cuda" if torch.cuda.is_available() else "cpu"
-    made = dataclasses.replace(workload, model=lambda: workload.model().to(elsewhere, torch.float64).float())
-    add_up(ledger_of(made, device="cpu", window_s=0.1))
 
 
 def test_graphs_compiled_in_the_window_are_counted_and_are_a_row():
@@ -281,7 +250,3 @@ def test_graphs_compiled_in_the_window_are_counted_and_are_a_row():
     add_up(found)
     assert found.facts.recompilations == pytest.approx(1) and clock.compilations() > before
     assert found.share("compilation") > found.share("forward")
-
-
-def test_a_profile_that_was_never_opened_is_empty():
-    assert Profile(torch.device("cpu")).close() == Trace(0.0)

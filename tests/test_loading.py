@@ -29,14 +29,14 @@ def recordings(tmp_path_factory):
 
 def test_the_parts_of_a_batch_add_up_to_it():
     found = examine(points(), device="cpu")
-    parts = {row["part"]: row for row in found["parts"]}
+    parts = {row["part"]: row for row in found}
     assert list(parts) == ["read", "decode", "features", "collate", "copy"]
-    assert sum(row["share"] for row in found["parts"]) == pytest.approx(1, rel=0.01)
+    assert sum(row["share"] for row in found) == pytest.approx(1, rel=0.01)
 
 
 def test_recordings_are_read_and_decoded(recordings):
     found = examine(load_workload("audio", data_dir=str(recordings), size="tiny"), Recipe(batch_size=8), "cpu")
-    took_s = {row["part"]: row["sample_s"] for row in found["parts"]}
+    took_s = {row["part"]: row["sample_s"] for row in found}
     assert min(took_s["read"], took_s["decode"]) > 0
 
 
@@ -49,6 +49,6 @@ def all_but_the_first(item):
 
 
 def test_unreadable_items_are_passed_over():
-    assert examine(dataclasses.replace(points(), load=all_but_the_first), device="cpu")["parts"]
+    assert examine(dataclasses.replace(points(), load=all_but_the_first), device="cpu")
     with pytest.raises(SpeedkitError, match="no readable item"):
         examine(dataclasses.replace(points(), load=unreadable), device="cpu")

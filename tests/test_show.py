@@ -73,7 +73,7 @@ def ledger(step_s, shares, unexplained):
         {"cause": cause, "seconds": 10 * step_s * share, "share": share, "ceiling_speedup": 1 / (1 - share)}
         for cause, share in (shares | {"unexplained": unexplained}).items()
     ]
-    return {"device": "cpu", "window_s": 10 * step_s, "steps": 10, "step_s": step_s, "slow_down": 1.01, "rows": rows}
+    return {"device": "cpu", "window_s": 10 * step_s, "steps": 10, "step_s": step_s, "rows": rows}
 
 
 def roof(dtype, step_s, ceiling):

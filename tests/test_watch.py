@@ -151,7 +151,7 @@ def test_what_was_planted_is_in_its_row_and_rows_add_up(part, device):
     assert found.window_s == pytest.approx(found.step_s * found.steps)
     assert found.steps == 20 and seen.notes == []
     assert found.facts.evaluations == pytest.approx(1 if part.startswith("evaluation") else 0, abs=0.2)
-    assert found.facts.costs.calls > 10 and found.facts.recompilations == 0
+    assert found.facts.trace.costs.calls > 10 and found.facts.recompilations == 0
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -173,8 +173,8 @@ class Broken(Exception):
     pass
 
 
-# In a warm-up of 1 and 2 timed steps, these are the first step, a timed one, and the close looks, one by one.
-@pytest.mark.parametrize("count", [1, 3, 4, 5, 6, 7, 8, 9, 10, 12])
+# In a warm-up of 1 and 2 timed steps, these are a timed step, the close looks, one by one, and what is left alone.
+@pytest.mark.parametrize("count", [2, 4, 6, 7, 9])
 @pytest.mark.parametrize("way", ["left", "raises"])
 def test_wherever_the_loop_ends_everything_is_as_it_was_and_what_was_measured_is_kept(count, way, tmp_path):
     loop, calls = Loop(), 0
@@ -196,46 +196,19 @@ def test_wherever_the_loop_ends_everything_is_as_it_was_and_what_was_measured_is
         loop.train(stop=count + (way == "raises"))
     assert state(loop) == before
     kept = json.loads((tmp_path / "ledger.json").read_text())
-    assert kept["steps"] == seen.ledger.steps >= 1 and kept["rows"][-1]["cause"] == "unexplained"
-    assert ("the loop ended by Broken after" in seen.notes[0]) if way == "raises" else ("ended" not in str(seen.notes))
+    assert kept["steps"] == seen.ledger.steps == min(count - 1, 2) and kept["rows"][-1]["cause"] == "unexplained"
+    assert kept["notes"] == (
+        [] if count >= 7 else [f"the loop made {count} steps with the optimizer given here: a look at all takes 7"]
+    )
 
 
-def test_a_step_that_was_begun_and_not_made_does_not_count():
-    loop = Loop("data wait", 40 * MS)
-    loop.loader.dataset.seconds = 0.0
-    with watched(loop) as seen:
-        for number, batch in enumerate(loop.loader, 1):
-            if number == 20:
-                break
-            loop.step(*batch)
-            loop.optimizer.step()
-            loop.loader.dataset.seconds = 100 * MS / 8 if number == 19 else 0.0
-    assert seen.ledger.steps == 16 and seen.ledger.window_s < 50 * MS
-
-
-@pytest.mark.parametrize("accumulate", [1, 2, 4])
+@pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_step_is_the_optimizers_however_many_batches_it_takes(accumulate):
     loop = Loop("data wait", 2 * MS, items=64 * 8)
     with watched(loop, steps=4) as seen:
         loop.train(accumulate=accumulate)
     assert seen.ledger.steps == 4
-    assert per_step_s(seen, "data wait") == loop.planted_s(64 // accumulate)
-
-
-@pytest.mark.parametrize("made", [list, iter, lambda loader: (batch for batch in loader), None])
-def test_a_loader_that_cannot_be_timed_in_place_has_one_that_stands_for_it(made):
-    loop = Loop("data wait", MS)
-    loop.loader = made(loop.loader) if made else loop.loader
-    with watched(loop) as seen:
-        loop.train(seen.loader)
-    assert seen.notes == [] and seen.batches == 32 and seen.steps == 32
-    if made is list:
-        assert len(seen.loader) == 32 and per_step_s(seen, "data wait") < 0.2 * MS
-        with watched(loop) as seen:
-            loop.train()  # over the list itself
-        assert "iterate over seen.loader" in seen.notes[0] and seen.ledger.steps == 20
-    else:
-        assert per_step_s(seen, "data wait") > 0.75 * MS
+    assert per_step_s(seen, "data wait") > 0.9 * accumulate * 2 * MS
 
 
 def test_own_iterables_and_workers_are_timed_in_place():
@@ -283,9 +256,9 @@ def test_new_shapes_are_counted_with_what_compiling_for_them_takes():
     batches = [(torch.ones(size, 8), torch.zeros(size, dtype=torch.long)) for size in range(2, 34)]
     limits = {"recompile_limit": 99, "accumulated_recompile_limit": 99}
     loop.model = torch.compile(loop.model, backend="eager", dynamic=False)
-    loop.loader = batches
+    loop.loader = DataLoader(batches, batch_size=None)
     with torch._dynamo.config.patch(limits), watched(loop) as seen:
-        loop.train(seen.loader)
+        loop.train()
     assert seen.ledger.facts.recompilations == 1 and seen.ledger.steps == 20
     assert seen.ledger.share("compilation") > 0.5
     assert seen.diagnosis[0]["cause"] == "new shapes"
@@ -303,16 +276,12 @@ def test_reads_that_would_make_a_gpu_wait_are_listed_by_line():
     assert sync.count == 2 and "loop.losses[-1].item()" in sync.code and sync.seconds > 0
 
 
-def test_two_watches_in_one_another_both_measure_and_one_looks_closely(capsys):
+def test_beside_another_profiler_the_steps_are_timed_all_the_same():
     loop = Loop("other host work", 4 * MS)
-    before = state(loop)
-    with watched(loop) as outer, watched(loop) as inner:
+    with torch.profiler.profile(acc_events=True), watched(loop) as seen:
         loop.train()
-    assert state(loop) == before
-    for seen in (outer, inner):
-        assert per_step_s(seen, "other host work") == loop.planted_s(32)
-    assert any("another profiler is at work" in note for note in outer.notes + inner.notes)
-    assert capsys.readouterr().out == ""
+    assert per_step_s(seen, "other host work") == loop.planted_s(32)
+    assert "another profiler is at work" in seen.notes[-1]
 
 
 def test_a_copy_made_inside_is_a_model_like_any_other():
@@ -346,7 +315,7 @@ def test_ledger_and_diagnosis_are_printed_and_written(tmp_path, capsys):
     shown, kept = capsys.readouterr().out, json.loads((tmp_path / "made" / "ledger.json").read_text())
     assert "data wait" in shown and "unexplained" in shown and "slow decode: " in shown
     assert kept["diagnosis"] == seen.diagnosis and kept["diagnosis"][0]["cause"] == "slow decode"
-    assert {"window_s", "steps", "rows", "diagnosis", "notes", "step_s", "device", "slow_down"} <= kept.keys()
+    assert {"window_s", "steps", "rows", "diagnosis", "notes", "step_s", "device"} <= kept.keys()
 
 
 def test_in_a_long_loop_evaluations_are_timed_after_the_close_look_too():
@@ -368,31 +337,19 @@ def test_in_a_long_loop_evaluations_are_timed_after_the_close_look_too():
     assert seen.ledger.facts.evaluations == pytest.approx(3 / 100, rel=0.2)
 
 
-def test_a_loop_that_never_steps_or_ends_at_once_is_told_so_with_what_was_seen():
-    loop = Loop("data wait", 5 * MS)
-    with watched(loop) as seen:
-        for batch in loop.loader:
-            loop.step(*batch)
-    [note] = seen.notes
-    assert note.startswith("the optimizer made no step inside the block: put the loop there")
-    assert seen.ledger.steps == 0 and seen.ledger.share("data wait") > 0.5 and seen.diagnosis == []
-    with watched(loop) as seen:
-        loop.train(stop=1)
-    assert seen.notes == ["the warm-up leaves nothing of the loop's steps, 1: all are counted, slow first ones too"]
-    assert seen.ledger.steps == 1 and per_step_s(seen, "data wait") > 4 * MS
-    with watched(loop) as seen:
-        pass
-    assert str(seen) == "\n".join(f"note: {note}" for note in seen.notes) and len(seen.notes) == 3
-
-
-def test_a_loop_without_its_loader_has_steps_all_the_same():
+def test_a_loop_that_is_not_the_one_described_is_told_so():
     loop = Loop()
     batch = next(iter(loop.loader))
     with watched(loop) as seen:
         for _ in range(30):
             loop.step(*batch)
             loop.optimizer.step()
-    assert seen.ledger.steps == 20 and "no batch came from the loader" in seen.notes[0]
+    assert seen.ledger.steps == 20 and seen.notes == [
+        "no batch came from the loader: give the one that the loop goes over"
+    ]
+    with watched(loop) as seen:
+        pass
+    assert str(seen) == "\n".join(f"note: {note}" for note in seen.notes) and len(seen.notes) == 3
 
 
 def test_what_cannot_be_watched_is_refused_in_a_sentence():
@@ -401,7 +358,8 @@ def test_what_cannot_be_watched_is_refused_in_a_sentence():
     for parts, why in (
         ((loop.model, frozen, loop.loader), "the optimizer has no trainable parameter"),
         ((loop.optimizer, loop.model, loop.loader), "a module, its optimizer and its loader, in this order"),
-        ((loop.model, loop.optimizer, 3), "the loader, a int, cannot be iterated over"),
+        ((loop.model, loop.optimizer, 3), "a int cannot be watched as a loader"),
+        ((loop.model, loop.optimizer, []), "a list cannot be watched as a loader"),
     ):
         before = state(loop)
         with pytest.raises(UsageError, match=why), watch(*parts):

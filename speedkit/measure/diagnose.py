@@ -1,52 +1,67 @@
 """Why a step takes so long: causes, each with what shows it, what to change in the plan, and what that would give."""
 
+import collections
 import dataclasses
 import math
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from speedkit.config import settings_of
+from speedkit.ceilings import matmul_rates
 from speedkit.errors import UsageError
 from speedkit.hardware import Hardware, this_machine
 from speedkit.measure import loading
-from speedkit.measure.ablations import ablate
 from speedkit.measure.ledger import Ledger, ledger_of
-from speedkit.measure.roofline import rates, roofline
+from speedkit.measure.roofline import roofline
 from speedkit.measure.timeline import BACKWARD, COMPILATION, DATA, EVALUATION, FORWARD, OPTIMIZER, OTHER
-from speedkit.measure.trace import BANDWIDTH, COMPUTE, COPY, LAUNCH, SYNC
+from speedkit.measure.trace import BANDWIDTH, COMPUTE, COPY, LAUNCH, SYNC, Trace
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.workloads.workload import Workload
 
-# What can be found: the row of the ledger that its seconds lie in, and the least share of a step that makes it a cause
-# (evaluating, calling operators, computing and a loop's own lines are part of any healthy training).
+
+class Cause(NamedTuple):
+    """What can make a step long."""
+
+    part: str  # the row of the ledger that its seconds lie in
+    change: str  # `field=value`, where the plan has a field for it
+    evidence: str
+    least: float = 0.0  # share of a step: below it any healthy training has some
+    saved: tuple[float, float] = (0.9, 1.0)  # shares of its seconds that the change saves, at least and at most
+
+
+RARELY = "log_every=50: read and report what the device has computed every 50 steps"
+WAITING = "the loop waits for data, with {facts.workers} workers"
 FOUND = {
-    "slow decode": (DATA, 0.0),
-    "slow collate": (DATA, 0.0),
-    "slow loader": (DATA, 0.0),
-    "large copies": (COPY, 0.0),
-    "host read each step": (SYNC, 0.0),
-    "printing each step": (OTHER, 0.1),
-    "other host work": (OTHER, 0.1),
-    "many small operators": (LAUNCH, 0.1),
-    "compute-bound": (COMPUTE, 0.5),
-    "bandwidth-bound": (BANDWIDTH, 0.5),
-    "new shapes": (COMPILATION, 0.0),
-    "validation too often": (EVALUATION, 0.1),
+    "slow decode": Cause(DATA, "workers={cores}", WAITING),
+    "slow collate": Cause(DATA, "workers={cores}", WAITING),
+    "slow loader": Cause(DATA, "workers={cores}", WAITING),
+    # Page-locked memory is copied faster, and only copies of it can hide behind the computing.
+    "large copies": Cause(
+        COPY, "pin_memory=True, prefetch=True", "the device waits for a batch's copy", 0.0, (0.5, 1.0)
+    ),
+    "host read each step": Cause(SYNC, RARELY, "the host waits for the device, in {read}"),
+    "printing each step": Cause(OTHER, RARELY, "the loop reports each, in {read}", 0.1),
+    "other host work": Cause(OTHER, "move it out of the loop", "the loop's own lines are at work", 0.1),
+    "many small operators": Cause(LAUNCH, "compile=default", "{calls:.0f} operators compute little", 0.1, (0.5, 1.0)),
+    "compute-bound": Cause(COMPUTE, "precision={best}", "products of matrices are faster in {best}", 0.5),
+    "bandwidth-bound": Cause(BANDWIDTH, "compile=default", "operators read and write much", 0.5, (0.25, 0.75)),
+    "new shapes": Cause(
+        COMPILATION, "bucket=True: pad to a few lengths", "{facts.recompilations:.2g} graphs are compiled"
+    ),
+    "validation too often": Cause(
+        EVALUATION, "validate_every=0, or larger", "{facts.evaluations:.2g} evaluations", 0.1
+    ),
 }
 # A change is told from this gain on: a ledger may leave 5 % unexplained, so what would give less may be nothing.
 LEAST_GAIN = 1.05
 SMALL_ON_CPU = 0.20  # the least share of calling operators there: an eighth of a healthy small step goes into it
 REPORTING = ("print(", "log", "write(", "set_postfix", "display(")  # in a line that reads the device
-RARELY = "log_every=50: read and report what the device has computed every 50 steps"
 POWER_LIMITED = 0.95  # of the power limit: from here on a GPU lowers its clock
-ROOFLINE_S = 4.0  # that counting takes, set-up and all
 Row = dict[str, Any]
 
 
@@ -57,43 +72,38 @@ def diagnose(
     *,
     device: str = "auto",
     cache_dir: str | Path | None = None,
-    budget_s: float = 60.0,
     trace: str | Path | None = None,
 ) -> Row:
     """Return why a step of `workload` takes as long as it does.
 
-    It is the ledger as ledger.json has it, with `workload`, `loading`, `ablations`, `roofline` (None where the budget
-    has no time left for one), `diagnosis` (see `rank`) and `notes`. `trace` is a file that keeps the profiler's trace.
-    Raises SpeedkitError for a workload that cannot make a step, UsageError for a file that cannot be written.
+    It is the ledger as ledger.json has it, with `workload`, `loading`, `roofline`, `diagnosis` (see `rank`) and
+    `notes`. `trace` is a file that keeps the profiler's trace. Raises SpeedkitError for a workload that cannot make a
+    step, UsageError for a file that cannot be written.
     """
-    if not budget_s > 0:
-        raise UsageError(f"a budget of {budget_s:g} s measures nothing: a ledger takes some 6 s, and all of it some 60")
     if trace is not None:
-        _check_writable(Path(trace))
+        try:
+            Path(trace).open("ab").close()
+        except OSError as error:
+            raise UsageError(f"the trace cannot be written to {trace}: {error.strerror}") from None
     recipe, plan, hardware = recipe or workload.recipe, plan or Plan(), this_machine(device)
-    until_s = time.perf_counter() + budget_s
     notes = costly_switches(hardware.device)
-    ledger = ledger_of(workload, recipe, plan, device=device, cache_dir=cache_dir, evaluate=True, trace_file=trace)
-    facts, found = ledger.facts, ledger.as_dict() | {"workload": workload.name}
-    stages: dict[str, tuple[float, Callable[[], Any]]] = {  # with the seconds to leave for what comes after
-        "loading": (0.0, lambda: loading.examine(workload, recipe, device)),
-        "ablations": (ROOFLINE_S, lambda: ablate(workload, recipe, plan, hardware, until_s - ROOFLINE_S, cache_dir)),
-        # Last: what looks into each operator leaves compiled code switched off.
-        "roofline": (0.0, lambda: roofline(workload, recipe, plan, hardware, ledger=ledger)),
-    }
-    for name, (left_s, stage) in stages.items():
-        found[name] = stage() if time.perf_counter() < until_s - left_s else None
-        if found[name] is None:
-            notes.append(f"{name} left out: the budget of {budget_s:g} s was spent")
-    if found["loading"]:
-        took_s = {row["part"]: row["sample_s"] * recipe.batch_size for row in found["loading"]["parts"]}
-        facts.items_s = took_s["read"] + took_s["decode"] + took_s["features"]
-        facts.collate_s, facts.cacheable = took_s["collate"], plan.cache == "off"
+    ledger = ledger_of(workload, recipe, plan, device=device, cache_dir=cache_dir, trace_file=trace)
+    facts, parts = ledger.facts, loading.examine(workload, recipe, device)
+    took_s = {row["part"]: row["sample_s"] * recipe.batch_size for row in parts}
+    facts.items_s = took_s["read"] + took_s["decode"] + took_s["features"]
+    facts.collate_s, facts.cacheable = took_s["collate"], plan.cache == "off"
     if facts.worker_use is not None:
         notes.append(f"each of {facts.workers} loader workers uses {facts.worker_use:.0%} of a core")
     if facts.power_use is not None and facts.power_use > POWER_LIMITED:
         notes.append(f"the GPU draws {facts.power_use:.0%} of its power limit, so it lowers its clock")
-    return found | {"diagnosis": rank(ledger, hardware, found["ablations"] or ()), "notes": notes}
+    return ledger.as_dict() | {
+        "workload": workload.name,
+        "loading": parts,
+        # Last: what looks into each operator leaves compiled code switched off.
+        "roofline": roofline(workload, recipe, plan, hardware, ledger=ledger),
+        "diagnosis": rank(ledger, hardware),
+        "notes": notes,
+    }
 
 
 def of_loop(ledger: Ledger, loader: Any, device: torch.device) -> list[Row]:
@@ -103,28 +113,17 @@ def of_loop(ledger: Ledger, loader: Any, device: torch.device) -> list[Row]:
     return rank(ledger, this_machine(device))
 
 
-def _check_writable(path: Path) -> None:
-    try:
-        path.open("ab").close()
-    except OSError as error:
-        raise UsageError(f"the trace cannot be written to {path}: {error.strerror}") from None
-
-
 def costly_switches(device: torch.device) -> list[str]:
     """Return a sentence for each debugging switch that is on and makes steps slower."""
-    on_gpu, env = device.type == "cuda", os.environ
+    on_gpu, blocking = device.type == "cuda", os.environ.get("CUDA_LAUNCH_BLOCKING", "0")
+    uncached = "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ
+    profiled = torch.autograd._profiler_enabled() or sys.getprofile() is not None
     switches = {
-        "CUDA_LAUNCH_BLOCKING is set, so the host waits for every kernel: unset it": (
-            on_gpu and env.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
-        ),
-        "PYTORCH_NO_CUDA_MEMORY_CACHING is set, so the driver allocates every tensor: unset it": (
-            on_gpu and "PYTORCH_NO_CUDA_MEMORY_CACHING" in env
-        ),
-        "autograd's anomaly detection is on: torch.autograd.set_detect_anomaly(False)": torch.is_anomaly_enabled(),
-        "only deterministic algorithms are allowed: torch.use_deterministic_algorithms(False)": (
-            torch.are_deterministic_algorithms_enabled()
-        ),
-        "a profiler is at work: stop it": torch.autograd._profiler_enabled() or sys.getprofile() is not None,
+        "CUDA_LAUNCH_BLOCKING is set, so the host waits for every kernel": on_gpu and blocking not in ("", "0"),
+        "PYTORCH_NO_CUDA_MEMORY_CACHING is set, so the driver allocates every tensor": on_gpu and uncached,
+        "autograd's anomaly detection is on": torch.is_anomaly_enabled(),
+        "only deterministic algorithms are allowed": torch.are_deterministic_algorithms_enabled(),
+        "a profiler is at work": profiled,
     }
     return [f"this slows each step: {sentence}" for sentence, is_on in switches.items() if is_on]
 
@@ -132,158 +131,105 @@ def costly_switches(device: torch.device) -> list[str]:
 # ---- the causes ----
 
 
-def rank(ledger: Ledger, hardware: Hardware, ablations: Sequence[Row] = ()) -> list[Row]:
+def rank(ledger: Ledger, hardware: Hardware) -> list[Row]:
     """Return the causes of a step's length, the best change first; none on a healthy run.
 
     Rows are `{cause, part, evidence, field, change, seconds, predicted_speedup_low, predicted_speedup_high}`: `part` is
-    the row of the ledger that the `seconds` per step lie in. What an ablation has measured needs no prediction.
+    the row of the ledger that the `seconds` per step lie in.
     """
-    faster = {row["name"]: row for row in ablations if row.get("decision") == "faster"}
-    case = Case(ledger, hardware, faster, rates(hardware.device))
-    rows = [row for rule in (_loading, _host, _operators, _products) for row in rule(case)]
-    told = [
-        row
-        for row in rows
-        if row["seconds"] > FOUND[row["cause"]][1] * ledger.step_s and row["predicted_speedup_high"] >= LEAST_GAIN
-    ]
-    return sorted(told, key=lambda row: -row["predicted_speedup_high"])
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """What the rules look at."""
-
-    ledger: Ledger
-    hardware: Hardware
-    ablations: Mapping[str, Row]  # those that made steps faster, by name
-    rates: Mapping[str, float]  # the measured ceilings
-
-    def seconds(self, *causes: str) -> float:
-        """Return the seconds per step in rows of the ledger."""
-        return self.ledger.share(*causes) * self.ledger.step_s
-
-    def bounds(self) -> tuple[float, float, float]:
-        """Return the seconds per step of calling operators, of products of matrices, and of passes over memory.
-
-        A CPU's ledger has no such rows: its passes and update are shared out as the profiler saw the operators. It
-        inflates small ones, so these get what the others leave, and no more than the profiler saw.
-        """
-        if self.hardware.device.type != "cpu":
-            return self.seconds(LAUNCH), self.seconds(COMPUTE), self.seconds(BANDWIDTH)
-        costs, steps = self.ledger.facts.costs, self.ledger.facts.traced_steps
-        room_s, known = self.seconds(FORWARD, BACKWARD, OPTIMIZER), (sum(costs.products_s.values()), costs.passes_s)
-        scale = min(1 / steps, room_s / (sum(known) or math.inf))
-        products_s, passes_s = (seconds * scale for seconds in known)
-        return min(max(room_s - products_s - passes_s, 0.0), costs.small_s / steps), products_s, passes_s
-
-    def row(
-        self,
-        cause: str,
-        seconds: float,
-        evidence: str,
-        *,
-        change: str,
-        saved: tuple[float, float] = (0.9, 1.0),
-        ablation: str = "",
-    ) -> Row:
-        """Return the row of a cause. Its change, `field=value`, saves these shares of the seconds, or as measured."""
-        step_s, field = self.ledger.step_s, change.partition("=")[0]
-        low, high = (step_s / max(step_s - share * seconds, 0.02 * step_s) for share in saved)
-        if measured := self.ablations.get(ablation):
-            low, high = measured["low"], measured["high"]
-        return {
-            "cause": cause,
-            "part": FOUND[cause][0],
+    facts, step_s, peaks = ledger.facts, ledger.step_s, matmul_rates(hardware)
+    peaks.pop("fp8", None)  # which not every layer can be converted to
+    words = {
+        "facts": facts,
+        "cores": hardware.cores,
+        "read": facts.syncs[0] if facts.syncs else "an unknown line",
+        "calls": facts.trace.costs.calls / facts.trace.steps,
+        "best": max(peaks, key=lambda name: peaks[name]),
+    }
+    rows = []
+    for name, seconds in seconds_by_cause(ledger, hardware, peaks).items():
+        cause = remedy(name, seconds, ledger, hardware=hardware, peaks=peaks)
+        low, high = (step_s / max(step_s - share * seconds, 0.02 * step_s) for share in cause.saved)
+        if seconds <= cause.least * step_s or high < LEAST_GAIN:
+            continue
+        change, evidence = (text.format(**words) for text in (cause.change, cause.evidence))
+        field = change.partition("=")[0]
+        row = {
+            "cause": name,
+            "part": cause.part,
             "evidence": f"{1e3 * seconds:.3g} of {1e3 * step_s:.3g} ms a step: {evidence}",
-            "field": field if field in settings_of(Plan) else None,
+            "field": field if field in vars(Plan()) else None,
             "change": change,
             "seconds": seconds,
             "predicted_speedup_low": low,
             "predicted_speedup_high": high,
         }
+        rows.append(row)
+    return sorted(rows, key=lambda row: -row["predicted_speedup_high"])
 
 
-def _loading(case: Case) -> Iterator[Row]:
-    """Share a wait for the batch out to making its items and to joining them, by what each takes on its own."""
-    facts, step_s, wait_s, cores = case.ledger.facts, case.ledger.step_s, case.seconds(DATA), case.hardware.cores
-    busy = case.hardware.threads if case.hardware.device.type == "cpu" else 0
-    parts = {"slow decode": facts.items_s, "slow collate": facts.collate_s}
-    told = {"slow decode": "making the items of a batch", "slow collate": "joining the items of a batch"}
-    if not any(parts.values()):
-        parts = {"slow loader": 1.0}
-    for cause, part_s in parts.items():
-        own_s = wait_s * part_s / sum(parts.values())
-        evidence = f"the loop waits for {told.get(cause, 'a batch')}, with {facts.workers} workers"
+def seconds_by_cause(ledger: Ledger, hardware: Hardware, peaks: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds per step that each cause takes."""
+    facts, seconds = ledger.facts, {row["cause"]: row["share"] * ledger.step_s for row in ledger.rows}
+    seconds = collections.defaultdict(float, seconds)
+    wait_s, own_s = seconds[DATA], facts.items_s + facts.collate_s  # one after the other, without workers
+    reports = bool(facts.syncs) and any(word in facts.syncs[0].code for word in REPORTING)
+    small_s, products_s, passes_s = seconds[LAUNCH], seconds[COMPUTE], seconds[BANDWIDTH]
+    if hardware.device.type == "cpu":
+        small_s, products_s, passes_s = _seconds_on_cpu(facts.trace, seconds, ledger.step_s)
+    formats = facts.trace.costs.products_s
+    slow_s = sum(took_s for name, took_s in formats.items() if name in peaks and peaks[name] < max(peaks.values()))
+    return {
+        "slow decode": wait_s * facts.items_s / (own_s or 1.0),
+        "slow collate": wait_s * facts.collate_s / (own_s or 1.0),
+        "slow loader": 0.0 if own_s else wait_s,
+        "large copies": seconds[COPY],
+        "host read each step": 0.0 if reports else seconds[SYNC],
+        "printing each step": seconds[SYNC] + seconds[OTHER] if reports else 0.0,
+        "other host work": 0.0 if reports else seconds[OTHER],
+        "many small operators": small_s,
+        "compute-bound": products_s * slow_s / (sum(formats.values()) or 1.0),
+        "bandwidth-bound": passes_s if hardware.supports("compile") else 0.0,
+        "new shapes": seconds[COMPILATION],
+        "validation too often": seconds[EVALUATION],
+    }
+
+
+def _seconds_on_cpu(trace: Trace, seconds: Mapping[str, float], step_s: float) -> tuple[float, float, float]:
+    """Return the seconds per step of calling small operators, of products of matrices, and of passes over memory.
+
+    A CPU's ledger has no such rows: its passes and update are shared out as the profiler saw the operators. It
+    inflates small ones, so these get what the others leave, and no more than the profiler saw.
+    """
+    costs, room_s = trace.costs, sum(seconds[part] for part in (FORWARD, BACKWARD, OPTIMIZER))
+    known_s = sum(costs.products_s.values()), costs.passes_s
+    scale = min(1 / trace.steps, room_s / (sum(known_s) or math.inf))
+    products_s, passes_s = (part_s * scale for part_s in known_s)
+    small_s = min(max(room_s - products_s - passes_s, 0.0), costs.small_s / trace.steps)
+    return small_s if small_s > SMALL_ON_CPU * step_s else 0.0, products_s, passes_s
+
+
+def remedy(name: str, seconds: float, ledger: Ledger, *, hardware: Hardware, peaks: Mapping[str, float]) -> Cause:
+    """Return a cause with the change that mends it on this machine."""
+    cause, facts, step_s, cores = FOUND[name], ledger.facts, ledger.step_s, hardware.cores
+    if name == "slow decode" and (facts.cacheable or facts.workers >= cores):
+        return cause._replace(change="cache=ram", saved=(0.7, 1.0))
+    if cause.part == DATA:
         # At best workers hide behind the computing; at worst they share the cores with it.
-        best_s = max(step_s - own_s, own_s / cores)
-        worst_s = min(step_s, max(best_s, (own_s + busy * (step_s - own_s)) / cores))
-        change, saved = f"workers={cores}", ((step_s - worst_s) / (own_s or 1), (step_s - best_s) / (own_s or 1))
-        if facts.workers >= cores or (cause == "slow decode" and facts.cacheable):
-            change, saved = "cache=ram", (0.7, 1.0)
-        yield case.row(cause, own_s, evidence, change=change, saved=saved)
-
-
-def _host(case: Case) -> Iterator[Row]:
-    """What the loop does itself beside training: copy, read the device, report, compile, evaluate."""
-    facts, wait_s, other_s = case.ledger.facts, case.seconds(SYNC), case.seconds(OTHER)
-    evidence = f"{facts.copied_bytes / facts.traced_steps / 1e6:.3g} MB are copied"
-    # Pinned memory is copied faster, and only copies of it can hide behind the computing.
-    slower = case.rates.get("host_to_device_pageable", 1.0) / case.rates.get("host_to_device_pinned", 1.0)
-    change, saved = "pin_memory=True, prefetch=True", (max(0.0, 1 - slower), 1.0)
-    if facts.pinned:
-        change, saved = "prefetch=True", (0.0, 1.0)
-    yield case.row("large copies", case.seconds(COPY), evidence, change=change, saved=saved)
-
-    read = facts.syncs[0] if facts.syncs else None
-    if read and any(word in read.code for word in REPORTING):
-        evidence = f"the loop reports each step, in {read}"
-        yield case.row("printing each step", wait_s + other_s, evidence, change=RARELY, ablation="no logging")
-    else:
-        evidence = f"the host waits for the device, in {read or 'an unknown line'}"
-        yield case.row("host read each step", wait_s, evidence, change=RARELY, ablation="no logging")
-        evidence = "the loop itself is at work, not the model, the optimizer or the loader"
-        yield case.row("other host work", other_s, evidence, change="move it out of the loop")
-
-    evidence = f"{facts.recompilations:.2g} graphs are compiled anew in each, for inputs of another shape"
-    change = "bucket=True: pad to a few lengths; or compile with dynamic=True"
-    yield case.row("new shapes", case.seconds(COMPILATION), evidence, change=change)
-    evidence = f"the model is evaluated {facts.evaluations:.2g} times in each"
-    change = "validate_every=0, or ten times as large"
-    yield case.row("validation too often", case.seconds(EVALUATION), evidence, change=change)
-
-
-def _operators(case: Case) -> Iterator[Row]:
-    """Operators that take as long as it takes to call them, and passes over memory: a compiler joins both."""
-    hardware, facts, (small_s, _, passes_s) = case.hardware, case.ledger.facts, case.bounds()
-    if hardware.device.type == "cpu" and small_s < SMALL_ON_CPU * case.ledger.step_s:
-        small_s = 0.0
-    evidence = f"{facts.costs.calls / facts.traced_steps:.0f} operators are called that compute little"
-    change = f"compile={'reduce-overhead' if hardware.supports('cuda_graphs') else 'default'}"
-    if why := hardware.why_not("compile"):
-        change = f"fewer, larger operators; {why}"
-    yield case.row("many small operators", small_s, evidence, change=change, saved=(0.5, 1.0), ablation="compiled")
-    if not why:
-        change = "compile=default: one pass over memory for many"
-        evidence = "operators read and write memory and compute little"
-        yield case.row("bandwidth-bound", passes_s, evidence, change=change, saved=(0.25, 0.75), ablation="compiled")
-    if fused := case.ablations.get("fused optimizer"):
-        own_s, evidence = case.ledger.step_s * (1 - 1 / fused["ratio"]), "the update calls operators for each weight"
-        change = "fused_optimizer=True"
-        yield case.row("many small operators", own_s, evidence, change=change, ablation="fused optimizer")
-
-
-def _products(case: Case) -> Iterator[Row]:
-    """Products in a number format in which this machine is slower than in another."""
-    peaks = {name.removeprefix("matmul_"): rate for name, rate in case.rates.items() if name.startswith("matmul_")}
-    peaks.pop("fp8", None)  # which not every layer can be converted to
-    best, (_, own_s, _) = max(peaks, key=lambda name: peaks[name]), case.bounds()
-    costs = case.ledger.facts.costs.products_s
-    slow = {name: seconds for name, seconds in costs.items() if peaks.get(name, peaks[best]) < peaks[best]}
-    if slow:
-        own_s *= sum(slow.values()) / sum(costs.values())
-        share = sum(slow[name] * (1 - peaks[name] / peaks[best]) for name in slow) / sum(slow.values())
-        evidence = f"products of {' and '.join(slow)} matrices, where {best} is faster"
-        yield case.row("compute-bound", own_s, evidence, change=f"precision={best}", saved=(0.5 * share, share))
+        busy = hardware.threads if hardware.device.type == "cpu" else 0
+        best_s = max(step_s - seconds, seconds / cores)
+        worst_s = min(step_s, max(best_s, (seconds + busy * (step_s - seconds)) / cores))
+        return cause._replace(saved=((step_s - worst_s) / (seconds or 1), (step_s - best_s) / (seconds or 1)))
+    if name == "many small operators" and not hardware.supports("compile"):
+        return cause._replace(change=f"fewer, larger operators; {hardware.why_not('compile')}")
+    if name == "many small operators" and hardware.supports("cuda_graphs"):
+        return cause._replace(change="compile=reduce-overhead")
+    if name == "compute-bound":
+        slow = {kind: took_s for kind, took_s in facts.trace.costs.products_s.items() if kind in peaks}
+        gains = sum(took_s * (1 - peaks[kind] / max(peaks.values())) for kind, took_s in slow.items())
+        share = gains / (sum(slow.values()) or 1.0)
+        return cause._replace(saved=(0.5 * share, share))
+    return cause
 
 
 # ---- in words ----
@@ -292,24 +238,14 @@ def _products(case: Case) -> Iterator[Row]:
 def as_text(found: Row) -> str:
     """Return what `diagnose` found in words; the loader's parts where data is waited for."""
     known: Row = {field.name: found[field.name] for field in dataclasses.fields(Ledger) if field.name in found}
-    lines = [
-        f"{found['workload']}:",
-        str(Ledger(**known)),
-        *found["notes"],
-        *(found["roofline"] or {}).get("tells", ()),
-    ]
+    lines = [f"{found['workload']}:", str(Ledger(**known)), *found["notes"], *found["roofline"]["tells"]]
     none = "no cause to report: what takes most of the time would not get less by a change of the plan"
     lines.append("causes, by what a change would give (time before / time after):" if found["diagnosis"] else none)
     lines += map(cause_in_words, found["diagnosis"])
-    if found["ablations"]:
-        lines.append("the same training with one thing changed, in turns with itself:")
-    for row in found["ablations"] or ():
-        shown = "left out: {left_out}" if "left_out" in row else "{ratio:.2f} ({low:.2f} to {high:.2f}) times as fast"
-        lines.append("  {name}: ".format_map(row) + shown.format_map(row))
-    if found["loading"] and any(row["part"] == DATA for row in found["diagnosis"]):
+    if any(row["part"] == DATA for row in found["diagnosis"]):
         lines.append("a batch loaded in the training process, in ms per sample:")
-        rows = found["loading"]["parts"]
-        lines += ["  {part:<10}{0:>10.4g} {share:>7.1%}".format(1e3 * row["sample_s"], **row) for row in rows]
+        line = "  {part:<10}{0:>10.4g} {share:>7.1%}"
+        lines += [line.format(1e3 * row["sample_s"], **row) for row in found["loading"]]
     return "\n".join(lines)
 
 

@@ -20,7 +20,6 @@ class Report:
     recompiles: tuple[str, ...]  # what was no longer as it was compiled for
     uncompiled: tuple[str, ...]  # what could not be compiled, or not once more, and why
     cache_hits: int  # graphs, forward and backward, whose code was found on disk
-    cache_misses: int
 
 
 class Watch:
@@ -45,7 +44,6 @@ class Watch:
             tuple(f"{name}: {_what(why)}" for name, why in again if "deallocated" not in why),  # of a model now gone
             tuple(_what(event.fail_reason or "") for event in events if event.fail_type),
             cache["fxgraph_cache_hit"],
-            cache["fxgraph_cache_miss"],
         )
 
 

@@ -1,11 +1,8 @@
 """The ledger: where the time of training steps goes, in rows that add up to what the steps take unprofiled."""
 
-import contextlib
-import math
-import statistics
-import tempfile
+import collections
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,12 +10,12 @@ from typing import Any
 import psutil
 import torch
 
-from speedkit.clock import Stopwatch, compilations, run_until_steady
+from speedkit.clock import compilations, run_until_steady, synchronize
 from speedkit.errors import SpeedkitError
-from speedkit.hardware import nvml_facts
-from speedkit.measure.syncs import Sync, audit
-from speedkit.measure.timeline import DATA, EVALUATION, FORWARD, OPTIMIZER, RARE, Timeline, replaced, timing
-from speedkit.measure.trace import CAUSES, UNEXPLAINED, Costs, Profile, Trace, classify
+from speedkit.measure.provenance import gpu_state
+from speedkit.measure.syncs import Sync, auditing
+from speedkit.measure.timeline import DATA, FORWARD, OPTIMIZER, RARE, Timeline, replaced, timing
+from speedkit.measure.trace import CAUSES, UNEXPLAINED, Trace, classify, profiling, trace_of, window
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train.loop import steps
@@ -26,7 +23,6 @@ from speedkit.train.run import TrainingRun
 from speedkit.train.setup import setup_run
 from speedkit.workloads.workload import Workload
 
-PAIRS = {"cpu": 50}  # of windows, one timed and one left alone; on a GPU 5, whose queue runs dry at each end
 AUDITED = 2  # steps in which what makes the host wait is looked for
 
 
@@ -35,10 +31,7 @@ class StepFacts:
     """What is known of a step beside the ledger's rows: seconds and counts per step."""
 
     host_s: Mapping[str, float] = field(default_factory=dict)  # by part; beside a GPU the host runs ahead of it
-    costs: Costs = field(default_factory=Costs)  # of its operators, in `traced_steps`
-    traced_steps: int = 1
-    copied_bytes: float = 0.0  # from host to device, in `traced_steps`
-    pinned: bool = False  # all of them from page-locked memory
+    trace: Trace = field(default_factory=Trace)
     syncs: Sequence[Sync] = ()  # of AUDITED steps, the most expensive first
     recompilations: float = 0.0
     evaluations: float = 0.0
@@ -55,15 +48,14 @@ class Ledger:
     """Where the wall time of `steps` training steps goes.
 
     `rows` are `{cause, seconds, share, ceiling_speedup}` in the order of CAUSES; shares add up to 1, seconds to
-    `window_s`. Timers and profilers slow what they see: `unexplained` is below 0 where more than that was taken off.
+    `window_s`. A profiler slows what it sees: `unexplained` is below 0 where kernels alone take longer than the steps.
     """
 
     device: str
-    window_s: float  # that the steps take with nothing around them
+    window_s: float  # that the steps take
     steps: int
     step_s: float
     rows: list[dict[str, Any]]
-    slow_down: float  # steps as they were measured / steps left alone
     busy_share: float | None = None  # of a GPU: the union of its kernels and copies; None on a CPU
     facts: StepFacts = field(default_factory=StepFacts)
 
@@ -87,6 +79,54 @@ def traced_steps(device: torch.device) -> int:
     return 1 if device.type == "cpu" else 8
 
 
+class Look:
+    """What is seen of a loop's steps: their seconds by part, and in a few more their operators and host syncs."""
+
+    def __init__(self, device: torch.device, timeline: Timeline, steps: int):
+        self.device, self.timeline, self.to_time = device, timeline, steps
+        self.seconds = collections.Counter[str]()  # by part, of the steps timed so far
+        self.timed = self.recompilations = 0
+        self.trace, self.syncs = Trace(), list[Sync]()
+
+    def course(self, trace_file: str | Path | None = None) -> Generator[None]:
+        """Look at one step after the other: each `yield` is a step of the loop's. `trace_file` keeps the trace."""
+        synchronize(self.device)
+        self.timeline.take()
+        compiled = compilations()
+        while self.timed < self.to_time:
+            yield
+            self.timed += 1
+            if self.timed == self.to_time:
+                synchronize(self.device)  # what is still to be done is of these steps
+            self.seconds.update(self.timeline.take())
+            self.recompilations = compilations() - compiled
+
+        count = traced_steps(self.device)
+        with profiling(self.device) as profiler:
+            self.timeline.annotate = True
+            yield  # sets the profiler up
+            with window(self.device):
+                for _ in range(count):
+                    yield
+        self.timeline.annotate = False
+        self.trace = trace_of(profiler, count, trace_file)
+        with auditing(self.device) as self.syncs:
+            for _ in range(AUDITED):
+                yield
+
+    def ledger(self, rare: Mapping[str, float], **facts: Any) -> Ledger:
+        """Return the ledger of the timed steps; `rare` replaces seconds of parts, `facts` are more of `StepFacts`."""
+        seconds, timed = dict(self.seconds) | dict(rare), max(1, self.timed)
+        known = StepFacts(
+            host_s={cause: part_s / timed for cause, part_s in seconds.items()},
+            trace=self.trace,
+            syncs=self.syncs,
+            recompilations=self.recompilations / timed,
+            **facts,
+        )
+        return make_ledger(self.device, seconds, sum(seconds.values()), steps=self.timed, facts=known)
+
+
 def make_ledger(
     device: torch.device | str,
     seconds: Mapping[str, float],
@@ -94,35 +134,30 @@ def make_ledger(
     *,
     steps: int,
     facts: StepFacts,
-    slow_down: float = 1.0,
-    trace: Trace | None = None,
 ) -> Ledger:
     """Return the ledger of `steps` steps that take `window_s`, by the host's `seconds`, and a GPU's by its trace."""
     busy_share = None
-    if trace is not None:
-        facts.traced_steps, facts.costs = traced_steps(torch.device(device)), trace.costs
-        facts.copied_bytes, facts.pinned = trace.copied_bytes, trace.pinned
-        if torch.device(device).type == "cuda":
-            scale = steps / facts.traced_steps
-            seconds, busy_share = unprofiled(trace, seconds, window_s, scale=scale)
+    if torch.device(device).type == "cuda" and facts.trace.end_s:
+        seconds, busy_share = unprofiled(facts.trace, seconds, window_s, steps=steps)
     known, rows = dict(seconds) | {UNEXPLAINED: window_s - sum(seconds.values())}, []
     for cause in CAUSES:
         if known.get(cause) or cause == UNEXPLAINED:
             share = known[cause] / (window_s or 1.0)
             most = 1 / max(1 - max(share, 0.0), 1e-3)
             rows.append({"cause": cause, "seconds": known[cause], "share": share, "ceiling_speedup": most})
-    return Ledger(str(device), window_s, steps, window_s / max(1, steps), rows, slow_down, busy_share, facts)
+    return Ledger(str(device), window_s, steps, window_s / max(1, steps), rows, busy_share, facts)
 
 
 def unprofiled(
-    trace: Trace, host: Mapping[str, float], window_s: float, *, scale: float
+    trace: Trace, host: Mapping[str, float], window_s: float, *, steps: int
 ) -> tuple[dict[str, float], float]:
-    """Return the seconds of a GPU by cause, and its busy share, in `scale` times as many steps as were traced.
+    """Return the seconds of a GPU by cause, and its busy share, in `steps` steps like those that were traced.
 
     A profiler slows the host: without it the steps took `window_s`, and the `host` its seconds by part. Busy time is as
     profiled, evaluation and compilation are the host's, waiting for data is no longer than the host's, and all other
     gaps share what is left.
     """
+    scale = steps / trace.steps
     busy, gaps = ({cause: seconds * scale for cause, seconds in rows.items()} for rows in classify(trace))
     found = busy | {cause: host.get(cause, 0.0) for cause in RARE}
     if DATA in gaps:
@@ -142,124 +177,54 @@ def ledger_of(
     device: str | torch.device = "auto",
     cache_dir: str | Path | None = None,
     window_s: float = 1.0,
-    evaluate: bool = False,
     trace_file: str | Path | None = None,
 ) -> Ledger:
-    """Train `workload` for about 2 * `window_s` after a warm-up; return where the time goes.
+    """Train `workload` for about `window_s` after a warm-up, without evaluation; return where the time goes.
 
-    On a CPU forward is the loss with what it calls. With `evaluate`, evaluation and checkpoint are in it at the rate
-    at which a training makes them. `trace_file` keeps the profiler's trace. Raises SpeedkitError, in a sentence, for a
-    workload that cannot be trained.
+    On a CPU forward is the loss with what it calls. `trace_file` keeps the profiler's trace. Raises SpeedkitError, in a
+    sentence, for a workload that cannot be trained.
     """
-    with contextlib.ExitStack() as stack:
-        out = Path(stack.enter_context(tempfile.TemporaryDirectory()), "run") if evaluate else None
-        run = None
-        try:
-            where: dict[str, Any] = {"device": device, "cache_dir": cache_dir, "out": out}
-            run = setup_run(workload, recipe, plan, **where, progress=False, endless=not evaluate)
-            stack.callback(run.close)
-            return _measure(run, window_s, evaluate=evaluate, trace_file=trace_file)
-        except SpeedkitError:
-            raise
-        except Exception as error:
-            raise SpeedkitError(
-                f"{workload.name} failed in step {run.step + 1 if run else 1}: {type(error).__name__}: {error}; its "
-                "model needs a weight that is trained, and its loss has to give the mean over the batch, a tensor of "
-                "one number that depends on the weights, and the outputs"
-            ) from error
+    run = None
+    try:
+        run = setup_run(workload, recipe, plan, device=device, cache_dir=cache_dir, progress=False, endless=True)
+        return _measure(run, window_s, trace_file)
+    except SpeedkitError:
+        raise
+    except Exception as error:
+        raise SpeedkitError(
+            f"{workload.name} failed in step {run.step + 1 if run else 1}: {type(error).__name__}: {error}; its "
+            "model needs a weight that is trained, and its loss has to give the mean over the batch, a tensor of "
+            "one number that depends on the weights, and the outputs"
+        ) from error
+    finally:
+        if run is not None:
+            run.close()
 
 
-def _measure(run: TrainingRun, window_s: float, *, evaluate: bool, trace_file: str | Path | None) -> Ledger:
-    """Return the ledger of a run: windows timed and left alone in turns, then a closer look at a few steps."""
-    every, course = run.evaluate_every or len(run.learning_rates), steps(run)
-    run.total_steps, run.evaluate_every = None, 0
+def _measure(run: TrainingRun, window_s: float, trace_file: str | Path | None) -> Ledger:
+    """Return the ledger of a run that has settled."""
+    training = steps(run)
     for _ in range(1 + 2 * int(run.plan.workers) * run.plan.prefetch_factor):
-        next(course)  # on batches that the loader had ready
-    step_s = run_until_steady(lambda: next(course), run.device, max_s=max(2.0, window_s)).step_s
+        next(training)  # on batches that the loader had ready
+    step_s = run_until_steady(lambda: next(training), run.device, max_s=max(2.0, window_s)).step_s
 
-    kind, timeline = run.device.type, Timeline()
+    look = Look(run.device, Timeline(), max(5, round(window_s / step_s)))
+    part = look.timeline.of
     pids = [process.pid for process in run.train_batches.loader.processes]
-    pairs = min(PAIRS.get(kind, 5), max(3, round(2 * window_s / step_s)))
-    count, slower, timed_s = max(1, round(window_s / pairs / step_s)), list[float](), 0.0
-    compiled, began_s, cpu_s = compilations(), time.perf_counter(), _cpu_s(pids)
-    for pair in range(pairs):
-        took_s = {on: _window(run, course, count, timeline if on else None) for on in (pair % 2, 1 - pair % 2)}
-        slower.append(math.log(took_s[1] / took_s[0]))
-        timed_s += took_s[1]
-    worker_use = (_cpu_s(pids) - cpu_s) / (time.perf_counter() - began_s) / len(pids) if pids else None
-    slow_down = math.exp(statistics.median(slower))  # a burst of something else hits few windows
-    made, window_s = pairs * count, timed_s / slow_down
-    recompilations = (compilations() - compiled) / (2 * made)
-    power_use = _power_use(run.device)
-
-    host = dict(timeline.seconds)
-    if evaluate:
-        host[EVALUATION] = made / every * _evaluation_s(run, course, window_s / made)
-        window_s += host[EVALUATION]
-    trace = _traced(run, course, trace_file)
-    syncs = audit(lambda: [next(course) for _ in range(AUDITED)], run.device)
-    facts = StepFacts(
-        host_s={cause: seconds / made for cause, seconds in host.items()},
-        syncs=syncs,
-        recompilations=recompilations,
-        evaluations=1 / every if evaluate else 0.0,
-        workers=int(run.plan.workers),
-        worker_use=worker_use,
-        power_use=power_use,
-    )
-    return make_ledger(run.device, host, window_s, steps=made, facts=facts, slow_down=slow_down, trace=trace)
-
-
-def _window(run: TrainingRun, course: Iterator[int], count: int, timeline: Timeline | None) -> float:
-    """Return the seconds of `count` steps, timed by part where there is a timeline."""
-    stopwatch = Stopwatch(run.device)
-    with contextlib.nullcontext() if timeline is None else _timed(run, timeline):
-        stopwatch.start()
-        for _ in range(count):
-            next(course)
-        return stopwatch.stop()
-
-
-@contextlib.contextmanager
-def _timed(run: TrainingRun, timeline: Timeline) -> Iterator[None]:
+    began_s, cpu_s = time.perf_counter(), _cpu_s(pids)
     with (
-        replaced(run, fetch=timeline.of(DATA, run.fetch), loss=timeline.of(FORWARD, run.loss)),
-        replaced(run.optimizer, step=timeline.of(OPTIMIZER, run.optimizer.step)),
-        timing(timeline),
+        replaced(run, fetch=part(DATA, run.fetch), loss=part(FORWARD, run.loss)),
+        replaced(run.optimizer, step=part(OPTIMIZER, run.optimizer.step)),
+        timing(look.timeline),
     ):
-        timeline.last_s = time.perf_counter()
-        yield
-        timeline.read()
-
-
-def _evaluation_s(run: TrainingRun, course: Iterator[int], step_s: float) -> float:
-    """Return the seconds of an evaluation and a checkpoint: of the second one, for the first makes buffers."""
-    run.evaluate_every = 1
-    _, one_s = (max(0.0, _window(run, course, 1, None) - step_s) for _ in range(2))
-    run.evaluate_every = 0
-    return one_s
-
-
-def _traced(run: TrainingRun, course: Iterator[int], trace_file: str | Path | None) -> Trace:
-    """Return the trace of some steps."""
-    profile, noted = Profile(run.device), Timeline()
-    noted.annotate = True
-    next(course)  # the first one sets the profiler up
-    with _timed(run, noted):
-        profile.open()
-        for _ in range(traced_steps(run.device)):
-            next(course)
-        return profile.close(trace_file)
+        for _ in look.course(trace_file):
+            next(training)
+    worker_use = (_cpu_s(pids) - cpu_s) / (time.perf_counter() - began_s) / len(pids) if pids else None
+    power = gpu_state(run.device, "power_w", "power_limit_w")
+    power_use = power["power_w"] / power["power_limit_w"] if power else None
+    return look.ledger({}, workers=int(run.plan.workers), worker_use=worker_use, power_use=power_use)
 
 
 def _cpu_s(pids: Sequence[int | None]) -> float:
     """Return the seconds for which processes have used a core so far."""
     return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
-
-
-def _power_use(device: torch.device) -> float | None:
-    """Return the share of its power limit that a GPU draws; None where that is not known."""
-    if device.type != "cuda":
-        return None
-    found = nvml_facts(str(torch.cuda.get_device_properties(device).uuid), "power_w", "power_limit_w")
-    return found["power_w"] / found["power_limit_w"] if len(found) == 2 else None

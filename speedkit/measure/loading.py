@@ -21,26 +21,13 @@ from speedkit.workloads.workload import Workload
 REPEATS = 7  # rounds over one batch of items; the median counts
 
 
-def examine(workload: Workload, recipe: Recipe | None = None, device: str = "auto") -> dict[str, Any]:
-    """Return `workload` and `parts`, rows `{part, sample_s, share}`, of a batch loaded in the training process.
+def examine(workload: Workload, recipe: Recipe | None = None, device: str = "auto") -> list[dict[str, Any]]:
+    """Return rows `{part, sample_s, share}`, one for each part of a batch loaded in the training process.
 
     Reading is from the page cache, where the files are after the first round. Raises SpeedkitError where no item can be
     read.
     """
     recipe, place = recipe or workload.recipe, this_machine(device).device
-    ways = _ways(workload, recipe, place)
-    parts_s = {part: statistics.median(timed(way, place, REPEATS)) for part, way in ways.items()}
-    parts_s["decode"] = max(0.0, parts_s["decode"] - parts_s["read"])  # it reads the files too
-    batch_s = sum(parts_s.values())
-    rows = [
-        {"part": part, "sample_s": seconds / recipe.batch_size, "share": seconds / batch_s}
-        for part, seconds in parts_s.items()
-    ]
-    return {"workload": workload.name, "parts": rows}
-
-
-def _ways(workload: Workload, recipe: Recipe, device: torch.device) -> dict[str, Callable[[], Any]]:
-    """Return, by part, what is timed: each does one thing to the same batch of items."""
     items, waveforms, varies = [], list[Tensor](), workload.length is not None
     for item in workload.train:
         with contextlib.suppress(BadItem):
@@ -53,13 +40,20 @@ def _ways(workload: Workload, recipe: Recipe, device: torch.device) -> dict[str,
     samples = [(workload.features(row), workload.target(item)) for item, row in zip(items, waveforms, strict=True)]
     batch: Any = collate(samples, varies)[0]
     files = [path for item in items if (path := Path(getattr(item, "path", ""))).is_file()]
-    return {
+    parts: dict[str, Callable[[], Any]] = {
         "read": lambda: [path.read_bytes() for path in files],
         "decode": lambda: [workload.load(item) for item in items],
         "features": lambda: [workload.features(waveform) for waveform in waveforms],
         "collate": lambda: collate(samples, varies),
-        "copy": lambda: [tensor.to(device) for tensor in batch],
+        "copy": lambda: [tensor.to(place) for tensor in batch],
     }
+    parts_s = {part: statistics.median(timed(call, place, REPEATS)) for part, call in parts.items()}
+    parts_s["decode"] = max(0.0, parts_s["decode"] - parts_s["read"])  # it reads the files too
+    batch_s = sum(parts_s.values())
+    return [
+        {"part": part, "sample_s": seconds / recipe.batch_size, "share": seconds / batch_s}
+        for part, seconds in parts_s.items()
+    ]
 
 
 def loader_costs(loader: Any) -> tuple[float, float]:
@@ -71,11 +65,10 @@ def loader_costs(loader: Any) -> tuple[float, float]:
     join = getattr(loader, "collate_fn", None)
     if join is None or not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
         return 0.0, 0.0
-    many = getattr(data, "__getitems__", lambda rows: [data[row] for row in rows])
-    before, cpu = get_random_state(torch.device("cpu")), torch.device("cpu")
-    rows = list(range(min(loader.batch_size or 1, len(data))))
-    items_s = statistics.median(timed(lambda: many(rows), cpu, 3))
-    items = many(rows)
+    cpu, rows = torch.device("cpu"), range(min(loader.batch_size or 1, len(data)))
+    before = get_random_state(cpu)
+    items_s = statistics.median(timed(lambda: [data[row] for row in rows], cpu, 3))
+    items = [data[row] for row in rows]
     collate_s = statistics.median(timed(lambda: join(items), cpu, 3))
     set_random_state(before, cpu)
     return items_s, collate_s

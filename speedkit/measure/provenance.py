@@ -92,26 +92,24 @@ def commit() -> tuple[str, bool] | None:
 
 
 def notebooks_folder() -> Path:
-    """Return the folder of the numbered notebooks: SPEEDKIT_NOTEBOOKS, else beside the package or above us."""
-    named, here = os.environ.get("SPEEDKIT_NOTEBOOKS"), Path.cwd()
-    for folder in [Path(named)] if named else [path / "notebooks" for path in (PACKAGE.parent, here, *here.parents)]:
-        if folder.is_dir() and (named or (folder / "claims.csv").is_file()):
-            return folder.resolve()
-    raise UsageError("there is no notebooks folder: run this in the checkout, or set SPEEDKIT_NOTEBOOKS to it")
+    """Return the folder of the numbered notebooks: SPEEDKIT_NOTEBOOKS, else that beside the package."""
+    folder = Path(os.environ.get("SPEEDKIT_NOTEBOOKS") or PACKAGE.parent / "notebooks")
+    if not folder.is_dir():
+        raise UsageError("there is no notebooks folder: run this in the checkout, or set SPEEDKIT_NOTEBOOKS to it")
+    return folder.resolve()
 
 
 def find_notebook(name: str) -> Path | None:
-    """Return the file of the notebook `name`, looked for in the current folder and among the numbered ones."""
-    folders = [Path.cwd()]
+    """Return the file of the numbered notebook `name`, None where there is none."""
     with contextlib.suppress(UsageError):
-        folders.append(notebooks_folder())
-    return next((path for folder in folders if (path := folder / f"{name}.ipynb").is_file()), None)
+        path = notebooks_folder() / f"{name}.ipynb"
+        return path if path.is_file() else None
+    return None
 
 
-def gpu_state(device: torch.device) -> dict[str, float]:
-    """Return power_w, sm_hz, memory_hz and energy_j (since the driver was loaded) of an NVIDIA GPU; {} if unknown."""
+def gpu_state(device: torch.device, *names: str) -> dict[str, float]:
+    """Return what NVML says of a GPU as to `names`, see `nvml_facts`; {} where it does not tell all of it."""
     if device.type != "cuda":
         return {}
-    names = ("power_w", "sm_hz", "memory_hz", "energy_j")
     found = nvml_facts(str(torch.cuda.get_device_properties(device).uuid), *names)
     return found if len(found) == len(names) else {}

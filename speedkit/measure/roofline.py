@@ -1,5 +1,6 @@
 """What a step computes and moves, against what this machine was measured to reach."""
 
+import contextlib
 import dataclasses
 import time
 from collections import Counter
@@ -13,9 +14,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from speedkit.ceilings import ceilings
-from speedkit.hardware import Hardware, this_machine
+from speedkit.hardware import Hardware
 from speedkit.measure.ledger import Ledger
-from speedkit.measure.timeline import EVALUATION
 from speedkit.plan import Plan, resolve
 from speedkit.recipe import Recipe
 from speedkit.train.loop import steps
@@ -45,11 +45,6 @@ class ByteCounter(TorchDispatchMode):
         return result
 
 
-def rates(device: torch.device) -> dict[str, float]:
-    """Return the measured ceilings of this machine by name."""
-    return {name: ceiling.value for name, ceiling in ceilings(this_machine(device)).items()}
-
-
 def count(workload: Workload, recipe: Recipe, plan: Plan, device: torch.device) -> tuple[float, float, bool]:
     """Return FLOPs and bytes of a step, and whether most of the FLOPs are of convolutions.
 
@@ -58,17 +53,15 @@ def count(workload: Workload, recipe: Recipe, plan: Plan, device: torch.device) 
     # Left off is what changes nothing of what a model computes; to compute it twice, to save memory, is no work of it.
     eager: Mapping[str, Any] = {"compile": "off", "checkpointing": "off", "workers": 0, "cache": "off", "shards": False}
     until_s, counted, operators, moved = time.perf_counter() + COUNTING_S, 0, Counter[str](), ByteCounter()
-    run = setup_run(workload, recipe, dataclasses.replace(plan, **eager), device=device, endless=True)
-    course, most = steps(run), STEPS if workload.length else 1
-    try:
-        while not counted or (counted < most and time.perf_counter() < until_s):
+    plan = dataclasses.replace(plan, **eager)
+    with contextlib.closing(setup_run(workload, recipe, plan, device=device, endless=True)) as run:
+        training = steps(run)
+        while not counted or (workload.length and counted < STEPS and time.perf_counter() < until_s):
             run.batch = run.fetch()  # loading is not counted
             with FlopCounterMode(display=False) as flops, moved:
-                next(course)
+                next(training)
             operators.update({str(name): number for name, number in flops.get_flop_counts()["Global"].items()})
             counted += 1
-    finally:
-        run.close()
     convolutions = sum(number for name, number in operators.items() if "conv" in name)
     return operators.total() / counted, moved.total / counted, 2 * convolutions > operators.total()
 
@@ -79,26 +72,25 @@ def roofline(workload: Workload, recipe: Recipe, plan: Plan, hardware: Hardware,
     Bytes are an upper estimate: all inputs and outputs of an eager step's operators, whether or not a cache holds them.
     """
     flops, moved, convolves = count(workload, recipe, plan, hardware.device)
-    step_s, found = ledger.step_s * (1 - ledger.share(EVALUATION)), rates(hardware.device)
+    flops_per_s, bytes_per_s, found = flops / ledger.step_s, moved / ledger.step_s, ceilings(hardware)
     dtype = resolve(plan, hardware, workload=workload).plan.precision.removesuffix("-emulated")
     if dtype == "default" and hardware.device.type == "cuda" and convolves and torch.backends.cudnn.allow_tf32:
         dtype = "tf32"
     dtype = dtype if f"matmul_{dtype}" in found else "fp32"
-    ceiling, bandwidth = found[f"matmul_{dtype}"], found["memory_bandwidth"]
+    ceiling, bandwidth = found[f"matmul_{dtype}"].value, found["memory_bandwidth"].value
     return {
         "flops_per_step": flops,
         "dtype": dtype,
-        "step_s": step_s,
-        "achieved_flops_per_s": flops / step_s,
+        "step_s": ledger.step_s,
+        "achieved_flops_per_s": flops_per_s,
         "ceiling_flops_per_s": ceiling,
-        "mfu": flops / step_s / ceiling,
+        "mfu": flops_per_s / ceiling,
         "bytes_per_step": moved,
-        "achieved_bytes_per_s": moved / step_s,
+        "achieved_bytes_per_s": bytes_per_s,
         "bandwidth_ceiling": bandwidth,
-        "busy_share": ledger.busy_share,
         "tells": [
-            f"{flops / 1e9:.4g} GFLOP a step, {flops / step_s / 1e9:.4g} GFLOP/s: {flops / step_s / ceiling:.1%} of "
-            f"what products of {dtype} matrices reach here (MFU)",
-            f"at most {moved / 1e9:.4g} GB a step, {moved / step_s / 1e9:.4g} GB/s of {bandwidth / 1e9:.4g} measured",
+            f"{flops_per_s / 1e9:.4g} GFLOP/s: {flops_per_s / ceiling:.1%} of what products of {dtype} matrices reach "
+            "here (MFU)",
+            f"at most {bytes_per_s / 1e9:.4g} GB/s of {bandwidth / 1e9:.4g} measured",
         ],
     }

@@ -123,12 +123,14 @@ def _cuda_waits(note: Note) -> Iterator[None]:
             shown(message, *others, **more)
 
     mode, profile, shown = torch.cuda.get_sync_debug_mode(), sys.getprofile(), warnings.showwarning
-    with warnings.catch_warnings(), contextlib.ExitStack() as stack:
+    with warnings.catch_warnings():
         warnings.filterwarnings("always", message=".*synchronizing CUDA operation")
         warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
         warnings.showwarning = on_warning
-        stack.callback(torch.cuda.set_sync_debug_mode, mode)
         torch.cuda.set_sync_debug_mode("warn")
-        stack.callback(sys.setprofile, profile)
         sys.setprofile(on_call)
-        yield
+        try:
+            yield
+        finally:
+            sys.setprofile(profile)
+            torch.cuda.set_sync_debug_mode(mode)

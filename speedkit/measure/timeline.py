@@ -15,7 +15,7 @@ import torch
 
 from speedkit.errors import UsageError
 
-PART = "speedkit: {}"  # what a part is called in a profiler's trace
+PART = "speedkit: "  # before a part's name in a profiler's trace
 DATA, FORWARD, BACKWARD, OPTIMIZER = "data wait", "forward", "backward", "optimizer"
 EVALUATION, COMPILATION, OTHER = "evaluation and checkpoint", "compilation", "other host work"
 HOST = (FORWARD, BACKWARD, OPTIMIZER, EVALUATION, COMPILATION, OTHER)
@@ -29,7 +29,6 @@ class Timeline:
         self.seconds: dict[str, float] = collections.defaultdict(float)
         self.stack = [OTHER]  # the open parts, after what the time outside of them counts as
         self.last_s = time.perf_counter()
-        self.rare_only = False  # reading the clock for all parts costs what a short step notices
         self.annotate = False  # whether a profiler's trace is to have the parts too
         self.ranges: list[Any] = []
 
@@ -47,15 +46,14 @@ class Timeline:
 
     def begin(self, cause: str, then: str = OTHER) -> None:
         """Open a part. From its end on, time outside of any part counts as `then`."""
-        if not self.rare_only or cause in RARE or self.stack[-1] in RARE:
-            self.read()
+        self.read()
         if len(self.stack) == 1:
             self.stack[0] = then
         elif self.stack[-1] == EVALUATION:
             cause = EVALUATION
         self.stack.append(cause)
         if self.annotate:
-            self.ranges.append(torch.profiler.record_function(PART.format(cause)))
+            self.ranges.append(torch.profiler.record_function(PART + cause))
             self.ranges[-1].__enter__()
 
     def end(self) -> None:
@@ -113,39 +111,35 @@ def timing(timeline: Timeline) -> Iterator[None]:
 
 
 class Fetched:
-    """A loader, or an iterator over one, of which `fetch(take)` takes what it gives."""
+    """An iterator of which `fetch(take)` takes what it gives."""
 
-    def __init__(self, source: Any, fetch: Callable[[Callable[[], Any]], Any]):
+    def __init__(self, source: Iterator[Any], fetch: Callable[[Callable[[], Any]], Any]):
         self.source, self.fetch = source, fetch
 
     def __iter__(self) -> "Fetched":
-        return Fetched(iter(self.source), self.fetch)
+        return self
 
     def __next__(self) -> Any:
         return self.fetch(self.source.__next__)
 
-    def __len__(self) -> int:
-        return len(self.source)
-
 
 @contextlib.contextmanager
-def fetching(loader: Any, fetch: Callable[[Callable[[], Any]], Any]) -> Iterator[Any]:
-    """Let `fetch` take the batches of this one loader; give what is to be iterated over.
+def fetching(loader: Any, fetch: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
+    """Let `fetch` take the batches of this one loader, wherever it is iterated over.
 
-    That is the loader, but for a list or a generator, whose class cannot be changed: something that stands for it.
-    Raises UsageError for what cannot be iterated over.
+    Raises UsageError for what cannot be iterated over, and for a list or a generator, whose class cannot be changed.
     """
     kind = type(loader)
-    if not hasattr(kind, "__iter__"):
-        raise UsageError(f"the loader, a {kind.__name__}, cannot be iterated over: give what the loop goes over")
-    begin = kind.__iter__
 
     def iterate(this: Any) -> Any:
         return Fetched(begin(this), fetch) if this is loader else begin(this)
 
     with contextlib.ExitStack() as stack:
         try:
+            begin = kind.__iter__
             stack.enter_context(replaced(kind, __iter__=iterate))
-        except TypeError:
-            loader = Fetched(loader, fetch)
-        yield loader
+        except (AttributeError, TypeError):
+            raise UsageError(
+                f"a {kind.__name__} cannot be watched as a loader: give the DataLoader that the loop goes over"
+            ) from None
+        yield

@@ -1,13 +1,14 @@
 """What PyTorch's profiler saw of some training steps: as plain intervals, and from them as seconds by cause."""
 
 import collections
+import contextlib
 import gzip
 import json
 import math
 import os
 import statistics
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,8 +24,6 @@ COPY, LAUNCH, SYNC, COMPUTE = "host-to-device copy", "launch-bound", "sync-bound
 BANDWIDTH, IDLE, UNEXPLAINED = "bandwidth-bound", "idle", "unexplained"
 CAUSES = (DATA, COPY, LAUNCH, SYNC, COMPUTE, BANDWIDTH, *HOST, IDLE, UNEXPLAINED)
 WINDOW = "speedkit window"  # the range around the steps that count
-# How PyTorch itself, and `Timeline`, name ranges that stand for a cause.
-PARTS = {"Optimizer.step#": OPTIMIZER, "enumerate(DataLoader)#": DATA, PART.format(""): ""}
 WAITING = ("cudaMemcpy", "hipMemcpyWithStream")  # calls that wait, beside those whose name ends in Synchronize
 HOST_WORK_S = 1e-4  # so long outside of PyTorch between two launches is work of its own, not the price of a launch
 SMALL_S = 20e-6  # of an operator on a CPU: below it calling costs more than computing
@@ -53,7 +52,7 @@ class Work(NamedTuple):
     end_s: float
     name: str
     kind: str = "kernel"  # or "host to device", "device to host"
-    launch_s: float | None = None  # when the host began to launch it
+    launch_s: float = -math.inf  # when the host began to launch it; as it is where that is unknown
     number_format: str = ""  # of the operator's inputs, where they are known
 
     @property
@@ -77,14 +76,13 @@ class Costs:
 class Trace:
     """A stretch of training from 0 to `end_s`."""
 
-    end_s: float
+    end_s: float = 0.0
     work: tuple[Work, ...] = ()  # on the device
     parts: tuple[Span, ...] = ()  # of the host's time, each named by its cause
     syncs: tuple[Span, ...] = ()  # calls in which the host waits for the device
     calls: tuple[Span, ...] = ()  # operators and launches: what the host does inside of PyTorch
     costs: Costs = field(default_factory=Costs)
-    copied_bytes: int = 0  # from host to device
-    pinned: bool = False  # all of them from page-locked memory
+    steps: int = 1
 
 
 # ---- seconds by cause ----
@@ -95,20 +93,20 @@ def classify(trace: Trace) -> tuple[dict[str, float], dict[str, float]]:
 
     Time is cut at each beginning and end of anything; each segment is painted with a cause, later coats over earlier.
     """
-    edges = np.unique([0.0, trace.end_s, *_times(trace.work), *_times(trace.parts), *_times(trace.calls)])
-    busy = _covered(edges, trace.work)
-    parts = {cause: _covered(edges, trace.parts, cause) for cause in (DATA, EVALUATION, COMPILATION, OPTIMIZER)}
+    spans: list[Span | Work] = [*trace.work, *trace.parts, *trace.calls]
+    edges = np.unique([0.0, trace.end_s, *(time_s for span in spans for time_s in span[:2])])
     painted = np.full(len(edges) - 1, CAUSES.index(IDLE))
-    _paint_gaps(painted, trace, edges, parts=parts)
+    _paint_gaps(painted, trace, edges)
     for cause in (DATA, EVALUATION, COMPILATION):
-        painted[parts[cause]] = CAUSES.index(cause)
+        painted[_covered(edges, trace.parts, cause)] = CAUSES.index(cause)
 
     groups = collections.defaultdict[str, list[Work]](list)
     for work in trace.work:
-        groups[_cause_of(work, edges, parts)].append(work)
+        groups[_cause_of(work, trace.parts)].append(work)
     for cause in (SYNC, COPY, BANDWIDTH, COMPUTE, OPTIMIZER, EVALUATION):  # a copy counts where no kernel runs
         painted[_covered(edges, groups[cause])] = CAUSES.index(cause)
-    return _sums(painted[busy], np.diff(edges)[busy]), _sums(painted[~busy], np.diff(edges)[~busy])
+    busy, took_s = _covered(edges, trace.work), np.diff(edges)
+    return _sums(painted[busy], took_s[busy]), _sums(painted[~busy], took_s[~busy])
 
 
 def _sums(painted: np.ndarray, took_s: np.ndarray) -> dict[str, float]:
@@ -116,32 +114,29 @@ def _sums(painted: np.ndarray, took_s: np.ndarray) -> dict[str, float]:
     return {cause: seconds for cause, seconds in zip(CAUSES, sums, strict=True) if seconds}
 
 
-def _paint_gaps(painted: np.ndarray, trace: Trace, edges: np.ndarray, *, parts: Mapping[str, Mask]) -> None:
+def _paint_gaps(painted: np.ndarray, trace: Trace, edges: np.ndarray) -> None:
     """Paint what the host keeps the device from.
 
     A gap is sync-bound where a call that waits ends in it; else, if the next launch began after the work before had
     ended, launch-bound, or other host work where most of it went by outside of PyTorch; else it stays idle.
     """
     took_s, busy = np.diff(edges), _covered(edges, trace.work)
-    own = ~(parts[DATA] | parts[EVALUATION] | parts[COMPILATION])
+    own = ~np.logical_or.reduce([_covered(edges, trace.parts, part) for part in (DATA, EVALUATION, COMPILATION)])
     quiet = own & ~_covered(edges, trace.calls)
-    sync_ends_s = np.sort([span.end_s for span in trace.syncs])
     launches_s = {work.begin_s: work.launch_s for work in reversed(trace.work)}
     changes = np.flatnonzero(np.diff(np.concatenate(([True], busy, [True]))))
     for first, last in changes.reshape(-1, 2).tolist():  # segments of a gap
         begin_s, end_s = edges[[first, last]]
-        launch_s = launches_s.get(end_s, math.inf)  # None where unknown; infinite at the end, for nothing follows
         quiet_s, left_s = (took_s[first:last][mask[first:last]].sum() for mask in (quiet, own))
-        if np.searchsorted(sync_ends_s, end_s, "right") > np.searchsorted(sync_ends_s, begin_s):
+        if any(begin_s <= span.end_s <= end_s for span in trace.syncs):
             painted[first:last] = CAUSES.index(SYNC)
-        elif launch_s is not None and launch_s > begin_s:
+        elif launches_s.get(end_s, math.inf) > begin_s:  # infinite at the end, for nothing follows
             painted[first:last] = CAUSES.index(OTHER if quiet_s > max(HOST_WORK_S, left_s / 2) else LAUNCH)
 
 
-def _cause_of(work: Work, edges: np.ndarray, parts: Mapping[str, Mask]) -> str:
+def _cause_of(work: Work, parts: Iterable[Span]) -> str:
     """Return the cause of the time that work takes; what was launched in an evaluation or an update is that."""
-    at = None if work.launch_s is None else int(np.searchsorted(edges, work.launch_s, "right")) - 1
-    launched_in = {cause for cause, mask in parts.items() if at is not None and at < len(mask) and mask[at]}
+    launched_in = {part.name for part in parts if part.begin_s <= work.launch_s < part.end_s}
     if EVALUATION in launched_in:
         return EVALUATION
     if work.kind != "kernel":
@@ -149,10 +144,6 @@ def _cause_of(work: Work, edges: np.ndarray, parts: Mapping[str, Mask]) -> str:
     if OPTIMIZER in launched_in:
         return OPTIMIZER
     return COMPUTE if work.is_product else BANDWIDTH
-
-
-def _times(spans: Iterable[Span | Work]) -> Iterable[float]:
-    return (time_s for span in spans for time_s in span[:2])
 
 
 def _covered(edges: np.ndarray, spans: Iterable[Span | Work], name: str | None = None) -> Mask:
@@ -167,51 +158,48 @@ def _covered(edges: np.ndarray, spans: Iterable[Span | Work], name: str | None =
 # ---- reading a trace ----
 
 
-class Profile:
-    """PyTorch's profiler over steps of a loop: `open()` begins the window that counts, `close()` gives its trace."""
-
-    def __init__(self, device: torch.device):
-        if torch.autograd._profiler_enabled():
-            raise UsageError("another profiler is at work, beside which no other can be: stop it")
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # that there is no GPU to look at is no news
-        self.device, self.window, self.opened = device, torch.profiler.record_function(WINDOW), False
-        kinds = torch.profiler.ProfilerActivity
-        activities = [kinds.CPU, *[kinds.CUDA] * (device.type == "cuda")]
-        self.profiler = torch.profiler.profile(activities=activities, record_shapes=True, acc_events=True)
-        self.profiler.start()
-
-    def open(self) -> None:
-        """Begin the window, with nothing left to do on the device."""
-        synchronize(self.device)
-        self.window.__enter__()
-        self.opened = True
-
-    def close(self, kept: str | Path | None = None) -> Trace:
-        """Stop the profiler; return what was done in the window, all of it finished. `kept` is where the trace stays.
-
-        That file is for https://ui.perfetto.dev.
-        """
-        if self.opened:
-            synchronize(self.device)
-            self.window.__exit__(None, None, None)
+@contextlib.contextmanager
+def profiling(device: torch.device) -> Iterator[torch.profiler.profile]:
+    """Run PyTorch's profiler. Raises UsageError beside another one."""
+    if torch.autograd._profiler_enabled():
+        raise UsageError("another profiler is at work, beside which no other can be: stop it")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # that there is no GPU to look at is no news
+    kinds = torch.profiler.ProfilerActivity
+    activities = [kinds.CPU, *[kinds.CUDA] * (device.type == "cuda")]
+    profiler = torch.profiler.profile(activities=activities, record_shapes=True, acc_events=True)
+    profiler.start()
+    try:
+        yield profiler
+    finally:
         # Asked for to be spared a warning; it would make an object of each event, the most of what this takes.
-        self.profiler.profiler.acc_events = False  # type: ignore[union-attr]
-        self.profiler.stop()
-        if not self.opened:
-            return Trace(0.0)
-        with tempfile.TemporaryDirectory() as folder:
-            path = str(kept or f"{folder}/trace.json")
-            self.profiler.export_chrome_trace(path)
-            return read_trace(path)
+        profiler.profiler.acc_events = False  # type: ignore[union-attr]
+        profiler.stop()
 
 
-def read_trace(path: str | Path) -> Trace:
+@contextlib.contextmanager
+def window(device: torch.device) -> Iterator[None]:
+    """Mark the steps that count, with nothing left to do on the device before and after them."""
+    synchronize(device)
+    with torch.profiler.record_function(WINDOW):
+        yield
+        synchronize(device)
+
+
+def trace_of(profiler: torch.profiler.profile, steps: int, kept: str | Path | None = None) -> Trace:
+    """Return what a profiler saw of the `steps` in its window; `kept` is a file for https://ui.perfetto.dev."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(kept or f"{folder}/trace.json")
+        profiler.export_chrome_trace(path)
+        return read_trace(path, steps)
+
+
+def read_trace(path: str | Path, steps: int = 1) -> Trace:
     """Return what lies in the range called WINDOW in a file of torch.profiler's `export_chrome_trace`, or its .gz."""
     data = Path(path).read_bytes()
     events = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)["traceEvents"]
     events = sorted((event for event in events if "dur" in event), key=lambda event: (event["ts"], -event["dur"]))
-    [window] = [event for event in events if event["name"] == WINDOW]
-    began_us, end_us = window["ts"], window["ts"] + window["dur"]
+    [whole] = [event for event in events if event["name"] == WINDOW]
+    began_us, end_us = whole["ts"], whole["ts"] + whole["dur"]
     by = collections.defaultdict[str, list[Event]](list)
     for event in events:
         if event["ts"] < end_us and event["ts"] + event["dur"] > began_us:
@@ -221,89 +209,76 @@ def read_trace(path: str | Path) -> Trace:
     def clock(time_us: float) -> float:
         return (min(max(time_us, began_us), end_us) - began_us) * 1e-6
 
-    def span(event: Event, name: str = "") -> Span:
-        return Span(clock(event["ts"]), clock(event["ts"] + event["dur"]), name)
+    def span(event: Event) -> Span:
+        return Span(clock(event["ts"]), clock(event["ts"] + event["dur"]), event["name"].removeprefix(PART))
 
     launches_s = {_argument(event, "correlation"): clock(event["ts"]) for event in runtime}
     formats = {_argument(event, "External id"): _format(event) for event in operators}
     work = [
         Work(
-            *span(event)[:2],
-            event["name"],
+            *span(event),
             "host to device" if "HtoD" in event["name"] else "device to host" if "DtoH" in event["name"] else "kernel",
-            launches_s.get(_argument(event, "correlation")),
+            launches_s.get(_argument(event, "correlation"), -math.inf),
             formats.get(_argument(event, "External id"), ""),
         )
         for event in by["kernel"] + by["gpu_memset"] + by["gpu_memcpy"]
     ]
-    copies = [event for event in by["gpu_memcpy"] if "HtoD" in event["name"]]
+    waits = [event for event in runtime if event["name"].endswith("Synchronize") or event["name"] in WAITING]
     return Trace(
-        clock(end_us),
-        tuple(sorted(work)),
-        tuple(span(event, cause) for event in by["user_annotation"] + operators if (cause := _part(event["name"]))),
-        tuple(span(event) for event in runtime if event["name"].endswith("Synchronize") or event["name"] in WAITING),
-        tuple(map(span, operators + runtime)),
-        _costs(work, operators),
-        sum(_argument(event, "bytes", 0) for event in copies),
-        bool(copies) and not any("Pageable" in event["name"] for event in copies),
+        end_s=clock(end_us),
+        work=tuple(sorted(work)),
+        parts=tuple(span(event) for event in by["user_annotation"] if event["name"].startswith(PART)),
+        syncs=tuple(map(span, waits)),
+        calls=tuple(map(span, operators + runtime)),
+        costs=_kernel_costs(work) if work else _operator_costs(operators),
+        steps=steps,
     )
 
 
-def _costs(work: list[Work], operators: list[Event]) -> Costs:
-    """Return what the kernels of a GPU cost, or where there are none PyTorch's own operators."""
-    costs, products_s = Costs(), collections.defaultdict[str, float](float)
-    for kernel in work:
-        if kernel.kind == "kernel":
-            costs.calls += 1
-            if kernel.is_product:
-                # Of float32 a GPU multiplies only the leading bits where it may: the kernel's name tells.
-                tf32 = "tf32" in kernel.name or "s1688" in kernel.name
-                products_s["tf32" if tf32 else kernel.number_format] += kernel.end_s - kernel.begin_s
-    for (name, number_format, _), took_s in _own_times([] if work else operators).items():
-        usual_s = statistics.median(took_s)  # what else the machine does may fall on any one call
-        if usual_s < SMALL_S:
-            costs.calls += len(took_s)
-            costs.small_s += usual_s * len(took_s)
-        elif any(word in name for word in PRODUCT_OPERATORS):
-            products_s[number_format] += usual_s * len(took_s)
-        else:
-            costs.passes_s += usual_s * len(took_s)
-    costs.products_s = dict(products_s)
-    return costs
+def _kernel_costs(work: Iterable[Work]) -> Costs:
+    """Return what the kernels of a GPU cost."""
+    kernels, products_s = [one for one in work if one.kind == "kernel"], collections.defaultdict[str, float](float)
+    for kernel in kernels:
+        if kernel.is_product:
+            # Of float32 a GPU multiplies only the leading bits where it may: the kernel's name tells.
+            tf32 = "tf32" in kernel.name or "s1688" in kernel.name
+            products_s["tf32" if tf32 else kernel.number_format] += kernel.end_s - kernel.begin_s
+    return Costs(len(kernels), products_s=dict(products_s))
 
 
-def _own_times(events: list[Event]) -> dict[tuple[str, str, str], list[float]]:
-    """Return the seconds of PyTorch's own operators, in order of time, without those that they call.
-
-    Calls of the same name, number format and shapes are together.
-    """
-    own_us = [event["dur"] for event in events]
+def _operator_costs(operators: list[Event]) -> Costs:
+    """Return what PyTorch's own operators, which come in order of time, cost on a CPU, without those that they call."""
+    own_us = [event["dur"] for event in operators]
     open_on = collections.defaultdict[Any, list[int]](list)  # thread: the operators that are at work
-    for number, event in enumerate(events):
+    for number, event in enumerate(operators):
         callers = open_on[event["tid"]]
-        while callers and events[callers[-1]]["ts"] + events[callers[-1]]["dur"] <= event["ts"]:
+        while callers and operators[callers[-1]]["ts"] + operators[callers[-1]]["dur"] <= event["ts"]:
             callers.pop()
         if callers:
             own_us[callers[-1]] -= event["dur"]
         callers.append(number)
     alike = collections.defaultdict[tuple[str, str, str], list[float]](list)
-    for event, us in zip(events, own_us, strict=True):
+    for event, us in zip(operators, own_us, strict=True):
         if event["name"].startswith("aten::"):
             alike[event["name"], _format(event), str(_argument(event, "Input Dims"))].append(us * 1e-6)
-    return alike
+
+    costs = Costs()
+    for (name, number_format, _), took_s in alike.items():
+        usual_s = statistics.median(took_s)  # what else the machine does may fall on any one call
+        if usual_s < SMALL_S:
+            costs.calls += len(took_s)
+            costs.small_s += usual_s * len(took_s)
+        elif any(word in name for word in PRODUCT_OPERATORS):
+            costs.products_s[number_format] = costs.products_s.get(number_format, 0.0) + usual_s * len(took_s)
+        else:
+            costs.passes_s += usual_s * len(took_s)
+    return costs
 
 
-def _argument(event: Event, name: str, default: Any = None) -> Any:
-    return event.get("args", {}).get(name, default)
+def _argument(event: Event, name: str) -> Any:
+    return event.get("args", {}).get(name)
 
 
 def _format(operator: Event) -> str:
     """Return the number format of an operator's first decimal input, "" where it has none."""
-    return next((FORMATS[kind] for kind in _argument(operator, "Input type", ()) if kind in FORMATS), "")
-
-
-def _part(name: str) -> str:
-    """Return the cause that a range stands for, "" for none."""
-    if name.endswith("(dynamo_timed)"):
-        return COMPILATION
-    return next((cause or name.removeprefix(start) for start, cause in PARTS.items() if name.startswith(start)), "")
+    return next((FORMATS[kind] for kind in _argument(operator, "Input type") or () if kind in FORMATS), "")

@@ -2,8 +2,7 @@
 
 import collections
 import contextlib
-import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,35 +10,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from speedkit.clock import compilations, synchronize
 from speedkit.errors import UsageError
 from speedkit.files import write_json
+from speedkit.measure import timeline
 from speedkit.measure.diagnose import cause_in_words, costly_switches, of_loop
-from speedkit.measure.ledger import AUDITED, StepFacts, make_ledger, traced_steps
-from speedkit.measure.syncs import Sync, auditing
-from speedkit.measure.timeline import (
-    DATA,
-    EVALUATION,
-    FORWARD,
-    OPTIMIZER,
-    OTHER,
-    RARE,
-    Timeline,
-    fetching,
-    replaced,
-    timing,
-)
-from speedkit.measure.trace import Profile, Trace
-
-
-@dataclasses.dataclass
-class Tally:
-    """What was seen in some steps."""
-
-    seconds: dict[str, float] = dataclasses.field(default_factory=lambda: collections.defaultdict(float))
-    steps: int = 0
-    evaluations: int = 0
-    recompilations: int = 0
+from speedkit.measure.ledger import AUDITED, Ledger, Look, traced_steps
+from speedkit.measure.timeline import DATA, EVALUATION, FORWARD, OPTIMIZER, OTHER, RARE, replaced
 
 
 @contextlib.contextmanager
@@ -57,21 +33,17 @@ def watch(
 
     `model` is what the loop calls: the compiled one, if it is compiled. After `skip` steps of warm-up and `steps` timed
     ones, a few are looked at closely: their operators, and what makes the host wait. Of the rest only evaluation and
-    compilation are timed. What follows the forward pass, up to `backward()`, is its loss and counts as forward; from a
+    compilation count. What follows the forward pass, up to `backward()`, is its loss and counts as forward; from a
     forward pass in evaluation mode or without gradients on, up to training again, all is evaluation. Afterwards
     everything is as it was, also where the loop raises, and `seen` has `ledger`, `diagnosis` and `notes`, which are
     printed (`show`) and written to `out`/ledger.json. Raises UsageError where nothing can be watched.
     """
     seen = Watched(model, optimizer, loader, skip=skip, steps=steps)
-    try:
-        with seen.installed():
-            yield seen
-    except BaseException as error:
-        with contextlib.suppress(Exception):  # the loop's own error is the one to be told
-            seen.notes.append(f"the loop ended by {type(error).__name__} after {seen.steps} steps: these are measured")
-            seen.conclude(out, show=show)
-        raise
-    seen.conclude(out, show=show)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(timeline.fetching(loader, seen.fetch))
+        stack.callback(seen.conclude, out, show=show)
+        stack.enter_context(seen.installed())
+        yield seen
 
 
 class Watched:
@@ -80,48 +52,36 @@ class Watched:
     def __init__(self, model: nn.Module, optimizer: Optimizer, loader: Any, *, skip: int, steps: int):
         self.device = _device(model, optimizer)
         self.model, self.optimizer, self.loader = model, optimizer, loader
-        self.timeline = Timeline()
-        self.ledger = make_ledger(self.device, {}, 0.0, steps=0, facts=StepFacts())
+        self.ledger: Ledger
         self.diagnosis: list[dict[str, Any]] = []
         self.notes: list[str] = []
-        self.steps = self.batches = self.forwards = 0
 
-        self.warm_up, self.timed, self.looked_at, self.left_alone = (Tally() for _ in range(4))
-        self.tally = self.warm_up  # what is counted into
+        self.timeline, self.skip = timeline.Timeline(), skip
+        self.look, self.course = Look(self.device, self.timeline, steps), self._course()
         self.step_ended = False  # the optimizer has made it, and nothing of another has begun
-        self.counted_steps, self.compiled = 0, compilations()
-        self.profile: Profile | None = None
-        self.trace: Trace | None = None
-        self.syncs: list[Sync] = []
-        self.audit = contextlib.ExitStack()
-        profiled = skip + steps + 1 + traced_steps(self.device)  # the first one sets the profiler up
-        self.stages: dict[int, Callable[[], None]] = {  # by the number of steps made before
-            skip: self._begin_timing,
-            skip + steps: self._begin_profile,
-            skip + steps + 1: self._open_profile,
-            profiled: self._begin_audit,
-            profiled + AUDITED: self._leave_alone,
-        }
+        self.steps = self.batches = self.forwards = self.evaluations = 0
+        self.alone, self.alone_s = 0, collections.Counter[str]()  # steps after the closer look, and seconds by cause
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """See everything that the loop does, until the block ends."""
-        timeline, model = self.timeline, self.model
+        clock, model = self.timeline, self.model
         call = vars(model).get("_compiled_call_impl") or model._call_impl  # where nn.Module.compile keeps its form
         with contextlib.ExitStack() as stack:
-            self.loader = stack.enter_context(fetching(self.loader, self._fetch))
             stack.enter_context(replaced(model, _compiled_call_impl=self._timed_forward(call)))
-            stack.enter_context(replaced(torch, save=timeline.of(EVALUATION, torch.save)))
-            stack.callback(self.optimizer.register_step_pre_hook(lambda *_: timeline.begin(OPTIMIZER)).remove)
+            stack.enter_context(replaced(torch, save=clock.of(EVALUATION, torch.save)))
+            stack.callback(self.optimizer.register_step_pre_hook(lambda *_: clock.begin(OPTIMIZER)).remove)
             stack.callback(self.optimizer.register_step_post_hook(self._after_step).remove)
-            stack.enter_context(timing(timeline))
-            stack.callback(self._end)
-            timeline.take()
+            stack.enter_context(timeline.timing(clock))
+            stack.enter_context(contextlib.closing(self.course))
+            next(self.course)
             yield
+            self._step_may_end()
 
     # ---- what the loop does ----
 
-    def _fetch(self, take: Callable[[], Any]) -> Any:
+    def fetch(self, take: Callable[[], Any]) -> Any:
+        """Return the batch that `take()` gives; its time is that of waiting for data."""
         self._step_may_end()
         self.timeline.begin(DATA)
         try:
@@ -132,23 +92,23 @@ class Watched:
             self.timeline.end()
 
     def _timed_forward(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        timeline, model = self.timeline, self.model
+        clock, model = self.timeline, self.model
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             """Return what the model returns; its time counts as forward, or as evaluation where nothing is trained."""
             self.forwards += 1
             if model.training and torch.is_grad_enabled():
                 self._step_may_end()
-                timeline.begin(FORWARD, then=FORWARD)
+                clock.begin(FORWARD, then=FORWARD)
             else:
-                self.tally.evaluations += timeline.stack in ([OTHER], [FORWARD])
-                if timeline.stack == [OTHER]:
-                    timeline.stack[0] = EVALUATION  # what it took to begin counts too, such as a loader's start
-                timeline.begin(EVALUATION, then=EVALUATION)
+                self.evaluations += clock.stack in ([OTHER], [FORWARD])
+                if clock.stack == [OTHER]:
+                    clock.stack[0] = EVALUATION  # what it took to begin counts too, such as a loader's start
+                clock.begin(EVALUATION, then=EVALUATION)
             try:
                 return call(*args, **kwargs)
             finally:
-                timeline.end()
+                clock.end()
 
         return forward
 
@@ -157,88 +117,37 @@ class Watched:
         self.steps, self.step_ended = self.steps + 1, True
 
     def _step_may_end(self) -> None:
-        """Go on to the next stage: here, not in the optimizer's hook, for a profile is to have the whole update."""
+        """Go on with the look: here, not in the optimizer's hook, for a profile is to have the whole update."""
         if not self.step_ended:
             return
-        if self.tally is self.timed:
-            self._count()
-        stage, self.step_ended = self.stages.pop(self.steps, None), False
+        self.step_ended = False
         try:
-            if stage is not None:
-                stage()
+            next(self.course, None)
         except Exception as error:  # the loop goes on, whatever else cannot be seen of it
             self.notes.append(f"no closer look at the steps: {type(error).__name__}: {error}")
-            self._leave_alone()
 
-    # ---- stages ----
+    # ---- what is seen of it ----
 
-    def _begin_timing(self) -> None:
+    def _course(self) -> Generator[None]:
+        """See one step after the other: each `yield` is a step of the loop's."""
+        for _ in range(self.skip):
+            yield
         self.notes += costly_switches(self.device)
-        self._go_on_with(self.timed)
-
-    def _begin_profile(self) -> None:
-        self._go_on_with(self.looked_at)
-        self.timeline.rare_only = True
-        self.profile, self.timeline.annotate = Profile(self.device), True  # raises where another one is at work
-
-    def _open_profile(self) -> None:
-        if self.profile is not None:
-            self.profile.open()
-
-    def _begin_audit(self) -> None:
-        self.trace = self._close_profile()
-        self.syncs = self.audit.enter_context(auditing(self.device))
-
-    def _close_profile(self) -> Trace | None:
-        self.timeline.annotate = False
-        profile, self.profile = self.profile, None
-        return profile.close() if profile is not None else None
-
-    def _leave_alone(self) -> None:
-        self.stages.clear()
-        self._close_profile()
-        self.audit.close()
-        self._go_on_with(self.left_alone)
-
-    def _end(self) -> None:
-        """End what the loop has left open; a step that was begun and not made does not count."""
-        with contextlib.suppress(Exception):  # on a device that has failed
-            self._close_profile()
-        self.audit.close()
-        if self.step_ended or self.tally is not self.timed:
-            self._count()
-
-    def _go_on_with(self, tally: Tally) -> None:
-        synchronize(self.device)
-        self._count()
-        self.tally = tally
-
-    def _count(self) -> None:
-        """Count what has gone by since it was last counted."""
-        for cause, seconds in self.timeline.take().items():
-            self.tally.seconds[cause] += seconds
-        self.tally.steps += self.steps - self.counted_steps
-        self.tally.recompilations += compilations() - self.compiled
-        self.counted_steps, self.compiled = self.steps, compilations()
-
-    # ---- what comes of it ----
+        yield from self.look.course()
+        self.timeline.take()
+        while True:
+            yield
+            self.alone += 1
+            self.alone_s.update(self.timeline.take())
 
     def conclude(self, out: str | Path | None, *, show: bool) -> None:
         """Make the ledger and the diagnosis of what was seen; write and print them."""
         self.notes += self._problems()
-        counted = [self.timed, self.left_alone] if self.timed.steps else [self.warm_up]
-        tally, made = counted[0], sum(tally.steps for tally in counted)
-        share = tally.steps / max(1, made)
-        host = tally.seconds | {cause: share * sum(each.seconds[cause] for each in counted) for cause in RARE}
-        facts = StepFacts(
-            host_s={cause: seconds / max(1, tally.steps) for cause, seconds in host.items()},
-            syncs=self.syncs,
-            recompilations=tally.recompilations / max(1, tally.steps),
-            evaluations=sum(each.evaluations for each in counted) / max(1, made),
-        )
-        window_s = sum(host.values())
-        self.ledger = make_ledger(self.device, host, window_s, steps=tally.steps, facts=facts, trace=self.trace)
-        if tally.steps:
+        timed, timed_s = self.look.timed, self.look.seconds
+        share = timed / max(1, timed + self.alone)
+        rare = {cause: share * (timed_s[cause] + self.alone_s[cause]) for cause in RARE}
+        self.ledger = self.look.ledger(rare, evaluations=self.evaluations / max(1, self.steps))
+        if timed:
             try:
                 self.diagnosis = of_loop(self.ledger, self.loader, self.device)
             except Exception as error:  # of the loader's own items, say: the training is worth more
@@ -252,19 +161,16 @@ class Watched:
 
     def _problems(self) -> Iterator[str]:
         """Yield what kept the watch from seeing all, a sentence each."""
-        if not self.steps:
-            yield "the optimizer made no step inside the block: put the loop there, with the optimizer that it steps"
-        elif not self.timed.steps:
-            yield f"the warm-up leaves nothing of the loop's steps, {self.steps}: all are counted, slow first ones too"
-        elif self.trace is None and self.device.type == "cuda":
-            yield "the profiler saw too few steps, so the rows are of the host's time: let the loop make more"
+        needed = self.skip + self.look.to_time + 1 + traced_steps(self.device) + AUDITED
+        if self.steps < needed:
+            yield f"the loop made {self.steps} steps with the optimizer given here: a look at all takes {needed}"
         if not self.forwards:
             yield "the model was never called inside the block: give the one that the loop calls, compiled or wrapped"
         if not self.batches:
-            yield "no batch came from the loader, so fetching is other host work: iterate over seen.loader in its place"
+            yield "no batch came from the loader: give the one that the loop goes over"
 
     def __str__(self) -> str:
-        rows = [str(self.ledger)] if self.steps else []
+        rows = [str(self.ledger)] if self.look.timed else []
         return "\n".join([*(f"note: {note}" for note in self.notes), *rows, *map(cause_in_words, self.diagnosis)])
 
 
