@@ -15,7 +15,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from speedkit import publishing
 from speedkit.errors import UsageError
 from speedkit.measure.provenance import code_sha256
-from speedkit.measure.record import RECORD_MIME, code_cells, read_notebook, record_of, start
+from speedkit.measure.record import RECORD_MIME, code_cells, displayed_records, read_notebook, record_of, start
 from speedkit.measure.schema import validate_record
 from speedkit.notebooks import declared_parameters
 
@@ -42,19 +42,15 @@ def contract_problems(path: Path) -> list[str]:
     """Return what is wrong with the notebook at `path`, how it is written and what it shows; [] when nothing is."""
     try:
         notebook = read_notebook(path)
-    except UsageError as error:
-        return [str(error)]
-    problems = []
-    try:
         declared_parameters(path)
     except UsageError as error:
-        problems.append(str(error))
+        return [str(error)]
+    problems = validate_record(record_of(notebook))
+    if (record_of(notebook) or {}).get("notebook") != path.stem:
+        problems.append("its record is that of another notebook")
     if path.stat().st_size > MAX_BYTES:
         problems.append(f"it has {path.stat().st_size} bytes, more than {MAX_BYTES}")
-    if (record := record_of(notebook) or {}).get("notebook") != path.stem:
-        problems.append(f"its record is that of {record.get('notebook')}")
-    rules = (_parameters, _outputs, _anatomy, _cells, _metadata, _prose)
-    return problems + [problem for rule in rules for problem in rule(notebook)] + validate_record(record)
+    return problems + [problem for rule in (_anatomy, _cells, _outputs, _checked) for problem in rule(notebook)]
 
 
 def hand_typed_speedups(text: str) -> list[str]:
@@ -66,85 +62,63 @@ def _tags(cell: Any) -> set[str]:
     return set(cell.metadata.get("tags", []))
 
 
-def _parameters(notebook: Any) -> Iterator[str]:
-    for cell in code_cells(notebook):
-        for line in cell.source.splitlines() if "parameters" in _tags(cell) else []:
-            if "  # " not in line:
-                yield f'the parameter "{line}" has no comment on its line'
+def _anatomy(notebook: Any) -> Iterator[str]:
+    prose = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    headings = " | ".join(re.findall(r"^#+ (.*)$", prose, re.MULTILINE)).lower()
+    code = code_cells(notebook)
+    if not notebook.cells[0].source.startswith("# "):
+        yield "its first cell is not a title (`# ...`)"
+    yield from (f'no heading says "{words}"' for words in HEADINGS if words not in headings)
+    if "<details" not in prose:
+        yield "no solution is collapsed in <details>"
+    if "parameters" not in _tags(code[0]):
+        yield "its first code cell is not the parameters cell"
+    if not all("  # " in line for line in code[0].source.splitlines()):
+        yield "a parameter has no comment on its line"
+    if ".save()" not in code[-1].source:
+        yield "its last code cell does not call run.save()"
+    yield from (
+        f'it states a speed-up by hand, "{words}": draw it from a record' for words in hand_typed_speedups(prose)
+    )
+
+
+def _cells(notebook: Any) -> Iterator[str]:
+    if stray := set(notebook.metadata) - {"kernelspec", "language_info"}:
+        yield f"its metadata holds {', '.join(sorted(stray))}"
+    for number, cell in enumerate(notebook.cells):
+        if stray := (set(cell.metadata) - KEPT) | (_tags(cell) & STRAY_TAGS):
+            yield f"cell {number} has the metadata or tag {', '.join(sorted(stray))}"
+        text = json.dumps([cell.source, cell.get("outputs")]).replace("\\n", " ").replace("\\\\", "\\")
+        if path := ABSOLUTE_PATH.search(text):
+            yield f"cell {number} holds the absolute path {path[0]}"
 
 
 def _outputs(notebook: Any) -> Iterator[str]:
     code = code_cells(notebook)
-    counts = [cell.execution_count for cell in code]
-    if counts != list(range(1, len(code) + 1)):
-        yield f"its execution counts are {counts}, not 1 to {len(code)}: run it whole in a fresh kernel"
+    if [cell.execution_count for cell in code] != list(range(1, len(code) + 1)):
+        yield "its execution counts do not run from 1: run it whole in a fresh kernel"
     for number, cell in enumerate(code, 1):
         for output in cell.outputs:
             if output.output_type == "error":
                 yield f"cell [{number}] shows the error {output.ename}"
             elif output.get("name") == "stderr":
                 yield f"cell [{number}] shows text on stderr: {output.text.strip()[:60]}"
-    for number, cell in enumerate(notebook.cells):
-        text = json.dumps([cell.source, cell.get("outputs")]).replace("\\n", " ").replace("\\\\", "\\")
-        if found := ABSOLUTE_PATH.search(text):
-            yield f"cell {number} holds the absolute path {found[0]}"
-    records = sum(RECORD_MIME in output.get("data", {}) for cell in code for output in cell.outputs)
-    if records != 1:
-        yield f"{records} of its cells show a record, and one must"
+            elif publishing.WIDGET_VIEW in output.get("data", {}):
+                yield f"cell [{number}] shows a widget that is gone"
+    if len(displayed_records(notebook)) != 1:
+        yield f"{len(displayed_records(notebook))} of its cells show a record, and one must"
 
 
-def _anatomy(notebook: Any) -> Iterator[str]:
-    prose = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
-    headings = " | ".join(re.findall(r"^#+ (.*)$", "\n".join(prose), re.MULTILINE)).lower()
-    if not notebook.cells or not notebook.cells[0].source.startswith("# "):
-        yield "its first cell is not a title (`# ...`)"
-    for words in HEADINGS:
-        if words not in headings:
-            yield f'no heading says "{words}"'
-    if not any("<details" in text for text in prose):
-        yield "no solution is collapsed in <details>"
-    code = code_cells(notebook)
-    if code and "parameters" not in _tags(code[0]):
-        yield "its first code cell is not the parameters cell"
-    if code and not re.search(r"\.save\(\)", code[-1].source):
-        yield "its last code cell does not call run.save()"
-
-
-def _cells(notebook: Any) -> Iterator[str]:
-    code = code_cells(notebook)
-    checked = [(number, cell) for number, cell in enumerate(code, 1) if CHECKED in _tags(cell)]
+def _checked(notebook: Any) -> Iterator[str]:
+    checked = [cell for cell in code_cells(notebook) if CHECKED in _tags(cell)]
     if not checked:
         yield f"no cell is tagged {CHECKED}"
-    for number, cell in checked:
+    for cell in checked:
         if not cell.execution_count or not cell.outputs:
-            yield f"checked cell [{number}] has no count or no output, so nbval would compare nothing"
-        saves = re.search(r"(?<!\btorch)\.save\(", cell.source)  # torch.save() shows nothing
-        if any(set(output.get("data", {})) - {"text/plain"} for output in cell.outputs) or saves:
-            yield f"checked cell [{number}] shows more than text, which differs from run to run"
-        printed = "".join(output.get("text", "") for output in cell.outputs)
-        if not all(line.startswith("PASS ") for line in printed.splitlines()):
-            yield f"checked cell [{number}] prints something else than lines that begin with PASS"
-    if any(publishing.WIDGET_VIEW in output.get("data", {}) for cell in code for output in cell.outputs):
-        yield "a cell shows a widget that is gone"
-    if any(not cell.source.strip() for cell in code):
-        yield "a code cell is empty"
-
-
-def _metadata(notebook: Any) -> Iterator[str]:
-    if notebook.metadata.get("kernelspec", {}).get("name") != "python3":
-        yield "its kernel is not python3"
-    if stray := set(notebook.metadata) - {"kernelspec", "language_info"}:
-        yield f"its metadata holds {', '.join(sorted(stray))}"
-    for number, cell in enumerate(notebook.cells):
-        if stray := (set(cell.metadata) - KEPT) | (_tags(cell) & STRAY_TAGS):
-            yield f"cell {number} has the metadata or tag {', '.join(sorted(stray))}"
-
-
-def _prose(notebook: Any) -> Iterator[str]:
-    for number, cell in enumerate(notebook.cells):
-        if cell.cell_type == "markdown":
-            for found in hand_typed_speedups(cell.source):
-                yield f'cell {number} states a speed-up by hand, "{found}": draw it from a record'
+            yield "a checked cell has no count or no output, so nbval would compare nothing"
+        for output in cell.outputs:
+            if not all(line.startswith("PASS ") for line in output.get("text", "?").splitlines()):
+                yield "a checked cell shows something else than lines that begin with PASS"
 
 
 # ---- small notebooks ----
@@ -198,8 +172,8 @@ def whole(path: Path, body: str = "total = 1 + 2") -> Path:
 
 def executed(path: Path) -> Path:
     """Write a notebook in the full anatomy as a run of it would have left it, without starting a kernel."""
-    notebook = nbformat.read(whole(path), as_version=4)
-    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    notebook = read_notebook(whole(path))
+    cells = code_cells(notebook)
     for count, cell in enumerate(cells, 1):
         cell.execution_count = count
     cells[-2].outputs = [new_output("stream", text="PASS both orders agree\n")]
