@@ -33,13 +33,6 @@ ON_NVIDIA = {
 # The instruction sets without which a CPU emulates a number format, as torch.cpu.get_capabilities names them.
 ON_CPU = {"bf16": ("avx512_bf16", "amx_bf16", "bf16"), "fp16": ("avx512_fp16", "amx_fp16", "fp16_arith")}
 DECODERS = {"torchcodec": "the package torchcodec and FFmpeg's libraries", "librosa": "the package librosa"}
-INSTEAD = {
-    **dict.fromkeys(DECODERS, 'Use decoder "soundfile"'),
-    "flash_attention": 'Use attention "auto"',
-    "compile": 'Use compile "off"',
-    "cuda_graphs": 'Use compile "default"',
-    "pin_memory": "Leave pin_memory off",
-}
 
 
 @dataclass(frozen=True)
@@ -68,14 +61,12 @@ class Hardware:
 
     def supports(self, capability: str) -> bool:
         """Whether `capability`, of CAPABILITIES or DECODERS, is really there."""
-        return not _missing(self, capability)
+        return not self.why_not(capability)
 
     def why_not(self, capability: str) -> str:
-        """Return why the device lacks `capability` and what to use instead, or "" if it has it."""
+        """Return what the device lacks for `capability`, in words, or "" if it has it."""
         missing = _missing(self, capability)
-        precision = next((other for other in ("bf16", "fp16") if self.supports(other)), "default")
-        instead = INSTEAD.get(capability, f'Use precision "{precision}"')
-        return missing and f"{capability} needs {missing}. {instead}."
+        return missing and f"{capability} needs {missing}"
 
     @property
     def name(self) -> str:
@@ -172,7 +163,7 @@ def _cgroup_limits(name: str) -> list[str]:
     group = Path(own.read_text().rpartition("::")[2].strip().lstrip("/") if own.exists() else "")
     # A container may see its own group mounted as the root, so the root itself is among them.
     files = [CGROUPS / folder / name for folder in (group, *group.parents)]
-    return [file.read_text().strip() for file in files if os.access(file, os.R_OK)]
+    return [file.read_text().strip() for file in files if file.exists()]
 
 
 def nvml_facts(uuid: str, *names: str) -> dict[str, Any]:

@@ -135,7 +135,7 @@ def run_notebook(
 
     try:
         with device_lock(), mock.patch.dict(os.environ, environment or {}):
-            executed = papermill.execute_notebook(
+            papermill.execute_notebook(
                 str(source),
                 str(partial),
                 values,
@@ -147,18 +147,15 @@ def run_notebook(
                 resources={"metadata": {"path": str(folder or source.parent)}},
                 extra_arguments=["--IPKernelApp.log_level=CRITICAL"],  # its log is no output of the notebook
             )
-        # papermill finds nothing wrong with sys.exit(0), and leaves out all cells after it.
-        why = "SystemExit" if executed.metadata.papermill.exception else ""
+        partial.replace(out)
+        return out
     except papermill.PapermillExecutionError as error:
         why = f"{error.ename}: {error.evalue}".strip(": ").splitlines()[0]
     except CellTimeoutError:
         why = f"stopped after {timeout_s:.0f} s"
     except RuntimeError as error:
         why = f"the kernel died, perhaps out of memory, or did not start ({error})"
-    if why:
-        raise SpeedkitError(f"{source.name}, cell [{len(begun)}]: {why}. What did run is in {partial}")
-    partial.replace(out)
-    return out
+    raise SpeedkitError(f"{source.name}, cell [{len(begun)}]: {why}. What did run is in {partial}")
 
 
 def failed_copy(out: Path) -> Path:

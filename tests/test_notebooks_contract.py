@@ -1,8 +1,6 @@
-"""The notebooks as they are committed, without a kernel; and that each rule, and nbval, would catch what breaks it."""
+"""The notebooks as they are committed, without a kernel; and that each rule would catch what breaks it."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import check_notebooks
@@ -102,24 +100,3 @@ def test_speedups_in_prose_are_found_and_other_figures_let_through():
         "batches of 64 x 128",
     ):
         assert not hand_typed_speedups(text), text
-
-
-# ---- what nbval does, and does not ----
-
-
-def test_nbval_fails_on_a_corrupted_output_and_passes_a_stripped_notebook(tmp_path):
-    good, corrupt, stripped = (
-        check_notebooks.executed(tmp_path / folder / "21_tiny.ipynb") for folder in ("good", "corrupt", "stripped")
-    )
-    edit(corrupt, lambda n, code: code[-2].outputs[0].update(text="PASS both orders disagree\n"))
-    edit(stripped, strip)
-    edit(stripped, lambda n, code: code[-2].update(source='run.check("something else", 1 + 1 == 2);'))
-
-    options = ["-q", "-rA", "--nbval-lax", "--nbval-current-env", "-p", "no:cacheprovider", "--rootdir", tmp_path]
-    command = [sys.executable, "-m", "pytest", *options, good, corrupt, stripped]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    text = re.sub(r"\x1b\[\d+m", "", done.stdout)
-    cells = re.findall(r"^(PASSED|FAILED) (\w+)/21_tiny\.ipynb::Cell (\d)", text, re.MULTILINE)
-    assert [cell for cell in cells if cell[0] == "FAILED"] == [("FAILED", "corrupt", "3")], text
-    assert len(cells) == 15, "nbval ran all cells of all three"
-    assert contract_problems(stripped), "the contract catches what nbval does not"
