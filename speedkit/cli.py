@@ -78,7 +78,7 @@ def explain(error: Exception) -> tuple[int, str]:
     return 1, f"{type(error).__name__}: {error} (--debug shows where)"
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True})
 @click.version_option(package_name="speedkit")
 def commands() -> None:
     """Make PyTorch training as fast as this machine allows, with proof."""
@@ -103,7 +103,7 @@ def hardware(as_json: bool, refresh: bool, device: str) -> None:
 @plan_option
 @click.option("--strict", is_flag=True, help="a plan field that cannot be honoured here is an error")
 @click.option("--deterministic", is_flag=True, help="reproducible kernels on CUDA too")
-@click.option("--max-restarts", type=click.IntRange(0), default=3, show_default=True, help="after a rank has died")
+@click.option("--max-restarts", type=click.IntRange(0), default=3, help="after a rank has died")
 @run_options
 @fields_of(Plan)
 def train(workload: str, plan: str, **values: Any) -> int:
@@ -193,7 +193,7 @@ def doctor(workload: str, plan: str, budget: float, as_json: bool, **values: Any
 @click.argument("plan_a")
 @click.argument("plan_b")
 @workload_argument
-@click.option("--pairs", default=80, show_default=True, type=click.IntRange(4), help="turns of each plan, at most")
+@click.option("--pairs", default=80, type=click.IntRange(4), help="turns of each plan, at most")
 @json_option
 @run_options
 def compare(plan_a: str, plan_b: str, workload: str, as_json: bool, **values: Any) -> int:
@@ -214,7 +214,7 @@ def compare(plan_a: str, plan_b: str, workload: str, as_json: bool, **values: An
 @commands.command()
 @click.argument("action", type=click.Choice(["build", "info", "verify", "repair"]))
 @click.argument("folder", metavar="DIR")
-@click.option("--workload", default="audio", show_default=True, help="to build for: audio, or package.module:function")
+@click.option("--workload", default="audio", help="to build for: audio, or package.module:function")
 @plan_option
 @data_options
 def cache(action: str, folder: str, workload: str, plan: str, **values: Any) -> int:
@@ -273,10 +273,10 @@ def find_trained(path: Path, workload: str | None, data: Values) -> tuple["Workl
 @data_options
 @out_option
 @device_option
-@click.option("--method", default="int8-dynamic", show_default=True, help="how weights are made small")
-@click.option("--max-drop", default=0.01, show_default=True, help="what the metric may lose on the test set")
-@click.option("--batch-size", default=64, show_default=True, type=click.IntRange(2), help="beside a single sample")
-@click.option("--pairs", default=10, show_default=True, type=click.IntRange(4), help="windows of each model")
+@click.option("--method", default="int8-dynamic", help="how weights are made small")
+@click.option("--max-drop", default=0.01, help="what the metric may lose on the test set")
+@click.option("--batch-size", default=64, type=click.IntRange(2), help="beside a single sample")
+@click.option("--pairs", default=10, type=click.IntRange(4), help="windows of each model")
 @click.option("--compile/--no-compile", "compiled", default=True, help="measure compiled models too")
 def deploy(checkpoint: Path, workload: str | None, out: Path, **values: Any) -> None:
     """Make the trained model in CHECKPOINT small and fast: quantize, test and export it. WORKLOAD is found in it."""
@@ -303,7 +303,7 @@ def absolute(parameters: Values) -> Values:
 @click.argument("names", nargs=-1, required=True, metavar="NOTEBOOK...")
 @click.option("-p", "parameters", nargs=2, multiple=True, metavar="NAME VALUE", help="a parameter of the notebooks")
 @click.option("--sweep", "grid", multiple=True, type=axis, metavar="NAME=A,B,C", help="run every combination of these")
-@click.option("--out", default="runs/notebooks", show_default=True, help="folder for what was run")
+@click.option("--out", default="runs/notebooks", help="folder for what was run")
 @time_option("--timeout", "1h", "for each cell")
 @click.option("--cluster", metavar="TCP://HOST:PORT", help="sweep on the Dask cluster of this scheduler")
 def run(names: tuple[str, ...], out: str, timeout: float, cluster: str | None, **values: Any) -> None:

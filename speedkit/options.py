@@ -86,12 +86,12 @@ def fields_of(cls: type) -> Callable:
 
 def time_option(name: str, default: str | None, text: str) -> Callable:
     """Return an option that takes a time, as `seconds` reads it."""
-    return click.option(name, type=seconds, default=default, show_default=True, metavar="TIME", help=text)
+    return click.option(name, type=seconds, default=default, metavar="TIME", help=text)
 
 
 workload_argument = click.argument("workload")
-device_option = click.option("--device", default="auto", show_default=True, metavar="AUTO | CUDA | MPS | CPU")
-plan_option = click.option("--plan", default="baseline", show_default=True, metavar="FILE | BASELINE | CAREFUL | FAST")
+device_option = click.option("--device", default="auto", metavar="AUTO | CUDA | MPS | CPU")
+plan_option = click.option("--plan", default="baseline", metavar="FILE | BASELINE | CAREFUL | FAST")
 json_option = click.option("--json", "as_json", is_flag=True, help="print JSON")
 out_option = click.option(
     "--out",

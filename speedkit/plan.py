@@ -176,7 +176,9 @@ def resolve(
     for any fallback.
     """
     hardware = hardware or this_machine()
-    check_ranks(plan.ranks, hardware)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE") or plan.ranks)  # torchrun's: of several machines, those of this one
+    if plan.ranks > 1 and hardware.device.type != "cpu" and here > hardware.gpu_count:
+        raise PlanError(f"ranks={plan.ranks} takes {here} GPUs here, and there are {hardware.gpu_count}: lower ranks")
     effective = EffectivePlan(plan, plan)
     # One at a time, and then all are asked again: what one field falls back to may be in the way of another.
     while broken := next(_broken_rules(effective.plan, hardware, workload, batch_size), None):
@@ -269,12 +271,3 @@ def _rank_rules(plan: Plan, hardware: Hardware) -> Iterator[Rule]:
         yield "compile", "default", "CUDA graphs keep gradients where ddp does not look for them"
     if plan.compile != "off" and plan.compile_scope == "step":
         yield "compile_scope", "model", "gradients are exchanged between the backward pass and the update"
-
-
-def check_ranks(ranks: int, hardware: Hardware) -> None:
-    """Raise PlanError where `hardware` has no device for each of those that run on it."""
-    here, kind = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks), hardware.device.type
-    if ranks > 1 and kind == "cuda" and here > hardware.gpu_count:
-        raise PlanError(f"ranks={ranks} takes {here} GPUs here, and there are {hardware.gpu_count}: lower ranks")
-    if ranks > 1 and kind not in ("cuda", "cpu"):
-        raise PlanError(f"ranks={ranks} takes a CUDA GPU each, or a CPU; the device is {hardware.name}: use ranks=1")
