@@ -5,7 +5,6 @@ nbval passes a stripped notebook without comparing anything, so that checked cel
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +44,40 @@ def contract_problems(path: Path) -> list[str]:
         declared_parameters(path)
     except UsageError as error:
         return [str(error)]
-    problems = validate_record(record_of(notebook))
-    if (record_of(notebook) or {}).get("notebook") != path.stem:
-        problems.append("its record is that of another notebook")
-    if path.stat().st_size > MAX_BYTES:
-        problems.append(f"it has {path.stat().st_size} bytes, more than {MAX_BYTES}")
-    return problems + [problem for rule in (_anatomy, _cells, _outputs, _checked) for problem in rule(notebook)]
+    code, record = code_cells(notebook), record_of(notebook) or {}
+    prose = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    headings = " | ".join(re.findall(r"^#+ (.*)$", prose, re.MULTILINE)).lower()
+    outputs = [output for cell in code for output in cell.outputs]
+    checked = [cell for cell in code if CHECKED in _tags(cell)]
+    printed = [output.get("text", "?") for cell in checked for output in cell.outputs]
+    metadata = {key for cell in notebook.cells for key in {*cell.metadata} - KEPT | _tags(cell) & STRAY_TAGS}
+    text = json.dumps(notebook.cells).replace("\\n", " ").replace("\\\\", "\\")
+    rules = {
+        f"it has more than {MAX_BYTES} bytes": path.stat().st_size <= MAX_BYTES,
+        "its first cell is not a title (`# ...`)": notebook.cells[0].source.startswith("# "),
+        f"its headings do not say {', '.join(HEADINGS)}": all(words in headings for words in HEADINGS),
+        "no solution is collapsed in <details>": "<details" in prose,
+        f"it states speed-ups by hand: {hand_typed_speedups(prose)}": not hand_typed_speedups(prose),
+        "its first code cell is not the parameters cell": "parameters" in _tags(code[0]),
+        "a parameter has no comment on its line": all("  # " in line for line in code[0].source.splitlines()),
+        "its last code cell does not call run.save()": ".save()" in code[-1].source,
+        f"{len(displayed_records(notebook))} records are shown": len(displayed_records(notebook)) == 1,
+        "its record is that of another notebook": record.get("notebook") == path.stem,
+        "its execution counts are not those of one run": [cell.execution_count for cell in code]
+        == [*range(1, len(code) + 1)],
+        "it shows an error": all(output.output_type != "error" for output in outputs),
+        "it shows text on stderr": all(output.get("name") != "stderr" for output in outputs),
+        "it shows a widget": all(publishing.WIDGET_VIEW not in output.get("data", {}) for output in outputs),
+        "no cell is tagged, or one has no output: nbval would compare nothing": checked
+        and all(cell.outputs for cell in checked),
+        "a checked cell shows lines that do not begin with PASS": all(
+            line.startswith("PASS ") for shown in printed for line in shown.splitlines()
+        ),
+        f"it has the metadata or tags {sorted(metadata)}": not metadata
+        and {*notebook.metadata} <= {"kernelspec", "language_info"},
+        f"it holds an absolute path: {ABSOLUTE_PATH.search(text)}": not ABSOLUTE_PATH.search(text),
+    }
+    return [problem for problem, kept in rules.items() if not kept] + validate_record(record)
 
 
 def hand_typed_speedups(text: str) -> list[str]:
@@ -60,65 +87,6 @@ def hand_typed_speedups(text: str) -> list[str]:
 
 def _tags(cell: Any) -> set[str]:
     return set(cell.metadata.get("tags", []))
-
-
-def _anatomy(notebook: Any) -> Iterator[str]:
-    prose = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
-    headings = " | ".join(re.findall(r"^#+ (.*)$", prose, re.MULTILINE)).lower()
-    code = code_cells(notebook)
-    if not notebook.cells[0].source.startswith("# "):
-        yield "its first cell is not a title (`# ...`)"
-    yield from (f'no heading says "{words}"' for words in HEADINGS if words not in headings)
-    if "<details" not in prose:
-        yield "no solution is collapsed in <details>"
-    if "parameters" not in _tags(code[0]):
-        yield "its first code cell is not the parameters cell"
-    if not all("  # " in line for line in code[0].source.splitlines()):
-        yield "a parameter has no comment on its line"
-    if ".save()" not in code[-1].source:
-        yield "its last code cell does not call run.save()"
-    yield from (
-        f'it states a speed-up by hand, "{words}": draw it from a record' for words in hand_typed_speedups(prose)
-    )
-
-
-def _cells(notebook: Any) -> Iterator[str]:
-    if stray := set(notebook.metadata) - {"kernelspec", "language_info"}:
-        yield f"its metadata holds {', '.join(sorted(stray))}"
-    for number, cell in enumerate(notebook.cells):
-        if stray := (set(cell.metadata) - KEPT) | (_tags(cell) & STRAY_TAGS):
-            yield f"cell {number} has the metadata or tag {', '.join(sorted(stray))}"
-        text = json.dumps([cell.source, cell.get("outputs")]).replace("\\n", " ").replace("\\\\", "\\")
-        if path := ABSOLUTE_PATH.search(text):
-            yield f"cell {number} holds the absolute path {path[0]}"
-
-
-def _outputs(notebook: Any) -> Iterator[str]:
-    code = code_cells(notebook)
-    if [cell.execution_count for cell in code] != list(range(1, len(code) + 1)):
-        yield "its execution counts do not run from 1: run it whole in a fresh kernel"
-    for number, cell in enumerate(code, 1):
-        for output in cell.outputs:
-            if output.output_type == "error":
-                yield f"cell [{number}] shows the error {output.ename}"
-            elif output.get("name") == "stderr":
-                yield f"cell [{number}] shows text on stderr: {output.text.strip()[:60]}"
-            elif publishing.WIDGET_VIEW in output.get("data", {}):
-                yield f"cell [{number}] shows a widget that is gone"
-    if len(displayed_records(notebook)) != 1:
-        yield f"{len(displayed_records(notebook))} of its cells show a record, and one must"
-
-
-def _checked(notebook: Any) -> Iterator[str]:
-    checked = [cell for cell in code_cells(notebook) if CHECKED in _tags(cell)]
-    if not checked:
-        yield f"no cell is tagged {CHECKED}"
-    for cell in checked:
-        if not cell.execution_count or not cell.outputs:
-            yield "a checked cell has no count or no output, so nbval would compare nothing"
-        for output in cell.outputs:
-            if not all(line.startswith("PASS ") for line in output.get("text", "?").splitlines()):
-                yield "a checked cell shows something else than lines that begin with PASS"
 
 
 # ---- small notebooks ----

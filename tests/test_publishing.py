@@ -27,12 +27,13 @@ def folder(tmp_path, monkeypatch):
     check_notebooks.whole(notebooks / "21_tiny.ipynb")
     check_notebooks.whole(notebooks / "22_bad.ipynb", "raise RuntimeError('no luck')")
     monkeypatch.setenv("SPEEDKIT_NOTEBOOKS", str(notebooks))
+    monkeypatch.setattr(provenance, "PACKAGE", tmp_path)  # a package that no commit holds
     monkeypatch.chdir(tmp_path)
     return notebooks
 
 
 def run(names, **options):
-    return [(outcome.name, outcome.state) for outcome in publish(names, allow_changes=True, **options)]
+    return [(outcome.name, outcome.state) for outcome in publish(names, **options)]
 
 
 def edit(path, source):
