@@ -86,15 +86,14 @@ def commands() -> None:
 
 @commands.command()
 @json_option
-@click.option("--refresh", is_flag=True, help="measure the ceilings anew")
 @device_option
-def hardware(as_json: bool, refresh: bool, device: str) -> None:
+def hardware(as_json: bool, device: str) -> None:
     """Show what this machine is, what it can do, and its measured ceilings."""
     from speedkit.ceilings import ceilings
 
     machine = this_machine(device)
     show = dataclasses.asdict if as_json else str
-    facts = machine.as_dict() | {"ceilings": {name: show(found) for name, found in ceilings(machine, refresh).items()}}
+    facts = machine.as_dict() | {"ceilings": {name: show(found) for name, found in ceilings(machine).items()}}
     click.echo(json.dumps(facts, indent=1) if as_json else yaml.safe_dump(facts, sort_keys=False, width=1000))
 
 
@@ -243,19 +242,15 @@ def cache(action: str, folder: str, workload: str, plan: str, **values: Any) -> 
 
 
 def find_trained(path: Path, workload: str | None, data: Values) -> tuple["Workload", "nn.Module"]:
-    """Return the workload and the trained model of a checkpoint, named by its file or folder.
-
-    Raises UsageError where there is none, or where it does not fit what is named.
-    """
+    """Return the workload and the trained model of a checkpoint, named by its file or folder."""
     from speedkit.train.checkpoint import NAME, read
 
-    path = path / NAME if path.is_dir() else path
-    if not path.is_file():
-        raise UsageError(f"there is no checkpoint {path}: speedkit train leaves one in its --out folder")
     try:
-        state = read(path)
-    except ValueError as error:
-        raise SpeedkitError(f"{path} cannot be read ({error}): take the one before it") from error
+        state = read(path / NAME if path.is_dir() else path)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{path} cannot be read ({error}): name a checkpoint, or the --out of speedkit train"
+        ) from error
     job = state["job"]
     work = load_workload(workload or job["workload"], max_duration_s=job.get("max_duration_s"), **data)
     model = work.model()

@@ -67,8 +67,8 @@ BAD_INPUT = [
     ("doctor audio --budget -1", 2, "'-1' is no time"),
     ("compare baseline fast audio --pairs 1", 2, "--pairs|1 is not in the range"),
     # Checkpoints.
-    ("deploy missing", 2, "there is no checkpoint missing"),
-    ("deploy broken.yaml", 1, "broken.yaml cannot be read"),
+    ("deploy missing", 2, "missing cannot be read|No such file"),
+    ("deploy broken.yaml", 2, "broken.yaml cannot be read"),
     # Notebooks.
     ("run 77", 2, 'there is no notebook "77"|01_measure'),
     ("run 01 -p no_such 3", 2, 'no parameter "no_such"|it has'),
