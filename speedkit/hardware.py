@@ -83,7 +83,6 @@ class Hardware:
             **vars(self),
             "device": str(self.device),
             "compute_capability": "{}.{}".format(*self.compute_capability) if self.compute_capability else None,
-            "can": [name for name in CAPABILITIES if self.supports(name)],
             "cannot": {name: reason for name in CAPABILITIES if (reason := self.why_not(name))},
         }
 
