@@ -17,24 +17,28 @@ option = $(if $(value $(1)),$(2) $(call quoted,$(1)))
 # What a run or a test writes beside its results stays in the repository: a home that is read-only, or that holds
 # settings of its own, changes nothing.
 CACHE := $(CURDIR)/.cache
-climb test test-slow: export IPYTHONDIR := $(CACHE)/ipython
-climb test test-slow: export JUPYTER_CONFIG_DIR := $(CACHE)/jupyter/config
-climb test test-slow: export JUPYTER_DATA_DIR := $(CACHE)/jupyter/data
-climb test test-slow: export JUPYTER_RUNTIME_DIR := $(CACHE)/jupyter/runtime
-climb test test-slow: export MPLCONFIGDIR := $(CACHE)/matplotlib
-climb test test-slow: export NUMBA_CACHE_DIR := $(CACHE)/numba
-climb test test-slow: export TORCHINDUCTOR_CACHE_DIR := $(CACHE)/inductor
-climb test test-slow: export TRITON_CACHE_DIR := $(CACHE)/triton
-test test-slow: export SPEEDKIT_CACHE_DIR := $(CACHE)/speedkit
-test test-slow: export OMP_NUM_THREADS := 1
-climb test test-slow: | .cache/ipython
+climb test test-all: export IPYTHONDIR := $(CACHE)/ipython
+climb test test-all: export JUPYTER_CONFIG_DIR := $(CACHE)/jupyter/config
+climb test test-all: export JUPYTER_DATA_DIR := $(CACHE)/jupyter/data
+climb test test-all: export JUPYTER_RUNTIME_DIR := $(CACHE)/jupyter/runtime
+climb test test-all: export MPLCONFIGDIR := $(CACHE)/matplotlib
+climb test test-all: export NUMBA_CACHE_DIR := $(CACHE)/numba
+climb test test-all: export TORCHINDUCTOR_CACHE_DIR := $(CACHE)/inductor
+climb test test-all: export TRITON_CACHE_DIR := $(CACHE)/triton
+test test-all: export SPEEDKIT_CACHE_DIR := $(CACHE)/speedkit
+test test-all: export OMP_NUM_THREADS := 1
+climb test test-all: | .cache/ipython
 
 .cache/ipython:  # IPython turns to a temporary folder when the one above its own is missing
 	@mkdir -p $@
 
 BENCHMARKS := $(filter-out %/common.py,$(wildcard benchmarks/*.py))
+STORY := $(foreach number,00 01 12 21 90 99,$(wildcard notebooks/$(number)_*.ipynb))
+# One file per process: its fixtures are made once, and a notebook has one kernel.
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+SMOKE := SPEEDKIT_PROFILE=smoke $(PYTEST) --nbval-lax --nbval-current-env --nbval-cell-timeout 180
 
-.PHONY: help setup climb test test-slow bench lint lab lock system clean
+.PHONY: help setup climb test test-all bench lint lab lock system clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -78,12 +82,13 @@ climb: setup  ## climb the ladder: the report, the notebook and the winning plan
 	  $(call option,LABEL_PATTERN,--label-pattern) $(call option,TEST_PATTERN,--test-pattern) \
 	  $(call option,BUDGET,--budget) $(value ARGS)
 
-test: lint  ## check the code, run the quick tests, then every notebook in its smoke profile
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
-	SPEEDKIT_PROFILE=smoke $(BIN)/python -m pytest --nbval-lax --nbval-current-env --nbval-cell-timeout 180 notebooks/*.ipynb
+test: lint  ## check the code, run the quick tests, then the six notebooks that carry the story in their smoke profile
+	$(PYTEST) -m "not slow" $(ARGS)
+	$(SMOKE) $(STORY)
 
-test-slow: setup  ## run the long fault, browser and notebook-runner tests
+test-all: test  ## all of that, then the long tests (faults, ranks, browser) and all other notebooks
 	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(SMOKE) $(filter-out $(STORY),$(wildcard notebooks/*.ipynb))
 
 bench: setup  ## measure what speedkit itself costs, against its limits; takes a quiet machine
 	@failed=0; for script in $(BENCHMARKS); do $(BIN)/python $$script $(ARGS) || failed=1; done; exit $$failed

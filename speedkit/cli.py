@@ -6,36 +6,43 @@ import json
 import os
 import signal
 import sys
+import warnings
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 import yaml
 
-from speedkit.commands import (
+from speedkit.config import RENAMED_OPTIONS
+from speedkit.data.sources import write_quarantine
+from speedkit.errors import Interrupted, PlanError, SpeedkitError, UsageError
+from speedkit.files import claim_folder, write_json
+from speedkit.hardware import this_machine
+from speedkit.options import (
     DATA,
     Values,
     axis,
-    cache,
-    deploy,
+    data_options,
     device_option,
     fields_of,
     find_plan,
     find_workload,
     json_option,
+    out_option,
     plan_option,
     run_options,
     time_option,
     typed,
     workload_argument,
 )
-from speedkit.config import RENAMED_OPTIONS
-from speedkit.data.sources import write_quarantine
-from speedkit.errors import Interrupted, PlanError, SpeedkitError, UsageError
-from speedkit.files import claim_folder, write_json
-from speedkit.hardware import this_machine
 from speedkit.plan import Plan, resolve
 from speedkit.train import distributed
+from speedkit.workloads import load_workload
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from speedkit.workloads.workload import Workload
 
 
 def main() -> NoReturn:
@@ -71,27 +78,22 @@ def explain(error: Exception) -> tuple[int, str]:
     return 1, f"{type(error).__name__}: {error} (--debug shows where)"
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True})
 @click.version_option(package_name="speedkit")
 def commands() -> None:
     """Make PyTorch training as fast as this machine allows, with proof."""
 
 
-commands.add_command(cache)
-commands.add_command(deploy)
-
-
 @commands.command()
 @json_option
-@click.option("--refresh", is_flag=True, help="measure the ceilings anew")
 @device_option
-def hardware(as_json: bool, refresh: bool, device: str) -> None:
+def hardware(as_json: bool, device: str) -> None:
     """Show what this machine is, what it can do, and its measured ceilings."""
     from speedkit.ceilings import ceilings
 
     machine = this_machine(device)
     show = dataclasses.asdict if as_json else str
-    facts = machine.as_dict() | {"ceilings": {name: show(found) for name, found in ceilings(machine, refresh).items()}}
+    facts = machine.as_dict() | {"ceilings": {name: show(found) for name, found in ceilings(machine).items()}}
     click.echo(json.dumps(facts, indent=1) if as_json else yaml.safe_dump(facts, sort_keys=False, width=1000))
 
 
@@ -100,7 +102,7 @@ def hardware(as_json: bool, refresh: bool, device: str) -> None:
 @plan_option
 @click.option("--strict", is_flag=True, help="a plan field that cannot be honoured here is an error")
 @click.option("--deterministic", is_flag=True, help="reproducible kernels on CUDA too")
-@click.option("--max-restarts", type=click.IntRange(0), default=3, show_default=True, help="after a rank has died")
+@click.option("--max-restarts", type=click.IntRange(0), default=3, help="after a rank has died")
 @run_options
 @fields_of(Plan)
 def train(workload: str, plan: str, **values: Any) -> int:
@@ -112,7 +114,7 @@ def train(workload: str, plan: str, **values: Any) -> int:
     from speedkit.measure.quality import choose_batch_size
     from speedkit.train.fit import fit
 
-    asked = find_plan(plan, values, values["device"])
+    asked = find_plan(plan, values)
     resolve(asked, this_machine(values["device"]), values["strict"])  # before data is touched
     work, recipe = find_workload(workload, values)
     if asked.ranks > 1 and recipe.batch_size == "auto":
@@ -135,17 +137,14 @@ def train(workload: str, plan: str, **values: Any) -> int:
 @workload_argument
 @time_option("--budget", "8m", "time for all of it")
 @click.option("--rungs", metavar="NAME,NAME", help="only these rungs")
-@click.option(
-    "--seeds", type=click.IntRange(2), help="trainings of each plan, to test quality (3, and more if in doubt)"
-)
-@click.option(
-    "--horizon", type=click.IntRange(1), metavar="STEPS", help="compiling has to pay by then (the recipe's end)"
-)
+@click.option("--seeds", type=click.IntRange(2), help="trainings of each plan, to test quality (3, more if in doubt)")
+@click.option("--horizon", type=click.IntRange(1), help="steps by which compiling has to pay (the recipe's)")
 @click.option("--notebook/--no-notebook", default=True, help="also write climb.ipynb")
 @run_options
 def climb(workload: str, budget: float, rungs: str | None, notebook: bool, **values: Any) -> None:
     """Climb the whole ladder on WORKLOAD; leave the winning plan, the record and a report."""
     from speedkit.climb import climb as climb_ladder
+    from speedkit.notebooks import find_notebooks, run_notebook
     from speedkit.show.report import write_report
     from speedkit.show.summary import in_short
 
@@ -156,7 +155,10 @@ def climb(workload: str, budget: float, rungs: str | None, notebook: bool, **val
     record = climb_ladder(work, recipe=recipe, budget_s=budget, rungs=names, **options)
     write_report(record, folder / "report.html")
     if notebook:
-        _write_notebook(folder, {"workload": workload, "out": folder} | typed(values, *DATA))
+        [source] = find_notebooks(["90"])
+        parameters = absolute({"workload": workload, "out": folder} | typed(values, *DATA))
+        environment = {"SPEEDKIT_RUN_DIR": str(folder.resolve())}
+        run_notebook(source, folder / "climb.ipynb", parameters, environment=environment, progress=False)
     if work.quarantined:
         write_quarantine(folder / "quarantine.csv", work.quarantined)
         click.echo(f"files left out: {len(work.quarantined)} (quarantine.csv says why)")
@@ -164,21 +166,6 @@ def climb(workload: str, budget: float, rungs: str | None, notebook: bool, **val
     click.echo("\n".join(in_short(record)))
     if record["quality"]["decision"] == "worse" and not record["quality"].get("replaced"):
         raise SpeedkitError("the final plan learns worse than plain PyTorch, and nothing can be taken out of it")
-
-
-def _write_notebook(folder: Path, parameters: Values) -> None:
-    """Show the finished climb in `folder` as an executed notebook."""
-    from speedkit.notebooks import find_notebooks, run_notebook
-
-    source, shown = find_notebooks(["90"])[0], folder / "climb.ipynb"
-    environment = {"SPEEDKIT_RUN_DIR": str(folder.resolve())}
-    run_notebook(source, shown, _absolute(parameters), environment=environment, progress=False)
-
-
-def _absolute(parameters: Values) -> Values:
-    """Return a notebook's parameters with absolute paths: it runs in a folder of its own."""
-    paths = {key: str(Path(parameters[key]).resolve()) for key in ("data_dir", "labels", "out") if parameters.get(key)}
-    return parameters | paths
 
 
 @commands.command()
@@ -192,11 +179,10 @@ def doctor(workload: str, plan: str, as_json: bool, **values: Any) -> None:
     """Say why training WORKLOAD is slow: where a step's time goes, the causes, what to change, and what that gives."""
     from speedkit.measure import diagnose
 
-    asked = find_plan(plan, values, values["device"])
+    asked = find_plan(plan, values)
     work, recipe = find_workload(workload, values)
     folder = claim_folder(values["out"], "doctor", values["resume"])
-    options = typed(values, "device", "cache_dir", "trace")
-    ledger = diagnose.diagnose(work, recipe, asked, **options)
+    ledger = diagnose.diagnose(work, recipe, asked, **typed(values, "device", "cache_dir", "trace"))
     write_json(folder / "ledger.json", ledger)
     click.echo(json.dumps(ledger) if as_json else f"{diagnose.as_text(ledger)}\nledger.json in {folder}")
 
@@ -205,14 +191,14 @@ def doctor(workload: str, plan: str, as_json: bool, **values: Any) -> None:
 @click.argument("plan_a")
 @click.argument("plan_b")
 @workload_argument
-@click.option("--pairs", default=80, show_default=True, type=click.IntRange(4), help="turns of each plan, at most")
+@click.option("--pairs", default=80, type=click.IntRange(4), help="turns of each plan, at most")
 @json_option
 @run_options
 def compare(plan_a: str, plan_b: str, workload: str, as_json: bool, **values: Any) -> int:
     """Train WORKLOAD under two plans in turns. Exit code 1 when PLAN_B is shown to be faster: a gate for CI."""
     from speedkit.measure.compare import compare as compare_plans
 
-    a, b = (find_plan(word, {}, values["device"]) for word in (plan_a, plan_b))
+    a, b = (find_plan(word, {"device": values["device"]}) for word in (plan_a, plan_b))
     work, recipe = find_workload(workload, values)
     options = typed(values, "device", "cache_dir", "pairs")
     comparison = compare_plans(work, a, b, recipe=recipe, names=(plan_a, plan_b), **options)
@@ -224,17 +210,102 @@ def compare(plan_a: str, plan_b: str, workload: str, as_json: bool, **values: An
 
 
 @commands.command()
+@click.argument("action", type=click.Choice(["build", "info", "verify", "repair"]))
+@click.argument("folder", metavar="DIR")
+@click.option("--workload", default="audio", help="to build for: audio, or package.module:function")
+@plan_option
+@data_options
+def cache(action: str, folder: str, workload: str, plan: str, **values: Any) -> int:
+    """Build, describe, verify or repair cached features. DIR is the folder that --cache-dir names.
+
+    What is built is for training by --plan. Exit code 1 when verify finds an entry that is not as it was written;
+    repair forgets such entries.
+    """
+    from speedkit.data.cache import open_cache
+    from speedkit.data.cache_files import caches_in, damaged_rows, describe
+
+    damaged: list[str] = []
+    if action == "build":
+        work, _ = find_workload(workload, values)
+        asked = find_plan(plan, {"cache": "disk"})
+        built = open_cache(work, [*work.train, *work.test], asked, cache_dir=folder, progress=True)
+        lines = [f"{built.folder}: {built.why}", *(f"left out: {path}: {why}" for path, why in built.bad.items())]
+    elif action == "info":
+        lines = [describe(path) for path in caches_in(folder)]
+    else:
+        found = {path: damaged_rows(path, repair=action == "repair") for path in caches_in(folder)}
+        damaged = [f"{path}: entry {row}" for path, rows in found.items() for row in rows]
+        again = "; the next use computes them again" if action == "repair" else ""
+        lines = [f"{len(damaged)} entries are not as they were written{again}", *damaged]
+    click.echo("\n".join(lines))
+    return 1 if action == "verify" and damaged else 0
+
+
+def find_trained(path: Path, workload: str | None, data: Values) -> tuple["Workload", "nn.Module"]:
+    """Return the workload and the trained model of a checkpoint, named by its file or folder."""
+    from speedkit.train.checkpoint import NAME, read
+
+    try:
+        state = read(path / NAME if path.is_dir() else path)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{path} cannot be read ({error}): name a checkpoint, or the --out of speedkit train"
+        ) from error
+    job = state["job"]
+    work = load_workload(workload or job["workload"], max_duration_s=job.get("max_duration_s"), **data)
+    model = work.model()
+    if job["train_items"] == len(work.train):  # else what it is tested on may be what it was trained on
+        with contextlib.suppress(RuntimeError):  # weights of other names or shapes
+            model.load_state_dict(state["model"])
+            return work, model
+    what = f"workload {job['workload']} with {job['train_items']} training items"
+    raise UsageError(f"{path} does not fit: it is of {what}; name that workload, its data and its --size")
+
+
+@commands.command()
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.argument("workload", required=False)
+@data_options
+@out_option
+@device_option
+@click.option("--method", default="int8-dynamic", help="how weights are made small")
+@click.option("--max-drop", default=0.01, help="what the metric may lose on the test set")
+@click.option("--batch-size", default=64, type=click.IntRange(2), help="beside a single sample")
+@click.option("--pairs", default=10, type=click.IntRange(4), help="windows of each model")
+@click.option("--compile/--no-compile", "compiled", default=True, help="measure compiled models too")
+def deploy(checkpoint: Path, workload: str | None, out: Path, **values: Any) -> None:
+    """Make the trained model in CHECKPOINT small and fast: quantize, test and export it. WORKLOAD is found in it."""
+    from speedkit.deploy import export
+
+    work, model = find_trained(checkpoint, workload, {key: values.pop(key) for key in DATA})
+    with warnings.catch_warnings(action="ignore"):  # export's and torchao's, of what they do themselves
+        facts = export.deploy(work, model, out, **values)
+    quality = "{metric} {before:.4f}, now {after:.4f} on {n} test items: a drop of {drop:.4f} ({low:.4f} to {high:.4f})"
+    click.echo(quality.format(**facts["quality"]))
+    click.echo("{size_bytes} bytes for {float32_size_bytes}; {quantized_share:.1%} has 8 bits".format(**facts))
+    for row in facts["measurements"]:
+        click.echo("{name}: {ratio:.2f} ({low:.2f} to {high:.2f}) times as fast as {a}".format(**row))
+    click.echo(f"{export.MODEL} and {export.FACTS} in {out}")
+
+
+def absolute(parameters: Values) -> Values:
+    """Return a notebook's parameters with absolute paths: it runs in a folder of its own."""
+    paths = {key: str(Path(parameters[key]).resolve()) for key in ("data_dir", "labels", "out") if parameters.get(key)}
+    return parameters | paths
+
+
+@commands.command()
 @click.argument("names", nargs=-1, required=True, metavar="NOTEBOOK...")
 @click.option("-p", "parameters", nargs=2, multiple=True, metavar="NAME VALUE", help="a parameter of the notebooks")
 @click.option("--sweep", "grid", multiple=True, type=axis, metavar="NAME=A,B,C", help="run every combination of these")
-@click.option("--out", default="runs/notebooks", show_default=True, type=click.Path(), help="folder for what was run")
+@click.option("--out", default="runs/notebooks", help="folder for what was run")
 @time_option("--timeout", "1h", "for each cell")
 @click.option("--cluster", metavar="TCP://HOST:PORT", help="sweep on the Dask cluster of this scheduler")
 def run(names: tuple[str, ...], out: str, timeout: float, cluster: str | None, **values: Any) -> None:
     """Run notebooks by number or name with parameters; a parameter that one does not declare is an error."""
     from speedkit import notebooks
 
-    grid, parameters, failed = dict(values["grid"]), _absolute(dict(values["parameters"])), 0
+    grid, parameters, failed = dict(values["grid"]), absolute(dict(values["parameters"])), 0
     if cluster and not grid:
         raise UsageError("--cluster runs the combinations of --sweep NAME=A,B,C: give one")
     options: dict[str, Any] = {"parameters": parameters, "timeout_s": timeout}
@@ -252,13 +323,11 @@ def run(names: tuple[str, ...], out: str, timeout: float, cluster: str | None, *
 @commands.command()
 @click.argument("names", nargs=-1, metavar="[NOTEBOOK]...")
 @click.option("--all", "everything", is_flag=True, help="every notebook")
-@click.option("--out", type=click.Path(), help="folder to write to (the notebooks' own)")
+@click.option("--out", help="folder to write to (the notebooks' own)")
 @time_option("--budget", None, "start no notebook after this time")
 @click.option("--workload", default="", help="write only the record, of this workload")
-@click.option("--import", "source", type=click.Path(), help="take in what another machine published to this folder")
-def publish(
-    names: tuple[str, ...], everything: bool, out: str | None, budget: float | None, workload: str, source: str | None
-) -> int:
+@click.option("--import", "source", help="take in what another machine published to this folder")
+def publish(names: tuple[str, ...], everything: bool, out: str | None, source: str | None, **values: Any) -> int:
     """Run notebooks here for the repository: executed notebooks and records, and the README's tables."""
     from speedkit import publishing
 
@@ -267,7 +336,8 @@ def publish(
     if source:
         outcomes = publishing.import_published(source)
     else:
-        outcomes = publishing.publish(None if everything else names, out, budget, workload=workload)
+        budget_s, workload = values["budget"], values["workload"]
+        outcomes = publishing.publish(None if everything else names, out, budget_s=budget_s, workload=workload)
     for outcome in outcomes:
         click.echo(f"{outcome.state}: {outcome.name} {outcome.why}".rstrip())
     if not out:

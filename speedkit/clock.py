@@ -18,7 +18,6 @@ class Steady:
     steps: int
     seconds: float
     step_s: float
-    compilations: int
     steady: bool
 
 
@@ -29,8 +28,7 @@ class Stopwatch:
     """
 
     def __init__(self, device: torch.device | str):
-        self.device = torch.device(device)
-        self.began_s: float | None = None
+        self.device, self.began_s = torch.device(device), 0.0
         self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if self.device.type == "cuda" else []
 
     def start(self) -> None:
@@ -41,14 +39,11 @@ class Stopwatch:
         self.began_s = time.perf_counter()
 
     def stop(self) -> float:
-        """Wait for the device; return the seconds since `start()`. Raises RuntimeError when it was not started."""
-        if self.began_s is None:
-            raise RuntimeError("the stopwatch was not started: call start() before stop()")
+        """Wait for the device; return the seconds since `start()`."""
         if self.events:
             self.events[1].record(torch.cuda.current_stream(self.device))
         synchronize(self.device)  # all streams: copies ahead must not run into the next window
-        began_s, self.began_s = self.began_s, None
-        return self.events[0].elapsed_time(self.events[1]) / 1e3 if self.events else time.perf_counter() - began_s
+        return self.events[0].elapsed_time(self.events[1]) / 1e3 if self.events else time.perf_counter() - self.began_s
 
 
 def synchronize(device: torch.device | str) -> None:
@@ -87,7 +82,7 @@ def run_until_steady(
     Windows agree when the slowest step time is at most `tolerance` above the fastest, which also covers what cannot
     be counted: autotuning, CUDA graph capture, a rising clock. Gives up after `max_s`, with `steady=False`.
     """
-    stopwatch, began_s, at_start = Stopwatch(device), time.perf_counter(), compilations()
+    stopwatch, began_s = Stopwatch(device), time.perf_counter()
     steps, count, last = 0, 1, list[float]()  # last: seconds per step of the latest windows that may be judged
     while True:
         steps, before = steps + count, compilations()
@@ -101,7 +96,7 @@ def run_until_steady(
         steady = len(last) == min_windows and max(last) <= (1 + tolerance) * min(last)
         spent_s, step_s = time.perf_counter() - began_s, statistics.median(last or [seconds / count])
         if steady or spent_s >= max_s:
-            return Steady(steps, spent_s, step_s, compilations() - at_start, steady)
+            return Steady(steps, spent_s, step_s, steady)
         # At most ten times as many as before: the step just timed may have been an unusually quick one.
         count = min(max(1, math.ceil(window_s * count / max(seconds, 1e-9))), 10 * count)
 

@@ -1,11 +1,10 @@
 """Settings: frozen pydantic dataclasses that say in one sentence what they cannot be, with YAML in and out."""
 
 import contextlib
-import dataclasses
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any, NamedTuple, TypeVar, dataclass_transform
 
 import pydantic  # loads its parts when they are first used: importing this module is cheap
 import yaml
@@ -35,20 +34,18 @@ OLD_NAMES = {
     "learning_rate": "lr",
     "epochs": "num_epochs",
 }
-WORDS = {"none": None, "null": None, "true": True, "yes": True, "false": False, "no": False}
+TYPES = {"integer": "an integer", "number": "a number", "boolean": "true | false", "null": "none"}  # of JSON
+LIMITS = {"minimum": "from", "maximum": "to"}
+WORDS = {"none": None, "true": True, "yes": True, "false": False, "no": False}
 RENAMED_OPTIONS = {old: new for new, names in OLD_NAMES.items() for old in names.split()}
 
 
-@dataclasses.dataclass(frozen=True)
-class Setting:
+class Setting(NamedTuple):
     """One field of a settings class, as users are shown it."""
 
-    name: str
     help: str  # with its unit
     default: Any
-    kinds: tuple[str, ...]  # JSON types: string, integer, number, boolean, null
-    choices: tuple[str, ...]  # the words that it takes
-    takes: str  # all values that it takes: `off | disk | ram`, `auto | an integer from 0`
+    takes: tuple[str, ...]  # the words that it takes, and its numbers in words: `auto`, `an integer from 0`
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -79,33 +76,26 @@ def _refusal(cls: type, name: str, value: Any) -> str:
         renamed = RENAMED_OPTIONS.get(name.lower())
         hint = f": here that is {renamed}" if renamed else nearest(name, known)
         return f"{name!r} is not a field of {cls.__name__}{hint}"
-    near = nearest(value, known[name].choices) if isinstance(value, str) else ""
-    return f"{name}={value!r} is not possible; it takes {known[name].takes}{near}"
+    near = nearest(value, known[name].takes) if isinstance(value, str) else ""
+    return f"{name}={value!r} is not possible; it takes {' | '.join(known[name].takes)}{near}"
 
 
 def settings_of(cls: type) -> dict[str, Setting]:
     """Return the fields of the settings class `cls` by name, in the order they are written."""
-    schemas = pydantic.TypeAdapter(cls).json_schema()["properties"]
-    return {name: _setting(name, schema) for name, schema in schemas.items()}
+    fields = pydantic.TypeAdapter(cls).json_schema()["properties"].items()
+    return {
+        name: Setting(" ".join(field["description"].split()), field["default"], tuple(_takes(field)))
+        for name, field in fields
+    }
 
 
-def _setting(name: str, schema: Mapping[str, Any]) -> Setting:
-    variants = schema.get("anyOf", [schema])
-    choices = [word for variant in variants for word in variant.get("enum", [variant.get("const")]) if word]
-    return Setting(
-        name=name,
-        help=" ".join(schema["description"].split()),
-        default=schema["default"],
-        kinds=tuple(variant["type"] for variant in variants),
-        choices=tuple(choices),
-        takes=" | ".join(choices + [_range(variant) for variant in variants if variant["type"] != "string"]),
-    )
-
-
-def _range(variant: Mapping[str, Any]) -> str:
-    text = {"integer": "an integer", "number": "a number", "boolean": "true | false", "null": "none"}[variant["type"]]
-    limits = [f"{word} {variant[key]:g}" for word, key in (("from", "minimum"), ("to", "maximum")) if key in variant]
-    return " ".join([text, *limits])
+def _takes(schema: Mapping[str, Any]) -> Iterator[str]:
+    for variant in schema.get("anyOf", [schema]):
+        if variant["type"] == "string":
+            yield from variant.get("enum") or [variant["const"]]
+        else:
+            limits = [f" {word} {variant[key]:g}" for key, word in LIMITS.items() if key in variant]
+            yield TYPES[variant["type"]] + "".join(limits)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -114,23 +104,21 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f" (did you mean {close[0]}?)" if close else ""
 
 
-def from_text(text: str) -> Any:
-    """Return the number or the word that a typed `text` stands for; without one, the text."""
+def from_mapping(cls: type[T], values: Mapping[str, Any]) -> T:
+    """Return a `cls` of `values`, among which texts may stand for numbers. Raises PlanError as `cls` itself does."""
+    known, given = settings_of(cls), dict[str, Any]()
+    for name, value in values.items():
+        given[str(name)] = _from_text(value) if isinstance(value, str) else value
+        if value is False and name in known and "off" in known[name].takes:
+            given[name] = "off"  # YAML reads a bare `off` as false
+    return cls(**given)
+
+
+def _from_text(text: str) -> Any:
     for number in (int, float):
         with contextlib.suppress(ValueError):
             return number(text)
     return WORDS.get(text.lower(), text)
-
-
-def from_mapping(cls: type[T], values: Mapping[str, Any]) -> T:
-    """Return a `cls` of `values`, among which texts may stand for numbers. Raises PlanError as `cls` itself does."""
-    known, given = settings_of(cls), dict[str, Any]()
-    for name, typed in values.items():
-        value = from_text(typed) if isinstance(typed, str) else typed
-        if value is False and name in known and "off" in known[name].choices:
-            value = "off"  # YAML reads a bare `off` as false
-        given[str(name)] = value
-    return cls(**given)
 
 
 def from_yaml(cls: type[T], path: str | Path) -> T:

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 import os
 import secrets
 from collections.abc import Iterator
@@ -17,7 +16,6 @@ def atomic(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`; on success it is synced to disk and renamed to `path`, else removed."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    temporary.touch(exist_ok=False)
     try:
         yield temporary
         with temporary.open("rb+") as stream:
@@ -35,7 +33,7 @@ def write_text(path: str | Path, text: str) -> None:
 
 def write_json(path: str | Path, value: Any) -> None:
     """Write `value` to `path` atomically, as JSON; a number that is not finite becomes null."""
-    write_text(path, json.dumps(finite(value), indent=1, allow_nan=False) + "\n")
+    write_text(path, json.dumps(finite(value), indent=1) + "\n")
 
 
 def read_json(path: str | Path) -> Any:
@@ -44,12 +42,8 @@ def read_json(path: str | Path) -> Any:
 
 
 def finite(value: Any) -> Any:
-    """Return `value` with None for NaN and infinity, and lists for tuples: JSON has neither."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): finite(item) for key, item in value.items()}
-    return [finite(item) for item in value] if isinstance(value, list | tuple) else value
+    """Return `value` as JSON holds it: None for NaN and infinity, lists for tuples, texts for keys."""
+    return json.loads(json.dumps(value), parse_constant=lambda _: None)
 
 
 def claim_folder(folder: str | Path, kind: str, resume: bool = False) -> Path:

@@ -7,17 +7,14 @@ import hashlib
 import importlib.util
 import os
 import platform
-import re
 import shutil
 import sysconfig
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from speedkit.config import nearest
 from speedkit.errors import UsageError
 
 CAPABILITIES = ("bf16", "fp16", "tf32", "fp8", "flash_attention", "cuda_graphs", "compile", "pin_memory")
@@ -36,13 +33,6 @@ ON_NVIDIA = {
 # The instruction sets without which a CPU emulates a number format, as torch.cpu.get_capabilities names them.
 ON_CPU = {"bf16": ("avx512_bf16", "amx_bf16", "bf16"), "fp16": ("avx512_fp16", "amx_fp16", "fp16_arith")}
 DECODERS = {"torchcodec": "the package torchcodec and FFmpeg's libraries", "librosa": "the package librosa"}
-INSTEAD = {
-    **dict.fromkeys(DECODERS, 'Use decoder "soundfile"'),
-    "flash_attention": 'Use attention "auto"',
-    "compile": 'Use compile "off"',
-    "cuda_graphs": 'Use compile "default"',
-    "pin_memory": "Leave pin_memory off",
-}
 
 
 @dataclass(frozen=True)
@@ -61,8 +51,6 @@ class Hardware:
     cores: int = 1  # that this process may use: affinity and container quota respected
     threads: int = 1  # that PyTorch uses within one operation
     ram_bytes: int | None = None  # this process's limit, where a container sets one
-    shm_bytes: int | None = None  # /dev/shm, through which loader workers pass batches
-    os: str = ""
     python_version: str = ""
     torch_version: str = ""
     triton: bool = False  # importable
@@ -72,19 +60,13 @@ class Hardware:
     decoders: tuple[str, ...] = ("soundfile",)  # of audio files, that can be loaded
 
     def supports(self, capability: str) -> bool:
-        """Whether `capability`, of CAPABILITIES or DECODERS, is really there. Raises UsageError for an unknown name."""
-        if capability not in (*CAPABILITIES, *DECODERS):
-            raise UsageError(f'there is no capability "{capability}"{nearest(capability, CAPABILITIES)}')
-        return all(has for has, _ in _needs(self, capability))
+        """Whether `capability`, of CAPABILITIES or DECODERS, is really there."""
+        return not self.why_not(capability)
 
     def why_not(self, capability: str) -> str:
-        """Return why the device lacks `capability` and what to use instead, or "" if it has it."""
-        if self.supports(capability):
-            return ""
-        needs = next(words for has, words in _needs(self, capability) if not has)
-        precision = next((other for other in ("bf16", "fp16") if self.supports(other)), "default")
-        instead = INSTEAD.get(capability, f'Use precision "{precision}"')
-        return f"{capability} needs {needs}. {instead}."
+        """Return what the device lacks for `capability`, in words, or "" if it has it."""
+        missing = _missing(self, capability)
+        return missing and f"{capability} needs {missing}"
 
     @property
     def name(self) -> str:
@@ -101,36 +83,42 @@ class Hardware:
             **vars(self),
             "device": str(self.device),
             "compute_capability": "{}.{}".format(*self.compute_capability) if self.compute_capability else None,
-            "can": [name for name in CAPABILITIES if self.supports(name)],
             "cannot": {name: reason for name in CAPABILITIES if (reason := self.why_not(name))},
         }
 
 
-def _needs(hardware: Hardware, capability: str) -> Iterator[tuple[bool, str]]:
-    """Yield what `capability` takes, each as whether the device has it, and in words."""
+def _missing(hardware: Hardware, capability: str) -> str:
+    """Return what the device lacks for `capability`, in words, or "" if it has it."""
     kind, name = hardware.device.type, hardware.name
     if capability in DECODERS:
-        yield capability in hardware.decoders, DECODERS[capability]
-    elif capability in ("pin_memory", "cuda_graphs"):
-        yield kind == "cuda", f"a CUDA GPU; the device is {name}"
-    elif kind == "cpu" and capability in ON_CPU:
+        return "" if capability in hardware.decoders else DECODERS[capability]
+    if capability in ("pin_memory", "cuda_graphs"):
+        return "" if kind == "cuda" else f"a CUDA GPU; the device is {name}"
+    if kind == "cpu" and capability in ON_CPU:
         flags = ON_CPU[capability]
-        fast = any(flag in hardware.cpu_flags for flag in flags)
-        yield fast, f"a CPU with one of {', '.join(flags)}: this one emulates it, slowly"
-    elif kind != "cpu" or capability in ("tf32", "fp8"):
-        (major, minor), generation = ON_NVIDIA[capability]
+        slow = not any(flag in hardware.cpu_flags for flag in flags)
+        return f"a CPU with one of {', '.join(flags)}: this one emulates it, slowly" if slow else ""
+    (major, minor), generation = ON_NVIDIA[capability]
+    if kind != "cpu" or capability in ("tf32", "fp8"):
         has = hardware.compute_capability
-        told = f"has {has[0]}.{has[1]}" if has else "is none, or does not tell"
-        emulates = " and only emulates it" if has and capability == "bf16" else ""
-        least = f"an NVIDIA GPU of compute capability {major}.{minor}, {generation}, or newer"
-        yield has is not None and has >= (major, minor), f"{least}; {name} {told}{emulates}"
-    if capability == "flash_attention":
-        yield hardware.flash_attention, f"its kernels for {name}, which are not in this build of PyTorch"
-    if capability == "compile":
-        compiler = "C++ compiler: install g++, or set CXX" if kind == "cpu" else "C compiler: install gcc, or set CC"
-        yield hardware.triton or kind == "cpu", "the package triton, which cannot be imported: install it"
-        yield bool(hardware.compiler), f"a {compiler} to yours"
-        yield hardware.python_headers, "Python's headers (Python.h): install python3-dev (python3-devel)"
+        if has is None or has < (major, minor):
+            told = f"has {has[0]}.{has[1]}" if has else "is none, or does not tell"
+            emulates = " and only emulates it" if has and capability == "bf16" else ""
+            least = f"an NVIDIA GPU of compute capability {major}.{minor}, {generation}, or newer"
+            return f"{least}; {name} {told}{emulates}"
+    if capability == "flash_attention" and not hardware.flash_attention:
+        return f"its kernels for {name}, which are not in this build of PyTorch"
+    return _missing_to_compile(hardware) if capability == "compile" else ""
+
+
+def _missing_to_compile(hardware: Hardware) -> str:
+    on_cpu = hardware.device.type == "cpu"
+    if not (on_cpu or hardware.triton):
+        return "the package triton, which cannot be imported: install it"
+    if not hardware.compiler:
+        compiler = "C++ compiler: install g++, or set CXX" if on_cpu else "C compiler: install gcc, or set CC"
+        return f"a {compiler} to yours"
+    return "" if hardware.python_headers else "Python's headers (Python.h): install python3-dev (python3-devel)"
 
 
 def this_machine(device: str | torch.device = "auto") -> Hardware:
@@ -174,7 +162,7 @@ def _cgroup_limits(name: str) -> list[str]:
     group = Path(own.read_text().rpartition("::")[2].strip().lstrip("/") if own.exists() else "")
     # A container may see its own group mounted as the root, so the root itself is among them.
     files = [CGROUPS / folder / name for folder in (group, *group.parents)]
-    return [file.read_text().strip() for file in files if os.access(file, os.R_OK)]
+    return [file.read_text().strip() for file in files if file.exists()]
 
 
 def nvml_facts(uuid: str, *names: str) -> dict[str, Any]:
@@ -223,15 +211,12 @@ def _facts(device: torch.device) -> Hardware:
     ffmpeg = ctypes.util.find_library("avutil")  # without whose libraries torchcodec cannot be imported
     installed = [name for name in DECODERS if importlib.util.find_spec(name)]
     decoders = [name for name in installed if ffmpeg or name != "torchcodec"]
-    release = re.split(r"[^\d.]", platform.release())[0]  # the rest tells who built it, and may tell where
     return Hardware(
         device=device,
         cpu=cpu.get("cpu_name") or platform.processor() or platform.machine(),
         cpu_flags=tuple(flag for flags in ON_CPU.values() for flag in flags if cpu.get(flag)),
         cores=usable_cores(),
         ram_bytes=usable_ram_bytes(),
-        shm_bytes=shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None,
-        os=f"{platform.system()} {release}",
         python_version=platform.python_version(),
         torch_version=str(torch.__version__),
         triton=importlib.util.find_spec("triton") is not None,

@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin
+from unittest import mock
 
 import filelock
 import papermill
 import pydantic
 from nbclient.exceptions import CellTimeoutError
 from nbclient.output_widget import OutputWidget
-from papermill.clientwrap import PapermillNotebookClient
-from papermill.engines import Engine, NotebookExecutionManager, papermill_engines
 
 from speedkit.config import nearest
 from speedkit.errors import SpeedkitError, UsageError
@@ -30,14 +29,19 @@ from speedkit.measure.provenance import notebooks_folder
 from speedkit.measure.record import read_notebook
 
 CONNECT_S = 10  # that a cluster has to answer
-OUTPUT_S = 60  # that outputs may arrive after their cell has ended
-DEVICE_HELD = "SPEEDKIT_DEVICE_HELD"  # set in a kernel: who started it holds the device
 FINITE = pydantic.ConfigDict(allow_inf_nan=False)
 TYPES: dict[str, Any] = {
     form.format(kind.__name__): made
     for kind in (int, float, str, bool)
     for form, made in (("{}", kind), ("{} | None", kind | None), ("list[{}]", list[kind]))  # type: ignore[valid-type]
 }
+
+# What papermill would log is in the errors raised here.
+logging.getLogger("papermill").addHandler(logging.NullHandler())
+# What an output widget collects is not sent back to the kernel. nbclient would do so on the socket on which it waits
+# for the cell's reply: that can take the reply's wake-up, and the client then stands still until the cell's time is up
+# (https://github.com/jupyter/nbclient/issues/312).
+OutputWidget.send = lambda *args, **kwargs: None  # type: ignore[method-assign]
 
 
 def find_notebooks(names: Sequence[str | Path] | None = None, folder: Path | None = None) -> list[Path]:
@@ -54,7 +58,7 @@ def find_notebooks(names: Sequence[str | Path] | None = None, folder: Path | Non
         if path.suffix != ".ipynb" or not path.is_file():
             raise UsageError(f'there is no notebook "{name}"{nearest(name, aliases)}; there are {", ".join(numbered)}')
         paths.append(path)
-    return list(dict.fromkeys(paths))
+    return paths
 
 
 def declared_parameters(path: Path) -> dict[str, Any]:
@@ -67,14 +71,10 @@ def declared_parameters(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path.name} has {len(tagged)} cells tagged `parameters`, and needs exactly one")
     declared = {}
     for node in ast.parse(tagged[0].source).body:
-        try:
-            if not isinstance(node, ast.AnnAssign) or node.value is None:
-                raise ValueError
-            kind = TYPES[ast.unparse(node.annotation)]
-            _typed(kind, ast.literal_eval(node.value))
-        except (ValueError, KeyError) as error:
+        kind = TYPES.get(ast.unparse(node.annotation)) if isinstance(node, ast.AnnAssign) and node.value else None
+        if kind is None:
             form = f"`name: type = literal` with a type of {', '.join(TYPES)}"
-            raise UsageError(f'{path.name}, parameters cell: "{ast.unparse(node)}" is not {form}') from error
+            raise UsageError(f'{path.name}, parameters cell: "{ast.unparse(node)}" is not {form}')
         declared[ast.unparse(node.target)] = kind
     return declared
 
@@ -97,10 +97,10 @@ def typed_parameters(source: Path, given: Mapping[str, Any]) -> dict[str, Any]:
 def _typed(kind: Any, value: Any) -> Any:
     """Return `value`, or what a text of the command line means, as the type `kind`."""
     text = isinstance(value, str)
-    if text and NoneType in get_args(kind) and value.lower() in ("none", "null"):
+    if text and NoneType in get_args(kind) and value.lower() == "none":
         return None
     if text and get_origin(kind) is list:
-        value = [word.strip() for word in value.strip("[] ").split(",") if word.strip()]
+        value = [word.strip() for word in value.split(",")]
     return pydantic.TypeAdapter(kind, config=FINITE).validate_python(value, strict=not text)
 
 
@@ -133,38 +133,29 @@ def run_notebook(
         if progress and not bar:
             print(f"{source.stem}: cell {len(begun)}", flush=True)
 
-    client_options = {
-        "timeout": timeout_s,
-        "iopub_timeout": OUTPUT_S,
-        "on_cell_execute": before_cell,
-        "resources": {"metadata": {"path": str(folder or source.parent)}},
-        "extra_arguments": ["--IPKernelApp.log_level=CRITICAL"],  # its log is no output of the notebook
-        "log": logging.getLogger("papermill"),
-    }
     try:
-        with device_lock():
-            executed = papermill.execute_notebook(
+        with device_lock(), mock.patch.dict(os.environ, environment or {}):
+            papermill.execute_notebook(
                 str(source),
                 str(partial),
                 values,
-                engine_name="speedkit",
                 kernel_name="python3",
                 progress_bar={"desc": source.stem, "leave": False} if bar else False,
-                client_options=client_options,
-                environment=dict(environment or {}),
+                execution_timeout=timeout_s,
+                iopub_timeout=60,  # outputs may arrive this long after their cell has ended [s]
+                on_cell_execute=before_cell,
+                resources={"metadata": {"path": str(folder or source.parent)}},
+                extra_arguments=["--IPKernelApp.log_level=CRITICAL"],  # its log is no output of the notebook
             )
-        # papermill finds nothing wrong with sys.exit(0), and leaves out all cells after it.
-        why = "SystemExit" if executed.metadata.papermill.exception else ""
+        partial.replace(out)
+        return out
     except papermill.PapermillExecutionError as error:
         why = f"{error.ename}: {error.evalue}".strip(": ").splitlines()[0]
     except CellTimeoutError:
         why = f"stopped after {timeout_s:.0f} s"
     except RuntimeError as error:
         why = f"the kernel died, perhaps out of memory, or did not start ({error})"
-    if why:
-        raise SpeedkitError(f"{source.name}, cell [{len(begun)}]: {why}. What did run is in {partial}")
-    partial.replace(out)
-    return out
+    raise SpeedkitError(f"{source.name}, cell [{len(begun)}]: {why}. What did run is in {partial}")
 
 
 def failed_copy(out: Path) -> Path:
@@ -172,59 +163,22 @@ def failed_copy(out: Path) -> Path:
     return out.with_name(f"{out.stem}.failed.ipynb")
 
 
-class SilentOutput(OutputWidget):
-    """An output widget that collects what is shown in it, and does not tell the kernel.
-
-    nbclient would send it back on the socket on which it waits for the cell's reply. If that has just come, sending
-    takes the socket's wake-up, and the client stands still until the cell's time is up:
-    https://github.com/jupyter/nbclient/issues/312.
-    """
-
-    def send(self, *args: Any, **kwargs: Any) -> None:
-        """Send nothing: only `Output.outputs` in the kernel stays empty."""
-
-
-class SpeedkitEngine(Engine):
-    """papermill's engine with silent output widgets; its kernels know that the device is held."""
-
-    @classmethod
-    def execute_managed_notebook(
-        cls,
-        nb_man: NotebookExecutionManager,
-        kernel_name: str,
-        *,
-        client_options: dict[str, Any],
-        environment: dict[str, str],
-        **_: Any,
-    ) -> None:
-        """Run the cells of `nb_man`."""
-        client = PapermillNotebookClient(nb_man, kernel_name=kernel_name, **client_options)
-        client.widget_registry = {"@jupyter-widgets/output": {"OutputModel": SilentOutput}}
-        client.execute(env=os.environ | environment | {DEVICE_HELD: "1"})
-
-
-papermill_engines.register("speedkit", SpeedkitEngine)
-logging.getLogger("papermill").addHandler(logging.NullHandler())  # what it would print is in the errors raised here
-
-
 @contextlib.contextmanager
 def device_lock() -> Iterator[None]:
     """Hold this user's locks on the GPUs that CUDA shows, or on the machine without one; wait for who holds them."""
     import torch
 
-    if DEVICE_HELD in os.environ:  # a notebook that runs notebooks would wait for itself
-        yield
-        return
     count = torch.cuda.device_count()  # which starts no CUDA in this process
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
     with contextlib.ExitStack() as stack:
         for name in sorted(visible.replace(" ", "").split(",")[:count]) or ["cpu"]:  # in one order: no deadlock
             lock = filelock.FileLock(Path(tempfile.gettempdir(), f"speedkit-{os.getuid()}-{name}.lock"))
             try:
-                stack.enter_context(lock.acquire(blocking=False))
+                lock.acquire(blocking=False)
             except filelock.Timeout:
                 print(f"waiting for another notebook to finish on {name}", file=sys.stderr, flush=True)
-                stack.enter_context(lock)
+                lock.acquire()
+            stack.callback(lock.release)
         yield
 
 
@@ -296,11 +250,11 @@ def cluster_executor(address: str) -> Iterator[concurrent.futures.Executor]:
     """
     try:
         import distributed
-    except ImportError as error:
-        raise UsageError("--cluster needs Dask: install it with pip install -e .[cluster]") from error
-    try:
+
         client = distributed.Client(address, timeout=CONNECT_S, set_as_default=False)
         client.wait_for_workers(1, timeout=CONNECT_S)
+    except ImportError as error:
+        raise UsageError("--cluster needs Dask: install it with pip install -e .[cluster]") from error
     except (OSError, ValueError) as error:
         why = f"no Dask scheduler with a worker answers at {address} within {CONNECT_S} s"
         how = f"start `dask scheduler`, and `dask worker {address} --nthreads 1` on each machine"

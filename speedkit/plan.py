@@ -157,7 +157,7 @@ class EffectivePlan:
         """Return it with `field` as `got`. A field that falls back further is one fallback, with each reason."""
         fallbacks = {fallback.field: fallback for fallback in self.fallbacks}
         if field in fallbacks:
-            why = f"{fallbacks[field].why.rstrip('.')}; {why}"
+            why = f"{fallbacks[field].why}; {why}"
         fallbacks[field] = Fallback(field, getattr(self.asked, field), got, why)
         return EffectivePlan(self.asked, dataclasses.replace(self.plan, **{field: got}), tuple(fallbacks.values()))
 
@@ -176,7 +176,9 @@ def resolve(
     for any fallback.
     """
     hardware = hardware or this_machine()
-    check_ranks(plan.ranks, hardware)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE") or plan.ranks)  # torchrun's: of several machines, those of this one
+    if plan.ranks > 1 and hardware.device.type != "cpu" and here > hardware.gpu_count:
+        raise PlanError(f"ranks={plan.ranks} takes {here} GPUs here, and there are {hardware.gpu_count}: lower ranks")
     effective = EffectivePlan(plan, plan)
     # One at a time, and then all are asked again: what one field falls back to may be in the way of another.
     while broken := next(_broken_rules(effective.plan, hardware, workload, batch_size), None):
@@ -203,7 +205,7 @@ def _broken_rules(
     if plan.cache != "off":
         yield from _cache_rules(plan, hardware)
     if plan.ranks > 1:
-        yield from _fsdp_rules(plan, hardware) if plan.strategy == "fsdp" else _ddp_rules(plan)
+        yield from _rank_rules(plan, hardware)
     adds_up = plan.micro_batch == "auto" or (batch_size and plan.micro_batch and plan.micro_batch < batch_size)
     if adds_up and plan.compile in CUDA_GRAPHS and hardware.device.type == "cuda":
         # https://github.com/pytorch/pytorch/issues/169545
@@ -255,29 +257,17 @@ def _cache_rules(plan: Plan, hardware: Hardware) -> Iterator[Rule]:
         yield "features_on", "cpu", "the cache holds features: there is nothing left to compute on the device"
 
 
-def _fsdp_rules(plan: Plan, hardware: Hardware) -> Iterator[Rule]:
-    half = "bf16" if hardware.supports("bf16") else "default"
-    if plan.compile != "off":
-        yield "compile", "off", "compiled code does not gather the weights that fsdp has sharded; ddp compiles"
-    if plan.channels_last:
-        yield "channels_last", False, "fsdp shards only weights that lie in the usual order"
-    if plan.precision.startswith("fp8"):
-        yield "precision", half, "8-bit layers need a gathering of their own under fsdp, which is not offered"
-    if plan.precision == "fp16":
-        yield "precision", half, "gradients that overflow in one rank's shard have to scale the loss of all ranks"
-
-
-def _ddp_rules(plan: Plan) -> Iterator[Rule]:
+def _rank_rules(plan: Plan, hardware: Hardware) -> Iterator[Rule]:
+    if plan.strategy == "fsdp":
+        if plan.compile != "off":
+            yield "compile", "off", "compiled code does not gather the weights that fsdp has sharded; ddp compiles"
+        if plan.channels_last:
+            yield "channels_last", False, "fsdp shards only weights that lie in the usual order"
+        if plan.precision.startswith(("fp8", "fp16")):
+            half = "bf16" if hardware.supports("bf16") else "default"
+            yield "precision", half, "scales of 8-bit layers, or of the loss, would have to be agreed on under fsdp"
+        return
     if plan.compile in CUDA_GRAPHS:
         yield "compile", "default", "CUDA graphs keep gradients where ddp does not look for them"
     if plan.compile != "off" and plan.compile_scope == "step":
         yield "compile_scope", "model", "gradients are exchanged between the backward pass and the update"
-
-
-def check_ranks(ranks: int, hardware: Hardware) -> None:
-    """Raise PlanError where `hardware` has no device for each of those that run on it."""
-    here, kind = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks), hardware.device.type
-    if ranks > 1 and kind == "cuda" and here > hardware.gpu_count:
-        raise PlanError(f"ranks={ranks} takes {here} GPUs here, and there are {hardware.gpu_count}: lower ranks")
-    if ranks > 1 and kind not in ("cuda", "cpu"):
-        raise PlanError(f"ranks={ranks} takes a CUDA GPU each, or a CPU; the device is {hardware.name}: use ranks=1")

@@ -19,7 +19,6 @@ from speedkit.measure.schema import load_record, published, validate_record
 from speedkit.notebooks import find_notebooks, run_notebook
 from speedkit.show.figures import device_name, save, waterfall
 
-BUSY = 0.05  # utilisation: an idle GPU reports 0; a desktop's screen a few per cent
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 CLIMB, LADDER = "90_climb.ipynb", "records/ladder.svg"
 FOLKLORE = "50_folklore.ipynb"  # it shows what all others recorded: last of all
@@ -47,34 +46,27 @@ def device_slug(hardware: Mapping[str, Any]) -> str:
 
 
 def publish(
-    names: Sequence[str] | None,
-    out: str | Path | None = None,
-    budget_s: float | None = None,
-    *,
-    workload: str = "",
-    allow_changes: bool = False,
+    names: Sequence[str] | None, out: str | Path | None = None, *, budget_s: float | None = None, workload: str = ""
 ) -> list[Outcome]:
     """Run the notebooks `names` here, in their auto profile, and write them and their records to `out`.
 
     None is all of them, the climb first and on each workload. What is published from the same code is left as it is,
     and none starts when `budget_s` is spent. With `workload` only the record is written, as NN_name-workload.json.
-    Raises SpeedkitError for a busy GPU, and for changes since the commit that records would name, unless
-    `allow_changes`.
+    Raises SpeedkitError for a busy GPU, and for changes since the commit that records would name.
     """
     import torch
 
     for index in range(torch.cuda.device_count()):
         uuid = str(torch.cuda.get_device_properties(index).uuid)
-        busy = nvml_facts(uuid, "utilisation").get("utilisation", 0.0)  # what a virtual GPU does not tell is not asked
-        if busy > BUSY:
-            raise SpeedkitError(f"GPU {index} is busy ({busy:.0%} utilisation): wait until it is free, then publish")
+        if nvml_facts(uuid, "utilisation").get("utilisation", 0) > 0.05:  # a desktop's screen takes a few per cent
+            raise SpeedkitError(f"GPU {index} is busy: wait until it is free, then publish")
     here = commit()
-    if here and here[1] and not allow_changes:
+    if here and here[1]:
         raise SpeedkitError(f"the package differs from commit {here[0]}, which the records would name: commit it first")
-    jobs = [(source, workload) for source in find_notebooks(names)]
+    sources = sorted(find_notebooks(names), key=lambda source: (source.name != CLIMB, source.name == FOLKLORE))
+    jobs = [(source, workload) for source in sources]
     if names is None and not workload:
-        jobs.sort(key=lambda job: (job[0].name != CLIMB, job[0].name == FOLKLORE))
-        jobs[1:1] = [(source, word) for source, _ in jobs if source.name == CLIMB for word in WORKLOADS]
+        jobs[1:1] = [(source, word) for source in sources if source.name == CLIMB for word in WORKLOADS]
     end_s = time.monotonic() + (budget_s or math.inf)
     return [_publish_one(source, word, Path(out or notebooks_folder()), end_s) for source, word in jobs]
 
@@ -226,7 +218,7 @@ def _climbs(folder: Path) -> list[dict[str, Any]]:
 def _run(record: dict[str, Any], notebook: Path) -> str:
     """Return when and with what a record was made, and whether by the code that its notebook has now."""
     versions, state = record["versions"], "current" if is_current(record, notebook) else "**stale**"
-    code = f"speedkit {versions['speedkit']} at {record['commit']}" if record["commit"] else versions["speedkit"]
+    code = f"speedkit {versions['speedkit']} at {record['commit']}"
     return f"{record['created'][:10]}, torch {versions['torch']}, {code}, {record['profile']}, {state}"
 
 

@@ -5,7 +5,6 @@ nbval passes a stripped notebook without comparing anything, so that checked cel
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from speedkit import publishing
 from speedkit.errors import UsageError
 from speedkit.measure.provenance import code_sha256
-from speedkit.measure.record import RECORD_MIME, code_cells, read_notebook, record_of, start
+from speedkit.measure.record import RECORD_MIME, code_cells, displayed_records, read_notebook, record_of, start
 from speedkit.measure.schema import validate_record
 from speedkit.notebooks import declared_parameters
 
@@ -42,19 +41,43 @@ def contract_problems(path: Path) -> list[str]:
     """Return what is wrong with the notebook at `path`, how it is written and what it shows; [] when nothing is."""
     try:
         notebook = read_notebook(path)
-    except UsageError as error:
-        return [str(error)]
-    problems = []
-    try:
         declared_parameters(path)
     except UsageError as error:
-        problems.append(str(error))
-    if path.stat().st_size > MAX_BYTES:
-        problems.append(f"it has {path.stat().st_size} bytes, more than {MAX_BYTES}")
-    if (record := record_of(notebook) or {}).get("notebook") != path.stem:
-        problems.append(f"its record is that of {record.get('notebook')}")
-    rules = (_parameters, _outputs, _anatomy, _cells, _metadata, _prose)
-    return problems + [problem for rule in rules for problem in rule(notebook)] + validate_record(record)
+        return [str(error)]
+    code, record = code_cells(notebook), record_of(notebook) or {}
+    prose = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    headings = " | ".join(re.findall(r"^#+ (.*)$", prose, re.MULTILINE)).lower()
+    outputs = [output for cell in code for output in cell.outputs]
+    checked = [cell for cell in code if CHECKED in _tags(cell)]
+    printed = [output.get("text", "?") for cell in checked for output in cell.outputs]
+    metadata = {key for cell in notebook.cells for key in {*cell.metadata} - KEPT | _tags(cell) & STRAY_TAGS}
+    text = json.dumps(notebook.cells).replace("\\n", " ").replace("\\\\", "\\")
+    rules = {
+        f"it has more than {MAX_BYTES} bytes": path.stat().st_size <= MAX_BYTES,
+        "its first cell is not a title (`# ...`)": notebook.cells[0].source.startswith("# "),
+        f"its headings do not say {', '.join(HEADINGS)}": all(words in headings for words in HEADINGS),
+        "no solution is collapsed in <details>": "<details" in prose,
+        f"it states speed-ups by hand: {hand_typed_speedups(prose)}": not hand_typed_speedups(prose),
+        "its first code cell is not the parameters cell": "parameters" in _tags(code[0]),
+        "a parameter has no comment on its line": all("  # " in line for line in code[0].source.splitlines()),
+        "its last code cell does not call run.save()": ".save()" in code[-1].source,
+        f"{len(displayed_records(notebook))} records are shown": len(displayed_records(notebook)) == 1,
+        "its record is that of another notebook": record.get("notebook") == path.stem,
+        "its execution counts are not those of one run": [cell.execution_count for cell in code]
+        == [*range(1, len(code) + 1)],
+        "it shows an error": all(output.output_type != "error" for output in outputs),
+        "it shows text on stderr": all(output.get("name") != "stderr" for output in outputs),
+        "it shows a widget": all(publishing.WIDGET_VIEW not in output.get("data", {}) for output in outputs),
+        "no cell is tagged, or one has no output: nbval would compare nothing": checked
+        and all(cell.outputs for cell in checked),
+        "a checked cell shows lines that do not begin with PASS": all(
+            line.startswith("PASS ") for shown in printed for line in shown.splitlines()
+        ),
+        f"it has the metadata or tags {sorted(metadata)}": not metadata
+        and {*notebook.metadata} <= {"kernelspec", "language_info"},
+        f"it holds an absolute path: {ABSOLUTE_PATH.search(text)}": not ABSOLUTE_PATH.search(text),
+    }
+    return [problem for problem, kept in rules.items() if not kept] + validate_record(record)
 
 
 def hand_typed_speedups(text: str) -> list[str]:
@@ -64,87 +87,6 @@ def hand_typed_speedups(text: str) -> list[str]:
 
 def _tags(cell: Any) -> set[str]:
     return set(cell.metadata.get("tags", []))
-
-
-def _parameters(notebook: Any) -> Iterator[str]:
-    for cell in code_cells(notebook):
-        for line in cell.source.splitlines() if "parameters" in _tags(cell) else []:
-            if "  # " not in line:
-                yield f'the parameter "{line}" has no comment on its line'
-
-
-def _outputs(notebook: Any) -> Iterator[str]:
-    code = code_cells(notebook)
-    counts = [cell.execution_count for cell in code]
-    if counts != list(range(1, len(code) + 1)):
-        yield f"its execution counts are {counts}, not 1 to {len(code)}: run it whole in a fresh kernel"
-    for number, cell in enumerate(code, 1):
-        for output in cell.outputs:
-            if output.output_type == "error":
-                yield f"cell [{number}] shows the error {output.ename}"
-            elif output.get("name") == "stderr":
-                yield f"cell [{number}] shows text on stderr: {output.text.strip()[:60]}"
-    for number, cell in enumerate(notebook.cells):
-        text = json.dumps([cell.source, cell.get("outputs")]).replace("\\n", " ").replace("\\\\", "\\")
-        if found := ABSOLUTE_PATH.search(text):
-            yield f"cell {number} holds the absolute path {found[0]}"
-    records = sum(RECORD_MIME in output.get("data", {}) for cell in code for output in cell.outputs)
-    if records != 1:
-        yield f"{records} of its cells show a record, and one must"
-
-
-def _anatomy(notebook: Any) -> Iterator[str]:
-    prose = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
-    headings = " | ".join(re.findall(r"^#+ (.*)$", "\n".join(prose), re.MULTILINE)).lower()
-    if not notebook.cells or not notebook.cells[0].source.startswith("# "):
-        yield "its first cell is not a title (`# ...`)"
-    for words in HEADINGS:
-        if words not in headings:
-            yield f'no heading says "{words}"'
-    if not any("<details" in text for text in prose):
-        yield "no solution is collapsed in <details>"
-    code = code_cells(notebook)
-    if code and "parameters" not in _tags(code[0]):
-        yield "its first code cell is not the parameters cell"
-    if code and not re.search(r"\.save\(\)", code[-1].source):
-        yield "its last code cell does not call run.save()"
-
-
-def _cells(notebook: Any) -> Iterator[str]:
-    code = code_cells(notebook)
-    checked = [(number, cell) for number, cell in enumerate(code, 1) if CHECKED in _tags(cell)]
-    if not checked:
-        yield f"no cell is tagged {CHECKED}"
-    for number, cell in checked:
-        if not cell.execution_count or not cell.outputs:
-            yield f"checked cell [{number}] has no count or no output, so nbval would compare nothing"
-        saves = re.search(r"(?<!\btorch)\.save\(", cell.source)  # torch.save() shows nothing
-        if any(set(output.get("data", {})) - {"text/plain"} for output in cell.outputs) or saves:
-            yield f"checked cell [{number}] shows more than text, which differs from run to run"
-        printed = "".join(output.get("text", "") for output in cell.outputs)
-        if not all(line.startswith("PASS ") for line in printed.splitlines()):
-            yield f"checked cell [{number}] prints something else than lines that begin with PASS"
-    if any(publishing.WIDGET_VIEW in output.get("data", {}) for cell in code for output in cell.outputs):
-        yield "a cell shows a widget that is gone"
-    if any(not cell.source.strip() for cell in code):
-        yield "a code cell is empty"
-
-
-def _metadata(notebook: Any) -> Iterator[str]:
-    if notebook.metadata.get("kernelspec", {}).get("name") != "python3":
-        yield "its kernel is not python3"
-    if stray := set(notebook.metadata) - {"kernelspec", "language_info"}:
-        yield f"its metadata holds {', '.join(sorted(stray))}"
-    for number, cell in enumerate(notebook.cells):
-        if stray := (set(cell.metadata) - KEPT) | (_tags(cell) & STRAY_TAGS):
-            yield f"cell {number} has the metadata or tag {', '.join(sorted(stray))}"
-
-
-def _prose(notebook: Any) -> Iterator[str]:
-    for number, cell in enumerate(notebook.cells):
-        if cell.cell_type == "markdown":
-            for found in hand_typed_speedups(cell.source):
-                yield f'cell {number} states a speed-up by hand, "{found}": draw it from a record'
 
 
 # ---- small notebooks ----
@@ -198,8 +140,8 @@ def whole(path: Path, body: str = "total = 1 + 2") -> Path:
 
 def executed(path: Path) -> Path:
     """Write a notebook in the full anatomy as a run of it would have left it, without starting a kernel."""
-    notebook = nbformat.read(whole(path), as_version=4)
-    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    notebook = read_notebook(whole(path))
+    cells = code_cells(notebook)
     for count, cell in enumerate(cells, 1):
         cell.execution_count = count
     cells[-2].outputs = [new_output("stream", text="PASS both orders agree\n")]

@@ -12,16 +12,12 @@ FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
 SCRIPTS = sorted(path for path in FOLDER.glob("*.py") if path.stem not in ("common", "notebook_hang"))
 
 
-def run(script, *arguments):
-    environment = os.environ | {"PYTHONPATH": str(FOLDER.parent)}
-    command = [sys.executable, str(script), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_a_benchmark_prints_each_figure_with_limit_and_verdict(script):
-    done = run(script, "--quick")
+    environment = os.environ | {"PYTHONPATH": str(FOLDER.parent)}
+    command = [sys.executable, str(script), "--quick"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     lines = [line for line in done.stdout.splitlines() if ", limit " in line]
     assert lines and done.returncode == any(line.endswith("missed") for line in lines), done.stderr[-2000:]
     for line in lines:

@@ -1,12 +1,10 @@
 """The Makefile: values arrive as typed, a set-up is made once and resumed, a notebook stops at its first failure."""
 
-import ast
 import os
 import re
 import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import nbformat
@@ -41,23 +39,12 @@ def climb(tmp_path):
     return run
 
 
-@pytest.mark.parametrize(
-    ("variable", "option"),
-    [
-        ("DATA", "--data-dir"),
-        ("LABEL_PATTERN", "--label-pattern"),
-        ("TEST_PATTERN", "--test-pattern"),
-        ("LABELS", "--labels"),
-        ("BUDGET", "--budget"),
-        ("OUT", "--out"),
-    ],
-)
-@pytest.mark.parametrize("value", [r"^(\d)_", r"_[0-4]\.wav$", "$HOME $(shell id) ${x", "a 'b' \"c\", `d`;#*"])
-def test_make_hands_values_to_speedkit_as_typed(climb, variable, option, value):
-    arguments = climb(f"{variable}={value}")
-    assert arguments[:2] == ["climb", "audio"]
-    assert arguments[arguments.index(option) + 1] == value
-    assert len(arguments) == (4 if variable == "OUT" else 6)
+@pytest.mark.parametrize("value", [r"^(\d)_[0-4]\.wav$", "$HOME $(shell id) ${x", "a 'b' \"c\", `d`;#*"])
+def test_make_hands_values_to_speedkit_as_typed(climb, value):
+    names = ("OUT", "DATA", "LABELS", "LABEL_PATTERN", "TEST_PATTERN", "BUDGET")
+    options = ("--out", "--data-dir", "--labels", "--label-pattern", "--test-pattern", "--budget")
+    arguments = climb(*(f"{name}={value}" for name in names))
+    assert arguments == ["climb", "audio", *(word for option in options for word in (option, value))]
 
 
 def test_make_climb_without_variables_writes_to_a_new_folder_of_runs(climb):
@@ -100,69 +87,56 @@ def test_setup_without_a_fitting_python_says_what_to_do(clone):
 BACKEND = """
 import zipfile
 def build_editable(folder, config_settings=None, metadata_directory=None):
-    name = "speedkit-0.1-py3-none-any.whl"
-    write_wheel(f"{folder}/{name}", "speedkit", "0.1")
+    info, name = "speedkit-0.1.dist-info", "speedkit-0.1-py3-none-any.whl"
+    files = {
+        "greet.py": "def main(): print('here')",
+        f"{info}/METADATA": "Metadata-Version: 2.1\\nName: speedkit\\nVersion: 0.1\\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\\nGenerator: test\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n",
+        f"{info}/entry_points.txt": "[console_scripts]\\nspeedkit = greet:main\\n",
+    }
+    files[f"{info}/RECORD"] = "".join(f"{file},,\\n" for file in (*files, f"{info}/RECORD"))
+    with zipfile.ZipFile(f"{folder}/{name}", "w") as wheel:
+        for file, text in files.items():
+            wheel.writestr(file, text)
     return name
 """
 
 
-def write_wheel(path: str, name: str, version: str) -> None:
-    """Write an installable package with one module and one command."""
-    info = f"{name}-{version}.dist-info"
-    files = {
-        f"{name}.py": "def main(): print('here')\n",
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
-        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        f"{info}/entry_points.txt": f"[console_scripts]\n{name} = {name}:main\n",
-    }
-    with zipfile.ZipFile(path, "w") as wheel:
-        for file, text in files.items():
-            wheel.writestr(file, text)
-        wheel.writestr(f"{info}/RECORD", "".join(f"{file},,\n" for file in (*files, f"{info}/RECORD")))
-
-
 @pytest.mark.slow
 def test_interrupted_setup_is_resumed_and_a_moved_clone_is_set_up_anew(clone, tmp_path):
-    source = Path(__file__).read_text()
-    helper = ast.get_source_segment(
-        source,
-        next(
-            node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == "write_wheel"
-        ),
-    )
-    (clone / "backend.py").write_text(f"{BACKEND}\n{helper}\n")
+    (clone / "backend.py").write_text(BACKEND)
     (clone / "pyproject.toml").write_text(
         '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
     )
-    (clone / "requirements.lock").write_text("tiny==1.0\n")
-    write_wheel(str(tmp_path / "tiny-1.0-py3-none-any.whl"), "tiny", "1.0")
-    offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": tmp_path.as_uri(), "PIP_CONFIG_FILE": os.devnull}
-    python = f"PYTHON={sys.executable}"
+    offline = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull}
 
-    def works(folder: Path) -> bool:
-        commands = (folder / ".venv" / "bin" / name for name in ("tiny", "speedkit"))
-        return all(subprocess.run([command], capture_output=True, text=True).stdout == "here\n" for command in commands)
+    def setup(folder: Path, lock: str = "") -> str:
+        (folder / "requirements.lock").write_text(lock)
+        done = make("setup", f"PYTHON={sys.executable}", folder=folder, **offline)
+        assert (done.returncode == 0) == stamp(folder).exists() == (not lock), done.stderr
+        assert lock or subprocess.check_output([folder / ".venv" / "bin" / "speedkit"], text=True) == "here\n"
+        return done.stdout + done.stderr
 
-    first = make("setup", python, folder=clone, **offline)
-    assert first.returncode == 0, first.stderr
-    assert "6 GB" in first.stdout and works(clone) and stamp(clone).exists()
-    assert "up to date" in (second := make("setup", python, folder=clone).stdout) or "Nothing to be done" in second
+    assert "6 GB" in setup(clone)
+    assert "6 GB" not in setup(clone), "nothing is left to install"
 
     # As a kill in the middle of a package leaves it: its files are there, its command and pip's own marks are not.
     stamp(clone).unlink()
-    (information,) = clone.glob(".venv/lib/python3*/site-packages/tiny-1.0.dist-info")
+    [information] = clone.glob(".venv/lib/python3*/site-packages/speedkit-0.1.dist-info")
     (information / "INSTALLER").unlink()
-    (clone / ".venv" / "bin" / "tiny").unlink()
-    assert make("setup", python, folder=clone, **offline).returncode == 0 and works(clone)
+    (clone / ".venv" / "bin" / "speedkit").unlink()
+    setup(clone)
+    assert "run make again" in setup(clone, lock="absent==1.0\n")
+    setup(clone.rename(tmp_path / "elsewhere"))
 
-    # A failed installation leaves no mark of success, and says how to go on.
-    (clone / "requirements.lock").write_text("absent==1.0\n")
-    failed = make("setup", python, folder=clone, **offline)
-    assert failed.returncode != 0 and "run make again" in failed.stderr and not stamp(clone).exists()
 
-    (clone / "requirements.lock").write_text("tiny==1.0\n")
-    moved = clone.rename(tmp_path / "elsewhere")
-    assert make("setup", python, folder=moved, **offline).returncode == 0 and works(moved)
+def test_ci_runs_everything_once():
+    done = make("-n", "test", "test-all", "STAMP=pyproject.toml")
+    lines = [line for line in done.stdout.splitlines() if "pytest" in line or "ruff" in line]
+    assert len(lines) == len(set(lines)) == 6, done.stdout + done.stderr
+    notebooks = re.findall(r"notebooks/\w+\.ipynb", done.stdout)
+    assert sorted(notebooks) == sorted(f"notebooks/{path.name}" for path in ROOT.glob("notebooks/*.ipynb"))
+    assert "make test test-all" in (ROOT / ".ci" / "run").read_text()
 
 
 def test_a_notebook_stops_at_its_first_failure_and_the_others_go_on(tmp_path):

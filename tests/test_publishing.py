@@ -1,33 +1,21 @@
 """Publishing: what is written, refused, left alone and taken in; the status and the README, drawn from records."""
 
-import json
 import os
-import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import check_notebooks
 import nbformat
 import pytest
-import torch
 from check_notebooks import contract_problems
 
-from speedkit.errors import UsageError
+from speedkit.errors import SpeedkitError, UsageError
 from speedkit.files import read_json, write_json
 from speedkit.hardware import this_machine
-from speedkit.measure.record import record_of
-from speedkit.publishing import (
-    device_slug,
-    import_published,
-    is_stale,
-    publish,
-    readme_text,
-    status_table,
-    update_readme,
-)
+from speedkit.measure import provenance
+from speedkit.measure.record import code_cells, read_notebook, record_of
+from speedkit.publishing import device_slug, import_published, is_stale, publish, readme_text, update_readme
 
-ROOT = Path(__file__).resolve().parent.parent
 HERE = device_slug(this_machine().as_dict())
 
 
@@ -35,28 +23,35 @@ HERE = device_slug(this_machine().as_dict())
 def folder(tmp_path, monkeypatch):
     """A folder of notebooks that nobody has run: one in order, and one that fails."""
     notebooks = tmp_path / "notebooks"
-    (notebooks / "records").mkdir(parents=True)
+    (notebooks / "records" / HERE).mkdir(parents=True)
     check_notebooks.whole(notebooks / "21_tiny.ipynb")
     check_notebooks.whole(notebooks / "22_bad.ipynb", "raise RuntimeError('no luck')")
     monkeypatch.setenv("SPEEDKIT_NOTEBOOKS", str(notebooks))
+    monkeypatch.setattr(provenance, "PACKAGE", tmp_path)  # a package that no commit holds
     monkeypatch.chdir(tmp_path)
     return notebooks
 
 
 def run(names, **options):
-    return [(outcome.name, outcome.state) for outcome in publish(names, allow_changes=True, **options)]
+    return [(outcome.name, outcome.state) for outcome in publish(names, **options)]
 
 
-def edit(path, index, source):
-    notebook = nbformat.read(path, as_version=4)
-    [cell for cell in notebook.cells if cell.cell_type == "code"][index].source = source
+def edit(path, source):
+    notebook = read_notebook(path)
+    code_cells(notebook)[2].source = source
     nbformat.write(notebook, path)
 
 
-def test_machines_have_readable_folders():
-    assert device_slug({"gpu": "NVIDIA H200", "cpu": "x", "cores": 16}) == "nvidia-h200"
-    assert device_slug({"gpu": "", "cpu": "Intel(R) Xeon(R) CPU @ 2.80GHz", "cores": 2}) == "cpu-intel-xeon-2-cores"
-    assert device_slug({"cpu": "AMD EPYC 7763 64-Core Processor", "cores": 4}) == "cpu-amd-epyc-7763-4-cores"
+@pytest.mark.parametrize(
+    ("machine", "slug"),
+    [
+        ({"gpu": "NVIDIA H200", "cpu": "x", "cores": 16}, "nvidia-h200"),
+        ({"gpu": "", "cpu": "Intel(R) Xeon(R) CPU @ 2.80GHz", "cores": 2}, "cpu-intel-xeon-2-cores"),
+        ({"cpu": "AMD EPYC 7763 64-Core Processor", "cores": 4}, "cpu-amd-epyc-7763-4-cores"),
+    ],
+)
+def test_machines_have_readable_folders(machine, slug):
+    assert device_slug(machine) == slug
 
 
 def test_publishing_keeps_what_worked_and_goes_on_where_it_stopped(folder, monkeypatch):
@@ -66,30 +61,19 @@ def test_publishing_keeps_what_worked_and_goes_on_where_it_stopped(folder, monke
 
     published, record = folder / "21_tiny.ipynb", read_json(folder / "records" / HERE / "21_tiny.json")
     assert contract_problems(published) == [] and not is_stale(published)
-    assert record == record_of(nbformat.read(published, as_version=4))
+    assert record == record_of(read_notebook(published))
     assert record["profile"] != "smoke" and os.environ["SPEEDKIT_PROFILE"] == "smoke"
-    assert "papermill" not in published.read_text()
     assert (folder / "22_bad.ipynb").read_bytes() == bad
     assert "no luck" in Path("runs/publish/22_bad.failed.ipynb").read_text()
     assert sorted(path.name for path in folder.iterdir()) == ["21_tiny.ipynb", "22_bad.ipynb", "records"]
 
-    before = published.read_bytes()
-    assert run(["21"]) == [("21_tiny", "current")] and published.read_bytes() == before
-    edit(published, 2, "# Of a comment nothing depends.\ntotal = 1 + 2")
+    edit(published, "# Of a comment nothing depends.\ntotal = 1 + 2")
     assert run(["21"]) == [("21_tiny", "current")]
-    edit(published, 2, "total = 1 + 2 + 3")
-    assert is_stale(published) and "**stale**: its code changed after" in status_table(folder)
-    assert run(["21"], budget_s=1e-9) == [("21_tiny", "left")]
-    assert run(["21"]) == [("21_tiny", "published")]
-    assert not is_stale(published)
-
-
-def test_a_workload_adds_a_record_and_leaves_the_notebook(folder):
-    before = (folder / "21_tiny.ipynb").read_bytes()
-    assert run(["21"], workload="image") == [("21_tiny-image", "published")]
-    assert (folder / "21_tiny.ipynb").read_bytes() == before
+    before = published.read_bytes()
+    assert run(["21"], workload="image") == [("21_tiny-image", "published")] and published.read_bytes() == before
     assert read_json(folder / "records" / HERE / "21_tiny-image.json")["parameters"]["workload"] == "image"
-    assert run(["21"], workload="image") == [("21_tiny-image", "current")]
+    edit(published, "total = 1 + 2 + 3")
+    assert is_stale(published) and run(["21"], budget_s=1e-9) == [("21_tiny", "left")]
 
 
 def test_all_begins_with_the_climb_on_every_workload_and_ends_with_what_shows_the_others(folder):
@@ -100,112 +84,46 @@ def test_all_begins_with_the_climb_on_every_workload_and_ends_with_what_shows_th
     assert run(None, budget_s=1e-9) == [(name, "left") for name in order]
 
 
-COMMITTED = """
-import sys
-from speedkit.errors import SpeedkitError
-from speedkit.publishing import publish
-try:
-    publish(["21"])
-except SpeedkitError as error:
-    sys.exit(str(error))
-"""
-
-
-def test_changes_since_the_commit_are_refused(folder, tmp_path):
-    repository = tmp_path / "repository"
-    shutil.copytree(ROOT / "speedkit", repository / "speedkit", ignore=shutil.ignore_patterns("__pycache__"))
-    git = ["git", "-C", str(repository), "-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
-    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "--no-verify", "-m", "first"]):
+def test_changes_since_the_commit_are_refused(folder, monkeypatch, tmp_path):
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
+    package = tmp_path / "speedkit"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    for command in (["init", "-q"], ["add", "speedkit"], ["commit", "-q", "--no-verify", "-m", "first"]):
         subprocess.run([*git, *command], check=True)
-    with (repository / "speedkit" / "errors.py").open("a") as stream:
-        stream.write("\nCHANGED = True\n")
-    done = subprocess.run(
-        [sys.executable, "-c", COMMITTED],
-        env={**os.environ, "PYTHONPATH": str(repository)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 1 and "the package differs from commit" in done.stderr and done.stdout == ""
+    monkeypatch.setattr(provenance, "PACKAGE", package)
+    assert publish([]) == []
+    (package / "__init__.py").write_text("changed = True\n")
+    with pytest.raises(SpeedkitError, match="the package differs from commit"):
+        publish([])
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_busy_gpu_is_refused(folder):
-    source = (
-        "import torch\na = torch.randn(8192, 8192, device='cuda')\nb = a @ a\ntorch.cuda.synchronize()\n"
-        "print('on', flush=True)\nwhile True:\n    b = a @ a\n    torch.cuda.synchronize()"
-    )
-    busy = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE)
-    try:
-        assert busy.stdout is not None and busy.stdout.readline() == b"on\n"
-        for _ in range(30):  # utilisation is an average over up to a second
-            try:
-                publish([], allow_changes=True)
-            except Exception as error:
-                assert "is busy" in str(error)
-                break
-        else:
-            pytest.fail("a busy GPU was not noticed")
-    finally:
-        busy.kill()
-        busy.wait()
-
-
-# ---- import ----
-
-
-@pytest.fixture()
-def parcel(folder, tmp_path):
-    """What a publication elsewhere wrote: a notebook and two records; the notebooks here are the same, and not run."""
+def test_import_takes_outputs_and_records_and_refuses_what_does_not_fit(folder, tmp_path):
     away = tmp_path / "away"
-    check_notebooks.executed(away / "21_tiny.ipynb")
-    record = record_of(nbformat.read(away / "21_tiny.ipynb", as_version=4))
-    (away / "records" / HERE).mkdir(parents=True)
-    for name in ("21_tiny", "21_tiny-image"):
-        write_json(away / "records" / HERE / f"{name}.json", record)
-    return away
-
-
-def states(away, into):
-    return {outcome.name: (outcome.state, outcome.why) for outcome in import_published(away, into)}
-
-
-def test_import_takes_outputs_and_records(parcel, folder):
-    edit(folder / "21_tiny.ipynb", 2, "# explained better here\ntotal = 1 + 2")
-    assert {state for state, _ in states(parcel, folder).values()} == {"published"}
+    record = record_of(read_notebook(check_notebooks.executed(away / "21_tiny.ipynb")))
+    edit(folder / "21_tiny.ipynb", "# explained better here\ntotal = 1 + 2")
+    check_notebooks.executed(away / "22_bad.ipynb")  # of other code than here
+    for place in (away, folder):
+        check_notebooks.whole(place / "23_idle.ipynb")
+    for name, changes in {"21_tiny": {}, "21_tiny-old": {"code_sha256": "0" * 64}, "33_other": {}}.items():
+        (away / "records" / HERE).mkdir(parents=True, exist_ok=True)
+        write_json(away / "records" / HERE / f"{name}.json", record | changes)
+    (away / "records" / HERE / "21_tiny-torn.json").write_text('{"schema": 1')
+    found = {Path(outcome.name).name: (outcome.state, outcome.why) for outcome in import_published(away, folder)}
+    assert {name for name, (state, _) in found.items() if state == "published"} == {"21_tiny.json", "21_tiny.ipynb"}
+    for name, says in {
+        "21_tiny-old.json": "another version",
+        "33_other.json": "another version of 33_other",
+        "21_tiny-torn.json": "cannot be read",
+        "22_bad.ipynb": "another version",
+        "23_idle.ipynb": "not to its end",
+    }.items():
+        assert found[name][0] == "failed" and says in found[name][1], found[name]
     assert contract_problems(folder / "21_tiny.ipynb") == [] and not is_stale(folder / "21_tiny.ipynb")
     assert "explained better here" in (folder / "21_tiny.ipynb").read_text(), "only outputs come in"
-    assert sorted(path.name for path in (folder / "records" / HERE).iterdir()) == ["21_tiny-image.json", "21_tiny.json"]
-
-
-def test_import_refuses_what_does_not_fit_and_takes_the_rest(parcel, folder):
-    records = parcel / "records" / HERE
-    record = read_json(records / "21_tiny.json")
-    write_json(records / "21_tiny-old.json", {**record, "code_sha256": "0" * 64})
-    write_json(records / "21_tiny-half.json", {key: record[key] for key in ("schema", "notebook")})
-    write_json(records / "33_other.json", record)
-    (records / "21_tiny-torn.json").write_text('{"schema": 1')
-    edit(parcel / "21_tiny.ipynb", 2, "total = 1 + 2 + 4")
-    check_notebooks.whole(parcel / "22_bad.ipynb")
-    found = states(parcel, folder)
-    here = f"records/{HERE}"
-    assert [name for name, (state, _) in found.items() if state == "published"] == [
-        f"{here}/21_tiny-image.json",
-        f"{here}/21_tiny.json",
-    ]
-    for name, says in {
-        f"{here}/21_tiny-old.json": "another version",
-        f"{here}/21_tiny-half.json": "is not valid",
-        f"{here}/33_other.json": "another version of 33_other",
-        f"{here}/21_tiny-torn.json": "cannot be read",
-        "21_tiny.ipynb": "its code was changed since",
-        "22_bad.ipynb": "not to its end",
-    }.items():
-        assert found[name][0] == "failed" and says in found[name][1], name
-    assert nbformat.read(folder / "21_tiny.ipynb", as_version=4).cells[2].execution_count is None
+    assert [path.name for path in (folder / "records" / HERE).iterdir()] == ["21_tiny.json"]
     with pytest.raises(UsageError, match="holds no notebooks or records"):
-        import_published(folder / "records" / HERE, folder)
+        import_published(folder / "records", folder)
 
 
 # ---- status and README ----
@@ -222,27 +140,24 @@ after
 
 
 def test_readme_shows_what_is_recorded_and_lists_what_is_stale(folder, tmp_path):
-    readme = tmp_path / "README.md"
-    readme.write_text(README)
+    (readme := tmp_path / "README.md").write_text(README)
     path = check_notebooks.executed(folder / "21_tiny.ipynb")
-    record = record_of(nbformat.read(path, as_version=4))
-    (folder / "records" / HERE).mkdir()
+    record = record_of(read_notebook(path))
     verdicts = [(None, "passed"), ("C09", "confirmed"), (None, "passed"), ("C10", "needs_gpu"), ("C01", "needs_gpu")]
     rows = [{"check": "why", "claim": claim, "verdict": verdict} for claim, verdict in verdicts]
     write_json(folder / "records" / HERE / "21_tiny.json", record | {"verdicts": rows})
     update_readme(readme)
     text = readme.read_text()
-    update_readme(readme)
-    assert readme.read_text() == text
-    rows = [line for line in text.splitlines() if line.startswith("| [2")]
-    assert rows[0].startswith("| [21 Tiny](notebooks/21_tiny.ipynb) | A sum does not depend on the order. | ")
-    assert record["created"][:10] in rows[0] and record["versions"]["torch"] in rows[0] and "stale" not in rows[0]
-    assert ", current: 2 of 2 checks passed; confirmed: C09; needs a GPU: C01, C10 |" in rows[0]
-    assert rows[1].endswith("| not run yet |")
+    assert readme_text(readme) == text
+    first, second = (line for line in text.splitlines() if line.startswith("| [2"))
+    assert first.startswith("| [21 Tiny](notebooks/21_tiny.ipynb) | A sum does not depend on the order. | ")
+    assert record["created"][:10] in first and record["versions"]["torch"] in first and "stale" not in first
+    assert ", current: 2 of 2 checks passed; confirmed: C09; needs a GPU: C01, C10 |" in first
+    assert second.endswith("| not run yet |")
     assert "No climb is published yet." in text and "old" not in text.splitlines()
     assert text.startswith("# x\n") and text.endswith("after\n") and "\nbetween\n" in text
 
-    edit(path, 2, "total = 7")
+    edit(path, "total = 7")
     assert "**stale**: its code changed after" in readme_text(readme)
     readme.write_text("# x\n<!-- generated:status -->\n")
     with pytest.raises(UsageError, match="<!-- /generated:status -->"):
@@ -250,10 +165,8 @@ def test_readme_shows_what_is_recorded_and_lists_what_is_stale(folder, tmp_path)
 
 
 def test_the_ladder_s_figures_are_the_climb_s(folder, tmp_path):
-    readme = tmp_path / "README.md"
-    readme.write_text(README)
-    path = check_notebooks.whole(folder / "90_climb.ipynb")
-    record = check_notebooks.a_record("90_climb", path)
+    (readme := tmp_path / "README.md").write_text(README)
+    record = check_notebooks.a_record("90_climb", check_notebooks.whole(folder / "90_climb.ipynb"))
     record |= {
         "speedup": {"ratio": 4.125, "low": 4.0, "high": 4.25},
         "speedup_careful": None,
@@ -261,14 +174,10 @@ def test_the_ladder_s_figures_are_the_climb_s(folder, tmp_path):
         "step_s": {"baseline": 0.4, "final": 0.1},
         "workload": {"name": "image", "train": 8, "test": 4},
     }
-    (folder / "records" / HERE).mkdir()
     write_json(folder / "records" / HERE / "90_climb-image.json", record)
     update_readme(readme)
-    text, figure = readme.read_text(), (folder / "records" / "ladder.svg").read_bytes()
-    update_readme(readme)
-    assert readme.read_text() == text and (folder / "records" / "ladder.svg").read_bytes() == figure
-    assert "(notebooks/records/ladder.svg)" in text
+    text = readme.read_text()
+    assert "(notebooks/records/ladder.svg)" in text and (folder / "records" / "ladder.svg").exists()
     assert "| image | 4.12x (4.00 to 4.25) | not measured | " in text and "stale" not in text
-    record["code_sha256"] = "0" * 64
-    (folder / "records" / HERE / "90_climb-image.json").write_text(json.dumps(record))
+    write_json(folder / "records" / HERE / "90_climb-image.json", record | {"code_sha256": "0" * 64})
     assert ", **stale** |" in readme_text(readme)

@@ -13,8 +13,8 @@ from tiny import points
 from torch import nn
 
 from speedkit import fit, load_workload
-from speedkit.commands import deploy as command
-from speedkit.commands import read_trained
+from speedkit.cli import deploy as command
+from speedkit.cli import find_trained
 from speedkit.deploy import export
 from speedkit.deploy.quantize import METHODS, exported, held, quantized_share, why_not
 from speedkit.errors import SpeedkitError, UsageError
@@ -225,7 +225,7 @@ def test_a_checkpoint_of_something_else_is_refused(trained, monkeypatch, other):
     monkeypatch.setattr(tiny, "fewer", lambda: points(train=95), raising=False)
     monkeypatch.setattr(tiny, "wider", lambda: points(hidden=17), raising=False)
     with pytest.raises(UsageError, match="does not fit: it is of workload points with 96 training items"):
-        read_trained(trained[1], other, {"size": "tiny", "clips": 30} if other == "audio" else {})
+        find_trained(trained[1], other, {"size": "tiny", "clips": 30} if other == "audio" else {})
 
 
 def test_a_damaged_checkpoint_is_refused(trained, tmp_path):
@@ -233,4 +233,4 @@ def test_a_damaged_checkpoint_is_refused(trained, tmp_path):
     for damaged in (whole[:-100], whole[:300] + bytes([whole[300] ^ 1]) + whole[301:], b""):
         (tmp_path / "damaged.pt").write_bytes(damaged)
         with pytest.raises(SpeedkitError, match=r"damaged.pt cannot be read"):
-            read_trained(tmp_path / "damaged.pt", None, {})
+            find_trained(tmp_path / "damaged.pt", None, {})

@@ -1,8 +1,8 @@
 """What holds the repository together: versions, words that must not appear, layers and sizes."""
 
 import ast
+import contextlib
 import csv
-import re
 import subprocess
 import sys
 import tomllib
@@ -32,7 +32,7 @@ LAYERS = (
     {"deploy"},
     {"ladder", "climb_state", "trials", "proof", "climb"},
     {"show"},
-    {"notebooks", "publishing", "commands", "cli", "__main__"},
+    {"notebooks", "publishing", "options", "cli", "__main__"},
 )
 PAGES = {"speedkit.train.loop.train", "speedkit.train.setup.setup_run"}  # read from top to bottom, stage by stage
 
@@ -40,58 +40,38 @@ PAGES = {"speedkit.train.loop.train", "speedkit.train.setup.setup_run"}  # read 
 # ---- versions ----
 
 
-def locked() -> dict[str, Requirement]:
-    """Return each pin of requirements.lock by its canonical name."""
+@pytest.fixture(scope="module")
+def pins() -> dict[str, Requirement]:
+    """Each pin of requirements.lock by its canonical name."""
     lines = [line for line in (ROOT / "requirements.lock").read_text().splitlines() if line and line[0] != "#"]
-    pins = [Requirement(line) for line in lines]
-    names = [canonicalize_name(pin.name) for pin in pins]
+    found = [Requirement(line) for line in lines]
+    names = [canonicalize_name(pin.name) for pin in found]
     assert len(names) == len(set(names)), "requirements.lock pins a package twice"
-    return dict(zip(names, pins, strict=True))
+    return dict(zip(names, found, strict=True))
 
 
 def version(pin: Requirement) -> Version:
     """Return the one version that `pin` allows."""
-    (specifier,) = pin.specifier
+    [specifier] = pin.specifier
     assert specifier.operator == "==" and pin.url is None, f"requirements.lock: {pin} is not an exact version"
     return Version(specifier.version)
 
 
-def asked() -> list[Requirement]:
-    """Return every requirement of pyproject.toml, those of all extras included."""
-    extras = PROJECT["optional-dependencies"].values()
-    return [Requirement(text) for group in (PROJECT["dependencies"], *extras) for text in group]
-
-
-def test_lock_pins_every_package_to_one_plain_version():
-    for pin in locked().values():
-        assert version(pin).local is None, f"requirements.lock: {pin} is a special build"
-
-
-@pytest.mark.parametrize("requirement", asked(), ids=lambda requirement: requirement.name)
-def test_lock_satisfies_pyproject(requirement):
-    pin = locked().get(canonicalize_name(requirement.name))
-    assert pin is not None, f"{requirement.name} is not in requirements.lock: run make lock"
-    assert version(pin) in requirement.specifier
-    assert pin.marker is None, f"{requirement.name} is pinned for some machines only"
-
-
-def test_lock_leaves_nothing_to_resolve():
-    pins, missing = locked(), []
+def test_lock_pins_what_pyproject_asks_for_and_leaves_nothing_to_resolve(pins):
+    assert not [pin for pin in pins.values() if version(pin).local], "a special build is pinned"
+    groups = (PROJECT["dependencies"], *PROJECT["optional-dependencies"].values())
+    needed = [("pyproject.toml", Requirement(text)) for group in groups for text in group]
     for name in pins:
-        try:
-            needed = requires(name) or []
-        except PackageNotFoundError:  # pinned for another system or Python
-            continue
-        for requirement in map(Requirement, needed):
-            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-                pin = pins.get(canonicalize_name(requirement.name))
-                if pin is None or not requirement.specifier.contains(version(pin), prereleases=True):
-                    missing.append(f"{name} needs {requirement}, locked: {pin}")
-    assert not missing
+        with contextlib.suppress(PackageNotFoundError):  # pinned for another system or Python
+            needed += [(name, requirement) for requirement in map(Requirement, requires(name) or [])]
+    for name, requirement in needed:
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            pin = pins.get(canonicalize_name(requirement.name))
+            fits = pin and requirement.specifier.contains(version(pin), prereleases=True)
+            assert fits, f"{name} needs {requirement}, locked: {pin}; run make lock"
 
 
-def test_torch_family_belongs_together():
-    pins = locked()
+def test_torch_family_belongs_together(pins):
     torch, *others = (version(pins[name]) for name in ("torch", "torchaudio", "torchvision", "torchcodec"))
     minors = [(other.major, other.minor) for other in others]
     # One release number in four counts: torchvision began 15 behind, torchcodec counts from torch 2.0.
@@ -99,73 +79,39 @@ def test_torch_family_belongs_together():
     assert f"torch=={torch}" in str([Requirement(text) for text in requires("torchvision") or []])
 
 
-def test_conda_environment_installs_the_same():
+def test_conda_environment_installs_the_same(pins):
     environment = yaml.safe_load((ROOT / "environment.yml").read_text())
-    (pip,) = (entry["pip"] for entry in environment["dependencies"] if isinstance(entry, dict))
-    conda = {entry.name: entry.specifier for entry in map(Requirement, environment["dependencies"][:-1])}
-    assert environment["name"] == PROJECT["name"]
-    assert pip == ["-r requirements.lock", "-e ."], "all versions come from the lock"
+    *packages, pip = environment["dependencies"]
+    conda = {entry.name: entry.specifier for entry in map(Requirement, packages)}
+    assert pip == {"pip": ["-r requirements.lock", "-e ."]}, "all versions come from the lock"
     assert conda["python"] == SpecifierSet(PROJECT["requires-python"])
-    assert not set(conda) & set(locked()), "a package comes from conda or from the lock, never from both"
-
-
-def test_makefile_takes_the_pythons_of_pyproject():
-    makefile = (ROOT / "Makefile").read_text()
-    lowest, highest = re.findall(r"\((3), (\d+)\)", makefile[makefile.index("fits = ") :].splitlines()[0])
-    allowed = SpecifierSet(PROJECT["requires-python"])
-    accepted = {minor for minor in range(30) if f"3.{minor}" in allowed}
-    assert accepted == set(range(int(lowest[1]), int(highest[1]) + 1))
+    assert not set(conda) & set(pins), "a package comes from conda or from the lock, never from both"
 
 
 # ---- words ----
 
 
-def tracked_texts() -> dict[str, str]:
-    """Return the text of every file that git tracks or would track, by its path in the repository."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True
-    )
-    if listed.returncode:
-        pytest.skip("not a git checkout")
-    texts = {}
-    for name in filter(None, listed.stdout.decode().split("\0")):
-        try:
-            texts[name] = (ROOT / name).read_text(encoding="utf-8")
-        except (UnicodeDecodeError, FileNotFoundError, IsADirectoryError):
-            continue
-    return texts
+HOSTS = r"py[p]i\.org|python[h]osted|anaconda[.]org|download[.]pytorch|npm[j]s"
+INDEX_OPTIONS = r"--(extra-)?index[-]url|--trusted[-]host|https?://[^\s\"']+/simpl[e]\b"
+OWN_PATH = r"(?<![\w.~\-/])/(home|root|work|Users)/\w[\w./-]*"
 
 
-def found(pattern: str) -> list[str]:
-    """Return the places in the repository where `pattern` occurs."""
-    return [
-        f"{name}: {match.group()}" for name, text in tracked_texts().items() for match in re.finditer(pattern, text)
-    ]
+@pytest.mark.parametrize("pattern", [f"(?i)({HOSTS}|{INDEX_OPTIONS})", OWN_PATH], ids=["package index", "own path"])
+def test_no_file_names(pattern):
+    command = ["git", "grep", "--untracked", "-IPe", pattern]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == 1, found.stdout + found.stderr  # 0 where there are any, more where git cannot look
 
 
-def test_no_file_names_a_package_index():
-    hosts = ("py" + "pi.org", "python" + "hosted", "anaconda" + ".org", "download." + "pytorch", "npm" + "js")
-    options = (r"--(?:extra-)?" + r"index-url", r"--trusted" + r"-host", r"https?://[^\s\"']+/" + r"simple\b")
-    assert not found("(?i)" + "|".join((*map(re.escape, hosts), *options)))
-
-
-def test_no_file_holds_a_path_of_somebody_s_machine():
-    assert not found(r"(?<![\w.~\-/])/(?:home|root|work|Users)/\w[\w./-]*")
-
-
-def test_claims_have_their_columns_and_distinct_ids():
+def test_claims_are_figures_or_rules_with_distinct_ids():
     with (ROOT / "notebooks" / "claims.csv").open(newline="", encoding="utf-8") as stream:
         rows = list(csv.DictReader(stream))
     assert list(rows[0]) == ["id", "technique", "plan_field", "metric", "low", "high", "unit", "context", "guide"]
-    assert all(None not in row and None not in row.values() for row in rows), "a row with too many or too few values"
     assert len({row["id"] for row in rows}) == len(rows)
     for row in rows:
-        assert re.fullmatch(r"C\d\d", row["id"]) and row["technique"] and row["metric"]
-        low, high = row["low"], row["high"]
-        if low in ("", "linear"):  # offered with no figure, or in proportion to the number of GPUs
-            assert high == low, row
-        else:
-            assert row["metric"] != "rule" and row["unit"] and float(low) <= float(high), row
+        assert None not in row and None not in row.values(), "a row with too many or too few values"
+        low, high = row["low"], row["high"]  # both empty or "linear" where no figure is promised
+        assert low == high if low in ("", "linear") else row["unit"] and float(low) <= float(high), row
 
 
 # ---- code ----
@@ -173,8 +119,7 @@ def test_claims_have_their_columns_and_distinct_ids():
 
 def modules() -> dict[str, Path]:
     """Return every module of the package by its dotted name; the package's own lazy __init__ is left out."""
-    paths = sorted(PACKAGE.rglob("*.py"))
-    dotted = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in paths}
+    dotted = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in sorted(PACKAGE.rglob("*.py"))}
     return {name.removesuffix(".__init__"): path for name, path in dotted.items() if name != "speedkit.__init__"}
 
 
@@ -182,40 +127,26 @@ def imports(path: Path, known: dict[str, Path]) -> set[str]:
     """Return the modules of the package that `path` loads, anywhere in it: not those that only name its types."""
     names: set[str] = set()
     tree = ast.parse(path.read_text())
-    for block in list(tree.body):
-        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING":
-            tree.body.remove(block)
+    tree.body = [block for block in tree.body if not ast.unparse(block).startswith("if TYPE_CHECKING")]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: a relative import"
             names |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
     return names & set(known)
 
 
 def layer(module: str) -> int:
     """Return the number of the layer that `module` belongs to."""
-    numbers = [number for number, parts in enumerate(LAYERS) if module.split(".")[1] in parts]
-    assert len(numbers) == 1, f"{module} belongs to no layer: put it in LAYERS of this test"
-    return numbers[0]
+    [number] = [number for number, parts in enumerate(LAYERS) if module.split(".")[1] in parts]
+    return number
 
 
-def test_imports_run_one_way():
+def test_imports_run_one_way_and_in_no_circle():
     known = modules()
-    upward = [
-        f"{name} imports {other}"
-        for name, path in known.items()
-        for other in sorted(imports(path, known))
-        if layer(other) > layer(name)
-    ]
-    assert not upward
-
-
-def test_modules_do_not_import_each_other_in_a_circle():
-    known = modules()
-    # Raises CycleError, which names the circle.
-    TopologicalSorter({name: imports(path, known) - {name} for name, path in known.items()}).prepare()
+    graph = {name: imports(path, known) - {name} for name, path in known.items()}
+    assert not [f"{name} imports {other}" for name in graph for other in graph[name] if layer(other) > layer(name)]
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
 def test_package_stays_small():
@@ -225,28 +156,16 @@ def test_package_stays_small():
 
 
 def test_functions_stay_short():
-    long = []
-    for name, path in modules().items():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
-                lines = node.end_lineno - node.lineno + 1
-                if lines > 75 and f"{name}.{node.name}" not in PAGES:
-                    long.append(f"{name}.{node.name}: {lines} lines")
-    assert not long
+    long = {
+        f"{name}.{node.name}"
+        for name, path in modules().items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno >= 75
+    }
+    assert long <= PAGES
 
 
 def test_import_speedkit_loads_no_heavy_library():
-    heavy = {
-        "pydantic",
-        "matplotlib",
-        "pandas",
-        "papermill",
-        "torchaudio",
-        "torchvision",
-        "scipy",
-        "IPython",
-        "nbformat",
-    }
-    code = f"import sys, speedkit; print(*sorted({heavy!r} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == []
+    heavy = "pydantic matplotlib pandas papermill torchaudio torchvision scipy IPython nbformat"
+    code = f"import sys, speedkit; print(*set({heavy.split()}) & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True).split() == []

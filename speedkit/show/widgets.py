@@ -50,7 +50,7 @@ def plan_rows(plan: Plan, hardware: Hardware | None = None, workload: Workload |
 def choices(name: str) -> list[str]:
     """Return the values, as texts, that a dropdown offers for a field of Plan."""
     offered = []
-    for value in (*FIELDS[name].choices, *VALUES):
+    for value in (*FIELDS[name].takes, *VALUES):
         with suppress(PlanError):  # no value of this field
             offered.append(str(getattr(Plan(**{name: value}), name)).lower())
     return offered
