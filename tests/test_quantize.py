@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+import zipfile
 
 import pytest
 import tiny
@@ -104,6 +105,8 @@ def test_the_files_load_without_speedkit_and_without_torchao(tmp_path):
     for method in METHODS:
         paths.append(tmp_path / f"{method}.pt2")
         export.save(model, paths[-1], method, args, calibration=[args])
+        with zipfile.ZipFile(paths[-1]) as archive:
+            assert not any(b".py" in archive.read(name) for name in archive.namelist()), "no path of this machine"
     with torch.no_grad():
         torch.save((args, model(*args)), tmp_path / "expected.pt")
     asked = [sys.executable, "-W", "ignore", "-c", ALONE, *map(str, paths)]

@@ -50,6 +50,9 @@ def save(model: nn.Module, path: Path, method: str, args: Args, **options: Any) 
     `torch.ao.quantization.fx._decomposed` imported before, which registers its operators.
     """
     program = exported(model, method, args, **options)
+    for module in program.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            node.meta.pop("stack_trace", None)  # which names files of this machine
     with atomic(path) as temporary:
         torch.export.save(program, temporary)
     return {

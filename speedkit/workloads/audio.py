@@ -131,5 +131,5 @@ def loss(model: nn.Module, batch: Batch, recipe: Recipe) -> tuple[Tensor, Tensor
     inputs, targets, *mixed = batch
     logits = model(inputs)
     if mixed:
-        targets = mixed_targets(targets, *mixed, logits.shape[1])
+        targets = mixed_targets(targets, mixed, logits.shape[1])
     return F.cross_entropy(logits, targets, label_smoothing=recipe.label_smoothing), logits

@@ -135,7 +135,7 @@ def loss(model: nn.Module, batch: Batch, recipe: Recipe) -> tuple[Tensor, Tensor
     logits = model(inputs)
     log_p = F.log_softmax(logits.float(), dim=1)  # [B, K]
     classes = logits.shape[1]
-    q = mixed_targets(targets, *mixed, classes) if mixed else F.one_hot(targets, classes).float()
+    q = mixed_targets(targets, mixed, classes) if mixed else F.one_hot(targets, classes).float()
     q = torch.lerp(q, torch.full_like(q, 1 / classes), recipe.label_smoothing)
     if recipe.focal_gamma:
         # Away from 0, where a power below 1 has an infinite slope.

@@ -61,8 +61,9 @@ def residual_net(stem: nn.Conv2d, widths: Sequence[int], depth: int) -> nn.Seque
     return nn.Sequential(*layers)
 
 
-def mixed_targets(targets: Tensor, others: Tensor, weight: Tensor, classes: int) -> Tensor:
-    """Return the probabilities [B, K] of a batch that went through mixup: of `targets` with `weight`, else `others`."""
+def mixed_targets(targets: Tensor, mixed: Sequence[Tensor], classes: int) -> Tensor:
+    """Return the probabilities [B, K] of a batch that went through mixup; `mixed` is the other targets and weights."""
+    others, weight = mixed  # [B] each
     one, other = (F.one_hot(labels, classes).float() for labels in (targets, others))
     return torch.lerp(other, one, weight[:, None])
 

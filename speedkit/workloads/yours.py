@@ -55,7 +55,8 @@ def from_dataset(
     return Workload(
         name,
         recipe or Recipe(),
-        *sides,
+        sides[0],
+        sides[1],
         load=load,
         features=torch.Tensor.contiguous,
         target=target,
