@@ -193,12 +193,6 @@ def test_layers_whose_int8_product_a_gpu_refuses_are_those_of_few_rows_and_odd_w
     assert refused_by_gpu(model[2:3], (torch.randn(2, 16, 64),)) == ["2"]
 
 
-def test_a_quantized_model_is_not_quantized_again():
-    for method in ("int8-dynamic", "int8-static"):
-        with pytest.raises(UsageError, match="quantized already"):
-            exported(quantized(method).module(), "int8-dynamic", a_batch(64))
-
-
 def test_a_method_that_finds_nothing_says_what_it_is_for():
     with pytest.raises(UsageError, match="int8-dynamic finds nothing to quantize in ConvNet: products of linear"):
         quantized("int8-dynamic", ConvNet().eval(), a_batch(3, 8, 8))

@@ -1,4 +1,4 @@
-"""A workload of one's own: short files that users write, trained by the command; what is said of what cannot be."""
+"""A workload of one's own: a file that users write, trained by the command; what is said of what cannot be."""
 
 import dataclasses
 import json
@@ -6,9 +6,7 @@ import os
 import subprocess
 import sys
 
-import numpy as np
 import pytest
-import soundfile
 import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
@@ -20,43 +18,6 @@ from speedkit.recipe import Recipe
 from speedkit.train.fit import fit
 from speedkit.workloads import load_workload
 from speedkit.workloads.yours import from_dataset
-
-# Of a folder of class-named subfolders: every function that a workload is made of, written out.
-FOLDER = """
-from functools import partial
-import torch
-from torch import nn
-from speedkit import Recipe
-from speedkit.data.decode import load_audio
-from speedkit.data.sources import find_items
-from speedkit.workloads.workload import Workload
-
-def load(item):
-    return load_audio(item.path, 8000, 4000)
-
-def features(waveform):
-    return torch.stft(waveform, 256, window=torch.hann_window(256), return_complex=True).abs().log1p()
-
-def target(item):
-    return item.label
-
-def model(classes):
-    layers = nn.Conv1d(129, 32, 5), nn.ReLU(), nn.AdaptiveMaxPool1d(1), nn.Flatten(), nn.Linear(32, classes)
-    return nn.Sequential(*layers)
-
-def loss(model, batch, recipe):
-    inputs, targets = batch
-    outputs = model(inputs)
-    return nn.functional.cross_entropy(outputs, targets), outputs
-
-def score(outputs, batch):
-    return (outputs.argmax(dim=1) == batch[1]).float()
-
-def birds(data_dir):
-    found = find_items(data_dir)
-    return Workload("birds", Recipe(batch_size=8, epochs=4, learning_rate=3e-3), found.train, found.test, load,
-                    features, target, partial(model, len(found.classes)), loss, score)
-"""
 
 # Of a model and a data set that exist.
 EXISTING = """
@@ -82,20 +43,6 @@ def speedkit(folder, *words):
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     environment.pop("PYTHONPATH", None)
     return subprocess.run([command, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
-
-
-def test_a_folder_of_class_named_subfolders_is_trained_by_the_command(tmp_path):
-    (tmp_path / "birds.py").write_text(FOLDER)
-    noise = np.random.default_rng(0)
-    for name, pitch in (("low", 300), ("high", 1500)):
-        (tmp_path / "sounds" / name).mkdir(parents=True)
-        for index in range(12):
-            wave = np.sin(2 * np.pi * pitch * np.arange(4000) / 8000) + noise.normal(0, 0.3, 4000)
-            soundfile.write(tmp_path / "sounds" / name / f"{index}.wav", wave / 4, 8000)
-    done = speedkit(tmp_path, "train", "birds:birds", "--data-dir", "sounds", "--out", "run", "--cache", "ram")
-    assert done.returncode == 0, done.stderr
-    history = json.loads((tmp_path / "run" / "history.json").read_text())
-    assert history["workload"] == "birds" and history["evaluation"]["value"] == 1.0 and history["fallbacks"] == []
 
 
 def test_a_model_and_data_set_that_exist_are_trained_by_the_command(tmp_path):

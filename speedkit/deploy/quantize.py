@@ -39,11 +39,8 @@ def exported(
 
     `args` are the tensors [B, ...] of a batch of 2 or more, by position; `calibration` are such tuples of training
     items, from which "int8-static" takes its scales. With `varies` their other dimensions may change too. `model` stays
-    as it is. Raises UsageError where it is quantized already, where nothing in it can be, and without torchao.
+    as it is. Raises UsageError where nothing in it can be quantized, and without torchao.
     """
-    tensors = [*model.parameters(), *model.buffers()]
-    if any(tensor.dtype in ONE_BYTE or type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors):
-        raise UsageError("this model is quantized already: give the float32 model that it was made from")
     shapes = tuple(dict.fromkeys(range(tensor.dim() if varies else 1), Dim.AUTO) for tensor in args)
     model = copy.deepcopy(model).eval()
     if method == "none":

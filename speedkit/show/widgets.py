@@ -39,13 +39,13 @@ def plan_rows(plan: Plan, hardware: Hardware | None = None, workload: Workload |
     ]
 
 
-def choices(name: str, chosen: Any) -> list[str]:
-    """Return the values, as texts, that a dropdown offers for a field of Plan, the `chosen` one among them."""
-    offered = [chosen, *FIELDS[name].choices]
-    for value in VALUES:
+def choices(name: str) -> list[str]:
+    """Return the values, as texts, that a dropdown offers for a field of Plan."""
+    offered = []
+    for value in (*FIELDS[name].choices, *VALUES):
         with suppress(PlanError):  # no value of this field
-            offered.append(getattr(Plan(**{name: value}), name))
-    return list(dict.fromkeys(str(value).lower() for value in offered))
+            offered.append(str(getattr(Plan(**{name: value}), name)).lower())
+    return offered
 
 
 class PlanPanel(ipywidgets.VBox):
@@ -58,24 +58,23 @@ class PlanPanel(ipywidgets.VBox):
     def __init__(
         self,
         workload: Workload | None = None,
-        plan: Plan | None = None,
         *,
         hardware: Hardware | None = None,
         recipe: Recipe | None = None,
         seconds: float = 5.0,
     ):
         self.workload, self.hardware, self.recipe = workload, hardware or this_machine(), recipe
-        self.plan, self.seconds = plan or Plan(), seconds
+        self.plan, self.seconds = Plan(), seconds
         self.rows: list[dict[str, Any]] = []  # as a record's `measurements`
         self.fields = {
             name: ipywidgets.Dropdown(
-                options=choices(name, value),
-                value=str(value).lower(),
+                options=choices(name),
+                value=str(field.default).lower(),
                 description=name,
-                tooltip=FIELDS[name].help,
+                tooltip=field.help,
                 style={"description_width": "11em"},
             )
-            for name, value in vars(self.plan).items()
+            for name, field in FIELDS.items()
         }
         grid = ipywidgets.GridBox([*self.fields.values()], layout={"grid_template_columns": "repeat(auto-fill, 26em)"})
         told = ipywidgets.interactive_output(self.choose, self.fields)
