@@ -283,6 +283,8 @@ def deploy(checkpoint: Path, workload: str | None, out: Path, **values: Any) -> 
     quality = "{metric} {before:.4f}, now {after:.4f} on {n} test items: a drop of {drop:.4f} ({low:.4f} to {high:.4f})"
     click.echo(quality.format(**facts["quality"]))
     click.echo("{size_bytes} bytes for {float32_size_bytes}; {quantized_share:.1%} has 8 bits".format(**facts))
+    if layers := facts["left_in_float32"]:
+        click.echo(f"left in float32, since a GPU refuses the INT8 product of their shapes: {', '.join(layers)}")
     for row in facts["measurements"]:
         click.echo("{name}: {ratio:.2f} ({low:.2f} to {high:.2f}) times as fast as {a}".format(**row))
     click.echo(f"{export.MODEL} and {export.FACTS} in {out}")

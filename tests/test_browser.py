@@ -175,16 +175,6 @@ def test_plan_panel_tells_and_measures(page, lab):
     changes(page, picture, measure.click)
 
 
-def test_explorer_shows_another_record_and_fewer_pairs(page, lab):
-    run_all(page, lab, write(lab[1], "explorer", "widgets.explorer()"))
-    picture, table = page.locator("img:visible"), page.locator("table.dataframe")
-    picture.wait_for()
-    before = table.inner_text()
-    dropdown(page, "notebook").select_option("21_mixed_precision")
-    until(lambda: page.wait_for_timeout(200) or table.inner_text() != before, lambda: "the table stays the same")
-    changes(page, picture, lambda: page.locator(".noUi-handle").press("ArrowLeft"))
-
-
 def test_explorer_in_a_notebook_of_the_repository(page, lab):
     path = Path(shutil.copy(ROOT / "notebooks" / "01_measure.ipynb", lab[1]))
     run_all(page, lab, path)

@@ -1,4 +1,4 @@
-"""A workload of one's own: short files that users write, trained by the command; what is said of what cannot be."""
+"""A workload of one's own: a file that users write, trained by the command; what is said of what cannot be."""
 
 import dataclasses
 import json
@@ -6,57 +6,18 @@ import os
 import subprocess
 import sys
 
-import numpy as np
 import pytest
-import soundfile
 import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from speedkit.errors import SpeedkitError, UsageError
+from speedkit.errors import UsageError
 from speedkit.hardware import this_machine
 from speedkit.plan import Plan, resolve
 from speedkit.recipe import Recipe
 from speedkit.train.fit import fit
 from speedkit.workloads import load_workload
 from speedkit.workloads.yours import from_dataset
-
-# Of a folder of class-named subfolders: every function that a workload is made of, written out.
-FOLDER = """
-from functools import partial
-import torch
-from torch import nn
-from speedkit import Recipe
-from speedkit.data.decode import load_audio
-from speedkit.data.sources import find_items
-from speedkit.workloads.workload import Workload
-
-def load(item):
-    return load_audio(item.path, 8000, 4000)
-
-def features(waveform):
-    return torch.stft(waveform, 256, window=torch.hann_window(256), return_complex=True).abs().log1p()
-
-def target(item):
-    return item.label
-
-def model(classes):
-    layers = nn.Conv1d(129, 32, 5), nn.ReLU(), nn.AdaptiveMaxPool1d(1), nn.Flatten(), nn.Linear(32, classes)
-    return nn.Sequential(*layers)
-
-def loss(model, batch, recipe):
-    inputs, targets = batch
-    outputs = model(inputs)
-    return nn.functional.cross_entropy(outputs, targets), outputs
-
-def score(outputs, batch):
-    return (outputs.argmax(dim=1) == batch[1]).float()
-
-def birds(data_dir):
-    found = find_items(data_dir)
-    return Workload("birds", Recipe(batch_size=8, epochs=4, learning_rate=3e-3), found.train, found.test, load,
-                    features, target, partial(model, len(found.classes)), loss, score)
-"""
 
 # Of a model and a data set that exist.
 EXISTING = """
@@ -82,20 +43,6 @@ def speedkit(folder, *words):
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     environment.pop("PYTHONPATH", None)
     return subprocess.run([command, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
-
-
-def test_a_folder_of_class_named_subfolders_is_trained_by_the_command(tmp_path):
-    (tmp_path / "birds.py").write_text(FOLDER)
-    noise = np.random.default_rng(0)
-    for name, pitch in (("low", 300), ("high", 1500)):
-        (tmp_path / "sounds" / name).mkdir(parents=True)
-        for index in range(12):
-            wave = np.sin(2 * np.pi * pitch * np.arange(4000) / 8000) + noise.normal(0, 0.3, 4000)
-            soundfile.write(tmp_path / "sounds" / name / f"{index}.wav", wave / 4, 8000)
-    done = speedkit(tmp_path, "train", "birds:birds", "--data-dir", "sounds", "--out", "run", "--cache", "ram")
-    assert done.returncode == 0, done.stderr
-    history = json.loads((tmp_path / "run" / "history.json").read_text())
-    assert history["workload"] == "birds" and history["evaluation"]["value"] == 1.0 and history["fallbacks"] == []
 
 
 def test_a_model_and_data_set_that_exist_are_trained_by_the_command(tmp_path):
@@ -140,9 +87,7 @@ def course(workload, steps=4, **plan):
     return history.loss, history.evaluation["value"]
 
 
-@pytest.mark.parametrize(
-    "plan", [{"workers": 2}, {"workers": 2, "worker_kind": "thread"}, {"cache": "ram"}, {"cache": "disk"}], ids=str
-)
+@pytest.mark.parametrize("plan", [{"workers": 2}, {"cache": "disk"}], ids=str)
 def test_cache_and_workers_change_nothing(plan):
     workload = from_dataset(linear, points(), points(20, seed=1))
     assert course(workload, **plan) == course(workload)
@@ -167,17 +112,7 @@ def test_targets_that_lie_beside_the_inputs_are_not_computed_to_open_a_cache():
 
 
 def test_a_changed_data_set_is_never_served_from_the_old_cache():
-    recipe = Recipe(batch_size=40, steps=1, epochs=None)
-    losses = [
-        fit(
-            from_dataset(linear, points(seed=seed), points(10)),
-            recipe,
-            Plan(cache="disk", log_every=1),
-            device="cpu",
-            progress=False,
-        ).loss
-        for seed in (0, 5, 0)
-    ]
+    losses = [course(from_dataset(linear, points(seed=seed), points(10)), cache="disk")[0] for seed in (0, 5, 0)]
     assert losses[0] == losses[2] != losses[1]
 
 
@@ -185,10 +120,9 @@ def test_a_changed_data_set_is_never_served_from_the_old_cache():
     "make",
     [
         lambda index: (torch.full((6,), index / 20), index / 20),
-        lambda index: (np.full(6, index / 20, np.float32), np.float32(index / 20)),
         lambda index: (torch.full((6,), index / 20), torch.full((2,), index / 20)),
     ],
-    ids=["number", "numpy", "tensor"],
+    ids=["number", "tensor"],
 )
 def test_other_targets_than_classes_are_learned_and_never_cut_to_whole_numbers_by_a_cache(make):
     def distance(outputs, targets):
@@ -220,12 +154,10 @@ def test_a_module_is_trained_from_its_own_weights_which_stay_as_they_are():
 @pytest.mark.parametrize(
     ("train", "sentence"),
     [
-        (Pairs(lambda index: torch.zeros(6)), r"train/0 cannot be used: it gives \(Tensor\): .*\(input tensor,"),
-        (Pairs(lambda index: ("word", 1)), r"train/0 cannot be used: it gives \(str, int\)"),
-        (Pairs(lambda index: (torch.zeros(6), 1, 2)), r"it gives \(Tensor, int, int\)"),
+        (Pairs(lambda index: torch.zeros(6)), r"train/0 cannot be used: it gives Tensor, not \(input tensor, target"),
+        (Pairs(lambda index: ("word", 1)), "train/0 cannot be used: it gives tuple, not"),
         (Pairs(lambda index: (torch.zeros(6), 0.5)), "no class numbers: give score"),
         (Pairs(None, count=0), r"the train set \(Pairs\) has no items by index"),
-        (iter([1]), r"the train set \(list_iterator\) has no items"),
     ],
 )
 def test_a_data_set_that_cannot_be_trained_on_is_one_sentence(train, sentence):
@@ -233,17 +165,10 @@ def test_a_data_set_that_cannot_be_trained_on_is_one_sentence(train, sentence):
         from_dataset(linear, train, points(10))
 
 
-@pytest.mark.parametrize(
-    ("loss", "sentence"),
-    [
-        (nn.CrossEntropyLoss(reduction="none"), r"the loss returned tensor\(.*: let it return the mean over the batch"),
-        (lambda outputs, targets: 0.5, "the loss returned 0.5"),
-    ],
-    ids=["one per sample", "a float"],
-)
-def test_a_loss_that_is_no_single_number_is_one_sentence(loss, sentence):
-    with pytest.raises(UsageError, match=sentence):
-        course(from_dataset(linear, points(), points(10), loss))
+def test_a_loss_that_is_no_single_number_is_one_sentence():
+    one_per_sample = nn.CrossEntropyLoss(reduction="none")
+    with pytest.raises(UsageError, match=r"the loss returned tensor\(.*: let it return the mean over the batch"):
+        course(from_dataset(linear, points(), points(10), one_per_sample))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -252,10 +177,7 @@ def test_later_items_that_are_no_pairs_are_left_out_and_named(workers):
     workload = from_dataset(linear, data, points(10))
     recipe = Recipe(batch_size=10, epochs=1)
     history = fit(workload, recipe, Plan(workers=workers), device="cpu", progress=False)
-    assert history.quarantined == {"train/33": "it gives (Tensor)"}
-    data = Pairs(lambda index: torch.zeros(6) if index > 9 else (torch.zeros(6), 0), count=40)
-    with pytest.raises(SpeedkitError, match="files cannot be used"):
-        fit(from_dataset(linear, data, points(10)), recipe, device="cpu", progress=False)
+    assert history.quarantined == {"train/33": "it gives Tensor, not (input tensor, target)"}
 
 
 def test_options_reach_the_function_and_an_unknown_one_is_one_sentence(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from speedkit.clock import timed
 from speedkit.data.loader import BatchStream
-from speedkit.deploy.quantize import METHODS, Args, exported, held, quantized_share, why_not
+from speedkit.deploy.quantize import Args, exported, held, quantized_share, refused_by_gpu, why_not
 from speedkit.errors import SpeedkitError, UsageError
 from speedkit.files import atomic, claim_folder, write_json
 from speedkit.hardware import this_machine
@@ -50,12 +50,16 @@ def save(model: nn.Module, path: Path, method: str, args: Args, **options: Any) 
     `torch.ao.quantization.fx._decomposed` imported before, which registers its operators.
     """
     program = exported(model, method, args, **options)
+    for module in program.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            node.meta.pop("stack_trace", None)  # which names files of this machine
     with atomic(path) as temporary:
         torch.export.save(program, temporary)
     return {
         "method": method,
         "torch": str(torch.__version__),
         "inputs": [{"dtype": str(tensor.dtype), "shape": ["B", *tensor.shape[1:]]} for tensor in args],
+        "left_in_float32": refused_by_gpu(model, args) if method == "int8-dynamic" and args[0].is_cuda else [],
         "quantized_share": quantized_share(program),
         "weights_bytes": sum(tensor.nbytes for tensor in held(program)),
         "size_bytes": path.stat().st_size,
@@ -94,8 +98,8 @@ def in_bf16(model: nn.Module) -> nn.Module:
 def compile_for(model: Model, method: str, args: Args) -> Model:
     """Return `model`, which is by `method`, compiled for tensors like `args`."""
     form = torch.compile(model, dynamic=False)
-    # Weights made constants are faster, but not those in INT8 that are multiplied as float32: these would be kept so.
-    with torch._inductor.config.patch(freezing=method in ("float32", "bf16", "none", "int8-static")):
+    # Weights made constants are faster, but a CPU multiplies those of int8-dynamic as float32: these would be kept so.
+    with torch._inductor.config.patch(freezing=method != "int8-dynamic"):
         form(*args)
     return form
 
@@ -146,18 +150,17 @@ def deploy(
     sample = batches(workload, workload.train[:CALIBRATION], hardware.device) if method == "int8-static" else ()
     options = {"varies": workload.length is not None, "calibration": inputs_of(model, workload, sample)}
     plain = save(model, path, "none", args, **options)
-    about = save(model, path, method, args, **options)
+    facts = save(model, path, method, args, **options)
     small = torch.export.load(path).module()  # what the file holds is what is tested
-    found = quality(workload, model, small, hardware.device)
-    if found["drop"] > max_drop:
+    change = quality(workload, model, small, hardware.device)
+    if change["drop"] > max_drop:
         path.unlink()
+        fell = "{metric} from {before:.4f} to {after:.4f} on {n} test items".format(**change)
         raise SpeedkitError(
-            "{method} takes {metric} from {before:.4f} to {after:.4f} on {n} test items, a drop above "
-            "{max_drop:g}, so no model is left: take another of {others}".format(
-                method=method, max_drop=max_drop, others=", ".join(METHODS), **found
-            )
+            f"{method} takes {fell}, a drop above {max_drop:g}, so no model is left: take another method"
         )
-    rivals = dict[str, Model](float32=model)
+
+    rivals: dict[str, Model] = {"float32": model}
     if hardware.supports("bf16"):
         rivals["bf16"] = in_bf16(model)
     rows = []
@@ -168,13 +171,12 @@ def deploy(
         for name in rivals:
             pair = {name: forms[name], method: forms[method]}
             rows.append(race(f"batch of {size}", pair, batch, hardware.device, pairs=pairs) | {"batch_size": size})
-    facts = {
+    facts |= {
         "workload": workload.name,
         "device": hardware.device.type,
         "machine": hardware.gpu or hardware.cpu,
-        **about,
         "float32_size_bytes": plain["size_bytes"],
-        "quality": found | {"max_drop": max_drop},
+        "quality": change | {"max_drop": max_drop},
         "measurements": rows,
     }
     write_json(path.with_name(FACTS), facts)

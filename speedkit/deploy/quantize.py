@@ -1,4 +1,4 @@
-"""Fewer bits for a trained model, by torchao: INT8, or FP8 on GPUs that have it."""
+"""INT8 for a trained model, by torchao."""
 
 import copy
 from collections.abc import Iterable
@@ -14,12 +14,10 @@ from speedkit.hardware import Hardware
 
 METHODS = {
     "none": "float32 as it is",
-    "int8-weight": "weights of linear layers in INT8, multiplied as float32",
     "int8-dynamic": "products of linear layers in INT8, with a scale for each row of inputs",
     "int8-static": "products of linear and 2-d convolutional layers in INT8, with scales from training items",
-    "fp8": "products of linear layers in FP8 (e4m3), with a scale for each tensor, found as it comes",
 }
-ONE_BYTE = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
+ONE_BYTE = (torch.int8, torch.uint8)
 
 Args = tuple[Tensor, ...]
 
@@ -30,9 +28,7 @@ def why_not(method: str, hardware: Hardware) -> str:
         raise UsageError(f"there is no method {method!r}{nearest(method, METHODS)}: take {', '.join(METHODS)}")
     if method == "int8-static" and hardware.device.type != "cpu":
         return f"int8-static is for x86 CPUs, not for {hardware.name}: add --device cpu, or take int8-dynamic"
-    needed = {"int8-static": "compile", "fp8": "fp8"}.get(method)
-    lacking = hardware.why_not(needed).split(". ")[0] if needed else ""
-    return f"{method} cannot be had: {lacking}; take int8-dynamic" if lacking else ""
+    return ""
 
 
 @torch.no_grad()
@@ -43,21 +39,17 @@ def exported(
 
     `args` are the tensors [B, ...] of a batch of 2 or more, by position; `calibration` are such tuples of training
     items, from which "int8-static" takes its scales. With `varies` their other dimensions may change too. `model` stays
-    as it is. Raises UsageError where it is quantized already, where nothing in it can be, and without torchao.
+    as it is. Raises UsageError where nothing in it can be quantized, and without torchao.
     """
-    tensors = [*model.parameters(), *model.buffers()]
-    if any(tensor.dtype in ONE_BYTE or type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors):
-        raise UsageError("this model is quantized already: give the float32 model that it was made from")
     shapes = tuple(dict.fromkeys(range(tensor.dim() if varies else 1), Dim.AUTO) for tensor in args)
     model = copy.deepcopy(model).eval()
     if method == "none":
         return torch.export.export(model, args, dynamic_shapes=shapes)
     try:
-        program = (
-            _static(model, args, shapes, calibration)
-            if method == "int8-static"
-            else _linear(model, method, args, shapes)
-        )
+        if method == "int8-static":
+            program = _static(model, args, shapes, calibration)
+        else:
+            program = _dynamic(model, args, shapes)
     except ImportError as error:
         raise UsageError(f"{method} needs the package torchao: install it with pip install -e .[quant]") from error
     if not quantized_share(program):
@@ -77,19 +69,39 @@ def held(program: ExportedProgram) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor)]
 
 
-def _linear(model: nn.Module, method: str, args: Args, shapes: Any) -> ExportedProgram:
+@torch.no_grad()
+def refused_by_gpu(model: nn.Module, args: Args) -> list[str]:
+    """Return the names of the linear layers whose INT8 product a GPU refuses for the first sample of a batch `args`.
+
+    torch._int_mm takes more than 16 rows on CUDA, and widths that 8 divides.
+    """
+    refused = []
+
+    def look(name: str, layer: nn.Linear, x: Tensor) -> None:
+        if x.numel() // layer.in_features <= 16 or layer.in_features % 8 or layer.out_features % 8:
+            refused.append(name)
+
+    linear = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    hooks = [
+        layer.register_forward_pre_hook(lambda layer, inputs, name=name: look(name, layer, inputs[0]))
+        for name, layer in linear.items()
+    ]
+    model(*(tensor[:1] for tensor in args))
+    for hook in hooks:
+        hook.remove()
+    return refused
+
+
+def _dynamic(model: nn.Module, args: Args, shapes: Any) -> ExportedProgram:
     """Return `model` with quantized linear layers, exported with operators and tensors of PyTorch's own."""
     from torch._inductor.decomposition import decompositions
     from torchao import quantization as ao
     from torchao.utils import unwrap_tensor_subclass
 
-    config: Any = {
-        "int8-weight": ao.Int8WeightOnlyConfig,
-        "int8-dynamic": ao.Int8DynamicActivationInt8WeightConfig,
-        "fp8": ao.Float8DynamicActivationFloat8WeightConfig,
-    }[method]
+    left_out = refused_by_gpu(model, args) if args[0].is_cuda else []
     # What it would set in Inductor is process-wide: the models to compare with would be compiled by it too.
-    ao.quantize_(model, config(set_inductor_config=False))
+    config: Any = ao.Int8DynamicActivationInt8WeightConfig(set_inductor_config=False)
+    ao.quantize_(model, config, lambda layer, name: type(layer) is nn.Linear and name not in left_out)
     program = torch.export.export(unwrap_tensor_subclass(model), args, dynamic_shapes=shapes)
     # torchao's operators become PyTorch's, so that the file loads without torchao.
     return program.run_decompositions({op: call for op, call in decompositions.items() if "torchao" in str(op)})

@@ -23,6 +23,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from speedkit import files
 from speedkit.clock import duration
+from speedkit.measure.trace import CAUSES
 
 STYLE = Path(__file__).with_name("speedkit.mplstyle")
 BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"
@@ -30,22 +31,8 @@ INK, GREY = "#22272E", "#7A808A"
 INTERVAL = Line2D([], [], color=INK, label="99 % interval")
 PREDICTED = Patch(color="#F3C6A5", label="predicted before")
 # What to do about them goes from left to right: feeding, launching, computing, what happens now and then, the rest.
-COLOURS = {
-    "data wait": "#D55E00",
-    "host-to-device copy": "#E69F00",
-    "launch-bound": "#CC79A7",
-    "sync-bound": "#882255",
-    "compute-bound": "#0072B2",
-    "bandwidth-bound": "#56B4E9",
-    "forward": "#332288",
-    "backward": "#7FA7D8",
-    "optimizer": "#009E73",
-    "evaluation and checkpoint": "#B8DE9B",
-    "compilation": "#F0E442",
-    "other host work": "#8C7A3F",
-    "idle": "#A9B0BB",
-    "unexplained": "#FFFFFF",
-}
+CODES = "D55E00 E69F00 CC79A7 882255 0072B2 56B4E9 332288 7FA7D8 009E73 B8DE9B F0E442 8C7A3F A9B0BB FFFFFF"
+COLOURS = {cause: f"#{code}" for cause, code in zip(CAUSES, CODES.split(), strict=True)}
 Row = Mapping[str, Any]
 
 
@@ -57,10 +44,9 @@ def device_name(record: Row) -> str:
 
 
 def save(figure: Figure, path: str | Path) -> None:
-    """Write a figure to `path` (.svg or .png), whole or not at all; the same figure gives the same bytes."""
-    kind = Path(path).suffix[1:]
+    """Write a figure to `path` as SVG, whole or not at all; the same figure gives the same bytes."""
     with style.context(STYLE), files.atomic(path) as temporary:
-        figure.savefig(temporary, format=kind, metadata={"Date" if kind == "svg" else "Software": None}, dpi=90)
+        figure.savefig(temporary, format="svg", metadata={"Date": None})
 
 
 def show(figure: Figure) -> None:
@@ -83,10 +69,10 @@ def ratios(
     names: Sequence[str] = (),
     title: str = "Measured ratios",
 ) -> Figure:
-    """Return a forest plot: each measured ratio with its 99 % interval .
+    """Return a forest plot: each measured ratio with its 99 % interval, hollow where that holds 1.
 
     `measurements` is a record, or rows of one; `recorded` are records of other machines (`run.recorded()`), whose rows
-    of the same names stand below. `names` picks measurements, in that order. A hollow mark: its interval holds 1.
+    of the same names stand below. `names` picks measurements, in that order.
     """
     here = measurements if isinstance(measurements, Mapping) else {"measurements": measurements}
     machines = list(zip((here, *(recorded or ())), itertools.cycle((BLUE, ORANGE, GREEN, GREY)), strict=False))
@@ -97,79 +83,55 @@ def ratios(
         for row in record["measurements"]
         if row["name"] == name
     ]
-    figure, axes = _empty(0.44 * len(rows) + 1.35)
-    marks: list[Artist] = [Patch(color=colour, label=device_name(record)) for record, colour in machines]
-    marks += [INTERVAL]
+    figure, axes = new_figure(0.44 * len(rows) + 1.35)
     for y, (row, colour) in enumerate(rows):
-        note = _ratio(row)
-        if row.get("predicted_low"):
-            low, high = row["predicted_low"], row["predicted_high"]
-            axes.barh(y, high - low, 0.4, left=low, color=PREDICTED.get_facecolor())
-            note += f"\npredicted {low:.2f} to {high:.2f}"
-            marks += [PREDICTED] if PREDICTED not in marks else []
         fill = colour if row["low"] > 1 or row["high"] < 1 else "white"
         axes.plot([row["low"], row["high"]], [y, y], color=colour, linewidth=2, solid_capstyle="butt")
         axes.plot(row["ratio"], y, "o", color=colour, markerfacecolor=fill, markersize=6.5)
-        _note(axes, y, note)
+        write_beside(axes, y, ratio_text(row))
     axes.axvline(1.0, color=INK, linewidth=0.8, zorder=1)
     axes.update_datalim([(0.95, 0), (1.05, 0)])  # or a difference of nothing would fill the figure
     axes.autoscale_view()
-    shown = [row["name"] for row, _ in rows]
-    _label_rows(axes, ["" if name in shown[:y] else textwrap.fill(name, 32) for y, name in enumerate(shown)])
+    label_rows(axes, [textwrap.fill(row["name"], 32) for row, _ in rows])
     axes.set(xscale="log", xlabel="time ratio, log scale: above 1 is faster")
-    _round_ticks(axes.xaxis)
-    _caption(figure, title, marks, "hollow: the interval holds 1")
+    round_ticks(axes.xaxis)
+    marks = [Patch(color=colour, label=device_name(record)) for record, colour in machines]
+    add_caption(figure, title, [*marks, INTERVAL], "hollow: the interval holds 1")
     return figure
-
-
-def predicted(record: Row) -> Figure:
-    """Return what each rung of a climb was predicted to gain, a pale bar, and what was measured, with its interval."""
-    rows = [
-        {**rung, "name": textwrap.shorten(f"{rung['rung']}: {rung['change']}", 56, placeholder=" …")}
-        for rung in record["rungs"]
-        if rung["ratio"] is not None and rung["predicted_low"] is not None
-    ]
-    met = sum(row["predicted_low"] <= row["high"] and row["low"] <= row["predicted_high"] for row in rows)
-    title = f"{met} of {len(rows)} measured intervals meet what was predicted" if rows else "No rung was tried"
-    return ratios({**record, "measurements": rows}, title=title)
 
 
 @style.context(STYLE)
 def waterfall(record: Row) -> Figure:
     """Return the ladder of a climb: a bar per rung, from the time per step before it to the one after it.
 
-    Rejected rungs have their reason; the whisker is the 99 % interval.
+    Rejected rungs have their reason; the whisker is the 99 % interval, the pale bar what was predicted before.
     """
     step_s = record["step_s"]
-    rungs = [rung for rung in record["rungs"] if rung["change"] != "nothing"]
-    finals = [("plain PyTorch", step_s["baseline"], record["speedup"])]
-    if record.get("speedup_careful") and step_s.get("careful"):
-        finals.append(("a careful start", step_s["careful"], record["speedup_careful"]))
+    bars = [
+        (rung, rung["step_s_before"], BLUE if rung["kept"] else GREY, f"{rung['rung']}\n{shorten(rung['change'])}")
+        for rung in record["rungs"]
+        if rung["change"] != "nothing"
+    ]
+    sides = {"plain PyTorch": ("speedup", "baseline"), "a careful start": ("speedup_careful", "careful")}
+    speedups = {name: record[key] for name, (key, side) in sides.items() if record.get(key) and step_s.get(side)}
+    bars += [(row, step_s[sides[name][1]], GREEN, f"final plan\nagainst {name}") for name, row in speedups.items()]
 
-    figure, axes = _empty(0.5 * (len(rungs) + len(finals) + 1) + 1.5)
+    figure, axes = new_figure(0.5 * len(bars) + 2)
     axes.plot(1e3 * step_s["baseline"], 0, "d", color=INK, markersize=7)
-    _note(axes, 0, f"{1e3 * step_s['baseline']:.3g} ms per step")
-    for y, rung in enumerate(rungs, 1):
-        why = "" if rung["kept"] else "\n".join(textwrap.wrap(rung["why"], 40, max_lines=2, placeholder=" …"))
-        if rung["ratio"] is not None:
-            _bar(axes, y, rung["step_s_before"], rung, BLUE if rung["kept"] else GREY)
-            why = f"{_ratio(rung)}\n{why}".strip()
-        _note(axes, y, why, INK if rung["kept"] else GREY)
-    axes.axhline(len(rungs) + 0.5, color=GREY, linewidth=0.6)
-    for y, (_, before_s, speedup) in enumerate(finals, 1 + len(rungs)):
-        _bar(axes, y, before_s, speedup, GREEN)
-        after_s = before_s / speedup["ratio"]
-        _note(axes, y, f"{_ratio(speedup)}\n{1e3 * before_s:.3g} ms to {1e3 * after_s:.3g} ms")
-
-    labels = [f"{rung['rung']}\n{textwrap.shorten(rung['change'], 32, placeholder=' …')}" for rung in rungs]
-    labels += [f"final plan\nagainst {against}" for against, *_ in finals]
-    _label_rows(axes, ["plain PyTorch, Plan()", *labels])
+    write_beside(axes, 0, f"{1e3 * step_s['baseline']:.3g} ms per step")
+    for y, (row, before_s, colour, _) in enumerate(bars, 1):
+        texts = [] if row.get("kept", True) else textwrap.wrap(row["why"], 40, max_lines=2, placeholder=" …")
+        if row["ratio"] is not None:
+            draw_change(axes, y, 1e3 * before_s, row, colour)
+            texts.insert(0, ratio_text(row))
+        write_beside(axes, y, "\n".join(texts))
+    label_rows(axes, ["plain PyTorch, Plan()", *(label for *_, label in bars)])
     axes.set(xscale="log", xlabel="time per step, ms, log scale: left is faster")
-    _round_ticks(axes.xaxis)
+    round_ticks(axes.xaxis)
     colours = {"kept": BLUE, "rejected": GREY, "fresh turns": GREEN}
     marks = [Patch(color=colour, label=label) for label, colour in colours.items()]
-    headline = ", ".join(f"{_ratio(speedup)} over {against}" for against, _, speedup in finals)
-    _caption(figure, headline, [*marks, INTERVAL, PREDICTED], record)
+    headline = ", ".join(f"{ratio_text(row)} over {name}" for name, row in speedups.items())
+    add_caption(figure, headline, [*marks, INTERVAL, PREDICTED], origin(record))
     return figure
 
 
@@ -181,28 +143,23 @@ def ledgers(ledgers: Mapping[str, Row], record: Row | None = None) -> Figure:
     """
     shares = [{row["cause"]: 100 * row["share"] for row in ledger["rows"]} for ledger in ledgers.values()]
     causes = [cause for cause in COLOURS if any(cause in ledger for ledger in shares)]
-    figure, axes = _empty(0.66 * len(ledgers) + 1.3 + 0.18 * -(-len(causes) // 5))
+    figure, axes = new_figure(0.66 * len(ledgers) + 1.3 + 0.18 * -(-len(causes) // 5))
     left = np.zeros(len(ledgers))
     for cause in causes:
-        look: dict[str, Any] = {"color": COLOURS[cause], "edgecolor": "white", "linewidth": 0.6}
-        if cause == "unexplained":
-            look = {"color": "white", "edgecolor": INK, "linewidth": 0.8, "hatch": "////"}
+        hidden = cause == "unexplained"
+        look: dict[str, Any] = {"edgecolor": INK, "hatch": "////"} if hidden else {"edgecolor": "white"}
         widths = np.array([ledger.get(cause, 0.0) for ledger in shares])
-        bars = axes.barh(range(len(ledgers)), widths, 0.72, left=left, label=cause, **look)
-        texts = [f"{width:.0f} %" if width > 4 and cause != "unexplained" else "" for width in widths]
-        brightness = np.dot(to_rgb(COLOURS[cause]), [0.3, 0.59, 0.11])
-        axes.bar_label(bars, texts, label_type="center", color="white" if brightness < 0.5 else INK, fontsize=8)
+        bars = axes.barh(range(len(ledgers)), widths, 0.72, left=left, label=cause, color=COLOURS[cause], **look)
+        texts = [f"{width:.0f} %" if width > 4 and not hidden else "" for width in widths]
+        dark = np.dot(to_rgb(COLOURS[cause]), [0.3, 0.59, 0.11]) < 0.5
+        axes.bar_label(bars, texts, label_type="center", color="white" if dark else INK, fontsize=8)
         left += widths
     for y, (ledger, share) in enumerate(zip(ledgers.values(), shares, strict=True)):
-        _note(axes, y, f"{duration(ledger['step_s'])} per step\nunexplained {share['unexplained']:.1f} %")
-    _label_rows(axes, [textwrap.fill(name, 16) for name in ledgers])
+        write_beside(axes, y, f"{duration(ledger['step_s'])} per step\nunexplained {share['unexplained']:.1f} %")
+    label_rows(axes, [textwrap.fill(name, 16) for name in ledgers])
     axes.margins(x=0)
     axes.set_xlabel("share of the wall time of a step, %")
-    times = (
-        ": " + ", then ".join(duration(ledger["step_s"]) for ledger in ledgers.values()) if len(ledgers) == 2 else ""
-    )
-    marks = axes.get_legend_handles_labels()[0]
-    _caption(figure, f"Where a step's time goes{times}", marks, record, columns=5)
+    add_caption(figure, "Where a step's time goes", legend_of(axes), origin(record), columns=5)
     return figure
 
 
@@ -214,7 +171,7 @@ def roofline(record: Row) -> Figure:
     """
     rows = {name: row for name, row in record["roofline"].items() if row["flops_per_step"] and row["bytes_per_step"]}
     flop_per_byte = {name: row["flops_per_step"] / row["bytes_per_step"] for name, row in rows.items()}
-    figure, axes = _empty(4.3)
+    figure, axes = new_figure(4.3)
     for row in {row["dtype"]: row for row in rows.values()}.values():
         ceiling, bend = row["ceiling_flops_per_s"] / 1e9, row["ceiling_flops_per_s"] / row["bandwidth_ceiling"]
         start, end = min(bend, *flop_per_byte.values()) / 8, max(bend, *flop_per_byte.values()) * 8
@@ -227,11 +184,11 @@ def roofline(record: Row) -> Figure:
             axes.plot(flop_per_byte[side], reached, "o", color=colour, markersize=8, label=label)
     axes.set(xscale="log", yscale="log", ylabel="GFLOP/s")
     axes.set_xlabel("FLOP per byte moved, at most as many bytes as all operators read and write")
-    _round_ticks(axes.xaxis)
-    _round_ticks(axes.yaxis)
+    round_ticks(axes.xaxis)
+    round_ticks(axes.yaxis)
     shares = ", then ".join(f"{row['mfu']:.1%}" for row in rows.values())
     title = f"{shares} of what matrix products reach on this machine" if rows else "No FLOPs were counted"
-    _caption(figure, title, axes.get_legend_handles_labels()[0], record)
+    add_caption(figure, title, legend_of(axes), origin(record))
     return figure
 
 
@@ -239,7 +196,7 @@ def roofline(record: Row) -> Figure:
 def time_to_quality(record: Row) -> Figure:
     """Return quality over time for plain PyTorch and the final plan: seeds thin, means thick, the target crossed."""
     result, target = record["time_to_quality"], record["time_to_quality"]["target"]
-    figure, axes = _empty(3.9)
+    figure, axes = new_figure(3.9)
     for side, colour, name in (("baseline", ORANGE, "plain PyTorch"), ("final", BLUE, "final plan")):
         curves, reached_s = [curve["points"] for curve in result["curves"][side]], result[f"{side}_s"]
         for points in curves:
@@ -248,17 +205,16 @@ def time_to_quality(record: Row) -> Figure:
         label = f"{name}: target {f'after {reached_s:.3g} s' if reached_s else 'not reached'}"
         axes.plot(*means.T, "o-", color=colour, linewidth=2.4, markersize=3.5, label=label)
         if reached_s:
-            axes.axvline(reached_s, color=colour, linewidth=1, linestyle=":", zorder=1)
             axes.plot(reached_s, target, "D", color=colour, markeredgecolor=INK, markersize=7, zorder=5)
     axes.axhline(target, color=INK, linewidth=0.8, linestyle="--", label=f"target {target:.3g}")
     axes.set(xlim=(0, None), ylabel=f"{record['quality']['metric']}, test set")
     axes.set_xlabel("seconds of training and evaluating; the cache was built and the model compiled before")
     sooner = f"ratio {result['ratio']:.2f}" if result["ratio"] else "not reached by both"
-    _caption(figure, f"Time to quality: {sooner}", axes.get_legend_handles_labels()[0], record)
+    add_caption(figure, f"Time to quality: {sooner}", legend_of(axes), origin(record))
     return figure
 
 
-def _empty(height: float) -> tuple[Figure, Axes]:
+def new_figure(height: float) -> tuple[Figure, Axes]:
     """Return a figure of `height` [inches] with one plain axes, as wide as GitHub and a notebook show unscaled."""
     figure = Figure(figsize=(8.6, height), layout="constrained")
     axes = figure.add_subplot()
@@ -266,27 +222,37 @@ def _empty(height: float) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _caption(figure: Figure, title: str, marks: Sequence[Artist], about: Row | str | None, columns: int = 6) -> None:
-    """Put the title above the axes, and below them the legend of `marks` under what a record, or a text, is about."""
-    if isinstance(about, Mapping):
-        trained = f"{about['workload']['name']}, {about['workload']['train']} training items"
-        about = f"{device_name(about)} · {trained} · torch {about['versions']['torch']} · profile {about['profile']}"
+def origin(record: Row | None) -> str:
+    """Return what a record is about, in a line."""
+    if record is None:
+        return ""
+    trained = f"{record['workload']['name']}, {record['workload']['train']} training items"
+    return f"{device_name(record)} · {trained} · torch {record['versions']['torch']} · profile {record['profile']}"
+
+
+def add_caption(figure: Figure, title: str, marks: Sequence[Artist], about: str, columns: int = 6) -> None:
+    """Put the title above the axes, and below them the legend of `marks` under what the figure is about."""
     figure.suptitle(title, x=0.01, ha="left")
     figure.legend(handles=marks, loc="outside lower left", ncols=columns, title=about, alignment="left")
 
 
-def _label_rows(axes: Axes, labels: Sequence[str]) -> None:
+def legend_of(axes: Axes) -> list[Artist]:
+    """Return the marks of all that has a label in the axes."""
+    return list(axes.get_legend_handles_labels()[0])
+
+
+def label_rows(axes: Axes, labels: Sequence[str]) -> None:
     """Label the rows of a figure, the first at its top."""
     axes.set_yticks(range(len(labels)), labels, fontsize=8.5)
     axes.set_ylim(len(labels) - 0.4, -0.6)
 
 
-def _note(axes: Axes, y: int, text: str, colour: str = INK) -> None:
+def write_beside(axes: Axes, y: int, text: str) -> None:
     """Write `text` to the right of row `y`."""
-    axes.text(1.02, y, text, transform=axes.get_yaxis_transform(), va="center", fontsize=8.5, color=colour)
+    axes.text(1.02, y, text, transform=axes.get_yaxis_transform(), va="center", fontsize=8.5)
 
 
-def _round_ticks(axis: Axis) -> None:
+def round_ticks(axis: Axis) -> None:
     """Give a logarithmic axis a few round ticks, whether it spans a hundredth or six decades."""
     low, high = axis.get_view_interval()
     axis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)) if high > 4 * low else MaxNLocator(6))
@@ -294,9 +260,8 @@ def _round_ticks(axis: Axis) -> None:
     axis.set_minor_locator(NullLocator())
 
 
-def _bar(axes: Axes, y: int, before_s: float, row: Row, colour: str) -> None:
-    """Draw a step from `before_s` by a row's ratio, with interval and prediction where it has them."""
-    before = 1e3 * before_s  # ms
+def draw_change(axes: Axes, y: int, before: float, row: Row, colour: str) -> None:
+    """Draw a step from `before` [ms] by a row's ratio, with interval and prediction where it has them."""
     after = before / row["ratio"]
     axes.barh(y, abs(after - before), 0.5, left=min(after, before), color=colour)
     axes.plot([before, before], [y - 0.36, y + 0.36], color=INK, linewidth=0.8)
@@ -307,5 +272,9 @@ def _bar(axes: Axes, y: int, before_s: float, row: Row, colour: str) -> None:
         axes.barh(y + 0.36, slowest - fastest, 0.1, left=fastest, color=PREDICTED.get_facecolor())
 
 
-def _ratio(row: Row) -> str:
+def shorten(text: str) -> str:
+    return textwrap.shorten(text, 32, placeholder=" …")
+
+
+def ratio_text(row: Row) -> str:
     return f"{row['ratio']:.2f}× ({row['low']:.2f} to {row['high']:.2f})"

@@ -9,10 +9,9 @@ for any but the default and those that have rows of their own; with `*`, always.
 which `{value}` and other fields of the plan are filled in. The last column is advice where a framework has no words.
 """
 
-import ast
 import csv
 import math
-from typing import Any
+import re
 
 from speedkit.errors import PlanError
 from speedkit.measure.provenance import notebooks_folder
@@ -20,7 +19,8 @@ from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 
 FRAMEWORKS = ("PyTorch", "Lightning", "Accelerate", "Hugging Face", "NeMo")
-
+# A call, up to its keywords; and these.
+CALL = re.compile(r"(\w+ = [\w.]+\((?:dataset, |model\.parameters\(\), )?)(\w+=.*)\)")
 # Fields that mean nothing where another field has this value.
 IDLE = {
     "compile_scope": ("compile", "off"),
@@ -49,30 +49,28 @@ def in_words(plan: Plan, recipe: Recipe) -> dict[str, str]:
         raise PlanError("batch_size=auto has no words elsewhere: give the number that training with auto has found")
     micro_batch = plan.micro_batch if isinstance(plan.micro_batch, int) else recipe.batch_size
     sizes = {"batch_size": recipe.batch_size, "parts": math.ceil(recipe.batch_size / micro_batch)}
-
-    lines: dict[str, list[str]] = {framework: [] for framework in FRAMEWORKS}
-    advice: dict[str, list[str]] = {framework: [] for framework in FRAMEWORKS}
-    for row in _rows_for(plan):
-        field, value = row["field"], getattr(plan, row["field"])
-        filled_in: dict[str, Any] = vars(plan) | sizes | {"value": value}
-        for framework in FRAMEWORKS:
+    words, rows = {}, rows_for(plan)
+    for framework in FRAMEWORKS:
+        lines, advice = [], []
+        for row in rows:
+            field, value = row["field"], getattr(plan, row["field"])
+            filled_in = vars(plan) | sizes | {"value": value}
             if row[framework]:
-                lines[framework].append(row[framework].format(**filled_in))
+                lines.append(row[framework].format(**filled_in))
             elif row["otherwise"] and value != getattr(Plan(), field):
-                advice[framework].append(f"# {field}={value}: {row['otherwise'].format(**filled_in)}")
-    merged = {name: lines[name] if name == "NeMo" else merge_calls(lines[name]) for name in FRAMEWORKS}
-    return {name: "".join(f"{line}\n" for line in merged[name] + advice[name]) for name in FRAMEWORKS}
+                advice.append(f"# {field}={value}: {row['otherwise'].format(**filled_in)}")
+        words[framework] = "".join(f"{line}\n" for line in merge_calls(lines) + advice)
+    return words
 
 
-def _rows_for(plan: Plan) -> list[dict[str, str]]:
+def rows_for(plan: Plan) -> list[dict[str, str]]:
     """Return the rows of the table that concern a plan, in the order of the table."""
-    table = read_table()
+    table, rows = read_table(), []
     with_own_rows = {(row["field"], row["value"]) for row in table}
-    rows = []
     for row in table:
         field, value = row["field"], getattr(plan, row["field"])
-        other, means_nothing = IDLE.get(field, ("", None))
-        if other and getattr(plan, other) == means_nothing:
+        other, without_meaning = IDLE.get(field, (field, ...))
+        if getattr(plan, other) == without_meaning:
             continue
         any_other_value = value != getattr(Plan(), field) and (field, str(value)) not in with_own_rows
         if row["value"] in ("*", str(value)) or (not row["value"] and any_other_value):
@@ -82,17 +80,8 @@ def _rows_for(plan: Plan) -> list[dict[str, str]]:
 
 def merge_calls(lines: list[str]) -> list[str]:
     """Return lines in which calls of one function are a single call with the keywords of all, where the first was."""
-    merged: list[str] = []
-    calls: dict[str, tuple[int, ast.stmt, ast.Call]] = {}
+    calls: dict[str, list[str]] = {}
     for line in lines:
-        statement = ast.parse(line).body[0] if not line.startswith("#") else ast.Pass()
-        call = statement.value if isinstance(statement, ast.Assign) else None
-        if isinstance(call, ast.Call) and (name := ast.unparse(call.func)) in calls:
-            place, first_statement, first_call = calls[name]
-            first_call.keywords += call.keywords
-            merged[place] = ast.unparse(first_statement)
-            continue
-        if isinstance(call, ast.Call):
-            calls[name] = len(merged), statement, call
-        merged.append(line)
-    return merged
+        call = CALL.fullmatch(line)
+        calls.setdefault(call[1] if call else line, []).extend([call[2]] if call else [])
+    return [f"{start}{', '.join(keywords)})" if keywords else start for start, keywords in calls.items()]

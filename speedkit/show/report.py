@@ -28,47 +28,38 @@ def write_report(record: Mapping[str, Any], out: str | Path) -> Path:
     """
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(FOLDER), autoescape=True, trim_blocks=True)
     environment.filters |= {"ratio": ratio_text, "duration": duration}
+    known, naive = settings_of(Plan), vars(Plan())
+    ledgers = {"plain PyTorch": record["ledgers"]["baseline"], "final plan": record["ledgers"]["final"]}
+    drawn = {"ladder": figures.waterfall(record), "ledgers": figures.ledgers(ledgers, record)}
+    if record.get("time_to_quality"):
+        drawn["quality"] = figures.time_to_quality(record)
     page = environment.get_template("report.html.j2").render(
         record=record,
         machine=figures.device_name(record),
         headline=record["speedup_careful"] if record.get("headline") == "careful" else record["speedup"],
-        sentences=in_short(dict(record)),
+        sentences=in_short(record),
         quality=quality_in_words(record["quality"]),
         payback=payback_in_words(record["payback"]),
-        fields=plan_fields(record),
-        lines=framework_lines(record),
-        groups=rung_groups(record),
-        figures=drawn(record),
+        fields=[(name, value, known[name].help) for name, value in record["plan"].items() if value != naive[name]],
+        lines=in_words(Plan(**record["plans"]["final"]["effective"]), Recipe(**record["recipe"])),
+        left_out=rungs_left_out(record),
+        figures={name: data_url(figure) for name, figure in drawn.items()},
     )
     out = Path(out)
     files.write_text(out, page)
     return out
 
 
-def plan_fields(record: Mapping[str, Any]) -> list[tuple[str, Any, str]]:
-    """Return name, value and meaning of each field in which the plan differs from plain PyTorch."""
-    known, naive = settings_of(Plan), vars(Plan())
-    return [(name, value, known[name].help) for name, value in record["plan"].items() if value != naive[name]]
-
-
-def framework_lines(record: Mapping[str, Any]) -> dict[str, str]:
-    """Return, by framework, the lines that do there what the plan does on this machine."""
-    return in_words(Plan(**record["plans"]["final"]["effective"]), Recipe(**record["recipe"]))
-
-
-def rung_groups(record: Mapping[str, Any]) -> list[tuple[str, list[Mapping[str, Any]]]]:
-    """Return the rungs that are not in the plan, by why."""
-    dropped = {(row["rung"], row["change"]) for row in record["dropped"] if not row["kept"]}
-    tried = [row for row in record["rungs"] if row["ratio"] and not row["kept"]]
-    taken_out = [row for row in record["rungs"] if (row["rung"], row["change"]) in dropped]
-    groups = {
-        "Slower, or not worth it": [row for row in tried if row["why"] in ("slower", "not worth it")],
-        "Undecided": [row for row in tried if row["why"] == "undecided"],
-        "Faster, but not the same": [row for row in tried if row["why"] not in ("slower", "not worth it", "undecided")],
-        "Taken out again: later rungs took the gain": taken_out,
-        "Not tried": [row for row in record["rungs"] if not row["ratio"]],
-    }
-    return [(title, rows) for title, rows in groups.items() if rows]
+def rungs_left_out(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the rungs that are not in the plan, those that were taken out again with that reason."""
+    taken_out = {(row["rung"], row["change"]) for row in record["dropped"] if not row["kept"]}
+    rows = [row for row in record["rungs"] if not row["kept"]]
+    rows += [
+        {**row, "why": "taken out again: later rungs took the gain"}
+        for row in record["rungs"]
+        if (row["rung"], row["change"]) in taken_out
+    ]
+    return rows
 
 
 def ratio_text(row: Mapping[str, Any]) -> str:
@@ -76,17 +67,8 @@ def ratio_text(row: Mapping[str, Any]) -> str:
     return "{ratio:.2f} ({low:.2f} to {high:.2f})".format(**row) if row.get("ratio") else ""
 
 
-def drawn(record: Mapping[str, Any]) -> dict[str, str]:
-    """Return the page's figures as data URLs: a picture cannot run what its labels may hold."""
-    names = {"baseline": "plain PyTorch", "final": "final plan"}
-    ledgers = {names[key]: record["ledgers"][key] for key in names}
-    made = {"ladder": figures.waterfall(record), "ledgers": figures.ledgers(ledgers, record)}
-    if record.get("time_to_quality"):
-        made["quality"] = figures.time_to_quality(record)
-    return {name: _data_url(figure) for name, figure in made.items()}
-
-
-def _data_url(figure: Figure) -> str:
+def data_url(figure: Figure) -> str:
+    """Return the figure as a data URL: a picture cannot run what its labels may hold."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="svg")
     return f"data:image/svg+xml;base64,{base64.b64encode(buffer.getvalue()).decode()}"

@@ -1,24 +1,17 @@
-"""Widgets for notebooks: a panel of a plan's fields, and an explorer of recorded runs.
+"""Widgets for notebooks: a panel of a plan's fields, and an explorer of recorded comparisons."""
 
-Each shows what a function returns as a table or a figure, for where no widget lives (a page, a print).
-"""
-
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import ipywidgets
 import pandas
 from IPython.display import display
-from matplotlib.figure import Figure
 
 from speedkit.config import from_mapping, settings_of
 from speedkit.errors import PlanError
 from speedkit.hardware import Hardware, this_machine
 from speedkit.measure.compare import compare
-from speedkit.measure.provenance import notebooks_folder
-from speedkit.measure.schema import load_record
 from speedkit.measure.stats import paired_interval
 from speedkit.plan import Plan, resolve
 from speedkit.recipe import Recipe
@@ -28,8 +21,7 @@ from speedkit.workloads.workload import Workload
 FIELDS = settings_of(Plan)
 # What a dropdown offers beside a field's words.
 VALUES: tuple[Any, ...] = (False, True, None, 0, 1, 2, 4, 8, 10, 16, 32, 50, 64, 128)
-COLUMNS = ("machine", "name", "ratio", "low", "high", "decision")
-Record = Mapping[str, Any]
+Row = Mapping[str, Any]
 
 
 def plan_rows(plan: Plan, hardware: Hardware | None = None, workload: Workload | None = None) -> list[dict[str, Any]]:
@@ -66,19 +58,18 @@ class PlanPanel(ipywidgets.VBox):
     def __init__(
         self,
         workload: Workload | None = None,
-        plan: Plan | None = None,
         *,
         hardware: Hardware | None = None,
         recipe: Recipe | None = None,
         seconds: float = 5.0,
     ):
         self.workload, self.hardware, self.recipe = workload, hardware or this_machine(), recipe
-        self.plan, self.seconds = plan or Plan(), seconds
+        self.plan, self.seconds = Plan(), seconds
         self.rows: list[dict[str, Any]] = []  # as a record's `measurements`
         self.fields = {
             name: ipywidgets.Dropdown(
-                options=[*dict.fromkeys([*choices(name), str(getattr(self.plan, name)).lower()])],
-                value=str(getattr(self.plan, name)).lower(),
+                options=choices(name),
+                value=str(field.default).lower(),
                 description=name,
                 tooltip=field.help,
                 style={"description_width": "11em"},
@@ -93,20 +84,18 @@ class PlanPanel(ipywidgets.VBox):
 
     def choose(self, **values: str) -> None:
         """Take the plan of these values, and print which of them this machine cannot honour, and why."""
-        plan = from_mapping(Plan, values)
+        self.plan = from_mapping(Plan, values)
         try:
-            fallbacks = resolve(plan, self.hardware, workload=self.workload).fallbacks
+            fallbacks = resolve(self.plan, self.hardware, workload=self.workload).fallbacks
+            print(*fallbacks or ["this machine honours every field"], sep="\n")
         except PlanError as error:
             print(error)
-            return
-        self.plan = plan
-        print(*fallbacks or ["this machine honours every field"], sep="\n")
 
     def measure(self) -> None:
         """Compare the plan with plain PyTorch and show all comparisons so far."""
+        assert self.workload is not None, "without one there is no button"
+        changes = [f"{name}={value}" for name, value in vars(self.plan).items() if value != FIELDS[name].default]
         with self.results:
-            changes = [f"{name}={value}" for name, value in vars(self.plan).items() if value != FIELDS[name].default]
-            assert self.workload is not None, "without one there is no button"
             result = compare(
                 self.workload,
                 Plan(),
@@ -123,56 +112,41 @@ class PlanPanel(ipywidgets.VBox):
             figures.show(figures.ratios(self.rows, title="Chosen plans against the baseline"))
 
 
-def ratio_table(rows: Sequence[Record]) -> pandas.DataFrame:
+def ratio_table(rows: Sequence[Row]) -> pandas.DataFrame:
     """Return measured ratios (rows of `measurements`) as a table, each with what its 99 % interval says."""
+    columns = ("machine", "name", "ratio", "low", "high")
     table = []
     for row in rows:
         says = "faster" if row["low"] > 1 else "slower" if row["high"] < 1 else "not shown"
-        table.append({key: row[key] for key in COLUMNS if key in row} | {"pairs": len(row["seconds_a"]), "says": says})
+        table.append({key: row[key] for key in columns if key in row} | {"pairs": len(row["seconds_a"]), "says": says})
     return pandas.DataFrame(table).round(4)
 
 
-def explored(
-    records: Sequence[Record], names: Sequence[str] = (), pairs: int | None = None
-) -> tuple[pandas.DataFrame, Figure]:
-    """Return table and figure of the measurements called `names` (without: all of the first record) in `records`.
+def first_pairs(record: Row, names: Sequence[str], pairs: int) -> dict[str, Any]:
+    """Return a record with the measurements `names` as they would be if so many pairs of windows had been measured."""
+    rows = []
+    for row in record["measurements"]:
+        if row["name"] in names:
+            a_s, b_s = row["seconds_a"][:pairs], row["seconds_b"][:pairs]
+            fewer = {"seconds_a": a_s, "seconds_b": b_s, **vars(paired_interval(a_s, b_s))}
+            rows.append({**row, **fewer, "machine": figures.device_name(record)})
+    return {**record, "measurements": rows}
 
-    With `pairs`, ratios and intervals are computed anew from so many pairs of windows, the first ones.
+
+def explorer(records: Sequence[Row]) -> ipywidgets.interactive:
+    """Return a widget that looks through a notebook's `records`, and at how many pairs of windows it takes to be sure.
+
+    Nothing is measured: the intervals are computed anew from the seconds in the records.
     """
-    names = names or [row["name"] for row in records[0]["measurements"]]
-    shown = [
-        {**record, "measurements": [_of_pairs(row, pairs) for row in record["measurements"] if row["name"] in names]}
-        for record in records
-    ]
-    rows = [{"machine": figures.device_name(record)} | row for record in shown for row in record["measurements"]]
-    return ratio_table(rows), figures.ratios(shown[0], shown[1:], names=names, title=records[0]["notebook"])
+    measurements = [row for record in records for row in record["measurements"]]
+    names = list(dict.fromkeys(row["name"] for row in measurements))
+    most = max(len(row["seconds_a"]) for row in measurements)
 
+    def look(measured: Sequence[str], pairs: int) -> None:
+        here, *others = (first_pairs(record, measured, pairs) for record in records)
+        figures.show(figures.ratios(here, others, names=measured, title=here["notebook"]))
+        display(ratio_table([row for record in (here, *others) for row in record["measurements"]]))
 
-def _of_pairs(row: Record, pairs: int | None) -> dict[str, Any]:
-    a_s, b_s = row["seconds_a"][:pairs], row["seconds_b"][:pairs]
-    interval = vars(paired_interval(a_s, b_s)) if 2 <= len(a_s) < len(row["seconds_a"]) else {}
-    return {**row, **interval, "seconds_a": a_s, "seconds_b": b_s}
-
-
-def explorer(sources: Iterable[Record] | None = None) -> ipywidgets.interactive:
-    """Return a widget that looks through records by notebook, measurement, and how many pairs of windows are believed.
-
-    By default through all records that are published; `explored` shows the same without widget.
-    """
-    records = defaultdict[str, list[Record]](list)
-    for record in sources or map(load_record, sorted(notebooks_folder().glob("records/*/*.json"))):
-        records[record["notebook"]].append(record)
-
-    def open_notebook(notebook: str) -> None:
-        rows = [row for record in records[notebook] for row in record["measurements"]]
-        names, most = list(dict.fromkeys(row["name"] for row in rows)), max(len(row["seconds_a"]) for row in rows)
-
-        def look(measured: Sequence[str], pairs: int) -> None:
-            table, figure = explored(records[notebook], measured, pairs)
-            figures.show(figure)
-            display(table)
-
-        select = ipywidgets.SelectMultiple(options=names, value=names[:4], layout={"width": "36em"})
-        ipywidgets.interact(look, measured=select, pairs=ipywidgets.IntSlider(most, 2, most, continuous_update=False))
-
-    return ipywidgets.interactive(open_notebook, notebook=sorted(records))
+    select = ipywidgets.SelectMultiple(options=names, value=names[:4], layout={"width": "36em"})
+    pairs = ipywidgets.IntSlider(most, 2, most, continuous_update=False)
+    return ipywidgets.interactive(look, measured=select, pairs=pairs)

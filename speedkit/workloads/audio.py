@@ -20,7 +20,7 @@ from speedkit.errors import UsageError
 from speedkit.recipe import Recipe
 from speedkit.workloads.generated import DataOptions, find_or_generate
 from speedkit.workloads.night_sounds import generate
-from speedkit.workloads.residual import residual_net, score
+from speedkit.workloads.residual import mixed_targets, residual_net, score
 from speedkit.workloads.workload import Batch, Workload
 
 BANDS = 64  # mel bands, from 0 Hz to half the sample rate
@@ -44,17 +44,20 @@ def audio(
     """
     if size not in SIZES:
         raise UsageError(f"size {size!r} is unknown: the audio net comes in {', '.join(SIZES)}")
-    found = find_or_generate(data_dir, generate, **options)
-    spectrogram, num_samples = _shape(found.train, max_duration_s)
+    files = find_or_generate(data_dir, generate, **options)
+    frame = framing(files.train)
+    usual_s = sorted(item.duration_s for item in files.train)[math.ceil(0.99 * len(files.train)) - 1]
+    hops = math.ceil(round(min(usual_s, max_duration_s or LONGEST_S) * frame["sample_rate_hz"] / frame["hop"], 6))
+    num_samples = frame["hop"] * max(16, hops)  # what padding in the net leaves something of
     return Workload(
         "audio",
         RECIPE,
-        found.train,
-        found.test,
-        load=functools.partial(load, sample_rate_hz=spectrogram["sample_rate_hz"], num_samples=num_samples),
-        features=functools.partial(log_mel, **spectrogram),
+        files.train,
+        files.test,
+        load=functools.partial(load, sample_rate_hz=frame["sample_rate_hz"], num_samples=num_samples),
+        features=functools.partial(log_mel, **frame, bands=BANDS),
         target=operator.attrgetter("label"),
-        model=functools.partial(AudioNet, len(found.classes), size),
+        model=functools.partial(AudioNet, len(files.classes), size),
         loss=loss,
         score=score,
         augment=augment,
@@ -62,26 +65,16 @@ def audio(
         decoders=("torchcodec", "librosa"),
         # Two standard errors of an accuracy of 0.9 on the 400 generated test files.
         margin=0.02 if data_dir or options.get("labels") else 0.03,
-        parameters={**spectrogram, "num_samples": num_samples},
+        parameters={**frame, "bands": BANDS, "num_samples": num_samples},
         sources=(decode,),
-        classes=found.classes,
-        quarantined=found.quarantined,
+        classes=files.classes,
+        quarantined=files.quarantined,
     )
-
-
-def _shape(items: tuple[Item, ...], max_duration_s: float | None) -> tuple[dict[str, Any], int]:
-    """Return (what `log_mel` takes, for the commonest sample rate; the samples of a clip: a whole number of hops)."""
-    frame = framing(items)
-    rate_hz, hop = frame["sample_rate_hz"], frame["hop"]
-    usual_s = sorted(item.duration_s for item in items)[math.ceil(0.99 * len(items)) - 1]
-    hops = math.ceil(round(min(usual_s, max_duration_s or LONGEST_S) * rate_hz / hop, 6))
-    num_samples = hop * max(16, hops)  # what padding in the net leaves something of
-    return {**frame, "bands": BANDS}, num_samples
 
 
 def framing(items: Sequence[Item]) -> dict[str, Any]:
     """Return what `log_mel` takes for the commonest sample rate of `items`: frames each 10 ms, of about 28 ms."""
-    rate_hz = max(statistics.multimode(item.sample_rate_hz for item in items))
+    rate_hz = statistics.mode(item.sample_rate_hz for item in items)
     return {"sample_rate_hz": rate_hz, "n_fft": 2 ** round(math.log2(0.028 * rate_hz)), "hop": round(rate_hz / 100)}
 
 
@@ -138,7 +131,5 @@ def loss(model: nn.Module, batch: Batch, recipe: Recipe) -> tuple[Tensor, Tensor
     inputs, targets, *mixed = batch
     logits = model(inputs)
     if mixed:
-        others, weight = mixed  # [B] each, of a batch that went through mixup
-        one, other = (F.one_hot(classes, logits.shape[1]).float() for classes in (targets, others))
-        targets = torch.lerp(other, one, weight[:, None])  # [B, K], probabilities
+        targets = mixed_targets(targets, mixed, logits.shape[1])
     return F.cross_entropy(logits, targets, label_smoothing=recipe.label_smoothing), logits

@@ -1,6 +1,5 @@
 """Whose data: your own files, or a generated set, whose files are made once, in parallel, each whole or absent."""
 
-import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,7 +29,6 @@ def find_or_generate(
     *,
     kind: str = "audio",
     labelled: bool = True,
-    fewest: int = 30,
     labels: str | Path | None = None,
     label_pattern: str | None = None,
     test_pattern: str | None = None,
@@ -39,20 +37,26 @@ def find_or_generate(
 ) -> Split:
     """Return what `find_items` finds under `data_dir`, or, without one, in a set that `generate` makes by `seed`.
 
-    Raises UsageError also where an option belongs to the other of the two, and for under `fewest` clips.
+    Raises UsageError also for an option that would have no effect.
     """
-    find = functools.partial(find_items, kind=kind, labelled=labelled)
-    if data_dir is not None or labels is not None:
-        if clips is not None:
-            raise UsageError(f"clips counts generated {kind} files: leave it out when you give your own data")
-        folder = data_dir or Path(str(labels)).parent
-        return find(folder, labels=labels, label_pattern=label_pattern, test_pattern=test_pattern, seed=seed)
-    if label_pattern or test_pattern:
-        raise UsageError(f"a pattern needs {kind} files to look at: name their folder with --data-dir")
-    if clips is not None and clips < fewest:
-        raise UsageError(f"clips={clips} is too few: it takes {fewest} to train and to test on")
-    size = {} if clips is None else {"clips": clips}
-    return find(generate(seed=seed, **size), test_pattern=TEST_PATTERN)
+    if label_pattern is not None and not labelled:
+        raise UsageError("this workload learns without labels: leave --label-pattern out")
+    if data_dir is None and labels is None:
+        if label_pattern or test_pattern:
+            raise UsageError(f"a pattern needs {kind} files to look at: name their folder with --data-dir")
+        folder = generate(seed=seed) if clips is None else generate(clips, seed=seed)
+        return find_items(folder, kind=kind, labelled=labelled, test_pattern=TEST_PATTERN)
+    if clips is not None:
+        raise UsageError(f"clips counts generated {kind} files: leave it out when you give your own data")
+    return find_items(
+        data_dir or Path(str(labels)).parent,
+        kind=kind,
+        labelled=labelled,
+        labels=labels,
+        label_pattern=label_pattern,
+        test_pattern=test_pattern,
+        seed=seed,
+    )
 
 
 def in_classes(index: int, classes: Sequence[str], formats: Sequence[str]) -> str:
@@ -62,28 +66,26 @@ def in_classes(index: int, classes: Sequence[str], formats: Sequence[str]) -> st
     return f"{classes[index % len(classes)]}/{take:05d}_{side}.{formats[take % len(formats)]}"
 
 
-def complete(
-    name: str, paths: Sequence[str], write: Callable[[int, Path], None], folder: str | Path | None = None
-) -> Path:
-    """Return the folder `name` (by default in the cache's) with files at `paths`, of which those missing are made.
+def complete(name: str, paths: Sequence[str], write: Callable[[int, Path, str], None]) -> Path:
+    """Return the folder `name` of the cache with files at `paths`, of which those missing are made.
 
-    `write(index, temporary path)` makes one. What an interrupted call left is completed; the name carries the set's
-    parameters, so that sets never mix. Raises UsageError where nothing can be written.
+    `write(index, temporary path, format)` makes one; what an interrupted call left is completed. The name carries the
+    set's parameters, so that sets never mix. Raises UsageError where nothing can be written.
     """
-    target = Path(folder or cache_root()) / name
+    folder = cache_root() / name
 
     def make(index: int) -> None:
-        with atomic(target / paths[index]) as temporary:
-            write(index, temporary)
+        path = folder / paths[index]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic(path) as temporary:
+            write(index, temporary, path.suffix[1:])
 
     try:
-        for parent in {(target / path).parent for path in paths}:
-            parent.mkdir(parents=True, exist_ok=True)
-        missing = [index for index, path in enumerate(paths) if not (target / path).exists()]
+        missing = [index for index, path in enumerate(paths) if not (folder / path).exists()]
         # numpy and the encoders work outside Python's lock. An interruption cancels what `map` has not begun.
         with ThreadPoolExecutor(usable_cores()) as pool:
             list(pool.map(make, missing))
     except (OSError, RuntimeError) as error:  # libsndfile's errors are of the second kind
-        failed = f"generated files cannot be written to {target} ({error})"
+        failed = f"generated files cannot be written to {folder} ({error})"
         raise UsageError(f"{failed}: free some space, or set SPEEDKIT_CACHE_DIR to another folder") from error
-    return target
+    return folder

@@ -19,7 +19,7 @@ from speedkit.errors import UsageError
 from speedkit.recipe import Recipe
 from speedkit.workloads.generated import DataOptions, find_or_generate
 from speedkit.workloads.patterns import generate
-from speedkit.workloads.residual import residual_net, score
+from speedkit.workloads.residual import mixed_targets, residual_net, score
 from speedkit.workloads.workload import Batch, Workload
 
 # Pixels of a side as the net sees it, channels of the stem and of the stages, and residual blocks in each stage.
@@ -32,16 +32,9 @@ RECIPE = Recipe(
     batch_size=32, epochs=24, learning_rate=1e-2, weight_decay=0.05, clip_norm=1.0, label_smoothing=0.1
 )  # AdamW, one cycle
 STRENGTH = 0.3  # of the augmentation
-# A normal distribution cut off at two standard deviations keeps this share of its own.
-KEPT_DEVIATION = 0.8796
 
 
-def image(
-    data_dir: str | Path | None = None,
-    *,
-    size: str = "small",
-    **options: Unpack[DataOptions],
-) -> Workload:
+def image(data_dir: str | Path | None = None, *, size: str = "small", **options: Unpack[DataOptions]) -> Workload:
     """Return the workload on the images under `data_dir`, or on generated photographs without one.
 
     All images are brought to one square, whose side follows from `size`. Raises UsageError for data that cannot be used
@@ -49,17 +42,17 @@ def image(
     """
     if size not in SIZES:
         raise UsageError(f"size {size!r} is unknown: the image net comes in {', '.join(SIZES)}")
-    found = find_or_generate(data_dir, generate, kind="image", **options)
+    files = find_or_generate(data_dir, generate, kind="image", **options)
     side = SIZES[size][0]
     return Workload(
         "image",
         RECIPE,
-        found.train,
-        found.test,
+        files.train,
+        files.test,
         load=functools.partial(load, side=side),
         features=in_unit_range,
         target=operator.attrgetter("label"),
-        model=functools.partial(ImageNet, len(found.classes), size),
+        model=functools.partial(ImageNet, len(files.classes), size),
         loss=loss,
         score=score,
         augment=augment,
@@ -68,8 +61,8 @@ def image(
         margin=0.02 if data_dir or options.get("labels") else 0.03,
         kept_as="uint8",
         parameters={"side": side},
-        classes=found.classes,
-        quarantined=found.quarantined,
+        classes=files.classes,
+        quarantined=files.quarantined,
     )
 
 
@@ -83,14 +76,13 @@ def load(item: Item, side: int) -> Tensor:
         data = path.read() if isinstance(path, TarMember) else Path(path).read_bytes()
         encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         pixels = decode_image(encoded, ImageReadMode.RGB, apply_exif_orientation=True)  # [3, H, W]
+        short = min(pixels.shape[1:])
+        top, left = ((length - short) // 2 for length in pixels.shape[1:])
+        square = pixels[None, :, top : top + short, left : left + short]
+        # Raises RuntimeError for 16 bits per channel.
+        return F.interpolate(square, (side, side), mode="bilinear", antialias=True)[0].contiguous()
     except (RuntimeError, OSError, ValueError) as error:
         raise BadItem(path, why_unreadable(path, error)) from error
-    if pixels.dtype != torch.uint8:
-        raise BadItem(path, "it is no image of 8 bits per channel")
-    short = min(pixels.shape[1:])
-    top, left = ((length - short) // 2 for length in pixels.shape[1:])
-    square = pixels[None, :, top : top + short, left : left + short]
-    return F.interpolate(square, (side, side), mode="bilinear", antialias=True)[0].contiguous()
 
 
 def in_unit_range(image: Tensor) -> Tensor:
@@ -124,7 +116,8 @@ class ImageNet(nn.Module):
 def initialise(module: nn.Module) -> None:
     """Draw a layer's weights from a truncated normal of deviation sqrt(2 / inputs) (He et al. 2015); biases are 0."""
     if isinstance(module, nn.Conv2d | nn.Linear):
-        deviation = math.sqrt(2 / module.weight[0].numel()) / KEPT_DEVIATION
+        # Cut off at two standard deviations, a normal distribution keeps 0.8796 of its own.
+        deviation = math.sqrt(2 / module.weight[0].numel()) / 0.8796
         nn.init.trunc_normal_(module.weight, std=deviation, a=-2 * deviation, b=2 * deviation)
         if module.bias is not None:
             nn.init.zeros_(module.bias)
@@ -140,11 +133,9 @@ def loss(model: nn.Module, batch: Batch, recipe: Recipe) -> tuple[Tensor, Tensor
     inputs, targets, *mixed = batch
     logits = model(inputs)
     log_p = F.log_softmax(logits.float(), dim=1)  # [B, K]
-    q = F.one_hot(targets, logits.shape[1]).float()
-    if mixed:
-        others, weight = mixed  # [B] each, of a batch that went through mixup
-        q = torch.lerp(F.one_hot(others, logits.shape[1]).float(), q, weight[:, None])
-    q = torch.lerp(q, torch.full_like(q, 1 / logits.shape[1]), recipe.label_smoothing)
+    classes = logits.shape[1]
+    q = mixed_targets(targets, mixed, classes) if mixed else F.one_hot(targets, classes).float()
+    q = torch.lerp(q, torch.full_like(q, 1 / classes), recipe.label_smoothing)
     if recipe.focal_gamma:
         # Away from 0, where a power below 1 has an infinite slope.
         q = q * (-torch.expm1(log_p)).clamp_min(1e-6) ** recipe.focal_gamma

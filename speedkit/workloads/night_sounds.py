@@ -71,10 +71,11 @@ class Synthesiser:
 def bat(s: Synthesiser) -> NDArray:
     """Sweeps as a bat detector makes them audible: short and falling fast."""
     top, bottom, length_s, gap_s = s.draw((0.3, 0.47), (0.1, 0.22), (0.006, 0.035), (0.03, 0.3))
-    sweeps = s.calls(
-        (gap_s, gap_s), (length_s, length_s), lambda m: s.tone(np.geomspace(top, bottom, m) * RATE_HZ) * np.hanning(m)
-    )
-    return sweeps * (0.2 + s.slow(1.0))
+
+    def sweep(m: int) -> NDArray:
+        return s.tone(np.geomspace(top, bottom, m) * RATE_HZ) * np.hanning(m)
+
+    return s.calls((gap_s, gap_s), (length_s, length_s), sweep) * (0.2 + s.slow(1.0))
 
 
 def cricket(s: Synthesiser) -> NDArray:
@@ -184,11 +185,11 @@ def clip(index: int, seed: int = 0) -> NDArray[np.float32]:
     return (mixed * (level / np.abs(mixed).max())).astype(np.float32)
 
 
-def generate(folder: str | Path | None = None, clips: int = CLIPS, seed: int = 0) -> Path:
+def generate(clips: int = CLIPS, seed: int = 0) -> Path:
     """Return a folder of class-named subfolders with `clips` recordings (WAV, FLAC, Ogg), as `complete` makes it."""
+
+    def write(index: int, path: Path, format: str) -> None:
+        soundfile.write(path, clip(index, seed), RATE_HZ, format=format)
+
     paths = [in_classes(index, CLASSES, FORMATS) for index in range(clips)]
-
-    def write(index: int, path: Path) -> None:
-        soundfile.write(path, clip(index, seed), RATE_HZ, format=paths[index].rpartition(".")[2])
-
-    return complete(f"night_sounds/{clips}_clips_4s_16000hz_seed{seed}_v{VERSION}", paths, write, folder)
+    return complete(f"night_sounds/{clips}_clips_4s_16000hz_seed{seed}_v{VERSION}", paths, write)

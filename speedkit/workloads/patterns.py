@@ -44,7 +44,7 @@ PATTERNS: dict[str, Callable[[Plane, Plane, float, float], NDArray]] = {
 CLASSES = tuple(PATTERNS)
 
 
-def _plane(rng: Generator, height: int, width: int) -> tuple[Plane, Plane]:
+def plane(rng: Generator, height: int, width: int) -> tuple[Plane, Plane]:
     """Return where on the pattern each pixel looks, in periods: turned, in perspective, on cloth that is not flat."""
     short = min(height, width)
     y, x = np.mgrid[:height, :width].astype(np.float32)
@@ -58,7 +58,7 @@ def _plane(rng: Generator, height: int, width: int) -> tuple[Plane, Plane]:
     return u + fold[0] * np.sin(v + phase[0]), v + fold[1] * np.sin(u + phase[1])
 
 
-def _cloud(rng: Generator, height: int, width: int, cells: int) -> NDArray:
+def cloud(rng: Generator, height: int, width: int, cells: int) -> NDArray:
     """Return a smooth random surface [H, W], mostly within -1..1, that changes `cells` times along a side."""
     coarse = rng.uniform(-1, 1, (cells + 1, cells + 1))
     return zoom(coarse, (height / (cells + 1), width / (cells + 1)), order=3, mode="nearest", grid_mode=True)
@@ -69,29 +69,28 @@ def photograph(index: int, seed: int = 0) -> NDArray[np.uint8]:
     rng = np.random.default_rng([seed, index])
     height, width = map(int, rng.integers(*PIXELS, 2))
     # Four samples per pixel, averaged: edges are as soft as a lens makes them.
-    u, v = _plane(rng, 2 * height, 2 * width)
+    u, v = plane(rng, 2 * height, 2 * width)
     ink = PATTERNS[CLASSES[index % len(CLASSES)]](u, v, rng.uniform(0.15, 0.4), rng.uniform(0.25, 0.6))
     ink = ink.reshape(height, 2, width, 2).mean(axis=(1, 3))
     if rng.random() < 0.5:
         ink = 1 - ink
-    ink = ink * (1 - 0.5 * np.clip(_cloud(rng, height, width, 3), 0, 1))  # worn in places
+    ink = ink * (1 - 0.5 * np.clip(cloud(rng, height, width, 3), 0, 1))  # worn in places
     ground = rng.uniform(0.15, 0.85, 3)
     change = rng.normal(0, 1, 3)
     change *= rng.uniform(*CONTRAST) * np.sqrt(3) / np.linalg.norm(change)
-    image = ground + ink[..., None] * change + 0.03 * _cloud(rng, height, width, 12)[..., None]  # [H, W, 3]
-    image = image * (1 + 0.4 * _cloud(rng, height, width, int(rng.integers(1, 4))))[..., None]  # light and shadow
+    image = ground + ink[..., None] * change + 0.03 * cloud(rng, height, width, 12)[..., None]  # [H, W, 3]
+    image = image * (1 + 0.4 * cloud(rng, height, width, int(rng.integers(1, 4))))[..., None]  # light and shadow
     blur = rng.uniform(0, 1.2)
     image = gaussian_filter(image, (blur, blur, 0)) + rng.normal(0, rng.uniform(*NOISE), image.shape)
     return (255 * np.clip(image, 0, 1)).round().astype(np.uint8)
 
 
-def generate(folder: str | Path | None = None, clips: int = CLIPS, seed: int = 0) -> Path:
+def generate(clips: int = CLIPS, seed: int = 0) -> Path:
     """Return a folder of class-named subfolders with `clips` images (JPEG, PNG), as `complete` makes it."""
-    paths = [in_classes(index, CLASSES, FORMATS) for index in range(clips)]
 
-    def write(index: int, path: Path) -> None:
+    def write(index: int, path: Path, format: str) -> None:
         quality = int(np.random.default_rng([seed, index, 1]).integers(40, 96))
-        options = {"quality": quality} if paths[index].endswith(".jpg") else {}
-        Image.fromarray(photograph(index, seed)).save(path, "JPEG" if options else "PNG", **options)
+        Image.fromarray(photograph(index, seed)).save(path, "JPEG" if format == "jpg" else "PNG", quality=quality)
 
-    return complete(f"patterns/{clips}_photographs_seed{seed}_v{VERSION}", paths, write, folder)
+    paths = [in_classes(index, CLASSES, FORMATS) for index in range(clips)]
+    return complete(f"patterns/{clips}_photographs_seed{seed}_v{VERSION}", paths, write)

@@ -61,6 +61,13 @@ def residual_net(stem: nn.Conv2d, widths: Sequence[int], depth: int) -> nn.Seque
     return nn.Sequential(*layers)
 
 
+def mixed_targets(targets: Tensor, mixed: Sequence[Tensor], classes: int) -> Tensor:
+    """Return the probabilities [B, K] of a batch that went through mixup; `mixed` is the other targets and weights."""
+    others, weight = mixed  # [B] each
+    one, other = (F.one_hot(labels, classes).float() for labels in (targets, others))
+    return torch.lerp(other, one, weight[:, None])
+
+
 def score(outputs: Tensor, batch: Batch) -> Tensor:
     """Return 1 where the largest of the outputs [B, K] is the target's, else 0: [B]."""
     return (outputs.argmax(dim=1) == batch[1]).float()

@@ -8,7 +8,7 @@ four, as FastConformer and NEST have it. No result depends on the padding of a c
 import functools
 import operator
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 import torch.nn.functional as F
@@ -49,18 +49,19 @@ def speech(
     """
     if size not in SIZES:
         raise UsageError(f"size {size!r} is unknown: the speech net comes in {', '.join(SIZES)}")
-    found = find_or_generate(data_dir, generate, labelled=False, fewest=8, **options)
+    files = find_or_generate(data_dir, generate, labelled=False, **options)
     limit_s = max_duration_s or LONGEST_S
-    train, test = ([item for item in side if item.duration_s <= limit_s] for side in (found.train, found.test))
+    why = "it lasts {:.1f} s, over {:g} (max_duration_s)"
+    too_long = {
+        item.path: why.format(item.duration_s, limit_s)
+        for item in (*files.train, *files.test)
+        if item.duration_s > limit_s
+    }
+    train, test = ([item for item in side if item.path not in too_long] for side in (files.train, files.test))
     if not train or not test:
         raise UsageError(f"too few recordings last up to {limit_s:g} s: one to train and one to test on are needed")
-    too_long = [
-        (item.path, f"it lasts {item.duration_s:.1f} s, over {limit_s:g} (max_duration_s)")
-        for item in (*found.train, *found.test)
-        if item.duration_s > limit_s
-    ]
     spectrogram = framing(train)
-    timing: dict[str, Any] = {key: spectrogram[key] for key in ("sample_rate_hz", "hop")}
+    timing = {key: spectrogram[key] for key in ("sample_rate_hz", "hop")}
     return Workload(
         "speech",
         RECIPE,
@@ -73,14 +74,13 @@ def speech(
         loss=loss,
         score=score,
         metric="masked-frame accuracy",
-        margin=0.02,
         augment=augment,
         length=functools.partial(frames, **timing),
         decoders=("torchcodec", "librosa"),
         count=count,
         parameters=spectrogram,
         sources=(decode, log_mel),
-        quarantined=(*found.quarantined, *too_long),
+        quarantined=(*files.quarantined, *too_long.items()),
     )
 
 
@@ -105,28 +105,29 @@ def features(waveform: Tensor, sample_rate_hz: int, n_fft: int, hop: int) -> Ten
 
 
 def augment(batch: Batch, generator: torch.Generator) -> Batch:
-    """Return the batch with a mask [B, N] of what to guess, drawn anew: one span in each block of each clip."""
-    blocks = -(-batch[0].shape[-1] // (STRIDE * BLOCK))
-    place = torch.rand(len(batch[0]), blocks, 1, generator=generator, device=generator.device)
-    return *batch, _spans(batch, place.to(batch[0].device))
+    """Return the batch with a mask [B, N] of what to guess, drawn anew."""
+    return *batch, draw_mask(batch, generator)
 
 
 def masked(batch: Batch) -> Tensor:
     """Return which frames of the net are to be guessed, [B, N]: those drawn, or at evaluation the middle of blocks."""
-    blocks = -(-batch[0].shape[-1] // (STRIDE * BLOCK))
-    return batch[3] if len(batch) > 3 else _spans(batch, torch.full((1, blocks, 1), 0.5, device=batch[0].device))
+    return batch[3] if len(batch) > 3 else draw_mask(batch)
 
 
-def _spans(batch: Batch, place: Tensor) -> Tensor:
-    """Return the mask [B, N] with each block's span at its `place` [B, blocks, 1] in 0..1, nothing in the padding."""
+def draw_mask(batch: Batch, generator: torch.Generator | None = None) -> Tensor:
+    """Return a mask [B, N] of one span in each block of each clip, its place drawn or the middle, none in padding."""
     inputs, lengths = batch[:2]
+    blocks, device = -(-inputs.shape[-1] // (STRIDE * BLOCK)), inputs.device
+    place = torch.full((1, blocks, 1), 0.5, device=device)
+    if generator is not None:
+        place = torch.rand(len(inputs), blocks, 1, generator=generator, device=generator.device).to(device)
     first = (place * (BLOCK - SPAN + 1)).long()
-    at = torch.arange(BLOCK, device=place.device)
+    at = torch.arange(BLOCK, device=device)
     mask = ((at >= first) & (at < first + SPAN)).flatten(1)[:, : inputs.shape[-1] // STRIDE]
-    return mask & _within(mask.shape[1], lengths // STRIDE)
+    return mask & within(mask.shape[1], lengths // STRIDE)
 
 
-def _within(count: int, lengths: Tensor) -> Tensor:
+def within(count: int, lengths: Tensor) -> Tensor:
     """Return which of `count` places lie within the lengths [B], without asking the device how long they are."""
     return torch.arange(count, device=lengths.device) < lengths[:, None]
 
@@ -190,7 +191,7 @@ class SpeechNet(nn.Module):
         """Return logits and codes of the frames of `inputs` [B, F, T] that `mask` [B, N] hides from the net."""
         n = mask.shape[1]
         inputs = inputs[..., : STRIDE * n]
-        padding = ~_within(n, lengths // STRIDE)  # [B, N]
+        padding = ~within(n, lengths // STRIDE)  # [B, N]
         x = torch.where(mask.repeat_interleave(STRIDE, dim=1)[:, None], self.unseen, inputs)
         for layer, share in zip(self.stem, (STRIDE, STRIDE // 2), strict=True):
             x = F.silu(layer(x.masked_fill(padding.repeat_interleave(share, dim=1)[:, None], 0)))

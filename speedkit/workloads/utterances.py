@@ -19,59 +19,44 @@ RATE_HZ = 16000
 CLIPS = 640  # 480 to train on, 160 to test on
 VERSION = 1  # part of the folder's name: raise it when the sound of a clip changes
 FORMATS = ("wav", "flac")  # in turn, with 16 bits
-_MEDIAN_S, _SPREAD, _SHORTEST_S, _LONGEST_S = 2.2, 0.6, 0.5, 12.0
-_CHUNK = RATE_HZ // 200  # 5 ms, in which the mouth stands still
+MEDIAN_S, SPREAD, SHORTEST_S, LONGEST_S = 2.2, 0.6, 0.5, 12.0
+CHUNK = RATE_HZ // 200  # 5 ms, in which the mouth stands still
 # F1 to F3 of eight vowels as men speak them (after Peterson and Barney 1952), and a fourth that all share [Hz].
-_VOWELS = np.array(
-    [
-        (270, 2290, 3010, 3600),
-        (390, 1990, 2550, 3600),
-        (530, 1840, 2480, 3600),
-        (660, 1720, 2410, 3600),
-        (730, 1090, 2440, 3600),
-        (570, 840, 2410, 3600),
-        (440, 1020, 2240, 3600),
-        (300, 870, 2240, 3600),
-    ],
-    dtype=float,
+FORMANTS_HZ = (
+    (270, 390, 530, 660, 730, 570, 440, 300),
+    (2290, 1990, 1840, 1720, 1090, 840, 1020, 870),
+    (3010, 2550, 2480, 2410, 2440, 2410, 2240, 2240),
+    (3600,) * 8,
 )
-_WIDTHS_HZ = np.array([60.0, 90.0, 130.0, 200.0])
+WIDTHS_HZ = np.array([60.0, 90.0, 130.0, 200.0])
 # Noises: where their energy lies and how wide [Hz], how loud; the last three are bursts after a silence, as in p, t, k.
-_NOISES = np.array(
-    [
-        (5500, 1200, 1.0),
-        (3000, 900, 1.0),
-        (1400, 700, 0.5),
-        (4200, 2500, 0.4),
-        (4000, 1500, 2.0),
-        (1800, 500, 2.0),
-        (700, 400, 2.0),
-    ]
-)
-_BURSTS_FROM, _PAUSE = 4, len(_NOISES)
-_LANGUAGE = np.random.default_rng(1)
-_VOWEL_AFTER = _LANGUAGE.dirichlet(np.full(len(_VOWELS), 0.4), _PAUSE + 1)  # each row sums to 1: after noise, or pause
-_NOISE_AFTER = np.pad(
-    0.85 * _LANGUAGE.dirichlet(np.full(_PAUSE, 0.4), len(_VOWELS)), ((0, 0), (0, 1)), constant_values=0.15
-)  # after a vowel; the last column is a pause
+NOISES_HZ = (5500, 3000, 1400, 4200, 4000, 1800, 700)
+NOISE_WIDTHS_HZ = (1200, 900, 700, 2500, 1500, 500, 400)
+NOISE_LEVELS = (1.0, 1.0, 0.5, 0.4, 2.0, 2.0, 2.0)
+BURSTS_FROM, PAUSE = 4, 7
+LANGUAGE = np.random.default_rng(1)
+VOWEL_AFTER = LANGUAGE.dirichlet(np.full(8, 0.4), PAUSE + 1)  # each row sums to 1: after noise, or pause
+NOISE_AFTER = np.hstack([0.85 * LANGUAGE.dirichlet(np.full(PAUSE, 0.4), 8), np.full((8, 1), 0.15)])  # or a pause
 
 
-def _movements(rng: Generator, chunks: int) -> NDArray:
+def movements(rng: Generator, chunks: int) -> NDArray:
     """Return what a mouth does, [chunks, 8]: four formants, a noise's place and width [Hz], its level, the voice's."""
     rows: list[NDArray] = []
-    noise = _PAUSE
+    noise = PAUSE
     while len(rows) < chunks:
-        vowel = rng.choice(len(_VOWELS), p=_VOWEL_AFTER[noise])
-        place_hz, width_hz, level = _NOISES[noise] if noise != _PAUSE else (1500, 500, 0.0)
+        vowel = rng.choice(8, p=VOWEL_AFTER[noise])
+        place_hz, width_hz, level = 1500.0, 500.0, 0.0
+        if noise != PAUSE:
+            place_hz, width_hz, level = NOISES_HZ[noise], NOISE_WIDTHS_HZ[noise], NOISE_LEVELS[noise]
         sounds = [(0.06, 0.16, level, 0.0), (0.07, 0.22, 0.0, rng.uniform(0.6, 1.0))]  # seconds, noise, voice
-        if noise == _PAUSE:
+        if noise == PAUSE:
             sounds[0] = (0.1, 0.4, 0.0, 0.0)
-        elif noise >= _BURSTS_FROM:
+        elif noise >= BURSTS_FROM:
             sounds[:1] = [(0.04, 0.08, 0.0, 0.0), (0.01, 0.03, level, 0.0)]
         for shortest_s, longest_s, loud, voice in sounds:
-            row = np.array([*_VOWELS[vowel], place_hz, width_hz, loud, voice])
-            rows += [row] * int(rng.uniform(shortest_s, longest_s) * RATE_HZ / _CHUNK)
-        noise = rng.choice(_PAUSE + 1, p=_NOISE_AFTER[vowel])
+            row = np.array([*(formant[vowel] for formant in FORMANTS_HZ), place_hz, width_hz, loud, voice])
+            rows += [row] * int(rng.uniform(shortest_s, longest_s) * RATE_HZ / CHUNK)
+        noise = rng.choice(PAUSE + 1, p=NOISE_AFTER[vowel])
     made = np.array(rows[:chunks])
     for column, width in ((0, 11), (1, 11), (2, 11), (6, 3), (7, 3)):  # tongue and lips take 55 ms, breath and voice 15
         track = np.pad(made[:, column], width // 2, mode="edge")
@@ -79,15 +64,15 @@ def _movements(rng: Generator, chunks: int) -> NDArray:
     return made
 
 
-def _sections(hz: NDArray, width_hz: NDArray, peaked: bool) -> NDArray:
-    """Return resonators as second-order sections [..., 6] (Klatt 1980), of gain 1 at their peak, or else at 0 Hz."""
+def resonators(hz: NDArray, width_hz: NDArray, peaked: bool) -> NDArray:
+    """Return second-order sections [..., 6] (Klatt 1980), of gain 1 at their peak, or else at 0 Hz."""
     radius = np.exp(-np.pi * width_hz / RATE_HZ)
     b, c = 2 * radius * np.cos(2 * np.pi * hz / RATE_HZ), -(radius**2)
     gain = (1 + c) / 2 if peaked else 1 - b - c
     return np.stack(np.broadcast_arrays(gain, 0.0, -gain if peaked else 0.0, 1.0, -b, -c), axis=-1)
 
 
-def _filtered(signal: NDArray, sections: NDArray) -> NDArray:
+def filtered(signal: NDArray, sections: NDArray) -> NDArray:
     """Return the signal [T] through sections [chunks, S, 6] that change from chunk to chunk."""
     state: Any = np.zeros((sections.shape[1], 2))
     parts = []
@@ -100,9 +85,9 @@ def _filtered(signal: NDArray, sections: NDArray) -> NDArray:
 def clip(index: int, seed: int = 0) -> NDArray[np.float32]:
     """Return clip `index` of the set at 16 kHz: [T] float32 within -1..1."""
     rng = np.random.default_rng([seed, index])
-    n = int(RATE_HZ * np.clip(_MEDIAN_S * np.exp(_SPREAD * rng.standard_normal()), _SHORTEST_S, _LONGEST_S))
-    made = _movements(rng, -(-n // _CHUNK))
-    time_s = np.arange(len(made) * _CHUNK) / RATE_HZ
+    n = int(RATE_HZ * np.clip(MEDIAN_S * np.exp(SPREAD * rng.standard_normal()), SHORTEST_S, LONGEST_S))
+    mouth = movements(rng, -(-n // CHUNK))
+    time_s = np.arange(len(mouth) * CHUNK) / RATE_HZ
     # The speaker: a shorter throat has higher formants and, as a rule, a higher voice.
     throat = rng.uniform(0.95, 1.25)
     bends = rng.uniform(0.85, 1.15, int(4 * time_s[-1]) + 2)  # the voice rises and falls, and sinks towards the end
@@ -110,11 +95,10 @@ def clip(index: int, seed: int = 0) -> NDArray[np.float32]:
     turns = np.cumsum(115 * throat**3 * rng.uniform(0.85, 1.2) * contour / RATE_HZ)
     pulses = np.diff(np.floor(turns), prepend=0.0)
     voice = lfilter([1.0], [1.0, -0.95], pulses + 0.01 * rng.standard_normal(len(pulses)))
-    voiced = _filtered(voice * np.repeat(made[:, 7], _CHUNK), _sections(made[:, :4] * throat, _WIDTHS_HZ, peaked=False))
-    hissed = _filtered(
-        rng.standard_normal(len(pulses)) * np.repeat(made[:, 6], _CHUNK),
-        _sections(made[:, 4:5] * throat, made[:, 5:6], peaked=True),
-    )
+    breath = rng.standard_normal(len(pulses))
+    formants, hisses = mouth[:, :4] * throat, mouth[:, 4:5] * throat
+    voiced = filtered(voice * np.repeat(mouth[:, 7], CHUNK), resonators(formants, WIDTHS_HZ, peaked=False))
+    hissed = filtered(breath * np.repeat(mouth[:, 6], CHUNK), resonators(hisses, mouth[:, 5:6], peaked=True))
     mixed = voiced / (voiced.std() + 1e-9) + hissed
     mixed += 10 ** (-rng.uniform(15, 35) / 20) * rng.standard_normal(len(mixed)) * mixed.std()
     level = 10 ** (rng.uniform(-18, -1) / 20)  # how far the microphone was turned up
@@ -126,11 +110,10 @@ def file_name(index: int) -> str:
     return f"{index:05d}_{'test' if index % 4 == 3 else 'train'}.{FORMATS[index // 4 % 2]}"
 
 
-def generate(folder: str | Path | None = None, clips: int = CLIPS, seed: int = 0) -> Path:
+def generate(clips: int = CLIPS, seed: int = 0) -> Path:
     """Return a flat folder with `clips` recordings (WAV, FLAC), as `complete` makes it."""
-    paths = [file_name(index) for index in range(clips)]
 
-    def write(index: int, path: Path) -> None:
-        soundfile.write(path, clip(index, seed), RATE_HZ, format=paths[index].rpartition(".")[2])
+    def write(index: int, path: Path, format: str) -> None:
+        soundfile.write(path, clip(index, seed), RATE_HZ, format=format)
 
-    return complete(f"utterances/{clips}_clips_seed{seed}_v{VERSION}", paths, write, folder)
+    return complete(f"utterances/{clips}_clips_seed{seed}_v{VERSION}", [*map(file_name, range(clips))], write)

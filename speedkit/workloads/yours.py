@@ -42,11 +42,12 @@ def from_dataset(
     for side, data in (("train", train), ("test", test)):
         if not hasattr(data, "__getitem__") or not hasattr(data, "__len__") or not len(data):
             raise UsageError(f"the {side} set ({type(data).__name__}) has no items by index: give a map-style data set")
-        sides.append([types.SimpleNamespace(path=f"{side}/{at}", data=data, at=at) for at in range(len(data))])
+        samples = [types.SimpleNamespace(path=f"{side}/{at}", data=data, at=at) for at in range(len(data))]
         try:
-            firsts.append((load(sides[-1][0]), torch.as_tensor(target(sides[-1][0]))))
+            firsts.append((load(samples[0]), torch.as_tensor(target(samples[0]))))
         except BadItem as item:
-            raise UsageError(f"{item}: let the data set give (input tensor, target)") from item
+            raise UsageError(str(item)) from item
+        sides.append(samples)
     classes = all(first.ndim == 0 and not first.is_floating_point() for _, first in firsts)
     if score is None and not classes:
         raise UsageError("the targets are no class numbers: give score(outputs, targets), one number per sample")
@@ -57,12 +58,12 @@ def from_dataset(
         recipe or Recipe(),
         sides[0],
         sides[1],
-        load,
-        torch.Tensor.contiguous,
-        target,
-        functools.partial(copy.deepcopy, model) if isinstance(model, nn.Module) else model,
-        functools.partial(_loss, rule=loss),
-        functools.partial(_score, rule=score) if score is not None else residual.score,
+        load=load,
+        features=torch.Tensor.contiguous,
+        target=target,
+        model=functools.partial(copy.deepcopy, model) if isinstance(model, nn.Module) else model,
+        loss=functools.partial(_loss, rule=loss),
+        score=residual.score if score is None else functools.partial(_score, rule=score),
         **fields,
     )
 
@@ -71,8 +72,7 @@ def load(sample: Any) -> Tensor:
     """Return the sample's input, and keep its target for `target`. Raises BadItem for what is no such pair."""
     pair = sample.data[sample.at]
     if not isinstance(pair, tuple | list) or len(pair) != 2 or not hasattr(pair[0], "__array__"):
-        parts = pair if isinstance(pair, tuple | list) else [pair]
-        raise BadItem(sample.path, f"it gives ({', '.join(type(part).__name__ for part in parts)})")
+        raise BadItem(sample.path, f"it gives {type(pair).__name__}, not (input tensor, target)")
     sample.target = pair[1]
     return torch.as_tensor(pair[0])
 
@@ -96,9 +96,7 @@ def _loss(model: nn.Module, batch: Batch, recipe: Recipe, rule: Rule) -> tuple[T
     outputs = model(batch[0])
     value = rule(outputs, batch[1])
     if getattr(value, "shape", None) != ():
-        raise UsageError(
-            f"the loss returned {value!r:.60}: let it return the mean over the batch, a tensor of one number"
-        )
+        raise UsageError(f"the loss returned {value!r:.60}: let it return the mean over the batch, one number")
     return value, outputs
 
 
