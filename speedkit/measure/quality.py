@@ -130,7 +130,8 @@ def quality_of(workload: Workload, curves: Curves) -> Row:
     if has_folds(workload):
         tested = len(workload.test) * min(map(len, scores.values()))
         needed = tested * ((result.mean_change - result.lower) / workload.margin) ** 2
-        return row | {"decision": "not decided", "items_needed": max(tested + 1, math.ceil(needed))}
+        needed = max(tested + 1, math.ceil(needed))
+        return row | {"decision": "not decided", "test_items": len(workload.test), "items_needed": needed}
     return row | {"decision": "not decided", "seeds_needed": _seeds_needed(scores, workload.margin)}
 
 

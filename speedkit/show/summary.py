@@ -41,8 +41,8 @@ def quality_in_words(quality: Row) -> str:
         return f"The result is {quality['decision']}: {change}."
     needed = f"{len(quality['final'])} trainings of each plan cannot show it; about {quality['seeds_needed']} would"
     if quality.get("items_needed"):
-        needed = "so few test items cannot show it; about {items_needed} would".format(**quality)
-    return f"Whether the result is as good is not decided: {change}. {needed[0].upper()}{needed[1:]}."
+        needed = "{test_items} test items cannot show {margin:g}; about {items_needed} would".format(**quality)
+    return f"Whether the result is as good is not decided: {change}. {needed}."
 
 
 def payback_in_words(paid: Row) -> str:
