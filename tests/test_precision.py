@@ -129,7 +129,9 @@ def getters():
 
 
 @pytest.mark.parametrize(
-    "outside", [None, BACKENDS, BACKENDS.cudnn, BACKENDS.cudnn.conv, BACKENDS.cuda.matmul], ids=str
+    "outside",
+    [None, BACKENDS, BACKENDS.cudnn, BACKENDS.cudnn.conv, BACKENDS.cuda.matmul],
+    ids=["nobody", "all", "cudnn", "convolutions", "products"],
 )
 def test_no_getter_raises_whatever_precision_follows_which(outside):
     for order in itertools.permutations(("default", "fp32", "tf32")):
