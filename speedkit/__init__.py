@@ -12,6 +12,7 @@ _HOMES = {
     "resolve": "speedkit.plan",
     "this_machine": "speedkit.hardware",
     "load_workload": "speedkit.workloads",
+    "from_dataset": "speedkit.workloads.yours",
     "fit": "speedkit.train.fit",
     "compare": "speedkit.measure.compare",
     "doctor": "speedkit.measure.diagnose:diagnose",

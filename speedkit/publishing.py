@@ -20,7 +20,7 @@ from speedkit.notebooks import find_notebooks, run_notebook
 from speedkit.show.figures import device_name, save, waterfall
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
-CLIMB, LADDER = "90_climb.ipynb", "records/ladder.svg"
+CLIMB, LADDER, RECORDS = "90_climb.ipynb", "records/ladder.svg", "records/README.md"
 FOLKLORE = "50_folklore.ipynb"  # it shows what all others recorded: last of all
 WORKLOADS = ("image", "speech", "text")  # of the climb, a record each; its notebook shows audio
 
@@ -153,13 +153,14 @@ def import_published(folder: str | Path, into: str | Path | None = None) -> list
     return outcomes
 
 
-# ---- the README ----
+# ---- the README, and the page of records beside it ----
 
 
 def update_readme(readme: str | Path) -> None:
-    """Write the README's generated blocks and the ladder's figure anew."""
-    files.write_text(readme, readme_text(readme))
+    """Write the README's generated blocks, the page of records and the ladder's figure anew."""
     folder = Path(readme).parent / "notebooks"
+    files.write_text(readme, readme_text(readme))
+    files.write_text(folder / RECORDS, records_text(folder))
     for record in _climbs(folder)[:1]:
         save(waterfall(record), folder / LADDER)
 
@@ -167,7 +168,7 @@ def update_readme(readme: str | Path) -> None:
 def readme_text(readme: str | Path) -> str:
     """Return the README's text with its generated blocks made anew. Raises UsageError when a block has no markers."""
     folder, text = Path(readme).parent / "notebooks", Path(readme).read_text(encoding="utf-8")
-    for name, make in (("status", status_table), ("ladder", ladder_table)):
+    for name, make in (("ladder", ladder_picture), ("climbs", climbs_table), ("notebooks", notebooks_table)):
         start, end = f"<!-- generated:{name} -->", f"<!-- /generated:{name} -->"
         before, _, rest = text.partition(start)
         if end not in rest:
@@ -176,50 +177,61 @@ def readme_text(readme: str | Path) -> str:
     return text
 
 
-def status_table(folder: Path) -> str:
-    """Return the status of all notebooks in `folder` as a Markdown table, for a file beside the folder."""
-    rows = []
-    for path in find_notebooks(None, folder):
-        notebook = read_notebook(path)
-        title, _, text = notebook.cells[0].source.lstrip("# ").partition("\n")
-        claim = re.split(r"(?<=[.!?])\s", text.strip().partition("\n\n")[0].replace("\n", " "))[0]
-        shown, measured = record_of(notebook), []
-        if shown is None:
-            measured.append("not run yet")
-        elif not is_current(shown, path):
-            measured.append(f"**stale**: its code changed after {shown['created'][:10]}")
-        for file, record in published(path).items():
-            workload = file.stem.partition("-")[2]
-            device = device_name(record) + (f" ({workload})" if workload else "")
-            measured.append(f"{device}, {_run(record, path)}: {_verdicts(record)}")
-        rows.append([f"[{path.stem[:2]} {title.strip()}]({folder.name}/{path.name})", claim, "<br>".join(measured)])
-    return _table(["notebook", "what it shows", "measured on"], rows)
+def ladder_picture(folder: Path) -> str:
+    """Return the figure of the first climb as Markdown, for a file beside `folder`."""
+    for record in _climbs(folder)[:1]:
+        return f"![The climb of {record['workload']['name']} on {device_name(record)}]({folder.name}/{LADDER})"
+    return "No climb is published yet."
 
 
-def ladder_table(folder: Path) -> str:
-    """Return the figure of the climb and its final speed-ups, from records alone, as Markdown."""
+def climbs_table(folder: Path) -> str:
+    """Return the final speed-ups of all climbs, from records alone, as a Markdown table."""
     rows = []
     for record in _climbs(folder):
         ratios = [
             "{ratio:.2f}x ({low:.2f} to {high:.2f})".format(**found) if found else "not measured"
             for found in (record["speedup"], record["speedup_careful"])
         ]
-        rows.append([device_name(record), record["workload"]["name"], *ratios, _run(record, folder / CLIMB)])
-    if not rows:
-        return "No climb is published yet."
-    table = _table(["machine", "workload", "over plain PyTorch", "over a careful start", "run"], rows)
-    return f"![The climb on {rows[0][0]}]({folder.name}/{LADDER})\n\n{table}"
+        rows.append([device_name(record), record["workload"]["name"], *ratios, _mark(record, folder / CLIMB)])
+    return _table(["machine", "workload", "over plain PyTorch", "over a careful start", ""], rows)
+
+
+def notebooks_table(folder: Path) -> str:
+    """Return what each notebook teaches, the minutes that it took, and a mark per machine, as a Markdown table."""
+    recorded = {path: list(published(path).values()) for path in find_notebooks(None, folder)}
+    machines = list(dict.fromkeys(device_name(record) for records in recorded.values() for record in records))
+    rows = []
+    for path, records in recorded.items():
+        title, _, text = read_notebook(path).cells[0].source.lstrip("# ").partition("\n")
+        claim = re.split(r"(?<=[.!?])\s", text.strip().partition("\n\n")[0].replace("\n", " "))[0]
+        marks = {device_name(record): _mark(record, path) for record in reversed(records)}  # of the plain workload
+        minutes = next((f"{record['seconds'] / 60:.0f}" for record in records if "seconds" in record), "")
+        link = f"[{path.stem[:2]} {title.strip()}]({folder.name}/{path.name})"
+        rows.append([link, claim, minutes, *(marks.get(machine, "not yet") for machine in machines)])
+    return _table(["notebook", "what it teaches", "minutes", *machines], rows)
+
+
+def records_text(folder: Path) -> str:
+    """Return the page of all records: which code, versions and machine each is from, its checks and its verdicts."""
+    rows = []
+    for path in find_notebooks(None, folder):
+        for file, record in published(path).items():
+            versions, commit = record["versions"], record["commit"] or "no commit"
+            code = f"speedkit {versions['speedkit']} at {commit}, torch {versions['torch']}"
+            cells = [file.stem, device_name(record), record["created"][:10], code, record["profile"]]
+            rows.append([*cells, _mark(record, path), _verdicts(record)])
+    head = ["record", "machine", "day", "code", "profile", "", "checks, and verdicts on claims"]
+    about = "Written by `speedkit publish`; each record lies in the folder of its machine."
+    return f"# Records\n\n{about}\n\n{_table(head, rows)}\n"
 
 
 def _climbs(folder: Path) -> list[dict[str, Any]]:
     return [record for record in published(folder / CLIMB).values() if record.get("speedup")]
 
 
-def _run(record: dict[str, Any], notebook: Path) -> str:
-    """Return when and with what a record was made, and whether by the code that its notebook has now."""
-    versions, state = record["versions"], "current" if is_current(record, notebook) else "**stale**"
-    code = f"speedkit {versions['speedkit']} at {record['commit']}"
-    return f"{record['created'][:10]}, torch {versions['torch']}, {code}, {record['profile']}, {state}"
+def _mark(record: dict[str, Any], notebook: Path) -> str:
+    """Return whether a record is of the code that its notebook has now."""
+    return "measured" if is_current(record, notebook) else "out of date"
 
 
 def _verdicts(record: dict[str, Any]) -> str:

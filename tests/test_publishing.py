@@ -132,9 +132,11 @@ README = """# x
 <!-- generated:ladder -->
 <!-- /generated:ladder -->
 between
-<!-- generated:status -->
+<!-- generated:notebooks -->
 old
-<!-- /generated:status -->
+<!-- /generated:notebooks -->
+<!-- generated:climbs -->
+<!-- /generated:climbs -->
 after
 """
 
@@ -145,22 +147,23 @@ def test_readme_shows_what_is_recorded_and_lists_what_is_stale(folder, tmp_path)
     record = record_of(read_notebook(path))
     verdicts = [(None, "passed"), ("C09", "confirmed"), (None, "passed"), ("C10", "needs_gpu"), ("C01", "needs_gpu")]
     rows = [{"check": "why", "claim": claim, "verdict": verdict} for claim, verdict in verdicts]
-    write_json(folder / "records" / HERE / "21_tiny.json", record | {"verdicts": rows})
+    write_json(folder / "records" / HERE / "21_tiny.json", record | {"verdicts": rows, "seconds": 130.0})
     update_readme(readme)
     text = readme.read_text()
     assert readme_text(readme) == text
     first, second = (line for line in text.splitlines() if line.startswith("| [2"))
-    assert first.startswith("| [21 Tiny](notebooks/21_tiny.ipynb) | A sum does not depend on the order. | ")
-    assert record["created"][:10] in first and record["versions"]["torch"] in first and "stale" not in first
-    assert ", current: 2 of 2 checks passed; confirmed: C09; needs a GPU: C01, C10 |" in first
-    assert second.endswith("| not run yet |")
+    assert first == "| [21 Tiny](notebooks/21_tiny.ipynb) | A sum does not depend on the order. | 2 | measured |"
+    assert second.endswith("|  | not yet |")
     assert "No climb is published yet." in text and "old" not in text.splitlines()
     assert text.startswith("# x\n") and text.endswith("after\n") and "\nbetween\n" in text
+    [line] = [line for line in (folder / "records" / "README.md").read_text().splitlines() if "21_tiny" in line]
+    assert record["created"][:10] in line and record["versions"]["torch"] in line
+    assert line.endswith("| measured | 2 of 2 checks passed; confirmed: C09; needs a GPU: C01, C10 |")
 
     edit(path, "total = 7")
-    assert "**stale**: its code changed after" in readme_text(readme)
-    readme.write_text("# x\n<!-- generated:status -->\n")
-    with pytest.raises(UsageError, match="<!-- /generated:status -->"):
+    assert "| 2 | out of date |" in readme_text(readme)
+    readme.write_text(README.replace("<!-- /generated:notebooks -->\n", ""))
+    with pytest.raises(UsageError, match="<!-- /generated:notebooks -->"):
         readme_text(readme)
 
 
@@ -178,6 +181,6 @@ def test_the_ladder_s_figures_are_the_climb_s(folder, tmp_path):
     update_readme(readme)
     text = readme.read_text()
     assert "(notebooks/records/ladder.svg)" in text and (folder / "records" / "ladder.svg").exists()
-    assert "| image | 4.12x (4.00 to 4.25) | not measured | " in text and "stale" not in text
+    assert "| image | 4.12x (4.00 to 4.25) | not measured | measured |" in text
     write_json(folder / "records" / HERE / "90_climb-image.json", record | {"code_sha256": "0" * 64})
-    assert ", **stale** |" in readme_text(readme)
+    assert "| not measured | out of date |" in readme_text(readme)

@@ -4,6 +4,7 @@ import csv
 import functools
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from operator import itemgetter
@@ -45,7 +46,7 @@ class NotebookRun:
     """One run of a notebook. Running a cell again replaces what that cell recorded before."""
 
     def __init__(self, notebook: str, modules: Sequence[str], parameters: Mapping[str, Any]):
-        self.notebook = notebook
+        self.notebook, self.began_s = notebook, time.monotonic()
         self.hardware = this_machine(parameters.get("device") or "auto")
         self.profile = os.environ.get("SPEEDKIT_PROFILE") or parameters.get("profile", "auto")
         if self.profile == "auto":
@@ -144,9 +145,10 @@ class NotebookRun:
         return [record for record in found if machine(record["hardware"]) != machine(self.record["hardware"])]
 
     def finished(self) -> dict[str, Any]:
-        """Return the whole record: with the GPU's power and clocks at start and end, and the energy in between."""
+        """Return the whole record: with its seconds, and the GPU's power and clocks at start and end, and energy."""
         start, end = self.gpu_at_start, provenance.gpu_state(self.hardware.device, *GPU_STATE)
         known: dict[str, Any] = dict.fromkeys(("power", "clocks", "energy_j"))
+        known["seconds"] = round(time.monotonic() - self.began_s, 1)
         if start and end:
             known["power"] = [{"power_w": state["power_w"]} for state in (start, end)]
             known["clocks"] = [{key: state[key] for key in ("sm_hz", "memory_hz")} for state in (start, end)]
