@@ -83,7 +83,7 @@ def test_bad_files_are_left_out_with_their_reasons(tmp_path):
     (tmp_path / "b" / "text.jpg").write_text("not an image at all")
     mine = image(tmp_path, size="tiny")
     reasons = {Path(path).name: why for path, why in mine.quarantined}
-    assert reasons == {"zero.jpg": "the file is empty (0 bytes)"}
+    assert reasons == {"zero.jpg": "it is missing or empty"}
     assert len(mine.train) + len(mine.test) == 61 and mine.classes == ("a", "b") and mine.margin == 0.02
     cut(tmp_path / "a" / "a0.jpg")  # its beginning is whole: only decoding it tells
     history = fit(mine, Recipe(steps=2, epochs=None, batch_size=48), Plan(), device="cpu", progress=False)

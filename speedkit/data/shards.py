@@ -90,25 +90,21 @@ def pack(workload: "Workload", items: Sequence[Any], folder: str | Path, shard_b
 
 def write_shards(files: Sequence[tuple[str, int]], shards: Path, shard_bytes: int) -> None:
     """Write files, (path, label), to tars of about `shard_bytes`, and index.json: (tar, offset, size, name) of each."""
-    from webdataset import TarWriter
+    from webdataset import ShardWriter
 
     temporary = shards.with_suffix(".tmp")
     temporary.mkdir(exist_ok=True)  # one that a killed run left is written over: the same files give the same shards
-    index: list[tuple[str, int, int, str]] = []
+    pattern = str(temporary).replace("%", "%%") + "/shard-%08d.tar"
+    same = {"mtime": 0, "user": "", "group": "", "encoder": False}  # the same files give the same bytes
     try:
-        while len(index) < len(files):
-            tar = temporary / f"shard-{len(index):08d}.tar"
-            # Neither times nor users: the same files give the same bytes.
-            with tar.open("wb") as stream, TarWriter(stream, encoder=False, mtime=0, user="", group="") as writer:
-                for number, (path, label) in enumerate(files[len(index) :], len(index)):
-                    stem = re.sub("[^A-Za-z0-9-]+", "_", Path(path).stem)[:60]  # the number makes it unique
-                    data = {Path(path).suffix[1:].lower() or "bin": Path(path).read_bytes(), "cls": b"%d" % label}
-                    writer.write({"__key__": f"{number:08d}_{stem}", **data})
-                    if stream.tell() >= shard_bytes:
-                        break
-            in_tar = [member for member in members(tar) if not member.name.endswith(".cls")]
-            index += [(tar.name, member.offset, member.size, member.name) for member in in_tar]
-        (temporary / "index.json").write_text(json.dumps(index))
+        with ShardWriter(pattern, maxsize=shard_bytes, verbose=0, **same) as writer:
+            for number, (path, label) in enumerate(files):
+                stem = re.sub("[^A-Za-z0-9-]+", "_", Path(path).stem)[:60]  # the number makes it unique
+                data = {Path(path).suffix[1:].lower() or "bin": Path(path).read_bytes(), "cls": b"%d" % label}
+                writer.write({"__key__": f"{number:08d}_{stem}", **data})
+        found = [member for tar in sorted(temporary.glob("*.tar")) for member in members(tar)]
+        index = [(Path(member.tar).name, member.offset, member.size, member.name) for member in found]
+        (temporary / "index.json").write_text(json.dumps([row for row in index if not row[3].endswith(".cls")]))
         temporary.rename(shards)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

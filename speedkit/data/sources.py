@@ -244,8 +244,8 @@ def read_header(file: LabelledFile, kind: str) -> tuple:
     """Return (duration in seconds, sample rate in Hz) of a recording, () of an image, unread. Raises ValueError."""
     if not file.label:
         raise ValueError("its label is empty")
-    if not file.path.exists():
-        raise ValueError("there is no such file")
+    if not file.path.exists() or file.path.stat().st_size == 0:
+        raise ValueError("it is missing or empty")
     if kind == "image":
         return ()
     info = soundfile.info(str(file.path))
