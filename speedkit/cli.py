@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 import yaml
 
-from speedkit.config import RENAMED_OPTIONS
 from speedkit.data.sources import write_quarantine
 from speedkit.errors import Interrupted, PlanError, SpeedkitError, UsageError
 from speedkit.files import claim_folder, write_json
@@ -72,9 +71,7 @@ def explain(error: Exception) -> tuple[int, str]:
     if isinstance(error, click.Abort):
         return 130, "stopped by SIGINT; what was complete is kept"
     if isinstance(error, click.ClickException):
-        option = getattr(error, "option_name", "").lstrip("-").replace("-", "_")
-        renamed = RENAMED_OPTIONS.get(option, "").replace("_", "-")
-        return error.exit_code, error.format_message() + (f" Here that is --{renamed}" if renamed else "")
+        return error.exit_code, error.format_message()
     return 1, f"{type(error).__name__}: {error} (--debug shows where)"
 
 

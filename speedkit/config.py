@@ -13,31 +13,9 @@ from speedkit.errors import PlanError
 
 T = TypeVar("T")
 
-# What other tools and older guides call a setting, by what it is here.
-OLD_NAMES = {
-    "workers": "num_workers dataloader_num_workers dataloader_workers auto_workers",
-    "precision": "amp use_amp no_amp mixed_precision use_mixed_precision autocast bf16 fp16 use_fp16 tf32 fp8",
-    "compile": "torch_compile use_compile no_compile compile_mode compile_model",
-    "micro_batch": "accumulate_grad_batches gradient_accumulation_steps accumulation_steps grad_accum grad_accum_steps",
-    "micro_batch=auto": "auto_batch auto_batch_size find_batch_size auto_scale_batch_size auto_find_batch_size",
-    "checkpointing": "activation_checkpointing gradient_checkpointing use_gradient_checkpointing grad_checkpoint",
-    "on_nonfinite": "recover_nan nan_recovery auto_recover skip_nan skip_nan_batches ignore_nan",
-    "log_every": "log_interval log_every_n_steps logging_steps",
-    "validate_every": "val_check_interval eval_steps check_val_every_n_epoch val_every eval_interval",
-    "prefetch": "non_blocking async_copy",
-    "cache": "use_cache no_cache cache_spectrograms cache_images cache_features cache_in_ram pregenerate precompute",
-    "channels_last": "memory_format nhwc use_channels_last",
-    "attention": "use_flash_attention attn_implementation flash_attention flash_attn",
-    "fused_optimizer": "fused fused_adam use_fused",
-    "ranks": "devices gpus num_gpus world_size nproc_per_node",
-    "strategy=fsdp": "fsdp use_fsdp",
-    "learning_rate": "lr",
-    "epochs": "num_epochs",
-}
 TYPES = {"integer": "an integer", "number": "a number", "boolean": "true | false", "null": "none"}  # of JSON
 LIMITS = {"minimum": "from", "maximum": "to"}
 WORDS = {"none": None, "true": True, "yes": True, "false": False, "no": False}
-RENAMED_OPTIONS = {old: new for new, names in OLD_NAMES.items() for old in names.split()}
 
 
 class Setting(NamedTuple):
@@ -73,9 +51,7 @@ def _refusal(cls: type, name: str, value: Any) -> str:
     """Return the sentence about a `value` for the field `name` that `cls` does not take."""
     known = settings_of(cls)
     if name not in known:
-        renamed = RENAMED_OPTIONS.get(name.lower())
-        hint = f": here that is {renamed}" if renamed else nearest(name, known)
-        return f"{name!r} is not a field of {cls.__name__}{hint}"
+        return f"{name!r} is not a field of {cls.__name__}{nearest(name, known)}"
     near = nearest(value, known[name].takes) if isinstance(value, str) else ""
     return f"{name}={value!r} is not possible; it takes {' | '.join(known[name].takes)}{near}"
 

@@ -18,8 +18,7 @@ BAD_INPUT = [
     ("train", 2, "Missing argument 'WORKLOAD'"),
     ("train audio --no-such-option", 2, "--no-such-option"),
     ("train audio --clips many", 2, "--clips|'many'|not a valid integer"),
-    ("train audio --no-amp", 2, "No such option|Here that is --precision"),
-    ("train audio --grad-accum 2", 2, "Here that is --micro-batch"),
+    ("train audio --no-amp", 2, "No such option"),
     ("hardware --batch-size 8", 2, "No such option '--batch-size'"),
     # Workload and device.
     ("train audoi", 2, "did you mean audio|package.module:function"),
@@ -45,7 +44,7 @@ BAD_INPUT = [
     ("train audio --plan tones", 2, "tones: Is a directory"),
     ("train audio --plan list.yaml", 2, "list.yaml: it must hold|not list"),
     ("train audio --plan broken.yaml", 2, "broken.yaml: while parsing"),
-    ("train audio --plan old.yaml", 2, "old.yaml: 'num_workers'|here that is workers"),
+    ("train audio --plan old.yaml", 2, "old.yaml: 'num_workers' is not a field of Plan|workers"),
     ("train audio --plan wrong.yaml", 2, "wrong.yaml: cache='disc'|did you mean disk"),
     ("compare baseline missing.yaml audio", 2, "missing.yaml: No such file"),
     # Data.

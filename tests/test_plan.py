@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny import points
 
-from speedkit.config import RENAMED_OPTIONS, from_mapping, from_yaml, settings_of, to_yaml
+from speedkit.config import from_mapping, from_yaml, settings_of, to_yaml
 from speedkit.errors import PlanError
 from speedkit.hardware import Hardware
 from speedkit.plan import Plan, resolve
@@ -45,7 +45,7 @@ def test_text_in_files_and_on_command_lines_stands_for_values(tmp_path):
     ("make", "values", "says"),
     [
         (Plan, {"precison": "bf16"}, "'precison' is not a field of Plan (did you mean precision?)"),
-        (Plan, {"use_amp": True}, "here that is precision"),
+        (Plan, {"use_amp": True}, "'use_amp' is not a field of Plan"),
         (Plan, {"precision": "bf1"}, "it takes default | fp32 | tf32 | bf16"),
         (Plan, {"workers": -1}, "workers=-1 is not possible; it takes auto | an integer from 0"),
         (Plan, {"workers": 1.5}, "workers=1.5"),
@@ -63,13 +63,6 @@ def test_wrong_names_and_values_say_what_is_right_and_are_never_bent_to_fit(make
     with pytest.raises(PlanError) as error:
         make(**values)
     assert says in str(error.value) and "\n" not in str(error.value)
-
-
-def test_every_renamed_option_leads_to_a_field_and_value_of_today():
-    fields = settings_of(Plan) | settings_of(Recipe)
-    for old, new in RENAMED_OPTIONS.items():
-        name, _, value = new.partition("=")
-        assert old not in settings_of(Plan) and (not value or value in fields[name].takes)
 
 
 # ---- the recipe ----

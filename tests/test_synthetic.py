@@ -1,4 +1,4 @@
-"""The generated sets: functions of seed and index, real files, whole sets, resumed and never mixed."""
+"""The generated sets: functions of an index, real files, whole sets, resumed and never mixed."""
 
 import signal
 import subprocess
@@ -16,7 +16,7 @@ from speedkit.errors import UsageError
 from speedkit.workloads import night_sounds, patterns, utterances
 from speedkit.workloads.generated import TEST_PATTERN, in_classes
 
-# By set: an item, the file that it is in, and the mean magnitude of items 0, 1, ... of seed 0.
+# By set: an item, the file that it is in, and the mean magnitude of items 0, 1, ....
 SETS = {
     night_sounds: (
         night_sounds.clip,

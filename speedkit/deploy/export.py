@@ -75,15 +75,10 @@ def quality(workload: Workload, before: nn.Module, after: nn.Module, device: tor
             of_model += workload.score(workload.loss(model, batch, workload.recipe)[1], batch).tolist()
     sign = 1 if workload.higher_is_better else -1
     drops = [sign * (one - other) for one, other in zip(*scores, strict=True)]
-    return {
-        "metric": workload.metric,
-        "n": len(drops),
-        "before": statistics.fmean(scores[0]),
-        "after": statistics.fmean(scores[1]),
-        "drop": statistics.fmean(drops),
-        "low": non_inferior(drops, 0).lower,
-        "high": non_inferior(drops, 0).upper,
-    }
+    before_and_after = {"before": statistics.fmean(scores[0]), "after": statistics.fmean(scores[1])}
+    drop = non_inferior(drops, 0)
+    bounds = {"drop": drop.mean_change, "low": drop.lower, "high": drop.upper}
+    return {"metric": workload.metric, "n": len(drops), **before_and_after, **bounds}
 
 
 def in_bf16(model: nn.Module) -> nn.Module:
@@ -112,10 +107,12 @@ def race(
     quickest = min(min(timed(functools.partial(model, *args), device, 2)) for model in models.values())
     calls = max(1, math.ceil(window_s / quickest))
 
-    def window(model: Model) -> Callable[[], Any]:
-        return lambda: [model(*args) for _ in range(calls)][-1:]
+    def window(model: Model) -> None:
+        for _ in range(calls):
+            model(*args)
 
-    row = compare_functions(name, {word: window(model) for word, model in models.items()}, pairs, device)
+    windows = {word: functools.partial(window, model) for word, model in models.items()}
+    row = compare_functions(name, windows, pairs, device)
     return row | {side: [seconds / calls for seconds in row[side]] for side in ("seconds_a", "seconds_b")}
 
 

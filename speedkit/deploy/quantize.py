@@ -75,17 +75,14 @@ def refused_by_gpu(model: nn.Module, args: Args) -> list[str]:
 
     torch._int_mm takes more than 16 rows on CUDA, and widths that 8 divides.
     """
+    names = {layer: name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
     refused = []
 
-    def look(name: str, layer: nn.Linear, x: Tensor) -> None:
-        if x.numel() // layer.in_features <= 16 or layer.in_features % 8 or layer.out_features % 8:
-            refused.append(name)
+    def look(layer: nn.Linear, inputs: Args) -> None:
+        if inputs[0][..., 0].numel() <= 16 or layer.in_features % 8 or layer.out_features % 8:
+            refused.append(names[layer])
 
-    linear = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
-    hooks = [
-        layer.register_forward_pre_hook(lambda layer, inputs, name=name: look(name, layer, inputs[0]))
-        for name, layer in linear.items()
-    ]
+    hooks = [layer.register_forward_pre_hook(look) for layer in names]
     model(*(tensor[:1] for tensor in args))
     for hook in hooks:
         hook.remove()

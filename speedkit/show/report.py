@@ -16,7 +16,7 @@ from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.show import figures
 from speedkit.show.frameworks import in_words
-from speedkit.show.summary import in_short, payback_in_words, quality_in_words
+from speedkit.show.summary import in_short, quality_in_words
 
 FOLDER = Path(__file__).parent
 
@@ -39,7 +39,6 @@ def write_report(record: Mapping[str, Any], out: str | Path) -> Path:
         headline=record["speedup_careful"] if record.get("headline") == "careful" else record["speedup"],
         sentences=in_short(record),
         quality=quality_in_words(record["quality"]),
-        payback=payback_in_words(record["payback"]),
         fields=[(name, value, known[name].help) for name, value in record["plan"].items() if value != naive[name]],
         lines=in_words(Plan(**record["plans"]["final"]["effective"]), Recipe(**record["recipe"])),
         left_out=rungs_left_out(record),

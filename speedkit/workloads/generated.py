@@ -1,5 +1,6 @@
 """Whose data: your own files, or a generated set, whose files are made once, in parallel, each whole or absent."""
 
+import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,7 +21,6 @@ class DataOptions(TypedDict, total=False):
     label_pattern: str | None
     test_pattern: str | None
     clips: int | None  # how many files to generate, where no data is named
-    seed: int
 
 
 def find_or_generate(
@@ -33,30 +33,22 @@ def find_or_generate(
     label_pattern: str | None = None,
     test_pattern: str | None = None,
     clips: int | None = None,
-    seed: int = 0,
 ) -> Split:
-    """Return what `find_items` finds under `data_dir`, or, without one, in a set that `generate` makes by `seed`.
+    """Return what `find_items` finds under `data_dir`, or, without one, among the files that `generate` makes.
 
     Raises UsageError also for an option that would have no effect.
     """
-    if label_pattern is not None and not labelled:
+    if label_pattern and not labelled:
         raise UsageError("this workload learns without labels: leave --label-pattern out")
+    find = functools.partial(find_items, kind=kind, labelled=labelled)
     if data_dir is None and labels is None:
         if label_pattern or test_pattern:
             raise UsageError(f"a pattern needs {kind} files to look at: name their folder with --data-dir")
-        folder = generate(seed=seed) if clips is None else generate(clips, seed=seed)
-        return find_items(folder, kind=kind, labelled=labelled, test_pattern=TEST_PATTERN)
+        return find(generate() if clips is None else generate(clips), test_pattern=TEST_PATTERN)
     if clips is not None:
         raise UsageError(f"clips counts generated {kind} files: leave it out when you give your own data")
-    return find_items(
-        data_dir or Path(str(labels)).parent,
-        kind=kind,
-        labelled=labelled,
-        labels=labels,
-        label_pattern=label_pattern,
-        test_pattern=test_pattern,
-        seed=seed,
-    )
+    folder = data_dir or Path(str(labels)).parent
+    return find(folder, labels=labels, label_pattern=label_pattern, test_pattern=test_pattern)
 
 
 def in_classes(index: int, classes: Sequence[str], formats: Sequence[str]) -> str:

@@ -49,17 +49,16 @@ def text(
     test_pattern: str | None = None,
     size: str = "small",
     clips: int | None = None,
-    seed: int = 0,
 ) -> Workload:
     """Return the workload on the text files under `data_dir`, or on the source of Python's standard library.
 
-    `test_pattern` and `seed` choose the test files as in `find_text`; `clips` is the number of windows to train on. The
+    `test_pattern` chooses the test files as in `find_text`; `clips` is the number of windows to train on. The
     metric bounds the bits per byte of the test files: lower is better. Raises UsageError for unusable data.
     """
     if size not in SIZES:
         raise UsageError(f"size {size!r} is unknown: the text net comes in {', '.join(SIZES)}")
     shape = SIZES[size]
-    sides = find_text(data_dir, test_pattern, seed)
+    sides = find_text(data_dir, test_pattern, 0)
     train, test = (_windows(side, shape.window) for side in sides)
     if not len(test) or not 1 <= (clips or len(train)) <= len(train):
         raise UsageError(

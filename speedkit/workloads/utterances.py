@@ -1,6 +1,6 @@
 """Recordings of an invented language: vowels, consonant-like noises and pauses, each clip by a speaker of its own.
 
-A clip is a function of (seed, index) alone. Lengths are log-normal, as those of utterances are. The language is one for
+A clip is a function of its index alone. Lengths are log-normal, as those of utterances are. The language is one for
 all clips: which sound follows which was drawn once, so that there is more to learn than single sounds.
 """
 
@@ -82,9 +82,9 @@ def filtered(signal: NDArray, sections: NDArray) -> NDArray:
     return np.concatenate(parts)
 
 
-def clip(index: int, seed: int = 0) -> NDArray[np.float32]:
+def clip(index: int) -> NDArray[np.float32]:
     """Return clip `index` of the set at 16 kHz: [T] float32 within -1..1."""
-    rng = np.random.default_rng([seed, index])
+    rng = np.random.default_rng([0, index])
     n = int(RATE_HZ * np.clip(MEDIAN_S * np.exp(SPREAD * rng.standard_normal()), SHORTEST_S, LONGEST_S))
     mouth = movements(rng, -(-n // CHUNK))
     time_s = np.arange(len(mouth) * CHUNK) / RATE_HZ
@@ -110,10 +110,10 @@ def file_name(index: int) -> str:
     return f"{index:05d}_{'test' if index % 4 == 3 else 'train'}.{FORMATS[index // 4 % 2]}"
 
 
-def generate(clips: int = CLIPS, seed: int = 0) -> Path:
+def generate(clips: int = CLIPS) -> Path:
     """Return a flat folder with `clips` recordings (WAV, FLAC), as `complete` makes it."""
 
     def write(index: int, path: Path, format: str) -> None:
-        soundfile.write(path, clip(index, seed), RATE_HZ, format=format)
+        soundfile.write(path, clip(index), RATE_HZ, format=format)
 
-    return complete(f"utterances/{clips}_clips_seed{seed}_v{VERSION}", [*map(file_name, range(clips))], write)
+    return complete(f"utterances/{clips}_clips_seed0_v{VERSION}", [*map(file_name, range(clips))], write)
