@@ -88,16 +88,17 @@ def test_no_other_error_passes_for_out_of_memory(error):
 def test_sizes_halve_the_batch_down_from_what_fits(fits, kind, where, device):
     seen = []
     result = search(noting(limited(points(train=48, batch_size=48), fits, kind, where), seen), device=device)
-    assert [*result.rates] == [size for size in (1, 2, 3, 6, 12, 24, 48) if size <= fits]
-    assert result.largest == max(result.rates) and {result.micro_batch, *result.rates} <= {size for size, _ in seen}
+    largest = min(fits, 48)
+    assert [*result.rates] == sorted({largest, *(size for size in (1, 2, 3, 6, 12, 24, 48) if size <= fits)})
+    assert result.largest == largest and {result.micro_batch, *result.rates} <= {size for size, _ in seen}
     assert ("does not fit" in result.why) == (fits < 48)
 
 
 @pytest.mark.parametrize(
     ("workload", "room_bytes", "error", "message"),
     [
-        (limited(points(), 0), None, SpeedkitError, "1 of the longest items does not fit"),
-        (points(hidden=4096), 1000, SpeedkitError, "1 of the longest items does not fit"),
+        (limited(points(), 0), None, SpeedkitError, "not even the longest items"),
+        (points(hidden=4096), 1000, SpeedkitError, "not even the longest items"),
         (limited(points(), 4, raises=RuntimeError("bad shapes")), None, RuntimeError, "bad shapes"),
     ],
     ids=["nothing fits", "no room", "another error"],
@@ -114,7 +115,7 @@ def test_a_size_that_could_need_more_than_the_room_is_never_run_on_a_cpu():
     room = (whole.peak_bytes[16] + whole.peak_bytes[32]) // 2
     result = search(noting(workload, seen), room_bytes=room)
     assert 16 <= result.largest < 32 and result.largest == max(size for size, _ in seen)
-    assert max(result.peak_bytes.values()) <= room and "32 does not fit" in result.why
+    assert max(result.peak_bytes.values()) <= room and "does not fit" in result.why
 
 
 # --- the knee
@@ -150,7 +151,7 @@ def test_a_run_with_auto_is_bit_identical_to_one_with_the_size_it_chose(norm, pr
     workload, plan = normalised(norm, clip_norm=1.0), Plan(log_every=1, precision=precision, micro_batch="auto")
     auto = fit(limited(workload, 6), plan=plan, device="cpu", progress=False)
     (choice,) = (fallback for fallback in auto.effective.fallbacks if fallback.field == "micro_batch")
-    assert choice.asked == "auto" and choice.got in (1, 2, 4) and "of" in choice.why
+    assert choice.asked == "auto" and choice.got in (1, 2, 4, 6) and "of" in choice.why
     fixed = fit(workload, plan=dataclasses.replace(plan, micro_batch=choice.got), device="cpu", progress=False)
     assert auto.loss == fixed.loss and auto.evaluation["value"] == fixed.evaluation["value"]
     for mine, theirs in zip(auto.model.state_dict().values(), fixed.model.state_dict().values(), strict=True):
@@ -163,7 +164,7 @@ def test_batch_norm_gets_the_largest_and_never_one_sample():
     assert search(noting(workload, seen)).micro_batch == 16
     assert min(size for size, _ in seen) == 2
     result = search(limited(workload, 7))
-    assert result.micro_batch == 4 and "batch norm" in result.why
+    assert result.micro_batch == 7 and "batch norm" in result.why
 
 
 # --- lengths, and items that cannot be read

@@ -33,7 +33,7 @@ class MicroBatchSearch:
     """What a search found. Every size in it, in samples, was run."""
 
     micro_batch: int
-    largest: int  # of those tried that fits
+    largest: int  # that fits
     rates: dict[int, float]  # size -> samples/s of optimizer steps
     peak_bytes: dict[int, int]  # size -> memory of a step, beside model, optimizer state and batch
     why: str
@@ -68,10 +68,12 @@ def find_micro_batch(
             cached = plan.cache == ("device" if device.type == "cuda" else "ram")  # made later, in the same memory
             room_bytes = ROOM * free_bytes(device) - cached * len(workload.train) * trial.batch[0][0].nbytes
         sizes = list(itertools.takewhile(functools.partial(trial.fits, room_bytes=room_bytes), trial.sizes))
-        refused = "".join(f"; {size} does not fit" for size in trial.sizes[len(sizes) :][:1])
         if not sizes:
-            smallest = trial.sizes[0]
-            raise SpeedkitError(f"{smallest} of the longest items does not fit: take shorter ones, or a smaller model")
+            raise SpeedkitError("not even the longest items alone fit: take shorter ones, or checkpointing=blocks")
+        refused = ""
+        if sizes != trial.sizes:
+            sizes = sorted({*sizes, trial.largest(sizes[-1], trial.sizes[len(sizes)], room_bytes)})
+            refused = f"; {sizes[-1] + 1} does not fit"
         rates = trial.rates(sizes)
     chosen, why = knee(rates), f"the smallest within {TOLERANCE:.0%} of the best"
     if trial.batch_norm:
@@ -140,6 +142,13 @@ class MicroBatchTrial:
         self.run.optimizer.zero_grad(set_to_none=True)
         release(self.run.device)
         return False
+
+    def largest(self, fits: int, beyond: int, room_bytes: float) -> int:
+        """Return the largest size that fits, found by halving the gap between one that does and one that does not."""
+        while beyond - fits > 1:
+            middle = (fits + beyond) // 2
+            fits, beyond = (middle, beyond) if self.fits(middle, room_bytes) else (fits, middle)
+        return fits
 
     def rates(self, sizes: list[int]) -> dict[int, float]:
         """Return samples/s of optimizer steps in micro-batches of each of `sizes`.
