@@ -178,7 +178,8 @@ def seconds_by_cause(ledger: Ledger, hardware: Hardware, peaks: Mapping[str, flo
     if hardware.device.type == "cpu":
         small_s, products_s, passes_s = _seconds_on_cpu(facts.trace, seconds, ledger.step_s)
     formats = facts.trace.costs.products_s
-    slow_s = sum(took_s for name, took_s in formats.items() if name in peaks and peaks[name] < max(peaks.values()))
+    best = max(peaks.values())
+    slow_s = sum(took_s for name, took_s in formats.items() if peaks.get(name, best) < best)
     return {
         "slow decode": wait_s * facts.items_s / (own_s or 1.0),
         "slow collate": wait_s * facts.collate_s / (own_s or 1.0),
@@ -212,7 +213,7 @@ def _seconds_on_cpu(trace: Trace, seconds: Mapping[str, float], step_s: float) -
 def remedy(name: str, seconds: float, ledger: Ledger, *, hardware: Hardware, peaks: Mapping[str, float]) -> Cause:
     """Return a cause with the change that mends it on this machine."""
     cause, facts, step_s, cores = FOUND[name], ledger.facts, ledger.step_s, hardware.cores
-    if name == "slow decode" and (facts.cacheable or facts.workers >= cores):
+    if cause.part == DATA and (facts.workers >= cores or (name == "slow decode" and facts.cacheable)):
         return cause._replace(change="cache=ram", saved=(0.7, 1.0))
     if cause.part == DATA:
         # At best workers hide behind the computing; at worst they share the cores with it.
@@ -225,9 +226,9 @@ def remedy(name: str, seconds: float, ledger: Ledger, *, hardware: Hardware, pea
     if name == "many small operators" and hardware.supports("cuda_graphs"):
         return cause._replace(change="compile=reduce-overhead")
     if name == "compute-bound":
-        slow = {kind: took_s for kind, took_s in facts.trace.costs.products_s.items() if kind in peaks}
-        gains = sum(took_s * (1 - peaks[kind] / max(peaks.values())) for kind, took_s in slow.items())
-        share = gains / (sum(slow.values()) or 1.0)
+        best, slow = max(peaks.values()), facts.trace.costs.products_s
+        slow = {kind: took_s for kind, took_s in slow.items() if peaks.get(kind, best) < best}
+        share = sum(took_s * (1 - peaks[kind] / best) for kind, took_s in slow.items()) / (sum(slow.values()) or 1.0)
         return cause._replace(saved=(0.5 * share, share))
     return cause
 
