@@ -96,7 +96,7 @@ class BatchStream:
         self.sampler = BatchSampler(
             len(items), batch_size, seed, drop_last=drop_last, lengths=bucketed, rank=rank, world_size=world_size
         )
-        self.frames = 0  # padded frames of all batches so far
+        self.frames = 0  # padded frames of all batches so far, where lengths vary
         self.epoch = self.position = 0
         self.next_place = (0, 0)  # where `batches` goes on; another epoch or position asks for others
         self.batches: Iterator[Batch] | None = None
@@ -129,11 +129,11 @@ class BatchStream:
 
     def one_epoch(self, epoch: int = 0, start: int = 0) -> Iterator["Batch"]:
         """Yield the batches of an epoch from number `start` on, without those of unreadable items alone."""
-        self.epoch, self.position = epoch, start
+        self.epoch, self.position, before = epoch, start, epoch * len(self)
         for batch in self.fetched(epoch, start):
             self.position += 1
             if batch is not None:
-                yield self.finished(batch, epoch * len(self) + self.position - 1)
+                yield self.finished(batch, before + self.position - 1)
             elif self.sampler.world_size > 1:  # the others would wait for its share
                 path, why = list(self.bad.items())[-1]
                 raise SpeedkitError(f"rank {self.sampler.rank} can read nothing of its share ({path}: {why})")
@@ -176,7 +176,7 @@ class BatchStream:
 
     def gather(self, indices: tuple[Tensor, Tensor]) -> "Batch | None":
         """Return the cached batch of indices [B], given on the host and on the device."""
-        if not len(indices[0]):
+        if not indices[0].size(0):  # `len` of a tensor is far slower
             return None
         return self.cache.gather(indices[0], self.device, on_device=indices[1])  # type: ignore[union-attr]
 
@@ -197,6 +197,8 @@ class BatchStream:
                 inputs = self.workload.augment_waveform(inputs, self.generator)
             with torch.no_grad():
                 inputs = self.workload.features(inputs)
+        if self.lengths is None:
+            return inputs, *rest
         padded = self.sampler.padded_to(inputs.shape[-1])  # by its shape: no length is read from the device
         self.frames += len(inputs) * padded
         return (inputs if padded == inputs.shape[-1] else pad(inputs, (0, padded - inputs.shape[-1]))), *rest
