@@ -14,10 +14,10 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from tiny import load, points
-from torch.multiprocessing import active_children
 
 from speedkit.data import workers
 from speedkit.data.loader import BatchStream
@@ -88,11 +88,12 @@ ENDS += [(fault, THREADS) for fault in ("unpicklable", "sys.exit", "hung")]
 @pytest.mark.parametrize(("fault", "plan"), ENDS, ids=str)
 def test_a_fault_in_a_worker_is_one_sentence_that_names_the_item(fault, plan, monkeypatch, capfd):
     monkeypatch.setattr(workers, "HUNG_S", 2.0)
-    before = set(active_children())
+    before = set(psutil.Process().children())
     with pytest.raises(SpeedkitError, match=FAULTS[fault][1]) as caught:
         drain(functools.partial(faulty_load, fault=fault), **plan)
     assert "at 40" in str(caught.value) and "\n" not in str(caught.value)
-    assert set(active_children()) <= before and capfd.readouterr().err == ""
+    _, alive = psutil.wait_procs(set(psutil.Process().children()) - before, timeout=10)
+    assert alive == [] and capfd.readouterr().err == ""
 
 
 def full(item):

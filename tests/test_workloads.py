@@ -81,7 +81,7 @@ def test_augmentation_follows_its_generator_and_leaves_the_batch_alone(workload)
         ("image", {"test_pattern": "a"}, "needs image files.*--data-dir"),
         ("audio", {"data_dir": ".", "clips": 100}, "leave it out"),
         ("audio", {"data_dir": "nowhere"}, "does not exist"),
-        ("image", {"data_dir": "nowhere"}, "folder of your image files"),
+        ("image", {"data_dir": "nowhere"}, "nowhere does not exist"),
         ("image", {"data_dir": "."}, r"no image files \(.jpg"),
         ("image", {"max_duration_s": 3.0}, "does not take an option.*max_duration_s"),
         ("speech", {"clips": 8, "max_duration_s": 0.1}, "too few recordings last up to 0.1 s"),

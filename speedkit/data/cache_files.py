@@ -28,7 +28,7 @@ from xxhash import xxh3_64_digest, xxh3_64_intdigest, xxh3_128
 
 from speedkit.data.decode import with_decoder
 from speedkit.errors import SpeedkitError, UsageError
-from speedkit.files import atomic
+from speedkit.files import atomic, read_json
 from speedkit.plan import Plan
 
 VALUES, CHECKSUMS, INDEX = "values.bin", "checksums.bin", "index.npz"
@@ -230,4 +230,5 @@ def damaged_rows(folder: Path, repair: bool = False) -> list[int]:
 def describe(folder: Path) -> str:
     """Return a line about a cache."""
     checksums, size_mb = np.fromfile(folder / CHECKSUMS, np.uint64), (folder / VALUES).stat().st_size / 1e6
-    return f"{folder}: {np.count_nonzero(checksums)} of {len(checksums)} entries are computed, {size_mb:.3g} MB"
+    done = f"{np.count_nonzero(checksums)} of {len(checksums)} entries are computed"
+    return f"{folder}: {done}, {size_mb:.3g} MB of {read_json(folder / 'about.json')['dtype']}"

@@ -261,7 +261,7 @@ def choose_batch_size(
 
     def trained(candidate: Recipe) -> list[Row]:
         seeded = [dataclasses.replace(candidate, seed=recipe.seed + number) for number in range(seeds)]
-        runs = [curve(workload, one, plan, **options) for one in seeded]
+        runs = [curve(fold(workload, number), one, plan, **options) for number, one in enumerate(seeded)]
         say(
             f"batch {candidate.batch_size}, learning rate {candidate.learning_rate:.3g}: "
             f"{workload.metric} {statistics.fmean(run['value'] for run in runs):.4f} "

@@ -66,7 +66,7 @@ def audio(
         # Two standard errors of an accuracy of 0.9 on the 400 generated test files.
         margin=0.02 if data_dir or options.get("labels") else 0.03,
         parameters={**frame, "bands": BANDS, "num_samples": num_samples},
-        sources=(decode,),
+        sources=(decode.load_audio,),
         classes=files.classes,
         quarantined=files.quarantined,
     )

@@ -79,7 +79,7 @@ def speech(
         decoders=("torchcodec", "librosa"),
         count=count,
         parameters=spectrogram,
-        sources=(decode, log_mel),
+        sources=(decode.load_audio, log_mel),
         quarantined=(*files.quarantined, *too_long.items()),
     )
 
