@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import logging
 import statistics
 import warnings
 from collections.abc import Callable, Iterator
@@ -9,7 +10,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch.utils.benchmark import Timer
 
 from speedkit import files
 from speedkit.hardware import Hardware, cache_root
@@ -56,6 +56,9 @@ def matmul_rates(hardware: Hardware) -> dict[str, float]:
 
 def measure(hardware: Hardware) -> dict[str, Ceiling]:
     """Measure every ceiling. One that fails, for lack of memory, is a warning."""
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it would complain of a GPU's compiler
+    from torch.utils.benchmark import Timer
+
     found, precision = dict[str, Ceiling](), torch.get_float32_matmul_precision()
     for name, call, work, how in _calls(hardware):
         threads = 1 if name == "memcpy" else torch.get_num_threads()
