@@ -99,7 +99,7 @@ class FeatureCache:
         index = files.read_index(folder)
         self.shape = self._first_shape() if index is None else tuple(index["shape"].tolist())
         self.varies = workload.length is not None
-        self.lengths = np.full(len(items), self.shape[-1])  # [N] the last dimension of each entry
+        self.lengths = np.broadcast_to(self.shape[-1], len(items))  # [N] the last dimension of each entry
         if workload.length is not None:
             self.lengths = np.fromiter(map(workload.length, items), np.int64, len(items))
         self.frame = math.prod(self.shape[:-1])  # values per unit of length
@@ -220,18 +220,18 @@ class FeatureCache:
             batch = torch.empty(shape, dtype=self.torch_dtype, pin_memory=True)
         else:  # what PyTorch takes anew is cleared by the system, which takes a sixth of the time
             batch = torch.from_numpy(np.empty(shape, self.dtype))
-        trusted = bool(self.trusted[at].all())
-        if trusted and self.rows is not None:
-            self.rows.take(self.row[at], axis=0, out=batch.numpy(), mode="clip")  # "raise" would copy twice
-            return batch
-        hashes = []
-        for copy, index, key in zip(batch.numpy(), at.tolist(), self.key[at].tolist(), strict=True):
-            entry = self._entry(index)
-            copy[..., : entry.shape[-1]] = entry
-            if entry.shape[-1] < shape[-1]:
+        copies, trusted = batch.numpy(), bool(self.trusted[at].all())
+        entries: Sequence[np.ndarray] = copies
+        if self.rows is not None:
+            self.rows.take(self.row[at], axis=0, out=copies, mode="clip")  # "raise" would copy twice
+        else:
+            entries = [self._entry(index) for index in at.tolist()]
+            for copy, entry in zip(copies, entries, strict=True):
+                copy[..., : entry.shape[-1]] = entry
                 copy[..., entry.shape[-1] :] = 0
-            if not trusted:  # at once, while the entry is in the CPU's cache
-                hashes.append(xxh3_64_intdigest(entry.data, key))
+        if not trusted:
+            keys = self.key[at].tolist()
+            hashes = [xxh3_64_intdigest(entry.data, key) for entry, key in zip(entries, keys, strict=True)]
         damaged = [] if trusted else at[np.array(hashes, np.uint64) != self.checksums[self.row[at]]]
         if len(damaged):
             self._compute_again(np.unique(damaged))
