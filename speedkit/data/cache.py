@@ -221,7 +221,7 @@ class FeatureCache:
         else:  # what PyTorch takes anew is cleared by the system, which takes a sixth of the time
             batch = torch.from_numpy(np.empty(shape, self.dtype))
         copies, trusted = batch.numpy(), bool(self.trusted[at].all())
-        entries: Sequence[np.ndarray] = copies
+        entries: Iterable[np.ndarray] = copies
         if self.rows is not None:
             self.rows.take(self.row[at], axis=0, out=copies, mode="clip")  # "raise" would copy twice
         else:
