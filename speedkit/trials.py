@@ -137,7 +137,12 @@ def _try(job: ClimbState, row: Row, best: Plan, control: Row) -> Row:
     if isinstance(result, str):
         job.say(f"  {result}")
         return row | {"why": result}
-    same = parity(row["promises"], result.losses_b, control["losses"], control["other_seed"])
+    # Against the best plan, whose batches or bits need not be the naive plan's any more; the noise is of its two seeds.
+    other_seed = [
+        loss + other - first
+        for loss, other, first in zip(result.losses_a, control["other_seed"], control["losses"], strict=True)
+    ]
+    same = parity(row["promises"], result.losses_b, result.losses_a, other_seed)
     kept = result.faster and same.passed
     why = "faster, and learns the same" if kept else str(same) if result.faster else result.decision
     job.say(f"  {result.ratio:.3f} ({result.low:.3f} to {result.high:.3f}): {'kept' if kept else 'rejected'}, {why}")

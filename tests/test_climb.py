@@ -15,7 +15,7 @@ import tiny
 import torch
 
 from speedkit import climb as climb_function
-from speedkit import proof
+from speedkit import proof, trials
 from speedkit.climb import measure_control
 from speedkit.climb_state import NAME, ClimbState, measured
 from speedkit.clock import compilations
@@ -255,6 +255,14 @@ def test_what_pays_is_kept_proven_and_trained_to_the_end(tmp_path, monkeypatch):
     )
     assert record["quality"]["decision"] in ("as good", "not decided") and len(record["quality"]["final"]) >= 2
     assert record["payback"]["prepare_s"]["cache"] > 0 and record["time_to_quality"]["ratio"] > 1
+
+
+def test_a_rung_is_held_against_the_best_plan_and_not_against_what_the_naive_one_learned_from(tmp_path):
+    of = job(tiny.points(train=256), cache_dir=tmp_path)
+    elsewhere = {"losses": [9.0] * 16, "other_seed": [9.1] * 16, "step_s": 1.0, "shapes": 1}
+    row = {"rung": "shards", "change": "", "fields": {"validate_every": 3}, "promises": "bit-equal", "stage": "x"}
+    row |= {"predicted_low": 1.0, "predicted_high": 2.0, "compiles": False}
+    assert trials._try(of, row, Plan(cache="disk", cache_dtype="float16"), elsewhere)["parity"] == "losses bit-equal"
 
 
 def test_a_rung_is_left_out_only_where_a_later_one_may_have_taken_its_gain(tmp_path):
