@@ -292,7 +292,7 @@ def test_compiling_is_measured_cold_and_paid_back(tmp_path):
     record = climb_function(work, rungs=("compile",), progress=False, **options)
     assert compilations() > before
     tried = [row for row in record["rungs"] if row["ratio"]]
-    assert tried and all(row["compile_s"] > 0.5 for row in tried)
+    assert tried[0]["compile_s"] > 0.5, "later rungs are held against a best plan that may be compiled too"
     kept = [row["compile_s"] for row in tried if row["kept"]]
     assert record["payback"]["prepare_s"]["compile"] == max(kept, default=0.0)
 
