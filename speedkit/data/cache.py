@@ -62,7 +62,7 @@ def open_cache(
     folder = (Path(cache_dir) if cache_dir else cache_root() / "features") / name
     with files.writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / "about.json", depends_on)  # for people
+        write_json(folder / "about.json", depends_on)  # for people; a folder that cannot be written is found out here
     with FileLock(folder / ".lock"):  # whoever comes second waits
         cache = FeatureCache(workload, items, plan, folder=folder)
         cache.build(usable_cores() if workers is None else workers, progress)
@@ -220,7 +220,7 @@ class FeatureCache:
             batch = torch.empty(shape, dtype=self.torch_dtype, pin_memory=True)
         else:  # what PyTorch takes anew is cleared by the system, which takes a sixth of the time
             batch = torch.from_numpy(np.empty(shape, self.dtype))
-        copies, trusted = batch.numpy(), bool(self.trusted[at].all())
+        copies = batch.numpy()
         entries: Iterable[np.ndarray] = copies
         if self.rows is not None:
             self.rows.take(self.row[at], axis=0, out=copies, mode="clip")  # "raise" would copy twice
@@ -229,10 +229,11 @@ class FeatureCache:
             for copy, entry in zip(copies, entries, strict=True):
                 copy[..., : entry.shape[-1]] = entry
                 copy[..., entry.shape[-1] :] = 0
-        if not trusted:
-            keys = self.key[at].tolist()
-            hashes = [xxh3_64_intdigest(entry.data, key) for entry, key in zip(entries, keys, strict=True)]
-        damaged = [] if trusted else at[np.array(hashes, np.uint64) != self.checksums[self.row[at]]]
+        if self.trusted[at].all():
+            return batch
+        keys = self.key[at].tolist()
+        hashes = [xxh3_64_intdigest(entry.data, key) for entry, key in zip(entries, keys, strict=True)]
+        damaged = at[np.array(hashes, np.uint64) != self.checksums[self.row[at]]]
         if len(damaged):
             self._compute_again(np.unique(damaged))
             return self._read(at, page_locked)

@@ -89,6 +89,7 @@ class _Content(pickle.Pickler):
         self.source = functools.cache(_source)  # looking for a class takes as long as parsing its file
 
     def reducer_override(self, value: Any) -> Any:
+        """Return what is pickled in place of a tensor, a function, a class or a module; NotImplemented for the rest."""
         parts: Any = None
         if isinstance(value, Tensor):
             parts = str(value.dtype), tuple(value.shape), value.detach().cpu().flatten().view(torch.uint8).numpy()

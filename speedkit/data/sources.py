@@ -189,9 +189,8 @@ def files_under(root: Path, kind: str, label_pattern: str | None, labelled: bool
         problem = f"data folder {root} has no class-named subfolders: add them, or give --label-pattern or --labels"
     else:
         named = matches(paths, label_pattern, "--label-pattern")
-        groups = {
-            path: match[min(1, match.re.groups)] for path, match in named.items()
-        }  # without any, all of the match
+        # Without a group in the pattern the label is all that matches.
+        groups = {path: match[min(1, match.re.groups)] for path, match in named.items()}
         labels = {path: label for path, label in groups.items() if label}
         problem = f"--label-pattern {label_pattern!r} matches none of the {len(paths)} files, {paths[0].name} for one"
     if not labels:

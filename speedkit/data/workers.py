@@ -148,6 +148,7 @@ class BatchLoader:
         self.processes.append(process)
 
         def ask(indices: list[int], number: int) -> Loaded:
+            """Return the batch that the process makes. Raises SpeedkitError where it cannot, or has died."""
             try:
                 near_end.send(indices)
                 answer = near_end.recv()

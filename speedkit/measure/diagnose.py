@@ -177,9 +177,7 @@ def seconds_by_cause(ledger: Ledger, hardware: Hardware, peaks: Mapping[str, flo
     small_s, products_s, passes_s = seconds[LAUNCH], seconds[COMPUTE], seconds[BANDWIDTH]
     if hardware.device.type == "cpu":
         small_s, products_s, passes_s = _seconds_on_cpu(facts.trace, seconds, ledger.step_s)
-    formats = facts.trace.costs.products_s
-    best = max(peaks.values())
-    slow_s = sum(took_s for name, took_s in formats.items() if peaks.get(name, best) < best)
+    formats, slow = facts.trace.costs.products_s, slow_products(facts.trace, peaks)
     return {
         "slow decode": wait_s * facts.items_s / (own_s or 1.0),
         "slow collate": wait_s * facts.collate_s / (own_s or 1.0),
@@ -189,11 +187,17 @@ def seconds_by_cause(ledger: Ledger, hardware: Hardware, peaks: Mapping[str, flo
         "printing each step": seconds[SYNC] + seconds[OTHER] if reports else 0.0,
         "other host work": 0.0 if reports else seconds[OTHER],
         "many small operators": small_s,
-        "compute-bound": products_s * slow_s / (sum(formats.values()) or 1.0),
+        "compute-bound": products_s * sum(slow.values()) / (sum(formats.values()) or 1.0),
         "bandwidth-bound": passes_s if hardware.supports("compile") else 0.0,
         "new shapes": seconds[COMPILATION],
         "validation too often": seconds[EVALUATION],
     }
+
+
+def slow_products(trace: Trace, peaks: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds of products of matrices by number format, of those that are slower here than the best."""
+    best = max(peaks.values())
+    return {name: took_s for name, took_s in trace.costs.products_s.items() if peaks.get(name, best) < best}
 
 
 def _seconds_on_cpu(trace: Trace, seconds: Mapping[str, float], step_s: float) -> tuple[float, float, float]:
@@ -226,8 +230,7 @@ def remedy(name: str, seconds: float, ledger: Ledger, *, hardware: Hardware, pea
     if name == "many small operators" and hardware.supports("cuda_graphs"):
         return cause._replace(change="compile=reduce-overhead")
     if name == "compute-bound":
-        best, slow = max(peaks.values()), facts.trace.costs.products_s
-        slow = {kind: took_s for kind, took_s in slow.items() if peaks.get(kind, best) < best}
+        best, slow = max(peaks.values()), slow_products(facts.trace, peaks)
         share = sum(took_s * (1 - peaks[kind] / best) for kind, took_s in slow.items()) / (sum(slow.values()) or 1.0)
         return cause._replace(saved=(0.5 * share, share))
     return cause

@@ -260,6 +260,7 @@ def choose_batch_size(
         recipe = dataclasses.replace(recipe, batch_size=workload.recipe.batch_size)
 
     def trained(candidate: Recipe) -> list[Row]:
+        """Return a curve for each seed of a recipe."""
         seeded = [dataclasses.replace(candidate, seed=recipe.seed + number) for number in range(seeds)]
         runs = [curve(fold(workload, number), one, plan, **options) for number, one in enumerate(seeded)]
         say(

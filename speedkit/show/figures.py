@@ -273,6 +273,7 @@ def draw_change(axes: Axes, y: int, before: float, row: Row, colour: str) -> Non
 
 
 def shorten(text: str) -> str:
+    """Return a text in at most 32 characters, its end left out."""
     return textwrap.shorten(text, 32, placeholder=" …")
 
 
