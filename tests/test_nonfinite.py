@@ -2,15 +2,13 @@
 
 import dataclasses
 import functools
+import itertools
 import math
-import os
-import signal
 import statistics
 
 import pytest
 import torch
 from faults import limited, strike
-from test_loop import reads_between_log_points
 from test_resume import interrupting, outcome
 from tiny import every_number_format, jitter, load, points
 from torch import nn
@@ -18,7 +16,6 @@ from torch import nn
 from speedkit.data.decode import BadItem
 from speedkit.errors import Interrupted, SpeedkitError
 from speedkit.plan import Fallback, Plan
-from speedkit.recipe import learning_rates
 from speedkit.train import nonfinite
 from speedkit.train.fit import fit
 from speedkit.train.loop import steps
@@ -35,18 +32,14 @@ def formats():
         yield
 
 
-def normed(size=8, hidden=16):
+def normed():
     """A net that keeps running statistics."""
-    return nn.Sequential(nn.Linear(size, hidden), nn.BatchNorm1d(hidden), nn.ReLU(), nn.Linear(hidden, 2))
-
-
-def dropping():
-    return nn.Sequential(*normed(), nn.Dropout(0.5))
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
 
 
 def spoiled(workload, at, where, value=math.nan):
     """The workload, spoiled in the forward passes `at`, from 0: an "input", the "loss", or the "gradient" alone."""
-    calls = iter(range(10**6))
+    calls = itertools.count()
 
     def spoiled_loss(model, batch, recipe):
         now = model.training and next(calls) in at
@@ -92,19 +85,17 @@ def test_a_bad_step_leaves_nothing_behind(device, fused, optimizer, where, value
     workload = dataclasses.replace(points(optimizer=optimizer, epochs=None, steps=8, clip_norm=1.0), model=normed)
     bad = {call // (4 if micro_batch else 1) for call in at}
     plan = Plan(fused_optimizer=fused, on_nonfinite="skip", micro_batch=micro_batch, log_every=3)
-    table = learning_rates(workload.recipe, 8)
     run = setup_run(spoiled(workload, at, where, value), plan=plan, device=device, progress=False)
-    before, real = everything(run), 0
+    before = everything(run)
     for step in steps(run):
         now = everything(run)
         assert bool(changed(before, now)) == (step - 1 not in bad), step
-        assert float(run.optimizer.param_groups[0]["lr"]) == pytest.approx(table[real])
-        before, real = now, real + (step - 1 not in bad)
+        before = now
     assert all(value.isfinite().all() for value in before.values())
     history = run.finish()
     run.close()
-    assert history.steps == real == 8 - len(bad)
-    assert [one["step"] - 1 for one in history.skipped] == sorted(bad)
+    assert history.steps == 8 - len(bad)
+    assert [step["step"] - 1 for step in history.skipped] == sorted(bad)
     assert all(math.isfinite(loss) for loss in history.loss)
 
 
@@ -114,14 +105,6 @@ def test_without_the_guard_the_same_faults_would_be_seen():
     next(training), next(training)
     assert not all(value.isfinite().all() for value in run.model.state_dict().values())
     run.close()
-
-
-@pytest.mark.parametrize("plan", [{}, {"precision": "fp16"}], ids=str)
-@pytest.mark.parametrize("mode", ["skip", "recover"])
-@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
-def test_with_a_fused_optimizer_the_guard_reads_nothing_between_log_points(mode, plan):
-    workload = dataclasses.replace(points(augment=jitter, clip_norm=1.0), model=normed)
-    assert reads_between_log_points(workload, **SKIP | {"on_nonfinite": mode, "cache": "ram"} | plan) == 0
 
 
 @pytest.mark.parametrize("plan", [{"fused_optimizer": True}, {}, {"precision": "fp16"}], ids=str)
@@ -155,14 +138,13 @@ class SquareRootOfZero(nn.Module):
         return inputs + torch.sqrt(inputs * 0)
 
 
-@pytest.mark.parametrize("plan", [{}, {"workers": 1}], ids=str)
-def test_samples_that_are_not_finite_are_named(plan):
+def test_samples_that_are_not_finite_are_named():
     workload = with_bad_items(points(augment=jitter), "17", "40")
-    skipped = fit(workload, plan=Plan(on_nonfinite="skip", **plan), device="cpu", progress=False).skipped[0]
+    skipped = fit(workload, plan=Plan(on_nonfinite="skip"), device="cpu", progress=False).skipped[0]
     assert "the batch itself is not finite first for" in skipped["why"]
     assert {"17", "40"} & set(skipped["why"].replace(",", "").split())
     with pytest.raises(SpeedkitError, match=f"step {skipped['step']} is nan: {skipped['why']}"):
-        fit(workload, plan=Plan(**plan), device="cpu", progress=False)
+        fit(workload, device="cpu", progress=False)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +182,9 @@ def test_a_batch_is_made_again_as_it_was_and_its_items_named(plan):
 
 
 def test_looking_for_the_cause_changes_nothing_of_the_run(monkeypatch):
-    workload = dataclasses.replace(with_bad_items(points(train=100, augment=jitter), "17"), model=dropping)
+    workload = dataclasses.replace(
+        with_bad_items(points(train=100, augment=jitter), "17"), model=lambda: nn.Sequential(*normed(), nn.Dropout(0.5))
+    )
     losses = []
     for explained in (3, 0):
         monkeypatch.setattr(nonfinite, "EXPLAINED", explained)
@@ -211,42 +195,34 @@ def test_looking_for_the_cause_changes_nothing_of_the_run(monkeypatch):
     assert "nan" in losses[0]
 
 
-@pytest.mark.parametrize("plan", [{}, SKIP | {"precision": "fp16"}], ids=str)
-def test_a_resumed_run_keeps_count_of_bad_steps(tmp_path, plan):
+def test_a_resumed_run_keeps_count_of_bad_steps(tmp_path):
     workload = with_bad_items(dataclasses.replace(points(train=50, augment=jitter), model=normed), "17", "40")
-    options = {"plan": Plan(**({"on_nonfinite": "skip", "log_every": 3} | plan)), "device": "cpu", "progress": False}
+    options = {"plan": Plan(on_nonfinite="skip", log_every=3), "device": "cpu", "progress": False}
     whole = fit(workload, **options)
     assert 0 < len(whole.skipped) < 8
     with pytest.raises(Interrupted):
         fit(interrupting(workload, 5), out=tmp_path, **options)
     resumed = fit(workload, out=tmp_path, resume=True, **options)
-    assert outcome(resumed) == outcome(whole)
-    assert resumed.skipped == whole.skipped
+    assert outcome(resumed) == outcome(whole) and resumed.skipped == whole.skipped
 
 
 # Rolling back.
-
-
-@torch.no_grad()
-def multiply(run, factor):
-    for weight in run.parameters:
-        weight.mul_(factor)
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
 def test_weights_that_became_nan_are_replaced_by_the_last_good_ones(fused):
     workload = dataclasses.replace(points(epochs=None, steps=40, optimizer="sgd"), model=normed)
     run = setup_run(workload, plan=Plan(fused_optimizer=fused, **RECOVER), device="cpu", progress=False)
-    table, losses, states = learning_rates(run.recipe, 40), [], {}
+    losses, states = [], {}
     for step in steps(run):
         losses.append(float(run.last_loss))
         states[step] = everything(run)
         if step == 22:
-            multiply(run, math.nan)
+            run.model[0].weight.data.fill_(math.nan)
         if step == 30:
             assert all(torch.equal(value, states[20][name]) for name, value in everything(run).items())
         if step == 31:
-            assert float(run.optimizer.param_groups[0]["lr"]) == pytest.approx(table[22] / 2)
+            assert float(run.optimizer.param_groups[0]["lr"]) == pytest.approx(run.learning_rates[22] / 2)
     run.close()
     history = run.finish()
     (recovery,) = history.recoveries
@@ -284,7 +260,7 @@ def stepped(workload, micro_batch=None):
 
 @pytest.mark.parametrize(("kind", "where"), [("cuda", "backward"), ("host", "forward")])
 def test_out_of_memory_repeats_the_step_as_if_the_micro_batch_had_been_smaller(kind, where):
-    workload = dataclasses.replace(points(train=100, augment=jitter, clip_norm=1.0), model=normed)
+    workload = points(train=100, augment=jitter, clip_norm=1.0)
     losses, state, _ = stepped(workload, 4)
     repeated_losses, final, history = stepped(limited(workload, 4, kind, where))
     assert repeated_losses == losses
@@ -318,13 +294,3 @@ def test_evaluation_takes_no_larger_parts_than_training():
     assert max(size for training, size in sizes if not training) == 5
     assert history.evaluation["n"] == 32
     assert history.evaluation["value"] == fit(workload, plan=Plan(micro_batch=5), device="cpu").evaluation["value"]
-
-
-def test_a_second_signal_stops_at_once():
-    def impatient(model, batch, recipe):
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGINT)
-        return points().loss(model, batch, recipe)
-
-    with pytest.raises(KeyboardInterrupt):
-        fit(dataclasses.replace(points(), loss=impatient), device="cpu", progress=False)

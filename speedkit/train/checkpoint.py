@@ -35,12 +35,17 @@ class CheckpointWriter:
         self.folder, self.device = folder, device
         self.executor = ThreadPoolExecutor(1, "checkpoint")  # a program that ends, ends after its checkpoint
         self.writing: Future[None] | None = None
-        self.buffers: dict[str, Tensor] = {}  # by the place in the state
+        self.buffers: list[Tensor] = []
 
     def save(self, state: dict[str, Any]) -> None:
         """Take the `state` of the run as it is now, and begin to write it to checkpoint.pt."""
         self.wait()
-        state = tree.tree_map_with_path(self._copy, state)  # lists and dicts too: the run's own go on changing
+        tensors = [leaf for leaf in tree.tree_leaves(state) if isinstance(leaf, Tensor)]
+        if len(self.buffers) != len(tensors):  # optimizers make their state in the first step that they take
+            pinned = self.device.type == "cuda"
+            self.buffers = [torch.empty_like(tensor, device="cpu", pin_memory=pinned) for tensor in tensors]
+        buffers = iter(self.buffers)
+        state = tree.tree_map_only(Tensor, lambda tensor: next(buffers).copy_(tensor), state)  # lists are copied too
         self.writing = self.executor.submit(self._write, state)
 
     def wait(self) -> None:
@@ -52,17 +57,6 @@ class CheckpointWriter:
     def close(self) -> None:
         """Return when nothing is being written, whatever came of it."""
         self.executor.shutdown()
-
-    def _copy(self, path: tuple[Any, ...], leaf: Any) -> Any:
-        """Return a copy of a tensor in its buffer; anything else as it is."""
-        if not isinstance(leaf, Tensor):
-            return leaf
-        place = tree.keystr(path)
-        buffer = self.buffers.get(place)
-        if buffer is None or buffer.shape != leaf.shape or buffer.dtype != leaf.dtype:
-            buffer = torch.empty(leaf.shape, dtype=leaf.dtype, pin_memory=self.device.type == "cuda")
-            self.buffers[place] = buffer
-        return buffer.copy_(leaf)
 
     def _write(self, state: dict[str, Any]) -> None:
         with atomic(self.folder / NAME) as temporary:
@@ -101,17 +95,21 @@ def load(run: "TrainingRun", folder: Path) -> None:
     Raises UsageError when the checkpoint is of another workload, recipe or data set: going on would not be the same
     run. Another plan is fine, that is what a plan is. Raises SpeedkitError when there are some and none can be read.
     """
-    there = [path for path in (folder / NAME, folder / PREVIOUS) if path.exists()]
-    for path in there:
+    paths = [path for path in (folder / NAME, folder / PREVIOUS) if path.exists()]
+    for path in paths:
         try:
             state = read(path)
         except Exception as error:  # torch raises whatever its unpickler does
             run.progress.say(f"  {path} cannot be read: {error or type(error).__name__}")
             continue
-        restore(run, state, path)
+        for key, value in job_of(run).items():
+            if state["job"].get(key) != value:
+                before = state["job"].get(key)
+                raise UsageError(f"{path} belongs to another run: {key} is {before} there, {value} here")
+        restore(run, state)
         return
-    if there:
-        raise SpeedkitError(f"{there[0]} cannot be read, nor can one before it: remove it to start over")
+    if paths:
+        raise SpeedkitError(f"{paths[0]} cannot be read, nor can one before it: remove it to start over")
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -122,25 +120,18 @@ def read(path: Path) -> dict[str, Any]:
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
-def restore(run: "TrainingRun", state: dict[str, Any], path: Path) -> None:
-    """Put `run` where it was when `state`, read from `path`, was saved."""
-    there = state["job"]
-    for key, here in job_of(run).items():
-        if there.get(key) != here:
-            raise UsageError(f"{path} belongs to another run: {key} is {there.get(key)} there, {here} here")
+def restore(run: "TrainingRun", state: dict[str, Any]) -> None:
+    """Put `run` where it was when `state` was saved."""
     if run.ranks is not None:
         state = run.ranks.local_state(run, state)
-    try:
-        run.model.load_state_dict(state["model"])
-        restore_optimizer(run.optimizer, state["optimizer"])
-    except (RuntimeError, ValueError) as error:
-        raise UsageError(f"{path} holds another model than {run.workload.name} makes now") from error
+    run.model.load_state_dict(state["model"])
+    restore_optimizer(run.optimizer, state["optimizer"])
     if state["scaler"]:  # empty where the plan had no float16
         run.scaler.load_state_dict(state["scaler"])
     run.step, run.train_batches.epoch, run.train_batches.position = state["step"], state["epoch"], state["position"]
     run.guard.good_steps.fill_(state["steps_made"])
     vars(run.recovery).update(state["recovery"])
-    set_random_state([random_state.cpu() for random_state in state["rng"]], run.device)
+    set_random_state(state["rng"], run.device)
     vars(run.history).update(state["history"], resumed_from=run.step)
 
 

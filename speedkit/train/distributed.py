@@ -10,7 +10,6 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -19,13 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as tree
 
-from speedkit.errors import PlanError, SpeedkitError
+from speedkit.errors import PlanError
 from speedkit.hardware import usable_cores
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train.checkpoint import get_random_state
 from speedkit.train.compile import repeated_blocks
-from speedkit.workloads.workload import Batch
 
 if TYPE_CHECKING:
     from speedkit.train.run import TrainingRun
@@ -74,9 +72,8 @@ def leave(code: int) -> NoReturn:
 
 def local_device(plan: Plan, device: str | torch.device) -> str | torch.device:
     """Return the device of this process: of several ranks on GPUs, each takes its own."""
-    rank = os.environ.get("LOCAL_RANK") if plan.ranks > 1 and torch.cuda.is_available() else None
-    if rank is not None and str(device) in ("auto", "cuda"):
-        return f"cuda:{int(rank) % torch.cuda.device_count()}"
+    if plan.ranks > 1 and "LOCAL_RANK" in os.environ and torch.cuda.is_available() and str(device) in ("auto", "cuda"):
+        return f"cuda:{int(os.environ['LOCAL_RANK']) % torch.cuda.device_count()}"
     return device
 
 
@@ -84,10 +81,11 @@ def join(plan: Plan, recipe: Recipe, device: torch.device) -> "Ranks | None":
     """Return this process's part in a run of several ranks; None where the plan has one."""
     if plan.ranks == 1:
         return None
-    there = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
-    if there != plan.ranks:
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    if processes != plan.ranks:
         how = f"`speedkit train WORKLOAD --ranks {plan.ranks}` or `torchrun --nproc-per-node {plan.ranks} SCRIPT`"
-        raise PlanError(f"ranks={plan.ranks} takes as many processes, and this is one of {there}: start them by {how}")
+        what = f"ranks={plan.ranks} takes as many processes, and this is one of {processes}"
+        raise PlanError(f"{what}: start them by {how}")
     gpu = device if device.type == "cuda" else None
     if gpu is not None:
         torch.cuda.set_device(gpu)
@@ -96,18 +94,6 @@ def join(plan: Plan, recipe: Recipe, device: torch.device) -> "Ranks | None":
         dist.init_process_group(backend, timeout=timedelta(seconds=TIMEOUT_S), device_id=gpu)
         atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
     return Ranks(plan, recipe, device)
-
-
-@contextlib.contextmanager
-def report_lost_rank() -> Iterator[None]:
-    """Turn an error that only follows from the end of another rank, whose own message says why, into a sentence."""
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error, dist.DistError) or (dist.is_initialized() and "gloo" in str(error)):
-            why = f"another rank has ended or did not answer within {TIMEOUT_S:.0f} s"
-            raise SpeedkitError(f"{why}, so this one ends too") from error
-        raise
 
 
 class Ranks:
@@ -125,34 +111,10 @@ class Ranks:
         dist.all_gather_object(values, value)
         return values
 
-    def mean(self, losses: Tensor) -> Tensor:
-        """Return the mean over ranks of `losses [N]`."""
-        dist.all_reduce(losses)
-        return losses / self.count
-
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum of `values` over all ranks."""
         dist.all_reduce(values)
         return values
-
-    def as_many_parts(self, parts: list[Batch], micro_batch: int) -> list[Batch]:
-        """Return `parts` with the first once more until all ranks have as many: FSDP gathers weights in each pass."""
-        return parts + (math.ceil(self.share / micro_batch) - len(parts)) * parts[:1]
-
-    def weighted(
-        self, parts: list[Batch], counts: Sequence[int | Tensor], micro_batch: int
-    ) -> list[tuple[Batch, Tensor | float | None]]:
-        """Return the parts of this rank's share of a batch, `counts` of valid items in each, and what each counts for.
-
-        Both strategies take the mean over ranks of the gradients, which then is that of the whole batch.
-        """
-        parts = self.as_many_parts(parts, micro_batch)
-        numbers = torch.zeros(len(parts), device=self.device)
-        for index, count in enumerate(counts):
-            numbers[index] = count
-        total = numbers.sum()
-        dist.all_reduce(total)
-        return list(zip(parts, numbers * self.count / total.clamp(min=1), strict=True))
 
     def apply_data_parallel(self, model: nn.Module, recipe: Recipe, plan: Plan) -> nn.Module:
         """Return what exchanges the gradients of `model`: DDP around it, or itself with FSDP2 applied to its blocks.
@@ -171,6 +133,12 @@ class Ranks:
         for module in (*(block for _, block in repeated_blocks(model)), model):
             fully_shard(module, mesh=mesh, mp_policy=policy)
         return model
+
+    def gradient_exchange(self, replica: Any, last: bool) -> contextlib.AbstractContextManager:
+        """Return the context of a forward pass whose gradients are exchanged where it is the `last` of a step."""
+        if self.sharded:
+            replica.set_requires_gradient_sync(last)
+        return contextlib.nullcontext() if self.sharded or last else replica.no_sync()
 
     def full_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the `state` of the whole run: weights unsharded (on rank 0), random states of all ranks."""

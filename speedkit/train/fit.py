@@ -11,7 +11,6 @@ from speedkit.errors import Interrupted
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train import checkpoint
-from speedkit.train.distributed import report_lost_rank
 from speedkit.train.history import History
 from speedkit.train.loop import steps
 from speedkit.train.run import TrainingRun
@@ -25,7 +24,7 @@ def fit(workload: Workload, recipe: Recipe | None = None, plan: Plan | None = No
     Options are those of `setup_run`. Ctrl-C and SIGTERM end the run after the step in progress with a checkpoint (where
     `out` is set) and raise Interrupted.
     """
-    with report_lost_rank(), contextlib.closing(setup_run(workload, recipe, plan, **options)) as run:
+    with contextlib.closing(setup_run(workload, recipe, plan, **options)) as run:
         with stop_on_signal(run), gc_paused():
             for _ in steps(run):
                 if run.stopping:
@@ -40,21 +39,20 @@ def fit(workload: Workload, recipe: Recipe | None = None, plan: Plan | None = No
 @contextlib.contextmanager
 def stop_on_signal(run: TrainingRun) -> Iterator[None]:
     """Turn Ctrl-C and SIGTERM into a request to stop after the step in progress."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
     def request(number: int, _frame: Any) -> None:
         if run.stop and run.ranks is None:  # the second one stops at once
             raise KeyboardInterrupt
         run.stop = number
 
-    before = {name: signal.signal(name, request) for name in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {}
+    if threading.current_thread() is threading.main_thread():  # Python lets no other thread set handlers
+        handlers = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        for name, handler in before.items():
-            signal.signal(name, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -64,7 +62,6 @@ def gc_paused() -> Iterator[None]:
     Left alone it begins in the middle of some step, looks through every object of the process, and keeps a GPU waiting.
     Tensors are freed as ever, by their reference counts.
     """
-    was_enabled = gc.isenabled()
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -72,5 +69,4 @@ def gc_paused() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-        if was_enabled:
-            gc.enable()
+        gc.enable()

@@ -44,13 +44,12 @@ class History:
 
     def as_dict(self) -> dict[str, Any]:
         """Return what `history.json` holds."""
-        effective = dataclasses.asdict(self.effective)
-        own = {key: value for key, value in vars(self).items() if key not in ("effective", "log_step_s", "model")}
-        return own | {
+        fields = {name: value for name, value in vars(self).items() if name not in ("effective", "log_step_s", "model")}
+        return fields | {
             "recipe": dataclasses.asdict(self.recipe),
-            "plan_asked": effective["asked"],
-            "plan_effective": effective["plan"],
-            "fallbacks": effective["fallbacks"],
+            "plan_asked": dataclasses.asdict(self.effective.asked),
+            "plan_effective": dataclasses.asdict(self.effective.plan),
+            "fallbacks": [dataclasses.asdict(fallback) for fallback in self.effective.fallbacks],
             "evaluation": self.evaluation,
             "step_s": self.step_s,
             "samples_per_s": self.recipe.batch_size / self.step_s if self.step_s else None,

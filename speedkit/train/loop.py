@@ -6,6 +6,7 @@ from collections.abc import Generator
 import torch
 from torch import Tensor
 
+from speedkit.data.loader import BatchStream
 from speedkit.errors import SpeedkitError
 from speedkit.plan import Fallback
 from speedkit.train.compile import failure
@@ -20,7 +21,7 @@ def steps(run: TrainingRun) -> Generator[int, None, None]:
 
     A generator, so that a measurement can hold two runs and let them take turns.
     """
-    while run.total_steps is None or run.step < run.total_steps:
+    while run.step < run.total_steps:
         fallback = None
         try:
             yield from train(run)
@@ -28,7 +29,6 @@ def steps(run: TrainingRun) -> Generator[int, None, None]:
             fallback = fallback_for(run, error)  # raises where there is none
         if fallback is not None:
             release(run.device)  # not in `except`: there the error still holds what the step had allocated
-            run.guard.restore()
             run.fall_back(fallback)
 
 
@@ -41,7 +41,7 @@ def train(run: TrainingRun) -> Generator[int, None, None]:
     recipe, plan = run.recipe, run.plan
     model.train()
     run.lap()
-    while run.total_steps is None or run.step < run.total_steps:
+    while run.step < run.total_steps:
         batch = run.next_batch()  # (inputs [B, ...], targets [B]), augmented, on the device
         set_learning_rate(optimizer, run.learning_rate)
         guard.before_step()
@@ -62,8 +62,8 @@ def train(run: TrainingRun) -> Generator[int, None, None]:
         scaler.unscale_(optimizer)
         if recipe.clip_norm is not None or guard.active:
             norm = gradient_norm(run)
-            if guard.active:
-                guard.judge(step_loss, norm)  # a loss or norm that is not finite: the optimizer leaves this step out
+            if guard.active:  # a loss or norm that is not finite: the optimizer leaves this step out
+                step_loss = guard.judge(step_loss, norm)
             if recipe.clip_norm is not None:
                 torch.nn.utils.clip_grads_with_norm_(run.parameters, recipe.clip_norm, norm)
         run.batch = None  # from here on the step cannot be repeated
@@ -79,6 +79,7 @@ def train(run: TrainingRun) -> Generator[int, None, None]:
         stops = run.stop and run.ranks is None  # several ranks agree on it at their next log point
         if evaluates or stops or run.step % plan.log_every == 0:
             run.log(outputs, part)  # the host waits for the device here
+        del batch, parts, part, loss, outputs  # else they would lie in memory beside the next batch, or the test set's
         if evaluates:
             evaluate(run)
         if evaluates or run.stopping:
@@ -93,17 +94,28 @@ def micro_batches(run: TrainingRun, batch: Batch) -> list[tuple[Batch, Tensor | 
     """
     if run.ranks is None and batch[0].size(0) <= run.micro_batch:  # `len` of a tensor is far slower
         return [(batch, None)]
-    parts = split(batch, run.micro_batch)
-    counts = [run.workload.count(part) if run.workload.count else len(part[0]) for part in parts]
-    if run.ranks is not None:
-        learned = run.train_batches.sampler.counts(run.train_batches.position)  # else another rank has these samples
-        return run.ranks.weighted(parts, counts if learned else [], run.micro_batch)
-    return [(part, number / sum(counts)) for part, number in zip(parts, counts, strict=True)]
+    count = run.workload.count or (lambda part: len(part[0]))
+    parts = split(run, batch, run.train_batches)
+    counts = [count(part) * learned for part, learned in parts]
+    total = sum(counts)
+    if run.ranks is not None:  # which take the mean of their gradients: it then is that of the whole batch
+        total = run.ranks.sum(torch.as_tensor(total, dtype=torch.float32, device=run.device))
+        total = total.clamp(min=1) / run.ranks.count
+    return [(part, number / total) for (part, _), number in zip(parts, counts, strict=True)]
 
 
-def split(batch: Batch, size: int) -> list[Batch]:
-    """Return `batch` in parts of `size` samples."""
-    return list(zip(*(tensor.split(size) for tensor in batch), strict=True))
+def split(run: TrainingRun, batch: Batch, stream: BatchStream) -> list[tuple[Batch, bool]]:
+    """Return the last `batch` of `stream` in parts of `run.micro_batch` samples, and whether each counts.
+
+    All ranks make as many passes, for FSDP gathers weights in each. What a rank repeats to do so does not count, nor
+    does what it gets of a batch that has no sample left for it.
+    """
+    parts = list(zip(*(tensor.split(run.micro_batch) for tensor in batch), strict=True))
+    if run.ranks is None:
+        return [(part, True) for part in parts]
+    own = len(parts) * stream.sampler.counts(stream.position)
+    parts += (math.ceil(run.ranks.share / run.micro_batch) - len(parts)) * parts[:1]
+    return [(part, index < own) for index, part in enumerate(parts)]
 
 
 def gradient_norm(run: TrainingRun) -> Tensor:
@@ -120,27 +132,20 @@ def evaluate(run: TrainingRun) -> None:
     """
     workload, sums = run.workload, torch.zeros(3, device=run.device)  # of scores, of losses, and how many items
     run.model.eval()
-    for position, batch in enumerate(run.test_batches.one_epoch(), 1):
-        parts = split(batch, run.micro_batch)  # of the size that fits in training
-        own = len(parts)
-        if run.ranks is not None:
-            parts = run.ranks.as_many_parts(parts, run.micro_batch)
-            own *= run.test_batches.sampler.counts(position)  # else another rank has these samples
-        for index, part in enumerate(parts):
+    for batch in run.test_batches.one_epoch():
+        for part, counts in split(run, batch, run.test_batches):  # of the size that fits in training
             with run.autocast, run.eager():
                 loss, outputs = workload.loss(run.model, part, run.recipe)
-            if index < own:
+            if counts:
                 sums[0] += workload.score(outputs, part).float().sum()
                 sums[1] += loss * len(part[0])
                 sums[2] += len(part[0])
     total, total_loss, count = (run.ranks.sum(sums) if run.ranks is not None else sums).tolist()
     run.model.train()
-    value, loss_value = (total / count, total_loss / count) if count else (math.nan, math.nan)
     run.lap()
-    run.history.evaluations.append(
-        {"step": run.step, "seconds": run.history.seconds, "metric": workload.metric, "value": value}
-        | {"loss": loss_value, "n": int(count)}
-    )
+    value, loss_value = (total / count, total_loss / count) if count else (math.nan, math.nan)
+    result = {"step": run.step, "seconds": run.history.seconds, "metric": workload.metric, "value": value}
+    run.history.evaluations.append(result | {"loss": loss_value, "n": int(count)})
     run.progress.say(f"  step {run.step}: {workload.metric} {value:.4f} on {count:.0f} test items")
 
 
@@ -151,18 +156,18 @@ def fallback_for(run: TrainingRun, error: Exception) -> Fallback:
     eagerly, the step shows whether compiling was the cause: an error of the model's own comes again, as itself.
     """
     # Once weights change a step cannot be repeated, nor by one of several ranks: the others wait for its gradients.
-    repeatable, now = run.batch is not None and run.ranks is None, f"at step {run.step + 1}"
-    if is_out_of_memory(error):
-        if run.out is not None:
-            save_snapshot(run.out, run.device)
-        size = min(run.micro_batch, len(run.batch[0])) if run.batch is not None else 0
-        if repeatable and size > 1:
-            return Fallback("micro_batch", size, (size + 1) // 2, f"out of memory {now}")
-        where = "" if run.ranks is None else f" on rank {run.ranks.rank}"
-        raise SpeedkitError(
-            f"out of memory {now}{where}: {str(error).splitlines()[0]}; take a smaller micro_batch or model, "
-            "precision=bf16, checkpointing=blocks or a lower max_duration_s"
-        ) from error
-    if repeatable and run.compiled and not isinstance(error, SpeedkitError):
+    batch, now = run.batch if run.ranks is None else None, f"at step {run.step + 1}"
+    if not is_out_of_memory(error):
+        if batch is None or not run.compiled or isinstance(error, SpeedkitError):
+            raise error
         return Fallback("compile", run.plan.compile, "off", f"it failed {now}: {failure(error)}")
-    raise error
+    if run.out is not None:
+        save_snapshot(run.out, run.device)
+    size = 1 if batch is None else min(run.micro_batch, len(batch[0]))
+    if size > 1:
+        return Fallback("micro_batch", size, (size + 1) // 2, f"out of memory {now}")
+    where = "" if run.ranks is None else f" on rank {run.ranks.rank}"
+    raise SpeedkitError(
+        f"out of memory {now}{where}: {str(error).splitlines()[0]}; take a smaller micro_batch or model, "
+        "precision=bf16, checkpointing=blocks or a lower max_duration_s"
+    ) from error

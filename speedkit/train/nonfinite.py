@@ -5,8 +5,10 @@ losses anyway; `locate_nonfinite` finds the module and the samples in which NaN 
 """
 
 import copy
+import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,9 +18,8 @@ from torch.utils import _pytree as tree
 
 from speedkit.errors import SpeedkitError
 from speedkit.plan import Plan
-from speedkit.recipe import Recipe
 from speedkit.train.optimizer import restore_optimizer
-from speedkit.workloads.workload import Batch, Loss
+from speedkit.workloads.workload import Batch
 
 if TYPE_CHECKING:
     from speedkit.train.run import TrainingRun
@@ -39,16 +40,14 @@ class StepGuard:
 
     def __init__(self, plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer, *, several_ranks: bool = False):
         device = next(model.parameters()).device
-        self.skips = plan.on_nonfinite != "raise"
         self.scaled = plan.precision == "fp16"
-        self.active = self.skips or self.scaled  # else no step is ever left out, and none need be judged
+        self.active = self.scaled or plan.on_nonfinite != "raise"  # else no step is ever left out
         self.fused, self.optimizer, self.several_ranks = plan.fused_optimizer, optimizer, several_ranks
         self.good_steps = torch.zeros((), dtype=torch.int64, device=device)
         self.found_inf = torch.zeros((), device=device)
-        if self.skips and self.fused and not self.scaled:  # GradScaler sets its own
+        if self.active and self.fused and not self.scaled:  # GradScaler sets its own
             optimizer.found_inf = self.found_inf  # type: ignore[attr-defined]
-        self.bad: list[Tensor] = []  # for each step since the last log point 1 where it was bad, else 0
-        self.buffers = list(model.buffers())
+        self.buffers = list(model.buffers()) if self.active else []
         self.buffers_before = [buffer.clone() for buffer in self.buffers]
 
     def before_step(self) -> None:
@@ -56,22 +55,19 @@ class StepGuard:
         if self.buffers:
             torch._foreach_copy_(self.buffers_before, self.buffers)
 
-    def restore(self) -> None:
-        """Make the buffers those before the step, so that it can be repeated."""
-        if self.buffers:
-            torch._foreach_copy_(self.buffers, self.buffers_before)
-
     @torch.no_grad()
-    def judge(self, loss: Tensor, norm: Tensor) -> None:
-        """Find out whether the step is finite, by its `loss []` and gradient `norm []`, neither scaled nor clipped."""
+    def judge(self, loss: Tensor, norm: Tensor) -> Tensor:
+        """Find out whether the step is finite, by its `loss []` and gradient `norm []`, neither scaled nor clipped.
+
+        Return the loss, NaN where the step is bad.
+        """
         bad = loss.isfinite().logical_not().float()
         if self.several_ranks:  # the norm is that of all ranks, the loss of this one
             torch.distributed.all_reduce(bad, torch.distributed.ReduceOp.MAX)
-        left_out = torch.where(norm.isfinite(), bad, 1.0)
-        self.found_inf.copy_(left_out)
-        self.bad.append(bad if self.scaled else left_out)
-        if not self.fused and left_out:  # the host waits for the device here
+        self.found_inf.copy_(torch.where(norm.isfinite(), bad, 1.0))
+        if not self.fused and self.found_inf:  # the host waits for the device here
             self.optimizer.zero_grad(set_to_none=True)  # the optimizer finds nothing to do
+        return loss if self.scaled else torch.where(self.found_inf == 0, loss, torch.nan)
 
     @torch.no_grad()
     def after_step(self) -> None:
@@ -82,17 +78,17 @@ class StepGuard:
             torch.where(good, buffer, before, out=buffer)
 
 
+@dataclasses.dataclass
 class Recovery:
     """What the host knows of bad steps, and with on_nonfinite=recover a copy of the last good state, on the device.
 
     Training goes back to it, with half the learning rate, after PATIENCE bad steps in a row.
     """
 
-    def __init__(self) -> None:
-        self.bad_in_row = 0
-        self.rate = 1.0  # times the recipe's learning rate
-        self.snapshot: dict[str, Any] = {}
-        self.snapshot_step = 0
+    bad_in_row: int = 0
+    rate: float = 1.0  # times the recipe's learning rate
+    snapshot: dict[str, Any] = dataclasses.field(default_factory=dict)
+    snapshot_step: int = 0
 
     def read(self, run: "TrainingRun") -> float:
         """Return the mean loss of the good steps since the last log point; the host waits for the device here.
@@ -100,18 +96,16 @@ class Recovery:
         Raises SpeedkitError for a bad step, or where those are left out when they do not end.
         """
         stacked = torch.stack(run.losses)
-        losses = (stacked if run.ranks is None else run.ranks.mean(stacked)).tolist()
-        bad = torch.stack(run.guard.bad).tolist() if run.guard.skips else [not math.isfinite(loss) for loss in losses]
-        run.guard.bad.clear()
-        for index in range(len(losses)):
-            self.bad_in_row = self.bad_in_row + 1 if bad[index] else 0
-            if bad[index]:
-                note_bad_step(run, run.step - len(losses) + 1 + index, losses[index], run.positions[index])
+        losses = (stacked if run.ranks is None else run.ranks.sum(stacked) / run.ranks.count).tolist()
+        good = [loss for loss in losses if math.isfinite(loss)]
+        for index, loss in enumerate(losses):
+            self.bad_in_row = 0 if math.isfinite(loss) else self.bad_in_row + 1
+            if self.bad_in_row:
+                note_bad_step(run, run.step - len(losses) + 1 + index, loss, position=run.positions[index])
         if self.bad_in_row >= PATIENCE:
             self.roll_back(run)
         elif run.plan.on_nonfinite == "recover" and not self.bad_in_row:
             self.take_snapshot(run)
-        good = [loss for loss, is_bad in zip(losses, bad, strict=True) if not is_bad]
         return sum(good) / len(good) if good else math.nan
 
     def take_snapshot(self, run: "TrainingRun") -> None:
@@ -138,15 +132,14 @@ class Recovery:
         run.progress.say(f"  step {run.step}: {why}; {action}")
 
 
-def note_bad_step(run: "TrainingRun", step: int, loss: float, position: tuple[int, int]) -> None:
+def note_bad_step(run: "TrainingRun", step: int, loss: float, *, position: tuple[int, int]) -> None:
     """Add `step`, which learned from the batch at `position`, to those of the history; raise where none is left out."""
-    looked_for = not run.guard.skips or len(run.history.skipped) < EXPLAINED
+    skips = run.plan.on_nonfinite != "raise"
+    looked_for = not skips or len(run.history.skipped) < EXPLAINED
     why = explain(run, step, position) if looked_for else "not looked for"
-    if not run.guard.skips:
-        raise SpeedkitError(
-            f"the loss of step {step} is {loss}: {why}; lower learning_rate, set clip_norm, or leave such steps out "
-            "with on_nonfinite=skip"
-        )
+    if not skips:
+        advice = "lower learning_rate, set clip_norm, or leave such steps out with on_nonfinite=skip"
+        raise SpeedkitError(f"the loss of step {step} is {loss}: {why}; {advice}")
     if looked_for:
         run.progress.say(f"  step {step} is left out: {why}")
     run.history.skipped.append({"step": step, "epoch": position[0], "position": position[1], "why": why})
@@ -156,27 +149,25 @@ def explain(run: "TrainingRun", step: int, position: tuple[int, int]) -> str:
     """Return where the batch of `step`, at `position` (epoch, batch) of the data, first is not finite."""
     if run.ranks is not None:
         return "where from is looked for on one rank only"
-    devices = [run.device] if run.device.type == "cuda" else []
     try:
         batch, names = run.train_batches.batch_at(*position)
         if batch is None:
             return "none of its items can be read again"
         batch = run.augment(batch, step - 1)
-        with run.eager(), torch.random.fork_rng(devices):
-            where, samples = locate_nonfinite(run.model, run.workload.loss, batch, run.recipe)
+        with run.eager(), torch.random.fork_rng([run.device] if run.device.type == "cuda" else []):
+            loss_of = lambda model: run.workload.loss(model, batch, run.recipe)[0]  # noqa: E731
+            where, samples = locate_nonfinite(run.model, batch, loss_of)
     except Exception as error:  # a loss or a model that cannot be looked into, or no memory for it
         return f"where from could not be found out ({error})"
-    bad_names = ", ".join(names[sample] for sample in samples)
-    if not where:
-        return "made again, its batch is finite"
-    return f"{where} is not finite first{' for ' if bad_names else ''}{bad_names}"
+    of_samples = f" for {', '.join(names[sample] for sample in samples)}" if samples else ""
+    return f"{where} is not finite first{of_samples}" if where else "made again, its batch is finite"
 
 
-def locate_nonfinite(model: nn.Module, loss: Loss, batch: Batch, recipe: Recipe) -> tuple[str, list[int]]:
+def locate_nonfinite(model: nn.Module, batch: Batch, loss_of: Callable[[nn.Module], Tensor]) -> tuple[str, list[int]]:
     """Learn from `batch`, tensors [B, ...], once more; return the first place that is not finite, "" if there is none.
 
-    With it come the samples that are not finite themselves. It learns with a copy of `model`, and waits for the device
-    again and again.
+    With it come the samples that are not finite themselves. `loss_of` a copy of `model` is looked into; it waits for
+    the device again and again.
     """
     finite = torch.stack([tensor.reshape(len(tensor), -1).isfinite().all(1) for tensor in batch]).all(0)  # [B]
     if not finite.all():
@@ -184,26 +175,21 @@ def locate_nonfinite(model: nn.Module, loss: Loss, batch: Batch, recipe: Recipe)
     for name, weight in model.named_parameters():
         if not weight.isfinite().all():
             return f"the weights, {name} first", []
-    return first_nonfinite(copy.deepcopy(model), loss, batch, recipe), []
 
-
-def first_nonfinite(model: nn.Module, loss: Loss, batch: Batch, recipe: Recipe) -> str:
-    """Return the first output of a module or, where the loss is finite, the gradient nearest to it that is not."""
-    places: list[str] = []
+    model, places = copy.deepcopy(model), []
 
     def look(name: str, module: nn.Module, inputs: object, output: object) -> None:
         if not all(leaf.isfinite().all() for leaf in tree.tree_leaves(output) if isinstance(leaf, Tensor)):
             places.append(f"the output of {name or type(module).__name__}")
 
-    handles = [module.register_forward_hook(functools.partial(look, name)) for name, module in model.named_modules()]
+    for name, module in model.named_modules():
+        module.register_forward_hook(functools.partial(look, name))
     model.zero_grad(set_to_none=True)
-    value, _ = loss(model, batch, recipe)
-    for handle in handles:
-        handle.remove()
-    if not value.isfinite():
-        return [*places, "the loss"][0]
-    value.backward()
-    for name, weight in reversed([*model.named_parameters()]):
+    loss = loss_of(model)
+    if not loss.isfinite():
+        return [*places, "the loss"][0], []
+    loss.backward()
+    for name, weight in reversed([*model.named_parameters()]):  # the gradient nearest to the loss
         if weight.grad is not None and not weight.grad.isfinite().all():
-            return f"the gradient of {name}"
-    return ""
+            return f"the gradient of {name}", []
+    return "", []

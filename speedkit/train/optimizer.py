@@ -9,6 +9,8 @@ from torch.optim import Optimizer
 
 from speedkit.recipe import Recipe
 
+PLAN_OPTIONS = ("lr", "fused", "foreach", "capturable")  # of an optimizer: what a plan decides, and no checkpoint
+
 
 def build_optimizer(
     parameters: Iterable[nn.Parameter], recipe: Recipe, *, fused: bool, tensor_rate: bool = False
@@ -45,11 +47,10 @@ def set_learning_rate(optimizer: Optimizer, rate: float | Tensor) -> None:
 
 
 def restore_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load `state`, perhaps that of another plan, without parting the schedule from the tensor that it writes into."""
-    plan_options = {"lr", "fused", "foreach", "capturable"}
-    mine = [{name: group[name] for name in plan_options & group.keys()} for group in optimizer.param_groups]
-    for group, options in zip(state["param_groups"], mine, strict=True):
-        group.update(options)  # `fused` decides, while loading, on which device step counts live
+    """Load `state`, perhaps that of another plan; compiled code keeps the tensor that the learning rate is in."""
+    group = optimizer.param_groups[0]
+    options = {name: group[name] for name in PLAN_OPTIONS if name in group}
+    # Before: `fused` decides on which device step counts are put. After: loading has made copies.
+    state["param_groups"][0].update(options)
     optimizer.load_state_dict(state)
-    for group, options in zip(optimizer.param_groups, mine, strict=True):
-        group.update(options)  # loading has made copies
+    optimizer.param_groups[0].update(options)

@@ -1,10 +1,10 @@
-"""One training run: its state, and what happens to it between steps."""
+"""A training run: its state, and what happens to it between steps."""
 
 import contextlib
 import dataclasses
 import gc
+import math
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -15,7 +15,7 @@ from speedkit.data.loader import RANK, BatchStream
 from speedkit.data.sources import write_quarantine
 from speedkit.files import write_json
 from speedkit.plan import CUDA_GRAPHS, EffectivePlan, Fallback, Plan
-from speedkit.recipe import Recipe
+from speedkit.recipe import Recipe, learning_rates
 from speedkit.train import checkpoint, compile, distributed, memory, precision
 from speedkit.train.history import History
 from speedkit.train.nonfinite import Recovery, StepGuard
@@ -33,19 +33,14 @@ class TrainingRun:
     device: torch.device
     model: nn.Module
     replica: nn.Module  # what a step calls: the model, or what exchanges its gradients with other ranks
-    micro_batch: int  # samples per forward pass, at most
     optimizer: torch.optim.Optimizer
     train_batches: BatchStream
     test_batches: BatchStream
-    learning_rates: list[float]  # one per step
-    total_steps: int | None  # None never ends
-    evaluate_every: int  # steps; 0 is only at the end
-    history: History
-    progress: Progress
+    show: bool | str  # whether progress is shown
+    endless: bool  # it never stops nor evaluates: for measuring
     out: Path | None = None
-    writer: checkpoint.CheckpointWriter | None = None
     ranks: distributed.Ranks | None = None  # this process among those of the run; None where it is the only one
-    recovery: Recovery = dataclasses.field(default_factory=Recovery)
+    writer: checkpoint.CheckpointWriter | None = None
 
     step: int = 0
     batch: Batch | None = None  # that of the step in progress, until the weights change
@@ -57,17 +52,32 @@ class TrainingRun:
     lap_s: float = 0.0
 
     def __post_init__(self):
-        plan = self.plan
+        recipe, plan = self.recipe, self.plan
+
+        # How far it goes, and what it tells.
+        last_step = recipe.total_steps(len(self.workload.train), plan.drop_last)
+        self.total_steps = math.inf if self.endless else last_step
+        self.learning_rates = learning_rates(recipe, last_step)  # one per step
+        self.rates_on_device = torch.tensor(self.learning_rates, device=self.device)
+        self.evaluate_every = 0 if self.endless else plan.validate_every  # steps; 0 is only at the end
+        if self.evaluate_every is None:
+            self.evaluate_every = len(self.train_batches)
+        self.history = History(self.workload.name, recipe, self.effective, str(self.device))
+        self.progress = Progress(self.workload.name, last_step, recipe.batch_size, show=self.show)
+
+        # How a step is made.
+        share = recipe.batch_size if self.ranks is None else self.ranks.share
+        self.micro_batch = min(int(plan.micro_batch or share), share)  # samples per forward pass, at most
         self.loss = compile.compile_step(self.workload, self.optimizer, plan)
         self.compiled = plan.compile != "off"
         self.autocast = precision.autocast(plan, self.device)
         self.scaler = precision.grad_scaler(plan, self.device)
         self.guard = StepGuard(plan, self.model, self.optimizer, several_ranks=self.ranks is not None)
+        self.recovery = Recovery()
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.fetch = self.train_batches.__next__  # another function is put here to measure without loading
-        self.augments = self.workload.augment is not None or self.recipe.mixup > 0
+        self.augments = self.workload.augment is not None or recipe.mixup > 0
         self.generator = torch.Generator(device=self.device)
-        self.rates_on_device = torch.tensor(self.learning_rates, device=self.device)
 
     @property
     def plan(self) -> Plan:
@@ -86,9 +96,7 @@ class TrainingRun:
         A run that never ends outlasts its schedule, and stays at the last rate.
         """
         last = len(self.learning_rates) - 1
-        if not self.guard.active:
-            return self.recovery.rate * self.learning_rates[min(self.step, last)]
-        if self.plan.fused_optimizer:
+        if self.guard.active and self.plan.fused_optimizer:
             return self.recovery.rate * self.rates_on_device.take(self.guard.good_steps.clamp(max=last))
         return self.recovery.rate * self.learning_rates[min(self.steps_made, last)]
 
@@ -111,23 +119,17 @@ class TrainingRun:
 
     def forward_context(self, part: Batch, *, last: bool) -> contextlib.AbstractContextManager:
         """Return the context of the forward pass over `part` of a batch, the `last` one or not."""
-        if self.compiled or self.ranks is not None:
-            return self._forward_context(part, last)
-        return self.autocast  # nothing is built anew at each step
-
-    @contextlib.contextmanager
-    def _forward_context(self, part: Batch, last: bool) -> Iterator[None]:
-        if self.plan.compile in CUDA_GRAPHS and self.compiled:
+        if not self.compiled and self.ranks is None:
+            return self.autocast  # nothing is built anew at each step
+        if self.compiled and self.plan.compile in CUDA_GRAPHS:
             torch.compiler.cudagraph_mark_step_begin()
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self.autocast)
-            if len(part[0]) != self.micro_batch:  # an epoch's last part would be compiled for anew
-                stack.enter_context(self.eager())
-            if self.ranks is not None and self.ranks.sharded:
-                self.replica.set_requires_gradient_sync(last)  # type: ignore[operator]
-            elif self.ranks is not None and not last:
-                stack.enter_context(self.replica.no_sync())  # type: ignore[operator]
-            yield
+        contexts = contextlib.ExitStack()
+        contexts.enter_context(self.autocast)
+        if len(part[0]) != self.micro_batch:  # an epoch's last part would be compiled for anew
+            contexts.enter_context(self.eager())
+        if self.ranks is not None:
+            contexts.enter_context(self.ranks.gradient_exchange(self.replica, last))
+        return contexts
 
     def fall_back(self, fallback: Fallback) -> None:
         """Change the plan while training."""
@@ -148,16 +150,17 @@ class TrainingRun:
 
     def log(self, outputs: Tensor, part: Batch) -> None:
         """Read the losses since the last log point; show the score of the last `part` of a batch by its `outputs`."""
-        history, count = self.history, len(self.losses)
         if self.ranks is not None:
             self.stop = max(self.ranks.all_gather(self.stop))
         self.stopping = bool(self.stop)
-        history.loss.append(self.recovery.read(self))
-        history.log_steps.append(self.step)
-        history.log_step_s.append(self.lap() / count)
+        loss = self.recovery.read(self)
+        step_s = self.lap() / len(self.losses)
+        self.history.loss.append(loss)
+        self.history.log_steps.append(self.step)
+        self.history.log_step_s.append(step_s)
         if self.progress.due(self.step):
             score = float(self.workload.score(outputs.detach(), part).float().mean())
-            self.progress.update(self.step, history.log_step_s[-1], history.loss[-1], score, self.workload.metric)
+            self.progress.update(self.step, step_s, loss, score, self.workload.metric)
         if not gc.isenabled():  # as in `fit`
             gc.collect(1)
         self.losses.clear()
@@ -172,18 +175,16 @@ class TrainingRun:
     def finish(self) -> History:
         """Complete the history, write it where `out` is set, and return it."""
         history = self.history
-        if self.writer is not None:
-            self.writer.wait()
-        history.steps = self.steps_made
-        history.model = self.model
+        history.steps, history.model = self.steps_made, self.model
+        history.peak_memory_bytes = memory.peak_memory_bytes(self.device)
         history.quarantined = dict(self.workload.quarantined) | self.train_batches.bad | self.test_batches.bad
         if self.ranks is not None:
-            for entries in self.ranks.all_gather(history.quarantined):
-                history.quarantined |= entries
-        history.peak_memory_bytes = memory.peak_memory_bytes(self.device)
+            for quarantined in self.ranks.all_gather(history.quarantined):
+                history.quarantined |= quarantined
         if history.quarantined:
             self.progress.say(f"  {len(history.quarantined)} files were left out (quarantine.csv says why)")
         if self.out is not None and self.writer is not None:
+            self.writer.wait()
             write_json(self.out / "history.json", history.as_dict())
             if history.quarantined:
                 write_quarantine(self.out / "quarantine.csv", sorted(history.quarantined.items()))

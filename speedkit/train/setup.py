@@ -21,12 +21,12 @@ from speedkit.errors import PlanError
 from speedkit.files import claim_folder, write_text
 from speedkit.hardware import cache_root, this_machine
 from speedkit.plan import EffectivePlan, Fallback, Plan, resolve
-from speedkit.recipe import Recipe, learning_rates, steps_per_epoch
-from speedkit.train import attention, checkpoint, compile, distributed, loop, memory, precision
-from speedkit.train.history import History
+from speedkit.recipe import Recipe
+from speedkit.train import attention, checkpoint, compile, distributed, memory, precision
+from speedkit.train.loop import train
 from speedkit.train.micro_batch import find_micro_batch
 from speedkit.train.optimizer import build_optimizer
-from speedkit.train.progress import Progress, wanted
+from speedkit.train.progress import wanted
 from speedkit.train.run import TrainingRun
 from speedkit.workloads.workload import Batch, Workload
 
@@ -60,44 +60,35 @@ def setup_run(
     device = hardware.device
     effective = resolve(plan, hardware, strict, workload=workload, batch_size=recipe.batch_size)
     ranks = distributed.join(effective.plan, recipe, device)
-    rank, world_size = (0, 1) if ranks is None else (ranks.rank, ranks.count)
+    rank = 0 if ranks is None else ranks.rank
     resume = resume or (ranks is not None and ranks.restarted)
     folder = None if out is None else Path(out) if rank else claim_folder(out, "train", resume)
     if deterministic:  # PyTorch raises later where CUDA has no such kernel
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
 
-    # What takes trying out: memory settings, and micro-batch and workers where they are auto.
-    local = dataclasses.replace(recipe, batch_size=-(-recipe.batch_size // world_size))
-    effective = choose_auto_settings(workload, local, effective, device)
+    # What takes trying out: micro-batch and workers where they are auto. All ranks take what suits each of them.
+    memory.keep_freed_memory()
+    memory.set_allocator(effective.plan, device)
+    share = recipe if ranks is None else dataclasses.replace(recipe, batch_size=ranks.share)
+    effective = choose_auto_settings(workload, share, effective, device=device)
     if ranks is not None:
-        effective = min(ranks.all_gather(effective), key=lambda rank: rank.plan.micro_batch or 0)
+        effective = min(ranks.all_gather(effective), key=lambda choice: choice.plan.micro_batch or 0)
 
     # Model and optimizer, then compilation on top of all that changes layers.
     precision.set_matmul_precision(effective.plan)
-    model, replica, optimizer, fallbacks = build_learner(workload, recipe, effective.plan, device, ranks=ranks)
+    model, replica, optimizer, fallbacks = build_learner(workload, recipe, effective.plan, device=device, ranks=ranks)
     effective = effective.with_fallbacks(*fallbacks)
     if strict:
         check_strict(effective)
-    plan = effective.plan
 
     # Data: what is missing of shards and cache is made. A run that never ends does not see its test set.
-    shown = progress if not endless and not rank else False
+    show = False if endless or rank else progress
+    shown = wanted(show)
     open_stream = functools.partial(
-        open_batches,
-        workload,
-        cache_dir=cache_dir,
-        progress=wanted(shown),
-        batch_size=recipe.batch_size,
-        device=device,
-        rank=rank,
-        world_size=world_size,
+        open_batches, workload=workload, recipe=recipe, device=device, ranks=ranks, cache_dir=cache_dir, progress=shown
     )
-    test_plan = dataclasses.replace(plan, cache="off", shards=False) if endless else plan
-    total_steps = recipe.total_steps(len(workload.train), plan.drop_last)
-    evaluate_every = plan.validate_every
-    if evaluate_every is None:
-        evaluate_every = steps_per_epoch(len(workload.train), recipe.batch_size, plan.drop_last)
+    test_plan = dataclasses.replace(effective.plan, cache="off", shards=False) if endless else effective.plan
     run = TrainingRun(
         workload=workload,
         recipe=recipe,
@@ -105,35 +96,28 @@ def setup_run(
         device=device,
         model=model,
         replica=replica,
-        micro_batch=min(int(plan.micro_batch or local.batch_size), local.batch_size),
         optimizer=optimizer,
-        train_batches=open_stream(workload.train, plan, seed=recipe.seed),
-        test_batches=open_stream(workload.test, test_plan, seed=None),
-        learning_rates=learning_rates(recipe, total_steps),
-        total_steps=None if endless else total_steps,
-        evaluate_every=0 if endless else evaluate_every,
-        history=History(workload.name, recipe, effective, str(device)),
-        progress=Progress(workload.name, total_steps, recipe.batch_size, show=shown),
+        train_batches=open_stream(workload.train, effective.plan, recipe.seed),
+        test_batches=open_stream(workload.test, test_plan, None),
+        show=show,
+        endless=endless,
         out=folder,
         ranks=ranks,
     )
-    open_checkpoint(run, resume=resume)
+
+    # The checkpoint that it goes on from.
+    if folder is not None and resume:
+        checkpoint.load(run, folder)
+    if folder is not None and not rank:
+        write_text(folder / "plan.yaml", to_yaml(run.plan))
+        run.writer = checkpoint.CheckpointWriter(folder, device)
+    if run.plan.on_nonfinite == "recover":
+        run.recovery.take_snapshot(run)
     for note in (*effective.fallbacks, getattr(run.train_batches.cache, "why", "")):
         if note:
             run.progress.say(f"  {note}")
     run.history.prepare_s = time.perf_counter() - began_s
     return run
-
-
-def open_checkpoint(run: TrainingRun, *, resume: bool) -> None:
-    """Put `run` where its checkpoint left off, if it is to go on from there, and get ready to write the next one."""
-    if run.out is not None and resume:
-        checkpoint.load(run, run.out)
-    if run.out is not None and (run.ranks is None or run.ranks.rank == 0):
-        write_text(run.out / "plan.yaml", to_yaml(run.plan))
-        run.writer = checkpoint.CheckpointWriter(run.out, run.device)
-    if run.plan.on_nonfinite == "recover":
-        run.recovery.take_snapshot(run)
 
 
 def check_recipe(recipe: Recipe, workload: Workload) -> None:
@@ -154,11 +138,9 @@ def check_strict(effective: EffectivePlan) -> None:
 
 
 def choose_auto_settings(
-    workload: Workload, recipe: Recipe, effective: EffectivePlan, device: torch.device
+    workload: Workload, recipe: Recipe, effective: EffectivePlan, *, device: torch.device
 ) -> EffectivePlan:
-    """Return `effective` with memory settings applied, and with numbers for micro_batch=auto and workers=auto."""
-    memory.keep_freed_memory()
-    memory.set_allocator(effective.plan, device)
+    """Return `effective` with numbers for micro_batch=auto and workers=auto, found by training for a moment."""
     if effective.plan.micro_batch == "auto":
         search = find_micro_batch(workload, recipe, effective.plan, device=device, make_run=setup_run)
         memory.release(device)  # what the search had allocated, in blocks cut for other sizes
@@ -167,22 +149,21 @@ def choose_auto_settings(
         return effective
     plan = dataclasses.replace(effective.plan, workers=0, shards=False, ranks=1, log_every=1 << 30)
     with contextlib.closing(setup_run(workload, recipe, plan, device=device, endless=True)) as run:
-        training = loop.train(run)
+        training = train(run)
 
         def compute(batch: Batch) -> None:
             run.batch = batch
             next(training)
 
-        def open_stream(plan: Plan) -> BatchStream:
-            return BatchStream(workload, workload.train, plan, batch_size=recipe.batch_size, seed=0, device=device)
-
+        size, items = recipe.batch_size, workload.train
+        open_stream = functools.partial(BatchStream, workload, items, batch_size=size, seed=0, device=device)
         chosen, why = choose_workers(effective.plan, open_stream, compute, device=device)
     effective = effective.with_fallbacks(Fallback("workers", "auto", chosen.workers, why))
     return dataclasses.replace(effective, plan=chosen)  # with their kind, and whether they stay
 
 
 def build_learner(
-    workload: Workload, recipe: Recipe, plan: Plan, device: torch.device, *, ranks: distributed.Ranks | None = None
+    workload: Workload, recipe: Recipe, plan: Plan, *, device: torch.device, ranks: distributed.Ranks | None = None
 ) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer, list[Fallback]]:
     """Return the model, what a step calls in its place, its optimizer, and what of the plan they are not.
 
@@ -195,13 +176,9 @@ def build_learner(
     model = workload.model().to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
 
     fallbacks = transform_model(model, plan, workload)  # sharding comes after it
-    replica, fused = model, plan.fused_optimizer
-    if ranks is not None:
-        replica = ranks.apply_data_parallel(model, recipe, plan)
-        if fused and ranks.sharded and recipe.optimizer == "sgd":
-            fallbacks.append(Fallback("fused_optimizer", True, False, "PyTorch has no fused sgd for sharded weights"))
-            fused = False
-    optimizer = build_optimizer(model.parameters(), recipe, fused=fused, tensor_rate=plan.compile_scope == "step")
+    replica = model if ranks is None else ranks.apply_data_parallel(model, recipe, plan)
+    fused, tensor_rate = plan.fused_optimizer, plan.compile_scope == "step"
+    optimizer = build_optimizer(model.parameters(), recipe, fused=fused, tensor_rate=tensor_rate)
     return model, replica, optimizer, fallbacks
 
 
@@ -220,19 +197,22 @@ def transform_model(model: nn.Module, plan: Plan, workload: Workload | None = No
 
 
 def open_batches(
-    workload: Workload,
     items: Sequence[Any],
     plan: Plan,
+    seed: int | None,
     *,
+    workload: Workload,
+    recipe: Recipe,
+    device: torch.device,
+    ranks: distributed.Ranks | None,
     cache_dir: str | Path | None,
     progress: bool,
-    device: torch.device,
-    **options: Any,
 ) -> BatchStream:
     """Return the stream of `items`, out of shards and a cache where the plan says so; what is missing is made."""
+    cache, options = None, {} if ranks is None else {"rank": ranks.rank, "world_size": ranks.count}
     if plan.shards:
         items = pack(workload, items, Path(cache_dir or cache_root()) / "shards")
-    cache = None
     if plan.cache != "off":
         cache = open_cache(workload, items, plan, device=device, cache_dir=cache_dir, progress=progress)
-    return BatchStream(workload, items, plan, cache=cache, device=device, **options)
+    size = recipe.batch_size
+    return BatchStream(workload, items, plan, batch_size=size, seed=seed, device=device, cache=cache, **options)
