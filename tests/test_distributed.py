@@ -23,9 +23,7 @@ from speedkit.data.decode import BadItem
 from speedkit.errors import PlanError, SpeedkitError
 from speedkit.hardware import Hardware
 from speedkit.plan import Plan, resolve
-from speedkit.train import distributed
 from speedkit.train.fit import fit
-from speedkit.workloads import load_workload
 
 TESTS = Path(__file__).resolve().parent
 
@@ -55,10 +53,6 @@ def counted(**options):
     return dataclasses.replace(points(**options), loss=loss_of_class_1, count=lambda batch: batch[1].sum())
 
 
-def image(**options):
-    return dataclasses.replace(load_workload("image", size="tiny", clips=60), augment=None)
-
-
 def weary():
     """Points that take their time, for runs that are interrupted."""
     return slowed(points(train=90, epochs=6, batch_size=15), 0.1)
@@ -79,12 +73,6 @@ def failing():
 def cramped():
     error = torch.OutOfMemoryError("CUDA out of memory (as it would say)")
     return dataclasses.replace(points(), loss=functools.partial(failing_loss, error=error, calls=[]))
-
-
-def hanging():
-    """Points that rank 1 does not get done."""
-    distributed.TIMEOUT_S = 3.0
-    return slowed(points(), 10.0 * int(os.environ.get("RANK", 0)))
 
 
 def train_cases(cases, results):
@@ -113,17 +101,12 @@ def train_cases(cases, results):
 # ---- the tests ----
 
 
-def test_outside_of_torchrun_the_error_names_the_commands():
+def test_ranks_that_cannot_run_are_refused():
     with pytest.raises(PlanError, match=r"speedkit train WORKLOAD --ranks 2.*torchrun --nproc-per-node 2"):
         fit(points(), plan=Plan(ranks=2), device="cpu", progress=False)
-
-
-def test_ranks_that_the_machine_cannot_run_are_refused():
     two = Hardware(device=torch.device("cuda"), gpu="A100", gpu_count=2, compute_capability=(8, 0))
     with pytest.raises(PlanError, match="takes 3 GPUs here, and there are 2"):
         resolve(Plan(ranks=3), two)
-    with pytest.raises(PlanError, match="takes 2 GPUs here, and there are 0"):
-        resolve(Plan(ranks=2), Hardware(device=torch.device("mps"), gpu="M2"))
 
 
 @pytest.mark.parametrize(
@@ -146,11 +129,10 @@ def test_what_ranks_cannot_do_together_falls_back_with_a_reason(asked, got):
 CASES = [
     ("points", {"train": 97, "test": 39}, {"clip_norm": 0.5}, {"micro_batch": 3, "fused_optimizer": True}),
     ("points", {"train": 97, "test": 39}, {"clip_norm": 0.5}, {"micro_batch": 3, "strategy": "fsdp"}),
-    ("counted", {"train": 89}, {"optimizer": "sgd"}, {"micro_batch": 3, "strategy": "fsdp", "fused_optimizer": True}),
+    ("counted", {"train": 89}, {"optimizer": "sgd"}, {"micro_batch": 3, "strategy": "fsdp"}),
     ("faulty", {"bad": (1, 30), "train": 90}, {}, {"strategy": "fsdp", "micro_batch": 2}),
     ("faulty", {"infinite": (11,), "train": 90}, {}, {"on_nonfinite": "skip", "fused_optimizer": True}),
     ("faulty", {"infinite": (11,), "train": 90}, {}, {"on_nonfinite": "skip", "strategy": "fsdp"}),
-    ("image", {}, {"epochs": None, "steps": 5, "batch_size": 10, "mixup": 0.0}, {"strategy": "fsdp"}),
 ]
 
 
@@ -179,8 +161,7 @@ def test_two_ranks_learn_what_one_learns_from_the_same_batches(trained, index):
     one, two = trained[index]
     close = functools.partial(torch.testing.assert_close, rtol=2e-4, atol=2e-5, equal_nan=True)
     close(torch.tensor(two["loss"]), torch.tensor(one["loss"]))
-    if CASES[index][0] != "image":  # whose weights, near no gradient, AdamW moves by the sign of a rounding error
-        close(torch.tensor(two["weights"]), torch.tensor(one["weights"]))
+    close(torch.tensor(two["weights"]), torch.tensor(one["weights"]))
     assert two["score"] == pytest.approx(one["score"], abs=0.03)
     assert two["told"] == one["told"]
     assert len(one["told"][1]) == 2 * ("infinite" in CASES[index][1]), "bad in one rank, left out in all, in each epoch"
@@ -266,16 +247,15 @@ def test_a_killed_rank_is_replaced_and_the_loss_curve_goes_on_exactly(tmp_path, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("workload", "more", "words"),
+    ("workload", "words"),
     [
-        ("failing", (), "speedkit: the fifth batch was too much for this rank"),
-        ("cramped", (), "out of memory at step 5 on rank 1"),
-        ("hanging", (), "did not answer within 3 s"),
+        ("failing", "speedkit: the fifth batch was too much for this rank"),
+        ("cramped", "out of memory at step 5 on rank 1"),
     ],
 )
-def test_an_error_on_one_rank_ends_all_with_its_message(workload, more, words, tmp_path):
-    _, err = ended(start(tmp_path, workload, *more), 1)
-    assert 1 <= err.count(words) <= 2, "an error is not tried again"
+def test_an_error_on_one_rank_ends_all_with_its_message(workload, words, tmp_path):
+    _, err = ended(start(tmp_path, workload), 1)
+    assert err.count(words) == 1, "an error is not tried again"
 
 
 if __name__ == "__main__":
