@@ -17,11 +17,6 @@ OUT_OF_MEMORY = {
 }
 
 
-def chained(error, cause):
-    error.__cause__ = cause
-    return error
-
-
 def strike(kind):
     """Raise an out-of-memory of `kind`."""
     error = OUT_OF_MEMORY[kind]()
