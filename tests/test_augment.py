@@ -9,7 +9,6 @@ from tiny import jitter, points
 
 from speedkit.data.augment import mixup, moved, rand_augment, spec_augment, time_shift
 from speedkit.plan import Plan
-from speedkit.train.fit import fit
 from speedkit.train.loop import steps
 from speedkit.train.setup import setup_run
 
@@ -43,22 +42,15 @@ def test_a_change_is_drawn_from_its_generator_alone_and_leaves_its_input_as_it_w
     assert torch.equal(one, again) and not torch.equal(one, other)
     assert one.shape == inputs.shape and one.dtype == inputs.dtype and one.device == inputs.device
     assert torch.equal(inputs, before) and torch.equal(torch.random.get_rng_state(), global_state)
-
-
-@pytest.mark.parametrize("name", [name for name in CHANGES if name != "mixup"])
-def test_equal_samples_are_changed_differently(name):
-    change, shape = CHANGES[name]
-    changed = change(randn(*shape)[:1].expand(shape), generator())
-    assert len({tuple(sample.flatten().tolist()) for sample in changed}) == shape[0]
+    if name != "mixup":  # equal samples are changed differently
+        changed = change(inputs[:1].expand(shape), generator(device=device))
+        assert len({tuple(sample.flatten().tolist()) for sample in changed}) == shape[0]
 
 
 def test_time_shift_turns_each_sample_as_a_whole():
     inputs = randn(6, 2, 3, 20)
     for one, turned in zip(inputs, time_shift(inputs, generator()), strict=True):
         assert any(torch.equal(one.roll(shift, dims=-1), turned) for shift in range(20))
-
-
-# --- mixup
 
 
 def test_mixup_mixes_inputs_by_the_weights_it_returns():
@@ -105,14 +97,6 @@ def test_training_mixes_what_the_recipe_says_in_parts_of_a_batch_too():
     plain, mixed = losses(mixed_points()), losses(mixed_points(mixup=0.4))
     assert plain != mixed and mixed == losses(mixed_points(mixup=0.4))
     torch.testing.assert_close(losses(mixed_points(mixup=0.4), micro_batch=5), mixed)
-
-
-def test_mixed_training_is_tested_on_unmixed_samples():
-    found = fit(mixed_points(mixup=0.4, epochs=6), device="cpu", progress=False)
-    assert found.evaluation["n"] == 32 and found.evaluation["value"] > 0.8
-
-
-# --- images
 
 
 def test_images_stay_in_range_and_no_strength_leaves_them_alone():

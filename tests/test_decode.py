@@ -1,7 +1,6 @@
 """Decoding: any rate and channel count to one mono length, the same by three decoders, broken files to a BadItem."""
 
 import os
-import pickle
 
 import numpy as np
 import pytest
@@ -9,7 +8,6 @@ import soundfile
 import torch
 
 from speedkit.data.decode import BadItem, load_audio
-from speedkit.errors import PlanError
 from speedkit.hardware import this_machine
 from speedkit.plan import Plan, resolve
 
@@ -36,12 +34,8 @@ def test_every_format_gives_the_samples_written(tmp_path, name, tolerance):
     wave = load_audio(write(tmp_path / name, tone()), RATE_HZ, RATE_HZ)
     assert wave.dtype == torch.float32 and wave.shape == (RATE_HZ,)
     assert np.abs(wave.numpy() - tone()).max() < tolerance
-
-
-def test_int16_scaling_equals_libsndfile(tmp_path):
-    path = write(tmp_path / "i.wav", tone(), subtype="PCM_16")
-    expected, _ = soundfile.read(path, dtype="float32")
-    assert torch.equal(load_audio(path, RATE_HZ, RATE_HZ), torch.from_numpy(expected))
+    if name == "a.wav":  # 16 bits are scaled as libsndfile does it
+        assert torch.equal(wave, torch.from_numpy(soundfile.read(tmp_path / name, dtype="float32")[0]))
 
 
 def test_short_clip_is_padded_with_zeros_and_long_clip_is_cut_at_its_end(tmp_path):
@@ -84,25 +78,8 @@ def test_a_broken_file_is_a_bad_item_that_names_it(tmp_path, kind, decoder):
     elif content is not None:
         write(path, content, subtype="FLOAT")
     with pytest.raises(BadItem, match=why) as caught:
-        load_audio(path, RATE_HZ, RATE_HZ, decoder)
+        load_audio(path, RATE_HZ, RATE_HZ, decoder=decoder)
     assert caught.value.path == str(path) and str(path) in str(caught.value)
-
-
-@everywhere
-def test_a_truncated_flac_is_a_bad_item(tmp_path, decoder):
-    path = write(tmp_path / "t.flac", np.random.default_rng(0).uniform(-0.5, 0.5, 64000))
-    path.write_bytes(path.read_bytes()[:2000])
-    with pytest.raises(BadItem):
-        load_audio(path, RATE_HZ, 64000, decoder)
-
-
-def test_bad_item_survives_the_way_between_processes():
-    error = pickle.loads(pickle.dumps(BadItem("a/b.wav", "it holds no samples")))
-    assert (error.path, error.why) == ("a/b.wav", "it holds no samples")
-    assert str(error) == "a/b.wav cannot be used: it holds no samples"
-
-
-# ---- the other decoders ----
 
 
 def recording(seconds=1.0, channels=1):
@@ -111,16 +88,13 @@ def recording(seconds=1.0, channels=1):
 
 
 @elsewhere
-@pytest.mark.parametrize("channels", [1, 2])
-@pytest.mark.parametrize("seconds", [0.5, 1.0, 3.0])  # padded, as long as asked for, cut
+@pytest.mark.parametrize(("seconds", "channels"), [(0.5, 2), (1.0, 1), (3.0, 2)])  # padded, as long as asked for, cut
 @pytest.mark.parametrize(
     ("name", "subtype", "tolerance"),
     [
         ("a.wav", "PCM_16", 0.0),
-        ("a.wav", "PCM_24", 0.0),
         ("a.wav", "FLOAT", 0.0),
         ("a.flac", "PCM_16", 0.0),
-        ("a.aiff", "PCM_16", 0.0),
         ("a.ogg", "VORBIS", 2e-6),
         ("a.mp3", "MPEG_LAYER_III", 1e-5),
     ],
@@ -129,7 +103,7 @@ def test_decoders_agree_to_the_bit_where_nothing_is_lossy(
     tmp_path, decoder, name, subtype, tolerance, seconds, channels
 ):
     path = write(tmp_path / name, recording(seconds, channels), subtype=subtype)
-    expected, found = load_audio(path, RATE_HZ, RATE_HZ), load_audio(path, RATE_HZ, RATE_HZ, decoder)
+    expected, found = load_audio(path, RATE_HZ, RATE_HZ), load_audio(path, RATE_HZ, RATE_HZ, decoder=decoder)
     assert found.shape == (RATE_HZ,) and found.dtype == torch.float32
     # FFmpeg 5 does not cut an OGG of less than a page where it ends: the rest of the last block follows.
     end = int(seconds * RATE_HZ) if name == "a.ogg" else RATE_HZ
@@ -141,7 +115,7 @@ def test_decoders_agree_to_the_bit_where_nothing_is_lossy(
 @pytest.mark.parametrize("from_hz", [4000, 11025, 44100])
 def test_decoders_agree_about_another_rate_to_a_thousandth(tmp_path, decoder, from_hz):
     path = write(tmp_path / "r.wav", tone(2.0, from_hz), from_hz)
-    expected, found = load_audio(path, RATE_HZ, RATE_HZ), load_audio(path, RATE_HZ, RATE_HZ, decoder)
+    expected, found = load_audio(path, RATE_HZ, RATE_HZ), load_audio(path, RATE_HZ, RATE_HZ, decoder=decoder)
     # librosa resamples its own way, and its filter looks farther ahead than a clip cut short goes on.
     assert (found - expected)[100:-100].abs().max() < (1e-3 if decoder == "librosa" else 1e-6)
 
@@ -149,10 +123,10 @@ def test_decoders_agree_about_another_rate_to_a_thousandth(tmp_path, decoder, fr
 @elsewhere
 def test_the_end_of_a_long_file_is_never_read(tmp_path, decoder):
     path = write(tmp_path / "long.wav", recording(60.0))
-    expected = load_audio(path, RATE_HZ, 4000, decoder)
+    expected = load_audio(path, RATE_HZ, 4000, decoder=decoder)
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2] + b"\xff" * (len(whole) - len(whole) // 2))
-    assert torch.equal(load_audio(path, RATE_HZ, 4000, decoder), expected)
+    assert torch.equal(load_audio(path, RATE_HZ, 4000, decoder=decoder), expected)
 
 
 @everywhere
@@ -160,15 +134,10 @@ def test_decoding_starts_no_threads(tmp_path, decoder):
     paths = [write(tmp_path / name, recording(2.0)) for name in ("a.wav", "a.flac", "a.ogg", "a.mp3")]
     before = len(os.listdir("/proc/self/task"))
     for path in paths:
-        load_audio(path, RATE_HZ, RATE_HZ, decoder)
+        load_audio(path, RATE_HZ, RATE_HZ, decoder=decoder)
     assert len(os.listdir("/proc/self/task")) == before
 
 
 def test_a_decoder_that_is_missing_falls_back_with_its_reason():
-    bare = this_machine("cpu").__class__()
-    for decoder in ("torchcodec", "librosa"):
-        found = resolve(Plan(decoder=decoder), bare)
-        assert found.plan.decoder == "soundfile"
-        assert [fallback.field for fallback in found.fallbacks] == ["decoder"] and decoder in found.fallbacks[0].why
-        with pytest.raises(PlanError, match=f"decoder: asked {decoder}"):
-            resolve(Plan(decoder=decoder), bare, strict=True)
+    (fallback,) = resolve(Plan(decoder="librosa"), this_machine("cpu").__class__()).fallbacks
+    assert (fallback.field, fallback.got) == ("decoder", "soundfile") and "librosa" in fallback.why

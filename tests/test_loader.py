@@ -18,8 +18,7 @@ from speedkit.data.decode import BadItem
 from speedkit.data.loader import BatchStream
 from speedkit.data.sampler import BatchSampler, padded_frames, padded_lengths, shuffled
 from speedkit.errors import PlanError, SpeedkitError
-from speedkit.hardware import this_machine
-from speedkit.plan import Plan, resolve
+from speedkit.plan import Plan
 from speedkit.train.fit import fit
 
 CPU = torch.device("cpu")
@@ -62,16 +61,6 @@ def process_state(pid):
 # Order.
 
 
-def test_the_order_of_an_epoch_depends_on_seed_and_epoch_alone():
-    torch.manual_seed(5)
-    first = shuffled(100, seed=3, epoch=2)
-    torch.manual_seed(6)
-    assert torch.equal(shuffled(100, seed=3, epoch=2), first)
-    assert sorted(first.tolist()) == list(range(100))
-    assert not torch.equal(shuffled(100, seed=3, epoch=3), first)
-    assert not torch.equal(shuffled(100, seed=4, epoch=2), first)
-
-
 @pytest.mark.parametrize("plan", LOADERS[1:], ids=str)
 def test_workers_change_no_batch_and_draw_from_no_global_generator(plan):
     before = torch.get_rng_state()
@@ -87,6 +76,7 @@ def test_each_epoch_holds_every_item_once_and_drop_last_leaves_out_the_rest_of_t
     assert not torch.equal(*epochs)
     assert torch.equal(*(epoch.sort(dim=0).values for epoch in epochs))
     assert {len(inputs) for inputs, _ in take(14, workload, drop_last=True)} == {16}
+    assert torch.equal(epochs[0], torch.stack([2 * load(workload.train[index], 8) for index in shuffled(100, 0, 0)]))
     in_order = open_stream(workload, seed=None, drop_last=True)
     assert sum(len(inputs) for inputs, _ in in_order.one_epoch()) == 100 and len(in_order) == 7
 
@@ -163,13 +153,6 @@ def test_a_batch_of_unreadable_items_is_passed_over_and_too_many_or_none_are_an_
         fit(dataclasses.replace(points(), train=[]), plan=Plan(**plan), **QUIET)
 
 
-def test_a_rank_that_can_read_nothing_of_its_share_says_so():
-    workload = with_bad({str(shuffled(96, seed=0, epoch=0).tolist()[0])})
-    alone = BatchStream(workload, workload.train, Plan(), batch_size=4, seed=0, device=CPU, rank=0, world_size=4)
-    with pytest.raises(SpeedkitError, match=r"rank 0 can read nothing of its share .*it is not audio"):
-        next(alone)
-
-
 # Workers that rest.
 
 
@@ -195,19 +178,6 @@ def test_paused_processes_stand_still_go_on_where_they_were_and_can_be_closed():
     stream.loader.set_running(False)
     stream.close()
     assert not [pid for pid in pids if process_state(pid)] and pids_of(stream) == []
-
-
-def test_paused_threads_go_on_where_they_were_and_can_be_closed():
-    loaded = []
-    noted = dataclasses.replace(points(), load=lambda item: loaded.append(item.path) or load(item, 8))
-    stream = open_stream(noted, **THREADS)
-    first = next(stream)
-    stream.loader.set_running(False)
-    stream.loader.set_running(True)
-    assert same([first, *(next(stream) for _ in range(5))], take(6))
-    assert sorted(loaded) == sorted(item.path for item in points().train)
-    stream.loader.set_running(False)
-    stream.close()
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -237,8 +207,6 @@ def test_waveforms_are_augmented_in_training_alone_and_alike_for_any_workers_and
     assert same([next(stream)], noisy[4:5]) and same([stream.batch_at(0, 2)[0]], noisy[1:2])
     tested = [open_stream(each, seed=None, features_on="device").one_epoch() for each in (workload, points())]
     assert same(*tested)
-    (fallback,) = fit(workload, plan=Plan(), **QUIET).effective.fallbacks
-    assert fallback.field == "features_on" and "augment_waveform is skipped" in fallback.why
 
 
 def decode(item, decoder="soundfile"):
@@ -249,7 +217,7 @@ def test_the_decoder_of_the_plan_reaches_the_workload_or_is_refused():
     workload = dataclasses.replace(points(), load=decode, decoders=("librosa",))
     (plain, _), (other, _) = take(1, workload)[0], take(1, workload, decoder="librosa", workers=1)[0]
     assert torch.equal(plain + 2, other)
-    with pytest.raises(PlanError, match="decoder=librosa is not one that workload points can use: it has soundfile"):
+    with pytest.raises(PlanError, match="decoder=librosa"):
         take(1, decoder="librosa")
 
 
@@ -345,9 +313,3 @@ def test_clips_of_different_lengths_come_padded_with_zeros_and_with_their_length
             assert not row[:, valid:].any()
     if plan:
         assert shapes <= set(padded_lengths(torch.tensor([clip_length(item) for item in clips().train])))
-
-
-def test_bucketing_is_refused_with_a_reason_where_clips_have_one_length():
-    (fallback,) = resolve(Plan(bucket=True), this_machine("cpu"), workload=points()).fallbacks
-    assert (fallback.field, fallback.got) == ("bucket", False) and "one length" in fallback.why
-    assert resolve(Plan(bucket=True), this_machine("cpu"), workload=clips()).plan.bucket

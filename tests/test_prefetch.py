@@ -6,7 +6,6 @@ import pytest
 import torch
 from tiny import points
 
-from speedkit.data.loader import BatchStream
 from speedkit.data.prefetch import prefetched
 from speedkit.hardware import this_machine
 from speedkit.plan import Plan, resolve
@@ -42,13 +41,3 @@ def test_copying_ahead_changes_no_loss(plan):
     ahead = Plan(prefetch=True, pin_memory=True, log_every=1, **plan)
     assert fit(points(), plan=ahead, **options).loss == fit(points(), plan=Plan(log_every=1, **plan), **options).loss
     torch.use_deterministic_algorithms(False)
-
-
-@needs_gpu
-def test_copying_ahead_does_not_move_where_a_run_resumes():
-    plan = Plan(prefetch=True, pin_memory=True)
-    batches = BatchStream(points(), points().train, plan, batch_size=16, seed=0, device=torch.device("cuda"))
-    for count in range(1, 5):
-        next(batches)
-        assert batches.position == count
-    batches.close()

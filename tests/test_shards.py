@@ -3,8 +3,6 @@
 import dataclasses
 import io
 import os
-import pickle
-import resource
 import shutil
 import signal
 import subprocess
@@ -57,12 +55,17 @@ def contents(folder):
 
 def test_a_shard_holds_the_bytes_of_the_files_in_their_order_and_is_used_again(workload, tmp_path):
     items = packed(workload, tmp_path / "shards")
-    assert len({item.path.tar for item in items}) > 3
+    tars = sorted({item.path.tar for item in items})
+    assert len(tars) > 3
     assert [item.path.read() for item in items] == [Path(item.path).read_bytes() for item in workload.train]
-    plain = [dataclasses.replace(item, path="") for item in workload.train]
-    assert [dataclasses.replace(item, path="") for item in items] == plain
-    member = items[0].path
-    assert str(member) == f"{member.tar}/{member.name}" and pickle.loads(pickle.dumps(member)) == member
+    assert [dataclasses.replace(item, path="") for item in items] == [
+        dataclasses.replace(item, path="") for item in workload.train
+    ]
+    others = []
+    for sample in webdataset.WebDataset(tars, shardshuffle=False):
+        (data,) = (value for key, value in sample.items() if not key.startswith("__") and key != "cls")
+        others.append((data, int(sample["cls"])))
+    assert others == [(item.path.read(), item.label) for item in items]
 
     written = contents(tmp_path / "shards")
     assert packed(workload, tmp_path / "shards") == items and contents(tmp_path / "shards") == written
@@ -106,15 +109,10 @@ def test_a_workload_that_cannot_read_from_tars_says_so(workload, tmp_path):
         open(packed(workload, tmp_path)[0].path)  # noqa: SIM115
 
 
-def test_writing_that_fails_says_why_and_leaves_nothing(workload, tmp_path):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (15_000, hard))  # as a full disk would: writing on is an error
-    try:
-        with pytest.raises(SpeedkitError, match=r"shards cannot be written to .*File too large"):
-            packed(workload, tmp_path / "shards")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert [path.suffix for path in (tmp_path / "shards").iterdir()] == [".lock"]
+def test_a_folder_that_cannot_be_written_is_one_sentence(workload, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(SpeedkitError, match=r"shards cannot be written to .*--cache-dir"):
+        packed(workload, tmp_path / "file" / "shards")
 
 
 PACK = f"""
@@ -155,13 +153,3 @@ def test_members_of_a_foreign_tar_are_read_at_random_and_nothing_is_extracted(tm
         tar.addfile(link)
     assert [member.read() for member in members(tmp_path / "foreign.tar")] == [b"\0" * 1000, b"\1" * 1001]
     assert [path.name for path in tmp_path.iterdir()] == ["foreign.tar"]
-
-
-def test_webdataset_reads_the_shards(workload, tmp_path):
-    items = packed(workload, tmp_path / "shards")
-    tars = sorted({item.path.tar for item in items})
-    rows = []
-    for sample in webdataset.WebDataset(tars, shardshuffle=False):
-        (data,) = (value for key, value in sample.items() if not key.startswith("__") and key != "cls")
-        rows.append((data, int(sample["cls"])))
-    assert rows == [(item.path.read(), item.label) for item in items]

@@ -2,11 +2,10 @@
 
 values.bin     the entries, one after another
 checksums.bin  the xxh3 of each entry; 0 means "not computed yet", so writing a checksum commits its entry
-index.npz      of each entry: its key, which tells items and states of their files apart, and how many bytes it has;
-               the shape of the first; the last 8 bytes are the xxh3 of all before them
-about.json     what all entries depend on, for people
+index.npz      for each entry its key, which tells items and states of their files apart, and its size in bytes;
+               the shape of the first entry; the last 8 bytes are the xxh3 of all before them
 
-Entries are added and never moved. An item whose file has changed is a new entry, and the old one is never read again.
+Entries are appended and never moved. An item whose file has changed gets a new entry; the old one is not read again.
 """
 
 import contextlib
@@ -17,9 +16,9 @@ import io
 import os
 import pickle
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,8 +27,11 @@ from xxhash import xxh3_64_digest, xxh3_64_intdigest, xxh3_128
 
 from speedkit.data.decode import with_decoder
 from speedkit.errors import SpeedkitError, UsageError
-from speedkit.files import atomic, read_json
+from speedkit.files import atomic
 from speedkit.plan import Plan
+
+if TYPE_CHECKING:
+    from speedkit.workloads.workload import Workload
 
 VALUES, CHECKSUMS, INDEX = "values.bin", "checksums.bin", "index.npz"
 VERSIONED = ("torch", "torchaudio", "torchvision", "numpy", "soundfile")
@@ -38,58 +40,51 @@ PLAIN = (bool, int, float, complex, str, type(None))
 Index = dict[str, np.ndarray]  # key [rows], size [rows] in bytes, shape
 
 
-# What all entries depend on.
+def fingerprint(workload: "Workload", plan: Plan) -> str:
+    """Return a hash of all that every entry depends on.
 
-
-def fingerprint(workload: Any, plan: Plan) -> dict[str, str]:
-    """Return all that every entry depends on, named for the reader.
-
-    Of code the whole file counts in which `load`, `features`, `length` and each of `sources` is defined; what these
-    files import from elsewhere has to be named in `sources`.
+    Code counts as the whole file in which `load`, `features`, `length` or one of `sources` is defined; what these files
+    import has to be named in `sources`.
     """
     waveform = plan.cache_of == "waveform"
-    values = {
-        "cache_of": plan.cache_of,
-        "dtype": workload.kept_as if waveform else plan.cache_dtype,
-        "load": with_decoder(workload, plan.decoder),
-        "features": None if waveform else workload.features,
-        "length": workload.length,
-        "sources": workload.sources,
-        **{f"parameter {name}": value for name, value in workload.parameters.items()},
-        **{f"version of {name}": importlib.metadata.version(name) for name in VERSIONED},
-    }
-    return {name: described(value) for name, value in sorted(values.items())}
+    return content_hash(
+        {
+            "dtype": workload.kept_as if waveform else plan.cache_dtype,
+            "load": with_decoder(workload, plan.decoder),
+            "features": None if waveform else workload.features,
+            "length": workload.length,
+            "sources": workload.sources,
+            "parameters": dict(workload.parameters),
+            "versions": [importlib.metadata.version(name) for name in VERSIONED],
+        }
+    )
 
 
-def described(value: Any) -> str:
-    """Return a plain value as text, and the hash of what anything else consists of: the same in every process.
+def content_hash(value: Any) -> str:
+    """Return a hash of what a value consists of, the same in every process.
 
-    Raises SpeedkitError for what cannot be compared.
+    Raises SpeedkitError for what cannot be compared, such as a lock.
     """
-    if isinstance(value, PLAIN):
-        return repr(value)
     content = xxh3_128()
-    pickler = _Content(types.SimpleNamespace(write=content.update), protocol=4)
+    pickler = ContentPickler(types.SimpleNamespace(write=content.update), protocol=4)
     pickler.fast = True  # equal values count as equal, whether or not they are one object
     try:
         pickler.dump(value)
     except (TypeError, ValueError, AttributeError, pickle.PicklingError) as error:
-        raise SpeedkitError(
-            f"whether {value!r:.60} changes cannot be seen ({error}), so nothing that depends on it can be kept: open "
-            "files, locks and the like where they are used, not in parameters, load or features"
-        ) from error
+        problem = f"whether {value!r:.60} changes cannot be seen ({error})"
+        raise SpeedkitError(f"{problem}: open files and locks where they are used") from error
     return content.hexdigest()
 
 
-class _Content(pickle.Pickler):
-    """Pickles functions and classes as the file they are written in, tensors as their values. For hashing only."""
+class ContentPickler(pickle.Pickler):
+    """Pickles code as the text of its file, and tensors as their values. For hashing only: nothing is unpickled."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        self.source = functools.cache(_source)  # looking for a class takes as long as parsing its file
+        self.source = functools.cache(source_of)  # finding a class takes as long as parsing its file
 
     def reducer_override(self, value: Any) -> Any:
-        """Return what is pickled in place of a tensor, a function, a class or a module; NotImplemented for the rest."""
+        """Return what to pickle in place of a tensor, function, class or module; NotImplemented for the rest."""
         parts: Any = None
         if isinstance(value, Tensor):
             parts = str(value.dtype), tuple(value.shape), value.detach().cpu().flatten().view(torch.uint8).numpy()
@@ -101,41 +96,21 @@ class _Content(pickle.Pickler):
             defaults = value.__defaults__, value.__kwdefaults__
             parts = value.__qualname__, self.source(value), code.co_code, code.co_names, constants, defaults, cells
         elif isinstance(value, type | types.ModuleType):
-            methods = [part for part in vars(value).values() if isinstance(part, types.FunctionType)]
+            methods = [method for method in vars(value).values() if isinstance(method, types.FunctionType)]
             parts = value.__name__, self.source(value) or methods  # a class of a notebook has no file
-        elif callable(value) and hasattr(value, "__wrapped__"):  # functools.lru_cache
-            parts = value.__wrapped__
-        return NotImplemented if parts is None else (repr, (parts,))  # any function: this is never unpickled
+        return NotImplemented if parts is None else (repr, (parts,))
 
 
-def _source(code: Any) -> str:
-    """Return the whole file, or notebook cell, that defines a function, class or module; "" without one."""
+def source_of(code: Any) -> str:
+    """Return the text of the file or notebook cell that defines a function, class or module; "" without one."""
     try:
         return "".join(inspect.findsource(code)[0])
     except (OSError, TypeError):  # written in C, or typed into an interpreter that keeps no lines
         return ""
 
 
-# The files.
-
-
-@contextlib.contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Turn what the file system refuses into a SpeedkitError."""
-    try:
-        yield
-    except OSError as error:
-        raise SpeedkitError(
-            f"the feature cache cannot be written to {folder} ({error.strerror}); what is complete is kept: make room "
-            "or name another folder with --cache-dir, and start again"
-        ) from error
-
-
 def mapped(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
-    """Map a file of `count` numbers; one that is too short is made longer, and its room on the disk taken at once.
-
-    What was cut off comes back as zeros, which match no checksum.
-    """
+    """Map a file of `count` numbers, lengthened where it is too short; the new zeros match no checksum."""
     size, present = count * dtype.itemsize, path.stat().st_size if path.exists() else 0
     if present < size:
         with path.open("ab") as file:
@@ -146,7 +121,7 @@ def mapped(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
 
 
 def read_index(folder: Path) -> Index | None:
-    """Return the columns of a folder's index; None where it is missing or not as it was written."""
+    """Return the index of a folder; None where it is missing or damaged."""
     path = folder / INDEX
     data = memoryview(path.read_bytes() if path.exists() else b"")
     if xxh3_64_digest(data[:-8]) != data[-8:]:
@@ -155,14 +130,16 @@ def read_index(folder: Path) -> Index | None:
         return dict(columns)
 
 
-def key_of(item: Any, size: int) -> int:
-    """Return the hash of an item's path, of its file's size and time of change, and of how many bytes its entry has.
+def item_key(item: Any, size: int) -> int:
+    """Return the hash of an item's path, its file's size and time of change, and the size of its entry in bytes.
 
-    An item that is no file has its own content in the place of these.
+    An item without a path is hashed by its content.
     """
     path = getattr(item, "path", None)
-    name = described(item) if path is None else str(path)
-    if path is not None:
+    if path is None:
+        name = repr(item) if isinstance(item, PLAIN) else content_hash(item)
+    else:
+        name = str(path)
         with contextlib.suppress(OSError):  # no file either: a name alone
             status = os.stat(getattr(path, "tar", path))
             name = f"{os.path.abspath(name)} {status.st_size} {status.st_mtime_ns}"
@@ -170,28 +147,26 @@ def key_of(item: Any, size: int) -> int:
 
 
 def add_items(
-    folder: Path, items: Sequence[Any], sizes: np.ndarray, shape: tuple[int, ...]
+    folder: Path, items: Sequence[Any], *, sizes: np.ndarray, shape: Sequence[int]
 ) -> tuple[Index, np.ndarray]:
-    """Return (the index, with the items added that it does not have, the row of each item in it).
+    """Add the items that the index lacks; return it and the row of each item [N]. `sizes` [N] of entries are in bytes.
 
-    `sizes` [N] are the bytes of each entry. New items get the next rows, in the order of the list: where entries lie
-    does not depend on who computes what when, and a build that was killed ends with the bytes of one that was not.
+    New items get the next rows in the order of the list: where entries lie does not depend on who computes what when,
+    so a build that was killed ends with the same bytes as one that was not.
     """
     index = read_index(folder)
     if index is None:  # then nothing tells what the other files hold
         (folder / CHECKSUMS).unlink(missing_ok=True)
-        (folder / VALUES).unlink(missing_ok=True)
         index = {"key": np.zeros(0, np.uint64), "size": np.zeros(0, np.int64), "shape": np.array(shape)}
 
-    known = index["key"]
-    keys = np.fromiter(map(key_of, items, sizes.tolist()), np.uint64, len(items))
-    if np.array_equal(known[: len(keys)], keys):  # the list as it was: a million items need no sorting
+    keys = np.fromiter(map(item_key, items, sizes.tolist()), np.uint64, len(items))
+    if np.array_equal(index["key"][: len(keys)], keys):  # the same list again: a million items need no dictionary
         return index, np.arange(len(keys))
-    rows = dict(zip(known.tolist(), range(len(known)), strict=True))
+    rows = {key: row for row, key in enumerate(index["key"].tolist())}
     row = np.array([rows.setdefault(key, len(rows)) for key in keys.tolist()])
-    if len(rows) > len(known):
+    if added := len(rows) - len(index["key"]):
         index["key"] = np.fromiter(rows, np.uint64)
-        index["size"] = np.pad(index["size"], (0, len(rows) - len(known)))
+        index["size"] = np.pad(index["size"], (0, added))
         index["size"][row] = sizes
         stream = io.BytesIO()
         np.savez(stream, **index)  # type: ignore[arg-type]
@@ -209,9 +184,9 @@ def caches_in(folder: str | Path) -> list[Path]:
 
 
 def damaged_rows(folder: Path, repair: bool = False) -> list[int]:
-    """Return which entries of a cache do not match their checksums; all where its index is not as it was written.
+    """Return the entries that do not match their checksums; all of them where the index is damaged.
 
-    Entries that were never computed are not damaged. `repair` makes such of those that are: the next use computes them.
+    `repair` marks them as not computed yet, so that the next use computes them.
     """
     index, checksums = read_index(folder), np.fromfile(folder / CHECKSUMS, np.uint64)
     if index is None:
@@ -231,5 +206,4 @@ def damaged_rows(folder: Path, repair: bool = False) -> list[int]:
 def describe(folder: Path) -> str:
     """Return a line about a cache."""
     checksums, size_mb = np.fromfile(folder / CHECKSUMS, np.uint64), (folder / VALUES).stat().st_size / 1e6
-    done = f"{np.count_nonzero(checksums)} of {len(checksums)} entries are computed"
-    return f"{folder}: {done}, {size_mb:.3g} MB of {read_json(folder / 'about.json')['dtype']}"
+    return f"{folder}: {np.count_nonzero(checksums)} of {len(checksums)} entries are computed, {size_mb:.3g} MB"

@@ -55,7 +55,7 @@ def with_decoder(workload: "Workload", decoder: str) -> Callable[[Any], Tensor]:
 
 
 def load_audio(
-    source: str | Path | TarMember, sample_rate_hz: int, num_samples: int, decoder: str = "soundfile"
+    source: str | Path | TarMember, sample_rate_hz: int, num_samples: int, *, decoder: str = "soundfile"
 ) -> Tensor:
     """Return the first `num_samples` samples of a recording at `sample_rate_hz`, mono: [T] float32 in -1..1.
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,12 +26,12 @@ WAVEFORMS = 1 << 48  # added to the step that seeds changes of waveforms: those 
 RANK = 1 << 40  # and this for each rank, whose samples are its own
 
 
-def sample_of(
-    index: int, items: Sequence[Any], load: Callable[[Any], Any], features: Any, target: Callable[[Any], Any]
+def make_sample(
+    index: int, *, items: Sequence[Any], load: Callable[[Any], Any], features: Any, target: Callable[[Any], Any]
 ) -> tuple[Tensor, Any] | BadItem:
-    """Return (features, target) of an item; a BadItem for a file that cannot be read.
+    """Return (features, target) of an item, or (what was loaded, target) without `features`.
 
-    Without `features` it is what was loaded: they are computed later, on the device.
+    A file that cannot be read gives a BadItem.
     """
     item = items[index]
     try:
@@ -52,20 +52,20 @@ def collate(samples: Sequence[tuple[Tensor, Any] | BadItem], varies: bool = Fals
     if not good:
         return None, bad
     inputs, targets = [sample[0] for sample in good], [sample[1] for sample in good]
-    rest = [torch.stack(targets) if isinstance(targets[0], Tensor) else torch.tensor(targets)]
+    labels = [torch.stack(targets) if isinstance(targets[0], Tensor) else torch.tensor(targets)]
     if varies:
         lengths = torch.tensor([row.shape[-1] for row in inputs])
         inputs = [pad(row, (0, int(lengths.max()) - row.shape[-1])) for row in inputs]
-        rest = [lengths, *rest]
-    return (default_collate(inputs), *rest), bad
+        labels = [lengths, *labels]
+    return (default_collate(inputs), *labels), bad
 
 
 class BatchStream:
     """An endless stream of batches on the device, epoch after epoch, each tensor [B, ...].
 
-    `epoch` and `position` say where the next batch comes from; set them to go on from there. A `seed` of None keeps the
-    items in order (evaluation). `bad` is path -> why of each file that could not be read; over 5 % are an error.
-    Each of several ranks gets its share of every batch.
+    `epoch` and `position` say where the next batch comes from, and can be set. A `seed` of None keeps the items in
+    order (evaluation). `bad` is path -> why of each file that could not be read; over 5 % are an error. Each of several
+    ranks gets its share of every batch.
     """
 
     def __init__(
@@ -88,14 +88,11 @@ class BatchStream:
         check_bad_share(self.bad, len(items))
 
         # Order. Clips of one length have nothing to bucket, and evaluation keeps the order of its items.
-        self.lengths = None
-        if workload.length is not None:
-            self.lengths = torch.tensor([workload.length(item) for item in items])
-        training = seed is not None
-        drop_last, bucketed = plan.drop_last and training, self.lengths if plan.bucket and training else None
-        self.sampler = BatchSampler(
-            len(items), batch_size, seed, drop_last=drop_last, lengths=bucketed, rank=rank, world_size=world_size
-        )
+        self.lengths = None if workload.length is None else torch.tensor(list(map(workload.length, items)))
+        self.sampler = BatchSampler(len(items), batch_size, seed, rank=rank, world_size=world_size)
+        if seed is not None:
+            bucketed = self.lengths if plan.bucket else None
+            self.sampler = dataclasses.replace(self.sampler, drop_last=plan.drop_last, lengths=bucketed)
         self.frames = 0  # padded frames of all batches so far, where lengths vary
         self.epoch = self.position = 0
         self.next_place = (0, 0)  # where `batches` goes on; another epoch or position asks for others
@@ -106,7 +103,7 @@ class BatchStream:
         self.generator = torch.Generator(device=device)
         features = None if self.waveforms else workload.features
         load = with_decoder(workload, plan.decoder)
-        sample = functools.partial(sample_of, items=items, load=load, features=features, target=workload.target)
+        sample = functools.partial(make_sample, items=items, load=load, features=features, target=workload.target)
         collated = functools.partial(collate, varies=workload.length is not None)
         self.loader = BatchLoader(items, sample, collate=collated, batches=self.sampler, plan=plan)
 
@@ -129,11 +126,17 @@ class BatchStream:
 
     def one_epoch(self, epoch: int = 0, start: int = 0) -> Iterator["Batch"]:
         """Yield the batches of an epoch from number `start` on, without those of unreadable items alone."""
-        self.epoch, self.position, before = epoch, start, epoch * len(self)
-        for batch in self.fetched(epoch, start):
+        self.epoch = self.sampler.epoch = epoch
+        self.position = self.sampler.start = start
+        source: Any = self.loader if self.cache is None else self.cached(self.sampler.batches())
+        if self.plan.prefetch and self.device.type == "cuda":
+            source = prefetched(source, self.to_device, self.device)
+        else:
+            source = map(self.to_device, source)
+        for batch in source:
             self.position += 1
             if batch is not None:
-                yield self.finished(batch, before + self.position - 1)
+                yield self.finish(batch, epoch * len(self) + self.position - 1)
             elif self.sampler.world_size > 1:  # the others would wait for its share
                 path, why = list(self.bad.items())[-1]
                 raise SpeedkitError(f"rank {self.sampler.rank} can read nothing of its share ({path}: {why})")
@@ -146,62 +149,53 @@ class BatchStream:
     def batch_at(self, epoch: int, position: int) -> tuple["Batch | None", list[str]]:
         """Return the batch after which `epoch` and `position` were these, made again, and the names of its items."""
         indices = dataclasses.replace(self.sampler, epoch=epoch, start=position - 1).batches()[0]
-        if self.cache is None:
-            batch = self.to_device(self.loader.maker.make(indices.tolist()))
-        else:
-            usable = indices[torch.from_numpy(self.cache.usable)[indices]]
-            batch = self.gather((usable, usable.to(self.device)))
+        source = [self.loader.maker.make(indices.tolist())] if self.cache is None else self.cached([indices])
+        (batch,) = map(self.to_device, source)
+        if batch is not None:
+            batch = self.finish(batch, epoch * len(self) + position - 1)
         names = [item_name(self.loader.maker.items[index]) for index in indices.tolist()]
-        done = None if batch is None else self.finished(batch, epoch * len(self) + position - 1)
-        return done, [name for name in names if name not in self.bad]
+        return batch, [name for name in names if name not in self.bad]
 
-    def fetched(self, epoch: int, start: int) -> Iterator["Batch | None"]:
-        """Return the batches of an epoch as they arrive on the device; None for one of unreadable items alone."""
-        self.sampler.epoch, self.sampler.start = epoch, start
-        source: Any = self.loader if self.cache is None else self.cached_indices()
-        copy = self.to_device if self.cache is None else self.gather
-        if self.plan.prefetch and self.device.type == "cuda":
-            return prefetched(source, copy, self.device)
-        return map(copy, source)
-
-    def cached_indices(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def cached(self, batches: list[Tensor]) -> Iterable[tuple[Tensor, Tensor]]:
         """Return the usable indices [B] of each batch, on host and device: the epoch's order is sent once."""
         usable = torch.from_numpy(self.cache.usable)  # type: ignore[union-attr]
-        batches = [indices[usable[indices]] for indices in self.sampler.batches()]
-        order = torch.cat(batches) if batches else torch.empty(0, dtype=torch.long)
+        batches = [indices[usable[indices]] for indices in batches]
+        order = torch.cat([torch.empty(0, dtype=torch.long), *batches])
         if self.device.type == "cuda":
             order = order.pin_memory()
         on_device = order.to(self.device, non_blocking=True)
         return zip(batches, on_device.split([len(indices) for indices in batches]), strict=True)
 
-    def gather(self, indices: tuple[Tensor, Tensor]) -> "Batch | None":
-        """Return the cached batch of indices [B], given on the host and on the device."""
-        if not indices[0].size(0):  # `len` of a tensor is far slower
-            return None
-        return self.cache.gather(indices[0], self.device, on_device=indices[1])  # type: ignore[union-attr]
+    def to_device(self, loaded: Any) -> "Batch | None":
+        """Return a batch on the device: made live, or of a cache, given by its indices [B] on host and device.
 
-    def to_device(self, loaded: Loaded) -> "Batch | None":
-        """Return a batch that was made live, on the device; note its unreadable items."""
+        None for a batch of unreadable items alone.
+        """
+        if self.cache is not None:
+            indices, on_device = loaded
+            # `len` of a tensor is far slower
+            return self.cache.gather(indices, self.device, on_device=on_device) if indices.size(0) else None
         batch, bad = loaded
         if bad:
             self.bad.update(bad)
             check_bad_share(self.bad, len(self.loader.maker.items))
         return batch and tuple(tensor.to(self.device, non_blocking=self.plan.pin_memory) for tensor in batch)
 
-    def finished(self, batch: "Batch", step: int) -> "Batch":
+    def finish(self, batch: "Batch", step: int) -> "Batch":
         """Return what the loss takes: features, padded to one of few lengths where clips are bucketed."""
-        inputs, *rest = batch
+        inputs, *labels = batch
         if self.waveforms:
             if self.workload.augment_waveform is not None and self.seed is not None:
                 seed_step(self.generator, self.seed, step + WAVEFORMS + RANK * self.sampler.rank)
                 inputs = self.workload.augment_waveform(inputs, self.generator)
             with torch.no_grad():
                 inputs = self.workload.features(inputs)
-        if self.lengths is None:
-            return inputs, *rest
-        padded = self.sampler.padded_to(inputs.shape[-1])  # by its shape: no length is read from the device
-        self.frames += len(inputs) * padded
-        return (inputs if padded == inputs.shape[-1] else pad(inputs, (0, padded - inputs.shape[-1]))), *rest
+        if self.lengths is not None:
+            padded = self.sampler.padded_to(inputs.shape[-1])  # by its shape: no length is read from the device
+            self.frames += len(inputs) * padded
+            if padded > inputs.shape[-1]:
+                inputs = pad(inputs, (0, padded - inputs.shape[-1]))
+        return inputs, *labels
 
     def close(self) -> None:
         """End the workers, paused ones too."""

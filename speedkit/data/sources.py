@@ -6,10 +6,10 @@ import os
 import re
 import sysconfig
 from collections import defaultdict
-from collections.abc import Iterable, Set
+from collections.abc import Collection, Iterable, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import soundfile
 
@@ -20,18 +20,21 @@ from speedkit.files import atomic
 if TYPE_CHECKING:
     import pandas
 
-UNLABELLED = "unlabelled"  # the one class of files whose labels do not matter
 TEST_SHARE, TEXT_TEST_SHARE = 0.2, 0.1
 EXTENSIONS = {
     "audio": (".wav", ".flac", ".ogg", ".mp3", ".aif", ".aiff"),
     "image": (".jpg", ".jpeg", ".png"),
 }
-# The columns of a label table, in upper or lower case: the first that is there; `split` or `fold` may be a third.
-PATH_COLUMNS = ("path", "file", "filename", "file_name")
-LABEL_COLUMNS = ("label", "category", "class", "class_name", "target")
-TEST, VALIDATION = ("test", "eval"), ("val", "dev")  # how the names of splits begin
+# The columns of a label table, in upper or lower case: the first that is there.
+COLUMNS = {
+    "path": ("path", "file", "filename", "file_name"),
+    "label": ("label", "category", "class", "class_name", "target"),
+    "split": ("split", "fold"),
+}
 # Of Python's library: not there everywhere, or not part of it.
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib"}
+
+Labels = dict[Path, tuple[str, str]]  # of each file its label, and train, test or "" where nothing says
 
 
 @dataclass(frozen=True)
@@ -54,14 +57,6 @@ class Split:
     quarantined: tuple[tuple[str, str], ...] = ()
 
 
-class LabelledFile(NamedTuple):
-    """A file whose header has not been read; `split` is train, test, or empty where nothing says."""
-
-    path: Path
-    label: str
-    split: str = ""
-
-
 def find_items(
     data_dir: str | Path,
     *,
@@ -81,29 +76,34 @@ def find_items(
     Raises UsageError for a source that cannot be used as asked, SpeedkitError when over 5 % of the files are bad.
     """
     root = Path(data_dir)
-    if labels is not None and label_pattern is not None:
-        raise UsageError("--labels and --label-pattern both name the labels: give one of the two")
-    table = None if labels is None else Path(labels)
-    files = files_under(root, kind, label_pattern, labelled) if table is None else read_table(root, table, kind)
+    if labels is not None:
+        files = read_table(root, Path(labels), kind)
+    else:
+        files = files_under(root, kind, label_pattern=label_pattern, labelled=labelled)
 
-    # The header of each file is read once; a file that has none that can be used is left out, and named.
-    headers: dict[LabelledFile, tuple] = {}
+    # The header of each recording is read once; a file without one is left out, and named.
+    headers: dict[Path, tuple] = {}
     bad: dict[str, str] = {}
-    for file in sorted(set(files), key=lambda file: natural_key(str(file.path))):
+    for path in sorted(files, key=lambda path: natural_key(str(path))):
         try:
-            headers[file] = read_header(file, kind)
-        except (ValueError, RuntimeError, OSError) as error:  # libsndfile's errors are RuntimeErrors
-            bad[str(file.path)] = str(error)
-    check_bad_share(bad, len(headers) + len(bad))
+            headers[path] = () if kind == "image" else read_header(path)
+        except (RuntimeError, OSError) as error:  # libsndfile's errors are RuntimeErrors
+            bad[str(path)] = str(error)
+    check_bad_share(bad, len(files))
 
-    test = choose_test_set(list(headers), root, test_pattern, seed)
-    classes = tuple(sorted({file.label for file in headers}, key=natural_key))
+    readable = {path: files[path] for path in headers}
+    if test_pattern is not None:
+        test = matching(readable, test_pattern)
+    elif any(split for _, split in readable.values()):
+        test = {path for path, (_, split) in readable.items() if split == "test"}
+    else:
+        test = draw_test_set(readable, root, seed)
+    classes = sorted({label for label, _ in readable.values()}, key=natural_key)
     if labelled and len(classes) < 2:
         raise UsageError(f"all files are of one class ({classes[0]}), a classifier needs two: check their labels")
-    sides: dict[bool, list[Item]] = {False: [], True: []}
-    for file, header in headers.items():
-        sides[file in test].append(Item(str(file.path), classes.index(file.label), *header))
-    return Split(tuple(sides[False]), tuple(sides[True]), classes, tuple(bad.items()))
+    items = {path: Item(str(path), classes.index(files[path][0]), *header) for path, header in headers.items()}
+    train, tested = (tuple(item for path, item in items.items() if (path in test) == side) for side in (False, True))
+    return Split(train, tested, tuple(classes), tuple(bad.items()))
 
 
 def find_text(data_dir: str | Path | None, test_pattern: str | None, seed: int) -> tuple[bytes, bytes]:
@@ -119,7 +119,7 @@ def find_text(data_dir: str | Path | None, test_pattern: str | None, seed: int) 
     if not texts:
         raise UsageError(f"data folder {root} holds no text files: name another --data-dir")
     if test_pattern is not None:
-        test = matching(list(texts), test_pattern)
+        test = matching(texts, test_pattern)
     elif len(texts) == 1:
         (text,) = texts.values()
         end = round((1 - TEXT_TEST_SHARE) * len(text))
@@ -159,16 +159,15 @@ def natural_key(text: str) -> list:
     return [int(part) if part.isdigit() else part for part in re.split(r"([0-9]+)", text)]
 
 
-def matches(paths: list[Path], pattern: str, option: str) -> dict[Path, re.Match[str]]:
-    """Return the match of each file name in which the pattern is found. Raises UsageError when it is none."""
+def matches(paths: Iterable[Path], pattern: str, option: str) -> dict[Path, re.Match[str]]:
+    """Return the match of each file name in which the pattern is found. Raises UsageError for a faulty pattern."""
     try:
-        found = {path: re.search(pattern, path.name) for path in paths}
+        return {path: match for path in paths if (match := re.search(pattern, path.name))}
     except re.error as error:
         raise UsageError(f"{option} {pattern!r} is not a regular expression: {error}") from error
-    return {path: match for path, match in found.items() if match}
 
 
-def matching(paths: list[Path], test_pattern: str) -> set[Path]:
+def matching(paths: Collection[Path], test_pattern: str) -> set[Path]:
     """Return the paths whose file name the pattern matches. Raises UsageError when those are all, or none."""
     test = set(matches(paths, test_pattern, "--test-pattern"))
     if len(test) in (0, len(paths)):
@@ -177,28 +176,25 @@ def matching(paths: list[Path], test_pattern: str) -> set[Path]:
     return test
 
 
-def files_under(root: Path, kind: str, label_pattern: str | None, labelled: bool) -> list[LabelledFile]:
+def files_under(root: Path, kind: str, *, label_pattern: str | None, labelled: bool) -> Labels:
     """Return the files labelled by their subfolder or by the pattern; files without a label are left out."""
     paths = [path for path in visible_files(root) if path.suffix.lower() in EXTENSIONS[kind]]
     if not paths:
         raise UsageError(f"data folder {root} holds no {kind} files ({' '.join(EXTENSIONS[kind])}): see --data-dir")
     if not labelled:
-        return [LabelledFile(path, UNLABELLED) for path in paths]
-    if label_pattern is None:
+        labels = dict.fromkeys(paths, "unlabelled")
+    elif label_pattern is None:
         labels = {path: path.relative_to(root).parts[0] for path in paths if path.parent != root}
-        problem = f"data folder {root} has no class-named subfolders: add them, or give --label-pattern or --labels"
-    else:
-        named = matches(paths, label_pattern, "--label-pattern")
-        # Without a group in the pattern the label is all that matches.
-        groups = {path: match[min(1, match.re.groups)] for path, match in named.items()}
-        labels = {path: label for path, label in groups.items() if label}
-        problem = f"--label-pattern {label_pattern!r} matches none of the {len(paths)} files, {paths[0].name} for one"
-    if not labels:
-        raise UsageError(problem)
-    return [LabelledFile(path, label) for path, label in labels.items()]
+    else:  # without a group in the pattern the label is all that matches
+        found = matches(paths, label_pattern, "--label-pattern")
+        labels = {path: match[min(1, match.re.groups)] for path, match in found.items()}
+    if not any(labels.values()):
+        sources = f"name class folders in {root}, --label-pattern or --labels"
+        raise UsageError(f"none of the {len(paths)} files, such as {paths[0].name}, has a label: {sources}")
+    return {path: (label, "") for path, label in labels.items() if label}
 
 
-def read_table(root: Path, table: Path, kind: str) -> list[LabelledFile]:
+def read_table(root: Path, table: Path, kind: str) -> Labels:
     """Return the files that the CSV `table` lists for training and testing, whether they exist or not."""
     import pandas
 
@@ -207,58 +203,44 @@ def read_table(root: Path, table: Path, kind: str) -> list[LabelledFile]:
     except (OSError, ValueError, csv.Error) as error:
         raise UsageError(f"--labels {table} cannot be read as a CSV file in UTF-8 ({error})") from error
     rows = rows.rename(columns=lambda name: name.strip().lower()).apply(lambda column: column.str.strip())
-    path_column, label_column, split_column = (
-        next((name for name in names if name in rows), None)
-        for names in (PATH_COLUMNS, LABEL_COLUMNS, ("split", "fold"))
-    )
-    if rows.empty or path_column is None or label_column is None:
-        needs = f"one of {', '.join(PATH_COLUMNS)}, one of {', '.join(LABEL_COLUMNS)}, and a row per file"
+    columns = {what: next((name for name in names if name in rows), "") for what, names in COLUMNS.items()}
+    if rows.empty or not columns["path"] or not columns["label"]:
+        needs = f"one of {', '.join(COLUMNS['path'])}, one of {', '.join(COLUMNS['label'])}, and a row per file"
         raise UsageError(f"--labels {table} has {len(rows)} rows with columns {', '.join(rows)}; it needs {needs}")
 
     # Paths are relative to the data folder or to the table, or to a folder of that kind in the former (ESC-50's audio).
     folders = (root, root / kind, root / f"{kind}s", table.parent)
     paths = [
         next((folder / name for folder in folders if (folder / name).is_file()), root / name)
-        for name in rows[path_column]
+        for name in rows[columns["path"]]
     ]
-    splits = [""] * len(rows) if split_column is None else read_splits(rows[split_column].str.lower())
-    files = map(LabelledFile, paths, rows[label_column], splits)
-    return [file for file in files if file.split != "neither"]
+    splits = read_splits(rows[columns["split"]].str.lower()) if columns["split"] else [""] * len(rows)
+    labels = zip(rows[columns["label"]], splits, strict=True)
+    return {path: file for path, file in zip(paths, labels, strict=True) if file[0] and file[1] != "neither"}
 
 
 def read_splits(column: "pandas.Series") -> list[str]:
-    """Return train, test or neither for each row of a table, nothing where no row is marked as test."""
+    """Return train, test or neither for each row of a table; nothing where no row is marked as test."""
     names = sorted(set(column), key=natural_key)
     if column.name == "fold":
         test = names[1:][-1:]  # the highest
     else:  # where a table has both, it tests on the test part and leaves the validation part alone
-        parts = [[name for name in names if name.startswith(words)] for words in (TEST, VALIDATION)]
-        test = parts[0] or parts[1]
+        test = [name for name in names if name.startswith(("test", "eval"))]
+        test = test or [name for name in names if name.startswith(("val", "dev"))]
     if not test:
         return [""] * len(column)
-    return ["test" if name in test else "neither" if name.startswith(VALIDATION) else "train" for name in column]
+    return ["test" if name in test else "neither" if name.startswith(("val", "dev")) else "train" for name in column]
 
 
-def read_header(file: LabelledFile, kind: str) -> tuple:
-    """Return (duration in seconds, sample rate in Hz) of a recording, () of an image, unread. Raises ValueError."""
-    if not file.label:
-        raise ValueError("its label is empty")
-    if not file.path.exists() or file.path.stat().st_size == 0:
-        raise ValueError("it is missing or empty")
-    if kind == "image":
-        return ()
-    info = soundfile.info(str(file.path))
+def read_header(path: Path) -> tuple[float, int]:
+    """Return (duration in seconds, sample rate in Hz) of a recording."""
+    info = soundfile.info(str(path))
     return info.frames / info.samplerate, info.samplerate
 
 
-def choose_test_set(files: list[LabelledFile], root: Path, test_pattern: str | None, seed: int) -> set[LabelledFile]:
-    """Return the test set."""
-    if test_pattern is not None:
-        matched = matching([file.path for file in files], test_pattern)
-        return {file for file in files if file.path in matched}
-    if any(file.split for file in files):
-        return {file for file in files if file.split == "test"}
-    by_class = defaultdict(list)
-    for file in sorted(files, key=lambda file: stable_hash(seed, file.path, root)):
-        by_class[file.label].append(file)
-    return {file for drawn in by_class.values() for file in drawn[: max(1, round(TEST_SHARE * len(drawn)))]}
+def draw_test_set(files: Labels, root: Path, seed: int) -> set[Path]:
+    """Return a fifth of each class, one file at least."""
+    classes = defaultdict(list)
+    for path in sorted(files, key=lambda path: stable_hash(seed, path, root)):
+        classes[files[path][0]].append(path)
+    return {path for paths in classes.values() for path in paths[: max(1, round(TEST_SHARE * len(paths)))]}

@@ -1,8 +1,7 @@
-"""Make batches ahead, in worker processes or threads, in order; say in one sentence what happened to a worker.
+"""Make batches ahead of time, in order, in worker processes or threads.
 
-There is a thread per worker, which makes batches or has a process make them. Whatever is waited for has a limit, and
-what is still there then ends by force: a worker that stands still (a stuck disk, SIGSTOP) must not keep the training
-process from ending.
+Each worker has a thread, which makes batches or has a process make them. All waiting has a limit, and processes end by
+force: a worker that hangs (a stuck disk, SIGSTOP) must not keep the training process from ending.
 """
 
 import atexit
@@ -17,7 +16,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, MutableSequence, Sequence
 from concurrent.futures import Future
-from contextlib import closing
 from multiprocessing import util
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
@@ -32,15 +30,19 @@ from speedkit.errors import SpeedkitError
 from speedkit.hardware import usable_cores
 from speedkit.plan import Plan
 
-HUNG_S = 120.0  # a batch is waited for, and for so long no worker has begun an item
+HUNG_S = 120.0  # a worker hangs when a batch is waited for, and no worker has begun an item for so long
 END_S = 5.0  # what a killed process gets until it is gone
-ORPHAN_S = 2.0  # how often a process that has nothing to do asks whether its parent lives
 GAIN = 1.05  # workers cost memory and time to start: more are taken only where steps get so much shorter
 SETTING_S = 0.5  # of steps under one number of workers, to choose one
 
 Loaded = tuple[tuple[Tensor, ...] | None, dict[str, str]]  # the batch, and path -> why of what could not be read
 Tasks = SimpleQueue[tuple[list[int], Future] | None]  # batches to be made; None ends a thread
 seeds = itertools.count()  # no two processes draw the same numbers
+
+
+def item_name(item: Any) -> str:
+    """Return the path of an item's file, or the item in words."""
+    return str(getattr(item, "path", item))
 
 
 @dataclasses.dataclass
@@ -53,33 +55,26 @@ class BatchMaker:
     reading: MutableSequence[int]
     running: threading.Event | None = None  # threads stand still while it is not set
 
-    def make(self, indices: Iterable[int], number: int = 0) -> Loaded:
-        """Return the batch of the items at `indices`; `number` is the worker's."""
+    def make(self, indices: Iterable[int], worker: int = 0) -> Loaded:
+        """Return the batch of the items at `indices`."""
         samples = []
         for index in indices:
             if self.running is not None:
                 self.running.wait()
-            self.reading[number] = index
+            self.reading[worker] = index
             samples.append(self.sample(index))
-        self.reading[number] = -1
+        self.reading[worker] = -1
         return self.collate(samples)
 
-    def failure(self, error: BaseException, number: int) -> str:
-        """Return what failed and at which item; the exception itself may be one that cannot be sent."""
-        words = str(error).split("\n")[0]
-        if "allocate shared memory" in words:  # PyTorch's, with a reason of its own that is none
-            words = "/dev/shm is full: take fewer workers, a lower prefetch_factor or worker_kind=thread"
-        return f"a worker failed {self.place(number)}: {type(error).__name__}: {words}; workers=0 shows where"
-
-    def place(self, number: int) -> str:
-        """Return where a worker is, in words."""
-        index = self.reading[number]
-        return f"at {item_name(self.items[index])}" if index >= 0 else "between items"
-
-
-def item_name(item: Any) -> str:
-    """Return the path of an item's file, or the item in words."""
-    return str(getattr(item, "path", item))
+    def failure(self, worker: int, error: BaseException | str) -> SpeedkitError:
+        """Return the error of a worker with the item it was at; the exception itself may be one that cannot be sent."""
+        if isinstance(error, SpeedkitError):
+            return error
+        if isinstance(error, BaseException):
+            error = f"a worker failed ({type(error).__name__}: {[*str(error).splitlines(), ''][0]})"
+        index = self.reading[worker]
+        place = f"at {item_name(self.items[index])}" if index >= 0 else "between items"
+        return SpeedkitError(f"{error} {place}; workers=0 shows where")
 
 
 class BatchLoader:
@@ -100,8 +95,7 @@ class BatchLoader:
         self.batches, self.plan, self.workers = batches, plan, int(plan.workers)
         self.running = threading.Event()
         self.running.set()
-        reading = multiprocessing.RawArray("q", max(1, self.workers))
-        self.maker = BatchMaker(items, sample, collate, reading)
+        self.maker = BatchMaker(items, sample, collate, multiprocessing.RawArray("q", max(1, self.workers)))
         self.tasks: Tasks | None = None
         self.processes: list[multiprocessing.Process] = []
 
@@ -125,59 +119,51 @@ class BatchLoader:
 
     def start(self) -> Tasks:
         """Start the workers: processes first, for a lock that a thread holds while one is forked stays locked in it."""
-        util.get_temp_dir()  # for the processes' sockets: killed, they could not remove one of their own
-        workers: list[Callable[[list[int], int], Loaded]] = [self.maker.make] * self.workers
+        self.maker.reading[:] = [-1] * self.workers
+        makers: list[Callable[[list[int], int], Loaded]] = [self.maker.make] * self.workers
         if self.plan.worker_kind == "process":
-            workers = [self.start_process(number) for number in range(self.workers)]
+            util.get_temp_dir()  # for the processes' sockets: killed, they could not remove one of their own
+            makers = [self.start_process(worker) for worker in range(self.workers)]
         else:
             self.maker.running = self.running
         tasks: Tasks = SimpleQueue()
-        for number, make in enumerate(workers):
-            self.maker.reading[number] = -1
+        for worker, make in enumerate(makers):
             # Daemons: one that hangs does not keep Python.
-            threading.Thread(target=self.work, args=(tasks, make, number), daemon=True).start()
+            threading.Thread(target=self.work, args=(tasks, make, worker), daemon=True).start()
         return tasks
 
-    def start_process(self, number: int) -> Callable[[list[int], int], Loaded]:
+    def start_process(self, worker: int) -> Callable[[list[int], int], Loaded]:
         """Start a loader process; return the function that has it make a batch."""
-        near_end, far_end = multiprocessing.Pipe()
-        arguments = self.maker, number, far_end, torch.initial_seed() + next(seeds)
-        process = multiprocessing.Process(target=serve, args=arguments, daemon=True)
+        pipe = near_end, far_end = multiprocessing.Pipe()
+        options = {"pipe": pipe, "seed": torch.initial_seed() + next(seeds)}
+        process = multiprocessing.Process(target=serve, args=(self.maker, worker), kwargs=options, daemon=True)
         process.start()
         far_end.close()
         self.processes.append(process)
 
-        def ask(indices: list[int], number: int) -> Loaded:
-            """Return the batch that the process makes. Raises SpeedkitError where it cannot, or has died."""
+        def ask(indices: list[int], worker: int) -> Loaded:
             try:
                 near_end.send(indices)
-                answer = near_end.recv()
+                answer = near_end.recv()  # takes tensors out of shared memory, for which the process has to be alive
             except (EOFError, ConnectionError):
                 process.join(END_S)  # its pipes are closed before its exit code can be read
-                answer = (
-                    f"a loader process died (exit code {process.exitcode}) {self.maker.place(number)}; workers=0 shows "
-                    "what of; -9 may mean that memory is out: take fewer workers or a lower prefetch_factor"
-                )
-            if isinstance(answer, str):
-                raise SpeedkitError(answer)
+                answer = f"a loader process died (exit code {process.exitcode}, where -9 may mean that memory is out)"
+                answer = self.maker.failure(worker, answer)
+            if isinstance(answer, SpeedkitError):
+                raise answer
             return answer
 
         return ask
 
-    def work(self, tasks: Tasks, make: Callable[[list[int], int], Loaded], number: int) -> None:
-        """Be the thread of a worker.
-
-        A tensor is taken out of shared memory here: that is to wait, without a limit, for the process that made it.
-        """
+    def work(self, tasks: Tasks, make: Callable[[list[int], int], Loaded], worker: int) -> None:
+        """Make batches, in the thread of a worker, until None is asked for."""
         torch.set_num_threads(1)  # the workers together already fill the machine
         while (task := tasks.get()) is not None:
             indices, future = task
             try:
-                future.set_result(self.pinned(make(indices, number)))
-            except SpeedkitError as error:
-                future.set_exception(error)
+                future.set_result(self.pinned(make(indices, worker)))
             except BaseException as error:  # SystemExit would end the thread, and no batch would ever come
-                future.set_exception(SpeedkitError(self.maker.failure(error, number)))
+                future.set_exception(self.maker.failure(worker, error))
 
     def pinned(self, loaded: Loaded) -> Loaded:
         """Return a batch in page-locked memory, where the plan says so."""
@@ -192,12 +178,11 @@ class BatchLoader:
                 return future.result(HUNG_S)
             except TimeoutError:
                 if list(self.maker.reading) == before:
-                    place = self.maker.place(before.index(max(before)))
-                    cure = "leave it out, or look with workers=0"
-                    raise SpeedkitError(f"no batch for {HUNG_S:g} s: a worker hangs {place}; {cure}") from None
+                    hung = before.index(max(before))
+                    raise self.maker.failure(hung, f"no batch for {HUNG_S:g} s: a worker hangs") from None
 
     def set_running(self, running: bool) -> None:
-        """Let the workers go on, or stand still: threads do so at their next item, and the training process never."""
+        """Let the workers go on or stand still; threads do so at their next item."""
         if running:
             self.running.set()
         else:
@@ -227,8 +212,10 @@ def submit(tasks: Tasks, indices: list[int]) -> Future:
     return future
 
 
-def serve(maker: BatchMaker, number: int, connection: Connection, seed: int) -> None:
-    """Be a loader process: send the batch of each list of indices, or why there is none, until nobody asks."""
+def serve(maker: BatchMaker, worker: int, *, pipe: tuple[Connection, Connection], seed: int) -> None:
+    """Be a loader process: send the batch of each list of indices, or the error, until the pipe is closed."""
+    near_end, connection = pipe
+    near_end.close()  # held by the training process alone, even one that is killed closes it
     for stop in (signal.SIGINT, signal.SIGTERM):
         # They often go to the whole process group: the parent makes a checkpoint with the workers' help, and ends them.
         signal.signal(stop, signal.SIG_IGN)
@@ -236,18 +223,13 @@ def serve(maker: BatchMaker, number: int, connection: Connection, seed: int) -> 
     torch.manual_seed(seed)  # for data sets that draw from one of the three
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002
-    parent = os.getppid()
-    with contextlib.suppress(EOFError, ConnectionError):  # the training process has closed the pipe
+    with contextlib.suppress(EOFError, ConnectionError):
         while True:
-            # Killed, it closes nothing: processes started later hold its ends of this pipe too.
-            while not connection.poll(ORPHAN_S):
-                if os.getppid() != parent:
-                    return
             indices = connection.recv()
             try:
-                connection.send(maker.make(indices, number))  # pickled as a whole before any of it is sent
+                connection.send(maker.make(indices, worker))  # pickled as a whole before any of it is sent
             except BaseException as error:
-                connection.send(maker.failure(error, number))
+                connection.send(maker.failure(worker, error))
 
 
 def kill(processes: Iterable[Any]) -> None:
@@ -277,8 +259,8 @@ def choose_workers(
     """
     steps_s = {}
     for workers in (0, *(2**power for power in range(usable_cores().bit_length()))):
-        tried = dataclasses.replace(plan, workers=workers, persistent_workers=workers > 0)
-        with closing(open_stream(tried)) as stream:
+        trial = dataclasses.replace(plan, workers=workers, persistent_workers=workers > 0)
+        with contextlib.closing(open_stream(trial)) as stream:
             steps_s[workers] = run_until_steady(lambda: compute(next(stream)), device, max_s=SETTING_S).step_s
     best = next(workers for workers, step_s in steps_s.items() if step_s <= GAIN * min(steps_s.values()))
     times = ", ".join(f"{workers} {1e3 * step_s:.3g} ms" for workers, step_s in steps_s.items())

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from speedkit.data.cache_files import PLAIN, described
+from speedkit.data.cache_files import PLAIN, content_hash
 from speedkit.errors import SpeedkitError
 from speedkit.files import read_json, write_json
 from speedkit.hardware import Hardware, cache_root
@@ -160,7 +160,7 @@ class NaiveCurves:
         content = vars(workload) | {"recipe": vars(recipe), "device": hardware.name, "torch": torch.__version__}
         content |= {"version": VERSION, "train": plain_facts(workload.train), "test": plain_facts(workload.test)}
         try:
-            name = described({key: described(value) for key, value in content.items()})
+            name = content_hash(content)
         except SpeedkitError:  # a model that cannot be told from others
             name = ""
         self.path = cache_root() / "quality" / f"{name}.json" if name else None

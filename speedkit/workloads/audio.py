@@ -80,7 +80,7 @@ def framing(items: Sequence[Item]) -> dict[str, Any]:
 
 def load(item: Item, sample_rate_hz: int, num_samples: int, decoder: str = "soundfile") -> Tensor:
     """Return the item's waveform [T] float32."""
-    return decode.load_audio(item.path, sample_rate_hz, num_samples, decoder)
+    return decode.load_audio(item.path, sample_rate_hz, num_samples, decoder=decoder)
 
 
 @functools.lru_cache(maxsize=8)

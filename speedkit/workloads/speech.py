@@ -91,7 +91,7 @@ def frames(item: Item, sample_rate_hz: int, hop: int) -> int:
 
 def load(item: Item, sample_rate_hz: int, hop: int, decoder: str = "soundfile") -> Tensor:
     """Return the item's waveform [T] float32, `frames` times `hop` samples."""
-    return decode.load_audio(item.path, sample_rate_hz, hop * frames(item, sample_rate_hz, hop), decoder)
+    return decode.load_audio(item.path, sample_rate_hz, hop * frames(item, sample_rate_hz, hop), decoder=decoder)
 
 
 def features(waveform: Tensor, sample_rate_hz: int, n_fft: int, hop: int) -> Tensor:
