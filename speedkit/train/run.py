@@ -157,7 +157,9 @@ class TrainingRun:
         history.log_step_s.append(self.lap() / count)
         if self.progress.due(self.step):
             score = float(self.workload.score(outputs.detach(), part).float().mean())
-            self.progress.update(self.step, history.log_step_s[-1], history.loss[-1], score, self.workload.metric)
+            self.progress.update(
+                self.step, history.log_step_s[-1], history.loss[-1], score=score, metric=self.workload.metric
+            )
         if not gc.isenabled():  # as in `fit`
             gc.collect(1)
         self.losses.clear()
