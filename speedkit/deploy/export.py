@@ -4,7 +4,7 @@ import copy
 import functools
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from speedkit.workloads.workload import Workload
 MODEL, FACTS = "model.pt2", "deploy.json"
 CALIBRATION = 256  # training items that static scales are found on
 BATCH = 32  # items that are evaluated at once
-Model = Callable[..., Any]
 
 
 def batches(workload: Workload, items: Sequence[Any], model: nn.Module) -> Iterator[tuple[Tensor, ...]]:
@@ -88,40 +87,48 @@ def quality(workload: Workload, before: nn.Module, after: nn.Module) -> dict[str
     }
 
 
-def in_bf16(model: nn.Module) -> nn.Module:
-    """Return a copy of `model` that runs under bfloat16 autocast."""
-    device_type = next(model.parameters()).device.type
-    model = copy.deepcopy(model).eval()
-    model.forward = torch.autocast(device_type, torch.bfloat16)(model.forward)  # type: ignore[method-assign]
-    return model
-
-
-@torch.no_grad()
-def compile_for(model: Model, method: str, args: Args) -> Model:
-    """Return `model`, which is by `method`, compiled for tensors like `args`."""
-    compiled = torch.compile(model, dynamic=False)
-    # Weights made constants are faster, but a CPU multiplies those of int8-dynamic as float32: these would be kept so.
-    with torch._inductor.config.patch(freezing=method != "int8-dynamic"):
-        compiled(*args)
-    return compiled
-
-
 @torch.no_grad()
 def race(
-    name: str, models: Mapping[str, Model], args: Args, *, pairs: int = 10, window_s: float = 0.05
-) -> dict[str, Any]:
-    """Return the row of `measurements`, in seconds per call, of two models in turns: above 1 the second is faster."""
-    device = args[0].device
-    quickest_s = min(min(timed(functools.partial(model, *args), device, 2)) for model in models.values())
-    calls = max(1, math.ceil(window_s / quickest_s))
+    model: nn.Module,
+    small: nn.Module,
+    args: Args,
+    *,
+    method: str,
+    compiled: bool,
+    pairs: int = 10,
+    window_s: float = 0.05,
+) -> list[dict[str, Any]]:
+    """Return rows of `measurements`, in seconds per call, of `model` in float32 and bfloat16 against `small`.
 
-    def window(model: Model) -> None:
-        for _ in range(calls):
-            model(*args)
+    `small` is `model` by `method`; a ratio above 1 means that it is faster. Each pair takes turns on the batch `args`.
+    """
+    device, forms = args[0].device, {method: small, "float32": model}
+    if this_machine(device).supports("bf16"):
+        forms["bf16"] = copy.deepcopy(model)
+        forms["bf16"].forward = torch.autocast(device.type, torch.bfloat16)(forms["bf16"].forward)
+    calls: dict[str, Callable[[], Any]] = {}
+    for name, form in forms.items():
+        calls[name] = functools.partial(torch.compile(form, dynamic=False) if compiled else form, *args)
+        # Weights made constants are faster, but a CPU multiplies those of int8-dynamic as float32: it would keep these.
+        with torch._inductor.config.patch(freezing=name != "int8-dynamic"):
+            calls[name]()
 
-    windows = {key: functools.partial(window, model) for key, model in models.items()}
-    row = compare_functions(name, windows, pairs=pairs, device=device)
-    return row | {side: [seconds / calls for seconds in row[side]] for side in ("seconds_a", "seconds_b")}
+    count = math.ceil(window_s / min(min(timed(call, device, 2)) for call in calls.values()))
+    turns = {name: functools.partial(repeat, call, count) for name, call in calls.items()}
+    rows = []
+    for rival in [*forms][1:]:
+        pair = {rival: turns[rival], method: turns[method]}
+        row = compare_functions(f"batch of {len(args[0])}", pair, pairs=pairs, device=device)
+        for side in ("seconds_a", "seconds_b"):
+            row[side] = [seconds / count for seconds in row[side]]
+        rows.append(row | {"batch_size": len(args[0])})
+    return rows
+
+
+def repeat(call: Callable[[], Any], count: int) -> None:
+    """Call `call()` so often."""
+    for _ in range(count):
+        call()
 
 
 def sized(args: Args, size: int) -> Args:
@@ -165,17 +172,10 @@ def deploy(
             f"{method} takes {fell}, a drop above {max_drop:g}, so no model is left: take another method"
         )
 
-    rivals: dict[str, Model] = {"float32": model}
-    if hardware.supports("bf16"):
-        rivals["bf16"] = in_bf16(model)
-    rows = []
+    compiled = compiled and hardware.supports("compile")
+    rows: list[dict[str, Any]] = []
     for size in sorted({1, batch_size}):
-        batch, forms = sized(args, size), rivals | {method: small}
-        if compiled and hardware.supports("compile"):
-            forms = {name: compile_for(form, name, batch) for name, form in forms.items()}
-        for name in rivals:
-            pair = {name: forms[name], method: forms[method]}
-            rows.append(race(f"batch of {size}", pair, batch, pairs=pairs) | {"batch_size": size})
+        rows += race(model, small, sized(args, size), method=method, compiled=compiled, pairs=pairs)
     facts |= {
         "workload": workload.name,
         "device": hardware.device.type,

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from speedkit.config import nearest
 from speedkit.errors import UsageError
 from speedkit.hardware import Hardware
 
@@ -23,9 +22,7 @@ Args = tuple[Tensor, ...]
 
 
 def why_not(method: str, hardware: Hardware) -> str:
-    """Return why `method` cannot be used on `hardware`, as a sentence, or "". Raises UsageError for an unknown one."""
-    if method not in METHODS:
-        raise UsageError(f"there is no method {method!r}{nearest(method, METHODS)}: take {', '.join(METHODS)}")
+    """Return why `method` cannot be used on `hardware`, as a sentence, or ""."""
     if method == "int8-static" and hardware.device.type != "cpu":
         return f"int8-static is for x86 CPUs, not for {hardware.name}: add --device cpu, or take int8-dynamic"
     return ""
@@ -57,16 +54,16 @@ def exported(
     return program
 
 
-def quantized_share(program: ExportedProgram) -> float:
-    """Return the share of the model's numbers, 0 to 1, that take one byte each."""
-    tensors = held(program)
-    return sum(tensor.numel() for tensor in tensors if tensor.dtype in ONE_BYTE) / sum(map(torch.numel, tensors))
-
-
 def held(program: ExportedProgram) -> list[Tensor]:
     """Return all tensors in `program`."""
     values = (*program.state_dict.values(), *program.constants.values())
     return [value for value in values if isinstance(value, Tensor)]
+
+
+def quantized_share(program: ExportedProgram) -> float:
+    """Return the share of the model's numbers, 0 to 1, that take one byte each."""
+    tensors = held(program)
+    return sum(tensor.numel() for tensor in tensors if tensor.dtype in ONE_BYTE) / sum(map(torch.numel, tensors))
 
 
 @torch.no_grad()

@@ -18,8 +18,9 @@ from speedkit.train import memory, precision
 from speedkit.train.setup import transform_model
 
 # The fields that a DataLoader has too, and its names for them.
-SAME_NAMES = ("persistent_workers", "prefetch_factor", "pin_memory", "drop_last")
-LOADER_OPTIONS = {"workers": "num_workers"} | dict(zip(SAME_NAMES, SAME_NAMES, strict=True))
+LOADER_OPTIONS = {"workers": "num_workers"} | {
+    name: name for name in ("persistent_workers", "prefetch_factor", "pin_memory", "drop_last")
+}
 COPIED_OPTIONS = ("collate_fn", "generator", "worker_init_fn", "timeout", "multiprocessing_context", "in_order")
 IN_THE_MODEL = ("precision", "compile", "compile_scope", "channels_last", "attention", "checkpointing")
 APPLIED = (*LOADER_OPTIONS, *IN_THE_MODEL, "fused_optimizer", "allocator")
@@ -50,12 +51,9 @@ def prepare(
 
     Model and optimizer are changed in place; the new loader's batches are on the model's device. A field at its default
     leaves what the script has set. Fields that cannot be applied are printed; `strict` raises PlanError for them. Load
-    a checkpoint before: it brings the optimizer's own switches. Raises UsageError for parts that cannot be prepared.
+    a checkpoint before: it brings the optimizer's own switches. Raises UsageError for a loader that is no DataLoader.
     """
-    for kind, part in ((nn.Module, model), (Optimizer, optimizer), (DataLoader, loader)):
-        if not isinstance(part, kind):
-            raise UsageError(f"a {type(part).__name__} is no {kind.__name__}: give plan, model, optimizer, loader")
-    if type(loader).__iter__ is not DataLoader.__iter__:
+    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
         raise UsageError(f"a {type(loader).__name__} makes its batches in its own way: give a plain DataLoader")
     device = next(model.parameters()).device
     effective = plan_for_loop(plan, optimizer, loader, hardware=this_machine(device))
@@ -101,8 +99,6 @@ def _limits(plan: Plan, optimizer: Optimizer, loader: DataLoader, *, hardware: H
         yield "precision", DEFAULTS["precision"], "float16 needs a loss that your loop scales by torch.amp.GradScaler"
     if plan.workers == "auto" or isinstance(loader.dataset, IterableDataset):  # each worker would give all of that
         yield "workers", loader.num_workers, "how many your data set can take you know: give your loader a number"
-    if loader.batch_size is None:
-        yield "drop_last", False, "the loader's batch_sampler decides on that"
     if optimizer.state or not isinstance(optimizer, SGD | Adam | AdamW):
         why = "SGD, Adam and AdamW have a fused form, to be chosen before their first step"
         yield "fused_optimizer", is_fused(optimizer), why
