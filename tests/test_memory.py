@@ -12,6 +12,7 @@ from torch import nn
 
 from speedkit.plan import Plan
 from speedkit.train import memory
+from speedkit.train.compile import apply_compile
 from speedkit.workloads.audio import AudioNet
 from speedkit.workloads.image import ImageNet
 from speedkit.workloads.speech import SpeechNet
@@ -19,6 +20,7 @@ from speedkit.workloads.text import SIZES, TextNet
 
 CPU = torch.device("cpu")
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="it is about a GPU's memory")
 
 CODE = """
 import ctypes, resource, torch
@@ -57,10 +59,6 @@ def test_activation_bytes_are_those_that_the_backward_pass_needs(device):
     assert memory.activation_bytes(lambda: model(inputs).sum(), torch.device(device)) == hidden_bytes + loss_bytes
     with torch.no_grad():
         assert memory.activation_bytes(lambda: model(inputs).sum(), torch.device(device)) == loss_bytes
-    with torch.autocast(device, torch.bfloat16):
-        halved = memory.activation_bytes(lambda: model(inputs).sum(), torch.device(device))
-    copies = 2 * (32 * 64 + sum(weight.numel() for weight in model.parameters()))  # autocast's, in bfloat16
-    assert hidden_bytes // 2 <= halved <= hidden_bytes // 2 + copies + loss_bytes
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -80,11 +78,11 @@ def test_the_peak_of_a_function_is_what_it_holds_at_once(device):
 class Block(nn.Module):
     """Attention and two layers beside shortcuts, with dropout, normalised per position."""
 
-    def __init__(self, width, last=nn.Identity):
+    def __init__(self, width, last=nn.Identity, dropout=0.2):
         super().__init__()
         self.attention = nn.Linear(width, 3 * width)
         self.layers = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), last())
-        self.drop = nn.Dropout(0.2)
+        self.drop = nn.Dropout(dropout)
 
     def forward(self, x):  # [B, T, width]
         query, key, value = self.attention(F.layer_norm(x, x.shape[-1:])).unflatten(-1, (3, 2, -1)).unbind(-3)
@@ -93,49 +91,41 @@ class Block(nn.Module):
         return x + self.drop(self.layers(x))
 
 
-def make_net(device="cpu", last=nn.Identity):
+def make_net(**options):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), Block(16, last), Block(16, last), nn.Linear(16, 2)).to(device)
+    return nn.Sequential(nn.Linear(8, 16), Block(16, **options), Block(16, **options), nn.Linear(16, 2))
 
 
-NETS = {  # and what goes in
+FRAMES = torch.tensor([32, 24, 16, 32])
+NETS = {  # and their inputs
     "attention": lambda: (make_net(), torch.randn(8, 12, 8)),
     "audio": lambda: (AudioNet(4, "tiny"), torch.randn(4, 1, 64, 48)),
     "image": lambda: (ImageNet(4, "tiny"), torch.rand(4, 3, 48, 48)),
-    "speech": lambda: (
-        SpeechNet("tiny"),
-        torch.randn(4, 80, 32),
-        torch.tensor([32, 24, 16, 32]),
-        torch.rand(4, 8) < 0.5,
-    ),
+    "speech": lambda: (SpeechNet("tiny"), torch.randn(4, 80, 32), FRAMES, torch.rand(4, 8) < 0.5),
     "text": lambda: (TextNet(SIZES["tiny"]), torch.randint(256, (4, 64))),
 }
 
 
-def gradients(model, *inputs, amp=False, forward=None):
+def gradients(model, *inputs, amp=False):
     """Gradients of two micro-batches together, and the random state after them."""
     torch.manual_seed(1)
     model.zero_grad()
     for part in zip(*(tensor.chunk(2) for tensor in inputs), strict=True):
         with torch.autocast(inputs[0].device.type, torch.bfloat16, enabled=amp):
-            outputs = (forward or model.forward)(*part)
+            outputs = model(*part)
         (outputs[0] if isinstance(outputs, tuple) else outputs).float().square().mean().backward()
-    found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return [*found, torch.get_rng_state()]
+    return [*(weight.grad for weight in model.parameters() if weight.grad is not None), torch.get_rng_state()]
 
 
-def checkpointed(model, mode, **plan):
+def checkpointed(model, mode):
     model = copy.deepcopy(model)
-    assert memory.checkpoint_blocks(model, Plan(checkpointing=mode, **plan)) == ""
+    assert memory.checkpoint_blocks(model, Plan(checkpointing=mode)) == ""
     return model
 
 
-def same(mine, theirs):
-    exact = mine[0].device.type == "cpu"
-    return all(
-        torch.equal(*both) if exact else torch.allclose(*both, rtol=1e-4, atol=1e-6)
-        for both in zip(mine, theirs, strict=True)
-    )
+def same(some, others):
+    exact = {"rtol": 0, "atol": 0} if some[0].device.type == "cpu" else {"rtol": 1e-4, "atol": 1e-6}
+    return all(torch.allclose(*both, **exact) for both in zip(some, others, strict=True))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -150,61 +140,46 @@ def test_recomputed_gradients_are_the_same_bits(net, mode, amp, device):
     assert same(gradients(copy.deepcopy(model), *inputs, amp=amp), expected), "a copy trains its own weights"
     assert list(model.state_dict()) == list(plain.state_dict())
     with torch.no_grad():
-        for mine, theirs in zip(model.eval()(*inputs), plain.eval()(*inputs), strict=True):
-            assert torch.equal(mine, theirs)
+        assert all(map(torch.equal, model.eval()(*inputs), plain.eval()(*inputs)))
+
+
+def kept_bytes(model, device):
+    inputs = torch.ones(8, 12, 8, device=device)
+    return memory.activation_bytes(lambda: model(inputs).sum(), torch.device(device))
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_less_is_kept_in_training_and_as_much_as_ever_in_evaluation(device):
-    inputs = torch.randn(8, 12, 8, device=device)
-    models = {mode: checkpointed(make_net(device), mode) for mode in ("off", "blocks", "selective")}
-
-    def kept(model):
-        return memory.activation_bytes(lambda: model(inputs).sum(), torch.device(device))
-
-    assert kept(models["blocks"]) < kept(models["selective"]) < kept(models["off"])
-    assert len({kept(model.eval()) for model in models.values()}) == 1
+    off, selective, blocks = (checkpointed(make_net(), mode).to(device) for mode in ("off", "selective", "blocks"))
+    assert kept_bytes(blocks, device) < kept_bytes(selective, device) < kept_bytes(off, device)
+    assert len({kept_bytes(model.eval(), device) for model in (off, selective, blocks)}) == 1
 
 
-@pytest.mark.parametrize(
-    ("net", "why"),
-    [
-        (make_net(last=lambda: nn.BatchNorm1d(16)), "running statistics of a block's BatchNorm1d"),
-        (nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), "no repeated blocks"),
-    ],
-    ids=["BatchNorm", "no blocks"],
-)
-def test_blocks_that_cannot_run_twice_are_left_alone_with_the_reason(net, why):
-    assert why in memory.checkpoint_blocks(net, Plan(checkpointing="blocks"))
-    assert not any("forward" in vars(module) for module in net.modules())
+def test_blocks_that_cannot_run_twice_are_left_alone_with_the_reason():
+    normalised, without = make_net(last=lambda: nn.BatchNorm1d(16)), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    plan = Plan(checkpointing="blocks")
+    assert "running statistics of a block's BatchNorm1d" in memory.checkpoint_blocks(normalised, plan)
+    assert "no repeated blocks" in memory.checkpoint_blocks(without, plan)
+    assert not any("forward" in vars(module) for module in normalised.modules())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("scope", "mode"), [("model", "selective"), ("blocks", "blocks")])
 def test_compiled_blocks_are_recomputed_too(scope, mode):
-    plain, inputs = make_net(), torch.randn(8, 12, 8)
-    for drop in (module for module in plain.modules() if isinstance(module, nn.Dropout)):
-        drop.p = 0.0  # compiled code draws other numbers
-
-    def compiled(model):
-        torch._dynamo.reset()
-        if scope == "model":
-            return torch.compile(model, dynamic=False)
-        for block in (module for module in model.modules() if isinstance(module, Block)):
-            block.compile(dynamic=False)
-        return model
-
-    expected, kept = gradients(plain, inputs), {}
+    plain, inputs, kept = make_net(dropout=0.0), torch.randn(8, 12, 8), {}  # compiled code draws other masks
+    expected = gradients(plain, inputs)[:-1]
     for checkpointing in ("off", mode):
+        torch._dynamo.reset()
         model = checkpointed(plain, checkpointing)
-        forward = compiled(model)
-        found = gradients(model, inputs, forward=forward)
-        assert all(torch.allclose(*both, atol=1e-6) for both in zip(found[:-1], expected[:-1], strict=True))
-        kept[checkpointing] = memory.activation_bytes(lambda forward=forward: forward(inputs[:4]).sum(), CPU)
+        apply_compile(model, Plan(compile="default", compile_scope=scope))
+        assert all(
+            torch.allclose(*both, atol=1e-6) for both in zip(gradients(model, inputs)[:-1], expected, strict=True)
+        )
+        kept[checkpointing] = kept_bytes(model, CPU)
     assert kept[mode] < kept["off"]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="a snapshot is of a GPU's memory")
+@needs_gpu
 def test_a_snapshot_of_a_gpu_is_written(tmp_path):
     memory.save_snapshot(tmp_path, torch.device("cuda"))
     assert pickle.loads((tmp_path / "memory.pickle").read_bytes())["segments"]
@@ -217,17 +192,13 @@ from speedkit.train import memory
 
 device = torch.device("cuda")
 torch.empty(1, device=device)  # CUDA is in use before a plan is known
-memory.set_allocator(Plan(), device)
-held = [torch.empty(8 << 20, dtype=torch.uint8, device=device) for _ in range(64)]
-del held[::2]  # every other one: holes
-assert torch.cuda.memory_allocated() < 0.7 * torch.cuda.memory_reserved()
 memory.set_allocator(Plan(allocator="expandable"), device)
 more = torch.empty(1 << 30, dtype=torch.uint8, device=device)
 print(any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot()))
 """
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="it is CUDA's allocator")
+@needs_gpu
 def test_the_allocator_took_what_it_was_told():
     done = subprocess.run([sys.executable, "-c", EXPANDABLE], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True"]

@@ -1,6 +1,5 @@
 """Number formats: gates against float32, 8-bit layers, switches that agree with each other, loss scaling."""
 
-import dataclasses
 import itertools
 
 import pytest
@@ -11,13 +10,12 @@ from torch.nn.functional import cosine_similarity, cross_entropy
 
 from speedkit.hardware import this_machine
 from speedkit.plan import Plan, resolve
-from speedkit.recipe import Recipe
 from speedkit.train import precision
 from speedkit.train.fit import fit
-from speedkit.train.optimizer import build_optimizer
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 BACKENDS = torch.backends
+EMULATED = Plan(precision="fp8-emulated")
 # Least cosine of a gradient with float32's, and largest relative difference of the loss.
 GATES = {
     "fp32": (1, 0),
@@ -25,11 +23,12 @@ GATES = {
     "bf16": (0.999, 1e-2),
     "fp16": (0.9999, 2e-3),
     "fp8-emulated": (0.98, 3e-2),
+    "fp8": (0.98, 3e-2),
 }
 
 
 @pytest.fixture(autouse=True)
-def switches_as_they_were():
+def restore_switches():
     yield
     BACKENDS.fp32_precision = BACKENDS.cudnn.fp32_precision = "none"
     torch.set_float32_matmul_precision("highest")
@@ -44,32 +43,29 @@ def net():
 
 def loss_and_gradients(name, device="cpu", scaling="tensorwise", rows=40):
     """The loss and each weight's gradient of the same net on the same batch, computed in a format."""
-    plan, model = Plan(precision=name), net().to(device)
-    inputs, targets = (
-        torch.randn(rows, 64, generator=torch.Generator().manual_seed(2)).to(device),
-        torch.arange(rows) % 10,
-    )
+    plan, model, place = Plan(precision=name), net().to(device), torch.device(device)
+    inputs = torch.randn(rows, 64, generator=torch.Generator().manual_seed(2)).to(device)
     precision.set_matmul_precision(plan)
     precision.apply_float8(model, plan, scaling)
-    scaler = precision.grad_scaler(plan, torch.device(device))
-    with precision.autocast(plan, torch.device(device)):
-        value = cross_entropy(model(inputs), targets.to(device))
-    scaler.scale(value).backward()
+    scaler = precision.grad_scaler(plan, place)
+    with precision.autocast(plan, place):
+        loss = cross_entropy(model(inputs), torch.arange(rows, device=device) % 10)
+    scaler.scale(loss).backward()
     scaler.unscale_(torch.optim.SGD(model.parameters()))
-    return float(value.detach()), [weight.grad for weight in model.parameters()]
+    return float(loss.detach()), [weight.grad for weight in model.parameters()]
 
 
-def least_cosine(mine, theirs):
-    return min(float(cosine_similarity(a.flatten(), b.flatten(), dim=0)) for a, b in zip(mine, theirs, strict=True))
+def least_cosine(some, others):
+    return min(float(cosine_similarity(a.flatten(), b.flatten(), dim=0)) for a, b in zip(some, others, strict=True))
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", [*GATES, "fp8"])
+@pytest.mark.parametrize("name", GATES)
 def test_loss_and_gradients_are_those_of_float32_within_the_format(name, device):
     if name == "fp8" and (why := this_machine(device).why_not("fp8")):
         pytest.skip(why)
     (loss, gradients), (true_loss, true_gradients) = (loss_and_gradients(which, device) for which in (name, "fp32"))
-    cosine, difference = GATES["fp8-emulated" if name == "fp8" else name]
+    cosine, difference = GATES[name]
     assert all(gradient.dtype == torch.float32 for gradient in gradients)
     assert least_cosine(gradients, true_gradients) >= cosine - 1e-6
     assert loss == pytest.approx(true_loss, rel=difference)
@@ -99,26 +95,14 @@ class Mixed(nn.Module):
         return self.head(self.attention(x, x, x)[0].mean(1))
 
 
-def test_layers_left_alone_are_listed():
-    model = Mixed()
-    note = precision.apply_float8(model, Plan(precision="fp8-emulated"))
+def test_layers_left_alone_are_listed_and_checkpoints_fit_either_way():
+    plain, model = Mixed(), Mixed()
+    note = precision.apply_float8(model, EMULATED)
     assert {name for name, layer in model.named_modules() if type(layer).__name__ == "Float8Linear"} == {"wide"}
-    assert set(note.split(": ")[1].split(", ")) == {"stem", "odd", "widen", "attention.out_proj", "head"}
+    assert note.split(": ")[1] == "stem, odd, widen, attention.out_proj, head"
     assert model(torch.randn(2, 4, 6)).isfinite().all()
-    note = precision.apply_float8(nn.Linear(16, 16), Plan(precision="fp8-emulated"))
-    assert note.startswith("no layer of this model")
-
-
-def test_checkpoints_go_from_bf16_to_8_bits_and_back(tmp_path):
-    plain, short = net(), net()
-    precision.apply_float8(short, Plan(precision="fp8-emulated"))
-    for source, target in ((plain, short), (short, plain)):
-        with torch.no_grad():
-            [weight.normal_() for weight in source.parameters()]
-        torch.save(source.state_dict(), tmp_path / "weights.pt")
-        target.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True))
-        assert list(source.state_dict()) == list(target.state_dict())
-        assert all(map(torch.equal, source.parameters(), target.parameters()))
+    model.load_state_dict(plain.state_dict())
+    plain.load_state_dict(model.state_dict())
 
 
 def getters():
@@ -134,50 +118,27 @@ def getters():
     ids=["nobody", "all", "cudnn", "convolutions", "products"],
 )
 def test_no_getter_raises_whatever_precision_follows_which(outside):
-    for order in itertools.permutations(("default", "fp32", "tf32")):
-        for name in order:
-            if outside is not None:
-                outside.fp32_precision = "tf32"  # somebody uses the newer switches
-            precision.set_matmul_precision(Plan(precision=name))
-            matmul, cuda, cudnn, *newer = getters()
-            on_gpu = name not in ("default", "fp32") and torch.cuda.is_available()
-            assert (matmul, cuda, cudnn) == ("high" if on_gpu else "highest", on_gpu, name != "fp32")
-            assert newer == ["tf32" if on_gpu else "ieee", "none" if name == "fp32" else "tf32", "none"]
+    for name in itertools.chain(*itertools.permutations(("default", "fp32", "tf32"))):
+        if outside is not None:
+            outside.fp32_precision = "tf32"  # somebody uses the newer switches
+        precision.set_matmul_precision(Plan(precision=name))
+        matmul, cuda, cudnn, *newer = getters()
+        on_gpu = name not in ("default", "fp32") and torch.cuda.is_available()
+        assert (matmul, cuda, cudnn) == ("high" if on_gpu else "highest", on_gpu, name != "fp32")
+        assert newer == ["tf32" if on_gpu else "ieee", "none" if name == "fp32" else "tf32", "none"]
 
 
-def test_a_format_that_the_machine_lacks_trains_in_what_it_has(monkeypatch):
-    bare = dataclasses.replace(this_machine("cpu"), cpu_flags=())
-    monkeypatch.setattr("speedkit.train.setup.this_machine", lambda _: bare)
-    plain, short = (
-        fit(points(), plan=Plan(precision=name, log_every=1), device="cpu", progress=False)
-        for name in ("default", "fp8")
-    )
-    assert short.loss == plain.loss
-    assert resolve(Plan(precision="fp8-emulated"), bare).fallbacks == ()  # on any machine
-    [fallback] = short.effective.fallbacks
-    assert (fallback.asked, fallback.got) == ("fp8", "default") and "8.9" in fallback.why and "emulates" in fallback.why
-
-
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_float16_never_meets_an_optimizer_that_cannot_skip_a_step(name):
+def test_float16_never_meets_an_optimizer_that_cannot_skip_a_step():
     effective = resolve(Plan(precision="fp16", fused_optimizer=False), emulating("cpu"))
     assert effective.plan.fused_optimizer and "skips bad steps" in effective.fallbacks[0].why
-    model = net()
-    update = build_optimizer(model.parameters(), Recipe(optimizer=name), fused=False)
-    update.found_inf = torch.zeros(())
-    model(torch.randn(4, 64)).sum().backward()
-    with pytest.raises((AssertionError, RuntimeError)):  # by somebody else's loop: refused, not ignored
-        update.step()
 
 
 def test_a_run_in_emulated_8_bits_follows_the_one_in_16_and_not_to_the_bit():
-    workload = points(size=16, hidden=32)
     half, eighth = (
-        fit(workload, plan=Plan(precision=name, log_every=1), device="cpu", progress=False)
+        fit(points(size=16, hidden=32), plan=Plan(precision=name, log_every=1), device="cpu", progress=False)
         for name in ("bf16", "fp8-emulated")
     )
     [note] = eighth.effective.fallbacks
     assert note.got == "fp8-emulated" and "multiply in bf16" in note.why
-    assert eighth.loss != half.loss
-    assert eighth.loss == pytest.approx(half.loss, abs=0.05)
+    assert eighth.loss != half.loss and eighth.loss == pytest.approx(half.loss, abs=0.05)
     assert all(weight.dtype == torch.float32 for weight in eighth.model.parameters())

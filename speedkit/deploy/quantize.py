@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from speedkit.config import nearest
 from speedkit.errors import UsageError
 from speedkit.hardware import Hardware
 
@@ -23,9 +22,7 @@ Args = tuple[Tensor, ...]
 
 
 def why_not(method: str, hardware: Hardware) -> str:
-    """Return why `method` cannot be used on `hardware`, as a sentence, or "". Raises UsageError for an unknown one."""
-    if method not in METHODS:
-        raise UsageError(f"there is no method {method!r}{nearest(method, METHODS)}: take {', '.join(METHODS)}")
+    """Return why `method` cannot be used on `hardware`, as a sentence, or ""."""
     if method == "int8-static" and hardware.device.type != "cpu":
         return f"int8-static is for x86 CPUs, not for {hardware.name}: add --device cpu, or take int8-dynamic"
     return ""
@@ -47,7 +44,7 @@ def exported(
         return torch.export.export(model, args, dynamic_shapes=shapes)
     try:
         if method == "int8-static":
-            program = _static(model, args, shapes, calibration)
+            program = _static(model, args, shapes, calibration=calibration)
         else:
             program = _dynamic(model, args, shapes)
     except ImportError as error:
@@ -57,32 +54,31 @@ def exported(
     return program
 
 
-def quantized_share(program: ExportedProgram) -> float:
-    """Return the share of the model's numbers, 0 to 1, that are kept in one byte."""
-    tensors = held(program)
-    return sum(tensor.numel() for tensor in tensors if tensor.dtype in ONE_BYTE) / sum(map(torch.numel, tensors))
-
-
 def held(program: ExportedProgram) -> list[Tensor]:
-    """Return all tensors that `program` keeps."""
+    """Return all tensors in `program`."""
     values = (*program.state_dict.values(), *program.constants.values())
     return [value for value in values if isinstance(value, Tensor)]
 
 
+def quantized_share(program: ExportedProgram) -> float:
+    """Return the share of the model's numbers, 0 to 1, that take one byte each."""
+    tensors = held(program)
+    return sum(tensor.numel() for tensor in tensors if tensor.dtype in ONE_BYTE) / sum(map(torch.numel, tensors))
+
+
 @torch.no_grad()
-def refused_by_gpu(model: nn.Module, args: Args) -> list[str]:
-    """Return the names of the linear layers whose INT8 product a GPU refuses for the first sample of a batch `args`.
+def refused_by_gpu(model: nn.Module, args: Args) -> set[nn.Module]:
+    """Return the linear layers whose INT8 product a GPU refuses for the first sample of a batch `args`.
 
     torch._int_mm takes more than 16 rows on CUDA, and widths that 8 divides.
     """
-    names = {layer: name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
-    refused = []
+    refused = set[nn.Module]()
 
-    def look(layer: nn.Linear, inputs: Args) -> None:
+    def note(layer: nn.Linear, inputs: Args) -> None:
         if inputs[0][..., 0].numel() <= 16 or layer.in_features % 8 or layer.out_features % 8:
-            refused.append(names[layer])
+            refused.add(layer)
 
-    hooks = [layer.register_forward_pre_hook(look) for layer in names]
+    hooks = [layer.register_forward_pre_hook(note) for layer in model.modules() if isinstance(layer, nn.Linear)]
     model(*(tensor[:1] for tensor in args))
     for hook in hooks:
         hook.remove()
@@ -95,16 +91,16 @@ def _dynamic(model: nn.Module, args: Args, shapes: Any) -> ExportedProgram:
     from torchao import quantization as ao
     from torchao.utils import unwrap_tensor_subclass
 
-    left_out = refused_by_gpu(model, args) if args[0].is_cuda else []
+    refused = refused_by_gpu(model, args) if args[0].is_cuda else set()
     # What it would set in Inductor is process-wide: the models to compare with would be compiled by it too.
     config: Any = ao.Int8DynamicActivationInt8WeightConfig(set_inductor_config=False)
-    ao.quantize_(model, config, lambda layer, name: type(layer) is nn.Linear and name not in left_out)
+    ao.quantize_(model, config, lambda layer, _: type(layer) is nn.Linear and layer not in refused)
     program = torch.export.export(unwrap_tensor_subclass(model), args, dynamic_shapes=shapes)
     # torchao's operators become PyTorch's, so that the file loads without torchao.
     return program.run_decompositions({op: call for op, call in decompositions.items() if "torchao" in str(op)})
 
 
-def _static(model: nn.Module, args: Args, shapes: Any, calibration: Iterable[Args]) -> ExportedProgram:
+def _static(model: nn.Module, args: Args, shapes: Any, *, calibration: Iterable[Args]) -> ExportedProgram:
     """Return `model` with quantize and dequantize operators around what Inductor has INT8 kernels for on x86 CPUs."""
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
     from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86

@@ -24,30 +24,30 @@ REPEATS = 7  # rounds over one batch of items; the median counts
 def examine(workload: Workload, recipe: Recipe | None = None, device: str = "auto") -> list[dict[str, Any]]:
     """Return rows `{part, sample_s, share}`, one for each part of a batch loaded in the training process.
 
-    Reading is from the page cache, where the files are after the first round. Raises SpeedkitError where no item can be
+    Files are read from the page cache, where they are after the first round. Raises SpeedkitError where no item can be
     read.
     """
-    recipe, place = recipe or workload.recipe, this_machine(device).device
-    items, waveforms, varies = [], list[Tensor](), workload.length is not None
+    recipe, target_device = recipe or workload.recipe, this_machine(device).device
+    loaded = list[tuple[Any, Tensor]]()
     for item in workload.train:
         with contextlib.suppress(BadItem):
-            waveforms.append(workload.load(item))
-            items.append(item)
-        if len(items) == recipe.batch_size:
+            loaded.append((item, workload.load(item)))
+        if len(loaded) == recipe.batch_size:
             break
-    if not items:
+    if not loaded:
         raise SpeedkitError(f"workload {workload.name} has no readable item to examine")
-    samples = [(workload.features(row), workload.target(item)) for item, row in zip(items, waveforms, strict=True)]
+    samples = [(workload.features(waveform), workload.target(item)) for item, waveform in loaded]
+    varies = workload.length is not None
     batch: Any = collate(samples, varies)[0]
-    files = [path for item in items if (path := Path(getattr(item, "path", ""))).is_file()]
+    files = [path for item, _ in loaded if (path := Path(getattr(item, "path", ""))).is_file()]
     parts: dict[str, Callable[[], Any]] = {
         "read": lambda: [path.read_bytes() for path in files],
-        "decode": lambda: [workload.load(item) for item in items],
-        "features": lambda: [workload.features(waveform) for waveform in waveforms],
+        "decode": lambda: [workload.load(item) for item, _ in loaded],
+        "features": lambda: [workload.features(waveform) for _, waveform in loaded],
         "collate": lambda: collate(samples, varies),
-        "copy": lambda: [tensor.to(place) for tensor in batch],
+        "copy": lambda: [tensor.to(target_device) for tensor in batch],
     }
-    parts_s = {part: statistics.median(timed(call, place, REPEATS)) for part, call in parts.items()}
+    parts_s = {part: statistics.median(timed(call, target_device, REPEATS)) for part, call in parts.items()}
     parts_s["decode"] = max(0.0, parts_s["decode"] - parts_s["read"])  # it reads the files too
     batch_s = sum(parts_s.values())
     return [
@@ -67,8 +67,8 @@ def loader_costs(loader: Any) -> tuple[float, float]:
         return 0.0, 0.0
     cpu, rows = torch.device("cpu"), range(min(loader.batch_size or 1, len(data)))
     before = get_random_state(cpu)
-    items_s = statistics.median(timed(lambda: [data[row] for row in rows], cpu, 3))
     items = [data[row] for row in rows]
+    items_s = statistics.median(timed(lambda: [data[row] for row in rows], cpu, 3))
     collate_s = statistics.median(timed(lambda: join(items), cpu, 3))
     set_random_state(before, cpu)
     return items_s, collate_s

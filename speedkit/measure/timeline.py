@@ -1,4 +1,4 @@
-"""What the host is at while it trains: seconds by part of a step, for a clock is read where a part begins or ends.
+"""Time the parts of a training step on the host: data, forward, backward, optimizer.
 
 Unlike a profiler it leaves steps as they are: a reading costs a fraction of a microsecond.
 """
@@ -10,10 +10,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
-
-from speedkit.errors import UsageError
 
 PART = "speedkit: "  # before a part's name in a profiler's trace
 DATA, FORWARD, BACKWARD, OPTIMIZER = "data wait", "forward", "backward", "optimizer"
@@ -22,8 +21,13 @@ HOST = (FORWARD, BACKWARD, OPTIMIZER, EVALUATION, COMPILATION, OTHER)
 RARE = (EVALUATION, COMPILATION)  # what a few steps say nothing of: all of it is timed
 
 
+def replaced(owner: Any, **attributes: Any) -> contextlib.AbstractContextManager:
+    """Return the context in which `owner` has other attributes."""
+    return mock.patch.multiple(owner, **attributes)
+
+
 class Timeline:
-    """Seconds by cause. Each moment counts once, for the innermost part that is open; all of an evaluation is that."""
+    """Seconds by cause. Each moment counts once, for the innermost open part; all of an evaluation counts as that."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = collections.defaultdict(float)
@@ -41,8 +45,8 @@ class Timeline:
     def take(self) -> dict[str, float]:
         """Return the seconds by cause since they were last taken."""
         self.read()
-        taken, self.seconds = self.seconds, collections.defaultdict(float)
-        return taken
+        seconds, self.seconds = self.seconds, collections.defaultdict(float)
+        return seconds
 
     def begin(self, cause: str, then: str = OTHER) -> None:
         """Open a part. From its end on, time outside of any part counts as `then`."""
@@ -57,8 +61,8 @@ class Timeline:
             self.ranges[-1].__enter__()
 
     def end(self) -> None:
-        """Close the part opened last."""
-        if len(self.stack) == 1:  # it was opened before anybody looked
+        """Close the innermost part, if one was opened since timing began."""
+        if len(self.stack) == 1:
             return
         self.read()
         self.stack.pop()
@@ -80,21 +84,8 @@ class Timeline:
 
 
 @contextlib.contextmanager
-def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Give `owner` other attributes for a while; what it had itself it has again afterwards, the rest it has not."""
-    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
-    try:
-        for name, value in values.items():
-            setattr(owner, name, value)
-        yield
-    finally:
-        for name in values:
-            setattr(owner, name, before[name]) if name in before else delattr(owner, name)
-
-
-@contextlib.contextmanager
 def timing(timeline: Timeline) -> Iterator[None]:
-    """Time backward passes, from whatever tensor, and what torch.compile compiles, if it has been imported."""
+    """Time backward passes, from whatever tensor, and compilations, if torch.compile has been imported."""
     dynamo = sys.modules.get("torch._dynamo.callback")
     handler = dynamo.callback_handler if dynamo else None
     begin, end = (lambda _: timeline.begin(COMPILATION)), (lambda _: timeline.end())
@@ -102,44 +93,10 @@ def timing(timeline: Timeline) -> Iterator[None]:
         handler.start_callbacks.append(begin)
         handler.end_callbacks.append(end)
     try:
+        # Tensor.backward calls it too.
         with replaced(torch.autograd, backward=timeline.of(BACKWARD, torch.autograd.backward)):
-            yield  # Tensor.backward calls it too
+            yield
     finally:
         if handler and begin in handler.start_callbacks:  # torch._dynamo.reset() takes all out
             handler.start_callbacks.remove(begin)
             handler.end_callbacks.remove(end)
-
-
-class Fetched:
-    """An iterator of which `fetch(take)` takes what it gives."""
-
-    def __init__(self, source: Iterator[Any], fetch: Callable[[Callable[[], Any]], Any]):
-        self.source, self.fetch = source, fetch
-
-    def __iter__(self) -> "Fetched":
-        return self
-
-    def __next__(self) -> Any:
-        return self.fetch(self.source.__next__)
-
-
-@contextlib.contextmanager
-def fetching(loader: Any, fetch: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
-    """Let `fetch` take the batches of this one loader, wherever it is iterated over.
-
-    Raises UsageError for what cannot be iterated over, and for a list or a generator, whose class cannot be changed.
-    """
-    kind = type(loader)
-
-    def iterate(this: Any) -> Any:
-        return Fetched(begin(this), fetch) if this is loader else begin(this)
-
-    with contextlib.ExitStack() as stack:
-        try:
-            begin = kind.__iter__
-            stack.enter_context(replaced(kind, __iter__=iterate))
-        except (AttributeError, TypeError):
-            raise UsageError(
-                f"a {kind.__name__} cannot be watched as a loader: give the DataLoader that the loop goes over"
-            ) from None
-        yield

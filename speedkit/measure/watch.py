@@ -12,10 +12,9 @@ from torch.optim import Optimizer
 
 from speedkit.errors import UsageError
 from speedkit.files import write_json
-from speedkit.measure import timeline
 from speedkit.measure.diagnose import cause_in_words, costly_switches, of_loop
 from speedkit.measure.ledger import AUDITED, Ledger, Look, traced_steps
-from speedkit.measure.timeline import DATA, EVALUATION, FORWARD, OPTIMIZER, OTHER, RARE, replaced
+from speedkit.measure.timeline import DATA, EVALUATION, FORWARD, OPTIMIZER, OTHER, RARE, Timeline, replaced, timing
 
 
 @contextlib.contextmanager
@@ -40,56 +39,68 @@ def watch(
     """
     seen = Watched(model, optimizer, loader, skip=skip, steps=steps)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(timeline.fetching(loader, seen.fetch))
+        try:
+            stack.enter_context(replaced(type(loader), __iter__=seen.iterator(type(loader).__iter__)))
+        except (AttributeError, TypeError):  # not iterable, or of a class written in C, which cannot be changed
+            raise UsageError(
+                f"a {type(loader).__name__} cannot be watched as a loader: give the DataLoader that the loop goes over"
+            ) from None
         stack.callback(seen.conclude, out, show=show)
-        stack.enter_context(seen.installed())
+        seen.install(stack)
         yield seen
+        seen.step_may_end()
 
 
 class Watched:
     """What a watch sees. `ledger`, `diagnosis` and `notes` are there once the block is left."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, loader: Any, *, skip: int, steps: int):
-        self.device = _device(model, optimizer)
+        if not isinstance(model, nn.Module) or not hasattr(optimizer, "register_step_pre_hook"):
+            kinds = f"a {type(model).__name__} and a {type(optimizer).__name__}"
+            raise UsageError(f"watch takes a module, its optimizer and its loader, in this order; it got {kinds}")
+        self.device = next(model.parameters()).device
         self.model, self.optimizer, self.loader = model, optimizer, loader
         self.ledger: Ledger
         self.diagnosis: list[dict[str, Any]] = []
         self.notes: list[str] = []
 
-        self.timeline, self.skip = timeline.Timeline(), skip
+        self.timeline, self.skip = Timeline(), skip
         self.look, self.course = Look(self.device, self.timeline, steps), self._course()
         self.step_ended = False  # the optimizer has made it, and nothing of another has begun
         self.steps = self.batches = self.forwards = self.evaluations = 0
-        self.alone, self.alone_s = 0, collections.Counter[str]()  # steps after the closer look, and seconds by cause
+        self.later, self.later_s = 0, collections.Counter[str]()  # steps after the closer look, and seconds by cause
 
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
-        """See everything that the loop does, until the block ends."""
+    def install(self, stack: contextlib.ExitStack) -> None:
+        """See everything that the loop does, until `stack` is closed."""
         clock, model = self.timeline, self.model
         call = vars(model).get("_compiled_call_impl") or model._call_impl  # where nn.Module.compile keeps its form
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(replaced(model, _compiled_call_impl=self._timed_forward(call)))
-            stack.enter_context(replaced(torch, save=clock.of(EVALUATION, torch.save)))
-            stack.callback(self.optimizer.register_step_pre_hook(lambda *_: clock.begin(OPTIMIZER)).remove)
-            stack.callback(self.optimizer.register_step_post_hook(self._after_step).remove)
-            stack.enter_context(timeline.timing(clock))
-            stack.enter_context(contextlib.closing(self.course))
-            next(self.course)
-            yield
-            self._step_may_end()
+        stack.enter_context(replaced(model, _compiled_call_impl=self._timed_forward(call)))
+        stack.enter_context(replaced(torch, save=clock.of(EVALUATION, torch.save)))
+        stack.callback(self.optimizer.register_step_pre_hook(lambda *_: clock.begin(OPTIMIZER)).remove)
+        stack.callback(self.optimizer.register_step_post_hook(self._after_step).remove)
+        stack.enter_context(timing(clock))
+        stack.enter_context(contextlib.closing(self.course))
+        next(self.course)
 
     # ---- what the loop does ----
 
-    def fetch(self, take: Callable[[], Any]) -> Any:
-        """Return the batch that `take()` gives; its time is that of waiting for data."""
-        self._step_may_end()
-        self.timeline.begin(DATA)
-        try:
-            taken = take()
-            self.batches += 1
-            return taken
-        finally:
-            self.timeline.end()
+    def iterator(self, iterate: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
+        """Return `iterate`, the `__iter__` of the loader's class, with the batches of this loader timed."""
+
+        def batches(source: Iterator[Any]) -> Iterator[Any]:
+            while True:
+                self.step_may_end()
+                self.timeline.begin(DATA)
+                try:
+                    batch = next(source)
+                except StopIteration:
+                    return
+                finally:
+                    self.timeline.end()
+                self.batches += 1
+                yield batch
+
+        return lambda loader: batches(iterate(loader)) if loader is self.loader else iterate(loader)
 
     def _timed_forward(self, call: Callable[..., Any]) -> Callable[..., Any]:
         clock, model = self.timeline, self.model
@@ -98,7 +109,7 @@ class Watched:
             """Return what the model returns; its time counts as forward, or as evaluation where nothing is trained."""
             self.forwards += 1
             if model.training and torch.is_grad_enabled():
-                self._step_may_end()
+                self.step_may_end()
                 clock.begin(FORWARD, then=FORWARD)
             else:
                 self.evaluations += clock.stack in ([OTHER], [FORWARD])
@@ -116,7 +127,7 @@ class Watched:
         self.timeline.end()
         self.steps, self.step_ended = self.steps + 1, True
 
-    def _step_may_end(self) -> None:
+    def step_may_end(self) -> None:
         """Go on with the look: here, not in the optimizer's hook, for a profile is to have the whole update."""
         if not self.step_ended:
             return
@@ -129,7 +140,7 @@ class Watched:
     # ---- what is seen of it ----
 
     def _course(self) -> Generator[None]:
-        """See one step after the other: each `yield` is a step of the loop's."""
+        """Look at one step after the other: each `yield` is a step of the loop's."""
         for _ in range(self.skip):
             yield
         self.notes += costly_switches(self.device)
@@ -137,15 +148,20 @@ class Watched:
         self.timeline.take()
         while True:
             yield
-            self.alone += 1
-            self.alone_s.update(self.timeline.take())
+            self.later += 1
+            self.later_s.update(self.timeline.take())
 
     def conclude(self, out: str | Path | None, *, show: bool) -> None:
         """Make the ledger and the diagnosis of what was seen; write and print them."""
-        self.notes += self._problems()
+        needed = self.skip + self.look.to_time + 1 + traced_steps(self.device) + AUDITED
+        if self.steps < needed:
+            made = f"the loop made {self.steps} steps with the optimizer given here"
+            self.notes.append(f"{made}: a look at all takes {needed}")
+        if not (self.forwards and self.batches):
+            self.notes.append("the loop used no such model or loader: give those that it calls, compiled or wrapped")
         timed, timed_s = self.look.timed, self.look.seconds
-        share = timed / max(1, timed + self.alone)
-        rare = {cause: share * (timed_s[cause] + self.alone_s[cause]) for cause in RARE}
+        share = timed / max(1, timed + self.later)
+        rare = {cause: share * (timed_s[cause] + self.later_s[cause]) for cause in RARE}
         self.ledger = self.look.ledger(rare, evaluations=self.evaluations / max(1, self.steps))
         if timed:
             try:
@@ -154,34 +170,11 @@ class Watched:
                 self.notes.append(f"no diagnosis: {type(error).__name__}: {error}")
         if out is not None:
             Path(out).mkdir(parents=True, exist_ok=True)
-            found = self.ledger.as_dict() | {"diagnosis": self.diagnosis, "notes": self.notes}
-            write_json(Path(out) / "ledger.json", found)
+            result = self.ledger.as_dict() | {"diagnosis": self.diagnosis, "notes": self.notes}
+            write_json(Path(out) / "ledger.json", result)
         if show:
             print(self)
-
-    def _problems(self) -> Iterator[str]:
-        """Yield what kept the watch from seeing all, a sentence each."""
-        needed = self.skip + self.look.to_time + 1 + traced_steps(self.device) + AUDITED
-        if self.steps < needed:
-            yield f"the loop made {self.steps} steps with the optimizer given here: a look at all takes {needed}"
-        if not self.forwards:
-            yield "the model was never called inside the block: give the one that the loop calls, compiled or wrapped"
-        if not self.batches:
-            yield "no batch came from the loader: give the one that the loop goes over"
 
     def __str__(self) -> str:
         rows = [str(self.ledger)] if self.look.timed else []
         return "\n".join([*(f"note: {note}" for note in self.notes), *rows, *map(cause_in_words, self.diagnosis)])
-
-
-def _device(model: nn.Module, optimizer: Optimizer) -> torch.device:
-    """Return where the model trains. Raises UsageError for a pair that trains nothing."""
-    if not isinstance(model, nn.Module) or not hasattr(optimizer, "register_step_pre_hook"):
-        raise UsageError(
-            f"watch takes a module, its optimizer and its loader, in this order; it got a "
-            f"{type(model).__name__} and a {type(optimizer).__name__}"
-        )
-    weights = [weight for group in optimizer.param_groups for weight in group["params"] if weight.requires_grad]
-    if not weights:
-        raise UsageError("the optimizer has no trainable parameter: give the one that trains the model")
-    return weights[0].device

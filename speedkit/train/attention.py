@@ -20,7 +20,7 @@ BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
-# What the profiler calls each, and which of its arguments is the mask.
+# The profiler's name of each operation: its kernel, and which of its arguments is the mask.
 OPERATIONS: dict[str, tuple[str, int | None]] = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": ("flash", 5),
     "aten::_scaled_dot_product_flash_attention": ("flash", None),
@@ -31,36 +31,31 @@ OPERATIONS: dict[str, tuple[str, int | None]] = {
 }
 
 
-def backends(plan: Plan) -> list[SDPBackend]:
-    """Return the kernels that `plan` allows: the one it names, then those that stand in for it; empty for "auto".
-
-    Where the first refuses a call the others follow, math last; after "math" none does.
-    """
+def with_kernel(function: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
+    """Return `function` with the plan's attention kernel, and the others where that one refuses a call."""
     if plan.attention == "auto":
-        return []
+        return function
     first = BACKENDS[plan.attention]
-    return [first] if plan.attention == "math" else list(dict.fromkeys((first, *BACKENDS.values())))
+    allowed = [first] if plan.attention == "math" else list(dict.fromkeys((first, *BACKENDS.values())))
+    # A partial of a bound method is copied along with a model that is deep-copied; a closure would not be.
+    return functools.partial(_call, function, allowed)
+
+
+def _call(function: Callable[..., Any], allowed: list[SDPBackend], *args: Any, **kwargs: Any) -> Any:
+    with sdpa_kernel(allowed, set_priority=True):
+        return function(*args, **kwargs)
 
 
 def apply_attention(model: nn.Module, plan: Plan) -> None:
-    """Let the forward pass of `model` use the plan's kernel first, in place; of each block where these are compiled.
+    """Let the forward pass of `model` use the plan's kernel, in place; that of each block where these are compiled.
 
-    Dynamo guards the choice only where it is made inside of what is compiled.
+    Dynamo guards the choice only where it is made inside the compiled code.
     """
-    allowed, modules = backends(plan), [model]
-    if plan.compile_scope == "blocks":
-        modules += [block for _, block in repeated_blocks(model)]
-    for module in modules if allowed else ():
-        # A partial of a bound method is copied along with a model that is deep-copied; a closure would not be.
-        module.forward = functools.partial(call_under, allowed, module.forward)
-
-
-def call_under(allowed: list[SDPBackend], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return what `function` does with the kernels `allowed`; an empty list leaves PyTorch its choice."""
-    if not allowed:
-        return function(*args, **kwargs)
-    with sdpa_kernel(allowed, set_priority=True):
-        return function(*args, **kwargs)
+    if plan.attention == "auto":
+        return
+    blocks = [block for _, block in repeated_blocks(model)] if plan.compile_scope == "blocks" else []
+    for module in (model, *blocks):
+        module.forward = with_kernel(module.forward, plan)
 
 
 def which_ran(function: Callable[[], Any]) -> list[dict[str, Any]]:
@@ -68,12 +63,11 @@ def which_ran(function: Callable[[], Any]) -> list[dict[str, Any]]:
 
     The shape `query` is [B, H, T, D]. In compiled code math is no operation of its own, and has no entry.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # that there is no GPU to look at is no news
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # no message on machines without a GPU
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as run:
         function()
     counts: Counter[tuple[Any, ...]] = Counter()
-    profiler: Any = run.profiler
-    for event in profiler.kineto_results.events():  # events() of the profile itself has no dtypes
+    for event in run.profiler.kineto_results.events():  # type: ignore[union-attr]  # events() of `run` has no dtypes
         if event.name() in OPERATIONS:
             (kernel, mask_at), shapes = OPERATIONS[event.name()], [tuple(shape) for shape in event.shapes()]
             dtype = event.dtypes()[0].rpartition("::")[2].lower()

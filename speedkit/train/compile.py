@@ -22,31 +22,18 @@ def apply_compile(model: nn.Module, plan: Plan, workload: Workload | None = None
     """Compile `model`, or each of its repeated blocks, in place; return "" or why it is not the blocks.
 
     Names in the state dict do not change. Blocks of one class and shape share one graph, so compiling them costs a
-    fraction of compiling the model. Under scope "step" the loss is compiled with the model in it, see `compile_step`.
+    fraction of compiling the model. Scope "step" is left to `compile_step`.
     """
     if plan.compile == "off" or plan.compile_scope == "step":
         return ""
     blocks = [block for _, block in repeated_blocks(model)] if plan.compile_scope == "blocks" else []
     for module in blocks or [model]:
-        _compile_in_place(module, **_options(plan, workload))
+        # As the outermost call dynamo skips PyTorch's own code: nothing of a plain Sequential would be compiled.
+        with torch._dynamo.config.patch(wrap_top_frame=type(module).__module__.startswith("torch.")):
+            module.compile(**_options(plan, workload))
     if plan.compile_scope == "blocks" and not blocks:
         return f"{type(model).__name__} has no class of blocks twice, whose code could be used again"
     return ""
-
-
-def _compile_in_place(module: nn.Module, **options: Any) -> None:
-    """Compile `module` as `nn.Module.compile` does, also where its forward pass is PyTorch's own.
-
-    As the outermost call dynamo skips code of PyTorch's, so that nothing of a Sequential of layers would be compiled.
-    """
-    if not type(module).__module__.startswith("torch."):
-        module.compile(**options)
-        return
-
-    def call(*inputs: Any, **named: Any) -> Any:
-        return module._call_impl(*inputs, **named)
-
-    module._compiled_call_impl = torch.compile(call, **options)
 
 
 def compile_step(workload: Workload, optimizer: torch.optim.Optimizer, plan: Plan) -> Loss:
@@ -58,8 +45,8 @@ def compile_step(workload: Workload, optimizer: torch.optim.Optimizer, plan: Pla
     if plan.compile == "off" or plan.compile_scope != "step":
         return workload.loss
     if not plan.fused_optimizer:
-        whole = inspect.unwrap(type(optimizer).step)  # what torch wraps the step in breaks the graph
-        update = torch.compile(whole, fullgraph=True, dynamic=False, backend=BACKEND, mode=plan.compile)
+        update = inspect.unwrap(type(optimizer).step)  # what torch wraps the step in breaks the graph
+        update = torch.compile(update, fullgraph=True, dynamic=False, backend=BACKEND, mode=plan.compile)
         optimizer.step = functools.partial(torch.no_grad()(update), optimizer)  # type: ignore[method-assign]
     return torch.compile(workload.loss, **_options(plan, workload))
 
@@ -72,9 +59,9 @@ def remove_compile(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _options(plan: Plan, workload: Workload | None) -> dict[str, Any]:
-    """Return what torch.compile takes: fixed shapes, but where batches come in any length a second graph for all."""
+    """Return the arguments of torch.compile: fixed shapes, but a second graph where lengths differ without buckets."""
     torch._dynamo.config.recompile_limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
-    if workload is None:  # in a loop of somebody's own, whose shapes nobody knows
+    if workload is None:  # somebody's own loop, of unknown shapes
         return {"backend": BACKEND, "mode": plan.compile}
     if workload.length is None or plan.bucket:
         return {"backend": BACKEND, "mode": plan.compile, "dynamic": False}
@@ -87,15 +74,15 @@ def _options(plan: Plan, workload: Workload | None) -> dict[str, Any]:
 
 
 def failure(error: BaseException) -> str:
-    """Return in a few words what went wrong; what follows in the text are commands, stacks and advice."""
+    """Return the first paragraph of an error; commands, stacks and advice follow it."""
     first = " ".join(str(error).split("\n\n")[0].split())
     return f"{type(error).__name__}: {first[:300]}".removesuffix(": ")
 
 
 def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return (name, module) of the repeated blocks of `model`, none inside another, in its order.
+    """Return (name, module) of the outermost blocks of `model` whose class it holds more than once.
 
-    A block has parameters, has children, is no plain container, and is of a class that `model` holds more than once.
+    A block has parameters and children, and is no plain container.
     """
     candidates = [
         (name, module)

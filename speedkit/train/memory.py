@@ -5,6 +5,7 @@ import functools
 import gc
 import itertools
 import os
+import re
 import resource
 import sys
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from torch.autograd.profiler import profile
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from speedkit.plan import Plan
-from speedkit.train.attention import backends, call_under
+from speedkit.train.attention import with_kernel
 from speedkit.train.compile import repeated_blocks
 
 # Products of activations with weights, and attention: most of the time and, beside what lies between them, little of
@@ -27,23 +28,19 @@ KEPT_PRODUCTS = [
     getattr(torch.ops.aten, name).default
     for name in ("mm", "addmm", "convolution", "_scaled_mm", *(f"_scaled_dot_product_{kind}" for kind in ATTENTION))
 ]
-# Texts of RuntimeErrors that a smaller batch cures. The libraries that multiply and convolve say that they found no
+# What RuntimeErrors say that a smaller batch cures. The libraries that multiply and convolve say that they found no
 # room for their workspace, or no algorithm that could do without.
-OUT_OF_MEMORY = (
-    "out of memory",
-    "can't allocate memory",
-    "std::bad_alloc",
-    "_ALLOC_FAILED",
-    "CUDNN_STATUS_NOT_SUPPORTED",
-    "unable to find an engine",
+OUT_OF_MEMORY = re.compile(
+    "out of memory|can't allocate memory|std::bad_alloc|_ALLOC_FAILED|CUDNN_STATUS_NOT_SUPPORTED|"
+    "unable to find an engine"
 )
 
 
 def checkpoint_blocks(model: nn.Module, plan: Plan) -> str:
     """Make each repeated block of `model` recompute its activations in the backward pass; return "" or why not.
 
-    "blocks" keeps a block's inputs only; "selective" also the results of its products, so that what is recomputed is
-    cheap. Gradients stay the same bits, dropout's included. Evaluation and names in the state_dict do not change.
+    "blocks" keeps a block's inputs only; "selective" also the results of its products, so that recomputing is cheap.
+    Gradients stay the same bits, dropout's included. Evaluation and names in the state_dict do not change.
     Chen et al. 2016; https://docs.pytorch.org/docs/stable/checkpoint.html
     """
     if plan.checkpointing == "off":
@@ -51,36 +48,36 @@ def checkpoint_blocks(model: nn.Module, plan: Plan) -> str:
     blocks = [block for _, block in repeated_blocks(model)]
     if not blocks:
         return f"{type(model).__name__} has no repeated blocks: no class of modules with children occurs twice in it"
-    for module in itertools.chain.from_iterable(block.modules() for block in blocks):
+    for module in (module for block in blocks for module in block.modules()):
         if getattr(module, "track_running_stats", False):
             return f"a second forward pass would move the running statistics of a block's {type(module).__name__}"
     contexts = functools.partial(create_selective_checkpoint_contexts, KEPT_PRODUCTS)
     options = {"context_fn": contexts} if plan.checkpointing == "selective" else {}
     for block in blocks:
         # A partial of a bound method is copied along with a model that is deep-copied; a closure would not be.
-        block.forward = functools.partial(_recomputed, block, block.forward, backends(plan), options)
+        block.forward = functools.partial(_recomputed, block, block.forward, plan, options)
     return ""
 
 
-def _recomputed(block: nn.Module, forward: Any, kernels: Any, options: Any, *inputs: Any, **named: Any) -> Any:
+def _recomputed(block: nn.Module, forward: Any, plan: Plan, options: Any, *inputs: Any, **named: Any) -> Any:
     if not (block.training and torch.is_grad_enabled()):
         return forward(*inputs, **named)
     # The backward pass runs outside the model's choice of attention kernels; compiled code has made it for both.
     if not torch.compiler.is_compiling():
-        forward = functools.partial(call_under, kernels, forward)
+        forward = with_kernel(forward, plan)
     return checkpoint(forward, *inputs, use_reentrant=False, **options, **named)
 
 
-def activation_bytes(function: Callable[[], Any], device: torch.device) -> int:
-    """Return the bytes that `function`, a forward pass that returns its loss, keeps allocated: for the backward pass.
+def activation_bytes(forward: Callable[[], Any], device: torch.device) -> int:
+    """Return the bytes that `forward`, which returns its loss, keeps for the backward pass.
 
     What a first call sets up (compiled code, tables) counts: call it once before.
     """
-    return _peak_and_kept(function, device)[1]
+    return _peak_and_kept(forward, device)[1]
 
 
 def peak_bytes(function: Callable[[], Any], device: torch.device) -> int:
-    """Return the most memory that tensors take at once while `function()` runs, beside what they took before it."""
+    """Return the most bytes that `function()` has allocated at any time, beside those allocated before."""
     return _peak_and_kept(function, device)[0]
 
 
@@ -91,7 +88,7 @@ def _peak_and_kept(function: Callable[[], Any], device: torch.device) -> tuple[i
         before = torch.cuda.memory_allocated(device)
         _result = function()  # held until here returns
         return torch.cuda.max_memory_allocated(device) - before, torch.cuda.memory_allocated(device) - before
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # that there is no GPU to look at is no news
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # no message on machines without a GPU
     with profile(profile_memory=True) as run:
         _result = function()
     assert run.kineto_results is not None
@@ -101,7 +98,7 @@ def _peak_and_kept(function: Callable[[], Any], device: torch.device) -> tuple[i
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the most that tensors have taken of a GPU's memory since it was reset, or this process of RAM ever."""
+    """Return the most memory that tensors have taken on a GPU since its peak was reset, or this process of RAM ever."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
@@ -114,13 +111,13 @@ def set_allocator(plan: Plan, device: torch.device) -> None:
     (https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-alloc-conf).
     """
     if plan.allocator == "expandable" and device.type == "cuda":
+        # Settings of the environment that are not named again would be reset.
         settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
-        # What is not named again would be reset.
         torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (settings, "expandable_segments:True"))))
 
 
 def save_snapshot(folder: str | Path, device: torch.device) -> None:
-    """Write what lies where in a GPU's memory to memory.pickle in `folder`, for https://docs.pytorch.org/memory_viz."""
+    """Write a map of a GPU's memory to memory.pickle in `folder`, for https://docs.pytorch.org/memory_viz."""
     if device.type == "cuda":
         torch.cuda.memory._dump_snapshot(str(Path(folder) / "memory.pickle"))
 
@@ -142,7 +139,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether `error` says that a smaller batch could have fitted."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY)
+    return isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(str(error)) is not None
 
 
 def release(device: torch.device) -> None:

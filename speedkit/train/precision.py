@@ -16,9 +16,9 @@ INITIAL_SCALE = 2.0**14  # a gradient of 1 stays well below 65504, float16's lar
 def set_matmul_precision(plan: Plan) -> None:
     """Set the process-wide switches of `plan.precision`; call it again whenever another plan takes its turn.
 
-    There are two switches for TF32: of matrix products, off unless somebody sets it, and cuDNN's, on unless somebody
-    does (https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices).
-    "default" leaves both as PyTorch has them, "fp32" means IEEE arithmetic everywhere, all others allow TF32.
+    TF32 has two switches: that of matrix products is off by default, cuDNN's is on
+    (https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices).
+    "default" is PyTorch's choice of both, "fp32" means IEEE arithmetic everywhere, all others allow TF32.
     """
     # The newer switches outrank these two where somebody has set them, and then the older getters raise.
     torch.backends.cudnn.fp32_precision = "none"
@@ -29,15 +29,15 @@ def set_matmul_precision(plan: Plan) -> None:
 
 
 def autocast(plan: Plan, device: torch.device) -> contextlib.AbstractContextManager:
-    """Return the context in which `plan` computes forward passes; it can be entered again and again."""
+    """Return the context in which `plan` computes forward passes; it can be entered repeatedly."""
     dtype = AUTOCAST.get(plan.precision)
     return torch.autocast(device.type, dtype) if dtype else contextlib.nullcontext()
 
 
 def grad_scaler(plan: Plan, device: torch.device) -> torch.amp.GradScaler:
-    """Return the loss scaling of float16, which does nothing in other formats (Micikevicius et al. 2018, section 3.2).
+    """Return the loss scaling of float16 (Micikevicius et al. 2018, section 3.2), disabled in other formats.
 
-    With a fused optimizer it reads nothing on the host: a step that overflows is left out on the device.
+    With a fused optimizer it reads nothing on the host: the device skips a step that overflows.
     """
     return torch.amp.GradScaler(device.type, init_scale=INITIAL_SCALE, enabled=plan.precision == "fp16")
 
@@ -49,7 +49,7 @@ def apply_float8(model: nn.Module, plan: Plan, scaling: str = "tensorwise") -> s
     `scaling` "tensorwise" those of gradients of e5m2, each tensor with one scale: the fastest recipe on every GPU that
     has units for it. "rowwise" has a scale per row and e4m3 throughout: an outlier spoils its own row only, for more
     work (Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433).
-    Return which layers stay in bf16, if any. Raises UsageError without torchao.
+    Return which layers stay in bf16. Raises UsageError without torchao.
     """
     if not plan.precision.startswith("fp8"):
         return ""
@@ -58,17 +58,14 @@ def apply_float8(model: nn.Module, plan: Plan, scaling: str = "tensorwise") -> s
     except ImportError as error:
         raise UsageError(f"precision={plan.precision} needs the package torchao: install the extra `quant`") from error
     layers = {n: layer for n, layer in model.named_modules() if isinstance(layer, nn.Linear | nn.modules.conv._ConvNd)}
-    linear = {name: layer for name, layer in layers.items() if type(layer) is nn.Linear}
-    # What comes out of the last layer goes into the loss unrounded; dimensions that 16 does not divide have no 8-bit
-    # product. Attention reads the weight of its output layer, of a class of its own, itself.
-    eight = {n for n, layer in linear.items() if not (layer.in_features % 16 or layer.out_features % 16)}
-    eight -= {*[*linear][-1:]}
+    # Attention reads the weight of its output layer, of a class of its own, itself.
+    linear = [name for name, layer in layers.items() if type(layer) is nn.Linear]
+    # The last layer's output goes into the loss unrounded; dimensions that 16 does not divide have no 8-bit product.
+    eight = [name for name in linear[:-1] if not any(size % 16 for size in layers[name].weight.shape)]
     # Padding is done only where the rows of a batch are no multiple of 16, as those of an epoch's last may be.
     config = dataclasses.replace(
         Float8LinearConfig.from_recipe_name(scaling), emulate=plan.precision == "fp8-emulated", pad_inner_dim=True
     )
     convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name in eight)
-    if not eight:
-        return "no layer of this model multiplies in 8 bits, so all of it trains as in bf16"
     rest = [name for name in layers if name not in eight]
     return f"these layers multiply in bf16, for their kind, their size or their place at the end: {', '.join(rest)}"

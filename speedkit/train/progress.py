@@ -1,4 +1,4 @@
-"""What a run shows while it runs: a live panel in a notebook, a bar on a terminal, plain lines in a log, or nothing."""
+"""The progress of a run: a live panel in a notebook, a bar on a terminal, plain lines in a log, or nothing."""
 
 import html
 import math
@@ -7,8 +7,8 @@ import sys
 import time
 from typing import Any
 
-# Between changes of what is shown; plain lines, a sign of life for a log file, are fewer.
-SHOWN_EVERY_S = {"panel": 0.5, "bar": 0.5, "lines": 5.0}
+# Seconds between updates; plain lines, a sign of life in a log file, are rarer.
+UPDATE_EVERY_S = {"panel": 0.5, "bar": 0.5, "lines": 5.0}
 
 
 def wanted(show: bool | str) -> bool:
@@ -35,33 +35,31 @@ class Progress:
     def __init__(self, name: str, total: int | None, batch_size: int, *, show: bool | str):
         self.name, self.total, self.batch_size = name, total, batch_size
         self.mode = display_mode(show)
-        self.due_s = 0.0  # when what is shown may change again
-        self.losses: list[float] = []  # one per change
-        self.bar: Any = None
-        self.panel: Any = None
+        self.next_s = 0.0  # time of the next update
+        self.losses: list[float] = []  # one per update
         if self.mode == "bar":
-            from tqdm.auto import tqdm
+            from tqdm import tqdm
 
             self.bar = tqdm(total=total, desc=name, unit="batch", mininterval=0)
         elif self.mode == "panel":
             from IPython.display import HTML, display
 
-            self.panel = display(HTML("not begun"), display_id=True)
+            self.panel: Any = display(HTML("not begun"), display_id=True)
 
     def due(self, step: int) -> bool:
-        """Whether `step` is to be shown."""
-        return self.mode != "off" and (time.perf_counter() >= self.due_s or step == self.total)
+        """Return whether to show `step`."""
+        return self.mode != "off" and (time.perf_counter() >= self.next_s or step == self.total)
 
-    def update(self, step: int, step_s: float, loss: float, score: float, metric: str) -> None:
+    def update(self, step: int, step_s: float, loss: float, *, score: float, metric: str) -> None:
         """Show where the run is; `step_s` and `loss` are means since the last log point, `score` of the last batch."""
-        self.due_s = time.perf_counter() + SHOWN_EVERY_S[self.mode]
+        self.next_s = time.perf_counter() + UPDATE_EVERY_S[self.mode]
         text = f"loss {loss:.4f}, {metric} {score:.3f}, {self.batch_size / step_s:.0f} samples/s"
-        if self.bar is not None:
+        if self.mode == "bar":
             self.bar.set_postfix_str(text, refresh=False)
             self.bar.update(step - self.bar.n)
             return
         text = f"{self.name} step {step}/{self.total}: {text}"
-        if self.panel is None:
+        if self.mode == "lines":
             print(text, flush=True)
             return
         from IPython.display import HTML
@@ -70,21 +68,22 @@ class Progress:
         self.panel.update(HTML(f"{html.escape(text)}<br>{curve(self.losses)}"))
 
     def say(self, text: str) -> None:
-        """Print a line without tearing the bar apart."""
-        if self.bar is not None:
+        """Print a line; a bar stays below it."""
+        if self.mode == "bar":
             self.bar.write(text)
         elif self.mode != "off":
             print(text, flush=True)
 
     def close(self) -> None:
         """Leave bar or panel as it stands."""
-        if self.bar is not None:
+        if self.mode == "bar":
             self.bar.close()
 
 
 def curve(losses: list[float]) -> str:
     """Return an SVG picture of `losses` in their order, the highest at the top."""
-    low, height = min(losses, default=0.0), max(losses, default=0.0) - min(losses, default=0.0) or 1.0
-    places = (f"{400 * i / len(losses):.1f},{60 - 56 * (loss - low) / height:.1f}" for i, loss in enumerate(losses))
-    line = f"<polyline points='{' '.join(places)}' fill='none' stroke='#0072B2' stroke-width='1.5'/>"
+    low = min(losses, default=0.0)
+    height = max(losses, default=0.0) - low or 1.0
+    points = (f"{400 * i / len(losses):.1f},{60 - 56 * (loss - low) / height:.1f}" for i, loss in enumerate(losses))
+    line = f"<polyline points='{' '.join(points)}' fill='none' stroke='#0072B2' stroke-width='1.5'/>"
     return f"<svg width='400' height='64' role='img' aria-label='loss'>{line}</svg>"

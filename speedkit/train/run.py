@@ -160,7 +160,7 @@ class TrainingRun:
         self.history.log_step_s.append(step_s)
         if self.progress.due(self.step):
             score = float(self.workload.score(outputs.detach(), part).float().mean())
-            self.progress.update(self.step, step_s, loss, score, self.workload.metric)
+            self.progress.update(self.step, step_s, loss, score=score, metric=self.workload.metric)
         if not gc.isenabled():  # as in `fit`
             gc.collect(1)
         self.losses.clear()

@@ -1,17 +1,14 @@
 """What torch.compile did: graphs and where they ended early, recompilations and their reasons, seconds, cache hits."""
 
 import copy
-import dataclasses
-import math
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 
-@dataclasses.dataclass(frozen=True)
-class Report:
+class CompileReport(NamedTuple):
     """What was compiled in a stretch of time."""
 
     graphs: int  # handed to a compiler, each with its backward pass
@@ -22,7 +19,7 @@ class Report:
     cache_hits: int  # graphs, forward and backward, whose code was found on disk
 
 
-class Watch:
+class CompileWatch:
     """Reports on what this process compiles from now on. Nothing is switched off or slowed down by it."""
 
     def __init__(self) -> None:
@@ -31,36 +28,30 @@ class Watch:
         self.began_us, self.breaks = time.time_ns() // 1000, len(self.dynamo.graph_break_reasons)
         self.counters = copy.deepcopy(self.dynamo.counters)
 
-    def report(self) -> Report:
+    def report(self) -> CompileReport:
         """Return what was compiled since this watch was made."""
-        known = self.dynamo.get_compilation_metrics()
-        events = [event for event in known if (event.start_time_us or 0) >= self.began_us]
+        events = [e for e in self.dynamo.get_compilation_metrics() if (e.start_time_us or 0) >= self.began_us]
         stats, cache = (self.dynamo.counters[name] - self.counters[name] for name in ("stats", "inductor"))
         again = [(event.co_name, event.recompile_reason) for event in events if event.recompile_reason]
-        return Report(
-            stats["unique_graphs"],
-            sum(event.duration_us or 0 for event in events) / 1e6,
-            tuple(_place(found) for found in self.dynamo.graph_break_reasons[self.breaks :]),
-            tuple(f"{name}: {_what(why)}" for name, why in again if "deallocated" not in why),  # of a model now gone
-            tuple(_what(event.fail_reason or "") for event in events if event.fail_type),
-            cache["fxgraph_cache_hit"],
+        return CompileReport(
+            graphs=stats["unique_graphs"],
+            seconds=sum(event.duration_us or 0 for event in events) / 1e6,
+            breaks=tuple(_place(graph_break) for graph_break in self.dynamo.graph_break_reasons[self.breaks :]),
+            # Guards of a model that is gone are no reason of the next one's.
+            recompiles=tuple(f"{name}: {_first_line(why)}" for name, why in again if "deallocated" not in why),
+            uncompiled=tuple(_first_line(event.fail_reason or "") for event in events if event.fail_type),
+            cache_hits=cache["fxgraph_cache_hit"],
         )
 
 
-def _place(found: Any) -> str:
+def _place(graph_break: Any) -> str:
     """Return where a graph ended, in the words of the source line, and why."""
-    at = found.user_stack[-1]
-    return f"{Path(at.filename).name}:{at.lineno} in {at.name}, `{at.line}`: {_what(found.reason)}"
+    at = graph_break.user_stack[-1]
+    return f"{Path(at.filename).name}:{at.lineno} in {at.name}, `{at.line}`: {_first_line(graph_break.reason)}"
 
 
-def _what(reason: str) -> str:
+def _first_line(reason: str) -> str:
     """Return the first line of a `reason`, without the number of the graph and without the source code after it."""
     first = reason.partition("\n")[0].partition("  #")[0].strip()
     number, _, rest = first.partition(": ")
     return rest if number.replace("/", "").isdigit() else first
-
-
-def break_even_step(compile_s: float, eager_step_s: float, compiled_step_s: float) -> int | None:
-    """Return after how many steps compiling has paid for itself; None where compiled steps are not faster."""
-    saved_s = eager_step_s - compiled_step_s
-    return math.ceil(compile_s / saved_s) if saved_s > 0 else None
