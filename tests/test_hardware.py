@@ -49,10 +49,9 @@ def test_capabilities_of_known_machines(machine, can):
 @pytest.mark.parametrize(
     ("machine", "capability", "says"),
     [
-        (T4, "bf16", "Tesla T4 has 7.5 and only emulates it"),
-        (A100, "fp8", "A100-SXM4-40GB has 8.0"),
-        (UNKNOWN, "bf16", "Some GPU is none, or does not tell"),
-        (APPLE, "tf32", "this MPS is none"),
+        (T4, "bf16", "compute capability 8.0, Ampere, or newer; the device is Tesla T4"),
+        (A100, "fp8", "Ada with FP8 tensor cores"),
+        (APPLE, "tf32", "the device is this MPS"),
         (replace(H100, flash_attention=False), "flash_attention", "not in this build"),
         (replace(H100, triton=False), "compile", "triton"),
         (replace(H100, compiler=""), "compile", "C compiler"),
