@@ -162,7 +162,7 @@ def recompile_each_step(loop, seconds):
         busy(seconds)
         return graph.forward
 
-    loop.model[-2].forward = torch.compile(Pool(), backend=compiler, dynamic=False)
+    loop.model[-2].forward = torch.compile(Pool().forward, backend=compiler, dynamic=False)
     loop.lengths = itertools.count(loop.length)
     # By default it would give up after eight, and go on without compiling.
     loop.settings = torch._dynamo.config.patch(recompile_limit=10**4, accumulated_recompile_limit=10**4)

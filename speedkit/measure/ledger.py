@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import os
 import tempfile
 import time
 from collections.abc import Generator, Mapping, Sequence
@@ -13,10 +14,11 @@ import psutil
 import torch
 
 from speedkit.clock import compilations, run_until_steady, synchronize
+from speedkit.errors import UsageError
 from speedkit.measure.provenance import gpu_state
 from speedkit.measure.syncs import Sync, auditing
 from speedkit.measure.timeline import DATA, FORWARD, OPTIMIZER, RARE, Timeline, replaced, timing
-from speedkit.measure.trace import CAUSES, UNEXPLAINED, WINDOW, Trace, classify, profiling, read_trace
+from speedkit.measure.trace import CAUSES, UNEXPLAINED, WINDOW, Trace, classify, read_trace
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train.loop import steps
@@ -105,7 +107,10 @@ class Look:
 
         # Their operators and kernels. The device has nothing left to do before and after the window.
         count = traced_steps(self.device)
-        with profiling(self.device) as profiler:
+        if torch.autograd._profiler_enabled():
+            raise UsageError("another profiler is at work, beside which no other can be: stop it")
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # that there is no GPU to look at is no news
+        with torch.profiler.profile(record_shapes=True, acc_events=True) as profiler:  # or it warns of cycles
             self.timeline.annotate = True
             yield  # sets the profiler up
             synchronize(self.device)

@@ -1,20 +1,16 @@
 """Read a profiler's trace of training steps, and sort its time by cause."""
 
 import collections
-import contextlib
 import gzip
 import json
 import math
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
-from speedkit.errors import UsageError
 from speedkit.measure.timeline import COMPILATION, DATA, EVALUATION, HOST, OPTIMIZER, OTHER, PART
 
 COPY, LAUNCH, SYNC, COMPUTE = "host-to-device copy", "launch-bound", "sync-bound", "compute-bound"
@@ -146,24 +142,6 @@ def _sums(causes: np.ndarray, lengths_s: np.ndarray) -> Seconds:
 # ---- reading a trace ----
 
 
-@contextlib.contextmanager
-def profiling(device: torch.device) -> Iterator[torch.profiler.profile]:
-    """Run PyTorch's profiler. Raises UsageError beside another one."""
-    if torch.autograd._profiler_enabled():
-        raise UsageError("another profiler is at work, beside which no other can be: stop it")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # that there is no GPU to look at is no news
-    kinds = torch.profiler.ProfilerActivity
-    activities = [kinds.CPU, kinds.CUDA] if device.type == "cuda" else [kinds.CPU]
-    profiler = torch.profiler.profile(activities=activities, record_shapes=True, acc_events=True)
-    profiler.start()
-    try:
-        yield profiler
-    finally:
-        # Asked for to be spared a warning; it would make an object of each event, the most of what this takes.
-        profiler.profiler.acc_events = False  # type: ignore[union-attr]
-        profiler.stop()
-
-
 def read_trace(path: str | Path, steps: int = 1) -> Trace:
     """Return what lies in the range WINDOW of a file by torch.profiler's `export_chrome_trace`, or of its .gz."""
     with gzip.open(path) if str(path).endswith(".gz") else Path(path).open("rb") as file:
@@ -215,27 +193,28 @@ def _kernel_costs(work: Sequence[Work]) -> Costs:
 
 def _operator_costs(operators: Sequence[Event]) -> Costs:
     """Return what PyTorch's own operators cost on a CPU, without those that they call; they come in order of time."""
-    own_us = [event["dur"] for event in operators]
-    at_work = collections.defaultdict[int, list[int]](list)  # thread: the operators that have begun, by number
-    for number, event in enumerate(operators):
+    at_work = collections.defaultdict[int, list[Event]](list)  # by thread, each called by the one before
+    for event in operators:
         callers = at_work[event["tid"]]
-        while callers and operators[callers[-1]]["ts"] + operators[callers[-1]]["dur"] <= event["ts"]:
+        while callers and callers[-1]["ts"] + callers[-1]["dur"] <= event["ts"]:
             callers.pop()
         if callers:
-            own_us[callers[-1]] -= event["dur"]
-        callers.append(number)
+            callers[-1]["own_us"] -= event["dur"]
+        event["own_us"] = event["dur"]
+        callers.append(event)
 
     costs = Costs()
-    for event, own in zip(operators, own_us, strict=True):
-        if not event["name"].startswith("aten::"):
+    for event in operators:
+        name, own_s = event["name"], event["own_us"] * 1e-6
+        if not name.startswith("aten::"):
             continue
-        if own * 1e-6 < SMALL_S:
+        if own_s < SMALL_S:
             costs.calls += 1
-            costs.small_s += own * 1e-6
-        elif any(word in event["name"] for word in PRODUCT_OPERATORS):
-            costs.products_s[_number_format(event)] += own * 1e-6
+            costs.small_s += own_s
+        elif any(word in name for word in PRODUCT_OPERATORS):
+            costs.products_s[_number_format(event)] += own_s
         else:
-            costs.passes_s += own * 1e-6
+            costs.passes_s += own_s
     return costs
 
 
