@@ -180,7 +180,7 @@ def nvml_facts(uuid: str, *names: str) -> dict[str, Any]:
         nvml.nvmlInit()
         # NVML counts all GPUs, CUDA only the visible ones: the UUID is what both call it.
         gpu = functools.partial(nvml.nvmlDeviceGetHandleByUUID, f"GPU-{uuid}")
-        ask = {
+        questions = {
             "driver": nvml.nvmlSystemGetDriverVersion,
             "power_limit_w": lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu()) / 1e3,
             "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(gpu()) / 1e3,
@@ -191,7 +191,7 @@ def nvml_facts(uuid: str, *names: str) -> dict[str, Any]:
         }
         for name in names:
             with contextlib.suppress(nvml.NVMLError):
-                facts[name] = ask[name]()
+                facts[name] = questions[name]()
     return facts
 
 

@@ -12,7 +12,7 @@ from tiny import loss, points
 
 from speedkit import clock
 from speedkit.measure.ledger import StepFacts, ledger_of, make_ledger
-from speedkit.measure.trace import CAUSES, Span, Trace, Work, classify, read_trace
+from speedkit.measure.trace import CAUSES, Span, Trace, classify, read_trace
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 TRACES = Path(__file__).parent / "traces"
@@ -25,7 +25,7 @@ def rows(trace):
 
 
 def work(begin_ms, end_ms, launch_ms=0.0, name="kernel"):
-    return Work(begin_ms * MS, end_ms * MS, name, launch_ms * MS)
+    return Span(begin_ms * MS, end_ms * MS, name, launch_ms * MS)
 
 
 def span(begin_ms, end_ms, name=""):
@@ -93,7 +93,7 @@ def test_seconds_add_up_and_busy_time_is_a_union_whatever_the_trace(seed):
         begins = [draw.randint(0, 90) for _ in range(15)]
         return [Span(begin, begin + draw.randint(1, 10), draw.choice(names)) for begin in begins]
 
-    kernels = [Work(*one, draw.randint(0, 100)) for one in spans("gemm", "Memcpy HtoD", "Memcpy DtoH")]
+    kernels = [one._replace(launch_s=draw.randint(0, 100)) for one in spans("gemm", "Memcpy HtoD", "Memcpy DtoH")]
     parts = spans("data wait", "optimizer", "compilation", "evaluation and checkpoint")
     busy_s, gaps_s = classify(Trace(100.0, kernels, parts, spans(""), spans("")))
     assert sum(busy_s.values()) + sum(gaps_s.values()) == pytest.approx(100)

@@ -141,7 +141,7 @@ def _data_causes(ledger: Ledger, hardware: Hardware) -> Iterator[Cause]:
     if not any(costs.values()):
         costs = {"slow loader": 1.0}
     for name, cost_s in costs.items():
-        seconds = ledger.share(DATA) * step_s * cost_s / sum(costs.values())
+        seconds = step_s * ledger.share(DATA) * cost_s / sum(costs.values())
         change, saved = "cache=ram", (0.7, 1.0)
         if facts.workers < cores and not (name == "slow decode" and facts.cacheable):
             # At best workers hide behind the computing; at worst they share the cores with it.
@@ -150,14 +150,14 @@ def _data_causes(ledger: Ledger, hardware: Hardware) -> Iterator[Cause]:
             worst_s = min(step_s, max(best_s, (seconds + busy * (step_s - seconds)) / cores))
             change = f"workers={cores}"
             saved = (step_s - worst_s) / (seconds or 1.0), (step_s - best_s) / (seconds or 1.0)
-        yield Cause(name, DATA, seconds, change, f"the loop waits for data, with {facts.workers} workers", 0.0, saved)
+        yield Cause(name, DATA, seconds, change, f"the loop waits for data, with {facts.workers} workers", saved=saved)
 
 
 def _host_causes(ledger: Ledger) -> Iterator[Cause]:
-    """Yield what the host does beside the computing."""
-    facts, step_s = ledger.facts, ledger.step_s
+    """Yield what the host does beside calling operators."""
+    facts = ledger.facts
     copy_s, sync_s, other_s, compiling_s, evaluation_s = (
-        step_s * ledger.share(part) for part in (COPY, SYNC, OTHER, COMPILATION, EVALUATION)
+        ledger.step_s * ledger.share(part) for part in (COPY, SYNC, OTHER, COMPILATION, EVALUATION)
     )
     # Page-locked memory is copied faster, and only copies of it can hide behind the computing.
     pinned = "pin_memory=True, prefetch=True"
@@ -166,43 +166,41 @@ def _host_causes(ledger: Ledger) -> Iterator[Cause]:
     if read and any(word in read.code for word in REPORTING):
         yield Cause("printing each step", OTHER, sync_s + other_s, RARELY, f"the loop reports each, in {read}", 0.1)
     else:
-        evidence = f"the host waits for the device, in {read or 'an unknown line'}"
-        yield Cause("host read each step", SYNC, sync_s, RARELY, evidence)
-        evidence = "the loop's own lines are at work"
-        yield Cause("other host work", OTHER, other_s, "move it out of the loop", evidence, 0.1)
-    evidence = f"{facts.recompilations:.2g} graphs are compiled"
-    yield Cause("new shapes", COMPILATION, compiling_s, "bucket=True: pad to a few lengths", evidence)
-    evidence = f"{facts.evaluations:.2g} evaluations"
-    yield Cause("validation too often", EVALUATION, evaluation_s, "validate_every=0, or larger", evidence, 0.1)
+        where = read or "an unknown line"
+        yield Cause("host read each step", SYNC, sync_s, RARELY, f"the host waits for the device, in {where}")
+        lines = "the loop's own lines are at work"
+        yield Cause("other host work", OTHER, other_s, "move it out of the loop", lines, 0.1)
+    graphs = f"{facts.recompilations:.2g} graphs are compiled"
+    yield Cause("new shapes", COMPILATION, compiling_s, "bucket=True: pad to a few lengths", graphs)
+    evaluations = f"{facts.evaluations:.2g} evaluations"
+    yield Cause("validation too often", EVALUATION, evaluation_s, "validate_every=0, or larger", evaluations, 0.1)
 
 
 def _operator_causes(ledger: Ledger, hardware: Hardware) -> Iterator[Cause]:
     """Yield what calling and computing the operators takes longer than it must."""
-    costs = ledger.facts.trace.costs
+    trace = ledger.facts.trace
+    small_s, products_s, passes_s = (ledger.step_s * ledger.share(part) for part in (LAUNCH, COMPUTE, BANDWIDTH))
     if hardware.device.type == "cpu":
         small_s, products_s, passes_s = _seconds_on_cpu(ledger)
-    else:
-        small_s, products_s, passes_s = (ledger.step_s * ledger.share(part) for part in (LAUNCH, COMPUTE, BANDWIDTH))
 
     change = "compile=reduce-overhead" if hardware.supports("cuda_graphs") else "compile=default"
     if not hardware.supports("compile"):
         change = f"fewer, larger operators; {hardware.why_not('compile')}"
-    evidence = f"{costs.calls / ledger.facts.trace.steps:.0f} operators compute little"
-    yield Cause("many small operators", LAUNCH, small_s, change, evidence, 0.1, (0.5, 1.0))
-
-    peaks = matmul_rates(hardware)
-    peaks.pop("fp8", None)  # which not every layer can be converted to
-    best = max(peaks, key=lambda name: peaks[name])
-    saved = {name: 1 - rate / peaks[best] for name, rate in peaks.items()}  # of a product's time, by its number format
-    slow = {name: seconds for name, seconds in costs.products_s.items() if saved.get(name)}
-    slow_s = products_s * sum(slow.values()) / (sum(costs.products_s.values()) or 1.0)
-    gain = sum(seconds * saved[name] for name, seconds in slow.items()) / (sum(slow.values()) or 1.0)
-    evidence = f"products of matrices are faster in {best}"
-    yield Cause("compute-bound", COMPUTE, slow_s, f"precision={best}", evidence, 0.5, (0.5 * gain, gain))
-
+    calls = f"{trace.costs.calls / trace.steps:.0f} operators compute little"
+    yield Cause("many small operators", LAUNCH, small_s, change, calls, 0.1, (0.5, 1.0))
     if hardware.supports("compile"):
-        evidence = "operators read and write much"
-        yield Cause("bandwidth-bound", BANDWIDTH, passes_s, "compile=default", evidence, 0.5, (0.25, 0.75))
+        passes = "operators read and write much"
+        yield Cause("bandwidth-bound", BANDWIDTH, passes_s, "compile=default", passes, 0.5, (0.25, 0.75))
+
+    rates = matmul_rates(hardware)
+    rates.pop("fp8", None)  # which not every layer can be converted to
+    best = max(rates, key=lambda name: rates[name])
+    saved = {name: 1 - rate / rates[best] for name, rate in rates.items()}  # of a product's time, by its number format
+    slow = {name: seconds for name, seconds in trace.costs.products_s.items() if saved.get(name)}
+    slow_s = products_s * sum(slow.values()) / (sum(trace.costs.products_s.values()) or 1.0)
+    gain = sum(seconds * saved[name] for name, seconds in slow.items()) / (sum(slow.values()) or 1.0)
+    products = f"products of matrices are faster in {best}"
+    yield Cause("compute-bound", COMPUTE, slow_s, f"precision={best}", products, 0.5, (0.5 * gain, gain))
 
 
 def _seconds_on_cpu(ledger: Ledger) -> tuple[float, float, float]:
@@ -211,13 +209,13 @@ def _seconds_on_cpu(ledger: Ledger) -> tuple[float, float, float]:
     A CPU's ledger has no such rows: its passes and update are shared out as the profiler saw the operators. It
     inflates small ones, so these get what the others leave, and no more than the profiler saw.
     """
-    trace, step_s = ledger.facts.trace, ledger.step_s
-    room_s = step_s * sum(ledger.share(part) for part in (FORWARD, BACKWARD, OPTIMIZER))
-    large_s = sum(trace.costs.products_s.values()), trace.costs.passes_s
-    scale = min(1 / trace.steps, room_s / (sum(large_s) or math.inf))
-    products_s, passes_s = (seconds * scale for seconds in large_s)
-    small_s = min(max(room_s - products_s - passes_s, 0.0), trace.costs.small_s / trace.steps)
-    return small_s if small_s > MIN_SMALL_ON_CPU * step_s else 0.0, products_s, passes_s
+    costs, steps = ledger.facts.trace.costs, ledger.facts.trace.steps
+    room_s = ledger.step_s * sum(map(ledger.share, (FORWARD, BACKWARD, OPTIMIZER)))
+    large_s = sum(costs.products_s.values()) + costs.passes_s
+    scale = min(1 / steps, room_s / (large_s or math.inf))
+    small_s = min(room_s - scale * large_s, costs.small_s / steps)
+    small_s = small_s if small_s > MIN_SMALL_ON_CPU * ledger.step_s else 0.0
+    return small_s, scale * sum(costs.products_s.values()), scale * costs.passes_s
 
 
 # ---- in words ----

@@ -30,25 +30,17 @@ Seconds = dict[str, float]  # by cause
 
 
 class Span(NamedTuple):
-    """A stretch of time, in seconds since the trace began."""
+    """A stretch of time on the host or the device, in seconds since the trace began."""
 
     begin_s: float
     end_s: float
     name: str = ""
-
-
-class Work(NamedTuple):
-    """A kernel or a copy on the device."""
-
-    begin_s: float
-    end_s: float
-    name: str
-    launch_s: float = -math.inf  # when the host began to launch it; as it is where that is unknown
-    number_format: str = ""  # of the operator's inputs, where they are known
+    launch_s: float = -math.inf  # of a kernel or copy, when the host began to launch it; as it is where it is unknown
+    number_format: str = ""  # of the inputs of a kernel's operator, where they are known
 
     @property
     def is_product(self) -> bool:
-        """Whether it multiplies matrices. Inductor's fused kernels are named after all that they fuse."""
+        """Whether this kernel multiplies matrices. Inductor's fused kernels are named after all that they fuse."""
         name = self.name.lower()
         return "triton_tem" in name if "triton" in name else any(word in name for word in PRODUCT_KERNELS)
 
@@ -68,7 +60,7 @@ class Trace:
     """A stretch of training from 0 to `end_s`."""
 
     end_s: float = 0.0
-    work: Sequence[Work] = ()  # on the device
+    work: Sequence[Span] = ()  # kernels and copies on the device
     parts: Sequence[Span] = ()  # of the host's time, each named by its cause
     syncs: Sequence[Span] = ()  # calls in which the host waits for the device
     calls: Sequence[Span] = ()  # operators and launches: what the host does inside of PyTorch
@@ -97,7 +89,7 @@ def classify(trace: Trace) -> tuple[Seconds, Seconds]:
     for name in (DATA, EVALUATION, COMPILATION):
         causes[_covered(edges, [part for part in trace.parts if part.name == name])] = name
 
-    work = collections.defaultdict[str, list[Work]](list)
+    work = collections.defaultdict[str, list[Span]](list)
     for kernel in trace.work:
         work[_cause_of_work(kernel, trace.parts)].append(kernel)
     for name in (SYNC, COPY, BANDWIDTH, COMPUTE, OPTIMIZER, EVALUATION):  # a copy counts where no kernel runs
@@ -112,7 +104,7 @@ def _cause_of_gap(gap: Span, syncs: Iterable[Span], launches_s: Mapping[float, f
     return LAUNCH if launches_s.get(gap.end_s, math.inf) > gap.begin_s else IDLE  # at the end nothing follows
 
 
-def _cause_of_work(work: Work, parts: Iterable[Span]) -> str:
+def _cause_of_work(work: Span, parts: Iterable[Span]) -> str:
     """Return the cause of the time that work takes; what was launched in an evaluation or an update is that."""
     launched_in = {part.name for part in parts if part.begin_s <= work.launch_s < part.end_s}
     if EVALUATION in launched_in:
@@ -126,7 +118,7 @@ def _cause_of_work(work: Work, parts: Iterable[Span]) -> str:
     return COMPUTE if work.is_product else BANDWIDTH
 
 
-def _covered(edges: np.ndarray, spans: Iterable[Span | Work]) -> np.ndarray:
+def _covered(edges: np.ndarray, spans: Iterable[Span]) -> np.ndarray:
     """Return which of the segments between `edges` lie in one of the spans."""
     times = np.array([span[:2] for span in spans]).reshape(-1, 2)
     depth = np.zeros(len(edges), int)
@@ -164,31 +156,26 @@ def read_trace(path: str | Path, steps: int = 1) -> Trace:
 
     launches_s = {event["args"]["correlation"]: seconds(event["ts"]) for event in runtime}
     formats = {event["args"].get("External id"): _number_format(event) for event in operators}
-    work = []
+    work, costs = [], Costs()
     for event in by["kernel"] + by["gpu_memset"] + by["gpu_memcpy"]:
         name, arguments = event["name"], event["args"]
+        launch_s = launches_s.get(arguments.get("correlation"), -math.inf)
         # Of float32 a GPU multiplies only the leading bits where it may: the kernel's name says so.
         tf32 = "tf32" in name or "s1688" in name
         number_format = "tf32" if tf32 else formats.get(arguments.get("External id"), "")
-        work.append(Work(*span(event), launches_s.get(arguments.get("correlation"), -math.inf), number_format))
+        work.append(span(event)._replace(launch_s=launch_s, number_format=number_format))
+        costs.calls += 1
+        if work[-1].is_product:
+            costs.products_s[number_format] += work[-1].end_s - work[-1].begin_s
     return Trace(
         end_s=seconds(end_us),
         work=sorted(work),
         parts=[span(event) for event in by["user_annotation"] if event["name"].startswith(PART)],
         syncs=[span(event) for event in runtime if event["name"].endswith("Synchronize")],
         calls=[span(event) for event in operators + runtime],
-        costs=_kernel_costs(work) if work else _operator_costs(operators),
+        costs=costs if work else _operator_costs(operators),
         steps=steps,
     )
-
-
-def _kernel_costs(work: Sequence[Work]) -> Costs:
-    """Return what the kernels of a GPU cost."""
-    costs = Costs(calls=len(work))
-    for kernel in work:
-        if kernel.is_product:
-            costs.products_s[kernel.number_format] += kernel.end_s - kernel.begin_s
-    return costs
 
 
 def _operator_costs(operators: Sequence[Event]) -> Costs:
