@@ -99,7 +99,7 @@ def measure(workload, *, batch_size=128, strategy="ddp", device="auto", pairs=10
     reduced = []
     for size in SIZES:
         call = partial(dist.all_reduce, torch.zeros(size // 4, device=target))
-        reduced.append({"bytes": size, "seconds": timed(call, target, REPEATS, 3)})
+        reduced.append({"bytes": size, "seconds": timed(call, target, REPEATS, warmup=3)})
 
     found = {
         "workload": made.name,

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import logging
 import statistics
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -35,44 +34,40 @@ class Ceiling:
         return f"{self.value / scale:.4g} {unit} (median {self.median / scale:.4g})"
 
 
-def ceilings(hardware: Hardware, refresh: bool = False) -> dict[str, Ceiling]:
+def ceilings(hardware: Hardware, *, refresh: bool = False) -> dict[str, Ceiling]:
     """Return what this machine reaches, by name; measured once and kept in `cache_root()`, until `refresh`."""
     path = cache_root() / f"ceilings-{SCHEMA}-{hardware.fingerprint()}.json"
     with contextlib.suppress(OSError, ValueError):  # not there: measured
         if not refresh:
             return {row["name"]: Ceiling(**row) for row in files.read_json(path)}
-    found = measure(hardware)
+    measured = measure(hardware)
     with contextlib.suppress(OSError):  # a folder that cannot be written: measured again next time
         path.parent.mkdir(parents=True, exist_ok=True)
-        files.write_json(path, [asdict(ceiling) for ceiling in found.values()])
-    return found
+        files.write_json(path, [asdict(ceiling) for ceiling in measured.values()])
+    return measured
 
 
 def matmul_rates(hardware: Hardware) -> dict[str, float]:
     """Return the FLOP/s that products of matrices reach here, by number format."""
-    found = ceilings(hardware)
-    return {name.removeprefix("matmul_"): found[name].value for name in found if name.startswith("matmul_")}
+    rates = {name: ceiling.value for name, ceiling in ceilings(hardware).items() if ceiling.unit == "FLOP/s"}
+    return {name.removeprefix("matmul_"): rate for name, rate in rates.items()}
 
 
 def measure(hardware: Hardware) -> dict[str, Ceiling]:
-    """Measure every ceiling. One that fails, for lack of memory, is a warning."""
+    """Measure every ceiling."""
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it would complain of a GPU's compiler
     from torch.utils.benchmark import Timer
 
-    found, precision = dict[str, Ceiling](), torch.get_float32_matmul_precision()
+    measured, precision = dict[str, Ceiling](), torch.get_float32_matmul_precision()
     for name, call, work, how in _calls(hardware):
         threads = 1 if name == "memcpy" else torch.get_num_threads()
         timer = Timer("call()", globals={"call": call}, num_threads=threads)  # waits for the device
-        try:
-            seconds = timer.blocked_autorange(min_run_time=BUDGET_S).times
-        except RuntimeError as error:  # the others are still worth having
-            warnings.warn(f"{name} could not be measured: {str(error).splitlines()[0]}", stacklevel=2)
-            continue
+        seconds = timer.blocked_autorange(min_run_time=BUDGET_S).times
         unit = "FLOP/s" if name.startswith("matmul") else "bytes/s"
-        found[name] = Ceiling(name, work / min(seconds), work / statistics.median(seconds), unit, how)
+        measured[name] = Ceiling(name, work / min(seconds), work / statistics.median(seconds), unit, how)
     torch.set_float32_matmul_precision(precision)
     torch.cuda.empty_cache()  # nothing where CUDA is not in use
-    return found
+    return measured
 
 
 def _calls(hardware: Hardware) -> Iterator[tuple[str, Callable[[], Any], float, str]]:

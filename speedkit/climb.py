@@ -130,7 +130,7 @@ def _climb(job: ClimbState, chosen: Sequence[Rung]) -> tuple[Plan, Row]:
     near = {
         name: job.once(
             f"roofline, {name}",
-            functools.partial(roofline, job.workload, job.recipe, plan, job.hardware, ledger=Ledger(**row)),
+            functools.partial(roofline, job.workload, job.recipe, plan, hardware=job.hardware, ledger=Ledger(**row)),
         )
         for name, (plan, row) in ledgers.items()
     }

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+WINDOWS = 3  # in a row have to agree before steps count as steady
+
 
 @dataclass(frozen=True)
 class Steady:
@@ -52,7 +54,7 @@ def synchronize(device: torch.device | str) -> None:
         torch.accelerator.synchronize(device)
 
 
-def timed(function: Callable[[], Any], device: torch.device | str, repeats: int, warmup: int = 1) -> list[float]:
+def timed(function: Callable[[], Any], device: torch.device | str, repeats: int, *, warmup: int = 1) -> list[float]:
     """Return the seconds of each of `repeats` calls of `function()`, after `warmup` calls that are not timed."""
     stopwatch, seconds = Stopwatch(device), []
     for _ in range(warmup + repeats):
@@ -73,11 +75,10 @@ def run_until_steady(
     device: torch.device | str,
     *,
     window_s: float = 0.1,
-    min_windows: int = 3,
     max_s: float = 60.0,
     tolerance: float = 0.10,
 ) -> Steady:
-    """Call `step()` until its time has settled: `min_windows` windows in a row agree and compiled nothing.
+    """Call `step()` until its time has settled: WINDOWS in a row agree and compiled nothing.
 
     Windows agree when the slowest step time is at most `tolerance` above the fastest, which also covers what cannot
     be counted: autotuning, CUDA graph capture, a rising clock. Gives up after `max_s`, with `steady=False`.
@@ -92,11 +93,11 @@ def run_until_steady(
         seconds = stopwatch.stop()
         # A window far shorter than asked (the first are: nobody knows a step's time yet) proves nothing.
         judged = compilations() == before and seconds >= window_s / 2
-        last = [*last, seconds / count][-min_windows:] if judged else []
-        steady = len(last) == min_windows and max(last) <= (1 + tolerance) * min(last)
-        spent_s, step_s = time.perf_counter() - began_s, statistics.median(last or [seconds / count])
-        if steady or spent_s >= max_s:
-            return Steady(steps, spent_s, step_s, steady)
+        last = [*last, seconds / count][-WINDOWS:] if judged else []
+        steady = len(last) == WINDOWS and max(last) <= (1 + tolerance) * min(last)
+        elapsed_s, step_s = time.perf_counter() - began_s, statistics.median(last or [seconds / count])
+        if steady or elapsed_s >= max_s:
+            return Steady(steps, elapsed_s, step_s, steady)
         # At most ten times as many as before: the step just timed may have been an unusually quick one.
         count = min(max(1, math.ceil(window_s * count / max(seconds, 1e-9))), 10 * count)
 

@@ -61,12 +61,12 @@ class Hardware:
 
     def supports(self, capability: str) -> bool:
         """Whether `capability`, of CAPABILITIES or DECODERS, is really there."""
-        return not self.why_not(capability)
+        return not _missing(self, capability)
 
     def why_not(self, capability: str) -> str:
         """Return what the device lacks for `capability`, in words, or "" if it has it."""
         missing = _missing(self, capability)
-        return missing and f"{capability} needs {missing}"
+        return f"{capability} needs {missing}" if missing else ""
 
     @property
     def name(self) -> str:
@@ -83,35 +83,33 @@ class Hardware:
             **vars(self),
             "device": str(self.device),
             "compute_capability": "{}.{}".format(*self.compute_capability) if self.compute_capability else None,
-            "cannot": {name: reason for name in CAPABILITIES if (reason := self.why_not(name))},
+            "cannot": {name: self.why_not(name) for name in CAPABILITIES if not self.supports(name)},
         }
 
 
 def _missing(hardware: Hardware, capability: str) -> str:
     """Return what the device lacks for `capability`, in words, or "" if it has it."""
-    kind, name = hardware.device.type, hardware.name
+    on_cpu = hardware.device.type == "cpu"
     if capability in DECODERS:
         return "" if capability in hardware.decoders else DECODERS[capability]
     if capability in ("pin_memory", "cuda_graphs"):
-        return "" if kind == "cuda" else f"a CUDA GPU; the device is {name}"
-    if kind == "cpu" and capability in ON_CPU:
+        return "" if hardware.device.type == "cuda" else f"a CUDA GPU; the device is {hardware.name}"
+    if on_cpu and capability in ON_CPU:
         flags = ON_CPU[capability]
         slow = not any(flag in hardware.cpu_flags for flag in flags)
         return f"a CPU with one of {', '.join(flags)}: this one emulates it, slowly" if slow else ""
-    (major, minor), generation = ON_NVIDIA[capability]
-    if kind != "cpu" or capability in ("tf32", "fp8"):
-        has = hardware.compute_capability
-        if has is None or has < (major, minor):
-            told = f"has {has[0]}.{has[1]}" if has else "is none, or does not tell"
-            emulates = " and only emulates it" if has and capability == "bf16" else ""
-            least = f"an NVIDIA GPU of compute capability {major}.{minor}, {generation}, or newer"
-            return f"{least}; {name} {told}{emulates}"
+    if not on_cpu or capability in ("tf32", "fp8"):
+        (major, minor), generation = ON_NVIDIA[capability]
+        if (hardware.compute_capability or (0, 0)) < (major, minor):
+            gpu = f"an NVIDIA GPU of compute capability {major}.{minor}, {generation}, or newer"
+            return f"{gpu}; the device is {hardware.name}"
     if capability == "flash_attention" and not hardware.flash_attention:
-        return f"its kernels for {name}, which are not in this build of PyTorch"
+        return f"its kernels for {hardware.name}, which are not in this build of PyTorch"
     return _missing_to_compile(hardware) if capability == "compile" else ""
 
 
 def _missing_to_compile(hardware: Hardware) -> str:
+    """Return what torch.compile lacks on this machine, or ""."""
     on_cpu = hardware.device.type == "cpu"
     if not (on_cpu or hardware.triton):
         return "the package triton, which cannot be imported: install it"
@@ -126,12 +124,16 @@ def this_machine(device: str | torch.device = "auto") -> Hardware:
 
     Raises UsageError when `device` is not there.
     """
-    cuda = ["cuda", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))] * torch.cuda.is_available()
-    there = [*cuda, *["mps", "mps:0"] * torch.backends.mps.is_available(), "cpu"]
-    if str(device) not in ("auto", *there):
-        raise UsageError(f'device "{device}" is not available: this machine has {", ".join(there)}. Use one, or "auto"')
+    devices = ["cpu"]
+    if torch.backends.mps.is_available():
+        devices = ["mps", *devices]
+    if torch.cuda.is_available():
+        devices = ["cuda", *(f"cuda:{index}" for index in range(torch.cuda.device_count())), *devices]
+    if str(device) not in ("auto", *devices):
+        choices = ", ".join(devices)
+        raise UsageError(f'device "{device}" is not available: this machine has {choices}. Use one, or "auto"')
     # The number of threads can change while a process runs; nothing else here can.
-    facts = _facts(torch.device(there[0] if str(device) == "auto" else device))
+    facts = _facts(torch.device(devices[0] if str(device) == "auto" else device))
     return replace(facts, threads=torch.get_num_threads())
 
 
@@ -178,7 +180,7 @@ def nvml_facts(uuid: str, *names: str) -> dict[str, Any]:
         nvml.nvmlInit()
         # NVML counts all GPUs, CUDA only the visible ones: the UUID is what both call it.
         gpu = functools.partial(nvml.nvmlDeviceGetHandleByUUID, f"GPU-{uuid}")
-        ask = {
+        questions = {
             "driver": nvml.nvmlSystemGetDriverVersion,
             "power_limit_w": lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu()) / 1e3,
             "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(gpu()) / 1e3,
@@ -189,7 +191,7 @@ def nvml_facts(uuid: str, *names: str) -> dict[str, Any]:
         }
         for name in names:
             with contextlib.suppress(nvml.NVMLError):
-                facts[name] = ask[name]()
+                facts[name] = questions[name]()
     return facts
 
 

@@ -32,9 +32,10 @@ SIZES = {"cpu": (2, 512, 128), "cuda": (32, 256, 2048)}  # sequences per batch, 
 
 def causes_on(device):
     """Return the causes that this machine can have."""
-    faster_in_bf16 = this_machine(device).supports("bf16")
-    left_out = (GPU_ONLY if device == "cpu" else set()) | (set() if faster_in_bf16 else {"compute-bound"})
-    return [cause for cause in CAUSES if cause not in left_out]
+    impossible = GPU_ONLY if device == "cpu" else set()
+    if not this_machine(device).supports("bf16"):
+        impossible = impossible | {"compute-bound"}
+    return [cause for cause in CAUSES if cause not in impossible]
 
 
 def busy(seconds):
@@ -64,18 +65,16 @@ class Loop(Dataset):
         self.tokens = torch.randint(256, (64, 16 * self.length))
         self.lengths = itertools.repeat(self.length)
         self.beside = torch.zeros(1)  # goes to the device with each batch
-        layers = (
-            (nn.Linear(self.width, 4 * self.width), nn.GELU(), nn.Linear(4 * self.width, self.width)) for _ in "12"
-        )
-        layers = itertools.chain.from_iterable(layers)
-        self.model = nn.Sequential(nn.Embedding(256, self.width), *layers, Pool(), nn.Linear(self.width, 10)).to(device)
+        blocks = []
+        for _ in range(2):
+            blocks += [nn.Linear(self.width, 4 * self.width), nn.GELU(), nn.Linear(4 * self.width, self.width)]
+        self.model = nn.Sequential(nn.Embedding(256, self.width), *blocks, Pool(), nn.Linear(self.width, 10)).to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
         self.loader = DataLoader(self, self.batch_size, collate_fn=self.collate, pin_memory=device == "cuda")
         self.autocast = torch.autocast(device, torch.bfloat16, enabled=this_machine(device).supports("bf16"))
         self.settings = contextlib.nullcontext()
         self.decode = self.before_collate = lambda: None
         self.after_step = lambda loss: None
-        self.spent_s, self.calls_per_step = [], 1  # what the injected work took, call by call
 
     def __len__(self):
         return 10**6
@@ -100,86 +99,60 @@ class Loop(Dataset):
             self.optimizer.step()
             self.after_step(loss)
 
-    def spend(self, work):
-        """Return a function that does the work and notes how long it took."""
-
-        def timed_work(*inputs):
-            began_s = time.perf_counter()
-            result = work(*inputs)
-            self.spent_s.append(time.perf_counter() - began_s)
-            return result
-
-        return timed_work
-
-    @property
-    def injected_s(self):
-        """Seconds that were injected into each step."""
-        return self.calls_per_step * statistics.median(self.spent_s)
-
 
 def inject_slowdown(loop, cause, seconds):
     """Change the loop so that each step takes about `seconds` longer because of `cause`; what it learns stays."""
-    wait = loop.spend(lambda *_: busy(seconds))
     terminal = io.StringIO()
-    terminal.flush = wait
+    terminal.flush = lambda: busy(seconds)
     if cause == "slow decode":
-        loop.calls_per_step = loop.batch_size
-        loop.decode = loop.spend(lambda: busy(seconds / loop.batch_size))
+        loop.decode = lambda: busy(seconds / loop.batch_size)
     elif cause == "slow collate":
-        loop.before_collate = wait
+        loop.before_collate = terminal.flush
     elif cause == "host read each step":
-        loop.after_step = lambda loss: wait(loss.item())
+        loop.after_step = lambda loss: busy(seconds + 0 * loss.item())
     elif cause == "printing each step":
         loop.after_step = lambda loss: print(f"{loss.item():.4f}", file=terminal, flush=True)
+    elif cause == "large copies":
+        one = torch.ones(2**22)
+        loop.loader.pin_memory = False
+        loop.beside = torch.ones(repeats(lambda: one.to(loop.device), seconds, loop.device) * 2**22)
     elif cause == "new shapes":
         recompile_each_step(loop, seconds)
-    elif cause == "large copies":
-        loop.loader.pin_memory, one = False, torch.ones(2**22)
-        loop.beside = torch.ones(repeats(lambda: one.to(loop.device), seconds, loop.device) * 2**22)
+    elif cause == "validation too often":
+        loop.after_step = repeated(lambda: evaluate(loop), seconds, loop.device)
     else:
-        work = loop.spend(repeated(unit_of(cause, loop), seconds, loop.device))
-        if cause == "validation too often":
-            loop.after_step = work
-        else:
-            loop.model[-2].extra = work
+        loop.model[-2].extra = repeated(work_of(cause, loop), seconds, loop.device)
 
 
-def unit_of(cause, loop):
-    """Return a small piece of the work that makes up a cause."""
-    one = torch.ones(1, device=loop.device)
-    large = torch.ones(2 ** (28 if loop.device == "cuda" else 24), device=loop.device)  # no cache holds it
+def work_of(cause, loop):
+    """Return a small piece of the operators' work that makes up a cause."""
+    if cause == "many small operators":
+        one = torch.ones(1, device=loop.device)
+        return lambda: [one.mul_(1.0) for _ in range(1000)]
+    if cause == "bandwidth-bound":
+        large = torch.ones(2 ** (28 if loop.device == "cuda" else 24), device=loop.device)  # no cache holds it
+        return lambda: large.mul_(1.0)
     hidden = torch.randn(loop.batch_size, loop.length, loop.width, device=loop.device)
     weights = torch.randn(loop.width, loop.width, device=loop.device)
-    tokens = loop.tokens[: loop.batch_size, : loop.length].to(loop.device)
-
-    def evaluate():
-        loop.model.eval()
-        with torch.no_grad(), loop.autocast:
-            loop.model(tokens)
-        loop.model.train()
-
-    return {
-        "many small operators": lambda: [one.mul_(1.0) for _ in range(1000)],
-        "bandwidth-bound": lambda: large.mul_(1.0),
-        "compute-bound": lambda: hidden @ weights,
-        "validation too often": evaluate,
-    }[cause]
+    return lambda: hidden @ weights
 
 
-def repeated(unit, seconds, device):
-    """Return a function that calls `unit()` as often as fits into `seconds`."""
-    count = repeats(unit, seconds, device)
-
-    def work(*_):
-        for _ in range(count):
-            unit()
-
-    return work
+def evaluate(loop):
+    loop.model.eval()
+    with torch.no_grad(), loop.autocast:
+        loop.model(loop.tokens[: loop.batch_size, : loop.length].to(loop.device))
+    loop.model.train()
 
 
-def repeats(unit, seconds, device):
-    """Return how many times `unit()` fits into `seconds`."""
-    return max(1, round(seconds / statistics.median(timed(unit, device, 9, warmup=2))))
+def repeated(work, seconds, device):
+    """Return a function that does the work as often as fits into `seconds`."""
+    count = repeats(work, seconds, device)
+    return lambda *_: [work() for _ in range(count)]
+
+
+def repeats(work, seconds, device):
+    """Return how many times the work fits into `seconds`."""
+    return max(1, round(seconds / statistics.median(timed(work, device, 9, warmup=2))))
 
 
 def recompile_each_step(loop, seconds):
@@ -189,8 +162,7 @@ def recompile_each_step(loop, seconds):
         busy(seconds)
         return graph.forward
 
-    compiled = torch.compile(Pool(), backend=compiler, dynamic=False)
-    loop.model[-2].forward = loop.spend(compiled)
+    loop.model[-2].forward = torch.compile(Pool().forward, backend=compiler, dynamic=False)
     loop.lengths = itertools.count(loop.length)
     # By default it would give up after eight, and go on without compiling.
     loop.settings = torch._dynamo.config.patch(recompile_limit=10**4, accumulated_recompile_limit=10**4)

@@ -39,11 +39,9 @@ def to_gpu(model):
     """Move parameters and buffers, and nothing else: what a module keeps elsewhere stays on the CPU."""
     for module in model.modules():
         for name, value in module._parameters.items():
-            if value is not None:
-                module._parameters[name] = nn.Parameter(value.detach().to("cuda"), value.requires_grad)
+            module._parameters[name] = None if value is None else nn.Parameter(value.detach().to("cuda"))
         for name, value in module._buffers.items():
-            if value is not None:
-                module._buffers[name] = value.to("cuda")
+            module._buffers[name] = None if value is None else value.to("cuda")
     return model
 
 
@@ -56,14 +54,12 @@ def fake_gpu():
 @pytest.fixture(scope="module")
 def made():
     """Each workload, and a batch of it on the CPU."""
-    found = {}
+    cpu, batches = torch.device("cpu"), {}
     for name, options in SIZES.items():
         workload = load_workload(name, size="tiny", **options)
-        found[name] = (
-            workload,
-            next(BatchStream(workload, workload.train, Plan(), batch_size=4, seed=0, device=torch.device("cpu"))),
-        )
-    return found
+        stream = BatchStream(workload, workload.train, Plan(), batch_size=4, seed=0, device=cpu)
+        batches[name] = workload, next(stream)
+    return batches
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
@@ -99,11 +95,11 @@ def saved_by(norm, inputs, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, None], ids=["bf16", "fp16", "fp32"])
 def test_group_norm_stays_in_the_format_of_its_input(fake_gpu, dtype):
     with fake_gpu:
-        ours, theirs = to_gpu(GroupNorm(1, 8)), to_gpu(nn.GroupNorm(1, 8))
+        ours, pytorchs = to_gpu(GroupNorm(1, 8)), to_gpu(nn.GroupNorm(1, 8))
         inputs = torch.empty(4, 8, 16, 16, device="cuda", dtype=dtype or torch.float32, requires_grad=True)
-        (outputs, saved_bytes), (wide, wide_bytes) = (saved_by(norm, inputs, dtype) for norm in (ours, theirs))
+        (outputs, saved_bytes), (wide, wide_bytes) = (saved_by(norm, inputs, dtype) for norm in (ours, pytorchs))
     assert outputs.dtype == inputs.dtype and wide.dtype == torch.float32
     assert saved_bytes <= 0.55 * wide_bytes if dtype else saved_bytes == wide_bytes
-    assert list(ours.state_dict()) == list(theirs.state_dict())
+    assert list(ours.state_dict()) == list(pytorchs.state_dict())
     on_cpu = torch.randn(2, 8, 4, 4)
     assert torch.equal(GroupNorm(1, 8)(on_cpu), nn.GroupNorm(1, 8)(on_cpu))

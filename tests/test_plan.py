@@ -120,7 +120,7 @@ SHARDED = {"ranks": 2, "strategy": "fsdp", "compile": "default", "channels_last"
     [
         ({"precision": "fp8"}, CPU_BF16, {}, {"precision": "bf16"}, "FP8 tensor cores"),
         ({"precision": "fp8"}, CPU, {}, {"precision": "default"}, "emulates it"),
-        ({"precision": "bf16"}, T4, {}, {"precision": "fp16", "fused_optimizer": True}, "only emulates it"),
+        ({"precision": "bf16"}, T4, {}, {"precision": "fp16", "fused_optimizer": True}, "compute capability 8.0"),
         ({"precision": "tf32"}, CPU, {}, {"precision": "default"}, "an NVIDIA GPU"),
         ({"precision": "fp32"}, T4, {}, {}, ""),
         ({"compile": "default"}, dataclasses.replace(CPU, compiler=""), {}, {"compile": "off"}, "C++ compiler"),

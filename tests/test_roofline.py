@@ -16,19 +16,14 @@ from speedkit.train.loop import steps
 from speedkit.train.setup import setup_run
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-
-
-@pytest.fixture(autouse=True)
-def short_ceilings(monkeypatch):
-    monkeypatch.setattr("speedkit.ceilings.BUDGET_S", 0.01)
+CPU = torch.device("cpu")
 
 
 def test_attention_is_counted_on_a_cpu_where_pytorchs_counter_has_no_formula():
-    batch, heads, length, width = 2, 3, 16, 8
-    query = torch.randn(batch, heads, length, width)
+    query = torch.randn(2, 3, 16, 8)  # batch, heads, length, width
     with FlopCounterMode(display=False) as counted:
         nn.functional.scaled_dot_product_attention(query, query, query)
-    assert counted.get_total_flops() == 2 * 2 * batch * heads * length * length * width
+    assert counted.get_total_flops() == 2 * 2 * (2 * 3 * 16 * 16 * 8)
 
 
 def test_bytes_are_those_of_inputs_and_outputs_and_a_view_moves_none():
@@ -52,24 +47,23 @@ def blocks():
     return nn.Sequential(nn.Linear(8, 16), Block(), Block(), nn.Linear(16, 2))
 
 
-@pytest.mark.parametrize("plan", [{}, {"checkpointing": "blocks"}, {"workers": 1}, {"cache": "ram"}], ids=str)
+@pytest.mark.parametrize("plan", [{"checkpointing": "blocks"}, {"workers": 1, "cache": "ram"}], ids=str)
 def test_how_a_model_is_trained_does_not_change_what_it_computes(plan):
     workload = dataclasses.replace(points(), model=blocks)
     # Forward, to the weights and to the inputs; the first layer needs no gradient of its inputs.
     products = 2 * 8 * 16 + 3 * 16 * 16 + 3 * 16 * 16 + 3 * 16 * 2
-    flops, moved, convolves = count(workload, workload.recipe, Plan(**plan), torch.device("cpu"))
-    assert flops == 2 * 16 * products and moved > 0 and not convolves
+    flops, moved = count(workload, workload.recipe, Plan(**plan), device=CPU)
+    assert flops.total() == 2 * 16 * products and moved > 0
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_step_is_set_against_the_ceiling_of_its_number_format(device):
-    workload, plan, hardware = points(), Plan(), this_machine(device)
-    ledger = make_ledger(device, {}, 1e-3, steps=1, facts=StepFacts())
-    found = roofline(workload, workload.recipe, plan, hardware, ledger=ledger)
-    assert found["mfu"] == pytest.approx(found["flops_per_step"] / 1e-3 / found["ceiling_flops_per_s"])
-    assert found["achieved_bytes_per_s"] == pytest.approx(found["bytes_per_step"] / 1e-3)
-    assert found["dtype"] == "fp32"
-    assert "MFU" in found["tells"][0] and "at most" in found["tells"][1]
+def test_a_step_is_set_against_the_ceiling_of_its_number_format(device, monkeypatch):
+    monkeypatch.setattr("speedkit.ceilings.BUDGET_S", 0.01)
+    workload, ledger = points(), make_ledger(device, {"forward": 1e-3}, steps=1, facts=StepFacts())
+    row = roofline(workload, workload.recipe, Plan(), hardware=this_machine(device), ledger=ledger)
+    assert row["mfu"] == pytest.approx(row["flops_per_step"] / 1e-3 / row["ceiling_flops_per_s"])
+    assert row["achieved_bytes_per_s"] == pytest.approx(row["bytes_per_step"] / 1e-3)
+    assert row["dtype"] == "fp32" and "MFU" in row["tells"][0] and "at most" in row["tells"][1]
 
 
 def test_counting_leaves_a_compiled_run_of_the_same_workload_compiled(monkeypatch):
@@ -82,12 +76,11 @@ def test_counting_leaves_a_compiled_run_of_the_same_workload_compiled(monkeypatc
     monkeypatch.setattr("speedkit.train.compile.BACKEND", backend)
     workload, plan = points(), Plan(compile="default")
     run = setup_run(workload, plan=plan, device="cpu", endless=True)
-    course = steps(run)
-    next(course)
+    training = steps(run)
+    next(training)
     before = len(made)
-    count(workload, workload.recipe, plan, torch.device("cpu"))
+    count(workload, workload.recipe, plan, device=CPU)
     ran.clear()
-    next(course)
+    next(training)
     run.close()
-    assert ran
-    assert len(made) == before > 0
+    assert ran and len(made) == before > 0

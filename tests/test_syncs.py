@@ -1,5 +1,6 @@
 """What makes the host wait is found, at its line and with its count, and nothing of the project's own loop is."""
 
+import contextlib
 import dataclasses
 import gc
 import inspect
@@ -11,7 +12,6 @@ from tiny import emulating, jitter, loss, points
 from torch import nn
 
 from speedkit import clock
-from speedkit.hardware import this_machine
 from speedkit.measure.syncs import audit
 from speedkit.plan import Plan
 from speedkit.train.fit import gc_paused
@@ -78,24 +78,20 @@ def test_the_most_expensive_comes_first():
         inputs[0, 0].item()
         torch.nonzero(inputs)
 
-    first, second = audit(work)
-    assert "nonzero" in first.code and "item" in second.code and first.seconds > second.seconds
+    assert [sync.code for sync in audit(work)] == ["torch.nonzero(inputs)", "inputs[0, 0].item()"]
 
 
-def waits(workload, count=5, device="cpu", **plan):
-    """The waits of `count` steps of the project's loop, all within an epoch and between log points.
+def waits(workload, device="cpu", **plan):
+    """The waits of five steps of the project's loop, all within an epoch and between log points.
 
     Without those of the loader: its indices lie in the host's memory beside any GPU, which a CPU cannot tell.
     """
-    plan = Plan(log_every=1000, validate_every=0, **plan)
-    run = setup_run(workload, plan=plan, device=device, progress=False)
-    training = steps(run)
-    next(training)
-    try:
-        found = audit(lambda: [next(training) for _ in range(count)], device)
-        return [sync for sync in found if device == "cuda" or Path(sync.file).parent.name != "data"]
-    finally:
-        run.close()
+    plan = Plan(log_every=1000, validate_every=0, fused_optimizer=True, **plan)
+    with contextlib.closing(setup_run(workload, plan=plan, device=device, progress=False)) as run:
+        training = steps(run)
+        next(training)
+        syncs = audit(lambda: [next(training) for _ in range(5)], device)
+    return [sync for sync in syncs if device == "cuda" or Path(sync.file).parent.name != "data"]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -104,13 +100,7 @@ def waits(workload, count=5, device="cpu", **plan):
 def test_the_loop_makes_the_host_wait_nowhere_between_log_points(optimizer, plan, device):
     workload = points(train=100, augment=jitter, dropout=0.2, clip_norm=1.0, optimizer=optimizer)
     loads = {"pin_memory": True, "prefetch": True} if device == "cuda" else {}  # a pageable copy is a wait
-    assert waits(workload, device=device, fused_optimizer=True, **loads, **plan) == []
-
-
-def test_an_unfused_optimizer_reads_its_step_counts():
-    [sync] = waits(points(train=100))
-    assert Path(sync.file).parent.name == "train"  # in the loop, not in PyTorch's files
-    assert sync.count == 5 * 4  # of each weight and bias
+    assert waits(workload, device=device, **loads, **plan) == []
 
 
 def test_a_read_in_the_workloads_own_loss_is_blamed_on_it():
@@ -119,38 +109,30 @@ def test_a_read_in_the_workloads_own_loss_is_blamed_on_it():
         value.detach().item()
         return value, outputs
 
-    [sync] = waits(dataclasses.replace(points(train=100), loss=reading), fused_optimizer=True)
+    [sync] = waits(dataclasses.replace(points(train=100), loss=reading))
     assert (sync.file, sync.code, sync.count) == (__file__, "value.detach().item()", 5)
 
 
-@pytest.mark.slow
 def test_compiled_code_works_after_an_audit_without_being_compiled_again():
-    if why := this_machine("cpu").why_not("compile"):
-        pytest.skip(why)
-    compiled = torch.compile(lambda x: (x * 2).relu().sum(), dynamic=False)
+    compiled = torch.compile(lambda x: (x * 2).relu().sum(), backend="eager", dynamic=False)
     inputs = torch.randn(8)
     expected, before = compiled(inputs), clock.compilations()
     assert [sync.count for sync in audit(lambda: compiled(inputs).item())] == [1]
-    assert torch.equal(compiled(inputs), expected)
-    torch.compiler.set_stance("fail_on_recompile")
-    try:
+    with torch.compiler.set_stance("fail_on_recompile"):
         assert torch.equal(compiled(inputs), expected)  # still the compiled form, or this would raise
-    finally:
-        torch.compiler.set_stance("default")
-    assert clock.compilations() == before
-    later = torch.compile(lambda x: (x * 3).sum(), dynamic=False)  # and new code is compiled as ever
+    later = torch.compile(lambda x: (x * 3).sum(), backend="eager", dynamic=False)  # and new code is compiled as ever
     later(inputs)
     assert clock.compilations() == before + 1
 
 
 def test_gc_paused_keeps_collections_out_of_steps():
-    seen, was_enabled = [], gc.isenabled()
-    gc.callbacks.append(lambda phase, info: seen.append(phase))
+    phases = []
+    gc.callbacks.append(lambda phase, info: phases.append(phase))
     try:
         with gc_paused():
-            seen.clear()
+            phases.clear()
             made = [[] for _ in range(50_000)]  # far more than what starts a collection
-            assert seen == [] and len(made) == 50_000
-        assert gc.isenabled() == was_enabled and gc.get_freeze_count() == 0
+            assert phases == [] and len(made) == 50_000
+        assert gc.isenabled() and gc.get_freeze_count() == 0
     finally:
         gc.callbacks.pop()

@@ -1,6 +1,9 @@
 """The ledger: where the time of training steps goes, in rows that add up to what the steps take unprofiled."""
 
 import collections
+import contextlib
+import os
+import tempfile
 import time
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,11 +14,11 @@ import psutil
 import torch
 
 from speedkit.clock import compilations, run_until_steady, synchronize
-from speedkit.errors import SpeedkitError
+from speedkit.errors import UsageError
 from speedkit.measure.provenance import gpu_state
 from speedkit.measure.syncs import Sync, auditing
 from speedkit.measure.timeline import DATA, FORWARD, OPTIMIZER, RARE, Timeline, replaced, timing
-from speedkit.measure.trace import CAUSES, UNEXPLAINED, Trace, classify, profiling, trace_of, window
+from speedkit.measure.trace import CAUSES, UNEXPLAINED, WINDOW, Trace, classify, read_trace
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train.loop import steps
@@ -63,9 +66,9 @@ class Ledger:
         """Return what `ledger.json` holds of it."""
         return {key: value for key, value in vars(self).items() if key != "facts"}
 
-    def share(self, *causes: str) -> float:
-        """Return the share of the wall time that goes to some causes."""
-        return sum(row["share"] for row in self.rows if row["cause"] in causes)
+    def share(self, cause: str) -> float:
+        """Return the share of the wall time that goes to a cause."""
+        return sum(row["share"] for row in self.rows if row["cause"] == cause)
 
     def __str__(self) -> str:
         busy = "" if self.busy_share is None else f", busy {self.busy_share:.1%} of the time"
@@ -80,7 +83,7 @@ def traced_steps(device: torch.device) -> int:
 
 
 class Look:
-    """What is seen of a loop's steps: their seconds by part, and in a few more their operators and host syncs."""
+    """Observes a loop's steps: their seconds by part, and in a few more their operators and host syncs."""
 
     def __init__(self, device: torch.device, timeline: Timeline, steps: int):
         self.device, self.timeline, self.to_time = device, timeline, steps
@@ -90,33 +93,45 @@ class Look:
 
     def course(self, trace_file: str | Path | None = None) -> Generator[None]:
         """Look at one step after the other: each `yield` is a step of the loop's. `trace_file` keeps the trace."""
+        # Their times, undisturbed.
         synchronize(self.device)
         self.timeline.take()
-        compiled = compilations()
+        before = compilations()
         while self.timed < self.to_time:
             yield
             self.timed += 1
             if self.timed == self.to_time:
                 synchronize(self.device)  # what is still to be done is of these steps
             self.seconds.update(self.timeline.take())
-            self.recompilations = compilations() - compiled
+            self.recompilations = compilations() - before
 
+        # Their operators and kernels. The device has nothing left to do before and after the window.
         count = traced_steps(self.device)
-        with profiling(self.device) as profiler:
+        if torch.autograd._profiler_enabled():
+            raise UsageError("another profiler is at work, beside which no other can be: stop it")
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # that there is no GPU to look at is no news
+        with torch.profiler.profile(record_shapes=True, acc_events=True) as profiler:  # or it warns of cycles
             self.timeline.annotate = True
             yield  # sets the profiler up
-            with window(self.device):
+            synchronize(self.device)
+            with torch.profiler.record_function(WINDOW):
                 for _ in range(count):
                     yield
+                synchronize(self.device)
         self.timeline.annotate = False
-        self.trace = trace_of(profiler, count, trace_file)
+        with tempfile.TemporaryDirectory() as folder:
+            path = str(trace_file or f"{folder}/trace.json")
+            profiler.export_chrome_trace(path)
+            self.trace = read_trace(path, count)
+
+        # What makes the host wait.
         with auditing(self.device) as self.syncs:
             for _ in range(AUDITED):
                 yield
 
     def ledger(self, rare: Mapping[str, float], **facts: Any) -> Ledger:
         """Return the ledger of the timed steps; `rare` replaces seconds of parts, `facts` are more of `StepFacts`."""
-        seconds, timed = dict(self.seconds) | dict(rare), max(1, self.timed)
+        seconds, timed = {**self.seconds, **rare}, max(1, self.timed)
         known = StepFacts(
             host_s={cause: part_s / timed for cause, part_s in seconds.items()},
             trace=self.trace,
@@ -124,49 +139,40 @@ class Look:
             recompilations=self.recompilations / timed,
             **facts,
         )
-        return make_ledger(self.device, seconds, sum(seconds.values()), steps=self.timed, facts=known)
+        return make_ledger(self.device, seconds, steps=self.timed, facts=known)
 
 
-def make_ledger(
-    device: torch.device | str,
-    seconds: Mapping[str, float],
-    window_s: float,
-    *,
-    steps: int,
-    facts: StepFacts,
-) -> Ledger:
-    """Return the ledger of `steps` steps that take `window_s`, by the host's `seconds`, and a GPU's by its trace."""
-    busy_share = None
+def make_ledger(device: torch.device | str, host: Mapping[str, float], *, steps: int, facts: StepFacts) -> Ledger:
+    """Return the ledger of `steps` steps by the `host`'s seconds, all of them together, and a GPU's by its trace."""
+    seconds, window_s, busy_share = dict(host), sum(host.values()), None
     if torch.device(device).type == "cuda" and facts.trace.end_s:
-        seconds, busy_share = unprofiled(facts.trace, seconds, window_s, steps=steps)
-    known, rows = dict(seconds) | {UNEXPLAINED: window_s - sum(seconds.values())}, []
+        seconds, busy_share = unprofiled(facts.trace, host, steps)
+    seconds[UNEXPLAINED] = window_s - sum(seconds.values())
+    rows = []
     for cause in CAUSES:
-        if known.get(cause) or cause == UNEXPLAINED:
-            share = known[cause] / (window_s or 1.0)
+        if seconds.get(cause) or cause == UNEXPLAINED:
+            share = seconds[cause] / (window_s or 1.0)
             most = 1 / max(1 - max(share, 0.0), 1e-3)
-            rows.append({"cause": cause, "seconds": known[cause], "share": share, "ceiling_speedup": most})
+            rows.append({"cause": cause, "seconds": seconds[cause], "share": share, "ceiling_speedup": most})
     return Ledger(str(device), window_s, steps, window_s / max(1, steps), rows, busy_share, facts)
 
 
-def unprofiled(
-    trace: Trace, host: Mapping[str, float], window_s: float, *, steps: int
-) -> tuple[dict[str, float], float]:
+def unprofiled(trace: Trace, host: Mapping[str, float], steps: int) -> tuple[dict[str, float], float]:
     """Return the seconds of a GPU by cause, and its busy share, in `steps` steps like those that were traced.
 
-    A profiler slows the host: without it the steps took `window_s`, and the `host` its seconds by part. Busy time is as
-    profiled, evaluation and compilation are the host's, waiting for data is no longer than the host's, and all other
-    gaps share what is left.
+    A profiler slows the host, whose seconds without it are `host`. Busy time is as profiled, evaluation and compilation
+    are the host's, waiting for data is no longer than the host's, and all other gaps share what is left.
     """
-    scale = steps / trace.steps
+    window_s, scale = sum(host.values()), steps / trace.steps
     busy, gaps = ({cause: seconds * scale for cause, seconds in rows.items()} for rows in classify(trace))
-    found = busy | {cause: host.get(cause, 0.0) for cause in RARE}
-    if DATA in gaps:
-        found[DATA] = min(gaps[DATA], host.get(DATA, gaps[DATA]))
-    gaps = {cause: seconds for cause, seconds in gaps.items() if cause not in (DATA, *RARE)}
-    left_s, gaps_s = window_s - sum(found.values()), sum(gaps.values())
-    for cause, seconds in gaps.items():
-        found[cause] = found.get(cause, 0.0) + seconds * max(0.0, min(1.0, left_s / gaps_s))
-    return found, min(1.0, sum(busy.values()) / window_s)
+    seconds = busy | {cause: host.get(cause, 0.0) for cause in RARE}
+    waiting_s = gaps.pop(DATA, 0.0)
+    seconds[DATA] = min(waiting_s, host.get(DATA, waiting_s))
+    gaps = {cause: gap_s for cause, gap_s in gaps.items() if cause not in RARE}
+    left = (window_s - sum(seconds.values())) / (sum(gaps.values()) or 1.0)
+    for cause, gap_s in gaps.items():
+        seconds[cause] = seconds.get(cause, 0.0) + gap_s * max(0.0, min(1.0, left))
+    return seconds, min(1.0, sum(busy.values()) / window_s)
 
 
 def ledger_of(
@@ -181,28 +187,14 @@ def ledger_of(
 ) -> Ledger:
     """Train `workload` for about `window_s` after a warm-up, without evaluation; return where the time goes.
 
-    On a CPU forward is the loss with what it calls. `trace_file` keeps the profiler's trace. Raises SpeedkitError, in a
-    sentence, for a workload that cannot be trained.
+    On a CPU forward is the loss with what it calls. `trace_file` keeps the profiler's trace.
     """
-    run = None
-    try:
-        run = setup_run(workload, recipe, plan, device=device, cache_dir=cache_dir, progress=False, endless=True)
+    run = setup_run(workload, recipe, plan, device=device, cache_dir=cache_dir, progress=False, endless=True)
+    with contextlib.closing(run):
         return _measure(run, window_s, trace_file)
-    except SpeedkitError:
-        raise
-    except Exception as error:
-        raise SpeedkitError(
-            f"{workload.name} failed in step {run.step + 1 if run else 1}: {type(error).__name__}: {error}; its "
-            "model needs a weight that is trained, and its loss has to give the mean over the batch, a tensor of "
-            "one number that depends on the weights, and the outputs"
-        ) from error
-    finally:
-        if run is not None:
-            run.close()
 
 
 def _measure(run: TrainingRun, window_s: float, trace_file: str | Path | None) -> Ledger:
-    """Return the ledger of a run that has settled."""
     training = steps(run)
     for _ in range(1 + 2 * int(run.plan.workers) * run.plan.prefetch_factor):
         next(training)  # on batches that the loader had ready
@@ -210,8 +202,8 @@ def _measure(run: TrainingRun, window_s: float, trace_file: str | Path | None) -
 
     look = Look(run.device, Timeline(), max(5, round(window_s / step_s)))
     part = look.timeline.of
-    pids = [process.pid for process in run.train_batches.loader.processes]
-    began_s, cpu_s = time.perf_counter(), _cpu_s(pids)
+    workers = [psutil.Process(process.pid) for process in run.train_batches.loader.processes]
+    began_s, cpu_s = time.perf_counter(), _cpu_s(workers)
     with (
         replaced(run, fetch=part(DATA, run.fetch), loss=part(FORWARD, run.loss)),
         replaced(run.optimizer, step=part(OPTIMIZER, run.optimizer.step)),
@@ -219,12 +211,12 @@ def _measure(run: TrainingRun, window_s: float, trace_file: str | Path | None) -
     ):
         for _ in look.course(trace_file):
             next(training)
-    worker_use = (_cpu_s(pids) - cpu_s) / (time.perf_counter() - began_s) / len(pids) if pids else None
+    worker_use = (_cpu_s(workers) - cpu_s) / (time.perf_counter() - began_s) / len(workers) if workers else None
     power = gpu_state(run.device, "power_w", "power_limit_w")
     power_use = power["power_w"] / power["power_limit_w"] if power else None
     return look.ledger({}, workers=int(run.plan.workers), worker_use=worker_use, power_use=power_use)
 
 
-def _cpu_s(pids: Sequence[int | None]) -> float:
+def _cpu_s(processes: Sequence[psutil.Process]) -> float:
     """Return the seconds for which processes have used a core so far."""
-    return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
+    return sum(sum(process.cpu_times()[:2]) for process in processes)

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -45,39 +44,39 @@ class ByteCounter(TorchDispatchMode):
         return result
 
 
-def count(workload: Workload, recipe: Recipe, plan: Plan, device: torch.device) -> tuple[float, float, bool]:
-    """Return FLOPs and bytes of a step, and whether most of the FLOPs are of convolutions.
+def count(workload: Workload, recipe: Recipe, plan: Plan, *, device: torch.device) -> tuple[Counter[str], float]:
+    """Return a step's FLOPs by operator, and the bytes it moves.
 
     Counted on a fresh, eager model: compiled code that meets a dispatch mode stays off for good.
     """
     # Left off is what changes nothing of what a model computes; to compute it twice, to save memory, is no work of it.
-    eager: Mapping[str, Any] = {"compile": "off", "checkpointing": "off", "workers": 0, "cache": "off", "shards": False}
-    until_s, counted, operators, moved = time.perf_counter() + COUNTING_S, 0, Counter[str](), ByteCounter()
-    plan = dataclasses.replace(plan, **eager)
+    plan = dataclasses.replace(plan, compile="off", checkpointing="off", workers=0, cache="off", shards=False)
+    until_s, counted, flops, moved = time.perf_counter() + COUNTING_S, 0, Counter[str](), ByteCounter()
     with contextlib.closing(setup_run(workload, recipe, plan, device=device, endless=True)) as run:
         training = steps(run)
         while not counted or (workload.length and counted < STEPS and time.perf_counter() < until_s):
             run.batch = run.fetch()  # loading is not counted
-            with FlopCounterMode(display=False) as flops, moved:
+            with FlopCounterMode(display=False) as counter, moved:
                 next(training)
-            operators.update({str(name): number for name, number in flops.get_flop_counts()["Global"].items()})
+            flops.update({str(name): number for name, number in counter.get_flop_counts()["Global"].items()})
             counted += 1
-    convolutions = sum(number for name, number in operators.items() if "conv" in name)
-    return operators.total() / counted, moved.total / counted, 2 * convolutions > operators.total()
+    return Counter({name: number // counted for name, number in flops.items()}), moved.total / counted
 
 
-def roofline(workload: Workload, recipe: Recipe, plan: Plan, hardware: Hardware, *, ledger: Ledger) -> dict[str, Any]:
+def roofline(workload: Workload, recipe: Recipe, plan: Plan, *, hardware: Hardware, ledger: Ledger) -> dict[str, Any]:
     """Return how near a step of `workload`, as its `ledger` has it, comes to the ceilings measured on this machine.
 
     Bytes are an upper estimate: all inputs and outputs of an eager step's operators, whether or not a cache holds them.
     """
-    flops, moved, convolves = count(workload, recipe, plan, hardware.device)
-    flops_per_s, bytes_per_s, found = flops / ledger.step_s, moved / ledger.step_s, ceilings(hardware)
+    operators, moved = count(workload, recipe, plan, device=hardware.device)
+    flops, limits = operators.total(), ceilings(hardware)
     dtype = resolve(plan, hardware, workload=workload).plan.precision.removesuffix("-emulated")
-    if dtype == "default" and hardware.device.type == "cuda" and convolves and torch.backends.cudnn.allow_tf32:
-        dtype = "tf32"
-    dtype = dtype if f"matmul_{dtype}" in found else "fp32"
-    ceiling, bandwidth = found[f"matmul_{dtype}"].value, found["memory_bandwidth"].value
+    convolutions = sum(number for name, number in operators.items() if "conv" in name)
+    if dtype == "default" and hardware.device.type == "cuda" and 2 * convolutions > flops:
+        dtype = "tf32"  # as cuDNN multiplies unless it is told otherwise
+    dtype = dtype if f"matmul_{dtype}" in limits else "fp32"
+    flops_per_s, bytes_per_s = flops / ledger.step_s, moved / ledger.step_s
+    ceiling, bandwidth = limits[f"matmul_{dtype}"].value, limits["memory_bandwidth"].value
     return {
         "flops_per_step": flops,
         "dtype": dtype,

@@ -1,5 +1,6 @@
-"""What makes the host wait: each place in a stretch of training that reads the device, with its cost."""
+"""Find the lines of a stretch of training that make the host wait for the device, with what each costs."""
 
+import collections
 import contextlib
 import dataclasses
 import linecache
@@ -20,13 +21,13 @@ from speedkit.measure.timeline import replaced
 READS = ("_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2", "unique_dim", "unique_consecutive")
 HANDING_OVER = ("tolist", "numpy", "cpu")  # methods that need no operation where the tensor lies in the host's memory
 Note = Callable[[float], None]  # takes the seconds of a wait
-# What may stand between a place that makes the host wait and the wait itself.
-NOT_THEIRS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), warnings.__file__, contextlib.__file__)
+# What may stand between a line that makes the host wait and the wait itself.
+LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent), warnings.__file__, contextlib.__file__)
 
 
 @dataclasses.dataclass(frozen=True)
 class Sync:
-    """One place that made the host wait: the innermost line that is not PyTorch's own."""
+    """A line that made the host wait: the innermost one outside of PyTorch."""
 
     file: str
     line: int
@@ -39,36 +40,45 @@ class Sync:
 
 
 def audit(function: Callable[[], Any], device: torch.device | str = "cpu") -> list[Sync]:
-    """Call `function()` and return the places in it that made the host wait; see `auditing`."""
-    with auditing(device) as found:
+    """Call `function()` and return the lines in it that made the host wait; see `auditing`."""
+    with auditing(device) as syncs:
         function()
-    return found
+    return syncs
 
 
 @contextlib.contextmanager
 def auditing(device: torch.device | str = "cpu") -> Iterator[list[Sync]]:
-    """Find the places inside the block that make the host wait; after it they are listed, the most expensive first.
+    """Find the lines inside the block that make the host wait; after it they are listed, the most expensive first.
 
     On a GPU these are the waits that CUDA's sync debug mode reports, compiled code included; neither event waits nor
     `torch.cuda.synchronize`. On a CPU they are the reads that would make a GPU's host wait, compiled code run as eager,
     and those of numbers in the host's memory, such as a loader's indices. It costs time: let it see a few steps.
     """
-    found, syncs = dict[tuple[str, int], list[float]](), list[Sync]()
+    waits, syncs = collections.defaultdict[tuple[str, int], list[float]](list), list[Sync]()
 
     def note(seconds: float) -> None:
-        """Note a wait that has just ended, at the innermost line that is neither PyTorch's nor this module's."""
         frame: FrameType | None = sys._getframe(1)
-        while frame and frame.f_code.co_filename.startswith(NOT_THEIRS):
+        while frame and frame.f_code.co_filename.startswith(LIBRARIES):
             frame = frame.f_back
         if frame:
-            found.setdefault((frame.f_code.co_filename, frame.f_lineno), []).append(seconds)
+            waits[frame.f_code.co_filename, frame.f_lineno].append(seconds)
 
-    try:
-        with _cuda_waits(note) if torch.device(device).type == "cuda" else _cpu_reads(note):
-            yield syncs
-    finally:
-        syncs += (Sync(*at, linecache.getline(*at).strip(), len(costs), sum(costs)) for at, costs in found.items())
-        syncs.sort(key=lambda sync: -sync.seconds)
+    with _cuda_waits(note) if torch.device(device).type == "cuda" else _cpu_reads(note):
+        yield syncs
+    syncs += (Sync(*at, linecache.getline(*at).strip(), len(costs), sum(costs)) for at, costs in waits.items())
+    syncs.sort(key=lambda sync: -sync.seconds)
+
+
+def _noted(call: Callable[..., Any], note: Note) -> Callable[..., Any]:
+    """Return `call` with each run of it noted."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        began_s = time.perf_counter()
+        result = call(*args, **kwargs)
+        note(time.perf_counter() - began_s)
+        return result
+
+    return run
 
 
 class _Reads(TorchDispatchMode):
@@ -79,29 +89,16 @@ class _Reads(TorchDispatchMode):
         self.note = note
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        began_s = time.perf_counter()
-        result = operation(*args, **(kwargs or {}))
         indices = args[1] if operation is torch.ops.aten.index.Tensor else ()
-        masked = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
-        if masked or operation.overloadpacket.__name__ in READS:
-            self.note(time.perf_counter() - began_s)
-        return result
+        masked = any(index is not None and index.dtype == torch.bool for index in indices)
+        reads = masked or operation.overloadpacket.__name__ in READS
+        return (_noted(operation, self.note) if reads else operation)(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
 def _cpu_reads(note: Note) -> Iterator[None]:
     """Note each read inside, with all code eager: compiled code that meets a dispatch mode stays off for good."""
-
-    def noted(method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            began_s = time.perf_counter()
-            result = method(*args, **kwargs)
-            note(time.perf_counter() - began_s)
-            return result
-
-        return call
-
-    methods = {name: noted(getattr(torch.Tensor, name)) for name in HANDING_OVER}
+    methods = {name: _noted(getattr(torch.Tensor, name), note) for name in HANDING_OVER}
     with torch.compiler.set_stance("force_eager"), _Reads(note), replaced(torch.Tensor, **methods):
         yield
 
@@ -119,14 +116,11 @@ def _cuda_waits(note: Note) -> Iterator[None]:
     def on_warning(message: Any, *others: Any, **more: Any) -> None:
         if "synchronizing CUDA operation" in str(message):
             note(time.perf_counter() - last_s)
-        else:
-            shown(message, *others, **more)
 
-    mode, profile, shown = torch.cuda.get_sync_debug_mode(), sys.getprofile(), warnings.showwarning
+    mode, profile = torch.cuda.get_sync_debug_mode(), sys.getprofile()
     with warnings.catch_warnings():
         warnings.filterwarnings("always", message=".*synchronizing CUDA operation")
-        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
-        warnings.showwarning = on_warning
+        warnings.showwarning = on_warning  # for any other, too: a warning of two steps is lost
         torch.cuda.set_sync_debug_mode("warn")
         sys.setprofile(on_call)
         try:
