@@ -112,7 +112,7 @@ def race(
             model(*args)
 
     windows = {word: functools.partial(window, model) for word, model in models.items()}
-    row = compare_functions(name, windows, pairs, device)
+    row = compare_functions(name, windows, pairs, device=device)
     return row | {side: [seconds / calls for seconds in row[side]] for side in ("seconds_a", "seconds_b")}
 
 
