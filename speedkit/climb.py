@@ -28,18 +28,9 @@ from speedkit.trials import ClimbState, Row, try_rungs
 from speedkit.workloads.workload import Workload
 
 # Whose source, with that of notebook 90, decides whether a recorded climb is current.
-MODULES = (
-    "speedkit.climb",
-    "speedkit.trials",
-    "speedkit.proof",
-    "speedkit.ladder",
-    "speedkit.measure.compare",
-    "speedkit.measure.stats",
-    "speedkit.measure.quality",
-    "speedkit.train.loop",
-)
+SOURCES = "climb trials proof ladder measure.compare measure.stats measure.quality train.loop"
+MODULES = tuple(f"speedkit.{name}" for name in SOURCES.split())
 CONTROL_PAIRS = 20
-SEEDS = 3  # trainings of each plan; more where these do not decide
 BUSY = math.log(1.05)  # what two runs of one plan may differ by, and what 80 pairs must be able to tell
 INTERNAL = ("fields", "promises")  # of a trial, for the climb alone
 BUSY_PERCENT = 20  # of a core: a process that takes less does not disturb
@@ -57,20 +48,18 @@ def climb(
     horizon: int | None = None,
     rungs: Sequence[str] | None = None,
     pairs: int = LOOKS[-1],
-    seeds: int = SEEDS,
+    seeds: int = 3,
     progress: bool | str = "auto",
 ) -> Row:
     """Climb the ladder on `workload` and return the record of it.
 
-    A ledger of the best plan says where the time goes; by it each rung's gain is predicted. The most promising is
-    measured against the best plan and kept when it is faster and its losses are what it promises. At the end each
-    kept rung whose gain a later one may have taken is left out once; the final figures come from fresh turns against
-    `Plan()` and `Plan.careful()`; both ends are trained over `seeds` to show that the result is as good.
-
-    `horizon` is the steps of the training that the plan is for, those of the recipe by default: compiling has to pay by
-    then. `pairs` is the most that a comparison has, `rungs` names those to try, all by default. `out` gets record.json
-    and plan.yaml, and climb.json, from which `resume` goes on. Raises UsageError for a budget too short for one rung,
-    SpeedkitError for a workload that cannot be trained.
+    The rung that promises most, by a ledger of the best plan so far, is measured against that plan; it is kept when it
+    is faster and its losses are what it promises. `proof` has what follows. `budget_s` is for all of it; `horizon` is
+    the steps of the training that the plan is for, the recipe's by default: compiling has to pay by then. `pairs` is
+    the most that a comparison has, `seeds` the trainings of each plan, more where these do not decide whether it learns
+    as well, `rungs` those to try.
+    `out` gets record.json and plan.yaml, and climb.json, from which `resume` goes on. Raises UsageError for a budget
+    too short for one rung, SpeedkitError for a workload that cannot be trained.
     """
     chosen, recipe = named(rungs), recipe or workload.recipe
     folder = claim_folder(out, "climb", resume) if out is not None else None
@@ -101,38 +90,28 @@ def climb(
 
 def climb_rungs(job: ClimbState, rungs: Sequence[Rung]) -> Row:
     """Go through all stages; return the record."""
-    run = NotebookRun(
-        "90_climb", MODULES, {"workload": job.workload.name, "budget_s": job.budget_s, "seeds": job.seeds}
-    )
+    facts = {"workload": job.workload.name, "budget_s": job.budget_s, "seeds": job.seeds}
+    run = NotebookRun("90_climb", MODULES, facts)
     naive, careful = Plan(), Plan.careful(job.hardware)
     job.ledger(naive)  # first: it says in a sentence what cannot be trained
     control = job.once("control", lambda: compare_with_itself(job))
     trials = try_rungs(job, rungs, noise=control["noise"])
-    best, dropped = proof.ablate(job, [trial for trial in trials if trial.kept])
+    kept = [trial for trial in trials if trial.kept]
+    climbed, dropped = proof.ablate(job, kept)
 
     # Final figures and quality. Where the plan learns worse, what changes numbers goes, and the rest is measured anew.
-    final = job.once("final", lambda: proof.final_comparison(job, best))
+    final = job.once("final", lambda: proof.final_comparison(job, climbed))
     best = Plan(**final["plan"])
     trained = proof.train_both(job, best, final["step_s"])
-    if trained["quality"]["decision"] == "worse" and (safe := proof.safe(best)) != best:
+    if trained["quality"]["decision"] == "worse" and proof.safe(best) != best:
         job.say("the final plan learns worse: what changes numbers is taken out of it, and it is measured afresh")
-        final = job.once("final, safe", lambda: proof.final_comparison(job, safe))
+        final = job.once("final, safe", lambda: proof.final_comparison(job, proof.safe(best)))
         best, trained["quality"]["replaced"] = Plan(**final["plan"]), True
-    compile_s = max((trial.compile_s or 0.0 for trial in trials if trial.kept), default=0.0)
     step_s = {"baseline": control["step_s"]} | final["step_s"]
-    payback = job.once("payback", lambda: proof.payback(job, best, compile_s=compile_s, step_s=step_s))
+    compile_s = max((trial.compile_s or 0.0 for trial in kept), default=0.0)
 
     # The ledgers' rooflines come last: what looks into each operator of a step leaves compiled code switched off.
-    ledgers = {name: job.ledger(plan) for name, plan in (("baseline", naive), ("final", best))}
-    rooflines = {
-        name: roofline(job.workload, job.recipe, plan, job.hardware, ledger=Ledger(**ledgers[name]))
-        for name, plan in (("baseline", naive), ("final", best))
-    }
-
-    for measurement in job.state["measurements"]:
-        run.measure(measurement)
-    for name, plan in (("baseline", naive), ("careful", careful), ("final", best)):
-        run.plan(name, resolve(plan, job.hardware))
+    plans = {"baseline": naive, "final": best}
     sections = {
         "workload": {"name": job.workload.name, "train": len(job.workload.train), "test": len(job.workload.test)},
         "recipe": job.recipe,
@@ -143,33 +122,31 @@ def climb_rungs(job: ClimbState, rungs: Sequence[Rung]) -> Row:
         "safe_change": text(changed(proof.safe(best), best)),
         "speedup": final["baseline"],
         "speedup_careful": final["careful"],
-        "headline": "careful" if final["careful"]["ratio"] < final["baseline"]["ratio"] else "baseline",
         "resolution": control["resolution"],
         "step_s": step_s,
-        "payback": payback,
-        "ledgers": ledgers,
-        "roofline": rooflines,
+        "payback": job.once("payback", lambda: proof.payback(job, best, compile_s=compile_s, step_s=step_s)),
+        "ledgers": {name: job.ledger(plan) for name, plan in plans.items()},
+        "roofline": {
+            name: roofline(job.workload, job.recipe, plan, job.hardware, ledger=Ledger(**job.ledger(plan)))
+            for name, plan in plans.items()
+        },
         **trained,
         "spent_s": job.spent_s(),
     }
     for name, value in sections.items():
         run.section(name, value)
+    for measurement in job.state["measurements"]:
+        run.measure(measurement)
+    for name, plan in (*plans.items(), ("careful", careful)):
+        run.plan(name, resolve(plan, job.hardware))
     return run.finished()
-
-
-# ---- the baseline, twice ----
 
 
 def compare_with_itself(job: ClimbState) -> Row:
     """Compare the naive plan with itself: how busy the machine is, and what another seed makes of the losses."""
-    same = job.compare(
-        (Plan(), Plan()),
-        ("baseline", "baseline again"),
-        "A/A control",
-        recipe_b=dataclasses.replace(job.recipe, seed=job.recipe.seed + 1),
-        pairs=min(job.pairs, CONTROL_PAIRS),
-        looks=(),
-    )
+    names, other_seed = ("baseline", "baseline again"), dataclasses.replace(job.recipe, seed=job.recipe.seed + 1)
+    options = {"recipe_b": other_seed, "pairs": min(job.pairs, CONTROL_PAIRS), "looks": ()}
+    same = job.compare((Plan(), Plan()), names, "A/A control", **options)
     step_s = statistics.fmean(same.step_s)
     job.say(f"naive baseline: {step_s * 1e3:.1f} ms per step; against itself {same.ratio:.3f}")
     logs = log_ratios(same.seconds_a, same.seconds_b)
@@ -180,8 +157,11 @@ def compare_with_itself(job: ClimbState) -> Row:
             f"this machine is busy: a plan compared with itself gives {same.ratio:.2f} ({same.low:.2f} to "
             f"{same.high:.2f}), so a gain below {math.exp(resolution):.2f} cannot be shown{busy_processes()}"
         )
-    noise = mean_difference(same.losses_b, same.losses_a)
-    return {"step_s": step_s, "resolution": math.exp(resolution), "noise": noise}
+    return {
+        "step_s": step_s,
+        "resolution": math.exp(resolution),
+        "noise": mean_difference(same.losses_b, same.losses_a),
+    }
 
 
 def busy_processes(seconds: float = 0.5) -> str:

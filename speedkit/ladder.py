@@ -9,10 +9,9 @@ from speedkit.config import nearest
 from speedkit.errors import UsageError
 from speedkit.hardware import Hardware
 from speedkit.plan import Plan
-from speedkit.recipe import Recipe
 
 Change = dict[str, Any]  # plan fields and their new values; the first is what it is about, the others go with it
-Changes = Callable[[Plan, Recipe, Hardware], list[Change]]
+Changes = Callable[[Plan, Hardware], list[Change]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,36 +37,36 @@ def always(**change: Any) -> Changes:
     return lambda *_: [change]
 
 
-def workers(_: Plan, __: Recipe, hardware: Hardware) -> list[Change]:
+def workers(_: Plan, hardware: Hardware) -> list[Change]:
     """Loader processes, as many as there are cores for."""
     pinned = {"pin_memory": True} if hardware.supports("pin_memory") else {}
     return [{"workers": min(hardware.cores, 16), "persistent_workers": True, **pinned}]
 
 
-def cache(plan: Plan, _: Recipe, hardware: Hardware) -> list[Change]:
+def cache(plan: Plan, hardware: Hardware) -> list[Change]:
     """Features kept: on a GPU beside the model where they fit; on a CPU's disk, which its page cache makes RAM."""
     places = ["disk"] if hardware.device.type == "cpu" else ["device", "ram"]
     also = {"cache_dtype": "float16", "workers": 0, "persistent_workers": False}
     return [{"cache": place, **also} for place in places] if plan.cache == "off" else []
 
 
-def features_on(_: Plan, __: Recipe, hardware: Hardware) -> list[Change]:
+def features_on(_: Plan, hardware: Hardware) -> list[Change]:
     """Features computed on the GPU."""
     return [{"features_on": "device"}] if hardware.device.type != "cpu" else []
 
 
-def precision(_: Plan, __: Recipe, hardware: Hardware) -> list[Change]:
+def precision(_: Plan, hardware: Hardware) -> list[Change]:
     """Fewer bits: bf16, else fp16, which needs loss scaling and is rarely faster."""
     formats = [] if hardware.supports("bf16") else [name for name in ("fp16", "tf32") if hardware.supports(name)]
     return [{"precision": name} for name in formats or ["bf16"]]
 
 
-def fp8(plan: Plan, *_: Any) -> list[Change]:
+def fp8(plan: Plan, _: Hardware) -> list[Change]:
     """8-bit matrix products, which pay only in compiled code that computes in bf16 already."""
     return [{"precision": "fp8"}] if plan.precision == "bf16" and plan.compile != "off" else []
 
 
-def compiled(plan: Plan, _: Recipe, hardware: Hardware) -> list[Change]:
+def compiled(plan: Plan, hardware: Hardware) -> list[Change]:
     """Compiled model; then the whole step; on a GPU without the launches of its kernels."""
     if plan.compile == "off":
         return [{"compile": "default"}]
@@ -75,14 +74,9 @@ def compiled(plan: Plan, _: Recipe, hardware: Hardware) -> list[Change]:
     return [{"compile_scope": "step"}, *graphs]
 
 
-def micro_batch(_: Plan, recipe: Recipe, hardware: Hardware) -> list[Change]:
-    """Smaller parts of a batch, whose activations stay in a CPU's cache."""
-    can = hardware.device.type == "cpu" and recipe.batch_size >= 16
-    return [{"micro_batch": recipe.batch_size // 2}] if can else []
-
-
 # Each field that makes training faster on some machine. Not here: what saves memory for time (checkpointing, allocator)
-# and what leaves out something that the recipe asks for (drop_last, validate_every).
+# and what leaves out something that the recipe asks for (drop_last, validate_every). Nor
+# micro_batch: smaller parts of a batch took a CPU as long as the whole, or longer.
 LADDER: tuple[Rung, ...] = (
     Rung("workers", workers, "bit-equal", "10_dataloader", ("C06", "C07", "C08")),
     Rung("cache", cache, "loss-equal", "12_feature_cache", ("C09", "C10")),
@@ -92,7 +86,6 @@ LADDER: tuple[Rung, ...] = (
     Rung("prefetch", always(prefetch=True, pin_memory=True), "bit-equal", "14_prefetch", ("C36",)),
     Rung("bucket", always(bucket=True), "order-equal", "10_dataloader"),
     Rung("host_syncs", always(fused_optimizer=True, log_every=50), "loss-equal", "26_host_syncs", ("C22",)),
-    Rung("micro_batch", micro_batch, "loss-equal", "20_batch_size"),
     Rung("precision", precision, "loss-equal", "21_mixed_precision", ("C01", "C02", "C04", "C38")),
     Rung("channels_last", always(channels_last=True), "loss-equal", "24_channels_last", ("C19",)),
     Rung("compile", compiled, "loss-equal", "23_compile", ("C16", "C18")),
@@ -127,7 +120,6 @@ EFFECTS: dict[str, tuple[tuple[str, ...], float, float]] = {
     "bucket": (COMPUTING, 1.0, 1.0),
     "fused_optimizer": (UPDATING, 1.0, 4.0),
     "log_every": (("sync-bound",), 1.0, math.inf),
-    "micro_batch": (COMPUTING, 0.7, 1.0),
     "precision": (COMPUTING, 1.0, 1.0),
     "channels_last": (COMPUTING, 0.95, 1.4),
     "compile": ((*COMPUTING, "launch-bound"), 0.9, 1.3),

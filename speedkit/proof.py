@@ -31,34 +31,29 @@ def ablate(job: ClimbState, kept: Sequence[Trial]) -> tuple[Plan, list[Row]]:
     rows, changes = list[Row](), [trial.fields for trial in kept]
     for place, trial in enumerate(kept):
         without = [change for change in changes if change is not trial.fields]
-        best, simpler = plan_of(changes), plan_of(without)
-        row: Row = {"kept": True, "ratio": None, "low": None, "high": None}
-        if simpler == best:
+        plans = plan_of(without), plan_of(changes)
+        row: Row = {"rung": trial.rung, "change": trial.change, "kept": True, "ratio": None, "low": None, "high": None}
+        if plans[0] == plans[1]:
             row["why"] = "another rung has replaced it"
         elif not any(acts_on(trial.fields) & acts_on(later.fields) for later in kept[place + 1 :]):
             row["why"] = "no later rung acts on the same part of a step"
         else:
-            row |= job.once(f"without {trial.stage}", functools.partial(_leave_out, job, trial.change, (simpler, best)))
+            row |= job.once(f"without {trial.stage}", functools.partial(_leave_out, job, plans, trial.change))
         changes = changes if row["kept"] else without
-        rows.append({"rung": trial.rung, "change": trial.change, **row})
+        rows.append(row)
     return plan_of(changes), rows
 
 
-def _leave_out(job: ClimbState, change: str, plans: tuple[Plan, Plan]) -> Row:
+def _leave_out(job: ClimbState, plans: tuple[Plan, Plan], change: str) -> Row:
     name = f"without {change}"
     result = job.attempt(plans, (name, "best"), name)
     if isinstance(result, str):
         return {"why": f"without it: {result}"}
-    row: Row = {"kept": True, "ratio": 1 / result.ratio, "low": 1 / result.high, "high": 1 / result.low}
-    if result.decision in ("not worth it", "slower"):
-        row |= {"kept": False, "why": "dropped: not worth it any more"}
-    else:
-        row["why"] = "slower without it" if result.faster else "not shown to be useless"
-    job.say("{0}: {ratio:.3f} ({low:.3f} to {high:.3f}), {why}".format(name, **row))
-    return row
-
-
-# ---- final figures ----
+    why = "slower without it" if result.faster else "not shown to be useless"
+    if useless := result.decision in ("not worth it", "slower"):
+        why = "dropped: not worth it any more"
+    job.say(f"{result}: {why}")
+    return {"ratio": 1 / result.ratio, "low": 1 / result.high, "high": 1 / result.low, "kept": not useless, "why": why}
 
 
 def final_comparison(job: ClimbState, best: Plan) -> Row:
@@ -98,11 +93,12 @@ def train_both(job: ClimbState, best: Plan, step_s: Row) -> Row:
     taken from earlier climbs of this recipe. Its seconds are its steps times those of one. Where the first seeds do not
     decide, there are more, as many as the time allows.
     """
+    curves: Curves = {"baseline": [], "final": []}
     if best == Plan():
-        return {"quality": quality_of(job.workload, {"baseline": [], "final": []}), "time_to_quality": None}
+        return {"quality": quality_of(job.workload, curves), "time_to_quality": None}
     file = naive_curves_file(job.workload, job.recipe, job.hardware)
     earlier = job.once("kept curves", lambda: read_json(file)[:MAX_SEEDS] if file and file.exists() else [])
-    curves: Curves = {"baseline": [*earlier], "final": []}
+    curves["baseline"] += earlier
     for seeds in (job.seeds, max(job.seeds, MAX_SEEDS)):
         train_seeds(job, curves, {"baseline": same_bits(best), "final": best}, seeds=seeds)
         quality = quality_of(job.workload, curves)
@@ -129,12 +125,10 @@ def train_seeds(job: ClimbState, curves: Curves, plans: dict[str, Plan], *, seed
             continue
         seed = job.recipe.seed + number
         stage = f"training, {name}, seed {seed}"
-        longest_s = max((run["seconds"] for run in curves[name]), default=0.0)
-        if stage not in job.stages and job.spent_s() + longest_s > job.budget_s:
+        if stage not in job.stages and job.spent_s() > job.budget_s:
             return
-        recipe = dataclasses.replace(job.recipe, seed=seed)
-        train = functools.partial(curve, fold(job.workload, number), recipe, plan, **job.options)
-        run = job.once(stage, train)
+        recipe, workload = dataclasses.replace(job.recipe, seed=seed), fold(job.workload, number)
+        run = job.once(stage, functools.partial(curve, workload, recipe, plan, **job.options))
         job.say(f"seed {seed}, {name}: {job.workload.metric} {run['value']:.4f} in {run['seconds']:.1f} s")
         curves[name].append(run)
 
@@ -157,12 +151,12 @@ def payback(job: ClimbState, best: Plan, *, compile_s: float, step_s: Row) -> Ro
             prepare_s["cache"] = every * timed(build, "cpu", repeats=1, warmup=0)[0]
     baseline_s, final_s = (job.horizon * step_s[name] for name in ("baseline", "final"))
     first_s = sum(prepare_s.values())
-    earned = final_s < baseline_s and first_s <= baseline_s - final_s
+    saved_s = baseline_s - final_s - first_s
     return {
         "epochs": job.horizon * job.recipe.batch_size / len(job.workload.train),
         "baseline_s": baseline_s,
         "final_s": final_s + first_s,
         "prepare_s": prepare_s,
-        "saved_s": baseline_s - final_s - first_s,
-        "pays_back_after_s": first_s / (1 - final_s / baseline_s) if earned else None,
+        "saved_s": saved_s,
+        "pays_back_after_s": first_s / (1 - final_s / baseline_s) if saved_s >= 0 and final_s < baseline_s else None,
     }

@@ -55,10 +55,10 @@ class ClimbState:
         path = self.out / NAME if self.out else None
         empty = {"about": about, "stages": {}, "measurements": [], "spent_s": 0.0}
         self.state = read_json(path) if path and path.exists() else empty
-        self.stages = self.state["stages"]
         if self.state.get("about") != about:
             what = "another workload, data set, recipe or version of speedkit"
             raise UsageError(f"{path} is of {what}: name another folder with --out")
+        self.stages = self.state["stages"]
 
     def once(self, stage: str, run: Callable[[], Any]) -> Any:
         """Return the result of a stage: from the state when it is there, else by running it and noting it down."""
@@ -127,9 +127,6 @@ def try_rungs(job: ClimbState, rungs: Sequence[Rung], *, noise: float) -> list[T
     trials = list[Trial]()
     while True:
         best = plan_of(trial.fields for trial in trials if trial.kept)
-        if not trials or trials[-1].kept:
-            rows = (row for row in job.ledger(best)["rows"] if abs(row["share"]) > 0.005)
-            job.say(f"time goes into {', '.join('{cause} {share:.0%}'.format(**row) for row in rows)}")
         tried = {trial.stage for trial in trials}
         rest = [trial for trial in candidates(job, rungs, best) if trial.stage not in tried]
         # Late, only those go on that were measured before the climb was stopped.
@@ -151,16 +148,17 @@ def try_rungs(job: ClimbState, rungs: Sequence[Rung], *, noise: float) -> list[T
 
 def candidates(job: ClimbState, rungs: Sequence[Rung], best: Plan) -> list[Trial]:
     """Return what the rungs would change of the `best` plan, each to be tried unless its `why` says why not."""
-    matmul, on_cpu = job.once("matmul", lambda: matmul_rates(job.hardware)), job.hardware.device.type == "cpu"
+    matmul = job.once("matmul", lambda: matmul_rates(job.hardware))
+    frames = job.once("frames saved by buckets", lambda: frames_saved(job.workload, job.recipe))
+    facts = {"matmul": matmul, "frames": frames, "on_cpu": job.hardware.device.type == "cpu"}
     shares = {row["cause"]: row["share"] for row in job.ledger(best)["rows"]}
     trials = []
     for rung in rungs:
-        for fields in rung.changes(best, job.recipe, job.hardware):
+        for fields in rung.changes(best, job.hardware):
             change = {field: value for field, value in fields.items() if value != getattr(best, field)}
             if not change:
                 continue
-            frames = job.once("frames saved", lambda: _frames_saved(job)) if "bucket" in change else 1.0
-            low, high = predict(change, shares, matmul=matmul, precision=best.precision, frames=frames, on_cpu=on_cpu)
+            low, high = predict(change, shares, precision=best.precision, **facts)
             trial = Trial(
                 rung=rung.name,
                 change=text(change),
@@ -194,12 +192,12 @@ def _why_not(job: ClimbState, change: Change, best: Plan, *, high: float) -> str
     return ""
 
 
-def _frames_saved(job: ClimbState) -> float:
+def frames_saved(workload: Workload, recipe: Recipe) -> float:
     """Return how many times as many padded frames an epoch has without buckets, by the headers of the files."""
-    if job.workload.length is None:
+    if workload.length is None:
         return 1.0
-    lengths = torch.tensor([job.workload.length(item) for item in job.workload.train])
-    plain = BatchSampler(len(lengths), job.recipe.batch_size, job.recipe.seed)
+    lengths = torch.tensor([workload.length(item) for item in workload.train])
+    plain = BatchSampler(len(lengths), recipe.batch_size, recipe.seed)
     return padded_frames(plain, lengths) / padded_frames(dataclasses.replace(plain, lengths=lengths), lengths)
 
 

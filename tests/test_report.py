@@ -31,7 +31,7 @@ def record(tmp_path_factory):
     rungs["host_syncs"] |= {"kept": False, "why": "not worth it"}
     made["plan"] |= {"cache": "disk"}
     made |= {"change": "cache=disk", "rungs": [*rungs.values()], "dropped": []}
-    return made | {"speedup": interval, "speedup_careful": careful, "headline": "careful"}
+    return made | {"speedup": interval, "speedup_careful": careful}
 
 
 def test_the_report_says_what_to_switch_on_and_what_it_gives(record, tmp_path):

@@ -1,6 +1,7 @@
 """Is plan B faster than plan A? Both trained for real, in turns on the same batches, in one process."""
 
 import dataclasses
+import functools
 import math
 import random
 import statistics
@@ -25,7 +26,6 @@ from speedkit.workloads.workload import Workload
 
 WARM_UP = 4  # pairs: autotuning, CUDA graphs, buffers that filled while a loader started
 TURN_S = 0.05  # of a turn on a GPU, where a step after a switch is slower; on a CPU one step does
-MAX_TURN = 1000  # steps
 
 Turn = Callable[[], float]
 
@@ -85,16 +85,17 @@ class Comparison:
 class Contender:
     """One plan in training, able to take a turn and to stand still. `options` are those of `setup_run`."""
 
-    def __init__(self, workload: Workload, recipe: Recipe, plan: Plan, **options: Any):
+    def __init__(self, workload: Workload, recipe: Recipe, plan: Plan, *, loss_steps: int, **options: Any):
         self.run = setup_run(workload, recipe, plan, endless=True, **options)
         self.steps = steps(self.run)
         self.stopwatch = Stopwatch(self.run.device)
         self.warmup_s = 0.0
-        self.losses: list[Tensor] = []  # of the first steps, read when there are enough
+        self.loss_steps = loss_steps
+        self.losses: list[Tensor] = []  # of so many first steps, read on the host at the end
         self.random = get_random_state(self.run.device)
 
-    def turn(self, count: int, loss_steps: int = 0) -> float:
-        """Return the seconds of `count` steps, scaled to the padded frames of so many on average; keep first losses.
+    def turn(self, count: int) -> float:
+        """Return the seconds of `count` steps, scaled to the padded frames of so many on average.
 
         Only in its turn are a plan's process-wide switches set and may its loader processes work: between turns these
         stand still, buffers and all, so that they steal no time from the other plan. Each plan has the global random
@@ -107,7 +108,7 @@ class Contender:
         self.stopwatch.start()
         for _ in range(count):
             next(self.steps)
-            if len(self.losses) < loss_steps:
+            if len(self.losses) < self.loss_steps:
                 self.losses.append(self.run.last_loss.detach().clone())
         seconds = self.stopwatch.stop()
         stream.loader.set_running(False)
@@ -145,17 +146,17 @@ def compare(
     Ends at the first of `looks` that decides, after `pairs` pairs, or when the timed turns have taken `max_s`. `seed`
     is that of the order within pairs. `workload_b` and `recipe_b` replace those of plan B.
     """
-    recipe, options = recipe or workload.recipe, {"device": device, "cache_dir": cache_dir}
+    recipe = recipe or workload.recipe
+    options: dict[str, Any] = {"loss_steps": loss_steps, "device": device, "cache_dir": cache_dir}
     with (
         closing(Contender(workload, recipe, plan_a, **options)) as a,
         closing(Contender(workload_b or workload, recipe_b or recipe, plan_b, **options)) as b,
     ):
-        count = warm_up(a, b, loss_steps)
-        turns = (lambda: a.turn(count, loss_steps), lambda: b.turn(count, loss_steps))
-        rng = random.Random(seed)
-        seconds_a, seconds_b, decision = measure_pairs(*turns, pairs=pairs, rng=rng, max_s=max_s, looks=looks)
+        count = warm_up(a, b)
+        turns, rng = (functools.partial(a.turn, count), functools.partial(b.turn, count)), random.Random(seed)
+        seconds_a, seconds_b, decision = measure_pairs(*turns, rng=rng, pairs=pairs, max_s=max_s, looks=looks)
         for side in (a, b):  # what is compared of the losses may be longer than what shows a large gain
-            side.turn(max(0, loss_steps - len(side.losses)), loss_steps)
+            side.turn(max(0, loss_steps - len(side.losses)))
         return Comparison(
             name=name or f"{names[0]} against {names[1]}",
             a=names[0],
@@ -174,22 +175,19 @@ def compare(
         )
 
 
-def warm_up(a: Contender, b: Contender, loss_steps: int = 0) -> int:
+def warm_up(a: Contender, b: Contender) -> int:
     """Let both make their first turns, and time them; return the steps of a turn.
 
     A turn is one step on a CPU, and TURN_S on a GPU. With loader processes it takes all that they have buffered, or
     what they buffered between turns would be measured as if it cost nothing.
     """
     count = max(1, *(int(side.run.plan.workers) * side.run.plan.prefetch_factor for side in (a, b)))
-    for _ in range(WARM_UP):
-        turns_s = []
-        for side in (a, b):
-            began_s = time.perf_counter()
-            turns_s.append(side.turn(count, loss_steps))
-            side.warmup_s += time.perf_counter() - began_s
-    if a.run.device.type != "cpu":
-        count *= min(MAX_TURN, math.ceil(TURN_S / min(turns_s)))
-    return count
+    turns_s = []
+    for side in (a, b) * WARM_UP:
+        began_s = time.perf_counter()
+        turns_s.append(side.turn(count))
+        side.warmup_s += time.perf_counter() - began_s
+    return count if a.run.device.type == "cpu" else count * math.ceil(TURN_S / min(turns_s[-2:]))
 
 
 def measure_pairs(
@@ -244,11 +242,10 @@ def compare_functions(
         function()
         return stopwatch.stop()
 
-    (a, first), (b, second) = functions.items()
-    first()
-    second()
-    turns = (lambda: turn(first), lambda: turn(second))
+    for function in functions.values():
+        function()
+    turns = (functools.partial(turn, function) for function in functions.values())
     seconds_a, seconds_b, decision = measure_pairs(*turns, pairs=pairs, rng=random.Random(0))
-    interval = paired_interval(seconds_a, seconds_b)
-    names = {"name": name, "a": a, "b": b}
-    return {**names, "seconds_a": seconds_a, "seconds_b": seconds_b, **vars(interval), "decision": decision}
+    a, b = functions
+    row = {"name": name, "a": a, "b": b, "seconds_a": seconds_a, "seconds_b": seconds_b, "decision": decision}
+    return row | vars(paired_interval(seconds_a, seconds_b))

@@ -133,9 +133,8 @@ def quality_of(workload: Workload, curves: Curves) -> Row:
         passed = passed or (likelihood.passed and not result.worse)
     if passed or result.worse:
         return row | {"decision": "as good" if passed else "worse"}
-    # An interval is as wide as the root of the trainings is small; its reach has to become the margin.
-    needed = math.ceil(count * ((result.mean_change - result.lower) / workload.margin) ** 2)
-    needed = max(count + 1, needed)
+    # For how many an equal plan would be shown to be as good every other time: its error falls with their root.
+    needed = max(count + 1, math.ceil(count * (1.96 * result.error / workload.margin) ** 2))
     items = {"test_items": len(workload.test), "items_needed": len(workload.test) * needed} if folds else {}
     return row | {"decision": "not decided", "seeds_needed": needed} | items
 
@@ -146,23 +145,19 @@ def naive_curves_file(workload: Workload, recipe: Recipe, hardware: Hardware) ->
     They depend on model, loss, data, recipe and versions, and on no plan: what they are of is in the file's name. None
     for a model that cannot be told from others.
     """
+
+    def facts(item: Any) -> Any:
+        """Return the plain values of an object, of which many may share a data set that is large."""
+        values = vars(item) if hasattr(item, "__dict__") else {}
+        return {name: value for name, value in values.items() if isinstance(value, PLAIN)} if values else item
+
     content = vars(workload) | {"recipe": vars(recipe), "device": hardware.name, "torch": torch.__version__}
-    content |= {"version": VERSION, "train": plain_facts(workload.train), "test": plain_facts(workload.test)}
+    content |= {"version": VERSION, "train": [*map(facts, workload.train)], "test": [*map(facts, workload.test)]}
     try:
         name = described({key: described(value) for key, value in content.items()})
     except SpeedkitError:
         return None
     return cache_root() / "quality" / f"{name}.json"
-
-
-def plain_facts(items: Sequence[Any]) -> list[Any]:
-    """Return what tells items apart: of an object its plain values, for many may share a data set that is large."""
-    return [
-        {name: value for name, value in vars(item).items() if isinstance(value, PLAIN)}
-        if hasattr(item, "__dict__")
-        else item
-        for item in items
-    ]
 
 
 def time_to_quality(workload: Workload, curves: Curves) -> Row:
@@ -176,21 +171,19 @@ def time_to_quality(workload: Workload, curves: Curves) -> Row:
     scores = [run["value"] for run in curves["baseline"]]
     mean = statistics.fmean(scores)
     goals = scores if has_folds(workload) else [mean] * len(scores)
-    seconds = {
-        name: [
-            next((at_s for at_s, value in run["points"] if sign * (value - goal) >= -workload.margin), math.inf)
-            for run, goal in zip(runs, goals, strict=False)
-        ]
-        for name, runs in curves.items()
-    }
-    median = {name: statistics.median(values) for name, values in seconds.items()}
-    baseline_s, final_s = (median[name] if math.isfinite(median[name]) else None for name in ("baseline", "final"))
+
+    def reached_s(run: Row, goal: float) -> float:
+        return next((at_s for at_s, value in run["points"] if sign * (value - goal) >= -workload.margin), math.inf)
+
+    baseline, final = ([*map(reached_s, curves[name], goals)] for name in ("baseline", "final"))
+    medians = [statistics.median(seconds) for seconds in (baseline, final)]
+    baseline_s, final_s = (value if math.isfinite(value) else None for value in medians)
     return {
         "target": mean - sign * workload.margin,
         "baseline_s": baseline_s,
         "final_s": final_s,
         "ratio": baseline_s / final_s if baseline_s and final_s else None,
-        "sooner": all(new_s < old_s for new_s, old_s in zip(seconds["final"], seconds["baseline"], strict=False)),
+        "sooner": all(new_s < old_s for old_s, new_s in zip(baseline, final, strict=False)),
         "curves": curves,
     }
 
@@ -220,10 +213,8 @@ def choose_batch_size(
 
     def trained(candidate: Recipe) -> list[Row]:
         """Return a curve for each seed of a recipe."""
-        runs = []
-        for number in range(seeds):
-            seeded = dataclasses.replace(candidate, seed=recipe.seed + number)
-            runs.append(curve(fold(workload, number), seeded, plan, **options))
+        seeded = [dataclasses.replace(candidate, seed=recipe.seed + number) for number in range(seeds)]
+        runs = [curve(fold(workload, number), one, plan, **options) for number, one in enumerate(seeded)]
         value, seconds = (statistics.fmean(run[key] for run in runs) for key in ("value", "seconds"))
         rate = f"batch {candidate.batch_size}, learning rate {candidate.learning_rate:.3g}"
         say(f"{rate}: {workload.metric} {value:.4f} in {seconds:.1f} s")

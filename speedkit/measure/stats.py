@@ -26,9 +26,10 @@ class Interval:
 
 @dataclass(frozen=True)
 class NonInferiority:
-    """The change of quality (larger is better), and the ends of its two one-sided intervals."""
+    """The change of quality (larger is better), its standard error, and the ends of its two one-sided intervals."""
 
     mean_change: float
+    error: float
     lower: float
     upper: float
     margin: float
@@ -97,7 +98,7 @@ def non_inferior(changes: Sequence[float], margin: float, *, tail: float = 0.05)
     _check(changes)
     mean, error = statistics.fmean(changes), statistics.stdev(changes) / math.sqrt(len(changes))
     reach = error * _student(len(changes) - 1, tail)
-    return NonInferiority(mean, mean - reach, mean + reach, margin)
+    return NonInferiority(mean, error, mean - reach, mean + reach, margin)
 
 
 def pooled_non_inferior(
@@ -113,7 +114,7 @@ def pooled_non_inferior(
     squares = sum(statistics.variance(values) * (len(values) - 1) for values in (baseline, new))
     error = math.sqrt(squares / freedom * (1 / len(baseline) + 1 / len(new)))
     reach = error * _student(freedom, tail)
-    return NonInferiority(change, change - reach, change + reach, margin)
+    return NonInferiority(change, error, change - reach, change + reach, margin)
 
 
 def _check(values: Sequence[float]) -> None:

@@ -3,6 +3,7 @@
 import base64
 import io
 from collections.abc import Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def write_report(record: Row, out: str | Path) -> Path:
     page = environment.get_template("report.html.j2").render(
         record=record,
         machine=figures.device_name(record),
-        headline=record["speedup_careful" if record.get("headline") == "careful" else "speedup"],
+        headline=min(record["speedup"], record["speedup_careful"], key=itemgetter("ratio")),
         sentences=in_short(record),
         quality=quality_in_words(record["quality"]),
         fields=[(name, value, known[name].help) for name, value in record["plan"].items() if value != naive[name]],
@@ -68,9 +69,8 @@ def in_short(record: Row) -> list[str]:
     if record["change"] == "nothing":
         return ["Nothing that was tried is worth switching on: plain PyTorch stays."]
     over = "{ratio:.2f} times as fast as {0} ({low:.2f} to {high:.2f}, 99 %)".format
-    names = [over("plain PyTorch", **record["speedup"]), over("a careful start", **record["speedup_careful"])]
-    if record.get("headline") == "careful":
-        names.reverse()
+    ratios = {"plain PyTorch": record["speedup"], "a careful start": record["speedup_careful"]}
+    names = [over(name, **ratios[name]) for name in sorted(ratios, key=lambda name: ratios[name]["ratio"])]
     return [
         f"Training steps are {', and '.join(names)}.",
         quality_in_words(record["quality"]),
