@@ -45,7 +45,7 @@ def measure(quick: bool) -> Iterator[common.Result]:
             name: functools.partial(trial.take_step, size, batch_size)
             for name, size in (("chosen", search.micro_batch), ("best", best))
         }
-        turns = compare_functions("", sides, pairs, device)
+        turns = compare_functions("", sides, pairs, device=device)
     what = f"step in micro-batches of {search.micro_batch} (chosen) over {best} (best of a sweep)"
     yield common.ratio_of(what, turns["seconds_a"], turns["seconds_b"], 1.05)
     what = f"time of the search ({search.seconds:.1f} s) over the sweep's"

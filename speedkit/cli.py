@@ -142,8 +142,7 @@ def climb(workload: str, budget: float, rungs: str | None, notebook: bool, **val
     """Climb the whole ladder on WORKLOAD; leave the winning plan, the record and a report."""
     from speedkit.climb import climb as climb_ladder
     from speedkit.notebooks import find_notebooks, run_notebook
-    from speedkit.show.report import write_report
-    from speedkit.show.summary import in_short
+    from speedkit.show.report import in_short, write_report
 
     work, recipe = find_workload(workload, values)
     folder = values["out"]

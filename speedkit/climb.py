@@ -3,46 +3,37 @@
 import dataclasses
 import functools
 import math
+import os
 import statistics
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from speedkit import proof, trials
-from speedkit.climb_state import ClimbState, Row, read_state
+import psutil
+
+from speedkit import proof
 from speedkit.config import to_yaml
 from speedkit.files import claim_folder, read_json, write_json, write_text
 from speedkit.hardware import this_machine
-from speedkit.ladder import Rung, changed, named, plan_of, text
-from speedkit.measure.busy import busy_processes
+from speedkit.ladder import Rung, changed, named, text
 from speedkit.measure.ledger import Ledger
-from speedkit.measure.quality import time_to_quality
+from speedkit.measure.quality import mean_difference
 from speedkit.measure.record import NotebookRun
 from speedkit.measure.roofline import roofline
 from speedkit.measure.stats import FALSE_KEEP, LOOKS, log_ratios, trimmed_mean
 from speedkit.plan import Plan, resolve
 from speedkit.recipe import Recipe
 from speedkit.train.progress import wanted
+from speedkit.trials import ClimbState, Row, try_rungs
 from speedkit.workloads.workload import Workload
 
 # Whose source, with that of notebook 90, decides whether a recorded climb is current.
-MODULES = tuple(
-    f"speedkit.{name}"
-    for name in (
-        "climb",
-        "trials",
-        "ladder",
-        "measure.compare",
-        "measure.stats",
-        "train.loop",
-        "measure.quality",
-        "proof",
-    )
-)
+SOURCES = "climb trials proof ladder measure.compare measure.stats measure.quality train.loop"
+MODULES = tuple(f"speedkit.{name}" for name in SOURCES.split())
 CONTROL_PAIRS = 20
-SEEDS = 3  # trainings of each plan; more where these do not decide
 BUSY = math.log(1.05)  # what two runs of one plan may differ by, and what 80 pairs must be able to tell
-INTERNAL = {"fields", "promises", "stage", "compiles", "measurement"}  # of a rung's row, for the climb alone
+INTERNAL = ("fields", "promises")  # of a trial, for the climb alone
+BUSY_PERCENT = 20  # of a core: a process that takes less does not disturb
 
 
 def climb(
@@ -57,122 +48,105 @@ def climb(
     horizon: int | None = None,
     rungs: Sequence[str] | None = None,
     pairs: int = LOOKS[-1],
-    seeds: int = SEEDS,
+    seeds: int = 3,
     progress: bool | str = "auto",
 ) -> Row:
     """Climb the ladder on `workload` and return the record of it.
 
-    A ledger of the best plan says where the time goes; by it each rung's gain is predicted. The most promising is
-    measured against the best plan and kept when it is faster and its losses are what it promises. At the end each
-    kept rung whose gain a later one may have taken is left out once; the final figures come from fresh turns against
-    `Plan()` and `Plan.careful()`; both ends are trained over `seeds` to show that the result is as good.
-
-    `horizon` is the steps of the training that the plan is for, those of the recipe by default: compiling has to pay by
-    then. `pairs` is the most that a comparison has, `rungs` names those to try, all by default. `out` gets record.json
-    and plan.yaml, and climb.json, from which `resume` goes on. Raises UsageError for a budget too short for one rung,
-    SpeedkitError for a workload that cannot be trained.
+    The rung that promises most, by a ledger of the best plan so far, is measured against that plan; it is kept when it
+    is faster and its losses are what it promises. `proof` has what follows. `budget_s` is for all of it; `horizon` is
+    the steps of the training that the plan is for, the recipe's by default: compiling has to pay by then. `pairs` is
+    the most that a comparison has, `seeds` the trainings of each plan, more where these do not decide whether it learns
+    as well, `rungs` those to try.
+    `out` gets record.json and plan.yaml, and climb.json, from which `resume` goes on. Raises UsageError for a budget
+    too short for one rung, SpeedkitError for a workload that cannot be trained.
     """
-    chosen = named(rungs)
-    hardware, recipe = this_machine(device), recipe or workload.recipe
+    chosen, recipe = named(rungs), recipe or workload.recipe
     folder = claim_folder(out, "climb", resume) if out is not None else None
-    state = read_state(folder, workload, recipe)
-    if folder is not None and (folder / "record.json").exists():
-        return read_json(folder / "record.json")
     job = ClimbState(
         workload=workload,
         recipe=recipe,
-        hardware=hardware,
+        hardware=this_machine(device),
         budget_s=budget_s,
         horizon=horizon or recipe.total_steps(len(workload.train), drop_last=False),
         pairs=pairs,
         seeds=seeds,
-        device=device,
-        cache_dir=cache_dir,
+        options={"device": device, "cache_dir": cache_dir},
         out=folder,
         say=functools.partial(print, flush=True) if wanted(progress) else lambda text: None,
-        state=state,
     )
+    if folder is not None and (folder / "record.json").exists():
+        return read_json(folder / "record.json")
     job.say(
         f"climbing {workload.name}: {len(workload.train)} items to train on, {len(workload.test)} to test, "
-        f"batch {recipe.batch_size}, on {hardware.name}; budget {budget_s:.0f} s"
+        f"batch {recipe.batch_size}, on {job.hardware.name}; budget {budget_s:.0f} s"
     )
-    plan, record = _climb(job, chosen)
+    record = climb_rungs(job, chosen)
     if folder is not None:
-        write_text(folder / "plan.yaml", to_yaml(plan))
+        write_text(folder / "plan.yaml", to_yaml(Plan(**record["plan"])))
         write_json(folder / "record.json", record)
     return record
 
 
-def _climb(job: ClimbState, chosen: Sequence[Rung]) -> tuple[Plan, Row]:
-    """Go through all stages; return the plan to recommend and the record."""
-    run = NotebookRun(
-        "90_climb", MODULES, {"workload": job.workload.name, "budget_s": job.budget_s, "seeds": job.seeds}
-    )
-    trials.ledger_for(job, Plan())  # first: it says in a sentence what cannot be trained
-    control = job.once("control", lambda: measure_control(job))
-    tried = trials.try_rungs(job, chosen, control)
-    ablations = proof.ablate(job, [row for row in tried if row["kept"]])
-    best = plan_of([row for row in ablations if row["kept"]])
+def climb_rungs(job: ClimbState, rungs: Sequence[Rung]) -> Row:
+    """Go through all stages; return the record."""
+    facts = {"workload": job.workload.name, "budget_s": job.budget_s, "seeds": job.seeds}
+    run = NotebookRun("90_climb", MODULES, facts)
+    naive, careful = Plan(), Plan.careful(job.hardware)
+    job.ledger(naive)  # first: it says in a sentence what cannot be trained
+    control = job.once("control", lambda: compare_with_itself(job))
+    trials = try_rungs(job, rungs, noise=control["noise"])
+    kept = [trial for trial in trials if trial.kept]
+    climbed, dropped = proof.ablate(job, kept)
 
     # Final figures and quality. Where the plan learns worse, what changes numbers goes, and the rest is measured anew.
-    final = job.once("final", lambda: proof.final_comparison(job, best))
-    trained = proof.train_both(job, Plan(**final["plan"]), final["step_s"])
+    final = job.once("final", lambda: proof.final_comparison(job, climbed))
     best = Plan(**final["plan"])
+    trained = proof.train_both(job, best, final["step_s"])
     if trained["quality"]["decision"] == "worse" and proof.safe(best) != best:
         job.say("the final plan learns worse: what changes numbers is taken out of it, and it is measured afresh")
-        safe = proof.safe(best)
-        final = job.once("final, safe", lambda: proof.final_comparison(job, safe))
+        final = job.once("final, safe", lambda: proof.final_comparison(job, proof.safe(best)))
         best, trained["quality"]["replaced"] = Plan(**final["plan"]), True
-    paid = job.once("payback", lambda: proof.paid_back(job, best, tried, final["step_s"]))
+    step_s = {"baseline": control["step_s"]} | final["step_s"]
+    compile_s = max((trial.compile_s or 0.0 for trial in kept), default=0.0)
 
     # The ledgers' rooflines come last: what looks into each operator of a step leaves compiled code switched off.
-    ledgers = {name: (plan, trials.ledger_for(job, plan)) for name, plan in (("baseline", Plan()), ("final", best))}
-    near = {
-        name: job.once(
-            f"roofline, {name}",
-            functools.partial(roofline, job.workload, job.recipe, plan, hardware=job.hardware, ledger=Ledger(**row)),
-        )
-        for name, (plan, row) in ledgers.items()
-    }
+    plans = {"baseline": naive, "final": best}
     sections = {
-        "rungs": [_public(row) for row in tried],
-        "dropped": [_public(row) for row in ablations],
-        "payback": paid,
-        "ledgers": {name: row for name, (_, row) in ledgers.items()},
-        "roofline": near,
+        "workload": {"name": job.workload.name, "train": len(job.workload.train), "test": len(job.workload.test)},
+        "recipe": job.recipe,
+        "rungs": [{key: value for key, value in vars(trial).items() if key not in INTERNAL} for trial in trials],
+        "dropped": dropped,
+        "plan": best,
+        "change": text(changed(best)),
+        "safe_change": text(changed(proof.safe(best), best)),
+        "speedup": final["baseline"],
+        "speedup_careful": final["careful"],
+        "resolution": control["resolution"],
+        "step_s": step_s,
+        "payback": job.once("payback", lambda: proof.payback(job, best, compile_s=compile_s, step_s=step_s)),
+        "ledgers": {name: job.ledger(plan) for name, plan in plans.items()},
+        "roofline": {
+            name: roofline(job.workload, job.recipe, plan, hardware=job.hardware, ledger=Ledger(**job.ledger(plan)))
+            for name, plan in plans.items()
+        },
+        **trained,
+        "spent_s": job.spent_s(),
     }
-    rows = [control, *tried, *ablations]
-    for measurement in [*(row.get("measurement") for row in rows), final["baseline"], final["careful"]]:
-        if measurement:
-            run.measure(measurement)
-    return best, _record(job, run, best, control=control, final=final, trained=trained, sections=sections)
+    for name, value in sections.items():
+        run.section(name, value)
+    for measurement in job.state["measurements"]:
+        run.measure(measurement)
+    for name, plan in (*plans.items(), ("careful", careful)):
+        run.plan(name, resolve(plan, job.hardware))
+    return run.finished()
 
 
-def _public(row: Row) -> Row:
-    return {key: value for key, value in row.items() if key not in INTERNAL}
-
-
-# ---- the baseline, twice ----
-
-
-def measure_control(job: ClimbState) -> Row:
-    """Measure the naive plan against itself: how busy the machine is, losses from two seeds, shapes of batches."""
-    shapes = set()
-
-    def noting(model: Any, batch: Any, recipe: Recipe) -> Any:
-        shapes.add(tuple(batch[0].shape))
-        return job.workload.loss(model, batch, recipe)
-
-    other = dataclasses.replace(job.recipe, seed=job.recipe.seed + 1)
-    same = job.compare(
-        (Plan(), Plan()),
-        ("baseline", "baseline again"),
-        "A/A control",
-        workload=dataclasses.replace(job.workload, loss=noting),
-        recipe_b=other,
-        pairs=min(job.pairs, CONTROL_PAIRS),
-        looks=(),
-    )
+def compare_with_itself(job: ClimbState) -> Row:
+    """Compare the naive plan with itself: how busy the machine is, and what another seed makes of the losses."""
+    names, other_seed = ("baseline", "baseline again"), dataclasses.replace(job.recipe, seed=job.recipe.seed + 1)
+    options = {"recipe_b": other_seed, "pairs": min(job.pairs, CONTROL_PAIRS), "looks": ()}
+    same = job.compare((Plan(), Plan()), names, "A/A control", **options)
     step_s = statistics.fmean(same.step_s)
     job.say(f"naive baseline: {step_s * 1e3:.1f} ms per step; against itself {same.ratio:.3f}")
     logs = log_ratios(same.seconds_a, same.seconds_b)
@@ -184,47 +158,19 @@ def measure_control(job: ClimbState) -> Row:
             f"{same.high:.2f}), so a gain below {math.exp(resolution):.2f} cannot be shown{busy_processes()}"
         )
     return {
-        "measurement": same.as_measurement(),
         "step_s": step_s,
         "resolution": math.exp(resolution),
-        "losses": same.losses_a,
-        "other_seed": same.losses_b,
-        "shapes": len(shapes),
+        "noise": mean_difference(same.losses_b, same.losses_a),
     }
 
 
-# ---- the record ----
-
-
-def _record(
-    job: ClimbState, run: NotebookRun, best: Plan, *, control: Row, final: Row, trained: Row, sections: Row
-) -> Row:
-    """Complete the record; the headline is over the faster of the naive and the careful plan."""
-    itself = {"ratio": 1.0, "low": 1.0, "high": 1.0}  # where the naive or the careful plan won
-    naive, careful = ({key: (final[name] or itself)[key] for key in itself} for name in ("baseline", "careful"))
-    for name, plan in (("baseline", Plan()), ("careful", Plan.careful(job.hardware)), ("final", best)):
-        run.plan(name, resolve(plan, job.hardware))
-    quality = trained["quality"]
-    sections |= {
-        "workload": {"name": job.workload.name, "train": len(job.workload.train), "test": len(job.workload.test)},
-        "recipe": job.recipe,
-        "plan": best,
-        "safe_plan": proof.safe(best),
-        "change": text(changed(best)),
-        "speedup": naive,
-        "speedup_careful": careful,
-        "headline": "careful" if careful["ratio"] < naive["ratio"] else "baseline",
-        "resolution": control["resolution"],
-        "step_s": {"baseline": control["step_s"]} | final["step_s"],
-        "quality": quality,
-        "time_to_quality": time_to_quality(job.workload, trained["curves"]) if trained["curves"] else None,
-        "spent_s": job.spent_s(),
-    }
-    for name, value in sections.items():
-        run.section(name, value)
-    if quality["decision"] in ("as good", "worse"):
-        claim = f"the final plan is as good as the naive one within {job.workload.margin:g} {job.workload.metric}"
-        run.record["verdicts"].append(
-            {"check": claim, "claim": None, "verdict": "passed" if quality["passed"] else "failed"}
-        )
-    return run.finished()
+def busy_processes(seconds: float = 0.5) -> str:
+    """Return ": name (pid) uses 98 % of a core, ..." of other processes, the busiest first; "" where none is seen."""
+    own = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
+    list(psutil.process_iter(["cpu_percent"]))  # psutil counts from one call to the next
+    time.sleep(seconds)
+    others = [process.info for process in psutil.process_iter(["pid", "name", "cpu_percent"]) if process.pid not in own]
+    busy = [info for info in others if (info["cpu_percent"] or 0) > BUSY_PERCENT]  # None of what belongs to others
+    busiest = sorted(busy, key=lambda info: -info["cpu_percent"])[:3]
+    words = ", ".join("{name} ({pid}) uses {cpu_percent:.0f} % of a core".format(**info) for info in busiest)
+    return f": {words}" if words else ""

@@ -2,18 +2,16 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from speedkit.config import nearest
 from speedkit.errors import UsageError
 from speedkit.hardware import Hardware
 from speedkit.plan import Plan
-from speedkit.recipe import Recipe
 
-Change = dict[str, Any]  # plan fields and their new values
-Changes = Callable[[Plan, Recipe, Hardware], list[Change]]
-Parts = tuple[str, ...]  # causes of measure.ledger, of a CPU's ledger and of a GPU's
+Change = dict[str, Any]  # plan fields and their new values; the first is what it is about, the others go with it
+Changes = Callable[[Plan, Hardware], list[Change]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,80 +27,9 @@ class Rung:
     promises: str
     notebook: str
     claims: tuple[str, ...] = ()
-    needs: str = ""  # a capability of the machine without which there is nothing to try
 
 
-# ---- what each rung changes ----
-
-
-def workers(plan: Plan, _: Recipe, hardware: Hardware) -> list[Change]:
-    """Loader processes, as many as there are cores for; a cache leaves them nothing to do."""
-    if plan.cache != "off":
-        return []
-    pinned = {"pin_memory": True} if hardware.supports("pin_memory") else {}
-    return [{"workers": min(hardware.cores, 16), "persistent_workers": True, **pinned}]
-
-
-def cache(plan: Plan, _: Recipe, hardware: Hardware) -> list[Change]:
-    """Features kept: on a GPU beside the model where they fit; on a CPU's disk, which its page cache makes RAM."""
-    places = ["disk"] if hardware.device.type == "cpu" else ["device", "ram"]
-    kept = {"cache_dtype": "float16", "workers": 0, "persistent_workers": False}
-    return [{"cache": place, **kept} for place in places] if plan.cache == "off" else []
-
-
-def decoder(plan: Plan, _: Recipe, hardware: Hardware) -> list[Change]:
-    """Another decoder, where files are decoded at all."""
-    return [{"decoder": "torchcodec"}] if plan.cache == "off" and hardware.supports("torchcodec") else []
-
-
-def features_on(plan: Plan, _: Recipe, hardware: Hardware) -> list[Change]:
-    """Features computed on the GPU."""
-    return [{"features_on": "device"}] if plan.cache == "off" and hardware.device.type != "cpu" else []
-
-
-def shards(plan: Plan, *_: Any) -> list[Change]:
-    """Tar files instead of single ones, where files are read at all."""
-    return [{"shards": True}] if plan.cache == "off" else []
-
-
-def prefetch(plan: Plan, _: Recipe, hardware: Hardware) -> list[Change]:
-    """The next batch copied while this one is learned from."""
-    can = plan.cache != "device" and hardware.supports("pin_memory")
-    return [{"prefetch": True, "pin_memory": True}] if can else []
-
-
-def precision(_: Plan, __: Recipe, hardware: Hardware) -> list[Change]:
-    """Fewer bits: bf16, else fp16, which needs loss scaling and is rarely faster."""
-    formats = ["bf16"] if hardware.supports("bf16") else ["fp16", "tf32"]
-    return [{"precision": name} for name in formats if hardware.supports(name)]
-
-
-def fp8(plan: Plan, _: Recipe, hardware: Hardware) -> list[Change]:
-    """8-bit matrix products, which pay only in compiled code that computes in bf16 already."""
-    can = plan.precision == "bf16" and plan.compile != "off" and hardware.supports("fp8")
-    return [{"precision": "fp8"}] if can else []
-
-
-def compiled(plan: Plan, _: Recipe, hardware: Hardware) -> list[Change]:
-    """Compiled model; then the whole step; on a GPU without the launches of its kernels."""
-    if not hardware.supports("compile"):
-        return []
-    if plan.compile == "off":
-        return [{"compile": "default"}]
-    graphs = [{"compile": "reduce-overhead", "compile_scope": "model"}] if hardware.supports("cuda_graphs") else []
-    return [{"compile_scope": "step"}, *graphs]
-
-
-def attention(_: Plan, __: Recipe, hardware: Hardware) -> list[Change]:
-    """cuDNN's kernel. Left alone PyTorch takes flash where it can; on a CPU nothing else is fast."""
-    can = hardware.device.type == "cuda" and hardware.supports("flash_attention")
-    return [{"attention": "cudnn"}] if can else []
-
-
-def micro_batch(_: Plan, recipe: Recipe, hardware: Hardware) -> list[Change]:
-    """Smaller parts of a batch, whose activations stay in a CPU's cache."""
-    can = hardware.device.type == "cpu" and recipe.batch_size >= 16
-    return [{"micro_batch": recipe.batch_size // 2}] if can else []
+# ---- what each rung changes; what a machine or the data rule out, `plan.resolve` says ----
 
 
 def always(**change: Any) -> Changes:
@@ -110,43 +37,80 @@ def always(**change: Any) -> Changes:
     return lambda *_: [change]
 
 
+def workers(_: Plan, hardware: Hardware) -> list[Change]:
+    """Loader processes, as many as there are cores for."""
+    pinned = {"pin_memory": True} if hardware.supports("pin_memory") else {}
+    return [{"workers": min(hardware.cores, 16), "persistent_workers": True, **pinned}]
+
+
+def cache(plan: Plan, hardware: Hardware) -> list[Change]:
+    """Features kept: on a GPU beside the model where they fit; on a CPU's disk, which its page cache makes RAM."""
+    places = ["disk"] if hardware.device.type == "cpu" else ["device", "ram"]
+    also = {"cache_dtype": "float16", "workers": 0, "persistent_workers": False}
+    return [{"cache": place, **also} for place in places] if plan.cache == "off" else []
+
+
+def features_on(_: Plan, hardware: Hardware) -> list[Change]:
+    """Features computed on the GPU."""
+    return [{"features_on": "device"}] if hardware.device.type != "cpu" else []
+
+
+def precision(_: Plan, hardware: Hardware) -> list[Change]:
+    """Fewer bits: bf16, else fp16, which needs loss scaling and is rarely faster."""
+    formats = [] if hardware.supports("bf16") else [name for name in ("fp16", "tf32") if hardware.supports(name)]
+    return [{"precision": name} for name in formats or ["bf16"]]
+
+
+def fp8(plan: Plan, _: Hardware) -> list[Change]:
+    """8-bit matrix products, which pay only in compiled code that computes in bf16 already."""
+    return [{"precision": "fp8"}] if plan.precision == "bf16" and plan.compile != "off" else []
+
+
+def compiled(plan: Plan, hardware: Hardware) -> list[Change]:
+    """Compiled model; then the whole step; on a GPU without the launches of its kernels."""
+    if plan.compile == "off":
+        return [{"compile": "default"}]
+    graphs = [{"compile": "reduce-overhead", "compile_scope": "model"}] if hardware.supports("cuda_graphs") else []
+    return [{"compile_scope": "step"}, *graphs]
+
+
 # Each field that makes training faster on some machine. Not here: what saves memory for time (checkpointing, allocator)
-# and what leaves out something that the recipe asks for (drop_last, validate_every).
+# and what leaves out something that the recipe asks for (drop_last, validate_every). Nor
+# micro_batch: smaller parts of a batch took a CPU as long as the whole, or longer.
 LADDER: tuple[Rung, ...] = (
     Rung("workers", workers, "bit-equal", "10_dataloader", ("C06", "C07", "C08")),
     Rung("cache", cache, "loss-equal", "12_feature_cache", ("C09", "C10")),
-    Rung("decoder", decoder, "loss-equal", "11_decoding", ("C42",), needs="torchcodec"),
+    Rung("decoder", always(decoder="torchcodec"), "loss-equal", "11_decoding", ("C42",)),
     Rung("features_on", features_on, "loss-equal", "11_decoding"),
-    Rung("shards", shards, "bit-equal", "13_shards", ("C12",)),
-    Rung("prefetch", prefetch, "bit-equal", "14_prefetch", ("C36",), needs="pin_memory"),
+    Rung("shards", always(shards=True), "bit-equal", "13_shards", ("C12",)),
+    Rung("prefetch", always(prefetch=True, pin_memory=True), "bit-equal", "14_prefetch", ("C36",)),
     Rung("bucket", always(bucket=True), "order-equal", "10_dataloader"),
     Rung("host_syncs", always(fused_optimizer=True, log_every=50), "loss-equal", "26_host_syncs", ("C22",)),
-    Rung("micro_batch", micro_batch, "loss-equal", "20_batch_size"),
-    Rung("precision", precision, "loss-equal", "21_mixed_precision", ("C01", "C02", "C04", "C38"), needs="bf16"),
+    Rung("precision", precision, "loss-equal", "21_mixed_precision", ("C01", "C02", "C04", "C38")),
     Rung("channels_last", always(channels_last=True), "loss-equal", "24_channels_last", ("C19",)),
-    Rung("compile", compiled, "loss-equal", "23_compile", ("C16", "C18"), needs="compile"),
-    Rung("attention", attention, "loss-equal", "25_attention", ("C35",)),
-    Rung("fp8", fp8, "loss-equal", "22_fp8", ("C34",), needs="fp8"),
+    Rung("compile", compiled, "loss-equal", "23_compile", ("C16", "C18")),
+    Rung("attention", always(attention="cudnn"), "loss-equal", "25_attention", ("C35",)),
+    Rung("fp8", fp8, "loss-equal", "22_fp8", ("C34",)),
 )
 
 
 def named(names: Sequence[str] | None) -> list[Rung]:
     """Return the rungs of these names, by default all. Raises UsageError for a name that none has."""
-    known = [rung.name for rung in LADDER]
+    rungs = {rung.name: rung for rung in LADDER}
     for name in names or ():
-        if name not in known:
-            raise UsageError(f"there is no rung {name!r}{nearest(name, known)}: take {', '.join(known)}")
-    return [rung for rung in LADDER if names is None or rung.name in names]
+        if name not in rungs:
+            raise UsageError(f"there is no rung {name!r}{nearest(name, rungs)}: take {', '.join(rungs)}")
+    return [rungs[name] for name in rungs if names is None or name in names]
 
 
 # ---- what each should gain ----
 
-LOADING, COPYING, LAUNCHING = ("data wait",), ("host-to-device copy",), ("launch-bound",)
-COMPUTING, UPDATING = ("forward", "backward", "compute-bound", "bandwidth-bound"), ("optimizer",)
+LOADING, COPYING, UPDATING = ("data wait",), ("host-to-device copy",), ("optimizer",)  # causes of measure.ledger
+COMPUTING = ("forward", "backward", "compute-bound", "bandwidth-bound")  # on a CPU, and on a GPU
 
 # Field: the parts of a step that it acts on, and how many times as fast they become, at worst and at best. `bucket`,
 # `precision` and `workers` are known better: see `predict`.
-EFFECTS: dict[str, tuple[Parts, float, float]] = {
+EFFECTS: dict[str, tuple[tuple[str, ...], float, float]] = {
     "workers": (LOADING, 0.7, 1.0),
     "cache": (LOADING, 3.0, math.inf),  # what is left is one gather from memory
     "features_on": (LOADING, 0.8, 3.0),
@@ -156,10 +120,9 @@ EFFECTS: dict[str, tuple[Parts, float, float]] = {
     "bucket": (COMPUTING, 1.0, 1.0),
     "fused_optimizer": (UPDATING, 1.0, 4.0),
     "log_every": (("sync-bound",), 1.0, math.inf),
-    "micro_batch": (COMPUTING, 0.7, 1.0),
     "precision": (COMPUTING, 1.0, 1.0),
     "channels_last": (COMPUTING, 0.95, 1.4),
-    "compile": (COMPUTING + LAUNCHING, 0.9, 1.3),
+    "compile": ((*COMPUTING, "launch-bound"), 0.9, 1.3),
     "compile_scope": (UPDATING, 1.0, 4.0),
     "attention": (COMPUTING, 0.95, 1.1),
 }
@@ -205,19 +168,22 @@ def predict(
     return 1 / worst, 1 / max(best, 0.01)
 
 
-def plan_of(rows: Sequence[Mapping[str, Any]]) -> Plan:
-    """Return plain PyTorch with what the rungs in `rows` change, one after the other."""
+# ---- plans and changes ----
+
+
+def plan_of(changes: Iterable[Change]) -> Plan:
+    """Return plain PyTorch with `changes`, one after the other."""
     plan = Plan()
-    for row in rows:
-        plan = dataclasses.replace(plan, **row["fields"])
+    for change in changes:
+        plan = dataclasses.replace(plan, **change)
     return plan
+
+
+def changed(plan: Plan, before: Plan | None = None) -> Change:
+    """Return the fields in which `plan` differs from another, by default plain PyTorch."""
+    return {field: value for field, value in vars(plan).items() if value != getattr(before or Plan(), field)}
 
 
 def text(change: Change) -> str:
     """Return a change as `field=value, field=value`."""
     return ", ".join(f"{field}={value}" for field, value in change.items()) or "nothing"
-
-
-def changed(plan: Plan) -> Change:
-    """Return the fields in which `plan` differs from plain PyTorch."""
-    return {field: value for field, value in vars(plan).items() if value != getattr(Plan(), field)}

@@ -1,168 +1,229 @@
-"""Rungs tried: each candidate is predicted, measured against the best plan so far, and kept or rejected."""
+"""A climb's state, kept stage by stage, and its trials: each rung is predicted, measured, and kept or rejected."""
 
 import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from speedkit.ceilings import matmul_rates
-from speedkit.climb_state import ClimbState, Row, measured
 from speedkit.data.sampler import BatchSampler, padded_frames
-from speedkit.errors import UsageError
+from speedkit.errors import Interrupted, UsageError
+from speedkit.files import finite, read_json, write_json
+from speedkit.hardware import Hardware
 from speedkit.ladder import Change, Rung, changed, plan_of, predict, text
+from speedkit.measure.compare import Comparison, compare
 from speedkit.measure.ledger import ledger_of
 from speedkit.measure.quality import parity
 from speedkit.measure.stats import WORTH
 from speedkit.plan import Plan, resolve
+from speedkit.recipe import Recipe
+from speedkit.workloads.workload import Workload
 
+NAME, VERSION = "climb.json", 4  # raised when a stage's result becomes another
 RUNGS_SHARE = 0.6  # of the budget: no rung is begun after that
+COMPARISON_SHARE = 0.1  # of the budget, that a comparison's timed turns may take
 COMPILING_S = {"cpu": 45.0}  # of a model; on two cores 13 to 60, on a GPU about 25
-AGAIN = ", again"  # where time is left, what was undecided is measured once more
-COMPILED = {"compile", "compile_scope", "micro_batch", "precision", "channels_last", "attention", "bucket"}
-# What a row of `rungs` holds once it has been measured; None before.
-MEASURED = ("ratio", "low", "high", "parity", "step_s_before", "step_s_after", "compile_s")
+Row = dict[str, Any]
 
 
-def ledger_for(job: ClimbState, plan: Plan) -> Row:
-    """Return where a step's time goes under `plan`."""
-    return job.once(
-        f"ledger of {text(changed(plan))}",
-        lambda: ledger_of(job.workload, job.recipe, plan, **job.options).as_dict(),
-    )
+@dataclasses.dataclass(kw_only=True)
+class ClimbState:
+    """A climb: what is trained, the limits it keeps to, and its results so far."""
+
+    workload: Workload
+    recipe: Recipe
+    hardware: Hardware
+    budget_s: float
+    horizon: int  # steps of the training that the plan is for
+    pairs: int
+    seeds: int
+    options: Row  # device and cache_dir, as `fit`, `compare` and `ledger_of` take them
+    out: Path | None
+    say: Callable[[str], None]
+    began_s: float = dataclasses.field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        """Go on from what is in `out`. Raises UsageError when that is of another version, workload or recipe."""
+        about = {"version": VERSION, "workload": self.workload.name, "train": len(self.workload.train)}
+        about = finite(about | {"recipe": vars(self.recipe)})
+        path = self.out / NAME if self.out else None
+        empty = {"about": about, "stages": {}, "measurements": [], "spent_s": 0.0}
+        self.state = read_json(path) if path and path.exists() else empty
+        if self.state.get("about") != about:
+            what = "another workload, data set, recipe or version of speedkit"
+            raise UsageError(f"{path} is of {what}: name another folder with --out")
+        self.stages = self.state["stages"]
+
+    def once(self, stage: str, run: Callable[[], Any]) -> Any:
+        """Return the result of a stage: from the state when it is there, else by running it and noting it down."""
+        if stage not in self.stages:
+            self.stages[stage] = finite(run())
+            if self.out is not None:
+                write_json(self.out / NAME, {**self.state, "spent_s": self.spent_s()})
+        return self.stages[stage]
+
+    def spent_s(self) -> float:
+        """Seconds of the budget that are gone, those of earlier sessions included."""
+        return self.state["spent_s"] + time.perf_counter() - self.began_s
+
+    def ledger(self, plan: Plan) -> Row:
+        """Return where a step's time goes under `plan`."""
+        ledger = functools.partial(ledger_of, self.workload, self.recipe, plan, **self.options)
+        return self.once(f"ledger of {text(changed(plan))}", lambda: ledger().as_dict())
+
+    def compare(self, plans: tuple[Plan, Plan], names: tuple[str, str], name: str, **options: Any) -> Comparison:
+        """Compare two plans within a share of the budget, and keep what was measured."""
+        options = {"pairs": self.pairs, "max_s": COMPARISON_SHARE * self.budget_s, **self.options, **options}
+        result = compare(self.workload, *plans, recipe=self.recipe, names=names, name=name, **options)
+        self.state["measurements"].append(finite(result.as_measurement()))
+        return result
+
+    def attempt(self, plans: tuple[Plan, Plan], names: tuple[str, str], name: str) -> Comparison | str:
+        """Compare two plans; return why where one fails: a model that cannot do this is one more reason not to."""
+        try:
+            return self.compare(plans, names, name)
+        except Interrupted:
+            raise
+        except Exception as error:
+            return f"failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
-def try_rungs(job: ClimbState, chosen: Sequence[Rung], control: Row) -> list[Row]:
-    """Try the most promising candidate until none is left or the time is up; return a row for each, tried or not."""
-    matmul = matmul_rates(job.hardware)
-    rows = list[Row]()
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One change of the best plan: what it should gain, what it did where it was tried, and whether it is kept."""
+
+    rung: str
+    change: str
+    fields: Change
+    promises: str
+    predicted_low: float
+    predicted_high: float
+    ratio: float | None = None
+    low: float | None = None
+    high: float | None = None
+    parity: str | None = None
+    step_s_before: float | None = None
+    compile_s: float | None = None
+    kept: bool = False
+    why: str  # it is kept or not; "" while it waits to be tried
+
+    @property
+    def stage(self) -> str:
+        """The stage of the climb in which it is tried."""
+        return f"rung {self.rung}: {self.change}"
+
+
+def try_rungs(job: ClimbState, rungs: Sequence[Rung], *, noise: float) -> list[Trial]:
+    """Try the most promising candidate until none is left or the time is up; return all, tried or not.
+
+    `noise` is the difference that another seed makes of the losses.
+    """
+    trials = list[Trial]()
     while True:
-        best = plan_of([row for row in rows if row["kept"]])
-        ledger = ledger_for(job, best)
-        shares = {row["cause"]: row["share"] for row in ledger["rows"]}
-        if not rows or rows[-1]["kept"]:
-            shown = (f"{cause} {share:.0%}" for cause, share in shares.items() if abs(share) > 0.005)
-            job.say(f"time goes into {', '.join(shown)}")
-        found = [
-            candidate(job, rung, change, best, shares=shares, control=control, matmul=matmul)
-            for rung in chosen
-            for change in rung.changes(best, job.recipe, job.hardware) or [{}]
-        ]
-        tried = {name for row in rows for name in (row["stage"], f"rung {row['rung']}: {text({})}")}
-        undecided = {row["stage"] for row in rows if row["why"] == "undecided"}
-        again = [row | {"stage": row["stage"] + AGAIN} for row in found if row["stage"] in undecided]
-        found = [row for row in found if row["stage"] not in tried]
-        waiting = [row for row in found if not row["why"]]
-        waiting = waiting or [row for row in again if row["stage"] not in tried and not row["why"]]
+        best = plan_of(trial.fields for trial in trials if trial.kept)
+        tried = {trial.stage for trial in trials}
+        rest = [trial for trial in candidates(job, rungs, best) if trial.stage not in tried]
+        # Late, only those go on that were measured before the climb was stopped.
         late = job.spent_s() > RUNGS_SHARE * job.budget_s
-        if late:
-            waiting = [row for row in waiting if row["stage"] in job.state["stages"]]  # of a climb that goes on
+        waiting = [trial for trial in rest if not trial.why and (not late or trial.stage in job.stages)]
         if not waiting:
-            if late and not rows and not all(row["why"] for row in found):
-                _too_short(job)
-            return rows + [row | {"why": row["why"] or "not tried: the time for rungs is used up"} for row in found]
-        first = max(waiting, key=lambda row: math.sqrt(row["predicted_low"] * row["predicted_high"]))
-        rows.append(job.once(first["stage"], functools.partial(_try, job, first, best, control)))
+            break
+        first = max(waiting, key=lambda trial: trial.predicted_low * trial.predicted_high)
+        trials.append(Trial(**job.once(first.stage, functools.partial(measure, job, first, best, noise=noise))))
+    if late and not trials and not all(trial.why for trial in rest):
+        resume = f"; what was measured is kept in {job.out}, and --resume goes on from it" if job.out else ""
+        raise UsageError(
+            f"a budget of {job.budget_s:.0f} s is too short to try one rung beside the baseline: give it at least "
+            f"{math.ceil(1.5 * job.spent_s() / RUNGS_SHARE)} s{resume}"
+        )
+    used_up = "not tried: the time for rungs is used up"
+    return trials + [dataclasses.replace(trial, why=trial.why or used_up) for trial in rest]
 
 
-def candidate(
-    job: ClimbState, rung: Rung, change: Change, best: Plan, *, shares: Row, control: Row, matmul: dict[str, float]
-) -> Row:
-    """Return the row of a change of the `best` plan; `why` says why it need not be tried."""
-    change = {field: value for field, value in change.items() if value != getattr(best, field)}
-    frames = job.once("frames saved by buckets", lambda: _frames_saved(job)) if "bucket" in change else 1.0
-    on_cpu = job.hardware.device.type == "cpu"
-    low, high = predict(change, shares, matmul=matmul, precision=best.precision, frames=frames, on_cpu=on_cpu)
-    return {
-        "rung": rung.name,
-        "change": text(change),
-        "fields": change,
-        "promises": rung.promises,
-        "stage": f"rung {rung.name}: {text(change)}",
-        "compiles": dataclasses.replace(best, **change).compile != "off" and bool(COMPILED & change.keys()),
-        "predicted_low": low if change else None,
-        "predicted_high": high if change else None,
-        **dict.fromkeys(MEASURED),
-        "kept": False,
-        "why": _why_not(job, rung, best, change, high=high, control=control),
-        "claims": list(rung.claims),
-        "notebook": rung.notebook,
-    }
+def candidates(job: ClimbState, rungs: Sequence[Rung], best: Plan) -> list[Trial]:
+    """Return what the rungs would change of the `best` plan, each to be tried unless its `why` says why not."""
+    matmul = job.once("matmul", lambda: matmul_rates(job.hardware))
+    frames = job.once("frames saved by buckets", lambda: frames_saved(job.workload, job.recipe))
+    facts = {"matmul": matmul, "frames": frames, "on_cpu": job.hardware.device.type == "cpu"}
+    shares = {row["cause"]: row["share"] for row in job.ledger(best)["rows"]}
+    trials = []
+    for rung in rungs:
+        for fields in rung.changes(best, job.hardware):
+            change = {field: value for field, value in fields.items() if value != getattr(best, field)}
+            if not change:
+                continue
+            low, high = predict(change, shares, precision=best.precision, **facts)
+            trial = Trial(
+                rung=rung.name,
+                change=text(change),
+                fields=change,
+                promises=rung.promises,
+                predicted_low=low,
+                predicted_high=high,
+                why=_why_not(job, change, best, high=high),
+            )
+            trials.append(trial)
+    return trials
 
 
-def _why_not(job: ClimbState, rung: Rung, best: Plan, change: Change, *, high: float, control: Row) -> str:
+def _why_not(job: ClimbState, change: Change, best: Plan, *, high: float) -> str:
     """Return why a change that can make steps `high` times as fast need not be tried, or ""."""
-    if not change:
-        lacking = job.hardware.why_not(rung.needs) if rung.needs else ""
-        return lacking or f"nothing to try on top of {text(changed(best))}"
-    plans = best, dataclasses.replace(best, **change)
-    batch_size = job.recipe.batch_size
-    old, new = (resolve(plan, job.hardware, workload=job.workload, batch_size=batch_size) for plan in plans)
-    if new.plan == old.plan:
-        return next((fallback.why for fallback in new.fallbacks if fallback.field in change), "changes nothing")
+    field, plan = next(iter(change)), dataclasses.replace(best, **change)
+    effective = resolve(plan, job.hardware, workload=job.workload, batch_size=job.recipe.batch_size)
+    if getattr(effective.plan, field) == getattr(best, field):
+        return next(fallback.why for fallback in effective.fallbacks if fallback.field == field)
+    if field in ("decoder", "shards") and best.cache != "off":
+        return "features are cached: no file is read any more"
     if math.log(high) < WORTH:
         return f"not tried: it could gain {high:.3f} at most"
-    if "compile" in change:
-        if control["shapes"] > 2 and job.workload.length is None:
-            return f"not tried: batches came in {control['shapes']} shapes, each of which would be compiled anew"
-        saved_s = job.horizon * control["step_s"] * (1 - 1 / high)
-        compiling_s = COMPILING_S.get(job.hardware.device.type, 25.0)
-        if saved_s < compiling_s:
-            return (
-                f"not tried: compiling takes about {compiling_s:.0f} s and would save {saved_s:.0f} s of "
-                f"{job.horizon} steps at most; for a longer training say --horizon STEPS"
-            )
+    saved_s = job.horizon * job.ledger(best)["step_s"] * (1 - 1 / high)
+    compiling_s = COMPILING_S.get(job.hardware.device.type, 25.0)
+    if field == "compile" and saved_s < compiling_s:
+        return (
+            f"not tried: compiling takes about {compiling_s:.0f} s and would save {saved_s:.0f} s of {job.horizon} "
+            "steps at most; for a longer training say --horizon STEPS"
+        )
     return ""
 
 
-def _frames_saved(job: ClimbState) -> float:
+def frames_saved(workload: Workload, recipe: Recipe) -> float:
     """Return how many times as many padded frames an epoch has without buckets, by the headers of the files."""
-    if job.workload.length is None:
+    if workload.length is None:
         return 1.0
-    lengths = torch.tensor([job.workload.length(item) for item in job.workload.train])
-    plain = BatchSampler(len(lengths), job.recipe.batch_size, job.recipe.seed)
+    lengths = torch.tensor([workload.length(item) for item in workload.train])
+    plain = BatchSampler(len(lengths), recipe.batch_size, recipe.seed)
     return padded_frames(plain, lengths) / padded_frames(dataclasses.replace(plain, lengths=lengths), lengths)
 
 
-def _try(job: ClimbState, row: Row, best: Plan, control: Row) -> Row:
-    """Measure a candidate against the best plan; return its row, with the verdict."""
-    job.say("{stage}, predicted {predicted_low:.2f} to {predicted_high:.2f}".format(**row))
-    plans = best, dataclasses.replace(best, **row["fields"])
-    if row["compiles"]:
+def measure(job: ClimbState, trial: Trial, best: Plan, *, noise: float) -> Row:
+    """Measure a candidate against the best plan; return the fields of the trial, with the verdict."""
+    job.say(f"{trial.stage}, predicted {trial.predicted_low:.2f} to {trial.predicted_high:.2f}")
+    plans, names = (best, dataclasses.replace(best, **trial.fields)), ("best so far", trial.change)
+    if compiles := trial.rung == "compile":
         from torch._inductor.utils import fresh_cache
-    with fresh_cache() if row["compiles"] else contextlib.nullcontext():  # what compiling takes is part of the answer
-        result = measured(job, plans, ("best so far", row["change"]), row["stage"])
+    with fresh_cache() if compiles else contextlib.nullcontext():  # what compiling takes is part of the answer
+        result = job.attempt(plans, names, trial.stage)
     if isinstance(result, str):
         job.say(f"  {result}")
-        return row | {"why": result}
-    # Against the best plan, whose batches or bits need not be the naive plan's any more; the noise is of its two seeds.
-    other_seed = [
-        loss + other - first
-        for loss, other, first in zip(result.losses_a, control["other_seed"], control["losses"], strict=True)
-    ]
-    same = parity(row["promises"], result.losses_b, result.losses_a, other_seed)
+        return vars(trial) | {"why": result}
+    # Against the best plan, whose batches or bits need not be the naive plan's any more.
+    same = parity(trial.promises, result.losses_b, result.losses_a, noise=noise)
     kept = result.faster and same.passed
     why = "faster, and learns the same" if kept else str(same) if result.faster else result.decision
     job.say(f"  {result.ratio:.3f} ({result.low:.3f} to {result.high:.3f}): {'kept' if kept else 'rejected'}, {why}")
-    return row | {
+    return vars(trial) | {
         "ratio": result.ratio,
         "low": result.low,
         "high": result.high,
         "parity": str(same),
+        "step_s_before": result.step_s[0],
+        "compile_s": max(0.0, result.warmup_s_b - result.warmup_s_a) if compiles else None,
         "kept": kept,
         "why": why,
-        "step_s_before": result.step_s[0],
-        "step_s_after": result.step_s[1],
-        "compile_s": max(0.0, result.warmup_s_b - result.warmup_s_a) if row["compiles"] else None,
-        "measurement": result.as_measurement(),
     }
-
-
-def _too_short(job: ClimbState) -> None:
-    kept_in = f"; what was measured is kept in {job.out}, and --resume goes on from it" if job.out else ""
-    raise UsageError(
-        f"a budget of {job.budget_s:.0f} s is too short to try one rung beside the baseline: give it at least "
-        f"{math.ceil(1.5 * job.spent_s() / RUNGS_SHARE)} s{kept_in}"
-    )

@@ -31,7 +31,7 @@ LAYERS = (
     {"train"},
     {"measure"},
     {"deploy"},
-    {"ladder", "climb_state", "trials", "proof", "climb"},
+    {"ladder", "trials", "proof", "climb"},
     {"show"},
     {"notebooks", "publishing", "options", "cli", "__main__"},
 )

@@ -1,12 +1,13 @@
 """Is plan B faster than plan A? Both trained for real, in turns on the same batches, in one process."""
 
 import dataclasses
+import functools
 import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,11 @@ from speedkit.workloads.workload import Workload
 
 WARM_UP = 4  # pairs: autotuning, CUDA graphs, buffers that filled while a loader started
 TURN_S = 0.05  # of a turn on a GPU, where a step after a switch is slower; on a CPU one step does
-MAX_TURN = 1000  # steps
 
 Turn = Callable[[], float]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Comparison:
     """What a comparison showed. `ratio` = time A / time B, above 1 where B is faster; `low`..`high` holds 99 % of it.
 
@@ -41,17 +41,17 @@ class Comparison:
     name: str
     a: str
     b: str
-    seconds_a: tuple[float, ...]
-    seconds_b: tuple[float, ...]
+    seconds_a: list[float]
+    seconds_b: list[float]
     steps_per_turn: int
     ratio: float
     low: float
     high: float
     decision: Decision
-    warmup_s_a: float  # of the first pairs, compilation included
+    warmup_s_a: float  # of the first turns, compilation included
     warmup_s_b: float
-    losses_a: tuple[float, ...]  # of the first steps, from the same seed
-    losses_b: tuple[float, ...]
+    losses_a: list[float]  # of the first steps, from the same seed
+    losses_b: list[float]
     effective_a: EffectivePlan
     effective_b: EffectivePlan
 
@@ -83,41 +83,36 @@ class Comparison:
 
 
 class Contender:
-    """One plan in training, able to take a turn and to stand still."""
+    """One plan in training, able to take a turn and to stand still. `options` are those of `setup_run`."""
 
-    def __init__(
-        self, workload: Workload, recipe: Recipe, plan: Plan, device: str | torch.device, cache_dir: str | Path | None
-    ):
-        self.run = setup_run(workload, recipe, plan, device=device, cache_dir=cache_dir, endless=True)
+    def __init__(self, workload: Workload, recipe: Recipe, plan: Plan, *, loss_steps: int, **options: Any):
+        self.run = setup_run(workload, recipe, plan, endless=True, **options)
         self.steps = steps(self.run)
         self.stopwatch = Stopwatch(self.run.device)
-        self.losses: list[Tensor] = []  # of the first steps, read when there are enough
+        self.warmup_s = 0.0
+        self.loss_steps = loss_steps
+        self.losses: list[Tensor] = []  # of so many first steps, read on the host at the end
         self.random = get_random_state(self.run.device)
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Let this plan train: its process-wide switches are set, and only then may its loader processes work.
+    def turn(self, count: int) -> float:
+        """Return the seconds of `count` steps, scaled to the padded frames of so many on average.
 
-        Between turns these stand still, buffers and all, so that they steal no time from the other plan. Each plan has
-        the global random state (dropout's) to itself.
+        Only in its turn are a plan's process-wide switches set and may its loader processes work: between turns these
+        stand still, buffers and all, so that they steal no time from the other plan. Each plan has the global random
+        state (dropout's) to itself.
         """
+        stream, frames = self.run.train_batches, self.run.train_batches.frames
         precision.set_matmul_precision(self.run.plan)
         set_random_state(self.random, self.run.device)
-        self.run.train_batches.loader.set_running(True)
-        yield
-        self.run.train_batches.loader.set_running(False)
+        stream.loader.set_running(True)
+        self.stopwatch.start()
+        for _ in range(count):
+            next(self.steps)
+            if len(self.losses) < self.loss_steps:
+                self.losses.append(self.run.last_loss.detach().clone())
+        seconds = self.stopwatch.stop()
+        stream.loader.set_running(False)
         self.random = get_random_state(self.run.device)
-
-    def turn(self, count: int, loss_steps: int = 0) -> float:
-        """Return the seconds of `count` steps, scaled to the padded frames of so many on average; keep first losses."""
-        stream, frames = self.run.train_batches, self.run.train_batches.frames
-        with self.active():
-            self.stopwatch.start()
-            for _ in range(count):
-                next(self.steps)
-                if len(self.losses) < loss_steps:
-                    self.losses.append(self.run.last_loss.detach().clone())
-            seconds = self.stopwatch.stop()
         if not stream.mean_frames or stream.frames == frames:
             return seconds
         return seconds * count * stream.mean_frames / (stream.frames - frames)
@@ -152,51 +147,47 @@ def compare(
     is that of the order within pairs. `workload_b` and `recipe_b` replace those of plan B.
     """
     recipe = recipe or workload.recipe
+    options: dict[str, Any] = {"loss_steps": loss_steps, "device": device, "cache_dir": cache_dir}
     with (
-        closing(Contender(workload, recipe, plan_a, device, cache_dir)) as a,
-        closing(Contender(workload_b or workload, recipe_b or recipe, plan_b, device, cache_dir)) as b,
+        closing(Contender(workload, recipe, plan_a, **options)) as a,
+        closing(Contender(workload_b or workload, recipe_b or recipe, plan_b, **options)) as b,
     ):
-        count, warm_a, warm_b = warm_up(a, b, loss_steps)
-        turns = (lambda: a.turn(count, loss_steps), lambda: b.turn(count, loss_steps))
-        rng = random.Random(seed)
-        seconds_a, seconds_b, decision = measure_pairs(*turns, pairs=pairs, rng=rng, max_s=max_s, looks=looks)
+        count = warm_up(a, b)
+        turns, rng = (functools.partial(a.turn, count), functools.partial(b.turn, count)), random.Random(seed)
+        seconds_a, seconds_b, decision = measure_pairs(*turns, rng=rng, pairs=pairs, max_s=max_s, looks=looks)
         for side in (a, b):  # what is compared of the losses may be longer than what shows a large gain
-            side.turn(max(0, loss_steps - len(side.losses)), loss_steps)
+            side.turn(max(0, loss_steps - len(side.losses)))
         return Comparison(
-            name or f"{names[0]} against {names[1]}",
-            *names,
-            tuple(seconds_a),
-            tuple(seconds_b),
-            count,
+            name=name or f"{names[0]} against {names[1]}",
+            a=names[0],
+            b=names[1],
+            seconds_a=seconds_a,
+            seconds_b=seconds_b,
+            steps_per_turn=count,
             **vars(paired_interval(seconds_a, seconds_b)),
             decision=decision,
-            warmup_s_a=warm_a,
-            warmup_s_b=warm_b,
-            losses_a=tuple(map(float, a.losses)),
-            losses_b=tuple(map(float, b.losses)),
+            warmup_s_a=a.warmup_s,
+            warmup_s_b=b.warmup_s,
+            losses_a=[float(loss) for loss in a.losses],
+            losses_b=[float(loss) for loss in b.losses],
             effective_a=a.run.effective,
             effective_b=b.run.effective,
         )
 
 
-def warm_up(a: Contender, b: Contender, loss_steps: int = 0) -> tuple[int, float, float]:
-    """Let both make the first turns; return the steps of a turn, and the seconds that these first ones took each.
+def warm_up(a: Contender, b: Contender) -> int:
+    """Let both make their first turns, and time them; return the steps of a turn.
 
     A turn is one step on a CPU, and TURN_S on a GPU. With loader processes it takes all that they have buffered, or
     what they buffered between turns would be measured as if it cost nothing.
     """
-    buffered = max(int(side.run.plan.workers) * side.run.plan.prefetch_factor for side in (a, b))
-    count, totals = max(1, buffered), [0.0, 0.0]
-    for _ in range(WARM_UP):
+    count = max(1, *(int(side.run.plan.workers) * side.run.plan.prefetch_factor for side in (a, b)))
+    turns_s = []
+    for side in (a, b) * WARM_UP:
         began_s = time.perf_counter()
-        last_s = a.turn(count, loss_steps)
-        middle_s = time.perf_counter()
-        last_s = math.sqrt(last_s * b.turn(count, loss_steps))
-        totals[0] += middle_s - began_s
-        totals[1] += time.perf_counter() - middle_s
-    if a.run.device.type != "cpu":
-        count *= min(MAX_TURN, max(1, math.ceil(TURN_S / last_s)))
-    return count, totals[0], totals[1]
+        turns_s.append(side.turn(count))
+        side.warmup_s += time.perf_counter() - began_s
+    return count if a.run.device.type == "cpu" else count * math.ceil(TURN_S / min(turns_s[-2:]))
 
 
 def measure_pairs(
@@ -214,28 +205,28 @@ def measure_pairs(
     pass for a difference. A pair in which something was compiled tells nothing of later steps, and is left out. Stops
     at a look that decides, after `pairs` (two at least), or, with what there is, when turns have taken `max_s`.
     """
-    seconds: tuple[list[float], list[float]] = ([], [])
-    decision: Decision = "undecided"
+    turns, seconds = (turn_a, turn_b), (list[float](), list[float]())
     spent_s, left_out, orders = 0.0, 0, list[tuple[int, int]]()
     while len(seconds[0]) < max(2, pairs) and (spent_s < max_s or len(seconds[0]) < 2):
         orders = orders or rng.sample([(0, 1), (1, 0)] * 5, 10)
-        before, order = compilations(), orders.pop()
-        taken = {side: (turn_a, turn_b)[side]() for side in order}
-        spent_s += sum(taken.values())
-        if compilations() != before and left_out < pairs:
+        compiled = compilations()
+        pair = {side: turns[side]() for side in orders.pop()}
+        spent_s += sum(pair.values())
+        if compilations() != compiled and left_out < pairs:
             left_out += 1
             continue
-        for side, side_s in taken.items():
-            seconds[side].append(side_s)
-        if len(seconds[0]) in looks and (decision := decide(log_ratios(*seconds))) != "undecided":
+        for side, turn_s in pair.items():
+            seconds[side].append(round(turn_s, 9))  # no clock is finer, and records are half as long
+        if len(seconds[0]) in looks and decide(log_ratios(*seconds)) != "undecided":
             break
-    return *seconds, decision if decision != "undecided" else decide(log_ratios(*seconds))
+    return *seconds, decide(log_ratios(*seconds))
 
 
 def compare_functions(
     name: str,
     functions: Mapping[str, Callable[[], Any]],
     pairs: int,
+    *,
     device: torch.device | str = "cpu",
     before: Callable[[], Any] = lambda: None,
 ) -> dict[str, Any]:
@@ -251,10 +242,10 @@ def compare_functions(
         function()
         return stopwatch.stop()
 
-    (a, first), (b, second) = functions.items()
-    first(), second()
-    turns = (lambda: turn(first), lambda: turn(second))
+    for function in functions.values():
+        function()
+    turns = (functools.partial(turn, function) for function in functions.values())
     seconds_a, seconds_b, decision = measure_pairs(*turns, pairs=pairs, rng=random.Random(0))
-    interval = paired_interval(seconds_a, seconds_b)
-    names = {"name": name, "a": a, "b": b}
-    return {**names, "seconds_a": seconds_a, "seconds_b": seconds_b, **vars(interval), "decision": decision}
+    a, b = functions
+    row = {"name": name, "a": a, "b": b, "seconds_a": seconds_a, "seconds_b": seconds_b, "decision": decision}
+    return row | vars(paired_interval(seconds_a, seconds_b))

@@ -4,13 +4,13 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
 from speedkit.data.cache_files import PLAIN, content_hash
 from speedkit.errors import SpeedkitError
-from speedkit.files import read_json, write_json
 from speedkit.hardware import Hardware, cache_root
 from speedkit.measure.stats import NonInferiority, non_inferior, pooled_non_inferior, trimmed_mean
 from speedkit.plan import Plan
@@ -25,43 +25,41 @@ ORDER_TAIL = 0.005  # of error: batches of other items may move the mean of the 
 MIN_STEPS = 10  # fewer are no training that a schedule could shape
 VERSION = 2  # of what `curve` returns
 Row = dict[str, Any]
-Curves = dict[str, list[Row]]  # plan -> what `curve` returns, one for each seed
+Curves = dict[str, list[Row]]  # "baseline" and "final" -> what `curve` returns, one for each seed
 
 
-@dataclasses.dataclass(frozen=True)
-class Parity:
-    """How near the losses of two runs are to what is `promised` of them: their `difference`, and what `noise` makes."""
+class Parity(NamedTuple):
+    """Whether the losses of two runs are as near as was promised, and how near, in words."""
 
-    promised: str
-    difference: float
-    noise: float
     passed: bool
+    words: str
 
     def __str__(self) -> str:
-        if self.promised == "bit-equal":
-            return "losses bit-equal" if self.passed else f"losses differ by {self.difference:.2g}, should be bit-equal"
-        side = "within" if self.passed else "beyond"
-        if self.promised == "order-equal":
-            return f"mean losses differ by {self.difference:.2g}, {side} the {self.noise:.2g} of other batches"
-        return f"losses differ by {self.difference:.2g}, {side} the {self.noise:.2g} of another seed"
+        return self.words
 
 
-def parity(promised: str, losses: Sequence[float], reference: Sequence[float], other_seed: Sequence[float]) -> Parity:
+def parity(promised: str, losses: Sequence[float], reference: Sequence[float], *, noise: float) -> Parity:
     """Return whether `losses` keep what is `promised` of them against `reference`.
 
-    bit-equal: every loss is the same number. loss-equal: the mean absolute difference is at most that between the
-    reference and the same plan from `other_seed`: training cannot feel it. order-equal: the batches are others of the
-    same items, so the mean difference is at most what the scatter of the differences makes of it.
+    bit-equal: every loss is the same number. loss-equal: they differ by no more than `noise`, which is the
+    `mean_difference` of the same plan from another seed: training cannot feel it. order-equal: the batches are others
+    of the same items, so the mean difference is at most what the scatter of the differences makes of it.
     """
-    differences = [new - old for new, old in zip(losses, reference, strict=True)]
-    difference = statistics.fmean(map(abs, differences))
+    what, cause, difference = "losses", "another seed", mean_difference(losses, reference)
     if promised == "bit-equal":
-        return Parity(promised, difference, 0.0, not any(differences))
+        same = list(losses) == list(reference)
+        return Parity(same, "losses bit-equal" if same else f"losses differ by {difference:.2g}, should be bit-equal")
     if promised == "order-equal":
-        mean, noise = trimmed_mean(differences, ORDER_TAIL)
-        return Parity(promised, abs(mean), noise, abs(mean) <= noise)
-    noise = statistics.fmean(abs(other - old) for other, old in zip(other_seed, reference, strict=True))
-    return Parity(promised, difference, noise, difference <= noise)
+        mean, noise = trimmed_mean([new - old for new, old in zip(losses, reference, strict=True)], ORDER_TAIL)
+        what, cause, difference = "mean losses", "other batches", abs(mean)
+    passed = difference <= noise
+    side = "within" if passed else "beyond"
+    return Parity(passed, f"{what} differ by {difference:.2g}, {side} the {noise:.2g} of {cause}")
+
+
+def mean_difference(losses: Sequence[float], reference: Sequence[float]) -> float:
+    """Return the mean absolute difference of two runs' losses, step by step."""
+    return statistics.fmean(abs(new - old) for new, old in zip(losses, reference, strict=True))
 
 
 def has_folds(workload: Workload) -> bool:
@@ -75,18 +73,19 @@ def fold(workload: Workload, number: int) -> Workload:
     Items are taken at equal distances: in a list in the order of classes, from each class alike.
     """
     others = max(1, len(workload.train) // len(workload.test))
-    if not has_folds(workload) or number % (others + 1) == 0:
+    number %= others + 1
+    if not has_folds(workload) or number == 0:
         return workload
-    first, train = number % (others + 1) - 1, list(workload.train)
-    test = train[first::others]
-    del train[first::others]
+    train = list(workload.train)
+    test = train[number - 1 :: others]
+    del train[number - 1 :: others]
     return dataclasses.replace(workload, train=[*train, *workload.test], test=test)
 
 
 def curve(workload: Workload, recipe: Recipe, plan: Plan | None, **options: Any) -> Row:
-    """Train once; return its `points` [[seconds, score], ...], `value`, the mean score of the LAST ones, and seconds.
+    """Train once; return its `points` [[seconds, score], ...], and the mean score and loss of the LAST ones.
 
-    Preparing counts: data, cache, model. `options` are those of `fit`.
+    Seconds count from the start: preparing data, cache and model is among them. `options` are those of `fit`.
     """
     total = recipe.total_steps(len(workload.train), drop_last=False)
     if total < 2 * LAST * steps_per_epoch(len(workload.train), recipe.batch_size, drop_last=False):
@@ -94,13 +93,11 @@ def curve(workload: Workload, recipe: Recipe, plan: Plan | None, **options: Any)
     history = fit(workload, recipe, plan, progress=False, **options)
     points = [[history.prepare_s + point["seconds"], point["value"]] for point in history.evaluations]
     return {
-        "seed": recipe.seed,
         "points": points,
         "steps": [point["step"] for point in history.evaluations],
         "value": statistics.fmean(value for _, value in points[-LAST:]),
         "loss": statistics.fmean(point["loss"] for point in history.evaluations[-LAST:]),
         "seconds": points[-1][0],
-        "prepare_s": history.prepare_s,
         "peak_memory_bytes": history.peak_memory_bytes,
     }
 
@@ -112,128 +109,83 @@ def quality_of(workload: Workload, curves: Curves) -> Row:
     Where items are few, trainings are compared fold by fold, and besides the score the `likelihood` may decide: the
     (geometric) mean probability of the right class, exp(-loss), in which a right answer counts by how sure it was.
     """
+    folds, sign = has_folds(workload), 1 if workload.higher_is_better else -1
     scores = {name: [run["value"] for run in runs] for name, runs in curves.items()}
-    row = {"metric": workload.metric, "higher_is_better": workload.higher_is_better, "margin": workload.margin}
-    row |= {**scores, "mean_change": None, "lower": None, "upper": None, "likelihood": None}
-    row |= {"decision": "not tested", "passed": False, "seeds_needed": None, "items_needed": None}
-    if min(map(len, scores.values())) < 2:
+    unknown = dict.fromkeys(("mean_change", "lower", "likelihood", "seeds_needed", "items_needed"))
+    row = {"metric": workload.metric, "margin": workload.margin, **scores, **unknown, "decision": "not tested"}
+    count = min(map(len, scores.values()))
+    if count < 2:
         return row
-    result, also = _compared(workload, scores), None
-    if has_folds(workload):
-        also = _compared(workload, {name: [math.exp(-run["loss"]) for run in runs] for name, runs in curves.items()})
-    row |= {"mean_change": result.mean_change, "lower": result.lower, "upper": result.upper}
-    row["likelihood"] = also and {"mean_change": also.mean_change, "lower": also.lower, "upper": also.upper}
-    if result.passed or (also is not None and also.passed and not result.worse):
-        return row | {"decision": "as good", "passed": True}
-    if result.worse:
-        return row | {"decision": "worse"}
-    if has_folds(workload):
-        tested = len(workload.test) * min(map(len, scores.values()))
-        needed = tested * ((result.mean_change - result.lower) / workload.margin) ** 2
-        needed = max(tested + 1, math.ceil(needed))
-        return row | {"decision": "not decided", "test_items": len(workload.test), "items_needed": needed}
-    return row | {"decision": "not decided", "seeds_needed": _seeds_needed(scores, workload.margin)}
+
+    def test(values: dict[str, list[float]]) -> NonInferiority:
+        baseline, final = values["baseline"], values["final"]
+        if not folds:
+            return pooled_non_inferior(baseline, final, workload.margin, tail=TAIL)
+        changes = [new - old for new, old in zip(final, baseline, strict=False)]
+        return non_inferior(changes, workload.margin, tail=TAIL)
+
+    result = test({name: [sign * value for value in values] for name, values in scores.items()})
+    row |= {"mean_change": result.mean_change, "lower": result.lower}
+    passed = result.passed
+    if folds:
+        likelihood = test({name: [math.exp(-run["loss"]) for run in runs] for name, runs in curves.items()})
+        row["likelihood"] = {"mean_change": likelihood.mean_change, "lower": likelihood.lower}
+        passed = passed or (likelihood.passed and not result.worse)
+    if passed or result.worse:
+        return row | {"decision": "as good" if passed else "worse"}
+    # For how many an equal plan would be shown to be as good every other time: its error falls with their root.
+    needed = max(count + 1, math.ceil(count * (1.96 * result.error / workload.margin) ** 2))
+    items = {"test_items": len(workload.test), "items_needed": len(workload.test) * needed} if folds else {}
+    return row | {"decision": "not decided", "seeds_needed": needed} | items
 
 
-def _compared(workload: Workload, values: dict[str, list[float]]) -> NonInferiority:
-    """Return the test of the final plan's values against the naive plan's: fold by fold, or of the two pooled."""
-    sign = 1 if workload.higher_is_better else -1
-    if not has_folds(workload):
-        return pooled_non_inferior(values["baseline"], values["final"], workload.margin, sign=sign, tail=TAIL)
-    changes = [new - old for new, old in zip(values["final"], values["baseline"], strict=False)]
-    return non_inferior(changes, workload.margin, tail=TAIL)
+def naive_curves_file(workload: Workload, recipe: Recipe, hardware: Hardware) -> Path | None:
+    """Return where the naive plan's trainings of a recipe on this machine are kept for the next climb.
 
-
-def _seeds_needed(values: dict[str, list[float]], margin: float) -> int:
-    """Return for how many seeds of each plan an equal one would be shown to be as good every other time."""
-    variance = statistics.fmean(statistics.variance(scores) for scores in values.values())
-    return max(2, math.ceil(2 * variance * (1.96 / margin) ** 2) + 1)
-
-
-class NaiveCurves:
-    """The naive plan's trainings of one recipe on this machine, kept in the cache folder for the next climb.
-
-    They depend on model, loss, data, recipe and versions, and on no plan: what they are of is in the file's name.
+    They depend on model, loss, data, recipe and versions, and on no plan: what they are of is in the file's name. None
+    for a model that cannot be told from others.
     """
 
-    def __init__(self, workload: Workload, recipe: Recipe, hardware: Hardware):
-        content = vars(workload) | {"recipe": vars(recipe), "device": hardware.name, "torch": torch.__version__}
-        content |= {"version": VERSION, "train": plain_facts(workload.train), "test": plain_facts(workload.test)}
-        try:
-            name = content_hash(content)
-        except SpeedkitError:  # a model that cannot be told from others
-            name = ""
-        self.path = cache_root() / "quality" / f"{name}.json" if name else None
-        self.runs: list[Row] = read_json(self.path) if self.path and self.path.exists() else []
+    def facts(item: Any) -> Any:
+        """Return the plain values of an object, of which many may share a data set that is large."""
+        values = vars(item) if hasattr(item, "__dict__") else {}
+        return {name: value for name, value in values.items() if isinstance(value, PLAIN)} if values else item
 
-    def add(self, runs: list[Row]) -> None:
-        """Keep more trainings, whose seeds follow on those that are kept."""
-        if self.path and runs:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(self.path, [*self.runs, *runs])
-
-
-def plain_facts(items: Sequence[Any]) -> list[Any]:
-    """Return what tells items apart: of an object its plain values, for many may share a data set that is large."""
-    return [
-        {name: value for name, value in vars(item).items() if isinstance(value, PLAIN)}
-        if hasattr(item, "__dict__")
-        else item
-        for item in items
-    ]
-
-
-def payback(epochs: float, baseline_s: float, final_s: float, prepare_s: dict[str, float]) -> Row:
-    """Return what the final plan saves in one training of `epochs`, and when it has earned what it takes to prepare.
-
-    `baseline_s` and `final_s` are seconds of training, `prepare_s` what the final plan takes besides the first time, by
-    what for. By `pays_back_after_s` it has made as many steps as the naive one; None where the recipe ends before.
-    """
-    first_s = sum(prepare_s.values())
-    after_s = first_s / (1 - final_s / baseline_s) if final_s < baseline_s else math.inf
-    return {
-        "epochs": epochs,
-        "baseline_s": baseline_s,
-        "final_s": final_s + first_s,
-        "prepare_s": prepare_s,
-        "saved_s": baseline_s - final_s - first_s,
-        "pays_back_after_s": after_s if after_s <= baseline_s else None,
-    }
-
-
-def seconds_to_quality(workload: Workload, curves: Curves) -> dict[str, list[float]]:
-    """Return the seconds that each training took to the naive plan's mean score less the margin; infinite where never.
-
-    In folds, which differ in how hard they are, it is the score of the naive plan's training on the same fold.
-    """
-    sign = 1 if workload.higher_is_better else -1
-    goals = [run["value"] for run in curves["baseline"]]
-    if not has_folds(workload):
-        goals = [statistics.fmean(goals)] * len(goals)
-    return {
-        name: [
-            next((at for at, value in run["points"] if sign * (value - goal) >= -workload.margin), math.inf)
-            for run, goal in zip(runs, goals, strict=False)
-        ]
-        for name, runs in curves.items()
-    }
+    content = vars(workload) | {"recipe": vars(recipe), "device": hardware.name, "torch": torch.__version__}
+    content |= {"version": VERSION, "train": [*map(facts, workload.train)], "test": [*map(facts, workload.test)]}
+    try:
+        name = content_hash(content)
+    except SpeedkitError:
+        return None
+    return cache_root() / "quality" / f"{name}.json"
 
 
 def time_to_quality(workload: Workload, curves: Curves) -> Row:
     """Return the seconds (median over seeds) both plans take to one score: the naive plan's mean, less the margin.
 
-    By then the climb has built the cache and compiled the model, as after a first training: a very first one pays for
-    both besides.
+    In folds, which differ in how hard they are, it is the score of the naive plan's training on the same fold. `sooner`
+    is whether the final plan is with every seed. By then the climb has built the cache and compiled the model, as after
+    a first training: a very first one pays for both besides.
     """
     sign = 1 if workload.higher_is_better else -1
-    target = statistics.fmean(run["value"] for run in curves["baseline"]) - sign * workload.margin
-    seconds: dict[str, float | None] = {}
-    for name, each_s in seconds_to_quality(workload, curves).items():
-        reached = statistics.median(each_s)
-        seconds[name] = reached if math.isfinite(reached) else None
-    baseline_s, final_s = seconds["baseline"], seconds["final"]
-    ratio = baseline_s / final_s if baseline_s and final_s else None
-    return {"target": target, "baseline_s": baseline_s, "final_s": final_s, "ratio": ratio, "curves": curves}
+    scores = [run["value"] for run in curves["baseline"]]
+    mean = statistics.fmean(scores)
+    goals = scores if has_folds(workload) else [mean] * len(scores)
+
+    def reached_s(run: Row, goal: float) -> float:
+        return next((at_s for at_s, value in run["points"] if sign * (value - goal) >= -workload.margin), math.inf)
+
+    baseline, final = ([*map(reached_s, curves[name], goals)] for name in ("baseline", "final"))
+    medians = [statistics.median(seconds) for seconds in (baseline, final)]
+    baseline_s, final_s = (value if math.isfinite(value) else None for value in medians)
+    return {
+        "target": mean - sign * workload.margin,
+        "baseline_s": baseline_s,
+        "final_s": final_s,
+        "ratio": baseline_s / final_s if baseline_s and final_s else None,
+        "sooner": all(new_s < old_s for old_s, new_s in zip(baseline, final, strict=False)),
+        "curves": curves,
+    }
 
 
 # ---- larger batches, which are another recipe ----
@@ -263,11 +215,9 @@ def choose_batch_size(
         """Return a curve for each seed of a recipe."""
         seeded = [dataclasses.replace(candidate, seed=recipe.seed + number) for number in range(seeds)]
         runs = [curve(fold(workload, number), one, plan, **options) for number, one in enumerate(seeded)]
-        say(
-            f"batch {candidate.batch_size}, learning rate {candidate.learning_rate:.3g}: "
-            f"{workload.metric} {statistics.fmean(run['value'] for run in runs):.4f} "
-            f"in {statistics.fmean(run['seconds'] for run in runs):.1f} s"
-        )
+        value, seconds = (statistics.fmean(run[key] for run in runs) for key in ("value", "seconds"))
+        rate = f"batch {candidate.batch_size}, learning rate {candidate.learning_rate:.3g}"
+        say(f"{rate}: {workload.metric} {value:.4f} in {seconds:.1f} s")
         return runs
 
     baseline, best, rows = trained(recipe), (1.0, recipe), list[Row]()
@@ -285,8 +235,7 @@ def choose_batch_size(
 def judge_batch(workload: Workload, curves: Curves) -> Row:
     """Return the seconds both recipes take to one quality, and whether the other is as good and sooner every time."""
     times, quality = time_to_quality(workload, curves), quality_of(workload, curves)
-    each_s = seconds_to_quality(workload, curves)
-    sooner = all(new_s < old_s for new_s, old_s in zip(each_s["final"], each_s["baseline"], strict=True))
-    why = "sooner with every seed, and as good" if sooner else "not sooner with every seed"
-    why = why if quality["passed"] else f"not shown to be as good within {workload.margin:g}; {why}"
-    return {**times, "quality": quality, "taken": sooner and quality["passed"] and bool(times["ratio"]), "why": why}
+    as_good = quality["decision"] == "as good"
+    why = "sooner with every seed, and as good" if times["sooner"] else "not sooner with every seed"
+    why = why if as_good else f"not shown to be as good within {workload.margin:g}; {why}"
+    return {**times, "quality": quality, "taken": times["sooner"] and as_good and bool(times["ratio"]), "why": why}

@@ -26,9 +26,10 @@ class Interval:
 
 @dataclass(frozen=True)
 class NonInferiority:
-    """The change of quality (larger is better), and the ends of its two one-sided intervals."""
+    """The change of quality (larger is better), its standard error, and the ends of its two one-sided intervals."""
 
     mean_change: float
+    error: float
     lower: float
     upper: float
     margin: float
@@ -50,19 +51,18 @@ def log_ratios(a_s: Sequence[float], b_s: Sequence[float]) -> list[float]:
 
 
 def trimmed_mean(values: Sequence[float], tail: float) -> tuple[float, float]:
-    """Return the 20 % trimmed mean and how far from it an end of its interval lies, beyond which a share `tail` is.
+    """Return the 20 % trimmed mean, and its distance to an end of its interval, beyond which a share `tail` lies.
 
     The standard error is that of the winsorized values: Tukey and McLaughlin (1963), Yuen (1974). A burst of other
     load on the machine falls into the tails. Raises ValueError for fewer than two values or one that is not finite.
     """
-    count = len(values)
     _check(values)
-    cut = count // 5
-    kept = count - 2 * cut
+    count, cut = len(values), len(values) // 5
     inner = sorted(values)[cut : count - cut]
     winsorized = [inner[0]] * cut + inner + [inner[-1]] * cut
-    error = statistics.stdev(winsorized) * math.sqrt((count - 1) / kept / (kept - 1))
-    return statistics.fmean(inner), error * _student(kept - 1, tail)
+    freedom = len(inner) - 1
+    error = statistics.stdev(winsorized) * math.sqrt((count - 1) / len(inner) / freedom)
+    return statistics.fmean(inner), error * _student(freedom, tail)
 
 
 def paired_interval(a_s: Sequence[float], b_s: Sequence[float]) -> Interval:
@@ -98,25 +98,23 @@ def non_inferior(changes: Sequence[float], margin: float, *, tail: float = 0.05)
     _check(changes)
     mean, error = statistics.fmean(changes), statistics.stdev(changes) / math.sqrt(len(changes))
     reach = error * _student(len(changes) - 1, tail)
-    return NonInferiority(mean, mean - reach, mean + reach, margin)
+    return NonInferiority(mean, error, mean - reach, mean + reach, margin)
 
 
 def pooled_non_inferior(
-    baseline: Sequence[float], new: Sequence[float], margin: float, *, sign: int = 1, tail: float = 0.05
+    baseline: Sequence[float], new: Sequence[float], margin: float, *, tail: float = 0.05
 ) -> NonInferiority:
-    """Test that quality was kept by the scores of trainings, a value for each seed; `sign` -1 where lower is better.
+    """Test the same by the scores of trainings, a value for each seed, of which each plan may have another number.
 
-    Student's t with a pooled variance, an error of `tail` on each side; the numbers of seeds may differ. Raises
-    ValueError for fewer than two of a plan or a value that is not finite.
+    Student's t with a pooled variance. Raises ValueError for fewer than two of a plan or a value that is not finite.
     """
     _check(baseline)
     _check(new)
-    change = sign * (statistics.fmean(new) - statistics.fmean(baseline))
-    freedom = len(baseline) + len(new) - 2
+    change, freedom = statistics.fmean(new) - statistics.fmean(baseline), len(baseline) + len(new) - 2
     squares = sum(statistics.variance(values) * (len(values) - 1) for values in (baseline, new))
     error = math.sqrt(squares / freedom * (1 / len(baseline) + 1 / len(new)))
     reach = error * _student(freedom, tail)
-    return NonInferiority(change, change - reach, change + reach, margin)
+    return NonInferiority(change, error, change - reach, change + reach, margin)
 
 
 def _check(values: Sequence[float]) -> None:

@@ -1,8 +1,9 @@
-"""A climb's record as one HTML page that stands alone: it loads nothing, runs no script and needs no kernel."""
+"""A climb's record in plain sentences, and as one HTML page that stands alone: it loads nothing and runs no script."""
 
 import base64
 import io
 from collections.abc import Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,54 +17,41 @@ from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.show import figures
 from speedkit.show.frameworks import in_words
-from speedkit.show.summary import in_short, quality_in_words
 
-FOLDER = Path(__file__).parent
+Row = Mapping[str, Any]
 
 
-def write_report(record: Mapping[str, Any], out: str | Path) -> Path:
+def write_report(record: Row, out: str | Path) -> Path:
     """Write the record of a climb as a page to `out` and return its path.
 
     All that is text in the record is escaped: it may quote a file's name, an error, or come from another machine.
     """
-    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(FOLDER), autoescape=True, trim_blocks=True)
-    environment.filters |= {"ratio": ratio_text, "duration": duration}
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True
+    )
+    environment.filters |= {"ratio": figures.ratio_text, "duration": duration}
     known, naive = settings_of(Plan), vars(Plan())
     ledgers = {"plain PyTorch": record["ledgers"]["baseline"], "final plan": record["ledgers"]["final"]}
     drawn = {"ladder": figures.waterfall(record), "ledgers": figures.ledgers(ledgers, record)}
     if record.get("time_to_quality"):
         drawn["quality"] = figures.time_to_quality(record)
+    dropped = {(row["rung"], row["change"]): row["why"] for row in record["dropped"] if not row["kept"]}
+    reasons = [
+        (row, dropped.get((row["rung"], row["change"]), "" if row["kept"] else row["why"])) for row in record["rungs"]
+    ]
     page = environment.get_template("report.html.j2").render(
         record=record,
         machine=figures.device_name(record),
-        headline=record["speedup_careful"] if record.get("headline") == "careful" else record["speedup"],
+        headline=min(record["speedup"], record["speedup_careful"], key=itemgetter("ratio")),
         sentences=in_short(record),
         quality=quality_in_words(record["quality"]),
         fields=[(name, value, known[name].help) for name, value in record["plan"].items() if value != naive[name]],
         lines=in_words(Plan(**record["plans"]["final"]["effective"]), Recipe(**record["recipe"])),
-        left_out=rungs_left_out(record),
+        left_out=[(row, why) for row, why in reasons if why],
         figures={name: data_url(figure) for name, figure in drawn.items()},
     )
-    out = Path(out)
     files.write_text(out, page)
-    return out
-
-
-def rungs_left_out(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the rungs that are not in the plan, those that were taken out again with that reason."""
-    taken_out = {(row["rung"], row["change"]) for row in record["dropped"] if not row["kept"]}
-    rows = [row for row in record["rungs"] if not row["kept"]]
-    rows += [
-        {**row, "why": "taken out again: later rungs took the gain"}
-        for row in record["rungs"]
-        if (row["rung"], row["change"]) in taken_out
-    ]
-    return rows
-
-
-def ratio_text(row: Mapping[str, Any]) -> str:
-    """Return a ratio with its interval."""
-    return "{ratio:.2f} ({low:.2f} to {high:.2f})".format(**row) if row.get("ratio") else ""
+    return Path(out)
 
 
 def data_url(figure: Figure) -> str:
@@ -71,3 +59,56 @@ def data_url(figure: Figure) -> str:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="svg")
     return f"data:image/svg+xml;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+# ---- in sentences ----
+
+
+def in_short(record: Row) -> list[str]:
+    """Return a climb's result in plain sentences, the most important first."""
+    if record["change"] == "nothing":
+        return ["Nothing that was tried is worth switching on: plain PyTorch stays."]
+    over = "{ratio:.2f} times as fast as {0} ({low:.2f} to {high:.2f}, 99 %)".format
+    ratios = {"plain PyTorch": record["speedup"], "a careful start": record["speedup_careful"]}
+    names = [over(name, **ratios[name]) for name in sorted(ratios, key=lambda name: ratios[name]["ratio"])]
+    return [
+        f"Training steps are {', and '.join(names)}.",
+        quality_in_words(record["quality"]),
+        payback_in_words(record["payback"]),
+        f"Switched on: {record['change']}.",
+    ]
+
+
+def quality_in_words(quality: Row) -> str:
+    """Return in one sentence whether the final plan learns as well."""
+    if quality["decision"] == "not tested":
+        why = "the time was used up before each plan was trained twice"
+        return (
+            f"Whether the result is as good was not tested: {why if quality['baseline'] else 'no training was needed'}."
+        )
+    shown = "{mean_change:+.4f}, at least {lower:+.4f}".format
+    change = f"{quality['metric']} changed by {shown(**quality)}; margin {quality['margin']:g}"
+    if likelihood := quality["likelihood"]:
+        change += (
+            f"; in {len(quality['final'])} folds, where the right class's probability changed by {shown(**likelihood)}"
+        )
+    if quality["decision"] != "not decided":
+        return f"The result is {quality['decision']}: {change}."
+    needed = f"{len(quality['final'])} trainings of each plan cannot show it; about {quality['seeds_needed']} would"
+    if quality["items_needed"]:
+        needed = "{test_items} test items cannot show {margin:g}; about {items_needed} would".format(**quality)
+    return f"Whether the result is as good is not decided: {change}. {needed}."
+
+
+def payback_in_words(payback: Row) -> str:
+    """Return in one sentence what the final plan saves, and when it has earned what it takes to prepare."""
+    saved = (
+        f"Your {payback['epochs']:.3g} epochs: from {duration(payback['baseline_s'])} to {duration(payback['final_s'])}"
+    )
+    prepared = {"build the cache": payback["prepare_s"]["cache"], "compile": payback["prepare_s"]["compile"]}
+    first = " and ".join(f"{duration(value)} to {what}" for what, value in prepared.items() if value)
+    if not first:
+        return f"{saved}."
+    if payback["pays_back_after_s"] is None:
+        return f"{saved}, with {first}; that does not pay back within so short a training."
+    return f"{saved}, with {first}; that pays back after {duration(payback['pays_back_after_s'])}."
