@@ -44,6 +44,7 @@ def publish(
     Return what became of each by its name. Raises SpeedkitError for a busy GPU, and for changes since the commit that
     records would name.
     """
+    sources = sorted(find_notebooks(names), key=lambda source: source.name != CLIMB)
     for index in range(torch.cuda.device_count()):
         if gpu_state(torch.device("cuda", index), "utilisation").get("utilisation", 0) > 0.05:  # a screen takes less
             raise SpeedkitError(f"GPU {index} is busy: wait until it is free, then publish")
@@ -51,7 +52,7 @@ def publish(
     if dirty:
         raise SpeedkitError(f"the package differs from commit {name}, which the records would name: commit it first")
     end_s, outcomes = time.monotonic() + (budget_s or math.inf), {}
-    for source in sorted(find_notebooks(names), key=lambda source: source.name != CLIMB):
+    for source in sources:
         for word in ("", *WORKLOADS) if names is None and source.name == CLIMB else (workload,):
             name = f"{source.stem}-{word}" if word else source.stem
             try:
