@@ -20,7 +20,6 @@ from speedkit.hardware import this_machine
 from speedkit.options import (
     DATA,
     Values,
-    axis,
     data_options,
     device_option,
     fields_of,
@@ -30,7 +29,7 @@ from speedkit.options import (
     out_option,
     plan_option,
     run_options,
-    time_option,
+    seconds,
     typed,
     workload_argument,
 )
@@ -90,7 +89,7 @@ def hardware(as_json: bool, device: str) -> None:
 
     machine = this_machine(device)
     show = dataclasses.asdict if as_json else str
-    facts = machine.as_dict() | {"ceilings": {name: show(found) for name, found in ceilings(machine).items()}}
+    facts = machine.as_dict() | {"ceilings": {name: show(ceiling) for name, ceiling in ceilings(machine).items()}}
     click.echo(json.dumps(facts, indent=1) if as_json else yaml.safe_dump(facts, sort_keys=False, width=1000))
 
 
@@ -99,7 +98,6 @@ def hardware(as_json: bool, device: str) -> None:
 @plan_option
 @click.option("--strict", is_flag=True, help="a plan field that cannot be honoured here is an error")
 @click.option("--deterministic", is_flag=True, help="reproducible kernels on CUDA too")
-@click.option("--max-restarts", type=click.IntRange(0), default=3, help="after a rank has died")
 @run_options
 @fields_of(Plan)
 def train(workload: str, plan: str, **values: Any) -> int:
@@ -117,8 +115,7 @@ def train(workload: str, plan: str, **values: Any) -> int:
     if asked.ranks > 1 and recipe.batch_size == "auto":
         raise PlanError("batch_size=auto trains on one rank: find the number with --ranks 1, and give it here")
     if asked.ranks > 1 and "WORLD_SIZE" not in os.environ:
-        arguments = ["speedkit", *sys.argv[1:], "--out", str(values["out"])]
-        return distributed.launch(arguments, asked.ranks, max_restarts=values["max_restarts"])
+        return distributed.launch(["speedkit", *sys.argv[1:], "--out", str(values["out"])], asked.ranks)
     if recipe.batch_size == "auto":
         recipe, _ = choose_batch_size(work, recipe, asked, say=click.echo, **typed(values, "device", "cache_dir"))
     options = typed(values, "device", "cache_dir", "out", "resume", "deterministic", "strict")
@@ -132,25 +129,25 @@ def train(workload: str, plan: str, **values: Any) -> int:
 
 @commands.command()
 @workload_argument
-@time_option("--budget", "8m", "time for all of it")
+@click.option("--budget", type=seconds, default="8m", metavar="TIME", help="time for all of it")
 @click.option("--rungs", metavar="NAME,NAME", help="only these rungs")
 @click.option("--seeds", type=click.IntRange(2), help="trainings of each plan, to test quality (3, more if in doubt)")
 @click.option("--horizon", type=click.IntRange(1), help="steps by which compiling has to pay (the recipe's)")
 @click.option("--notebook/--no-notebook", default=True, help="also write climb.ipynb")
 @run_options
-def climb(workload: str, budget: float, rungs: str | None, notebook: bool, **values: Any) -> None:
+def climb(workload: str, **values: Any) -> None:
     """Climb the whole ladder on WORKLOAD; leave the winning plan, the record and a report."""
     from speedkit.climb import climb as climb_ladder
     from speedkit.notebooks import find_notebooks, run_notebook
     from speedkit.show.report import in_short, write_report
 
     work, recipe = find_workload(workload, values)
-    folder = values["out"]
-    names = rungs.split(",") if rungs else None
+    folder, rungs = values["out"], values["rungs"]
     options = typed(values, "device", "cache_dir", "out", "resume", "seeds", "horizon")
-    record = climb_ladder(work, recipe=recipe, budget_s=budget, rungs=names, **options)
+    options |= {"budget_s": values["budget"], "rungs": rungs and rungs.split(",")}
+    record = climb_ladder(work, recipe=recipe, **options)
     write_report(record, folder / "report.html")
-    if notebook:
+    if values["notebook"]:
         [source] = find_notebooks(["90"])
         parameters = absolute({"workload": workload, "out": folder} | typed(values, *DATA))
         environment = {"SPEEDKIT_RUN_DIR": str(folder.resolve())}
@@ -158,7 +155,7 @@ def climb(workload: str, budget: float, rungs: str | None, notebook: bool, **val
     if work.quarantined:
         write_quarantine(folder / "quarantine.csv", work.quarantined)
         click.echo(f"files left out: {len(work.quarantined)} (quarantine.csv says why)")
-    click.echo(f"plan.yaml, report.html, record.json{', climb.ipynb' if notebook else ''} in {folder}")
+    click.echo(f"report.html, plan.yaml and record.json are in {folder}")
     click.echo("\n".join(in_short(record)))
     if record["quality"]["decision"] == "worse" and not record["quality"].get("replaced"):
         raise SpeedkitError("the final plan learns worse than plain PyTorch, and nothing can be taken out of it")
@@ -190,7 +187,7 @@ def doctor(workload: str, plan: str, as_json: bool, **values: Any) -> None:
 @click.option("--pairs", default=80, type=click.IntRange(4), help="turns of each plan, at most")
 @json_option
 @run_options
-def compare(plan_a: str, plan_b: str, workload: str, as_json: bool, **values: Any) -> int:
+def compare(plan_a: str, plan_b: str, workload: str, **values: Any) -> int:
     """Train WORKLOAD under two plans in turns. Exit code 1 when PLAN_B is shown to be faster: a gate for CI."""
     from speedkit.measure.compare import compare as compare_plans
 
@@ -198,7 +195,7 @@ def compare(plan_a: str, plan_b: str, workload: str, as_json: bool, **values: An
     work, recipe = find_workload(workload, values)
     options = typed(values, "device", "cache_dir", "pairs")
     comparison = compare_plans(work, a, b, recipe=recipe, names=(plan_a, plan_b), **options)
-    click.echo(json.dumps(comparison.as_measurement()) if as_json else str(comparison))
+    click.echo(json.dumps(comparison.as_measurement()) if values["as_json"] else str(comparison))
     for name, effective in ((plan_a, comparison.effective_a), (plan_b, comparison.effective_b)):
         for fallback in effective.fallbacks:
             click.echo(f"  {name}: {fallback}", err=True)
@@ -210,8 +207,9 @@ def compare(plan_a: str, plan_b: str, workload: str, as_json: bool, **values: An
 @click.argument("folder", metavar="DIR")
 @click.option("--workload", default="audio", help="to build for: audio, or package.module:function")
 @plan_option
+@device_option
 @data_options
-def cache(action: str, folder: str, workload: str, plan: str, **values: Any) -> int:
+def cache(action: str, folder: str, **values: Any) -> int:
     """Build, describe, verify or repair cached features. DIR is the folder that --cache-dir names.
 
     What is built is for training by --plan. Exit code 1 when verify finds an entry that is not as it was written;
@@ -220,18 +218,17 @@ def cache(action: str, folder: str, workload: str, plan: str, **values: Any) -> 
     from speedkit.data.cache import open_cache
     from speedkit.data.cache_files import caches_in, damaged_rows, describe
 
-    damaged: list[str] = []
     if action == "build":
-        work, _ = find_workload(workload, values)
-        asked = find_plan(plan, {"cache": "disk"})
-        built = open_cache(work, [*work.train, *work.test], asked, cache_dir=folder, progress=True)
+        work, _ = find_workload(values["workload"], values)
+        plan = find_plan(values["plan"], {"device": values["device"], "cache": "disk"})
+        built = open_cache(work, [*work.train, *work.test], plan, cache_dir=folder, progress=True)
         lines = [f"{built.folder}: {built.why}", *(f"left out: {path}: {why}" for path, why in built.bad.items())]
     elif action == "info":
         lines = [describe(path) for path in caches_in(folder)]
     else:
-        found = {path: damaged_rows(path, repair=action == "repair") for path in caches_in(folder)}
-        damaged = [f"{path}: entry {row}" for path, rows in found.items() for row in rows]
-        again = "; the next use computes them again" if action == "repair" else ""
+        repair = action == "repair"
+        damaged = [f"{path}: entry {row}" for path in caches_in(folder) for row in damaged_rows(path, repair=repair)]
+        again = "; the next use computes them again" if repair else ""
         lines = [f"{len(damaged)} entries are not as they were written{again}", *damaged]
     click.echo("\n".join(lines))
     return 1 if action == "verify" and damaged else 0
@@ -244,9 +241,7 @@ def find_trained(path: Path, workload: str | None, data: Values) -> tuple["Workl
     try:
         state = read(path / NAME if path.is_dir() else path)
     except (OSError, ValueError) as error:
-        raise UsageError(
-            f"{path} cannot be read ({error}): name a checkpoint, or the --out of speedkit train"
-        ) from error
+        raise UsageError(f"{path} cannot be read ({error}): name a checkpoint, or the --out of train") from error
     job = state["job"]
     work = load_workload(workload or job["workload"], max_duration_s=job.get("max_duration_s"), **data)
     model = work.model()
@@ -300,37 +295,38 @@ def absolute(parameters: Values) -> Values:
 @commands.command()
 @click.argument("names", nargs=-1, required=True, metavar="NOTEBOOK...")
 @click.option("-p", "parameters", nargs=2, multiple=True, metavar="NAME VALUE", help="a parameter of the notebooks")
-@click.option("--sweep", "grid", multiple=True, type=axis, metavar="NAME=A,B,C", help="run every combination of these")
+@click.option("--sweep", "grid", multiple=True, metavar="NAME=A,B,C", help="run every combination of these")
 @click.option("--out", default="runs/notebooks", help="folder for what was run")
-@time_option("--timeout", "1h", "for each cell")
+@click.option("--timeout", type=seconds, default="1h", metavar="TIME", help="for each cell")
 @click.option("--cluster", metavar="TCP://HOST:PORT", help="sweep on the Dask cluster of this scheduler")
-def run(names: tuple[str, ...], out: str, timeout: float, cluster: str | None, **values: Any) -> None:
+def run(names: tuple[str, ...], out: str, cluster: str | None, **values: Any) -> None:
     """Run notebooks by number or name with parameters; a parameter that one does not declare is an error."""
     from speedkit import notebooks
 
-    grid, parameters, failed = dict(values["grid"]), absolute(dict(values["parameters"])), 0
-    if cluster and not grid:
-        raise UsageError("--cluster runs the combinations of --sweep NAME=A,B,C: give one")
-    options: dict[str, Any] = {"parameters": parameters, "timeout_s": timeout}
+    grid = {name: words.split(",") for name, _, words in (axis.partition("=") for axis in values["grid"])}
+    if (cluster and not grid) or [""] in grid.values():
+        raise UsageError("--sweep takes NAME=A,B,C, and --cluster runs its combinations")
+    options: dict[str, Any] = {"parameters": absolute(dict(values["parameters"])), "timeout_s": values["timeout"]}
+    failures = 0
     with notebooks.cluster_executor(cluster) if cluster else contextlib.nullcontext() as executor:
         for source in notebooks.find_notebooks(names):
             if grid:
-                outcomes = notebooks.sweep(source, grid, out, executor=executor, **options)
-                failed += sum(bool(why) for why in outcomes.values())
+                errors = notebooks.sweep(source, grid, out, executor=executor, **options)
+                failures += sum(map(bool, errors.values()))
             else:
                 click.echo(notebooks.run_notebook(source, Path(out) / source.name, **options))
-    if failed:
-        raise SpeedkitError(f"{failed} combinations failed; the others are in {out}")
+    if failures:
+        raise SpeedkitError(f"{failures} combinations failed; the others are in {out}")
 
 
 @commands.command()
 @click.argument("names", nargs=-1, metavar="[NOTEBOOK]...")
 @click.option("--all", "everything", is_flag=True, help="every notebook")
 @click.option("--out", help="folder to write to (the notebooks' own)")
-@time_option("--budget", None, "start no notebook after this time")
+@click.option("--budget", "budget_s", type=seconds, metavar="TIME", help="start no notebook after this time")
 @click.option("--workload", default="", help="write only the record, of this workload")
 @click.option("--import", "source", help="take in what another machine published to this folder")
-def publish(names: tuple[str, ...], everything: bool, out: str | None, source: str | None, **values: Any) -> int:
+def publish(names: tuple[str, ...], everything: bool, source: str | None, **values: Any) -> int:
     """Run notebooks here for the repository: executed notebooks and records, and the README's tables."""
     from speedkit import publishing
 
@@ -339,13 +335,12 @@ def publish(names: tuple[str, ...], everything: bool, out: str | None, source: s
     if source:
         outcomes = publishing.import_published(source)
     else:
-        budget_s, workload = values["budget"], values["workload"]
-        outcomes = publishing.publish(None if everything else names, out, budget_s=budget_s, workload=workload)
-    for outcome in outcomes:
-        click.echo(f"{outcome.state}: {outcome.name} {outcome.why}".rstrip())
-    if not out:
+        outcomes = publishing.publish(None if everything else names, **values)
+    for name, outcome in outcomes.items():
+        click.echo(f"{name}: {outcome}")
+    if not values["out"]:
         publishing.update_readme(publishing.notebooks_folder().parent / "README.md")
-    return 1 if any(outcome.state == "failed" for outcome in outcomes) else 0
+    return 1 if any(outcome.startswith("failed") for outcome in outcomes.values()) else 0
 
 
 # Known before and after every command; `main` looks for it where a run fails.

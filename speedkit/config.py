@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 TYPES = {"integer": "an integer", "number": "a number", "boolean": "true | false", "null": "none"}  # of JSON
 LIMITS = {"minimum": "from", "maximum": "to"}
-WORDS = {"none": None, "true": True, "yes": True, "false": False, "no": False}
+WORDS = {"none": None, "null": None, "true": True, "yes": True, "false": False, "no": False}
 
 
 class Setting(NamedTuple):
@@ -41,31 +41,27 @@ def settings(cls: type[T]) -> type[T]:
             validate(self, **values)
         except pydantic.ValidationError as error:
             first = error.errors()[0]
-            raise PlanError(_refusal(made, str(first["loc"][0]), first["input"])) from None
+            name, value, fields = str(first["loc"][0]), first["input"], settings_of(made)
+            if name not in fields:
+                raise PlanError(f"{name!r} is not a field of {cls.__name__}{nearest(name, fields)}") from None
+            takes = fields[name].takes
+            near = nearest(str(value), takes)
+            raise PlanError(f"{name}={value!r} is not possible; it takes {' | '.join(takes)}{near}") from None
 
     made.__init__ = __init__
     return made
 
 
-def _refusal(cls: type, name: str, value: Any) -> str:
-    """Return the sentence about a `value` for the field `name` that `cls` does not take."""
-    known = settings_of(cls)
-    if name not in known:
-        return f"{name!r} is not a field of {cls.__name__}{nearest(name, known)}"
-    near = nearest(value, known[name].takes) if isinstance(value, str) else ""
-    return f"{name}={value!r} is not possible; it takes {' | '.join(known[name].takes)}{near}"
-
-
 def settings_of(cls: type) -> dict[str, Setting]:
     """Return the fields of the settings class `cls` by name, in the order they are written."""
-    fields = pydantic.TypeAdapter(cls).json_schema()["properties"].items()
+    fields = pydantic.TypeAdapter(cls).json_schema()["properties"]
     return {
-        name: Setting(" ".join(field["description"].split()), field["default"], tuple(_takes(field)))
-        for name, field in fields
+        name: Setting(" ".join(field["description"].split()), field["default"], tuple(_values_in_words(field)))
+        for name, field in fields.items()
     }
 
 
-def _takes(schema: Mapping[str, Any]) -> Iterator[str]:
+def _values_in_words(schema: Mapping[str, Any]) -> Iterator[str]:
     for variant in schema.get("anyOf", [schema]):
         if variant["type"] == "string":
             yield from variant.get("enum") or [variant["const"]]
@@ -82,12 +78,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 def from_mapping(cls: type[T], values: Mapping[str, Any]) -> T:
     """Return a `cls` of `values`, among which texts may stand for numbers. Raises PlanError as `cls` itself does."""
-    known, given = settings_of(cls), dict[str, Any]()
-    for name, value in values.items():
-        given[str(name)] = _from_text(value) if isinstance(value, str) else value
-        if value is False and name in known and "off" in known[name].takes:
-            given[name] = "off"  # YAML reads a bare `off` as false
-    return cls(**given)
+    return cls(**{str(name): _from_text(value) if isinstance(value, str) else value for name, value in values.items()})
 
 
 def _from_text(text: str) -> Any:
@@ -100,7 +91,8 @@ def _from_text(text: str) -> Any:
 def from_yaml(cls: type[T], path: str | Path) -> T:
     """Return the `cls` in the YAML file at `path`. Raises PlanError with the file and what is wrong in it."""
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        # All values as texts, as on the command line: a YAML reader that tells types makes a bare `off` false.
+        values = yaml.load(Path(path).read_text(encoding="utf-8"), yaml.BaseLoader)
         if not isinstance(values, dict):
             raise PlanError(f"it must hold `field: value` lines for a {cls.__name__}, not {type(values).__name__}")
         return from_mapping(cls, values)
@@ -114,5 +106,5 @@ def to_yaml(instance: Any) -> str:
     lines = []
     for name, setting in settings_of(type(instance)).items():
         value = yaml.safe_dump(getattr(instance, name), default_flow_style=True).splitlines()[0]
-        lines.append(f"{name}: {value}  # {setting.help}")
-    return "\n".join(lines) + "\n"
+        lines.append(f"{name}: {value}  # {setting.help}\n")
+    return "".join(lines)

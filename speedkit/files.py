@@ -49,18 +49,17 @@ def finite(value: Any) -> Any:
 def claim_folder(folder: str | Path, kind: str, resume: bool = False) -> Path:
     """Return `folder`, made and marked as holding one run of `kind`.
 
-    Raises UsageError when it cannot be written, or when it holds another run and `resume` is not set.
+    Raises UsageError when it cannot be written, or holds anything but a run of `kind` that `resume` continues.
     """
     folder = Path(folder)
     marker = folder / ".speedkit-run"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        held = marker.read_text(encoding="utf-8").strip() if marker.exists() else ""
-        if any(folder.iterdir()) and not (resume and held == kind):
-            what = f"a {held} run" if held else "files that speedkit did not write"
-            hint = "add --resume to go on with it, or " if held == kind else ""
-            raise UsageError(f"output folder {folder} already holds {what}: {hint}name another with --out")
-        write_text(marker, kind + "\n")
+        content = f"a {marker.read_text().strip()} run" if marker.exists() else "files that speedkit did not write"
+        if any(folder.iterdir()) and not (resume and content == f"a {kind} run"):
+            hint = "name another with --out, or continue a run of this command with --resume"
+            raise UsageError(f"output folder {folder} already holds {content}: {hint}")
+        write_text(marker, kind)
     except OSError as error:
         raise UsageError(f"output folder {folder} cannot be written ({error.strerror})") from error
     return folder

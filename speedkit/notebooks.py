@@ -19,12 +19,12 @@ from unittest import mock
 import filelock
 import papermill
 import pydantic
+import torch
 from nbclient.exceptions import CellTimeoutError
 from nbclient.output_widget import OutputWidget
 
 from speedkit.config import nearest
 from speedkit.errors import SpeedkitError, UsageError
-from speedkit.files import write_text
 from speedkit.measure.provenance import notebooks_folder
 from speedkit.measure.record import read_notebook
 
@@ -54,7 +54,7 @@ def find_notebooks(names: Sequence[str | Path] | None = None, folder: Path | Non
     aliases = {word: path for stem, path in numbered.items() for word in (stem[:2], stem[3:], stem)}
     paths = []
     for name in map(str, numbered if names is None else names):
-        path = aliases.get(name.removesuffix(".ipynb"), Path(name).resolve())
+        path = aliases.get(name, Path(name).resolve())
         if path.suffix != ".ipynb" or not path.is_file():
             raise UsageError(f'there is no notebook "{name}"{nearest(name, aliases)}; there are {", ".join(numbered)}')
         paths.append(path)
@@ -110,11 +110,10 @@ def run_notebook(
     parameters: Mapping[str, Any] | None = None,
     *,
     timeout_s: float = 3600.0,
-    folder: Path | None = None,
     environment: Mapping[str, str] | None = None,
     progress: bool = True,
 ) -> Path:
-    """Run notebook `source` with `parameters` in a fresh kernel, in `folder` or its own, and leave what ran at `out`.
+    """Run notebook `source` with `parameters` in a fresh kernel, in its own folder, and leave what ran at `out`.
 
     `timeout_s` is for each cell, `environment` for the kernel. Raises UsageError before anything starts, SpeedkitError
     when a cell fails or its time is up: `out` is then, as after Ctrl-C, as it was, and what did run is beside it as
@@ -125,49 +124,43 @@ def run_notebook(
     if out == source:
         raise UsageError(f"{source.name} cannot be run onto itself: name another output")
     out.parent.mkdir(parents=True, exist_ok=True)
-    partial = failed_copy(out)  # papermill writes it cell by cell
-    begun, bar = list[int](), progress and sys.stderr.isatty()
+    partial = out.with_name(f"{out.stem}.failed.ipynb")  # papermill writes it cell by cell
+    bar = progress and sys.stderr.isatty()
+    begun = 0
 
-    def before_cell(cell_index: int, **_: Any) -> None:
-        begun.append(cell_index)
+    def before_cell(**_: Any) -> None:
+        nonlocal begun
+        begun += 1
         if progress and not bar:
-            print(f"{source.stem}: cell {len(begun)}", flush=True)
+            print(f"{source.stem}: cell {begun}", flush=True)
 
     try:
         with device_lock(), mock.patch.dict(os.environ, environment or {}):
             papermill.execute_notebook(
-                str(source),
-                str(partial),
+                source,
+                partial,
                 values,
                 kernel_name="python3",
                 progress_bar={"desc": source.stem, "leave": False} if bar else False,
                 execution_timeout=timeout_s,
                 iopub_timeout=60,  # outputs may arrive this long after their cell has ended [s]
                 on_cell_execute=before_cell,
-                resources={"metadata": {"path": str(folder or source.parent)}},
+                resources={"metadata": {"path": str(source.parent)}},
                 extra_arguments=["--IPKernelApp.log_level=CRITICAL"],  # its log is no output of the notebook
             )
-        partial.replace(out)
-        return out
+        return partial.replace(out)
     except papermill.PapermillExecutionError as error:
         why = f"{error.ename}: {error.evalue}".strip(": ").splitlines()[0]
     except CellTimeoutError:
         why = f"stopped after {timeout_s:.0f} s"
     except RuntimeError as error:
         why = f"the kernel died, perhaps out of memory, or did not start ({error})"
-    raise SpeedkitError(f"{source.name}, cell [{len(begun)}]: {why}. What did run is in {partial}")
-
-
-def failed_copy(out: Path) -> Path:
-    """Return where the cells that did run are left when the notebook that would be `out` fails."""
-    return out.with_name(f"{out.stem}.failed.ipynb")
+    raise SpeedkitError(f"{source.name}, cell [{begun}]: {why}. What did run is in {partial}")
 
 
 @contextlib.contextmanager
 def device_lock() -> Iterator[None]:
     """Hold this user's locks on the GPUs that CUDA shows, or on the machine without one; wait for who holds them."""
-    import torch
-
     count = torch.cuda.device_count()  # which starts no CUDA in this process
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
     with contextlib.ExitStack() as stack:
@@ -193,44 +186,34 @@ def sweep(
 ) -> dict[Path, str]:
     """Run notebook `source` for each combination of the `grid`'s values, into folder `out`, named by the values.
 
-    One after the other, or by an `executor`, of this machine or of others: the notebook travels as text and comes back
-    whole. Return what went wrong with each, "" if nothing, by path.
+    One after the other, or by an `executor`, of this machine or of others that share its file system. Return what went
+    wrong with each, "" if nothing, by path.
     """
-    source, out = Path(source).resolve(), Path(out).resolve()
-    text, jobs = source.read_text(encoding="utf-8"), {}
+    source, out, jobs = Path(source).resolve(), Path(out).resolve(), {}
     for combination in itertools.product(*grid.values()):
         values = typed_parameters(source, {**(parameters or {}), **dict(zip(grid, combination, strict=True))})
         label = "-".join(f"{name}={urllib.parse.quote(str(values[name]), safe=',+[]')}" for name in grid)
         path = out / f"{source.stem}-{label}.ipynb"
-        jobs[path] = functools.partial(_run_text, text, source, values, timeout_s)
-    out.mkdir(parents=True, exist_ok=True)
-
+        jobs[path] = functools.partial(_run_one, source, path, values, timeout_s=timeout_s)
     errors: dict[Path, str] = {}
-    for path, (executed, why) in _results(jobs, executor):
-        if executed:
-            write_text(failed_copy(path) if why else path, executed)
-        errors[path] = why
-        print(f"{len(errors)}/{len(jobs)} {path.stem}: {why or 'done'}", flush=True)
+    for path, error in _results(jobs, executor):
+        errors[path] = error
+        print(f"{len(errors)}/{len(jobs)} {path.stem}: {error or 'done'}", flush=True)
     return {path: errors[path] for path in jobs}
 
 
-def _run_text(text: str, source: Path, values: dict[str, Any], timeout_s: float) -> tuple[str, str]:
-    """Run the notebook `text`, in the folder of `source` where this machine has that; return what ran, and why not."""
-    with tempfile.TemporaryDirectory(prefix="speedkit-") as scratch:
-        copy, executed, why = Path(scratch, source.name), Path(scratch, "executed.ipynb"), ""
-        copy.write_text(text, encoding="utf-8")
-        folder = source.parent if source.parent.is_dir() else None
-        try:
-            run_notebook(copy, executed, values, timeout_s=timeout_s, folder=folder, progress=False)
-        except SpeedkitError as error:
-            executed, why = failed_copy(executed), str(error).partition(". What did run")[0]
-        return executed.read_text(encoding="utf-8"), why
+def _run_one(source: Path, out: Path, values: dict[str, Any], *, timeout_s: float) -> str:
+    try:
+        run_notebook(source, out, values, timeout_s=timeout_s, progress=False)
+        return ""
+    except SpeedkitError as error:
+        return str(error)
 
 
 def _results(
-    jobs: Mapping[Path, Callable[[], tuple[str, str]]], executor: concurrent.futures.Executor | None
-) -> Iterator[tuple[Path, tuple[str, str]]]:
-    """Yield the path and the result of each job, in the order in which they end."""
+    jobs: Mapping[Path, Callable[[], str]], executor: concurrent.futures.Executor | None
+) -> Iterator[tuple[Path, str]]:
+    """Yield the path of each job and what went wrong with it, in the order in which they end."""
     if executor is None:
         yield from ((path, job()) for path, job in jobs.items())
         return
@@ -238,7 +221,7 @@ def _results(
     for future in concurrent.futures.as_completed(futures):
         path = futures.pop(future)  # Dask would run again what somebody holds, when it loses a worker
         error = future.exception()  # the executor's: its process died, its cluster went away
-        yield path, ("", f"{type(error).__name__}: {error}".splitlines()[0]) if error else future.result()
+        yield path, f"{type(error).__name__}: {error}".splitlines()[0] if error else future.result()
 
 
 @contextlib.contextmanager
@@ -256,8 +239,7 @@ def cluster_executor(address: str) -> Iterator[concurrent.futures.Executor]:
     except ImportError as error:
         raise UsageError("--cluster needs Dask: install it with pip install -e .[cluster]") from error
     except (OSError, ValueError) as error:
-        why = f"no Dask scheduler with a worker answers at {address} within {CONNECT_S} s"
         how = f"start `dask scheduler`, and `dask worker {address} --nthreads 1` on each machine"
-        raise UsageError(f"{why}: {how}") from error
+        raise UsageError(f"no Dask scheduler with a worker answers at {address} in {CONNECT_S} s: {how}") from error
     with client:
         yield client.get_executor(pure=False)  # not pure: a sweep that is run again runs

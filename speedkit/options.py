@@ -34,7 +34,7 @@ def find_workload(name: str, values: Values) -> tuple["Workload", Recipe]:
     fields = typed(values, *settings_of(Recipe))
     if {"epochs", "steps"} & fields.keys():  # typing one of the two replaces the other
         fields = {"epochs": None, "steps": None} | fields
-    limit_s = from_mapping(Recipe, fields).max_duration_s  # what no recipe can be is said before any data is made
+    limit_s = from_mapping(Recipe, fields).max_duration_s  # an impossible recipe is refused before any data is made
     workload = load_workload(name, max_duration_s=limit_s, **typed(values, *DATA))
     return workload, from_mapping(Recipe, dataclasses.asdict(workload.recipe) | fields)
 
@@ -42,7 +42,7 @@ def find_workload(name: str, values: Values) -> tuple["Workload", Recipe]:
 def find_plan(word: str, values: Values) -> Plan:
     """Return the plan that a word or a YAML file names, with the fields that were typed."""
     if word in PRESETS:
-        plan = PRESETS[word](this_machine(values.get("device", "auto")))
+        plan = PRESETS[word](this_machine(values["device"]))
     elif Path(word).exists() or word.endswith((".yaml", ".yml")):
         plan = from_yaml(Plan, word)
     else:
@@ -58,15 +58,7 @@ def seconds(word: str) -> float:
     return float(parts[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[parts[2]]
 
 
-def axis(word: str) -> tuple[str, list[str]]:
-    """Return the name and the values in `name=value,value,...`."""
-    name, _, values = word.partition("=")
-    if not values:
-        raise UsageError(f"--sweep {word!r} must read name=value,value,...")
-    return name, values.split(",")
-
-
-def together(*options: Callable) -> Callable:
+def combined(*options: Callable) -> Callable:
     """Return a decorator that adds `options` to a command, in this order."""
     return lambda command: functools.reduce(lambda made, option: option(made), reversed(options), command)
 
@@ -75,18 +67,13 @@ def fields_of(cls: type) -> Callable:
     """Return a decorator that adds an option for every field of the settings class `cls`."""
     options = []
     for name, setting in settings_of(cls).items():
-        flag = "--" + name.replace("_", "-")
+        flag = name.replace("_", "-")
         text = f"{setting.help.rstrip('.')} ({'by workload' if cls is Recipe else str(setting.default).lower()})"
         if setting.takes == ("true | false",):
-            options.append(click.option(f"{flag}/--no-{flag[2:]}", name, help=text, default=None))
+            options.append(click.option(f"--{flag}/--no-{flag}", name, help=text, default=None))
         else:
-            options.append(click.option(flag, name, help=text, metavar=" | ".join(setting.takes).upper()))
-    return together(*options)
-
-
-def time_option(name: str, default: str | None, text: str) -> Callable:
-    """Return an option that takes a time, as `seconds` reads it."""
-    return click.option(name, type=seconds, default=default, metavar="TIME", help=text)
+            options.append(click.option(f"--{flag}", name, help=text, metavar=" | ".join(setting.takes).upper()))
+    return combined(*options)
 
 
 workload_argument = click.argument("workload")
@@ -100,7 +87,7 @@ out_option = click.option(
     show_default="runs/<date>-<time>",
     help="folder for what the run leaves",
 )
-data_options = together(
+data_options = combined(
     click.option("--data-dir", help="folder of your files; generated data without"),
     click.option("--labels", help="CSV of paths and labels, with a fold or split column or not"),
     click.option("--label-pattern", metavar="REGEX", help="group 1 of a file's name is its label"),
@@ -108,7 +95,7 @@ data_options = together(
     click.option("--size", metavar="TINY | SMALL | MEDIUM", help="size of the model"),
     click.option("--clips", type=int, help="how many files to generate where there is no data folder"),
 )
-run_options = together(  # of all commands that train
+run_options = combined(  # of all commands that train
     data_options,
     out_option,
     device_option,

@@ -95,11 +95,10 @@ class Plan:
     @classmethod
     def careful(cls, hardware: Hardware | None = None) -> "Plan":
         """Return what a competent practitioner starts with: workers, pinned memory, tf32, a fused optimizer."""
-        workers = min(4, (hardware or this_machine()).cores)
         return cls(
             precision="tf32",
             fused_optimizer=True,
-            workers=workers,
+            workers=min(4, (hardware or this_machine()).cores),
             persistent_workers=True,
             pin_memory=True,
             log_every=50,
@@ -181,7 +180,7 @@ def resolve(
         raise PlanError(f"ranks={plan.ranks} takes {here} GPUs here, and there are {hardware.gpu_count}: lower ranks")
     effective = EffectivePlan(plan, plan)
     # One at a time, and then all are asked again: what one field falls back to may be in the way of another.
-    while broken := next(_broken_rules(effective.plan, hardware, workload, batch_size), None):
+    while broken := next(_broken_rules(effective.plan, hardware, workload, batch_size=batch_size), None):
         effective = effective.fall_back(*broken)
     if workload is not None and workload.augment_waveform is not None:
         plan = effective.plan
@@ -194,7 +193,7 @@ def resolve(
 
 
 def _broken_rules(
-    plan: Plan, hardware: Hardware, workload: "Workload | None", batch_size: int | None
+    plan: Plan, hardware: Hardware, workload: "Workload | None", *, batch_size: int | None
 ) -> Iterator[Rule]:
     for field, value, capability, instead in NEEDS:
         if getattr(plan, field) == value and not hardware.supports(capability):
@@ -206,10 +205,10 @@ def _broken_rules(
         yield from _cache_rules(plan, hardware)
     if plan.ranks > 1:
         yield from _rank_rules(plan, hardware)
-    adds_up = plan.micro_batch == "auto" or (batch_size and plan.micro_batch and plan.micro_batch < batch_size)
-    if adds_up and plan.compile in CUDA_GRAPHS and hardware.device.type == "cuda":
+    accumulates = plan.micro_batch == "auto" or (batch_size and plan.micro_batch and plan.micro_batch < batch_size)
+    if accumulates and plan.compile in CUDA_GRAPHS and hardware.device.type == "cuda":
         # https://github.com/pytorch/pytorch/issues/169545
-        why = "gradients that are added up lie in memory that the next replay of a CUDA graph writes over"
+        why = "accumulated gradients lie in memory that the next replay of a CUDA graph writes over"
         yield "compile", "default", why
 
 

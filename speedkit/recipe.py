@@ -9,13 +9,13 @@ from pydantic import Field
 from speedkit.config import settings
 from speedkit.errors import PlanError
 
-if TYPE_CHECKING:
-    BatchSize = int  # "auto" has become a number before anything is computed with it
-else:
-    BatchSize = Literal["auto"] | Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+if TYPE_CHECKING:
+    BatchSize = int  # "auto" has become a number before anything is computed with it
+else:
+    BatchSize = Literal["auto"] | Count
 
 
 @settings
@@ -57,15 +57,12 @@ class Recipe:
 
     def total_steps(self, train_items: int, drop_last: bool) -> int:
         """Return how many optimizer steps the recipe makes over `train_items` samples."""
-        if self.steps is not None:
-            return self.steps
-        return (self.epochs or 0) * steps_per_epoch(train_items, self.batch_size, drop_last)
+        return self.steps or (self.epochs or 0) * steps_per_epoch(train_items, self.batch_size, drop_last)
 
 
 def steps_per_epoch(train_items: int, batch_size: int, drop_last: bool) -> int:
     """Return the batches in one pass; at least one, for a set smaller than a batch is one small batch."""
-    full, rest = divmod(train_items, batch_size)
-    return max(1, full + (1 if rest and not drop_last else 0))
+    return max(1, train_items // batch_size if drop_last else math.ceil(train_items / batch_size))
 
 
 def with_batch_size(recipe: Recipe, batch_size: int) -> Recipe:
@@ -76,7 +73,7 @@ def with_batch_size(recipe: Recipe, batch_size: int) -> Recipe:
     """
     ratio = batch_size / recipe.batch_size
     rate = recipe.learning_rate * (math.sqrt(ratio) if recipe.optimizer == "adamw" else ratio)
-    steps = None if recipe.steps is None else max(1, round(recipe.steps / ratio))
+    steps = recipe.steps and max(1, round(recipe.steps / ratio))
     return dataclasses.replace(recipe, batch_size=batch_size, learning_rate=rate, steps=steps)
 
 
@@ -86,18 +83,18 @@ def learning_rates(recipe: Recipe, total_steps: int) -> list[float]:
     onecycle: up over the first 30 % from 1/25 of the peak, down to almost nothing, both along a cosine (Smith and
     Topin 2018, the shape of torch.optim.lr_scheduler.OneCycleLR). cosine: down to 0 (Loshchilov and Hutter 2017).
     """
+
+    def cosine(start: float, end: float, share: float) -> float:
+        return end + (start - end) * (1 + math.cos(math.pi * share)) / 2
+
     peak, last = recipe.learning_rate, max(1, total_steps - 1)
     if recipe.schedule == "constant":
         return [peak] * total_steps
     if recipe.schedule == "cosine":
-        return [_between(peak, 0.0, step / last) for step in range(total_steps)]
+        return [cosine(peak, 0.0, step / last) for step in range(total_steps)]
     top = max(1.0, 0.3 * total_steps - 1)
     fall = max(1.0, last - top)
     return [
-        _between(peak / 25, peak, step / top) if step <= top else _between(peak, peak / 250_000, (step - top) / fall)
+        cosine(peak / 25, peak, step / top) if step <= top else cosine(peak, peak / 250_000, (step - top) / fall)
         for step in range(total_steps)
     ]
-
-
-def _between(start: float, end: float, share: float) -> float:
-    return end + (start - end) * (1 + math.cos(math.pi * share)) / 2

@@ -6,20 +6,19 @@ import subprocess
 import sys
 from pathlib import Path
 
-import nbformat
 import psutil
 import pytest
 from check_notebooks import plain
 
 from speedkit import notebooks
 from speedkit.errors import SpeedkitError, UsageError
+from speedkit.measure.record import read_notebook
 from speedkit.notebooks import cluster_executor, device_lock, find_notebooks, run_notebook, sweep, typed_parameters
 
 
 def outputs(path: Path) -> str:
     """Return all text that the notebook at `path` shows."""
-    cells = nbformat.read(path, as_version=4).cells
-    return "".join(output.get("text", "") for cell in cells for output in cell.get("outputs", []))
+    return "".join(output.get("text", "") for cell in read_notebook(path).cells for output in cell.get("outputs", []))
 
 
 def gone(pid: int) -> bool:
@@ -30,10 +29,7 @@ def test_notebooks_are_found_by_number_name_and_path(tmp_path):
     names = ("10_dataloader", "21_mixed_precision", "21_mixed_precision.failed", "mine/notes")
     first, second, _, mine = (plain(tmp_path / f"{name}.ipynb") for name in names)
     assert find_notebooks(None, tmp_path) == [first, second]
-    assert find_notebooks(["21", "10_dataloader"], tmp_path) == find_notebooks(
-        ["mixed_precision", "dataloader"], tmp_path
-    )
-    assert find_notebooks([str(mine)], tmp_path) == [mine]
+    assert find_notebooks(["21", "10_dataloader", mine], tmp_path) == [second, first, mine]
     with pytest.raises(UsageError, match=r'"mixed_precison" \(did you mean mixed_precision\?\); there are 10_data'):
         find_notebooks(["mixed_precison"], tmp_path)
 
@@ -44,26 +40,24 @@ def test_texts_of_the_command_line_take_the_declared_type(tmp_path):
     path = plain(tmp_path / "n.ipynb")
     assert typed_parameters(path, given) == typed_parameters(path, wanted) == wanted
     assert typed_parameters(path, {"learning_rate": "none"}) == {"learning_rate": None}
-    assert repr(typed_parameters(path, {"learning_rate": 1})["learning_rate"]) == "1.0"
 
 
 @pytest.mark.parametrize(
-    "name, value, says",
+    ("given", "says"),
     [
-        ("batchsize", 8, 'no parameter "batchsize" (did you mean batch_size?)'),
-        ("batch_size", "many", "batch_size='many' is not possible: Input should be a valid integer"),
-        ("batch_size", 8.5, "batch_size=8.5 is not possible"),
-        ("batch_size", None, "batch_size=None is not possible"),
-        ("learning_rate", "nan", "finite number"),
-        ("sizes", "1,x", "sizes='1,x' is not possible: Input should be a valid integer"),
+        ({"batchsize": 8}, 'no parameter "batchsize" (did you mean batch_size?)'),
+        ({"batch_size": "many"}, "batch_size='many' is not possible: Input should be a valid integer"),
+        ({"batch_size": 8.5}, "batch_size=8.5 is not possible"),
+        ({"batch_size": None}, "batch_size=None is not possible"),
+        ({"learning_rate": "nan"}, "finite number"),
+        ({"sizes": "1,x"}, "sizes='1,x' is not possible: Input should be a valid integer"),
     ],
 )
-def test_what_the_notebook_does_not_declare_is_refused_before_anything_starts(name, value, says, tmp_path):
-    path, out = plain(tmp_path / "21_n.ipynb", "open('started', 'w')"), tmp_path / "out" / "n.ipynb"
-    for start in (lambda: run_notebook(path, out, {name: value}), lambda: sweep(path, {name: [value]}, out.parent)):
-        with pytest.raises(UsageError) as error:
-            start()
-        assert says in str(error.value) and "21_n.ipynb" in str(error.value)
+def test_what_the_notebook_does_not_declare_is_refused_before_anything_starts(given, says, tmp_path):
+    path = plain(tmp_path / "21_n.ipynb", "open('started', 'w')")
+    with pytest.raises(UsageError) as error:
+        run_notebook(path, tmp_path / "out" / "n.ipynb", given)
+    assert says in str(error.value) and "21_n.ipynb" in str(error.value)
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -89,28 +83,26 @@ def test_one_notebook_runs_at_a_time_on_a_device(tmp_path):
 
 
 SLEEPER = "import subprocess\nchild = subprocess.Popen(['sleep', '600'])\nprint(child.pid, flush=True)\nchild.wait()"
+FAILURES = {
+    "error": ("def f():\n    raise ValueError('too\\nlong')\nf()", "ValueError: too"),
+    "death": ("import os\nos._exit(9)", "the kernel died"),
+    "time": (SLEEPER, "stopped after 4 s"),
+}
 
 
-@pytest.mark.parametrize(
-    ("source", "timeout_s", "says"),
-    [
-        ("def f():\n    raise ValueError('too\\nlong')\nf()", 60, "ValueError: too"),
-        ("import os\nos._exit(9)", 60, "the kernel died"),
-        (SLEEPER, 4, "stopped after 4 s"),
-    ],
-    ids=["error", "death", "time"],
-)
-def test_a_run_that_fails_leaves_the_old_file_and_nothing_running(source, timeout_s, says, tmp_path):
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_run_that_fails_leaves_the_old_file_and_nothing_running(failure, tmp_path):
+    source, says = FAILURES[failure]
     path, out = plain(tmp_path / "n.ipynb", source, "print('after')"), tmp_path / "out" / "n.ipynb"
     out.parent.mkdir()
     out.write_text("old")
     with pytest.raises(SpeedkitError, match=rf"^n\.ipynb, cell \[2\]: {says}") as error:
-        run_notebook(path, out, timeout_s=timeout_s, progress=False)
+        run_notebook(path, out, timeout_s=4 if failure == "time" else 60, progress=False)
     failed = out.with_name("n.failed.ipynb")
     assert str(error.value).endswith(f". What did run is in {failed}") and error.value.exit_code == 1
     assert out.read_text() == "old" and sorted(out.parent.iterdir()) == [failed, out]
     assert "after" not in outputs(failed)
-    assert source != SLEEPER or gone(int(outputs(failed)))
+    assert failure != "time" or gone(int(outputs(failed)))
 
 
 RUNS_UNTIL_STOPPED = """
@@ -124,11 +116,8 @@ run_notebook("n.ipynb", "out/n.ipynb", progress=False)
 @pytest.mark.slow
 def test_ctrl_c_stops_the_kernel_and_leaves_what_ran(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    plain(
-        tmp_path / "n.ipynb",
-        "import os\nwith open('pipe', 'w') as pipe:\n    print(os.getpid(), file=pipe)",
-        "while True: pass",
-    )
+    says = "import os\nwith open('pipe', 'w') as pipe:\n    print(os.getpid(), file=pipe)"
+    plain(tmp_path / "n.ipynb", says, "while True: pass")
     running = subprocess.Popen([sys.executable, "-c", RUNS_UNTIL_STOPPED], cwd=tmp_path, stderr=subprocess.PIPE)
     with (tmp_path / "pipe").open() as pipe:  # opens when the kernel runs
         kernel = int(pipe.read())
@@ -154,7 +143,8 @@ def test_a_sweep_keeps_what_succeeds_and_says_what_failed(tmp_path, capsys):
     path, out = plain(tmp_path / "21_n.ipynb", BODY), tmp_path / "out"
     done = sweep(path, {"batch_size": ["1", "2"], "workload": ["a/b"]}, out)
     good, bad = (out / f"21_n-batch_size={size}-workload=a%2Fb.ipynb" for size in (1, 2))
-    assert done == {good: "", bad: "21_n.ipynb, cell [3]: AssertionError: two is odd here"}
+    assert list(done) == [good, bad] and done[good] == ""
+    assert done[bad].startswith("21_n.ipynb, cell [3]: AssertionError: two is odd here")
     assert outputs(good) == "1 a/b\n" and sorted(out.iterdir()) == [good, bad.with_name(f"{bad.stem}.failed.ipynb")]
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["1/2", "2/2"]
 
@@ -179,5 +169,5 @@ def test_a_cluster_runs_all_combinations_and_survives_what_kills_a_worker(tmp_pa
 def test_an_address_where_no_scheduler_is_is_said(monkeypatch):
     monkeypatch.setattr(notebooks, "CONNECT_S", 0.5)
     address = "tcp://127.0.0.1:1"
-    with pytest.raises(UsageError, match=f"answers at {address} within 0.5 s: start"), cluster_executor(address):
+    with pytest.raises(UsageError, match=f"answers at {address} in 0.5 s: start"), cluster_executor(address):
         pass

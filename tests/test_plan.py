@@ -20,9 +20,6 @@ GPU = dataclasses.replace(
 T4 = dataclasses.replace(GPU, gpu="T4", compute_capability=(7, 5))
 
 
-# ---- the classes ----
-
-
 @pytest.mark.parametrize("settings", [Plan(), Plan.careful(CPU), Plan.fast(GPU), Recipe(epochs=None, steps=5)])
 def test_settings_survive_yaml(tmp_path, settings):
     path = tmp_path / "plan.yaml"
@@ -34,7 +31,7 @@ def test_settings_survive_yaml(tmp_path, settings):
 
 def test_text_in_files_and_on_command_lines_stands_for_values(tmp_path):
     path = tmp_path / "plan.yaml"
-    path.write_text("cache: off\ncompile: off\nlog_every: 20\nworkers: '3'\nchannels_last: 'yes'\n")
+    path.write_text("cache: off\ncompile: off\nlog_every: 20\nworkers: '3'\nchannels_last: 'yes'\nbucket: false\n")
     assert from_yaml(Plan, path) == Plan(log_every=20, workers=3, channels_last=True)
     path.write_text("learning_rate: 1e-3\nsteps: 5\nepochs: none\n")
     assert from_yaml(Recipe, path) == Recipe(learning_rate=1e-3, epochs=None, steps=5)
@@ -45,17 +42,11 @@ def test_text_in_files_and_on_command_lines_stands_for_values(tmp_path):
     ("make", "values", "says"),
     [
         (Plan, {"precison": "bf16"}, "'precison' is not a field of Plan (did you mean precision?)"),
-        (Plan, {"use_amp": True}, "'use_amp' is not a field of Plan"),
         (Plan, {"precision": "bf1"}, "it takes default | fp32 | tf32 | bf16"),
-        (Plan, {"workers": -1}, "workers=-1 is not possible; it takes auto | an integer from 0"),
-        (Plan, {"workers": 1.5}, "workers=1.5"),
-        (Plan, {"workers": True}, "workers=True"),
+        (Plan, {"workers": True}, "workers=True is not possible; it takes auto | an integer from 0"),
         (Plan, {"channels_last": 1}, "channels_last=1 is not possible; it takes true | false"),
-        (Plan, {"micro_batch": float("nan")}, "micro_batch=nan"),
-        (Recipe, {"learning_rate": float("inf")}, "a number from 0"),
         (Recipe, {"batch_size": "8"}, "batch_size='8' is not possible"),
-        (Recipe, {"momentum": 1.5}, "a number from 0 to 1"),
-        (Recipe, {"epochs": 3, "steps": 10}, "epochs or steps"),
+        (Recipe, {"learning_rate": float("inf")}, "a number from 0"),
         (Recipe, {"epochs": None}, "epochs or steps"),
     ],
 )
@@ -75,29 +66,28 @@ def test_recipe_counts_its_steps():
 
 
 @pytest.mark.parametrize("schedule", ["constant", "onecycle", "cosine"])
-@pytest.mark.parametrize("steps", [1, 3, 200])
-def test_schedules_stay_within_the_peak(schedule, steps):
-    rates = learning_rates(Recipe(schedule=schedule, learning_rate=0.1), steps)
-    assert len(rates) == steps and all(0 <= rate <= 0.1 + 1e-12 for rate in rates)
-
-
-def test_onecycle_is_the_curve_of_pytorch():
+def test_schedules_are_those_of_pytorch(schedule):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-    reference = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=51, cycle_momentum=False)
+    reference = {
+        "constant": lambda: torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1),
+        "onecycle": lambda: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 51, cycle_momentum=False),
+        "cosine": lambda: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50),
+    }[schedule]()
     expected = []
-    for _ in range(50):
+    for _ in range(51):
         expected.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         reference.step()
-    assert learning_rates(Recipe(learning_rate=0.1), 51)[:50] == pytest.approx(expected, rel=1e-6)
+    recipe = Recipe(schedule=schedule, learning_rate=0.1)
+    assert learning_rates(recipe, 51) == pytest.approx(expected, rel=1e-6, abs=1e-9)
+    assert 0 < learning_rates(recipe, 1)[0] <= 0.1
 
 
 # ---- what a machine makes of a plan ----
 
 
 @pytest.mark.parametrize("hardware", [CPU, CPU_BF16, GPU, T4])
-def test_plain_plan_has_nothing_on_and_resolves_to_itself_everywhere(hardware):
-    assert Plan().precision == "default"
+def test_plain_plan_resolves_to_itself_everywhere_and_others_after_one_pass(hardware):
     effective = resolve(Plan(), hardware)
     assert effective.plan == Plan() and not effective.fallbacks
     for plan in (Plan.careful(hardware), Plan.fast(hardware)):
@@ -106,56 +96,57 @@ def test_plain_plan_has_nothing_on_and_resolves_to_itself_everywhere(hardware):
 
 
 DATA = points()
-RAGGED = dataclasses.replace(DATA, length=lambda item: 0)
-SLICES = dataclasses.replace(DATA, cacheable=False)
-NOISY = dataclasses.replace(DATA, augment_waveform=lambda waveform, generator: waveform)
+RAGGED = {"workload": dataclasses.replace(DATA, length=lambda item: 0)}
+SLICES = {"workload": dataclasses.replace(DATA, cacheable=False)}
+NOISY = {"workload": dataclasses.replace(DATA, augment_waveform=lambda waveform, generator: waveform)}
 GRAPHS = {"compile": "reduce-overhead"}
+NO_GRAPHS = {"compile": "default"}
 MANY = dataclasses.replace(GPU, gpu_count=8)
 STEP = {"ranks": 2, "compile_scope": "step"}
 SHARDED = {"ranks": 2, "strategy": "fsdp", "compile": "default", "channels_last": True, "precision": "fp8"}
+# What is asked, on what, with what else known: what comes instead, and words of the reason.
+FALLBACKS = [
+    ({"precision": "fp8"}, CPU_BF16, {}, {"precision": "bf16"}, "FP8 tensor cores"),
+    ({"precision": "fp8"}, CPU, {}, {"precision": "default"}, "emulates it"),
+    ({"precision": "bf16"}, T4, {}, {"precision": "fp16", "fused_optimizer": True}, "compute capability 8.0"),
+    ({"precision": "tf32"}, CPU, {}, {"precision": "default"}, "an NVIDIA GPU"),
+    ({"precision": "fp32"}, T4, {}, {}, ""),
+    ({"compile": "default"}, dataclasses.replace(CPU, compiler=""), {}, {"compile": "off"}, "C++ compiler"),
+    (GRAPHS, CPU, {}, NO_GRAPHS, "CUDA GPU"),
+    ({"attention": "cudnn"}, CPU, {}, {"attention": "auto"}, "one of CUDA's"),
+    ({"allocator": "expandable", "pin_memory": True}, CPU, {}, {"pin_memory": False, "allocator": "default"}, ""),
+    ({"prefetch": True}, CPU, {}, {"prefetch": False}, "CUDA GPU"),
+    ({"prefetch": True}, GPU, {}, {"pin_memory": True}, "page-locked"),
+    ({"cache": "device", "workers": 2}, CPU, {}, {"cache": "ram", "workers": 0}, "memory is the RAM"),
+    ({"cache": "ram", "features_on": "device"}, GPU, {}, {"features_on": "cpu"}, "holds features"),
+    # The data.
+    ({"cache": "ram", "shards": True}, CPU, SLICES, {"cache": "off", "shards": False}, "slices"),
+    ({"bucket": True}, CPU, {"workload": DATA}, {"bucket": False}, "nothing is padded"),
+    ({"features_on": "device"}, CPU, RAGGED, {"features_on": "cpu"}, "lengths differ"),
+    ({"cache": "ram", "cache_of": "waveform"}, CPU, RAGGED, {"cache_of": "features"}, "lengths"),
+    ({}, CPU, NOISY, {"features_on": "cpu"}, "augment_waveform is skipped"),
+    # CUDA graphs.
+    (GRAPHS, GPU, RAGGED, NO_GRAPHS, "bucket makes them few"),
+    (GRAPHS | {"bucket": True}, GPU, RAGGED, {}, ""),
+    (GRAPHS | {"micro_batch": 16}, GPU, {"batch_size": 32}, NO_GRAPHS, "the next replay"),
+    (GRAPHS | {"micro_batch": "auto"}, GPU, {}, NO_GRAPHS, "the next replay"),
+    (GRAPHS | {"micro_batch": 32}, GPU, {"batch_size": 32}, {}, ""),
+    # Several ranks.
+    (GRAPHS | STEP, MANY, {}, {"compile": "default", "compile_scope": "model"}, "where ddp does not look"),
+    (SHARDED, MANY, {}, {"compile": "off", "channels_last": False, "precision": "bf16"}, "under fsdp"),
+]
 
 
-@pytest.mark.parametrize(
-    ("asked", "hardware", "more", "got", "why"),
-    [
-        ({"precision": "fp8"}, CPU_BF16, {}, {"precision": "bf16"}, "FP8 tensor cores"),
-        ({"precision": "fp8"}, CPU, {}, {"precision": "default"}, "emulates it"),
-        ({"precision": "bf16"}, T4, {}, {"precision": "fp16", "fused_optimizer": True}, "compute capability 8.0"),
-        ({"precision": "tf32"}, CPU, {}, {"precision": "default"}, "an NVIDIA GPU"),
-        ({"precision": "fp32"}, T4, {}, {}, ""),
-        ({"compile": "default"}, dataclasses.replace(CPU, compiler=""), {}, {"compile": "off"}, "C++ compiler"),
-        (GRAPHS, CPU, {}, {"compile": "default"}, "CUDA GPU"),
-        ({"attention": "cudnn"}, CPU, {}, {"attention": "auto"}, "one of CUDA's"),
-        ({"allocator": "expandable", "pin_memory": True}, CPU, {}, {"pin_memory": False, "allocator": "default"}, ""),
-        ({"prefetch": True}, CPU, {}, {"prefetch": False}, "CUDA GPU"),
-        ({"prefetch": True}, GPU, {}, {"pin_memory": True}, "page-locked"),
-        ({"cache": "device", "workers": 2}, CPU, {}, {"cache": "ram", "workers": 0}, "memory is the RAM"),
-        ({"cache": "ram", "features_on": "device"}, GPU, {}, {"features_on": "cpu"}, "holds features"),
-        # The data.
-        ({"cache": "ram", "shards": True}, CPU, {"workload": SLICES}, {"cache": "off", "shards": False}, "slices"),
-        ({"bucket": True}, CPU, {"workload": DATA}, {"bucket": False}, "nothing is padded"),
-        ({"features_on": "device"}, CPU, {"workload": RAGGED}, {"features_on": "cpu"}, "lengths differ"),
-        ({"cache": "ram", "cache_of": "waveform"}, CPU, {"workload": RAGGED}, {"cache_of": "features"}, "lengths"),
-        ({}, CPU, {"workload": NOISY}, {"features_on": "cpu"}, "augment_waveform is skipped"),
-        # CUDA graphs.
-        (GRAPHS, GPU, {"workload": RAGGED}, {"compile": "default"}, "bucket makes them few"),
-        (GRAPHS | {"bucket": True}, GPU, {"workload": RAGGED}, {}, ""),
-        (GRAPHS | {"micro_batch": 16}, GPU, {"batch_size": 32}, {"compile": "default"}, "the next replay"),
-        (GRAPHS | {"micro_batch": "auto"}, GPU, {}, {"compile": "default"}, "the next replay"),
-        (GRAPHS | {"micro_batch": 32}, GPU, {"batch_size": 32}, {}, ""),
-        # Several ranks.
-        (GRAPHS | STEP, MANY, {}, {"compile": "default", "compile_scope": "model"}, "where ddp does not look"),
-        (SHARDED, MANY, {}, {"compile": "off", "channels_last": False, "precision": "bf16"}, "under fsdp"),
-    ],
-)
-def test_a_plan_falls_back_to_what_machine_and_data_can_do_with_the_reason(asked, hardware, more, got, why):
+@pytest.mark.parametrize("case", FALLBACKS, ids=lambda case: ",".join(case[0]))
+def test_a_plan_falls_back_to_what_machine_and_data_can_do_with_the_reason(case):
+    asked, hardware, more, instead, why = case
     effective = resolve(Plan(**asked), hardware, **more)
-    assert {fallback.field: fallback.got for fallback in effective.fallbacks} == got
-    assert effective.plan == Plan(**asked | got)
+    assert {fallback.field: fallback.got for fallback in effective.fallbacks} == instead
+    assert effective.plan == Plan(**asked | instead)
     assert all(fallback.asked == getattr(Plan(**asked), fallback.field) for fallback in effective.fallbacks)
     assert why in " ".join(fallback.why for fallback in effective.fallbacks)
-    if got:
-        with pytest.raises(PlanError, match=f"--strict.*{next(iter(got))}"):
+    if instead:
+        with pytest.raises(PlanError, match=f"--strict.*{next(iter(instead))}"):
             resolve(Plan(**asked), hardware, strict=True, **more)
 
 

@@ -7,15 +7,20 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from speedkit import files
 from speedkit.errors import SpeedkitError, UsageError
 from speedkit.hardware import this_machine
 from speedkit.measure import provenance, schema
-from speedkit.measure.schema import plain
+from speedkit.measure.schema import jsonable
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+    from speedkit.measure.compare import Comparison
+    from speedkit.plan import EffectivePlan
 
 RECORD_MIME = "application/vnd.speedkit.record+json"
 GPU_STATE = ("power_w", "sm_hz", "memory_hz", "energy_j")
@@ -54,20 +59,20 @@ class NotebookRun:
         if self.profile not in schema.PROFILES:
             raise UsageError(f'there is no profile "{self.profile}": use auto, {", ".join(schema.PROFILES)}')
         self.gpu_at_start = provenance.gpu_state(self.hardware.device, *GPU_STATE)
-        path = provenance.find_notebook(notebook)
-        commit, dirty = provenance.commit() or (None, None)
+        path = provenance.notebooks_folder() / f"{notebook}.ipynb"
+        commit, dirty = provenance.commit()
         self.record: dict[str, Any] = {
             "schema": 1,
             "notebook": notebook,
             "profile": self.profile,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "parameters": plain(parameters),
-            "hardware": plain(self.hardware.as_dict()),
+            "parameters": _without_folders(parameters),
+            "hardware": _without_folders(self.hardware.as_dict()),
             "versions": provenance.versions(),
             "commit": commit,
             "dirty": dirty,
             "modules": sorted(modules),
-            "code_sha256": provenance.code_sha256(path, modules) if path else None,
+            "code_sha256": provenance.code_sha256(path, modules) if path.exists() else None,
             "plans": {},
             "fallbacks": [],
             "measurements": [],
@@ -82,10 +87,10 @@ class NotebookRun:
     @functools.cached_property
     def folder(self) -> Path:
         """The folder for files of this run, made when first asked for: SPEEDKIT_RUN_DIR, else a new one in `runs`."""
+        name = f"{self.notebook}-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
         here = Path.cwd()
-        base = here.parent if here.name == "notebooks" else here  # a kernel starts beside its notebook
-        new = base / "runs" / "notebooks" / f"{self.notebook}-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
-        folder = Path(os.environ.get("SPEEDKIT_RUN_DIR") or new)
+        root = here.parent if here.name == "notebooks" else here  # a kernel starts beside its notebook
+        folder = Path(os.environ.get("SPEEDKIT_RUN_DIR") or root / "runs" / "notebooks" / name)
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
@@ -93,67 +98,66 @@ class NotebookRun:
         """Print PASS or FAIL and record it; `save` raises when a check failed. `what` must not depend on the run."""
         print(f"{'PASS' if agrees else 'FAIL'} {what}")
         row = {"check": what, "claim": None, "verdict": "passed" if agrees else "failed"}
-        _put(self.record["verdicts"], row, "claim", "check")
+        _replace(self.record["verdicts"], row, "claim", "check")
 
     def verdict(
         self, claim: str, verdict: str, why: str, *, measurement: str | None = None, value: float | None = None
     ) -> None:
         """Record how a guide's claim (its id in notebooks/claims.csv) fared, with the evidence in one sentence.
 
-        `measurement` is the name of the row of `measurements` that answers it, `value` the figure in per cent, of what
-        is no ratio of times.
+        `measurement` names the row of `measurements` that answers it; `value` is the figure in per cent where it is no
+        ratio of times.
         """
         print(f"{claim} {verdict}: {why}")
         row = {"check": why, "claim": claim, "verdict": verdict, "measurement": measurement, "value": value}
-        _put(self.record["verdicts"], row, "claim")
+        _replace(self.record["verdicts"], row, "claim")
 
-    def judge(self, claim: str, measurement: Any, needs_gpu: bool = False) -> str:
+    def judge(self, claim: str, comparison: "Comparison | Mapping[str, Any]", needs_gpu: bool = False) -> str:
         """Record and return how a measured ratio answers a promised speed-up (of GPUs, with `needs_gpu`)."""
-        promise, found = promised(claim), _row(measurement)
-        verdict = answer(promise, found)
-        why = "promised {:.2f} to {:.2f}x, measured {ratio:.2f}x ({low:.2f} to {high:.2f})".format(*promise, **found)
+        row, promised = _measurement(comparison), read_claims()[claim]
+        promise = widened(float(promised["low"]), float(promised["high"]))
+        verdict = answer(promise, row)
+        why = "promised {:.2f} to {:.2f}x, measured {ratio:.2f}x ({low:.2f} to {high:.2f})".format(*promise, **row)
         if needs_gpu and self.hardware.device.type != "cuda":
             verdict, why = "needs_gpu", f"{why} on a machine without the GPU that it is about"
-        self.verdict(claim, verdict, why, measurement=found["name"])
+        self.verdict(claim, verdict, why, measurement=row["name"])
         return verdict
 
-    def measure(self, comparison: Any) -> None:
-        """Record a comparison (`compare`'s, or a dict as its `as_measurement()` gives)."""
-        _put(self.record["measurements"], _row(comparison), "name", "a", "b")
+    def measure(self, comparison: "Comparison | Mapping[str, Any]") -> None:
+        """Record a comparison (`compare`'s, or a mapping as its `as_measurement()` gives)."""
+        _replace(self.record["measurements"], _measurement(comparison), "name", "a", "b")
 
-    def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> Any:
+    def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> "DataFrame":
         """Record named rows, units in their keys (`step_s`, `memory_bytes`); return them as a pandas DataFrame."""
         import pandas
 
-        self.record["tables"][name] = plain(list(rows))
+        self.record["tables"][name] = jsonable(list(rows))
         return pandas.DataFrame(self.record["tables"][name])
 
-    def plan(self, name: str, effective: Any) -> None:
-        """Record a resolved plan (`EffectivePlan`): asked, honoured here, and why it falls back."""
-        fallbacks = [{"plan": name, **plain(found)} for found in effective.fallbacks]
-        self.record["plans"][name] = {"asked": plain(effective.asked), "effective": plain(effective.plan)}
+    def plan(self, name: str, effective: "EffectivePlan") -> None:
+        """Record a resolved plan: what was asked, what is honoured here, and why it falls back."""
+        fallbacks = [{"plan": name, **jsonable(fallback)} for fallback in effective.fallbacks]
+        self.record["plans"][name] = {"asked": jsonable(effective.asked), "effective": jsonable(effective.plan)}
         self.record["fallbacks"] = [row for row in self.record["fallbacks"] if row["plan"] != name] + fallbacks
 
     def section(self, name: str, value: Any) -> None:
         """Record something more under a name of its own, as a climb does with its rungs."""
-        self.record[name] = plain(value)
+        self.record[name] = jsonable(value)
 
     def recorded(self) -> list[dict[str, Any]]:
         """Return the records of this notebook that other machines left in notebooks/records, GPUs first."""
-        machine = itemgetter("gpu", "cpu", "cores")
-        found = schema.published(provenance.notebooks_folder() / f"{self.notebook}.ipynb").values()
-        return [record for record in found if machine(record["hardware"]) != machine(self.record["hardware"])]
+        records = schema.published(provenance.notebooks_folder() / f"{self.notebook}.ipynb").values()
+        return [record for record in records if schema.machine(record) != schema.machine(self.record)]
 
     def finished(self) -> dict[str, Any]:
         """Return the whole record: with its seconds, and the GPU's power and clocks at start and end, and energy."""
         start, end = self.gpu_at_start, provenance.gpu_state(self.hardware.device, *GPU_STATE)
         known: dict[str, Any] = dict.fromkeys(("power", "clocks", "energy_j"))
-        known["seconds"] = round(time.monotonic() - self.began_s, 1)
         if start and end:
             known["power"] = [{"power_w": state["power_w"]} for state in (start, end)]
             known["clocks"] = [{key: state[key] for key in ("sm_hz", "memory_hz")} for state in (start, end)]
             known["energy_j"] = end["energy_j"] - start["energy_j"]
-        return files.finite(self.record | known)
+        return jsonable(self.record | known | {"seconds": round(time.monotonic() - self.began_s, 1)})
 
     def save(self) -> None:
         """Write record.json into the run's folder and display the same object; then raise if a check failed."""
@@ -171,6 +175,23 @@ class NotebookRun:
             print(line)
         if failed := [row["check"] for row in checks if row["verdict"] == "failed"]:
             raise SpeedkitError(f"{len(failed)} of this notebook's checks failed: {'; '.join(failed)}")
+
+
+def _without_folders(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `values` for JSON, absolute paths as names: where something lies here is nobody else's business."""
+    paths = {
+        key: Path(value) for key, value in values.items() if isinstance(value, str | Path) and os.path.isabs(value)
+    }
+    return jsonable(values) | {key: path.name for key, path in paths.items()}
+
+
+def _measurement(comparison: "Comparison | Mapping[str, Any]") -> dict[str, Any]:
+    return jsonable(comparison if isinstance(comparison, Mapping) else comparison.as_measurement())
+
+
+def _replace(rows: list[dict[str, Any]], new: dict[str, Any], *keys: str) -> None:
+    """Add a row at the end, without those that agree with it in `keys`."""
+    rows[:] = [row for row in rows if any(row[key] != new[key] for key in keys)] + [new]
 
 
 # ---- the records that executed notebooks carry ----
@@ -191,37 +212,19 @@ def code_cells(notebook: Any) -> list[Any]:
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-def displayed_records(notebook: Any) -> list[Any]:
-    """Return the data of each output in which a record is displayed, in order."""
-    outputs = (output.get("data", {}) for cell in code_cells(notebook) for output in cell.outputs)
-    return [data for data in outputs if RECORD_MIME in data]
-
-
 def record_of(notebook: Any) -> dict[str, Any] | None:
     """Return the record that an executed notebook carries, as its last `run.save()` displayed it; None without one."""
-    shown = displayed_records(notebook)
-    return shown[-1][RECORD_MIME] if shown else None
+    outputs = [output.get("data", {}) for cell in code_cells(notebook) for output in cell.outputs]
+    return next((data[RECORD_MIME] for data in reversed(outputs) if RECORD_MIME in data), None)
 
 
-def _row(comparison: Any) -> dict[str, Any]:
-    return plain(comparison.as_measurement() if hasattr(comparison, "as_measurement") else comparison)
-
-
-def _put(rows: list[dict[str, Any]], new: dict[str, Any], *keys: str) -> None:
-    """Add a row at the end, without those that agree with it in `keys`."""
-    rows[:] = [row for row in rows if any(row[key] != new[key] for key in keys)] + [new]
+# ---- claims ----
 
 
 def read_claims() -> dict[str, dict[str, str]]:
     """Return the rows of notebooks/claims.csv by id."""
     with (provenance.notebooks_folder() / "claims.csv").open(encoding="utf-8", newline="") as stream:
         return {row["id"]: row for row in csv.DictReader(stream)}
-
-
-def promised(claim_id: str) -> tuple[float, float]:
-    """Return the promised speed-up of a claim as (low, high)."""
-    claim = read_claims()[claim_id]
-    return widened(float(claim["low"]), float(claim["high"]))
 
 
 def widened(low: float, high: float) -> tuple[float, float]:

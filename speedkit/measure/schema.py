@@ -1,13 +1,11 @@
 """The shape of a record (record.schema.json, a JSON Schema), and the checks that keep anything else out of it."""
 
-import dataclasses
-import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 from jsonschema import Draft202012Validator
+from pydantic_core import to_jsonable_python
 
 from speedkit import files
 from speedkit.errors import SpeedkitError
@@ -40,21 +38,17 @@ def published(notebook: Path) -> dict[Path, dict[str, Any]]:
     Raises SpeedkitError when one is not whole.
     """
     paths = sorted(notebook.parent.glob(f"records/*/{notebook.stem}*.json"), key=lambda path: path.stem)
-    found = {path: load_record(path) for path in paths if path.stem.partition("-")[0] == notebook.stem}
-    return dict(sorted(found.items(), key=lambda item: not item[1]["hardware"].get("gpu")))
+    records = {path: load_record(path) for path in paths if path.stem.partition("-")[0] == notebook.stem}
+    return dict(sorted(records.items(), key=lambda item: not item[1]["hardware"].get("gpu")))
 
 
-def plain(value: Any) -> Any:
-    """Return `value` as JSON holds it: arrays as lists, what is not finite as None, dataclasses as dicts or names."""
-    if isinstance(value, str | Path):  # where a path lay is nobody else's business
-        return Path(value).name if os.path.isabs(value) else str(value)
-    if isinstance(value, int | float | NoneType):
-        return files.finite(value)
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if hasattr(value, "tolist"):  # NumPy and PyTorch numbers and arrays
-        return plain(value.tolist())
-    named = getattr(value, "name", None) or getattr(value, "__name__", None)
-    return plain(vars(value)) if dataclasses.is_dataclass(value) and not named else named or str(value)
+def machine(record: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what tells the machine of a record from others."""
+    return tuple(record["hardware"].get(key) for key in ("gpu", "cpu", "cores"))
+
+
+def jsonable(value: Any) -> Any:
+    """Return `value` as JSON holds it: arrays as lists, dataclasses as dicts, None for what is not finite."""
+    return to_jsonable_python(
+        value, inf_nan_mode="null", fallback=lambda other: other.tolist() if hasattr(other, "tolist") else str(other)
+    )
