@@ -50,8 +50,7 @@ def audio(
     return Workload(
         "audio",
         RECIPE,
-        files.train,
-        files.test,
+        **vars(files),  # train, test, classes, quarantined
         load=functools.partial(load, sample_rate_hz=frame["sample_rate_hz"], num_samples=num_samples),
         features=functools.partial(log_mel, **frame, bands=BANDS),
         target=operator.attrgetter("label"),
@@ -62,11 +61,9 @@ def audio(
         honours=("label_smoothing", "mixup"),
         decoders=("torchcodec", "librosa"),
         # Two standard errors of an accuracy of 0.9 on the 400 generated test files.
-        margin=0.02 if data_dir or "labels" in options else 0.03,
+        margin=0.02 if data_dir or options.get("labels") else 0.03,
         parameters={**frame, "bands": BANDS, "num_samples": num_samples},
         sources=(decode.load_audio,),
-        classes=files.classes,
-        quarantined=files.quarantined,
     )
 
 

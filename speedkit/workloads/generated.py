@@ -1,9 +1,10 @@
 """Whose data: the user's files, or a generated set whose files are written once, in parallel, each whole or absent."""
 
+import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import TypedDict
 
 from speedkit.data.sources import Split, find_items
 from speedkit.errors import UsageError
@@ -13,18 +14,13 @@ from speedkit.hardware import cache_root, usable_cores
 TEST_PATTERN = r"_test\."  # in the file names of a generated test set
 
 
-class LabelOptions(TypedDict, total=False):
-    """How labels and test set are found among the user's files, as `find_items` takes it."""
-
-    labels: str | Path
-    label_pattern: str
-    test_pattern: str
-
-
-class DataOptions(LabelOptions, total=False):
+class DataOptions(TypedDict, total=False):
     """What the audio, the image and the speech workload take to find their data, beside its folder."""
 
-    clips: int  # how many files to generate, where no data is named
+    labels: str | Path | None
+    label_pattern: str | None
+    test_pattern: str | None
+    clips: int | None  # how many files to generate, where no data is named
 
 
 def find_or_generate(
@@ -33,21 +29,24 @@ def find_or_generate(
     *,
     kind: str = "audio",
     labelled: bool = True,
+    labels: str | Path | None = None,
+    label_pattern: str | None = None,
+    test_pattern: str | None = None,
     clips: int | None = None,
-    **options: Unpack[LabelOptions],
 ) -> Split:
     """Return what `find_items` finds under `data_dir`, or without one among the files that `generate` writes.
 
     Raises UsageError also for an option that would have no effect.
     """
-    if data_dir is None and "labels" not in options:
-        if options:
+    find = functools.partial(find_items, kind=kind, labelled=labelled)
+    if data_dir is None and labels is None:
+        if label_pattern or test_pattern:
             raise UsageError(f"a pattern needs {kind} files to look at: name their folder with --data-dir")
-        folder = generate() if clips is None else generate(clips)
-        return find_items(folder, kind=kind, labelled=labelled, test_pattern=TEST_PATTERN)
+        return find(generate() if clips is None else generate(clips), test_pattern=TEST_PATTERN)
     if clips is not None:
         raise UsageError(f"clips counts generated {kind} files: leave it out when you give your own data")
-    return find_items(data_dir or Path(options["labels"]).parent, kind=kind, labelled=labelled, **options)
+    folder = data_dir or Path(str(labels)).parent
+    return find(folder, labels=labels, label_pattern=label_pattern, test_pattern=test_pattern)
 
 
 def in_classes(index: int, classes: Sequence[str], formats: Sequence[str]) -> str:

@@ -44,8 +44,7 @@ def image(data_dir: str | Path | None = None, *, size: str = "small", **options:
     return Workload(
         "image",
         RECIPE,
-        files.train,
-        files.test,
+        **vars(files),  # train, test, classes, quarantined
         load=functools.partial(load, side=side),
         features=in_unit_range,
         target=operator.attrgetter("label"),
@@ -55,11 +54,9 @@ def image(data_dir: str | Path | None = None, *, size: str = "small", **options:
         augment=augment,
         honours=("label_smoothing", "focal_gamma", "mixup"),
         # Two standard errors of an accuracy of 0.9 on the 400 generated test files.
-        margin=0.02 if data_dir or "labels" in options else 0.03,
+        margin=0.02 if data_dir or options.get("labels") else 0.03,
         kept_as="uint8",
         parameters={"side": side},
-        classes=files.classes,
-        quarantined=files.quarantined,
     )
 
 

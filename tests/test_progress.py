@@ -1,44 +1,10 @@
-"""Widgets by setting their values, without a browser; and the live panel of a run in a real kernel."""
+"""What a run shows while it runs: the live panel in a real kernel, plain lines elsewhere."""
 
 from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell, new_notebook
 from tiny import points
 
 from speedkit import Plan, fit
-from speedkit.config import from_mapping
-from speedkit.hardware import Hardware
-from speedkit.show.widgets import PlanPanel
-
-BARE = Hardware(cpu="a CPU")  # without fast number formats, without a compiler
-
-
-def test_every_field_has_a_dropdown_with_the_values_that_it_takes():
-    panel = PlanPanel(points(), hardware=BARE)
-    assert list(panel.fields) == list(vars(Plan())) and panel.plan == Plan()
-    for name, field in panel.fields.items():
-        for value in field.options:
-            from_mapping(Plan, {name: value})  # refuses what is no value of the field
-
-
-def test_the_panel_tells_what_this_machine_makes_of_the_choice(capsys):
-    panel = PlanPanel(points(), hardware=BARE)
-    assert "this machine honours every field" in capsys.readouterr().out
-    panel.fields["precision"].value = "bf16"
-    assert "precision: asked bf16, got default: bf16 needs a CPU" in capsys.readouterr().out
-    panel.fields["validate_every"].value = "none"
-    panel.fields["ranks"].value = "2"
-    assert panel.plan == Plan(precision="bf16", ranks=2)
-
-
-def test_run_measures_the_plan_and_adds_it_to_table_and_figure(capsys):
-    panel = PlanPanel(points(), recipe=points(batch_size=32).recipe, seconds=0.1)
-    panel.fields["drop_last"].value = "true"
-    panel.run.click()
-    panel.fields["drop_last"].value = "false"
-    panel.run.click()
-    assert [row["name"] for row in panel.measurements] == ["1. drop_last=True", "2. the baseline itself"]
-    assert "the baseline itself" in capsys.readouterr().out
-
 
 LIVE = """
 import sys
