@@ -5,7 +5,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from PIL import Image
 
 from speedkit.data.decode import BadItem
@@ -13,7 +12,7 @@ from speedkit.data.sources import Item
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train.fit import fit
-from speedkit.workloads.image import ImageNet, image, load, loss
+from speedkit.workloads.image import image, load, loss
 
 ORIENTATION = 0x0112  # the EXIF tag
 
@@ -37,23 +36,20 @@ def cut(path):
     return path
 
 
-@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
-def test_a_camera_held_otherwise_makes_no_difference(tmp_path, orientation):
+def test_a_camera_held_otherwise_makes_no_difference(tmp_path):
     exif = Image.Exif()
-    exif[ORIENTATION] = orientation
-    turned = picture().rotate({1: 0, 3: 180, 6: 90, 8: 270}[orientation], expand=True)
-    got = load(Item(str(saved(tmp_path / "a.jpg", turned, exif=exif, quality=95, subsampling=0)), 0), 24)
-    assert got[0, :11, :3].float().mean() > 200 and got[2, 13:, 13:].float().mean() > 200
-    assert got[0, 13:].float().mean() < 50
+    exif[ORIENTATION] = 6  # on its side
+    turned = picture().rotate(90, expand=True)
+    path = str(saved(tmp_path / "a.jpg", turned, exif=exif, quality=95, subsampling=0))
+    red, _, blue = load(Item(path, 0), 24).float()
+    assert red[:11, :3].mean() > 200 and red[13:].mean() < 50 and blue[13:, 13:].mean() > 200
 
 
-@pytest.mark.parametrize("mode", ["L", "LA", "P", "RGBA", "CMYK", "1"])
+@pytest.mark.parametrize("mode", ["L", "LA", "P", "RGBA", "CMYK"])
 def test_every_mode_of_a_file_becomes_rgb(tmp_path, mode):
     made = Image.fromarray(np.full((30, 20), 200, np.uint8)).convert("RGB").convert(mode)
     pixels = load(Item(str(saved(tmp_path / ("a.jpg" if mode == "CMYK" else "a.png"), made)), 0), 16)
-    expected, near = (255, 60) if mode == "1" else (200, 3)
-    assert pixels.dtype == torch.uint8 and pixels.shape == (3, 16, 16)
-    assert abs(pixels.float().mean() - expected) < near
+    assert pixels.dtype == torch.uint8 and pixels.shape == (3, 16, 16) and abs(pixels.float().mean() - 200) < 3
 
 
 def test_the_square_in_the_middle_is_scaled(tmp_path):
@@ -90,52 +86,24 @@ def test_bad_files_are_left_out_with_their_reasons(tmp_path):
     assert {Path(path).name for path in history.quarantined} == {"zero.jpg", "text.jpg", "a0.jpg"}
 
 
-def test_a_cache_of_images_keeps_one_byte_per_value(tmp_path):
-    plan, recipe = Plan(cache="disk", cache_of="waveform"), Recipe(steps=1, epochs=None, batch_size=16)
-    fit(image(clips=60, size="tiny"), recipe, plan, device="cpu", cache_dir=tmp_path, progress=False)
-    held = sum(path.stat().st_size for path in tmp_path.rglob("values.bin"))
-    assert 60 * 3 * 48 * 48 <= held < 1.2 * 60 * 3 * 48 * 48
-
-
-def test_weights_are_of_a_truncated_normal():
-    for layer in ImageNet(10, "small").modules():
-        if isinstance(layer, torch.nn.Conv2d | torch.nn.Linear):
-            deviation = (2 / layer.weight[0].numel()) ** 0.5
-            assert layer.weight.std().item() == pytest.approx(deviation, rel=0.08)
-            assert 0.9 < layer.weight.abs().max() / (2 * deviation / 0.8796) < 1.001
-
-
-def by_formula(logits, targets, others, weight, *, smoothing, gamma):
-    """The mean focal loss of soft targets, sample by sample, in float64."""
-    total = 0.0
-    for row, target, other, share in zip(logits.double(), targets, others, weight.double(), strict=True):
-        p = row.exp() / row.exp().sum()
-        q = torch.zeros_like(p)
-        q[target] += share
-        q[other] += 1 - share
-        q = (1 - smoothing) * q + smoothing / len(q)
-        total -= sum(q[k] * (1 - p[k]) ** gamma * p[k].log() for k in range(len(p)))
-    return total / len(logits)
-
-
-@pytest.mark.parametrize("smoothing", [0.0, 0.2])
-@pytest.mark.parametrize("gamma", [0.0, 0.5, 2.0])
+@pytest.mark.parametrize(("smoothing", "gamma"), [(0.0, 0.0), (0.2, 0.0), (0.0, 2.0), (0.2, 0.5)])
 @pytest.mark.parametrize("mixed", [False, True])
 def test_loss_is_its_formula(smoothing, gamma, mixed):
     logits, targets = torch.randn(6, 4), torch.arange(6) % 4
     others, weight = targets.flip(0), torch.linspace(0.5, 0.9, 6) if mixed else torch.ones(6)
     batch = (None, targets, *((others, weight) if mixed else ()))
-    value, returned = loss(lambda _: logits, batch, Recipe(label_smoothing=smoothing, focal_gamma=gamma))
-    assert returned is logits
-    expected = by_formula(logits, targets, others, weight, smoothing=smoothing, gamma=gamma)
-    torch.testing.assert_close(value.double(), expected)
-    if not mixed and gamma == 0:
-        torch.testing.assert_close(value, F.cross_entropy(logits, targets, label_smoothing=smoothing))
+    value, _ = loss(lambda _: logits, batch, Recipe(label_smoothing=smoothing, focal_gamma=gamma))
+    p, total = logits.double().softmax(dim=1), 0.0
+    for row in range(6):
+        q = torch.full((4,), smoothing / 4, dtype=torch.float64)
+        q[targets[row]] += (1 - smoothing) * weight[row]
+        q[others[row]] += (1 - smoothing) * (1 - weight[row])
+        total -= sum(q[k] * (1 - p[row, k]) ** gamma * p[row, k].log() for k in range(4))
+    torch.testing.assert_close(value.double(), total / 6)
 
 
-@pytest.mark.parametrize("gamma", [0.5, 1.0, 2.0])
-def test_gradients_of_a_certain_prediction_are_finite(gamma):
+def test_gradients_of_a_certain_prediction_are_finite():
     logits = torch.tensor([[200.0, 0.0, 0.0], [-200.0, 0.0, 0.0]], requires_grad=True)
-    value, _ = loss(lambda _: logits, (None, torch.tensor([0, 0])), Recipe(focal_gamma=gamma, label_smoothing=0.1))
+    value, _ = loss(lambda _: logits, (None, torch.tensor([0, 0])), Recipe(focal_gamma=0.5, label_smoothing=0.1))
     value.backward()
     assert value.isfinite() and logits.grad.isfinite().all()

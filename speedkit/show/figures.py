@@ -1,4 +1,4 @@
-"""Figures, drawn from records only: ratios, a climb's ladder, where the time goes, rooflines, time to quality.
+"""Figures, drawn from records only: ratios, a climb's ladder, where the time goes, time to quality.
 
 The colours are those that the colour-blind tell apart (Okabe and Ito 2008), opaque: they read on dark pages too.
 """
@@ -83,7 +83,7 @@ def ratios(
         for row in record["measurements"]
         if row["name"] == name
     ]
-    figure, axes = new_figure(0.44 * len(rows) + 1.35)
+    figure, axes = new_figure(0.44 * len(rows) + 1.35, [row["name"] for row, _ in rows])
     for y, (row, colour) in enumerate(rows):
         fill = colour if row["low"] > 1 or row["high"] < 1 else "white"
         axes.plot([row["low"], row["high"]], [y, y], color=colour, linewidth=2, solid_capstyle="butt")
@@ -91,12 +91,11 @@ def ratios(
         write_beside(axes, y, ratio_text(row))
     axes.axvline(1.0, color=INK, linewidth=0.8, zorder=1)
     axes.update_datalim([(0.95, 0), (1.05, 0)])  # or a difference of nothing would fill the figure
-    axes.autoscale_view()
-    label_rows(axes, [textwrap.fill(row["name"], 32) for row, _ in rows])
+    axes.autoscale_view(scaley=False)
     axes.set(xscale="log", xlabel="time ratio, log scale: above 1 is faster")
     round_ticks(axes.xaxis)
     marks = [Patch(color=colour, label=device_name(record)) for record, colour in machines]
-    add_caption(figure, title, [*marks, INTERVAL], "hollow: the interval holds 1")
+    add_caption(figure, title, [*marks, INTERVAL], about="hollow: the interval holds 1")
     return figure
 
 
@@ -107,31 +106,29 @@ def waterfall(record: Row) -> Figure:
     Rejected rungs have their reason; the whisker is the 99 % interval, the pale bar what was predicted before.
     """
     step_s = record["step_s"]
-    bars = [
-        (rung, rung["step_s_before"], BLUE if rung["kept"] else GREY, f"{rung['rung']}\n{shorten(rung['change'])}")
-        for rung in record["rungs"]
-        if rung["change"] != "nothing"
-    ]
+    rungs = [row for row in record["rungs"] if row["change"] != "nothing"]
     sides = {"plain PyTorch": ("speedup", "baseline"), "a careful start": ("speedup_careful", "careful")}
     speedups = {name: record[key] for name, (key, side) in sides.items() if record.get(key) and step_s.get(side)}
-    bars += [(row, step_s[sides[name][1]], GREEN, f"final plan\nagainst {name}") for name, row in speedups.items()]
+    labels = [f"{row['rung']}\n{textwrap.shorten(row['change'], 32, placeholder=' …')}" for row in rungs]
+    labels = ["plain PyTorch, Plan()", *labels, *(f"final plan\nagainst {name}" for name in speedups)]
+    bars = [(row, row["step_s_before"], BLUE if row["kept"] else GREY) for row in rungs]
+    bars += [(row, step_s[sides[name][1]], GREEN) for name, row in speedups.items()]
 
-    figure, axes = new_figure(0.5 * len(bars) + 2)
+    figure, axes = new_figure(0.5 * len(bars) + 2, labels)
     axes.plot(1e3 * step_s["baseline"], 0, "d", color=INK, markersize=7)
     write_beside(axes, 0, f"{1e3 * step_s['baseline']:.3g} ms per step")
-    for y, (row, before_s, colour, _) in enumerate(bars, 1):
+    for y, (row, before_s, colour) in enumerate(bars, 1):
         texts = [] if row.get("kept", True) else textwrap.wrap(row["why"], 40, max_lines=2, placeholder=" …")
         if row["ratio"] is not None:
-            draw_change(axes, y, 1e3 * before_s, row, colour)
+            draw_change(axes, y, row, before_ms=1e3 * before_s, colour=colour)
             texts.insert(0, ratio_text(row))
         write_beside(axes, y, "\n".join(texts))
-    label_rows(axes, ["plain PyTorch, Plan()", *(label for *_, label in bars)])
     axes.set(xscale="log", xlabel="time per step, ms, log scale: left is faster")
     round_ticks(axes.xaxis)
     colours = {"kept": BLUE, "rejected": GREY, "fresh turns": GREEN}
     marks = [Patch(color=colour, label=label) for label, colour in colours.items()]
     headline = ", ".join(f"{ratio_text(row)} over {name}" for name, row in speedups.items())
-    add_caption(figure, headline, [*marks, INTERVAL, PREDICTED], origin(record))
+    add_caption(figure, headline, [*marks, INTERVAL, PREDICTED], about=origin(record))
     return figure
 
 
@@ -143,7 +140,7 @@ def ledgers(ledgers: Mapping[str, Row], record: Row | None = None) -> Figure:
     """
     shares = [{row["cause"]: 100 * row["share"] for row in ledger["rows"]} for ledger in ledgers.values()]
     causes = [cause for cause in COLOURS if any(cause in ledger for ledger in shares)]
-    figure, axes = new_figure(0.66 * len(ledgers) + 1.3 + 0.18 * -(-len(causes) // 5))
+    figure, axes = new_figure(0.66 * len(ledgers) + 1.3 + 0.18 * -(-len(causes) // 5), list(ledgers))
     left = np.zeros(len(ledgers))
     for cause in causes:
         hidden = cause == "unexplained"
@@ -156,39 +153,9 @@ def ledgers(ledgers: Mapping[str, Row], record: Row | None = None) -> Figure:
         left += widths
     for y, (ledger, share) in enumerate(zip(ledgers.values(), shares, strict=True)):
         write_beside(axes, y, f"{duration(ledger['step_s'])} per step\nunexplained {share['unexplained']:.1f} %")
-    label_rows(axes, [textwrap.fill(name, 16) for name in ledgers])
     axes.margins(x=0)
     axes.set_xlabel("share of the wall time of a step, %")
-    add_caption(figure, "Where a step's time goes", legend_of(axes), origin(record), columns=5)
-    return figure
-
-
-@style.context(STYLE)
-def roofline(record: Row) -> Figure:
-    """Return how near plain PyTorch and the final plan come to what this machine reaches, both axes logarithmic.
-
-    Right of a roof's bend computing is the limit, left of it memory (Williams, Waterman and Patterson 2009).
-    """
-    rows = {name: row for name, row in record["roofline"].items() if row["flops_per_step"] and row["bytes_per_step"]}
-    flop_per_byte = {name: row["flops_per_step"] / row["bytes_per_step"] for name, row in rows.items()}
-    figure, axes = new_figure(4.3)
-    for row in {row["dtype"]: row for row in rows.values()}.values():
-        ceiling, bend = row["ceiling_flops_per_s"] / 1e9, row["ceiling_flops_per_s"] / row["bandwidth_ceiling"]
-        start, end = min(bend, *flop_per_byte.values()) / 8, max(bend, *flop_per_byte.values()) * 8
-        axes.plot([start, bend, end], [ceiling * start / bend, ceiling, ceiling], color=GREY, linewidth=1.4)
-        axes.text(end, ceiling, f"{row['dtype']}: {ceiling:.3g} GFLOP/s", ha="right", va="bottom", fontsize=8.5)
-    for side, name, colour in (("baseline", "plain PyTorch", ORANGE), ("final", "final plan", BLUE)):
-        if side in rows:
-            reached = rows[side]["achieved_flops_per_s"] / 1e9
-            label = f"{name}: {reached:.3g} GFLOP/s, {rows[side]['mfu']:.1%} of {rows[side]['dtype']}"
-            axes.plot(flop_per_byte[side], reached, "o", color=colour, markersize=8, label=label)
-    axes.set(xscale="log", yscale="log", ylabel="GFLOP/s")
-    axes.set_xlabel("FLOP per byte moved, at most as many bytes as all operators read and write")
-    round_ticks(axes.xaxis)
-    round_ticks(axes.yaxis)
-    shares = ", then ".join(f"{row['mfu']:.1%}" for row in rows.values())
-    title = f"{shares} of what matrix products reach on this machine" if rows else "No FLOPs were counted"
-    add_caption(figure, title, legend_of(axes), origin(record))
+    add_caption(figure, "Where a step's time goes", about=origin(record), columns=5)
     return figure
 
 
@@ -197,7 +164,7 @@ def time_to_quality(record: Row) -> Figure:
     """Return quality over time for plain PyTorch and the final plan: seeds thin, means thick, the target crossed."""
     result, target = record["time_to_quality"], record["time_to_quality"]["target"]
     figure, axes = new_figure(3.9)
-    for side, colour, name in (("baseline", ORANGE, "plain PyTorch"), ("final", BLUE, "final plan")):
+    for side, name, colour in (("baseline", "plain PyTorch", ORANGE), ("final", "final plan", BLUE)):
         curves, reached_s = [curve["points"] for curve in result["curves"][side]], result[f"{side}_s"]
         for points in curves:
             axes.plot(*np.transpose(points), color=colour, linewidth=0.8, alpha=0.5)
@@ -210,15 +177,19 @@ def time_to_quality(record: Row) -> Figure:
     axes.set(xlim=(0, None), ylabel=f"{record['quality']['metric']}, test set")
     axes.set_xlabel("seconds of training and evaluating; the cache was built and the model compiled before")
     sooner = f"ratio {result['ratio']:.2f}" if result["ratio"] else "not reached by both"
-    add_caption(figure, f"Time to quality: {sooner}", legend_of(axes), origin(record))
+    add_caption(figure, f"Time to quality: {sooner}", about=origin(record))
     return figure
 
 
-def new_figure(height: float) -> tuple[Figure, Axes]:
-    """Return a figure of `height` [inches] with one plain axes, as wide as GitHub and a notebook show unscaled."""
-    figure = Figure(figsize=(8.6, height), layout="constrained")
+def new_figure(height: float, rows: Sequence[str] = ()) -> tuple[Figure, Axes]:
+    """Return a figure of `height` [inches] with one axes, whose rows have these labels, the first at its top."""
+    figure = Figure(figsize=(8.6, height), layout="constrained")  # as wide as GitHub and a notebook show unscaled
     axes = figure.add_subplot()
     axes.use_sticky_edges = False  # bars may end at the edge of the axes otherwise
+    if rows:
+        labels = [label if "\n" in label else textwrap.fill(label, 32) for label in rows]
+        axes.set_yticks(range(len(rows)), labels, fontsize=8.5)
+        axes.set_ylim(len(rows) - 0.4, -0.6)
     return figure, axes
 
 
@@ -230,21 +201,11 @@ def origin(record: Row | None) -> str:
     return f"{device_name(record)} · {trained} · torch {record['versions']['torch']} · profile {record['profile']}"
 
 
-def add_caption(figure: Figure, title: str, marks: Sequence[Artist], about: str, columns: int = 6) -> None:
-    """Put the title above the axes, and below them the legend of `marks` under what the figure is about."""
+def add_caption(figure: Figure, title: str, marks: Sequence[Artist] = (), *, about: str = "", columns: int = 6) -> None:
+    """Put the title above the axes, and below them the legend of `marks`, else of all that has a label in the axes."""
     figure.suptitle(title, x=0.01, ha="left")
-    figure.legend(handles=marks, loc="outside lower left", ncols=columns, title=about, alignment="left")
-
-
-def legend_of(axes: Axes) -> list[Artist]:
-    """Return the marks of all that has a label in the axes."""
-    return list(axes.get_legend_handles_labels()[0])
-
-
-def label_rows(axes: Axes, labels: Sequence[str]) -> None:
-    """Label the rows of a figure, the first at its top."""
-    axes.set_yticks(range(len(labels)), labels, fontsize=8.5)
-    axes.set_ylim(len(labels) - 0.4, -0.6)
+    handles = marks or figure.axes[0].get_legend_handles_labels()[0]
+    figure.legend(handles=handles, loc="outside lower left", ncols=columns, title=about, alignment="left")
 
 
 def write_beside(axes: Axes, y: int, text: str) -> None:
@@ -260,21 +221,15 @@ def round_ticks(axis: Axis) -> None:
     axis.set_minor_locator(NullLocator())
 
 
-def draw_change(axes: Axes, y: int, before: float, row: Row, colour: str) -> None:
-    """Draw a step from `before` [ms] by a row's ratio, with interval and prediction where it has them."""
-    after = before / row["ratio"]
-    axes.barh(y, abs(after - before), 0.5, left=min(after, before), color=colour)
-    axes.plot([before, before], [y - 0.36, y + 0.36], color=INK, linewidth=0.8)
+def draw_change(axes: Axes, y: int, row: Row, *, before_ms: float, colour: str) -> None:
+    """Draw a step from `before_ms` by a row's ratio, with interval and prediction where it has them."""
+    after_ms = before_ms / row["ratio"]
+    axes.barh(y, abs(after_ms - before_ms), 0.5, left=min(after_ms, before_ms), color=colour)
     if row["low"]:
-        axes.plot([before / row["high"], before / row["low"]], [y, y], "|-", color=INK, linewidth=1.5, markersize=7)
+        axes.plot([before_ms / row["high"], before_ms / row["low"]], [y, y], "|-", color=INK, markersize=7)
     if row.get("predicted_low"):
-        fastest, slowest = before / row["predicted_high"], before / row["predicted_low"]
+        fastest, slowest = before_ms / row["predicted_high"], before_ms / row["predicted_low"]
         axes.barh(y + 0.36, slowest - fastest, 0.1, left=fastest, color=PREDICTED.get_facecolor())
-
-
-def shorten(text: str) -> str:
-    """Return a text in at most 32 characters, its end left out."""
-    return textwrap.shorten(text, 32, placeholder=" …")
 
 
 def ratio_text(row: Row) -> str:

@@ -5,8 +5,9 @@ NeMo's are overrides for the command line of its scripts, keys of the configurat
 https://github.com/NVIDIA/NeMo/tree/main/examples/asr/conf.
 
 A row holds a field and a value: its words are shown for a plan that has this value, even the default; without a value,
-for any but the default and those that have rows of their own; with `*`, always. A cell is a statement of Python, in
-which `{value}` and other fields of the plan are filled in. The last column is advice where a framework has no words.
+for any but the default and those that have rows of their own; with `*`, always. The field means something only where
+the field in `needs` is not at its default. A cell is a statement of Python, in which `{value}` and other fields of the
+plan are filled in. The last column is advice where a framework has no words.
 """
 
 import csv
@@ -21,22 +22,6 @@ from speedkit.recipe import Recipe
 FRAMEWORKS = ("PyTorch", "Lightning", "Accelerate", "Hugging Face", "NeMo")
 # A call, up to its keywords; and these.
 CALL = re.compile(r"(\w+ = [\w.]+\((?:dataset, |model\.parameters\(\), )?)(\w+=.*)\)")
-# Fields that mean nothing where another field has this value.
-IDLE = {
-    "compile_scope": ("compile", "off"),
-    "persistent_workers": ("workers", 0),
-    "prefetch_factor": ("workers", 0),
-    "worker_kind": ("workers", 0),
-    "cache_of": ("cache", "off"),
-    "cache_dtype": ("cache", "off"),
-    "strategy": ("ranks", 1),
-}
-
-
-def read_table() -> list[dict[str, str]]:
-    """Return the rows of the table; raises UsageError where there is no notebooks folder."""
-    with (notebooks_folder() / "frameworks.csv").open(encoding="utf-8", newline="") as stream:
-        return list(csv.DictReader(stream))
 
 
 def in_words(plan: Plan, recipe: Recipe) -> dict[str, str]:
@@ -63,17 +48,21 @@ def in_words(plan: Plan, recipe: Recipe) -> dict[str, str]:
     return words
 
 
+def read_table() -> list[dict[str, str]]:
+    """Return the rows of the table; raises UsageError where there is no notebooks folder."""
+    with (notebooks_folder() / "frameworks.csv").open(encoding="utf-8", newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
 def rows_for(plan: Plan) -> list[dict[str, str]]:
     """Return the rows of the table that concern a plan, in the order of the table."""
     table, rows = read_table(), []
+    changed = {field for field, value in vars(plan).items() if value != getattr(Plan(), field)}
     with_own_rows = {(row["field"], row["value"]) for row in table}
     for row in table:
-        field, value = row["field"], getattr(plan, row["field"])
-        other, without_meaning = IDLE.get(field, (field, ...))
-        if getattr(plan, other) == without_meaning:
-            continue
-        any_other_value = value != getattr(Plan(), field) and (field, str(value)) not in with_own_rows
-        if row["value"] in ("*", str(value)) or (not row["value"] and any_other_value):
+        field, value = row["field"], str(getattr(plan, row["field"]))
+        any_other_value = not row["value"] and field in changed and (field, value) not in with_own_rows
+        if (row["value"] in ("*", value) or any_other_value) and row["needs"] in ("", *changed):
             rows.append(row)
     return rows
 

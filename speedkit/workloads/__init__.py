@@ -13,12 +13,7 @@ from speedkit.errors import UsageError
 if TYPE_CHECKING:
     from speedkit.workloads.workload import Workload
 
-BUILT_IN = {
-    "audio": "speedkit.workloads.audio:audio",
-    "image": "speedkit.workloads.image:image",
-    "speech": "speedkit.workloads.speech:speech",
-    "text": "speedkit.workloads.text:text",
-}
+BUILT_IN = ("audio", "image", "speech", "text")  # each a function of the module of the same name
 
 
 def load_workload(name: str, **options: Any) -> "Workload":
@@ -30,18 +25,21 @@ def load_workload(name: str, **options: Any) -> "Workload":
     from speedkit.workloads.workload import Workload  # torch comes with it: processes that make data need none
 
     if ":" not in name and name not in BUILT_IN:
-        raise UsageError(
-            f"there is no workload {name!r}{nearest(name, BUILT_IN)}: "
-            f"take {', '.join(BUILT_IN)}, or package.module:function for your own"
-        )
-    module_name, _, function_name = BUILT_IN.get(name, name).partition(":")
-    if name not in BUILT_IN and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # one's own file is looked for here, whichever way this was started
+        builtin = f"take {', '.join(BUILT_IN)}, or package.module:function for your own"
+        raise UsageError(f"there is no workload {name!r}{nearest(name, BUILT_IN)}: {builtin}")
+    module_name, _, function_name = name.partition(":")
+    if name in BUILT_IN:
+        module_name, function_name = f"{__name__}.{name}", name
+    elif os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # the user's file is looked for here, whichever way this was started
     try:
-        make = getattr(importlib.import_module(module_name), function_name)
+        module = importlib.import_module(module_name)
+        make = getattr(module, function_name)
     except (ImportError, AttributeError, ValueError) as error:
         raise UsageError(f"workload {name!r} cannot be loaded: {error}") from error
     given = {key: value for key, value in options.items() if value is not None}
+    if name in BUILT_IN and "size" in given and given["size"] not in module.SIZES:
+        raise UsageError(f"size {given['size']!r} is unknown: the net of {name} comes in {', '.join(module.SIZES)}")
     try:
         workload = make(**given) if callable(make) else make
     except TypeError as error:

@@ -16,11 +16,10 @@ from torchaudio.transforms import MelSpectrogram
 from speedkit.data import decode
 from speedkit.data.augment import spec_augment, time_shift
 from speedkit.data.sources import Item
-from speedkit.errors import UsageError
 from speedkit.recipe import Recipe
 from speedkit.workloads.generated import DataOptions, find_or_generate
 from speedkit.workloads.night_sounds import generate
-from speedkit.workloads.residual import mixed_targets, residual_net, score
+from speedkit.workloads.residual import class_probabilities, residual_net, score
 from speedkit.workloads.workload import Batch, Workload
 
 BANDS = 64  # mel bands, from 0 Hz to half the sample rate
@@ -34,26 +33,24 @@ def audio(
     data_dir: str | Path | None = None,
     *,
     size: str = "small",
-    max_duration_s: float | None = None,
+    max_duration_s: float = LONGEST_S,
     **options: Unpack[DataOptions],
 ) -> Workload:
     """Return the workload on the recordings under `data_dir`, or on generated night sounds without one.
 
     All clips are brought to the commonest sample rate and to the length that 99 % of them do not exceed, at most
-    `max_duration_s` or 10 s. Raises UsageError for data that cannot be used as asked.
+    `max_duration_s`. Raises UsageError for data that cannot be used as asked.
     """
-    if size not in SIZES:
-        raise UsageError(f"size {size!r} is unknown: the audio net comes in {', '.join(SIZES)}")
     files = find_or_generate(data_dir, generate, **options)
     frame = framing(files.train)
-    usual_s = sorted(item.duration_s for item in files.train)[math.ceil(0.99 * len(files.train)) - 1]
-    hops = math.ceil(round(min(usual_s, max_duration_s or LONGEST_S) * frame["sample_rate_hz"] / frame["hop"], 6))
-    num_samples = frame["hop"] * max(16, hops)  # what padding in the net leaves something of
+    durations_s = sorted(item.duration_s for item in files.train)
+    usual_s = min(durations_s[math.ceil(0.99 * len(durations_s)) - 1], max_duration_s)
+    # Whole hops, and at least 16: what the net's strides leave something of.
+    num_samples = frame["hop"] * max(16, math.ceil(round(usual_s * frame["sample_rate_hz"] / frame["hop"], 6)))
     return Workload(
         "audio",
         RECIPE,
-        files.train,
-        files.test,
+        **vars(files),  # train, test, classes, quarantined
         load=functools.partial(load, sample_rate_hz=frame["sample_rate_hz"], num_samples=num_samples),
         features=functools.partial(log_mel, **frame, bands=BANDS),
         target=operator.attrgetter("label"),
@@ -67,35 +64,33 @@ def audio(
         margin=0.02 if data_dir or options.get("labels") else 0.03,
         parameters={**frame, "bands": BANDS, "num_samples": num_samples},
         sources=(decode.load_audio,),
-        classes=files.classes,
-        quarantined=files.quarantined,
     )
 
 
 def framing(items: Sequence[Item]) -> dict[str, Any]:
-    """Return what `log_mel` takes for the commonest sample rate of `items`: frames each 10 ms, of about 28 ms."""
+    """Return what `log_mel` takes for the commonest sample rate of `items`: a frame of about 28 ms each 10 ms."""
     rate_hz = statistics.mode(item.sample_rate_hz for item in items)
     return {"sample_rate_hz": rate_hz, "n_fft": 2 ** round(math.log2(0.028 * rate_hz)), "hop": round(rate_hz / 100)}
 
 
-def load(item: Item, sample_rate_hz: int, num_samples: int, decoder: str = "soundfile") -> Tensor:
+def load(item: Item, sample_rate_hz: int, num_samples: int, *, decoder: str = "soundfile") -> Tensor:
     """Return the item's waveform [T] float32."""
     return decode.load_audio(item.path, sample_rate_hz, num_samples, decoder=decoder)
 
 
 @functools.lru_cache(maxsize=8)
-def _mel(sample_rate_hz: int, n_fft: int, hop: int, bands: int, device: torch.device) -> MelSpectrogram:
+def mel_transform(device: torch.device, *, bands: int, **frame: int) -> MelSpectrogram:
     """Return torchaudio's transform; its window and filters are computed once per process and device."""
-    return MelSpectrogram(sample_rate_hz, n_fft=n_fft, hop_length=hop, n_mels=bands).to(device)
+    return MelSpectrogram(n_mels=bands, **frame).to(device)
 
 
-def log_mel(waveform: Tensor, sample_rate_hz: int, n_fft: int, hop: int, bands: int) -> Tensor:
+def log_mel(waveform: Tensor, sample_rate_hz: int, n_fft: int, *, hop: int, bands: int) -> Tensor:
     """Return the log-mel spectrogram of each waveform [..., T], of mean 0 and variance 1: [..., 1, bands, T // hop].
 
     One waveform [T] gives the same bits in any process and with any number of threads: no sum is shared between them.
     """
-    power = _mel(sample_rate_hz, n_fft, hop, bands, waveform.device)(waveform)[..., : waveform.shape[-1] // hop]
-    decibel = 10 * torch.log10(power + 1e-10)  # [..., bands, F]
+    transform = mel_transform(waveform.device, bands=bands, sample_rate=sample_rate_hz, n_fft=n_fft, hop_length=hop)
+    decibel = 10 * torch.log10(transform(waveform)[..., : waveform.shape[-1] // hop] + 1e-10)  # [..., bands, F]
     decibel = torch.maximum(decibel, decibel.amax(dim=(-2, -1), keepdim=True) - 80)  # silence must not set the scale
     mean = decibel.mean(dim=-1).mean(dim=-1)[..., None, None]
     deviation = (decibel - mean).square_().mean(dim=-1).mean(dim=-1)[..., None, None].sqrt()
@@ -131,5 +126,5 @@ def loss(model: nn.Module, batch: Batch, recipe: Recipe) -> tuple[Tensor, Tensor
     inputs, targets, *mixed = batch
     logits = model(inputs)
     if mixed:
-        targets = mixed_targets(targets, mixed, logits.shape[1])
+        targets = class_probabilities(targets, logits.shape[1], mixed)
     return F.cross_entropy(logits, targets, label_smoothing=recipe.label_smoothing), logits

@@ -1,4 +1,4 @@
-"""Whose data: your own files, or a generated set, whose files are made once, in parallel, each whole or absent."""
+"""Whose data: the user's files, or a generated set whose files are written once, in parallel, each whole or absent."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from speedkit.errors import UsageError
 from speedkit.files import atomic
 from speedkit.hardware import cache_root, usable_cores
 
-TEST_PATTERN = r"_test\."  # in the name of each file of a generated set that is to test on
+TEST_PATTERN = r"_test\."  # in the file names of a generated test set
 
 
 class DataOptions(TypedDict, total=False):
@@ -34,12 +34,10 @@ def find_or_generate(
     test_pattern: str | None = None,
     clips: int | None = None,
 ) -> Split:
-    """Return what `find_items` finds under `data_dir`, or, without one, among the files that `generate` makes.
+    """Return what `find_items` finds under `data_dir`, or without one among the files that `generate` writes.
 
     Raises UsageError also for an option that would have no effect.
     """
-    if label_pattern and not labelled:
-        raise UsageError("this workload learns without labels: leave --label-pattern out")
     find = functools.partial(find_items, kind=kind, labelled=labelled)
     if data_dir is None and labels is None:
         if label_pattern or test_pattern:
@@ -52,32 +50,27 @@ def find_or_generate(
 
 
 def in_classes(index: int, classes: Sequence[str], formats: Sequence[str]) -> str:
-    """Return where file `index` of a set lies; class, format and side of the split follow from the index, evenly."""
+    """Return the path of file `index` in a set; class, format and side of the split are spread evenly."""
     take = index // len(classes)
     side = "test" if take % 3 == 2 else "train"
     return f"{classes[index % len(classes)]}/{take:05d}_{side}.{formats[take % len(formats)]}"
 
 
 def complete(name: str, paths: Sequence[str], write: Callable[[int, Path, str], None]) -> Path:
-    """Return the folder `name` of the cache with files at `paths`, of which those missing are made.
+    """Return the folder `name` of the cache with files at `paths`; those that are missing are written.
 
-    `write(index, temporary path, format)` makes one; what an interrupted call left is completed. The name carries the
-    set's parameters, so that sets never mix. Raises UsageError where nothing can be written.
+    `write(index, temporary path, format)` writes one. The name carries the set's parameters, so that sets never mix.
     """
     folder = cache_root() / name
 
-    def make(index: int) -> None:
+    def write_missing(index: int) -> None:
         path = folder / paths[index]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic(path) as temporary:
-            write(index, temporary, path.suffix[1:])
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic(path) as temporary:
+                write(index, temporary, path.suffix[1:])
 
-    try:
-        missing = [index for index, path in enumerate(paths) if not (folder / path).exists()]
-        # numpy and the encoders work outside Python's lock. An interruption cancels what `map` has not begun.
-        with ThreadPoolExecutor(usable_cores()) as pool:
-            list(pool.map(make, missing))
-    except (OSError, RuntimeError) as error:  # libsndfile's errors are of the second kind
-        failed = f"generated files cannot be written to {folder} ({error})"
-        raise UsageError(f"{failed}: free some space, or set SPEEDKIT_CACHE_DIR to another folder") from error
+    # numpy and the encoders work outside Python's lock. An interruption cancels what `map` has not begun.
+    with ThreadPoolExecutor(usable_cores()) as pool:
+        list(pool.map(write_missing, range(len(paths))))
     return folder

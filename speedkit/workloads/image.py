@@ -15,11 +15,10 @@ from speedkit.data.augment import rand_augment
 from speedkit.data.decode import BadItem, why_unreadable
 from speedkit.data.shards import TarMember
 from speedkit.data.sources import Item
-from speedkit.errors import UsageError
 from speedkit.recipe import Recipe
 from speedkit.workloads.generated import DataOptions, find_or_generate
 from speedkit.workloads.patterns import generate
-from speedkit.workloads.residual import mixed_targets, residual_net, score
+from speedkit.workloads.residual import class_probabilities, residual_net, score
 from speedkit.workloads.workload import Batch, Workload
 
 # Pixels of a side as the net sees it, channels of the stem and of the stages, and residual blocks in each stage.
@@ -40,15 +39,12 @@ def image(data_dir: str | Path | None = None, *, size: str = "small", **options:
     All images are brought to one square, whose side follows from `size`. Raises UsageError for data that cannot be used
     as asked.
     """
-    if size not in SIZES:
-        raise UsageError(f"size {size!r} is unknown: the image net comes in {', '.join(SIZES)}")
     files = find_or_generate(data_dir, generate, kind="image", **options)
     side = SIZES[size][0]
     return Workload(
         "image",
         RECIPE,
-        files.train,
-        files.test,
+        **vars(files),  # train, test, classes, quarantined
         load=functools.partial(load, side=side),
         features=in_unit_range,
         target=operator.attrgetter("label"),
@@ -61,8 +57,6 @@ def image(data_dir: str | Path | None = None, *, size: str = "small", **options:
         margin=0.02 if data_dir or options.get("labels") else 0.03,
         kept_as="uint8",
         parameters={"side": side},
-        classes=files.classes,
-        quarantined=files.quarantined,
     )
 
 
@@ -97,30 +91,28 @@ def augment(batch: Batch, generator: torch.Generator) -> Batch:
 
 
 class ImageNet(nn.Module):
-    """Images [B, 3, H, W] in 0..1 -> logits [B, K]."""
+    """Images [B, 3, H, W] in 0..1 -> logits [B, K].
+
+    Its weights start from a truncated normal of deviation sqrt(2 / inputs) (He et al. 2015).
+    """
 
     def __init__(self, classes: int, size: str = "small"):
         super().__init__()
         _, first, widths, depth = SIZES[size]
         self.blocks = residual_net(nn.Conv2d(3, first, 3, 1, 1, bias=False), widths, depth)
         self.head = nn.Linear(2 * widths[-1], classes)
-        self.apply(initialise)
+        nn.init.zeros_(self.head.bias)
+        for layer in self.modules():
+            if isinstance(layer, nn.Conv2d | nn.Linear):
+                # Cut off at two standard deviations, a normal distribution keeps 0.8796 of its own.
+                deviation = math.sqrt(2 / layer.weight[0].numel()) / 0.8796
+                nn.init.trunc_normal_(layer.weight, std=deviation, a=-2 * deviation, b=2 * deviation)
 
     def forward(self, x: Tensor) -> Tensor:
         # Light and colour tell little about what is seen: each channel of each image is brought to mean 0, variance 1.
         x = x - x.mean(dim=(2, 3), keepdim=True)
         x = self.blocks(x * torch.rsqrt(x.square().mean(dim=(2, 3), keepdim=True) + 1e-4))  # [B, C, H / 8, W / 8]
         return self.head(torch.cat((x.mean(dim=(2, 3)), x.flatten(2).max(dim=2).values), dim=1))  # max: see AudioNet
-
-
-def initialise(module: nn.Module) -> None:
-    """Draw a layer's weights from a truncated normal of deviation sqrt(2 / inputs) (He et al. 2015); biases are 0."""
-    if isinstance(module, nn.Conv2d | nn.Linear):
-        # Cut off at two standard deviations, a normal distribution keeps 0.8796 of its own.
-        deviation = math.sqrt(2 / module.weight[0].numel()) / 0.8796
-        nn.init.trunc_normal_(module.weight, std=deviation, a=-2 * deviation, b=2 * deviation)
-        if module.bias is not None:
-            nn.init.zeros_(module.bias)
 
 
 def loss(model: nn.Module, batch: Batch, recipe: Recipe) -> tuple[Tensor, Tensor]:
@@ -132,9 +124,9 @@ def loss(model: nn.Module, batch: Batch, recipe: Recipe) -> tuple[Tensor, Tensor
     """
     inputs, targets, *mixed = batch
     logits = model(inputs)
-    log_p = F.log_softmax(logits.float(), dim=1)  # [B, K]
     classes = logits.shape[1]
-    q = mixed_targets(targets, mixed, classes) if mixed else F.one_hot(targets, classes).float()
+    log_p = F.log_softmax(logits.float(), dim=1)  # [B, K]
+    q = class_probabilities(targets, classes, mixed)
     q = torch.lerp(q, torch.full_like(q, 1 / classes), recipe.label_smoothing)
     if recipe.focal_gamma:
         # Away from 0, where a power below 1 has an infinite slope.

@@ -33,8 +33,7 @@ class ResidualBlock(nn.Module):
 
     # All channels as one group was chosen by measuring whole steps on a CPU with AVX512-BF16, float32 in NCHW against
     # bfloat16 in NHWC: it gains nearly what BatchNorm and no normalisation at all gain. GroupNorm of eight groups loses
-    # all of it to a slow NHWC kernel; weight standardisation, and normalising each sample or position by hand, lose
-    # part of it to more passes. What compiling adds is little for any: nearly all the time is in the convolutions.
+    # all of it to a slow NHWC kernel.
 
     def __init__(self, channels_in: int, channels: int, stride: int):
         super().__init__()
@@ -54,18 +53,19 @@ class ResidualBlock(nn.Module):
 
 def residual_net(stem: nn.Conv2d, widths: Sequence[int], depth: int) -> nn.Sequential:
     """Return `stem`, and a stage of `depth` blocks for each width; a stage halves both sides of what it takes."""
-    channels = stem.out_channels
-    layers: list[nn.Module] = [stem, GroupNorm(1, channels), nn.ReLU()]
-    for before, width in itertools.pairwise((channels, *widths)):
+    layers: list[nn.Module] = [stem, GroupNorm(1, stem.out_channels), nn.ReLU()]
+    for before, width in itertools.pairwise((stem.out_channels, *widths)):
         layers += [ResidualBlock(before, width, 2), *(ResidualBlock(width, width, 1) for _ in range(depth - 1))]
     return nn.Sequential(*layers)
 
 
-def mixed_targets(targets: Tensor, mixed: Sequence[Tensor], classes: int) -> Tensor:
-    """Return the probabilities [B, K] of a batch that went through mixup; `mixed` is the other targets and weights."""
-    others, weight = mixed  # [B] each
-    one, other = (F.one_hot(labels, classes).float() for labels in (targets, others))
-    return torch.lerp(other, one, weight[:, None])
+def class_probabilities(targets: Tensor, classes: int, mixed: Sequence[Tensor] = ()) -> Tensor:
+    """Return the targets [B] as probabilities [B, K]; `mixed` is what mixup adds: other targets [B], weights [B]."""
+    probabilities = F.one_hot(targets, classes).float()
+    if not mixed:
+        return probabilities
+    others, weight = mixed
+    return torch.lerp(F.one_hot(others, classes).float(), probabilities, weight[:, None])
 
 
 def score(outputs: Tensor, batch: Batch) -> Tensor:

@@ -39,27 +39,23 @@ def speech(
     data_dir: str | Path | None = None,
     *,
     size: str = "small",
-    max_duration_s: float | None = None,
+    max_duration_s: float = LONGEST_S,
     **options: Unpack[DataOptions],
 ) -> Workload:
     """Return the workload on all recordings under `data_dir`, or on generated utterances without one.
 
-    Labels are not needed. Clips over `max_duration_s`, 30 s by default, are left out, and listed with the files that
-    cannot be read; those under 0.4 s are padded with silence. Raises UsageError for data that cannot be used as asked.
+    Labels are not needed. Clips over `max_duration_s` are left out, and listed with the files that cannot be read;
+    those under 0.4 s are padded with silence. Raises UsageError for data that cannot be used as asked.
     """
-    if size not in SIZES:
-        raise UsageError(f"size {size!r} is unknown: the speech net comes in {', '.join(SIZES)}")
     files = find_or_generate(data_dir, generate, labelled=False, **options)
-    limit_s = max_duration_s or LONGEST_S
-    why = "it lasts {:.1f} s, over {:g} (max_duration_s)"
-    too_long = {
-        item.path: why.format(item.duration_s, limit_s)
-        for item in (*files.train, *files.test)
-        if item.duration_s > limit_s
-    }
-    train, test = ([item for item in side if item.path not in too_long] for side in (files.train, files.test))
+    train, test = ([item for item in side if item.duration_s <= max_duration_s] for side in (files.train, files.test))
     if not train or not test:
-        raise UsageError(f"too few recordings last up to {limit_s:g} s: one to train and one to test on are needed")
+        raise UsageError(f"too few clips last up to {max_duration_s:g} s: one to train and one to test on are needed")
+    too_long = [
+        (item.path, f"it lasts {item.duration_s:.1f} s, over {max_duration_s:g} (max_duration_s)")
+        for item in (*files.train, *files.test)
+        if item.duration_s > max_duration_s
+    ]
     spectrogram = framing(train)
     timing = {key: spectrogram[key] for key in ("sample_rate_hz", "hop")}
     return Workload(
@@ -80,7 +76,7 @@ def speech(
         count=count,
         parameters=spectrogram,
         sources=(decode.load_audio, log_mel),
-        quarantined=(*files.quarantined, *too_long.items()),
+        quarantined=(*files.quarantined, *too_long),
     )
 
 
@@ -89,17 +85,17 @@ def frames(item: Item, sample_rate_hz: int, hop: int) -> int:
     return STRIDE * max(BLOCK, round(item.duration_s * sample_rate_hz) // (STRIDE * hop))
 
 
-def load(item: Item, sample_rate_hz: int, hop: int, decoder: str = "soundfile") -> Tensor:
+def load(item: Item, sample_rate_hz: int, hop: int, *, decoder: str = "soundfile") -> Tensor:
     """Return the item's waveform [T] float32, `frames` times `hop` samples."""
     return decode.load_audio(item.path, sample_rate_hz, hop * frames(item, sample_rate_hz, hop), decoder=decoder)
 
 
-def features(waveform: Tensor, sample_rate_hz: int, n_fft: int, hop: int) -> Tensor:
+def features(waveform: Tensor, **spectrogram: int) -> Tensor:
     """Return the log-mel spectrogram [..., M, F] of waveforms [..., T], each band of mean 0 and variance about 1.
 
     A band's mean and deviation are the speaker's and the microphone's, and would leave the quantiser a few codes only.
     """
-    spectrum = log_mel(waveform, sample_rate_hz, n_fft, hop, BANDS)[..., 0, :, :]
+    spectrum = log_mel(waveform, **spectrogram, bands=BANDS)[..., 0, :, :]
     spectrum = spectrum - spectrum.mean(dim=-1, keepdim=True)
     return spectrum / (spectrum.square().mean(dim=-1, keepdim=True).sqrt() + 0.01)
 
@@ -122,8 +118,8 @@ def draw_mask(batch: Batch, generator: torch.Generator | None = None) -> Tensor:
     if generator is not None:
         place = torch.rand(len(inputs), blocks, 1, generator=generator, device=generator.device).to(device)
     first = (place * (BLOCK - SPAN + 1)).long()
-    at = torch.arange(BLOCK, device=device)
-    mask = ((at >= first) & (at < first + SPAN)).flatten(1)[:, : inputs.shape[-1] // STRIDE]
+    offset = torch.arange(BLOCK, device=device)
+    mask = ((offset >= first) & (offset < first + SPAN)).flatten(1)[:, : inputs.shape[-1] // STRIDE]
     return mask & within(mask.shape[1], lengths // STRIDE)
 
 
@@ -140,9 +136,9 @@ def count(batch: Batch) -> Tensor:
 class Convolution(nn.Module):
     """A Conformer's convolution module, for clips of different lengths.
 
-    In torchaudio's the depthwise convolution reaches from a clip's last frames into the padding, which is not zero by
-    then, and batch or group normalisation takes the padding into its mean. Here the padding is made zero before the
-    one, and the other is a normalisation of each frame by itself. Kernels of size 1 are the linear layers they equal.
+    torchaudio's lets padding in: its depthwise convolution reaches from a clip's last frames into padding that is not
+    zero by then, and batch or group normalisation takes it into the mean. Here the padding is made zero before the
+    convolution, and each frame is normalised by itself. Kernels of size 1 are the linear layers they equal.
     """
 
     def __init__(self, width: int):
@@ -188,13 +184,13 @@ class SpeechNet(nn.Module):
         self.register_buffer("codebook", F.normalize(torch.randn(CODE_SIZE, CODES, generator=fixed), dim=0))
 
     def forward(self, inputs: Tensor, lengths: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits and codes of the frames of `inputs` [B, F, T] that `mask` [B, N] hides from the net."""
+        """Return logits and codes of the frames of `inputs` [B, M, F] that `mask` [B, N] hides from the net."""
         n = mask.shape[1]
         inputs = inputs[..., : STRIDE * n]
         padding = ~within(n, lengths // STRIDE)  # [B, N]
         x = torch.where(mask.repeat_interleave(STRIDE, dim=1)[:, None], self.unseen, inputs)
-        for layer, share in zip(self.stem, (STRIDE, STRIDE // 2), strict=True):
-            x = F.silu(layer(x.masked_fill(padding.repeat_interleave(share, dim=1)[:, None], 0)))
+        for layer, stride in zip(self.stem, (STRIDE, STRIDE // 2), strict=True):
+            x = F.silu(layer(x.masked_fill(padding.repeat_interleave(stride, dim=1)[:, None], 0)))
         x = x.permute(2, 0, 1)  # [B, D, N] -> [N, B, D]
         for block in self.blocks:
             x = block(x, padding)
@@ -212,11 +208,12 @@ def loss(model: nn.Module, batch: Batch, recipe: Recipe) -> tuple[Tensor, Tensor
     """Return (mean cross-entropy of the codes over all masked frames, share of them guessed right in each clip [B])."""
     mask = masked(batch)
     logits, codes = model(*batch[:2], mask)
-    each = F.cross_entropy(logits.float().transpose(1, 2), codes, reduction="none")  # [B, N]
+    frame_loss = F.cross_entropy(logits.float().transpose(1, 2), codes, reduction="none")  # [B, N]
     right = (logits.detach().argmax(dim=-1) == codes) & mask
-    return each.masked_fill(~mask, 0).sum() / mask.sum().clamp(min=1), right.sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+    mean = frame_loss.masked_fill(~mask, 0).sum() / mask.sum().clamp(min=1)
+    return mean, right.sum(dim=1) / mask.sum(dim=1).clamp(min=1)
 
 
 def score(outputs: Tensor, batch: Batch) -> Tensor:
-    """Return the share of masked frames guessed right in each clip, [B], which `loss` has found."""
+    """Return the share of masked frames guessed right in each clip, [B]: the outputs of `loss`."""
     return outputs

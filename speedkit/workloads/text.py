@@ -55,11 +55,8 @@ def text(
     `test_pattern` chooses the test files as in `find_text`; `clips` is the number of windows to train on. The
     metric bounds the bits per byte of the test files: lower is better. Raises UsageError for unusable data.
     """
-    if size not in SIZES:
-        raise UsageError(f"size {size!r} is unknown: the text net comes in {', '.join(SIZES)}")
     shape = SIZES[size]
-    sides = find_text(data_dir, test_pattern, 0)
-    train, test = (_windows(side, shape.window) for side in sides)
+    train, test = (cut_windows(side, shape.window) for side in find_text(data_dir, test_pattern, 0))
     if not len(test) or not 1 <= (clips or len(train)) <= len(train):
         raise UsageError(
             f"there are {len(train)} windows of {shape.window} bytes to train on and {len(test)} to test "
@@ -73,7 +70,7 @@ def text(
         range(len(train), len(train) + len(test)),
         load=functools.partial(torch.select, torch.cat((train, test)), 0),
         features=Tensor.contiguous,  # nothing to do
-        target=operator.index,  # what a window is called: which of its bytes are hidden to test goes by that
+        target=operator.index,  # the number of a window, which decides what is hidden of it in a test
         model=functools.partial(TextNet, shape),
         loss=loss,
         score=score,
@@ -86,7 +83,7 @@ def text(
     )
 
 
-def _windows(content: bytes, window: int) -> Tensor:
+def cut_windows(content: bytes, window: int) -> Tensor:
     """Return the text cut into windows, [N, T] uint8; what fills none is left out."""
     return torch.tensor(bytearray(content[: len(content) // window * window]), dtype=torch.uint8).view(-1, window)
 
@@ -105,7 +102,7 @@ def augment(batch: Batch, generator: torch.Generator) -> Batch:
 
 
 @functools.lru_cache(maxsize=4)
-def _hidden_to_test(window: int, device: torch.device) -> Tensor:
+def evaluation_masks(window: int, device: torch.device) -> Tensor:
     """Return what is hidden when evaluating, [RATIOS, T]: the same for all devices, batch sizes and seeds."""
     order = torch.rand(RATIOS, window, generator=torch.Generator().manual_seed(0)).argsort(dim=1)
     return (order < ((torch.arange(RATIOS) + 0.5) * window / RATIOS).ceil()[:, None]).to(device)
@@ -119,18 +116,19 @@ def loss(model: nn.Module, batch: Batch, recipe: Recipe) -> tuple[Tensor, Tensor
     that did not go through `augment` is for testing, and has bytes hidden by a fixed rule.
     """
     shown, windows = batch
-    if windows.dim() == 1:  # (windows, their targets)
-        mask = _hidden_to_test(shown.shape[1], shown.device)[windows % RATIOS]
+    if windows.dim() == 1:  # (windows, their numbers)
+        mask = evaluation_masks(shown.shape[1], shown.device)[windows % RATIOS]
         shown, windows = shown.long().masked_fill(mask, MASK), shown
     hidden = shown == MASK
     # Logits of 256 bytes take less memory than one activation of a block: there is nothing to gain from chunks of them.
-    each = F.cross_entropy(model(shown).flatten(0, 1), windows.long().flatten(), reduction="none").view_as(hidden)
-    nats = (each * hidden).sum(dim=1) / hidden.sum(dim=1)
+    logits = model(shown).flatten(0, 1)
+    byte_loss = F.cross_entropy(logits, windows.long().flatten(), reduction="none").view_as(hidden)
+    nats = (byte_loss * hidden).sum(dim=1) / hidden.sum(dim=1)
     return nats.mean(), nats.detach() / math.log(2)
 
 
 def score(outputs: Tensor, batch: Batch) -> Tensor:
-    """Return the bits per byte of each window, which `loss` has found: [B]."""
+    """Return the bits per byte of each window, [B]: the outputs of `loss`."""
     return outputs
 
 
