@@ -72,8 +72,9 @@ class Comparison:
         return a_s / self.steps_per_turn, b_s / self.steps_per_turn
 
     def as_measurement(self) -> dict[str, Any]:
-        """Return the row of `measurements` in a record: all but the losses and the plans."""
-        return {key: value for key, value in vars(self).items() if not key.startswith(("losses_", "effective_"))}
+        """Return the row of `measurements` in a record: what is drawn, and what redoes the statistics."""
+        left_out = ("losses_", "effective_", "warmup_")
+        return {key: value for key, value in vars(self).items() if not key.startswith(left_out)}
 
     def __str__(self) -> str:
         return (

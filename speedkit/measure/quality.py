@@ -117,18 +117,18 @@ def quality_of(workload: Workload, curves: Curves) -> Row:
     if count < 2:
         return row
 
-    def test(values: dict[str, list[float]]) -> NonInferiority:
-        baseline, final = values["baseline"], values["final"]
+    def compare(value: Callable[[Row], float]) -> NonInferiority:
+        baseline, final = ([value(run) for run in curves[name]] for name in ("baseline", "final"))
         if not folds:
             return pooled_non_inferior(baseline, final, workload.margin, tail=TAIL)
         changes = [new - old for new, old in zip(final, baseline, strict=False)]
         return non_inferior(changes, workload.margin, tail=TAIL)
 
-    result = test({name: [sign * value for value in values] for name, values in scores.items()})
+    result = compare(lambda run: sign * run["value"])
     row |= {"mean_change": result.mean_change, "lower": result.lower}
     passed = result.passed
     if folds:
-        likelihood = test({name: [math.exp(-run["loss"]) for run in runs] for name, runs in curves.items()})
+        likelihood = compare(lambda run: math.exp(-run["loss"]))
         row["likelihood"] = {"mean_change": likelihood.mean_change, "lower": likelihood.lower}
         passed = passed or (likelihood.passed and not result.worse)
     if passed or result.worse:
@@ -234,8 +234,7 @@ def choose_batch_size(
 
 def judge_batch(workload: Workload, curves: Curves) -> Row:
     """Return the seconds both recipes take to one quality, and whether the other is as good and sooner every time."""
-    times, quality = time_to_quality(workload, curves), quality_of(workload, curves)
-    as_good = quality["decision"] == "as good"
+    times, as_good = time_to_quality(workload, curves), quality_of(workload, curves)["decision"] == "as good"
     why = "sooner with every seed, and as good" if times["sooner"] else "not sooner with every seed"
     why = why if as_good else f"not shown to be as good within {workload.margin:g}; {why}"
-    return {**times, "quality": quality, "taken": times["sooner"] and as_good and bool(times["ratio"]), "why": why}
+    return {**times, "taken": times["sooner"] and as_good and bool(times["ratio"]), "why": why}

@@ -35,10 +35,6 @@ def write_report(record: Row, out: str | Path) -> Path:
     drawn = {"ladder": figures.waterfall(record), "ledgers": figures.ledgers(ledgers, record)}
     if record.get("time_to_quality"):
         drawn["quality"] = figures.time_to_quality(record)
-    dropped = {(row["rung"], row["change"]): row["why"] for row in record["dropped"] if not row["kept"]}
-    reasons = [
-        (row, dropped.get((row["rung"], row["change"]), "" if row["kept"] else row["why"])) for row in record["rungs"]
-    ]
     page = environment.get_template("report.html.j2").render(
         record=record,
         machine=figures.device_name(record),
@@ -47,7 +43,7 @@ def write_report(record: Row, out: str | Path) -> Path:
         quality=quality_in_words(record["quality"]),
         fields=[(name, value, known[name].help) for name, value in record["plan"].items() if value != naive[name]],
         lines=in_words(Plan(**record["plans"]["final"]["effective"]), Recipe(**record["recipe"])),
-        left_out=[(row, why) for row, why in reasons if why],
+        left_out=[row for row in (*record["rungs"], *record["dropped"]) if not row["kept"]],
         figures={name: data_url(figure) for name, figure in drawn.items()},
     )
     files.write_text(out, page)
