@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from speedkit.clock import timed
+from speedkit.clock import duration, timed
 from speedkit.data.cache import open_cache
 from speedkit.files import read_json, write_json
 from speedkit.hardware import cache_root
@@ -91,7 +91,8 @@ def train_both(job: ClimbState, best: Plan, step_s: Row) -> Row:
 
     The naive plan's scores are those of any plan that trains to the same bits, and do not depend on speed: some are
     taken from earlier climbs of this recipe. Its seconds are its steps times those of one. Where the first seeds do not
-    decide, there are more, as many as the time allows.
+    decide, there are more, as many as the time allows. Fewer than two trainings of each plan show nothing: where these
+    do not fit into the budget none is begun, and `budget_s` of the quality is one into which they do.
     """
     curves: Curves = {"baseline": [], "final": []}
     if best == Plan():
@@ -99,8 +100,16 @@ def train_both(job: ClimbState, best: Plan, step_s: Row) -> Row:
     file = naive_curves_file(job.workload, job.recipe, job.hardware)
     earlier = job.once("kept curves", lambda: read_json(file)[:MAX_SEEDS] if file and file.exists() else [])
     curves["baseline"] += earlier
+    steps = job.recipe.total_steps(len(job.workload.train), drop_last=False)
+    training_s = {name: steps * step_s[name] for name in curves}
+    missing = [(name, number) for name, runs in curves.items() for number in range(len(runs), 2)]
+    rest_s = (training_s[name] for name, number in missing if _stage(job, name, number) not in job.stages)
+    needed_s = job.spent_s() + sum(rest_s)
+    if needed_s > job.budget_s:
+        job.say(f"quality is not tested: two trainings of each plan take a budget of about {duration(needed_s)}")
+        return {"quality": quality_of(job.workload, curves) | {"budget_s": needed_s}, "time_to_quality": None}
     for seeds in (job.seeds, max(job.seeds, MAX_SEEDS)):
-        train_seeds(job, curves, {"baseline": same_bits(best), "final": best}, seeds=seeds)
+        train_seeds(job, curves, {"baseline": same_bits(best), "final": best}, seeds=seeds, training_s=training_s)
         quality = quality_of(job.workload, curves)
         if quality["decision"] in ("as good", "worse"):
             break
@@ -118,14 +127,20 @@ def _drawn(run: Row, step_s: float) -> Row:
     return {"points": points} | {key: run[key] for key in ("value", "loss", "peak_memory_bytes")}
 
 
-def train_seeds(job: ClimbState, curves: Curves, plans: dict[str, Plan], *, seeds: int) -> None:
-    """Add the trainings that are missing until each plan has as many as `seeds`, or the time is used up."""
+def _stage(job: ClimbState, name: str, number: int) -> str:
+    """Return the stage of a plan's training by its number."""
+    return f"training, {name}, seed {job.recipe.seed + number}"
+
+
+def train_seeds(
+    job: ClimbState, curves: Curves, plans: dict[str, Plan], *, seeds: int, training_s: dict[str, float]
+) -> None:
+    """Add the trainings that are missing until each plan has as many as `seeds`; after two of each, while they fit."""
     for number, (name, plan) in itertools.product(range(seeds), plans.items()):
         if number < len(curves[name]):
             continue
-        seed = job.recipe.seed + number
-        stage = f"training, {name}, seed {seed}"
-        if stage not in job.stages and job.spent_s() > job.budget_s:
+        seed, stage = job.recipe.seed + number, _stage(job, name, number)
+        if number >= 2 and stage not in job.stages and job.spent_s() + training_s[name] > job.budget_s:
             return
         recipe, workload = dataclasses.replace(job.recipe, seed=seed), fold(job.workload, number)
         run = job.once(stage, functools.partial(curve, workload, recipe, plan, **job.options))

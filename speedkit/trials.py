@@ -112,15 +112,18 @@ class Trial:
     compile_s: float | None = None
     kept: bool = False
     why: str  # it is kept or not; "" while it waits to be tried
+    again: bool = False  # measured a second time, for it was undecided
 
     @property
     def stage(self) -> str:
         """The stage of the climb in which it is tried."""
-        return f"rung {self.rung}: {self.change}"
+        return f"rung {self.rung}: {self.change}{', again' if self.again else ''}"
 
 
 def try_rungs(job: ClimbState, rungs: Sequence[Rung], *, noise: float) -> list[Trial]:
     """Try the most promising candidate until none is left or the time is up; return all, tried or not.
+
+    Time that is left goes to those that stayed undecided, once each.
 
     `noise` is the difference that another seed makes of the losses.
     """
@@ -128,13 +131,20 @@ def try_rungs(job: ClimbState, rungs: Sequence[Rung], *, noise: float) -> list[T
     while True:
         best = plan_of(trial.fields for trial in trials if trial.kept)
         tried = {trial.stage for trial in trials}
-        rest = [trial for trial in candidates(job, rungs, best) if trial.stage not in tried]
+        undecided = {trial.stage for trial in trials if trial.why == "undecided"}
+        found = candidates(job, rungs, best)
+        rest = [trial for trial in found if trial.stage not in tried]
+        again = [dataclasses.replace(trial, again=True) for trial in found if trial.stage in undecided]
         # Late, only those go on that were measured before the climb was stopped.
         late = job.spent_s() > RUNGS_SHARE * job.budget_s
-        waiting = [trial for trial in rest if not trial.why and (not late or trial.stage in job.stages)]
+        waiting = [
+            trial
+            for trial in [*rest, *again]
+            if not trial.why and trial.stage not in tried and (not late or trial.stage in job.stages)
+        ]
         if not waiting:
             break
-        first = max(waiting, key=lambda trial: trial.predicted_low * trial.predicted_high)
+        first = max(waiting, key=lambda trial: (not trial.again, trial.predicted_low * trial.predicted_high))
         trials.append(Trial(**job.once(first.stage, functools.partial(measure, job, first, best, noise=noise))))
     if late and not trials and not all(trial.why for trial in rest):
         resume = f"; what was measured is kept in {job.out}, and --resume goes on from it" if job.out else ""

@@ -87,7 +87,7 @@ def test_a_report_full_of_hostile_names_runs_nothing_in_a_browser(record, tmp_pa
         ({"decision": "worse"}, "The result is worse: accuracy"),
         ({"decision": "not decided", "seeds_needed": 11}, "3 trainings of each plan cannot show it; about 11 would"),
         (FEW_ITEMS, "80 test items cannot show 0.03; about 880 would"),
-        ({"decision": "not tested"}, "was not tested: the time was used up"),
+        ({"decision": "not tested", "budget_s": 720.0}, "was not tested: two trainings of each plan take"),
     ],
     ids=["as good", "worse", "not decided", "few items", "not tested"],
 )

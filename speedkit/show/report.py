@@ -78,10 +78,10 @@ def in_short(record: Row) -> list[str]:
 def quality_in_words(quality: Row) -> str:
     """Return in one sentence whether the final plan learns as well."""
     if quality["decision"] == "not tested":
-        why = "the time was used up before each plan was trained twice"
-        return (
-            f"Whether the result is as good was not tested: {why if quality['baseline'] else 'no training was needed'}."
-        )
+        why = "no training was needed"
+        if quality.get("budget_s"):
+            why = f"two trainings of each plan take a budget of about {duration(quality['budget_s'])}"
+        return f"Whether the result is as good was not tested: {why}."
     shown = "{mean_change:+.4f}, at least {lower:+.4f}".format
     change = f"{quality['metric']} changed by {shown(**quality)}; margin {quality['margin']:g}"
     if likelihood := quality["likelihood"]:
