@@ -19,6 +19,7 @@ import webdataset
 
 import speedkit
 from speedkit import Plan
+from speedkit.data import shards
 from speedkit.data.decode import BadItem, load_audio
 from speedkit.data.shards import members, pack
 from speedkit.errors import PlanError, SpeedkitError
@@ -44,8 +45,13 @@ def workload(recordings, tmp_path):
     return speedkit.load_workload("audio", data_dir=shutil.copytree(recordings, tmp_path / "data"), size="tiny")
 
 
+@pytest.fixture(autouse=True)
+def small_shards(monkeypatch):
+    monkeypatch.setattr(shards, "SHARD_BYTES", SHARD_BYTES)
+
+
 def packed(workload, folder):
-    return pack(workload, workload.train, folder, SHARD_BYTES)
+    return pack(workload, workload.train, folder)
 
 
 def contents(folder):
@@ -78,11 +84,11 @@ def test_a_shard_holds_the_bytes_of_the_files_in_their_order_and_is_used_again(w
 def test_training_from_shards_gives_the_losses_of_single_files_to_the_bit(workload, tmp_path, plan):
     recipe = dataclasses.replace(workload.recipe, batch_size=8, epochs=1)
     plan = Plan(log_every=1, **plan)
-    files, shards = (
-        speedkit.fit(workload, recipe, dataclasses.replace(plan, shards=shards), cache_dir=tmp_path, progress=False)
-        for shards in (False, True)
+    files, packed = (
+        speedkit.fit(workload, recipe, dataclasses.replace(plan, shards=packed), cache_dir=tmp_path, progress=False)
+        for packed in (False, True)
     )
-    assert files.loss == shards.loss and files.evaluation == shards.evaluation and contents(tmp_path)
+    assert files.loss == packed.loss and files.evaluation == packed.evaluation and contents(tmp_path)
 
 
 def test_what_cannot_be_read_is_a_bad_item_that_is_named(workload, tmp_path):
@@ -117,10 +123,11 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(workload, tmp_path):
 
 PACK = f"""
 import sys, speedkit
-from speedkit.data.shards import pack
+from speedkit.data import shards
+shards.SHARD_BYTES = {SHARD_BYTES}
 workload = speedkit.load_workload("audio", data_dir=sys.argv[1], size="tiny")
 print("ready", flush=True)
-pack(workload, workload.train * 100, sys.argv[2], {SHARD_BYTES})
+shards.pack(workload, workload.train * 100, sys.argv[2])
 """
 
 
