@@ -203,6 +203,7 @@ def test_a_signal_ends_run_and_workers(number, expected, words, tmp_path):
         assert process.poll() is None
     if number == signal.SIGKILL:  # to the run alone: its workers find the pipe closed, one after the other
         process.kill()
+        process.wait()
         psutil.wait_procs([child for child in psutil.process_iter() if in_group(child, process.pid)], timeout=10)
     else:
         os.killpg(process.pid, number)

@@ -80,7 +80,8 @@ def rand_augment(images: Tensor, generator: Generator, strength: float = 1.0) ->
     by random amounts, and not through a few picked ones: on a device that is one pass over the batch.
     """
     angle, zoom, shear, right, down, light, contrast, colour = strength * (2 * uniform(8, images, generator) - 1)
-    images = moved(images, angle * math.radians(30), 0.2 * zoom, 0.3 * shear, 0.2 * right, 0.2 * down)
+    turned = angle * math.radians(30)
+    images = moved(images, turned, zoom=0.2 * zoom, shear=0.3 * shear, right=0.2 * right, down=0.2 * down)
     light, contrast, colour = (1 + 0.5 * amount[:, :, None, None] for amount in (light, contrast, colour))
     grey, mean = images.mean(dim=1, keepdim=True), images.mean(dim=(1, 2, 3), keepdim=True)
     images = light * (mean + contrast * (grey + colour * (images - grey) - mean))
@@ -90,7 +91,7 @@ def rand_augment(images: Tensor, generator: Generator, strength: float = 1.0) ->
     return torch.where(rows & columns, mean, images).clamp_(0, 1)
 
 
-def moved(images: Tensor, angle: Tensor, zoom: Tensor, shear: Tensor, right: Tensor, down: Tensor) -> Tensor:
+def moved(images: Tensor, angle: Tensor, *, zoom: Tensor, shear: Tensor, right: Tensor, down: Tensor) -> Tensor:
     """Return images turned (radians), zoomed, sheared and shifted (in half widths), by [B, 1] each, at once."""
     aspect = images.shape[3] / images.shape[2]  # the grid's axes both run from -1 to 1
     cos, sin, scale = angle.cos(), angle.sin(), zoom.exp()

@@ -109,9 +109,8 @@ class FeatureCache:
     # Loader processes map the files themselves.
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            name: value for name, value in vars(self).items() if name not in ("index", "checksums", "values", "rows")
-        }
+        mapped_files = {"index", "checksums", "values", "rows"}
+        return {name: value for name, value in vars(self).items() if name not in mapped_files}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -125,8 +124,8 @@ class FeatureCache:
 
     def _first_shape(self) -> tuple[int, ...]:
         """Return the shape of the first entry that can be computed; the name of a file keeps it."""
-        for path in self.folder.glob("shape-*"):
-            return tuple(map(int, path.name.split("-")[1].split("x")))
+        for marker in self.folder.glob("shape-*"):
+            return tuple(map(int, marker.name.split("-")[1].split("x")))
         for item in self.items:
             try:
                 shape = self._compute(item).shape
@@ -218,6 +217,7 @@ class FeatureCache:
         if self.trusted[at].all():
             return batch
 
+        # First read. The copies are still in the processor's cache, where hashing them costs least.
         keys = self.key[at].tolist()
         checksums = [xxh3_64_intdigest(entry.data, key) for entry, key in zip(entries, keys, strict=True)]
         damaged = np.unique(at[np.array(checksums, np.uint64) != self.checksums[self.row[at]]])
@@ -247,10 +247,9 @@ class FeatureCache:
                 batch = self._read(part)
                 inputs[torch.from_numpy(part).to(target), ..., : batch.shape[-1]] = batch.to(target)
             self.memory, self.where = [inputs, *(column.to(target) for column in self.labels)], place
-        self.why = f"cache={self.where}: {self.values.nbytes / 1e6:.3g} MB on disk, {self.built} entries computed "
-        self.why += f"in {self.build_s:.2g} s"
-        if place != self.where:
-            self.why += f"; they are more than half of what is free in {place}"
+        entries = f"{self.values.nbytes / 1e6:.3g} MB on disk, {self.built} entries computed in {self.build_s:.2g} s"
+        too_large = "" if place == self.where else f"; they are more than half of what is free in {place}"
+        self.why = f"cache={self.where}: {entries}{too_large}"
 
 
 def bad_items(results: Iterable[BadItem | None]) -> tuple[None, dict[str, str]]:

@@ -159,7 +159,7 @@ def add_items(path: Path, keys: np.ndarray, sizes: np.ndarray) -> np.ndarray:
 
 def caches_in(folder: str | Path) -> list[Path]:
     """Return the caches in the folder that --cache-dir names, or the one that `folder` is. Raises UsageError."""
-    caches = [path for path in (Path(folder), *sorted(Path(folder).glob("*"))) if (path / INDEX).exists()]
+    caches = [path for path in (Path(folder), *sorted(Path(folder).glob("*"))) if (path / VALUES).exists()]
     if not caches:
         raise UsageError(f"{folder} holds no feature cache: name the folder that --cache-dir named")
     return caches
