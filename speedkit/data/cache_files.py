@@ -81,20 +81,21 @@ class ContentPickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         """Return what to pickle in place of a tensor, function, class or module; NotImplemented for the rest."""
-        parts: Any = None
         if isinstance(value, Tensor):
-            parts = str(value.dtype), tuple(value.shape), value.detach().cpu().flatten().view(torch.uint8).numpy()
+            parts = [str(value.dtype), tuple(value.shape), value.detach().cpu().flatten().view(torch.uint8).numpy()]
+        elif isinstance(value, type | types.ModuleType):
+            methods = [method for method in vars(value).values() if isinstance(method, types.FunctionType)]
+            parts = [value.__name__, self.source(value) or methods]  # a class of a notebook has no file
         elif isinstance(value, types.FunctionType):
             # Its own code too: its file may have been edited since it was imported, and all lambdas have one name.
             code = value.__code__
             constants = [constant for constant in code.co_consts if isinstance(constant, PLAIN)]
             cells = [cell.cell_contents for cell in value.__closure__ or ()]
-            defaults = value.__defaults__, value.__kwdefaults__
-            parts = value.__qualname__, self.source(value), code.co_code, code.co_names, constants, defaults, cells
-        elif isinstance(value, type | types.ModuleType):
-            methods = [method for method in vars(value).values() if isinstance(method, types.FunctionType)]
-            parts = value.__name__, self.source(value) or methods  # a class of a notebook has no file
-        return NotImplemented if parts is None else (repr, (parts,))
+            parts = [value.__qualname__, self.source(value), code.co_code, code.co_names, constants, cells]
+            parts += [value.__defaults__, value.__kwdefaults__]
+        else:
+            return NotImplemented
+        return repr, (parts,)
 
 
 def source_of(code: Any) -> str:
