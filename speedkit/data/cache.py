@@ -22,7 +22,7 @@ from xxhash import xxh3_64_intdigest
 
 from speedkit.data.cache_files import ENTRY, INDEX, VALUES, add_items, fingerprint, item_key, mapped
 from speedkit.data.decode import BadItem, with_decoder
-from speedkit.data.workers import BatchLoader, item_name
+from speedkit.data.workers import BatchLoader, BatchMaker, item_name
 from speedkit.errors import SpeedkitError
 from speedkit.hardware import cache_root, usable_cores, usable_ram_bytes
 from speedkit.plan import Plan
@@ -143,7 +143,7 @@ class FeatureCache:
         missing = np.flatnonzero(~self.usable).tolist()
         parts = [missing[begin : begin + 16] for begin in range(0, len(missing), 16)]
         plan = Plan(workers=0 if len(missing) <= ALONE else workers)
-        loader = BatchLoader(self.items, self.write, collate=bad_items, batches=parts, plan=plan)
+        loader = BatchLoader(BatchMaker(self.items, self.write, bad_items), parts, plan)
         # None: a bar where there is a terminal or a notebook to show it
         for _, bad in tqdm(loader, "caching, 16 clips at a time", len(parts), disable=None if progress else True):
             self.bad |= bad

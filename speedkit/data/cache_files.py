@@ -91,8 +91,8 @@ class ContentPickler(pickle.Pickler):
             code = value.__code__
             constants = [constant for constant in code.co_consts if isinstance(constant, PLAIN)]
             cells = [cell.cell_contents for cell in value.__closure__ or ()]
-            parts = [value.__qualname__, self.source(value), code.co_code, code.co_names, constants, cells]
-            parts += [value.__defaults__, value.__kwdefaults__]
+            arguments = value.__defaults__, value.__kwdefaults__, cells
+            parts = [value.__qualname__, self.source(value), code.co_code, code.co_names, constants, arguments]
         else:
             return NotImplemented
         return repr, (parts,)

@@ -100,7 +100,7 @@ def find_items(
         test = draw_test_set(readable, root, seed=seed, share=TEST_SHARE)
     classes = sorted({label for label, _ in readable.values()}, key=natural_key)
     if labelled and len(classes) < 2:
-        raise UsageError(f"all files are of one class ({classes[0]}), a classifier needs two: check their labels")
+        raise UsageError(f"a classifier needs two classes, the files have {len(classes)} ({', '.join(classes)})")
     items = {path: Item(str(path), classes.index(files[path][0]), *header) for path, header in headers.items()}
     train, tested = (tuple(item for path, item in items.items() if (path in test) == side) for side in (False, True))
     return Split(train, tested, tuple(classes), tuple(bad.items()))
