@@ -132,7 +132,7 @@ def test_bad_and_missing_files_are_quarantined_by_name_and_more_than_one_in_twen
 # What cannot be used as asked: options, the text of a table, and words that must be in the sentence.
 REFUSED = [
     ({}, None, "none of the 2 files|has a label|--label-pattern"),
-    ({"label_pattern": "(clip)"}, None, r"one class \(clip\)|needs two"),
+    ({"label_pattern": "(clip)"}, None, r"needs two classes|have 1 \(clip\)"),
     ({"label_pattern": r"clip(\d)", "test_pattern": "clip"}, None, "matches 2 of 2|train"),
     ({"test_pattern": "(", "label_pattern": r"clip(\d)"}, None, "not a regular expression|--test-pattern"),
     ({}, "recording,label\na.wav,x", "recording, label|one of path"),

@@ -1,4 +1,4 @@
-"""Random changes of whole batches, on the batch's device, each sample by draws of its own from the given generator.
+"""Batched augmentation on the batch's device: every sample has its own draws from the given generator.
 
 torchaudio's and torchvision's transforms draw from the global random state, most of them once for a whole batch.
 """
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def seed_step(generator: Generator, seed: int, step: int) -> None:
-    """Seed the draws of a step, the first being 0: a resumed run draws what an uninterrupted one would have."""
+    """Seed the draws of a step (0-based): a resumed run draws what an uninterrupted one would have drawn."""
     generator.manual_seed(seed * 1_000_003 + step)
 
 
 def augment_batch(batch: "Batch", workload: "Workload", recipe: Recipe, *, step: int, generator: Generator) -> "Batch":
-    """Return `batch`, tensors [B, ...], as step number `step` learns from it, the first being 0."""
+    """Return `batch`, tensors [B, ...], augmented for step number `step` (0-based)."""
     if workload.augment is not None or recipe.mixup:
         seed_step(generator, recipe.seed, step)
     if workload.augment is not None:
@@ -42,7 +42,7 @@ def stretch(length: int, place: Tensor, share: Tensor) -> Tensor:
 
 
 def time_shift(inputs: Tensor, generator: Generator) -> Tensor:
-    """Return waveforms or spectrograms [B, ..., T], each turned in time: what leaves at the end comes in in front."""
+    """Return waveforms or spectrograms [B, ..., T], each rolled in time by a shift of its own."""
     length = inputs.shape[-1]
     shift = (uniform(1, inputs, generator)[0] * length).long()
     turned = (torch.arange(length, device=inputs.device) + shift) % length  # [B, T]
@@ -74,13 +74,14 @@ def mixup(batch: "Batch", alpha: float, generator: Generator) -> tuple[Tensor, T
 
 
 def rand_augment(images: Tensor, generator: Generator, strength: float = 1.0) -> Tensor:
-    """Return images [B, C, H, W] in 0..1, each moved, relit and with a rectangle cut out, `strength` times as much.
+    """Return images [B, C, H, W] in 0..1, each moved, relit and with a rectangle cut out; `strength` scales it all.
 
-    After RandAugment (Cubuk et al. 2020) and Cutout (DeVries and Taylor 2017), but each image goes through all changes
-    by random amounts, and not through a few picked ones: on a device that is one pass over the batch.
+    After RandAugment (Cubuk et al. 2020) and Cutout (DeVries and Taylor 2017), except that every image goes through all
+    changes by random amounts instead of a few drawn ones: on a device that is one pass over the batch.
     """
     angle, zoom, shear, right, down, light, contrast, colour = strength * (2 * uniform(8, images, generator) - 1)
-    images = moved(images, angle * math.radians(30), 0.2 * zoom, 0.3 * shear, 0.2 * right, 0.2 * down)
+    turned = angle * math.radians(30)
+    images = moved(images, turned, zoom=0.2 * zoom, shear=0.3 * shear, right=0.2 * right, down=0.2 * down)
     light, contrast, colour = (1 + 0.5 * amount[:, :, None, None] for amount in (light, contrast, colour))
     grey, mean = images.mean(dim=1, keepdim=True), images.mean(dim=(1, 2, 3), keepdim=True)
     images = light * (mean + contrast * (grey + colour * (images - grey) - mean))
@@ -90,8 +91,8 @@ def rand_augment(images: Tensor, generator: Generator, strength: float = 1.0) ->
     return torch.where(rows & columns, mean, images).clamp_(0, 1)
 
 
-def moved(images: Tensor, angle: Tensor, zoom: Tensor, shear: Tensor, right: Tensor, down: Tensor) -> Tensor:
-    """Return images turned (radians), zoomed, sheared and shifted (in half widths), by [B, 1] each, at once."""
+def moved(images: Tensor, angle: Tensor, *, zoom: Tensor, shear: Tensor, right: Tensor, down: Tensor) -> Tensor:
+    """Return images turned (radians), zoomed, sheared and shifted (in half widths) by [B, 1] in one resampling."""
     aspect = images.shape[3] / images.shape[2]  # the grid's axes both run from -1 to 1
     cos, sin, scale = angle.cos(), angle.sin(), zoom.exp()
     to_x = torch.cat((scale * cos, scale * (shear * cos - sin) / aspect, right), dim=1)

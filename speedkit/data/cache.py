@@ -20,9 +20,9 @@ from torch.utils.data import default_collate
 from tqdm.auto import tqdm
 from xxhash import xxh3_64_intdigest
 
-from speedkit.data.cache_files import CHECKSUMS, VALUES, add_items, fingerprint, mapped, read_index
+from speedkit.data.cache_files import ENTRY, INDEX, VALUES, add_items, fingerprint, item_key, mapped
 from speedkit.data.decode import BadItem, with_decoder
-from speedkit.data.workers import BatchLoader, item_name
+from speedkit.data.workers import BatchLoader, BatchMaker, item_name
 from speedkit.errors import SpeedkitError
 from speedkit.hardware import cache_root, usable_cores, usable_ram_bytes
 from speedkit.plan import Plan
@@ -86,19 +86,16 @@ class FeatureCache:
         self.torch_dtype = getattr(torch, self.dtype.name)
 
         # Where each item's entry is: its row in the index, its first value in the file, and how long it is.
-        index = read_index(folder)
-        self.shape = self._first_shape() if index is None else tuple(index["shape"].tolist())
-        self.varies = workload.length is not None
+        self.shape, self.varies = self._first_shape(), workload.length is not None
         self.lengths = np.broadcast_to(self.shape[-1], len(items))  # [N] the last dimension of each entry
         if workload.length is not None:
             self.lengths = np.fromiter(map(workload.length, items), np.int64, len(items))
-        counts = self.lengths * math.prod(self.shape[:-1])  # [N] values of each entry
-        index, self.row = add_items(folder, items, sizes=counts * self.dtype.itemsize, shape=self.shape)
-        self.key = index["key"][self.row]
-        end = np.cumsum(index["size"]) // self.dtype.itemsize
-        self.begin = end[self.row] - counts
-        self.total, self.entries = int(end[-1]), len(end)
+        sizes = self.lengths * math.prod(self.shape[:-1]) * self.dtype.itemsize  # [N] bytes
+        self.key = np.fromiter(map(item_key, items, sizes.tolist()), np.uint64, len(items))
+        self.row = add_items(folder / INDEX, self.key, sizes)
+        self.entries = (folder / INDEX).stat().st_size // ENTRY.itemsize
         self._map()
+        self.begin = (np.cumsum(self.index["size"])[self.row] - sizes) // self.dtype.itemsize
         self.usable = self.checksums[self.row] != 0
         self.trusted = np.zeros(len(items), bool)  # [N] whose checksum has been compared
 
@@ -112,24 +109,31 @@ class FeatureCache:
     # Loader processes map the files themselves.
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("values", "checksums", "rows")}
+        mapped_files = {"index", "checksums", "values", "rows"}
+        return {name: value for name, value in vars(self).items() if name not in mapped_files}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._map()
 
     def _map(self) -> None:
-        self.values = mapped(self.folder / VALUES, self.dtype, self.total)
-        self.checksums = mapped(self.folder / CHECKSUMS, np.dtype(np.uint64), self.entries)
+        self.index = mapped(self.folder / INDEX, ENTRY, self.entries)
+        self.checksums = self.index["checksum"]
+        self.values = mapped(self.folder / VALUES, self.dtype, int(self.index["size"].sum()) // self.dtype.itemsize)
         self.rows = None if self.varies else self.values.reshape(-1, *self.shape)
 
     def _first_shape(self) -> tuple[int, ...]:
-        """Return the shape of the first entry that can be computed."""
+        """Return the shape of the first entry that can be computed; the name of a file keeps it."""
+        for marker in self.folder.glob("shape-*"):
+            return tuple(map(int, marker.name.split("-")[1].split("x")))
         for item in self.items:
             try:
-                return self._compute(item).shape
+                shape = self._compute(item).shape
             except BadItem as error:
                 self.bad[error.path] = error.why
+            else:
+                (self.folder / f"shape-{'x'.join(map(str, shape))}").touch()
+                return shape
         path, why = next(iter(self.bad.items()))
         raise SpeedkitError(f"none of the {len(self.items)} files can be read ({path}: {why})")
 
@@ -139,7 +143,7 @@ class FeatureCache:
         missing = np.flatnonzero(~self.usable).tolist()
         parts = [missing[begin : begin + 16] for begin in range(0, len(missing), 16)]
         plan = Plan(workers=0 if len(missing) <= ALONE else workers)
-        loader = BatchLoader(self.items, self.write, collate=bad_items, batches=parts, plan=plan)
+        loader = BatchLoader(BatchMaker(self.items, self.write, bad_items), parts, plan)
         # None: a bar where there is a terminal or a notebook to show it
         for _, bad in tqdm(loader, "caching, 16 clips at a time", len(parts), disable=None if progress else True):
             self.bad |= bad
@@ -213,6 +217,7 @@ class FeatureCache:
         if self.trusted[at].all():
             return batch
 
+        # First read. The copies are still in the processor's cache, where hashing them costs least.
         keys = self.key[at].tolist()
         checksums = [xxh3_64_intdigest(entry.data, key) for entry, key in zip(entries, keys, strict=True)]
         damaged = np.unique(at[np.array(checksums, np.uint64) != self.checksums[self.row[at]]])
@@ -242,10 +247,9 @@ class FeatureCache:
                 batch = self._read(part)
                 inputs[torch.from_numpy(part).to(target), ..., : batch.shape[-1]] = batch.to(target)
             self.memory, self.where = [inputs, *(column.to(target) for column in self.labels)], place
-        self.why = f"cache={self.where}: {self.values.nbytes / 1e6:.3g} MB on disk, {self.built} entries computed "
-        self.why += f"in {self.build_s:.2g} s"
-        if place != self.where:
-            self.why += f"; they are more than half of what is free in {place}"
+        entries = f"{self.values.nbytes / 1e6:.3g} MB on disk, {self.built} entries computed in {self.build_s:.2g} s"
+        too_large = "" if place == self.where else f"; they are more than half of what is free in {place}"
+        self.why = f"cache={self.where}: {entries}{too_large}"
 
 
 def bad_items(results: Iterable[BadItem | None]) -> tuple[None, dict[str, str]]:

@@ -1,9 +1,9 @@
 """The folder of a feature cache: what its entries depend on, its files, and how they are verified.
 
-values.bin     the entries, one after another
-checksums.bin  the xxh3 of each entry; 0 means "not computed yet", so writing a checksum commits its entry
-index.npz      for each entry its key, which tells items and states of their files apart, and its size in bytes;
-               the shape of the first entry; the last 8 bytes are the xxh3 of all before them
+values.bin  the entries, one after another
+index.bin   for each entry its key, which tells items and states of their files apart, its size in bytes, and its xxh3,
+            which is 0 while the entry is not computed: writing this checksum commits an entry
+shape-...   an empty file whose name tells the shape of the first entry
 
 Entries are appended and never moved. An item whose file has changed gets a new entry; the old one is not read again.
 """
@@ -12,32 +12,28 @@ import contextlib
 import functools
 import importlib.metadata
 import inspect
-import io
 import os
 import pickle
 import types
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from xxhash import xxh3_64_digest, xxh3_64_intdigest, xxh3_128
+from xxhash import xxh3_64_intdigest, xxh3_128
 
 from speedkit.data.decode import with_decoder
 from speedkit.errors import SpeedkitError, UsageError
-from speedkit.files import atomic
 from speedkit.plan import Plan
 
 if TYPE_CHECKING:
     from speedkit.workloads.workload import Workload
 
-VALUES, CHECKSUMS, INDEX = "values.bin", "checksums.bin", "index.npz"
+VALUES, INDEX = "values.bin", "index.bin"
+ENTRY = np.dtype([("key", np.uint64), ("size", np.int64), ("checksum", np.uint64)])
 VERSIONED = ("torch", "torchaudio", "torchvision", "numpy", "soundfile")
 PLAIN = (bool, int, float, complex, str, type(None))
-
-Index = dict[str, np.ndarray]  # key [rows], size [rows] in bytes, shape
 
 
 def fingerprint(workload: "Workload", plan: Plan) -> str:
@@ -85,20 +81,21 @@ class ContentPickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         """Return what to pickle in place of a tensor, function, class or module; NotImplemented for the rest."""
-        parts: Any = None
         if isinstance(value, Tensor):
-            parts = str(value.dtype), tuple(value.shape), value.detach().cpu().flatten().view(torch.uint8).numpy()
+            parts = [str(value.dtype), tuple(value.shape), value.detach().cpu().flatten().view(torch.uint8).numpy()]
+        elif isinstance(value, type | types.ModuleType):
+            methods = [method for method in vars(value).values() if isinstance(method, types.FunctionType)]
+            parts = [value.__name__, self.source(value) or methods]  # a class of a notebook has no file
         elif isinstance(value, types.FunctionType):
             # Its own code too: its file may have been edited since it was imported, and all lambdas have one name.
             code = value.__code__
             constants = [constant for constant in code.co_consts if isinstance(constant, PLAIN)]
             cells = [cell.cell_contents for cell in value.__closure__ or ()]
-            defaults = value.__defaults__, value.__kwdefaults__
-            parts = value.__qualname__, self.source(value), code.co_code, code.co_names, constants, defaults, cells
-        elif isinstance(value, type | types.ModuleType):
-            methods = [method for method in vars(value).values() if isinstance(method, types.FunctionType)]
-            parts = value.__name__, self.source(value) or methods  # a class of a notebook has no file
-        return NotImplemented if parts is None else (repr, (parts,))
+            arguments = value.__defaults__, value.__kwdefaults__, cells
+            parts = [value.__qualname__, self.source(value), code.co_code, code.co_names, constants, arguments]
+        else:
+            return NotImplemented
+        return repr, (parts,)
 
 
 def source_of(code: Any) -> str:
@@ -120,16 +117,6 @@ def mapped(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
     return np.asarray(np.memmap(path, dtype, "r+", shape=(count,)))
 
 
-def read_index(folder: Path) -> Index | None:
-    """Return the index of a folder; None where it is missing or damaged."""
-    path = folder / INDEX
-    data = memoryview(path.read_bytes() if path.exists() else b"")
-    if xxh3_64_digest(data[:-8]) != data[-8:]:
-        return None
-    with np.load(io.BytesIO(data), allow_pickle=False) as columns:
-        return dict(columns)
-
-
 def item_key(item: Any, size: int) -> int:
     """Return the hash of an item's path, its file's size and time of change, and the size of its entry in bytes.
 
@@ -146,33 +133,29 @@ def item_key(item: Any, size: int) -> int:
     return xxh3_64_intdigest(os.fsencode(f"{name} {size}"))
 
 
-def add_items(
-    folder: Path, items: Sequence[Any], *, sizes: np.ndarray, shape: Sequence[int]
-) -> tuple[Index, np.ndarray]:
-    """Add the items that the index lacks; return it and the row of each item [N]. `sizes` [N] of entries are in bytes.
+def add_items(path: Path, keys: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Return the row of each item in the index at `path`, by its key [N]; items that the index lacks are appended.
 
-    New items get the next rows in the order of the list: where entries lie does not depend on who computes what when,
-    so a build that was killed ends with the same bytes as one that was not.
+    They get the next rows in the order of the list: where entries lie does not depend on who computes what when, so a
+    build that was killed ends with the same bytes as one that was not.
     """
-    index = read_index(folder)
-    if index is None:  # then nothing tells what the other files hold
-        (folder / CHECKSUMS).unlink(missing_ok=True)
-        index = {"key": np.zeros(0, np.uint64), "size": np.zeros(0, np.int64), "shape": np.array(shape)}
-
-    keys = np.fromiter(map(item_key, items, sizes.tolist()), np.uint64, len(items))
-    if np.array_equal(index["key"][: len(keys)], keys):  # the same list again: a million items need no dictionary
-        return index, np.arange(len(keys))
-    rows = {key: row for row, key in enumerate(index["key"].tolist())}
-    row = np.array([rows.setdefault(key, len(rows)) for key in keys.tolist()])
-    if added := len(rows) - len(index["key"]):
-        index["key"] = np.fromiter(rows, np.uint64)
-        index["size"] = np.pad(index["size"], (0, added))
-        index["size"][row] = sizes
-        stream = io.BytesIO()
-        np.savez(stream, **index)  # type: ignore[arg-type]
-        with atomic(folder / INDEX) as temporary:
-            temporary.write_bytes(stream.getvalue() + xxh3_64_digest(stream.getbuffer()))
-    return index, row
+    index = np.fromfile(path, ENTRY) if path.exists() else np.zeros(0, ENTRY)
+    row = np.arange(len(keys))
+    if not np.array_equal(index["key"][: len(keys)], keys):  # else, the same list again, a million need no dictionary
+        rows = {key: row for row, key in enumerate(index["key"].tolist())}
+        row = np.array([rows.setdefault(key, len(rows)) for key in keys.tolist()])
+    new = row >= len(index)
+    if (index["size"][row[~new]] != sizes[~new]).any():  # damaged: every entry behind would lie elsewhere
+        path.unlink()
+        return add_items(path, keys, sizes)
+    if new.any():
+        added = np.zeros(row.max() + 1 - len(index), ENTRY)
+        added["key"][row[new] - len(index)] = keys[new]
+        added["size"][row[new] - len(index)] = sizes[new]
+        with path.open("ab") as file:
+            file.truncate(index.nbytes)  # what a kill has left of a row
+            file.write(added.tobytes())
+    return row
 
 
 def caches_in(folder: str | Path) -> list[Path]:
@@ -184,26 +167,24 @@ def caches_in(folder: str | Path) -> list[Path]:
 
 
 def damaged_rows(folder: Path, repair: bool = False) -> list[int]:
-    """Return the entries that do not match their checksums; all of them where the index is damaged.
+    """Return the entries that do not match their checksums.
 
     `repair` marks them as not computed yet, so that the next use computes them.
     """
-    index, checksums = read_index(folder), np.fromfile(folder / CHECKSUMS, np.uint64)
-    if index is None:
-        return list(range(max(1, len(checksums))))
-    damaged = list(range(len(checksums), len(index["key"])))  # cut off
+    index, values = np.fromfile(folder / INDEX, ENTRY), np.memmap(folder / VALUES, np.uint8, "r")
     end = np.cumsum(index["size"])
-    with open(folder / VALUES, "rb") as file:
-        for row in np.flatnonzero(checksums[: len(end)]).tolist():
-            file.seek(end[row] - index["size"][row])
-            if xxh3_64_intdigest(file.read(index["size"][row]), int(index["key"][row])) != checksums[row]:
-                damaged.append(row)
-    if repair and damaged:
-        mapped(folder / CHECKSUMS, checksums.dtype, len(end))[damaged] = 0
+    damaged = []
+    for row in np.flatnonzero(index["checksum"]).tolist():
+        key, size, checksum = index[row].tolist()
+        entry = values[max(0, end[row] - size) : max(0, end[row])]
+        if len(entry) != size or xxh3_64_intdigest(entry.data, key) != checksum:
+            damaged.append(row)
+    if repair:
+        mapped(folder / INDEX, ENTRY, len(index))["checksum"][damaged] = 0
     return damaged
 
 
 def describe(folder: Path) -> str:
     """Return a line about a cache."""
-    checksums, size_mb = np.fromfile(folder / CHECKSUMS, np.uint64), (folder / VALUES).stat().st_size / 1e6
+    checksums, size_mb = np.fromfile(folder / INDEX, ENTRY)["checksum"], (folder / VALUES).stat().st_size / 1e6
     return f"{folder}: {np.count_nonzero(checksums)} of {len(checksums)} entries are computed, {size_mb:.3g} MB"

@@ -20,8 +20,7 @@ from speedkit.errors import PlanError, SpeedkitError
 if TYPE_CHECKING:
     from speedkit.workloads.workload import Workload
 
-# Read beyond what is kept, for a clip cut short to be resampled as the whole: the filter looks ahead some six samples.
-LOOK_AHEAD_S = 0.01
+LOOK_AHEAD_S = 0.01  # read beyond what is kept, for the filter that resamples looks ahead some six samples
 BAD_SHARE = 0.05  # with more bad files than this, what is learned is no longer what was asked
 
 
@@ -49,8 +48,7 @@ def with_decoder(workload: "Workload", decoder: str) -> Callable[[Any], Tensor]:
     if decoder == "soundfile":
         return workload.load
     if decoder not in workload.decoders:
-        known = ", ".join(("soundfile", *workload.decoders))
-        raise PlanError(f"decoder={decoder} is not one that workload {workload.name} can use: it has {known}")
+        raise PlanError(f"decoder={decoder} is not one that workload {workload.name} can use: leave it at soundfile")
     return functools.partial(workload.load, decoder=decoder)  # type: ignore[call-arg]
 
 
@@ -69,12 +67,10 @@ def load_audio(
         waveform, rate_hz = DECODERS[decoder](opened, duration_s, sample_rate_hz)  # [frames, channels]
     except (RuntimeError, OSError, ValueError) as error:  # libsndfile's errors are RuntimeErrors
         raise BadItem(source, why_unreadable(source, error)) from error
-    if len(waveform) == 0:
-        raise BadItem(source, "it holds no samples")
     if waveform.dtype == torch.int16:
         waveform = waveform.float().mul_(1 / 32768)
-    elif not torch.isfinite(waveform).all():
-        raise BadItem(source, "it holds samples that are not finite numbers (NaN or infinity)")
+    if len(waveform) == 0 or not torch.isfinite(waveform).all():
+        raise BadItem(source, "it holds no samples, or some that are not finite numbers (NaN or infinity)")
     mono = waveform[:, 0] if waveform.shape[1] == 1 else waveform.mean(dim=1)
     if rate_hz != sample_rate_hz:
         mono = resampler(rate_hz, sample_rate_hz)(mono)

@@ -15,7 +15,7 @@ from speedkit.data.cache import FeatureCache
 from speedkit.data.decode import BadItem, check_bad_share, with_decoder
 from speedkit.data.prefetch import prefetched
 from speedkit.data.sampler import BatchSampler, padded_frames
-from speedkit.data.workers import BatchLoader, Loaded, item_name
+from speedkit.data.workers import BatchLoader, BatchMaker, Loaded, item_name
 from speedkit.errors import SpeedkitError
 from speedkit.plan import Plan
 
@@ -105,7 +105,7 @@ class BatchStream:
         load = with_decoder(workload, plan.decoder)
         sample = functools.partial(make_sample, items=items, load=load, features=features, target=workload.target)
         collated = functools.partial(collate, varies=workload.length is not None)
-        self.loader = BatchLoader(items, sample, collate=collated, batches=self.sampler, plan=plan)
+        self.loader = BatchLoader(BatchMaker(items, sample, collated), self.sampler, plan)
 
     def __len__(self) -> int:
         return len(self.sampler)

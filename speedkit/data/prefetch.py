@@ -12,25 +12,23 @@ Batch = tuple[Tensor, ...] | None
 def prefetched(source: Iterable[Any], copy: Callable[[Any], Batch], device: torch.device) -> Iterator[Batch]:
     """Yield `copy(item)` for each item of `source`, one ahead of the consumer: CUDA only.
 
-    A batch is allocated on the copying stream, and the consumer's waits for the event after its copy. An item
-    (page-locked memory) is held until its own copy has been made.
+    A batch is allocated on the copying stream, and the consumer's waits for the event after its copy. Pinned memory
+    that is copied from may be let go at once: PyTorch gives it to nobody before the copy has been made.
     """
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))  # which may still be filling what is copied from
-    held: list[tuple[torch.cuda.Event, Any]] = []
     ahead: tuple[Batch, torch.cuda.Event] | None = None
     try:
         for item in source:
             with torch.cuda.stream(stream):
                 copied = copy(item), stream.record_event()
-            held = [(done, source_item) for done, source_item in held if not done.query()] + [(copied[1], item)]
             if ahead is not None:
                 yield received(*ahead, device)
             ahead = copied
         if ahead is not None:
             yield received(*ahead, device)
     finally:
-        # What is copied from may be given back now; where the consumer stops early, a copy still reads it.
+        # Indices that lie on the device may be given back now, and a copy may still read them.
         torch.cuda.current_stream(device).wait_stream(stream)
 
 

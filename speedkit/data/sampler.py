@@ -23,8 +23,8 @@ def shuffled(count: int, seed: int, epoch: int) -> Tensor:
 class BatchSampler:
     """The index batches of epoch `epoch` from batch `start` on; both are set before each pass.
 
-    A `seed` of None keeps the items in order. With `lengths` [N], clips of similar length share a batch, and `padded`
-    are the only lengths that batches have.
+    A `seed` of None keeps the items in order. With `lengths` [N], clips of similar length share a batch, and every
+    batch is padded to one of the lengths `padded`.
     """
 
     count: int
@@ -48,7 +48,7 @@ class BatchSampler:
         return (indices.tolist() for indices in self.batches())
 
     def batches(self) -> list[Tensor]:
-        """Return what is left of the epoch, this rank's share [B] of each batch."""
+        """Return this rank's share [B] of each batch that is left of the epoch."""
         order = self.shuffle(self.count)
         if self.lengths is not None:
             # A full batch holds clips padded to one length, a few hold two. What fills none stays at the end, mixed.
@@ -66,7 +66,7 @@ class BatchSampler:
         return torch.arange(count) if self.seed is None else shuffled(count, self.seed, self.epoch)
 
     def counts(self, position: int) -> bool:
-        """Whether this rank's share of batch `position` (1-based) is its own, and not an item of another rank."""
+        """Return whether this rank's share of batch `position` (1-based) is its own, and not another rank's item."""
         return self.rank < self.count - (position - 1) * self.batch_size
 
     def padded_to(self, length: int) -> int:

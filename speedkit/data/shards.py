@@ -7,7 +7,6 @@ and the price is a second copy of the data. Notebook 13 measures both. Nothing i
 import dataclasses
 import functools
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from filelock import FileLock
 
 from speedkit.errors import PlanError, SpeedkitError
+from speedkit.files import read_json, write_json
 
 if TYPE_CHECKING:
     from speedkit.workloads.workload import Workload
@@ -58,53 +58,51 @@ def members(tar: str | Path) -> list[TarMember]:
         return [TarMember(str(tar), info.offset_data, info.size, info.name) for info in file if info.isreg()]
 
 
-def pack(workload: "Workload", items: Sequence[Any], folder: str | Path, shard_bytes: int = SHARD_BYTES) -> list[Any]:
+def pack(workload: "Workload", items: Sequence[Any], folder: str | Path) -> list[Any]:
     """Return `items` in the same order, the `path` of each a TarMember that holds the bytes of its file.
 
     The shards lie in a subfolder of `folder` that is complete or absent; its name follows from all files, their sizes
-    and times of change. A file that is missing stays a path, for loading to report.
-    The workload's `load` has to take a TarMember as an item's path. Raises PlanError when no item is a file,
-    SpeedkitError when the shards cannot be written.
+    and times of change. A file that is missing stays a path, for loading to report. `load` has to take a TarMember.
+    Raises PlanError when no item is a file, SpeedkitError when the shards cannot be written.
     """
-    there = [index for index, item in enumerate(items) if os.path.isfile(getattr(item, "path", ""))]
-    if not there:
+    present = [index for index, item in enumerate(items) if os.path.isfile(getattr(item, "path", ""))]
+    if not present:
         raise PlanError(f"shards=True needs items that are files, workload {workload.name} has none: use shards=False")
-    files = [(str(items[index].path), int(workload.target(items[index]))) for index in there]
+    files = [(str(items[index].path), int(workload.target(items[index]))) for index in present]
     states = [(os.stat(path).st_size, os.stat(path).st_mtime_ns) for path, _ in files]
-    digest = hashlib.sha256(repr((files, states, shard_bytes)).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(repr((files, states, SHARD_BYTES)).encode()).hexdigest()[:16]
     shards = Path(folder) / f"{workload.name}-{digest}"
     try:
         shards.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{shards}.lock"):  # of two runs that start together one writes
             if not shards.exists():
-                write_shards(files, shards, shard_bytes)
-        rows = json.loads((shards / "index.json").read_text())
+                write_shards(files, shards)
+        rows = read_json(shards / "index.json")
     except OSError as error:
+        shutil.rmtree(shards.with_suffix(".tmp"), ignore_errors=True)
         problem = f"shards cannot be written to {shards.parent} ({error})"
         raise SpeedkitError(f"{problem}: free space there or name another folder with --cache-dir") from error
     packed = list(items)
-    for index, (tar, offset, size, name) in zip(there, rows, strict=True):
+    for index, (tar, offset, size, name) in zip(present, rows, strict=True):
         packed[index] = dataclasses.replace(items[index], path=TarMember(str(shards / tar), offset, size, name))
     return packed
 
 
-def write_shards(files: Sequence[tuple[str, int]], shards: Path, shard_bytes: int) -> None:
-    """Write files, (path, label), to tars of about `shard_bytes`, and index.json: (tar, offset, size, name) of each."""
+def write_shards(files: Sequence[tuple[str, int]], shards: Path) -> None:
+    """Write files, (path, label), to tars, and index.json: (tar, offset, size, name) of each."""
     from webdataset import ShardWriter
 
     temporary = shards.with_suffix(".tmp")
-    temporary.mkdir(exist_ok=True)  # one that a killed run left is written over: the same files give the same shards
+    shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
+    temporary.mkdir()
     pattern = str(temporary).replace("%", "%%") + "/shard-%08d.tar"
     same = {"mtime": 0, "user": "", "group": "", "encoder": False}  # the same files give the same bytes
-    try:
-        with ShardWriter(pattern, maxsize=shard_bytes, verbose=0, **same) as writer:
-            for number, (path, label) in enumerate(files):
-                stem = re.sub("[^A-Za-z0-9-]+", "_", Path(path).stem)[:60]  # the number makes it unique
-                data = {Path(path).suffix[1:].lower() or "bin": Path(path).read_bytes(), "cls": b"%d" % label}
-                writer.write({"__key__": f"{number:08d}_{stem}", **data})
-        found = [member for tar in sorted(temporary.glob("*.tar")) for member in members(tar)]
-        index = [(Path(member.tar).name, member.offset, member.size, member.name) for member in found]
-        (temporary / "index.json").write_text(json.dumps([row for row in index if not row[3].endswith(".cls")]))
-        temporary.rename(shards)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    with ShardWriter(pattern, maxsize=SHARD_BYTES, verbose=0, **same) as writer:
+        for number, (path, label) in enumerate(files):
+            stem = re.sub("[^A-Za-z0-9-]+", "_", Path(path).stem)[:60]  # the number makes it unique
+            data = {Path(path).suffix[1:].lower() or "bin": Path(path).read_bytes(), "cls": b"%d" % label}
+            writer.write({"__key__": f"{number:08d}_{stem}", **data})
+    stored = [member for tar in sorted(temporary.glob("*.tar")) for member in members(tar)]
+    rows = [(Path(member.tar).name, member.offset, member.size, member.name) for member in stored]
+    write_json(temporary / "index.json", [row for row in rows if not row[3].endswith(".cls")])
+    temporary.rename(shards)

@@ -97,10 +97,10 @@ def find_items(
     elif any(split for _, split in readable.values()):
         test = {path for path, (_, split) in readable.items() if split == "test"}
     else:
-        test = draw_test_set(readable, root, seed)
+        test = draw_test_set(readable, root, seed=seed, share=TEST_SHARE)
     classes = sorted({label for label, _ in readable.values()}, key=natural_key)
     if labelled and len(classes) < 2:
-        raise UsageError(f"all files are of one class ({classes[0]}), a classifier needs two: check their labels")
+        raise UsageError(f"a classifier needs two classes, the files have {len(classes)} ({', '.join(classes)})")
     items = {path: Item(str(path), classes.index(files[path][0]), *header) for path, header in headers.items()}
     train, tested = (tuple(item for path, item in items.items() if (path in test) == side) for side in (False, True))
     return Split(train, tested, tuple(classes), tuple(bad.items()))
@@ -125,8 +125,7 @@ def find_text(data_dir: str | Path | None, test_pattern: str | None, seed: int) 
         end = round((1 - TEXT_TEST_SHARE) * len(text))
         return text[:end], text[end:]
     else:
-        by_hash = sorted(texts, key=lambda path: stable_hash(seed, path, root))
-        test = set(by_hash[: max(1, round(TEXT_TEST_SHARE * len(texts)))])
+        test = draw_test_set(dict.fromkeys(texts, ("", "")), root, seed=seed, share=TEXT_TEST_SHARE)
     train, tested = (b"\n".join(text for path, text in texts.items() if (path in test) == side) for side in (0, 1))
     return train, tested
 
@@ -146,12 +145,6 @@ def visible_files(root: Path, left_out: Set[str] = frozenset()) -> list[Path]:
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in left_out)
         paths += [Path(folder, name) for name in sorted(names) if not name.startswith(".")]
     return [path for path in paths if path.is_file()]  # no link to what is gone
-
-
-def stable_hash(seed: int, path: Path, root: Path) -> bytes:
-    """Return the hash by which a file is drawn for the test set, wherever its folder lies."""
-    name = path.relative_to(root) if path.is_relative_to(root) else path
-    return hashlib.blake2b(f"{seed}:{name.as_posix()}".encode(), digest_size=8).digest()
 
 
 def natural_key(text: str) -> list:
@@ -238,9 +231,14 @@ def read_header(path: Path) -> tuple[float, int]:
     return info.frames / info.samplerate, info.samplerate
 
 
-def draw_test_set(files: Labels, root: Path, seed: int) -> set[Path]:
-    """Return a fifth of each class, one file at least."""
+def draw_test_set(files: Labels, root: Path, *, seed: int, share: float) -> set[Path]:
+    """Return a share of each class, one file at least, by a hash of seed and name, wherever the folder lies."""
+
+    def stable_hash(path: Path) -> bytes:
+        name = path.relative_to(root) if path.is_relative_to(root) else path
+        return hashlib.blake2b(f"{seed}:{name.as_posix()}".encode(), digest_size=8).digest()
+
     classes = defaultdict(list)
-    for path in sorted(files, key=lambda path: stable_hash(seed, path, root)):
+    for path in sorted(files, key=stable_hash):
         classes[files[path][0]].append(path)
-    return {path for paths in classes.values() for path in paths[: max(1, round(TEST_SHARE * len(paths)))]}
+    return {path for paths in classes.values() for path in paths[: max(1, round(share * len(paths)))]}

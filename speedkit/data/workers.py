@@ -52,7 +52,7 @@ class BatchMaker:
     items: Sequence[Any]
     sample: Callable[[int], Any]  # index of an item -> sample
     collate: Callable[[list[Any]], Loaded]
-    reading: MutableSequence[int]
+    reading: MutableSequence[int] = dataclasses.field(default_factory=lambda: [-1])
     running: threading.Event | None = None  # threads stand still while it is not set
 
     def make(self, indices: Iterable[int], worker: int = 0) -> Loaded:
@@ -78,24 +78,16 @@ class BatchMaker:
 
 
 class BatchLoader:
-    """An iterable of the `batches`, each given by its indices, made as the plan says.
+    """An iterable of `batches`, each given by its indices, made as the plan says.
 
     Raises SpeedkitError when a worker fails, dies or hangs; no process is left behind then.
     """
 
-    def __init__(
-        self,
-        items: Sequence[Any],
-        sample: Callable[[int], Any],
-        *,
-        collate: Callable[[list[Any]], Loaded],
-        batches: Iterable[list[int]],
-        plan: Plan,
-    ):
-        self.batches, self.plan, self.workers = batches, plan, int(plan.workers)
+    def __init__(self, maker: BatchMaker, batches: Iterable[list[int]], plan: Plan):
+        self.maker, self.batches, self.plan, self.workers = maker, batches, plan, int(plan.workers)
+        maker.reading = multiprocessing.RawArray("q", max(1, self.workers))
         self.running = threading.Event()
         self.running.set()
-        self.maker = BatchMaker(items, sample, collate, multiprocessing.RawArray("q", max(1, self.workers)))
         self.tasks: Tasks | None = None
         self.processes: list[multiprocessing.Process] = []
 
