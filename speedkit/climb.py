@@ -69,8 +69,7 @@ def climb(
 
     `horizon` is the steps of the training that the plan is for, those of the recipe by default: compiling has to pay by
     then. `pairs` is the most that a comparison has, `rungs` names those to try, all by default. `out` gets record.json
-    and plan.yaml, and climb.json, from which `resume` goes on. Raises UsageError for a budget too short for one rung,
-    SpeedkitError for a workload that cannot be trained.
+    and plan.yaml, and climb.json, from which `resume` goes on. Raises UsageError for a budget too short for one rung.
     """
     chosen = named(rungs)
     hardware, recipe = this_machine(device), recipe or workload.recipe
@@ -108,7 +107,7 @@ def _climb(job: ClimbState, chosen: Sequence[Rung]) -> tuple[Plan, Row]:
     run = NotebookRun(
         "90_climb", MODULES, {"workload": job.workload.name, "budget_s": job.budget_s, "seeds": job.seeds}
     )
-    trials.ledger_for(job, Plan())  # first: it says in a sentence what cannot be trained
+    trials.ledger_for(job, Plan())  # first: a workload that cannot be trained fails here
     control = job.once("control", lambda: measure_control(job))
     tried = trials.try_rungs(job, chosen, control)
     ablations = proof.ablate(job, [row for row in tried if row["kept"]])

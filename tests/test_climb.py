@@ -19,7 +19,7 @@ from speedkit import proof, trials
 from speedkit.climb import measure_control
 from speedkit.climb_state import NAME, ClimbState, measured
 from speedkit.clock import compilations
-from speedkit.errors import Interrupted, SpeedkitError, UsageError
+from speedkit.errors import Interrupted, UsageError
 from speedkit.files import read_json, write_json
 from speedkit.hardware import Hardware, this_machine
 from speedkit.ladder import EFFECTS, LADDER, acts_on, plan_of, predict
@@ -331,28 +331,6 @@ def test_a_killed_climb_goes_on_where_it_stopped(tmp_path):
 
 def raising(model, batch, recipe):
     raise ValueError("no such class: 7")
-
-
-def no_tensor(model, batch, recipe):
-    return 1.0, model(batch[0])
-
-
-def frozen():
-    return tiny.make_model(8, 16, 2).requires_grad_(False)
-
-
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        ({"loss": raising}, "ValueError: no such class: 7; its"),
-        ({"loss": no_tensor}, "a tensor of one number"),
-        ({"model": frozen}, "a weight that is trained"),
-    ],
-    ids=["raises", "no-tensor", "frozen"],
-)
-def test_a_workload_that_cannot_be_trained_is_told_so_in_a_sentence(fault, message, tmp_path):
-    with pytest.raises(SpeedkitError, match=message):
-        climb_function(dataclasses.replace(tiny.points(), **fault), out=tmp_path / "climb", progress=False, **OPTIONS)
 
 
 def interrupted(model, batch, recipe):
