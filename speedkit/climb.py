@@ -59,7 +59,7 @@ def climb(
     the most that a comparison has, `seeds` the trainings of each plan, more where these do not decide whether it learns
     as well, `rungs` those to try.
     `out` gets record.json and plan.yaml, and climb.json, from which `resume` goes on. Raises UsageError for a budget
-    too short for one rung, SpeedkitError for a workload that cannot be trained.
+    too short for one rung.
     """
     chosen, recipe = named(rungs), recipe or workload.recipe
     folder = claim_folder(out, "climb", resume) if out is not None else None
@@ -93,7 +93,7 @@ def climb_rungs(job: ClimbState, rungs: Sequence[Rung]) -> Row:
     facts = {"workload": job.workload.name, "budget_s": job.budget_s, "seeds": job.seeds}
     run = NotebookRun("90_climb", MODULES, facts)
     naive, careful = Plan(), Plan.careful(job.hardware)
-    job.ledger(naive)  # first: it says in a sentence what cannot be trained
+    job.ledger(naive)  # first: a workload that cannot be trained fails here
     control = job.once("control", lambda: compare_with_itself(job))
     trials = try_rungs(job, rungs, noise=control["noise"])
     kept = [trial for trial in trials if trial.kept]

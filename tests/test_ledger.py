@@ -10,7 +10,6 @@ import pytest
 import torch
 from tiny import loss, points
 
-from speedkit import clock
 from speedkit.measure.ledger import StepFacts, ledger_of, make_ledger
 from speedkit.measure.trace import CAUSES, Span, Trace, classify, read_trace
 
@@ -185,21 +184,3 @@ def test_rows_add_up_and_what_was_planted_is_in_its_row(device):
     assert facts.host_s["data wait"] > 0 and facts.host_s["forward"] >= 5 * MS
     assert facts.trace.costs.calls > 20 and facts.recompilations == 0 and facts.evaluations == 0
     assert facts.syncs[0].count > 0
-
-
-def test_graphs_compiled_in_the_window_are_counted_and_are_a_row():
-    """Each batch has a length of its own, for which the model is compiled anew."""
-    lengths = iter(range(2, 10**6))
-    torch._dynamo.reset()
-    summed = torch.compile(lambda rows: rows.sum(), backend="eager", dynamic=False)
-
-    def longer(model, batch, recipe):
-        value, outputs = loss(model, batch, recipe)
-        return value + 0 * summed(torch.ones(next(lengths))), outputs
-
-    before = clock.compilations()
-    with torch._dynamo.config.patch(recompile_limit=10**6, accumulated_recompile_limit=10**6):
-        ledger = ledger_of(dataclasses.replace(points(), loss=longer), device="cpu", window_s=0.2)
-    check_sums(ledger)
-    assert ledger.facts.recompilations == pytest.approx(1) and clock.compilations() > before
-    assert ledger.share("compilation") > ledger.share("forward")

@@ -4,6 +4,7 @@ import collections
 import gzip
 import json
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -190,18 +191,22 @@ def _operator_costs(operators: Sequence[Event]) -> Costs:
         event["own_us"] = event["dur"]
         callers.append(event)
 
-    costs = Costs()
+    # The median of alike calls counts for all of them: what else the machine does may fall on any one.
+    alike = collections.defaultdict[tuple[str, str, str], list[float]](list)
     for event in operators:
-        name, own_s = event["name"], event["own_us"] * 1e-6
-        if not name.startswith("aten::"):
-            continue
-        if own_s < SMALL_S:
-            costs.calls += 1
-            costs.small_s += own_s
+        if event["name"].startswith("aten::"):
+            key = event["name"], _number_format(event), str(event["args"].get("Input Dims"))
+            alike[key].append(event["own_us"] * 1e-6)
+    costs = Costs()
+    for (name, number_format, _), calls_s in alike.items():
+        call_s = statistics.median(calls_s)
+        if call_s < SMALL_S:
+            costs.calls += len(calls_s)
+            costs.small_s += call_s * len(calls_s)
         elif any(word in name for word in PRODUCT_OPERATORS):
-            costs.products_s[_number_format(event)] += own_s
+            costs.products_s[number_format] += call_s * len(calls_s)
         else:
-            costs.passes_s += own_s
+            costs.passes_s += call_s * len(calls_s)
     return costs
 
 
