@@ -75,7 +75,7 @@ def _publish_one(source: Path, name: str, out: Path, *, spent: bool) -> str:
         run_notebook(source, executed, {"workload": workload} if workload else {}, environment=environment)
     record = record_of(read_notebook(executed))
     if not workload:
-        _take(record, source, out / source.name, executed)
+        _take(record, source, out / source.name, executed=executed)
     _take(record, source, record_path)  # last: a record that is current says that all is done
     executed.unlink()
     return "published"
@@ -94,7 +94,7 @@ def import_published(folder: str | Path, into: str | Path | None = None) -> dict
             if path.suffix == ".json":
                 _take(load_record(path), source, into / name)
             else:
-                _take(record_of(read_notebook(path)), source, into / name, path)
+                _take(record_of(read_notebook(path)), source, into / name, executed=path)
             outcomes[str(name)] = "published"
         except SpeedkitError as error:
             outcomes[str(name)] = f"failed: {error}"
@@ -103,7 +103,7 @@ def import_published(folder: str | Path, into: str | Path | None = None) -> dict
     return outcomes
 
 
-def _take(record: Any, source: Path, path: Path, executed: Path | None = None) -> None:
+def _take(record: Any, source: Path, path: Path, *, executed: Path | None = None) -> None:
     """Write a `record` of the notebook `source` to `path`, or `source` with the outputs of the notebook `executed`.
 
     Raises SpeedkitError for a record that is not whole or of other code.

@@ -2,7 +2,6 @@
 
 import ast
 import contextlib
-import csv
 import subprocess
 import sys
 import tokenize
@@ -11,6 +10,7 @@ from graphlib import TopologicalSorter
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
+import pandas
 import pytest
 import yaml
 from packaging.requirements import Requirement
@@ -105,14 +105,12 @@ def test_no_file_names(pattern):
 
 
 def test_claims_are_figures_or_rules_with_distinct_ids():
-    with (ROOT / "notebooks" / "claims.csv").open(newline="", encoding="utf-8") as stream:
-        rows = list(csv.DictReader(stream))
-    assert list(rows[0]) == ["id", "technique", "plan_field", "metric", "low", "high", "unit", "context", "guide"]
-    assert len({row["id"] for row in rows}) == len(rows)
-    for row in rows:
-        assert None not in row and None not in row.values(), "a row with too many or too few values"
-        low, high = row["low"], row["high"]  # both empty or "linear" where no figure is promised
-        assert low == high if low in ("", "linear") else row["unit"] and float(low) <= float(high), row
+    claims = pandas.read_csv(ROOT / "notebooks" / "claims.csv", keep_default_na=False)
+    assert list(claims) == ["id", "technique", "plan_field", "metric", "low", "high", "unit", "context", "guide"]
+    assert claims["id"].is_unique
+    for low, high, unit in zip(claims["low"], claims["high"], claims["unit"], strict=True):
+        # Both are empty or "linear" where no figure is promised.
+        assert low == high if low in ("", "linear") else unit and float(low) <= float(high)
 
 
 # ---- code ----
