@@ -148,23 +148,20 @@ def update_readme(readme: str | Path) -> None:
 
 
 def readme_text(readme: str | Path) -> str:
-    """Return the README's text with its generated blocks made anew. Raises UsageError when a block has no markers."""
+    """Return the README's text with its generated blocks made anew. Raises ValueError when a block has no markers."""
     folder, text = Path(readme).parent / "notebooks", Path(readme).read_text(encoding="utf-8")
-    blocks = {"ladder": ladder_picture(folder), "climbs": climbs_table(folder), "notebooks": notebooks_table(folder)}
-    for name, block in blocks.items():
-        start, end = f"<!-- generated:{name} -->", f"<!-- /generated:{name} -->"
-        before, _, rest = text.partition(start)
-        if end not in rest:
-            raise UsageError(f"{Path(readme).name} needs the lines {start} and {end}: put them where {name} belongs")
-        text = f"{before}{start}\n{block}\n{end}{rest.partition(end)[2]}"
-    return text
-
-
-def ladder_picture(folder: Path) -> str:
-    """Return the figure of the first climb as Markdown, for a file beside `folder`."""
+    blocks = {
+        "ladder": "No climb is published yet.",
+        "climbs": climbs_table(folder),
+        "notebooks": notebooks_table(folder),
+    }
     for record in _climbs(folder)[:1]:
-        return f"![The climb of {record['workload']['name']} on {device_name(record)}]({folder.name}/{LADDER})"
-    return "No climb is published yet."
+        title = f"The climb of {record['workload']['name']} on {device_name(record)}"
+        blocks["ladder"] = f"![{title}]({folder.name}/{LADDER})"
+    for name, block in blocks.items():
+        start, end = (text.index(f"<!-- {slash}generated:{name} -->") for slash in ("", "/"))
+        text = f"{text[:start]}<!-- generated:{name} -->\n{block}\n{text[end:]}"
+    return text
 
 
 def climbs_table(folder: Path) -> str:

@@ -164,7 +164,7 @@ def test_readme_shows_what_is_recorded_and_marks_what_is_out_of_date(folder, tmp
     edit(path, "total = 7")
     assert "| 2 | out of date |" in readme_text(readme)
     readme.write_text(README.replace("<!-- /generated:notebooks -->\n", ""))
-    with pytest.raises(UsageError, match="<!-- /generated:notebooks -->"):
+    with pytest.raises(ValueError, match="not found"):
         readme_text(readme)
 
 
