@@ -191,7 +191,7 @@ def compare(plan_a: str, plan_b: str, workload: str, **values: Any) -> int:
     """Train WORKLOAD under two plans in turns. Exit code 1 when PLAN_B is shown to be faster: a gate for CI."""
     from speedkit.measure.compare import compare as compare_plans
 
-    a, b = (find_plan(word, {"device": values["device"]}) for word in (plan_a, plan_b))
+    a, b = find_plan(plan_a, values), find_plan(plan_b, values)
     work, recipe = find_workload(workload, values)
     options = typed(values, "device", "cache_dir", "pairs")
     comparison = compare_plans(work, a, b, recipe=recipe, names=(plan_a, plan_b), **options)
@@ -220,7 +220,7 @@ def cache(action: str, folder: str, **values: Any) -> int:
 
     if action == "build":
         work, _ = find_workload(values["workload"], values)
-        plan = find_plan(values["plan"], {"device": values["device"], "cache": "disk"})
+        plan = find_plan(values["plan"], values | {"cache": "disk"})
         built = open_cache(work, [*work.train, *work.test], plan, cache_dir=folder, progress=True)
         lines = [f"{built.folder}: {built.why}", *(f"left out: {path}: {why}" for path, why in built.bad.items())]
     elif action == "info":
