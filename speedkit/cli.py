@@ -51,7 +51,7 @@ def main() -> NoReturn:
     except Exception as error:
         if "--debug" in sys.argv:
             raise
-        code, sentence = explain(error)
+        code, sentence = _explained(error)
         click.echo(f"speedkit: {' '.join(sentence.split())}", err=True)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Python would print what is raised on its way out
@@ -63,7 +63,7 @@ def _terminate(number: int, _frame: Any) -> NoReturn:
     raise Interrupted("stopped by SIGTERM; what was complete is kept", number)
 
 
-def explain(error: Exception) -> tuple[int, str]:
+def _explained(error: Exception) -> tuple[int, str]:
     """Return the exit code and the one sentence of a failure."""
     if isinstance(error, SpeedkitError):
         return error.exit_code, str(error)
@@ -121,8 +121,7 @@ def train(workload: str, plan: str, **values: Any) -> int:
     options = typed(values, "device", "cache_dir", "out", "resume", "deterministic", "strict")
     history = fit(work, recipe, asked, **options)
     if os.environ.get("RANK", "0") == "0":
-        result = history.evaluation
-        score = f"{result['metric']} {result['value']:.4f} on {result['n']} test items; " if result else ""
+        score = "{metric} {value:.4f} on {n} test items; ".format(**history.evaluation) if history.evaluation else ""
         click.echo(f"{score}{history.steps} steps in {history.seconds:.1f} s; all else in {values['out']}")
     return 0
 
@@ -191,7 +190,7 @@ def compare(plan_a: str, plan_b: str, workload: str, **values: Any) -> int:
     """Train WORKLOAD under two plans in turns. Exit code 1 when PLAN_B is shown to be faster: a gate for CI."""
     from speedkit.measure.compare import compare as compare_plans
 
-    a, b = (find_plan(word, {"device": values["device"]}) for word in (plan_a, plan_b))
+    a, b = find_plan(plan_a, values), find_plan(plan_b, values)
     work, recipe = find_workload(workload, values)
     options = typed(values, "device", "cache_dir", "pairs")
     comparison = compare_plans(work, a, b, recipe=recipe, names=(plan_a, plan_b), **options)
@@ -220,7 +219,7 @@ def cache(action: str, folder: str, **values: Any) -> int:
 
     if action == "build":
         work, _ = find_workload(values["workload"], values)
-        plan = find_plan(values["plan"], {"device": values["device"], "cache": "disk"})
+        plan = find_plan(values["plan"], values | {"cache": "disk"})
         built = open_cache(work, [*work.train, *work.test], plan, cache_dir=folder, progress=True)
         lines = [f"{built.folder}: {built.why}", *(f"left out: {path}: {why}" for path, why in built.bad.items())]
     elif action == "info":
@@ -276,12 +275,9 @@ def deploy(checkpoint: Path, workload: str | None, out: Path, **values: Any) -> 
     work, model = find_trained(checkpoint, workload, {key: values.pop(key) for key in DATA})
     with warnings.catch_warnings(action="ignore"):  # export's and torchao's, of what they do themselves
         facts = export.deploy(work, model, out, **values)
-    quality = "{metric} {before:.4f}, now {after:.4f} on {n} test items: a drop of {drop:.4f} ({low:.4f} to {high:.4f})"
-    click.echo(quality.format(**facts["quality"]))
-    click.echo("{size_bytes} bytes for {float32_size_bytes}; {quantized_share:.1%} has 8 bits".format(**facts))
-    if layers := facts["left_in_float32"]:
-        click.echo(f"left in float32, since a GPU refuses the INT8 product of their shapes: {', '.join(layers)}")
-    for row in facts["measurements"]:
+    measurements = facts.pop("measurements")
+    click.echo(yaml.safe_dump(facts, sort_keys=False).rstrip())
+    for row in measurements:
         click.echo("{name}: {ratio:.2f} ({low:.2f} to {high:.2f}) times as fast as {a}".format(**row))
     click.echo(f"{export.MODEL} and {export.FACTS} in {out}")
 

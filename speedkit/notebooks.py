@@ -203,6 +203,7 @@ def sweep(
 
 
 def _run_one(source: Path, out: Path, values: dict[str, Any], *, timeout_s: float) -> str:
+    """Run one notebook of a sweep and return what went wrong, "" if nothing."""
     try:
         run_notebook(source, out, values, timeout_s=timeout_s, progress=False)
         return ""

@@ -75,7 +75,7 @@ def _publish_one(source: Path, name: str, out: Path, *, spent: bool) -> str:
         run_notebook(source, executed, {"workload": workload} if workload else {}, environment=environment)
     record = record_of(read_notebook(executed))
     if not workload:
-        _take(record, source, out / source.name, executed)
+        _take(record, source, out / source.name, executed=executed)
     _take(record, source, record_path)  # last: a record that is current says that all is done
     executed.unlink()
     return "published"
@@ -94,7 +94,7 @@ def import_published(folder: str | Path, into: str | Path | None = None) -> dict
             if path.suffix == ".json":
                 _take(load_record(path), source, into / name)
             else:
-                _take(record_of(read_notebook(path)), source, into / name, path)
+                _take(record_of(read_notebook(path)), source, into / name, executed=path)
             outcomes[str(name)] = "published"
         except SpeedkitError as error:
             outcomes[str(name)] = f"failed: {error}"
@@ -103,7 +103,7 @@ def import_published(folder: str | Path, into: str | Path | None = None) -> dict
     return outcomes
 
 
-def _take(record: Any, source: Path, path: Path, executed: Path | None = None) -> None:
+def _take(record: Any, source: Path, path: Path, *, executed: Path | None = None) -> None:
     """Write a `record` of the notebook `source` to `path`, or `source` with the outputs of the notebook `executed`.
 
     Raises SpeedkitError for a record that is not whole or of other code.
@@ -148,23 +148,20 @@ def update_readme(readme: str | Path) -> None:
 
 
 def readme_text(readme: str | Path) -> str:
-    """Return the README's text with its generated blocks made anew. Raises UsageError when a block has no markers."""
+    """Return the README's text with its generated blocks made anew. Raises ValueError when a block has no markers."""
     folder, text = Path(readme).parent / "notebooks", Path(readme).read_text(encoding="utf-8")
-    blocks = {"ladder": ladder_picture(folder), "climbs": climbs_table(folder), "notebooks": notebooks_table(folder)}
-    for name, block in blocks.items():
-        start, end = f"<!-- generated:{name} -->", f"<!-- /generated:{name} -->"
-        before, _, rest = text.partition(start)
-        if end not in rest:
-            raise UsageError(f"{Path(readme).name} needs the lines {start} and {end}: put them where {name} belongs")
-        text = f"{before}{start}\n{block}\n{end}{rest.partition(end)[2]}"
-    return text
-
-
-def ladder_picture(folder: Path) -> str:
-    """Return the figure of the first climb as Markdown, for a file beside `folder`."""
+    blocks = {
+        "ladder": "No climb is published yet.",
+        "climbs": climbs_table(folder),
+        "notebooks": notebooks_table(folder),
+    }
     for record in _climbs(folder)[:1]:
-        return f"![The climb of {record['workload']['name']} on {device_name(record)}]({folder.name}/{LADDER})"
-    return "No climb is published yet."
+        title = f"The climb of {record['workload']['name']} on {device_name(record)}"
+        blocks["ladder"] = f"![{title}]({folder.name}/{LADDER})"
+    for name, block in blocks.items():
+        start, end = (text.index(f"<!-- {slash}generated:{name} -->") for slash in ("", "/"))
+        text = f"{text[:start]}<!-- generated:{name} -->\n{block}\n{text[end:]}"
+    return text
 
 
 def climbs_table(folder: Path) -> str:

@@ -79,17 +79,24 @@ def test_all_begins_with_the_climb_on_every_workload(folder):
     assert list(publish(None, budget_s=1e-9)) == [*climbs, "01_first", "21_tiny", "22_bad"]
 
 
-def test_changes_since_the_commit_are_refused(folder, monkeypatch, tmp_path):
-    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
+def test_changes_of_the_package_since_the_commit_are_refused(folder, monkeypatch, tmp_path):
+    def git(*words):
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
+        subprocess.run(["git", *identity, *words], check=True, capture_output=True)
+
     package = tmp_path / "speedkit"
     package.mkdir()
     (package / "__init__.py").touch()
-    for command in (["init", "-q"], ["add", "speedkit"], ["commit", "-q", "--no-verify", "-m", "first"]):
-        subprocess.run([*git, *command], check=True)
     monkeypatch.setattr(provenance, "PACKAGE", package)
-    assert publish([]) == {}
+    git("init")
+    assert provenance.commit() == (None, None), "a checkout, but not of this package"
+    git("add", "speedkit")
+    git("commit", "--no-verify", "-m", "first")
+    short, dirty = provenance.commit()
+    assert len(short) >= 7 and not dirty and publish([]) == {}
     (package / "__init__.py").write_text("changed = True\n")
-    with pytest.raises(SpeedkitError, match="the package differs from commit"):
+    assert provenance.commit() == (short, True)
+    with pytest.raises(SpeedkitError, match=f"the package differs from commit {short}"):
         publish([])
 
 
@@ -157,7 +164,7 @@ def test_readme_shows_what_is_recorded_and_marks_what_is_out_of_date(folder, tmp
     edit(path, "total = 7")
     assert "| 2 | out of date |" in readme_text(readme)
     readme.write_text(README.replace("<!-- /generated:notebooks -->\n", ""))
-    with pytest.raises(UsageError, match="<!-- /generated:notebooks -->"):
+    with pytest.raises(ValueError, match="not found"):
         readme_text(readme)
 
 

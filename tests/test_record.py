@@ -2,15 +2,12 @@
 
 import json
 import math
-import subprocess
 from pathlib import Path
 
 import check_notebooks
-import nbformat
 import numpy as np
 import pytest
 import torch
-from check_notebooks import PARAMETERS
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_output
 
 from speedkit.errors import SpeedkitError, UsageError
@@ -53,22 +50,17 @@ def notebooks(tmp_path, monkeypatch):
 # ---- hashes ----
 
 
-def test_comments_and_empty_lines_do_not_count():
-    source = '# gone\r\nx = 1  # stays \n\n    # gone\n"""stays"""\n%timeit f()\n'
-    assert provenance.strip_comments(source) == 'x = 1  # stays\n"""stays"""\n%timeit f()'
-
-
 INJECTED = new_code_cell('profile = "full"', metadata={"tags": ["injected-parameters"]})
 UNCHANGED = {
-    "a comment": lambda cells, code: code[2].update(source="# At last:\n" + code[2].source),
-    "an output": lambda cells, code: code[2].update(outputs=[new_output("stream", text="x")], execution_count=9),
-    "a markdown cell": lambda cells, code: cells.insert(1, new_markdown_cell("more words")),
-    "injected parameters": lambda cells, code: cells.insert(3, INJECTED),
+    "a comment": lambda cells: cells[4].update(source="# At last:\n\n" + cells[4].source),
+    "an output": lambda cells: cells[4].update(outputs=[new_output("stream", text="x")], execution_count=9),
+    "a markdown cell": lambda cells: cells.insert(1, new_markdown_cell("more words")),
+    "injected parameters": lambda cells: cells.insert(3, INJECTED),
 }
 CHANGED = {
-    "a call": lambda cells, code: code[2].update(source=code[2].source + "; 1"),
-    "the order": lambda cells, code: cells.reverse(),
-    "two cells joined": lambda cells, code: code[1].update(source=code[1].source + "\n" + cells.pop(4).source),
+    "a call": lambda cells: cells[4].update(source=cells[4].source + "; 1"),
+    "the order": lambda cells: cells.reverse(),
+    "two cells joined": lambda cells: cells[3].update(source=cells[3].source + "\n" + cells.pop(4).source),
 }
 
 
@@ -76,7 +68,7 @@ CHANGED = {
 def test_hash_of_a_notebook_changes_with_its_code_alone(what, notebooks):
     notebook = read_notebook(notebooks / "21_small.ipynb")
     before = provenance.code_sha256(notebook)
-    (UNCHANGED | CHANGED)[what](notebook.cells, code_cells(notebook))
+    (UNCHANGED | CHANGED)[what](notebook.cells)
     assert (provenance.code_sha256(notebook) == before) == (what in UNCHANGED)
 
 
@@ -97,29 +89,6 @@ def test_hash_of_a_module_changes_with_its_code_and_not_with_its_comments(tmp_pa
     assert not hashes() & before
     with pytest.raises(FileNotFoundError, match="no_such_module"):
         provenance.module_sha256("package.no_such_module")
-
-
-def test_commit_sees_the_checkout_and_changes_in_the_package(tmp_path, monkeypatch):
-    package = tmp_path / "package"
-    package.mkdir()
-    monkeypatch.setattr(provenance, "PACKAGE", package)
-    (package / "__init__.py").write_text("")
-    assert provenance.commit() == (None, None)
-
-    def git(*arguments):
-        identity = ["-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false"]
-        subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True)
-
-    git("init")
-    assert provenance.commit() == (None, None)  # a checkout, but not of this package
-    git("add", ".")
-    git("commit", "-m", "one")
-    short, dirty = provenance.commit()
-    assert len(short) >= 7 and not dirty
-    (tmp_path / "elsewhere.txt").write_text("not the package")
-    assert provenance.commit() == (short, False)
-    (package / "__init__.py").write_text("changed = 1")
-    assert provenance.commit() == (short, True)
 
 
 # ---- runs ----
@@ -213,34 +182,26 @@ def test_an_executed_notebook_carries_its_record(notebooks, tmp_path):
     record = record_of(executed)
     assert validate_record(record) == [] and record == load_record(tmp_path / "run" / "record.json")
     assert record["code_sha256"] == provenance.code_sha256(executed, ["speedkit.errors"])
-    assert len(record["parameters"]) == 2 < len(PARAMETERS.splitlines())
     assert "0 tables, 1 checks" in code_cells(executed)[-1].outputs[0]["data"]["text/plain"]
-    cells = "".join(nbformat.writes(cell) for cell in [executed] if cell.metadata.pop("papermill"))
-    assert str(tmp_path) not in cells
 
 
 # ---- validation ----
 
 DAMAGE = {
-    "missing key": (lambda record: record.pop("hardware"), "'hardware' is a required property"),
-    "no seconds": (
-        lambda record: record["measurements"][0].update(seconds_b=[1.0, -1.0]),
-        r"seconds_b\[1\]: -1.0 is less than",
-    ),
-    "lost field": (lambda record: record["measurements"][0].pop("a"), r"measurements\[0\]: 'a' is a required property"),
-    "verdict": (lambda record: record["verdicts"][0].update(verdict="nice"), r"verdicts\[0\].verdict: 'nice' is not"),
+    "'hardware' is a required property": lambda record: record.pop("hardware"),
+    r"seconds_b\[1\]: -1.0 is less than": lambda record: record["measurements"][0].update(seconds_b=[1.0, -1.0]),
+    r"measurements\[0\]: 'a' is a required property": lambda record: record["measurements"][0].pop("a"),
+    r"verdicts\[0\].verdict: 'nice' is not": lambda record: record["verdicts"][0].update(verdict="nice"),
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_every_damage_to_a_record_is_named(damage, notebooks, tmp_path):
+@pytest.mark.parametrize("sentence", DAMAGE)
+def test_every_damage_to_a_record_is_named(sentence, notebooks, tmp_path):
     run = start("21_small", profile="smoke")
     run.measure(MEASURED)
     run.check("losses agree", True)
     record = run.finished()
-    change, sentence = DAMAGE[damage]
-    assert validate_record(record) == []
-    change(record)
+    DAMAGE[sentence](record)
     (tmp_path / "damaged.json").write_text(json.dumps(record))
     with pytest.raises(SpeedkitError, match=sentence):
         load_record(tmp_path / "damaged.json")

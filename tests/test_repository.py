@@ -2,7 +2,6 @@
 
 import ast
 import contextlib
-import csv
 import subprocess
 import sys
 import tokenize
@@ -11,6 +10,7 @@ from graphlib import TopologicalSorter
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
+import pandas
 import pytest
 import yaml
 from packaging.requirements import Requirement
@@ -35,6 +35,7 @@ LAYERS = (
     {"show"},
     {"notebooks", "publishing", "options", "cli", "__main__"},
 )
+LAYOUT = {"COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENCODING", "ENDMARKER"}  # tokens that say nothing
 PAGES = {"speedkit.train.loop.train", "speedkit.train.setup.setup_run"}  # read from top to bottom, stage by stage
 
 
@@ -45,10 +46,9 @@ PAGES = {"speedkit.train.loop.train", "speedkit.train.setup.setup_run"}  # read 
 def pins() -> dict[str, Requirement]:
     """Each pin of requirements.lock by its canonical name."""
     lines = [line for line in (ROOT / "requirements.lock").read_text().splitlines() if line and line[0] != "#"]
-    found = [Requirement(line) for line in lines]
-    names = [canonicalize_name(pin.name) for pin in found]
-    assert len(names) == len(set(names)), "requirements.lock pins a package twice"
-    return dict(zip(names, found, strict=True))
+    pins = {canonicalize_name(Requirement(line).name): Requirement(line) for line in lines}
+    assert len(pins) == len(lines), "requirements.lock pins a package twice"
+    return pins
 
 
 def version(pin: Requirement) -> Version:
@@ -94,25 +94,26 @@ def test_conda_environment_installs_the_same(pins):
 
 HOSTS = r"py[p]i\.org|python[h]osted|anaconda[.]org|download[.]pytorch|npm[j]s"
 INDEX_OPTIONS = r"--(extra-)?index[-]url|--trusted[-]host|https?://[^\s\"']+/simpl[e]\b"
-OWN_PATH = r"(?<![\w.~\-/])/(home|root|work|Users)/\w[\w./-]*"
+PATTERNS = {
+    "package index": f"(?i)({HOSTS}|{INDEX_OPTIONS})",
+    "own path": r"(?<![\w.~\-/])/(home|root|work|Users)/\w[\w./-]*",
+}
 
 
-@pytest.mark.parametrize("pattern", [f"(?i)({HOSTS}|{INDEX_OPTIONS})", OWN_PATH], ids=["package index", "own path"])
-def test_no_file_names(pattern):
-    command = ["git", "grep", "--untracked", "-IPe", pattern]
+@pytest.mark.parametrize("words", PATTERNS)
+def test_no_file_names(words):
+    command = ["git", "grep", "--untracked", "-IPe", PATTERNS[words]]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert found.returncode == 1, found.stdout + found.stderr  # 0 where there are any, more where git cannot look
 
 
 def test_claims_are_figures_or_rules_with_distinct_ids():
-    with (ROOT / "notebooks" / "claims.csv").open(newline="", encoding="utf-8") as stream:
-        rows = list(csv.DictReader(stream))
-    assert list(rows[0]) == ["id", "technique", "plan_field", "metric", "low", "high", "unit", "context", "guide"]
-    assert len({row["id"] for row in rows}) == len(rows)
-    for row in rows:
-        assert None not in row and None not in row.values(), "a row with too many or too few values"
-        low, high = row["low"], row["high"]  # both empty or "linear" where no figure is promised
-        assert low == high if low in ("", "linear") else row["unit"] and float(low) <= float(high), row
+    claims = pandas.read_csv(ROOT / "notebooks" / "claims.csv", keep_default_na=False)
+    assert list(claims) == ["id", "technique", "plan_field", "metric", "low", "high", "unit", "context", "guide"]
+    assert claims["id"].is_unique
+    for low, high, unit in zip(claims["low"], claims["high"], claims["unit"], strict=True):
+        # Both are empty or "linear" where no figure is promised.
+        assert low == high if low in ("", "linear") else unit and float(low) <= float(high)
 
 
 # ---- code ----
@@ -156,14 +157,13 @@ def test_package_stays_small():
     assert {name: count for name, count in lines.items() if count > 360} == {}
     assert sum(lines.values()) <= 12_100
     assert sum(tokens_in(path) for path in modules().values()) <= 94_000
+    assert not [name for name, path in modules().items() if "# fmt:" in path.read_text()], "kept from the formatter"
 
 
 def tokens_in(path):
-    layout = {
-        getattr(tokenize, name) for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENCODING", "ENDMARKER")
-    }
     with path.open("rb") as stream:
-        return sum(token.type not in layout for token in tokenize.tokenize(stream.readline))
+        names = [tokenize.tok_name[token.type] for token in tokenize.tokenize(stream.readline)]
+    return sum(name not in LAYOUT for name in names)
 
 
 def test_functions_stay_short():

@@ -151,13 +151,13 @@ class NotebookRun:
 
     def finished(self) -> dict[str, Any]:
         """Return the whole record: with its seconds, and the GPU's power and clocks at start and end, and energy."""
-        start, end = self.gpu_at_start, provenance.gpu_state(self.hardware.device, *GPU_STATE)
-        known: dict[str, Any] = dict.fromkeys(("power", "clocks", "energy_j"))
-        if start and end:
-            known["power"] = [{"power_w": state["power_w"]} for state in (start, end)]
-            known["clocks"] = [{key: state[key] for key in ("sm_hz", "memory_hz")} for state in (start, end)]
-            known["energy_j"] = end["energy_j"] - start["energy_j"]
-        return jsonable(self.record | known | {"seconds": round(time.monotonic() - self.began_s, 1)})
+        states = [self.gpu_at_start, provenance.gpu_state(self.hardware.device, *GPU_STATE)]
+        gpu: dict[str, Any] = dict.fromkeys(("power", "clocks", "energy_j"))
+        if all(states):
+            gpu["power"] = [{"power_w": state["power_w"]} for state in states]
+            gpu["clocks"] = [{key: state[key] for key in ("sm_hz", "memory_hz")} for state in states]
+            gpu["energy_j"] = states[1]["energy_j"] - states[0]["energy_j"]
+        return jsonable(self.record | gpu | {"seconds": round(time.monotonic() - self.began_s, 1)})
 
     def save(self) -> None:
         """Write record.json into the run's folder and display the same object; then raise if a check failed."""
