@@ -53,7 +53,7 @@ def apply_attention(model: nn.Module, plan: Plan) -> None:
     """
     if plan.attention == "auto":
         return
-    blocks = [block for _, block in repeated_blocks(model)] if plan.compile_scope == "blocks" else []
+    blocks = repeated_blocks(model) if plan.compile_scope == "blocks" else []
     for module in (model, *blocks):
         module.forward = with_kernel(module.forward, plan)
 

@@ -45,7 +45,7 @@ def checkpoint_blocks(model: nn.Module, plan: Plan) -> str:
     """
     if plan.checkpointing == "off":
         return ""
-    blocks = [block for _, block in repeated_blocks(model)]
+    blocks = repeated_blocks(model)
     if not blocks:
         return f"{type(model).__name__} has no repeated blocks: no class of modules with children occurs twice in it"
     for module in (module for block in blocks for module in block.modules()):
