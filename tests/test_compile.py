@@ -87,13 +87,10 @@ def test_a_sequence_of_layers_is_one_graph(quick):
     assert watch.report().graphs == 1
 
 
-def test_blocks_share_code_and_names_stay(quick):
+def test_blocks_share_code_names_stay_and_a_model_without_any_is_compiled_whole(quick):
     watch, history = CompileWatch(), course(stacked(), compile="default", compile_scope="blocks")
     assert watch.report().graphs == 1  # one class, one shape; not the last batch, nor evaluation
     assert list(history.model.state_dict()) == list(stack().state_dict())
-
-
-def test_a_model_without_blocks_is_compiled_whole_and_says_so(quick):
     history = course(stacked(lambda: nn.Linear(8, 2)), compile="default", compile_scope="blocks")
     assert history.effective.plan.compile_scope == "model"
     assert "Linear has no class of blocks twice" in str(history.effective.fallbacks[-1])

@@ -4,7 +4,7 @@ import copy
 import functools
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ MODEL, FACTS = "model.pt2", "deploy.json"
 CALIBRATION = 256  # training items that static scales are found on
 BATCH = 32  # items that are evaluated at once
 Row = dict[str, Any]
+Model = Callable[..., Any]
 
 
 def batches(workload: Workload, items: Sequence[Any], model: nn.Module) -> Iterator[tuple[Tensor, ...]]:
@@ -101,7 +102,7 @@ def in_bf16(model: nn.Module) -> nn.Module:
 
 
 @torch.no_grad()
-def compile_for(model: nn.Module, method: str, args: Args) -> nn.Module:
+def compile_for(model: Model, method: str, args: Args) -> Model:
     """Return `model`, which is by `method`, compiled for tensors like `args`."""
     compiled = torch.compile(model, dynamic=False)
     # Weights made constants are faster, but a CPU multiplies those of int8-dynamic as float32: these would be kept so.
@@ -111,13 +112,13 @@ def compile_for(model: nn.Module, method: str, args: Args) -> nn.Module:
 
 
 @torch.no_grad()
-def race(name: str, models: Mapping[str, nn.Module], args: Args, *, pairs: int = 10, window_s: float = 0.05) -> Row:
+def race(name: str, models: Mapping[str, Model], args: Args, *, pairs: int = 10, window_s: float = 0.05) -> Row:
     """Return the row of `measurements`, in seconds per call, of two models in turns: above 1 the second is faster."""
     device = args[0].device
     quickest_s = min(min(timed(functools.partial(model, *args), device, 2)) for model in models.values())
     calls = max(1, math.ceil(window_s / quickest_s))
 
-    def window(model: nn.Module) -> None:
+    def window(model: Model) -> None:
         for _ in range(calls):
             model(*args)
 
@@ -162,7 +163,8 @@ def deploy(
             f"{method} takes {fell}, a drop above {max_drop:g}, so no model is left: take another method"
         )
 
-    models, rows = {method: small, "float32": model}, []
+    models: dict[str, Model] = {method: small, "float32": model}
+    rows = []
     if hardware.supports("bf16"):
         models["bf16"] = in_bf16(model)  # the rival that is as simple to have
     for size in sorted({1, batch_size}):

@@ -85,7 +85,8 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     A block has parameters and children, and is no plain container.
     """
     _, *modules = model.modules()
-    blocks = [m for m in modules if [*m.children()] and [*m.parameters()] and type(m) not in CONTAINERS]
+    learning = [module for module in modules if next(module.parameters(), None) is not None]
+    blocks = [module for module in learning if [*module.children()] and type(module) not in CONTAINERS]
     count = Counter(type(block) for block in blocks)
     repeated = [block for block in blocks if count[type(block)] > 1]
     inside = {inner for block in repeated for inner in block.modules() if inner is not block}

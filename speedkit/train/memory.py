@@ -55,11 +55,11 @@ def checkpoint_blocks(model: nn.Module, plan: Plan) -> str:
     options = {"context_fn": contexts} if plan.checkpointing == "selective" else {}
     for block in blocks:
         # A partial of a bound method is copied along with a model that is deep-copied; a closure would not be.
-        block.forward = functools.partial(_recomputed, block, block.forward, plan, options)
+        block.forward = functools.partial(_recomputed, block, block.forward, plan=plan, options=options)
     return ""
 
 
-def _recomputed(block: nn.Module, forward: Any, plan: Plan, options: Any, *inputs: Any, **named: Any) -> Any:
+def _recomputed(block: nn.Module, forward: Any, *inputs: Any, plan: Plan, options: Any, **named: Any) -> Any:
     if not (block.training and torch.is_grad_enabled()):
         return forward(*inputs, **named)
     # The backward pass runs outside the model's choice of attention kernels; compiled code has made it for both.
