@@ -195,6 +195,8 @@ def test_static_int8_is_for_cpus():
     gpu = dataclasses.replace(cpu, device=torch.device("cuda"), gpu="A GPU", compute_capability=(8, 0))
     assert why_not("int8-static", cpu) == why_not("int8-dynamic", gpu) == ""
     assert "int8-static is for x86 CPUs, not for A GPU" in why_not("int8-static", gpu)
+    with pytest.raises(UsageError, match=r"there is no method 'int8-dynamc' \(did you mean int8-dynamic"):
+        why_not("int8-dynamc", cpu)
 
 
 def test_a_checkpoint_of_something_else_or_a_damaged_one_is_refused(trained, tmp_path, monkeypatch):
