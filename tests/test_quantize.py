@@ -142,7 +142,7 @@ def test_deploy_leaves_model_and_facts(trained, tmp_path):
     out = tmp_path / "out"
     options = ["--no-compile", "--pairs", "4", "--batch-size", "4", "--device", "cpu", "--max-drop", "0.5", "--out"]
     done = CliRunner().invoke(command, [str(trained), "tiny:points", *options, str(out)], catch_exceptions=False)
-    assert done.exit_code == 0 and "test items" in done.output
+    assert done.exit_code == 0
     assert {path.name for path in out.iterdir()} == {"model.pt2", "deploy.json", ".speedkit-run"}
     facts = json.loads((out / "deploy.json").read_text())
     assert facts["size_bytes"] == (out / "model.pt2").stat().st_size
