@@ -258,12 +258,7 @@ def find_trained(path: Path, workload: str | None, data: Values) -> tuple["Workl
 @data_options
 @out_option
 @device_option
-@click.option(
-    "--method",
-    default="int8-dynamic",
-    type=click.Choice(("int8-dynamic", "int8-static", "none")),
-    help="scales of inputs: found for each row, or once from training items",
-)
+@click.option("--method", default="int8-dynamic", help="how weights are made small")
 @click.option("--max-drop", default=0.01, help="what the metric may lose on the test set")
 @click.option("--batch-size", default=64, type=click.IntRange(2), help="beside a single sample")
 @click.option("--pairs", default=10, type=click.IntRange(4), help="windows of each model")

@@ -161,7 +161,7 @@ def test_model_and_optimizer_stay_what_they_were(plan, monkeypatch):
     assert not average(torch.ones(2, 3, 8, 8)).any() and model(torch.ones(2, 3, 8, 8)).any()
 
 
-@pytest.mark.parametrize("plan", [{"micro_batch": 4}, {"cache": "ram"}, {"ranks": 2}], ids=str)
+@pytest.mark.parametrize("plan", [{"micro_batch": 4}, {"cache": "ram"}], ids=str)
 def test_what_only_the_loop_can_do_says_so_and_strict_refuses_it(plan, capsys):
     (field,) = plan
     assert field not in APPLIED

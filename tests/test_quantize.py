@@ -95,11 +95,13 @@ def test_the_files_are_small_and_load_without_speedkit_and_without_torchao(tmp_p
     assert len(errors) == len(METHODS) and max(map(float, errors)) < 0.03
 
 
-def test_static_int8_quantizes_convolutions_and_drops_their_float32_weights():
+def test_only_static_int8_quantizes_convolutions_and_it_drops_their_float32_weights():
     args = a_batch(3, 8, 8)
     program = exported(ConvNet().eval(), "int8-static", args, calibration=[args])
     assert quantized_share(program) > 0.9
     assert all(tensor.numel() < 100 for tensor in held(program) if tensor.dtype == torch.float32)
+    with pytest.raises(UsageError, match="int8-dynamic finds nothing to quantize in ConvNet: products of linear"):
+        exported(ConvNet().eval(), "int8-dynamic", args)
 
 
 @pytest.mark.slow
@@ -112,7 +114,7 @@ def test_a_model_of_clips_of_any_length_stays_one(method):
     half = args[0].shape[-1] // 8 * 4
     cut = (args[0][..., :half], args[1].clamp(max=half), args[2][:, : half // 4])
     with torch.no_grad():
-        assert error_of(small(*cut), model(*cut)[0]) <= 0.1
+        assert error_of(small(*cut)[0], model(*cut)[0]) <= 0.1
 
 
 def test_quality_is_compared_item_by_item_and_a_loss_is_positive_in_either_direction():
@@ -140,7 +142,7 @@ def test_deploy_leaves_model_and_facts(trained, tmp_path):
     out = tmp_path / "out"
     options = ["--no-compile", "--pairs", "4", "--batch-size", "4", "--device", "cpu", "--max-drop", "0.5", "--out"]
     done = CliRunner().invoke(command, [str(trained), "tiny:points", *options, str(out)], catch_exceptions=False)
-    assert done.exit_code == 0 and "test items" in done.output
+    assert done.exit_code == 0
     assert {path.name for path in out.iterdir()} == {"model.pt2", "deploy.json", ".speedkit-run"}
     facts = json.loads((out / "deploy.json").read_text())
     assert facts["size_bytes"] == (out / "model.pt2").stat().st_size
@@ -179,11 +181,6 @@ def test_on_a_gpu_refused_layers_stay_and_are_named(tmp_path):
     assert export.save(model, "int8-dynamic", (args.cuda(),), path=tmp_path / "m.pt2")["left_in_float32"] == ["0", "1"]
 
 
-def test_a_method_that_finds_nothing_says_what_it_is_for():
-    with pytest.raises(UsageError, match="int8-dynamic finds nothing to quantize in ConvNet: products of linear"):
-        exported(ConvNet().eval(), "int8-dynamic", a_batch(3, 8, 8))
-
-
 def test_without_torchao_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao", None)
     with pytest.raises(UsageError, match=r"needs the package torchao: install it with pip install -e \.\[quant\]"):
@@ -195,6 +192,8 @@ def test_static_int8_is_for_cpus():
     gpu = dataclasses.replace(cpu, device=torch.device("cuda"), gpu="A GPU", compute_capability=(8, 0))
     assert why_not("int8-static", cpu) == why_not("int8-dynamic", gpu) == ""
     assert "int8-static is for x86 CPUs, not for A GPU" in why_not("int8-static", gpu)
+    with pytest.raises(UsageError, match=r"there is no method 'int8-dynamc' \(did you mean int8-dynamic"):
+        why_not("int8-dynamc", cpu)
 
 
 def test_a_checkpoint_of_something_else_or_a_damaged_one_is_refused(trained, tmp_path, monkeypatch):

@@ -4,7 +4,7 @@ import copy
 import functools
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from speedkit.workloads.workload import Workload
 MODEL, FACTS = "model.pt2", "deploy.json"
 CALIBRATION = 256  # training items that static scales are found on
 BATCH = 32  # items that are evaluated at once
+Row = dict[str, Any]
+Model = Callable[..., Any]
 
 
 def batches(workload: Workload, items: Sequence[Any], model: nn.Module) -> Iterator[tuple[Tensor, ...]]:
@@ -44,7 +46,7 @@ def inputs_of(model: nn.Module, workload: Workload, items: Sequence[Any]) -> lis
     return inputs
 
 
-def save(model: nn.Module, method: str, args: Args, *, path: Path, **options: Any) -> dict[str, Any]:
+def save(model: nn.Module, method: str, args: Args, *, path: Path, **options: Any) -> Row:
     """Write `model` by `method` to `path` and return facts about the file; options are those of `exported`.
 
     `torch.export.load(path).module()` is the model again; that of int8-static needs the module
@@ -66,7 +68,7 @@ def save(model: nn.Module, method: str, args: Args, *, path: Path, **options: An
 
 
 @torch.no_grad()
-def quality(workload: Workload, before: nn.Module, after: nn.Module) -> dict[str, Any]:
+def quality(workload: Workload, before: nn.Module, after: nn.Module) -> Row:
     """Return the metric of two models on the test set, and the drop (above 0: worse) with 95 % bounds of it."""
     scores_before, scores_after = list[float](), list[float]()
     for batch in batches(workload, workload.test, before):
@@ -87,53 +89,42 @@ def quality(workload: Workload, before: nn.Module, after: nn.Module) -> dict[str
     }
 
 
-@torch.no_grad()
-def race(
-    model: nn.Module,
-    small: nn.Module,
-    args: Args,
-    *,
-    method: str,
-    compiled: bool,
-    pairs: int = 10,
-    window_s: float = 0.05,
-) -> list[dict[str, Any]]:
-    """Return rows of `measurements`, in seconds per call, of `model` in float32 and bfloat16 against `small`.
-
-    `small` is `model` by `method`; a ratio above 1 means that it is faster. Each pair takes turns on the batch `args`.
-    """
-    device, forms = args[0].device, {method: small, "float32": model}
-    if this_machine(device).supports("bf16"):
-        forms["bf16"] = copy.deepcopy(model)
-        forms["bf16"].forward = torch.autocast(device.type, torch.bfloat16)(forms["bf16"].forward)
-    calls: dict[str, Callable[[], Any]] = {}
-    for name, form in forms.items():
-        calls[name] = functools.partial(torch.compile(form, dynamic=False) if compiled else form, *args)
-        # Weights made constants are faster, but a CPU multiplies those of int8-dynamic as float32: it would keep these.
-        with torch._inductor.config.patch(freezing=name != "int8-dynamic"):
-            calls[name]()
-
-    count = math.ceil(window_s / min(min(timed(call, device, 2)) for call in calls.values()))
-    turns = {name: functools.partial(repeat, call, count) for name, call in calls.items()}
-    rows = []
-    for rival in [*forms][1:]:
-        pair = {rival: turns[rival], method: turns[method]}
-        row = compare_functions(f"batch of {len(args[0])}", pair, pairs=pairs, device=device)
-        for side in ("seconds_a", "seconds_b"):
-            row[side] = [seconds / count for seconds in row[side]]
-        rows.append(row | {"batch_size": len(args[0])})
-    return rows
-
-
-def repeat(call: Callable[[], Any], count: int) -> None:
-    """Call `call()` so often."""
-    for _ in range(count):
-        call()
-
-
 def sized(args: Args, size: int) -> Args:
     """Return the batch `args` cut or repeated to `size` samples."""
     return tuple(torch.cat([tensor] * math.ceil(size / len(tensor)))[:size].contiguous() for tensor in args)
+
+
+def in_bf16(model: nn.Module) -> nn.Module:
+    """Return a copy of `model` that runs under bfloat16 autocast."""
+    model = copy.deepcopy(model)
+    model.forward = torch.autocast(next(model.parameters()).device.type, torch.bfloat16)(model.forward)
+    return model
+
+
+@torch.no_grad()
+def compile_for(model: Model, method: str, args: Args) -> Model:
+    """Return `model`, which is by `method`, compiled for tensors like `args`."""
+    compiled = torch.compile(model, dynamic=False)
+    # Weights made constants are faster, but a CPU multiplies those of int8-dynamic as float32: these would be kept so.
+    with torch._inductor.config.patch(freezing=method != "int8-dynamic"):
+        compiled(*args)
+    return compiled
+
+
+@torch.no_grad()
+def race(name: str, models: Mapping[str, Model], args: Args, *, pairs: int = 10, window_s: float = 0.05) -> Row:
+    """Return the row of `measurements`, in seconds per call, of two models in turns: above 1 the second is faster."""
+    device = args[0].device
+    quickest_s = min(min(timed(functools.partial(model, *args), device, 2)) for model in models.values())
+    calls = max(1, math.ceil(window_s / quickest_s))
+
+    def window(model: Model) -> None:
+        for _ in range(calls):
+            model(*args)
+
+    windows = {key: functools.partial(window, model) for key, model in models.items()}
+    row = compare_functions(name, windows, pairs=pairs, device=device)
+    return row | {side: [seconds / calls for seconds in row[side]] for side in ("seconds_a", "seconds_b")}
 
 
 def deploy(
@@ -147,7 +138,7 @@ def deploy(
     batch_size: int = 64,
     pairs: int = 10,
     compiled: bool = True,
-) -> dict[str, Any]:
+) -> Row:
     """Quantize a trained `model`, prove it, and leave it in the folder `out`: model.pt2 and deploy.json.
 
     Return what deploy.json holds: facts, sizes, quality, and measurements against the same model in float32 and
@@ -172,10 +163,17 @@ def deploy(
             f"{method} takes {fell}, a drop above {max_drop:g}, so no model is left: take another method"
         )
 
-    compiled = compiled and hardware.supports("compile")
-    rows: list[dict[str, Any]] = []
+    models: dict[str, Model] = {method: small, "float32": model}
+    rows = []
+    if hardware.supports("bf16"):
+        models["bf16"] = in_bf16(model)  # the rival that is as simple to have
     for size in sorted({1, batch_size}):
-        rows += race(model, small, sized(args, size), method=method, compiled=compiled, pairs=pairs)
+        batch, forms = sized(args, size), models
+        if compiled and hardware.supports("compile"):
+            forms = {name: compile_for(form, name, batch) for name, form in models.items()}
+        for rival in [*forms][1:]:
+            pair = {rival: forms[rival], method: forms[method]}
+            rows.append(race(f"batch of {size}", pair, batch, pairs=pairs) | {"batch_size": size})
     facts |= {
         "workload": workload.name,
         "device": hardware.device.type,

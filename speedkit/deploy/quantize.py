@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
+from speedkit.config import nearest
 from speedkit.errors import UsageError
 from speedkit.hardware import Hardware
 
@@ -22,7 +23,9 @@ Args = tuple[Tensor, ...]
 
 
 def why_not(method: str, hardware: Hardware) -> str:
-    """Return why `method` cannot be used on `hardware`, as a sentence, or ""."""
+    """Return why `method` cannot be used on `hardware`, as a sentence, or "". Raises UsageError for an unknown one."""
+    if method not in METHODS:
+        raise UsageError(f"there is no method {method!r}{nearest(method, METHODS)}: take {', '.join(METHODS)}")
     if method == "int8-static" and hardware.device.type != "cpu":
         return f"int8-static is for x86 CPUs, not for {hardware.name}: add --device cpu, or take int8-dynamic"
     return ""

@@ -3,7 +3,6 @@
 import collections
 import contextlib
 from collections.abc import Callable, Generator, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from speedkit.errors import UsageError
-from speedkit.files import write_json
 from speedkit.measure.diagnose import cause_in_words, costly_switches, of_loop
 from speedkit.measure.ledger import AUDITED, Ledger, Look, traced_steps
 from speedkit.measure.timeline import DATA, EVALUATION, FORWARD, OPTIMIZER, OTHER, RARE, Timeline, replaced, timing
@@ -19,14 +17,7 @@ from speedkit.measure.timeline import DATA, EVALUATION, FORWARD, OPTIMIZER, OTHE
 
 @contextlib.contextmanager
 def watch(
-    model: nn.Module,
-    optimizer: Optimizer,
-    loader: Any,
-    *,
-    skip: int = 3,
-    steps: int = 20,
-    out: str | Path | None = None,
-    show: bool = True,
+    model: nn.Module, optimizer: Optimizer, loader: Any, *, skip: int = 3, steps: int = 20, show: bool = True
 ) -> Iterator["Watched"]:
     """Time the training loop inside the block: `with watch(model, optimizer, loader) as seen:` around it as it is.
 
@@ -35,7 +26,7 @@ def watch(
     compilation count. What follows the forward pass, up to `backward()`, is its loss and counts as forward; from a
     forward pass in evaluation mode or without gradients on, up to training again, all is evaluation. Afterwards
     everything is as it was, also where the loop raises, and `seen` has `ledger`, `diagnosis` and `notes`, which are
-    printed (`show`) and written to `out`/ledger.json. Raises UsageError where nothing can be watched.
+    printed (`show`). Raises UsageError where nothing can be watched.
     """
     seen = Watched(model, optimizer, loader, skip=skip, steps=steps)
     with contextlib.ExitStack() as stack:
@@ -45,7 +36,7 @@ def watch(
             raise UsageError(
                 f"a {type(loader).__name__} cannot be watched as a loader: give the DataLoader that the loop goes over"
             ) from None
-        stack.callback(seen.conclude, out, show=show)
+        stack.callback(seen.conclude, show=show)
         seen.install(stack)
         yield seen
         seen.step_may_end()
@@ -151,27 +142,23 @@ class Watched:
             self.later += 1
             self.later_s.update(self.timeline.take())
 
-    def conclude(self, out: str | Path | None, *, show: bool) -> None:
-        """Make the ledger and the diagnosis of what was seen; write and print them."""
+    def conclude(self, *, show: bool) -> None:
+        """Make the ledger and the diagnosis of what was seen, and print them."""
         needed = self.skip + self.look.to_time + 1 + traced_steps(self.device) + AUDITED
         if self.steps < needed:
             made = f"the loop made {self.steps} steps with the optimizer given here"
             self.notes.append(f"{made}: a look at all takes {needed}")
         if not (self.forwards and self.batches):
             self.notes.append("the loop used no such model or loader: give those that it calls, compiled or wrapped")
-        timed, timed_s = self.look.timed, self.look.seconds
+        timed = self.look.timed
         share = timed / max(1, timed + self.later)
-        rare = {cause: share * (timed_s[cause] + self.later_s[cause]) for cause in RARE}
+        rare = {cause: share * (self.look.seconds[cause] + self.later_s[cause]) for cause in RARE}
         self.ledger = self.look.ledger(rare, evaluations=self.evaluations / max(1, self.steps))
         if timed:
             try:
                 self.diagnosis = of_loop(self.ledger, self.loader, self.device)
             except Exception as error:  # of the loader's own items, say: the training is worth more
                 self.notes.append(f"no diagnosis: {type(error).__name__}: {error}")
-        if out is not None:
-            Path(out).mkdir(parents=True, exist_ok=True)
-            result = self.ledger.as_dict() | {"diagnosis": self.diagnosis, "notes": self.notes}
-            write_json(Path(out) / "ledger.json", result)
         if show:
             print(self)
 

@@ -2,7 +2,6 @@
 
 import functools
 import os
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -20,14 +19,14 @@ BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
-# The profiler's name of each operation: its kernel, and which of its arguments is the mask.
-OPERATIONS: dict[str, tuple[str, int | None]] = {
-    "aten::_scaled_dot_product_flash_attention_for_cpu": ("flash", 5),
-    "aten::_scaled_dot_product_flash_attention": ("flash", None),
-    "aten::_scaled_dot_product_efficient_attention": ("efficient", 3),
-    "aten::_scaled_dot_product_cudnn_attention": ("cudnn", 3),
-    "aten::_scaled_dot_product_attention_math": ("math", 3),
-    "torch_attn::_varlen_attn": ("flash, lengths", None),
+# By the profiler's names of their operations.
+OPERATIONS = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu": "flash",
+    "aten::_scaled_dot_product_flash_attention": "flash",
+    "aten::_scaled_dot_product_efficient_attention": "efficient",
+    "aten::_scaled_dot_product_cudnn_attention": "cudnn",
+    "aten::_scaled_dot_product_attention_math": "math",
+    "torch_attn::_varlen_attn": "flash, lengths",
 }
 
 
@@ -53,24 +52,21 @@ def apply_attention(model: nn.Module, plan: Plan) -> None:
     """
     if plan.attention == "auto":
         return
-    blocks = [block for _, block in repeated_blocks(model)] if plan.compile_scope == "blocks" else []
+    blocks = repeated_blocks(model) if plan.compile_scope == "blocks" else []
     for module in (model, *blocks):
         module.forward = with_kernel(module.forward, plan)
 
 
 def which_ran(function: Callable[[], Any]) -> list[dict[str, Any]]:
-    """Call `function()`; return {kernel, dtype, query, mask, calls} of each attention kernel that ran.
+    """Call `function()`; return {kernel, query, calls} of each attention kernel that ran.
 
     The shape `query` is [B, H, T, D]. In compiled code math is no operation of its own, and has no entry.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # no message on machines without a GPU
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as run:
         function()
-    counts: Counter[tuple[Any, ...]] = Counter()
-    for event in run.profiler.kineto_results.events():  # type: ignore[union-attr]  # events() of `run` has no dtypes
-        if event.name() in OPERATIONS:
-            (kernel, mask_at), shapes = OPERATIONS[event.name()], [tuple(shape) for shape in event.shapes()]
-            dtype = event.dtypes()[0].rpartition("::")[2].lower()
-            counts[kernel, dtype, shapes[0], () if mask_at is None else shapes[mask_at]] += 1
-    columns = ("kernel", "dtype", "query", "mask", "calls")
-    return [dict(zip(columns, (*key, calls), strict=True)) for key, calls in counts.items()]
+    return [
+        {"kernel": OPERATIONS[event.key], "query": tuple(event.input_shapes[0]), "calls": event.count}
+        for event in run.key_averages(group_by_input_shape=True)
+        if event.key in OPERATIONS
+    ]

@@ -26,7 +26,7 @@ def apply_compile(model: nn.Module, plan: Plan, workload: Workload | None = None
     """
     if plan.compile == "off" or plan.compile_scope == "step":
         return ""
-    blocks = [block for _, block in repeated_blocks(model)] if plan.compile_scope == "blocks" else []
+    blocks = repeated_blocks(model) if plan.compile_scope == "blocks" else []
     for module in blocks or [model]:
         # As the outermost call dynamo skips PyTorch's own code: nothing of a plain Sequential would be compiled.
         with torch._dynamo.config.patch(wrap_top_frame=type(module).__module__.startswith("torch.")):
@@ -79,20 +79,15 @@ def failure(error: BaseException) -> str:
     return f"{type(error).__name__}: {first[:300]}".removesuffix(": ")
 
 
-def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return (name, module) of the outermost blocks of `model` whose class it holds more than once.
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the outermost modules inside `model` whose class it holds more than once.
 
     A block has parameters and children, and is no plain container.
     """
-    candidates = [
-        (name, module)
-        for name, module in model.named_modules()
-        if [*module.children()] and [*module.parameters()] and type(module) not in CONTAINERS
-    ]
-    count = Counter(type(module) for _, module in candidates)
-    blocks: list[tuple[str, nn.Module]] = []
-    for name, module in candidates:  # outer ones come first
-        inside = any(name.startswith(f"{outer}.") for outer, _ in blocks)
-        if name and count[type(module)] > 1 and not inside:
-            blocks.append((name, module))
-    return blocks
+    _, *modules = model.modules()
+    learning = [module for module in modules if next(module.parameters(), None) is not None]
+    blocks = [module for module in learning if [*module.children()] and type(module) not in CONTAINERS]
+    count = Counter(type(block) for block in blocks)
+    repeated = [block for block in blocks if count[type(block)] > 1]
+    inside = {inner for block in repeated for inner in block.modules() if inner is not block}
+    return [block for block in repeated if block not in inside]

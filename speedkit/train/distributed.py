@@ -130,7 +130,7 @@ class Ranks:
         mesh = dist.init_device_mesh(self.device.type, (self.count,))
         gathered_as = torch.bfloat16 if plan.precision == "bf16" else None
         policy = MixedPrecisionPolicy(param_dtype=gathered_as, reduce_dtype=torch.float32)
-        for module in (*(block for _, block in repeated_blocks(model)), model):
+        for module in (*repeated_blocks(model), model):
             fully_shard(module, mesh=mesh, mp_policy=policy)
         return model
 

@@ -45,7 +45,7 @@ def checkpoint_blocks(model: nn.Module, plan: Plan) -> str:
     """
     if plan.checkpointing == "off":
         return ""
-    blocks = [block for _, block in repeated_blocks(model)]
+    blocks = repeated_blocks(model)
     if not blocks:
         return f"{type(model).__name__} has no repeated blocks: no class of modules with children occurs twice in it"
     for module in (module for block in blocks for module in block.modules()):
@@ -55,11 +55,11 @@ def checkpoint_blocks(model: nn.Module, plan: Plan) -> str:
     options = {"context_fn": contexts} if plan.checkpointing == "selective" else {}
     for block in blocks:
         # A partial of a bound method is copied along with a model that is deep-copied; a closure would not be.
-        block.forward = functools.partial(_recomputed, block, block.forward, plan, options)
+        block.forward = functools.partial(_recomputed, block, block.forward, plan=plan, options=options)
     return ""
 
 
-def _recomputed(block: nn.Module, forward: Any, plan: Plan, options: Any, *inputs: Any, **named: Any) -> Any:
+def _recomputed(block: nn.Module, forward: Any, *inputs: Any, plan: Plan, options: Any, **named: Any) -> Any:
     if not (block.training and torch.is_grad_enabled()):
         return forward(*inputs, **named)
     # The backward pass runs outside the model's choice of attention kernels; compiled code has made it for both.
