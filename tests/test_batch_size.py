@@ -71,9 +71,8 @@ def test_no_other_error_passes_for_out_of_memory(error):
 @pytest.mark.parametrize(("fits", "kind", "where"), [(1, "cuda", "forward"), (30, "cudnn", "backward")])
 def test_sizes_double_until_one_does_not_fit(fits, kind, where, device):
     result = search(limited(points(train=48, batch_size=48), fits, kind, where), device=device)
-    assert [*result.rates] == [size for size in (1, 2, 3, 6, 12, 24, 48) if size <= fits]
-    assert result.largest == max(result.rates) and result.micro_batch in result.rates
-    assert "does not fit" in result.why
+    assert [*result.rates] == sorted({fits, *(size for size in (1, 2, 3, 6, 12, 24, 48) if size <= fits)})
+    assert result.largest == fits and result.micro_batch in result.rates and f"{fits + 1} does not fit" in result.why
 
 
 @pytest.mark.parametrize(
@@ -96,8 +95,8 @@ def test_a_size_that_could_need_more_than_the_room_is_never_run_on_a_cpu():
     assert whole.largest == 64
     room = (whole.peak_bytes[16] + whole.peak_bytes[32]) // 2
     result = search(noting(workload, sizes), room_bytes=room)
-    assert result.largest == 16 == max(size for size, _ in sizes)
-    assert max(result.peak_bytes.values()) <= room and "32 does not fit" in result.why
+    assert 16 <= result.largest < 32 and result.largest == max(size for size, _ in sizes)
+    assert max(result.peak_bytes.values()) <= room and "does not fit" in result.why
 
 
 def test_the_knee_is_the_smallest_near_the_best():
@@ -120,7 +119,7 @@ def test_a_run_with_auto_is_bit_identical_to_one_with_the_size_it_chose(norm, pr
     workload, plan = normalised(norm, clip_norm=1.0), Plan(log_every=1, precision=precision, micro_batch="auto")
     auto = fit(limited(workload, 6), plan=plan, device="cpu", progress=False)
     (choice,) = (fallback for fallback in auto.effective.fallbacks if fallback.field == "micro_batch")
-    assert choice.asked == "auto" and choice.got in (1, 2, 4) and "of" in choice.why
+    assert choice.asked == "auto" and choice.got in (1, 2, 4, 6) and "of" in choice.why
     fixed = fit(workload, plan=dataclasses.replace(plan, micro_batch=choice.got), device="cpu", progress=False)
     assert auto.loss == fixed.loss and auto.evaluation["value"] == fixed.evaluation["value"]
     assert all(map(torch.equal, auto.model.state_dict().values(), fixed.model.state_dict().values()))
@@ -131,8 +130,8 @@ def test_batch_norm_gets_the_largest_and_never_one_sample():
     workload = normalised(nn.BatchNorm1d)
     assert search(noting(workload, seen)).micro_batch == 16
     assert min(size for size, _ in seen) == 2
-    result = search(limited(workload, 9))
-    assert result.micro_batch == 8 and "batch norm" in result.why
+    result = search(limited(workload, 7))
+    assert result.micro_batch == 7 and "batch norm" in result.why
 
 
 def load_ramp(item):
