@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import statistics
 
 import pytest
 import torch
@@ -128,14 +127,13 @@ def with_bad_items(workload, *paths):
     return dataclasses.replace(workload, load=functools.partial(nan_for, size=8, paths=paths))
 
 
-class LogOfNegative(nn.Module):
-    def forward(self, inputs):
-        return torch.log(6 + inputs)
+class Power(nn.Module):
+    def __init__(self, offset, exponent):
+        super().__init__()
+        self.offset, self.exponent = offset, exponent
 
-
-class SquareRootOfZero(nn.Module):
     def forward(self, inputs):
-        return inputs + torch.sqrt(inputs * 0)
+        return (inputs * 0 + self.offset) ** self.exponent + inputs
 
 
 def test_samples_that_are_not_finite_are_named():
@@ -150,8 +148,8 @@ def test_samples_that_are_not_finite_are_named():
 @pytest.mark.parametrize(
     ("layers", "where"),
     [
-        ((nn.Flatten(), LogOfNegative(), nn.Linear(8, 2)), "the output of 1 is not finite first"),
-        ((nn.Linear(8, 8), SquareRootOfZero(), nn.Linear(8, 2)), "the gradient of 0.bias is not finite first"),
+        ((nn.Flatten(), Power(-1, 0.5), nn.Linear(8, 2)), "the output of 1 is not finite first"),
+        ((nn.Linear(8, 8), Power(0, 0.5), nn.Linear(8, 2)), "the gradient of 0.bias is not finite first"),
     ],
 )
 def test_the_module_where_it_begins_is_named(layers, where):
@@ -160,24 +158,22 @@ def test_the_module_where_it_begins_is_named(layers, where):
     assert where in history.skipped[0]["why"]
 
 
-def unreadable_for(item, size, path):
+def unreadable_for(item, path):
     if item.path == path:
         raise BadItem(path, "torn")
-    return load(item, size)
+    return load(item, 8)
 
 
 @pytest.mark.parametrize("plan", [{}, {"cache": "ram"}, {"features_on": "device"}], ids=str)
 def test_a_batch_is_made_again_as_it_was_and_its_items_named(plan):
     workload = points(train=40, augment=jitter)  # 16, 16 and 8; one item is unreadable
-    workload = dataclasses.replace(workload, load=functools.partial(unreadable_for, size=8, path="21"))
+    workload = dataclasses.replace(workload, load=functools.partial(unreadable_for, path="21"))
     run = setup_run(workload, plan=Plan(**plan), device="cpu", progress=False)
-    stream = run.train_batches
-    for _ in range(7):
-        batch = next(stream)
-        again, names = stream.batch_at(stream.epoch, stream.position)
-        assert all(torch.equal(mine, theirs) for mine, theirs in zip(again, batch, strict=True))
-        items = torch.stack([load(item, 8) * 2 for name in names for item in workload.train if item.path == name])
-        assert torch.equal(items, batch[0])
+    for batch in itertools.islice(run.train_batches, 7):
+        again, names = run.train_batches.batch_at(run.train_batches.epoch, run.train_batches.position)
+        assert all(map(torch.equal, again, batch))
+        items = [load(item, 8) * 2 for name in names for item in workload.train if item.path == name]
+        assert torch.equal(torch.stack(items), batch[0])
     run.close()
 
 
@@ -208,25 +204,22 @@ def test_a_resumed_run_keeps_count_of_bad_steps(tmp_path):
 def test_weights_that_became_nan_are_replaced_by_the_last_good_ones(fused):
     workload = dataclasses.replace(points(epochs=None, steps=40, optimizer="sgd"), model=normed)
     run = setup_run(workload, plan=Plan(fused_optimizer=fused, **RECOVER), device="cpu", progress=False)
-    losses, states = [], {}
+    states = {}
     for step in steps(run):
-        losses.append(float(run.last_loss))
         states[step] = everything(run)
         if step == 22:
             run.model[0].weight.data.fill_(math.nan)
-        if step == 30:
-            assert all(torch.equal(value, states[20][name]) for name, value in everything(run).items())
         if step == 31:
             assert float(run.optimizer.param_groups[0]["lr"]) == pytest.approx(run.learning_rates[22] / 2)
     run.close()
+    assert not changed(states[20], states[30])
     history = run.finish()
-    (recovery,) = history.recoveries
+    [recovery] = history.recoveries
     assert recovery["step"] == 30  # the first log point with five bad steps in a row behind it
     assert "the weights, 0.weight first" in recovery["why"]
     assert "went back to the state after step 20, learning rate times 0.5" in recovery["action"]
-    assert [one["step"] for one in history.skipped] == list(range(23, 31))
-    assert history.steps == 40 - 8
-    assert statistics.fmean(losses[35:]) < statistics.fmean(losses[:5])
+    assert [step["step"] for step in history.skipped] == list(range(23, 31)) and history.steps == 40 - 8
+    assert history.loss[-1] < history.loss[0]
 
 
 @pytest.mark.parametrize(
@@ -252,9 +245,7 @@ def test_out_of_memory_repeats_the_step_as_if_the_micro_batch_had_been_smaller(k
     history = fit(limited(workload, 4, kind, where), plan=Plan(log_every=1), **options)
     assert outcome(history) == outcome(smaller) and history.loss == smaller.loss
     why = "out of memory at step 1"
-    fallbacks = [Fallback("micro_batch", 16, 8, why), Fallback("micro_batch", 8, 4, why)]
-    assert history.as_dict()["fallbacks"] == [dataclasses.asdict(fallback) for fallback in fallbacks]
-    assert history.effective.plan.micro_batch == 4
+    assert history.effective.fallbacks == (Fallback("micro_batch", 16, 8, why), Fallback("micro_batch", 8, 4, why))
 
 
 def test_what_cannot_be_repeated_ends_the_run_with_what_to_do():
@@ -269,13 +260,5 @@ def test_what_cannot_be_repeated_ends_the_run_with_what_to_do():
 
 
 def test_evaluation_takes_no_larger_parts_than_training():
-    workload, sizes = points(), []
-
-    def loss(model, batch, recipe):
-        sizes.append((model.training, len(batch[0])))
-        return workload.loss(model, batch, recipe)
-
-    history = fit(dataclasses.replace(workload, loss=loss), plan=Plan(micro_batch=5), device="cpu", progress=False)
-    assert max(size for training, size in sizes if not training) == 5
+    history = fit(limited(points(), 5, where="evaluation"), plan=Plan(micro_batch=5), device="cpu", progress=False)
     assert history.evaluation["n"] == 32
-    assert history.evaluation["value"] == fit(workload, plan=Plan(micro_batch=5), device="cpu").evaluation["value"]
