@@ -12,7 +12,6 @@ from test_resume import interrupting, outcome
 from tiny import every_number_format, jitter, load, points
 from torch import nn
 
-from speedkit.data.decode import BadItem
 from speedkit.errors import Interrupted, SpeedkitError
 from speedkit.plan import Fallback, Plan
 from speedkit.train import nonfinite
@@ -156,25 +155,6 @@ def test_the_module_where_it_begins_is_named(layers, where):
     workload = dataclasses.replace(points(epochs=None, steps=3), model=lambda: nn.Sequential(*layers))
     history = fit(workload, plan=Plan(log_every=1, on_nonfinite="skip"), device="cpu", progress=False)
     assert where in history.skipped[0]["why"]
-
-
-def unreadable_for(item, path):
-    if item.path == path:
-        raise BadItem(path, "torn")
-    return load(item, 8)
-
-
-@pytest.mark.parametrize("plan", [{}, {"cache": "ram"}, {"features_on": "device"}], ids=str)
-def test_a_batch_is_made_again_as_it_was_and_its_items_named(plan):
-    workload = points(train=40, augment=jitter)  # 16, 16 and 8; one item is unreadable
-    workload = dataclasses.replace(workload, load=functools.partial(unreadable_for, path="21"))
-    run = setup_run(workload, plan=Plan(**plan), device="cpu", progress=False)
-    for batch in itertools.islice(run.train_batches, 7):
-        again, names = run.train_batches.batch_at(run.train_batches.epoch, run.train_batches.position)
-        assert all(map(torch.equal, again, batch))
-        items = [load(item, 8) * 2 for name in names for item in workload.train if item.path == name]
-        assert torch.equal(torch.stack(items), batch[0])
-    run.close()
 
 
 def test_looking_for_the_cause_changes_nothing_of_the_run(monkeypatch):

@@ -155,13 +155,13 @@ class MicroBatchTrial:
 
         The least of a size's times counts, for what else goes on only ever adds; rounds make a drift hit all alike.
         """
-        least, near = dict.fromkeys(sizes, math.inf), sizes
+        minimum_s, candidates = dict.fromkeys(sizes, math.inf), sizes
         for _ in range(ROUNDS):
-            for size in near:
+            for size in candidates:
                 step = functools.partial(self.take_step, size, self.batch_size)
-                least[size] = min(least[size], *timed(step, self.run.device, STEPS))
-            near = [size for size in near if least[size] <= NEAR * min(least.values())]
-        return {size: self.batch_size / seconds for size, seconds in least.items()}
+                minimum_s[size] = min(minimum_s[size], *timed(step, self.run.device, STEPS))
+            candidates = [size for size in candidates if minimum_s[size] <= NEAR * min(minimum_s.values())]
+        return {size: self.batch_size / seconds for size, seconds in minimum_s.items()}
 
 
 def knee(rates: dict[int, float]) -> int:
