@@ -32,7 +32,7 @@ def stopped(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("at", [0.0, 0.5, 1.0], ids="at {:.0%}".format)
+@pytest.mark.parametrize("at", [0.5, 1.0], ids="at {:.0%}".format)
 def test_a_flipped_bit_is_found_and_the_run_goes_on_from_the_one_before(stopped, capsys, at):
     path = stopped / checkpoint.NAME
     assert torch.load(path, weights_only=True)["step"] == 8
@@ -46,8 +46,8 @@ def test_a_flipped_bit_is_found_and_the_run_goes_on_from_the_one_before(stopped,
 
 
 def test_with_all_of_them_damaged_nothing_is_made_up(stopped):
-    for name in (checkpoint.NAME, checkpoint.PREVIOUS):
-        (stopped / name).write_bytes(b"")
+    torch.save({"epoch": 3}, stopped / checkpoint.NAME)  # that of another program
+    (stopped / checkpoint.PREVIOUS).write_bytes(b"")
     with pytest.raises(SpeedkitError, match=r"checkpoint\.pt cannot be read, nor can one before it: remove it"):
         fit(lively(), out=stopped, resume=True, **OPTIONS)
 

@@ -1,18 +1,13 @@
 """Interrupted runs: what is left behind is whole, and going on from it is the run that was never interrupted."""
 
-import contextlib
 import dataclasses
 import itertools
 import json
 import os
 import resource
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-import torch
 from tiny import emulating, jitter, loss, points
 
 from speedkit.errors import Interrupted, SpeedkitError, UsageError
@@ -39,13 +34,13 @@ def lively(**recipe):
     return points(train=100, augment=jitter, dropout=0.2, clip_norm=1.0, **recipe)
 
 
-def interrupting(workload, at, number=signal.SIGINT):
-    """`workload`, whose loss sends this process a signal in training step `at`, counted from 1."""
+def interrupting(workload, at):
+    """`workload`, whose loss sends this process SIGINT in training step `at`, counted from 1."""
     calls = itertools.count(1)
 
     def loss_with_signal(model, batch, recipe):
         if model.training and next(calls) == at:
-            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), signal.SIGINT)
         return loss(model, batch, recipe)
 
     return dataclasses.replace(workload, loss=loss_with_signal)
@@ -104,12 +99,6 @@ def test_a_checkpoint_of_another_run_is_refused_and_says_what_differs(stopped, w
         fit(workload, device="cpu", progress=False, out=stopped, resume=True)
 
 
-def test_a_checkpoint_of_another_program_is_named(stopped):
-    torch.save({"epoch": 3}, stopped / checkpoint.NAME)
-    with pytest.raises(SpeedkitError, match=r"checkpoint\.pt cannot be read, .* remove it"):
-        fit(lively(), device="cpu", progress=False, out=stopped, resume=True)
-
-
 def test_a_checkpoint_that_does_not_fit_on_the_disk_leaves_the_one_before(stopped):
     path = stopped / checkpoint.NAME
     before = path.read_bytes()
@@ -125,70 +114,3 @@ def test_a_checkpoint_that_does_not_fit_on_the_disk_leaves_the_one_before(stoppe
         run.close()
     assert path.read_bytes() == before
     assert not list(stopped.glob("*.tmp")) + list(stopped.glob(".*.tmp"))
-
-
-# Real processes, real signals.
-
-CHILD = """
-import dataclasses, os, sys, time
-import torch
-torch.set_num_threads(1)
-sys.path[:0] = [sys.argv[1]]
-from test_resume import lively, loss
-from tiny import emulating
-from speedkit.errors import Interrupted
-from speedkit.plan import Plan
-from speedkit.train import setup
-from speedkit.train.fit import fit
-
-setup.this_machine = emulating
-
-calls = iter(range(10**6))
-def waiting_loss(model, batch, recipe):
-    if model.training and next(calls) == 9:
-        while not os.path.exists(sys.argv[2] + "/checkpoint.pt"):  # of the first epoch's end, written beside the steps
-            time.sleep(0.01)
-        print("in step 10", flush=True)
-        os.read(0, 1)  # until the test has sent its signal
-    return loss(model, batch, recipe)
-
-workload = dataclasses.replace(lively(), loss=waiting_loss)
-plan = Plan(precision="fp16", workers=2, persistent_workers=True, log_every=4)
-try:
-    fit(workload, plan=plan, device="cpu", progress=False, out=sys.argv[2])
-except Interrupted as error:
-    print(error, file=sys.stderr)
-    sys.exit(error.exit_code)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("number", "code", "group"), [(signal.SIGINT, 130, True), (signal.SIGTERM, 143, False), (signal.SIGKILL, -9, False)]
-)
-def test_a_process_stopped_by_a_signal_can_be_resumed(tmp_path, number, code, group):
-    tests = str(Path(__file__).parent)
-    child = subprocess.Popen(
-        [sys.executable, "-c", CHILD, tests, str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        assert child.stdout.readline() == "in step 10\n"
-        (os.killpg if group else os.kill)(child.pid, number)
-        _, complaint = child.communicate("x" if number != signal.SIGKILL else None, timeout=60)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
-    assert child.returncode == code
-    if number != signal.SIGKILL:  # a worker may say that its killed parent broke off a connection
-        assert "Traceback" not in complaint
-    plan = Plan(precision="fp16", workers=2, persistent_workers=True, log_every=4)
-    whole = fit(lively(), plan=plan, device="cpu", progress=False)
-    resumed = fit(lively(), plan=plan, device="cpu", progress=False, out=tmp_path, resume=True)
-    assert resumed.resumed_from == (7 if number == signal.SIGKILL else 10)  # the end of the first epoch, or the step
-    assert outcome(resumed) == outcome(whole)

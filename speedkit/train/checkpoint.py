@@ -54,10 +54,6 @@ class CheckpointWriter:
         if error is not None:
             raise SpeedkitError(f"the checkpoint could not be written to {self.folder}: {error}") from error
 
-    def close(self) -> None:
-        """Return when nothing is being written, whatever came of it."""
-        self.executor.shutdown()
-
     def _write(self, state: dict[str, Any]) -> None:
         with atomic(self.folder / NAME) as temporary:
             torch.save(state, temporary)

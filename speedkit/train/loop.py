@@ -9,6 +9,7 @@ from torch import Tensor
 from speedkit.data.loader import BatchStream
 from speedkit.errors import SpeedkitError
 from speedkit.plan import Fallback
+from speedkit.train.checkpoint import save
 from speedkit.train.compile import failure
 from speedkit.train.memory import is_out_of_memory, release, save_snapshot
 from speedkit.train.optimizer import set_learning_rate
@@ -82,8 +83,8 @@ def train(run: TrainingRun) -> Generator[int, None, None]:
         del batch, parts, part, loss, outputs  # else they would lie in memory beside the next batch, or the test set's
         if evaluates:
             evaluate(run)
-        if evaluates or run.stopping:
-            run.save_checkpoint()
+        if run.out is not None and (evaluates or run.stopping):
+            save(run)
         yield run.step
 
 

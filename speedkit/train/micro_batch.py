@@ -70,13 +70,15 @@ def find_micro_batch(
         sizes = list(itertools.takewhile(functools.partial(trial.fits, room_bytes=room_bytes), trial.sizes))
         if not sizes:
             raise SpeedkitError("not even the longest items alone fit: take shorter ones, or checkpointing=blocks")
+        refused = ""
+        if sizes != trial.sizes:
+            sizes = sorted({*sizes, trial.largest(sizes[-1], trial.sizes[len(sizes)], room_bytes)})
+            refused = f"; {sizes[-1] + 1} does not fit"
         rates = trial.rates(sizes)
     chosen, why = knee(rates), f"the smallest within {TOLERANCE:.0%} of the best"
     if trial.batch_norm:
         chosen, why = sizes[-1], "the largest, for batch norm"
-    why = f"{why} of {', '.join(map(str, sizes))}"
-    if sizes != trial.sizes:
-        why += f"; {trial.sizes[len(sizes)]} does not fit"
+    why = f"{why} of {', '.join(map(str, sizes))}{refused}"
     return MicroBatchSearch(chosen, sizes[-1], rates, trial.peak_bytes, why, time.perf_counter() - began_s)
 
 
@@ -141,18 +143,25 @@ class MicroBatchTrial:
         release(self.run.device)
         return False
 
+    def largest(self, fits: int, too_large: int, room_bytes: float) -> int:
+        """Return the largest size that fits, found by halving the gap between one that does and one that does not."""
+        while too_large - fits > 1:
+            middle = (fits + too_large) // 2
+            fits, too_large = (middle, too_large) if self.fits(middle, room_bytes) else (fits, middle)
+        return fits
+
     def rates(self, sizes: list[int]) -> dict[int, float]:
         """Return samples/s of optimizer steps in micro-batches of each of `sizes`.
 
         The least of a size's times counts, for what else goes on only ever adds; rounds make a drift hit all alike.
         """
-        least, near = dict.fromkeys(sizes, math.inf), sizes
+        minimum_s, candidates = dict.fromkeys(sizes, math.inf), sizes
         for _ in range(ROUNDS):
-            for size in near:
+            for size in candidates:
                 step = functools.partial(self.take_step, size, self.batch_size)
-                least[size] = min(least[size], *timed(step, self.run.device, STEPS))
-            near = [size for size in near if least[size] <= NEAR * min(least.values())]
-        return {size: self.batch_size / seconds for size, seconds in least.items()}
+                minimum_s[size] = min(minimum_s[size], *timed(step, self.run.device, STEPS))
+            candidates = [size for size in candidates if minimum_s[size] <= NEAR * min(minimum_s.values())]
+        return {size: self.batch_size / seconds for size, seconds in minimum_s.items()}
 
 
 def knee(rates: dict[int, float]) -> int:

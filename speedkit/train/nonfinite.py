@@ -6,7 +6,6 @@ losses anyway; `locate_nonfinite` finds the module and the samples in which NaN 
 
 import copy
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -101,7 +100,7 @@ class Recovery:
         for index, loss in enumerate(losses):
             self.bad_in_row = 0 if math.isfinite(loss) else self.bad_in_row + 1
             if self.bad_in_row:
-                note_bad_step(run, run.step - len(losses) + 1 + index, loss, position=run.positions[index])
+                note_bad_step(run, loss, (run.step - len(losses) + 1 + index, *run.positions[index]))
         if self.bad_in_row >= PATIENCE:
             self.roll_back(run)
         elif run.plan.on_nonfinite == "recover" and not self.bad_in_row:
@@ -118,7 +117,7 @@ class Recovery:
         """Make the state that of the snapshot. Raises SpeedkitError where there is none, or it was of no use."""
         first = run.history.skipped[-self.bad_in_row]
         why = f"{self.bad_in_row} steps in a row are not finite, step {first['step']} first: "
-        why += explain(run, first["step"], (first["epoch"], first["position"]))
+        why += explain(run, (first["step"], first["epoch"], first["position"]))
         if not self.snapshot:
             raise SpeedkitError(f"{why}; on_nonfinite=recover goes back to good weights and lowers the learning rate")
         if len(run.history.recoveries) == RECOVERIES:
@@ -132,27 +131,27 @@ class Recovery:
         run.progress.say(f"  step {run.step}: {why}; {action}")
 
 
-def note_bad_step(run: "TrainingRun", step: int, loss: float, *, position: tuple[int, int]) -> None:
-    """Add `step`, which learned from the batch at `position`, to those of the history; raise where none is left out."""
+def note_bad_step(run: "TrainingRun", loss: float, place: tuple[int, int, int]) -> None:
+    """Add the step at `place` (step, epoch, batch) to those left out; raise SpeedkitError where the plan skips none."""
     skips = run.plan.on_nonfinite != "raise"
     looked_for = not skips or len(run.history.skipped) < EXPLAINED
-    why = explain(run, step, position) if looked_for else "not looked for"
+    why = explain(run, place) if looked_for else "not looked for"
     if not skips:
         advice = "lower learning_rate, set clip_norm, or leave such steps out with on_nonfinite=skip"
-        raise SpeedkitError(f"the loss of step {step} is {loss}: {why}; {advice}")
+        raise SpeedkitError(f"the loss of step {place[0]} is {loss}: {why}; {advice}")
     if looked_for:
-        run.progress.say(f"  step {step} is left out: {why}")
-    run.history.skipped.append({"step": step, "epoch": position[0], "position": position[1], "why": why})
+        run.progress.say(f"  step {place[0]} is left out: {why}")
+    run.history.skipped.append(dict(zip(("step", "epoch", "position"), place, strict=True)) | {"why": why})
 
 
-def explain(run: "TrainingRun", step: int, position: tuple[int, int]) -> str:
-    """Return where the batch of `step`, at `position` (epoch, batch) of the data, first is not finite."""
+def explain(run: "TrainingRun", place: tuple[int, int, int]) -> str:
+    """Return where the batch of a step, at `place` (step, epoch, batch), first is not finite."""
     if run.ranks is not None:
         return "where from is looked for on one rank only"
     try:
-        batch, names = run.train_batches.batch_at(*position)
-        if batch is None:
-            return "none of its items can be read again"
+        step, epoch, position = place
+        batch, names = run.train_batches.batch_at(epoch, position)
+        assert batch is not None, "none of its items can be read again"
         batch = run.augment(batch, step - 1)
         with run.eager(), torch.random.fork_rng([run.device] if run.device.type == "cuda" else []):
             loss_of = lambda model: run.workload.loss(model, batch, run.recipe)[0]  # noqa: E731
@@ -178,12 +177,14 @@ def locate_nonfinite(model: nn.Module, batch: Batch, loss_of: Callable[[nn.Modul
 
     model, places = copy.deepcopy(model), []
 
-    def look(name: str, module: nn.Module, inputs: object, output: object) -> None:
-        if not all(leaf.isfinite().all() for leaf in tree.tree_leaves(output) if isinstance(leaf, Tensor)):
-            places.append(f"the output of {name or type(module).__name__}")
+    names = {module: name or type(module).__name__ for name, module in model.named_modules()}
 
-    for name, module in model.named_modules():
-        module.register_forward_hook(functools.partial(look, name))
+    def look(module: nn.Module, _inputs: object, output: object) -> None:
+        if not all(leaf.isfinite().all() for leaf in tree.tree_leaves(output) if isinstance(leaf, Tensor)):
+            places.append(f"the output of {names[module]}")
+
+    for module in names:
+        module.register_forward_hook(look)
     model.zero_grad(set_to_none=True)
     loss = loss_of(model)
     if not loss.isfinite():

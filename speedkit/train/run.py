@@ -167,11 +167,6 @@ class TrainingRun:
         self.positions.clear()
         self.lap()
 
-    def save_checkpoint(self) -> None:
-        """Begin to write the state of the run, where `out` is set."""
-        if self.out is not None:
-            checkpoint.save(self)
-
     def finish(self) -> History:
         """Complete the history, write it where `out` is set, and return it."""
         history = self.history
@@ -183,11 +178,11 @@ class TrainingRun:
                 history.quarantined |= quarantined
         if history.quarantined:
             self.progress.say(f"  {len(history.quarantined)} files were left out (quarantine.csv says why)")
-        if self.out is not None and self.writer is not None:
+        if self.writer is not None:
             self.writer.wait()
-            write_json(self.out / "history.json", history.as_dict())
+            write_json(self.writer.folder / "history.json", history.as_dict())
             if history.quarantined:
-                write_quarantine(self.out / "quarantine.csv", sorted(history.quarantined.items()))
+                write_quarantine(self.writer.folder / "quarantine.csv", sorted(history.quarantined.items()))
         if self.ranks is not None:
             self.ranks.all_gather(None)  # a rank that goes before all is written would take the others along
         return history
@@ -195,7 +190,7 @@ class TrainingRun:
     def close(self) -> None:
         """End the loader processes, the progress bar, and the writing of a checkpoint that was begun."""
         if self.writer is not None:
-            self.writer.close()
+            self.writer.executor.shutdown()
         self.train_batches.close()
         self.test_batches.close()
         self.progress.close()

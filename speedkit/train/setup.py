@@ -68,8 +68,6 @@ def setup_run(
         torch.use_deterministic_algorithms(True)
 
     # What takes trying out: micro-batch and workers where they are auto. All ranks take what suits each of them.
-    memory.keep_freed_memory()
-    memory.set_allocator(effective.plan, device)
     share = recipe if ranks is None else dataclasses.replace(recipe, batch_size=ranks.share)
     effective = choose_auto_settings(workload, share, effective, device=device)
     if ranks is not None:
@@ -84,9 +82,8 @@ def setup_run(
 
     # Data: what is missing of shards and cache is made. A run that never ends does not see its test set.
     show = False if endless or rank else progress
-    shown = wanted(show)
     open_stream = functools.partial(
-        open_batches, workload=workload, recipe=recipe, device=device, ranks=ranks, cache_dir=cache_dir, progress=shown
+        open_batches, workload=workload, recipe=recipe, ranks=ranks, cache_dir=cache_dir, progress=wanted(show)
     )
     test_plan = dataclasses.replace(effective.plan, cache="off", shards=False) if endless else effective.plan
     run = TrainingRun(
@@ -97,27 +94,29 @@ def setup_run(
         model=model,
         replica=replica,
         optimizer=optimizer,
-        train_batches=open_stream(workload.train, effective.plan, recipe.seed),
-        test_batches=open_stream(workload.test, test_plan, None),
+        train_batches=open_stream(workload.train, effective.plan, device, seed=recipe.seed),
+        test_batches=open_stream(workload.test, test_plan, device, seed=None),
         show=show,
         endless=endless,
         out=folder,
         ranks=ranks,
     )
-
-    # The checkpoint that it goes on from.
-    if folder is not None and resume:
-        checkpoint.load(run, folder)
-    if folder is not None and not rank:
-        write_text(folder / "plan.yaml", to_yaml(run.plan))
-        run.writer = checkpoint.CheckpointWriter(folder, device)
-    if run.plan.on_nonfinite == "recover":
-        run.recovery.take_snapshot(run)
-    for note in (*effective.fallbacks, getattr(run.train_batches.cache, "why", "")):
-        if note:
-            run.progress.say(f"  {note}")
+    open_checkpoint(run, resume=resume)
+    for note in filter(None, (*effective.fallbacks, getattr(run.train_batches.cache, "why", ""))):
+        run.progress.say(f"  {note}")
     run.history.prepare_s = time.perf_counter() - began_s
     return run
+
+
+def open_checkpoint(run: TrainingRun, *, resume: bool) -> None:
+    """Put `run` where its checkpoint left off, if it is to go on from there, and get ready to write the next one."""
+    if run.out is not None and resume:
+        checkpoint.load(run, run.out)
+    if run.out is not None and (run.ranks is None or run.ranks.rank == 0):
+        write_text(run.out / "plan.yaml", to_yaml(run.plan))
+        run.writer = checkpoint.CheckpointWriter(run.out, run.device)
+    if run.plan.on_nonfinite == "recover":
+        run.recovery.take_snapshot(run)
 
 
 def check_recipe(recipe: Recipe, workload: Workload) -> None:
@@ -140,7 +139,9 @@ def check_strict(effective: EffectivePlan) -> None:
 def choose_auto_settings(
     workload: Workload, recipe: Recipe, effective: EffectivePlan, *, device: torch.device
 ) -> EffectivePlan:
-    """Return `effective` with numbers for micro_batch=auto and workers=auto, found by training for a moment."""
+    """Return `effective` with memory settings applied, and with numbers for micro_batch=auto and workers=auto."""
+    memory.keep_freed_memory()
+    memory.set_allocator(effective.plan, device)
     if effective.plan.micro_batch == "auto":
         search = find_micro_batch(workload, recipe, effective.plan, device=device, make_run=setup_run)
         memory.release(device)  # what the search had allocated, in blocks cut for other sizes
@@ -199,11 +200,11 @@ def transform_model(model: nn.Module, plan: Plan, workload: Workload | None = No
 def open_batches(
     items: Sequence[Any],
     plan: Plan,
-    seed: int | None,
+    device: torch.device,
     *,
+    seed: int | None,
     workload: Workload,
     recipe: Recipe,
-    device: torch.device,
     ranks: distributed.Ranks | None,
     cache_dir: str | Path | None,
     progress: bool,
