@@ -15,7 +15,7 @@ from speedkit.train import memory
 from speedkit.workloads.audio import AudioNet
 from speedkit.workloads.image import ImageNet
 from speedkit.workloads.speech import SpeechNet
-from speedkit.workloads.text import SIZES, TextNet
+from speedkit.workloads.text import TextNet
 
 CPU = torch.device("cpu")
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -108,7 +108,7 @@ NETS = {  # and what goes in
         torch.tensor([32, 24, 16, 32]),
         torch.rand(4, 8) < 0.5,
     ),
-    "text": lambda: (TextNet(SIZES["tiny"]), torch.randint(256, (4, 64))),
+    "text": lambda: (TextNet("tiny"), torch.randint(256, (4, 64))),
 }
 
 

@@ -7,13 +7,13 @@ import torch
 from tiny import emulating
 
 from speedkit.plan import Plan, resolve
-from speedkit.workloads.text import BYTES, MASK, SIZES, TextNet, augment, loss, rotate, score, text
+from speedkit.workloads.text import BYTES, MASK, TextNet, augment, loss, rotate, score, text
 
 
 @pytest.fixture
 def net():
     torch.manual_seed(0)
-    return TextNet(SIZES["tiny"])
+    return TextNet("tiny")
 
 
 def some_windows(count=6):
