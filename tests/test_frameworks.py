@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from speedkit.config import to_yaml
-from speedkit.errors import PlanError
 from speedkit.hardware import this_machine
 from speedkit.measure.provenance import notebooks_folder
 from speedkit.plan import Plan, resolve
@@ -135,8 +134,3 @@ def test_the_three_lines_of_the_report_put_the_plan_to_work(tmp_path):
     inputs, targets = next(iter(names["loader"]))
     nn.functional.cross_entropy(names["model"](inputs), targets).backward()
     assert names["optimizer"].param_groups[0]["fused"] and names["model"] is model
-
-
-def test_a_batch_size_that_is_still_to_be_found_is_refused():
-    with pytest.raises(PlanError, match="batch_size=auto"):
-        in_words(Plan(), Recipe(batch_size="auto"))

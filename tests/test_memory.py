@@ -16,7 +16,7 @@ from speedkit.train.compile import apply_compile
 from speedkit.workloads.audio import AudioNet
 from speedkit.workloads.image import ImageNet
 from speedkit.workloads.speech import SpeechNet
-from speedkit.workloads.text import SIZES, TextNet
+from speedkit.workloads.text import TextNet
 
 CPU = torch.device("cpu")
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -102,7 +102,7 @@ NETS = {  # and their inputs
     "audio": lambda: (AudioNet(4, "tiny"), torch.randn(4, 1, 64, 48)),
     "image": lambda: (ImageNet(4, "tiny"), torch.rand(4, 3, 48, 48)),
     "speech": lambda: (SpeechNet("tiny"), torch.randn(4, 80, 32), FRAMES, torch.rand(4, 8) < 0.5),
-    "text": lambda: (TextNet(SIZES["tiny"]), torch.randint(256, (4, 64))),
+    "text": lambda: (TextNet("tiny"), torch.randint(256, (4, 64))),
 }
 
 

@@ -90,17 +90,6 @@ def test_a_clip_alone_gives_what_it_gives_padded_among_others(net, padded):
     assert loss(net, spoilt, Recipe())[0] == values
 
 
-def test_torchaudios_own_layer_would_let_padding_in():
-    """What the own convolution module is for; it can go when this fails."""
-    from torchaudio.models import Conformer
-
-    theirs = Conformer(16, 2, 32, 1, 5, use_group_norm=True).eval()
-    x = torch.randn(1, 12, 16)
-    alone, _ = theirs(x, torch.tensor([12]))
-    padded, _ = theirs(torch.cat((F.pad(x, (0, 0, 0, 8)), torch.randn(1, 20, 16))), torch.tensor([12, 20]))
-    assert (padded[0, :12] - alone[0]).abs().max() > 1e-2
-
-
 def test_what_is_masked_is_not_seen(net):
     batch = batch_of(120, 80)
     mask = masked(batch)

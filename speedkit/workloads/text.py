@@ -9,7 +9,6 @@ import math
 import operator
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,24 +21,18 @@ from speedkit.workloads.workload import Batch, Workload
 
 BYTES, MASK = 256, 256  # a hidden byte stands in the input as number 256, and is never predicted
 TEST_WINDOWS, RATIOS = 256, 64  # at most so many windows are tested on, with so many shares of them hidden in turn
-
-
-class Shape(NamedTuple):
-    """A size of the net. On a GPU widths are multiples of 128, as tensor cores like them, and a head has 64 or 128."""
-
-    window: int  # bytes
-    width: int
-    layers: int
-    heads: int
-    hidden: int  # between the two products of a block's second half
-    recipe: Recipe
-
-
-RECIPE = Recipe(batch_size=16, epochs=None, steps=240, learning_rate=3e-3, weight_decay=0.1, clip_norm=1.0)
+# Bytes of a window, width, blocks, heads, and the width between the two products of a block's second half. On a GPU
+# widths are multiples of 128, as tensor cores like them, and a head has 64 or 128.
 SIZES = {
-    "tiny": Shape(64, 64, 2, 2, 192, replace(RECIPE, steps=100)),
-    "small": Shape(128, 128, 4, 2, 384, RECIPE),
-    "medium": Shape(1024, 1024, 10, 8, 2816, replace(RECIPE, batch_size=64, steps=2000, learning_rate=6e-4)),  # 129 M
+    "tiny": (64, 64, 2, 2, 192),
+    "small": (128, 128, 4, 2, 384),
+    "medium": (1024, 1024, 10, 8, 2816),  # 129 million weights
+}
+RECIPE = Recipe(batch_size=16, epochs=None, steps=240, learning_rate=3e-3, weight_decay=0.1, clip_norm=1.0)
+RECIPES = {
+    "tiny": replace(RECIPE, steps=100),
+    "small": RECIPE,
+    "medium": replace(RECIPE, batch_size=64, steps=2000, learning_rate=6e-4),
 }
 
 
@@ -55,23 +48,23 @@ def text(
     `test_pattern` chooses the test files as in `find_text`; `clips` is the number of windows to train on. The
     metric bounds the bits per byte of the test files: lower is better. Raises UsageError for unusable data.
     """
-    shape = SIZES[size]
-    train, test = (cut_windows(side, shape.window) for side in find_text(data_dir, test_pattern, 0))
+    window = SIZES[size][0]
+    train, test = (cut_windows(side, window) for side in find_text(data_dir, test_pattern, 0))
     if not len(test) or not 1 <= (clips or len(train)) <= len(train):
         raise UsageError(
-            f"there are {len(train)} windows of {shape.window} bytes to train on and {len(test)} to test "
+            f"there are {len(train)} windows of {window} bytes to train on and {len(test)} to test "
             f"on, {clips or 1} asked for: give more text, or lower size or clips"
         )
     train, test = train[:clips], test[:: math.ceil(len(test) / TEST_WINDOWS)]
     return Workload(
         "text",
-        shape.recipe,
+        RECIPES[size],
         range(len(train)),
         range(len(train), len(train) + len(test)),
         load=functools.partial(torch.select, torch.cat((train, test)), 0),
         features=Tensor.contiguous,  # nothing to do
         target=operator.index,  # the number of a window, which decides what is hidden of it in a test
-        model=functools.partial(TextNet, shape),
+        model=functools.partial(TextNet, size),
         loss=loss,
         score=score,
         augment=augment,
@@ -79,7 +72,7 @@ def text(
         higher_is_better=False,
         cacheable=False,
         margin=0.1,  # two standard deviations between seeds, a tenth of what is learned beyond how often bytes stand
-        parameters={"window": shape.window},
+        parameters={"window": window},
     )
 
 
@@ -151,14 +144,14 @@ def rotate(x: Tensor, turns: Tensor) -> Tensor:
 class Block(nn.Module):
     """Attention in both directions, then SwiGLU (Shazeer 2020), each beside a shortcut."""
 
-    def __init__(self, shape: Shape):
+    def __init__(self, width: int, heads: int, hidden: int):
         super().__init__()
-        self.heads = shape.heads
-        self.norm_1, self.norm_2 = RMSNorm(shape.width, eps=1e-6), RMSNorm(shape.width, eps=1e-6)
-        self.qkv = nn.Linear(shape.width, 3 * shape.width, bias=False)
-        self.mix = nn.Linear(shape.width, shape.width, bias=False)
-        self.gate_up = nn.Linear(shape.width, 2 * shape.hidden, bias=False)
-        self.down = nn.Linear(shape.hidden, shape.width, bias=False)
+        self.heads = heads
+        self.norm_1, self.norm_2 = RMSNorm(width, eps=1e-6), RMSNorm(width, eps=1e-6)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.mix = nn.Linear(width, width, bias=False)
+        self.gate_up = nn.Linear(width, 2 * hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor, turns: Tensor) -> Tensor:  # [B, T, C] -> [B, T, C]
         qkv = self.qkv(self.norm_1(x)).unflatten(2, (3, self.heads, -1))  # [B, T, 3, H, D]
@@ -174,19 +167,20 @@ class TextNet(nn.Module):
 
     turns: Tensor
 
-    def __init__(self, shape: Shape):
+    def __init__(self, size: str = "small"):
         super().__init__()
-        self.embedding = nn.Embedding(BYTES + 1, shape.width)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
-        self.norm, self.head = RMSNorm(shape.width, eps=1e-6), nn.Linear(shape.width, BYTES, bias=False)
-        half = shape.width // shape.heads // 2
-        angles = torch.arange(shape.window)[:, None] * 10_000.0 ** (-torch.arange(half) / half)  # [T, D / 2]
+        window, width, layers, heads, hidden = SIZES[size]
+        self.embedding = nn.Embedding(BYTES + 1, width)
+        self.blocks = nn.ModuleList(Block(width, heads, hidden) for _ in range(layers))
+        self.norm, self.head = RMSNorm(width, eps=1e-6), nn.Linear(width, BYTES, bias=False)
+        half = width // heads // 2
+        angles = torch.arange(window)[:, None] * 10_000.0 ** (-torch.arange(half) / half)  # [T, D / 2]
         self.register_buffer("turns", torch.stack((angles.cos(), angles.sin())), persistent=False)
         for name, weight in self.named_parameters():
             if weight.dim() == 2:
                 fan_in = 1 if name.startswith("embedding") else weight.shape[1]
                 into_shortcut = name.endswith(("mix.weight", "down.weight"))  # of which 2 per layer add up
-                deviation = (fan_in * (2 * shape.layers if into_shortcut else 1)) ** -0.5
+                deviation = (fan_in * (2 * layers if into_shortcut else 1)) ** -0.5
                 nn.init.trunc_normal_(weight, std=deviation, a=-2 * deviation, b=2 * deviation)
 
     def forward(self, windows: Tensor) -> Tensor:
