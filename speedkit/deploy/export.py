@@ -53,6 +53,9 @@ def save(model: nn.Module, method: str, args: Args, *, path: Path, **options: An
     `torch.ao.quantization.fx._decomposed` imported before, which registers its operators.
     """
     program = exported(model, method, args, **options)
+    for module in program.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            node.meta.pop("stack_trace", None)  # which names files of this machine
     with atomic(path) as temporary:
         torch.export.save(program, temporary)
     linear = [name for name, layer in model.named_modules() if type(layer) is nn.Linear]
