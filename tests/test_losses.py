@@ -41,7 +41,7 @@ PLANS = {
 # These move data or read it, and change no bit of what `naive` learns.
 SAME = ("workers", "cache")
 WORKLOADS = {
-    "audio": {"size": "tiny", "clips": 60},
+    "audio": {"size": "tiny", "clips": 64},
     "image": {"size": "tiny", "clips": 60},
     "speech": {"size": "tiny", "clips": 40, "max_duration_s": 6},
     "text": {"size": "tiny", "clips": 40},
