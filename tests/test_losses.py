@@ -39,7 +39,7 @@ PLANS = {
     "memory": {"checkpointing": "blocks", "attention": "math", "on_nonfinite": "recover", "micro_batch": 2},
 }
 WORKLOADS = {
-    "audio": {"size": "tiny", "clips": 60},
+    "audio": {"size": "tiny", "clips": 64},
     "image": {"size": "tiny", "clips": 60},
     "speech": {"size": "tiny", "clips": 40, "max_duration_s": 6},
     "text": {"size": "tiny", "clips": 40},
