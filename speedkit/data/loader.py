@@ -158,9 +158,9 @@ class BatchStream:
 
     def cached(self, batches: list[Tensor]) -> Iterable[tuple[Tensor, Tensor]]:
         """Return the usable indices [B] of each batch, on host and device: the epoch's order is sent once."""
-        usable = torch.from_numpy(self.cache.usable)  # type: ignore[union-attr]
+        usable = self.cache.usable  # type: ignore[union-attr]
         if not usable.all():
-            batches = [indices[usable[indices]] for indices in batches]
+            batches = [indices[torch.from_numpy(usable[indices])] for indices in batches]
         if self.device.type == "cpu":
             return zip(batches, batches, strict=True)
         order = torch.cat([torch.empty(0, dtype=torch.long), *batches])
