@@ -47,9 +47,9 @@ def measure(quick: bool) -> Iterator[common.Result]:
         }
         turns = compare_functions("", sides, pairs, device=device)
     what = f"step in micro-batches of {search.micro_batch} (chosen) over {best} (best of a sweep)"
-    yield common.ratio_of(what, turns["seconds_a"], turns["seconds_b"], 1.05)
+    yield common.ratio_of(what, turns["seconds_a"], turns["seconds_b"], limit=1.05)
     what = f"time of the search ({search.seconds:.1f} s) over the sweep's"
-    yield common.median_of(what, [search.seconds / sweep_s], 0.25, "x")
+    yield common.median_of(what, [search.seconds / sweep_s], limit=0.25, unit="x")
 
 
 if __name__ == "__main__":

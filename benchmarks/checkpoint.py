@@ -26,7 +26,7 @@ def measure(quick: bool) -> Iterator[common.Result]:
                 stood_s.append(time.perf_counter() - began_s)
                 run.writer.wait()  # two in a row would wait for each other
             gigabytes = (out / checkpoint.NAME).stat().st_size / 1e9
-    yield common.median_of(f"standing still for a checkpoint of {gigabytes:.2f} GB", stood_s, 0.2, " s")
+    yield common.median_of(f"standing still for a checkpoint of {gigabytes:.2f} GB", stood_s, limit=0.2, unit=" s")
 
 
 if __name__ == "__main__":

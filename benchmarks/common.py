@@ -69,12 +69,12 @@ def main(measure: Callable[[bool], Iterable[Result]]) -> NoReturn:
     sys.exit(0 if all_met else 1)
 
 
-def median_of(what: str, values: Sequence[float], limit: float, unit: str) -> Result:
+def median_of(what: str, values: Sequence[float], *, limit: float, unit: str) -> Result:
     """Return the result of several measurements of one figure: their median."""
     return Result(what, statistics.median(values), min(values), max(values), limit, unit)
 
 
-def ratio_of(what: str, ours: Sequence[float], others: Sequence[float], limit: float) -> Result:
+def ratio_of(what: str, ours: Sequence[float], others: Sequence[float], *, limit: float) -> Result:
     """Return the result of paired measurements: the ratio of ours to the others, with its 99 % interval."""
     interval = paired_interval(ours, others)
     return Result(what, interval.ratio, interval.low, interval.high, limit)
@@ -135,7 +135,7 @@ def perceptron_model(size: int, hidden: int) -> nn.Module:
     return nn.Sequential(nn.Linear(size, hidden), nn.ReLU(), nn.Linear(hidden, CLASSES))
 
 
-def perceptron_loss(model: nn.Module, batch: Batch, recipe: Recipe, wait_s: float = 0.0) -> tuple[Tensor, Tensor]:
+def perceptron_loss(model: nn.Module, batch: Batch, recipe: Recipe, *, wait_s: float = 0.0) -> tuple[Tensor, Tensor]:
     """Return cross-entropy and outputs, after `wait_s` seconds of a slowdown that a comparison has to find."""
     until_s = time.perf_counter() + wait_s
     while time.perf_counter() < until_s:

@@ -31,13 +31,15 @@ def measure(quick: bool) -> Iterator[common.Result]:
     null, planted = (2, 2) if quick else (100, 50)
     workload = common.perceptron(*common.LARGE)
     same = comparisons(null, workload)
-    yield common.median_of(f"kept of {null} A/A comparisons", [sum(one.faster for one in same)], 0.02 * null, "")
+    yield common.median_of(
+        f"kept of {null} A/A comparisons", [sum(one.faster for one in same)], limit=0.02 * null, unit=""
+    )
 
     step_s = statistics.median(min(one.step_s) for one in same)
     slower_loss = functools.partial(common.perceptron_loss, wait_s=0.05 * step_s)
     found = comparisons(planted, dataclasses.replace(workload, loss=slower_loss), workload)
     missed = sum(not one.faster for one in found)
-    yield common.median_of(f"planted 5 % missed, of {planted}", [missed], 0.1 * planted, "")
+    yield common.median_of(f"planted 5 % missed, of {planted}", [missed], limit=0.1 * planted, unit="")
 
 
 if __name__ == "__main__":

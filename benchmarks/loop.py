@@ -57,7 +57,7 @@ def measure(quick: bool) -> Iterator[common.Result]:
         measured = [step_seconds(sizes, everything_off, pairs) for _ in range(instances)]
         ours_s, bare_s = zip(*measured, strict=True)
         what = f"loop, {what} (bare step {statistics.median(bare_s) * 1e3:.2f} ms)"
-        yield common.ratio_of(what, ours_s, bare_s, limit)
+        yield common.ratio_of(what, ours_s, bare_s, limit=limit)
 
 
 if __name__ == "__main__":

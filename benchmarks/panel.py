@@ -31,7 +31,7 @@ def measure(quick: bool) -> Iterator[common.Result]:
     streams = [output for output in notebook.cells[0].outputs if output.output_type == "stream"]
     printed = "".join(output.text for output in streams if output.name == "stdout").strip().splitlines()[-2:]
     panel_s, lines_s = ([float(number) for number in line.split()] for line in printed)
-    yield common.ratio_of("live panel, a log point every 10 steps", panel_s, lines_s, 1.01)
+    yield common.ratio_of("live panel, a log point every 10 steps", panel_s, lines_s, limit=1.01)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ class ByteCounter(TorchDispatchMode):
 
     total = 0
 
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: PLR0917
         result = operation(*args, **(kwargs or {}))
         if not operation.is_view and "empty" not in str(operation):
             leaves = tree_leaves((args, kwargs, result))

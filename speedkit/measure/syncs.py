@@ -88,7 +88,7 @@ class _Reads(TorchDispatchMode):
         super().__init__()
         self.note = note
 
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: PLR0917
         indices = args[1] if operation is torch.ops.aten.index.Tensor else ()
         masked = any(index is not None and index.dtype == torch.bool for index in indices)
         reads = masked or operation.overloadpacket.__name__ in READS

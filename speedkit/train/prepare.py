@@ -44,7 +44,7 @@ class Prepared:
         return iter((self.model, self.optimizer, self.loader))
 
 
-def prepare(
+def prepare(  # noqa: PLR0917  # the order in which every loop has them
     plan: Plan, model: nn.Module, optimizer: Optimizer, loader: DataLoader, *, strict: bool = False
 ) -> Prepared:
     """Apply `plan` to the parts of a loop that stays as it is: `model, optimizer, loader = prepare(plan, model, ...)`.
