@@ -190,6 +190,8 @@ def _why_not(job: ClimbState, change: Change, best: Plan, *, high: float) -> str
         return next(fallback.why for fallback in effective.fallbacks if fallback.field == field)
     if field in ("decoder", "shards") and best.cache != "off":
         return "features are cached: no file is read any more"
+    if field == "channels_last" and not job.once("convolves", lambda: convolves(job.workload)):
+        return "the model has no two-dimensional convolution"
     if math.log(high) < WORTH:
         return f"not tried: it could gain {high:.3f} at most"
     saved_s = job.horizon * job.ledger(best)["step_s"] * (1 - 1 / high)
@@ -200,6 +202,11 @@ def _why_not(job: ClimbState, change: Change, best: Plan, *, high: float) -> str
             "steps at most; for a longer training say --horizon STEPS"
         )
     return ""
+
+
+def convolves(workload: Workload) -> bool:
+    """Return whether the model has weights in four dimensions, the only ones that a memory format moves."""
+    return any(weight.dim() == 4 for weight in workload.model().parameters())
 
 
 def frames_saved(workload: Workload, recipe: Recipe) -> float:
