@@ -28,7 +28,7 @@ SIZES = {
     "medium": (128, 64, (128, 256, 512), 2),
 }
 RECIPE = Recipe(
-    batch_size=32, epochs=24, learning_rate=1e-2, weight_decay=0.05, clip_norm=1.0, label_smoothing=0.1
+    batch_size=32, epochs=8, learning_rate=1e-2, weight_decay=0.05, clip_norm=1.0, label_smoothing=0.1
 )  # AdamW, one cycle
 STRENGTH = 0.3  # of the augmentation
 
