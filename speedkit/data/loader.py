@@ -160,7 +160,8 @@ class BatchStream:
         """Return the usable indices [B] of each batch, on host and device: the epoch's order is sent once."""
         usable = self.cache.usable  # type: ignore[union-attr]
         if not usable.all():
-            batches = [indices[torch.from_numpy(usable[indices])] for indices in batches]
+            mask = torch.from_numpy(usable)
+            batches = [indices[mask[indices]] for indices in batches]
         if self.device.type == "cpu":
             return zip(batches, batches, strict=True)
         order = torch.cat([torch.empty(0, dtype=torch.long), *batches])
