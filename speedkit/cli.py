@@ -154,7 +154,8 @@ def climb(workload: str, **values: Any) -> None:
     if work.quarantined:
         write_quarantine(folder / "quarantine.csv", work.quarantined)
         click.echo(f"files left out: {len(work.quarantined)} (quarantine.csv says why)")
-    click.echo(f"report.html, plan.yaml and record.json are in {folder}")
+    also = " with climb.ipynb" if values["notebook"] else ""
+    click.echo(f"report.html, plan.yaml and record.json are in {folder}{also}")
     click.echo("\n".join(in_short(record)))
     if record["quality"]["decision"] == "worse" and not record["quality"].get("replaced"):
         raise SpeedkitError("the final plan learns worse than plain PyTorch, and nothing can be taken out of it")
