@@ -132,16 +132,12 @@ def try_rungs(job: ClimbState, rungs: Sequence[Rung], *, noise: float) -> list[T
         best = plan_of(trial.fields for trial in trials if trial.kept)
         tried = {trial.stage for trial in trials}
         undecided = {trial.stage for trial in trials if trial.why == "undecided"}
-        found = candidates(job, rungs, best)
-        rest = [trial for trial in found if trial.stage not in tried]
-        again = [dataclasses.replace(trial, again=True) for trial in found if trial.stage in undecided]
+        proposed = candidates(job, rungs, best)
+        proposed += [dataclasses.replace(trial, again=True) for trial in proposed if trial.stage in undecided]
+        rest = [trial for trial in proposed if trial.stage not in tried]
         # Late, only those go on that were measured before the climb was stopped.
         late = job.spent_s() > RUNGS_SHARE * job.budget_s
-        waiting = [
-            trial
-            for trial in [*rest, *again]
-            if not trial.why and trial.stage not in tried and (not late or trial.stage in job.stages)
-        ]
+        waiting = [trial for trial in rest if not trial.why and (not late or trial.stage in job.stages)]
         if not waiting:
             break
         first = max(waiting, key=lambda trial: (not trial.again, trial.predicted_low * trial.predicted_high))
@@ -153,7 +149,7 @@ def try_rungs(job: ClimbState, rungs: Sequence[Rung], *, noise: float) -> list[T
             f"{math.ceil(1.5 * job.spent_s() / RUNGS_SHARE)} s{resume}"
         )
     used_up = "not tried: the time for rungs is used up"
-    return trials + [dataclasses.replace(trial, why=trial.why or used_up) for trial in rest]
+    return trials + [dataclasses.replace(trial, why=trial.why or used_up) for trial in rest if not trial.again]
 
 
 def candidates(job: ClimbState, rungs: Sequence[Rung], best: Plan) -> list[Trial]:

@@ -134,6 +134,7 @@ class BatchLoader:
         self.processes.append(process)
 
         def ask(indices: list[int], worker: int) -> Loaded:
+            """Return the batch that the process makes of `indices`. Raises SpeedkitError where it fails or has died."""
             try:
                 near_end.send(indices)
                 answer = near_end.recv()  # takes tensors out of shared memory, for which the process has to be alive

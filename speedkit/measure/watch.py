@@ -79,6 +79,7 @@ class Watched:
         """Return `iterate`, the `__iter__` of the loader's class, with the batches of this loader timed."""
 
         def batches(source: Iterator[Any]) -> Iterator[Any]:
+            """Yield what `source` gives; the time that each takes is that of waiting for data."""
             while True:
                 self.step_may_end()
                 self.timeline.begin(DATA)

@@ -151,11 +151,15 @@ def explain(run: "TrainingRun", place: tuple[int, int, int]) -> str:
     try:
         step, epoch, position = place
         batch, names = run.train_batches.batch_at(epoch, position)
-        assert batch is not None, "none of its items can be read again"
-        batch = run.augment(batch, step - 1)
+        if batch is None:
+            return "where from could not be found out (none of its items can be read again)"
+        learned = run.augment(batch, step - 1)
+
+        def loss_of(model: nn.Module) -> Tensor:
+            return run.workload.loss(model, learned, run.recipe)[0]
+
         with run.eager(), torch.random.fork_rng([run.device] if run.device.type == "cuda" else []):
-            loss_of = lambda model: run.workload.loss(model, batch, run.recipe)[0]  # noqa: E731
-            where, samples = locate_nonfinite(run.model, batch, loss_of)
+            where, samples = locate_nonfinite(run.model, learned, loss_of)
     except Exception as error:  # a loss or a model that cannot be looked into, or no memory for it
         return f"where from could not be found out ({error})"
     of_samples = f" for {', '.join(names[sample] for sample in samples)}" if samples else ""
