@@ -24,6 +24,7 @@ from speedkit.data.decode import BadItem
 from speedkit.errors import PlanError
 from speedkit.hardware import Hardware
 from speedkit.plan import Plan, resolve
+from speedkit.train.distributed import leave
 from speedkit.train.fit import fit
 
 TESTS = Path(__file__).resolve().parent
@@ -224,3 +225,4 @@ def test_an_error_on_one_rank_ends_all_with_its_message(tmp_path):
 
 if __name__ == "__main__":
     train_cases(*sys.argv[1:])
+    leave(0)
