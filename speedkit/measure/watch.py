@@ -1,6 +1,5 @@
 """Watch somebody's own training loop: two lines around it, and after it the ledger of its steps and the diagnosis."""
 
-import collections
 import contextlib
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
@@ -59,7 +58,7 @@ class Watched:
         self.look, self.course = Look(self.device, self.timeline, steps), self._course()
         self.step_ended = False  # the optimizer has made it, and nothing of another has begun
         self.steps = self.batches = self.forwards = self.evaluations = 0
-        self.later, self.later_s = 0, collections.Counter[str]()  # steps after the closer look, and seconds by cause
+        self.look_end: int | None = None  # steps made when the closer look was over
 
     def install(self, stack: contextlib.ExitStack) -> None:
         """See everything that the loop does, until `stack` is closed."""
@@ -138,10 +137,7 @@ class Watched:
         self.notes += costly_switches(self.device)
         yield from self.look.course()
         self.timeline.take()
-        while True:
-            yield
-            self.later += 1
-            self.later_s.update(self.timeline.take())
+        self.look_end = self.steps
 
     def conclude(self, *, show: bool) -> None:
         """Make the ledger and the diagnosis of what was seen, and print them."""
@@ -152,8 +148,11 @@ class Watched:
         if not (self.forwards and self.batches):
             self.notes.append("the loop used no such model or loader: give those that it calls, compiled or wrapped")
         timed = self.look.timed
-        share = timed / max(1, timed + self.later)
-        rare = {cause: share * (self.look.seconds[cause] + self.later_s[cause]) for cause in RARE}
+        later, later_s = 0, dict[str, float]()  # steps after the closer look, and their seconds by cause
+        if self.look_end is not None:
+            later, later_s = self.steps - self.look_end, self.timeline.take()
+        share = timed / max(1, timed + later)
+        rare = {cause: share * (self.look.seconds[cause] + later_s.get(cause, 0.0)) for cause in RARE}
         self.ledger = self.look.ledger(rare, evaluations=self.evaluations / max(1, self.steps))
         if timed:
             try:
