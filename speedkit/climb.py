@@ -2,38 +2,36 @@
 
 import dataclasses
 import functools
-import math
-import os
-import statistics
-import time
+import itertools
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
-
-from speedkit import proof
+from speedkit.clock import duration
 from speedkit.config import to_yaml
+from speedkit.data.cache import open_cache
 from speedkit.files import claim_folder, read_json, write_json, write_text
-from speedkit.hardware import this_machine
-from speedkit.ladder import Rung, changed, named, text
+from speedkit.hardware import cache_root, this_machine
+from speedkit.ladder import Rung, acts_on, changed, named, plan_of, text
 from speedkit.measure.ledger import Ledger
-from speedkit.measure.quality import mean_difference
+from speedkit.measure.quality import Curves, curve, fold, naive_curves_file, quality_of, time_to_quality
 from speedkit.measure.record import NotebookRun
 from speedkit.measure.roofline import roofline
-from speedkit.measure.stats import FALSE_KEEP, LOOKS, log_ratios, trimmed_mean
+from speedkit.measure.stats import LOOKS
 from speedkit.plan import Plan, resolve
 from speedkit.recipe import Recipe
 from speedkit.train.progress import wanted
-from speedkit.trials import ClimbState, Row, try_rungs
+from speedkit.trials import ClimbState, Row, Trial, compare_with_itself, try_rungs
 from speedkit.workloads.workload import Workload
 
 # Whose source, with that of notebook 90, decides whether a recorded climb is current.
-SOURCES = "climb trials proof ladder measure.compare measure.stats measure.quality train.loop"
+SOURCES = "climb trials ladder measure.compare measure.stats measure.quality train.loop"
 MODULES = tuple(f"speedkit.{name}" for name in SOURCES.split())
-CONTROL_PAIRS = 20
-BUSY = math.log(1.05)  # what two runs of one plan may differ by, and what 80 pairs must be able to tell
-INTERNAL = ("fields", "promises")  # of a trial, for the climb alone
-BUSY_PERCENT = 20  # of a core: a process that takes less does not disturb
+FINAL_PAIRS = 40
+MAX_SEEDS = 8  # trainings of each plan, where fewer do not decide
+BUILDING_ITEMS = 64  # of which a cache is built, to know what all of them take
+MOVES_DATA = ("cache", "workers", "worker_kind", "persistent_workers", "pin_memory", "prefetch", "shards")
+ITSELF = {"ratio": 1.0, "low": 1.0, "high": 1.0}  # a plan compared with itself
 
 
 def climb(
@@ -53,11 +51,11 @@ def climb(
 ) -> Row:
     """Climb the ladder on `workload` and return the record of it.
 
-    The rung that promises most, by a ledger of the best plan so far, is measured against that plan; it is kept when it
-    is faster and its losses are what it promises. `proof` has what follows. `budget_s` is for all of it; `horizon` is
-    the steps of the training that the plan is for, the recipe's by default: compiling has to pay by then. `pairs` is
-    the most that a comparison has, `seeds` the trainings of each plan, more where these do not decide whether it learns
-    as well, `rungs` those to try.
+    Measure the rung that promises most, by a ledger of the best plan so far, against that plan; keep it when it is
+    faster and its losses are what it promises. Then leave rungs out again, measure final figures in fresh turns, and
+    train both ends to compare quality. `budget_s` is for all of it; `horizon` is the steps of the training that the
+    plan is for, the recipe's by default: compiling has to pay by then. `pairs` is the most that a comparison has,
+    `seeds` the trainings of each plan, more where these do not decide, `rungs` those to try.
     `out` gets record.json and plan.yaml, and climb.json, from which `resume` goes on. Raises UsageError for a budget
     too short for one rung.
     """
@@ -77,10 +75,7 @@ def climb(
     )
     if folder is not None and (folder / "record.json").exists():
         return read_json(folder / "record.json")
-    job.say(
-        f"climbing {workload.name}: {len(workload.train)} items to train on, {len(workload.test)} to test, "
-        f"batch {recipe.batch_size}, on {job.hardware.name}; budget {budget_s:.0f} s"
-    )
+    job.say(f"climbing {workload.name} on {job.hardware.name}, with a budget of {duration(budget_s)}")
     record = climb_rungs(job, chosen)
     if folder is not None:
         write_text(folder / "plan.yaml", to_yaml(Plan(**record["plan"])))
@@ -92,40 +87,38 @@ def climb_rungs(job: ClimbState, rungs: Sequence[Rung]) -> Row:
     """Go through all stages; return the record."""
     facts = {"workload": job.workload.name, "budget_s": job.budget_s, "seeds": job.seeds}
     run = NotebookRun("90_climb", MODULES, facts)
-    naive, careful = Plan(), Plan.careful(job.hardware)
-    job.ledger(naive)  # first: a workload that cannot be trained fails here
-    control = job.once("control", lambda: compare_with_itself(job))
+    job.ledger(Plan())  # first: a workload that cannot be trained fails here
+    control = job.once("control", compare_with_itself, job)
     trials = try_rungs(job, rungs, noise=control["noise"])
     kept = [trial for trial in trials if trial.kept]
-    climbed, dropped = proof.ablate(job, kept)
+    climbed, dropped = ablate(job, kept)
 
     # Final figures and quality. Where the plan learns worse, what changes numbers goes, and the rest is measured anew.
-    final = job.once("final", lambda: proof.final_comparison(job, climbed))
+    final = job.once("final", final_comparison, job, climbed)
     best = Plan(**final["plan"])
-    trained = proof.train_both(job, best, final["step_s"])
-    if trained["quality"]["decision"] == "worse" and proof.safe(best) != best:
+    trained = train_both(job, best, final["step_s"])
+    if trained["quality"]["decision"] == "worse" and safe(best) != best:
         job.say("the final plan learns worse: what changes numbers is taken out of it, and it is measured afresh")
-        final = job.once("final, safe", lambda: proof.final_comparison(job, proof.safe(best)))
+        final = job.once("final, safe", final_comparison, job, safe(best))
         best, trained["quality"]["replaced"] = Plan(**final["plan"]), True
-    step_s = {"baseline": control["step_s"]} | final["step_s"]
-    compile_s = max((trial.compile_s or 0.0 for trial in kept), default=0.0)
 
-    # The ledgers' rooflines come last: what looks into each operator of a step leaves compiled code switched off.
-    plans = {"baseline": naive, "final": best}
-    sections = {
+    plans, step_s = {"baseline": Plan(), "final": best}, {"baseline": final["step_s"]["final"]} | final["step_s"]
+    compile_s = max((trial.compile_s or 0.0 for trial in kept), default=0.0)
+    run.record |= {
         "workload": {"name": job.workload.name, "train": len(job.workload.train), "test": len(job.workload.test)},
         "recipe": job.recipe,
-        "rungs": [{key: value for key, value in vars(trial).items() if key not in INTERNAL} for trial in trials],
+        "rungs": trials,
         "dropped": dropped,
         "plan": best,
         "change": text(changed(best)),
-        "safe_change": text(changed(proof.safe(best), best)),
+        "safe_change": text(changed(safe(best), best)),
         "speedup": final["baseline"],
         "speedup_careful": final["careful"],
         "resolution": control["resolution"],
         "step_s": step_s,
-        "payback": job.once("payback", lambda: proof.payback(job, best, compile_s=compile_s, step_s=step_s)),
+        "payback": job.once("payback", payback, job, best, compile_s=compile_s, step_s=step_s),
         "ledgers": {name: job.ledger(plan) for name, plan in plans.items()},
+        # Last: what looks into each operator of a step leaves compiled code switched off.
         "roofline": {
             name: roofline(job.workload, job.recipe, plan, hardware=job.hardware, ledger=Ledger(**job.ledger(plan)))
             for name, plan in plans.items()
@@ -133,44 +126,161 @@ def climb_rungs(job: ClimbState, rungs: Sequence[Rung]) -> Row:
         **trained,
         "spent_s": job.spent_s(),
     }
-    for name, value in sections.items():
-        run.section(name, value)
     for measurement in job.state["measurements"]:
         run.measure(measurement)
-    for name, plan in (*plans.items(), ("careful", careful)):
+    for name, plan in (*plans.items(), ("careful", Plan.careful(job.hardware))):
         run.plan(name, resolve(plan, job.hardware))
     return run.finished()
 
 
-def compare_with_itself(job: ClimbState) -> Row:
-    """Compare the naive plan with itself: how busy the machine is, and what another seed makes of the losses."""
-    names, other_seed = ("baseline", "baseline again"), dataclasses.replace(job.recipe, seed=job.recipe.seed + 1)
-    options = {"recipe_b": other_seed, "pairs": min(job.pairs, CONTROL_PAIRS), "looks": ()}
-    same = job.compare((Plan(), Plan()), names, "A/A control", **options)
-    step_s = statistics.fmean(same.step_s)
-    job.say(f"naive baseline: {step_s * 1e3:.1f} ms per step; against itself {same.ratio:.3f}")
-    logs = log_ratios(same.seconds_a, same.seconds_b)
-    _, reach = trimmed_mean(logs, FALSE_KEEP)
-    resolution = reach * math.sqrt(len(logs) / LOOKS[-1])  # of all pairs that a comparison may have
-    if abs(math.log(same.ratio)) > BUSY or resolution > BUSY:
-        job.say(
-            f"this machine is busy: a plan compared with itself gives {same.ratio:.2f} ({same.low:.2f} to "
-            f"{same.high:.2f}), so a gain below {math.exp(resolution):.2f} cannot be shown{busy_processes()}"
-        )
+# ---- what proves the result ----
+
+
+def ablate(job: ClimbState, kept: Sequence[Trial]) -> tuple[Plan, list[Row]]:
+    """Leave out once each rung on whose part of the step a later one acts too; return the plan and a row for each.
+
+    What paid before others were kept need not pay after. It goes only when it is shown not to be worth it.
+    """
+    rows, changes = list[Row](), [trial.fields for trial in kept]
+    for place, trial in enumerate(kept):
+        without = [change for change in changes if change is not trial.fields]
+        plans = plan_of(without), plan_of(changes)
+        row: Row = {"rung": trial.rung, "change": trial.change, "kept": True, "ratio": None, "low": None, "high": None}
+        if plans[0] == plans[1]:
+            row["why"] = "another rung has replaced it"
+        elif not any(acts_on(trial.fields) & acts_on(later.fields) for later in kept[place + 1 :]):
+            row["why"] = "no later rung acts on the same part of a step"
+        else:
+            row |= job.once(f"without {trial.stage}", leave_out, job, plans, trial.change)
+        changes = changes if row["kept"] else without
+        rows.append(row)
+    return plan_of(changes), rows
+
+
+def leave_out(job: ClimbState, plans: tuple[Plan, Plan], change: str) -> Row:
+    """Compare the plan without a change with the best plan; return what this adds to the row of the rung."""
+    result = job.attempt(plans, (f"without {change}", "best"), f"without {change}")
+    if isinstance(result, str):
+        return {"why": f"without it: {result}"}
+    kept = result.decision in ("faster", "undecided")
+    why = (
+        "slower without it"
+        if result.faster
+        else "not shown to be useless"
+        if kept
+        else "dropped: not worth it any more"
+    )
+    job.say(f"{result}: {why}")
+    return {"ratio": 1 / result.ratio, "low": 1 / result.high, "high": 1 / result.low, "kept": kept, "why": why}
+
+
+def final_comparison(job: ClimbState, best: Plan) -> Row:
+    """Measure the winning plan against the naive and the careful one, in turns that chose nothing.
+
+    Where the careful plan is shown to be faster it is the result: nothing slower is ever recommended.
+    """
+    final: Row = {"plan": vars(best), "step_s": {}, "baseline": ITSELF, "careful": ITSELF}
+    careful = Plan.careful(job.hardware)
+    for name, plan in (("careful", careful), ("baseline", Plan())):
+        if plan == best:
+            continue
+        names, title = (name, "final"), f"final against {name}"
+        result = job.compare((plan, best), names, title, pairs=FINAL_PAIRS, looks=(), seed=1)
+        if name == "careful" and result.slower:
+            job.say("the careful plan is faster than what was climbed to: it is taken, and measured afresh")
+            return final_comparison(job, careful)
+        final[name] = {key: getattr(result, key) for key in ITSELF}
+        final["step_s"] |= dict(zip(names, result.step_s, strict=True))
+    return final
+
+
+def safe(plan: Plan) -> Plan:
+    """Return `plan` without what changes numbers: PyTorch's own precision, and a cache of float32."""
+    return dataclasses.replace(plan, precision="default", cache_dtype="float32")
+
+
+def same_bits(plan: Plan) -> Plan:
+    """Return the part of `plan` that only moves data: it trains to the same bits as `Plan()`, and sooner."""
+    return Plan(cache_dtype="float32", **{field: getattr(plan, field) for field in MOVES_DATA})
+
+
+def train_both(job: ClimbState, best: Plan, step_s: Row) -> Row:
+    """Train the naive and the final plan over seeds, on the whole schedule; return quality and time to quality.
+
+    Any plan that trains to the same bits has the naive plan's scores, whatever its speed: some are taken from earlier
+    climbs of this recipe. Its seconds are its steps times those of one. Fewer than two trainings of each plan show
+    nothing: where these do not fit into the budget none is begun, and `budget_s` of the quality is one that would do.
+    """
+    curves: Curves = {"baseline": [], "final": []}
+    if best == Plan():
+        return {"quality": quality_of(job.workload, curves), "time_to_quality": None}
+    file = naive_curves_file(job.workload, job.recipe, job.hardware)
+    earlier = job.once("kept curves", lambda: read_json(file)[:MAX_SEEDS] if file and file.exists() else [])
+    curves["baseline"] += earlier
+    steps = job.recipe.total_steps(len(job.workload.train), drop_last=False)
+    training_s = {name: steps * step_s[name] for name in curves}
+    first_s = sum(max(0, 2 - len(curves[name])) * training_s[name] for name in curves)
+    needed_s = job.once("budget for quality", lambda: job.spent_s() + first_s)
+    if needed_s > job.budget_s:
+        job.say(f"quality is not tested: two trainings of each plan take a budget of about {duration(needed_s)}")
+        return {"quality": quality_of(job.workload, curves) | {"budget_s": needed_s}, "time_to_quality": None}
+    quality = train_seeds(job, curves, {"baseline": same_bits(best), "final": best}, training_s=training_s)
+    if file:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(file, curves["baseline"])
+    drawn = {name: [recorded(run, step_s[name]) for run in runs] for name, runs in curves.items()}
+    return {"quality": quality, "time_to_quality": time_to_quality(job.workload, drawn)}
+
+
+def train_seeds(job: ClimbState, curves: Curves, plans: dict[str, Plan], *, training_s: dict[str, float]) -> Row:
+    """Add a training of each plan for each seed, and more where these do not decide, as the time allows."""
+    for seeds in (job.seeds, max(job.seeds, MAX_SEEDS)):
+        for number, (name, plan) in itertools.product(range(seeds), plans.items()):
+            recipe = dataclasses.replace(job.recipe, seed=job.recipe.seed + number)
+            stage = f"training, {name}, seed {recipe.seed}"
+            if number < len(curves[name]):
+                continue
+            if number >= 2 and stage not in job.stages and job.spent_s() + training_s[name] > job.budget_s:
+                break
+            run = job.once(stage, curve, fold(job.workload, number), recipe, plan, **job.options)
+            job.say(f"{stage}: {job.workload.metric} {run['value']:.4f} in {run['seconds']:.1f} s")
+            curves[name].append(run)
+        quality = quality_of(job.workload, curves)
+        if quality["decision"] in ("as good", "worse"):
+            break
+    return quality
+
+
+def recorded(run: Row, step_s: float) -> Row:
+    """Return what a record keeps of a training, its seconds as `step_s` has them."""
+    points = [[step * step_s, value] for step, (_, value) in zip(run["steps"], run["points"], strict=True)]
+    return {"points": points} | {key: run[key] for key in ("value", "loss", "peak_memory_bytes")}
+
+
+def payback(job: ClimbState, best: Plan, *, compile_s: float, step_s: Row) -> Row:
+    """Return what the final plan saves in a training of as many steps as the climb is for, and when that is earned.
+
+    `prepare_s` is what it takes besides the first time. By `pays_back_after_s` it has made as many steps as the naive
+    plan; None where the training ends before. The cache is built afresh, of a sample where there are many items.
+    """
+    prepare_s = {"cache": 0.0, "compile": compile_s if best.compile != "off" else 0.0}
+    plan = resolve(best, job.hardware, workload=job.workload).plan
+    if plan.cache != "off":
+        items = [*job.workload.train, *job.workload.test]
+        every_nth = max(1, len(items) // BUILDING_ITEMS)
+        root = Path(job.options["cache_dir"] or cache_root())
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=root) as folder:
+            cache = open_cache(job.workload, items[::every_nth], plan, cache_dir=folder)
+            prepare_s["cache"] = every_nth * cache.build_s
+    first_s = sum(prepare_s.values())
+    baseline_s, final_s = (job.horizon * step_s[name] for name in ("baseline", "final"))
+    saved_s = baseline_s - final_s - first_s
     return {
-        "step_s": step_s,
-        "resolution": math.exp(resolution),
-        "noise": mean_difference(same.losses_b, same.losses_a),
+        "epochs": job.horizon * job.recipe.batch_size / len(job.workload.train),
+        "baseline_s": baseline_s,
+        "final_s": final_s + first_s,
+        "prepare_s": prepare_s,
+        "saved_s": saved_s,
+        "pays_back_after_s": first_s / (1 - final_s / baseline_s) if saved_s >= 0 and final_s < baseline_s else None,
     }
-
-
-def busy_processes(seconds: float = 0.5) -> str:
-    """Return ": name (pid) uses 98 % of a core, ..." of other processes, the busiest first; "" where none is seen."""
-    own = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
-    list(psutil.process_iter(["cpu_percent"]))  # psutil counts from one call to the next
-    time.sleep(seconds)
-    others = [process.info for process in psutil.process_iter(["pid", "name", "cpu_percent"]) if process.pid not in own]
-    busy = [info for info in others if (info["cpu_percent"] or 0) > BUSY_PERCENT]  # None of what belongs to others
-    busiest = sorted(busy, key=lambda info: -info["cpu_percent"])[:3]
-    words = ", ".join("{name} ({pid}) uses {cpu_percent:.0f} % of a core".format(**info) for info in busiest)
-    return f": {words}" if words else ""

@@ -11,7 +11,6 @@ from speedkit.hardware import Hardware
 from speedkit.plan import Plan
 
 Change = dict[str, Any]  # plan fields and their new values; the first is what it is about, the others go with it
-Changes = Callable[[Plan, Hardware], list[Change]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +22,7 @@ class Rung:
     """
 
     name: str
-    changes: Changes
+    changes: Callable[[Plan, Hardware], list[Change]]
     promises: str
     notebook: str
     claims: tuple[str, ...] = ()
@@ -32,7 +31,7 @@ class Rung:
 # ---- what each rung changes; what a machine or the data rule out, `plan.resolve` says ----
 
 
-def always(**change: Any) -> Changes:
+def always(**change: Any) -> Callable[[Plan, Hardware], list[Change]]:
     """Return the changes of a rung that has one, whatever the plan and the machine."""
     return lambda *_: [change]
 
@@ -44,7 +43,7 @@ def workers(_: Plan, hardware: Hardware) -> list[Change]:
 
 
 def cache(plan: Plan, hardware: Hardware) -> list[Change]:
-    """Features kept: on a GPU beside the model where they fit; on a CPU's disk, which its page cache makes RAM."""
+    """Cached features: on a GPU beside the model where they fit; on a CPU's disk, which its page cache makes RAM."""
     places = ["disk"] if hardware.device.type == "cpu" else ["device", "ram"]
     also = {"cache_dtype": "float16", "workers": 0, "persistent_workers": False}
     return [{"cache": place, **also} for place in places] if plan.cache == "off" else []
@@ -57,8 +56,7 @@ def features_on(_: Plan, hardware: Hardware) -> list[Change]:
 
 def precision(_: Plan, hardware: Hardware) -> list[Change]:
     """Fewer bits: bf16, else fp16, which needs loss scaling and is rarely faster."""
-    formats = [] if hardware.supports("bf16") else [name for name in ("fp16", "tf32") if hardware.supports(name)]
-    return [{"precision": name} for name in formats or ["bf16"]]
+    return [{"precision": "fp16" if hardware.supports("fp16") and not hardware.supports("bf16") else "bf16"}]
 
 
 def fp8(plan: Plan, _: Hardware) -> list[Change]:
@@ -95,7 +93,7 @@ LADDER: tuple[Rung, ...] = (
 
 
 def named(names: Sequence[str] | None) -> list[Rung]:
-    """Return the rungs of these names, by default all. Raises UsageError for a name that none has."""
+    """Return the rungs of these names, by default all. Raises UsageError for an unknown name."""
     rungs = {rung.name: rung for rung in LADDER}
     for name in names or ():
         if name not in rungs:
@@ -108,8 +106,8 @@ def named(names: Sequence[str] | None) -> list[Rung]:
 LOADING, COPYING, UPDATING = ("data wait",), ("host-to-device copy",), ("optimizer",)  # causes of measure.ledger
 COMPUTING = ("forward", "backward", "compute-bound", "bandwidth-bound")  # on a CPU, and on a GPU
 
-# Field: the parts of a step that it acts on, and how many times as fast they become, at worst and at best. `bucket`,
-# `precision` and `workers` are known better: see `predict`.
+# Field: the parts of a step that it acts on, and how many times as fast they become, at worst and at best. Of workers,
+# bucket and precision, `predict` knows that better.
 EFFECTS: dict[str, tuple[tuple[str, ...], float, float]] = {
     "workers": (LOADING, 0.7, 1.0),
     "cache": (LOADING, 3.0, math.inf),  # what is left is one gather from memory
@@ -134,37 +132,26 @@ def acts_on(change: Change) -> set[str]:
 
 
 def predict(
-    change: Change,
-    shares: Mapping[str, float],
-    *,
-    matmul: Mapping[str, float],
-    precision: str = "default",
-    frames: float = 1.0,
-    on_cpu: bool = True,
+    change: Change, shares: Mapping[str, float], *, frames: float = 1.0, matmul: float = 1.0
 ) -> tuple[float, float]:
     """Return the least and the greatest gain to expect of a change: Amdahl's law (1967) over the parts it acts on.
 
-    `shares` are those of the causes in the ledger of the best plan, whose number format is `precision`; `matmul` the
-    measured FLOP/s by format; `frames` how many times fewer padded frames buckets leave.
+    `shares` are those of the causes in the ledger of the best plan. `frames` is how many times fewer padded frames
+    buckets leave, `matmul` how many times as fast matrix products are in the change's number format.
     """
+    effects = EFFECTS | {
+        "workers": (LOADING, 0.7, change.get("workers", 1)),
+        "bucket": (COMPUTING, frames, frames),
+        # Not all of a step is matrix products, and few run at the ceiling: what was measured follows the cube root.
+        "precision": (COMPUTING, 1.0, max(1.0, matmul) ** 0.3),
+    }
     worst = best = 1.0
     for field, value in change.items():
-        if field not in EFFECTS or not value:
-            continue
-        parts, low, high = EFFECTS[field]
-        share = sum(shares.get(part, 0.0) for part in parts)
-        if field == "bucket":
-            low = high = frames
-        elif field == "precision":
-            # Not all of a step is matrix products, and few run at the ceiling: what was measured follows the cube root.
-            old, new = (matmul.get("fp32" if name == "default" else name) for name in (precision, value))
-            low, high = 1.0, max(1.0, new / old if old and new else 2.0) ** 0.3
-        elif field == "workers":
-            # At best loading hides behind the computing; on a CPU it takes its time from the same cores.
-            hidden = 0.0 if on_cpu else 1 - share
-            high = share / max(share / value - hidden, 1e-9) if share else 1.0
-        worst -= share * (1 - 1 / low)
-        best -= share * (1 - 1 / high)
+        if value and field in effects:
+            parts, low, high = effects[field]
+            share = sum(shares.get(part, 0.0) for part in parts)
+            worst -= share * (1 - 1 / low)
+            best -= share * (1 - 1 / high)
     return 1 / worst, 1 / max(best, 0.01)
 
 

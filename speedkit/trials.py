@@ -1,14 +1,16 @@
-"""A climb's state, kept stage by stage, and its trials: each rung is predicted, measured, and kept or rejected."""
+"""A climb's state, saved stage by stage, and its trials: each rung is predicted, measured, and kept or rejected."""
 
 import contextlib
 import dataclasses
-import functools
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from speedkit.ceilings import matmul_rates
@@ -19,8 +21,8 @@ from speedkit.hardware import Hardware
 from speedkit.ladder import Change, Rung, changed, plan_of, predict, text
 from speedkit.measure.compare import Comparison, compare
 from speedkit.measure.ledger import ledger_of
-from speedkit.measure.quality import parity
-from speedkit.measure.stats import WORTH
+from speedkit.measure.quality import mean_difference, parity
+from speedkit.measure.stats import FALSE_KEEP, LOOKS, WORTH, log_ratios, trimmed_mean
 from speedkit.plan import Plan, resolve
 from speedkit.recipe import Recipe
 from speedkit.workloads.workload import Workload
@@ -29,6 +31,9 @@ NAME, VERSION = "climb.json", 4  # raised when a stage's result becomes another
 RUNGS_SHARE = 0.6  # of the budget: no rung is begun after that
 COMPARISON_SHARE = 0.1  # of the budget, that a comparison's timed turns may take
 COMPILING_S = {"cpu": 45.0}  # of a model; on two cores 13 to 60, on a GPU about 25
+CONTROL_PAIRS = 20
+BUSY = 1.05  # what two runs of one plan may differ by, and what 80 pairs must be able to tell
+BUSY_PERCENT = 20  # of a core: a process that takes less does not disturb
 Row = dict[str, Any]
 
 
@@ -60,25 +65,25 @@ class ClimbState:
             raise UsageError(f"{path} is of {what}: name another folder with --out")
         self.stages = self.state["stages"]
 
-    def once(self, stage: str, run: Callable[[], Any]) -> Any:
-        """Return the result of a stage: from the state when it is there, else by running it and noting it down."""
+    def once(self, stage: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Return the result of a stage: from the state when it is there, else by calling `function`, and save it."""
         if stage not in self.stages:
-            self.stages[stage] = finite(run())
+            self.stages[stage] = finite(function(*arguments, **options))
             if self.out is not None:
                 write_json(self.out / NAME, {**self.state, "spent_s": self.spent_s()})
         return self.stages[stage]
 
     def spent_s(self) -> float:
-        """Seconds of the budget that are gone, those of earlier sessions included."""
+        """Return the seconds of the budget that are gone, those of earlier sessions included."""
         return self.state["spent_s"] + time.perf_counter() - self.began_s
 
     def ledger(self, plan: Plan) -> Row:
         """Return where a step's time goes under `plan`."""
-        ledger = functools.partial(ledger_of, self.workload, self.recipe, plan, **self.options)
-        return self.once(f"ledger of {text(changed(plan))}", lambda: ledger().as_dict())
+        stage = f"ledger of {text(changed(plan))}"
+        return self.once(stage, lambda: ledger_of(self.workload, self.recipe, plan, **self.options).as_dict())
 
     def compare(self, plans: tuple[Plan, Plan], names: tuple[str, str], name: str, **options: Any) -> Comparison:
-        """Compare two plans within a share of the budget, and keep what was measured."""
+        """Compare two plans within a share of the budget, and save what was measured."""
         options = {"pairs": self.pairs, "max_s": COMPARISON_SHARE * self.budget_s, **self.options, **options}
         result = compare(self.workload, *plans, recipe=self.recipe, names=names, name=name, **options)
         self.state["measurements"].append(finite(result.as_measurement()))
@@ -92,6 +97,34 @@ class ClimbState:
             raise
         except Exception as error:
             return f"failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+def compare_with_itself(job: ClimbState) -> Row:
+    """Compare the naive plan with itself: how busy the machine is, and what another seed makes of the losses."""
+    names, other_seed = ("baseline", "baseline again"), dataclasses.replace(job.recipe, seed=job.recipe.seed + 1)
+    pairs = min(job.pairs, CONTROL_PAIRS)
+    same = job.compare((Plan(), Plan()), names, "A/A control", recipe_b=other_seed, pairs=pairs, looks=())
+    job.say(f"naive baseline: {same.step_s[0] * 1e3:.1f} ms per step; against itself {same.ratio:.3f}")
+    _, reach = trimmed_mean(log_ratios(same.seconds_a, same.seconds_b), FALSE_KEEP)
+    resolution = math.exp(reach * math.sqrt(len(same.seconds_a) / LOOKS[-1]))  # of all pairs that there may be
+    if max(same.ratio, 1 / same.ratio, resolution) > BUSY:
+        job.say(
+            f"this machine is busy: a plan compared with itself gives {same.ratio:.2f} ({same.low:.2f} to "
+            f"{same.high:.2f}), so a gain below {resolution:.2f} cannot be shown{busy_processes()}"
+        )
+    return {"resolution": resolution, "noise": mean_difference(same.losses_b, same.losses_a)}
+
+
+def busy_processes(seconds: float = 0.5) -> str:
+    """Return ": name (pid) uses 98 % of a core, ..." of other processes, the busiest first; "" where none is seen."""
+    list(psutil.process_iter(["cpu_percent"]))  # psutil counts from one call to the next
+    time.sleep(seconds)
+    others = [process.info for process in psutil.process_iter(["pid", "name", "cpu_percent"])]
+    # The use of processes that belong to somebody else may be None.
+    busy = [info for info in others if info["pid"] != os.getpid() and (info["cpu_percent"] or 0) > BUSY_PERCENT]
+    busiest = sorted(busy, key=itemgetter("cpu_percent"), reverse=True)[:3]
+    words = ", ".join("{name} ({pid}) uses {cpu_percent:.0f} % of a core".format(**info) for info in busiest)
+    return f": {words}" if words else ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,25 +156,24 @@ class Trial:
 def try_rungs(job: ClimbState, rungs: Sequence[Rung], *, noise: float) -> list[Trial]:
     """Try the most promising candidate until none is left or the time is up; return all, tried or not.
 
-    Time that is left goes to those that stayed undecided, once each.
-
-    `noise` is the difference that another seed makes of the losses.
+    Time that is left goes to those that stayed undecided, once each. `noise` is the difference that another seed makes
+    of the losses.
     """
     trials = list[Trial]()
     while True:
         best = plan_of(trial.fields for trial in trials if trial.kept)
-        tried = {trial.stage for trial in trials}
-        undecided = {trial.stage for trial in trials if trial.why == "undecided"}
+        verdicts = {trial.stage: trial.why for trial in trials}
         proposed = candidates(job, rungs, best)
-        proposed += [dataclasses.replace(trial, again=True) for trial in proposed if trial.stage in undecided]
-        rest = [trial for trial in proposed if trial.stage not in tried]
+        undecided = [trial for trial in proposed if verdicts.get(trial.stage) == "undecided"]
+        proposed += [dataclasses.replace(trial, again=True) for trial in undecided]
+        rest = [trial for trial in proposed if trial.stage not in verdicts]
         # Late, only those go on that were measured before the climb was stopped.
         late = job.spent_s() > RUNGS_SHARE * job.budget_s
         waiting = [trial for trial in rest if not trial.why and (not late or trial.stage in job.stages)]
         if not waiting:
             break
         first = max(waiting, key=lambda trial: (not trial.again, trial.predicted_low * trial.predicted_high))
-        trials.append(Trial(**job.once(first.stage, functools.partial(measure, job, first, best, noise=noise))))
+        trials.append(Trial(**job.once(first.stage, measure, job, first, best, noise=noise)))
     if late and not trials and not all(trial.why for trial in rest):
         resume = f"; what was measured is kept in {job.out}, and --resume goes on from it" if job.out else ""
         raise UsageError(
@@ -154,9 +186,8 @@ def try_rungs(job: ClimbState, rungs: Sequence[Rung], *, noise: float) -> list[T
 
 def candidates(job: ClimbState, rungs: Sequence[Rung], best: Plan) -> list[Trial]:
     """Return what the rungs would change of the `best` plan, each to be tried unless its `why` says why not."""
-    matmul = job.once("matmul", lambda: matmul_rates(job.hardware))
-    frames = job.once("frames saved by buckets", lambda: frames_saved(job.workload, job.recipe))
-    facts = {"matmul": matmul, "frames": frames, "on_cpu": job.hardware.device.type == "cpu"}
+    rates = job.once("matmul", matmul_rates, job.hardware)
+    frames = job.once("frames saved by buckets", frames_saved, job.workload, job.recipe)
     shares = {row["cause"]: row["share"] for row in job.ledger(best)["rows"]}
     trials = []
     for rung in rungs:
@@ -164,7 +195,9 @@ def candidates(job: ClimbState, rungs: Sequence[Rung], best: Plan) -> list[Trial
             change = {field: value for field, value in fields.items() if value != getattr(best, field)}
             if not change:
                 continue
-            low, high = predict(change, shares, precision=best.precision, **facts)
+            formats = (best.precision, change.get("precision", best.precision))
+            before, after = (rates.get("fp32" if name == "default" else name) for name in formats)
+            low, high = predict(change, shares, frames=frames, matmul=after / before if before and after else 2.0)
             trial = Trial(
                 rung=rung.name,
                 change=text(change),
@@ -172,13 +205,22 @@ def candidates(job: ClimbState, rungs: Sequence[Rung], best: Plan) -> list[Trial
                 promises=rung.promises,
                 predicted_low=low,
                 predicted_high=high,
-                why=_why_not(job, change, best, high=high),
+                why=_why_not(job, best, change, high=high),
             )
             trials.append(trial)
     return trials
 
 
-def _why_not(job: ClimbState, change: Change, best: Plan, *, high: float) -> str:
+def frames_saved(workload: Workload, recipe: Recipe) -> float:
+    """Return how many times as many padded frames an epoch has without buckets, by the headers of the files."""
+    if workload.length is None:
+        return 1.0
+    lengths = torch.tensor([workload.length(item) for item in workload.train])
+    plain = BatchSampler(len(lengths), recipe.batch_size, recipe.seed)
+    return padded_frames(plain, lengths) / padded_frames(dataclasses.replace(plain, lengths=lengths), lengths)
+
+
+def _why_not(job: ClimbState, best: Plan, change: Change, *, high: float) -> str:
     """Return why a change that can make steps `high` times as fast need not be tried, or ""."""
     field, plan = next(iter(change)), dataclasses.replace(best, **change)
     effective = resolve(plan, job.hardware, workload=job.workload, batch_size=job.recipe.batch_size)
@@ -186,7 +228,8 @@ def _why_not(job: ClimbState, change: Change, best: Plan, *, high: float) -> str
         return next(fallback.why for fallback in effective.fallbacks if fallback.field == field)
     if field in ("decoder", "shards") and best.cache != "off":
         return "features are cached: no file is read any more"
-    if field == "channels_last" and not job.once("convolves", lambda: convolves(job.workload)):
+    # A memory format moves weights in four dimensions, and no others.
+    if field == "channels_last" and all(weight.dim() != 4 for weight in job.workload.model().parameters()):
         return "the model has no two-dimensional convolution"
     if math.log(high) < WORTH:
         return f"not tried: it could gain {high:.3f} at most"
@@ -198,20 +241,6 @@ def _why_not(job: ClimbState, change: Change, best: Plan, *, high: float) -> str
             "steps at most; for a longer training say --horizon STEPS"
         )
     return ""
-
-
-def convolves(workload: Workload) -> bool:
-    """Return whether the model has weights in four dimensions, the only ones that a memory format moves."""
-    return any(weight.dim() == 4 for weight in workload.model().parameters())
-
-
-def frames_saved(workload: Workload, recipe: Recipe) -> float:
-    """Return how many times as many padded frames an epoch has without buckets, by the headers of the files."""
-    if workload.length is None:
-        return 1.0
-    lengths = torch.tensor([workload.length(item) for item in workload.train])
-    plain = BatchSampler(len(lengths), recipe.batch_size, recipe.seed)
-    return padded_frames(plain, lengths) / padded_frames(dataclasses.replace(plain, lengths=lengths), lengths)
 
 
 def measure(job: ClimbState, trial: Trial, best: Plan, *, noise: float) -> Row:
@@ -228,13 +257,13 @@ def measure(job: ClimbState, trial: Trial, best: Plan, *, noise: float) -> Row:
     # Against the best plan, whose batches or bits need not be the naive plan's any more.
     same = parity(trial.promises, result.losses_b, result.losses_a, noise=noise)
     kept = result.faster and same.passed
-    why = "faster, and learns the same" if kept else str(same) if result.faster else result.decision
+    why = "faster, and learns the same" if kept else same.words if result.faster else result.decision
     job.say(f"  {result.ratio:.3f} ({result.low:.3f} to {result.high:.3f}): {'kept' if kept else 'rejected'}, {why}")
     return vars(trial) | {
         "ratio": result.ratio,
         "low": result.low,
         "high": result.high,
-        "parity": str(same),
+        "parity": same.words,
         "step_s_before": result.step_s[0],
         "compile_s": max(0.0, result.warmup_s_b - result.warmup_s_a) if compiles else None,
         "kept": kept,

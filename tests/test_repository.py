@@ -31,7 +31,7 @@ LAYERS = (
     {"train"},
     {"measure"},
     {"deploy"},
-    {"ladder", "trials", "proof", "climb"},
+    {"ladder", "trials", "climb"},
     {"show"},
     {"notebooks", "publishing", "options", "cli", "__main__"},
 )

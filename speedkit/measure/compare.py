@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speedkit.clock import Stopwatch, compilations
+from speedkit.clock import Stopwatch, compilations, timed
 from speedkit.measure.stats import LOOKS, Decision, decide, log_ratios, paired_interval
 from speedkit.plan import EffectivePlan, Plan
 from speedkit.recipe import Recipe
@@ -32,7 +32,7 @@ Turn = Callable[[], float]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What a comparison showed. `ratio` = time A / time B, above 1 where B is faster; `low`..`high` holds 99 % of it.
+    """What a comparison showed: `ratio` = time A / time B, above 1 where B is faster, and its 99 % interval.
 
     `seconds_a` and `seconds_b` are those of each pair's turns of `steps_per_turn` steps. Where clips vary in length
     they are scaled to the padded frames that a turn has on average: they tell of the plan, not of the clips.
@@ -88,12 +88,10 @@ class Contender:
 
     def __init__(self, workload: Workload, recipe: Recipe, plan: Plan, *, loss_steps: int, **options: Any):
         self.run = setup_run(workload, recipe, plan, endless=True, **options)
-        self.steps = steps(self.run)
-        self.stopwatch = Stopwatch(self.run.device)
-        self.warmup_s = 0.0
-        self.loss_steps = loss_steps
-        self.losses: list[Tensor] = []  # of so many first steps, read on the host at the end
+        self.steps, self.stopwatch = steps(self.run), Stopwatch(self.run.device)
         self.random = get_random_state(self.run.device)
+        self.losses: list[Tensor] = []  # of the first `loss_steps` steps, read on the host at the end
+        self.loss_steps, self.warmup_s = loss_steps, 0.0
 
     def turn(self, count: int) -> float:
         """Return the seconds of `count` steps, scaled to the padded frames of so many on average.
@@ -114,9 +112,8 @@ class Contender:
         seconds = self.stopwatch.stop()
         stream.loader.set_running(False)
         self.random = get_random_state(self.run.device)
-        if not stream.mean_frames or stream.frames == frames:
-            return seconds
-        return seconds * count * stream.mean_frames / (stream.frames - frames)
+        frames = stream.frames - frames
+        return seconds * count * stream.mean_frames / frames if stream.mean_frames and frames else seconds
 
     def close(self) -> None:
         """End the run."""
@@ -154,9 +151,9 @@ def compare(
         closing(Contender(workload_b or workload, recipe_b or recipe, plan_b, **options)) as b,
     ):
         count = warm_up(a, b)
-        turns, rng = (functools.partial(a.turn, count), functools.partial(b.turn, count)), random.Random(seed)
+        turns, rng = (functools.partial(side.turn, count) for side in (a, b)), random.Random(seed)
         seconds_a, seconds_b, decision = measure_pairs(*turns, rng=rng, pairs=pairs, max_s=max_s, looks=looks)
-        for side in (a, b):  # what is compared of the losses may be longer than what shows a large gain
+        for side in (a, b):  # losses may have to be compared over more steps than it takes to show a large gain
             side.turn(max(0, loss_steps - len(side.losses)))
         return Comparison(
             name=name or f"{names[0]} against {names[1]}",
@@ -210,10 +207,10 @@ def measure_pairs(
     spent_s, left_out, orders = 0.0, 0, list[tuple[int, int]]()
     while len(seconds[0]) < max(2, pairs) and (spent_s < max_s or len(seconds[0]) < 2):
         orders = orders or rng.sample([(0, 1), (1, 0)] * 5, 10)
-        compiled = compilations()
+        before = compilations()
         pair = {side: turns[side]() for side in orders.pop()}
         spent_s += sum(pair.values())
-        if compilations() != compiled and left_out < pairs:
+        if compilations() > before and left_out < pairs:
             left_out += 1
             continue
         for side, turn_s in pair.items():
@@ -235,13 +232,10 @@ def compare_functions(
 
     Each is called once to warm up. `before` is called before every turn, outside its time.
     """
-    stopwatch = Stopwatch(device)
 
     def turn(function: Callable[[], Any]) -> float:
         before()
-        stopwatch.start()
-        function()
-        return stopwatch.stop()
+        return timed(function, device, repeats=1, warmup=0)[0]
 
     for function in functions.values():
         function()

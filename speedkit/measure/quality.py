@@ -47,8 +47,8 @@ def parity(promised: str, losses: Sequence[float], reference: Sequence[float], *
     """
     what, cause, difference = "losses", "another seed", mean_difference(losses, reference)
     if promised == "bit-equal":
-        same = list(losses) == list(reference)
-        return Parity(same, "losses bit-equal" if same else f"losses differ by {difference:.2g}, should be bit-equal")
+        equal = list(losses) == list(reference)
+        return Parity(equal, "losses bit-equal" if equal else f"losses differ by {difference:.2g}, should be bit-equal")
     if promised == "order-equal":
         mean, noise = trimmed_mean([new - old for new, old in zip(losses, reference, strict=True)], ORDER_TAIL)
         what, cause, difference = "mean losses", "other batches", abs(mean)
@@ -109,10 +109,10 @@ def quality_of(workload: Workload, curves: Curves) -> Row:
     Where items are few, trainings are compared fold by fold, and besides the score the `likelihood` may decide: the
     (geometric) mean probability of the right class, exp(-loss), in which a right answer counts by how sure it was.
     """
-    folds, sign = has_folds(workload), 1 if workload.higher_is_better else -1
+    folds, sign, margin = has_folds(workload), 1 if workload.higher_is_better else -1, workload.margin
     scores = {name: [run["value"] for run in runs] for name, runs in curves.items()}
     unknown = dict.fromkeys(("mean_change", "lower", "likelihood", "seeds_needed", "items_needed"))
-    row = {"metric": workload.metric, "margin": workload.margin, **scores, **unknown, "decision": "not tested"}
+    row = {"metric": workload.metric, "margin": margin, **scores, **unknown, "decision": "not tested"}
     count = min(map(len, scores.values()))
     if count < 2:
         return row
@@ -120,9 +120,8 @@ def quality_of(workload: Workload, curves: Curves) -> Row:
     def compare(value: Callable[[Row], float]) -> NonInferiority:
         baseline, final = ([value(run) for run in curves[name]] for name in ("baseline", "final"))
         if not folds:
-            return pooled_non_inferior(baseline, final, workload.margin, tail=TAIL)
-        changes = [new - old for new, old in zip(final, baseline, strict=False)]
-        return non_inferior(changes, workload.margin, tail=TAIL)
+            return pooled_non_inferior(baseline, final, margin, tail=TAIL)
+        return non_inferior([new - old for old, new in zip(baseline, final, strict=False)], margin, tail=TAIL)
 
     result = compare(lambda run: sign * run["value"])
     row |= {"mean_change": result.mean_change, "lower": result.lower}
@@ -134,7 +133,7 @@ def quality_of(workload: Workload, curves: Curves) -> Row:
     if passed or result.worse:
         return row | {"decision": "as good" if passed else "worse"}
     # For how many an equal plan would be shown to be as good every other time: its error falls with their root.
-    needed = max(count + 1, math.ceil(count * (1.96 * result.error / workload.margin) ** 2))
+    needed = max(count + 1, math.ceil(count * (1.96 * result.error / margin) ** 2))
     items = {"test_items": len(workload.test), "items_needed": len(workload.test) * needed} if folds else {}
     return row | {"decision": "not decided", "seeds_needed": needed} | items
 
@@ -142,30 +141,26 @@ def quality_of(workload: Workload, curves: Curves) -> Row:
 def naive_curves_file(workload: Workload, recipe: Recipe, hardware: Hardware) -> Path | None:
     """Return where the naive plan's trainings of a recipe on this machine are kept for the next climb.
 
-    They depend on model, loss, data, recipe and versions, and on no plan: what they are of is in the file's name. None
-    for a model that cannot be told from others.
+    They depend on model, loss, data, recipe and versions, and on no plan: a hash of these is the file's name. None for
+    a model that cannot be told from others.
     """
 
-    def facts(item: Any) -> Any:
-        """Return the plain values of an object, of which many may share a data set that is large."""
-        values = vars(item) if hasattr(item, "__dict__") else {}
-        return {name: value for name, value in values.items() if isinstance(value, PLAIN)} if values else item
+    def facts(item: Any) -> Any:  # the plain values of an object: many may share a data set that is large
+        return [value for value in getattr(item, "__dict__", {}).values() if isinstance(value, PLAIN)] or item
 
-    content = vars(workload) | {"recipe": vars(recipe), "device": hardware.name, "torch": torch.__version__}
-    content |= {"version": VERSION, "train": [*map(facts, workload.train)], "test": [*map(facts, workload.test)]}
+    content = vars(workload) | {side: [*map(facts, getattr(workload, side))] for side in ("train", "test")}
+    content |= {"recipe": vars(recipe), "device": hardware.name, "torch": torch.__version__, "version": VERSION}
     try:
-        name = content_hash(content)
+        return cache_root() / "quality" / f"{content_hash(content)}.json"
     except SpeedkitError:
         return None
-    return cache_root() / "quality" / f"{name}.json"
 
 
 def time_to_quality(workload: Workload, curves: Curves) -> Row:
     """Return the seconds (median over seeds) both plans take to one score: the naive plan's mean, less the margin.
 
     In folds, which differ in how hard they are, it is the score of the naive plan's training on the same fold. `sooner`
-    is whether the final plan is with every seed. By then the climb has built the cache and compiled the model, as after
-    a first training: a very first one pays for both besides.
+    is whether the final plan is with every seed. The cache and compiled code are there, as after a first training.
     """
     sign = 1 if workload.higher_is_better else -1
     scores = [run["value"] for run in curves["baseline"]]
@@ -211,21 +206,22 @@ def choose_batch_size(
     if recipe.batch_size == "auto":  # type: ignore[comparison-overlap]  # see its setting
         recipe = dataclasses.replace(recipe, batch_size=workload.recipe.batch_size)
 
-    def trained(candidate: Recipe) -> list[Row]:
+    def train(candidate: Recipe) -> list[Row]:
         """Return a curve for each seed of a recipe."""
-        seeded = [dataclasses.replace(candidate, seed=recipe.seed + number) for number in range(seeds)]
-        runs = [curve(fold(workload, number), one, plan, **options) for number, one in enumerate(seeded)]
+        runs = []
+        for number in range(seeds):
+            seeded = dataclasses.replace(candidate, seed=recipe.seed + number)
+            runs.append(curve(fold(workload, number), seeded, plan, **options))
         value, seconds = (statistics.fmean(run[key] for run in runs) for key in ("value", "seconds"))
-        rate = f"batch {candidate.batch_size}, learning rate {candidate.learning_rate:.3g}"
-        say(f"{rate}: {workload.metric} {value:.4f} in {seconds:.1f} s")
+        say(f"batch {candidate.batch_size}: {workload.metric} {value:.4f} in {seconds:.1f} s")
         return runs
 
-    baseline, best, rows = trained(recipe), (1.0, recipe), list[Row]()
+    baseline, best, rows = train(recipe), (1.0, recipe), list[Row]()
     for factor in factors:
         candidate = with_batch_size(recipe, factor * recipe.batch_size)
         if candidate.total_steps(len(workload.train), drop_last=False) < MIN_STEPS:
             continue
-        row = judge_batch(workload, {"baseline": baseline, "final": trained(candidate)})
+        row = judge_batch(workload, {"baseline": baseline, "final": train(candidate)})
         rows.append({"batch_size": candidate.batch_size, "learning_rate": candidate.learning_rate, **row})
         if row["taken"] and row["ratio"] > best[0]:
             best = row["ratio"], candidate
@@ -236,5 +232,5 @@ def judge_batch(workload: Workload, curves: Curves) -> Row:
     """Return the seconds both recipes take to one quality, and whether the other is as good and sooner every time."""
     times, as_good = time_to_quality(workload, curves), quality_of(workload, curves)["decision"] == "as good"
     why = "sooner with every seed, and as good" if times["sooner"] else "not sooner with every seed"
-    why = why if as_good else f"not shown to be as good within {workload.margin:g}; {why}"
+    why = why if as_good else f"not shown to be as good within {workload.margin:g}"
     return {**times, "taken": times["sooner"] and as_good and bool(times["ratio"]), "why": why}

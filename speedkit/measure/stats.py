@@ -32,17 +32,8 @@ class NonInferiority:
     error: float
     lower: float
     upper: float
-    margin: float
-
-    @property
-    def passed(self) -> bool:
-        """Whether the new plan is shown to be as good within the margin."""
-        return self.lower >= -self.margin
-
-    @property
-    def worse(self) -> bool:
-        """Whether the new plan is shown to be worse; neither this nor `passed` is "not decided"."""
-        return not self.passed and self.upper < 0
+    passed: bool  # shown to be as good within the margin
+    worse: bool  # shown to be worse; neither is "not decided"
 
 
 def log_ratios(a_s: Sequence[float], b_s: Sequence[float]) -> list[float]:
@@ -51,7 +42,7 @@ def log_ratios(a_s: Sequence[float], b_s: Sequence[float]) -> list[float]:
 
 
 def trimmed_mean(values: Sequence[float], tail: float) -> tuple[float, float]:
-    """Return the 20 % trimmed mean, and its distance to an end of its interval, beyond which a share `tail` lies.
+    """Return the 20 % trimmed mean, and its distance to either end of its interval, with a share `tail` beyond each.
 
     The standard error is that of the winsorized values: Tukey and McLaughlin (1963), Yuen (1974). A burst of other
     load on the machine falls into the tails. Raises ValueError for fewer than two values or one that is not finite.
@@ -68,8 +59,8 @@ def trimmed_mean(values: Sequence[float], tail: float) -> tuple[float, float]:
 def paired_interval(a_s: Sequence[float], b_s: Sequence[float]) -> Interval:
     """Return the ratio A / B of paired times (seconds): the trimmed mean of the logarithms, with its 99 % interval.
 
-    Pairing cancels what slows both of a pair alike; on the log scale, swapping A and B gives the reciprocal. Raises
-    ValueError for lists of unequal length, fewer than two pairs, or a time that is not positive and finite.
+    Pairing cancels what slows both alike; on the log scale, swapping A and B gives the reciprocal. Raises ValueError as
+    `log_ratios` and `trimmed_mean` do.
     """
     mean, reach = trimmed_mean(log_ratios(a_s, b_s), TAIL)
     return Interval(math.exp(mean), math.exp(mean - reach), math.exp(mean + reach))
@@ -97,29 +88,33 @@ def non_inferior(changes: Sequence[float], margin: float, *, tail: float = 0.05)
     """
     _check(changes)
     mean, error = statistics.fmean(changes), statistics.stdev(changes) / math.sqrt(len(changes))
-    reach = error * _student(len(changes) - 1, tail)
-    return NonInferiority(mean, error, mean - reach, mean + reach, margin)
+    return _judge(mean, error, freedom=len(changes) - 1, margin=margin, tail=tail)
 
 
 def pooled_non_inferior(
     baseline: Sequence[float], new: Sequence[float], margin: float, *, tail: float = 0.05
 ) -> NonInferiority:
-    """Test the same by the scores of trainings, a value for each seed, of which each plan may have another number.
+    """Test the same by the scores of trainings, one for each seed; plans may have different numbers of them.
 
     Student's t with a pooled variance. Raises ValueError for fewer than two of a plan or a value that is not finite.
     """
-    _check(baseline)
-    _check(new)
+    _check(baseline, new)
     change, freedom = statistics.fmean(new) - statistics.fmean(baseline), len(baseline) + len(new) - 2
     squares = sum(statistics.variance(values) * (len(values) - 1) for values in (baseline, new))
     error = math.sqrt(squares / freedom * (1 / len(baseline) + 1 / len(new)))
+    return _judge(change, error, freedom=freedom, margin=margin, tail=tail)
+
+
+def _judge(change: float, error: float, *, freedom: int, margin: float, tail: float) -> NonInferiority:
     reach = error * _student(freedom, tail)
-    return NonInferiority(change, error, change - reach, change + reach, margin)
+    passed = change - reach >= -margin
+    return NonInferiority(change, error, change - reach, change + reach, passed, not passed and change + reach < 0)
 
 
-def _check(values: Sequence[float]) -> None:
-    if len(values) < 2 or not all(map(math.isfinite, values)):
-        raise ValueError(f"an interval needs at least 2 measurements, all finite, not {list(values)}")
+def _check(*samples: Sequence[float]) -> None:
+    for values in samples:
+        if len(values) < 2 or not all(map(math.isfinite, values)):
+            raise ValueError(f"an interval needs at least 2 measurements, all finite, not {list(values)}")
 
 
 def _student(freedom: int, tail: float) -> float:
