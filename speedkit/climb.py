@@ -162,15 +162,10 @@ def leave_out(job: ClimbState, plans: tuple[Plan, Plan], change: str) -> Row:
     result = job.attempt(plans, (f"without {change}", "best"), f"without {change}")
     if isinstance(result, str):
         return {"why": f"without it: {result}"}
-    kept = result.decision in ("faster", "undecided")
-    why = (
-        "slower without it"
-        if result.faster
-        else "not shown to be useless"
-        if kept
-        else "dropped: not worth it any more"
-    )
-    job.say(f"{result}: {why}")
+    job.say(str(result))
+    reasons = {"faster": "slower without it", "undecided": "not shown to be useless"}
+    why = reasons.get(result.decision, "dropped: not worth it any more")
+    kept = result.decision in reasons
     return {"ratio": 1 / result.ratio, "low": 1 / result.high, "high": 1 / result.low, "kept": kept, "why": why}
 
 
@@ -199,17 +194,12 @@ def safe(plan: Plan) -> Plan:
     return dataclasses.replace(plan, precision="default", cache_dtype="float32")
 
 
-def same_bits(plan: Plan) -> Plan:
-    """Return the part of `plan` that only moves data: it trains to the same bits as `Plan()`, and sooner."""
-    return Plan(cache_dtype="float32", **{field: getattr(plan, field) for field in MOVES_DATA})
-
-
 def train_both(job: ClimbState, best: Plan, step_s: Row) -> Row:
     """Train the naive and the final plan over seeds, on the whole schedule; return quality and time to quality.
 
-    Any plan that trains to the same bits has the naive plan's scores, whatever its speed: some are taken from earlier
-    climbs of this recipe. Its seconds are its steps times those of one. Fewer than two trainings of each plan show
-    nothing: where these do not fit into the budget none is begun, and `budget_s` of the quality is one that would do.
+    The naive plan's scores come from what only moves data of the final plan, which trains to the same bits sooner, and
+    from earlier climbs of this recipe; its seconds are its steps times those of one. Fewer than two trainings of each
+    plan show nothing: where they do not fit into the budget none is begun, and `budget_s` is one into which they do.
     """
     curves: Curves = {"baseline": [], "final": []}
     if best == Plan():
@@ -224,7 +214,8 @@ def train_both(job: ClimbState, best: Plan, step_s: Row) -> Row:
     if needed_s > job.budget_s:
         job.say(f"quality is not tested: two trainings of each plan take a budget of about {duration(needed_s)}")
         return {"quality": quality_of(job.workload, curves) | {"budget_s": needed_s}, "time_to_quality": None}
-    quality = train_seeds(job, curves, {"baseline": same_bits(best), "final": best}, training_s=training_s)
+    same_bits = Plan(cache_dtype="float32", **{field: getattr(best, field) for field in MOVES_DATA})
+    quality = train_seeds(job, curves, {"baseline": same_bits, "final": best}, training_s=training_s)
     if file:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, curves["baseline"])
@@ -264,14 +255,13 @@ def payback(job: ClimbState, best: Plan, *, compile_s: float, step_s: Row) -> Ro
     plan; None where the training ends before. The cache is built afresh, of a sample where there are many items.
     """
     prepare_s = {"cache": 0.0, "compile": compile_s if best.compile != "off" else 0.0}
-    plan = resolve(best, job.hardware, workload=job.workload).plan
-    if plan.cache != "off":
+    if best.cache != "off":
         items = [*job.workload.train, *job.workload.test]
         every_nth = max(1, len(items) // BUILDING_ITEMS)
         root = Path(job.options["cache_dir"] or cache_root())
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=root) as folder:
-            cache = open_cache(job.workload, items[::every_nth], plan, cache_dir=folder)
+            cache = open_cache(job.workload, items[::every_nth], best, cache_dir=folder)
             prepare_s["cache"] = every_nth * cache.build_s
     first_s = sum(prepare_s.values())
     baseline_s, final_s = (job.horizon * step_s[name] for name in ("baseline", "final"))

@@ -6,7 +6,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +55,13 @@ class ClimbState:
     def __post_init__(self) -> None:
         """Go on from what is in `out`. Raises UsageError when that is of another version, workload or recipe."""
         about = {"version": VERSION, "workload": self.workload.name, "train": len(self.workload.train)}
-        about = finite(about | {"recipe": vars(self.recipe)})
-        path = self.out / NAME if self.out else None
-        empty = {"about": about, "stages": {}, "measurements": [], "spent_s": 0.0}
-        self.state = read_json(path) if path and path.exists() else empty
+        about |= {"recipe": finite(vars(self.recipe))}
+        self.state: Row = {"about": about, "stages": {}, "measurements": [], "spent_s": 0.0}
+        if self.out and (self.out / NAME).exists():
+            self.state = read_json(self.out / NAME)
         if self.state.get("about") != about:
             what = "another workload, data set, recipe or version of speedkit"
-            raise UsageError(f"{path} is of {what}: name another folder with --out")
+            raise UsageError(f"{self.out} is of {what}: name another folder with --out")
         self.stages = self.state["stages"]
 
     def once(self, stage: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -122,7 +121,7 @@ def busy_processes(seconds: float = 0.5) -> str:
     others = [process.info for process in psutil.process_iter(["pid", "name", "cpu_percent"])]
     # The use of processes that belong to somebody else may be None.
     busy = [info for info in others if info["pid"] != os.getpid() and (info["cpu_percent"] or 0) > BUSY_PERCENT]
-    busiest = sorted(busy, key=itemgetter("cpu_percent"), reverse=True)[:3]
+    busiest = sorted(busy, key=lambda info: -info["cpu_percent"])[:3]
     words = ", ".join("{name} ({pid}) uses {cpu_percent:.0f} % of a core".format(**info) for info in busiest)
     return f": {words}" if words else ""
 
@@ -175,10 +174,9 @@ def try_rungs(job: ClimbState, rungs: Sequence[Rung], *, noise: float) -> list[T
         first = max(waiting, key=lambda trial: (not trial.again, trial.predicted_low * trial.predicted_high))
         trials.append(Trial(**job.once(first.stage, measure, job, first, best, noise=noise)))
     if late and not trials and not all(trial.why for trial in rest):
-        resume = f"; what was measured is kept in {job.out}, and --resume goes on from it" if job.out else ""
         raise UsageError(
             f"a budget of {job.budget_s:.0f} s is too short to try one rung beside the baseline: give it at least "
-            f"{math.ceil(1.5 * job.spent_s() / RUNGS_SHARE)} s{resume}"
+            f"{math.ceil(1.5 * job.spent_s() / RUNGS_SHARE)} s; --resume goes on from what was measured"
         )
     used_up = "not tried: the time for rungs is used up"
     return trials + [dataclasses.replace(trial, why=trial.why or used_up) for trial in rest if not trial.again]

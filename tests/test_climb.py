@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 import os
 import re
 import signal
@@ -16,7 +15,7 @@ import tiny
 import torch
 
 from speedkit import climb as climb_function
-from speedkit.climb import ablate, final_comparison, payback, safe, same_bits
+from speedkit.climb import ablate, final_comparison, payback
 from speedkit.clock import compilations
 from speedkit.errors import Interrupted, UsageError
 from speedkit.files import read_json
@@ -57,10 +56,10 @@ def trial(fields, promises="loss-equal"):
 
 @pytest.mark.parametrize(("hardware", "no_candidates"), [(CPU, {"fp8", "features_on"}), (GPU, {"fp8"})])
 def test_every_rung_changes_fields_of_the_plan(hardware, no_candidates):
-    assert EFFECTS.keys() <= vars(Plan()).keys()
     changes = {rung.name: rung.changes(Plan(), hardware) for rung in LADDER}
     assert {name for name in changes if not changes[name]} == no_candidates
-    assert all(Plan(**change) != Plan() for candidates in changes.values() for change in candidates)
+    assert all(Plan(**change) != Plan() for several in changes.values() for change in several)
+    assert EFFECTS.keys() <= vars(Plan()).keys()
 
 
 @pytest.mark.parametrize(
@@ -86,10 +85,10 @@ CACHED, WITHOUT_BF16 = Plan(cache="disk"), dataclasses.replace(CPU, cpu_flags=()
     [
         ("compile", Plan(), {}, ""),
         ("cache", Plan(), {}, ""),
-        ("workers", CACHED, {}, "a cached batch is one gather from memory; worker processes would copy it once more"),
+        ("workers", CACHED, {}, "a cached batch is one gather from memory; .*"),
         ("shards", CACHED, {}, "features are cached: no file is read any more"),
         ("channels_last", Plan(), {}, "the model has no two-dimensional convolution"),
-        ("precision", Plan(), {"hardware": WITHOUT_BF16}, "bf16 needs a CPU with one of avx512_bf16, .*"),
+        ("precision", Plan(), {"hardware": WITHOUT_BF16}, "bf16 needs a CPU with one of .*"),
         ("host_syncs", Plan(fused_optimizer=True), {}, "not tried: it could gain 1.000 at most"),
         ("compile", Plan(), {"horizon": 100}, "not tried: compiling .* would save 2 s of 100 steps .* --horizon STEPS"),
     ],
@@ -105,16 +104,13 @@ def test_what_need_not_be_tried_says_why(rung, best, options, why):
 
 
 def test_parity_is_strict_where_bits_are_promised_and_fair_where_losses_are():
-    reference, nudged = [1.0, 0.9, 0.8], [1.0, 0.9, 0.8 + 1e-9]
-    assert parity("bit-equal", reference, reference, noise=0.1).passed
-    assert not parity("bit-equal", nudged, reference, noise=0.1).passed
-    assert parity("loss-equal", nudged, reference, noise=0.1).passed
-    assert not parity("loss-equal", [2.0, 1.9, 1.8], reference, noise=0.1).passed
-    # Other batches scatter more than another seed does; what moves their mean is another matter.
     falling = [2.0 - 0.1 * step for step in range(16)]
+    # Other batches scatter more than another seed does; what moves their mean is another matter.
     shuffled = [loss + (0.2 if step % 2 else -0.18) for step, loss in enumerate(falling)]
-    assert parity("order-equal", shuffled, falling, noise=0.0).passed
-    assert not parity("order-equal", [loss + 0.3 for loss in shuffled], falling, noise=0.0).passed
+    moves = [("bit-equal", falling, 1e-9), ("loss-equal", falling, 0.2), ("order-equal", shuffled, 0.3)]
+    for promised, losses, moved in moves:
+        assert parity(promised, losses, falling, noise=0.1).passed
+        assert not parity(promised, [loss + moved for loss in losses], falling, noise=0.1).passed
 
 
 def curves(baseline, final, losses=(0.1, 0.1, 0.1)):
@@ -156,11 +152,10 @@ def test_few_test_items_are_judged_in_folds_and_by_the_probability_of_the_right_
 
 
 def test_a_naive_plans_trainings_are_kept_for_the_same_recipe_and_no_other():
-    work, other_loss = tiny.points(), dataclasses.replace(tiny.points(), loss=raising)
-    file = naive_curves_file(work, work.recipe, CPU)
-    assert file == naive_curves_file(tiny.points(), work.recipe, CPU)
-    longer = naive_curves_file(work, dataclasses.replace(work.recipe, epochs=9), CPU)
-    assert len({file, longer, naive_curves_file(other_loss, work.recipe, CPU)}) == 3
+    work, other_loss = tiny.points(), tiny.slowed(tiny.points(), 0.0)
+    longer = dataclasses.replace(work, recipe=dataclasses.replace(work.recipe, epochs=9))
+    files = [naive_curves_file(one, one.recipe, CPU) for one in (work, tiny.points(), longer, other_loss)]
+    assert files[0] == files[1] and len(set(files)) == 3
 
 
 def test_time_to_quality_counts_to_the_first_evaluation_that_reaches_the_target():
@@ -214,8 +209,6 @@ def test_climb_keeps_only_what_is_proven_and_leaves_all_of_its_sections(tmp_path
     assert climb_function(work, resume=True, **options) == record
     with pytest.raises(UsageError, match="another workload, data set, recipe or version"):
         climb_function(tiny.points(train=80), resume=True, **options)
-    with pytest.raises(UsageError, match="already holds a climb run"):
-        climb_function(work, **options)
 
 
 def test_a_rung_is_held_against_the_best_plan_and_not_against_what_the_naive_one_learned_from():
@@ -242,12 +235,6 @@ def test_nothing_slower_than_the_careful_plan_is_recommended():
     of = job(tiny.points(train=256, size=64, hidden=128, batch_size=64), pairs=10)
     final = final_comparison(of, Plan(micro_batch=1))
     assert final["plan"] == dataclasses.asdict(Plan.careful(CPU)) and final["careful"]["ratio"] == 1.0
-
-
-def test_what_trains_the_naive_plans_scores_is_only_what_moves_data():
-    fast = Plan(cache="disk", cache_dtype="float16", precision="bf16", channels_last=True, fused_optimizer=True)
-    assert same_bits(fast) == Plan(cache="disk", cache_dtype="float32")
-    assert safe(fast) == dataclasses.replace(fast, cache_dtype="float32", precision="default")
 
 
 @pytest.mark.slow
@@ -292,10 +279,6 @@ def test_a_killed_climb_goes_on_where_it_stopped(tmp_path):
 # ---- bad input ----
 
 
-def raising(model, batch, recipe):
-    raise ValueError("no such class: 7")
-
-
 def interrupted(model, batch, recipe):
     raise Interrupted("stopped by SIGTERM", signal.SIGTERM)
 
@@ -303,11 +286,6 @@ def interrupted(model, batch, recipe):
 def one_size(model, batch, recipe):
     batch[0].view(16, -1)  # RuntimeError for any other number of samples
     return tiny.loss(model, batch, recipe)
-
-
-def test_a_workload_that_cannot_be_trained_fails_with_its_own_error():
-    with pytest.raises(ValueError, match="no such class: 7"):
-        climb_function(dataclasses.replace(tiny.points(), loss=raising), **OPTIONS)
 
 
 def test_being_stopped_is_no_reason_to_reject_a_rung():
@@ -323,8 +301,6 @@ def test_a_plan_that_the_model_cannot_take_is_a_reason_and_no_end():
 
 def test_a_budget_too_short_for_one_rung_keeps_the_baseline_and_says_so(tmp_path):
     work, out = tiny.points(train=64, test=32, epochs=1), tmp_path / "climb"
-    with pytest.raises(UsageError, match=r"too short to try one rung .* at least \d+ s; what was measured is kept"):
+    with pytest.raises(UsageError, match=r"too short to try one rung .* at least \d+ s; --resume goes on"):
         climb_function(work, budget_s=0.1, rungs=("host_syncs",), out=out, **OPTIONS)
-    assert read_json(out / NAME)["stages"]["control"]["step_s"] > 0
-    with pytest.raises(UsageError, match="did you mean cache"):
-        climb_function(work, rungs=("cahce",))
+    assert read_json(out / NAME)["stages"]["control"]["resolution"] > 1

@@ -34,9 +34,6 @@ class Parity(NamedTuple):
     passed: bool
     words: str
 
-    def __str__(self) -> str:
-        return self.words
-
 
 def parity(promised: str, losses: Sequence[float], reference: Sequence[float], *, noise: float) -> Parity:
     """Return whether `losses` keep what is `promised` of them against `reference`.
