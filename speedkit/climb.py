@@ -144,22 +144,22 @@ def ablate(job: ClimbState, kept: Sequence[Trial]) -> tuple[Plan, list[Row]]:
     rows, changes = list[Row](), [trial.fields for trial in kept]
     for place, trial in enumerate(kept):
         without = [change for change in changes if change is not trial.fields]
-        plans = plan_of(without), plan_of(changes)
+        plans = {f"without {trial.change}": plan_of(without), "best": plan_of(changes)}
         row: Row = {"rung": trial.rung, "change": trial.change, "kept": True, "ratio": None, "low": None, "high": None}
-        if plans[0] == plans[1]:
+        if plan_of(without) == plan_of(changes):
             row["why"] = "another rung has replaced it"
         elif not any(acts_on(trial.fields) & acts_on(later.fields) for later in kept[place + 1 :]):
             row["why"] = "no later rung acts on the same part of a step"
         else:
-            row |= job.once(f"without {trial.stage}", leave_out, job, plans, trial.change)
+            row |= job.once(f"without {trial.stage}", leave_out, job, plans)
         changes = changes if row["kept"] else without
         rows.append(row)
     return plan_of(changes), rows
 
 
-def leave_out(job: ClimbState, plans: tuple[Plan, Plan], change: str) -> Row:
+def leave_out(job: ClimbState, plans: dict[str, Plan]) -> Row:
     """Compare the plan without a change with the best plan; return what this adds to the row of the rung."""
-    result = job.attempt(plans, (f"without {change}", "best"), f"without {change}")
+    result = job.attempt(next(iter(plans)), plans)
     if isinstance(result, str):
         return {"why": f"without it: {result}"}
     job.say(str(result))
@@ -179,13 +179,13 @@ def final_comparison(job: ClimbState, best: Plan) -> Row:
     for name, plan in (("careful", careful), ("baseline", Plan())):
         if plan == best:
             continue
-        names, title = (name, "final"), f"final against {name}"
-        result = job.compare((plan, best), names, title, pairs=FINAL_PAIRS, looks=(), seed=1)
+        plans = {name: plan, "final": best}
+        result = job.compare(f"final against {name}", plans, pairs=FINAL_PAIRS, looks=(), seed=1)
         if name == "careful" and result.slower:
             job.say("the careful plan is faster than what was climbed to: it is taken, and measured afresh")
             return final_comparison(job, careful)
         final[name] = {key: getattr(result, key) for key in ITSELF}
-        final["step_s"] |= dict(zip(names, result.step_s, strict=True))
+        final["step_s"] |= dict(zip(plans, result.step_s, strict=True))
     return final
 
 

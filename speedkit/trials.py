@@ -5,7 +5,7 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,17 +81,18 @@ class ClimbState:
         stage = f"ledger of {text(changed(plan))}"
         return self.once(stage, lambda: ledger_of(self.workload, self.recipe, plan, **self.options).as_dict())
 
-    def compare(self, plans: tuple[Plan, Plan], names: tuple[str, str], name: str, **options: Any) -> Comparison:
-        """Compare two plans within a share of the budget, and save what was measured."""
+    def compare(self, name: str, plans: Mapping[str, Plan], **options: Any) -> Comparison:
+        """Compare two plans by name within a share of the budget, and save what was measured."""
         options = {"pairs": self.pairs, "max_s": COMPARISON_SHARE * self.budget_s, **self.options, **options}
-        result = compare(self.workload, *plans, recipe=self.recipe, names=names, name=name, **options)
+        options |= {"recipe": self.recipe, "name": name, "names": tuple(plans)}
+        result = compare(self.workload, *plans.values(), **options)
         self.state["measurements"].append(finite(result.as_measurement()))
         return result
 
-    def attempt(self, plans: tuple[Plan, Plan], names: tuple[str, str], name: str) -> Comparison | str:
+    def attempt(self, name: str, plans: Mapping[str, Plan]) -> Comparison | str:
         """Compare two plans; return why where one fails: a model that cannot do this is one more reason not to."""
         try:
-            return self.compare(plans, names, name)
+            return self.compare(name, plans)
         except Interrupted:
             raise
         except Exception as error:
@@ -100,9 +101,9 @@ class ClimbState:
 
 def compare_with_itself(job: ClimbState) -> Row:
     """Compare the naive plan with itself: how busy the machine is, and what another seed makes of the losses."""
-    names, other_seed = ("baseline", "baseline again"), dataclasses.replace(job.recipe, seed=job.recipe.seed + 1)
-    pairs = min(job.pairs, CONTROL_PAIRS)
-    same = job.compare((Plan(), Plan()), names, "A/A control", recipe_b=other_seed, pairs=pairs, looks=())
+    plans, pairs = {"baseline": Plan(), "baseline again": Plan()}, min(job.pairs, CONTROL_PAIRS)
+    other_seed = dataclasses.replace(job.recipe, seed=job.recipe.seed + 1)
+    same = job.compare("A/A control", plans, recipe_b=other_seed, pairs=pairs, looks=())
     job.say(f"naive baseline: {same.step_s[0] * 1e3:.1f} ms per step; against itself {same.ratio:.3f}")
     _, reach = trimmed_mean(log_ratios(same.seconds_a, same.seconds_b), FALSE_KEEP)
     resolution = math.exp(reach * math.sqrt(len(same.seconds_a) / LOOKS[-1]))  # of all pairs that there may be
@@ -244,11 +245,11 @@ def _why_not(job: ClimbState, best: Plan, change: Change, *, high: float) -> str
 def measure(job: ClimbState, trial: Trial, best: Plan, *, noise: float) -> Row:
     """Measure a candidate against the best plan; return the fields of the trial, with the verdict."""
     job.say(f"{trial.stage}, predicted {trial.predicted_low:.2f} to {trial.predicted_high:.2f}")
-    plans, names = (best, dataclasses.replace(best, **trial.fields)), ("best so far", trial.change)
+    plans = {"best so far": best, trial.change: dataclasses.replace(best, **trial.fields)}
     if compiles := trial.rung == "compile":
         from torch._inductor.utils import fresh_cache
     with fresh_cache() if compiles else contextlib.nullcontext():  # what compiling takes is part of the answer
-        result = job.attempt(plans, names, trial.stage)
+        result = job.attempt(trial.stage, plans)
     if isinstance(result, str):
         job.say(f"  {result}")
         return vars(trial) | {"why": result}

@@ -290,7 +290,7 @@ def one_size(model, batch, recipe):
 
 def test_being_stopped_is_no_reason_to_reject_a_rung():
     with pytest.raises(Interrupted):
-        job(dataclasses.replace(tiny.points(), loss=interrupted)).attempt((Plan(), Plan()), ("a", "b"), "rung")
+        job(dataclasses.replace(tiny.points(), loss=interrupted)).attempt("rung", {"a": Plan(), "b": Plan()})
 
 
 def test_a_plan_that_the_model_cannot_take_is_a_reason_and_no_end():
