@@ -8,6 +8,7 @@ import os
 
 import pytest
 import torch
+from compile_report import CompileWatch
 from tiny import points
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
@@ -17,7 +18,6 @@ from torch._inductor.exc import InductorError
 from torch._inductor.utils import fresh_cache
 
 from speedkit.hardware import Hardware, this_machine
-from speedkit.measure.compile_report import CompileWatch
 from speedkit.plan import Plan, resolve
 from speedkit.recipe import learning_rates
 from speedkit.train import compile

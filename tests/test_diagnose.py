@@ -9,24 +9,16 @@ import torch
 from tiny import points
 from torch import nn
 
-from speedkit.errors import UsageError
 from speedkit.hardware import Hardware
 from speedkit.measure.diagnose import as_text, costly_switches, diagnose, of_loop, rank
 from speedkit.measure.ledger import StepFacts, make_ledger
 from speedkit.measure.syncs import Sync
-from speedkit.measure.trace import Costs, Trace
+from speedkit.measure.trace import Trace
 from speedkit.plan import Plan
 
 CPU = Hardware(cores=4, threads=1, compiler="/usr/bin/g++", python_headers=True, cpu_flags=("avx512_bf16",))
-GPU = Hardware(
-    device=torch.device("cuda"),
-    gpu="a GPU",
-    compute_capability=(9, 0),
-    cores=16,
-    threads=8,
-    triton=True,
-    compiler="/usr/bin/gcc",
-    python_headers=True,
+GPU = dataclasses.replace(
+    CPU, device=torch.device("cuda"), gpu="a GPU", compute_capability=(9, 0), cores=16, triton=True, cpu_flags=()
 )
 RATES = {"fp32": 1e12, "tf32": 4e12, "bf16": 8e12, "fp8": 16e12}
 STEP_S = 0.1
@@ -47,12 +39,12 @@ def known_ceilings(monkeypatch):
     monkeypatch.setattr("speedkit.measure.diagnose.matmul_rates", lambda hardware: dict(RATES))
 
 
-def ranked(hardware, shares, costs=None, **facts):
+def ranked(hardware, shares, trace=None, **facts):
     """The causes in a step of which the ledger has these shares; the rest of a GPU's computes, a CPU's goes forward."""
     rest = "compute-bound" if hardware.device.type == "cuda" else "forward"
     shares = shares | {rest: shares.get(rest, 0.0) + 1 - sum(shares.values())}
     host = {part: share * STEP_S * 10 for part, share in shares.items()}
-    known = StepFacts(trace=Trace(costs=costs or Costs(products_s={"bf16": 0.01})), **facts)
+    known = StepFacts(trace=trace or Trace(products_s={"bf16": 0.01}), **facts)
     return rank(make_ledger(hardware.device, host, steps=10, facts=known), hardware)
 
 
@@ -68,13 +60,13 @@ CASES = [
     (CPU, {"other host work": 0.5}, {"syncs": [PRINT]}, "printing each step", "log_every"),
     (CPU, {"other host work": 0.5}, {"syncs": [READ]}, "other host work", None),
     (GPU, {"launch-bound": 0.6}, {}, "many small operators", "compile"),
-    (CPU, {}, {"costs": Costs(10_000, small_s=0.2, passes_s=0.02)}, "many small operators", "compile"),
-    (GPU, {}, {"costs": Costs(products_s={"fp32": 0.01})}, "compute-bound", "precision"),
-    (CPU, {}, {"costs": Costs(products_s={"fp32": 0.08}, passes_s=0.02)}, "compute-bound", "precision"),
+    (CPU, {}, {"trace": Trace(small_operators=10_000, small_s=0.2, passes_s=0.02)}, "many small operators", "compile"),
+    (GPU, {}, {"trace": Trace(products_s={"fp32": 0.01})}, "compute-bound", "precision"),
+    (CPU, {}, {"trace": Trace(products_s={"fp32": 0.08}, passes_s=0.02)}, "compute-bound", "precision"),
     (GPU, {"bandwidth-bound": 0.7}, {}, "bandwidth-bound", "compile"),
-    (CPU, {}, {"costs": Costs(products_s={"fp32": 0.02}, passes_s=0.08)}, "bandwidth-bound", "compile"),
-    (CPU, {"compilation": 0.5}, {"recompilations": 1}, "new shapes", "bucket"),
-    (GPU, {"evaluation and checkpoint": 0.5}, {"evaluations": 1}, "validation too often", "validate_every"),
+    (CPU, {}, {"trace": Trace(products_s={"fp32": 0.02}, passes_s=0.08)}, "bandwidth-bound", "compile"),
+    (CPU, {"compilation": 0.5}, {}, "new shapes", "bucket"),
+    (GPU, {"evaluation and checkpoint": 0.5}, {}, "validation too often", "validate_every"),
 ]
 
 
@@ -95,39 +87,35 @@ def test_a_cause_is_named_first_by_what_gives_it_away(hardware, shares, facts, c
 HEALTHY = [
     (GPU, {"data wait": 0.03, "launch-bound": 0.08, "sync-bound": 0.02, "evaluation and checkpoint": 0.08}, None),
     (GPU, {"bandwidth-bound": 0.45}, None),  # part of any model, and compiled less: but not most of a step
-    (CPU, {"data wait": 0.03, "other host work": 0.03}, Costs(products_s={"bf16": 0.09})),
-    (CPU, {}, Costs(100, small_s=0.001)),  # nothing known of the rest: the model's own Python, say
-    (GPU, {}, Costs(products_s={"": 0.09})),  # replayed from a graph: nobody knows the number format
+    (CPU, {"data wait": 0.03, "other host work": 0.03}, Trace(products_s={"bf16": 0.09})),
+    (CPU, {}, Trace(small_s=0.001)),  # nothing known of the rest: the model's own Python, say
+    (GPU, {}, Trace(products_s={"": 0.09})),  # replayed from a graph: nobody knows the number format
 ]
 
 
-@pytest.mark.parametrize(("hardware", "shares", "costs"), HEALTHY, ids=range(len(HEALTHY)))
-def test_nothing_is_reported_on_a_healthy_run(hardware, shares, costs, known_ceilings):
-    assert ranked(hardware, shares, costs) == []
+@pytest.mark.parametrize(("hardware", "shares", "trace"), HEALTHY, ids=range(len(HEALTHY)))
+def test_nothing_is_reported_on_a_healthy_run(hardware, shares, trace, known_ceilings):
+    assert ranked(hardware, shares, trace) == []
 
 
 def test_a_machine_without_a_compiler_is_told_nothing_it_cannot_do(monkeypatch):
     monkeypatch.setattr("speedkit.measure.diagnose.matmul_rates", lambda hardware: {"fp32": 1e12})
     slow = dataclasses.replace(CPU, compiler="", cpu_flags=())
-    for costs in (Costs(products_s={"fp32": 0.09}), Costs(passes_s=0.09)):
-        assert ranked(slow, {}, costs) == []
-    [row] = ranked(slow, {}, Costs(10_000, small_s=0.2))
+    assert ranked(slow, {}, Trace(products_s={"fp32": 0.09})) == ranked(slow, {}, Trace(passes_s=0.09)) == []
+    [row] = ranked(slow, {}, Trace(small_operators=10_000, small_s=0.2))
     assert row["field"] is None and "compiler" in row["change"]
 
 
 def test_causes_come_by_what_their_change_would_give(known_ceilings):
-    causes = ranked(GPU, {"data wait": 0.3, "evaluation and checkpoint": 0.5}, items_s=0.02, collate_s=0.02)
+    shares = {"data wait": 0.3, "evaluation and checkpoint": 0.5}
+    causes = ranked(CPU, shares, items_s=0.02, collate_s=0.02)
     assert [row["cause"] for row in causes] == ["validation too often", "slow decode", "slow collate"]
     assert [row["predicted_speedup_high"] for row in causes] == pytest.approx([1 / 0.5, 1 / 0.85, 1 / 0.85])
+    # Four workers share out the wait at least, and hide it at best.
+    assert causes[1]["predicted_speedup_low"] == pytest.approx(1 / (0.85 + 0.15 / 4))
 
 
-@pytest.mark.parametrize(("threads", "low"), [(0, 2), (4, 1 / (0.125 + 0.5))])
-def test_workers_are_promised_less_where_they_share_the_cores_with_the_model(threads, low, known_ceilings):
-    [row] = ranked(dataclasses.replace(CPU, threads=threads), {"data wait": 0.5}, items_s=1.0)
-    assert row["predicted_speedup_high"] == pytest.approx(2) and row["predicted_speedup_low"] == pytest.approx(low)
-
-
-# A workload, for real.
+# For real.
 
 
 def busy_features(waveform):
@@ -137,25 +125,38 @@ def busy_features(waveform):
     return waveform
 
 
+def length_of(item):
+    return 4 + int(item.path) % 5
+
+
+def clips(item):
+    return torch.ones(8, length_of(item))
+
+
+def masked_loss(model, batch, recipe):
+    inputs, lengths, targets = batch
+    outputs = model(inputs.sum(dim=-1) / lengths[:, None])
+    return nn.functional.cross_entropy(outputs, targets), outputs
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_slow_pipeline_is_found_by_the_ledger_and_said_in_words(device, tmp_path):
-    slow, trace = dataclasses.replace(points(), features=busy_features), tmp_path / "trace.json"
-    report = diagnose(slow, plan=Plan(validate_every=0), device=device, trace=trace)
+    """Batches of any length, from a worker."""
+    slow = dataclasses.replace(points(), features=busy_features, load=clips, loss=masked_loss, length=length_of)
+    plan, trace = Plan(validate_every=0, workers=1, persistent_workers=True), tmp_path / "trace.json"
+    report = diagnose(slow, plan=plan, device=device, trace=trace)
     first = report["diagnosis"][0]
     assert (first["cause"], first["field"]) == ("slow decode", "cache")
-    assert first["seconds"] > 0.9 * 16e-3  # 16 items of 1 ms, and what else the machine did meanwhile
-    assert report["notes"] == []
+    assert first["seconds"] > 0.5 * 16e-3  # 16 items of 1 ms, some of which pass while the step computes
+    assert sum(row["share"] for row in report["rows"]) == pytest.approx(1)
+    assert report["notes"][0].startswith("each of 1 loader workers uses")
+    assert report["roofline"]["flops_per_step"] > 0
     assert any(event["name"] == "aten::mm" for event in json.loads(trace.read_text())["traceEvents"])
 
     text = as_text(json.loads(json.dumps(report, allow_nan=False)))
-    for words in ("data wait", "slow decode", "GFLOP", "features", "cache=ram"):
+    for words in ("data wait", "slow decode", "GFLOP", "cache=ram", "loader workers"):
         assert words in text
     assert "no cause to report" in as_text(report | {"diagnosis": []})
-
-
-def test_a_trace_that_cannot_be_written_is_said_before_anything_is_measured(tmp_path):
-    with pytest.raises(UsageError, match="the trace cannot be written to"):
-        diagnose(points(), device="cpu", trace=tmp_path / "missing" / "trace.json")
 
 
 def test_debugging_switches_that_cost_are_named(monkeypatch):
@@ -173,29 +174,6 @@ def test_debugging_switches_that_cost_are_named(monkeypatch):
         assert words in notes
 
 
-def length_of(item):
-    return 4 + int(item.path) % 5
-
-
-def clips(item):
-    return torch.ones(8, length_of(item))
-
-
-def masked_loss(model, batch, recipe):
-    inputs, lengths, targets = batch
-    outputs = model(inputs.sum(dim=-1) / lengths[:, None])
-    return nn.functional.cross_entropy(outputs, targets), outputs
-
-
-def test_batches_of_any_length_are_diagnosed_and_workers_say_how_much_of_a_core_they_use():
-    score = {"score": lambda outputs, batch: outputs[:, 0]}
-    varied = dataclasses.replace(points(train=96), load=clips, loss=masked_loss, length=length_of, **score)
-    report = diagnose(varied, plan=Plan(validate_every=0, workers=1, persistent_workers=True), device="cpu")
-    assert sum(row["share"] for row in report["rows"]) == pytest.approx(1)
-    assert report["roofline"]["flops_per_step"] > 0
-    assert any("each of 1 loader workers uses" in note for note in report["notes"])
-
-
 def test_somebodys_loader_is_examined_and_draws_nothing_from_the_random_state():
     class Clips(torch.utils.data.Dataset):
         def __len__(self):
@@ -209,5 +187,3 @@ def test_somebodys_loader_is_examined_and_draws_nothing_from_the_random_state():
     [row] = of_loop(waits, torch.utils.data.DataLoader(Clips(), batch_size=4), torch.device("cpu"))
     assert row["cause"] == "slow decode" and waits.facts.items_s >= 4e-3 > waits.facts.collate_s > 0
     assert torch.equal(torch.get_rng_state(), before)
-    [row] = of_loop(waits, [1, 2], torch.device("cpu"))
-    assert row["cause"] == "slow loader"

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import random
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -84,7 +85,7 @@ def test_kernels_are_told_by_name_and_those_of_an_update_by_their_launch(name, c
     assert rows(in_optimizer) == {"optimizer": 1}
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_seconds_add_up_and_busy_time_is_a_union_whatever_the_trace(seed):
     draw = random.Random(seed)
 
@@ -116,14 +117,14 @@ def test_a_trace_of_a_gpu_is_read_with_what_launched_its_kernels():
         "other host work": 1.2,
         "idle": 0.1,
     }
-    assert set(trace.costs.products_s) == {"bf16", ""}, "what was replayed from a graph has no operator"
+    assert set(trace.products_s) == {"bf16", ""}, "what was replayed from a graph has no operator"
 
 
 def test_a_trace_recorded_on_a_cpu_has_its_parts_and_operators_and_no_work_on_a_device():
     trace = read_trace(TRACES / "cpu_recorded.json.gz")  # a step of a small net, in the window, after another
     assert trace.work == [] and {part.name for part in trace.parts} == {"data wait", "optimizer"}
-    assert 30 < trace.costs.calls <= len(trace.calls)
-    assert 0 < trace.costs.small_s < trace.end_s
+    assert 30 < trace.small_operators <= len(trace.calls)
+    assert 0 < trace.small_s < trace.end_s
 
 
 def test_gaps_of_a_profiled_run_shrink_to_what_is_left_of_the_unprofiled_one():
@@ -154,25 +155,23 @@ def waiting(function, seconds):
     return waited
 
 
-def check_sums(ledger):
-    assert sum(row["share"] for row in ledger.rows) == pytest.approx(1)
-    assert sum(row["seconds"] for row in ledger.rows) == pytest.approx(ledger.window_s)
-    assert ledger.window_s == pytest.approx(ledger.steps * ledger.step_s)
-    causes = [row["cause"] for row in ledger.rows]
-    assert causes == [cause for cause in CAUSES if cause in causes] and causes[-1] == "unexplained"
-    json.dumps(ledger.as_dict(), allow_nan=False)
-    assert "unexplained" in str(ledger)
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_add_up_and_what_was_planted_is_in_its_row(device):
     """5 ms in the loss, and 0.25 ms in each of 16 items, or more where others have the processor meanwhile."""
     workload = points()
     workload = dataclasses.replace(workload, load=waiting(workload.load, 0.25 * MS), loss=waiting(loss, 5 * MS))
     backward = torch.autograd.backward
-    ledger = ledger_of(workload, device=device, window_s=0.5)
+    with warnings.catch_warnings(action="error"):  # of a profiler, say
+        ledger = ledger_of(workload, device=device, window_s=0.5)
     assert torch.autograd.backward is backward
-    check_sums(ledger)
+    assert sum(row["share"] for row in ledger.rows) == pytest.approx(1)
+    assert sum(row["seconds"] for row in ledger.rows) == pytest.approx(ledger.window_s)
+    assert ledger.window_s == pytest.approx(ledger.steps * ledger.step_s)
+    causes = [row["cause"] for row in ledger.rows]
+    assert causes == [cause for cause in CAUSES if cause in causes] and causes[-1] == "unexplained"
+    assert set(json.loads(json.dumps(ledger.as_dict(), allow_nan=False))) >= {"window_s", "steps", "rows"}
+    assert "unexplained" in str(ledger)
+
     assert abs(ledger.share("unexplained")) < 0.25  # 5 % on a quiet machine
     assert ledger.share("data wait") * ledger.step_s > 16 * 0.24 * MS
     assert ledger.share("forward" if device == "cpu" else "other host work") * ledger.step_s > 4.9 * MS
@@ -182,5 +181,4 @@ def test_rows_add_up_and_what_was_planted_is_in_its_row(device):
         assert 0 < ledger.busy_share < 0.5
     facts = ledger.facts
     assert facts.host_s["data wait"] > 0 and facts.host_s["forward"] >= 5 * MS
-    assert facts.trace.costs.calls > 20 and facts.recompilations == 0 and facts.evaluations == 0
-    assert facts.syncs[0].count > 0
+    assert len(facts.trace.calls) > 20 and facts.syncs[0].count > 0

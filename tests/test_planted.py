@@ -19,15 +19,6 @@ def watched(loop):
     return seen
 
 
-@pytest.mark.parametrize(("cause", "device"), [here for here in HERE if here[0] != "new shapes"])
-def test_an_injected_slowdown_changes_nothing_that_is_learned(cause, device):
-    plain, slow = Loop(device), Loop(device)
-    inject_slowdown(slow, cause, 1e-3)
-    for loop in (plain, slow):
-        loop.train(2)
-    assert all(map(torch.equal, plain.model.parameters(), slow.model.parameters()))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("cause", "device"), HERE)
 def test_the_diagnosis_names_what_was_injected_first_with_its_seconds(cause, device):

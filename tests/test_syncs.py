@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import emulating, jitter, loss, points
+from tiny import jitter, loss, points
 from torch import nn
 
-from speedkit import clock
 from speedkit.measure.syncs import audit
 from speedkit.plan import Plan
 from speedkit.train.fit import gc_paused
@@ -19,12 +18,6 @@ from speedkit.train.loop import steps
 from speedkit.train.setup import setup_run
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-
-
-@pytest.fixture(autouse=True)
-def every_number_format(monkeypatch):
-    monkeypatch.setattr("speedkit.train.setup.this_machine", emulating)
-
 
 PLANTED = {
     "item": lambda x: x.sum().item(),
@@ -81,12 +74,14 @@ def test_the_most_expensive_comes_first():
     assert [sync.code for sync in audit(work)] == ["torch.nonzero(inputs)", "inputs[0, 0].item()"]
 
 
-def waits(workload, device="cpu", **plan):
+def waits(workload, device):
     """The waits of five steps of the project's loop, all within an epoch and between log points.
 
     Without those of the loader: its indices lie in the host's memory beside any GPU, which a CPU cannot tell.
     """
-    plan = Plan(log_every=1000, validate_every=0, fused_optimizer=True, **plan)
+    plan = Plan(log_every=1000, validate_every=0, fused_optimizer=True, workers=1, micro_batch=5)
+    if device == "cuda":  # a pageable copy is a wait
+        plan = dataclasses.replace(plan, pin_memory=True, prefetch=True)
     with contextlib.closing(setup_run(workload, plan=plan, device=device, progress=False)) as run:
         training = steps(run)
         next(training)
@@ -94,45 +89,30 @@ def waits(workload, device="cpu", **plan):
     return [sync for sync in syncs if device == "cuda" or Path(sync.file).parent.name != "data"]
 
 
+def reading_loss(model, batch, recipe):
+    value, outputs = loss(model, batch, recipe)
+    value.detach().item()
+    return value, outputs
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("plan", [{"cache": "ram"}, {"workers": 1, "micro_batch": 5, "precision": "fp16"}], ids=str)
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_the_loop_makes_the_host_wait_nowhere_between_log_points(optimizer, plan, device):
-    workload = points(train=100, augment=jitter, dropout=0.2, clip_norm=1.0, optimizer=optimizer)
-    loads = {"pin_memory": True, "prefetch": True} if device == "cuda" else {}  # a pageable copy is a wait
-    assert waits(workload, device=device, **loads, **plan) == []
-
-
-def test_a_read_in_the_workloads_own_loss_is_blamed_on_it():
-    def reading(model, batch, recipe):
-        value, outputs = loss(model, batch, recipe)
-        value.detach().item()
-        return value, outputs
-
-    [sync] = waits(dataclasses.replace(points(train=100), loss=reading))
-    assert (sync.file, sync.code, sync.count) == (__file__, "value.detach().item()", 5)
+def test_the_loop_waits_nowhere_between_log_points_and_a_read_in_the_loss_is_blamed_on_it(device):
+    workload = points(train=100, augment=jitter, dropout=0.2, clip_norm=1.0)
+    assert waits(workload, device) == []
+    [sync] = waits(dataclasses.replace(workload, loss=reading_loss), device)
+    assert (sync.file, sync.code, sync.count) == (__file__, "value.detach().item()", 5 * 4)  # micro-batches
 
 
 def test_compiled_code_works_after_an_audit_without_being_compiled_again():
     compiled = torch.compile(lambda x: (x * 2).relu().sum(), backend="eager", dynamic=False)
     inputs = torch.randn(8)
-    expected, before = compiled(inputs), clock.compilations()
+    expected = compiled(inputs)
     assert [sync.count for sync in audit(lambda: compiled(inputs).item())] == [1]
     with torch.compiler.set_stance("fail_on_recompile"):
         assert torch.equal(compiled(inputs), expected)  # still the compiled form, or this would raise
-    later = torch.compile(lambda x: (x * 3).sum(), backend="eager", dynamic=False)  # and new code is compiled as ever
-    later(inputs)
-    assert clock.compilations() == before + 1
 
 
 def test_gc_paused_keeps_collections_out_of_steps():
-    phases = []
-    gc.callbacks.append(lambda phase, info: phases.append(phase))
-    try:
-        with gc_paused():
-            phases.clear()
-            made = [[] for _ in range(50_000)]  # far more than what starts a collection
-            assert phases == [] and len(made) == 50_000
-        assert gc.isenabled() and gc.get_freeze_count() == 0
-    finally:
-        gc.callbacks.pop()
+    with gc_paused():
+        assert not gc.isenabled()
+    assert gc.isenabled() and gc.get_freeze_count() == 0

@@ -97,7 +97,7 @@ class Loop:
 
 
 def watched(loop, **more):
-    return watch(loop.model, loop.optimizer, loop.loader, show=False, **more)
+    return watch(loop.model, loop.optimizer, loop.loader, **({"show": False} | more))
 
 
 def per_step_s(seen, cause):
@@ -126,10 +126,10 @@ def state(loop):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("part", ["data wait", "forward", "backward", "other host work", "evaluation and checkpoint"])
-def test_what_was_planted_is_in_its_row_and_rows_add_up(part, device):
+def test_what_was_planted_is_in_its_row_and_rows_add_up(part, device, capsys):
     """A GPU's ledger has no passes: what the host does in them is its other work."""
     loop = Loop(part, 4 * MS, device)
-    with watched(loop) as seen:
+    with watched(loop, show=True) as seen:
         loop.train()
     row = "other host work" if device == "cuda" and part in ("forward", "backward") else part
     assert per_step_s(seen, row) > 0.95 * 4 * MS
@@ -137,9 +137,10 @@ def test_what_was_planted_is_in_its_row_and_rows_add_up(part, device):
     assert sum(row["seconds"] for row in ledger.rows) == pytest.approx(ledger.window_s)
     assert sum(row["share"] for row in ledger.rows) == pytest.approx(1)
     assert abs(ledger.share("unexplained")) < 0.05
-    assert ledger.steps == 20 and seen.notes == []
-    assert ledger.facts.evaluations == pytest.approx(1 if part.startswith("evaluation") else 0, abs=0.2)
-    assert ledger.facts.trace.costs.calls > 10 and ledger.facts.recompilations == 0
+    assert ledger.steps == 20 and seen.notes == [] and len(ledger.facts.trace.calls) > 10
+    shown = capsys.readouterr().out
+    assert row in shown and "unexplained" in shown
+    assert part != "data wait" or (seen.diagnosis[0]["cause"] == "slow decode" and "slow decode: " in shown)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -156,8 +157,8 @@ def test_watching_changes_nothing_that_is_learned(device):
     assert all(map(torch.equal, loop.model.parameters(), alone.model.parameters()))
 
 
-# In a warm-up of 1 and 2 timed steps, these are a timed step, the close looks, one by one, and what is left alone.
-@pytest.mark.parametrize("count", [2, 4, 6, 7, 9])
+# In a warm-up of 1 and 2 timed steps, these are a timed step, two of the close looks, and what is left alone.
+@pytest.mark.parametrize("count", [2, 4, 6, 9])
 def test_wherever_the_loop_fails_everything_is_as_it_was_and_what_was_measured_is_told(count):
     loop = Loop()
     torch.compiler.set_stance("default")  # with which comes what a watch looks for where it has been imported
@@ -182,26 +183,22 @@ def test_wherever_the_loop_fails_everything_is_as_it_was_and_what_was_measured_i
     )
 
 
-def test_a_step_is_the_optimizers_however_many_batches_it_takes():
-    loop = Loop("data wait", 2 * MS, items=64 * 8)
+class Slotted:
+    """An iterable of somebody's own, to which nothing can be attached."""
+
+    __slots__ = ("batches",)
+
+    def __iter__(self):
+        yield from self.batches
+
+
+def test_a_step_is_the_optimizers_however_many_batches_it_takes_from_whatever_iterable():
+    loop, slotted = Loop("forward", 2 * MS, items=64 * 8), Slotted()
+    slotted.batches, loop.loader = list(loop.loader), slotted
     with watched(loop, steps=4) as seen:
         loop.train(accumulate=2)
-    assert seen.ledger.steps == 4
-    assert per_step_s(seen, "data wait") > 0.9 * 2 * 2 * MS
-
-
-def test_an_iterable_of_the_users_own_is_timed_in_place():
-    class Slotted:
-        __slots__ = ("batches",)
-
-        def __iter__(self):
-            yield from self.batches
-
-    loop, slotted = Loop(), Slotted()
-    slotted.batches, loop.loader = list(loop.loader), slotted
-    with watched(loop) as seen:
-        loop.train()
-    assert seen.batches == 32 and seen.notes == []
+    assert seen.ledger.steps == 4 and seen.batches == 64 and seen.notes == []
+    assert per_step_s(seen, "forward") > 0.9 * 2 * 2 * MS
 
 
 @pytest.mark.parametrize("way", ["torch.compile", "compile()", "the plain one"])
@@ -222,20 +219,7 @@ def test_compiled_models_are_seen_and_stay_compiled(way):
             assert clock.compilations() - before == 1
     with torch.compiler.set_stance("fail_on_recompile"):
         loop.train(stop=1)  # still what was compiled, or this would raise
-    assert seen.notes == [] and seen.ledger.share("forward") > 0 and seen.ledger.facts.recompilations == 0
-
-
-def test_new_shapes_are_counted_with_what_compiling_for_them_takes():
-    torch._dynamo.reset()
-    loop = Loop()
-    batches = [(torch.ones(size, 8), torch.zeros(size, dtype=torch.long)) for size in range(2, 34)]
-    limits = {"recompile_limit": 99, "accumulated_recompile_limit": 99}
-    loop.model = torch.compile(loop.model, backend="eager", dynamic=False)
-    loop.loader = DataLoader(batches, batch_size=None)
-    with torch._dynamo.config.patch(limits), watched(loop) as seen:
-        loop.train()
-    assert seen.ledger.facts.recompilations == 1 and seen.ledger.share("compilation") > 0.5
-    assert seen.diagnosis[0]["cause"] == "new shapes"
+    assert seen.notes == [] and seen.ledger.share("forward") > 0
 
 
 def test_beside_another_profiler_the_steps_are_timed_all_the_same():
@@ -243,7 +227,7 @@ def test_beside_another_profiler_the_steps_are_timed_all_the_same():
     with torch.profiler.profile(acc_events=True), watched(loop) as seen:
         loop.train()
     assert per_step_s(seen, "other host work") > 0.95 * 4 * MS
-    assert "another profiler is at work" in seen.notes[-1]
+    assert "no closer look at the steps" in seen.notes[-1]
 
 
 def test_a_copy_made_inside_is_a_model_like_any_other():
@@ -259,15 +243,6 @@ def test_a_copy_made_inside_is_a_model_like_any_other():
     assert loop.model.training and loop.model[0].weight.abs().sum() > 0 and seen.forwards == calls
 
 
-def test_ledger_and_diagnosis_are_printed(capsys):
-    loop = Loop("data wait", 5 * MS)
-    with watch(loop.model, loop.optimizer, loop.loader) as seen:
-        loop.train()
-    shown = capsys.readouterr().out
-    assert "data wait" in shown and "unexplained" in shown and "slow decode: " in shown
-    assert seen.diagnosis[0]["cause"] == "slow decode"
-
-
 def test_in_a_long_loop_evaluations_are_timed_after_the_close_look_too():
     loop = Loop("none", 4 * MS, items=100 * 8)
     loop.evaluate_at = (20, 60, 80)
@@ -275,7 +250,6 @@ def test_in_a_long_loop_evaluations_are_timed_after_the_close_look_too():
         loop.train()
     assert seen.steps == 100 and seen.ledger.steps == 20 and not seen.notes
     assert per_step_s(seen, "evaluation and checkpoint") > 0.95 * 3 / 100 * 4 * MS
-    assert seen.ledger.facts.evaluations == pytest.approx(3 / 100, rel=0.2)
 
 
 def test_a_loop_that_is_not_the_one_described_is_told_so():
@@ -293,7 +267,6 @@ def test_a_loop_that_is_not_the_one_described_is_told_so():
 
 def test_what_cannot_be_watched_is_refused_in_a_sentence():
     loop = Loop()
-    before = state(loop)
     for parts, why in (
         ((loop.optimizer, loop.model, loop.loader), "a module, its optimizer and its loader, in this order"),
         ((loop.model, loop.optimizer, 3), "a int cannot be watched as a loader"),
@@ -301,4 +274,3 @@ def test_what_cannot_be_watched_is_refused_in_a_sentence():
     ):
         with pytest.raises(UsageError, match=why), watch(*parts):
             raise AssertionError("nothing to watch")
-    assert state(loop) == before

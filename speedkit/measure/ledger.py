@@ -2,51 +2,50 @@
 
 import collections
 import contextlib
+import dataclasses
 import os
 import tempfile
 import time
+import warnings
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import torch
 
-from speedkit.clock import compilations, run_until_steady, synchronize
+from speedkit.clock import run_until_steady, synchronize
 from speedkit.errors import UsageError
 from speedkit.measure.provenance import gpu_state
 from speedkit.measure.syncs import Sync, auditing
-from speedkit.measure.timeline import DATA, FORWARD, OPTIMIZER, RARE, Timeline, replaced, timing
+from speedkit.measure.timeline import DATA, FORWARD, OPTIMIZER, RARE, Timeline, timing
 from speedkit.measure.trace import CAUSES, UNEXPLAINED, WINDOW, Trace, classify, read_trace
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train.loop import steps
-from speedkit.train.run import TrainingRun
 from speedkit.train.setup import setup_run
 from speedkit.workloads.workload import Workload
 
 AUDITED = 2  # steps in which what makes the host wait is looked for
+POWER_LIMITED = 0.95  # of the power limit: from here on a GPU lowers its clock
 
 
-@dataclass(kw_only=True)
+@dataclasses.dataclass(kw_only=True)
 class StepFacts:
     """What is known of a step beside the ledger's rows: seconds and counts per step."""
 
-    host_s: Mapping[str, float] = field(default_factory=dict)  # by part; beside a GPU the host runs ahead of it
-    trace: Trace = field(default_factory=Trace)
+    host_s: Mapping[str, float] = dataclasses.field(default_factory=dict)  # by part; a GPU's host runs ahead of it
+    trace: Trace = dataclasses.field(default_factory=Trace)
     syncs: Sequence[Sync] = ()  # of AUDITED steps, the most expensive first
-    recompilations: float = 0.0
-    evaluations: float = 0.0
     items_s: float = 0.0  # to make the items of a batch, one after the other
     collate_s: float = 0.0  # to join them
     workers: int = 0
-    worker_use: float | None = None  # of a core, by each of the loader's processes
-    power_use: float | None = None  # of a GPU's power limit
     cacheable: bool = False  # its features could be kept by a cache that the plan leaves off
+    notes: list[str] = dataclasses.field(default_factory=list)
 
 
-@dataclass
+@dataclasses.dataclass
 class Ledger:
     """Where the wall time of `steps` training steps goes.
 
@@ -60,7 +59,7 @@ class Ledger:
     step_s: float
     rows: list[dict[str, Any]]
     busy_share: float | None = None  # of a GPU: the union of its kernels and copies; None on a CPU
-    facts: StepFacts = field(default_factory=StepFacts)
+    facts: StepFacts = dataclasses.field(default_factory=StepFacts)
 
     def as_dict(self) -> dict[str, Any]:
         """Return what `ledger.json` holds of it."""
@@ -77,73 +76,63 @@ class Ledger:
         return "\n".join([*lines, *(line(1e3 * row["seconds"] / max(1, self.steps), **row) for row in self.rows)])
 
 
-def traced_steps(device: torch.device) -> int:
-    """Return how many steps a profiler is to see: each makes its file longer, and a CPU's steps are long."""
-    return 1 if device.type == "cpu" else 8
-
-
-class Look:
+class StepObserver:
     """Observes a loop's steps: their seconds by part, and in a few more their operators and host syncs."""
 
-    def __init__(self, device: torch.device, timeline: Timeline, steps: int):
-        self.device, self.timeline, self.to_time = device, timeline, steps
-        self.seconds = collections.Counter[str]()  # by part, of the steps timed so far
-        self.timed = self.recompilations = 0
-        self.trace, self.syncs = Trace(), list[Sync]()
+    def __init__(self, device: torch.device, steps: int):
+        self.device, self.timeline, self.to_time = device, Timeline(), steps
+        self.profiled = 1 if device.type == "cpu" else 8  # each makes the trace longer, and a CPU's steps are long
+        self.needed = steps + 1 + self.profiled + AUDITED
+        self.timed = 0
+        self.seconds: dict[str, float] = collections.defaultdict(float)  # by part, of the steps timed so far
+        self.facts = StepFacts()
 
-    def course(self, trace_file: str | Path | None = None) -> Generator[None]:
-        """Look at one step after the other: each `yield` is a step of the loop's. `trace_file` keeps the trace."""
+    def observe(self, trace_file: str | Path | None = None) -> Generator[None]:
+        """Observe one step after the other: each `yield` is a step of the loop's. `trace_file` keeps the trace."""
         # Their times, undisturbed.
         synchronize(self.device)
         self.timeline.take()
-        before = compilations()
         while self.timed < self.to_time:
             yield
             self.timed += 1
             if self.timed == self.to_time:
                 synchronize(self.device)  # what is still to be done is of these steps
-            self.seconds.update(self.timeline.take())
-            self.recompilations = compilations() - before
+            for cause, part_s in self.timeline.take().items():
+                self.seconds[cause] += part_s
 
         # Their operators and kernels. The device has nothing left to do before and after the window.
-        count = traced_steps(self.device)
         if torch.autograd._profiler_enabled():
             raise UsageError("another profiler is at work, beside which no other can be: stop it")
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # that there is no GPU to look at is no news
-        with torch.profiler.profile(record_shapes=True, acc_events=True) as profiler:  # or it warns of cycles
+        with contextlib.ExitStack() as stack:
+            with warnings.catch_warnings(action="ignore"):  # that one cycle clears the events of another: there is one
+                profiler = stack.enter_context(torch.profiler.profile(record_shapes=True))
             self.timeline.annotate = True
             yield  # sets the profiler up
             synchronize(self.device)
             with torch.profiler.record_function(WINDOW):
-                for _ in range(count):
+                for _ in range(self.profiled):
                     yield
                 synchronize(self.device)
         self.timeline.annotate = False
         with tempfile.TemporaryDirectory() as folder:
             path = str(trace_file or f"{folder}/trace.json")
             profiler.export_chrome_trace(path)
-            self.trace = read_trace(path, count)
+            self.facts.trace = read_trace(path, self.profiled)
 
         # What makes the host wait.
-        with auditing(self.device) as self.syncs:
+        with auditing(self.device) as self.facts.syncs:
             for _ in range(AUDITED):
                 yield
 
-    def ledger(self, rare: Mapping[str, float], **facts: Any) -> Ledger:
-        """Return the ledger of the timed steps; `rare` replaces seconds of parts, `facts` are more of `StepFacts`."""
-        seconds, timed = {**self.seconds, **rare}, max(1, self.timed)
-        known = StepFacts(
-            host_s={cause: part_s / timed for cause, part_s in seconds.items()},
-            trace=self.trace,
-            syncs=self.syncs,
-            recompilations=self.recompilations / timed,
-            **facts,
-        )
-        return make_ledger(self.device, seconds, steps=self.timed, facts=known)
+    def ledger(self) -> Ledger:
+        """Return the ledger of the timed steps."""
+        return make_ledger(self.device, self.seconds, steps=self.timed, facts=self.facts)
 
 
 def make_ledger(device: torch.device | str, host: Mapping[str, float], *, steps: int, facts: StepFacts) -> Ledger:
     """Return the ledger of `steps` steps by the `host`'s seconds, all of them together, and a GPU's by its trace."""
+    facts = dataclasses.replace(facts, host_s={cause: part_s / max(1, steps) for cause, part_s in host.items()})
     seconds, window_s, busy_share = dict(host), sum(host.values()), None
     if torch.device(device).type == "cuda" and facts.trace.end_s:
         seconds, busy_share = unprofiled(facts.trace, host, steps)
@@ -152,8 +141,8 @@ def make_ledger(device: torch.device | str, host: Mapping[str, float], *, steps:
     for cause in CAUSES:
         if seconds.get(cause) or cause == UNEXPLAINED:
             share = seconds[cause] / (window_s or 1.0)
-            most = 1 / max(1 - max(share, 0.0), 1e-3)
-            rows.append({"cause": cause, "seconds": seconds[cause], "share": share, "ceiling_speedup": most})
+            ceiling = 1 / max(1 - max(share, 0.0), 1e-3)
+            rows.append({"cause": cause, "seconds": seconds[cause], "share": share, "ceiling_speedup": ceiling})
     return Ledger(str(device), window_s, steps, window_s / max(1, steps), rows, busy_share, facts)
 
 
@@ -191,30 +180,30 @@ def ledger_of(
     """
     run = setup_run(workload, recipe, plan, device=device, cache_dir=cache_dir, progress=False, endless=True)
     with contextlib.closing(run):
-        return _measure(run, window_s, trace_file)
+        training, workers = steps(run), int(run.plan.workers)
+        for _ in range(1 + 2 * workers * run.plan.prefetch_factor):
+            next(training)  # on batches that the loader had ready
+        step_s = run_until_steady(lambda: next(training), run.device, max_s=max(2.0, window_s)).step_s
 
-
-def _measure(run: TrainingRun, window_s: float, trace_file: str | Path | None) -> Ledger:
-    training = steps(run)
-    for _ in range(1 + 2 * int(run.plan.workers) * run.plan.prefetch_factor):
-        next(training)  # on batches that the loader had ready
-    step_s = run_until_steady(lambda: next(training), run.device, max_s=max(2.0, window_s)).step_s
-
-    look = Look(run.device, Timeline(), max(5, round(window_s / step_s)))
-    part = look.timeline.of
-    workers = [psutil.Process(process.pid) for process in run.train_batches.loader.processes]
-    began_s, cpu_s = time.perf_counter(), _cpu_s(workers)
-    with (
-        replaced(run, fetch=part(DATA, run.fetch), loss=part(FORWARD, run.loss)),
-        replaced(run.optimizer, step=part(OPTIMIZER, run.optimizer.step)),
-        timing(look.timeline),
-    ):
-        for _ in look.course(trace_file):
-            next(training)
-    worker_use = (_cpu_s(workers) - cpu_s) / (time.perf_counter() - began_s) / len(workers) if workers else None
-    power = gpu_state(run.device, "power_w", "power_limit_w")
-    power_use = power["power_w"] / power["power_limit_w"] if power else None
-    return look.ledger({}, workers=int(run.plan.workers), worker_use=worker_use, power_use=power_use)
+        observer = StepObserver(run.device, max(5, round(window_s / step_s)))
+        part, facts = observer.timeline.timed, observer.facts
+        processes = [psutil.Process(process.pid) for process in run.train_batches.loader.processes]
+        began_s, cpu_s = time.perf_counter(), _cpu_s(processes)
+        with (
+            patch.multiple(run, fetch=part(DATA, run.fetch), loss=part(FORWARD, run.loss)),
+            patch.object(run.optimizer, "step", part(OPTIMIZER, run.optimizer.step)),
+            timing(observer.timeline),
+        ):
+            for _ in observer.observe(trace_file):
+                next(training)
+        facts.workers = workers
+        if processes:
+            use = (_cpu_s(processes) - cpu_s) / (time.perf_counter() - began_s) / len(processes)
+            facts.notes.append(f"each of {workers} loader workers uses {use:.0%} of a core")
+        power = gpu_state(run.device, "power_w", "power_limit_w")
+        if power and (use := power["power_w"] / power["power_limit_w"]) > POWER_LIMITED:
+            facts.notes.append(f"the GPU draws {use:.0%} of its power limit, so it lowers its clock")
+        return observer.ledger()
 
 
 def _cpu_s(processes: Sequence[psutil.Process]) -> float:

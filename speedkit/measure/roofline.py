@@ -77,19 +77,17 @@ def roofline(workload: Workload, recipe: Recipe, plan: Plan, *, hardware: Hardwa
     dtype = dtype if f"matmul_{dtype}" in limits else "fp32"
     flops_per_s, bytes_per_s = flops / ledger.step_s, moved / ledger.step_s
     ceiling, bandwidth = limits[f"matmul_{dtype}"].value, limits["memory_bandwidth"].value
+    mfu = flops_per_s / ceiling
     return {
         "flops_per_step": flops,
         "dtype": dtype,
-        "step_s": ledger.step_s,
         "achieved_flops_per_s": flops_per_s,
         "ceiling_flops_per_s": ceiling,
-        "mfu": flops_per_s / ceiling,
+        "mfu": mfu,
         "bytes_per_step": moved,
-        "achieved_bytes_per_s": bytes_per_s,
         "bandwidth_ceiling": bandwidth,
         "tells": [
-            f"{flops_per_s / 1e9:.4g} GFLOP/s: {flops_per_s / ceiling:.1%} of what products of {dtype} matrices reach "
-            "here (MFU)",
+            f"{flops_per_s / 1e9:.4g} GFLOP/s: {mfu:.1%} of what products of {dtype} matrices reach here (MFU)",
             f"at most {bytes_per_s / 1e9:.4g} GB/s of {bandwidth / 1e9:.4g} measured",
         ],
     }

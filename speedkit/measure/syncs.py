@@ -11,18 +11,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from speedkit.measure.timeline import replaced
-
 # Operations whose result's shape or value the host must know: on a GPU each waits for all work queued before it.
 READS = ("_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2", "unique_dim", "unique_consecutive")
 HANDING_OVER = ("tolist", "numpy", "cpu")  # methods that need no operation where the tensor lies in the host's memory
-Note = Callable[[float], None]  # takes the seconds of a wait
 # What may stand between a line that makes the host wait and the wait itself.
 LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent), warnings.__file__, contextlib.__file__)
+Note = Callable[[float], None]  # takes the seconds of a wait
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,37 +68,28 @@ def auditing(device: torch.device | str = "cpu") -> Iterator[list[Sync]]:
     syncs.sort(key=lambda sync: -sync.seconds)
 
 
-def _noted(call: Callable[..., Any], note: Note) -> Callable[..., Any]:
-    """Return `call` with each run of it noted."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        began_s = time.perf_counter()
-        result = call(*args, **kwargs)
-        note(time.perf_counter() - began_s)
-        return result
-
-    return run
-
-
-class _Reads(TorchDispatchMode):
-    """Notes every operation by which the host learns a value."""
-
-    def __init__(self, note: Note):
-        super().__init__()
-        self.note = note
-
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: PLR0917
-        indices = args[1] if operation is torch.ops.aten.index.Tensor else ()
-        masked = any(index is not None and index.dtype == torch.bool for index in indices)
-        reads = masked or operation.overloadpacket.__name__ in READS
-        return (_noted(operation, self.note) if reads else operation)(*args, **(kwargs or {}))
-
-
 @contextlib.contextmanager
 def _cpu_reads(note: Note) -> Iterator[None]:
     """Note each read inside, with all code eager: compiled code that meets a dispatch mode stays off for good."""
-    methods = {name: _noted(getattr(torch.Tensor, name), note) for name in HANDING_OVER}
-    with torch.compiler.set_stance("force_eager"), _Reads(note), replaced(torch.Tensor, **methods):
+
+    def noted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            began_s = time.perf_counter()
+            result = call(*args, **kwargs)
+            note(time.perf_counter() - began_s)
+            return result
+
+        return run
+
+    class Reads(TorchDispatchMode):
+        def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: PLR0917
+            indices = args[1] if operation is torch.ops.aten.index.Tensor else ()
+            masked = any(index is not None and index.dtype == torch.bool for index in indices)
+            reads = masked or operation.overloadpacket.__name__ in READS
+            return (noted(operation) if reads else operation)(*args, **(kwargs or {}))
+
+    methods: dict[str, Any] = {name: noted(getattr(torch.Tensor, name)) for name in HANDING_OVER}
+    with torch.compiler.set_stance("force_eager"), Reads(), patch.multiple(torch.Tensor, **methods):
         yield
 
 
@@ -113,7 +103,7 @@ def _cuda_waits(note: Note) -> Iterator[None]:
         if frame.f_code.co_filename not in (__file__, warnings.__file__):  # the warning is on its way
             last_s = time.perf_counter()
 
-    def on_warning(message: Any, *others: Any, **more: Any) -> None:
+    def on_warning(message: Any, *_: Any, **__: Any) -> None:
         if "synchronizing CUDA operation" in str(message):
             note(time.perf_counter() - last_s)
 

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
+from unittest.mock import patch
 
 import torch
 
@@ -19,11 +19,6 @@ DATA, FORWARD, BACKWARD, OPTIMIZER = "data wait", "forward", "backward", "optimi
 EVALUATION, COMPILATION, OTHER = "evaluation and checkpoint", "compilation", "other host work"
 HOST = (FORWARD, BACKWARD, OPTIMIZER, EVALUATION, COMPILATION, OTHER)
 RARE = (EVALUATION, COMPILATION)  # what a few steps say nothing of: all of it is timed
-
-
-def replaced(owner: Any, **attributes: Any) -> contextlib.AbstractContextManager:
-    """Return the context in which `owner` has other attributes."""
-    return mock.patch.multiple(owner, **attributes)
 
 
 class Timeline:
@@ -69,34 +64,30 @@ class Timeline:
         if self.ranges:
             self.ranges.pop().__exit__(None, None, None)
 
-    def of(self, cause: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def timed(self, cause: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return `function` with each call of it a part."""
 
         @functools.wraps(function)
-        def timed(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             self.begin(cause)
             try:
                 return function(*args, **kwargs)
             finally:
                 self.end()
 
-        return timed
+        return call
 
 
 @contextlib.contextmanager
 def timing(timeline: Timeline) -> Iterator[None]:
     """Time backward passes, from whatever tensor, and compilations, if torch.compile has been imported."""
-    dynamo = sys.modules.get("torch._dynamo.callback")
-    handler = dynamo.callback_handler if dynamo else None
-    begin, end = (lambda _: timeline.begin(COMPILATION)), (lambda _: timeline.end())
-    if handler:
-        handler.start_callbacks.append(begin)
-        handler.end_callbacks.append(end)
-    try:
+    with contextlib.ExitStack() as stack:
         # Tensor.backward calls it too.
-        with replaced(torch.autograd, backward=timeline.of(BACKWARD, torch.autograd.backward)):
-            yield
-    finally:
-        if handler and begin in handler.start_callbacks:  # torch._dynamo.reset() takes all out
-            handler.start_callbacks.remove(begin)
-            handler.end_callbacks.remove(end)
+        backward = timeline.timed(BACKWARD, torch.autograd.backward)
+        stack.enter_context(patch.object(torch.autograd, "backward", backward))
+        if dynamo := sys.modules.get("torch._dynamo.callback"):
+            handler = dynamo.callback_handler
+            begun = [*handler.start_callbacks, lambda _: timeline.begin(COMPILATION)]
+            ended = [*handler.end_callbacks, lambda _: timeline.end()]
+            stack.enter_context(patch.multiple(handler, start_callbacks=begun, end_callbacks=ended))
+        yield

@@ -1,16 +1,16 @@
 """Read a profiler's trace of training steps, and sort its time by cause."""
 
 import collections
+import dataclasses
 import gzip
 import json
 import math
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas
 
 from speedkit.measure.timeline import COMPILATION, DATA, EVALUATION, HOST, OPTIMIZER, OTHER, PART
 
@@ -23,11 +23,8 @@ SMALL_S = 20e-6  # of an operator on a CPU: below it calling costs more than com
 # What is in the names of kernels, and of operators, that multiply matrices. A kernel replayed from a CUDA graph has no
 # operator, so kernels are known by their own names: nvjet is cuBLAS's, xmma and cutlass are libraries of products.
 PRODUCT_KERNELS = ("gemm", "conv", "attention", "flash", "fmha", "wgrad", "dgrad", "nvjet", "cutlass", "xmma")
-PRODUCT_OPERATORS = ("mm", "conv", "attention", "linear", "lstm", "rnn")
+PRODUCT_OPERATORS = "mm|conv|attention|linear|lstm|rnn"
 FORMATS = {"float": "fp32", "c10::BFloat16": "bf16", "c10::Half": "fp16", "c10::Float8_e4m3fn": "fp8"}
-
-Event = dict[str, Any]
-Seconds = dict[str, float]  # by cause
 
 
 class Span(NamedTuple):
@@ -37,26 +34,9 @@ class Span(NamedTuple):
     end_s: float
     name: str = ""
     launch_s: float = -math.inf  # of a kernel or copy, when the host began to launch it; as it is where it is unknown
-    number_format: str = ""  # of the inputs of a kernel's operator, where they are known
-
-    @property
-    def is_product(self) -> bool:
-        """Whether this kernel multiplies matrices. Inductor's fused kernels are named after all that they fuse."""
-        name = self.name.lower()
-        return "triton_tem" in name if "triton" in name else any(word in name for word in PRODUCT_KERNELS)
 
 
-@dataclass
-class Costs:
-    """What a CPU's operators, without those that they call, or a GPU's kernels cost in seconds."""
-
-    calls: int = 0  # of small operators on a CPU, of kernels and copies on a GPU
-    small_s: float = 0.0  # operators on a CPU that cost more to call than to compute
-    products_s: Seconds = field(default_factory=lambda: collections.defaultdict(float))  # of matrices, by number format
-    passes_s: float = 0.0  # over memory: all other operators on a CPU
-
-
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Trace:
     """A stretch of training from 0 to `end_s`."""
 
@@ -65,48 +45,54 @@ class Trace:
     parts: Sequence[Span] = ()  # of the host's time, each named by its cause
     syncs: Sequence[Span] = ()  # calls in which the host waits for the device
     calls: Sequence[Span] = ()  # operators and launches: what the host does inside of PyTorch
-    costs: Costs = field(default_factory=Costs)
+    products_s: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of matrices, by number format
+    # Of a CPU alone, as are products there: without what operators call themselves.
+    small_operators: int = 0  # that cost more to call than to compute
+    small_s: float = 0.0
+    passes_s: float = 0.0  # over memory: all other operators
     steps: int = 1
 
 
-# ---- seconds by cause ----
-
-
-def classify(trace: Trace) -> tuple[Seconds, Seconds]:
+def classify(trace: Trace) -> tuple[dict[str, float], dict[str, float]]:
     """Return the seconds in which the device works, and those in which it stands still, both by cause.
 
     Time is cut wherever anything begins or ends. Each segment has one cause: the last of those assigned here.
     """
     spans = [*trace.work, *trace.parts, *trace.calls]
     edges = np.unique([0.0, trace.end_s, *(time_s for span in spans for time_s in span[:2])])
-    lengths_s, busy = np.diff(edges), _covered(edges, trace.work)
-    causes = np.full(len(lengths_s), IDLE, object)
+    lengths_s = np.diff(edges)
+    causes, (busy, in_call) = np.full(len(lengths_s), IDLE, object), np.zeros((2, len(lengths_s)), bool)
 
-    launches_s = {work.begin_s: work.launch_s for work in trace.work}
+    def mark(segments: np.ndarray, spans: Iterable[Span], value: Any) -> None:
+        for span in spans:
+            segments[slice(*np.searchsorted(edges, span[:2]))] = value
+
+    mark(busy, trace.work, True)
+    mark(in_call, trace.calls, True)
+
+    # A gap waits for a call that ends in it, or for the launch of the work that ends it; after the last, for another.
+    launches_s = {kernel.begin_s: kernel.launch_s for kernel in trace.work}
     for first, last in np.flatnonzero(np.diff(busy, prepend=True, append=True)).reshape(-1, 2).tolist():
-        causes[first:last] = _cause_of_gap(Span(edges[first], edges[last]), trace.syncs, launches_s)
-    outside = ~_covered(edges, trace.calls) & (lengths_s > HOST_WORK_S)
-    causes[outside & (causes == LAUNCH)] = OTHER
+        begin_s, end_s = edges[first], edges[last]
+        if any(begin_s <= sync.end_s <= end_s for sync in trace.syncs):
+            causes[first:last] = SYNC
+        elif launches_s.get(end_s, math.inf) > begin_s:
+            causes[first:last] = LAUNCH
+    causes[(causes == LAUNCH) & ~in_call & (lengths_s > HOST_WORK_S)] = OTHER
+
     for name in (DATA, EVALUATION, COMPILATION):
-        causes[_covered(edges, [part for part in trace.parts if part.name == name])] = name
+        mark(causes, [part for part in trace.parts if part.name == name], name)
 
-    work = collections.defaultdict[str, list[Span]](list)
-    for kernel in trace.work:
-        work[_cause_of_work(kernel, trace.parts)].append(kernel)
+    work = [(_cause_of_work(kernel, trace.parts), kernel) for kernel in trace.work]
     for name in (SYNC, COPY, BANDWIDTH, COMPUTE, OPTIMIZER, EVALUATION):  # a copy counts where no kernel runs
-        causes[_covered(edges, work[name])] = name
-    return _sums(causes[busy], lengths_s[busy]), _sums(causes[~busy], lengths_s[~busy])
-
-
-def _cause_of_gap(gap: Span, syncs: Iterable[Span], launches_s: Mapping[float, float]) -> str:
-    """Return what keeps the device waiting: a call that ends in the gap, or the launch of the work that ends it."""
-    if any(gap.begin_s <= sync.end_s <= gap.end_s for sync in syncs):
-        return SYNC
-    return LAUNCH if launches_s.get(gap.end_s, math.inf) > gap.begin_s else IDLE  # at the end nothing follows
+        mark(causes, [kernel for cause, kernel in work if cause == name], name)
+    seconds: Any = pandas.Series(lengths_s)
+    busy_s, gaps_s = (seconds[mask].groupby(causes[mask]).sum().to_dict() for mask in (busy, ~busy))
+    return busy_s, gaps_s
 
 
 def _cause_of_work(work: Span, parts: Iterable[Span]) -> str:
-    """Return the cause of the time that work takes; what was launched in an evaluation or an update is that."""
+    """Return the cause of the time that a kernel or copy takes: the part it was launched in, or what it does."""
     launched_in = {part.name for part in parts if part.begin_s <= work.launch_s < part.end_s}
     if EVALUATION in launched_in:
         return EVALUATION
@@ -116,98 +102,80 @@ def _cause_of_work(work: Span, parts: Iterable[Span]) -> str:
         return SYNC  # what comes back is what the host waits for
     if OPTIMIZER in launched_in:
         return OPTIMIZER
-    return COMPUTE if work.is_product else BANDWIDTH
+    return COMPUTE if _is_product(work.name) else BANDWIDTH
 
 
-def _covered(edges: np.ndarray, spans: Iterable[Span]) -> np.ndarray:
-    """Return which of the segments between `edges` lie in one of the spans."""
-    times = np.array([span[:2] for span in spans]).reshape(-1, 2)
-    depth = np.zeros(len(edges), int)
-    np.add.at(depth, np.searchsorted(edges, times[:, 0]), 1)
-    np.add.at(depth, np.searchsorted(edges, times[:, 1]), -1)
-    return depth.cumsum()[:-1] > 0
-
-
-def _sums(causes: np.ndarray, lengths_s: np.ndarray) -> Seconds:
-    return {cause: float(lengths_s[causes == cause].sum()) for cause in CAUSES if cause in causes}
-
-
-# ---- reading a trace ----
+def _is_product(kernel: str) -> bool:
+    """Whether a kernel multiplies matrices. Inductor's fused kernels are named after all that they fuse."""
+    name = kernel.lower()
+    return "triton_tem" in name if "triton" in name else any(word in name for word in PRODUCT_KERNELS)
 
 
 def read_trace(path: str | Path, steps: int = 1) -> Trace:
     """Return what lies in the range WINDOW of a file by torch.profiler's `export_chrome_trace`, or of its .gz."""
     with gzip.open(path) if str(path).endswith(".gz") else Path(path).open("rb") as file:
         events = [event for event in json.load(file)["traceEvents"] if "dur" in event]
-    events.sort(key=lambda event: (event["ts"], -event["dur"]))  # callers before what they call
-    by = collections.defaultdict[str, list[Event]](list)
     # The range has a second row in a GPU's trace, of the category gpu_user_annotation.
     [window] = [event for event in events if event["name"] == WINDOW and event["cat"] == "user_annotation"]
-    begin_us, end_us = window["ts"], window["ts"] + window["dur"]
-    for event in events:
-        if event["ts"] < end_us and event["ts"] + event["dur"] > begin_us:
-            by[event.get("cat", "")].append(event)
-    operators, runtime = by["cpu_op"], by["cuda_runtime"] + by["cuda_driver"]
+    zero_us, end_us = window["ts"], window["ts"] + window["dur"]
+    rows = collections.defaultdict[str, list[dict[str, Any]]](list)  # by category
+    for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):  # callers before what they call
+        begin_us, until_us = max(event["ts"], zero_us), min(event["ts"] + event["dur"], end_us)
+        if begin_us <= until_us:
+            span = Span(1e-6 * (begin_us - zero_us), 1e-6 * (until_us - zero_us), event["name"].removeprefix(PART))
+            rows[event.get("cat", "")].append(event | {"span": span})
+    operators, runtime = rows["cpu_op"], rows["cuda_runtime"] + rows["cuda_driver"]
 
-    def seconds(time_us: float) -> float:
-        return (min(max(time_us, begin_us), end_us) - begin_us) * 1e-6
-
-    def span(event: Event) -> Span:
-        return Span(seconds(event["ts"]), seconds(event["ts"] + event["dur"]), event["name"].removeprefix(PART))
-
-    launches_s = {event["args"]["correlation"]: seconds(event["ts"]) for event in runtime}
+    launches_s = {event["args"]["correlation"]: event["span"].begin_s for event in runtime}
     formats = {event["args"].get("External id"): _number_format(event) for event in operators}
-    work, costs = [], Costs()
-    for event in by["kernel"] + by["gpu_memset"] + by["gpu_memcpy"]:
-        name, arguments = event["name"], event["args"]
-        launch_s = launches_s.get(arguments.get("correlation"), -math.inf)
-        # Of float32 a GPU multiplies only the leading bits where it may: the kernel's name says so.
-        tf32 = "tf32" in name or "s1688" in name
-        number_format = "tf32" if tf32 else formats.get(arguments.get("External id"), "")
-        work.append(span(event)._replace(launch_s=launch_s, number_format=number_format))
-        costs.calls += 1
-        if work[-1].is_product:
-            costs.products_s[number_format] += work[-1].end_s - work[-1].begin_s
-    return Trace(
-        end_s=seconds(end_us),
+    work, products_s = [], collections.Counter[str]()
+    for event in rows["kernel"] + rows["gpu_memset"] + rows["gpu_memcpy"]:
+        span, arguments = event["span"], event["args"]
+        work.append(span._replace(launch_s=launches_s.get(arguments.get("correlation"), -math.inf)))
+        if _is_product(span.name):
+            # Of float32 a GPU multiplies only the leading bits where it may: the kernel's name says so.
+            tf32 = "tf32" in span.name or "s1688" in span.name
+            number_format = "tf32" if tf32 else formats.get(arguments.get("External id"), "")
+            products_s[number_format] += span.end_s - span.begin_s
+    trace = Trace(
+        end_s=1e-6 * (end_us - zero_us),
         work=sorted(work),
-        parts=[span(event) for event in by["user_annotation"] if event["name"].startswith(PART)],
-        syncs=[span(event) for event in runtime if event["name"].endswith("Synchronize")],
-        calls=[span(event) for event in operators + runtime],
-        costs=costs if work else _operator_costs(operators),
+        parts=[event["span"] for event in rows["user_annotation"] if event["name"].startswith(PART)],
+        syncs=[event["span"] for event in runtime if event["name"].endswith("Synchronize")],
+        calls=[event["span"] for event in operators + runtime],
+        products_s=products_s,
         steps=steps,
     )
+    return trace if work else dataclasses.replace(trace, **_operator_costs(operators))
 
 
-def _operator_costs(operators: Sequence[Event]) -> Costs:
+def _operator_costs(operators: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return what PyTorch's own operators cost on a CPU, without those that they call; they come in order of time."""
-    at_work = collections.defaultdict[int, list[Event]](list)  # by thread, each called by the one before
+    callers = collections.defaultdict[int, list[dict[str, Any]]](list)  # by thread, each called by the one before
     for event in operators:
-        callers = at_work[event["tid"]]
-        while callers and callers[-1]["ts"] + callers[-1]["dur"] <= event["ts"]:
-            callers.pop()
-        if callers:
-            callers[-1]["own_us"] -= event["dur"]
+        stack = callers[event["tid"]]
+        while stack and stack[-1]["ts"] + stack[-1]["dur"] <= event["ts"]:
+            stack.pop()
+        if stack:
+            stack[-1]["own_us"] -= event["dur"]
         event["own_us"] = event["dur"]
-        callers.append(event)
+        stack.append(event)
 
+    calls = [
+        (event["name"], _number_format(event), str(event["args"].get("Input Dims")), 1e-6 * event["own_us"])
+        for event in operators
+        if event["name"].startswith("aten::")
+    ]
+    table = pandas.DataFrame(calls, columns=["name", "format", "shapes", "own_s"])
     # The median of alike calls counts for all of them: what else the machine does may fall on any one.
-    alike = collections.defaultdict[tuple[str, str, str], list[float]](list)
-    for event in operators:
-        if event["name"].startswith("aten::"):
-            key = event["name"], _number_format(event), str(event["args"].get("Input Dims"))
-            alike[key].append(event["own_us"] * 1e-6)
-    costs = Costs()
-    for (name, number_format, _), calls_s in alike.items():
-        call_s = statistics.median(calls_s)
-        if call_s < SMALL_S:
-            costs.calls += len(calls_s)
-            costs.small_s += call_s * len(calls_s)
-        elif any(word in name for word in PRODUCT_OPERATORS):
-            costs.products_s[number_format] += call_s * len(calls_s)
-        else:
-            costs.passes_s += call_s * len(calls_s)
-    return costs
+    own_s = table.groupby(["name", "format", "shapes"])["own_s"].transform("median")
+    is_small, is_product = own_s < SMALL_S, table["name"].str.contains(PRODUCT_OPERATORS)
+    return {
+        "small_operators": int(is_small.sum()),
+        "small_s": float(own_s[is_small].sum()),
+        "products_s": own_s[is_product & ~is_small].groupby(table["format"]).sum().to_dict(),
+        "passes_s": float(own_s[~is_product & ~is_small].sum()),
+    }
 
 
 def _number_format(operator: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -10,8 +11,8 @@ from torch.optim import Optimizer
 
 from speedkit.errors import UsageError
 from speedkit.measure.diagnose import cause_in_words, costly_switches, of_loop
-from speedkit.measure.ledger import AUDITED, Ledger, Look, traced_steps
-from speedkit.measure.timeline import DATA, EVALUATION, FORWARD, OPTIMIZER, OTHER, RARE, Timeline, replaced, timing
+from speedkit.measure.ledger import Ledger, StepObserver
+from speedkit.measure.timeline import DATA, EVALUATION, FORWARD, OPTIMIZER, OTHER, RARE, timing
 
 
 @contextlib.contextmanager
@@ -30,11 +31,10 @@ def watch(
     seen = Watched(model, optimizer, loader, skip=skip, steps=steps)
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(replaced(type(loader), __iter__=seen.iterator(type(loader).__iter__)))
+            stack.enter_context(patch.object(type(loader), "__iter__", seen.iterator(type(loader).__iter__)))
         except (AttributeError, TypeError):  # not iterable, or of a class written in C, which cannot be changed
-            raise UsageError(
-                f"a {type(loader).__name__} cannot be watched as a loader: give the DataLoader that the loop goes over"
-            ) from None
+            what = f"a {type(loader).__name__} cannot be watched as a loader"
+            raise UsageError(f"{what}: give the DataLoader that the loop goes over") from None
         stack.callback(seen.conclude, show=show)
         seen.install(stack)
         yield seen
@@ -49,28 +49,28 @@ class Watched:
             kinds = f"a {type(model).__name__} and a {type(optimizer).__name__}"
             raise UsageError(f"watch takes a module, its optimizer and its loader, in this order; it got {kinds}")
         self.device = next(model.parameters()).device
-        self.model, self.optimizer, self.loader = model, optimizer, loader
+        self.model, self.optimizer, self.loader, self.skip = model, optimizer, loader, skip
         self.ledger: Ledger
         self.diagnosis: list[dict[str, Any]] = []
         self.notes: list[str] = []
 
-        self.timeline, self.skip = Timeline(), skip
-        self.look, self.course = Look(self.device, self.timeline, steps), self._course()
+        self.observer = StepObserver(self.device, steps)
+        self.timeline, self.observation = self.observer.timeline, self._observation()
         self.step_ended = False  # the optimizer has made it, and nothing of another has begun
-        self.steps = self.batches = self.forwards = self.evaluations = 0
+        self.steps = self.batches = self.forwards = 0
         self.look_end: int | None = None  # steps made when the closer look was over
 
     def install(self, stack: contextlib.ExitStack) -> None:
         """See everything that the loop does, until `stack` is closed."""
-        clock, model = self.timeline, self.model
+        timeline, model = self.timeline, self.model
         call = vars(model).get("_compiled_call_impl") or model._call_impl  # where nn.Module.compile keeps its form
-        stack.enter_context(replaced(model, _compiled_call_impl=self._timed_forward(call)))
-        stack.enter_context(replaced(torch, save=clock.of(EVALUATION, torch.save)))
-        stack.callback(self.optimizer.register_step_pre_hook(lambda *_: clock.begin(OPTIMIZER)).remove)
+        stack.enter_context(patch.object(model, "_compiled_call_impl", self._timed_forward(call)))
+        stack.enter_context(patch.object(torch, "save", timeline.timed(EVALUATION, torch.save)))
+        stack.callback(self.optimizer.register_step_pre_hook(lambda *_: timeline.begin(OPTIMIZER)).remove)
         stack.callback(self.optimizer.register_step_post_hook(self._after_step).remove)
-        stack.enter_context(timing(clock))
-        stack.enter_context(contextlib.closing(self.course))
-        next(self.course)
+        stack.enter_context(timing(timeline))
+        stack.enter_context(contextlib.closing(self.observation))
+        next(self.observation)
 
     # ---- what the loop does ----
 
@@ -94,23 +94,22 @@ class Watched:
         return lambda loader: batches(iterate(loader)) if loader is self.loader else iterate(loader)
 
     def _timed_forward(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        clock, model = self.timeline, self.model
+        timeline, model = self.timeline, self.model
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             """Return what the model returns; its time counts as forward, or as evaluation where nothing is trained."""
             self.forwards += 1
             if model.training and torch.is_grad_enabled():
                 self.step_may_end()
-                clock.begin(FORWARD, then=FORWARD)
+                timeline.begin(FORWARD, then=FORWARD)
             else:
-                self.evaluations += clock.stack in ([OTHER], [FORWARD])
-                if clock.stack == [OTHER]:
-                    clock.stack[0] = EVALUATION  # what it took to begin counts too, such as a loader's start
-                clock.begin(EVALUATION, then=EVALUATION)
+                if timeline.stack == [OTHER]:
+                    timeline.stack[0] = EVALUATION  # what it took to begin counts too, such as a loader's start
+                timeline.begin(EVALUATION, then=EVALUATION)
             try:
                 return call(*args, **kwargs)
             finally:
-                clock.end()
+                timeline.end()
 
         return forward
 
@@ -124,37 +123,36 @@ class Watched:
             return
         self.step_ended = False
         try:
-            next(self.course, None)
+            next(self.observation, None)
         except Exception as error:  # the loop goes on, whatever else cannot be seen of it
             self.notes.append(f"no closer look at the steps: {type(error).__name__}: {error}")
 
     # ---- what is seen of it ----
 
-    def _course(self) -> Generator[None]:
-        """Look at one step after the other: each `yield` is a step of the loop's."""
+    def _observation(self) -> Generator[None]:
+        """Observe one step after the other: each `yield` is a step of the loop's."""
         for _ in range(self.skip):
             yield
         self.notes += costly_switches(self.device)
-        yield from self.look.course()
+        yield from self.observer.observe()
         self.timeline.take()
         self.look_end = self.steps
 
     def conclude(self, *, show: bool) -> None:
         """Make the ledger and the diagnosis of what was seen, and print them."""
-        needed = self.skip + self.look.to_time + 1 + traced_steps(self.device) + AUDITED
-        if self.steps < needed:
+        if self.steps < (needed := self.skip + self.observer.needed):
             made = f"the loop made {self.steps} steps with the optimizer given here"
             self.notes.append(f"{made}: a look at all takes {needed}")
         if not (self.forwards and self.batches):
             self.notes.append("the loop used no such model or loader: give those that it calls, compiled or wrapped")
-        timed = self.look.timed
-        later, later_s = 0, dict[str, float]()  # steps after the closer look, and their seconds by cause
-        if self.look_end is not None:
-            later, later_s = self.steps - self.look_end, self.timeline.take()
-        share = timed / max(1, timed + later)
-        rare = {cause: share * (self.look.seconds[cause] + later_s.get(cause, 0.0)) for cause in RARE}
-        self.ledger = self.look.ledger(rare, evaluations=self.evaluations / max(1, self.steps))
-        if timed:
+        observer = self.observer
+        if self.look_end is not None:  # what is rare is taken from all steps, those after the closer look too
+            share = observer.timed / (observer.timed + self.steps - self.look_end)
+            later_s = self.timeline.take()
+            for cause in RARE:
+                observer.seconds[cause] = share * (observer.seconds[cause] + later_s.get(cause, 0.0))
+        self.ledger = observer.ledger()
+        if observer.timed:
             try:
                 self.diagnosis = of_loop(self.ledger, self.loader, self.device)
             except Exception as error:  # of the loader's own items, say: the training is worth more
@@ -163,5 +161,5 @@ class Watched:
             print(self)
 
     def __str__(self) -> str:
-        rows = [str(self.ledger)] if self.look.timed else []
+        rows = [str(self.ledger)] if self.observer.timed else []
         return "\n".join([*(f"note: {note}" for note in self.notes), *rows, *map(cause_in_words, self.diagnosis)])

@@ -45,13 +45,13 @@ class CompileWatch:
 
 
 def _place(graph_break: Any) -> str:
-    """Return where a graph ended, in the words of the source line, and why."""
+    """Return the source line at which a graph ended, and why."""
     at = graph_break.user_stack[-1]
     return f"{Path(at.filename).name}:{at.lineno} in {at.name}, `{at.line}`: {_first_line(graph_break.reason)}"
 
 
 def _first_line(reason: str) -> str:
-    """Return the first line of a `reason`, without the number of the graph and without the source code after it."""
+    """Return the first line of `reason` without the number of its graph and without the source code after it."""
     first = reason.partition("\n")[0].partition("  #")[0].strip()
     number, _, rest = first.partition(": ")
     return rest if number.replace("/", "").isdigit() else first
