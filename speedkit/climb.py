@@ -133,8 +133,7 @@ def climb_rungs(job: ClimbState, rungs: Sequence[Rung]) -> Row:
         **trained,
         "spent_s": job.spent_s(),
     }
-    for name, value in sections.items():
-        run.section(name, value)
+    run.record |= sections
     for measurement in job.state["measurements"]:
         run.measure(measurement)
     for name, plan in (*plans.items(), ("careful", careful)):
