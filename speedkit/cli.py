@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import importlib
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ from speedkit.data.sources import write_quarantine
 from speedkit.errors import Interrupted, PlanError, SpeedkitError, UsageError
 from speedkit.files import claim_folder, write_json
 from speedkit.hardware import this_machine
+from speedkit.measure.provenance import notebooks_folder
 from speedkit.options import (
     DATA,
     Values,
@@ -311,28 +313,13 @@ def run(names: tuple[str, ...], out: str, cluster: str | None, **values: Any) ->
         raise SpeedkitError(f"{failures} combinations failed; the others are in {out}")
 
 
-@commands.command()
-@click.argument("names", nargs=-1, metavar="[NOTEBOOK]...")
-@click.option("--all", "everything", is_flag=True, help="every notebook")
-@click.option("--out", help="folder to write to (the notebooks' own)")
-@click.option("--budget", "budget_s", type=seconds, metavar="TIME", help="start no notebook after this time")
-@click.option("--workload", default="", help="write only the record, of this workload")
-@click.option("--import", "source", help="take in what another machine published to this folder")
-def publish(names: tuple[str, ...], everything: bool, source: str | None, **values: Any) -> int:
+@commands.command(add_help_option=False, context_settings={"ignore_unknown_options": True})
+@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+def publish(words: tuple[str, ...]) -> int:
     """Run notebooks here for the repository: executed notebooks and records, and the README's tables."""
-    from speedkit import publishing
-
-    if not (source or names or everything):
-        raise UsageError("name notebooks to publish, or give --all or --import DIR")
-    if source:
-        outcomes = publishing.import_published(source)
-    else:
-        outcomes = publishing.publish(None if everything else names, **values)
-    for name, outcome in outcomes.items():
-        click.echo(f"{name}: {outcome}")
-    if not values["out"]:
-        publishing.update_readme(publishing.notebooks_folder().parent / "README.md")
-    return 1 if any(outcome.startswith("failed") for outcome in outcomes.values()) else 0
+    sys.path.insert(0, str(notebooks_folder()))  # publish.py is a script of the repository, not of the package
+    script, parent = importlib.import_module("publish").command, click.get_current_context().parent
+    return script.main(words, "publish", standalone_mode=False, parent=parent)
 
 
 # Known before and after every command; `main` looks for it where a run fails.

@@ -10,11 +10,11 @@ from typing import Any
 
 import nbformat
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+from publish import WIDGET_VIEW, code_cells, record_of
 
-from speedkit import publishing
 from speedkit.errors import UsageError
 from speedkit.measure.provenance import code_sha256
-from speedkit.measure.record import RECORD_MIME, code_cells, read_notebook, record_of, start
+from speedkit.measure.record import RECORD_MIME, read_notebook, start
 from speedkit.measure.schema import validate_record
 from speedkit.notebooks import declared_parameters
 
@@ -67,7 +67,7 @@ def contract_problems(path: Path) -> list[str]:
         == [*range(1, len(code) + 1)],
         "it shows an error": all(output.output_type != "error" for output in outputs),
         "it shows text on stderr": all(output.get("name") != "stderr" for output in outputs),
-        "it shows a widget": all(publishing.WIDGET_VIEW not in output.get("data", {}) for output in outputs),
+        "it shows a widget": all(WIDGET_VIEW not in output.get("data", {}) for output in outputs),
         "no cell is tagged, or one has no output: nbval would compare nothing": checked
         and all(cell.outputs for cell in checked),
         "a checked cell shows lines that do not begin with PASS": all(

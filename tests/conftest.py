@@ -1,6 +1,7 @@
 """What every test starts from: one thread, seeds, no window, and caches in a folder of their own."""
 
 import os
+import shutil
 
 # Before torch, numpy and matplotlib are imported, and for the subprocesses that tests start.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -35,6 +36,16 @@ def own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             (root / folder).mkdir()
             patch.setenv(variable, str(root / folder))
         yield
+
+
+@pytest.fixture
+def chromium() -> str:
+    """The path of Chromium, without which a test is skipped, but not in CI."""
+    for name in ("chromium", "chromium-browser", "google-chrome"):
+        if path := shutil.which(name):
+            return path
+    why = "the browser tests need Chromium: make system installs it"
+    return pytest.fail(why) if os.environ.get("CI") == "true" else pytest.skip(why)
 
 
 @pytest.fixture(autouse=True)

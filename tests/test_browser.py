@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -24,15 +23,6 @@ LIVE = f"""import sys; sys.path[:0] = [{str(Path(__file__).parent)!r}]
 from tiny import points, slowed
 from speedkit import Plan, fit
 history = fit(slowed(points(epochs=None, steps=300), 0.01), plan=Plan(validate_every=100), device="cpu");"""
-
-
-@pytest.fixture
-def chromium():
-    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if path is None:
-        why = "the browser tests need Chromium: make system installs it"
-        pytest.fail(why) if os.environ.get("CI") == "true" else pytest.skip(why)
-    return path
 
 
 @pytest.fixture

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 from check_notebooks import contract_problems, hand_typed_speedups
-
-from speedkit.publishing import readme_text, records_text
+from publish import readme_text, records_text
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))

@@ -5,10 +5,11 @@ import subprocess
 import sys
 
 import pytest
+from publish import code_cells
 
 from speedkit import files
 from speedkit.measure.provenance import notebooks_folder
-from speedkit.measure.record import code_cells, read_notebook
+from speedkit.measure.record import read_notebook
 
 HIDDEN = "import sys\nfor name in ('lightning', 'accelerate', 'transformers'):\n    sys.modules[name] = None\n"
 

@@ -16,24 +16,13 @@ from speedkit import fit, load_workload
 from speedkit.cli import deploy as command
 from speedkit.cli import find_trained
 from speedkit.deploy import export
-from speedkit.deploy.quantize import METHODS, exported, held, quantized_share, refused_by_gpu, why_not
+from speedkit.deploy.quantize import METHODS, exported, quantized_share, refused_by_gpu, tensors_in, why_not
 from speedkit.errors import SpeedkitError, UsageError
 from speedkit.hardware import this_machine
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # export's and torchao's, of what they do themselves
 
 WIDE = {"size": 64, "hidden": 256}
-
-
-class ConvNet(nn.Module):
-    """Images [B, 3, 8, 8] -> logits [B, 4]."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 4, 3, padding=1))
-
-    def forward(self, x):
-        return self.body(x).mean(dim=(2, 3))
 
 
 def wide_net():
@@ -96,12 +85,13 @@ def test_the_files_are_small_and_load_without_speedkit_and_without_torchao(tmp_p
 
 
 def test_only_static_int8_quantizes_convolutions_and_it_drops_their_float32_weights():
-    args = a_batch(3, 8, 8)
-    program = exported(ConvNet().eval(), "int8-static", args, calibration=[args])
+    layers = (nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 4, 3), nn.AdaptiveAvgPool2d(1))
+    model, args = nn.Sequential(*layers).eval(), a_batch(3, 8, 8)
+    program = exported(model, "int8-static", args, calibration=[args])
     assert quantized_share(program) > 0.9
-    assert all(tensor.numel() < 100 for tensor in held(program) if tensor.dtype == torch.float32)
-    with pytest.raises(UsageError, match="int8-dynamic finds nothing to quantize in ConvNet: products of linear"):
-        exported(ConvNet().eval(), "int8-dynamic", args)
+    assert all(tensor.numel() < 100 for tensor in tensors_in(program) if tensor.dtype == torch.float32)
+    with pytest.raises(UsageError, match="int8-dynamic finds nothing to quantize in Sequential: products of linear"):
+        exported(model, "int8-dynamic", args)
 
 
 @pytest.mark.slow
@@ -181,19 +171,16 @@ def test_on_a_gpu_refused_layers_stay_and_are_named(tmp_path):
     assert export.save(model, "int8-dynamic", (args.cuda(),), path=tmp_path / "m.pt2")["left_in_float32"] == ["0", "1"]
 
 
-def test_without_torchao_the_extra_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchao", None)
-    with pytest.raises(UsageError, match=r"needs the package torchao: install it with pip install -e \.\[quant\]"):
-        exported(wide_net(), "int8-dynamic", a_batch(64))
-
-
-def test_static_int8_is_for_cpus():
+def test_what_cannot_be_quantized_here_says_why(monkeypatch):
     cpu = this_machine("cpu")
     gpu = dataclasses.replace(cpu, device=torch.device("cuda"), gpu="A GPU", compute_capability=(8, 0))
     assert why_not("int8-static", cpu) == why_not("int8-dynamic", gpu) == ""
     assert "int8-static is for x86 CPUs, not for A GPU" in why_not("int8-static", gpu)
     with pytest.raises(UsageError, match=r"there is no method 'int8-dynamc' \(did you mean int8-dynamic"):
         why_not("int8-dynamc", cpu)
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    with pytest.raises(UsageError, match=r"needs the package torchao: install it with pip install -e \.\[quant\]"):
+        exported(wide_net(), "int8-dynamic", a_batch(64))
 
 
 def test_a_checkpoint_of_something_else_or_a_damaged_one_is_refused(trained, tmp_path, monkeypatch):

@@ -33,7 +33,7 @@ LAYERS = (
     {"deploy"},
     {"ladder", "trials", "climb"},
     {"show"},
-    {"notebooks", "publishing", "options", "cli", "__main__"},
+    {"notebooks", "options", "cli", "__main__"},
 )
 LAYOUT = {"COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENCODING", "ENDMARKER"}  # tokens that say nothing
 PAGES = {"speedkit.train.loop.train", "speedkit.train.setup.setup_run"}  # read from top to bottom, stage by stage

@@ -1,6 +1,5 @@
 """What a deployed model is worth: its size, its speed beside float32 and bfloat16, and what quality it lost."""
 
-import copy
 import functools
 import math
 import statistics
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from speedkit.clock import timed
 from speedkit.data.loader import BatchStream
-from speedkit.deploy.quantize import Args, exported, held, quantized_share, why_not
+from speedkit.deploy.quantize import Args, exported, quantized_share, tensors_in, why_not
 from speedkit.errors import SpeedkitError, UsageError
 from speedkit.files import atomic, claim_folder, write_json
 from speedkit.hardware import this_machine
@@ -53,19 +52,15 @@ def save(model: nn.Module, method: str, args: Args, *, path: Path, **options: An
     `torch.ao.quantization.fx._decomposed` imported before, which registers its operators.
     """
     program = exported(model, method, args, **options)
-    for module in program.graph_module.modules():
-        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
-            node.meta.pop("stack_trace", None)  # which names files of this machine
     with atomic(path) as temporary:
         torch.export.save(program, temporary)
-    linear = [name for name, layer in model.named_modules() if type(layer) is nn.Linear]
-    unchanged = [name for name in linear if f"{name}.weight" in program.state_dict]
+    linear = [name for name, layer in model.named_modules() if type(layer) is nn.Linear and method == "int8-dynamic"]
     return {
         "method": method,
         "inputs": [{"dtype": str(tensor.dtype), "shape": ["B", *tensor.shape[1:]]} for tensor in args],
-        "left_in_float32": unchanged if method == "int8-dynamic" else [],
+        "left_in_float32": [name for name in linear if f"{name}.weight" in program.state_dict],
         "quantized_share": quantized_share(program),
-        "weights_bytes": sum(tensor.nbytes for tensor in held(program)),
+        "weights_bytes": sum(tensor.nbytes for tensor in tensors_in(program)),
         "size_bytes": path.stat().st_size,
     }
 
@@ -73,35 +68,24 @@ def save(model: nn.Module, method: str, args: Args, *, path: Path, **options: An
 @torch.no_grad()
 def quality(workload: Workload, before: nn.Module, after: nn.Module) -> Row:
     """Return the metric of two models on the test set, and the drop (above 0: worse) with 95 % bounds of it."""
-    scores_before, scores_after = list[float](), list[float]()
+    scores: list[list[float]] = [[], []]
     for batch in batches(workload, workload.test, before):
-        for scores, model in ((scores_before, before), (scores_after, after)):
+        for of_model, model in zip(scores, (before, after), strict=True):
             outputs = workload.loss(model, batch, workload.recipe)[1]
-            scores += workload.score(outputs, batch).tolist()
+            of_model += workload.score(outputs, batch).tolist()
     sign = 1 if workload.higher_is_better else -1
-    drops = [sign * (one - other) for one, other in zip(scores_before, scores_after, strict=True)]
-    drop = non_inferior(drops, 0)
-    return {
-        "metric": workload.metric,
-        "n": len(drops),
-        "before": statistics.fmean(scores_before),
-        "after": statistics.fmean(scores_after),
-        "drop": drop.mean_change,
-        "low": drop.lower,
-        "high": drop.upper,
-    }
+    drop = non_inferior([sign * (one - other) for one, other in zip(*scores, strict=True)], 0)
+    means = {"before": statistics.fmean(scores[0]), "after": statistics.fmean(scores[1])}
+    bounds = {"drop": drop.mean_change, "low": drop.lower, "high": drop.upper}
+    return {"metric": workload.metric, "n": len(workload.test), **means, **bounds}
+
+
+# ---- speed ----
 
 
 def sized(args: Args, size: int) -> Args:
     """Return the batch `args` cut or repeated to `size` samples."""
-    return tuple(torch.cat([tensor] * math.ceil(size / len(tensor)))[:size].contiguous() for tensor in args)
-
-
-def in_bf16(model: nn.Module) -> nn.Module:
-    """Return a copy of `model` that runs under bfloat16 autocast."""
-    model = copy.deepcopy(model)
-    model.forward = torch.autocast(next(model.parameters()).device.type, torch.bfloat16)(model.forward)
-    return model
+    return tuple(tensor[torch.arange(size) % len(tensor)] for tensor in args)
 
 
 @torch.no_grad()
@@ -119,7 +103,7 @@ def race(name: str, models: Mapping[str, Model], args: Args, *, pairs: int = 10,
     """Return the row of `measurements`, in seconds per call, of two models in turns: above 1 the second is faster."""
     device = args[0].device
     quickest_s = min(min(timed(functools.partial(model, *args), device, 2)) for model in models.values())
-    calls = max(1, math.ceil(window_s / quickest_s))
+    calls = math.ceil(window_s / quickest_s)
 
     def window(model: Model) -> None:
         for _ in range(calls):
@@ -161,15 +145,13 @@ def deploy(
     change = quality(workload, model, small)
     if change["drop"] > max_drop:
         path.unlink()
-        fell = "{metric} from {before:.4f} to {after:.4f} on {n} test items".format(**change)
-        raise SpeedkitError(
-            f"{method} takes {fell}, a drop above {max_drop:g}, so no model is left: take another method"
-        )
+        why = f"a drop above {max_drop:g}, so no model is left: take another method"
+        raise SpeedkitError("{} takes {metric} from {before:.4f} to {after:.4f}, {}".format(method, why, **change))
 
     models: dict[str, Model] = {method: small, "float32": model}
-    rows = []
     if hardware.supports("bf16"):
-        models["bf16"] = in_bf16(model)  # the rival that is as simple to have
+        models["bf16"] = torch.autocast(hardware.device.type, torch.bfloat16)(model.forward)
+    rows = []
     for size in sorted({1, batch_size}):
         batch, forms = sized(args, size), models
         if compiled and hardware.supports("compile"):
@@ -177,13 +159,8 @@ def deploy(
         for rival in [*forms][1:]:
             pair = {rival: forms[rival], method: forms[method]}
             rows.append(race(f"batch of {size}", pair, batch, pairs=pairs) | {"batch_size": size})
-    facts |= {
-        "workload": workload.name,
-        "device": hardware.device.type,
-        "machine": hardware.gpu or hardware.cpu,
-        "float32_size_bytes": plain["size_bytes"],
-        "quality": change | {"max_drop": max_drop},
-        "measurements": rows,
-    }
+    facts |= {"workload": workload.name, "device": hardware.device.type, "machine": hardware.gpu or hardware.cpu}
+    facts |= {"float32_size_bytes": plain["size_bytes"], "quality": change | {"max_drop": max_drop}}
+    facts |= {"measurements": rows}
     write_json(path.with_name(FACTS), facts)
     return facts

@@ -17,7 +17,6 @@ METHODS = {
     "int8-dynamic": "products of linear layers in INT8, with a scale for each row of inputs",
     "int8-static": "products of linear and 2-d convolutional layers in INT8, with scales from training items",
 }
-ONE_BYTE = (torch.int8, torch.uint8)
 
 Args = tuple[Tensor, ...]
 
@@ -46,10 +45,8 @@ def exported(
     if method == "none":
         return torch.export.export(model, args, dynamic_shapes=shapes)
     try:
-        if method == "int8-static":
-            program = _static(model, args, shapes, calibration=calibration)
-        else:
-            program = _dynamic(model, args, shapes)
+        static = method == "int8-static"
+        program = _static(model, args, shapes, calibration=calibration) if static else _dynamic(model, args, shapes)
     except ImportError as error:
         raise UsageError(f"{method} needs the package torchao: install it with pip install -e .[quant]") from error
     if not quantized_share(program):
@@ -57,16 +54,17 @@ def exported(
     return program
 
 
-def held(program: ExportedProgram) -> list[Tensor]:
-    """Return all tensors in `program`."""
+def tensors_in(program: ExportedProgram) -> list[Tensor]:
+    """Return all tensors that `program` holds."""
     values = (*program.state_dict.values(), *program.constants.values())
     return [value for value in values if isinstance(value, Tensor)]
 
 
 def quantized_share(program: ExportedProgram) -> float:
     """Return the share of the model's numbers, 0 to 1, that take one byte each."""
-    tensors = held(program)
-    return sum(tensor.numel() for tensor in tensors if tensor.dtype in ONE_BYTE) / sum(map(torch.numel, tensors))
+    tensors = tensors_in(program)
+    in_one_byte = [tensor.numel() for tensor in tensors if tensor.dtype in (torch.int8, torch.uint8)]
+    return sum(in_one_byte) / sum(map(torch.numel, tensors))
 
 
 @torch.no_grad()

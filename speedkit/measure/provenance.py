@@ -1,6 +1,5 @@
 """What ran and on what: hashes of code, versions, the commit, where the notebooks are, power and clocks."""
 
-import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -22,7 +21,7 @@ ROOT = PACKAGE.parent
 
 
 def code_sha256(notebook: str | Path | Mapping[str, Any], modules: Sequence[str] = ()) -> str:
-    """Return the hash of a notebook's code cells (its file, or what nbformat read) and of speedkit's `modules`.
+    """Return the hash of a notebook's code cells (its file, or what nbformat read) and of `modules`.
 
     Outputs, Markdown, lines of comment and cells tagged `injected-parameters` do not count.
     """
@@ -36,7 +35,10 @@ def code_sha256(notebook: str | Path | Mapping[str, Any], modules: Sequence[str]
 
 
 def module_sha256(name: str) -> str:
-    """Return the hash of a module's source without its comments; of a package, that of all its modules."""
+    """Return the hash of a module's source without its comments; of a package, that of all its modules.
+
+    `name` is dotted and begins at the repository: "speedkit.train", "notebooks.claims".
+    """
     path = ROOT.joinpath(*name.split("."))
     folder, files = (path, sorted(path.rglob("*.py"))) if path.is_dir() else (path.parent, [path.with_suffix(".py")])
     return _sha256([f"{file.relative_to(folder)}\0{strip_comments(file.read_text('utf-8'))}" for file in files])
@@ -50,13 +52,6 @@ def strip_comments(source: str) -> str:
     """Return `source` without empty lines, lines that hold only a comment, and spaces at the end of lines."""
     lines = [line.rstrip() for line in source.splitlines()]
     return "\n".join(line for line in lines if line and not line.lstrip().startswith("#"))
-
-
-def is_current(record: Mapping[str, Any] | None, notebook: Path) -> bool:
-    """Whether `record` was made by the code that the `notebook`, and the modules it measures, have now."""
-    with contextlib.suppress(OSError):  # a module or the notebook is no longer there
-        return record is not None and record["code_sha256"] == code_sha256(notebook, record["modules"])
-    return False
 
 
 def versions() -> dict[str, str | None]:
@@ -74,10 +69,12 @@ def versions() -> dict[str, str | None]:
 def commit() -> tuple[str | None, bool | None]:
     """Return (short hash, whether the package differs from it); None for both outside a git checkout of speedkit."""
     git = functools.partial(subprocess.check_output, cwd=PACKAGE, text=True, stderr=subprocess.DEVNULL)
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        git(["git", "ls-files", "--error-unmatch", "__init__.py"])  # installed in another's checkout is not in it
-        return git(["git", "rev-parse", "--short", "HEAD"]).strip(), bool(git(["git", "status", "--porcelain", "."]))
-    return None, None
+    try:
+        # The second is not there where the package is installed inside another project's checkout.
+        revisions = git(["git", "rev-parse", "HEAD", "HEAD:./__init__.py"])
+        return revisions[:7], bool(git(["git", "status", "--porcelain", "."]))
+    except (OSError, subprocess.SubprocessError):
+        return None, None
 
 
 def notebooks_folder() -> Path:
@@ -86,7 +83,8 @@ def notebooks_folder() -> Path:
 
 
 def gpu_state(device: torch.device, *names: str) -> dict[str, float]:
-    """Return what NVML says of a GPU as to `names`, see `nvml_facts`; {} where it does not tell all of it."""
-    cuda = device.type == "cuda"
-    facts = nvml_facts(str(torch.cuda.get_device_properties(device).uuid), *names) if cuda else {}
+    """Return what NVML says of a GPU as to `names` (see `nvml_facts`), {} where it does not tell all of it."""
+    if device.type != "cuda":
+        return {}
+    facts = nvml_facts(str(torch.cuda.get_device_properties(device).uuid), *names)
     return facts if len(facts) == len(names) else {}

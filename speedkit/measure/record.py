@@ -1,9 +1,7 @@
 """What a notebook run leaves behind: one record of what ran, on what, what came out, and how claims fared."""
 
-import csv
 import functools
 import os
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
 
 RECORD_MIME = "application/vnd.speedkit.record+json"
 GPU_STATE = ("power_w", "sm_hz", "memory_hz", "energy_j")
-ONE_FIGURE_TOLERANCE = 0.10  # a promise such as "1.9x" came from one run somewhere: read as 1.9 give or take this
+Row = Mapping[str, Any]
 
 
 def start(notebook: str, modules: Sequence[str] = (), needs: Sequence[str] = (), **parameters: Any) -> "NotebookRun":
@@ -35,12 +33,10 @@ def start(notebook: str, modules: Sequence[str] = (), needs: Sequence[str] = (),
     `profile` "auto" is full on an NVIDIA or AMD GPU and cpu elsewhere; SPEEDKIT_PROFILE overrides it.
     """
     run = NotebookRun(notebook, modules, parameters)
-    versions, commit = run.record["versions"], run.record["commit"]
-    source = f"commit {commit}{' with changes' if run.record['dirty'] else ''}" if commit else "no commit"
-    print(
-        f"{run.hardware.gpu or run.hardware.cpu} · torch {versions['torch']} · speedkit {versions['speedkit']}, "
-        f"{source} · profile {run.profile}"
-    )
+    commit = f"commit {run.record['commit']}" if run.record["commit"] else "no commit"
+    commit += " with changes" if run.record["dirty"] else ""
+    versions = "torch {torch} · speedkit {speedkit}".format(**run.record["versions"])
+    print(f"{run.hardware.gpu or run.hardware.cpu} · {versions}, {commit} · profile {run.profile}")
     for capability in needs:
         if reason := run.hardware.why_not(capability):
             print(f"no {capability} here: {reason}")
@@ -48,9 +44,12 @@ def start(notebook: str, modules: Sequence[str] = (), needs: Sequence[str] = (),
 
 
 class NotebookRun:
-    """One run of a notebook. Running a cell again replaces what that cell recorded before."""
+    """One run of a notebook. Running a cell again replaces what that cell recorded before.
 
-    def __init__(self, notebook: str, modules: Sequence[str], parameters: Mapping[str, Any]):
+    `record` takes more under names of its own, as a climb's rungs.
+    """
+
+    def __init__(self, notebook: str, modules: Sequence[str], parameters: Row):
         self.notebook, self.began_s = notebook, time.monotonic()
         self.hardware = this_machine(parameters.get("device") or "auto")
         self.profile = os.environ.get("SPEEDKIT_PROFILE") or parameters.get("profile", "auto")
@@ -112,22 +111,12 @@ class NotebookRun:
         row = {"check": why, "claim": claim, "verdict": verdict, "measurement": measurement, "value": value}
         _replace(self.record["verdicts"], row, "claim")
 
-    def judge(self, claim: str, comparison: "Comparison | Mapping[str, Any]", needs_gpu: bool = False) -> str:
-        """Record and return how a measured ratio answers a promised speed-up (of GPUs, with `needs_gpu`)."""
-        row, promised = _measurement(comparison), read_claims()[claim]
-        promise = widened(float(promised["low"]), float(promised["high"]))
-        verdict = answer(promise, row)
-        why = "promised {:.2f} to {:.2f}x, measured {ratio:.2f}x ({low:.2f} to {high:.2f})".format(*promise, **row)
-        if needs_gpu and self.hardware.device.type != "cuda":
-            verdict, why = "needs_gpu", f"{why} on a machine without the GPU that it is about"
-        self.verdict(claim, verdict, why, measurement=row["name"])
-        return verdict
+    def measure(self, comparison: "Comparison | Row") -> None:
+        """Record a comparison: `compare`'s, or the row that `compare_functions` returns."""
+        row = comparison if isinstance(comparison, Mapping) else comparison.as_measurement()
+        _replace(self.record["measurements"], jsonable(row), "name", "a", "b")
 
-    def measure(self, comparison: "Comparison | Mapping[str, Any]") -> None:
-        """Record a comparison (`compare`'s, or a mapping as its `as_measurement()` gives)."""
-        _replace(self.record["measurements"], _measurement(comparison), "name", "a", "b")
-
-    def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> "DataFrame":
+    def table(self, name: str, rows: Sequence[Row]) -> "DataFrame":
         """Record named rows, units in their keys (`step_s`, `memory_bytes`); return them as a pandas DataFrame."""
         import pandas
 
@@ -139,10 +128,6 @@ class NotebookRun:
         fallbacks = [{"plan": name, **jsonable(fallback)} for fallback in effective.fallbacks]
         self.record["plans"][name] = {"asked": jsonable(effective.asked), "effective": jsonable(effective.plan)}
         self.record["fallbacks"] = [row for row in self.record["fallbacks"] if row["plan"] != name] + fallbacks
-
-    def section(self, name: str, value: Any) -> None:
-        """Record something more under a name of its own, as a climb does with its rungs."""
-        self.record[name] = jsonable(value)
 
     def recorded(self) -> list[dict[str, Any]]:
         """Return the records of this notebook that other machines left in notebooks/records, GPUs first."""
@@ -161,6 +146,8 @@ class NotebookRun:
 
     def save(self) -> None:
         """Write record.json into the run's folder and display the same object; then raise if a check failed."""
+        from IPython import display, get_ipython
+
         record = self.finished()
         if problems := schema.validate_record(record):
             raise SpeedkitError(f"the record of {self.notebook} is not valid: {'; '.join(problems)}")
@@ -168,33 +155,23 @@ class NotebookRun:
         checks = [row for row in record["verdicts"] if row["claim"] is None]
         counts = f"{len(record['measurements'])} measurements, {len(record['tables'])} tables, {len(checks)} checks"
         line = f"record of {self.notebook}: {counts}"
-        ipython = sys.modules.get("IPython")
-        if ipython and ipython.get_ipython():
-            ipython.display.display({RECORD_MIME: record, "text/plain": line}, raw=True)
-        else:
+        if get_ipython() is None:
             print(line)
+        else:
+            display.display({RECORD_MIME: record, "text/plain": line}, raw=True)
         if failed := [row["check"] for row in checks if row["verdict"] == "failed"]:
             raise SpeedkitError(f"{len(failed)} of this notebook's checks failed: {'; '.join(failed)}")
 
 
-def _without_folders(values: Mapping[str, Any]) -> dict[str, Any]:
+def _without_folders(values: Row) -> dict[str, Any]:
     """Return `values` for JSON, absolute paths as names: where something lies here is nobody else's business."""
-    paths = {
-        key: Path(value) for key, value in values.items() if isinstance(value, str | Path) and os.path.isabs(value)
-    }
-    return jsonable(values) | {key: path.name for key, path in paths.items()}
-
-
-def _measurement(comparison: "Comparison | Mapping[str, Any]") -> dict[str, Any]:
-    return jsonable(comparison if isinstance(comparison, Mapping) else comparison.as_measurement())
+    absolute = [key for key, value in values.items() if isinstance(value, str | Path) and os.path.isabs(value)]
+    return jsonable(values) | {key: Path(values[key]).name for key in absolute}
 
 
 def _replace(rows: list[dict[str, Any]], new: dict[str, Any], *keys: str) -> None:
     """Add a row at the end, without those that agree with it in `keys`."""
     rows[:] = [row for row in rows if any(row[key] != new[key] for key in keys)] + [new]
-
-
-# ---- the records that executed notebooks carry ----
 
 
 def read_notebook(path: Path) -> Any:
@@ -205,47 +182,3 @@ def read_notebook(path: Path) -> Any:
         return nbformat.read(path, as_version=4)
     except (OSError, ValueError, AttributeError, KeyError, nbformat.ValidationError) as error:
         raise UsageError(f"{path} cannot be read or is not a Jupyter notebook: name another") from error
-
-
-def code_cells(notebook: Any) -> list[Any]:
-    """Return the code cells of `notebook`, in order."""
-    return [cell for cell in notebook.cells if cell.cell_type == "code"]
-
-
-def record_of(notebook: Any) -> dict[str, Any] | None:
-    """Return the record that an executed notebook carries, as its last `run.save()` displayed it; None without one."""
-    outputs = [output.get("data", {}) for cell in code_cells(notebook) for output in cell.outputs]
-    return next((data[RECORD_MIME] for data in reversed(outputs) if RECORD_MIME in data), None)
-
-
-# ---- claims ----
-
-
-def read_claims() -> dict[str, dict[str, str]]:
-    """Return the rows of notebooks/claims.csv by id."""
-    with (provenance.notebooks_folder() / "claims.csv").open(encoding="utf-8", newline="") as stream:
-        return {row["id"]: row for row in csv.DictReader(stream)}
-
-
-def widened(low: float, high: float) -> tuple[float, float]:
-    """Return a promised range as it is read: one figure stands for itself and what lies near it."""
-    spread = ONE_FIGURE_TOLERANCE if low == high else 0.0
-    return low * (1 - spread), high * (1 + spread)
-
-
-def answer(promise: tuple[float, float], measurement: Mapping[str, Any]) -> str:
-    """Return how the 99 % interval of a measured ratio answers a promised range of speed-up (below 1: a stated cost).
-
-    contradicted: all of it is on the other side of 1. unresolved: it holds 1 and part of the promise. confirmed: it
-    holds part of the promise. smaller, larger: it lies beside the promise, nearer to 1 or farther from it.
-    """
-    low, high = measurement["low"], measurement["high"]
-    if promise[1] < 1:  # a cost, seen from the other side
-        promise, low, high = (1 / promise[1], 1 / promise[0]), 1 / high, 1 / low
-    if high < 1:
-        return "contradicted"
-    if high < promise[0]:
-        return "smaller"
-    if low > promise[1]:
-        return "larger"
-    return "unresolved" if low <= 1 else "confirmed"

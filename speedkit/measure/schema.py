@@ -25,9 +25,10 @@ def load_record(path: str | Path) -> dict[str, Any]:
     """Return the record in a file. Raises SpeedkitError when it is not a whole record."""
     try:
         record = files.read_json(path)
+        problems = validate_record(record)
     except (OSError, ValueError) as error:
-        raise SpeedkitError(f"record {Path(path).name} cannot be read ({error}): publish its notebook again") from error
-    if problems := validate_record(record):
+        problems = [str(error)]
+    if problems:
         raise SpeedkitError(f"record {Path(path).name} is not valid ({problems[0]}): publish its notebook again")
     return record
 

@@ -21,7 +21,6 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-from speedkit import files
 from speedkit.clock import duration
 from speedkit.measure.trace import CAUSES
 
@@ -41,12 +40,6 @@ def device_name(record: Row) -> str:
     hardware = record.get("hardware") or {"gpu": "this machine"}
     cpu = (hardware.get("cpu") or "CPU").replace("(R)", "").replace("(TM)", "")
     return hardware.get("gpu") or f"{cpu}, {hardware['cores']} cores"
-
-
-def save(figure: Figure, path: str | Path) -> None:
-    """Write a figure to `path` as SVG, whole or not at all; the same figure gives the same bytes."""
-    with style.context(STYLE), files.atomic(path) as temporary:
-        figure.savefig(temporary, format="svg", metadata={"Date": None})
 
 
 def show(figure: Figure) -> None:
@@ -221,16 +214,16 @@ def round_ticks(axis: Axis) -> None:
     axis.set_minor_locator(NullLocator())
 
 
+def ratio_text(row: Row) -> str:
+    return f"{row['ratio']:.2f}× ({row['low']:.2f} to {row['high']:.2f})"
+
+
 def draw_change(axes: Axes, y: int, row: Row, *, before_ms: float, colour: str) -> None:
     """Draw a step from `before_ms` by a row's ratio, with interval and prediction where it has them."""
     after_ms = before_ms / row["ratio"]
-    axes.barh(y, abs(after_ms - before_ms), 0.5, left=min(after_ms, before_ms), color=colour)
+    axes.barh(y, after_ms - before_ms, 0.5, left=before_ms, color=colour)
     if row["low"]:
         axes.plot([before_ms / row["high"], before_ms / row["low"]], [y, y], "|-", color=INK, markersize=7)
     if row.get("predicted_low"):
         fastest, slowest = before_ms / row["predicted_high"], before_ms / row["predicted_low"]
         axes.barh(y + 0.36, slowest - fastest, 0.1, left=fastest, color=PREDICTED.get_facecolor())
-
-
-def ratio_text(row: Row) -> str:
-    return f"{row['ratio']:.2f}× ({row['low']:.2f} to {row['high']:.2f})"

@@ -33,31 +33,30 @@ def in_words(plan: Plan, recipe: Recipe) -> dict[str, str]:
     if not isinstance(recipe.batch_size, int):
         raise PlanError("batch_size=auto has no words elsewhere: give the number that training with auto has found")
     micro_batch = plan.micro_batch if isinstance(plan.micro_batch, int) else recipe.batch_size
-    sizes = {"batch_size": recipe.batch_size, "parts": math.ceil(recipe.batch_size / micro_batch)}
-    words, rows = {}, rows_for(plan)
+    values = vars(plan) | {"batch_size": recipe.batch_size, "parts": math.ceil(recipe.batch_size / micro_batch)}
+    changed = {field for field, value in vars(plan).items() if value != getattr(Plan(), field)}
+    words, rows = {}, rows_for(plan, changed)
     for framework in FRAMEWORKS:
         lines, advice = [], []
         for row in rows:
-            field, value = row["field"], getattr(plan, row["field"])
-            filled_in = vars(plan) | sizes | {"value": value}
+            filled_in = values | {"value": values[row["field"]]}
             if row[framework]:
                 lines.append(row[framework].format(**filled_in))
-            elif row["otherwise"] and value != getattr(Plan(), field):
-                advice.append(f"# {field}={value}: {row['otherwise'].format(**filled_in)}")
+            elif row["otherwise"] and row["field"] in changed:
+                advice.append(f"# {row['field']}={filled_in['value']}: {row['otherwise'].format(**filled_in)}")
         words[framework] = "".join(f"{line}\n" for line in merge_calls(lines) + advice)
     return words
 
 
 def read_table() -> list[dict[str, str]]:
-    """Return the rows of the table; raises UsageError where there is no notebooks folder."""
+    """Return the rows of the table; raises OSError where there is no notebooks folder."""
     with (notebooks_folder() / "frameworks.csv").open(encoding="utf-8", newline="") as stream:
         return list(csv.DictReader(stream))
 
 
-def rows_for(plan: Plan) -> list[dict[str, str]]:
-    """Return the rows of the table that concern a plan, in the order of the table."""
+def rows_for(plan: Plan, changed: set[str]) -> list[dict[str, str]]:
+    """Return the rows of the table that concern a plan in which some fields are `changed`, in the table's order."""
     table, rows = read_table(), []
-    changed = {field for field, value in vars(plan).items() if value != getattr(Plan(), field)}
     with_own_rows = {(row["field"], row["value"]) for row in table}
     for row in table:
         field, value = row["field"], str(getattr(plan, row["field"]))

@@ -64,11 +64,11 @@ def in_short(record: Row) -> list[str]:
     """Return a climb's result in plain sentences, the most important first."""
     if record["change"] == "nothing":
         return ["Nothing that was tried is worth switching on: plain PyTorch stays."]
-    over = "{ratio:.2f} times as fast as {0} ({low:.2f} to {high:.2f}, 99 %)".format
-    ratios = {"plain PyTorch": record["speedup"], "a careful start": record["speedup_careful"]}
-    names = [over(name, **ratios[name]) for name in sorted(ratios, key=lambda name: ratios[name]["ratio"])]
+    speedups = [(record["speedup"], "plain PyTorch"), (record["speedup_careful"], "a careful start")]
+    over = "{ratio:.2f} times as fast as {} ({low:.2f} to {high:.2f}, 99 %)".format
+    ratios = [over(name, **row) for row, name in sorted(speedups, key=lambda pair: pair[0]["ratio"])]
     return [
-        f"Training steps are {', and '.join(names)}.",
+        f"Training steps are {', and '.join(ratios)}.",
         quality_in_words(record["quality"]),
         payback_in_words(record["payback"]),
         f"Switched on: {record['change']}.",
@@ -82,15 +82,14 @@ def quality_in_words(quality: Row) -> str:
         if quality.get("budget_s"):
             why = f"two trainings of each plan take a budget of about {duration(quality['budget_s'])}"
         return f"Whether the result is as good was not tested: {why}."
+    trainings, likelihood = len(quality["final"]), quality["likelihood"]
     shown = "{mean_change:+.4f}, at least {lower:+.4f}".format
     change = f"{quality['metric']} changed by {shown(**quality)}; margin {quality['margin']:g}"
-    if likelihood := quality["likelihood"]:
-        change += (
-            f"; in {len(quality['final'])} folds, where the right class's probability changed by {shown(**likelihood)}"
-        )
+    if likelihood:
+        change += f"; in {trainings} folds, where the right class's probability changed by {shown(**likelihood)}"
     if quality["decision"] != "not decided":
         return f"The result is {quality['decision']}: {change}."
-    needed = f"{len(quality['final'])} trainings of each plan cannot show it; about {quality['seeds_needed']} would"
+    needed = f"{trainings} trainings of each plan cannot show it; about {quality['seeds_needed']} would"
     if quality["items_needed"]:
         needed = "{test_items} test items cannot show {margin:g}; about {items_needed} would".format(**quality)
     return f"Whether the result is as good is not decided: {change}. {needed}."
@@ -98,9 +97,8 @@ def quality_in_words(quality: Row) -> str:
 
 def payback_in_words(payback: Row) -> str:
     """Return in one sentence what the final plan saves, and when it has earned what it takes to prepare."""
-    saved = (
-        f"Your {payback['epochs']:.3g} epochs: from {duration(payback['baseline_s'])} to {duration(payback['final_s'])}"
-    )
+    before, after = duration(payback["baseline_s"]), duration(payback["final_s"])
+    saved = f"Your {payback['epochs']:.3g} epochs: from {before} to {after}"
     prepared = {"build the cache": payback["prepare_s"]["cache"], "compile": payback["prepare_s"]["compile"]}
     first = " and ".join(f"{duration(value)} to {what}" for what, value in prepared.items() if value)
     if not first:

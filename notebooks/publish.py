@@ -1,33 +1,42 @@
-"""Publishing: run notebooks here or take in what others ran, keep outputs and records, draw the README from them."""
+"""Publish: run notebooks here or take in what others ran, keep outputs and records, draw the README's tables.
+
+`speedkit publish --help`, or `python notebooks/publish.py --help`, shows how.
+"""
 
 import collections
 import json
 import math
 import re
+import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import click
+import nbformat
 import torch
+from claims import WORDS, Row, is_current
+from matplotlib import style
 
 from speedkit import files
+from speedkit.cli import main, seconds
 from speedkit.errors import SpeedkitError, UsageError
 from speedkit.hardware import this_machine
-from speedkit.measure.folklore import WORDS
-from speedkit.measure.provenance import commit, gpu_state, is_current, notebooks_folder
-from speedkit.measure.record import RECORD_MIME, code_cells, read_notebook, record_of
+from speedkit.measure.provenance import commit, gpu_state, notebooks_folder
+from speedkit.measure.record import RECORD_MIME, read_notebook
 from speedkit.measure.schema import load_record, published, validate_record
 from speedkit.notebooks import find_notebooks, run_notebook
-from speedkit.show.figures import device_name, save, waterfall
+from speedkit.show.figures import STYLE, device_name, waterfall
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 CLIMB, LADDER, RECORDS = "90_climb.ipynb", "records/ladder.svg", "records/README.md"
 WORKLOADS = ("image", "speech", "text")  # of the climb, a record each; its notebook shows audio
+MARKS = {True: "measured", False: "out of date"}
 
 
-def device_slug(hardware: Mapping[str, Any]) -> str:
+def device_slug(hardware: Row) -> str:
     """Return the folder name for the records of a machine: `nvidia-h200`, `cpu-intel-xeon-2-cores`."""
     cpu = re.sub(r"\((r|tm|c)\)|\b(processor|cpu|\d+-core)\b|@.*?hz", " ", (hardware.get("cpu") or "unknown").lower())
     name = hardware.get("gpu") or f"cpu {cpu} {hardware.get('cores', 1)} cores"
@@ -56,27 +65,28 @@ def publish(
         for word in ("", *WORKLOADS) if names is None and source.name == CLIMB else (workload,):
             name = f"{source.stem}-{word}" if word else source.stem
             try:
-                spent = time.monotonic() >= end_s
-                outcomes[name] = _publish_one(source, name, Path(out or notebooks_folder()), spent=spent)
+                outcomes[name] = publish_one(source, name, Path(out or notebooks_folder()), end_s=end_s)
             except SpeedkitError as error:
                 outcomes[name] = f"failed: {error}"
     return outcomes
 
 
-def _publish_one(source: Path, name: str, out: Path, *, spent: bool) -> str:
+def publish_one(source: Path, name: str, out: Path, *, end_s: float) -> str:
+    """Run one notebook, on the workload at the end of `name`, unless it is current or the time is up."""
     record_path = out / "records" / device_slug(this_machine().as_dict()) / f"{name}.json"
     if record_path.exists() and is_current(files.read_json(record_path), source):
         return "current"
-    if spent:
+    if time.monotonic() >= end_s:
         return "left: the budget is spent"
     executed, workload = Path("runs", "publish", f"{name}.ipynb"), name.partition("-")[2]
     with tempfile.TemporaryDirectory(prefix="speedkit-publish-") as folder:
         environment = {"SPEEDKIT_PROFILE": "", "SPEEDKIT_PROGRESS": "off", "SPEEDKIT_RUN_DIR": folder}
         run_notebook(source, executed, {"workload": workload} if workload else {}, environment=environment)
-    record = record_of(read_notebook(executed))
+    record = checked(record_of(read_notebook(executed)), source)
+    record_path.parent.mkdir(parents=True, exist_ok=True)
     if not workload:
-        _take(record, source, out / source.name, executed=executed)
-    _take(record, source, record_path)  # last: a record that is current says that all is done
+        files.write_text(out / source.name, with_outputs(source, executed))
+    files.write_json(record_path, record)  # last: a record that is current says that all is done
     executed.unlink()
     return "published"
 
@@ -92,9 +102,12 @@ def import_published(folder: str | Path, into: str | Path | None = None) -> dict
         name, source = path.relative_to(folder), into / f"{path.stem.partition('-')[0]}.ipynb"
         try:
             if path.suffix == ".json":
-                _take(load_record(path), source, into / name)
+                record = checked(load_record(path), source)
+                (into / name).parent.mkdir(parents=True, exist_ok=True)
+                files.write_json(into / name, record)
             else:
-                _take(record_of(read_notebook(path)), source, into / name, executed=path)
+                checked(record_of(read_notebook(path)), source)
+                files.write_text(source, with_outputs(source, path))
             outcomes[str(name)] = "published"
         except SpeedkitError as error:
             outcomes[str(name)] = f"failed: {error}"
@@ -103,26 +116,28 @@ def import_published(folder: str | Path, into: str | Path | None = None) -> dict
     return outcomes
 
 
-def _take(record: Any, source: Path, path: Path, *, executed: Path | None = None) -> None:
-    """Write a `record` of the notebook `source` to `path`, or `source` with the outputs of the notebook `executed`.
-
-    Raises SpeedkitError for a record that is not whole or of other code.
-    """
+def checked(record: Any, source: Path) -> dict[str, Any]:
+    """Return the `record` of notebook `source`. Raises SpeedkitError when it is not whole, or of other code."""
     if problems := validate_record(record):
         raise SpeedkitError(f"its record is missing or not valid: {problems[0]}")
     if record["notebook"] != source.stem or not is_current(record, source):
         raise SpeedkitError(f"it was made by another version of {source.name} or of the modules it measures")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if executed is None:
-        files.write_json(path, record)
-    else:
-        files.write_text(path, _with_outputs(source, executed))
+    return record
 
 
-def _with_outputs(source: Path, executed: Path) -> str:
+def code_cells(notebook: Any) -> list[Any]:
+    """Return the code cells of `notebook`, in order."""
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def record_of(notebook: Any) -> dict[str, Any] | None:
+    """Return the record that an executed notebook carries, as its last `run.save()` displayed it; None without one."""
+    outputs = [output.get("data", {}) for cell in code_cells(notebook) for output in cell.outputs]
+    return next((data[RECORD_MIME] for data in reversed(outputs) if RECORD_MIME in data), None)
+
+
+def with_outputs(source: Path, executed: Path) -> str:
     """Return the notebook `source` with the outputs of `executed`, without what is papermill's or a widget's."""
-    import nbformat
-
     notebook, run = read_notebook(source), read_notebook(executed)
     for cell, ran in zip(code_cells(notebook), code_cells(run), strict=True):
         cell.outputs = [output for output in ran.outputs if WIDGET_VIEW not in output.get("data", {})]
@@ -138,24 +153,22 @@ def _with_outputs(source: Path, executed: Path) -> str:
 # ---- the README, and the page of records beside it ----
 
 
-def update_readme(readme: str | Path) -> None:
+def update_readme(readme: Path) -> None:
     """Write the README's generated blocks, the page of records and the ladder's figure anew."""
-    folder = Path(readme).parent / "notebooks"
+    folder = readme.parent / "notebooks"
     files.write_text(readme, readme_text(readme))
     files.write_text(folder / RECORDS, records_text(folder))
-    for record in _climbs(folder)[:1]:
-        save(waterfall(record), folder / LADDER)
+    for record in climbs(folder)[:1]:
+        with style.context(STYLE), files.atomic(folder / LADDER) as temporary:
+            waterfall(record).savefig(temporary, format="svg", metadata={"Date": None})
 
 
-def readme_text(readme: str | Path) -> str:
+def readme_text(readme: Path) -> str:
     """Return the README's text with its generated blocks made anew. Raises ValueError when a block has no markers."""
-    folder, text = Path(readme).parent / "notebooks", Path(readme).read_text(encoding="utf-8")
-    blocks = {
-        "ladder": "No climb is published yet.",
-        "climbs": climbs_table(folder),
-        "notebooks": notebooks_table(folder),
-    }
-    for record in _climbs(folder)[:1]:
+    folder, text = readme.parent / "notebooks", readme.read_text(encoding="utf-8")
+    blocks = {"climbs": climbs_table(folder), "notebooks": notebooks_table(folder)}
+    blocks["ladder"] = "No climb is published yet."
+    for record in climbs(folder)[:1]:
         title = f"The climb of {record['workload']['name']} on {device_name(record)}"
         blocks["ladder"] = f"![{title}]({folder.name}/{LADDER})"
     for name, block in blocks.items():
@@ -164,16 +177,22 @@ def readme_text(readme: str | Path) -> str:
     return text
 
 
+def climbs(folder: Path) -> list[dict[str, Any]]:
+    """Return the records of the climbs that are published in `folder`, GPUs first."""
+    return [record for record in published(folder / CLIMB).values() if record.get("speedup")]
+
+
 def climbs_table(folder: Path) -> str:
     """Return the final speed-ups of all climbs, from records alone, as a Markdown table."""
     rows = []
-    for record in _climbs(folder):
+    for record in climbs(folder):
         ratios = [
             "{ratio:.2f}x ({low:.2f} to {high:.2f})".format(**speedup) if speedup else "not measured"
             for speedup in (record["speedup"], record["speedup_careful"])
         ]
-        rows.append([device_name(record), record["workload"]["name"], *ratios, _mark(record, folder / CLIMB)])
-    return _table(["machine", "workload", "over plain PyTorch", "over a careful start", ""], rows)
+        mark = MARKS[is_current(record, folder / CLIMB)]
+        rows.append([device_name(record), record["workload"]["name"], *ratios, mark])
+    return markdown_table(["machine", "workload", "over plain PyTorch", "over a careful start", ""], rows)
 
 
 def notebooks_table(folder: Path) -> str:
@@ -184,11 +203,12 @@ def notebooks_table(folder: Path) -> str:
     for path, records in by_notebook.items():
         title, _, text = read_notebook(path).cells[0].source.lstrip("# ").partition("\n")
         claim = re.split(r"(?<=[.!?])\s", text.strip().partition("\n\n")[0].replace("\n", " "))[0]
-        marks = {device_name(record): _mark(record, path) for record in reversed(records)}  # of the plain workload
+        # Of a climb's records the one of the plain workload counts: it comes first.
+        marks = {device_name(record): MARKS[is_current(record, path)] for record in reversed(records)}
         minutes = next((f"{record['seconds'] / 60:.0f}" for record in records if "seconds" in record), "")
         link = f"[{path.stem[:2]} {title.strip()}]({folder.name}/{path.name})"
         rows.append([link, claim, minutes, *(marks.get(machine, "not yet") for machine in machines)])
-    return _table(["notebook", "what it teaches", "minutes", *machines], rows)
+    return markdown_table(["notebook", "what it teaches", "minutes", *machines], rows)
 
 
 def records_text(folder: Path) -> str:
@@ -197,24 +217,40 @@ def records_text(folder: Path) -> str:
     for path in find_notebooks(None, folder):
         for file, record in published(path).items():
             code = "speedkit {speedkit} at {}, torch {torch}".format(record["commit"], **record["versions"])
-            cells = [file.stem, device_name(record), record["created"][:10], code, record["profile"]]
             checks = collections.Counter(row["verdict"] for row in record["verdicts"] if not row["claim"])
             claims = sorted(f"{row['claim']} {WORDS[row['verdict']]}" for row in record["verdicts"] if row["claim"])
             verdicts = "; ".join([f"{checks['passed']} of {checks.total()} checks passed", *claims])
-            rows.append([*cells, _mark(record, path), verdicts])
+            cells = [file.stem, device_name(record), record["created"][:10], code, record["profile"]]
+            rows.append([*cells, MARKS[is_current(record, path)], verdicts])
     head = ["record", "machine", "day", "code", "profile", "", "checks, and verdicts on claims"]
     about = "Written by `speedkit publish`; each record lies in the folder of its machine."
-    return f"# Records\n\n{about}\n\n{_table(head, rows)}\n"
+    return f"# Records\n\n{about}\n\n{markdown_table(head, rows)}\n"
 
 
-def _climbs(folder: Path) -> list[dict[str, Any]]:
-    return [record for record in published(folder / CLIMB).values() if record.get("speedup")]
-
-
-def _mark(record: dict[str, Any], notebook: Path) -> str:
-    return "measured" if is_current(record, notebook) else "out of date"
-
-
-def _table(head: list[str], rows: list[list[str]]) -> str:
+def markdown_table(head: list[str], rows: list[list[str]]) -> str:
     first, *others = (f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in (head, *rows))
     return "\n".join([first, "|---" * len(head) + "|", *others])
+
+
+@click.command()
+@click.argument("names", nargs=-1, metavar="[NOTEBOOK]...")
+@click.option("--all", "everything", is_flag=True, help="every notebook")
+@click.option("--out", help="folder to write to (the notebooks' own)")
+@click.option("--budget", "budget_s", type=seconds, metavar="TIME", help="start no notebook after this time")
+@click.option("--workload", default="", help="write only the record, of this workload")
+@click.option("--import", "source", help="take in what another machine published to this folder")
+def command(names: tuple[str, ...], everything: bool, source: str | None, **values: Any) -> int:
+    """Run notebooks here for the repository: executed notebooks and records, and the README's tables."""
+    if not (source or names or everything):
+        raise UsageError("name notebooks to publish, or give --all or --import DIR")
+    outcomes = import_published(source) if source else publish(None if everything else names, **values)
+    for name, outcome in outcomes.items():
+        click.echo(f"{name}: {outcome}")
+    if not values["out"]:
+        update_readme(notebooks_folder().parent / "README.md")
+    return 1 if any(outcome.startswith("failed") for outcome in outcomes.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.argv.insert(1, "publish")
+    main()

@@ -1,21 +1,56 @@
-"""Folklore: what each record answers, every claim in its place, and nothing stale or foreign shown as an answer."""
+"""Claims: the rule that judges them, what each record answers, and nothing stale or foreign shown as an answer."""
 
 import re
 from pathlib import Path
 
 import pytest
 from check_notebooks import executed
+from claims import NOT_MEASURED, WORDS, Reading, answer, answers, gather, judge, read_claims
+from publish import code_cells, record_of
 
 from speedkit.errors import SpeedkitError
 from speedkit.files import write_json
-from speedkit.measure.folklore import NOT_MEASURED, WORDS, Reading, answers, gather
 from speedkit.measure.provenance import strip_comments
-from speedkit.measure.record import answer, code_cells, read_claims, read_notebook, record_of
+from speedkit.measure.record import read_notebook, start
 from speedkit.measure.schema import SCHEMA
 
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 ANSWERED_BY_WORKLOAD = {"90_climb"}  # its records answer the claims on their own workload, together all of them
+BF16 = {"name": "bf16", "ratio": 2.05, "low": 1.9, "high": 2.2}
+OTHER = {"name": "other", "ratio": 1.0, "low": 0.9, "high": 1.1}
+
+
+@pytest.mark.parametrize(
+    ("promise", "interval", "verdict"),
+    [
+        ((2.0, 3.0), (1.9, 2.1), "confirmed"),  # interval and promise overlap
+        ((2.0, 3.0), (1.4, 1.5), "smaller"),
+        ((2.0, 3.0), (0.98, 1.04), "smaller"),  # includes 1, and excludes the promise
+        ((2.0, 3.0), (3.2, 3.5), "larger"),
+        ((1.1, 1.3), (0.95, 1.2), "unresolved"),  # includes 1, and part of the promise
+        ((2.0, 3.0), (0.7, 0.8), "contradicted"),  # slower
+        ((0.81, 0.99), (0.85, 0.9), "confirmed"),  # a stated cost
+        ((0.81, 0.99), (0.5, 0.6), "larger"),
+        ((0.81, 0.99), (0.9, 1.05), "unresolved"),
+        ((0.81, 0.99), (1.1, 1.2), "contradicted"),
+    ],
+)
+def test_rule_on_claims(promise, interval, verdict):
+    assert answer(promise, dict(zip(("low", "high"), interval, strict=True))) == verdict
+
+
+def test_judge_records_the_verdict_and_its_evidence(tmp_path, monkeypatch, capsys):
+    rows = ("id,metric,low,high", "C01,speedup,2.0,3.0", "C02,speedup,1.9,1.9")
+    (tmp_path / "claims.csv").write_text("\n".join(rows))
+    monkeypatch.setenv("SPEEDKIT_NOTEBOOKS", str(tmp_path))
+    run = start("21_small", profile="smoke", device="cpu")
+    assert judge(run, "C01", BF16) == "confirmed"
+    assert judge(run, "C02", BF16) == "confirmed"  # one figure, read with its tolerance
+    assert judge(run, "C01", BF16, needs_gpu=True) == "needs_gpu"
+    verdicts = {row["claim"]: (row["verdict"], row["measurement"]) for row in run.record["verdicts"]}
+    assert verdicts == {"C01": ("needs_gpu", "bf16"), "C02": ("confirmed", "bf16")}
+    assert "C02 confirmed: promised 1.71 to 2.09x, measured 2.05x (1.90 to 2.20)" in capsys.readouterr().out
 
 
 def claim(metric, low, high):
@@ -28,8 +63,6 @@ CLAIMS = {
     "C03": claim("speedup", "", ""),
     "C05": claim("peak memory", "-50", "-40"),
 }
-BF16 = {"name": "bf16", "ratio": 2.05, "low": 1.9, "high": 2.2}
-OTHER = {"name": "other", "ratio": 1.0, "low": 0.9, "high": 1.1}
 
 
 def record(*verdicts, gpu=""):
@@ -98,18 +131,3 @@ def test_a_notebook_answers_exactly_the_claims_that_its_code_names(path):
         assert answered <= claims_named(path)
     else:
         assert answered == claims_named(path)
-
-
-def test_every_speedup_that_was_judged_has_its_measurement_and_verdict():
-    claims = read_claims()
-    judged = [
-        row
-        for row in answers(claims, gather(FOLDER), lambda record: record["hardware"]["cpu"])
-        if row["evidence"].startswith("promised")
-        and row["metric"] == "speedup"
-        and claims[row["claim"]]["low"] != "linear"  # which its notebook judges by the number of ranks
-    ]
-    assert judged and all(row["ratio"] for row in judged)
-    for row in judged:
-        verdict = answer((row["promised_low"], row["promised_high"]), row)
-        assert row["verdict"] in (WORDS[verdict], WORDS["needs_gpu"]), row["claim"]
