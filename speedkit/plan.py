@@ -233,6 +233,6 @@ def broken_rules(plan: Plan, hardware: Hardware, workload: "Workload | None", *,
         ("compile", "default", ddp and graphs, "CUDA graphs keep gradients where ddp does not look for them"),
         ("compile_scope", "model", ddp and step, "gradients are exchanged between the backward pass and the update"),
         # https://github.com/pytorch/pytorch/issues/169545
-        ("compile", "default", accumulates and graphs and cuda, "the next replay writes over summed gradients"),
+        ("compile", "default", accumulates and graphs and cuda, "a CUDA graph's replay writes over summed gradients"),
     ]
     return [(field, instead, why) for field, instead, when, why in rules if when and getattr(plan, field) != instead]

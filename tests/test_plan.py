@@ -114,8 +114,8 @@ FALLBACKS = [
     # CUDA graphs.
     (GRAPHS, GPU, RAGGED, NO_GRAPHS, "bucket makes them few"),
     (GRAPHS | {"bucket": True}, GPU, RAGGED, {}, ""),
-    (GRAPHS | {"micro_batch": 16}, GPU, {"batch_size": 32}, NO_GRAPHS, "the next replay"),
-    (GRAPHS | {"micro_batch": "auto"}, GPU, {}, NO_GRAPHS, "the next replay"),
+    (GRAPHS | {"micro_batch": 16}, GPU, {"batch_size": 32}, NO_GRAPHS, "CUDA graph's replay"),
+    (GRAPHS | {"micro_batch": "auto"}, GPU, {}, NO_GRAPHS, "CUDA graph's replay"),
     (GRAPHS | {"micro_batch": 32}, GPU, {"batch_size": 32}, {}, ""),
     # Several ranks.
     (GRAPHS | STEP, MANY, {}, {"compile": "default", "compile_scope": "model"}, "where ddp does not look"),
