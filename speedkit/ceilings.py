@@ -91,11 +91,9 @@ def _calls(hardware: Hardware) -> Iterator[tuple[str, Callable[[], Any], float, 
     triad = functools.partial(torch.add, b, c, alpha=2.0, out=a)
     yield "memory_bandwidth", triad, 3.0 * size_bytes, f"a = b + 2 c, float32 arrays of {size_bytes // MIB} MiB"
 
-    kinds = {"memcpy": ("cpu", False)}
-    if device.type == "cuda":
-        kinds |= {"host_to_device_pinned": ("cuda", True), "host_to_device_pageable": ("cuda", False)}
-    for name, (to, pinned) in kinds.items():
-        source = torch.ones(128 * MIB, dtype=torch.uint8, pin_memory=pinned)
-        copy = functools.partial(torch.empty_like(source, device=to).copy_, source, non_blocking=True)
-        how = f"copy of 128 MiB of {'page-locked' if pinned else 'pageable'} memory, by one thread"
-        yield name, copy, float(source.nbytes), how
+    names = ("memcpy", *(("host_to_device_pinned", "host_to_device_pageable") if device.type == "cuda" else ()))
+    for name in names:
+        source = torch.ones(128 * MIB, dtype=torch.uint8, pin_memory=name.endswith("pinned"))
+        target = torch.empty_like(source, device="cpu" if name == "memcpy" else device)
+        copy = functools.partial(target.copy_, source, non_blocking=True)
+        yield name, copy, float(source.nbytes), "copy of 128 MiB, by one thread"

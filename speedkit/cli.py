@@ -5,44 +5,31 @@ import dataclasses
 import importlib
 import json
 import os
+import re
 import signal
 import sys
+import time
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import click
 import yaml
+from torch import nn
 
+from speedkit.config import from_mapping, from_yaml, settings_of
 from speedkit.data.sources import write_quarantine
 from speedkit.errors import Interrupted, PlanError, SpeedkitError, UsageError
 from speedkit.files import claim_folder, write_json
 from speedkit.hardware import this_machine
 from speedkit.measure.provenance import notebooks_folder
-from speedkit.options import (
-    DATA,
-    Values,
-    data_options,
-    device_option,
-    fields_of,
-    find_plan,
-    find_workload,
-    json_option,
-    out_option,
-    plan_option,
-    run_options,
-    seconds,
-    typed,
-    workload_argument,
-)
-from speedkit.plan import Plan, resolve
+from speedkit.plan import PRESETS, Plan, resolve
+from speedkit.recipe import Recipe
 from speedkit.train import distributed
 from speedkit.workloads import load_workload
+from speedkit.workloads.workload import Workload
 
-if TYPE_CHECKING:
-    from torch import nn
-
-    from speedkit.workloads.workload import Workload
+Values = dict[str, Any]  # what was typed, by option
 
 
 def main() -> NoReturn:
@@ -76,15 +63,100 @@ def _explained(error: Exception) -> tuple[int, str]:
     return 1, f"{type(error).__name__}: {error} (--debug shows where)"
 
 
+def seconds(word: str) -> float:
+    """Return the seconds in `540`, `90s`, `9m` or `1h`."""
+    parts = re.fullmatch(r"(\d+\.?\d*)([smh]?)", word)
+    if not parts or not float(parts[1]):
+        raise UsageError(f"{word!r} is no time: write seconds, or 90s, 9m, 1h")
+    return float(parts[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[parts[2]]
+
+
+def field_options(cls: type) -> list[click.Parameter]:
+    """Return an option for each field of the settings class `cls`."""
+    options: list[click.Parameter] = []
+    for name, setting in settings_of(cls).items():
+        flag = name.replace("_", "-")
+        names = f"--{flag}/--no-{flag}" if setting.takes == ("true | false",) else f"--{flag}"
+        text = f"{setting.help.rstrip('.')} ({'by workload' if cls is Recipe else str(setting.default).lower()})"
+        options.append(click.Option([names, name], help=text, metavar=" | ".join(setting.takes).upper()))
+    return options
+
+
+ABSOLUTE = click.Path(resolve_path=True)  # for climb.ipynb too, which runs in a folder of its own
+WORKLOAD = click.Argument(["workload"])
+DEVICE = click.Option(["--device"], default="auto", metavar="AUTO | CUDA | MPS | CPU")
+PLAN = click.Option(["--plan"], default="baseline", metavar="FILE | BASELINE | CAREFUL | FAST")
+JSON = click.Option(["--json", "as_json"], is_flag=True, help="print JSON")
+OUT = click.Option(
+    ["--out"],
+    type=click.Path(path_type=Path),
+    default=lambda: Path("runs", time.strftime("%Y%m%d-%H%M%S")),
+    show_default="runs/<date>-<time>",
+    help="folder for what the run leaves",
+)
+DATA = (
+    click.Option(["--data-dir"], type=ABSOLUTE, help="folder of your files; generated data without"),
+    click.Option(["--labels"], type=ABSOLUTE, help="CSV of paths and labels, with a fold or split column or not"),
+    click.Option(["--label-pattern"], metavar="REGEX", help="group 1 of a file's name is its label"),
+    click.Option(["--test-pattern"], metavar="REGEX", help="files whose names match are the test set"),
+    click.Option(["--size"], metavar="TINY | SMALL | MEDIUM", help="size of the model"),
+    click.Option(["--clips"], type=int, help="how many files to generate where there is no data folder"),
+)
+DATA_FIELDS = ("data_dir", "labels", "label_pattern", "test_pattern", "size", "clips")
+RUN = (  # of all commands that train
+    *DATA,
+    OUT,
+    DEVICE,
+    click.Option(["--cache-dir"], help="folder for cached features"),
+    click.Option(["--resume"], is_flag=True, help="go on with the run in --out"),
+    *field_options(Recipe),
+)
+
+
+def typed(values: Values, *names: str) -> Values:
+    """Return those of `names` that were typed."""
+    return {name: values[name] for name in names if values.get(name) is not None}
+
+
+def find_workload(name: str, values: Values) -> tuple[Workload, Recipe]:
+    """Return the workload with the data that was named, and its recipe with the fields that were typed."""
+    fields = typed(values, *settings_of(Recipe))
+    if {"epochs", "steps"} & fields.keys():  # typing one of the two replaces the other
+        fields = {"epochs": None, "steps": None} | fields
+    limit_s = from_mapping(Recipe, fields).max_duration_s  # an impossible recipe is refused before any data is made
+    workload = load_workload(name, max_duration_s=limit_s, **typed(values, *DATA_FIELDS))
+    return workload, from_mapping(Recipe, dataclasses.asdict(workload.recipe) | fields)
+
+
+def find_plan(word: str, values: Values) -> Plan:
+    """Return the plan that a word or a YAML file names, with the fields that were typed."""
+    if word not in PRESETS and not Path(word).exists():
+        raise UsageError(f"there is no plan {word!r}: take {', '.join(PRESETS)}, or a YAML file")
+    plan = PRESETS[word](this_machine(values["device"])) if word in PRESETS else from_yaml(Plan, word)
+    return from_mapping(Plan, dataclasses.asdict(plan) | typed(values, *settings_of(Plan)))
+
+
+def find_trained(path: Path, workload: str | None, data: Values) -> tuple[Workload, nn.Module]:
+    """Return the workload and the trained model of a checkpoint, named by its file or folder."""
+    from speedkit.train.checkpoint import NAME, read
+
+    state = read(path / NAME if path.is_dir() else path)
+    job = state["job"]
+    work = load_workload(workload or job["workload"], max_duration_s=job.get("max_duration_s"), **data)
+    if job["train_items"] != len(work.train):  # what it is tested on may be what it was trained on
+        raise UsageError(f"{path} is of {job['workload']} with {job['train_items']} training items: name that data")
+    model = work.model()
+    model.load_state_dict(state["model"])
+    return work, model
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True})
 @click.version_option(package_name="speedkit")
 def commands() -> None:
     """Make PyTorch training as fast as this machine allows, with proof."""
 
 
-@commands.command()
-@json_option
-@device_option
+@commands.command(params=[JSON, DEVICE])
 def hardware(as_json: bool, device: str) -> None:
     """Show what this machine is, what it can do, and its measured ceilings."""
     from speedkit.ceilings import ceilings
@@ -95,19 +167,11 @@ def hardware(as_json: bool, device: str) -> None:
     click.echo(json.dumps(facts, indent=1) if as_json else yaml.safe_dump(facts, sort_keys=False, width=1000))
 
 
-@commands.command()
-@workload_argument
-@plan_option
+@commands.command(params=[WORKLOAD, PLAN, *RUN, *field_options(Plan)])
 @click.option("--strict", is_flag=True, help="a plan field that cannot be honoured here is an error")
 @click.option("--deterministic", is_flag=True, help="reproducible kernels on CUDA too")
-@run_options
-@fields_of(Plan)
 def train(workload: str, plan: str, **values: Any) -> int:
-    """Train WORKLOAD (audio, speech, image, text, or package.module:function) by a recipe, as fast as a plan says.
-
-    With --ranks above 1 it starts as many processes, unless torchrun has started it as one of them, as it
-    does on several machines.
-    """
+    """Train WORKLOAD (audio, speech, image, text, or package.module:function) by a recipe, as fast as a plan says."""
     from speedkit.measure.quality import choose_batch_size
     from speedkit.train.fit import fit
 
@@ -123,54 +187,45 @@ def train(workload: str, plan: str, **values: Any) -> int:
     options = typed(values, "device", "cache_dir", "out", "resume", "deterministic", "strict")
     history = fit(work, recipe, asked, **options)
     if os.environ.get("RANK", "0") == "0":
-        score = "{metric} {value:.4f} on {n} test items; ".format(**history.evaluation) if history.evaluation else ""
-        click.echo(f"{score}{history.steps} steps in {history.seconds:.1f} s; all else in {values['out']}")
+        click.echo(f"{history.steps} steps in {history.seconds:.1f} s; all else in {values['out']}")
     return 0
 
 
-@commands.command()
-@workload_argument
-@click.option("--budget", type=seconds, default="8m", metavar="TIME", help="time for all of it")
-@click.option("--rungs", metavar="NAME,NAME", help="only these rungs")
+@commands.command(params=[WORKLOAD, *RUN])
+@click.option("--budget", "budget_s", type=seconds, default="8m", metavar="TIME", help="time for all of it")
+@click.option("--rungs", type=lambda names: names.split(","), metavar="NAME,NAME", help="only these rungs")
 @click.option("--seeds", type=click.IntRange(2), help="trainings of each plan, to test quality (3, more if in doubt)")
 @click.option("--horizon", type=click.IntRange(1), help="steps by which compiling has to pay (the recipe's)")
 @click.option("--notebook/--no-notebook", default=True, help="also write climb.ipynb")
-@run_options
-def climb(workload: str, **values: Any) -> None:
+def climb(workload: str, notebook: bool, **values: Any) -> None:
     """Climb the whole ladder on WORKLOAD; leave the winning plan, the record and a report."""
     from speedkit.climb import climb as climb_ladder
     from speedkit.notebooks import find_notebooks, run_notebook
     from speedkit.show.report import in_short, write_report
 
     work, recipe = find_workload(workload, values)
-    folder, rungs = values["out"], values["rungs"]
-    options = typed(values, "device", "cache_dir", "out", "resume", "seeds", "horizon")
-    options |= {"budget_s": values["budget"], "rungs": rungs and rungs.split(",")}
+    folder = values["out"]
+    options = typed(values, "device", "cache_dir", "out", "resume", "budget_s", "rungs", "seeds", "horizon")
     record = climb_ladder(work, recipe=recipe, **options)
     write_report(record, folder / "report.html")
-    if values["notebook"]:
+    if notebook:
         [source] = find_notebooks(["90"])
-        parameters = absolute({"workload": workload, "out": folder} | typed(values, *DATA))
-        environment = {"SPEEDKIT_RUN_DIR": str(folder.resolve())}
+        out = str(folder.resolve())
+        parameters = {"workload": workload, "out": out, **typed(values, *DATA_FIELDS)}
+        environment = {"SPEEDKIT_RUN_DIR": out}
         run_notebook(source, folder / "climb.ipynb", parameters, environment=environment, progress=False)
     if work.quarantined:
         write_quarantine(folder / "quarantine.csv", work.quarantined)
         click.echo(f"files left out: {len(work.quarantined)} (quarantine.csv says why)")
-    also = " with climb.ipynb" if values["notebook"] else ""
-    click.echo(f"report.html, plan.yaml and record.json are in {folder}{also}")
+    click.echo(f"report.html, plan.yaml and record.json are in {folder}{' with climb.ipynb' if notebook else ''}")
     click.echo("\n".join(in_short(record)))
     if record["quality"]["decision"] == "worse" and not record["quality"].get("replaced"):
         raise SpeedkitError("the final plan learns worse than plain PyTorch, and nothing can be taken out of it")
 
 
-@commands.command()
-@workload_argument
-@plan_option
+@commands.command(params=[WORKLOAD, PLAN, *RUN, *field_options(Plan)])
 @click.option("--trace", metavar="FILE", help="keep the profiler's trace, for ui.perfetto.dev")
-@json_option
-@run_options
-@fields_of(Plan)
-def doctor(workload: str, plan: str, as_json: bool, **values: Any) -> None:
+def doctor(workload: str, plan: str, **values: Any) -> None:
     """Say why training WORKLOAD is slow: where a step's time goes, the causes, what to change, and what that gives."""
     from speedkit.measure import diagnose
 
@@ -179,16 +234,11 @@ def doctor(workload: str, plan: str, as_json: bool, **values: Any) -> None:
     folder = claim_folder(values["out"], "doctor", values["resume"])
     ledger = diagnose.diagnose(work, recipe, asked, **typed(values, "device", "cache_dir", "trace"))
     write_json(folder / "ledger.json", ledger)
-    click.echo(json.dumps(ledger) if as_json else f"{diagnose.as_text(ledger)}\nledger.json in {folder}")
+    click.echo(f"{diagnose.as_text(ledger)}\nledger.json in {folder}")
 
 
-@commands.command()
-@click.argument("plan_a")
-@click.argument("plan_b")
-@workload_argument
+@commands.command(params=[click.Argument(["plan_a"]), click.Argument(["plan_b"]), WORKLOAD, JSON, *RUN])
 @click.option("--pairs", default=80, type=click.IntRange(4), help="turns of each plan, at most")
-@json_option
-@run_options
 def compare(plan_a: str, plan_b: str, workload: str, **values: Any) -> int:
     """Train WORKLOAD under two plans in turns. Exit code 1 when PLAN_B is shown to be faster: a gate for CI."""
     from speedkit.measure.compare import compare as compare_plans
@@ -204,24 +254,17 @@ def compare(plan_a: str, plan_b: str, workload: str, **values: Any) -> int:
     return 1 if comparison.faster else 0
 
 
-@commands.command()
+@commands.command(params=[PLAN, DEVICE, *DATA])
 @click.argument("action", type=click.Choice(["build", "info", "verify", "repair"]))
 @click.argument("folder", metavar="DIR")
 @click.option("--workload", default="audio", help="to build for: audio, or package.module:function")
-@plan_option
-@device_option
-@data_options
-def cache(action: str, folder: str, **values: Any) -> int:
-    """Build, describe, verify or repair cached features. DIR is the folder that --cache-dir names.
-
-    What is built is for training by --plan. Exit code 1 when verify finds an entry that is not as it was written;
-    repair forgets such entries.
-    """
+def cache(action: str, folder: str, workload: str, **values: Any) -> int:
+    """Build cached features for --plan in DIR, the folder that --cache-dir names; describe, verify or repair them."""
     from speedkit.data.cache import open_cache
     from speedkit.data.cache_files import caches_in, damaged_rows, describe
 
     if action == "build":
-        work, _ = find_workload(values["workload"], values)
+        work, _ = find_workload(workload, values)
         plan = find_plan(values["plan"], values | {"cache": "disk"})
         built = open_cache(work, [*work.train, *work.test], plan, cache_dir=folder, progress=True)
         lines = [f"{built.folder}: {built.why}", *(f"left out: {path}: {why}" for path, why in built.bad.items())]
@@ -230,37 +273,14 @@ def cache(action: str, folder: str, **values: Any) -> int:
     else:
         repair = action == "repair"
         damaged = [f"{path}: entry {row}" for path in caches_in(folder) for row in damaged_rows(path, repair=repair)]
-        again = "; the next use computes them again" if repair else ""
-        lines = [f"{len(damaged)} entries are not as they were written{again}", *damaged]
+        lines = [f"{len(damaged)} entries are not as they were written", *damaged]
     click.echo("\n".join(lines))
     return 1 if action == "verify" and damaged else 0
 
 
-def find_trained(path: Path, workload: str | None, data: Values) -> tuple["Workload", "nn.Module"]:
-    """Return the workload and the trained model of a checkpoint, named by its file or folder."""
-    from speedkit.train.checkpoint import NAME, read
-
-    try:
-        state = read(path / NAME if path.is_dir() else path)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read ({error}): name a checkpoint, or the --out of train") from error
-    job = state["job"]
-    work = load_workload(workload or job["workload"], max_duration_s=job.get("max_duration_s"), **data)
-    model = work.model()
-    if job["train_items"] == len(work.train):  # else what it is tested on may be what it was trained on
-        with contextlib.suppress(RuntimeError):  # weights of other names or shapes
-            model.load_state_dict(state["model"])
-            return work, model
-    what = f"workload {job['workload']} with {job['train_items']} training items"
-    raise UsageError(f"{path} does not fit: it is of {what}; name that workload, its data and its --size")
-
-
-@commands.command()
-@click.argument("checkpoint", type=click.Path(path_type=Path))
+@commands.command(params=[*DATA, OUT, DEVICE])
+@click.argument("checkpoint", type=click.Path(exists=True, path_type=Path))
 @click.argument("workload", required=False)
-@data_options
-@out_option
-@device_option
 @click.option("--method", default="int8-dynamic", help="how weights are made small")
 @click.option("--max-drop", default=0.01, help="what the metric may lose on the test set")
 @click.option("--batch-size", default=64, type=click.IntRange(2), help="beside a single sample")
@@ -270,9 +290,10 @@ def deploy(checkpoint: Path, workload: str | None, out: Path, **values: Any) -> 
     """Make the trained model in CHECKPOINT small and fast: quantize, test and export it. WORKLOAD is found in it."""
     from speedkit.deploy import export
 
-    work, model = find_trained(checkpoint, workload, {key: values.pop(key) for key in DATA})
+    work, model = find_trained(checkpoint, workload, typed(values, *DATA_FIELDS))
+    options = typed(values, "device", "method", "max_drop", "batch_size", "pairs", "compiled")
     with warnings.catch_warnings(action="ignore"):  # export's and torchao's, of what they do themselves
-        facts = export.deploy(work, model, out, **values)
+        facts = export.deploy(work, model, out, **options)
     measurements = facts.pop("measurements")
     click.echo(yaml.safe_dump(facts, sort_keys=False).rstrip())
     for row in measurements:
@@ -280,18 +301,12 @@ def deploy(checkpoint: Path, workload: str | None, out: Path, **values: Any) -> 
     click.echo(f"{export.MODEL} and {export.FACTS} in {out}")
 
 
-def absolute(parameters: Values) -> Values:
-    """Return a notebook's parameters with absolute paths: it runs in a folder of its own."""
-    paths = {key: str(Path(parameters[key]).resolve()) for key in ("data_dir", "labels", "out") if parameters.get(key)}
-    return parameters | paths
-
-
 @commands.command()
 @click.argument("names", nargs=-1, required=True, metavar="NOTEBOOK...")
 @click.option("-p", "parameters", nargs=2, multiple=True, metavar="NAME VALUE", help="a parameter of the notebooks")
 @click.option("--sweep", "grid", multiple=True, metavar="NAME=A,B,C", help="run every combination of these")
 @click.option("--out", default="runs/notebooks", help="folder for what was run")
-@click.option("--timeout", type=seconds, default="1h", metavar="TIME", help="for each cell")
+@click.option("--timeout", "timeout_s", type=seconds, default="1h", metavar="TIME", help="for each cell")
 @click.option("--cluster", metavar="TCP://HOST:PORT", help="sweep on the Dask cluster of this scheduler")
 def run(names: tuple[str, ...], out: str, cluster: str | None, **values: Any) -> None:
     """Run notebooks by number or name with parameters; a parameter that one does not declare is an error."""
@@ -300,7 +315,10 @@ def run(names: tuple[str, ...], out: str, cluster: str | None, **values: Any) ->
     grid = {name: words.split(",") for name, _, words in (axis.partition("=") for axis in values["grid"])}
     if (cluster and not grid) or [""] in grid.values():
         raise UsageError("--sweep takes NAME=A,B,C, and --cluster runs its combinations")
-    options: dict[str, Any] = {"parameters": absolute(dict(values["parameters"])), "timeout_s": values["timeout"]}
+    parameters = dict(values["parameters"])
+    for name in parameters.keys() & {"data_dir", "labels", "out"}:  # notebooks run in a folder of their own
+        parameters[name] = os.path.abspath(parameters[name])
+    options: Values = {"parameters": parameters, "timeout_s": values["timeout_s"]}
     failures = 0
     with notebooks.cluster_executor(cluster) if cluster else contextlib.nullcontext() as executor:
         for source in notebooks.find_notebooks(names):

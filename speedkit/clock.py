@@ -78,26 +78,26 @@ def run_until_steady(
     max_s: float = 60.0,
     tolerance: float = 0.10,
 ) -> Steady:
-    """Call `step()` until its time has settled: WINDOWS in a row agree and compiled nothing.
+    """Call `step()` until its time has settled: WINDOWS in a row compiled nothing, and agree within `tolerance`.
 
-    Windows agree when the slowest step time is at most `tolerance` above the fastest, which also covers what cannot
-    be counted: autotuning, CUDA graph capture, a rising clock. Gives up after `max_s`, with `steady=False`.
+    That also covers what cannot be counted: autotuning, CUDA graph capture, a rising clock. Gives up after `max_s`.
     """
     stopwatch, began_s = Stopwatch(device), time.perf_counter()
-    steps, count, last = 0, 1, list[float]()  # last: seconds per step of the latest windows that may be judged
+    steps, count, recent = 0, 1, list[float]()  # recent: seconds per step of the latest windows that may be judged
     while True:
-        steps, before = steps + count, compilations()
+        before = compilations()
         stopwatch.start()
         for _ in range(count):
             step()
         seconds = stopwatch.stop()
+        steps += count
         # A window far shorter than asked (the first are: nobody knows a step's time yet) proves nothing.
         judged = compilations() == before and seconds >= window_s / 2
-        last = [*last, seconds / count][-WINDOWS:] if judged else []
-        steady = len(last) == WINDOWS and max(last) <= (1 + tolerance) * min(last)
-        elapsed_s, step_s = time.perf_counter() - began_s, statistics.median(last or [seconds / count])
+        recent = [*recent, seconds / count][-WINDOWS:] if judged else []
+        steady = len(recent) == WINDOWS and max(recent) <= (1 + tolerance) * min(recent)
+        elapsed_s = time.perf_counter() - began_s
         if steady or elapsed_s >= max_s:
-            return Steady(steps, elapsed_s, step_s, steady)
+            return Steady(steps, elapsed_s, statistics.median(recent or [seconds / count]), steady)
         # At most ten times as many as before: the step just timed may have been an unusually quick one.
         count = min(max(1, math.ceil(window_s * count / max(seconds, 1e-9))), 10 * count)
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, dataclass_transform
 
@@ -19,11 +19,11 @@ WORDS = {"none": None, "null": None, "true": True, "yes": True, "false": False, 
 
 
 class Setting(NamedTuple):
-    """One field of a settings class, as users are shown it."""
+    """A field of a settings class: its help with its unit, its default, and in words what it takes."""
 
-    help: str  # with its unit
+    help: str
     default: Any
-    takes: tuple[str, ...]  # the words that it takes, and its numbers in words: `auto`, `an integer from 0`
+    takes: tuple[str, ...]
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -40,13 +40,11 @@ def settings(cls: type[T]) -> type[T]:
         try:
             validate(self, **values)
         except pydantic.ValidationError as error:
-            first = error.errors()[0]
-            name, value, fields = str(first["loc"][0]), first["input"], settings_of(made)
+            name, value, fields = str(error.errors()[0]["loc"][0]), error.errors()[0]["input"], settings_of(made)
             if name not in fields:
                 raise PlanError(f"{name!r} is not a field of {cls.__name__}{nearest(name, fields)}") from None
-            takes = fields[name].takes
-            near = nearest(str(value), takes)
-            raise PlanError(f"{name}={value!r} is not possible; it takes {' | '.join(takes)}{near}") from None
+            words = " | ".join(fields[name].takes) + nearest(str(value), fields[name].takes)
+            raise PlanError(f"{name}={value!r} is not possible; it takes {words}") from None
 
     made.__init__ = __init__
     return made
@@ -61,7 +59,7 @@ def settings_of(cls: type) -> dict[str, Setting]:
     }
 
 
-def _values_in_words(schema: Mapping[str, Any]) -> Iterator[str]:
+def _values_in_words(schema: Mapping[str, Any]) -> Iterable[str]:
     for variant in schema.get("anyOf", [schema]):
         if variant["type"] == "string":
             yield from variant.get("enum") or [variant["const"]]
@@ -78,7 +76,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 def from_mapping(cls: type[T], values: Mapping[str, Any]) -> T:
     """Return a `cls` of `values`, among which texts may stand for numbers. Raises PlanError as `cls` itself does."""
-    return cls(**{str(name): _from_text(value) if isinstance(value, str) else value for name, value in values.items()})
+    return cls(**{name: _from_text(value) if isinstance(value, str) else value for name, value in values.items()})
 
 
 def _from_text(text: str) -> Any:
@@ -94,7 +92,7 @@ def from_yaml(cls: type[T], path: str | Path) -> T:
         # All values as texts, as on the command line: a YAML reader that tells types makes a bare `off` false.
         values = yaml.load(Path(path).read_text(encoding="utf-8"), yaml.BaseLoader)
         if not isinstance(values, dict):
-            raise PlanError(f"it must hold `field: value` lines for a {cls.__name__}, not {type(values).__name__}")
+            raise PlanError(f"it must hold lines of `field: value`, not a {type(values).__name__}")
         return from_mapping(cls, values)
     except (OSError, ValueError, yaml.YAMLError, PlanError) as error:
         why = getattr(error, "strerror", None) or str(error).splitlines()[0]
@@ -103,8 +101,6 @@ def from_yaml(cls: type[T], path: str | Path) -> T:
 
 def to_yaml(instance: Any) -> str:
     """Return `instance` as YAML: a line for each field, with its meaning as a comment."""
-    lines = []
-    for name, setting in settings_of(type(instance)).items():
-        value = yaml.safe_dump(getattr(instance, name), default_flow_style=True).splitlines()[0]
-        lines.append(f"{name}: {value}  # {setting.help}\n")
+    helps = {name: setting.help for name, setting in settings_of(type(instance)).items()}
+    lines = [f"{yaml.safe_dump({name: getattr(instance, name)}).strip()}  # {text}\n" for name, text in helps.items()]
     return "".join(lines)

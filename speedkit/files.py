@@ -49,17 +49,16 @@ def finite(value: Any) -> Any:
 def claim_folder(folder: str | Path, kind: str, resume: bool = False) -> Path:
     """Return `folder`, made and marked as holding one run of `kind`.
 
-    Raises UsageError when it cannot be written, or holds anything but a run of `kind` that `resume` continues.
+    Raises UsageError when it cannot be written, or holds anything but a run of `kind` that `resume` goes on with.
     """
-    folder = Path(folder)
-    marker = folder / ".speedkit-run"
+    folder, marker = Path(folder), Path(folder, ".speedkit-run")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        content = f"a {marker.read_text().strip()} run" if marker.exists() else "files that speedkit did not write"
+        content = f"a {marker.read_text()} run" if marker.exists() else "files that speedkit did not write"
         if any(folder.iterdir()) and not (resume and content == f"a {kind} run"):
-            hint = "name another with --out, or continue a run of this command with --resume"
+            hint = "name another with --out, or go on with it by --resume"
             raise UsageError(f"output folder {folder} already holds {content}: {hint}")
-        write_text(marker, kind)
+        marker.write_text(kind)
     except OSError as error:
         raise UsageError(f"output folder {folder} cannot be written ({error.strerror})") from error
     return folder

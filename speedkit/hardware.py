@@ -30,6 +30,7 @@ ON_NVIDIA = {
     "fp8": ((8, 9), "Ada with FP8 tensor cores"),
     "compile": ((7, 0), "Volta"),
 }
+ON_CUDA = ("pin_memory", "prefetch", "cuda_graphs", "expandable_segments", "efficient_attention", "cudnn_attention")
 # The instruction sets without which a CPU emulates a number format, as torch.cpu.get_capabilities names them.
 ON_CPU = {"bf16": ("avx512_bf16", "amx_bf16", "bf16"), "fp16": ("avx512_fp16", "amx_fp16", "fp16_arith")}
 DECODERS = {"torchcodec": "the package torchcodec and FFmpeg's libraries", "librosa": "the package librosa"}
@@ -56,7 +57,6 @@ class Hardware:
     triton: bool = False  # importable
     compiler: str = ""  # the one that torch.compile would call (C++ for a CPU, C for a GPU); "" if none is found
     python_headers: bool = False
-    flash_attention: bool = True  # compiled into PyTorch: for CPUs always, for GPUs depending on the build
     decoders: tuple[str, ...] = ("soundfile",)  # of audio files, that can be loaded
 
     def supports(self, capability: str) -> bool:
@@ -92,30 +92,25 @@ def _missing(hardware: Hardware, capability: str) -> str:
     on_cpu = hardware.device.type == "cpu"
     if capability in DECODERS:
         return "" if capability in hardware.decoders else DECODERS[capability]
-    if capability in ("pin_memory", "cuda_graphs"):
+    if capability in ON_CUDA:
         return "" if hardware.device.type == "cuda" else f"a CUDA GPU; the device is {hardware.name}"
     if on_cpu and capability in ON_CPU:
-        flags = ON_CPU[capability]
-        slow = not any(flag in hardware.cpu_flags for flag in flags)
-        return f"a CPU with one of {', '.join(flags)}: this one emulates it, slowly" if slow else ""
+        slow = not {*ON_CPU[capability]} & {*hardware.cpu_flags}
+        return f"a CPU with one of {', '.join(ON_CPU[capability])}: this one emulates it, slowly" if slow else ""
     if not on_cpu or capability in ("tf32", "fp8"):
         (major, minor), generation = ON_NVIDIA[capability]
         if (hardware.compute_capability or (0, 0)) < (major, minor):
             gpu = f"an NVIDIA GPU of compute capability {major}.{minor}, {generation}, or newer"
             return f"{gpu}; the device is {hardware.name}"
-    if capability == "flash_attention" and not hardware.flash_attention:
-        return f"its kernels for {hardware.name}, which are not in this build of PyTorch"
     return _missing_to_compile(hardware) if capability == "compile" else ""
 
 
 def _missing_to_compile(hardware: Hardware) -> str:
-    """Return what torch.compile lacks on this machine, or ""."""
     on_cpu = hardware.device.type == "cpu"
     if not (on_cpu or hardware.triton):
         return "the package triton, which cannot be imported: install it"
     if not hardware.compiler:
-        compiler = "C++ compiler: install g++, or set CXX" if on_cpu else "C compiler: install gcc, or set CC"
-        return f"a {compiler} to yours"
+        return "a C++ compiler: install g++, or set CXX to yours" if on_cpu else "a C compiler: install gcc, or set CC"
     return "" if hardware.python_headers else "Python's headers (Python.h): install python3-dev (python3-devel)"
 
 
@@ -124,14 +119,11 @@ def this_machine(device: str | torch.device = "auto") -> Hardware:
 
     Raises UsageError when `device` is not there.
     """
-    devices = ["cpu"]
-    if torch.backends.mps.is_available():
-        devices = ["mps", *devices]
+    devices = ["mps", "cpu"] if torch.backends.mps.is_available() else ["cpu"]
     if torch.cuda.is_available():
         devices = ["cuda", *(f"cuda:{index}" for index in range(torch.cuda.device_count())), *devices]
     if str(device) not in ("auto", *devices):
-        choices = ", ".join(devices)
-        raise UsageError(f'device "{device}" is not available: this machine has {choices}. Use one, or "auto"')
+        raise UsageError(f'device "{device}" is not available: this machine has {", ".join(devices)}, and takes "auto"')
     # The number of threads can change while a process runs; nothing else here can.
     facts = _facts(torch.device(devices[0] if str(device) == "auto" else device))
     return replace(facts, threads=torch.get_num_threads())
@@ -168,11 +160,7 @@ def _cgroup_limits(name: str) -> list[str]:
 
 
 def nvml_facts(uuid: str, *names: str) -> dict[str, Any]:
-    """Return what NVML says of a GPU as to `names`; what it does not tell (MIG, virtual GPUs) is left out.
-
-    driver, power_limit_w, power_w, sm_hz, memory_hz, energy_j (since the driver was loaded) and utilisation, 0 to 1: as
-    nvidia-smi shows it.
-    """
+    """Return what NVML says of a GPU as to `names`; what it does not tell (MIG, virtual GPUs) is left out."""
     facts: dict[str, Any] = {}
     with contextlib.suppress(Exception):  # NVML's absence or refusal costs facts, never a run
         import pynvml as nvml  # the module of the distribution nvidia-ml-py
@@ -186,7 +174,7 @@ def nvml_facts(uuid: str, *names: str) -> dict[str, Any]:
             "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(gpu()) / 1e3,
             "sm_hz": lambda: nvml.nvmlDeviceGetClockInfo(gpu(), nvml.NVML_CLOCK_SM) * 1e6,
             "memory_hz": lambda: nvml.nvmlDeviceGetClockInfo(gpu(), nvml.NVML_CLOCK_MEM) * 1e6,
-            "energy_j": lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(gpu()) / 1e3,
+            "energy_j": lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(gpu()) / 1e3,  # since the driver was loaded
             "utilisation": lambda: nvml.nvmlDeviceGetUtilizationRates(gpu()).gpu / 100,
         }
         for name in names:
@@ -207,12 +195,11 @@ def _facts(device: torch.device) -> Hardware:
             "gpu_count": torch.cuda.device_count(),
             "compute_capability": None if torch.version.hip else (properties.major, properties.minor),
             "gpu_memory_bytes": properties.total_memory,
-            "flash_attention": torch.backends.cuda.is_flash_attention_available(),
             **nvml_facts(str(properties.uuid), "driver", "power_limit_w"),
         }
-    ffmpeg = ctypes.util.find_library("avutil")  # without whose libraries torchcodec cannot be imported
-    installed = [name for name in DECODERS if importlib.util.find_spec(name)]
-    decoders = [name for name in installed if ffmpeg or name != "torchcodec"]
+    decoders = [name for name in DECODERS if importlib.util.find_spec(name)]
+    if "torchcodec" in decoders and not ctypes.util.find_library("avutil"):  # of FFmpeg: it could not be imported
+        decoders.remove("torchcodec")
     return Hardware(
         device=device,
         cpu=cpu.get("cpu_name") or platform.processor() or platform.machine(),

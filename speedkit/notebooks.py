@@ -9,19 +9,17 @@ import logging
 import os
 import sys
 import tempfile
-import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import NoneType
-from typing import Any, get_args, get_origin
+from typing import Annotated, Any
 from unittest import mock
 
 import filelock
 import papermill
-import pydantic
 import torch
 from nbclient.exceptions import CellTimeoutError
 from nbclient.output_widget import OutputWidget
+from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
 from speedkit.config import nearest
 from speedkit.errors import SpeedkitError, UsageError
@@ -29,12 +27,13 @@ from speedkit.measure.provenance import notebooks_folder
 from speedkit.measure.record import read_notebook
 
 CONNECT_S = 10  # that a cluster has to answer
-FINITE = pydantic.ConfigDict(allow_inf_nan=False)
-TYPES: dict[str, Any] = {
-    form.format(kind.__name__): made
-    for kind in (int, float, str, bool)
-    for form, made in (("{}", kind), ("{} | None", kind | None), ("list[{}]", list[kind]))  # type: ignore[valid-type]
-}
+FINITE = ConfigDict(allow_inf_nan=False)
+NONE = BeforeValidator(lambda value: None if value == "none" else value)
+WORDS = BeforeValidator(lambda value: value.split(",") if isinstance(value, str) else value)
+TYPES: dict[str, Any] = {}  # that a parameter may have, as they are written
+for kind in (int, float, str, bool):
+    TYPES |= {kind.__name__: kind, f"{kind.__name__} | None": Annotated[kind | None, NONE]}
+    TYPES |= {f"list[{kind.__name__}]": Annotated[list[kind], WORDS]}  # type: ignore[valid-type]
 
 # What papermill would log is in the errors raised here.
 logging.getLogger("papermill").addHandler(logging.NullHandler())
@@ -49,8 +48,7 @@ def find_notebooks(names: Sequence[str | Path] | None = None, folder: Path | Non
 
     `names=None` is all of the `folder`. Raises UsageError with what exists when a name fits none.
     """
-    files = sorted((folder or notebooks_folder()).glob("[0-9][0-9]_*.ipynb"))
-    numbered = {path.stem: path for path in files if "." not in path.stem}  # 21_name.failed.ipynb is none of them
+    numbered = {path.stem: path for path in sorted((folder or notebooks_folder()).glob("[0-9][0-9]_*.ipynb"))}
     aliases = {word: path for stem, path in numbered.items() for word in (stem[:2], stem[3:], stem)}
     paths = []
     for name in map(str, numbered if names is None else names):
@@ -71,11 +69,9 @@ def declared_parameters(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path.name} has {len(tagged)} cells tagged `parameters`, and needs exactly one")
     declared = {}
     for node in ast.parse(tagged[0].source).body:
-        kind = TYPES.get(ast.unparse(node.annotation)) if isinstance(node, ast.AnnAssign) and node.value else None
-        if kind is None:
-            form = f"`name: type = literal` with a type of {', '.join(TYPES)}"
-            raise UsageError(f'{path.name}, parameters cell: "{ast.unparse(node)}" is not {form}')
-        declared[ast.unparse(node.target)] = kind
+        if not isinstance(node, ast.AnnAssign) or ast.unparse(node.annotation) not in TYPES:
+            raise UsageError(f'{path.name}, parameters cell: "{ast.unparse(node)}" is not `name: type = literal`')
+        declared[ast.unparse(node.target)] = TYPES[ast.unparse(node.annotation)]
     return declared
 
 
@@ -84,24 +80,12 @@ def typed_parameters(source: Path, given: Mapping[str, Any]) -> dict[str, Any]:
     declared, values = declared_parameters(source), {}
     for name, value in given.items():
         if name not in declared:
-            near, names = nearest(name, declared), ", ".join(declared)
-            raise UsageError(f'{source.name} has no parameter "{name}"{near}: it has {names}')
+            raise UsageError(f'{source.name} has no parameter "{name}"{nearest(name, declared)}: it has {[*declared]}')
         try:
-            values[name] = _typed(declared[name], value)
-        except pydantic.ValidationError as error:
-            why = error.errors()[0]["msg"]
-            raise UsageError(f"{source.name}: parameter {name}={value!r} is not possible: {why}") from error
+            values[name] = TypeAdapter(declared[name], config=FINITE).validate_python(value)
+        except ValidationError as error:
+            raise UsageError(f"{source.name}: {name}={value!r} is not possible: {error.errors()[0]['msg']}") from error
     return values
-
-
-def _typed(kind: Any, value: Any) -> Any:
-    """Return `value`, or what a text of the command line means, as the type `kind`."""
-    text = isinstance(value, str)
-    if text and NoneType in get_args(kind) and value.lower() == "none":
-        return None
-    if text and get_origin(kind) is list:
-        value = [word.strip() for word in value.split(",")]
-    return pydantic.TypeAdapter(kind, config=FINITE).validate_python(value, strict=not text)
 
 
 def run_notebook(
@@ -161,17 +145,15 @@ def run_notebook(
 @contextlib.contextmanager
 def device_lock() -> Iterator[None]:
     """Hold this user's locks on the GPUs that CUDA shows, or on the machine without one; wait for who holds them."""
-    count = torch.cuda.device_count()  # which starts no CUDA in this process
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
     with contextlib.ExitStack() as stack:
-        for name in sorted(visible.replace(" ", "").split(",")[:count]) or ["cpu"]:  # in one order: no deadlock
-            lock = filelock.FileLock(Path(tempfile.gettempdir(), f"speedkit-{os.getuid()}-{name}.lock"))
+        for gpu in sorted(gpus.split(",")):  # in one order: no deadlock
+            lock = filelock.FileLock(Path(tempfile.gettempdir(), f"speedkit-{os.getuid()}-{gpu or 'cpu'}.lock"))
             try:
-                lock.acquire(blocking=False)
+                stack.enter_context(lock.acquire(blocking=False))
             except filelock.Timeout:
-                print(f"waiting for another notebook to finish on {name}", file=sys.stderr, flush=True)
-                lock.acquire()
-            stack.callback(lock.release)
+                print(f"waiting for another notebook to finish on {gpu or 'cpu'}", file=sys.stderr, flush=True)
+                stack.enter_context(lock.acquire())
         yield
 
 
@@ -186,61 +168,42 @@ def sweep(
 ) -> dict[Path, str]:
     """Run notebook `source` for each combination of the `grid`'s values, into folder `out`, named by the values.
 
-    One after the other, or by an `executor`, of this machine or of others that share its file system. Return what went
-    wrong with each, "" if nothing, by path.
+    They run one after the other, or in an `executor`, of this machine or of others that share its file system. Return
+    what went wrong with each, "" if nothing, by path.
     """
     source, out, jobs = Path(source).resolve(), Path(out).resolve(), {}
     for combination in itertools.product(*grid.values()):
         values = typed_parameters(source, {**(parameters or {}), **dict(zip(grid, combination, strict=True))})
-        label = "-".join(f"{name}={urllib.parse.quote(str(values[name]), safe=',+[]')}" for name in grid)
-        path = out / f"{source.stem}-{label}.ipynb"
-        jobs[path] = functools.partial(_run_one, source, path, values, timeout_s=timeout_s)
-    errors: dict[Path, str] = {}
-    for path, error in _results(jobs, executor):
-        errors[path] = error
-        print(f"{len(errors)}/{len(jobs)} {path.stem}: {error or 'done'}", flush=True)
-    return {path: errors[path] for path in jobs}
-
-
-def _run_one(source: Path, out: Path, values: dict[str, Any], *, timeout_s: float) -> str:
-    """Run one notebook of a sweep and return what went wrong, "" if nothing."""
-    try:
-        run_notebook(source, out, values, timeout_s=timeout_s, progress=False)
-        return ""
-    except SpeedkitError as error:
-        return str(error)
-
-
-def _results(
-    jobs: Mapping[Path, Callable[[], str]], executor: concurrent.futures.Executor | None
-) -> Iterator[tuple[Path, str]]:
-    """Yield the path of each job and what went wrong with it, in the order in which they end."""
+        label = "-".join(f"{name}={values[name]}" for name in grid).replace(os.sep, "_")
+        jobs[out / f"{source.stem}-{label}.ipynb"] = values
+    run = functools.partial(run_notebook, source, timeout_s=timeout_s, progress=False)
+    results: Iterator[tuple[Path, Callable[[], Path]]]
     if executor is None:
-        yield from ((path, job()) for path, job in jobs.items())
-        return
-    futures = {executor.submit(job): path for path, job in jobs.items()}
-    for future in concurrent.futures.as_completed(futures):
-        path = futures.pop(future)  # Dask would run again what somebody holds, when it loses a worker
-        error = future.exception()  # the executor's: its process died, its cluster went away
-        yield path, f"{type(error).__name__}: {error}".splitlines()[0] if error else future.result()
+        results = ((path, functools.partial(run, path, values)) for path, values in jobs.items())
+    else:
+        futures = {executor.submit(run, path, values): path for path, values in jobs.items()}
+        # Popped, because Dask would run again what somebody holds when it loses a worker.
+        results = ((futures.pop(future), future.result) for future in concurrent.futures.as_completed(futures))
+    errors = dict.fromkeys(jobs, "")
+    for number, (path, result) in enumerate(results, start=1):
+        try:
+            result()
+        except SpeedkitError as error:
+            errors[path] = str(error)
+        except Exception as error:  # the executor's: its process died, its cluster went away
+            errors[path] = f"{type(error).__name__}: {error}".splitlines()[0]
+        print(f"{number}/{len(jobs)} {path.stem}: {errors[path] or 'done'}", flush=True)
+    return errors
 
 
 @contextlib.contextmanager
 def cluster_executor(address: str) -> Iterator[concurrent.futures.Executor]:
     """Yield an executor on the Dask cluster whose scheduler is at `address`, tcp://HOST:PORT.
 
-    Each machine needs this package and a worker, best one for each GPU. Raises UsageError when `distributed` is not
-    installed, and when no scheduler with a worker answers.
+    Each machine needs this package and a worker (`dask worker tcp://HOST:PORT --nthreads 1`), best one for each GPU.
     """
-    try:
-        import distributed
+    import distributed  # the extra [cluster]
 
-        client = distributed.Client(address, timeout=CONNECT_S, set_as_default=False)
+    with distributed.Client(address, timeout=CONNECT_S, set_as_default=False) as client:
         client.wait_for_workers(1, timeout=CONNECT_S)
-    except ImportError as error:
-        raise UsageError("--cluster needs Dask: install it with pip install -e .[cluster]") from error
-    except (OSError, ValueError) as error:
-        how = f"start `dask scheduler`, and `dask worker {address} --nthreads 1` on each machine"
-        raise UsageError(f"no Dask scheduler with a worker answers at {address} in {CONNECT_S} s: {how}") from error
-    with client:
         yield client.get_executor(pure=False)  # not pure: a sweep that is run again runs

@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
@@ -22,8 +21,9 @@ NEEDS = (
     ("precision", "tf32", "tf32", "default"),
     *(("compile", mode, "compile", "off") for mode in ("default", "reduce-overhead", "max-autotune")),
     ("compile", "reduce-overhead", "cuda_graphs", "default"),
-    ("attention", "flash", "flash_attention", "auto"),
-    ("pin_memory", True, "pin_memory", False),
+    *(("attention", kernel, f"{kernel}_attention", "auto") for kernel in ("flash", "efficient", "cudnn")),
+    ("allocator", "expandable", "expandable_segments", "default"),
+    *((field, True, field, False) for field in ("pin_memory", "prefetch")),
     *(("decoder", decoder, decoder, "soundfile") for decoder in ("torchcodec", "librosa")),
 )
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # the modes of torch.compile that record them
@@ -180,8 +180,8 @@ def resolve(
         raise PlanError(f"ranks={plan.ranks} takes {here} GPUs here, and there are {hardware.gpu_count}: lower ranks")
     effective = EffectivePlan(plan, plan)
     # One at a time, and then all are asked again: what one field falls back to may be in the way of another.
-    while broken := next(_broken_rules(effective.plan, hardware, workload, batch_size=batch_size), None):
-        effective = effective.fall_back(*broken)
+    while broken := broken_rules(effective.plan, hardware, workload, batch_size=batch_size):
+        effective = effective.fall_back(*broken[0])
     if workload is not None and workload.augment_waveform is not None:
         plan = effective.plan
         if (plan.features_on == "cpu") if plan.cache == "off" else (plan.cache_of == "features"):
@@ -192,81 +192,47 @@ def resolve(
     return effective
 
 
-def _broken_rules(
-    plan: Plan, hardware: Hardware, workload: "Workload | None", *, batch_size: int | None
-) -> Iterator[Rule]:
-    for field, value, capability, instead in NEEDS:
-        if getattr(plan, field) == value and not hardware.supports(capability):
-            yield field, instead, hardware.why_not(capability)
-    yield from _device_rules(plan, hardware)
-    if workload is not None:
-        yield from _data_rules(plan, workload)
-    if plan.cache != "off":
-        yield from _cache_rules(plan, hardware)
-    if plan.ranks > 1:
-        yield from _rank_rules(plan, hardware)
+def broken_rules(plan: Plan, hardware: Hardware, workload: "Workload | None", *, batch_size: int | None) -> list[Rule]:
+    """Return the rules that `plan` breaks on `hardware` with the data of `workload`."""
+    cuda = hardware.device.type == "cuda"
+    items_in_memory = workload is not None and not workload.cacheable
+    lengths_differ = None if workload is None else workload.length is not None
+    cached, graphs = plan.cache != "off", plan.compile in CUDA_GRAPHS
+    recorded_anew = lengths_differ and graphs and not plan.bucket
     accumulates = plan.micro_batch == "auto" or (batch_size and plan.micro_batch and plan.micro_batch < batch_size)
-    if accumulates and plan.compile in CUDA_GRAPHS and hardware.device.type == "cuda":
+    ddp, fsdp = (plan.ranks > 1 and plan.strategy == strategy for strategy in ("ddp", "fsdp"))
+    step = plan.compile_scope == "step" and plan.compile != "off"
+    scaled = plan.precision.startswith(("fp8", "fp16"))
+    half = "bf16" if hardware.supports("bf16") else "default"
+    slices = "the items are slices of memory, or decimal inputs with whole-number targets"
+    padding = "lengths differ: features of padded waveforms would depend on the padding"
+    rules = [  # field, what it is instead, when, and why
+        *(
+            (field, instead, getattr(plan, field) == value, hardware.why_not(capability))
+            for field, value, capability, instead in NEEDS
+            if not hardware.supports(capability)
+        ),
+        ("pin_memory", True, cuda and plan.prefetch, "prefetch copies without waiting, which takes page-locked memory"),
+        ("fused_optimizer", True, plan.precision == "fp16", "only it skips bad steps of float16 without a host sync"),
+        # The data.
+        ("cache", "off", items_in_memory, slices),
+        ("features_on", "cpu", items_in_memory, slices),
+        ("shards", False, items_in_memory, slices),
+        ("bucket", False, lengths_differ is False, "all items have one length: nothing is padded"),
+        ("compile", "default", recorded_anew, "each length would be tuned and recorded anew: bucket makes them few"),
+        ("features_on", "cpu", lengths_differ, padding),
+        ("cache_of", "features", lengths_differ and cached, padding),
+        # The cache.
+        ("cache", "ram", plan.cache == "device" and hardware.device.type == "cpu", "the CPU's memory is the RAM"),
+        ("workers", 0, cached, "a cached batch is one gather from memory; worker processes would copy it once more"),
+        ("features_on", "cpu", cached and plan.cache_of == "features", "the cache holds features: none are computed"),
+        # Several ranks.
+        ("compile", "off", fsdp, "compiled code does not gather the weights that fsdp has sharded; ddp compiles"),
+        ("channels_last", False, fsdp, "fsdp shards only weights that lie in the usual order"),
+        ("precision", half, fsdp and scaled, "under fsdp the ranks would have to agree on scales"),
+        ("compile", "default", ddp and graphs, "CUDA graphs keep gradients where ddp does not look for them"),
+        ("compile_scope", "model", ddp and step, "gradients are exchanged between the backward pass and the update"),
         # https://github.com/pytorch/pytorch/issues/169545
-        why = "accumulated gradients lie in memory that the next replay of a CUDA graph writes over"
-        yield "compile", "default", why
-
-
-def _device_rules(plan: Plan, hardware: Hardware) -> Iterator[Rule]:
-    if hardware.device.type != "cuda":
-        if plan.attention in ("efficient", "cudnn"):
-            yield "attention", "auto", f"this kernel is one of CUDA's; the device is {hardware.name}"
-        if plan.allocator != "default":
-            yield "allocator", "default", f"segments are CUDA's way to hand out memory; the device is {hardware.name}"
-        if plan.prefetch:
-            yield "prefetch", False, f"a copy beside the computation needs a CUDA GPU; the device is {hardware.name}"
-    elif plan.prefetch and not plan.pin_memory:
-        yield "pin_memory", True, "prefetch copies without waiting, which takes page-locked memory"
-    if plan.precision == "fp16" and not plan.fused_optimizer:
-        why = "float16 loss scaling skips bad steps on the device, without a host sync, only in a fused optimizer"
-        yield "fused_optimizer", True, why
-
-
-def _data_rules(plan: Plan, workload: "Workload") -> Iterator[Rule]:
-    if not workload.cacheable:
-        why = f"the items of {workload.name} are slices of memory, or decimal inputs with whole-number targets"
-        for field, instead in (("cache", "off"), ("features_on", "cpu"), ("shards", False)):
-            if getattr(plan, field) != instead:
-                yield field, instead, why
-    if workload.length is None:
-        if plan.bucket:
-            yield "bucket", False, f"all items of {workload.name} have one length: nothing is padded"
-        return
-    if plan.compile in CUDA_GRAPHS and not plan.bucket:
-        why = "lengths differ from batch to batch, and each would be tuned and recorded anew: bucket makes them few"
-        yield "compile", "default", why
-    why = "lengths differ: features of padded waveforms would depend on the padding"
-    if plan.features_on == "device":
-        yield "features_on", "cpu", why
-    if plan.cache != "off" and plan.cache_of == "waveform":
-        yield "cache_of", "features", why
-
-
-def _cache_rules(plan: Plan, hardware: Hardware) -> Iterator[Rule]:
-    if plan.cache == "device" and hardware.device.type == "cpu":
-        yield "cache", "ram", "the device is this CPU, whose memory is the RAM"
-    if plan.workers != 0:
-        yield "workers", 0, "a cached batch is one gather from memory; worker processes would copy it once more"
-    if plan.cache_of == "features" and plan.features_on == "device":
-        yield "features_on", "cpu", "the cache holds features: there is nothing left to compute on the device"
-
-
-def _rank_rules(plan: Plan, hardware: Hardware) -> Iterator[Rule]:
-    if plan.strategy == "fsdp":
-        if plan.compile != "off":
-            yield "compile", "off", "compiled code does not gather the weights that fsdp has sharded; ddp compiles"
-        if plan.channels_last:
-            yield "channels_last", False, "fsdp shards only weights that lie in the usual order"
-        if plan.precision.startswith(("fp8", "fp16")):
-            half = "bf16" if hardware.supports("bf16") else "default"
-            yield "precision", half, "scales of 8-bit layers, or of the loss, would have to be agreed on under fsdp"
-        return
-    if plan.compile in CUDA_GRAPHS:
-        yield "compile", "default", "CUDA graphs keep gradients where ddp does not look for them"
-    if plan.compile != "off" and plan.compile_scope == "step":
-        yield "compile_scope", "model", "gradients are exchanged between the backward pass and the update"
+        ("compile", "default", accumulates and graphs and cuda, "a CUDA graph's replay writes over summed gradients"),
+    ]
+    return [(field, instead, why) for field, instead, when, why in rules if when and getattr(plan, field) != instead]

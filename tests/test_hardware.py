@@ -2,8 +2,6 @@
 
 import math
 import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -28,7 +26,6 @@ ON_EVERY_GPU = {"cuda_graphs", "pin_memory"}
         (T4, ON_EVERY_GPU | {"fp16", "compile"}),
         (A100, ON_EVERY_GPU | {"fp16", "compile", "bf16", "tf32", "flash_attention"}),
         (H100, set(CAPABILITIES)),
-        (replace(GPU, gpu="unknown"), ON_EVERY_GPU),
         (APPLE, set()),
         (CPU, {"compile", "flash_attention"}),
         (replace(CPU, cpu_flags=("amx_bf16",)), {"compile", "flash_attention", "bf16"}),
@@ -45,9 +42,7 @@ def test_capabilities_of_known_machines(machine, can):
     ("machine", "capability", "words"),
     [
         (T4, "bf16", "compute capability 8.0, Ampere, or newer; the device is Tesla T4"),
-        (A100, "fp8", "Ada with FP8 tensor cores"),
         (APPLE, "tf32", "the device is this MPS"),
-        (replace(H100, flash_attention=False), "flash_attention", "not in this build"),
         (replace(H100, triton=False), "compile", "triton"),
         (replace(H100, compiler=""), "compile", "C compiler"),
         (Hardware(), "compile", "C++ compiler"),
@@ -55,7 +50,7 @@ def test_capabilities_of_known_machines(machine, can):
         (CPU, "librosa", "librosa needs the package librosa"),
     ],
 )
-def test_what_is_missing_is_named_with_what_to_use(machine, capability, words):
+def test_what_is_missing_is_named(machine, capability, words):
     assert words in machine.why_not(capability)
 
 
@@ -67,29 +62,22 @@ def test_container_limits_are_respected(tmp_path, monkeypatch):
     assert hardware.usable_cores() == 1 and hardware.usable_ram_bytes() == 1048576
 
 
-def test_this_machine_knows_itself_and_a_compiler_that_is_missing(monkeypatch):
+def test_this_machine_knows_itself():
     machine = this_machine("cpu")
     assert machine.device == torch.device("cpu") and 1 <= machine.cores <= os.cpu_count()
     assert machine.ram_bytes and machine.cpu and machine.torch_version == torch.__version__
-    code = "from speedkit.hardware import this_machine; print(this_machine('cpu').why_not('compile'))"
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert "needs a C++ compiler" in subprocess.check_output([sys.executable, "-c", code], text=True)
+    no_gpu = "00000000-0000-0000-0000-000000000000"
+    assert set(hardware.nvml_facts(no_gpu, "driver", "power_w")) <= {"driver"}
 
 
-def test_of_a_gpu_that_is_not_there_nothing_is_told():
-    assert set(hardware.nvml_facts("00000000-0000-0000-0000-000000000000", "driver", "power_w")) <= {"driver"}
-
-
-def test_ceilings_are_measured_numbers_and_kept_per_machine(tmp_path, monkeypatch):
+def test_ceilings_are_measured_and_kept_per_machine(tmp_path, monkeypatch):
     monkeypatch.setenv("SPEEDKIT_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr("speedkit.ceilings.BUDGET_S", 0.01)
     machine = this_machine("cpu")
     measured = ceilings(machine)
     assert measured.keys() >= {"matmul_fp32", "memory_bandwidth", "memcpy"} and "matmul_fp8" not in measured
     assert ("matmul_bf16" in measured) == machine.supports("bf16")
-    for name, ceiling in measured.items():
-        assert ceiling.name == name and ceiling.how and ceiling.unit in ("FLOP/s", "bytes/s")
-        assert 0 < ceiling.median <= ceiling.value < math.inf
+    assert all(0 < ceiling.median <= ceiling.value < math.inf for ceiling in measured.values())
     assert "TFLOP/s (median" in str(measured["matmul_fp32"])
     [path] = tmp_path.iterdir()
     assert ceilings(machine) == measured

@@ -1,7 +1,5 @@
 """Strict runs: what is refused before anything starts, what a failure leaves behind, and sweeps."""
 
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +8,6 @@ import psutil
 import pytest
 from check_notebooks import plain
 
-from speedkit import notebooks
 from speedkit.errors import SpeedkitError, UsageError
 from speedkit.measure.record import read_notebook
 from speedkit.notebooks import cluster_executor, device_lock, find_notebooks, run_notebook, sweep, typed_parameters
@@ -25,20 +22,20 @@ def gone(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def test_notebooks_are_found_by_number_name_and_path(tmp_path):
-    names = ("10_dataloader", "21_mixed_precision", "21_mixed_precision.failed", "mine/notes")
-    first, second, _, mine = (plain(tmp_path / f"{name}.ipynb") for name in names)
-    assert find_notebooks(None, tmp_path) == [first, second]
-    assert find_notebooks(["21", "10_dataloader", mine], tmp_path) == [second, first, mine]
-    with pytest.raises(UsageError, match=r'"mixed_precison" \(did you mean mixed_precision\?\); there are 10_data'):
-        find_notebooks(["mixed_precison"], tmp_path)
+def test_notebooks_are_found_by_number_name_and_path(tmp_path, monkeypatch):
+    first, second, mine = (plain(tmp_path / f"{name}.ipynb") for name in ("10_loader", "21_precision", "mine/notes"))
+    monkeypatch.setenv("SPEEDKIT_NOTEBOOKS", str(tmp_path))
+    assert find_notebooks() == [first, second]
+    assert find_notebooks(["21", "10_loader", "precision", mine]) == [second, first, second, mine]
+    with pytest.raises(UsageError, match=r'"precison" \(did you mean precision\?\); there are 10_loader, 21_precision'):
+        find_notebooks(["precison"])
 
 
 def test_texts_of_the_command_line_take_the_declared_type(tmp_path):
     given = {"batch_size": "8", "learning_rate": "1e-3", "sizes": "3, 4", "shuffle": "no", "profile": "cpu"}
-    wanted = {"batch_size": 8, "learning_rate": 1e-3, "sizes": [3, 4], "shuffle": False, "profile": "cpu"}
+    typed = {"batch_size": 8, "learning_rate": 1e-3, "sizes": [3, 4], "shuffle": False, "profile": "cpu"}
     path = plain(tmp_path / "n.ipynb")
-    assert typed_parameters(path, given) == typed_parameters(path, wanted) == wanted
+    assert typed_parameters(path, given) == typed_parameters(path, typed) == typed
     assert typed_parameters(path, {"learning_rate": "none"}) == {"learning_rate": None}
 
 
@@ -47,7 +44,6 @@ def test_texts_of_the_command_line_take_the_declared_type(tmp_path):
     [
         ({"batchsize": 8}, 'no parameter "batchsize" (did you mean batch_size?)'),
         ({"batch_size": "many"}, "batch_size='many' is not possible: Input should be a valid integer"),
-        ({"batch_size": 8.5}, "batch_size=8.5 is not possible"),
         ({"batch_size": None}, "batch_size=None is not possible"),
         ({"learning_rate": "nan"}, "finite number"),
         ({"sizes": "1,x"}, "sizes='1,x' is not possible: Input should be a valid integer"),
@@ -99,32 +95,9 @@ def test_a_run_that_fails_leaves_the_old_file_and_nothing_running(failure, tmp_p
     with pytest.raises(SpeedkitError, match=rf"^n\.ipynb, cell \[2\]: {says}") as error:
         run_notebook(path, out, timeout_s=4 if failure == "time" else 60, progress=False)
     failed = out.with_name("n.failed.ipynb")
-    assert str(error.value).endswith(f". What did run is in {failed}") and error.value.exit_code == 1
     assert out.read_text() == "old" and sorted(out.parent.iterdir()) == [failed, out]
-    assert "after" not in outputs(failed)
+    assert str(failed) in str(error.value) and "after" not in outputs(failed)
     assert failure != "time" or gone(int(outputs(failed)))
-
-
-RUNS_UNTIL_STOPPED = """
-import signal
-from speedkit.notebooks import run_notebook
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's tests start with it ignored
-run_notebook("n.ipynb", "out/n.ipynb", progress=False)
-"""
-
-
-@pytest.mark.slow
-def test_ctrl_c_stops_the_kernel_and_leaves_what_ran(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    says = "import os\nwith open('pipe', 'w') as pipe:\n    print(os.getpid(), file=pipe)"
-    plain(tmp_path / "n.ipynb", says, "while True: pass")
-    running = subprocess.Popen([sys.executable, "-c", RUNS_UNTIL_STOPPED], cwd=tmp_path, stderr=subprocess.PIPE)
-    with (tmp_path / "pipe").open() as pipe:  # opens when the kernel runs
-        kernel = int(pipe.read())
-    running.send_signal(signal.SIGINT)
-    _, complaint = running.communicate(timeout=60)
-    assert b"KeyboardInterrupt" in complaint and gone(kernel)
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["n.failed.ipynb"]
 
 
 @pytest.mark.slow
@@ -134,17 +107,15 @@ def test_cells_with_output_widgets_do_not_stand_still():
     assert done.returncode == 0 and "3 runs, 0 of 180 cells stood still" in done.stdout, done
 
 
-# ---- sweeps ----
-
 BODY = "assert batch_size != 2, 'two is odd here'\nprint(batch_size, workload)"
 
 
 def test_a_sweep_keeps_what_succeeds_and_says_what_failed(tmp_path, capsys):
     path, out = plain(tmp_path / "21_n.ipynb", BODY), tmp_path / "out"
-    done = sweep(path, {"batch_size": ["1", "2"], "workload": ["a/b"]}, out)
-    good, bad = (out / f"21_n-batch_size={size}-workload=a%2Fb.ipynb" for size in (1, 2))
-    assert list(done) == [good, bad] and done[good] == ""
-    assert done[bad].startswith("21_n.ipynb, cell [3]: AssertionError: two is odd here")
+    errors = sweep(path, {"batch_size": ["1", "2"], "workload": ["a/b"]}, out)
+    good, bad = (out / f"21_n-batch_size={size}-workload=a_b.ipynb" for size in (1, 2))
+    assert list(errors) == [good, bad] and errors[good] == ""
+    assert errors[bad].startswith("21_n.ipynb, cell [3]: AssertionError: two is odd here")
     assert outputs(good) == "1 a/b\n" and sorted(out.iterdir()) == [good, bad.with_name(f"{bad.stem}.failed.ipynb")]
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["1/2", "2/2"]
 
@@ -159,15 +130,8 @@ def test_a_cluster_runs_all_combinations_and_survives_what_kills_a_worker(tmp_pa
         distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster,
         cluster_executor(cluster.scheduler_address) as executor,
     ):
-        done = sweep(path, {"batch_size": [1, 2, 3]}, tmp_path / "out", executor=executor, timeout_s=60)
-    good, bad, deadly = done
-    assert done[good] == "" and outputs(good) == "1 audio\n"
-    assert "cell [3]: AssertionError: two is odd here" in done[bad] and not bad.exists()
-    assert done[deadly].startswith("KilledWorker: ") and "\n" not in done[deadly]
-
-
-def test_an_address_where_no_scheduler_is_is_said(monkeypatch):
-    monkeypatch.setattr(notebooks, "CONNECT_S", 0.5)
-    address = "tcp://127.0.0.1:1"
-    with pytest.raises(UsageError, match=f"answers at {address} in 0.5 s: start"), cluster_executor(address):
-        pass
+        errors = sweep(path, {"batch_size": [1, 2, 3]}, tmp_path / "out", executor=executor, timeout_s=60)
+    good, bad, deadly = errors
+    assert errors[good] == "" and outputs(good) == "1 audio\n"
+    assert "cell [3]: AssertionError: two is odd here" in errors[bad] and not bad.exists()
+    assert errors[deadly].startswith("KilledWorker: ") and "\n" not in errors[deadly]

@@ -20,8 +20,8 @@ GPU = dataclasses.replace(
 T4 = dataclasses.replace(GPU, gpu="T4", compute_capability=(7, 5))
 
 
-@pytest.mark.parametrize("settings", [Plan(), Plan.careful(CPU), Plan.fast(GPU), Recipe(epochs=None, steps=5)])
-def test_settings_survive_yaml(tmp_path, settings):
+@pytest.mark.parametrize("settings", [Plan.careful(CPU), Plan.fast(GPU), Recipe(epochs=None, steps=5)])
+def test_settings_survive_yaml_with_their_help(tmp_path, settings):
     path = tmp_path / "plan.yaml"
     path.write_text(to_yaml(settings))
     assert from_yaml(type(settings), path) == settings
@@ -29,47 +29,38 @@ def test_settings_survive_yaml(tmp_path, settings):
         assert line.startswith(f"{name}: ") and line.endswith(f"  # {setting.help}")
 
 
-def test_text_in_files_and_on_command_lines_stands_for_values(tmp_path):
+def test_texts_stand_for_values(tmp_path):
     path = tmp_path / "plan.yaml"
-    path.write_text("cache: off\ncompile: off\nlog_every: 20\nworkers: '3'\nchannels_last: 'yes'\nbucket: false\n")
+    path.write_text("cache: off\nlog_every: 20\nmicro_batch: none\nworkers: '3'\nchannels_last: 'yes'\nbucket: false\n")
     assert from_yaml(Plan, path) == Plan(log_every=20, workers=3, channels_last=True)
-    path.write_text("learning_rate: 1e-3\nsteps: 5\nepochs: none\n")
-    assert from_yaml(Recipe, path) == Recipe(learning_rate=1e-3, epochs=None, steps=5)
-    assert from_mapping(Plan, {"micro_batch": "none", "workers": "auto"}) == Plan(workers="auto")
+    given = {"learning_rate": "1e-3", "steps": "5", "epochs": None}
+    assert from_mapping(Recipe, given) == Recipe(learning_rate=1e-3, epochs=None, steps=5)
 
 
 @pytest.mark.parametrize(
     ("make", "values", "says"),
     [
-        (Plan, {"precison": "bf16"}, "'precison' is not a field of Plan (did you mean precision?)"),
-        (Plan, {"precision": "bf1"}, "it takes default | fp32 | tf32 | bf16"),
-        (Plan, {"workers": True}, "workers=True is not possible; it takes auto | an integer from 0"),
+        (Plan, {"workers": True}, "workers=True is not possible"),
         (Plan, {"channels_last": 1}, "channels_last=1 is not possible; it takes true | false"),
-        (Recipe, {"batch_size": "8"}, "batch_size='8' is not possible"),
-        (Recipe, {"learning_rate": float("inf")}, "a number from 0"),
-        (Recipe, {"epochs": None}, "epochs or steps"),
+        (Recipe, {"batch_size": "8"}, "batch_size='8' is not possible; it takes auto | an integer from 1"),
     ],
 )
-def test_wrong_names_and_values_say_what_is_right_and_are_never_bent_to_fit(make, values, says):
+def test_values_are_never_bent_to_fit(make, values, says):
     with pytest.raises(PlanError) as error:
         make(**values)
-    assert says in str(error.value) and "\n" not in str(error.value)
-
-
-# ---- the recipe ----
+    assert says in str(error.value)
 
 
 def test_recipe_counts_its_steps():
     assert Recipe(epochs=3, batch_size=32).total_steps(100, drop_last=False) == 12
     assert Recipe(epochs=3, batch_size=32).total_steps(100, drop_last=True) == 9
-    assert steps_per_epoch(5, 32, drop_last=True) == 1
+    assert steps_per_epoch(5, 32, drop_last=True) == 1  # a set smaller than a batch is one small batch
 
 
-@pytest.mark.parametrize("schedule", ["constant", "onecycle", "cosine"])
+@pytest.mark.parametrize("schedule", ["onecycle", "cosine"])
 def test_schedules_are_those_of_pytorch(schedule):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     reference = {
-        "constant": lambda: torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1),
         "onecycle": lambda: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 51, cycle_momentum=False),
         "cosine": lambda: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50),
     }[schedule]()
@@ -81,9 +72,6 @@ def test_schedules_are_those_of_pytorch(schedule):
     recipe = Recipe(schedule=schedule, learning_rate=0.1)
     assert learning_rates(recipe, 51) == pytest.approx(expected, rel=1e-6, abs=1e-9)
     assert 0 < learning_rates(recipe, 1)[0] <= 0.1
-
-
-# ---- what a machine makes of a plan ----
 
 
 @pytest.mark.parametrize("hardware", [CPU, CPU_BF16, GPU, T4])
@@ -110,12 +98,10 @@ FALLBACKS = [
     ({"precision": "fp8"}, CPU, {}, {"precision": "default"}, "emulates it"),
     ({"precision": "bf16"}, T4, {}, {"precision": "fp16", "fused_optimizer": True}, "compute capability 8.0"),
     ({"precision": "tf32"}, CPU, {}, {"precision": "default"}, "an NVIDIA GPU"),
-    ({"precision": "fp32"}, T4, {}, {}, ""),
-    ({"compile": "default"}, dataclasses.replace(CPU, compiler=""), {}, {"compile": "off"}, "C++ compiler"),
+    (NO_GRAPHS, dataclasses.replace(CPU, compiler=""), {}, {"compile": "off"}, "C++ compiler"),
     (GRAPHS, CPU, {}, NO_GRAPHS, "CUDA GPU"),
-    ({"attention": "cudnn"}, CPU, {}, {"attention": "auto"}, "one of CUDA's"),
-    ({"allocator": "expandable", "pin_memory": True}, CPU, {}, {"pin_memory": False, "allocator": "default"}, ""),
-    ({"prefetch": True}, CPU, {}, {"prefetch": False}, "CUDA GPU"),
+    ({"attention": "cudnn"}, CPU, {}, {"attention": "auto"}, "cudnn_attention needs a CUDA GPU"),
+    ({"allocator": "expandable", "prefetch": True}, CPU, {}, {"allocator": "default", "prefetch": False}, "CUDA GPU"),
     ({"prefetch": True}, GPU, {}, {"pin_memory": True}, "page-locked"),
     ({"cache": "device", "workers": 2}, CPU, {}, {"cache": "ram", "workers": 0}, "memory is the RAM"),
     ({"cache": "ram", "features_on": "device"}, GPU, {}, {"features_on": "cpu"}, "holds features"),
@@ -128,8 +114,8 @@ FALLBACKS = [
     # CUDA graphs.
     (GRAPHS, GPU, RAGGED, NO_GRAPHS, "bucket makes them few"),
     (GRAPHS | {"bucket": True}, GPU, RAGGED, {}, ""),
-    (GRAPHS | {"micro_batch": 16}, GPU, {"batch_size": 32}, NO_GRAPHS, "the next replay"),
-    (GRAPHS | {"micro_batch": "auto"}, GPU, {}, NO_GRAPHS, "the next replay"),
+    (GRAPHS | {"micro_batch": 16}, GPU, {"batch_size": 32}, NO_GRAPHS, "CUDA graph's replay"),
+    (GRAPHS | {"micro_batch": "auto"}, GPU, {}, NO_GRAPHS, "CUDA graph's replay"),
     (GRAPHS | {"micro_batch": 32}, GPU, {"batch_size": 32}, {}, ""),
     # Several ranks.
     (GRAPHS | STEP, MANY, {}, {"compile": "default", "compile_scope": "model"}, "where ddp does not look"),
@@ -142,20 +128,14 @@ def test_a_plan_falls_back_to_what_machine_and_data_can_do_with_the_reason(case)
     asked, hardware, more, instead, why = case
     effective = resolve(Plan(**asked), hardware, **more)
     assert {fallback.field: fallback.got for fallback in effective.fallbacks} == instead
+    assert len(effective.fallbacks) == len(instead), "a field that falls back further is one fallback"
     assert effective.plan == Plan(**asked | instead)
     assert all(fallback.asked == getattr(Plan(**asked), fallback.field) for fallback in effective.fallbacks)
     assert why in " ".join(fallback.why for fallback in effective.fallbacks)
-    if instead:
-        with pytest.raises(PlanError, match=f"--strict.*{next(iter(instead))}"):
-            resolve(Plan(**asked), hardware, strict=True, **more)
 
 
-def test_a_field_that_falls_back_further_is_one_fallback_with_each_reason():
-    (fallback,) = resolve(Plan(precision="fp8"), CPU).fallbacks
-    assert fallback.asked == "fp8" and all(f"{name} needs" in fallback.why for name in ("fp8", "bf16", "fp16"))
-
-
-@pytest.mark.parametrize(("ranks", "hardware"), [(2, GPU), (2, Hardware(device=torch.device("mps"), gpu="M2"))])
-def test_ranks_without_a_device_each_are_refused(ranks, hardware):
+def test_strict_refuses_a_fallback_and_ranks_need_a_gpu_each():
+    with pytest.raises(PlanError, match="--strict allows no fallback: precision: asked fp8, got default: fp8 needs"):
+        resolve(Plan(precision="fp8"), CPU, strict=True)
     with pytest.raises(PlanError, match="ranks=2 takes"):
-        resolve(Plan(ranks=ranks), hardware)
+        resolve(Plan(ranks=2), GPU)

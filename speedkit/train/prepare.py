@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from speedkit.errors import PlanError, UsageError
 from speedkit.hardware import Hardware, this_machine
-from speedkit.plan import CUDA_GRAPHS, EffectivePlan, Plan, Rule, resolve
+from speedkit.plan import CUDA_GRAPHS, EffectivePlan, Plan, resolve
 from speedkit.train import memory, precision
 from speedkit.train.setup import transform_model
 
@@ -25,33 +25,17 @@ COPIED_OPTIONS = ("collate_fn", "generator", "worker_init_fn", "timeout", "multi
 IN_THE_MODEL = ("precision", "compile", "compile_scope", "channels_last", "attention", "checkpointing")
 APPLIED = (*LOADER_OPTIONS, *IN_THE_MODEL, "fused_optimizer", "allocator")
 DEFAULTS = dataclasses.asdict(Plan())
-HALF = (torch.float16, torch.bfloat16)
-
-
-@dataclasses.dataclass
-class Prepared:
-    """The prepared parts of a loop, to be unpacked: `model, optimizer, loader = prepared`.
-
-    `effective` is what the plan has become, with a reason for each field that could not be applied.
-    """
-
-    model: nn.Module
-    optimizer: Optimizer
-    loader: DataLoader
-    effective: EffectivePlan
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter((self.model, self.optimizer, self.loader))
 
 
 def prepare(  # noqa: PLR0917  # the order in which every loop has them
     plan: Plan, model: nn.Module, optimizer: Optimizer, loader: DataLoader, *, strict: bool = False
-) -> Prepared:
+) -> tuple[nn.Module, Optimizer, "DeviceLoader"]:
     """Apply `plan` to the parts of a loop that stays as it is: `model, optimizer, loader = prepare(plan, model, ...)`.
 
     Model and optimizer are changed in place; the new loader's batches are on the model's device. A field at its default
-    leaves what the script has set. Fields that cannot be applied are printed; `strict` raises PlanError for them. Load
-    a checkpoint before: it brings the optimizer's own switches. Raises UsageError for a loader that is no DataLoader.
+    leaves what the script has set. `loader.effective` is what the plan has become; fields that cannot be applied are
+    printed, and `strict` raises PlanError for them. Load a checkpoint before: it brings the optimizer's own switches.
+    Raises UsageError for a loader that is no DataLoader.
     """
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
         raise UsageError(f"a {type(loader).__name__} makes its batches in its own way: give a plain DataLoader")
@@ -74,44 +58,33 @@ def prepare(  # noqa: PLR0917  # the order in which every loop has them
         if strict and fallback.got != getattr(plan, fallback.field):
             raise PlanError(f"the plan cannot be honoured, and strict allows no fallback: {fallback}")
         print(f"prepare: {fallback}", flush=True)
-    return Prepared(model, optimizer, DeviceLoader(loader, applied, device), effective)
+    return model, optimizer, DeviceLoader(loader, effective, device)
 
 
 def plan_for_loop(plan: Plan, optimizer: Optimizer, loader: DataLoader, *, hardware: Hardware) -> EffectivePlan:
-    """Return what `plan` becomes for these parts on this machine; nothing is changed yet."""
-    in_script: dict[str, Any] = {field: getattr(loader, option) for field, option in LOADER_OPTIONS.items()}
-    in_script["fused_optimizer"] = is_fused(optimizer)
+    """Return what `plan` becomes in somebody's own loop, for its parts and on this machine; nothing is changed yet."""
+    fused = all(group.get("fused") for group in optimizer.param_groups)
+    in_script = {field: getattr(loader, option) for field, option in LOADER_OPTIONS.items()}
+    in_script["fused_optimizer"] = fused
     unset = {field: value for field, value in in_script.items() if value and getattr(plan, field) == DEFAULTS[field]}
+    fusible = isinstance(optimizer, SGD | Adam | AdamW) and not optimizer.state
+    fp16 = resolve(Plan(precision=plan.precision), hardware).plan.precision == "fp16"
+    graphs, step = plan.compile in CUDA_GRAPHS, plan.compile_scope == "step"
+    streams = isinstance(loader.dataset, IterableDataset)  # each worker would give all of it
+    rules = [  # field, what it is instead, when, and why
+        *((field, DEFAULTS[field], True, "only your loop can do that") for field in DEFAULTS if field not in APPLIED),
+        ("precision", "default", fp16, "float16 needs a loss that your loop scales by torch.amp.GradScaler"),
+        ("workers", loader.num_workers, streams, "how many your data set can take you know: give your loader a number"),
+        ("fused_optimizer", fused, not fusible, "SGD, Adam and AdamW have a fused form, before their first step"),
+        ("compile", "default", graphs, "CUDA graphs write over gradients and outputs that your loop may keep"),
+        ("compile_scope", "model", step, "your loop calls loss and update: compile these there"),
+    ]
     effective = EffectivePlan(plan, dataclasses.replace(plan, **unset))
-    for field, value, why in _limits(effective.plan, optimizer, loader, hardware=hardware):
-        if getattr(effective.plan, field) != value:
+    for field, value, when, why in rules:
+        if when and getattr(effective.plan, field) != value:
             effective = effective.fall_back(field, value, why)
     resolved = resolve(effective.plan, hardware)
     return EffectivePlan(plan, resolved.plan, (*effective.fallbacks, *resolved.fallbacks))
-
-
-def _limits(plan: Plan, optimizer: Optimizer, loader: DataLoader, *, hardware: Hardware) -> Iterator[Rule]:
-    """Yield the fields that cannot be otherwise in somebody's own loop, or for its optimizer and its loader."""
-    for field in DEFAULTS:
-        if field not in APPLIED:
-            yield field, DEFAULTS[field], "only your loop and your data set can do that"
-    if resolve(Plan(precision=plan.precision), hardware).plan.precision == "fp16":
-        yield "precision", DEFAULTS["precision"], "float16 needs a loss that your loop scales by torch.amp.GradScaler"
-    if plan.workers == "auto" or isinstance(loader.dataset, IterableDataset):  # each worker would give all of that
-        yield "workers", loader.num_workers, "how many your data set can take you know: give your loader a number"
-    if optimizer.state or not isinstance(optimizer, SGD | Adam | AdamW):
-        why = "SGD, Adam and AdamW have a fused form, to be chosen before their first step"
-        yield "fused_optimizer", is_fused(optimizer), why
-    if plan.compile in CUDA_GRAPHS:
-        why = "CUDA graphs write over gradients that your loop may add up, and over outputs that it may keep"
-        yield "compile", "default", why
-    if plan.compile_scope == "step":
-        yield "compile_scope", "model", "your loop calls loss and update: compile these there"
-
-
-def is_fused(optimizer: Optimizer) -> bool:
-    """Return whether `optimizer` updates all weights in one kernel."""
-    return all(group.get("fused") for group in optimizer.param_groups)
 
 
 def fuse(optimizer: Optimizer) -> None:
@@ -130,30 +103,27 @@ def _autocast_forward(forward: Callable[..., Any], plan: Plan, device: torch.dev
     """Call `forward` under the plan's autocast; return outputs of 16 bits as float32."""
     with precision.autocast(plan, device):
         outputs = forward(*inputs, **named)
-    return tree_map_only(Tensor, lambda tensor: tensor.float() if tensor.dtype in HALF else tensor, outputs)
+    half = (torch.float16, torch.bfloat16)
+    return tree_map_only(Tensor, lambda tensor: tensor.float() if tensor.dtype in half else tensor, outputs)
 
 
 class DeviceLoader(DataLoader):
     """A DataLoader made again with the settings of a plan; its batches are on the device."""
 
-    def __init__(self, loader: DataLoader, plan: Plan, device: torch.device):
-        options: dict[str, Any] = {option: getattr(plan, field) for field, option in LOADER_OPTIONS.items()}
-        if not plan.workers:
+    def __init__(self, loader: DataLoader, effective: EffectivePlan, device: torch.device):
+        self.effective, self.device = effective, device
+        options: dict[str, Any] = {name: getattr(loader, name) for name in COPIED_OPTIONS}
+        options |= {option: getattr(effective.plan, field) for field, option in LOADER_OPTIONS.items()}
+        if not options["num_workers"]:
             options["prefetch_factor"] = None
         if loader.batch_size is None and loader.batch_sampler is not None:
             options["batch_sampler"] = loader.batch_sampler
         else:
             options["batch_size"] = loader.batch_size
             options["sampler"] = None if isinstance(loader.dataset, IterableDataset) else loader.sampler
-        super().__init__(loader.dataset, **options, **{name: getattr(loader, name) for name in COPIED_OPTIONS})
-        self.device = device
+        super().__init__(loader.dataset, **options)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        for batch in super().__iter__():
-            yield tree_map(self.to_device, batch)
-
-    def to_device(self, leaf: Any) -> Any:
-        """Return a part of a batch on the device if it can move, as tensors and a tokenizer's output can."""
-        if isinstance(leaf, Tensor):
-            return leaf.to(self.device, non_blocking=self.pin_memory)
-        return leaf.to(self.device) if hasattr(leaf, "to") else leaf
+        for batch in super().__iter__():  # whatever can move does, a tokenizer's output too
+            move = {"device": self.device, "non_blocking": self.pin_memory}
+            yield tree_map(lambda leaf, to=move: leaf.to(**to) if hasattr(leaf, "to") else leaf, batch)
