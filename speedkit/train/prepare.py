@@ -97,7 +97,7 @@ def _limits(plan: Plan, optimizer: Optimizer, loader: DataLoader, *, hardware: H
             yield field, DEFAULTS[field], "only your loop and your data set can do that"
     if resolve(Plan(precision=plan.precision), hardware).plan.precision == "fp16":
         yield "precision", DEFAULTS["precision"], "float16 needs a loss that your loop scales by torch.amp.GradScaler"
-    if plan.workers == "auto" or isinstance(loader.dataset, IterableDataset):  # each worker would give all of that
+    if isinstance(loader.dataset, IterableDataset):  # each worker would give all of that
         yield "workers", loader.num_workers, "how many your data set can take you know: give your loader a number"
     if optimizer.state or not isinstance(optimizer, SGD | Adam | AdamW):
         why = "SGD, Adam and AdamW have a fused form, to be chosen before their first step"
