@@ -38,7 +38,7 @@ def examine(workload: Workload, recipe: Recipe | None = None, device: str = "aut
         raise SpeedkitError(f"workload {workload.name} has no readable item to examine")
     samples = [(workload.features(waveform), workload.target(item)) for item, waveform in loaded]
     varies = workload.length is not None
-    batch: Any = collate(samples, varies)[0]
+    batch = collate(samples, varies)
     files = [path for item, _ in loaded if (path := Path(getattr(item, "path", ""))).is_file()]
     parts: dict[str, Callable[[], Any]] = {
         "read": lambda: [path.read_bytes() for path in files],
