@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from tiny import jitter, points
 
-from speedkit.data.augment import mixup, moved, rand_augment, spec_augment, time_shift
+from speedkit.data.augment import mixup, rand_augment, spec_augment, time_shift
 from speedkit.plan import Plan
 from speedkit.train.fit import fit
 
@@ -82,14 +82,3 @@ def test_images_stay_in_range_and_no_strength_leaves_them_alone():
     changed = rand_augment(images, generator(), strength=2.0)
     assert changed.min() >= 0 and changed.max() <= 1
     torch.testing.assert_close(rand_augment(images, generator(), strength=0.0), images, atol=1e-5, rtol=0)
-
-
-MOVES = ("zoom", "shear", "right", "down")
-
-
-def test_images_are_turned_without_losing_their_proportions():
-    y, x = torch.meshgrid(torch.arange(64.0) - 31.5, torch.arange(128.0) - 63.5, indexing="ij")
-    lying, standing = (((one.abs() < 20) & (other.abs() < 5)).float() for one, other in ((x, y), (y, x)))
-    turned = moved(lying[None, None], torch.tensor([[torch.pi / 2]]), **dict.fromkeys(MOVES, torch.zeros(1, 1)))[0, 0]
-    middle = slice(32, 96)  # what lies beyond is reflected from above and below
-    assert (turned - standing)[:, middle].abs().max() < 1e-3

@@ -58,6 +58,7 @@ BAD_INPUT = [
     ("train audio --data-dir tones --labels no_columns.csv", 2, "no_columns.csv"),
     ("train audio --data-dir tones --label-pattern (", 2, "'('|--label-pattern"),
     ("train audio --data-dir tones --label-pattern ^(x+)_", 2, "--label-pattern"),
+    ("train audio --data-dir tones --label-pattern (_)", 2, "a classifier needs two classes"),
     ("train audio --data-dir tones --test-pattern nothing_has_this", 2, "--test-pattern"),
     (f"train {TONES} --focal-gamma 2", 2, "focal_gamma=2.0 is not applied by workload audio"),
     # Output folders.

@@ -31,24 +31,16 @@ CPU = torch.device("cpu")
 FILES = ("values.bin", "index.bin")
 
 
-def load_file(item):
+def load_file(item, wait_s):
     if not Path(item.path).exists():
         raise BadItem(item.path, "it is missing")
+    time.sleep(wait_s)
     with open(Path(item.path).parent / "loads.log", "a") as log:
         log.write(f"{Path(item.path).stem}\n")
     return torch.from_numpy(np.fromfile(item.path, dtype=np.float32))
 
 
-def slow_load(item):
-    time.sleep(0.002)
-    return load_file(item)
-
-
-def features(waveform, gain):
-    return waveform * gain
-
-
-def bands(waveform, gain):  # [T] -> [2, T]
+def features(waveform, gain):  # [T] -> [2, T]
     return torch.stack((waveform, gain * waveform))
 
 
@@ -56,14 +48,14 @@ def length(item):
     return Path(item.path).stat().st_size // 4
 
 
-def files_workload(folder, count=20, varies=False, load=load_file):
-    """Small files with 8 numbers each, or 8 to 12 of them, that are multiples of 2**-15."""
+def files_workload(folder, count=20, varies=False, wait_s=0.0):
+    """Small files with 8 numbers each, or 8 to 12 of them, that are multiples of 2**-15; the features are 2 of each."""
     folder.mkdir(exist_ok=True)
     items = [Point(str(folder / f"{number:03d}.raw"), number % 2) for number in range(count)]
     for number, item in enumerate(items):
         torch.randint(-9999, 9999, (8 + varies * number % 5,)).div(32768).numpy().tofile(item.path)
-    made = functools.partial(bands if varies else features, gain=2.0)
-    parts = {"train": items, "test": items[:2], "load": load, "features": made, "length": length if varies else None}
+    functions = {"load": functools.partial(load_file, wait_s=wait_s), "features": functools.partial(features, gain=2.0)}
+    parts = {"train": items, "test": items[:2], "length": length if varies else None, **functions}
     return dataclasses.replace(points(), parameters={"gain": 2.0}, sources=(), **parts)
 
 
@@ -114,7 +106,7 @@ def test_gathered_rows_are_the_live_features_padded_with_zeros(tmp_path, opened,
         assert inputs.dtype == torch.float32 and targets.tolist() == [1, 0, 1, 1]
         assert [valid.tolist() for valid in lengths] == ([[10, 8, 12, 10]] if varies else [])
         for row, index in zip(inputs.cpu(), indices, strict=True):
-            (expected,) = live(workload, [workload.train[index]])
+            expected = workload.features(workload.load(workload.train[index]))
             padded = torch.nn.functional.pad(expected, (0, inputs.shape[-1] - expected.shape[-1]))
             torch.testing.assert_close(row, padded, rtol=5e-4 if dtype == "float16" else 0, atol=0)  # 11 bits
         inputs.zero_(), targets.zero_()  # the batch is a copy
@@ -126,7 +118,7 @@ def test_waveforms_are_kept_as_16_bits_and_what_does_not_fit_into_memory_stays_o
     cache = opened(workload, cache="ram", cache_of="waveform")
     assert cache.where == "disk" and "more than half of what is free in ram" in cache.why
     assert (cache.folder / "values.bin").stat().st_size == 20 * 8 * 2
-    assert torch.equal(served(cache), torch.stack([load_file(item) for item in workload.train]))
+    assert torch.equal(served(cache), torch.stack([workload.load(item) for item in workload.train]))
 
 
 def test_items_that_cannot_be_read_are_named_and_tried_again(workload, opened):
@@ -241,7 +233,7 @@ def exit_code(pid):
 @pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_killed_build_goes_on_and_comes_out_the_same(tmp_path, opened, times):
     """Kill a build, of one process or two, at random moments."""
-    many = files_workload(tmp_path / "data", 100, load=slow_load)
+    many = files_workload(tmp_path / "data", 100, wait_s=0.002)
     rng, whole = random.Random(0), content(opened(many, folder="whole").folder)
     log = Path(many.train[0].path).with_name("loads.log")
     for number in range(times):
@@ -259,7 +251,7 @@ def test_a_killed_build_goes_on_and_comes_out_the_same(tmp_path, opened, times):
 
 
 def test_two_builders_at_once_share_the_work_of_one(tmp_path, opened):
-    many = files_workload(tmp_path / "data", 100)
+    many = files_workload(tmp_path / "data", 100, wait_s=0.002)
     children = [forked(opened, many, workers=2) for _ in range(2)]
     assert [exit_code(child) for child in children] == [0, 0]
     assert opened(many).built == 0 and torch.equal(served(opened(many)), live(many))
@@ -325,7 +317,7 @@ def test_damage_is_found_never_served_and_mended(workload, opened, tmp_path, kin
 
 def test_a_damaged_entry_whose_file_is_gone_is_an_error_that_names_it(workload, opened):
     path, cache = Path(workload.train[2].path), opened(workload)
-    flip(cache.folder / "values.bin", 2 * 32)
+    flip(cache.folder / "values.bin", 2 * 64)
     path.unlink()
     for _ in range(2):
         with pytest.warns(UserWarning, match="computed again"), pytest.raises(BadItem, match=rf"{path.name} .*missing"):
