@@ -313,12 +313,3 @@ def test_damage_is_found_never_served_and_mended(workload, opened, tmp_path, kin
             if name == "values.bin":
                 assert content(copy) == before and damaged_rows(copy) == []
             shutil.rmtree(tmp_path / "copy")
-
-
-def test_a_damaged_entry_whose_file_is_gone_is_an_error_that_names_it(workload, opened):
-    path, cache = Path(workload.train[2].path), opened(workload)
-    flip(cache.folder / "values.bin", 2 * 64)
-    path.unlink()
-    for _ in range(2):
-        with pytest.warns(UserWarning, match="computed again"), pytest.raises(BadItem, match=rf"{path.name} .*missing"):
-            cache.gather(torch.arange(20), CPU)

@@ -1,7 +1,5 @@
 """Decoding: any rate and channel count to one mono length, the same by three decoders, broken files to a BadItem."""
 
-import os
-
 import numpy as np
 import pytest
 import soundfile
@@ -111,15 +109,6 @@ def test_the_end_of_a_long_file_is_never_read(tmp_path, decoder):
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2] + b"\xff" * (len(whole) - len(whole) // 2))
     assert torch.equal(load_audio(path, RATE_HZ, 4000, decoder=decoder), expected)
-
-
-@everywhere
-def test_decoding_starts_no_threads(tmp_path, decoder):
-    paths = [write(tmp_path / name, recording(2.0)) for name in ("a.wav", "a.flac", "a.ogg", "a.mp3")]
-    before = len(os.listdir("/proc/self/task"))
-    for path in paths:
-        load_audio(path, RATE_HZ, RATE_HZ, decoder=decoder)
-    assert len(os.listdir("/proc/self/task")) == before
 
 
 def test_a_decoder_that_is_missing_falls_back_with_its_reason():
