@@ -24,7 +24,7 @@ def examine(workload: Workload, recipe: Recipe) -> list[dict[str, Any]]:
     features = [workload.features(waveform) for waveform in waveforms]
     samples = list(zip(features, map(workload.target, items), strict=True))
     varies = workload.length is not None
-    batch: Any = collate(samples, varies)[0]
+    batch = collate(samples, varies)
     parts: dict[str, Callable[[], Any]] = {
         "read": lambda: [Path(item.path).read_bytes() for item in items],
         "decode": lambda: [workload.load(item) for item in items],

@@ -63,8 +63,8 @@ class Plan:
     """Where features are computed."""
     shards: bool = False
     """Read tar shards instead of single files."""
-    workers: Literal["auto"] | Annotated[int, Field(ge=0)] = 0
-    """Processes that load data; 0 loads in the training process, auto measures what is best."""
+    workers: Annotated[int, Field(ge=0)] = 0
+    """Processes that load data; 0 loads in the training process."""
     worker_kind: Literal["process", "thread"] = "process"
     """What loads: processes, or threads of one."""
     persistent_workers: bool = False

@@ -68,7 +68,7 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path):
         with pytest.raises(BadItem) as caught:
             load(Item(str(path), 0), 16)
         assert str(path) in str(caught.value) and "\n" not in str(caught.value)
-    assert "no such file" in str(caught.value)
+    assert "No such file" in str(caught.value)
 
 
 def test_bad_files_are_left_out_with_their_reasons(tmp_path):

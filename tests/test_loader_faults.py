@@ -102,10 +102,9 @@ def uneven(item):
     return torch.zeros(9 if item.path == "40" else 8)
 
 
-@pytest.mark.parametrize("plan", [PROCESSES, THREADS], ids=str)
-def test_samples_that_do_not_stack_are_one_sentence(plan):
+def test_samples_that_do_not_stack_are_one_sentence():
     with pytest.raises(SpeedkitError, match=r"stack expects each tensor to be equal size.*\[\d\].*workers=0"):
-        drain(uneven, **plan)
+        drain(uneven, **PROCESSES)
 
 
 def slow(item):
@@ -121,94 +120,58 @@ def test_a_batch_that_takes_long_is_no_hang_while_its_items_come(monkeypatch):
 # Whole runs, by the command line: how they end, and that they do.
 
 FAULTY = """
-import dataclasses, os, signal, sys, time, torch
+import dataclasses, itertools, multiprocessing, os, signal, sys, time
 sys.path.insert(0, {tests!r})
+import tiny
 from speedkit.data import workers
-from tiny import load, points
-workers.HUNG_S = 2.0
+workers.HUNG_S, calls = 2.0, itertools.count(1)
 
+def loss(model, batch, recipe):
+    if next(calls) == 3:
+        pids = [process.pid for process in multiprocessing.active_children()]
+        {fault}
+    return tiny.loss(model, batch, recipe)
 
-class Loss:
-    calls = 0
-    def __call__(self, model, batch, recipe):
-        from tiny import loss
-        Loss.calls += 1
-        if Loss.calls == 3:
-            {fault}
-        return loss(model, batch, recipe)
-
-def at_40(item):
+def load(item):
     if item.path == "40":
         {in_load}
-    return load(item, 8)
+    return tiny.load(item, 8)
 
 def workload():
-    return dataclasses.replace(points(train=1600), loss=Loss(), load=at_40)
+    return dataclasses.replace(tiny.points(train=1600), loss=loss, load=load)
 """
-CHILDREN = "[process.pid for process in __import__('multiprocessing').active_children()]"
-
-
-def start(folder, *options, fault="pass", in_load="pass"):
-    """`speedkit train` on points whose step 3 has the `fault`, or whose item 40."""
-    (folder / "faulty.py").write_text(FAULTY.format(tests=str(ROOT / "tests"), fault=fault, in_load=in_load))
-    command = [sys.executable, "-m", "speedkit", "train", "faulty:workload", "--workers", "2", *options]
-    return subprocess.Popen(
-        [*command, "--out", str(folder / "out")],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{folder}"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def end(process):
-    """Return (exit code, lines of stderr) once the run has ended; hold that nothing of it is left."""
-    try:
-        _, errors = process.communicate(timeout=60)
-    finally:
-        left = subprocess.run(["pgrep", "-g", str(process.pid)], capture_output=True, text=True).stdout.split()
-        if left:
-            os.killpg(process.pid, signal.SIGKILL)
-    assert not left
-    return process.returncode, errors.splitlines()
-
-
-STOP_ALL = f"[os.kill(pid, signal.SIGSTOP) for pid in {CHILDREN}]"
+SELF = "os.killpg(os.getpid(), signal.SIG{})"
+# What goes wrong, options, the exit code, and words of the one line of stderr.
 RUNS = {
-    "stopped": ({"fault": STOP_ALL}, ("--persistent-workers",), "a worker hangs"),
-    "killed": ({"fault": f"os.kill({CHILDREN}[0], signal.SIGKILL)"}, (), "exit code -9"),
-    "thread": ({"in_load": "time.sleep(1000)"}, ("--worker-kind", "thread"), "hangs at 40"),
+    "stopped": ({"fault": "[os.kill(pid, signal.SIGSTOP) for pid in pids]"}, ["--persistent-workers"], 1, "hangs"),
+    "killed": ({"fault": "os.kill(pids[0], signal.SIGKILL)"}, [], 1, "exit code -9"),
+    "thread": ({"in_load": "time.sleep(1000)"}, ["--worker-kind", "thread"], 1, "hangs at 40"),
+    "ctrl-c": ({"fault": SELF.format("INT")}, [], 130, "stopped by SIG"),
+    "terminated": ({"fault": SELF.format("TERM")}, [], 143, "stopped by SIG"),
+    "killed itself": ({"fault": "os.kill(os.getpid(), signal.SIGKILL)"}, [], -9, ""),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_whose_workers_fail_ends_with_one_sentence_and_leaves_no_process(name, tmp_path):
-    faults, options, words = RUNS[name]
-    code, errors = end(start(tmp_path, *options, **faults))
-    assert code == 1 and len(errors) == 1 and words in errors[0], errors
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("number", "expected", "words"),
-    [(signal.SIGINT, 130, "stopped by SIG"), (signal.SIGTERM, 143, "stopped by SIG"), (signal.SIGKILL, -9, "")],
-)
-def test_a_signal_ends_run_and_workers(number, expected, words, tmp_path):
-    started = tmp_path / "started"
-    process = start(tmp_path, "--epochs", "1000", fault=f"open({str(started)!r}, 'w').close()")
-    while not started.exists():
-        assert process.poll() is None
-    if number == signal.SIGKILL:  # to the run alone: its workers find the pipe closed, one after the other
-        process.kill()
-        process.wait()
-        psutil.wait_procs([child for child in psutil.process_iter() if in_group(child, process.pid)], timeout=10)
-    else:
-        os.killpg(process.pid, number)
-    code, errors = end(process)
-    assert code == expected and words in "".join(errors), errors
+def test_a_run_ends_with_one_sentence_and_leaves_no_process(name, tmp_path):
+    faults, options, code, words = RUNS[name]
+    script = FAULTY.format(tests=str(ROOT / "tests"), **({"fault": "pass", "in_load": "pass"} | faults))
+    (tmp_path / "faulty.py").write_text(script)
+    command = [sys.executable, "-m", "speedkit", "train", "faulty:workload", "--workers", "2", *options]
+    process = subprocess.Popen(
+        [*command, "--out", tmp_path / "out"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    _, errors = process.communicate(timeout=60)  # until the workers have closed stderr, too
+    assert process.returncode == code and words in errors and errors.count("\n") <= 1, errors
+    group = [child for child in psutil.process_iter() if in_group(child, process.pid)]
+    assert psutil.wait_procs(group, timeout=10)[1] == []
 
 
 def in_group(process, group):

@@ -7,18 +7,10 @@ import torch
 from tiny import points
 
 from speedkit.data.prefetch import prefetched
-from speedkit.hardware import this_machine
-from speedkit.plan import Plan, resolve
+from speedkit.plan import Plan
 from speedkit.train.fit import fit
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-
-
-def test_on_a_cpu_there_is_nothing_to_copy_and_the_plan_says_so():
-    (fallback,) = resolve(Plan(prefetch=True), this_machine("cpu")).fallbacks
-    assert (fallback.field, fallback.got) == ("prefetch", False) and "CUDA" in fallback.why
-    options = {"device": "cpu", "progress": False}
-    assert fit(points(), plan=Plan(prefetch=True), **options).loss == fit(points(), plan=Plan(), **options).loss
 
 
 @needs_gpu

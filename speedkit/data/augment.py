@@ -80,8 +80,17 @@ def rand_augment(images: Tensor, generator: Generator, strength: float = 1.0) ->
     changes by random amounts instead of a few drawn ones: on a device that is one pass over the batch.
     """
     angle, zoom, shear, right, down, light, contrast, colour = strength * (2 * uniform(8, images, generator) - 1)
-    turned = angle * math.radians(30)
-    images = moved(images, turned, zoom=0.2 * zoom, shear=0.3 * shear, right=0.2 * right, down=0.2 * down)
+
+    # Turned, zoomed, sheared and shifted in one resampling; the axes of its grid both run from -1 to 1.
+    aspect = images.shape[3] / images.shape[2]
+    angle, zoom, shear = angle * math.radians(30), (0.2 * zoom).exp(), 0.3 * shear
+    cos, sin = angle.cos(), angle.sin()
+    to_x = torch.cat((zoom * cos, zoom * (shear * cos - sin) / aspect, 0.2 * right), dim=1)
+    to_y = torch.cat((zoom * sin * aspect, zoom * (shear * sin + cos), 0.2 * down), dim=1)
+    grid = F.affine_grid(torch.stack((to_x, to_y), dim=1), list(images.shape), align_corners=False)
+    images = F.grid_sample(images, grid, padding_mode="reflection", align_corners=False)
+
+    # Light, contrast and colour; then the rectangle.
     light, contrast, colour = (1 + 0.5 * amount[:, :, None, None] for amount in (light, contrast, colour))
     grey, mean = images.mean(dim=1, keepdim=True), images.mean(dim=(1, 2, 3), keepdim=True)
     images = light * (mean + contrast * (grey + colour * (images - grey) - mean))
@@ -89,13 +98,3 @@ def rand_augment(images: Tensor, generator: Generator, strength: float = 1.0) ->
     rows = stretch(images.shape[2], row, strength * height / 3)[:, None, :, None]
     columns = stretch(images.shape[3], column, strength * width / 3)[:, None, None, :]
     return torch.where(rows & columns, mean, images).clamp_(0, 1)
-
-
-def moved(images: Tensor, angle: Tensor, *, zoom: Tensor, shear: Tensor, right: Tensor, down: Tensor) -> Tensor:
-    """Return images turned (radians), zoomed, sheared and shifted (in half widths) by [B, 1] in one resampling."""
-    aspect = images.shape[3] / images.shape[2]  # the grid's axes both run from -1 to 1
-    cos, sin, scale = angle.cos(), angle.sin(), zoom.exp()
-    to_x = torch.cat((scale * cos, scale * (shear * cos - sin) / aspect, right), dim=1)
-    to_y = torch.cat((scale * sin * aspect, scale * (shear * sin + cos), down), dim=1)
-    grid = F.affine_grid(torch.stack((to_x, to_y), dim=1), list(images.shape), align_corners=False)
-    return F.grid_sample(images, grid, padding_mode="reflection", align_corners=False)

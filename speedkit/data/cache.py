@@ -24,6 +24,7 @@ from speedkit.data.cache_files import ENTRY, INDEX, VALUES, add_items, fingerpri
 from speedkit.data.decode import BadItem, with_decoder
 from speedkit.data.workers import BatchLoader, BatchMaker, item_name
 from speedkit.errors import SpeedkitError
+from speedkit.files import read_json, write_json
 from speedkit.hardware import cache_root, usable_cores, usable_ram_bytes
 from speedkit.plan import Plan
 
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from speedkit.workloads.workload import Workload
 
 MEMORY_SHARE = 0.5  # a cache larger than this share of the free memory stays on disk
-ALONE = 32  # so few entries are computed in this process: starting others would take longer
 
 
 def open_cache(
@@ -49,8 +49,6 @@ def open_cache(
     `workers` processes compute them, by default one per core. Raises SpeedkitError when the folder cannot be written,
     the disk is too small, or no item can be read.
     """
-    if not items:
-        raise SpeedkitError(f"workload {workload.name} has no readable item to train or test on")
     name = f"{workload.name}-{plan.cache_of}-{fingerprint(workload, plan)[:16]}".replace("/", "_")
     folder = (Path(cache_dir) if cache_dir else cache_root() / "features") / name
     try:
@@ -76,7 +74,6 @@ class FeatureCache:
         self.items, self.folder, self.where, self.why = items, folder, "disk", ""
         self.bad: dict[str, str] = {}
         self.built, self.build_s, self.recomputed = 0, 0.0, 0
-        self.memory: list[Tensor] = []  # inputs and labels of all items, where they are in RAM or on the device
 
         # How an entry is computed, and the number format in which it is kept.
         waveform = plan.cache_of == "waveform"
@@ -96,7 +93,6 @@ class FeatureCache:
         self.entries = (folder / INDEX).stat().st_size // ENTRY.itemsize
         self._map()
         self.begin = (np.cumsum(self.index["size"])[self.row] - sizes) // self.dtype.itemsize
-        self.usable = self.checksums[self.row] != 0
         self.trusted = np.zeros(len(items), bool)  # [N] whose checksum has been compared
 
         # What comes along with the inputs of a batch: lengths where they differ, and targets.
@@ -123,27 +119,28 @@ class FeatureCache:
         self.rows = None if self.varies else self.values.reshape(-1, *self.shape)
 
     def _first_shape(self) -> tuple[int, ...]:
-        """Return the shape of the first entry that can be computed; the name of a file keeps it."""
-        for marker in self.folder.glob("shape-*"):
-            return tuple(map(int, marker.name.split("-")[1].split("x")))
+        """Return the shape of the first entry that can be computed."""
+        path = self.folder / "shape.json"
+        if path.exists():
+            return tuple(read_json(path))
+        error = None
         for item in self.items:
             try:
                 shape = self._compute(item).shape
-            except BadItem as error:
-                self.bad[error.path] = error.why
+            except BadItem as bad:
+                error = bad
             else:
-                (self.folder / f"shape-{'x'.join(map(str, shape))}").touch()
+                write_json(path, shape)
                 return shape
-        path, why = next(iter(self.bad.items()))
-        raise SpeedkitError(f"none of the {len(self.items)} files can be read ({path}: {why})")
+        raise SpeedkitError(f"none of the {len(self.items)} items can be read: {error}")
 
     def build(self, workers: int, progress: bool) -> None:
         """Compute the entries that are missing."""
         began_s = time.perf_counter()
-        missing = np.flatnonzero(~self.usable).tolist()
+        missing = np.flatnonzero(self.checksums[self.row] == 0).tolist()
         parts = [missing[begin : begin + 16] for begin in range(0, len(missing), 16)]
-        plan = Plan(workers=0 if len(missing) <= ALONE else workers)
-        loader = BatchLoader(BatchMaker(self.items, self.write, bad_items), parts, plan)
+        plan = Plan(workers=max(0, min(workers, len(parts) - 1)))  # to start them for a few would take longer
+        loader = BatchLoader(BatchMaker(self.items, self.write, tuple), parts, plan)
         # None: a bar where there is a terminal or a notebook to show it
         for _, bad in tqdm(loader, "caching, 16 clips at a time", len(parts), disable=None if progress else True):
             self.bad |= bad
@@ -151,19 +148,11 @@ class FeatureCache:
         self.usable = self.checksums[self.row] != 0
         self.built = int(self.usable[missing].sum())
 
-    def write(self, index: int) -> BadItem | None:
-        """Compute and commit an entry; return the BadItem where it cannot be computed."""
-        entry = self._entry(index)
-        try:
-            values = self._compute(self.items[index])
-        except BadItem as error:
-            return error
-        if values.shape != entry.shape:
-            why = f"its shape is {values.shape}, expected was {entry.shape}: the workload's `length` must tell"
-            return BadItem(item_name(self.items[index]), why)
-        entry[...] = values
+    def write(self, index: int) -> None:
+        """Compute and commit an entry. Raises BadItem."""
+        values, entry = self._compute(self.items[index]), self._entry(index)
+        entry[...] = values.reshape(entry.shape)  # raises ValueError for another shape: no value is repeated to fit
         self.checksums[self.row[index]] = xxh3_64_intdigest(values.data, int(self.key[index]))
-        return None
 
     def _compute(self, item: Any) -> np.ndarray:
         """Return the values of an item in the number format of the cache. Raises BadItem."""
@@ -175,6 +164,11 @@ class FeatureCache:
         if not (exact.isfinite().all() and values.isfinite().all()):
             raise BadItem(item_name(item), f"its features hold NaN, infinity or numbers beyond {self.dtype}")
         return values.contiguous().numpy(force=True)
+
+    def _entry(self, index: int) -> np.ndarray:
+        """Return an entry as it is mapped."""
+        shape = (*self.shape[:-1], self.lengths[index])
+        return self.values[self.begin[index] :][: math.prod(shape)].reshape(shape)
 
     def gather(
         self, indices: Tensor, device: torch.device | str, *, on_device: Tensor | None = None
@@ -188,9 +182,8 @@ class FeatureCache:
         device, places = torch.device(device), indices
         if self.where == "disk":
             inputs = self._read(indices.numpy(), page_locked=device.type == "cuda").to(device, non_blocking=True)
-            labels = self.labels
         else:
-            memory, *labels = self.memory
+            memory = self.memory
             if self.varies:  # the host knows the longest: the device is not asked
                 memory = memory[..., : int(self.lengths[indices.numpy()].max(initial=0))]
             if self.where == "device":
@@ -199,69 +192,60 @@ class FeatureCache:
         inputs = inputs.to(torch.float32)  # there, and not before: fewer bytes travel
         if self.torch_dtype is torch.int16:
             inputs.mul_(1 / 32768)
-        return inputs, *(select(column, places, device) for column in labels)
+        return inputs, *(select(column, places, device) for column in self.labels)
 
-    def _read(self, at: np.ndarray, page_locked: bool = False) -> Tensor:
-        """Return a copy [B, ...] of the entries at `at` [B], padded with zeros."""
+    def _read(self, indices: np.ndarray, page_locked: bool = False) -> Tensor:
+        """Return a copy [B, ...] of the entries at `indices` [B], padded with zeros."""
         entries: Iterable[np.ndarray]
         if self.rows is not None and not page_locked:
-            entries = copies = self.rows[self.row[at]]  # faster than `take` into an array made before
-            batch = torch.from_numpy(copies)
+            entries = self.rows[self.row[indices]]  # faster than `take` into an array made before
+            batch = torch.from_numpy(entries)
         else:
-            shape = (len(at), *self.shape[:-1], int(self.lengths[at].max(initial=0)))
-            if page_locked:
-                batch = torch.empty(shape, dtype=self.torch_dtype, pin_memory=True)
-            else:  # what PyTorch takes anew is cleared by the system, which takes a sixth of the time
-                batch = torch.from_numpy(np.empty(shape, self.dtype))
+            shape = (len(indices), *self.shape[:-1], int(self.lengths[indices].max(initial=0)))
+            batch = torch.empty(shape, dtype=self.torch_dtype, pin_memory=page_locked)
             copies = batch.numpy()
             if self.rows is not None:
-                entries = self.rows.take(self.row[at], axis=0, out=copies, mode="clip")  # "raise" would copy twice
+                entries = self.rows.take(self.row[indices], axis=0, out=copies, mode="clip")  # "raise" would copy twice
             else:
-                entries = [self._entry(index) for index in at.tolist()]
+                entries = [self._entry(index) for index in indices.tolist()]
                 for copy, entry in zip(copies, entries, strict=True):
                     copy[..., : entry.shape[-1]] = entry
                     copy[..., entry.shape[-1] :] = 0
-        if self.trusted[at].all():
-            return batch
+        if not self.trusted[indices].all() and self._mend(indices, entries):
+            return self._read(indices, page_locked)
+        return batch
 
-        # First read. The copies are still in the processor's cache, where hashing them costs least.
-        keys = self.key[at].tolist()
+    def _mend(self, indices: np.ndarray, entries: Iterable[np.ndarray]) -> bool:
+        """Compare entries with their checksums, and compute damaged ones again; return whether there were any.
+
+        This is done right after copying, while the processor's cache has them: there hashing costs least.
+        """
+        keys = self.key[indices].tolist()
         checksums = [xxh3_64_intdigest(entry.data, key) for entry, key in zip(entries, keys, strict=True)]
-        damaged = np.unique(at[np.array(checksums, np.uint64) != self.checksums[self.row[at]]])
+        damaged = np.unique(indices[np.array(checksums, np.uint64) != self.checksums[self.row[indices]]])
         if not len(damaged):
-            self.trusted[at] = True
-            return batch
-        warnings.warn(f"an entry in {self.folder} is not as it was written: it is computed again", stacklevel=3)
+            self.trusted[indices] = True
+            return False
+        warnings.warn(f"an entry in {self.folder} is not as it was written: it is computed again", stacklevel=4)
         self.checksums[self.row[damaged]] = 0
         for index in damaged.tolist():
-            if error := self.write(index):
-                raise error
+            self.write(index)
         self.recomputed += len(damaged)
-        return self._read(at, page_locked)
-
-    def _entry(self, index: int) -> np.ndarray:
-        """Return an entry as it is mapped."""
-        shape = (*self.shape[:-1], self.lengths[index])
-        return self.values[self.begin[index] :][: math.prod(shape)].reshape(shape)
+        return True
 
     def load_into(self, place: str, device: torch.device) -> None:
         """Load all entries into `place`, ram or device, where they fit into half of what is free; say so in `why`."""
         target = device if place == "device" else torch.device("cpu")
         shape = (len(self.items), *self.shape[:-1], int(self.lengths.max()))  # each padded to the longest
         if place != "disk" and math.prod(shape) * self.dtype.itemsize <= MEMORY_SHARE * free_bytes(target):
-            inputs = torch.zeros(shape, dtype=self.torch_dtype, device=target)
+            self.memory = torch.zeros(shape, dtype=self.torch_dtype, device=target)
             for part in np.array_split(np.flatnonzero(self.usable), 1 + len(self.items) // 256):
                 batch = self._read(part)
-                inputs[torch.from_numpy(part).to(target), ..., : batch.shape[-1]] = batch.to(target)
-            self.memory, self.where = [inputs, *(column.to(target) for column in self.labels)], place
+                self.memory[torch.from_numpy(part).to(target), ..., : batch.shape[-1]] = batch.to(target)
+            self.labels, self.where = [column.to(target) for column in self.labels], place
         entries = f"{self.values.nbytes / 1e6:.3g} MB on disk, {self.built} entries computed in {self.build_s:.2g} s"
         too_large = "" if place == self.where else f"; they are more than half of what is free in {place}"
         self.why = f"cache={self.where}: {entries}{too_large}"
-
-
-def bad_items(results: Iterable[BadItem | None]) -> tuple[None, dict[str, str]]:
-    """Return path -> why of the items that entries cannot be made of, in the form of a batch that a worker makes."""
-    return None, {bad.path: bad.why for bad in results if bad is not None}
 
 
 def select(values: Tensor, places: Tensor, device: torch.device) -> Tensor:

@@ -3,7 +3,7 @@
 values.bin  the entries, one after another
 index.bin   for each entry its key, which tells items and states of their files apart, its size in bytes, and its xxh3,
             which is 0 while the entry is not computed: writing this checksum commits an entry
-shape-...   an empty file whose name tells the shape of the first entry
+shape.json  the shape of the first entry
 
 Entries are appended and never moved. An item whose file has changed gets a new entry; the old one is not read again.
 """
@@ -75,29 +75,26 @@ def content_hash(value: Any) -> str:
 class ContentPickler(pickle.Pickler):
     """Pickles code as the text of its file, and tensors as their values. For hashing only: nothing is unpickled."""
 
-    def __init__(self, *args: Any, **options: Any):
-        super().__init__(*args, **options)
-        self.source = functools.cache(source_of)  # finding a class takes as long as parsing its file
-
     def reducer_override(self, value: Any) -> Any:
         """Return what to pickle in place of a tensor, function, class or module; NotImplemented for the rest."""
         if isinstance(value, Tensor):
             parts = [str(value.dtype), tuple(value.shape), value.detach().cpu().flatten().view(torch.uint8).numpy()]
         elif isinstance(value, type | types.ModuleType):
             methods = [method for method in vars(value).values() if isinstance(method, types.FunctionType)]
-            parts = [value.__name__, self.source(value) or methods]  # a class of a notebook has no file
+            parts = [value.__name__, source_of(value) or methods]  # a class of a notebook has no file
         elif isinstance(value, types.FunctionType):
             # Its own code too: its file may have been edited since it was imported, and all lambdas have one name.
             code = value.__code__
             constants = [constant for constant in code.co_consts if isinstance(constant, PLAIN)]
             cells = [cell.cell_contents for cell in value.__closure__ or ()]
             arguments = value.__defaults__, value.__kwdefaults__, cells
-            parts = [value.__qualname__, self.source(value), code.co_code, code.co_names, constants, arguments]
+            parts = [value.__qualname__, source_of(value), code.co_code, code.co_names, constants, arguments]
         else:
             return NotImplemented
         return repr, (parts,)
 
 
+@functools.lru_cache(maxsize=64)  # finding a class takes as long as parsing its file
 def source_of(code: Any) -> str:
     """Return the text of the file or notebook cell that defines a function, class or module; "" without one."""
     try:
@@ -144,17 +141,16 @@ def add_items(path: Path, keys: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     if not np.array_equal(index["key"][: len(keys)], keys):  # else, the same list again, a million need no dictionary
         rows = {key: row for row, key in enumerate(index["key"].tolist())}
         row = np.array([rows.setdefault(key, len(rows)) for key in keys.tolist()])
-    new = row >= len(index)
-    if (index["size"][row[~new]] != sizes[~new]).any():  # damaged: every entry behind would lie elsewhere
+    old = row < len(index)
+    if (index["size"][row[old]] != sizes[old]).any():  # damaged: every entry behind would lie elsewhere
         path.unlink()
         return add_items(path, keys, sizes)
-    if new.any():
-        added = np.zeros(row.max() + 1 - len(index), ENTRY)
-        added["key"][row[new] - len(index)] = keys[new]
-        added["size"][row[new] - len(index)] = sizes[new]
+    if not old.all():
+        grown = np.zeros(row.max() + 1, ENTRY)
+        grown["key"][row], grown["size"][row] = keys, sizes
         with path.open("ab") as file:
             file.truncate(index.nbytes)  # what a kill has left of a row
-            file.write(added.tobytes())
+            file.write(grown[len(index) :].tobytes())
     return row
 
 
@@ -172,12 +168,11 @@ def damaged_rows(folder: Path, repair: bool = False) -> list[int]:
     `repair` marks them as not computed yet, so that the next use computes them.
     """
     index, values = np.fromfile(folder / INDEX, ENTRY), np.memmap(folder / VALUES, np.uint8, "r")
-    end = np.cumsum(index["size"])
+    ends = np.cumsum(index["size"]).tolist()
     damaged = []
-    for row in np.flatnonzero(index["checksum"]).tolist():
-        key, size, checksum = index[row].tolist()
-        entry = values[max(0, end[row] - size) : max(0, end[row])]
-        if len(entry) != size or xxh3_64_intdigest(entry.data, key) != checksum:
+    for row, ((key, size, checksum), end) in enumerate(zip(index.tolist(), ends, strict=True)):
+        entry = values[end - size : end]
+        if checksum and (len(entry) != size or xxh3_64_intdigest(entry.data, key) != checksum):
             damaged.append(row)
     if repair:
         mapped(folder / INDEX, ENTRY, len(index))["checksum"][damaged] = 0

@@ -6,6 +6,7 @@ soundfile is the default, torchcodec (FFmpeg) knows more formats, librosa is wha
 import functools
 import io
 import math
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,7 @@ class BadItem(SpeedkitError):
 
     def __init__(self, path: str | Path | TarMember, why: str):
         super().__init__(str(path), why)  # the arguments, with which it comes out of a loader's process too
-        self.path, self.why = str(path), why
+        self.path, self.why = str(path), " ".join(why.split())
 
     def __str__(self) -> str:
         return f"{self.path} cannot be used: {self.why}"
@@ -61,14 +62,13 @@ def load_audio(
     their own rate give the same bits with each `decoder`: soundfile, torchcodec or librosa.
     Raises BadItem when `source` cannot be read, holds no samples, or holds NaN or infinity.
     """
+    decode = {"soundfile": read_soundfile, "torchcodec": read_torchcodec, "librosa": read_librosa}[decoder]
     try:
+        os.stat(source.tar if isinstance(source, TarMember) else source)  # libsndfile's "System error" says less
         opened = io.BytesIO(source.read()) if isinstance(source, TarMember) else source
-        duration_s = num_samples / sample_rate_hz + LOOK_AHEAD_S
-        waveform, rate_hz = DECODERS[decoder](opened, duration_s, sample_rate_hz)  # [frames, channels]
-    except (RuntimeError, OSError, ValueError) as error:  # libsndfile's errors are RuntimeErrors
-        raise BadItem(source, why_unreadable(source, error)) from error
-    if waveform.dtype == torch.int16:
-        waveform = waveform.float().mul_(1 / 32768)
+        waveform, rate_hz = decode(opened, num_samples / sample_rate_hz + LOOK_AHEAD_S, sample_rate_hz)
+    except Exception as error:  # of many kinds: libsndfile's are RuntimeErrors, librosa has one of its own
+        raise BadItem(source, f"it cannot be decoded ({error})") from error
     if len(waveform) == 0 or not torch.isfinite(waveform).all():
         raise BadItem(source, "it holds no samples, or some that are not finite numbers (NaN or infinity)")
     mono = waveform[:, 0] if waveform.shape[1] == 1 else waveform.mean(dim=1)
@@ -77,23 +77,18 @@ def load_audio(
     return torch.nn.functional.pad(mono, (0, num_samples - len(mono)))  # a negative padding cuts
 
 
-def why_unreadable(source: str | Path | TarMember, error: Exception) -> str:
-    """Return why a file could not be decoded; libsndfile calls a missing one a "System error"."""
-    there = Path(source.tar if isinstance(source, TarMember) else source).is_file()
-    return f"it cannot be decoded ({' '.join(str(error).split())})" if there else "there is no such file"
+# Each returns (samples [frames, channels], their rate in Hz).
 
 
 def read_soundfile(source: Any, duration_s: float, _: int) -> tuple[Tensor, int]:
-    """Return (samples [frames, channels], their rate in Hz)."""
     with soundfile.SoundFile(source) as file:
-        # 16-bit samples are read as they are and scaled later: libsndfile takes five times as long for WAV.
+        # 16-bit samples are read as they are and scaled here: libsndfile takes five times as long for WAV.
         dtype = "int16" if file.subtype == "PCM_16" else "float32"
-        samples = file.read(math.ceil(duration_s * file.samplerate), dtype, always_2d=True)
-    return torch.from_numpy(samples), file.samplerate
+        samples = torch.from_numpy(file.read(math.ceil(duration_s * file.samplerate), dtype, always_2d=True))
+    return samples.float().mul_(1 / 32768) if dtype == "int16" else samples, file.samplerate
 
 
 def read_torchcodec(source: Any, duration_s: float, _: int) -> tuple[Tensor, int]:
-    """Return the same by FFmpeg."""
     from torchcodec.decoders import AudioDecoder  # an extra
 
     file = AudioDecoder(source)
@@ -104,17 +99,10 @@ def read_torchcodec(source: Any, duration_s: float, _: int) -> tuple[Tensor, int
 
 
 def read_librosa(source: Any, duration_s: float, rate_hz: int) -> tuple[Tensor, int]:
-    """Return the same as librosa mixes it down and resamples it."""
-    import librosa  # an extra
+    import librosa  # an extra; mixes down and resamples in its own way
 
-    try:
-        samples, _ = librosa.load(soundfile.SoundFile(source), sr=rate_hz, duration=duration_s)
-    except librosa.ParameterError as error:  # NaN or infinity
-        raise ValueError(str(error)) from error
+    samples, _ = librosa.load(soundfile.SoundFile(source), sr=rate_hz, duration=duration_s)
     return torch.from_numpy(samples)[:, None], rate_hz
-
-
-DECODERS = {"soundfile": read_soundfile, "torchcodec": read_torchcodec, "librosa": read_librosa}
 
 
 @functools.lru_cache(maxsize=32)

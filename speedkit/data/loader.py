@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.utils.data import default_collate
 
 from speedkit.data.augment import seed_step
 from speedkit.data.cache import FeatureCache
-from speedkit.data.decode import BadItem, check_bad_share, with_decoder
+from speedkit.data.decode import check_bad_share, with_decoder
 from speedkit.data.prefetch import prefetched
 from speedkit.data.sampler import BatchSampler, padded_frames
-from speedkit.data.workers import BatchLoader, BatchMaker, Loaded, item_name
+from speedkit.data.workers import BatchLoader, BatchMaker, item_name
 from speedkit.errors import SpeedkitError
 from speedkit.plan import Plan
 
@@ -28,36 +27,24 @@ RANK = 1 << 40  # and this for each rank, whose samples are its own
 
 def make_sample(
     index: int, *, items: Sequence[Any], load: Callable[[Any], Any], features: Any, target: Callable[[Any], Any]
-) -> tuple[Tensor, Any] | BadItem:
-    """Return (features, target) of an item, or (what was loaded, target) without `features`.
+) -> tuple[Tensor, Any]:
+    """Return (features, target) of an item, or (what was loaded, target) without `features`. Raises BadItem."""
+    loaded = load(items[index])
+    return loaded if features is None else features(loaded), target(items[index])
 
-    A file that cannot be read gives a BadItem.
+
+def collate(samples: Sequence[tuple[Tensor, Any]], varies: bool = False) -> "Batch":
+    """Return (inputs [B, ...], targets [B]).
+
+    Where lengths vary: (inputs [B, ..., T] padded with zeros to the longest, lengths [B], targets [B]).
     """
-    item = items[index]
-    try:
-        loaded = load(item)
-        return loaded if features is None else features(loaded), target(item)
-    except BadItem as error:
-        return error
-
-
-def collate(samples: Sequence[tuple[Tensor, Any] | BadItem], varies: bool = False) -> Loaded:
-    """Return (batch, path -> why of the unreadable items left out of it); the batch is None when all are.
-
-    A batch is (inputs [B, ...], targets [B]), or where lengths vary (inputs [B, ..., T] padded with zeros to the
-    longest, lengths [B], targets [B]).
-    """
-    bad = {sample.path: sample.why for sample in samples if isinstance(sample, BadItem)}
-    good = [sample for sample in samples if not isinstance(sample, BadItem)]
-    if not good:
-        return None, bad
-    inputs, targets = [sample[0] for sample in good], [sample[1] for sample in good]
+    inputs, targets = map(list, zip(*samples, strict=True))
     labels = [torch.stack(targets) if isinstance(targets[0], Tensor) else torch.tensor(targets)]
     if varies:
         lengths = torch.tensor([row.shape[-1] for row in inputs])
         inputs = [pad(row, (0, int(lengths.max()) - row.shape[-1])) for row in inputs]
         labels = [lengths, *labels]
-    return (default_collate(inputs), *labels), bad
+    return torch.stack(inputs), *labels
 
 
 class BatchStream:
@@ -88,15 +75,21 @@ class BatchStream:
         check_bad_share(self.bad, len(items))
 
         # Order. Clips of one length have nothing to bucket, and evaluation keeps the order of its items.
+        training = seed is not None
         self.lengths = None if workload.length is None else torch.tensor(list(map(workload.length, items)))
-        self.sampler = BatchSampler(len(items), batch_size, seed, rank=rank, world_size=world_size)
-        if seed is not None:
-            bucketed = self.lengths if plan.bucket else None
-            self.sampler = dataclasses.replace(self.sampler, drop_last=plan.drop_last, lengths=bucketed)
+        self.sampler = BatchSampler(
+            len(items),
+            batch_size,
+            seed,
+            drop_last=training and plan.drop_last,
+            lengths=self.lengths if training and plan.bucket else None,
+            rank=rank,
+            world_size=world_size,
+        )
         self.frames = 0  # padded frames of all batches so far, where lengths vary
         self.epoch = self.position = 0
-        self.next_place = (0, 0)  # where `batches` goes on; another epoch or position asks for others
-        self.batches: Iterator[Batch] | None = None
+        self.batches: Iterator[Batch] = iter(())  # of the epoch, up to where `next_place` is
+        self.next_place: tuple[int, int] | None = None
 
         # Samples. What arrives on the device may be waveforms, whose features are computed there.
         self.waveforms = plan.cache_of == "waveform" if cache is not None else plan.features_on == "device"
@@ -116,11 +109,10 @@ class BatchStream:
     def __next__(self) -> "Batch":
         """Return the next batch; one of unreadable items alone is passed over."""
         while True:
-            batches = self.batches if (self.epoch, self.position) == self.next_place else None
-            self.batches = None  # after an error the next call begins at this batch again
-            batches = batches or self.one_epoch(self.epoch, self.position)
-            if (batch := next(batches, None)) is not None:
-                self.batches, self.next_place = batches, (self.epoch, self.position)
+            if (self.epoch, self.position) != self.next_place:  # a new epoch, or put elsewhere
+                self.batches = self.one_epoch(self.epoch, self.position)
+            if (batch := next(self.batches, None)) is not None:
+                self.next_place = self.epoch, self.position
                 return batch
             self.epoch, self.position = self.epoch + 1, 0
 
@@ -137,9 +129,8 @@ class BatchStream:
             self.position += 1
             if batch is not None:
                 yield self.finish(batch, epoch * len(self) + self.position - 1)
-            elif self.sampler.world_size > 1:  # the others would wait for its share
-                path, why = list(self.bad.items())[-1]
-                raise SpeedkitError(f"rank {self.sampler.rank} can read nothing of its share ({path}: {why})")
+            elif self.sampler.world_size > 1:
+                raise SpeedkitError(f"rank {self.sampler.rank} can read nothing of its share, for which others wait")
 
     @functools.cached_property
     def mean_frames(self) -> float:
@@ -204,4 +195,4 @@ class BatchStream:
     def close(self) -> None:
         """End the workers, paused ones too."""
         self.loader.close()
-        self.batches = None
+        self.batches, self.next_place = iter(()), None

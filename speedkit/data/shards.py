@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from filelock import FileLock
 
-from speedkit.errors import PlanError, SpeedkitError
+from speedkit.errors import PlanError
 from speedkit.files import read_json, write_json
 
 if TYPE_CHECKING:
@@ -62,30 +62,21 @@ def pack(workload: "Workload", items: Sequence[Any], folder: str | Path) -> list
     """Return `items` in the same order, the `path` of each a TarMember that holds the bytes of its file.
 
     The shards lie in a subfolder of `folder` that is complete or absent; its name follows from all files, their sizes
-    and times of change. A file that is missing stays a path, for loading to report. `load` has to take a TarMember.
-    Raises PlanError when no item is a file, SpeedkitError when the shards cannot be written.
+    and times of change. `load` has to take a TarMember. Raises PlanError for an item that is no file.
     """
-    present = [index for index, item in enumerate(items) if os.path.isfile(getattr(item, "path", ""))]
-    if not present:
-        raise PlanError(f"shards=True needs items that are files, workload {workload.name} has none: use shards=False")
-    files = [(str(items[index].path), int(workload.target(items[index]))) for index in present]
+    files = [(str(getattr(item, "path", item)), int(workload.target(item))) for item in items]
+    if absent := [path for path, _ in files if not os.path.isfile(path)]:
+        raise PlanError(f"shards=True packs files, and there is no file {absent[0]}: use shards=False")
     states = [(os.stat(path).st_size, os.stat(path).st_mtime_ns) for path, _ in files]
     digest = hashlib.sha256(repr((files, states, SHARD_BYTES)).encode()).hexdigest()[:16]
     shards = Path(folder) / f"{workload.name}-{digest}"
-    try:
-        shards.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{shards}.lock"):  # of two runs that start together one writes
-            if not shards.exists():
-                write_shards(files, shards)
-        rows = read_json(shards / "index.json")
-    except OSError as error:
-        shutil.rmtree(shards.with_suffix(".tmp"), ignore_errors=True)
-        problem = f"shards cannot be written to {shards.parent} ({error})"
-        raise SpeedkitError(f"{problem}: free space there or name another folder with --cache-dir") from error
-    packed = list(items)
-    for index, (tar, offset, size, name) in zip(present, rows, strict=True):
-        packed[index] = dataclasses.replace(items[index], path=TarMember(str(shards / tar), offset, size, name))
-    return packed
+    shards.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{shards}.lock"):  # of two runs that start together one writes
+        if not shards.exists():
+            write_shards(files, shards)
+    rows = read_json(shards / "index.json")
+    stored = [TarMember(str(shards / tar), offset, size, name) for tar, offset, size, name in rows]
+    return [dataclasses.replace(item, path=member) for item, member in zip(items, stored, strict=True)]
 
 
 def write_shards(files: Sequence[tuple[str, int]], shards: Path) -> None:

@@ -25,18 +25,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speedkit.clock import run_until_steady
+from speedkit.data.decode import BadItem
 from speedkit.errors import SpeedkitError
-from speedkit.hardware import usable_cores
 from speedkit.plan import Plan
 
 HUNG_S = 120.0  # a worker hangs when a batch is waited for, and no worker has begun an item for so long
 END_S = 5.0  # what a killed process gets until it is gone
-GAIN = 1.05  # workers cost memory and time to start: more are taken only where steps get so much shorter
-SETTING_S = 0.5  # of steps under one number of workers, to choose one
 
-Loaded = tuple[tuple[Tensor, ...] | None, dict[str, str]]  # the batch, and path -> why of what could not be read
-Tasks = SimpleQueue[tuple[list[int], Future] | None]  # batches to be made; None ends a thread
+Loaded = tuple[tuple[Tensor, ...] | None, dict[str, str]]  # the batch, and path -> why of bad items
+Make = Callable[[list[int], int], Loaded]  # indices, number of the worker -> batch
 seeds = itertools.count()  # no two processes draw the same numbers
 
 
@@ -50,31 +47,34 @@ class BatchMaker:
     """Indices -> batch: samples, collated. `reading` [workers] is the index of the item each worker is at, else -1."""
 
     items: Sequence[Any]
-    sample: Callable[[int], Any]  # index of an item -> sample
-    collate: Callable[[list[Any]], Loaded]
+    sample: Callable[[int], Any]  # index of an item -> sample; raises BadItem
+    collate: Callable[[list[Any]], tuple[Tensor, ...]]
     reading: MutableSequence[int] = dataclasses.field(default_factory=lambda: [-1])
     running: threading.Event | None = None  # threads stand still while it is not set
 
-    def make(self, indices: Iterable[int], worker: int = 0) -> Loaded:
-        """Return the batch of the items at `indices`."""
-        samples = []
+    def make(self, indices: list[int], worker: int = 0) -> Loaded:
+        """Return the batch of the items at `indices`, None where all are bad, and path -> why of those that are."""
+        samples, bad = [], {}
         for index in indices:
             if self.running is not None:
                 self.running.wait()
             self.reading[worker] = index
-            samples.append(self.sample(index))
+            try:
+                samples.append(self.sample(index))
+            except BadItem as error:
+                bad[error.path] = error.why
         self.reading[worker] = -1
-        return self.collate(samples)
+        return self.collate(samples) if samples else None, bad
 
     def failure(self, worker: int, error: BaseException | str) -> SpeedkitError:
         """Return the error of a worker with the item it was at; the exception itself may be one that cannot be sent."""
         if isinstance(error, SpeedkitError):
             return error
         if isinstance(error, BaseException):
-            error = f"a worker failed ({type(error).__name__}: {[*str(error).splitlines(), ''][0]})"
+            error = f"a worker failed ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
         index = self.reading[worker]
-        place = f"at {item_name(self.items[index])}" if index >= 0 else "between items"
-        return SpeedkitError(f"{error} {place}; workers=0 shows where")
+        place = f" at {item_name(self.items[index])}" if index >= 0 else ""
+        return SpeedkitError(f"{error}{place}; workers=0 shows where")
 
 
 class BatchLoader:
@@ -84,47 +84,46 @@ class BatchLoader:
     """
 
     def __init__(self, maker: BatchMaker, batches: Iterable[list[int]], plan: Plan):
-        self.maker, self.batches, self.plan, self.workers = maker, batches, plan, int(plan.workers)
-        maker.reading = multiprocessing.RawArray("q", max(1, self.workers))
+        self.maker, self.batches, self.plan = maker, batches, plan
         self.running = threading.Event()
         self.running.set()
-        self.tasks: Tasks | None = None
+        self.tasks: SimpleQueue | None = None  # (indices, future) of batches to be made; None ends a thread
         self.processes: list[multiprocessing.Process] = []
 
     def __iter__(self) -> Generator[Loaded, None, None]:
-        if not self.workers:
+        if not self.plan.workers:
             yield from map(self.pinned, map(self.maker.make, self.batches))
             return
-        at_end = False
+        complete = False
         try:
-            tasks = self.tasks = self.tasks or self.start()
-            futures = (submit(tasks, indices) for indices in self.batches)
-            ahead = deque(itertools.islice(futures, self.workers * self.plan.prefetch_factor))
+            if self.tasks is None:
+                self.start()
+            futures = map(self.submit, self.batches)
+            ahead = deque(itertools.islice(futures, self.plan.workers * self.plan.prefetch_factor))
             while ahead:
                 loaded = self.received(ahead.popleft())
                 ahead.extend(itertools.islice(futures, 1))
                 yield loaded
-            at_end = True
+            complete = True
         finally:
-            if not at_end or not self.plan.persistent_workers:
+            if not (complete and self.plan.persistent_workers):
                 self.close()
 
-    def start(self) -> Tasks:
+    def start(self) -> None:
         """Start the workers: processes first, for a lock that a thread holds while one is forked stays locked in it."""
-        self.maker.reading[:] = [-1] * self.workers
-        makers: list[Callable[[list[int], int], Loaded]] = [self.maker.make] * self.workers
+        self.maker.reading = multiprocessing.RawArray("q", [-1] * self.plan.workers)
+        makers: list[Make] = [self.maker.make] * self.plan.workers
         if self.plan.worker_kind == "process":
             util.get_temp_dir()  # for the processes' sockets: killed, they could not remove one of their own
-            makers = [self.start_process(worker) for worker in range(self.workers)]
+            makers = [self.start_process(worker) for worker in range(self.plan.workers)]
         else:
             self.maker.running = self.running
-        tasks: Tasks = SimpleQueue()
+        self.tasks = SimpleQueue()
         for worker, make in enumerate(makers):
             # Daemons: one that hangs does not keep Python.
-            threading.Thread(target=self.work, args=(tasks, make, worker), daemon=True).start()
-        return tasks
+            threading.Thread(target=self.work, args=(self.tasks, make, worker), daemon=True).start()
 
-    def start_process(self, worker: int) -> Callable[[list[int], int], Loaded]:
+    def start_process(self, worker: int) -> Make:
         """Start a loader process; return the function that has it make a batch."""
         pipe = near_end, far_end = multiprocessing.Pipe()
         options = {"pipe": pipe, "seed": torch.initial_seed() + next(seeds)}
@@ -148,7 +147,13 @@ class BatchLoader:
 
         return ask
 
-    def work(self, tasks: Tasks, make: Callable[[list[int], int], Loaded], worker: int) -> None:
+    def submit(self, indices: list[int]) -> Future:
+        """Have a batch made; return what it will come in."""
+        future: Future = Future()
+        self.tasks.put((indices, future))  # type: ignore[union-attr]
+        return future
+
+    def work(self, tasks: SimpleQueue, make: Make, worker: int) -> None:
         """Make batches, in the thread of a worker, until None is asked for."""
         torch.set_num_threads(1)  # the workers together already fill the machine
         while (task := tasks.get()) is not None:
@@ -180,29 +185,20 @@ class BatchLoader:
             self.running.set()
         else:
             self.running.clear()
-        for process in self.processes:
-            if process.pid and process.is_alive():
-                os.kill(process.pid, signal.SIGCONT if running else signal.SIGSTOP)
+        for process in filter(multiprocessing.Process.is_alive, self.processes):
+            os.kill(process.pid, signal.SIGCONT if running else signal.SIGSTOP)  # type: ignore[arg-type]
 
     def close(self) -> None:
         """End the workers by force: they may be stopped, or hang."""
         self.running.set()
         kill(self.processes)
-        self.processes = []
-        if self.tasks is not None:
+        self.processes, tasks, self.tasks = [], self.tasks, None
+        if tasks is not None:
             with contextlib.suppress(Empty):
                 while True:
-                    self.tasks.get_nowait()
-            for _ in range(self.workers):
-                self.tasks.put(None)
-            self.tasks = None
-
-
-def submit(tasks: Tasks, indices: list[int]) -> Future:
-    """Have a batch made; return what it will come in."""
-    future: Future = Future()
-    tasks.put((indices, future))
-    return future
+                    tasks.get_nowait()
+            for _ in range(self.plan.workers):
+                tasks.put(None)
 
 
 def serve(maker: BatchMaker, worker: int, *, pipe: tuple[Connection, Connection], seed: int) -> None:
@@ -237,25 +233,3 @@ def kill(processes: Iterable[Any]) -> None:
 def kill_workers() -> None:
     """Kill what a run has left: loader processes ignore SIGTERM, and Python, going out, would wait for ever."""
     kill([process for process in multiprocessing.active_children() if process.daemon])
-
-
-def choose_workers(
-    plan: Plan,
-    open_stream: Callable[[Plan], Any],
-    compute: Callable[[tuple[Tensor, ...]], Any],
-    *,
-    device: torch.device,
-) -> tuple[Plan, str]:
-    """Return `plan` with the fewest workers under which steps, `compute(batch)`, are nearly the shortest, and why.
-
-    Tried are none, 1, 2, 4 ... up to the cores. `open_stream(plan)` returns the stream of batches under a plan.
-    """
-    steps_s = {}
-    for workers in (0, *(2**power for power in range(usable_cores().bit_length()))):
-        trial = dataclasses.replace(plan, workers=workers, persistent_workers=workers > 0)
-        with contextlib.closing(open_stream(trial)) as stream:
-            steps_s[workers] = run_until_steady(lambda: compute(next(stream)), device, max_s=SETTING_S).step_s
-    best = next(workers for workers, step_s in steps_s.items() if step_s <= GAIN * min(steps_s.values()))
-    times = ", ".join(f"{workers} {1e3 * step_s:.3g} ms" for workers, step_s in steps_s.items())
-    chosen = dataclasses.replace(plan, workers=best, persistent_workers=plan.persistent_workers and best > 0)
-    return chosen, f"workers={best} gave the shortest steps: {times}"

@@ -1,6 +1,5 @@
 """From a workload, a recipe and a plan to a run that is ready for its first step."""
 
-import contextlib
 import dataclasses
 import functools
 import os
@@ -16,19 +15,17 @@ from speedkit.config import to_yaml
 from speedkit.data.cache import open_cache
 from speedkit.data.loader import BatchStream
 from speedkit.data.shards import pack
-from speedkit.data.workers import choose_workers
 from speedkit.errors import PlanError
 from speedkit.files import claim_folder, write_text
 from speedkit.hardware import cache_root, this_machine
 from speedkit.plan import EffectivePlan, Fallback, Plan, resolve
 from speedkit.recipe import Recipe
 from speedkit.train import attention, checkpoint, compile, distributed, memory, precision
-from speedkit.train.loop import train
 from speedkit.train.micro_batch import find_micro_batch
 from speedkit.train.optimizer import build_optimizer
 from speedkit.train.progress import wanted
 from speedkit.train.run import TrainingRun
-from speedkit.workloads.workload import Batch, Workload
+from speedkit.workloads.workload import Workload
 
 
 def setup_run(
@@ -139,28 +136,14 @@ def check_strict(effective: EffectivePlan) -> None:
 def choose_auto_settings(
     workload: Workload, recipe: Recipe, effective: EffectivePlan, *, device: torch.device
 ) -> EffectivePlan:
-    """Return `effective` with memory settings applied, and with numbers for micro_batch=auto and workers=auto."""
+    """Return `effective` with memory settings applied, and with a number for micro_batch=auto."""
     memory.keep_freed_memory()
     memory.set_allocator(effective.plan, device)
     if effective.plan.micro_batch == "auto":
         search = find_micro_batch(workload, recipe, effective.plan, device=device, make_run=setup_run)
         memory.release(device)  # what the search had allocated, in blocks cut for other sizes
         effective = effective.with_fallbacks(Fallback("micro_batch", "auto", search.micro_batch, search.why))
-    if effective.plan.workers != "auto":
-        return effective
-    plan = dataclasses.replace(effective.plan, workers=0, shards=False, ranks=1, log_every=1 << 30)
-    with contextlib.closing(setup_run(workload, recipe, plan, device=device, endless=True)) as run:
-        training = train(run)
-
-        def compute(batch: Batch) -> None:
-            run.batch = batch
-            next(training)
-
-        size, items = recipe.batch_size, workload.train
-        open_stream = functools.partial(BatchStream, workload, items, batch_size=size, seed=0, device=device)
-        chosen, why = choose_workers(effective.plan, open_stream, compute, device=device)
-    effective = effective.with_fallbacks(Fallback("workers", "auto", chosen.workers, why))
-    return dataclasses.replace(effective, plan=chosen)  # with their kind, and whether they stay
+    return effective
 
 
 def build_learner(

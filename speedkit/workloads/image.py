@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchvision.io import ImageReadMode, decode_image
 
 from speedkit.data.augment import rand_augment
-from speedkit.data.decode import BadItem, why_unreadable
+from speedkit.data.decode import BadItem
 from speedkit.data.shards import TarMember
 from speedkit.data.sources import Item
 from speedkit.recipe import Recipe
@@ -76,7 +76,7 @@ def load(item: Item, side: int) -> Tensor:
         # Raises RuntimeError for 16 bits per channel.
         return F.interpolate(square, (side, side), mode="bilinear", antialias=True)[0].contiguous()
     except (RuntimeError, OSError, ValueError) as error:
-        raise BadItem(path, why_unreadable(path, error)) from error
+        raise BadItem(path, f"it cannot be decoded ({error})") from error
 
 
 def in_unit_range(image: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ def text(
     metric bounds the bits per byte of the test files: lower is better. Raises UsageError for unusable data.
     """
     window = SIZES[size][0]
-    train, test = (cut_windows(side, window) for side in find_text(data_dir, test_pattern, 0))
+    train, test = (cut_windows(side, window) for side in find_text(data_dir, test_pattern))
     if not len(test) or not 1 <= (clips or len(train)) <= len(train):
         raise UsageError(
             f"there are {len(train)} windows of {window} bytes to train on and {len(test)} to test "
