@@ -28,14 +28,8 @@ def measure(quick: bool) -> Iterator[common.Result]:
 
     # The sweep measures every size as a search measures its few.
     began_s = time.perf_counter()
-    run = setup_run(
-        micro_batch.with_longest_first(workload),
-        recipe,
-        micro_batch.trial_plan(PLAN),
-        device=device,
-        progress=False,
-        endless=True,
-    )
+    longest_first, plan = micro_batch.with_longest_first(workload), micro_batch.trial_plan(PLAN)
+    run = setup_run(longest_first, recipe, plan, device=device, progress=False, endless=True)
     with contextlib.closing(run):
         trial = micro_batch.MicroBatchTrial(run, batch_size)
         rates = trial.rates([size for size in range(1, batch_size + 1) if trial.fits(size, math.inf)])

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import statistics
 import tempfile
-import time
 from collections.abc import Iterator
 
 import common
@@ -14,16 +13,13 @@ from speedkit.workloads.workload import Workload
 
 
 def comparisons(count: int, workload: Workload, faster: Workload | None = None) -> list[Comparison]:
-    """Compare a plan with itself `count` times, on `workload` and, if there is one, the `faster`; say the cost."""
-    began_s, plan = time.perf_counter(), common.IN_MEMORY
+    """Compare a plan with itself `count` times, on `workload` and, if there is one, the `faster`."""
+    plan = common.IN_MEMORY
     with tempfile.TemporaryDirectory() as folder:
-        made = [
+        return [
             compare(workload, plan, plan, device="cpu", seed=seed, cache_dir=folder, workload_b=faster)
             for seed in range(count)
         ]
-    pairs = statistics.fmean(len(one.seconds_a) for one in made)
-    print(f"{count} comparisons: {pairs:.0f} pairs and {(time.perf_counter() - began_s) / count:.2f} s each")
-    return made
 
 
 def measure(quick: bool) -> Iterator[common.Result]:
@@ -31,14 +27,12 @@ def measure(quick: bool) -> Iterator[common.Result]:
     null, planted = (2, 2) if quick else (100, 50)
     workload = common.perceptron(*common.LARGE)
     same = comparisons(null, workload)
-    yield common.median_of(
-        f"kept of {null} A/A comparisons", [sum(one.faster for one in same)], limit=0.02 * null, unit=""
-    )
-
+    kept = sum(one.faster for one in same)
+    yield common.median_of(f"kept of {null} A/A comparisons", [kept], limit=0.02 * null, unit="")
     step_s = statistics.median(min(one.step_s) for one in same)
     slower_loss = functools.partial(common.perceptron_loss, wait_s=0.05 * step_s)
-    found = comparisons(planted, dataclasses.replace(workload, loss=slower_loss), workload)
-    missed = sum(not one.faster for one in found)
+    slower = dataclasses.replace(workload, loss=slower_loss)
+    missed = sum(not one.faster for one in comparisons(planted, slower, workload))
     yield common.median_of(f"planted 5 % missed, of {planted}", [missed], limit=0.1 * planted, unit="")
 
 

@@ -1,13 +1,10 @@
-"""Do cells with output widgets stand still? Count those that do.
+"""Do cells with output widgets stand still? `python benchmarks/notebook_hang.py [RUNS]` counts those that do.
 
 A cell of `ipywidgets.interact` makes nbclient send on the socket on which it waits for the cell's reply; the reply's
 wake-up can get lost, and the cell stands still until its time is up (https://github.com/jupyter/nbclient/issues/312).
 All cores are kept busy meanwhile. Exit code 1 when a cell stands still.
-
-    python benchmarks/notebook_hang.py [RUNS]
 """
 
-import argparse
 import contextlib
 import os
 import subprocess
@@ -41,9 +38,7 @@ def stood_still(folder: Path) -> int:
 
 def main() -> int:
     """Run the notebook as often as asked, and say what stood still."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("runs", type=int, nargs="?", default=10)
-    runs, count = parser.parse_args().runs, 0
+    runs, count = int(sys.argv[1]) if len(sys.argv) > 1 else 10, 0
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
     try:
         for done in range(1, runs + 1):

@@ -1,6 +1,9 @@
-"""Faults to inject: out-of-memory of each kind above a chosen batch size, on any device."""
+"""Faults to inject: out-of-memory of each kind above a chosen batch size, on any device; Ctrl-C in a chosen step."""
 
 import dataclasses
+import itertools
+import os
+import signal
 
 import torch
 
@@ -48,3 +51,15 @@ def limited(workload, fits, kind="cuda", where="forward", times=10**9, raises=No
         return value, outputs
 
     return dataclasses.replace(workload, loss=loss)
+
+
+def interrupting(workload, at):
+    """`workload`, whose loss sends this process SIGINT in training step `at`, counted from 1."""
+    calls = itertools.count(1)
+
+    def loss_with_signal(model, batch, recipe):
+        if model.training and next(calls) == at:
+            os.kill(os.getpid(), signal.SIGINT)
+        return workload.loss(model, batch, recipe)
+
+    return dataclasses.replace(workload, loss=loss_with_signal)

@@ -49,23 +49,6 @@ def plain(lively):
 
 
 @pytest.mark.parametrize(
-    "plan",
-    [
-        {"workers": 2, "persistent_workers": True},
-        {"cache": "ram"},
-        {"cache": "disk"},
-        {"log_every": 1},
-        {"validate_every": 3},
-    ],
-    ids=str,
-)
-def test_plans_that_only_move_data_or_read_it_give_bit_identical_training(lively, plain, plan):
-    losses, weights, evaluation = train(lively, **plan)
-    assert losses == plain[0] and evaluation == plain[2]
-    assert all(map(torch.equal, weights, plain[1]))
-
-
-@pytest.mark.parametrize(
     ("plan", "tolerance"),
     [
         ({"fused_optimizer": True}, 1e-5),  # the order of float32 operations
@@ -80,18 +63,7 @@ def test_plans_that_round_differently_stay_near(lively, plain, plan, tolerance):
     assert train(lively, **plan)[0] == pytest.approx(plain[0], abs=tolerance)
 
 
-# Accumulation: dropout off, for every way to cut a batch draws another mask.
-
-
-def masked_loss(model, batch, recipe):
-    """Cross-entropy over the samples whose first feature is positive: few or many of a batch."""
-    outputs = model(batch[0])
-    losses = nn.functional.cross_entropy(outputs, batch[1], reduction="none")
-    return (losses * (batch[0][:, 0] > 0)).sum() / valid_items(batch).clamp(min=1), outputs
-
-
-def valid_items(batch):
-    return (batch[0][:, 0] > 0).sum()
+# Clipping.
 
 
 def first_gradients(workload, **plan):
@@ -104,19 +76,6 @@ def first_gradients(workload, **plan):
     next(steps(run))
     run.close()
     return torch.cat(gradients), float(run.last_loss)
-
-
-@pytest.mark.parametrize("masked", [False, True], ids=["every item valid", "unequal valid items"])
-@pytest.mark.parametrize("micro_batch", [1, 5, 64])
-def test_accumulated_gradients_are_those_of_the_whole_batch(micro_batch, masked):
-    workload = points(train=16, schedule="constant")
-    if masked:
-        workload = dataclasses.replace(workload, loss=masked_loss, count=valid_items)
-    whole, whole_loss = first_gradients(workload)
-    parts, parts_loss = first_gradients(workload, micro_batch=micro_batch)
-    assert whole.abs().max() > 1e-3
-    torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-7)
-    assert parts_loss == pytest.approx(whole_loss, rel=1e-6)
 
 
 @pytest.mark.parametrize("precision", ["default", "fp16"])
@@ -235,13 +194,6 @@ def test_weights_that_are_not_finite_never_replace_a_good_checkpoint(tmp_path):
     state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     assert state["step"] == 6
     assert all(weight.isfinite().all() for weight in state["model"].values())
-
-
-def test_log_points_hold_the_mean_of_the_steps_between(lively, plain):
-    history = fit(lively, plan=Plan(log_every=4), device="cpu", progress=False)
-    assert history.log_steps == [4, 7, 8, 12, 14]  # every fourth, and before an evaluation
-    bounds = itertools.pairwise([0, *history.log_steps])
-    assert history.loss == pytest.approx([sum(plain[0][a:b]) / (b - a) for a, b in bounds])
 
 
 def test_progress_is_plain_lines_where_there_is_no_terminal_or_off(capfd, monkeypatch):

@@ -1,14 +1,11 @@
 """Interrupted runs: what is left behind is whole, and going on from it is the run that was never interrupted."""
 
 import dataclasses
-import itertools
-import json
-import os
 import resource
-import signal
 
 import pytest
-from tiny import emulating, jitter, loss, points
+from faults import interrupting
+from tiny import emulating, jitter, points
 
 from speedkit.errors import Interrupted, SpeedkitError, UsageError
 from speedkit.plan import Plan
@@ -16,12 +13,6 @@ from speedkit.train import checkpoint
 from speedkit.train.fit import fit
 from speedkit.train.loop import steps
 from speedkit.train.setup import setup_run
-
-PLANS = [
-    {},
-    {"fused_optimizer": True, "cache": "ram"},
-    {"precision": "fp16", "workers": 2, "persistent_workers": True},
-]
 
 
 @pytest.fixture(autouse=True)
@@ -32,39 +23,6 @@ def every_number_format(monkeypatch):
 def lively(**recipe):
     """7 steps an epoch, 14 in all, with every source of randomness on."""
     return points(train=100, augment=jitter, dropout=0.2, clip_norm=1.0, **recipe)
-
-
-def interrupting(workload, at):
-    """`workload`, whose loss sends this process SIGINT in training step `at`, counted from 1."""
-    calls = itertools.count(1)
-
-    def loss_with_signal(model, batch, recipe):
-        if model.training and next(calls) == at:
-            os.kill(os.getpid(), signal.SIGINT)
-        return loss(model, batch, recipe)
-
-    return dataclasses.replace(workload, loss=loss_with_signal)
-
-
-def outcome(history):
-    """All that must not depend on an interruption."""
-    weights = {name: weight.tolist() for name, weight in history.model.state_dict().items()}
-    evaluations = [(result["step"], result["value"]) for result in history.evaluations]
-    return evaluations, history.steps, weights
-
-
-@pytest.mark.parametrize("at", [3, 7], ids="step {}".format)
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, plan, at):
-    workload, options = lively(), {"plan": Plan(log_every=1, **plan), "device": "cpu", "progress": False}
-    whole = fit(workload, **options)
-    with pytest.raises(Interrupted, match=f"after step {at}") as stopped:
-        fit(interrupting(workload, at), out=tmp_path, **options)
-    assert stopped.value.exit_code == 130
-    assert json.loads((tmp_path / "history.json").read_text())["steps"] == at
-    resumed = fit(workload, out=tmp_path, resume=True, **options)
-    assert outcome(resumed) == outcome(whole) and resumed.loss == whole.loss
-    assert json.loads((tmp_path / "history.json").read_text())["resumed_from"] == at
 
 
 @pytest.fixture

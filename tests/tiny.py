@@ -14,6 +14,8 @@ from speedkit.hardware import this_machine
 from speedkit.recipe import Recipe
 from speedkit.workloads.workload import Workload
 
+CPU_FLAGS = ("avx512_bf16", "avx512_fp16")
+
 
 @dataclasses.dataclass(frozen=True)
 class Point:
@@ -22,7 +24,7 @@ class Point:
 
 
 def load(item, size):
-    generator = torch.Generator().manual_seed(hash(item.path) if not item.path.isdigit() else int(item.path))
+    generator = torch.Generator().manual_seed(int(item.path))
     return torch.randn(size, generator=generator) + 0.7 * (2 * item.label - 1)
 
 
@@ -35,8 +37,7 @@ def target(item):
 
 
 def make_model(size, hidden, classes, dropout=0.0):
-    layers = [nn.Linear(size, hidden), nn.ReLU(), nn.Dropout(dropout), nn.Linear(hidden, classes)]
-    return nn.Sequential(*layers)
+    return nn.Sequential(nn.Linear(size, hidden), nn.ReLU(), nn.Dropout(dropout), nn.Linear(hidden, classes))
 
 
 def loss(model, batch, recipe):
@@ -54,9 +55,9 @@ def jitter(batch, generator):
     return inputs + 0.1 * torch.randn(inputs.shape, generator=generator, device=inputs.device), targets
 
 
-def points(train=96, test=32, size=8, hidden=16, classes=2, augment=None, dropout=0.0, **recipe):
+def points(train=96, test=32, size=8, hidden=16, augment=None, dropout=0.0, **recipe):
     """A workload of `train` + `test` points in `size` dimensions."""
-    items = [Point(str(index), index % classes) for index in range(train + test)]
+    items = [Point(str(index), index % 2) for index in range(train + test)]
     return Workload(
         "points",
         Recipe(**({"batch_size": 16, "epochs": 2, "learning_rate": 1e-2} | recipe)),
@@ -65,7 +66,7 @@ def points(train=96, test=32, size=8, hidden=16, classes=2, augment=None, dropou
         functools.partial(load, size=size),
         features,
         target,
-        functools.partial(make_model, size, hidden, classes, dropout),
+        functools.partial(make_model, size, hidden, 2, dropout),
         loss,
         score,
         augment=augment,
@@ -87,18 +88,14 @@ def slowed(workload, seconds):
     return dataclasses.replace(workload, loss=functools.partial(slow_loss, seconds=seconds))
 
 
-@contextlib.contextmanager
-def every_number_format():
-    """Let this machine's CPU have every number format: it emulates those it lacks, slowly, to the same numbers."""
-    facts = hardware._facts
-
-    def emulated(device):
-        return dataclasses.replace(facts(device), cpu_flags=("avx512_bf16", "avx512_fp16"))
-
-    with mock.patch.object(hardware, "_facts", emulated):
-        yield
-
-
 def emulating(device="auto"):
     """This machine, as if its CPU had every number format: it emulates those it lacks, slowly, to the same numbers."""
-    return dataclasses.replace(this_machine(device), cpu_flags=("avx512_bf16", "avx512_fp16"))
+    return dataclasses.replace(this_machine(device), cpu_flags=CPU_FLAGS)
+
+
+@contextlib.contextmanager
+def every_number_format():
+    """Let this machine's CPU have every number format, as `emulating` does, wherever it is asked."""
+    facts = hardware._facts
+    with mock.patch.object(hardware, "_facts", lambda device: dataclasses.replace(facts(device), cpu_flags=CPU_FLAGS)):
+        yield

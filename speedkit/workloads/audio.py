@@ -6,8 +6,9 @@ import operator
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,36 +18,30 @@ from speedkit.data import decode
 from speedkit.data.augment import spec_augment, time_shift
 from speedkit.data.sources import Item
 from speedkit.recipe import Recipe
-from speedkit.workloads.generated import DataOptions, find_or_generate
-from speedkit.workloads.night_sounds import generate
+from speedkit.workloads.generated import find_or_generate
 from speedkit.workloads.residual import class_probabilities, residual_net, score
+from speedkit.workloads.sounds import night_sounds
 from speedkit.workloads.workload import Batch, Workload
 
 BANDS = 64  # mel bands, from 0 Hz to half the sample rate
-LONGEST_S = 10.0
 # Channels of the three stages and residual blocks in each.
 SIZES = {"tiny": ((16, 32, 64), 1), "small": ((32, 64, 128), 1), "medium": ((64, 128, 256), 2)}
 RECIPE = Recipe(batch_size=32, epochs=8, learning_rate=3e-3, weight_decay=0.05, clip_norm=1.0)  # AdamW, one cycle
 
 
 def audio(
-    data_dir: str | Path | None = None,
-    *,
-    size: str = "small",
-    max_duration_s: float = LONGEST_S,
-    **options: Unpack[DataOptions],
+    data_dir: str | Path | None = None, *, size: str = "small", max_duration_s: float = 10.0, **options: Any
 ) -> Workload:
     """Return the workload on the recordings under `data_dir`, or on generated night sounds without one.
 
     All clips are brought to the commonest sample rate and to the length that 99 % of them do not exceed, at most
-    `max_duration_s`. Raises UsageError for data that cannot be used as asked.
+    `max_duration_s`. `options` are those of `find_items`, and `clips`. Raises UsageError for unusable data.
     """
-    files = find_or_generate(data_dir, generate, **options)
+    files = find_or_generate(data_dir, night_sounds, **options)
     frame = framing(files.train)
-    durations_s = sorted(item.duration_s for item in files.train)
-    usual_s = min(durations_s[math.ceil(0.99 * len(durations_s)) - 1], max_duration_s)
-    # Whole hops, and at least 16: what the net's strides leave something of.
-    num_samples = frame["hop"] * max(16, math.ceil(round(usual_s * frame["sample_rate_hz"] / frame["hop"], 6)))
+    usual_s = float(np.quantile([item.duration_s for item in files.train], 0.99, method="inverted_cdf"))
+    hops = math.ceil(round(min(usual_s, max_duration_s) * frame["sample_rate_hz"] / frame["hop"], 6))
+    num_samples = frame["hop"] * max(16, hops)  # 16 frames: what the net's strides leave something of
     return Workload(
         "audio",
         RECIPE,
@@ -60,7 +55,7 @@ def audio(
         augment=augment,
         honours=("label_smoothing", "mixup"),
         decoders=("torchcodec", "librosa"),
-        # Two standard errors of an accuracy of 0.9 on the 400 generated test files.
+        # Two standard errors of an accuracy of 0.9 on the generated test files.
         margin=0.02 if data_dir or options.get("labels") else 0.03,
         parameters={**frame, "bands": BANDS, "num_samples": num_samples},
         sources=(decode.load_audio,),
@@ -79,9 +74,9 @@ def load(item: Item, sample_rate_hz: int, num_samples: int, *, decoder: str = "s
 
 
 @functools.lru_cache(maxsize=8)
-def mel_transform(device: torch.device, *, bands: int, **frame: int) -> MelSpectrogram:
+def mel_transform(device: torch.device, **options: int) -> MelSpectrogram:
     """Return torchaudio's transform; its window and filters are computed once per process and device."""
-    return MelSpectrogram(n_mels=bands, **frame).to(device)
+    return MelSpectrogram(**options).to(device)
 
 
 def log_mel(waveform: Tensor, sample_rate_hz: int, n_fft: int, *, hop: int, bands: int) -> Tensor:
@@ -89,7 +84,7 @@ def log_mel(waveform: Tensor, sample_rate_hz: int, n_fft: int, *, hop: int, band
 
     One waveform [T] gives the same bits in any process and with any number of threads: no sum is shared between them.
     """
-    transform = mel_transform(waveform.device, bands=bands, sample_rate=sample_rate_hz, n_fft=n_fft, hop_length=hop)
+    transform = mel_transform(waveform.device, n_mels=bands, sample_rate=sample_rate_hz, n_fft=n_fft, hop_length=hop)
     decibel = 10 * torch.log10(transform(waveform)[..., : waveform.shape[-1] // hop] + 1e-10)  # [..., bands, F]
     decibel = torch.maximum(decibel, decibel.amax(dim=(-2, -1), keepdim=True) - 80)  # silence must not set the scale
     mean = decibel.mean(dim=-1).mean(dim=-1)[..., None, None]
@@ -117,8 +112,7 @@ class AudioNet(nn.Module):
         x = self.blocks(x)  # [B, C, 4, F / 32]
         # max, not amax: amax's gradient looks for elements equal to the maximum, and compiled bfloat16 code, keeping
         # one of the two unrounded, finds none and divides by zero.
-        pooled = torch.cat((x.mean(dim=3), x.max(dim=3).values), dim=1)  # [B, 2C, 4]
-        return self.head(pooled.flatten(1))
+        return self.head(torch.cat((x.mean(dim=3), x.max(dim=3).values), dim=1).flatten(1))  # of [B, 2C, 4]
 
 
 def loss(model: nn.Module, batch: Batch, recipe: Recipe) -> tuple[Tensor, Tensor]:

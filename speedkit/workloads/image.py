@@ -4,7 +4,7 @@ import functools
 import math
 import operator
 from pathlib import Path
-from typing import Unpack
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +16,8 @@ from speedkit.data.decode import BadItem
 from speedkit.data.shards import TarMember
 from speedkit.data.sources import Item
 from speedkit.recipe import Recipe
-from speedkit.workloads.generated import DataOptions, find_or_generate
-from speedkit.workloads.patterns import generate
+from speedkit.workloads.generated import find_or_generate
+from speedkit.workloads.patterns import patterns
 from speedkit.workloads.residual import class_probabilities, residual_net, score
 from speedkit.workloads.workload import Batch, Workload
 
@@ -27,19 +27,16 @@ SIZES = {
     "small": (64, 32, (64, 96, 128), 1),
     "medium": (128, 64, (128, 256, 512), 2),
 }
-RECIPE = Recipe(
-    batch_size=32, epochs=8, learning_rate=1e-2, weight_decay=0.05, clip_norm=1.0, label_smoothing=0.1
-)  # AdamW, one cycle
-STRENGTH = 0.3  # of the augmentation
+RECIPE = Recipe(batch_size=32, epochs=8, learning_rate=1e-2, weight_decay=0.05, clip_norm=1.0, label_smoothing=0.1)
 
 
-def image(data_dir: str | Path | None = None, *, size: str = "small", **options: Unpack[DataOptions]) -> Workload:
+def image(data_dir: str | Path | None = None, *, size: str = "small", **options: Any) -> Workload:
     """Return the workload on the images under `data_dir`, or on generated photographs without one.
 
-    All images are brought to one square, whose side follows from `size`. Raises UsageError for data that cannot be used
-    as asked.
+    All images are brought to one square, whose side follows from `size`. `options` are those of `find_items`, and
+    `clips`. Raises UsageError for unusable data.
     """
-    files = find_or_generate(data_dir, generate, kind="image", **options)
+    files = find_or_generate(data_dir, patterns, kind="image", **options)
     side = SIZES[size][0]
     return Workload(
         "image",
@@ -53,7 +50,7 @@ def image(data_dir: str | Path | None = None, *, size: str = "small", **options:
         score=score,
         augment=augment,
         honours=("label_smoothing", "focal_gamma", "mixup"),
-        # Two standard errors of an accuracy of 0.9 on the 400 generated test files.
+        # Two standard errors of an accuracy of 0.9 on the generated test files.
         margin=0.02 if data_dir or options.get("labels") else 0.03,
         kept_as="uint8",
         parameters={"side": side},
@@ -87,14 +84,11 @@ def in_unit_range(image: Tensor) -> Tensor:
 def augment(batch: Batch, generator: torch.Generator) -> Batch:
     """Return the batch with each image [B, 3, H, W] moved, relit and with a rectangle cut out."""
     inputs, targets = batch
-    return rand_augment(inputs, generator, STRENGTH), targets
+    return rand_augment(inputs, generator, strength=0.3), targets
 
 
 class ImageNet(nn.Module):
-    """Images [B, 3, H, W] in 0..1 -> logits [B, K].
-
-    Its weights start from a truncated normal of deviation sqrt(2 / inputs) (He et al. 2015).
-    """
+    """Images [B, 3, H, W] in 0..1 -> logits [B, K]."""
 
     def __init__(self, classes: int, size: str = "small"):
         super().__init__()
@@ -104,7 +98,7 @@ class ImageNet(nn.Module):
         nn.init.zeros_(self.head.bias)
         for layer in self.modules():
             if isinstance(layer, nn.Conv2d | nn.Linear):
-                # Cut off at two standard deviations, a normal distribution keeps 0.8796 of its own.
+                # He et al. 2015. Cut off at two standard deviations, a normal distribution keeps 0.8796 of its own.
                 deviation = math.sqrt(2 / layer.weight[0].numel()) / 0.8796
                 nn.init.trunc_normal_(layer.weight, std=deviation, a=-2 * deviation, b=2 * deviation)
 
@@ -118,9 +112,8 @@ class ImageNet(nn.Module):
 def loss(model: nn.Module, batch: Batch, recipe: Recipe) -> tuple[Tensor, Tensor]:
     """Return (mean over the batch of -sum_k q_k (1 - p_k) ** focal_gamma log p_k, logits [B, K]).
 
-    p is the softmax of the logits. q is the target's distribution: one class, mixed with the other one's as mixup
-    weighs the two, then `label_smoothing` of it spread evenly. Without any of the three this is cross-entropy, with
-    `focal_gamma` alone the focal loss of Lin et al. (2017, equation 4).
+    p is the softmax of the logits; q the target's distribution: one class, mixed with mixup's other one, then
+    `label_smoothing` of it spread evenly. With `focal_gamma` alone it is the focal loss of Lin et al. (2017).
     """
     inputs, targets, *mixed = batch
     logits = model(inputs)

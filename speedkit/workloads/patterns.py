@@ -1,8 +1,4 @@
-"""Photographs of patterned cloth and walls: eight classes, in class-named subfolders.
-
-A photograph is a function of its index alone: they can be made in any order, and a larger set begins with the
-smaller. Neither torch nor a font or texture from elsewhere is needed.
-"""
+"""Generated photographs of patterned cloth and walls, in eight classes."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,11 +9,6 @@ from PIL import Image
 from scipy.ndimage import gaussian_filter
 
 from speedkit.workloads.generated import complete, in_classes
-
-CLIPS = 1200  # 800 to train on, 25 whole batches of 32, and 400 to test on
-PIXELS = (80, 161)  # of either side of a photograph, drawn apart
-VERSION = 2  # part of the folder's name: raise it when a photograph changes
-FORMATS = ("jpg", "jpg", "jpg", "png")  # of the takes in turn
 
 Plane = NDArray[np.float32]  # [H, W]
 # Each class: where its ink is, by the coordinates u and v on the pattern in periods and by its line width.
@@ -31,28 +22,29 @@ PATTERNS: dict[str, Callable[[Plane, Plane, float], NDArray]] = {
     "weave": lambda u, v, line: np.where((np.floor(u) + np.floor(v)) % 2, u, v) * 3 % 1 < line + 0.2,
     "zigzags": lambda u, v, line: (v + 0.4 * np.abs(2 * (u % 1) - 1)) % 1 < line + 0.15,
 }
-CLASSES = tuple(PATTERNS)
+
+
+def patterns(clips: int = 1200) -> Path:
+    """Return a folder of class-named subfolders with images: two thirds to train on, the others to test on."""
+    paths = in_classes(clips, tuple(PATTERNS), ("jpg", "jpg", "jpg", "png"))
+    return complete(f"patterns/{clips}_photographs_seed0_v2", paths, photograph, save=save)
+
+
+def save(path: Path, pixels: NDArray[np.uint8], format: str) -> None:
+    """Write an image as JPEG or PNG."""
+    Image.fromarray(pixels).save(path, "JPEG" if format == "jpg" else "PNG", quality=75)
 
 
 def photograph(index: int) -> NDArray[np.uint8]:
-    """Return photograph `index` of the set: [H, W, 3]; its class is CLASSES[index % 8]."""
+    """Return photograph `index` of the set: [H, W, 3], either side of 80 to 160 pixels."""
     rng = np.random.default_rng([0, index])
-    height, width = rng.integers(*PIXELS, 2)
+    height, width = rng.integers(80, 161, 2)
     y, x = np.mgrid[:height, :width] * (np.exp(rng.uniform(np.log(4), np.log(9))) / min(height, width))  # periods
     turn, (left, top) = rng.uniform(-0.8, 0.8), rng.uniform(0, 10, 2)
     u, v = np.cos(turn) * x - np.sin(turn) * y + left, np.sin(turn) * x + np.cos(turn) * y + top
-    ink = PATTERNS[CLASSES[index % len(CLASSES)]](u, v, rng.uniform(0.15, 0.4))
+    pattern = list(PATTERNS.values())[index % len(PATTERNS)]
+    ink = pattern(u, v, rng.uniform(0.15, 0.4))
     ground, contrast = rng.uniform(0.2, 0.8, 3), rng.uniform(0.1, 0.4) * rng.choice([-1, 1], 3)
     image = gaussian_filter(ground + ink[..., None] * contrast, (1.0, 1.0, 0))
     image += rng.normal(0, rng.uniform(0.05, 0.25), image.shape)  # of the sensor
     return (255 * np.clip(image, 0, 1)).round().astype(np.uint8)
-
-
-def generate(clips: int = CLIPS) -> Path:
-    """Return a folder of class-named subfolders with `clips` images (JPEG, PNG), as `complete` makes it."""
-
-    def write(index: int, path: Path, format: str) -> None:
-        Image.fromarray(photograph(index)).save(path, "JPEG" if format == "jpg" else "PNG", quality=75)
-
-    paths = [in_classes(index, CLASSES, FORMATS) for index in range(clips)]
-    return complete(f"patterns/{clips}_photographs_seed0_v{VERSION}", paths, write)

@@ -1,14 +1,15 @@
 """The speech workload: a Conformer guesses masked frames of utterances whose lengths differ widely.
 
-What is guessed are codes of a random quantiser that is never trained: BEST-RQ (Chiu et al. 2022,
+It guesses codes of a random quantiser that is never trained: BEST-RQ (Chiu et al. 2022,
 https://arxiv.org/abs/2202.01855). The net is torchaudio's Conformer behind a convolutional stem that makes one frame of
 four, as FastConformer and NEST have it. No result depends on the padding of a clip, or on the others in its batch.
 """
 
 import functools
+import math
 import operator
 from pathlib import Path
-from typing import Unpack
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +21,8 @@ from speedkit.data.sources import Item
 from speedkit.errors import UsageError
 from speedkit.recipe import Recipe
 from speedkit.workloads.audio import framing, log_mel
-from speedkit.workloads.generated import DataOptions, find_or_generate
-from speedkit.workloads.utterances import generate
+from speedkit.workloads.generated import find_or_generate
+from speedkit.workloads.sounds import utterances
 from speedkit.workloads.workload import Batch, Workload
 
 BANDS = 80
@@ -29,33 +30,25 @@ STRIDE = 4  # spectrogram frames of 10 ms in one frame of the net
 BLOCK, SPAN = 10, 4  # of every 10 frames of the net 4 in a row are masked
 CODES, CODE_SIZE = 256, 16
 KERNEL = 9  # frames that the depthwise convolution sees, as in FastConformer
-LONGEST_S = 30.0
-# Width, blocks, heads.
-SIZES = {"tiny": (64, 2, 2), "small": (128, 4, 4), "medium": (512, 17, 8)}
+SIZES = {"tiny": (64, 2, 2), "small": (128, 4, 4), "medium": (512, 17, 8)}  # width, blocks, heads
 RECIPE = Recipe(batch_size=16, epochs=8, learning_rate=2e-3, weight_decay=0.01, clip_norm=1.0)
 
 
 def speech(
-    data_dir: str | Path | None = None,
-    *,
-    size: str = "small",
-    max_duration_s: float = LONGEST_S,
-    **options: Unpack[DataOptions],
+    data_dir: str | Path | None = None, *, size: str = "small", max_duration_s: float = 30.0, **options: Any
 ) -> Workload:
     """Return the workload on all recordings under `data_dir`, or on generated utterances without one.
 
     Labels are not needed. Clips over `max_duration_s` are left out, and listed with the files that cannot be read;
-    those under 0.4 s are padded with silence. Raises UsageError for data that cannot be used as asked.
+    those under 0.4 s are padded with silence. `options` are those of `find_items`, and `clips`. Raises UsageError for
+    unusable data.
     """
-    files = find_or_generate(data_dir, generate, labelled=False, **options)
+    files = find_or_generate(data_dir, utterances, labelled=False, **options)
     train, test = ([item for item in side if item.duration_s <= max_duration_s] for side in (files.train, files.test))
     if not train or not test:
         raise UsageError(f"too few clips last up to {max_duration_s:g} s: one to train and one to test on are needed")
-    too_long = [
-        (item.path, f"it lasts {item.duration_s:.1f} s, over {max_duration_s:g} (max_duration_s)")
-        for item in (*files.train, *files.test)
-        if item.duration_s > max_duration_s
-    ]
+    why = f"it lasts over {max_duration_s:g} s (max_duration_s)"
+    too_long = [(item.path, why) for item in (*files.train, *files.test) if item.duration_s > max_duration_s]
     spectrogram = framing(train)
     timing = {key: spectrogram[key] for key in ("sample_rate_hz", "hop")}
     return Workload(
@@ -68,12 +61,12 @@ def speech(
         target=operator.attrgetter("label"),
         model=functools.partial(SpeechNet, size),
         loss=loss,
-        score=score,
+        score=lambda outputs, batch: outputs,
         metric="masked-frame accuracy",
         augment=augment,
         length=functools.partial(frames, **timing),
         decoders=("torchcodec", "librosa"),
-        count=count,
+        count=lambda batch: masked(batch).sum(),  # on the device
         parameters=spectrogram,
         sources=(decode.load_audio, log_mel),
         quarantined=(*files.quarantined, *too_long),
@@ -106,19 +99,17 @@ def augment(batch: Batch, generator: torch.Generator) -> Batch:
 
 
 def masked(batch: Batch) -> Tensor:
-    """Return which frames of the net are to be guessed, [B, N]: those drawn, or at evaluation the middle of blocks."""
+    """Return which frames of the net are to be guessed, [B, N]: at evaluation always the same."""
     return batch[3] if len(batch) > 3 else draw_mask(batch)
 
 
 def draw_mask(batch: Batch, generator: torch.Generator | None = None) -> Tensor:
     """Return a mask [B, N] of one span in each block of each clip, its place drawn or the middle, none in padding."""
     inputs, lengths = batch[:2]
-    blocks, device = -(-inputs.shape[-1] // (STRIDE * BLOCK)), inputs.device
-    place = torch.full((1, blocks, 1), 0.5, device=device)
+    place = torch.full((len(inputs), math.ceil(inputs.shape[-1] / (STRIDE * BLOCK)), 1), 0.5, device=inputs.device)
     if generator is not None:
-        place = torch.rand(len(inputs), blocks, 1, generator=generator, device=generator.device).to(device)
-    first = (place * (BLOCK - SPAN + 1)).long()
-    offset = torch.arange(BLOCK, device=device)
+        place.uniform_(generator=generator)
+    first, offset = (place * (BLOCK - SPAN + 1)).long(), torch.arange(BLOCK, device=inputs.device)
     mask = ((offset >= first) & (offset < first + SPAN)).flatten(1)[:, : inputs.shape[-1] // STRIDE]
     return mask & within(mask.shape[1], lengths // STRIDE)
 
@@ -128,17 +119,11 @@ def within(count: int, lengths: Tensor) -> Tensor:
     return torch.arange(count, device=lengths.device) < lengths[:, None]
 
 
-def count(batch: Batch) -> Tensor:
-    """Return how many frames of the batch are guessed, on the device."""
-    return masked(batch).sum()
-
-
 class Convolution(nn.Module):
     """A Conformer's convolution module, for clips of different lengths.
 
-    torchaudio's lets padding in: its depthwise convolution reaches from a clip's last frames into padding that is not
-    zero by then, and batch or group normalisation takes it into the mean. Here the padding is made zero before the
-    convolution, and each frame is normalised by itself. Kernels of size 1 are the linear layers they equal.
+    torchaudio's lets padding in, through its depthwise convolution and its normalisation. Here the padding is made zero
+    before the convolution, and each frame is normalised by itself. Kernels of size 1 are the linear layers they equal.
     """
 
     def __init__(self, width: int):
@@ -212,8 +197,3 @@ def loss(model: nn.Module, batch: Batch, recipe: Recipe) -> tuple[Tensor, Tensor
     right = (logits.detach().argmax(dim=-1) == codes) & mask
     mean = frame_loss.masked_fill(~mask, 0).sum() / mask.sum().clamp(min=1)
     return mean, right.sum(dim=1) / mask.sum(dim=1).clamp(min=1)
-
-
-def score(outputs: Tensor, batch: Batch) -> Tensor:
-    """Return the share of masked frames guessed right in each clip, [B]: the outputs of `loss`."""
-    return outputs

@@ -1,7 +1,7 @@
 """The text workload: a masked-diffusion language model over bytes, by default of Python's own standard library.
 
 Nie et al. 2025, "Large Language Diffusion Models" (LLaDA): hide a random share of a window of text, and learn to fill
-it in from both sides. A byte is a token, so nothing is tokenized, and a window is a slice of one tensor in memory.
+it in from both sides. A byte is a token, and a window is a slice of one tensor in memory.
 """
 
 import functools
@@ -29,11 +29,7 @@ SIZES = {
     "medium": (1024, 1024, 10, 8, 2816),  # 129 million weights
 }
 RECIPE = Recipe(batch_size=16, epochs=None, steps=240, learning_rate=3e-3, weight_decay=0.1, clip_norm=1.0)
-RECIPES = {
-    "tiny": replace(RECIPE, steps=100),
-    "small": RECIPE,
-    "medium": replace(RECIPE, batch_size=64, steps=2000, learning_rate=6e-4),
-}
+RECIPES = {"medium": replace(RECIPE, batch_size=64, steps=2000, learning_rate=6e-4)}  # of sizes with their own
 
 
 def text(
@@ -45,20 +41,19 @@ def text(
 ) -> Workload:
     """Return the workload on the text files under `data_dir`, or on the source of Python's standard library.
 
-    `test_pattern` chooses the test files as in `find_text`; `clips` is the number of windows to train on. The
-    metric bounds the bits per byte of the test files: lower is better. Raises UsageError for unusable data.
+    `test_pattern` chooses the test files as in `find_text`; at most `clips` windows are trained on. The metric bounds
+    the bits per byte of the test files. Raises UsageError for unusable data.
     """
     window = SIZES[size][0]
-    train, test = (cut_windows(side, window) for side in find_text(data_dir, test_pattern))
-    if not len(test) or not 1 <= (clips or len(train)) <= len(train):
-        raise UsageError(
-            f"there are {len(train)} windows of {window} bytes to train on and {len(test)} to test "
-            f"on, {clips or 1} asked for: give more text, or lower size or clips"
-        )
+    whole = (side[: len(side) // window * window] for side in find_text(data_dir, test_pattern))
+    train, test = (torch.tensor(bytearray(side), dtype=torch.uint8).view(-1, window) for side in whole)  # [N, T]
+    if not len(train) or not len(test):
+        counts = f"{len(train)} windows of {window} bytes to train on and {len(test)} to test on"
+        raise UsageError(f"there are {counts}: give more text, or lower size")
     train, test = train[:clips], test[:: math.ceil(len(test) / TEST_WINDOWS)]
     return Workload(
         "text",
-        RECIPES[size],
+        RECIPES.get(size, RECIPE),
         range(len(train)),
         range(len(train), len(train) + len(test)),
         load=functools.partial(torch.select, torch.cat((train, test)), 0),
@@ -66,7 +61,7 @@ def text(
         target=operator.index,  # the number of a window, which decides what is hidden of it in a test
         model=functools.partial(TextNet, size),
         loss=loss,
-        score=score,
+        score=lambda outputs, batch: outputs,
         augment=augment,
         metric="bits_per_byte",
         higher_is_better=False,
@@ -76,16 +71,11 @@ def text(
     )
 
 
-def cut_windows(content: bytes, window: int) -> Tensor:
-    """Return the text cut into windows, [N, T] uint8; what fills none is left out."""
-    return torch.tensor(bytearray(content[: len(content) // window * window]), dtype=torch.uint8).view(-1, window)
-
-
 def augment(batch: Batch, generator: torch.Generator) -> Batch:
     """Return (windows with bytes hidden [B, T], windows [B, T]): of each a random number of its bytes, from 1 to T.
 
     The numbers are spread evenly over a batch, and each of them alone is uniform: the same mean loss with less noise
-    (Kingma et al. 2021, "Variational Diffusion Models", appendix I.1).
+    (Kingma et al. 2021, "Variational Diffusion Models").
     """
     windows, _ = batch
     count, window = windows.shape
@@ -104,9 +94,8 @@ def evaluation_masks(window: int, device: torch.device) -> Tensor:
 def loss(model: nn.Module, batch: Batch, recipe: Recipe) -> tuple[Tensor, Tensor]:
     """Return (mean over windows of the mean cross-entropy of their hidden bytes, the same in bits per window [B]).
 
-    Of a window of L bytes the share t = n / L is hidden, so that is the sum over hidden bytes / (t L): over n from 1 to
-    L on average an upper bound of the negative log-likelihood per byte (Nie et al. 2025, equations 3 and 6). A batch
-    that did not go through `augment` is for testing, and has bytes hidden by a fixed rule.
+    With a uniform number of hidden bytes that is on average an upper bound of the negative log-likelihood per byte (Nie
+    et al. 2025, equations 3 and 6). A batch that did not go through `augment` has bytes hidden by a fixed rule.
     """
     shown, windows = batch
     if windows.dim() == 1:  # (windows, their numbers)
@@ -118,11 +107,6 @@ def loss(model: nn.Module, batch: Batch, recipe: Recipe) -> tuple[Tensor, Tensor
     byte_loss = F.cross_entropy(logits, windows.long().flatten(), reduction="none").view_as(hidden)
     nats = (byte_loss * hidden).sum(dim=1) / hidden.sum(dim=1)
     return nats.mean(), nats.detach() / math.log(2)
-
-
-def score(outputs: Tensor, batch: Batch) -> Tensor:
-    """Return the bits per byte of each window, [B]: the outputs of `loss`."""
-    return outputs
 
 
 class RMSNorm(nn.RMSNorm):

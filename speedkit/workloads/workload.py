@@ -50,4 +50,3 @@ class Workload:
     sources: tuple[Any, ...] = ()  # functions and modules whose source the cached features depend on
     classes: tuple[str, ...] = ()
     quarantined: tuple[tuple[str, str], ...] = ()  # (path, why) of files left out before training
-    made_by: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # load_workload's {"name": ..., options ...}

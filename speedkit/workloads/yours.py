@@ -17,17 +17,15 @@ from speedkit.recipe import Recipe
 from speedkit.workloads import residual
 from speedkit.workloads.workload import Batch, Workload
 
-Rule = Callable[[Tensor, Tensor], Tensor]  # of outputs and targets
-
 
 @dataclasses.dataclass(eq=False)
 class Sample:
-    """One item of a map-style data set."""
+    """One item of a map-style data set; `target` is what came with the input when that was loaded."""
 
     path: str
     data: Any
     index: int
-    target: Any = None  # what came with the input when that was loaded
+    target: Any = None
 
 
 def from_dataset(
@@ -35,52 +33,58 @@ def from_dataset(
     train: Any,
     test: Any,
     *,
-    loss: Rule = F.cross_entropy,
-    score: Rule | None = None,
+    loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
+    score: Callable[[Tensor, Tensor], Tensor] | None = None,
     recipe: Recipe | None = None,
     name: str = "yours",
     **others: Any,
 ) -> Workload:
     """Return the workload of a model and two map-style data sets whose items are (input tensor, target).
 
-    `loss` gives one number, the mean over the batch; `score` one per sample [B], by default 1 where the largest output
-    is that of the target. A module is copied for each training; a function that makes one gives each seed its own.
-    `others` are fields of Workload. What is random belongs into `augment`: a cache would keep what a data set drew
-    first. Raises UsageError for what cannot be trained on.
+    Of outputs and targets `loss` gives one number, the mean over the batch, and `score` one per sample [B], by default
+    1 where the largest output is that of the target. A module is copied for each training; a function that makes one
+    gives each seed its own. `others` are fields of Workload. What is random belongs into `augment`: a cache would keep
+    what a data set drew first. Raises SpeedkitError for what cannot be trained on.
     """
-    sides = {}
-    for side, data in (("train", train), ("test", test)):
+    for data in (train, test):
         if not hasattr(data, "__getitem__") or not hasattr(data, "__len__") or not len(data):
-            raise UsageError(f"the {side} set ({type(data).__name__}) has no items by index: give a map-style data set")
-        sides[side] = [Sample(f"{side}/{index}", data, index) for index in range(len(data))]
-    try:
-        firsts = [(load(samples[0]), torch.as_tensor(target(samples[0]))) for samples in sides.values()]
-    except BadItem as item:
-        raise UsageError(str(item)) from item
-    classes = all(label.ndim == 0 and not label.is_floating_point() for _, label in firsts)
-    if score is None and not classes:
+            raise UsageError(f"{type(data).__name__} has no items by index: give map-style data sets")
+    samples, test_samples = (
+        [Sample(f"{side}/{index}", data, index) for index in range(len(data))]
+        for side, data in (("train", train), ("test", test))
+    )
+    inputs, label = load(samples[0]), torch.as_tensor(target(samples[0]))
+    class_numbers = label.ndim == 0 and not label.is_floating_point()
+    if score is None and not class_numbers:
         raise UsageError("the targets are no class numbers: give score(outputs, targets), one number per sample")
-    cacheable = classes and all(inputs.is_floating_point() for inputs, _ in firsts)
-    fields: dict[str, Any] = {"cacheable": cacheable, "parameters": {"train": train, "test": test}} | others
+
+    def batch_loss(model: nn.Module, batch: Batch, recipe: Recipe) -> tuple[Tensor, Tensor]:
+        outputs = model(batch[0])
+        return loss(outputs, batch[1]), outputs
+
+    fields: dict[str, Any] = {
+        "cacheable": class_numbers and inputs.is_floating_point(),
+        "parameters": {"train": train, "test": test},
+    }
     return Workload(
         name,
         recipe or Recipe(),
-        sides["train"],
-        sides["test"],
+        samples,
+        test_samples,
         load=load,
-        features=torch.Tensor.contiguous,
+        features=Tensor.contiguous,  # nothing to do
         target=target,
         model=functools.partial(copy.deepcopy, model) if isinstance(model, nn.Module) else model,
-        loss=functools.partial(apply_loss, rule=loss),
-        score=residual.score if score is None else functools.partial(apply_score, rule=score),
-        **fields,
+        loss=batch_loss,
+        score=residual.score if score is None else lambda outputs, batch: score(outputs, batch[1]),
+        **fields | others,
     )
 
 
 def load(sample: Sample) -> Tensor:
     """Return the sample's input, and keep its target for `target`. Raises BadItem for what is no such pair."""
     pair = sample.data[sample.index]
-    if not isinstance(pair, tuple | list) or len(pair) != 2 or not hasattr(pair[0], "__array__"):
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise BadItem(sample.path, f"it gives {type(pair).__name__}, not (input tensor, target)")
     sample.target = pair[1]
     return torch.as_tensor(pair[0])
@@ -98,14 +102,3 @@ def target(sample: Sample) -> Any:
         value = sample.data[sample.index][1] if labels is None else labels[sample.index]
     sample.target = None if np.ndim(value) else value
     return value
-
-
-def apply_loss(model: nn.Module, batch: Batch, recipe: Recipe, *, rule: Rule) -> tuple[Tensor, Tensor]:
-    """Return (loss [], outputs)."""
-    outputs = model(batch[0])
-    return rule(outputs, batch[1]), outputs
-
-
-def apply_score(outputs: Tensor, batch: Batch, *, rule: Rule) -> Tensor:
-    """Return the score of each sample, [B]."""
-    return rule(outputs, batch[1])
