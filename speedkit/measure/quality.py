@@ -42,16 +42,11 @@ def parity(promised: str, losses: Sequence[float], reference: Sequence[float], *
     `mean_difference` of the same plan from another seed: training cannot feel it. order-equal: the batches are others
     of the same items, so the mean difference is at most what the scatter of the differences makes of it.
     """
-    what, cause, difference = "losses", "another seed", mean_difference(losses, reference)
-    if promised == "bit-equal":
-        equal = list(losses) == list(reference)
-        return Parity(equal, "losses bit-equal" if equal else f"losses differ by {difference:.2g}, should be bit-equal")
+    difference, allowed = mean_difference(losses, reference), 0.0 if promised == "bit-equal" else noise
     if promised == "order-equal":
-        mean, noise = trimmed_mean([new - old for new, old in zip(losses, reference, strict=True)], ORDER_TAIL)
-        what, cause, difference = "mean losses", "other batches", abs(mean)
-    passed = difference <= noise
-    side = "within" if passed else "beyond"
-    return Parity(passed, f"{what} differ by {difference:.2g}, {side} the {noise:.2g} of {cause}")
+        mean, allowed = trimmed_mean([new - old for new, old in zip(losses, reference, strict=True)], ORDER_TAIL)
+        difference = abs(mean)
+    return Parity(difference <= allowed, f"losses differ by {difference:.2g}, at most {allowed:.2g} allowed")
 
 
 def mean_difference(losses: Sequence[float], reference: Sequence[float]) -> float:
@@ -227,7 +222,7 @@ def choose_batch_size(
 
 def judge_batch(workload: Workload, curves: Curves) -> Row:
     """Return the seconds both recipes take to one quality, and whether the other is as good and sooner every time."""
-    times, as_good = time_to_quality(workload, curves), quality_of(workload, curves)["decision"] == "as good"
-    why = "sooner with every seed, and as good" if times["sooner"] else "not sooner with every seed"
-    why = why if as_good else f"not shown to be as good within {workload.margin:g}"
-    return {**times, "taken": times["sooner"] and as_good and bool(times["ratio"]), "why": why}
+    times, decision = time_to_quality(workload, curves), quality_of(workload, curves)["decision"]
+    taken = decision == "as good" and times["sooner"] and bool(times["ratio"])
+    why = f"{decision}, {'sooner' if times['sooner'] else 'not sooner'} with every seed"
+    return {**times, "taken": taken, "why": why}
