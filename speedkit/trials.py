@@ -165,7 +165,7 @@ def try_rungs(job: ClimbState, rungs: Sequence[Rung], *, noise: float) -> list[T
         undecided = [trial for trial in proposed if verdicts.get(trial.stage) == "undecided"]
         proposed += [dataclasses.replace(trial, again=True) for trial in undecided]
         rest = [trial for trial in proposed if trial.stage not in verdicts]
-        # Late, only those go on that were measured before the climb was stopped.
+        # Late in the budget, only trials go on that were measured before the climb was stopped.
         late = job.spent_s() > RUNGS_SHARE * job.budget_s
         waiting = [trial for trial in rest if not trial.why and (not late or trial.stage in job.stages)]
         if not waiting:
@@ -182,7 +182,7 @@ def try_rungs(job: ClimbState, rungs: Sequence[Rung], *, noise: float) -> list[T
 
 
 def candidates(job: ClimbState, rungs: Sequence[Rung], best: Plan) -> list[Trial]:
-    """Return what the rungs would change of the `best` plan, each to be tried unless its `why` says why not."""
+    """Return a trial for each change that the rungs make of the `best` plan; its `why` says why not to try it."""
     rates = job.once("matmul", matmul_rates, job.hardware)
     frames = job.once("frames saved by buckets", frames_saved, job.workload, job.recipe)
     shares = {row["cause"]: row["share"] for row in job.ledger(best)["rows"]}

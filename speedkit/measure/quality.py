@@ -190,8 +190,8 @@ def choose_batch_size(
 ) -> tuple[Recipe, list[Row]]:
     """Return the recipe that reaches the quality of `recipe` soonest, and a row for each batch size tried.
 
-    Tried are its batch size, or for "auto" the workload's own, times `factors`, each with the learning rate by
-    `with_batch_size`. A larger batch is taken only when its results are not inferior and it is sooner with every one
+    Tries its batch size (the workload's own for "auto") times each of `factors`, with the learning rate that
+    `with_batch_size` gives. Takes a larger batch only when its results are not inferior and it is sooner with every one
     of the `seeds`: samples per second decide nothing. `options` are those of `fit`.
     """
     recipe = recipe or workload.recipe
