@@ -90,8 +90,8 @@ def climb_rungs(job: ClimbState, rungs: Sequence[Rung]) -> Row:
     job.ledger(Plan())  # first: a workload that cannot be trained fails here
     control = job.once("control", compare_with_itself, job)
     trials = try_rungs(job, rungs, noise=control["noise"])
-    kept = [trial for trial in trials if trial.kept]
-    climbed, dropped = ablate(job, kept)
+    accepted = [trial for trial in trials if trial.kept]
+    climbed, dropped = ablate(job, accepted)
 
     # Final figures and quality. Where the plan learns worse, what changes numbers goes, and the rest is measured anew.
     final = job.once("final", final_comparison, job, climbed)
@@ -103,7 +103,7 @@ def climb_rungs(job: ClimbState, rungs: Sequence[Rung]) -> Row:
         best, trained["quality"]["replaced"] = Plan(**final["plan"]), True
 
     plans, step_s = {"baseline": Plan(), "final": best}, {"baseline": final["step_s"]["final"]} | final["step_s"]
-    compile_s = max((trial.compile_s or 0.0 for trial in kept), default=0.0)
+    compile_s = max((trial.compile_s or 0.0 for trial in accepted), default=0.0)
     run.record |= {
         "workload": {"name": job.workload.name, "train": len(job.workload.train), "test": len(job.workload.test)},
         "recipe": job.recipe,
@@ -136,19 +136,19 @@ def climb_rungs(job: ClimbState, rungs: Sequence[Rung]) -> Row:
 # ---- what proves the result ----
 
 
-def ablate(job: ClimbState, kept: Sequence[Trial]) -> tuple[Plan, list[Row]]:
+def ablate(job: ClimbState, accepted: Sequence[Trial]) -> tuple[Plan, list[Row]]:
     """Leave out once each rung on whose part of the step a later one acts too; return the plan and a row for each.
 
-    What paid before others were kept need not pay after. It goes only when it is shown not to be worth it.
+    What paid before others were accepted need not pay after. It goes only when it is shown not to be worth it.
     """
-    rows, changes = list[Row](), [trial.fields for trial in kept]
-    for place, trial in enumerate(kept):
+    rows, changes = list[Row](), [trial.fields for trial in accepted]
+    for place, trial in enumerate(accepted):
         without = [change for change in changes if change is not trial.fields]
         plans = {f"without {trial.change}": plan_of(without), "best": plan_of(changes)}
         row: Row = {"rung": trial.rung, "change": trial.change, "kept": True, "ratio": None, "low": None, "high": None}
         if plan_of(without) == plan_of(changes):
             row["why"] = "another rung has replaced it"
-        elif not any(acts_on(trial.fields) & acts_on(later.fields) for later in kept[place + 1 :]):
+        elif not any(acts_on(trial.fields) & acts_on(later.fields) for later in accepted[place + 1 :]):
             row["why"] = "no later rung acts on the same part of a step"
         else:
             row |= job.once(f"without {trial.stage}", leave_out, job, plans)

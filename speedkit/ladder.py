@@ -72,9 +72,9 @@ def compiled(plan: Plan, hardware: Hardware) -> list[Change]:
     return [{"compile_scope": "step"}, *graphs]
 
 
-# Each field that makes training faster on some machine. Not here: what saves memory for time (checkpointing, allocator)
-# and what leaves out something that the recipe asks for (drop_last, validate_every). Nor
-# micro_batch: smaller parts of a batch took a CPU as long as the whole, or longer.
+# Each field that makes training faster on some machine. Not here: what saves memory for time (checkpointing,
+# allocator), what leaves out something that the recipe asks for (drop_last, validate_every), and micro_batch: smaller
+# parts of a batch took a CPU as long as the whole, or longer.
 LADDER: tuple[Rung, ...] = (
     Rung("workers", workers, "bit-equal", "10_dataloader", ("C06", "C07", "C08")),
     Rung("cache", cache, "loss-equal", "12_feature_cache", ("C09", "C10")),

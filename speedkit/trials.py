@@ -103,28 +103,26 @@ def compare_with_itself(job: ClimbState) -> Row:
     """Compare the naive plan with itself: how busy the machine is, and what another seed makes of the losses."""
     plans, pairs = {"baseline": Plan(), "baseline again": Plan()}, min(job.pairs, CONTROL_PAIRS)
     other_seed = dataclasses.replace(job.recipe, seed=job.recipe.seed + 1)
-    same = job.compare("A/A control", plans, recipe_b=other_seed, pairs=pairs, looks=())
-    job.say(f"naive baseline: {same.step_s[0] * 1e3:.1f} ms per step; against itself {same.ratio:.3f}")
-    _, reach = trimmed_mean(log_ratios(same.seconds_a, same.seconds_b), FALSE_KEEP)
-    resolution = math.exp(reach * math.sqrt(len(same.seconds_a) / LOOKS[-1]))  # of all pairs that there may be
-    if max(same.ratio, 1 / same.ratio, resolution) > BUSY:
+    control = job.compare("A/A control", plans, recipe_b=other_seed, pairs=pairs, looks=())
+    job.say(f"naive baseline: {control.step_s[0] * 1e3:.1f} ms per step; against itself {control.ratio:.3f}")
+    _, reach = trimmed_mean(log_ratios(control.seconds_a, control.seconds_b), FALSE_KEEP)
+    resolution = math.exp(reach * math.sqrt(len(control.seconds_a) / LOOKS[-1]))  # of all pairs that there may be
+    if max(control.ratio, 1 / control.ratio, resolution) > BUSY:
         job.say(
-            f"this machine is busy: a plan compared with itself gives {same.ratio:.2f} ({same.low:.2f} to "
-            f"{same.high:.2f}), so a gain below {resolution:.2f} cannot be shown{busy_processes()}"
+            f"this machine is busy: a plan compared with itself gives {control.ratio:.2f} ({control.low:.2f} to "
+            f"{control.high:.2f}), so a gain below {resolution:.2f} cannot be shown{busy_processes()}"
         )
-    return {"resolution": resolution, "noise": mean_difference(same.losses_b, same.losses_a)}
+    return {"resolution": resolution, "noise": mean_difference(control.losses_b, control.losses_a)}
 
 
 def busy_processes(seconds: float = 0.5) -> str:
-    """Return ": name (pid) uses 98 % of a core, ..." of other processes, the busiest first; "" where none is seen."""
+    """Return "; name (pid) uses 98 % of a core" for each of the three other processes that are busiest."""
     list(psutil.process_iter(["cpu_percent"]))  # psutil counts from one call to the next
     time.sleep(seconds)
     others = [process.info for process in psutil.process_iter(["pid", "name", "cpu_percent"])]
-    # The use of processes that belong to somebody else may be None.
     busy = [info for info in others if info["pid"] != os.getpid() and (info["cpu_percent"] or 0) > BUSY_PERCENT]
     busiest = sorted(busy, key=lambda info: -info["cpu_percent"])[:3]
-    words = ", ".join("{name} ({pid}) uses {cpu_percent:.0f} % of a core".format(**info) for info in busiest)
-    return f": {words}" if words else ""
+    return "".join("; {name} ({pid}) uses {cpu_percent:.0f} % of a core".format(**info) for info in busiest)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -167,7 +165,7 @@ def try_rungs(job: ClimbState, rungs: Sequence[Rung], *, noise: float) -> list[T
         undecided = [trial for trial in proposed if verdicts.get(trial.stage) == "undecided"]
         proposed += [dataclasses.replace(trial, again=True) for trial in undecided]
         rest = [trial for trial in proposed if trial.stage not in verdicts]
-        # Late, only those go on that were measured before the climb was stopped.
+        # Late in the budget, only trials go on that were measured before the climb was stopped.
         late = job.spent_s() > RUNGS_SHARE * job.budget_s
         waiting = [trial for trial in rest if not trial.why and (not late or trial.stage in job.stages)]
         if not waiting:
@@ -184,7 +182,7 @@ def try_rungs(job: ClimbState, rungs: Sequence[Rung], *, noise: float) -> list[T
 
 
 def candidates(job: ClimbState, rungs: Sequence[Rung], best: Plan) -> list[Trial]:
-    """Return what the rungs would change of the `best` plan, each to be tried unless its `why` says why not."""
+    """Return a trial for each change that the rungs make of the `best` plan; its `why` says why not to try it."""
     rates = job.once("matmul", matmul_rates, job.hardware)
     frames = job.once("frames saved by buckets", frames_saved, job.workload, job.recipe)
     shares = {row["cause"]: row["share"] for row in job.ledger(best)["rows"]}
@@ -254,15 +252,15 @@ def measure(job: ClimbState, trial: Trial, best: Plan, *, noise: float) -> Row:
         job.say(f"  {result}")
         return vars(trial) | {"why": result}
     # Against the best plan, whose batches or bits need not be the naive plan's any more.
-    same = parity(trial.promises, result.losses_b, result.losses_a, noise=noise)
-    kept = result.faster and same.passed
-    why = "faster, and learns the same" if kept else same.words if result.faster else result.decision
+    agreement = parity(trial.promises, result.losses_b, result.losses_a, noise=noise)
+    kept = result.faster and agreement.passed
+    why = "faster, and learns the same" if kept else agreement.words if result.faster else result.decision
     job.say(f"  {result.ratio:.3f} ({result.low:.3f} to {result.high:.3f}): {'kept' if kept else 'rejected'}, {why}")
     return vars(trial) | {
         "ratio": result.ratio,
         "low": result.low,
         "high": result.high,
-        "parity": same.words,
+        "parity": agreement.words,
         "step_s_before": result.step_s[0],
         "compile_s": max(0.0, result.warmup_s_b - result.warmup_s_a) if compiles else None,
         "kept": kept,

@@ -213,7 +213,9 @@ def test_climb_keeps_only_what_is_proven_and_leaves_all_of_its_sections(tmp_path
 
 def test_a_rung_is_held_against_the_best_plan_and_not_against_what_the_naive_one_learned_from():
     of, best = job(tiny.points(train=256)), Plan(cache="disk", cache_dtype="float16")
-    assert measure(of, trial({"validate_every": 3}, "bit-equal"), best, noise=0.0)["parity"] == "losses bit-equal"
+    assert measure(of, trial({"validate_every": 3}, "bit-equal"), best, noise=0.0)["parity"].startswith(
+        "losses differ by 0,"
+    )
 
 
 def slow_in_bf16(model, batch, recipe):

@@ -42,16 +42,11 @@ def parity(promised: str, losses: Sequence[float], reference: Sequence[float], *
     `mean_difference` of the same plan from another seed: training cannot feel it. order-equal: the batches are others
     of the same items, so the mean difference is at most what the scatter of the differences makes of it.
     """
-    what, cause, difference = "losses", "another seed", mean_difference(losses, reference)
-    if promised == "bit-equal":
-        equal = list(losses) == list(reference)
-        return Parity(equal, "losses bit-equal" if equal else f"losses differ by {difference:.2g}, should be bit-equal")
+    difference, allowed = mean_difference(losses, reference), 0.0 if promised == "bit-equal" else noise
     if promised == "order-equal":
-        mean, noise = trimmed_mean([new - old for new, old in zip(losses, reference, strict=True)], ORDER_TAIL)
-        what, cause, difference = "mean losses", "other batches", abs(mean)
-    passed = difference <= noise
-    side = "within" if passed else "beyond"
-    return Parity(passed, f"{what} differ by {difference:.2g}, {side} the {noise:.2g} of {cause}")
+        mean, allowed = trimmed_mean([new - old for new, old in zip(losses, reference, strict=True)], ORDER_TAIL)
+        difference = abs(mean)
+    return Parity(difference <= allowed, f"losses differ by {difference:.2g}, at most {allowed:.2g} allowed")
 
 
 def mean_difference(losses: Sequence[float], reference: Sequence[float]) -> float:
@@ -195,8 +190,8 @@ def choose_batch_size(
 ) -> tuple[Recipe, list[Row]]:
     """Return the recipe that reaches the quality of `recipe` soonest, and a row for each batch size tried.
 
-    Tried are its batch size, or for "auto" the workload's own, times `factors`, each with the learning rate by
-    `with_batch_size`. A larger batch is taken only when its results are not inferior and it is sooner with every one
+    Tries its batch size (the workload's own for "auto") times each of `factors`, with the learning rate that
+    `with_batch_size` gives. Takes a larger batch only when its results are not inferior and it is sooner with every one
     of the `seeds`: samples per second decide nothing. `options` are those of `fit`.
     """
     recipe = recipe or workload.recipe
