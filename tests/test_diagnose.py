@@ -10,7 +10,7 @@ from tiny import points
 from torch import nn
 
 from speedkit.hardware import Hardware
-from speedkit.measure.diagnose import as_text, costly_switches, diagnose, of_loop, rank
+from speedkit.measure.diagnose import as_text, costly_switches, diagnose, rank
 from speedkit.measure.ledger import StepFacts, make_ledger
 from speedkit.measure.syncs import Sync
 from speedkit.measure.trace import Trace
@@ -172,18 +172,3 @@ def test_debugging_switches_that_cost_are_named(monkeypatch):
             torch.use_deterministic_algorithms(False)
     for words in ("LAUNCH_BLOCKING", "MEMORY_CACHING", "anomaly detection", "deterministic", "profiler"):
         assert words in notes
-
-
-def test_somebodys_loader_is_examined_and_draws_nothing_from_the_random_state():
-    class Clips(torch.utils.data.Dataset):
-        def __len__(self):
-            return 10
-
-        def __getitem__(self, index):
-            return busy_features(torch.rand(3)), index
-
-    before = torch.get_rng_state()
-    waits = make_ledger("cpu", {"data wait": 0.8, "forward": 0.2}, steps=10, facts=StepFacts())
-    [row] = of_loop(waits, torch.utils.data.DataLoader(Clips(), batch_size=4), torch.device("cpu"))
-    assert row["cause"] == "slow decode" and waits.facts.items_s >= 4e-3 > waits.facts.collate_s > 0
-    assert torch.equal(torch.get_rng_state(), before)

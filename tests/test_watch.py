@@ -37,7 +37,8 @@ class Slow(TensorDataset):
 
     def __getitem__(self, index):
         busy(self.seconds)
-        return super().__getitem__(index)
+        inputs, targets = super().__getitem__(index)
+        return inputs + 0.1 * torch.rand(8), targets
 
 
 class Net(nn.Sequential):
