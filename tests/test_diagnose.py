@@ -60,7 +60,7 @@ CASES = [
     (CPU, {"other host work": 0.5}, {"syncs": [PRINT]}, "printing each step", "log_every"),
     (CPU, {"other host work": 0.5}, {"syncs": [READ]}, "other host work", None),
     (GPU, {"launch-bound": 0.6}, {}, "many small operators", "compile"),
-    (CPU, {}, {"trace": Trace(small_operators=10_000, small_s=0.2, passes_s=0.02)}, "many small operators", "compile"),
+    (CPU, {}, {"trace": Trace(calls=10_000, small_s=0.2, passes_s=0.02)}, "many small operators", "compile"),
     (GPU, {}, {"trace": Trace(products_s={"fp32": 0.01})}, "compute-bound", "precision"),
     (CPU, {}, {"trace": Trace(products_s={"fp32": 0.08}, passes_s=0.02)}, "compute-bound", "precision"),
     (GPU, {"bandwidth-bound": 0.7}, {}, "bandwidth-bound", "compile"),
@@ -102,7 +102,7 @@ def test_a_machine_without_a_compiler_is_told_nothing_it_cannot_do(monkeypatch):
     monkeypatch.setattr("speedkit.measure.diagnose.matmul_rates", lambda hardware: {"fp32": 1e12})
     slow = dataclasses.replace(CPU, compiler="", cpu_flags=())
     assert ranked(slow, {}, Trace(products_s={"fp32": 0.09})) == ranked(slow, {}, Trace(passes_s=0.09)) == []
-    [row] = ranked(slow, {}, Trace(small_operators=10_000, small_s=0.2))
+    [row] = ranked(slow, {}, Trace(calls=10_000, small_s=0.2))
     assert row["field"] is None and "compiler" in row["change"]
 
 

@@ -190,7 +190,7 @@ def _operator_causes(ledger: Ledger, hardware: Hardware) -> Iterator[Cause]:
     change = "compile=reduce-overhead" if hardware.supports("cuda_graphs") else "compile=default"
     if not hardware.supports("compile"):
         change = f"fewer, larger operators; {hardware.why_not('compile')}"
-    calls = f"{(len(trace.work) or trace.small_operators) / trace.steps:.0f} operators compute little"
+    calls = f"{trace.calls / trace.steps:.0f} operators compute little"
     yield Cause("many small operators", LAUNCH, change, calls, 0.1, saved=(0.5, 1.0), seconds=small_s)
     if hardware.supports("compile"):
         passes, saved = "operators read and write much", (0.25, 0.75)

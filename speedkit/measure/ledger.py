@@ -20,7 +20,7 @@ from speedkit.errors import UsageError
 from speedkit.measure.provenance import gpu_state
 from speedkit.measure.syncs import Sync, auditing
 from speedkit.measure.timeline import DATA, FORWARD, OPTIMIZER, RARE, Timeline, timing
-from speedkit.measure.trace import CAUSES, UNEXPLAINED, WINDOW, Trace, classify, read_trace
+from speedkit.measure.trace import CAUSES, UNEXPLAINED, WINDOW, Trace, read_trace
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train.loop import steps
@@ -134,7 +134,7 @@ def make_ledger(device: torch.device | str, host: Mapping[str, float], *, steps:
     """Return the ledger of `steps` steps, made of the `host`'s seconds in all of them and of a GPU's trace."""
     facts = dataclasses.replace(facts, host_s={cause: part_s / max(1, steps) for cause, part_s in host.items()})
     seconds, window_s, busy_share = dict(host), sum(host.values()), None
-    if torch.device(device).type == "cuda" and facts.trace.end_s:
+    if facts.trace.busy_s:
         seconds, busy_share = unprofiled(facts.trace, host, steps)
     seconds[UNEXPLAINED] = window_s - sum(seconds.values())
     rows = []
@@ -153,7 +153,7 @@ def unprofiled(trace: Trace, host: Mapping[str, float], steps: int) -> tuple[dic
     are the host's, waiting for data is no longer than the host's, and all other gaps share what is left.
     """
     window_s, scale = sum(host.values()), steps / trace.steps
-    busy, gaps = ({cause: seconds * scale for cause, seconds in rows.items()} for rows in classify(trace))
+    busy, gaps = ({cause: part_s * scale for cause, part_s in rows.items()} for rows in (trace.busy_s, trace.gaps_s))
     seconds = busy | {cause: host.get(cause, 0.0) for cause in RARE}
     waiting_s = gaps.pop(DATA, 0.0)
     seconds[DATA] = min(waiting_s, host.get(DATA, waiting_s))
