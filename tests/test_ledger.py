@@ -3,13 +3,13 @@
 import dataclasses
 import json
 import random
-import time
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from tiny import loss, points
+from slowdowns import busy
+from tiny import load, points, slowed
 
 from speedkit.measure.ledger import StepFacts, ledger_of, make_ledger
 from speedkit.measure.trace import CAUSES, Span, Trace, classify, read_trace
@@ -142,23 +142,15 @@ def test_gaps_of_a_profiled_run_shrink_to_what_is_left_of_the_unprofiled_one():
     assert ledger(1, forward=5).share("unexplained") == pytest.approx(-3 / 5)
 
 
-def waiting(function, seconds):
-    """The function after so many seconds of work."""
-
-    def waited(*args):
-        until_s = time.perf_counter() + seconds
-        while time.perf_counter() < until_s:
-            pass
-        return function(*args)
-
-    return waited
+def load_slowly(item):
+    busy(0.25 * MS)
+    return load(item, 8)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_add_up_and_what_was_planted_is_in_its_row(device):
     """5 ms in the loss, and 0.25 ms in each of 16 items, or more where others have the processor meanwhile."""
-    workload = points()
-    workload = dataclasses.replace(workload, load=waiting(workload.load, 0.25 * MS), loss=waiting(loss, 5 * MS))
+    workload = slowed(dataclasses.replace(points(), load=load_slowly), 5 * MS)
     backward = torch.autograd.backward
     with warnings.catch_warnings(action="error"):  # of a profiler, say
         ledger = ledger_of(workload, device=device, window_s=0.5)

@@ -3,7 +3,6 @@
 import copy
 import statistics
 import sys
-import time
 
 import pytest
 import slowdowns
@@ -28,18 +27,11 @@ def few_repeats():
         yield
 
 
-def busy(seconds):
-    """Work for so long, or longer where others have the processor meanwhile."""
-    until_s = time.perf_counter() + seconds
-    while time.perf_counter() < until_s:
-        pass
-
-
 class Slow(TensorDataset):
     seconds = 0.0
 
     def __getitem__(self, index):
-        busy(self.seconds)
+        slowdowns.busy(self.seconds)
         inputs, targets = super().__getitem__(index)
         return inputs + 0.1 * torch.rand(8), targets
 
@@ -69,7 +61,7 @@ class Loop:
 
     def plant(self, part):
         if part == self.part:
-            busy(self.wait_s)
+            slowdowns.busy(self.wait_s)
 
     def step(self, inputs, targets):
         outputs = self.model(inputs.to(self.device))
@@ -95,7 +87,7 @@ class Loop:
         self.model.eval()
         with torch.no_grad():
             self.model(torch.ones(4, 8, device=self.device))
-            busy(self.wait_s)
+            slowdowns.busy(self.wait_s)
             self.model(torch.ones(4, 8, device=self.device))
         self.model.train()
 
