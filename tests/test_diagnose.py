@@ -2,15 +2,15 @@
 
 import dataclasses
 import json
-import time
 
 import pytest
 import torch
+from slowdowns import busy
 from tiny import points
 from torch import nn
 
 from speedkit.hardware import Hardware
-from speedkit.measure.diagnose import as_text, costly_switches, diagnose, of_loop, rank
+from speedkit.measure.diagnose import as_text, costly_switches, diagnose, rank
 from speedkit.measure.ledger import StepFacts, make_ledger
 from speedkit.measure.syncs import Sync
 from speedkit.measure.trace import Trace
@@ -60,7 +60,7 @@ CASES = [
     (CPU, {"other host work": 0.5}, {"syncs": [PRINT]}, "printing each step", "log_every"),
     (CPU, {"other host work": 0.5}, {"syncs": [READ]}, "other host work", None),
     (GPU, {"launch-bound": 0.6}, {}, "many small operators", "compile"),
-    (CPU, {}, {"trace": Trace(small_operators=10_000, small_s=0.2, passes_s=0.02)}, "many small operators", "compile"),
+    (CPU, {}, {"trace": Trace(calls=10_000, small_s=0.2, passes_s=0.02)}, "many small operators", "compile"),
     (GPU, {}, {"trace": Trace(products_s={"fp32": 0.01})}, "compute-bound", "precision"),
     (CPU, {}, {"trace": Trace(products_s={"fp32": 0.08}, passes_s=0.02)}, "compute-bound", "precision"),
     (GPU, {"bandwidth-bound": 0.7}, {}, "bandwidth-bound", "compile"),
@@ -102,7 +102,7 @@ def test_a_machine_without_a_compiler_is_told_nothing_it_cannot_do(monkeypatch):
     monkeypatch.setattr("speedkit.measure.diagnose.matmul_rates", lambda hardware: {"fp32": 1e12})
     slow = dataclasses.replace(CPU, compiler="", cpu_flags=())
     assert ranked(slow, {}, Trace(products_s={"fp32": 0.09})) == ranked(slow, {}, Trace(passes_s=0.09)) == []
-    [row] = ranked(slow, {}, Trace(small_operators=10_000, small_s=0.2))
+    [row] = ranked(slow, {}, Trace(calls=10_000, small_s=0.2))
     assert row["field"] is None and "compiler" in row["change"]
 
 
@@ -119,9 +119,7 @@ def test_causes_come_by_what_their_change_would_give(known_ceilings):
 
 
 def busy_features(waveform):
-    until_s = time.perf_counter() + 1e-3
-    while time.perf_counter() < until_s:
-        pass
+    busy(1e-3)
     return waveform
 
 
@@ -172,18 +170,3 @@ def test_debugging_switches_that_cost_are_named(monkeypatch):
             torch.use_deterministic_algorithms(False)
     for words in ("LAUNCH_BLOCKING", "MEMORY_CACHING", "anomaly detection", "deterministic", "profiler"):
         assert words in notes
-
-
-def test_somebodys_loader_is_examined_and_draws_nothing_from_the_random_state():
-    class Clips(torch.utils.data.Dataset):
-        def __len__(self):
-            return 10
-
-        def __getitem__(self, index):
-            return busy_features(torch.rand(3)), index
-
-    before = torch.get_rng_state()
-    waits = make_ledger("cpu", {"data wait": 0.8, "forward": 0.2}, steps=10, facts=StepFacts())
-    [row] = of_loop(waits, torch.utils.data.DataLoader(Clips(), batch_size=4), torch.device("cpu"))
-    assert row["cause"] == "slow decode" and waits.facts.items_s >= 4e-3 > waits.facts.collate_s > 0
-    assert torch.equal(torch.get_rng_state(), before)

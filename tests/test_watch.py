@@ -1,10 +1,11 @@
 """A loop that is watched learns what it learns alone; its ledger has what was planted; afterwards all is as it was."""
 
 import copy
+import statistics
 import sys
-import time
 
 import pytest
+import slowdowns
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -14,6 +15,7 @@ from speedkit.errors import UsageError
 from speedkit.measure.watch import watch
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+SLOWDOWNS = [(cause, device) for device in DEVICES for cause in slowdowns.causes_on(device)]
 MS = 1e-3
 
 
@@ -25,19 +27,13 @@ def few_repeats():
         yield
 
 
-def busy(seconds):
-    """Work for so long, or longer where others have the processor meanwhile."""
-    until_s = time.perf_counter() + seconds
-    while time.perf_counter() < until_s:
-        pass
-
-
 class Slow(TensorDataset):
     seconds = 0.0
 
     def __getitem__(self, index):
-        busy(self.seconds)
-        return super().__getitem__(index)
+        slowdowns.busy(self.seconds)
+        inputs, targets = super().__getitem__(index)
+        return inputs + 0.1 * torch.rand(8), targets
 
 
 class Net(nn.Sequential):
@@ -65,7 +61,7 @@ class Loop:
 
     def plant(self, part):
         if part == self.part:
-            busy(self.wait_s)
+            slowdowns.busy(self.wait_s)
 
     def step(self, inputs, targets):
         outputs = self.model(inputs.to(self.device))
@@ -91,7 +87,7 @@ class Loop:
         self.model.eval()
         with torch.no_grad():
             self.model(torch.ones(4, 8, device=self.device))
-            busy(self.wait_s)
+            slowdowns.busy(self.wait_s)
             self.model(torch.ones(4, 8, device=self.device))
         self.model.train()
 
@@ -137,7 +133,7 @@ def test_what_was_planted_is_in_its_row_and_rows_add_up(part, device, capsys):
     assert sum(row["seconds"] for row in ledger.rows) == pytest.approx(ledger.window_s)
     assert sum(row["share"] for row in ledger.rows) == pytest.approx(1)
     assert abs(ledger.share("unexplained")) < 0.05
-    assert ledger.steps == 20 and seen.notes == [] and len(ledger.facts.trace.calls) > 10
+    assert ledger.steps == 20 and seen.notes == [] and ledger.facts.trace.calls > 10
     shown = capsys.readouterr().out
     assert row in shown and "unexplained" in shown
     assert part != "data wait" or (seen.diagnosis[0]["cause"] == "slow decode" and "slow decode: " in shown)
@@ -274,3 +270,30 @@ def test_what_cannot_be_watched_is_refused_in_a_sentence():
     ):
         with pytest.raises(UsageError, match=why), watch(*parts):
             raise AssertionError("nothing to watch")
+
+
+# The diagnosis of loops whose slowness was injected.
+
+
+def diagnosed(loop):
+    with watched(loop) as seen:
+        loop.train(40)
+    return seen.diagnosis, seen.ledger.step_s
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("cause", "device"), SLOWDOWNS)
+def test_the_diagnosis_names_what_was_injected_first_with_its_seconds(cause, device):
+    healthy, loop = slowdowns.Loop(device), slowdowns.Loop(device)
+    healthy_s = statistics.median(clock.timed(lambda: healthy.train(10), device, 9, warmup=2)) / 10
+    slowdowns.inject_slowdown(loop, cause, 3 * healthy_s)
+    (first, *_), step_s = diagnosed(loop)
+    assert (first["cause"], first["field"]) == (cause, slowdowns.CAUSES[cause])
+    if device == "cpu":  # a GPU hides part of what its host does
+        assert 0.4 < first["seconds"] / step_s < 0.95  # three quarters of a step were injected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_diagnosis_finds_nothing_in_a_healthy_loop(device):
+    assert diagnosed(slowdowns.Loop(device))[0] == []

@@ -83,7 +83,7 @@ def diagnose(
 
 
 def of_loop(ledger: Ledger, loader: Any, device: torch.device) -> list[Row]:
-    """Return the causes in a loop of the user's own, of which the ledger and the `loader` are all there is to see."""
+    """Return the causes in a loop of the user's own by its ledger and its `loader`."""
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
         data: Any = loader.dataset
         _time_loading(ledger.facts, data.__getitem__, loader.collate_fn, count=min(loader.batch_size or 1, len(data)))
@@ -148,7 +148,7 @@ def rank(ledger: Ledger, hardware: Hardware) -> list[Row]:
 
 
 def _data_causes(ledger: Ledger, hardware: Hardware) -> Iterator[Cause]:
-    """Yield what makes the loop wait for data: the wait is shared out as making and joining a batch's items take."""
+    """Yield what makes the loop wait for data, in proportion to what making and joining a batch's items takes."""
     facts, step_s, cores = ledger.facts, ledger.step_s, hardware.cores
     costs = {"slow decode": facts.items_s, "slow collate": facts.collate_s}
     if not any(costs.values()):
@@ -181,7 +181,7 @@ def _host_causes(ledger: Ledger) -> Iterator[Cause]:
 
 
 def _operator_causes(ledger: Ledger, hardware: Hardware) -> Iterator[Cause]:
-    """Yield what calling and computing the operators takes longer than it must."""
+    """Yield where operators take longer than they must, to be called or to compute."""
     trace = ledger.facts.trace
     small_s, products_s, passes_s = (ledger.step_s * ledger.share(part) for part in (LAUNCH, COMPUTE, BANDWIDTH))
     if hardware.device.type == "cpu":
@@ -190,7 +190,7 @@ def _operator_causes(ledger: Ledger, hardware: Hardware) -> Iterator[Cause]:
     change = "compile=reduce-overhead" if hardware.supports("cuda_graphs") else "compile=default"
     if not hardware.supports("compile"):
         change = f"fewer, larger operators; {hardware.why_not('compile')}"
-    calls = f"{(len(trace.work) or trace.small_operators) / trace.steps:.0f} operators compute little"
+    calls = f"{trace.calls / trace.steps:.0f} operators compute little"
     yield Cause("many small operators", LAUNCH, change, calls, 0.1, saved=(0.5, 1.0), seconds=small_s)
     if hardware.supports("compile"):
         passes, saved = "operators read and write much", (0.25, 0.75)
@@ -210,7 +210,7 @@ def _operator_causes(ledger: Ledger, hardware: Hardware) -> Iterator[Cause]:
 def _seconds_on_cpu(ledger: Ledger) -> tuple[float, float, float]:
     """Return the seconds per step of calling small operators, of products of matrices, and of passes over memory.
 
-    A CPU's ledger has no such rows: its passes and update are shared out as the profiler saw the operators. It
+    A CPU's ledger has no such rows: forward, backward and update are divided as the profiler saw the operators. It
     inflates small ones, so these get what the others leave, and no more than the profiler saw.
     """
     trace = ledger.facts.trace

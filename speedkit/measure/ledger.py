@@ -20,14 +20,14 @@ from speedkit.errors import UsageError
 from speedkit.measure.provenance import gpu_state
 from speedkit.measure.syncs import Sync, auditing
 from speedkit.measure.timeline import DATA, FORWARD, OPTIMIZER, RARE, Timeline, timing
-from speedkit.measure.trace import CAUSES, UNEXPLAINED, WINDOW, Trace, classify, read_trace
+from speedkit.measure.trace import CAUSES, UNEXPLAINED, WINDOW, Trace, read_trace
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train.loop import steps
 from speedkit.train.setup import setup_run
 from speedkit.workloads.workload import Workload
 
-AUDITED = 2  # steps in which what makes the host wait is looked for
+AUDITED = 2  # steps that are searched for host syncs
 POWER_LIMITED = 0.95  # of the power limit: from here on a GPU lowers its clock
 
 
@@ -37,11 +37,11 @@ class StepFacts:
 
     host_s: Mapping[str, float] = dataclasses.field(default_factory=dict)  # by part; a GPU's host runs ahead of it
     trace: Trace = dataclasses.field(default_factory=Trace)
-    syncs: Sequence[Sync] = ()  # of AUDITED steps, the most expensive first
+    syncs: Sequence[Sync] = ()  # in AUDITED steps, the most expensive first
     items_s: float = 0.0  # to make the items of a batch, one after the other
     collate_s: float = 0.0  # to join them
     workers: int = 0
-    cacheable: bool = False  # its features could be kept by a cache that the plan leaves off
+    cacheable: bool = False  # a cache, which the plan leaves off, could keep the features
     notes: list[str] = dataclasses.field(default_factory=list)
 
 
@@ -103,9 +103,9 @@ class StepObserver:
         # Their operators and kernels. The device has nothing left to do before and after the window.
         if torch.autograd._profiler_enabled():
             raise UsageError("another profiler is at work, beside which no other can be: stop it")
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # that there is no GPU to look at is no news
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would report that there is no GPU
         with contextlib.ExitStack() as stack:
-            with warnings.catch_warnings(action="ignore"):  # that one cycle clears the events of another: there is one
+            with warnings.catch_warnings(action="ignore"):  # that each cycle clears the events: there is one
                 profiler = stack.enter_context(torch.profiler.profile(record_shapes=True))
             self.timeline.annotate = True
             yield  # sets the profiler up
@@ -120,7 +120,7 @@ class StepObserver:
             profiler.export_chrome_trace(path)
             self.facts.trace = read_trace(path, self.profiled)
 
-        # What makes the host wait.
+        # Their host syncs.
         with auditing(self.device) as self.facts.syncs:
             for _ in range(AUDITED):
                 yield
@@ -131,10 +131,10 @@ class StepObserver:
 
 
 def make_ledger(device: torch.device | str, host: Mapping[str, float], *, steps: int, facts: StepFacts) -> Ledger:
-    """Return the ledger of `steps` steps by the `host`'s seconds, all of them together, and a GPU's by its trace."""
+    """Return the ledger of `steps` steps, made of the `host`'s seconds in all of them and of a GPU's trace."""
     facts = dataclasses.replace(facts, host_s={cause: part_s / max(1, steps) for cause, part_s in host.items()})
     seconds, window_s, busy_share = dict(host), sum(host.values()), None
-    if torch.device(device).type == "cuda" and facts.trace.end_s:
+    if facts.trace.busy_s:
         seconds, busy_share = unprofiled(facts.trace, host, steps)
     seconds[UNEXPLAINED] = window_s - sum(seconds.values())
     rows = []
@@ -147,13 +147,13 @@ def make_ledger(device: torch.device | str, host: Mapping[str, float], *, steps:
 
 
 def unprofiled(trace: Trace, host: Mapping[str, float], steps: int) -> tuple[dict[str, float], float]:
-    """Return the seconds of a GPU by cause, and its busy share, in `steps` steps like those that were traced.
+    """Rescale the trace to `steps` unprofiled steps; return a GPU's seconds by cause, and its busy share.
 
     A profiler slows the host, whose seconds without it are `host`. Busy time is as profiled, evaluation and compilation
     are the host's, waiting for data is no longer than the host's, and all other gaps share what is left.
     """
     window_s, scale = sum(host.values()), steps / trace.steps
-    busy, gaps = ({cause: seconds * scale for cause, seconds in rows.items()} for rows in classify(trace))
+    busy, gaps = ({cause: part_s * scale for cause, part_s in rows.items()} for rows in (trace.busy_s, trace.gaps_s))
     seconds = busy | {cause: host.get(cause, 0.0) for cause in RARE}
     waiting_s = gaps.pop(DATA, 0.0)
     seconds[DATA] = min(waiting_s, host.get(DATA, waiting_s))

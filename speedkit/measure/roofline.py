@@ -21,10 +21,10 @@ from speedkit.train.loop import steps
 from speedkit.train.setup import setup_run
 from speedkit.workloads.workload import Workload
 
-COUNTING_S = 1.0  # no other step is counted that begins later
+COUNTING_S = 1.0  # no further step is begun after so long
 STEPS = 3  # where lengths differ from batch to batch
 aten = torch.ops.aten
-# PyTorch's counter leaves out the attention kernel that a CPU takes; its FLOPs are those of any other.
+# PyTorch's counter leaves out the CPU's attention kernel, whose FLOPs are those of any other.
 for ending in ("", "_backward"):
     flop_registry[getattr(aten, f"_scaled_dot_product_flash_attention_for_cpu{ending}")] = flop_registry[
         getattr(aten, f"_scaled_dot_product_flash_attention{ending}")
@@ -49,7 +49,7 @@ def count(workload: Workload, recipe: Recipe, plan: Plan, *, device: torch.devic
 
     Counted on a fresh, eager model: compiled code that meets a dispatch mode stays off for good.
     """
-    # Left off is what changes nothing of what a model computes; to compute it twice, to save memory, is no work of it.
+    # Without what changes nothing in what the model computes; recomputing to save memory is no work of the model.
     plan = dataclasses.replace(plan, compile="off", checkpointing="off", workers=0, cache="off", shards=False)
     until_s, counted, flops, moved = time.perf_counter() + COUNTING_S, 0, Counter[str](), ByteCounter()
     with contextlib.closing(setup_run(workload, recipe, plan, device=device, endless=True)) as run:

@@ -36,30 +36,33 @@ class Span(NamedTuple):
     launch_s: float = -math.inf  # of a kernel or copy, when the host began to launch it; as it is where it is unknown
 
 
-@dataclasses.dataclass(frozen=True)
-class Trace:
-    """A stretch of training from 0 to `end_s`."""
+Spans = Sequence[Span]
+Seconds = Mapping[Any, float]  # by cause, or by number format
 
-    end_s: float = 0.0
-    work: Sequence[Span] = ()  # kernels and copies on the device
-    parts: Sequence[Span] = ()  # of the host's time, each named by its cause
-    syncs: Sequence[Span] = ()  # calls in which the host waits for the device
-    calls: Sequence[Span] = ()  # operators and launches: what the host does inside of PyTorch
-    products_s: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of matrices, by number format
-    # Of a CPU alone, as are products there: without what operators call themselves.
-    small_operators: int = 0  # that cost more to call than to compute
-    small_s: float = 0.0
-    passes_s: float = 0.0  # over memory: all other operators
+
+@dataclasses.dataclass(kw_only=True)
+class Trace:
+    """What a profiler saw of `steps` steps, in seconds; on a CPU its operators, each without those that it calls."""
+
+    busy_s: Seconds = dataclasses.field(default_factory=dict)  # of a GPU at work, by cause
+    gaps_s: Seconds = dataclasses.field(default_factory=dict)  # of a GPU that stands still, by cause
+    calls: int = 0  # of kernels and copies on a GPU, of small operators on a CPU
+    products_s: Seconds = dataclasses.field(default_factory=dict)  # of matrices, by number format
+    small_s: float = 0.0  # operators on a CPU that cost more to call than to compute
+    passes_s: float = 0.0  # over memory: all other operators on a CPU
     steps: int = 1
 
 
-def classify(trace: Trace) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the seconds in which the device works, and those in which it stands still, both by cause.
+def classify(
+    end_s: float, work: Spans, *, parts: Spans = (), syncs: Spans = (), calls: Spans = ()
+) -> tuple[Seconds, Seconds]:
+    """Return the seconds from 0 to `end_s` in which a GPU works, and those in which it stands still, both by cause.
 
-    Time is cut wherever anything begins or ends. Each segment has one cause: the last of those assigned here.
+    `work` are its kernels and copies, `parts` those of the host's time, each named by its cause, `syncs` the calls in
+    which the host waits for the device, `calls` all that the host does inside of PyTorch. Time is cut wherever anything
+    begins or ends. Each segment has one cause: the last of those assigned here.
     """
-    spans = [*trace.work, *trace.parts, *trace.calls]
-    edges = np.unique([0.0, trace.end_s, *(time_s for span in spans for time_s in span[:2])])
+    edges = np.unique([0.0, end_s, *(time_s for span in (*work, *parts, *calls) for time_s in span[:2])])
     lengths_s = np.diff(edges)
     causes, (busy, in_call) = np.full(len(lengths_s), IDLE, object), np.zeros((2, len(lengths_s)), bool)
 
@@ -67,26 +70,25 @@ def classify(trace: Trace) -> tuple[dict[str, float], dict[str, float]]:
         for span in spans:
             segments[slice(*np.searchsorted(edges, span[:2]))] = value
 
-    mark(busy, trace.work, True)
-    mark(in_call, trace.calls, True)
+    mark(busy, work, True)
+    mark(in_call, calls, True)
 
     # A gap waits for a call that ends in it, or for the launch of the work that ends it; after the last, for another.
-    launches_s = {kernel.begin_s: kernel.launch_s for kernel in trace.work}
+    launches_s = {kernel.begin_s: kernel.launch_s for kernel in work}
     for first, last in np.flatnonzero(np.diff(busy, prepend=True, append=True)).reshape(-1, 2).tolist():
-        begin_s, end_s = edges[first], edges[last]
-        if any(begin_s <= sync.end_s <= end_s for sync in trace.syncs):
+        if any(edges[first] <= sync.end_s <= edges[last] for sync in syncs):
             causes[first:last] = SYNC
-        elif launches_s.get(end_s, math.inf) > begin_s:
+        elif launches_s.get(edges[last], math.inf) > edges[first]:
             causes[first:last] = LAUNCH
     causes[(causes == LAUNCH) & ~in_call & (lengths_s > HOST_WORK_S)] = OTHER
 
     for name in (DATA, EVALUATION, COMPILATION):
-        mark(causes, [part for part in trace.parts if part.name == name], name)
+        mark(causes, [part for part in parts if part.name == name], name)
 
-    work = [(_cause_of_work(kernel, trace.parts), kernel) for kernel in trace.work]
+    kernels = [(_cause_of_work(kernel, parts), kernel) for kernel in work]
     for name in (SYNC, COPY, BANDWIDTH, COMPUTE, OPTIMIZER, EVALUATION):  # a copy counts where no kernel runs
-        mark(causes, [kernel for cause, kernel in work if cause == name], name)
-    seconds: Any = pandas.Series(lengths_s)
+        mark(causes, [kernel for cause, kernel in kernels if cause == name], name)
+    seconds = pandas.Series(lengths_s)
     busy_s, gaps_s = (seconds[mask].groupby(causes[mask]).sum().to_dict() for mask in (busy, ~busy))
     return busy_s, gaps_s
 
@@ -126,9 +128,9 @@ def read_trace(path: str | Path, steps: int = 1) -> Trace:
             rows[event.get("cat", "")].append(event | {"span": span})
     operators, runtime = rows["cpu_op"], rows["cuda_runtime"] + rows["cuda_driver"]
 
+    work, products_s = [], collections.defaultdict[str, float](float)
     launches_s = {event["args"]["correlation"]: event["span"].begin_s for event in runtime}
     formats = {event["args"].get("External id"): _number_format(event) for event in operators}
-    work, products_s = [], collections.Counter[str]()
     for event in rows["kernel"] + rows["gpu_memset"] + rows["gpu_memcpy"]:
         span, arguments = event["span"], event["args"]
         work.append(span._replace(launch_s=launches_s.get(arguments.get("correlation"), -math.inf)))
@@ -137,20 +139,20 @@ def read_trace(path: str | Path, steps: int = 1) -> Trace:
             tf32 = "tf32" in span.name or "s1688" in span.name
             number_format = "tf32" if tf32 else formats.get(arguments.get("External id"), "")
             products_s[number_format] += span.end_s - span.begin_s
-    trace = Trace(
-        end_s=1e-6 * (end_us - zero_us),
-        work=sorted(work),
+    if not work:
+        return _trace_of_cpu(operators, steps)
+    busy_s, gaps_s = classify(
+        1e-6 * (end_us - zero_us),
+        sorted(work),
         parts=[event["span"] for event in rows["user_annotation"] if event["name"].startswith(PART)],
         syncs=[event["span"] for event in runtime if event["name"].endswith("Synchronize")],
         calls=[event["span"] for event in operators + runtime],
-        products_s=products_s,
-        steps=steps,
     )
-    return trace if work else dataclasses.replace(trace, **_operator_costs(operators))
+    return Trace(busy_s=busy_s, gaps_s=gaps_s, calls=len(work), products_s=products_s, steps=steps)
 
 
-def _operator_costs(operators: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return what PyTorch's own operators cost on a CPU, without those that they call; they come in order of time."""
+def _trace_of_cpu(operators: Sequence[dict[str, Any]], steps: int) -> Trace:
+    """Return what PyTorch's own operators, given in order of time, cost on a CPU."""
     callers = collections.defaultdict[int, list[dict[str, Any]]](list)  # by thread, each called by the one before
     for event in operators:
         stack = callers[event["tid"]]
@@ -170,12 +172,13 @@ def _operator_costs(operators: Sequence[dict[str, Any]]) -> dict[str, Any]:
     # The median of alike calls counts for all of them: what else the machine does may fall on any one.
     own_s = table.groupby(["name", "format", "shapes"])["own_s"].transform("median")
     is_small, is_product = own_s < SMALL_S, table["name"].str.contains(PRODUCT_OPERATORS)
-    return {
-        "small_operators": int(is_small.sum()),
-        "small_s": float(own_s[is_small].sum()),
-        "products_s": own_s[is_product & ~is_small].groupby(table["format"]).sum().to_dict(),
-        "passes_s": float(own_s[~is_product & ~is_small].sum()),
-    }
+    return Trace(
+        calls=int(is_small.sum()),
+        products_s=own_s[is_product & ~is_small].groupby(table["format"]).sum().to_dict(),
+        small_s=float(own_s[is_small].sum()),
+        passes_s=float(own_s[~is_product & ~is_small].sum()),
+        steps=steps,
+    )
 
 
 def _number_format(operator: Mapping[str, Any]) -> str:

@@ -118,13 +118,13 @@ class Watched:
         self.steps, self.step_ended = self.steps + 1, True
 
     def step_may_end(self) -> None:
-        """Go on with the look: here, not in the optimizer's hook, for a profile is to have the whole update."""
+        """Continue the observation; the optimizer's hook is too early, for a profile needs the whole update."""
         if not self.step_ended:
             return
         self.step_ended = False
         try:
             next(self.observation, None)
-        except Exception as error:  # the loop goes on, whatever else cannot be seen of it
+        except Exception as error:  # whatever it is, the loop goes on
             self.notes.append(f"no closer look at the steps: {type(error).__name__}: {error}")
 
     # ---- what is seen of it ----
