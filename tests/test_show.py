@@ -1,6 +1,5 @@
 """Figures, drawn from the climb that is published, and from rows where a figure has to be read off."""
 
-import base64
 import copy
 import itertools
 
@@ -91,13 +90,3 @@ def test_no_words_of_a_figure_overlap_or_are_cut_off(tmp_path, record):
         assert all(figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1 for box in boxes)
         beside = sorted((box for box in boxes if box.x0 > figure.axes[0].bbox.x1), key=lambda box: -box.y0)
         assert all(upper.y0 >= lower.y1 - 1 for upper, lower in itertools.pairwise(beside))
-
-
-def test_show_displays_a_small_png_with_the_title_in_words(monkeypatch, record):
-    import IPython.display
-
-    shown = []
-    monkeypatch.setattr(IPython.display, "display", shown.append)
-    figures.show(figures.waterfall(record))
-    data, metadata = shown[0]._repr_png_()
-    assert len(base64.b64decode(data)) < 60_000 and figures.ratio_text(record["speedup"]) in metadata["alt"]
