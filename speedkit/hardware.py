@@ -3,7 +3,6 @@
 import contextlib
 import ctypes.util
 import functools
-import hashlib
 import importlib.util
 import os
 import platform
@@ -72,10 +71,6 @@ class Hardware:
     def name(self) -> str:
         """What to call the device in a sentence."""
         return self.gpu or f"this {self.device.type.upper()}"
-
-    def fingerprint(self) -> str:
-        """Return 16 hex digits that change with any of the facts, so also whenever a measured ceiling could."""
-        return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON-ready values; `cannot` gives the reason for each capability that is missing."""

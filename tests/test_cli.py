@@ -63,13 +63,13 @@ def read(path):
 def test_train_leaves_its_results_and_names_what_it_left_out(speedkit, recordings, tmp_path):
     files, out = shutil.copytree(recordings, tmp_path / "files"), tmp_path / "run"
     (files / "low" / "broken.wav").write_bytes(b"RIFF not a recording")
-    (tmp_path / "asked.yaml").write_text("log_every: 7\nprecision: fp8\n")
+    (tmp_path / "asked.yaml").write_text("log_every: 7\nprecision: fp8\nfused_optimizer: true\n")
     words = ["train", "audio", "--data-dir", files, "--steps", "6", "--plan", tmp_path / "asked.yaml", *SMALL, "--out"]
     code, printed, _ = speedkit(*words, out, "--log-every", "3", "--channels-last")
     assert code == 0 and "accuracy" in printed and "broken.wav" in (out / "quarantine.csv").read_text()
     history = read(out / "history.json")
     assert history["steps"] == 6 and history["evaluation"]["n"] > 0
-    assert history["plan_asked"] == vars(Plan(precision="fp8", log_every=3, channels_last=True))
+    assert history["plan_asked"] == vars(Plan(precision="fp8", log_every=3, channels_last=True, fused_optimizer=True))
     [fallback] = [row for row in history["fallbacks"] if row["field"] == "precision"]
     assert fallback["got"] == history["plan_effective"]["precision"] and "FP8" in fallback["why"]
     assert yaml.safe_load((out / "plan.yaml").read_text())["precision"] == fallback["got"]
