@@ -92,7 +92,7 @@ def test_every_field_has_an_option_with_its_help(speedkit):
 
 def test_compare_gates_on_a_slower_first_plan(speedkit, recordings):
     words = ["compare", "baseline", "careful", "audio", "--data-dir", recordings, "--pairs", "4", "--json"]
-    code, printed, complaint = speedkit(*words, *SMALL)
+    code, printed, complaint = speedkit(*words, *SMALL, "--device", "cpu")
     measured = json.loads(printed)
     assert code == (measured["decision"] == "faster") and "careful: precision: asked tf32" in complaint
     assert len(measured["seconds_a"]) == len(measured["seconds_b"]) == 4
