@@ -78,7 +78,8 @@ def field_options(cls: type) -> list[click.Parameter]:
         flag = name.replace("_", "-")
         names = f"--{flag}/--no-{flag}" if setting.takes == ("true | false",) else f"--{flag}"
         text = f"{setting.help.rstrip('.')} ({'by workload' if cls is Recipe else str(setting.default).lower()})"
-        options.append(click.Option([names, name], help=text, metavar=" | ".join(setting.takes).upper()))
+        words = " | ".join(setting.takes).upper()
+        options.append(click.Option([names, name], help=text, metavar=words, default=None))  # None: not typed
     return options
 
 

@@ -33,21 +33,21 @@ def settings(cls: type[T]) -> type[T]:
     The docstring under a field is its help. Making one raises PlanError for an unknown name or an impossible value.
     """
     config = pydantic.ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
-    made: Any = pydantic.dataclasses.dataclass(cls, frozen=True, kw_only=True, config=config)
-    validate = made.__init__
+    model: Any = pydantic.dataclasses.dataclass(cls, frozen=True, kw_only=True, config=config)
+    validate = model.__init__
 
     def __init__(self: Any, **values: Any) -> None:
         try:
             validate(self, **values)
         except pydantic.ValidationError as error:
-            name, value, fields = str(error.errors()[0]["loc"][0]), error.errors()[0]["input"], settings_of(made)
+            name, value, fields = str(error.errors()[0]["loc"][0]), error.errors()[0]["input"], settings_of(model)
             if name not in fields:
                 raise PlanError(f"{name!r} is not a field of {cls.__name__}{nearest(name, fields)}") from None
             words = " | ".join(fields[name].takes) + nearest(str(value), fields[name].takes)
             raise PlanError(f"{name}={value!r} is not possible; it takes {words}") from None
 
-    made.__init__ = __init__
-    return made
+    model.__init__ = __init__
+    return model
 
 
 def settings_of(cls: type) -> dict[str, Setting]:

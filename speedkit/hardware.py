@@ -3,12 +3,12 @@
 import contextlib
 import ctypes.util
 import functools
-import hashlib
 import importlib.util
 import os
 import platform
 import shutil
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -61,21 +61,16 @@ class Hardware:
 
     def supports(self, capability: str) -> bool:
         """Whether `capability`, of CAPABILITIES or DECODERS, is really there."""
-        return not _missing(self, capability)
+        return not self.why_not(capability)
 
     def why_not(self, capability: str) -> str:
         """Return what the device lacks for `capability`, in words, or "" if it has it."""
-        missing = _missing(self, capability)
-        return f"{capability} needs {missing}" if missing else ""
+        return next((f"{capability} needs {what}" for lacks, what in _needs(self, capability) if lacks), "")
 
     @property
     def name(self) -> str:
         """What to call the device in a sentence."""
         return self.gpu or f"this {self.device.type.upper()}"
-
-    def fingerprint(self) -> str:
-        """Return 16 hex digits that change with any of the facts, so also whenever a measured ceiling could."""
-        return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON-ready values; `cannot` gives the reason for each capability that is missing."""
@@ -87,31 +82,26 @@ class Hardware:
         }
 
 
-def _missing(hardware: Hardware, capability: str) -> str:
-    """Return what the device lacks for `capability`, in words, or "" if it has it."""
-    on_cpu = hardware.device.type == "cpu"
+def _needs(hardware: Hardware, capability: str) -> Iterator[tuple[bool, str]]:
+    """Yield whether the device lacks something that `capability` needs, and what that is."""
+    on_cpu, here = hardware.device.type == "cpu", f"the device is {hardware.name}"
     if capability in DECODERS:
-        return "" if capability in hardware.decoders else DECODERS[capability]
-    if capability in ON_CUDA:
-        return "" if hardware.device.type == "cuda" else f"a CUDA GPU; the device is {hardware.name}"
-    if on_cpu and capability in ON_CPU:
-        slow = not {*ON_CPU[capability]} & {*hardware.cpu_flags}
-        return f"a CPU with one of {', '.join(ON_CPU[capability])}: this one emulates it, slowly" if slow else ""
-    if not on_cpu or capability in ("tf32", "fp8"):
+        yield capability not in hardware.decoders, DECODERS[capability]
+    elif capability in ON_CUDA:
+        yield hardware.device.type != "cuda", f"a CUDA GPU; {here}"
+    elif on_cpu and capability in ON_CPU:
+        flags = ON_CPU[capability]
+        slow = not {*flags} & {*hardware.cpu_flags}
+        yield slow, f"a CPU with one of {', '.join(flags)}: this one emulates it, slowly"
+    elif not on_cpu or capability in ("tf32", "fp8"):
         (major, minor), generation = ON_NVIDIA[capability]
-        if (hardware.compute_capability or (0, 0)) < (major, minor):
-            gpu = f"an NVIDIA GPU of compute capability {major}.{minor}, {generation}, or newer"
-            return f"{gpu}; the device is {hardware.name}"
-    return _missing_to_compile(hardware) if capability == "compile" else ""
-
-
-def _missing_to_compile(hardware: Hardware) -> str:
-    on_cpu = hardware.device.type == "cpu"
-    if not (on_cpu or hardware.triton):
-        return "the package triton, which cannot be imported: install it"
-    if not hardware.compiler:
-        return "a C++ compiler: install g++, or set CXX to yours" if on_cpu else "a C compiler: install gcc, or set CC"
-    return "" if hardware.python_headers else "Python's headers (Python.h): install python3-dev (python3-devel)"
+        gpu = f"an NVIDIA GPU of compute capability {major}.{minor}, {generation}, or newer"
+        yield (hardware.compute_capability or (0, 0)) < (major, minor), f"{gpu}; {here}"
+    if capability == "compile":
+        compiler = "a C++ compiler: install g++, or set CXX" if on_cpu else "a C compiler: install gcc, or set CC"
+        yield not (on_cpu or hardware.triton), "the package triton, which cannot be imported: install it"
+        yield not hardware.compiler, compiler
+        yield not hardware.python_headers, "Python's headers (Python.h): install python3-dev (python3-devel)"
 
 
 def this_machine(device: str | torch.device = "auto") -> Hardware:
@@ -137,11 +127,8 @@ def cache_root() -> Path:
 def usable_cores() -> int:
     """Return how many cores this process may use: its CPU affinity, lowered by the quotas of its control groups."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    for limit in _cgroup_limits("cpu.max"):
-        quota, _, period = limit.partition(" ")  # "150000 100000", or "max 100000"
-        if quota.isdigit():
-            cores = min(cores, max(1, int(quota) // int(period)))
-    return cores
+    quotas = [limit.split() for limit in _cgroup_limits("cpu.max")]  # "150000 100000", or "max 100000"
+    return min([cores, *(max(1, int(quota) // int(period)) for quota, period in quotas if quota != "max")])
 
 
 def usable_ram_bytes() -> int:

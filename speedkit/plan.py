@@ -202,7 +202,6 @@ def broken_rules(plan: Plan, hardware: Hardware, workload: "Workload | None", *,
     accumulates = plan.micro_batch == "auto" or (batch_size and plan.micro_batch and plan.micro_batch < batch_size)
     ddp, fsdp = (plan.ranks > 1 and plan.strategy == strategy for strategy in ("ddp", "fsdp"))
     step = plan.compile_scope == "step" and plan.compile != "off"
-    scaled = plan.precision.startswith(("fp8", "fp16"))
     half = "bf16" if hardware.supports("bf16") else "default"
     slices = "the items are slices of memory, or decimal inputs with whole-number targets"
     padding = "lengths differ: features of padded waveforms would depend on the padding"
@@ -229,7 +228,7 @@ def broken_rules(plan: Plan, hardware: Hardware, workload: "Workload | None", *,
         # Several ranks.
         ("compile", "off", fsdp, "compiled code does not gather the weights that fsdp has sharded; ddp compiles"),
         ("channels_last", False, fsdp, "fsdp shards only weights that lie in the usual order"),
-        ("precision", half, fsdp and scaled, "under fsdp the ranks would have to agree on scales"),
+        ("precision", half, fsdp and plan.precision.startswith(("fp8", "fp16")), "fsdp ranks do not agree on scales"),
         ("compile", "default", ddp and graphs, "CUDA graphs keep gradients where ddp does not look for them"),
         ("compile_scope", "model", ddp and step, "gradients are exchanged between the backward pass and the update"),
         # https://github.com/pytorch/pytorch/issues/169545

@@ -63,21 +63,17 @@ def read(path):
 def test_train_leaves_its_results_and_names_what_it_left_out(speedkit, recordings, tmp_path):
     files, out = shutil.copytree(recordings, tmp_path / "files"), tmp_path / "run"
     (files / "low" / "broken.wav").write_bytes(b"RIFF not a recording")
-    (tmp_path / "asked.yaml").write_text("log_every: 7\nprecision: fp8\n")
-    words = ["train", "audio", "--data-dir", files, "--steps", "6", "--plan", tmp_path / "asked.yaml", *SMALL, "--out"]
-    code, printed, _ = speedkit(*words, out, "--log-every", "3", "--channels-last")
+    (tmp_path / "asked.yaml").write_text("log_every: 7\nprecision: fp8\nfused_optimizer: true\n")
+    words = ["train", "audio", "--data-dir", files, "--steps", "6", "--plan", tmp_path / "asked.yaml", *SMALL]
+    code, printed, _ = speedkit(*words, "--out", out, "--log-every", "3", "--channels-last")
     assert code == 0 and "accuracy" in printed and "broken.wav" in (out / "quarantine.csv").read_text()
     history = read(out / "history.json")
     assert history["steps"] == 6 and history["evaluation"]["n"] > 0
-    assert history["plan_asked"] == vars(Plan(precision="fp8", log_every=3, channels_last=True))
+    assert history["plan_asked"] == vars(Plan(precision="fp8", log_every=3, channels_last=True, fused_optimizer=True))
     [fallback] = [row for row in history["fallbacks"] if row["field"] == "precision"]
     assert fallback["got"] == history["plan_effective"]["precision"] and "FP8" in fallback["why"]
     assert yaml.safe_load((out / "plan.yaml").read_text())["precision"] == fallback["got"]
     assert (out / "checkpoint.pt").exists()
-    for index in range(6):
-        (files / "low" / f"broken_{index}.wav").write_bytes(b"")
-    code, _, complaint = speedkit(*words, tmp_path / "other")
-    assert code == 1 and "%" in complaint
 
 
 @pytest.mark.slow
@@ -96,7 +92,7 @@ def test_every_field_has_an_option_with_its_help(speedkit):
 
 def test_compare_gates_on_a_slower_first_plan(speedkit, recordings):
     words = ["compare", "baseline", "careful", "audio", "--data-dir", recordings, "--pairs", "4", "--json"]
-    code, printed, complaint = speedkit(*words, *SMALL)
+    code, printed, complaint = speedkit(*words, *SMALL, "--device", "cpu")
     measured = json.loads(printed)
     assert code == (measured["decision"] == "faster") and "careful: precision: asked tf32" in complaint
     assert len(measured["seconds_a"]) == len(measured["seconds_b"]) == 4

@@ -119,7 +119,7 @@ FALLBACKS = [
     (GRAPHS | {"micro_batch": 32}, GPU, {"batch_size": 32}, {}, ""),
     # Several ranks.
     (GRAPHS | STEP, MANY, {}, {"compile": "default", "compile_scope": "model"}, "where ddp does not look"),
-    (SHARDED, MANY, {}, {"compile": "off", "channels_last": False, "precision": "bf16"}, "under fsdp"),
+    (SHARDED, MANY, {}, {"compile": "off", "channels_last": False, "precision": "bf16"}, "fsdp ranks"),
 ]
 
 
