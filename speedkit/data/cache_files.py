@@ -11,6 +11,7 @@ Entries are appended and never moved. An item whose file has changed gets a new 
 import contextlib
 import functools
 import importlib.metadata
+import importlib.util
 import inspect
 import os
 import pickle
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 VALUES, INDEX = "values.bin", "index.bin"
 ENTRY = np.dtype([("key", np.uint64), ("size", np.int64), ("checksum", np.uint64)])
-VERSIONED = ("torch", "torchaudio", "torchvision", "numpy", "soundfile")
+VERSIONED = ("torch", "torchaudio", "torchvision", "numpy", "soundfile")  # some are extras
 PLAIN = (bool, int, float, complex, str, type(None))
 
 
@@ -51,7 +52,7 @@ def fingerprint(workload: "Workload", plan: Plan) -> str:
             "length": workload.length,
             "sources": workload.sources,
             "parameters": dict(workload.parameters),
-            "versions": [importlib.metadata.version(name) for name in VERSIONED],
+            "versions": [importlib.metadata.version(name) for name in VERSIONED if importlib.util.find_spec(name)],
         }
     )
 
@@ -61,6 +62,7 @@ def content_hash(value: Any) -> str:
 
     Raises SpeedkitError for what cannot be compared, such as a lock.
     """
+    source_of.cache_clear()  # a notebook may have loaded edited files again
     content = xxh3_128()
     pickler = ContentPickler(types.SimpleNamespace(write=content.update), protocol=4)
     pickler.fast = True  # equal values count as equal, whether or not they are one object

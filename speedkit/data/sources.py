@@ -193,8 +193,8 @@ def read_table(root: Path, table: Path, kind: str) -> Labels:
 def choose_test_set(files: Labels, root: Path, *, test_pattern: str | None, share: float) -> set[Path]:
     """Return the files that the pattern matches, else those marked test, else a share of each class.
 
-    The share, one file at least, goes by a hash of the name within the folder. Raises UsageError for a
-    pattern that matches all files, or none.
+    The share, one file at least, goes by a hash of the name within the folder. Raises UsageError for a pattern that
+    matches all files, or none.
     """
     if test_pattern is not None:
         test = set(matches(files, test_pattern, "--test-pattern"))
