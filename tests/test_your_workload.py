@@ -117,7 +117,7 @@ def test_other_targets_than_classes_are_learned_and_never_cut_to_whole_numbers_b
     [
         (Pairs(lambda index: torch.zeros(6)), r"train/0 cannot be used: it gives Tensor, not \(input tensor, target"),
         (Pairs(lambda index: (torch.zeros(6), 0.5)), "no class numbers: give score"),
-        (Pairs(None, count=0), "Pairs has no items by index"),
+        (Pairs(None, count=0), "a data set is empty"),
     ],
 )
 def test_a_data_set_that_cannot_be_trained_on_is_one_sentence(train, sentence):

@@ -4,7 +4,6 @@ A generated file is a function of its index alone: files can be made in any orde
 smaller.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,17 +31,20 @@ def find_or_generate(
 ) -> Split:
     """Return what `find_items` finds under `data_dir`, or without one among the `clips` files that `generate` writes.
 
-    The other options are those of `find_items`. Raises UsageError also for one that would have no effect.
+    The other options are those of `find_items`. Raises UsageError for `clips` of the user's own data.
     """
-    find = functools.partial(find_items, kind=kind, labelled=labelled)
     if data_dir is None and labels is None:
-        if label_pattern or test_pattern:
-            raise UsageError("a pattern needs files to look at: name their folder with --data-dir")
-        return find(generate(clips) if clips else generate(), test_pattern=TEST_PATTERN)
-    if clips is not None:
+        data_dir, test_pattern = generate(clips) if clips else generate(), test_pattern or TEST_PATTERN
+    elif clips is not None:
         raise UsageError("clips counts generated files: leave it out when you give your own data")
-    folder = data_dir or Path(str(labels)).parent
-    return find(folder, labels=labels, label_pattern=label_pattern, test_pattern=test_pattern)
+    return find_items(
+        data_dir or Path(str(labels)).parent,
+        labels=labels,
+        label_pattern=label_pattern,
+        test_pattern=test_pattern,
+        kind=kind,
+        labelled=labelled,
+    )
 
 
 def in_classes(count: int, classes: Sequence[str], formats: Sequence[str]) -> list[str]:

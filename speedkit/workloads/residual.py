@@ -13,9 +13,8 @@ from speedkit.workloads.workload import Batch
 class GroupNorm(nn.GroupNorm):
     """Group normalisation in the format of its input, also under CUDA's autocast.
 
-    Autocast would compute it in float32 and keep two float32 copies for the backward pass: in bfloat16 a net of these
-    blocks then takes a third more memory than in float32. The kernel adds up in float32 either way. On CUDA it makes an
-    NHWC input contiguous first, so `channels_last` costs two copies here.
+    Autocast would compute it in float32 and keep two float32 copies for the backward pass, a third more memory than in
+    float32. The kernel adds up in float32 either way; an NHWC input it copies twice.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -31,8 +30,7 @@ class GroupNorm(nn.GroupNorm):
 class ResidualBlock(nn.Module):
     """Two 3x3 convolutions beside a shortcut. Samples are normalised, not batches: micro-batches change nothing.
 
-    All channels are one group: on a CPU whole steps gain nearly what they gain with BatchNorm from bfloat16 in NHWC.
-    With eight groups a slow NHWC kernel takes all of it.
+    All channels are one group: with eight, a slow NHWC kernel of the CPU takes all that bfloat16 gains.
     """
 
     def __init__(self, channels_in: int, channels: int, stride: int):

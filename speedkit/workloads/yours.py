@@ -46,13 +46,12 @@ def from_dataset(
     gives each seed its own. `others` are fields of Workload. What is random belongs into `augment`: a cache would keep
     what a data set drew first. Raises SpeedkitError for what cannot be trained on.
     """
-    for data in (train, test):
-        if not hasattr(data, "__getitem__") or not hasattr(data, "__len__") or not len(data):
-            raise UsageError(f"{type(data).__name__} has no items by index: give map-style data sets")
     samples, test_samples = (
         [Sample(f"{side}/{index}", data, index) for index in range(len(data))]
         for side, data in (("train", train), ("test", test))
     )
+    if not samples or not test_samples:
+        raise UsageError("a data set is empty")
     inputs, label = load(samples[0]), torch.as_tensor(target(samples[0]))
     class_numbers = label.ndim == 0 and not label.is_floating_point()
     if score is None and not class_numbers:
