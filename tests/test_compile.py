@@ -3,6 +3,7 @@
 Quick tests compile with a backend that generates no code; the slow ones with the real one.
 """
 
+import contextlib
 import dataclasses
 import os
 
@@ -55,10 +56,6 @@ def stacked(model=stack, **recipe):
     return dataclasses.replace(points(train=40, **({"epochs": 2, "clip_norm": 1.0} | recipe)), model=model)
 
 
-def ragged():
-    return dataclasses.replace(points(), length=lambda item: 0)
-
-
 def course(workload, **plan):
     plan = {"log_every": 1, "validate_every": 3} | plan
     return fit(workload, plan=Plan(**plan), device="cpu", progress=False)
@@ -81,13 +78,10 @@ def test_blocks_are_the_outermost_of_a_class_that_occurs_twice():
     assert repeated_blocks(nn.Sequential(Block(4), nn.Linear(4, 4), nn.Linear(4, 4))) == []
 
 
-def test_a_sequence_of_layers_is_one_graph(quick):
+def test_blocks_share_code_names_stay_and_a_model_without_any_is_compiled_whole(quick):
     watch = CompileWatch()
     course(points(train=40), compile="default")
-    assert watch.report().graphs == 1
-
-
-def test_blocks_share_code_names_stay_and_a_model_without_any_is_compiled_whole(quick):
+    assert watch.report().graphs == 1, "a plain sequence of layers too"
     watch, history = CompileWatch(), course(stacked(), compile="default", compile_scope="blocks")
     assert watch.report().graphs == 1  # one class, one shape; not the last batch, nor evaluation
     assert list(history.model.state_dict()) == list(stack().state_dict())
@@ -120,7 +114,7 @@ def test_any_length_takes_two_graphs_and_few_lengths_one_each(quick):
     for plan, graphs in ((Plan(compile="default"), 2), (Plan(compile="default", bucket=True), 4)):
         torch._dynamo.reset()
         watch, model = CompileWatch(), Mean(8, 2)
-        apply_compile(model, plan, ragged())
+        apply_compile(model, plan, dataclasses.replace(points(), length=lambda item: 0))
         for length in (5, 6, 7, 9, 6):
             model(torch.ones(4, length))
         assert watch.report().graphs == graphs
@@ -225,9 +219,8 @@ def real():
 def test_trained_for_real_every_scope_compiles_once_and_learns_the_same(real, scope, device):
     watch, workload = CompileWatch(), stacked()
     plan = Plan(compile="default", compile_scope=scope, log_every=1, validate_every=0)
-    run = setup_run(workload, plan=plan, device=device, progress=False)
-    counts = [watch.report().graphs for _ in steps(run)]
-    run.close()
+    with contextlib.closing(setup_run(workload, plan=plan, device=device, progress=False)) as run:
+        counts = [watch.report().graphs for _ in steps(run)]
     assert set(counts) == {2 if scope == "step" else 1}  # not the last batch, nor evaluation, nor a moving rate
     eager = fit(workload, plan=Plan(log_every=1), device=device, progress=False).loss
     assert run.history.loss == pytest.approx(eager, rel=1e-4 if device == "cpu" else 1e-2)

@@ -22,8 +22,7 @@ from speedkit.measure.trace import CAUSES, UNEXPLAINED, WINDOW, Trace, classify,
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train.loop import steps
-from speedkit.train.run import TrainingRun
-from speedkit.train.setup import setup_run
+from speedkit.train.setup import TrainingRun, setup_run
 from speedkit.workloads.workload import Workload
 
 AUDITED = 2  # steps in which what makes the host wait is looked for
