@@ -56,6 +56,7 @@ def plain(lively):
         {"cache": "disk"},
         {"log_every": 1},
         {"validate_every": 3},
+        {"on_nonfinite": "recover"},
     ],
     ids=str,
 )

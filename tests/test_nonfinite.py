@@ -105,16 +105,6 @@ def test_without_the_guard_the_same_faults_would_be_seen():
         assert not all(value.isfinite().all() for value in run.model.state_dict().values())
 
 
-@pytest.mark.parametrize("plan", [{"fused_optimizer": True}, {}, {"precision": "fp16"}], ids=str)
-def test_a_run_without_bad_steps_is_bit_identical_with_the_guard(plan):
-    workload = points(train=100, augment=jitter, dropout=0.2, clip_norm=1.0)
-    options = {"device": "cpu", "progress": False}
-    plain, *guarded = (
-        outcome(fit(workload, plan=Plan(on_nonfinite=mode, **plan), **options)) for mode in ("raise", "skip", "recover")
-    )
-    assert guarded == [plain, plain]
-
-
 # What is said.
 
 
@@ -135,11 +125,14 @@ class Power(nn.Module):
         return (inputs * 0 + self.offset) ** self.exponent + inputs
 
 
-def test_samples_that_are_not_finite_are_named():
-    workload = with_bad_items(points(augment=jitter), "17", "40")
-    skipped = fit(workload, plan=Plan(on_nonfinite="skip"), device="cpu", progress=False).skipped[0]
+def test_samples_that_are_not_finite_are_named_and_looking_for_them_changes_nothing(monkeypatch):
+    workload = with_bad_items(points(augment=jitter, dropout=0.5), "17", "40")
+    history = fit(workload, plan=Plan(on_nonfinite="skip"), device="cpu", progress=False)
+    skipped = history.skipped[0]
     assert "the batch itself is not finite first for" in skipped["why"]
     assert {"17", "40"} & set(skipped["why"].replace(",", "").split())
+    monkeypatch.setattr(nonfinite, "EXPLAINED", 0)
+    assert outcome(history) == outcome(fit(workload, plan=Plan(on_nonfinite="skip"), device="cpu", progress=False))
     with pytest.raises(SpeedkitError, match=f"step {skipped['step']} is nan: {skipped['why']}"):
         fit(workload, device="cpu", progress=False)
 
@@ -155,15 +148,6 @@ def test_the_module_where_it_begins_is_named(layers, where):
     workload = dataclasses.replace(points(epochs=None, steps=3), model=lambda: nn.Sequential(*layers))
     history = fit(workload, plan=Plan(log_every=1, on_nonfinite="skip"), device="cpu", progress=False)
     assert where in history.skipped[0]["why"]
-
-
-def test_looking_for_the_cause_changes_nothing_of_the_run(monkeypatch):
-    workload = with_bad_items(points(train=100, augment=jitter), "17")
-    workload = dataclasses.replace(workload, model=lambda: nn.Sequential(*normed(), nn.Dropout(0.5)))
-    explained = fit(workload, plan=Plan(log_every=1, **SKIP), device="cpu", progress=False)
-    monkeypatch.setattr(nonfinite, "EXPLAINED", 0)
-    left = fit(workload, plan=Plan(log_every=1, **SKIP), device="cpu", progress=False)
-    assert explained.skipped and outcome(explained) == outcome(left)
 
 
 # Rolling back.

@@ -4,14 +4,12 @@ import itertools
 
 import pytest
 import torch
-from tiny import points
 from torch import nn
 from torch.nn.functional import cosine_similarity, cross_entropy
 
 from speedkit.hardware import this_machine
 from speedkit.plan import Plan
 from speedkit.train import precision
-from speedkit.train.fit import fit
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 BACKENDS = torch.backends
@@ -106,14 +104,3 @@ def test_no_getter_raises_whatever_precision_follows_which(outside):
         assert (torch.get_float32_matmul_precision(), cuda) == ("high" if on_gpu else "highest", on_gpu)
         assert cudnn.allow_tf32 == (name != "fp32") and matmul == ("tf32" if on_gpu else "ieee")
         assert (cudnn.conv.fp32_precision, BACKENDS.fp32_precision) == ("none" if name == "fp32" else "tf32", "none")
-
-
-def test_a_run_in_emulated_8_bits_follows_the_one_in_16_and_not_to_the_bit():
-    half, eighth = (
-        fit(points(size=16, hidden=32), plan=Plan(precision=name, log_every=1), device="cpu", progress=False)
-        for name in ("bf16", "fp8-emulated")
-    )
-    [note] = eighth.effective.fallbacks
-    assert note.got == "fp8-emulated" and "multiply in bf16" in note.why
-    assert eighth.loss != half.loss and eighth.loss == pytest.approx(half.loss, abs=0.05)
-    assert all(weight.dtype == torch.float32 for weight in eighth.model.parameters())
