@@ -5,7 +5,7 @@ import gc
 import math
 import time
 from collections.abc import Generator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from speedkit.plan import CUDA_GRAPHS, Fallback
 from speedkit.train.checkpoint import save
 from speedkit.train.compile import remove_compile
 from speedkit.train.memory import is_out_of_memory, release
-from speedkit.train.optimizer import set_learning_rate
 from speedkit.workloads.workload import Batch
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ def train(run: "TrainingRun") -> Generator[int, None, None]:
     lap(run)
     while run.step < run.total_steps:
         batch = next_batch(run)  # (inputs [B, ...], targets [B]), augmented, on the device
-        set_learning_rate(optimizer, learning_rate(run))
+        set_learning_rate(run)
         guard.before_step()
 
         # Gradients of the micro-batches add up to those of the whole batch: each weighs as many samples as it holds.
@@ -115,12 +114,18 @@ def augment(run: "TrainingRun", batch: Batch, step: int) -> Batch:
     return augment_batch(batch, run.workload, run.recipe, step=step, generator=run.generator)
 
 
-def learning_rate(run: "TrainingRun") -> float | Tensor:
-    """Return that of the next step. The schedule counts steps that were made: with a fused optimizer, on the device."""
-    last = len(run.learning_rates) - 1  # at which a run that never ends stays
+def set_learning_rate(run: "TrainingRun") -> None:
+    """Set the learning rate of the next step, by the steps made: a fused optimizer's are counted on the device."""
+    group, last = run.optimizer.param_groups[0], len(run.learning_rates) - 1  # at which a run that never ends stays
+    rate: Any = run.recovery.rate
     if run.guard.active and run.plan.fused_optimizer:
-        return run.recovery.rate * run.rates_on_device.take(run.guard.good_steps.clamp(max=last))
-    return run.recovery.rate * run.learning_rates[min(run.steps_made, last)]
+        rate *= run.rates_on_device.take(run.guard.good_steps.clamp(max=last))
+    else:
+        rate *= run.learning_rates[min(run.steps_made, last)]
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(rate)  # in place, which does not wait for the device
+    else:
+        group["lr"] = rate
 
 
 def micro_batches(run: "TrainingRun", batch: Batch) -> list[tuple[Batch, Tensor | float | None]]:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from speedkit.recipe import Recipe
@@ -32,15 +32,6 @@ def build_optimizer(
         for parameter in parameters:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
-
-
-def set_learning_rate(optimizer: Optimizer, rate: float | Tensor) -> None:
-    """Set the learning rate of the next step; where it is a tensor, in place, which does not wait for the device."""
-    group = optimizer.param_groups[0]
-    if isinstance(group["lr"], Tensor):
-        group["lr"].fill_(rate)
-    else:
-        group["lr"] = rate
 
 
 def restore_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
