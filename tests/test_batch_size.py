@@ -3,12 +3,14 @@
 import dataclasses
 import gc
 
+import psutil
 import pytest
 import torch
 from faults import OUT_OF_MEMORY, limited, strike
 from tiny import every_number_format, points, slowed
 from torch import nn
 
+from speedkit import hardware
 from speedkit.data.decode import BadItem
 from speedkit.errors import PlanError, SpeedkitError
 from speedkit.measure.quality import choose_batch_size, judge_batch
@@ -60,6 +62,12 @@ def test_every_kind_of_out_of_memory_is_known(kind):
 
 
 # --- what fits
+
+
+def test_free_memory_is_what_the_limit_of_a_container_leaves(monkeypatch):
+    limit_bytes = psutil.Process().memory_info().rss + (64 << 20)
+    monkeypatch.setattr(hardware, "usable_ram_bytes", lambda: limit_bytes)
+    assert 0 < hardware.free_bytes(torch.device("cpu")) < 128 << 20
 
 
 @pytest.mark.parametrize("device", DEVICES)
