@@ -129,12 +129,10 @@ class TrainingRun:
         self.history = History(workload.name, recipe, self.effective, str(device))
         self.progress = Progress(workload.name, last_step, recipe.batch_size, show=progress)
 
-        # Where it is.
+        # Where it is: at the start, or where a checkpoint left off.
         self.step = 0
         self.batch: Batch | None = None  # that of the step in progress, until the weights change
-        self.recent: list[
-            tuple[Tensor, int, int]
-        ] = []  # loss [], epoch and batch of each step since the last log point
+        self.recent: list[tuple[Tensor, int, int]] = []  # loss [], epoch and batch of the steps since the log point
         self.last_loss = torch.tensor(torch.nan)  # [] of the latest step
         self.stop = 0  # the signal that asks the run to stop
         self.stopping = False  # it stops after this step: found out at a log point, where several ranks agree on it
