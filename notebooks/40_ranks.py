@@ -22,7 +22,7 @@ from speedkit.clock import Stopwatch, timed
 from speedkit.measure.compare import measure_pairs
 from speedkit.measure.stats import paired_interval
 from speedkit.train.distributed import leave
-from speedkit.train.loop import steps
+from speedkit.train.loop import next_batch, steps
 from speedkit.train.setup import setup_run
 
 SIZES = [4096 * 8**power for power in range(5)]  # bytes of the all-reduces that are timed, 4 KiB to 16 MiB
@@ -89,7 +89,7 @@ def measure(workload, *, batch_size=128, strategy="ddp", device="auto", pairs=10
         measurements.append(row | vars(paired_interval(a_s, b_s)) | {"decision": decision})
 
     # The passes of rank 0 while the others wait, and all-reduces.
-    batch = alone.next_batch()
+    batch = next_batch(alone)
     forward = partial(made.loss, alone.model, batch, recipe)
     passes = {}
     if dist.get_rank() == 0:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from speedkit.errors import UsageError
@@ -135,6 +136,14 @@ def usable_ram_bytes() -> int:
     """Return the bytes of RAM this process may use: the machine's, lowered by the limits of its control groups."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([machine, *(int(limit) for limit in _cgroup_limits("memory.max") if limit.isdigit())])
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the bytes of memory that this process may still take on `device`."""
+    if device.type == "cuda":  # what the GPU has left, and what PyTorch has taken of it and does not use
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    return min(psutil.virtual_memory().available, usable_ram_bytes() - psutil.Process().memory_info().rss)
 
 
 def _cgroup_limits(name: str) -> list[str]:

@@ -1,15 +1,16 @@
 """The automatic micro-batch: every kind of out-of-memory is known, what is chosen fits, and nothing else is changed."""
 
 import dataclasses
-import functools
 import gc
 
+import psutil
 import pytest
 import torch
 from faults import OUT_OF_MEMORY, limited, strike
-from tiny import emulating, make_model, points, slowed
+from tiny import every_number_format, points, slowed
 from torch import nn
 
+from speedkit import hardware
 from speedkit.data.decode import BadItem
 from speedkit.errors import PlanError, SpeedkitError
 from speedkit.measure.quality import choose_batch_size, judge_batch
@@ -57,36 +58,31 @@ def test_every_kind_of_out_of_memory_is_known(kind):
     with pytest.raises((RuntimeError, MemoryError)) as caught:
         strike(kind)
     assert is_out_of_memory(caught.value)
-
-
-@pytest.mark.parametrize("error", [RuntimeError("shapes cannot be multiplied"), ValueError("out of memory")], ids=repr)
-def test_no_other_error_passes_for_out_of_memory(error):
-    assert not is_out_of_memory(error)
+    assert not is_out_of_memory(RuntimeError("shapes cannot be multiplied"))
 
 
 # --- what fits
 
 
+def test_free_memory_is_what_the_limit_of_a_container_leaves(monkeypatch):
+    limit_bytes = psutil.Process().memory_info().rss + (64 << 20)
+    monkeypatch.setattr(hardware, "usable_ram_bytes", lambda: limit_bytes)
+    assert 0 < hardware.free_bytes(torch.device("cpu")) < 128 << 20
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("fits", "kind", "where"), [(1, "cuda", "forward"), (30, "cudnn", "backward")])
+@pytest.mark.parametrize(("fits", "kind", "where"), [(1, "cuda", "forward"), (24, "cudnn", "backward")])
 def test_sizes_double_until_one_does_not_fit(fits, kind, where, device):
     result = search(limited(points(train=48, batch_size=48), fits, kind, where), device=device)
-    assert [*result.rates] == sorted({fits, *(size for size in (1, 2, 3, 6, 12, 24, 48) if size <= fits)})
-    assert result.largest == fits and result.micro_batch in result.rates and f"{fits + 1} does not fit" in result.why
+    assert [*result.rates] == [size for size in (1, 2, 3, 6, 12, 24, 48) if size <= fits]
+    assert result.largest == fits and result.micro_batch in result.rates and f"{2 * fits} does not fit" in result.why
 
 
-@pytest.mark.parametrize(
-    ("workload", "room_bytes", "error", "message"),
-    [
-        (limited(points(), 0), None, SpeedkitError, "not even the longest items"),
-        (points(hidden=4096), 1000, SpeedkitError, "not even the longest items"),
-        (limited(points(), 4, raises=RuntimeError("bad shapes")), None, RuntimeError, "bad shapes"),
-    ],
-    ids=["nothing fits", "no room", "another error"],
-)
-def test_what_cannot_be_searched_says_so(workload, room_bytes, error, message):
-    with pytest.raises(error, match=message):
-        search(workload, room_bytes=room_bytes)
+def test_what_cannot_be_searched_says_so():
+    with pytest.raises(SpeedkitError, match="not even the longest items"):
+        search(points(hidden=4096), room_bytes=1000)
+    with pytest.raises(RuntimeError, match="bad shapes"):
+        search(limited(points(), 4, raises=RuntimeError("bad shapes")))
 
 
 def test_a_size_that_could_need_more_than_the_room_is_never_run_on_a_cpu():
@@ -95,8 +91,8 @@ def test_a_size_that_could_need_more_than_the_room_is_never_run_on_a_cpu():
     assert whole.largest == 64
     room = (whole.peak_bytes[16] + whole.peak_bytes[32]) // 2
     result = search(noting(workload, sizes), room_bytes=room)
-    assert 16 <= result.largest < 32 and result.largest == max(size for size, _ in sizes)
-    assert max(result.peak_bytes.values()) <= room and "does not fit" in result.why
+    assert result.largest == max(size for size, _ in sizes) == 16
+    assert max(result.peak_bytes.values()) <= room and "32 does not fit" in result.why
 
 
 def test_the_knee_is_the_smallest_near_the_best():
@@ -109,18 +105,23 @@ def test_the_knee_is_the_smallest_near_the_best():
 
 def normalised(norm, **options):
     """The points, for a net that normalises by `norm` and drops out."""
-    layers = lambda: nn.Sequential(nn.Linear(8, 16), norm(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 2))  # noqa: E731
-    return dataclasses.replace(points(**options), model=layers)
+
+    def net():
+        return nn.Sequential(nn.Linear(8, 16), norm(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 2))
+
+    return dataclasses.replace(points(**options), model=net)
 
 
 @pytest.mark.parametrize(("precision", "norm"), [("fp16", nn.LayerNorm), ("fp32", nn.BatchNorm1d)])
-def test_a_run_with_auto_is_bit_identical_to_one_with_the_size_it_chose(norm, precision, monkeypatch):
-    monkeypatch.setattr("speedkit.train.setup.this_machine", emulating)
+def test_a_run_with_auto_is_bit_identical_to_one_with_the_size_it_chose(norm, precision):
     workload, plan = normalised(norm, clip_norm=1.0), Plan(log_every=1, precision=precision, micro_batch="auto")
-    auto = fit(limited(workload, 6), plan=plan, device="cpu", progress=False)
+    with every_number_format():
+        auto = fit(limited(workload, 4), plan=plan, device="cpu", progress=False)
     (choice,) = (fallback for fallback in auto.effective.fallbacks if fallback.field == "micro_batch")
-    assert choice.asked == "auto" and choice.got in (1, 2, 4, 6) and "of" in choice.why
-    fixed = fit(workload, plan=dataclasses.replace(plan, micro_batch=choice.got), device="cpu", progress=False)
+    assert choice.asked == "auto" and choice.got in (1, 2, 4) and "of" in choice.why
+    plan = dataclasses.replace(plan, micro_batch=choice.got)
+    with every_number_format():
+        fixed = fit(workload, plan=plan, device="cpu", progress=False)
     assert auto.loss == fixed.loss and auto.evaluation["value"] == fixed.evaluation["value"]
     assert all(map(torch.equal, auto.model.state_dict().values(), fixed.model.state_dict().values()))
 
@@ -131,26 +132,25 @@ def test_batch_norm_gets_the_largest_and_never_one_sample():
     assert search(noting(workload, seen)).micro_batch == 16
     assert min(size for size, _ in seen) == 2
     result = search(limited(workload, 7))
-    assert result.micro_batch == 7 and "batch norm" in result.why
+    assert result.micro_batch == 4 and "batch norm" in result.why
 
 
 def load_ramp(item):
-    if item.path == "7":
+    if item.path == "4":
         raise BadItem(item.path, "not a sound")
     return torch.ones(3 + int(item.path) % 5)
 
 
 def pooled_loss(model, batch, recipe):
-    inputs, lengths, targets = batch
-    outputs = model((inputs.sum(dim=-1) / lengths)[:, None])
+    inputs, _, targets = batch
+    outputs = model(inputs.mean(dim=-1, keepdim=True).expand(-1, 8))
     return nn.functional.cross_entropy(outputs, targets), outputs
 
 
 def test_sizes_are_tried_on_the_longest_readable_items():
     sizes = []
-    # 3 to 7 numbers each, 8 of them 7; the 8th item cannot be read
+    # 3 to 7 numbers each; of the 8 longest one cannot be read
     ramps = dataclasses.replace(points(train=40, batch_size=8), load=load_ramp, loss=pooled_loss)
-    ramps = dataclasses.replace(ramps, model=functools.partial(make_model, 1, 4, 2))
     ramps = dataclasses.replace(ramps, length=lambda item: 3 + int(item.path) % 5)
     assert search(noting(ramps, sizes)).largest == 8
     assert {length for _, length in sizes} == {7}
@@ -170,19 +170,16 @@ def curves(*runs):
     return [{"points": [[seconds, value]], "value": value, "seconds": seconds} for seconds, value in runs]
 
 
-@pytest.mark.parametrize(
-    ("final", "taken", "why"),
-    [
-        ([(5, 0.90), (5, 0.91), (5, 0.90)], True, "sooner with every seed, and as good"),
-        ([(5, 0.90), (5, 0.91), (11, 0.90)], False, "not sooner with every seed"),
-        ([(5, 0.90), (5, 0.70), (5, 0.90)], False, "not shown to be as good within 0.02"),
-    ],
-    ids=["better", "one seed slower", "one seed worse"],
-)
-def test_a_larger_batch_is_judged_by_time_to_quality(final, taken, why):
+def test_a_larger_batch_is_judged_by_time_to_quality():
     baseline = curves((10, 0.90), (10, 0.91), (10, 0.90))
-    row = judge_batch(points(test=400), {"baseline": baseline, "final": curves(*final)})
-    assert row["taken"] == taken and why in row["why"]
+    for third, taken, why in (
+        ((5, 0.90), True, "sooner with every seed, and as good"),
+        ((11, 0.90), False, "not sooner with every seed"),
+        ((5, 0.69), False, "not shown to be as good within 0.02"),
+    ):
+        final = curves((5, 0.90), (5, 0.91), third)
+        row = judge_batch(points(test=400), {"baseline": baseline, "final": final})
+        assert row["taken"] == taken and why in row["why"]
 
 
 def test_batch_size_auto_trains_to_choose_and_begins_nothing_else():

@@ -77,6 +77,7 @@ def plain(short):
         {"cache": "disk"},
         {"cache": "ram"},
         {"shards": True},
+        {"on_nonfinite": "recover"},
         {"log_every": 4, "validate_every": 5},
     ],
     ids=str,

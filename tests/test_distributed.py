@@ -18,12 +18,11 @@ import psutil
 import pytest
 import torch
 from test_loop import masked_loss, valid_items
-from tiny import emulating, load, loss, points, slowed
+from tiny import load, loss, points, slowed
 
 from speedkit.data.decode import BadItem
 from speedkit.errors import PlanError
-from speedkit.hardware import Hardware
-from speedkit.plan import Plan, resolve
+from speedkit.plan import Plan
 from speedkit.train.distributed import leave
 from speedkit.train.fit import fit
 
@@ -84,33 +83,14 @@ def train_cases(cases, results):
 # ---- the tests ----
 
 
-def test_ranks_that_cannot_run_are_refused():
+def test_ranks_that_nobody_started_are_refused_with_how_to_start_them():
     with pytest.raises(PlanError, match=r"speedkit train WORKLOAD --ranks 2.*torchrun --nproc-per-node 2"):
         fit(points(), plan=Plan(ranks=2), device="cpu", progress=False)
-    two = Hardware(device=torch.device("cuda"), gpu="A100", gpu_count=2, compute_capability=(8, 0))
-    with pytest.raises(PlanError, match="takes 3 GPUs here, and there are 2"):
-        resolve(Plan(ranks=3), two)
-
-
-@pytest.mark.parametrize(
-    ("asked", "field", "got"),
-    [
-        ({"strategy": "fsdp", "compile": "default"}, "compile", "off"),
-        ({"strategy": "fsdp", "precision": "fp16", "fused_optimizer": True}, "precision", "bf16"),
-        ({"compile": "max-autotune"}, "compile", "default"),
-    ],
-)
-def test_what_ranks_cannot_do_together_falls_back_with_a_reason(asked, field, got):
-    machine = dataclasses.replace(emulating("cpu"), cores=2, compiler="g++", python_headers=True)
-    [fallback] = resolve(Plan(ranks=2, **asked), machine).fallbacks
-    assert (fallback.field, fallback.got) == (field, got) and fallback.why
-    assert resolve(Plan(**asked), machine).plan == Plan(**asked), "one rank is a plain run, whatever the strategy"
 
 
 CASES = [
     ("points", {"train": 97, "test": 39}, {"clip_norm": 0.5}, {"micro_batch": 3, "fused_optimizer": True}),
-    ("points", {"train": 97, "test": 39}, {"clip_norm": 0.5}, {"micro_batch": 3, "strategy": "fsdp"}),
-    ("counted", {"train": 89}, {"optimizer": "sgd"}, {"micro_batch": 3, "strategy": "fsdp"}),
+    ("counted", {"train": 89}, {"clip_norm": 0.5, "optimizer": "sgd"}, {"micro_batch": 3, "strategy": "fsdp"}),
     ("faulty", {"bad": (1, 30), "train": 90}, {}, {"strategy": "fsdp", "micro_batch": 2}),
     ("faulty", {"infinite": (11,), "train": 90}, {}, {"on_nonfinite": "skip", "fused_optimizer": True}),
     ("faulty", {"infinite": (11,), "train": 90}, {}, {"on_nonfinite": "skip", "strategy": "fsdp"}),
@@ -171,11 +151,9 @@ def ended(process, code=0):
 
 
 def wait_for_checkpoint(folder, process):
-    end = time.monotonic() + 120
-    while not (folder / "checkpoint.pt").exists() and time.monotonic() < end:
+    while not (folder / "checkpoint.pt").exists():
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
-    assert (folder / "checkpoint.pt").exists()
 
 
 def losses(folder):

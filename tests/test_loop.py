@@ -1,5 +1,6 @@
 """The training loop: the same losses whatever the plan, exact accumulation, safe loss scaling, no reads by the host."""
 
+import contextlib
 import dataclasses
 import io
 import itertools
@@ -10,31 +11,30 @@ import sys
 
 import pytest
 import torch
-from tiny import emulating, jitter, loss, points
+from test_nonfinite import spoiled
+from tiny import every_number_format, jitter, loss, points
 from torch import nn
 
 from speedkit.errors import SpeedkitError
 from speedkit.plan import Plan
-from speedkit.recipe import learning_rates
-from speedkit.train.fit import fit
+from speedkit.train.fit import finish, fit
 from speedkit.train.loop import steps
 from speedkit.train.setup import setup_run
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
-@pytest.fixture(autouse=True)
-def every_number_format(monkeypatch):
-    monkeypatch.setattr("speedkit.train.setup.this_machine", emulating)
+@pytest.fixture(autouse=True, scope="module")
+def formats():
+    with every_number_format():
+        yield
 
 
 def train(workload, **plan):
     """Losses of every step, the final weights and the last evaluation of a run on the CPU."""
-    run = setup_run(workload, plan=Plan(**plan), device="cpu", progress=False)
-    losses = [float(run.last_loss) for _ in steps(run)]
-    evaluation = run.finish().evaluation
-    run.close()
-    return losses, [weight.detach().clone() for weight in run.model.parameters()], evaluation
+    with contextlib.closing(setup_run(workload, plan=Plan(**plan), device="cpu", progress=False)) as run:
+        losses = [float(run.last_loss) for _ in steps(run)]
+        return losses, [weight.detach().clone() for weight in run.parameters], finish(run).evaluation
 
 
 @pytest.fixture(scope="module")
@@ -63,18 +63,28 @@ def test_plans_that_round_differently_stay_near(lively, plain, plan, tolerance):
     assert train(lively, **plan)[0] == pytest.approx(plain[0], abs=tolerance)
 
 
+def masked_loss(model, batch, recipe):
+    """Cross-entropy over the samples whose first feature is positive: few or many of a batch."""
+    outputs = model(batch[0])
+    losses = nn.functional.cross_entropy(outputs, batch[1], reduction="none")
+    return (losses * (batch[0][:, 0] > 0)).sum() / valid_items(batch).clamp(min=1), outputs
+
+
+def valid_items(batch):
+    return (batch[0][:, 0] > 0).sum()
+
+
 # Clipping.
 
 
 def first_gradients(workload, **plan):
     """The gradients that the optimizer sees in the first step, as one tensor, and that step's loss."""
-    run = setup_run(workload, plan=Plan(**plan), device="cpu", progress=False)
     gradients = []
-    run.optimizer.register_step_pre_hook(
-        lambda *_: gradients.extend(weight.grad.flatten().clone() for weight in run.model.parameters())
-    )
-    next(steps(run))
-    run.close()
+    with contextlib.closing(setup_run(workload, plan=Plan(**plan), device="cpu", progress=False)) as run:
+        run.optimizer.register_step_pre_hook(
+            lambda *_: gradients.extend(weight.grad.flatten().clone() for weight in run.parameters)
+        )
+        next(steps(run))
     return torch.cat(gradients), float(run.last_loss)
 
 
@@ -86,46 +96,29 @@ def test_clipping_sees_unscaled_gradients(precision):
     torch.testing.assert_close(clipped, free * 0.1 / free.norm(), rtol=1e-2, atol=1e-4)
 
 
-# Loss scaling.
-
-
-def exploding(at):
-    """The workload's loss, whose gradient is infinite at the calls in `at`; the loss itself stays finite."""
-    calls = itertools.count()
-
-    def loss_with_infinite_gradient(model, batch, recipe):
-        value, outputs = loss(model, batch, recipe)
-        if model.training and next(calls) in at:
-            value.register_hook(lambda gradient: gradient * math.inf)
-        return value, outputs
-
-    return loss_with_infinite_gradient
-
-
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_overflow_skips_exactly_its_steps_and_the_schedule_waits(optimizer):
     bad = {0, 1, 5}
     workload = points(optimizer=optimizer, epochs=None, steps=10, clip_norm=1.0)
-    workload = dataclasses.replace(workload, loss=exploding(bad))
-    run = setup_run(workload, plan=Plan(precision="fp16"), device="cpu", progress=False)
-    scale, before = run.scaler.get_scale(), [weight.detach().clone() for weight in run.parameters]
-    for step in steps(run):
-        assert all(map(torch.equal, before, run.parameters)) == (step - 1 in bad)
-        made = step - 1 - sum(skipped < step - 1 for skipped in bad)
-        assert float(run.optimizer.param_groups[0]["lr"]) == pytest.approx(run.learning_rates[made])
-        before = [weight.detach().clone() for weight in run.parameters]
-    assert all(weight.isfinite().all() for weight in before)
-    assert all(value.isfinite().all() for slot in run.optimizer.state.values() for value in slot.values())
-    assert run.finish().steps == 10 - len(bad) and run.scaler.get_scale() == scale / 2 ** len(bad)
-    run.close()
+    workload = spoiled(workload, bad, "gradient", math.inf)
+    with contextlib.closing(setup_run(workload, plan=Plan(precision="fp16"), device="cpu", progress=False)) as run:
+        scale, before = run.scaler.get_scale(), [weight.detach().clone() for weight in run.parameters]
+        for step in steps(run):
+            assert all(map(torch.equal, before, run.parameters)) == (step - 1 in bad)
+            made = step - 1 - sum(skipped < step - 1 for skipped in bad)
+            assert float(run.optimizer.param_groups[0]["lr"]) == pytest.approx(run.learning_rates[made])
+            before = [weight.detach().clone() for weight in run.parameters]
+        assert all(weight.isfinite().all() for weight in before)
+        assert all(value.isfinite().all() for slot in run.optimizer.state.values() for value in slot.values())
+        assert finish(run).steps == 10 - len(bad) and run.scaler.get_scale() == scale / 2 ** len(bad)
 
 
-def test_a_run_that_never_ends_stays_at_the_last_learning_rate():
-    run = setup_run(points(steps=3, epochs=None), plan=Plan(precision="fp16"), device="cpu", endless=True)
-    for _ in itertools.islice(steps(run), 8):
-        pass
-    run.close()
-    assert float(run.optimizer.param_groups[0]["lr"]) == pytest.approx(learning_rates(run.recipe, 3)[-1])
+@pytest.mark.parametrize("plan", [{}, {"precision": "fp16"}], ids=str)
+def test_a_run_that_never_ends_stays_at_the_last_learning_rate(plan):
+    workload = points(steps=3, epochs=None)
+    with contextlib.closing(setup_run(workload, plan=Plan(**plan), device="cpu", endless=True)) as run:
+        rates = [float(run.optimizer.param_groups[0]["lr"]) for _ in itertools.islice(steps(run), 5)]
+    assert rates == pytest.approx([*run.learning_rates, *2 * run.learning_rates[-1:]])
 
 
 # What the host reads.
@@ -138,13 +131,13 @@ def reads_between_log_points(workload, count=15, device="cpu", **plan):
     kernels read the rate and the step counts so, host and device being one; those are not counted.
     """
     workload = dataclasses.replace(workload, recipe=dataclasses.replace(workload.recipe, epochs=20))
-    run = setup_run(workload, plan=Plan(log_every=10_000, validate_every=0, **plan), device=device, progress=False)
-    training = steps(run)
-    next(training)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        for _ in range(count):
-            next(training)
-    run.close()
+    plan = Plan(log_every=10_000, validate_every=0, **plan)
+    with contextlib.closing(setup_run(workload, plan=plan, device=device, progress=False)) as run:
+        training = steps(run)
+        next(training)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            for _ in range(count):
+                next(training)
     events = [event for event in profile.events() if event.name == "aten::_local_scalar_dense"]
     readers = [event.cpu_parent and event.cpu_parent.cpu_parent for event in events]  # above aten::item
     return sum(not (device == "cpu" and reader and reader.name.startswith("aten::_fused_")) for reader in readers)
@@ -182,13 +175,7 @@ def test_the_host_reads_nothing_between_log_points(device, optimizer, plan):
 
 
 def test_weights_that_are_not_finite_never_replace_a_good_checkpoint(tmp_path):
-    calls = itertools.count(1)
-
-    def loss_turning_nan(model, batch, recipe):
-        value, outputs = loss(model, batch, recipe)
-        return (value * math.nan if model.training and next(calls) == 9 else value), outputs
-
-    workload = dataclasses.replace(points(), loss=loss_turning_nan)  # of 6 steps an epoch: in the second
+    workload = spoiled(points(), {8}, "input")  # of 6 steps an epoch: in the second
     with pytest.raises(SpeedkitError, match=r"loss of step 9 is nan.*learning_rate"):
         fit(workload, plan=Plan(log_every=1000), device="cpu", progress=False, out=tmp_path)
     state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
@@ -196,20 +183,11 @@ def test_weights_that_are_not_finite_never_replace_a_good_checkpoint(tmp_path):
     assert all(weight.isfinite().all() for weight in state["model"].values())
 
 
-def test_progress_is_plain_lines_where_there_is_no_terminal_or_off(capfd, monkeypatch):
-    fit(points(), device="cpu", progress=False)
+def test_progress_is_a_bar_on_a_terminal_and_nothing_where_it_is_off(monkeypatch, capfd):
     monkeypatch.setenv("SPEEDKIT_PROGRESS", "off")
     fit(points(), device="cpu")
     assert capfd.readouterr() == ("", "")
     monkeypatch.delenv("SPEEDKIT_PROGRESS")
-    fit(points(), device="cpu", plan=Plan(log_every=2))
-    out, err = capfd.readouterr()
-    last = next(line for line in out.splitlines() if "step 12/12" in line)
-    assert all(name in last for name in ("loss ", "accuracy ", "samples/s")) and "\r" not in out + err
-
-
-def test_progress_is_a_bar_on_a_terminal(monkeypatch):
-    monkeypatch.delenv("SPEEDKIT_PROGRESS", raising=False)
     terminal = io.StringIO()
     terminal.isatty = lambda: True
     monkeypatch.setattr(sys, "stderr", terminal)

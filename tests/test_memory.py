@@ -1,13 +1,11 @@
 """What takes memory: activations counted and recomputed, the allocator, snapshots; freed memory kept."""
 
 import copy
-import pickle
 import subprocess
 import sys
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from speedkit.plan import Plan
@@ -18,9 +16,7 @@ from speedkit.workloads.image import ImageNet
 from speedkit.workloads.speech import SpeechNet
 from speedkit.workloads.text import TextNet
 
-CPU = torch.device("cpu")
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="it is about a GPU's memory")
 
 CODE = """
 import ctypes, resource, torch
@@ -35,60 +31,48 @@ def faults():
 
 # glibc starts with this threshold and may raise it by itself, or not, by what happens to lie at the end of the heap.
 ctypes.CDLL(None).mallopt(-3, 128 << 10)
-faults()
-first = faults()
+before = faults()
 keep_freed_memory()
 faults()
-print(first, faults())
+assert before > 1000 and faults() < before / 10
 """
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="mallopt is glibc's")
 def test_tensors_take_no_page_faults_once_freed_memory_is_kept():
-    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
-    before, after = map(int, done.stdout.split())
-    assert before > 1000 and after < before / 10
+    subprocess.run([sys.executable, "-c", CODE], check=True)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_activation_bytes_are_those_that_the_backward_pass_needs(device):
-    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8)).to(device)
-    inputs = torch.randn(32, 64, device=device)
-    loss_bytes = 4 if device == "cpu" else 512  # what CUDA's allocator rounds up to
+def test_bytes_are_those_kept_for_the_backward_pass_and_the_most_held_at_once(device):
+    model, inputs = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8)).to(device), torch.randn(32, 64)
+    inputs, device = inputs.to(device), torch.device(device)
+    loss_bytes = 4 if device.type == "cpu" else 512  # what CUDA's allocator rounds up to
     hidden_bytes = 4 * 32 * 256  # ReLU's result, which the second layer multiplies its gradient with: counted once
-    assert memory.activation_bytes(lambda: model(inputs).sum(), torch.device(device)) == hidden_bytes + loss_bytes
+    assert memory.activation_bytes(lambda: model(inputs).sum(), device) == hidden_bytes + loss_bytes
     with torch.no_grad():
-        assert memory.activation_bytes(lambda: model(inputs).sum(), torch.device(device)) == loss_bytes
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_the_peak_of_a_function_is_what_it_holds_at_once(device):
+        assert memory.activation_bytes(lambda: model(inputs).sum(), device) == loss_bytes
     before = torch.ones(1 << 20, device=device)  # not counted
 
     def function():
         first = torch.empty(1 << 20, device=device)
         second = before + first
         del first
-        third = torch.empty(1 << 18, device=device)
-        return second, third
+        return second, torch.empty(1 << 18, device=device)
 
-    assert memory.peak_bytes(function, torch.device(device)) == 8 << 20  # the first two; then the last two
+    assert memory.peak_bytes(function, device) == 8 << 20  # the first two; then the last two
 
 
 class Block(nn.Module):
-    """Attention and two layers beside shortcuts, with dropout, normalised per position."""
+    """Two layers beside a shortcut, with dropout, normalised per position."""
 
     def __init__(self, width, last=nn.Identity, dropout=0.2):
         super().__init__()
-        self.attention = nn.Linear(width, 3 * width)
-        self.layers = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), last())
-        self.drop = nn.Dropout(dropout)
+        layers = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), last()
+        self.layers = nn.Sequential(*layers, nn.Dropout(dropout))
 
     def forward(self, x):  # [B, T, width]
-        query, key, value = self.attention(F.layer_norm(x, x.shape[-1:])).unflatten(-1, (3, 2, -1)).unbind(-3)
-        mixed = F.scaled_dot_product_attention(*(part.transpose(1, 2) for part in (query, key, value)))
-        x = x + self.drop(mixed.transpose(1, 2).flatten(2))
-        return x + self.drop(self.layers(x))
+        return x + self.layers(x)
 
 
 def make_net(**options):
@@ -98,7 +82,7 @@ def make_net(**options):
 
 FRAMES = torch.tensor([32, 24, 16, 32])
 NETS = {  # and their inputs
-    "attention": lambda: (make_net(), torch.randn(8, 12, 8)),
+    "dropout": lambda: (make_net(), torch.randn(8, 12, 8)),
     "audio": lambda: (AudioNet(4, "tiny"), torch.randn(4, 1, 64, 48)),
     "image": lambda: (ImageNet(4, "tiny"), torch.rand(4, 3, 48, 48)),
     "speech": lambda: (SpeechNet("tiny"), torch.randn(4, 80, 32), FRAMES, torch.rand(4, 8) < 0.5),
@@ -164,25 +148,16 @@ def test_blocks_that_cannot_run_twice_are_left_alone_with_the_reason():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("scope", "mode"), [("model", "selective"), ("blocks", "blocks")])
-def test_compiled_blocks_are_recomputed_too(scope, mode):
-    plain, inputs, kept = make_net(dropout=0.0), torch.randn(8, 12, 8), {}  # compiled code draws other masks
+def test_compiled_blocks_are_recomputed_too():
+    plain, inputs, kept = make_net(dropout=0.0), torch.randn(8, 12, 8), []  # compiled code draws other masks
     expected = gradients(plain, inputs)[:-1]
-    for checkpointing in ("off", mode):
+    for mode in ("off", "selective"):
         torch._dynamo.reset()
-        model = checkpointed(plain, checkpointing)
-        apply_compile(model, Plan(compile="default", compile_scope=scope))
-        assert all(
-            torch.allclose(*both, atol=1e-6) for both in zip(gradients(model, inputs)[:-1], expected, strict=True)
-        )
-        kept[checkpointing] = kept_bytes(model, CPU)
-    assert kept[mode] < kept["off"]
-
-
-@needs_gpu
-def test_a_snapshot_of_a_gpu_is_written(tmp_path):
-    memory.save_snapshot(tmp_path, torch.device("cuda"))
-    assert pickle.loads((tmp_path / "memory.pickle").read_bytes())["segments"]
+        model = checkpointed(plain, mode)
+        apply_compile(model, Plan(compile="default"))
+        torch.testing.assert_close(gradients(model, inputs)[:-1], expected, atol=1e-6, rtol=1e-5)
+        kept.append(kept_bytes(model, "cpu"))
+    assert kept[1] < kept[0]
 
 
 EXPANDABLE = """
@@ -194,11 +169,10 @@ device = torch.device("cuda")
 torch.empty(1, device=device)  # CUDA is in use before a plan is known
 memory.set_allocator(Plan(allocator="expandable"), device)
 more = torch.empty(1 << 30, dtype=torch.uint8, device=device)
-print(any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot()))
+assert any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
 """
 
 
-@needs_gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="it is about a GPU's memory")
 def test_the_allocator_took_what_it_was_told():
-    done = subprocess.run([sys.executable, "-c", EXPANDABLE], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True"]
+    subprocess.run([sys.executable, "-c", EXPANDABLE], check=True)

@@ -36,7 +36,7 @@ LAYERS = (
     {"notebooks", "options", "cli", "__main__"},
 )
 LAYOUT = {"COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENCODING", "ENDMARKER"}  # tokens that say nothing
-PAGES = {"speedkit.train.loop.train", "speedkit.train.setup.setup_run"}  # read from top to bottom, stage by stage
+PAGES = {"speedkit.train.loop.train", "speedkit.train.setup.__init__"}  # read from top to bottom, stage by stage
 
 
 # ---- versions ----

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import psutil
 import torch
 from filelock import FileLock
 from torch import Tensor
@@ -25,7 +24,7 @@ from speedkit.data.decode import BadItem, with_decoder
 from speedkit.data.workers import BatchLoader, BatchMaker, item_name
 from speedkit.errors import SpeedkitError
 from speedkit.files import read_json, write_json
-from speedkit.hardware import cache_root, usable_cores, usable_ram_bytes
+from speedkit.hardware import cache_root, free_bytes, usable_cores
 from speedkit.plan import Plan
 
 if TYPE_CHECKING:
@@ -254,10 +253,3 @@ def select(values: Tensor, places: Tensor, device: torch.device) -> Tensor:
         return values.index_select(0, places)
     rows = torch.empty(len(places), *values.shape[1:], dtype=values.dtype, pin_memory=True)
     return torch.index_select(values, 0, places, out=rows).to(device, non_blocking=True)
-
-
-def free_bytes(device: torch.device) -> float:
-    """Return the free memory of a device."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return min(usable_ram_bytes(), psutil.virtual_memory().available)

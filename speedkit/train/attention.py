@@ -20,11 +20,8 @@ BACKENDS = {
     "math": SDPBackend.MATH,
 }
 # By the profiler's names of their operations.
-OPERATIONS = {
+OPERATIONS = {f"aten::_scaled_dot_product_{kernel}_attention": kernel for kernel in ("flash", "efficient", "cudnn")} | {
     "aten::_scaled_dot_product_flash_attention_for_cpu": "flash",
-    "aten::_scaled_dot_product_flash_attention": "flash",
-    "aten::_scaled_dot_product_efficient_attention": "efficient",
-    "aten::_scaled_dot_product_cudnn_attention": "cudnn",
     "aten::_scaled_dot_product_attention_math": "math",
     "torch_attn::_varlen_attn": "flash, lengths",
 }
@@ -34,10 +31,9 @@ def with_kernel(function: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
     """Return `function` with the plan's attention kernel, and the others where that one refuses a call."""
     if plan.attention == "auto":
         return function
-    first = BACKENDS[plan.attention]
-    allowed = [first] if plan.attention == "math" else list(dict.fromkeys((first, *BACKENDS.values())))
+    order = dict.fromkeys((plan.attention, *BACKENDS)) if plan.attention != "math" else ["math"]
     # A partial of a bound method is copied along with a model that is deep-copied; a closure would not be.
-    return functools.partial(_call, function, allowed)
+    return functools.partial(_call, function, [BACKENDS[name] for name in order])
 
 
 def _call(function: Callable[..., Any], allowed: list[SDPBackend], *args: Any, **kwargs: Any) -> Any:
@@ -50,11 +46,10 @@ def apply_attention(model: nn.Module, plan: Plan) -> None:
 
     Dynamo guards the choice only where it is made inside the compiled code.
     """
-    if plan.attention == "auto":
-        return
     blocks = repeated_blocks(model) if plan.compile_scope == "blocks" else []
     for module in (model, *blocks):
-        module.forward = with_kernel(module.forward, plan)
+        if plan.attention != "auto":
+            module.forward = with_kernel(module.forward, plan)
 
 
 def which_ran(function: Callable[[], Any]) -> list[dict[str, Any]]:

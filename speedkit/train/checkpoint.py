@@ -16,7 +16,7 @@ from speedkit.files import atomic
 from speedkit.train.optimizer import restore_optimizer
 
 if TYPE_CHECKING:
-    from speedkit.train.run import TrainingRun
+    from speedkit.train.setup import TrainingRun
 
 NAME, PREVIOUS = "checkpoint.pt", "checkpoint-1.pt"
 DIGEST_BYTES = 8  # at the end of the file, which readers of zip archives pass over: xxh3 of all before
@@ -24,16 +24,15 @@ HISTORY = ("loss", "log_steps", "log_step_s", "evaluations", "seconds", "skipped
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of one run in the background: the run waits while its state is copied, and no longer.
+    """Writes the checkpoints of one run in a thread: the run waits while its state is copied, and no longer.
 
     The copy goes into buffers that are used again: the system hands memory out page by page, which costs far more than
-    copying. A thread then writes them, with a checksum that is verified when they are read. On few cores that thread
-    competes with the training while it writes.
+    copying. On few cores the thread competes with the training while it writes.
     """
 
     def __init__(self, folder: Path, device: torch.device):
         self.folder, self.device = folder, device
-        self.executor = ThreadPoolExecutor(1, "checkpoint")  # a program that ends, ends after its checkpoint
+        self.executor = ThreadPoolExecutor(1)  # a program that ends, ends after its checkpoint
         self.writing: Future[None] | None = None
         self.buffers: list[Tensor] = []
 

@@ -73,21 +73,15 @@ def _options(plan: Plan, workload: Workload | None) -> dict[str, Any]:
     return {"backend": BACKEND, "options": options, "dynamic": None}
 
 
-def failure(error: BaseException) -> str:
-    """Return the first paragraph of an error; commands, stacks and advice follow it."""
-    first = " ".join(str(error).split("\n\n")[0].split())
-    return f"{type(error).__name__}: {first[:300]}".removesuffix(": ")
-
-
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the outermost modules inside `model` whose class it holds more than once.
 
     A block has parameters and children, and is no plain container.
     """
     _, *modules = model.modules()
-    learning = [module for module in modules if next(module.parameters(), None) is not None]
-    blocks = [module for module in learning if [*module.children()] and type(module) not in CONTAINERS]
-    count = Counter(type(block) for block in blocks)
+    blocks = [module for module in modules if list(module.children()) and type(module) not in CONTAINERS]
+    blocks = [block for block in blocks if list(block.parameters())]
+    count = Counter(map(type, blocks))
     repeated = [block for block in blocks if count[type(block)] > 1]
     inside = {inner for block in repeated for inner in block.modules() if inner is not block}
     return [block for block in repeated if block not in inside]

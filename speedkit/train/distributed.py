@@ -1,7 +1,6 @@
 """Several processes train one model: each learns from its share of every batch, and all make the same steps.
 
-A BatchNorm learns from the statistics of a rank's own share: torch.nn.SyncBatchNorm, which takes GPUs, or normalising
-each sample cures that.
+A BatchNorm sees a rank's own share only: take torch.nn.SyncBatchNorm, which needs GPUs, or normalise each sample.
 """
 
 import atexit
@@ -10,7 +9,6 @@ import logging
 import math
 import os
 import sys
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -26,9 +24,7 @@ from speedkit.train.checkpoint import get_random_state
 from speedkit.train.compile import repeated_blocks
 
 if TYPE_CHECKING:
-    from speedkit.train.run import TrainingRun
-
-TIMEOUT_S = 600.0  # that a rank waits for another, which may be writing a checkpoint; then all end
+    from speedkit.train.setup import TrainingRun
 
 
 def launch(arguments: list[str], ranks: int, *, max_restarts: int = 3) -> int:
@@ -81,17 +77,15 @@ def join(plan: Plan, recipe: Recipe, device: torch.device) -> "Ranks | None":
     """Return this process's part in a run of several ranks; None where the plan has one."""
     if plan.ranks == 1:
         return None
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    if processes != plan.ranks:
+    if int(os.environ.get("WORLD_SIZE", 1)) != plan.ranks:
         how = f"`speedkit train WORKLOAD --ranks {plan.ranks}` or `torchrun --nproc-per-node {plan.ranks} SCRIPT`"
-        what = f"ranks={plan.ranks} takes as many processes, and this is one of {processes}"
-        raise PlanError(f"{what}: start them by {how}")
+        raise PlanError(f"ranks={plan.ranks} takes as many processes: start them by {how}")
     gpu = device if device.type == "cuda" else None
     if gpu is not None:
         torch.cuda.set_device(gpu)
     if not dist.is_initialized():
         backend = "gloo" if gpu is None else "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, timeout=timedelta(seconds=TIMEOUT_S), device_id=gpu)
+        dist.init_process_group(backend, device_id=gpu)
         atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
     return Ranks(plan, recipe, device)
 

@@ -2,19 +2,24 @@
 
 import contextlib
 import gc
+import resource
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
+from speedkit.data.sources import write_quarantine
 from speedkit.errors import Interrupted
+from speedkit.files import write_json
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train import checkpoint
 from speedkit.train.history import History
 from speedkit.train.loop import steps
-from speedkit.train.run import TrainingRun
-from speedkit.train.setup import setup_run
+from speedkit.train.setup import TrainingRun, setup_run
 from speedkit.workloads.workload import Workload
 
 
@@ -29,10 +34,34 @@ def fit(workload: Workload, recipe: Recipe | None = None, plan: Plan | None = No
             for _ in steps(run):
                 if run.stopping:
                     break
-        history = run.finish()
+        history = finish(run)
     if run.stopping:
         resume = f"--resume goes on from {run.out / checkpoint.NAME}" if run.out else "nothing is kept without --out"
         raise Interrupted(f"stopped by {signal.Signals(run.stop).name} after step {run.step}; {resume}", run.stop)
+    return history
+
+
+def finish(run: TrainingRun) -> History:
+    """Complete the history of `run`, write it where `out` is set, and return it."""
+    history = run.history
+    history.effective, history.steps, history.model = run.effective, run.steps_made, run.model
+    if run.device.type == "cuda":  # since the model was made
+        history.peak_memory_bytes = torch.cuda.max_memory_allocated(run.device)
+    else:  # RAM of this process, ever
+        unit_bytes = 1 if sys.platform == "darwin" else 1024
+        history.peak_memory_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
+    history.quarantined = dict(run.workload.quarantined) | run.train_batches.bad | run.test_batches.bad
+    if run.ranks is not None:
+        for quarantined in run.ranks.all_gather(history.quarantined):
+            history.quarantined |= quarantined
+    if run.writer is not None:
+        run.writer.wait()
+        write_json(run.writer.folder / "history.json", history.as_dict())
+        if history.quarantined:
+            run.progress.say(f"  {len(history.quarantined)} files were left out (quarantine.csv says why)")
+            write_quarantine(run.writer.folder / "quarantine.csv", sorted(history.quarantined.items()))
+    if run.ranks is not None:
+        run.ranks.all_gather(None)  # a rank that goes before all is written would take the others along
     return history
 
 

@@ -1,23 +1,29 @@
 """The training loop: `train` is the page to read, `steps` answers what goes wrong in it."""
 
+import contextlib
+import gc
 import math
+import time
 from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from speedkit.data.loader import BatchStream
+from speedkit.data.augment import augment_batch
+from speedkit.data.loader import RANK, BatchStream
 from speedkit.errors import SpeedkitError
-from speedkit.plan import Fallback
+from speedkit.plan import CUDA_GRAPHS, Fallback
 from speedkit.train.checkpoint import save
-from speedkit.train.compile import failure
-from speedkit.train.memory import is_out_of_memory, release, save_snapshot
-from speedkit.train.optimizer import set_learning_rate
-from speedkit.train.run import TrainingRun
+from speedkit.train.compile import remove_compile
+from speedkit.train.memory import is_out_of_memory, release
 from speedkit.workloads.workload import Batch
 
+if TYPE_CHECKING:
+    from speedkit.train.setup import TrainingRun
 
-def steps(run: TrainingRun) -> Generator[int, None, None]:
+
+def steps(run: "TrainingRun") -> Generator[int, None, None]:
     """Make the steps of `train`; where one runs out of memory or fails to compile, repeat its batch without the cause.
 
     A generator, so that a measurement can hold two runs and let them take turns.
@@ -28,12 +34,19 @@ def steps(run: TrainingRun) -> Generator[int, None, None]:
             yield from train(run)
         except Exception as error:
             fallback = fallback_for(run, error)  # raises where there is none
-        if fallback is not None:
-            release(run.device)  # not in `except`: there the error still holds what the step had allocated
-            run.fall_back(fallback)
+        if fallback is None:
+            continue
+        release(run.device)  # not in `except`: there the error still holds what the step had allocated
+        if fallback.field == "micro_batch":
+            run.micro_batch = fallback.got
+        else:
+            remove_compile(run.model, run.optimizer)
+            run.loss = run.workload.loss
+        run.effective = run.effective.with_fallbacks(fallback)
+        run.progress.say(f"  {fallback}")
 
 
-def train(run: TrainingRun) -> Generator[int, None, None]:
+def train(run: "TrainingRun") -> Generator[int, None, None]:
     """Make optimizer steps until the recipe is done; yield how many were made, after each.
 
     The host waits for the device at log points and evaluations, and nowhere else.
@@ -41,10 +54,10 @@ def train(run: TrainingRun) -> Generator[int, None, None]:
     model, optimizer, scaler, guard = run.model, run.optimizer, run.scaler, run.guard
     recipe, plan = run.recipe, run.plan
     model.train()
-    run.lap()
+    lap(run)
     while run.step < run.total_steps:
-        batch = run.next_batch()  # (inputs [B, ...], targets [B]), augmented, on the device
-        set_learning_rate(optimizer, run.learning_rate)
+        batch = next_batch(run)  # (inputs [B, ...], targets [B]), augmented, on the device
+        set_learning_rate(run)
         guard.before_step()
 
         # Gradients of the micro-batches add up to those of the whole batch: each weighs as many samples as it holds.
@@ -53,7 +66,7 @@ def train(run: TrainingRun) -> Generator[int, None, None]:
         losses: list[Tensor] = []
         parts = micro_batches(run, batch)
         for part, weight in parts:
-            with run.forward_context(part, last=len(losses) + 1 == len(parts)):
+            with forward_context(run, part, last=len(losses) + 1 == len(parts)):
                 loss, outputs = run.loss(run.replica, part, recipe)
             loss = loss if weight is None else loss * weight
             scaler.scale(loss).backward()
@@ -74,12 +87,12 @@ def train(run: TrainingRun) -> Generator[int, None, None]:
             guard.after_step()
         run.step += 1
         run.last_loss = step_loss
-        run.losses.append(step_loss)
+        run.recent.append((step_loss, run.train_batches.epoch, run.train_batches.position))
 
         evaluates = run.step == run.total_steps or (run.evaluate_every and run.step % run.evaluate_every == 0)
         stops = run.stop and run.ranks is None  # several ranks agree on it at their next log point
         if evaluates or stops or run.step % plan.log_every == 0:
-            run.log(outputs, part)  # the host waits for the device here
+            log(run, outputs, part)  # the host waits for the device here
         del batch, parts, part, loss, outputs  # else they would lie in memory beside the next batch, or the test set's
         if evaluates:
             evaluate(run)
@@ -88,7 +101,34 @@ def train(run: TrainingRun) -> Generator[int, None, None]:
         yield run.step
 
 
-def micro_batches(run: TrainingRun, batch: Batch) -> list[tuple[Batch, Tensor | float | None]]:
+def next_batch(run: "TrainingRun") -> Batch:
+    """Return the batch of the next step, augmented, on the device; again the same one if it is to be repeated."""
+    if run.batch is None:
+        run.batch = augment(run, run.fetch(), run.step)
+    return run.batch
+
+
+def augment(run: "TrainingRun", batch: Batch, step: int) -> Batch:
+    """Return `batch` as step number `step` (0-based) learns from it; each rank has draws of its own."""
+    step += RANK * run.train_batches.sampler.rank
+    return augment_batch(batch, run.workload, run.recipe, step=step, generator=run.generator)
+
+
+def set_learning_rate(run: "TrainingRun") -> None:
+    """Set the learning rate of the next step, by the steps made: a fused optimizer's are counted on the device."""
+    group, last = run.optimizer.param_groups[0], len(run.learning_rates) - 1  # at which a run that never ends stays
+    rate: Any = run.recovery.rate
+    if run.guard.active and run.plan.fused_optimizer:
+        rate *= run.rates_on_device.take(run.guard.good_steps.clamp(max=last))
+    else:
+        rate *= run.learning_rates[min(run.steps_made, last)]
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(rate)  # in place, which does not wait for the device
+    else:
+        group["lr"] = rate
+
+
+def micro_batches(run: "TrainingRun", batch: Batch) -> list[tuple[Batch, Tensor | float | None]]:
     """Return the parts of `batch`, at most `run.micro_batch` samples each, and what part of the loss each counts for.
 
     Counted are valid items, so that the parts add up to the exact mean over the batch. None: the part is the batch.
@@ -105,7 +145,7 @@ def micro_batches(run: TrainingRun, batch: Batch) -> list[tuple[Batch, Tensor | 
     return [(part, number / total) for (part, _), number in zip(parts, counts, strict=True)]
 
 
-def split(run: TrainingRun, batch: Batch, stream: BatchStream) -> list[tuple[Batch, bool]]:
+def split(run: "TrainingRun", batch: Batch, stream: BatchStream) -> list[tuple[Batch, bool]]:
     """Return the last `batch` of `stream` in parts of `run.micro_batch` samples, and whether each counts.
 
     All ranks make as many passes, for FSDP gathers weights in each. What a rank repeats to do so does not count, nor
@@ -119,14 +159,62 @@ def split(run: TrainingRun, batch: Batch, stream: BatchStream) -> list[tuple[Bat
     return [(part, index < own) for index, part in enumerate(parts)]
 
 
-def gradient_norm(run: TrainingRun) -> Tensor:
+def forward_context(run: "TrainingRun", part: Batch, *, last: bool) -> contextlib.AbstractContextManager:
+    """Return the context of the forward pass over `part` of a batch, the `last` one or not."""
+    mode = run.plan.compile
+    if mode == "off" and run.ranks is None:
+        return run.autocast  # nothing is built anew at each step
+    if mode in CUDA_GRAPHS:
+        torch.compiler.cudagraph_mark_step_begin()
+    contexts = contextlib.ExitStack()
+    contexts.enter_context(run.autocast)
+    if len(part[0]) != run.micro_batch:  # an epoch's last part would be compiled for anew
+        contexts.enter_context(eager(run))
+    if run.ranks is not None:
+        contexts.enter_context(run.ranks.gradient_exchange(run.replica, last))
+    return contexts
+
+
+def eager(run: "TrainingRun") -> contextlib.AbstractContextManager:
+    """Return the context in which compiled code is not used."""
+    return contextlib.nullcontext() if run.plan.compile == "off" else torch.compiler.set_stance("force_eager")
+
+
+def gradient_norm(run: "TrainingRun") -> Tensor:
     """Return the norm of all gradients together, []: of several ranks that share weights out, of all of them."""
     norm = torch.nn.utils.get_total_norm([weight.grad for weight in run.parameters if weight.grad is not None])
     return norm.full_tensor() if run.ranks is not None and run.ranks.sharded else norm  # type: ignore[attr-defined]
 
 
+def log(run: "TrainingRun", outputs: Tensor, part: Batch) -> None:
+    """Read the losses since the last log point; show the score of the last `part` of a batch by its `outputs`."""
+    if run.ranks is not None:
+        run.stop = max(run.ranks.all_gather(run.stop))
+    run.stopping = bool(run.stop)
+    loss = run.recovery.read(run)
+    step_s = lap(run) / len(run.recent)
+    run.recent.clear()
+    run.history.loss.append(loss)
+    run.history.log_steps.append(run.step)
+    run.history.log_step_s.append(step_s)
+    if run.progress.due(run.step):
+        score = float(run.workload.score(outputs.detach(), part).float().mean())
+        run.progress.update(run.step, step_s, loss, score=score, metric=run.workload.metric)
+    if not gc.isenabled():  # as in `fit`
+        gc.collect(1)
+    lap(run)
+
+
+def lap(run: "TrainingRun") -> float:
+    """Return the seconds since it was last called, and add them to those of the history."""
+    now_s = time.perf_counter()
+    elapsed_s, run.lap_s = now_s - (run.lap_s or now_s), now_s
+    run.history.seconds += elapsed_s
+    return elapsed_s
+
+
 @torch.no_grad()
-def evaluate(run: TrainingRun) -> None:
+def evaluate(run: "TrainingRun") -> None:
     """Add `{step, seconds, metric, value, loss, n}`, the mean score and loss of the test set, to the history.
 
     The model runs in evaluation mode, uncompiled: its other mode would be compiled once more.
@@ -135,7 +223,7 @@ def evaluate(run: TrainingRun) -> None:
     run.model.eval()
     for batch in run.test_batches.one_epoch():
         for part, counts in split(run, batch, run.test_batches):  # of the size that fits in training
-            with run.autocast, run.eager():
+            with run.autocast, eager(run):
                 loss, outputs = workload.loss(run.model, part, run.recipe)
             if counts:
                 sums[0] += workload.score(outputs, part).float().sum()
@@ -143,14 +231,13 @@ def evaluate(run: TrainingRun) -> None:
                 sums[2] += len(part[0])
     total, total_loss, count = (run.ranks.sum(sums) if run.ranks is not None else sums).tolist()
     run.model.train()
-    run.lap()
-    value, loss_value = (total / count, total_loss / count) if count else (math.nan, math.nan)
-    result = {"step": run.step, "seconds": run.history.seconds, "metric": workload.metric, "value": value}
-    run.history.evaluations.append(result | {"loss": loss_value, "n": int(count)})
-    run.progress.say(f"  step {run.step}: {workload.metric} {value:.4f} on {count:.0f} test items")
+    lap(run)
+    result = {"step": run.step, "seconds": run.history.seconds, "metric": workload.metric, "value": total / count}
+    run.history.evaluations.append(result | {"loss": total_loss / count, "n": int(count)})
+    run.progress.say(f"  step {run.step}: {workload.metric} {total / count:.4f} on {count:.0f} test items")
 
 
-def fallback_for(run: TrainingRun, error: Exception) -> Fallback:
+def fallback_for(run: "TrainingRun", error: Exception) -> Fallback:
     """Return what to change so that the step which failed by `error` can be repeated; raise it where nothing is left.
 
     A failure of compiled code has any type, in the forward pass, the backward pass or where a shape is new. Repeated
@@ -159,11 +246,13 @@ def fallback_for(run: TrainingRun, error: Exception) -> Fallback:
     # Once weights change a step cannot be repeated, nor by one of several ranks: the others wait for its gradients.
     batch, now = run.batch if run.ranks is None else None, f"at step {run.step + 1}"
     if not is_out_of_memory(error):
-        if batch is None or not run.compiled or isinstance(error, SpeedkitError):
+        if batch is None or run.plan.compile == "off" or isinstance(error, SpeedkitError):
             raise error
-        return Fallback("compile", run.plan.compile, "off", f"it failed {now}: {failure(error)}")
-    if run.out is not None:
-        save_snapshot(run.out, run.device)
+        message = " ".join(str(error).split("\n\n")[0].split())  # commands, stacks and advice follow
+        why = f"it failed {now}: {type(error).__name__}: {message[:300]}"
+        return Fallback("compile", run.plan.compile, "off", why)
+    if run.out is not None and run.device.type == "cuda":  # a map of its memory, for docs.pytorch.org/memory_viz
+        torch.cuda.memory._dump_snapshot(str(run.out / "memory.pickle"))
     size = 1 if batch is None else min(run.micro_batch, len(batch[0]))
     if size > 1:
         return Fallback("micro_batch", size, (size + 1) // 2, f"out of memory {now}")

@@ -6,10 +6,7 @@ import gc
 import itertools
 import os
 import re
-import resource
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,7 +45,7 @@ def checkpoint_blocks(model: nn.Module, plan: Plan) -> str:
     blocks = repeated_blocks(model)
     if not blocks:
         return f"{type(model).__name__} has no repeated blocks: no class of modules with children occurs twice in it"
-    for module in (module for block in blocks for module in block.modules()):
+    for module in nn.ModuleList(blocks).modules():
         if getattr(module, "track_running_stats", False):
             return f"a second forward pass would move the running statistics of a block's {type(module).__name__}"
     contexts = functools.partial(create_selective_checkpoint_contexts, KEPT_PRODUCTS)
@@ -73,35 +70,26 @@ def activation_bytes(forward: Callable[[], Any], device: torch.device) -> int:
 
     What a first call sets up (compiled code, tables) counts: call it once before.
     """
-    return _peak_and_kept(forward, device)[1]
+    return _allocated_bytes(forward, device)[-1]
 
 
 def peak_bytes(function: Callable[[], Any], device: torch.device) -> int:
     """Return the most bytes that `function()` has allocated at any time, beside those allocated before."""
-    return _peak_and_kept(function, device)[0]
+    return max(_allocated_bytes(function, device))
 
 
-def _peak_and_kept(function: Callable[[], Any], device: torch.device) -> tuple[int, int]:
-    """Return the bytes that `function()` allocates at its peak, and those still allocated while its result is held."""
+def _allocated_bytes(function: Callable[[], Any], device: torch.device) -> list[int]:
+    """Return the bytes that `function()` has allocated: over time, the last while its result is still held."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         _result = function()  # held until here returns
-        return torch.cuda.max_memory_allocated(device) - before, torch.cuda.memory_allocated(device) - before
+        return [torch.cuda.max_memory_allocated(device) - before, torch.cuda.memory_allocated(device) - before]
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # no message on machines without a GPU
     with profile(profile_memory=True) as run:
         _result = function()
-    assert run.kineto_results is not None
-    events = sorted(run.kineto_results.events(), key=lambda event: event.start_ns())
-    changes = [event.nbytes() for event in events if event.name() == "[memory]"]
-    return max(itertools.accumulate(changes), default=0), sum(changes)
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Return the most memory that tensors have taken on a GPU since its peak was reset, or this process of RAM ever."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    events = sorted(run.kineto_results.events(), key=lambda event: event.start_ns())  # type: ignore[union-attr]
+    return [*itertools.accumulate((event.nbytes() for event in events if event.name() == "[memory]"), initial=0)]
 
 
 def set_allocator(plan: Plan, device: torch.device) -> None:
@@ -114,12 +102,6 @@ def set_allocator(plan: Plan, device: torch.device) -> None:
         # Settings of the environment that are not named again would be reset.
         settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
         torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (settings, "expandable_segments:True"))))
-
-
-def save_snapshot(folder: str | Path, device: torch.device) -> None:
-    """Write a map of a GPU's memory to memory.pickle in `folder`, for https://docs.pytorch.org/memory_viz."""
-    if device.type == "cuda":
-        torch.cuda.memory._dump_snapshot(str(Path(folder) / "memory.pickle"))
 
 
 @functools.lru_cache
@@ -137,9 +119,8 @@ def keep_freed_memory() -> None:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether `error` says that a smaller batch could have fitted."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(str(error)) is not None
+    said = isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(str(error)) is not None
+    return said or isinstance(error, MemoryError)
 
 
 def release(device: torch.device) -> None:

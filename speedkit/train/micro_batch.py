@@ -7,20 +7,22 @@ import itertools
 import math
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import psutil
 import torch
 from torch import nn
 
 from speedkit.clock import timed
 from speedkit.errors import SpeedkitError
-from speedkit.hardware import usable_ram_bytes
+from speedkit.hardware import free_bytes
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train.loop import train
 from speedkit.train.memory import is_out_of_memory, peak_bytes, release
-from speedkit.train.run import TrainingRun
 from speedkit.workloads.workload import Batch, Workload
+
+if TYPE_CHECKING:
+    from speedkit.train.setup import TrainingRun
 
 ROOM = 0.9  # of the free memory; the rest is for fragments, and for what others take
 TOLERANCE = 0.03  # of the best rate: what a smaller micro-batch may be slower by
@@ -33,7 +35,7 @@ class MicroBatchSearch:
     """What a search found. Every size in it, in samples, was run."""
 
     micro_batch: int
-    largest: int  # that fits
+    largest: int  # of the sizes tried, that fits
     rates: dict[int, float]  # size -> samples/s of optimizer steps
     peak_bytes: dict[int, int]  # size -> memory of a step, beside model, optimizer state and batch
     why: str
@@ -46,14 +48,14 @@ def find_micro_batch(
     plan: Plan,
     *,
     device: torch.device,
-    make_run: Callable[..., TrainingRun],
+    make_run: Callable[..., "TrainingRun"],
     room_bytes: float | None = None,
 ) -> MicroBatchSearch:
     """Return the micro-batch that suits steps of `recipe.batch_size` samples, found by training on the longest items.
 
-    It is the throughput knee, or for a model with batch norm the largest: smaller ones change what that learns. Steps
-    are made by `make_run` (`setup_run`), uncompiled: compiling each size would take longer than all the rest.
-    `room_bytes` replaces what a step may take of the free memory. Raises SpeedkitError where no size fits.
+    Tried are the batch, its half, quarter ... The throughput knee is chosen, or for a model with batch norm the largest
+    that fits: smaller ones change what that learns. Steps are made by `make_run` (`setup_run`), uncompiled: compiling
+    each size would take longest. `room_bytes` limits a step's memory. Raises SpeedkitError where no size fits.
     """
     began_s = time.perf_counter()
     make = functools.partial(make_run, with_longest_first(workload), recipe, trial_plan(plan), device=device)
@@ -70,15 +72,13 @@ def find_micro_batch(
         sizes = list(itertools.takewhile(functools.partial(trial.fits, room_bytes=room_bytes), trial.sizes))
         if not sizes:
             raise SpeedkitError("not even the longest items alone fit: take shorter ones, or checkpointing=blocks")
-        refused = ""
-        if sizes != trial.sizes:
-            sizes = sorted({*sizes, trial.largest(sizes[-1], trial.sizes[len(sizes)], room_bytes)})
-            refused = f"; {sizes[-1] + 1} does not fit"
         rates = trial.rates(sizes)
     chosen, why = knee(rates), f"the smallest within {TOLERANCE:.0%} of the best"
     if trial.batch_norm:
         chosen, why = sizes[-1], "the largest, for batch norm"
-    why = f"{why} of {', '.join(map(str, sizes))}{refused}"
+    why = f"{why} of {', '.join(map(str, sizes))}"
+    if sizes != trial.sizes:
+        why = f"{why}; {trial.sizes[len(sizes)]} does not fit"
     return MicroBatchSearch(chosen, sizes[-1], rates, trial.peak_bytes, why, time.perf_counter() - began_s)
 
 
@@ -100,7 +100,7 @@ def trial_plan(plan: Plan) -> Plan:
 class MicroBatchTrial:
     """Measures memory and time of training steps on the longest items, for one size of micro-batch at a time."""
 
-    def __init__(self, run: TrainingRun, batch_size: int):
+    def __init__(self, run: "TrainingRun", batch_size: int):
         self.run, self.batch_size = run, batch_size
         longest = next(run.test_batches.one_epoch())
         # Some of the longest may be unreadable: others stand in for them.
@@ -131,24 +131,17 @@ class MicroBatchTrial:
         _held = self.run.last_loss
         try:
             # Two micro-batches, for the second meets the gradients of the first.
-            peak = peak_bytes(lambda: self.take_step(size, 2 * size), self.run.device)
+            peak: float = peak_bytes(lambda: self.take_step(size, 2 * size), self.run.device)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            peak = None
-        if peak is not None and peak <= room_bytes:
-            self.peak_bytes[size] = peak
+            peak = math.inf
+        if peak <= room_bytes:
+            self.peak_bytes[size] = int(peak)
             return True
         self.run.optimizer.zero_grad(set_to_none=True)
         release(self.run.device)
         return False
-
-    def largest(self, fits: int, too_large: int, room_bytes: float) -> int:
-        """Return the largest size that fits, found by halving the gap between one that does and one that does not."""
-        while too_large - fits > 1:
-            middle = (fits + too_large) // 2
-            fits, too_large = (middle, too_large) if self.fits(middle, room_bytes) else (fits, middle)
-        return fits
 
     def rates(self, sizes: list[int]) -> dict[int, float]:
         """Return samples/s of optimizer steps in micro-batches of each of `sizes`.
@@ -167,11 +160,3 @@ class MicroBatchTrial:
 def knee(rates: dict[int, float]) -> int:
     """Return the smallest size whose rate is at most TOLERANCE below the best."""
     return min(size for size, rate in rates.items() if rate >= (1 - TOLERANCE) * max(rates.values()))
-
-
-def free_bytes(device: torch.device) -> int:
-    """Return the bytes of memory that this process may still take on `device`."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info(device)[0]
-    return min(psutil.virtual_memory().available, usable_ram_bytes() - psutil.Process().memory_info().rss)

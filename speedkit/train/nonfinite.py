@@ -1,13 +1,12 @@
 """Steps that are not finite: left out on the device, explained and rolled back at log points.
 
 `StepGuard` acts in every step and never makes the host wait; `Recovery` acts at log points, where the host reads the
-losses anyway; `locate_nonfinite` finds the module and the samples in which NaN or infinity appears first.
+losses anyway.
 """
 
 import copy
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,16 +16,16 @@ from torch.utils import _pytree as tree
 
 from speedkit.errors import SpeedkitError
 from speedkit.plan import Plan
+from speedkit.train.loop import augment, eager
 from speedkit.train.optimizer import restore_optimizer
 from speedkit.workloads.workload import Batch
 
 if TYPE_CHECKING:
-    from speedkit.train.run import TrainingRun
+    from speedkit.train.setup import TrainingRun
 
 PATIENCE = 5  # bad steps in a row that are no accident
 RECOVERIES = 3  # of a run; then something is wrong that going back does not cure
 EXPLAINED = 3  # bad steps of a run whose cause is looked for
-MANY_SAMPLES = 8  # bad samples of a batch; there is no need to find more
 
 
 class StepGuard:
@@ -94,30 +93,31 @@ class Recovery:
 
         Raises SpeedkitError for a bad step, or where those are left out when they do not end.
         """
-        stacked = torch.stack(run.losses)
+        stacked = torch.stack([loss for loss, _, _ in run.recent])
         losses = (stacked if run.ranks is None else run.ranks.sum(stacked) / run.ranks.count).tolist()
-        good = [loss for loss in losses if math.isfinite(loss)]
-        for index, loss in enumerate(losses):
+        first = run.step - len(losses) + 1
+        for step, (loss, (_, epoch, position)) in enumerate(zip(losses, run.recent, strict=True), first):
             self.bad_in_row = 0 if math.isfinite(loss) else self.bad_in_row + 1
             if self.bad_in_row:
-                note_bad_step(run, loss, (run.step - len(losses) + 1 + index, *run.positions[index]))
+                note_bad_step(run, loss, {"step": step, "epoch": epoch, "position": position})
         if self.bad_in_row >= PATIENCE:
             self.roll_back(run)
-        elif run.plan.on_nonfinite == "recover" and not self.bad_in_row:
+        elif not self.bad_in_row:
             self.take_snapshot(run)
+        good = [loss for loss in losses if math.isfinite(loss)]
         return sum(good) / len(good) if good else math.nan
 
     def take_snapshot(self, run: "TrainingRun") -> None:
-        """Copy all that training changes."""
-        self.snapshot = {}  # freed first: there may be no room for two
-        self.snapshot = copy.deepcopy({"model": dict(run.model.state_dict()), "optimizer": run.optimizer.state_dict()})
-        self.snapshot_step = run.step
+        """Copy all that training changes, where the plan asks for it."""
+        if run.plan.on_nonfinite == "recover":
+            self.snapshot = {}  # freed first: there may be no room for two
+            state = {"model": dict(run.model.state_dict()), "optimizer": run.optimizer.state_dict()}
+            self.snapshot, self.snapshot_step = copy.deepcopy(state), run.step
 
     def roll_back(self, run: "TrainingRun") -> None:
         """Make the state that of the snapshot. Raises SpeedkitError where there is none, or it was of no use."""
         first = run.history.skipped[-self.bad_in_row]
-        why = f"{self.bad_in_row} steps in a row are not finite, step {first['step']} first: "
-        why += explain(run, (first["step"], first["epoch"], first["position"]))
+        why = f"{self.bad_in_row} steps in a row are not finite, step {first['step']} first: {explain(run, first)}"
         if not self.snapshot:
             raise SpeedkitError(f"{why}; on_nonfinite=recover goes back to good weights and lowers the learning rate")
         if len(run.history.recoveries) == RECOVERIES:
@@ -131,56 +131,41 @@ class Recovery:
         run.progress.say(f"  step {run.step}: {why}; {action}")
 
 
-def note_bad_step(run: "TrainingRun", loss: float, place: tuple[int, int, int]) -> None:
-    """Add the step at `place` (step, epoch, batch) to those left out; raise SpeedkitError where the plan skips none."""
-    skips = run.plan.on_nonfinite != "raise"
-    looked_for = not skips or len(run.history.skipped) < EXPLAINED
-    why = explain(run, place) if looked_for else "not looked for"
-    if not skips:
+def note_bad_step(run: "TrainingRun", loss: float, place: dict[str, Any]) -> None:
+    """Add the step at `place` {step, epoch, position} to those left out; raise SpeedkitError where none may be."""
+    if run.plan.on_nonfinite == "raise":
         advice = "lower learning_rate, set clip_norm, or leave such steps out with on_nonfinite=skip"
-        raise SpeedkitError(f"the loss of step {place[0]} is {loss}: {why}; {advice}")
-    if looked_for:
-        run.progress.say(f"  step {place[0]} is left out: {why}")
-    run.history.skipped.append(dict(zip(("step", "epoch", "position"), place, strict=True)) | {"why": why})
+        raise SpeedkitError(f"the loss of step {place['step']} is {loss}: {explain(run, place)}; {advice}")
+    why = "not looked for"
+    if len(run.history.skipped) < EXPLAINED:
+        why = explain(run, place)
+        run.progress.say(f"  step {place['step']} is left out: {why}")
+    run.history.skipped.append(place | {"why": why})
 
 
-def explain(run: "TrainingRun", place: tuple[int, int, int]) -> str:
-    """Return where the batch of a step, at `place` (step, epoch, batch), first is not finite."""
+def explain(run: "TrainingRun", place: dict[str, Any]) -> str:
+    """Return where the batch of the step at `place` {step, epoch, position} first is not finite."""
     if run.ranks is not None:
         return "where from is looked for on one rank only"
     try:
-        step, epoch, position = place
-        batch, names = run.train_batches.batch_at(epoch, position)
-        if batch is None:
-            return "where from could not be found out (none of its items can be read again)"
-        learned = run.augment(batch, step - 1)
-
-        def loss_of(model: nn.Module) -> Tensor:
-            return run.workload.loss(model, learned, run.recipe)[0]
-
-        with run.eager(), torch.random.fork_rng([run.device] if run.device.type == "cuda" else []):
-            where, samples = locate_nonfinite(run.model, learned, loss_of)
+        batch, names = run.train_batches.batch_at(place["epoch"], place["position"])
+        batch = augment(run, batch, place["step"] - 1)  # type: ignore[arg-type]  # None ends in the `except` below
+        finite = torch.stack([tensor.reshape(len(tensor), -1).isfinite().all(1) for tensor in batch]).all(0)  # [B]
+        if not finite.all():
+            bad = [name for name, good in zip(names, finite.tolist(), strict=True) if not good]
+            return f"the batch itself is not finite first for {', '.join(bad[:8])}"
+        with eager(run), torch.random.fork_rng([run.device] if run.device.type == "cuda" else []):
+            where = first_nonfinite(run, batch)
     except Exception as error:  # a loss or a model that cannot be looked into, or no memory for it
         return f"where from could not be found out ({error})"
-    of_samples = f" for {', '.join(names[sample] for sample in samples)}" if samples else ""
-    return f"{where} is not finite first{of_samples}" if where else "made again, its batch is finite"
+    return f"{where} is not finite first" if where else "made again, its batch is finite"
 
 
-def locate_nonfinite(model: nn.Module, batch: Batch, loss_of: Callable[[nn.Module], Tensor]) -> tuple[str, list[int]]:
-    """Learn from `batch`, tensors [B, ...], once more; return the first place that is not finite, "" if there is none.
-
-    With it come the samples that are not finite themselves. `loss_of` a copy of `model` is looked into; it waits for
-    the device again and again.
-    """
-    finite = torch.stack([tensor.reshape(len(tensor), -1).isfinite().all(1) for tensor in batch]).all(0)  # [B]
-    if not finite.all():
-        return "the batch itself", finite.logical_not().nonzero().flatten().tolist()[:MANY_SAMPLES]
-    for name, weight in model.named_parameters():
-        if not weight.isfinite().all():
-            return f"the weights, {name} first", []
-
-    model, places = copy.deepcopy(model), []
-
+def first_nonfinite(run: "TrainingRun", batch: Batch) -> str:
+    """Learn from `batch` once more, in a copy of the model; return the first place that is not finite, or ""."""
+    model, places = copy.deepcopy(run.model), list[str]()
+    weights = list(model.named_parameters())
+    places += [f"the weights, {name} first" for name, weight in weights if not weight.isfinite().all()]
     names = {module: name or type(module).__name__ for name, module in model.named_modules()}
 
     def look(module: nn.Module, _inputs: object, output: object) -> None:
@@ -190,11 +175,10 @@ def locate_nonfinite(model: nn.Module, batch: Batch, loss_of: Callable[[nn.Modul
     for module in names:
         module.register_forward_hook(look)
     model.zero_grad(set_to_none=True)
-    loss = loss_of(model)
+    loss, _ = run.workload.loss(model, batch, run.recipe)
     if not loss.isfinite():
-        return [*places, "the loss"][0], []
+        places.append("the loss")
     loss.backward()
-    for name, weight in reversed([*model.named_parameters()]):  # the gradient nearest to the loss
-        if weight.grad is not None and not weight.grad.isfinite().all():
-            return f"the gradient of {name}", []
-    return "", []
+    gradients = [(name, weight.grad) for name, weight in reversed(weights) if weight.grad is not None]
+    places += [f"the gradient of {name}" for name, gradient in gradients if not gradient.isfinite().all()]
+    return places[0] if places else ""

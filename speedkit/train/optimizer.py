@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from speedkit.recipe import Recipe
@@ -17,33 +17,21 @@ def build_optimizer(
 ) -> Optimizer:
     """Return the recipe's optimizer, fused or as PyTorch has it by default (foreach on a GPU, a loop on a CPU).
 
-    Fused, or with `tensor_rate`, its learning rate is a 0-dimensional tensor on the parameters' device: neither a
-    kernel nor compiled code then depends on its value.
+    Fused, or with `tensor_rate`, its learning rate is a tensor []: no kernel and no compiled code depends on its value.
     """
     parameters = list(parameters)
-    options: dict[str, Any] = {"lr": recipe.learning_rate, "weight_decay": recipe.weight_decay, "fused": fused or None}
+    rate: Any = recipe.learning_rate
     if fused or tensor_rate:
-        options["lr"] = torch.tensor(recipe.learning_rate, device=parameters[0].device)
+        rate = torch.tensor(rate, device=parameters[0].device)
+    options: dict[str, Any] = {"lr": rate, "weight_decay": recipe.weight_decay, "fused": fused or None}
     if recipe.optimizer == "adamw":
         return torch.optim.AdamW(parameters, **options)
     optimizer = torch.optim.SGD(parameters, momentum=recipe.momentum, **options)
     if fused and recipe.momentum:
-        # A first step that is left out would leave uninitialised momentum behind, which the next good step multiplies
-        # into the weights. A first step from zero momentum is the same step.
+        # A first step that is left out would leave uninitialised momentum behind. From zero it is the same step.
         for parameter in parameters:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
-
-
-def set_learning_rate(optimizer: Optimizer, rate: float | Tensor) -> None:
-    """Set the learning rate of the next step; where it is a tensor, in place, which does not wait for the device."""
-    group = optimizer.param_groups[0]
-    if not isinstance(group["lr"], Tensor):
-        group["lr"] = rate
-    elif isinstance(rate, Tensor):
-        group["lr"].copy_(rate)
-    else:
-        group["lr"].fill_(rate)
 
 
 def restore_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """From a workload, a recipe and a plan to a run that is ready for its first step."""
 
 import dataclasses
-import functools
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from speedkit.config import to_yaml
 from speedkit.data.cache import open_cache
@@ -19,101 +19,150 @@ from speedkit.errors import PlanError
 from speedkit.files import claim_folder, write_text
 from speedkit.hardware import cache_root, this_machine
 from speedkit.plan import EffectivePlan, Fallback, Plan, resolve
-from speedkit.recipe import Recipe
+from speedkit.recipe import Recipe, learning_rates
 from speedkit.train import attention, checkpoint, compile, distributed, memory, precision
+from speedkit.train.history import History
 from speedkit.train.micro_batch import find_micro_batch
+from speedkit.train.nonfinite import Recovery, StepGuard
 from speedkit.train.optimizer import build_optimizer
-from speedkit.train.progress import wanted
-from speedkit.train.run import TrainingRun
-from speedkit.workloads.workload import Workload
+from speedkit.train.progress import Progress, wanted
+from speedkit.workloads.workload import Batch, Workload
 
 
-def setup_run(
-    workload: Workload,
-    recipe: Recipe | None = None,
-    plan: Plan | None = None,
-    *,
-    device: str | torch.device = "auto",
-    out: str | Path | None = None,
-    resume: bool = False,
-    cache_dir: str | Path | None = None,
-    deterministic: bool = False,
-    strict: bool = False,
-    progress: bool | str = "auto",
-    endless: bool = False,
-) -> TrainingRun:
-    """Return a run of `workload` that is ready for its first step, by its own recipe and `Plan()` by default.
+class TrainingRun:
+    """A training run: its state, ready for the first step.
 
-    `out` gets checkpoint, plan and history; `resume` goes on from the checkpoint there. `strict` makes a field of the
-    plan that cannot be honoured an error. `deterministic` asks CUDA for reproducible kernels
-    (https://docs.pytorch.org/docs/stable/notes/randomness.html). `endless` never stops nor evaluates: for measuring.
+    By the workload's own recipe and `Plan()` by default. `out` gets checkpoint, plan and history; `resume` goes on from
+    the checkpoint there. `strict` makes a field of the plan that cannot be honoured an error. `deterministic` asks CUDA
+    for reproducible kernels (https://docs.pytorch.org/docs/stable/notes/randomness.html). `endless` never stops nor
+    evaluates: for measuring.
     """
-    began_s = time.perf_counter()
-    recipe, plan = recipe or workload.recipe, plan or Plan()
-    check_recipe(recipe, workload)
 
-    # Machine and ranks: what the plan becomes here, and which share of each batch this process learns from.
-    hardware = this_machine(distributed.local_device(plan, device))
-    device = hardware.device
-    effective = resolve(plan, hardware, strict, workload=workload, batch_size=recipe.batch_size)
-    ranks = distributed.join(effective.plan, recipe, device)
-    rank = 0 if ranks is None else ranks.rank
-    resume = resume or (ranks is not None and ranks.restarted)
-    folder = None if out is None else Path(out) if rank else claim_folder(out, "train", resume)
-    if deterministic:  # PyTorch raises later where CUDA has no such kernel
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
+    def __init__(
+        self,
+        workload: Workload,
+        recipe: Recipe | None = None,
+        plan: Plan | None = None,
+        *,
+        device: str | torch.device = "auto",
+        out: str | Path | None = None,
+        resume: bool = False,
+        cache_dir: str | Path | None = None,
+        deterministic: bool = False,
+        strict: bool = False,
+        progress: bool | str = "auto",
+        endless: bool = False,
+    ):
+        began_s = time.perf_counter()
+        self.workload = workload
+        self.recipe = recipe = recipe or workload.recipe
+        check_recipe(recipe, workload)
 
-    # What takes trying out: micro-batch and workers where they are auto. All ranks take what suits each of them.
-    share = recipe if ranks is None else dataclasses.replace(recipe, batch_size=ranks.share)
-    effective = choose_auto_settings(workload, share, effective, device=device)
-    if ranks is not None:
-        effective = min(ranks.all_gather(effective), key=lambda choice: choice.plan.micro_batch or 0)
+        # Machine and ranks: what the plan becomes here, and which share of each batch this process learns from.
+        plan = plan or Plan()
+        hardware = this_machine(distributed.local_device(plan, device))
+        self.device = device = hardware.device
+        effective = resolve(plan, hardware, strict, workload=workload, batch_size=recipe.batch_size)
+        self.ranks = ranks = distributed.join(effective.plan, recipe, device)  # None where it is the only process
+        rank, world_size, share = (0, 1, recipe.batch_size) if ranks is None else (ranks.rank, ranks.count, ranks.share)
+        resume = resume or (ranks is not None and ranks.restarted)
+        self.out = None if out is None else Path(out) if rank else claim_folder(out, "train", resume)
+        if deterministic:  # PyTorch raises later where CUDA has no such kernel
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
 
-    # Model and optimizer, then compilation on top of all that changes layers.
-    precision.set_matmul_precision(effective.plan)
-    model, replica, optimizer, fallbacks = build_learner(workload, recipe, effective.plan, device=device, ranks=ranks)
-    effective = effective.with_fallbacks(*fallbacks)
-    if strict:
-        check_strict(effective)
+        # What takes trying out: micro-batch and workers where they are auto. All ranks take what suits each of them.
+        own_recipe = dataclasses.replace(recipe, batch_size=share)
+        effective = choose_auto_settings(workload, own_recipe, effective, device=device)
+        choices = [effective] if ranks is None else ranks.all_gather(effective)
+        effective = min(choices, key=lambda choice: choice.plan.micro_batch or 0)
+        self.micro_batch = min(int(effective.plan.micro_batch or share), share)  # samples per forward pass, at most
 
-    # Data: what is missing of shards and cache is made. A run that never ends does not see its test set.
-    show = False if endless or rank else progress
-    open_stream = functools.partial(
-        open_batches, workload=workload, recipe=recipe, ranks=ranks, cache_dir=cache_dir, progress=wanted(show)
-    )
-    test_plan = dataclasses.replace(effective.plan, cache="off", shards=False) if endless else effective.plan
-    run = TrainingRun(
-        workload=workload,
-        recipe=recipe,
-        effective=effective,
-        device=device,
-        model=model,
-        replica=replica,
-        optimizer=optimizer,
-        train_batches=open_stream(workload.train, effective.plan, device, seed=recipe.seed),
-        test_batches=open_stream(workload.test, test_plan, device, seed=None),
-        show=show,
-        endless=endless,
-        out=folder,
-        ranks=ranks,
-    )
-    open_checkpoint(run, resume=resume)
-    for note in filter(None, (*effective.fallbacks, getattr(run.train_batches.cache, "why", ""))):
-        run.progress.say(f"  {note}")
-    run.history.prepare_s = time.perf_counter() - began_s
-    return run
+        # Model and optimizer. A step calls the replica: the model, or what exchanges its gradients with other ranks.
+        precision.set_matmul_precision(effective.plan)
+        self.model, self.replica, self.optimizer, fallbacks = build_learner(
+            workload, recipe, effective.plan, device=device, ranks=ranks
+        )
+        self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.effective = effective.with_fallbacks(*fallbacks)
+        # What is auto was to be chosen, and what is got as asked (8 bits, but for some layers) is told only.
+        late = [fallback for fallback in self.effective.fallbacks if fallback.asked not in ("auto", fallback.got)]
+        if strict and late:
+            raise PlanError(f"the plan cannot be honoured, and --strict allows no fallback: {late[0]}")
+
+        # How a step is made.
+        plan = self.plan
+        self.loss = compile.compile_step(workload, self.optimizer, plan)
+        self.autocast, self.scaler = precision.autocast(plan, device), precision.grad_scaler(plan, device)
+        self.guard = StepGuard(plan, self.model, self.optimizer, several_ranks=ranks is not None)
+        self.recovery = Recovery()
+
+        # Data: what is missing of shards and cache is made. A run that never ends does not see its test set.
+        progress = False if endless or rank else progress
+        options: Any = {"batch_size": recipe.batch_size, "device": device, "rank": rank, "world_size": world_size}
+
+        def open_stream(items: Sequence[Any], plan: Plan, seed: int | None) -> BatchStream:
+            if plan.shards:
+                items = pack(workload, items, Path(cache_dir or cache_root()) / "shards")
+            cache = None
+            if plan.cache != "off":
+                cache = open_cache(workload, items, plan, device=device, cache_dir=cache_dir, progress=wanted(progress))
+            return BatchStream(workload, items, plan, seed=seed, cache=cache, **options)
+
+        test_plan = dataclasses.replace(plan, cache="off", shards=False) if endless else plan
+        self.train_batches = open_stream(workload.train, plan, recipe.seed)
+        self.test_batches = open_stream(workload.test, test_plan, None)
+        self.fetch = self.train_batches.__next__  # another function is put here to measure without loading
+        self.generator = torch.Generator(device=device)  # of augmentation
+
+        # How far it goes, and what it tells.
+        last_step = recipe.total_steps(len(workload.train), plan.drop_last)
+        self.learning_rates = learning_rates(recipe, last_step)  # one per step
+        self.rates_on_device = torch.tensor(self.learning_rates, device=device)
+        self.total_steps: float = math.inf if endless else last_step
+        every = len(self.train_batches) if plan.validate_every is None else plan.validate_every
+        self.evaluate_every = 0 if endless else every  # steps; 0 is only at the end
+        self.history = History(workload.name, recipe, self.effective, str(device))
+        self.progress = Progress(workload.name, last_step, recipe.batch_size, show=progress)
+
+        # Where it is: at the start, or where a checkpoint left off.
+        self.step = 0
+        self.batch: Batch | None = None  # that of the step in progress, until the weights change
+        self.recent: list[tuple[Tensor, int, int]] = []  # loss [], epoch and batch of the steps since the log point
+        self.last_loss = torch.tensor(torch.nan)  # [] of the latest step
+        self.stop = 0  # the signal that asks the run to stop
+        self.stopping = False  # it stops after this step: found out at a log point, where several ranks agree on it
+        self.lap_s = 0.0
+        if self.out is not None and resume:
+            checkpoint.load(self, self.out)
+        self.writer = None if self.out is None or rank else checkpoint.CheckpointWriter(self.out, device)
+        if self.writer is not None:
+            write_text(self.writer.folder / "plan.yaml", to_yaml(plan))
+        self.recovery.take_snapshot(self)
+        for note in filter(None, (*self.effective.fallbacks, getattr(self.train_batches.cache, "why", ""))):
+            self.progress.say(f"  {note}")
+        self.history.prepare_s = time.perf_counter() - began_s
+
+    @property
+    def plan(self) -> Plan:
+        """The effective plan."""
+        return self.effective.plan
+
+    @property
+    def steps_made(self) -> int:
+        """How many steps changed the weights; asks the device where some may have been left out."""
+        return int(self.guard.good_steps) if self.guard.active else self.step
+
+    def close(self) -> None:
+        """End the loader processes, the progress bar, and the writing of a checkpoint that was begun."""
+        if self.writer is not None:
+            self.writer.executor.shutdown()
+        self.train_batches.close()
+        self.test_batches.close()
+        self.progress.close()
 
 
-def open_checkpoint(run: TrainingRun, *, resume: bool) -> None:
-    """Put `run` where its checkpoint left off, if it is to go on from there, and get ready to write the next one."""
-    if run.out is not None and resume:
-        checkpoint.load(run, run.out)
-    if run.out is not None and (run.ranks is None or run.ranks.rank == 0):
-        write_text(run.out / "plan.yaml", to_yaml(run.plan))
-        run.writer = checkpoint.CheckpointWriter(run.out, run.device)
-    if run.plan.on_nonfinite == "recover":
-        run.recovery.take_snapshot(run)
+setup_run = TrainingRun  # said as what it does
 
 
 def check_recipe(recipe: Recipe, workload: Workload) -> None:
@@ -123,14 +172,6 @@ def check_recipe(recipe: Recipe, workload: Workload) -> None:
     for name in ("label_smoothing", "focal_gamma", "mixup"):
         if (value := getattr(recipe, name)) and name not in workload.honours:
             raise PlanError(f"{name}={value} is not applied by workload {workload.name}: leave it at 0")
-
-
-def check_strict(effective: EffectivePlan) -> None:
-    """Raise PlanError for what came out after `resolve` and is not as it was asked for."""
-    for fallback in effective.fallbacks:
-        # What is auto was to be chosen, and what is got as asked (8 bits, but for some layers) is told only.
-        if fallback.asked not in ("auto", fallback.got):
-            raise PlanError(f"the plan cannot be honoured, and --strict allows no fallback: {fallback}")
 
 
 def choose_auto_settings(
@@ -178,25 +219,3 @@ def transform_model(model: nn.Module, plan: Plan, workload: Workload | None = No
     if why := compile.apply_compile(model, plan, workload):
         fallbacks.append(Fallback("compile_scope", "blocks", "model", why))
     return fallbacks
-
-
-def open_batches(
-    items: Sequence[Any],
-    plan: Plan,
-    device: torch.device,
-    *,
-    seed: int | None,
-    workload: Workload,
-    recipe: Recipe,
-    ranks: distributed.Ranks | None,
-    cache_dir: str | Path | None,
-    progress: bool,
-) -> BatchStream:
-    """Return the stream of `items`, out of shards and a cache where the plan says so; what is missing is made."""
-    cache, options = None, {} if ranks is None else {"rank": ranks.rank, "world_size": ranks.count}
-    if plan.shards:
-        items = pack(workload, items, Path(cache_dir or cache_root()) / "shards")
-    if plan.cache != "off":
-        cache = open_cache(workload, items, plan, device=device, cache_dir=cache_dir, progress=progress)
-    size = recipe.batch_size
-    return BatchStream(workload, items, plan, batch_size=size, seed=seed, device=device, cache=cache, **options)
