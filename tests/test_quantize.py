@@ -46,6 +46,7 @@ def test_every_method_keeps_the_outputs_at_any_batch_size_and_makes_files_as_sma
     for method in METHODS:
         path = tmp_path / f"{method}.pt2"
         facts[method] = export.save(model, method, args, path=path, calibration=[args])
+        assert sys.prefix.encode() not in path.read_bytes(), "it names files of this machine"
         small = torch.export.load(path).module()
         for size in (1, 8, 20):
             batch = export.sized(args, size)

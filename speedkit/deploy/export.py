@@ -24,6 +24,8 @@ from speedkit.workloads.workload import Workload
 MODEL, FACTS = "model.pt2", "deploy.json"
 CALIBRATION = 256  # training items that static scales are found on
 BATCH = 32  # items that are evaluated at once
+# Of a graph: where in the code its nodes are from, with names of this machine's files. A third of a small model's file.
+NOTES = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "from_node")
 Row = dict[str, Any]
 Model = Callable[..., Any]
 
@@ -52,6 +54,10 @@ def save(model: nn.Module, method: str, args: Args, *, path: Path, **options: An
     `torch.ao.quantization.fx._decomposed` imported before, which registers its operators.
     """
     program = exported(model, method, args, **options)
+    for module in program.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            for note in NOTES:
+                node.meta.pop(note, None)
     with atomic(path) as temporary:
         torch.export.save(program, temporary)
     linear = [name for name, layer in model.named_modules() if type(layer) is nn.Linear and method == "int8-dynamic"]
