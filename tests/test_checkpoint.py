@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_resume import lively, outcome
+from test_resume import lively
+from tiny import outcome
 
 from speedkit.errors import SpeedkitError
 from speedkit.plan import Plan

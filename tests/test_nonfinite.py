@@ -7,9 +7,8 @@ import math
 
 import pytest
 import torch
-from faults import limited, strike
-from test_resume import interrupting, outcome
-from tiny import every_number_format, jitter, load, points
+from faults import interrupting, limited, strike
+from tiny import every_number_format, jitter, load, outcome, points
 from torch import nn
 
 from speedkit.errors import Interrupted, SpeedkitError
