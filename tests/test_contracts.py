@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from faults import interrupting
 from test_losses import WORKLOADS, make
-from tiny import every_number_format, jitter, points
+from tiny import every_number_format, jitter, outcome, points
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -58,12 +58,6 @@ def train(workload, out=None, resume=False, **plan):
     return fit(workload, plan=Plan(**plan), device="cpu", progress=False, out=out, resume=resume)
 
 
-def learned(history):
-    """All that must not depend on how it was learned."""
-    evaluation = {name: value for name, value in history.evaluations[-1].items() if name != "seconds"}
-    return evaluation, history.steps, {name: weight.tolist() for name, weight in history.model.state_dict().items()}
-
-
 @pytest.fixture(scope="module")
 def plain(short):
     return train(short, log_every=1)
@@ -86,7 +80,7 @@ def test_plans_that_only_move_data_or_read_it_give_bit_identical_training(short,
     if "shards" in plan and short.name not in OF_FILES:
         pytest.skip("its samples are no files")
     history = train(short, **{"log_every": 1} | plan)
-    assert learned(history) == learned(plain)
+    assert outcome(history) == outcome(plain)
     if "log_every" in plan:  # each is the mean of the steps since the one before; the last of an epoch has one
         bounds = itertools.pairwise([0, *history.log_steps])
         expected = [sum(plain.loss[begin:end]) / (end - begin) for begin, end in bounds]
@@ -132,7 +126,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, short, plain, plan, at
     assert stopped.value.exit_code == 130
     assert json.loads((tmp_path / "history.json").read_text())["steps"] == at
     resumed = train(short, tmp_path, resume=True, log_every=1, **plan)
-    assert learned(resumed) == learned(whole) and resumed.loss == whole.loss and resumed.resumed_from == at
+    assert outcome(resumed) == outcome(whole) and resumed.loss == whole.loss and resumed.resumed_from == at
 
 
 def test_the_loop_learns(workload):

@@ -5,8 +5,7 @@ import json
 
 import pytest
 import torch
-from slowdowns import busy
-from tiny import points
+from tiny import busy, points
 from torch import nn
 
 from speedkit.hardware import Hardware

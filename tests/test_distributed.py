@@ -17,8 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from test_loop import masked_loss, valid_items
-from tiny import load, loss, points, slowed
+from tiny import load, loss, masked_loss, points, slowed, valid_items
 
 from speedkit.data.decode import BadItem
 from speedkit.errors import PlanError

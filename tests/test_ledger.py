@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from slowdowns import busy
-from tiny import load, points, slowed
+from tiny import busy, load, points, slowed
 
 from speedkit.measure.ledger import StepFacts, ledger_of, make_ledger
 from speedkit.measure.trace import CAUSES, Span, Trace, classify, read_trace

@@ -63,17 +63,6 @@ def test_plans_that_round_differently_stay_near(lively, plain, plan, tolerance):
     assert train(lively, **plan)[0] == pytest.approx(plain[0], abs=tolerance)
 
 
-def masked_loss(model, batch, recipe):
-    """Cross-entropy over the samples whose first feature is positive: few or many of a batch."""
-    outputs = model(batch[0])
-    losses = nn.functional.cross_entropy(outputs, batch[1], reduction="none")
-    return (losses * (batch[0][:, 0] > 0)).sum() / valid_items(batch).clamp(min=1), outputs
-
-
-def valid_items(batch):
-    return (batch[0][:, 0] > 0).sum()
-
-
 # Clipping.
 
 

@@ -9,8 +9,7 @@ import math
 import pytest
 import torch
 from faults import limited, strike
-from test_resume import outcome
-from tiny import every_number_format, jitter, load, points
+from tiny import every_number_format, jitter, load, outcome, points
 from torch import nn
 
 from speedkit.errors import SpeedkitError

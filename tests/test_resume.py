@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_contracts import learned
-from tiny import every_number_format, jitter, points
+from tiny import every_number_format, jitter, outcome, points
 
 from speedkit.errors import SpeedkitError, UsageError
 from speedkit.plan import Plan
@@ -87,7 +86,7 @@ def test_a_flipped_bit_is_found_and_the_run_goes_on_from_the_one_before(stopped,
     path.write_bytes(content)
     resumed = fit(lively(), out=stopped, resume=True, **OPTIONS | {"progress": True})
     assert resumed.resumed_from == 6
-    assert learned(resumed) == learned(fit(lively(), **OPTIONS))
+    assert outcome(resumed) == outcome(fit(lively(), **OPTIONS))
     assert "checksum is wrong: it was cut short or changed" in "".join(capsys.readouterr())
 
 

@@ -5,8 +5,8 @@ import statistics
 import sys
 
 import pytest
-import slowdowns
 import torch
+from tiny import busy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -15,7 +15,6 @@ from speedkit.errors import UsageError
 from speedkit.measure.watch import watch
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-SLOWDOWNS = [(cause, device) for device in DEVICES for cause in slowdowns.causes_on(device)]
 MS = 1e-3
 
 
@@ -31,7 +30,7 @@ class Slow(TensorDataset):
     seconds = 0.0
 
     def __getitem__(self, index):
-        slowdowns.busy(self.seconds)
+        busy(self.seconds)
         inputs, targets = super().__getitem__(index)
         return inputs + 0.1 * torch.rand(8), targets
 
@@ -61,7 +60,7 @@ class Loop:
 
     def plant(self, part):
         if part == self.part:
-            slowdowns.busy(self.wait_s)
+            busy(self.wait_s)
 
     def step(self, inputs, targets):
         outputs = self.model(inputs.to(self.device))
@@ -87,7 +86,7 @@ class Loop:
         self.model.eval()
         with torch.no_grad():
             self.model(torch.ones(4, 8, device=self.device))
-            slowdowns.busy(self.wait_s)
+            busy(self.wait_s)
             self.model(torch.ones(4, 8, device=self.device))
         self.model.train()
 
@@ -270,30 +269,3 @@ def test_what_cannot_be_watched_is_refused_in_a_sentence():
     ):
         with pytest.raises(UsageError, match=why), watch(*parts):
             raise AssertionError("nothing to watch")
-
-
-# The diagnosis of loops whose slowness was injected.
-
-
-def diagnosed(loop):
-    with watched(loop) as seen:
-        loop.train(40)
-    return seen.diagnosis, seen.ledger.step_s
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("cause", "device"), SLOWDOWNS)
-def test_the_diagnosis_names_what_was_injected_first_with_its_seconds(cause, device):
-    healthy, loop = slowdowns.Loop(device), slowdowns.Loop(device)
-    healthy_s = statistics.median(clock.timed(lambda: healthy.train(10), device, 9, warmup=2)) / 10
-    slowdowns.inject_slowdown(loop, cause, 3 * healthy_s)
-    (first, *_), step_s = diagnosed(loop)
-    assert (first["cause"], first["field"]) == (cause, slowdowns.CAUSES[cause])
-    if device == "cpu":  # a GPU hides part of what its host does
-        assert 0.4 < first["seconds"] / step_s < 0.95  # three quarters of a step were injected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device", DEVICES)
-def test_the_diagnosis_finds_nothing_in_a_healthy_loop(device):
-    assert diagnosed(slowdowns.Loop(device))[0] == []

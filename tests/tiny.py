@@ -46,6 +46,17 @@ def loss(model, batch, recipe):
     return nn.functional.cross_entropy(outputs, targets, label_smoothing=recipe.label_smoothing), outputs
 
 
+def masked_loss(model, batch, recipe):
+    """Cross-entropy over the samples whose first feature is positive: few or many of a batch."""
+    outputs = model(batch[0])
+    losses = nn.functional.cross_entropy(outputs, batch[1], reduction="none")
+    return (losses * (batch[0][:, 0] > 0)).sum() / valid_items(batch).clamp(min=1), outputs
+
+
+def valid_items(batch):
+    return (batch[0][:, 0] > 0).sum()
+
+
 def score(outputs, batch):
     return (outputs.argmax(-1) == batch[1]).float()
 
@@ -74,6 +85,19 @@ def points(train=96, test=32, size=8, hidden=16, augment=None, dropout=0.0, **re
         parameters={"size": size},
         sources=(load, features),
     )
+
+
+def outcome(history):
+    """All that must not depend on how it was learned."""
+    evaluation = {name: value for name, value in history.evaluations[-1].items() if name != "seconds"}
+    return evaluation, history.steps, {name: weight.tolist() for name, weight in history.model.state_dict().items()}
+
+
+def busy(seconds):
+    """Keep a processor core busy for so long: unlike sleeping, which would let others use it."""
+    until_s = time.perf_counter() + seconds
+    while time.perf_counter() < until_s:
+        pass
 
 
 def slow_loss(model, batch, recipe, seconds):

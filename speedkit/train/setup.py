@@ -71,7 +71,7 @@ class TrainingRun:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
 
-        # What takes trying out: micro-batch and workers where they are auto. All ranks take what suits each of them.
+        # What takes trying out: the micro-batch where it is auto. All ranks take what suits each of them.
         own_recipe = dataclasses.replace(recipe, batch_size=share)
         effective = choose_auto_settings(workload, own_recipe, effective, device=device)
         choices = [effective] if ranks is None else ranks.all_gather(effective)
