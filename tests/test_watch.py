@@ -1,7 +1,6 @@
 """A loop that is watched learns what it learns alone; its ledger has what was planted; afterwards all is as it was."""
 
 import copy
-import statistics
 import sys
 
 import pytest

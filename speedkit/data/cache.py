@@ -120,7 +120,7 @@ class FeatureCache:
     def _first_shape(self) -> tuple[int, ...]:
         """Return the shape of the first entry that can be computed."""
         path = self.folder / "shape.json"
-        if path.exists():
+        if self.items and path.exists():
             return tuple(read_json(path))
         error = None
         for item in self.items:
