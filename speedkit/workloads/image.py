@@ -27,7 +27,7 @@ SIZES = {
     "small": (64, 32, (64, 96, 128), 1),
     "medium": (128, 64, (128, 256, 512), 2),
 }
-RECIPE = Recipe(batch_size=32, epochs=8, learning_rate=1e-2, weight_decay=0.05, clip_norm=1.0, label_smoothing=0.1)
+RECIPE = Recipe(batch_size=32, epochs=6, learning_rate=1e-2, weight_decay=0.05, clip_norm=1.0, label_smoothing=0.1)
 
 
 def image(data_dir: str | Path | None = None, *, size: str = "small", **options: Any) -> Workload:

@@ -27,7 +27,7 @@ PATTERNS: dict[str, Callable[[Plane, Plane, float], NDArray]] = {
 def patterns(clips: int = 1200) -> Path:
     """Return a folder of class-named subfolders with images: two thirds to train on, the others to test on."""
     paths = in_classes(clips, tuple(PATTERNS), ("jpg", "jpg", "jpg", "png"))
-    return complete(f"patterns/{clips}_photographs_seed0_v2", paths, photograph, save=save)
+    return complete(f"patterns/{clips}_photographs_seed0_v3", paths, photograph, save=save)
 
 
 def save(path: Path, pixels: NDArray[np.uint8], format: str) -> None:
@@ -39,12 +39,12 @@ def photograph(index: int) -> NDArray[np.uint8]:
     """Return photograph `index` of the set: [H, W, 3], either side of 80 to 160 pixels."""
     rng = np.random.default_rng([0, index])
     height, width = rng.integers(80, 161, 2)
-    y, x = np.mgrid[:height, :width] * (np.exp(rng.uniform(np.log(4), np.log(9))) / min(height, width))  # periods
-    turn, (left, top) = rng.uniform(-0.8, 0.8), rng.uniform(0, 10, 2)
+    y, x = np.mgrid[:height, :width] * (np.exp(rng.uniform(np.log(4), np.log(6))) / min(height, width))  # periods
+    turn, (left, top) = rng.uniform(-0.3, 0.3), rng.uniform(0, 10, 2)
     u, v = np.cos(turn) * x - np.sin(turn) * y + left, np.sin(turn) * x + np.cos(turn) * y + top
     pattern = list(PATTERNS.values())[index % len(PATTERNS)]
     ink = pattern(u, v, rng.uniform(0.15, 0.4))
-    ground, contrast = rng.uniform(0.2, 0.8, 3), rng.uniform(0.1, 0.4) * rng.choice([-1, 1], 3)
+    ground, contrast = rng.uniform(0.2, 0.8, 3), rng.uniform(0.2, 0.45) * rng.choice([-1, 1], 3)
     image = gaussian_filter(ground + ink[..., None] * contrast, (1.0, 1.0, 0))
-    image += rng.normal(0, rng.uniform(0.05, 0.25), image.shape)  # of the sensor
+    image += rng.normal(0, rng.uniform(0.03, 0.12), image.shape)  # of the sensor
     return (255 * np.clip(image, 0, 1)).round().astype(np.uint8)
