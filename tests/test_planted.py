@@ -3,10 +3,11 @@
 import linecache
 
 import pytest
+from publish import code_cells
 
 from speedkit.hardware import this_machine
 from speedkit.measure.provenance import notebooks_folder
-from speedkit.measure.record import code_cells, read_notebook
+from speedkit.measure.record import read_notebook
 from speedkit.measure.watch import watch
 
 # The cell that holds the loop and its causes, up to where it chooses among them.

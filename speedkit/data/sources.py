@@ -150,8 +150,9 @@ def files_under(root: Path, kind: str, *, label_pattern: str | None, labelled: b
         labels = dict.fromkeys(paths, "unlabelled")
     elif label_pattern is None:
         labels = {path: path.relative_to(root).parts[0] for path in paths if path.parent != root}
-    else:
-        labels = {path: match[1] for path, match in matches(paths, label_pattern, "--label-pattern").items()}
+    else:  # without a group the label is all that matches
+        named = matches(paths, label_pattern, "--label-pattern")
+        labels = {path: match[min(1, match.re.groups)] for path, match in named.items()}
     if not any(labels.values()):
         files = f"{len(paths)} {kind} files ({' '.join(EXTENSIONS[kind])})"
         sources = "make a folder per class in it, or give --label-pattern or --labels"
@@ -177,8 +178,8 @@ def read_table(root: Path, table: Path, kind: str) -> Labels:
     # The highest fold is the test set. Without a test part that of validation is, which is else left alone.
     rows["side"] = rows[split].str.lower() if split else ""
     if split == "fold":
-        folds = rows["fold"].astype(int)
-        rows["side"] = (folds == folds.max()).map({True: "test", False: "train"})
+        folds = rows["fold"].str.extract(r"(\d+)")[0].astype(float)  # 5, or fold5
+        rows["side"] = ((folds == folds.max()) & (folds > folds.min())).map({True: "test", False: "train"})
     rows["side"] = rows["side"].replace({"^(test|eval).*": "test", "^(val|dev).*": "validation"}, regex=True)
     if "test" not in set(rows["side"]):
         rows["side"] = rows["side"].replace("validation", "test")
