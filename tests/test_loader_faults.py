@@ -169,7 +169,8 @@ def test_a_run_ends_with_one_sentence_and_leaves_no_process(name, tmp_path):
         start_new_session=True,
     )
     _, errors = process.communicate(timeout=60)  # until the workers have closed stderr, too
-    assert process.returncode == code and words in errors and errors.count("\n") <= 1, errors
+    assert process.returncode == code and words in errors, errors
+    assert errors.count("\n") == 1 or code == -signal.SIGKILL, errors  # its workers may say that their pipe broke
     group = [child for child in psutil.process_iter() if in_group(child, process.pid)]
     assert psutil.wait_procs(group, timeout=10)[1] == []
 
