@@ -216,7 +216,7 @@ def train_both(job: ClimbState, best: Plan, step_s: Row) -> Row:
         return {"quality": quality_of(job.workload, curves) | {"budget_s": needed_s}, "time_to_quality": None}
     same_bits = Plan(cache_dtype="float32", **{field: getattr(best, field) for field in MOVES_DATA})
     quality = train_seeds(job, curves, {"baseline": same_bits, "final": best}, training_s=training_s)
-    if file:
+    if file and len(curves["baseline"]) > len(earlier):
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, curves["baseline"])
     drawn = {name: [recorded(run, step_s[name]) for run in runs] for name, runs in curves.items()}

@@ -180,7 +180,7 @@ def ledger_of(
     """
     run = setup_run(workload, recipe, plan, device=device, cache_dir=cache_dir, progress=False, endless=True)
     with contextlib.closing(run):
-        training, workers = steps(run), int(run.plan.workers)
+        training, workers = steps(run), run.plan.workers
         for _ in range(1 + 2 * workers * run.plan.prefetch_factor):
             next(training)  # on batches that the loader had ready
         step_s = run_until_steady(lambda: next(training), run.device, max_s=max(2.0, window_s)).step_s
