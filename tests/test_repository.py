@@ -18,6 +18,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+import speedkit
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "speedkit"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -174,6 +176,19 @@ def test_functions_stay_short():
         if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno >= 75
     }
     assert long <= PAGES
+
+
+def test_editors_are_shown_the_public_names_that_there_are():
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    [block] = [node for node in tree.body if isinstance(node, ast.If)]
+    shown = {
+        alias.asname: f"{line.module}:{alias.name}"
+        for line in block.body
+        if isinstance(line, ast.ImportFrom)
+        for alias in line.names
+    }
+    loaded = {name: home if ":" in home else f"{home}:{name}" for name, home in speedkit._HOMES.items()}
+    assert shown == loaded and (PACKAGE / "py.typed").exists()
 
 
 def test_import_speedkit_loads_no_heavy_library():
