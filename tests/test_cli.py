@@ -8,9 +8,7 @@ import subprocess
 import sys
 import time
 
-import numpy as np
 import pytest
-import soundfile
 import yaml
 
 from speedkit import cli
@@ -19,34 +17,6 @@ from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 
 SMALL = ["--size", "tiny", "--batch-size", "8"]
-
-
-@pytest.fixture(scope="session")
-def recordings(tmp_path_factory):
-    """Two classes of 24 short tones on disk, in class-named subfolders."""
-    root, rng = tmp_path_factory.mktemp("tones"), np.random.default_rng(0)
-    for name, pitch in (("low", 300), ("high", 1500)):
-        (root / name).mkdir()
-        for index in range(24):
-            wave = np.sin(2 * np.pi * pitch * np.arange(1600) / 8000) + rng.normal(0, 0.3, 1600)
-            soundfile.write(root / name / f"{name}_{index}.wav", (wave / 4).astype(np.float32), 8000)
-    return root
-
-
-@pytest.fixture
-def speedkit(capsys, monkeypatch):
-    """The command line in this process: words -> (exit code, what it printed, what it complained)."""
-
-    def command(*words):
-        monkeypatch.setattr(sys, "argv", ["speedkit", *map(str, words)])
-        before = signal.getsignal(signal.SIGTERM)
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        signal.signal(signal.SIGTERM, before)
-        printed = capsys.readouterr()
-        return stopped.value.code, printed.out, printed.err
-
-    return command
 
 
 def shell(*words):
