@@ -41,11 +41,9 @@ def test_capabilities_of_known_machines(machine, can):
 @pytest.mark.parametrize(
     ("machine", "capability", "words"),
     [
-        (T4, "bf16", "compute capability 8.0, Ampere, or newer; the device is Tesla T4"),
-        (APPLE, "tf32", "the device is this MPS"),
+        (T4, "bf16", "the device is Tesla T4"),
         (replace(H100, triton=False), "compile", "triton"),
         (replace(H100, compiler=""), "compile", "C compiler"),
-        (Hardware(), "compile", "C++ compiler"),
         (replace(CPU, python_headers=False), "compile", "python3-dev"),
         (CPU, "librosa", "librosa needs the package librosa"),
     ],
@@ -66,8 +64,7 @@ def test_this_machine_knows_itself():
     machine = this_machine("cpu")
     assert machine.device == torch.device("cpu") and 1 <= machine.cores <= os.cpu_count()
     assert machine.ram_bytes and machine.cpu and machine.torch_version == torch.__version__
-    no_gpu = "00000000-0000-0000-0000-000000000000"
-    assert set(hardware.nvml_facts(no_gpu, "driver", "power_w")) <= {"driver"}
+    assert set(hardware.nvml_facts("0-0-0-0", "driver", "power_w")) <= {"driver"}, "of no GPU"
 
 
 def test_ceilings_are_measured_and_kept_per_machine(tmp_path, monkeypatch):
