@@ -8,6 +8,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_output
 
 from speedkit.errors import SpeedkitError, UsageError
+from speedkit.files import write_json
 from speedkit.hardware import this_machine
 from speedkit.measure import provenance
 from speedkit.measure.record import read_notebook, start
@@ -52,23 +53,15 @@ def test_hash_of_a_notebook_changes_with_its_code_alone(what, notebooks):
     assert (provenance.code_sha256(notebook) == before) == (what in UNCHANGED)
 
 
-def test_hash_of_a_module_changes_with_its_code_and_not_with_its_comments(tmp_path, monkeypatch, notebooks):
+@pytest.mark.parametrize("modules", ["package", "package.technique"])
+def test_hash_of_a_module_changes_with_its_code_and_not_with_its_comments(modules, tmp_path, monkeypatch, notebooks):
     monkeypatch.setattr(provenance, "ROOT", tmp_path)
     (tmp_path / "package").mkdir()
-    module = tmp_path / "package" / "technique.py"
-    module.write_text("def apply(x):\n    return 2 * x\n")
-
-    def hashes():
-        return {
-            provenance.module_sha256("package"),
-            provenance.code_sha256(notebooks / "21_small.ipynb", ["package.technique"]),
-        }
-
-    before = hashes()
-    module.write_text("# New.\n\ndef apply(x):\n    # Twice.\n    return 2 * x\n")
-    assert hashes() == before
-    module.write_text("def apply(x):\n    return 3 * x\n")
-    assert not hashes() & before
+    hashes = []
+    for body in ("    return x\n", "    # New.\n\n    return x\n", "    return 2 * x\n"):
+        (tmp_path / "package" / "technique.py").write_text("def apply(x):\n" + body)
+        hashes.append(provenance.code_sha256(notebooks / "21_small.ipynb", [modules]))
+    assert hashes[0] == hashes[1] != hashes[2]
 
 
 # ---- runs ----
@@ -78,8 +71,7 @@ def test_profile_auto_follows_the_device_and_the_environment_overrides(notebooks
     expected = "full" if this_machine().device.type == "cuda" else "cpu"
     assert start("21_small").profile == start("21_small", profile="auto").profile == expected
     monkeypatch.setenv("SPEEDKIT_PROFILE", "smoke")
-    run = start("21_small", profile="full")
-    assert run.profile == "smoke" and run.pick(smoke=2, cpu=10, full=100) == 2
+    assert start("21_small", profile="full").pick(smoke=2, cpu=10, full=100) == 2
     monkeypatch.setenv("SPEEDKIT_PROFILE", "quick")
     with pytest.raises(UsageError, match='no profile "quick"'):
         start("21_small")
@@ -104,30 +96,27 @@ def test_record_goes_round_whole_and_running_a_cell_again_replaces_what_it_recor
     assert record["code_sha256"] == provenance.code_sha256(notebooks / "21_small.ipynb", record["modules"])
     assert record["measurements"] == [MEASURED]
     assert record["tables"]["workers"] == [{"workers": 0, "step_s": 0.5}, {"workers": 2, "step_s": None}]
-    check, verdict = record["verdicts"]
-    assert check == {"check": "losses agree", "claim": None, "verdict": "passed"}
-    assert verdict == {"check": "ratio 2.05", "claim": "C01", "verdict": "smaller", "measurement": None, "value": -12.0}
+    verdicts = [(row["check"], row["claim"], row["verdict"]) for row in record["verdicts"]]
+    assert verdicts == [("losses agree", None, "passed"), ("ratio 2.05", "C01", "smaller")]
     asked, used = (record["plans"]["tf32"][side]["precision"] for side in ("asked", "effective"))
     [fallback] = record["fallbacks"]
     assert (asked, used, fallback["plan"]) == ("tf32", "default", "tf32") and fallback["why"]
     assert record["hardware"]["cpu"] == run.hardware.cpu
-    assert record["power"] is record["clocks"] is record["energy_j"] is None
 
     run.check("losses agree", False)
     assert "FAIL losses agree" in capsys.readouterr().out
     with pytest.raises(SpeedkitError, match="losses agree"):
         run.save()
-    assert load_record(tmp_path / "run" / "record.json")["verdicts"][-1]["verdict"] == "failed"
 
 
 def test_recorded_gives_other_machines_records_of_this_notebook(notebooks):
     run = start("21_small", profile="smoke")
     record, here = run.finished(), run.hardware.as_dict()
     for place in ("here/21_small", "gpu/21_small", "gpu/21_small-image", "gpu/21_smaller"):
+        hardware = here | ({"gpu": "A GPU"} if place.startswith("gpu") else {})
         path = notebooks / "records" / f"{place}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        hardware = here | ({"gpu": "A GPU"} if place.startswith("gpu") else {})
-        path.write_text(json.dumps(record | {"notebook": path.stem, "hardware": hardware}))
+        write_json(path, record | {"notebook": path.stem, "hardware": hardware})
     assert [other["notebook"] for other in run.recorded()] == ["21_small", "21_small-image"]
 
 
@@ -136,18 +125,16 @@ def test_recorded_gives_other_machines_records_of_this_notebook(notebooks):
 DAMAGE = {
     "'hardware' is a required property": lambda record: record.pop("hardware"),
     r"seconds_b\[1\]: -1.0 is less than": lambda record: record["measurements"][0].update(seconds_b=[1.0, -1.0]),
-    r"measurements\[0\]: 'a' is a required property": lambda record: record["measurements"][0].pop("a"),
     r"verdicts\[0\].verdict: 'nice' is not": lambda record: record["verdicts"][0].update(verdict="nice"),
 }
 
 
-def test_every_damage_to_a_record_is_named(notebooks, tmp_path):
-    for sentence, damage in DAMAGE.items():
-        run = start("21_small", profile="smoke")
-        run.measure(MEASURED)
-        run.check("losses agree", True)
-        record = run.finished()
-        damage(record)
-        (tmp_path / "damaged.json").write_text(json.dumps(record))
-        with pytest.raises(SpeedkitError, match=sentence):
-            load_record(tmp_path / "damaged.json")
+@pytest.mark.parametrize("sentence", DAMAGE)
+def test_every_damage_to_a_record_is_named(sentence, notebooks, tmp_path):
+    run = start("21_small", profile="smoke")
+    run.measure(MEASURED)
+    run.check("losses agree", True)
+    DAMAGE[sentence](record := run.finished())
+    (tmp_path / "damaged.json").write_text(json.dumps(record))
+    with pytest.raises(SpeedkitError, match=sentence):
+        load_record(tmp_path / "damaged.json")
