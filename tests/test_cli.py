@@ -1,21 +1,28 @@
 """The command line: what each command leaves, and how a run ends."""
 
+import functools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from torch.utils.data import DataLoader, TensorDataset
 
+import speedkit as package
 from speedkit import cli
 from speedkit.config import settings_of
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 
+ROOT = Path(__file__).resolve().parent.parent
 SMALL = ["--size", "tiny", "--batch-size", "8"]
 
 
@@ -105,6 +112,28 @@ def test_an_unexpected_failure_is_one_sentence_and_a_traceback_only_with_debug(s
 
 
 @pytest.mark.slow
+def test_the_readme_s_lines_of_python_run(recordings, tmp_path, monkeypatch):
+    (tmp_path / "clips").symlink_to(recordings)
+    monkeypatch.chdir(tmp_path)
+    quick = functools.partial(package.climb, rungs=("host_syncs",), pairs=10, seeds=2, progress=False)
+    monkeypatch.setattr(package, "climb", quick)  # the whole ladder takes minutes
+    model = torch.nn.Linear(8, 2)
+    train_set, test_set = (TensorDataset(torch.randn(count, 8), torch.arange(count) % 2) for count in (64, 32))
+    loader, optimizer = DataLoader(train_set, 8), torch.optim.SGD(model.parameters(), 0.1)
+
+    def train_as_ever():
+        for inputs, targets in loader:
+            torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+
+    names = locals() | {"speedkit": package, "Plan": Plan, "loss": torch.nn.functional.cross_entropy}
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    for block in blocks:
+        exec(block, names)
+    assert len(blocks) == 3 and (tmp_path / "runs" / "mine" / "record.json").exists()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_stopped_run_leaves_a_checkpoint_and_goes_on_from_it(number, code, recordings, tmp_path):
     out, whole = tmp_path / "run", tmp_path / "whole"
@@ -139,5 +168,8 @@ def test_climb_on_real_files_leaves_plan_record_notebook_and_report(recordings, 
     train = ["train", "audio", "--data-dir", recordings, "--steps", "2", *SMALL, "--out", trained]
     shell(*train, "--plan", out / "plan.yaml")
     assert read(trained / "history.json")["plan_asked"] == record["plan"]
+    deploy = ["deploy", trained, "--data-dir", recordings, "--size", "tiny", "--no-compile", "--pairs", "4"]
+    assert "times as fast as float32" in shell(*deploy, "--batch-size", "4", "--out", tmp_path / "small")
+    assert torch.export.load(tmp_path / "small" / "model.pt2").module()
     shell(*climb, "--resume", "--no-notebook")
     assert read(out / "record.json")["rungs"] == record["rungs"]

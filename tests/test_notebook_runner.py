@@ -1,5 +1,6 @@
 """Strict runs: what is refused before anything starts, what a failure leaves behind, and sweeps."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -47,14 +48,16 @@ def test_what_the_notebook_does_not_declare_is_refused_before_anything_starts(gi
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_run_gets_its_parameters_its_folder_and_this_interpreter(tmp_path, capfd):
+def test_a_run_gets_its_parameters_its_folder_and_this_interpreter(tmp_path, monkeypatch, speedkit):
+    monkeypatch.setenv("SPEEDKIT_NOTEBOOKS", str(tmp_path))
     show = "import os, sys\nprint(batch_size, sizes, learning_rate, os.getcwd(), sys.executable)"
-    path = plain(tmp_path / "21_n.ipynb", show)
-    out = run_notebook(path, tmp_path / "new" / "n.ipynb", {"batch_size": "8", "sizes": [5]}, timeout_s=60)
+    plain(tmp_path / "21_n.ipynb", show)
+    words = ["run", "21", "-p", "batch_size", "8", "-p", "sizes", "5", "--timeout", "1m", "--out", tmp_path / "new"]
+    code, printed, complaint = speedkit(*words)
+    [out] = (tmp_path / "new").iterdir()
     assert outputs(out).strip() == f"8 [5] None {tmp_path} {sys.executable}"
-    assert [entry.name for entry in out.parent.iterdir()] == ["n.ipynb"]
-    lines = capfd.readouterr()
-    assert lines.out.splitlines() == [f"21_n: cell {number}" for number in (1, 2, 3)] and "WARNING" not in lines.err
+    assert printed.splitlines() == [*(f"21_n: cell {number}" for number in (1, 2, 3)), str(out)]
+    assert code == 0 and "WARNING" not in complaint
 
 
 def test_one_notebook_runs_at_a_time_on_a_device(tmp_path):
@@ -100,14 +103,14 @@ def test_cells_with_output_widgets_do_not_stand_still():
 BODY = "assert batch_size != 2, 'two is odd here'\nprint(batch_size, workload)"
 
 
-def test_a_sweep_keeps_what_succeeds_and_says_what_failed(tmp_path, capsys):
-    path, out = plain(tmp_path / "21_n.ipynb", BODY), tmp_path / "out"
-    errors = sweep(path, {"batch_size": ["1", "2"], "workload": ["a/b"]}, out)
-    good, bad = (out / f"21_n-batch_size={size}-workload=a_b.ipynb" for size in (1, 2))
-    assert list(errors) == [good, bad] and errors[good] == ""
-    assert errors[bad].startswith("21_n.ipynb, cell [3]: AssertionError: two is odd here")
-    assert outputs(good) == "1 a/b\n" and sorted(out.iterdir()) == [good, bad.with_name(f"{bad.stem}.failed.ipynb")]
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["1/2", "2/2"]
+def test_a_sweep_keeps_what_succeeds_and_says_what_failed(tmp_path, monkeypatch, speedkit):
+    monkeypatch.setenv("SPEEDKIT_NOTEBOOKS", str(plain(tmp_path / "21_n.ipynb", BODY).parent))
+    out, grid = tmp_path / "out", ["--sweep", "batch_size=1,2", "--sweep", "workload=a/b"]
+    code, printed, complaint = speedkit("run", "21", *grid, "--out", out)
+    good, failed = (out / f"21_n-batch_size={end}.ipynb" for end in ("1-workload=a_b", "2-workload=a_b.failed"))
+    assert sorted(out.iterdir()) == [good, failed] and outputs(good) == "1 a/b\n"
+    assert code == 1 and "1 combinations failed" in complaint
+    assert re.search(r"^1/2 .*\n2/2 .*cell \[3\]: AssertionError: two is odd here", printed)
 
 
 @pytest.mark.slow
