@@ -1,6 +1,5 @@
 """A plan in the words of other frameworks: every line is executed, with the libraries, and the table is complete."""
 
-import json
 import os
 import re
 import sys
@@ -12,9 +11,7 @@ import yaml
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from speedkit.config import to_yaml
 from speedkit.hardware import this_machine
-from speedkit.measure.provenance import notebooks_folder
 from speedkit.plan import Plan, resolve
 from speedkit.recipe import Recipe
 from speedkit.show.frameworks import FRAMEWORKS, in_words, read_table
@@ -113,15 +110,3 @@ def test_the_table_has_words_or_advice_for_every_field():
     assert fields | {row["needs"] for row in read_table()} - {""} == set(vars(Plan()))
     idle = Plan(persistent_workers=True, prefetch_factor=4, cache_dtype="float16", compile_scope="step")
     assert in_words(idle, RECIPE) == in_words(Plan(), RECIPE), "without workers, a cache, or compiling"
-
-
-def test_the_three_lines_of_the_report_put_the_plan_to_work(tmp_path):
-    cells = json.loads((notebooks_folder() / "90_climb.ipynb").read_text())["cells"]
-    prose = "".join("".join(cell["source"]) for cell in cells if "Three lines" in "".join(cell["source"]))
-    (tmp_path / "plan.yaml").write_text(to_yaml(Plan(fused_optimizer=True, workers=1)))
-    model, data = nn.Linear(4, 2), TensorDataset(torch.randn(16, 4), torch.arange(16) % 2)
-    names = {"model": model, "optimizer": torch.optim.SGD(model.parameters()), "loader": DataLoader(data, 8)}
-    exec(re.findall(r"```python\n((?:.*\n){3})```", prose)[0], names)
-    inputs, targets = next(iter(names["loader"]))
-    nn.functional.cross_entropy(names["model"](inputs), targets).backward()
-    assert names["optimizer"].param_groups[0]["fused"] and names["model"] is model

@@ -38,18 +38,11 @@ def test_capabilities_of_known_machines(machine, can):
     assert machine.as_dict()["cannot"] == reasons
 
 
-@pytest.mark.parametrize(
-    ("machine", "capability", "words"),
-    [
-        (T4, "bf16", "the device is Tesla T4"),
-        (replace(H100, triton=False), "compile", "triton"),
-        (replace(H100, compiler=""), "compile", "C compiler"),
-        (replace(CPU, python_headers=False), "compile", "python3-dev"),
-        (CPU, "librosa", "librosa needs the package librosa"),
-    ],
-)
-def test_what_is_missing_is_named(machine, capability, words):
-    assert words in machine.why_not(capability)
+def test_what_is_missing_is_named():
+    assert "the device is Tesla T4" in T4.why_not("bf16") and "triton" in replace(H100, triton=False).why_not("compile")
+    assert "C compiler" in replace(H100, compiler="").why_not("compile")
+    assert "python3-dev" in replace(CPU, python_headers=False).why_not("compile")
+    assert "needs the package librosa" in CPU.why_not("librosa")
 
 
 def test_container_limits_are_respected(tmp_path, monkeypatch):

@@ -52,12 +52,10 @@ def test_a_gap_is_what_the_first_rule_that_fits_says(seconds, expected):
 @pytest.mark.parametrize(
     ("name", "cause"),
     [
-        ("sm90_xmma_gemm_bf16bf16", "compute-bound"),  # out of a CUDA graph, as all here: no operator is known
         ("nvjet_tst_128x256_64x4_1x2_h_bz_TNT", "compute-bound"),
         ("flash_fwd_kernel", "compute-bound"),
         ("triton_tem_fused_addmm_3", "compute-bound"),
         ("triton_poi_fused_convolution_relu_0", "bandwidth-bound"),  # what Inductor fuses is in the name
-        ("vectorized_elementwise_kernel", "bandwidth-bound"),
     ],
 )
 def test_kernels_are_told_by_name_and_those_of_an_update_by_their_launch(name, cause):

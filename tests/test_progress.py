@@ -17,7 +17,6 @@ FOLLOWED = "fit(points(), plan=Plan(log_every=2), device='cpu', progress='panel'
 BAD_LOSS = """
 progress = Progress("a name", 4, 4, show="panel")
 progress.update(4, 0.1, float("nan"), score=0.5, metric="accuracy")
-progress.close()
 """
 
 

@@ -104,13 +104,8 @@ def test_import_takes_outputs_and_records_and_refuses_what_does_not_fit(folder, 
     (away / "records" / HERE / "21_tiny-torn.json").write_text('{"schema": 1')
     outcomes = {Path(path).name: outcome for path, outcome in import_published(away, folder).items()}
     assert {name for name, outcome in outcomes.items() if outcome == "published"} == {"21_tiny.json", "21_tiny.ipynb"}
-    for name, says in {
-        "21_tiny-old.json": "another version",
-        "33_other.json": "another version of 33_other",
-        "21_tiny-torn.json": "is not valid",
-        "22_bad.ipynb": "another version",
-        "23_idle.ipynb": "its record is missing",
-    }.items():
+    another = dict.fromkeys(("21_tiny-old.json", "33_other.json", "22_bad.ipynb"), "another version")
+    for name, says in (another | {"21_tiny-torn.json": "is not valid", "23_idle.ipynb": "record is missing"}).items():
         assert outcomes[name].startswith("failed: ") and says in outcomes[name], outcomes[name]
     assert contract_problems(folder / "21_tiny.ipynb") == [] != contract_problems(folder / "23_idle.ipynb")
     assert "explained better here" in (folder / "21_tiny.ipynb").read_text(), "only outputs come in"
@@ -126,7 +121,7 @@ def test_the_readme_and_its_figure_show_what_is_recorded_and_mark_what_is_out_of
     assert "No climb is published yet." in readme_text(readme)
     path = check_notebooks.executed(folder / "21_tiny.ipynb")
     record = record_of(read_notebook(path))
-    verdicts = [(None, "passed"), ("C09", "confirmed"), (None, "failed"), ("C10", "needs_gpu"), ("C01", "smaller")]
+    verdicts = [(None, "passed"), (None, "failed"), ("C10", "needs_gpu"), ("C01", "smaller")]
     rows = [{"check": "why", "claim": claim, "verdict": verdict} for claim, verdict in verdicts]
     write_json(folder / "records" / HERE / "21_tiny.json", record | {"verdicts": rows, "seconds": 130.0})
     climb = check_notebooks.a_record(check_notebooks.whole(folder / "90_climb.ipynb")) | {
@@ -145,7 +140,7 @@ def test_the_readme_and_its_figure_show_what_is_recorded_and_mark_what_is_out_of
     assert text.startswith("# x\n") and text.endswith("after\n") and "\nbetween\n" in text
     assert "| image | 4.12x (4.00 to 4.25) | not measured | measured |" in text
     [line] = [line for line in (folder / "records" / "README.md").read_text().splitlines() if "21_tiny" in line]
-    assert line.endswith("| measured | 1 of 2 checks passed; C01 smaller; C09 confirmed; C10 needs a GPU |")
+    assert line.endswith("| measured | 1 of 2 checks passed; C01 smaller; C10 needs a GPU |")
 
     drawn = (folder / "records" / "ladder.svg").read_bytes()
     update_readme(readme)

@@ -58,8 +58,7 @@ class Loop:
         self.evaluate_at = range(1, 10**6) if part == "evaluation and checkpoint" else ()
 
     def plant(self, part):
-        if part == self.part:
-            busy(self.wait_s)
+        busy(self.wait_s if part == self.part else 0.0)
 
     def step(self, inputs, targets):
         outputs = self.model(inputs.to(self.device))
