@@ -42,6 +42,7 @@ def own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         for variable, folder in OWN_FOLDERS.items():
             (root / folder).mkdir()
             patch.setenv(variable, str(root / folder))
+        patch.setattr("speedkit.ceilings.BUDGET_S", 0.02)  # rough ceilings will do
         yield
 
 

@@ -14,13 +14,14 @@ import pytest
 import tiny
 import torch
 from faults import limited
+from tiny import CPU_BF16 as CPU
 
 from speedkit import climb as climb_function
 from speedkit.climb import ablate, final_comparison, payback
 from speedkit.clock import compilations
 from speedkit.errors import Interrupted, UsageError
 from speedkit.files import read_json
-from speedkit.hardware import Hardware, this_machine
+from speedkit.hardware import this_machine
 from speedkit.ladder import EFFECTS, LADDER, changed, named, predict, text
 from speedkit.measure.compare import compare
 from speedkit.measure.quality import fold, naive_curves_file, parity, quality_of, time_to_quality
@@ -28,8 +29,6 @@ from speedkit.measure.schema import validate_record
 from speedkit.plan import Plan
 from speedkit.trials import NAME, ClimbState, Trial, candidates, measure
 
-CPU = Hardware(device=torch.device("cpu"), cores=2, cpu_flags=("avx512_bf16",), compiler="g++", python_headers=True)
-GPU = dataclasses.replace(CPU, device=torch.device("cuda"), gpu="H200", compute_capability=(9, 0), triton=True)
 # Of a step of 200 ms, half of which is loading.
 SHARES = {"data wait": 0.5, "forward": 0.15, "backward": 0.3, "optimizer": 0.05}
 OPTIONS = {"pairs": 12, "seeds": 2, "progress": False}
@@ -55,7 +54,7 @@ def trial(fields, promises="loss-equal"):
 # ---- candidates ----
 
 
-@pytest.mark.parametrize(("hardware", "no_candidates"), [(CPU, {"fp8", "features_on"}), (GPU, {"fp8"})])
+@pytest.mark.parametrize(("hardware", "no_candidates"), [(CPU, {"fp8", "features_on"}), (tiny.H100, {"fp8"})])
 def test_every_rung_changes_fields_of_the_plan(hardware, no_candidates):
     changes = {rung.name: rung.changes(Plan(), hardware) for rung in LADDER}
     assert {name for name in changes if not changes[name]} == no_candidates

@@ -5,31 +5,19 @@ import json
 
 import pytest
 import torch
-from tiny import busy, points
+from tiny import CPU_BF16, DEVICES, H100, busy, points
 
-from speedkit.hardware import Hardware
 from speedkit.measure.diagnose import as_text, costly_switches, diagnose, rank
 from speedkit.measure.ledger import StepFacts, make_ledger
 from speedkit.measure.syncs import Sync
 from speedkit.measure.trace import Trace
 from speedkit.plan import Plan
 
-CPU = Hardware(cores=4, threads=1, compiler="/usr/bin/g++", python_headers=True, cpu_flags=("avx512_bf16",))
-GPU = dataclasses.replace(
-    CPU, device=torch.device("cuda"), gpu="a GPU", compute_capability=(9, 0), cores=16, triton=True, cpu_flags=()
-)
+CPU, GPU = dataclasses.replace(CPU_BF16, cores=4, threads=1), dataclasses.replace(H100, cores=16, threads=1)
 RATES = {"fp32": 1e12, "tf32": 4e12, "bf16": 8e12, "fp8": 16e12}
 STEP_S = 0.1
 READ = Sync("train.py", 7, "total += loss.item()", 2, 0.001)
 PRINT = dataclasses.replace(READ, code="print(loss.item())")
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def short_measurements():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("speedkit.ceilings.BUDGET_S", 0.01)
-        yield
 
 
 @pytest.fixture

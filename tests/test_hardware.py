@@ -6,17 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiny import CPU, CPU_BF16, H100, T4
 
 from speedkit import hardware
 from speedkit.ceilings import ceilings
 from speedkit.hardware import CAPABILITIES, Hardware, this_machine
 
-GPU = Hardware(device=torch.device("cuda"), gpu_count=1, triton=True, compiler="/usr/bin/gcc", python_headers=True)
-T4 = replace(GPU, gpu="Tesla T4", compute_capability=(7, 5))
-A100 = replace(GPU, gpu="NVIDIA A100-SXM4-40GB", compute_capability=(8, 0))
-H100 = replace(GPU, gpu="NVIDIA H100 80GB HBM3", compute_capability=(9, 0))
+A100 = replace(H100, gpu="NVIDIA A100-SXM4-40GB", compute_capability=(8, 0))
 APPLE = Hardware(device=torch.device("mps"))
-CPU = Hardware(compiler="/usr/bin/g++", python_headers=True)
 ON_EVERY_GPU = {"cuda_graphs", "pin_memory"}
 
 
@@ -28,7 +25,7 @@ ON_EVERY_GPU = {"cuda_graphs", "pin_memory"}
         (H100, set(CAPABILITIES)),
         (APPLE, set()),
         (CPU, {"compile", "flash_attention"}),
-        (replace(CPU, cpu_flags=("amx_bf16",)), {"compile", "flash_attention", "bf16"}),
+        (CPU_BF16, {"compile", "flash_attention", "bf16"}),
     ],
 )
 def test_capabilities_of_known_machines(machine, can):
@@ -62,7 +59,6 @@ def test_this_machine_knows_itself():
 
 def test_ceilings_are_measured_and_kept_per_machine(tmp_path, monkeypatch):
     monkeypatch.setenv("SPEEDKIT_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr("speedkit.ceilings.BUDGET_S", 0.01)
     machine = this_machine("cpu")
     measured = ceilings(machine)
     assert measured.keys() >= {"matmul_fp32", "memory_bandwidth", "memcpy"} and "matmul_fp8" not in measured

@@ -6,13 +6,11 @@ import warnings
 from pathlib import Path
 
 import pytest
-import torch
-from tiny import busy, load, points, slowed
+from tiny import DEVICES, busy, load, points, slowed
 
 from speedkit.measure.ledger import StepFacts, ledger_of, make_ledger
 from speedkit.measure.trace import CAUSES, Span, Trace, classify, read_trace
 
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 TRACES = Path(__file__).parent / "traces"
 MS = 1e-3
 

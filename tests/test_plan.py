@@ -5,21 +5,14 @@ import functools
 
 import pytest
 import torch
-from tiny import points
+from tiny import CPU, CPU_BF16, T4, points
+from tiny import H100 as GPU
 from torch.optim import lr_scheduler
 
 from speedkit.config import from_mapping, from_yaml, settings_of, to_yaml
 from speedkit.errors import PlanError
-from speedkit.hardware import Hardware
 from speedkit.plan import Plan, resolve
 from speedkit.recipe import Recipe, learning_rates, steps_per_epoch
-
-CPU = Hardware(cores=2, compiler="g++", python_headers=True)
-CPU_BF16 = dataclasses.replace(CPU, cpu_flags=("avx512_bf16",))
-GPU = dataclasses.replace(
-    CPU, device=torch.device("cuda"), gpu="H100", gpu_count=1, compute_capability=(9, 0), triton=True
-)
-T4 = dataclasses.replace(GPU, gpu="T4", compute_capability=(7, 5))
 
 
 @pytest.mark.parametrize("settings", [Plan.fast(GPU), Recipe(epochs=None, steps=5)])

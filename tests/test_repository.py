@@ -91,7 +91,6 @@ def test_conda_environment_installs_the_same(pins):
 
 # ---- words ----
 
-
 HOSTS = r"py[p]i\.org|python[h]osted|anaconda[.]org|download[.]pytorch|npm[j]s"
 INDEX_OPTIONS = r"--(extra-)?index[-]url|--trusted[-]host|https?://[^\s\"']+/simpl[e]\b"
 PATTERNS = {
@@ -125,17 +124,13 @@ def modules() -> dict[str, Path]:
     return {name.removesuffix(".__init__"): path for name, path in dotted.items() if name != "speedkit.__init__"}
 
 
-def imports(path: Path, known: dict[str, Path]) -> set[str]:
-    """Return the modules of the package that `path` loads, anywhere in it: not those that only name its types."""
-    names: set[str] = set()
+def imports(path: Path) -> set[str]:
+    """Return what `path` may import, anywhere in it: not what only names its types."""
     tree = ast.parse(path.read_text())
     tree.body = [block for block in tree.body if not ast.unparse(block).startswith("if TYPE_CHECKING")]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return names & set(known)
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    homes = [(getattr(node, "module", ""), alias.name) for node in nodes for alias in node.names]
+    return {name for home, imported in homes for name in (home, imported, f"{home}.{imported}")}
 
 
 def layer(module: str) -> int:
@@ -146,7 +141,7 @@ def layer(module: str) -> int:
 
 def test_imports_run_one_way_and_in_no_circle():
     known = modules()
-    graph = {name: imports(path, known) - {name} for name, path in known.items()}
+    graph = {name: imports(path) & set(known) - {name} for name, path in known.items()}
     assert not [f"{name} imports {other}" for name in graph for other in graph[name] if layer(other) > layer(name)]
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 

@@ -7,14 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import jitter, loss, points
+from tiny import DEVICES, jitter, loss, points
 
 from speedkit.measure.syncs import audit
 from speedkit.plan import Plan
 from speedkit.train.loop import steps
 from speedkit.train.setup import setup_run
-
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 PLANTED = {
     "item": lambda x: x.sum().item(),

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from tiny import busy
+from tiny import DEVICES, busy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -13,16 +13,7 @@ from speedkit import clock
 from speedkit.errors import UsageError
 from speedkit.measure.watch import watch
 
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 MS = 1e-3
-
-
-@pytest.fixture(scope="module", autouse=True)
-def few_repeats():
-    """The ceilings of this machine, against which a diagnosis judges: fewer repeats are enough for these."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("speedkit.ceilings.BUDGET_S", 0.02)
-        yield
 
 
 class Slow(TensorDataset):
