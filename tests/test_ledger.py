@@ -41,6 +41,7 @@ def gap(launch_ms=5.0, calls=((0, 10),), **more):
         (gap(syncs=span(3, 7)), {"launch-bound": 4}),  # that call ends elsewhere
         (gap(parts=span(1, 5, "data wait"), syncs=span(1, 3)), {"data wait": 3, "sync-bound": 1}),
         (gap(calls=((0, 4), (4.05, 6))), {"launch-bound": 4}),  # 0.05 ms is no work
+        (classify(10 * MS, (work(0, 6), work(6, 10, name="Memcpy DtoH"))), {"sync-bound": 4}),
     ],
 )
 def test_a_gap_is_what_the_first_rule_that_fits_says(seconds, expected):
