@@ -1,4 +1,4 @@
-"""The command line: `speedkit hardware | train | doctor | climb | compare | cache | deploy | run | publish`."""
+"""The command line: `speedkit hardware | train | doctor | watch | climb | compare | cache | deploy | run | publish`."""
 
 import contextlib
 import dataclasses
@@ -229,13 +229,30 @@ def climb(workload: str, notebook: bool, **values: Any) -> None:
 def doctor(workload: str, plan: str, **values: Any) -> None:
     """Say why training WORKLOAD is slow: where a step's time goes, the causes, what to change, and what that gives."""
     from speedkit.measure import diagnose
+    from speedkit.script import next_levers
 
     asked = find_plan(plan, values)
     work, recipe = find_workload(workload, values)
     folder = claim_folder(values["out"], "doctor", values["resume"])
     ledger = diagnose.diagnose(work, recipe, asked, **typed(values, "device", "cache_dir", "trace"))
     write_json(folder / "ledger.json", ledger)
-    click.echo(f"{diagnose.as_text(ledger)}\nledger.json in {folder}")
+    click.echo(diagnose.as_text(ledger))
+    if not ledger["diagnosis"]:
+        click.echo(next_levers(asked, ledger["rows"], values["device"]))
+    click.echo(f"ledger.json in {folder}")
+
+
+@commands.command(params=[OUT], context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.argument("script", type=click.Path(path_type=Path))
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def watch(script: Path, arguments: tuple[str, ...], out: Path) -> None:
+    """Run a training SCRIPT with its own ARGUMENTS, nothing in it edited, and say why it is slow.
+
+    PyTorch, Lightning, Accelerate and the Hugging Face Trainer; options of this command stand before SCRIPT.
+    """
+    from speedkit.script import watch_script
+
+    watch_script(script, arguments, out)
 
 
 @commands.command(params=[click.Argument(["plan_a"]), click.Argument(["plan_b"]), WORKLOAD, JSON, *RUN])

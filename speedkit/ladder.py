@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from speedkit.ceilings import matmul_rates
 from speedkit.config import nearest
 from speedkit.errors import UsageError
 from speedkit.hardware import Hardware
@@ -153,6 +154,21 @@ def predict(
             worst -= share * (1 - 1 / low)
             best -= share * (1 - 1 / high)
     return 1 / worst, 1 / max(best, 0.01)
+
+
+def levers(plan: Plan, shares: Mapping[str, float], hardware: Hardware) -> list[str]:
+    """Return what to try on top of `plan` where no cause stands out, the most promising first, with predicted gains.
+
+    `shares` are those of the causes in the plan's ledger.
+    """
+    rates = matmul_rates(hardware)
+    tries: dict[str, Change] = {"bf16": {"precision": "bf16"}, "compile": {"compile": "default"}}
+    changes = [tries[capability] for capability in tries if hardware.supports(capability)] + [{"fused_optimizer": True}]
+    matmul = rates.get("bf16", 1.0) / rates["fp32"]
+    new = [change for change in changes if changed(dataclasses.replace(plan, **change), plan)]
+    gains = {text(change): predict(change, shares, matmul=matmul) for change in new}
+    best = sorted(gains, key=lambda change: -math.prod(gains[change]))
+    return ["{}, {:.2f} to {:.2f} times as fast".format(change, *gains[change]) for change in best]
 
 
 # ---- plans and changes ----

@@ -35,7 +35,7 @@ LAYERS = (
     {"deploy"},
     {"ladder", "trials", "climb"},
     {"show"},
-    {"notebooks", "cli", "__main__"},
+    {"notebooks", "script", "cli", "__main__"},
 )
 LAYOUT = {"COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENCODING", "ENDMARKER"}  # tokens that say nothing
 PAGES = {"speedkit.train.loop.train", "speedkit.train.setup.__init__"}  # read from top to bottom, stage by stage

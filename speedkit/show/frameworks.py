@@ -1,6 +1,6 @@
 """A plan in the words of other frameworks: what to write there, where training is not left to speedkit.
 
-The words are a table, `notebooks/frameworks.csv`, of torch 2.11, lightning 2.6, accelerate 1.15 and transformers 5.23.
+The words are a table, `frameworks.csv`, of torch 2.11, lightning 2.6, accelerate 1.15 and transformers 5.23.
 NeMo's are overrides for the command line of its scripts, keys of the configuration files under
 https://github.com/NVIDIA/NeMo/tree/main/examples/asr/conf.
 
@@ -13,14 +13,16 @@ plan are filled in. The last column is advice where a framework has no words.
 import csv
 import math
 import re
+from pathlib import Path
 
+from speedkit.config import from_mapping
 from speedkit.errors import PlanError
-from speedkit.measure.provenance import notebooks_folder
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 
 FRAMEWORKS = ("PyTorch", "Lightning", "Accelerate", "Hugging Face", "NeMo")
 # A call, up to its keywords; and these.
+CHANGE = re.compile(r"(\w+)=([\w.-]+)")
 CALL = re.compile(r"(\w+ = [\w.]+\((?:dataset, |model\.parameters\(\), )?)(\w+=.*)\)")
 
 
@@ -48,9 +50,22 @@ def in_words(plan: Plan, recipe: Recipe) -> dict[str, str]:
     return words
 
 
+def change_in_words(change: str, framework: str) -> str:
+    """Return what a framework calls a diagnosis's `change`, `field=value, ...`; "" where that is no field of a plan."""
+    fields = {field: value for field, value in CHANGE.findall(change) if field in vars(Plan())}
+    plan = from_mapping(Plan, fields)
+    rows = [row for row in rows_for(plan, set(fields)) if row["field"] in fields or row["needs"] in fields]
+    words = (row[framework] or row["otherwise"] for row in rows)
+    return "; ".join(
+        word.format(**vars(plan), value=getattr(plan, row["field"]))
+        for word, row in zip(words, rows, strict=True)
+        if word
+    )
+
+
 def read_table() -> list[dict[str, str]]:
-    """Return the rows of the table; raises OSError where there is no notebooks folder."""
-    with (notebooks_folder() / "frameworks.csv").open(encoding="utf-8", newline="") as stream:
+    """Return the rows of the table."""
+    with Path(__file__).with_name("frameworks.csv").open(encoding="utf-8", newline="") as stream:
         return list(csv.DictReader(stream))
 
 
