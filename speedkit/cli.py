@@ -182,8 +182,7 @@ def train(workload: str, plan: str, **values: Any) -> int:
     asked = find_plan(plan, values)
     resolve(asked, this_machine(values["device"]), values["strict"])  # before data is touched
     work, recipe = find_workload(workload, values)
-    if values["validation"] is not None:
-        work = hold_out(work, values["validation"])
+    work = hold_out(work, values["validation"]) if values["validation"] else work
     if asked.ranks > 1 and recipe.batch_size == "auto":
         raise PlanError("batch_size=auto trains on one rank: find the number with --ranks 1, and give it here")
     if asked.ranks > 1 and "WORLD_SIZE" not in os.environ:

@@ -57,12 +57,11 @@ class Progress:
         self.next_s = now_s + UPDATE_EVERY_S[self.mode]
         self.began = self.began or (step, now_s)
         steps, elapsed_s = step - self.began[0], now_s - self.began[1]
-        left_s = (self.total - step) * (elapsed_s / steps if steps else step_s)
+        left = tqdm.format_interval((self.total - step) * (elapsed_s / steps if steps else step_s)) + " left"
         text = f"loss {loss:.4f}, {metric} {score:.3f}{self.look}, {self.batch_size / step_s:.0f} samples/s"
         self.gpu = gpu_state(self.device, "power_w", "utilisation")  # {} where NVML does not tell both
         if self.gpu:
             text += f", {self.gpu['power_w']:.0f} W, GPU {self.gpu['utilisation']:.0%} busy"
-        left = f"{tqdm.format_interval(left_s)} left"
         line = f"{self.name} step {step}/{self.total}: {text}, {left}"
         if self.mode == "bar":
             self.bar.set_postfix_str(f"{left}, {text}", refresh=False)  # a narrow terminal cuts off the end
