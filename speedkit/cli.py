@@ -143,7 +143,7 @@ def find_trained(path: Path, workload: str | None, data: Values) -> tuple[Worklo
     from speedkit.train.checkpoint import NAME, read
 
     state = read(path / NAME if path.is_dir() else path)
-    job = state["job"]  # of other data, what it is tested on may be what it was trained on
+    job = state["job"]  # with other data than its own, it may be tested on what it was trained on
     work = load_workload(workload or job["workload"], max_duration_s=job.get("max_duration_s"), **data)
     if job["train_items"] + job.get("validation_items", 0) != len(work.train) + len(work.validation):
         raise UsageError(f"{path} is of {job['workload']} with {job['train_items']} training items: name that data")
@@ -171,7 +171,7 @@ def hardware(as_json: bool, device: str) -> None:
 
 @commands.command(params=[WORKLOAD, PLAN, *RUN, *field_options(Plan)])
 @click.option("--strict", is_flag=True, help="a plan field that cannot be honoured here is an error")
-@click.option("--validation", type=SHARE, help="share of the training set to evaluate during training instead")
+@click.option("--validation", type=SHARE, help="share of the training set to hold out as a validation set")
 @click.option("--until", type=float, help="value of the metric at which training ends")
 @click.option("--deterministic", is_flag=True, help="reproducible kernels on CUDA too")
 def train(workload: str, plan: str, **values: Any) -> int:
