@@ -23,8 +23,8 @@ from matplotlib import style
 from speedkit import files
 from speedkit.cli import main, seconds
 from speedkit.errors import SpeedkitError, UsageError
-from speedkit.hardware import this_machine
-from speedkit.measure.provenance import commit, gpu_state, notebooks_folder
+from speedkit.hardware import gpu_state, this_machine
+from speedkit.measure.provenance import commit, notebooks_folder
 from speedkit.measure.record import RECORD_MIME, read_notebook
 from speedkit.measure.schema import load_record, published, validate_record
 from speedkit.notebooks import find_notebooks, run_notebook

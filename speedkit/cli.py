@@ -27,7 +27,7 @@ from speedkit.plan import PRESETS, Plan, resolve
 from speedkit.recipe import Recipe
 from speedkit.train import distributed
 from speedkit.workloads import load_workload
-from speedkit.workloads.workload import Workload
+from speedkit.workloads.workload import Workload, hold_out
 
 Values = dict[str, Any]  # what was typed, by option
 
@@ -85,6 +85,7 @@ def field_options(cls: type) -> list[click.Parameter]:
 
 ABSOLUTE = click.Path(resolve_path=True)  # for climb.ipynb too, which runs in a folder of its own
 WORKLOAD = click.Argument(["workload"])
+SHARE = click.FloatRange(0, 1, min_open=True, max_open=True)
 DEVICE = click.Option(["--device"], default="auto", metavar="AUTO | CUDA | MPS | CPU")
 PLAN = click.Option(["--plan"], default="baseline", metavar="FILE | BASELINE | CAREFUL | FAST")
 JSON = click.Option(["--json", "as_json"], is_flag=True, help="print JSON")
@@ -142,9 +143,9 @@ def find_trained(path: Path, workload: str | None, data: Values) -> tuple[Worklo
     from speedkit.train.checkpoint import NAME, read
 
     state = read(path / NAME if path.is_dir() else path)
-    job = state["job"]
+    job = state["job"]  # with other data than its own, it may be tested on what it was trained on
     work = load_workload(workload or job["workload"], max_duration_s=job.get("max_duration_s"), **data)
-    if job["train_items"] != len(work.train):  # what it is tested on may be what it was trained on
+    if job["train_items"] + job.get("validation_items", 0) != len(work.train) + len(work.validation):
         raise UsageError(f"{path} is of {job['workload']} with {job['train_items']} training items: name that data")
     model = work.model()
     model.load_state_dict(state["model"])
@@ -170,6 +171,8 @@ def hardware(as_json: bool, device: str) -> None:
 
 @commands.command(params=[WORKLOAD, PLAN, *RUN, *field_options(Plan)])
 @click.option("--strict", is_flag=True, help="a plan field that cannot be honoured here is an error")
+@click.option("--validation", type=SHARE, help="share of the training set to hold out as a validation set")
+@click.option("--until", type=float, help="value of the metric at which training ends")
 @click.option("--deterministic", is_flag=True, help="reproducible kernels on CUDA too")
 def train(workload: str, plan: str, **values: Any) -> int:
     """Train WORKLOAD (audio, speech, image, text, or package.module:function) by a recipe, as fast as a plan says."""
@@ -179,13 +182,14 @@ def train(workload: str, plan: str, **values: Any) -> int:
     asked = find_plan(plan, values)
     resolve(asked, this_machine(values["device"]), values["strict"])  # before data is touched
     work, recipe = find_workload(workload, values)
+    work = hold_out(work, values["validation"]) if values["validation"] else work
     if asked.ranks > 1 and recipe.batch_size == "auto":
         raise PlanError("batch_size=auto trains on one rank: find the number with --ranks 1, and give it here")
     if asked.ranks > 1 and "WORLD_SIZE" not in os.environ:
         return distributed.launch(["speedkit", *sys.argv[1:], "--out", str(values["out"])], asked.ranks)
     if recipe.batch_size == "auto":
         recipe, _ = choose_batch_size(work, recipe, asked, say=click.echo, **typed(values, "device", "cache_dir"))
-    options = typed(values, "device", "cache_dir", "out", "resume", "deterministic", "strict")
+    options = typed(values, "device", "cache_dir", "out", "resume", "deterministic", "strict", "until")
     history = fit(work, recipe, asked, **options)
     if os.environ.get("RANK", "0") == "0":
         click.echo(f"{history.steps} steps in {history.seconds:.1f} s; all else in {values['out']}")
@@ -284,7 +288,7 @@ def cache(action: str, folder: str, workload: str, **values: Any) -> int:
     if action == "build":
         work, _ = find_workload(workload, values)
         plan = find_plan(values["plan"], values | {"cache": "disk"})
-        built = open_cache(work, [*work.train, *work.test], plan, cache_dir=folder, progress=True)
+        built = open_cache(work, [*work.train, *work.validation, *work.test], plan, cache_dir=folder, progress=True)
         lines = [f"{built.folder}: {built.why}", *(f"left out: {path}: {why}" for path, why in built.bad.items())]
     elif action == "info":
         lines = [describe(path) for path in caches_in(folder)]

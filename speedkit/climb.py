@@ -256,7 +256,7 @@ def payback(job: ClimbState, best: Plan, *, compile_s: float, step_s: Row) -> Ro
     """
     prepare_s = {"cache": 0.0, "compile": compile_s if best.compile != "off" else 0.0}
     if best.cache != "off":
-        items = [*job.workload.train, *job.workload.test]
+        items = [*job.workload.train, *job.workload.validation, *job.workload.test]
         every_nth = max(1, len(items) // BUILDING_ITEMS)
         root = Path(job.options["cache_dir"] or cache_root())
         root.mkdir(parents=True, exist_ok=True)

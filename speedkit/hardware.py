@@ -179,6 +179,14 @@ def nvml_facts(uuid: str, *names: str) -> dict[str, Any]:
     return facts
 
 
+def gpu_state(device: torch.device, *names: str) -> dict[str, float]:
+    """Return what NVML says of a GPU as to `names` (see `nvml_facts`), {} where it does not tell all of it."""
+    if device.type != "cuda":
+        return {}
+    facts = nvml_facts(str(torch.cuda.get_device_properties(device).uuid), *names)
+    return facts if len(facts) == len(names) else {}
+
+
 @functools.lru_cache
 def _facts(device: torch.device) -> Hardware:
     cpu, compiler = torch.cpu.get_capabilities(), os.environ.get("CXX", "g++")  # as torch._inductor.config

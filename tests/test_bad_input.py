@@ -28,6 +28,11 @@ BAD_INPUT = [
     ("train audio --epochs 2 --steps 3", 2, "epochs or steps, one of the two"),
     ("train audio --data-dir tones --ranks 2 --batch-size auto --device cpu", 2, "batch_size=auto trains on one rank"),
     ("train audio --precision fp8 --strict --device cpu", 2, "--strict allows no fallback|FP8"),
+    # Validation.
+    (f"train {TONES} --validation 0", 2, "--validation|0 is not in the range"),
+    (f"train {TONES} --validation 1", 2, "--validation|1.0 is not in the range"),
+    (f"train {TONES} --validation some", 2, "'some' is not a valid float"),
+    (f"train {TONES} --until good", 2, "--until|'good' is not a valid float"),
     # Plan files.
     ("train audio --plan fats", 2, "there is no plan 'fats'|baseline, careful, fast"),
     ("compare baseline missing.yaml audio", 2, "there is no plan 'missing.yaml'"),

@@ -30,7 +30,7 @@ COLUMNS = {
 # Of Python's library: not there everywhere, or not part of it.
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib"}
 
-Labels = dict[Path, tuple[str, str]]  # of each file its label, and test where a table says so
+Labels = dict[Path, tuple[str, str]]  # of each file its label, and train, validation or test where a table says so
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,13 @@ class Item:
 
 @dataclass(frozen=True)
 class Split:
-    """The items to train and to test on, the class names, and (path, why) of each file that cannot be used."""
+    """The items to train, test and validate on, the class names, and (path, why) of each file that cannot be used."""
 
     train: tuple[Item, ...]
     test: tuple[Item, ...]
     classes: tuple[str, ...]
     quarantined: tuple[tuple[str, str], ...] = ()
+    validation: tuple[Item, ...] = ()
 
 
 def find_items(
@@ -62,12 +63,12 @@ def find_items(
     labelled: bool = True,
     kind: str = "audio",
 ) -> Split:
-    """Return the training and test items under `data_dir`, sorted by path.
+    """Return the training, test and validation items under `data_dir`, sorted by path.
 
     Labels come from the CSV `labels`, from group 1 of `label_pattern` in the file name, or from the names of the
     subfolders; without `labelled` all files are of one class. The test set is what `test_pattern` matches in the file
     name, else what the CSV's column `split` or `fold` (the highest) marks, else a fifth of each class by a hash of the
-    name, which keeps a file on its side when others are added.
+    name, which keeps a file on its side when others are added. A column `split` may mark a validation set besides.
     Raises UsageError for a source that cannot be used as asked, SpeedkitError when over 5 % of the files are bad.
     """
     root = Path(data_dir)
@@ -81,7 +82,7 @@ def find_items(
     test_paths = choose_test_set(files, root, test_pattern=test_pattern, share=TEST_SHARE)
 
     # The header of each recording is read once; a file without one is left out, and named.
-    train, test = list[Item](), list[Item]()
+    train, test, validation = list[Item](), list[Item](), list[Item]()
     bad: dict[str, str] = {}
     for path in sorted(files):
         try:
@@ -90,10 +91,10 @@ def find_items(
             bad[str(path)] = str(error)
         else:
             header = (info.frames / info.samplerate, info.samplerate) if info else ()
-            side = test if path in test_paths else train
+            side = test if path in test_paths else validation if files[path][1] == "validation" else train
             side.append(Item(str(path), classes.index(files[path][0]), *header))
     check_bad_share(bad, len(files))
-    return Split(tuple(train), tuple(test), tuple(classes), tuple(bad.items()))
+    return Split(tuple(train), tuple(test), tuple(classes), tuple(bad.items()), tuple(validation))
 
 
 def find_text(data_dir: str | Path | None, test_pattern: str | None) -> tuple[bytes, bytes]:
@@ -161,7 +162,7 @@ def files_under(root: Path, kind: str, *, label_pattern: str | None, labelled: b
 
 
 def read_table(root: Path, table: Path, kind: str) -> Labels:
-    """Return the files that the CSV `table` lists for training and testing, whether they exist or not."""
+    """Return the files that the CSV `table` lists, whether they exist or not."""
     import pandas
 
     try:
@@ -175,7 +176,7 @@ def read_table(root: Path, table: Path, kind: str) -> Labels:
         needs = f"one of {', '.join(COLUMNS['path'])}, one of {', '.join(COLUMNS['label'])}, and a row per file"
         raise UsageError(f"--labels {table} has {len(rows)} rows with columns {', '.join(rows)}; it needs {needs}")
 
-    # The highest fold is the test set. Without a test part that of validation is, which is else left alone.
+    # The highest fold is the test set. Without a test part that of validation is.
     rows["side"] = rows[split].str.lower() if split else ""
     if split == "fold":
         folds = rows["fold"].str.extract(r"(\d+)")[0].astype(float)  # 5, or fold5
@@ -183,7 +184,7 @@ def read_table(root: Path, table: Path, kind: str) -> Labels:
     rows["side"] = rows["side"].replace({"^(test|eval).*": "test", "^(val|dev).*": "validation"}, regex=True)
     if "test" not in set(rows["side"]):
         rows["side"] = rows["side"].replace("validation", "test")
-    rows = rows[(rows[label] != "") & (rows["side"] != "validation")]
+    rows = rows[rows[label] != ""]
 
     # Paths are relative to the data folder, to one of that kind in it (ESC-50's audio), or to the table.
     folders = (root, root / kind, table.parent)

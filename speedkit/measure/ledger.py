@@ -17,7 +17,7 @@ import torch
 
 from speedkit.clock import run_until_steady, synchronize
 from speedkit.errors import UsageError
-from speedkit.measure.provenance import gpu_state
+from speedkit.hardware import gpu_state
 from speedkit.measure.syncs import Sync, auditing
 from speedkit.measure.timeline import DATA, FORWARD, OPTIMIZER, RARE, Timeline, timing
 from speedkit.measure.trace import CAUSES, UNEXPLAINED, WINDOW, Trace, read_trace

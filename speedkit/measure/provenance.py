@@ -14,7 +14,6 @@ import torch
 
 import speedkit
 from speedkit.files import read_json
-from speedkit.hardware import nvml_facts
 
 PACKAGE = Path(speedkit.__file__).parent
 ROOT = PACKAGE.parent
@@ -80,11 +79,3 @@ def commit() -> tuple[str | None, bool | None]:
 def notebooks_folder() -> Path:
     """Return the folder of the numbered notebooks: SPEEDKIT_NOTEBOOKS, else that beside the package."""
     return Path(os.environ.get("SPEEDKIT_NOTEBOOKS") or ROOT / "notebooks").resolve()
-
-
-def gpu_state(device: torch.device, *names: str) -> dict[str, float]:
-    """Return what NVML says of a GPU as to `names` (see `nvml_facts`), {} where it does not tell all of it."""
-    if device.type != "cuda":
-        return {}
-    facts = nvml_facts(str(torch.cuda.get_device_properties(device).uuid), *names)
-    return facts if len(facts) == len(names) else {}

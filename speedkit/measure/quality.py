@@ -77,18 +77,20 @@ def fold(workload: Workload, number: int) -> Workload:
 def curve(workload: Workload, recipe: Recipe, plan: Plan | None, **options: Any) -> Row:
     """Train once; return its `points` [[seconds, score], ...], and the mean score and loss of the LAST ones.
 
-    Seconds count from the start: preparing data, cache and model is among them. `options` are those of `fit`.
+    With a validation set the points are of it, and score and loss of the test set at the end. Seconds count from the
+    start: preparing data, cache and model is among them. `options` are those of `fit`.
     """
     total = recipe.total_steps(len(workload.train), drop_last=False)
     if total < 2 * LAST * steps_per_epoch(len(workload.train), recipe.batch_size, drop_last=False):
         plan = dataclasses.replace(plan or Plan(), validate_every=max(1, total // (2 * LAST)))
     history = fit(workload, recipe, plan, progress=False, **options)
     points = [[history.prepare_s + point["seconds"], point["value"]] for point in history.evaluations]
+    looks = [history.tested] if workload.validation else history.evaluations[-LAST:]
     return {
         "points": points,
         "steps": [point["step"] for point in history.evaluations],
-        "value": statistics.fmean(value for _, value in points[-LAST:]),
-        "loss": statistics.fmean(point["loss"] for point in history.evaluations[-LAST:]),
+        "value": statistics.fmean(look["value"] for look in looks),
+        "loss": statistics.fmean(look["loss"] for look in looks),
         "seconds": points[-1][0],
         "peak_memory_bytes": history.peak_memory_bytes,
     }
@@ -140,7 +142,8 @@ def naive_curves_file(workload: Workload, recipe: Recipe, hardware: Hardware) ->
     def facts(item: Any) -> Any:  # the plain values of an object: many may share a data set that is large
         return [value for value in getattr(item, "__dict__", {}).values() if isinstance(value, PLAIN)] or item
 
-    content = vars(workload) | {side: [*map(facts, getattr(workload, side))] for side in ("train", "test")}
+    sides = ("train", "test", "validation")
+    content = vars(workload) | {side: [*map(facts, getattr(workload, side))] for side in sides}
     content |= {"recipe": vars(recipe), "device": hardware.name, "torch": torch.__version__, "version": VERSION}
     try:
         return cache_root() / "quality" / f"{content_hash(content)}.json"
@@ -155,7 +158,7 @@ def time_to_quality(workload: Workload, curves: Curves) -> Row:
     is whether the final plan is with every seed. The cache and compiled code are there, as after a first training.
     """
     sign = 1 if workload.higher_is_better else -1
-    scores = [run["value"] for run in curves["baseline"]]
+    scores = [statistics.fmean(value for _, value in run["points"][-LAST:]) for run in curves["baseline"]]
     mean = statistics.fmean(scores)
     goals = scores if has_folds(workload) else [mean] * len(scores)
 

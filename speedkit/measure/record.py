@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from speedkit import files
 from speedkit.errors import SpeedkitError, UsageError
-from speedkit.hardware import this_machine
+from speedkit.hardware import gpu_state, this_machine
 from speedkit.measure import provenance, schema
 from speedkit.measure.schema import jsonable
 
@@ -57,7 +57,7 @@ class NotebookRun:
             self.profile = "full" if self.hardware.device.type == "cuda" else "cpu"
         if self.profile not in schema.PROFILES:
             raise UsageError(f'there is no profile "{self.profile}": use auto, {", ".join(schema.PROFILES)}')
-        self.gpu_at_start = provenance.gpu_state(self.hardware.device, *GPU_STATE)
+        self.gpu_at_start = gpu_state(self.hardware.device, *GPU_STATE)
         path = provenance.notebooks_folder() / f"{notebook}.ipynb"
         commit, dirty = provenance.commit()
         self.record: dict[str, Any] = {
@@ -136,7 +136,7 @@ class NotebookRun:
 
     def finished(self) -> dict[str, Any]:
         """Return the whole record: with its seconds, and the GPU's power and clocks at start and end, and energy."""
-        states = [self.gpu_at_start, provenance.gpu_state(self.hardware.device, *GPU_STATE)]
+        states = [self.gpu_at_start, gpu_state(self.hardware.device, *GPU_STATE)]
         gpu: dict[str, Any] = dict.fromkeys(("power", "clocks", "energy_j"))
         if all(states):
             gpu["power"] = [{"power_w": state["power_w"]} for state in states]

@@ -213,28 +213,42 @@ def lap(run: "TrainingRun") -> float:
     return elapsed_s
 
 
-@torch.no_grad()
 def evaluate(run: "TrainingRun") -> None:
-    """Add `{step, seconds, metric, value, loss, n}`, the mean score and loss of the test set, to the history.
+    """Look at the validation set, where there is one; without one, and at the end (at `until` too), at the test set."""
+    history = run.history
+    history.evaluations.append(mean_score(run, run.validation_batches))
+    if history.reached_s is not None:
+        run.total_steps = run.step
+    if run.validation_batches is run.test_batches:
+        history.tested = history.evaluations[-1]
+    elif run.step == run.total_steps:
+        history.tested = mean_score(run, run.test_batches)
+
+
+@torch.no_grad()
+def mean_score(run: "TrainingRun", batches: BatchStream) -> dict[str, Any]:
+    """Return `{step, seconds, set, metric, value, loss, n}`: the mean score and loss of the items of `batches`.
 
     The model runs in evaluation mode, uncompiled: its other mode would be compiled once more.
     """
     workload, sums = run.workload, torch.zeros(3, device=run.device)  # of scores, of losses, and how many items
     run.model.eval()
-    for batch in run.test_batches.one_epoch():
-        for part, counts in split(run, batch, run.test_batches):  # of the size that fits in training
+    for batch in batches.one_epoch():
+        for part, counts in split(run, batch, batches):  # of the size that fits in training
             with run.autocast, eager(run):
                 loss, outputs = workload.loss(run.model, part, run.recipe)
             if counts:
                 sums[0] += workload.score(outputs, part).float().sum()
                 sums[1] += loss * len(part[0])
                 sums[2] += len(part[0])
-    total, total_loss, count = (run.ranks.sum(sums) if run.ranks is not None else sums).tolist()
+    score, loss, count = (run.ranks.sum(sums) if run.ranks is not None else sums).tolist()
     run.model.train()
     lap(run)
-    result = {"step": run.step, "seconds": run.history.seconds, "metric": workload.metric, "value": total / count}
-    run.history.evaluations.append(result | {"loss": total_loss / count, "n": int(count)})
-    run.progress.say(f"  step {run.step}: {workload.metric} {total / count:.4f} on {count:.0f} test items")
+    name = "test" if batches is run.test_batches else "validation"
+    run.progress.look = f", {name} {score / count:.3f}"
+    run.progress.say(f"  step {run.step}: {workload.metric} {score / count:.4f} on {count:.0f} {name} items")
+    means = {"metric": workload.metric, "value": score / count, "loss": loss / count, "n": int(count)}
+    return {"step": run.step, "seconds": run.history.seconds, "set": name, **means}
 
 
 def fallback_for(run: "TrainingRun", error: Exception) -> Fallback:

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,9 @@ class TrainingRun:
 
     By the workload's own recipe and `Plan()` by default. `out` gets checkpoint, plan and history; `resume` goes on from
     the checkpoint there. `strict` makes a field of the plan that cannot be honoured an error. `deterministic` asks CUDA
-    for reproducible kernels (https://docs.pytorch.org/docs/stable/notes/randomness.html). `endless` never stops nor
-    evaluates: for measuring.
+    for reproducible kernels (https://docs.pytorch.org/docs/stable/notes/randomness.html). `on_log` is called with each
+    log point, as history.jsonl gets it (fit.report); of several ranks the first one does, and what it raises ends the
+    run. The first evaluation as good as `until` is the last. `endless` never stops nor evaluates: for measuring.
     """
 
     def __init__(
@@ -51,6 +52,8 @@ class TrainingRun:
         deterministic: bool = False,
         strict: bool = False,
         progress: bool | str = "auto",
+        on_log: Callable[[dict[str, float]], object] | None = None,
+        until: float | None = None,
         endless: bool = False,
     ):
         began_s = time.perf_counter()
@@ -111,7 +114,9 @@ class TrainingRun:
 
         test_plan = dataclasses.replace(plan, cache="off", shards=False) if endless else plan
         self.train_batches = open_stream(workload.train, plan, recipe.seed)
-        self.test_batches = open_stream(workload.test, test_plan, None)
+        self.test_batches = self.validation_batches = open_stream(workload.test, test_plan, None)
+        if workload.validation and not endless:  # it then is the one to look at until the end
+            self.validation_batches = open_stream(workload.validation, test_plan, None)
         self.fetch = self.train_batches.__next__  # another function is put here to measure without loading
         self.generator = torch.Generator(device=device)  # of augmentation
 
@@ -123,7 +128,9 @@ class TrainingRun:
         every = len(self.train_batches) if plan.validate_every is None else plan.validate_every
         self.evaluate_every = 0 if endless else every  # steps; 0 is only at the end
         self.history = History(workload.name, recipe, self.effective, str(device))
-        self.progress = Progress(workload.name, last_step, recipe.batch_size, show=progress)
+        self.history.until, self.history.higher_is_better = until, workload.higher_is_better
+        self.on_log = None if rank else on_log
+        self.progress = Progress(workload.name, last_step, recipe.batch_size, device=device, show=progress)
 
         # Where it is: at the start, or where a checkpoint left off.
         self.step = 0
@@ -135,6 +142,7 @@ class TrainingRun:
         self.lap_s = 0.0
         if self.out is not None and resume:
             checkpoint.load(self, self.out)
+            self.total_steps = self.total_steps if self.history.reached_s is None else self.step
         self.writer = None if self.out is None or rank else checkpoint.CheckpointWriter(self.out, device)
         if self.writer is not None:
             write_text(self.writer.folder / "plan.yaml", to_yaml(plan))
@@ -157,8 +165,8 @@ class TrainingRun:
         """End the loader processes, the progress bar, and the writing of a checkpoint that was begun."""
         if self.writer is not None:
             self.writer.executor.shutdown()
-        self.train_batches.close()
-        self.test_batches.close()
+        for batches in (self.train_batches, self.validation_batches, self.test_batches):
+            batches.close()
         self.progress.close()
 
 

@@ -44,11 +44,12 @@ def speech(
     unusable data.
     """
     files = find_or_generate(data_dir, utterances, labelled=False, **options)
-    train, test = ([item for item in side if item.duration_s <= max_duration_s] for side in (files.train, files.test))
+    sides = (files.train, files.test, files.validation)
+    train, test, validation = ([item for item in side if item.duration_s <= max_duration_s] for side in sides)
     if not train or not test:
         raise UsageError(f"too few clips last up to {max_duration_s:g} s: one to train and one to test on are needed")
     why = f"it lasts over {max_duration_s:g} s (max_duration_s)"
-    too_long = [(item.path, why) for item in (*files.train, *files.test) if item.duration_s > max_duration_s]
+    too_long = [(item.path, why) for side in sides for item in side if item.duration_s > max_duration_s]
     spectrogram = framing(train)
     timing = {key: spectrogram[key] for key in ("sample_rate_hz", "hop")}
     return Workload(
@@ -70,6 +71,7 @@ def speech(
         parameters=spectrogram,
         sources=(decode.load_audio, log_mel),
         quarantined=(*files.quarantined, *too_long),
+        validation=validation,
     )
 
 

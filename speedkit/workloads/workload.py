@@ -50,3 +50,14 @@ class Workload:
     sources: tuple[Any, ...] = ()  # functions and modules whose source the cached features depend on
     classes: tuple[str, ...] = ()
     quarantined: tuple[tuple[str, str], ...] = ()  # (path, why) of files left out before training
+    validation: Sequence[Any] = ()  # items evaluated during training; the test set is then left to its end
+
+
+def hold_out(workload: Workload, share: float) -> Workload:
+    """Return `workload` with a share of its training items for validation, of each label alike, the same every time."""
+    train, count = workload.train, max(1, round(share * len(workload.train)))
+    shuffled = torch.randperm(len(train), generator=torch.Generator().manual_seed(0)).tolist()
+    order = sorted(shuffled, key=lambda index: getattr(train[index], "label", 0))
+    taken = {order[number * len(train) // count] for number in range(count)}
+    rest, held_out = ([train[i] for i in range(len(train)) if (i in taken) == held] for held in (False, True))
+    return dataclasses.replace(workload, train=rest, validation=[*workload.validation, *held_out])

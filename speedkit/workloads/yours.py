@@ -33,22 +33,23 @@ def from_dataset(
     train: Any,
     test: Any,
     *,
+    validation: Any = (),
     loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
     score: Callable[[Tensor, Tensor], Tensor] | None = None,
     recipe: Recipe | None = None,
     name: str = "yours",
     **others: Any,
 ) -> Workload:
-    """Return the workload of a model and two map-style data sets whose items are (input tensor, target).
+    """Return the workload of a model and map-style data sets whose items are (input tensor, target).
 
     Of outputs and targets `loss` gives one number, the mean over the batch, and `score` one per sample [B], by default
     1 where the largest output is that of the target. A module is copied for each training; a function that makes one
     gives each seed its own. `others` are fields of Workload. What is random belongs into `augment`: a cache would keep
     what a data set drew first. Raises SpeedkitError for what cannot be trained on.
     """
-    samples, test_samples = (
+    samples, test_samples, validation_samples = (
         [Sample(f"{side}/{index}", data, index) for index in range(len(data))]
-        for side, data in (("train", train), ("test", test))
+        for side, data in (("train", train), ("test", test), ("validation", validation))
     )
     if not samples or not test_samples:
         raise UsageError("a data set is empty")
@@ -76,6 +77,7 @@ def from_dataset(
         model=functools.partial(copy.deepcopy, model) if isinstance(model, nn.Module) else model,
         loss=batch_loss,
         score=residual.score if score is None else lambda outputs, batch: score(outputs, batch[1]),
+        validation=validation_samples,
         **fields | others,
     )
 
