@@ -17,7 +17,7 @@ import click
 import yaml
 from torch import nn
 
-from speedkit.config import from_mapping, from_yaml, settings_of
+from speedkit.config import from_mapping, from_yaml, settings_of, spelling_of_today
 from speedkit.data.sources import write_quarantine
 from speedkit.errors import Interrupted, PlanError, SpeedkitError, UsageError
 from speedkit.files import claim_folder, write_json
@@ -58,6 +58,8 @@ def _explained(error: Exception) -> tuple[int, str]:
         return error.exit_code, str(error)
     if isinstance(error, click.Abort):
         return 130, "stopped by SIGINT; what was complete is kept"
+    if isinstance(error, click.NoSuchOption) and (hint := spelling_of_today(error.option_name, typed=True)):
+        return error.exit_code, f"No such option {error.option_name!r}{hint}"
     if isinstance(error, click.ClickException):
         return error.exit_code, error.format_message()
     return 1, f"{type(error).__name__}: {error} (--debug shows where)"

@@ -120,7 +120,9 @@ class TrainingRun:
         self.learning_rates = learning_rates(recipe, last_step)  # one per step
         self.rates_on_device = torch.tensor(self.learning_rates, device=device)
         self.total_steps: float = math.inf if endless else last_step
-        every = len(self.train_batches) if plan.validate_every is None else plan.validate_every
+        every = 1.0 if plan.validate_every is None else plan.validate_every
+        if isinstance(every, float):  # a share of an epoch
+            every = max(1, round(every * len(self.train_batches)))
         self.evaluate_every = 0 if endless else every  # steps; 0 is only at the end
         self.history = History(workload.name, recipe, self.effective, str(device))
         self.progress = Progress(workload.name, last_step, recipe.batch_size, show=progress)

@@ -48,7 +48,7 @@ def speech(
     if not train or not test:
         raise UsageError(f"too few clips last up to {max_duration_s:g} s: one to train and one to test on are needed")
     why = f"it lasts over {max_duration_s:g} s (max_duration_s)"
-    too_long = [(item.path, why) for item in (*files.train, *files.test) if item.duration_s > max_duration_s]
+    too_long = [(str(item.path), why) for item in (*files.train, *files.test) if item.duration_s > max_duration_s]
     spectrogram = framing(train)
     timing = {key: spectrogram[key] for key in ("sample_rate_hz", "hop")}
     return Workload(
