@@ -36,6 +36,8 @@ def main() -> NoReturn:
     """Run the command line; every failure is one sentence and an exit code, a traceback only with --debug."""
     signal.signal(signal.SIGTERM, _terminate)
     try:
+        if sys.platform == "win32":
+            raise UsageError("speedkit needs Linux or macOS: on Windows start it under WSL2 (the README says why)")
         code = commands.main(prog_name="speedkit", standalone_mode=False) or 0
     except Exception as error:
         if "--debug" in sys.argv:
@@ -87,7 +89,8 @@ def field_options(cls: type) -> list[click.Parameter]:
 
 ABSOLUTE = click.Path(resolve_path=True)  # for climb.ipynb too, which runs in a folder of its own
 WORKLOAD = click.Argument(["workload"])
-DEVICE = click.Option(["--device"], default="auto", metavar="AUTO | CUDA | MPS | CPU")
+GPUS = "auto is the first GPU that there is, or that CUDA_VISIBLE_DEVICES leaves; cuda:1 is the second"
+DEVICE = click.Option(["--device"], default="auto", metavar="AUTO | CUDA | CUDA:1 | MPS | CPU", help=GPUS)
 PLAN = click.Option(["--plan"], default="baseline", metavar="FILE | BASELINE | CAREFUL | FAST")
 JSON = click.Option(["--json", "as_json"], is_flag=True, help="print JSON")
 OUT = click.Option(
@@ -103,9 +106,11 @@ DATA = (
     click.Option(["--label-pattern"], metavar="REGEX", help="group 1 of a file's name is its label"),
     click.Option(["--test-pattern"], metavar="REGEX", help="files whose names match are the test set"),
     click.Option(["--size"], metavar="TINY | SMALL | MEDIUM", help="size of the model"),
+    click.Option(["--width"], type=int, help="channels of the model instead of its size's, of the first stage"),
+    click.Option(["--depth"], type=int, help="residual blocks of the model instead of its size's, of each stage"),
     click.Option(["--clips"], type=int, help="how many files to generate where there is no data folder"),
 )
-DATA_FIELDS = ("data_dir", "labels", "label_pattern", "test_pattern", "size", "clips")
+DATA_FIELDS = ("data_dir", "labels", "label_pattern", "test_pattern", "size", "width", "depth", "clips")
 RUN = (  # of all commands that train
     *DATA,
     OUT,
@@ -166,7 +171,8 @@ def hardware(as_json: bool, device: str) -> None:
 
     machine = this_machine(device)
     show = dataclasses.asdict if as_json else str
-    facts = machine.as_dict() | {"ceilings": {name: show(ceiling) for name, ceiling in ceilings(machine).items()}}
+    rates = {name: show(ceiling) for name, ceiling in ceilings(machine).items()}
+    facts = machine.as_dict() | {"advice": machine.advice, "ceilings": rates}
     click.echo(json.dumps(facts, indent=1) if as_json else yaml.safe_dump(facts, sort_keys=False, width=1000))
 
 
@@ -229,7 +235,10 @@ def climb(workload: str, notebook: bool, **values: Any) -> None:
 @commands.command(params=[WORKLOAD, PLAN, *RUN, *field_options(Plan)])
 @click.option("--trace", metavar="FILE", help="keep the profiler's trace, for ui.perfetto.dev")
 def doctor(workload: str, plan: str, **values: Any) -> None:
-    """Say why training WORKLOAD is slow: where a step's time goes, the causes, what to change, and what that gives."""
+    """Say why training WORKLOAD is slow: where a step's time goes, the causes, what to change, and what that gives.
+
+    WORKLOAD may also be package.module:function of what returns (model, sample batch).
+    """
     from speedkit.measure import diagnose
 
     asked = find_plan(plan, values)

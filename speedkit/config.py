@@ -1,6 +1,7 @@
 """Settings: frozen pydantic dataclasses that say in one sentence what they cannot be, with YAML in and out."""
 
 import contextlib
+import csv
 import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,50 +16,6 @@ T = TypeVar("T")
 
 TYPES = {"integer": "an integer", "number": "a number", "boolean": "true | false", "null": "none"}  # of JSON
 LIMITS = {"minimum": "from", "maximum": "to"}
-# What other tools and guides call a setting, by what it is here: an option, or `option=value`, and what to add to it;
-# where there is no such option, only that.
-RENAMED = {
-    old: new
-    for new, names in {
-        "workers": "num_workers dataloader_num_workers dataloader_workers",
-        "batch_size": "batch train_batch_size",
-        "micro_batch (samples per pass; accumulation follows from batch_size)": "gradient_accumulation grad_accum "
-        "gradient_accumulation_steps accumulate_grad_batches accumulation_steps per_device_train_batch_size",
-        "micro_batch=auto": "auto_batch_size auto_scale_batch_size auto_find_batch_size find_batch_size",
-        "learning_rate": "lr",
-        "epochs": "num_epochs max_epochs num_train_epochs",
-        "steps": "max_steps",
-        "clip_norm": "gradient_clip_val max_grad_norm",
-        "precision": "amp use_amp mixed_precision autocast",
-        "precision=default": "no_amp disable_amp no_mixed_precision",
-        "precision=fp32": "precision=32 precision=32_true precision=float32",
-        "precision=bf16": "bf16 precision=bf16_mixed precision=bfloat16",
-        "precision=fp16": "fp16 precision=16 precision=16_mixed precision=fp16_mixed precision=float16",
-        "precision=tf32": "tf32 allow_tf32",
-        "precision=fp8": "fp8 use_fp8",
-        "compile=default": "torch_compile use_compile compile_model compile=true",
-        "compile=off": "no_compile disable_compile compile=false",
-        "attention=flash": "flash_attention flash_attn use_flash_attention",
-        "checkpointing=blocks": "gradient_checkpointing activation_checkpointing checkpointing=true",
-        "fused_optimizer": "fused fused_adam",
-        "cache=disk": "pregenerate precompute use_cache cache_spectrograms cache_images cache=true",
-        "cache=off": "no_cache cache=false",
-        "log_every": "log_interval log_every_n_steps logging_steps",
-        "validate_every": "val_check_interval eval_steps val_interval eval_interval",
-        "ranks": "gpus num_gpus devices world_size nproc_per_node",
-        "device=cuda": "cuda gpu use_gpu",
-        "data_dir": "audio_dir image_dir dataset_dir data_path manifest_filepath tarred_audio_filepaths",
-        "cache_dir": "spectrogram_dir spec_dir features_dir",
-        "out": "output_dir output save_dir default_root_dir",
-        " it says what is learned, as an option of train, doctor, climb and compare: a plan must not change that": "seed "
-        "batch_size learning_rate epochs steps weight_decay optimizer schedule label_smoothing",
-        " `speedkit doctor WORKLOAD` shows where a step's time goes; of notebooks it is `-p profile NAME`": "profile",
-        " history.json has peak_memory_bytes, and --micro-batch auto finds what fits": "memory profile_memory",
-        " nothing is to be skipped: features are cached first, and augmented anew in each batch": "skip_augmented",
-        " all files are taken, to train and to test on": "all",
-    }.items()
-    for old in names.split()
-}
 WORDS = {"none": None, "null": None, "true": True, "yes": True, "false": False, "no": False}
 
 
@@ -115,11 +72,16 @@ def _values_in_words(schema: Mapping[str, Any]) -> Iterable[str]:
 
 
 def spelling_of_today(word: str, *, typed: bool = False) -> str:
-    """Return `: here that is X` for what guides call `word`, X as a field or as it is `typed`; "" for any other."""
-    here, space, note = RENAMED.get(word.lower().lstrip("-").replace("-", "_"), "").partition(" ")
-    if typed:
-        here = here and "--" + here.replace("_", "-").replace("=", " ")
-    return f": here that is {here}{space}{note}" if here else f"{space and ': '}{note}"
+    """Return `: here that is X` for what guides call `word`, X as a field or as it is `typed`; "" for any other.
+
+    It is by renamed.csv: what a setting, or `setting=value`, is here, what to add, and what it is called elsewhere.
+    """
+    with Path(__file__).with_name("renamed.csv").open(encoding="utf-8", newline="") as table:
+        for here, note, elsewhere in csv.reader(table):
+            if word.lower().lstrip("-").replace("-", "_") in elsewhere.split():
+                option = f"--{here.replace('_', '-').replace('=', ' ')}" if typed else here
+                return f": here that is {option} {note}".rstrip() if here else f": {note}"
+    return ""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -73,6 +73,18 @@ class Hardware:
         """What to call the device in a sentence."""
         return self.gpu or f"this {self.device.type.upper()}"
 
+    @property
+    def advice(self) -> list[str]:
+        """Sentences on how to choose a GPU, and on how to make room on a small one; none for a CPU."""
+        choice = (
+            f"of {self.gpu_count} visible GPUs {self.device} is used: --device cuda:1 or CUDA_VISIBLE_DEVICES=1 takes "
+        )
+        choice += "the second, --ranks 2 takes two"
+        room = "less than 4 GB of GPU memory: --micro-batch auto, --precision fp16, --checkpointing blocks make room, and so "
+        room += "do --size tiny and a lower --width"
+        few = self.gpu_memory_bytes is not None and self.gpu_memory_bytes < 4e9
+        return [choice, *([room] if few else [])] if self.gpu_count else []
+
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON-ready values; `cannot` gives the reason for each capability that is missing."""
         return {

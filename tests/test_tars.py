@@ -40,15 +40,15 @@ def in_shards(folder: Path, layout: str, count: int = 48, shards: int = 3) -> st
     for shard in range(shards):
         files = {"./README.md": b"not a clip", "._0.wav": b"what macOS leaves"}
         for index in range(shard, count, shards):
-            label, key = ("low", "high")[index % 2], f"{index:04d}"
+            label, key, clip = ("low", "high")[index % 2], f"{index:04d}", wav(index)
             files |= {
-                "cls": lambda: {f"{key}.wav": wav(index), f"{key}.cls": str(index % 2).encode()},
-                "json": lambda: {f"{key}.wav": wav(index), f"{key}.json": json.dumps({"category": label}).encode()},
-                "txt": lambda: {f"a/{key}.wav": wav(index), f"a/{key}.txt": f"{label}\n".encode()},
-                "folders": lambda: {f"./clips/{label}/{key}.wav": wav(index)},
-                "names": lambda: {f"{key}_{label}.wav": wav(index)},
-                "outside": lambda: {f"../../{label}/../{label}/{key}.wav": wav(index)},
-            }[layout]()
+                "cls": {f"{key}.wav": clip, f"{key}.cls": str(index % 2).encode()},
+                "json": {f"{key}.wav": clip, f"{key}.json": json.dumps({"category": label}).encode()},
+                "txt": {f"a/{key}.wav": clip, f"a/{key}.txt": f"{label}\n".encode()},
+                "folders": {f"./clips/{label}/{key}.wav": clip},
+                "names": {f"{key}_{label}.wav": clip},
+                "outside": {f"../../{label}/../{label}/{key}.wav": clip},
+            }[layout]
         write_tar(folder / f"clips-{shard:04d}.tar", files)
     return str(folder / f"clips-{{0000..{shards - 1:04d}}}.tar")
 

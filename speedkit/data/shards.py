@@ -52,7 +52,7 @@ class TarMember:
         """Return it as a file, for what reads some of it, such as a header: by one reader at a time."""
         info = tarfile.TarInfo(self.name)
         info.offset_data, info.size = self.offset, self.size
-        return tarfile.ExFileObject(types.SimpleNamespace(fileobj=opened(self.tar)), info)  # type: ignore[return-value]
+        return tarfile.ExFileObject(types.SimpleNamespace(fileobj=opened(self.tar)), info)  # type: ignore
 
 
 @functools.lru_cache(maxsize=256)

@@ -183,10 +183,12 @@ def labels_in_tars(paths: Iterable[Path], archive: Members) -> dict[Path, str]:
                 row = json.loads(label)
                 label = next((row[name] for name in COLUMNS["label"] if name in row), "")
             labels.setdefault(path.with_name(key), str(label).strip())
-    folders = {path: path.relative_to(archive[path].tar).parts[:-1] for path in paths}
-    common = len(os.path.commonprefix(list(folders.values())))
-    by_folder = {path: "".join(folder[common : common + 1]) for path, folder in folders.items()}
-    return {path: labels.get(path.with_name(path.name.partition(".")[0])) or label for path, label in by_folder.items()}
+    folders = {path: path.relative_to(archive[path].tar).parent for path in paths}
+    common = os.path.commonpath([*map(str, folders.values())] or [""])
+    return {
+        path: labels.get(path.with_name(path.name.partition(".")[0])) or "".join(folder.relative_to(common).parts[:1])
+        for path, folder in folders.items()
+    }
 
 
 def read_table(root: Path, table: Path, kind: str, *, archive: Members) -> Labels:

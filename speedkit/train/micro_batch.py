@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from speedkit.clock import timed
+from speedkit.data.loader import BatchStream
 from speedkit.errors import SpeedkitError
 from speedkit.hardware import free_bytes
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
-from speedkit.train.loop import train
+from speedkit.train.loop import eager, train
 from speedkit.train.memory import is_out_of_memory, peak_bytes, release
 from speedkit.workloads.workload import Batch, Workload
 
@@ -95,6 +96,34 @@ def trial_plan(plan: Plan) -> Plan:
     return dataclasses.replace(
         plan, micro_batch=None, compile="off", cache="off", shards=False, workers=0, ranks=1, log_every=1 << 30
     )
+
+
+def preallocate(run: "TrainingRun") -> None:
+    """Make the forward and backward pass of a step on the longest items, so that its memory is there for all others.
+
+    Without it a caching allocator takes more memory each time that a longer batch comes, and keeps the smaller pieces
+    too (https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html, "Preallocate memory"). Weights, buffers,
+    optimizer and random state stay as they are. A batch that does not fit is left to the step that meets it.
+    """
+    options = {"batch_size": run.micro_batch, "seed": None, "device": run.device}
+    longest, plan = with_longest_first(run.workload).test, trial_plan(run.plan)
+    buffers = [(buffer, buffer.clone()) for buffer in run.model.buffers()]
+    devices = [run.device] if run.device.type == "cuda" else []
+    with (
+        torch.random.fork_rng(devices),
+        contextlib.closing(BatchStream(run.workload, longest, plan, **options)) as stream,
+    ):
+        try:
+            with run.autocast, eager(run):
+                loss, _ = run.workload.loss(run.model, next(stream), run.recipe)
+            loss.backward()
+            del loss
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+    run.optimizer.zero_grad(set_to_none=True)
+    for buffer, value in buffers:
+        buffer.copy_(value)
 
 
 class MicroBatchTrial:

@@ -22,7 +22,7 @@ from speedkit.plan import EffectivePlan, Fallback, Plan, resolve
 from speedkit.recipe import Recipe, learning_rates
 from speedkit.train import attention, checkpoint, compile, distributed, memory, precision
 from speedkit.train.history import History
-from speedkit.train.micro_batch import find_micro_batch
+from speedkit.train.micro_batch import find_micro_batch, preallocate
 from speedkit.train.nonfinite import Recovery, StepGuard
 from speedkit.train.optimizer import build_optimizer
 from speedkit.train.progress import Progress, wanted
@@ -140,6 +140,9 @@ class TrainingRun:
         self.writer = None if self.out is None or rank else checkpoint.CheckpointWriter(self.out, device)
         if self.writer is not None:
             write_text(self.writer.folder / "plan.yaml", to_yaml(plan))
+        if device.type == "cuda" and workload.length is not None and not (plan.bucket or endless) and ranks is None:
+            preallocate(self)
+            torch.cuda.reset_peak_memory_stats(device)  # the run's own peak is that of its batches
         self.recovery.take_snapshot(self)
         for note in filter(None, (*self.effective.fallbacks, getattr(self.train_batches.cache, "why", ""))):
             self.progress.say(f"  {note}")
