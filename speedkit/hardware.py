@@ -34,6 +34,13 @@ ON_NVIDIA = {
 ON_CUDA = ("pin_memory", "prefetch", "cuda_graphs", "expandable_segments", "efficient_attention", "cudnn_attention")
 # The instruction sets without which a CPU emulates a number format, as torch.cpu.get_capabilities names them.
 ON_CPU = {"bf16": ("avx512_bf16", "amx_bf16", "bf16"), "fp16": ("avx512_fp16", "amx_fp16", "fp16_arith")}
+CHOOSE_GPU = (
+    "{device} of {gpu_count} GPUs is used; --device cuda:1 or CUDA_VISIBLE_DEVICES=1: the second; --ranks 2: two"
+)
+MAKE_ROOM = (
+    "less than 4 GB of GPU memory: try --micro-batch auto, --precision fp16, --checkpointing blocks, less --width"
+)
+SMALL_BYTES = 4e9
 DECODERS = {"torchcodec": "the package torchcodec and FFmpeg's libraries", "librosa": "the package librosa"}
 
 
@@ -75,15 +82,9 @@ class Hardware:
 
     @property
     def advice(self) -> list[str]:
-        """Sentences on how to choose a GPU, and on how to make room on a small one; none for a CPU."""
-        choice = (
-            f"of {self.gpu_count} visible GPUs {self.device} is used: --device cuda:1 or CUDA_VISIBLE_DEVICES=1 takes "
-        )
-        choice += "the second, --ranks 2 takes two"
-        room = "less than 4 GB of GPU memory: --micro-batch auto, --precision fp16, --checkpointing blocks make room, and so "
-        room += "do --size tiny and a lower --width"
-        few = self.gpu_memory_bytes is not None and self.gpu_memory_bytes < 4e9
-        return [choice, *([room] if few else [])] if self.gpu_count else []
+        """How to choose a GPU, and how to make room on a small one, in sentences; none for a CPU."""
+        room = [MAKE_ROOM] if (self.gpu_memory_bytes or SMALL_BYTES) < SMALL_BYTES else []
+        return [CHOOSE_GPU.format_map(vars(self)), *room] if self.gpu_count else []
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON-ready values; `cannot` gives the reason for each capability that is missing."""

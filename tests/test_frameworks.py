@@ -1,5 +1,6 @@
 """A plan in the words of other frameworks: every line is executed, with the libraries, and the table is complete."""
 
+import dataclasses
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from speedkit.config import to_yaml
 from speedkit.hardware import this_machine
+from speedkit.ladder import LADDER
 from speedkit.measure.provenance import notebooks_folder
 from speedkit.plan import Plan, resolve
 from speedkit.recipe import Recipe
@@ -21,10 +23,12 @@ from speedkit.show.frameworks import FRAMEWORKS, in_words, read_table
 
 RECIPE = Recipe(batch_size=8)
 HERE = this_machine("cpu")
+H100 = dataclasses.replace(HERE, device=torch.device("cuda"), compute_capability=(9, 0), triton=True)
 PLANS = {
     "baseline": Plan(),
     "fast": resolve(Plan.fast(HERE), HERE).plan,
     "accumulating": Plan(micro_batch=2, precision="bf16", workers=1, persistent_workers=True, log_every=3),
+    "shares": Plan(validate_every=0.25),
     "half": Plan(precision="fp16", fused_optimizer=True, cache="ram", validate_every=2, bucket=True, prefetch=True),
 }
 # Keys of `train_ds`, from NeMo's own configuration files and documentation:
@@ -101,7 +105,7 @@ NOT_ALONE = {"persistent_workers", "prefetch_factor", "strategy"}  # they take w
 def test_each_line_of_the_table_runs_alone(row):
     value = "fsdp" if row["field"] == "strategy" else 2
     if row["value"] not in ("", "*"):
-        value = yaml.safe_load(row["value"])
+        value = yaml.safe_load(row["value"].replace("[01].*", "0.5"))  # a share, of an epoch
         Plan(**{row["field"]: value})  # which refuses what is no value of the field
     sizes = {"batch_size": 8, "micro_batch": 2, "parts": 4, "value": value}
     for framework in FRAMEWORKS:
@@ -112,6 +116,16 @@ def test_each_line_of_the_table_runs_alone(row):
 def test_the_table_has_words_or_advice_for_every_field():
     fields = {row["field"] for row in read_table() if row["otherwise"] or any(row[name] for name in FRAMEWORKS)}
     assert fields | {row["needs"] for row in read_table()} - {""} == set(vars(Plan()))
+
+
+@pytest.mark.parametrize("rung", LADDER, ids=lambda rung: rung.name)
+def test_each_framework_is_told_of_what_the_ladder_switches_on(rung):
+    for before in (Plan(), Plan(precision="bf16", compile="default")):
+        plain = in_words(before, RECIPE)
+        for change in rung.changes(before, HERE) + rung.changes(before, H100):
+            if (plan := dataclasses.replace(before, **change)) != before:
+                words = in_words(plan, RECIPE)
+                assert [name for name in FRAMEWORKS if words[name] == plain[name]] == [], change
 
 
 def test_what_means_nothing_beside_the_rest_is_left_out():

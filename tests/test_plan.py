@@ -1,16 +1,20 @@
 """Recipe and Plan: what they take, what they say about the rest, and what a machine makes of a plan."""
 
+import csv
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
 from tiny import points
 
+from speedkit import cli, config
 from speedkit.config import from_mapping, from_yaml, settings_of, to_yaml
 from speedkit.errors import PlanError
 from speedkit.hardware import Hardware
 from speedkit.plan import Plan, resolve
 from speedkit.recipe import Recipe, learning_rates, steps_per_epoch
+from speedkit.train.fit import fit
 
 CPU = Hardware(cores=2, compiler="g++", python_headers=True)
 CPU_BF16 = dataclasses.replace(CPU, cpu_flags=("avx512_bf16",))
@@ -49,6 +53,27 @@ def test_values_are_never_bent_to_fit(make, values, says):
     with pytest.raises(PlanError) as error:
         make(**values)
     assert says in str(error.value)
+
+
+def test_what_guides_call_a_setting_leads_to_one_of_today():
+    fields, commands = settings_of(Plan) | settings_of(Recipe), cli.commands.commands.values()
+    options = {option.name for command in commands for option in command.params}
+    known: list[str] = []
+    with (Path(config.__file__).parent / "renamed.csv").open() as table:
+        for row in csv.DictReader(table):
+            name, _, value = row["here"].partition("=")
+            assert name in options or (row["note"] and not name), row
+            if value and name in fields:
+                from_mapping(Plan, {name: value})
+            known += row["elsewhere"].split()
+    assert len(known) == len(set(known)) and not {*known} & {*settings_of(Plan)}
+
+
+@pytest.mark.parametrize(("share", "steps"), [(0.5, [3, 6, 9, 12]), (1.0, [6, 12]), (0.01, [*range(1, 13)])])
+def test_a_share_of_an_epoch_says_when_to_evaluate(share, steps, tmp_path):
+    (tmp_path / "plan.yaml").write_text(f"validate_every: {share}\n")
+    history = fit(points(epochs=2), plan=from_yaml(Plan, tmp_path / "plan.yaml"), device="cpu", progress=False)
+    assert [row["step"] for row in history.evaluations] == steps
 
 
 def test_recipe_counts_its_steps():

@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import soundfile
 
@@ -78,7 +77,7 @@ def find_items(
     root = Path(data_dir)
     archive = members_by_path(root) if re.search(r"\.(tar\b|tgz$)", root.name) and not root.is_dir() else {}
     if labels is not None:
-        files = read_table(root, Path(labels), kind, archive=archive)
+        files = read_table(root, Path(labels), kind)
     else:
         files = files_under(root, kind, label_pattern=label_pattern, labelled=labelled, archive=archive)
     classes = sorted({label for label, _ in files.values()})
@@ -170,28 +169,19 @@ def files_under(root: Path, kind: str, *, label_pattern: str | None, labelled: b
 
 
 def labels_in_tars(paths: Iterable[Path], archive: Members) -> dict[Path, str]:
-    """Return what KEY.cls, else KEY.json, else KEY.txt says of each KEY, or else the folder that it lies in.
-
-    Folders that all files lie in are no labels.
-    """
-    labels: dict[Path, str] = {}
-    for path in sorted(archive, key=lambda path: path.suffix):
+    """Return what KEY.cls, else KEY.json, else KEY.txt says of each KEY, or else the name of the folder it lies in."""
+    labels = {path: path.parent.name * (str(path.parent) != archive[path].tar) for path in paths}
+    keys = {path.with_name(path.name.partition(".")[0]): path for path in paths}
+    for path in sorted(archive, key=lambda path: path.suffix, reverse=True):
         key, _, suffix = path.name.partition(".")
-        if suffix in ("cls", "json", "txt"):
-            label: Any = archive[path].read().decode(errors="replace")
-            if suffix == "json":
-                row = json.loads(label)
-                label = next((row[name] for name in COLUMNS["label"] if name in row), "")
-            labels.setdefault(path.with_name(key), str(label).strip())
-    folders = {path: path.relative_to(archive[path].tar).parent for path in paths}
-    common = os.path.commonpath([*map(str, folders.values())] or [""])
-    return {
-        path: labels.get(path.with_name(path.name.partition(".")[0])) or "".join(folder.relative_to(common).parts[:1])
-        for path, folder in folders.items()
-    }
+        if suffix in ("cls", "json", "txt") and (labelled := keys.get(path.with_name(key))):
+            text = archive[path].read().decode(errors="replace").strip()
+            row = json.loads(text) if suffix == "json" else {"label": text}
+            labels[labelled] = str(next((row[name] for name in COLUMNS["label"] if name in row), ""))
+    return labels
 
 
-def read_table(root: Path, table: Path, kind: str, *, archive: Members) -> Labels:
+def read_table(root: Path, table: Path, kind: str) -> Labels:
     """Return the files that the CSV `table` lists for training and testing, whether they exist or not."""
     import pandas
 
@@ -216,13 +206,9 @@ def read_table(root: Path, table: Path, kind: str, *, archive: Members) -> Label
         rows["side"] = rows["side"].replace("validation", "test")
     rows = rows[(rows[label] != "") & (rows["side"] != "validation")]
 
-    # Paths are relative to the data folder, to one of that kind in it (ESC-50's audio), to the table, or to a tar.
-    folders = (*{Path(member.tar): None for member in archive.values()}, root, root / kind, table.parent)
-
-    def exists(path: Path) -> bool:
-        return path in archive or path.is_file()
-
-    paths = [next(filter(exists, (folder / name for folder in folders)), root / name) for name in rows[path]]
+    # Paths are relative to the data folder, to one of that kind in it (ESC-50's audio), or to the table.
+    folders = (root, root / kind, table.parent)
+    paths = [next(filter(Path.is_file, (folder / name for folder in folders)), root / name) for name in rows[path]]
     return dict(zip(paths, zip(rows[label], rows["side"], strict=True), strict=True))
 
 

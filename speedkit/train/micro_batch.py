@@ -99,27 +99,21 @@ def trial_plan(plan: Plan) -> Plan:
 
 
 def preallocate(run: "TrainingRun") -> None:
-    """Make the forward and backward pass of a step on the longest items, so that its memory is there for all others.
+    """Make a forward and backward pass over the longest items first, so that the memory is there for all others.
 
-    Without it a caching allocator takes more memory each time that a longer batch comes, and keeps the smaller pieces
-    too (https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html, "Preallocate memory"). Weights, buffers,
-    optimizer and random state stay as they are. A batch that does not fit is left to the step that meets it.
+    Else each longer batch takes more, and leaves pieces too small for the next (PyTorch's performance tuning guide,
+    "Preallocate memory in case of variable input length"). What is learned stays the same bits, the random state too.
     """
-    options = {"batch_size": run.micro_batch, "seed": None, "device": run.device}
     longest, plan = with_longest_first(run.workload).test, trial_plan(run.plan)
+    stream = BatchStream(run.workload, longest, plan, batch_size=run.micro_batch, seed=None, device=run.device)
     buffers = [(buffer, buffer.clone()) for buffer in run.model.buffers()]
-    devices = [run.device] if run.device.type == "cuda" else []
-    with (
-        torch.random.fork_rng(devices),
-        contextlib.closing(BatchStream(run.workload, longest, plan, **options)) as stream,
-    ):
+    with torch.random.fork_rng([run.device] * (run.device.type == "cuda")), contextlib.closing(stream):
         try:
             with run.autocast, eager(run):
                 loss, _ = run.workload.loss(run.model, next(stream), run.recipe)
             loss.backward()
-            del loss
         except Exception as error:
-            if not is_out_of_memory(error):
+            if not is_out_of_memory(error):  # the step that meets such a batch makes its parts smaller
                 raise
     run.optimizer.zero_grad(set_to_none=True)
     for buffer, value in buffers:

@@ -121,8 +121,7 @@ class TrainingRun:
         self.rates_on_device = torch.tensor(self.learning_rates, device=device)
         self.total_steps: float = math.inf if endless else last_step
         every = 1.0 if plan.validate_every is None else plan.validate_every
-        if isinstance(every, float):  # a share of an epoch
-            every = max(1, round(every * len(self.train_batches)))
+        every = max(1, round(every * len(self.train_batches))) if isinstance(every, float) else every
         self.evaluate_every = 0 if endless else every  # steps; 0 is only at the end
         self.history = History(workload.name, recipe, self.effective, str(device))
         self.progress = Progress(workload.name, last_step, recipe.batch_size, show=progress)
@@ -142,7 +141,6 @@ class TrainingRun:
             write_text(self.writer.folder / "plan.yaml", to_yaml(plan))
         if device.type == "cuda" and workload.length is not None and not (plan.bucket or endless) and ranks is None:
             preallocate(self)
-            torch.cuda.reset_peak_memory_stats(device)  # the run's own peak is that of its batches
         self.recovery.take_snapshot(self)
         for note in filter(None, (*self.effective.fallbacks, getattr(self.train_batches.cache, "why", ""))):
             self.progress.say(f"  {note}")

@@ -15,12 +15,10 @@ BUILT_IN = ("audio", "image", "speech", "text")  # each a function of the module
 
 
 def load_workload(name: str, **options: Any) -> Workload:
-    """Return the workload called `name`: a built-in one, or `package.module:function` of what returns your own.
+    """Return the workload called `name`: a built-in one, or `package.module:function` for your own.
 
-    A function may also return (model, sample batch): what a step takes can then be looked into, without any data.
-
-    `options` (`data_dir`, `labels`, `label_pattern`, `test_pattern`, `size`, `width`, `depth` ...) go to the function
-    that makes it.
+    `options` (`data_dir`, `labels`, `size`, `width`, `depth` ...) go to the function that makes it. Of (model, sample
+    batch), which a function may return in place of a workload, it is that of `of_sample`.
     Raises UsageError when there is none, or when it does not take an option.
     """
     if name in BUILT_IN:

@@ -84,22 +84,23 @@ class Workload:
 def of_sample(model: nn.Module, sample: Any) -> Workload:
     """Return a workload that learns from one batch over and over: what a step of `model` takes, without any data.
 
-    `sample` is a tensor, or a tuple or mapping of what the model takes. The loss is what the model returns as `loss`, or
-    else the mean square of all its outputs.
+    `sample` is a tensor, or a tuple or mapping of what the model takes. The loss is the `loss` of what the model
+    returns, or else the mean square of all its outputs.
     """
+
+    given = dict(sample) if isinstance(sample, Mapping) else sample if isinstance(sample, tuple | list) else (sample,)
 
     @functools.lru_cache
     def on(device: torch.device) -> Any:
-        return tree_map_only(Tensor, lambda tensor: tensor.to(device), sample)
+        return tree_map_only(Tensor, lambda tensor: tensor.to(device), given)
 
     def loss(model: nn.Module, batch: Batch, _: Recipe) -> tuple[Tensor, Tensor]:
-        given = on(batch[0].device)
-        named, listed = isinstance(given, Mapping), isinstance(given, tuple | list)
-        outputs = model(**given) if named else model(*given) if listed else model(given)
+        inputs = on(batch[0].device)
+        outputs = model(**inputs) if isinstance(inputs, dict) else model(*inputs)
         value = getattr(outputs, "loss", None)
         if value is None:
-            leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
-            value = torch.stack([leaf.float().square().mean() for leaf in leaves]).sum()
+            tensors = (leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad)
+            value = torch.stack([tensor.float().square().mean() for tensor in tensors]).sum()
         return value, value.detach()[None]
 
     return Workload(
