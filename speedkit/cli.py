@@ -89,8 +89,7 @@ def field_options(cls: type) -> list[click.Parameter]:
 
 ABSOLUTE = click.Path(resolve_path=True)  # for climb.ipynb too, which runs in a folder of its own
 WORKLOAD = click.Argument(["workload"])
-GPUS = "auto is the first GPU that there is, or that CUDA_VISIBLE_DEVICES leaves; cuda:1 is the second"
-DEVICE = click.Option(["--device"], default="auto", metavar="AUTO | CUDA | CUDA:1 | MPS | CPU", help=GPUS)
+DEVICE = click.Option(["--device"], default="auto", metavar="CUDA:1 | MPS | CPU", help="auto takes the first GPU")
 PLAN = click.Option(["--plan"], default="baseline", metavar="FILE | BASELINE | CAREFUL | FAST")
 JSON = click.Option(["--json", "as_json"], is_flag=True, help="print JSON")
 OUT = click.Option(
@@ -101,7 +100,7 @@ OUT = click.Option(
     help="folder for what the run leaves",
 )
 DATA = (
-    click.Option(["--data-dir"], type=ABSOLUTE, help="folder of your files; generated data without"),
+    click.Option(["--data-dir"], type=ABSOLUTE, help="folder of your files, or 'clips-{00..09}.tar'; else generated"),
     click.Option(["--labels"], type=ABSOLUTE, help="CSV of paths and labels, with a fold or split column or not"),
     click.Option(["--label-pattern"], metavar="REGEX", help="group 1 of a file's name is its label"),
     click.Option(["--test-pattern"], metavar="REGEX", help="files whose names match are the test set"),
@@ -235,10 +234,7 @@ def climb(workload: str, notebook: bool, **values: Any) -> None:
 @commands.command(params=[WORKLOAD, PLAN, *RUN, *field_options(Plan)])
 @click.option("--trace", metavar="FILE", help="keep the profiler's trace, for ui.perfetto.dev")
 def doctor(workload: str, plan: str, **values: Any) -> None:
-    """Say why training WORKLOAD is slow: where a step's time goes, the causes, what to change, and what that gives.
-
-    WORKLOAD may also be package.module:function of what returns (model, sample batch).
-    """
+    """Say why training WORKLOAD, or the (model, batch) of a function, is slow, what to change, and what that gives."""
     from speedkit.measure import diagnose
 
     asked = find_plan(plan, values)

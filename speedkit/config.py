@@ -72,10 +72,8 @@ def _values_in_words(schema: Mapping[str, Any]) -> Iterable[str]:
 
 
 def spelling_of_today(word: str, *, typed: bool = False) -> str:
-    """Return `: here that is X` for what guides call `word`, X as a field or as it is `typed`; "" for any other.
-
-    It is by renamed.csv: what a setting, or `setting=value`, is here, what to add, and what it is called elsewhere.
-    """
+    """Return `: here that is X` for what guides call `word`, X as a field or as it is `typed`; "" for any other."""
+    # A row is a setting of today, or `setting=value`; a note; and what it is called elsewhere.
     with Path(__file__).with_name("renamed.csv").open(encoding="utf-8", newline="") as table:
         for here, note, elsewhere in csv.reader(table):
             if word.lower().lstrip("-").replace("-", "_") in elsewhere.split():

@@ -4,6 +4,7 @@ import contextlib
 import ctypes.util
 import functools
 import importlib.util
+import math
 import os
 import platform
 import shutil
@@ -40,7 +41,6 @@ CHOOSE_GPU = (
 MAKE_ROOM = (
     "less than 4 GB of GPU memory: try --micro-batch auto, --precision fp16, --checkpointing blocks, less --width"
 )
-SMALL_BYTES = 4e9
 DECODERS = {"torchcodec": "the package torchcodec and FFmpeg's libraries", "librosa": "the package librosa"}
 
 
@@ -83,8 +83,8 @@ class Hardware:
     @property
     def advice(self) -> list[str]:
         """How to choose a GPU, and how to make room on a small one, in sentences; none for a CPU."""
-        room = [MAKE_ROOM] if (self.gpu_memory_bytes or SMALL_BYTES) < SMALL_BYTES else []
-        return [CHOOSE_GPU.format_map(vars(self)), *room] if self.gpu_count else []
+        small = (self.gpu_memory_bytes or math.inf) < 4e9
+        return [CHOOSE_GPU.format_map(vars(self)), *[MAKE_ROOM] * small] if self.gpu_count else []
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON-ready values; `cannot` gives the reason for each capability that is missing."""

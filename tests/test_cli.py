@@ -113,6 +113,7 @@ def test_the_doctor_looks_at_a_model_and_a_batch(speedkit, tmp_path, monkeypatch
         "def named(): return torch.nn.Linear(8, 4), {'input': torch.randn(2, 8)}\n"
         "def listed(): return torch.nn.Bilinear(8, 8, 4), (torch.randn(2, 8), torch.randn(2, 8))\n"
         "def wrong(): return torch.nn.Linear(8, 4), torch.randn(2, 9)\n"
+        "def frozen(): return torch.nn.Linear(8, 4).requires_grad_(False), torch.randn(2, 8)\n"
         "def three(): return torch.nn.Linear(8, 4), torch.randn(2, 9), 3\n"
     )
     monkeypatch.chdir(tmp_path)
@@ -122,6 +123,9 @@ def test_the_doctor_looks_at_a_model_and_a_batch(speedkit, tmp_path, monkeypatch
     assert read(tmp_path / "named" / "ledger.json")["roofline"]["flops_per_step"] == 2 * (2 * 2 * 8 * 4)
     code, _, complaint = speedkit("doctor", "sampled:wrong", "--device", "cpu", "--out", "wrong")
     assert code == 1 and "cannot be multiplied" in complaint
+    assert (
+        "Linear returns no tensor that" in speedkit("doctor", "sampled:frozen", "--device", "cpu", "--out", "frozen")[2]
+    )
     assert "returned tuple, not a Workload" in speedkit("doctor", "sampled:three")[2]
 
 

@@ -71,10 +71,9 @@ def members(tar: str | Path) -> list[TarMember]:
 
 
 def members_by_path(pattern: Path) -> dict[Path, TarMember]:
-    """Return the files in the tars that a pattern names, each by the path it would have if its tar were a folder.
+    """Return the files in one tar, `*.tar` or `clips-{0000..0009}.tar` by the paths they would have in folders instead.
 
-    `pattern` is one tar, `*.tar`, or `clips-{0000..0009}.tar`, as webdataset writes it. A name that would lead out of
-    its tar does not. Hidden files are left out. Raises UsageError for a tar that cannot be read.
+    A name that would lead out of its tar does not. Hidden files are left out. Raises UsageError for an unreadable tar.
     """
     from webdataset.shardlists import expand_urls
 

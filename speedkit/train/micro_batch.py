@@ -1,6 +1,7 @@
 """The micro-batch found by trying: the smallest near the best rate."""
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import itertools
@@ -18,7 +19,7 @@ from speedkit.errors import SpeedkitError
 from speedkit.hardware import free_bytes
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
-from speedkit.train.loop import eager, train
+from speedkit.train.loop import train
 from speedkit.train.memory import is_out_of_memory, peak_bytes, release
 from speedkit.workloads.workload import Batch, Workload
 
@@ -99,25 +100,20 @@ def trial_plan(plan: Plan) -> Plan:
 
 
 def preallocate(run: "TrainingRun") -> None:
-    """Make a forward and backward pass over the longest items first, so that the memory is there for all others.
+    """Take a copy of the model over the longest items and back first, so that the memory is there for all others.
 
     Else each longer batch takes more, and leaves pieces too small for the next (PyTorch's performance tuning guide,
-    "Preallocate memory in case of variable input length"). What is learned stays the same bits, the random state too.
+    "Preallocate memory in case of variable input length"). What is learned stays the same bits.
     """
     longest, plan = with_longest_first(run.workload).test, trial_plan(run.plan)
     stream = BatchStream(run.workload, longest, plan, batch_size=run.micro_batch, seed=None, device=run.device)
-    buffers = [(buffer, buffer.clone()) for buffer in run.model.buffers()]
-    with torch.random.fork_rng([run.device] * (run.device.type == "cuda")), contextlib.closing(stream):
+    with torch.random.fork_rng([run.device] * (run.device.type == "cuda")), contextlib.closing(stream), run.autocast:
         try:
-            with run.autocast, eager(run):
-                loss, _ = run.workload.loss(run.model, next(stream), run.recipe)
+            loss, _ = run.workload.loss(copy.deepcopy(run.model), next(stream), run.recipe)
             loss.backward()
         except Exception as error:
             if not is_out_of_memory(error):  # the step that meets such a batch makes its parts smaller
                 raise
-    run.optimizer.zero_grad(set_to_none=True)
-    for buffer, value in buffers:
-        buffer.copy_(value)
 
 
 class MicroBatchTrial:

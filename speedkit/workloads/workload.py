@@ -87,19 +87,19 @@ def of_sample(model: nn.Module, sample: Any) -> Workload:
     `sample` is a tensor, or a tuple or mapping of what the model takes. The loss is the `loss` of what the model
     returns, or else the mean square of all its outputs.
     """
-
-    given = dict(sample) if isinstance(sample, Mapping) else sample if isinstance(sample, tuple | list) else (sample,)
-
-    @functools.lru_cache
-    def on(device: torch.device) -> Any:
-        return tree_map_only(Tensor, lambda tensor: tensor.to(device), given)
+    given = dict(sample) if isinstance(sample, Mapping) else (sample,) if isinstance(sample, Tensor) else sample
+    on = functools.lru_cache(lambda device: tree_map_only(Tensor, lambda tensor: tensor.to(device), given))
 
     def loss(model: nn.Module, batch: Batch, _: Recipe) -> tuple[Tensor, Tensor]:
         inputs = on(batch[0].device)
         outputs = model(**inputs) if isinstance(inputs, dict) else model(*inputs)
         value = getattr(outputs, "loss", None)
         if value is None:
-            tensors = (leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad)
+            tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            if not tensors:
+                raise UsageError(
+                    f"{type(model).__name__} returns no tensor that depends on weights that it could learn"
+                )
             value = torch.stack([tensor.float().square().mean() for tensor in tensors]).sum()
         return value, value.detach()[None]
 
