@@ -89,7 +89,9 @@ def field_options(cls: type) -> list[click.Parameter]:
 
 ABSOLUTE = click.Path(resolve_path=True)  # for climb.ipynb too, which runs in a folder of its own
 WORKLOAD = click.Argument(["workload"])
-DEVICE = click.Option(["--device"], default="auto", metavar="CUDA:1 | MPS | CPU", help="auto takes the first GPU")
+DEVICE = click.Option(
+    ["--device"], default="auto", metavar="CUDA:1 | MPS | CPU", help="auto is the first GPU of CUDA_VISIBLE_DEVICES"
+)
 PLAN = click.Option(["--plan"], default="baseline", metavar="FILE | BASELINE | CAREFUL | FAST")
 JSON = click.Option(["--json", "as_json"], is_flag=True, help="print JSON")
 OUT = click.Option(

@@ -203,7 +203,7 @@ def broken_rules(plan: Plan, hardware: Hardware, workload: "Workload | None", *,
     ddp, fsdp = (plan.ranks > 1 and plan.strategy == strategy for strategy in ("ddp", "fsdp"))
     step = plan.compile_scope == "step" and plan.compile != "off"
     half = "bf16" if hardware.supports("bf16") else "default"
-    in_tars = workload is not None and hasattr(getattr(workload.train[0], "path", None), "tar")
+    in_tars = workload is not None and hasattr(getattr(next(iter(workload.train), None), "path", ""), "tar")
     slices = "the items are slices of memory, or decimal inputs with whole-number targets"
     padding = "lengths differ: features of padded waveforms would depend on the padding"
     rules = [  # field, what it is instead, when, and why

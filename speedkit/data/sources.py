@@ -177,7 +177,7 @@ def labels_in_tars(paths: Iterable[Path], archive: Members) -> dict[Path, str]:
         if suffix in ("cls", "json", "txt") and (labelled := keys.get(path.with_name(key))):
             text = archive[path].read().decode(errors="replace").strip()
             row = json.loads(text) if suffix == "json" else {"label": text}
-            labels[labelled] = str(next((row[name] for name in COLUMNS["label"] if name in row), ""))
+            labels[labelled] = str(next((row[name] for name in COLUMNS["label"] if name in row), labels[labelled]))
     return labels
 
 

@@ -162,7 +162,7 @@ def _data_causes(ledger: Ledger, hardware: Hardware) -> Iterator[Cause]:
             change, saved = f"workers={cores}", (1 - 1 / cores, min(1.0, step_s / (seconds or 1.0) - 1 / cores))
         waiting = f"the loop waits for data, with {facts.workers} workers"
         if step_s * ledger.share(DATA) > SLOW_DISK * sum(costs.values()):
-            waiting += "; read again it takes far less: on a network or spinning disk shards=True or cache=disk helps"
+            waiting += "; read again it takes far less: from a slow disk or network take shards=True, or copy to NVMe"
         yield Cause(name, DATA, change, waiting, saved=saved, seconds=seconds)
 
 
