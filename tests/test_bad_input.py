@@ -27,7 +27,7 @@ BAD_INPUT = [
     ("train audio --device tpu", 2, "tpu|this machine has|cpu"),
     ("train audio --device cuda:99", 2, 'device "cuda:99" is not available'),
     ("train audio --data-dir tones --size huge", 2, "huge|tiny"),
-    ("train audio --data-dir tones --width 20", 2, "a net of width 20 and depth 1|a multiple of 8"),
+    ("train audio --data-dir tones --width 20", 2, "no net of width 20 and depth 1|a multiple of 8"),
     ("train text --width 128 --depth 0", 2, "width 128 and depth 0|1 or more"),
     # Fields of the recipe and the plan.
     ("train audio --precision bf61", 2, "precision='bf61' is not possible|did you mean bf16"),

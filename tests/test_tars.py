@@ -86,7 +86,7 @@ def test_a_training_from_tars_is_that_from_files(tmp_path):
     pattern, options = in_shards(tmp_path / "tars", "folders", count=24, shards=1), {"size": "tiny"}
     losses = []
     for folder in (tmp_path / "files", pattern):
-        workload = speedkit.load_workload("audio", data_dir=folder, test_pattern=r"00[01]\d\.", **options)
+        workload = speedkit.load_workload("audio", data_dir=folder, test_pattern=r"000\d\.", **options)
         plan, cache = Plan(cache="disk", log_every=1), {"cache_dir": tmp_path / "cache"}
         losses.append(fit(workload, plan=plan, device="cpu", progress=False, **cache).loss)
     assert losses[0] == losses[1]

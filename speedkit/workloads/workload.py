@@ -40,7 +40,7 @@ def net_size(sizes: Mapping[str, NetSize], size: str | NetSize, **numbers: Any) 
         raise UsageError(f"there is no size {size!r}{nearest(size, sizes)}: take {', '.join(sizes)}")
     chosen = (sizes[size] if isinstance(size, str) else size)._replace(**numbers)
     if chosen.width % chosen.unit or min(chosen.width, chosen.depth) < 1:
-        asked = f"a net of width {chosen.width} and depth {chosen.depth} cannot be made"
+        asked = f"there is no net of width {chosen.width} and depth {chosen.depth}"
         raise UsageError(f"{asked}: take a multiple of {chosen.unit} for the width, and 1 or more for the depth")
     return chosen
 
@@ -98,7 +98,7 @@ def of_sample(model: nn.Module, sample: Any) -> Workload:
             tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
             if not tensors:
                 raise UsageError(
-                    f"{type(model).__name__} returns no tensor that depends on weights that it could learn"
+                    f"{type(model).__name__} returns no tensor that can be learned from: give one that does"
                 )
             value = torch.stack([tensor.float().square().mean() for tensor in tensors]).sum()
         return value, value.detach()[None]
