@@ -97,9 +97,7 @@ def of_sample(model: nn.Module, sample: Any) -> Workload:
         if value is None:
             tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
             if not tensors:
-                raise UsageError(
-                    f"{type(model).__name__} returns no tensor that can be learned from: give one that does"
-                )
+                raise UsageError(f"{type(model).__name__} returns no tensor that can be learned from")
             value = torch.stack([tensor.float().square().mean() for tensor in tensors]).sum()
         return value, value.detach()[None]
 
