@@ -17,6 +17,7 @@ from typing import Any
 import click
 import nbformat
 import torch
+from batch_sizes import section
 from claims import WORDS, Row, is_current
 from matplotlib import style
 
@@ -224,7 +225,7 @@ def records_text(folder: Path) -> str:
             rows.append([*cells, MARKS[is_current(record, path)], verdicts])
     head = ["record", "machine", "day", "code", "profile", "", "checks, and verdicts on claims"]
     about = "Written by `speedkit publish`; each record lies in the folder of its machine."
-    return f"# Records\n\n{about}\n\n{markdown_table(head, rows)}\n"
+    return f"# Records\n\n{about}\n\n{markdown_table(head, rows)}\n{section(folder)}"
 
 
 def markdown_table(head: list[str], rows: list[list[str]]) -> str:

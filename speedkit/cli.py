@@ -17,7 +17,7 @@ import click
 import yaml
 from torch import nn
 
-from speedkit.config import from_mapping, from_yaml, settings_of
+from speedkit.config import from_mapping, from_yaml, settings_of, spelling_of_today
 from speedkit.data.sources import write_quarantine
 from speedkit.errors import Interrupted, PlanError, SpeedkitError, UsageError
 from speedkit.files import claim_folder, write_json
@@ -36,6 +36,8 @@ def main() -> NoReturn:
     """Run the command line; every failure is one sentence and an exit code, a traceback only with --debug."""
     signal.signal(signal.SIGTERM, _terminate)
     try:
+        if sys.platform == "win32":
+            raise UsageError("speedkit needs Linux or macOS: on Windows start it under WSL2 (the README says why)")
         code = commands.main(prog_name="speedkit", standalone_mode=False) or 0
     except Exception as error:
         if "--debug" in sys.argv:
@@ -58,6 +60,8 @@ def _explained(error: Exception) -> tuple[int, str]:
         return error.exit_code, str(error)
     if isinstance(error, click.Abort):
         return 130, "stopped by SIGINT; what was complete is kept"
+    if isinstance(error, click.NoSuchOption) and (hint := spelling_of_today(error.option_name, typed=True)):
+        return error.exit_code, f"No such option {error.option_name!r}{hint}"
     if isinstance(error, click.ClickException):
         return error.exit_code, error.format_message()
     return 1, f"{type(error).__name__}: {error} (--debug shows where)"
@@ -86,7 +90,9 @@ def field_options(cls: type) -> list[click.Parameter]:
 ABSOLUTE = click.Path(resolve_path=True)  # for climb.ipynb too, which runs in a folder of its own
 WORKLOAD = click.Argument(["workload"])
 SHARE = click.FloatRange(0, 1, min_open=True, max_open=True)
-DEVICE = click.Option(["--device"], default="auto", metavar="AUTO | CUDA | MPS | CPU")
+DEVICE = click.Option(
+    ["--device"], default="auto", metavar="CUDA:1 | MPS | CPU", help="auto is the first GPU of CUDA_VISIBLE_DEVICES"
+)
 PLAN = click.Option(["--plan"], default="baseline", metavar="FILE | BASELINE | CAREFUL | FAST")
 JSON = click.Option(["--json", "as_json"], is_flag=True, help="print JSON")
 OUT = click.Option(
@@ -97,14 +103,16 @@ OUT = click.Option(
     help="folder for what the run leaves",
 )
 DATA = (
-    click.Option(["--data-dir"], type=ABSOLUTE, help="folder of your files; generated data without"),
+    click.Option(["--data-dir"], type=ABSOLUTE, help="folder of your files, or 'clips-{00..09}.tar'; else generated"),
     click.Option(["--labels"], type=ABSOLUTE, help="CSV of paths and labels, with a fold or split column or not"),
     click.Option(["--label-pattern"], metavar="REGEX", help="group 1 of a file's name is its label"),
     click.Option(["--test-pattern"], metavar="REGEX", help="files whose names match are the test set"),
     click.Option(["--size"], metavar="TINY | SMALL | MEDIUM", help="size of the model"),
+    click.Option(["--width"], type=int, help="channels of the model instead of its size's, of the first stage"),
+    click.Option(["--depth"], type=int, help="residual blocks of the model instead of its size's, of each stage"),
     click.Option(["--clips"], type=int, help="how many files to generate where there is no data folder"),
 )
-DATA_FIELDS = ("data_dir", "labels", "label_pattern", "test_pattern", "size", "clips")
+DATA_FIELDS = ("data_dir", "labels", "label_pattern", "test_pattern", "size", "width", "depth", "clips")
 RUN = (  # of all commands that train
     *DATA,
     OUT,
@@ -165,7 +173,8 @@ def hardware(as_json: bool, device: str) -> None:
 
     machine = this_machine(device)
     show = dataclasses.asdict if as_json else str
-    facts = machine.as_dict() | {"ceilings": {name: show(ceiling) for name, ceiling in ceilings(machine).items()}}
+    rates = {name: show(ceiling) for name, ceiling in ceilings(machine).items()}
+    facts = machine.as_dict() | {"advice": machine.advice, "ceilings": rates}
     click.echo(json.dumps(facts, indent=1) if as_json else yaml.safe_dump(facts, sort_keys=False, width=1000))
 
 
@@ -231,7 +240,7 @@ def climb(workload: str, notebook: bool, **values: Any) -> None:
 @commands.command(params=[WORKLOAD, PLAN, *RUN, *field_options(Plan)])
 @click.option("--trace", metavar="FILE", help="keep the profiler's trace, for ui.perfetto.dev")
 def doctor(workload: str, plan: str, **values: Any) -> None:
-    """Say why training WORKLOAD is slow: where a step's time goes, the causes, what to change, and what that gives."""
+    """Say why training WORKLOAD, or the (model, batch) of a function, is slow, what to change, and what that gives."""
     from speedkit.measure import diagnose
     from speedkit.script import next_levers
 

@@ -20,8 +20,19 @@ BAD_INPUT = [
     ("train audio --device tpu", 2, "tpu|this machine has|cpu"),
     ("train audio --device cuda:99", 2, 'device "cuda:99" is not available'),
     ("train audio --data-dir tones --size huge", 2, "huge|tiny"),
+    ("train audio --data-dir tones --width 20", 2, "no net of width 20 and depth 1|a multiple of 8"),
+    ("train text --width 128 --depth 0", 2, "width 128 and depth 0|1 or more"),
     # Fields of the recipe and the plan.
     ("train audio --precision bf61", 2, "precision='bf61' is not possible|did you mean bf16"),
+    ("train audio --precision 32", 2, "precision=32 is not possible: here that is precision=fp32"),
+    ("train audio --precision 16-mixed", 2, "'16-mixed' is not possible: here that is precision=fp16"),
+    ("train audio --num-workers 4", 2, "No such option '--num-workers': here that is --workers"),
+    ("train audio --gradient-accumulation 4", 2, "here that is --micro-batch (|accumulation follows from batch_size"),
+    ("train audio --cuda", 2, "here that is --device cuda"),
+    ("cache build x --spectrogram-dir y", 2, "here that is --cache-dir"),
+    ("cache build x --skip-augmented", 2, "nothing is to be skipped|augmented anew"),
+    ("train audio --profile", 2, "`speedkit doctor WORKLOAD`"),
+    ("train audio --validate-every 1.5", 2, "validate_every=1.5|a number from 0.01 to 1"),
     ("train audio --batch-size 0", 2, "batch_size=0|an integer from 1"),
     ("train audio --learning-rate nan", 2, "learning_rate=nan|a number from 0"),
     ("train audio --max-duration-s 0", 2, "max_duration_s=0|from 0.01"),
@@ -38,7 +49,9 @@ BAD_INPUT = [
     ("compare baseline missing.yaml audio", 2, "there is no plan 'missing.yaml'"),
     ("train audio --plan list.yaml", 2, "list.yaml: it must hold|not a list"),
     ("train audio --plan broken.yaml", 2, "broken.yaml: while parsing"),
-    ("train audio --plan old.yaml", 2, "old.yaml: 'num_workers' is not a field of Plan|workers"),
+    ("train audio --plan old.yaml", 2, "old.yaml: 'num_workers' is not a field of Plan: here that is workers"),
+    ("train audio --plan mixed.yaml", 2, "mixed.yaml: precision='bf16-mixed'|here that is precision=bf16"),
+    ("train audio --plan recipe.yaml", 2, "recipe.yaml: 'batch_size' is not a field of Plan|what is learned"),
     ("train audio --plan wrong.yaml", 2, "wrong.yaml: cache='disc'|did you mean disk"),
     ("doctor audio --plan wrong.yaml", 2, "wrong.yaml: cache='disc'|did you mean disk"),
     # Data.
@@ -88,6 +101,8 @@ def folder(recordings, tmp_path_factory):
         "broken.yaml": "cache: [ram\n",
         "old.yaml": "num_workers: 4\n",
         "wrong.yaml": "cache: disc\n",
+        "mixed.yaml": "precision: bf16-mixed\n",
+        "recipe.yaml": "batch_size: 8\n",
     }
     for name, text in texts.items():
         (root / name).write_text(text)

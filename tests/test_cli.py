@@ -84,6 +84,34 @@ def test_the_doctor_leaves_its_ledger(speedkit, recordings, tmp_path):
     assert {"cause", "seconds", "share", "ceiling_speedup"} <= ledger["rows"][0].keys()
 
 
+def test_the_doctor_looks_at_a_model_and_a_batch(speedkit, tmp_path, monkeypatch):
+    (tmp_path / "sampled.py").write_text(
+        "import torch\n"
+        "def named(): return torch.nn.Linear(8, 4), {'input': torch.randn(2, 8)}\n"
+        "def listed(): return torch.nn.Bilinear(8, 8, 4), (torch.randn(2, 8), torch.randn(2, 8))\n"
+        "def wrong(): return torch.nn.Linear(8, 4), torch.randn(2, 9)\n"
+        "def frozen(): return torch.nn.Linear(8, 4).requires_grad_(False), torch.randn(2, 8)\n"
+        "def three(): return torch.nn.Linear(8, 4), torch.randn(2, 9), 3\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    for name, title in (("named", "Linear"), ("listed", "Bilinear")):
+        code, printed, _ = speedkit("doctor", f"sampled:{name}", "--device", "cpu", "--out", name)
+        assert code == 0 and printed.startswith(f"{title}:\n") and "backward" in printed, printed
+    assert read(tmp_path / "named" / "ledger.json")["roofline"]["flops_per_step"] == 2 * (2 * 2 * 8 * 4)
+    code, _, complaint = speedkit("doctor", "sampled:wrong", "--device", "cpu", "--out", "wrong")
+    assert code == 1 and "cannot be multiplied" in complaint
+    assert (
+        "Linear returns no tensor that" in speedkit("doctor", "sampled:frozen", "--device", "cpu", "--out", "frozen")[2]
+    )
+    assert "returned tuple, not a Workload" in speedkit("doctor", "sampled:three")[2]
+
+
+def test_on_windows_the_way_to_linux_is_said(speedkit, monkeypatch):
+    monkeypatch.setattr(sys, "platform", "win32")
+    code, _, complaint = speedkit("hardware")
+    assert code == 2 and "WSL2" in complaint
+
+
 def test_a_cache_is_built_for_a_plan_described_and_repaired(speedkit, recordings, tmp_path):
     folder = tmp_path / "cache"
     (tmp_path / "plan.yaml").write_text("cache_dtype: float16\n")

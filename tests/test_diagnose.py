@@ -82,6 +82,12 @@ def test_a_machine_without_a_compiler_is_told_nothing_it_cannot_do(monkeypatch):
     assert row["field"] is None and "compiler" in row["change"]
 
 
+def test_a_disk_that_is_slower_than_what_comes_after_it_is_named(known_ceilings):
+    for wait_s, told in ((0.05, True), (0.03, False)):
+        row = ranked(CPU, {"data wait": wait_s / STEP_S}, items_s=0.018, collate_s=0.002)[0]
+        assert ("slow disk" in row["evidence"]) == told
+
+
 def test_causes_come_by_what_their_change_would_give(known_ceilings):
     shares = {"data wait": 0.3, "evaluation and checkpoint": 0.5}
     causes = ranked(CPU, shares, items_s=0.02, collate_s=0.02)

@@ -42,6 +42,12 @@ def test_what_is_missing_is_named():
     assert "needs the package librosa" in CPU.why_not("librosa")
 
 
+def test_a_gpu_is_named_with_how_to_choose_another_and_a_small_one_with_how_to_make_room():
+    [choice] = replace(T4, gpu_count=2, device=torch.device("cuda:0"), gpu_memory_bytes=16 << 30).advice
+    assert "cuda:0 of 2 GPUs is used" in choice and "CUDA_VISIBLE_DEVICES" in choice and "--ranks 2" in choice
+    assert "less than 4 GB" in replace(T4, gpu_memory_bytes=2 << 30).advice[1] and CPU.advice == []
+
+
 def test_container_limits_are_respected(tmp_path, monkeypatch):
     monkeypatch.setattr(hardware, "CGROUPS", tmp_path)  # a container sees its own group as the root
     assert hardware.usable_ram_bytes() > 1048576

@@ -1,7 +1,9 @@
 """Recipe and Plan: what they take, what they say about the rest, and what a machine makes of a plan."""
 
+import csv
 import dataclasses
 import functools
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,10 +11,12 @@ from tiny import CPU, CPU_BF16, T4, points
 from tiny import H100 as GPU
 from torch.optim import lr_scheduler
 
+from speedkit import cli, config
 from speedkit.config import from_mapping, from_yaml, settings_of, to_yaml
 from speedkit.errors import PlanError
 from speedkit.plan import Plan, resolve
 from speedkit.recipe import Recipe, learning_rates, steps_per_epoch
+from speedkit.train.fit import fit
 
 
 @pytest.mark.parametrize("settings", [Plan.fast(GPU), Recipe(epochs=None, steps=5)])
@@ -35,6 +39,27 @@ def test_texts_stand_for_values(tmp_path):
 def test_values_are_never_bent_to_fit(values):
     with pytest.raises(PlanError, match="is not possible; it takes "):
         Plan(**values)
+
+
+def test_what_guides_call_a_setting_leads_to_one_of_today():
+    fields, commands = settings_of(Plan) | settings_of(Recipe), cli.commands.commands.values()
+    options = {option.name for command in commands for option in command.params}
+    known: list[str] = []
+    with (Path(config.__file__).parent / "renamed.csv").open() as table:
+        for row in csv.DictReader(table):
+            name, _, value = row["here"].partition("=")
+            assert name in options or (row["note"] and not name), row
+            if value and name in fields:
+                from_mapping(Plan, {name: value})
+            known += row["elsewhere"].split()
+    assert len(known) == len(set(known)) and not {*known} & {*settings_of(Plan)}
+
+
+@pytest.mark.parametrize(("share", "steps"), [(0.5, [3, 6, 9, 12]), (1.0, [6, 12]), (0.01, [*range(1, 13)])])
+def test_a_share_of_an_epoch_says_when_to_evaluate(share, steps, tmp_path):
+    (tmp_path / "plan.yaml").write_text(f"validate_every: {share}\n")
+    history = fit(points(epochs=2), plan=from_yaml(Plan, tmp_path / "plan.yaml"), device="cpu", progress=False)
+    assert [row["step"] for row in history.evaluations] == steps
 
 
 def test_recipe_counts_its_steps():

@@ -4,6 +4,7 @@ import os
 import subprocess
 from pathlib import Path
 
+import batch_sizes
 import check_notebooks
 import nbformat
 import pytest
@@ -36,6 +37,15 @@ def edit(path, source):
     notebook = read_notebook(path)
     code_cells(notebook)[2].source = source
     nbformat.write(notebook, path)
+
+
+def test_batch_sizes_are_those_that_steps_take_and_stand_on_the_page_of_records():
+    folder = Path(batch_sizes.__file__).parent
+    rows = {(row["workload"], row["size"]): row for row in read_json(folder / batch_sizes.COUNTED)}
+    counted, recorded = batch_sizes.count("text", "tiny"), rows["text", "tiny"]
+    for key in ("weights", "fixed_bytes", "sample_bytes"):
+        assert counted[key] == pytest.approx(recorded[key], rel=0.1), "run notebooks/batch_sizes.py again"
+    assert len(rows) == 12 and batch_sizes.section(folder) in (folder / "records" / "README.md").read_text()
 
 
 def test_machines_have_readable_folders():

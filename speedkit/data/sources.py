@@ -1,18 +1,20 @@
-"""Find the data: class-named subfolders, a CSV of paths and labels, a file-name pattern, or a folder of text."""
+"""Find the data: class-named subfolders, a CSV of paths and labels, a file-name pattern, tars, or a folder of text."""
 
 import csv
 import hashlib
+import json
 import os
 import re
 import sysconfig
 from collections import defaultdict
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 
 import soundfile
 
 from speedkit.data.decode import check_bad_share
+from speedkit.data.shards import TarMember, members_by_path
 from speedkit.errors import UsageError
 from speedkit.files import atomic
 
@@ -31,13 +33,14 @@ COLUMNS = {
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib"}
 
 Labels = dict[Path, tuple[str, str]]  # of each file its label, and train, validation or test where a table says so
+Members = Mapping[Path, TarMember]  # of tars, by the path that each would have if its tar were a folder
 
 
 @dataclass(frozen=True)
 class Item:
     """One file: its path and class index; of a recording also its length in seconds and its sample rate."""
 
-    path: str
+    path: str | TarMember
     label: int
     duration_s: float = 0.0
     sample_rate_hz: int = 0
@@ -65,17 +68,20 @@ def find_items(
 ) -> Split:
     """Return the training, test and validation items under `data_dir`, sorted by path.
 
+    `data_dir` is a folder, or tars (`clips-{0000..0009}.tar`, `*.tar`).
     Labels come from the CSV `labels`, from group 1 of `label_pattern` in the file name, or from the names of the
-    subfolders; without `labelled` all files are of one class. The test set is what `test_pattern` matches in the file
+    subfolders, in a tar also from KEY.cls, KEY.json or KEY.txt beside KEY.wav, which is webdataset's layout; without
+    `labelled` all files are of one class. The test set is what `test_pattern` matches in the file
     name, else what the CSV's column `split` or `fold` (the highest) marks, else a fifth of each class by a hash of the
     name, which keeps a file on its side when others are added. A column `split` may mark a validation set besides.
     Raises UsageError for a source that cannot be used as asked, SpeedkitError when over 5 % of the files are bad.
     """
     root = Path(data_dir)
+    archive = members_by_path(root) if re.search(r"\.(tar\b|tgz$)", root.name) and not root.is_dir() else {}
     if labels is not None:
         files = read_table(root, Path(labels), kind)
     else:
-        files = files_under(root, kind, label_pattern=label_pattern, labelled=labelled)
+        files = files_under(root, kind, label_pattern=label_pattern, labelled=labelled, archive=archive)
     classes = sorted({label for label, _ in files.values()})
     if labelled and len(classes) < 2:
         raise UsageError(f"a classifier needs two classes, the files have {len(classes)} ({', '.join(classes)})")
@@ -86,13 +92,14 @@ def find_items(
     bad: dict[str, str] = {}
     for path in sorted(files):
         try:
-            info = None if kind == "image" else soundfile.info(path)
+            member = archive.get(path)
+            info = None if kind == "image" else soundfile.info(member.open() if member else path)
         except (RuntimeError, OSError) as error:  # libsndfile's errors are RuntimeErrors
             bad[str(path)] = str(error)
         else:
             header = (info.frames / info.samplerate, info.samplerate) if info else ()
             side = test if path in test_paths else validation if files[path][1] == "validation" else train
-            side.append(Item(str(path), classes.index(files[path][0]), *header))
+            side.append(Item(member or str(path), classes.index(files[path][0]), *header))
     check_bad_share(bad, len(files))
     return Split(tuple(train), tuple(test), tuple(classes), tuple(bad.items()), tuple(validation))
 
@@ -144,11 +151,13 @@ def matches(paths: Iterable[Path], pattern: str, option: str) -> dict[Path, re.M
         raise UsageError(f"{option} {pattern!r} is not a regular expression: {error}") from error
 
 
-def files_under(root: Path, kind: str, *, label_pattern: str | None, labelled: bool) -> Labels:
+def files_under(root: Path, kind: str, *, label_pattern: str | None, labelled: bool, archive: Members) -> Labels:
     """Return the files labelled by their subfolder or by the pattern; files without a label are left out."""
-    paths = [path for path in visible_files(root) if path.suffix.lower() in EXTENSIONS[kind]]
+    paths = [path for path in archive or visible_files(root) if path.suffix.lower() in EXTENSIONS[kind]]
     if not labelled:
         labels = dict.fromkeys(paths, "unlabelled")
+    elif archive and label_pattern is None:
+        labels = labels_in_tars(paths, archive)
     elif label_pattern is None:
         labels = {path: path.relative_to(root).parts[0] for path in paths if path.parent != root}
     else:  # without a group the label is all that matches
@@ -159,6 +168,19 @@ def files_under(root: Path, kind: str, *, label_pattern: str | None, labelled: b
         sources = "make a folder per class in it, or give --label-pattern or --labels"
         raise UsageError(f"data folder {root} has {files}, none with a label: {sources}")
     return {path: (label, "") for path, label in labels.items() if label}
+
+
+def labels_in_tars(paths: Iterable[Path], archive: Members) -> dict[Path, str]:
+    """Return what KEY.cls, else KEY.json, else KEY.txt says of each KEY, or else the name of the folder it lies in."""
+    labels = {path: path.parent.name * (str(path.parent) != archive[path].tar) for path in paths}
+    keys = {path.with_name(path.name.partition(".")[0]): path for path in paths}
+    for path in sorted(archive, key=lambda path: path.suffix, reverse=True):
+        key, _, suffix = path.name.partition(".")
+        if suffix in ("cls", "json", "txt") and (labelled := keys.get(path.with_name(key))):
+            text = archive[path].read().decode(errors="replace").strip()
+            row = json.loads(text) if suffix == "json" else {"label": text}
+            labels[labelled] = str(next((row[name] for name in COLUMNS["label"] if name in row), labels[labelled]))
+    return labels
 
 
 def read_table(root: Path, table: Path, kind: str) -> Labels:

@@ -128,6 +128,8 @@ def restore(run: "TrainingRun", state: dict[str, Any]) -> None:
     vars(run.recovery).update(state["recovery"])
     set_random_state(state["rng"], run.device)
     vars(run.history).update(state["history"], resumed_from=run.step)
+    if run.history.reached_s is not None:  # as good as it was to become
+        run.total_steps = run.step
 
 
 def job_of(run: "TrainingRun") -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The micro-batch found by trying: the smallest near the best rate."""
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import itertools
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from speedkit.clock import timed
+from speedkit.data.loader import BatchStream
 from speedkit.errors import SpeedkitError
 from speedkit.hardware import free_bytes
 from speedkit.plan import Plan
@@ -95,6 +97,30 @@ def trial_plan(plan: Plan) -> Plan:
     return dataclasses.replace(
         plan, micro_batch=None, compile="off", cache="off", shards=False, workers=0, ranks=1, log_every=1 << 30
     )
+
+
+def preallocate_for_longer(run: "TrainingRun") -> None:
+    """Preallocate where a training on a GPU may meet batches that are longer than those before."""
+    varies = run.workload.length is not None and not run.plan.bucket
+    if run.device.type == "cuda" and varies and run.ranks is None and math.isfinite(run.total_steps):
+        preallocate(run)
+
+
+def preallocate(run: "TrainingRun") -> None:
+    """Take a copy of the model over the longest items and back first, so that the memory is there for all others.
+
+    Else each longer batch takes more, and leaves pieces too small for the next (PyTorch's performance tuning guide,
+    "Preallocate memory in case of variable input length"). What is learned stays the same bits.
+    """
+    longest, plan = with_longest_first(run.workload).test, trial_plan(run.plan)
+    stream = BatchStream(run.workload, longest, plan, batch_size=run.micro_batch, seed=None, device=run.device)
+    with torch.random.fork_rng([run.device] * (run.device.type == "cuda")), contextlib.closing(stream), run.autocast:
+        try:
+            loss, _ = run.workload.loss(copy.deepcopy(run.model), next(stream), run.recipe)
+            loss.backward()
+        except Exception as error:
+            if not is_out_of_memory(error):  # the step that meets such a batch makes its parts smaller
+                raise
 
 
 class MicroBatchTrial:

@@ -22,7 +22,7 @@ from speedkit.plan import EffectivePlan, Fallback, Plan, resolve
 from speedkit.recipe import Recipe, learning_rates
 from speedkit.train import attention, checkpoint, compile, distributed, memory, precision
 from speedkit.train.history import History
-from speedkit.train.micro_batch import find_micro_batch
+from speedkit.train.micro_batch import find_micro_batch, preallocate_for_longer
 from speedkit.train.nonfinite import Recovery, StepGuard
 from speedkit.train.optimizer import build_optimizer
 from speedkit.train.progress import Progress, wanted
@@ -125,8 +125,7 @@ class TrainingRun:
         self.learning_rates = learning_rates(recipe, last_step)  # one per step
         self.rates_on_device = torch.tensor(self.learning_rates, device=device)
         self.total_steps: float = math.inf if endless else last_step
-        every = len(self.train_batches) if plan.validate_every is None else plan.validate_every
-        self.evaluate_every = 0 if endless else every  # steps; 0 is only at the end
+        self.evaluate_every = 0 if endless else steps_between_evaluations(plan, len(self.train_batches))
         self.history = History(workload.name, recipe, self.effective, str(device))
         self.history.until, self.history.higher_is_better = until, workload.higher_is_better
         self.on_log = None if rank else on_log
@@ -142,10 +141,10 @@ class TrainingRun:
         self.lap_s = 0.0
         if self.out is not None and resume:
             checkpoint.load(self, self.out)
-            self.total_steps = self.total_steps if self.history.reached_s is None else self.step
         self.writer = None if self.out is None or rank else checkpoint.CheckpointWriter(self.out, device)
         if self.writer is not None:
             write_text(self.writer.folder / "plan.yaml", to_yaml(plan))
+        preallocate_for_longer(self)
         self.recovery.take_snapshot(self)
         for note in filter(None, (*self.effective.fallbacks, getattr(self.train_batches.cache, "why", ""))):
             self.progress.say(f"  {note}")
@@ -171,6 +170,12 @@ class TrainingRun:
 
 
 setup_run = TrainingRun  # said as what it does
+
+
+def steps_between_evaluations(plan: Plan, epoch_steps: int) -> int:
+    """Return validate_every in steps, where it may be a share of an epoch; 0 is only at the end."""
+    every = 1.0 if plan.validate_every is None else plan.validate_every
+    return max(1, round(every * epoch_steps)) if isinstance(every, float) else every
 
 
 def check_recipe(recipe: Recipe, workload: Workload) -> None:

@@ -5,9 +5,11 @@ import os
 import sys
 from typing import Any
 
+from torch import nn
+
 from speedkit.config import nearest
 from speedkit.errors import UsageError
-from speedkit.workloads.workload import Workload
+from speedkit.workloads.workload import Workload, net_size, of_sample
 
 BUILT_IN = ("audio", "image", "speech", "text")  # each a function of the module of the same name
 
@@ -15,7 +17,8 @@ BUILT_IN = ("audio", "image", "speech", "text")  # each a function of the module
 def load_workload(name: str, **options: Any) -> Workload:
     """Return the workload called `name`: a built-in one, or `package.module:function` for your own.
 
-    `options` (`data_dir`, `labels`, `label_pattern`, `test_pattern`, `size` ...) go to the function that makes it.
+    `options` (`data_dir`, `labels`, `size`, `width`, `depth` ...) go to the function that makes it. Of (model, sample
+    batch), which a function may return in place of a workload, it is that of `of_sample`.
     Raises UsageError when there is none, or when it does not take an option.
     """
     if name in BUILT_IN:
@@ -30,10 +33,13 @@ def load_workload(name: str, **options: Any) -> Workload:
     options = {key: value for key, value in options.items() if value is not None}
     try:
         module = importlib.import_module(module_name)
-        if name in BUILT_IN and options.get("size", "small") not in module.SIZES:
-            raise UsageError(f"the net of {name} has no size {options['size']!r}: take {', '.join(module.SIZES)}")
+        if name in BUILT_IN:
+            numbers = {key: options.pop(key) for key in ("width", "depth") if key in options}
+            options["size"] = net_size(module.SIZES, options.get("size", "small"), **numbers)
         make = getattr(module, function_name)
         workload = make(**options) if callable(make) else make
+        if isinstance(workload, tuple) and len(workload) == 2 and isinstance(workload[0], nn.Module):
+            workload = of_sample(*workload)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise UsageError(f"workload {name!r} cannot be loaded: {error}") from error
     if not isinstance(workload, Workload):

@@ -23,19 +23,19 @@ from speedkit.recipe import Recipe
 from speedkit.workloads.audio import framing, log_mel
 from speedkit.workloads.generated import find_or_generate
 from speedkit.workloads.sounds import utterances
-from speedkit.workloads.workload import Batch, Workload
+from speedkit.workloads.workload import Batch, NetSize, Workload, net_size
 
 BANDS = 80
 STRIDE = 4  # spectrogram frames of 10 ms in one frame of the net
 BLOCK, SPAN = 10, 4  # of every 10 frames of the net 4 in a row are masked
 CODES, CODE_SIZE = 256, 16
 KERNEL = 9  # frames that the depthwise convolution sees, as in FastConformer
-SIZES = {"tiny": (64, 2, 2), "small": (128, 4, 4), "medium": (512, 17, 8)}  # width, blocks, heads
+SIZES = {"tiny": NetSize(64, 2, 32), "small": NetSize(128, 4, 32), "medium": NetSize(512, 17, 64)}
 RECIPE = Recipe(batch_size=16, epochs=8, learning_rate=2e-3, weight_decay=0.01, clip_norm=1.0)
 
 
 def speech(
-    data_dir: str | Path | None = None, *, size: str = "small", max_duration_s: float = 30.0, **options: Any
+    data_dir: str | Path | None = None, *, size: str | NetSize = "small", max_duration_s: float = 30.0, **options: Any
 ) -> Workload:
     """Return the workload on all recordings under `data_dir`, or on generated utterances without one.
 
@@ -49,7 +49,7 @@ def speech(
     if not train or not test:
         raise UsageError(f"too few clips last up to {max_duration_s:g} s: one to train and one to test on are needed")
     why = f"it lasts over {max_duration_s:g} s (max_duration_s)"
-    too_long = [(item.path, why) for side in sides for item in side if item.duration_s > max_duration_s]
+    too_long = [(str(item.path), why) for side in sides for item in side if item.duration_s > max_duration_s]
     spectrogram = framing(train)
     timing = {key: spectrogram[key] for key in ("sample_rate_hz", "hop")}
     return Workload(
@@ -159,12 +159,12 @@ class Block(ConformerLayer):
 class SpeechNet(nn.Module):
     """Spectrograms [B, M, F], lengths [B], mask [B, N] -> (logits [B, N, K], codes [B, N]) of N = F // 4 frames."""
 
-    def __init__(self, size: str = "small"):
+    def __init__(self, size: str | NetSize = "small"):
         super().__init__()
-        width, depth, heads = SIZES[size]
+        width, depth, head, *_ = net_size(SIZES, size)
         self.unseen = nn.Parameter(torch.zeros(BANDS, 1))  # in place of masked frames
         self.stem = nn.ModuleList((nn.Conv1d(BANDS, width, 3, 2, 1), nn.Conv1d(width, width, 3, 2, 1)))
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
+        self.blocks = nn.ModuleList(Block(width, width // head) for _ in range(depth))
         self.head = nn.Linear(width, CODES)
         fixed = torch.Generator().manual_seed(0)  # the same codes for every seed of the weights
         self.register_buffer("projection", torch.randn(BANDS * STRIDE, CODE_SIZE, generator=fixed))

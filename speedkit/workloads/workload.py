@@ -1,12 +1,17 @@
 """What is trained, as plain functions, with the pipeline cut where a cache can cut it."""
 
+import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from speedkit.config import nearest
+from speedkit.errors import UsageError
 from speedkit.recipe import Recipe
 
 # Every tensor's first dimension counts the samples: (inputs [B, ...], targets [B]), or where lengths differ (inputs
@@ -14,6 +19,30 @@ from speedkit.recipe import Recipe
 Batch = tuple[Tensor, ...]
 # model, batch, recipe -> (mean over the batch's valid items [], outputs)
 Loss = Callable[[nn.Module, Batch, Recipe], tuple[Tensor, Tensor]]
+
+
+class NetSize(NamedTuple):
+    """How large a built-in net is."""
+
+    width: int  # channels, of the first of several stages
+    depth: int  # residual blocks, of each stage
+    unit: int = 8  # what a width is a multiple of: the width of an attention head
+    growth: tuple[float, ...] = (1, 2, 4)  # widths of the stages, or of what lies in a block, as multiples of `width`
+    inputs: int = 0  # pixels of a side, or bytes of a window
+
+
+def net_size(sizes: Mapping[str, NetSize], size: str | NetSize, **numbers: Any) -> NetSize:
+    """Return the one of `sizes` that is called `size`, with other `numbers` (`width`, `depth`) where they are given.
+
+    Raises UsageError for a size that there is not, and for numbers that the net cannot have.
+    """
+    if isinstance(size, str) and size not in sizes:
+        raise UsageError(f"there is no size {size!r}{nearest(size, sizes)}: take {', '.join(sizes)}")
+    chosen = (sizes[size] if isinstance(size, str) else size)._replace(**numbers)
+    if chosen.width % chosen.unit or min(chosen.width, chosen.depth) < 1:
+        asked = f"there is no net of width {chosen.width} and depth {chosen.depth}"
+        raise UsageError(f"{asked}: take a multiple of {chosen.unit} for the width, and 1 or more for the depth")
+    return chosen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,3 +90,40 @@ def hold_out(workload: Workload, share: float) -> Workload:
     taken = {order[number * len(train) // count] for number in range(count)}
     rest, held_out = ([train[i] for i in range(len(train)) if (i in taken) == held] for held in (False, True))
     return dataclasses.replace(workload, train=rest, validation=[*workload.validation, *held_out])
+
+
+def of_sample(model: nn.Module, sample: Any) -> Workload:
+    """Return a workload that learns from one batch over and over: what a step of `model` takes, without any data.
+
+    `sample` is a tensor, or a tuple or mapping of what the model takes. The loss is the `loss` of what the model
+    returns, or else the mean square of all its outputs.
+    """
+    given = dict(sample) if isinstance(sample, Mapping) else (sample,) if isinstance(sample, Tensor) else sample
+    on = functools.lru_cache(lambda device: tree_map_only(Tensor, lambda tensor: tensor.to(device), given))
+
+    def loss(model: nn.Module, batch: Batch, _: Recipe) -> tuple[Tensor, Tensor]:
+        inputs = on(batch[0].device)
+        outputs = model(**inputs) if isinstance(inputs, dict) else model(*inputs)
+        value = getattr(outputs, "loss", None)
+        if value is None:
+            tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            if not tensors:
+                raise UsageError(f"{type(model).__name__} returns no tensor that can be learned from")
+            value = torch.stack([tensor.float().square().mean() for tensor in tensors]).sum()
+        return value, value.detach()[None]
+
+    return Workload(
+        type(model).__name__,
+        Recipe(batch_size=1, epochs=None, steps=1000),
+        train=range(1000),
+        test=range(1),
+        load=torch.tensor,  # the number of a step, which nobody looks at
+        features=Tensor.contiguous,
+        target=int,
+        model=functools.partial(copy.deepcopy, model),
+        loss=loss,
+        score=lambda outputs, batch: outputs,
+        metric="loss",
+        higher_is_better=False,
+        cacheable=False,
+    )
