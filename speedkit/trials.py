@@ -24,12 +24,12 @@ from speedkit.measure.quality import mean_difference, parity
 from speedkit.measure.stats import FALSE_KEEP, LOOKS, WORTH, log_ratios, trimmed_mean
 from speedkit.plan import Plan, resolve
 from speedkit.recipe import Recipe
+from speedkit.train.compile import compiling_s
 from speedkit.workloads.workload import Workload
 
 NAME, VERSION = "climb.json", 4  # raised when a stage's result becomes another
 RUNGS_SHARE = 0.6  # of the budget: no rung is begun after that
 COMPARISON_SHARE = 0.1  # of the budget, that a comparison's timed turns may take
-COMPILING_S = {"cpu": 45.0}  # of a model; on two cores 13 to 60, on a GPU about 25
 CONTROL_PAIRS = 20
 BUSY = 1.05  # what two runs of one plan may differ by, and what 80 pairs must be able to tell
 BUSY_PERCENT = 20  # of a core: a process that takes less does not disturb
@@ -226,18 +226,23 @@ def _why_not(job: ClimbState, best: Plan, change: Change, *, high: float) -> str
     if field in ("decoder", "shards") and best.cache != "off":
         return "features are cached: no file is read any more"
     # A memory format moves weights in four dimensions, and no others.
-    if field == "channels_last" and all(weight.dim() != 4 for weight in job.workload.model().parameters()):
+    if field == "channels_last" and not job.once("weights in four dimensions", has_images, job.workload):
         return "the model has no two-dimensional convolution"
     if math.log(high) < WORTH:
         return f"not tried: it could gain {high:.3f} at most"
     saved_s = job.horizon * job.ledger(best)["step_s"] * (1 - 1 / high)
-    compiling_s = COMPILING_S.get(job.hardware.device.type, 25.0)
-    if field == "compile" and saved_s < compiling_s:
+    takes_s = compiling_s(job.hardware.device)
+    if field == "compile" and saved_s < takes_s:
         return (
-            f"not tried: compiling takes about {compiling_s:.0f} s and would save {saved_s:.0f} s of {job.horizon} "
+            f"not tried: compiling takes about {takes_s:.0f} s and would save {saved_s:.0f} s of {job.horizon} "
             "steps at most; for a longer training say --horizon STEPS"
         )
     return ""
+
+
+def has_images(workload: Workload) -> bool:
+    """Return whether the model has weights in four dimensions, as convolutions of images do."""
+    return any(weight.dim() == 4 for weight in workload.model().parameters())
 
 
 def measure(job: ClimbState, trial: Trial, best: Plan, *, noise: float) -> Row:

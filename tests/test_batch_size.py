@@ -19,7 +19,7 @@ from speedkit.recipe import Recipe, with_batch_size
 from speedkit.train import micro_batch
 from speedkit.train.fit import fit
 from speedkit.train.memory import is_out_of_memory
-from speedkit.train.micro_batch import find_micro_batch, knee
+from speedkit.train.micro_batch import knee, micro_batch_for
 from speedkit.train.setup import setup_run
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -40,7 +40,7 @@ def timings_too_short_to_mean_anything(monkeypatch):
 
 def search(workload, plan=None, device="cpu", **options):
     options |= {"device": torch.device(device), "make_run": setup_run}
-    return find_micro_batch(workload, workload.recipe, plan or Plan(), **options)
+    return micro_batch_for(workload, workload.recipe, plan or Plan(), **options)
 
 
 def noting(workload, seen):

@@ -68,11 +68,14 @@ def diagnose(
     recipe, plan, hardware = recipe or workload.recipe, plan or Plan(), this_machine(device)
     notes = costly_switches(hardware.device)
     ledger = ledger_of(workload, recipe, plan, device=device, cache_dir=cache_dir, trace_file=trace)
-    functions: dict[str, Any] = {"load": workload.load, "features": workload.features, "target": workload.target}
-    sample = functools.partial(make_sample, items=workload.train, **functions)
-    join = functools.partial(collate, varies=workload.length is not None)
-    _time_loading(ledger.facts, sample, join, count=min(recipe.batch_size, len(workload.train)))
-    ledger.facts.cacheable = plan.cache == "off"
+    if workload.own_loader is not None:
+        _time_loader(ledger.facts, workload.own_loader.loader)
+    else:
+        functions: dict[str, Any] = {"load": workload.load, "features": workload.features, "target": workload.target}
+        sample = functools.partial(make_sample, items=workload.train, **functions)
+        join = functools.partial(collate, varies=workload.length is not None)
+        _time_loading(ledger.facts, sample, join, count=min(recipe.batch_size, len(workload.train)))
+        ledger.facts.cacheable = plan.cache == "off"
     return ledger.as_dict() | {
         "workload": workload.name,
         # Last: what looks into each operator leaves compiled code switched off.
@@ -84,11 +87,16 @@ def diagnose(
 
 def of_loop(ledger: Ledger, loader: Any, device: torch.device) -> list[Row]:
     """Return the causes in a loop of the user's own by its ledger and its `loader`."""
-    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
-        data: Any = loader.dataset
-        _time_loading(ledger.facts, data.__getitem__, loader.collate_fn, count=min(loader.batch_size or 1, len(data)))
+    _time_loader(ledger.facts, loader)
     ledger.facts.workers = getattr(loader, "num_workers", 0)
     return rank(ledger, this_machine(device))
+
+
+def _time_loader(facts: StepFacts, loader: Any) -> None:
+    """Note what making and joining the items of a batch takes, where a loader has items."""
+    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+        data: Any = loader.dataset
+        _time_loading(facts, data.__getitem__, loader.collate_fn, count=min(loader.batch_size or 1, len(data)))
 
 
 def _time_loading(facts: StepFacts, make: Callable[[int], Any], join: Callable[[list], Any], *, count: int) -> None:

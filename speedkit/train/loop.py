@@ -12,6 +12,7 @@ from torch import Tensor
 
 from speedkit.data.augment import augment_batch
 from speedkit.data.loader import RANK, BatchStream
+from speedkit.data.user_loader import like
 from speedkit.errors import SpeedkitError
 from speedkit.plan import CUDA_GRAPHS, Fallback
 from speedkit.train.checkpoint import save
@@ -151,7 +152,10 @@ def split(run: "TrainingRun", batch: Batch, stream: BatchStream) -> list[tuple[B
     All ranks make as many passes, for FSDP gathers weights in each. What a rank repeats to do so does not count, nor
     does what it gets of a batch that has no sample left for it.
     """
-    parts = list(zip(*(tensor.split(run.micro_batch) for tensor in batch), strict=True))
+    parts = [batch]
+    if batch[0].size(0) > run.micro_batch:
+        columns = (tensor.split(run.micro_batch) for tensor in batch)
+        parts = [like(batch, part) for part in zip(*columns, strict=True)]
     if run.ranks is None:
         return [(part, True) for part in parts]
     own = len(parts) * stream.sampler.counts(stream.position)
@@ -168,7 +172,9 @@ def forward_context(run: "TrainingRun", part: Batch, *, last: bool) -> contextli
         torch.compiler.cudagraph_mark_step_begin()
     contexts = contextlib.ExitStack()
     contexts.enter_context(run.autocast)
-    if len(part[0]) != run.micro_batch:  # an epoch's last part would be compiled for anew
+    if (
+        len(part[0]) < run.micro_batch and run.workload.own_loader is None
+    ):  # an epoch's last part has a shape of its own
         contexts.enter_context(eager(run))
     if run.ranks is not None:
         contexts.enter_context(run.ranks.gradient_exchange(run.replica, last))
@@ -198,7 +204,8 @@ def log(run: "TrainingRun", outputs: Tensor, part: Batch) -> None:
     run.history.log_steps.append(run.step)
     run.history.log_step_s.append(step_s)
     if run.progress.due(run.step):
-        score = float(run.workload.score(outputs.detach(), part).float().mean())
+        items = run.workload.own_loader is None  # else no score is known but the loss
+        score = float(run.workload.score(outputs.detach(), part).float().mean()) if items else None
         run.progress.update(run.step, step_s, loss, score=score, metric=run.workload.metric)
     if not gc.isenabled():  # as in `fit`
         gc.collect(1)
@@ -219,8 +226,24 @@ def evaluate(run: "TrainingRun") -> None:
 
     The model runs in evaluation mode, uncompiled: its other mode would be compiled once more.
     """
-    workload, sums = run.workload, torch.zeros(3, device=run.device)  # of scores, of losses, and how many items
+    metric, evaluate_model = run.workload.metric, run.workload.evaluate
     run.model.eval()
+    if evaluate_model is None:
+        value, loss, count = test_means(run)
+    else:
+        with run.autocast, eager(run):
+            value, loss, count = float(evaluate_model(run.model)), run.history.loss[-1], 1
+    run.model.train()
+    lap(run)
+    result = {"step": run.step, "seconds": run.history.seconds, "metric": metric, "value": value}
+    run.history.evaluations.append(result | {"loss": loss, "n": count})
+    on_items = f" on {count} test items" if evaluate_model is None else ""
+    run.progress.say(f"  step {run.step}: {metric} {value:.4f}{on_items}")
+
+
+def test_means(run: "TrainingRun") -> tuple[float, float, int]:
+    """Return the mean score and the mean loss of the test items, and their number."""
+    workload, sums = run.workload, torch.zeros(3, device=run.device)  # of scores, of losses, and how many items
     for batch in run.test_batches.one_epoch():
         for part, counts in split(run, batch, run.test_batches):  # of the size that fits in training
             with run.autocast, eager(run):
@@ -230,11 +253,7 @@ def evaluate(run: "TrainingRun") -> None:
                 sums[1] += loss * len(part[0])
                 sums[2] += len(part[0])
     total, total_loss, count = (run.ranks.sum(sums) if run.ranks is not None else sums).tolist()
-    run.model.train()
-    lap(run)
-    result = {"step": run.step, "seconds": run.history.seconds, "metric": workload.metric, "value": total / count}
-    run.history.evaluations.append(result | {"loss": total_loss / count, "n": int(count)})
-    run.progress.say(f"  step {run.step}: {workload.metric} {total / count:.4f} on {count:.0f} test items")
+    return total / count, total_loss / count, int(count)
 
 
 def fallback_for(run: "TrainingRun", error: Exception) -> Fallback:
@@ -253,7 +272,8 @@ def fallback_for(run: "TrainingRun", error: Exception) -> Fallback:
         return Fallback("compile", run.plan.compile, "off", why)
     if run.out is not None and run.device.type == "cuda":  # a map of its memory, for docs.pytorch.org/memory_viz
         torch.cuda.memory._dump_snapshot(str(run.out / "memory.pickle"))
-    size = 1 if batch is None else min(run.micro_batch, len(batch[0]))
+    own = run.workload.own_loader
+    size = 1 if batch is None or (own and not own.splits) else min(run.micro_batch, len(batch[0]))
     if size > 1:
         return Fallback("micro_batch", size, (size + 1) // 2, f"out of memory {now}")
     where = "" if run.ranks is None else f" on rank {run.ranks.rank}"

@@ -7,19 +7,21 @@ import itertools
 import math
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from speedkit.clock import timed
+from speedkit.data.user_loader import like
 from speedkit.errors import SpeedkitError
 from speedkit.hardware import free_bytes
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train.loop import train
 from speedkit.train.memory import is_out_of_memory, peak_bytes, release
-from speedkit.workloads.workload import Batch, Workload
+from speedkit.workloads.workload import Workload
 
 if TYPE_CHECKING:
     from speedkit.train.setup import TrainingRun
@@ -43,6 +45,35 @@ class MicroBatchSearch:
 
 
 def find_micro_batch(
+    step: Callable[[Any], Any],
+    batch_of: Callable[[int], Any],
+    batch_size: int,
+    *,
+    room_bytes: float | None = None,
+) -> MicroBatchSearch:
+    """Return the micro-batch that suits a loop of your own, found by trying the batch, its half, quarter ...
+
+    `step(batch)` makes the forward and the backward pass; `batch_of(size)` gives so many samples, the longest there
+    are, on the device. Where lengths differ, call it once for each length. What it leaves in the gradients is to be
+    cleared. The throughput knee is chosen; a model with batch norm takes `largest`. `room_bytes` limits a step's
+    memory. Raises SpeedkitError where no size fits.
+    """
+    tensors = [leaf for leaf in tree_leaves(batch_of(1)) if isinstance(leaf, Tensor)]
+    device = tensors[0].device if tensors else torch.device("cpu")
+
+    def step_of(size: int, samples: int) -> Callable[[], None]:
+        batch = batch_of(size)
+
+        def steps() -> None:
+            for _ in range(samples // size):
+                step(batch)
+
+        return steps
+
+    return search(MicroBatchTrial(step_of, halves(batch_size), device), room_bytes)
+
+
+def micro_batch_for(
     workload: Workload,
     recipe: Recipe,
     plan: Plan,
@@ -53,33 +84,47 @@ def find_micro_batch(
 ) -> MicroBatchSearch:
     """Return the micro-batch that suits steps of `recipe.batch_size` samples, found by training on the longest items.
 
-    Tried are the batch, its half, quarter ... The throughput knee is chosen, or for a model with batch norm the largest
-    that fits: smaller ones change what that learns. Steps are made by `make_run` (`setup_run`), uncompiled: compiling
-    each size would take longest. `room_bytes` limits a step's memory. Raises SpeedkitError where no size fits.
+    The throughput knee is chosen, or for a model with batch norm the largest that fits: smaller ones change what that
+    learns. Steps are made by `make_run` (`setup_run`), uncompiled: compiling each size would take longest. `room_bytes`
+    limits a step's memory. Raises SpeedkitError where no size fits.
     """
     began_s = time.perf_counter()
     make = functools.partial(make_run, with_longest_first(workload), recipe, trial_plan(plan), device=device)
+    with contextlib.closing(make(progress=False, endless=True)) as run:
+        batch_norm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in run.model.modules())
+        trial = trial_of(run, min(recipe.batch_size, len(workload.train)), smallest=2 if batch_norm else 1)
+        cached = plan.cache == ("device" if device.type == "cuda" else "ram")  # made later, in the same memory
+        cache_bytes = len(workload.train) * next(run.test_batches.one_epoch())[0][0].nbytes if cached else 0
+        found = search(trial, room_bytes, reserved_bytes=cache_bytes)
+    if batch_norm:
+        found = dataclasses.replace(found, micro_batch=found.largest, why=f"the largest, for batch norm; {found.why}")
+    return dataclasses.replace(found, seconds=time.perf_counter() - began_s)
+
+
+def search(trial: "MicroBatchTrial", room_bytes: float | None, *, reserved_bytes: float = 0.0) -> MicroBatchSearch:
+    """Return the smallest size near the best rate, of those that fit into the room, by default that of free memory."""
+    began_s = time.perf_counter()
     # The random state is afterwards as before: whoever searches by hand trains as if nothing had been tried.
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices), contextlib.closing(make(progress=False, endless=True)) as run:
-        trial = MicroBatchTrial(run, min(recipe.batch_size, len(workload.train)))
+    with torch.random.fork_rng([trial.device] if trial.device.type == "cuda" else []):
         # The first step allocates the optimizer's state, which is no part of what a micro-batch takes.
         trial.fits(trial.sizes[0], math.inf)
         trial.peak_bytes.clear()
         if room_bytes is None:
-            cached = plan.cache == ("device" if device.type == "cuda" else "ram")  # made later, in the same memory
-            room_bytes = ROOM * free_bytes(device) - cached * len(workload.train) * trial.batch[0][0].nbytes
+            room_bytes = ROOM * free_bytes(trial.device) - reserved_bytes
         sizes = list(itertools.takewhile(functools.partial(trial.fits, room_bytes=room_bytes), trial.sizes))
         if not sizes:
             raise SpeedkitError("not even the longest items alone fit: take shorter ones, or checkpointing=blocks")
         rates = trial.rates(sizes)
-    chosen, why = knee(rates), f"the smallest within {TOLERANCE:.0%} of the best"
-    if trial.batch_norm:
-        chosen, why = sizes[-1], "the largest, for batch norm"
-    why = f"{why} of {', '.join(map(str, sizes))}"
+    why = f"the smallest within {TOLERANCE:.0%} of the best of {', '.join(map(str, sizes))}"
     if sizes != trial.sizes:
         why = f"{why}; {trial.sizes[len(sizes)]} does not fit"
-    return MicroBatchSearch(chosen, sizes[-1], rates, trial.peak_bytes, why, time.perf_counter() - began_s)
+    return MicroBatchSearch(knee(rates), sizes[-1], rates, trial.peak_bytes, why, time.perf_counter() - began_s)
+
+
+def halves(batch_size: int, smallest: int = 1) -> list[int]:
+    """Return the sizes of 1, 2, 4 ... even parts of a batch, ascending."""
+    sizes = {math.ceil(batch_size / (1 << power)) for power in range(batch_size.bit_length() + 1)}
+    return sorted(size for size in sizes if size >= min(batch_size, smallest))
 
 
 def with_longest_first(workload: Workload) -> Workload:
@@ -97,41 +142,56 @@ def trial_plan(plan: Plan) -> Plan:
     )
 
 
+def trial_of(run: "TrainingRun", batch_size: int, smallest: int = 1) -> "MicroBatchTrial":
+    """Return the trial of optimizer steps of a run, on `batch_size` of the longest items; one sample has no variance.
+
+    Some of the longest may be unreadable: others stand in for them.
+    """
+    longest = next(run.test_batches.one_epoch())
+    indices = torch.arange(batch_size, device=run.device) % len(longest[0])
+
+    def step_of(size: int, samples: int) -> Callable[[], None]:
+        def take_step() -> None:
+            run.micro_batch = size
+            # Instead of one that is loaded.
+            run.batch = like(longest, (tensor[indices[:samples]] for tensor in longest))
+            next(train(run))
+
+        return take_step
+
+    def clear() -> Tensor:
+        run.optimizer.zero_grad(set_to_none=True)  # gradients are a part of a step's memory
+        return run.last_loss  # freed by the step, it would make the profiler warn of memory that it has not seen taken
+
+    return MicroBatchTrial(step_of, halves(batch_size, smallest), run.device, samples=batch_size, clear=clear)
+
+
+@dataclasses.dataclass
 class MicroBatchTrial:
-    """Measures memory and time of training steps on the longest items, for one size of micro-batch at a time."""
+    """Measures memory and time of steps, for one size of micro-batch at a time.
 
-    def __init__(self, run: "TrainingRun", batch_size: int):
-        self.run, self.batch_size = run, batch_size
-        longest = next(run.test_batches.one_epoch())
-        # Some of the longest may be unreadable: others stand in for them.
-        indices = torch.arange(batch_size, device=run.device) % len(longest[0])
-        self.batch: Batch = tuple(tensor[indices] for tensor in longest)
-        self.batch_norm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in run.model.modules())
-        smallest = min(batch_size, 2 if self.batch_norm else 1)  # one sample has no variance
-        # In 1, 2, 4 ... parts, which are even.
-        halves = {math.ceil(batch_size / (1 << power)) for power in range(batch_size.bit_length() + 1)}
-        self.sizes = sorted(size for size in halves if size >= smallest)
-        self.peak_bytes: dict[int, int] = {}
+    `step_of(size, samples)` gives the function that makes a step on so many samples; `samples` are those of a timed
+    step, by default one micro-batch. `clear` lets gradients go, and returns what has to be held until a step is over.
+    """
 
-    def take_step(self, size: int, samples: int) -> None:
-        """Make an optimizer step on so many samples, in micro-batches of `size`."""
-        self.run.micro_batch = size
-        self.run.batch = tuple(tensor[:samples] for tensor in self.batch)  # instead of one that is loaded
-        next(train(self.run))
+    step_of: Callable[[int, int], Callable[[], Any]]
+    sizes: list[int]
+    device: torch.device
+    samples: int | None = None
+    clear: Callable[[], Any] = lambda: None
+    peak_bytes: dict[int, int] = dataclasses.field(default_factory=dict)
 
     def fits(self, size: int, room_bytes: float) -> bool:
         """Return whether a step has room; on a CPU a size that could need more than there is is never run."""
         # What a step takes is a constant and so much per sample: at most in proportion to what a smaller one took.
         # Linux may end a process that takes too much RAM, which no exception announces.
         expected = min((peak / smaller * size for smaller, peak in self.peak_bytes.items()), default=0.0)
-        if self.run.device.type == "cpu" and expected > room_bytes:
+        if self.device.type == "cpu" and expected > room_bytes:
             return False
-        self.run.optimizer.zero_grad(set_to_none=True)  # gradients are a part of a step's memory
-        # Freed by the step, it would make the profiler warn of memory that it has not seen taken.
-        _held = self.run.last_loss
+        _held = self.clear()
         try:
             # Two micro-batches, for the second meets the gradients of the first.
-            peak: float = peak_bytes(lambda: self.take_step(size, 2 * size), self.run.device)
+            peak: float = peak_bytes(self.step_of(size, 2 * size), self.device)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -139,22 +199,22 @@ class MicroBatchTrial:
         if peak <= room_bytes:
             self.peak_bytes[size] = int(peak)
             return True
-        self.run.optimizer.zero_grad(set_to_none=True)
-        release(self.run.device)
+        self.clear()
+        release(self.device)
         return False
 
     def rates(self, sizes: list[int]) -> dict[int, float]:
-        """Return samples/s of optimizer steps in micro-batches of each of `sizes`.
+        """Return samples/s of steps in micro-batches of each of `sizes`.
 
         The least of a size's times counts, for what else goes on only ever adds; rounds make a drift hit all alike.
         """
         minimum_s, candidates = dict.fromkeys(sizes, math.inf), sizes
         for _ in range(ROUNDS):
             for size in candidates:
-                step = functools.partial(self.take_step, size, self.batch_size)
-                minimum_s[size] = min(minimum_s[size], *timed(step, self.run.device, STEPS))
+                step = self.step_of(size, self.samples or size)
+                minimum_s[size] = min(minimum_s[size], *timed(step, self.device, STEPS))
             candidates = [size for size in candidates if minimum_s[size] <= NEAR * min(minimum_s.values())]
-        return {size: self.batch_size / seconds for size, seconds in minimum_s.items()}
+        return {size: (self.samples or size) / seconds for size, seconds in minimum_s.items()}
 
 
 def knee(rates: dict[int, float]) -> int:

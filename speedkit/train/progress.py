@@ -45,10 +45,11 @@ class Progress:
         """Return whether to show `step`."""
         return self.mode != "off" and (time.perf_counter() >= self.next_s or step == self.total)
 
-    def update(self, step: int, step_s: float, loss: float, *, score: float, metric: str) -> None:
+    def update(self, step: int, step_s: float, loss: float, *, score: float | None, metric: str) -> None:
         """Show where the run is; `step_s` and `loss` are means since the last log point, `score` of the last batch."""
         self.next_s = time.perf_counter() + UPDATE_EVERY_S[self.mode]
-        text = f"loss {loss:.4f}, {metric} {score:.3f}, {self.batch_size / step_s:.0f} samples/s"
+        scored = "" if score is None else f", {metric} {score:.3f}"
+        text = f"loss {loss:.4f}{scored}, {self.batch_size / step_s:.0f} samples/s"
         line = f"{self.name} step {step}/{self.total}: {text}"
         if self.mode == "bar":
             self.bar.set_postfix_str(text, refresh=False)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from speedkit.data.user_loader import LoaderItems
 from speedkit.recipe import Recipe
 
 # Every tensor's first dimension counts the samples: (inputs [B, ...], targets [B]), or where lengths differ (inputs
@@ -37,7 +38,8 @@ class Workload:
     score: Callable[[Tensor, Batch], Tensor]  # outputs, batch -> [B], one score per sample; the metric is their mean
     metric: str = "accuracy"
     higher_is_better: bool = True
-    margin: float = 0.02  # results that differ by less count as equally good
+    margin: float | None = 0.02  # results that differ by less count as equally good; None: a share of what they are
+    evaluate: Callable[[nn.Module], float] | None = None  # the metric, where no test item is scored by itself
     augment_waveform: Callable[[Tensor, torch.Generator], Tensor] | None = None  # random, of [B, T]
     augment: Callable[[Batch, torch.Generator], Batch] | None = None  # random, of features
     length: Callable[[Any], int] | None = None  # of an item's features, last dimension, undecoded; None: all the same
@@ -50,3 +52,8 @@ class Workload:
     sources: tuple[Any, ...] = ()  # functions and modules whose source the cached features depend on
     classes: tuple[str, ...] = ()
     quarantined: tuple[tuple[str, str], ...] = ()  # (path, why) of files left out before training
+
+    @property
+    def own_loader(self) -> LoaderItems | None:
+        """What stands for the items where their author's loader makes the batches; None where there are items."""
+        return self.train if isinstance(self.train, LoaderItems) else None

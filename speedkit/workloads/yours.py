@@ -1,4 +1,4 @@
-"""The user's own model, data set and loss: `speedkit climb package.module:function` of what returns `from_dataset`."""
+"""The user's own model, data and loss, for `speedkit climb package.module:function` of what returns these workloads."""
 
 import copy
 import dataclasses
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from speedkit.data.decode import BadItem
+from speedkit.data.user_loader import WITHOUT_LENGTH, loader_items
 from speedkit.errors import UsageError
 from speedkit.recipe import Recipe
 from speedkit.workloads import residual
@@ -76,6 +77,68 @@ def from_dataset(
         model=functools.partial(copy.deepcopy, model) if isinstance(model, nn.Module) else model,
         loss=batch_loss,
         score=residual.score if score is None else lambda outputs, batch: score(outputs, batch[1]),
+        **fields | others,
+    )
+
+
+def from_loader(
+    model: nn.Module | Callable[[], nn.Module],
+    loader: Any,
+    step: Callable[[nn.Module, Any], Tensor],
+    *,
+    test: Any = None,
+    evaluate: Callable[[nn.Module], float] | None = None,
+    recipe: Recipe | None = None,
+    name: str = "yours",
+    **others: Any,
+) -> Workload:
+    """Return the workload of a model, its loader, and `step(model, batch)`, which returns the loss of a batch, [].
+
+    `loader` is a DataLoader or anything else whose batches can be gone over, or better a function that makes one from a
+    seed: then plans that are compared have one each. A batch is any nesting of tensors in tuples, lists and dicts; it
+    arrives on the model's device. What is random in it is torch's random numbers: those of others differ from run to
+    run. The recipe's batch size is the loader's. Without a length the recipe has to say `steps`.
+
+    `evaluate(model)` returns the metric, of which `others`, fields of Workload, say `metric`, `higher_is_better` and
+    `margin`. Without it quality is the loss on `test`, a loader too, or without that on some training batches; without
+    a margin, losses within 2 % count as equal. Raises UsageError for what gives no batch of tensors.
+    """
+    recipe = recipe or Recipe()
+    train = loader_items(loader, recipe.seed)
+    if train.batches is None and recipe.steps is None:
+        raise UsageError("the loader has no length: say how far to train, as recipe=Recipe(steps=1000, epochs=None)")
+    if train.batches is None:  # it is one epoch
+        train = dataclasses.replace(train, batches=recipe.steps)
+    few = dataclasses.replace(train, batches=min(train.batches or 1, WITHOUT_LENGTH))
+
+    def batch_loss(model: nn.Module, batch: Any, recipe: Recipe) -> tuple[Tensor, Tensor]:
+        loss = step(model, batch.value)
+        if not isinstance(loss, Tensor) or loss.ndim:
+            what = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else f"{type(loss).__name__}"
+            raise UsageError(f"step returned {what}: it has to return the loss, a tensor of one number")
+        return loss, loss
+
+    fields: dict[str, Any] = {
+        "metric": "loss on training batches" if test is None else "loss on test batches",
+        "higher_is_better": False,
+        "margin": None,
+        "cacheable": False,
+    }
+    if evaluate is not None:
+        fields |= {"evaluate": evaluate, "metric": "score", "higher_is_better": True}
+    count = others.pop("count", None)
+    return Workload(
+        name,
+        dataclasses.replace(recipe, batch_size=train.batch_size),
+        train,  # type: ignore[arg-type]  # stands for the items
+        few if test is None else loader_items(test),  # type: ignore[arg-type]
+        load=train.__getitem__,
+        features=Tensor.contiguous,
+        target=train.__getitem__,
+        model=functools.partial(copy.deepcopy, model) if isinstance(model, nn.Module) else model,
+        loss=batch_loss,
+        score=lambda loss, batch: loss.expand(len(batch[0])),
+        count=count and (lambda batch: count(batch.value)),
         **fields | others,
     )
 
