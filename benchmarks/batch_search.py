@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Iterator
@@ -35,7 +36,8 @@ def measure(quick: bool) -> Iterator[common.Result]:
         sweep_s = time.perf_counter() - began_s
         best = max(rates, key=lambda size: rates[size])
         sides = {
-            name: trial.step_of(size, batch_size) for name, size in (("chosen", search.micro_batch), ("best", best))
+            name: functools.partial(trial.step, trial.batch_of(size), math.ceil(batch_size / size))
+            for name, size in (("chosen", search.micro_batch), ("best", best))
         }
         turns = compare_functions("", sides, pairs, device=device)
     what = f"step in micro-batches of {search.micro_batch} (chosen) over {best} (best of a sweep)"

@@ -189,7 +189,7 @@ def resolve(
     if plan.ranks > 1 and hardware.device.type != "cpu" and here > hardware.gpu_count:
         raise PlanError(f"ranks={plan.ranks} takes {here} GPUs here, and there are {hardware.gpu_count}: lower ranks")
     own = None if workload is None else workload.own_loader
-    effective = EffectivePlan(plan, plan if own is None else own.with_own_settings(plan))
+    effective = EffectivePlan(plan, plan if own is None else dataclasses.replace(plan, **own.own_settings(plan)))
     # One at a time, and then all are asked again: what one field falls back to may be in the way of another.
     while broken := broken_rules(effective.plan, hardware, workload, batch_size=batch_size):
         effective = effective.fall_back(*broken[0])

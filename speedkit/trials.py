@@ -24,7 +24,7 @@ from speedkit.measure.quality import mean_difference, parity
 from speedkit.measure.stats import FALSE_KEEP, LOOKS, WORTH, log_ratios, trimmed_mean
 from speedkit.plan import Plan, resolve
 from speedkit.recipe import Recipe
-from speedkit.train.compile import compiling_s
+from speedkit.train.compile import COMPILING_S
 from speedkit.workloads.workload import Workload
 
 NAME, VERSION = "climb.json", 4  # raised when a stage's result becomes another
@@ -226,23 +226,19 @@ def _why_not(job: ClimbState, best: Plan, change: Change, *, high: float) -> str
     if field in ("decoder", "shards") and best.cache != "off":
         return "features are cached: no file is read any more"
     # A memory format moves weights in four dimensions, and no others.
-    if field == "channels_last" and not job.once("weights in four dimensions", has_images, job.workload):
+    dimensions = job.once("dimensions", lambda: sorted({weight.dim() for weight in job.workload.model().parameters()}))
+    if field == "channels_last" and 4 not in dimensions:
         return "the model has no two-dimensional convolution"
     if math.log(high) < WORTH:
         return f"not tried: it could gain {high:.3f} at most"
     saved_s = job.horizon * job.ledger(best)["step_s"] * (1 - 1 / high)
-    takes_s = compiling_s(job.hardware.device)
+    takes_s = COMPILING_S[job.hardware.device.type]
     if field == "compile" and saved_s < takes_s:
         return (
             f"not tried: compiling takes about {takes_s:.0f} s and would save {saved_s:.0f} s of {job.horizon} "
             "steps at most; for a longer training say --horizon STEPS"
         )
     return ""
-
-
-def has_images(workload: Workload) -> bool:
-    """Return whether the model has weights in four dimensions, as convolutions of images do."""
-    return any(weight.dim() == 4 for weight in workload.model().parameters())
 
 
 def measure(job: ClimbState, trial: Trial, best: Plan, *, noise: float) -> Row:

@@ -19,7 +19,7 @@ from speedkit.recipe import Recipe, with_batch_size
 from speedkit.train import micro_batch
 from speedkit.train.fit import fit
 from speedkit.train.memory import is_out_of_memory
-from speedkit.train.micro_batch import knee, micro_batch_for
+from speedkit.train.micro_batch import find_micro_batch, knee, micro_batch_for
 from speedkit.train.setup import setup_run
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -62,6 +62,25 @@ def test_every_kind_of_out_of_memory_is_known(kind):
 
 
 # --- what fits
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_micro_batch_of_a_loop_of_ones_own_is_found(device):
+    model = nn.Linear(8, 4096).to(device)
+
+    def step(batch):
+        if len(batch) * batch.shape[1] > 16:
+            raise torch.OutOfMemoryError
+        model(batch).square().mean().backward()
+
+    found = {
+        length: find_micro_batch(step, lambda size, n=length: torch.ones(size, n, 8).to(device), 8) for length in (2, 4)
+    }
+    assert [list(search.rates) for search in found.values()] == [[1, 2, 4, 8], [1, 2, 4]]
+    assert found[4].largest == 4 and found[4].micro_batch in found[4].rates and "8 does not fit" in found[4].why
+    assert found[2].peak_bytes[8] > found[2].peak_bytes[1] >= 2 * 4096 * 4
+    with pytest.raises(SpeedkitError, match="not even the longest"):
+        find_micro_batch(step, lambda size: torch.ones(size, 32, 8).to(device), 8)
 
 
 def test_free_memory_is_what_the_limit_of_a_container_leaves(monkeypatch):

@@ -68,9 +68,7 @@ def diagnose(
     recipe, plan, hardware = recipe or workload.recipe, plan or Plan(), this_machine(device)
     notes = costly_switches(hardware.device)
     ledger = ledger_of(workload, recipe, plan, device=device, cache_dir=cache_dir, trace_file=trace)
-    if workload.own_loader is not None:
-        _time_loader(ledger.facts, workload.own_loader.loader)
-    else:
+    if workload.own_loader is None:
         functions: dict[str, Any] = {"load": workload.load, "features": workload.features, "target": workload.target}
         sample = functools.partial(make_sample, items=workload.train, **functions)
         join = functools.partial(collate, varies=workload.length is not None)
@@ -87,16 +85,11 @@ def diagnose(
 
 def of_loop(ledger: Ledger, loader: Any, device: torch.device) -> list[Row]:
     """Return the causes in a loop of the user's own by its ledger and its `loader`."""
-    _time_loader(ledger.facts, loader)
-    ledger.facts.workers = getattr(loader, "num_workers", 0)
-    return rank(ledger, this_machine(device))
-
-
-def _time_loader(facts: StepFacts, loader: Any) -> None:
-    """Note what making and joining the items of a batch takes, where a loader has items."""
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
         data: Any = loader.dataset
-        _time_loading(facts, data.__getitem__, loader.collate_fn, count=min(loader.batch_size or 1, len(data)))
+        _time_loading(ledger.facts, data.__getitem__, loader.collate_fn, count=min(loader.batch_size or 1, len(data)))
+    ledger.facts.workers = getattr(loader, "num_workers", 0)
+    return rank(ledger, this_machine(device))
 
 
 def _time_loading(facts: StepFacts, make: Callable[[int], Any], join: Callable[[list], Any], *, count: int) -> None:

@@ -57,8 +57,7 @@ def mean_difference(losses: Sequence[float], reference: Sequence[float]) -> floa
 
 def has_folds(workload: Workload) -> bool:
     """Return whether a workload has so few items to test on that its trainings test on different ones, in folds."""
-    items = workload.own_loader is None
-    return items and workload.metric == "accuracy" and len(workload.test) < FEW_ITEMS
+    return workload.metric == "accuracy" and len(workload.test) < FEW_ITEMS and workload.own_loader is None
 
 
 def fold(workload: Workload, number: int) -> Workload:
@@ -233,5 +232,5 @@ def judge_batch(workload: Workload, curves: Curves) -> Row:
     """Return the seconds both recipes take to one quality, and whether the other is as good and sooner every time."""
     times, as_good = time_to_quality(workload, curves), quality_of(workload, curves)["decision"] == "as good"
     why = "sooner with every seed, and as good" if times["sooner"] else "not sooner with every seed"
-    why = why if as_good else f"not shown to be as good within {margin_of(workload, curves):g}"
+    why = why if as_good else f"not shown to be as good within {workload.margin}"
     return {**times, "taken": times["sooner"] and as_good and bool(times["ratio"]), "why": why}

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any
 
 import torch
@@ -15,13 +15,9 @@ BACKEND = "inductor"
 # Graphs of one function: several plans of one model live in a process that measures, with one for each padded length.
 # Past the limit dynamo goes on uncompiled.
 RECOMPILE_LIMIT = 64
+COMPILING_S = defaultdict(lambda: 25.0, cpu=45.0)  # of a model, about: on two cores 13 to 60
 MOST_SAVED = 1 - 1 / 1.3  # of a step's time
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-
-
-def compiling_s(device: torch.device) -> float:
-    """Return about how long compiling a model takes: on two cores 13 to 60 s, on a GPU about 25."""
-    return 45.0 if device.type == "cpu" else 25.0
 
 
 def apply_compile(model: nn.Module, plan: Plan, workload: Workload | None = None) -> str:

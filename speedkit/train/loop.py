@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import math
+import operator
 import time
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
@@ -12,13 +13,15 @@ from torch import Tensor
 
 from speedkit.data.augment import augment_batch
 from speedkit.data.loader import RANK, BatchStream
-from speedkit.data.user_loader import like
+from speedkit.data.user_loader import mapped
 from speedkit.errors import SpeedkitError
 from speedkit.plan import CUDA_GRAPHS, Fallback
 from speedkit.train.checkpoint import save
 from speedkit.train.compile import remove_compile
 from speedkit.train.memory import is_out_of_memory, release
 from speedkit.workloads.workload import Batch
+
+ALL = 1 << 40  # samples: more than any batch has
 
 if TYPE_CHECKING:
     from speedkit.train.setup import TrainingRun
@@ -152,10 +155,9 @@ def split(run: "TrainingRun", batch: Batch, stream: BatchStream) -> list[tuple[B
     All ranks make as many passes, for FSDP gathers weights in each. What a rank repeats to do so does not count, nor
     does what it gets of a batch that has no sample left for it.
     """
-    parts = [batch]
-    if batch[0].size(0) > run.micro_batch:
-        columns = (tensor.split(run.micro_batch) for tensor in batch)
-        parts = [like(batch, part) for part in zip(*columns, strict=True)]
+    size = run.micro_batch
+    slices = [slice(start, start + size) for start in range(0, len(batch[0]), size)]
+    parts = [batch] if len(slices) == 1 else [mapped(batch, operator.itemgetter(part)) for part in slices]
     if run.ranks is None:
         return [(part, True) for part in parts]
     own = len(parts) * stream.sampler.counts(stream.position)
@@ -172,9 +174,8 @@ def forward_context(run: "TrainingRun", part: Batch, *, last: bool) -> contextli
         torch.compiler.cudagraph_mark_step_begin()
     contexts = contextlib.ExitStack()
     contexts.enter_context(run.autocast)
-    if (
-        len(part[0]) < run.micro_batch and run.workload.own_loader is None
-    ):  # an epoch's last part has a shape of its own
+    # An epoch's last part would be compiled for anew; a user's batches may have any size.
+    if len(part[0]) < run.micro_batch < ALL:
         contexts.enter_context(eager(run))
     if run.ranks is not None:
         contexts.enter_context(run.ranks.gradient_exchange(run.replica, last))
@@ -226,24 +227,8 @@ def evaluate(run: "TrainingRun") -> None:
 
     The model runs in evaluation mode, uncompiled: its other mode would be compiled once more.
     """
-    metric, evaluate_model = run.workload.metric, run.workload.evaluate
-    run.model.eval()
-    if evaluate_model is None:
-        value, loss, count = test_means(run)
-    else:
-        with run.autocast, eager(run):
-            value, loss, count = float(evaluate_model(run.model)), run.history.loss[-1], 1
-    run.model.train()
-    lap(run)
-    result = {"step": run.step, "seconds": run.history.seconds, "metric": metric, "value": value}
-    run.history.evaluations.append(result | {"loss": loss, "n": count})
-    on_items = f" on {count} test items" if evaluate_model is None else ""
-    run.progress.say(f"  step {run.step}: {metric} {value:.4f}{on_items}")
-
-
-def test_means(run: "TrainingRun") -> tuple[float, float, int]:
-    """Return the mean score and the mean loss of the test items, and their number."""
     workload, sums = run.workload, torch.zeros(3, device=run.device)  # of scores, of losses, and how many items
+    run.model.eval()
     for batch in run.test_batches.one_epoch():
         for part, counts in split(run, batch, run.test_batches):  # of the size that fits in training
             with run.autocast, eager(run):
@@ -253,7 +238,11 @@ def test_means(run: "TrainingRun") -> tuple[float, float, int]:
                 sums[1] += loss * len(part[0])
                 sums[2] += len(part[0])
     total, total_loss, count = (run.ranks.sum(sums) if run.ranks is not None else sums).tolist()
-    return total / count, total_loss / count, int(count)
+    run.model.train()
+    lap(run)
+    result = {"step": run.step, "seconds": run.history.seconds, "metric": workload.metric, "value": total / count}
+    run.history.evaluations.append(result | {"loss": total_loss / count, "n": int(count)})
+    run.progress.say(f"  step {run.step}: {workload.metric} {total / count:.4f} on {count:.0f} items")
 
 
 def fallback_for(run: "TrainingRun", error: Exception) -> Fallback:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from speedkit.clock import timed
-from speedkit.data.user_loader import like
+from speedkit.data.user_loader import mapped
 from speedkit.errors import SpeedkitError
 from speedkit.hardware import free_bytes
 from speedkit.plan import Plan
@@ -45,32 +45,24 @@ class MicroBatchSearch:
 
 
 def find_micro_batch(
-    step: Callable[[Any], Any],
-    batch_of: Callable[[int], Any],
-    batch_size: int,
-    *,
-    room_bytes: float | None = None,
+    step: Callable[[Any], Any], batch_of: Callable[[int], Any], batch_size: int, *, room_bytes: float | None = None
 ) -> MicroBatchSearch:
-    """Return the micro-batch that suits a loop of your own, found by trying the batch, its half, quarter ...
+    """Return the micro-batch that suits a loop of your own whose optimizer steps take `batch_size` samples.
 
-    `step(batch)` makes the forward and the backward pass; `batch_of(size)` gives so many samples, the longest there
-    are, on the device. Where lengths differ, call it once for each length. What it leaves in the gradients is to be
-    cleared. The throughput knee is chosen; a model with batch norm takes `largest`. `room_bytes` limits a step's
-    memory. Raises SpeedkitError where no size fits.
+    `step(batch)` makes a forward and a backward pass, and `batch_of(size)` a batch on the device, of the longest
+    samples: for several lengths, search with each. The throughput knee is chosen; a model with batch norm takes
+    `largest`. Gradients are left to be cleared. `room_bytes` limits a step's memory. Raises SpeedkitError where no size
+    fits.
     """
-    tensors = [leaf for leaf in tree_leaves(batch_of(1)) if isinstance(leaf, Tensor)]
-    device = tensors[0].device if tensors else torch.device("cpu")
 
-    def step_of(size: int, samples: int) -> Callable[[], None]:
-        batch = batch_of(size)
+    def repeat(batch: Any, passes: int) -> None:
+        for _ in range(passes):
+            step(batch)
 
-        def steps() -> None:
-            for _ in range(samples // size):
-                step(batch)
-
-        return steps
-
-    return search(MicroBatchTrial(step_of, halves(batch_size), device), room_bytes)
+    devices = [leaf.device for leaf in tree_leaves(batch_of(1)) if isinstance(leaf, Tensor)]
+    return MicroBatchTrial(repeat, batch_of, batch_size, devices[0] if devices else torch.device("cpu")).search(
+        room_bytes
+    )
 
 
 def micro_batch_for(
@@ -91,40 +83,15 @@ def micro_batch_for(
     began_s = time.perf_counter()
     make = functools.partial(make_run, with_longest_first(workload), recipe, trial_plan(plan), device=device)
     with contextlib.closing(make(progress=False, endless=True)) as run:
-        batch_norm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in run.model.modules())
-        trial = trial_of(run, min(recipe.batch_size, len(workload.train)), smallest=2 if batch_norm else 1)
-        cached = plan.cache == ("device" if device.type == "cuda" else "ram")  # made later, in the same memory
-        cache_bytes = len(workload.train) * next(run.test_batches.one_epoch())[0][0].nbytes if cached else 0
-        found = search(trial, room_bytes, reserved_bytes=cache_bytes)
+        trial, norms = trial_of(run, min(recipe.batch_size, len(workload.train))), nn.modules.batchnorm._BatchNorm
+        batch_norm = any(isinstance(module, norms) for module in run.model.modules())
+        trial.smallest = 2 if batch_norm else 1  # one sample has no variance
+        if plan.cache == ("device" if device.type == "cuda" else "ram"):  # made later, in the same memory
+            trial.reserved_bytes = len(workload.train) * next(run.test_batches.one_epoch())[0][0].nbytes
+        found = trial.search(room_bytes)
     if batch_norm:
         found = dataclasses.replace(found, micro_batch=found.largest, why=f"the largest, for batch norm; {found.why}")
     return dataclasses.replace(found, seconds=time.perf_counter() - began_s)
-
-
-def search(trial: "MicroBatchTrial", room_bytes: float | None, *, reserved_bytes: float = 0.0) -> MicroBatchSearch:
-    """Return the smallest size near the best rate, of those that fit into the room, by default that of free memory."""
-    began_s = time.perf_counter()
-    # The random state is afterwards as before: whoever searches by hand trains as if nothing had been tried.
-    with torch.random.fork_rng([trial.device] if trial.device.type == "cuda" else []):
-        # The first step allocates the optimizer's state, which is no part of what a micro-batch takes.
-        trial.fits(trial.sizes[0], math.inf)
-        trial.peak_bytes.clear()
-        if room_bytes is None:
-            room_bytes = ROOM * free_bytes(trial.device) - reserved_bytes
-        sizes = list(itertools.takewhile(functools.partial(trial.fits, room_bytes=room_bytes), trial.sizes))
-        if not sizes:
-            raise SpeedkitError("not even the longest items alone fit: take shorter ones, or checkpointing=blocks")
-        rates = trial.rates(sizes)
-    why = f"the smallest within {TOLERANCE:.0%} of the best of {', '.join(map(str, sizes))}"
-    if sizes != trial.sizes:
-        why = f"{why}; {trial.sizes[len(sizes)]} does not fit"
-    return MicroBatchSearch(knee(rates), sizes[-1], rates, trial.peak_bytes, why, time.perf_counter() - began_s)
-
-
-def halves(batch_size: int, smallest: int = 1) -> list[int]:
-    """Return the sizes of 1, 2, 4 ... even parts of a batch, ascending."""
-    sizes = {math.ceil(batch_size / (1 << power)) for power in range(batch_size.bit_length() + 1)}
-    return sorted(size for size in sizes if size >= min(batch_size, smallest))
 
 
 def with_longest_first(workload: Workload) -> Workload:
@@ -142,44 +109,58 @@ def trial_plan(plan: Plan) -> Plan:
     )
 
 
-def trial_of(run: "TrainingRun", batch_size: int, smallest: int = 1) -> "MicroBatchTrial":
-    """Return the trial of optimizer steps of a run, on `batch_size` of the longest items; one sample has no variance.
-
-    Some of the longest may be unreadable: others stand in for them.
-    """
+def trial_of(run: "TrainingRun", batch_size: int) -> "MicroBatchTrial":
+    """Return the trial of a run's optimizer steps on `batch_size` of the longest items."""
     longest = next(run.test_batches.one_epoch())
+    # Some of the longest may be unreadable: others stand in for them.
     indices = torch.arange(batch_size, device=run.device) % len(longest[0])
 
-    def step_of(size: int, samples: int) -> Callable[[], None]:
-        def take_step() -> None:
-            run.micro_batch = size
-            # Instead of one that is loaded.
-            run.batch = like(longest, (tensor[indices[:samples]] for tensor in longest))
-            next(train(run))
-
-        return take_step
-
-    def clear() -> Tensor:
+    def begin(size: int) -> tuple[int, Tensor]:
         run.optimizer.zero_grad(set_to_none=True)  # gradients are a part of a step's memory
-        return run.last_loss  # freed by the step, it would make the profiler warn of memory that it has not seen taken
+        return size, run.last_loss  # freed by the step, it would make the profiler warn of memory it has not seen taken
 
-    return MicroBatchTrial(step_of, halves(batch_size, smallest), run.device, samples=batch_size, clear=clear)
+    def take_step(begun: tuple[int, Tensor], passes: int) -> None:
+        run.micro_batch = begun[0]
+        # Instead of one that is loaded.
+        run.batch = mapped(longest, lambda tensor: tensor[indices[: passes * begun[0]]])
+        next(train(run))
+
+    return MicroBatchTrial(take_step, begin, batch_size, run.device)
 
 
 @dataclasses.dataclass
 class MicroBatchTrial:
-    """Measures memory and time of steps, for one size of micro-batch at a time.
+    """Measures memory and time of `step(batch_of(size), passes)`: a step in so many micro-batches of a size."""
 
-    `step_of(size, samples)` gives the function that makes a step on so many samples; `samples` are those of a timed
-    step, by default one micro-batch. `clear` lets gradients go, and returns what has to be held until a step is over.
-    """
-
-    step_of: Callable[[int, int], Callable[[], Any]]
-    sizes: list[int]
+    step: Callable[[Any, int], Any]
+    batch_of: Callable[[int], Any]
+    batch_size: int
     device: torch.device
-    samples: int | None = None
-    clear: Callable[[], Any] = lambda: None
+    smallest: int = 1  # micro-batch
+    reserved_bytes: float = 0.0  # of the free memory, for something else
     peak_bytes: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    def search(self, room_bytes: float | None = None) -> MicroBatchSearch:
+        """Return the smallest size near the best rate, of those that fit into `room_bytes` or the free memory."""
+        began_s, smallest = time.perf_counter(), min(self.batch_size, self.smallest)
+        # In 1, 2, 4 ... parts, which are even.
+        halves = {math.ceil(self.batch_size / (1 << power)) for power in range(self.batch_size.bit_length() + 1)}
+        tried = sorted(size for size in halves if size >= smallest)
+        # The random state is afterwards as before: whoever searches by hand trains as if nothing had been tried.
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            # The first step allocates the optimizer's state, which is no part of what a micro-batch takes.
+            self.fits(tried[0], math.inf)
+            self.peak_bytes.clear()
+            if room_bytes is None:
+                room_bytes = ROOM * free_bytes(self.device) - self.reserved_bytes
+            sizes = list(itertools.takewhile(functools.partial(self.fits, room_bytes=room_bytes), tried))
+            if not sizes:
+                raise SpeedkitError("not even the longest items alone fit: take shorter ones, or checkpointing=blocks")
+            rates = self.rates(sizes)
+        why = f"the smallest within {TOLERANCE:.0%} of the best of {', '.join(map(str, sizes))}"
+        if sizes != tried:
+            why = f"{why}; {tried[len(sizes)]} does not fit"
+        return MicroBatchSearch(knee(rates), sizes[-1], rates, self.peak_bytes, why, time.perf_counter() - began_s)
 
     def fits(self, size: int, room_bytes: float) -> bool:
         """Return whether a step has room; on a CPU a size that could need more than there is is never run."""
@@ -188,10 +169,9 @@ class MicroBatchTrial:
         expected = min((peak / smaller * size for smaller, peak in self.peak_bytes.items()), default=0.0)
         if self.device.type == "cpu" and expected > room_bytes:
             return False
-        _held = self.clear()
         try:
             # Two micro-batches, for the second meets the gradients of the first.
-            peak: float = peak_bytes(self.step_of(size, 2 * size), self.device)
+            peak: float = peak_bytes(functools.partial(self.step, self.batch_of(size), 2), self.device)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -199,7 +179,6 @@ class MicroBatchTrial:
         if peak <= room_bytes:
             self.peak_bytes[size] = int(peak)
             return True
-        self.clear()
         release(self.device)
         return False
 
@@ -211,10 +190,10 @@ class MicroBatchTrial:
         minimum_s, candidates = dict.fromkeys(sizes, math.inf), sizes
         for _ in range(ROUNDS):
             for size in candidates:
-                step = self.step_of(size, self.samples or size)
+                step = functools.partial(self.step, self.batch_of(size), math.ceil(self.batch_size / size))
                 minimum_s[size] = min(minimum_s[size], *timed(step, self.device, STEPS))
             candidates = [size for size in candidates if minimum_s[size] <= NEAR * min(minimum_s.values())]
-        return {size: (self.samples or size) / seconds for size, seconds in minimum_s.items()}
+        return {size: self.batch_size / seconds for size, seconds in minimum_s.items()}
 
 
 def knee(rates: dict[int, float]) -> int:

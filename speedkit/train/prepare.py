@@ -2,9 +2,7 @@
 
 import dataclasses
 import functools
-import itertools
-import statistics
-import time
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,23 +12,16 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.utils._pytree import tree_map, tree_map_only
 from torch.utils.data import DataLoader
 
-from speedkit.data.user_loader import (
-    DEFAULTS,
-    LOADER_OPTIONS,
-    is_plain,
-    loader_cases,
-    loader_options,
-    with_own_settings,
-)
+from speedkit.data import user_loader
+from speedkit.data.user_loader import DEFAULTS
 from speedkit.errors import PlanError, UsageError
 from speedkit.hardware import Hardware, this_machine
-from speedkit.plan import CUDA_GRAPHS, EffectivePlan, Fallback, Plan, resolve
+from speedkit.plan import CUDA_GRAPHS, EffectivePlan, Plan, resolve
 from speedkit.train import compile, memory, precision
 from speedkit.train.setup import transform_model
 
 IN_THE_MODEL = ("precision", "compile", "compile_scope", "channels_last", "attention", "checkpointing")
-APPLIED = (*LOADER_OPTIONS, *IN_THE_MODEL, "fused_optimizer", "allocator")
-WEIGHED_STEPS = 6  # whose time says whether compiling pays
+APPLIED = (*user_loader.LOADER_OPTIONS, *IN_THE_MODEL, "fused_optimizer", "allocator")
 
 
 def prepare(  # noqa: PLR0917  # the order in which every loop has them
@@ -39,23 +30,23 @@ def prepare(  # noqa: PLR0917  # the order in which every loop has them
     optimizer: Optimizer,
     loader: DataLoader,
     *,
-    steps: int | None = None,
+    seconds: float = math.inf,
     strict: bool = False,
     verbose: bool = False,
 ) -> tuple[nn.Module, Optimizer, Any]:
     """Apply `plan` to the parts of a loop that stays as it is: `model, optimizer, loader = prepare(plan, model, ...)`.
 
     Model and optimizer are changed in place; the new loader's batches are on the model's device. A loader of a class
-    with batches of its own (Accelerate's) stays as it is. A field at its default leaves what the script has set. With
-    `steps`, how many the loop makes, the model is compiled after the first few, if that pays in the rest.
-    `loader.effective` is what the plan has become; fields that cannot be applied are printed, many as one line unless
-    `verbose`, and `strict` raises PlanError for them. Load a checkpoint before: it brings the optimizer's own switches.
-    Raises UsageError for a loader that is no DataLoader.
+    with batches of its own, as Accelerate's, stays as it is. A field at its default leaves what the script has set.
+    Given `seconds`, what the training takes now, compiling is left out where it cannot pay. `loader.effective` is what
+    the plan has become; fields that cannot be applied are printed, many in one line unless `verbose`, and `strict`
+    raises PlanError for them. Load a checkpoint before: it brings the optimizer's own switches. Raises UsageError for a
+    loader that is no DataLoader.
     """
     if not isinstance(loader, DataLoader):
         raise UsageError(f"a {type(loader).__name__} makes its batches in its own way: give a DataLoader")
     device = next(model.parameters()).device
-    effective = plan_for_loop(plan, optimizer, loader, hardware=this_machine(device))
+    effective = plan_for_loop(plan, optimizer, loader, hardware=this_machine(device), seconds=seconds)
     applied = effective.plan
 
     if applied.precision != DEFAULTS["precision"]:
@@ -63,8 +54,7 @@ def prepare(  # noqa: PLR0917  # the order in which every loop has them
     memory.set_allocator(applied, device)
     if applied.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    now = applied if steps is None else dataclasses.replace(applied, compile="off")
-    effective = effective.with_fallbacks(*transform_model(model, now))
+    effective = effective.with_fallbacks(*transform_model(model, applied))
     if applied.precision in precision.AUTOCAST:
         # A partial of a bound method is copied along with the model; a closure would go on calling the original.
         model.forward = functools.partial(_autocast_forward, model.forward, applied, device)
@@ -73,61 +63,37 @@ def prepare(  # noqa: PLR0917  # the order in which every loop has them
     for fallback in effective.fallbacks:
         if strict and fallback.got != getattr(plan, fallback.field):
             raise PlanError(f"the plan cannot be honoured, and strict allows no fallback: {fallback}")
+    if applied.compile != "off" and seconds == math.inf:
+        takes = f"compiling takes about {compile.COMPILING_S[device.type]:.0f} s"
+        print(f"prepare: {takes}: seconds=N, what the training takes now, leaves it out where that is too short")
     for note in effective.notes(verbose):
         print(f"prepare: {note}", flush=True)
-    prepared: Any = DeviceLoader(loader, effective, device) if is_plain(loader) else loader
+    prepared: Any = DeviceLoader(loader, effective, device) if user_loader.is_plain(loader) else loader
     prepared.effective = effective
-    if applied.compile != "off":
-        compile_if_it_pays(model, optimizer, prepared, steps=steps)
     return model, optimizer, prepared
 
 
-def compile_if_it_pays(model: nn.Module, optimizer: Optimizer, loader: Any, *, steps: int | None) -> None:
-    """Time the first of a loop's `steps`; then compile the model, where that can save more of the rest than it takes.
-
-    It is compiled already where nobody knows how many they are.
-    """
-    ends_s: list[float] = []
-    plan, takes_s = loader.effective.plan, compile.compiling_s(next(model.parameters()).device)
-    if steps is None:
-        print(f"prepare: compiling takes about {takes_s:.0f} s: steps=N leaves it out where N steps do not earn them")
-        return
-
-    def weigh(*_: Any) -> None:
-        ends_s.append(time.perf_counter())
-        if len(ends_s) < WEIGHED_STEPS:
-            return
-        hook.remove()
-        step_s = statistics.median(end_s - begin_s for begin_s, end_s in itertools.pairwise(ends_s))
-        saved_s = (steps - len(ends_s)) * step_s * compile.MOST_SAVED
-        if saved_s > takes_s:
-            compile.apply_compile(model, plan)
-            return
-        why = (
-            f"compiling takes about {takes_s:.0f} s, and would save {max(0.0, saved_s):.0f} s of {steps} steps at most"
-        )
-        loader.effective = loader.effective.with_fallbacks(Fallback("compile", plan.compile, "off", why))
-        print(f"prepare: {loader.effective.fallbacks[-1]}", flush=True)
-
-    hook = optimizer.register_step_post_hook(weigh)
-
-
-def plan_for_loop(plan: Plan, optimizer: Optimizer, loader: DataLoader, *, hardware: Hardware) -> EffectivePlan:
+def plan_for_loop(
+    plan: Plan, optimizer: Optimizer, loader: DataLoader, *, hardware: Hardware, seconds: float
+) -> EffectivePlan:
     """Return what `plan` becomes in somebody's own loop, for its parts and on this machine; nothing is changed yet."""
     fused = all(group.get("fused") for group in optimizer.param_groups)
-    kept = dataclasses.replace(with_own_settings(plan, loader), fused_optimizer=plan.fused_optimizer or fused)
+    kept = {"fused_optimizer": plan.fused_optimizer or fused, **user_loader.own_settings(loader, plan)}
+    takes_s, saved_s = compile.COMPILING_S[hardware.device.type], compile.MOST_SAVED * seconds
+    short = f"compiling takes about {takes_s:.0f} s, and would save {saved_s:.0f} s at most"
     fusible = isinstance(optimizer, SGD | Adam | AdamW) and not optimizer.state
     fp16 = resolve(Plan(precision=plan.precision), hardware).plan.precision == "fp16"
     graphs, step = plan.compile in CUDA_GRAPHS, plan.compile_scope == "step"
     rules = [  # field, what it is instead, when, and why
         *((field, DEFAULTS[field], True, "only your loop can do that") for field in DEFAULTS if field not in APPLIED),
         ("precision", "default", fp16, "float16 needs a loss that your loop scales by torch.amp.GradScaler"),
-        *loader_cases(loader),
+        *user_loader.loader_cases(loader),
         ("fused_optimizer", fused, not fusible, "SGD, Adam and AdamW have a fused form, before their first step"),
         ("compile", "default", graphs, "CUDA graphs write over gradients and outputs that your loop may keep"),
+        ("compile", "off", saved_s < takes_s, short),
         ("compile_scope", "model", step, "your loop calls loss and update: compile these there"),
     ]
-    effective = EffectivePlan(plan, kept)
+    effective = EffectivePlan(plan, dataclasses.replace(plan, **kept))
     for field, value, when, why in rules:
         if when and getattr(effective.plan, field) != value:
             effective = effective.fall_back(field, value, why)
@@ -160,7 +126,7 @@ class DeviceLoader(DataLoader):
 
     def __init__(self, loader: DataLoader, effective: EffectivePlan, device: torch.device):
         self.effective, self.device = effective, device
-        super().__init__(loader.dataset, **loader_options(loader, effective.plan))
+        super().__init__(loader.dataset, **user_loader.loader_options(loader, effective.plan))
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         for batch in super().__iter__():  # whatever can move does, a tokenizer's output too

@@ -22,13 +22,12 @@ from speedkit.plan import EffectivePlan, Fallback, Plan, resolve
 from speedkit.recipe import Recipe, learning_rates
 from speedkit.train import attention, checkpoint, compile, distributed, memory, precision
 from speedkit.train.history import History
+from speedkit.train.loop import ALL
 from speedkit.train.micro_batch import micro_batch_for
 from speedkit.train.nonfinite import Recovery, StepGuard
 from speedkit.train.optimizer import build_optimizer
 from speedkit.train.progress import Progress, wanted
 from speedkit.workloads.workload import Batch, Workload
-
-ALL = 1 << 40  # samples: more than any batch has
 
 
 class TrainingRun:

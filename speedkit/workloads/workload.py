@@ -39,7 +39,6 @@ class Workload:
     metric: str = "accuracy"
     higher_is_better: bool = True
     margin: float | None = 0.02  # results that differ by less count as equally good; None: a share of what they are
-    evaluate: Callable[[nn.Module], float] | None = None  # the metric, where no test item is scored by itself
     augment_waveform: Callable[[Tensor, torch.Generator], Tensor] | None = None  # random, of [B, T]
     augment: Callable[[Batch, torch.Generator], Batch] | None = None  # random, of features
     length: Callable[[Any], int] | None = None  # of an item's features, last dimension, undecoded; None: all the same

@@ -104,29 +104,27 @@ def from_loader(
     a margin, losses within 2 % count as equal. Raises UsageError for what gives no batch of tensors.
     """
     recipe = recipe or Recipe()
-    train = loader_items(loader, recipe.seed)
-    if train.batches is None and recipe.steps is None:
+    train = loader_items(loader, recipe.seed, recipe.steps)
+    if train.batches is None:
         raise UsageError("the loader has no length: say how far to train, as recipe=Recipe(steps=1000, epochs=None)")
-    if train.batches is None:  # it is one epoch
-        train = dataclasses.replace(train, batches=recipe.steps)
-    few = dataclasses.replace(train, batches=min(train.batches or 1, WITHOUT_LENGTH))
+    if evaluate is not None:
+        test = [torch.zeros(1)]  # something to evaluate on once
+    few = dataclasses.replace(train, batches=min(train.batches, WITHOUT_LENGTH))
 
     def batch_loss(model: nn.Module, batch: Any, recipe: Recipe) -> tuple[Tensor, Tensor]:
-        loss = step(model, batch.value)
+        scored = evaluate is not None and not model.training
+        loss = torch.tensor(float(evaluate(model))) if scored else step(model, batch.value)  # type: ignore[misc]
         if not isinstance(loss, Tensor) or loss.ndim:
             what = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else f"{type(loss).__name__}"
             raise UsageError(f"step returned {what}: it has to return the loss, a tensor of one number")
         return loss, loss
 
     fields: dict[str, Any] = {
-        "metric": "loss on training batches" if test is None else "loss on test batches",
-        "higher_is_better": False,
+        "metric": "score" if evaluate else "training loss" if test is None else "test loss",
+        "higher_is_better": evaluate is not None,
         "margin": None,
         "cacheable": False,
     }
-    if evaluate is not None:
-        fields |= {"evaluate": evaluate, "metric": "score", "higher_is_better": True}
-    count = others.pop("count", None)
     return Workload(
         name,
         dataclasses.replace(recipe, batch_size=train.batch_size),
@@ -138,7 +136,6 @@ def from_loader(
         model=functools.partial(copy.deepcopy, model) if isinstance(model, nn.Module) else model,
         loss=batch_loss,
         score=lambda loss, batch: loss.expand(len(batch[0])),
-        count=count and (lambda batch: count(batch.value)),
         **fields | others,
     )
 
