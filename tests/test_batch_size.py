@@ -1,6 +1,7 @@
 """The automatic micro-batch: every kind of out-of-memory is known, what is chosen fits, and nothing else is changed."""
 
 import dataclasses
+import functools
 import gc
 
 import psutil
@@ -70,17 +71,18 @@ def test_the_micro_batch_of_a_loop_of_ones_own_is_found(device):
 
     def step(batch):
         if len(batch) * batch.shape[1] > 16:
-            raise torch.OutOfMemoryError
+            strike("cuda")
         model(batch).square().mean().backward()
 
-    found = {
-        length: find_micro_batch(step, lambda size, n=length: torch.ones(size, n, 8).to(device), 8) for length in (2, 4)
-    }
+    def batch_of(size, length):
+        return torch.ones(size, length, 8, device=device)
+
+    found = {length: find_micro_batch(step, functools.partial(batch_of, length=length), 8) for length in (2, 4)}
     assert [list(search.rates) for search in found.values()] == [[1, 2, 4, 8], [1, 2, 4]]
     assert found[4].largest == 4 and found[4].micro_batch in found[4].rates and "8 does not fit" in found[4].why
     assert found[2].peak_bytes[8] > found[2].peak_bytes[1] >= 2 * 4096 * 4
     with pytest.raises(SpeedkitError, match="not even the longest"):
-        find_micro_batch(step, lambda size: torch.ones(size, 32, 8).to(device), 8)
+        find_micro_batch(step, functools.partial(batch_of, length=32), 8)
 
 
 def test_free_memory_is_what_the_limit_of_a_container_leaves(monkeypatch):

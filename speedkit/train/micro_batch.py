@@ -59,10 +59,8 @@ def find_micro_batch(
         for _ in range(passes):
             step(batch)
 
-    devices = [leaf.device for leaf in tree_leaves(batch_of(1)) if isinstance(leaf, Tensor)]
-    return MicroBatchTrial(repeat, batch_of, batch_size, devices[0] if devices else torch.device("cpu")).search(
-        room_bytes
-    )
+    device = next((leaf.device for leaf in tree_leaves(batch_of(1)) if isinstance(leaf, Tensor)), torch.device("cpu"))
+    return MicroBatchTrial(repeat, batch_of, batch_size, device).search(room_bytes)
 
 
 def micro_batch_for(
