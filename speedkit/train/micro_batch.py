@@ -174,7 +174,7 @@ class MicroBatchTrial:
             if not is_out_of_memory(error):
                 raise
             peak = math.inf
-        if peak <= room_bytes:
+        if peak <= room_bytes and peak < math.inf:
             self.peak_bytes[size] = int(peak)
             return True
         release(self.device)
