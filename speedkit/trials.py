@@ -186,7 +186,7 @@ def candidates(job: ClimbState, rungs: Sequence[Rung], best: Plan) -> list[Trial
     rates = job.once("matmul", matmul_rates, job.hardware)
     frames = job.once("frames saved by buckets", frames_saved, job.workload, job.recipe)
     shares = {row["cause"]: row["share"] for row in job.ledger(best)["rows"]}
-    trials = []
+    trials, own = [], job.workload.own_loader is not None
     for rung in rungs:
         for fields in rung.changes(best, job.hardware):
             change = {field: value for field, value in fields.items() if value != getattr(best, field)}
@@ -199,7 +199,8 @@ def candidates(job: ClimbState, rungs: Sequence[Rung], best: Plan) -> list[Trial
                 rung=rung.name,
                 change=text(change),
                 fields=change,
-                promises=rung.promises,
+                # What a user's data set draws at random, each worker draws anew.
+                promises="order-equal" if own and rung.promises == "bit-equal" else rung.promises,
                 predicted_low=low,
                 predicted_high=high,
                 why=_why_not(job, best, change, high=high),

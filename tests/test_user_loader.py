@@ -1,8 +1,10 @@
 """Any model, loader and step as a workload: batches of any form, the same for every plan; reasons and sentences."""
 
 import collections
+import contextlib
 import dataclasses
 import functools
+import itertools
 
 import pytest
 import tiny
@@ -17,7 +19,8 @@ from speedkit.measure.schema import validate_record
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.show.report import in_short
-from speedkit.train import loop
+from speedkit.train.loop import steps
+from speedkit.train.setup import setup_run
 
 # What nanoGPT's model.py and its script have: a loss in the forward pass, and get_batch.
 NANO = """
@@ -115,6 +118,7 @@ def test_models_of_others_are_climbed_on(work, tmp_path, capsys):
     record = climb(work, device="cpu", out=tmp_path / "climb", budget_s=60, pairs=10, seeds=2, rungs=rungs)
     validate_record(record)
     why = {row["rung"]: row["why"] for row in record["rungs"]}
+    assert {row["promises"] for row in record["rungs"] if row["rung"] == "workers"} == {"order-equal"}
     assert "no items" in why["cache"] and "no items" in why["bucket"] and in_short(record)
     assert "number of parameters" not in capsys.readouterr().out
 
@@ -124,14 +128,10 @@ def test_models_of_others_are_climbed_on(work, tmp_path, capsys):
 Pair = collections.namedtuple("Pair", ["inputs", "targets"])
 
 
-class Output(collections.UserDict):
-    """A mapping that no pytree knows, as a tokenizer's output is."""
-
-
 FORMS = {  # how a batch is made of inputs and targets, and taken apart
     "named": (Pair, lambda batch: (batch.inputs, batch.targets)),
     "nested": (lambda x, y: {"a": [x], "b": (y, 3, None)}, lambda batch: (batch["a"][0], batch["b"][0])),
-    "mapping": (lambda x, y: Output(x=x, y=y), lambda batch: (batch.data["x"], batch.data["y"])),
+    "mapping": (lambda x, y: collections.UserDict(x=x, y=y), lambda batch: (batch.data["x"], batch.data["y"])),
     "unsplittable": (lambda x, y: (x, y, ["a name"] * len(y)), lambda batch: batch[:2]),
 }
 INPUTS = torch.randn(40, 8, generator=torch.Generator().manual_seed(0))
@@ -176,8 +176,8 @@ class Stream(IterableDataset):
         return iter(POINTS)
 
 
-def test_every_plan_learns_from_the_same_batches_and_a_resumed_run_goes_on_with_them(tmp_path, monkeypatch):
-    losses = course(mine(), out=tmp_path / "whole").loss
+def test_every_plan_learns_from_the_same_batches_and_a_resumed_run_goes_on_with_them(tmp_path):
+    losses = course(mine()).loss
     for plan in ({"workers": 2}, {"workers": 2, "persistent_workers": True}, {"log_every": 1, "validate_every": 0}):
         assert course(mine(), plan=plan).loss == losses
     assert course(mine(loader())).loss == losses  # one that is there
@@ -185,20 +185,10 @@ def test_every_plan_learns_from_the_same_batches_and_a_resumed_run_goes_on_with_
     assert drawn[0] == drawn[1] != losses
     assert course(mine(), dataclasses.replace(mine().recipe, seed=1)).loss != losses
 
-    class Stopped(Exception):
-        pass
-
-    def stop(run):
-        checkpoint_save(run)
-        if run.step == 6:  # in the middle of the second epoch
-            run.writer.wait()
-            raise Stopped
-
-    checkpoint_save = loop.save
-    with monkeypatch.context() as patched, pytest.raises(Stopped):
-        patched.setattr(loop, "save", stop)
-        course(mine(), out=tmp_path / "stopped")
-    resumed = course(mine(), out=tmp_path / "stopped", resume=True)
+    plan = Plan(log_every=1, validate_every=3)
+    with contextlib.closing(setup_run(mine(), plan=plan, device="cpu", out=tmp_path, progress=False)) as stopped:
+        assert [*itertools.islice(steps(stopped), 6)][-1] == 6  # in the middle of the second epoch
+    resumed = course(mine(), out=tmp_path, resume=True)
     assert resumed.resumed_from == 6 and resumed.loss == losses
 
 
@@ -212,15 +202,11 @@ def test_what_a_loader_cannot_do_falls_back_with_its_reason_and_its_own_settings
         (DataLoader(Stream(), 10), "give your loader a number"),
         ([*loader()], "a list makes its batches"),
     ):
-        history = course(mine(make, recipe=recipe, step=step_of_pairs), plan=asked)
+        history = course(mine(make, recipe=recipe, step=functools.partial(step, form="unsplittable")), plan=asked)
         reasons = {fallback.field: fallback.why for fallback in history.effective.fallbacks}
         assert reasons.keys() == asked.keys() and why in reasons["workers"] and "no items" in reasons["cache"]
     with pytest.raises(PlanError, match="the loader of yours makes batches of 10: set it there"):
         course(mine(), Recipe(batch_size=5))
-
-
-def step_of_pairs(model, batch):
-    return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
 def test_plans_are_compared_and_diagnosed():
