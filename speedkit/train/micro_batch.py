@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import operator
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -81,15 +82,10 @@ def micro_batch_for(
     began_s = time.perf_counter()
     make = functools.partial(make_run, with_longest_first(workload), recipe, trial_plan(plan), device=device)
     with contextlib.closing(make(progress=False, endless=True)) as run:
-        trial, norms = trial_of(run, min(recipe.batch_size, len(workload.train))), nn.modules.batchnorm._BatchNorm
-        batch_norm = any(isinstance(module, norms) for module in run.model.modules())
-        trial.smallest = 2 if batch_norm else 1  # one sample has no variance
+        trial = trial_of(run, min(recipe.batch_size, len(workload.train)))
         if plan.cache == ("device" if device.type == "cuda" else "ram"):  # made later, in the same memory
             trial.reserved_bytes = len(workload.train) * next(run.test_batches.one_epoch())[0][0].nbytes
-        found = trial.search(room_bytes)
-    if batch_norm:
-        found = dataclasses.replace(found, micro_batch=found.largest, why=f"the largest, for batch norm; {found.why}")
-    return dataclasses.replace(found, seconds=time.perf_counter() - began_s)
+        return dataclasses.replace(trial.search(room_bytes), seconds=time.perf_counter() - began_s)
 
 
 def with_longest_first(workload: Workload) -> Workload:
@@ -111,7 +107,8 @@ def trial_of(run: "TrainingRun", batch_size: int) -> "MicroBatchTrial":
     """Return the trial of a run's optimizer steps on `batch_size` of the longest items."""
     longest = next(run.test_batches.one_epoch())
     # Some of the longest may be unreadable: others stand in for them.
-    indices = torch.arange(batch_size, device=run.device) % len(longest[0])
+    batch = mapped(longest, operator.itemgetter(torch.arange(batch_size, device=run.device) % len(longest[0])))
+    batch_norm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in run.model.modules())
 
     def begin(size: int) -> tuple[int, Tensor]:
         run.optimizer.zero_grad(set_to_none=True)  # gradients are a part of a step's memory
@@ -120,10 +117,10 @@ def trial_of(run: "TrainingRun", batch_size: int) -> "MicroBatchTrial":
     def take_step(begun: tuple[int, Tensor], passes: int) -> None:
         run.micro_batch = begun[0]
         # Instead of one that is loaded.
-        run.batch = mapped(longest, lambda tensor: tensor[indices[: passes * begun[0]]])
+        run.batch = mapped(batch, operator.itemgetter(slice(passes * begun[0])))
         next(train(run))
 
-    return MicroBatchTrial(take_step, begin, batch_size, run.device)
+    return MicroBatchTrial(take_step, begin, batch_size, run.device, batch_norm=batch_norm)
 
 
 @dataclasses.dataclass
@@ -134,13 +131,13 @@ class MicroBatchTrial:
     batch_of: Callable[[int], Any]
     batch_size: int
     device: torch.device
-    smallest: int = 1  # micro-batch
+    batch_norm: bool = False  # of which one sample has no variance
     reserved_bytes: float = 0.0  # of the free memory, for something else
     peak_bytes: dict[int, int] = dataclasses.field(default_factory=dict)
 
     def search(self, room_bytes: float | None = None) -> MicroBatchSearch:
         """Return the smallest size near the best rate, of those that fit into `room_bytes` or the free memory."""
-        began_s, smallest = time.perf_counter(), min(self.batch_size, self.smallest)
+        began_s, smallest = time.perf_counter(), min(self.batch_size, 2 if self.batch_norm else 1)
         # In 1, 2, 4 ... parts, which are even.
         halves = {math.ceil(self.batch_size / (1 << power)) for power in range(self.batch_size.bit_length() + 1)}
         tried = sorted(size for size in halves if size >= smallest)
@@ -155,10 +152,13 @@ class MicroBatchTrial:
             if not sizes:
                 raise SpeedkitError("not even the longest items alone fit: take shorter ones, or checkpointing=blocks")
             rates = self.rates(sizes)
-        why = f"the smallest within {TOLERANCE:.0%} of the best of {', '.join(map(str, sizes))}"
+        chosen, why = knee(rates), f"the smallest within {TOLERANCE:.0%} of the best"
+        if self.batch_norm:
+            chosen, why = sizes[-1], "the largest, for batch norm"
+        why = f"{why} of {', '.join(map(str, sizes))}"
         if sizes != tried:
             why = f"{why}; {tried[len(sizes)]} does not fit"
-        return MicroBatchSearch(knee(rates), sizes[-1], rates, self.peak_bytes, why, time.perf_counter() - began_s)
+        return MicroBatchSearch(chosen, sizes[-1], rates, self.peak_bytes, why, time.perf_counter() - began_s)
 
     def fits(self, size: int, room_bytes: float) -> bool:
         """Return whether a step has room; on a CPU a size that could need more than there is is never run."""
