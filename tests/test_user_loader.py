@@ -209,6 +209,13 @@ def test_what_a_loader_cannot_do_falls_back_with_its_reason_and_its_own_settings
         course(mine(), Recipe(batch_size=5))
 
 
+def test_a_sample_that_is_not_finite_is_found():
+    bad = [(inputs * torch.nan if index == 7 else inputs, target) for index, (inputs, target) in enumerate(POINTS)]
+    make, in_pairs = [torch.utils.data.default_collate(bad[i : i + 10]) for i in range(0, 40, 10)], "unsplittable"
+    history = course(mine(make, functools.partial(step, form=in_pairs)), plan={"on_nonfinite": "skip"})
+    assert history.skipped[0]["why"] == "the batch itself is not finite first for sample 7" and history.steps == 9
+
+
 def test_plans_are_compared_and_diagnosed():
     result = compare(mine(), Plan(), Plan(workers=2), device="cpu", pairs=4)
     assert result.losses_a == result.losses_b

@@ -142,7 +142,11 @@ class BatchStream:
 
     def batch_at(self, epoch: int, position: int) -> tuple["Batch | None", list[str]]:
         """Return the batch after which `epoch` and `position` were these, made again, and the names of its items."""
-        indices = dataclasses.replace(self.sampler, epoch=epoch, start=position - 1).batches()[0]
+        sampler = dataclasses.replace(self.sampler, epoch=epoch, start=position - 1)
+        if isinstance(self.loader, LoaderSource):
+            loaded = next(iter(LoaderSource(self.loader.items, sampler, Plan())))
+            return self.to_device(loaded), [f"sample {index}" for index in range(len(loaded[0][0]))]
+        indices = sampler.batches()[0]
         source = [self.loader.maker.make(indices.tolist())] if self.cache is None else self.cached([indices])
         (batch,) = map(self.to_device, source)
         if batch is not None:

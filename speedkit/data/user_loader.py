@@ -139,7 +139,6 @@ class LoaderSource:
         self.items, self.sampler, self.plan = items, sampler, plan
         self.loader: Any = None
         self.iterator: Iterator[Any] = iter(())
-        self.maker = items  # which makes no batch again
 
     def __iter__(self) -> Generator[tuple[NestedBatch, dict[str, str]], None, None]:
         training, seed = self.sampler.seed is not None, (self.sampler.seed or 0) * 1_000_003 + self.sampler.epoch

@@ -157,7 +157,7 @@ def split(run: "TrainingRun", batch: Batch, stream: BatchStream) -> list[tuple[B
     """
     size = run.micro_batch
     slices = [slice(start, start + size) for start in range(0, len(batch[0]), size)]
-    parts = [batch] if len(slices) == 1 else [mapped(batch, operator.itemgetter(part)) for part in slices]
+    parts = [batch] if len(slices) < 2 else [mapped(batch, operator.itemgetter(part)) for part in slices]
     if run.ranks is None:
         return [(part, True) for part in parts]
     own = len(parts) * stream.sampler.counts(stream.position)
