@@ -9,7 +9,7 @@ from typing import Any
 from speedkit import files
 from speedkit.measure.provenance import notebooks_folder
 from speedkit.plan import Plan
-from speedkit.train.micro_batch import ROOM, MicroBatchTrial, trial_plan, with_longest_first
+from speedkit.train.micro_batch import ROOM, trial_of, trial_plan, with_longest_first
 from speedkit.train.setup import setup_run
 from speedkit.workloads import BUILT_IN, load_workload
 
@@ -26,9 +26,10 @@ def count(name: str, size: str) -> dict[str, Any]:
     recipe = dataclasses.replace(work.recipe, batch_size=8)
     run = setup_run(work, recipe, trial_plan(Plan()), device="cpu", endless=True, progress=False)
     with contextlib.closing(run):
-        trial = MicroBatchTrial(run, recipe.batch_size)
+        trial = trial_of(run, recipe.batch_size)
         for samples in (1, 1, 4):  # the first step makes the optimizer's state
             trial.fits(samples, math.inf)
+        sample = list(next(run.test_batches.one_epoch())[0].shape[1:])
         state = [value for values in run.optimizer.state.values() for value in values.values()]
         state_bytes = sum(tensor.nbytes for tensor in (*run.model.parameters(), *run.model.buffers(), *state))
     sample_bytes = (trial.peak_bytes[4] - trial.peak_bytes[1]) / 3
@@ -36,7 +37,7 @@ def count(name: str, size: str) -> dict[str, Any]:
         "workload": name,
         "size": size,
         "weights": sum(parameter.numel() for parameter in run.parameters),
-        "sample": list(trial.batch[0].shape[1:]),
+        "sample": sample,
         "fixed_bytes": round(state_bytes + trial.peak_bytes[1] - sample_bytes),
         "sample_bytes": round(sample_bytes),
     }

@@ -28,6 +28,7 @@ _HOMES = {
     "this_machine": "speedkit.hardware",
     "load_workload": "speedkit.workloads",
     "from_dataset": "speedkit.workloads.yours",
+    "from_loader": "speedkit.workloads.yours",
     "fit": "speedkit.train.fit",
     "compare": "speedkit.measure.compare",
     "doctor": "speedkit.measure.diagnose:diagnose",

@@ -182,6 +182,7 @@ def hardware(as_json: bool, device: str) -> None:
 @click.option("--strict", is_flag=True, help="a plan field that cannot be honoured here is an error")
 @click.option("--validation", type=SHARE, help="share of the training set to hold out as a validation set")
 @click.option("--until", type=float, help="value of the metric at which training ends")
+@click.option("--verbose", is_flag=True, help="say why of each field that falls back, however many they are")
 @click.option("--deterministic", is_flag=True, help="reproducible kernels on CUDA too")
 def train(workload: str, plan: str, **values: Any) -> int:
     """Train WORKLOAD (audio, speech, image, text, or package.module:function) by a recipe, as fast as a plan says."""
@@ -198,7 +199,7 @@ def train(workload: str, plan: str, **values: Any) -> int:
         return distributed.launch(["speedkit", *sys.argv[1:], "--out", str(values["out"])], asked.ranks)
     if recipe.batch_size == "auto":
         recipe, _ = choose_batch_size(work, recipe, asked, say=click.echo, **typed(values, "device", "cache_dir"))
-    options = typed(values, "device", "cache_dir", "out", "resume", "deterministic", "strict", "until")
+    options = typed(values, "device", "cache_dir", "out", "resume", "deterministic", "strict", "until", "verbose")
     history = fit(work, recipe, asked, **options)
     if os.environ.get("RANK", "0") == "0":
         click.echo(f"{history.steps} steps in {history.seconds:.1f} s; all else in {values['out']}")

@@ -1,11 +1,14 @@
 """The climb: greedy forward selection of rungs, each against the best plan so far, and what proves the result."""
 
+import contextlib
 import dataclasses
 import functools
+import io
 import itertools
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from speedkit.clock import duration
 from speedkit.config import to_yaml
@@ -51,6 +54,8 @@ def climb(
 ) -> Row:
     """Climb the ladder on `workload` and return the record of it.
 
+    A climb makes the model anew for each plan: what its function prints is seen in `fit`, and not in a climb's log.
+
     Measure the rung that promises most, by a ledger of the best plan so far, against that plan; keep it when it is
     faster and its losses are what it promises. Then leave rungs out again, measure final figures in fresh turns, and
     train both ends to compare quality. `budget_s` is for all of it; `horizon` is the steps of the training that the
@@ -60,6 +65,7 @@ def climb(
     too short for one rung.
     """
     chosen, recipe = named(rungs), recipe or workload.recipe
+    workload = dataclasses.replace(workload, model=functools.partial(silently, workload.model))
     folder = claim_folder(out, "climb", resume) if out is not None else None
     job = ClimbState(
         workload=workload,
@@ -81,6 +87,12 @@ def climb(
         write_text(folder / "plan.yaml", to_yaml(Plan(**record["plan"])))
         write_json(folder / "record.json", record)
     return record
+
+
+def silently(make: Callable[[], Any]) -> Any:
+    """Return `make()`; what it prints is not seen."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        return make()
 
 
 def climb_rungs(job: ClimbState, rungs: Sequence[Rung]) -> Row:

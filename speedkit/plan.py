@@ -27,6 +27,7 @@ NEEDS = (
     *(("decoder", decoder, decoder, "soundfile") for decoder in ("torchcodec", "librosa")),
 )
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # the modes of torch.compile that record them
+FEW = 2  # fallbacks that are told one by one
 Rule = tuple[str, Any, str]  # a field that cannot be as it is, what it is instead, and why
 Count = Annotated[int, Field(ge=1)]
 
@@ -152,6 +153,15 @@ class EffectivePlan:
         plan = dataclasses.replace(self.plan, **{fallback.field: fallback.got for fallback in new})
         return EffectivePlan(self.asked, plan, (*self.fallbacks, *new))
 
+    def notes(self, verbose: bool = False) -> list[str]:
+        """Return a sentence for each fallback, or, if not `verbose`, one for those that only lose what was asked."""
+        lost = [fallback for fallback in self.fallbacks if fallback.asked not in ("auto", fallback.got)]
+        if verbose or len(lost) <= FEW:
+            return list(map(str, self.fallbacks))
+        names = ", ".join(fallback.field for fallback in lost)
+        rest = [str(fallback) for fallback in self.fallbacks if fallback not in lost]
+        return [*rest, f"{len(lost)} fields of the plan do not apply here ({names}): --verbose (verbose=True) says why"]
+
     def fall_back(self, field: str, got: Any, why: str) -> "EffectivePlan":
         """Return it with `field` as `got`. A field that falls back further is one fallback, with each reason."""
         fallbacks = {fallback.field: fallback for fallback in self.fallbacks}
@@ -178,7 +188,8 @@ def resolve(
     here = int(os.environ.get("LOCAL_WORLD_SIZE") or plan.ranks)  # torchrun's: of several machines, those of this one
     if plan.ranks > 1 and hardware.device.type != "cpu" and here > hardware.gpu_count:
         raise PlanError(f"ranks={plan.ranks} takes {here} GPUs here, and there are {hardware.gpu_count}: lower ranks")
-    effective = EffectivePlan(plan, plan)
+    own = None if workload is None else workload.own_loader
+    effective = EffectivePlan(plan, plan if own is None else dataclasses.replace(plan, **own.own_settings(plan)))
     # One at a time, and then all are asked again: what one field falls back to may be in the way of another.
     while broken := broken_rules(effective.plan, hardware, workload, batch_size=batch_size):
         effective = effective.fall_back(*broken[0])
@@ -215,6 +226,7 @@ def broken_rules(plan: Plan, hardware: Hardware, workload: "Workload | None", *,
         ("pin_memory", True, cuda and plan.prefetch, "prefetch copies without waiting, which takes page-locked memory"),
         ("fused_optimizer", True, plan.precision == "fp16", "only it skips bad steps of float16 without a host sync"),
         # The data.
+        *([] if workload is None or workload.own_loader is None else workload.own_loader.cases()),
         ("cache", "off", items_in_memory, slices),
         ("features_on", "cpu", items_in_memory, slices),
         ("shards", False, items_in_memory, slices),

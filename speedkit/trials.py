@@ -24,12 +24,12 @@ from speedkit.measure.quality import mean_difference, parity
 from speedkit.measure.stats import FALSE_KEEP, LOOKS, WORTH, log_ratios, trimmed_mean
 from speedkit.plan import Plan, resolve
 from speedkit.recipe import Recipe
+from speedkit.train.compile import COMPILING_S
 from speedkit.workloads.workload import Workload
 
 NAME, VERSION = "climb.json", 4  # raised when a stage's result becomes another
 RUNGS_SHARE = 0.6  # of the budget: no rung is begun after that
 COMPARISON_SHARE = 0.1  # of the budget, that a comparison's timed turns may take
-COMPILING_S = {"cpu": 45.0}  # of a model; on two cores 13 to 60, on a GPU about 25
 CONTROL_PAIRS = 20
 BUSY = 1.05  # what two runs of one plan may differ by, and what 80 pairs must be able to tell
 BUSY_PERCENT = 20  # of a core: a process that takes less does not disturb
@@ -186,7 +186,7 @@ def candidates(job: ClimbState, rungs: Sequence[Rung], best: Plan) -> list[Trial
     rates = job.once("matmul", matmul_rates, job.hardware)
     frames = job.once("frames saved by buckets", frames_saved, job.workload, job.recipe)
     shares = {row["cause"]: row["share"] for row in job.ledger(best)["rows"]}
-    trials = []
+    trials, own = [], job.workload.own_loader is not None
     for rung in rungs:
         for fields in rung.changes(best, job.hardware):
             change = {field: value for field, value in fields.items() if value != getattr(best, field)}
@@ -199,7 +199,8 @@ def candidates(job: ClimbState, rungs: Sequence[Rung], best: Plan) -> list[Trial
                 rung=rung.name,
                 change=text(change),
                 fields=change,
-                promises=rung.promises,
+                # What a user's data set draws at random, each worker draws anew.
+                promises="order-equal" if own and rung.promises == "bit-equal" else rung.promises,
                 predicted_low=low,
                 predicted_high=high,
                 why=_why_not(job, best, change, high=high),
@@ -226,15 +227,16 @@ def _why_not(job: ClimbState, best: Plan, change: Change, *, high: float) -> str
     if field in ("decoder", "shards") and best.cache != "off":
         return "features are cached: no file is read any more"
     # A memory format moves weights in four dimensions, and no others.
-    if field == "channels_last" and all(weight.dim() != 4 for weight in job.workload.model().parameters()):
+    dimensions = job.once("dimensions", lambda: sorted({weight.dim() for weight in job.workload.model().parameters()}))
+    if field == "channels_last" and 4 not in dimensions:
         return "the model has no two-dimensional convolution"
     if math.log(high) < WORTH:
         return f"not tried: it could gain {high:.3f} at most"
     saved_s = job.horizon * job.ledger(best)["step_s"] * (1 - 1 / high)
-    compiling_s = COMPILING_S.get(job.hardware.device.type, 25.0)
-    if field == "compile" and saved_s < compiling_s:
+    takes_s = COMPILING_S[job.hardware.device.type]
+    if field == "compile" and saved_s < takes_s:
         return (
-            f"not tried: compiling takes about {compiling_s:.0f} s and would save {saved_s:.0f} s of {job.horizon} "
+            f"not tried: compiling takes about {takes_s:.0f} s and would save {saved_s:.0f} s of {job.horizon} "
             "steps at most; for a longer training say --horizon STEPS"
         )
     return ""

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import gc
 
 import psutil
@@ -21,7 +22,7 @@ from speedkit.train import micro_batch
 from speedkit.train.fit import fit
 from speedkit.train.loop import steps
 from speedkit.train.memory import is_out_of_memory
-from speedkit.train.micro_batch import find_micro_batch, knee, preallocate
+from speedkit.train.micro_batch import find_micro_batch, knee, micro_batch_for, preallocate
 from speedkit.train.setup import setup_run
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -42,7 +43,7 @@ def timings_too_short_to_mean_anything(monkeypatch):
 
 def search(workload, plan=None, device="cpu", **options):
     options |= {"device": torch.device(device), "make_run": setup_run}
-    return find_micro_batch(workload, workload.recipe, plan or Plan(), **options)
+    return micro_batch_for(workload, workload.recipe, plan or Plan(), **options)
 
 
 def noting(workload, seen):
@@ -64,6 +65,26 @@ def test_every_kind_of_out_of_memory_is_known(kind):
 
 
 # --- what fits
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_micro_batch_of_a_loop_of_ones_own_is_found(device):
+    model = nn.Linear(8, 4096).to(device)
+
+    def step(batch):
+        if len(batch) * batch.shape[1] > 16:
+            strike("cuda")
+        model(batch).square().mean().backward()
+
+    def batch_of(size, length):
+        return torch.ones(size, length, 8, device=device)
+
+    found = {length: find_micro_batch(step, functools.partial(batch_of, length=length), 8) for length in (2, 4)}
+    assert [list(search.rates) for search in found.values()] == [[1, 2, 4, 8], [1, 2, 4]]
+    assert found[4].largest == 4 and found[4].micro_batch in found[4].rates and "8 does not fit" in found[4].why
+    assert found[2].peak_bytes[8] > found[2].peak_bytes[1] >= 2 * 4096 * 4
+    with pytest.raises(SpeedkitError, match="not even the longest"):
+        find_micro_batch(step, functools.partial(batch_of, length=32), 8)
 
 
 def test_free_memory_is_what_the_limit_of_a_container_leaves(monkeypatch):

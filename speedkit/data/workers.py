@@ -185,8 +185,7 @@ class BatchLoader:
             self.running.set()
         else:
             self.running.clear()
-        for process in filter(multiprocessing.Process.is_alive, self.processes):
-            os.kill(process.pid, signal.SIGCONT if running else signal.SIGSTOP)  # type: ignore[arg-type]
+        set_running(self.processes, running)
 
     def close(self) -> None:
         """End the workers by force: they may be stopped, or hang."""
@@ -219,6 +218,12 @@ def serve(maker: BatchMaker, worker: int, *, pipe: tuple[Connection, Connection]
                 connection.send(maker.make(indices, worker))  # pickled as a whole before any of it is sent
             except BaseException as error:
                 connection.send(maker.failure(worker, error))
+
+
+def set_running(processes: Iterable[Any], running: bool) -> None:
+    """Let processes go on or stand still."""
+    for process in filter(multiprocessing.Process.is_alive, processes):
+        os.kill(process.pid, signal.SIGCONT if running else signal.SIGSTOP)
 
 
 def kill(processes: Iterable[Any]) -> None:

@@ -69,11 +69,12 @@ def diagnose(
     recipe, plan, hardware = recipe or workload.recipe, plan or Plan(), this_machine(device)
     notes = costly_switches(hardware.device)
     ledger = ledger_of(workload, recipe, plan, device=device, cache_dir=cache_dir, trace_file=trace)
-    functions: dict[str, Any] = {"load": workload.load, "features": workload.features, "target": workload.target}
-    sample = functools.partial(make_sample, items=workload.train, **functions)
-    join = functools.partial(collate, varies=workload.length is not None)
-    _time_loading(ledger.facts, sample, join, count=min(recipe.batch_size, len(workload.train)))
-    ledger.facts.cacheable = plan.cache == "off"
+    if workload.own_loader is None:
+        functions: dict[str, Any] = {"load": workload.load, "features": workload.features, "target": workload.target}
+        sample = functools.partial(make_sample, items=workload.train, **functions)
+        join = functools.partial(collate, varies=workload.length is not None)
+        _time_loading(ledger.facts, sample, join, count=min(recipe.batch_size, len(workload.train)))
+        ledger.facts.cacheable = plan.cache == "off"
     return ledger.as_dict() | {
         "workload": workload.name,
         # Last: what looks into each operator leaves compiled code switched off.

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import math
+import operator
 import time
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
@@ -12,12 +13,15 @@ from torch import Tensor
 
 from speedkit.data.augment import augment_batch
 from speedkit.data.loader import RANK, BatchStream
+from speedkit.data.user_loader import mapped
 from speedkit.errors import SpeedkitError
 from speedkit.plan import CUDA_GRAPHS, Fallback
 from speedkit.train.checkpoint import save
 from speedkit.train.compile import remove_compile
 from speedkit.train.memory import is_out_of_memory, release
 from speedkit.workloads.workload import Batch
+
+ALL = 1 << 40  # samples: more than any batch has
 
 if TYPE_CHECKING:
     from speedkit.train.setup import TrainingRun
@@ -151,7 +155,9 @@ def split(run: "TrainingRun", batch: Batch, stream: BatchStream) -> list[tuple[B
     All ranks make as many passes, for FSDP gathers weights in each. What a rank repeats to do so does not count, nor
     does what it gets of a batch that has no sample left for it.
     """
-    parts = list(zip(*(tensor.split(run.micro_batch) for tensor in batch), strict=True))
+    size = run.micro_batch
+    slices = [slice(start, start + size) for start in range(0, len(batch[0]), size)]
+    parts = [batch] if len(slices) < 2 else [mapped(batch, operator.itemgetter(part)) for part in slices]
     if run.ranks is None:
         return [(part, True) for part in parts]
     own = len(parts) * stream.sampler.counts(stream.position)
@@ -168,7 +174,8 @@ def forward_context(run: "TrainingRun", part: Batch, *, last: bool) -> contextli
         torch.compiler.cudagraph_mark_step_begin()
     contexts = contextlib.ExitStack()
     contexts.enter_context(run.autocast)
-    if len(part[0]) != run.micro_batch:  # an epoch's last part would be compiled for anew
+    # An epoch's last part would be compiled for anew; a user's batches may have any size.
+    if len(part[0]) < run.micro_batch < ALL:
         contexts.enter_context(eager(run))
     if run.ranks is not None:
         contexts.enter_context(run.ranks.gradient_exchange(run.replica, last))
@@ -198,7 +205,8 @@ def log(run: "TrainingRun", outputs: Tensor, part: Batch) -> None:
     run.history.log_steps.append(run.step)
     run.history.log_step_s.append(step_s)
     if run.progress.due(run.step):
-        score = float(run.workload.score(outputs.detach(), part).float().mean())
+        items = run.workload.own_loader is None  # else no score is known but the loss
+        score = float(run.workload.score(outputs.detach(), part).float().mean()) if items else None
         run.progress.update(run.step, step_s, loss, score=score, metric=run.workload.metric)
     if not gc.isenabled():  # as in `fit`
         gc.collect(1)
@@ -267,7 +275,8 @@ def fallback_for(run: "TrainingRun", error: Exception) -> Fallback:
         return Fallback("compile", run.plan.compile, "off", why)
     if run.out is not None and run.device.type == "cuda":  # a map of its memory, for docs.pytorch.org/memory_viz
         torch.cuda.memory._dump_snapshot(str(run.out / "memory.pickle"))
-    size = 1 if batch is None else min(run.micro_batch, len(batch[0]))
+    own = run.workload.own_loader
+    size = 1 if batch is None or (own and not own.splits) else min(run.micro_batch, len(batch[0]))
     if size > 1:
         return Fallback("micro_batch", size, (size + 1) // 2, f"out of memory {now}")
     where = "" if run.ranks is None else f" on rank {run.ranks.rank}"

@@ -51,14 +51,15 @@ class Progress:
         """Return whether to show `step`."""
         return self.mode != "off" and (time.perf_counter() >= self.next_s or step == self.total)
 
-    def update(self, step: int, step_s: float, loss: float, *, score: float, metric: str) -> None:
+    def update(self, step: int, step_s: float, loss: float, *, score: float | None, metric: str) -> None:
         """Show where the run is; `step_s` and `loss` are means since the last log point, `score` of the last batch."""
         now_s = time.perf_counter()
         self.next_s = now_s + UPDATE_EVERY_S[self.mode]
         self.began = self.began or (step, now_s)
         steps, elapsed_s = step - self.began[0], now_s - self.began[1]
         left = tqdm.format_interval((self.total - step) * (elapsed_s / steps if steps else step_s)) + " left"
-        text = f"loss {loss:.4f}, {metric} {score:.3f}{self.look}, {self.batch_size / step_s:.0f} samples/s"
+        scored = "" if score is None else f", {metric} {score:.3f}"
+        text = f"loss {loss:.4f}{scored}{self.look}, {self.batch_size / step_s:.0f} samples/s"
         self.gpu = gpu_state(self.device, "power_w", "utilisation")  # {} where NVML does not tell both
         if self.gpu:
             text += f", {self.gpu['power_w']:.0f} W, GPU {self.gpu['utilisation']:.0%} busy"

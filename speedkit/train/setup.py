@@ -22,7 +22,8 @@ from speedkit.plan import EffectivePlan, Fallback, Plan, resolve
 from speedkit.recipe import Recipe, learning_rates
 from speedkit.train import attention, checkpoint, compile, distributed, memory, precision
 from speedkit.train.history import History
-from speedkit.train.micro_batch import find_micro_batch, preallocate_for_longer
+from speedkit.train.loop import ALL
+from speedkit.train.micro_batch import micro_batch_for, preallocate_for_longer
 from speedkit.train.nonfinite import Recovery, StepGuard
 from speedkit.train.optimizer import build_optimizer
 from speedkit.train.progress import Progress, wanted
@@ -36,7 +37,8 @@ class TrainingRun:
     the checkpoint there. `strict` makes a field of the plan that cannot be honoured an error. `deterministic` asks CUDA
     for reproducible kernels (https://docs.pytorch.org/docs/stable/notes/randomness.html). `on_log` is called with each
     log point, as history.jsonl gets it (fit.report); of several ranks the first one does, and what it raises ends the
-    run. The first evaluation as good as `until` is the last. `endless` never stops nor evaluates: for measuring.
+    run. The first evaluation as good as `until` is the last. `verbose` says of each field why it falls back, however
+    many they are. `endless` never stops nor evaluates: for measuring.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class TrainingRun:
         progress: bool | str = "auto",
         on_log: Callable[[dict[str, float]], object] | None = None,
         until: float | None = None,
+        verbose: bool = False,
         endless: bool = False,
     ):
         began_s = time.perf_counter()
@@ -79,6 +82,7 @@ class TrainingRun:
         effective = choose_auto_settings(workload, own_recipe, effective, device=device)
         choices = [effective] if ranks is None else ranks.all_gather(effective)
         effective = min(choices, key=lambda choice: choice.plan.micro_batch or 0)
+        share = share if workload.own_loader is None else ALL  # a user's batches may be larger than their first one
         self.micro_batch = min(int(effective.plan.micro_batch or share), share)  # samples per forward pass, at most
 
         # Model and optimizer. A step calls the replica: the model, or what exchanges its gradients with other ranks.
@@ -146,7 +150,7 @@ class TrainingRun:
             write_text(self.writer.folder / "plan.yaml", to_yaml(plan))
         preallocate_for_longer(self)
         self.recovery.take_snapshot(self)
-        for note in filter(None, (*self.effective.fallbacks, getattr(self.train_batches.cache, "why", ""))):
+        for note in filter(None, (*self.effective.notes(verbose), getattr(self.train_batches.cache, "why", ""))):
             self.progress.say(f"  {note}")
         self.history.prepare_s = time.perf_counter() - began_s
 
@@ -182,6 +186,9 @@ def check_recipe(recipe: Recipe, workload: Workload) -> None:
     """Raise PlanError for what the loss of `workload` would silently ignore."""
     if not isinstance(recipe.batch_size, int):
         raise PlanError("batch_size=auto takes several trainings: let measure.quality.choose_batch_size find it")
+    if workload.own_loader is not None and recipe.batch_size != workload.own_loader.batch_size:
+        has = f"the loader of {workload.name} makes batches of {workload.own_loader.batch_size}"
+        raise PlanError(f"batch_size={recipe.batch_size}, and {has}: set it there")
     for name in ("label_smoothing", "focal_gamma", "mixup"):
         if (value := getattr(recipe, name)) and name not in workload.honours:
             raise PlanError(f"{name}={value} is not applied by workload {workload.name}: leave it at 0")
@@ -194,7 +201,7 @@ def choose_auto_settings(
     memory.keep_freed_memory()
     memory.set_allocator(effective.plan, device)
     if effective.plan.micro_batch == "auto":
-        search = find_micro_batch(workload, recipe, effective.plan, device=device, make_run=setup_run)
+        search = micro_batch_for(workload, recipe, effective.plan, device=device, make_run=setup_run)
         memory.release(device)  # what the search had allocated, in blocks cut for other sizes
         effective = effective.with_fallbacks(Fallback("micro_batch", "auto", search.micro_batch, search.why))
     return effective

@@ -9,7 +9,7 @@ from torch import nn
 
 from speedkit.config import nearest
 from speedkit.errors import UsageError
-from speedkit.workloads.workload import Workload, net_size, of_sample
+from speedkit.workloads.workload import Workload, net_size
 
 BUILT_IN = ("audio", "image", "speech", "text")  # each a function of the module of the same name
 
@@ -39,6 +39,8 @@ def load_workload(name: str, **options: Any) -> Workload:
         make = getattr(module, function_name)
         workload = make(**options) if callable(make) else make
         if isinstance(workload, tuple) and len(workload) == 2 and isinstance(workload[0], nn.Module):
+            from speedkit.workloads.yours import of_sample
+
             workload = of_sample(*workload)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise UsageError(f"workload {name!r} cannot be loaded: {error}") from error

@@ -1,16 +1,14 @@
 """What is trained, as plain functions, with the pipeline cut where a cache can cut it."""
 
-import copy
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from speedkit.config import nearest
+from speedkit.data.user_loader import LoaderItems
 from speedkit.errors import UsageError
 from speedkit.recipe import Recipe
 
@@ -66,7 +64,7 @@ class Workload:
     score: Callable[[Tensor, Batch], Tensor]  # outputs, batch -> [B], one score per sample; the metric is their mean
     metric: str = "accuracy"
     higher_is_better: bool = True
-    margin: float = 0.02  # results that differ by less count as equally good
+    margin: float | None = 0.02  # results that differ by less count as equally good; None: a share of what they are
     augment_waveform: Callable[[Tensor, torch.Generator], Tensor] | None = None  # random, of [B, T]
     augment: Callable[[Batch, torch.Generator], Batch] | None = None  # random, of features
     length: Callable[[Any], int] | None = None  # of an item's features, last dimension, undecoded; None: all the same
@@ -81,6 +79,11 @@ class Workload:
     quarantined: tuple[tuple[str, str], ...] = ()  # (path, why) of files left out before training
     validation: Sequence[Any] = ()  # items evaluated during training; the test set is then left to its end
 
+    @property
+    def own_loader(self) -> LoaderItems | None:
+        """What stands for the items where their author's loader makes the batches; None where there are items."""
+        return self.train if isinstance(self.train, LoaderItems) else None
+
 
 def hold_out(workload: Workload, share: float) -> Workload:
     """Return `workload` with a share of its training items for validation, of each label alike, the same every time."""
@@ -90,40 +93,3 @@ def hold_out(workload: Workload, share: float) -> Workload:
     taken = {order[number * len(train) // count] for number in range(count)}
     rest, held_out = ([train[i] for i in range(len(train)) if (i in taken) == held] for held in (False, True))
     return dataclasses.replace(workload, train=rest, validation=[*workload.validation, *held_out])
-
-
-def of_sample(model: nn.Module, sample: Any) -> Workload:
-    """Return a workload that learns from one batch over and over: what a step of `model` takes, without any data.
-
-    `sample` is a tensor, or a tuple or mapping of what the model takes. The loss is the `loss` of what the model
-    returns, or else the mean square of all its outputs.
-    """
-    given = dict(sample) if isinstance(sample, Mapping) else (sample,) if isinstance(sample, Tensor) else sample
-    on = functools.lru_cache(lambda device: tree_map_only(Tensor, lambda tensor: tensor.to(device), given))
-
-    def loss(model: nn.Module, batch: Batch, _: Recipe) -> tuple[Tensor, Tensor]:
-        inputs = on(batch[0].device)
-        outputs = model(**inputs) if isinstance(inputs, dict) else model(*inputs)
-        value = getattr(outputs, "loss", None)
-        if value is None:
-            tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
-            if not tensors:
-                raise UsageError(f"{type(model).__name__} returns no tensor that can be learned from")
-            value = torch.stack([tensor.float().square().mean() for tensor in tensors]).sum()
-        return value, value.detach()[None]
-
-    return Workload(
-        type(model).__name__,
-        Recipe(batch_size=1, epochs=None, steps=1000),
-        train=range(1000),
-        test=range(1),
-        load=torch.tensor,  # the number of a step, which nobody looks at
-        features=Tensor.contiguous,
-        target=int,
-        model=functools.partial(copy.deepcopy, model),
-        loss=loss,
-        score=lambda outputs, batch: outputs,
-        metric="loss",
-        higher_is_better=False,
-        cacheable=False,
-    )
