@@ -14,7 +14,7 @@ from speedkit.data.cache import FeatureCache
 from speedkit.data.decode import check_bad_share, with_decoder
 from speedkit.data.prefetch import prefetched
 from speedkit.data.sampler import BatchSampler, padded_frames
-from speedkit.data.user_loader import LoaderItems, LoaderSource, NestedBatch, mapped
+from speedkit.data.user_loader import LoaderItems, LoaderSource, NestedBatch, map_batch
 from speedkit.data.workers import BatchLoader, BatchMaker, item_name
 from speedkit.errors import SpeedkitError
 from speedkit.plan import Plan
@@ -181,7 +181,7 @@ class BatchStream:
         if bad:
             self.bad.update(bad)
             check_bad_share(self.bad, len(self.loader.maker.items))
-        return batch and mapped(batch, lambda tensor: tensor.to(self.device, non_blocking=self.plan.pin_memory))
+        return batch and map_batch(batch, lambda tensor: tensor.to(self.device, non_blocking=self.plan.pin_memory))
 
     def finish(self, batch: "Batch", step: int) -> "Batch":
         """Return what the loss takes: features, padded to one of few lengths where clips are bucketed."""

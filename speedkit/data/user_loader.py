@@ -34,14 +34,14 @@ class NestedBatch(tuple[Tensor, ...]):
     splits: bool  # whether parts of it are batches too: all tensors count the samples first, and nothing else could
 
 
-def nested(value: Any) -> NestedBatch:
+def nested_batch(value: Any) -> NestedBatch:
     """Return the batch of what torch's pytree can take apart, and of mappings; raise UsageError without a tensor."""
     leaves = tree_leaves(value)
     if kinds := {type(leaf) for leaf in leaves if isinstance(leaf, Mapping)}:  # such as what a tokenizer returns
         for kind in kinds:
             join = lambda values, keys, kind=kind: kind(dict(zip(keys, values, strict=True)))  # noqa: E731
             register_pytree_node(kind, lambda mapping: ([*mapping.values()], [*mapping]), join)
-        return nested(value)
+        return nested_batch(value)
     tensors = sorted((leaf for leaf in leaves if isinstance(leaf, Tensor)), key=lambda tensor: tensor.ndim == 0)
     if not tensors or not tensors[0].ndim:
         what = f"a batch ({type(value).__name__}) holds no tensor [B, ...]"
@@ -52,10 +52,10 @@ def nested(value: Any) -> NestedBatch:
     return batch
 
 
-def mapped(batch: tuple[Tensor, ...], function: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+def map_batch(batch: tuple[Tensor, ...], function: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
     """Return `batch` with `function` of each of its tensors."""
     if isinstance(batch, NestedBatch):
-        return nested(tree_map_only(Tensor, function, batch.value))
+        return nested_batch(tree_map_only(Tensor, function, batch.value))
     return tuple(map(function, batch))
 
 
@@ -143,11 +143,11 @@ class LoaderSource:
     def __iter__(self) -> Generator[tuple[NestedBatch, dict[str, str]], None, None]:
         training, seed = self.sampler.seed is not None, (self.sampler.seed or 0) * 1_000_003 + self.sampler.epoch
         if self.loader is None or isinstance(self.loader, Iterator):
-            self.loader = made = self.items.make(seed)
+            self.loader = loader = self.items.make(seed)
             generator = torch.Generator()  # of its workers' numbers: persistent ones do not draw for each epoch
-            self.generators = [generator, *filter(None, [getattr(made, "generator", None)])]
-            if training and is_plain(made):
-                self.loader = DataLoader(made.dataset, **loader_options(made, self.plan) | {"generator": generator})
+            self.generators = [generator, *filter(None, [getattr(loader, "generator", None)])]
+            if training and is_plain(loader):
+                self.loader = DataLoader(loader.dataset, **loader_options(loader, self.plan) | {"generator": generator})
         for generator in self.generators:
             generator.manual_seed(seed)
         state, end = self.generators[0].get_state(), object()
@@ -162,7 +162,7 @@ class LoaderSource:
             if batch is end:
                 break
             if number >= self.sampler.start:
-                yield nested(batch), {}
+                yield nested_batch(batch), {}
         self.iterator = iter(())
 
     @property

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from speedkit.data.augment import augment_batch
 from speedkit.data.loader import RANK, BatchStream
-from speedkit.data.user_loader import mapped
+from speedkit.data.user_loader import map_batch
 from speedkit.errors import SpeedkitError
 from speedkit.plan import CUDA_GRAPHS, Fallback
 from speedkit.train.checkpoint import save
@@ -157,7 +157,7 @@ def split(run: "TrainingRun", batch: Batch, stream: BatchStream) -> list[tuple[B
     """
     size = run.micro_batch
     slices = [slice(start, start + size) for start in range(0, len(batch[0]), size)]
-    parts = [batch] if len(slices) < 2 else [mapped(batch, operator.itemgetter(part)) for part in slices]
+    parts = [batch] if len(slices) < 2 else [map_batch(batch, operator.itemgetter(part)) for part in slices]
     if run.ranks is None:
         return [(part, True) for part in parts]
     own = len(parts) * stream.sampler.counts(stream.position)

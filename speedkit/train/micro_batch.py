@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from speedkit.clock import timed
 from speedkit.data.loader import BatchStream
-from speedkit.data.user_loader import mapped
+from speedkit.data.user_loader import map_batch
 from speedkit.errors import SpeedkitError
 from speedkit.hardware import free_bytes
 from speedkit.plan import Plan
@@ -133,17 +133,17 @@ def trial_of(run: "TrainingRun", batch_size: int) -> "MicroBatchTrial":
     """Return the trial of a run's optimizer steps on `batch_size` of the longest items."""
     longest = next(run.test_batches.one_epoch())
     # Some of the longest may be unreadable: others stand in for them.
-    batch = mapped(longest, operator.itemgetter(torch.arange(batch_size, device=run.device) % len(longest[0])))
+    batch = map_batch(longest, operator.itemgetter(torch.arange(batch_size, device=run.device) % len(longest[0])))
     batch_norm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in run.model.modules())
 
     def begin(size: int) -> tuple[int, Tensor]:
         run.optimizer.zero_grad(set_to_none=True)  # gradients are a part of a step's memory
         return size, run.last_loss  # freed by the step, it would make the profiler warn of memory it has not seen taken
 
-    def take_step(begun: tuple[int, Tensor], passes: int) -> None:
-        run.micro_batch = begun[0]
+    def take_step(start: tuple[int, Tensor], passes: int) -> None:
+        run.micro_batch = start[0]
         # Instead of one that is loaded.
-        run.batch = mapped(batch, operator.itemgetter(slice(passes * begun[0])))
+        run.batch = map_batch(batch, operator.itemgetter(slice(passes * start[0])))
         next(train(run))
 
     return MicroBatchTrial(take_step, begin, batch_size, run.device, batch_norm=batch_norm)
@@ -166,15 +166,15 @@ class MicroBatchTrial:
         began_s, smallest = time.perf_counter(), min(self.batch_size, 2 if self.batch_norm else 1)
         # In 1, 2, 4 ... parts, which are even.
         halves = {math.ceil(self.batch_size / (1 << power)) for power in range(self.batch_size.bit_length() + 1)}
-        tried = sorted(size for size in halves if size >= smallest)
+        candidates = sorted(size for size in halves if size >= smallest)
         # The random state is afterwards as before: whoever searches by hand trains as if nothing had been tried.
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             # The first step allocates the optimizer's state, which is no part of what a micro-batch takes.
-            self.fits(tried[0], math.inf)
+            self.fits(candidates[0], math.inf)
             self.peak_bytes.clear()
             if room_bytes is None:
                 room_bytes = ROOM * free_bytes(self.device) - self.reserved_bytes
-            sizes = list(itertools.takewhile(functools.partial(self.fits, room_bytes=room_bytes), tried))
+            sizes = list(itertools.takewhile(functools.partial(self.fits, room_bytes=room_bytes), candidates))
             if not sizes:
                 raise SpeedkitError("not even the longest items alone fit: take shorter ones, or checkpointing=blocks")
             rates = self.rates(sizes)
@@ -182,8 +182,8 @@ class MicroBatchTrial:
         if self.batch_norm:
             chosen, why = sizes[-1], "the largest, for batch norm"
         why = f"{why} of {', '.join(map(str, sizes))}"
-        if sizes != tried:
-            why = f"{why}; {tried[len(sizes)]} does not fit"
+        if sizes != candidates:
+            why = f"{why}; {candidates[len(sizes)]} does not fit"
         return MicroBatchSearch(chosen, sizes[-1], rates, self.peak_bytes, why, time.perf_counter() - began_s)
 
     def fits(self, size: int, room_bytes: float) -> bool:
