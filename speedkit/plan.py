@@ -214,7 +214,6 @@ def broken_rules(plan: Plan, hardware: Hardware, workload: "Workload | None", *,
     ddp, fsdp = (plan.ranks > 1 and plan.strategy == strategy for strategy in ("ddp", "fsdp"))
     step = plan.compile_scope == "step" and plan.compile != "off"
     half = "bf16" if hardware.supports("bf16") else "default"
-    in_tars = workload is not None and hasattr(getattr(next(iter(workload.train), None), "path", ""), "tar")
     slices = "the items are slices of memory, or decimal inputs with whole-number targets"
     padding = "lengths differ: features of padded waveforms would depend on the padding"
     rules = [  # field, what it is instead, when, and why
@@ -230,7 +229,7 @@ def broken_rules(plan: Plan, hardware: Hardware, workload: "Workload | None", *,
         ("cache", "off", items_in_memory, slices),
         ("features_on", "cpu", items_in_memory, slices),
         ("shards", False, items_in_memory, slices),
-        ("shards", False, in_tars, "the items lie in tars already"),
+        ("shards", False, workload is not None and workload.in_tars, "the items lie in tars already"),
         ("bucket", False, lengths_differ is False, "all items have one length: nothing is padded"),
         ("compile", "default", recorded_anew, "each length would be tuned and recorded anew: bucket makes them few"),
         ("features_on", "cpu", lengths_differ, padding),

@@ -84,6 +84,12 @@ class Workload:
         """What stands for the items where their author's loader makes the batches; None where there are items."""
         return self.train if isinstance(self.train, LoaderItems) else None
 
+    @property
+    def in_tars(self) -> bool:
+        """Whether the items are members of tars."""
+        first = None if self.own_loader else next(iter(self.train), None)
+        return hasattr(getattr(first, "path", None), "tar")
+
 
 def hold_out(workload: Workload, share: float) -> Workload:
     """Return `workload` with a share of its training items for validation, of each label alike, the same every time."""
