@@ -10,8 +10,6 @@ from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from pathlib import Path
 
-import soundfile
-
 from speedkit.data.decode import check_bad_share
 from speedkit.errors import UsageError
 from speedkit.files import atomic
@@ -81,6 +79,8 @@ def find_items(
     test_paths = choose_test_set(files, root, test_pattern=test_pattern, share=TEST_SHARE)
 
     # The header of each recording is read once; a file without one is left out, and named.
+    if kind != "image":
+        import soundfile  # an extra
     train, test = list[Item](), list[Item]()
     bad: dict[str, str] = {}
     for path in sorted(files):
