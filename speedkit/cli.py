@@ -17,12 +17,13 @@ import click
 import yaml
 from torch import nn
 
+from speedkit import __version__
 from speedkit.config import from_mapping, from_yaml, settings_of, spelling_of_today
 from speedkit.data.sources import write_quarantine
-from speedkit.errors import Interrupted, PlanError, SpeedkitError, UsageError
+from speedkit.errors import Interrupted, PlanError, SpeedkitError, UsageError, missing_extra
 from speedkit.files import claim_folder, write_json
-from speedkit.hardware import this_machine
-from speedkit.measure.provenance import notebooks_folder
+from speedkit.hardware import cache_root, this_machine
+from speedkit.measure.provenance import PACKAGE, notebooks_folder
 from speedkit.plan import PRESETS, Plan, resolve
 from speedkit.recipe import Recipe
 from speedkit.train import distributed
@@ -35,6 +36,7 @@ Values = dict[str, Any]  # what was typed, by option
 def main() -> NoReturn:
     """Run the command line; every failure is one sentence and an exit code, a traceback only with --debug."""
     signal.signal(signal.SIGTERM, _terminate)
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root() / "inductor"))  # kept: compiled once
     try:
         if sys.platform == "win32":
             raise UsageError("speedkit needs Linux or macOS: on Windows start it under WSL2 (the README says why)")
@@ -64,6 +66,8 @@ def _explained(error: Exception) -> tuple[int, str]:
         return error.exit_code, f"No such option {error.option_name!r}{hint}"
     if isinstance(error, click.ClickException):
         return error.exit_code, error.format_message()
+    if sentence := missing_extra(error):
+        return UsageError.exit_code, sentence
     return 1, f"{type(error).__name__}: {error} (--debug shows where)"
 
 
@@ -161,7 +165,7 @@ def find_trained(path: Path, workload: str | None, data: Values) -> tuple[Worklo
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True})
-@click.version_option(package_name="speedkit")
+@click.version_option(__version__)
 def commands() -> None:
     """Make PyTorch training as fast as this machine allows, with proof."""
 
@@ -216,19 +220,20 @@ def climb(workload: str, notebook: bool, **values: Any) -> None:
     """Climb the whole ladder on WORKLOAD; leave the winning plan, the record and a report."""
     from speedkit.climb import climb as climb_ladder
     from speedkit.notebooks import find_notebooks, run_notebook
+    from speedkit.show.frameworks import read_table
     from speedkit.show.report import in_short, write_report
 
+    [source], _ = find_notebooks(["90"]), read_table()  # what the report needs is there before the time is spent
     work, recipe = find_workload(workload, values)
     folder = values["out"]
     options = typed(values, "device", "cache_dir", "out", "resume", "budget_s", "rungs", "seeds", "horizon")
     record = climb_ladder(work, recipe=recipe, **options)
     write_report(record, folder / "report.html")
     if notebook:
-        [source] = find_notebooks(["90"])
         out = str(folder.resolve())
         parameters = {"workload": workload, "out": out, **typed(values, *DATA_FIELDS)}
-        environment = {"SPEEDKIT_RUN_DIR": out}
-        run_notebook(source, folder / "climb.ipynb", parameters, environment=environment, progress=False)
+        options = {"environment": {"SPEEDKIT_RUN_DIR": out}, "folder": Path.cwd(), "progress": False}
+        run_notebook(source, folder / "climb.ipynb", parameters, **options)
     if work.quarantined:
         write_quarantine(folder / "quarantine.csv", work.quarantined)
         click.echo(f"files left out: {len(work.quarantined)} (quarantine.csv says why)")
@@ -347,10 +352,7 @@ def run(names: tuple[str, ...], out: str, cluster: str | None, **values: Any) ->
     grid = {name: words.split(",") for name, _, words in (axis.partition("=") for axis in values["grid"])}
     if (cluster and not grid) or [""] in grid.values():
         raise UsageError("--sweep takes NAME=A,B,C, and --cluster runs its combinations")
-    parameters = dict(values["parameters"])
-    for name in parameters.keys() & {"data_dir", "labels", "out"}:  # notebooks run in a folder of their own
-        parameters[name] = os.path.abspath(parameters[name])
-    options: Values = {"parameters": parameters, "timeout_s": values["timeout_s"]}
+    options: Values = {"parameters": dict(values["parameters"]), "timeout_s": values["timeout_s"], "folder": Path.cwd()}
     failures = 0
     with notebooks.cluster_executor(cluster) if cluster else contextlib.nullcontext() as executor:
         for source in notebooks.find_notebooks(names):
@@ -367,6 +369,8 @@ def run(names: tuple[str, ...], out: str, cluster: str | None, **values: Any) ->
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def publish(words: tuple[str, ...]) -> int:
     """Run notebooks here for the repository: executed notebooks and records, and the README's tables."""
+    if notebooks_folder().is_relative_to(PACKAGE):
+        raise UsageError("publish writes into a checkout of speedkit's repository: clone it, and run make setup there")
     sys.path.insert(0, str(notebooks_folder()))  # publish.py is a script of the repository, not of the package
     script, parent = importlib.import_module("publish").command, click.get_current_context().parent
     return script.main(words, "publish", standalone_mode=False, parent=parent)

@@ -60,6 +60,17 @@ def test_a_run_gets_its_parameters_its_folder_and_this_interpreter(tmp_path, mon
     assert code == 0 and "WARNING" not in complaint
 
 
+def test_a_run_in_another_folder_finds_what_lies_there_and_beside_the_notebook(tmp_path):
+    for place in ("here", "there"):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / f"{place}.py").write_text(f"words = '{place}'")
+    path = plain(
+        tmp_path / "here" / "n.ipynb", "import here, there\nprint(here.words, there.words, open('there.py').read())"
+    )
+    out = run_notebook(path, tmp_path / "n.ipynb", folder=tmp_path / "there", progress=False)
+    assert outputs(out) == "here there words = 'there'\n"
+
+
 def test_one_notebook_runs_at_a_time_on_a_device(tmp_path):
     plain(tmp_path / "n.ipynb")
     program = "from speedkit.notebooks import run_notebook; run_notebook('n.ipynb', 'out.ipynb', progress=False)"

@@ -11,8 +11,6 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 
-import soundfile
-
 from speedkit.data.decode import check_bad_share
 from speedkit.data.shards import TarMember, members_by_path
 from speedkit.errors import UsageError
@@ -88,6 +86,8 @@ def find_items(
     test_paths = choose_test_set(files, root, test_pattern=test_pattern, share=TEST_SHARE)
 
     # The header of each recording is read once; a file without one is left out, and named.
+    if kind != "image":
+        import soundfile  # an extra
     train, test, validation = list[Item](), list[Item](), list[Item]()
     bad: dict[str, str] = {}
     for path in sorted(files):

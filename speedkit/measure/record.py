@@ -1,7 +1,9 @@
 """What a notebook run leaves behind: one record of what ran, on what, what came out, and how claims fared."""
 
 import functools
+import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -32,6 +34,8 @@ def start(notebook: str, modules: Sequence[str] = (), needs: Sequence[str] = (),
     `needs` are capabilities of `Hardware.supports`; `parameters` are the notebook's, all of them.
     `profile` "auto" is full on an NVIDIA or AMD GPU and cpu elsewhere; SPEEDKIT_PROFILE overrides it.
     """
+    if sys.platform == "linux":  # in Python 3.14 no longer the default, and others do not know a notebook's classes
+        multiprocessing.set_start_method("fork", force=True)
     run = NotebookRun(notebook, modules, parameters)
     commit = f"commit {run.record['commit']}" if run.record["commit"] else "no commit"
     commit += " with changes" if run.record["dirty"] else ""

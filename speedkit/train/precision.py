@@ -6,7 +6,6 @@ import dataclasses
 import torch
 from torch import nn
 
-from speedkit.errors import UsageError
 from speedkit.plan import Plan
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16, "fp8-emulated": torch.bfloat16}
@@ -49,14 +48,12 @@ def apply_float8(model: nn.Module, plan: Plan, scaling: str = "tensorwise") -> s
     `scaling` "tensorwise" those of gradients of e5m2, each tensor with one scale: the fastest recipe on every GPU that
     has units for it. "rowwise" has a scale per row and e4m3 throughout: an outlier spoils its own row only, for more
     work (Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433).
-    Return which layers stay in bf16. Raises UsageError without torchao.
+    Return which layers stay in bf16.
     """
     if not plan.precision.startswith("fp8"):
         return ""
-    try:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    except ImportError as error:
-        raise UsageError(f"precision={plan.precision} needs the package torchao: install the extra `quant`") from error
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # an extra
+
     layers = {n: layer for n, layer in model.named_modules() if isinstance(layer, nn.Linear | nn.modules.conv._ConvNd)}
     # Attention reads the weight of its output layer, of a class of its own, itself.
     linear = [name for name, layer in layers.items() if type(layer) is nn.Linear]
