@@ -53,8 +53,8 @@ fits = import sys, venv, ensurepip; (3, 11) <= sys.version_info[:2] <= (3, 14) o
 
 # Without a PYTHON of the user's own, the first Python that fits is taken. An environment that is half made, or that was
 # made in another folder, is made anew; a package whose installation was cut short (pip writes INSTALLER last) is
-# forgotten, so that it is installed again. uv, where there is one, installs the same in less time; where it fails (it does
-# not read pip's settings), pip goes on.
+# forgotten, so that it is installed again. uv, where there is one, installs the same in less time; where it fails, for it
+# does not read pip's settings, pip goes on.
 $(STAMP):
 	@set -e; found=; \
 	for python in $(if $(filter file,$(origin PYTHON)),$(PYTHON) python3.13 python3.12 python3.11 python3.14,"$(PYTHON)"); do \

@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # what an editor shows of the public names; when the program 
     from speedkit.train.prepare import prepare as prepare
     from speedkit.workloads import load_workload as load_workload
     from speedkit.workloads.yours import from_dataset as from_dataset
+    from speedkit.workloads.yours import from_loader as from_loader
 
 __version__ = "0.1.0"
 

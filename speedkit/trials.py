@@ -14,7 +14,7 @@ import torch
 
 from speedkit.ceilings import matmul_rates
 from speedkit.data.sampler import BatchSampler, padded_frames
-from speedkit.errors import Interrupted, UsageError
+from speedkit.errors import Interrupted, UsageError, missing_extra
 from speedkit.files import finite, read_json, write_json
 from speedkit.hardware import Hardware
 from speedkit.ladder import Change, Rung, changed, plan_of, predict, text
@@ -96,7 +96,7 @@ class ClimbState:
         except Interrupted:
             raise
         except Exception as error:
-            return f"failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            return missing_extra(error) or f"failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def compare_with_itself(job: ClimbState) -> Row:

@@ -14,11 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch._inductor.utils import fresh_cache
 from torch.utils.data import DataLoader, TensorDataset
 
 import speedkit as package
 from speedkit import cli
 from speedkit.config import settings_of
+from speedkit.hardware import cache_root
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 
@@ -59,6 +62,15 @@ def test_hardware_shows_facts_reasons_and_measured_ceilings(speedkit):
     assert "CUDA GPU" in card["cannot"]["cuda_graphs"] and "FLOP/s (median" in card["ceilings"]["matmul_fp32"]
     facts = json.loads(speedkit("hardware", "--device", "cpu", "--json")[1])
     assert facts["ram_bytes"] == card["ram_bytes"] and facts["ceilings"]["memcpy"]["value"] > 0
+
+
+def test_compiled_code_is_kept_between_runs_and_cold_where_that_is_measured(speedkit, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "here")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    speedkit("--version")
+    assert cache_dir() == str(cache_root() / "inductor")
+    with fresh_cache():
+        assert cache_dir() != str(cache_root() / "inductor")
 
 
 def test_every_field_has_an_option_with_its_help(speedkit):

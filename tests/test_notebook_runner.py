@@ -55,7 +55,7 @@ def test_a_run_gets_its_parameters_its_folder_and_this_interpreter(tmp_path, mon
     words = ["run", "21", "-p", "batch_size", "8", "-p", "sizes", "5", "--timeout", "1m", "--out", tmp_path / "new"]
     code, printed, complaint = speedkit(*words)
     [out] = (tmp_path / "new").iterdir()
-    assert outputs(out).strip() == f"8 [5] None {tmp_path} {sys.executable}"
+    assert outputs(out).strip() == f"8 [5] None {Path.cwd()} {sys.executable}"
     assert printed.splitlines() == [*(f"21_n: cell {number}" for number in (1, 2, 3)), str(out)]
     assert code == 0 and "WARNING" not in complaint
 

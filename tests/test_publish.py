@@ -18,6 +18,7 @@ from speedkit.measure import provenance
 from speedkit.measure.record import read_notebook
 
 HERE = device_slug(this_machine().as_dict())
+COMMIT = provenance.commit
 
 
 @pytest.fixture()
@@ -28,7 +29,7 @@ def folder(tmp_path, monkeypatch):
     check_notebooks.whole(notebooks / "21_tiny.ipynb")
     check_notebooks.whole(notebooks / "22_bad.ipynb", "raise RuntimeError('no luck')")
     monkeypatch.setenv("SPEEDKIT_NOTEBOOKS", str(notebooks))
-    monkeypatch.setattr(provenance, "PACKAGE", tmp_path)  # a package that no commit holds
+    monkeypatch.setattr(provenance, "commit", lambda: (None, None))  # a package that no commit holds
     monkeypatch.chdir(tmp_path)
     return notebooks
 
@@ -91,6 +92,7 @@ def test_changes_of_the_package_since_the_commit_are_refused(folder, monkeypatch
     package.mkdir()
     (package / "__init__.py").touch()
     monkeypatch.setattr(provenance, "PACKAGE", package)
+    monkeypatch.setattr(provenance, "commit", COMMIT)
     git("init")
     git("add", "speedkit")
     git("commit", "--no-verify", "-m", "first")

@@ -16,7 +16,7 @@ from speedkit.workloads.workload import Workload, net_size
 
 BUILT_IN = ("audio", "image", "speech", "text")  # each a function of the module of the same name
 # The package that each takes which is built for some releases of torch, and for which.
-BUILT_FOR = {"image": ("torchvision", "the release that pip names with it")}
+BUILT_FOR = {"image": ("torchvision", "the torch that pip installs together with it")}
 BUILT_FOR |= dict.fromkeys(("audio", "speech"), ("torchaudio", "torch 2.11 to 2.14, but no build for CPUs alone"))
 
 

@@ -16,7 +16,7 @@ from speedkit.data.decode import BadItem
 from speedkit.data.user_loader import WITHOUT_LENGTH, loader_items
 from speedkit.errors import UsageError
 from speedkit.recipe import Recipe
-from speedkit.workloads import residual
+from speedkit.workloads.residual import score as right_class
 from speedkit.workloads.workload import Batch, Workload
 
 
@@ -78,7 +78,7 @@ def from_dataset(
         target=target,
         model=functools.partial(copy.deepcopy, model) if isinstance(model, nn.Module) else model,
         loss=batch_loss,
-        score=residual.score if score is None else lambda outputs, batch: score(outputs, batch[1]),
+        score=right_class if score is None else lambda outputs, batch: score(outputs, batch[1]),
         validation=validation_samples,
         **fields | others,
     )
