@@ -17,6 +17,7 @@ import speedkit
 from speedkit.files import read_json
 
 PACKAGE = Path(speedkit.__file__).parent
+ROOT = PACKAGE.parent
 SHIPPED = PACKAGE / "notebooks_data"  # in an installed package; a checkout has notebooks/ beside the package
 
 
@@ -40,7 +41,7 @@ def module_sha256(name: str) -> str:
     `name` is dotted and begins at the repository: "speedkit.train", "notebooks.claims".
     """
     place, *names = name.split(".")
-    path = (notebooks_folder() if place == "notebooks" else PACKAGE).joinpath(*names)
+    path = (notebooks_folder() if place == "notebooks" else ROOT / place).joinpath(*names)
     folder, files = (path, sorted(path.rglob("*.py"))) if path.is_dir() else (path.parent, [path.with_suffix(".py")])
     return _sha256([f"{file.relative_to(folder)}\0{strip_comments(file.read_text('utf-8'))}" for file in files])
 
@@ -81,5 +82,5 @@ def commit() -> tuple[str | None, bool | None]:
 
 def notebooks_folder() -> Path:
     """Return the folder of the numbered notebooks: SPEEDKIT_NOTEBOOKS, else that in or beside the package."""
-    own = SHIPPED if SHIPPED.exists() else PACKAGE.parent / "notebooks"
+    own = SHIPPED if SHIPPED.exists() else ROOT / "notebooks"
     return Path(os.environ.get("SPEEDKIT_NOTEBOOKS") or own).resolve()
