@@ -48,8 +48,9 @@ def publish(
 ) -> dict[str, str]:
     """Run the notebooks `names` here, in their auto profile, and write them and their records to `out`.
 
-    None is all of them, the climb first and on each workload. What is published from the same code is left as it is,
-    and none starts when `budget_s` is spent. With `workload` only the record is written, as NN_name-workload.json.
+    None is all of them, the climb first and on each workload. What is published from the same code is left as it is.
+    After the first, none starts that took longer before than is left of `budget_s`. With `workload` only the record is
+    written, as NN_name-workload.json.
     Return what became of each by its name. Raises SpeedkitError for a busy GPU, and for changes since the commit that
     records would name.
     """
@@ -60,12 +61,13 @@ def publish(
     name, dirty = commit()
     if dirty:
         raise SpeedkitError(f"the package differs from commit {name}, which the records would name: commit it first")
-    end_s, outcomes = time.monotonic() + (budget_s or math.inf), {}
+    end_s, outcomes = time.monotonic() + (budget_s or math.inf), dict[str, str]()
     for source in sources:
         for word in ("", *WORKLOADS) if names is None and source.name == CLIMB else (workload,):
             name = f"{source.stem}-{word}" if word else source.stem
+            left_s = math.inf if "published" not in outcomes.values() else end_s - time.monotonic()
             try:
-                outcomes[name] = publish_one(source, name, Path(out or notebooks_folder()), end_s=end_s)
+                outcomes[name] = publish_one(source, name, Path(out or notebooks_folder()), left_s=left_s)
             except SpeedkitError as error:
                 outcomes[name] = f"failed: {error}"
     return outcomes

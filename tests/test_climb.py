@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from torch import nn
 
 from speedkit import climb as climb_function
-from speedkit.climb import ablate, final_comparison, payback
+from speedkit.climb import ablate, final_comparison, larger_batch, payback
 from speedkit.clock import compilations
 from speedkit.errors import Interrupted, UsageError
 from speedkit.files import read_json
@@ -25,7 +26,9 @@ from speedkit.measure.compare import compare
 from speedkit.measure.quality import fold, naive_curves_file, parity, quality_of, time_to_quality
 from speedkit.measure.schema import validate_record
 from speedkit.plan import Plan
+from speedkit.show.report import batch_in_words
 from speedkit.trials import NAME, ClimbState, Trial, candidates, measure
+from speedkit.workloads import load_workload
 
 CPU = Hardware(device=torch.device("cpu"), cores=2, cpu_flags=("avx512_bf16",), compiler="g++", python_headers=True)
 GPU = dataclasses.replace(CPU, device=torch.device("cuda"), gpu="H200", compute_capability=(9, 0), triton=True)
@@ -77,6 +80,7 @@ def test_a_prediction_goes_by_the_share_of_the_step_that_a_change_acts_on(change
     assert predict(change, SHARES, frames=2.0, matmul=3.0) == pytest.approx((low, high))
 
 
+NORMALISED = dataclasses.replace(tiny.points(), model=lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(1, 4)))
 CACHED, WITHOUT_BF16 = Plan(cache="disk"), dataclasses.replace(CPU, cpu_flags=())
 
 
@@ -89,6 +93,10 @@ CACHED, WITHOUT_BF16 = Plan(cache="disk"), dataclasses.replace(CPU, cpu_flags=()
         ("shards", CACHED, {}, "features are cached: no file is read any more"),
         ("channels_last", Plan(), {}, "the model has no two-dimensional convolution"),
         ("precision", Plan(), {"hardware": WITHOUT_BF16}, "bf16 needs a CPU with one of .*"),
+        ("channels_last", Plan(), {"work": NORMALISED, "hardware": GPU}, "CUDA's group normalisation undoes it .*"),
+        ("channels_last", Plan(compile="default"), {"work": NORMALISED, "hardware": GPU}, ""),
+        ("channels_last", Plan(), {"work": NORMALISED}, ""),
+        ("fp8", Plan(precision="bf16", compile="default"), {"hardware": GPU}, "the model has no linear layer that .*"),
         ("host_syncs", Plan(fused_optimizer=True), {}, "not tried: it could gain 1.000 at most"),
         ("compile", Plan(), {"horizon": 100}, "not tried: compiling .* would save 2 s of 100 steps .* --horizon STEPS"),
     ],
@@ -98,6 +106,39 @@ def test_what_need_not_be_tried_says_why(rung, best, options, why):
     of.stages |= {"matmul": {}, f"ledger of {text(changed(best))}": {"rows": rows, "step_s": 0.2}}
     (candidate,) = candidates(of, named([rung]), best)
     assert re.fullmatch(why, candidate.why)
+
+
+def test_what_compiling_takes_is_known_once_something_was_compiled():
+    of, rows = job(horizon=1000), [{"cause": cause, "share": share} for cause, share in SHARES.items()]
+    of.stages |= {"matmul": {}, f"ledger of {text({})}": {"rows": rows, "step_s": 0.5}}
+    assert candidates(of, named(["compile"]), Plan())[0].why == ""
+    of.stages["rung compile: compile=default"] = {"compile_s": 200.0}
+    assert "about 200 s" in candidates(of, named(["compile"]), Plan())[0].why
+
+
+@pytest.mark.parametrize(
+    ("work", "flash", "cudnn"),
+    [
+        (functools.partial(tiny.points, train=64), *2 * ["it runs by no kernel as it is"]),
+        (functools.partial(load_workload, "text", size="tiny", clips=16), "it runs by flash as it is", ""),
+    ],
+    ids=["without attention", "text"],
+)
+def test_an_attention_kernel_is_tried_where_pytorch_runs_another_by_itself(work, flash, cudnn):
+    of = job(work(), hardware=GPU)
+    rows = [{"cause": "forward", "share": 1.0}]
+    of.stages |= {"matmul": {}, f"ledger of {text({})}": {"rows": rows, "step_s": 0.2}}
+    why = {trial.change: trial.why for trial in candidates(of, named(["attention"]), Plan())}
+    assert why == {"attention=cudnn": cudnn, "attention=flash": flash}
+
+
+def test_a_larger_batch_is_tried_on_a_gpu_that_has_time_left():
+    work = tiny.points(train=640, test=64, epochs=2)
+    assert larger_batch(job(work), Plan(), 1e-3) == [], "a CPU's cores are busy as it is"
+    assert larger_batch(job(work, hardware=GPU, budget_s=1.0), Plan(), 1e-2) == []
+    (row,) = larger_batch(job(work, hardware=GPU, seeds=2), Plan(), 1e-3)
+    assert row["batch_size"] == 2 * work.recipe.batch_size and row["learning_rate"] > work.recipe.learning_rate
+    assert f"batch_size={row['batch_size']} " in batch_in_words(row) and "curves" not in row
 
 
 # ---- parity, quality, payback ----

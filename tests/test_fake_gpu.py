@@ -4,14 +4,19 @@ A tensor that is left behind on the CPU, or two number formats that do not go to
 """
 
 import contextlib
+import itertools
 
 import pytest
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchao.float8 import Float8LinearConfig
 
 from speedkit import Plan, load_workload
+from speedkit.ceilings import _calls
 from speedkit.data.loader import BatchStream
+from speedkit.hardware import Hardware
 from speedkit.workloads.residual import GroupNorm
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a real one shows more: the other tests take it")
@@ -73,6 +78,53 @@ def test_a_step_finds_all_it_needs_on_the_gpu(made, fake_gpu, name, dtype):
             loss, outputs = workload.loss(model, fake, workload.recipe)
         score = workload.score(outputs, fake)
     assert {tensor.device.type for tensor in (loss, score)} == {"cuda"} and loss.dtype == torch.float32
+
+
+# Operators for which CUDA has no deterministic kernel, of those that nets like ours may call: see
+# https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html
+NOT_DETERMINISTIC = {
+    "nll_loss2d",
+    "adaptive_avg_pool2d_backward",
+    "adaptive_max_pool2d_backward",
+    "avg_pool3d_backward",
+}
+NOT_DETERMINISTIC |= {
+    "grid_sampler_2d_backward",
+    "upsample_bilinear2d_backward",
+    "reflection_pad1d_backward",
+    "bincount",
+}
+NOT_DETERMINISTIC |= {"reflection_pad2d_backward", "replication_pad1d_backward", "kthvalue", "median", "put", "histc"}
+
+
+class Operators(TorchDispatchMode):
+    """Notes the names of all operators inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.names.add(operation.overloadpacket.__name__.removesuffix("_forward"))
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_step_takes_no_operator_without_a_deterministic_kernel(made, fake_gpu, name):
+    workload, batch = made[name]
+    generator = torch.Generator().manual_seed(0)
+    with Operators() as seen:
+        augmented = workload.augment(batch, generator)
+        workload.loss(workload.model(), augmented, workload.recipe)[0].backward()
+    assert {"mm", "convolution"} & seen.names and not seen.names & NOT_DETERMINISTIC
+
+
+def test_the_ceiling_of_8_bits_adds_up_as_a_trainings_products_do(fake_gpu):
+    hopper = Hardware(torch.device("cuda"), compute_capability=(9, 0))
+    with fake_gpu:
+        (multiply,) = (call for name, call, *_ in itertools.islice(_calls(hopper), 5) if name == "matmul_fp8")
+    training = Float8LinearConfig.from_recipe_name("tensorwise").gemm_config_output
+    assert multiply.keywords["use_fast_accum"] == training.use_fast_accum
 
 
 @pytest.mark.parametrize("name", ["audio", "image"])  # text keeps tensors per device: those of the CPU are others' too

@@ -6,9 +6,9 @@ from collections import Counter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from speedkit.plan import Plan
+from speedkit.plan import CUDA_GRAPHS, Plan
 from speedkit.workloads.workload import Loss, Workload
 
 BACKEND = "inductor"
@@ -48,7 +48,14 @@ def compile_step(workload: Workload, optimizer: torch.optim.Optimizer, plan: Pla
         update = inspect.unwrap(type(optimizer).step)  # what torch wraps the step in breaks the graph
         update = torch.compile(update, fullgraph=True, dynamic=False, backend=BACKEND, mode=plan.compile)
         optimizer.step = functools.partial(torch.no_grad()(update), optimizer)  # type: ignore[method-assign]
-    return torch.compile(workload.loss, **_options(plan, workload))
+    loss = torch.compile(workload.loss, **_options(plan, workload))
+    return functools.partial(_copied, loss) if plan.compile in CUDA_GRAPHS else loss
+
+
+def _copied(loss: Loss, *arguments: Any) -> tuple[Tensor, Tensor]:
+    """Return what `loss` returns, its mean as a copy: log points read it later, and a replay writes over it."""
+    mean, outputs = loss(*arguments)
+    return mean.clone(), outputs
 
 
 def remove_compile(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

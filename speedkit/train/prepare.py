@@ -23,7 +23,7 @@ LOADER_OPTIONS = {"workers": "num_workers"} | {
 }
 COPIED_OPTIONS = ("collate_fn", "generator", "worker_init_fn", "timeout", "multiprocessing_context", "in_order")
 IN_THE_MODEL = ("precision", "compile", "compile_scope", "channels_last", "attention", "checkpointing")
-APPLIED = (*LOADER_OPTIONS, *IN_THE_MODEL, "fused_optimizer", "allocator")
+APPLIED = (*LOADER_OPTIONS, *IN_THE_MODEL, "fused_optimizer", "allocator", "cudnn_benchmark")
 DEFAULTS = dataclasses.asdict(Plan())
 
 
@@ -45,6 +45,7 @@ def prepare(  # noqa: PLR0917  # the order in which every loop has them
 
     if applied.precision != DEFAULTS["precision"]:
         precision.set_matmul_precision(applied)
+    torch.backends.cudnn.benchmark |= applied.cudnn_benchmark
     memory.set_allocator(applied, device)
     if applied.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
