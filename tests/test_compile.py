@@ -172,6 +172,28 @@ def test_a_failure_to_compile_costs_nothing_but_the_speed(quick, monkeypatch, sc
     assert "planted" in fallback["why"] and history.as_dict()["plan_effective"]["compile"] == "off"
 
 
+def flipped(batch, generator):
+    inputs, targets = batch
+    return torch.where(torch.rand(len(inputs), 1, generator=generator) < 0.5, -inputs, inputs) * 0.5, targets
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_on_a_gpu_scope_step_compiles_augmentation_too_and_its_failure_costs_nothing(quick, monkeypatch, fails):
+    workload = dataclasses.replace(points(train=40), augment=flipped)
+    eager = course(workload).loss
+    plan, watch = Plan(compile="default", compile_scope="step", log_every=1), CompileWatch()
+    assert compile.compile_augment(workload, plan, torch.device("cpu")) is workload
+    with contextlib.closing(setup_run(workload, plan=plan, device="cpu", progress=False)) as run:
+        if fails:
+            monkeypatch.setattr(compile, "BACKEND", broken_backend(["forward"]))
+        run.augmenting = compile.compile_augment(workload, plan, torch.device("cuda"))
+        for _ in steps(run):
+            pass
+    assert run.history.loss == pytest.approx(eager, rel=1e-4)
+    assert watch.report().graphs > 3 or fails, "beside the model with its loss, and the update"
+    assert bool(run.effective.fallbacks) == fails and (run.augmenting is run.workload) == fails
+
+
 def test_an_error_of_the_users_own_is_raised(quick):
     with pytest.raises(KeyError, match="mine"):
         course(limited(stacked(), 0, raises=KeyError("mine")), compile="default")
