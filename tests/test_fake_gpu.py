@@ -15,6 +15,7 @@ from torchao.float8 import Float8LinearConfig
 
 from speedkit import Plan, load_workload
 from speedkit.ceilings import _calls
+from speedkit.data.cache import open_cache, select
 from speedkit.data.loader import BatchStream
 from speedkit.hardware import Hardware
 from speedkit.workloads.residual import GroupNorm
@@ -155,3 +156,34 @@ def test_group_norm_stays_in_the_format_of_its_input(fake_gpu, dtype):
     assert list(ours.state_dict()) == list(pytorchs.state_dict())
     on_cpu = torch.randn(2, 8, 4, 4)
     assert torch.equal(GroupNorm(1, 8)(on_cpu), nn.GroupNorm(1, 8)(on_cpu))
+
+
+class Copies(Operators):
+    """Notes of each copy to the GPU whether the host goes on, and of each new tensor whether it is page-locked."""
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        for name in ("non_blocking", "pin_memory"):
+            if (value := (kwargs or {}).get(name)) is not None:
+                self.names.add(f"{name}={value}")
+        return operation(*args, **(kwargs or {}))
+
+
+def test_rows_in_ram_go_to_the_gpu_out_of_page_locked_memory_and_nothing_waits(fake_gpu):
+    with fake_gpu:
+        values, places = torch.zeros(10, 3), torch.tensor([1, 4])
+        with Copies() as seen:
+            rows = select(values, places, torch.device("cuda"))
+    assert rows.device.type == "cuda" and rows.shape == (2, 3)
+    assert seen.names == {"non_blocking=True", "pin_memory=True"}
+
+
+def test_the_order_of_an_epoch_is_sent_to_the_device_once(made, tmp_path):
+    workload, _ = made["audio"]
+    plan, cpu = Plan(cache="ram"), torch.device("cpu")
+    cache = open_cache(workload, workload.train, plan, cache_dir=tmp_path)
+    stream = BatchStream(workload, workload.train, plan, batch_size=4, seed=0, device=cpu, cache=cache)
+    stream.device = torch.device("meta")  # which holds no numbers, and needs no GPU
+    hosts, places = zip(*stream.cached(stream.sampler.batches()), strict=True)
+    assert [len(place) for place in places] == [len(host) for host in hosts] and len(hosts) > 2
+    assert {place.device.type for place in places} == {"meta"}
+    assert len({place.untyped_storage()._cdata for place in places}) == 1, "all are parts of one tensor"
