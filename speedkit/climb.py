@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -125,7 +126,7 @@ def climb_rungs(job: ClimbState, rungs: Sequence[Rung]) -> Row:
         "resolution": control["resolution"],
         "step_s": step_s,
         "payback": job.once("payback", payback, job, best, compile_s=compile_s, step_s=step_s),
-        "larger_batch": job.once("larger batch", larger_batch, job, best, step_s["final"]),
+        "larger_batch": job.once("larger batch", larger_batch, job, best),
         "ledgers": {name: job.ledger(plan) for name, plan in plans.items()},
         # Last: what looks into each operator of a step leaves compiled code switched off.
         "roofline": {
@@ -251,12 +252,13 @@ def train_seeds(job: ClimbState, curves: Curves, plans: dict[str, Plan], *, trai
     return quality
 
 
-def larger_batch(job: ClimbState, best: Plan, step_s: float) -> list[Row]:
+def larger_batch(job: ClimbState, best: Plan) -> list[Row]:
     """Return how long the `best` plan takes to one quality with twice the batch, where a GPU has time left for it.
 
     That changes what is learned, so it is no rung. A CPU computes a sample of a larger batch no sooner.
     """
-    needed_s = 2 * job.seeds * job.recipe.total_steps(len(job.workload.train), drop_last=False) * step_s
+    trainings_s = [row["seconds"] for stage, row in job.stages.items() if stage.startswith("training, final")]
+    needed_s = 2 * job.seeds * max(trainings_s, default=math.inf)
     if job.hardware.device.type == "cpu" or job.spent_s() + needed_s > job.budget_s:
         return []
     options = {"factors": (2,), "seeds": job.seeds, "say": job.say, **job.options}

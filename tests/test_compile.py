@@ -186,12 +186,12 @@ def test_on_a_gpu_scope_step_compiles_augmentation_too_and_its_failure_costs_not
     with contextlib.closing(setup_run(workload, plan=plan, device="cpu", progress=False)) as run:
         if fails:
             monkeypatch.setattr(compile, "BACKEND", broken_backend(["forward"]))
-        run.augmenting = compile.compile_augment(workload, plan, torch.device("cuda"))
+        run.augmenter = compile.compile_augment(workload, plan, torch.device("cuda"))
         for _ in steps(run):
             pass
     assert run.history.loss == pytest.approx(eager, rel=1e-4)
     assert watch.report().graphs > 3 or fails, "beside the model with its loss, and the update"
-    assert bool(run.effective.fallbacks) == fails and (run.augmenting is run.workload) == fails
+    assert bool(run.effective.fallbacks) == fails and (run.augmenter is run.workload) == fails
 
 
 def test_an_error_of_the_users_own_is_raised(quick):

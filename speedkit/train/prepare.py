@@ -43,9 +43,10 @@ def prepare(  # noqa: PLR0917  # the order in which every loop has them
     effective = plan_for_loop(plan, optimizer, loader, hardware=this_machine(device))
     applied = effective.plan
 
+    cudnn_benchmark = torch.backends.cudnn.benchmark or applied.cudnn_benchmark
     if applied.precision != DEFAULTS["precision"]:
         precision.set_matmul_precision(applied)
-    torch.backends.cudnn.benchmark |= applied.cudnn_benchmark
+    torch.backends.cudnn.benchmark = cudnn_benchmark
     memory.set_allocator(applied, device)
     if applied.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
