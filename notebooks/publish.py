@@ -252,7 +252,7 @@ def markdown_table(head: list[str], rows: list[list[str]]) -> str:
 @click.argument("names", nargs=-1, metavar="[NOTEBOOK]...")
 @click.option("--all", "everything", is_flag=True, help="every notebook")
 @click.option("--out", help="folder to write to (the notebooks' own)")
-@click.option("--budget", "budget_s", type=seconds, metavar="TIME", help="start none after this, nor what does not fit into the rest")
+@click.option("--budget", "budget_s", type=seconds, metavar="TIME", help="start none that does not fit into it")
 @click.option("--workload", default="", help="write only the record, of this workload")
 @click.option("--import", "source", help="take in what another machine published to this folder")
 def command(names: tuple[str, ...], everything: bool, source: str | None, **values: Any) -> int:

@@ -81,43 +81,32 @@ def test_a_step_finds_all_it_needs_on_the_gpu(made, fake_gpu, name, dtype):
     assert {tensor.device.type for tensor in (loss, score)} == {"cuda"} and loss.dtype == torch.float32
 
 
-# Operators for which CUDA has no deterministic kernel, of those that nets like ours may call: see
+# Of the operators without a deterministic kernel, those that nets like ours may call, up to their last part: see
 # https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html
-NOT_DETERMINISTIC = {
-    "nll_loss2d",
-    "adaptive_avg_pool2d_backward",
-    "adaptive_max_pool2d_backward",
-    "avg_pool3d_backward",
-}
-NOT_DETERMINISTIC |= {
-    "grid_sampler_2d_backward",
-    "upsample_bilinear2d_backward",
-    "reflection_pad1d_backward",
-    "bincount",
-}
-NOT_DETERMINISTIC |= {"reflection_pad2d_backward", "replication_pad1d_backward", "kthvalue", "median", "put", "histc"}
+NOT_DETERMINISTIC = "nll_loss2d adaptive_avg_pool2d adaptive_max_pool2d upsample_bilinear2d reflection_pad1d put histc"
 
 
 class Operators(TorchDispatchMode):
-    """Notes the names of all operators inside."""
+    """Notes the operators inside, and of each tensor whether it is copied without waiting or page-locked."""
 
     def __init__(self):
         super().__init__()
-        self.names = set()
+        self.names, self.options = set(), set()
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        self.names.add(operation.overloadpacket.__name__.removesuffix("_forward"))
+        self.names.add(operation.overloadpacket.__name__.rpartition("_")[0])
+        self.options |= {*(kwargs or {}).items()} & {("non_blocking", True), ("pin_memory", True)}
         return operation(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("name", SIZES)
 def test_a_step_takes_no_operator_without_a_deterministic_kernel(made, fake_gpu, name):
     workload, batch = made[name]
-    generator = torch.Generator().manual_seed(0)
     with Operators() as seen:
-        augmented = workload.augment(batch, generator)
-        workload.loss(workload.model(), augmented, workload.recipe)[0].backward()
-    assert {"mm", "convolution"} & seen.names and not seen.names & NOT_DETERMINISTIC
+        batch = workload.augment(batch, torch.Generator().manual_seed(0))
+        workload.loss(workload.model(), batch, workload.recipe)[0].backward()
+    assert "nll_loss" in seen.names or name in ("audio", "image")
+    assert not seen.names & {*NOT_DETERMINISTIC.split()}
 
 
 def test_the_ceiling_of_8_bits_adds_up_as_a_trainings_products_do(fake_gpu):
@@ -158,23 +147,12 @@ def test_group_norm_stays_in_the_format_of_its_input(fake_gpu, dtype):
     assert torch.equal(GroupNorm(1, 8)(on_cpu), nn.GroupNorm(1, 8)(on_cpu))
 
 
-class Copies(Operators):
-    """Notes of each copy to the GPU whether the host goes on, and of each new tensor whether it is page-locked."""
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        for name in ("non_blocking", "pin_memory"):
-            if (value := (kwargs or {}).get(name)) is not None:
-                self.names.add(f"{name}={value}")
-        return operation(*args, **(kwargs or {}))
-
-
 def test_rows_in_ram_go_to_the_gpu_out_of_page_locked_memory_and_nothing_waits(fake_gpu):
     with fake_gpu:
         values, places = torch.zeros(10, 3), torch.tensor([1, 4])
-        with Copies() as seen:
+        with Operators() as seen:
             rows = select(values, places, torch.device("cuda"))
-    assert rows.device.type == "cuda" and rows.shape == (2, 3)
-    assert seen.names == {"non_blocking=True", "pin_memory=True"}
+    assert rows.device.type == "cuda" and seen.options == {("non_blocking", True), ("pin_memory", True)}
 
 
 def test_the_order_of_an_epoch_is_sent_to_the_device_once(made, tmp_path):
@@ -184,6 +162,7 @@ def test_the_order_of_an_epoch_is_sent_to_the_device_once(made, tmp_path):
     stream = BatchStream(workload, workload.train, plan, batch_size=4, seed=0, device=cpu, cache=cache)
     stream.device = torch.device("meta")  # which holds no numbers, and needs no GPU
     hosts, places = zip(*stream.cached(stream.sampler.batches()), strict=True)
-    assert [len(place) for place in places] == [len(host) for host in hosts] and len(hosts) > 2
-    assert {place.device.type for place in places} == {"meta"}
-    assert len({place.untyped_storage()._cdata for place in places}) == 1, "all are parts of one tensor"
+    assert [len(place) for place in places if place.is_meta] == [len(host) for host in hosts]
+    assert len(hosts) > 1 == len({place.untyped_storage()._cdata for place in places}) == 1, (
+        "all are parts of one tensor"
+    )
