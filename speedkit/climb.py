@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import io
 import itertools
+import math
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +18,15 @@ from speedkit.files import claim_folder, read_json, write_json, write_text
 from speedkit.hardware import cache_root, this_machine
 from speedkit.ladder import Rung, acts_on, changed, named, plan_of, text
 from speedkit.measure.ledger import Ledger
-from speedkit.measure.quality import Curves, curve, fold, naive_curves_file, quality_of, time_to_quality
+from speedkit.measure.quality import (
+    Curves,
+    choose_batch_size,
+    curve,
+    fold,
+    naive_curves_file,
+    quality_of,
+    time_to_quality,
+)
 from speedkit.measure.record import NotebookRun
 from speedkit.measure.roofline import roofline
 from speedkit.measure.stats import LOOKS
@@ -129,6 +138,7 @@ def climb_rungs(job: ClimbState, rungs: Sequence[Rung]) -> Row:
         "resolution": control["resolution"],
         "step_s": step_s,
         "payback": job.once("payback", payback, job, best, compile_s=compile_s, step_s=step_s),
+        "larger_batch": job.once("larger batch", larger_batch, job, best),
         "ledgers": {name: job.ledger(plan) for name, plan in plans.items()},
         # Last: what looks into each operator of a step leaves compiled code switched off.
         "roofline": {
@@ -252,6 +262,20 @@ def train_seeds(job: ClimbState, curves: Curves, plans: dict[str, Plan], *, trai
         if quality["decision"] in ("as good", "worse"):
             break
     return quality
+
+
+def larger_batch(job: ClimbState, best: Plan) -> list[Row]:
+    """Return how long the `best` plan takes to one quality with twice the batch, where a GPU has time left for it.
+
+    That changes what is learned, so it is no rung. A CPU computes a sample of a larger batch no sooner.
+    """
+    trainings_s = [row["seconds"] for stage, row in job.stages.items() if stage.startswith("training, final")]
+    needed_s = 2 * job.seeds * max(trainings_s, default=math.inf)
+    if job.hardware.device.type == "cpu" or job.spent_s() + needed_s > job.budget_s:
+        return []
+    options = {"factors": (2,), "seeds": job.seeds, "say": job.say, **job.options}
+    rows = choose_batch_size(job.workload, job.recipe, best, **options)[1]
+    return [{key: value for key, value in row.items() if key != "curves"} for row in rows]
 
 
 def recorded(run: Row, step_s: float) -> Row:

@@ -32,7 +32,8 @@ ON_NVIDIA = {
     "fp8": ((8, 9), "Ada with FP8 tensor cores"),
     "compile": ((7, 0), "Volta"),
 }
-ON_CUDA = ("pin_memory", "prefetch", "cuda_graphs", "expandable_segments", "efficient_attention", "cudnn_attention")
+CUDNN = ("cudnn_attention", "cudnn_benchmark")
+ON_CUDA = ("pin_memory", "prefetch", "cuda_graphs", "expandable_segments", "efficient_attention", *CUDNN)
 # The instruction sets without which a CPU emulates a number format, as torch.cpu.get_capabilities names them.
 ON_CPU = {"bf16": ("avx512_bf16", "amx_bf16", "bf16"), "fp16": ("avx512_fp16", "amx_fp16", "fp16_arith")}
 CHOOSE_GPU = "{device} of {gpu_count} GPUs is used; --device cuda:1 or CUDA_VISIBLE_DEVICES=1: another; --ranks 2: two"

@@ -13,20 +13,21 @@ from speedkit.hardware import Hardware, this_machine
 if TYPE_CHECKING:
     from speedkit.workloads.workload import Workload
 
+CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # the modes of torch.compile that record them
+TUNED = (*CUDA_GRAPHS, "max-autotune-no-cudagraphs")  # and those that do more for each shape than to generate code
 # Field, value, the capability of `Hardware.supports` that it takes, and what it falls back to without, perhaps further.
 NEEDS = (
     ("precision", "fp8", "fp8", "bf16"),
     ("precision", "bf16", "bf16", "fp16"),
     ("precision", "fp16", "fp16", "default"),
     ("precision", "tf32", "tf32", "default"),
-    *(("compile", mode, "compile", "off") for mode in ("default", "reduce-overhead", "max-autotune")),
+    *(("compile", mode, "compile", "off") for mode in ("default", *TUNED)),
     ("compile", "reduce-overhead", "cuda_graphs", "default"),
     *(("attention", kernel, f"{kernel}_attention", "auto") for kernel in ("flash", "efficient", "cudnn")),
     ("allocator", "expandable", "expandable_segments", "default"),
-    *((field, True, field, False) for field in ("pin_memory", "prefetch")),
+    *((field, True, field, False) for field in ("pin_memory", "prefetch", "cudnn_benchmark")),
     *(("decoder", decoder, decoder, "soundfile") for decoder in ("torchcodec", "librosa")),
 )
-CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # the modes of torch.compile that record them
 FEW = 2  # fallbacks that are told one by one
 Rule = tuple[str, Any, str]  # a field that cannot be as it is, what it is instead, and why
 Count = Annotated[int, Field(ge=1)]
@@ -40,12 +41,14 @@ class Plan:
     """Samples per forward pass; gradients accumulate up to batch_size; none takes the whole batch at once [samples]."""
     precision: Literal["default", "fp32", "tf32", "bf16", "fp16", "fp8", "fp8-emulated"] = "default"
     """Number format of matrix products; default is as PyTorch does it, fp32 is IEEE in convolutions too."""
-    compile: Literal["off", "default", "reduce-overhead", "max-autotune"] = "off"
+    compile: Literal["off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "off"
     """Mode of torch.compile."""
     compile_scope: Literal["model", "blocks", "step"] = "model"
     """What is compiled: the model, each repeated block, or model, loss and the update of an unfused optimizer."""
     channels_last: bool = False
     """Store images and spectrograms as NHWC."""
+    cudnn_benchmark: bool = False
+    """Let cuDNN time its algorithms for each shape of a convolution, and take the fastest."""
     attention: Literal["auto", "math", "efficient", "flash", "cudnn"] = "auto"
     """Attention kernel."""
     checkpointing: Literal["off", "blocks", "selective"] = "off"
@@ -209,12 +212,13 @@ def broken_rules(plan: Plan, hardware: Hardware, workload: "Workload | None", *,
     items_in_memory = workload is not None and not workload.cacheable
     lengths_differ = None if workload is None else workload.length is not None
     cached, graphs = plan.cache != "off", plan.compile in CUDA_GRAPHS
-    recorded_anew = lengths_differ and graphs and not plan.bucket
+    many_shapes = lengths_differ and not plan.bucket
     accumulates = plan.micro_batch == "auto" or (batch_size and plan.micro_batch and plan.micro_batch < batch_size)
     ddp, fsdp = (plan.ranks > 1 and plan.strategy == strategy for strategy in ("ddp", "fsdp"))
     step = plan.compile_scope == "step" and plan.compile != "off"
     half = "bf16" if hardware.supports("bf16") else "default"
     slices = "the items are slices of memory, or decimal inputs with whole-number targets"
+    anew = "each length would be tuned or recorded anew"
     padding = "lengths differ: features of padded waveforms would depend on the padding"
     rules = [  # field, what it is instead, when, and why
         *(
@@ -231,7 +235,8 @@ def broken_rules(plan: Plan, hardware: Hardware, workload: "Workload | None", *,
         ("shards", False, items_in_memory, slices),
         ("shards", False, workload is not None and workload.in_tars, "the items lie in tars already"),
         ("bucket", False, lengths_differ is False, "all items have one length: nothing is padded"),
-        ("compile", "default", recorded_anew, "each length would be tuned and recorded anew: bucket makes them few"),
+        ("compile", "default", many_shapes and plan.compile in TUNED, f"{anew}: bucket makes them few"),
+        ("cudnn_benchmark", False, many_shapes, f"{anew}: bucket makes them few"),
         ("features_on", "cpu", lengths_differ, padding),
         ("cache_of", "features", lengths_differ and cached, padding),
         # The cache.

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import time
@@ -11,6 +12,7 @@ from typing import Any
 
 import psutil
 import torch
+from torch import nn
 
 from speedkit.ceilings import matmul_rates
 from speedkit.data.sampler import BatchSampler, padded_frames
@@ -24,7 +26,11 @@ from speedkit.measure.quality import mean_difference, parity
 from speedkit.measure.stats import FALSE_KEEP, LOOKS, WORTH, log_ratios, trimmed_mean
 from speedkit.plan import Plan, resolve
 from speedkit.recipe import Recipe
+from speedkit.train import precision
+from speedkit.train.attention import which_ran
 from speedkit.train.compile import COMPILING_S
+from speedkit.train.loop import steps
+from speedkit.train.setup import setup_run
 from speedkit.workloads.workload import Workload
 
 NAME, VERSION = "climb.json", 4  # raised when a stage's result becomes another
@@ -75,6 +81,11 @@ class ClimbState:
     def spent_s(self) -> float:
         """Return the seconds of the budget that are gone, those of earlier sessions included."""
         return self.state["spent_s"] + time.perf_counter() - self.began_s
+
+    @functools.cached_property
+    def model(self) -> nn.Module:
+        """An untrained model, to see what is in it."""
+        return self.workload.model()
 
     def ledger(self, plan: Plan) -> Row:
         """Return where a step's time goes under `plan`."""
@@ -226,20 +237,41 @@ def _why_not(job: ClimbState, best: Plan, change: Change, *, high: float) -> str
         return next(fallback.why for fallback in effective.fallbacks if fallback.field == field)
     if field in ("decoder", "shards") and best.cache != "off":
         return "features are cached: no file is read any more"
-    # A memory format moves weights in four dimensions, and no others.
-    dimensions = job.once("dimensions", lambda: sorted({weight.dim() for weight in job.workload.model().parameters()}))
-    if field == "channels_last" and 4 not in dimensions:
-        return "the model has no two-dimensional convolution"
     if math.log(high) < WORTH:
         return f"not tried: it could gain {high:.3f} at most"
     saved_s = job.horizon * job.ledger(best)["step_s"] * (1 - 1 / high)
-    takes_s = COMPILING_S[job.hardware.device.type]
+    seen_s = [row["compile_s"] for name, row in job.stages.items() if name.startswith("rung compile")]
+    takes_s = max(filter(None, seen_s), default=COMPILING_S[job.hardware.device.type])
     if field == "compile" and saved_s < takes_s:
         return (
             f"not tried: compiling takes about {takes_s:.0f} s and would save {saved_s:.0f} s of {job.horizon} "
             "steps at most; for a longer training say --horizon STEPS"
         )
+    return _why_not_in_model(job, best, plan, field=field)
+
+
+def _why_not_in_model(job: ClimbState, best: Plan, plan: Plan, *, field: str) -> str:
+    """Return what is in the model, or is not, that makes it useless to change `field` of the `best` plan, or ""."""
+    if field == "channels_last":
+        # A memory format moves weights in four dimensions, and no others.
+        if all(weight.dim() != 4 for weight in job.model.parameters()):
+            return "the model has no two-dimensional convolution"
+        eager_on_cuda = best.compile == "off" and job.hardware.device.type == "cuda"
+        if eager_on_cuda and any(isinstance(layer, nn.GroupNorm) for layer in job.model.modules()):
+            return "CUDA's group normalisation undoes it in each layer; compiled code, which has its own, may keep it"
+    if field == "precision" and plan.precision == "fp8" and not precision.eight_bit_layers(job.model)[0]:
+        return "the model has no linear layer that multiplies in 8 bits"
+    if field == "attention":
+        ran = job.once(f"attention in {best.precision}", attention_kernels, job, best)
+        return "" if ran and plan.attention not in ran else f"it runs by {', '.join(ran) or 'no kernel'} as it is"
     return ""
+
+
+def attention_kernels(job: ClimbState, plan: Plan) -> list[str]:
+    """Return the kernels that attention runs by in a step of `plan`, where PyTorch chooses."""
+    plan = dataclasses.replace(plan, attention="auto", compile="off")
+    with contextlib.closing(setup_run(job.workload, job.recipe, plan, endless=True, **job.options)) as run:
+        return sorted({row["kernel"] for row in which_ran(functools.partial(next, steps(run)))})
 
 
 def measure(job: ClimbState, trial: Trial, best: Plan, *, noise: float) -> Row:

@@ -15,9 +15,11 @@ import tiny
 import torch
 from faults import limited
 from tiny import CPU_BF16 as CPU
+from tiny import H100 as GPU
+from torch import nn
 
 from speedkit import climb as climb_function
-from speedkit.climb import ablate, final_comparison, payback
+from speedkit.climb import ablate, final_comparison, larger_batch, payback
 from speedkit.clock import compilations
 from speedkit.errors import Interrupted, UsageError
 from speedkit.files import read_json
@@ -27,7 +29,9 @@ from speedkit.measure.compare import compare
 from speedkit.measure.quality import fold, naive_curves_file, parity, quality_of, time_to_quality
 from speedkit.measure.schema import validate_record
 from speedkit.plan import Plan
+from speedkit.show.report import batch_in_words
 from speedkit.trials import NAME, ClimbState, Trial, candidates, measure
+from speedkit.workloads import load_workload
 
 # Of a step of 200 ms, half of which is loading.
 SHARES = {"data wait": 0.5, "forward": 0.15, "backward": 0.3, "optimizer": 0.05}
@@ -75,13 +79,21 @@ def test_a_prediction_goes_by_the_share_of_the_step_that_a_change_acts_on(change
     assert predict(change, SHARES, frames=2.0, matmul=3.0) == pytest.approx((low, high))
 
 
+NORMALISED = dataclasses.replace(tiny.points(), model=lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(1, 4)))
+CACHED, WITHOUT_BF16 = Plan(cache="disk"), dataclasses.replace(CPU, cpu_flags=())
+
+
 @pytest.mark.parametrize(
     ("rung", "best", "options", "why"),
     [
         ("compile", Plan(), {}, ""),
-        ("workers", Plan(cache="disk"), {}, "a cached batch is one gather .*"),
-        ("channels_last", Plan(), {}, ".* no two-dimensional convolution"),
-        ("precision", Plan(), {"hardware": dataclasses.replace(CPU, cpu_flags=())}, "bf16 needs a CPU with .*"),
+        ("workers", CACHED, {}, "a cached batch is one gather from memory; .*"),
+        ("channels_last", Plan(), {}, "the model has no two-dimensional convolution"),
+        ("precision", Plan(), {"hardware": WITHOUT_BF16}, "bf16 needs a CPU with one of .*"),
+        ("channels_last", Plan(), {"work": NORMALISED, "hardware": GPU}, "CUDA's group normalisation undoes it .*"),
+        ("channels_last", Plan(compile="default"), {"work": NORMALISED, "hardware": GPU}, ""),
+        ("channels_last", Plan(), {"work": NORMALISED}, ""),
+        ("fp8", Plan(precision="bf16", compile="default"), {"hardware": GPU}, "the model has no linear layer that .*"),
         ("host_syncs", Plan(fused_optimizer=True), {}, "not tried: it could gain 1.000 at most"),
         ("compile", Plan(), {"horizon": 100}, "not tried: compiling .* would save 2 s of 100 steps .*"),
     ],
@@ -91,6 +103,36 @@ def test_what_need_not_be_tried_says_why(rung, best, options, why):
     of.stages |= {"matmul": {}, f"ledger of {text(changed(best))}": {"rows": rows, "step_s": 0.2}}
     (candidate,) = candidates(of, named([rung]), best)
     assert re.fullmatch(why, candidate.why)
+
+
+def test_what_compiling_takes_is_known_once_something_was_compiled():
+    of, rows = job(horizon=1000), [{"cause": cause, "share": share} for cause, share in SHARES.items()]
+    of.stages |= {"matmul": {}, f"ledger of {text({})}": {"rows": rows, "step_s": 0.5}}
+    assert candidates(of, named(["compile"]), Plan())[0].why == ""
+    of.stages["rung compile: compile=default"] = {"compile_s": 200.0}
+    assert "about 200 s" in candidates(of, named(["compile"]), Plan())[0].why
+
+
+def test_an_attention_kernel_is_tried_where_pytorch_runs_another_by_itself():
+    for work, whys in (
+        (tiny.points(train=64), ["it runs by no kernel as it is"] * 2),
+        (load_workload("text", size="tiny", clips=16), ["", "it runs by flash as it is"]),  # as on any CPU
+    ):
+        of, rows = job(work, hardware=GPU), [{"cause": "forward", "share": 1.0}]
+        of.stages |= {"matmul": {}, f"ledger of {text({})}": {"rows": rows, "step_s": 0.2}}
+        assert [trial.why for trial in candidates(of, named(["attention"]), Plan())] == whys
+
+
+def test_a_larger_batch_is_tried_on_a_gpu_that_has_time_left():
+    work = tiny.points(train=640, test=64, epochs=2)
+    cpu, short, gpu = job(work), job(work, hardware=GPU, budget_s=1.0), job(work, hardware=GPU, seeds=2)
+    assert larger_batch(gpu, Plan()) == [], "how long a training takes is not known"
+    for one in (cpu, short, gpu):
+        one.stages["training, final, seed 0"] = {"seconds": 0.2}
+    assert larger_batch(cpu, Plan()) == larger_batch(short, Plan()) == []
+    (row,) = larger_batch(gpu, Plan())
+    assert row["batch_size"] == 2 * work.recipe.batch_size and row["learning_rate"] > work.recipe.learning_rate
+    assert f"batch_size={row['batch_size']} " in batch_in_words(row) and "curves" not in row
 
 
 # ---- parity, quality, payback ----

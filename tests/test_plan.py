@@ -123,6 +123,9 @@ FALLBACKS = [
     ({"features_on": "device"}, CPU, RAGGED, {"features_on": "cpu"}, "lengths differ"),
     ({"cache": "ram", "cache_of": "waveform"}, CPU, RAGGED, {"cache_of": "features"}, "lengths"),
     ({}, CPU, NOISY, {"features_on": "cpu"}, "augment_waveform is skipped"),
+    ({"cudnn_benchmark": True}, CPU, {}, {"cudnn_benchmark": False}, "CUDA GPU"),
+    ({"cudnn_benchmark": True}, GPU, RAGGED, {"cudnn_benchmark": False}, "bucket makes them few"),
+    ({"compile": "max-autotune-no-cudagraphs"}, GPU, RAGGED, NO_GRAPHS, "bucket makes them few"),
     # CUDA graphs.
     (GRAPHS, GPU, RAGGED, NO_GRAPHS, "bucket makes them few"),
     (GRAPHS | {"bucket": True}, GPU, RAGGED, {}, ""),

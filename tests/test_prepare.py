@@ -25,7 +25,7 @@ def every_format_on_this_cpu(monkeypatch):
     yield
     torch.backends.fp32_precision = torch.backends.cudnn.fp32_precision = "none"
     torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = True
+    torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = True, False
     torch.compiler.reset()
 
 
@@ -126,6 +126,12 @@ def test_each_field_has_its_effect_on_the_same_model_and_optimizer():
     average = copy.deepcopy(model).requires_grad_(False)  # a copy computes with weights of its own
     average.head.weight.zero_(), average.head.bias.zero_()
     assert not average(torch.ones(2, 3, 8, 8)).any() and model(torch.ones(2, 3, 8, 8)).any()
+
+
+def test_cudnns_timing_stays_as_the_script_has_set_it():
+    torch.backends.cudnn.benchmark = True
+    prepare(Plan(precision="bf16"), *parts())
+    assert torch.backends.cudnn.benchmark
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])

@@ -76,6 +76,20 @@ def test_publishing_keeps_what_worked_and_goes_on_where_it_stopped(folder, monke
     assert publish(["21"], budget_s=1e-9) == {"21_tiny": "left: the budget is spent"}
 
 
+def test_what_took_longer_before_than_is_left_does_not_start_and_a_stopped_climb_goes_on(folder):
+    stops_once = "import os, pathlib\nbegun = pathlib.Path(os.environ['SPEEDKIT_RUN_DIR'])\n"
+    stops_once += "stopped = begun.exists()\nbegun.mkdir(exist_ok=True)\nassert stopped, 'stopped'"
+    path = check_notebooks.whole(folder / "90_climb.ipynb", stops_once)
+    for name in ("90_climb", "21_tiny"):
+        record = check_notebooks.a_record(folder / f"{name}.ipynb") | {"seconds": 1e6, "code_sha256": "0" * 64}
+        write_json(folder / "records" / HERE / f"{name}.json", record)
+    outcomes = publish(["90", "21"], budget_s=600.0)
+    assert outcomes["90_climb"].startswith("failed: 90_climb.ipynb, cell [3]: AssertionError: stopped")
+    assert outcomes["21_tiny"].startswith("left: it takes about"), "the climb was the first, which always starts"
+    assert publish(["90"], budget_s=600.0) == {"90_climb": "published"} and read_notebook(path).cells
+    assert not list(Path("runs/publish").iterdir())
+
+
 def test_all_begins_with_the_climb_on_every_workload(folder):
     check_notebooks.whole(folder / "01_first.ipynb")
     check_notebooks.whole(folder / "90_climb.ipynb")

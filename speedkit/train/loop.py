@@ -45,7 +45,7 @@ def steps(run: "TrainingRun") -> Generator[int, None, None]:
             run.micro_batch = fallback.got
         else:
             remove_compile(run.model, run.optimizer)
-            run.loss = run.workload.loss
+            run.loss, run.augmenter = run.workload.loss, run.workload
         run.effective = run.effective.with_fallbacks(fallback)
         run.progress.say(f"  {fallback}")
 
@@ -108,14 +108,15 @@ def train(run: "TrainingRun") -> Generator[int, None, None]:
 def next_batch(run: "TrainingRun") -> Batch:
     """Return the batch of the next step, augmented, on the device; again the same one if it is to be repeated."""
     if run.batch is None:
-        run.batch = augment(run, run.fetch(), run.step)
+        run.raw_batch = run.raw_batch or run.fetch()
+        run.batch, run.raw_batch = augment(run, run.raw_batch, run.step), None
     return run.batch
 
 
 def augment(run: "TrainingRun", batch: Batch, step: int) -> Batch:
     """Return `batch` as step number `step` (0-based) learns from it; each rank has draws of its own."""
     step += RANK * run.train_batches.sampler.rank
-    return augment_batch(batch, run.workload, run.recipe, step=step, generator=run.generator)
+    return augment_batch(batch, run.augmenter, run.recipe, step=step, generator=run.generator)
 
 
 def set_learning_rate(run: "TrainingRun") -> None:
@@ -268,7 +269,7 @@ def fallback_for(run: "TrainingRun", error: Exception) -> Fallback:
     # Once weights change a step cannot be repeated, nor by one of several ranks: the others wait for its gradients.
     batch, now = run.batch if run.ranks is None else None, f"at step {run.step + 1}"
     if not is_out_of_memory(error):
-        if batch is None or run.plan.compile == "off" or isinstance(error, SpeedkitError):
+        if (batch or run.raw_batch) is None or run.plan.compile == "off" or isinstance(error, SpeedkitError):
             raise error
         message = " ".join(str(error).split("\n\n")[0].split())  # commands, stacks and advice follow
         why = f"it failed {now}: {type(error).__name__}: {message[:300]}"

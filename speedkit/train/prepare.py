@@ -21,7 +21,7 @@ from speedkit.train import compile, memory, precision
 from speedkit.train.setup import transform_model
 
 IN_THE_MODEL = ("precision", "compile", "compile_scope", "channels_last", "attention", "checkpointing")
-APPLIED = (*user_loader.LOADER_OPTIONS, *IN_THE_MODEL, "fused_optimizer", "allocator")
+APPLIED = (*user_loader.LOADER_OPTIONS, *IN_THE_MODEL, "fused_optimizer", "allocator", "cudnn_benchmark")
 
 
 def prepare(  # noqa: PLR0917  # the order in which every loop has them
@@ -49,8 +49,10 @@ def prepare(  # noqa: PLR0917  # the order in which every loop has them
     effective = plan_for_loop(plan, optimizer, loader, hardware=this_machine(device), seconds=seconds)
     applied = effective.plan
 
+    cudnn_benchmark = torch.backends.cudnn.benchmark or applied.cudnn_benchmark
     if applied.precision != DEFAULTS["precision"]:
         precision.set_matmul_precision(applied)
+    torch.backends.cudnn.benchmark = cudnn_benchmark
     memory.set_allocator(applied, device)
     if applied.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

@@ -100,6 +100,7 @@ class TrainingRun:
         # How a step is made.
         plan = self.plan
         self.loss = compile.compile_step(workload, self.optimizer, plan)
+        self.augmenter = compile.compile_augment(workload, plan, device)  # the workload, as batches are augmented
         self.autocast, self.scaler = precision.autocast(plan, device), precision.grad_scaler(plan, device)
         self.guard = StepGuard(plan, self.model, self.optimizer, several_ranks=ranks is not None)
         self.recovery = Recovery()
@@ -137,6 +138,7 @@ class TrainingRun:
 
         # Where it is: at the start, or where a checkpoint left off.
         self.step = 0
+        self.raw_batch: Batch | None = None  # that of the step in progress, until it is augmented
         self.batch: Batch | None = None  # that of the step in progress, until the weights change
         self.recent: list[tuple[Tensor, int, int]] = []  # loss [], epoch and batch of the steps since the log point
         self.last_loss = torch.tensor(torch.nan)  # [] of the latest step

@@ -195,7 +195,9 @@ def loss(model: nn.Module, batch: Batch, recipe: Recipe) -> tuple[Tensor, Tensor
     """Return (mean cross-entropy of the codes over all masked frames, share of them guessed right in each clip [B])."""
     mask = masked(batch)
     logits, codes = model(*batch[:2], mask)
-    frame_loss = F.cross_entropy(logits.float().transpose(1, 2), codes, reduction="none")  # [B, N]
+    # A row for each frame: for [B, K, N] CUDA has no deterministic kernel.
+    log_p = F.log_softmax(logits.float().transpose(1, 2), dim=1).transpose(1, 2).flatten(0, 1)  # [B * N, K]
+    frame_loss = F.nll_loss(log_p, codes.flatten(), reduction="none").view_as(codes)
     right = (logits.detach().argmax(dim=-1) == codes) & mask
     mean = frame_loss.masked_fill(~mask, 0).sum() / mask.sum().clamp(min=1)
     return mean, right.sum(dim=1) / mask.sum(dim=1).clamp(min=1)
