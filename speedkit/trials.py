@@ -263,7 +263,8 @@ def _why_not_in_model(job: ClimbState, best: Plan, plan: Plan, *, field: str) ->
         return "the model has no linear layer that multiplies in 8 bits"
     if field == "attention":
         ran = job.once(f"attention in {best.precision}", attention_kernels, job, best)
-        return "" if ran and plan.attention not in ran else f"it runs by {', '.join(ran) or 'no kernel'} as it is"
+        left_alone = f"left alone, PyTorch runs {', '.join(ran) or 'no'} attention here"
+        return "" if ran and plan.attention not in ran else left_alone
     return ""
 
 

@@ -115,8 +115,11 @@ def test_what_compiling_takes_is_known_once_something_was_compiled():
 
 def test_an_attention_kernel_is_tried_where_pytorch_runs_another_by_itself():
     for work, whys in (
-        (tiny.points(train=64), ["it runs by no kernel as it is"] * 2),
-        (load_workload("text", size="tiny", clips=16), ["", "it runs by flash as it is"]),  # as on any CPU
+        (tiny.points(train=64), ["left alone, PyTorch runs no attention here"] * 2),
+        (
+            load_workload("text", size="tiny", clips=16),
+            ["", "left alone, PyTorch runs flash attention here"],
+        ),  # as on any CPU
     ):
         of, rows = job(work, hardware=GPU), [{"cause": "forward", "share": 1.0}]
         of.stages |= {"matmul": {}, f"ledger of {text({})}": {"rows": rows, "step_s": 0.2}}
