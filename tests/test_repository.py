@@ -80,6 +80,8 @@ def test_each_place_names_the_same_pythons():
     assert [f"{language}{name}" for name in pythons] == [name for name in PROJECT["classifiers"] if language in name]
     for page in ("Makefile", "README.md"):
         assert f"Python {pythons[0]} to {pythons[-1]}" in (ROOT / page).read_text()
+    first, last = (name.replace(".", ", ") for name in (pythons[0], pythons[-1]))
+    assert f"({first}) <= sys.version_info[:2] <= ({last})" in (ROOT / "Makefile").read_text()
 
 
 def test_torch_family_belongs_together(pins):
