@@ -55,7 +55,7 @@ def test_hash_of_a_notebook_changes_with_its_code_alone(what, notebooks):
 
 @pytest.mark.parametrize("modules", ["package", "package.technique"])
 def test_hash_of_a_module_changes_with_its_code_and_not_with_its_comments(modules, tmp_path, monkeypatch, notebooks):
-    monkeypatch.setattr(provenance, "PACKAGE", tmp_path / "package")
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
     (tmp_path / "package").mkdir()
     hashes = []
     for body in ("    return x\n", "    # New.\n\n    return x\n", "    return 2 * x\n"):
