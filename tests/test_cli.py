@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -151,6 +152,18 @@ def test_an_unexpected_failure_is_one_sentence_and_a_traceback_only_with_debug(s
         cli.main()
 
 
+class BigramModel(torch.nn.Module):
+    """A language model that takes its batch by keywords and returns an object with the loss."""
+
+    def __init__(self, vocabulary):
+        super().__init__()
+        self.logits = torch.nn.Embedding(vocabulary, vocabulary)
+
+    def forward(self, tokens, labels):
+        loss = torch.nn.functional.cross_entropy(self.logits(tokens[:, :-1]).flatten(0, 1), labels[:, 1:].flatten())
+        return types.SimpleNamespace(loss=loss)
+
+
 @pytest.mark.slow
 def test_the_readme_s_lines_of_python_run(recordings, tmp_path, monkeypatch):
     (tmp_path / "clips").symlink_to(recordings)
@@ -163,14 +176,31 @@ def test_the_readme_s_lines_of_python_run(recordings, tmp_path, monkeypatch):
 
     def train_as_ever():
         for inputs, targets in loader:
-            torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+            step((inputs, targets))
             optimizer.step()
 
-    names = locals() | {"speedkit": package, "Plan": Plan, "loss": torch.nn.functional.cross_entropy}
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    for block in blocks:
+    def step(batch):
+        torch.nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
+
+    def collator(texts):
+        return {"tokens": torch.stack(texts), "labels": torch.stack(texts)}
+
+    texts = list(torch.randint(16, (64, 8)))
+    names = locals() | {
+        "GPT2LMHeadModel": BigramModel,
+        "config": 16,
+        "test_loader": DataLoader(texts[:16], 8, collate_fn=collator),
+        "batch_of": lambda size: (torch.randn(size, 8), torch.arange(size) % 2),
+        "DataLoader": DataLoader,
+        "Plan": Plan,
+        "loss": torch.nn.functional.cross_entropy,
+        "speedkit": package,
+    }
+    readme = re.sub(r"<details>.*?</details>", "", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL):
         exec(block, names)
-    assert len(blocks) == 3 and (tmp_path / "runs" / "mine" / "record.json").exists()
+    climbs = {path.parent.name for path in tmp_path.glob("runs/*/record.json")}
+    assert climbs == {"mine", "texts"} and {"work", "audio", "find_micro_batch"} <= set(names)
 
 
 @pytest.mark.slow
