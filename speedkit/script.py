@@ -84,7 +84,8 @@ class ScriptWatch:
         names = {f"{str(base.__module__).partition('.')[0]}.{base.__name__}" for base in classes}
         self.framework = next((FRAMEWORKS[name] for name in FRAMEWORKS if name in names), "PyTorch")
         models = models_of(largest, [each for each in objects if issubclass(type(each), nn.Module)])
-        loop = LoopWatch(models, largest, self.loader, skip=self.skip, steps=self.steps)
+        compiled = compilations() > 0  # the script has compiled whatever is compiled in this process
+        loop = LoopWatch(models, largest, self.loader, skip=self.skip, steps=self.steps, compiled=compiled)
         loop.install(self.stack)
         self.loop = loop
 

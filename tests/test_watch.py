@@ -188,6 +188,20 @@ def test_compiled_models_are_seen_and_stay_compiled(in_place):
     assert seen.notes == [] and seen.ledger.share("forward") > 0
 
 
+@pytest.mark.parametrize("here", [False, True])
+def test_lines_that_read_the_device_are_searched_for_unless_the_model_is_compiled(here):
+    loop, sums = Loop(), []
+    loop.plant = lambda part: sums.append(loop.losses[-1].item()) if part == "other host work" else None
+    compiled = torch.compile(loop.model if here else lambda x: x + 1, backend="eager")
+    compiled(torch.ones(2, 8))  # another of the same process
+    if here:
+        loop.model = compiled
+    with watched(loop) as seen:
+        loop.train()
+    lines = [sync.code for sync in seen.ledger.facts.syncs]
+    assert bool(lines) is not here and all(".item()" in line for line in lines)
+
+
 def test_beside_another_profiler_the_steps_are_timed_all_the_same():
     loop = Loop("other host work", 4 * MS)
     with torch.profiler.profile(acc_events=True), watched(loop) as seen:

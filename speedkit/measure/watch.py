@@ -32,7 +32,8 @@ def watch(
     if not isinstance(model, nn.Module) or not hasattr(optimizer, "register_step_pre_hook"):
         kinds = f"a {type(model).__name__} and a {type(optimizer).__name__}"
         raise UsageError(f"watch takes a module, its optimizer and its loader, in this order; it got {kinds}")
-    seen = LoopWatch([model], optimizer, loader, skip=skip, steps=steps)
+    compiled = any(hasattr(module, "_orig_mod") or module._compiled_call_impl for module in model.modules())
+    seen = LoopWatch([model], optimizer, loader, skip=skip, steps=steps, compiled=compiled)
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(patch.object(type(loader), "__iter__", seen.iterator(type(loader).__iter__)))
@@ -48,9 +49,12 @@ def watch(
 class LoopWatch:
     """What is seen of a loop that calls `models`; `ledger`, `diagnosis` and `notes` are there when it is over."""
 
-    def __init__(self, models: Sequence[nn.Module], optimizer: Optimizer, loader: Any, *, skip: int, steps: int):
+    def __init__(
+        self, models: Sequence[nn.Module], optimizer: Optimizer, loader: Any, *, skip: int, steps: int, compiled: bool
+    ):
         self.device = optimizer.param_groups[0]["params"][0].device
         self.models, self.optimizer, self.loader, self.skip = models, optimizer, loader, skip
+        self.compiled, self.compilations = compiled, compilations()
         self.ledger: Ledger
         self.diagnosis: list[dict[str, Any]] = []
         self.notes: list[str] = []
@@ -139,7 +143,7 @@ class LoopWatch:
         for _ in range(self.skip):
             yield
         self.notes += costly_switches(self.device)
-        if self.device.type == "cpu" and compilations():
+        if self.device.type == "cpu" and (self.compiled or compilations() > self.compilations):
             self.observer.audited = 0  # it would run compiled code as eager, whose last bits differ
         yield from self.observer.observe()
         self.timeline.take()
