@@ -49,7 +49,7 @@ def open_cache(
     the disk is too small, or no item can be read.
     """
     if plan.cache == "device" and workload.rows is not None:
-        return DeviceRows(workload, items, torch.device(device))
+        return RowsInMemory(workload, items, torch.device(device))
     name = f"{workload.name}-{plan.cache_of}-{fingerprint(workload, plan)[:16]}".replace("/", "_")
     folder = (Path(cache_dir) if cache_dir else cache_root() / "features") / name
     try:
@@ -249,22 +249,17 @@ class FeatureCache:
         self.why = f"cache={self.where}: {entries}{too_large}"
 
 
-class DeviceRows(FeatureCache):
-    """The `rows` of a workload on the device, or in RAM where they take more than half of what is free there."""
+class RowsInMemory(FeatureCache):
+    """The `rows` of a workload, on the device where they take at most half of what is free there, else in RAM."""
 
     def __init__(self, workload: "Workload", items: Sequence[Any], device: torch.device):
         rows = workload.rows[torch.as_tensor(items)]  # type: ignore[index]
-        self.usable, self.bad, self.build_s = np.ones(len(items), bool), {}, 0.0
-        place = device if rows.nbytes <= MEMORY_SHARE * free_bytes(device) else torch.device("cpu")
-        self.labels = [rows.to(place), default_collate(list(map(workload.target, items))).to(place)]
-        self.why = f"cache=device: {rows.nbytes / 1e6:.3g} MB lie in the memory of {place}"
-
-    def gather(
-        self, indices: Tensor, device: torch.device | str, *, on_device: Tensor | None = None
-    ) -> tuple[Tensor, ...]:
-        """Return the batch of the items at `indices` [B], the same `on_device`, without waiting for it."""
-        places = indices if on_device is None or self.labels[0].device.type == "cpu" else on_device
-        return tuple(select(column, places, torch.device(device)) for column in self.labels)
+        self.where = "device" if rows.nbytes <= MEMORY_SHARE * free_bytes(device) else "ram"
+        place = device if self.where == "device" else "cpu"
+        self.memory, self.torch_dtype, self.varies, self.bad = rows.to(place), rows.dtype, False, {}
+        self.labels = [default_collate(list(map(workload.target, items))).to(place)]
+        self.usable, self.build_s = np.ones(len(items), bool), 0.0
+        self.why = f"cache={self.where}: {rows.nbytes / 1e6:.3g} MB"
 
 
 def select(values: Tensor, places: Tensor, device: torch.device) -> Tensor:

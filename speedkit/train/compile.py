@@ -1,13 +1,14 @@
 """torch.compile, applied in place: to the model, to its repeated blocks, or to a whole step."""
 
 import dataclasses
+import itertools
 from collections import Counter, defaultdict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
-from torch.optim.adam import adam as update
+from torch.optim.adam import adam
 
 from speedkit.plan import CUDA_GRAPHS, Plan
 from speedkit.recipe import Recipe
@@ -51,17 +52,14 @@ def compile_step(workload: Workload, optimizer: torch.optim.Optimizer, plan: Pla
     torch._dynamo.config.trace_autograd_ops = True
     (group,) = optimizer.param_groups
     weights, rate = [weight for weight in group["params"] if weight.requires_grad], group["lr"]
-    group["capturable"] = rate.device.type == "cuda"  # steps are counted on the device
+    group["capturable"] = rate.is_cuda  # steps are counted on the device
     for weight in weights:  # as the first step would, which then is in the same graph
         averages = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
-        optimizer.state[weight] = {"step": torch.zeros((), device=rate.device), **averages}
-    names = ("capturable", "amsgrad", "weight_decay", "eps", "maximize", "decoupled_weight_decay")
-    options: dict[str, Any] = {name: group[name] for name in names}
-    options |= dict(zip(("beta1", "beta2"), group["betas"], strict=True))
+        optimizer.state[weight] = averages | {"step": torch.zeros_like(rate)}
+    options = {name: value for name, value in group.items() if name not in ("params", "betas")}
+    options["beta1"], options["beta2"] = group["betas"]
 
-    def graph(
-        state: tuple[list[Tensor], ...], model: nn.Module, batch: Batch, *, recipe: Recipe
-    ) -> tuple[Tensor, Tensor]:
+    def graph(state: list[list[Tensor]], model: nn.Module, batch: Batch, *, recipe: Recipe) -> tuple[Tensor, Tensor]:
         loss, outputs = workload.loss(model, batch, recipe)
         with torch.autocast(loss.device.type, enabled=False):
             gradients = list(torch.autograd.grad(loss, weights))
@@ -70,17 +68,17 @@ def compile_step(workload: Workload, optimizer: torch.optim.Optimizer, plan: Pla
                 torch._foreach_mul_(gradients, scale.clamp(max=1.0))
             with torch.no_grad():
                 averages, squares, counts = state
-                update(weights, gradients, averages, squares, [], counts, lr=rate, **options)
+                adam(weights, gradients, averages, squares, [], counts, **options)
         return loss.detach(), outputs.detach()
 
     compiled = torch.compile(graph, **_options(plan, workload))
 
     def step(model: nn.Module, batch: Batch, recipe: Recipe) -> tuple[Tensor, Tensor]:
         states = [optimizer.state[weight] for weight in weights]  # loading a checkpoint makes others
-        averages, squares, counts = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))
-        for tensor in (rate, *weights, *averages, *squares, *counts):
+        lists = [[state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step")]
+        for tensor in (rate, *weights, *itertools.chain(*lists)):
             torch._dynamo.mark_static_address(tensor)  # a CUDA graph then writes there, and not into a copy
-        loss, outputs = compiled((averages, squares, counts), model, batch, recipe=recipe)
+        loss, outputs = compiled(lists, model, batch, recipe=recipe)
         return loss.clone() if plan.compile in CUDA_GRAPHS else loss, outputs  # log points read it after more replays
 
     return step
