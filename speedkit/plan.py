@@ -216,8 +216,7 @@ def broken_rules(plan: Plan, hardware: Hardware, workload: "Workload | None", *,
     accumulates = plan.micro_batch == "auto" or (batch_size and plan.micro_batch and plan.micro_batch < batch_size)
     ddp, fsdp = (plan.ranks > 1 and plan.strategy == strategy for strategy in ("ddp", "fsdp"))
     step = plan.compile_scope == "step" and plan.compile != "off"
-    skips = plan.on_nonfinite != "raise" or plan.precision == "fp16"
-    apart = skips or accumulates or ddp or many_shapes or plan.checkpointing != "off"
+    kept = plan.on_nonfinite == "raise" and plan.checkpointing == "off" and plan.precision != "fp16"
     half = "bf16" if hardware.supports("bf16") else "default"
     slices = "the items are slices of memory, or decimal inputs with whole-number targets"
     resident = items_in_memory and workload.rows is not None and plan.cache == "device"  # type: ignore[union-attr]
@@ -255,7 +254,7 @@ def broken_rules(plan: Plan, hardware: Hardware, workload: "Workload | None", *,
         ("precision", half, fsdp and plan.precision.startswith(("fp8", "fp16")), "fsdp ranks do not agree on scales"),
         ("compile", "default", ddp and graphs, "CUDA graphs keep gradients where ddp does not look for them"),
         # A step in one graph.
-        ("compile_scope", "model", step and apart, one_graph),
+        ("compile_scope", "model", step and (accumulates or ddp or many_shapes or not kept), one_graph),
         ("fused_optimizer", False, step, "the update is compiled with the rest of a step"),
         # https://github.com/pytorch/pytorch/issues/169545
         ("compile", "default", accumulates and graphs and cuda, "a CUDA graph's replay writes over summed gradients"),

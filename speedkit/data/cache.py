@@ -49,7 +49,7 @@ def open_cache(
     the disk is too small, or no item can be read.
     """
     if plan.cache == "device" and workload.rows is not None:
-        return RowsInMemory(workload, items, torch.device(device))
+        return RowsOnDevice(workload, items, torch.device(device))
     name = f"{workload.name}-{plan.cache_of}-{fingerprint(workload, plan)[:16]}".replace("/", "_")
     folder = (Path(cache_dir) if cache_dir else cache_root() / "features") / name
     try:
@@ -249,17 +249,14 @@ class FeatureCache:
         self.why = f"cache={self.where}: {entries}{too_large}"
 
 
-class RowsInMemory(FeatureCache):
-    """The `rows` of a workload, on the device where they take at most half of what is free there, else in RAM."""
+class RowsOnDevice(FeatureCache):
+    """The `rows` of a workload, which are entries already, copied to the device once."""
 
     def __init__(self, workload: "Workload", items: Sequence[Any], device: torch.device):
-        rows = workload.rows[torch.as_tensor(items)]  # type: ignore[index]
-        self.where = "device" if rows.nbytes <= MEMORY_SHARE * free_bytes(device) else "ram"
-        place = device if self.where == "device" else "cpu"
-        self.memory, self.torch_dtype, self.varies, self.bad = rows.to(place), rows.dtype, False, {}
-        self.labels = [default_collate(list(map(workload.target, items))).to(place)]
-        self.usable, self.build_s = np.ones(len(items), bool), 0.0
-        self.why = f"cache={self.where}: {rows.nbytes / 1e6:.3g} MB"
+        rows, targets = workload.rows[torch.as_tensor(items)], list(map(workload.target, items))  # type: ignore[index]
+        self.where, self.memory, self.torch_dtype, self.varies = "device", rows.to(device), rows.dtype, False
+        self.labels, self.usable = [torch.tensor(targets, device=device)], np.ones(len(items), bool)
+        self.bad, self.build_s, self.why = {}, 0.0, f"cache=device: {rows.nbytes / 1e6:.3g} MB"
 
 
 def select(values: Tensor, places: Tensor, device: torch.device) -> Tensor:

@@ -74,8 +74,8 @@ def compile_step(workload: Workload, optimizer: torch.optim.Optimizer, plan: Pla
     compiled = torch.compile(graph, **_options(plan, workload))
 
     def step(model: nn.Module, batch: Batch, recipe: Recipe) -> tuple[Tensor, Tensor]:
-        states = [optimizer.state[weight] for weight in weights]  # loading a checkpoint makes others
-        lists = [[state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step")]
+        # Anew at each step, for loading a checkpoint makes others.
+        lists = [[optimizer.state[weight][name] for weight in weights] for name in ("exp_avg", "exp_avg_sq", "step")]
         for tensor in (rate, *weights, *itertools.chain(*lists)):
             torch._dynamo.mark_static_address(tensor)  # a CUDA graph then writes there, and not into a copy
         loss, outputs = compiled(lists, model, batch, recipe=recipe)
@@ -122,8 +122,8 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     A block has parameters and children, and is no plain container.
     """
     _, *modules = model.modules()
-    blocks = [module for module in modules if list(module.children()) and type(module) not in CONTAINERS]
-    blocks = [block for block in blocks if list(block.parameters())]
+    named = [module for module in modules if type(module) not in CONTAINERS]
+    blocks = [block for block in named if list(block.children()) and list(block.parameters())]
     count = Counter(map(type, blocks))
     repeated = [block for block in blocks if count[type(block)] > 1]
     inside = {inner for block in repeated for inner in block.modules() if inner is not block}
