@@ -122,8 +122,8 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     A block has parameters and children, and is no plain container.
     """
     _, *modules = model.modules()
-    named = [module for module in modules if type(module) not in CONTAINERS]
-    blocks = [block for block in named if list(block.children()) and list(block.parameters())]
+    blocks = [module for module in modules if list(module.children()) and type(module) not in CONTAINERS]
+    blocks = [block for block in blocks if list(block.parameters())]
     count = Counter(map(type, blocks))
     repeated = [block for block in blocks if count[type(block)] > 1]
     inside = {inner for block in repeated for inner in block.modules() if inner is not block}
