@@ -66,11 +66,11 @@ def fp8(plan: Plan, _: Hardware) -> list[Change]:
 
 
 def compiled(plan: Plan, hardware: Hardware) -> list[Change]:
-    """Compiled model; then the whole step; on a GPU without the launches of its kernels, in either scope."""
+    """Compiled model; then its step as one graph; on a GPU without the launches of its kernels, in either scope."""
     if plan.compile == "off":
         return [{"compile": "default"}]
     graphs = [{"compile": "reduce-overhead"}] if hardware.supports("cuda_graphs") else []
-    return [{"compile_scope": "step"}, *graphs]
+    return [{"compile_scope": "step", "fused_optimizer": False}, *graphs]
 
 
 def attention(_: Plan, hardware: Hardware) -> list[Change]:

@@ -44,7 +44,7 @@ class Plan:
     compile: Literal["off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "off"
     """Mode of torch.compile."""
     compile_scope: Literal["model", "blocks", "step"] = "model"
-    """What is compiled: the model, each repeated block, or model, loss and the update of an unfused optimizer."""
+    """What is compiled: the model, each repeated block, or forward, backward, clipping and update as one graph."""
     channels_last: bool = False
     """Store images and spectrograms as NHWC."""
     cudnn_benchmark: bool = False
@@ -216,8 +216,13 @@ def broken_rules(plan: Plan, hardware: Hardware, workload: "Workload | None", *,
     accumulates = plan.micro_batch == "auto" or (batch_size and plan.micro_batch and plan.micro_batch < batch_size)
     ddp, fsdp = (plan.ranks > 1 and plan.strategy == strategy for strategy in ("ddp", "fsdp"))
     step = plan.compile_scope == "step" and plan.compile != "off"
+    kept = plan.on_nonfinite == "raise" and plan.checkpointing == "off" and plan.precision != "fp16"
     half = "bf16" if hardware.supports("bf16") else "default"
     slices = "the items are slices of memory, or decimal inputs with whole-number targets"
+    resident = items_in_memory and workload.rows is not None and plan.cache == "device"  # type: ignore[union-attr]
+    one_graph = (
+        "a step in one graph has few lengths, exchanges and adds up no gradients, recomputes nothing, is never left out"
+    )
     anew = "each length would be tuned or recorded anew"
     padding = "lengths differ: features of padded waveforms would depend on the padding"
     rules = [  # field, what it is instead, when, and why
@@ -230,7 +235,7 @@ def broken_rules(plan: Plan, hardware: Hardware, workload: "Workload | None", *,
         ("fused_optimizer", True, plan.precision == "fp16", "only it skips bad steps of float16 without a host sync"),
         # The data.
         *([] if workload is None or workload.own_loader is None else workload.own_loader.cases()),
-        ("cache", "off", items_in_memory, slices),
+        ("cache", "off", items_in_memory and not resident, slices),
         ("features_on", "cpu", items_in_memory, slices),
         ("shards", False, items_in_memory, slices),
         ("shards", False, workload is not None and workload.in_tars, "the items lie in tars already"),
@@ -248,7 +253,9 @@ def broken_rules(plan: Plan, hardware: Hardware, workload: "Workload | None", *,
         ("channels_last", False, fsdp, "fsdp shards only weights that lie in the usual order"),
         ("precision", half, fsdp and plan.precision.startswith(("fp8", "fp16")), "fsdp ranks do not agree on scales"),
         ("compile", "default", ddp and graphs, "CUDA graphs keep gradients where ddp does not look for them"),
-        ("compile_scope", "model", ddp and step, "gradients are exchanged between the backward pass and the update"),
+        # A step in one graph.
+        ("compile_scope", "model", step and (accumulates or ddp or many_shapes or not kept), one_graph),
+        ("fused_optimizer", False, step, "the update is compiled with the rest of a step"),
         # https://github.com/pytorch/pytorch/issues/169545
         ("compile", "default", accumulates and graphs and cuda, "a CUDA graph's replay writes over summed gradients"),
     ]

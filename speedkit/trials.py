@@ -4,13 +4,11 @@ import contextlib
 import dataclasses
 import functools
 import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 
@@ -38,7 +36,6 @@ RUNGS_SHARE = 0.6  # of the budget: no rung is begun after that
 COMPARISON_SHARE = 0.1  # of the budget, that a comparison's timed turns may take
 CONTROL_PAIRS = 20
 BUSY = 1.05  # what two runs of one plan may differ by, and what 80 pairs must be able to tell
-BUSY_PERCENT = 20  # of a core: a process that takes less does not disturb
 Row = dict[str, Any]
 
 
@@ -121,19 +118,9 @@ def compare_with_itself(job: ClimbState) -> Row:
     if max(control.ratio, 1 / control.ratio, resolution) > BUSY:
         job.say(
             f"this machine is busy: a plan compared with itself gives {control.ratio:.2f} ({control.low:.2f} to "
-            f"{control.high:.2f}), so a gain below {resolution:.2f} cannot be shown{busy_processes()}"
+            f"{control.high:.2f}), so a gain below {resolution:.2f} cannot be shown"
         )
     return {"resolution": resolution, "noise": mean_difference(control.losses_b, control.losses_a)}
-
-
-def busy_processes(seconds: float = 0.5) -> str:
-    """Return "; name (pid) uses 98 % of a core" for each of the three other processes that are busiest."""
-    list(psutil.process_iter(["cpu_percent"]))  # psutil counts from one call to the next
-    time.sleep(seconds)
-    others = [process.info for process in psutil.process_iter(["pid", "name", "cpu_percent"])]
-    busy = [info for info in others if info["pid"] != os.getpid() and (info["cpu_percent"] or 0) > BUSY_PERCENT]
-    busiest = sorted(busy, key=lambda info: -info["cpu_percent"])[:3]
-    return "".join("; {name} ({pid}) uses {cpu_percent:.0f} % of a core".format(**info) for info in busiest)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,10 @@ import math
 
 import pytest
 import torch
-from tiny import emulating
+from tiny import H100, emulating
 
+from speedkit.data.cache import open_cache
+from speedkit.data.loader import BatchStream
 from speedkit.plan import Plan, resolve
 from speedkit.workloads.text import BYTES, MASK, TextNet, augment, loss, text
 
@@ -30,6 +32,27 @@ def test_windows_are_cut_from_the_text_and_need_neither_cache_nor_shards(tmp_pat
     effective = resolve(asked, emulating("cpu"), workload=mine)
     assert {fallback.field for fallback in effective.fallbacks} == {"cache", "features_on", "shards"}
     assert effective.plan == Plan(workers=2) and "memory" in effective.fallbacks[0].why
+
+
+def test_windows_on_the_device_are_gathered_there_into_the_same_batches():
+    mine, plan, cpu = text(size="tiny", clips=40), Plan(cache="device"), torch.device("cpu")
+    assert resolve(plan, H100, workload=mine).fallbacks == ()
+    assert resolve(plan, emulating("cpu"), workload=mine).plan.cache == "off"
+    for items, seed in ((mine.train, 0), (mine.test, None)):
+        cache = open_cache(mine, items, plan, device=cpu)
+        assert cache.where == "device" and cache.why == f"cache=device: {64e-6 * len(items):.3g} MB"
+        live, kept = (
+            BatchStream(mine, items, each, batch_size=6, seed=seed, device=cpu, cache=rows)
+            for each, rows in ((Plan(), None), (plan, cache))
+        )
+        for _ in range(2 * len(live)):
+            for one, other in zip(next(live), next(kept), strict=True):
+                assert torch.equal(one.float(), other.float())
+    stream = BatchStream(mine, mine.train, plan, batch_size=6, seed=0, device=cpu, cache=cache)
+    stream.device = torch.device("meta")  # which holds no numbers, and needs no GPU
+    cache.memory, cache.labels = cache.memory.to("meta"), [cache.labels[0].to("meta")]
+    batches = [next(stream) for _ in range(3)]
+    assert all(tensor.is_meta for batch in batches for tensor in batch), "nothing is copied from the host"
 
 
 def test_augment_hides_a_uniform_number_of_bytes_anywhere_in_a_window():

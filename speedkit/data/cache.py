@@ -48,6 +48,8 @@ def open_cache(
     `workers` processes compute them, by default one per core. Raises SpeedkitError when the folder cannot be written,
     the disk is too small, or no item can be read.
     """
+    if plan.cache == "device" and workload.rows is not None:
+        return RowsOnDevice(workload, items, torch.device(device))
     name = f"{workload.name}-{plan.cache_of}-{fingerprint(workload, plan)[:16]}".replace("/", "_")
     folder = (Path(cache_dir) if cache_dir else cache_root() / "features") / name
     try:
@@ -245,6 +247,16 @@ class FeatureCache:
         entries = f"{self.values.nbytes / 1e6:.3g} MB on disk, {self.built} entries computed in {self.build_s:.2g} s"
         too_large = "" if place == self.where else f"; they are more than half of what is free in {place}"
         self.why = f"cache={self.where}: {entries}{too_large}"
+
+
+class RowsOnDevice(FeatureCache):
+    """The `rows` of a workload, which are entries already, copied to the device once."""
+
+    def __init__(self, workload: "Workload", items: Sequence[Any], device: torch.device):
+        rows, targets = workload.rows[torch.as_tensor(items)], list(map(workload.target, items))  # type: ignore[index]
+        self.where, self.memory, self.torch_dtype, self.varies = "device", rows.to(device), rows.dtype, False
+        self.labels, self.usable = [torch.tensor(targets, device=device)], np.ones(len(items), bool)
+        self.bad, self.build_s, self.why = {}, 0.0, f"cache=device: {rows.nbytes / 1e6:.3g} MB"
 
 
 def select(values: Tensor, places: Tensor, device: torch.device) -> Tensor:

@@ -1,16 +1,18 @@
-"""torch.compile, applied in place: to the model, to its repeated blocks, or to loss and update."""
+"""torch.compile, applied in place: to the model, to its repeated blocks, or to a whole step."""
 
 import dataclasses
-import functools
-import inspect
+import itertools
 from collections import Counter, defaultdict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+from torch.optim.adam import adam
 
 from speedkit.plan import CUDA_GRAPHS, Plan
-from speedkit.workloads.workload import Loss, Workload
+from speedkit.recipe import Recipe
+from speedkit.workloads.workload import Batch, Loss, Workload
 
 BACKEND = "inductor"
 # Graphs of one function: several plans of one model live in a process that measures, with one for each padded length.
@@ -40,25 +42,46 @@ def apply_compile(model: nn.Module, plan: Plan, workload: Workload | None = None
 
 
 def compile_step(workload: Workload, optimizer: torch.optim.Optimizer, plan: Plan) -> Loss:
-    """Return the loss, under scope "step" compiled together with the model that it calls; compile the update then too.
+    """Return the loss; under scope "step" one that makes its step too, and whose results need no gradient.
 
-    The update's learning rate must be a tensor: a number would be compiled in, and anew whenever the schedule moves it.
-    A fused update is a single kernel already.
+    Forward and backward pass, clipping, and the update of AdamW are one graph. Gradients are clipped where the update
+    reads them.
     """
     if plan.compile == "off" or plan.compile_scope != "step":
         return workload.loss
-    if not plan.fused_optimizer:
-        update = inspect.unwrap(type(optimizer).step)  # what torch wraps the step in breaks the graph
-        update = torch.compile(update, fullgraph=True, dynamic=False, backend=BACKEND, mode=plan.compile)
-        optimizer.step = functools.partial(torch.no_grad()(update), optimizer)  # type: ignore[method-assign]
-    loss = torch.compile(workload.loss, **_options(plan, workload))
-    return functools.partial(_copied, loss) if plan.compile in CUDA_GRAPHS else loss
+    torch._dynamo.config.trace_autograd_ops = True
+    (group,) = optimizer.param_groups
+    weights, rate = [weight for weight in group["params"] if weight.requires_grad], group["lr"]
+    group["capturable"] = rate.is_cuda  # steps are counted on the device
+    for weight in weights:  # as the first step would, which then is in the same graph
+        averages = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[weight] = averages | {"step": torch.zeros_like(rate)}
+    options = {name: value for name, value in group.items() if name not in ("params", "betas")}
+    options["beta1"], options["beta2"] = group["betas"]
 
+    def graph(state: list[list[Tensor]], model: nn.Module, batch: Batch, *, recipe: Recipe) -> tuple[Tensor, Tensor]:
+        loss, outputs = workload.loss(model, batch, recipe)
+        with torch.autocast(loss.device.type, enabled=False):
+            gradients = list(torch.autograd.grad(loss, weights))
+            if recipe.clip_norm is not None:
+                scale = recipe.clip_norm / (get_total_norm(gradients) + 1e-6)
+                torch._foreach_mul_(gradients, scale.clamp(max=1.0))
+            with torch.no_grad():
+                averages, squares, counts = state
+                adam(weights, gradients, averages, squares, [], counts, **options)
+        return loss.detach(), outputs.detach()
 
-def _copied(loss: Loss, *arguments: Any) -> tuple[Tensor, Tensor]:
-    """Return what `loss` returns, its mean as a copy: log points read it later, and a replay writes over it."""
-    mean, outputs = loss(*arguments)
-    return mean.clone(), outputs
+    compiled = torch.compile(graph, **_options(plan, workload))
+
+    def step(model: nn.Module, batch: Batch, recipe: Recipe) -> tuple[Tensor, Tensor]:
+        # Anew at each step, for loading a checkpoint makes others.
+        lists = [[optimizer.state[weight][name] for weight in weights] for name in ("exp_avg", "exp_avg_sq", "step")]
+        for tensor in (rate, *weights, *itertools.chain(*lists)):
+            torch._dynamo.mark_static_address(tensor)  # a CUDA graph then writes there, and not into a copy
+        loss, outputs = compiled(lists, model, batch, recipe=recipe)
+        return loss.clone() if plan.compile in CUDA_GRAPHS else loss, outputs  # log points read it after more replays
+
+    return step
 
 
 def compile_augment(workload: Workload, plan: Plan, device: torch.device) -> Workload:
@@ -72,11 +95,10 @@ def compile_augment(workload: Workload, plan: Plan, device: torch.device) -> Wor
     return dataclasses.replace(workload, augment=torch.compile(workload.augment, backend=BACKEND))
 
 
-def remove_compile(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Let `model`, its blocks and the update run eagerly from now on."""
+def remove_compile(model: nn.Module) -> None:
+    """Let `model` and its blocks run eagerly from now on."""
     for module in model.modules():
         module._compiled_call_impl = None
-    vars(optimizer).pop("step", None)
 
 
 def _options(plan: Plan, workload: Workload | None) -> dict[str, Any]:

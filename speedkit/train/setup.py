@@ -222,7 +222,11 @@ def build_learner(
     memory_format = torch.channels_last if plan.channels_last else torch.contiguous_format
     model = workload.model().to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
 
+    sgd = plan.compile_scope == "step" and recipe.optimizer == "sgd"
+    plan = dataclasses.replace(plan, compile_scope="model") if sgd else plan
     fallbacks = transform_model(model, plan, workload)  # sharding comes after it
+    if sgd:
+        fallbacks.append(Fallback("compile_scope", "step", "model", "a step in one graph is AdamW's"))
     replica = model if ranks is None else ranks.apply_data_parallel(model, recipe, plan)
     fused, tensor_rate = plan.fused_optimizer, plan.compile_scope == "step"
     optimizer = build_optimizer(model.parameters(), recipe, fused=fused, tensor_rate=tensor_rate)

@@ -51,12 +51,13 @@ def text(
         counts = f"{len(train)} windows of {window} bytes to train on and {len(test)} to test on"
         raise UsageError(f"there are {counts}: give more text, or lower size")
     train, test = train[:clips], test[:: math.ceil(len(test) / TEST_WINDOWS)]
+    rows = torch.cat((train, test))
     return Workload(
         "text",
         RECIPES.get(window, RECIPE),
         range(len(train)),
         range(len(train), len(train) + len(test)),
-        load=functools.partial(torch.select, torch.cat((train, test)), 0),
+        load=functools.partial(torch.select, rows, 0),
         features=Tensor.contiguous,  # nothing to do
         target=operator.index,  # the number of a window, which decides what is hidden of it in a test
         model=functools.partial(TextNet, size),
@@ -66,6 +67,7 @@ def text(
         metric="bits_per_byte",
         higher_is_better=False,
         cacheable=False,
+        rows=rows,
         margin=0.1,  # two standard deviations between seeds, a tenth of what is learned beyond how often bytes stand
         parameters={"window": window},
     )

@@ -69,6 +69,7 @@ class Workload:
     augment: Callable[[Batch, torch.Generator], Batch] | None = None  # random, of features
     length: Callable[[Any], int] | None = None  # of an item's features, last dimension, undecoded; None: all the same
     cacheable: bool = True  # False: items lie in memory as the model takes them, or are not what a cache keeps
+    rows: Tensor | None = None  # [N, ...] what the model takes of all items, where these are its row numbers
     decoders: tuple[str, ...] = ()  # values of the plan's `decoder`, beyond soundfile, that `load` takes as `decoder=`
     kept_as: str = "int16"  # number format in which a cache keeps what `load` returns: int16 of -1..1, uint8 as it is
     count: Callable[[Batch], int | Tensor] | None = None  # valid items in a batch, where they are not its samples
