@@ -4,6 +4,7 @@ PYTHON ?= python3
 WORKLOAD ?= audio
 BIN := .venv/bin
 SPEEDKIT ?= $(BIN)/speedkit
+UV ?= $(shell command -v uv)
 
 # A set-up is finished when this file is there: its name changes with what is to be installed and where.
 STAMP := .venv/.installed-$(shell { pwd; cat requirements.lock pyproject.toml; } | cksum | cut -d' ' -f1)
@@ -48,18 +49,19 @@ help:  ## list the targets
 setup: $(STAMP)  ## make or reuse .venv, with every package at its locked version
 
 # Prints the interpreter itself, also when an environment of its own is active, if it is of use here.
-fits = import sys, venv, ensurepip; (3, 11) <= sys.version_info[:2] <= (3, 12) or sys.exit(1); print(sys._base_executable)
+fits = import sys, venv, ensurepip; (3, 11) <= sys.version_info[:2] <= (3, 14) or sys.exit(1); print(sys._base_executable)
 
 # Without a PYTHON of the user's own, the first Python that fits is taken. An environment that is half made, or that was
 # made in another folder, is made anew; a package whose installation was cut short (pip writes INSTALLER last) is
-# forgotten, so that pip installs it again.
+# forgotten, so that it is installed again. uv, where there is one, installs the same in less time; where it fails, for it
+# does not read pip's settings, pip goes on.
 $(STAMP):
 	@set -e; found=; \
-	for python in $(if $(filter file,$(origin PYTHON)),$(PYTHON) python3.12 python3.11,"$(PYTHON)"); do \
+	for python in $(if $(filter file,$(origin PYTHON)),$(PYTHON) python3.13 python3.12 python3.11 python3.14,"$(PYTHON)"); do \
 	  found=$$("$$python" -c '$(fits)' 2>/dev/null) && break; \
 	done; \
 	if [ -z "$$found" ]; then \
-	  echo "set-up: needs Python 3.11 or 3.12 with its venv module (Debian, Ubuntu: apt-get install python3-venv);" \
+	  echo "set-up: needs Python 3.11 to 3.14 with its venv module (Debian, Ubuntu: apt-get install python3-venv);" \
 	    "name one with PYTHON=/path/to/python" >&2; exit 2; \
 	fi; \
 	if ! $(BIN)/pip --version 2>/dev/null | grep -qF "$(CURDIR)/.venv/"; then \
@@ -70,9 +72,12 @@ $(STAMP):
 	  if [ ! -e "$$package/INSTALLER" ]; then rm -rf "$$package"; fi; \
 	done; \
 	echo "set-up: installing the locked packages: about 6 GB, a few minutes"; \
-	install="$(BIN)/python -m pip install -qq --disable-pip-version-check --no-input"; \
-	{ $$install -r requirements.lock && $$install --no-deps --no-build-isolation -e .; } || \
-	  { echo "set-up: not finished; run make again to go on from here" >&2; exit 1; }; \
+	uv="$(UV) pip install --quiet --compile-bytecode --python $(BIN)/python"; \
+	pip="$(BIN)/python -m pip install -qq --disable-pip-version-check --no-input"; \
+	locked() { $$1 -r requirements.lock && $$1 --no-deps --no-build-isolation -e .; }; \
+	if [ -z "$(UV)" ] || ! locked "$$uv"; then \
+	  locked "$$pip" || { echo "set-up: not finished; run make again to go on from here" >&2; exit 1; }; \
+	fi; \
 	touch $@; echo "set-up: done"
 
 climb: setup  ## climb the ladder: the report, the notebook and the winning plan appear in runs/

@@ -24,19 +24,19 @@ def measure(quick: bool) -> Iterator[common.Result]:
     batch_size, pairs = (8, 3) if quick else (64, 30)
     workload = load_workload("audio", clips=240, size="small", max_duration_s=2.0)
     recipe, device = dataclasses.replace(workload.recipe, batch_size=batch_size), torch.device("cpu")
-    search = micro_batch.find_micro_batch(workload, recipe, PLAN, device=device, make_run=setup_run)
+    search = micro_batch.micro_batch_for(workload, recipe, PLAN, device=device, make_run=setup_run)
 
     # The sweep measures every size as a search measures its few.
     began_s = time.perf_counter()
     longest_first, plan = micro_batch.with_longest_first(workload), micro_batch.trial_plan(PLAN)
     run = setup_run(longest_first, recipe, plan, device=device, progress=False, endless=True)
     with contextlib.closing(run):
-        trial = micro_batch.MicroBatchTrial(run, batch_size)
+        trial = micro_batch.trial_of(run, batch_size)
         rates = trial.rates([size for size in range(1, batch_size + 1) if trial.fits(size, math.inf)])
         sweep_s = time.perf_counter() - began_s
         best = max(rates, key=lambda size: rates[size])
         sides = {
-            name: functools.partial(trial.take_step, size, batch_size)
+            name: functools.partial(trial.step, trial.batch_of(size), math.ceil(batch_size / size))
             for name, size in (("chosen", search.micro_batch), ("best", best))
         }
         turns = compare_functions("", sides, pairs, device=device)

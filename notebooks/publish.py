@@ -7,8 +7,8 @@ import collections
 import json
 import math
 import re
+import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,14 +17,16 @@ from typing import Any
 import click
 import nbformat
 import torch
+from batch_sizes import section
 from claims import WORDS, Row, is_current
 from matplotlib import style
 
 from speedkit import files
 from speedkit.cli import main, seconds
+from speedkit.clock import duration
 from speedkit.errors import SpeedkitError, UsageError
-from speedkit.hardware import this_machine
-from speedkit.measure.provenance import commit, gpu_state, notebooks_folder
+from speedkit.hardware import gpu_state, this_machine
+from speedkit.measure.provenance import commit, notebooks_folder
 from speedkit.measure.record import RECORD_MIME, read_notebook
 from speedkit.measure.schema import load_record, published, validate_record
 from speedkit.notebooks import find_notebooks, run_notebook
@@ -48,8 +50,9 @@ def publish(
 ) -> dict[str, str]:
     """Run the notebooks `names` here, in their auto profile, and write them and their records to `out`.
 
-    None is all of them, the climb first and on each workload. What is published from the same code is left as it is,
-    and none starts when `budget_s` is spent. With `workload` only the record is written, as NN_name-workload.json.
+    None is all of them, the climb first and on each workload. What is published from the same code is left as it is.
+    None starts when `budget_s` is spent, nor, but for the first, one that took longer before than is left of it. With
+    `workload` only the record is written, as NN_name-workload.json.
     Return what became of each by its name. Raises SpeedkitError for a busy GPU, and for changes since the commit that
     records would name.
     """
@@ -60,34 +63,48 @@ def publish(
     name, dirty = commit()
     if dirty:
         raise SpeedkitError(f"the package differs from commit {name}, which the records would name: commit it first")
-    end_s, outcomes = time.monotonic() + (budget_s or math.inf), {}
+    end_s, outcomes = time.monotonic() + (budget_s or math.inf), dict[str, str]()
     for source in sources:
         for word in ("", *WORKLOADS) if names is None and source.name == CLIMB else (workload,):
             name = f"{source.stem}-{word}" if word else source.stem
+            first = {*outcomes.values()} <= {"current"}
             try:
-                outcomes[name] = publish_one(source, name, Path(out or notebooks_folder()), end_s=end_s)
+                outcomes[name] = publish_one(source, name, Path(out) if out else None, end_s=end_s, first=first)
             except SpeedkitError as error:
                 outcomes[name] = f"failed: {error}"
     return outcomes
 
 
-def publish_one(source: Path, name: str, out: Path, *, end_s: float) -> str:
-    """Run one notebook, on the workload at the end of `name`, unless it is current or the time is up."""
-    record_path = out / "records" / device_slug(this_machine().as_dict()) / f"{name}.json"
+def publish_one(source: Path, name: str, out: Path | None, *, end_s: float, first: bool) -> str:
+    """Run one notebook, on the workload at the end of `name`, unless it is current or the time is too short.
+
+    A climb that was stopped goes on where it was, if the code is the same.
+    """
+    folder, machine = out or notebooks_folder(), device_slug(this_machine().as_dict())
+    record_path = folder / "records" / machine / f"{name}.json"
     if record_path.exists() and is_current(files.read_json(record_path), source):
         return "current"
-    if time.monotonic() >= end_s:
+    took_s = {
+        path.parent.name: record.get("seconds", 0.0) for path, record in published(source).items() if path.stem == name
+    }
+    needed_s, left_s = took_s.get(machine, max(took_s.values(), default=0.0)), end_s - time.monotonic()
+    if left_s <= 0:
         return "left: the budget is spent"
+    if needed_s > left_s and not first:
+        return f"left: it takes about {duration(needed_s)}"
     executed, workload = Path("runs", "publish", f"{name}.ipynb"), name.partition("-")[2]
-    with tempfile.TemporaryDirectory(prefix="speedkit-publish-") as folder:
-        environment = {"SPEEDKIT_PROFILE": "", "SPEEDKIT_PROGRESS": "off", "SPEEDKIT_RUN_DIR": folder}
-        run_notebook(source, executed, {"workload": workload} if workload else {}, environment=environment)
+    running = Path(out or executed.parent, f"{name}-{commit()[0]}").resolve()
+    if source.name != CLIMB:
+        shutil.rmtree(running, ignore_errors=True)
+    environment = {"SPEEDKIT_PROFILE": "", "SPEEDKIT_PROGRESS": "off", "SPEEDKIT_RUN_DIR": str(running)}
+    run_notebook(source, executed, {"workload": workload} if workload else {}, environment=environment)
     record = checked(record_of(read_notebook(executed)), source)
     record_path.parent.mkdir(parents=True, exist_ok=True)
     if not workload:
-        files.write_text(out / source.name, with_outputs(source, executed))
+        files.write_text(folder / source.name, with_outputs(source, executed))
     files.write_json(record_path, record)  # last: a record that is current says that all is done
     executed.unlink()
+    shutil.rmtree(running, ignore_errors=True)
     return "published"
 
 
@@ -224,7 +241,7 @@ def records_text(folder: Path) -> str:
             rows.append([*cells, MARKS[is_current(record, path)], verdicts])
     head = ["record", "machine", "day", "code", "profile", "", "checks, and verdicts on claims"]
     about = "Written by `speedkit publish`; each record lies in the folder of its machine."
-    return f"# Records\n\n{about}\n\n{markdown_table(head, rows)}\n"
+    return f"# Records\n\n{about}\n\n{markdown_table(head, rows)}\n{section(folder)}"
 
 
 def markdown_table(head: list[str], rows: list[list[str]]) -> str:
@@ -236,7 +253,7 @@ def markdown_table(head: list[str], rows: list[list[str]]) -> str:
 @click.argument("names", nargs=-1, metavar="[NOTEBOOK]...")
 @click.option("--all", "everything", is_flag=True, help="every notebook")
 @click.option("--out", help="folder to write to (the notebooks' own)")
-@click.option("--budget", "budget_s", type=seconds, metavar="TIME", help="start no notebook after this time")
+@click.option("--budget", "budget_s", type=seconds, metavar="TIME", help="start none that does not fit into it")
 @click.option("--workload", default="", help="write only the record, of this workload")
 @click.option("--import", "source", help="take in what another machine published to this folder")
 def command(names: tuple[str, ...], everything: bool, source: str | None, **values: Any) -> int:

@@ -1,41 +1,56 @@
-"""The command line: `speedkit hardware | train | doctor | climb | compare | cache | deploy | run | publish`."""
+"""The command line: `speedkit hardware | train | doctor | watch | climb | compare | cache | deploy | run | publish`."""
 
 import contextlib
 import dataclasses
 import importlib
 import json
 import os
-import re
 import signal
 import sys
-import time
 import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 import yaml
-from torch import nn
 
-from speedkit.config import from_mapping, from_yaml, settings_of
+from speedkit import __version__
+from speedkit.config import spelling_of_today
 from speedkit.data.sources import write_quarantine
-from speedkit.errors import Interrupted, PlanError, SpeedkitError, UsageError
+from speedkit.errors import Interrupted, PlanError, SpeedkitError, UsageError, missing_extra
 from speedkit.files import claim_folder, write_json
-from speedkit.hardware import this_machine
-from speedkit.measure.provenance import notebooks_folder
-from speedkit.plan import PRESETS, Plan, resolve
-from speedkit.recipe import Recipe
+from speedkit.hardware import cache_root, this_machine
+from speedkit.measure.provenance import PACKAGE, notebooks_folder
+from speedkit.options import (
+    DATA,
+    DATA_FIELDS,
+    DEVICE,
+    JSON,
+    OUT,
+    PLAN,
+    RUN,
+    SHARE,
+    WORKLOAD,
+    Values,
+    field_options,
+    find_plan,
+    find_trained,
+    find_workload,
+    seconds,
+    typed,
+)
+from speedkit.plan import Plan, resolve
 from speedkit.train import distributed
-from speedkit.workloads import load_workload
-from speedkit.workloads.workload import Workload
-
-Values = dict[str, Any]  # what was typed, by option
+from speedkit.workloads.workload import hold_out
 
 
 def main() -> NoReturn:
     """Run the command line; every failure is one sentence and an exit code, a traceback only with --debug."""
     signal.signal(signal.SIGTERM, _terminate)
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root() / "inductor"))  # kept: compiled once
     try:
+        if sys.platform == "win32":
+            raise UsageError("speedkit needs Linux or macOS: on Windows start it under WSL2 (the README says why)")
         code = commands.main(prog_name="speedkit", standalone_mode=False) or 0
     except Exception as error:
         if "--debug" in sys.argv:
@@ -58,101 +73,17 @@ def _explained(error: Exception) -> tuple[int, str]:
         return error.exit_code, str(error)
     if isinstance(error, click.Abort):
         return 130, "stopped by SIGINT; what was complete is kept"
+    if isinstance(error, click.NoSuchOption) and (hint := spelling_of_today(error.option_name, typed=True)):
+        return error.exit_code, f"No such option {error.option_name!r}{hint}"
     if isinstance(error, click.ClickException):
         return error.exit_code, error.format_message()
+    if sentence := missing_extra(error):
+        return UsageError.exit_code, sentence
     return 1, f"{type(error).__name__}: {error} (--debug shows where)"
 
 
-def seconds(word: str) -> float:
-    """Return the seconds in `540`, `90s`, `9m` or `1h`."""
-    parts = re.fullmatch(r"(\d+\.?\d*)([smh]?)", word)
-    if not parts or not float(parts[1]):
-        raise UsageError(f"{word!r} is no time: write seconds, or 90s, 9m, 1h")
-    return float(parts[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[parts[2]]
-
-
-def field_options(cls: type) -> list[click.Parameter]:
-    """Return an option for each field of the settings class `cls`."""
-    options: list[click.Parameter] = []
-    for name, setting in settings_of(cls).items():
-        flag = name.replace("_", "-")
-        names = f"--{flag}/--no-{flag}" if setting.takes == ("true | false",) else f"--{flag}"
-        text = f"{setting.help.rstrip('.')} ({'by workload' if cls is Recipe else str(setting.default).lower()})"
-        words = " | ".join(setting.takes).upper()
-        options.append(click.Option([names, name], help=text, metavar=words, default=None))  # None: not typed
-    return options
-
-
-ABSOLUTE = click.Path(resolve_path=True)  # for climb.ipynb too, which runs in a folder of its own
-WORKLOAD = click.Argument(["workload"])
-DEVICE = click.Option(["--device"], default="auto", metavar="AUTO | CUDA | MPS | CPU")
-PLAN = click.Option(["--plan"], default="baseline", metavar="FILE | BASELINE | CAREFUL | FAST")
-JSON = click.Option(["--json", "as_json"], is_flag=True, help="print JSON")
-OUT = click.Option(
-    ["--out"],
-    type=click.Path(path_type=Path),
-    default=lambda: Path("runs", time.strftime("%Y%m%d-%H%M%S")),
-    show_default="runs/<date>-<time>",
-    help="folder for what the run leaves",
-)
-DATA = (
-    click.Option(["--data-dir"], type=ABSOLUTE, help="folder of your files; generated data without"),
-    click.Option(["--labels"], type=ABSOLUTE, help="CSV of paths and labels, with a fold or split column or not"),
-    click.Option(["--label-pattern"], metavar="REGEX", help="group 1 of a file's name is its label"),
-    click.Option(["--test-pattern"], metavar="REGEX", help="files whose names match are the test set"),
-    click.Option(["--size"], metavar="TINY | SMALL | MEDIUM", help="size of the model"),
-    click.Option(["--clips"], type=int, help="how many files to generate where there is no data folder"),
-)
-DATA_FIELDS = ("data_dir", "labels", "label_pattern", "test_pattern", "size", "clips")
-RUN = (  # of all commands that train
-    *DATA,
-    OUT,
-    DEVICE,
-    click.Option(["--cache-dir"], help="folder for cached features"),
-    click.Option(["--resume"], is_flag=True, help="go on with the run in --out"),
-    *field_options(Recipe),
-)
-
-
-def typed(values: Values, *names: str) -> Values:
-    """Return those of `names` that were typed."""
-    return {name: values[name] for name in names if values.get(name) is not None}
-
-
-def find_workload(name: str, values: Values) -> tuple[Workload, Recipe]:
-    """Return the workload with the data that was named, and its recipe with the fields that were typed."""
-    fields = typed(values, *settings_of(Recipe))
-    if {"epochs", "steps"} & fields.keys():  # typing one of the two replaces the other
-        fields = {"epochs": None, "steps": None} | fields
-    limit_s = from_mapping(Recipe, fields).max_duration_s  # an impossible recipe is refused before any data is made
-    workload = load_workload(name, max_duration_s=limit_s, **typed(values, *DATA_FIELDS))
-    return workload, from_mapping(Recipe, dataclasses.asdict(workload.recipe) | fields)
-
-
-def find_plan(word: str, values: Values) -> Plan:
-    """Return the plan that a word or a YAML file names, with the fields that were typed."""
-    if word not in PRESETS and not Path(word).exists():
-        raise UsageError(f"there is no plan {word!r}: take {', '.join(PRESETS)}, or a YAML file")
-    plan = PRESETS[word](this_machine(values["device"])) if word in PRESETS else from_yaml(Plan, word)
-    return from_mapping(Plan, dataclasses.asdict(plan) | typed(values, *settings_of(Plan)))
-
-
-def find_trained(path: Path, workload: str | None, data: Values) -> tuple[Workload, nn.Module]:
-    """Return the workload and the trained model of a checkpoint, named by its file or folder."""
-    from speedkit.train.checkpoint import NAME, read
-
-    state = read(path / NAME if path.is_dir() else path)
-    job = state["job"]
-    work = load_workload(workload or job["workload"], max_duration_s=job.get("max_duration_s"), **data)
-    if job["train_items"] != len(work.train):  # what it is tested on may be what it was trained on
-        raise UsageError(f"{path} is of {job['workload']} with {job['train_items']} training items: name that data")
-    model = work.model()
-    model.load_state_dict(state["model"])
-    return work, model
-
-
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True})
-@click.version_option(package_name="speedkit")
+@click.version_option(__version__)
 def commands() -> None:
     """Make PyTorch training as fast as this machine allows, with proof."""
 
@@ -164,12 +95,16 @@ def hardware(as_json: bool, device: str) -> None:
 
     machine = this_machine(device)
     show = dataclasses.asdict if as_json else str
-    facts = machine.as_dict() | {"ceilings": {name: show(ceiling) for name, ceiling in ceilings(machine).items()}}
+    rates = {name: show(ceiling) for name, ceiling in ceilings(machine).items()}
+    facts = machine.as_dict() | {"advice": machine.advice, "ceilings": rates}
     click.echo(json.dumps(facts, indent=1) if as_json else yaml.safe_dump(facts, sort_keys=False, width=1000))
 
 
 @commands.command(params=[WORKLOAD, PLAN, *RUN, *field_options(Plan)])
 @click.option("--strict", is_flag=True, help="a plan field that cannot be honoured here is an error")
+@click.option("--validation", type=SHARE, help="share of the training set to hold out as a validation set")
+@click.option("--until", type=float, help="value of the metric at which training ends")
+@click.option("--verbose", is_flag=True, help="say why of each field that falls back, however many they are")
 @click.option("--deterministic", is_flag=True, help="reproducible kernels on CUDA too")
 def train(workload: str, plan: str, **values: Any) -> int:
     """Train WORKLOAD (audio, speech, image, text, or package.module:function) by a recipe, as fast as a plan says."""
@@ -179,13 +114,14 @@ def train(workload: str, plan: str, **values: Any) -> int:
     asked = find_plan(plan, values)
     resolve(asked, this_machine(values["device"]), values["strict"])  # before data is touched
     work, recipe = find_workload(workload, values)
+    work = hold_out(work, values["validation"]) if values["validation"] else work
     if asked.ranks > 1 and recipe.batch_size == "auto":
         raise PlanError("batch_size=auto trains on one rank: find the number with --ranks 1, and give it here")
     if asked.ranks > 1 and "WORLD_SIZE" not in os.environ:
         return distributed.launch(["speedkit", *sys.argv[1:], "--out", str(values["out"])], asked.ranks)
     if recipe.batch_size == "auto":
         recipe, _ = choose_batch_size(work, recipe, asked, say=click.echo, **typed(values, "device", "cache_dir"))
-    options = typed(values, "device", "cache_dir", "out", "resume", "deterministic", "strict")
+    options = typed(values, "device", "cache_dir", "out", "resume", "deterministic", "strict", "until", "verbose")
     history = fit(work, recipe, asked, **options)
     if os.environ.get("RANK", "0") == "0":
         click.echo(f"{history.steps} steps in {history.seconds:.1f} s; all else in {values['out']}")
@@ -202,19 +138,20 @@ def climb(workload: str, notebook: bool, **values: Any) -> None:
     """Climb the whole ladder on WORKLOAD; leave the winning plan, the record and a report."""
     from speedkit.climb import climb as climb_ladder
     from speedkit.notebooks import find_notebooks, run_notebook
+    from speedkit.show.frameworks import read_table
     from speedkit.show.report import in_short, write_report
 
+    [source], _ = find_notebooks(["90"]), read_table()  # what the report needs is there before the time is spent
     work, recipe = find_workload(workload, values)
     folder = values["out"]
     options = typed(values, "device", "cache_dir", "out", "resume", "budget_s", "rungs", "seeds", "horizon")
     record = climb_ladder(work, recipe=recipe, **options)
     write_report(record, folder / "report.html")
     if notebook:
-        [source] = find_notebooks(["90"])
         out = str(folder.resolve())
         parameters = {"workload": workload, "out": out, **typed(values, *DATA_FIELDS)}
-        environment = {"SPEEDKIT_RUN_DIR": out}
-        run_notebook(source, folder / "climb.ipynb", parameters, environment=environment, progress=False)
+        options = {"environment": {"SPEEDKIT_RUN_DIR": out}, "folder": Path.cwd(), "progress": False}
+        run_notebook(source, folder / "climb.ipynb", parameters, **options)
     if work.quarantined:
         write_quarantine(folder / "quarantine.csv", work.quarantined)
         click.echo(f"files left out: {len(work.quarantined)} (quarantine.csv says why)")
@@ -227,15 +164,32 @@ def climb(workload: str, notebook: bool, **values: Any) -> None:
 @commands.command(params=[WORKLOAD, PLAN, *RUN, *field_options(Plan)])
 @click.option("--trace", metavar="FILE", help="keep the profiler's trace, for ui.perfetto.dev")
 def doctor(workload: str, plan: str, **values: Any) -> None:
-    """Say why training WORKLOAD is slow: where a step's time goes, the causes, what to change, and what that gives."""
+    """Say why training WORKLOAD, or the (model, batch) of a function, is slow, what to change, and what that gives."""
     from speedkit.measure import diagnose
+    from speedkit.script import next_levers
 
     asked = find_plan(plan, values)
     work, recipe = find_workload(workload, values)
     folder = claim_folder(values["out"], "doctor", values["resume"])
     ledger = diagnose.diagnose(work, recipe, asked, **typed(values, "device", "cache_dir", "trace"))
     write_json(folder / "ledger.json", ledger)
-    click.echo(f"{diagnose.as_text(ledger)}\nledger.json in {folder}")
+    click.echo(diagnose.as_text(ledger))
+    if not ledger["diagnosis"]:
+        click.echo(next_levers(asked, ledger["rows"], values["device"]))
+    click.echo(f"ledger.json in {folder}")
+
+
+@commands.command(params=[OUT], context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.argument("script", type=click.Path(path_type=Path))
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def watch(script: Path, arguments: tuple[str, ...], out: Path) -> None:
+    """Run a training SCRIPT with its own ARGUMENTS, nothing in it edited, and say why it is slow.
+
+    PyTorch, Lightning, Accelerate and the Hugging Face Trainer; options of this command stand before SCRIPT.
+    """
+    from speedkit.script import watch_script
+
+    watch_script(script, arguments, out)
 
 
 @commands.command(params=[click.Argument(["plan_a"]), click.Argument(["plan_b"]), WORKLOAD, JSON, *RUN])
@@ -267,7 +221,7 @@ def cache(action: str, folder: str, workload: str, **values: Any) -> int:
     if action == "build":
         work, _ = find_workload(workload, values)
         plan = find_plan(values["plan"], values | {"cache": "disk"})
-        built = open_cache(work, [*work.train, *work.test], plan, cache_dir=folder, progress=True)
+        built = open_cache(work, [*work.train, *work.validation, *work.test], plan, cache_dir=folder, progress=True)
         lines = [f"{built.folder}: {built.why}", *(f"left out: {path}: {why}" for path, why in built.bad.items())]
     elif action == "info":
         lines = [describe(path) for path in caches_in(folder)]
@@ -316,10 +270,7 @@ def run(names: tuple[str, ...], out: str, cluster: str | None, **values: Any) ->
     grid = {name: words.split(",") for name, _, words in (axis.partition("=") for axis in values["grid"])}
     if (cluster and not grid) or [""] in grid.values():
         raise UsageError("--sweep takes NAME=A,B,C, and --cluster runs its combinations")
-    parameters = dict(values["parameters"])
-    for name in parameters.keys() & {"data_dir", "labels", "out"}:  # notebooks run in a folder of their own
-        parameters[name] = os.path.abspath(parameters[name])
-    options: Values = {"parameters": parameters, "timeout_s": values["timeout_s"]}
+    options: Values = {"parameters": dict(values["parameters"]), "timeout_s": values["timeout_s"], "folder": Path.cwd()}
     failures = 0
     with notebooks.cluster_executor(cluster) if cluster else contextlib.nullcontext() as executor:
         for source in notebooks.find_notebooks(names):
@@ -336,6 +287,8 @@ def run(names: tuple[str, ...], out: str, cluster: str | None, **values: Any) ->
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def publish(words: tuple[str, ...]) -> int:
     """Run notebooks here for the repository: executed notebooks and records, and the README's tables."""
+    if notebooks_folder().is_relative_to(PACKAGE):
+        raise UsageError("publish writes into a checkout of speedkit's repository: clone it, and run make setup there")
     sys.path.insert(0, str(notebooks_folder()))  # publish.py is a script of the repository, not of the package
     script, parent = importlib.import_module("publish").command, click.get_current_context().parent
     return script.main(words, "publish", standalone_mode=False, parent=parent)

@@ -1,11 +1,15 @@
 """The climb: greedy forward selection of rungs, each against the best plan so far, and what proves the result."""
 
+import contextlib
 import dataclasses
 import functools
+import io
 import itertools
+import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from speedkit.clock import duration
 from speedkit.config import to_yaml
@@ -14,7 +18,15 @@ from speedkit.files import claim_folder, read_json, write_json, write_text
 from speedkit.hardware import cache_root, this_machine
 from speedkit.ladder import Rung, acts_on, changed, named, plan_of, text
 from speedkit.measure.ledger import Ledger
-from speedkit.measure.quality import Curves, curve, fold, naive_curves_file, quality_of, time_to_quality
+from speedkit.measure.quality import (
+    Curves,
+    choose_batch_size,
+    curve,
+    fold,
+    naive_curves_file,
+    quality_of,
+    time_to_quality,
+)
 from speedkit.measure.record import NotebookRun
 from speedkit.measure.roofline import roofline
 from speedkit.measure.stats import LOOKS
@@ -51,6 +63,8 @@ def climb(
 ) -> Row:
     """Climb the ladder on `workload` and return the record of it.
 
+    A climb makes the model anew for each plan: what its function prints is seen in `fit`, and not in a climb's log.
+
     Measure the rung that promises most, by a ledger of the best plan so far, against that plan; keep it when it is
     faster and its losses are what it promises. Then leave rungs out again, measure final figures in fresh turns, and
     train both ends to compare quality. `budget_s` is for all of it; `horizon` is the steps of the training that the
@@ -60,6 +74,7 @@ def climb(
     too short for one rung.
     """
     chosen, recipe = named(rungs), recipe or workload.recipe
+    workload = dataclasses.replace(workload, model=functools.partial(silently, workload.model))
     folder = claim_folder(out, "climb", resume) if out is not None else None
     job = ClimbState(
         workload=workload,
@@ -81,6 +96,12 @@ def climb(
         write_text(folder / "plan.yaml", to_yaml(Plan(**record["plan"])))
         write_json(folder / "record.json", record)
     return record
+
+
+def silently(make: Callable[[], Any]) -> Any:
+    """Return `make()`; what it prints is not seen."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        return make()
 
 
 def climb_rungs(job: ClimbState, rungs: Sequence[Rung]) -> Row:
@@ -117,6 +138,7 @@ def climb_rungs(job: ClimbState, rungs: Sequence[Rung]) -> Row:
         "resolution": control["resolution"],
         "step_s": step_s,
         "payback": job.once("payback", payback, job, best, compile_s=compile_s, step_s=step_s),
+        "larger_batch": job.once("larger batch", larger_batch, job, best),
         "ledgers": {name: job.ledger(plan) for name, plan in plans.items()},
         # Last: what looks into each operator of a step leaves compiled code switched off.
         "roofline": {
@@ -242,6 +264,20 @@ def train_seeds(job: ClimbState, curves: Curves, plans: dict[str, Plan], *, trai
     return quality
 
 
+def larger_batch(job: ClimbState, best: Plan) -> list[Row]:
+    """Return how long the `best` plan takes to one quality with twice the batch, where a GPU has time left for it.
+
+    That changes what is learned, so it is no rung. A CPU computes a sample of a larger batch no sooner.
+    """
+    trainings_s = [row["seconds"] for stage, row in job.stages.items() if stage.startswith("training, final")]
+    needed_s = 2 * job.seeds * max(trainings_s, default=math.inf)
+    if job.hardware.device.type == "cpu" or job.spent_s() + needed_s > job.budget_s:
+        return []
+    options = {"factors": (2,), "seeds": job.seeds, "say": job.say, **job.options}
+    rows = choose_batch_size(job.workload, job.recipe, best, **options)[1]
+    return [{key: value for key, value in row.items() if key != "curves"} for row in rows]
+
+
 def recorded(run: Row, step_s: float) -> Row:
     """Return what a record keeps of a training, its seconds as `step_s` has them."""
     points = [[step * step_s, value] for step, (_, value) in zip(run["steps"], run["points"], strict=True)]
@@ -256,7 +292,7 @@ def payback(job: ClimbState, best: Plan, *, compile_s: float, step_s: Row) -> Ro
     """
     prepare_s = {"cache": 0.0, "compile": compile_s if best.compile != "off" else 0.0}
     if best.cache != "off":
-        items = [*job.workload.train, *job.workload.test]
+        items = [*job.workload.train, *job.workload.validation, *job.workload.test]
         every_nth = max(1, len(items) // BUILDING_ITEMS)
         root = Path(job.options["cache_dir"] or cache_root())
         root.mkdir(parents=True, exist_ok=True)

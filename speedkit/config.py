@@ -1,6 +1,7 @@
 """Settings: frozen pydantic dataclasses that say in one sentence what they cannot be, with YAML in and out."""
 
 import contextlib
+import csv
 import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -42,9 +43,11 @@ def settings(cls: type[T]) -> type[T]:
         except pydantic.ValidationError as error:
             name, value, fields = str(error.errors()[0]["loc"][0]), error.errors()[0]["input"], settings_of(model)
             if name not in fields:
-                raise PlanError(f"{name!r} is not a field of {cls.__name__}{nearest(name, fields)}") from None
-            words = " | ".join(fields[name].takes) + nearest(str(value), fields[name].takes)
-            raise PlanError(f"{name}={value!r} is not possible; it takes {words}") from None
+                hint = spelling_of_today(name) or nearest(name, fields)
+                raise PlanError(f"{name!r} is not a field of {cls.__name__}{hint}") from None
+            words = "; it takes " + " | ".join(fields[name].takes) + nearest(str(value), fields[name].takes)
+            hint = spelling_of_today(f"{name}={value}") or words
+            raise PlanError(f"{name}={value!r} is not possible{hint}") from None
 
     model.__init__ = __init__
     return model
@@ -66,6 +69,17 @@ def _values_in_words(schema: Mapping[str, Any]) -> Iterable[str]:
         else:
             limits = [f" {word} {variant[key]:g}" for key, word in LIMITS.items() if key in variant]
             yield TYPES[variant["type"]] + "".join(limits)
+
+
+def spelling_of_today(word: str, *, typed: bool = False) -> str:
+    """Return `: here that is X` for what guides call `word`, X as a field or as it is `typed`; "" for any other."""
+    # A row is a setting of today, or `setting=value`; a note; and what it is called elsewhere.
+    with Path(__file__).with_name("renamed.csv").open(encoding="utf-8", newline="") as table:
+        for here, note, elsewhere in csv.reader(table):
+            if word.lower().lstrip("-").replace("-", "_") in elsewhere.split():
+                option = f"--{here.replace('_', '-').replace('=', ' ')}" if typed else here
+                return f": here that is {option} {note}".rstrip() if here else f": {note}"
+    return ""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -1,5 +1,18 @@
 """The errors a user can cause or must know of. Each carries one sentence: what, where, what to do."""
 
+# The extra of pyproject.toml that brings each package which the light core leaves out.
+EXTRAS = dict.fromkeys(("torchaudio", "soundfile", "torchcodec", "librosa"), "audio")
+EXTRAS |= {"torchvision": "image", "webdataset": "shards", "torchao": "deploy", "distributed": "cluster"}
+EXTRAS |= dict.fromkeys(("matplotlib", "IPython", "nbformat", "nbclient", "papermill"), "notebooks")
+
+
+def missing_extra(error: BaseException) -> str:
+    """Return in one sentence which extra brings the package that an import has missed; "" for any other error."""
+    package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if package not in EXTRAS:
+        return ""
+    return f"the package {package} is not installed: install speedkit with its extra [{EXTRAS[package]}]"
+
 
 class SpeedkitError(Exception):
     """A run failed for a reason the user can read and act on; the command line exits with `exit_code`."""

@@ -4,6 +4,7 @@ import contextlib
 import ctypes.util
 import functools
 import importlib.util
+import math
 import os
 import platform
 import shutil
@@ -31,9 +32,12 @@ ON_NVIDIA = {
     "fp8": ((8, 9), "Ada with FP8 tensor cores"),
     "compile": ((7, 0), "Volta"),
 }
-ON_CUDA = ("pin_memory", "prefetch", "cuda_graphs", "expandable_segments", "efficient_attention", "cudnn_attention")
+CUDNN = ("cudnn_attention", "cudnn_benchmark")
+ON_CUDA = ("pin_memory", "prefetch", "cuda_graphs", "expandable_segments", "efficient_attention", *CUDNN)
 # The instruction sets without which a CPU emulates a number format, as torch.cpu.get_capabilities names them.
 ON_CPU = {"bf16": ("avx512_bf16", "amx_bf16", "bf16"), "fp16": ("avx512_fp16", "amx_fp16", "fp16_arith")}
+CHOOSE_GPU = "{device} of {gpu_count} GPUs is used; --device cuda:1 or CUDA_VISIBLE_DEVICES=1: another; --ranks 2: two"
+MAKE_ROOM = "less than 4 GB of GPU memory: --micro-batch auto, --precision fp16, --checkpointing blocks, lower --width"
 DECODERS = {"torchcodec": "the package torchcodec and FFmpeg's libraries", "librosa": "the package librosa"}
 
 
@@ -72,6 +76,12 @@ class Hardware:
     def name(self) -> str:
         """What to call the device in a sentence."""
         return self.gpu or f"this {self.device.type.upper()}"
+
+    @property
+    def advice(self) -> list[str]:
+        """How to choose a GPU, and how to make room on a small one, in sentences; none for a CPU."""
+        small = (self.gpu_memory_bytes or math.inf) < 4e9
+        return [CHOOSE_GPU.format_map(vars(self)), *[MAKE_ROOM] * small] if self.gpu_count else []
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON-ready values; `cannot` gives the reason for each capability that is missing."""
@@ -177,6 +187,14 @@ def nvml_facts(uuid: str, *names: str) -> dict[str, Any]:
             with contextlib.suppress(nvml.NVMLError):
                 facts[name] = questions[name]()
     return facts
+
+
+def gpu_state(device: torch.device, *names: str) -> dict[str, float]:
+    """Return what NVML says of a GPU as to `names` (see `nvml_facts`), {} where it does not tell all of it."""
+    if device.type != "cuda":
+        return {}
+    facts = nvml_facts(str(torch.cuda.get_device_properties(device).uuid), *names)
+    return facts if len(facts) == len(names) else {}
 
 
 @functools.lru_cache

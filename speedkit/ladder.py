@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from speedkit.ceilings import matmul_rates
 from speedkit.config import nearest
 from speedkit.errors import UsageError
 from speedkit.hardware import Hardware
@@ -65,16 +66,23 @@ def fp8(plan: Plan, _: Hardware) -> list[Change]:
 
 
 def compiled(plan: Plan, hardware: Hardware) -> list[Change]:
-    """Compiled model; then the whole step; on a GPU without the launches of its kernels."""
+    """Compiled model; then the whole step; on a GPU without the launches of its kernels, in either scope."""
     if plan.compile == "off":
         return [{"compile": "default"}]
-    graphs = [{"compile": "reduce-overhead", "compile_scope": "model"}] if hardware.supports("cuda_graphs") else []
+    graphs = [{"compile": "reduce-overhead"}] if hardware.supports("cuda_graphs") else []
     return [{"compile_scope": "step"}, *graphs]
+
+
+def attention(_: Plan, hardware: Hardware) -> list[Change]:
+    """Attention kernels; which of them PyTorch chooses by itself is asked before one is tried."""
+    kernels = ("cudnn", "flash") if hardware.device.type == "cuda" else ("cudnn",)
+    return [{"attention": kernel} for kernel in kernels]
 
 
 # Each field that makes training faster on some machine. Not here: what saves memory for time (checkpointing,
 # allocator), what leaves out something that the recipe asks for (drop_last, validate_every), and micro_batch: smaller
-# parts of a batch took a CPU as long as the whole, or longer.
+# parts of a batch took a CPU as long as the whole, or longer. Nor what a climb cannot try: max-autotune compiles for
+# minutes, and of cudnn_benchmark turns in one process show nothing, where the algorithm that came first stays.
 LADDER: tuple[Rung, ...] = (
     Rung("workers", workers, "bit-equal", "10_dataloader", ("C06", "C07", "C08")),
     Rung("cache", cache, "loss-equal", "12_feature_cache", ("C09", "C10")),
@@ -87,7 +95,7 @@ LADDER: tuple[Rung, ...] = (
     Rung("precision", precision, "loss-equal", "21_mixed_precision", ("C01", "C02", "C04", "C38")),
     Rung("channels_last", always(channels_last=True), "loss-equal", "24_channels_last", ("C19",)),
     Rung("compile", compiled, "loss-equal", "23_compile", ("C16", "C18")),
-    Rung("attention", always(attention="cudnn"), "loss-equal", "25_attention", ("C35",)),
+    Rung("attention", attention, "loss-equal", "25_attention", ("C35",)),
     Rung("fp8", fp8, "loss-equal", "22_fp8", ("C34",)),
 )
 
@@ -153,6 +161,21 @@ def predict(
             worst -= share * (1 - 1 / low)
             best -= share * (1 - 1 / high)
     return 1 / worst, 1 / max(best, 0.01)
+
+
+def levers(plan: Plan, shares: Mapping[str, float], hardware: Hardware) -> list[str]:
+    """Return what to try on top of `plan` where no cause stands out, the most promising first, with predicted gains.
+
+    `shares` are those of the causes in the plan's ledger.
+    """
+    rates = matmul_rates(hardware)
+    tries: dict[str, Change] = {"bf16": {"precision": "bf16"}, "compile": {"compile": "default"}}
+    changes = [tries[capability] for capability in tries if hardware.supports(capability)] + [{"fused_optimizer": True}]
+    matmul = rates.get("bf16", 1.0) / rates["fp32"]
+    new = [change for change in changes if changed(dataclasses.replace(plan, **change), plan)]
+    gains = {text(change): predict(change, shares, matmul=matmul) for change in new}
+    best = sorted(gains, key=lambda change: -math.prod(gains[change]))
+    return ["{}, {:.2f} to {:.2f} times as fast".format(change, *gains[change]) for change in best]
 
 
 # ---- plans and changes ----

@@ -95,10 +95,12 @@ def run_notebook(
     *,
     timeout_s: float = 3600.0,
     environment: Mapping[str, str] | None = None,
+    folder: Path | None = None,
     progress: bool = True,
 ) -> Path:
-    """Run notebook `source` with `parameters` in a fresh kernel, in its own folder, and leave what ran at `out`.
+    """Run notebook `source` with `parameters` in a fresh kernel, and leave what ran at `out`.
 
+    The kernel starts in `folder`, by default the notebook's own, and imports what lies beside the notebook too.
     `timeout_s` is for each cell, `environment` for the kernel. Raises UsageError before anything starts, SpeedkitError
     when a cell fails or its time is up: `out` is then, as after Ctrl-C, as it was, and what did run is beside it as
     NAME.failed.ipynb.
@@ -111,6 +113,8 @@ def run_notebook(
     partial = out.with_name(f"{out.stem}.failed.ipynb")  # papermill writes it cell by cell
     bar = progress and sys.stderr.isatty()
     begun = 0
+    search = [*filter(None, [os.environ.get("PYTHONPATH")]), str(source.parent)]
+    environment = {"PYTHONPATH": os.pathsep.join(search), **(environment or {})}
 
     def before_cell(**_: Any) -> None:
         nonlocal begun
@@ -119,7 +123,7 @@ def run_notebook(
             print(f"{source.stem}: cell {begun}", flush=True)
 
     try:
-        with device_lock(), mock.patch.dict(os.environ, environment or {}):
+        with device_lock(), mock.patch.dict(os.environ, environment):
             papermill.execute_notebook(
                 source,
                 partial,
@@ -129,7 +133,7 @@ def run_notebook(
                 execution_timeout=timeout_s,
                 iopub_timeout=60,  # outputs may arrive this long after their cell has ended [s]
                 on_cell_execute=before_cell,
-                resources={"metadata": {"path": str(source.parent)}},
+                resources={"metadata": {"path": str(folder or source.parent)}},
                 extra_arguments=["--IPKernelApp.log_level=CRITICAL"],  # its log is no output of the notebook
             )
         return partial.replace(out)
@@ -165,6 +169,7 @@ def sweep(
     parameters: Mapping[str, Any] | None = None,
     executor: concurrent.futures.Executor | None = None,
     timeout_s: float = 3600.0,
+    folder: Path | None = None,
 ) -> dict[Path, str]:
     """Run notebook `source` for each combination of the `grid`'s values, into folder `out`, named by the values.
 
@@ -176,7 +181,7 @@ def sweep(
         values = typed_parameters(source, {**(parameters or {}), **dict(zip(grid, combination, strict=True))})
         label = "-".join(f"{name}={values[name]}" for name in grid).replace(os.sep, "_")
         jobs[out / f"{source.stem}-{label}.ipynb"] = values
-    run = functools.partial(run_notebook, source, timeout_s=timeout_s, progress=False)
+    run = functools.partial(run_notebook, source, timeout_s=timeout_s, folder=folder, progress=False)
     results: Iterator[tuple[Path, Callable[[], Path]]]
     if executor is None:
         results = ((path, functools.partial(run, path, values)) for path, values in jobs.items())

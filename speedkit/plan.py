@@ -13,20 +13,22 @@ from speedkit.hardware import Hardware, this_machine
 if TYPE_CHECKING:
     from speedkit.workloads.workload import Workload
 
+CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # the modes of torch.compile that record them
+TUNED = (*CUDA_GRAPHS, "max-autotune-no-cudagraphs")  # and those that do more for each shape than to generate code
 # Field, value, the capability of `Hardware.supports` that it takes, and what it falls back to without, perhaps further.
 NEEDS = (
     ("precision", "fp8", "fp8", "bf16"),
     ("precision", "bf16", "bf16", "fp16"),
     ("precision", "fp16", "fp16", "default"),
     ("precision", "tf32", "tf32", "default"),
-    *(("compile", mode, "compile", "off") for mode in ("default", "reduce-overhead", "max-autotune")),
+    *(("compile", mode, "compile", "off") for mode in ("default", *TUNED)),
     ("compile", "reduce-overhead", "cuda_graphs", "default"),
     *(("attention", kernel, f"{kernel}_attention", "auto") for kernel in ("flash", "efficient", "cudnn")),
     ("allocator", "expandable", "expandable_segments", "default"),
-    *((field, True, field, False) for field in ("pin_memory", "prefetch")),
+    *((field, True, field, False) for field in ("pin_memory", "prefetch", "cudnn_benchmark")),
     *(("decoder", decoder, decoder, "soundfile") for decoder in ("torchcodec", "librosa")),
 )
-CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # the modes of torch.compile that record them
+FEW = 2  # fallbacks that are told one by one
 Rule = tuple[str, Any, str]  # a field that cannot be as it is, what it is instead, and why
 Count = Annotated[int, Field(ge=1)]
 
@@ -39,12 +41,14 @@ class Plan:
     """Samples per forward pass; gradients accumulate up to batch_size; none takes the whole batch at once [samples]."""
     precision: Literal["default", "fp32", "tf32", "bf16", "fp16", "fp8", "fp8-emulated"] = "default"
     """Number format of matrix products; default is as PyTorch does it, fp32 is IEEE in convolutions too."""
-    compile: Literal["off", "default", "reduce-overhead", "max-autotune"] = "off"
+    compile: Literal["off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "off"
     """Mode of torch.compile."""
     compile_scope: Literal["model", "blocks", "step"] = "model"
     """What is compiled: the model, each repeated block, or model, loss and the update of an unfused optimizer."""
     channels_last: bool = False
     """Store images and spectrograms as NHWC."""
+    cudnn_benchmark: bool = False
+    """Let cuDNN time its algorithms for each shape of a convolution, and take the fastest."""
     attention: Literal["auto", "math", "efficient", "flash", "cudnn"] = "auto"
     """Attention kernel."""
     checkpointing: Literal["off", "blocks", "selective"] = "off"
@@ -81,8 +85,8 @@ class Plan:
     """Batch clips of similar length together."""
     log_every: Count = 10
     """Steps between readings of the loss [steps]."""
-    validate_every: Annotated[int, Field(ge=0)] | None = None
-    """Steps between evaluations; 0 only at the end, none after each epoch [steps]."""
+    validate_every: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0.01, le=1)] | None = None
+    """Steps between evaluations, or 0.5 for half an epoch; 0 only at the end, none after each epoch [steps]."""
     on_nonfinite: Literal["raise", "skip", "recover"] = "raise"
     """What a NaN or infinite loss does."""
     allocator: Literal["default", "expandable"] = "default"
@@ -152,6 +156,15 @@ class EffectivePlan:
         plan = dataclasses.replace(self.plan, **{fallback.field: fallback.got for fallback in new})
         return EffectivePlan(self.asked, plan, (*self.fallbacks, *new))
 
+    def notes(self, verbose: bool = False) -> list[str]:
+        """Return a sentence for each fallback, or, if not `verbose`, one for those that only lose what was asked."""
+        lost = [fallback for fallback in self.fallbacks if fallback.asked not in ("auto", fallback.got)]
+        if verbose or len(lost) <= FEW:
+            return list(map(str, self.fallbacks))
+        names = ", ".join(fallback.field for fallback in lost)
+        rest = [str(fallback) for fallback in self.fallbacks if fallback not in lost]
+        return [*rest, f"{len(lost)} fields of the plan do not apply here ({names}): --verbose (verbose=True) says why"]
+
     def fall_back(self, field: str, got: Any, why: str) -> "EffectivePlan":
         """Return it with `field` as `got`. A field that falls back further is one fallback, with each reason."""
         fallbacks = {fallback.field: fallback for fallback in self.fallbacks}
@@ -178,7 +191,8 @@ def resolve(
     here = int(os.environ.get("LOCAL_WORLD_SIZE") or plan.ranks)  # torchrun's: of several machines, those of this one
     if plan.ranks > 1 and hardware.device.type != "cpu" and here > hardware.gpu_count:
         raise PlanError(f"ranks={plan.ranks} takes {here} GPUs here, and there are {hardware.gpu_count}: lower ranks")
-    effective = EffectivePlan(plan, plan)
+    own = None if workload is None else workload.own_loader
+    effective = EffectivePlan(plan, plan if own is None else dataclasses.replace(plan, **own.own_settings(plan)))
     # One at a time, and then all are asked again: what one field falls back to may be in the way of another.
     while broken := broken_rules(effective.plan, hardware, workload, batch_size=batch_size):
         effective = effective.fall_back(*broken[0])
@@ -198,12 +212,13 @@ def broken_rules(plan: Plan, hardware: Hardware, workload: "Workload | None", *,
     items_in_memory = workload is not None and not workload.cacheable
     lengths_differ = None if workload is None else workload.length is not None
     cached, graphs = plan.cache != "off", plan.compile in CUDA_GRAPHS
-    recorded_anew = lengths_differ and graphs and not plan.bucket
+    many_shapes = lengths_differ and not plan.bucket
     accumulates = plan.micro_batch == "auto" or (batch_size and plan.micro_batch and plan.micro_batch < batch_size)
     ddp, fsdp = (plan.ranks > 1 and plan.strategy == strategy for strategy in ("ddp", "fsdp"))
     step = plan.compile_scope == "step" and plan.compile != "off"
     half = "bf16" if hardware.supports("bf16") else "default"
     slices = "the items are slices of memory, or decimal inputs with whole-number targets"
+    anew = "each length would be tuned or recorded anew"
     padding = "lengths differ: features of padded waveforms would depend on the padding"
     rules = [  # field, what it is instead, when, and why
         *(
@@ -214,11 +229,14 @@ def broken_rules(plan: Plan, hardware: Hardware, workload: "Workload | None", *,
         ("pin_memory", True, cuda and plan.prefetch, "prefetch copies without waiting, which takes page-locked memory"),
         ("fused_optimizer", True, plan.precision == "fp16", "only it skips bad steps of float16 without a host sync"),
         # The data.
+        *([] if workload is None or workload.own_loader is None else workload.own_loader.cases()),
         ("cache", "off", items_in_memory, slices),
         ("features_on", "cpu", items_in_memory, slices),
         ("shards", False, items_in_memory, slices),
+        ("shards", False, workload is not None and workload.in_tars, "the items lie in tars already"),
         ("bucket", False, lengths_differ is False, "all items have one length: nothing is padded"),
-        ("compile", "default", recorded_anew, "each length would be tuned and recorded anew: bucket makes them few"),
+        ("compile", "default", many_shapes and plan.compile in TUNED, f"{anew}: bucket makes them few"),
+        ("cudnn_benchmark", False, many_shapes, f"{anew}: bucket makes them few"),
         ("features_on", "cpu", lengths_differ, padding),
         ("cache_of", "features", lengths_differ and cached, padding),
         # The cache.

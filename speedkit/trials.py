@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import time
@@ -11,10 +12,11 @@ from typing import Any
 
 import psutil
 import torch
+from torch import nn
 
 from speedkit.ceilings import matmul_rates
 from speedkit.data.sampler import BatchSampler, padded_frames
-from speedkit.errors import Interrupted, UsageError
+from speedkit.errors import Interrupted, UsageError, missing_extra
 from speedkit.files import finite, read_json, write_json
 from speedkit.hardware import Hardware
 from speedkit.ladder import Change, Rung, changed, plan_of, predict, text
@@ -24,12 +26,16 @@ from speedkit.measure.quality import mean_difference, parity
 from speedkit.measure.stats import FALSE_KEEP, LOOKS, WORTH, log_ratios, trimmed_mean
 from speedkit.plan import Plan, resolve
 from speedkit.recipe import Recipe
+from speedkit.train import precision
+from speedkit.train.attention import which_ran
+from speedkit.train.compile import COMPILING_S
+from speedkit.train.loop import steps
+from speedkit.train.setup import setup_run
 from speedkit.workloads.workload import Workload
 
 NAME, VERSION = "climb.json", 4  # raised when a stage's result becomes another
 RUNGS_SHARE = 0.6  # of the budget: no rung is begun after that
 COMPARISON_SHARE = 0.1  # of the budget, that a comparison's timed turns may take
-COMPILING_S = {"cpu": 45.0}  # of a model; on two cores 13 to 60, on a GPU about 25
 CONTROL_PAIRS = 20
 BUSY = 1.05  # what two runs of one plan may differ by, and what 80 pairs must be able to tell
 BUSY_PERCENT = 20  # of a core: a process that takes less does not disturb
@@ -76,6 +82,11 @@ class ClimbState:
         """Return the seconds of the budget that are gone, those of earlier sessions included."""
         return self.state["spent_s"] + time.perf_counter() - self.began_s
 
+    @functools.cached_property
+    def model(self) -> nn.Module:
+        """An untrained model, to see what is in it."""
+        return self.workload.model()
+
     def ledger(self, plan: Plan) -> Row:
         """Return where a step's time goes under `plan`."""
         stage = f"ledger of {text(changed(plan))}"
@@ -96,7 +107,7 @@ class ClimbState:
         except Interrupted:
             raise
         except Exception as error:
-            return f"failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            return missing_extra(error) or f"failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def compare_with_itself(job: ClimbState) -> Row:
@@ -186,7 +197,7 @@ def candidates(job: ClimbState, rungs: Sequence[Rung], best: Plan) -> list[Trial
     rates = job.once("matmul", matmul_rates, job.hardware)
     frames = job.once("frames saved by buckets", frames_saved, job.workload, job.recipe)
     shares = {row["cause"]: row["share"] for row in job.ledger(best)["rows"]}
-    trials = []
+    trials, own = [], job.workload.own_loader is not None
     for rung in rungs:
         for fields in rung.changes(best, job.hardware):
             change = {field: value for field, value in fields.items() if value != getattr(best, field)}
@@ -199,7 +210,8 @@ def candidates(job: ClimbState, rungs: Sequence[Rung], best: Plan) -> list[Trial
                 rung=rung.name,
                 change=text(change),
                 fields=change,
-                promises=rung.promises,
+                # What a user's data set draws at random, each worker draws anew.
+                promises="order-equal" if own and rung.promises == "bit-equal" else rung.promises,
                 predicted_low=low,
                 predicted_high=high,
                 why=_why_not(job, best, change, high=high),
@@ -225,19 +237,42 @@ def _why_not(job: ClimbState, best: Plan, change: Change, *, high: float) -> str
         return next(fallback.why for fallback in effective.fallbacks if fallback.field == field)
     if field in ("decoder", "shards") and best.cache != "off":
         return "features are cached: no file is read any more"
-    # A memory format moves weights in four dimensions, and no others.
-    if field == "channels_last" and all(weight.dim() != 4 for weight in job.workload.model().parameters()):
-        return "the model has no two-dimensional convolution"
     if math.log(high) < WORTH:
         return f"not tried: it could gain {high:.3f} at most"
     saved_s = job.horizon * job.ledger(best)["step_s"] * (1 - 1 / high)
-    compiling_s = COMPILING_S.get(job.hardware.device.type, 25.0)
-    if field == "compile" and saved_s < compiling_s:
+    seen_s = [row["compile_s"] for name, row in job.stages.items() if name.startswith("rung compile")]
+    takes_s = max(filter(None, seen_s), default=COMPILING_S[job.hardware.device.type])
+    if field == "compile" and saved_s < takes_s:
         return (
-            f"not tried: compiling takes about {compiling_s:.0f} s and would save {saved_s:.0f} s of {job.horizon} "
+            f"not tried: compiling takes about {takes_s:.0f} s and would save {saved_s:.0f} s of {job.horizon} "
             "steps at most; for a longer training say --horizon STEPS"
         )
+    return _why_not_in_model(job, best, plan, field=field)
+
+
+def _why_not_in_model(job: ClimbState, best: Plan, plan: Plan, *, field: str) -> str:
+    """Return what is in the model, or is not, that makes it useless to change `field` of the `best` plan, or ""."""
+    if field == "channels_last":
+        # A memory format moves weights in four dimensions, and no others.
+        if all(weight.dim() != 4 for weight in job.model.parameters()):
+            return "the model has no two-dimensional convolution"
+        eager_on_cuda = best.compile == "off" and job.hardware.device.type == "cuda"
+        if eager_on_cuda and any(isinstance(layer, nn.GroupNorm) for layer in job.model.modules()):
+            return "CUDA's group normalisation undoes it in each layer; compiled code, which has its own, may keep it"
+    if field == "precision" and plan.precision == "fp8" and not precision.eight_bit_layers(job.model)[0]:
+        return "the model has no linear layer that multiplies in 8 bits"
+    if field == "attention":
+        ran = job.once(f"attention in {best.precision}", attention_kernels, job, best)
+        left_alone = f"left alone, PyTorch runs {', '.join(ran) or 'no'} attention here"
+        return "" if ran and plan.attention not in ran else left_alone
     return ""
+
+
+def attention_kernels(job: ClimbState, plan: Plan) -> list[str]:
+    """Return the kernels that attention runs by in a step of `plan`, where PyTorch chooses."""
+    plan = dataclasses.replace(plan, attention="auto", compile="off")
+    with contextlib.closing(setup_run(job.workload, job.recipe, plan, endless=True, **job.options)) as run:
+        return sorted({row["kernel"] for row in which_ran(functools.partial(next, steps(run)))})
 
 
 def measure(job: ClimbState, trial: Trial, best: Plan, *, noise: float) -> Row:

@@ -53,8 +53,8 @@ def contract_problems(path: Path) -> list[str]:
         "its first code cell is not the parameters cell": "parameters" in _tags(code[0]),
         "a parameter has no comment on its line": all("  # " in line for line in code[0].source.splitlines()),
         "its last code cell does not call run.save()": ".save()" in code[-1].source,
-        "it does not show one record": sum(RECORD_MIME in output.get("data", {}) for output in outputs) == 1,
-        "its record is that of another notebook": record.get("notebook") == path.stem,
+        "it does not show one record, its own": record.get("notebook") == path.stem
+        and sum(RECORD_MIME in output.get("data", {}) for output in outputs) == 1,
         "its execution counts are not those of one run": [cell.execution_count for cell in code]
         == [*range(1, len(code) + 1)],
         "it shows an error, stderr or a widget": not any(
@@ -97,7 +97,6 @@ def code(source: str, *tags: str):
 
 
 def write(path: Path, *cells) -> Path:
-    """Write a notebook of `cells`, none of them run, to `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     nbformat.write(new_notebook(cells=list(cells), metadata={"kernelspec": kernel}), path)

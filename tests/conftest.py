@@ -9,11 +9,18 @@ os.environ["MPLBACKEND"] = "Agg"
 os.environ.pop("SPEEDKIT_PROFILE", None)
 
 import random
-from collections.abc import Iterator
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import soundfile
 import torch
+
+from speedkit import cli
 
 torch.set_num_threads(1)
 
@@ -35,17 +42,53 @@ def own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         for variable, folder in OWN_FOLDERS.items():
             (root / folder).mkdir()
             patch.setenv(variable, str(root / folder))
+        patch.setattr("speedkit.ceilings.BUDGET_S", 0.02)  # rough ceilings will do
         yield
 
 
 @pytest.fixture
-def chromium() -> str:
-    """The path of Chromium, without which a test is skipped, but not in CI."""
-    for name in ("chromium", "chromium-browser", "google-chrome"):
-        if path := shutil.which(name):
-            return path
-    why = "the browser tests need Chromium: make system installs it"
-    return pytest.fail(why) if os.environ.get("CI") == "true" else pytest.skip(why)
+def browser() -> Iterator[Any]:
+    """Chromium, driven by Playwright; without it a test is skipped, but not in CI."""
+    from playwright.sync_api import sync_playwright
+
+    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if path is None:
+        why = "the browser tests need Chromium: make system installs it"
+        return pytest.fail(why) if os.environ.get("CI") == "true" else pytest.skip(why)
+    with sync_playwright() as playwright:
+        yield playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+
+
+@pytest.fixture(scope="session")
+def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two classes of 24 tones of 0.5 s on disk, in class-named subfolders.
+
+    Of shorter ones oneDNN's convolutions for AMX make NaN in bfloat16: stride 2 over features two frames wide.
+    """
+    root, rng = tmp_path_factory.mktemp("tones"), np.random.default_rng(0)
+    for name, pitch in (("low", 300), ("high", 1500)):
+        (root / name).mkdir()
+        for index in range(24):
+            wave = np.sin(2 * np.pi * pitch * np.arange(4000) / 8000) + rng.normal(0, 0.3, 4000)
+            soundfile.write(root / name / f"{name}_{index}.wav", (wave / 4).astype(np.float32), 8000)
+    return root
+
+
+@pytest.fixture
+def speedkit(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, str, str]]:
+    """The command line in this process: words -> (exit code, what it printed, what it complained)."""
+
+    def command(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["speedkit", *map(str, words)])
+        before = signal.getsignal(signal.SIGTERM)
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        signal.signal(signal.SIGTERM, before)
+        return stopped.value.code, *capsys.readouterr()
+
+    return command
 
 
 @pytest.fixture(autouse=True)

@@ -1,12 +1,14 @@
 """The audio workload: clips brought to one rate and length, deterministic features, and a loss of two parts."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import soundfile
 import torch
 import torch.nn.functional as F
 
+from speedkit import fit, load_workload
 from speedkit.recipe import Recipe
 from speedkit.workloads.audio import AudioNet, audio, log_mel, loss
 
@@ -67,3 +69,14 @@ def test_loss_is_cross_entropy_with_label_smoothing_and_of_both_targets_of_a_mix
     mixed, _ = loss(net, (inputs, targets, others, weight), Recipe())
     soft = weight[:, None] * F.one_hot(targets, 3) + (1 - weight[:, None]) * F.one_hot(others, 3)
     torch.testing.assert_close(mixed, F.cross_entropy(logits, soft))
+
+
+@pytest.mark.parametrize("name", ["audio", "image", "speech", "text"])
+def test_a_net_has_the_width_and_depth_that_are_asked_for(name):
+    options = {"size": "tiny"} | ({} if name == "text" else {"clips": 24})
+    work = load_workload(name, **options, width=96, depth=3)
+    model, stages = work.model(), 3 if name in ("audio", "image") else 1
+    blocks = [module for module in model.modules() if type(module).__name__ in ("Block", "ResidualBlock")]
+    assert len(blocks) == 3 * stages and 96 in next(model.blocks.parameters()).shape
+    history = fit(work, replace(work.recipe, batch_size=4, epochs=None, steps=1), device="cpu", progress=False)
+    assert history.steps == 1 and work.recipe == load_workload(name, **options).recipe

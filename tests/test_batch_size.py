@@ -1,6 +1,8 @@
 """The automatic micro-batch: every kind of out-of-memory is known, what is chosen fits, and nothing else is changed."""
 
+import contextlib
 import dataclasses
+import functools
 import gc
 
 import psutil
@@ -18,8 +20,9 @@ from speedkit.plan import Plan
 from speedkit.recipe import Recipe, with_batch_size
 from speedkit.train import micro_batch
 from speedkit.train.fit import fit
+from speedkit.train.loop import steps
 from speedkit.train.memory import is_out_of_memory
-from speedkit.train.micro_batch import find_micro_batch, knee
+from speedkit.train.micro_batch import find_micro_batch, knee, micro_batch_for, preallocate
 from speedkit.train.setup import setup_run
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -40,7 +43,7 @@ def timings_too_short_to_mean_anything(monkeypatch):
 
 def search(workload, plan=None, device="cpu", **options):
     options |= {"device": torch.device(device), "make_run": setup_run}
-    return find_micro_batch(workload, workload.recipe, plan or Plan(), **options)
+    return micro_batch_for(workload, workload.recipe, plan or Plan(), **options)
 
 
 def noting(workload, seen):
@@ -62,6 +65,26 @@ def test_every_kind_of_out_of_memory_is_known(kind):
 
 
 # --- what fits
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_micro_batch_of_a_loop_of_ones_own_is_found(device):
+    model = nn.Linear(8, 4096).to(device)
+
+    def step(batch):
+        if len(batch) * batch.shape[1] > 16:
+            strike("cuda")
+        model(batch).square().mean().backward()
+
+    def batch_of(size, length):
+        return torch.ones(size, length, 8, device=device)
+
+    found = {length: find_micro_batch(step, functools.partial(batch_of, length=length), 8) for length in (2, 4)}
+    assert [list(search.rates) for search in found.values()] == [[1, 2, 4, 8], [1, 2, 4]]
+    assert found[4].largest == 4 and found[4].micro_batch in found[4].rates and "8 does not fit" in found[4].why
+    assert found[2].peak_bytes[8] > found[2].peak_bytes[1] >= 2 * 4096 * 4
+    with pytest.raises(SpeedkitError, match="not even the longest"):
+        find_micro_batch(step, functools.partial(batch_of, length=32), 8)
 
 
 def test_free_memory_is_what_the_limit_of_a_container_leaves(monkeypatch):
@@ -154,6 +177,27 @@ def test_sizes_are_tried_on_the_longest_readable_items():
     ramps = dataclasses.replace(ramps, length=lambda item: 3 + int(item.path) % 5)
     assert search(noting(ramps, sizes)).largest == 8
     assert {length for _, length in sizes} == {7}
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
+def test_memory_taken_first_for_the_longest_batch_leaves_no_trace(norm):
+    lengths = []
+    ramps = dataclasses.replace(normalised(norm, train=40, batch_size=8, clip_norm=1.0), load=load_ramp)
+    ramps = dataclasses.replace(ramps, loss=pooled_loss, length=lambda item: 3 + int(item.path) % 5)
+    outcomes = []
+    for first in (False, True):
+        run = setup_run(noting(ramps, lengths), plan=Plan(log_every=1, micro_batch=4), device="cpu", progress=False)
+        with contextlib.closing(run):
+            if first:
+                lengths.clear()
+                preallocate(run)
+                assert lengths == [(3, 7)], "the longest of four, as many as a pass takes, that can be read"
+            for _ in steps(run):
+                pass
+        outcomes.append(([*run.model.state_dict().values(), torch.get_rng_state()], run.history.loss))
+    assert all(map(torch.equal, outcomes[0][0], outcomes[1][0])) and outcomes[0][1] == outcomes[1][1]
+    with contextlib.closing(setup_run(limited(ramps, 0), device="cpu", progress=False)) as run:
+        preallocate(run)  # what does not fit is no error: no batch of the training may be so long
 
 
 # --- a larger batch of the recipe

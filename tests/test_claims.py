@@ -5,20 +5,18 @@ from pathlib import Path
 
 import pytest
 from check_notebooks import executed
-from claims import NOT_MEASURED, WORDS, Reading, answer, answers, gather, judge, read_claims
+from claims import NOT_MEASURED, answer, answers, gather, judge, read_claims
 from publish import code_cells, record_of
 
 from speedkit.errors import SpeedkitError
 from speedkit.files import write_json
 from speedkit.measure.provenance import strip_comments
 from speedkit.measure.record import read_notebook, start
-from speedkit.measure.schema import SCHEMA
 
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 ANSWERED_BY_WORKLOAD = {"90_climb"}  # its records answer the claims on their own workload, together all of them
 BF16 = {"name": "bf16", "ratio": 2.05, "low": 1.9, "high": 2.2}
-OTHER = {"name": "other", "ratio": 1.0, "low": 0.9, "high": 1.1}
 
 
 @pytest.mark.parametrize(
@@ -26,13 +24,10 @@ OTHER = {"name": "other", "ratio": 1.0, "low": 0.9, "high": 1.1}
     [
         ((2.0, 3.0), (1.9, 2.1), "confirmed"),  # interval and promise overlap
         ((2.0, 3.0), (1.4, 1.5), "smaller"),
-        ((2.0, 3.0), (0.98, 1.04), "smaller"),  # includes 1, and excludes the promise
         ((2.0, 3.0), (3.2, 3.5), "larger"),
         ((1.1, 1.3), (0.95, 1.2), "unresolved"),  # includes 1, and part of the promise
         ((2.0, 3.0), (0.7, 0.8), "contradicted"),  # slower
-        ((0.81, 0.99), (0.85, 0.9), "confirmed"),  # a stated cost
-        ((0.81, 0.99), (0.5, 0.6), "larger"),
-        ((0.81, 0.99), (0.9, 1.05), "unresolved"),
+        ((0.81, 0.99), (0.5, 0.6), "larger"),  # a stated cost
         ((0.81, 0.99), (1.1, 1.2), "contradicted"),
     ],
 )
@@ -40,71 +35,40 @@ def test_rule_on_claims(promise, interval, verdict):
     assert answer(promise, dict(zip(("low", "high"), interval, strict=True))) == verdict
 
 
-def test_judge_records_the_verdict_and_its_evidence(tmp_path, monkeypatch, capsys):
-    rows = ("id,metric,low,high", "C01,speedup,2.0,3.0", "C02,speedup,1.9,1.9")
-    (tmp_path / "claims.csv").write_text("\n".join(rows))
+def test_judge_records_the_verdict_and_its_evidence(tmp_path, monkeypatch):
+    (tmp_path / "claims.csv").write_text("id,metric,low,high\nC01,speedup,2.0,3.0\nC02,speedup,1.9,1.9")
     monkeypatch.setenv("SPEEDKIT_NOTEBOOKS", str(tmp_path))
     run = start("21_small", profile="smoke", device="cpu")
-    assert judge(run, "C01", BF16) == "confirmed"
-    assert judge(run, "C02", BF16) == "confirmed"  # one figure, read with its tolerance
-    assert judge(run, "C01", BF16, needs_gpu=True) == "needs_gpu"
+    judge(run, "C01", BF16, needs_gpu=True)
+    judge(run, "C02", BF16)  # one figure, read with its tolerance
     verdicts = {row["claim"]: (row["verdict"], row["measurement"]) for row in run.record["verdicts"]}
     assert verdicts == {"C01": ("needs_gpu", "bf16"), "C02": ("confirmed", "bf16")}
-    assert "C02 confirmed: promised 1.71 to 2.09x, measured 2.05x (1.90 to 2.20)" in capsys.readouterr().out
+    assert "promised 1.71 to 2.09x, measured 2.05x" in run.record["verdicts"][1]["check"]
 
 
-def claim(metric, low, high):
-    return {"technique": "a switch", "plan_field": "precision", "metric": metric, "low": low, "high": high, "guide": ""}
+CLAIM = {"technique": "a switch", "plan_field": "precision", "metric": "speedup", "guide": ""}
+CLAIMS = {"C01": CLAIM | {"low": "1.9", "high": "1.9"}, "C02": CLAIM | {"metric": "memory", "low": "-50", "high": ""}}
 
 
-CLAIMS = {
-    "C01": claim("speedup", "2.0", "3.0"),
-    "C02": claim("speedup", "1.9", "1.9"),
-    "C03": claim("speedup", "", ""),
-    "C05": claim("peak memory", "-50", "-40"),
-}
-
-
-def record(*verdicts, gpu=""):
-    keys = ("claim", "verdict", "measurement", "value")
-    return {
-        "notebook": "21_small",
-        "created": "2026-01-02T03:04:05+00:00",
-        "hardware": {"gpu": gpu, "cpu": "a CPU", "cores": 2},
-        "measurements": [OTHER, BF16],
-        "verdicts": [{"check": "why"} | dict(zip(keys, verdict, strict=False)) for verdict in verdicts],
-    }
-
-
-def test_every_claim_has_a_row_for_each_device_that_answers_it_and_one_where_none_does():
-    cpu = record(("C01", "needs_gpu", "bf16"), (None, "passed"), ("C05", "smaller", None, -41.0))
-    gpu = record(("C01", "confirmed", "bf16"), gpu="GPU")
-    readings = [Reading(cpu, False, "image"), Reading(gpu, True)]
-    rows = answers(CLAIMS, readings, lambda record: record["hardware"]["gpu"] or "CPU")
-    keys = ("claim", "device", "verdict", "workload", "stale", "ratio", "value")
-    assert [tuple(row[key] for key in keys) for row in rows] == [
-        ("C01", "GPU", "confirmed", "", False, 2.05, None),
-        ("C01", "CPU", "needs a GPU", "image", True, 2.05, None),
-        ("C02", "", NOT_MEASURED, "", False, None, None),
-        ("C03", "", NOT_MEASURED, "", False, None, None),
-        ("C05", "CPU", "smaller", "image", True, None, -41.0),
-    ]
-    assert [row["promised_low"] for row in rows] == [2.0, 2.0, pytest.approx(1.71), None, -50.0], "a figure is widened"
-    assert (rows[0]["low"], rows[0]["high"]) == (1.9, 2.2)
-
-
-def test_records_are_gathered_with_whether_they_are_current_and_a_torn_one_is_named(tmp_path):
+def test_every_claim_has_a_row_for_each_record_that_answers_it_and_one_where_none_does(tmp_path):
     whole = record_of(read_notebook(executed(tmp_path / "21_tiny.ipynb")))
-    elsewhere = whole | {"hardware": whole["hardware"] | {"cpu": "another CPU"}}
+    answered = {"claim": "C01", "verdict": "needs_gpu", "check": "why", "measurement": "bf16"}
+    elsewhere = whole | {"hardware": whole["hardware"] | {"cpu": "another CPU"}, "verdicts": [answered]}
+    elsewhere["measurements"] = [BF16 | {"a": "a", "b": "b", "seconds_a": [1.0], "seconds_b": [1.0]}]
     folder = tmp_path / "records" / "there"
     folder.mkdir(parents=True)
     write_json(folder / "21_tiny.json", elsewhere)
-    write_json(folder / "21_tiny-old.json", elsewhere | {"code_sha256": "0" * 64})
-    assert {(reading.workload, reading.current) for reading in gather(tmp_path)} == {("", True), ("old", False)}
+    write_json(folder / "21_tiny-image.json", elsewhere | {"code_sha256": "0" * 64})
+    rows = answers(CLAIMS, gather(tmp_path), lambda record: record["hardware"]["cpu"])
+    keys = ("claim", "device", "verdict", "workload", "stale", "ratio", "promised_low")
+    assert [tuple(row[key] for key in keys) for row in rows] == [
+        ("C01", "another CPU", "needs a GPU", "", False, 2.05, pytest.approx(1.71)),  # one figure is widened
+        ("C01", "another CPU", "needs a GPU", "image", True, 2.05, pytest.approx(1.71)),
+        ("C02", "", NOT_MEASURED, "", False, None, -50.0),
+    ]
     assert gather(tmp_path, but=elsewhere) == [], "what this machine's run replaces is left out"
-    assert len(gather(tmp_path, but=whole)) == len(gather(tmp_path, but=elsewhere | {"notebook": "50_folklore"})) == 2
     write_json(folder / "21_tiny-later.json", elsewhere | {"schema": 2})
-    with pytest.raises(SpeedkitError, match=r"21_tiny-later.json is not valid \(schema: 1 was expected\): publish"):
+    with pytest.raises(SpeedkitError, match=r"21_tiny-later\.json is not valid"):
         gather(tmp_path)
 
 
@@ -117,17 +81,13 @@ def claims_named(notebook):
     return set(re.findall(r"""["'](C\d\d)["']""", code))
 
 
-def test_every_claim_is_answered_by_a_notebook_in_the_record_s_words():
+def test_every_claim_is_answered_by_a_notebook():
     assert set().union(*map(claims_named, NOTEBOOKS)) == set(read_claims())
-    words = SCHEMA["properties"]["verdicts"]["items"]["properties"]["verdict"]["enum"]
-    assert {*WORDS, "passed", "failed"} == set(words)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_answers_exactly_the_claims_that_its_code_names(path):
     shown = record_of(read_notebook(path))
     answered = {row["claim"] for row in shown["verdicts"]} - {None}
-    if path.stem in ANSWERED_BY_WORKLOAD or shown["profile"] == "smoke":  # which leaves out what takes long
-        assert answered <= claims_named(path)
-    else:
-        assert answered == claims_named(path)
+    part = path.stem in ANSWERED_BY_WORKLOAD or shown["profile"] == "smoke"  # which leaves out what takes long
+    assert answered <= claims_named(path) if part else answered == claims_named(path)

@@ -13,22 +13,26 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from faults import limited
+from tiny import CPU_BF16 as CPU
+from tiny import H100 as GPU
+from torch import nn
 
 from speedkit import climb as climb_function
-from speedkit.climb import ablate, final_comparison, payback
+from speedkit.climb import ablate, final_comparison, larger_batch, payback
 from speedkit.clock import compilations
 from speedkit.errors import Interrupted, UsageError
 from speedkit.files import read_json
-from speedkit.hardware import Hardware, this_machine
+from speedkit.hardware import this_machine
 from speedkit.ladder import EFFECTS, LADDER, changed, named, predict, text
 from speedkit.measure.compare import compare
 from speedkit.measure.quality import fold, naive_curves_file, parity, quality_of, time_to_quality
 from speedkit.measure.schema import validate_record
 from speedkit.plan import Plan
+from speedkit.show.report import batch_in_words
 from speedkit.trials import NAME, ClimbState, Trial, candidates, measure
+from speedkit.workloads import load_workload
 
-CPU = Hardware(device=torch.device("cpu"), cores=2, cpu_flags=("avx512_bf16",), compiler="g++", python_headers=True)
-GPU = dataclasses.replace(CPU, device=torch.device("cuda"), gpu="H200", compute_capability=(9, 0), triton=True)
 # Of a step of 200 ms, half of which is loading.
 SHARES = {"data wait": 0.5, "forward": 0.15, "backward": 0.3, "optimizer": 0.05}
 OPTIONS = {"pairs": 12, "seeds": 2, "progress": False}
@@ -54,7 +58,7 @@ def trial(fields, promises="loss-equal"):
 # ---- candidates ----
 
 
-@pytest.mark.parametrize(("hardware", "no_candidates"), [(CPU, {"fp8", "features_on"}), (GPU, {"fp8"})])
+@pytest.mark.parametrize(("hardware", "no_candidates"), [(CPU, {"fp8", "features_on"}), (tiny.H100, {"fp8"})])
 def test_every_rung_changes_fields_of_the_plan(hardware, no_candidates):
     changes = {rung.name: rung.changes(Plan(), hardware) for rung in LADDER}
     assert {name for name in changes if not changes[name]} == no_candidates
@@ -66,9 +70,7 @@ def test_every_rung_changes_fields_of_the_plan(hardware, no_candidates):
     ("change", "low", "high"),
     [
         ({"cache": "disk", "workers": 0}, 1 / (0.5 + 0.5 / 3), 2.0),
-        ({"fused_optimizer": True, "log_every": 50}, 1.0, 1 / (0.95 + 0.05 / 4)),
         ({"precision": "bf16"}, 1.0, 1 / (0.55 + 0.45 / 3**0.3)),
-        ({"bucket": True}, 1 / 0.775, 1 / 0.775),
         ({"workers": 2}, 1 / (0.5 + 0.5 / 0.7), 1 / 0.75),
     ],
     ids=str,
@@ -77,6 +79,7 @@ def test_a_prediction_goes_by_the_share_of_the_step_that_a_change_acts_on(change
     assert predict(change, SHARES, frames=2.0, matmul=3.0) == pytest.approx((low, high))
 
 
+NORMALISED = dataclasses.replace(tiny.points(), model=lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(1, 4)))
 CACHED, WITHOUT_BF16 = Plan(cache="disk"), dataclasses.replace(CPU, cpu_flags=())
 
 
@@ -84,13 +87,15 @@ CACHED, WITHOUT_BF16 = Plan(cache="disk"), dataclasses.replace(CPU, cpu_flags=()
     ("rung", "best", "options", "why"),
     [
         ("compile", Plan(), {}, ""),
-        ("cache", Plan(), {}, ""),
         ("workers", CACHED, {}, "a cached batch is one gather from memory; .*"),
-        ("shards", CACHED, {}, "features are cached: no file is read any more"),
         ("channels_last", Plan(), {}, "the model has no two-dimensional convolution"),
         ("precision", Plan(), {"hardware": WITHOUT_BF16}, "bf16 needs a CPU with one of .*"),
+        ("channels_last", Plan(), {"work": NORMALISED, "hardware": GPU}, "CUDA's group normalisation undoes it .*"),
+        ("channels_last", Plan(compile="default"), {"work": NORMALISED, "hardware": GPU}, ""),
+        ("channels_last", Plan(), {"work": NORMALISED}, ""),
+        ("fp8", Plan(precision="bf16", compile="default"), {"hardware": GPU}, "the model has no linear layer that .*"),
         ("host_syncs", Plan(fused_optimizer=True), {}, "not tried: it could gain 1.000 at most"),
-        ("compile", Plan(), {"horizon": 100}, "not tried: compiling .* would save 2 s of 100 steps .* --horizon STEPS"),
+        ("compile", Plan(), {"horizon": 100}, "not tried: compiling .* would save 2 s of 100 steps .*"),
     ],
 )
 def test_what_need_not_be_tried_says_why(rung, best, options, why):
@@ -98,6 +103,39 @@ def test_what_need_not_be_tried_says_why(rung, best, options, why):
     of.stages |= {"matmul": {}, f"ledger of {text(changed(best))}": {"rows": rows, "step_s": 0.2}}
     (candidate,) = candidates(of, named([rung]), best)
     assert re.fullmatch(why, candidate.why)
+
+
+def test_what_compiling_takes_is_known_once_something_was_compiled():
+    of, rows = job(horizon=1000), [{"cause": cause, "share": share} for cause, share in SHARES.items()]
+    of.stages |= {"matmul": {}, f"ledger of {text({})}": {"rows": rows, "step_s": 0.5}}
+    assert candidates(of, named(["compile"]), Plan())[0].why == ""
+    of.stages["rung compile: compile=default"] = {"compile_s": 200.0}
+    assert "about 200 s" in candidates(of, named(["compile"]), Plan())[0].why
+
+
+def test_an_attention_kernel_is_tried_where_pytorch_runs_another_by_itself():
+    for work, whys in (
+        (tiny.points(train=64), ["left alone, PyTorch runs no attention here"] * 2),
+        (
+            load_workload("text", size="tiny", clips=16),
+            ["", "left alone, PyTorch runs flash attention here"],
+        ),  # as on any CPU
+    ):
+        of, rows = job(work, hardware=GPU), [{"cause": "forward", "share": 1.0}]
+        of.stages |= {"matmul": {}, f"ledger of {text({})}": {"rows": rows, "step_s": 0.2}}
+        assert [trial.why for trial in candidates(of, named(["attention"]), Plan())] == whys
+
+
+def test_a_larger_batch_is_tried_on_a_gpu_that_has_time_left():
+    work = tiny.points(train=640, test=64, epochs=2)
+    cpu, short, gpu = job(work), job(work, hardware=GPU, budget_s=1.0), job(work, hardware=GPU, seeds=2)
+    assert larger_batch(gpu, Plan()) == [], "how long a training takes is not known"
+    for one in (cpu, short, gpu):
+        one.stages["training, final, seed 0"] = {"seconds": 0.2}
+    assert larger_batch(cpu, Plan()) == larger_batch(short, Plan()) == []
+    (row,) = larger_batch(gpu, Plan())
+    assert row["batch_size"] == 2 * work.recipe.batch_size and row["learning_rate"] > work.recipe.learning_rate
+    assert f"batch_size={row['batch_size']} " in batch_in_words(row) and "curves" not in row
 
 
 # ---- parity, quality, payback ----
@@ -181,9 +219,8 @@ def test_compare_finds_a_planted_slowdown_and_keeps_the_losses():
     slow = tiny.slowed(work, seconds=0.01)
     # On a machine with other work, ten pairs may show no more than that it is not worth it.
     comparison = compare(work, Plan(), Plan(), workload_b=slow, names=("plain", "slowed"), looks=(40,))
-    assert comparison.slower and comparison.ratio < 1 and not comparison.faster
+    assert comparison.slower and comparison.ratio < 1 and len(comparison.seconds_a) == 40
     assert comparison.losses_a == comparison.losses_b and len(comparison.losses_a) == 16
-    assert len(comparison.seconds_a) == len(comparison.seconds_b) == 40
 
 
 def slowly(load, item):
@@ -203,8 +240,7 @@ def test_climb_keeps_only_what_is_proven_and_leaves_all_of_its_sections(tmp_path
         assert sum(row["share"] for row in record["ledgers"][side]["rows"]) == pytest.approx(1)
         assert record["roofline"][side]["flops_per_step"] > 0
     assert record["speedup"]["low"] > 2 and record["time_to_quality"]["ratio"] > 1
-    assert record["quality"]["decision"] in ("as good", "not decided") and len(record["quality"]["final"]) >= 2
-    assert record["payback"]["prepare_s"]["cache"] > 0
+    assert len(record["quality"]["final"]) >= 2 and record["payback"]["prepare_s"]["cache"] > 0
 
     assert climb_function(work, resume=True, **options) == record
     with pytest.raises(UsageError, match="another workload, data set, recipe or version"):
@@ -212,10 +248,8 @@ def test_climb_keeps_only_what_is_proven_and_leaves_all_of_its_sections(tmp_path
 
 
 def test_a_rung_is_held_against_the_best_plan_and_not_against_what_the_naive_one_learned_from():
-    of, best = job(tiny.points(train=256)), Plan(cache="disk", cache_dtype="float16")
-    assert measure(of, trial({"validate_every": 3}, "bit-equal"), best, noise=0.0)["parity"].startswith(
-        "losses differ by 0,"
-    )
+    best, change = Plan(cache="disk", cache_dtype="float16"), trial({"validate_every": 3}, "bit-equal")
+    assert measure(job(tiny.points(train=256)), change, best, noise=0.0)["parity"].startswith("losses differ by 0,")
 
 
 def slow_in_bf16(model, batch, recipe):
@@ -247,8 +281,7 @@ def test_compiling_is_measured_cold_and_paid_back():
     record = climb_function(work, rungs=("compile",), horizon=10**7, **OPTIONS)
     tried = [row for row in record["rungs"] if row["ratio"]]
     assert compilations() > before and tried[0]["compile_s"] > 0.5, "later ones may be held against a compiled plan"
-    kept = [row["compile_s"] for row in tried if row["kept"]]
-    assert record["payback"]["prepare_s"]["compile"] == max(kept, default=0.0)
+    assert record["payback"]["prepare_s"]["compile"] == max([0.0, *(row["compile_s"] for row in tried if row["kept"])])
 
 
 PROGRAM = """
@@ -281,24 +314,16 @@ def test_a_killed_climb_goes_on_where_it_stopped(tmp_path):
 # ---- bad input ----
 
 
-def interrupted(model, batch, recipe):
-    raise Interrupted("stopped by SIGTERM", signal.SIGTERM)
-
-
-def one_size(model, batch, recipe):
-    batch[0].view(16, -1)  # RuntimeError for any other number of samples
-    return tiny.loss(model, batch, recipe)
-
-
 def test_being_stopped_is_no_reason_to_reject_a_rung():
+    stopped = limited(tiny.points(), 0, raises=Interrupted("stopped by SIGTERM", signal.SIGTERM))
     with pytest.raises(Interrupted):
-        job(dataclasses.replace(tiny.points(), loss=interrupted)).attempt("rung", {"a": Plan(), "b": Plan()})
+        job(stopped).attempt("rung", {"a": Plan(), "b": Plan()})
 
 
 def test_a_plan_that_the_model_cannot_take_is_a_reason_and_no_end():
-    of = job(dataclasses.replace(tiny.points(train=64), loss=one_size))
-    row = measure(of, trial({"micro_batch": 3}), Plan(), noise=0.0)
-    assert row["why"].startswith("failed: RuntimeError: shape '[16, -1]' is invalid")
+    of = job(limited(tiny.points(train=64), 8, raises=RuntimeError("not that many")))
+    row = measure(of, trial({"micro_batch": 16}), Plan(micro_batch=8), noise=0.0)
+    assert row["why"].startswith("failed: RuntimeError: not that many")
 
 
 def test_a_budget_too_short_for_one_rung_keeps_the_baseline_and_says_so(tmp_path):

@@ -109,6 +109,23 @@ def test_what_cuda_graphs_write_over_is_copied_before(micro_batch):
     assert effective.fallbacks == () or "CUDA graph" in effective.fallbacks[0].why
 
 
+def test_a_loss_that_a_replay_writes_over_is_a_copy(monkeypatch):
+    """What a graph returns lies in memory of its own; here each call is such a replay."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    memory, weight = torch.zeros(()), torch.ones((), requires_grad=True)
+
+    def replayed(model, batch, recipe):
+        mean = weight * batch
+        mean.data = memory.copy_(mean.detach())
+        return mean, batch
+
+    plan = Plan(compile="reduce-overhead", compile_scope="step", fused_optimizer=True)
+    loss = compile.compile_step(dataclasses.replace(points(), loss=replayed), None, plan)
+    first, second = (loss(None, number, None)[0] for number in (3.0, 5.0))
+    second.backward()
+    assert (first.item(), second.item(), weight.grad.item()) == (3.0, 5.0, 5.0)
+
+
 def test_any_length_takes_two_graphs_and_few_lengths_one_each(quick):
     class Mean(nn.Linear):
         def forward(self, x):  # [B, T] -> [B, K], whatever T
@@ -153,6 +170,28 @@ def test_a_failure_to_compile_costs_nothing_but_the_speed(quick, monkeypatch, sc
     fallback = history.as_dict()["fallbacks"][-1]
     assert (fallback["field"], fallback["asked"], fallback["got"]) == ("compile", "default", "off")
     assert "planted" in fallback["why"] and history.as_dict()["plan_effective"]["compile"] == "off"
+
+
+def flipped(batch, generator):
+    inputs, targets = batch
+    return torch.where(torch.rand(len(inputs), 1, generator=generator) < 0.5, -inputs, inputs) * 0.5, targets
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_on_a_gpu_scope_step_compiles_augmentation_too_and_its_failure_costs_nothing(quick, monkeypatch, fails):
+    workload = dataclasses.replace(points(train=40), augment=flipped)
+    eager = course(workload).loss
+    plan, watch = Plan(compile="default", compile_scope="step", log_every=1), CompileWatch()
+    assert compile.compile_augment(workload, plan, torch.device("cpu")) is workload
+    with contextlib.closing(setup_run(workload, plan=plan, device="cpu", progress=False)) as run:
+        if fails:
+            monkeypatch.setattr(compile, "BACKEND", broken_backend(["forward"]))
+        run.augmenter = compile.compile_augment(workload, plan, torch.device("cuda"))
+        for _ in steps(run):
+            pass
+    assert run.history.loss == pytest.approx(eager, rel=1e-4)
+    assert watch.report().graphs > 3 or fails, "beside the model with its loss, and the update"
+    assert bool(run.effective.fallbacks) == fails and (run.augmenter is run.workload) == fails
 
 
 def test_an_error_of_the_users_own_is_raised(quick):

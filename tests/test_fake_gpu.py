@@ -4,14 +4,20 @@ A tensor that is left behind on the CPU, or two number formats that do not go to
 """
 
 import contextlib
+import itertools
 
 import pytest
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchao.float8 import Float8LinearConfig
 
 from speedkit import Plan, load_workload
+from speedkit.ceilings import _calls
+from speedkit.data.cache import open_cache, select
 from speedkit.data.loader import BatchStream
+from speedkit.hardware import Hardware
 from speedkit.workloads.residual import GroupNorm
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a real one shows more: the other tests take it")
@@ -75,6 +81,42 @@ def test_a_step_finds_all_it_needs_on_the_gpu(made, fake_gpu, name, dtype):
     assert {tensor.device.type for tensor in (loss, score)} == {"cuda"} and loss.dtype == torch.float32
 
 
+# Of the operators without a deterministic kernel, those that nets like ours may call, up to their last part: see
+# https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html
+NOT_DETERMINISTIC = "nll_loss2d adaptive_avg_pool2d adaptive_max_pool2d upsample_bilinear2d reflection_pad1d put histc"
+
+
+class Operators(TorchDispatchMode):
+    """Notes the operators inside, and of each tensor whether it is copied without waiting or page-locked."""
+
+    def __init__(self):
+        super().__init__()
+        self.names, self.options = set(), set()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.names.add(operation.overloadpacket.__name__.rpartition("_")[0])
+        self.options |= {*(kwargs or {}).items()} & {("non_blocking", True), ("pin_memory", True)}
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_step_takes_no_operator_without_a_deterministic_kernel(made, fake_gpu, name):
+    workload, batch = made[name]
+    with Operators() as seen:
+        batch = workload.augment(batch, torch.Generator().manual_seed(0))
+        workload.loss(workload.model(), batch, workload.recipe)[0].backward()
+    assert "nll_loss" in seen.names or name in ("audio", "image")
+    assert not seen.names & {*NOT_DETERMINISTIC.split()}
+
+
+def test_the_ceiling_of_8_bits_adds_up_as_a_trainings_products_do(fake_gpu):
+    hopper = Hardware(torch.device("cuda"), compute_capability=(9, 0))
+    with fake_gpu:
+        (multiply,) = (call for name, call, *_ in itertools.islice(_calls(hopper), 5) if name == "matmul_fp8")
+    training = Float8LinearConfig.from_recipe_name("tensorwise").gemm_config_output
+    assert multiply.keywords["use_fast_accum"] == training.use_fast_accum
+
+
 @pytest.mark.parametrize("name", ["audio", "image"])  # text keeps tensors per device: those of the CPU are others' too
 def test_what_stays_on_the_cpu_is_noticed(made, fake_gpu, name):
     workload, batch = made[name]
@@ -103,3 +145,24 @@ def test_group_norm_stays_in_the_format_of_its_input(fake_gpu, dtype):
     assert list(ours.state_dict()) == list(pytorchs.state_dict())
     on_cpu = torch.randn(2, 8, 4, 4)
     assert torch.equal(GroupNorm(1, 8)(on_cpu), nn.GroupNorm(1, 8)(on_cpu))
+
+
+def test_rows_in_ram_go_to_the_gpu_out_of_page_locked_memory_and_nothing_waits(fake_gpu):
+    with fake_gpu:
+        values, places = torch.zeros(10, 3), torch.tensor([1, 4])
+        with Operators() as seen:
+            rows = select(values, places, torch.device("cuda"))
+    assert rows.device.type == "cuda" and seen.options == {("non_blocking", True), ("pin_memory", True)}
+
+
+def test_the_order_of_an_epoch_is_sent_to_the_device_once(made, tmp_path):
+    workload, _ = made["audio"]
+    plan, cpu = Plan(cache="ram"), torch.device("cpu")
+    cache = open_cache(workload, workload.train, plan, cache_dir=tmp_path)
+    stream = BatchStream(workload, workload.train, plan, batch_size=4, seed=0, device=cpu, cache=cache)
+    stream.device = torch.device("meta")  # which holds no numbers, and needs no GPU
+    hosts, places = zip(*stream.cached(stream.sampler.batches()), strict=True)
+    assert [len(place) for place in places if place.is_meta] == [len(host) for host in hosts]
+    assert len(hosts) > 1 == len({place.untyped_storage()._cdata for place in places}) == 1, (
+        "all are parts of one tensor"
+    )

@@ -40,10 +40,6 @@ def test_json_comes_back_without_nan(tmp_path):
 def test_one_folder_holds_one_run_which_its_own_kind_goes_on_with(tmp_path):
     folder = claim_folder(tmp_path / "run", "train")
     assert claim_folder(folder, "train", resume=True) == folder
-    for path, kind, resume, says in (
-        (folder, "train", False, r"run already holds a train run: name another with --out, .* --resume"),
-        (folder, "climb", True, r"already holds a train run"),
-        (tmp_path, "train", True, r"files that speedkit did not write: name another"),
-    ):
-        with pytest.raises(UsageError, match=says):
-            claim_folder(path, kind, resume=resume)
+    for kind, resume in (("train", False), ("climb", True)):
+        with pytest.raises(UsageError, match="already holds a train run: name another with --out"):
+            claim_folder(folder, kind, resume=resume)

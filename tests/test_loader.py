@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import multiprocessing
 import os
 
 import psutil
@@ -55,6 +56,18 @@ def test_each_epoch_holds_every_item_once_and_drop_last_leaves_out_the_rest_of_t
     assert torch.equal(epochs[0], torch.stack([2 * load(workload.train[index], 8) for index in shuffled(100, 0, 0)]))
     in_order = open_stream(workload, seed=None, drop_last=True)
     assert sum(len(inputs) for inputs, _ in in_order.one_epoch()) == 100 and len(in_order) == 7
+
+
+def test_loader_processes_are_copies_where_others_are_the_default():  # as in Python 3.14
+    workload, default = (
+        dataclasses.replace(points(), load=lambda item: load(item, 8)),
+        multiprocessing.get_start_method(),
+    )
+    multiprocessing.set_start_method("forkserver", force=True)
+    try:
+        assert same(take(2, workload, workers=2), take(2))
+    finally:
+        multiprocessing.set_start_method(default, force=True)
 
 
 @pytest.mark.parametrize("plan", LOADERS, ids=str)

@@ -97,7 +97,8 @@ def test_losses_and_fallbacks_are_those_recorded(workload, name, cache_dir):
     if record["machine"] == machine():
         assert losses == expected["losses"]
     else:
-        assert losses == pytest.approx(expected["losses"], rel=0.02)
+        # Processors round 16 bits in different places (an AVX512_BF16 unit, or in float32): twelve steps amplify that.
+        assert losses == pytest.approx(expected["losses"], rel=0.2 if name in ("bf16", "fp16") else 0.02)
 
 
 def record():

@@ -29,7 +29,7 @@ def restore_switches():
     yield
     BACKENDS.fp32_precision = BACKENDS.cudnn.fp32_precision = "none"
     torch.set_float32_matmul_precision("highest")
-    BACKENDS.cudnn.allow_tf32 = True
+    BACKENDS.cudnn.allow_tf32, BACKENDS.cudnn.benchmark = True, False
 
 
 def net():
@@ -66,6 +66,14 @@ def test_loss_and_gradients_are_those_of_float32_within_the_format(name, device)
     assert all(gradient.dtype == torch.float32 for gradient in gradients)
     assert least_cosine(gradients, true_gradients) >= cosine - 1e-6
     assert loss == pytest.approx(true_loss, rel=difference)
+
+
+def test_cudnn_times_its_algorithms_where_asked_but_not_where_results_must_repeat():
+    for deterministic in (False, True):
+        torch.use_deterministic_algorithms(deterministic)
+        precision.set_matmul_precision(Plan(cudnn_benchmark=True))
+        torch.use_deterministic_algorithms(False)
+        assert BACKENDS.cudnn.benchmark != deterministic
 
 
 def mixed():

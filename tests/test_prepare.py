@@ -3,6 +3,7 @@
 import copy
 import operator
 
+import accelerate
 import pytest
 import torch
 from tiny import emulating
@@ -24,7 +25,7 @@ def every_format_on_this_cpu(monkeypatch):
     yield
     torch.backends.fp32_precision = torch.backends.cudnn.fp32_precision = "none"
     torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = True
+    torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = True, False
     torch.compiler.reset()
 
 
@@ -127,6 +128,12 @@ def test_each_field_has_its_effect_on_the_same_model_and_optimizer():
     assert not average(torch.ones(2, 3, 8, 8)).any() and model(torch.ones(2, 3, 8, 8)).any()
 
 
+def test_cudnns_timing_stays_as_the_script_has_set_it():
+    torch.backends.cudnn.benchmark = True
+    prepare(Plan(precision="bf16"), *parts())
+    assert torch.backends.cudnn.benchmark
+
+
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
 def test_a_fused_optimizer_can_leave_out_its_first_step(make):
     model, optimizer, _ = prepare(Plan(fused_optimizer=True), *parts(make=make))
@@ -193,6 +200,18 @@ def test_whatever_a_batch_is_made_of_arrives_on_the_device(device):
             inputs, (targets, word) = batch["pair"]
             assert inputs.device == targets.device == loader.device and word == "a word"
             assert torch.equal(inputs[0].cpu(), data()[7 * number][0])
+
+
+def test_a_data_loader_with_batches_of_its_own_stays_as_it_is_for_one_reason(capsys):
+    shard = accelerate.Accelerator(cpu=True).prepare_data_loader(parts()[2])
+    prepared = prepare(Plan.fast(), *parts()[:2], shard, seconds=7)
+    assert prepared[2] is shard and sum(len(targets) for _, targets in shard) == 40
+    reasons = {fallback.field: fallback.why for fallback in shard.effective.fallbacks}
+    assert "compiling takes about 45 s, and would save 2 s" in reasons["compile"]
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"prepare: {len(reasons)} fields of the plan do not apply here (") and "compile" in line
+    prepare(Plan(workers=2, drop_last=True, cache="ram"), *parts()[:2], shard, verbose=True)
+    assert capsys.readouterr().out.count("a DataLoaderShard makes its batches in its own way") == 2
 
 
 def test_a_loader_that_is_no_data_loader_is_refused():

@@ -8,6 +8,7 @@ from speedkit import Plan, fit
 
 LIVE = """
 import sys
+import torch
 sys.path.insert(0, {tests!r})
 from tiny import points
 from speedkit import Plan, fit
@@ -15,9 +16,8 @@ from speedkit.train.progress import Progress
 """
 FOLLOWED = "fit(points(), plan=Plan(log_every=2), device='cpu', progress='panel');"
 BAD_LOSS = """
-progress = Progress("a name", 4, 4, show="panel")
+progress = Progress("a name", 4, 4, device=torch.device("cpu"), show="panel")
 progress.update(4, 0.1, float("nan"), score=0.5, metric="accuracy")
-progress.close()
 """
 
 
@@ -29,7 +29,7 @@ def test_live_panel_in_a_kernel(request):
     followed, bad, quiet = (cell.outputs for cell in notebook.cells[1:])
     panel, *lines = followed
     shown = panel.data["text/plain"]
-    assert "points step 12/12: loss" in shown and "samples/s" in shown and "█" in shown
+    assert "points step 12/12: loss" in shown and "samples/s, 00:00 left" in shown and "█" in shown
     assert set(panel.data) == {"text/plain"}, "no widget stays in the file"
     assert "step 12: accuracy" in lines[-1].text
     assert "loss nan" in bad[0].data["text/plain"]
@@ -38,4 +38,5 @@ def test_live_panel_in_a_kernel(request):
 
 def test_a_panel_asked_for_where_there_is_no_notebook_is_plain_lines(capfd):
     fit(points(), device="cpu", plan=Plan(log_every=2), progress="panel")
-    assert "points step 12/12: loss" in capfd.readouterr().out
+    shown = capfd.readouterr().out
+    assert "points step 2/12: loss" in shown and "points step 12/12: loss" in shown and " left\n" in shown

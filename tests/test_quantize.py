@@ -143,16 +143,13 @@ def test_on_a_gpu_refused_layers_stay_and_are_named(tmp_path):
     assert export.save(model, "int8-dynamic", (args.cuda(),), path=tmp_path / "m.pt2")["left_in_float32"] == ["0", "1"]
 
 
-def test_what_cannot_be_quantized_here_says_why(monkeypatch):
+def test_what_cannot_be_quantized_here_says_why():
     cpu = this_machine("cpu")
     gpu = dataclasses.replace(cpu, device=torch.device("cuda"), gpu="A GPU", compute_capability=(8, 0))
     assert why_not("int8-static", cpu) == why_not("int8-dynamic", gpu) == ""
     assert "int8-static is for x86 CPUs, not for A GPU" in why_not("int8-static", gpu)
     with pytest.raises(UsageError, match=r"there is no method 'int8-dynamc' \(did you mean int8-dynamic"):
         why_not("int8-dynamc", cpu)
-    monkeypatch.setitem(sys.modules, "torchao", None)
-    with pytest.raises(UsageError, match=r"needs the package torchao: install it with pip install -e \.\[quant\]"):
-        exported(wide_net(), "int8-dynamic", a_batch(64))
 
 
 def test_a_checkpoint_of_something_else_or_a_damaged_one_is_refused(trained, tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 import torch
-from tiny import points
+from tiny import DEVICES, points
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -17,18 +17,14 @@ from speedkit.plan import Plan
 from speedkit.train.loop import steps
 from speedkit.train.setup import setup_run
 
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 CPU = torch.device("cpu")
 
 
-def test_attention_is_counted_on_a_cpu_where_pytorchs_counter_has_no_formula():
-    query = torch.randn(2, 3, 16, 8)  # batch, heads, length, width
+def test_flops_and_bytes_are_those_of_the_operators_and_a_view_moves_none():
+    query = torch.randn(2, 3, 16, 8)  # batch, heads, length, width; on a CPU PyTorch's counter has no formula for it
     with FlopCounterMode(display=False) as counted:
         nn.functional.scaled_dot_product_attention(query, query, query)
     assert counted.get_total_flops() == 2 * 2 * (2 * 3 * 16 * 16 * 8)
-
-
-def test_bytes_are_those_of_inputs_and_outputs_and_a_view_moves_none():
     one, rows = torch.ones(1000), torch.ones(10, 100, dtype=torch.bfloat16)
     for call, moved in ((lambda: one + one, 12_000), (lambda: one.view(10, 100), 0), (lambda: rows.sum(), 2002)):
         with ByteCounter() as counted:
@@ -36,43 +32,33 @@ def test_bytes_are_those_of_inputs_and_outputs_and_a_view_moves_none():
         assert counted.total == moved
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(16, 16)
-
-    def forward(self, x):
-        return x + self.layer(x).relu()
-
-
-def blocks():
-    return nn.Sequential(nn.Linear(8, 16), Block(), Block(), nn.Linear(16, 2))
-
-
-def test_how_a_model_is_trained_does_not_change_what_it_computes():
-    workload = dataclasses.replace(points(), model=blocks)
-    # Forward, to the weights and to the inputs; the first layer needs no gradient of its inputs.
-    products = 2 * 8 * 16 + 3 * 16 * 16 + 3 * 16 * 16 + 3 * 16 * 2
-    flops, moved = count(workload, workload.recipe, Plan(checkpointing="blocks", workers=1, cache="ram"), device=CPU)
-    assert flops.total() == 2 * 16 * products and moved > 0
-
-
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_step_is_set_against_the_ceiling_of_its_number_format(device, monkeypatch):
-    monkeypatch.setattr("speedkit.ceilings.BUDGET_S", 0.01)
+def test_a_step_is_set_against_the_ceiling_of_its_number_format(device):
     workload, ledger = points(), make_ledger(device, {"forward": 1e-3}, steps=1, facts=StepFacts())
     row = roofline(workload, workload.recipe, Plan(), hardware=this_machine(device), ledger=ledger)
     assert row["mfu"] == pytest.approx(row["flops_per_step"] / 1e-3 / row["ceiling_flops_per_s"])
-    assert row["dtype"] == "fp32" and "MFU" in row["tells"][0] and "at most" in row["tells"][1]
+    assert row["dtype"] == "fp32" and "MFU" in row["tells"][0]
 
 
-def test_counting_leaves_a_compiled_run_of_the_same_workload_compiled(monkeypatch):
+class Block(nn.Sequential):
+    """Something to be recomputed: a class that occurs twice."""
+
+
+def blocks():
+    return nn.Sequential(nn.Linear(8, 16), *(Block(nn.Linear(16, 16), nn.ReLU()) for _ in range(2)), nn.Linear(16, 2))
+
+
+def test_counting_counts_the_plain_model_and_leaves_a_compiled_run_compiled(monkeypatch):
+    """Neither recomputing nor loading is work of the model; nothing is compiled again where something was counted."""
     monkeypatch.setattr("speedkit.train.compile.BACKEND", "aot_eager")
-    workload, plan = points(), Plan(compile="default")
+    workload = dataclasses.replace(points(), model=blocks)
+    plan = Plan(compile="default", checkpointing="blocks", workers=1, cache="ram")
     with contextlib.closing(setup_run(workload, plan=plan, device="cpu", endless=True)) as run:
         training, before = steps(run), compilations()
         next(training)
         assert compilations() > before
-        count(workload, workload.recipe, plan, device=CPU)
+        flops, moved = count(workload, workload.recipe, plan, device=CPU)
         with torch.compiler.set_stance("fail_on_recompile"):
             next(training)  # still what was compiled, or this would raise
+    # Forward, to the weights and to the inputs; the first layer needs no gradient of its inputs.
+    assert flops.total() == 2 * 16 * (2 * 8 * 16 + 3 * 16 * (16 + 16 + 2)) and moved > 0

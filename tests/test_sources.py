@@ -70,20 +70,21 @@ def test_esc50_table_works_as_it_is(tmp_path, data_dir):
 
 
 @pytest.mark.parametrize(
-    ("column", "splits", "test", "train"),
+    ("column", "splits", "test", "train", "validation"),
     [
-        ("Split", "train train TRAIN train test test val val", [4, 5], [0, 1, 2, 3]),  # validation is left alone
-        ("Split", "train train valid valid", [2, 3], [0, 1]),
-        ("Fold", "fold9 fold9 fold10 fold10", [2, 3], [0, 1]),
+        ("Split", "train train TRAIN train test test val val", [4, 5], [0, 1, 2, 3], [6, 7]),
+        ("Split", "train train valid valid", [2, 3], [0, 1], []),
+        ("Fold", "fold9 fold9 fold10 fold10", [2, 3], [0, 1], []),
     ],
 )
-def test_a_split_column_says_what_to_test_on(tmp_path, column, splits, test, train):
+def test_a_split_column_says_what_to_test_on(tmp_path, column, splits, test, train, validation):
     rows = [f"{number}.wav;{'ab'[number % 2]};{split}" for number, split in enumerate(splits.split())]
     for number in range(len(rows)):
         make(tmp_path / f"{number}.wav")
     split = find_items(tmp_path, labels=table(tmp_path, f"File;Label;{column}", *rows))
     assert names(split.test) == [f"{number}.wav" for number in test]
     assert names(split.train) == [f"{number}.wav" for number in train]
+    assert names(split.validation) == [f"{number}.wav" for number in validation]
 
 
 def test_split_is_a_fifth_of_each_class_and_stays_when_the_data_grows(tmp_path):

@@ -1,6 +1,5 @@
 """The intervals: right against scipy, right in simulation, and strict about what they are given."""
 
-import functools
 import math
 
 import numpy as np
@@ -55,23 +54,19 @@ def test_a_useless_change_is_hardly_ever_kept_and_a_gain_of_five_percent_is_foun
     assert kept >= 0.95 and dropped == 0
 
 
-def test_non_inferior_bound_is_scipys_one_sided_t():
-    changes = [0.004, -0.006, 0.001]
-    scipys = ttest_1samp(changes, 0.0, alternative="greater").confidence_interval(0.95)
-    assert stats.non_inferior(changes, margin=0.02).lower == pytest.approx(scipys.low, rel=1e-12)
-
-
 @pytest.mark.parametrize(
     ("changes", "margin", "passed"),
     [
         ([0.004, -0.006, 0.001], 0.02, True),
-        ([0.004, -0.006, 0.001], 0.005, False),
         ([0.1, -0.1, 0.05], 0.02, False),  # better on average, but who knows
         ([0.0, 0.0, 0.0], 0.0, True),  # bit-equal results
     ],
 )
 def test_non_inferior_needs_evidence_and_not_only_a_good_mean(changes, margin, passed):
-    assert stats.non_inferior(changes, margin).passed == passed
+    result, scipys = stats.non_inferior(changes, margin), ttest_1samp(changes, 0.0, alternative="greater")
+    assert result.passed == passed
+    if any(changes):
+        assert result.lower == pytest.approx(scipys.confidence_interval(0.95).low, rel=1e-12)
 
 
 def test_pooled_bounds_are_scipys_t_test_of_two_samples():
@@ -84,17 +79,11 @@ def test_pooled_bounds_are_scipys_t_test_of_two_samples():
     assert [(test.passed, test.worse) for test in (result, worse, undecided)] == [(1, 0), (0, 1), (0, 0)]
 
 
-@pytest.mark.parametrize(
-    ("a_s", "b_s"),
-    [([1], [1]), ([], []), ([1, 2], [1]), ([1, 0], [1, 1]), ([1, 1], [-1, 1]), ([1, math.nan], [1, 1])],
-    ids=str,
-)
-def test_times_that_prove_nothing_are_refused(a_s, b_s):
+@pytest.mark.parametrize("a_s", [[1], [1, 2, 3], [1, 0], [-1, 1], [1, math.nan]], ids=str)
+def test_what_proves_nothing_is_refused(a_s):
     with pytest.raises(ValueError):
-        stats.paired_interval(a_s, b_s)
-
-
-@pytest.mark.parametrize("test", [stats.non_inferior, functools.partial(stats.pooled_non_inferior, A)])
-def test_one_measurement_is_refused_with_a_sentence(test):
+        stats.paired_interval(a_s, [1] if a_s == [1] else [1, 1])
     with pytest.raises(ValueError, match="at least 2 measurements"):
-        test([0.1], 0)
+        stats.non_inferior([0.1], 0)
+    with pytest.raises(ValueError, match="at least 2 measurements"):
+        stats.pooled_non_inferior(A, [0.1], 0)

@@ -1,14 +1,19 @@
 """Pairs of turns: who is called when, when they end, and that a planted difference shows with its sign."""
 
+import contextlib
+import dataclasses
 import functools
 import itertools
 import math
 import random
 
 import pytest
+import torch
+from tiny import points
 
-from speedkit.measure.compare import compare_functions, measure_pairs
+from speedkit.measure.compare import Contender, compare_functions, measure_pairs
 from speedkit.measure.stats import decide, log_ratios, paired_interval
+from speedkit.plan import Plan
 
 
 def pairs_of(ratio, noise=0.01, **options):
@@ -55,6 +60,27 @@ def test_a_pair_in_which_something_was_compiled_is_left_out(monkeypatch):
     made = itertools.count()
     a_s, *_ = measure_pairs(lambda: 1.0 + next(made), lambda: 1.0, rng=random.Random(0), pairs=4, looks=())
     assert a_s == [1.0, 3.0, 4.0, 5.0]
+
+
+def clip_length(item):
+    return 4 + int(item.path) * 7 % 20
+
+
+def clip_loss(model, batch, recipe):
+    outputs = model(batch[0].sum(dim=-1))
+    return torch.nn.functional.cross_entropy(outputs, batch[2]), outputs
+
+
+def test_where_lengths_differ_time_is_counted_per_padded_frame():
+    """A clock that counts padded frames in place of seconds shows the same for every turn."""
+    clips = {"load": lambda item: torch.ones(8, clip_length(item)), "length": clip_length, "loss": clip_loss}
+    work = dataclasses.replace(points(batch_size=2), **clips)
+    with contextlib.closing(Contender(work, work.recipe, Plan(), loss_steps=0, device="cpu")) as side:
+        stream, begins = side.run.train_batches, []
+        side.stopwatch.start = lambda: begins.append(stream.frames)
+        side.stopwatch.stop = lambda: stream.frames - begins[-1]
+        assert [side.turn(1) for _ in range(8)] == pytest.approx([stream.mean_frames] * 8)
+        assert len({second - first for first, second in itertools.pairwise(begins)}) > 2
 
 
 def test_what_every_pair_takes_longer_on_both_sides_is_no_noise():

@@ -10,11 +10,19 @@ import torch
 from torch import nn
 
 from speedkit import hardware
-from speedkit.hardware import this_machine
+from speedkit.hardware import Hardware, this_machine
 from speedkit.recipe import Recipe
 from speedkit.workloads.workload import Workload
 
 CPU_FLAGS = ("avx512_bf16", "avx512_fp16")
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+# Machines that a test may know without having them.
+CPU = Hardware(cores=2, compiler="g++", python_headers=True)
+CPU_BF16 = dataclasses.replace(CPU, cpu_flags=("avx512_bf16",))
+H100 = dataclasses.replace(
+    CPU, device=torch.device("cuda"), gpu="H100", gpu_count=1, compute_capability=(9, 0), triton=True
+)
+T4 = dataclasses.replace(H100, gpu="Tesla T4", compute_capability=(7, 5))
 
 
 @dataclasses.dataclass(frozen=True)

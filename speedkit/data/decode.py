@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import soundfile
 import torch
 from torch import Tensor
 
@@ -81,6 +80,8 @@ def load_audio(
 
 
 def read_soundfile(source: Any, duration_s: float, _: int) -> tuple[Tensor, int]:
+    import soundfile  # an extra
+
     with soundfile.SoundFile(source) as file:
         # 16-bit samples are read as they are and scaled here: libsndfile takes five times as long for WAV.
         dtype = "int16" if file.subtype == "PCM_16" else "float32"
@@ -100,6 +101,7 @@ def read_torchcodec(source: Any, duration_s: float, _: int) -> tuple[Tensor, int
 
 def read_librosa(source: Any, duration_s: float, rate_hz: int) -> tuple[Tensor, int]:
     import librosa  # an extra; mixes down and resamples in its own way
+    import soundfile
 
     samples, _ = librosa.load(soundfile.SoundFile(source), sr=rate_hz, duration=duration_s)
     return torch.from_numpy(samples)[:, None], rate_hz

@@ -14,6 +14,7 @@ from speedkit.data.cache import FeatureCache
 from speedkit.data.decode import check_bad_share, with_decoder
 from speedkit.data.prefetch import prefetched
 from speedkit.data.sampler import BatchSampler, padded_frames
+from speedkit.data.user_loader import LoaderItems, LoaderSource, NestedBatch, map_batch
 from speedkit.data.workers import BatchLoader, BatchMaker, item_name
 from speedkit.errors import SpeedkitError
 from speedkit.plan import Plan
@@ -98,7 +99,9 @@ class BatchStream:
         load = with_decoder(workload, plan.decoder)
         sample = functools.partial(make_sample, items=items, load=load, features=features, target=workload.target)
         collated = functools.partial(collate, varies=workload.length is not None)
-        self.loader = BatchLoader(BatchMaker(items, sample, collated), self.sampler, plan)
+        self.loader: Any = BatchLoader(BatchMaker(items, sample, collated), self.sampler, plan)
+        if isinstance(items, LoaderItems):
+            self.loader = LoaderSource(items, self.sampler, plan)
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -139,7 +142,11 @@ class BatchStream:
 
     def batch_at(self, epoch: int, position: int) -> tuple["Batch | None", list[str]]:
         """Return the batch after which `epoch` and `position` were these, made again, and the names of its items."""
-        indices = dataclasses.replace(self.sampler, epoch=epoch, start=position - 1).batches()[0]
+        sampler = dataclasses.replace(self.sampler, epoch=epoch, start=position - 1)
+        if isinstance(self.loader, LoaderSource):
+            loaded = next(iter(LoaderSource(self.loader.items, sampler, Plan())))
+            return self.to_device(loaded), [f"sample {index}" for index in range(len(loaded[0][0]))]
+        indices = sampler.batches()[0]
         source = [self.loader.maker.make(indices.tolist())] if self.cache is None else self.cached([indices])
         (batch,) = map(self.to_device, source)
         if batch is not None:
@@ -174,10 +181,12 @@ class BatchStream:
         if bad:
             self.bad.update(bad)
             check_bad_share(self.bad, len(self.loader.maker.items))
-        return batch and tuple(tensor.to(self.device, non_blocking=self.plan.pin_memory) for tensor in batch)
+        return batch and map_batch(batch, lambda tensor: tensor.to(self.device, non_blocking=self.plan.pin_memory))
 
     def finish(self, batch: "Batch", step: int) -> "Batch":
         """Return what the loss takes: features, padded to one of few lengths where clips are bucketed."""
+        if isinstance(batch, NestedBatch):
+            return batch
         inputs, *labels = batch
         if self.waveforms:
             if self.workload.augment_waveform is not None and self.seed is not None:

@@ -6,18 +6,21 @@ and the price is a second copy of the data. Notebook 13 measures both. Nothing i
 
 import dataclasses
 import functools
+import glob
 import hashlib
 import os
+import posixpath
 import re
 import shutil
 import tarfile
+import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from filelock import FileLock
 
-from speedkit.errors import PlanError
+from speedkit.errors import PlanError, UsageError
 from speedkit.files import read_json, write_json
 
 if TYPE_CHECKING:
@@ -45,6 +48,12 @@ class TarMember:
             raise OSError(f"only {len(data)} of {self.size} bytes are there")
         return data
 
+    def open(self) -> BinaryIO:
+        """Return it as a file, for what reads some of it, such as a header: by one reader at a time."""
+        info = tarfile.TarInfo(self.name)
+        info.offset_data, info.size = self.offset, self.size
+        return tarfile.ExFileObject(types.SimpleNamespace(fileobj=opened(self.tar)), info)  # type: ignore
+
 
 @functools.lru_cache(maxsize=256)
 def opened(tar: str) -> BinaryIO:
@@ -53,9 +62,24 @@ def opened(tar: str) -> BinaryIO:
 
 
 def members(tar: str | Path) -> list[TarMember]:
-    """Return the files in an uncompressed tar, whoever wrote it."""
-    with tarfile.open(tar, "r:") as file:
-        return [TarMember(str(tar), info.offset_data, info.size, info.name) for info in file if info.isreg()]
+    """Return the files in an uncompressed tar, whoever wrote it. Raises UsageError for what is no such tar."""
+    try:
+        with tarfile.open(tar, "r:") as file:
+            return [TarMember(str(tar), info.offset_data, info.size, info.name) for info in file if info.isreg()]
+    except (OSError, tarfile.TarError) as error:
+        raise UsageError(f"{tar} cannot be read ({error}): name a tar that is there, and not compressed") from error
+
+
+def members_by_path(pattern: Path) -> dict[Path, TarMember]:
+    """Return the files in one tar, `*.tar` or `clips-{0000..0009}.tar` by the paths they would have in folders instead.
+
+    A name that would lead out of its tar does not. Hidden files are left out. Raises UsageError for an unreadable tar.
+    """
+    from webdataset.shardlists import expand_urls
+
+    tars = [tar for name in expand_urls(str(pattern)) for tar in sorted(glob.glob(name)) or [name]]
+    paths = {Path(tar, posixpath.normpath(f"/./{file.name}")[1:]): file for tar in tars for file in members(tar)}
+    return {path: file for path, file in paths.items() if "/." not in str(path).removeprefix(file.tar)}
 
 
 def pack(workload: "Workload", items: Sequence[Any], folder: str | Path) -> list[Any]:

@@ -1,18 +1,18 @@
-"""Find the data: class-named subfolders, a CSV of paths and labels, a file-name pattern, or a folder of text."""
+"""Find the data: class-named subfolders, a CSV of paths and labels, a file-name pattern, tars, or a folder of text."""
 
 import csv
 import hashlib
+import json
 import os
 import re
 import sysconfig
 from collections import defaultdict
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 
-import soundfile
-
 from speedkit.data.decode import check_bad_share
+from speedkit.data.shards import TarMember, members_by_path
 from speedkit.errors import UsageError
 from speedkit.files import atomic
 
@@ -30,14 +30,15 @@ COLUMNS = {
 # Of Python's library: not there everywhere, or not part of it.
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib"}
 
-Labels = dict[Path, tuple[str, str]]  # of each file its label, and test where a table says so
+Labels = dict[Path, tuple[str, str]]  # of each file its label, and train, validation or test where a table says so
+Members = Mapping[Path, TarMember]  # of tars, by the path that each would have if its tar were a folder
 
 
 @dataclass(frozen=True)
 class Item:
     """One file: its path and class index; of a recording also its length in seconds and its sample rate."""
 
-    path: str
+    path: str | TarMember
     label: int
     duration_s: float = 0.0
     sample_rate_hz: int = 0
@@ -45,12 +46,13 @@ class Item:
 
 @dataclass(frozen=True)
 class Split:
-    """The items to train and to test on, the class names, and (path, why) of each file that cannot be used."""
+    """The items to train, test and validate on, the class names, and (path, why) of each file that cannot be used."""
 
     train: tuple[Item, ...]
     test: tuple[Item, ...]
     classes: tuple[str, ...]
     quarantined: tuple[tuple[str, str], ...] = ()
+    validation: tuple[Item, ...] = ()
 
 
 def find_items(
@@ -62,38 +64,44 @@ def find_items(
     labelled: bool = True,
     kind: str = "audio",
 ) -> Split:
-    """Return the training and test items under `data_dir`, sorted by path.
+    """Return the training, test and validation items under `data_dir`, sorted by path.
 
+    `data_dir` is a folder, or tars (`clips-{0000..0009}.tar`, `*.tar`).
     Labels come from the CSV `labels`, from group 1 of `label_pattern` in the file name, or from the names of the
-    subfolders; without `labelled` all files are of one class. The test set is what `test_pattern` matches in the file
+    subfolders, in a tar also from KEY.cls, KEY.json or KEY.txt beside KEY.wav, which is webdataset's layout; without
+    `labelled` all files are of one class. The test set is what `test_pattern` matches in the file
     name, else what the CSV's column `split` or `fold` (the highest) marks, else a fifth of each class by a hash of the
-    name, which keeps a file on its side when others are added.
+    name, which keeps a file on its side when others are added. A column `split` may mark a validation set besides.
     Raises UsageError for a source that cannot be used as asked, SpeedkitError when over 5 % of the files are bad.
     """
     root = Path(data_dir)
+    archive = members_by_path(root) if re.search(r"\.(tar\b|tgz$)", root.name) and not root.is_dir() else {}
     if labels is not None:
         files = read_table(root, Path(labels), kind)
     else:
-        files = files_under(root, kind, label_pattern=label_pattern, labelled=labelled)
+        files = files_under(root, kind, label_pattern=label_pattern, labelled=labelled, archive=archive)
     classes = sorted({label for label, _ in files.values()})
     if labelled and len(classes) < 2:
         raise UsageError(f"a classifier needs two classes, the files have {len(classes)} ({', '.join(classes)})")
     test_paths = choose_test_set(files, root, test_pattern=test_pattern, share=TEST_SHARE)
 
     # The header of each recording is read once; a file without one is left out, and named.
-    train, test = list[Item](), list[Item]()
+    if kind != "image":
+        import soundfile  # an extra
+    train, test, validation = list[Item](), list[Item](), list[Item]()
     bad: dict[str, str] = {}
     for path in sorted(files):
         try:
-            info = None if kind == "image" else soundfile.info(path)
+            member = archive.get(path)
+            info = None if kind == "image" else soundfile.info(member.open() if member else path)
         except (RuntimeError, OSError) as error:  # libsndfile's errors are RuntimeErrors
             bad[str(path)] = str(error)
         else:
             header = (info.frames / info.samplerate, info.samplerate) if info else ()
-            side = test if path in test_paths else train
-            side.append(Item(str(path), classes.index(files[path][0]), *header))
+            side = test if path in test_paths else validation if files[path][1] == "validation" else train
+            side.append(Item(member or str(path), classes.index(files[path][0]), *header))
     check_bad_share(bad, len(files))
-    return Split(tuple(train), tuple(test), tuple(classes), tuple(bad.items()))
+    return Split(tuple(train), tuple(test), tuple(classes), tuple(bad.items()), tuple(validation))
 
 
 def find_text(data_dir: str | Path | None, test_pattern: str | None) -> tuple[bytes, bytes]:
@@ -143,11 +151,13 @@ def matches(paths: Iterable[Path], pattern: str, option: str) -> dict[Path, re.M
         raise UsageError(f"{option} {pattern!r} is not a regular expression: {error}") from error
 
 
-def files_under(root: Path, kind: str, *, label_pattern: str | None, labelled: bool) -> Labels:
+def files_under(root: Path, kind: str, *, label_pattern: str | None, labelled: bool, archive: Members) -> Labels:
     """Return the files labelled by their subfolder or by the pattern; files without a label are left out."""
-    paths = [path for path in visible_files(root) if path.suffix.lower() in EXTENSIONS[kind]]
+    paths = [path for path in archive or visible_files(root) if path.suffix.lower() in EXTENSIONS[kind]]
     if not labelled:
         labels = dict.fromkeys(paths, "unlabelled")
+    elif archive and label_pattern is None:
+        labels = labels_in_tars(paths, archive)
     elif label_pattern is None:
         labels = {path: path.relative_to(root).parts[0] for path in paths if path.parent != root}
     else:  # without a group the label is all that matches
@@ -160,8 +170,21 @@ def files_under(root: Path, kind: str, *, label_pattern: str | None, labelled: b
     return {path: (label, "") for path, label in labels.items() if label}
 
 
+def labels_in_tars(paths: Iterable[Path], archive: Members) -> dict[Path, str]:
+    """Return what KEY.cls, else KEY.json, else KEY.txt says of each KEY, or else the name of the folder it lies in."""
+    labels = {path: path.parent.name * (str(path.parent) != archive[path].tar) for path in paths}
+    keys = {path.with_name(path.name.partition(".")[0]): path for path in paths}
+    for path in sorted(archive, key=lambda path: path.suffix, reverse=True):
+        key, _, suffix = path.name.partition(".")
+        if suffix in ("cls", "json", "txt") and (labelled := keys.get(path.with_name(key))):
+            text = archive[path].read().decode(errors="replace").strip()
+            row = json.loads(text) if suffix == "json" else {"label": text}
+            labels[labelled] = str(next((row[name] for name in COLUMNS["label"] if name in row), labels[labelled]))
+    return labels
+
+
 def read_table(root: Path, table: Path, kind: str) -> Labels:
-    """Return the files that the CSV `table` lists for training and testing, whether they exist or not."""
+    """Return the files that the CSV `table` lists, whether they exist or not."""
     import pandas
 
     try:
@@ -175,7 +198,7 @@ def read_table(root: Path, table: Path, kind: str) -> Labels:
         needs = f"one of {', '.join(COLUMNS['path'])}, one of {', '.join(COLUMNS['label'])}, and a row per file"
         raise UsageError(f"--labels {table} has {len(rows)} rows with columns {', '.join(rows)}; it needs {needs}")
 
-    # The highest fold is the test set. Without a test part that of validation is, which is else left alone.
+    # The highest fold is the test set. Without a test part that of validation is.
     rows["side"] = rows[split].str.lower() if split else ""
     if split == "fold":
         folds = rows["fold"].str.extract(r"(\d+)")[0].astype(float)  # 5, or fold5
@@ -183,7 +206,7 @@ def read_table(root: Path, table: Path, kind: str) -> Labels:
     rows["side"] = rows["side"].replace({"^(test|eval).*": "test", "^(val|dev).*": "validation"}, regex=True)
     if "test" not in set(rows["side"]):
         rows["side"] = rows["side"].replace("validation", "test")
-    rows = rows[(rows[label] != "") & (rows["side"] != "validation")]
+    rows = rows[rows[label] != ""]
 
     # Paths are relative to the data folder, to one of that kind in it (ESC-50's audio), or to the table.
     folders = (root, root / kind, table.parent)

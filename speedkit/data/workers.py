@@ -12,12 +12,14 @@ import multiprocessing
 import os
 import random
 import signal
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, MutableSequence, Sequence
 from concurrent.futures import Future
 from multiprocessing import util
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -34,6 +36,8 @@ END_S = 5.0  # what a killed process gets until it is gone
 
 Loaded = tuple[tuple[Tensor, ...] | None, dict[str, str]]  # the batch, and path -> why of bad items
 Make = Callable[[list[int], int], Loaded]  # indices, number of the worker -> batch
+# Copies of the process that trains. Python 3.14 has others by default, to which a workload's functions cannot be sent.
+PROCESSES: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
 seeds = itertools.count()  # no two processes draw the same numbers
 
 
@@ -88,7 +92,7 @@ class BatchLoader:
         self.running = threading.Event()
         self.running.set()
         self.tasks: SimpleQueue | None = None  # (indices, future) of batches to be made; None ends a thread
-        self.processes: list[multiprocessing.Process] = []
+        self.processes: list[BaseProcess] = []
 
     def __iter__(self) -> Generator[Loaded, None, None]:
         if not self.plan.workers:
@@ -127,7 +131,7 @@ class BatchLoader:
         """Start a loader process; return the function that has it make a batch."""
         pipe = near_end, far_end = multiprocessing.Pipe()
         options = {"pipe": pipe, "seed": torch.initial_seed() + next(seeds)}
-        process = multiprocessing.Process(target=serve, args=(self.maker, worker), kwargs=options, daemon=True)
+        process = PROCESSES.Process(target=serve, args=(self.maker, worker), kwargs=options, daemon=True)
         process.start()
         far_end.close()
         self.processes.append(process)
@@ -185,8 +189,7 @@ class BatchLoader:
             self.running.set()
         else:
             self.running.clear()
-        for process in filter(multiprocessing.Process.is_alive, self.processes):
-            os.kill(process.pid, signal.SIGCONT if running else signal.SIGSTOP)  # type: ignore[arg-type]
+        set_running(self.processes, running)
 
     def close(self) -> None:
         """End the workers by force: they may be stopped, or hang."""
@@ -219,6 +222,12 @@ def serve(maker: BatchMaker, worker: int, *, pipe: tuple[Connection, Connection]
                 connection.send(maker.make(indices, worker))  # pickled as a whole before any of it is sent
             except BaseException as error:
                 connection.send(maker.failure(worker, error))
+
+
+def set_running(processes: Iterable[Any], running: bool) -> None:
+    """Let processes go on or stand still."""
+    for process in filter(BaseProcess.is_alive, processes):
+        os.kill(process.pid, signal.SIGCONT if running else signal.SIGSTOP)
 
 
 def kill(processes: Iterable[Any]) -> None:

@@ -38,17 +38,14 @@ def exported(
 
     `args` are the tensors [B, ...] of a batch of 2 or more, by position; `calibration` are such tuples of training
     items, from which "int8-static" takes its scales. With `varies` their other dimensions may change too. `model` stays
-    as it is. Raises UsageError where nothing in it can be quantized, and without torchao.
+    as it is. Raises UsageError where nothing in it can be quantized.
     """
     shapes = tuple(dict.fromkeys(range(tensor.dim() if varies else 1), Dim.AUTO) for tensor in args)
     model = copy.deepcopy(model).eval()
     if method == "none":
         return torch.export.export(model, args, dynamic_shapes=shapes)
-    try:
-        static = method == "int8-static"
-        program = _static(model, args, shapes, calibration=calibration) if static else _dynamic(model, args, shapes)
-    except ImportError as error:
-        raise UsageError(f"{method} needs the package torchao: install it with pip install -e .[quant]") from error
+    static = method == "int8-static"
+    program = _static(model, args, shapes, calibration=calibration) if static else _dynamic(model, args, shapes)
     if not quantized_share(program):
         raise UsageError(f"{method} finds nothing to quantize in {type(model).__name__}: {METHODS[method]}")
     return program

@@ -29,6 +29,7 @@ from speedkit.workloads.workload import Workload
 RARELY = "log_every=50: read and report what the device has computed every 50 steps"
 REPORTING = ("print(", "log", "write(", "set_postfix", "display(")  # in a line that reads the device
 MIN_GAIN = 1.05  # a ledger may leave 5 % unexplained: what would give less may be nothing
+SLOW_DISK = 2.0  # times as long for reading a batch's files as for reading them again: NVMe stays well below
 MIN_SMALL_ON_CPU = 0.20  # of a step, for calling operators: an eighth of a healthy small step goes into it
 Row = dict[str, Any]
 
@@ -68,17 +69,18 @@ def diagnose(
     recipe, plan, hardware = recipe or workload.recipe, plan or Plan(), this_machine(device)
     notes = costly_switches(hardware.device)
     ledger = ledger_of(workload, recipe, plan, device=device, cache_dir=cache_dir, trace_file=trace)
-    functions: dict[str, Any] = {"load": workload.load, "features": workload.features, "target": workload.target}
-    sample = functools.partial(make_sample, items=workload.train, **functions)
-    join = functools.partial(collate, varies=workload.length is not None)
-    _time_loading(ledger.facts, sample, join, count=min(recipe.batch_size, len(workload.train)))
-    ledger.facts.cacheable = plan.cache == "off"
+    if workload.own_loader is None:
+        functions: dict[str, Any] = {"load": workload.load, "features": workload.features, "target": workload.target}
+        sample = functools.partial(make_sample, items=workload.train, **functions)
+        join = functools.partial(collate, varies=workload.length is not None)
+        _time_loading(ledger.facts, sample, join, count=min(recipe.batch_size, len(workload.train)))
+        ledger.facts.cacheable = plan.cache == "off"
     return ledger.as_dict() | {
         "workload": workload.name,
         # Last: what looks into each operator leaves compiled code switched off.
         "roofline": roofline(workload, recipe, plan, hardware=hardware, ledger=ledger),
         "diagnosis": rank(ledger, hardware),
-        "notes": notes + ledger.facts.notes,
+        "notes": notes + ledger.facts.notes + hardware.advice,
     }
 
 
@@ -160,6 +162,8 @@ def _data_causes(ledger: Ledger, hardware: Hardware) -> Iterator[Cause]:
             # At worst the cores, which the model uses too, share the wait; at best it hides behind the computing.
             change, saved = f"workers={cores}", (1 - 1 / cores, min(1.0, step_s / (seconds or 1.0) - 1 / cores))
         waiting = f"the loop waits for data, with {facts.workers} workers"
+        if step_s * ledger.share(DATA) > SLOW_DISK * sum(costs.values()):
+            waiting += "; read again it takes far less: from a slow disk or network take shards=True, or copy to NVMe"
         yield Cause(name, DATA, change, waiting, saved=saved, seconds=seconds)
 
 

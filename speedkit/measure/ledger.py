@@ -17,7 +17,7 @@ import torch
 
 from speedkit.clock import run_until_steady, synchronize
 from speedkit.errors import UsageError
-from speedkit.measure.provenance import gpu_state
+from speedkit.hardware import gpu_state
 from speedkit.measure.syncs import Sync, auditing
 from speedkit.measure.timeline import DATA, FORWARD, OPTIMIZER, RARE, Timeline, timing
 from speedkit.measure.trace import CAUSES, UNEXPLAINED, WINDOW, Trace, read_trace
@@ -82,10 +82,15 @@ class StepObserver:
     def __init__(self, device: torch.device, steps: int):
         self.device, self.timeline, self.to_time = device, Timeline(), steps
         self.profiled = 1 if device.type == "cpu" else 8  # each makes the trace longer, and a CPU's steps are long
-        self.needed = steps + 1 + self.profiled + AUDITED
+        self.audited = AUDITED
         self.timed = 0
         self.seconds: dict[str, float] = collections.defaultdict(float)  # by part, of the steps timed so far
         self.facts = StepFacts()
+
+    @property
+    def needed(self) -> int:
+        """How many steps it takes."""
+        return self.to_time + 1 + self.profiled + self.audited
 
     def observe(self, trace_file: str | Path | None = None) -> Generator[None]:
         """Observe one step after the other: each `yield` is a step of the loop's. `trace_file` keeps the trace."""
@@ -121,9 +126,10 @@ class StepObserver:
             self.facts.trace = read_trace(path, self.profiled)
 
         # Their host syncs.
-        with auditing(self.device) as self.facts.syncs:
-            for _ in range(AUDITED):
-                yield
+        if self.audited:
+            with auditing(self.device) as self.facts.syncs:
+                for _ in range(self.audited):
+                    yield
 
     def ledger(self) -> Ledger:
         """Return the ledger of the timed steps."""

@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import subprocess
@@ -14,10 +15,10 @@ import torch
 
 import speedkit
 from speedkit.files import read_json
-from speedkit.hardware import nvml_facts
 
 PACKAGE = Path(speedkit.__file__).parent
 ROOT = PACKAGE.parent
+SHIPPED = PACKAGE / "notebooks_data"  # in an installed package; a checkout has notebooks/ beside the package
 
 
 def code_sha256(notebook: str | Path | Mapping[str, Any], modules: Sequence[str] = ()) -> str:
@@ -39,7 +40,8 @@ def module_sha256(name: str) -> str:
 
     `name` is dotted and begins at the repository: "speedkit.train", "notebooks.claims".
     """
-    path = ROOT.joinpath(*name.split("."))
+    place, *names = name.split(".")
+    path = (notebooks_folder() if place == "notebooks" else ROOT / place).joinpath(*names)
     folder, files = (path, sorted(path.rglob("*.py"))) if path.is_dir() else (path.parent, [path.with_suffix(".py")])
     return _sha256([f"{file.relative_to(folder)}\0{strip_comments(file.read_text('utf-8'))}" for file in files])
 
@@ -56,11 +58,12 @@ def strip_comments(source: str) -> str:
 
 def versions() -> dict[str, str | None]:
     """Return the versions that can change a measurement; None for what this build of PyTorch has not."""
+    extras = [name for name in ("torchaudio", "torchvision") if importlib.util.find_spec(name)]
     return {
         "speedkit": speedkit.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        **{name: importlib.metadata.version(name) for name in ("torchaudio", "torchvision", "numpy")},
+        **{name: importlib.metadata.version(name) for name in (*extras, "numpy")},
         "cuda": torch.version.cuda,
         "cudnn": str(torch.backends.cudnn.version()) if torch.cuda.is_available() else None,
     }
@@ -78,13 +81,6 @@ def commit() -> tuple[str | None, bool | None]:
 
 
 def notebooks_folder() -> Path:
-    """Return the folder of the numbered notebooks: SPEEDKIT_NOTEBOOKS, else that beside the package."""
-    return Path(os.environ.get("SPEEDKIT_NOTEBOOKS") or ROOT / "notebooks").resolve()
-
-
-def gpu_state(device: torch.device, *names: str) -> dict[str, float]:
-    """Return what NVML says of a GPU as to `names` (see `nvml_facts`), {} where it does not tell all of it."""
-    if device.type != "cuda":
-        return {}
-    facts = nvml_facts(str(torch.cuda.get_device_properties(device).uuid), *names)
-    return facts if len(facts) == len(names) else {}
+    """Return the folder of the numbered notebooks: SPEEDKIT_NOTEBOOKS, else that in or beside the package."""
+    own = SHIPPED if SHIPPED.exists() else ROOT / "notebooks"
+    return Path(os.environ.get("SPEEDKIT_NOTEBOOKS") or own).resolve()

@@ -18,6 +18,7 @@ from speedkit.recipe import Recipe, steps_per_epoch, with_batch_size
 from speedkit.train.fit import fit
 from speedkit.workloads.workload import Workload
 
+LOSS_SHARE = 0.02  # of a loss that has no margin: two that differ by less count as equally good
 LAST = 4  # evaluations, whose mean is a training's quality: one alone scatters more than the plans differ
 TAIL = 0.025  # of error: a climb may look twice, after its first seeds and after more
 FEW_ITEMS = 200  # to test on: with fewer each training tests on others, and their mean loss is looked at too
@@ -56,7 +57,7 @@ def mean_difference(losses: Sequence[float], reference: Sequence[float]) -> floa
 
 def has_folds(workload: Workload) -> bool:
     """Return whether a workload has so few items to test on that its trainings test on different ones, in folds."""
-    return workload.metric == "accuracy" and len(workload.test) < FEW_ITEMS
+    return workload.metric == "accuracy" and len(workload.test) < FEW_ITEMS and workload.own_loader is None
 
 
 def fold(workload: Workload, number: int) -> Workload:
@@ -77,18 +78,20 @@ def fold(workload: Workload, number: int) -> Workload:
 def curve(workload: Workload, recipe: Recipe, plan: Plan | None, **options: Any) -> Row:
     """Train once; return its `points` [[seconds, score], ...], and the mean score and loss of the LAST ones.
 
-    Seconds count from the start: preparing data, cache and model is among them. `options` are those of `fit`.
+    With a validation set the points are of it, and score and loss of the test set at the end. Seconds count from the
+    start: preparing data, cache and model is among them. `options` are those of `fit`.
     """
     total = recipe.total_steps(len(workload.train), drop_last=False)
     if total < 2 * LAST * steps_per_epoch(len(workload.train), recipe.batch_size, drop_last=False):
         plan = dataclasses.replace(plan or Plan(), validate_every=max(1, total // (2 * LAST)))
     history = fit(workload, recipe, plan, progress=False, **options)
     points = [[history.prepare_s + point["seconds"], point["value"]] for point in history.evaluations]
+    looks = [history.tested] if workload.validation else history.evaluations[-LAST:]
     return {
         "points": points,
         "steps": [point["step"] for point in history.evaluations],
-        "value": statistics.fmean(value for _, value in points[-LAST:]),
-        "loss": statistics.fmean(point["loss"] for point in history.evaluations[-LAST:]),
+        "value": statistics.fmean(look["value"] for look in looks),
+        "loss": statistics.fmean(look["loss"] for look in looks),
         "seconds": points[-1][0],
         "peak_memory_bytes": history.peak_memory_bytes,
     }
@@ -101,7 +104,7 @@ def quality_of(workload: Workload, curves: Curves) -> Row:
     Where items are few, trainings are compared fold by fold, and besides the score the `likelihood` may decide: the
     (geometric) mean probability of the right class, exp(-loss), in which a right answer counts by how sure it was.
     """
-    folds, sign, margin = has_folds(workload), 1 if workload.higher_is_better else -1, workload.margin
+    folds, sign, margin = has_folds(workload), 1 if workload.higher_is_better else -1, margin_of(workload, curves)
     scores = {name: [run["value"] for run in runs] for name, runs in curves.items()}
     unknown = dict.fromkeys(("mean_change", "lower", "likelihood", "seeds_needed", "items_needed"))
     row = {"metric": workload.metric, "margin": margin, **scores, **unknown, "decision": "not tested"}
@@ -130,6 +133,13 @@ def quality_of(workload: Workload, curves: Curves) -> Row:
     return row | {"decision": "not decided", "seeds_needed": needed} | items
 
 
+def margin_of(workload: Workload, curves: Curves) -> float:
+    """Return the workload's margin: where it has none, LOSS_SHARE of the naive plan's mean."""
+    if workload.margin is not None:
+        return workload.margin
+    return LOSS_SHARE * abs(statistics.fmean([run["value"] for run in curves["baseline"]] or [0.0]))
+
+
 def naive_curves_file(workload: Workload, recipe: Recipe, hardware: Hardware) -> Path | None:
     """Return where the naive plan's trainings of a recipe on this machine are kept for the next climb.
 
@@ -140,9 +150,10 @@ def naive_curves_file(workload: Workload, recipe: Recipe, hardware: Hardware) ->
     def facts(item: Any) -> Any:  # the plain values of an object: many may share a data set that is large
         return [value for value in getattr(item, "__dict__", {}).values() if isinstance(value, PLAIN)] or item
 
-    content = vars(workload) | {side: [*map(facts, getattr(workload, side))] for side in ("train", "test")}
-    content |= {"recipe": vars(recipe), "device": hardware.name, "torch": torch.__version__, "version": VERSION}
     try:
+        sides = ("train", "test", "validation")
+        content = vars(workload) | {side: [*map(facts, getattr(workload, side))] for side in sides}
+        content |= {"recipe": vars(recipe), "device": hardware.name, "torch": torch.__version__, "version": VERSION}
         return cache_root() / "quality" / f"{content_hash(content)}.json"
     except SpeedkitError:
         return None
@@ -155,18 +166,18 @@ def time_to_quality(workload: Workload, curves: Curves) -> Row:
     is whether the final plan is with every seed. The cache and compiled code are there, as after a first training.
     """
     sign = 1 if workload.higher_is_better else -1
-    scores = [run["value"] for run in curves["baseline"]]
-    mean = statistics.fmean(scores)
+    scores = [statistics.fmean(value for _, value in run["points"][-LAST:]) for run in curves["baseline"]]
+    mean, margin = statistics.fmean(scores), margin_of(workload, curves)
     goals = scores if has_folds(workload) else [mean] * len(scores)
 
     def reached_s(run: Row, goal: float) -> float:
-        return next((at_s for at_s, value in run["points"] if sign * (value - goal) >= -workload.margin), math.inf)
+        return next((at_s for at_s, value in run["points"] if sign * (value - goal) >= -margin), math.inf)
 
     baseline, final = ([*map(reached_s, curves[name], goals)] for name in ("baseline", "final"))
     medians = [statistics.median(seconds) for seconds in (baseline, final)]
     baseline_s, final_s = (value if math.isfinite(value) else None for value in medians)
     return {
-        "target": mean - sign * workload.margin,
+        "target": mean - sign * margin,
         "baseline_s": baseline_s,
         "final_s": final_s,
         "ratio": baseline_s / final_s if baseline_s and final_s else None,
@@ -224,5 +235,5 @@ def judge_batch(workload: Workload, curves: Curves) -> Row:
     """Return the seconds both recipes take to one quality, and whether the other is as good and sooner every time."""
     times, as_good = time_to_quality(workload, curves), quality_of(workload, curves)["decision"] == "as good"
     why = "sooner with every seed, and as good" if times["sooner"] else "not sooner with every seed"
-    why = why if as_good else f"not shown to be as good within {workload.margin:g}"
+    why = why if as_good else f"not shown to be as good within {workload.margin}"
     return {**times, "taken": times["sooner"] and as_good and bool(times["ratio"]), "why": why}

@@ -1,7 +1,9 @@
 """What a notebook run leaves behind: one record of what ran, on what, what came out, and how claims fared."""
 
 import functools
+import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from speedkit import files
 from speedkit.errors import SpeedkitError, UsageError
-from speedkit.hardware import this_machine
+from speedkit.hardware import gpu_state, this_machine
 from speedkit.measure import provenance, schema
 from speedkit.measure.schema import jsonable
 
@@ -32,6 +34,8 @@ def start(notebook: str, modules: Sequence[str] = (), needs: Sequence[str] = (),
     `needs` are capabilities of `Hardware.supports`; `parameters` are the notebook's, all of them.
     `profile` "auto" is full on an NVIDIA or AMD GPU and cpu elsewhere; SPEEDKIT_PROFILE overrides it.
     """
+    if sys.platform == "linux":  # in Python 3.14 no longer the default, and others do not know a notebook's classes
+        multiprocessing.set_start_method("fork", force=True)
     run = NotebookRun(notebook, modules, parameters)
     commit = f"commit {run.record['commit']}" if run.record["commit"] else "no commit"
     commit += " with changes" if run.record["dirty"] else ""
@@ -57,7 +61,7 @@ class NotebookRun:
             self.profile = "full" if self.hardware.device.type == "cuda" else "cpu"
         if self.profile not in schema.PROFILES:
             raise UsageError(f'there is no profile "{self.profile}": use auto, {", ".join(schema.PROFILES)}')
-        self.gpu_at_start = provenance.gpu_state(self.hardware.device, *GPU_STATE)
+        self.gpu_at_start = gpu_state(self.hardware.device, *GPU_STATE)
         path = provenance.notebooks_folder() / f"{notebook}.ipynb"
         commit, dirty = provenance.commit()
         self.record: dict[str, Any] = {
@@ -142,7 +146,7 @@ class NotebookRun:
 
     def finished(self) -> dict[str, Any]:
         """Return the whole record: with its seconds, and the GPU's power and clocks at start and end, and energy."""
-        states = [self.gpu_at_start, provenance.gpu_state(self.hardware.device, *GPU_STATE)]
+        states = [self.gpu_at_start, gpu_state(self.hardware.device, *GPU_STATE)]
         gpu: dict[str, Any] = dict.fromkeys(("power", "clocks", "energy_j"))
         if all(states):
             gpu["power"] = [{"power_w": state["power_w"]} for state in states]

@@ -58,7 +58,7 @@ def count(workload: Workload, recipe: Recipe, plan: Plan, *, device: torch.devic
             run.batch = run.fetch()  # loading is not counted
             with FlopCounterMode(display=False) as counter, moved:
                 next(training)
-            flops.update({str(name): number for name, number in counter.get_flop_counts()["Global"].items()})
+            flops.update({str(name): number for name, number in counter.get_flop_counts().get("Global", {}).items()})
             counted += 1
     return Counter({name: number // counted for name, number in flops.items()}), moved.total / counted
 

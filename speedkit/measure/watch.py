@@ -1,7 +1,7 @@
 """Watch somebody's own training loop: two lines around it, and after it the ledger of its steps and the diagnosis."""
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from speedkit.clock import compilations
 from speedkit.errors import UsageError
 from speedkit.measure.diagnose import cause_in_words, costly_switches, of_loop
 from speedkit.measure.ledger import Ledger, StepObserver
@@ -18,7 +19,7 @@ from speedkit.measure.timeline import DATA, EVALUATION, FORWARD, OPTIMIZER, OTHE
 @contextlib.contextmanager
 def watch(
     model: nn.Module, optimizer: Optimizer, loader: Any, *, skip: int = 3, steps: int = 20, show: bool = True
-) -> Iterator["Watched"]:
+) -> Iterator["LoopWatch"]:
     """Time the training loop inside the block: `with watch(model, optimizer, loader) as seen:` around it as it is.
 
     `model` is what the loop calls: the compiled one, if it is compiled. After `skip` steps of warm-up and `steps` timed
@@ -28,7 +29,10 @@ def watch(
     everything is as it was, also where the loop raises, and `seen` has `ledger`, `diagnosis` and `notes`, which are
     printed (`show`). Raises UsageError where nothing can be watched.
     """
-    seen = Watched(model, optimizer, loader, skip=skip, steps=steps)
+    if not isinstance(model, nn.Module) or not hasattr(optimizer, "register_step_pre_hook"):
+        kinds = f"a {type(model).__name__} and a {type(optimizer).__name__}"
+        raise UsageError(f"watch takes a module, its optimizer and its loader, in this order; it got {kinds}")
+    seen = LoopWatch([model], optimizer, loader, skip=skip, steps=steps)
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(patch.object(type(loader), "__iter__", seen.iterator(type(loader).__iter__)))
@@ -41,15 +45,12 @@ def watch(
         seen.step_may_end()
 
 
-class Watched:
-    """What a watch sees. `ledger`, `diagnosis` and `notes` are there once the block is left."""
+class LoopWatch:
+    """What is seen of a loop that calls `models`; `ledger`, `diagnosis` and `notes` are there when it is over."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, loader: Any, *, skip: int, steps: int):
-        if not isinstance(model, nn.Module) or not hasattr(optimizer, "register_step_pre_hook"):
-            kinds = f"a {type(model).__name__} and a {type(optimizer).__name__}"
-            raise UsageError(f"watch takes a module, its optimizer and its loader, in this order; it got {kinds}")
-        self.device = next(model.parameters()).device
-        self.model, self.optimizer, self.loader, self.skip = model, optimizer, loader, skip
+    def __init__(self, models: Sequence[nn.Module], optimizer: Optimizer, loader: Any, *, skip: int, steps: int):
+        self.device = optimizer.param_groups[0]["params"][0].device
+        self.models, self.optimizer, self.loader, self.skip = models, optimizer, loader, skip
         self.ledger: Ledger
         self.diagnosis: list[dict[str, Any]] = []
         self.notes: list[str] = []
@@ -62,9 +63,10 @@ class Watched:
 
     def install(self, stack: contextlib.ExitStack) -> None:
         """See everything that the loop does, until `stack` is closed."""
-        timeline, model = self.timeline, self.model
-        call = vars(model).get("_compiled_call_impl") or model._call_impl  # where nn.Module.compile keeps its form
-        stack.enter_context(patch.object(model, "_compiled_call_impl", self._timed_forward(call)))
+        timeline = self.timeline
+        for model in self.models:
+            call = vars(model).get("_compiled_call_impl") or model._call_impl  # where nn.Module.compile keeps its form
+            stack.enter_context(patch.object(model, "_compiled_call_impl", self._timed_forward(model, call)))
         stack.enter_context(patch.object(torch, "save", timeline.timed(EVALUATION, torch.save)))
         stack.callback(self.optimizer.register_step_pre_hook(lambda *_: timeline.begin(OPTIMIZER)).remove)
         stack.callback(self.optimizer.register_step_post_hook(self._after_step).remove)
@@ -79,22 +81,25 @@ class Watched:
 
         def batches(source: Iterator[Any]) -> Iterator[Any]:
             """Yield what `source` gives; the time that each takes is that of waiting for data."""
-            while True:
-                self.step_may_end()
-                self.timeline.begin(DATA)
-                try:
-                    batch = next(source)
-                except StopIteration:
-                    return
-                finally:
-                    self.timeline.end()
-                self.batches += 1
-                yield batch
+            with contextlib.suppress(StopIteration):
+                while True:
+                    yield self.next_batch(next, source)
 
         return lambda loader: batches(iterate(loader)) if loader is self.loader else iterate(loader)
 
-    def _timed_forward(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        timeline, model = self.timeline, self.model
+    def next_batch(self, fetch: Callable[[Any], Any], source: Any) -> Any:
+        """Return what `fetch` gets from the loader; the time that it takes is that of waiting for data."""
+        self.step_may_end()
+        self.timeline.begin(DATA)
+        try:
+            batch = fetch(source)
+        finally:
+            self.timeline.end()
+        self.batches += 1
+        return batch
+
+    def _timed_forward(self, model: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
+        timeline = self.timeline
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             """Return what the model returns; its time counts as forward, or as evaluation where nothing is trained."""
@@ -134,6 +139,8 @@ class Watched:
         for _ in range(self.skip):
             yield
         self.notes += costly_switches(self.device)
+        if self.device.type == "cpu" and compilations():
+            self.observer.audited = 0  # it would run compiled code as eager, whose last bits differ
         yield from self.observer.observe()
         self.timeline.take()
         self.look_end = self.steps
@@ -143,7 +150,7 @@ class Watched:
         if self.steps < (needed := self.skip + self.observer.needed):
             made = f"the loop made {self.steps} steps with the optimizer given here"
             self.notes.append(f"{made}: a look at all takes {needed}")
-        if not (self.forwards and self.batches):
+        if not self.forwards or (self.loader is not None and not self.batches):
             self.notes.append("the loop used no such model or loader: give those that it calls, compiled or wrapped")
         observer = self.observer
         if self.look_end is not None:  # what is rare is taken from all steps, those after the closer look too

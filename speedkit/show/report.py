@@ -71,6 +71,7 @@ def in_short(record: Row) -> list[str]:
         f"Training steps are {', and '.join(ratios)}.",
         quality_in_words(record["quality"]),
         payback_in_words(record["payback"]),
+        *map(batch_in_words, record.get("larger_batch", ())),
         f"Switched on: {record['change']}.",
     ]
 
@@ -93,6 +94,13 @@ def quality_in_words(quality: Row) -> str:
     if quality["items_needed"]:
         needed = "{test_items} test items cannot show {margin:g}; about {items_needed} would".format(**quality)
     return f"Whether the result is as good is not decided: {change}. {needed}."
+
+
+def batch_in_words(row: Row) -> str:
+    """Return in one sentence what a larger batch, which changes what is learned, does to the time to quality."""
+    batch = "batch_size={batch_size} with learning_rate={learning_rate:.3g}".format(**row)
+    sooner = f"reaches the same quality {row['ratio']:.2f} times as soon" if row["taken"] else f"is {row['why']}"
+    return f"In the recipe {batch} {sooner}."
 
 
 def payback_in_words(payback: Row) -> str:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 NAME, PREVIOUS = "checkpoint.pt", "checkpoint-1.pt"
 DIGEST_BYTES = 8  # at the end of the file, which readers of zip archives pass over: xxh3 of all before
-HISTORY = ("loss", "log_steps", "log_step_s", "evaluations", "seconds", "skipped", "recoveries")
+HISTORY = ("loss", "log_steps", "log_step_s", "evaluations", "tested", "seconds", "skipped", "recoveries")
 
 
 class CheckpointWriter:
@@ -98,8 +98,8 @@ def load(run: "TrainingRun", folder: Path) -> None:
             run.progress.say(f"  {path} cannot be read: {error or type(error).__name__}")
             continue
         for key, value in job_of(run).items():
-            if state["job"].get(key) != value:
-                before = state["job"].get(key)
+            before = state["job"].get(key, value)  # an older version may not know the key
+            if before != value:
                 raise UsageError(f"{path} belongs to another run: {key} is {before} there, {value} here")
         restore(run, state)
         return
@@ -128,11 +128,14 @@ def restore(run: "TrainingRun", state: dict[str, Any]) -> None:
     vars(run.recovery).update(state["recovery"])
     set_random_state(state["rng"], run.device)
     vars(run.history).update(state["history"], resumed_from=run.step)
+    if run.history.reached_s is not None:  # as good as it was to become
+        run.total_steps = run.step
 
 
 def job_of(run: "TrainingRun") -> dict[str, Any]:
     """Return what two runs have in common that are one."""
-    return {"workload": run.workload.name, "train_items": len(run.workload.train), **dataclasses.asdict(run.recipe)}
+    counts = {f"{side}_items": len(getattr(run.workload, side)) for side in ("train", "validation")}
+    return {"workload": run.workload.name, **counts, **dataclasses.asdict(run.recipe)}
 
 
 def get_random_state(device: torch.device) -> list[Tensor]:

@@ -2,23 +2,24 @@
 
 import contextlib
 import gc
+import json
 import resource
 import signal
 import sys
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
 from speedkit.data.sources import write_quarantine
 from speedkit.errors import Interrupted
-from speedkit.files import write_json
+from speedkit.files import finite, write_json, write_text
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train import checkpoint
 from speedkit.train.history import History
-from speedkit.train.loop import steps
+from speedkit.train.loop import lap, steps
 from speedkit.train.setup import TrainingRun, setup_run
 from speedkit.workloads.workload import Workload
 
@@ -29,9 +30,11 @@ def fit(workload: Workload, recipe: Recipe | None = None, plan: Plan | None = No
     Options are those of `setup_run`. Ctrl-C and SIGTERM end the run after the step in progress with a checkpoint (where
     `out` is set) and raise Interrupted.
     """
-    with contextlib.closing(setup_run(workload, recipe, plan, **options)) as run:
+    with contextlib.closing(setup_run(workload, recipe, plan, **options)) as run, open_log(run) as log:
         with stop_on_signal(run), gc_paused():
-            for _ in steps(run):
+            for step in steps(run):
+                if run.history.log_steps[-1:] == [step]:
+                    report(run, log)
                 if run.stopping:
                     break
         history = finish(run)
@@ -39,6 +42,39 @@ def fit(workload: Workload, recipe: Recipe | None = None, plan: Plan | None = No
         resume = f"--resume goes on from {run.out / checkpoint.NAME}" if run.out else "nothing is kept without --out"
         raise Interrupted(f"stopped by {signal.Signals(run.stop).name} after step {run.step}; {resume}", run.stop)
     return history
+
+
+def open_log(run: TrainingRun) -> contextlib.AbstractContextManager[TextIO | None]:
+    """Return history.jsonl, to write to after the log points that the checkpoint knows of; None without `out`."""
+    if run.writer is None:
+        return contextlib.nullcontext()
+    path = run.writer.folder / "history.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    write_text(path, "".join(lines[: len(run.history.loss)]))
+    return path.open("a", encoding="utf-8", buffering=1)  # a line is in the file once it is written
+
+
+def report(run: TrainingRun, log: TextIO | None) -> None:
+    """Give history.jsonl and `on_log` {step, epoch, seconds, loss, learning_rate, step_s, samples_per_s} of now.
+
+    With the value and loss of a set that was evaluated, as "test/accuracy" and "test/loss", and a GPU's power_w and
+    utilisation as the progress last showed them.
+    """
+    if log is None and run.on_log is None:
+        return
+    history, stream, step_s = run.history, run.train_batches, run.history.log_step_s[-1]
+    epoch, rate = stream.epoch + stream.position / len(stream), float(run.optimizer.param_groups[0]["lr"])
+    point = {"step": run.step, "epoch": epoch, "seconds": history.seconds, "loss": history.loss[-1]}
+    point |= {"learning_rate": rate, "step_s": step_s, "samples_per_s": run.recipe.batch_size / step_s}
+    for look in (*history.evaluations[-1:], history.tested):
+        if look.get("step") == run.step:
+            point |= {f"{look['set']}/{look['metric']}": look["value"], f"{look['set']}/loss": look["loss"]}
+    point |= run.progress.gpu
+    if log is not None:
+        log.write(json.dumps(finite(point)) + "\n")
+    if run.on_log is not None:
+        run.on_log(point)
+    lap(run)  # no part of the next step
 
 
 def finish(run: TrainingRun) -> History:
@@ -51,9 +87,13 @@ def finish(run: TrainingRun) -> History:
         unit_bytes = 1 if sys.platform == "darwin" else 1024
         history.peak_memory_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
     history.quarantined = dict(run.workload.quarantined) | run.train_batches.bad | run.test_batches.bad
+    history.quarantined |= run.validation_batches.bad
     if run.ranks is not None:
         for quarantined in run.ranks.all_gather(history.quarantined):
             history.quarantined |= quarantined
+    if history.until is not None:
+        when = "not reached" if history.reached_s is None else f"reached after {history.reached_s:.1f} s of training"
+        run.progress.say(f"  {run.workload.metric} {history.until:g} was {when}")
     if run.writer is not None:
         run.writer.wait()
         write_json(run.writer.folder / "history.json", history.as_dict())

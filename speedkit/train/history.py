@@ -21,7 +21,10 @@ class History:
     loss: list[float] = dataclasses.field(default_factory=list)  # mean since the log point before, one per log point
     log_steps: list[int] = dataclasses.field(default_factory=list)
     log_step_s: list[float] = dataclasses.field(default_factory=list)  # seconds per step, one per log point
-    evaluations: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # {step, seconds, metric, value, n}
+    evaluations: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # of the validation, else the test set
+    tested: dict[str, Any] = dataclasses.field(default_factory=dict)  # the last one of the test set
+    until: float | None = None  # value of the metric at which training ends
+    higher_is_better: bool = True  # which value that is
     steps: int = 0  # optimizer steps that changed the weights
     seconds: float = 0.0  # of training, evaluation included, preparation not
     prepare_s: float = 0.0  # data, cache building, model; before the first step
@@ -34,8 +37,16 @@ class History:
 
     @property
     def evaluation(self) -> dict[str, Any] | None:
-        """The last evaluation: `{metric, value, n}`."""
-        return {key: self.evaluations[-1][key] for key in ("metric", "value", "n")} if self.evaluations else None
+        """The test set's last evaluation: `{metric, value, n}`."""
+        return {key: self.tested[key] for key in ("metric", "value", "n")} if self.tested else None
+
+    @property
+    def reached_s(self) -> float | None:
+        """Seconds of training, evaluations included, to the first evaluation as good as `until`; None without one."""
+        if self.until is None:
+            return None
+        sign = 1 if self.higher_is_better else -1
+        return next((look["seconds"] for look in self.evaluations if sign * (look["value"] - self.until) >= 0), None)
 
     @property
     def step_s(self) -> float | None:
@@ -51,6 +62,7 @@ class History:
             "plan_effective": dataclasses.asdict(self.effective.plan),
             "fallbacks": [dataclasses.asdict(fallback) for fallback in self.effective.fallbacks],
             "evaluation": self.evaluation,
+            "reached_s": self.reached_s,
             "step_s": self.step_s,
             "samples_per_s": self.recipe.batch_size / self.step_s if self.step_s else None,
         }

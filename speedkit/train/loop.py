@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import math
+import operator
 import time
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
@@ -12,12 +13,15 @@ from torch import Tensor
 
 from speedkit.data.augment import augment_batch
 from speedkit.data.loader import RANK, BatchStream
+from speedkit.data.user_loader import map_batch
 from speedkit.errors import SpeedkitError
 from speedkit.plan import CUDA_GRAPHS, Fallback
 from speedkit.train.checkpoint import save
 from speedkit.train.compile import remove_compile
 from speedkit.train.memory import is_out_of_memory, release
 from speedkit.workloads.workload import Batch
+
+ALL = 1 << 40  # samples: more than any batch has
 
 if TYPE_CHECKING:
     from speedkit.train.setup import TrainingRun
@@ -41,7 +45,7 @@ def steps(run: "TrainingRun") -> Generator[int, None, None]:
             run.micro_batch = fallback.got
         else:
             remove_compile(run.model, run.optimizer)
-            run.loss = run.workload.loss
+            run.loss, run.augmenter = run.workload.loss, run.workload
         run.effective = run.effective.with_fallbacks(fallback)
         run.progress.say(f"  {fallback}")
 
@@ -104,14 +108,15 @@ def train(run: "TrainingRun") -> Generator[int, None, None]:
 def next_batch(run: "TrainingRun") -> Batch:
     """Return the batch of the next step, augmented, on the device; again the same one if it is to be repeated."""
     if run.batch is None:
-        run.batch = augment(run, run.fetch(), run.step)
+        run.raw_batch = run.raw_batch or run.fetch()
+        run.batch, run.raw_batch = augment(run, run.raw_batch, run.step), None
     return run.batch
 
 
 def augment(run: "TrainingRun", batch: Batch, step: int) -> Batch:
     """Return `batch` as step number `step` (0-based) learns from it; each rank has draws of its own."""
     step += RANK * run.train_batches.sampler.rank
-    return augment_batch(batch, run.workload, run.recipe, step=step, generator=run.generator)
+    return augment_batch(batch, run.augmenter, run.recipe, step=step, generator=run.generator)
 
 
 def set_learning_rate(run: "TrainingRun") -> None:
@@ -151,7 +156,9 @@ def split(run: "TrainingRun", batch: Batch, stream: BatchStream) -> list[tuple[B
     All ranks make as many passes, for FSDP gathers weights in each. What a rank repeats to do so does not count, nor
     does what it gets of a batch that has no sample left for it.
     """
-    parts = list(zip(*(tensor.split(run.micro_batch) for tensor in batch), strict=True))
+    size = run.micro_batch
+    slices = [slice(start, start + size) for start in range(0, len(batch[0]), size)]
+    parts = [batch] if len(slices) < 2 else [map_batch(batch, operator.itemgetter(part)) for part in slices]
     if run.ranks is None:
         return [(part, True) for part in parts]
     own = len(parts) * stream.sampler.counts(stream.position)
@@ -168,7 +175,8 @@ def forward_context(run: "TrainingRun", part: Batch, *, last: bool) -> contextli
         torch.compiler.cudagraph_mark_step_begin()
     contexts = contextlib.ExitStack()
     contexts.enter_context(run.autocast)
-    if len(part[0]) != run.micro_batch:  # an epoch's last part would be compiled for anew
+    # An epoch's last part would be compiled for anew; a user's batches may have any size.
+    if len(part[0]) < run.micro_batch < ALL:
         contexts.enter_context(eager(run))
     if run.ranks is not None:
         contexts.enter_context(run.ranks.gradient_exchange(run.replica, last))
@@ -198,7 +206,8 @@ def log(run: "TrainingRun", outputs: Tensor, part: Batch) -> None:
     run.history.log_steps.append(run.step)
     run.history.log_step_s.append(step_s)
     if run.progress.due(run.step):
-        score = float(run.workload.score(outputs.detach(), part).float().mean())
+        items = run.workload.own_loader is None  # else no score is known but the loss
+        score = float(run.workload.score(outputs.detach(), part).float().mean()) if items else None
         run.progress.update(run.step, step_s, loss, score=score, metric=run.workload.metric)
     if not gc.isenabled():  # as in `fit`
         gc.collect(1)
@@ -213,28 +222,42 @@ def lap(run: "TrainingRun") -> float:
     return elapsed_s
 
 
-@torch.no_grad()
 def evaluate(run: "TrainingRun") -> None:
-    """Add `{step, seconds, metric, value, loss, n}`, the mean score and loss of the test set, to the history.
+    """Look at the validation set, where there is one; without one, and at the end (at `until` too), at the test set."""
+    history = run.history
+    history.evaluations.append(mean_score(run, run.validation_batches))
+    if history.reached_s is not None:
+        run.total_steps = run.step
+    if run.validation_batches is run.test_batches:
+        history.tested = history.evaluations[-1]
+    elif run.step == run.total_steps:
+        history.tested = mean_score(run, run.test_batches)
+
+
+@torch.no_grad()
+def mean_score(run: "TrainingRun", batches: BatchStream) -> dict[str, Any]:
+    """Return `{step, seconds, set, metric, value, loss, n}`: the mean score and loss of the items of `batches`.
 
     The model runs in evaluation mode, uncompiled: its other mode would be compiled once more.
     """
     workload, sums = run.workload, torch.zeros(3, device=run.device)  # of scores, of losses, and how many items
     run.model.eval()
-    for batch in run.test_batches.one_epoch():
-        for part, counts in split(run, batch, run.test_batches):  # of the size that fits in training
+    for batch in batches.one_epoch():
+        for part, counts in split(run, batch, batches):  # of the size that fits in training
             with run.autocast, eager(run):
                 loss, outputs = workload.loss(run.model, part, run.recipe)
             if counts:
                 sums[0] += workload.score(outputs, part).float().sum()
                 sums[1] += loss * len(part[0])
                 sums[2] += len(part[0])
-    total, total_loss, count = (run.ranks.sum(sums) if run.ranks is not None else sums).tolist()
+    score, loss, count = (run.ranks.sum(sums) if run.ranks is not None else sums).tolist()
     run.model.train()
     lap(run)
-    result = {"step": run.step, "seconds": run.history.seconds, "metric": workload.metric, "value": total / count}
-    run.history.evaluations.append(result | {"loss": total_loss / count, "n": int(count)})
-    run.progress.say(f"  step {run.step}: {workload.metric} {total / count:.4f} on {count:.0f} test items")
+    name = "test" if batches is run.test_batches else "validation"
+    run.progress.look = f", {name} {score / count:.3f}"
+    run.progress.say(f"  step {run.step}: {workload.metric} {score / count:.4f} on {count:.0f} {name} items")
+    means = {"metric": workload.metric, "value": score / count, "loss": loss / count, "n": int(count)}
+    return {"step": run.step, "seconds": run.history.seconds, "set": name, **means}
 
 
 def fallback_for(run: "TrainingRun", error: Exception) -> Fallback:
@@ -246,14 +269,15 @@ def fallback_for(run: "TrainingRun", error: Exception) -> Fallback:
     # Once weights change a step cannot be repeated, nor by one of several ranks: the others wait for its gradients.
     batch, now = run.batch if run.ranks is None else None, f"at step {run.step + 1}"
     if not is_out_of_memory(error):
-        if batch is None or run.plan.compile == "off" or isinstance(error, SpeedkitError):
+        if (batch or run.raw_batch) is None or run.plan.compile == "off" or isinstance(error, SpeedkitError):
             raise error
         message = " ".join(str(error).split("\n\n")[0].split())  # commands, stacks and advice follow
         why = f"it failed {now}: {type(error).__name__}: {message[:300]}"
         return Fallback("compile", run.plan.compile, "off", why)
     if run.out is not None and run.device.type == "cuda":  # a map of its memory, for docs.pytorch.org/memory_viz
         torch.cuda.memory._dump_snapshot(str(run.out / "memory.pickle"))
-    size = 1 if batch is None else min(run.micro_batch, len(batch[0]))
+    own = run.workload.own_loader
+    size = 1 if batch is None or (own and not own.splits) else min(run.micro_batch, len(batch[0]))
     if size > 1:
         return Fallback("micro_batch", size, (size + 1) // 2, f"out of memory {now}")
     where = "" if run.ranks is None else f" on rank {run.ranks.rank}"

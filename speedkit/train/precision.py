@@ -6,7 +6,6 @@ import dataclasses
 import torch
 from torch import nn
 
-from speedkit.errors import UsageError
 from speedkit.plan import Plan
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16, "fp8-emulated": torch.bfloat16}
@@ -14,7 +13,7 @@ INITIAL_SCALE = 2.0**14  # a gradient of 1 stays well below 65504, float16's lar
 
 
 def set_matmul_precision(plan: Plan) -> None:
-    """Set the process-wide switches of `plan.precision`; call it again whenever another plan takes its turn.
+    """Set the plan's process-wide switches, of precision and cuDNN; call it whenever another plan takes its turn.
 
     TF32 has two switches: that of matrix products is off by default, cuDNN's is on
     (https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices).
@@ -26,6 +25,7 @@ def set_matmul_precision(plan: Plan) -> None:
     tf32_products = plan.precision not in ("default", "fp32") and torch.cuda.is_available()
     torch.set_float32_matmul_precision("high" if tf32_products else "highest")
     torch.backends.cudnn.allow_tf32 = plan.precision != "fp32"
+    torch.backends.cudnn.benchmark = plan.cudnn_benchmark and not torch.are_deterministic_algorithms_enabled()
 
 
 def autocast(plan: Plan, device: torch.device) -> contextlib.AbstractContextManager:
@@ -49,23 +49,26 @@ def apply_float8(model: nn.Module, plan: Plan, scaling: str = "tensorwise") -> s
     `scaling` "tensorwise" those of gradients of e5m2, each tensor with one scale: the fastest recipe on every GPU that
     has units for it. "rowwise" has a scale per row and e4m3 throughout: an outlier spoils its own row only, for more
     work (Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433).
-    Return which layers stay in bf16. Raises UsageError without torchao.
+    Return which layers stay in bf16.
     """
     if not plan.precision.startswith("fp8"):
         return ""
-    try:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    except ImportError as error:
-        raise UsageError(f"precision={plan.precision} needs the package torchao: install the extra `quant`") from error
-    layers = {n: layer for n, layer in model.named_modules() if isinstance(layer, nn.Linear | nn.modules.conv._ConvNd)}
-    # Attention reads the weight of its output layer, of a class of its own, itself.
-    linear = [name for name, layer in layers.items() if type(layer) is nn.Linear]
-    # The last layer's output goes into the loss unrounded; dimensions that 16 does not divide have no 8-bit product.
-    eight = [name for name in linear[:-1] if not any(size % 16 for size in layers[name].weight.shape)]
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # an extra
+
+    eight, rest = eight_bit_layers(model)
     # Padding is done only where the rows of a batch are no multiple of 16, as those of an epoch's last may be.
     config = dataclasses.replace(
         Float8LinearConfig.from_recipe_name(scaling), emulate=plan.precision == "fp8-emulated", pad_inner_dim=True
     )
     convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name in eight)
-    rest = [name for name in layers if name not in eight]
     return f"these layers multiply in bf16, for their kind, their size or their place at the end: {', '.join(rest)}"
+
+
+def eight_bit_layers(model: nn.Module) -> tuple[list[str], list[str]]:
+    """Return the names of the layers that can multiply in 8 bits, and of all others that multiply."""
+    layers = {n: layer for n, layer in model.named_modules() if isinstance(layer, nn.Linear | nn.modules.conv._ConvNd)}
+    # Attention reads the weight of its output layer, of a class of its own, itself.
+    linear = [name for name, layer in layers.items() if type(layer) is nn.Linear]
+    # The last layer's output goes into the loss unrounded; dimensions that 16 does not divide have no 8-bit product.
+    eight = [name for name in linear[:-1] if not any(size % 16 for size in layers[name].weight.shape)]
+    return eight, [name for name in layers if name not in eight]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,42 +10,49 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.utils._pytree import tree_map, tree_map_only
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
+from speedkit.data import user_loader
+from speedkit.data.user_loader import DEFAULTS
 from speedkit.errors import PlanError, UsageError
 from speedkit.hardware import Hardware, this_machine
 from speedkit.plan import CUDA_GRAPHS, EffectivePlan, Plan, resolve
-from speedkit.train import memory, precision
+from speedkit.train import compile, memory, precision
 from speedkit.train.setup import transform_model
 
-# The fields that a DataLoader has too, and its names for them.
-LOADER_OPTIONS = {"workers": "num_workers"} | {
-    name: name for name in ("persistent_workers", "prefetch_factor", "pin_memory", "drop_last")
-}
-COPIED_OPTIONS = ("collate_fn", "generator", "worker_init_fn", "timeout", "multiprocessing_context", "in_order")
 IN_THE_MODEL = ("precision", "compile", "compile_scope", "channels_last", "attention", "checkpointing")
-APPLIED = (*LOADER_OPTIONS, *IN_THE_MODEL, "fused_optimizer", "allocator")
-DEFAULTS = dataclasses.asdict(Plan())
+APPLIED = (*user_loader.LOADER_OPTIONS, *IN_THE_MODEL, "fused_optimizer", "allocator", "cudnn_benchmark")
 
 
 def prepare(  # noqa: PLR0917  # the order in which every loop has them
-    plan: Plan, model: nn.Module, optimizer: Optimizer, loader: DataLoader, *, strict: bool = False
-) -> tuple[nn.Module, Optimizer, "DeviceLoader"]:
+    plan: Plan,
+    model: nn.Module,
+    optimizer: Optimizer,
+    loader: DataLoader,
+    *,
+    seconds: float = math.inf,
+    strict: bool = False,
+    verbose: bool = False,
+) -> tuple[nn.Module, Optimizer, Any]:
     """Apply `plan` to the parts of a loop that stays as it is: `model, optimizer, loader = prepare(plan, model, ...)`.
 
-    Model and optimizer are changed in place; the new loader's batches are on the model's device. A field at its default
-    leaves what the script has set. `loader.effective` is what the plan has become; fields that cannot be applied are
-    printed, and `strict` raises PlanError for them. Load a checkpoint before: it brings the optimizer's own switches.
-    Raises UsageError for a loader that is no DataLoader.
+    Model and optimizer are changed in place; the new loader's batches are on the model's device. A loader of a class
+    with batches of its own, as Accelerate's, stays as it is. A field at its default leaves what the script has set.
+    Given `seconds`, what the training takes now, compiling is left out where it cannot pay. `loader.effective` is what
+    the plan has become; fields that cannot be applied are printed, many in one line unless `verbose`, and `strict`
+    raises PlanError for them. Load a checkpoint before: it brings the optimizer's own switches. Raises UsageError for a
+    loader that is no DataLoader.
     """
-    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
-        raise UsageError(f"a {type(loader).__name__} makes its batches in its own way: give a plain DataLoader")
+    if not isinstance(loader, DataLoader):
+        raise UsageError(f"a {type(loader).__name__} makes its batches in its own way: give a DataLoader")
     device = next(model.parameters()).device
-    effective = plan_for_loop(plan, optimizer, loader, hardware=this_machine(device))
+    effective = plan_for_loop(plan, optimizer, loader, hardware=this_machine(device), seconds=seconds)
     applied = effective.plan
 
+    cudnn_benchmark = torch.backends.cudnn.benchmark or applied.cudnn_benchmark
     if applied.precision != DEFAULTS["precision"]:
         precision.set_matmul_precision(applied)
+    torch.backends.cudnn.benchmark = cudnn_benchmark
     memory.set_allocator(applied, device)
     if applied.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -57,29 +65,37 @@ def prepare(  # noqa: PLR0917  # the order in which every loop has them
     for fallback in effective.fallbacks:
         if strict and fallback.got != getattr(plan, fallback.field):
             raise PlanError(f"the plan cannot be honoured, and strict allows no fallback: {fallback}")
-        print(f"prepare: {fallback}", flush=True)
-    return model, optimizer, DeviceLoader(loader, effective, device)
+    if applied.compile != "off" and seconds == math.inf:
+        takes = f"compiling takes about {compile.COMPILING_S[device.type]:.0f} s"
+        print(f"prepare: {takes}: seconds=N, what the training takes now, leaves it out where that is too short")
+    for note in effective.notes(verbose):
+        print(f"prepare: {note}", flush=True)
+    prepared: Any = DeviceLoader(loader, effective, device) if user_loader.is_plain(loader) else loader
+    prepared.effective = effective
+    return model, optimizer, prepared
 
 
-def plan_for_loop(plan: Plan, optimizer: Optimizer, loader: DataLoader, *, hardware: Hardware) -> EffectivePlan:
+def plan_for_loop(
+    plan: Plan, optimizer: Optimizer, loader: DataLoader, *, hardware: Hardware, seconds: float
+) -> EffectivePlan:
     """Return what `plan` becomes in somebody's own loop, for its parts and on this machine; nothing is changed yet."""
     fused = all(group.get("fused") for group in optimizer.param_groups)
-    in_script = {field: getattr(loader, option) for field, option in LOADER_OPTIONS.items()}
-    in_script["fused_optimizer"] = fused
-    unset = {field: value for field, value in in_script.items() if value and getattr(plan, field) == DEFAULTS[field]}
+    kept = {"fused_optimizer": plan.fused_optimizer or fused, **user_loader.own_settings(loader, plan)}
+    takes_s, saved_s = compile.COMPILING_S[hardware.device.type], compile.MOST_SAVED * seconds
+    short = f"compiling takes about {takes_s:.0f} s, and would save {saved_s:.0f} s at most"
     fusible = isinstance(optimizer, SGD | Adam | AdamW) and not optimizer.state
     fp16 = resolve(Plan(precision=plan.precision), hardware).plan.precision == "fp16"
     graphs, step = plan.compile in CUDA_GRAPHS, plan.compile_scope == "step"
-    streams = isinstance(loader.dataset, IterableDataset)  # each worker would give all of it
     rules = [  # field, what it is instead, when, and why
         *((field, DEFAULTS[field], True, "only your loop can do that") for field in DEFAULTS if field not in APPLIED),
         ("precision", "default", fp16, "float16 needs a loss that your loop scales by torch.amp.GradScaler"),
-        ("workers", loader.num_workers, streams, "how many your data set can take you know: give your loader a number"),
+        *user_loader.loader_cases(loader),
         ("fused_optimizer", fused, not fusible, "SGD, Adam and AdamW have a fused form, before their first step"),
         ("compile", "default", graphs, "CUDA graphs write over gradients and outputs that your loop may keep"),
+        ("compile", "off", saved_s < takes_s, short),
         ("compile_scope", "model", step, "your loop calls loss and update: compile these there"),
     ]
-    effective = EffectivePlan(plan, dataclasses.replace(plan, **unset))
+    effective = EffectivePlan(plan, dataclasses.replace(plan, **kept))
     for field, value, when, why in rules:
         if when and getattr(effective.plan, field) != value:
             effective = effective.fall_back(field, value, why)
@@ -112,16 +128,7 @@ class DeviceLoader(DataLoader):
 
     def __init__(self, loader: DataLoader, effective: EffectivePlan, device: torch.device):
         self.effective, self.device = effective, device
-        options: dict[str, Any] = {name: getattr(loader, name) for name in COPIED_OPTIONS}
-        options |= {option: getattr(effective.plan, field) for field, option in LOADER_OPTIONS.items()}
-        if not options["num_workers"]:
-            options["prefetch_factor"] = None
-        if loader.batch_size is None and loader.batch_sampler is not None:
-            options["batch_sampler"] = loader.batch_sampler
-        else:
-            options["batch_size"] = loader.batch_size
-            options["sampler"] = None if isinstance(loader.dataset, IterableDataset) else loader.sampler
-        super().__init__(loader.dataset, **options)
+        super().__init__(loader.dataset, **user_loader.loader_options(loader, effective.plan))
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         for batch in super().__iter__():  # whatever can move does, a tokenizer's output too

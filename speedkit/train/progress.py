@@ -6,7 +6,10 @@ import sys
 import time
 from typing import Any
 
+import torch
 from tqdm import tqdm
+
+from speedkit.hardware import gpu_state
 
 # Seconds between updates; plain lines, a sign of life in a log file, are rarer.
 UPDATE_EVERY_S = {"panel": 0.5, "bar": 0.5, "lines": 5.0}
@@ -31,11 +34,14 @@ def display_mode(show: bool | str) -> str:
 class Progress:
     """Shows loss, score and rates at log points, from numbers that were read there anyway: it never waits for a GPU."""
 
-    def __init__(self, name: str, total: int | None, batch_size: int, *, show: bool | str):
+    def __init__(self, name: str, total: int, batch_size: int, *, device: torch.device, show: bool | str):
         self.name, self.total, self.batch_size, self.mode = name, total, batch_size, display_mode(show)
+        self.device, self.gpu, self.look = device, dict[str, float](), ""  # of the last evaluation
+        self.began: tuple[int, float] | None = None  # step and time of the first update: compiling lies before it
         self.next_s = 0.0  # time of the next update
         self.losses: list[float] = []  # one per update
-        self.bar = tqdm(total=total, desc=name, unit="batch", mininterval=0, disable=self.mode != "bar")
+        form = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"  # without tqdm's own rate and time left
+        self.bar = tqdm(total=total, desc=name, bar_format=form, mininterval=0, disable=self.mode != "bar")
         if self.mode == "panel":
             from IPython.display import display
 
@@ -45,13 +51,21 @@ class Progress:
         """Return whether to show `step`."""
         return self.mode != "off" and (time.perf_counter() >= self.next_s or step == self.total)
 
-    def update(self, step: int, step_s: float, loss: float, *, score: float, metric: str) -> None:
+    def update(self, step: int, step_s: float, loss: float, *, score: float | None, metric: str) -> None:
         """Show where the run is; `step_s` and `loss` are means since the last log point, `score` of the last batch."""
-        self.next_s = time.perf_counter() + UPDATE_EVERY_S[self.mode]
-        text = f"loss {loss:.4f}, {metric} {score:.3f}, {self.batch_size / step_s:.0f} samples/s"
-        line = f"{self.name} step {step}/{self.total}: {text}"
+        now_s = time.perf_counter()
+        self.next_s = now_s + UPDATE_EVERY_S[self.mode]
+        self.began = self.began or (step, now_s)
+        steps, elapsed_s = step - self.began[0], now_s - self.began[1]
+        left = tqdm.format_interval((self.total - step) * (elapsed_s / steps if steps else step_s)) + " left"
+        scored = "" if score is None else f", {metric} {score:.3f}"
+        text = f"loss {loss:.4f}{scored}{self.look}, {self.batch_size / step_s:.0f} samples/s"
+        self.gpu = gpu_state(self.device, "power_w", "utilisation")  # {} where NVML does not tell both
+        if self.gpu:
+            text += f", {self.gpu['power_w']:.0f} W, GPU {self.gpu['utilisation']:.0%} busy"
+        line = f"{self.name} step {step}/{self.total}: {text}, {left}"
         if self.mode == "bar":
-            self.bar.set_postfix_str(text, refresh=False)
+            self.bar.set_postfix_str(f"{left}, {text}", refresh=False)  # a narrow terminal cuts off the end
             self.bar.update(step - self.bar.n)
         elif self.mode == "lines":
             print(line, flush=True)

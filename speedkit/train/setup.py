@@ -4,7 +4,7 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from speedkit.plan import EffectivePlan, Fallback, Plan, resolve
 from speedkit.recipe import Recipe, learning_rates
 from speedkit.train import attention, checkpoint, compile, distributed, memory, precision
 from speedkit.train.history import History
-from speedkit.train.micro_batch import find_micro_batch
+from speedkit.train.loop import ALL
+from speedkit.train.micro_batch import micro_batch_for, preallocate_for_longer
 from speedkit.train.nonfinite import Recovery, StepGuard
 from speedkit.train.optimizer import build_optimizer
 from speedkit.train.progress import Progress, wanted
@@ -34,8 +35,10 @@ class TrainingRun:
 
     By the workload's own recipe and `Plan()` by default. `out` gets checkpoint, plan and history; `resume` goes on from
     the checkpoint there. `strict` makes a field of the plan that cannot be honoured an error. `deterministic` asks CUDA
-    for reproducible kernels (https://docs.pytorch.org/docs/stable/notes/randomness.html). `endless` never stops nor
-    evaluates: for measuring.
+    for reproducible kernels (https://docs.pytorch.org/docs/stable/notes/randomness.html). `on_log` is called with each
+    log point, as history.jsonl gets it (fit.report); of several ranks the first one does, and what it raises ends the
+    run. The first evaluation as good as `until` is the last. `verbose` says of each field why it falls back, however
+    many they are. `endless` never stops nor evaluates: for measuring.
     """
 
     def __init__(
@@ -51,6 +54,9 @@ class TrainingRun:
         deterministic: bool = False,
         strict: bool = False,
         progress: bool | str = "auto",
+        on_log: Callable[[dict[str, float]], object] | None = None,
+        until: float | None = None,
+        verbose: bool = False,
         endless: bool = False,
     ):
         began_s = time.perf_counter()
@@ -76,6 +82,7 @@ class TrainingRun:
         effective = choose_auto_settings(workload, own_recipe, effective, device=device)
         choices = [effective] if ranks is None else ranks.all_gather(effective)
         effective = min(choices, key=lambda choice: choice.plan.micro_batch or 0)
+        share = share if workload.own_loader is None else ALL  # a user's batches may be larger than their first one
         self.micro_batch = min(int(effective.plan.micro_batch or share), share)  # samples per forward pass, at most
 
         # Model and optimizer. A step calls the replica: the model, or what exchanges its gradients with other ranks.
@@ -93,6 +100,7 @@ class TrainingRun:
         # How a step is made.
         plan = self.plan
         self.loss = compile.compile_step(workload, self.optimizer, plan)
+        self.augmenter = compile.compile_augment(workload, plan, device)  # the workload, as batches are augmented
         self.autocast, self.scaler = precision.autocast(plan, device), precision.grad_scaler(plan, device)
         self.guard = StepGuard(plan, self.model, self.optimizer, several_ranks=ranks is not None)
         self.recovery = Recovery()
@@ -111,7 +119,9 @@ class TrainingRun:
 
         test_plan = dataclasses.replace(plan, cache="off", shards=False) if endless else plan
         self.train_batches = open_stream(workload.train, plan, recipe.seed)
-        self.test_batches = open_stream(workload.test, test_plan, None)
+        self.test_batches = self.validation_batches = open_stream(workload.test, test_plan, None)
+        if workload.validation and not endless:  # it then is the one to look at until the end
+            self.validation_batches = open_stream(workload.validation, test_plan, None)
         self.fetch = self.train_batches.__next__  # another function is put here to measure without loading
         self.generator = torch.Generator(device=device)  # of augmentation
 
@@ -120,13 +130,15 @@ class TrainingRun:
         self.learning_rates = learning_rates(recipe, last_step)  # one per step
         self.rates_on_device = torch.tensor(self.learning_rates, device=device)
         self.total_steps: float = math.inf if endless else last_step
-        every = len(self.train_batches) if plan.validate_every is None else plan.validate_every
-        self.evaluate_every = 0 if endless else every  # steps; 0 is only at the end
+        self.evaluate_every = 0 if endless else steps_between_evaluations(plan, len(self.train_batches))
         self.history = History(workload.name, recipe, self.effective, str(device))
-        self.progress = Progress(workload.name, last_step, recipe.batch_size, show=progress)
+        self.history.until, self.history.higher_is_better = until, workload.higher_is_better
+        self.on_log = None if rank else on_log
+        self.progress = Progress(workload.name, last_step, recipe.batch_size, device=device, show=progress)
 
         # Where it is: at the start, or where a checkpoint left off.
         self.step = 0
+        self.raw_batch: Batch | None = None  # that of the step in progress, until it is augmented
         self.batch: Batch | None = None  # that of the step in progress, until the weights change
         self.recent: list[tuple[Tensor, int, int]] = []  # loss [], epoch and batch of the steps since the log point
         self.last_loss = torch.tensor(torch.nan)  # [] of the latest step
@@ -138,8 +150,9 @@ class TrainingRun:
         self.writer = None if self.out is None or rank else checkpoint.CheckpointWriter(self.out, device)
         if self.writer is not None:
             write_text(self.writer.folder / "plan.yaml", to_yaml(plan))
+        preallocate_for_longer(self)
         self.recovery.take_snapshot(self)
-        for note in filter(None, (*self.effective.fallbacks, getattr(self.train_batches.cache, "why", ""))):
+        for note in filter(None, (*self.effective.notes(verbose), getattr(self.train_batches.cache, "why", ""))):
             self.progress.say(f"  {note}")
         self.history.prepare_s = time.perf_counter() - began_s
 
@@ -157,18 +170,27 @@ class TrainingRun:
         """End the loader processes, the progress bar, and the writing of a checkpoint that was begun."""
         if self.writer is not None:
             self.writer.executor.shutdown()
-        self.train_batches.close()
-        self.test_batches.close()
+        for batches in (self.train_batches, self.validation_batches, self.test_batches):
+            batches.close()
         self.progress.close()
 
 
 setup_run = TrainingRun  # said as what it does
 
 
+def steps_between_evaluations(plan: Plan, epoch_steps: int) -> int:
+    """Return validate_every in steps, where it may be a share of an epoch; 0 is only at the end."""
+    every = 1.0 if plan.validate_every is None else plan.validate_every
+    return max(1, round(every * epoch_steps)) if isinstance(every, float) else every
+
+
 def check_recipe(recipe: Recipe, workload: Workload) -> None:
     """Raise PlanError for what the loss of `workload` would silently ignore."""
     if not isinstance(recipe.batch_size, int):
         raise PlanError("batch_size=auto takes several trainings: let measure.quality.choose_batch_size find it")
+    if workload.own_loader is not None and recipe.batch_size != workload.own_loader.batch_size:
+        has = f"the loader of {workload.name} makes batches of {workload.own_loader.batch_size}"
+        raise PlanError(f"batch_size={recipe.batch_size}, and {has}: set it there")
     for name in ("label_smoothing", "focal_gamma", "mixup"):
         if (value := getattr(recipe, name)) and name not in workload.honours:
             raise PlanError(f"{name}={value} is not applied by workload {workload.name}: leave it at 0")
@@ -181,7 +203,7 @@ def choose_auto_settings(
     memory.keep_freed_memory()
     memory.set_allocator(effective.plan, device)
     if effective.plan.micro_batch == "auto":
-        search = find_micro_batch(workload, recipe, effective.plan, device=device, make_run=setup_run)
+        search = micro_batch_for(workload, recipe, effective.plan, device=device, make_run=setup_run)
         memory.release(device)  # what the search had allocated, in blocks cut for other sizes
         effective = effective.with_fallbacks(Fallback("micro_batch", "auto", search.micro_batch, search.why))
     return effective

@@ -21,16 +21,16 @@ from speedkit.recipe import Recipe
 from speedkit.workloads.generated import find_or_generate
 from speedkit.workloads.residual import class_probabilities, residual_net, score
 from speedkit.workloads.sounds import night_sounds
-from speedkit.workloads.workload import Batch, Workload
+from speedkit.workloads.workload import Batch, NetSize, Workload, net_size
 
 BANDS = 64  # mel bands, from 0 Hz to half the sample rate
-# Channels of the three stages and residual blocks in each.
-SIZES = {"tiny": ((16, 32, 64), 1), "small": ((32, 64, 128), 1), "medium": ((64, 128, 256), 2)}
+# Channels of the first of three stages, and residual blocks in each.
+SIZES = {"tiny": NetSize(16, 1), "small": NetSize(32, 1), "medium": NetSize(64, 2)}
 RECIPE = Recipe(batch_size=32, epochs=8, learning_rate=3e-3, weight_decay=0.05, clip_norm=1.0)  # AdamW, one cycle
 
 
 def audio(
-    data_dir: str | Path | None = None, *, size: str = "small", max_duration_s: float = 10.0, **options: Any
+    data_dir: str | Path | None = None, *, size: str | NetSize = "small", max_duration_s: float = 10.0, **options: Any
 ) -> Workload:
     """Return the workload on the recordings under `data_dir`, or on generated night sounds without one.
 
@@ -101,11 +101,12 @@ def augment(batch: Batch, generator: torch.Generator) -> Batch:
 class AudioNet(nn.Module):
     """Spectrograms [B, 1, 64, F] -> logits [B, K]. Pooled over time only: where a sound lies in frequency matters."""
 
-    def __init__(self, classes: int, size: str = "small"):
+    def __init__(self, classes: int, size: str | NetSize = "small"):
         super().__init__()
-        widths, depth = SIZES[size]
+        size = net_size(SIZES, size)
+        widths = [round(size.width * multiple) for multiple in size.growth]
         # Out of the stem comes [B, C, 32, F / 4]: sounds change more slowly than 10 ms frames.
-        self.blocks = residual_net(nn.Conv2d(1, widths[0], (5, 9), (2, 4), (2, 4), bias=False), widths, depth)
+        self.blocks = residual_net(nn.Conv2d(1, widths[0], (5, 9), (2, 4), (2, 4), bias=False), widths, size.depth)
         self.head = nn.Linear(2 * widths[-1] * (BANDS // 16), classes)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -19,25 +19,25 @@ from speedkit.recipe import Recipe
 from speedkit.workloads.generated import find_or_generate
 from speedkit.workloads.patterns import patterns
 from speedkit.workloads.residual import class_probabilities, residual_net, score
-from speedkit.workloads.workload import Batch, Workload
+from speedkit.workloads.workload import Batch, NetSize, Workload, net_size
 
-# Pixels of a side as the net sees it, channels of the stem and of the stages, and residual blocks in each stage.
+# Channels of the stem, and residual blocks in each stage.
 SIZES = {
-    "tiny": (48, 16, (32, 48, 64), 1),
-    "small": (64, 32, (64, 96, 128), 1),
-    "medium": (128, 64, (128, 256, 512), 2),
+    "tiny": NetSize(16, 1, growth=(2, 3, 4), inputs=48),
+    "small": NetSize(32, 1, growth=(2, 3, 4), inputs=64),
+    "medium": NetSize(64, 2, growth=(2, 4, 8), inputs=128),
 }
 RECIPE = Recipe(batch_size=32, epochs=6, learning_rate=1e-2, weight_decay=0.05, clip_norm=1.0, label_smoothing=0.1)
 
 
-def image(data_dir: str | Path | None = None, *, size: str = "small", **options: Any) -> Workload:
+def image(data_dir: str | Path | None = None, *, size: str | NetSize = "small", **options: Any) -> Workload:
     """Return the workload on the images under `data_dir`, or on generated photographs without one.
 
     All images are brought to one square, whose side follows from `size`. `options` are those of `find_items`, and
     `clips`. Raises UsageError for unusable data.
     """
     files = find_or_generate(data_dir, patterns, kind="image", **options)
-    side = SIZES[size][0]
+    side = net_size(SIZES, size).inputs
     return Workload(
         "image",
         RECIPE,
@@ -90,10 +90,11 @@ def augment(batch: Batch, generator: torch.Generator) -> Batch:
 class ImageNet(nn.Module):
     """Images [B, 3, H, W] in 0..1 -> logits [B, K]."""
 
-    def __init__(self, classes: int, size: str = "small"):
+    def __init__(self, classes: int, size: str | NetSize = "small"):
         super().__init__()
-        _, first, widths, depth = SIZES[size]
-        self.blocks = residual_net(nn.Conv2d(3, first, 3, 1, 1, bias=False), widths, depth)
+        size = net_size(SIZES, size)
+        widths = [round(size.width * multiple) for multiple in size.growth]
+        self.blocks = residual_net(nn.Conv2d(3, size.width, 3, 1, 1, bias=False), widths, size.depth)
         self.head = nn.Linear(2 * widths[-1], classes)
         nn.init.zeros_(self.head.bias)
         for layer in self.modules():

@@ -23,19 +23,19 @@ from speedkit.recipe import Recipe
 from speedkit.workloads.audio import framing, log_mel
 from speedkit.workloads.generated import find_or_generate
 from speedkit.workloads.sounds import utterances
-from speedkit.workloads.workload import Batch, Workload
+from speedkit.workloads.workload import Batch, NetSize, Workload, net_size
 
 BANDS = 80
 STRIDE = 4  # spectrogram frames of 10 ms in one frame of the net
 BLOCK, SPAN = 10, 4  # of every 10 frames of the net 4 in a row are masked
 CODES, CODE_SIZE = 256, 16
 KERNEL = 9  # frames that the depthwise convolution sees, as in FastConformer
-SIZES = {"tiny": (64, 2, 2), "small": (128, 4, 4), "medium": (512, 17, 8)}  # width, blocks, heads
+SIZES = {"tiny": NetSize(64, 2, 32), "small": NetSize(128, 4, 32), "medium": NetSize(512, 17, 64)}
 RECIPE = Recipe(batch_size=16, epochs=8, learning_rate=2e-3, weight_decay=0.01, clip_norm=1.0)
 
 
 def speech(
-    data_dir: str | Path | None = None, *, size: str = "small", max_duration_s: float = 30.0, **options: Any
+    data_dir: str | Path | None = None, *, size: str | NetSize = "small", max_duration_s: float = 30.0, **options: Any
 ) -> Workload:
     """Return the workload on all recordings under `data_dir`, or on generated utterances without one.
 
@@ -44,11 +44,12 @@ def speech(
     unusable data.
     """
     files = find_or_generate(data_dir, utterances, labelled=False, **options)
-    train, test = ([item for item in side if item.duration_s <= max_duration_s] for side in (files.train, files.test))
+    sides = (files.train, files.test, files.validation)
+    train, test, validation = ([item for item in side if item.duration_s <= max_duration_s] for side in sides)
     if not train or not test:
         raise UsageError(f"too few clips last up to {max_duration_s:g} s: one to train and one to test on are needed")
     why = f"it lasts over {max_duration_s:g} s (max_duration_s)"
-    too_long = [(item.path, why) for item in (*files.train, *files.test) if item.duration_s > max_duration_s]
+    too_long = [(str(item.path), why) for side in sides for item in side if item.duration_s > max_duration_s]
     spectrogram = framing(train)
     timing = {key: spectrogram[key] for key in ("sample_rate_hz", "hop")}
     return Workload(
@@ -70,6 +71,7 @@ def speech(
         parameters=spectrogram,
         sources=(decode.load_audio, log_mel),
         quarantined=(*files.quarantined, *too_long),
+        validation=validation,
     )
 
 
@@ -157,12 +159,12 @@ class Block(ConformerLayer):
 class SpeechNet(nn.Module):
     """Spectrograms [B, M, F], lengths [B], mask [B, N] -> (logits [B, N, K], codes [B, N]) of N = F // 4 frames."""
 
-    def __init__(self, size: str = "small"):
+    def __init__(self, size: str | NetSize = "small"):
         super().__init__()
-        width, depth, heads = SIZES[size]
+        width, depth, head, *_ = net_size(SIZES, size)
         self.unseen = nn.Parameter(torch.zeros(BANDS, 1))  # in place of masked frames
         self.stem = nn.ModuleList((nn.Conv1d(BANDS, width, 3, 2, 1), nn.Conv1d(width, width, 3, 2, 1)))
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
+        self.blocks = nn.ModuleList(Block(width, width // head) for _ in range(depth))
         self.head = nn.Linear(width, CODES)
         fixed = torch.Generator().manual_seed(0)  # the same codes for every seed of the weights
         self.register_buffer("projection", torch.randn(BANDS * STRIDE, CODE_SIZE, generator=fixed))
@@ -193,7 +195,9 @@ def loss(model: nn.Module, batch: Batch, recipe: Recipe) -> tuple[Tensor, Tensor
     """Return (mean cross-entropy of the codes over all masked frames, share of them guessed right in each clip [B])."""
     mask = masked(batch)
     logits, codes = model(*batch[:2], mask)
-    frame_loss = F.cross_entropy(logits.float().transpose(1, 2), codes, reduction="none")  # [B, N]
+    # A row for each frame: for [B, K, N] CUDA has no deterministic kernel.
+    log_p = F.log_softmax(logits.float().transpose(1, 2), dim=1).transpose(1, 2).flatten(0, 1)  # [B * N, K]
+    frame_loss = F.nll_loss(log_p, codes.flatten(), reduction="none").view_as(codes)
     right = (logits.detach().argmax(dim=-1) == codes) & mask
     mean = frame_loss.masked_fill(~mask, 0).sum() / mask.sum().clamp(min=1)
     return mean, right.sum(dim=1) / mask.sum(dim=1).clamp(min=1)

@@ -17,26 +17,26 @@ from torch import Tensor, nn
 from speedkit.data.sources import find_text
 from speedkit.errors import UsageError
 from speedkit.recipe import Recipe
-from speedkit.workloads.workload import Batch, Workload
+from speedkit.workloads.workload import Batch, NetSize, Workload, net_size
 
 BYTES, MASK = 256, 256  # a hidden byte stands in the input as number 256, and is never predicted
 TEST_WINDOWS, RATIOS = 256, 64  # at most so many windows are tested on, with so many shares of them hidden in turn
-# Bytes of a window, width, blocks, heads, and the width between the two products of a block's second half. On a GPU
-# widths are multiples of 128, as tensor cores like them, and a head has 64 or 128.
+# What grows is the width between the two products of a block's second half. On a GPU widths are multiples of 128, as
+# tensor cores like them, and a head has 64 or 128.
 SIZES = {
-    "tiny": (64, 64, 2, 2, 192),
-    "small": (128, 128, 4, 2, 384),
-    "medium": (1024, 1024, 10, 8, 2816),  # 129 million weights
+    "tiny": NetSize(64, 2, 32, (3,), inputs=64),
+    "small": NetSize(128, 4, 64, (3,), inputs=128),
+    "medium": NetSize(1024, 10, 128, (2.75,), inputs=1024),  # 129 million weights
 }
 RECIPE = Recipe(batch_size=16, epochs=None, steps=240, learning_rate=3e-3, weight_decay=0.1, clip_norm=1.0)
-RECIPES = {"medium": replace(RECIPE, batch_size=64, steps=2000, learning_rate=6e-4)}  # of sizes with their own
+RECIPES = {1024: replace(RECIPE, batch_size=64, steps=2000, learning_rate=6e-4)}  # of windows with their own
 
 
 def text(
     data_dir: str | Path | None = None,
     *,
     test_pattern: str | None = None,
-    size: str = "small",
+    size: str | NetSize = "small",
     clips: int | None = None,
 ) -> Workload:
     """Return the workload on the text files under `data_dir`, or on the source of Python's standard library.
@@ -44,7 +44,7 @@ def text(
     `test_pattern` chooses the test files as in `find_text`; at most `clips` windows are trained on. The metric bounds
     the bits per byte of the test files. Raises UsageError for unusable data.
     """
-    window = SIZES[size][0]
+    window = net_size(SIZES, size).inputs
     whole = (side[: len(side) // window * window] for side in find_text(data_dir, test_pattern))
     train, test = (torch.tensor(bytearray(side), dtype=torch.uint8).view(-1, window) for side in whole)  # [N, T]
     if not len(train) or not len(test):
@@ -53,7 +53,7 @@ def text(
     train, test = train[:clips], test[:: math.ceil(len(test) / TEST_WINDOWS)]
     return Workload(
         "text",
-        RECIPES.get(size, RECIPE),
+        RECIPES.get(window, RECIPE),
         range(len(train)),
         range(len(train), len(train) + len(test)),
         load=functools.partial(torch.select, torch.cat((train, test)), 0),
@@ -151,13 +151,13 @@ class TextNet(nn.Module):
 
     turns: Tensor
 
-    def __init__(self, size: str = "small"):
+    def __init__(self, size: str | NetSize = "small"):
         super().__init__()
-        window, width, layers, heads, hidden = SIZES[size]
+        width, layers, head, (growth,), window = net_size(SIZES, size)
         self.embedding = nn.Embedding(BYTES + 1, width)
-        self.blocks = nn.ModuleList(Block(width, heads, hidden) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, width // head, round(growth * width)) for _ in range(layers))
         self.norm, self.head = RMSNorm(width, eps=1e-6), nn.Linear(width, BYTES, bias=False)
-        half = width // heads // 2
+        half = head // 2
         angles = torch.arange(window)[:, None] * 10_000.0 ** (-torch.arange(half) / half)  # [T, D / 2]
         self.register_buffer("turns", torch.stack((angles.cos(), angles.sin())), persistent=False)
         for name, weight in self.named_parameters():

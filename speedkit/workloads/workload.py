@@ -2,11 +2,14 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from speedkit.config import nearest
+from speedkit.data.user_loader import LoaderItems
+from speedkit.errors import UsageError
 from speedkit.recipe import Recipe
 
 # Every tensor's first dimension counts the samples: (inputs [B, ...], targets [B]), or where lengths differ (inputs
@@ -14,6 +17,30 @@ from speedkit.recipe import Recipe
 Batch = tuple[Tensor, ...]
 # model, batch, recipe -> (mean over the batch's valid items [], outputs)
 Loss = Callable[[nn.Module, Batch, Recipe], tuple[Tensor, Tensor]]
+
+
+class NetSize(NamedTuple):
+    """How large a built-in net is."""
+
+    width: int  # channels, of the first of several stages
+    depth: int  # residual blocks, of each stage
+    unit: int = 8  # what a width is a multiple of: the width of an attention head
+    growth: tuple[float, ...] = (1, 2, 4)  # widths of the stages, or of what lies in a block, as multiples of `width`
+    inputs: int = 0  # pixels of a side, or bytes of a window
+
+
+def net_size(sizes: Mapping[str, NetSize], size: str | NetSize, **numbers: Any) -> NetSize:
+    """Return the one of `sizes` that is called `size`, with other `numbers` (`width`, `depth`) where they are given.
+
+    Raises UsageError for a size that there is not, and for numbers that the net cannot have.
+    """
+    if isinstance(size, str) and size not in sizes:
+        raise UsageError(f"there is no size {size!r}{nearest(size, sizes)}: take {', '.join(sizes)}")
+    chosen = (sizes[size] if isinstance(size, str) else size)._replace(**numbers)
+    if chosen.width % chosen.unit or min(chosen.width, chosen.depth) < 1:
+        asked = f"there is no net of width {chosen.width} and depth {chosen.depth}"
+        raise UsageError(f"{asked}: take a multiple of {chosen.unit} for the width, and 1 or more for the depth")
+    return chosen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +64,7 @@ class Workload:
     score: Callable[[Tensor, Batch], Tensor]  # outputs, batch -> [B], one score per sample; the metric is their mean
     metric: str = "accuracy"
     higher_is_better: bool = True
-    margin: float = 0.02  # results that differ by less count as equally good
+    margin: float | None = 0.02  # results that differ by less count as equally good; None: a share of what they are
     augment_waveform: Callable[[Tensor, torch.Generator], Tensor] | None = None  # random, of [B, T]
     augment: Callable[[Batch, torch.Generator], Batch] | None = None  # random, of features
     length: Callable[[Any], int] | None = None  # of an item's features, last dimension, undecoded; None: all the same
@@ -50,3 +77,25 @@ class Workload:
     sources: tuple[Any, ...] = ()  # functions and modules whose source the cached features depend on
     classes: tuple[str, ...] = ()
     quarantined: tuple[tuple[str, str], ...] = ()  # (path, why) of files left out before training
+    validation: Sequence[Any] = ()  # items evaluated during training; the test set is then left to its end
+
+    @property
+    def own_loader(self) -> LoaderItems | None:
+        """What stands for the items where their author's loader makes the batches; None where there are items."""
+        return self.train if isinstance(self.train, LoaderItems) else None
+
+    @property
+    def in_tars(self) -> bool:
+        """Whether the items are members of tars."""
+        first = None if self.own_loader else next(iter(self.train), None)
+        return hasattr(getattr(first, "path", None), "tar")
+
+
+def hold_out(workload: Workload, share: float) -> Workload:
+    """Return `workload` with a share of its training items for validation, of each label alike, the same every time."""
+    train, count = workload.train, max(1, round(share * len(workload.train)))
+    shuffled = torch.randperm(len(train), generator=torch.Generator().manual_seed(0)).tolist()
+    order = sorted(shuffled, key=lambda index: getattr(train[index], "label", 0))
+    taken = {order[number * len(train) // count] for number in range(count)}
+    rest, held_out = ([train[i] for i in range(len(train)) if (i in taken) == held] for held in (False, True))
+    return dataclasses.replace(workload, train=rest, validation=[*workload.validation, *held_out])

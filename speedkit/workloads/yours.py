@@ -1,20 +1,22 @@
-"""The user's own model, data set and loss: `speedkit climb package.module:function` of what returns `from_dataset`."""
+"""The user's own model, data and loss, for `speedkit climb package.module:function` of what returns these workloads."""
 
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from speedkit.data.decode import BadItem
+from speedkit.data.user_loader import WITHOUT_LENGTH, loader_items
 from speedkit.errors import UsageError
 from speedkit.recipe import Recipe
-from speedkit.workloads import residual
+from speedkit.workloads.residual import score as right_class
 from speedkit.workloads.workload import Batch, Workload
 
 
@@ -33,22 +35,23 @@ def from_dataset(
     train: Any,
     test: Any,
     *,
+    validation: Any = (),
     loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
     score: Callable[[Tensor, Tensor], Tensor] | None = None,
     recipe: Recipe | None = None,
     name: str = "yours",
     **others: Any,
 ) -> Workload:
-    """Return the workload of a model and two map-style data sets whose items are (input tensor, target).
+    """Return the workload of a model and map-style data sets whose items are (input tensor, target).
 
     Of outputs and targets `loss` gives one number, the mean over the batch, and `score` one per sample [B], by default
     1 where the largest output is that of the target. A module is copied for each training; a function that makes one
     gives each seed its own. `others` are fields of Workload. What is random belongs into `augment`: a cache would keep
     what a data set drew first. Raises SpeedkitError for what cannot be trained on.
     """
-    samples, test_samples = (
+    samples, test_samples, validation_samples = (
         [Sample(f"{side}/{index}", data, index) for index in range(len(data))]
-        for side, data in (("train", train), ("test", test))
+        for side, data in (("train", train), ("test", test), ("validation", validation))
     )
     if not samples or not test_samples:
         raise UsageError("a data set is empty")
@@ -75,9 +78,91 @@ def from_dataset(
         target=target,
         model=functools.partial(copy.deepcopy, model) if isinstance(model, nn.Module) else model,
         loss=batch_loss,
-        score=residual.score if score is None else lambda outputs, batch: score(outputs, batch[1]),
+        score=right_class if score is None else lambda outputs, batch: score(outputs, batch[1]),
+        validation=validation_samples,
         **fields | others,
     )
+
+
+def from_loader(
+    model: nn.Module | Callable[[], nn.Module],
+    loader: Any,
+    step: Callable[[nn.Module, Any], Tensor],
+    *,
+    test: Any = None,
+    evaluate: Callable[[nn.Module], float] | None = None,
+    recipe: Recipe | None = None,
+    name: str = "yours",
+    **others: Any,
+) -> Workload:
+    """Return the workload of a model, its loader, and `step(model, batch)`, which returns the loss of a batch, [].
+
+    `loader` is a DataLoader or anything else whose batches can be gone over, or better a function that makes one from a
+    seed: then plans that are compared have one each. A batch is any nesting of tensors in tuples, lists and dicts; it
+    arrives on the model's device. What is random in it is torch's random numbers: those of others differ from run to
+    run. The recipe's batch size is the loader's. Without a length the recipe has to say `steps`.
+
+    `evaluate(model)` returns the metric, of which `others`, fields of Workload, say `metric`, `higher_is_better` and
+    `margin`. Without it quality is the loss on `test`, a loader too, or without that on some training batches; without
+    a margin, losses within 2 % count as equal. Raises UsageError for what gives no batch of tensors.
+    """
+    recipe = recipe or Recipe()
+    train = loader_items(loader, recipe.seed, recipe.steps)
+    if train.batches is None:
+        raise UsageError("the loader has no length: say how far to train, as recipe=Recipe(steps=1000, epochs=None)")
+    if evaluate is not None:
+        test = [torch.zeros(1)]  # something to evaluate on once
+    few = dataclasses.replace(train, batches=min(train.batches, WITHOUT_LENGTH))
+
+    def batch_loss(model: nn.Module, batch: Any, recipe: Recipe) -> tuple[Tensor, Tensor]:
+        scored = evaluate is not None and not model.training
+        loss = torch.tensor(float(evaluate(model))) if scored else step(model, batch.value)  # type: ignore[misc]
+        if not isinstance(loss, Tensor) or loss.ndim:
+            what = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else f"{type(loss).__name__}"
+            raise UsageError(f"step returned {what}: it has to return the loss, a tensor of one number")
+        return loss, loss
+
+    fields: dict[str, Any] = {
+        "metric": "score" if evaluate else "training loss" if test is None else "test loss",
+        "higher_is_better": evaluate is not None,
+        "margin": None,
+        "cacheable": False,
+    }
+    return Workload(
+        name,
+        dataclasses.replace(recipe, batch_size=train.batch_size),
+        train,  # type: ignore[arg-type]  # stands for the items
+        few if test is None else loader_items(test),  # type: ignore[arg-type]
+        load=train.__getitem__,
+        features=Tensor.contiguous,
+        target=train.__getitem__,
+        model=functools.partial(copy.deepcopy, model) if isinstance(model, nn.Module) else model,
+        loss=batch_loss,
+        score=lambda loss, batch: loss.expand(len(batch[0])),
+        **fields | others,
+    )
+
+
+def of_sample(model: nn.Module, sample: Any) -> Workload:
+    """Return the workload that learns from one batch over and over: what a step of `model` takes, without any data.
+
+    `sample` is a tensor, or a tuple or mapping of what the model takes. The loss is the `loss` of what the model
+    returns, or else the mean square of all its outputs.
+    """
+
+    def step(model: nn.Module, batch: Any) -> Tensor:
+        if isinstance(batch, Mapping):
+            outputs = model(**batch)
+        else:
+            outputs = model(batch) if isinstance(batch, Tensor) else model(*batch)
+        if (loss := getattr(outputs, "loss", None)) is not None:
+            return loss
+        tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if not tensors:
+            raise UsageError(f"{type(model).__name__} returns no tensor that can be learned from")
+        return torch.stack([tensor.float().square().mean() for tensor in tensors]).sum()
+
+    return from_loader(model, [sample] * 1000, step, name=type(model).__name__)
 
 
 def load(sample: Sample) -> Tensor:

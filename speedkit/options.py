@@ -1,0 +1,113 @@
+"""The options of the commands, made of the fields of Recipe and Plan, and what was typed as objects."""
+
+import dataclasses
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+from torch import nn
+
+from speedkit.config import from_mapping, from_yaml, settings_of
+from speedkit.errors import UsageError
+from speedkit.hardware import this_machine
+from speedkit.plan import PRESETS, Plan
+from speedkit.recipe import Recipe
+from speedkit.workloads import load_workload
+from speedkit.workloads.workload import Workload
+
+Values = dict[str, Any]  # what was typed, by option
+
+
+def seconds(word: str) -> float:
+    """Return the seconds in `540`, `90s`, `9m` or `1h`."""
+    parts = re.fullmatch(r"(\d+\.?\d*)([smh]?)", word)
+    if not parts or not float(parts[1]):
+        raise UsageError(f"{word!r} is no time: write seconds, or 90s, 9m, 1h")
+    return float(parts[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[parts[2]]
+
+
+def field_options(cls: type) -> list[click.Parameter]:
+    """Return an option for each field of the settings class `cls`."""
+    options: list[click.Parameter] = []
+    for name, setting in settings_of(cls).items():
+        flag = name.replace("_", "-")
+        names = f"--{flag}/--no-{flag}" if setting.takes == ("true | false",) else f"--{flag}"
+        text = f"{setting.help.rstrip('.')} ({'by workload' if cls is Recipe else str(setting.default).lower()})"
+        words = " | ".join(setting.takes).upper()
+        options.append(click.Option([names, name], help=text, metavar=words, default=None))  # None: not typed
+    return options
+
+
+ABSOLUTE = click.Path(resolve_path=True)  # for climb.ipynb too, which runs in a folder of its own
+WORKLOAD = click.Argument(["workload"])
+SHARE = click.FloatRange(0, 1, min_open=True, max_open=True)
+DEVICE = click.Option(
+    ["--device"], default="auto", metavar="CUDA:1 | MPS | CPU", help="auto is the first GPU of CUDA_VISIBLE_DEVICES"
+)
+PLAN = click.Option(["--plan"], default="baseline", metavar="FILE | BASELINE | CAREFUL | FAST")
+JSON = click.Option(["--json", "as_json"], is_flag=True, help="print JSON")
+OUT = click.Option(
+    ["--out"],
+    type=click.Path(path_type=Path),
+    default=lambda: Path("runs", time.strftime("%Y%m%d-%H%M%S")),
+    show_default="runs/<date>-<time>",
+    help="folder for what the run leaves",
+)
+DATA = (
+    click.Option(["--data-dir"], type=ABSOLUTE, help="folder of your files, or 'clips-{00..09}.tar'; else generated"),
+    click.Option(["--labels"], type=ABSOLUTE, help="CSV of paths and labels, with a fold or split column or not"),
+    click.Option(["--label-pattern"], metavar="REGEX", help="group 1 of a file's name is its label"),
+    click.Option(["--test-pattern"], metavar="REGEX", help="files whose names match are the test set"),
+    click.Option(["--size"], metavar="TINY | SMALL | MEDIUM", help="size of the model"),
+    click.Option(["--width"], type=int, help="channels of the model instead of its size's, of the first stage"),
+    click.Option(["--depth"], type=int, help="residual blocks of the model instead of its size's, of each stage"),
+    click.Option(["--clips"], type=int, help="how many files to generate where there is no data folder"),
+)
+DATA_FIELDS = ("data_dir", "labels", "label_pattern", "test_pattern", "size", "width", "depth", "clips")
+RUN = (  # of all commands that train
+    *DATA,
+    OUT,
+    DEVICE,
+    click.Option(["--cache-dir"], help="folder for cached features"),
+    click.Option(["--resume"], is_flag=True, help="go on with the run in --out"),
+    *field_options(Recipe),
+)
+
+
+def typed(values: Values, *names: str) -> Values:
+    """Return those of `names` that were typed."""
+    return {name: values[name] for name in names if values.get(name) is not None}
+
+
+def find_workload(name: str, values: Values) -> tuple[Workload, Recipe]:
+    """Return the workload with the data that was named, and its recipe with the fields that were typed."""
+    fields = typed(values, *settings_of(Recipe))
+    if {"epochs", "steps"} & fields.keys():  # typing one of the two replaces the other
+        fields = {"epochs": None, "steps": None} | fields
+    limit_s = from_mapping(Recipe, fields).max_duration_s  # an impossible recipe is refused before any data is made
+    workload = load_workload(name, max_duration_s=limit_s, **typed(values, *DATA_FIELDS))
+    return workload, from_mapping(Recipe, dataclasses.asdict(workload.recipe) | fields)
+
+
+def find_plan(word: str, values: Values) -> Plan:
+    """Return the plan that a word or a YAML file names, with the fields that were typed."""
+    if word not in PRESETS and not Path(word).exists():
+        raise UsageError(f"there is no plan {word!r}: take {', '.join(PRESETS)}, or a YAML file")
+    plan = PRESETS[word](this_machine(values["device"])) if word in PRESETS else from_yaml(Plan, word)
+    return from_mapping(Plan, dataclasses.asdict(plan) | typed(values, *settings_of(Plan)))
+
+
+def find_trained(path: Path, workload: str | None, data: Values) -> tuple[Workload, nn.Module]:
+    """Return the workload and the trained model of a checkpoint, named by its file or folder."""
+    from speedkit.train.checkpoint import NAME, read
+
+    state = read(path / NAME if path.is_dir() else path)
+    job = state["job"]  # with other data than its own, it may be tested on what it was trained on
+    work = load_workload(workload or job["workload"], max_duration_s=job.get("max_duration_s"), **data)
+    if job["train_items"] + job.get("validation_items", 0) != len(work.train) + len(work.validation):
+        raise UsageError(f"{path} is of {job['workload']} with {job['train_items']} training items: name that data")
+    model = work.model()
+    model.load_state_dict(state["model"])
+    return work, model
