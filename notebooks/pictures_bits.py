@@ -1,0 +1,58 @@
+"""What the lessons on 8 bits draw: what is left of a number, by its size, in each format."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from matplotlib import style
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from speedkit.show.figures import BLUE, GREEN, GREY, ORANGE, STYLE, new_figure
+
+COLOURS = {"bf16": GREY, "e4m3": BLUE, "e5m2": GREEN, "INT8": ORANGE}
+CASTS = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+def in_format(values: Tensor, name: str, largest: Tensor | float) -> Tensor:
+    """Return `values` rounded to a format, with one scale that brings `largest` to the format's largest number."""
+    if name == "INT8":
+        return (values * 127 / largest).round() * largest / 127
+    if name == "bf16":
+        return values.bfloat16().float()
+    scale = torch.finfo(CASTS[name]).max / largest
+    return (values * scale).to(CASTS[name]).float() / scale
+
+
+@style.context(STYLE)
+def digits(formats: Sequence[str] = ("bf16", "e4m3", "e5m2", "INT8")) -> Figure:
+    """Return the relative rounding error of numbers in each format, by how far they lie below the tensor's largest."""
+    figure, axes = new_figure(3.2)
+    orders = torch.arange(0, 26)
+    within = torch.rand(2000, generator=torch.Generator().manual_seed(0), dtype=torch.float64).float()
+    for name in formats:
+        errors = []
+        for order in orders.tolist():
+            values = (1 + within) * 2.0 ** (-order - 1)  # of one binary order each, 1 is the largest of all
+            errors.append(float(((in_format(values, name, 1.0) - values) / values).abs().mean()))
+        axes.plot(orders, errors, "o-", markersize=3, color=COLOURS[name], label=name)
+    axes.set(yscale="log", ylim=(5e-4, 1.6), xlabel="binary orders of magnitude below the tensor's largest number")
+    axes.set(ylabel="relative error (1: all is lost)")
+    axes.grid(visible=True, axis="both")
+    axes.legend(frameon=False, loc="lower right", ncols=len(formats))
+    figure.suptitle("Floating-point formats keep their digits over many orders, INT8 does not", x=0.01, ha="left")
+    return figure
+
+
+@style.context(STYLE)
+def courses(losses: Mapping[str, Sequence[float]], *, title: str, ylabel: str = "loss") -> Figure:
+    """Return training losses by step, a line for each format or seed."""
+    figure, axes = new_figure(3.0)
+    colours = (GREY, BLUE, ORANGE, GREEN)
+    for number, (name, values) in enumerate(losses.items()):
+        looks = "--" if "seed" in name else "-"
+        axes.plot(range(1, len(values) + 1), values, looks, color=colours[number % 4], label=name, linewidth=1.5)
+    axes.set(xlabel="step", ylabel=ylabel)
+    axes.grid(visible=True, axis="both")
+    axes.legend(frameon=False)
+    figure.suptitle(title, x=0.01, ha="left")
+    return figure
