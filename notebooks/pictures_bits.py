@@ -1,5 +1,6 @@
 """What the lessons on 8 bits draw: what is left of a number, by its size, in each format."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -55,4 +56,27 @@ def courses(losses: Mapping[str, Sequence[float]], *, title: str, ylabel: str = 
     axes.grid(visible=True, axis="both")
     axes.legend(frameon=False)
     figure.suptitle(title, x=0.01, ha="left")
+    return figure
+
+
+@style.context(STYLE)
+def int8_paths() -> Figure:
+    """Return what happens to the activations of one layer in dynamic and in static INT8."""
+    figure, axes = new_figure(2.2)
+    paths = {
+        "dynamic": ("float32", "find\nlargest", "round to INT8", "INT8 × INT8, sum in INT32", "float32"),
+        "static": ("float32", "", "round to INT8", "INT8 × INT8, sum in INT32", "float32"),
+    }
+    for y, (name, boxes) in enumerate(paths.items()):
+        axes.text(-0.62, y, name, ha="right", va="center", fontweight="bold")
+        filled = [(x, text) for x, text in enumerate(boxes) if text]
+        for x, text in filled:
+            colour = GREEN if "×" in text else ORANGE if text.startswith(("find", "round")) else GREY
+            axes.text(x, y, text.replace(", ", ",\n"), ha="center", va="center", color="white", fontsize=8.5,
+                      bbox={"boxstyle": "round,pad=0.5", "facecolor": colour, "edgecolor": "none"})  # fmt: skip
+        for (left, _), (right, _) in itertools.pairwise(filled):
+            axes.annotate("", (right - 0.42, y), (left + 0.42, y), arrowprops={"arrowstyle": "->", "color": GREY})
+    axes.set(xlim=(-1.2, 4.6), ylim=(1.6, -0.6))
+    axes.axis("off")
+    figure.suptitle("Dynamic INT8 looks for a scale in every call, static INT8 knows it", x=0.01, ha="left")
     return figure
