@@ -33,12 +33,12 @@ def step_memory(layers: int = 6, inside: float = 4.0) -> Figure:
         axes.fill_between(range(len(course)), course, color=colour, alpha=0.15)
     top = layers * (1 + inside)
     axes.axvline(2 * layers, color=GREY, linestyle=":", linewidth=1)
-    axes.text(layers, 1.06 * top, "forward", ha="center")
+    axes.text(1.5 * layers, 1.06 * top, "forward", ha="center")
     axes.text(3 * layers, 1.06 * top, "backward", ha="center")
     axes.set(
         xticks=[], ylim=(0, 1.2 * top), xlabel=f"time, through {layers} layers and back", ylabel="activations held"
     )
-    axes.legend(frameon=False, loc="center left")
+    axes.legend(frameon=False, loc="upper left")
     figure.suptitle(
         "A layer's inside: kept from the forward pass to the backward pass, or made twice", x=0.01, ha="left"
     )
