@@ -12,9 +12,7 @@ from speedkit.show.figures import BLUE, GREEN, GREY, INK, ORANGE, STYLE, new_fig
 
 
 @style.context(STYLE)
-def rates(
-    comparisons: Sequence[Comparison], samples: int, *, unit: str, title: str, best: str | None = None
-) -> Figure:
+def rates(comparisons: Sequence[Comparison], samples: int, *, unit: str, title: str, best: str | None = None) -> Figure:
     """Return a bar of samples per second for each comparison with one baseline, and for the baseline itself.
 
     `samples` are those of a step. Bars after the first are the baseline's rate times the ratio, with its 99 % interval:
@@ -47,7 +45,9 @@ def memory_layouts() -> Figure:
         for x, (channel, pixel) in enumerate(cells):
             look: dict[str, Any] = {"linewidth": 3, "edgecolor": INK} if pixel == 2 else {"edgecolor": "white"}
             zorder = 3 if pixel == 2 else 2
-            axes.add_patch(Rectangle((x + 0.06, y + 0.14), 0.88, 0.72, facecolor=colours[channel], zorder=zorder, **look))
+            axes.add_patch(
+                Rectangle((x + 0.06, y + 0.14), 0.88, 0.72, facecolor=colours[channel], zorder=zorder, **look)
+            )
             axes.text(x + 0.5, y + 0.5, f"{'RGB'[channel]}{pixel}", ha="center", va="center", color="white", zorder=4)
     axes.set(xlim=(0, 18), ylim=(2, 0), xlabel="address in memory")
     axes.set_yticks((0.5, 1.5), list(orders))
