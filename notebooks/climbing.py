@@ -63,7 +63,7 @@ def kind(row: Row) -> str:
         return "not tried"
     if row["high"] < 1:
         return "slower"
-    return "no gain shown" if row["low"] <= 1 or row["why"] in ("not worth it", "undecided") else "not the same"
+    return "no gain shown" if row["low"] <= 1 or row["why"] in ("not worth it", "undecided") else "rejected"
 
 
 def answers(record: Row) -> str:
