@@ -20,6 +20,7 @@ from speedkit.measure.compare import Turn, measure_pairs
 from speedkit.measure.stats import paired_interval
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
+from speedkit.train import precision
 from speedkit.train.loop import steps
 from speedkit.train.micro_batch import micro_batch_for
 from speedkit.train.setup import build_learner, setup_run
@@ -70,6 +71,7 @@ Loop = Callable[[Job, Iterable[Batch], int], list[Tensor]]  # (job, batches, how
 
 def job_of(workload: Workload, batch_size: int, device: torch.device) -> Job:
     """Return the job of training on a workload's samples as its features are, at a constant rate."""
+    precision.set_matmul_precision(PLAN)  # of the process, so of all loops
     changes: dict[str, Any] = {"schedule": "constant", "learning_rate": 1e-3, "clip_norm": None}
     recipe = dataclasses.replace(workload.recipe, batch_size=batch_size, **changes)
     inputs = torch.stack([workload.features(workload.load(item)) for item in workload.train])

@@ -9,6 +9,12 @@ import peers
 Row = Mapping[str, Any]
 
 
+def not_installed() -> list[str]:
+    """Return the packages that formats or loops need and that are not here."""
+    packages = {*(form.package for form in peers.FORMATS), *(package for _, package in loops.LOOPS.values())}
+    return [package for package in sorted(packages) if not peers.installed(package)]
+
+
 def of(row: Row) -> str:
     return f"{row['ratio']:.2f} ({row['low']:.2f} to {row['high']:.2f})"
 
@@ -51,8 +57,8 @@ def on_reading(read: Mapping[str, Row], damage: Mapping[str, str]) -> str:
     return f"""
 1. One mapped file is {1 / npy["ratio"]:.1f} times as fast as small files. speedkit's cache, which compares each row \
 with its checksum once, reads at {of(ours)} of its rate. Two settings of one library: {"; ".join(examples) or "none"} \
-of its rate. Faster than speedkit's cache: {", ".join(better) or "none"}.
-2. A turned byte was served silently by {", ".join(silent)}. It was noticed by {"; ".join(noticed)}.
+of its rate. Faster than speedkit's cache: {"; ".join(better) or "none"}.
+2. A turned byte was served silently by {"; ".join(silent)}. It was noticed by {"; ".join(noticed)}.
 """
 
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from speedkit.data.cache import open_cache
+from speedkit.data.cache import FeatureCache, open_cache
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.workloads.workload import Workload
@@ -156,9 +156,13 @@ def write_cache(folder: Path, rows: np.ndarray) -> None:
     open_cached(folder)
 
 
+def cache_of(work: Workload, folder: Path | str) -> FeatureCache:
+    """Return speedkit's cache of all samples in `folder`, built where it is not there."""
+    return open_cache(work, work.train, Plan(cache="disk"), cache_dir=folder)
+
+
 def open_cached(folder: Path) -> Gather:
-    work = stored_samples(folder / "files")
-    cache = open_cache(work, work.train, Plan(cache="disk"), cache_dir=folder / "cache")
+    cache = cache_of(stored_samples(folder / "files"), folder / "cache")
     return lambda indices: cache.gather(torch.from_numpy(indices), torch.device("cpu"))[0]
 
 
@@ -271,13 +275,13 @@ FORMATS = [
     Format("a .npy file each", write_npy, by_index(open_npy)),
     Format("a torch.save file each", write_torch, by_index(open_torch)),
     Format("HDF5", write_hdf5, by_index(open_hdf5), "h5py"),
-    Format("HDF5, fletcher32=True", checked, by_index(partial(open_hdf5, one_by_one=True)), "h5py"),
-    Format("datasets, Array3D", *arrow[0], "datasets"),
-    Format("datasets, bytes", *arrow[1], "datasets"),
+    Format("HDF5 (fletcher32)", checked, by_index(partial(open_hdf5, one_by_one=True)), "h5py"),
+    Format("datasets (Array3D)", *arrow[0], "datasets"),
+    Format("datasets (bytes)", *arrow[1], "datasets"),
     Format("LitData", write_litdata, read_litdata, "litdata"),
-    Format("LitData, batch_decode=0", write_litdata, partial(read_litdata, batch_decode=0), "litdata"),
-    Format("webdataset, decode()", *tars[0], "webdataset"),
-    Format("webdataset, bytes", *tars[1], "webdataset"),
+    Format("LitData (batch_decode=0)", write_litdata, partial(read_litdata, batch_decode=0), "litdata"),
+    Format("webdataset (decode)", *tars[0], "webdataset"),
+    Format("webdataset (bytes)", *tars[1], "webdataset"),
 ]
 
 
