@@ -3,6 +3,7 @@
 The first setting of a library is the one that its documentation begins with.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -57,11 +58,6 @@ def quietly() -> Iterator[None]:
 def installed(package: str) -> bool:
     """Return whether a package is here."""
     return importlib.util.find_spec(package) is not None
-
-
-def random_rows(count: int) -> np.ndarray:
-    """Return so many rows of noise, [N, *SHAPE] float32."""
-    return np.random.default_rng(0).standard_normal((count, *SHAPE), dtype=np.float32)
 
 
 def by_index(open_folder: Callable[[Path], Gather]) -> Callable[[Path, int, int], Epoch]:
@@ -285,6 +281,24 @@ FORMATS = [
 ]
 
 
+def store(folder: Path, rows: np.ndarray, batch_size: int) -> dict[str, Epoch]:
+    """Store rows in each format that is installed, in a folder of its name, and return what begins its epochs."""
+    epochs = {}
+    for form in FORMATS:
+        if installed(form.package):
+            place = folder / form.name
+            place.mkdir()
+            with quietly():
+                form.write(place, rows)
+                epochs[form.name] = form.read(place, len(rows), batch_size)
+    return epochs
+
+
+def drained(epoch: Epoch) -> Callable[[], object]:
+    """Return a function that takes the batches of an epoch and throws them away."""
+    return lambda: collections.deque(epoch(), maxlen=0)
+
+
 def whole(epoch: Epoch, rows: np.ndarray) -> bool:
     """Return whether an epoch delivers every row once, bit for bit."""
     seen: list[int] = []
@@ -296,7 +310,8 @@ def whole(epoch: Epoch, rows: np.ndarray) -> bool:
 
 
 def damaged(form: Format, folder: Path, rows: np.ndarray) -> str:
-    """Store `rows`, flip the bits of one byte of a value on disk, and return what reading comes to."""
+    """Store `rows` in a new `folder`, flip the bits of one byte of a value there, and return what reading comes to."""
+    folder.mkdir()
     with quietly():
         form.write(folder, rows)
     path, content = next(
