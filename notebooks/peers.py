@@ -325,5 +325,5 @@ def damaged(form: Format, folder: Path, rows: np.ndarray) -> str:
         with quietly():
             right = whole(form.read(folder, len(rows), 8), rows)
     except Exception as error:  # whatever a library raises is what is asked for here
-        return type(error).__name__
+        return f"an error: {type(error).__name__}"
     return "computed anew" if right else SILENT
