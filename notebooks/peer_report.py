@@ -69,7 +69,7 @@ def on_loops(added: Mapping[str, Sequence[Row]]) -> str:
         quick = [row["b"] for row in others if row["low"] > ours["high"]]
         frameworks = f"frameworks {span(others)}" if others else "no framework is installed"
         said = f"To a step of the {net} net speedkit's loop adds {added_share(ours):+.0%}, {frameworks}"
-        sentences.append(f"{said}; faster than speedkit's: {', '.join(quick) or 'none'}.")
+        sentences.append(f"{said}; shown to be faster than speedkit's: {', '.join(quick) or 'none'}.")
     return f"3. {' '.join(sentences)}"
 
 
@@ -87,5 +87,5 @@ def on_finders(found: Mapping[str, int], at_size: Mapping[str, Row], limit: int)
     if lost:
         sentences.append("So speedkit's own search lost here: a size that it did not take trains faster.")
     elif at_size:
-        sentences.append("No other size trained faster than speedkit's.")
+        sentences.append("No other size was shown to train faster than speedkit's.")
     return f"4. {' '.join(sentences)}"
