@@ -80,3 +80,44 @@ def int8_paths() -> Figure:
     axes.axis("off")
     figure.suptitle("Dynamic INT8 looks for a scale in every call, static INT8 knows it", x=0.01, ha="left")
     return figure
+
+
+@style.context(STYLE)
+def bit_fields() -> Figure:
+    """Return the bits of each number format: sign, exponent and fraction, with what they give."""
+    layouts = {"fp32": (8, 23), "tf32": (8, 10), "bf16": (8, 7), "fp16": (5, 10)}
+    figure, axes = new_figure(2.8, [*layouts])
+    for y, (exponent, fraction) in enumerate(layouts.values()):
+        fields = ((1, GREY, ""), (exponent, ORANGE, f"{exponent}"), (fraction, BLUE, f"{fraction}"))
+        left = 0.0
+        for bits, colour, text in fields:
+            for bit in range(bits):
+                axes.barh(y, 0.9, 0.7, left=left + bit, color=colour)
+            axes.text(left + bits / 2, y, text, ha="center", va="center", color="white", fontweight="bold")
+            left += bits
+        orders = 2**exponent - 2
+        axes.text(33, y, f"{orders} binary orders, {2**fraction:,} steps from 1 to 2", va="center", fontsize=8.5)
+    axes.set(xlim=(0, 58), xticks=[], xlabel="bits (grey: sign, orange: exponent, blue: fraction)")
+    axes.grid(visible=False)
+    figure.suptitle(
+        "bf16 has the range of fp32 with few digits; fp16 has more digits and little range", x=0.01, ha="left"
+    )
+    return figure
+
+
+@style.context(STYLE)
+def loss_scale_path(gradients: Tensor, scale: float) -> Figure:
+    """Return where gradients lie among float16's numbers as they are, and multiplied by `scale`."""
+    figure, axes = new_figure(2.8)
+    exponents = torch.log2(gradients.abs().clamp(min=1e-30))
+    shift = float(torch.log2(torch.tensor(scale)))
+    for values, colour, label in ((exponents, GREY, "as they are"), (exponents + shift, BLUE, f"times {scale:,.0f}")):
+        counts = torch.histc(values, bins=60, min=-40, max=20)
+        axes.fill_between(torch.arange(-39.5, 20.5), counts, step="mid", color=colour, alpha=0.6, label=label)
+    axes.axvspan(-40, -24, color=ORANGE, alpha=0.15)
+    axes.axvspan(16, 20, color=ORANGE, alpha=0.15)
+    axes.text(-39.5, axes.get_ylim()[1] * 0.9, "becomes zero", fontsize=8.5)
+    axes.set(xlim=(-40, 20), yticks=[], xlabel="size of a gradient, binary orders (float16 holds -24 to 16)")
+    axes.legend(frameon=False, loc="upper center")
+    figure.suptitle("The path of a loss scale: up, through float16, and down again in float32", x=0.01, ha="left")
+    return figure

@@ -31,20 +31,21 @@ def memory_passes(operations: Sequence[tuple[str, int]]) -> Figure:
 
 
 @style.context(STYLE)
-def break_even(eager_s: float, compiled: Mapping[str, tuple[float, float]], *, title: str) -> Figure:
+def break_even(
+    eager_s: float, compiled: Mapping[str, tuple[float, float]], paid: Mapping[str, int], *, title: str
+) -> Figure:
     """Return total seconds by steps: eager ones of `eager_s`, and compiled, each with (seconds to compile, of a step).
 
-    The axis reaches to twice the latest crossing, or to where compiling alone is a quarter of the eager time.
+    `paid` has the step at which a line crosses the eager one, where that was shown. The axis reaches to twice the
+    latest, or to where compiling alone is a quarter of the eager time.
     """
-    crossings = [seconds / (eager_s - step_s) for seconds, step_s in compiled.values() if step_s < eager_s]
-    last = 2 * max(crossings, default=2 * max(seconds for seconds, _ in compiled.values()) / eager_s)
+    last = 2.0 * max(paid.values(), default=2 * max(seconds for seconds, _ in compiled.values()) / eager_s)
     figure, axes = new_figure(3.2)
     axes.plot([0, last], [0, last * eager_s], color=GREY, linewidth=2.5, label="eager")
     for (name, (seconds, step_s)), colour in zip(compiled.items(), (BLUE, ORANGE, GREEN), strict=False):
         axes.plot([0, last], [seconds, seconds + last * step_s], color=colour, label=name)
-        if step_s < eager_s:
-            crossing = seconds / (eager_s - step_s)
-            axes.plot(crossing, crossing * eager_s, "o", color=INK, markersize=5)
+        if name in paid:
+            axes.plot(paid[name], paid[name] * eager_s, "o", color=INK, markersize=5)
     axes.set(xlabel="training steps", ylabel="seconds since the start", xlim=(0, last), ylim=(0, None))
     axes.grid(visible=True, axis="both")
     axes.legend(frameon=False)
