@@ -131,19 +131,21 @@ def rule() -> Figure:
 @style.context(STYLE)
 def promises(rows: Sequence[Row], *, percent: bool, title: str) -> Figure:
     """Return promised and measured figures: rows of `claims.answers`, ratios or, with `percent`, changes and shares."""
-    figure, axes = new_figure(0.27 * len(rows) + 1.5, [f"{row['claim']} {shorten(row['technique'], 28, placeholder=' …')}" for row in rows])
+    figure, axes = new_figure(
+        0.27 * len(rows) + 1.5, [f"{row['claim']} {shorten(row['technique'], 28, placeholder=' …')}" for row in rows]
+    )
     for y, row in enumerate(rows):
         low, high = row["promised_low"], row["promised_high"]
         if low is not None:
             least = 1.5 if percent else 0.0  # a single share would be too thin to see
             axes.barh(y, max(high - low, least), 0.8, left=low, color=PROMISED)
         point = (row["value"],) * 3 if percent else (row["low"], row["ratio"], row["high"])
-        text = row["verdict"]
-        if point[1] is not None:
+        text = row["verdict"] + ", stale" * row["stale"]
+        if point[1] is not None and not (percent and row["stale"]):  # old records hold savings as positive changes
             _mark(axes, y, point, colour=GREY if row["stale"] else BLUE)
             sign = "+" * row["metric"].endswith("memory")  # a change, and no share
             said = f"{point[1]:{sign}.0f} %" if percent else f"{point[1]:.2f}×"
-            text = f"{said} {text}{', stale' * row['stale']}"
+            text = f"{said} {text}"
         write_beside(axes, y, text)
     axes.axvline(0.0 if percent else 1.0, color=INK, linewidth=0.8, zorder=1)
     axes.set(xlabel="per cent: change of memory (left is less), or share of the time")
