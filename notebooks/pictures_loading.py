@@ -90,7 +90,7 @@ def sweep(rows: Sequence[Row], title: str) -> Figure:
         axes.plot([place] * 2, [first / row["high"], first / row["low"]], color=INK, zorder=4)
     axes.set_xticks(places, [str(row["workers"]) for row in rows])
     axes.set(xlabel="workers", ylabel="ms per step: lower is faster", ylim=(0, None))
-    axes.legend(frameon=False, loc="lower right")
+    figure.legend(frameon=False, loc="outside lower center", ncols=2)
     figure.suptitle(title, x=0.01, ha="left")
     return figure
 
@@ -131,7 +131,9 @@ def decoders(rows: Sequence[Row], title: str) -> Figure:
                 y = formats.index(row["format"]) + shift
                 axes.barh(y, row["clips_per_s"], 0.24, color=colour)
                 axes.annotate(f" {decoder} {row['clips_per_s']:,.0f}", (row["clips_per_s"], y), va="center", fontsize=8)
-    axes.margins(x=0.18)
-    axes.set(xlabel="clips per second in one thread: longer is faster")
+    axes.set(
+        xlim=(0, 1.18 * max(row["clips_per_s"] for row in rows)),
+        xlabel="clips per second in one thread: longer is faster",
+    )
     figure.suptitle(title, x=0.01, ha="left")
     return figure

@@ -128,7 +128,7 @@ class Loop(Dataset):
         """Return a function that repeats `unit()` for about so long, with a stopwatch around it."""
         count = max(1, round(seconds / statistics.median(timed(unit, self.device, 9, warmup=2))))
 
-        def work(*_: Any) -> None:
+        def work(*ignored: Any) -> None:
             began_s = time.perf_counter()
             for _ in range(count):
                 unit()
