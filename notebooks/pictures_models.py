@@ -1,4 +1,4 @@
-"""What the lessons on attention, bad numbers and several GPUs draw."""
+"""What the lessons on attention and on bad numbers draw."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

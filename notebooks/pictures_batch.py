@@ -1,4 +1,4 @@
-"""What the lessons on batch size and memory draw: the cost of a pass and its knee, a step's memory over time."""
+"""What the lesson on batch size draws: what a pass costs whatever its size, and the knee."""
 
 from collections.abc import Mapping
 
