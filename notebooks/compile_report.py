@@ -2,6 +2,7 @@
 
 import copy
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,6 +43,17 @@ class CompileWatch:
             uncompiled=tuple(_first_line(event.fail_reason or "") for event in events if event.fail_type),
             cache_hits=cache["fxgraph_cache_hit"],
         )
+
+
+def graphs_of(function: Callable[..., Any], *calls: tuple[Any, ...], dynamic: bool = False) -> dict[str, Any]:
+    """Return how many graphs torch.compile makes of `function` for some calls, and why it ended one early."""
+    torch._dynamo.reset()
+    watch, compiled = CompileWatch(), torch.compile(function, backend="eager", dynamic=dynamic)
+    for call in calls:
+        compiled(*call)
+    report = watch.report()
+    why = "; ".join(text.rpartition("`: ")[2] for text in report.breaks)
+    return {"function": function.__name__, "calls": len(calls), "graphs": report.graphs, "why": why}
 
 
 def _place(graph_break: Any) -> str:

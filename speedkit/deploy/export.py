@@ -58,8 +58,8 @@ def save(model: nn.Module, method: str, args: Args, *, path: Path, **options: An
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
             for note in NOTES:
                 node.meta.pop(note, None)
-    with atomic(path) as temporary:
-        torch.export.save(program, temporary)
+    with atomic(path) as temporary, temporary.open("wb") as stream:  # of another suffix it would warn
+        torch.export.save(program, stream)
     linear = [name for name, layer in model.named_modules() if type(layer) is nn.Linear and method == "int8-dynamic"]
     return {
         "method": method,

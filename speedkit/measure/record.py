@@ -103,6 +103,12 @@ class NotebookRun:
         row = {"check": what, "claim": None, "verdict": "passed" if agrees else "failed"}
         _replace(self.record["verdicts"], row, "claim", "check")
 
+    def tell(self, text: str) -> None:
+        """Show `text` as Markdown: what was seen, in sentences with the numbers of this run."""
+        from IPython import display
+
+        display.display(display.Markdown(text))
+
     def verdict(
         self, claim: str, verdict: str, why: str, *, measurement: str | None = None, value: float | None = None
     ) -> None:
