@@ -69,7 +69,8 @@ def recorded_noise() -> list[list[float]]:
 
 def detection(gain: float, trials: int, noises: Sequence[Sequence[float]]) -> dict[str, Any]:
     """Return how often the rule of a comparison calls a known gain faster in such noise, and after how many pairs."""
-    rng, words, spent = random.Random(1), {"faster": 0, "not worth it": 0, "undecided": 0}, 0
+    rng, spent = random.Random(1), 0
+    words = dict.fromkeys(("faster", "slower", "not worth it", "undecided"), 0)
     for _ in range(trials):
         noise, drawn = rng.choice(noises), list[float]()
         while len(drawn) < LOOKS[-1]:

@@ -22,7 +22,7 @@ def rates(comparisons: Sequence[Comparison], samples: int, *, unit: str, title: 
     baseline = samples / first.step_s[0]
     figure, axes = new_figure(0.48 * len(comparisons) + 1.4, [first.a, *(row.b for row in comparisons)])
     axes.barh(0, baseline, 0.6, color=GREY)
-    write_beside(axes, 0, f"{baseline:.3g} {unit}/s")
+    write_beside(axes, 0, f"{baseline:,.0f} {unit}/s" if baseline >= 100 else f"{baseline:.3g} {unit}/s")
     for y, row in enumerate(comparisons, 1):
         axes.barh(y, baseline * row.ratio, 0.6, color=GREEN if row.b == best else BLUE)
         axes.plot([baseline * row.low, baseline * row.high], [y, y], "|-", color=INK, markersize=7)

@@ -18,7 +18,7 @@ def roofline(
     """
     figure, axes = new_figure(3.6)
     left, right = 0.2, 20.0 * max(products.values()) / bandwidth
-    for (name, rate), colour in zip(products.items(), (INK, BLUE, ORANGE, GREY, GREY), strict=False):
+    for (name, rate), colour in zip(distinct(products).items(), (INK, BLUE, ORANGE, GREY, GREY), strict=False):
         knee = rate / bandwidth
         axes.plot([left, knee, right], [left * bandwidth, rate, rate], color=colour, linewidth=1.5)
         axes.text(right, 1.06 * rate, f"products in {name}", ha="right", va="bottom", color=colour, fontsize=8.5)
@@ -30,3 +30,15 @@ def roofline(
     axes.grid(visible=True, axis="both")
     figure.suptitle(title, x=0.01, ha="left")
     return figure
+
+
+def distinct(products: Mapping[str, float]) -> dict[str, float]:
+    """Return the rates by name; those within a tenth of each other have one line, with all their names."""
+    lines: list[tuple[list[str], float]] = []
+    for name, rate in products.items():
+        near = next((names for names, other in lines if abs(other - rate) < 0.1 * rate), None)
+        if near is None:
+            lines.append(([name], rate))
+        else:
+            near.append(name)
+    return {" and ".join(names): rate for names, rate in lines}

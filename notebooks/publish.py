@@ -213,19 +213,20 @@ def climbs_table(folder: Path) -> str:
 
 
 def notebooks_table(folder: Path) -> str:
-    """Return what each notebook teaches, the minutes that it took, and a mark per machine, as a Markdown table."""
+    """Return what each notebook teaches, its minutes to read and to run, and a mark per machine, as a table."""
     by_notebook = {path: list(published(path).values()) for path in find_notebooks(None, folder)}
     machines = list(dict.fromkeys(device_name(record) for records in by_notebook.values() for record in records))
     rows = []
     for path, records in by_notebook.items():
         title, _, text = read_notebook(path).cells[0].source.lstrip("# ").partition("\n")
-        claim = re.split(r"(?<=[.!?])\s", text.strip().partition("\n\n")[0].replace("\n", " "))[0]
+        claim = text.strip().partition("\n\n")[0].replace("\n", " ").removeprefix("**").removesuffix("**")
         # Of a climb's records the one of the plain workload counts: it comes first.
         marks = {device_name(record): MARKS[is_current(record, path)] for record in reversed(records)}
-        minutes = next((f"{record['seconds'] / 60:.0f}" for record in records if "seconds" in record), "")
+        minutes = re.findall(r"About (\d+) minutes", text)[:1]
+        minutes += [str(max(1, round(record["seconds"] / 60))) for record in records if "seconds" in record][:1]
         link = f"[{path.stem[:2]} {title.strip()}]({folder.name}/{path.name})"
-        rows.append([link, claim, minutes, *(marks.get(machine, "not yet") for machine in machines)])
-    return markdown_table(["notebook", "what it teaches", "minutes", *machines], rows)
+        rows.append([link, claim, " + ".join(minutes), *(marks.get(machine, "not yet") for machine in machines)])
+    return markdown_table(["notebook", "what it teaches", "minutes: to read + to run", *machines], rows)
 
 
 def records_text(folder: Path) -> str:

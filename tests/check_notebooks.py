@@ -18,6 +18,7 @@ from speedkit.measure.schema import validate_record
 from speedkit.notebooks import declared_parameters
 
 MAX_BYTES = 300_000
+MAX_WORDS, MAX_LINES = 1200, 150  # of prose; of code, beside the parameters
 CHECKED = "nbval-check-output"
 HEADINGS = ("predict", "does not help", "exercise", "next")
 # "3x", "1.5 ×", "2-fold", "40 % faster", "twice as fast"; "3x3" and "3 × 3" are sizes.
@@ -46,6 +47,8 @@ def contract_problems(path: Path) -> list[str]:
     metadata |= {tag for cell in notebook.cells for tag in _tags(cell) - {"parameters", CHECKED}}
     rules = {
         f"it has more than {MAX_BYTES} bytes": path.stat().st_size <= MAX_BYTES,
+        f"it has more than {MAX_WORDS} words": len(prose.split()) <= MAX_WORDS,
+        f"it has more than {MAX_LINES} lines of code": sum(map(_lines, code[1:])) <= MAX_LINES,
         "its first cell is not a title (`# ...`)": notebook.cells[0].source.startswith("# "),
         f"its headings do not say {', '.join(HEADINGS)}": all(words in headings for words in HEADINGS),
         "no solution is collapsed": "<details" in prose,
@@ -74,6 +77,10 @@ def contract_problems(path: Path) -> list[str]:
 def hand_typed_speedups(text: str) -> list[str]:
     """Return the phrases of Markdown `text` that state a speed-up, which only a record may do."""
     return [match[0] for match in HAND_TYPED.finditer(text)]
+
+
+def _lines(cell: Any) -> int:
+    return sum(bool(line.strip()) for line in cell.source.splitlines())
 
 
 def _tags(cell: Any) -> set[str]:

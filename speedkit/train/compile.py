@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import logging
 from collections import Counter, defaultdict
 from typing import Any
 
@@ -14,6 +15,7 @@ from speedkit.plan import CUDA_GRAPHS, Plan
 from speedkit.recipe import Recipe
 from speedkit.workloads.workload import Batch, Loss, Workload
 
+logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # on a CPU it would complain of a GPU's compiler
 BACKEND = "inductor"
 # Graphs of one function: several plans of one model live in a process that measures, with one for each padded length.
 # Past the limit dynamo goes on uncompiled.
