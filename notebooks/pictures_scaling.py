@@ -45,6 +45,6 @@ def efficiencies(courses: Mapping[str, Sequence[tuple[int, float]]], *, title: s
     axes.set_xticks(ticks, [f"{count:,}" for count in ticks])
     axes.set(xlabel="GPUs", ylabel="efficiency, per cent", ylim=(0, 105))
     axes.grid(visible=True, axis="both")
-    axes.legend(frameon=False, loc="upper right")
+    axes.legend(frameon=False, loc="center right")
     figure.suptitle(title, x=0.01, ha="left")
     return figure
