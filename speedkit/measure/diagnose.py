@@ -31,6 +31,7 @@ REPORTING = ("print(", "log", "write(", "set_postfix", "display(")  # in a line 
 MIN_GAIN = 1.05  # a ledger may leave 5 % unexplained: what would give less may be nothing
 SLOW_DISK = 2.0  # times as long for reading a batch's files as for reading them again: NVMe stays well below
 MIN_SMALL_ON_CPU = 0.20  # of a step, for calling operators: an eighth of a healthy small step goes into it
+MIN_PASSES_ON_CPU = 0.60  # of a step, for passes over memory: of a healthy small step in bf16 up to 0.52
 Row = dict[str, Any]
 
 
@@ -223,7 +224,8 @@ def _seconds_on_cpu(ledger: Ledger) -> tuple[float, float, float]:
     scale = min(1 / trace.steps, room_s / (products_s + passes_s or math.inf))
     small_s = min(room_s - scale * (products_s + passes_s), trace.small_s / trace.steps)
     small_s = small_s if small_s > MIN_SMALL_ON_CPU * ledger.step_s else 0.0
-    return small_s, scale * products_s, scale * passes_s
+    passes_s = scale * passes_s if scale * passes_s > MIN_PASSES_ON_CPU * ledger.step_s else 0.0
+    return small_s, scale * products_s, passes_s
 
 
 # ---- in words ----

@@ -8,6 +8,7 @@ import contextlib
 import logging
 import math
 import os
+import signal
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -48,7 +49,8 @@ def launch(arguments: list[str], ranks: int, *, max_restarts: int = 3) -> int:
         return 128 + stopped.sigval
     except ChildFailedError as error:
         codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        killed = [rank for rank, code in codes.items() if code < 0]
+        # Not aborted: where one rank fails, gloo's threads abort the others at times.
+        killed = [rank for rank, code in codes.items() if code == -signal.SIGKILL]
         if not killed or not max_restarts:
             return max(1, *codes.values())
         print(f"rank {killed[0]} was killed; all start again from the last checkpoint", file=sys.stderr, flush=True)
