@@ -34,8 +34,9 @@ ON_NVIDIA = {
 }
 CUDNN = ("cudnn_attention", "cudnn_benchmark")
 ON_CUDA = ("pin_memory", "prefetch", "cuda_graphs", "expandable_segments", "efficient_attention", *CUDNN)
-# The instruction sets without which a CPU emulates a number format, as torch.cpu.get_capabilities names them.
-ON_CPU = {"bf16": ("avx512_bf16", "amx_bf16", "bf16"), "fp16": ("avx512_fp16", "amx_fp16", "fp16_arith")}
+# The instruction sets without which a CPU emulates a number format, as torch.cpu.get_capabilities names them. On x86
+# none helps float16: a convolution's backward pass takes tens of times as long as in float32 (PyTorch 2.11).
+ON_CPU = {"bf16": ("avx512_bf16", "amx_bf16", "bf16"), "fp16": ("fp16_arith",)}
 CHOOSE_GPU = "{device} of {gpu_count} GPUs is used; --device cuda:1 or CUDA_VISIBLE_DEVICES=1: another; --ranks 2: two"
 MAKE_ROOM = "less than 4 GB of GPU memory: --micro-batch auto, --precision fp16, --checkpointing blocks, lower --width"
 DECODERS = {"torchcodec": "the package torchcodec and FFmpeg's libraries", "librosa": "the package librosa"}
@@ -103,7 +104,7 @@ def _needs(hardware: Hardware, capability: str) -> Iterator[tuple[bool, str]]:
     elif on_cpu and capability in ON_CPU:
         flags = ON_CPU[capability]
         slow = not {*flags} & {*hardware.cpu_flags}
-        yield slow, f"a CPU with one of {', '.join(flags)}: this one emulates it, slowly"
+        yield slow, f"a CPU with {' or '.join(flags)}: this one emulates it, slowly"
     elif not on_cpu or capability in ("tf32", "fp8"):
         (major, minor), generation = ON_NVIDIA[capability]
         gpu = f"an NVIDIA GPU of compute capability {major}.{minor}, {generation}, or newer"

@@ -89,7 +89,7 @@ CACHED, WITHOUT_BF16 = Plan(cache="disk"), dataclasses.replace(CPU, cpu_flags=()
         ("compile", Plan(), {}, ""),
         ("workers", CACHED, {}, "a cached batch is one gather from memory; .*"),
         ("channels_last", Plan(), {}, "the model has no two-dimensional convolution"),
-        ("precision", Plan(), {"hardware": WITHOUT_BF16}, "bf16 needs a CPU with one of .*"),
+        ("precision", Plan(), {"hardware": WITHOUT_BF16}, "bf16 needs a CPU with avx512_bf16 or .*"),
         ("channels_last", Plan(), {"work": NORMALISED, "hardware": GPU}, "CUDA's group normalisation undoes it .*"),
         ("channels_last", Plan(compile="default"), {"work": NORMALISED, "hardware": GPU}, ""),
         ("channels_last", Plan(), {"work": NORMALISED}, ""),

@@ -14,7 +14,7 @@ from speedkit.hardware import Hardware, this_machine
 from speedkit.recipe import Recipe
 from speedkit.workloads.workload import Workload
 
-CPU_FLAGS = ("avx512_bf16", "avx512_fp16")
+CPU_FLAGS = ("avx512_bf16", "fp16_arith")
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 # Machines that a test may know without having them.
 CPU = Hardware(cores=2, compiler="g++", python_headers=True)

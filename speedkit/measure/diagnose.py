@@ -224,8 +224,8 @@ def _seconds_on_cpu(ledger: Ledger) -> tuple[float, float, float]:
     scale = min(1 / trace.steps, room_s / (products_s + passes_s or math.inf))
     small_s = min(room_s - scale * (products_s + passes_s), trace.small_s / trace.steps)
     small_s = small_s if small_s > MIN_SMALL_ON_CPU * ledger.step_s else 0.0
-    passes_s = scale * passes_s if scale * passes_s > MIN_PASSES_ON_CPU * ledger.step_s else 0.0
-    return small_s, scale * products_s, passes_s
+    passes_s *= scale
+    return small_s, scale * products_s, passes_s if passes_s > MIN_PASSES_ON_CPU * ledger.step_s else 0.0
 
 
 # ---- in words ----

@@ -49,8 +49,7 @@ def launch(arguments: list[str], ranks: int, *, max_restarts: int = 3) -> int:
         return 128 + stopped.sigval
     except ChildFailedError as error:
         codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        # Not aborted: where one rank fails, gloo's threads abort the others at times.
-        killed = [rank for rank, code in codes.items() if code == -signal.SIGKILL]
+        killed = [rank for rank, code in codes.items() if code == -signal.SIGKILL]  # gloo aborts what a failure left
         if not killed or not max_restarts:
             return max(1, *codes.values())
         print(f"rank {killed[0]} was killed; all start again from the last checkpoint", file=sys.stderr, flush=True)
