@@ -31,7 +31,7 @@ REPORTING = ("print(", "log", "write(", "set_postfix", "display(")  # in a line 
 MIN_GAIN = 1.05  # a ledger may leave 5 % unexplained: what would give less may be nothing
 SLOW_DISK = 2.0  # times as long for reading a batch's files as for reading them again: NVMe stays well below
 MIN_SMALL_ON_CPU = 0.20  # of a step, for calling operators: an eighth of a healthy small step goes into it
-MIN_PASSES_ON_CPU = 0.60  # of a step, for passes over memory: of a healthy small step in bf16 up to 0.52
+MIN_PASSES = 0.60  # of a step, for passes over memory: of a healthy small step in bf16 they are up to 0.52
 Row = dict[str, Any]
 
 
@@ -199,7 +199,7 @@ def _operator_causes(ledger: Ledger, hardware: Hardware) -> Iterator[Cause]:
     yield Cause("many small operators", LAUNCH, change, calls, 0.1, saved=(0.5, 1.0), seconds=small_s)
     if hardware.supports("compile"):
         passes, saved = "operators read and write much", (0.25, 0.75)
-        yield Cause("bandwidth-bound", BANDWIDTH, "compile=default", passes, 0.5, saved=saved, seconds=passes_s)
+        yield Cause("bandwidth-bound", BANDWIDTH, "compile=default", passes, MIN_PASSES, saved=saved, seconds=passes_s)
 
     rates = matmul_rates(hardware)
     rates.pop("fp8", None)  # which not every layer can be converted to
@@ -224,8 +224,7 @@ def _seconds_on_cpu(ledger: Ledger) -> tuple[float, float, float]:
     scale = min(1 / trace.steps, room_s / (products_s + passes_s or math.inf))
     small_s = min(room_s - scale * (products_s + passes_s), trace.small_s / trace.steps)
     small_s = small_s if small_s > MIN_SMALL_ON_CPU * ledger.step_s else 0.0
-    passes_s *= scale
-    return small_s, scale * products_s, passes_s if passes_s > MIN_PASSES_ON_CPU * ledger.step_s else 0.0
+    return small_s, scale * products_s, scale * passes_s
 
 
 # ---- in words ----
