@@ -29,6 +29,7 @@ ON_NVIDIA = {
     "fp16": ((7, 0), "Volta"),
     "tf32": ((8, 0), "Ampere"),
     "flash_attention": ((8, 0), "Ampere"),
+    "varlen_attention": ((8, 0), "Ampere"),
     "fp8": ((8, 9), "Ada with FP8 tensor cores"),
     "compile": ((7, 0), "Volta"),
 }
@@ -105,7 +106,7 @@ def _needs(hardware: Hardware, capability: str) -> Iterator[tuple[bool, str]]:
         flags = ON_CPU[capability]
         slow = not {*flags} & {*hardware.cpu_flags}
         yield slow, f"a CPU with {' or '.join(flags)}: this one emulates it, slowly"
-    elif not on_cpu or capability in ("tf32", "fp8"):
+    elif not on_cpu or capability in ("tf32", "fp8", "varlen_attention"):
         (major, minor), generation = ON_NVIDIA[capability]
         gpu = f"an NVIDIA GPU of compute capability {major}.{minor}, {generation}, or newer"
         yield (hardware.compute_capability or (0, 0)) < (major, minor), f"{gpu}; {here}"

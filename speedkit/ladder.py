@@ -75,7 +75,7 @@ def compiled(plan: Plan, hardware: Hardware) -> list[Change]:
 
 def attention(_: Plan, hardware: Hardware) -> list[Change]:
     """Attention kernels; which of them PyTorch chooses by itself is asked before one is tried."""
-    kernels = ("cudnn", "flash") if hardware.device.type == "cuda" else ("cudnn",)
+    kernels = ("cudnn", "flash", "varlen") if hardware.device.type == "cuda" else ("cudnn",)
     return [{"attention": kernel} for kernel in kernels]
 
 

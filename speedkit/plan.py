@@ -23,11 +23,12 @@ NEEDS = (
     ("precision", "tf32", "tf32", "default"),
     *(("compile", mode, "compile", "off") for mode in ("default", *TUNED)),
     ("compile", "reduce-overhead", "cuda_graphs", "default"),
-    *(("attention", kernel, f"{kernel}_attention", "auto") for kernel in ("flash", "efficient", "cudnn")),
+    *(("attention", kernel, f"{kernel}_attention", "auto") for kernel in ("flash", "efficient", "cudnn", "varlen")),
     ("allocator", "expandable", "expandable_segments", "default"),
     *((field, True, field, False) for field in ("pin_memory", "prefetch", "cudnn_benchmark")),
     *(("decoder", decoder, decoder, "soundfile") for decoder in ("torchcodec", "librosa")),
 )
+SHORT = ("bf16", "fp16", "fp8")  # with which attention computes in 16 bits
 FEW = 2  # fallbacks that are told one by one
 Rule = tuple[str, Any, str]  # a field that cannot be as it is, what it is instead, and why
 Count = Annotated[int, Field(ge=1)]
@@ -49,8 +50,8 @@ class Plan:
     """Store images and spectrograms as NHWC."""
     cudnn_benchmark: bool = False
     """Let cuDNN time its algorithms for each shape of a convolution, and take the fastest."""
-    attention: Literal["auto", "math", "efficient", "flash", "cudnn"] = "auto"
-    """Attention kernel."""
+    attention: Literal["auto", "math", "efficient", "flash", "cudnn", "varlen"] = "auto"
+    """Attention kernel; varlen is flash that gets the clips' lengths, where the model passes them on."""
     checkpointing: Literal["off", "blocks", "selective"] = "off"
     """Recompute activations instead of keeping them."""
     fused_optimizer: bool = False
@@ -248,6 +249,7 @@ def broken_rules(plan: Plan, hardware: Hardware, workload: "Workload | None", *,
         ("cache", "ram", plan.cache == "device" and hardware.device.type == "cpu", "the CPU's memory is the RAM"),
         ("workers", 0, cached, "a cached batch is one gather from memory; worker processes would copy it once more"),
         ("features_on", "cpu", cached and plan.cache_of == "features", "the cache holds features: none are computed"),
+        ("attention", "auto", plan.attention == "varlen" and plan.precision not in SHORT, "varlen takes 16 bits"),
         # Several ranks.
         ("compile", "off", fsdp, "compiled code does not gather the weights that fsdp has sharded; ddp compiles"),
         ("channels_last", False, fsdp, "fsdp shards only weights that lie in the usual order"),

@@ -25,7 +25,7 @@ from speedkit.measure.stats import FALSE_KEEP, LOOKS, WORTH, log_ratios, trimmed
 from speedkit.plan import Plan, resolve
 from speedkit.recipe import Recipe
 from speedkit.train import precision
-from speedkit.train.attention import which_ran
+from speedkit.train.attention import layers_with_lengths, which_ran
 from speedkit.train.compile import COMPILING_S
 from speedkit.train.loop import steps
 from speedkit.train.setup import setup_run
@@ -251,6 +251,8 @@ def _why_not_in_model(job: ClimbState, best: Plan, plan: Plan, *, field: str) ->
     if field == "attention":
         ran = job.once(f"attention in {best.precision}", attention_kernels, job, best)
         left_alone = f"left alone, PyTorch runs {', '.join(ran) or 'no'} attention here"
+        if plan.attention == "varlen" and not layers_with_lengths(job.model):
+            return "no layer of the model takes the lengths of clips"
         return "" if ran and plan.attention not in ran else left_alone
     return ""
 

@@ -18,6 +18,7 @@ from speedkit.ceilings import _calls
 from speedkit.data.cache import open_cache, select
 from speedkit.data.loader import BatchStream
 from speedkit.hardware import Hardware
+from speedkit.train.attention import apply_attention
 from speedkit.workloads.residual import GroupNorm
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a real one shows more: the other tests take it")
@@ -81,6 +82,16 @@ def test_a_step_finds_all_it_needs_on_the_gpu(made, fake_gpu, name, dtype):
     assert {tensor.device.type for tensor in (loss, score)} == {"cuda"} and loss.dtype == torch.float32
 
 
+def test_varlen_attention_takes_what_speech_gives_it(made, fake_gpu):
+    workload, batch = made["speech"]
+    with fake_gpu, autocast(torch.bfloat16), Operators() as seen:
+        model = to_gpu(workload.model())
+        assert apply_attention(model, Plan(attention="varlen")) == ""
+        fake = tuple(fake_gpu.from_tensor(tensor).to("cuda") for tensor in batch)
+        workload.loss(model, fake, workload.recipe)
+    assert "_varlen_attn" in seen.whole
+
+
 # Of the operators without a deterministic kernel, those that nets like ours may call, up to their last part: see
 # https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html
 NOT_DETERMINISTIC = "nll_loss2d adaptive_avg_pool2d adaptive_max_pool2d upsample_bilinear2d reflection_pad1d put histc"
@@ -91,10 +102,11 @@ class Operators(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.names, self.options = set(), set()
+        self.names, self.options, self.whole = set(), set(), set()
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         self.names.add(operation.overloadpacket.__name__.rpartition("_")[0])
+        self.whole.add(operation.overloadpacket.__name__)
         self.options |= {*(kwargs or {}).items()} & {("non_blocking", True), ("pin_memory", True)}
         return operation(*args, **(kwargs or {}))
 

@@ -1,5 +1,8 @@
 """The speech workload: masks that leave padding alone, a net that never sees it, and what it learns."""
 
+import copy
+import itertools
+
 import numpy as np
 import pytest
 import soundfile
@@ -10,7 +13,8 @@ from speedkit.hardware import this_machine
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train.fit import fit
-from speedkit.workloads.speech import BANDS, BLOCK, SPAN, SpeechNet, augment, loss, masked, speech
+from speedkit.train.setup import transform_model
+from speedkit.workloads.speech import BANDS, BLOCK, RECIPE, SPAN, SpeechNet, augment, loss, masked, speech
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +49,28 @@ def test_lengths_are_known_before_a_clip_is_decoded_and_those_that_are_too_long_
     assert len(shorter.train) + len(shorter.test) == 4
     why = "it lasts over 0.9 s (max_duration_s)"
     assert dict(shorter.quarantined) == {str(tmp_path / name): why for name in ("1.wav", "3.wav")}
+
+
+def inside_segments(query, key, value, ends, *_):
+    """Attention inside each segment, one after another: what CUDA's kernel makes of all at once."""
+    segments = [slice(*pair) for pair in itertools.pairwise(ends.tolist())]
+    query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))  # [H, B * N, E]
+    attended = [F.scaled_dot_product_attention(query[:, at], key[:, at], value[:, at]) for at in segments]
+    return torch.cat(attended, dim=1).transpose(0, 1)
+
+
+@pytest.mark.parametrize("padded", [280, 333])
+def test_attention_by_the_ends_of_clips_is_that_by_a_mask(net, padded, monkeypatch):
+    monkeypatch.setattr("speedkit.workloads.speech.varlen_attn", inside_segments)
+    batch, results = batch_of(40, 280, 120, 44, padded=padded), []
+    for plan in (Plan(), Plan(attention="varlen")):
+        model = copy.deepcopy(net)
+        assert transform_model(model, plan) == []
+        loss(model, batch, RECIPE)[0].backward()
+        results.append([weight.grad for weight in model.parameters()])
+    torch.testing.assert_close(*results)
+    [fallback] = transform_model(torch.nn.Linear(2, 2), plan)
+    assert str(fallback) == "attention: asked varlen, got auto: no layer of Linear takes the lengths of clips"
 
 
 @pytest.mark.parametrize("padded", [280, 333])

@@ -29,7 +29,7 @@ OPERATIONS = {f"aten::_scaled_dot_product_{kernel}_attention": kernel for kernel
 
 def with_kernel(function: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
     """Return `function` with the plan's attention kernel, and the others where that one refuses a call."""
-    if plan.attention == "auto":
+    if plan.attention in ("auto", "varlen"):
         return function
     order = dict.fromkeys((plan.attention, *BACKENDS)) if plan.attention != "math" else ["math"]
     # A partial of a bound method is copied along with a model that is deep-copied; a closure would not be.
@@ -41,15 +41,25 @@ def _call(function: Callable[..., Any], allowed: list[SDPBackend], *args: Any, *
         return function(*args, **kwargs)
 
 
-def apply_attention(model: nn.Module, plan: Plan) -> None:
-    """Let the forward pass of `model` use the plan's kernel, in place; that of each block where these are compiled.
+def layers_with_lengths(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of `model` whose attention can be given the lengths of clips: by their attribute `varlen`."""
+    return [module for module in model.modules() if hasattr(module, "varlen")]
 
-    Dynamo guards the choice only where it is made inside the compiled code.
+
+def apply_attention(model: nn.Module, plan: Plan) -> str:
+    """Let `model` use the plan's attention kernel, in place; return "" or why it cannot.
+
+    Where blocks are compiled, each chooses for itself: Dynamo guards a choice only where compiled code makes it.
     """
+    if plan.attention == "varlen":
+        for layer in (layers := layers_with_lengths(model)):
+            layer.varlen = True  # type: ignore[assignment]
+        return "" if layers else f"no layer of {type(model).__name__} takes the lengths of clips"
     blocks = repeated_blocks(model) if plan.compile_scope == "blocks" else []
     for module in (model, *blocks):
         if plan.attention != "auto":
             module.forward = with_kernel(module.forward, plan)
+    return ""
 
 
 def which_ran(function: Callable[[], Any]) -> list[dict[str, Any]]:

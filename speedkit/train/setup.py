@@ -239,7 +239,8 @@ def transform_model(model: nn.Module, plan: Plan, workload: Workload | None = No
     fallbacks = []
     if why := precision.apply_float8(model, plan):
         fallbacks.append(Fallback("precision", plan.precision, plan.precision, why))
-    attention.apply_attention(model, plan)
+    if why := attention.apply_attention(model, plan):
+        fallbacks.append(Fallback("attention", plan.attention, "auto", why))
     if why := memory.checkpoint_blocks(model, plan):
         fallbacks.append(Fallback("checkpointing", plan.checkpointing, "off", why))
     if why := compile.apply_compile(model, plan, workload):

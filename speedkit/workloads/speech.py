@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from torchaudio.models.conformer import ConformerLayer
 
 from speedkit.data import decode
@@ -116,6 +117,13 @@ def draw_mask(batch: Batch, generator: torch.Generator | None = None) -> Tensor:
     return mask & within(mask.shape[1], lengths // STRIDE)
 
 
+def segment_ends(count: int, lengths: Tensor) -> Tensor:
+    """Return where frames of clips [B, N], end to end, change between clip and padding: [2B + 1] int32, from 0."""
+    ends = torch.stack((lengths, torch.full_like(lengths, count)), dim=1)  # [B, 2]
+    ends = ends + count * torch.arange(len(lengths), device=lengths.device)[:, None]
+    return F.pad(ends.flatten(), (1, 0)).int()
+
+
 def within(count: int, lengths: Tensor) -> Tensor:
     """Return which of `count` places lie within the lengths [B], without asking the device how long they are."""
     return torch.arange(count, device=lengths.device) < lengths[:, None]
@@ -141,19 +149,38 @@ class Convolution(nn.Module):
 
 
 class Block(ConformerLayer):
-    """torchaudio's Conformer layer around a convolution module that knows where clips end."""
+    """torchaudio's Conformer layer around a convolution module that knows where clips end.
+
+    `varlen` makes its attention of the ends of clips in place of a mask, which flash attention does not take.
+    """
+
+    varlen = False
 
     def __init__(self, width: int, heads: int):
         super().__init__(width, 4 * width, heads, KERNEL)
         self.conv_module = Convolution(width)
 
-    def forward(self, input: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-        """Return frames [N, B, D] after attention and convolution; `key_padding_mask` [B, N] marks padding."""
+    def forward(self, input: Tensor, padding: Tensor, ends: Tensor) -> Tensor:  # type: ignore[override]
+        """Return frames [N, B, D] after attention and convolution; `padding` [B, N], and `ends` by `segment_ends`."""
         x = input + 0.5 * self.ffn1(input)
         query = self.self_attn_layer_norm(x)
-        x = x + self.self_attn(query, query, query, key_padding_mask=key_padding_mask, need_weights=False)[0]
-        x = x + self.conv_module(x, key_padding_mask)
+        if self.varlen:
+            x = x + self.attention_by_ends(query, ends)
+        else:
+            x = x + self.self_attn(query, query, query, key_padding_mask=padding, need_weights=False)[0]
+        x = x + self.conv_module(x, padding)
         return self.final_layer_norm(x + 0.5 * self.ffn2(x))
+
+    def attention_by_ends(self, query: Tensor, ends: Tensor) -> Tensor:
+        """Return attention over frames [N, B, D] inside each clip; padding attends to itself, and nothing to it.
+
+        So no frame is moved, and the host need not know how many there are.
+        """
+        layer, (n, b, _) = self.self_attn, query.shape
+        qkv = F.linear(query.transpose(0, 1), layer.in_proj_weight, layer.in_proj_bias).flatten(0, 1)  # [B * N, 3D]
+        query, key, value = qkv.unflatten(-1, (3, layer.num_heads, -1)).unbind(1)  # [B * N, H, E]
+        attended: Any = varlen_attn(query, key, value, ends, ends, n, n)
+        return layer.out_proj(attended.flatten(1).unflatten(0, (b, n)).transpose(0, 1))
 
 
 class SpeechNet(nn.Module):
@@ -174,13 +201,13 @@ class SpeechNet(nn.Module):
         """Return logits and codes of the frames of `inputs` [B, M, F] that `mask` [B, N] hides from the net."""
         n = mask.shape[1]
         inputs = inputs[..., : STRIDE * n]
-        padding = ~within(n, lengths // STRIDE)  # [B, N]
+        padding, ends = ~within(n, lengths // STRIDE), segment_ends(n, lengths // STRIDE)
         x = torch.where(mask.repeat_interleave(STRIDE, dim=1)[:, None], self.unseen, inputs)
         for layer, stride in zip(self.stem, (STRIDE, STRIDE // 2), strict=True):
             x = F.silu(layer(x.masked_fill(padding.repeat_interleave(stride, dim=1)[:, None], 0)))
         x = x.permute(2, 0, 1)  # [B, D, N] -> [N, B, D]
         for block in self.blocks:
-            x = block(x, padding)
+            x = block(x, padding, ends)
         return self.head(x).transpose(0, 1), self.codes(inputs)
 
     @torch.no_grad()
