@@ -159,8 +159,12 @@ def with_outputs(source: Path, executed: Path) -> str:
     for cell, ran in zip(code_cells(notebook), code_cells(run), strict=True):
         cell.outputs = [output for output in ran.outputs if WIDGET_VIEW not in output.get("data", {})]
         cell.execution_count = ran.execution_count
-    # The record takes one line: a line for each raw second is a tenth of the file.
-    record = json.dumps(record_of(run), ensure_ascii=False, separators=(",", ":"))
+    return as_text(notebook)
+
+
+def as_text(notebook: Any) -> str:
+    """Return a notebook's file, its record on one line: a line for each raw second is a tenth of the file."""
+    record = json.dumps(record_of(notebook), ensure_ascii=False, separators=(",", ":"))
     for output in code_cells(notebook)[-1].outputs:
         if RECORD_MIME in output.get("data", {}):
             output.data[RECORD_MIME] = "record"

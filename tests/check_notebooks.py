@@ -38,17 +38,18 @@ def contract_problems(path: Path) -> list[str]:
     except UsageError as error:
         return [str(error)]
     code, record = code_cells(notebook), record_of(notebook) or {}
+    own = [cell for cell in code if "colab" not in _tags(cell)]
     prose = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
     headings = " | ".join(re.findall(r"^#+ (.*)$", prose, re.MULTILINE)).lower()
     outputs = [output for cell in code for output in cell.outputs]
     checked = [cell for cell in code if CHECKED in _tags(cell)]
     printed = [output.get("text", "?") for cell in checked for output in cell.outputs]
     metadata = {key for cell in notebook.cells for key in {*cell.metadata} - {"tags", "jupyter"}}
-    metadata |= {tag for cell in notebook.cells for tag in _tags(cell) - {"parameters", CHECKED}}
+    metadata |= {tag for cell in notebook.cells for tag in _tags(cell) - {"parameters", CHECKED, "colab"}}
     rules = {
         f"it has more than {MAX_BYTES} bytes": path.stat().st_size <= MAX_BYTES,
         f"it has more than {MAX_WORDS} words": len(prose.split()) <= MAX_WORDS,
-        f"it has more than {MAX_LINES} lines of code": sum(map(_lines, code[1:])) <= MAX_LINES,
+        f"it has more than {MAX_LINES} lines of code": sum(map(_lines, own[1:])) <= MAX_LINES,
         "its first cell is not a title (`# ...`)": notebook.cells[0].source.startswith("# "),
         f"its headings do not say {', '.join(HEADINGS)}": all(words in headings for words in HEADINGS),
         "no solution is collapsed": "<details" in prose,

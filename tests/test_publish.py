@@ -1,7 +1,9 @@
 """Publishing: what is written, refused, left alone and taken in; the README, drawn from records."""
 
 import os
+import re
 import subprocess
+import tomllib
 from pathlib import Path
 
 import batch_sizes
@@ -9,6 +11,9 @@ import check_notebooks
 import nbformat
 import pytest
 from check_notebooks import contract_problems
+from colab import with_badge
+from IPython.core.inputtransformer2 import TransformerManager
+from packaging.requirements import Requirement
 from publish import code_cells, device_slug, import_published, publish, readme_text, record_of, update_readme
 
 from speedkit.errors import SpeedkitError
@@ -16,6 +21,7 @@ from speedkit.files import read_json, write_json
 from speedkit.hardware import this_machine
 from speedkit.measure import provenance
 from speedkit.measure.record import read_notebook
+from speedkit.notebooks import find_notebooks
 
 HERE = device_slug(this_machine().as_dict())
 COMMIT = provenance.commit
@@ -176,3 +182,21 @@ def test_the_readme_and_its_figure_show_what_is_recorded_and_mark_what_is_out_of
     assert b"<svg" in drawn == (folder / "records" / "ladder.svg").read_bytes() and readme.read_text() == text
     edit(path, "total = 7")
     assert "| 2 | out of date |" in readme_text(readme)
+
+
+def test_a_badge_and_an_installing_cell_leave_a_notebook_in_order(tmp_path):
+    for source in find_notebooks(["00", "25"]):
+        first, again = tmp_path / source.name, tmp_path / "again" / source.name
+        again.parent.mkdir(exist_ok=True)
+        first.write_text(with_badge(source, "somebody/fork"))
+        again.write_text(with_badge(first, "us/speedkit"))
+        assert contract_problems(again) == contract_problems(source) == []
+        assert provenance.code_sha256(again) == provenance.code_sha256(source)
+        notebook = read_notebook(again)
+        assert notebook.cells[0].source.endswith(f"github/us/speedkit/blob/main/notebooks/{source.name})")
+        assert "fork" not in again.read_text()
+        install = code_cells(notebook)[1].source
+        exec(compile(TransformerManager().transform_cell(install), "install", "exec"), {})  # nothing is missing here
+        [package] = re.findall(r'install --quiet "(.*)"', install)
+        project = tomllib.loads(Path(provenance.ROOT, "pyproject.toml").read_text())["project"]
+        assert Requirement(package).extras < {*project["optional-dependencies"]}

@@ -24,13 +24,13 @@ SHIPPED = PACKAGE / "notebooks_data"  # in an installed package; a checkout has 
 def code_sha256(notebook: str | Path | Mapping[str, Any], modules: Sequence[str] = ()) -> str:
     """Return the hash of a notebook's code cells (its file, or what nbformat read) and of `modules`.
 
-    Outputs, Markdown, lines of comment and cells tagged `injected-parameters` do not count.
+    Outputs, Markdown, lines of comment and cells tagged `injected-parameters` or `colab` do not count.
     """
     content = notebook if isinstance(notebook, Mapping) else read_json(notebook)
     code = [
         strip_comments("".join(cell["source"]))
         for cell in content["cells"]
-        if cell["cell_type"] == "code" and "injected-parameters" not in cell["metadata"].get("tags", [])
+        if cell["cell_type"] == "code" and not {"injected-parameters", "colab"} & {*cell["metadata"].get("tags", [])}
     ]
     return _sha256([*code, *(name + module_sha256(name) for name in sorted(set(modules)))])
 
