@@ -18,7 +18,7 @@ from speedkit.measure.schema import validate_record
 from speedkit.notebooks import declared_parameters
 
 MAX_BYTES = 300_000
-MAX_WORDS, MAX_LINES = 1200, 150  # of prose; of code, beside the parameters
+MAX_WORDS, MAX_LINES, MAX_SETUP = 1200, 150, 12  # of prose; of code, beside the parameters; of it before all else
 CHECKED = "nbval-check-output"
 HEADINGS = ("predict", "does not help", "exercise", "next")
 # "3x", "1.5 ×", "2-fold", "40 % faster", "twice as fast"; "3x3" and "3 × 3" are sizes.
@@ -50,6 +50,7 @@ def contract_problems(path: Path) -> list[str]:
         f"it has more than {MAX_BYTES} bytes": path.stat().st_size <= MAX_BYTES,
         f"it has more than {MAX_WORDS} words": len(prose.split()) <= MAX_WORDS,
         f"it has more than {MAX_LINES} lines of code": sum(map(_lines, own[1:])) <= MAX_LINES,
+        f"its set-up has more than {MAX_SETUP} lines": sum(map(_lines, own[1:2])) <= MAX_SETUP,
         "its first cell is not a title (`# ...`)": notebook.cells[0].source.startswith("# "),
         f"its headings do not say {', '.join(HEADINGS)}": all(words in headings for words in HEADINGS),
         "no solution is collapsed": "<details" in prose,
