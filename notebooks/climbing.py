@@ -70,9 +70,9 @@ def answers(record: Row) -> str:
     """Return what a climb's record answers to the lesson's three questions, as Markdown."""
     tried = [row for row in record["rungs"] if row["ratio"]]
     product, whole = math.prod(row["ratio"] for row in tried if row["kept"]), record["speedup"]
-    fits = "so here the gains did multiply"
+    fits = "which the product lies within: here the gains did multiply"
     if record["change"] == "nothing":
-        fits = "for nothing was kept"
+        fits = "as nothing was kept"
     elif not whole["low"] <= product <= whole["high"]:
         fits = f"so multiplying promises too {'much' if product > whole['high'] else 'little'}"
     met = sum(row["predicted_low"] <= row["high"] and row["low"] <= row["predicted_high"] for row in tried)

@@ -57,8 +57,8 @@ def on_reading(read: Mapping[str, Row], damage: Mapping[str, str]) -> str:
     return f"""
 1. One mapped file is {1 / npy["ratio"]:.1f} times as fast as small files. speedkit's cache, which compares each row \
 with its checksum once, reads at {of(ours)} of its rate. Two settings of one library: {"; ".join(examples) or "none"} \
-of its rate. Faster than speedkit's cache: {"; ".join(better) or "none"}.
-2. A turned byte was served silently by {"; ".join(silent)}. It was noticed by {"; ".join(noticed)}.
+of its rate. Faster than speedkit's cache, the mapped file apart: {"; ".join(better) or "none"}.
+2. A changed byte was served silently by {"; ".join(silent)}. It was noticed by {"; ".join(noticed)}.
 """
 
 
@@ -67,9 +67,11 @@ def on_loops(added: Mapping[str, Sequence[Row]]) -> str:
     sentences = []
     for net, (ours, *others) in added.items():
         quick = [row["b"] for row in others if row["low"] > ours["high"]]
+        unsure = [row["b"] for row in others if row["high"] >= ours["low"] and row["b"] not in quick]
         frameworks = f"frameworks {span(others)}" if others else "no framework is installed"
         said = f"To a step of the {net} net speedkit's loop adds {added_share(ours):+.0%}, {frameworks}"
-        sentences.append(f"{said}; shown to be faster than speedkit's: {', '.join(quick) or 'none'}.")
+        known = f"faster than speedkit's: {', '.join(quick) or 'none'}"
+        sentences.append(f"{said}; {known}; not told apart from it: {', '.join(unsure) or 'none'}.")
     return f"3. {' '.join(sentences)}"
 
 

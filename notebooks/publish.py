@@ -199,8 +199,9 @@ def readme_text(readme: Path) -> str:
 
 
 def climbs(folder: Path) -> list[dict[str, Any]]:
-    """Return the records of the climbs that are published in `folder`, GPUs first."""
-    return [record for record in published(folder / CLIMB).values() if record.get("speedup")]
+    """Return the records of the climbs that are published in `folder`: current ones first, of them GPUs first."""
+    records = [record for record in published(folder / CLIMB).values() if record.get("speedup")]
+    return sorted(records, key=lambda record: not is_current(record, folder / CLIMB))
 
 
 def climbs_table(folder: Path) -> str:
