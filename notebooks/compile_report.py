@@ -45,7 +45,7 @@ class CompileWatch:
         )
 
 
-def graphs_of(function: Callable[..., Any], *calls: tuple[Any, ...], dynamic: bool = False) -> dict[str, Any]:
+def graphs_of(function: Callable[..., Any], *calls: tuple[Any, ...], dynamic: bool | None = None) -> dict[str, Any]:
     """Return how many graphs torch.compile makes of `function` for some calls, and why it ended one early."""
     torch._dynamo.reset()
     watch, compiled = CompileWatch(), torch.compile(function, backend="eager", dynamic=dynamic)
