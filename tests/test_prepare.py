@@ -8,8 +8,9 @@ import pytest
 import torch
 from tiny import emulating
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, TensorDataset
 
+from speedkit.data import user_loader
 from speedkit.errors import PlanError, UsageError
 from speedkit.plan import Plan
 from speedkit.train import compile
@@ -95,6 +96,7 @@ def test_the_naive_plan_changes_nothing(device, options):
     ("plan", "off"),
     [
         ({"workers": 2, "prefetch_factor": 3}, 0),
+        ({"cache": "ram"}, 0),
         ({"checkpointing": "blocks"}, 0),
         ({"channels_last": True, "fused_optimizer": True}, 1e-4),
         ({"precision": "bf16", "checkpointing": "selective"}, 2e-2),
@@ -165,6 +167,39 @@ def stream():
     return model, torch.optim.RMSprop(model.parameters()), DataLoader(Stream(), batch_size=8)
 
 
+class Counted(Dataset):
+    """Samples that are counted as they are made, in one process; with `noise` each is another every time."""
+
+    def __init__(self, noise=0.0):
+        self.made, self.noise = [], noise
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        self.made.append(index)
+        inputs, target = data()[index]
+        return inputs + self.noise * torch.randn(()), target
+
+
+def augmented():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 2))
+    return model, torch.optim.AdamW(model.parameters()), DataLoader(Counted(0.1), batch_size=8)
+
+
+def test_a_cache_makes_each_sample_once_though_the_loader_had_workers(capsys, monkeypatch):
+    dataset = Counted()
+    options = {"batch_size": 8, "shuffle": True}
+    prepared = prepare(Plan(cache="disk"), *parts()[:2], DataLoader(dataset, num_workers=2, **options), verbose=True)
+    printed = capsys.readouterr().out
+    assert "cache: asked disk, got ram" in printed and "workers" in printed
+    dataset.made.clear()
+    assert train(*prepared) == train(*parts()) and sorted(dataset.made) == [*range(40)]
+    monkeypatch.setattr(user_loader, "free_bytes", lambda device: 1000)
+    prepared = prepare(Plan(cache="ram"), *parts())
+    assert fallbacks(prepared) == {"cache"} and "memory that is free" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("make", "plan", "says"),
     [
@@ -172,6 +207,8 @@ def stream():
         (stream, {"fused_optimizer": True}, "have a fused form"),
         (stream, {"checkpointing": "blocks"}, "has no repeated blocks"),
         (stream, {"workers": 2}, "give your loader a number"),
+        (stream, {"cache": "ram"}, "no number to find them by"),
+        (augmented, {"cache": "ram"}, "belongs into the loop"),
         (parts, {"precision": "fp16"}, "torch.amp.GradScaler"),
     ],
 )
@@ -211,7 +248,7 @@ def test_a_data_loader_with_batches_of_its_own_stays_as_it_is_for_one_reason(cap
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith(f"prepare: {len(reasons)} fields of the plan do not apply here (") and "compile" in line
     prepare(Plan(workers=2, drop_last=True, cache="ram"), *parts()[:2], shard, verbose=True)
-    assert capsys.readouterr().out.count("a DataLoaderShard makes its batches in its own way") == 2
+    assert capsys.readouterr().out.count("a DataLoaderShard makes its batches in its own way") == 3
 
 
 def test_a_loader_that_is_no_data_loader_is_refused():

@@ -6,14 +6,16 @@ import operator
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map_only
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from speedkit.data.sampler import BatchSampler
 from speedkit.data.workers import set_running
 from speedkit.errors import UsageError
+from speedkit.hardware import free_bytes
 from speedkit.plan import Plan
 
 # The fields that a DataLoader has too, and its names for them.
@@ -23,6 +25,7 @@ LOADER_OPTIONS = {"workers": "num_workers"} | {
 COPIED_OPTIONS = ("collate_fn", "generator", "worker_init_fn", "timeout", "multiprocessing_context", "in_order")
 OF_ITEMS = ("cache", "decoder", "features_on", "shards", "bucket", "worker_kind", "ranks")
 DEFAULTS = dataclasses.asdict(Plan())
+SAMPLES_COMPARED = 8  # that a data set makes twice, to see whether it draws them at random
 WITHOUT_LENGTH = 20  # batches to test on, of a loader that does not say how many it has
 Case = tuple[str, Any, bool, str]  # a field of the plan, what it is instead, when, and why
 
@@ -93,6 +96,42 @@ def loader_options(loader: DataLoader, plan: Plan) -> dict[str, Any]:
         return options | {"batch_sampler": loader.batch_sampler}
     sampler = None if isinstance(loader.dataset, IterableDataset) else loader.sampler
     return options | {"batch_size": loader.batch_size, "sampler": sampler}
+
+
+# ---- its samples in memory ----
+
+
+class MemoryDataset(Dataset):
+    """A map-style data set, of which each sample is made once and then kept."""
+
+    def __init__(self, dataset: Any):
+        self.dataset, self.samples = dataset, dict[Any, Any]()
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        if index not in self.samples:
+            self.samples[index] = self.dataset[index]
+        return self.samples[index]
+
+
+def why_not_kept(loader: Any) -> str:
+    """Return why the samples of a loader's data set cannot be kept in memory, or ""."""
+    if not is_plain(loader):
+        return f"a {type(loader).__name__} makes its batches in its own way"
+    if isinstance(loader.dataset, IterableDataset):
+        return "the samples of a stream have no number to find them by"
+    count = min(len(loader.dataset), SAMPLES_COMPARED)
+    with torch.random.fork_rng(devices=[]):
+        first, again = (tree_leaves([loader.dataset[index] for index in range(count)]) for _ in range(2))
+    pairs = zip(first, again, strict=True)
+    if not all(torch.equal(*pair) if isinstance(pair[0], Tensor) else np.array_equal(*pair) for pair in pairs):
+        return "a sample made twice is not the same: what your data set draws at random belongs into the loop"
+    takes = sum(getattr(leaf, "nbytes", 0) for leaf in first) * len(loader.dataset) / max(count, 1)
+    if takes > free_bytes(torch.device("cpu")) / 2:
+        return f"its samples take {takes / 1e9:.3g} GB, more than half of the memory that is free"
+    return ""
 
 
 # ---- its batches as those of a workload ----

@@ -21,7 +21,7 @@ from speedkit.train import compile, memory, precision
 from speedkit.train.setup import transform_model
 
 IN_THE_MODEL = ("precision", "compile", "compile_scope", "channels_last", "attention", "checkpointing")
-APPLIED = (*user_loader.LOADER_OPTIONS, *IN_THE_MODEL, "fused_optimizer", "allocator", "cudnn_benchmark")
+APPLIED = (*user_loader.LOADER_OPTIONS, *IN_THE_MODEL, "fused_optimizer", "allocator", "cudnn_benchmark", "cache")
 
 
 def prepare(  # noqa: PLR0917  # the order in which every loop has them
@@ -86,7 +86,10 @@ def plan_for_loop(
     fusible = isinstance(optimizer, SGD | Adam | AdamW) and not optimizer.state
     fp16 = resolve(Plan(precision=plan.precision), hardware).plan.precision == "fp16"
     graphs, step = plan.compile in CUDA_GRAPHS, plan.compile_scope == "step"
+    why = user_loader.why_not_kept(loader) if plan.cache != "off" else ""
     rules = [  # field, what it is instead, when, and why
+        ("cache", "off", bool(why), why),
+        ("cache", "ram", plan.cache != "off" and not why, "samples are kept in memory, as your data set makes them"),
         *((field, DEFAULTS[field], True, "only your loop can do that") for field in DEFAULTS if field not in APPLIED),
         ("precision", "default", fp16, "float16 needs a loss that your loop scales by torch.amp.GradScaler"),
         *user_loader.loader_cases(loader),
@@ -128,7 +131,8 @@ class DeviceLoader(DataLoader):
 
     def __init__(self, loader: DataLoader, effective: EffectivePlan, device: torch.device):
         self.effective, self.device = effective, device
-        super().__init__(loader.dataset, **user_loader.loader_options(loader, effective.plan))
+        dataset = user_loader.MemoryDataset(loader.dataset) if effective.plan.cache == "ram" else loader.dataset
+        super().__init__(dataset, **user_loader.loader_options(loader, effective.plan))
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         for batch in super().__iter__():  # whatever can move does, a tokenizer's output too
