@@ -168,10 +168,10 @@ def stream():
 
 
 class Counted(Dataset):
-    """Samples that are counted as they are made, in one process; with `noise` each is another every time."""
+    """Samples that are counted as they are made, in one process; noisy ones are others every time."""
 
-    def __init__(self, noise=0.0):
-        self.made, self.noise = [], noise
+    def __init__(self, noisy=False):
+        self.made, self.noisy = [], noisy
 
     def __len__(self):
         return 40
@@ -179,12 +179,12 @@ class Counted(Dataset):
     def __getitem__(self, index):
         self.made.append(index)
         inputs, target = data()[index]
-        return inputs + self.noise * torch.randn(()), target
+        return inputs + (torch.randn(()) if self.noisy else 0), target
 
 
 def augmented():
     model = nn.Sequential(nn.Flatten(), nn.Linear(192, 2))
-    return model, torch.optim.AdamW(model.parameters()), DataLoader(Counted(0.1), batch_size=8)
+    return model, torch.optim.AdamW(model.parameters()), DataLoader(Counted(noisy=True), batch_size=8)
 
 
 def test_a_cache_makes_each_sample_once_though_the_loader_had_workers(capsys, monkeypatch):
