@@ -15,8 +15,8 @@ from speedkit.workloads import BUILT_IN, load_workload
 
 COUNTED, GPUS_GB = "records/batch_sizes.json", (4, 8, 16, 24, 80)
 ABOUT = """The largest batch, a power of two, that trains in nine tenths of a GPU's memory, by the allocations of
-steps in float32 on the longest clips of the generated data, with AdamW's state; what CUDA takes for itself comes off.
-They are counted on a CPU, by `python notebooks/batch_sizes.py`. In 16 bits (`precision`) or recomputed
+steps in float32 on the longest clips of the generated data, with AdamW's state. What CUDA takes for itself is not in
+it. They are counted on a CPU, by `python notebooks/batch_sizes.py`. In 16 bits (`precision`) or recomputed
 (`checkpointing`) more fits, and `micro_batch=auto` finds by trying what suits your data and your GPU."""
 
 

@@ -51,7 +51,8 @@ def courses(losses: Mapping[str, Sequence[float]], *, title: str, ylabel: str = 
     colours = (GREY, BLUE, ORANGE, GREEN)
     for number, (name, values) in enumerate(losses.items()):
         looks = "--" if "seed" in name else "-"
-        axes.plot(range(1, len(values) + 1), values, looks, color=colours[number % 4], label=name, linewidth=1.5)
+        width = 4.0 if number == 0 else 1.5  # seen below a line that lies on it
+        axes.plot(range(1, len(values) + 1), values, looks, color=colours[number % 4], label=name, linewidth=width)
     axes.set(xlabel="step", ylabel=ylabel)
     axes.grid(visible=True, axis="both")
     axes.legend(frameon=False)
@@ -117,7 +118,11 @@ def loss_scale_path(gradients: Tensor, scale: float) -> Figure:
     axes.axvspan(-40, -24, color=ORANGE, alpha=0.15)
     axes.axvspan(16, 20, color=ORANGE, alpha=0.15)
     axes.text(-39.5, axes.get_ylim()[1] * 0.9, "becomes zero", fontsize=8.5)
-    axes.set(xlim=(-40, 20), yticks=[], xlabel="size of a gradient, binary orders (float16 holds -24 to 16)")
+    axes.set(
+        xlim=(-40, 20),
+        yticks=[],
+        xlabel="size of a gradient, binary orders (float16: -14 to 16, with ever fewer digits down to -24)",
+    )
     axes.legend(frameon=False, loc="upper center")
     figure.suptitle("The path of a loss scale: up, through float16, and down again in float32", x=0.01, ha="left")
     return figure

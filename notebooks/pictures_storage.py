@@ -87,7 +87,7 @@ def tar_layout() -> Figure:
     axes.set(xlim=(-0.1, left), ylim=(3.6, 0), xticks=[])
     axes.set_yticks((0.45, 1.65, 2.85), ("time: single files", "time: the tar, once open", "bytes in the tar"))
     axes.grid(visible=False)
-    figure.suptitle("Four calls for each clip, or one that knows the clip's offset", x=0.01, ha="left")
+    figure.suptitle("Four things to do for each clip, or one read at a known offset", x=0.01, ha="left")
     return figure
 
 
