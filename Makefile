@@ -1,4 +1,4 @@
-# The whole project in two commands: `make climb` and `make test`. Both set `.venv` up first, once.
+# The whole project in two commands: `make tune` and `make test`. Both set `.venv` up first, once.
 
 PYTHON ?= python3
 WORKLOAD ?= audio
@@ -18,17 +18,17 @@ option = $(if $(value $(1)),$(2) $(call quoted,$(1)))
 # What a run or a test writes beside its results stays in the repository: a home that is read-only, or that holds
 # settings of its own, changes nothing.
 CACHE := $(CURDIR)/.cache
-climb test test-all: export IPYTHONDIR := $(CACHE)/ipython
-climb test test-all: export JUPYTER_CONFIG_DIR := $(CACHE)/jupyter/config
-climb test test-all: export JUPYTER_DATA_DIR := $(CACHE)/jupyter/data
-climb test test-all: export JUPYTER_RUNTIME_DIR := $(CACHE)/jupyter/runtime
-climb test test-all: export MPLCONFIGDIR := $(CACHE)/matplotlib
-climb test test-all: export NUMBA_CACHE_DIR := $(CACHE)/numba
-climb test test-all: export TORCHINDUCTOR_CACHE_DIR := $(CACHE)/inductor
-climb test test-all: export TRITON_CACHE_DIR := $(CACHE)/triton
+tune test test-all: export IPYTHONDIR := $(CACHE)/ipython
+tune test test-all: export JUPYTER_CONFIG_DIR := $(CACHE)/jupyter/config
+tune test test-all: export JUPYTER_DATA_DIR := $(CACHE)/jupyter/data
+tune test test-all: export JUPYTER_RUNTIME_DIR := $(CACHE)/jupyter/runtime
+tune test test-all: export MPLCONFIGDIR := $(CACHE)/matplotlib
+tune test test-all: export NUMBA_CACHE_DIR := $(CACHE)/numba
+tune test test-all: export TORCHINDUCTOR_CACHE_DIR := $(CACHE)/inductor
+tune test test-all: export TRITON_CACHE_DIR := $(CACHE)/triton
 test test-all: export SPEEDKIT_CACHE_DIR := $(CACHE)/speedkit
 test test-all: export OMP_NUM_THREADS := 1
-climb test test-all: | .cache/ipython
+tune test test-all: | .cache/ipython
 
 .cache/ipython:  # IPython turns to a temporary folder when the one above its own is missing
 	@mkdir -p $@
@@ -37,14 +37,14 @@ BENCHMARKS := $(filter-out %/common.py,$(wildcard benchmarks/*.py))
 STORY := $(foreach number,00 01 12 21 90 99,$(wildcard notebooks/$(number)_*.ipynb))
 # One file per process: its fixtures are made once, and a notebook has one kernel.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
-SMOKE := SPEEDKIT_PROFILE=smoke $(PYTEST) --nbval-lax --nbval-current-env --nbval-cell-timeout 180
+SMOKE := SPEEDKIT_SCALE=smoke $(PYTEST) --nbval-lax --nbval-current-env --nbval-cell-timeout 180
 
-.PHONY: help setup climb test test-all bench lint lab lock system clean
+.PHONY: help setup tune test test-all bench lint lab lock system clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/make \1\t\2/p' Makefile | expand -t 20
-	@echo 'climb takes WORKLOAD=audio DATA=folder LABEL_PATTERN=regex TEST_PATTERN=regex LABELS=csv BUDGET=8m OUT=folder ARGS="..."'
+	@echo 'tune takes WORKLOAD=audio DATA=folder LABEL_PATTERN=regex TEST_PATTERN=regex LABELS=csv BUDGET=8m OUT=folder ARGS="..."'
 
 setup: $(STAMP)  ## make or reuse .venv, with every package at its locked version
 
@@ -80,14 +80,14 @@ $(STAMP):
 	fi; \
 	touch $@; echo "set-up: done"
 
-climb: setup  ## climb the ladder: the report, the notebook and the winning plan appear in runs/
-	@$(SPEEDKIT) climb $(call quoted,WORKLOAD) \
+tune: setup  ## tune the table of optimizations: the report, the notebook and the winning plan appear in runs/
+	@$(SPEEDKIT) tune $(call quoted,WORKLOAD) \
 	  --out $(if $(value OUT),$(call quoted,OUT),"runs/$$(date +%Y%m%d-%H%M%S)") \
 	  $(call option,DATA,--data-dir) $(call option,LABELS,--labels) \
 	  $(call option,LABEL_PATTERN,--label-pattern) $(call option,TEST_PATTERN,--test-pattern) \
 	  $(call option,BUDGET,--budget) $(value ARGS)
 
-test: lint  ## check the code, run the quick tests, then the six notebooks that carry the story in their smoke profile
+test: lint  ## check the code, run the quick tests, then the six notebooks that carry the story in their smoke scale
 	$(PYTEST) -m "not slow" $(ARGS)
 	$(SMOKE) $(STORY)
 

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 import common
 import torch
 
+from speedkit.lab.workloads import load_workload
 from speedkit.measure.compare import compare_functions
 from speedkit.plan import Plan
 from speedkit.train import micro_batch
 from speedkit.train.setup import setup_run
-from speedkit.workloads import load_workload
 
 PLAN = Plan(fused_optimizer=True)
 

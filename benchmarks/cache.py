@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from speedkit.data.cache import open_cache
-from speedkit.hardware import usable_cores
+from speedkit.lab.workloads import load_workload
+from speedkit.machine import usable_cores
 from speedkit.plan import Plan
-from speedkit.workloads import load_workload
 
 ROW, BATCH = 16384, 64  # float32 values of an entry, 64 kB; entries of a batch
 CPU = torch.device("cpu")

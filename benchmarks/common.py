@@ -29,7 +29,7 @@ from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train.loop import steps
 from speedkit.train.setup import setup_run
-from speedkit.workloads.workload import Batch, Workload
+from speedkit.workload import Batch, Workload
 
 # Features, hidden units, batch size: steps of about 0.4 ms, 1 ms, and well over 10 ms that no cache's size decides.
 SMALL, MIDDLE, LARGE = (64, 64, 64), (256, 256, 256), (256, 512, 2048)

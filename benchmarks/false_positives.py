@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import common
 
 from speedkit.measure.compare import Comparison, compare
-from speedkit.workloads.workload import Workload
+from speedkit.workload import Workload
 
 
 def comparisons(count: int, workload: Workload, faster: Workload | None = None) -> list[Comparison]:

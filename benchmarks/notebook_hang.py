@@ -16,7 +16,7 @@ import nbformat
 from nbformat.v4 import new_code_cell, new_notebook
 
 from speedkit.errors import SpeedkitError
-from speedkit.notebooks import run_notebook
+from speedkit.lab.notebooks import run_notebook
 
 CELLS = 60
 CELL_S = 10.0  # a healthy cell takes milliseconds

@@ -4,20 +4,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what an editor shows of the public names; when the program runs they are loaded by __getattr__
-    from speedkit.climb import climb as climb
-    from speedkit.hardware import this_machine as this_machine
+    from speedkit.fallbacks import resolve as resolve
+    from speedkit.lab.record import start as start
+    from speedkit.lab.tuning import tune as tune
+    from speedkit.lab.workloads import load_workload as load_workload
+    from speedkit.machine import this_machine as this_machine
     from speedkit.measure.compare import compare as compare
-    from speedkit.measure.diagnose import diagnose as doctor  # noqa: F401
-    from speedkit.measure.record import start as start
-    from speedkit.measure.watch import watch as watch
+    from speedkit.measure.profile import profile as profile
+    from speedkit.own_workload import from_dataset as from_dataset
+    from speedkit.own_workload import from_loader as from_loader
     from speedkit.plan import Plan as Plan
-    from speedkit.plan import resolve as resolve
     from speedkit.recipe import Recipe as Recipe
     from speedkit.train.fit import fit as fit
     from speedkit.train.prepare import prepare as prepare
-    from speedkit.workloads import load_workload as load_workload
-    from speedkit.workloads.yours import from_dataset as from_dataset
-    from speedkit.workloads.yours import from_loader as from_loader
+    from speedkit.workload import Batch as Batch
+    from speedkit.workload import Workload as Workload
 
 __version__ = "0.1.0"
 
@@ -25,18 +26,19 @@ __version__ = "0.1.0"
 _HOMES = {
     "Recipe": "speedkit.recipe",
     "Plan": "speedkit.plan",
-    "resolve": "speedkit.plan",
-    "this_machine": "speedkit.hardware",
-    "load_workload": "speedkit.workloads",
-    "from_dataset": "speedkit.workloads.yours",
-    "from_loader": "speedkit.workloads.yours",
+    "Workload": "speedkit.workload",
+    "Batch": "speedkit.workload",
+    "resolve": "speedkit.fallbacks",
     "fit": "speedkit.train.fit",
-    "compare": "speedkit.measure.compare",
-    "doctor": "speedkit.measure.diagnose:diagnose",
-    "watch": "speedkit.measure.watch",
     "prepare": "speedkit.train.prepare",
-    "climb": "speedkit.climb",
-    "start": "speedkit.measure.record",
+    "from_dataset": "speedkit.own_workload",
+    "from_loader": "speedkit.own_workload",
+    "profile": "speedkit.measure.profile",
+    "compare": "speedkit.measure.compare",
+    "tune": "speedkit.lab.tuning",
+    "load_workload": "speedkit.lab.workloads",
+    "this_machine": "speedkit.machine",
+    "start": "speedkit.lab.record",
 }
 
 __all__ = [*_HOMES]
@@ -44,9 +46,8 @@ __all__ = [*_HOMES]
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        module, _, called = _HOMES[name].partition(":")
-        value = getattr(importlib.import_module(module), called or name)
-        globals()[name] = value  # also over the submodule of the same name, such as speedkit.climb
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+        globals()[name] = value
         return value
     raise AttributeError(f"module 'speedkit' has no attribute {name!r}")
 

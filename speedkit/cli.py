@@ -1,32 +1,31 @@
-"""The command line: `speedkit hardware | train | doctor | watch | climb | compare | cache | deploy | run | publish`."""
+"""The command line: `speedkit hardware | train | profile | tune | compare | cache | run | publish`."""
 
 import contextlib
 import dataclasses
-import importlib
 import json
 import os
 import signal
+import subprocess
 import sys
-import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 import yaml
+from click.core import ParameterSource
 
 from speedkit import __version__
 from speedkit.config import spelling_of_today
-from speedkit.data.sources import write_quarantine
-from speedkit.errors import Interrupted, PlanError, SpeedkitError, UsageError, missing_extra
-from speedkit.files import claim_folder, write_json
-from speedkit.hardware import cache_root, this_machine
-from speedkit.measure.provenance import PACKAGE, notebooks_folder
+from speedkit.errors import Interrupted, SpeedkitError, UsageError, missing_extra
+from speedkit.fallbacks import resolve
+from speedkit.files import claim_folder, write_json, write_quarantine
+from speedkit.lab.provenance import PACKAGE, notebooks_folder
+from speedkit.machine import cache_root, this_machine
 from speedkit.options import (
     DATA,
     DATA_FIELDS,
     DEVICE,
     JSON,
-    OUT,
     PLAN,
     RUN,
     SHARE,
@@ -34,24 +33,26 @@ from speedkit.options import (
     Values,
     field_options,
     find_plan,
-    find_trained,
     find_workload,
     seconds,
     typed,
 )
-from speedkit.plan import Plan, resolve
-from speedkit.train import distributed
-from speedkit.workloads.workload import hold_out
+from speedkit.plan import Plan
+from speedkit.train import ranks
+from speedkit.workload import hold_out
 
 
-def main() -> NoReturn:
-    """Run the command line; every failure is one sentence and an exit code, a traceback only with --debug."""
+def main(command: click.Command | None = None, name: str = "speedkit") -> NoReturn:
+    """Run the command line, or another `command`; a failure is one sentence and an exit code.
+
+    A traceback is shown with --debug only.
+    """
     signal.signal(signal.SIGTERM, _terminate)
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root() / "inductor"))  # kept: compiled once
     try:
         if sys.platform == "win32":
             raise UsageError("speedkit needs Linux or macOS: on Windows start it under WSL2 (the README says why)")
-        code = commands.main(prog_name="speedkit", standalone_mode=False) or 0
+        code = (command or commands).main(prog_name=name, standalone_mode=False) or 0
     except Exception as error:
         if "--debug" in sys.argv:
             raise
@@ -59,7 +60,7 @@ def main() -> NoReturn:
         click.echo(f"speedkit: {' '.join(sentence.split())}", err=True)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Python would print what is raised on its way out
-    distributed.leave(code)
+    ranks.leave(code)
 
 
 def _terminate(number: int, _frame: Any) -> NoReturn:
@@ -90,13 +91,13 @@ def commands() -> None:
 
 @commands.command(params=[JSON, DEVICE])
 def hardware(as_json: bool, device: str) -> None:
-    """Show what this machine is, what it can do, and its measured ceilings."""
-    from speedkit.ceilings import ceilings
+    """Show what this machine is, what it can do, and its measured peaks."""
+    from speedkit.measure.peaks import peaks
 
     machine = this_machine(device)
     show = dataclasses.asdict if as_json else str
-    rates = {name: show(ceiling) for name, ceiling in ceilings(machine).items()}
-    facts = machine.as_dict() | {"advice": machine.advice, "ceilings": rates}
+    rates = {name: show(peak) for name, peak in peaks(machine).items()}
+    facts = machine.as_dict() | {"advice": machine.advice, "peaks": rates}
     click.echo(json.dumps(facts, indent=1) if as_json else yaml.safe_dump(facts, sort_keys=False, width=1000))
 
 
@@ -108,19 +109,14 @@ def hardware(as_json: bool, device: str) -> None:
 @click.option("--deterministic", is_flag=True, help="reproducible kernels on CUDA too")
 def train(workload: str, plan: str, **values: Any) -> int:
     """Train WORKLOAD (audio, speech, image, text, or package.module:function) by a recipe, as fast as a plan says."""
-    from speedkit.measure.quality import choose_batch_size
     from speedkit.train.fit import fit
 
     asked = find_plan(plan, values)
     resolve(asked, this_machine(values["device"]), values["strict"])  # before data is touched
     work, recipe = find_workload(workload, values)
     work = hold_out(work, values["validation"]) if values["validation"] else work
-    if asked.ranks > 1 and recipe.batch_size == "auto":
-        raise PlanError("batch_size=auto trains on one rank: find the number with --ranks 1, and give it here")
     if asked.ranks > 1 and "WORLD_SIZE" not in os.environ:
-        return distributed.launch(["speedkit", *sys.argv[1:], "--out", str(values["out"])], asked.ranks)
-    if recipe.batch_size == "auto":
-        recipe, _ = choose_batch_size(work, recipe, asked, say=click.echo, **typed(values, "device", "cache_dir"))
+        return ranks.launch(["speedkit", *sys.argv[1:], "--out", str(values["out"])], asked.ranks)
     options = typed(values, "device", "cache_dir", "out", "resume", "deterministic", "strict", "until", "verbose")
     history = fit(work, recipe, asked, **options)
     if os.environ.get("RANK", "0") == "0":
@@ -130,66 +126,88 @@ def train(workload: str, plan: str, **values: Any) -> int:
 
 @commands.command(params=[WORKLOAD, *RUN])
 @click.option("--budget", "budget_s", type=seconds, default="8m", metavar="TIME", help="time for all of it")
-@click.option("--rungs", type=lambda names: names.split(","), metavar="NAME,NAME", help="only these rungs")
+@click.option("--optimizations", type=lambda names: names.split(","), metavar="NAME,NAME", help="only these")
 @click.option("--seeds", type=click.IntRange(2), help="trainings of each plan, to test quality (3, more if in doubt)")
 @click.option("--horizon", type=click.IntRange(1), help="steps by which compiling has to pay (the recipe's)")
-@click.option("--notebook/--no-notebook", default=True, help="also write climb.ipynb")
-def climb(workload: str, notebook: bool, **values: Any) -> None:
-    """Climb the whole ladder on WORKLOAD; leave the winning plan, the record and a report."""
-    from speedkit.climb import climb as climb_ladder
-    from speedkit.notebooks import find_notebooks, run_notebook
-    from speedkit.show.frameworks import read_table
-    from speedkit.show.report import in_short, write_report
+@click.option("--notebook/--no-notebook", default=True, help="also write tune.ipynb")
+def tune(workload: str, notebook: bool, **values: Any) -> None:
+    """Try every optimization on WORKLOAD and keep what is proven; leave the plan, the record and a report."""
+    from speedkit.lab.frameworks import read_table
+    from speedkit.lab.notebooks import find_notebooks, run_notebook
+    from speedkit.lab.report import in_short, write_report
+    from speedkit.lab.tuning import tune as tune_workload
 
     [source], _ = find_notebooks(["90"]), read_table()  # what the report needs is there before the time is spent
     work, recipe = find_workload(workload, values)
     folder = values["out"]
-    options = typed(values, "device", "cache_dir", "out", "resume", "budget_s", "rungs", "seeds", "horizon")
-    record = climb_ladder(work, recipe=recipe, **options)
+    options = typed(values, "device", "cache_dir", "out", "resume", "budget_s", "optimizations", "seeds", "horizon")
+    record = tune_workload(work, recipe=recipe, **options)
     write_report(record, folder / "report.html")
     if notebook:
         out = str(folder.resolve())
         parameters = {"workload": workload, "out": out, **typed(values, *DATA_FIELDS)}
         options = {"environment": {"SPEEDKIT_RUN_DIR": out}, "folder": Path.cwd(), "progress": False}
-        run_notebook(source, folder / "climb.ipynb", parameters, **options)
+        run_notebook(source, folder / "tune.ipynb", parameters, **options)
     if work.quarantined:
         write_quarantine(folder / "quarantine.csv", work.quarantined)
         click.echo(f"files left out: {len(work.quarantined)} (quarantine.csv says why)")
-    click.echo(f"report.html, plan.yaml and record.json are in {folder}{' with climb.ipynb' if notebook else ''}")
+    click.echo(f"report.html, plan.yaml and record.json are in {folder}{' with tune.ipynb' if notebook else ''}")
     click.echo("\n".join(in_short(record)))
     if record["quality"]["decision"] == "worse" and not record["quality"].get("replaced"):
         raise SpeedkitError("the final plan learns worse than plain PyTorch, and nothing can be taken out of it")
 
 
-@commands.command(params=[WORKLOAD, PLAN, *RUN, *field_options(Plan)])
-@click.option("--trace", metavar="FILE", help="keep the profiler's trace, for ui.perfetto.dev")
-def doctor(workload: str, plan: str, **values: Any) -> None:
-    """Say why training WORKLOAD, or the (model, batch) of a function, is slow, what to change, and what that gives."""
-    from speedkit.measure import diagnose
-    from speedkit.script import next_levers
+class WorkloadOrScript(click.Command):
+    """A command whose first argument is a workload, or a script that all arguments behind it belong to."""
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Leave what stands behind a script to the script."""
+        ctx.allow_interspersed_args = False
+        first = self.make_parser(ctx).parse_args(list(args))[0].get("workload")
+        ctx.allow_interspersed_args = not str(first).endswith(".py")
+        return super().parse_args(ctx, args)
+
+
+@commands.command(cls=WorkloadOrScript, params=[PLAN, *RUN, *field_options(Plan)])
+@click.argument("workload", metavar="WORKLOAD | SCRIPT")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="")
+@click.option("--trace", metavar="FILE", help="keep the profiler's trace, for ui.perfetto.dev")
+def profile(workload: str, arguments: tuple[str, ...], plan: str, **values: Any) -> None:
+    """Say why training is slow, what to change, and what that gives: of a WORKLOAD, a function, or a SCRIPT.
+
+    A function is package.module:function, of a workload or of (model, batch). A script, whose name ends in .py, runs
+    as it is with the arguments behind it, in plain PyTorch, Lightning, Accelerate or the Hugging Face Trainer.
+    """
+    if workload.endswith(".py"):
+        profile_script(Path(workload), arguments, values["out"])
+        return
+    from speedkit.measure.bottlenecks import as_text, profile_workload
+    from speedkit.measure.script import next_levers
+
+    if arguments:
+        raise UsageError(f"{arguments[0]!r} is one argument too many: only a script, NAME.py, has arguments of its own")
     asked = find_plan(plan, values)
     work, recipe = find_workload(workload, values)
-    folder = claim_folder(values["out"], "doctor", values["resume"])
-    ledger = diagnose.diagnose(work, recipe, asked, **typed(values, "device", "cache_dir", "trace"))
-    write_json(folder / "ledger.json", ledger)
-    click.echo(diagnose.as_text(ledger))
-    if not ledger["diagnosis"]:
-        click.echo(next_levers(asked, ledger["rows"], values["device"]))
-    click.echo(f"ledger.json in {folder}")
+    folder = claim_folder(values["out"], "profile", values["resume"])
+    breakdown = profile_workload(work, recipe, asked, **typed(values, "device", "cache_dir", "trace"))
+    write_json(folder / "breakdown.json", breakdown)
+    click.echo(as_text(breakdown))
+    if not breakdown["bottlenecks"]:
+        click.echo(next_levers(asked, breakdown["rows"], values["device"]))
+    click.echo(f"breakdown.json in {folder}")
 
 
-@commands.command(params=[OUT], context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.argument("script", type=click.Path(path_type=Path))
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def watch(script: Path, arguments: tuple[str, ...], out: Path) -> None:
-    """Run a training SCRIPT with its own ARGUMENTS, nothing in it edited, and say why it is slow.
+def profile_script(script: Path, arguments: tuple[str, ...], out: Path) -> None:
+    """Profile a script. Raises UsageError for an option that only a workload has."""
+    from speedkit.lab.frameworks import change_in_words
+    from speedkit.measure import script as scripts
 
-    PyTorch, Lightning, Accelerate and the Hugging Face Trainer; options of this command stand before SCRIPT.
-    """
-    from speedkit.script import watch_script
-
-    watch_script(script, arguments, out)
+    context = click.get_current_context()
+    for option in context.command.params:
+        is_typed = context.get_parameter_source(option.name or "") is ParameterSource.COMMANDLINE
+        if is_typed and option.name not in ("workload", "arguments", "out"):
+            raise UsageError(f"{option.opts[0]} is for a workload, and {script} says what it trains: leave it out")
+    scripts.profile_script(script, arguments, out, in_words=change_in_words)
 
 
 @commands.command(params=[click.Argument(["plan_a"]), click.Argument(["plan_b"]), WORKLOAD, JSON, *RUN])
@@ -233,29 +251,6 @@ def cache(action: str, folder: str, workload: str, **values: Any) -> int:
     return 1 if action == "verify" and damaged else 0
 
 
-@commands.command(params=[*DATA, OUT, DEVICE])
-@click.argument("checkpoint", type=click.Path(exists=True, path_type=Path))
-@click.argument("workload", required=False)
-@click.option("--method", default="int8-dynamic", help="how weights are made small")
-@click.option("--max-drop", default=0.01, help="what the metric may lose on the test set")
-@click.option("--batch-size", default=64, type=click.IntRange(2), help="beside a single sample")
-@click.option("--pairs", default=10, type=click.IntRange(4), help="windows of each model")
-@click.option("--compile/--no-compile", "compiled", default=True, help="measure compiled models too")
-def deploy(checkpoint: Path, workload: str | None, out: Path, **values: Any) -> None:
-    """Make the trained model in CHECKPOINT small and fast: quantize, test and export it. WORKLOAD is found in it."""
-    from speedkit.deploy import export
-
-    work, model = find_trained(checkpoint, workload, typed(values, *DATA_FIELDS))
-    options = typed(values, "device", "method", "max_drop", "batch_size", "pairs", "compiled")
-    with warnings.catch_warnings(action="ignore"):  # export's and torchao's, of what they do themselves
-        facts = export.deploy(work, model, out, **options)
-    measurements = facts.pop("measurements")
-    click.echo(yaml.safe_dump(facts, sort_keys=False).rstrip())
-    for row in measurements:
-        click.echo("{name}: {ratio:.2f} ({low:.2f} to {high:.2f}) times as fast as {a}".format(**row))
-    click.echo(f"{export.MODEL} and {export.FACTS} in {out}")
-
-
 @commands.command()
 @click.argument("names", nargs=-1, required=True, metavar="NOTEBOOK...")
 @click.option("-p", "parameters", nargs=2, multiple=True, metavar="NAME VALUE", help="a parameter of the notebooks")
@@ -265,7 +260,7 @@ def deploy(checkpoint: Path, workload: str | None, out: Path, **values: Any) -> 
 @click.option("--cluster", metavar="TCP://HOST:PORT", help="sweep on the Dask cluster of this scheduler")
 def run(names: tuple[str, ...], out: str, cluster: str | None, **values: Any) -> None:
     """Run notebooks by number or name with parameters; a parameter that one does not declare is an error."""
-    from speedkit import notebooks
+    from speedkit.lab import notebooks
 
     grid = {name: words.split(",") for name, _, words in (axis.partition("=") for axis in values["grid"])}
     if (cluster and not grid) or [""] in grid.values():
@@ -289,9 +284,8 @@ def publish(words: tuple[str, ...]) -> int:
     """Run notebooks here for the repository: executed notebooks and records, and the README's tables."""
     if notebooks_folder().is_relative_to(PACKAGE):
         raise UsageError("publish writes into a checkout of speedkit's repository: clone it, and run make setup there")
-    sys.path.insert(0, str(notebooks_folder()))  # publish.py is a script of the repository, not of the package
-    script, parent = importlib.import_module("publish").command, click.get_current_context().parent
-    return script.main(words, "publish", standalone_mode=False, parent=parent)
+    script = notebooks_folder().parent / "tools" / "publish.py"  # of the repository, not of the package
+    return subprocess.run([sys.executable, script, *words], check=False).returncode
 
 
 # Known before and after every command; `main` looks for it where a run fails.

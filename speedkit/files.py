@@ -1,10 +1,11 @@
 """Files that are either whole or absent: atomic writes, JSON without NaN, and claiming an output folder."""
 
 import contextlib
+import csv
 import json
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,12 @@ def read_json(path: str | Path) -> Any:
 def finite(value: Any) -> Any:
     """Return `value` as JSON holds it: None for NaN and infinity, lists for tuples, texts for keys."""
     return json.loads(json.dumps(value), parse_constant=lambda _: None)
+
+
+def write_quarantine(path_csv: str | Path, bad: Iterable[tuple[str, str]]) -> None:
+    """Write (path, why) of every file left out to a CSV with the columns path and why, atomically."""
+    with atomic(path_csv) as temporary, temporary.open("w", newline="", encoding="utf-8") as stream:
+        csv.writer(stream).writerows([("path", "why"), *bad])
 
 
 def claim_folder(folder: str | Path, kind: str, resume: bool = False) -> Path:

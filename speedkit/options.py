@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import click
-from torch import nn
 
 from speedkit.config import from_mapping, from_yaml, settings_of
 from speedkit.errors import UsageError
-from speedkit.hardware import this_machine
+from speedkit.lab.workloads import load_workload
+from speedkit.machine import this_machine
 from speedkit.plan import PRESETS, Plan
 from speedkit.recipe import Recipe
-from speedkit.workloads import load_workload
-from speedkit.workloads.workload import Workload
+from speedkit.workload import Workload
 
 Values = dict[str, Any]  # what was typed, by option
 
@@ -40,7 +39,7 @@ def field_options(cls: type) -> list[click.Parameter]:
     return options
 
 
-ABSOLUTE = click.Path(resolve_path=True)  # for climb.ipynb too, which runs in a folder of its own
+ABSOLUTE = click.Path(resolve_path=True)  # for tune.ipynb too, which runs in a folder of its own
 WORKLOAD = click.Argument(["workload"])
 SHARE = click.FloatRange(0, 1, min_open=True, max_open=True)
 DEVICE = click.Option(
@@ -97,17 +96,3 @@ def find_plan(word: str, values: Values) -> Plan:
         raise UsageError(f"there is no plan {word!r}: take {', '.join(PRESETS)}, or a YAML file")
     plan = PRESETS[word](this_machine(values["device"])) if word in PRESETS else from_yaml(Plan, word)
     return from_mapping(Plan, dataclasses.asdict(plan) | typed(values, *settings_of(Plan)))
-
-
-def find_trained(path: Path, workload: str | None, data: Values) -> tuple[Workload, nn.Module]:
-    """Return the workload and the trained model of a checkpoint, named by its file or folder."""
-    from speedkit.train.checkpoint import NAME, read
-
-    state = read(path / NAME if path.is_dir() else path)
-    job = state["job"]  # with other data than its own, it may be tested on what it was trained on
-    work = load_workload(workload or job["workload"], max_duration_s=job.get("max_duration_s"), **data)
-    if job["train_items"] + job.get("validation_items", 0) != len(work.train) + len(work.validation):
-        raise UsageError(f"{path} is of {job['workload']} with {job['train_items']} training items: name that data")
-    model = work.model()
-    model.load_state_dict(state["model"])
-    return work, model

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -12,18 +12,14 @@ from speedkit.errors import PlanError
 Count = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
-if TYPE_CHECKING:
-    BatchSize = int  # "auto" has become a number before anything is computed with it
-else:
-    BatchSize = Literal["auto"] | Count
 
 
 @settings
 class Recipe:
     """What is learned from: every workload has its own default."""
 
-    batch_size: BatchSize = 32
-    """Samples behind each optimizer step; auto trains with some to find the one that learns soonest [samples]."""
+    batch_size: Count = 32
+    """Samples behind each optimizer step [samples]."""
     learning_rate: NotNegative = 1e-3
     """Peak learning rate."""
     optimizer: Literal["adamw", "sgd"] = "adamw"

@@ -9,10 +9,10 @@ from unittest import mock
 import torch
 from torch import nn
 
-from speedkit import hardware
-from speedkit.hardware import Hardware, this_machine
+from speedkit import machine
+from speedkit.machine import Hardware, this_machine
 from speedkit.recipe import Recipe
-from speedkit.workloads.workload import Workload
+from speedkit.workload import Workload
 
 CPU_FLAGS = ("avx512_bf16", "fp16_arith")
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -128,6 +128,6 @@ def emulating(device="auto"):
 @contextlib.contextmanager
 def every_number_format():
     """Let this machine's CPU have every number format, as `emulating` does, wherever it is asked."""
-    facts = hardware._facts
-    with mock.patch.object(hardware, "_facts", lambda device: dataclasses.replace(facts(device), cpu_flags=CPU_FLAGS)):
+    facts = machine._facts
+    with mock.patch.object(machine, "_facts", lambda device: dataclasses.replace(facts(device), cpu_flags=CPU_FLAGS)):
         yield

@@ -24,11 +24,11 @@ from speedkit.data.decode import BadItem, with_decoder
 from speedkit.data.workers import BatchLoader, BatchMaker, item_name
 from speedkit.errors import SpeedkitError
 from speedkit.files import read_json, write_json
-from speedkit.hardware import cache_root, free_bytes, usable_cores
+from speedkit.machine import cache_root, free_bytes, usable_cores
 from speedkit.plan import Plan
 
 if TYPE_CHECKING:
-    from speedkit.workloads.workload import Workload
+    from speedkit.workload import Workload
 
 MEMORY_SHARE = 0.5  # a cache larger than this share of the free memory stays on disk
 

@@ -29,7 +29,7 @@ from speedkit.errors import SpeedkitError, UsageError
 from speedkit.plan import Plan
 
 if TYPE_CHECKING:
-    from speedkit.workloads.workload import Workload
+    from speedkit.workload import Workload
 
 VALUES, INDEX = "values.bin", "index.bin"
 ENTRY = np.dtype([("key", np.uint64), ("size", np.int64), ("checksum", np.uint64)])

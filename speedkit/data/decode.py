@@ -3,25 +3,59 @@
 soundfile is the default, torchcodec (FFmpeg) knows more formats, librosa is what both are compared with.
 """
 
+import dataclasses
 import functools
 import io
 import math
 import os
+import tarfile
+import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 from torch import Tensor
 
-from speedkit.data.shards import TarMember
 from speedkit.errors import PlanError, SpeedkitError
 
 if TYPE_CHECKING:
-    from speedkit.workloads.workload import Workload
+    from speedkit.workload import Workload
 
 LOOK_AHEAD_S = 0.01  # read beyond what is kept, for the filter that resamples looks ahead some six samples
 BAD_SHARE = 0.05  # with more bad files than this, what is learned is no longer what was asked
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TarMember:
+    """A file inside a tar, in place of a path: what takes paths alone refuses it, and does not read the tar."""
+
+    tar: str
+    offset: int
+    size: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.tar}/{self.name}"
+
+    def read(self) -> bytes:
+        """Return its bytes, by one `pread`. Raises OSError when the tar is gone or cut short."""
+        data = os.pread(opened(self.tar).fileno(), self.size, self.offset)
+        if len(data) != self.size:
+            raise OSError(f"only {len(data)} of {self.size} bytes are there")
+        return data
+
+    def open(self) -> BinaryIO:
+        """Return it as a file, for what reads some of it, such as a header: by one reader at a time."""
+        info = tarfile.TarInfo(self.name)
+        info.offset_data, info.size = self.offset, self.size
+        return tarfile.ExFileObject(types.SimpleNamespace(fileobj=opened(self.tar)), info)  # type: ignore
+
+
+@functools.lru_cache(maxsize=256)
+def opened(tar: str) -> BinaryIO:
+    """Return the open tar, once per process: an open may be a round trip, and `pread` leaves no position behind."""
+    return open(tar, "rb", buffering=0)
 
 
 class BadItem(SpeedkitError):

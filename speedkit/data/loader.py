@@ -12,15 +12,15 @@ from torch.nn.functional import pad
 from speedkit.data.augment import seed_step
 from speedkit.data.cache import FeatureCache
 from speedkit.data.decode import check_bad_share, with_decoder
+from speedkit.data.own_loader import LoaderItems, LoaderSource, NestedBatch, map_batch
 from speedkit.data.prefetch import prefetched
 from speedkit.data.sampler import BatchSampler, padded_frames
-from speedkit.data.user_loader import LoaderItems, LoaderSource, NestedBatch, map_batch
 from speedkit.data.workers import BatchLoader, BatchMaker, item_name
 from speedkit.errors import SpeedkitError
 from speedkit.plan import Plan
 
 if TYPE_CHECKING:
-    from speedkit.workloads.workload import Batch, Workload
+    from speedkit.workload import Batch, Workload
 
 WAVEFORMS = 1 << 48  # added to the step that seeds changes of waveforms: those of features draw other numbers
 RANK = 1 << 40  # and this for each rank, whose samples are its own

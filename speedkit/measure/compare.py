@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 from speedkit.clock import Stopwatch, compilations, timed
+from speedkit.fallbacks import EffectivePlan
 from speedkit.measure.stats import LOOKS, Decision, decide, log_ratios, paired_interval
-from speedkit.plan import EffectivePlan, Plan
+from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train import precision
 from speedkit.train.checkpoint import get_random_state, set_random_state
 from speedkit.train.loop import steps
 from speedkit.train.setup import setup_run
-from speedkit.workloads.workload import Workload
+from speedkit.workload import Workload
 
 WARM_UP = 4  # pairs: autotuning, CUDA graphs, buffers that filled while a loader started
 TURN_S = 0.05  # of a turn on a GPU, where a step after a switch is slower; on a CPU one step does

@@ -1,4 +1,4 @@
-"""Is the fast plan as good? Losses of the first steps, scores over seeds, and the time to one score."""
+"""Is the fast plan as good? Losses of the first steps, and scores over seeds."""
 
 import dataclasses
 import math
@@ -11,32 +11,31 @@ import torch
 
 from speedkit.data.cache_files import PLAIN, content_hash
 from speedkit.errors import SpeedkitError
-from speedkit.hardware import Hardware, cache_root
+from speedkit.machine import Hardware, cache_root
 from speedkit.measure.stats import NonInferiority, non_inferior, pooled_non_inferior, trimmed_mean
 from speedkit.plan import Plan
-from speedkit.recipe import Recipe, steps_per_epoch, with_batch_size
+from speedkit.recipe import Recipe, steps_per_epoch
 from speedkit.train.fit import fit
-from speedkit.workloads.workload import Workload
+from speedkit.workload import Workload
 
 LOSS_SHARE = 0.02  # of a loss that has no margin: two that differ by less count as equally good
 LAST = 4  # evaluations, whose mean is a training's quality: one alone scatters more than the plans differ
-TAIL = 0.025  # of error: a climb may look twice, after its first seeds and after more
+TAIL = 0.025  # of error: a tuning may look twice, after its first seeds and after more
 FEW_ITEMS = 200  # to test on: with fewer each training tests on others, and their mean loss is looked at too
 ORDER_TAIL = 0.005  # of error: batches of other items may move the mean of the first losses so far
-MIN_STEPS = 10  # fewer are no training that a schedule could shape
 VERSION = 2  # of what `curve` returns
 Row = dict[str, Any]
 Curves = dict[str, list[Row]]  # "baseline" and "final" -> what `curve` returns, one for each seed
 
 
-class Parity(NamedTuple):
+class SameLosses(NamedTuple):
     """Whether the losses of two runs are as near as was promised, and how near, in words."""
 
     passed: bool
     words: str
 
 
-def parity(promised: str, losses: Sequence[float], reference: Sequence[float], *, noise: float) -> Parity:
+def same_losses(promised: str, losses: Sequence[float], reference: Sequence[float], *, noise: float) -> SameLosses:
     """Return whether `losses` keep what is `promised` of them against `reference`.
 
     bit-equal: every loss is the same number. loss-equal: they differ by no more than `noise`, which is the
@@ -47,7 +46,7 @@ def parity(promised: str, losses: Sequence[float], reference: Sequence[float], *
     if promised == "order-equal":
         mean, allowed = trimmed_mean([new - old for new, old in zip(losses, reference, strict=True)], ORDER_TAIL)
         difference = abs(mean)
-    return Parity(difference <= allowed, f"losses differ by {difference:.2g}, at most {allowed:.2g} allowed")
+    return SameLosses(difference <= allowed, f"losses differ by {difference:.2g}, at most {allowed:.2g} allowed")
 
 
 def mean_difference(losses: Sequence[float], reference: Sequence[float]) -> float:
@@ -134,14 +133,14 @@ def quality_of(workload: Workload, curves: Curves) -> Row:
 
 
 def margin_of(workload: Workload, curves: Curves) -> float:
-    """Return the workload's margin: where it has none, LOSS_SHARE of the naive plan's mean."""
+    """Return the workload's margin: where it has none, LOSS_SHARE of the baseline's mean."""
     if workload.margin is not None:
         return workload.margin
     return LOSS_SHARE * abs(statistics.fmean([run["value"] for run in curves["baseline"]] or [0.0]))
 
 
-def naive_curves_file(workload: Workload, recipe: Recipe, hardware: Hardware) -> Path | None:
-    """Return where the naive plan's trainings of a recipe on this machine are kept for the next climb.
+def baseline_curves_file(workload: Workload, recipe: Recipe, hardware: Hardware) -> Path | None:
+    """Return where the baseline's trainings of a recipe on this machine are kept for the next tuning.
 
     They depend on model, loss, data, recipe and versions, and on no plan: a hash of these is the file's name. None for
     a model that cannot be told from others.
@@ -157,83 +156,3 @@ def naive_curves_file(workload: Workload, recipe: Recipe, hardware: Hardware) ->
         return cache_root() / "quality" / f"{content_hash(content)}.json"
     except SpeedkitError:
         return None
-
-
-def time_to_quality(workload: Workload, curves: Curves) -> Row:
-    """Return the seconds (median over seeds) both plans take to one score: the naive plan's mean, less the margin.
-
-    In folds, which differ in how hard they are, it is the score of the naive plan's training on the same fold. `sooner`
-    is whether the final plan is with every seed. The cache and compiled code are there, as after a first training.
-    """
-    sign = 1 if workload.higher_is_better else -1
-    scores = [statistics.fmean(value for _, value in run["points"][-LAST:]) for run in curves["baseline"]]
-    mean, margin = statistics.fmean(scores), margin_of(workload, curves)
-    goals = scores if has_folds(workload) else [mean] * len(scores)
-
-    def reached_s(run: Row, goal: float) -> float:
-        return next((at_s for at_s, value in run["points"] if sign * (value - goal) >= -margin), math.inf)
-
-    baseline, final = ([*map(reached_s, curves[name], goals)] for name in ("baseline", "final"))
-    medians = [statistics.median(seconds) for seconds in (baseline, final)]
-    baseline_s, final_s = (value if math.isfinite(value) else None for value in medians)
-    return {
-        "target": mean - sign * margin,
-        "baseline_s": baseline_s,
-        "final_s": final_s,
-        "ratio": baseline_s / final_s if baseline_s and final_s else None,
-        "sooner": all(new_s < old_s for old_s, new_s in zip(baseline, final, strict=False)),
-        "curves": curves,
-    }
-
-
-# ---- larger batches, which are another recipe ----
-
-
-def choose_batch_size(
-    workload: Workload,
-    recipe: Recipe | None = None,
-    plan: Plan | None = None,
-    *,
-    factors: Sequence[int] = (2, 4),
-    seeds: int = 3,
-    say: Callable[[str], Any] = lambda text: None,
-    **options: Any,
-) -> tuple[Recipe, list[Row]]:
-    """Return the recipe that reaches the quality of `recipe` soonest, and a row for each batch size tried.
-
-    Tries its batch size (the workload's own for "auto") times each of `factors`, with the learning rate that
-    `with_batch_size` gives. Takes a larger batch only when its results are not inferior and it is sooner with every one
-    of the `seeds`: samples per second decide nothing. `options` are those of `fit`.
-    """
-    recipe = recipe or workload.recipe
-    if recipe.batch_size == "auto":  # type: ignore[comparison-overlap]  # see its setting
-        recipe = dataclasses.replace(recipe, batch_size=workload.recipe.batch_size)
-
-    def train(candidate: Recipe) -> list[Row]:
-        """Return a curve for each seed of a recipe."""
-        runs = []
-        for number in range(seeds):
-            seeded = dataclasses.replace(candidate, seed=recipe.seed + number)
-            runs.append(curve(fold(workload, number), seeded, plan, **options))
-        value, seconds = (statistics.fmean(run[key] for run in runs) for key in ("value", "seconds"))
-        say(f"batch {candidate.batch_size}: {workload.metric} {value:.4f} in {seconds:.1f} s")
-        return runs
-
-    baseline, best, rows = train(recipe), (1.0, recipe), list[Row]()
-    for factor in factors:
-        candidate = with_batch_size(recipe, factor * recipe.batch_size)
-        if candidate.total_steps(len(workload.train), drop_last=False) < MIN_STEPS:
-            continue
-        row = judge_batch(workload, {"baseline": baseline, "final": train(candidate)})
-        rows.append({"batch_size": candidate.batch_size, "learning_rate": candidate.learning_rate, **row})
-        if row["taken"] and row["ratio"] > best[0]:
-            best = row["ratio"], candidate
-    return best[1], rows
-
-
-def judge_batch(workload: Workload, curves: Curves) -> Row:
-    """Return the seconds both recipes take to one quality, and whether the other is as good and sooner every time."""
-    times, as_good = time_to_quality(workload, curves), quality_of(workload, curves)["decision"] == "as good"
-    why = "sooner with every seed, and as good" if times["sooner"] else "not sooner with every seed"
-    why = why if as_good else f"not shown to be as good within {workload.margin}"
-    return {**times, "taken": times["sooner"] and as_good and bool(times["ratio"]), "why": why}

@@ -12,14 +12,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from speedkit.ceilings import ceilings
-from speedkit.hardware import Hardware
-from speedkit.measure.ledger import Ledger
-from speedkit.plan import Plan, resolve
+from speedkit.fallbacks import resolve
+from speedkit.machine import Hardware
+from speedkit.measure.breakdown import Breakdown
+from speedkit.measure.peaks import peaks
+from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train.loop import steps
 from speedkit.train.setup import setup_run
-from speedkit.workloads.workload import Workload
+from speedkit.workload import Workload
 
 COUNTING_S = 1.0  # no further step is begun after so long
 STEPS = 3  # where lengths differ from batch to batch
@@ -50,7 +51,7 @@ def count(workload: Workload, recipe: Recipe, plan: Plan, *, device: torch.devic
     Counted on a fresh, eager model: compiled code that meets a dispatch mode stays off for good.
     """
     # Without what changes nothing in what the model computes; recomputing to save memory is no work of the model.
-    plan = dataclasses.replace(plan, compile="off", checkpointing="off", workers=0, cache="off", shards=False)
+    plan = dataclasses.replace(plan, compile="off", checkpointing="off", workers=0, cache="off")
     until_s, counted, flops, moved = time.perf_counter() + COUNTING_S, 0, Counter[str](), ByteCounter()
     with contextlib.closing(setup_run(workload, recipe, plan, device=device, endless=True)) as run:
         training = steps(run)
@@ -63,29 +64,31 @@ def count(workload: Workload, recipe: Recipe, plan: Plan, *, device: torch.devic
     return Counter({name: number // counted for name, number in flops.items()}), moved.total / counted
 
 
-def roofline(workload: Workload, recipe: Recipe, plan: Plan, *, hardware: Hardware, ledger: Ledger) -> dict[str, Any]:
-    """Return how near a step of `workload`, as its `ledger` has it, comes to the ceilings measured on this machine.
+def roofline(
+    workload: Workload, recipe: Recipe, plan: Plan, *, hardware: Hardware, breakdown: Breakdown
+) -> dict[str, Any]:
+    """Return how near a step of `workload`, as its `breakdown` has it, comes to the peaks measured on this machine.
 
     Bytes are an upper estimate: all inputs and outputs of an eager step's operators, whether or not a cache holds them.
     """
     operators, moved = count(workload, recipe, plan, device=hardware.device)
-    flops, limits = operators.total(), ceilings(hardware)
+    flops, limits = operators.total(), peaks(hardware)
     dtype = resolve(plan, hardware, workload=workload).plan.precision.removesuffix("-emulated")
     convolutions = sum(number for name, number in operators.items() if "conv" in name)
     if dtype == "default" and hardware.device.type == "cuda" and 2 * convolutions > flops:
         dtype = "tf32"  # as cuDNN multiplies unless it is told otherwise
     dtype = dtype if f"matmul_{dtype}" in limits else "fp32"
-    flops_per_s, bytes_per_s = flops / ledger.step_s, moved / ledger.step_s
-    ceiling, bandwidth = limits[f"matmul_{dtype}"].value, limits["memory_bandwidth"].value
-    mfu = flops_per_s / ceiling
+    flops_per_s, bytes_per_s = flops / breakdown.step_s, moved / breakdown.step_s
+    peak, bandwidth = limits[f"matmul_{dtype}"].value, limits["memory_bandwidth"].value
+    mfu = flops_per_s / peak
     return {
         "flops_per_step": flops,
         "dtype": dtype,
         "achieved_flops_per_s": flops_per_s,
-        "ceiling_flops_per_s": ceiling,
+        "peak_flops_per_s": peak,
         "mfu": mfu,
         "bytes_per_step": moved,
-        "bandwidth_ceiling": bandwidth,
+        "peak_bandwidth": bandwidth,
         "tells": [
             f"{flops_per_s / 1e9:.4g} GFLOP/s: {mfu:.1%} of what products of {dtype} matrices reach here (MFU)",
             f"at most {bytes_per_s / 1e9:.4g} GB/s of {bandwidth / 1e9:.4g} measured",

@@ -13,7 +13,7 @@ from torch.optim.adam import adam
 
 from speedkit.plan import CUDA_GRAPHS, Plan
 from speedkit.recipe import Recipe
-from speedkit.workloads.workload import Batch, Loss, Workload
+from speedkit.workload import Batch, Loss, Workload
 
 logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # on a CPU it would complain of a GPU's compiler
 BACKEND = "inductor"

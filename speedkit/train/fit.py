@@ -12,16 +12,15 @@ from typing import Any, TextIO
 
 import torch
 
-from speedkit.data.sources import write_quarantine
 from speedkit.errors import Interrupted
-from speedkit.files import finite, write_json, write_text
+from speedkit.files import finite, write_json, write_quarantine, write_text
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train import checkpoint
 from speedkit.train.history import History
 from speedkit.train.loop import lap, steps
 from speedkit.train.setup import TrainingRun, setup_run
-from speedkit.workloads.workload import Workload
+from speedkit.workload import Workload
 
 
 def fit(workload: Workload, recipe: Recipe | None = None, plan: Plan | None = None, **options: Any) -> History:

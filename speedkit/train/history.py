@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from speedkit.plan import EffectivePlan
+from speedkit.fallbacks import EffectivePlan
 from speedkit.recipe import Recipe
 
 

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from speedkit.data.augment import augment_batch
 from speedkit.data.loader import RANK, BatchStream
-from speedkit.data.user_loader import map_batch
+from speedkit.data.own_loader import map_batch
 from speedkit.errors import SpeedkitError
-from speedkit.plan import CUDA_GRAPHS, Fallback
+from speedkit.fallbacks import Fallback
+from speedkit.plan import CUDA_GRAPHS
 from speedkit.train.checkpoint import save
 from speedkit.train.compile import remove_compile
 from speedkit.train.memory import is_out_of_memory, release
-from speedkit.workloads.workload import Batch
+from speedkit.workload import Batch
 
 ALL = 1 << 40  # samples: more than any batch has
 

@@ -109,7 +109,7 @@ def keep_freed_memory() -> None:
     """Make glibc keep freed memory for the next tensor instead of returning it to the system (man 3 mallopt).
 
     By default each step takes thousands of page faults to get it back, whose cost varies several times over on a
-    virtual machine. It speeds up every plan, the naive one too, so it is no part of a plan.
+    virtual machine. It speeds up every plan, the baseline one too, so it is no part of a plan.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)  # other C libraries have none
     mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD: 32 MB is the largest that it takes

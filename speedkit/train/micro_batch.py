@@ -17,14 +17,14 @@ from torch.utils._pytree import tree_leaves
 
 from speedkit.clock import timed
 from speedkit.data.loader import BatchStream
-from speedkit.data.user_loader import map_batch
+from speedkit.data.own_loader import map_batch
 from speedkit.errors import SpeedkitError
-from speedkit.hardware import free_bytes
+from speedkit.machine import free_bytes
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train.loop import train
 from speedkit.train.memory import is_out_of_memory, peak_bytes, release
-from speedkit.workloads.workload import Workload
+from speedkit.workload import Workload
 
 if TYPE_CHECKING:
     from speedkit.train.setup import TrainingRun
@@ -101,7 +101,7 @@ def with_longest_first(workload: Workload) -> Workload:
 def trial_plan(plan: Plan) -> Plan:
     """Return `plan` without what only takes time, or memory that is counted apart, when steps are tried out."""
     return dataclasses.replace(
-        plan, micro_batch=None, compile="off", cache="off", shards=False, workers=0, ranks=1, log_every=1 << 30
+        plan, micro_batch=None, compile="off", cache="off", workers=0, ranks=1, log_every=1 << 30
     )
 
 

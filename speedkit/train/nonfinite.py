@@ -18,7 +18,7 @@ from speedkit.errors import SpeedkitError
 from speedkit.plan import Plan
 from speedkit.train.loop import augment, eager
 from speedkit.train.optimizer import restore_optimizer
-from speedkit.workloads.workload import Batch
+from speedkit.workload import Batch
 
 if TYPE_CHECKING:
     from speedkit.train.setup import TrainingRun

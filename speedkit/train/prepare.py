@@ -12,16 +12,17 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.utils._pytree import tree_map, tree_map_only
 from torch.utils.data import DataLoader
 
-from speedkit.data import user_loader
-from speedkit.data.user_loader import DEFAULTS
+from speedkit.data import own_loader
+from speedkit.data.own_loader import DEFAULTS
 from speedkit.errors import PlanError, UsageError
-from speedkit.hardware import Hardware, this_machine
-from speedkit.plan import CUDA_GRAPHS, EffectivePlan, Plan, resolve
+from speedkit.fallbacks import EffectivePlan, resolve
+from speedkit.machine import Hardware, this_machine
+from speedkit.plan import CUDA_GRAPHS, Plan
 from speedkit.train import compile, memory, precision
 from speedkit.train.setup import transform_model
 
 IN_THE_MODEL = ("precision", "compile", "compile_scope", "channels_last", "attention", "checkpointing")
-APPLIED = (*user_loader.LOADER_OPTIONS, *IN_THE_MODEL, "fused_optimizer", "allocator", "cudnn_benchmark", "cache")
+APPLIED = (*own_loader.LOADER_OPTIONS, *IN_THE_MODEL, "fused_optimizer", "allocator", "cudnn_benchmark", "cache")
 
 
 def prepare(  # noqa: PLR0917  # the order in which every loop has them
@@ -44,7 +45,7 @@ def prepare(  # noqa: PLR0917  # the order in which every loop has them
     loader that is no DataLoader.
     """
     if not isinstance(loader, DataLoader):
-        raise UsageError(f"a {type(loader).__name__} makes its batches in its own way: give a DataLoader")
+        raise UsageError(f"{own_loader.own_way(loader)}: give a DataLoader")
     device = next(model.parameters()).device
     effective = plan_for_loop(plan, optimizer, loader, hardware=this_machine(device), seconds=seconds)
     applied = effective.plan
@@ -70,7 +71,7 @@ def prepare(  # noqa: PLR0917  # the order in which every loop has them
         print(f"prepare: {takes}: seconds=N, what the training takes now, leaves it out where that is too short")
     for note in effective.notes(verbose):
         print(f"prepare: {note}", flush=True)
-    prepared: Any = DeviceLoader(loader, effective, device) if user_loader.is_plain(loader) else loader
+    prepared: Any = DeviceLoader(loader, effective, device) if own_loader.is_plain(loader) else loader
     prepared.effective = effective
     return model, optimizer, prepared
 
@@ -80,19 +81,20 @@ def plan_for_loop(
 ) -> EffectivePlan:
     """Return what `plan` becomes in somebody's own loop, for its parts and on this machine; nothing is changed yet."""
     fused = all(group.get("fused") for group in optimizer.param_groups)
-    kept = {"fused_optimizer": plan.fused_optimizer or fused, **user_loader.own_settings(loader, plan)}
+    kept = {"fused_optimizer": plan.fused_optimizer or fused, **own_loader.own_settings(loader, plan)}
     takes_s, saved_s = compile.COMPILING_S[hardware.device.type], compile.MOST_SAVED * seconds
     short = f"compiling takes about {takes_s:.0f} s, and would save {saved_s:.0f} s at most"
     fusible = isinstance(optimizer, SGD | Adam | AdamW) and not optimizer.state
     fp16 = resolve(Plan(precision=plan.precision), hardware).plan.precision == "fp16"
     graphs, step = plan.compile in CUDA_GRAPHS, plan.compile_scope == "step"
-    why = user_loader.why_not_kept(loader) if plan.cache != "off" else ""
+    cached = plan.cache != "off"
+    unkept = own_loader.why_not_kept(loader) if cached else ""
     rules = [  # field, what it is instead, when, and why
-        ("cache", "off", bool(why), why),
-        ("cache", "ram", plan.cache != "off" and not why, "samples are kept in memory, as your data set makes them"),
+        ("cache", "off", bool(unkept), unkept),
+        ("cache", "ram", cached and not unkept, "samples are kept in memory, as your data set makes them"),
         *((field, DEFAULTS[field], True, "only your loop can do that") for field in DEFAULTS if field not in APPLIED),
         ("precision", "default", fp16, "float16 needs a loss that your loop scales by torch.amp.GradScaler"),
-        *user_loader.loader_cases(loader),
+        *own_loader.loader_cases(loader),
         ("fused_optimizer", fused, not fusible, "SGD, Adam and AdamW have a fused form, before their first step"),
         ("compile", "default", graphs, "CUDA graphs write over gradients and outputs that your loop may keep"),
         ("compile", "off", saved_s < takes_s, short),
@@ -131,8 +133,8 @@ class DeviceLoader(DataLoader):
 
     def __init__(self, loader: DataLoader, effective: EffectivePlan, device: torch.device):
         self.effective, self.device = effective, device
-        dataset = user_loader.MemoryDataset(loader.dataset) if effective.plan.cache == "ram" else loader.dataset
-        super().__init__(dataset, **user_loader.loader_options(loader, effective.plan))
+        dataset = own_loader.MemoryDataset(loader.dataset) if effective.plan.cache == "ram" else loader.dataset
+        super().__init__(dataset, **own_loader.loader_options(loader, effective.plan))
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         for batch in super().__iter__():  # whatever can move does, a tokenizer's output too

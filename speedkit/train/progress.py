@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from speedkit.hardware import gpu_state
+from speedkit.machine import gpu_state
 
 # Seconds between updates; plain lines, a sign of life in a log file, are rarer.
 UPDATE_EVERY_S = {"panel": 0.5, "bar": 0.5, "lines": 5.0}

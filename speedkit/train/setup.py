@@ -14,20 +14,21 @@ from torch import Tensor, nn
 from speedkit.config import to_yaml
 from speedkit.data.cache import open_cache
 from speedkit.data.loader import BatchStream
-from speedkit.data.shards import pack
 from speedkit.errors import PlanError
+from speedkit.fallbacks import EffectivePlan, Fallback, resolve
 from speedkit.files import claim_folder, write_text
-from speedkit.hardware import cache_root, this_machine
-from speedkit.plan import EffectivePlan, Fallback, Plan, resolve
+from speedkit.machine import this_machine
+from speedkit.plan import Plan
 from speedkit.recipe import Recipe, learning_rates
-from speedkit.train import attention, checkpoint, compile, distributed, memory, precision
+from speedkit.train import attention, checkpoint, compile, memory, precision
 from speedkit.train.history import History
 from speedkit.train.loop import ALL
 from speedkit.train.micro_batch import micro_batch_for, preallocate_for_longer
 from speedkit.train.nonfinite import Recovery, StepGuard
 from speedkit.train.optimizer import build_optimizer
 from speedkit.train.progress import Progress, wanted
-from speedkit.workloads.workload import Batch, Workload
+from speedkit.train.ranks import Ranks, join, local_device
+from speedkit.workload import Batch, Workload
 
 
 class TrainingRun:
@@ -66,10 +67,10 @@ class TrainingRun:
 
         # Machine and ranks: what the plan becomes here, and which share of each batch this process learns from.
         plan = plan or Plan()
-        hardware = this_machine(distributed.local_device(plan, device))
+        hardware = this_machine(local_device(plan, device))
         self.device = device = hardware.device
         effective = resolve(plan, hardware, strict, workload=workload, batch_size=recipe.batch_size)
-        self.ranks = ranks = distributed.join(effective.plan, recipe, device)  # None where it is the only process
+        self.ranks = ranks = join(effective.plan, recipe, device)  # None where it is the only process
         rank, world_size, share = (0, 1, recipe.batch_size) if ranks is None else (ranks.rank, ranks.count, ranks.share)
         resume = resume or (ranks is not None and ranks.restarted)
         self.out = None if out is None else Path(out) if rank else claim_folder(out, "train", resume)
@@ -105,19 +106,17 @@ class TrainingRun:
         self.guard = StepGuard(plan, self.model, self.optimizer, several_ranks=ranks is not None)
         self.recovery = Recovery()
 
-        # Data: what is missing of shards and cache is made. A run that never ends does not see its test set.
+        # Data: what is missing of the cache is made. A run that never ends does not see its test set.
         progress = False if endless or rank else progress
         options: Any = {"batch_size": recipe.batch_size, "device": device, "rank": rank, "world_size": world_size}
 
         def open_stream(items: Sequence[Any], plan: Plan, seed: int | None) -> BatchStream:
-            if plan.shards:
-                items = pack(workload, items, Path(cache_dir or cache_root()) / "shards")
             cache = None
             if plan.cache != "off":
                 cache = open_cache(workload, items, plan, device=device, cache_dir=cache_dir, progress=wanted(progress))
             return BatchStream(workload, items, plan, seed=seed, cache=cache, **options)
 
-        test_plan = dataclasses.replace(plan, cache="off", shards=False) if endless else plan
+        test_plan = dataclasses.replace(plan, cache="off") if endless else plan
         self.train_batches = open_stream(workload.train, plan, recipe.seed)
         self.test_batches = self.validation_batches = open_stream(workload.test, test_plan, None)
         if workload.validation and not endless:  # it then is the one to look at until the end
@@ -186,8 +185,6 @@ def steps_between_evaluations(plan: Plan, epoch_steps: int) -> int:
 
 def check_recipe(recipe: Recipe, workload: Workload) -> None:
     """Raise PlanError for what the loss of `workload` would silently ignore."""
-    if not isinstance(recipe.batch_size, int):
-        raise PlanError("batch_size=auto takes several trainings: let measure.quality.choose_batch_size find it")
     if workload.own_loader is not None and recipe.batch_size != workload.own_loader.batch_size:
         has = f"the loader of {workload.name} makes batches of {workload.own_loader.batch_size}"
         raise PlanError(f"batch_size={recipe.batch_size}, and {has}: set it there")
@@ -210,7 +207,7 @@ def choose_auto_settings(
 
 
 def build_learner(
-    workload: Workload, recipe: Recipe, plan: Plan, *, device: torch.device, ranks: distributed.Ranks | None = None
+    workload: Workload, recipe: Recipe, plan: Plan, *, device: torch.device, ranks: Ranks | None = None
 ) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer, list[Fallback]]:
     """Return the model, what a step calls in its place, its optimizer, and what of the plan they are not.
 

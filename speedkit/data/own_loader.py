@@ -1,0 +1,242 @@
+"""Batches from a loader that its author keeps: any nesting of tensors, and the same ones for every plan."""
+
+import dataclasses
+import itertools
+import operator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map_only
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from speedkit.data.cache import MEMORY_SHARE
+from speedkit.data.sampler import BatchSampler
+from speedkit.data.workers import set_running
+from speedkit.errors import UsageError
+from speedkit.machine import free_bytes
+from speedkit.plan import Plan
+
+# The fields that a DataLoader has too, and its names for them.
+LOADER_OPTIONS = {"workers": "num_workers"} | {
+    name: name for name in ("persistent_workers", "prefetch_factor", "pin_memory", "drop_last")
+}
+COPIED_OPTIONS = ("collate_fn", "generator", "worker_init_fn", "timeout", "multiprocessing_context", "in_order")
+OF_ITEMS = ("cache", "decoder", "features_on", "bucket", "worker_kind", "ranks")
+DEFAULTS = dataclasses.asdict(Plan())
+SAMPLES_COMPARED = 8  # that a data set makes twice, to see whether it draws them at random
+WITHOUT_LENGTH = 20  # batches to test on, of a loader that does not say how many it has
+Case = tuple[str, Any, bool, str]  # a field of the plan, what it is instead, when, and why
+
+
+class NestedBatch(tuple[Tensor, ...]):
+    """The tensors of a batch, one that counts its samples first; `value` is the batch as its loader made it."""
+
+    value: Any
+    splits: bool  # whether parts of it are batches too: all tensors count the samples first, and nothing else could
+
+
+def nested_batch(value: Any) -> NestedBatch:
+    """Return the batch of what torch's pytree can take apart, and of mappings; raise UsageError without a tensor."""
+    leaves = tree_leaves(value)
+    if kinds := {type(leaf) for leaf in leaves if isinstance(leaf, Mapping)}:  # such as what a tokenizer returns
+        for kind in kinds:
+            join = lambda values, keys, kind=kind: kind(dict(zip(keys, values, strict=True)))  # noqa: E731
+            register_pytree_node(kind, lambda mapping: ([*mapping.values()], [*mapping]), join)
+        return nested_batch(value)
+    tensors = sorted((leaf for leaf in leaves if isinstance(leaf, Tensor)), key=lambda tensor: tensor.ndim == 0)
+    if not tensors or not tensors[0].ndim:
+        what = f"a batch ({type(value).__name__}) holds no tensor [B, ...]"
+        raise UsageError(f"{what}: the loader has to give tensors, in tuples, lists or dicts")
+    batch = NestedBatch(tensors)
+    batch.value, batch.splits = value, all(isinstance(leaf, Tensor | int | float | None) for leaf in leaves)
+    batch.splits &= all(tensor.shape[:1] == tensors[0].shape[:1] for tensor in tensors)
+    return batch
+
+
+def map_batch(batch: tuple[Tensor, ...], function: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+    """Return `batch` with `function` of each of its tensors."""
+    if isinstance(batch, NestedBatch):
+        return nested_batch(tree_map_only(Tensor, function, batch.value))
+    return tuple(map(function, batch))
+
+
+# ---- what of a plan a loader can do ----
+
+
+def is_plain(loader: Any) -> bool:
+    """Return whether a loader is a DataLoader that can be made again with other settings."""
+    return isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
+
+
+def own_way(loader: Any) -> str:
+    """Return in words why a loader that is not plain stays as it is."""
+    return f"a {type(loader).__name__} makes its batches in its own way"
+
+
+def own_settings(loader: Any, plan: Plan) -> dict[str, Any]:
+    """Return what the loader's author has set, of the fields that `plan` leaves at their defaults."""
+    own = {field: getattr(loader, option, None) for field, option in LOADER_OPTIONS.items()}
+    return {field: value for field, value in own.items() if value and getattr(plan, field) == DEFAULTS[field]}
+
+
+def loader_cases(loader: Any) -> list[Case]:
+    """Return what a loader cannot do of a plan."""
+    own, why = DEFAULTS | own_settings(loader, Plan()), own_way(loader)
+    streams = isinstance(getattr(loader, "dataset", None), IterableDataset)  # each worker would give all of it
+    return [
+        *((field, own[field], not is_plain(loader), why) for field in LOADER_OPTIONS),
+        ("workers", own["workers"], streams, "how many your data set can take you know: give your loader a number"),
+    ]
+
+
+def loader_options(loader: DataLoader, plan: Plan) -> dict[str, Any]:
+    """Return the arguments of a DataLoader that is as `loader` is, with the settings of `plan`."""
+    options: dict[str, Any] = {name: getattr(loader, name) for name in COPIED_OPTIONS}
+    options |= {option: getattr(plan, field) for field, option in LOADER_OPTIONS.items()}
+    if not options["num_workers"]:
+        options |= {"prefetch_factor": None, "persistent_workers": False}
+    if loader.batch_size is None and loader.batch_sampler is not None:
+        return options | {"batch_sampler": loader.batch_sampler}
+    sampler = None if isinstance(loader.dataset, IterableDataset) else loader.sampler
+    return options | {"batch_size": loader.batch_size, "sampler": sampler}
+
+
+# ---- its samples in memory ----
+
+
+class MemoryDataset(Dataset):
+    """A map-style data set, of which each sample is made once and then kept."""
+
+    def __init__(self, dataset: Any):
+        self.dataset, self.samples = dataset, dict[Any, Any]()
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        if index not in self.samples:
+            self.samples[index] = self.dataset[index]
+        return self.samples[index]
+
+
+def why_not_kept(loader: Any) -> str:
+    """Return why the samples of a loader's data set cannot be kept in memory, or ""."""
+    if not is_plain(loader):
+        return own_way(loader)
+    if isinstance(loader.dataset, IterableDataset):
+        return "the samples of a stream have no number to find them by"
+    count = min(len(loader.dataset), SAMPLES_COMPARED)
+    with torch.random.fork_rng(devices=[]):
+        first, again = (tree_leaves([loader.dataset[index] for index in range(count)]) for _ in range(2))
+    pairs = zip(first, again, strict=True)
+    if not all(torch.equal(*pair) if isinstance(pair[0], Tensor) else np.array_equal(*pair) for pair in pairs):
+        return "a sample made twice is not the same: what your data set draws at random belongs into the loop"
+    takes = sum(getattr(leaf, "nbytes", 0) for leaf in first) * len(loader.dataset) / max(count, 1)
+    if takes > MEMORY_SHARE * free_bytes(torch.device("cpu")):
+        return f"its samples take {takes / 1e9:.3g} GB, more than half of the memory that is free"
+    return ""
+
+
+# ---- its batches as those of a workload ----
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LoaderItems:
+    """The samples of a loader, in the place of a workload's items: known is no more than their number."""
+
+    make: Callable[[int], Any]  # seed -> loader
+    loader: Any  # one that was made
+    batches: int | None  # of an epoch
+    batch_size: int = 1
+    splits: bool = True
+
+    def __len__(self) -> int:
+        return (self.batches or 1) * self.batch_size
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        raise UsageError("a loader gives whole batches: single items, which this takes, are in from_dataset")
+
+    def own_settings(self, plan: Plan) -> dict[str, Any]:
+        """Return what the loader's author has set, of the fields that `plan` leaves at their defaults."""
+        return own_settings(self.loader, plan)
+
+    def cases(self) -> list[Case]:
+        """Return what of a plan is not for such samples."""
+        return [
+            *((field, DEFAULTS[field], True, "your loader gives whole batches, and no items") for field in OF_ITEMS),
+            ("micro_batch", None, not self.splits, "not all of a batch counts its samples first: it stays whole"),
+            ("compile_scope", "model", True, "your step may do what cannot be compiled with the model"),
+            *loader_cases(self.loader),
+        ]
+
+
+class LoaderSource:
+    """Goes over a loader's batches for a BatchStream, as a BatchLoader goes over its own.
+
+    An epoch is a function of its seed and number: torch's random numbers come from a state of its own. To go on in the
+    middle of an epoch it makes the batches before, too.
+    """
+
+    def __init__(self, items: LoaderItems, sampler: BatchSampler, plan: Plan):
+        self.items, self.sampler, self.plan = items, sampler, plan
+        self.loader: Any = None
+        self.iterator: Iterator[Any] = iter(())
+
+    def __iter__(self) -> Generator[tuple[NestedBatch, dict[str, str]], None, None]:
+        training, seed = self.sampler.seed is not None, (self.sampler.seed or 0) * 1_000_003 + self.sampler.epoch
+        if self.loader is None or isinstance(self.loader, Iterator):
+            self.loader = loader = self.items.make(seed)
+            generator = torch.Generator()  # of its workers' numbers: persistent ones do not draw for each epoch
+            self.generators = [generator, *filter(None, [getattr(loader, "generator", None)])]
+            if training and is_plain(loader):
+                self.loader = DataLoader(loader.dataset, **loader_options(loader, self.plan) | {"generator": generator})
+        for generator in self.generators:
+            generator.manual_seed(seed)
+        state, end = self.generators[0].get_state(), object()
+        for number in itertools.count() if training else range(self.items.batches or WITHOUT_LENGTH):
+            with torch.random.fork_rng(devices=[]):
+                torch.set_rng_state(state)
+                self.iterator = self.iterator if number else iter(self.loader)
+                batch = next(self.iterator, end)
+                state = torch.get_rng_state()
+            if batch is end and number == 0:
+                raise UsageError("the loader ends before its first batch: for each epoch it has to give all of them")
+            if batch is end:
+                break
+            if number >= self.sampler.start:
+                yield nested_batch(batch), {}
+        self.iterator = iter(())
+
+    @property
+    def processes(self) -> list[Any]:
+        """The loader's worker processes."""
+        return getattr(self.iterator, "_workers", [])
+
+    def set_running(self, running: bool) -> None:
+        """Let the workers go on or stand still."""
+        set_running(self.processes, running)
+
+    def close(self) -> None:
+        """Let the workers end."""
+        self.set_running(True)
+        self.loader, self.iterator = None, iter(())
+
+
+def loader_items(make: Any, seed: int = 0, batches: int | None = None) -> LoaderItems:
+    """Return the samples of a loader, or of those that a function makes of seeds, by its first batch.
+
+    An epoch has so many `batches` where the loader has no length. Raises UsageError where there is none.
+    """
+    function = make if callable(make) and not isinstance(make, Iterable) else lambda _: make
+    loader = function(seed)
+    if not isinstance(loader, Iterable) or (loader is make and isinstance(loader, Iterator)):
+        what = f"{type(loader).__name__} cannot be gone over again and again"
+        raise UsageError(f"{what}: give a DataLoader, or the function of a seed that makes a loader")
+    items = LoaderItems(function, loader, operator.length_hint(loader) or batches)
+    source = LoaderSource(items, BatchSampler(1, 1, seed), Plan(**own_settings(loader, Plan())))
+    batch, _ = next(iter(source))
+    source.close()
+    return dataclasses.replace(items, batch_size=len(batch[0]), splits=batch.splits)

@@ -1,1 +1,0 @@
-"""A trained model -> a small one in one file that PyTorch alone can load."""

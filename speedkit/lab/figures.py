@@ -1,0 +1,231 @@
+"""Figures, drawn from records only: ratios, a tuning's table of optimizations, where the time goes, time to quality.
+
+The colours are those that the colour-blind tell apart (Okabe and Ito 2008), opaque: they read on dark pages too.
+"""
+
+import io
+import itertools
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib import style
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+
+from speedkit.clock import duration
+from speedkit.measure.trace import CAUSES
+
+STYLE = Path(__file__).with_name("speedkit.mplstyle")
+BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"
+INK, GREY = "#22272E", "#7A808A"
+INTERVAL = Line2D([], [], color=INK, label="99 % interval")
+PREDICTED = Patch(color="#F3C6A5", label="predicted before")
+# What to do about them goes from left to right: feeding, launching, computing, what happens now and then, the rest.
+CODES = "D55E00 E69F00 CC79A7 882255 0072B2 56B4E9 332288 7FA7D8 009E73 B8DE9B F0E442 8C7A3F A9B0BB FFFFFF"
+COLOURS = {cause: f"#{code}" for cause, code in zip(CAUSES, CODES.split(), strict=True)}
+Row = Mapping[str, Any]
+
+
+def device_name(record: Row) -> str:
+    """Return what the machine of a record is called; rows come without a record from this machine."""
+    hardware = record.get("hardware") or {"gpu": "this machine"}
+    cpu = (hardware.get("cpu") or "CPU").replace("(R)", "").replace("(TM)", "")
+    return hardware.get("gpu") or f"{cpu}, {hardware['cores']} cores"
+
+
+def show(figure: Figure) -> None:
+    """Display a figure in a notebook as PNG, in few colours: a third of the bytes."""
+    from IPython import display
+    from PIL import Image
+
+    drawn, small = io.BytesIO(), io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=90)
+    few = Image.open(drawn).convert("RGB").quantize(128, method=Image.Quantize.FASTOCTREE)
+    few.save(small, format="png", optimize=True)
+    display.display(display.Image(small.getvalue(), alt=figure.texts[0].get_text()))
+
+
+@style.context(STYLE)
+def ratios(
+    measurements: Row | Sequence[Row],
+    recorded: Sequence[Row] | None = None,
+    *,
+    names: Sequence[str] = (),
+    title: str = "Measured ratios",
+) -> Figure:
+    """Return a forest plot: each measured ratio with its 99 % interval, hollow where that holds 1.
+
+    `measurements` is a record, or rows of one; `recorded` are records of other machines (`run.recorded()`), whose rows
+    of the same names stand below. `names` picks measurements, in that order.
+    """
+    here = measurements if isinstance(measurements, Mapping) else {"measurements": measurements}
+    machines = list(zip((here, *(recorded or ())), itertools.cycle((BLUE, ORANGE, GREEN, GREY)), strict=False))
+    rows = [
+        (row, colour)
+        for name in dict.fromkeys(names or [row["name"] for row in here["measurements"]])
+        for record, colour in machines
+        for row in record["measurements"]
+        if row["name"] == name
+    ]
+    figure, axes = new_figure(0.44 * len(rows) + 1.35, [row["name"] for row, _ in rows])
+    for y, (row, colour) in enumerate(rows):
+        fill = colour if row["low"] > 1 or row["high"] < 1 else "white"
+        axes.plot([row["low"], row["high"]], [y, y], color=colour, linewidth=2, solid_capstyle="butt")
+        axes.plot(row["ratio"], y, "o", color=colour, markerfacecolor=fill, markersize=6.5)
+        write_beside(axes, y, ratio_text(row))
+    axes.axvline(1.0, color=INK, linewidth=0.8, zorder=1)
+    axes.update_datalim([(0.95, 0), (1.05, 0)])  # or a difference of nothing would fill the figure
+    axes.autoscale_view(scaley=False)
+    axes.set(xscale="log", xlabel="time ratio, log scale: above 1 is faster")
+    round_ticks(axes.xaxis)
+    marks = [Patch(color=colour, label=device_name(record)) for record, colour in machines]
+    add_caption(figure, title, [*marks, INTERVAL], about="hollow: the interval holds 1")
+    return figure
+
+
+@style.context(STYLE)
+def waterfall(record: Row) -> Figure:
+    """Return what a tuning tried: a bar per optimization, from the time per step before it to the one after.
+
+    Rejected optimizations have their reason; the whisker is the 99 % interval, the pale bar what was predicted before.
+    """
+    step_s = record["step_s"]
+    optimizations = [row for row in record["optimizations"] if row["change"] != "nothing"]
+    sides = {"plain PyTorch": ("speedup", "baseline"), "a careful start": ("speedup_careful", "careful")}
+    speedups = {name: record[key] for name, (key, side) in sides.items() if record.get(key) and step_s.get(side)}
+    labels = [
+        f"{row['optimization']}\n{textwrap.shorten(row['change'], 32, placeholder=' …')}" for row in optimizations
+    ]
+    labels = ["plain PyTorch, Plan()", *labels, *(f"final plan\nagainst {name}" for name in speedups)]
+    bars = [(row, row["step_s_before"], BLUE if row["kept"] else GREY) for row in optimizations]
+    bars += [(row, step_s[sides[name][1]], GREEN) for name, row in speedups.items()]
+
+    figure, axes = new_figure(0.5 * len(bars) + 2, labels)
+    axes.plot(1e3 * step_s["baseline"], 0, "d", color=INK, markersize=7)
+    write_beside(axes, 0, f"{1e3 * step_s['baseline']:.3g} ms per step")
+    for y, (row, before_s, colour) in enumerate(bars, 1):
+        texts = [] if row.get("kept", True) else textwrap.wrap(row["why"], 40, max_lines=2, placeholder=" …")
+        if row["ratio"] is not None:
+            draw_change(axes, y, row, before_ms=1e3 * before_s, colour=colour)
+            texts.insert(0, ratio_text(row))
+        write_beside(axes, y, "\n".join(texts))
+    axes.set(xscale="log", xlabel="time per step, ms, log scale: left is faster")
+    round_ticks(axes.xaxis)
+    colours = {"kept": BLUE, "rejected": GREY, "fresh turns": GREEN}
+    marks = [Patch(color=colour, label=label) for label, colour in colours.items()]
+    headline = ", ".join(f"{ratio_text(row)} over {name}" for name, row in speedups.items())
+    add_caption(figure, headline, [*marks, INTERVAL, PREDICTED], about=origin(record))
+    return figure
+
+
+@style.context(STYLE)
+def breakdowns(breakdowns: Mapping[str, Row], record: Row | None = None) -> Figure:
+    """Return where the time of a step goes: for each breakdown by name, a bar of shares that add up to 100 %.
+
+    What is unexplained is hatched; below 0, causes overlap by so much.
+    """
+    shares = [{row["cause"]: 100 * row["share"] for row in breakdown["rows"]} for breakdown in breakdowns.values()]
+    causes = [cause for cause in COLOURS if any(cause in breakdown for breakdown in shares)]
+    figure, axes = new_figure(0.66 * len(breakdowns) + 1.3 + 0.18 * -(-len(causes) // 5), list(breakdowns))
+    left = np.zeros(len(breakdowns))
+    for cause in causes:
+        hidden = cause == "unexplained"
+        look: dict[str, Any] = {"edgecolor": INK, "hatch": "////"} if hidden else {"edgecolor": "white"}
+        widths = np.array([breakdown.get(cause, 0.0) for breakdown in shares])
+        bars = axes.barh(range(len(breakdowns)), widths, 0.72, left=left, label=cause, color=COLOURS[cause], **look)
+        texts = [f"{width:.0f} %" if width > 4 and not hidden else "" for width in widths]
+        dark = np.dot(to_rgb(COLOURS[cause]), [0.3, 0.59, 0.11]) < 0.5
+        axes.bar_label(bars, texts, label_type="center", color="white" if dark else INK, fontsize=8)
+        left += widths
+    for y, (breakdown, share) in enumerate(zip(breakdowns.values(), shares, strict=True)):
+        write_beside(axes, y, f"{duration(breakdown['step_s'])} per step\nunexplained {share['unexplained']:.1f} %")
+    axes.margins(x=0)
+    axes.set_xlabel("share of the wall time of a step, %")
+    add_caption(figure, "Where a step's time goes", about=origin(record), columns=5)
+    return figure
+
+
+@style.context(STYLE)
+def time_to_quality(record: Row) -> Figure:
+    """Return quality over time for plain PyTorch and the final plan: seeds thin, means thick, the target crossed."""
+    result, target = record["time_to_quality"], record["time_to_quality"]["target"]
+    figure, axes = new_figure(3.9)
+    for side, name, colour in (("baseline", "plain PyTorch", ORANGE), ("final", "final plan", BLUE)):
+        curves, reached_s = [curve["points"] for curve in result["curves"][side]], result[f"{side}_s"]
+        for points in curves:
+            axes.plot(*np.transpose(points), color=colour, linewidth=0.8, alpha=0.5)
+        means = np.mean([points[: min(map(len, curves))] for points in curves], axis=0)  # [epochs, 2]
+        label = f"{name}: target {f'after {reached_s:.3g} s' if reached_s else 'not reached'}"
+        axes.plot(*means.T, "o-", color=colour, linewidth=2.4, markersize=3.5, label=label)
+        if reached_s:
+            axes.plot(reached_s, target, "D", color=colour, markeredgecolor=INK, markersize=7, zorder=5)
+    axes.axhline(target, color=INK, linewidth=0.8, linestyle="--", label=f"target {target:.3g}")
+    axes.set(xlim=(0, None), ylabel=f"{record['quality']['metric']}, test set")
+    axes.set_xlabel("seconds of training and evaluating; the cache was built and the model compiled before")
+    sooner = f"ratio {result['ratio']:.2f}" if result["ratio"] else "not reached by both"
+    add_caption(figure, f"Time to quality: {sooner}", about=origin(record))
+    return figure
+
+
+def new_figure(height: float, rows: Sequence[str] = ()) -> tuple[Figure, Axes]:
+    """Return a figure of `height` [inches] with one axes, whose rows have these labels, the first at its top."""
+    figure = Figure(figsize=(8.6, height), layout="constrained")  # as wide as GitHub and a notebook show unscaled
+    axes = figure.add_subplot()
+    axes.use_sticky_edges = False  # bars may end at the edge of the axes otherwise
+    if rows:
+        labels = [label if "\n" in label else textwrap.fill(label, 32) for label in rows]
+        axes.set_yticks(range(len(rows)), labels, fontsize=8.5)
+        axes.set_ylim(len(rows) - 0.4, -0.6)
+    return figure, axes
+
+
+def origin(record: Row | None) -> str:
+    """Return what a record is about, in a line."""
+    if record is None:
+        return ""
+    trained = f"{record['workload']['name']}, {record['workload']['train']} training items"
+    return f"{device_name(record)} · {trained} · torch {record['versions']['torch']} · scale {record['scale']}"
+
+
+def add_caption(figure: Figure, title: str, marks: Sequence[Artist] = (), *, about: str = "", columns: int = 6) -> None:
+    """Put the title above the axes, and below them the legend of `marks`, else of all that has a label in the axes."""
+    figure.suptitle(title, x=0.01, ha="left")
+    handles = marks or figure.axes[0].get_legend_handles_labels()[0]
+    figure.legend(handles=handles, loc="outside lower left", ncols=columns, title=about, alignment="left")
+
+
+def write_beside(axes: Axes, y: int, text: str) -> None:
+    """Write `text` to the right of row `y`."""
+    axes.text(1.02, y, text, transform=axes.get_yaxis_transform(), va="center", fontsize=8.5)
+
+
+def round_ticks(axis: Axis) -> None:
+    """Give a logarithmic axis a few round ticks, whether it spans a hundredth or six decades."""
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)) if high > 4 * low else MaxNLocator(6))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_locator(NullLocator())
+
+
+def ratio_text(row: Row) -> str:
+    return f"{row['ratio']:.2f}× ({row['low']:.2f} to {row['high']:.2f})"
+
+
+def draw_change(axes: Axes, y: int, row: Row, *, before_ms: float, colour: str) -> None:
+    """Draw a step from `before_ms` by a row's ratio, with interval and prediction where it has them."""
+    after_ms = before_ms / row["ratio"]
+    axes.barh(y, after_ms - before_ms, 0.5, left=before_ms, color=colour)
+    if row["low"]:
+        axes.plot([before_ms / row["high"], before_ms / row["low"]], [y, y], "|-", color=INK, markersize=7)
+    if row.get("predicted_low"):
+        fastest, slowest = before_ms / row["predicted_high"], before_ms / row["predicted_low"]
+        axes.barh(y + 0.36, slowest - fastest, 0.1, left=fastest, color=PREDICTED.get_facecolor())

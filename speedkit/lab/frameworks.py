@@ -1,0 +1,92 @@
+"""A plan in the words of other frameworks: what to write there, where training is not left to speedkit.
+
+The words are a table, `frameworks.csv`, of torch 2.11, lightning 2.6, accelerate 1.15 and transformers 5.23.
+NeMo's are overrides for the command line of its scripts, keys of the configuration files under
+https://github.com/NVIDIA/NeMo/tree/main/examples/asr/conf.
+
+A row holds a field and a value, or a pattern of values: its words are shown for a plan that has such a value, even the
+default; without one, for any but the default and those that have rows of their own. The field means something only
+where the field in `needs` is not at its default. A cell is a statement of Python, in which `{value}` and other fields
+of the plan are filled in. The last column is advice where a framework has no words.
+"""
+
+import csv
+import math
+import re
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from speedkit.config import from_mapping
+from speedkit.errors import PlanError
+from speedkit.plan import Plan
+from speedkit.recipe import Recipe
+
+FRAMEWORKS = ("PyTorch", "Lightning", "Accelerate", "Hugging Face", "NeMo")
+# A call, up to its keywords; and these.
+CHANGE = re.compile(r"(\w+)=([\w.-]+)")
+CALL = re.compile(r"(\w+ = [\w.]+\((?:dataset, |model\.parameters\(\), )?)(\w+=.*)\)")
+
+
+def in_words(plan: Plan, recipe: Recipe) -> dict[str, str]:
+    """Return, by framework, the lines that do there what an effective `plan` does here: Python, overrides for NeMo.
+
+    They name your `model`, `dataset`, `loss_function` and `device`, a batch's `inputs` and `targets`, and the `blocks`
+    that repeat in the model. Raises PlanError for a batch size that is still to be found.
+    """
+    if not isinstance(recipe.batch_size, int):
+        raise PlanError("batch_size=auto has no words elsewhere: give the number that training with auto has found")
+    micro_batch = plan.micro_batch if isinstance(plan.micro_batch, int) else recipe.batch_size
+    values = vars(plan) | {"batch_size": recipe.batch_size, "parts": math.ceil(recipe.batch_size / micro_batch)}
+    changed = {field for field, value in vars(plan).items() if value != getattr(Plan(), field)}
+    words, rows = {}, rows_for(plan, changed)
+    for framework in FRAMEWORKS:
+        lines, advice = [], []
+        for row in rows:
+            filled_in = values | {"value": values[row["field"]]}
+            if row[framework]:
+                lines.append(row[framework].format(**filled_in))
+            elif row["otherwise"] and changed & {row["field"], row["needs"]}:
+                advice.append(f"# {row['field']}={filled_in['value']}: {row['otherwise'].format(**filled_in)}")
+        words[framework] = "".join(f"{line}\n" for line in merge_calls(lines) + advice)
+    return words
+
+
+def change_in_words(change: str, framework: str) -> str:
+    """Return what a framework calls a `change`, `field=value, ...`; "" where that is no field of a plan."""
+    fields = {field: value for field, value in CHANGE.findall(change) if field in vars(Plan())}
+    plan = from_mapping(Plan, fields)
+    rows = [row for row in rows_for(plan, set(fields)) if row["field"] in fields or row["needs"] in fields]
+    words = (row[framework] or row["otherwise"] for row in rows)
+    return "; ".join(
+        word.format(**vars(plan), value=getattr(plan, row["field"]))
+        for word, row in zip(words, rows, strict=True)
+        if word
+    )
+
+
+def read_table() -> list[dict[str, str]]:
+    """Return the rows of the table."""
+    with Path(__file__).with_name("frameworks.csv").open(encoding="utf-8", newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+def rows_for(plan: Plan, changed: set[str]) -> list[dict[str, str]]:
+    """Return the rows of the table that concern a plan in which some fields are `changed`, in the table's order."""
+    table, rows = read_table(), []
+    patterns = [(row["field"], row["value"]) for row in table if row["value"]]
+    for row in table:
+        field, value = row["field"], str(getattr(plan, row["field"]))
+        own_row = any(name == field and fnmatchcase(value, pattern) for name, pattern in patterns)
+        any_other_value = not row["value"] and field in changed and not own_row
+        if (fnmatchcase(value, row["value"]) or any_other_value) and row["needs"] in ("", *changed):
+            rows.append(row)
+    return rows
+
+
+def merge_calls(lines: list[str]) -> list[str]:
+    """Return lines in which calls of one function are a single call with the keywords of all, where the first was."""
+    calls: dict[str, list[str]] = {}
+    for line in lines:
+        call = CALL.fullmatch(line)
+        calls.setdefault(call[1] if call else line, []).extend([call[2]] if call else [])
+    return [f"{start}{', '.join(keywords)})" if keywords else start for start, keywords in calls.items()]

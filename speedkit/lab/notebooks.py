@@ -1,0 +1,214 @@
+"""Strict papermill runs: names and types are checked, a run always ends, and its output is whole or as before."""
+
+import ast
+import concurrent.futures
+import contextlib
+import functools
+import itertools
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+from unittest import mock
+
+import filelock
+import papermill
+import torch
+from nbclient.exceptions import CellTimeoutError
+from nbclient.output_widget import OutputWidget
+from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
+
+from speedkit.config import nearest
+from speedkit.errors import SpeedkitError, UsageError
+from speedkit.lab.provenance import notebooks_folder
+from speedkit.lab.record import read_notebook
+
+CONNECT_S = 10  # that a cluster has to answer
+FINITE = ConfigDict(allow_inf_nan=False)
+NONE = BeforeValidator(lambda value: None if value == "none" else value)
+WORDS = BeforeValidator(lambda value: value.split(",") if isinstance(value, str) else value)
+TYPES: dict[str, Any] = {}  # that a parameter may have, as they are written
+for kind in (int, float, str, bool):
+    TYPES |= {kind.__name__: kind, f"{kind.__name__} | None": Annotated[kind | None, NONE]}
+    TYPES |= {f"list[{kind.__name__}]": Annotated[list[kind], WORDS]}  # type: ignore[valid-type]
+
+# What papermill would log is in the errors raised here.
+logging.getLogger("papermill").addHandler(logging.NullHandler())
+# What an output widget collects is not sent back to the kernel. nbclient would do so on the socket on which it waits
+# for the cell's reply: that can take the reply's wake-up, and the client then stands still until the cell's time is up
+# (https://github.com/jupyter/nbclient/issues/312).
+OutputWidget.send = lambda *args, **kwargs: None  # type: ignore[method-assign]
+
+
+def find_notebooks(names: Sequence[str | Path] | None = None, folder: Path | None = None) -> list[Path]:
+    """Return the notebooks called by number ("21"), name ("21_mixed_precision", "mixed_precision") or path.
+
+    `names=None` is all of the `folder`. Raises UsageError with what exists when a name fits none.
+    """
+    numbered = {path.stem: path for path in sorted((folder or notebooks_folder()).glob("[0-9][0-9]_*.ipynb"))}
+    aliases = {word: path for stem, path in numbered.items() for word in (stem[:2], stem[3:], stem)}
+    paths = []
+    for name in map(str, numbered if names is None else names):
+        path = aliases.get(name, Path(name).resolve())
+        if path.suffix != ".ipynb" or not path.is_file():
+            raise UsageError(f'there is no notebook "{name}"{nearest(name, aliases)}; there are {", ".join(numbered)}')
+        paths.append(path)
+    return paths
+
+
+def declared_parameters(path: Path) -> dict[str, Any]:
+    """Return the type of each parameter that the notebook at `path` declares, by name.
+
+    Raises UsageError unless exactly one cell is tagged `parameters`, with nothing but lines `name: type = literal`.
+    """
+    tagged = [cell for cell in read_notebook(path).cells if "parameters" in cell.metadata.get("tags", [])]
+    if len(tagged) != 1:
+        raise UsageError(f"{path.name} has {len(tagged)} cells tagged `parameters`, and needs exactly one")
+    declared = {}
+    for node in ast.parse(tagged[0].source).body:
+        if not isinstance(node, ast.AnnAssign) or ast.unparse(node.annotation) not in TYPES:
+            raise UsageError(f'{path.name}, parameters cell: "{ast.unparse(node)}" is not `name: type = literal`')
+        declared[ast.unparse(node.target)] = TYPES[ast.unparse(node.annotation)]
+    return declared
+
+
+def typed_parameters(source: Path, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `given` values or texts in the types that notebook `source` declares. Raises UsageError for others."""
+    declared, values = declared_parameters(source), {}
+    for name, value in given.items():
+        if name not in declared:
+            raise UsageError(f'{source.name} has no parameter "{name}"{nearest(name, declared)}: it has {[*declared]}')
+        try:
+            values[name] = TypeAdapter(declared[name], config=FINITE).validate_python(value)
+        except ValidationError as error:
+            raise UsageError(f"{source.name}: {name}={value!r} is not possible: {error.errors()[0]['msg']}") from error
+    return values
+
+
+def run_notebook(
+    source: str | Path,
+    out: str | Path,
+    parameters: Mapping[str, Any] | None = None,
+    *,
+    timeout_s: float = 3600.0,
+    environment: Mapping[str, str] | None = None,
+    folder: Path | None = None,
+    progress: bool = True,
+) -> Path:
+    """Run notebook `source` with `parameters` in a fresh kernel, and leave what ran at `out`.
+
+    The kernel starts in `folder`, by default the notebook's own, and imports what lies beside the notebook too.
+    `timeout_s` is for each cell, `environment` for the kernel. Raises UsageError before anything starts, SpeedkitError
+    when a cell fails or its time is up: `out` is then, as after Ctrl-C, as it was, and what did run is beside it as
+    NAME.failed.ipynb.
+    """
+    source, out = Path(source).resolve(), Path(out).resolve()
+    values = typed_parameters(source, parameters or {})
+    if out == source:
+        raise UsageError(f"{source.name} cannot be run onto itself: name another output")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_name(f"{out.stem}.failed.ipynb")  # papermill writes it cell by cell
+    bar = progress and sys.stderr.isatty()
+    begun = 0
+    search = [*filter(None, [os.environ.get("PYTHONPATH")]), str(source.parent)]
+    environment = {"PYTHONPATH": os.pathsep.join(search), **(environment or {})}
+
+    def before_cell(**_: Any) -> None:
+        nonlocal begun
+        begun += 1
+        if progress and not bar:
+            print(f"{source.stem}: cell {begun}", flush=True)
+
+    try:
+        with device_lock(), mock.patch.dict(os.environ, environment):
+            papermill.execute_notebook(
+                source,
+                partial,
+                values,
+                kernel_name="python3",
+                progress_bar={"desc": source.stem, "leave": False} if bar else False,
+                execution_timeout=timeout_s,
+                iopub_timeout=60,  # outputs may arrive this long after their cell has ended [s]
+                on_cell_execute=before_cell,
+                resources={"metadata": {"path": str(folder or source.parent)}},
+                extra_arguments=["--IPKernelApp.log_level=CRITICAL"],  # its log is no output of the notebook
+            )
+        return partial.replace(out)
+    except papermill.PapermillExecutionError as error:
+        why = f"{error.ename}: {error.evalue}".strip(": ").splitlines()[0]
+    except CellTimeoutError:
+        why = f"stopped after {timeout_s:.0f} s"
+    except RuntimeError as error:
+        why = f"the kernel died, perhaps out of memory, or did not start ({error})"
+    raise SpeedkitError(f"{source.name}, cell [{begun}]: {why}. What did run is in {partial}")
+
+
+@contextlib.contextmanager
+def device_lock() -> Iterator[None]:
+    """Hold this user's locks on the GPUs that CUDA shows, or on the machine without one; wait for who holds them."""
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    with contextlib.ExitStack() as stack:
+        for gpu in sorted(gpus.split(",")):  # in one order: no deadlock
+            lock = filelock.FileLock(Path(tempfile.gettempdir(), f"speedkit-{os.getuid()}-{gpu or 'cpu'}.lock"))
+            try:
+                stack.enter_context(lock.acquire(blocking=False))
+            except filelock.Timeout:
+                print(f"waiting for another notebook to finish on {gpu or 'cpu'}", file=sys.stderr, flush=True)
+                stack.enter_context(lock.acquire())
+        yield
+
+
+def sweep(
+    source: str | Path,
+    grid: Mapping[str, Sequence[Any]],
+    out: str | Path,
+    *,
+    parameters: Mapping[str, Any] | None = None,
+    executor: concurrent.futures.Executor | None = None,
+    timeout_s: float = 3600.0,
+    folder: Path | None = None,
+) -> dict[Path, str]:
+    """Run notebook `source` for each combination of the `grid`'s values, into folder `out`, named by the values.
+
+    They run one after the other, or in an `executor`, of this machine or of others that share its file system. Return
+    what went wrong with each, "" if nothing, by path.
+    """
+    source, out, jobs = Path(source).resolve(), Path(out).resolve(), {}
+    for combination in itertools.product(*grid.values()):
+        values = typed_parameters(source, {**(parameters or {}), **dict(zip(grid, combination, strict=True))})
+        label = "-".join(f"{name}={values[name]}" for name in grid).replace(os.sep, "_")
+        jobs[out / f"{source.stem}-{label}.ipynb"] = values
+    run = functools.partial(run_notebook, source, timeout_s=timeout_s, folder=folder, progress=False)
+    results: Iterator[tuple[Path, Callable[[], Path]]]
+    if executor is None:
+        results = ((path, functools.partial(run, path, values)) for path, values in jobs.items())
+    else:
+        futures = {executor.submit(run, path, values): path for path, values in jobs.items()}
+        # Popped, because Dask would run again what somebody holds when it loses a worker.
+        results = ((futures.pop(future), future.result) for future in concurrent.futures.as_completed(futures))
+    errors = dict.fromkeys(jobs, "")
+    for number, (path, result) in enumerate(results, start=1):
+        try:
+            result()
+        except SpeedkitError as error:
+            errors[path] = str(error)
+        except Exception as error:  # the executor's: its process died, its cluster went away
+            errors[path] = f"{type(error).__name__}: {error}".splitlines()[0]
+        print(f"{number}/{len(jobs)} {path.stem}: {errors[path] or 'done'}", flush=True)
+    return errors
+
+
+@contextlib.contextmanager
+def cluster_executor(address: str) -> Iterator[concurrent.futures.Executor]:
+    """Yield an executor on the Dask cluster whose scheduler is at `address`, tcp://HOST:PORT.
+
+    Each machine needs this package and a worker (`dask worker tcp://HOST:PORT --nthreads 1`), best one for each GPU.
+    """
+    import distributed  # the extra [cluster]
+
+    with distributed.Client(address, timeout=CONNECT_S, set_as_default=False) as client:
+        client.wait_for_workers(1, timeout=CONNECT_S)
+        yield client.get_executor(pure=False)  # not pure: a sweep that is run again runs

@@ -1,0 +1,189 @@
+"""What a notebook run leaves behind: one record of what ran, on what, what came out, and how claims fared."""
+
+import functools
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from speedkit import files
+from speedkit.errors import SpeedkitError, UsageError
+from speedkit.lab import provenance, records
+from speedkit.lab.records import jsonable
+from speedkit.machine import gpu_state, this_machine
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+    from speedkit.fallbacks import EffectivePlan
+    from speedkit.measure.compare import Comparison
+
+RECORD_MIME = "application/vnd.speedkit.record+json"
+GPU_STATE = ("power_w", "sm_hz", "memory_hz", "energy_j")
+Row = Mapping[str, Any]
+
+
+def start(notebook: str, needs: Sequence[str] = (), **parameters: Any) -> "NotebookRun":
+    """Begin the record of a notebook run and print one line of provenance, with one line per missing capability.
+
+    `needs` are capabilities of `Hardware.supports`; `parameters` are the notebook's, all of them.
+    `scale` "auto" is full on an NVIDIA or AMD GPU and cpu elsewhere; SPEEDKIT_SCALE overrides it.
+    """
+    if sys.platform == "linux":  # in Python 3.14 no longer the default, and others do not know a notebook's classes
+        multiprocessing.set_start_method("fork", force=True)
+    run = NotebookRun(notebook, parameters)
+    commit = f"commit {run.record['commit']}" if run.record["commit"] else "no commit"
+    commit += " with changes" if run.record["dirty"] else ""
+    versions = "torch {torch} · speedkit {speedkit}".format(**run.record["versions"])
+    print(f"{run.hardware.gpu or run.hardware.cpu} · {versions}, {commit} · scale {run.scale}")
+    for capability in needs:
+        if reason := run.hardware.why_not(capability):
+            print(f"no {capability} here: {reason}")
+    return run
+
+
+class NotebookRun:
+    """One run of a notebook. Running a cell again replaces what that cell recorded before.
+
+    `record` takes more under names of its own, as a tuning's optimizations.
+    """
+
+    def __init__(self, notebook: str, parameters: Row):
+        self.notebook, self.began_s = notebook, time.monotonic()
+        self.hardware = this_machine(parameters.get("device") or "auto")
+        self.scale = os.environ.get("SPEEDKIT_SCALE") or parameters.get("scale", "auto")
+        if self.scale == "auto":
+            self.scale = "gpu" if self.hardware.device.type == "cuda" else "cpu"
+        if self.scale not in records.SCALES:
+            raise UsageError(f'there is no scale "{self.scale}": use auto, {", ".join(records.SCALES)}')
+        self.gpu_at_start = gpu_state(self.hardware.device, *GPU_STATE)
+        commit, dirty = provenance.commit()
+        self.record: dict[str, Any] = {
+            "notebook": notebook,
+            "scale": self.scale,
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "parameters": _without_folders(parameters),
+            "hardware": _without_folders(self.hardware.as_dict()),
+            "versions": provenance.versions(),
+            "commit": commit,
+            "dirty": dirty,
+            "plans": {},
+            "fallbacks": [],
+            "measurements": [],
+            "tables": {},
+            "verdicts": [],
+        }
+
+    def pick(self, **by_scale: Any) -> Any:
+        """Return the value for this run's scale: `run.pick(smoke=2, cpu=10, gpu=100)`."""
+        return by_scale[self.scale]
+
+    @functools.cached_property
+    def folder(self) -> Path:
+        """The folder for files of this run, made when first asked for: SPEEDKIT_RUN_DIR, else a new one in `runs`."""
+        name = f"{self.notebook}-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
+        here = Path.cwd()
+        root = here.parent if here.name == "notebooks" else here  # a kernel starts beside its notebook
+        folder = Path(os.environ.get("SPEEDKIT_RUN_DIR") or root / "runs" / "notebooks" / name)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def check(self, what: str, agrees: Any) -> None:
+        """Print PASS or FAIL and record it; `save` raises when a check failed. `what` must not depend on the run."""
+        print(f"{'PASS' if agrees else 'FAIL'} {what}")
+        row = {"check": what, "claim": None, "verdict": "passed" if agrees else "failed"}
+        _replace(self.record["verdicts"], row, "claim", "check")
+
+    def tell(self, text: str) -> None:
+        """Show `text` as Markdown: what was seen, in sentences with the numbers of this run."""
+        from IPython import display
+
+        display.display(display.Markdown(text))
+
+    def verdict(
+        self, claim: str, verdict: str, why: str, *, measurement: str | None = None, value: float | None = None
+    ) -> None:
+        """Record how a guide's claim (its id in notebooks/claims.csv) fared, with the evidence in one sentence.
+
+        `measurement` names the row of `measurements` that answers it; `value` is the figure in per cent where it is no
+        ratio of times.
+        """
+        print(f"{claim} {verdict}: {why}")
+        row = {"check": why, "claim": claim, "verdict": verdict, "measurement": measurement, "value": value}
+        _replace(self.record["verdicts"], row, "claim")
+
+    def measure(self, comparison: "Comparison | Row") -> None:
+        """Record a comparison: `compare`'s, or the row that `compare_functions` returns."""
+        row = comparison if isinstance(comparison, Mapping) else comparison.as_measurement()
+        _replace(self.record["measurements"], jsonable(row), "name", "a", "b")
+
+    def table(self, name: str, rows: Sequence[Row]) -> "DataFrame":
+        """Record named rows, units in their keys (`step_s`, `memory_bytes`); return them as a pandas DataFrame."""
+        import pandas
+
+        self.record["tables"][name] = jsonable(list(rows))
+        return pandas.DataFrame(self.record["tables"][name])
+
+    def plan(self, name: str, effective: "EffectivePlan") -> None:
+        """Record a resolved plan: what was asked, what is honoured here, and why it falls back."""
+        fallbacks = [{"plan": name, **jsonable(fallback)} for fallback in effective.fallbacks]
+        self.record["plans"][name] = {"asked": jsonable(effective.asked), "effective": jsonable(effective.plan)}
+        self.record["fallbacks"] = [row for row in self.record["fallbacks"] if row["plan"] != name] + fallbacks
+
+    def recorded(self) -> list[dict[str, Any]]:
+        """Return the records of this notebook that other machines left in notebooks/records, GPUs first."""
+        left = records.published(provenance.notebooks_folder() / f"{self.notebook}.ipynb").values()
+        return [record for record in left if records.machine(record) != records.machine(self.record)]
+
+    def finished(self) -> dict[str, Any]:
+        """Return the whole record: with its seconds, and the GPU's power and clocks at start and end, and energy."""
+        states = [self.gpu_at_start, gpu_state(self.hardware.device, *GPU_STATE)]
+        gpu: dict[str, Any] = dict.fromkeys(("power", "clocks", "energy_j"))
+        if all(states):
+            gpu["power"] = [{"power_w": state["power_w"]} for state in states]
+            gpu["clocks"] = [{key: state[key] for key in ("sm_hz", "memory_hz")} for state in states]
+            gpu["energy_j"] = states[1]["energy_j"] - states[0]["energy_j"]
+        return jsonable(self.record | gpu | {"seconds": round(time.monotonic() - self.began_s, 1)})
+
+    def save(self) -> None:
+        """Write record.json into the run's folder and display the same object; then raise if a check failed."""
+        from IPython import display, get_ipython
+
+        record = self.finished()
+        if problems := records.validate_record(record):
+            raise SpeedkitError(f"the record of {self.notebook} is not valid: {'; '.join(problems)}")
+        files.write_json(self.folder / "record.json", record)
+        checks = [row for row in record["verdicts"] if row["claim"] is None]
+        counts = f"{len(record['measurements'])} measurements, {len(record['tables'])} tables, {len(checks)} checks"
+        line = f"record of {self.notebook}: {counts}"
+        if get_ipython() is None:
+            print(line)
+        else:
+            display.display({RECORD_MIME: record, "text/plain": line}, raw=True)
+        if failed := [row["check"] for row in checks if row["verdict"] == "failed"]:
+            raise SpeedkitError(f"{len(failed)} of this notebook's checks failed: {'; '.join(failed)}")
+
+
+def _without_folders(values: Row) -> dict[str, Any]:
+    """Return `values` for JSON, absolute paths as names: where something lies here is nobody else's business."""
+    absolute = [key for key, value in values.items() if isinstance(value, str | Path) and os.path.isabs(value)]
+    return jsonable(values) | {key: Path(values[key]).name for key in absolute}
+
+
+def _replace(rows: list[dict[str, Any]], new: dict[str, Any], *keys: str) -> None:
+    """Add a row at the end, without those that agree with it in `keys`."""
+    rows[:] = [row for row in rows if any(row[key] != new[key] for key in keys)] + [new]
+
+
+def read_notebook(path: Path) -> Any:
+    """Return the notebook at `path` as nbformat holds it. Raises UsageError when it is missing or is not a notebook."""
+    import nbformat
+
+    try:
+        return nbformat.read(path, as_version=4)
+    except (OSError, ValueError, AttributeError, KeyError, nbformat.ValidationError) as error:
+        raise UsageError(f"{path} cannot be read or is not a Jupyter notebook: name another") from error

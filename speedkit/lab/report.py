@@ -1,0 +1,116 @@
+"""A tuning's record in plain sentences, and as one HTML page that stands alone: it loads nothing and runs no script."""
+
+import base64
+import io
+from collections.abc import Mapping
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from matplotlib.figure import Figure
+
+from speedkit import files
+from speedkit.clock import duration
+from speedkit.config import settings_of
+from speedkit.lab import figures
+from speedkit.lab.frameworks import in_words
+from speedkit.plan import Plan
+from speedkit.recipe import Recipe
+
+Row = Mapping[str, Any]
+
+
+def write_report(record: Row, out: str | Path) -> Path:
+    """Write the record of a tuning as a page to `out` and return its path.
+
+    All that is text in the record is escaped: it may quote a file's name, an error, or come from another machine.
+    """
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True
+    )
+    environment.filters |= {"ratio": figures.ratio_text, "duration": duration}
+    known, baseline = settings_of(Plan), vars(Plan())
+    breakdowns = {"plain PyTorch": record["breakdowns"]["baseline"], "final plan": record["breakdowns"]["final"]}
+    drawn = {"table of optimizations": figures.waterfall(record), "breakdowns": figures.breakdowns(breakdowns, record)}
+    if record.get("time_to_quality"):
+        drawn["quality"] = figures.time_to_quality(record)
+    page = environment.get_template("report.html.j2").render(
+        record=record,
+        machine=figures.device_name(record),
+        headline=min(record["speedup"], record["speedup_careful"], key=itemgetter("ratio")),
+        sentences=in_short(record),
+        quality=quality_in_words(record["quality"]),
+        fields=[(name, value, known[name].help) for name, value in record["plan"].items() if value != baseline[name]],
+        lines=in_words(Plan(**record["plans"]["final"]["effective"]), Recipe(**record["recipe"])),
+        left_out=[row for row in (*record["optimizations"], *record["dropped"]) if not row["kept"]],
+        figures={name: data_url(figure) for name, figure in drawn.items()},
+    )
+    files.write_text(out, page)
+    return Path(out)
+
+
+def data_url(figure: Figure) -> str:
+    """Return the figure as a data URL: a picture cannot run what its labels may hold."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="svg")
+    return f"data:image/svg+xml;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+# ---- in sentences ----
+
+
+def in_short(record: Row) -> list[str]:
+    """Return a tuning's result in plain sentences, the most important first."""
+    if record["change"] == "nothing":
+        return ["Nothing that was tried is worth switching on: plain PyTorch stays."]
+    speedups = [(record["speedup"], "plain PyTorch"), (record["speedup_careful"], "a careful start")]
+    over = "{ratio:.2f} times as fast as {} ({low:.2f} to {high:.2f}, 99 %)".format
+    ratios = [over(name, **row) for row, name in sorted(speedups, key=lambda pair: pair[0]["ratio"])]
+    return [
+        f"Training steps are {', and '.join(ratios)}.",
+        quality_in_words(record["quality"]),
+        payback_in_words(record["payback"]),
+        *map(batch_in_words, record.get("larger_batch", ())),
+        f"Switched on: {record['change']}.",
+    ]
+
+
+def quality_in_words(quality: Row) -> str:
+    """Return in one sentence whether the final plan learns as well."""
+    if quality["decision"] == "not tested":
+        why = "no training was needed"
+        if quality.get("budget_s"):
+            why = f"two trainings of each plan take a budget of about {duration(quality['budget_s'])}"
+        return f"Whether the result is as good was not tested: {why}."
+    trainings, likelihood = len(quality["final"]), quality["likelihood"]
+    shown = "{mean_change:+.4f}, at least {lower:+.4f}".format
+    change = f"{quality['metric']} changed by {shown(**quality)}; margin {quality['margin']:g}"
+    if likelihood:
+        change += f"; in {trainings} folds, where the right class's probability changed by {shown(**likelihood)}"
+    if quality["decision"] != "not decided":
+        return f"The result is {quality['decision']}: {change}."
+    needed = f"{trainings} trainings of each plan cannot show it; about {quality['seeds_needed']} would"
+    if quality["items_needed"]:
+        needed = "{test_items} test items cannot show {margin:g}; about {items_needed} would".format(**quality)
+    return f"Whether the result is as good is not decided: {change}. {needed}."
+
+
+def batch_in_words(row: Row) -> str:
+    """Return in one sentence what a larger batch, which changes what is learned, does to the time to quality."""
+    batch = "batch_size={batch_size} with learning_rate={learning_rate:.3g}".format(**row)
+    sooner = f"reaches the same quality {row['ratio']:.2f} times as soon" if row["taken"] else f"is {row['why']}"
+    return f"In the recipe {batch} {sooner}."
+
+
+def payback_in_words(payback: Row) -> str:
+    """Return in one sentence what the final plan saves, and when it has earned what it takes to prepare."""
+    before, after = duration(payback["baseline_s"]), duration(payback["final_s"])
+    saved = f"Your {payback['epochs']:.3g} epochs: from {before} to {after}"
+    prepared = {"build the cache": payback["prepare_s"]["cache"], "compile": payback["prepare_s"]["compile"]}
+    first = " and ".join(f"{duration(value)} to {what}" for what, value in prepared.items() if value)
+    if not first:
+        return f"{saved}."
+    if payback["pays_back_after_s"] is None:
+        return f"{saved}, with {first}; that does not pay back within so short a training."
+    return f"{saved}, with {first}; that pays back after {duration(payback['pays_back_after_s'])}."

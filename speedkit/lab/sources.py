@@ -1,0 +1,232 @@
+"""Find the data: class-named subfolders, a CSV of paths and labels, a file-name pattern, tars, or a folder of text."""
+
+import csv
+import hashlib
+import json
+import os
+import re
+import sysconfig
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass
+from pathlib import Path
+
+from speedkit.data.decode import TarMember, check_bad_share
+from speedkit.errors import UsageError
+from speedkit.lab.tars import members_by_path
+
+TEST_SHARE, TEXT_TEST_SHARE = 0.2, 0.1
+EXTENSIONS = {
+    "audio": (".wav", ".flac", ".ogg", ".mp3", ".aif", ".aiff"),
+    "image": (".jpg", ".jpeg", ".png"),
+}
+# The columns of a label table, in upper or lower case: the first that is there.
+COLUMNS = {
+    "path": ("path", "file", "filename", "file_name"),
+    "label": ("label", "category", "class", "class_name", "target"),
+    "split": ("split", "fold"),
+}
+# Of Python's library: not there everywhere, or not part of it.
+NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib"}
+
+Labels = dict[Path, tuple[str, str]]  # of each file its label, and train, validation or test where a table says so
+Members = Mapping[Path, TarMember]  # of tars, by the path that each would have if its tar were a folder
+
+
+@dataclass(frozen=True)
+class Item:
+    """One file: its path and class index; of a recording also its length in seconds and its sample rate."""
+
+    path: str | TarMember
+    label: int
+    duration_s: float = 0.0
+    sample_rate_hz: int = 0
+
+
+@dataclass(frozen=True)
+class Split:
+    """The items to train, test and validate on, the class names, and (path, why) of each file that cannot be used."""
+
+    train: tuple[Item, ...]
+    test: tuple[Item, ...]
+    classes: tuple[str, ...]
+    quarantined: tuple[tuple[str, str], ...] = ()
+    validation: tuple[Item, ...] = ()
+
+
+def find_items(
+    data_dir: str | Path,
+    *,
+    labels: str | Path | None = None,
+    label_pattern: str | None = None,
+    test_pattern: str | None = None,
+    labelled: bool = True,
+    kind: str = "audio",
+) -> Split:
+    """Return the training, test and validation items under `data_dir`, sorted by path.
+
+    `data_dir` is a folder, or tars (`clips-{0000..0009}.tar`, `*.tar`).
+    Labels come from the CSV `labels`, from group 1 of `label_pattern` in the file name, or from the names of the
+    subfolders, in a tar also from KEY.cls, KEY.json or KEY.txt beside KEY.wav, which is webdataset's layout; without
+    `labelled` all files are of one class. The test set is what `test_pattern` matches in the file
+    name, else what the CSV's column `split` or `fold` (the highest) marks, else a fifth of each class by a hash of the
+    name, which keeps a file on its side when others are added. A column `split` may mark a validation set besides.
+    Raises UsageError for a source that cannot be used as asked, SpeedkitError when over 5 % of the files are bad.
+    """
+    root = Path(data_dir)
+    archive = members_by_path(root) if re.search(r"\.(tar\b|tgz$)", root.name) and not root.is_dir() else {}
+    if labels is not None:
+        files = read_table(root, Path(labels), kind)
+    else:
+        files = files_under(root, kind, label_pattern=label_pattern, labelled=labelled, archive=archive)
+    classes = sorted({label for label, _ in files.values()})
+    if labelled and len(classes) < 2:
+        raise UsageError(f"a classifier needs two classes, the files have {len(classes)} ({', '.join(classes)})")
+    test_paths = choose_test_set(files, root, test_pattern=test_pattern, share=TEST_SHARE)
+
+    # The header of each recording is read once; a file without one is left out, and named.
+    if kind != "image":
+        import soundfile  # an extra
+    train, test, validation = list[Item](), list[Item](), list[Item]()
+    bad: dict[str, str] = {}
+    for path in sorted(files):
+        try:
+            member = archive.get(path)
+            info = None if kind == "image" else soundfile.info(member.open() if member else path)
+        except (RuntimeError, OSError) as error:  # libsndfile's errors are RuntimeErrors
+            bad[str(path)] = str(error)
+        else:
+            header = (info.frames / info.samplerate, info.samplerate) if info else ()
+            side = test if path in test_paths else validation if files[path][1] == "validation" else train
+            side.append(Item(member or str(path), classes.index(files[path][0]), *header))
+    check_bad_share(bad, len(files))
+    return Split(tuple(train), tuple(test), tuple(classes), tuple(bad.items()), tuple(validation))
+
+
+def find_text(data_dir: str | Path | None, test_pattern: str | None) -> tuple[bytes, bytes]:
+    """Return the text to train on and to test on: all files under `data_dir`, or Python's own standard library.
+
+    The test files are those whose name `test_pattern` matches, else a tenth of them by a hash of the name; of a single
+    file, its last tenth. Hidden files and binary files (a zero byte, as git tells them) are left out.
+    """
+    root = Path(data_dir or sysconfig.get_path("stdlib"))
+    paths = visible_files(root, set() if data_dir else NOT_LIBRARY)
+    texts = {path: path.read_bytes() for path in paths if data_dir or path.suffix == ".py"}
+    texts = {path: text for path, text in texts.items() if b"\0" not in text[:8192]}
+    if not texts:
+        raise UsageError(f"data folder {root} holds no text files: name another --data-dir")
+    if test_pattern is None and len(texts) == 1:
+        (text,) = texts.values()
+        end = round((1 - TEXT_TEST_SHARE) * len(text))
+        return text[:end], text[end:]
+    files = dict.fromkeys(texts, ("", ""))
+    test_paths = choose_test_set(files, root, test_pattern=test_pattern, share=TEXT_TEST_SHARE)
+    train = b"\n".join(text for path, text in texts.items() if path not in test_paths)
+    return train, b"\n".join(text for path, text in texts.items() if path in test_paths)
+
+
+def visible_files(root: Path, left_out: Set[str] = frozenset()) -> list[Path]:
+    """Return the files under a folder in the order of their names, without hidden ones and folders `left_out`."""
+    if not root.is_dir():
+        raise UsageError(f"data folder {root} does not exist or is not a folder: name another --data-dir")
+    paths = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in left_out)
+        paths += [Path(folder, name) for name in sorted(names) if not name.startswith(".")]
+    return [path for path in paths if path.is_file()]  # no link to what is gone
+
+
+def matches(paths: Iterable[Path], pattern: str, option: str) -> dict[Path, re.Match[str]]:
+    """Return the match of each file name in which the pattern is found. Raises UsageError for a faulty pattern."""
+    try:
+        return {path: match for path in paths if (match := re.search(pattern, path.name))}
+    except re.error as error:
+        raise UsageError(f"{option} {pattern!r} is not a regular expression: {error}") from error
+
+
+def files_under(root: Path, kind: str, *, label_pattern: str | None, labelled: bool, archive: Members) -> Labels:
+    """Return the files labelled by their subfolder or by the pattern; files without a label are left out."""
+    paths = [path for path in archive or visible_files(root) if path.suffix.lower() in EXTENSIONS[kind]]
+    if not labelled:
+        labels = dict.fromkeys(paths, "unlabelled")
+    elif archive and label_pattern is None:
+        labels = labels_in_tars(paths, archive)
+    elif label_pattern is None:
+        labels = {path: path.relative_to(root).parts[0] for path in paths if path.parent != root}
+    else:  # without a group the label is all that matches
+        named = matches(paths, label_pattern, "--label-pattern")
+        labels = {path: match[min(1, match.re.groups)] for path, match in named.items()}
+    if not any(labels.values()):
+        files = f"{len(paths)} {kind} files ({' '.join(EXTENSIONS[kind])})"
+        sources = "make a folder per class in it, or give --label-pattern or --labels"
+        raise UsageError(f"data folder {root} has {files}, none with a label: {sources}")
+    return {path: (label, "") for path, label in labels.items() if label}
+
+
+def labels_in_tars(paths: Iterable[Path], archive: Members) -> dict[Path, str]:
+    """Return what KEY.cls, else KEY.json, else KEY.txt says of each KEY, or else the name of the folder it lies in."""
+    labels = {path: path.parent.name * (str(path.parent) != archive[path].tar) for path in paths}
+    keys = {path.with_name(path.name.partition(".")[0]): path for path in paths}
+    for path in sorted(archive, key=lambda path: path.suffix, reverse=True):
+        key, _, suffix = path.name.partition(".")
+        if suffix in ("cls", "json", "txt") and (labelled := keys.get(path.with_name(key))):
+            text = archive[path].read().decode(errors="replace").strip()
+            row = json.loads(text) if suffix == "json" else {"label": text}
+            labels[labelled] = str(next((row[name] for name in COLUMNS["label"] if name in row), labels[labelled]))
+    return labels
+
+
+def read_table(root: Path, table: Path, kind: str) -> Labels:
+    """Return the files that the CSV `table` lists, whether they exist or not."""
+    import pandas
+
+    try:
+        options = {"dtype": str, "keep_default_na": False, "skipinitialspace": True, "encoding": "utf-8-sig"}
+        rows = pandas.read_csv(table, sep=None, engine="python", **options)  # type: ignore[call-overload]
+    except (OSError, ValueError, csv.Error) as error:
+        raise UsageError(f"--labels {table} cannot be read as a CSV file in UTF-8 ({error})") from error
+    rows = rows.rename(columns=lambda name: name.strip().lower())
+    path, label, split = (next((name for name in names if name in rows), "") for names in COLUMNS.values())
+    if rows.empty or not path or not label:
+        needs = f"one of {', '.join(COLUMNS['path'])}, one of {', '.join(COLUMNS['label'])}, and a row per file"
+        raise UsageError(f"--labels {table} has {len(rows)} rows with columns {', '.join(rows)}; it needs {needs}")
+
+    # The highest fold is the test set. Without a test part that of validation is.
+    rows["side"] = rows[split].str.lower() if split else ""
+    if split == "fold":
+        folds = rows["fold"].str.extract(r"(\d+)")[0].astype(float)  # 5, or fold5
+        rows["side"] = ((folds == folds.max()) & (folds > folds.min())).map({True: "test", False: "train"})
+    rows["side"] = rows["side"].replace({"^(test|eval).*": "test", "^(val|dev).*": "validation"}, regex=True)
+    if "test" not in set(rows["side"]):
+        rows["side"] = rows["side"].replace("validation", "test")
+    rows = rows[rows[label] != ""]
+
+    # Paths are relative to the data folder, to one of that kind in it (ESC-50's audio), or to the table.
+    folders = (root, root / kind, table.parent)
+    paths = [next(filter(Path.is_file, (folder / name for folder in folders)), root / name) for name in rows[path]]
+    return dict(zip(paths, zip(rows[label], rows["side"], strict=True), strict=True))
+
+
+def choose_test_set(files: Labels, root: Path, *, test_pattern: str | None, share: float) -> set[Path]:
+    """Return the files that the pattern matches, else those marked test, else a share of each class.
+
+    The share, one file at least, goes by a hash of the name within the folder. Raises UsageError for a pattern that
+    matches all files, or none.
+    """
+    if test_pattern is not None:
+        test = set(matches(files, test_pattern, "--test-pattern"))
+        if len(test) in (0, len(files)):
+            amount = f"matches {len(test)} of {len(files)} files"
+            raise UsageError(f"--test-pattern {test_pattern!r} {amount}: leave some to train and some to test on")
+        return test
+    if marked := {path for path, (_, side) in files.items() if side == "test"}:
+        return marked
+
+    def stable_hash(path: Path) -> bytes:
+        name = path.relative_to(root) if path.is_relative_to(root) else path
+        return hashlib.blake2b(f"0:{name.as_posix()}".encode(), digest_size=8).digest()  # 0 is its seed
+
+    classes = defaultdict(list)
+    for path in sorted(files, key=stable_hash):
+        classes[files[path][0]].append(path)
+    return {path for paths in classes.values() for path in paths[: max(1, round(share * len(paths)))]}

@@ -1,0 +1,90 @@
+"""A tuning of a workload, and its record: what was found, on which machine, by which version."""
+
+import contextlib
+import dataclasses
+import functools
+import io
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from speedkit.clock import duration
+from speedkit.config import to_yaml
+from speedkit.fallbacks import resolve
+from speedkit.files import claim_folder, read_json, write_json, write_text
+from speedkit.lab.record import NotebookRun
+from speedkit.machine import this_machine
+from speedkit.measure.optimizations import named
+from speedkit.measure.stats import LOOKS
+from speedkit.measure.trials import Row, Tuning
+from speedkit.measure.tune import find_plan
+from speedkit.plan import Plan
+from speedkit.recipe import Recipe
+from speedkit.train.progress import wanted
+from speedkit.workload import Workload
+
+
+def tune(
+    workload: Workload,
+    *,
+    recipe: Recipe | None = None,
+    device: str = "auto",
+    out: str | Path | None = None,
+    resume: bool = False,
+    cache_dir: str | Path | None = None,
+    budget_s: float = 480.0,
+    horizon: int | None = None,
+    optimizations: Sequence[str] | None = None,
+    pairs: int = LOOKS[-1],
+    seeds: int = 3,
+    progress: bool | str = "auto",
+) -> Row:
+    """Try every optimization on `workload`, keep what is proven to be faster, and return the record of it.
+
+    The optimization that promises most, by a breakdown of the best plan so far, is measured against that plan, and kept
+    when it is faster and its losses are as promised. Then optimizations are left out again, final figures are measured
+    in fresh turns, and both ends are trained to compare quality. The model is made anew for each plan: what its
+    function prints is not shown.
+
+    `budget_s` is for all of it; `horizon` is the steps of the training that the
+    plan is for, the recipe's by default: compiling has to pay by then. `pairs` is the most that a comparison has,
+    `seeds` the trainings of each plan, more where these do not decide, `optimizations` those to try.
+    `out` gets record.json and plan.yaml, and tune.json, from which `resume` goes on. Raises UsageError for a budget
+    too short for one optimization.
+    """
+    chosen, recipe = named(optimizations), recipe or workload.recipe
+    workload = dataclasses.replace(workload, model=functools.partial(silently, workload.model))
+    folder = claim_folder(out, "tune", resume) if out is not None else None
+    job = Tuning(
+        workload=workload,
+        recipe=recipe,
+        hardware=this_machine(device),
+        budget_s=budget_s,
+        horizon=horizon or recipe.total_steps(len(workload.train), drop_last=False),
+        pairs=pairs,
+        seeds=seeds,
+        options={"device": device, "cache_dir": cache_dir},
+        out=folder,
+        say=functools.partial(print, flush=True) if wanted(progress) else lambda text: None,
+    )
+    if folder is not None and (folder / "record.json").exists():
+        return read_json(folder / "record.json")
+    job.say(f"tuning {workload.name} on {job.hardware.name}, with a budget of {duration(budget_s)}")
+    run = NotebookRun("90_tune", {"workload": workload.name, "budget_s": budget_s, "seeds": seeds})
+    found = find_plan(job, chosen)
+    for measurement in found.pop("measurements"):
+        run.measure(measurement)
+    for name, plan in (("baseline", Plan()), ("final", found["plan"]), ("careful", Plan.careful(job.hardware))):
+        run.plan(name, resolve(plan, job.hardware))
+    run.record |= found
+    record = run.finished()
+    if folder is not None:
+        write_text(folder / "plan.yaml", to_yaml(Plan(**record["plan"])))
+        write_json(folder / "record.json", record)
+    return record
+
+
+def silently(make: Callable[[], Any]) -> Any:
+    """Return `make()`; what it prints is not seen."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        return make()

@@ -1,0 +1,110 @@
+"""What lesson 90 tunings on in each scale, and which changes lost: what the lesson shows, without how it is put."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from speedkit.lab.figures import ratio_text
+from speedkit.lab.workloads import load_workload
+from speedkit.recipe import Recipe
+from speedkit.workload import Workload
+
+Row = Mapping[str, Any]
+Fields = dict[str, Any]
+ENDS = {"plain PyTorch": "baseline", "final plan": "final"}  # of a tuning, and their names in its record
+
+# On a GPU: what keeps it busy well longer than it takes to launch the work. A larger net, more files, larger batches.
+ON_A_GPU: dict[str, tuple[Fields, Fields]] = {
+    "audio": ({"size": "medium", "clips": 3600}, {"batch_size": 128}),
+    "image": ({"size": "medium", "clips": 2400}, {"batch_size": 64}),
+    "speech": ({"size": "medium", "clips": 1280}, {"batch_size": 64}),
+    "text": ({"size": "medium"}, {"batch_size": 16, "steps": 120}),
+}
+
+
+def load(name: str, options: Row, *, scale: str, earlier: Row | None) -> tuple[Workload, Recipe]:
+    """Return the workload `name` with its data `options`, and the recipe: that of the `earlier` tune, if there is one.
+
+    Options that are None are the workload's own, or larger ones in scale gpu. In smoke all is tiny: only to see that
+    everything runs.
+    """
+    larger: Fields = {}
+    changes: Fields = {}
+    if scale == "gpu" and earlier is None and not any(options.values()):
+        larger, changes = ON_A_GPU.get(name, ({}, {}))
+    if scale == "smoke" and earlier is None:
+        changes = {"batch_size": 4, "epochs": 2, "steps": None}
+        larger = {"size": options["size"] or "tiny"} | ({"max_duration_s": 0.5} if name == "audio" else {})
+        if options["data_dir"] is None and options["labels"] is None:
+            larger["clips"] = options["clips"] or 60
+    work = load_workload(name, **{**options, **larger})
+    return work, Recipe(**earlier["recipe"]) if earlier else dataclasses.replace(work.recipe, **changes)
+
+
+def rejected(record: Row) -> list[Fields]:
+    """Return a row for each change that is not in the final plan of a tuning's record: how it lost, and why."""
+    optimizations = [
+        (row, kind(row)) for row in record["optimizations"] if not row["kept"] and row["change"] != "nothing"
+    ]
+    optimizations += [(row, "dropped again") for row in record["dropped"] if not row["kept"]]
+    return [
+        {
+            "change": row["change"],
+            "result": result,
+            "measured": ratio_text(row) if row["ratio"] else "",
+            "why": row["why"],
+        }
+        for row, result in optimizations
+    ]
+
+
+def kind(row: Row) -> str:
+    """Return how a change lost, in words, by its row of `optimizations`."""
+    if row["ratio"] is None:
+        return "not tried"
+    if row["high"] < 1:
+        return "slower"
+    return "no gain shown" if row["low"] <= 1 or row["why"] in ("not worth it", "undecided") else "rejected"
+
+
+def answers(record: Row) -> str:
+    """Return what a tuning's record answers to the lesson's three questions, as Markdown."""
+    tried = [row for row in record["optimizations"] if row["ratio"]]
+    product, whole = math.prod(row["ratio"] for row in tried if row["kept"]), record["speedup"]
+    fits = "which the product lies within: here the gains did multiply"
+    if record["change"] == "nothing":
+        fits = "as nothing was kept"
+    elif not whole["low"] <= product <= whole["high"]:
+        fits = f"so multiplying promises too {'much' if product > whole['high'] else 'little'}"
+    met = sum(row["predicted_low"] <= row["high"] and row["low"] <= row["predicted_high"] for row in tried)
+    gains = {optimization: gain(record, optimization) for optimization in ("workers", "cache", "precision")}
+    return f"""
+1. Worker processes: {gains["workers"]}; a cache: {gains["cache"]}; a smaller number format: {gains["precision"]}. \
+Each was measured on top of what had been kept before it.
+2. The kept gains multiply to {product:.2f}. Measured afresh, the final plan is {whole["ratio"]:.2f} times as fast as \
+plain PyTorch ({whole["low"]:.2f} to {whole["high"]:.2f}), {fits}.
+3. Of the {len(tried)} changes that were measured, {sum(not row["kept"] for row in tried)} were rejected. \
+{len(record["optimizations"]) - len(tried)} more were not measured. {met} of {len(tried)} measured intervals meet the \
+prediction made before.
+"""
+
+
+def gain(record: Row, optimization: str) -> str:
+    """Return in words what an optimization of a tuning gained, by its best change."""
+    rows = [row for row in record["optimizations"] if row["optimization"] == optimization]
+    best = max(rows, key=lambda row: row["ratio"] or 0.0, default=None)
+    if best is None:
+        return "not measured"
+    if best["ratio"] is None:
+        return f"not measured ({best['why']})"
+    return f"{best['ratio']:.2f}, {'kept' if best['kept'] else 'rejected'}"
+
+
+def breakdowns_title(record: Row) -> str:
+    """Return what most of a step of plain PyTorch went into, and what is left of it under a tuning's final plan."""
+    shares = {
+        side: {row["cause"]: row["share"] for row in record["breakdowns"][side]["rows"]} for side in ENDS.values()
+    }
+    cause = max(shares["baseline"], key=lambda cause: shares["baseline"][cause])
+    return f"{cause}: {shares['baseline'][cause]:.0%} of a step before, {shares['final'].get(cause, 0.0):.0%} after"

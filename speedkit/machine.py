@@ -1,0 +1,232 @@
+"""What this machine is and what it can do. What it can reach is measured in `speedkit.measure.peaks`."""
+
+import contextlib
+import ctypes.util
+import functools
+import importlib.util
+import math
+import os
+import platform
+import shutil
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from speedkit.errors import UsageError
+
+CAPABILITIES = ("bf16", "fp16", "tf32", "fp8", "flash_attention", "cuda_graphs", "compile", "pin_memory")
+CGROUPS = Path("/sys/fs/cgroup")
+
+# Least compute capability, and the first generation that has it: what PyTorch's and Triton's kernels ask for, see
+# https://docs.nvidia.com/cuda/cuda-c-programming-guide (Compute Capabilities).
+ON_NVIDIA = {
+    "bf16": ((8, 0), "Ampere"),
+    "fp16": ((7, 0), "Volta"),
+    "tf32": ((8, 0), "Ampere"),
+    "flash_attention": ((8, 0), "Ampere"),
+    "varlen_attention": ((8, 0), "Ampere"),
+    "fp8": ((8, 9), "Ada with FP8 tensor cores"),
+    "compile": ((7, 0), "Volta"),
+}
+CUDNN = ("cudnn_attention", "cudnn_benchmark")
+ON_CUDA = ("pin_memory", "prefetch", "cuda_graphs", "expandable_segments", "efficient_attention", *CUDNN)
+# The instruction sets without which a CPU emulates a number format, as torch.cpu.get_capabilities names them. On x86
+# none helps float16: a convolution's backward pass takes tens of times as long as in float32 (PyTorch 2.11).
+ON_CPU = {"bf16": ("avx512_bf16", "amx_bf16", "bf16"), "fp16": ("fp16_arith",)}
+CHOOSE_GPU = "{device} of {gpu_count} GPUs is used; --device cuda:1 or CUDA_VISIBLE_DEVICES=1: another; --ranks 2: two"
+MAKE_ROOM = "less than 4 GB of GPU memory: --micro-batch auto, --precision fp16, --checkpointing blocks, lower --width"
+DECODERS = {"torchcodec": "the package torchcodec and FFmpeg's libraries", "librosa": "the package librosa"}
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One machine as one process sees it. What it can do follows from these facts alone; None means unknown."""
+
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 (a torch.device cannot be changed)
+    gpu: str = ""  # name; "" without one
+    gpu_count: int = 0
+    compute_capability: tuple[int, int] | None = None  # NVIDIA's: None on AMD's and Apple's GPUs
+    gpu_memory_bytes: int | None = None
+    driver: str = ""
+    power_limit_w: float | None = None
+    cpu: str = ""
+    cpu_flags: tuple[str, ...] = ()  # those of ON_CPU that the CPU has
+    cores: int = 1  # that this process may use: affinity and container quota respected
+    threads: int = 1  # that PyTorch uses within one operation
+    ram_bytes: int | None = None  # this process's limit, where a container sets one
+    python_version: str = ""
+    torch_version: str = ""
+    triton: bool = False  # importable
+    compiler: str = ""  # the one that torch.compile would call (C++ for a CPU, C for a GPU); "" if none is found
+    python_headers: bool = False
+    decoders: tuple[str, ...] = ("soundfile",)  # of audio files, that can be loaded
+
+    def supports(self, capability: str) -> bool:
+        """Whether `capability`, of CAPABILITIES or DECODERS, is really there."""
+        return not self.why_not(capability)
+
+    def why_not(self, capability: str) -> str:
+        """Return what the device lacks for `capability`, in words, or "" if it has it."""
+        return next((f"{capability} needs {what}" for lacks, what in _needs(self, capability) if lacks), "")
+
+    @property
+    def name(self) -> str:
+        """What to call the device in a sentence."""
+        return self.gpu or f"this {self.device.type.upper()}"
+
+    @property
+    def advice(self) -> list[str]:
+        """How to choose a GPU, and how to make room on a small one, in sentences; none for a CPU."""
+        small = (self.gpu_memory_bytes or math.inf) < 4e9
+        return [CHOOSE_GPU.format_map(vars(self)), *[MAKE_ROOM] * small] if self.gpu_count else []
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as JSON-ready values; `cannot` gives the reason for each capability that is missing."""
+        return {
+            **vars(self),
+            "device": str(self.device),
+            "compute_capability": "{}.{}".format(*self.compute_capability) if self.compute_capability else None,
+            "cannot": {name: self.why_not(name) for name in CAPABILITIES if not self.supports(name)},
+        }
+
+
+def _needs(hardware: Hardware, capability: str) -> Iterator[tuple[bool, str]]:
+    """Yield whether the device lacks something that `capability` needs, and what that is."""
+    on_cpu, here = hardware.device.type == "cpu", f"the device is {hardware.name}"
+    if capability in DECODERS:
+        yield capability not in hardware.decoders, DECODERS[capability]
+    elif capability in ON_CUDA:
+        yield hardware.device.type != "cuda", f"a CUDA GPU; {here}"
+    elif on_cpu and capability in ON_CPU:
+        flags = ON_CPU[capability]
+        slow = not {*flags} & {*hardware.cpu_flags}
+        yield slow, f"a CPU with {' or '.join(flags)}: this one emulates it, slowly"
+    elif not on_cpu or capability in ("tf32", "fp8", "varlen_attention"):
+        (major, minor), generation = ON_NVIDIA[capability]
+        gpu = f"an NVIDIA GPU of compute capability {major}.{minor}, {generation}, or newer"
+        yield (hardware.compute_capability or (0, 0)) < (major, minor), f"{gpu}; {here}"
+    if capability == "compile":
+        compiler = "a C++ compiler: install g++, or set CXX" if on_cpu else "a C compiler: install gcc, or set CC"
+        yield not (on_cpu or hardware.triton), "the package triton, which cannot be imported: install it"
+        yield not hardware.compiler, compiler
+        yield not hardware.python_headers, "Python's headers (Python.h): install python3-dev (python3-devel)"
+
+
+def this_machine(device: str | torch.device = "auto") -> Hardware:
+    """Return the facts of this machine with `device` chosen: "auto" is cuda, else mps, else cpu. Measures nothing.
+
+    Raises UsageError when `device` is not there.
+    """
+    devices = ["mps", "cpu"] if torch.backends.mps.is_available() else ["cpu"]
+    if torch.cuda.is_available():
+        devices = ["cuda", *(f"cuda:{index}" for index in range(torch.cuda.device_count())), *devices]
+    if str(device) not in ("auto", *devices):
+        raise UsageError(f'device "{device}" is not available: this machine has {", ".join(devices)}, and takes "auto"')
+    # The number of threads can change while a process runs; nothing else here can.
+    facts = _facts(torch.device(devices[0] if str(device) == "auto" else device))
+    return replace(facts, threads=torch.get_num_threads())
+
+
+def cache_root() -> Path:
+    """Return the folder for what can be made again: SPEEDKIT_CACHE_DIR, or ~/.cache/speedkit. It may not exist yet."""
+    return Path(os.environ.get("SPEEDKIT_CACHE_DIR") or Path.home() / ".cache" / "speedkit")
+
+
+def usable_cores() -> int:
+    """Return how many cores this process may use: its CPU affinity, lowered by the quotas of its control groups."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quotas = [limit.split() for limit in _cgroup_limits("cpu.max")]  # "150000 100000", or "max 100000"
+    return min([cores, *(max(1, int(quota) // int(period)) for quota, period in quotas if quota != "max")])
+
+
+def usable_ram_bytes() -> int:
+    """Return the bytes of RAM this process may use: the machine's, lowered by the limits of its control groups."""
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([machine, *(int(limit) for limit in _cgroup_limits("memory.max") if limit.isdigit())])
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the bytes of memory that this process may still take on `device`."""
+    if device.type == "cuda":  # what the GPU has left, and what PyTorch has taken of it and does not use
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    return min(psutil.virtual_memory().available, usable_ram_bytes() - psutil.Process().memory_info().rss)
+
+
+def _cgroup_limits(name: str) -> list[str]:
+    """Return what the file `name` holds in each of this process's control groups (version 2, man 7 cgroups)."""
+    own = Path("/proc/self/cgroup")
+    group = Path(own.read_text().rpartition("::")[2].strip().lstrip("/") if own.exists() else "")
+    # A container may see its own group mounted as the root, so the root itself is among them.
+    files = [CGROUPS / folder / name for folder in (group, *group.parents)]
+    return [file.read_text().strip() for file in files if file.exists()]
+
+
+def nvml_facts(uuid: str, *names: str) -> dict[str, Any]:
+    """Return what NVML says of a GPU as to `names`; what it does not tell (MIG, virtual GPUs) is left out."""
+    facts: dict[str, Any] = {}
+    with contextlib.suppress(Exception):  # NVML's absence or refusal costs facts, never a run
+        import pynvml as nvml  # the module of the distribution nvidia-ml-py
+
+        nvml.nvmlInit()
+        # NVML counts all GPUs, CUDA only the visible ones: the UUID is what both call it.
+        gpu = functools.partial(nvml.nvmlDeviceGetHandleByUUID, f"GPU-{uuid}")
+        questions = {
+            "driver": nvml.nvmlSystemGetDriverVersion,
+            "power_limit_w": lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu()) / 1e3,
+            "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(gpu()) / 1e3,
+            "sm_hz": lambda: nvml.nvmlDeviceGetClockInfo(gpu(), nvml.NVML_CLOCK_SM) * 1e6,
+            "memory_hz": lambda: nvml.nvmlDeviceGetClockInfo(gpu(), nvml.NVML_CLOCK_MEM) * 1e6,
+            "energy_j": lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(gpu()) / 1e3,  # since the driver was loaded
+            "utilisation": lambda: nvml.nvmlDeviceGetUtilizationRates(gpu()).gpu / 100,
+        }
+        for name in names:
+            with contextlib.suppress(nvml.NVMLError):
+                facts[name] = questions[name]()
+    return facts
+
+
+def gpu_state(device: torch.device, *names: str) -> dict[str, float]:
+    """Return what NVML says of a GPU as to `names` (see `nvml_facts`), {} where it does not tell all of it."""
+    if device.type != "cuda":
+        return {}
+    facts = nvml_facts(str(torch.cuda.get_device_properties(device).uuid), *names)
+    return facts if len(facts) == len(names) else {}
+
+
+@functools.lru_cache
+def _facts(device: torch.device) -> Hardware:
+    cpu, compiler = torch.cpu.get_capabilities(), os.environ.get("CXX", "g++")  # as torch._inductor.config
+    gpu: dict[str, Any] = {}
+    if device.type == "cuda":
+        compiler = os.environ.get("CC") or shutil.which("gcc") or "clang"  # as triton.runtime.build
+        properties = torch.cuda.get_device_properties(device)
+        gpu = {
+            "gpu": properties.name,
+            "gpu_count": torch.cuda.device_count(),
+            "compute_capability": None if torch.version.hip else (properties.major, properties.minor),
+            "gpu_memory_bytes": properties.total_memory,
+            **nvml_facts(str(properties.uuid), "driver", "power_limit_w"),
+        }
+    decoders = [name for name in DECODERS if importlib.util.find_spec(name)]
+    if "torchcodec" in decoders and not ctypes.util.find_library("avutil"):  # of FFmpeg: it could not be imported
+        decoders.remove("torchcodec")
+    return Hardware(
+        device=device,
+        cpu=cpu.get("cpu_name") or platform.processor() or platform.machine(),
+        cpu_flags=tuple(flag for flags in ON_CPU.values() for flag in flags if cpu.get(flag)),
+        cores=usable_cores(),
+        ram_bytes=usable_ram_bytes(),
+        python_version=platform.python_version(),
+        torch_version=str(torch.__version__),
+        triton=importlib.util.find_spec("triton") is not None,
+        compiler=shutil.which(compiler) or "",
+        decoders=("soundfile", *decoders),
+        python_headers=Path(sysconfig.get_path("include"), "Python.h").exists(),
+        **gpu,
+    )

@@ -1,0 +1,247 @@
+"""Why a step takes so long: causes, each with what shows it, what to change in the plan, and what that would give."""
+
+import dataclasses
+import functools
+import math
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from speedkit.clock import timed
+from speedkit.data.loader import collate, make_sample
+from speedkit.errors import UsageError
+from speedkit.machine import Hardware, this_machine
+from speedkit.measure.breakdown import Breakdown, StepFacts, breakdown_of
+from speedkit.measure.peaks import matmul_rates
+from speedkit.measure.roofline import roofline
+from speedkit.measure.timeline import BACKWARD, COMPILATION, DATA, EVALUATION, FORWARD, OPTIMIZER, OTHER
+from speedkit.measure.trace import BANDWIDTH, COMPUTE, COPY, LAUNCH, SYNC
+from speedkit.plan import Plan
+from speedkit.recipe import Recipe
+from speedkit.workload import Workload
+
+RARELY = "log_every=50: read and report what the device has computed every 50 steps"
+REPORTING = ("print(", "log", "write(", "set_postfix", "display(")  # in a line that reads the device
+MIN_GAIN = 1.05  # a breakdown may leave 5 % unexplained: what would give less may be nothing
+SLOW_DISK = 2.0  # times as long for reading a batch's files as for reading them again: NVMe stays well below
+MIN_SMALL_ON_CPU = 0.20  # of a step, for calling operators: an eighth of a healthy small step goes into it
+MIN_PASSES = 0.60  # of a step, for passes over memory: of a healthy small step in bf16 they are up to 0.52
+Row = dict[str, Any]
+
+
+@dataclasses.dataclass
+class Cause:
+    """Something that makes a step long, and what to change."""
+
+    name: str
+    part: str  # the row of the breakdown that its seconds lie in
+    change: str  # `field=value`, where the plan has a field for it
+    evidence: str
+    min_share: float = 0.0  # of a step: below it any healthy training has some
+    saved: tuple[float, float] = (0.9, 1.0)  # shares of the seconds that the change saves, at least and at most
+    seconds: float | None = None  # per step; None for those of its row
+
+
+def profile_workload(
+    workload: Workload,
+    recipe: Recipe | None = None,
+    plan: Plan | None = None,
+    *,
+    device: str = "auto",
+    cache_dir: str | Path | None = None,
+    trace: str | Path | None = None,
+) -> Row:
+    """Return why a step of `workload` takes as long as it does.
+
+    It is the breakdown as breakdown.json has it, with `workload`, `roofline`, `bottlenecks` (see `rank`) and `notes`.
+    `trace` is a file that keeps the profiler's trace. Raises UsageError for a file that cannot be written.
+    """
+    if trace is not None:
+        try:
+            Path(trace).open("ab").close()
+        except OSError as error:
+            raise UsageError(f"the trace cannot be written to {trace}: {error.strerror}") from None
+    recipe, plan, hardware = recipe or workload.recipe, plan or Plan(), this_machine(device)
+    notes = costly_switches(hardware.device)
+    breakdown = breakdown_of(workload, recipe, plan, device=device, cache_dir=cache_dir, trace_file=trace)
+    if workload.own_loader is None:
+        functions: dict[str, Any] = {"load": workload.load, "features": workload.features, "target": workload.target}
+        sample = functools.partial(make_sample, items=workload.train, **functions)
+        join = functools.partial(collate, varies=workload.length is not None)
+        _time_loading(breakdown.facts, sample, join, count=min(recipe.batch_size, len(workload.train)))
+        breakdown.facts.cacheable = plan.cache == "off"
+    return breakdown.as_dict() | {
+        "workload": workload.name,
+        # Last: what looks into each operator leaves compiled code switched off.
+        "roofline": roofline(workload, recipe, plan, hardware=hardware, breakdown=breakdown),
+        "bottlenecks": rank(breakdown, hardware),
+        "notes": notes + breakdown.facts.notes + hardware.advice,
+    }
+
+
+def of_loop(breakdown: Breakdown, loader: Any, device: torch.device) -> list[Row]:
+    """Return the causes in a loop of the user's own by its breakdown and its `loader`."""
+    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+        data: Any = loader.dataset
+        _time_loading(
+            breakdown.facts, data.__getitem__, loader.collate_fn, count=min(loader.batch_size or 1, len(data))
+        )
+    breakdown.facts.workers = getattr(loader, "num_workers", 0)
+    return rank(breakdown, this_machine(device))
+
+
+def _time_loading(facts: StepFacts, make: Callable[[int], Any], join: Callable[[list], Any], *, count: int) -> None:
+    """Note what making and joining the first `count` items takes. The global random state stays as it is."""
+
+    def items() -> list[Any]:
+        return [make(index) for index in range(count)]
+
+    with torch.random.fork_rng(devices=[]):
+        batch = items()
+        facts.items_s = statistics.median(timed(items, "cpu", 3))
+        facts.collate_s = statistics.median(timed(lambda: join(batch), "cpu", 3))
+
+
+def costly_switches(device: torch.device) -> list[str]:
+    """Return a sentence for each debugging switch that is on and makes steps slower."""
+    environment = os.environ if device.type == "cuda" else {}
+    blocking = environment.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
+    uncached = "PYTORCH_NO_CUDA_MEMORY_CACHING" in environment
+    switches = {
+        "CUDA_LAUNCH_BLOCKING is set, so the host waits for every kernel": blocking,
+        "PYTORCH_NO_CUDA_MEMORY_CACHING is set, so the driver allocates every tensor": uncached,
+        "autograd's anomaly detection is on": torch.is_anomaly_enabled(),
+        "only deterministic algorithms are allowed": torch.are_deterministic_algorithms_enabled(),
+        "a profiler is at work": torch.autograd._profiler_enabled() or sys.getprofile() is not None,
+    }
+    return [f"this slows each step: {sentence}" for sentence, is_on in switches.items() if is_on]
+
+
+# ---- the causes ----
+
+
+def rank(breakdown: Breakdown, hardware: Hardware) -> list[Row]:
+    """Return the causes of a step's length, the best change first; none on a healthy run.
+
+    Rows are `{cause, evidence, field, change, seconds, predicted_speedup_low, predicted_speedup_high}`, with `seconds`
+    per step; `field` is None where the plan has none for the change.
+    """
+    rows, step_s = [], breakdown.step_s
+    for cause in (*_data_causes(breakdown, hardware), *_host_causes(breakdown), *_operator_causes(breakdown, hardware)):
+        seconds = step_s * breakdown.share(cause.part) if cause.seconds is None else cause.seconds
+        low, high = (step_s / max(step_s - share * seconds, 0.02 * step_s) for share in cause.saved)
+        if seconds <= cause.min_share * step_s or high < MIN_GAIN:
+            continue
+        field = cause.change.partition("=")[0]
+        row = {
+            "cause": cause.name,
+            "evidence": f"{1e3 * seconds:.3g} of {1e3 * step_s:.3g} ms a step: {cause.evidence}",
+            "field": field if field in vars(Plan()) else None,
+            "change": cause.change,
+            "seconds": seconds,
+            "predicted_speedup_low": low,
+            "predicted_speedup_high": high,
+        }
+        rows.append(row)
+    return sorted(rows, key=lambda row: -row["predicted_speedup_high"])
+
+
+def _data_causes(breakdown: Breakdown, hardware: Hardware) -> Iterator[Cause]:
+    """Yield what makes the loop wait for data, in proportion to what making and joining a batch's items takes."""
+    facts, step_s, cores = breakdown.facts, breakdown.step_s, hardware.cores
+    costs = {"slow decode": facts.items_s, "slow collate": facts.collate_s}
+    if not any(costs.values()):
+        costs = {"slow loader": 1.0}
+    for name, cost_s in costs.items():
+        seconds = step_s * breakdown.share(DATA) * cost_s / sum(costs.values())
+        change, saved = "cache=ram", (0.7, 1.0)
+        if facts.workers < cores and not (name == "slow decode" and facts.cacheable):
+            # At worst the cores, which the model uses too, share the wait; at best it hides behind the computing.
+            change, saved = f"workers={cores}", (1 - 1 / cores, min(1.0, step_s / (seconds or 1.0) - 1 / cores))
+        waiting = f"the loop waits for data, with {facts.workers} workers"
+        if step_s * breakdown.share(DATA) > SLOW_DISK * sum(costs.values()):
+            waiting += "; read again it takes far less: from a slow disk or network: copy the files to NVMe"
+        yield Cause(name, DATA, change, waiting, saved=saved, seconds=seconds)
+
+
+def _host_causes(breakdown: Breakdown) -> Iterator[Cause]:
+    """Yield what the host does beside calling operators."""
+    # Page-locked memory is copied faster, and only copies of it can hide behind the computing.
+    pinned = "pin_memory=True, prefetch=True"
+    yield Cause("large copies", COPY, pinned, "the device waits for a batch's copy", saved=(0.5, 1.0))
+    read = next(iter(breakdown.facts.syncs), None)
+    if read and any(word in read.code for word in REPORTING):
+        both_s = breakdown.step_s * (breakdown.share(SYNC) + breakdown.share(OTHER))
+        yield Cause("printing each step", OTHER, RARELY, f"the loop reports each, in {read}", 0.1, seconds=both_s)
+    else:
+        where = read or "an unknown line"
+        yield Cause("host read each step", SYNC, RARELY, f"the host waits for the device, in {where}")
+        yield Cause("other host work", OTHER, "move it out of the loop", "the loop's own lines are at work", 0.1)
+    yield Cause("new shapes", COMPILATION, "bucket=True: pad to a few lengths", "graphs are compiled while training")
+    yield Cause("validation too often", EVALUATION, "validate_every=0, or larger", "the model is evaluated", 0.1)
+
+
+def _operator_causes(breakdown: Breakdown, hardware: Hardware) -> Iterator[Cause]:
+    """Yield where operators take longer than they must, to be called or to compute."""
+    trace = breakdown.facts.trace
+    small_s, products_s, passes_s = (breakdown.step_s * breakdown.share(part) for part in (LAUNCH, COMPUTE, BANDWIDTH))
+    if hardware.device.type == "cpu":
+        small_s, products_s, passes_s = _seconds_on_cpu(breakdown)
+
+    change = "compile=reduce-overhead" if hardware.supports("cuda_graphs") else "compile=default"
+    if not hardware.supports("compile"):
+        change = f"fewer, larger operators; {hardware.why_not('compile')}"
+    calls = f"{trace.calls / trace.steps:.0f} operators compute little"
+    yield Cause("many small operators", LAUNCH, change, calls, 0.1, saved=(0.5, 1.0), seconds=small_s)
+    if hardware.supports("compile"):
+        passes, saved = "operators read and write much", (0.25, 0.75)
+        yield Cause("bandwidth-bound", BANDWIDTH, "compile=default", passes, MIN_PASSES, saved=saved, seconds=passes_s)
+
+    rates = matmul_rates(hardware)
+    rates.pop("fp8", None)  # which not every layer can be converted to
+    best = max(rates, key=lambda name: rates[name])
+    gains = {name: 1 - rate / rates[best] for name, rate in rates.items()}  # of a product's time, by its number format
+    slow = {name: seconds for name, seconds in trace.products_s.items() if gains.get(name)}
+    slow_s = products_s * sum(slow.values()) / (sum(trace.products_s.values()) or 1.0)
+    gain = sum(seconds * gains[name] for name, seconds in slow.items()) / (sum(slow.values()) or 1.0)
+    products, saved = f"products of matrices are faster in {best}", (0.5 * gain, gain)
+    yield Cause("compute-bound", COMPUTE, f"precision={best}", products, 0.5, saved=saved, seconds=slow_s)
+
+
+def _seconds_on_cpu(breakdown: Breakdown) -> tuple[float, float, float]:
+    """Return the seconds per step of calling small operators, of products of matrices, and of passes over memory.
+
+    A CPU's breakdown has no such rows: forward, backward and update are divided as the profiler saw the operators. It
+    inflates small ones, so these get what the others leave, and no more than the profiler saw.
+    """
+    trace = breakdown.facts.trace
+    room_s = breakdown.step_s * sum(map(breakdown.share, (FORWARD, BACKWARD, OPTIMIZER)))
+    products_s, passes_s = sum(trace.products_s.values()), trace.passes_s
+    scale = min(1 / trace.steps, room_s / (products_s + passes_s or math.inf))
+    small_s = min(room_s - scale * (products_s + passes_s), trace.small_s / trace.steps)
+    small_s = small_s if small_s > MIN_SMALL_ON_CPU * breakdown.step_s else 0.0
+    return small_s, scale * products_s, scale * passes_s
+
+
+# ---- in words ----
+
+
+def as_text(report: Row) -> str:
+    """Return the report of `profile_workload` in words."""
+    breakdown: Row = {field.name: report[field.name] for field in dataclasses.fields(Breakdown) if field.name in report}
+    lines = [f"{report['workload']}:", str(Breakdown(**breakdown)), *report["notes"], *report["roofline"]["tells"]]
+    none = "no cause to report: what takes most of the time would not get less by a change of the plan"
+    lines.append("causes, by what a change would give (time before / time after):" if report["bottlenecks"] else none)
+    return "\n".join([*lines, *map(cause_in_words, report["bottlenecks"])])
+
+
+def cause_in_words(row: Row) -> str:
+    """Return a row of the bottlenecks as two lines."""
+    line = "  {predicted_speedup_low:.2f} to {predicted_speedup_high:.2f}  {cause}: {change}\n      {evidence}"
+    return line.format_map(row)

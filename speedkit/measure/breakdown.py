@@ -1,0 +1,217 @@
+"""The breakdown: where the time of training steps goes, in rows that add up to what the steps take unprofiled."""
+
+import collections
+import contextlib
+import dataclasses
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import psutil
+import torch
+
+from speedkit.clock import run_until_steady, synchronize
+from speedkit.errors import UsageError
+from speedkit.machine import gpu_state
+from speedkit.measure.timeline import DATA, FORWARD, OPTIMIZER, RARE, Timeline, timing
+from speedkit.measure.trace import CAUSES, UNEXPLAINED, WINDOW, Trace, read_trace
+from speedkit.measure.waits import Sync, auditing
+from speedkit.plan import Plan
+from speedkit.recipe import Recipe
+from speedkit.train.loop import steps
+from speedkit.train.setup import setup_run
+from speedkit.workload import Workload
+
+AUDITED = 2  # steps that are searched for host syncs
+POWER_LIMITED = 0.95  # of the power limit: from here on a GPU lowers its clock
+
+
+@dataclasses.dataclass(kw_only=True)
+class StepFacts:
+    """What is known of a step beside the breakdown's rows: seconds and counts per step."""
+
+    host_s: Mapping[str, float] = dataclasses.field(default_factory=dict)  # by part; a GPU's host runs ahead of it
+    trace: Trace = dataclasses.field(default_factory=Trace)
+    syncs: Sequence[Sync] = ()  # in AUDITED steps, the most expensive first
+    items_s: float = 0.0  # to make the items of a batch, one after the other
+    collate_s: float = 0.0  # to join them
+    workers: int = 0
+    cacheable: bool = False  # a cache, which the plan leaves off, could keep the features
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class Breakdown:
+    """Where the wall time of `steps` training steps goes.
+
+    `rows` are `{cause, seconds, share, speedup_without}` in the order of CAUSES; shares add up to 1, seconds to
+    `window_s`. A profiler slows what it sees: `unexplained` is below 0 where kernels alone take longer than the steps.
+    """
+
+    device: str
+    window_s: float  # that the steps take
+    steps: int
+    step_s: float
+    rows: list[dict[str, Any]]
+    busy_share: float | None = None  # of a GPU: the union of its kernels and copies; None on a CPU
+    facts: StepFacts = dataclasses.field(default_factory=StepFacts)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what `breakdown.json` holds of it."""
+        return {key: value for key, value in vars(self).items() if key != "facts"}
+
+    def share(self, cause: str) -> float:
+        """Return the share of the wall time that goes to a cause."""
+        return sum(row["share"] for row in self.rows if row["cause"] == cause)
+
+    def __str__(self) -> str:
+        busy = "" if self.busy_share is None else f", busy {self.busy_share:.1%} of the time"
+        lines = [f"{self.steps} steps of {1e3 * self.step_s:.4g} ms ({self.device}{busy}), in ms per step:"]
+        line = "  {cause:<26}{0:>10.4g} {share:>7.1%}   {speedup_without:.2f} times as fast without".format
+        return "\n".join([*lines, *(line(1e3 * row["seconds"] / max(1, self.steps), **row) for row in self.rows)])
+
+
+class StepObserver:
+    """Observes a loop's steps: their seconds by part, and in a few more their operators and host syncs."""
+
+    def __init__(self, device: torch.device, steps: int):
+        self.device, self.timeline, self.to_time = device, Timeline(), steps
+        self.profiled = 1 if device.type == "cpu" else 8  # each makes the trace longer, and a CPU's steps are long
+        self.audited = AUDITED
+        self.timed = 0
+        self.seconds: dict[str, float] = collections.defaultdict(float)  # by part, of the steps timed so far
+        self.facts = StepFacts()
+
+    @property
+    def needed(self) -> int:
+        """How many steps it takes."""
+        return self.to_time + 1 + self.profiled + self.audited
+
+    def observe(self, trace_file: str | Path | None = None) -> Generator[None]:
+        """Observe one step after the other: each `yield` is a step of the loop's. `trace_file` keeps the trace."""
+        # Their times, undisturbed.
+        synchronize(self.device)
+        self.timeline.take()
+        while self.timed < self.to_time:
+            yield
+            self.timed += 1
+            if self.timed == self.to_time:
+                synchronize(self.device)  # what is still to be done is of these steps
+            for cause, part_s in self.timeline.take().items():
+                self.seconds[cause] += part_s
+
+        # Their operators and kernels. The device has nothing left to do before and after the window.
+        if torch.autograd._profiler_enabled():
+            raise UsageError("another profiler is at work, beside which no other can be: stop it")
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would report that there is no GPU
+        with contextlib.ExitStack() as stack:
+            with warnings.catch_warnings(action="ignore"):  # that each cycle clears the events: there is one
+                profiler = stack.enter_context(torch.profiler.profile(record_shapes=True))
+            self.timeline.annotate = True
+            yield  # sets the profiler up
+            synchronize(self.device)
+            with torch.profiler.record_function(WINDOW):
+                for _ in range(self.profiled):
+                    yield
+                synchronize(self.device)
+        self.timeline.annotate = False
+        with tempfile.TemporaryDirectory() as folder:
+            path = str(trace_file or f"{folder}/trace.json")
+            profiler.export_chrome_trace(path)
+            self.facts.trace = read_trace(path, self.profiled)
+
+        # Their host syncs.
+        if self.audited:
+            with auditing(self.device) as self.facts.syncs:
+                for _ in range(self.audited):
+                    yield
+
+    def breakdown(self) -> Breakdown:
+        """Return the breakdown of the timed steps."""
+        return make_breakdown(self.device, self.seconds, steps=self.timed, facts=self.facts)
+
+
+def make_breakdown(device: torch.device | str, host: Mapping[str, float], *, steps: int, facts: StepFacts) -> Breakdown:
+    """Return the breakdown of `steps` steps, made of the `host`'s seconds in all of them and of a GPU's trace."""
+    facts = dataclasses.replace(facts, host_s={cause: part_s / max(1, steps) for cause, part_s in host.items()})
+    seconds, window_s, busy_share = dict(host), sum(host.values()), None
+    if facts.trace.busy_s:
+        seconds, busy_share = unprofiled(facts.trace, host, steps)
+    seconds[UNEXPLAINED] = window_s - sum(seconds.values())
+    rows = []
+    for cause in CAUSES:
+        if seconds.get(cause) or cause == UNEXPLAINED:
+            share = seconds[cause] / (window_s or 1.0)
+            peak = 1 / max(1 - max(share, 0.0), 1e-3)
+            rows.append({"cause": cause, "seconds": seconds[cause], "share": share, "speedup_without": peak})
+    return Breakdown(str(device), window_s, steps, window_s / max(1, steps), rows, busy_share, facts)
+
+
+def unprofiled(trace: Trace, host: Mapping[str, float], steps: int) -> tuple[dict[str, float], float]:
+    """Rescale the trace to `steps` unprofiled steps; return a GPU's seconds by cause, and its busy share.
+
+    A profiler slows the host, whose seconds without it are `host`. Busy time is as profiled, evaluation and compilation
+    are the host's, waiting for data is no longer than the host's, and all other gaps share what is left.
+    """
+    window_s, scale = sum(host.values()), steps / trace.steps
+    busy, gaps = ({cause: part_s * scale for cause, part_s in rows.items()} for rows in (trace.busy_s, trace.gaps_s))
+    seconds = busy | {cause: host.get(cause, 0.0) for cause in RARE}
+    waiting_s = gaps.pop(DATA, 0.0)
+    seconds[DATA] = min(waiting_s, host.get(DATA, waiting_s))
+    gaps = {cause: gap_s for cause, gap_s in gaps.items() if cause not in RARE}
+    left = (window_s - sum(seconds.values())) / (sum(gaps.values()) or 1.0)
+    for cause, gap_s in gaps.items():
+        seconds[cause] = seconds.get(cause, 0.0) + gap_s * max(0.0, min(1.0, left))
+    return seconds, min(1.0, sum(busy.values()) / window_s)
+
+
+def breakdown_of(
+    workload: Workload,
+    recipe: Recipe | None = None,
+    plan: Plan | None = None,
+    *,
+    device: str | torch.device = "auto",
+    cache_dir: str | Path | None = None,
+    window_s: float = 1.0,
+    trace_file: str | Path | None = None,
+) -> Breakdown:
+    """Train `workload` for about `window_s` after a warm-up, without evaluation; return where the time goes.
+
+    On a CPU forward is the loss with what it calls. `trace_file` keeps the profiler's trace.
+    """
+    run = setup_run(workload, recipe, plan, device=device, cache_dir=cache_dir, progress=False, endless=True)
+    with contextlib.closing(run):
+        training, workers = steps(run), run.plan.workers
+        for _ in range(1 + 2 * workers * run.plan.prefetch_factor):
+            next(training)  # on batches that the loader had ready
+        step_s = run_until_steady(lambda: next(training), run.device, max_s=max(2.0, window_s)).step_s
+
+        observer = StepObserver(run.device, max(5, round(window_s / step_s)))
+        part, facts = observer.timeline.timed, observer.facts
+        processes = [psutil.Process(process.pid) for process in run.train_batches.loader.processes]
+        began_s, cpu_s = time.perf_counter(), _cpu_s(processes)
+        with (
+            patch.multiple(run, fetch=part(DATA, run.fetch), loss=part(FORWARD, run.loss)),
+            patch.object(run.optimizer, "step", part(OPTIMIZER, run.optimizer.step)),
+            timing(observer.timeline),
+        ):
+            for _ in observer.observe(trace_file):
+                next(training)
+        facts.workers = workers
+        if processes:
+            use = (_cpu_s(processes) - cpu_s) / (time.perf_counter() - began_s) / len(processes)
+            facts.notes.append(f"each of {workers} loader workers uses {use:.0%} of a core")
+        power = gpu_state(run.device, "power_w", "power_limit_w")
+        if power and (use := power["power_w"] / power["power_limit_w"]) > POWER_LIMITED:
+            facts.notes.append(f"the GPU draws {use:.0%} of its power limit, so it lowers its clock")
+        return observer.breakdown()
+
+
+def _cpu_s(processes: Sequence[psutil.Process]) -> float:
+    """Return the seconds for which processes have used a core so far."""
+    return sum(sum(process.cpu_times()[:2]) for process in processes)

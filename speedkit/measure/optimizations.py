@@ -1,0 +1,199 @@
+"""The optimizations of the tuning, a table: what each changes, what it promises, and what it should gain."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from speedkit.config import nearest
+from speedkit.errors import UsageError
+from speedkit.machine import Hardware
+from speedkit.measure.peaks import matmul_rates
+from speedkit.plan import Plan
+
+Change = dict[str, Any]  # plan fields and their new values; the first is what it is about, the others go with it
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimization:
+    """One optimization: each of its `changes` of the best plan so far is a candidate.
+
+    `promises` says what it leaves of the losses: bit-equal, loss-equal (they move less than by another seed), or
+    order-equal (other batches of the same items: their mean moves less).
+    """
+
+    name: str
+    changes: Callable[[Plan, Hardware], list[Change]]
+    promises: str
+    notebook: str
+    claims: tuple[str, ...] = ()
+
+
+# ---- what each optimization changes; what a machine or the data rule out, `plan.resolve` says ----
+
+
+def always(**change: Any) -> Callable[[Plan, Hardware], list[Change]]:
+    """Return the changes of an optimization that has one, whatever the plan and the machine."""
+    return lambda *_: [change]
+
+
+def workers(_: Plan, hardware: Hardware) -> list[Change]:
+    """Loader processes, as many as there are cores for."""
+    pinned = {"pin_memory": True} if hardware.supports("pin_memory") else {}
+    return [{"workers": min(hardware.cores, 16), "persistent_workers": True, **pinned}]
+
+
+def cache(plan: Plan, hardware: Hardware) -> list[Change]:
+    """Cached features: on a GPU beside the model where they fit; on a CPU's disk, which its page cache makes RAM."""
+    places = ["disk"] if hardware.device.type == "cpu" else ["device", "ram"]
+    also = {"cache_dtype": "float16", "workers": 0, "persistent_workers": False}
+    return [{"cache": place, **also} for place in places] if plan.cache == "off" else []
+
+
+def features_on(_: Plan, hardware: Hardware) -> list[Change]:
+    """Features computed on the GPU."""
+    return [{"features_on": "device"}] if hardware.device.type != "cpu" else []
+
+
+def precision(_: Plan, hardware: Hardware) -> list[Change]:
+    """Fewer bits: bf16, else fp16, which needs loss scaling and is rarely faster."""
+    return [{"precision": "fp16" if hardware.supports("fp16") and not hardware.supports("bf16") else "bf16"}]
+
+
+def fp8(plan: Plan, _: Hardware) -> list[Change]:
+    """8-bit matrix products, which pay only in compiled code that computes in bf16 already."""
+    return [{"precision": "fp8"}] if plan.precision == "bf16" and plan.compile != "off" else []
+
+
+def compiled(plan: Plan, hardware: Hardware) -> list[Change]:
+    """Compiled model; then its step as one graph; on a GPU without the launches of its kernels, in either scope."""
+    if plan.compile == "off":
+        return [{"compile": "default"}]
+    graphs = [{"compile": "reduce-overhead"}] if hardware.supports("cuda_graphs") else []
+    return [{"compile_scope": "step", "fused_optimizer": False}, *graphs]
+
+
+def attention(_: Plan, hardware: Hardware) -> list[Change]:
+    """Attention kernels; which of them PyTorch chooses by itself is asked before one is tried."""
+    kernels = ("cudnn", "flash", "varlen") if hardware.device.type == "cuda" else ("cudnn",)
+    return [{"attention": kernel} for kernel in kernels]
+
+
+# Each field that makes training faster on some machine. Not here: what saves memory for time (checkpointing,
+# allocator), what leaves out something that the recipe asks for (drop_last, validate_every), and micro_batch: smaller
+# parts of a batch took a CPU as long as the whole, or longer. Nor what a tuning cannot try: max-autotune compiles for
+# minutes, and of cudnn_benchmark turns in one process show nothing, where the algorithm that came first stays.
+OPTIMIZATIONS: tuple[Optimization, ...] = (
+    Optimization("workers", workers, "bit-equal", "10_dataloader", ("C06", "C07", "C08")),
+    Optimization("cache", cache, "loss-equal", "12_feature_cache", ("C09", "C10")),
+    Optimization("decoder", always(decoder="torchcodec"), "loss-equal", "11_decoding", ("C42",)),
+    Optimization("features_on", features_on, "loss-equal", "11_decoding"),
+    Optimization("prefetch", always(prefetch=True, pin_memory=True), "bit-equal", "14_prefetch", ("C36",)),
+    Optimization("bucket", always(bucket=True), "order-equal", "10_dataloader"),
+    Optimization("host_syncs", always(fused_optimizer=True, log_every=50), "loss-equal", "26_host_syncs", ("C22",)),
+    Optimization("precision", precision, "loss-equal", "21_mixed_precision", ("C01", "C02", "C04", "C38")),
+    Optimization("channels_last", always(channels_last=True), "loss-equal", "24_channels_last", ("C19",)),
+    Optimization("compile", compiled, "loss-equal", "23_compile", ("C16", "C18")),
+    Optimization("attention", attention, "loss-equal", "25_attention", ("C35",)),
+    Optimization("fp8", fp8, "loss-equal", "22_fp8", ("C34",)),
+)
+
+
+def named(names: Sequence[str] | None) -> list[Optimization]:
+    """Return the optimizations of these names, by default all. Raises UsageError for an unknown name."""
+    optimizations = {optimization.name: optimization for optimization in OPTIMIZATIONS}
+    for name in names or ():
+        if name not in optimizations:
+            raise UsageError(
+                f"there is no optimization {name!r}{nearest(name, optimizations)}: take {', '.join(optimizations)}"
+            )
+    return [optimizations[name] for name in optimizations if names is None or name in names]
+
+
+# ---- what each should gain ----
+
+LOADING, COPYING, UPDATING = ("data wait",), ("host-to-device copy",), ("optimizer",)  # causes of measure.breakdown
+COMPUTING = ("forward", "backward", "compute-bound", "bandwidth-bound")  # on a CPU, and on a GPU
+
+# Field: the parts of a step that it acts on, and how many times as fast they become, at worst and at best. Of workers,
+# bucket and precision, `predict` knows that better.
+EFFECTS: dict[str, tuple[tuple[str, ...], float, float]] = {
+    "workers": (LOADING, 0.7, 1.0),
+    "cache": (LOADING, 3.0, math.inf),  # what is left is one gather from memory
+    "features_on": (LOADING, 0.8, 3.0),
+    "decoder": (LOADING, 0.7, 1.5),
+    "prefetch": (COPYING, 1.0, math.inf),
+    "bucket": (COMPUTING, 1.0, 1.0),
+    "fused_optimizer": (UPDATING, 1.0, 4.0),
+    "log_every": (("sync-bound",), 1.0, math.inf),
+    "precision": (COMPUTING, 1.0, 1.0),
+    "channels_last": (COMPUTING, 0.95, 1.4),
+    "compile": ((*COMPUTING, "launch-bound"), 0.9, 1.3),
+    "compile_scope": (UPDATING, 1.0, 4.0),
+    "attention": (COMPUTING, 0.95, 1.1),
+}
+
+
+def acts_on(change: Change) -> set[str]:
+    """Return the parts of a step that a change acts on."""
+    return {part for field, value in change.items() if value and field in EFFECTS for part in EFFECTS[field][0]}
+
+
+def predict(
+    change: Change, shares: Mapping[str, float], *, frames: float = 1.0, matmul: float = 1.0
+) -> tuple[float, float]:
+    """Return the least and the greatest gain to expect of a change: Amdahl's law (1967) over the parts it acts on.
+
+    `shares` are those of the causes in the breakdown of the best plan. `frames` is how many times fewer padded frames
+    buckets leave, `matmul` how many times as fast matrix products are in the change's number format.
+    """
+    effects = EFFECTS | {
+        "workers": (LOADING, 0.7, change.get("workers", 1)),
+        "bucket": (COMPUTING, frames, frames),
+        # Not all of a step is matrix products, and few run at the peak: what was measured follows the cube root.
+        "precision": (COMPUTING, 1.0, max(1.0, matmul) ** 0.3),
+    }
+    worst = best = 1.0
+    for field, value in change.items():
+        if value and field in effects:
+            parts, low, high = effects[field]
+            share = sum(shares.get(part, 0.0) for part in parts)
+            worst -= share * (1 - 1 / low)
+            best -= share * (1 - 1 / high)
+    return 1 / worst, 1 / max(best, 0.01)
+
+
+def levers(plan: Plan, shares: Mapping[str, float], hardware: Hardware) -> list[str]:
+    """Return what to try on top of `plan` where no cause stands out, the most promising first, with predicted gains.
+
+    `shares` are those of the causes in the plan's breakdown.
+    """
+    rates = matmul_rates(hardware)
+    tries: dict[str, Change] = {"bf16": {"precision": "bf16"}, "compile": {"compile": "default"}}
+    changes = [tries[capability] for capability in tries if hardware.supports(capability)] + [{"fused_optimizer": True}]
+    matmul = rates.get("bf16", 1.0) / rates["fp32"]
+    new = [change for change in changes if changed(dataclasses.replace(plan, **change), plan)]
+    gains = {text(change): predict(change, shares, matmul=matmul) for change in new}
+    best = sorted(gains, key=lambda change: -math.prod(gains[change]))
+    return ["{}, {:.2f} to {:.2f} times as fast".format(change, *gains[change]) for change in best]
+
+
+# ---- plans and changes ----
+
+
+def plan_of(changes: Iterable[Change]) -> Plan:
+    """Return plain PyTorch with `changes`, one after the other."""
+    plan = Plan()
+    for change in changes:
+        plan = dataclasses.replace(plan, **change)
+    return plan
+
+
+def changed(plan: Plan, before: Plan | None = None) -> Change:
+    """Return the fields in which `plan` differs from another, by default plain PyTorch."""
+    return {field: value for field, value in vars(plan).items() if value != getattr(before or Plan(), field)}
+
+
+def text(change: Change) -> str:
+    """Return a change as `field=value, field=value`."""
+    return ", ".join(f"{field}={value}" for field, value in change.items()) or "nothing"

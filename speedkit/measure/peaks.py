@@ -1,0 +1,102 @@
+"""How fast this machine can be at best: rates measured here in seconds, never read from a data sheet."""
+
+import contextlib
+import functools
+import hashlib
+import logging
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from speedkit import files
+from speedkit.machine import Hardware, cache_root
+
+SCHEMA = 9  # in the name of a kept file; raised when what is measured changes
+BUDGET_S = 0.5  # for the repeats of one peak
+MIB = 2**20
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}  # others: float32
+
+
+@dataclass(frozen=True)
+class Peak:
+    """One measured rate: `value` is the best of some repeats, `median` what is usual, both in `unit`."""
+
+    name: str
+    value: float
+    median: float
+    unit: str  # FLOP/s or bytes/s
+    how: str
+
+    def __str__(self) -> str:
+        unit, scale = ("TFLOP/s", 1e12) if self.unit == "FLOP/s" else ("GB/s", 1e9)
+        return f"{self.value / scale:.4g} {unit} (median {self.median / scale:.4g})"
+
+
+def peaks(hardware: Hardware, *, refresh: bool = False) -> dict[str, Peak]:
+    """Return what this machine reaches, by name; measured once and kept in `cache_root()`, until `refresh`."""
+    facts = hashlib.sha256(repr(hardware).encode()).hexdigest()[:16]  # changes whenever a peak could
+    path = cache_root() / f"peaks-{SCHEMA}-{facts}.json"
+    with contextlib.suppress(OSError, ValueError):  # not there: measured
+        if not refresh:
+            return {row["name"]: Peak(**row) for row in files.read_json(path)}
+    measured = measure(hardware)
+    with contextlib.suppress(OSError):  # a folder that cannot be written: measured again next time
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.write_json(path, [asdict(peak) for peak in measured.values()])
+    return measured
+
+
+def matmul_rates(hardware: Hardware) -> dict[str, float]:
+    """Return the FLOP/s that products of matrices reach here, by number format."""
+    rates = {name: peak.value for name, peak in peaks(hardware).items() if peak.unit == "FLOP/s"}
+    return {name.removeprefix("matmul_"): rate for name, rate in rates.items()}
+
+
+def measure(hardware: Hardware) -> dict[str, Peak]:
+    """Measure every peak."""
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it would complain of a GPU's compiler
+    from torch.utils.benchmark import Timer
+
+    measured, precision = dict[str, Peak](), torch.get_float32_matmul_precision()
+    for name, call, work, how in _calls(hardware):
+        threads = 1 if name == "memcpy" else torch.get_num_threads()
+        timer = Timer("call()", globals={"call": call}, num_threads=threads)  # waits for the device
+        seconds = timer.blocked_autorange(min_run_time=BUDGET_S).times
+        unit = "FLOP/s" if name.startswith("matmul") else "bytes/s"
+        measured[name] = Peak(name, work / min(seconds), work / statistics.median(seconds), unit, how)
+    torch.set_float32_matmul_precision(precision)
+    torch.cuda.empty_cache()  # nothing where CUDA is not in use
+    return measured
+
+
+def _calls(hardware: Hardware) -> Iterator[tuple[str, Callable[[], Any], float, str]]:
+    """Yield for each peak its name, what is called, how much work (FLOP or bytes) that does, and this in words."""
+    device = hardware.device
+    size = 8192 if device.type != "cpu" else 2048 if torch.get_num_threads() < 16 else 4096
+    # The numbers are random: a GPU draws less power and clocks higher on constant ones.
+    left, right = torch.randn(2, size, size, device=device)
+    for name in ("fp32", *(name for name in ("tf32", "bf16", "fp16", "fp8") if hardware.supports(name))):
+        a, b = (matrix.to(DTYPES.get(name, torch.float32)) for matrix in (left, right))
+        multiply = functools.partial(torch.mm, a, b, out=torch.empty_like(a))
+        if name == "fp8":  # _scaled_mm wants its second matrix column-major
+            scale = torch.ones((), device=device)
+            eight = functools.partial(torch._scaled_mm, a, b.t(), scale, scale, out_dtype=torch.bfloat16)
+            multiply = functools.partial(eight, use_fast_accum=True)  # as in a training's forward pass
+        torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+        yield f"matmul_{name}", multiply, 2.0 * size**3, f"product of two {name} matrices of {size} x {size}"
+
+    # The triad of the STREAM benchmark (https://www.cs.virginia.edu/stream/), on arrays well above usual caches.
+    size_bytes = (96 if device.type == "cpu" else 512) * MIB
+    a, b, c = torch.ones(3, size_bytes // 4, device=device)
+    triad = functools.partial(torch.add, b, c, alpha=2.0, out=a)
+    yield "memory_bandwidth", triad, 3.0 * size_bytes, f"a = b + 2 c, float32 arrays of {size_bytes // MIB} MiB"
+
+    names = ("memcpy", *(("host_to_device_pinned", "host_to_device_pageable") if device.type == "cuda" else ()))
+    for name in names:
+        source = torch.ones(128 * MIB, dtype=torch.uint8, pin_memory=name.endswith("pinned"))
+        target = torch.empty_like(source, device="cpu" if name == "memcpy" else device)
+        copy = functools.partial(target.copy_, source, non_blocking=True)
+        yield name, copy, float(source.nbytes), "copy of 128 MiB, by one thread"

@@ -1,0 +1,176 @@
+"""Profile somebody's own training loop: two lines around it, and after it the breakdown and the bottlenecks."""
+
+import contextlib
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from speedkit.clock import compilations
+from speedkit.errors import UsageError
+from speedkit.measure.bottlenecks import cause_in_words, costly_switches, of_loop
+from speedkit.measure.breakdown import Breakdown, StepObserver
+from speedkit.measure.timeline import DATA, EVALUATION, FORWARD, OPTIMIZER, OTHER, RARE, timing
+
+
+@contextlib.contextmanager
+def profile(
+    model: nn.Module, optimizer: Optimizer, loader: Any, *, skip: int = 3, steps: int = 20, show: bool = True
+) -> Iterator["LoopProfile"]:
+    """Time the training loop inside the block: `with profile(model, optimizer, loader) as seen:` around it as it is.
+
+    `model` is what the loop calls: the compiled one, if it is compiled. After `skip` steps of warm-up and `steps` timed
+    ones, a few are looked at closely: their operators, and what makes the host wait. Of the rest only evaluation and
+    compilation count. What follows the forward pass, up to `backward()`, is its loss and counts as forward; from a
+    forward pass in evaluation mode or without gradients on, up to training again, all is evaluation. Afterwards
+    everything is as it was, also where the loop raises, and `seen` has `breakdown`, `bottlenecks` and `notes`, which
+    are printed (`show`). Raises UsageError where nothing can be profiled.
+    """
+    if not isinstance(model, nn.Module) or not hasattr(optimizer, "register_step_pre_hook"):
+        kinds = f"a {type(model).__name__} and a {type(optimizer).__name__}"
+        raise UsageError(f"profile takes a module, its optimizer and its loader, in this order; it got {kinds}")
+    compiled = any(hasattr(module, "_orig_mod") or module._compiled_call_impl for module in model.modules())
+    seen = LoopProfile([model], optimizer, loader, skip=skip, steps=steps, compiled=compiled)
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(patch.object(type(loader), "__iter__", seen.iterator(type(loader).__iter__)))
+        except (AttributeError, TypeError):  # not iterable, or of a class written in C, which cannot be changed
+            what = f"a {type(loader).__name__} cannot be profiled as a loader"
+            raise UsageError(f"{what}: give the DataLoader that the loop goes over") from None
+        stack.callback(seen.conclude, show=show)
+        seen.install(stack)
+        yield seen
+        seen.step_may_end()
+
+
+class LoopProfile:
+    """What is seen of a loop that calls `models`; `breakdown`, `bottlenecks` and `notes` are there when it is over."""
+
+    def __init__(
+        self, models: Sequence[nn.Module], optimizer: Optimizer, loader: Any, *, skip: int, steps: int, compiled: bool
+    ):
+        self.device = optimizer.param_groups[0]["params"][0].device
+        self.models, self.optimizer, self.loader, self.skip = models, optimizer, loader, skip
+        self.compiled, self.compilations = compiled, compilations()
+        self.breakdown: Breakdown
+        self.bottlenecks: list[dict[str, Any]] = []
+        self.notes: list[str] = []
+
+        self.observer = StepObserver(self.device, steps)
+        self.timeline, self.observation = self.observer.timeline, self._observation()
+        self.step_ended = False  # the optimizer has made it, and nothing of another has begun
+        self.steps = self.batches = self.forwards = 0
+        self.look_end: int | None = None  # steps made when the closer look was over
+
+    def install(self, stack: contextlib.ExitStack) -> None:
+        """See everything that the loop does, until `stack` is closed."""
+        timeline = self.timeline
+        for model in self.models:
+            call = vars(model).get("_compiled_call_impl") or model._call_impl  # where nn.Module.compile keeps its form
+            stack.enter_context(patch.object(model, "_compiled_call_impl", self._timed_forward(model, call)))
+        stack.enter_context(patch.object(torch, "save", timeline.timed(EVALUATION, torch.save)))
+        stack.callback(self.optimizer.register_step_pre_hook(lambda *_: timeline.begin(OPTIMIZER)).remove)
+        stack.callback(self.optimizer.register_step_post_hook(self._after_step).remove)
+        stack.enter_context(timing(timeline))
+        stack.enter_context(contextlib.closing(self.observation))
+        next(self.observation)
+
+    # ---- what the loop does ----
+
+    def iterator(self, iterate: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
+        """Return `iterate`, the `__iter__` of the loader's class, with the batches of this loader timed."""
+
+        def batches(source: Iterator[Any]) -> Iterator[Any]:
+            """Yield what `source` gives; the time that each takes is that of waiting for data."""
+            with contextlib.suppress(StopIteration):
+                while True:
+                    yield self.next_batch(next, source)
+
+        return lambda loader: batches(iterate(loader)) if loader is self.loader else iterate(loader)
+
+    def next_batch(self, fetch: Callable[[Any], Any], source: Any) -> Any:
+        """Return what `fetch` gets from the loader; the time that it takes is that of waiting for data."""
+        self.step_may_end()
+        self.timeline.begin(DATA)
+        try:
+            batch = fetch(source)
+        finally:
+            self.timeline.end()
+        self.batches += 1
+        return batch
+
+    def _timed_forward(self, model: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
+        timeline = self.timeline
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            """Return what the model returns; its time counts as forward, or as evaluation where nothing is trained."""
+            self.forwards += 1
+            if model.training and torch.is_grad_enabled():
+                self.step_may_end()
+                timeline.begin(FORWARD, then=FORWARD)
+            else:
+                if timeline.stack == [OTHER]:
+                    timeline.stack[0] = EVALUATION  # what it took to begin counts too, such as a loader's start
+                timeline.begin(EVALUATION, then=EVALUATION)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                timeline.end()
+
+        return forward
+
+    def _after_step(self, *_: Any) -> None:
+        self.timeline.end()
+        self.steps, self.step_ended = self.steps + 1, True
+
+    def step_may_end(self) -> None:
+        """Continue the observation; the optimizer's hook is too early, for a profile needs the whole update."""
+        if not self.step_ended:
+            return
+        self.step_ended = False
+        try:
+            next(self.observation, None)
+        except Exception as error:  # whatever it is, the loop goes on
+            self.notes.append(f"no closer look at the steps: {type(error).__name__}: {error}")
+
+    # ---- what is seen of it ----
+
+    def _observation(self) -> Generator[None]:
+        """Observe one step after the other: each `yield` is a step of the loop's."""
+        for _ in range(self.skip):
+            yield
+        self.notes += costly_switches(self.device)
+        if self.device.type == "cpu" and (self.compiled or compilations() > self.compilations):
+            self.observer.audited = 0  # it would run compiled code as eager, whose last bits differ
+        yield from self.observer.observe()
+        self.timeline.take()
+        self.look_end = self.steps
+
+    def conclude(self, *, show: bool) -> None:
+        """Make the breakdown and the bottlenecks of what was seen, and print them."""
+        if self.steps < (needed := self.skip + self.observer.needed):
+            made = f"the loop made {self.steps} steps with the optimizer given here"
+            self.notes.append(f"{made}: a look at all takes {needed}")
+        if not self.forwards or (self.loader is not None and not self.batches):
+            self.notes.append("the loop used no such model or loader: give those that it calls, compiled or wrapped")
+        observer = self.observer
+        if self.look_end is not None:  # what is rare is taken from all steps, those after the closer look too
+            share = observer.timed / (observer.timed + self.steps - self.look_end)
+            later_s = self.timeline.take()
+            for cause in RARE:
+                observer.seconds[cause] = share * (observer.seconds[cause] + later_s.get(cause, 0.0))
+        self.breakdown = observer.breakdown()
+        if observer.timed:
+            try:
+                self.bottlenecks = of_loop(self.breakdown, self.loader, self.device)
+            except Exception as error:  # of the loader's own items, say: the training is worth more
+                self.notes.append(f"no bottlenecks: {type(error).__name__}: {error}")
+        if show:
+            print(self)
+
+    def __str__(self) -> str:
+        rows = [str(self.breakdown)] if self.observer.timed else []
+        return "\n".join([*(f"note: {note}" for note in self.notes), *rows, *map(cause_in_words, self.bottlenecks)])

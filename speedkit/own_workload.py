@@ -1,0 +1,187 @@
+"""The user's own model, data and loss, for `speedkit tune package.module:function` of what returns these workloads."""
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from speedkit.data.decode import BadItem
+from speedkit.data.own_loader import WITHOUT_LENGTH, loader_items
+from speedkit.errors import UsageError
+from speedkit.recipe import Recipe
+from speedkit.workload import Batch, Workload, right_class
+
+
+@dataclasses.dataclass(eq=False)
+class Sample:
+    """One item of a map-style data set; `target` is what came with the input when that was loaded."""
+
+    path: str
+    data: Any
+    index: int
+    target: Any = None
+
+
+def from_dataset(
+    model: nn.Module | Callable[[], nn.Module],
+    train: Any,
+    test: Any,
+    *,
+    validation: Any = (),
+    loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
+    score: Callable[[Tensor, Tensor], Tensor] | None = None,
+    recipe: Recipe | None = None,
+    name: str = "yours",
+    **others: Any,
+) -> Workload:
+    """Return the workload of a model and map-style data sets whose items are (input tensor, target).
+
+    Of outputs and targets `loss` gives one number, the mean over the batch, and `score` one per sample [B], by default
+    1 where the largest output is that of the target. A module is copied for each training; a function that makes one
+    gives each seed its own. `others` are fields of Workload. What is random belongs into `augment`: a cache would keep
+    what a data set drew first. Raises SpeedkitError for what cannot be trained on.
+    """
+    samples, test_samples, validation_samples = (
+        [Sample(f"{side}/{index}", data, index) for index in range(len(data))]
+        for side, data in (("train", train), ("test", test), ("validation", validation))
+    )
+    if not samples or not test_samples:
+        raise UsageError("a data set is empty")
+    inputs, label = load(samples[0]), torch.as_tensor(target(samples[0]))
+    class_numbers = label.ndim == 0 and not label.is_floating_point()
+    if score is None and not class_numbers:
+        raise UsageError("the targets are no class numbers: give score(outputs, targets), one number per sample")
+
+    def batch_loss(model: nn.Module, batch: Batch, recipe: Recipe) -> tuple[Tensor, Tensor]:
+        outputs = model(batch[0])
+        return loss(outputs, batch[1]), outputs
+
+    fields: dict[str, Any] = {
+        "cacheable": class_numbers and inputs.is_floating_point(),
+        "parameters": {"train": train, "test": test},
+    }
+    return Workload(
+        name,
+        recipe or Recipe(),
+        samples,
+        test_samples,
+        load=load,
+        features=Tensor.contiguous,  # nothing to do
+        target=target,
+        model=functools.partial(copy.deepcopy, model) if isinstance(model, nn.Module) else model,
+        loss=batch_loss,
+        score=right_class if score is None else lambda outputs, batch: score(outputs, batch[1]),
+        validation=validation_samples,
+        **fields | others,
+    )
+
+
+def from_loader(
+    model: nn.Module | Callable[[], nn.Module],
+    loader: Any,
+    step: Callable[[nn.Module, Any], Tensor],
+    *,
+    test: Any = None,
+    evaluate: Callable[[nn.Module], float] | None = None,
+    recipe: Recipe | None = None,
+    name: str = "yours",
+    **others: Any,
+) -> Workload:
+    """Return the workload of a model, its loader, and `step(model, batch)`, which returns the loss of a batch, [].
+
+    `loader` is a DataLoader or anything else whose batches can be gone over, or better a function that makes one from a
+    seed: then plans that are compared have one each. A batch is any nesting of tensors in tuples, lists and dicts; it
+    arrives on the model's device. What is random in it is torch's random numbers: those of others differ from run to
+    run. The recipe's batch size is the loader's. Without a length the recipe has to say `steps`.
+
+    `evaluate(model)` returns the metric, of which `others`, fields of Workload, say `metric`, `higher_is_better` and
+    `margin`. Without it quality is the loss on `test`, a loader too, or without that on some training batches; without
+    a margin, losses within 2 % count as equal. Raises UsageError for what gives no batch of tensors.
+    """
+    recipe = recipe or Recipe()
+    train = loader_items(loader, recipe.seed, recipe.steps)
+    if train.batches is None:
+        raise UsageError("the loader has no length: say how far to train, as recipe=Recipe(steps=1000, epochs=None)")
+    if evaluate is not None:
+        test = [torch.zeros(1)]  # something to evaluate on once
+    few = dataclasses.replace(train, batches=min(train.batches, WITHOUT_LENGTH))
+
+    def batch_loss(model: nn.Module, batch: Any, recipe: Recipe) -> tuple[Tensor, Tensor]:
+        scored = evaluate is not None and not model.training
+        loss = torch.tensor(float(evaluate(model))) if scored else step(model, batch.value)  # type: ignore[misc]
+        if not isinstance(loss, Tensor) or loss.ndim:
+            what = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else f"{type(loss).__name__}"
+            raise UsageError(f"step returned {what}: it has to return the loss, a tensor of one number")
+        return loss, loss
+
+    fields: dict[str, Any] = {
+        "metric": "score" if evaluate else "training loss" if test is None else "test loss",
+        "higher_is_better": evaluate is not None,
+        "margin": None,
+        "cacheable": False,
+    }
+    return Workload(
+        name,
+        dataclasses.replace(recipe, batch_size=train.batch_size),
+        train,  # type: ignore[arg-type]  # stands for the items
+        few if test is None else loader_items(test),  # type: ignore[arg-type]
+        load=train.__getitem__,
+        features=Tensor.contiguous,
+        target=train.__getitem__,
+        model=functools.partial(copy.deepcopy, model) if isinstance(model, nn.Module) else model,
+        loss=batch_loss,
+        score=lambda loss, batch: loss.expand(len(batch[0])),
+        **fields | others,
+    )
+
+
+def of_sample(model: nn.Module, sample: Any) -> Workload:
+    """Return the workload that learns from one batch over and over: what a step of `model` takes, without any data.
+
+    `sample` is a tensor, or a tuple or mapping of what the model takes. The loss is the `loss` of what the model
+    returns, or else the mean square of all its outputs.
+    """
+
+    def step(model: nn.Module, batch: Any) -> Tensor:
+        if isinstance(batch, Mapping):
+            outputs = model(**batch)
+        else:
+            outputs = model(batch) if isinstance(batch, Tensor) else model(*batch)
+        if (loss := getattr(outputs, "loss", None)) is not None:
+            return loss
+        tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if not tensors:
+            raise UsageError(f"{type(model).__name__} returns no tensor that can be learned from")
+        return torch.stack([tensor.float().square().mean() for tensor in tensors]).sum()
+
+    return from_loader(model, [sample] * 1000, step, name=type(model).__name__)
+
+
+def load(sample: Sample) -> Tensor:
+    """Return the sample's input, and keep its target for `target`. Raises BadItem for what is no such pair."""
+    pair = sample.data[sample.index]
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise BadItem(sample.path, f"it gives {type(pair).__name__}, not (input tensor, target)")
+    sample.target = pair[1]
+    return torch.as_tensor(pair[0])
+
+
+def target(sample: Sample) -> Any:
+    """Return the sample's target: the one that `load` kept, or one of the data set's `targets`, as torchvision's have.
+
+    A class number is kept for good: a cache asks for all of them when it is opened, and reading them from the data set
+    again takes as long as building it.
+    """
+    value = sample.target
+    if value is None:
+        labels = None if getattr(sample.data, "target_transform", None) else getattr(sample.data, "targets", None)
+        value = sample.data[sample.index][1] if labels is None else labels[sample.index]
+    sample.target = None if np.ndim(value) else value
+    return value

@@ -1,1 +1,0 @@
-"""Plots and reports, drawn from records only."""

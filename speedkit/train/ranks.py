@@ -1,0 +1,167 @@
+"""Several processes train one model: each learns from its share of every batch, and all make the same steps.
+
+A BatchNorm sees a rank's own share only: take torch.nn.SyncBatchNorm, which needs GPUs, or normalise each sample.
+"""
+
+import atexit
+import contextlib
+import logging
+import math
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as tree
+
+from speedkit.errors import PlanError
+from speedkit.machine import usable_cores
+from speedkit.plan import Plan
+from speedkit.recipe import Recipe
+from speedkit.train.checkpoint import get_random_state
+from speedkit.train.compile import repeated_blocks
+
+if TYPE_CHECKING:
+    from speedkit.train.setup import TrainingRun
+
+
+def launch(arguments: list[str], ranks: int, *, max_restarts: int = 3) -> int:
+    """Run `python -m *arguments` as `ranks` processes on this machine under torchrun's agent; return the exit code.
+
+    SIGINT and SIGTERM go on to the ranks, which have 30 s to reach their next log point and stop there. A rank that is
+    killed makes all start again with --resume, at most `max_restarts` times. On several machines torchrun starts them.
+    """
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
+    logging.disable(logging.CRITICAL)  # of the agent: the ranks say what happened
+    # The agent's own restarts would repeat errors too, which come again.
+    options = ["--standalone", "--local-addr=localhost", f"--nproc-per-node={ranks}", "--max-restarts=0"]
+    try:
+        torchrun.run(torchrun.parse_args([*options, "-m", *arguments]))
+    except SignalException as stopped:
+        return 128 + stopped.sigval
+    except ChildFailedError as error:
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        killed = [rank for rank, code in codes.items() if code == -signal.SIGKILL]  # gloo aborts what a failure left
+        if not killed or not max_restarts:
+            return max(1, *codes.values())
+        print(f"rank {killed[0]} was killed; all start again from the last checkpoint", file=sys.stderr, flush=True)
+        return launch([*arguments, "--resume"], ranks, max_restarts=max_restarts - 1)
+    return 0
+
+
+def leave(code: int) -> NoReturn:
+    """End this process with an exit code; a rank at once, for Python's way out makes gloo's threads abort at times."""
+    if dist.is_initialized():
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def local_device(plan: Plan, device: str | torch.device) -> str | torch.device:
+    """Return the device of this process: of several ranks on GPUs, each takes its own."""
+    if plan.ranks > 1 and "LOCAL_RANK" in os.environ and torch.cuda.is_available() and str(device) in ("auto", "cuda"):
+        return f"cuda:{int(os.environ['LOCAL_RANK']) % torch.cuda.device_count()}"
+    return device
+
+
+def join(plan: Plan, recipe: Recipe, device: torch.device) -> "Ranks | None":
+    """Return this process's part in a run of several ranks; None where the plan has one."""
+    if plan.ranks == 1:
+        return None
+    if int(os.environ.get("WORLD_SIZE", 1)) != plan.ranks:
+        how = f"`speedkit train WORKLOAD --ranks {plan.ranks}` or `torchrun --nproc-per-node {plan.ranks} SCRIPT`"
+        raise PlanError(f"ranks={plan.ranks} takes as many processes: start them by {how}")
+    gpu = device if device.type == "cuda" else None
+    if gpu is not None:
+        torch.cuda.set_device(gpu)
+    if not dist.is_initialized():
+        backend = "gloo" if gpu is None else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, device_id=gpu)
+        atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
+    return Ranks(plan, recipe, device)
+
+
+class Ranks:
+    """This process among those of one run. Every method is called by all of them alike."""
+
+    def __init__(self, plan: Plan, recipe: Recipe, device: torch.device):
+        self.rank, self.count, self.device = dist.get_rank(), dist.get_world_size(), device
+        self.sharded = plan.strategy == "fsdp"
+        self.share = math.ceil(recipe.batch_size / self.count)  # samples of a batch that a rank learns from, at most
+        self.restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0  # by torchrun, after one had died
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return the `value` of every rank, small and of plain Python."""
+        values = [None] * self.count
+        dist.all_gather_object(values, value)
+        return values
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sum of `values` over all ranks."""
+        dist.all_reduce(values)
+        return values
+
+    def apply_data_parallel(self, model: nn.Module, recipe: Recipe, plan: Plan) -> nn.Module:
+        """Return what exchanges the gradients of `model`: DDP around it, or itself with FSDP2 applied to its blocks.
+
+        Zhao et al. 2023; https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+        """
+        if self.rank:  # weights were drawn alike; what dropout draws is for other samples
+            torch.manual_seed(recipe.seed * 1_000_003 + (self.rank << 40))
+        if not self.sharded:
+            return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        mesh = dist.init_device_mesh(self.device.type, (self.count,))
+        gathered_as = torch.bfloat16 if plan.precision == "bf16" else None
+        policy = MixedPrecisionPolicy(param_dtype=gathered_as, reduce_dtype=torch.float32)
+        for module in (*repeated_blocks(model), model):
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+        return model
+
+    def gradient_exchange(self, replica: Any, last: bool) -> contextlib.AbstractContextManager:
+        """Return the context of a forward pass whose gradients are exchanged where it is the `last` of a step."""
+        if self.sharded:
+            replica.set_requires_gradient_sync(last)
+        return contextlib.nullcontext() if self.sharded or last else replica.no_sync()
+
+    def full_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the `state` of the whole run: weights unsharded (on rank 0), random states of all ranks."""
+
+        def gathered(leaf: Any) -> Any:
+            if not hasattr(leaf, "full_tensor"):
+                return leaf
+            whole = leaf.full_tensor()
+            return None if self.rank else whole.cpu()  # one weight after another: together they may not fit the device
+
+        return tree.tree_map(gathered, state) | {"ranks_rng": self.all_gather(state["rng"])}
+
+    def local_state(self, run: "TrainingRun", state: dict[str, Any]) -> dict[str, Any]:
+        """Return this rank's part of the whole run's `state`; where there were fewer ranks, with new draws."""
+        rng = dict(enumerate(state.get("ranks_rng", [state["rng"]])))
+        state["rng"] = rng.get(self.rank, get_random_state(run.device))
+        if not self.sharded:
+            return state
+        from torch.distributed.tensor import distribute_tensor
+
+        def shard(weight: Any, value: Any) -> Any:
+            if not isinstance(value, Tensor) or value.shape != weight.shape:  # a count of steps, or None
+                return value
+            value = value.to(weight.device)
+            return distribute_tensor(value, weight.device_mesh, weight.placements, src_data_rank=None)
+
+        for index, (name, weight) in enumerate(run.model.named_parameters()):
+            state["model"][name] = shard(weight, state["model"][name])
+            values = state["optimizer"]["state"].get(index, {})
+            values.update({key: shard(weight, value) for key, value in values.items()})
+        return state

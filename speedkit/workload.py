@@ -1,0 +1,101 @@
+"""What is trained, as plain functions, with the pipeline cut where a cache can cut it."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from speedkit.config import nearest
+from speedkit.data.own_loader import LoaderItems
+from speedkit.errors import UsageError
+from speedkit.recipe import Recipe
+
+# Every tensor's first dimension counts the samples: (inputs [B, ...], targets [B]), or where lengths differ (inputs
+# [B, ..., T_max] padded with zeros, lengths [B], targets [B]).
+Batch = tuple[Tensor, ...]
+# model, batch, recipe -> (mean over the batch's valid items [], outputs)
+Loss = Callable[[nn.Module, Batch, Recipe], tuple[Tensor, Tensor]]
+
+
+class NetSize(NamedTuple):
+    """How large a built-in net is."""
+
+    width: int  # channels, of the first of several stages
+    depth: int  # residual blocks, of each stage
+    unit: int = 8  # what a width is a multiple of: the width of an attention head
+    growth: tuple[float, ...] = (1, 2, 4)  # widths of the stages, or of what lies in a block, as multiples of `width`
+    inputs: int = 0  # pixels of a side, or bytes of a window
+
+
+def net_size(sizes: Mapping[str, NetSize], size: str | NetSize, **numbers: Any) -> NetSize:
+    """Return the one of `sizes` that is called `size`, with other `numbers` (`width`, `depth`) where they are given.
+
+    Raises UsageError for a size that there is not, and for numbers that the net cannot have.
+    """
+    if isinstance(size, str) and size not in sizes:
+        raise UsageError(f"there is no size {size!r}{nearest(size, sizes)}: take {', '.join(sizes)}")
+    chosen = (sizes[size] if isinstance(size, str) else size)._replace(**numbers)
+    if chosen.width % chosen.unit or min(chosen.width, chosen.depth) < 1:
+        asked = f"there is no net of width {chosen.width} and depth {chosen.depth}"
+        raise UsageError(f"{asked}: take a multiple of {chosen.unit} for the width, and 1 or more for the depth")
+    return chosen
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """Model, data and loss. A sample's life is load, [augment_waveform], features, augment, loss.
+
+    What comes out of `load` or of `features` may be cached; what is random comes after the cache, batched, on the
+    device. `load`, `features` and `target` run in worker processes too, so they are functions of a module or partials
+    of such.
+    """
+
+    name: str
+    recipe: Recipe  # the default, by which this workload is learned well
+    train: Sequence[Any]  # items: whatever `load` and `target` take
+    test: Sequence[Any]
+    load: Callable[[Any], Tensor]  # item -> waveform [T] or image; raises data.decode.BadItem
+    features: Callable[[Tensor], Tensor]  # [T] or [B, T] -> [...] or [B, ...] for the model; deterministic, any device
+    target: Callable[[Any], int]
+    model: Callable[[], nn.Module]
+    loss: Loss
+    score: Callable[[Tensor, Batch], Tensor]  # outputs, batch -> [B], one score per sample; the metric is their mean
+    metric: str = "accuracy"
+    higher_is_better: bool = True
+    margin: float | None = 0.02  # results that differ by less count as equally good; None: a share of what they are
+    augment_waveform: Callable[[Tensor, torch.Generator], Tensor] | None = None  # random, of [B, T]
+    augment: Callable[[Batch, torch.Generator], Batch] | None = None  # random, of features
+    length: Callable[[Any], int] | None = None  # of an item's features, last dimension, undecoded; None: all the same
+    cacheable: bool = True  # False: items lie in memory as the model takes them, or are not what a cache keeps
+    rows: Tensor | None = None  # [N, ...] what the model takes of all items, where these are its row numbers
+    decoders: tuple[str, ...] = ()  # values of the plan's `decoder`, beyond soundfile, that `load` takes as `decoder=`
+    kept_as: str = "int16"  # number format in which a cache keeps what `load` returns: int16 of -1..1, uint8 as it is
+    count: Callable[[Batch], int | Tensor] | None = None  # valid items in a batch, where they are not its samples
+    honours: tuple[str, ...] = ()  # of the recipe's label_smoothing, focal_gamma and mixup, those that `loss` applies
+    parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # all that load and features depend on
+    sources: tuple[Any, ...] = ()  # functions and modules whose source the cached features depend on
+    classes: tuple[str, ...] = ()
+    quarantined: tuple[tuple[str, str], ...] = ()  # (path, why) of files left out before training
+    validation: Sequence[Any] = ()  # items evaluated during training; the test set is then left to its end
+
+    @property
+    def own_loader(self) -> LoaderItems | None:
+        """What stands for the items where their author's loader makes the batches; None where there are items."""
+        return self.train if isinstance(self.train, LoaderItems) else None
+
+
+def hold_out(workload: Workload, share: float) -> Workload:
+    """Return `workload` with a share of its training items for validation, of each label alike, the same every time."""
+    train, count = workload.train, max(1, round(share * len(workload.train)))
+    shuffled = torch.randperm(len(train), generator=torch.Generator().manual_seed(0)).tolist()
+    order = sorted(shuffled, key=lambda index: getattr(train[index], "label", 0))
+    taken = {order[number * len(train) // count] for number in range(count)}
+    rest, held_out = ([train[i] for i in range(len(train)) if (i in taken) == held] for held in (False, True))
+    return dataclasses.replace(workload, train=rest, validation=[*workload.validation, *held_out])
+
+
+def right_class(outputs: Tensor, batch: Batch) -> Tensor:
+    """Return 1 where the largest of the outputs [B, K] is the target's, else 0: [B]."""
+    return (outputs.argmax(dim=1) == batch[1]).float()

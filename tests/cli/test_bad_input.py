@@ -1,0 +1,122 @@
+"""What a user can get wrong: one sentence, the right exit code, no traceback, and nothing half-written."""
+
+import pytest
+
+TONES = "audio --size tiny --batch-size 8 --data-dir tones"
+
+# What is typed, the exit code, and what the sentence must say, word by word.
+BAD_INPUT = [
+    # The command and its options.
+    ("dance", 2, "No such command 'dance'"),
+    ("train", 2, "Missing argument 'WORKLOAD'"),
+    ("train audio --no-such-option", 2, "--no-such-option"),
+    ("train audio --clips many", 2, "--clips|'many'|not a valid integer"),
+    ("hardware --batch-size 8", 2, "No such option '--batch-size'"),
+    # Workload and device.
+    ("train audoi", 2, "did you mean audio|package.module:function"),
+    ("train no_such_module:thing", 2, "'no_such_module:thing' cannot be loaded"),
+    ("train os:sep", 2, "os:sep returned str, not a Workload"),
+    ("tune os:sep", 2, "not a Workload"),
+    ("train audio --device tpu", 2, "tpu|this machine has|cpu"),
+    ("train audio --device cuda:99", 2, 'device "cuda:99" is not available'),
+    ("train audio --data-dir tones --size huge", 2, "huge|tiny"),
+    ("train audio --data-dir tones --width 20", 2, "no net of width 20 and depth 1|a multiple of 8"),
+    ("train text --width 128 --depth 0", 2, "width 128 and depth 0|1 or more"),
+    # Fields of the recipe and the plan.
+    ("train audio --precision bf61", 2, "precision='bf61' is not possible|did you mean bf16"),
+    ("train audio --precision 32", 2, "precision=32 is not possible: here that is precision=fp32"),
+    ("train audio --precision 16-mixed", 2, "'16-mixed' is not possible: here that is precision=fp16"),
+    ("train audio --num-workers 4", 2, "No such option '--num-workers': here that is --workers"),
+    ("train audio --gradient-accumulation 4", 2, "here that is --micro-batch (|accumulation follows from batch_size"),
+    ("train audio --cuda", 2, "here that is --device cuda"),
+    ("cache build x --spectrogram-dir y", 2, "here that is --cache-dir"),
+    ("cache build x --skip-augmented", 2, "nothing is to be skipped|augmented anew"),
+    ("train audio --profile", 2, "`speedkit profile WORKLOAD`"),
+    ("train audio --validate-every 1.5", 2, "validate_every=1.5|a number from 0.01 to 1"),
+    ("train audio --batch-size 0", 2, "batch_size=0|an integer from 1"),
+    ("train audio --learning-rate nan", 2, "learning_rate=nan|a number from 0"),
+    ("train audio --max-duration-s 0", 2, "max_duration_s=0|from 0.01"),
+    ("train audio --epochs 2 --steps 3", 2, "epochs or steps, one of the two"),
+    ("train audio --data-dir tones --ranks 2 --batch-size auto --device cpu", 2, "batch_size=auto trains on one rank"),
+    ("train audio --precision fp8 --strict --device cpu", 2, "--strict allows no fallback|FP8"),
+    # Validation.
+    (f"train {TONES} --validation 0", 2, "--validation|0 is not in the range"),
+    (f"train {TONES} --validation 1", 2, "--validation|1.0 is not in the range"),
+    (f"train {TONES} --validation some", 2, "'some' is not a valid float"),
+    (f"train {TONES} --until good", 2, "--until|'good' is not a valid float"),
+    # Plan files.
+    ("train audio --plan fats", 2, "there is no plan 'fats'|baseline, careful, fast"),
+    ("compare baseline missing.yaml audio", 2, "there is no plan 'missing.yaml'"),
+    ("train audio --plan list.yaml", 2, "list.yaml: it must hold|not a list"),
+    ("train audio --plan broken.yaml", 2, "broken.yaml: while parsing"),
+    ("train audio --plan old.yaml", 2, "old.yaml: 'num_workers' is not a field of Plan: here that is workers"),
+    ("train audio --plan mixed.yaml", 2, "mixed.yaml: precision='bf16-mixed'|here that is precision=bf16"),
+    ("train audio --plan recipe.yaml", 2, "recipe.yaml: 'batch_size' is not a field of Plan|what is learned"),
+    ("train audio --plan wrong.yaml", 2, "wrong.yaml: cache='disc'|did you mean disk"),
+    ("profile audio --plan wrong.yaml", 2, "wrong.yaml: cache='disc'|did you mean disk"),
+    # Data.
+    ("train audio --data-dir missing", 2, "missing does not exist"),
+    ("train audio --data-dir empty", 2, "empty"),
+    ("train audio --data-dir tones --labels missing.csv", 2, "missing.csv|--labels"),
+    ("train audio --data-dir tones --label-pattern (", 2, "'('|--label-pattern"),
+    ("train audio --data-dir tones --test-pattern nothing_has_this", 2, "--test-pattern"),
+    (f"train {TONES} --focal-gamma 2", 2, "focal_gamma=2.0 is not applied by workload audio"),
+    # Output folders.
+    (f"train {TONES} --out file/run", 2, "file/run cannot be written"),
+    (f"train {TONES} --out tones", 2, "tones already holds files that speedkit did not write"),
+    # Times and counts.
+    ("tune audio --budget soon", 2, "'soon' is no time|9m"),
+    ("tune audio --seeds 1", 2, "--seeds|1 is not in the range"),
+    ("tune audio --data-dir tones --optimizations cahce", 2, "there is no optimization 'cahce'|did you mean cache"),
+    ("compare baseline fast audio --pairs 1", 2, "--pairs|1 is not in the range"),
+    # Caches, traces and checkpoints.
+    ("cache clean empty", 2, "'clean' is not one of|'repair'"),
+    ("cache info empty", 2, "empty holds no feature cache"),
+    ("cache build new --data-dir missing", 2, "missing does not exist"),
+    (f"profile {TONES} --out seen --trace missing/trace.json", 2, "the trace cannot be written to missing/trace.json"),
+    ("deploy missing", 2, "'missing' does not exist"),
+    ("deploy broken.yaml", 1, "its checksum is wrong"),
+    ("deploy broken.yaml --batch-size 1", 2, "--batch-size|1 is not in the range"),
+    # Notebooks.
+    ("run 77", 2, 'there is no notebook "77"|01_measure'),
+    ("run 01 -p no_such 3", 2, 'no parameter "no_such"|it has'),
+    ("run 01 --sweep profile", 2, "--sweep takes NAME=A,B,C"),
+    ("run 01 --cluster tcp://nowhere:1", 2, "--cluster runs its combinations"),
+    ("run 01 --timeout 0", 2, "'0' is no time|9m"),
+    ("publish", 2, "--all|--import DIR"),
+    ("publish 77", 2, 'there is no notebook "77"|01_measure'),
+    ("publish --import empty", 2, "empty holds no notebooks or records"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(recordings, tmp_path_factory):
+    """A folder with some recordings, and with everything that can be wrong."""
+    root = tmp_path_factory.mktemp("bad")
+    (root / "tones").symlink_to(recordings)
+    (root / "empty").mkdir()
+    texts = {
+        "file": "",
+        "list.yaml": "- workers: 2\n",
+        "broken.yaml": "cache: [ram\n",
+        "old.yaml": "num_workers: 4\n",
+        "wrong.yaml": "cache: disc\n",
+        "mixed.yaml": "precision: bf16-mixed\n",
+        "recipe.yaml": "batch_size: 8\n",
+    }
+    for name, text in texts.items():
+        (root / name).write_text(text)
+    return root
+
+
+@pytest.mark.parametrize("bad", BAD_INPUT, ids=lambda bad: bad[0])
+def test_bad_input_is_one_sentence(bad, folder, speedkit, monkeypatch):
+    words, code, says = bad
+    monkeypatch.chdir(folder)
+    files = {*folder.rglob("*")}
+    exit_code, _, complaint = speedkit(*words.split())
+    assert exit_code == code, complaint
+    assert complaint.startswith("speedkit: ") and complaint.count("\n") == 1, complaint
+    assert all(word in complaint for word in says.split("|")), complaint
+    left = {path.relative_to(folder).parts[0] for path in {*folder.rglob("*")} - files}
+    assert left <= {"seen"}, "nothing half-written"

@@ -1,0 +1,103 @@
+"""The course of a run as it is left: log points, a validation set beside the test set, and a quality to end at."""
+
+import dataclasses
+import json
+import math
+import os
+import pty
+import re
+import resource
+import subprocess
+import sys
+import termios
+
+import pytest
+import tiny
+from test_nonfinite import spoiled
+from tiny import outcome, points
+
+from speedkit.files import finite
+from speedkit.measure.quality import curve
+from speedkit.plan import Plan
+from speedkit.train.fit import fit
+from speedkit.workload import hold_out
+
+OPTIONS = {"plan": Plan(log_every=1), "device": "cpu", "progress": False}
+
+
+def lines(folder):
+    return [json.loads(line, parse_constant=pytest.fail) for line in (folder / "history.jsonl").open()]
+
+
+def test_each_log_point_is_a_line_of_finite_numbers_and_a_call(tmp_path):
+    calls, work = [], spoiled(points(), {0}, "loss", math.nan)  # 6 steps an epoch, 12 in all
+    options = OPTIONS | {"plan": Plan(log_every=1, on_nonfinite="skip")}
+    history = fit(work, out=tmp_path, on_log=calls.append, **options)
+    assert lines(tmp_path) == finite(calls) and [call["loss"] for call in calls[1:]] == history.loss[1:]
+    assert [call["step"] for call in calls] == history.log_steps and lines(tmp_path)[0]["loss"] is None
+    look, last = (call for call in calls if "test/loss" in call)
+    assert (look["epoch"], last["epoch"], last["test/accuracy"]) == (1.0, 2.0, history.evaluation["value"])
+    assert last["learning_rate"] < look["learning_rate"] and look["samples_per_s"] == 16 / look["step_s"]
+
+
+def test_what_on_log_raises_ends_the_run_and_going_on_doubles_no_step(tmp_path):
+    with pytest.raises(ZeroDivisionError):
+        fit(points(), out=tmp_path, on_log=lambda point: 1 / (point["step"] - 9), **OPTIONS)
+    assert [line["step"] for line in lines(tmp_path)] == [*range(1, 10)]
+    with (tmp_path / "history.jsonl").open("a") as file:
+        file.write('{"step": 1')  # cut short
+    resumed, whole = fit(points(), out=tmp_path, resume=True, **OPTIONS), fit(points(), **OPTIONS)
+    assert resumed.resumed_from == 6 and outcome(resumed) == outcome(whole)
+    assert [(line["step"], line["loss"]) for line in lines(tmp_path)] == [*enumerate(whole.loss, 1)]
+
+
+def test_a_full_disk_is_the_systems_own_error(tmp_path):
+    size, (soft, hard) = resource.RLIMIT_FSIZE, resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with pytest.raises(OSError, match="File too large"):  # over 16 bytes, from step 2 on
+            fit(points(), out=tmp_path, on_log=lambda _: resource.setrlimit(size, (16, hard)), **OPTIONS)
+    finally:
+        resource.setrlimit(size, (soft, hard))
+
+
+def test_looks_are_at_the_validation_set_and_the_verdict_at_the_test_set(tmp_path):
+    seen, work = [], hold_out(points(), 0.25)  # 72 to train on, 24 to validate on, 32 to test on
+    assert sorted(item.label for item in work.validation) == 12 * [0] + 12 * [1]
+    assert work.validation == hold_out(points(), 0.25).validation
+    assert len(hold_out(work, 0.001).validation) == 25, "one at least, beside those there are"
+    work = dataclasses.replace(work, load=lambda item: [seen.append(item), tiny.load(item, 8)][1])
+    history = fit(work, out=tmp_path, **OPTIONS)
+    assert {*seen[:72]} == {*work.train} == {*points().train} - {*work.validation} == {*seen[96:168]}
+    assert seen[72:96] + seen[168:] == [*work.validation, *work.validation, *work.test]
+    assert [(look["set"], look["n"]) for look in history.evaluations] == [("validation", 24)] * 2
+    last, value = lines(tmp_path)[-1], history.evaluations[1]["value"]
+    assert history.evaluation == {"metric": "accuracy", "value": last["test/accuracy"], "n": 32}
+    row = curve(work, work.recipe, Plan(), device="cpu")
+    assert row["value"] == last["test/accuracy"] != value == last["validation/accuracy"] == row["points"][-1][1]
+
+
+@pytest.mark.parametrize("up", [True, False], ids=["up", "down"])
+def test_a_run_ends_at_a_quality_and_says_when(tmp_path, capsys, up):
+    work = dataclasses.replace(hold_out(points(epochs=30), 0.25), higher_is_better=up)
+    work = work if up else dataclasses.replace(work, score=lambda outputs, batch: 1 - tiny.score(outputs, batch))
+    until, options = 0.95 if up else 0.05, OPTIONS | {"progress": True, "out": tmp_path}
+    history = fit(work, until=until, **options)
+    good = [look["value"] >= until if up else look["value"] <= until for look in history.evaluations]
+    assert sum(good) == 1 and good[-1] and len(good) > 1 and history.steps < 150
+    left = json.loads((tmp_path / "history.json").read_text())
+    assert left["until"] == until and left["reached_s"] == history.evaluations[-1]["seconds"]
+    assert left["evaluation"]["n"] == 32 and f"accuracy {until:g} was reached after" in capsys.readouterr().out
+    again = fit(work, until=until, resume=True, **options)
+    assert (again.steps, again.reached_s, again.tested) == (history.steps, history.reached_s, history.tested)
+    further = fit(work, until=2.0 if up else -1.0, resume=True, **options)
+    assert further.steps == 150 and further.reached_s is None and "was not reached" in capsys.readouterr().out
+
+
+def test_a_bar_says_how_much_time_is_left(request):
+    code = "from tiny import points; from speedkit import fit; fit(points(), device='cpu')"
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 100))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(request.path.parent), *sys.path])}
+    subprocess.run([sys.executable, "-c", code], stderr=theirs, stdout=theirs, env=environment, check=True)
+    shown = os.read(ours, 1 << 20).decode()
+    assert re.search(r"12/12 \[00:0\d, 00:00 left, loss 0\.\d+, accuracy [01]\.\d+, test 0\.", shown), shown

@@ -1,0 +1,77 @@
+"""What the machine is, what it can do and why not, and its measured peaks."""
+
+import math
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny import CPU, CPU_BF16, H100, T4
+
+from speedkit import machine
+from speedkit.machine import CAPABILITIES, Hardware, this_machine
+from speedkit.measure.peaks import peaks
+
+A100 = replace(H100, gpu="NVIDIA A100-SXM4-40GB", compute_capability=(8, 0))
+APPLE = Hardware(device=torch.device("mps"))
+ON_EVERY_GPU = {"cuda_graphs", "pin_memory"}
+
+
+@pytest.mark.parametrize(
+    ("machine", "can"),
+    [
+        (T4, ON_EVERY_GPU | {"fp16", "compile"}),
+        (A100, ON_EVERY_GPU | {"fp16", "compile", "bf16", "tf32", "flash_attention"}),
+        (H100, set(CAPABILITIES)),
+        (APPLE, set()),
+        (CPU, {"compile", "flash_attention"}),
+        (CPU_BF16, {"compile", "flash_attention", "bf16"}),
+    ],
+)
+def test_capabilities_of_known_machines(machine, can):
+    assert {name for name in CAPABILITIES if machine.supports(name)} == can
+    reasons = {name: machine.why_not(name) for name in CAPABILITIES if name not in can}
+    assert all(reason.startswith(f"{name} needs ") for name, reason in reasons.items())
+    assert machine.as_dict()["cannot"] == reasons
+
+
+def test_what_is_missing_is_named():
+    assert "the device is Tesla T4" in T4.why_not("bf16") and "triton" in replace(H100, triton=False).why_not("compile")
+    assert "C compiler" in replace(H100, compiler="").why_not("compile")
+    assert "python3-dev" in replace(CPU, python_headers=False).why_not("compile")
+    assert "needs the package librosa" in CPU.why_not("librosa")
+
+
+def test_a_gpu_is_named_with_how_to_choose_another_and_a_small_one_with_how_to_make_room():
+    [choice] = replace(T4, gpu_count=2, device=torch.device("cuda:0"), gpu_memory_bytes=16 << 30).advice
+    assert "cuda:0 of 2 GPUs is used" in choice and "CUDA_VISIBLE_DEVICES" in choice and "--ranks 2" in choice
+    assert "less than 4 GB" in replace(T4, gpu_memory_bytes=2 << 30).advice[1] and CPU.advice == []
+
+
+def test_container_limits_are_respected(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "CGROUPS", tmp_path)  # a container sees its own group as the root
+    assert machine.usable_ram_bytes() > 1048576
+    (tmp_path / "cpu.max").write_text("100000 100000\n")
+    (tmp_path / "memory.max").write_text("1048576\n")
+    assert machine.usable_cores() == 1 and machine.usable_ram_bytes() == 1048576
+
+
+def test_this_machine_knows_itself():
+    machine = this_machine("cpu")
+    assert machine.device == torch.device("cpu") and 1 <= machine.cores <= os.cpu_count()
+    assert machine.ram_bytes and machine.cpu and machine.torch_version == torch.__version__
+    assert set(machine.nvml_facts("0-0-0-0", "driver", "power_w")) <= {"driver"}, "of no GPU"
+
+
+def test_peaks_are_measured_and_kept_per_machine(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPEEDKIT_CACHE_DIR", str(tmp_path))
+    machine = this_machine("cpu")
+    measured = peaks(machine)
+    assert measured.keys() >= {"matmul_fp32", "memory_bandwidth", "memcpy"} and "matmul_fp8" not in measured
+    assert ("matmul_bf16" in measured) == machine.supports("bf16")
+    assert all(0 < peak.median <= peak.value < math.inf for peak in measured.values())
+    assert "TFLOP/s (median" in str(measured["matmul_fp32"])
+    [path] = tmp_path.iterdir()
+    assert peaks(machine) == measured
+    path.write_text("{ not JSON")
+    assert peaks(machine) != measured

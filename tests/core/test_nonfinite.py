@@ -1,0 +1,214 @@
+"""Steps that are not finite, and steps that run out of memory: left out, explained, rolled back, repeated."""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import math
+
+import pytest
+import torch
+from faults import limited, strike
+from tiny import every_number_format, jitter, load, outcome, points
+from torch import nn
+
+from speedkit.errors import SpeedkitError
+from speedkit.fallbacks import Fallback
+from speedkit.plan import Plan
+from speedkit.train import nonfinite
+from speedkit.train.fit import finish, fit
+from speedkit.train.loop import steps
+from speedkit.train.setup import setup_run
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+SKIP = {"on_nonfinite": "skip", "fused_optimizer": True}
+RECOVER = {"on_nonfinite": "recover", "log_every": 5}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def formats():
+    with every_number_format():
+        yield
+
+
+def normed():
+    """A net that keeps running statistics."""
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
+
+
+def spoiled(workload, at, where, value=math.nan):
+    """The workload, spoiled in the forward passes `at`, from 0: an "input", the "loss", or the "gradient" alone."""
+    calls = itertools.count()
+
+    def spoiled_loss(model, batch, recipe):
+        now = model.training and next(calls) in at
+        if now and where == "input":
+            batch = (batch[0].clone(), *batch[1:])
+            batch[0][1, 2] = value
+        result, outputs = workload.loss(model, batch, recipe)
+        if now and where == "loss":
+            result = result + value  # its gradient is as good as ever
+        if now and where == "gradient":
+            result.register_hook(lambda gradient: gradient * value)
+        return result, outputs
+
+    return dataclasses.replace(workload, loss=spoiled_loss)
+
+
+def everything(run):
+    """All that a step may change, as copies."""
+    state = {name: value.clone() for name, value in run.model.state_dict().items()}
+    for index, values in run.optimizer.state_dict()["state"].items():
+        state |= {f"{index}.{key}": value.clone() for key, value in values.items() if value is not None}
+    return state
+
+
+def changed(before, now):
+    """The names of what differs; state that the optimizer has just made is no difference while it is zero."""
+    return [name for name, value in now.items() if not torch.equal(before.get(name, torch.zeros_like(value)), value)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize(
+    ("where", "value", "micro_batch", "at"),
+    [
+        ("input", math.nan, None, {0, 5}),  # the steps
+        ("gradient", math.inf, None, {0}),
+        ("input", math.nan, 4, {1, 22}),  # four parts a step: one part each of steps 0 and 5
+    ],
+)
+def test_a_bad_step_leaves_nothing_behind(device, fused, optimizer, where, value, micro_batch, at, monkeypatch):
+    monkeypatch.setattr(nonfinite, "EXPLAINED", 0)  # looking for a cause calls the loss again, which counts its calls
+    workload = dataclasses.replace(points(optimizer=optimizer, epochs=None, steps=8, clip_norm=1.0), model=normed)
+    bad = {call // (4 if micro_batch else 1) for call in at}
+    plan = Plan(fused_optimizer=fused, on_nonfinite="skip", micro_batch=micro_batch, log_every=3)
+    workload = spoiled(workload, at, where, value)
+    with contextlib.closing(setup_run(workload, plan=plan, device=device, progress=False)) as run:
+        before = everything(run)
+        for step in steps(run):
+            now = everything(run)
+            assert bool(changed(before, now)) == (step - 1 not in bad), step
+            before = now
+        history = finish(run)
+    assert all(value.isfinite().all() for value in before.values())
+    assert history.steps == 8 - len(bad)
+    assert [step["step"] - 1 for step in history.skipped] == sorted(bad)
+    assert all(map(math.isfinite, history.loss))
+
+
+def test_without_the_guard_the_same_faults_would_be_seen():
+    workload = spoiled(dataclasses.replace(points(), model=normed), {1}, "input")
+    with contextlib.closing(setup_run(workload, device="cpu", progress=False)) as run:
+        assert list(itertools.islice(steps(run), 2)) == [1, 2]
+        assert not all(value.isfinite().all() for value in run.model.state_dict().values())
+
+
+# What is said.
+
+
+def nan_for(item, size, paths):
+    return load(item, size) * (math.nan if item.path in paths else 1)
+
+
+def with_bad_items(workload, *paths):
+    return dataclasses.replace(workload, load=functools.partial(nan_for, size=8, paths=paths))
+
+
+class Power(nn.Module):
+    def __init__(self, offset, exponent):
+        super().__init__()
+        self.offset, self.exponent = offset, exponent
+
+    def forward(self, inputs):
+        return (inputs * 0 + self.offset) ** self.exponent + inputs
+
+
+def test_samples_that_are_not_finite_are_named_and_looking_for_them_changes_nothing(monkeypatch):
+    workload = with_bad_items(points(augment=jitter, dropout=0.5), "17", "40")
+    history = fit(workload, plan=Plan(on_nonfinite="skip"), device="cpu", progress=False)
+    skipped = history.skipped[0]
+    assert "the batch itself is not finite first for" in skipped["why"]
+    assert {"17", "40"} & set(skipped["why"].replace(",", "").split())
+    monkeypatch.setattr(nonfinite, "EXPLAINED", 0)
+    assert outcome(history) == outcome(fit(workload, plan=Plan(on_nonfinite="skip"), device="cpu", progress=False))
+    with pytest.raises(SpeedkitError, match=f"step {skipped['step']} is nan: {skipped['why']}"):
+        fit(workload, device="cpu", progress=False)
+
+
+@pytest.mark.parametrize(
+    ("layers", "where"),
+    [
+        ((nn.Flatten(), Power(-1, 0.5), nn.Linear(8, 2)), "the output of 1 is not finite first"),
+        ((nn.Linear(8, 8), Power(0, 0.5), nn.Linear(8, 2)), "the gradient of 0.bias is not finite first"),
+    ],
+)
+def test_the_module_where_it_begins_is_named(layers, where):
+    workload = dataclasses.replace(points(epochs=None, steps=3), model=lambda: nn.Sequential(*layers))
+    history = fit(workload, plan=Plan(log_every=1, on_nonfinite="skip"), device="cpu", progress=False)
+    assert where in history.skipped[0]["why"]
+
+
+# Rolling back.
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
+def test_weights_that_became_nan_are_replaced_by_the_last_good_ones(fused):
+    workload = dataclasses.replace(points(epochs=None, steps=40, optimizer="sgd"), model=normed)
+    plan, states = Plan(fused_optimizer=fused, **RECOVER), {}
+    with contextlib.closing(setup_run(workload, plan=plan, device="cpu", progress=False)) as run:
+        for step in steps(run):
+            states[step] = everything(run)
+            if step == 22:
+                run.model[0].weight.data.fill_(math.nan)
+            if step == 31:
+                assert float(run.optimizer.param_groups[0]["lr"]) == pytest.approx(run.learning_rates[22] / 2)
+        history = finish(run)
+    assert not changed(states[20], states[30])
+    [recovery] = history.recoveries
+    assert recovery["step"] == 30  # the first log point with five bad steps in a row behind it
+    assert "the weights, 0.weight first" in recovery["why"]
+    assert "went back to the state after step 20, learning rate times 0.5" in recovery["action"]
+    assert [step["step"] for step in history.skipped] == list(range(23, 31)) and history.steps == 40 - 8
+    assert history.loss[-1] < history.loss[0]
+
+
+@pytest.mark.parametrize(
+    ("plan", "options", "bad", "says"),
+    [
+        (SKIP | {"log_every": 3}, {}, range(2, 100), r"7 steps in a row are not finite, step 3 first: .*=recover goes"),
+        (RECOVER, {"optimizer": "sgd", "learning_rate": 1e30}, (), r"steps in a row are not finite.*after 3 recov"),
+    ],
+)
+def test_what_neither_skipping_nor_going_back_cures_ends_the_run(plan, options, bad, says):
+    workload = spoiled(points(epochs=None, steps=60, schedule="constant", **options), set(bad), "loss")
+    with pytest.raises(SpeedkitError, match=says):
+        fit(workload, plan=Plan(**plan), device="cpu", progress=False)
+
+
+# Out of memory.
+
+
+@pytest.mark.parametrize(("kind", "where"), [("cuda", "backward"), ("host", "forward")])
+def test_out_of_memory_repeats_the_step_as_if_the_micro_batch_had_been_smaller(kind, where):
+    workload, options = points(train=100, augment=jitter, clip_norm=1.0), {"device": "cpu", "progress": False}
+    smaller = fit(workload, plan=Plan(micro_batch=4, log_every=1), **options)
+    history = fit(limited(workload, 4, kind, where), plan=Plan(log_every=1), **options)
+    assert outcome(history) == outcome(smaller) and history.loss == smaller.loss
+    why = "out of memory at step 1"
+    assert history.effective.fallbacks == (Fallback("micro_batch", 16, 8, why), Fallback("micro_batch", 8, 4, why))
+
+
+def test_what_cannot_be_repeated_ends_the_run_with_what_to_do():
+    with pytest.raises(SpeedkitError, match=r"out of memory at step 1: .*checkpointing=blocks"):
+        fit(limited(points(), 0), device="cpu", progress=False)
+    with contextlib.closing(setup_run(points(), device="cpu", progress=False)) as run:
+        run.optimizer.register_step_post_hook(lambda *_: strike("cuda"))  # weights have changed by then
+        with pytest.raises(SpeedkitError, match="out of memory at step 1: "):
+            next(steps(run))
+
+
+def test_evaluation_takes_no_larger_parts_than_training():
+    history = fit(limited(points(), 5, where="evaluation"), plan=Plan(micro_batch=5), device="cpu", progress=False)
+    assert history.evaluation["n"] == 32

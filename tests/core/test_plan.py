@@ -1,0 +1,159 @@
+"""Recipe and Plan: what they take, what they say about the rest, and what a machine makes of a plan."""
+
+import csv
+import dataclasses
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import CPU, CPU_BF16, T4, points
+from tiny import H100 as GPU
+from torch.optim import lr_scheduler
+
+from speedkit import cli, config
+from speedkit.config import from_mapping, from_yaml, settings_of, to_yaml
+from speedkit.errors import PlanError
+from speedkit.fallbacks import resolve
+from speedkit.plan import Plan
+from speedkit.recipe import Recipe, learning_rates, steps_per_epoch
+from speedkit.train.fit import fit
+
+
+@pytest.mark.parametrize("settings", [Plan.fast(GPU), Recipe(epochs=None, steps=5)])
+def test_settings_survive_yaml_with_their_help(tmp_path, settings):
+    path = tmp_path / "plan.yaml"
+    path.write_text(to_yaml(settings))
+    assert from_yaml(type(settings), path) == settings
+    assert all(f"  # {setting.help}\n" in path.read_text() for setting in settings_of(type(settings)).values())
+
+
+def test_texts_stand_for_values(tmp_path):
+    path = tmp_path / "plan.yaml"
+    path.write_text("cache: off\nlog_every: 20\nmicro_batch: none\nworkers: '3'\nchannels_last: 'yes'\nbucket: false\n")
+    assert from_yaml(Plan, path) == Plan(log_every=20, workers=3, channels_last=True)
+    given = {"learning_rate": "1e-3", "steps": "5", "epochs": None}
+    assert from_mapping(Recipe, given) == Recipe(learning_rate=1e-3, epochs=None, steps=5)
+
+
+@pytest.mark.parametrize("values", [{"workers": True}, {"channels_last": 1}, {"log_every": "8"}])
+def test_values_are_never_bent_to_fit(values):
+    with pytest.raises(PlanError, match="is not possible; it takes "):
+        Plan(**values)
+
+
+def test_what_guides_call_a_setting_leads_to_one_of_today():
+    fields, commands = settings_of(Plan) | settings_of(Recipe), cli.commands.commands.values()
+    options = {option.name for command in commands for option in command.params}
+    known: list[str] = []
+    with (Path(config.__file__).parent / "renamed.csv").open() as table:
+        for row in csv.DictReader(table):
+            name, _, value = row["here"].partition("=")
+            assert name in options or (row["note"] and not name), row
+            if value and name in fields:
+                from_mapping(Plan, {name: value})
+            known += row["elsewhere"].split()
+    assert len(known) == len(set(known)) and not {*known} & {*settings_of(Plan)}
+
+
+@pytest.mark.parametrize(("share", "steps"), [(0.5, [3, 6, 9, 12]), (1.0, [6, 12]), (0.01, [*range(1, 13)])])
+def test_a_share_of_an_epoch_says_when_to_evaluate(share, steps, tmp_path):
+    (tmp_path / "plan.yaml").write_text(f"validate_every: {share}\n")
+    history = fit(points(epochs=2), plan=from_yaml(Plan, tmp_path / "plan.yaml"), device="cpu", progress=False)
+    assert [row["step"] for row in history.evaluations] == steps
+
+
+def test_recipe_counts_its_steps():
+    assert Recipe(epochs=3, batch_size=32).total_steps(100, drop_last=False) == 12
+    assert Recipe(epochs=3, batch_size=32).total_steps(100, drop_last=True) == 9
+    assert steps_per_epoch(5, 32, drop_last=True) == 1  # a set smaller than a batch is one small batch
+
+
+@pytest.mark.parametrize(
+    ("schedule", "make"),
+    [
+        ("onecycle", functools.partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=51, cycle_momentum=False)),
+        ("cosine", functools.partial(lr_scheduler.CosineAnnealingLR, T_max=50)),
+    ],
+)
+def test_schedules_are_those_of_pytorch(schedule, make):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    reference, expected = make(optimizer), []
+    for _ in range(51):
+        expected += reference.get_last_lr()
+        optimizer.step()
+        reference.step()
+    recipe = Recipe(schedule=schedule, learning_rate=0.1)
+    assert learning_rates(recipe, 51) == pytest.approx(expected, rel=1e-6, abs=1e-9)
+    assert 0 < learning_rates(recipe, 1)[0] <= 0.1
+
+
+@pytest.mark.parametrize("hardware", [CPU, CPU_BF16, GPU, T4])
+def test_plain_plan_resolves_to_itself_everywhere_and_others_after_one_pass(hardware):
+    effective = resolve(Plan(), hardware)
+    assert effective.plan == Plan() and not effective.fallbacks
+    for plan in (Plan.careful(hardware), Plan.fast(hardware)):
+        once = resolve(plan, hardware).plan
+        assert resolve(once, hardware).plan == once
+
+
+DATA = points()
+RAGGED = {"workload": dataclasses.replace(DATA, length=lambda item: 0)}
+SLICES = {"workload": dataclasses.replace(DATA, cacheable=False)}
+NOISY = {"workload": dataclasses.replace(DATA, augment_waveform=lambda waveform, generator: waveform)}
+GRAPHS = {"compile": "reduce-overhead"}
+NO_GRAPHS = {"compile": "default"}
+MANY = dataclasses.replace(GPU, gpu_count=8)
+STEP = {"ranks": 2, "compile_scope": "step"}
+SHARDED = {"ranks": 2, "strategy": "fsdp", "compile": "default", "channels_last": True, "precision": "fp8"}
+# What is asked, on what, with what else known: what comes instead, and words of the reason.
+FALLBACKS = [
+    ({"precision": "fp8"}, CPU_BF16, {}, {"precision": "bf16"}, "FP8 tensor cores"),
+    ({"precision": "bf16"}, T4, {}, {"precision": "fp16", "fused_optimizer": True}, "compute capability 8.0"),
+    ({"precision": "tf32"}, CPU, {}, {"precision": "default"}, "an NVIDIA GPU"),
+    (NO_GRAPHS, dataclasses.replace(CPU, compiler=""), {}, {"compile": "off"}, "C++ compiler"),
+    (GRAPHS, CPU, {}, NO_GRAPHS, "CUDA GPU"),
+    ({"attention": "cudnn"}, CPU, {}, {"attention": "auto"}, "cudnn_attention needs a CUDA GPU"),
+    ({"attention": "varlen"}, CPU, {}, {"attention": "auto"}, "compute capability 8.0"),
+    ({"attention": "varlen"}, GPU, {}, {"attention": "auto"}, "varlen takes 16 bits"),
+    ({"attention": "varlen", "precision": "bf16"}, GPU, {}, {}, ""),
+    ({"allocator": "expandable", "prefetch": True}, CPU, {}, {"allocator": "default", "prefetch": False}, "CUDA GPU"),
+    ({"prefetch": True}, GPU, {}, {"pin_memory": True}, "page-locked"),
+    ({"cache": "device", "workers": 2}, CPU, {}, {"cache": "ram", "workers": 0}, "memory is the RAM"),
+    ({"cache": "ram", "features_on": "device"}, GPU, {}, {"features_on": "cpu"}, "holds features"),
+    # The data.
+    ({"cache": "ram", "shards": True}, CPU, SLICES, {"cache": "off", "shards": False}, "slices"),
+    ({"bucket": True}, CPU, {"workload": DATA}, {"bucket": False}, "nothing is padded"),
+    ({"features_on": "device"}, CPU, RAGGED, {"features_on": "cpu"}, "lengths differ"),
+    ({"cache": "ram", "cache_of": "waveform"}, CPU, RAGGED, {"cache_of": "features"}, "lengths"),
+    ({}, CPU, NOISY, {"features_on": "cpu"}, "augment_waveform is skipped"),
+    ({"cudnn_benchmark": True}, CPU, {}, {"cudnn_benchmark": False}, "CUDA GPU"),
+    ({"cudnn_benchmark": True}, GPU, RAGGED, {"cudnn_benchmark": False}, "bucket makes them few"),
+    ({"compile": "max-autotune-no-cudagraphs"}, GPU, RAGGED, NO_GRAPHS, "bucket makes them few"),
+    # CUDA graphs.
+    (GRAPHS, GPU, RAGGED, NO_GRAPHS, "bucket makes them few"),
+    (GRAPHS | {"bucket": True}, GPU, RAGGED, {}, ""),
+    (GRAPHS | {"micro_batch": 16}, GPU, {"batch_size": 32}, NO_GRAPHS, "CUDA graph's replay"),
+    (GRAPHS | {"micro_batch": "auto"}, GPU, {}, NO_GRAPHS, "CUDA graph's replay"),
+    (GRAPHS | {"micro_batch": 32}, GPU, {"batch_size": 32}, {}, ""),
+    # Several ranks.
+    (GRAPHS | STEP, MANY, {}, {"compile": "default", "compile_scope": "model"}, "where ddp does not look"),
+    (SHARDED, MANY, {}, {"compile": "off", "channels_last": False, "precision": "bf16"}, "fsdp ranks"),
+]
+
+
+@pytest.mark.parametrize("case", FALLBACKS, ids=lambda case: ",".join(case[0]))
+def test_a_plan_falls_back_to_what_machine_and_data_can_do_with_the_reason(case):
+    asked, hardware, more, instead, why = case
+    effective, requested = resolve(Plan(**asked), hardware, **more), vars(Plan(**asked))
+    rows = [(fallback.field, fallback.asked, fallback.got) for fallback in effective.fallbacks]
+    assert sorted(rows) == sorted((field, requested[field], got) for field, got in instead.items())
+    assert effective.plan == Plan(**asked | instead)
+    assert why in " ".join(fallback.why for fallback in effective.fallbacks)
+
+
+def test_strict_refuses_a_fallback_and_ranks_need_a_gpu_each():
+    with pytest.raises(PlanError, match="--strict allows no fallback: precision: asked fp8, got default: fp8 needs"):
+        resolve(Plan(precision="fp8"), CPU, strict=True)
+    with pytest.raises(PlanError, match="ranks=2 takes"):
+        resolve(Plan(ranks=2), GPU)

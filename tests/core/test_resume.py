@@ -1,0 +1,147 @@
+"""Interrupted runs: what is left behind is whole, verified when it is read, and going on from it changes nothing."""
+
+import contextlib
+import itertools
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import every_number_format, jitter, outcome, points
+
+from speedkit.errors import SpeedkitError, UsageError
+from speedkit.plan import Plan
+from speedkit.train import checkpoint
+from speedkit.train.fit import finish, fit
+from speedkit.train.loop import steps
+from speedkit.train.setup import setup_run
+
+OPTIONS = {"plan": Plan(log_every=1, validate_every=2), "device": "cpu", "progress": False}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def formats():
+    with every_number_format():
+        yield
+
+
+def lively(**recipe):
+    """7 steps an epoch, 14 in all, with every source of randomness on."""
+    return points(train=100, augment=jitter, dropout=0.2, clip_norm=1.0, **recipe)
+
+
+@pytest.fixture
+def stopped(tmp_path):
+    """A folder of a run stopped after step 9, with checkpoints of steps 6 and 8, in buffers that are used again."""
+    with contextlib.closing(setup_run(lively(), out=tmp_path, **OPTIONS)) as run:
+        buffers = [{buffer.data_ptr() for buffer in run.writer.buffers} for _ in itertools.islice(steps(run), 9)]
+    assert buffers[2] and buffers[2] == buffers[8]
+    return tmp_path
+
+
+def test_a_run_can_go_on_with_a_fused_optimizer_whose_rate_stays_in_its_tensor(stopped):
+    whole = fit(lively(), **OPTIONS)
+    options = OPTIONS | {"plan": Plan(fused_optimizer=True, log_every=1)}
+    with contextlib.closing(setup_run(lively(), out=stopped, resume=True, **options)) as run:
+        rate = run.optimizer.param_groups[0]["lr"]
+        for step in steps(run):
+            assert run.optimizer.param_groups[0]["lr"] is rate
+            assert float(rate) == pytest.approx(run.learning_rates[step - 1])
+        assert finish(run).loss == pytest.approx(whole.loss, abs=1e-5)
+
+
+def test_a_checkpoint_of_another_run_is_refused_and_says_what_differs(stopped):
+    with pytest.raises(UsageError, match=r"learning_rate is 0.01 there, 0.5 here"):
+        fit(lively(learning_rate=0.5), out=stopped, resume=True, **OPTIONS)
+
+
+def test_a_checkpoint_that_does_not_fit_on_the_disk_leaves_the_one_before(stopped):
+    path = stopped / checkpoint.NAME
+    before = path.read_bytes()
+    run = setup_run(lively(), out=stopped, resume=True, **OPTIONS)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # writing more fails, as on a full disk
+    try:
+        checkpoint.save(run)
+        with pytest.raises(SpeedkitError, match="could not be written"):
+            run.writer.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        run.close()
+    assert path.read_bytes() == before
+    assert not list(stopped.glob("*.tmp")) + list(stopped.glob(".*.tmp"))
+
+
+@pytest.mark.parametrize("at", [0.5, 1.0], ids="at {:.0%}".format)
+def test_a_flipped_bit_is_found_and_the_run_goes_on_from_the_one_before(stopped, capsys, at):
+    path = stopped / checkpoint.NAME
+    assert torch.load(path, weights_only=True)["step"] == 8
+    content = bytearray(path.read_bytes())
+    content[int(at * (len(content) - 1))] ^= 1
+    path.write_bytes(content)
+    resumed = fit(lively(), out=stopped, resume=True, **OPTIONS | {"progress": True})
+    assert resumed.resumed_from == 6
+    assert outcome(resumed) == outcome(fit(lively(), **OPTIONS))
+    assert "checksum is wrong: it was cut short or changed" in "".join(capsys.readouterr())
+
+
+def test_with_all_of_them_damaged_nothing_is_made_up(stopped):
+    torch.save({"epoch": 3}, stopped / checkpoint.NAME)  # that of another program
+    (stopped / checkpoint.PREVIOUS).write_bytes(b"")
+    with pytest.raises(SpeedkitError, match=r"checkpoint\.pt cannot be read, nor can one before it: remove it"):
+        fit(lively(), out=stopped, resume=True, **OPTIONS)
+
+
+def test_what_is_written_is_the_state_at_the_time_of_the_call(tmp_path):
+    with contextlib.closing(setup_run(lively(), out=tmp_path, **OPTIONS)) as run:
+        next(steps(run))
+        weights = {name: weight.clone() for name, weight in run.model.state_dict().items()}
+        checkpoint.save(run)
+        for weight in run.model.parameters():
+            weight.data.fill_(7.0)
+    state = checkpoint.read(tmp_path / checkpoint.NAME)
+    assert all(torch.equal(state["model"][name], weight) for name, weight in weights.items())
+
+
+CHILD = """
+import sys
+sys.path[:0] = [sys.argv[1]]
+import torch
+torch.set_num_threads(1)
+from test_resume import OPTIONS, large
+from speedkit.plan import Plan
+from speedkit.train.fit import fit
+print("begun", flush=True)
+fit(large(), out=sys.argv[2], resume=True, **OPTIONS | {"plan": Plan(log_every=1, validate_every=1)})
+print("done", flush=True)
+"""
+
+
+def large():
+    """A run whose checkpoints, of 12 MB, take a good part of its time to write."""
+    return lively(steps=60, epochs=None, hidden=60_000)
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments_a_run_still_ends_as_the_uninterrupted_one(tmp_path):
+    command = [sys.executable, "-c", CHILD, str(Path(__file__).parents[1]), str(tmp_path)]
+    rng, kills, ended = random.Random(0), 0, ""
+    while "done" not in ended:
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert child.stdout.readline() == "begun\n"
+        if kills < 5:
+            time.sleep(rng.uniform(0.02, 0.6))
+            child.send_signal(signal.SIGKILL)
+        ended = child.stdout.read()
+        kills += child.wait() == -signal.SIGKILL
+        assert child.returncode in (0, -signal.SIGKILL)
+    assert kills >= 3
+    whole = fit(large(), **OPTIONS | {"plan": Plan(log_every=1, validate_every=0)})
+    state = checkpoint.read(tmp_path / checkpoint.NAME)
+    assert state["step"] == 60 and state["history"]["loss"] == whole.loss
+    assert all(torch.equal(state["model"][name], weight) for name, weight in whole.model.state_dict().items())

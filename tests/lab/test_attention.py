@@ -1,0 +1,95 @@
+"""Attention kernels: which may run and which really ran, also in compiled and recomputed code; their numerics."""
+
+import contextlib
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from speedkit.fallbacks import resolve
+from speedkit.lab.workloads.text import text
+from speedkit.plan import Plan
+from speedkit.train import compile
+from speedkit.train.attention import which_ran, with_kernel
+from speedkit.train.loop import steps
+from speedkit.train.setup import setup_run
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+SHAPE = (2, 4, 16, 32)  # [B, H, T, D]
+pytestmark = pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
+
+
+def tensors(*shape, device="cpu", dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape or SHAPE, generator=generator).to(device, dtype) for _ in range(3)]
+
+
+def under(kernel):
+    return with_kernel(sdpa, Plan(attention=kernel))
+
+
+def ran(function):
+    return {entry["kernel"] for entry in which_ran(function)}
+
+
+def test_the_kernel_asked_for_runs_where_it_can_with_an_entry_per_shape():
+    assert ran(lambda: under("math")(*tensors())) == {"math"}
+    assert ran(lambda: under("flash")(*tensors(), dropout_p=0.5)) == {"math"}, "refused: the next one takes it"
+    query, key, value = (tensor.requires_grad_() for tensor in tensors())
+
+    def work():
+        for _ in range(3):
+            under("flash")(query, key, value)
+        sdpa(query[:, :, :4], key, value).sum().backward()  # its backward pass is no call of its own
+
+    assert which_ran(work) == [
+        {"kernel": "flash", "query": SHAPE, "calls": 3},
+        {"kernel": "flash", "query": (2, 4, 4, 32), "calls": 1},
+    ]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="these kernels are CUDA's")
+@pytest.mark.parametrize("asked", ["flash", "efficient", "cudnn", "math"])
+def test_on_a_gpu_each_kernel_runs_when_asked_for(asked):
+    inputs = tensors(2, 4, 128, 64, device="cuda", dtype=torch.bfloat16)
+    if resolve(Plan(attention=asked)).plan.attention == asked:
+        assert ran(lambda: under(asked)(*inputs)) == {asked}
+
+
+def ran_in_training(**plan):
+    """The kernels of the second step, traced in the first: math, compiled, is no operation of its own."""
+    workload = text(size="tiny", clips=64)
+    with contextlib.closing(setup_run(workload, plan=Plan(**plan), device="cpu", endless=True)) as run:
+        training = steps(run)
+        next(training)
+        return ran(lambda: next(training))
+
+
+@pytest.mark.parametrize(
+    "scope", ["model", *(pytest.param(scope, marks=pytest.mark.slow) for scope in ("blocks", "step"))]
+)
+def test_compiled_code_follows_the_plan_though_another_plans_model_was_compiled_before(scope, monkeypatch):
+    monkeypatch.setattr(compile, "BACKEND", "aot_eager")
+    torch._dynamo.reset()
+    for asked, expected in (("flash", {"flash"}), ("math", set()), ("auto", {"flash"})):
+        assert ran_in_training(compile="default", compile_scope=scope, attention=asked) == expected
+
+
+@pytest.mark.parametrize(("asked", "checkpointing"), [("math", "blocks"), ("flash", "selective")])
+def test_what_is_recomputed_uses_the_same_kernel(asked, checkpointing):
+    assert ran_in_training(checkpointing=checkpointing, attention=asked) == {asked}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str)
+@pytest.mark.parametrize("asked", ["flash", "math"])
+def test_kernels_agree_with_float64(asked, dtype, tolerance, device):
+    exact = [tensor.requires_grad_() for tensor in tensors(dtype=torch.float64, device=device)]
+    rounded = [tensor.detach().to(dtype).requires_grad_() for tensor in exact]
+    results = []
+    for inputs, name in ((exact, "math"), (rounded, asked)):
+        output = under(name)(*inputs)
+        output.square().sum().backward()
+        results.append([output, *(tensor.grad for tensor in inputs)])
+    for true, rounded in zip(*results, strict=True):
+        assert (rounded.double() - true).norm() / true.norm() < tolerance

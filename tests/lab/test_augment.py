@@ -1,0 +1,85 @@
+"""Augmentation: batched, by the given generator alone, each sample by draws of its own."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny import jitter, points
+
+from speedkit.data.augment import mixup
+from speedkit.lab.workloads.augmentations import rand_augment, spec_augment, time_shift
+from speedkit.plan import Plan
+from speedkit.train.fit import fit
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+def generator(seed=0, device="cpu"):
+    return torch.Generator(device).manual_seed(seed)
+
+
+def randn(*shape, device="cpu"):
+    return torch.randn(shape, generator=generator()).to(device)
+
+
+CHANGES = {
+    "time_shift": (time_shift, (6, 1, 8, 50)),
+    "time_shift of waveforms": (time_shift, (6, 50)),
+    "spec_augment": (spec_augment, (6, 1, 16, 50)),
+    "mixup": (lambda inputs, drawn: mixup((inputs, torch.arange(6, device=inputs.device)), 0.4, drawn)[0], (6, 3, 5)),
+    "rand_augment": (lambda inputs, drawn: rand_augment(inputs.sigmoid(), drawn), (6, 3, 20, 24)),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_drawn_from_its_generator_alone_and_leaves_its_input_as_it_was(name, device):
+    change, shape = CHANGES[name]
+    inputs = randn(*shape, device=device)
+    before, global_state = inputs.clone(), torch.random.get_rng_state()
+    one, again, other = (change(inputs, generator(seed, device)) for seed in (1, 1, 2))
+    assert torch.equal(one, again) and not torch.equal(one, other)
+    assert one.shape == inputs.shape and one.dtype == inputs.dtype and one.device == inputs.device
+    assert torch.equal(inputs, before) and torch.equal(torch.random.get_rng_state(), global_state)
+    if name != "mixup":  # equal samples are changed differently
+        changed = change(inputs[:1].expand(shape), generator(device=device))
+        assert len({tuple(sample.flatten().tolist()) for sample in changed}) == shape[0]
+
+
+def test_mixup_mixes_inputs_by_the_weights_it_returns():
+    inputs, targets = torch.eye(400), torch.arange(400)  # a mixed row shows who is in it, and how much
+    mixed, own, others, weight = mixup((inputs, targets), 0.4, generator())
+    expected = weight[:, None] * F.one_hot(own, 400) + (1 - weight[:, None]) * F.one_hot(others, 400)
+    torch.testing.assert_close(mixed, expected)
+    assert torch.equal(own, targets) and torch.equal(others.sort().values, targets)
+    assert weight.min() >= 0.5 and weight.max() <= 1 and len(weight.unique()) > 300
+    # Changing places keeps the distance from a half: Beta(a, a) has the variance 1 / (4 (2 a + 1)).
+    for alpha in (0.05, 1.0, 8.0):
+        weight = mixup((torch.zeros(40_000, 1), torch.zeros(40_000)), alpha, generator())[3].double()
+        assert abs((weight - 0.5).square().mean() * 4 * (2 * alpha + 1) - 1) < 0.03
+
+
+def mixed_loss(model, batch, recipe):
+    inputs, targets, *mixed = batch
+    logits = model(inputs)
+    others, weight = mixed or (targets, torch.ones(()))
+    own, other = (F.cross_entropy(logits, which, reduction="none") for which in (targets, others))
+    return (weight * own + (1 - weight) * other).mean(), logits
+
+
+def test_training_mixes_what_the_recipe_says_in_parts_of_a_batch_too():
+    def losses(mixup=0.0, **plan):
+        workload = dataclasses.replace(points(augment=jitter, mixup=mixup), loss=mixed_loss, honours=("mixup",))
+        return fit(workload, plan=Plan(log_every=1, **plan), device="cpu", progress=False).loss
+
+    plain, mixed = losses(), losses(0.4)
+    assert plain != mixed and mixed == losses(0.4)
+    torch.testing.assert_close(losses(0.4, micro_batch=5), mixed)
+
+
+def test_images_stay_in_range_and_no_strength_leaves_them_alone():
+    images = randn(8, 3, 20, 30).sigmoid()
+    changed = rand_augment(images, generator(), strength=2.0)
+    assert changed.min() >= 0 and changed.max() <= 1
+    torch.testing.assert_close(rand_augment(images, generator(), strength=0.0), images, atol=1e-5, rtol=0)

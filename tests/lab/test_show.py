@@ -1,0 +1,87 @@
+"""Figures, drawn from the tuning that is published, and from rows where a figure has to be read off."""
+
+import copy
+import itertools
+
+import pytest
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+
+from speedkit.lab import figures
+from speedkit.lab.provenance import notebooks_folder
+from speedkit.lab.records import load_record
+
+RECORD = load_record(sorted(notebooks_folder().glob("records/*/90_tune.json"))[0])
+
+
+@pytest.fixture
+def record():
+    return copy.deepcopy(RECORD)
+
+
+def measurement(name, ratio, spread=0.03):
+    return {"name": name, "ratio": ratio, "low": ratio * (1 - spread), "high": ratio * (1 + spread)}
+
+
+def words(figure: Figure) -> str:
+    """Return everything that a figure says, labels, legends and notes."""
+    texts = [text.get_text() for text in figure.findobj(lambda artist: hasattr(artist, "get_text"))]
+    return " | ".join(text for text in texts if text)
+
+
+def test_waterfall_shows_every_optimization_with_its_verdict(record):
+    figure = figures.waterfall(record)
+    assert all(row["optimization"] in words(figure) for row in record["optimizations"] if row["change"] != "nothing")
+    assert f"{figures.ratio_text(record['speedup'])} over plain PyTorch" in words(figure)
+    assert "time per step, ms" in words(figure)
+    colours = [to_hex(patch.get_facecolor()).upper() for patch in figure.axes[0].patches]
+    tried = [row for row in record["optimizations"] if row["ratio"] is not None]
+    assert colours.count(figures.BLUE) == sum(row["kept"] for row in tried)
+    assert colours.count(figures.GREY) == sum(not row["kept"] for row in tried)
+
+
+def test_time_to_quality_marks_the_target_and_who_reached_it(record):
+    record["time_to_quality"] |= {"baseline_s": 31.0, "final_s": None, "ratio": None}
+    shown = words(figures.time_to_quality(record))
+    assert "plain PyTorch: target after 31 s" in shown and "final plan: target not reached" in shown
+
+
+def test_ratios_puts_recorded_machines_below_this_one_and_says_what_is_shown(record):
+    here = record | {"measurements": [measurement("bf16", 1.6), measurement("itself", 1.005)]}
+    there = {
+        "hardware": {"gpu": "NVIDIA H200"},
+        "measurements": [measurement("bf16", 1.9, 0.01), measurement("fp8", 2)],
+    }
+    shown = words(figures.ratios(here, [there], title="bf16 against fp32"))
+    assert "NVIDIA H200" in shown and figures.device_name(record) in shown and "bf16 against fp32" in shown
+    assert "1.90× (1.88 to 1.92)" in shown and "fp8" not in shown, "it was not measured here"
+    assert "itself" not in words(figures.ratios(here, names=["bf16"]))
+
+    figure = figures.ratios([measurement("clear", 1.6), measurement("unclear", 1.005)])
+    marks = [line for line in figure.axes[0].lines if line.get_marker() == "o"]
+    assert [mark.get_markerfacecolor() == "white" for mark in marks] == [False, True], "the interval holds 1"
+
+
+def test_breakdowns_add_up_to_the_whole_bar_and_show_what_is_unexplained_whatever_its_size():
+    def breakdown(step_s, shares):
+        return {"step_s": step_s, "rows": [{"cause": cause, "share": share} for cause, share in shares.items()]}
+
+    whole = breakdown(0.42, {"data wait": 0.6, "forward": 0.397, "unexplained": 0.003})
+    figure = figures.breakdowns(
+        {"whole": whole, "overlapping": breakdown(0.107, {"forward": 1.02, "unexplained": -0.02})}
+    )
+    for row in (0, 1):
+        bars = [bar for bar in figure.axes[0].patches if abs(bar.get_y() + bar.get_height() / 2 - row) < 0.01]
+        assert sum(bar.get_width() for bar in bars) == pytest.approx(100) and bars[-1].get_hatch() == "////"
+    assert all(text in words(figure) for text in ("420 ms", "unexplained 0.3 %", "unexplained -2.0 %", "60 %"))
+    assert len(set(figures.COLOURS.values())) == len(figures.COLOURS)
+
+
+def test_no_words_of_a_figure_overlap_or_are_cut_off(tmp_path, record):
+    record["optimizations"][0] |= {"change": "field=value, " * 20, "why": "a long reason " * 20, "kept": False}
+    for figure in (figures.waterfall(record), figures.breakdowns(record["breakdowns"], record)):
+        figure.savefig(tmp_path / "figure.png")
+        boxes = [text.get_window_extent() for text in figure.axes[0].texts if text.get_text()]
+        assert all(figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1 for box in boxes)
+        beside = sorted((box for box in boxes if box.x0 > figure.axes[0].bbox.x1), key=lambda box: -box.y0)
+        assert all(upper.y0 >= lower.y1 - 1 for upper, lower in itertools.pairwise(beside))

@@ -1,0 +1,105 @@
+"""The text workload: its data, what is hidden of it, a net that looks both ways, a loss that bounds bits per byte."""
+
+import math
+
+import pytest
+import torch
+from tiny import H100, emulating
+
+from speedkit.data.cache import open_cache
+from speedkit.data.loader import BatchStream
+from speedkit.fallbacks import resolve
+from speedkit.lab.workloads.text import BYTES, MASK, TextNet, augment, loss, text
+from speedkit.plan import Plan
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    return TextNet("tiny")
+
+
+def some_windows(count=6):
+    return torch.randint(BYTES, (count, 64), generator=torch.Generator().manual_seed(0)).byte()
+
+
+def test_windows_are_cut_from_the_text_and_need_neither_cache_nor_shards(tmp_path):
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_bytes(name.encode() * 700)
+    mine = text(tmp_path, test_pattern=r"b\.txt$", clips=5, size="tiny")
+    assert (len(mine.train), len(mine.test)) == (5, 10)
+    assert torch.stack([mine.load(item) for item in mine.test]).unique().tolist() == [ord("b")]
+    asked = Plan(cache="disk", features_on="device", shards=True, workers=2)
+    effective = resolve(asked, emulating("cpu"), workload=mine)
+    assert {fallback.field for fallback in effective.fallbacks} == {"cache", "features_on", "shards"}
+    assert effective.plan == Plan(workers=2) and "memory" in effective.fallbacks[0].why
+
+
+def test_windows_on_the_device_are_gathered_there_into_the_same_batches():
+    mine, plan, cpu = text(size="tiny", clips=40), Plan(cache="device"), torch.device("cpu")
+    assert resolve(plan, H100, workload=mine).fallbacks == ()
+    assert resolve(plan, emulating("cpu"), workload=mine).plan.cache == "off"
+    for items, seed in ((mine.train, 0), (mine.test, None)):
+        cache = open_cache(mine, items, plan, device=cpu)
+        assert cache.where == "device" and cache.why == f"cache=device: {64e-6 * len(items):.3g} MB"
+        live, kept = (
+            BatchStream(mine, items, each, batch_size=6, seed=seed, device=cpu, cache=rows)
+            for each, rows in ((Plan(), None), (plan, cache))
+        )
+        for _ in range(2 * len(live)):
+            for one, other in zip(next(live), next(kept), strict=True):
+                assert torch.equal(one.float(), other.float())
+    stream = BatchStream(mine, mine.train, plan, batch_size=6, seed=0, device=cpu, cache=cache)
+    stream.device = torch.device("meta")  # which holds no numbers, and needs no GPU
+    cache.memory, cache.labels = cache.memory.to("meta"), [cache.labels[0].to("meta")]
+    batches = [next(stream) for _ in range(3)]
+    assert all(tensor.is_meta for batch in batches for tensor in batch), "nothing is copied from the host"
+
+
+def test_augment_hides_a_uniform_number_of_bytes_anywhere_in_a_window():
+    windows, generator = some_windows(50), torch.Generator()
+    counts, places = [], 0
+    for seed in range(64):
+        shown, clean = augment((windows, None), generator.manual_seed(seed))
+        hidden = shown == MASK
+        assert clean is windows and torch.equal(shown[~hidden], windows[~hidden].long())
+        counts.append(hidden.sum(dim=1))
+        places += hidden.sum(dim=0)
+    times = torch.bincount(torch.cat(counts), minlength=65)
+    assert times[0] == 0 and times[1:].min() > 20 and times[1:].max() < 80  # 50 are expected
+    assert (places / (50 * 64) - 0.5).abs().max() < 0.05
+    steps = torch.stack(counts).float().sort(dim=1).values.diff(dim=1)
+    assert steps.max() <= 2, "within a batch the numbers are spread evenly"
+
+
+def test_evaluation_hides_by_the_number_of_a_window_whatever_the_batch(net):
+    shown = []
+    net.register_forward_pre_hook(lambda _, inputs: shown.append(inputs[0]))
+    windows, numbers = some_windows(64), torch.arange(64)
+    _, bits = loss(net, (windows, numbers), None)
+    parts = [loss(net, batch, None)[1] for batch in zip(windows.split(5), numbers.split(5), strict=True)]
+    torch.testing.assert_close(torch.cat(parts), bits, rtol=1e-4, atol=1e-4)
+    assert torch.equal(torch.cat(shown[1:]), shown[0])
+    assert (shown[0] == MASK).sum(dim=1).tolist() == list(range(1, 65)), "every share of a window, once each"
+
+
+def test_loss_is_the_sum_over_hidden_bytes_by_their_share_and_by_the_length(net):
+    windows = some_windows(4)
+    shown, _ = augment((windows, None), torch.Generator().manual_seed(0))
+    value, bits = loss(net, (shown, windows), None)
+    logits = net(shown).log_softmax(dim=2).detach()
+    expected = []
+    for row in range(4):
+        hidden = [at for at in range(64) if shown[row, at] == MASK]
+        nats = -sum(float(logits[row, at, int(windows[row, at])]) for at in hidden)
+        expected.append(nats / (len(hidden) / 64) / 64)
+    assert value.item() == pytest.approx(sum(expected) / 4, rel=1e-5)
+    assert bits.tolist() == pytest.approx([nats / math.log(2) for nats in expected], rel=1e-5)
+
+
+def test_under_autocast_shortcuts_are_short(net):
+    dtypes = []
+    net.blocks[0].register_forward_hook(lambda module, inputs, output: dtypes.append(output.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        net(some_windows().long())
+    assert dtypes == [torch.bfloat16]

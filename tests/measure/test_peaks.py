@@ -1,0 +1,64 @@
+"""The roofline: FLOPs as PyTorch counts them, bytes as operators read and write them, against measured peaks."""
+
+import contextlib
+import dataclasses
+
+import pytest
+import torch
+from tiny import DEVICES, points
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from speedkit.clock import compilations
+from speedkit.machine import this_machine
+from speedkit.measure.breakdown import StepFacts, make_breakdown
+from speedkit.measure.roofline import ByteCounter, count, roofline
+from speedkit.plan import Plan
+from speedkit.train.loop import steps
+from speedkit.train.setup import setup_run
+
+CPU = torch.device("cpu")
+
+
+def test_flops_and_bytes_are_those_of_the_operators_and_a_view_moves_none():
+    query = torch.randn(2, 3, 16, 8)  # batch, heads, length, width; on a CPU PyTorch's counter has no formula for it
+    with FlopCounterMode(display=False) as counted:
+        nn.functional.scaled_dot_product_attention(query, query, query)
+    assert counted.get_total_flops() == 2 * 2 * (2 * 3 * 16 * 16 * 8)
+    one, rows = torch.ones(1000), torch.ones(10, 100, dtype=torch.bfloat16)
+    for call, moved in ((lambda: one + one, 12_000), (lambda: one.view(10, 100), 0), (lambda: rows.sum(), 2002)):
+        with ByteCounter() as counted:
+            call()
+        assert counted.total == moved
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_step_is_set_against_the_peak_of_its_number_format(device):
+    workload, breakdown = points(), make_breakdown(device, {"forward": 1e-3}, steps=1, facts=StepFacts())
+    row = roofline(workload, workload.recipe, Plan(), hardware=this_machine(device), breakdown=breakdown)
+    assert row["mfu"] == pytest.approx(row["flops_per_step"] / 1e-3 / row["peak_flops_per_s"])
+    assert row["dtype"] == "fp32" and "MFU" in row["tells"][0]
+
+
+class Block(nn.Sequential):
+    """Something to be recomputed: a class that occurs twice."""
+
+
+def blocks():
+    return nn.Sequential(nn.Linear(8, 16), *(Block(nn.Linear(16, 16), nn.ReLU()) for _ in range(2)), nn.Linear(16, 2))
+
+
+def test_counting_counts_the_plain_model_and_leaves_a_compiled_run_compiled(monkeypatch):
+    """Neither recomputing nor loading is work of the model; nothing is compiled again where something was counted."""
+    monkeypatch.setattr("speedkit.train.compile.BACKEND", "aot_eager")
+    workload = dataclasses.replace(points(), model=blocks)
+    plan = Plan(compile="default", checkpointing="blocks", workers=1, cache="ram")
+    with contextlib.closing(setup_run(workload, plan=plan, device="cpu", endless=True)) as run:
+        training, before = steps(run), compilations()
+        next(training)
+        assert compilations() > before
+        flops, moved = count(workload, workload.recipe, plan, device=CPU)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            next(training)  # still what was compiled, or this would raise
+    # Forward, to the weights and to the inputs; the first layer needs no gradient of its inputs.
+    assert flops.total() == 2 * 16 * (2 * 8 * 16 + 3 * 16 * (16 + 16 + 2)) and moved > 0

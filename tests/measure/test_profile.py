@@ -1,0 +1,246 @@
+"""A loop that is profiled learns what it learns alone; its breakdown has what was planted."""
+
+import copy
+import sys
+
+import pytest
+import torch
+from tiny import DEVICES, busy
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from speedkit import clock
+from speedkit.errors import UsageError
+from speedkit.measure.profile import profile
+
+MS = 1e-3
+
+
+class Slow(TensorDataset):
+    seconds = 0.0
+
+    def __getitem__(self, index):
+        busy(self.seconds)
+        inputs, targets = super().__getitem__(index)
+        return inputs + 0.1 * torch.rand(8), targets
+
+
+class Net(nn.Sequential):
+    """A model with a forward pass of its own: of PyTorch's modules alone, `compile()` compiles nothing."""
+
+    def forward(self, inputs):
+        for layer in self:
+            inputs = layer(inputs)
+        return inputs
+
+
+class Loop:
+    """A training loop as somebody has it; `wait_s` seconds are planted in the part of each step that is named."""
+
+    def __init__(self, part="", wait_s=0.0, device="cpu", items=32 * 8):
+        torch.manual_seed(0)
+        self.part, self.wait_s, self.device = part, wait_s, device
+        self.model = Net(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 2)).to(device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
+        data = Slow(torch.randn(items, 8), torch.randint(0, 2, (items,)))
+        data.seconds = wait_s / 8 if part == "data wait" else 0.0
+        self.loader = DataLoader(data, 8, shuffle=True)
+        self.losses = []
+        self.evaluate_at = range(1, 10**6) if part == "evaluation and checkpoint" else ()
+
+    def plant(self, part):
+        busy(self.wait_s if part == self.part else 0.0)
+
+    def step(self, inputs, targets):
+        outputs = self.model(inputs.to(self.device))
+        self.plant("forward")
+        loss = nn.functional.cross_entropy(outputs, targets.to(self.device))
+        loss.register_hook(lambda gradient: self.plant("backward"))
+        loss.backward()
+        self.losses.append(loss.detach())
+
+    def train(self, accumulate=1, stop=10**9):
+        for number, batch in enumerate(self.loader, 1):
+            self.step(*batch)
+            if number % accumulate == 0:
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                self.plant("other host work")
+            if number in self.evaluate_at:
+                self.evaluate()
+            if number == stop:
+                break
+
+    def evaluate(self):
+        self.model.eval()
+        with torch.no_grad():
+            self.model(torch.ones(4, 8, device=self.device))
+            busy(self.wait_s)
+            self.model(torch.ones(4, 8, device=self.device))
+        self.model.train()
+
+
+def profiled(loop, **more):
+    return profile(loop.model, loop.optimizer, loop.loader, **({"show": False} | more))
+
+
+def per_step_s(seen, cause):
+    return seen.breakdown.share(cause) * seen.breakdown.step_s
+
+
+def state(loop):
+    """All that a profile changes while it is open."""
+    callbacks, optimizer = sys.modules["torch._dynamo.callback"].callback_handler, loop.optimizer
+    hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack(), torch._dynamo.eval_frame._stance.stance
+    patched = type(loop.loader).__iter__, torch.autograd.backward, torch.save
+    compiled = list(callbacks.start_callbacks), list(callbacks.end_callbacks)
+    model = {key: value for key, value in vars(loop.model).items() if key != "training"}
+    return model, *map(dict, hooks), *modes, *patched, *compiled, sys.getprofile(), torch.autograd._profiler_enabled()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("part", ["data wait", "forward", "backward", "other host work", "evaluation and checkpoint"])
+def test_what_was_planted_is_in_its_row_and_rows_add_up(part, device, capsys):
+    """A GPU's breakdown has no passes: what the host does in them is its other work."""
+    loop = Loop(part, 4 * MS, device)
+    with profiled(loop, show=True) as seen:
+        loop.train()
+    row = "other host work" if device == "cuda" and part in ("forward", "backward") else part
+    assert per_step_s(seen, row) > 0.95 * 4 * MS
+    breakdown = seen.breakdown
+    assert sum(row["seconds"] for row in breakdown.rows) == pytest.approx(breakdown.window_s)
+    assert abs(breakdown.share("unexplained")) < 0.05
+    assert breakdown.steps == 20 and seen.notes == [] and breakdown.facts.trace.calls > 10
+    shown = capsys.readouterr().out
+    assert row in shown and "unexplained" in shown
+    assert part != "data wait" or (seen.bottlenecks[0]["cause"] == "slow decode" and "slow decode: " in shown)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_profiling_changes_nothing_that_is_learned(device):
+    alone, loop = Loop(device=device), Loop(device=device)
+    torch.manual_seed(1)
+    alone.train()
+    drawn = torch.rand(1)
+    torch.manual_seed(1)
+    with profiled(loop):
+        loop.train()
+    assert torch.equal(torch.rand(1), drawn)
+    assert torch.equal(torch.stack(loop.losses), torch.stack(alone.losses))
+    assert all(map(torch.equal, loop.model.parameters(), alone.model.parameters()))
+
+
+# In a warm-up of 1 and 2 timed steps, these are a timed step, two of the close looks, and what is left alone.
+@pytest.mark.parametrize("count", [2, 4, 9])
+def test_wherever_the_loop_fails_everything_is_as_it_was_and_what_was_measured_is_told(count):
+    loop = Loop()
+    torch.compiler.set_stance("default")  # with which comes what a profile looks for where it has been imported
+    train = loop.step
+
+    def step(*batch):
+        if len(loop.losses) == count:
+            raise ZeroDivisionError("a bad batch")
+        train(*batch)
+
+    loop.step = step
+    before = state(loop)
+    with pytest.raises(ZeroDivisionError, match="a bad batch"), profiled(loop, skip=1, steps=2) as seen:
+        loop.train()
+    assert state(loop) == before
+    assert seen.breakdown.steps == min(count - 1, 2) and seen.breakdown.rows[-1]["cause"] == "unexplained"
+    assert (seen.notes == []) == (count >= 7) and all(f"made {count} steps" in note for note in seen.notes)
+
+
+class Slotted:
+    """An iterable of somebody's own, to which nothing can be attached."""
+
+    __slots__ = ("batches",)
+
+    def __iter__(self):
+        yield from self.batches
+
+
+def test_a_step_is_the_optimizers_however_many_batches_it_takes_from_whatever_iterable():
+    loop, slotted = Loop("forward", 2 * MS, items=64 * 8), Slotted()
+    slotted.batches, loop.loader = list(loop.loader), slotted
+    with profiled(loop, steps=4) as seen:
+        loop.train(accumulate=2)
+    assert seen.breakdown.steps == 4 and seen.batches == 64 and seen.notes == []
+    assert per_step_s(seen, "forward") > 0.9 * 2 * 2 * MS
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_compiled_models_are_seen_and_stay_compiled(in_place):
+    loop = Loop()
+    torch._dynamo.reset()
+    before = clock.compilations()
+    if in_place:
+        loop.model.compile(backend="eager", dynamic=False)
+    else:
+        loop.model = torch.compile(loop.model, backend="eager", dynamic=False)
+    loop.train(stop=1)
+    with profiled(loop) as seen:
+        loop.train()
+    assert clock.compilations() - before == 1
+    with torch.compiler.set_stance("fail_on_recompile"):
+        loop.train(stop=1)  # still what was compiled, or this would raise
+    assert seen.notes == [] and seen.breakdown.share("forward") > 0
+
+
+@pytest.mark.parametrize("here", [False, True])
+def test_lines_that_read_the_device_are_searched_for_unless_the_model_is_compiled(here):
+    loop, sums = Loop(), []
+    loop.plant = lambda part: sums.append(loop.losses[-1].item()) if part == "other host work" else None
+    compiled = torch.compile(loop.model if here else lambda x: x + 1, backend="eager")
+    compiled(torch.ones(2, 8))  # another of the same process
+    if here:
+        loop.model = compiled
+    with profiled(loop) as seen:
+        loop.train()
+    lines = [sync.code for sync in seen.breakdown.facts.syncs]
+    assert bool(lines) is not here and all(".item()" in line for line in lines)
+
+
+def test_beside_another_profiler_the_steps_are_timed_all_the_same():
+    loop = Loop("other host work", 4 * MS)
+    with torch.profiler.profile(acc_events=True), profiled(loop) as seen:
+        loop.train()
+    assert per_step_s(seen, "other host work") > 0.95 * 4 * MS
+    assert "no closer look" in seen.notes[-1]
+
+
+def test_a_copy_made_inside_is_a_model_like_any_other():
+    """Averages of weights are kept in a copy of the model: it must not lead back to the one that is profiled."""
+    loop = Loop()
+    with profiled(loop) as seen:
+        loop.train(stop=2)
+        average, calls = copy.deepcopy(loop.model), seen.forwards
+        average(torch.ones(1, 8))
+    assert seen.forwards == calls
+
+
+def test_in_a_long_loop_evaluations_are_timed_after_the_close_look_too():
+    loop = Loop("none", 4 * MS, items=100 * 8)
+    loop.evaluate_at = (60, 80)
+    with profiled(loop) as seen:
+        loop.train()
+    assert seen.steps == 100 and seen.breakdown.steps == 20 and not seen.notes
+    assert per_step_s(seen, "evaluation and checkpoint") > 0.95 * 2 / 100 * 4 * MS
+
+
+def test_a_loop_that_is_not_the_one_described_is_told_so_and_what_cannot_be_watched_is_refused():
+    loop = Loop()
+    batch = next(iter(loop.loader))
+    with profiled(loop) as seen:
+        for _ in range(30):
+            loop.step(*batch)
+            loop.optimizer.step()
+    assert len(seen.notes) == 1 and "no such model or loader" in str(seen)
+    for parts, why in (
+        ((loop.optimizer, loop.model, loop.loader), "in this order"),
+        ((loop.model, loop.optimizer, 3), "a int cannot be profiled as a loader"),
+        ((loop.model, loop.optimizer, []), "a list cannot be profiled as a loader"),
+    ):
+        with pytest.raises(UsageError, match=why), profile(*parts):
+            raise AssertionError("nothing to profile")

@@ -1,0 +1,185 @@
+"""`speedkit profile SCRIPT`: scripts run as Python would run them, learn the same, and the planted cause is named."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from speedkit.lab.frameworks import change_in_words
+from speedkit.machine import this_machine
+from speedkit.measure.script import next_levers
+from speedkit.plan import Plan
+
+SLOW_DATA = """
+import sys, time, torch
+from torch import nn
+torch.manual_seed(0)
+
+class Clips(torch.utils.data.Dataset):
+    def __len__(self):
+        return 400
+
+    def __getitem__(self, index):
+        time.sleep(0.002)
+        return torch.randn(32), index % 2
+"""
+LOOP = """
+net = nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 2))
+optimizer, losses = torch.optim.AdamW(net.parameters()), []
+for inputs, labels in torch.utils.data.DataLoader(Clips(), 8):
+    loss = nn.functional.cross_entropy(net(inputs), labels)
+    loss.backward(), optimizer.step(), optimizer.zero_grad()
+    losses.append(loss.item())
+if __name__ == "__main__":
+    print("losses", losses, "arguments", sys.argv[1:])
+"""
+LIGHTNING = """
+import lightning
+
+class Model(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 2))
+
+    def training_step(self, batch, index):
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+
+options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+lightning.Trainer(max_steps=45, **options).fit(Model(), torch.utils.data.DataLoader(Clips(), 8))
+"""
+ACCELERATE = """
+import accelerate
+accelerator = accelerate.Accelerator(cpu=True)
+net = nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 2))
+loader = torch.utils.data.DataLoader(Clips(), 8)
+net, optimizer, loader = accelerator.prepare(net, torch.optim.AdamW(net.parameters()), loader)
+for inputs, labels in loader:
+    accelerator.backward(nn.functional.cross_entropy(net(inputs), labels))
+    optimizer.step(), optimizer.zero_grad()
+"""
+HUGGING_FACE = """
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+
+class Texts(Clips):
+    def __getitem__(self, index):
+        time.sleep(0.005)
+        return {"input_ids": torch.arange(16) + index % 50, "labels": index % 2}
+
+sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+options = {"report_to": [], "save_strategy": "no", "disable_tqdm": True, "use_cpu": True}
+arguments = TrainingArguments("out", per_device_train_batch_size=8, max_steps=45, **options)
+model = BertForSequenceClassification(BertConfig(vocab_size=100, **sizes))
+Trainer(model=model, args=arguments, train_dataset=Texts()).train()
+"""
+NEW_SHAPES = """
+import torch
+torch.manual_seed(0)
+net = torch.compile(torch.nn.Linear(64, 4), dynamic=False, backend="aot_eager")
+torch._dynamo.config.recompile_limit = 100
+optimizer, losses = torch.optim.SGD(net.parameters(), 0.1), []
+for step in range(45):
+    loss = net(torch.randn(8 + step, 64)).square().mean()
+    loss.backward(), optimizer.step(), optimizer.zero_grad()
+    losses.append(loss.item())
+print("losses", losses, "arguments []")
+"""
+SMALL_OPERATORS = """
+import torch
+net = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(60)))
+optimizer = torch.optim.AdamW(net.parameters(), foreach=False)
+for step in range(45):
+    net(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step(), optimizer.zero_grad()
+"""
+FLOAT32 = """
+import torch
+net = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(3)))
+optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+for step in range(45):
+    net(torch.randn(512, 1024)).square().mean().backward()
+    optimizer.step(), optimizer.zero_grad()
+"""
+PLANTED = {  # script, cause, framework, what to do about it there
+    "loop": (SLOW_DATA + LOOP, "slow decode", "PyTorch", "num_workers="),
+    "lightning": (SLOW_DATA + LIGHTNING, "slow decode", "Lightning", "num_workers="),
+    "accelerate": (SLOW_DATA + ACCELERATE, "slow decode", "Accelerate", "num_workers="),
+    "transformers": (SLOW_DATA + HUGGING_FACE, "slow decode", "Hugging Face", "dataloader_num_workers="),
+    "shapes": (NEW_SHAPES, "new shapes", "PyTorch", "batch_sampler"),
+    "operators": (SMALL_OPERATORS, "many small operators", "PyTorch", "torch.compile"),
+    "float32": (FLOAT32, "compute-bound", "PyTorch", "torch.bfloat16"),
+}
+STEPS = "import torch\nw = torch.nn.Linear(4, 4)\no = torch.optim.SGD(w.parameters(), 0.1)\nfor i in range(40):\n"
+STEPS += "    w(torch.randn(2, 4)).sum().backward(), o.step()\n"
+
+
+def run(folder, source, *command):
+    """Write a script and run it, under `speedkit profile` where that is the `command`; return what came of it."""
+    (folder / "script.py").write_text(source)
+    line = [sys.executable, *command, "script.py", "--its", "own"]
+    return subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=300)
+
+
+PROFILE = ("-m", "speedkit", "profile", "--out", "seen")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLANTED)
+def test_the_planted_cause_is_named_first_in_the_words_of_the_framework(name, tmp_path):
+    if name in ("lightning", "accelerate", "transformers"):
+        pytest.importorskip(name)
+    if name == "float32" and not this_machine("cpu").supports("bf16"):
+        pytest.skip("this CPU has no units for bf16")
+    source, cause, framework, words = PLANTED[name]
+    result = run(tmp_path, source, *PROFILE)
+    assert result.returncode == 0, result.stderr
+    breakdown = json.loads((tmp_path / "seen" / "breakdown.json").read_text())
+    assert breakdown["bottlenecks"][0]["cause"] == cause and breakdown["framework"] == framework
+    assert words in breakdown["bottlenecks"][0]["in_words"] and words in result.stdout
+    assert sum(row["share"] for row in breakdown["rows"]) == pytest.approx(1) and breakdown["steps"] == 20
+
+
+@pytest.mark.parametrize("source", [SLOW_DATA + LOOP, NEW_SHAPES], ids=["eager", "compiled"])
+def test_a_script_learns_the_same_bits_with_its_own_arguments(source, tmp_path):
+    alone, profiled = (run(tmp_path, source, *command).stdout for command in ((), PROFILE))
+    assert profiled.startswith(alone) and alone.startswith("losses [")
+
+
+@pytest.mark.parametrize(
+    ("source", "code", "words"),
+    [
+        (STEPS + "raise ValueError('planted')", 1, ("line 6", "ValueError: planted")),
+        (STEPS + "raise SystemExit(3)", 3, ()),
+        ("print('no training')", 1, ("script.py made 0 optimizer steps",)),
+        (STEPS.replace("40", "1"), 1, ("script.py made 1 optimizer steps",)),
+    ],
+    ids=["fails", "exits", "never steps", "one step"],
+)
+def test_a_script_that_fails_does_so_as_ever_after_the_breakdown_of_what_ran(source, code, words, tmp_path):
+    result = run(tmp_path, source, *PROFILE)
+    assert result.returncode == code and all(word in result.stderr for word in words), result.stderr
+    assert (tmp_path / "seen" / "breakdown.json").exists() == (source.count("range(40)") > 0)
+    assert "speedkit/" not in result.stderr and "runpy" not in result.stderr
+
+
+def test_where_nothing_stands_out_the_levers_are_named_that_are_left():
+    rows = [
+        {"cause": "forward", "share": 0.4},
+        {"cause": "backward", "share": 0.4},
+        {"cause": "optimizer", "share": 0.2},
+    ]
+    sentence = next_levers(Plan(), rows, "cpu")
+    assert ("precision=bf16" in sentence) == this_machine("cpu").supports("bf16")
+    assert "fused_optimizer=True, 1.00 to 1.18 times as fast" in sentence
+    assert "fused_optimizer" not in next_levers(Plan(fused_optimizer=True), rows, "cpu")
+
+
+def test_changes_have_the_words_of_each_framework():
+    assert change_in_words("workers=4", "Hugging Face") == (
+        "arguments = transformers.TrainingArguments(dataloader_num_workers=4)"
+    )
+    assert "pad" not in change_in_words("bucket=True: pad to a few lengths", "PyTorch")
+    assert change_in_words("move it out of the loop", "Lightning") == ""

@@ -1,0 +1,336 @@
+"""The tuning's judgement: what is tried, in which order, what is kept or rejected, and how equal quality is decided."""
+
+import dataclasses
+import functools
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from faults import limited
+from tiny import CPU_BF16 as CPU
+from tiny import H100 as GPU
+from torch import nn
+
+from speedkit import tune as tune_function
+from speedkit.clock import compilations
+from speedkit.errors import Interrupted, UsageError
+from speedkit.files import read_json
+from speedkit.lab.records import validate_record
+from speedkit.lab.report import batch_in_words
+from speedkit.lab.workloads import load_workload
+from speedkit.machine import this_machine
+from speedkit.measure.compare import compare
+from speedkit.measure.optimizations import EFFECTS, OPTIMIZATIONS, changed, named, predict, text
+from speedkit.measure.quality import baseline_curves_file, fold, quality_of, same_losses, time_to_quality
+from speedkit.measure.trials import NAME, Trial, Tuning, candidates, measure
+from speedkit.measure.tune import ablate, final_comparison, larger_batch, payback
+from speedkit.plan import Plan
+
+# Of a step of 200 ms, half of which is loading.
+SHARES = {"data wait": 0.5, "forward": 0.15, "backward": 0.3, "optimizer": 0.05}
+OPTIONS = {"pairs": 12, "seeds": 2, "progress": False}
+
+
+@pytest.fixture(autouse=True)
+def kept_apart(tmp_path, monkeypatch):
+    """Trainings of one test's baseline are not another's."""
+    monkeypatch.setenv("SPEEDKIT_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def job(work=None, **options):
+    work, where = work or tiny.points(train=3200, test=2, epochs=1), {"device": "cpu", "cache_dir": None}
+    limits = {"budget_s": 1000.0, "pairs": 20, "seeds": 3, "horizon": 10_000, "hardware": CPU, "out": None} | options
+    return Tuning(workload=work, recipe=work.recipe, options=where, say=lambda text: None, **limits)
+
+
+def trial(fields, promises="loss-equal"):
+    prediction = {"predicted_low": 1.0, "predicted_high": 2.0}
+    return Trial(optimization="", change=str(fields), fields=fields, promises=promises, why="", kept=True, **prediction)
+
+
+# ---- candidates ----
+
+
+@pytest.mark.parametrize(("hardware", "no_candidates"), [(CPU, {"fp8", "features_on"}), (tiny.H100, {"fp8"})])
+def test_every_optimization_changes_fields_of_the_plan(hardware, no_candidates):
+    changes = {optimization.name: optimization.changes(Plan(), hardware) for optimization in OPTIMIZATIONS}
+    assert {name for name in changes if not changes[name]} == no_candidates
+    assert all(Plan(**change) != Plan() for several in changes.values() for change in several)
+    assert EFFECTS.keys() <= vars(Plan()).keys()
+
+
+@pytest.mark.parametrize(
+    ("change", "low", "high"),
+    [
+        ({"cache": "disk", "workers": 0}, 1 / (0.5 + 0.5 / 3), 2.0),
+        ({"precision": "bf16"}, 1.0, 1 / (0.55 + 0.45 / 3**0.3)),
+        ({"workers": 2}, 1 / (0.5 + 0.5 / 0.7), 1 / 0.75),
+    ],
+    ids=str,
+)
+def test_a_prediction_goes_by_the_share_of_the_step_that_a_change_acts_on(change, low, high):
+    assert predict(change, SHARES, frames=2.0, matmul=3.0) == pytest.approx((low, high))
+
+
+NORMALISED = dataclasses.replace(tiny.points(), model=lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(1, 4)))
+CACHED, WITHOUT_BF16 = Plan(cache="disk"), dataclasses.replace(CPU, cpu_flags=())
+
+
+@pytest.mark.parametrize(
+    ("optimization", "best", "options", "why"),
+    [
+        ("compile", Plan(), {}, ""),
+        ("workers", CACHED, {}, "a cached batch is one gather from memory; .*"),
+        ("channels_last", Plan(), {}, "the model has no two-dimensional convolution"),
+        ("precision", Plan(), {"hardware": WITHOUT_BF16}, "bf16 needs a CPU with avx512_bf16 or .*"),
+        ("channels_last", Plan(), {"work": NORMALISED, "hardware": GPU}, "CUDA's group normalisation undoes it .*"),
+        ("channels_last", Plan(compile="default"), {"work": NORMALISED, "hardware": GPU}, ""),
+        ("channels_last", Plan(), {"work": NORMALISED}, ""),
+        ("fp8", Plan(precision="bf16", compile="default"), {"hardware": GPU}, "the model has no linear layer that .*"),
+        ("host_syncs", Plan(fused_optimizer=True), {}, "not tried: it could gain 1.000 at most"),
+        ("compile", Plan(), {"horizon": 100}, "not tried: compiling .* would save 2 s of 100 steps .*"),
+    ],
+)
+def test_what_need_not_be_tried_says_why(optimization, best, options, why):
+    of, rows = job(**options), [{"cause": cause, "share": share} for cause, share in SHARES.items()]
+    of.stages |= {"matmul": {}, f"breakdown of {text(changed(best))}": {"rows": rows, "step_s": 0.2}}
+    (candidate,) = candidates(of, named([optimization]), best)
+    assert re.fullmatch(why, candidate.why)
+
+
+def test_what_compiling_takes_is_known_once_something_was_compiled():
+    of, rows = job(horizon=1000), [{"cause": cause, "share": share} for cause, share in SHARES.items()]
+    of.stages |= {"matmul": {}, f"breakdown of {text({})}": {"rows": rows, "step_s": 0.5}}
+    assert candidates(of, named(["compile"]), Plan())[0].why == ""
+    of.stages["optimization compile: compile=default"] = {"compile_s": 200.0}
+    assert "about 200 s" in candidates(of, named(["compile"]), Plan())[0].why
+
+
+def test_an_attention_kernel_is_tried_where_pytorch_runs_another_by_itself():
+    """As on any CPU, told that it is a GPU."""
+    without = "no layer of the model takes the lengths of clips"
+    for work, whys in (
+        (tiny.points(train=64), ["left alone, PyTorch runs no attention here"] * 2 + [without]),
+        (load_workload("text", size="tiny", clips=16), ["", "left alone, PyTorch runs flash attention here", without]),
+    ):
+        of, rows = job(work, hardware=GPU), [{"cause": "forward", "share": 1.0}]
+        of.stages |= {"matmul": {}, f"breakdown of {text({'precision': 'bf16'})}": {"rows": rows, "step_s": 0.2}}
+        assert [trial.why for trial in candidates(of, named(["attention"]), Plan(precision="bf16"))] == whys
+
+
+def test_a_larger_batch_is_tried_on_a_gpu_that_has_time_left():
+    work = tiny.points(train=640, test=64, epochs=2)
+    cpu, short, gpu = job(work), job(work, hardware=GPU, budget_s=1.0), job(work, hardware=GPU, seeds=2)
+    assert larger_batch(gpu, Plan()) == [], "how long a training takes is not known"
+    for one in (cpu, short, gpu):
+        one.stages["training, final, seed 0"] = {"seconds": 0.2}
+    assert larger_batch(cpu, Plan()) == larger_batch(short, Plan()) == []
+    (row,) = larger_batch(gpu, Plan())
+    assert row["batch_size"] == 2 * work.recipe.batch_size and row["learning_rate"] > work.recipe.learning_rate
+    assert f"batch_size={row['batch_size']} " in batch_in_words(row) and "curves" not in row
+
+
+# ---- same_losses, quality, payback ----
+
+
+def test_same_losses_is_strict_where_bits_are_promised_and_fair_where_losses_are():
+    falling = [2.0 - 0.1 * step for step in range(16)]
+    # Other batches scatter more than another seed does; what moves their mean is another matter.
+    shuffled = [loss + (0.2 if step % 2 else -0.18) for step, loss in enumerate(falling)]
+    moves = [("bit-equal", falling, 1e-9), ("loss-equal", falling, 0.2), ("order-equal", shuffled, 0.3)]
+    for promised, losses, moved in moves:
+        assert same_losses(promised, losses, falling, noise=0.1).passed
+        assert not same_losses(promised, [loss + moved for loss in losses], falling, noise=0.1).passed
+
+
+def curves(baseline, final, losses=(0.1, 0.1, 0.1)):
+    def run(score, loss, each_s):
+        return {"points": [[each_s, score / 2], [2 * each_s, score]], "value": score, "loss": loss}
+
+    baseline = [run(score, 0.1, 1.0) for score in baseline]
+    return {"baseline": baseline, "final": [run(score, loss, 0.25) for score, loss in zip(final, losses, strict=False)]}
+
+
+@pytest.mark.parametrize(
+    ("final", "decision", "seeds"),
+    [
+        ([0.900, 0.905, 0.905], "as good", None),
+        ([0.85, 0.86, 0.86], "worse", None),
+        ([0.99, 0.80, 0.92], "not decided", 89),
+        ([0.90], "not tested", None),
+    ],
+)
+def test_quality_is_shown_not_assumed(final, decision, seeds):
+    quality = quality_of(tiny.points(test=400), curves([0.90, 0.905, 0.90], final))
+    assert (quality["decision"], quality["seeds_needed"]) == (decision, seeds)
+
+
+def test_few_test_items_are_judged_in_folds_and_by_the_probability_of_the_right_class():
+    work, large = tiny.points(train=80, test=20), tiny.points(train=80, test=400)
+    folds = [fold(work, number) for number in range(6)]
+    assert folds[0] is work is folds[5] and fold(large, 1) is large
+    everything = sorted(item.path for item in [*work.train, *work.test])
+    assert sorted(item.path for one in folds[:5] for item in one.test) == everything
+    assert all(sorted(item.path for item in [*one.train, *one.test]) == everything for one in folds)
+    # Folds differ by more than plans do: pairs cancel that, and three are not enough to tell flips of single items.
+    scores, flipped = [0.80, 0.95, 0.85], [0.85, 0.90, 0.85]
+    assert quality_of(work, curves(scores, [0.80, 0.95, 0.855]))["decision"] == "as good"
+    shown = quality_of(work, curves(scores, flipped))
+    assert shown["decision"] == "as good" and shown["lower"] < -work.margin < shown["likelihood"]["lower"]
+    undecided = quality_of(work, curves(scores, flipped, losses=[0.05, 0.10, 0.15]))
+    assert undecided["decision"] == "not decided" and undecided["items_needed"] > 60
+
+
+def test_a_baseline_plans_trainings_are_kept_for_the_same_recipe_and_no_other():
+    work, other_loss = tiny.points(), tiny.slowed(tiny.points(), 0.0)
+    longer = dataclasses.replace(work, recipe=dataclasses.replace(work.recipe, epochs=9))
+    files = [baseline_curves_file(one, one.recipe, CPU) for one in (work, tiny.points(), longer, other_loss)]
+    assert files[0] == files[1] and len(set(files)) == 3
+
+
+def test_time_to_quality_counts_to_the_first_evaluation_that_reaches_the_target():
+    times = time_to_quality(tiny.points(), curves([0.90] * 3, [0.90] * 3))
+    assert times["baseline_s"] == 2.0 and times["final_s"] == 0.5 and times["ratio"] == 4.0
+    missed = time_to_quality(tiny.points(), curves([0.90] * 3, [0.5] * 3))
+    assert missed["final_s"] is None and missed["ratio"] is None
+
+
+@pytest.mark.parametrize(("compile_s", "pays_back_after_s"), [(15.0, 20.0), (75.0, 100.0), (80.0, None)])
+def test_payback_counts_what_it_takes_to_prepare(compile_s, pays_back_after_s):
+    of, step_s = job(horizon=100), {"baseline": 1.0, "final": 0.25}
+    paid = payback(of, Plan(compile="default"), compile_s=compile_s, step_s=step_s)
+    assert paid["final_s"] == 25.0 + compile_s and paid["saved_s"] == 75.0 - compile_s
+    assert paid["pays_back_after_s"] == pays_back_after_s, "as much of both trainings is done by then"
+
+
+# ---- the tuning itself ----
+
+
+def test_compare_finds_a_planted_slowdown_and_keeps_the_losses():
+    work = tiny.points(train=256, size=32, hidden=128)
+    slow = tiny.slowed(work, seconds=0.01)
+    # On a machine with other work, ten pairs may show no more than that it is not worth it.
+    comparison = compare(work, Plan(), Plan(), workload_b=slow, names=("plain", "slowed"), looks=(40,))
+    assert comparison.slower and comparison.ratio < 1 and len(comparison.seconds_a) == 40
+    assert comparison.losses_a == comparison.losses_b and len(comparison.losses_a) == 16
+
+
+def slowly(load, item):
+    time.sleep(0.002)
+    return load(item)
+
+
+def test_tuning_keeps_only_what_is_proven_and_leaves_all_of_its_sections(tmp_path, capsys):
+    work, options = tiny.points(train=64, test=32, epochs=8), OPTIONS | {"out": tmp_path / "tune", "progress": True}
+    work = dataclasses.replace(work, load=functools.partial(slowly, work.load))
+    record = tune_function(work, optimizations=("cache", "host_syncs", "workers"), **options)
+    assert validate_record(record) == [] and "baseline" in capsys.readouterr().out
+    assert record["optimizations"][0]["optimization"] == "cache" and record["plan"]["cache"] == "disk"
+    assert all(row["why"] and (not row["kept"] or row["low"] > 1) for row in record["optimizations"])
+    assert [row["optimization"] for row in record["dropped"]] == [
+        row["optimization"] for row in record["optimizations"] if row["kept"]
+    ]
+    for side in ("baseline", "final"):
+        assert sum(row["share"] for row in record["breakdowns"][side]["rows"]) == pytest.approx(1)
+        assert record["roofline"][side]["flops_per_step"] > 0
+    assert record["speedup"]["low"] > 2 and record["time_to_quality"]["ratio"] > 1
+    assert len(record["quality"]["final"]) >= 2 and record["payback"]["prepare_s"]["cache"] > 0
+
+    assert tune_function(work, resume=True, **options) == record
+    with pytest.raises(UsageError, match="another workload, data set, recipe or version"):
+        tune_function(tiny.points(train=80), resume=True, **options)
+
+
+def test_a_optimization_is_held_against_the_best_plan_and_not_against_what_the_baseline_one_learned_from():
+    best, change = Plan(cache="disk", cache_dtype="float16"), trial({"validate_every": 3}, "bit-equal")
+    assert measure(job(tiny.points(train=256)), change, best, noise=0.0)["same_losses"].startswith(
+        "losses differ by 0,"
+    )
+
+
+def slow_in_bf16(model, batch, recipe):
+    return tiny.slow_loss(model, batch, recipe, 0.01 if torch.is_autocast_enabled("cpu") else 0.0)
+
+
+def test_a_optimization_is_left_out_only_where_a_later_one_may_have_taken_its_gain():
+    changes = [{"channels_last": True}, {"validate_every": 3}, {"precision": "bf16"}, {"channels_last": True}]
+    with tiny.every_number_format():
+        of = job(dataclasses.replace(tiny.points(train=256), loss=slow_in_bf16))
+        plan, rows = ablate(of, [trial(change) for change in changes])
+    assert rows[0]["why"] == rows[3]["why"] == "another optimization has replaced it"
+    assert rows[1]["why"] == "no later optimization acts on the same part of a step"
+    assert rows[2]["why"] == "dropped: not worth it any more" and rows[2]["ratio"] > 1
+    assert plan == Plan(validate_every=3, channels_last=True)
+
+
+def test_nothing_slower_than_the_careful_plan_is_recommended():
+    of = job(tiny.points(train=256, size=64, hidden=128, batch_size=64), pairs=10)
+    final = final_comparison(of, Plan(micro_batch=1))
+    assert final["plan"] == dataclasses.asdict(Plan.careful(CPU)) and final["careful"]["ratio"] == 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not this_machine().supports("compile"), reason="nothing can be compiled here")
+def test_compiling_is_measured_cold_and_paid_back():
+    """Also after the baseline's breakdown, whose look into each operator must not leave compiled code switched off."""
+    work, before = tiny.points(train=256, size=64, hidden=64, batch_size=32), compilations()
+    record = tune_function(work, optimizations=("compile",), horizon=10**7, **OPTIONS)
+    tried = [row for row in record["optimizations"] if row["ratio"]]
+    assert compilations() > before and tried[0]["compile_s"] > 0.5, "later ones may be held against a compiled plan"
+    assert record["payback"]["prepare_s"]["compile"] == max([0.0, *(row["compile_s"] for row in tried if row["kept"])])
+
+
+PROGRAM = """
+import sys, tiny
+from speedkit import tune
+options = {"out": sys.argv[1], "cache_dir": sys.argv[2], "device": "cpu", "pairs": 12, "seeds": 2, "progress": True}
+print(tune(tiny.points(train=64, test=32), resume=True, optimizations=("host_syncs", "cache"), **options)["spent_s"])
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_tuning_goes_on_where_it_stopped(tmp_path):
+    """SIGKILL after the first optimization: what was measured is neither lost nor measured again."""
+    out = tmp_path / "tune"
+    words = [sys.executable, "-u", "-c", PROGRAM, str(out), str(tmp_path / "cache")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        optimizations = (line for line in process.stdout if line.startswith("optimization "))
+        next(optimizations), next(optimizations)  # the first has been noted down
+        process.send_signal(signal.SIGKILL)
+    before = read_json(out / NAME)
+    assert any(stage.startswith("optimization ") for stage in before["stages"]) and not (out / "record.json").exists()
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, check=True)
+    record, after = read_json(out / "record.json"), read_json(out / NAME)
+    assert all(after["stages"][stage] == result for stage, result in before["stages"].items())
+    assert validate_record(record) == [] and len(record["measurements"]) == len(after["measurements"])
+    assert float(done.stdout.splitlines()[-1]) > before["spent_s"] and "baseline" not in done.stdout
+
+
+# ---- bad input ----
+
+
+def test_being_stopped_is_no_reason_to_reject_a_optimization():
+    stopped = limited(tiny.points(), 0, raises=Interrupted("stopped by SIGTERM", signal.SIGTERM))
+    with pytest.raises(Interrupted):
+        job(stopped).attempt("optimization", {"a": Plan(), "b": Plan()})
+
+
+def test_a_plan_that_the_model_cannot_take_is_a_reason_and_no_end():
+    of = job(limited(tiny.points(train=64), 8, raises=RuntimeError("not that many")))
+    row = measure(of, trial({"micro_batch": 16}), Plan(micro_batch=8), noise=0.0)
+    assert row["why"].startswith("failed: RuntimeError: not that many")
+
+
+def test_a_budget_too_short_for_one_optimization_keeps_the_baseline_and_says_so(tmp_path):
+    work, out = tiny.points(train=64, test=32, epochs=1), tmp_path / "tune"
+    with pytest.raises(UsageError, match=r"too short to try one optimization .* at least \d+ s; --resume goes on"):
+        tune_function(work, budget_s=0.1, optimizations=("host_syncs",), out=out, **OPTIONS)
+    assert read_json(out / NAME)["stages"]["control"]["resolution"] > 1

@@ -1,0 +1,94 @@
+"""An install that is no checkout: the light core, what the wheel brings along, and a tuning from anybody's folder."""
+
+import subprocess
+import sys
+import zipfile
+from importlib.metadata import packages_distributions, requires
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from test_repository import PROJECT, ROOT
+from test_your_workload import EXISTING
+
+from speedkit.errors import EXTRAS
+
+MAIN = "from speedkit import cli; cli.main()"
+PACKAGES = {package: {*map(canonicalize_name, names)} for package, names in packages_distributions().items()}
+
+
+def python(program, words="", folder=None):
+    """Run a program in a process of its own."""
+    return subprocess.run([sys.executable, "-c", program, *words.split()], cwd=folder, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def light(tmp_path_factory):
+    """The command line where nothing can be imported but what the core depends on, in a folder with a workload."""
+    folder, needed = tmp_path_factory.mktemp("light"), [*PROJECT["dependencies"]]
+    (folder / "mine.py").write_text(EXISTING)
+    core = {"torch-speedkit", "packaging"}  # setuptools, which torch needs, has its own
+    while needed:
+        requirement = Requirement(needed.pop())
+        name = canonicalize_name(requirement.name)
+        if name not in core and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+            core.add(name)
+            needed += requires(name) or []
+    absent = [package for package, names in PACKAGES.items() if not names & core]
+    return lambda words: python(f"import sys; sys.modules |= dict.fromkeys({absent}); {MAIN}", words, folder)
+
+
+@pytest.mark.parametrize(
+    ("words", "missing"),
+    [
+        ("train text --size tiny --steps 3 --out trained", ""),
+        ("train mine:mine --size tiny --steps 3 --out own", ""),
+        pytest.param("profile text --size tiny --out seen", "", marks=pytest.mark.slow),
+        ("train audio", "torchaudio audio"),
+        ("train text --size tiny --precision fp8-emulated --out fp8", "torchao deploy"),
+        ("tune text", "papermill notebooks"),  # before the budget is spent
+    ],
+)
+def test_the_light_core_works_and_says_which_extra_is_missing(light, words, missing):
+    done = light(words)
+    sentence = "package {} is not installed: install speedkit with its extra [{}]\n".format(*missing.split() or "  ")
+    assert (done.returncode == 2 and done.stderr.endswith(sentence)) if missing else not done.returncode, done.stderr
+
+
+def test_each_package_that_may_be_missing_is_in_its_extra():
+    for package, extra in EXTRAS.items():
+        names = {canonicalize_name(Requirement(text).name) for text in PROJECT["optional-dependencies"][extra]}
+        assert names & PACKAGES[package], (package, extra)
+
+
+def test_a_torchaudio_for_another_torch_is_one_sentence(tmp_path):
+    (tmp_path / "torchaudio.py").write_text("raise OSError('Could not load this library:\\n_torchaudio.so')")
+    done = python(MAIN, "train speech", tmp_path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "does not fit torch" in done.stderr
+
+
+SHIPPED = """
+import sys; sys.path.insert(0, "site")
+from speedkit.lab.provenance import module_sha256
+from speedkit.lab.notebooks import find_notebooks
+from speedkit.lab.frameworks import read_table
+find_notebooks(["90"]), read_table(), module_sha256("notebooks.claims")
+"""
+
+
+def test_a_wheel_brings_along_what_tunings_and_runs_need(tmp_path):
+    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    [wheel] = tmp_path.glob("torch_speedkit-*.whl")
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    done = python(SHIPPED + MAIN, "publish 21", tmp_path)  # which is for a checkout alone
+    assert done.returncode == 2 and "clone it" in done.stderr, done.stderr
+
+
+@pytest.mark.slow
+def test_a_tuning_of_ones_own_workload_ends_with_its_notebook(tmp_path):
+    (tmp_path / "data.txt").write_text("mine")
+    own = EXISTING.replace("mine(size):", "mine():\n    size = open('data.txt').read()")  # a path as the user has it
+    (tmp_path / "mine.py").write_text(own)
+    done = python(MAIN, "tune mine:mine --optimizations host_syncs --seeds 2 --budget 60 --out run", tmp_path)
+    assert done.returncode == 0 and (tmp_path / "run" / "tune.ipynb").exists(), done.stderr

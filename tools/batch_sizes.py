@@ -1,0 +1,66 @@
+"""What a batch takes: `python notebooks/batch_sizes.py` counts it, and the page of records shows it by GPU memory."""
+
+import contextlib
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+from speedkit import files
+from speedkit.lab.provenance import notebooks_folder
+from speedkit.lab.workloads import BUILT_IN, load_workload
+from speedkit.plan import Plan
+from speedkit.train.micro_batch import ROOM, trial_of, trial_plan, with_longest_first
+from speedkit.train.setup import setup_run
+
+COUNTED, GPUS_GB = "records/batch_sizes.json", (4, 8, 16, 24, 80)
+ABOUT = """The largest batch, a power of two, that trains in nine tenths of a GPU's memory, by the allocations of
+steps in float32 on the longest clips of the generated data, with AdamW's state. What CUDA takes for itself is not in
+it. They are counted on a CPU, by `python notebooks/batch_sizes.py`. In 16 bits (`precision`) or recomputed
+(`checkpointing`) more fits, and `micro_batch=auto` finds by trying what suits your data and your GPU."""
+
+
+def count(name: str, size: str) -> dict[str, Any]:
+    """Return the bytes that the net of a workload and size trains in: a constant, and so many per sample."""
+    work = with_longest_first(load_workload(name, size=size))
+    recipe = dataclasses.replace(work.recipe, batch_size=8)
+    run = setup_run(work, recipe, trial_plan(Plan()), device="cpu", endless=True, progress=False)
+    with contextlib.closing(run):
+        trial = trial_of(run, recipe.batch_size)
+        for samples in (1, 1, 4):  # the first step makes the optimizer's state
+            trial.fits(samples, math.inf)
+        sample = list(next(run.test_batches.one_epoch())[0].shape[1:])
+        state = [value for values in run.optimizer.state.values() for value in values.values()]
+        state_bytes = sum(tensor.nbytes for tensor in (*run.model.parameters(), *run.model.buffers(), *state))
+    sample_bytes = (trial.peak_bytes[4] - trial.peak_bytes[1]) / 3
+    return {
+        "workload": name,
+        "size": size,
+        "weights": sum(parameter.numel() for parameter in run.parameters),
+        "sample": sample,
+        "fixed_bytes": round(state_bytes + trial.peak_bytes[1] - sample_bytes),
+        "sample_bytes": round(sample_bytes),
+    }
+
+
+def section(folder: Path) -> str:
+    """Return the Markdown section on batch sizes, from what was counted; "" where nothing was."""
+    if not (folder / COUNTED).exists():
+        return ""
+    head = ["workload", "size", "a sample", "weights, millions", "MB per sample", *(f"{gb} GB" for gb in GPUS_GB)]
+    lines = [head, ["---"] * len(head)]
+    for row in files.read_json(folder / COUNTED):
+        rooms = ((ROOM * gb * 1e9 - row["fixed_bytes"]) / row["sample_bytes"] for gb in GPUS_GB)
+        fits = [str(2 ** int(math.log2(room))) if room >= 1 else "none" for room in rooms]
+        sizes = f"{row['weights'] / 1e6:.3g}", f"{row['sample_bytes'] / 1e6:.3g}"
+        lines.append([row["workload"], row["size"], " x ".join(map(str, row["sample"])), *sizes, *fits])
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"\n## Batch sizes by GPU memory\n\n{' '.join(ABOUT.split())}\n\n{table}\n"
+
+
+if __name__ == "__main__":
+    from publish import update_readme
+
+    sizes = ("tiny", "small", "medium")
+    files.write_json(notebooks_folder() / COUNTED, [count(name, size) for name in BUILT_IN for size in sizes])
+    update_readme(notebooks_folder().parent / "README.md")

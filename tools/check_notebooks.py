@@ -1,0 +1,158 @@
+"""How a notebook of this repository is written, as rules; and small notebooks that keep them, for the tests.
+
+nbval passes a stripped notebook without comparing anything, so that checked cells have outputs is a rule here.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+from publish import WIDGET_VIEW, code_cells, record_of
+
+from speedkit.errors import UsageError
+from speedkit.lab.notebooks import declared_parameters
+from speedkit.lab.provenance import code_sha256
+from speedkit.lab.record import RECORD_MIME, read_notebook, start
+from speedkit.lab.records import validate_record
+
+MAX_BYTES = 300_000
+MAX_WORDS, MAX_LINES, MAX_SETUP = 1200, 150, 12  # of prose; of code, beside the parameters; of it before all else
+CHECKED = "nbval-check-output"
+HEADINGS = ("predict", "does not help", "exercise", "next")
+# "3x", "1.5 ×", "2-fold", "40 % faster", "twice as fast"; "3x3" and "3 × 3" are sizes.
+HAND_TYPED = re.compile(
+    r"(?<![\w.])\d+(\.\d+)?\s?([x×](?![\w-]|\s?\d)|-?fold\b|times\s+(as\s+)?(fast|slow|quick|less|more))"
+    r"|\d\s?(%|per\s?cent)\s+(faster|slower|quicker|less|more|speed|saved|of the time)"
+    r"|\b(twice|thrice)\s+as\s+(fast|slow|quick)",
+    re.IGNORECASE,
+)
+
+
+def contract_problems(path: Path) -> list[str]:
+    """Return what is wrong with the notebook at `path`, how it is written and what it shows; [] when nothing is."""
+    try:
+        notebook = read_notebook(path)
+        declared_parameters(path)
+    except UsageError as error:
+        return [str(error)]
+    code, record = code_cells(notebook), record_of(notebook) or {}
+    own = [cell for cell in code if "colab" not in _tags(cell)]
+    prose = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    headings = " | ".join(re.findall(r"^#+ (.*)$", prose, re.MULTILINE)).lower()
+    started = next((place for place, cell in enumerate(own) if "speedkit.start(" in cell.source), len(own))
+    outputs = [output for cell in code for output in cell.outputs]
+    checked = [cell for cell in code if CHECKED in _tags(cell)]
+    printed = [output.get("text", "?") for cell in checked for output in cell.outputs]
+    metadata = {key for cell in notebook.cells for key in {*cell.metadata} - {"tags", "jupyter"}}
+    metadata |= {tag for cell in notebook.cells for tag in _tags(cell) - {"parameters", CHECKED, "colab"}}
+    rules = {
+        f"it has more than {MAX_BYTES} bytes": path.stat().st_size <= MAX_BYTES,
+        f"it has more than {MAX_WORDS} words": len(prose.split()) <= MAX_WORDS,
+        f"it has more than {MAX_LINES} lines of code": sum(map(_lines, own[1:])) <= MAX_LINES,
+        f"its set-up has more than {MAX_SETUP} lines": sum(map(_lines, own[1 : started + 1])) <= MAX_SETUP,
+        "its first cell is not a title (`# ...`)": notebook.cells[0].source.startswith("# "),
+        f"its headings do not say {', '.join(HEADINGS)}": all(words in headings for words in HEADINGS),
+        "no solution is collapsed": "<details" in prose,
+        f"it states speed-ups by hand: {hand_typed_speedups(prose)}": not hand_typed_speedups(prose),
+        "its first code cell is not the parameters cell": "parameters" in _tags(code[0]),
+        "a parameter has no comment on its line": all("  # " in line for line in code[0].source.splitlines()),
+        "its last code cell does not call run.save()": ".save()" in code[-1].source,
+        "it does not show one record, its own": record.get("notebook") == path.stem
+        and sum(RECORD_MIME in output.get("data", {}) for output in outputs) == 1,
+        "its execution counts are not those of one run": [cell.execution_count for cell in code]
+        == [*range(1, len(code) + 1)],
+        "it shows an error, stderr or a widget": not any(
+            output.output_type == "error" or output.get("name") == "stderr" or WIDGET_VIEW in output.get("data", {})
+            for output in outputs
+        ),
+        "no cell is tagged, or one has no output: nbval would compare nothing": checked
+        and all(cell.outputs for cell in checked),
+        "a checked cell shows lines that do not begin with PASS": all(
+            line.startswith("PASS ") for shown in printed for line in shown.splitlines()
+        ),
+        f"it has the metadata or tags {sorted(metadata)}": not metadata,
+    }
+    return [problem for problem, holds in rules.items() if not holds] + validate_record(record)
+
+
+def hand_typed_speedups(text: str) -> list[str]:
+    """Return the phrases of Markdown `text` that state a speed-up, which only a record may do."""
+    return [match[0] for match in HAND_TYPED.finditer(text)]
+
+
+def _lines(cell: Any) -> int:
+    return sum(bool(line.strip()) for line in cell.source.splitlines())
+
+
+def _tags(cell: Any) -> set[str]:
+    return set(cell.metadata.get("tags", []))
+
+
+# ---- small notebooks ----
+
+PARAMETERS = """\
+scale: str = "auto"  # auto | smoke | cpu | gpu
+batch_size: int = 4  # samples per step
+learning_rate: float | None = None  # None takes the recipe's
+sizes: list[int] = [1, 2]  # what is tried
+shuffle: bool = True  # in each epoch
+workload: str = "audio"  # what is trained
+"""
+
+
+def code(source: str, *tags: str):
+    return new_code_cell(source, metadata={"tags": list(tags)} if tags else {})
+
+
+def write(path: Path, *cells) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    nbformat.write(new_notebook(cells=list(cells), metadata={"kernelspec": kernel}), path)
+    return path
+
+
+def plain(path: Path, *sources: str) -> Path:
+    """Write a notebook with a parameters cell and cells of `sources`: it runs without importing torch."""
+    return write(path, code(PARAMETERS, "parameters"), *map(code, sources))
+
+
+def whole(path: Path, body: str = "total = 1 + 2") -> Path:
+    """Write a notebook, not run, in the full anatomy, whose one free cell holds `body`."""
+    begin = (
+        "from speedkit.lab.record import start\n"
+        f'run = start("{path.stem}", modules=["speedkit.errors"], scale=scale, workload=workload)'
+    )
+    return write(
+        path,
+        new_markdown_cell("# Tiny\n\nA sum does not depend on the order. It needs nothing.\n\nMore."),
+        new_markdown_cell("## Predict first\n\nWhich is larger?"),
+        code(PARAMETERS, "parameters"),
+        code(begin),
+        code(body),
+        code('run.check("both orders agree", 1 + 2 == 2 + 1);', "nbval-check-output"),
+        new_markdown_cell("## When it does not help\n\nNever."),
+        new_markdown_cell("## Exercise\n\nTry three.\n\n<details><summary>Solution</summary>\n\nSix.\n\n</details>"),
+        code("run.save();"),
+        new_markdown_cell("## Next\n\nNothing."),
+    )
+
+
+def executed(path: Path) -> Path:
+    """Write a notebook in the full anatomy as a run of it would have left it, without starting a kernel."""
+    notebook = read_notebook(whole(path))
+    cells = code_cells(notebook)
+    for count, cell in enumerate(cells, 1):
+        cell.execution_count = count
+    cells[-2].outputs = [new_output("stream", text="PASS both orders agree\n")]
+    data = {RECORD_MIME: a_record(path), "text/plain": f"record of {path.stem}"}
+    cells[-1].outputs = [new_output("display_data", data=data)]
+    nbformat.write(notebook, path)
+    return path
+
+
+def a_record(path: Path) -> dict:
+    """Return the record of a run on this machine of the notebook at `path`."""
+    run = start(path.stem, modules=["speedkit.errors"], scale="cpu", workload="audio")
+    return run.finished() | {"code_sha256": code_sha256(path, ["speedkit.errors"])}

@@ -1,0 +1,279 @@
+"""Publish: run notebooks here or take in what others ran, keep outputs and records, draw the README's tables.
+
+`speedkit publish --help`, or `python tools/publish.py --help`, shows how.
+"""
+
+import collections
+import json
+import math
+import re
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import nbformat
+import torch
+from batch_sizes import section
+from matplotlib import style
+
+from speedkit import files
+from speedkit.cli import main, seconds
+from speedkit.clock import duration
+from speedkit.errors import SpeedkitError, UsageError
+from speedkit.lab.figures import STYLE, device_name, waterfall
+from speedkit.lab.notebooks import find_notebooks, run_notebook
+from speedkit.lab.provenance import commit, is_current, notebooks_folder
+from speedkit.lab.record import RECORD_MIME, read_notebook
+from speedkit.lab.records import load_record, published, validate_record
+from speedkit.lessons.claims import WORDS, Row
+from speedkit.machine import gpu_state, this_machine
+
+WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+TUNE, OPTIMIZATIONS, RECORDS = "90_tune.ipynb", "records/optimizations.svg", "records/README.md"
+WORKLOADS = ("image", "speech", "text")  # of the tuning, a record each; its notebook shows audio
+MARKS = {True: "measured", False: "out of date"}
+
+
+def device_slug(hardware: Row) -> str:
+    """Return the folder name for the records of a machine: `nvidia-h200`, `cpu-intel-xeon-2-cores`."""
+    cpu = re.sub(r"\((r|tm|c)\)|\b(processor|cpu|\d+-core)\b|@.*?hz", " ", (hardware.get("cpu") or "unknown").lower())
+    name = hardware.get("gpu") or f"cpu {cpu} {hardware.get('cores', 1)} cores"
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def publish(
+    names: Sequence[str] | None, out: str | Path | None = None, *, budget_s: float | None = None, workload: str = ""
+) -> dict[str, str]:
+    """Run the notebooks `names` here, in their auto scale, and write them and their records to `out`.
+
+    None is all of them, the tuning first and on each workload. What is published from the same code is left as it is.
+    None starts when `budget_s` is spent, nor, but for the first, one that took longer before than is left of it. With
+    `workload` only the record is written, as NN_name-workload.json.
+    Return what became of each by its name. Raises SpeedkitError for a busy GPU, and for changes since the commit that
+    records would name.
+    """
+    sources = sorted(find_notebooks(names), key=lambda source: source.name != TUNE)
+    for index in range(torch.cuda.device_count()):
+        if gpu_state(torch.device("cuda", index), "utilisation").get("utilisation", 0) > 0.05:  # a screen takes less
+            raise SpeedkitError(f"GPU {index} is busy: wait until it is free, then publish")
+    name, dirty = commit()
+    if name is None:
+        raise SpeedkitError("this is no checkout: name the commit that the code is of as SPEEDKIT_COMMIT")
+    if dirty:
+        raise SpeedkitError(f"the package differs from commit {name}, which the records would name: commit it first")
+    end_s, outcomes = time.monotonic() + (budget_s or math.inf), dict[str, str]()
+    for source in sources:
+        for word in ("", *WORKLOADS) if names is None and source.name == TUNE else (workload,):
+            name = f"{source.stem}-{word}" if word else source.stem
+            first = {*outcomes.values()} <= {"current"}
+            try:
+                outcomes[name] = publish_one(source, name, Path(out) if out else None, end_s=end_s, first=first)
+            except SpeedkitError as error:
+                outcomes[name] = f"failed: {error}"
+    return outcomes
+
+
+def publish_one(source: Path, name: str, out: Path | None, *, end_s: float, first: bool) -> str:
+    """Run one notebook, on the workload at the end of `name`, unless it is current or the time is too short.
+
+    A tuning that was stopped goes on where it was, if the code is the same.
+    """
+    folder, machine = out or notebooks_folder(), device_slug(this_machine().as_dict())
+    record_path = folder / "records" / machine / f"{name}.json"
+    if record_path.exists() and is_current(files.read_json(record_path), source):
+        return "current"
+    took_s = {
+        path.parent.name: record.get("seconds", 0.0) for path, record in published(source).items() if path.stem == name
+    }
+    needed_s, left_s = took_s.get(machine, max(took_s.values(), default=0.0)), end_s - time.monotonic()
+    if left_s <= 0:
+        return "left: the budget is spent"
+    if needed_s > left_s and not first:
+        return f"left: it takes about {duration(needed_s)}"
+    executed, workload = Path("runs", "publish", f"{name}.ipynb"), name.partition("-")[2]
+    running = Path(out or executed.parent, f"{name}-{commit()[0]}").resolve()
+    if source.name != TUNE:
+        shutil.rmtree(running, ignore_errors=True)
+    environment = {"SPEEDKIT_SCALE": "", "SPEEDKIT_PROGRESS": "off", "SPEEDKIT_RUN_DIR": str(running)}
+    run_notebook(source, executed, {"workload": workload} if workload else {}, environment=environment)
+    record = checked(record_of(read_notebook(executed)), source)
+    record_path.parent.mkdir(parents=True, exist_ok=True)
+    if not workload:
+        files.write_text(folder / source.name, with_outputs(source, executed))
+    files.write_json(record_path, record)  # last: a record that is current says that all is done
+    executed.unlink()
+    shutil.rmtree(running, ignore_errors=True)
+    return "published"
+
+
+def import_published(folder: str | Path, into: str | Path | None = None) -> dict[str, str]:
+    """Take in the records, and the notebooks' outputs, that `publish --out` wrote on another machine to `folder`.
+
+    Return what became of each by its path; what other code made than there is here fails. Raises UsageError when there
+    is nothing to take in.
+    """
+    folder, into, outcomes = Path(folder), Path(into or notebooks_folder()), {}
+    for path in (*sorted(folder.glob("records/*/*.json")), *find_notebooks(None, folder)):
+        name, source = path.relative_to(folder), into / f"{path.stem.partition('-')[0]}.ipynb"
+        try:
+            if path.suffix == ".json":
+                record = checked(load_record(path), source)
+                (into / name).parent.mkdir(parents=True, exist_ok=True)
+                files.write_json(into / name, record)
+            else:
+                checked(record_of(read_notebook(path)), source)
+                files.write_text(source, with_outputs(source, path))
+            outcomes[str(name)] = "published"
+        except SpeedkitError as error:
+            outcomes[str(name)] = f"failed: {error}"
+    if not outcomes:
+        raise UsageError(f"{folder} holds no notebooks or records: name the folder that `publish --out` wrote")
+    return outcomes
+
+
+def checked(record: Any, source: Path) -> dict[str, Any]:
+    """Return the `record` of notebook `source`. Raises SpeedkitError when it is not whole, or of other code."""
+    if problems := validate_record(record):
+        raise SpeedkitError(f"its record is missing or not valid: {problems[0]}")
+    if record["notebook"] != source.stem or not is_current(record, source):
+        raise SpeedkitError(f"it was made by another version of {source.name} or of the modules it measures")
+    return record
+
+
+def code_cells(notebook: Any) -> list[Any]:
+    """Return the code cells of `notebook`, in order."""
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def record_of(notebook: Any) -> dict[str, Any] | None:
+    """Return the record that an executed notebook carries, as its last `run.save()` displayed it; None without one."""
+    outputs = [output.get("data", {}) for cell in code_cells(notebook) for output in cell.outputs]
+    return next((data[RECORD_MIME] for data in reversed(outputs) if RECORD_MIME in data), None)
+
+
+def with_outputs(source: Path, executed: Path) -> str:
+    """Return the notebook `source` with the outputs of `executed`, without what is papermill's or a widget's."""
+    notebook, run = read_notebook(source), read_notebook(executed)
+    for cell, ran in zip(code_cells(notebook), code_cells(run), strict=True):
+        cell.outputs = [output for output in ran.outputs if WIDGET_VIEW not in output.get("data", {})]
+        cell.execution_count = ran.execution_count
+    return as_text(notebook)
+
+
+def as_text(notebook: Any) -> str:
+    """Return a notebook's file, its record on one line: a line for each raw second is a tenth of the file."""
+    record = json.dumps(record_of(notebook), ensure_ascii=False, separators=(",", ":"))
+    for output in code_cells(notebook)[-1].outputs:
+        if RECORD_MIME in output.get("data", {}):
+            output.data[RECORD_MIME] = "record"
+    return nbformat.writes(notebook).replace(f'"{RECORD_MIME}": "record"', f'"{RECORD_MIME}": {record}') + "\n"
+
+
+# ---- the README, and the page of records beside it ----
+
+
+def update_readme(readme: Path) -> None:
+    """Write the README's generated blocks, the page of records and the picture of a tuning anew."""
+    folder = readme.parent / "notebooks"
+    files.write_text(readme, readme_text(readme))
+    files.write_text(folder / RECORDS, records_text(folder))
+    for record in tunings(folder)[:1]:
+        with style.context(STYLE), files.atomic(folder / OPTIMIZATIONS) as temporary:
+            waterfall(record).savefig(temporary, format="svg", metadata={"Date": None})
+
+
+def readme_text(readme: Path) -> str:
+    """Return the README's text with its generated blocks made anew. Raises ValueError when a block has no markers."""
+    folder, text = readme.parent / "notebooks", readme.read_text(encoding="utf-8")
+    blocks = {"tunings": tunings_table(folder), "notebooks": notebooks_table(folder)}
+    blocks["picture"] = "No tuning is published yet."
+    for record in tunings(folder)[:1]:
+        title = f"The tuning of {record['workload']['name']} on {device_name(record)}"
+        blocks["picture"] = f"![{title}]({folder.name}/{OPTIMIZATIONS})"
+    for name, block in blocks.items():
+        start, end = (text.index(f"<!-- {slash}generated:{name} -->") for slash in ("", "/"))
+        text = f"{text[:start]}<!-- generated:{name} -->\n{block}\n{text[end:]}"
+    return text
+
+
+def tunings(folder: Path) -> list[dict[str, Any]]:
+    """Return the records of the tunings that are published in `folder`: current ones first, of them GPUs first."""
+    records = [record for record in published(folder / TUNE).values() if record.get("speedup")]
+    return sorted(records, key=lambda record: not is_current(record, folder / TUNE))
+
+
+def tunings_table(folder: Path) -> str:
+    """Return the final speed-ups of all tunings, from records alone, as a Markdown table."""
+    rows = []
+    for record in tunings(folder):
+        ratios = [
+            "{ratio:.2f}x ({low:.2f} to {high:.2f})".format(**speedup) if speedup else "not measured"
+            for speedup in (record["speedup"], record["speedup_careful"])
+        ]
+        mark = MARKS[is_current(record, folder / TUNE)]
+        rows.append([device_name(record), record["workload"]["name"], *ratios, mark])
+    return markdown_table(["machine", "workload", "over plain PyTorch", "over a careful start", ""], rows)
+
+
+def notebooks_table(folder: Path) -> str:
+    """Return what each notebook teaches, its minutes to read and to run, and a mark per machine, as a table."""
+    by_notebook = {path: list(published(path).values()) for path in find_notebooks(None, folder)}
+    machines = list(dict.fromkeys(device_name(record) for records in by_notebook.values() for record in records))
+    rows = []
+    for path, records in by_notebook.items():
+        title, _, text = read_notebook(path).cells[0].source.lstrip("# ").partition("\n")
+        claim = text.strip().partition("\n\n")[0].replace("\n", " ").removeprefix("**").removesuffix("**")
+        # Of a tuning's records the one of the plain workload counts: it comes first.
+        marks = {device_name(record): MARKS[is_current(record, path)] for record in reversed(records)}
+        minutes = re.findall(r"About (\d+) minutes", text)[:1]
+        minutes += [str(max(1, round(record["seconds"] / 60))) for record in records if "seconds" in record][:1]
+        link = f"[{path.stem[:2]} {title.strip()}]({folder.name}/{path.name})"
+        rows.append([link, claim, " + ".join(minutes), *(marks.get(machine, "not yet") for machine in machines)])
+    return markdown_table(["notebook", "what it teaches", "minutes: to read + to run", *machines], rows)
+
+
+def records_text(folder: Path) -> str:
+    """Return the page of all records: which code, versions and machine each is from, its checks and its verdicts."""
+    rows = []
+    for path in find_notebooks(None, folder):
+        for file, record in published(path).items():
+            code = "speedkit {speedkit} at {}, torch {torch}".format(record["commit"], **record["versions"])
+            checks = collections.Counter(row["verdict"] for row in record["verdicts"] if not row["claim"])
+            claims = sorted(f"{row['claim']} {WORDS[row['verdict']]}" for row in record["verdicts"] if row["claim"])
+            verdicts = "; ".join([f"{checks['passed']} of {checks.total()} checks passed", *claims])
+            cells = [file.stem, device_name(record), record["created"][:10], code, record["scale"]]
+            rows.append([*cells, MARKS[is_current(record, path)], verdicts])
+    head = ["record", "machine", "day", "code", "profile", "", "checks, and verdicts on claims"]
+    about = "Written by `speedkit publish`; each record lies in the folder of its machine."
+    return f"# Records\n\n{about}\n\n{markdown_table(head, rows)}\n{section(folder)}"
+
+
+def markdown_table(head: list[str], rows: list[list[str]]) -> str:
+    first, *others = (f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in (head, *rows))
+    return "\n".join([first, "|---" * len(head) + "|", *others])
+
+
+@click.command()
+@click.argument("names", nargs=-1, metavar="[NOTEBOOK]...")
+@click.option("--all", "everything", is_flag=True, help="every notebook")
+@click.option("--out", help="folder to write to (the notebooks' own)")
+@click.option("--budget", "budget_s", type=seconds, metavar="TIME", help="start none that does not fit into it")
+@click.option("--workload", default="", help="write only the record, of this workload")
+@click.option("--import", "source", help="take in what another machine published to this folder")
+def command(names: tuple[str, ...], everything: bool, source: str | None, **values: Any) -> int:
+    """Run notebooks here for the repository: executed notebooks and records, and the README's tables."""
+    if not (source or names or everything):
+        raise UsageError("name notebooks to publish, or give --all or --import DIR")
+    outcomes = import_published(source) if source else publish(None if everything else names, **values)
+    for name, outcome in outcomes.items():
+        click.echo(f"{name}: {outcome}")
+    if not values["out"]:
+        update_readme(notebooks_folder().parent / "README.md")
+    return 1 if any(outcome.startswith("failed") for outcome in outcomes.values()) else 0
+
+
+if __name__ == "__main__":
+    main(command, "speedkit publish")
