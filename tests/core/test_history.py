@@ -17,7 +17,6 @@ from test_nonfinite import spoiled
 from tiny import outcome, points
 
 from speedkit.files import finite
-from speedkit.measure.quality import curve
 from speedkit.plan import Plan
 from speedkit.train.fit import fit
 from speedkit.workload import hold_out
@@ -72,8 +71,7 @@ def test_looks_are_at_the_validation_set_and_the_verdict_at_the_test_set(tmp_pat
     assert [(look["set"], look["n"]) for look in history.evaluations] == [("validation", 24)] * 2
     last, value = lines(tmp_path)[-1], history.evaluations[1]["value"]
     assert history.evaluation == {"metric": "accuracy", "value": last["test/accuracy"], "n": 32}
-    row = curve(work, work.recipe, Plan(), device="cpu")
-    assert row["value"] == last["test/accuracy"] != value == last["validation/accuracy"] == row["points"][-1][1]
+    assert last["test/accuracy"] != value == last["validation/accuracy"]
 
 
 @pytest.mark.parametrize("up", [True, False], ids=["up", "down"])

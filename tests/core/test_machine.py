@@ -1,6 +1,5 @@
-"""What the machine is, what it can do and why not, and its measured peaks."""
+"""What the machine is, what it can do and why not."""
 
-import math
 import os
 from dataclasses import replace
 
@@ -10,7 +9,6 @@ from tiny import CPU, CPU_BF16, H100, T4
 
 from speedkit import machine
 from speedkit.machine import CAPABILITIES, Hardware, this_machine
-from speedkit.measure.peaks import peaks
 
 A100 = replace(H100, gpu="NVIDIA A100-SXM4-40GB", compute_capability=(8, 0))
 APPLE = Hardware(device=torch.device("mps"))
@@ -57,21 +55,7 @@ def test_container_limits_are_respected(tmp_path, monkeypatch):
 
 
 def test_this_machine_knows_itself():
-    machine = this_machine("cpu")
-    assert machine.device == torch.device("cpu") and 1 <= machine.cores <= os.cpu_count()
-    assert machine.ram_bytes and machine.cpu and machine.torch_version == torch.__version__
+    here = this_machine("cpu")
+    assert here.device == torch.device("cpu") and 1 <= here.cores <= os.cpu_count()
+    assert here.ram_bytes and here.cpu and here.torch_version == torch.__version__
     assert set(machine.nvml_facts("0-0-0-0", "driver", "power_w")) <= {"driver"}, "of no GPU"
-
-
-def test_peaks_are_measured_and_kept_per_machine(tmp_path, monkeypatch):
-    monkeypatch.setenv("SPEEDKIT_CACHE_DIR", str(tmp_path))
-    machine = this_machine("cpu")
-    measured = peaks(machine)
-    assert measured.keys() >= {"matmul_fp32", "memory_bandwidth", "memcpy"} and "matmul_fp8" not in measured
-    assert ("matmul_bf16" in measured) == machine.supports("bf16")
-    assert all(0 < peak.median <= peak.value < math.inf for peak in measured.values())
-    assert "TFLOP/s (median" in str(measured["matmul_fp32"])
-    [path] = tmp_path.iterdir()
-    assert peaks(machine) == measured
-    path.write_text("{ not JSON")
-    assert peaks(machine) != measured

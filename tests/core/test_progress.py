@@ -22,7 +22,7 @@ progress.update(4, 0.1, float("nan"), score=0.5, metric="accuracy")
 
 
 def test_live_panel_in_a_kernel(request):
-    setup = LIVE.format(tests=str(request.path.parent))
+    setup = LIVE.format(tests=str(request.path.parents[1]))
     sources = (setup, FOLLOWED, BAD_LOSS, "fit(points(), device='cpu');")
     notebook = new_notebook(cells=[new_code_cell(source) for source in sources])
     NotebookClient(notebook, timeout=120).execute()

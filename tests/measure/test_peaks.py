@@ -1,7 +1,8 @@
-"""The roofline: FLOPs as PyTorch counts them, bytes as operators read and write them, against measured peaks."""
+"""Peaks of this machine, and the roofline: FLOPs as PyTorch counts them, bytes as operators read and write them."""
 
 import contextlib
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from speedkit.clock import compilations
 from speedkit.machine import this_machine
 from speedkit.measure.breakdown import StepFacts, make_breakdown
+from speedkit.measure.peaks import peaks
 from speedkit.measure.roofline import ByteCounter, count, roofline
 from speedkit.plan import Plan
 from speedkit.train.loop import steps
@@ -62,3 +64,17 @@ def test_counting_counts_the_plain_model_and_leaves_a_compiled_run_compiled(monk
             next(training)  # still what was compiled, or this would raise
     # Forward, to the weights and to the inputs; the first layer needs no gradient of its inputs.
     assert flops.total() == 2 * 16 * (2 * 8 * 16 + 3 * 16 * (16 + 16 + 2)) and moved > 0
+
+
+def test_peaks_are_measured_and_kept_per_machine(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPEEDKIT_CACHE_DIR", str(tmp_path))
+    machine = this_machine("cpu")
+    measured = peaks(machine)
+    assert measured.keys() >= {"matmul_fp32", "memory_bandwidth", "memcpy"} and "matmul_fp8" not in measured
+    assert ("matmul_bf16" in measured) == machine.supports("bf16")
+    assert all(0 < peak.median <= peak.value < math.inf for peak in measured.values())
+    assert "TFLOP/s (median" in str(measured["matmul_fp32"])
+    [path] = tmp_path.iterdir()
+    assert peaks(machine) == measured
+    path.write_text("{ not JSON")
+    assert peaks(machine) != measured
