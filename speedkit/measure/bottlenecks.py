@@ -1,4 +1,4 @@
-"""Why a step takes so long: causes, each with what shows it, what to change in the plan, and what that would give."""
+"""Bottlenecks: why a step takes so long, what shows it, what to change in the plan, and what that would give."""
 
 import dataclasses
 import functools
@@ -36,7 +36,7 @@ Row = dict[str, Any]
 
 
 @dataclasses.dataclass
-class Cause:
+class Bottleneck:
     """Something that makes a step long, and what to change."""
 
     name: str
@@ -85,8 +85,8 @@ def profile_workload(
     }
 
 
-def of_loop(breakdown: Breakdown, loader: Any, device: torch.device) -> list[Row]:
-    """Return the causes in a loop of the user's own by its breakdown and its `loader`."""
+def bottlenecks_of_loop(breakdown: Breakdown, loader: Any, device: torch.device) -> list[Row]:
+    """Return the bottlenecks of a user's own loop by its breakdown and its `loader`."""
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
         data: Any = loader.dataset
         _time_loading(
@@ -123,27 +123,31 @@ def costly_switches(device: torch.device) -> list[str]:
     return [f"this slows each step: {sentence}" for sentence, is_on in switches.items() if is_on]
 
 
-# ---- the causes ----
+# ---- the bottlenecks ----
 
 
 def rank(breakdown: Breakdown, hardware: Hardware) -> list[Row]:
-    """Return the causes of a step's length, the best change first; none on a healthy run.
+    """Return the bottlenecks of a step, the best change first; none on a healthy run.
 
     Rows are `{cause, evidence, field, change, seconds, predicted_speedup_low, predicted_speedup_high}`, with `seconds`
     per step; `field` is None where the plan has none for the change.
     """
     rows, step_s = [], breakdown.step_s
-    for cause in (*_data_causes(breakdown, hardware), *_host_causes(breakdown), *_operator_causes(breakdown, hardware)):
-        seconds = step_s * breakdown.share(cause.part) if cause.seconds is None else cause.seconds
-        low, high = (step_s / max(step_s - share * seconds, 0.02 * step_s) for share in cause.saved)
-        if seconds <= cause.min_share * step_s or high < MIN_GAIN:
+    for found in (
+        *_data_bottlenecks(breakdown, hardware),
+        *_host_bottlenecks(breakdown),
+        *_operator_bottlenecks(breakdown, hardware),
+    ):
+        seconds = step_s * breakdown.share(found.part) if found.seconds is None else found.seconds
+        low, high = (step_s / max(step_s - share * seconds, 0.02 * step_s) for share in found.saved)
+        if seconds <= found.min_share * step_s or high < MIN_GAIN:
             continue
-        field = cause.change.partition("=")[0]
+        field = found.change.partition("=")[0]
         row = {
-            "cause": cause.name,
-            "evidence": f"{1e3 * seconds:.3g} of {1e3 * step_s:.3g} ms a step: {cause.evidence}",
+            "cause": found.name,
+            "evidence": f"{1e3 * seconds:.3g} of {1e3 * step_s:.3g} ms a step: {found.evidence}",
             "field": field if field in vars(Plan()) else None,
-            "change": cause.change,
+            "change": found.change,
             "seconds": seconds,
             "predicted_speedup_low": low,
             "predicted_speedup_high": high,
@@ -152,7 +156,7 @@ def rank(breakdown: Breakdown, hardware: Hardware) -> list[Row]:
     return sorted(rows, key=lambda row: -row["predicted_speedup_high"])
 
 
-def _data_causes(breakdown: Breakdown, hardware: Hardware) -> Iterator[Cause]:
+def _data_bottlenecks(breakdown: Breakdown, hardware: Hardware) -> Iterator[Bottleneck]:
     """Yield what makes the loop wait for data, in proportion to what making and joining a batch's items takes."""
     facts, step_s, cores = breakdown.facts, breakdown.step_s, hardware.cores
     costs = {"slow decode": facts.items_s, "slow collate": facts.collate_s}
@@ -167,27 +171,30 @@ def _data_causes(breakdown: Breakdown, hardware: Hardware) -> Iterator[Cause]:
         waiting = f"the loop waits for data, with {facts.workers} workers"
         if step_s * breakdown.share(DATA) > SLOW_DISK * sum(costs.values()):
             waiting += "; read again it takes far less: from a slow disk or network: copy the files to NVMe"
-        yield Cause(name, DATA, change, waiting, saved=saved, seconds=seconds)
+        yield Bottleneck(name, DATA, change, waiting, saved=saved, seconds=seconds)
 
 
-def _host_causes(breakdown: Breakdown) -> Iterator[Cause]:
+def _host_bottlenecks(breakdown: Breakdown) -> Iterator[Bottleneck]:
     """Yield what the host does beside calling operators."""
     # Page-locked memory is copied faster, and only copies of it can hide behind the computing.
     pinned = "pin_memory=True, prefetch=True"
-    yield Cause("large copies", COPY, pinned, "the device waits for a batch's copy", saved=(0.5, 1.0))
+    yield Bottleneck("large copies", COPY, pinned, "the device waits for a batch's copy", saved=(0.5, 1.0))
     read = next(iter(breakdown.facts.syncs), None)
     if read and any(word in read.code for word in REPORTING):
         both_s = breakdown.step_s * (breakdown.share(SYNC) + breakdown.share(OTHER))
-        yield Cause("printing each step", OTHER, RARELY, f"the loop reports each, in {read}", 0.1, seconds=both_s)
+        why = f"the loop reports each, in {read}"
+        yield Bottleneck("printing each step", OTHER, RARELY, why, 0.1, seconds=both_s)
     else:
         where = read or "an unknown line"
-        yield Cause("host read each step", SYNC, RARELY, f"the host waits for the device, in {where}")
-        yield Cause("other host work", OTHER, "move it out of the loop", "the loop's own lines are at work", 0.1)
-    yield Cause("new shapes", COMPILATION, "bucket=True: pad to a few lengths", "graphs are compiled while training")
-    yield Cause("validation too often", EVALUATION, "validate_every=0, or larger", "the model is evaluated", 0.1)
+        yield Bottleneck("host read each step", SYNC, RARELY, f"the host waits for the device, in {where}")
+        yield Bottleneck("other host work", OTHER, "move it out of the loop", "the loop's own lines are at work", 0.1)
+    yield Bottleneck(
+        "new shapes", COMPILATION, "bucket=True: pad to a few lengths", "graphs are compiled while training"
+    )
+    yield Bottleneck("validation too often", EVALUATION, "validate_every=0, or larger", "the model is evaluated", 0.1)
 
 
-def _operator_causes(breakdown: Breakdown, hardware: Hardware) -> Iterator[Cause]:
+def _operator_bottlenecks(breakdown: Breakdown, hardware: Hardware) -> Iterator[Bottleneck]:
     """Yield where operators take longer than they must, to be called or to compute."""
     trace = breakdown.facts.trace
     small_s, products_s, passes_s = (breakdown.step_s * breakdown.share(part) for part in (LAUNCH, COMPUTE, BANDWIDTH))
@@ -198,10 +205,12 @@ def _operator_causes(breakdown: Breakdown, hardware: Hardware) -> Iterator[Cause
     if not hardware.supports("compile"):
         change = f"fewer, larger operators; {hardware.why_not('compile')}"
     calls = f"{trace.calls / trace.steps:.0f} operators compute little"
-    yield Cause("many small operators", LAUNCH, change, calls, 0.1, saved=(0.5, 1.0), seconds=small_s)
+    yield Bottleneck("many small operators", LAUNCH, change, calls, 0.1, saved=(0.5, 1.0), seconds=small_s)
     if hardware.supports("compile"):
         passes, saved = "operators read and write much", (0.25, 0.75)
-        yield Cause("bandwidth-bound", BANDWIDTH, "compile=default", passes, MIN_PASSES, saved=saved, seconds=passes_s)
+        yield Bottleneck(
+            "bandwidth-bound", BANDWIDTH, "compile=default", passes, MIN_PASSES, saved=saved, seconds=passes_s
+        )
 
     rates = matmul_rates(hardware)
     rates.pop("fp8", None)  # which not every layer can be converted to
@@ -211,7 +220,7 @@ def _operator_causes(breakdown: Breakdown, hardware: Hardware) -> Iterator[Cause
     slow_s = products_s * sum(slow.values()) / (sum(trace.products_s.values()) or 1.0)
     gain = sum(seconds * gains[name] for name, seconds in slow.items()) / (sum(slow.values()) or 1.0)
     products, saved = f"products of matrices are faster in {best}", (0.5 * gain, gain)
-    yield Cause("compute-bound", COMPUTE, f"precision={best}", products, 0.5, saved=saved, seconds=slow_s)
+    yield Bottleneck("compute-bound", COMPUTE, f"precision={best}", products, 0.5, saved=saved, seconds=slow_s)
 
 
 def _seconds_on_cpu(breakdown: Breakdown) -> tuple[float, float, float]:
@@ -233,15 +242,17 @@ def _seconds_on_cpu(breakdown: Breakdown) -> tuple[float, float, float]:
 
 
 def as_text(report: Row) -> str:
-    """Return the report of `profile_workload` in words."""
+    """Return what `profile_workload` found, in words."""
     breakdown: Row = {field.name: report[field.name] for field in dataclasses.fields(Breakdown) if field.name in report}
     lines = [f"{report['workload']}:", str(Breakdown(**breakdown)), *report["notes"], *report["roofline"]["tells"]]
-    none = "no cause to report: what takes most of the time would not get less by a change of the plan"
-    lines.append("causes, by what a change would give (time before / time after):" if report["bottlenecks"] else none)
-    return "\n".join([*lines, *map(cause_in_words, report["bottlenecks"])])
+    none = "no bottleneck to report: what takes most of the time would not get less by a change of the plan"
+    lines.append(
+        "bottlenecks, by what a change would give (time before / time after):" if report["bottlenecks"] else none
+    )
+    return "\n".join([*lines, *map(bottleneck_in_words, report["bottlenecks"])])
 
 
-def cause_in_words(row: Row) -> str:
-    """Return a row of the bottlenecks as two lines."""
+def bottleneck_in_words(row: Row) -> str:
+    """Return a bottleneck as two lines."""
     line = "  {predicted_speedup_low:.2f} to {predicted_speedup_high:.2f}  {cause}: {change}\n      {evidence}"
     return line.format_map(row)

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from speedkit.clock import compilations
 from speedkit.errors import UsageError
-from speedkit.measure.bottlenecks import cause_in_words, costly_switches, of_loop
+from speedkit.measure.bottlenecks import bottleneck_in_words, bottlenecks_of_loop, costly_switches
 from speedkit.measure.breakdown import Breakdown, StepObserver
 from speedkit.measure.timeline import DATA, EVALUATION, FORWARD, OPTIMIZER, OTHER, RARE, timing
 
@@ -165,12 +165,14 @@ class LoopProfile:
         self.breakdown = observer.breakdown()
         if observer.timed:
             try:
-                self.bottlenecks = of_loop(self.breakdown, self.loader, self.device)
+                self.bottlenecks = bottlenecks_of_loop(self.breakdown, self.loader, self.device)
             except Exception as error:  # of the loader's own items, say: the training is worth more
-                self.notes.append(f"no bottlenecks: {type(error).__name__}: {error}")
+                self.notes.append(f"the bottlenecks are not known: {type(error).__name__}: {error}")
         if show:
             print(self)
 
     def __str__(self) -> str:
         rows = [str(self.breakdown)] if self.observer.timed else []
-        return "\n".join([*(f"note: {note}" for note in self.notes), *rows, *map(cause_in_words, self.bottlenecks)])
+        return "\n".join(
+            [*(f"note: {note}" for note in self.notes), *rows, *map(bottleneck_in_words, self.bottlenecks)]
+        )

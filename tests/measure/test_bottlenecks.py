@@ -119,7 +119,7 @@ def test_a_slow_pipeline_is_found_by_the_breakdown_and_said_in_words(device, tmp
 
     text = as_text(json.loads(json.dumps(report, allow_nan=False)))
     assert all(words in text for words in ("data wait", "slow decode", "GFLOP", "cache=ram", "loader workers"))
-    assert "no cause to report" in as_text(report | {"bottlenecks": []})
+    assert "no bottleneck to report" in as_text(report | {"bottlenecks": []})
 
 
 def test_debugging_switches_that_cost_are_named(monkeypatch):
