@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -32,12 +32,27 @@ from speedkit.train.loop import steps
 from speedkit.train.setup import setup_run
 from speedkit.workload import Workload
 
-NAME, VERSION = "tune.json", 4  # raised when a stage's result becomes another
+NAME = "tune.json"
+VERSION = 5  # of that file, raised when a stage's result becomes another
 TRYING_SHARE = 0.6  # of the budget: no optimization is begun after that
 COMPARISON_SHARE = 0.1  # of the budget, that a comparison's timed turns may take
 CONTROL_PAIRS = 20
 BUSY = 1.05  # what two runs of one plan may differ by, and what 80 pairs must be able to tell
 Row = dict[str, Any]
+
+
+class Stage(NamedTuple):
+    """A stage of a tuning: its kind, and what it is of."""
+
+    kind: str
+    optimization: str = ""
+    plan: str = ""  # what it changes of the baseline, or of the best plan so far, in words
+    seed: int | None = None
+    again: bool = False  # measured a second time, for it was undecided
+
+    def __str__(self) -> str:
+        words = [self.kind, self.optimization, self.plan, "" if self.seed is None else f"seed {self.seed}"]
+        return ", ".join([*filter(None, words), *["again"] * self.again])
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -60,21 +75,25 @@ class Tuning:
         """Go on from what is in `out`. Raises UsageError when that is of another version, workload or recipe."""
         about = {"version": VERSION, "workload": self.workload.name, "train": len(self.workload.train)}
         about |= {"recipe": finite(vars(self.recipe))}
-        self.state: Row = {"about": about, "stages": {}, "measurements": [], "spent_s": 0.0}
+        self.state: Row = {"about": about, "stages": [], "measurements": [], "spent_s": 0.0}
         if self.out and (self.out / NAME).exists():
             self.state = read_json(self.out / NAME)
         if self.state.get("about") != about:
             what = "another workload, data set, recipe or version of speedkit"
             raise UsageError(f"{self.out} is of {what}: name another folder with --out")
-        self.stages = self.state["stages"]
+        self.results: dict[Stage, Any] = {}
+        for row in self.state["stages"]:
+            result = row.pop("result")
+            self.results[Stage(**row)] = result
 
-    def once(self, stage: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Return the result of a stage: from the state when it is there, else by calling `function`, and save it."""
-        if stage not in self.stages:
-            self.stages[stage] = finite(function(*arguments, **options))
+    def once(self, stage: Stage, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Return the result of a stage: as it was saved, or else of a call of `function`, which is saved."""
+        if stage not in self.results:
+            self.results[stage] = finite(function(*arguments, **options))
             if self.out is not None:
-                write_json(self.out / NAME, {**self.state, "spent_s": self.spent_s()})
-        return self.stages[stage]
+                stages = [{**stage._asdict(), "result": result} for stage, result in self.results.items()]
+                write_json(self.out / NAME, self.state | {"stages": stages, "spent_s": self.spent_s()})
+        return self.results[stage]
 
     def spent_s(self) -> float:
         """Return the seconds of the budget that are gone, those of earlier sessions included."""
@@ -87,8 +106,11 @@ class Tuning:
 
     def breakdown(self, plan: Plan) -> Row:
         """Return where a step's time goes under `plan`."""
-        stage = f"breakdown of {text(changed(plan))}"
-        return self.once(stage, lambda: breakdown_of(self.workload, self.recipe, plan, **self.options).as_dict())
+
+        def measured() -> Row:
+            return breakdown_of(self.workload, self.recipe, plan, **self.options).as_dict()
+
+        return self.once(Stage("breakdown", plan=text(changed(plan))), measured)
 
     def compare(self, name: str, plans: Mapping[str, Plan], **options: Any) -> Comparison:
         """Compare two plans by name within a share of the budget, and save what was measured."""
@@ -145,9 +167,9 @@ class Trial:
     again: bool = False  # measured a second time, for it was undecided
 
     @property
-    def stage(self) -> str:
+    def stage(self) -> Stage:
         """The stage of the tuning in which it is tried."""
-        return f"optimization {self.optimization}: {self.change}{', again' if self.again else ''}"
+        return Stage("trial", self.optimization, self.change, again=self.again)
 
 
 def try_optimizations(job: Tuning, optimizations: Sequence[Optimization], *, noise: float) -> list[Trial]:
@@ -166,7 +188,7 @@ def try_optimizations(job: Tuning, optimizations: Sequence[Optimization], *, noi
         rest = [trial for trial in proposed if trial.stage not in verdicts]
         # Late in the budget, only trials go on that were measured before the tuning was stopped.
         late = job.spent_s() > TRYING_SHARE * job.budget_s
-        waiting = [trial for trial in rest if not trial.why and (not late or trial.stage in job.stages)]
+        waiting = [trial for trial in rest if not trial.why and (not late or trial.stage in job.results)]
         if not waiting:
             break
         first = max(waiting, key=lambda trial: (not trial.again, trial.predicted_low * trial.predicted_high))
@@ -182,8 +204,8 @@ def try_optimizations(job: Tuning, optimizations: Sequence[Optimization], *, noi
 
 def candidates(job: Tuning, optimizations: Sequence[Optimization], best: Plan) -> list[Trial]:
     """Return a trial for each change of the `best` plan; its `why` says why not to try it."""
-    rates = job.once("matmul", matmul_rates, job.hardware)
-    frames = job.once("frames saved by buckets", frames_saved, job.workload, job.recipe)
+    rates = job.once(Stage("matmul"), matmul_rates, job.hardware)
+    frames = job.once(Stage("frames saved by buckets"), frames_saved, job.workload, job.recipe)
     shares = {row["cause"]: row["share"] for row in job.breakdown(best)["rows"]}
     trials, own = [], job.workload.own_loader is not None
     for optimization in optimizations:
@@ -228,8 +250,8 @@ def _why_not(job: Tuning, best: Plan, change: Change, *, high: float) -> str:
     if math.log(high) < WORTH:
         return f"not tried: it could gain {high:.3f} at most"
     saved_s = job.horizon * job.breakdown(best)["step_s"] * (1 - 1 / high)
-    seen_s = [row["compile_s"] for name, row in job.stages.items() if name.startswith("optimization compile")]
-    takes_s = max(filter(None, seen_s), default=COMPILING_S[job.hardware.device.type])
+    seen = [row for stage, row in job.results.items() if (stage.kind, stage.optimization) == ("trial", "compile")]
+    takes_s = max(filter(None, (row["compile_s"] for row in seen)), default=COMPILING_S[job.hardware.device.type])
     if field == "compile" and saved_s < takes_s:
         return (
             f"not tried: compiling takes about {takes_s:.0f} s and would save {saved_s:.0f} s of {job.horizon} "
@@ -250,7 +272,7 @@ def _why_not_in_model(job: Tuning, best: Plan, plan: Plan, *, field: str) -> str
     if field == "precision" and plan.precision == "fp8" and not precision.eight_bit_layers(job.model)[0]:
         return "the model has no linear layer that multiplies in 8 bits"
     if field == "attention":
-        ran = job.once(f"attention in {best.precision}", attention_kernels, job, best)
+        ran = job.once(Stage("attention", plan=best.precision), attention_kernels, job, best)
         left_alone = f"left alone, PyTorch runs {', '.join(ran) or 'no'} attention here"
         if plan.attention == "varlen" and not layers_with_lengths(job.model):
             return "no layer of the model takes the lengths of clips"
@@ -267,12 +289,12 @@ def attention_kernels(job: Tuning, plan: Plan) -> list[str]:
 
 def measure(job: Tuning, trial: Trial, best: Plan, *, noise: float) -> Row:
     """Measure a candidate against the best plan; return the fields of the trial, with the verdict."""
-    job.say(f"{trial.stage}, predicted {trial.predicted_low:.2f} to {trial.predicted_high:.2f}")
+    job.say(f"{trial.stage}: predicted {trial.predicted_low:.2f} to {trial.predicted_high:.2f}")
     plans = {"best so far": best, trial.change: dataclasses.replace(best, **trial.fields)}
     if compiles := trial.optimization == "compile":
         from torch._inductor.utils import fresh_cache
     with fresh_cache() if compiles else contextlib.nullcontext():  # what compiling takes is part of the answer
-        result = job.attempt(trial.stage, plans)
+        result = job.attempt(str(trial.stage), plans)
     if isinstance(result, str):
         job.say(f"  {result}")
         return vars(trial) | {"why": result}

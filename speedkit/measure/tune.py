@@ -14,7 +14,7 @@ from speedkit.measure.breakdown import Breakdown
 from speedkit.measure.optimizations import Optimization, acts_on, changed, plan_of, text
 from speedkit.measure.quality import Curves, baseline_curves_file, curve, fold, quality_of
 from speedkit.measure.roofline import roofline
-from speedkit.measure.trials import Row, Trial, Tuning, compare_with_itself, try_optimizations
+from speedkit.measure.trials import Row, Stage, Trial, Tuning, compare_with_itself, try_optimizations
 from speedkit.plan import Plan
 
 FINAL_PAIRS = 40
@@ -27,18 +27,18 @@ ITSELF = {"ratio": 1.0, "low": 1.0, "high": 1.0}  # a plan compared with itself
 def find_plan(job: Tuning, optimizations: Sequence[Optimization]) -> Row:
     """Go through all stages of a tuning; return what it found, as fields of a record, with the final `plan`."""
     job.breakdown(Plan())  # first: a workload that cannot be trained fails here
-    control = job.once("control", compare_with_itself, job)
+    control = job.once(Stage("control"), compare_with_itself, job)
     trials = try_optimizations(job, optimizations, noise=control["noise"])
     accepted = [trial for trial in trials if trial.kept]
     combined, dropped = ablate(job, accepted)
 
     # Final figures and quality. Where the plan learns worse, what changes numbers goes, and the rest is measured anew.
-    final = job.once("final", final_comparison, job, combined)
+    final = job.once(Stage("final"), final_comparison, job, combined)
     best = Plan(**final["plan"])
     trained = train_both(job, best, final["step_s"])
     if trained["quality"]["decision"] == "worse" and safe(best) != best:
         job.say("the final plan learns worse: what changes numbers is taken out of it, and it is measured afresh")
-        final = job.once("final, safe", final_comparison, job, safe(best))
+        final = job.once(Stage("final", plan="safe"), final_comparison, job, safe(best))
         best, trained["quality"]["replaced"] = Plan(**final["plan"]), True
 
     plans, step_s = {"baseline": Plan(), "final": best}, {"baseline": final["step_s"]["final"]} | final["step_s"]
@@ -55,7 +55,7 @@ def find_plan(job: Tuning, optimizations: Sequence[Optimization]) -> Row:
         "speedup_careful": final["careful"],
         "resolution": control["resolution"],
         "step_s": step_s,
-        "payback": job.once("payback", payback, job, best, compile_s=compile_s, step_s=step_s),
+        "payback": job.once(Stage("payback"), payback, job, best, compile_s=compile_s, step_s=step_s),
         "breakdowns": {name: job.breakdown(plan) for name, plan in plans.items()},
         # Last: what looks into each operator of a step leaves compiled code switched off.
         "roofline": {
@@ -95,7 +95,7 @@ def ablate(job: Tuning, accepted: Sequence[Trial]) -> tuple[Plan, list[Row]]:
         elif not any(acts_on(trial.fields) & acts_on(later.fields) for later in accepted[place + 1 :]):
             row["why"] = "no later optimization acts on the same part of a step"
         else:
-            row |= job.once(f"without {trial.stage}", leave_out, job, plans)
+            row |= job.once(Stage("ablation", trial.optimization, trial.change), leave_out, job, plans)
         changes = changes if row["kept"] else without
         rows.append(row)
     return plan_of(changes), rows
@@ -149,12 +149,12 @@ def train_both(job: Tuning, best: Plan, step_s: Row) -> Row:
     if best == Plan():
         return {"quality": quality_of(job.workload, curves), "training_s": None}
     file = baseline_curves_file(job.workload, job.recipe, job.hardware)
-    earlier = job.once("kept curves", lambda: read_json(file)[:MAX_SEEDS] if file and file.exists() else [])
+    earlier = job.once(Stage("kept curves"), lambda: read_json(file)[:MAX_SEEDS] if file and file.exists() else [])
     curves["baseline"] += earlier
     steps = job.recipe.total_steps(len(job.workload.train), drop_last=False)
     training_s = {name: steps * step_s[name] for name in curves}
     first_s = sum(max(0, 2 - len(curves[name])) * training_s[name] for name in curves)
-    needed_s = job.once("budget for quality", lambda: job.spent_s() + first_s)
+    needed_s = job.once(Stage("budget for quality"), lambda: job.spent_s() + first_s)
     if needed_s > job.budget_s:
         job.say(f"quality is not tested: two trainings of each plan take a budget of about {duration(needed_s)}")
         return {"quality": quality_of(job.workload, curves) | {"budget_s": needed_s}, "training_s": None}
@@ -171,10 +171,10 @@ def train_seeds(job: Tuning, curves: Curves, plans: dict[str, Plan], *, training
     for seeds in (job.seeds, max(job.seeds, MAX_SEEDS)):
         for number, (name, plan) in itertools.product(range(seeds), plans.items()):
             recipe = dataclasses.replace(job.recipe, seed=job.recipe.seed + number)
-            stage = f"training, {name}, seed {recipe.seed}"
+            stage = Stage("training", plan=name, seed=recipe.seed)
             if number < len(curves[name]):
                 continue
-            if number >= 2 and stage not in job.stages and job.spent_s() + training_s[name] > job.budget_s:
+            if number >= 2 and stage not in job.results and job.spent_s() + training_s[name] > job.budget_s:
                 break
             run = job.once(stage, curve, fold(job.workload, number), recipe, plan, **job.options)
             job.say(f"{stage}: {job.workload.metric} {run['value']:.4f} in {run['seconds']:.1f} s")

@@ -28,7 +28,7 @@ from speedkit.machine import this_machine
 from speedkit.measure.compare import compare
 from speedkit.measure.optimizations import EFFECTS, OPTIMIZATIONS, changed, named, predict, text
 from speedkit.measure.quality import baseline_curves_file, fold, quality_of, same_losses
-from speedkit.measure.trials import NAME, Trial, Tuning, candidates, measure
+from speedkit.measure.trials import NAME, Stage, Trial, Tuning, candidates, measure
 from speedkit.measure.tune import ablate, final_comparison, payback
 from speedkit.plan import Plan
 
@@ -99,16 +99,16 @@ CACHED, WITHOUT_BF16 = Plan(cache="disk"), dataclasses.replace(CPU, cpu_flags=()
 )
 def test_what_need_not_be_tried_says_why(optimization, best, options, why):
     of, rows = job(**options), [{"cause": cause, "share": share} for cause, share in SHARES.items()]
-    of.stages |= {"matmul": {}, f"breakdown of {text(changed(best))}": {"rows": rows, "step_s": 0.2}}
+    of.results |= {Stage("matmul"): {}, Stage("breakdown", plan=text(changed(best))): {"rows": rows, "step_s": 0.2}}
     (candidate,) = candidates(of, named([optimization]), best)
     assert re.fullmatch(why, candidate.why)
 
 
 def test_what_compiling_takes_is_known_once_something_was_compiled():
     of, rows = job(horizon=1000), [{"cause": cause, "share": share} for cause, share in SHARES.items()]
-    of.stages |= {"matmul": {}, f"breakdown of {text({})}": {"rows": rows, "step_s": 0.5}}
+    of.results |= {Stage("matmul"): {}, Stage("breakdown", plan="nothing"): {"rows": rows, "step_s": 0.5}}
     assert candidates(of, named(["compile"]), Plan())[0].why == ""
-    of.stages["optimization compile: compile=default"] = {"compile_s": 200.0}
+    of.results[Stage("trial", "compile", "compile=default")] = {"compile_s": 200.0}
     assert "about 200 s" in candidates(of, named(["compile"]), Plan())[0].why
 
 
@@ -120,7 +120,7 @@ def test_an_attention_kernel_is_tried_where_pytorch_runs_another_by_itself():
         (load_workload("text", size="tiny", clips=16), ["", "left alone, PyTorch runs flash attention here", without]),
     ):
         of, rows = job(work, hardware=GPU), [{"cause": "forward", "share": 1.0}]
-        of.stages |= {"matmul": {}, f"breakdown of {text({'precision': 'bf16'})}": {"rows": rows, "step_s": 0.2}}
+        of.results |= {Stage("matmul"): {}, Stage("breakdown", plan="precision=bf16"): {"rows": rows, "step_s": 0.2}}
         assert [trial.why for trial in candidates(of, named(["attention"]), Plan(precision="bf16"))] == whys
 
 
@@ -282,14 +282,14 @@ def test_a_killed_tuning_goes_on_where_it_stopped(tmp_path):
     words = [sys.executable, "-u", "-c", PROGRAM, str(out), str(tmp_path / "cache")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        optimizations = (line for line in process.stdout if line.startswith("optimization "))
+        optimizations = (line for line in process.stdout if line.startswith("trial, "))
         next(optimizations), next(optimizations)  # the first has been noted down
         process.send_signal(signal.SIGKILL)
     before = read_json(out / NAME)
-    assert any(stage.startswith("optimization ") for stage in before["stages"]) and not (out / "record.json").exists()
+    assert any(stage["kind"] == "trial" for stage in before["stages"]) and not (out / "record.json").exists()
     done = subprocess.run(words, capture_output=True, text=True, env=environment, check=True)
     record, after = read_json(out / "record.json"), read_json(out / NAME)
-    assert all(after["stages"][stage] == result for stage, result in before["stages"].items())
+    assert after["stages"][: len(before["stages"])] == before["stages"]
     assert validate_record(record) == [] and len(record["measurements"]) == len(after["measurements"])
     assert float(done.stdout.splitlines()[-1]) > before["spent_s"] and "baseline" not in done.stdout
 
@@ -313,4 +313,5 @@ def test_a_budget_too_short_for_one_optimization_keeps_the_baseline_and_says_so(
     work, out = tiny.points(train=64, test=32, epochs=1), tmp_path / "tune"
     with pytest.raises(UsageError, match=r"too short to try one optimization: .* at least \d+ s; --resume goes on"):
         tune_function(work, budget_s=0.1, optimizations=("host_syncs",), out=out, **OPTIONS)
-    assert read_json(out / NAME)["stages"]["control"]["resolution"] > 1
+    [control] = [stage for stage in read_json(out / NAME)["stages"] if stage["kind"] == "control"]
+    assert control["result"]["resolution"] > 1
