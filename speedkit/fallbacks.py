@@ -21,8 +21,9 @@ NEEDS = (
     ("compile", "reduce-overhead", "cuda_graphs", "default"),
     *(("attention", kernel, f"{kernel}_attention", "auto") for kernel in ("flash", "efficient", "cudnn", "varlen")),
     ("allocator", "expandable", "expandable_segments", "default"),
+    ("allocator", "keep", "mallopt", "default"),
     *((field, True, field, False) for field in ("pin_memory", "prefetch", "cudnn_benchmark")),
-    *(("decoder", decoder, decoder, "soundfile") for decoder in ("torchcodec", "librosa")),
+    ("decoder", "torchcodec", "torchcodec", "soundfile"),
 )
 SHORT = ("bf16", "fp16", "fp8")  # with which attention computes in 16 bits
 FEW = 2  # fallbacks that are told one by one
@@ -114,14 +115,9 @@ def broken_rules(plan: Plan, hardware: Hardware, workload: "Workload | None", *,
     many_shapes = lengths_differ and not plan.bucket
     accumulates = plan.micro_batch == "auto" or (batch_size and plan.micro_batch and plan.micro_batch < batch_size)
     ddp, fsdp = (plan.ranks > 1 and plan.strategy == strategy for strategy in ("ddp", "fsdp"))
-    step = plan.compile_scope == "step" and plan.compile != "off"
-    kept = plan.on_nonfinite == "raise" and plan.checkpointing == "off" and plan.precision != "fp16"
     half = "bf16" if hardware.supports("bf16") else "default"
     slices = "the items are slices of memory, or decimal inputs with whole-number targets"
     resident = items_in_memory and workload.rows is not None and plan.cache == "device"  # type: ignore[union-attr]
-    one_graph = (
-        "a step in one graph has few lengths, exchanges and adds up no gradients, recomputes nothing, is never left out"
-    )
     anew = "each length would be tuned or recorded anew"
     padding = "lengths differ: features of padded waveforms would depend on the padding"
     rules = [  # field, what it is instead, when, and why
@@ -151,9 +147,6 @@ def broken_rules(plan: Plan, hardware: Hardware, workload: "Workload | None", *,
         ("channels_last", False, fsdp, "fsdp shards only weights that lie in the usual order"),
         ("precision", half, fsdp and plan.precision.startswith(("fp8", "fp16")), "fsdp ranks do not agree on scales"),
         ("compile", "default", ddp and graphs, "CUDA graphs keep gradients where ddp does not look for them"),
-        # A step in one graph.
-        ("compile_scope", "model", step and (accumulates or ddp or many_shapes or not kept), one_graph),
-        ("fused_optimizer", False, step, "the update is compiled with the rest of a step"),
         # https://github.com/pytorch/pytorch/issues/169545
         ("compile", "default", accumulates and graphs and cuda, "a CUDA graph's replay writes over summed gradients"),
     ]

@@ -1,6 +1,7 @@
 """What this machine is and what it can do. What it can reach is measured in `speedkit.measure.peaks`."""
 
 import contextlib
+import ctypes
 import ctypes.util
 import functools
 import importlib.util
@@ -40,7 +41,6 @@ ON_CUDA = ("pin_memory", "prefetch", "cuda_graphs", "expandable_segments", "effi
 ON_CPU = {"bf16": ("avx512_bf16", "amx_bf16", "bf16"), "fp16": ("fp16_arith",)}
 CHOOSE_GPU = "{device} of {gpu_count} GPUs is used; --device cuda:1 or CUDA_VISIBLE_DEVICES=1: another; --ranks 2: two"
 MAKE_ROOM = "less than 4 GB of GPU memory: --micro-batch auto, --precision fp16, --checkpointing blocks, lower --width"
-DECODERS = {"torchcodec": "the package torchcodec and FFmpeg's libraries", "librosa": "the package librosa"}
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,11 @@ class Hardware:
     triton: bool = False  # importable
     compiler: str = ""  # the one that torch.compile would call (C++ for a CPU, C for a GPU); "" if none is found
     python_headers: bool = False
-    decoders: tuple[str, ...] = ("soundfile",)  # of audio files, that can be loaded
+    torchcodec: bool = False  # can be loaded
+    mallopt: bool = False  # whether the C library has it, as glibc does
 
     def supports(self, capability: str) -> bool:
-        """Whether `capability`, of CAPABILITIES or DECODERS, is really there."""
+        """Whether `capability`, of CAPABILITIES or one that `_needs` knows, is really there."""
         return not self.why_not(capability)
 
     def why_not(self, capability: str) -> str:
@@ -98,8 +99,10 @@ class Hardware:
 def _needs(hardware: Hardware, capability: str) -> Iterator[tuple[bool, str]]:
     """Yield whether the device lacks something that `capability` needs, and what that is."""
     on_cpu, here = hardware.device.type == "cpu", f"the device is {hardware.name}"
-    if capability in DECODERS:
-        yield capability not in hardware.decoders, DECODERS[capability]
+    if capability == "torchcodec":
+        yield not hardware.torchcodec, "the package torchcodec and FFmpeg's libraries"
+    elif capability == "mallopt":
+        yield not hardware.mallopt, "glibc, the C library of most Linux systems"
     elif capability in ON_CUDA:
         yield hardware.device.type != "cuda", f"a CUDA GPU; {here}"
     elif on_cpu and capability in ON_CPU:
@@ -213,9 +216,6 @@ def _facts(device: torch.device) -> Hardware:
             "gpu_memory_bytes": properties.total_memory,
             **nvml_facts(str(properties.uuid), "driver", "power_limit_w"),
         }
-    decoders = [name for name in DECODERS if importlib.util.find_spec(name)]
-    if "torchcodec" in decoders and not ctypes.util.find_library("avutil"):  # of FFmpeg: it could not be imported
-        decoders.remove("torchcodec")
     return Hardware(
         device=device,
         cpu=cpu.get("cpu_name") or platform.processor() or platform.machine(),
@@ -226,7 +226,9 @@ def _facts(device: torch.device) -> Hardware:
         torch_version=str(torch.__version__),
         triton=importlib.util.find_spec("triton") is not None,
         compiler=shutil.which(compiler) or "",
-        decoders=("soundfile", *decoders),
+        # Without FFmpeg's libraries it could not be imported.
+        torchcodec=importlib.util.find_spec("torchcodec") is not None and bool(ctypes.util.find_library("avutil")),
+        mallopt=hasattr(ctypes.CDLL(None), "mallopt"),
         python_headers=Path(sysconfig.get_path("include"), "Python.h").exists(),
         **gpu,
     )

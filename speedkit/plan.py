@@ -14,64 +14,71 @@ Count = Annotated[int, Field(ge=1)]
 
 @settings
 class Plan:
-    """How fast a recipe is learned. `Plan()` is PyTorch as it comes, no switch touched: the baseline."""
+    """How fast a recipe is learned. `Plan()` is PyTorch as it comes, no switch touched: the baseline.
+
+    Each field promises what becomes of the losses when it changes: the same bits; the same losses, within what another
+    seed makes of them; or other batches of the same items.
+    """
 
     micro_batch: Count | Literal["auto"] | None = None
-    """Samples per forward pass; gradients accumulate up to batch_size; none takes the whole batch at once [samples]."""
+    """Samples per forward pass; gradients accumulate up to batch_size; none takes the whole batch at once [samples].
+    Same losses within another seed's."""
     precision: Literal["default", "fp32", "tf32", "bf16", "fp16", "fp8", "fp8-emulated"] = "default"
-    """Number format of matrix products; default is as PyTorch does it, fp32 is IEEE in convolutions too."""
+    """Number format of matrix products; default is as PyTorch does it, fp32 is IEEE in convolutions too.
+    Same losses within another seed's."""
     compile: Literal["off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "off"
-    """Mode of torch.compile."""
-    compile_scope: Literal["model", "blocks", "step"] = "model"
-    """What is compiled: the model, each repeated block, or forward, backward, clipping and update as one graph."""
+    """Mode of torch.compile. Same losses within another seed's."""
+    compile_scope: Literal["model", "blocks"] = "model"
+    """What is compiled: the model, or each of its repeated blocks. Same losses within another seed's."""
     channels_last: bool = False
-    """Store images and spectrograms as NHWC."""
+    """Store images and spectrograms as NHWC. Same losses within another seed's."""
     cudnn_benchmark: bool = False
-    """Let cuDNN time its algorithms for each shape of a convolution, and take the fastest."""
+    """Let cuDNN time its algorithms for each shape of a convolution, and take the fastest.
+    Same losses within another seed's."""
     attention: Literal["auto", "math", "efficient", "flash", "cudnn", "varlen"] = "auto"
-    """Attention kernel; varlen is flash that gets the clips' lengths, where the model passes them on."""
+    """Attention kernel; varlen is flash that gets the clips' lengths, where the model passes them on.
+    Same losses within another seed's."""
     checkpointing: Literal["off", "blocks", "selective"] = "off"
-    """Recompute activations instead of keeping them."""
+    """Recompute activations instead of keeping them. Same bits."""
     fused_optimizer: bool = False
-    """Update all weights in one kernel; without, as PyTorch does it (foreach on CUDA)."""
+    """Update all weights in one kernel; without, as PyTorch does it (foreach on CUDA).
+    Same losses within another seed's."""
     cache: Literal["off", "disk", "ram", "device"] = "off"
-    """Where computed features are kept."""
+    """Where computed features are kept. Same bits."""
     cache_of: Literal["features", "waveform"] = "features"
-    """What is kept; of int16 waveforms the device computes features."""
+    """What is kept; of int16 waveforms the device computes features. Same losses within another seed's."""
     cache_dtype: Literal["float32", "float16"] = "float32"
-    """Number format of the cache."""
-    decoder: Literal["soundfile", "torchcodec", "librosa"] = "soundfile"
-    """What reads audio files."""
+    """Number format of the cache. Same losses within another seed's."""
+    decoder: Literal["soundfile", "torchcodec"] = "soundfile"
+    """What reads audio files. Same losses within another seed's."""
     features_on: Literal["cpu", "device"] = "cpu"
-    """Where features are computed."""
+    """Where features are computed. Same losses within another seed's."""
     workers: Annotated[int, Field(ge=0)] = 0
-    """Processes that load data; 0 loads in the training process."""
+    """Processes that load data; 0 loads in the training process. Same bits."""
     worker_kind: Literal["process", "thread"] = "process"
-    """What loads: processes, or threads of one."""
+    """What loads: processes, or threads of one. Same bits."""
     persistent_workers: bool = False
-    """Keep the loading processes from epoch to epoch."""
+    """Keep the loading processes from epoch to epoch. Same bits."""
     prefetch_factor: Count = 2
-    """Batches that each loading process prepares ahead [batches]."""
+    """Batches that each loading process prepares ahead [batches]. Same bits."""
     pin_memory: bool = False
-    """Load into page-locked memory, from which a GPU copies faster."""
+    """Load into page-locked memory, from which a GPU copies faster. Same bits."""
     prefetch: bool = False
-    """Copy the next batch to the device while this one computes."""
-    drop_last: bool = False
-    """Leave an epoch's last, smaller batch out."""
+    """Copy the next batch to the device while this one computes. Same bits."""
     bucket: bool = False
-    """Batch clips of similar length together."""
+    """Batch clips of similar length together. Other batches of the same items."""
     log_every: Count = 10
-    """Steps between readings of the loss [steps]."""
+    """Steps between readings of the loss [steps]. Same bits."""
     validate_every: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0.01, le=1)] | None = None
-    """Steps between evaluations, or 0.5 for half an epoch; 0 only at the end, none after each epoch [steps]."""
-    on_nonfinite: Literal["raise", "skip", "recover"] = "raise"
-    """What a NaN or infinite loss does."""
-    allocator: Literal["default", "expandable"] = "default"
-    """How GPU memory is handed out."""
+    """Steps between evaluations, or 0.5 for half an epoch; 0 only at the end, none after each epoch [steps].
+    Same bits."""
+    allocator: Literal["default", "expandable", "keep"] = "default"
+    """How memory is handed out: expandable grows a GPU's segments; keep lets glibc keep freed RAM, which nothing undoes
+    within the process, so it is in no preset, and is measured in processes of its own. Same bits."""
     ranks: Count = 1
-    """Training processes, one per GPU, of all machines together."""
+    """Training processes, one per GPU, of all machines together. Same losses within another seed's."""
     strategy: Literal["ddp", "fsdp"] = "ddp"
-    """What each rank holds: all weights, or its part of them."""
+    """What each rank holds: all weights, or its part of them. Same losses within another seed's."""
 
     @classmethod
     def careful(cls, hardware: Hardware | None = None) -> "Plan":

@@ -44,6 +44,10 @@ class Recipe:
     """Alpha of the Beta distribution that samples are mixed by; 0 mixes nothing."""
     max_duration_s: Annotated[float, Field(ge=0.01)] | None = None
     """Longest clip learned from; none takes all [s]."""
+    drop_last: bool = False
+    """Leave an epoch's last, smaller batch out."""
+    on_nonfinite: Literal["raise", "skip", "recover"] = "raise"
+    """What a step whose loss or gradient is NaN or infinite does: end the run, be left out, or go back as well."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Seed of weights, order and augmentation."""
 
@@ -51,9 +55,9 @@ class Recipe:
         if (self.epochs is None) == (self.steps is None):
             raise PlanError(f"give epochs or steps, one of the two; got epochs={self.epochs}, steps={self.steps}")
 
-    def total_steps(self, train_items: int, drop_last: bool) -> int:
+    def total_steps(self, train_items: int) -> int:
         """Return how many optimizer steps the recipe makes over `train_items` samples."""
-        return self.steps or (self.epochs or 0) * steps_per_epoch(train_items, self.batch_size, drop_last)
+        return self.steps or (self.epochs or 0) * steps_per_epoch(train_items, self.batch_size, self.drop_last)
 
 
 def steps_per_epoch(train_items: int, batch_size: int, drop_last: bool) -> int:

@@ -1,6 +1,6 @@
 """File -> waveform: decoded in the calling thread, mixed down to one channel, resampled, cut or padded to one length.
 
-soundfile is the default, torchcodec (FFmpeg) knows more formats, librosa is what both are compared with.
+soundfile is the default, torchcodec (FFmpeg) knows more formats.
 """
 
 import dataclasses
@@ -92,15 +92,15 @@ def load_audio(
     """Return the first `num_samples` samples of a recording at `sample_rate_hz`, mono: [T] float32 in -1..1.
 
     A longer one is cut (its end is never decoded), a shorter one is padded with zeros at the end. Lossless files at
-    their own rate give the same bits with each `decoder`: soundfile, torchcodec or librosa.
+    their own rate give the same bits with each `decoder`: soundfile or torchcodec.
     Raises BadItem when `source` cannot be read, holds no samples, or holds NaN or infinity.
     """
-    decode = {"soundfile": read_soundfile, "torchcodec": read_torchcodec, "librosa": read_librosa}[decoder]
+    decode = {"soundfile": read_soundfile, "torchcodec": read_torchcodec}[decoder]
     try:
         os.stat(source.tar if isinstance(source, TarMember) else source)  # libsndfile's "System error" says less
         opened = io.BytesIO(source.read()) if isinstance(source, TarMember) else source
-        waveform, rate_hz = decode(opened, num_samples / sample_rate_hz + LOOK_AHEAD_S, sample_rate_hz)
-    except Exception as error:  # of many kinds: libsndfile's are RuntimeErrors, librosa has one of its own
+        waveform, rate_hz = decode(opened, num_samples / sample_rate_hz + LOOK_AHEAD_S)
+    except Exception as error:  # of many kinds: libsndfile's are RuntimeErrors, torchcodec has some of its own
         raise BadItem(source, f"it cannot be decoded ({error})") from error
     if len(waveform) == 0 or not torch.isfinite(waveform).all():
         raise BadItem(source, "it holds no samples, or some that are not finite numbers (NaN or infinity)")
@@ -113,7 +113,7 @@ def load_audio(
 # Each returns (samples [frames, channels], their rate in Hz).
 
 
-def read_soundfile(source: Any, duration_s: float, _: int) -> tuple[Tensor, int]:
+def read_soundfile(source: Any, duration_s: float) -> tuple[Tensor, int]:
     import soundfile  # an extra
 
     with soundfile.SoundFile(source) as file:
@@ -123,7 +123,7 @@ def read_soundfile(source: Any, duration_s: float, _: int) -> tuple[Tensor, int]
     return samples.float().mul_(1 / 32768) if dtype == "int16" else samples, file.samplerate
 
 
-def read_torchcodec(source: Any, duration_s: float, _: int) -> tuple[Tensor, int]:
+def read_torchcodec(source: Any, duration_s: float) -> tuple[Tensor, int]:
     from torchcodec.decoders import AudioDecoder  # an extra
 
     file = AudioDecoder(source)
@@ -131,14 +131,6 @@ def read_torchcodec(source: Any, duration_s: float, _: int) -> tuple[Tensor, int
     begin_s = (file.metadata.begin_stream_seconds or 0) + 0.1
     samples = file.get_samples_played_in_range(stop_seconds=begin_s + duration_s)
     return samples.data.T, samples.sample_rate
-
-
-def read_librosa(source: Any, duration_s: float, rate_hz: int) -> tuple[Tensor, int]:
-    import librosa  # an extra; mixes down and resamples in its own way
-    import soundfile
-
-    samples, _ = librosa.load(soundfile.SoundFile(source), sr=rate_hz, duration=duration_s)
-    return torch.from_numpy(samples)[:, None], rate_hz
 
 
 @functools.lru_cache(maxsize=32)

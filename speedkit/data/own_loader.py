@@ -21,9 +21,17 @@ from speedkit.plan import Plan
 
 # The fields that a DataLoader has too, and its names for them.
 LOADER_OPTIONS = {"workers": "num_workers"} | {
-    name: name for name in ("persistent_workers", "prefetch_factor", "pin_memory", "drop_last")
+    name: name for name in ("persistent_workers", "prefetch_factor", "pin_memory")
 }
-COPIED_OPTIONS = ("collate_fn", "generator", "worker_init_fn", "timeout", "multiprocessing_context", "in_order")
+COPIED_OPTIONS = (
+    "collate_fn",
+    "drop_last",
+    "generator",
+    "worker_init_fn",
+    "timeout",
+    "multiprocessing_context",
+    "in_order",
+)
 OF_ITEMS = ("cache", "decoder", "features_on", "bucket", "worker_kind", "ranks")
 DEFAULTS = dataclasses.asdict(Plan())
 SAMPLES_COMPARED = 8  # that a data set makes twice, to see whether it draws them at random
@@ -168,7 +176,6 @@ class LoaderItems:
         return [
             *((field, DEFAULTS[field], True, "your loader gives whole batches, and no items") for field in OF_ITEMS),
             ("micro_batch", None, not self.splits, "not all of a batch counts its samples first: it stays whole"),
-            ("compile_scope", "model", True, "your step may do what cannot be compiled with the model"),
             *loader_cases(self.loader),
         ]
 

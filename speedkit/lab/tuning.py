@@ -60,7 +60,7 @@ def tune(
         recipe=recipe,
         hardware=this_machine(device),
         budget_s=budget_s,
-        horizon=horizon or recipe.total_steps(len(workload.train), drop_last=False),
+        horizon=horizon or recipe.total_steps(len(workload.train)),
         pairs=pairs,
         seeds=seeds,
         options={"device": device, "cache_dir": cache_dir},

@@ -27,7 +27,7 @@ from speedkit.train.setup import build_learner, setup_run
 from speedkit.workload import Batch, Workload
 
 LOG_EVERY = 50  # steps between two readings of the loss, in every loop
-PLAN = Plan(fused_optimizer=True, drop_last=True, log_every=LOG_EVERY, precision="fp32")
+PLAN = Plan(fused_optimizer=True, log_every=LOG_EVERY, precision="fp32")
 QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False, "logger": False}
 
 
@@ -73,7 +73,7 @@ def job_of(workload: Workload, batch_size: int, device: torch.device) -> Job:
     """Return the job of training on a workload's samples as its features are, at a constant rate."""
     precision.set_matmul_precision(PLAN)  # of the process, so of all loops
     changes: dict[str, Any] = {"schedule": "constant", "learning_rate": 1e-3, "clip_norm": None}
-    recipe = dataclasses.replace(workload.recipe, batch_size=batch_size, **changes)
+    recipe = dataclasses.replace(workload.recipe, batch_size=batch_size, drop_last=True, **changes)
     inputs = torch.stack([workload.features(workload.load(item)) for item in workload.train])
     targets = torch.tensor([workload.target(item) for item in workload.train])
     return Job(dataclasses.replace(workload, augment=None), recipe, device, inputs, targets)

@@ -44,9 +44,9 @@ def measure(workload, *, batch_size=128, strategy="ddp", device="auto", pairs=10
     nothing. Besides: the passes of a step alone, and all-reduces of several sizes.
     """
     made, ranks = load_workload(workload, **options), int(os.environ["WORLD_SIZE"])
-    recipe = dataclasses.replace(made.recipe, batch_size=batch_size)
+    recipe = dataclasses.replace(made.recipe, batch_size=batch_size, drop_last=True)
     whole = dataclasses.replace(recipe, batch_size=ranks * batch_size)
-    plan = Plan(strategy=strategy, fused_optimizer=True, cache="device", drop_last=True)
+    plan = Plan(strategy=strategy, fused_optimizer=True, cache="device")
 
     together = setup_run(
         made, whole, dataclasses.replace(plan, ranks=ranks), device=device, endless=True, progress=False

@@ -66,11 +66,10 @@ def fp8(plan: Plan, _: Hardware) -> list[Change]:
 
 
 def compiled(plan: Plan, hardware: Hardware) -> list[Change]:
-    """Compiled model; then its step as one graph; on a GPU without the launches of its kernels, in either scope."""
+    """Compiled model; then, on a GPU, without the launches of its kernels."""
     if plan.compile == "off":
         return [{"compile": "default"}]
-    graphs = [{"compile": "reduce-overhead"}] if hardware.supports("cuda_graphs") else []
-    return [{"compile_scope": "step", "fused_optimizer": False}, *graphs]
+    return [{"compile": "reduce-overhead"}] if hardware.supports("cuda_graphs") else []
 
 
 def attention(_: Plan, hardware: Hardware) -> list[Change]:
@@ -79,10 +78,10 @@ def attention(_: Plan, hardware: Hardware) -> list[Change]:
     return [{"attention": kernel} for kernel in kernels]
 
 
-# Each field that makes training faster on some machine. Not here: what saves memory for time (checkpointing,
-# allocator), what leaves out something that the recipe asks for (drop_last, validate_every), and micro_batch: smaller
-# parts of a batch took a CPU as long as the whole, or longer. Nor what a tuning cannot try: max-autotune compiles for
-# minutes, and of cudnn_benchmark turns in one process show nothing, where the algorithm that came first stays.
+# Each field that makes training faster on some machine. Not here: what saves memory for time (checkpointing), what
+# leaves out something that was asked for (validate_every), and micro_batch: smaller parts of a batch took a CPU as long
+# as the whole, or longer. Nor what a tuning cannot try: max-autotune compiles for minutes, and of cudnn_benchmark and
+# allocator turns in one process show nothing, for what came first stays.
 OPTIMIZATIONS: tuple[Optimization, ...] = (
     Optimization("workers", workers, "bit-equal", "10_dataloader", ("C06", "C07", "C08")),
     Optimization("cache", cache, "loss-equal", "12_feature_cache", ("C09", "C10")),
@@ -129,7 +128,6 @@ EFFECTS: dict[str, tuple[tuple[str, ...], float, float]] = {
     "precision": (COMPUTING, 1.0, 1.0),
     "channels_last": (COMPUTING, 0.95, 1.4),
     "compile": ((*COMPUTING, "launch-bound"), 0.9, 1.3),
-    "compile_scope": (UPDATING, 1.0, 4.0),
     "attention": (COMPUTING, 0.95, 1.1),
 }
 

@@ -80,8 +80,8 @@ def curve(workload: Workload, recipe: Recipe, plan: Plan | None, **options: Any)
     With a validation set the points are of it, and score and loss of the test set at the end. Seconds count from the
     start: preparing data, cache and model is among them. `options` are those of `fit`.
     """
-    total = recipe.total_steps(len(workload.train), drop_last=False)
-    if total < 2 * LAST * steps_per_epoch(len(workload.train), recipe.batch_size, drop_last=False):
+    total = recipe.total_steps(len(workload.train))
+    if total < 2 * LAST * steps_per_epoch(len(workload.train), recipe.batch_size, recipe.drop_last):
         plan = dataclasses.replace(plan or Plan(), validate_every=max(1, total // (2 * LAST)))
     history = fit(workload, recipe, plan, progress=False, **options)
     points = [[history.prepare_s + point["seconds"], point["value"]] for point in history.evaluations]

@@ -1,10 +1,10 @@
 """Profile a script that nobody edits: run it as Python would, see what it trains, and profile that loop to its end."""
 
 import contextlib
-import gc
 import runpy
 import sys
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,6 @@ from speedkit.measure.profile import LoopProfile
 from speedkit.plan import Plan
 
 SEEN_STEPS = 2  # of all optimizers, before the largest of these is profiled
-# The class of an object that a script has made tells the framework: the first that is there, else it is plain PyTorch.
-FRAMEWORKS = {
-    "lightning.LightningModule": "Lightning",
-    "pytorch_lightning.LightningModule": "Lightning",
-    "transformers.Trainer": "Hugging Face",
-    "accelerate.Accelerator": "Accelerate",
-}
 
 
 class ScriptProfile:
@@ -44,12 +37,14 @@ class ScriptProfile:
         self.optimizers: list[Optimizer] = []  # one for each step so far
         self.loaders: dict[int, DataLoader] = {}  # by their iterator
         self.loader: DataLoader | None = None  # that gave the latest batch
+        self.modules = weakref.WeakValueDictionary[int, nn.Module]()  # all that the script has made, by their id
         self.stack = contextlib.ExitStack()
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """See optimizer steps and batches inside the block; what is seen changes nothing that is learned."""
         iterate, fetch = DataLoader.__iter__, _BaseDataLoaderIter.__next__
+        make, copy = nn.Module.__init__, nn.Module.__setstate__
 
         def iterator(loader: DataLoader) -> Any:
             batches = iterate(loader)
@@ -63,7 +58,18 @@ class ScriptProfile:
                 return fetch(batches)
             return loop.next_batch(fetch, batches) if loader is loop.loader else fetch(batches)
 
+        # A forward hook for all modules would be compiled into the script's code, and again once it is removed.
+        def made(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            self.modules[id(module)] = module
+            make(module, *args, **kwargs)
+
+        def copied(module: nn.Module, state: Any) -> None:
+            self.modules[id(module)] = module
+            copy(module, state)
+
         with self.stack:
+            self.stack.enter_context(patch.object(nn.Module, "__init__", made))
+            self.stack.enter_context(patch.object(nn.Module, "__setstate__", copied))
             self.stack.enter_context(patch.object(DataLoader, "__iter__", iterator))
             self.stack.enter_context(patch.object(_BaseDataLoaderIter, "__next__", next_batch))
             self.stack.callback(optimizer.register_optimizer_step_post_hook(self._after_step).remove)
@@ -78,15 +84,28 @@ class ScriptProfile:
 
     def _profile(self, largest: Optimizer) -> None:
         """Profile the loop of the optimizer that updates most weights."""
-        objects = gc.get_objects()
-        classes = {base for kind in set(map(type, objects)) for base in kind.__mro__}
-        names = {f"{str(base.__module__).partition('.')[0]}.{base.__name__}" for base in classes}
-        self.framework = next((FRAMEWORKS[name] for name in FRAMEWORKS if name in names), "PyTorch")
-        models = models_of(largest, [each for each in objects if issubclass(type(each), nn.Module)])
+        models = models_of(largest, list(self.modules.values()))
+        self.framework = framework_of(models)
         compiled = compilations() > 0  # the script has compiled whatever is compiled in this process
         loop = LoopProfile(models, largest, self.loader, skip=self.skip, steps=self.steps, compiled=compiled)
         loop.install(self.stack)
         self.loop = loop
+
+
+def framework_of(models: Sequence[nn.Module]) -> str:
+    """Return the framework that trains `models`: the first that the script has imported and uses, else PyTorch."""
+    if {"lightning", "pytorch_lightning"} & sys.modules.keys() and any(map(has_own_steps, models)):
+        return "Lightning"
+    if "transformers.trainer" in sys.modules:  # which the package imports only for who uses it
+        return "Hugging Face"
+    if "accelerate" in sys.modules and sys.modules["accelerate"].state.is_initialized():
+        return "Accelerate"
+    return "PyTorch"
+
+
+def has_own_steps(module: nn.Module) -> bool:
+    """Return whether `module` is one of Lightning's, whose steps are methods."""
+    return hasattr(module, "training_step")
 
 
 def weights_of(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -103,7 +122,7 @@ def models_of(optimizer: Optimizer, modules: Sequence[nn.Module]) -> list[nn.Mod
     owners = [module for module in modules if any(id(weight) in weights for weight in module.parameters())]
     inner = {id(child) for module in owners for child in module.modules() if child is not module}
     outermost = [module for module in owners if id(module) not in inner]
-    children = [child for module in outermost if hasattr(module, "training_step") for child in module.children()]
+    children = [child for module in filter(has_own_steps, outermost) for child in module.children()]
     return outermost + [child for child in children if child in owners]
 
 

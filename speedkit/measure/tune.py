@@ -151,7 +151,7 @@ def train_both(job: Tuning, best: Plan, step_s: Row) -> Row:
     file = baseline_curves_file(job.workload, job.recipe, job.hardware)
     earlier = job.once(Stage("kept curves"), lambda: read_json(file)[:MAX_SEEDS] if file and file.exists() else [])
     curves["baseline"] += earlier
-    steps = job.recipe.total_steps(len(job.workload.train), drop_last=False)
+    steps = job.recipe.total_steps(len(job.workload.train))
     training_s = {name: steps * step_s[name] for name in curves}
     first_s = sum(max(0, 2 - len(curves[name])) * training_s[name] for name in curves)
     needed_s = job.once(Stage("budget for quality"), lambda: job.spent_s() + first_s)

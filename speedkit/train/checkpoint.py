@@ -79,7 +79,7 @@ def save(run: "TrainingRun") -> None:
         "history": {name: getattr(run.history, name) for name in HISTORY},
     }
     if run.ranks is not None:
-        state = run.ranks.full_state(state)
+        state = run.ranks.full_state(run, state)
     if run.writer is not None:
         run.writer.save(state)
 
@@ -117,16 +117,20 @@ def read(path: Path) -> dict[str, Any]:
 
 def restore(run: "TrainingRun", state: dict[str, Any]) -> None:
     """Put `run` where it was when `state` was saved."""
-    if run.ranks is not None:
-        state = run.ranks.local_state(run, state)
-    run.model.load_state_dict(state["model"])
-    restore_optimizer(run.optimizer, state["optimizer"])
+    if run.ranks is not None and run.ranks.sharded:
+        run.ranks.restore_sharded(run, state)
+    else:
+        run.model.load_state_dict(state["model"])
+        restore_optimizer(run.optimizer, state["optimizer"])
     if state["scaler"]:  # empty where the plan had no float16
         run.scaler.load_state_dict(state["scaler"])
     run.step, run.train_batches.epoch, run.train_batches.position = state["step"], state["epoch"], state["position"]
     run.guard.good_steps.fill_(state["steps_made"])
     vars(run.recovery).update(state["recovery"])
-    set_random_state(state["rng"], run.device)
+    rank = 0 if run.ranks is None else run.ranks.rank
+    random_states = state.get("ranks_rng", [state["rng"]])
+    if rank < len(random_states):  # else the run had fewer ranks, and this one draws anew
+        set_random_state(random_states[rank], run.device)
     vars(run.history).update(state["history"], resumed_from=run.step)
     if run.history.reached_s is not None:  # as good as it was to become
         run.total_steps = run.step
@@ -135,7 +139,9 @@ def restore(run: "TrainingRun", state: dict[str, Any]) -> None:
 def job_of(run: "TrainingRun") -> dict[str, Any]:
     """Return what two runs have in common that are one."""
     counts = {f"{side}_items": len(getattr(run.workload, side)) for side in ("train", "validation")}
-    return {"workload": run.workload.name, **counts, **dataclasses.asdict(run.recipe)}
+    recipe = dataclasses.asdict(run.recipe)
+    del recipe["on_nonfinite"]  # a run that a bad step has ended goes on without such steps
+    return {"workload": run.workload.name, **counts, **recipe}
 
 
 def get_random_state(device: torch.device) -> list[Tensor]:

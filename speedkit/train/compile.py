@@ -1,19 +1,14 @@
-"""torch.compile, applied in place: to the model, to its repeated blocks, or to a whole step."""
+"""torch.compile, applied in place: to the model, or to its repeated blocks."""
 
-import dataclasses
-import itertools
 import logging
 from collections import Counter, defaultdict
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
-from torch.optim.adam import adam
+from torch import nn
 
-from speedkit.plan import CUDA_GRAPHS, Plan
-from speedkit.recipe import Recipe
-from speedkit.workload import Batch, Loss, Workload
+from speedkit.plan import Plan
+from speedkit.workload import Workload
 
 logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # on a CPU it would complain of a GPU's compiler
 BACKEND = "inductor"
@@ -29,9 +24,9 @@ def apply_compile(model: nn.Module, plan: Plan, workload: Workload | None = None
     """Compile `model`, or each of its repeated blocks, in place; return "" or why it is not the blocks.
 
     Names in the state dict do not change. Blocks of one class and shape share one graph, so compiling them costs a
-    fraction of compiling the model. Scope "step" is left to `compile_step`.
+    fraction of compiling the model.
     """
-    if plan.compile == "off" or plan.compile_scope == "step":
+    if plan.compile == "off":
         return ""
     blocks = repeated_blocks(model) if plan.compile_scope == "blocks" else []
     for module in blocks or [model]:
@@ -41,60 +36,6 @@ def apply_compile(model: nn.Module, plan: Plan, workload: Workload | None = None
     if plan.compile_scope == "blocks" and not blocks:
         return f"{type(model).__name__} has no class of blocks twice, whose code could be used again"
     return ""
-
-
-def compile_step(workload: Workload, optimizer: torch.optim.Optimizer, plan: Plan) -> Loss:
-    """Return the loss; under scope "step" one that makes its step too, and whose results need no gradient.
-
-    Forward and backward pass, clipping, and the update of AdamW are one graph. Gradients are clipped where the update
-    reads them.
-    """
-    if plan.compile == "off" or plan.compile_scope != "step":
-        return workload.loss
-    torch._dynamo.config.trace_autograd_ops = True
-    (group,) = optimizer.param_groups
-    weights, rate = [weight for weight in group["params"] if weight.requires_grad], group["lr"]
-    group["capturable"] = rate.is_cuda  # steps are counted on the device
-    for weight in weights:  # as the first step would, which then is in the same graph
-        averages = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
-        optimizer.state[weight] = averages | {"step": torch.zeros_like(rate)}
-    options = {name: value for name, value in group.items() if name not in ("params", "betas")}
-    options["beta1"], options["beta2"] = group["betas"]
-
-    def graph(state: list[list[Tensor]], model: nn.Module, batch: Batch, *, recipe: Recipe) -> tuple[Tensor, Tensor]:
-        loss, outputs = workload.loss(model, batch, recipe)
-        with torch.autocast(loss.device.type, enabled=False):
-            gradients = list(torch.autograd.grad(loss, weights))
-            if recipe.clip_norm is not None:
-                scale = recipe.clip_norm / (get_total_norm(gradients) + 1e-6)
-                torch._foreach_mul_(gradients, scale.clamp(max=1.0))
-            with torch.no_grad():
-                averages, squares, counts = state
-                adam(weights, gradients, averages, squares, [], counts, **options)
-        return loss.detach(), outputs.detach()
-
-    compiled = torch.compile(graph, **_options(plan, workload))
-
-    def step(model: nn.Module, batch: Batch, recipe: Recipe) -> tuple[Tensor, Tensor]:
-        # Anew at each step, for loading a checkpoint makes others.
-        lists = [[optimizer.state[weight][name] for weight in weights] for name in ("exp_avg", "exp_avg_sq", "step")]
-        for tensor in (rate, *weights, *itertools.chain(*lists)):
-            torch._dynamo.mark_static_address(tensor)  # a CUDA graph then writes there, and not into a copy
-        loss, outputs = compiled(lists, model, batch, recipe=recipe)
-        return loss.clone() if plan.compile in CUDA_GRAPHS else loss, outputs  # log points read it after more replays
-
-    return step
-
-
-def compile_augment(workload: Workload, plan: Plan, device: torch.device) -> Workload:
-    """Return `workload`, under scope "step" on a GPU with its augmentation compiled: few kernels for dozens small ones.
-
-    Draws stay as they are: Dynamo takes no generator. On a CPU PyTorch's own kernels were two to four times as fast.
-    CUDA graphs are left out: their next replay would write over a batch that a step may have to be repeated with.
-    """
-    if plan.compile == "off" or plan.compile_scope != "step" or device.type == "cpu" or workload.augment is None:
-        return workload
-    return dataclasses.replace(workload, augment=torch.compile(workload.augment, backend=BACKEND))
 
 
 def remove_compile(model: nn.Module) -> None:

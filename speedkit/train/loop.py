@@ -46,7 +46,6 @@ def steps(run: "TrainingRun") -> Generator[int, None, None]:
             run.micro_batch = fallback.got
         else:
             remove_compile(run.model)
-            run.loss, run.augmenter = run.workload.loss, run.workload
         run.effective = run.effective.with_fallbacks(fallback)
         run.progress.say(f"  {fallback}")
 
@@ -74,7 +73,7 @@ def train(run: "TrainingRun") -> Generator[int, None, None]:
             with forward_context(run, part, last=len(losses) + 1 == len(parts)):
                 loss, outputs = run.loss(run.replica, part, recipe)
             loss = loss if weight is None else loss * weight
-            backward(run, loss)
+            scaler.scale(loss).backward()
             losses.append(loss.detach())
         step_loss = sum(losses[1:], losses[0])
 
@@ -117,7 +116,7 @@ def next_batch(run: "TrainingRun") -> Batch:
 def augment(run: "TrainingRun", batch: Batch, step: int) -> Batch:
     """Return `batch` as step number `step` (0-based) learns from it; each rank has draws of its own."""
     step += RANK * run.train_batches.sampler.rank
-    return augment_batch(batch, run.augmenter, run.recipe, step=step, generator=run.generator)
+    return augment_batch(batch, run.workload, run.recipe, step=step, generator=run.generator)
 
 
 def set_learning_rate(run: "TrainingRun") -> None:
@@ -187,12 +186,6 @@ def forward_context(run: "TrainingRun", part: Batch, *, last: bool) -> contextli
 def eager(run: "TrainingRun") -> contextlib.AbstractContextManager:
     """Return the context in which compiled code is not used."""
     return contextlib.nullcontext() if run.plan.compile == "off" else torch.compiler.set_stance("force_eager")
-
-
-def backward(run: "TrainingRun", loss: Tensor) -> None:
-    """Add the gradients of `loss` to those of the weights; a step in one graph has used them already."""
-    if run.plan.compile == "off" or run.plan.compile_scope != "step":
-        run.scaler.scale(loss).backward()
 
 
 def gradient_norm(run: "TrainingRun") -> Tensor:

@@ -1,4 +1,4 @@
-"""What takes memory, and what can be traded for it: recomputation, the allocator, freed memory that is kept."""
+"""What takes memory, and what can be traded for it: recomputation, and how it is handed out."""
 
 import ctypes
 import functools
@@ -25,6 +25,7 @@ KEPT_PRODUCTS = [
     getattr(torch.ops.aten, name).default
     for name in ("mm", "addmm", "convolution", "_scaled_mm", *(f"_scaled_dot_product_{kind}" for kind in ATTENTION))
 ]
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # of malloc.h
 # What RuntimeErrors say that a smaller batch cures. The libraries that multiply and convolve say that they found no
 # room for their workspace, or no algorithm that could do without.
 OUT_OF_MEMORY = re.compile(
@@ -93,28 +94,23 @@ def _allocated_bytes(function: Callable[[], Any], device: torch.device) -> list[
 
 
 def set_allocator(plan: Plan, device: torch.device) -> None:
-    """Set how CUDA's caching allocator maps memory from now on, for the whole process.
+    """Set how memory is handed out from now on, for the whole process; nothing sets it back.
 
-    "expandable" grows segments instead of adding new ones, so that batches of many sizes leave fewer holes
+    "expandable": CUDA's caching allocator grows segments instead of adding new ones, so that batches of many sizes
+    leave fewer holes
     (https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-alloc-conf).
+    "keep": glibc keeps freed memory for the next tensor instead of returning it to the system, from which each step
+    would get it back by thousands of page faults (man 3 mallopt).
     """
+    if plan.allocator == "keep":
+        c_library = ctypes.CDLL(None)
+        c_library.mallopt(M_MMAP_THRESHOLD, 32 << 20)  # the largest that it takes
+        c_library.mallopt(M_TRIM_THRESHOLD, 1 << 30)
+        c_library.mallopt(M_TOP_PAD, 64 << 20)
     if plan.allocator == "expandable" and device.type == "cuda":
         # Settings of the environment that are not named again would be reset.
         settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
         torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (settings, "expandable_segments:True"))))
-
-
-@functools.lru_cache
-def keep_freed_memory() -> None:
-    """Make glibc keep freed memory for the next tensor instead of returning it to the system (man 3 mallopt).
-
-    By default each step takes thousands of page faults to get it back, whose cost varies several times over on a
-    virtual machine. It speeds up every plan, the baseline one too, so it is no part of a plan.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)  # other C libraries have none
-    mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD: 32 MB is the largest that it takes
-    mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
-    mallopt(-2, 64 << 20)  # M_TOP_PAD
 
 
 def is_out_of_memory(error: BaseException) -> bool:

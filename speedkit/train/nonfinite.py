@@ -16,6 +16,7 @@ from torch.utils import _pytree as tree
 
 from speedkit.errors import SpeedkitError
 from speedkit.plan import Plan
+from speedkit.recipe import Recipe
 from speedkit.train.loop import augment, eager
 from speedkit.train.optimizer import restore_optimizer
 from speedkit.workload import Batch
@@ -36,10 +37,12 @@ class StepGuard:
     step: GradScaler leaves the step out and lowers the scale.
     """
 
-    def __init__(self, plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer, *, several_ranks: bool = False):
+    def __init__(
+        self, recipe: Recipe, plan: Plan, model: nn.Module, *, optimizer: torch.optim.Optimizer, several_ranks: bool
+    ):
         device = next(model.parameters()).device
         self.scaled = plan.precision == "fp16"
-        self.active = self.scaled or plan.on_nonfinite != "raise"  # else no step is ever left out
+        self.active = self.scaled or recipe.on_nonfinite != "raise"  # else no step is ever left out
         self.fused, self.optimizer, self.several_ranks = plan.fused_optimizer, optimizer, several_ranks
         self.good_steps = torch.zeros((), dtype=torch.int64, device=device)
         self.found_inf = torch.zeros((), device=device)
@@ -108,8 +111,8 @@ class Recovery:
         return sum(good) / len(good) if good else math.nan
 
     def take_snapshot(self, run: "TrainingRun") -> None:
-        """Copy all that training changes, where the plan asks for it."""
-        if run.plan.on_nonfinite == "recover":
+        """Copy all that training changes, where the recipe asks for it."""
+        if run.recipe.on_nonfinite == "recover":
             self.snapshot = {}  # freed first: there may be no room for two
             state = {"model": dict(run.model.state_dict()), "optimizer": run.optimizer.state_dict()}
             self.snapshot, self.snapshot_step = copy.deepcopy(state), run.step
@@ -133,7 +136,7 @@ class Recovery:
 
 def note_bad_step(run: "TrainingRun", loss: float, place: dict[str, Any]) -> None:
     """Add the step at `place` {step, epoch, position} to those left out; raise SpeedkitError where none may be."""
-    if run.plan.on_nonfinite == "raise":
+    if run.recipe.on_nonfinite == "raise":
         advice = "lower learning_rate, set clip_norm, or leave such steps out with on_nonfinite=skip"
         raise SpeedkitError(f"the loss of step {place['step']} is {loss}: {explain(run, place)}; {advice}")
     why = "not looked for"

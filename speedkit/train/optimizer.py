@@ -1,6 +1,6 @@
 """Optimizers whose learning rate moves without making the host wait."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -9,19 +9,17 @@ from torch.optim import Optimizer
 
 from speedkit.recipe import Recipe
 
-PLAN_OPTIONS = ("lr", "fused", "foreach", "capturable")  # of an optimizer: what a plan decides, and no checkpoint
+PLAN_OPTIONS = ("lr", "fused", "foreach")  # of an optimizer: what a plan decides, and no checkpoint
 
 
-def build_optimizer(
-    parameters: Iterable[nn.Parameter], recipe: Recipe, *, fused: bool, tensor_rate: bool = False
-) -> Optimizer:
+def build_optimizer(parameters: Iterable[nn.Parameter], recipe: Recipe, *, fused: bool) -> Optimizer:
     """Return the recipe's optimizer, fused or as PyTorch has it by default (foreach on a GPU, a loop on a CPU).
 
-    Fused, or with `tensor_rate`, its learning rate is a tensor []: no kernel and no compiled code depends on its value.
+    Fused, its learning rate is a tensor []: it moves without making the host wait.
     """
     parameters = list(parameters)
     rate: Any = recipe.learning_rate
-    if fused or tensor_rate:
+    if fused:
         rate = torch.tensor(rate, device=parameters[0].device)
     options: dict[str, Any] = {"lr": rate, "weight_decay": recipe.weight_decay, "fused": fused or None}
     if recipe.optimizer == "adamw":
@@ -34,11 +32,11 @@ def build_optimizer(
     return optimizer
 
 
-def restore_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load `state`, perhaps that of another plan; compiled code keeps the tensor that the learning rate is in."""
+def restore_optimizer(optimizer: Optimizer, state: dict[str, Any], load: Callable[..., None] | None = None) -> None:
+    """Load `state`, perhaps that of another plan, by `load` if not by its own method; the switches are of this plan."""
     group = optimizer.param_groups[0]
     options = {name: group[name] for name in PLAN_OPTIONS if name in group}
     # Before: `fused` decides on which device step counts are put. After: loading has made copies.
     state["param_groups"][0].update(options)
-    optimizer.load_state_dict(state)
+    (load or optimizer.load_state_dict)(state)
     optimizer.param_groups[0].update(options)

@@ -86,7 +86,7 @@ def plan_for_loop(
     short = f"compiling takes about {takes_s:.0f} s, and would save {saved_s:.0f} s at most"
     fusible = isinstance(optimizer, SGD | Adam | AdamW) and not optimizer.state
     fp16 = resolve(Plan(precision=plan.precision), hardware).plan.precision == "fp16"
-    graphs, step = plan.compile in CUDA_GRAPHS, plan.compile_scope == "step"
+    graphs = plan.compile in CUDA_GRAPHS
     cached = plan.cache != "off"
     unkept = own_loader.why_not_kept(loader) if cached else ""
     rules = [  # field, what it is instead, when, and why
@@ -98,7 +98,6 @@ def plan_for_loop(
         ("fused_optimizer", fused, not fusible, "SGD, Adam and AdamW have a fused form, before their first step"),
         ("compile", "default", graphs, "CUDA graphs write over gradients and outputs that your loop may keep"),
         ("compile", "off", saved_s < takes_s, short),
-        ("compile_scope", "model", step, "your loop calls loss and update: compile these there"),
     ]
     effective = EffectivePlan(plan, dataclasses.replace(plan, **kept))
     for field, value, when, why in rules:

@@ -5,6 +5,7 @@ A BatchNorm sees a rank's own share only: take torch.nn.SyncBatchNorm, which nee
 
 import atexit
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -15,14 +16,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as tree
 
 from speedkit.errors import PlanError
 from speedkit.machine import usable_cores
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
-from speedkit.train.checkpoint import get_random_state
 from speedkit.train.compile import repeated_blocks
+from speedkit.train.optimizer import restore_optimizer
 
 if TYPE_CHECKING:
     from speedkit.train.setup import TrainingRun
@@ -135,33 +135,28 @@ class Ranks:
             replica.set_requires_gradient_sync(last)
         return contextlib.nullcontext() if self.sharded or last else replica.no_sync()
 
-    def full_state(self, state: dict[str, Any]) -> dict[str, Any]:
+    def full_state(self, run: "TrainingRun", state: dict[str, Any]) -> dict[str, Any]:
         """Return the `state` of the whole run: weights unsharded (on rank 0), random states of all ranks."""
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict  # takes a second to import
 
-        def gathered(leaf: Any) -> Any:
-            if not hasattr(leaf, "full_tensor"):
-                return leaf
-            whole = leaf.full_tensor()
-            return None if self.rank else whole.cpu()  # one weight after another: together they may not fit the device
-
-        return tree.tree_map(gathered, state) | {"ranks_rng": self.all_gather(state["rng"])}
-
-    def local_state(self, run: "TrainingRun", state: dict[str, Any]) -> dict[str, Any]:
-        """Return this rank's part of the whole run's `state`; where there were fewer ranks, with new draws."""
-        rng = dict(enumerate(state.get("ranks_rng", [state["rng"]])))
-        state["rng"] = rng.get(self.rank, get_random_state(run.device))
-        if not self.sharded:
-            return state
-        from torch.distributed.tensor import distribute_tensor
-
-        def shard(weight: Any, value: Any) -> Any:
-            if not isinstance(value, Tensor) or value.shape != weight.shape:  # a count of steps, or None
-                return value
-            value = value.to(weight.device)
-            return distribute_tensor(value, weight.device_mesh, weight.placements, src_data_rank=None)
-
-        for index, (name, weight) in enumerate(run.model.named_parameters()):
-            state["model"][name] = shard(weight, state["model"][name])
-            values = state["optimizer"]["state"].get(index, {})
-            values.update({key: shard(weight, value) for key, value in values.items()})
+        state["ranks_rng"] = self.all_gather(state["rng"])
+        if self.sharded:
+            options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+            state["model"], state["optimizer"] = get_state_dict(run.model, run.optimizer, options=options)
         return state
+
+    def restore_sharded(self, run: "TrainingRun", state: dict[str, Any]) -> None:
+        """Give the model and the optimizer of `run` this rank's part of the whole run's `state`."""
+        from torch.distributed.checkpoint import state_dict as dcp
+
+        whole = dcp.StateDictOptions(full_state_dict=True)
+        dcp.set_model_state_dict(run.model, state["model"], options=whole)
+        # A run that was not sharded has numbers for the parameters, in the same order.
+        optimizer = state["optimizer"]
+        [group] = optimizer["param_groups"]
+        names = dict(zip(group["params"], (name for name, _ in run.model.named_parameters()), strict=True))
+        group["params"] = list(names.values())
+        optimizer["state"] = {names[key]: values for key, values in optimizer["state"].items()}
+        whole = dcp.StateDictOptions(full_state_dict=True, strict=False)  # a weight without gradients has no such state
+        load = functools.partial(dcp.set_optimizer_state_dict, run.model, run.optimizer, options=whole)
+        restore_optimizer(run.optimizer, optimizer, load=load)

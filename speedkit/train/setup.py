@@ -100,10 +100,9 @@ class TrainingRun:
 
         # How a step is made.
         plan = self.plan
-        self.loss = compile.compile_step(workload, self.optimizer, plan)
-        self.augmenter = compile.compile_augment(workload, plan, device)  # the workload, as batches are augmented
+        self.loss = workload.loss  # another function is put here to time it
         self.autocast, self.scaler = precision.autocast(plan, device), precision.grad_scaler(plan, device)
-        self.guard = StepGuard(plan, self.model, self.optimizer, several_ranks=ranks is not None)
+        self.guard = StepGuard(recipe, plan, self.model, optimizer=self.optimizer, several_ranks=ranks is not None)
         self.recovery = Recovery()
 
         # Data: what is missing of the cache is made. A run that never ends does not see its test set.
@@ -114,7 +113,8 @@ class TrainingRun:
             cache = None
             if plan.cache != "off":
                 cache = open_cache(workload, items, plan, device=device, cache_dir=cache_dir, progress=wanted(progress))
-            return BatchStream(workload, items, plan, seed=seed, cache=cache, **options)
+            drop_last = recipe.drop_last and seed is not None  # evaluation, in order, leaves nothing out
+            return BatchStream(workload, items, plan, seed=seed, drop_last=drop_last, cache=cache, **options)
 
         test_plan = dataclasses.replace(plan, cache="off") if endless else plan
         self.train_batches = open_stream(workload.train, plan, recipe.seed)
@@ -125,7 +125,7 @@ class TrainingRun:
         self.generator = torch.Generator(device=device)  # of augmentation
 
         # How far it goes, and what it tells.
-        last_step = recipe.total_steps(len(workload.train), plan.drop_last)
+        last_step = recipe.total_steps(len(workload.train))
         self.learning_rates = learning_rates(recipe, last_step)  # one per step
         self.rates_on_device = torch.tensor(self.learning_rates, device=device)
         self.total_steps: float = math.inf if endless else last_step
@@ -188,6 +188,8 @@ def check_recipe(recipe: Recipe, workload: Workload) -> None:
     if workload.own_loader is not None and recipe.batch_size != workload.own_loader.batch_size:
         has = f"the loader of {workload.name} makes batches of {workload.own_loader.batch_size}"
         raise PlanError(f"batch_size={recipe.batch_size}, and {has}: set it there")
+    if workload.own_loader is not None and recipe.drop_last:
+        raise PlanError(f"drop_last=True is for the loader of {workload.name}: set it there")
     for name in ("label_smoothing", "focal_gamma", "mixup"):
         if (value := getattr(recipe, name)) and name not in workload.honours:
             raise PlanError(f"{name}={value} is not applied by workload {workload.name}: leave it at 0")
@@ -197,7 +199,6 @@ def choose_auto_settings(
     workload: Workload, recipe: Recipe, effective: EffectivePlan, *, device: torch.device
 ) -> EffectivePlan:
     """Return `effective` with memory settings applied, and with a number for micro_batch=auto."""
-    memory.keep_freed_memory()
     memory.set_allocator(effective.plan, device)
     if effective.plan.micro_batch == "auto":
         search = micro_batch_for(workload, recipe, effective.plan, device=device, make_run=setup_run)
@@ -219,14 +220,9 @@ def build_learner(
     memory_format = torch.channels_last if plan.channels_last else torch.contiguous_format
     model = workload.model().to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
 
-    sgd = plan.compile_scope == "step" and recipe.optimizer == "sgd"
-    plan = dataclasses.replace(plan, compile_scope="model") if sgd else plan
     fallbacks = transform_model(model, plan, workload)  # sharding comes after it
-    if sgd:
-        fallbacks.append(Fallback("compile_scope", "step", "model", "a step in one graph is AdamW's"))
     replica = model if ranks is None else ranks.apply_data_parallel(model, recipe, plan)
-    fused, tensor_rate = plan.fused_optimizer, plan.compile_scope == "step"
-    optimizer = build_optimizer(model.parameters(), recipe, fused=fused, tensor_rate=tensor_rate)
+    optimizer = build_optimizer(model.parameters(), recipe, fused=plan.fused_optimizer)
     return model, replica, optimizer, fallbacks
 
 

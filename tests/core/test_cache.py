@@ -194,7 +194,7 @@ def test_the_fingerprint_changes_with_each_thing_that_all_entries_depend_on(work
         of(),
         of(Plan(cache_of="waveform")),
         of(Plan(cache_dtype="float16")),
-        of(Plan(decoder="librosa"), decoders=("librosa",)),
+        of(Plan(decoder="torchcodec"), decoders=("torchcodec",)),
         of(parameters={"gain": 3.0}),
         of(parameters={"data": data[0]}),
         of(parameters={"data": data[1]}),

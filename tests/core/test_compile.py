@@ -10,7 +10,7 @@ import os
 import pytest
 import torch
 from faults import limited
-from tiny import every_number_format, points
+from tiny import points
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
@@ -22,14 +22,13 @@ from speedkit.fallbacks import resolve
 from speedkit.lessons.compile_report import Compilations
 from speedkit.machine import Hardware, this_machine
 from speedkit.plan import Plan
-from speedkit.recipe import learning_rates
 from speedkit.train import compile
 from speedkit.train.compile import apply_compile, repeated_blocks
 from speedkit.train.fit import fit
 from speedkit.train.loop import steps
 from speedkit.train.setup import setup_run
 
-SCOPES = ("model", "blocks", "step")
+SCOPES = ("model", "blocks")
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 GPU = Hardware(torch.device("cuda"), 1, compute_capability=(9, 0), triton=True, compiler="gcc", python_headers=True)
 
@@ -94,72 +93,12 @@ def test_blocks_share_code_names_stay_and_a_model_without_any_is_compiled_whole(
     assert "got model: Linear has no class of blocks twice" in str(history.effective.fallbacks[-1])
 
 
-@pytest.mark.parametrize("precision", ["default", "bf16"])
-@pytest.mark.parametrize("clip_norm", [None, 0.5])
-def test_scope_step_is_one_graph_whatever_the_learning_rate_and_goes_on_from_a_checkpoint(
-    quick, tmp_path, clip_norm, precision
-):
-    workload, profile = stacked(clip_norm=clip_norm, epochs=3), Compilations()
-    assert len(set(learning_rates(workload.recipe, 9))) == 9
-    plan = Plan(compile="default", compile_scope="step", log_every=1, validate_every=4, precision=precision)
-    eager = course(workload, precision=precision)
-    stopped = contextlib.closing(setup_run(workload, plan=plan, device="cpu", progress=False, out=tmp_path))
-    with stopped as run:
-        for step in steps(run):
-            assert all(weight.grad is None for weight in run.parameters) or step % 3 == 0, (
-                "the last of an epoch is smaller"
-            )
-            if step == 4:
-                break
-    assert profile.report().graphs == 1
-    resumed = fit(workload, plan=plan, device="cpu", progress=False, out=tmp_path, resume=True)
-    assert resumed.loss == pytest.approx(eager.loss, rel=1e-2 if precision == "bf16" else 1e-4)
-    assert resumed.effective.fallbacks == ()
-
-
-@pytest.mark.parametrize(
-    ("plan", "recipe"),
-    [
-        ({"micro_batch": 8}, {}),
-        ({"on_nonfinite": "skip"}, {}),
-        ({"precision": "fp16"}, {}),
-        ({"checkpointing": "blocks"}, {}),
-        ({}, {"optimizer": "sgd", "learning_rate": 0.01}),
-    ],
-    ids=str,
-)
-def test_what_one_graph_cannot_do_compiles_the_model(quick, plan, recipe):
-    with every_number_format():
-        history = course(stacked(**recipe), compile="default", compile_scope="step", **plan)
-        eager = course(stacked(**recipe), **plan)
-    assert history.effective.plan.compile_scope == "model", history.effective.fallbacks
-    assert history.loss == pytest.approx(eager.loss, rel=1e-2 if "fp16" in str(plan) else 1e-4)
-
-
 @pytest.mark.parametrize("micro_batch", [None, 4, "auto"])
 def test_what_cuda_graphs_write_over_is_copied_before(micro_batch):
     """Gradients that are added up lie where the next replay would write: no graphs are recorded then."""
     effective = resolve(Plan(compile="reduce-overhead", micro_batch=micro_batch), GPU, batch_size=16)
     assert effective.plan.compile == ("reduce-overhead" if micro_batch is None else "default")
     assert effective.fallbacks == () or "CUDA graph" in effective.fallbacks[0].why
-
-
-def test_a_loss_that_a_replay_writes_over_is_a_copy(monkeypatch):
-    """What a graph returns lies in memory of its own; here each call is such a replay."""
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    memory, weight = torch.zeros(()), torch.nn.Parameter(torch.ones(()))
-    still = torch.optim.AdamW([weight], lr=torch.tensor(0.0))
-
-    def replayed(model, batch, recipe):
-        mean = weight * batch
-        mean.data = memory.copy_(mean.detach())
-        return mean, batch
-
-    plan = Plan(compile="reduce-overhead", compile_scope="step")
-    workload = dataclasses.replace(points(), loss=replayed)
-    loss = compile.compile_step(workload, still, plan)
-    first, second = (loss(None, torch.tensor(number), workload.recipe)[0] for number in (3.0, 5.0))
-    assert (first.item(), second.item(), float(still.state[weight]["step"])) == (3.0, 5.0, 2.0)
 
 
 def test_any_length_takes_two_graphs_and_few_lengths_one_each(quick):
@@ -199,37 +138,12 @@ def broken_backend(where):
 @pytest.mark.parametrize("where", ["forward", "backward", "running forward", "running backward"])
 def test_a_failure_to_compile_costs_nothing_but_the_speed(quick, monkeypatch, scope, where):
     eager = course(stacked()).loss
-    if scope == "step":  # the backward pass is in the same graph
-        where = where.replace("backward", "forward")
     monkeypatch.setattr(compile, "BACKEND", broken_backend(where))
     history = course(stacked(), compile="default", compile_scope=scope)
-    # The same bits, but for the learning rate of scope "step": it is a tensor, of float32.
-    assert history.loss == (pytest.approx(eager, rel=1e-4) if scope == "step" else eager)
+    assert history.loss == eager
     fallback = history.as_dict()["fallbacks"][-1]
     assert (fallback["field"], fallback["asked"], fallback["got"]) == ("compile", "default", "off")
     assert "planted" in fallback["why"] and history.as_dict()["plan_effective"]["compile"] == "off"
-
-
-def flipped(batch, generator):
-    inputs, targets = batch
-    return torch.where(torch.rand(len(inputs), 1, generator=generator) < 0.5, -inputs, inputs) * 0.5, targets
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_on_a_gpu_scope_step_compiles_augmentation_too_and_its_failure_costs_nothing(quick, monkeypatch, fails):
-    workload = dataclasses.replace(points(train=40), augment=flipped)
-    eager = course(workload).loss
-    plan, profile = Plan(compile="default", compile_scope="step", log_every=1), Compilations()
-    assert compile.compile_augment(workload, plan, torch.device("cpu")) is workload
-    with contextlib.closing(setup_run(workload, plan=plan, device="cpu", progress=False)) as run:
-        if fails:
-            monkeypatch.setattr(compile, "BACKEND", broken_backend(["forward"]))
-        run.augmenter = compile.compile_augment(workload, plan, torch.device("cuda"))
-        for _ in steps(run):
-            pass
-    assert run.history.loss == pytest.approx(eager, rel=1e-4)
-    assert profile.report().graphs > 3 or fails, "beside that of the step"
-    assert bool(run.effective.fallbacks) == fails and (run.augmenter is run.workload) == fails
 
 
 def test_an_error_of_the_users_own_is_raised(quick):

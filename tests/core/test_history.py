@@ -29,9 +29,8 @@ def lines(folder):
 
 
 def test_each_log_point_is_a_line_of_finite_numbers_and_a_call(tmp_path):
-    calls, work = [], spoiled(points(), {0}, "loss", math.nan)  # 6 steps an epoch, 12 in all
-    options = OPTIONS | {"plan": Plan(log_every=1, on_nonfinite="skip")}
-    history = fit(work, out=tmp_path, on_log=calls.append, **options)
+    calls, work = [], spoiled(points(on_nonfinite="skip"), {0}, "loss", math.nan)  # 6 steps an epoch, 12 in all
+    history = fit(work, out=tmp_path, on_log=calls.append, **OPTIONS)
     assert lines(tmp_path) == finite(calls) and [call["loss"] for call in calls[1:]] == history.loss[1:]
     assert [call["step"] for call in calls] == history.log_steps and lines(tmp_path)[0]["loss"] is None
     look, last = (call for call in calls if "test/loss" in call)

@@ -25,8 +25,9 @@ THREADS = {"workers": 2, "worker_kind": "thread"}
 LOADERS = [{}, {"workers": 2}, {"workers": 2, "persistent_workers": True, "prefetch_factor": 1}, THREADS]
 
 
-def open_stream(workload, seed=0, **plan):
-    return BatchStream(workload, workload.train, Plan(**plan), batch_size=16, seed=seed, device=CPU)
+def open_stream(workload, seed=0, drop_last=False, **plan):
+    options = {"batch_size": 16, "seed": seed, "drop_last": drop_last, "device": CPU}
+    return BatchStream(workload, workload.train, Plan(**plan), **options)
 
 
 def take(count, workload=None, **options):
@@ -45,7 +46,7 @@ def same(batches, expected):
 # Order.
 
 
-def test_each_epoch_holds_every_item_once_and_drop_last_leaves_out_the_rest_of_training_alone():
+def test_each_epoch_holds_every_item_once_and_drop_last_leaves_out_the_rest():
     workload = points(train=100)
     batches = take(14, workload)  # 6 of 16 and 1 of 4, twice
     assert [len(inputs) for inputs, _ in batches] == [16, 16, 16, 16, 16, 16, 4] * 2
@@ -54,7 +55,7 @@ def test_each_epoch_holds_every_item_once_and_drop_last_leaves_out_the_rest_of_t
     assert torch.equal(*(epoch.sort(dim=0).values for epoch in epochs))
     assert {len(inputs) for inputs, _ in take(14, workload, drop_last=True)} == {16}
     assert torch.equal(epochs[0], torch.stack([2 * load(workload.train[index], 8) for index in shuffled(100, 0, 0)]))
-    in_order = open_stream(workload, seed=None, drop_last=True)
+    in_order = open_stream(workload, seed=None)
     assert sum(len(inputs) for inputs, _ in in_order.one_epoch()) == 100 and len(in_order) == 7
 
 
@@ -180,15 +181,15 @@ def test_waveforms_are_augmented_in_training_alone_and_alike_for_any_workers_and
 
 
 def decode(item, decoder="soundfile"):
-    return load(item, 8) + (decoder == "librosa")
+    return load(item, 8) + (decoder == "torchcodec")
 
 
 def test_the_decoder_of_the_plan_reaches_the_workload_or_is_refused():
-    workload = dataclasses.replace(points(), load=decode, decoders=("librosa",))
-    (plain, _), (other, _) = take(1, workload)[0], take(1, workload, decoder="librosa", workers=1)[0]
+    workload = dataclasses.replace(points(), load=decode, decoders=("torchcodec",))
+    (plain, _), (other, _) = take(1, workload)[0], take(1, workload, decoder="torchcodec", workers=1)[0]
     assert torch.equal(plain + 2, other)
-    with pytest.raises(PlanError, match="decoder=librosa"):
-        take(1, decoder="librosa")
+    with pytest.raises(PlanError, match="decoder=torchcodec"):
+        take(1, decoder="torchcodec")
 
 
 # Clips of different lengths.

@@ -146,15 +146,16 @@ def test_the_counter_of_reads_sees_them(lively):
 
 
 @pytest.mark.parametrize(
-    "plan",
-    [{}, {"precision": "fp16", "on_nonfinite": "skip"}, {"micro_batch": 6}, {"on_nonfinite": "recover"}],
+    ("on_nonfinite", "plan"),
+    [("raise", {}), ("skip", {"precision": "fp16"}), ("raise", {"micro_batch": 6}), ("recover", {})],
     ids=str,
 )
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
-def test_the_host_reads_nothing_between_log_points(device, optimizer, plan):
-    workload = points(train=100, augment=jitter, clip_norm=1.0, optimizer=optimizer)
+def test_the_host_reads_nothing_between_log_points(device, optimizer, on_nonfinite, plan):
+    recipe = {"clip_norm": 1.0, "optimizer": optimizer, "on_nonfinite": on_nonfinite}
+    workload = points(train=100, augment=jitter, **recipe)
     workload = dataclasses.replace(workload, model=lambda: nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)))
     cache = "ram" if device == "cpu" else "device"
     assert reads_between_log_points(workload, device=device, cache=cache, fused_optimizer=True, **plan) == 0
@@ -170,6 +171,8 @@ def test_weights_that_are_not_finite_never_replace_a_good_checkpoint(tmp_path):
     state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     assert state["step"] == 6
     assert all(weight.isfinite().all() for weight in state["model"].values())
+    patient = dataclasses.replace(workload.recipe, on_nonfinite="skip")
+    assert fit(workload, patient, device="cpu", progress=False, out=tmp_path, resume=True).resumed_from == 6
 
 
 def test_progress_is_a_bar_on_a_terminal_and_nothing_where_it_is_off(monkeypatch, capfd):

@@ -37,7 +37,7 @@ def test_what_is_missing_is_named():
     assert "the device is Tesla T4" in T4.why_not("bf16") and "triton" in replace(H100, triton=False).why_not("compile")
     assert "C compiler" in replace(H100, compiler="").why_not("compile")
     assert "python3-dev" in replace(CPU, python_headers=False).why_not("compile")
-    assert "needs the package librosa" in CPU.why_not("librosa")
+    assert "needs the package torchcodec" in CPU.why_not("torchcodec")
 
 
 def test_a_gpu_is_named_with_how_to_choose_another_and_a_small_one_with_how_to_make_room():

@@ -21,8 +21,6 @@ from speedkit.train.loop import steps
 from speedkit.train.setup import setup_run
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-SKIP = {"on_nonfinite": "skip", "fused_optimizer": True}
-RECOVER = {"on_nonfinite": "recover", "log_every": 5}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -81,9 +79,10 @@ def changed(before, now):
 )
 def test_a_bad_step_leaves_nothing_behind(device, fused, optimizer, where, value, micro_batch, at, monkeypatch):
     monkeypatch.setattr(nonfinite, "EXPLAINED", 0)  # looking for a cause calls the loss again, which counts its calls
-    workload = dataclasses.replace(points(optimizer=optimizer, epochs=None, steps=8, clip_norm=1.0), model=normed)
+    recipe = {"optimizer": optimizer, "epochs": None, "steps": 8, "clip_norm": 1.0, "on_nonfinite": "skip"}
+    workload = dataclasses.replace(points(**recipe), model=normed)
     bad = {call // (4 if micro_batch else 1) for call in at}
-    plan = Plan(fused_optimizer=fused, on_nonfinite="skip", micro_batch=micro_batch, log_every=3)
+    plan = Plan(fused_optimizer=fused, micro_batch=micro_batch, log_every=3)
     workload = spoiled(workload, at, where, value)
     with contextlib.closing(setup_run(workload, plan=plan, device=device, progress=False)) as run:
         before = everything(run)
@@ -127,12 +126,13 @@ class Power(nn.Module):
 
 def test_samples_that_are_not_finite_are_named_and_looking_for_them_changes_nothing(monkeypatch):
     workload = with_bad_items(points(augment=jitter, dropout=0.5), "17", "40")
-    history = fit(workload, plan=Plan(on_nonfinite="skip"), device="cpu", progress=False)
+    skipping = dataclasses.replace(workload.recipe, on_nonfinite="skip")
+    history = fit(workload, skipping, device="cpu", progress=False)
     skipped = history.skipped[0]
     assert "the batch itself is not finite first for" in skipped["why"]
     assert {"17", "40"} & set(skipped["why"].replace(",", "").split())
     monkeypatch.setattr(nonfinite, "EXPLAINED", 0)
-    assert outcome(history) == outcome(fit(workload, plan=Plan(on_nonfinite="skip"), device="cpu", progress=False))
+    assert outcome(history) == outcome(fit(workload, skipping, device="cpu", progress=False))
     with pytest.raises(SpeedkitError, match=f"step {skipped['step']} is nan: {skipped['why']}"):
         fit(workload, device="cpu", progress=False)
 
@@ -145,8 +145,9 @@ def test_samples_that_are_not_finite_are_named_and_looking_for_them_changes_noth
     ],
 )
 def test_the_module_where_it_begins_is_named(layers, where):
-    workload = dataclasses.replace(points(epochs=None, steps=3), model=lambda: nn.Sequential(*layers))
-    history = fit(workload, plan=Plan(log_every=1, on_nonfinite="skip"), device="cpu", progress=False)
+    recipe = {"epochs": None, "steps": 3, "on_nonfinite": "skip"}
+    workload = dataclasses.replace(points(**recipe), model=lambda: nn.Sequential(*layers))
+    history = fit(workload, plan=Plan(log_every=1), device="cpu", progress=False)
     assert where in history.skipped[0]["why"]
 
 
@@ -155,8 +156,9 @@ def test_the_module_where_it_begins_is_named(layers, where):
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
 def test_weights_that_became_nan_are_replaced_by_the_last_good_ones(fused):
-    workload = dataclasses.replace(points(epochs=None, steps=40, optimizer="sgd"), model=normed)
-    plan, states = Plan(fused_optimizer=fused, **RECOVER), {}
+    recipe = {"epochs": None, "steps": 40, "optimizer": "sgd", "on_nonfinite": "recover"}
+    workload = dataclasses.replace(points(**recipe), model=normed)
+    plan, states = Plan(fused_optimizer=fused, log_every=5), {}
     with contextlib.closing(setup_run(workload, plan=plan, device="cpu", progress=False)) as run:
         for step in steps(run):
             states[step] = everything(run)
@@ -175,16 +177,17 @@ def test_weights_that_became_nan_are_replaced_by_the_last_good_ones(fused):
 
 
 @pytest.mark.parametrize(
-    ("plan", "options", "bad", "says"),
+    ("mode", "options", "bad", "says"),
     [
-        (SKIP | {"log_every": 3}, {}, range(2, 100), r"7 steps in a row are not finite, step 3 first: .*=recover goes"),
-        (RECOVER, {"optimizer": "sgd", "learning_rate": 1e30}, (), r"steps in a row are not finite.*after 3 recov"),
+        ("skip", {}, range(2, 100), r"8 steps in a row are not finite, step 3 first: .*=recover goes"),
+        ("recover", {"optimizer": "sgd", "learning_rate": 1e30}, (), r"steps in a row are not finite.*after 3 recov"),
     ],
 )
-def test_what_neither_skipping_nor_going_back_cures_ends_the_run(plan, options, bad, says):
-    workload = spoiled(points(epochs=None, steps=60, schedule="constant", **options), set(bad), "loss")
+def test_what_neither_skipping_nor_going_back_cures_ends_the_run(mode, options, bad, says):
+    options = {"epochs": None, "steps": 60, "schedule": "constant", "on_nonfinite": mode} | options
+    workload, plan = spoiled(points(**options), set(bad), "loss"), Plan(fused_optimizer=mode == "skip", log_every=5)
     with pytest.raises(SpeedkitError, match=says):
-        fit(workload, plan=Plan(**plan), device="cpu", progress=False)
+        fit(workload, plan=plan, device="cpu", progress=False)
 
 
 # Out of memory.

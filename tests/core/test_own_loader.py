@@ -196,7 +196,7 @@ def test_every_plan_learns_from_the_same_batches_and_a_resumed_run_goes_on_with_
 
 def test_what_a_loader_cannot_do_falls_back_with_its_reason_and_its_own_settings_stay():
     own = course(mine(loader(num_workers=1, drop_last=True, batch_size=12)))
-    assert (own.effective.plan.workers, own.effective.plan.drop_last, own.effective.fallbacks) == (1, True, ())
+    assert (own.effective.plan.workers, own.effective.fallbacks) == (1, ())
     assert own.recipe.batch_size == 12 and own.steps == 9
     recipe = Recipe(epochs=None, steps=6)
     asked = {"workers": 2, "cache": "ram"}
@@ -209,12 +209,15 @@ def test_what_a_loader_cannot_do_falls_back_with_its_reason_and_its_own_settings
         assert reasons.keys() == asked.keys() and why in reasons["workers"] and "no items" in reasons["cache"]
     with pytest.raises(PlanError, match="the loader of yours makes batches of 10: set it there"):
         course(mine(), Recipe(batch_size=5))
+    with pytest.raises(PlanError, match="drop_last=True is for the loader of yours"):
+        course(mine(), Recipe(batch_size=10, drop_last=True))
 
 
 def test_a_sample_that_is_not_finite_is_found():
     bad = [(inputs * torch.nan if index == 7 else inputs, target) for index, (inputs, target) in enumerate(POINTS)]
     make, in_pairs = [torch.utils.data.default_collate(bad[i : i + 10]) for i in range(0, 40, 10)], "unsplittable"
-    history = course(mine(make, functools.partial(step, form=in_pairs)), plan={"on_nonfinite": "skip"})
+    recipe = Recipe(on_nonfinite="skip", epochs=3)
+    history = course(mine(make, functools.partial(step, form=in_pairs), recipe=recipe))
     assert history.skipped[0]["why"] == "the batch itself is not finite first for sample 7" and history.steps == 9
 
 

@@ -64,8 +64,8 @@ def test_a_share_of_an_epoch_says_when_to_evaluate(share, steps, tmp_path):
 
 
 def test_recipe_counts_its_steps():
-    assert Recipe(epochs=3, batch_size=32).total_steps(100, drop_last=False) == 12
-    assert Recipe(epochs=3, batch_size=32).total_steps(100, drop_last=True) == 9
+    assert Recipe(epochs=3, batch_size=32).total_steps(100) == 12
+    assert Recipe(epochs=3, batch_size=32, drop_last=True).total_steps(100) == 9
     assert steps_per_epoch(5, 32, drop_last=True) == 1  # a set smaller than a batch is one small batch
 
 
@@ -104,7 +104,6 @@ NOISY = {"workload": dataclasses.replace(DATA, augment_waveform=lambda waveform,
 GRAPHS = {"compile": "reduce-overhead"}
 NO_GRAPHS = {"compile": "default"}
 MANY = dataclasses.replace(GPU, gpu_count=8)
-STEP = {"ranks": 2, "compile_scope": "step"}
 SHARDED = {"ranks": 2, "strategy": "fsdp", "compile": "default", "channels_last": True, "precision": "fp8"}
 # What is asked, on what, with what else known: what comes instead, and words of the reason.
 FALLBACKS = [
@@ -118,11 +117,14 @@ FALLBACKS = [
     ({"attention": "varlen"}, GPU, {}, {"attention": "auto"}, "varlen takes 16 bits"),
     ({"attention": "varlen", "precision": "bf16"}, GPU, {}, {}, ""),
     ({"allocator": "expandable", "prefetch": True}, CPU, {}, {"allocator": "default", "prefetch": False}, "CUDA GPU"),
+    ({"allocator": "keep"}, CPU, {}, {"allocator": "default"}, "needs glibc"),
+    ({"allocator": "keep"}, dataclasses.replace(CPU, mallopt=True), {}, {}, ""),
+    ({"decoder": "torchcodec"}, CPU, {}, {"decoder": "soundfile"}, "FFmpeg's libraries"),
     ({"prefetch": True}, GPU, {}, {"pin_memory": True}, "page-locked"),
     ({"cache": "device", "workers": 2}, CPU, {}, {"cache": "ram", "workers": 0}, "memory is the RAM"),
     ({"cache": "ram", "features_on": "device"}, GPU, {}, {"features_on": "cpu"}, "holds features"),
     # The data.
-    ({"cache": "ram", "shards": True}, CPU, SLICES, {"cache": "off", "shards": False}, "slices"),
+    ({"cache": "ram"}, CPU, SLICES, {"cache": "off"}, "slices"),
     ({"bucket": True}, CPU, {"workload": DATA}, {"bucket": False}, "nothing is padded"),
     ({"features_on": "device"}, CPU, RAGGED, {"features_on": "cpu"}, "lengths differ"),
     ({"cache": "ram", "cache_of": "waveform"}, CPU, RAGGED, {"cache_of": "features"}, "lengths"),
@@ -137,7 +139,7 @@ FALLBACKS = [
     (GRAPHS | {"micro_batch": "auto"}, GPU, {}, NO_GRAPHS, "CUDA graph's replay"),
     (GRAPHS | {"micro_batch": 32}, GPU, {"batch_size": 32}, {}, ""),
     # Several ranks.
-    (GRAPHS | STEP, MANY, {}, {"compile": "default", "compile_scope": "model"}, "where ddp does not look"),
+    (GRAPHS | {"ranks": 2}, MANY, {}, NO_GRAPHS, "where ddp does not look"),
     (SHARDED, MANY, {}, {"compile": "off", "channels_last": False, "precision": "bf16"}, "fsdp ranks"),
 ]
 

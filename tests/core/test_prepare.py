@@ -115,7 +115,7 @@ def test_each_field_has_its_effect_on_the_same_model_and_optimizer():
     model, optimizer, loader = parts(batch_size=16)
     weights = list(model.parameters())
     fields = {"precision": "bf16", "channels_last": True, "attention": "math", "fused_optimizer": True, "workers": 2}
-    prepared = prepare(Plan(**fields, drop_last=True), model, optimizer, loader)
+    prepared = prepare(Plan(**fields), model, optimizer, loader)
     assert prepared[0] is model and prepared[1] is optimizer and all(map(operator.is_, model.parameters(), weights))
     inside = []
     model.body[1].conv.register_forward_hook(lambda *call: inside.extend((call[2].dtype, call[2].is_contiguous())))
@@ -123,7 +123,7 @@ def test_each_field_has_its_effect_on_the_same_model_and_optimizer():
     inputs, _ = next(iter(prepared[2]))
     assert model(inputs).dtype == torch.float32
     assert inside == [torch.bfloat16, False, [torch.nn.attention.SDPBackend.MATH]]
-    assert optimizer.param_groups[0]["fused"] and (len(prepared[2]), prepared[2].num_workers) == (2, 2)
+    assert optimizer.param_groups[0]["fused"] and (len(prepared[2]), prepared[2].num_workers) == (3, 2)
     Net().load_state_dict(model.state_dict())
     average = copy.deepcopy(model).requires_grad_(False)  # a copy computes with weights of its own
     average.head.weight.zero_(), average.head.bias.zero_()
@@ -147,13 +147,13 @@ def test_a_fused_optimizer_can_leave_out_its_first_step(make):
     assert all(loss < 10 for loss in train(model, optimizer, [data()[:8]], epochs=5))
 
 
-@pytest.mark.parametrize("scope", ["model", "blocks", "step"])
+@pytest.mark.parametrize("scope", ["model", "blocks"])
 def test_compiled_code_learns_the_same(scope, monkeypatch):
     graphs, plan = [], {"precision": "bf16", "attention": "math", "checkpointing": "blocks"}
     monkeypatch.setattr(compile, "BACKEND", lambda graph, inputs: graphs.append(graph) or graph.forward)
     prepared = prepare(Plan(compile="default", compile_scope=scope, **plan), *parts(batch_size=16))  # 16, 16, 8
     losses = train(*prepared)
-    assert graphs and fallbacks(prepared) == ({"compile_scope"} if scope == "step" else set())
+    assert graphs and fallbacks(prepared) == set()
     assert losses == pytest.approx(train(*prepare(Plan(**plan), *parts(batch_size=16))), rel=1e-5)
 
 
@@ -247,7 +247,7 @@ def test_a_data_loader_with_batches_of_its_own_stays_as_it_is_for_one_reason(cap
     assert "compiling takes about 45 s, and would save 2 s" in reasons["compile"]
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith(f"prepare: {len(reasons)} fields of the plan do not apply here (") and "compile" in line
-    prepare(Plan(workers=2, drop_last=True, cache="ram"), *parts()[:2], shard, verbose=True)
+    prepare(Plan(workers=2, prefetch_factor=3, cache="ram"), *parts()[:2], shard, verbose=True)
     assert capsys.readouterr().out.count("a DataLoaderShard makes its batches in its own way") == 3
 
 

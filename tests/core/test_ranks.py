@@ -95,8 +95,8 @@ CASES = [
     ("points", {"train": 97, "test": 39}, {"clip_norm": 0.5}, {"micro_batch": 3, "fused_optimizer": True}),
     ("counted", {"train": 89}, {"clip_norm": 0.5, "optimizer": "sgd"}, {"micro_batch": 3, "strategy": "fsdp"}),
     ("faulty", {"bad": (1, 30), "train": 90}, {}, {"strategy": "fsdp", "micro_batch": 2}),
-    ("faulty", {"infinite": (11,), "train": 90}, {}, {"on_nonfinite": "skip", "fused_optimizer": True}),
-    ("faulty", {"infinite": (11,), "train": 90}, {}, {"on_nonfinite": "skip", "strategy": "fsdp"}),
+    ("faulty", {"infinite": (11,), "train": 90}, {"on_nonfinite": "skip"}, {"fused_optimizer": True}),
+    ("faulty", {"infinite": (11,), "train": 90}, {"on_nonfinite": "skip"}, {"strategy": "fsdp"}),
 ]
 
 

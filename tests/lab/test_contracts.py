@@ -14,18 +14,21 @@ from tiny import every_number_format, jitter, outcome, points
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from speedkit.config import settings_of
 from speedkit.data.loader import BatchStream
 from speedkit.errors import Interrupted, UsageError
+from speedkit.fallbacks import resolve
 from speedkit.lab.workloads import load_workload
 from speedkit.machine import this_machine
+from speedkit.measure.quality import mean_difference, same_losses
 from speedkit.own_workload import from_dataset
 from speedkit.plan import Plan
+from speedkit.train import compile
 from speedkit.train.fit import fit
 from speedkit.train.loop import steps
 from speedkit.train.setup import setup_run
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-OF_FILES = ("audio", "image", "speech")
 
 
 @pytest.fixture(autouse=True)
@@ -54,8 +57,8 @@ def short(workload):
     return dataclasses.replace(workload, recipe=recipe, train=workload.train[:10], test=workload.test[:5])
 
 
-def train(workload, out=None, resume=False, **plan):
-    return fit(workload, plan=Plan(**plan), device="cpu", progress=False, out=out, resume=resume)
+def train(workload, out=None, resume=False, recipe=None, **plan):
+    return fit(workload, recipe, Plan(**plan), device="cpu", progress=False, out=out, resume=resume)
 
 
 @pytest.fixture(scope="module")
@@ -63,30 +66,97 @@ def plain(short):
     return train(short, log_every=1)
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        {"workers": 2, "persistent_workers": True},
-        {"workers": 2, "worker_kind": "thread"},
-        {"cache": "disk"},
-        {"cache": "ram"},
-        {"shards": True},
-        {"on_nonfinite": "recover"},
-        {"log_every": 4, "validate_every": 5},
-    ],
-    ids=str,
-)
-def test_plans_that_only_move_data_or_read_it_give_bit_identical_training(short, plain, plan):
-    if "shards" in plan and short.name not in OF_FILES:
-        pytest.skip("its samples are no files")
-    history = train(short, **{"log_every": 1} | plan)
-    assert outcome(history) == outcome(plain)
-    if "log_every" in plan:  # each is the mean of the steps since the one before; the last of an epoch has one
-        bounds = itertools.pairwise([0, *history.log_steps])
-        expected = [sum(plain.loss[begin:end]) / (end - begin) for begin, end in bounds]
-        assert history.log_steps == [4, 5, 6] and history.loss == pytest.approx(expected)
+PROMISES = {
+    "Same bits.": "bit-equal",
+    "Same losses within another seed's.": "loss-equal",
+    "Other batches of the same items.": "order-equal",
+}
+CACHED, LOADED = {"cache": "ram"}, {"workers": 2}
+# Field, another value, what is set beside both values, and the workloads that it is tried with.
+FIELDS = [
+    ("micro_batch", 3, {}, "text"),
+    ("precision", "bf16", {}, "image"),
+    ("compile", "default", {}, "points"),
+    ("compile_scope", "blocks", {"compile": "default"}, "text"),
+    ("channels_last", True, {}, "image"),
+    ("cudnn_benchmark", True, {}, "image"),
+    ("attention", "math", {}, "text"),
+    ("checkpointing", "blocks", {}, "audio speech"),
+    ("checkpointing", "selective", {}, "text"),
+    ("fused_optimizer", True, {}, "points"),
+    ("cache", "disk", {}, "points image"),
+    ("cache", "ram", {}, "points yours audio image speech"),
+    ("cache_of", "waveform", CACHED, "audio"),
+    ("cache_dtype", "float16", CACHED, "speech"),
+    ("decoder", "torchcodec", {}, "audio"),
+    ("features_on", "device", {}, "audio"),
+    ("workers", 2, {}, "points yours audio image speech text"),
+    ("worker_kind", "thread", LOADED, "points"),
+    ("persistent_workers", True, LOADED, "points image"),
+    ("prefetch_factor", 1, LOADED, "yours audio"),
+    ("pin_memory", True, {}, "points"),
+    ("prefetch", True, {}, "points"),
+    ("bucket", True, {}, "speech"),
+    ("log_every", 4, {}, "points"),
+    ("validate_every", 5, {}, "points text"),
+    ("allocator", "expandable", {}, "points"),
+    ("allocator", "keep", {}, "points"),
+]
+CASES = [(name, *field) for *field, names in FIELDS for name in names.split()]
+OF_SOME_MACHINES = {  # what a CPU cannot honour, or only one with more libraries
+    "cudnn_benchmark": "CUDA GPU",
+    "decoder": "FFmpeg",
+    "pin_memory": "CUDA GPU",
+    "prefetch": "CUDA GPU",
+    "allocator": "needs",
+}
+
+
+@pytest.fixture(scope="module")
+def noise(short, plain):
+    """The mean difference that another seed makes of the losses."""
+    other_seed = dataclasses.replace(short.recipe, seed=short.recipe.seed + 1)
+    return mean_difference(train(short, recipe=other_seed, log_every=1).loss, plain.loss)
+
+
+@pytest.mark.parametrize(("workload", "field", "value", "given"), CASES, indirect=["workload"], ids=str)
+def test_a_field_takes_effect_and_keeps_its_promise(short, plain, noise, field, value, given, monkeypatch):
+    monkeypatch.setattr(compile, "BACKEND", "aot_eager")  # which generates no code
+    before = train(short, log_every=1, **given) if given else plain
+    after = train(short, **{"log_every": 1} | given | {field: value})
+    changed = vars(after.effective.plan).items() - vars(before.effective.plan).items()
+    if not changed:
+        [why] = [fallback.why for fallback in after.effective.fallbacks if fallback.field == field]
+        assert OF_SOME_MACHINES[field] in why
     else:
-        assert history.loss == plain.loss
+        assert changed == {(field, value)}
+    promise = next(PROMISES[words] for words in PROMISES if settings_of(Plan)[field].help.endswith(words))
+    if field == "log_every":
+        assert after.loss == pytest.approx(means(before.loss, after.log_steps))
+    else:
+        kept = same_losses(promise if changed else "bit-equal", after.loss, before.loss, noise=noise)
+        assert kept.passed, kept.words
+    if promise == "bit-equal":
+        assert outcome(after) == outcome(before)
+
+
+def means(losses, log_steps):
+    """The mean of the steps since the log point before, for each; the last of an epoch may have fewer steps."""
+    bounds = itertools.pairwise([0, *log_steps])
+    return [sum(losses[begin:end]) / (end - begin) for begin, end in bounds]
+
+
+def test_every_field_is_in_the_table_or_held_by_the_tests_of_ranks():
+    assert {field for field, *_ in FIELDS} | {"ranks", "strategy"} == set(settings_of(Plan))
+    for field in ("ranks", "strategy"):
+        assert settings_of(Plan)[field].help.endswith("Same losses within another seed's.")
+    both = Plan(ranks=2, strategy="fsdp")
+    assert resolve(both, this_machine("cpu")).plan == both
+
+
+def test_a_guard_that_finds_only_good_steps_changes_nothing(short, plain):
+    history = train(short, recipe=dataclasses.replace(short.recipe, on_nonfinite="recover"), log_every=1)
+    assert outcome(history) == outcome(plain) and history.loss == plain.loss
 
 
 @pytest.mark.parametrize("micro_batch", [1, 3])

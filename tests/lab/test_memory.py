@@ -1,4 +1,4 @@
-"""What takes memory: activations counted and recomputed, the allocator, snapshots; freed memory kept."""
+"""What takes memory: activations counted and recomputed, and how memory is handed out."""
 
 import copy
 import subprocess
@@ -12,6 +12,7 @@ from speedkit.lab.workloads.audio import AudioNet
 from speedkit.lab.workloads.image import ImageNet
 from speedkit.lab.workloads.speech import SpeechNet
 from speedkit.lab.workloads.text import TextNet
+from speedkit.machine import this_machine
 from speedkit.plan import Plan
 from speedkit.train import memory
 from speedkit.train.compile import apply_compile
@@ -20,7 +21,8 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 CODE = """
 import ctypes, resource, torch
-from speedkit.train.memory import keep_freed_memory
+from speedkit.plan import Plan
+from speedkit.train.memory import set_allocator
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -32,13 +34,13 @@ def faults():
 # glibc starts with this threshold and may raise it by itself, or not, by what happens to lie at the end of the heap.
 ctypes.CDLL(None).mallopt(-3, 128 << 10)
 before = faults()
-keep_freed_memory()
+set_allocator(Plan(allocator="keep"), torch.device("cpu"))
 faults()
 assert before > 1000 and faults() < before / 10
 """
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="mallopt is glibc's")
+@pytest.mark.skipif(not this_machine("cpu").supports("mallopt"), reason="mallopt is glibc's")
 def test_tensors_take_no_page_faults_once_freed_memory_is_kept():
     subprocess.run([sys.executable, "-c", CODE], check=True)
 

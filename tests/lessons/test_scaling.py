@@ -41,8 +41,8 @@ def test_two_ranks_measure_together_and_write_raw_seconds(tmp_path):
     assert all(seconds > 0 for row in result["all_reduce"] for seconds in row["seconds"])
 
     # The losses are those of one process with the batches of both ranks.
-    plan = Plan(fused_optimizer=True, drop_last=True)
-    with contextlib.closing(setup_run(points(batch_size=16, **WIDE), plan=plan, device="cpu", endless=True)) as one:
+    plan, work = Plan(fused_optimizer=True), points(batch_size=16, drop_last=True, **WIDE)
+    with contextlib.closing(setup_run(work, plan=plan, device="cpu", endless=True)) as one:
         expected = [float(one.last_loss) for _ in itertools.islice(steps(one), 4)]
     assert result["losses"] == pytest.approx(expected, rel=1e-5)
 

@@ -54,7 +54,7 @@ def audio(
         score=right_class,
         augment=augment,
         honours=("label_smoothing", "mixup"),
-        decoders=("torchcodec", "librosa"),
+        decoders=("torchcodec",),
         # Two standard errors of an accuracy of 0.9 on the generated test files.
         margin=0.02 if data_dir or options.get("labels") else 0.03,
         parameters={**frame, "bands": BANDS, "num_samples": num_samples},

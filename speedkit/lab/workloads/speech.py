@@ -67,7 +67,7 @@ def speech(
         metric="masked-frame accuracy",
         augment=augment,
         length=functools.partial(frames, **timing),
-        decoders=("torchcodec", "librosa"),
+        decoders=("torchcodec",),
         count=lambda batch: masked(batch).sum(),  # on the device
         parameters=spectrogram,
         sources=(decode.load_audio, log_mel),
