@@ -1,8 +1,8 @@
 """The errors a user can cause or must know of. Each carries one sentence: what, where, what to do."""
 
 # The extra of pyproject.toml that brings each package which the light core leaves out.
-EXTRAS = dict.fromkeys(("torchaudio", "soundfile", "torchcodec", "librosa"), "audio")
-EXTRAS |= {"torchvision": "image", "webdataset": "shards", "torchao": "deploy", "distributed": "cluster"}
+EXTRAS = dict.fromkeys(("torchaudio", "soundfile", "torchcodec"), "audio")
+EXTRAS |= {"torchvision": "image", "webdataset": "tars", "torchao": "int8", "distributed": "cluster"}
 EXTRAS |= dict.fromkeys(("matplotlib", "IPython", "nbformat", "nbclient", "papermill"), "notebooks")
 
 
