@@ -75,10 +75,10 @@ $(STAMP):
 	  echo "set-up: making .venv with $$("$$found" --version)"; rm -rf .venv; "$$found" -m venv .venv; \
 	fi; \
 	rm -f .venv/.installed-*; \
-	echo "set-up: installing packages at their locked versions: about SIZE GB, a few minutes"; \
+	echo "set-up: installing packages at their locked versions: 5.6 GB, about five minutes"; \
 	if ! command -v nvidia-smi >/dev/null && ! ls -d .venv/lib/python3*/site-packages/torch 2>/dev/null | grep -q .; then \
-	  echo "set-up: no NVIDIA GPU was found. Most of the size is CUDA, which PyTorch's CPU builds do without:" \
-	    "docs/install.md shows how to take them"; \
+	  echo "set-up: no NVIDIA GPU was found. Most of the size is CUDA, which PyTorch's CPU builds do without: see" \
+	    "docs/install.md and https://pytorch.org/get-started/locally/"; \
 	fi; \
 	$(call install,$(EXTRAS))
 
