@@ -6,8 +6,13 @@ BIN := .venv/bin
 SPEEDKIT ?= $(BIN)/speedkit
 UV ?= $(shell command -v uv)
 
-# A set-up is finished when this file is there: its name changes with what is to be installed and where.
-STAMP := .venv/.installed-$(shell { pwd; cat requirements.lock pyproject.toml; } | cksum | cut -d' ' -f1)
+# What the two commands need, and the rest: extras of pyproject.toml.
+EXTRAS := audio,image,tars,int8,notebooks,test
+MORE := cluster,peers
+
+# A set-up is finished when its file is there, whose name changes with what is to be installed and where.
+SUM := $(shell { pwd; cat requirements.lock pyproject.toml; } | cksum | cut -d' ' -f1)
+STAMP := .venv/.installed-$(SUM)
 
 # A value that holds a regular expression must reach speedkit as it was typed: $(value) keeps make from reading its `$`,
 # the quotes keep the shell from reading the rest, and nothing passes it on through the environment.
@@ -39,22 +44,24 @@ STORY := $(foreach number,00 01 12 21 90 99,$(wildcard notebooks/$(number)_*.ipy
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 SMOKE := SPEEDKIT_SCALE=smoke $(PYTEST) --nbval-lax --nbval-current-env --nbval-cell-timeout 180
 
-.PHONY: help setup tune test test-all bench lint lab lock system clean
+.PHONY: help setup setup-all setup-cluster setup-peers tune test test-all bench lint lab lock system clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/make \1\t\2/p' Makefile | expand -t 20
 	@echo 'tune takes WORKLOAD=audio DATA=folder LABEL_PATTERN=regex TEST_PATTERN=regex LABELS=csv BUDGET=8m OUT=folder ARGS="..."'
 
-setup: $(STAMP)  ## make or reuse .venv, with every package at its locked version
+setup: $(STAMP)  ## make or reuse .venv, with what tune and test need at its locked versions
+
+setup-all: .venv/.installed-$(MORE)-$(SUM)  ## add what test-all and the benchmarks need: a Dask cluster, other libraries
+
+setup-cluster setup-peers: setup-%: .venv/.installed-%-$(SUM)
 
 # Prints the interpreter itself, also when an environment of its own is active, if it is of use here.
 fits = import sys, venv, ensurepip; (3, 11) <= sys.version_info[:2] <= (3, 14) or sys.exit(1); print(sys._base_executable)
 
 # Without a PYTHON of the user's own, the first Python that fits is taken. An environment that is half made, or that was
-# made in another folder, is made anew; a package whose installation was cut short (pip writes INSTALLER last) is
-# forgotten, so that it is installed again. uv, where there is one, installs the same in less time; where it fails, for it
-# does not read pip's settings, pip goes on.
+# made in another folder, is made anew.
 $(STAMP):
 	@set -e; found=; \
 	for python in $(if $(filter file,$(origin PYTHON)),$(PYTHON) python3.13 python3.12 python3.11 python3.14,"$(PYTHON)"); do \
@@ -68,19 +75,38 @@ $(STAMP):
 	  echo "set-up: making .venv with $$("$$found" --version)"; rm -rf .venv; "$$found" -m venv .venv; \
 	fi; \
 	rm -f .venv/.installed-*; \
-	for package in .venv/lib/python3*/site-packages/*.dist-info; do \
+	echo "set-up: installing packages at their locked versions: 5.6 GB, about five minutes"; \
+	if ! command -v nvidia-smi >/dev/null && ! ls -d .venv/lib/python3*/site-packages/torch 2>/dev/null | grep -q .; then \
+	  echo "set-up: no NVIDIA GPU was found. Most of the size is CUDA, which PyTorch's CPU builds do without: see" \
+	    "docs/install.md and https://pytorch.org/get-started/locally/"; \
+	fi; \
+	$(call install,$(EXTRAS))
+
+.venv/.installed-%-$(SUM): $(STAMP)
+	@set -e; echo "set-up: adding $*"; \
+	$(call install,$*)
+
+# The package with these extras, at the locked versions, which are pip's constraints: no more is installed than these
+# extras need, and a torch that is there and fits, such as a CPU build, stays. A package whose installation was cut short
+# (pip writes INSTALLER last) is forgotten, so that it is installed again. uv, where there is one, does the same in less
+# time; where it fails, for it does not read pip's settings, pip goes on.
+define install
+for package in .venv/lib/python3*/site-packages/*.dist-info; do \
 	  if [ ! -e "$$package/INSTALLER" ]; then rm -rf "$$package"; fi; \
 	done; \
-	echo "set-up: installing the locked packages: about 6 GB, a few minutes"; \
 	uv="$(UV) pip install --quiet --compile-bytecode --python $(BIN)/python"; \
 	pip="$(BIN)/python -m pip install -qq --disable-pip-version-check --no-input"; \
-	locked() { $$1 -r requirements.lock && $$1 --no-deps --no-build-isolation -e .; }; \
+	locked() { \
+	  $$1 -c requirements.lock hatchling editables && \
+	  $$1 -c requirements.lock --no-build-isolation -e ".[$(1)]"; \
+	}; \
 	if [ -z "$(UV)" ] || ! locked "$$uv"; then \
 	  locked "$$pip" || { echo "set-up: not finished; run make again to go on from here" >&2; exit 1; }; \
 	fi; \
 	touch $@; echo "set-up: done"
+endef
 
-tune: setup  ## tune the table of optimizations: the report, the notebook and the winning plan appear in runs/
+tune: setup  ## try every optimization; the report, the notebook and the winning plan appear in runs/
 	@$(SPEEDKIT) tune $(call quoted,WORKLOAD) \
 	  --out $(if $(value OUT),$(call quoted,OUT),"runs/$$(date +%Y%m%d-%H%M%S)") \
 	  $(call option,DATA,--data-dir) $(call option,LABELS,--labels) \
@@ -91,7 +117,7 @@ test: lint  ## check the code, run the quick tests, then the six notebooks that 
 	$(PYTEST) -m "not slow" $(ARGS)
 	$(SMOKE) $(STORY)
 
-test-all: test  ## all of that, then the long tests (faults, ranks, browser) and all other notebooks
+test-all: test setup-all  ## all of that, then the long tests (faults, ranks, browser) and all other notebooks
 	$(BIN)/python -m pytest -m slow $(ARGS)
 	$(SMOKE) $(filter-out $(STORY),$(wildcard notebooks/*.ipynb))
 

@@ -2,7 +2,7 @@
 
 # The extra of pyproject.toml that brings each package which the light core leaves out.
 EXTRAS = dict.fromkeys(("torchaudio", "soundfile", "torchcodec"), "audio")
-EXTRAS |= {"torchvision": "image", "webdataset": "shards", "torchao": "deploy", "distributed": "cluster"}
+EXTRAS |= {"torchvision": "image", "webdataset": "tars", "torchao": "int8", "distributed": "cluster"}
 EXTRAS |= dict.fromkeys(("matplotlib", "IPython", "nbformat", "nbclient", "papermill"), "notebooks")
 
 

@@ -94,7 +94,10 @@ def work():
 """
 
 
-@pytest.fixture(params=[MINE, HUGGING_FACE], ids=["nanoGPT", "Hugging Face"])
+NEEDS_ALL = pytest.param(HUGGING_FACE, marks=pytest.mark.slow)  # transformers comes by make setup-all
+
+
+@pytest.fixture(params=[MINE, NEEDS_ALL], ids=["nanoGPT", "Hugging Face"])
 def work(request, tmp_path, monkeypatch):
     assert len(request.param.strip().splitlines()) <= 24  # and tune(work())
     name = f"mine_{len(request.param)}"

@@ -3,7 +3,6 @@
 import copy
 import operator
 
-import accelerate
 import pytest
 import torch
 from tiny import emulating
@@ -239,7 +238,9 @@ def test_whatever_a_batch_is_made_of_arrives_on_the_device(device):
             assert torch.equal(inputs[0].cpu(), data()[7 * number][0])
 
 
+@pytest.mark.slow  # Accelerate comes by make setup-all
 def test_a_data_loader_with_batches_of_its_own_stays_as_it_is_for_one_reason(capsys):
+    accelerate = pytest.importorskip("accelerate")
     shard = accelerate.Accelerator(cpu=True).prepare_data_loader(parts()[2])
     prepared = prepare(Plan.fast(), *parts()[:2], shard, seconds=7)
     assert prepared[2] is shard and sum(len(targets) for _, targets in shard) == 40

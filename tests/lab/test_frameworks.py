@@ -80,6 +80,7 @@ def follow_overrides(lightning, lines):
     return {"trainer": lightning.Trainer(**sections["trainer"], logger=False, enable_checkpointing=False)}
 
 
+@pytest.mark.slow  # the frameworks come by make setup-all
 @pytest.mark.parametrize("plan", PLANS, ids=range(len(PLANS)))
 def test_each_framework_takes_the_lines_of_a_plan(plan):
     words = in_words(plan, RECIPE)

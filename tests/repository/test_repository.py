@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import re
 import subprocess
 import sys
 import tokenize
@@ -96,7 +97,8 @@ def test_conda_environment_installs_the_same(pins):
     environment = yaml.safe_load((ROOT / "environment.yml").read_text())
     *packages, pip = environment["dependencies"]
     conda = {entry.name: entry.specifier for entry in map(Requirement, packages)}
-    assert pip == {"pip": ["-r requirements.lock", "-e ."]}, "all versions come from the lock"
+    [extras] = re.findall(r"^EXTRAS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert pip == {"pip": ["-c requirements.lock", f"-e .[{extras}]"]}, "all versions come from the lock"
     assert conda["python"] == SpecifierSet(PROJECT["requires-python"])
     assert not set(conda) & set(pins), "a package comes from conda or from the lock, never from both"
 

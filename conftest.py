@@ -11,7 +11,7 @@ FAILED_CELL = pytest.StashKey[str]()
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Remember, with its notebook, the first cell that failed."""
     report = yield
-    if report.failed and item.parent is not None:
+    if report.failed and item.path.suffix == ".ipynb" and item.parent is not None:
         item.parent.stash.setdefault(FAILED_CELL, item.name)
     return report
 
