@@ -9,7 +9,7 @@ from pathlib import Path
 import common
 
 from speedkit.plan import Plan
-from speedkit.train import checkpoint
+from speedkit.train import checkpoint, checkpoint_file
 
 
 def measure(quick: bool) -> Iterator[common.Result]:
@@ -25,7 +25,7 @@ def measure(quick: bool) -> Iterator[common.Result]:
                 checkpoint.save(run)
                 stood_s.append(time.perf_counter() - began_s)
                 run.writer.wait()  # two in a row would wait for each other
-            gigabytes = (out / checkpoint.NAME).stat().st_size / 1e9
+            gigabytes = (out / checkpoint_file.NAME).stat().st_size / 1e9
     yield common.median_of(f"standing still for a checkpoint of {gigabytes:.2f} GB", stood_s, limit=0.2, unit=" s")
 
 

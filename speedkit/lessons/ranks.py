@@ -21,7 +21,8 @@ from speedkit import Plan, load_workload
 from speedkit.clock import Stopwatch, timed
 from speedkit.measure.compare import measure_pairs
 from speedkit.measure.stats import paired_interval
-from speedkit.train.loop import next_batch, steps
+from speedkit.train.batches import next_batch
+from speedkit.train.loop import steps
 from speedkit.train.ranks import leave
 from speedkit.train.setup import setup_run
 

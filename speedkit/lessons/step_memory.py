@@ -8,7 +8,8 @@ import torch
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train import memory
-from speedkit.train.loop import next_batch, train
+from speedkit.train.batches import next_batch
+from speedkit.train.loop import train
 from speedkit.train.setup import setup_run
 from speedkit.workload import Workload
 

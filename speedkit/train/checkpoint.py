@@ -1,69 +1,21 @@
-"""Checkpoints: all that a run needs to go on as if it had never stopped, whole on disk or not there."""
+"""Checkpoints: all that a run needs to go on as if it had never stopped."""
 
 import dataclasses
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 import torch
-import xxhash
 from torch import Tensor
-from torch.utils import _pytree as tree
 
 from speedkit.errors import SpeedkitError, UsageError
-from speedkit.files import atomic
+from speedkit.train.checkpoint_file import NAME, PREVIOUS, read
 from speedkit.train.optimizer import restore_optimizer
+from speedkit.train.run import TrainingRun
 
-if TYPE_CHECKING:
-    from speedkit.train.setup import TrainingRun
-
-NAME, PREVIOUS = "checkpoint.pt", "checkpoint-1.pt"
-DIGEST_BYTES = 8  # at the end of the file, which readers of zip archives pass over: xxh3 of all before
 HISTORY = ("loss", "log_steps", "log_step_s", "evaluations", "tested", "seconds", "skipped", "recoveries")
 
 
-class CheckpointWriter:
-    """Writes the checkpoints of one run in a thread: the run waits while its state is copied, and no longer.
-
-    The copy goes into buffers that are used again: the system hands memory out page by page, which costs far more than
-    copying. On few cores the thread competes with the training while it writes.
-    """
-
-    def __init__(self, folder: Path, device: torch.device):
-        self.folder, self.device = folder, device
-        self.executor = ThreadPoolExecutor(1)  # a program that ends, ends after its checkpoint
-        self.writing: Future[None] | None = None
-        self.buffers: list[Tensor] = []
-
-    def save(self, state: dict[str, Any]) -> None:
-        """Take the `state` of the run as it is now, and begin to write it to checkpoint.pt."""
-        self.wait()
-        tensors = [leaf for leaf in tree.tree_leaves(state) if isinstance(leaf, Tensor)]
-        if len(self.buffers) != len(tensors):  # optimizers make their state in the first step that they take
-            pinned = self.device.type == "cuda"
-            self.buffers = [torch.empty_like(tensor, device="cpu", pin_memory=pinned) for tensor in tensors]
-        buffers = iter(self.buffers)
-        state = tree.tree_map_only(Tensor, lambda tensor: next(buffers).copy_(tensor), state)  # lists are copied too
-        self.writing = self.executor.submit(self._write, state)
-
-    def wait(self) -> None:
-        """Return when nothing is being written. Raises SpeedkitError when the last checkpoint could not be."""
-        error = None if self.writing is None else self.writing.exception()
-        if error is not None:
-            raise SpeedkitError(f"the checkpoint could not be written to {self.folder}: {error}") from error
-
-    def _write(self, state: dict[str, Any]) -> None:
-        with atomic(self.folder / NAME) as temporary:
-            torch.save(state, temporary)
-            digest = xxhash.xxh3_64_digest(np.memmap(temporary, np.uint8, "r").data)
-            with temporary.open("ab") as stream:
-                stream.write(digest)
-            if (self.folder / NAME).exists():  # killed after this, `load` finds the one before
-                (self.folder / NAME).replace(self.folder / PREVIOUS)
-
-
-def save(run: "TrainingRun") -> None:
+def save(run: TrainingRun) -> None:
     """Begin to write the state of `run`, at a log point, to checkpoint.pt in its `out` folder."""
     state: dict[str, Any] = {
         "job": job_of(run),
@@ -79,12 +31,12 @@ def save(run: "TrainingRun") -> None:
         "history": {name: getattr(run.history, name) for name in HISTORY},
     }
     if run.ranks is not None:
-        state = run.ranks.full_state(run, state)
+        state = run.ranks.full_state(run.model, run.optimizer, state)
     if run.writer is not None:
         run.writer.save(state)
 
 
-def load(run: "TrainingRun", folder: Path) -> None:
+def load(run: TrainingRun, folder: Path) -> None:
     """Put `run` where the newest whole checkpoint in `folder` left off; leave it as it is where there is none at all.
 
     Raises UsageError when the checkpoint is of another workload, recipe or data set: going on would not be the same
@@ -107,18 +59,10 @@ def load(run: "TrainingRun", folder: Path) -> None:
         raise SpeedkitError(f"{paths[0]} cannot be read, nor can one before it: remove it to start over")
 
 
-def read(path: Path) -> dict[str, Any]:
-    """Return the state in the checkpoint at `path`. Raises when it is not as it was written."""
-    whole = np.memmap(path, np.uint8, "r")
-    if xxhash.xxh3_64_digest(whole[:-DIGEST_BYTES].data) != whole[-DIGEST_BYTES:].tobytes():
-        raise ValueError("its checksum is wrong: it was cut short or changed")
-    return torch.load(path, map_location="cpu", weights_only=True)
-
-
-def restore(run: "TrainingRun", state: dict[str, Any]) -> None:
+def restore(run: TrainingRun, state: dict[str, Any]) -> None:
     """Put `run` where it was when `state` was saved."""
     if run.ranks is not None and run.ranks.sharded:
-        run.ranks.restore_sharded(run, state)
+        run.ranks.restore_sharded(run.model, run.optimizer, state)
     else:
         run.model.load_state_dict(state["model"])
         restore_optimizer(run.optimizer, state["optimizer"])
@@ -136,7 +80,7 @@ def restore(run: "TrainingRun", state: dict[str, Any]) -> None:
         run.total_steps = run.step
 
 
-def job_of(run: "TrainingRun") -> dict[str, Any]:
+def job_of(run: TrainingRun) -> dict[str, Any]:
     """Return what two runs have in common that are one."""
     counts = {f"{side}_items": len(getattr(run.workload, side)) for side in ("train", "validation")}
     recipe = dataclasses.asdict(run.recipe)

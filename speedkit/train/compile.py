@@ -1,5 +1,6 @@
 """torch.compile, applied in place: to the model, or to its repeated blocks."""
 
+import contextlib
 import logging
 from collections import Counter, defaultdict
 from typing import Any
@@ -71,3 +72,8 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     repeated = [block for block in blocks if count[type(block)] > 1]
     inside = {inner for block in repeated for inner in block.modules() if inner is not block}
     return [block for block in repeated if block not in inside]
+
+
+def eager(plan: Plan) -> contextlib.AbstractContextManager:
+    """Return the context in which compiled code is not used."""
+    return contextlib.nullcontext() if plan.compile == "off" else torch.compiler.set_stance("force_eager")

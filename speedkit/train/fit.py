@@ -16,10 +16,11 @@ from speedkit.errors import Interrupted
 from speedkit.files import finite, write_json, write_quarantine, write_text
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
-from speedkit.train import checkpoint
+from speedkit.train.checkpoint_file import NAME
 from speedkit.train.history import History
 from speedkit.train.loop import lap, steps
-from speedkit.train.setup import TrainingRun, setup_run
+from speedkit.train.run import TrainingRun
+from speedkit.train.setup import setup_run
 from speedkit.workload import Workload
 
 
@@ -38,7 +39,7 @@ def fit(workload: Workload, recipe: Recipe | None = None, plan: Plan | None = No
                     break
         history = finish(run)
     if run.stopping:
-        resume = f"--resume goes on from {run.out / checkpoint.NAME}" if run.out else "nothing is kept without --out"
+        resume = f"--resume goes on from {run.out / NAME}" if run.out else "nothing is kept without --out"
         raise Interrupted(f"stopped by {signal.Signals(run.stop).name} after step {run.step}; {resume}", run.stop)
     return history
 

@@ -2,33 +2,27 @@
 
 import contextlib
 import gc
-import math
-import operator
 import time
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from speedkit.data.augment import augment_batch
-from speedkit.data.loader import RANK, BatchStream
-from speedkit.data.own_loader import map_batch
+from speedkit.data.loader import BatchStream
 from speedkit.errors import SpeedkitError
 from speedkit.fallbacks import Fallback
 from speedkit.plan import CUDA_GRAPHS
+from speedkit.train.batches import micro_batches, next_batch, split
 from speedkit.train.checkpoint import save
-from speedkit.train.compile import remove_compile
+from speedkit.train.compile import eager, remove_compile
 from speedkit.train.memory import is_out_of_memory, release
+from speedkit.train.nonfinite import read_losses
+from speedkit.train.run import ALL, TrainingRun
 from speedkit.workload import Batch
 
-ALL = 1 << 40  # samples: more than any batch has
 
-if TYPE_CHECKING:
-    from speedkit.train.setup import TrainingRun
-
-
-def steps(run: "TrainingRun") -> Generator[int, None, None]:
+def steps(run: TrainingRun) -> Generator[int, None, None]:
     """Make the steps of `train`; where one runs out of memory or fails to compile, repeat its batch without the cause.
 
     A generator, so that a measurement can hold two runs and let them take turns.
@@ -50,7 +44,7 @@ def steps(run: "TrainingRun") -> Generator[int, None, None]:
         run.progress.say(f"  {fallback}")
 
 
-def train(run: "TrainingRun") -> Generator[int, None, None]:
+def train(run: TrainingRun) -> Generator[int, None, None]:
     """Make optimizer steps until the recipe is done; yield how many were made, after each.
 
     The host waits for the device at log points and evaluations, and nowhere else.
@@ -105,21 +99,7 @@ def train(run: "TrainingRun") -> Generator[int, None, None]:
         yield run.step
 
 
-def next_batch(run: "TrainingRun") -> Batch:
-    """Return the batch of the next step, augmented, on the device; again the same one if it is to be repeated."""
-    if run.batch is None:
-        run.raw_batch = run.raw_batch or run.fetch()
-        run.batch, run.raw_batch = augment(run, run.raw_batch, run.step), None
-    return run.batch
-
-
-def augment(run: "TrainingRun", batch: Batch, step: int) -> Batch:
-    """Return `batch` as step number `step` (0-based) learns from it; each rank has draws of its own."""
-    step += RANK * run.train_batches.sampler.rank
-    return augment_batch(batch, run.workload, run.recipe, step=step, generator=run.generator)
-
-
-def set_learning_rate(run: "TrainingRun") -> None:
+def set_learning_rate(run: TrainingRun) -> None:
     """Set the learning rate of the next step, by the steps made: a fused optimizer's are counted on the device."""
     group, last = run.optimizer.param_groups[0], len(run.learning_rates) - 1  # at which a run that never ends stays
     rate: Any = run.recovery.rate
@@ -133,40 +113,7 @@ def set_learning_rate(run: "TrainingRun") -> None:
         group["lr"] = rate
 
 
-def micro_batches(run: "TrainingRun", batch: Batch) -> list[tuple[Batch, Tensor | float | None]]:
-    """Return the parts of `batch`, at most `run.micro_batch` samples each, and what part of the loss each counts for.
-
-    Counted are valid items, so that the parts add up to the exact mean over the batch. None: the part is the batch.
-    """
-    if run.ranks is None and batch[0].size(0) <= run.micro_batch:  # `len` of a tensor is far slower
-        return [(batch, None)]
-    count = run.workload.count or (lambda part: len(part[0]))
-    parts = split(run, batch, run.train_batches)
-    counts = [count(part) * learned for part, learned in parts]
-    total = sum(counts)
-    if run.ranks is not None:  # which take the mean of their gradients: it then is that of the whole batch
-        total = run.ranks.sum(torch.as_tensor(total, dtype=torch.float32, device=run.device))
-        total = total.clamp(min=1) / run.ranks.count
-    return [(part, number / total) for (part, _), number in zip(parts, counts, strict=True)]
-
-
-def split(run: "TrainingRun", batch: Batch, stream: BatchStream) -> list[tuple[Batch, bool]]:
-    """Return the last `batch` of `stream` in parts of `run.micro_batch` samples, and whether each counts.
-
-    All ranks make as many passes, for FSDP gathers weights in each. What a rank repeats to do so does not count, nor
-    does what it gets of a batch that has no sample left for it.
-    """
-    size = run.micro_batch
-    slices = [slice(start, start + size) for start in range(0, len(batch[0]), size)]
-    parts = [batch] if len(slices) < 2 else [map_batch(batch, operator.itemgetter(part)) for part in slices]
-    if run.ranks is None:
-        return [(part, True) for part in parts]
-    own = len(parts) * stream.sampler.counts(stream.position)
-    parts += (math.ceil(run.ranks.share / run.micro_batch) - len(parts)) * parts[:1]
-    return [(part, index < own) for index, part in enumerate(parts)]
-
-
-def forward_context(run: "TrainingRun", part: Batch, *, last: bool) -> contextlib.AbstractContextManager:
+def forward_context(run: TrainingRun, part: Batch, *, last: bool) -> contextlib.AbstractContextManager:
     """Return the context of the forward pass over `part` of a batch, the `last` one or not."""
     mode = run.plan.compile
     if mode == "off" and run.ranks is None:
@@ -177,29 +124,24 @@ def forward_context(run: "TrainingRun", part: Batch, *, last: bool) -> contextli
     contexts.enter_context(run.autocast)
     # An epoch's last part would be compiled for anew; a user's batches may have any size.
     if len(part[0]) < run.micro_batch < ALL:
-        contexts.enter_context(eager(run))
+        contexts.enter_context(eager(run.plan))
     if run.ranks is not None:
         contexts.enter_context(run.ranks.gradient_exchange(run.replica, last))
     return contexts
 
 
-def eager(run: "TrainingRun") -> contextlib.AbstractContextManager:
-    """Return the context in which compiled code is not used."""
-    return contextlib.nullcontext() if run.plan.compile == "off" else torch.compiler.set_stance("force_eager")
-
-
-def gradient_norm(run: "TrainingRun") -> Tensor:
+def gradient_norm(run: TrainingRun) -> Tensor:
     """Return the norm of all gradients together, []: of several ranks that share weights out, of all of them."""
     norm = torch.nn.utils.get_total_norm([weight.grad for weight in run.parameters if weight.grad is not None])
     return norm.full_tensor() if run.ranks is not None and run.ranks.sharded else norm  # type: ignore[attr-defined]
 
 
-def log(run: "TrainingRun", outputs: Tensor, part: Batch) -> None:
+def log(run: TrainingRun, outputs: Tensor, part: Batch) -> None:
     """Read the losses since the last log point; show the score of the last `part` of a batch by its `outputs`."""
     if run.ranks is not None:
         run.stop = max(run.ranks.all_gather(run.stop))
     run.stopping = bool(run.stop)
-    loss = run.recovery.read(run)
+    loss = read_losses(run)
     step_s = lap(run) / len(run.recent)
     run.recent.clear()
     run.history.loss.append(loss)
@@ -214,7 +156,7 @@ def log(run: "TrainingRun", outputs: Tensor, part: Batch) -> None:
     lap(run)
 
 
-def lap(run: "TrainingRun") -> float:
+def lap(run: TrainingRun) -> float:
     """Return the seconds since it was last called, and add them to those of the history."""
     now_s = time.perf_counter()
     elapsed_s, run.lap_s = now_s - (run.lap_s or now_s), now_s
@@ -222,7 +164,7 @@ def lap(run: "TrainingRun") -> float:
     return elapsed_s
 
 
-def evaluate(run: "TrainingRun") -> None:
+def evaluate(run: TrainingRun) -> None:
     """Look at the validation set, where there is one; without one, and at the end (at `until` too), at the test set."""
     history = run.history
     history.evaluations.append(mean_score(run, run.validation_batches))
@@ -235,7 +177,7 @@ def evaluate(run: "TrainingRun") -> None:
 
 
 @torch.no_grad()
-def mean_score(run: "TrainingRun", batches: BatchStream) -> dict[str, Any]:
+def mean_score(run: TrainingRun, batches: BatchStream) -> dict[str, Any]:
     """Return `{step, seconds, set, metric, value, loss, n}`: the mean score and loss of the items of `batches`.
 
     The model runs in evaluation mode, uncompiled: its other mode would be compiled once more.
@@ -244,7 +186,7 @@ def mean_score(run: "TrainingRun", batches: BatchStream) -> dict[str, Any]:
     run.model.eval()
     for batch in batches.one_epoch():
         for part, counts in split(run, batch, batches):  # of the size that fits in training
-            with run.autocast, eager(run):
+            with run.autocast, eager(run.plan):
                 loss, outputs = workload.loss(run.model, part, run.recipe)
             if counts:
                 sums[0] += workload.score(outputs, part).float().sum()
@@ -260,7 +202,7 @@ def mean_score(run: "TrainingRun", batches: BatchStream) -> dict[str, Any]:
     return {"step": run.step, "seconds": run.history.seconds, "set": name, **means}
 
 
-def fallback_for(run: "TrainingRun", error: Exception) -> Fallback:
+def fallback_for(run: TrainingRun, error: Exception) -> Fallback:
     """Return what to change so that the step which failed by `error` can be repeated; raise it where nothing is left.
 
     A failure of compiled code has any type, in the forward pass, the backward pass or where a shape is new. Repeated

@@ -9,7 +9,7 @@ import math
 import operator
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +24,8 @@ from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train.loop import train
 from speedkit.train.memory import is_out_of_memory, peak_bytes, release
+from speedkit.train.run import TrainingRun
 from speedkit.workload import Workload
-
-if TYPE_CHECKING:
-    from speedkit.train.setup import TrainingRun
 
 ROOM = 0.9  # of the free memory; the rest is for fragments, and for what others take
 TOLERANCE = 0.03  # of the best rate: what a smaller micro-batch may be slower by
@@ -72,7 +70,7 @@ def micro_batch_for(
     plan: Plan,
     *,
     device: torch.device,
-    make_run: Callable[..., "TrainingRun"],
+    make_run: Callable[..., TrainingRun],
     room_bytes: float | None = None,
 ) -> MicroBatchSearch:
     """Return the micro-batch that suits steps of `recipe.batch_size` samples, found by training on the longest items.
@@ -105,14 +103,14 @@ def trial_plan(plan: Plan) -> Plan:
     )
 
 
-def preallocate_for_longer(run: "TrainingRun") -> None:
+def preallocate_for_longer(run: TrainingRun) -> None:
     """Preallocate where a training on a GPU may meet batches that are longer than those before."""
     varies = run.workload.length is not None and not run.plan.bucket
     if run.device.type == "cuda" and varies and run.ranks is None and math.isfinite(run.total_steps):
         preallocate(run)
 
 
-def preallocate(run: "TrainingRun") -> None:
+def preallocate(run: TrainingRun) -> None:
     """Take a copy of the model over the longest items and back first, so that the memory is there for all others.
 
     Else each longer batch takes more, and leaves pieces too small for the next (PyTorch's performance tuning guide,
@@ -129,7 +127,7 @@ def preallocate(run: "TrainingRun") -> None:
                 raise
 
 
-def trial_of(run: "TrainingRun", batch_size: int) -> "MicroBatchTrial":
+def trial_of(run: TrainingRun, batch_size: int) -> "MicroBatchTrial":
     """Return the trial of a run's optimizer steps on `batch_size` of the longest items."""
     longest = next(run.test_batches.one_epoch())
     # Some of the longest may be unreadable: others stand in for them.

@@ -11,11 +11,12 @@ import math
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from speedkit.errors import PlanError
 from speedkit.machine import usable_cores
@@ -23,9 +24,6 @@ from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train.compile import repeated_blocks
 from speedkit.train.optimizer import restore_optimizer
-
-if TYPE_CHECKING:
-    from speedkit.train.setup import TrainingRun
 
 
 def launch(arguments: list[str], ranks: int, *, max_restarts: int = 3) -> int:
@@ -135,28 +133,28 @@ class Ranks:
             replica.set_requires_gradient_sync(last)
         return contextlib.nullcontext() if self.sharded or last else replica.no_sync()
 
-    def full_state(self, run: "TrainingRun", state: dict[str, Any]) -> dict[str, Any]:
+    def full_state(self, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Return the `state` of the whole run: weights unsharded (on rank 0), random states of all ranks."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict  # takes a second to import
 
         state["ranks_rng"] = self.all_gather(state["rng"])
         if self.sharded:
             options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-            state["model"], state["optimizer"] = get_state_dict(run.model, run.optimizer, options=options)
+            state["model"], state["optimizer"] = get_state_dict(model, optimizer, options=options)
         return state
 
-    def restore_sharded(self, run: "TrainingRun", state: dict[str, Any]) -> None:
-        """Give the model and the optimizer of `run` this rank's part of the whole run's `state`."""
+    def restore_sharded(self, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Give `model` and `optimizer` this rank's part of the whole run's `state`."""
         from torch.distributed.checkpoint import state_dict as dcp
 
         whole = dcp.StateDictOptions(full_state_dict=True)
-        dcp.set_model_state_dict(run.model, state["model"], options=whole)
+        dcp.set_model_state_dict(model, state["model"], options=whole)
         # A run that was not sharded has numbers for the parameters, in the same order.
-        optimizer = state["optimizer"]
-        [group] = optimizer["param_groups"]
-        names = dict(zip(group["params"], (name for name, _ in run.model.named_parameters()), strict=True))
+        saved = state["optimizer"]
+        [group] = saved["param_groups"]
+        names = dict(zip(group["params"], (name for name, _ in model.named_parameters()), strict=True))
         group["params"] = list(names.values())
-        optimizer["state"] = {names[key]: values for key, values in optimizer["state"].items()}
+        saved["state"] = {names[key]: values for key, values in saved["state"].items()}
         whole = dcp.StateDictOptions(full_state_dict=True, strict=False)  # a weight without gradients has no such state
-        load = functools.partial(dcp.set_optimizer_state_dict, run.model, run.optimizer, options=whole)
-        restore_optimizer(run.optimizer, optimizer, load=load)
+        load = functools.partial(dcp.set_optimizer_state_dict, model, optimizer, options=whole)
+        restore_optimizer(optimizer, saved, load=load)

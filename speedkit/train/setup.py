@@ -1,6 +1,7 @@
 """From a workload, a recipe and a plan to a run that is ready for its first step."""
 
 import dataclasses
+import functools
 import math
 import os
 import time
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from speedkit.config import to_yaml
 from speedkit.data.cache import open_cache
@@ -21,18 +22,36 @@ from speedkit.machine import this_machine
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe, learning_rates
 from speedkit.train import attention, checkpoint, compile, memory, precision
+from speedkit.train.checkpoint_file import CheckpointWriter
+from speedkit.train.guard import StepGuard
 from speedkit.train.history import History
-from speedkit.train.loop import ALL
 from speedkit.train.micro_batch import micro_batch_for, preallocate_for_longer
-from speedkit.train.nonfinite import Recovery, StepGuard
+from speedkit.train.nonfinite import take_snapshot
 from speedkit.train.optimizer import build_optimizer
 from speedkit.train.progress import Progress, wanted
 from speedkit.train.ranks import Ranks, join, local_device
-from speedkit.workload import Batch, Workload
+from speedkit.train.run import ALL, TrainingRun
+from speedkit.workload import Workload
 
 
-class TrainingRun:
-    """A training run: its state, ready for the first step.
+def setup_run(
+    workload: Workload,
+    recipe: Recipe | None = None,
+    plan: Plan | None = None,
+    *,
+    device: str | torch.device = "auto",
+    out: str | Path | None = None,
+    resume: bool = False,
+    cache_dir: str | Path | None = None,
+    deterministic: bool = False,
+    strict: bool = False,
+    progress: bool | str = "auto",
+    on_log: Callable[[dict[str, float]], object] | None = None,
+    until: float | None = None,
+    verbose: bool = False,
+    endless: bool = False,
+) -> TrainingRun:
+    """Return a training run, ready for its first step.
 
     By the workload's own recipe and `Plan()` by default. `out` gets checkpoint, plan and history; `resume` goes on from
     the checkpoint there. `strict` makes a field of the plan that cannot be honoured an error. `deterministic` asks CUDA
@@ -41,140 +60,142 @@ class TrainingRun:
     run. The first evaluation as good as `until` is the last. `verbose` says of each field why it falls back, however
     many they are. `endless` never stops nor evaluates: for measuring.
     """
+    began_s = time.perf_counter()
+    recipe = recipe or workload.recipe
+    check_recipe(recipe, workload)
 
-    def __init__(
-        self,
-        workload: Workload,
-        recipe: Recipe | None = None,
-        plan: Plan | None = None,
-        *,
-        device: str | torch.device = "auto",
-        out: str | Path | None = None,
-        resume: bool = False,
-        cache_dir: str | Path | None = None,
-        deterministic: bool = False,
-        strict: bool = False,
-        progress: bool | str = "auto",
-        on_log: Callable[[dict[str, float]], object] | None = None,
-        until: float | None = None,
-        verbose: bool = False,
-        endless: bool = False,
-    ):
-        began_s = time.perf_counter()
-        self.workload = workload
-        self.recipe = recipe = recipe or workload.recipe
-        check_recipe(recipe, workload)
+    # Machine and ranks: what the plan becomes here, and which share of each batch this process learns from.
+    asked = plan or Plan()
+    hardware = this_machine(local_device(asked, device))
+    effective = resolve(asked, hardware, strict, workload=workload, batch_size=recipe.batch_size)
+    ranks = join(effective.plan, recipe, hardware.device)
+    first = ranks is None or ranks.rank == 0
+    share = recipe.batch_size if ranks is None else ranks.share
+    resume = resume or (ranks is not None and ranks.restarted)
+    folder = None
+    if out is not None:
+        folder = claim_folder(out, "train", resume) if first else Path(out)
+    if deterministic:  # PyTorch raises later where CUDA has no such kernel
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
 
-        # Machine and ranks: what the plan becomes here, and which share of each batch this process learns from.
-        plan = plan or Plan()
-        hardware = this_machine(local_device(plan, device))
-        self.device = device = hardware.device
-        effective = resolve(plan, hardware, strict, workload=workload, batch_size=recipe.batch_size)
-        self.ranks = ranks = join(effective.plan, recipe, device)  # None where it is the only process
-        rank, world_size, share = (0, 1, recipe.batch_size) if ranks is None else (ranks.rank, ranks.count, ranks.share)
-        resume = resume or (ranks is not None and ranks.restarted)
-        self.out = None if out is None else Path(out) if rank else claim_folder(out, "train", resume)
-        if deterministic:  # PyTorch raises later where CUDA has no such kernel
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True)
+    # What takes trying out: the micro-batch where it is auto. All ranks take what suits each of them.
+    own_recipe = dataclasses.replace(recipe, batch_size=share)
+    effective = choose_auto_settings(workload, own_recipe, effective, device=hardware.device)
+    choices = [effective] if ranks is None else ranks.all_gather(effective)
+    effective = min(choices, key=lambda choice: choice.plan.micro_batch or 0)
+    share = share if workload.own_loader is None else ALL  # a user's batches may be larger than their first one
 
-        # What takes trying out: the micro-batch where it is auto. All ranks take what suits each of them.
-        own_recipe = dataclasses.replace(recipe, batch_size=share)
-        effective = choose_auto_settings(workload, own_recipe, effective, device=device)
-        choices = [effective] if ranks is None else ranks.all_gather(effective)
-        effective = min(choices, key=lambda choice: choice.plan.micro_batch or 0)
-        share = share if workload.own_loader is None else ALL  # a user's batches may be larger than their first one
-        self.micro_batch = min(int(effective.plan.micro_batch or share), share)  # samples per forward pass, at most
+    # Model and optimizer, then data: what is missing of the cache is made.
+    precision.set_matmul_precision(effective.plan)
+    model, replica, optimizer, fallbacks = build_learner(
+        workload, recipe, effective.plan, device=hardware.device, ranks=ranks
+    )
+    effective = effective.with_fallbacks(*fallbacks)
+    check_strict(effective, strict)
+    show = progress if first and not endless else False
+    open_stream = functools.partial(
+        open_batches,
+        workload,
+        recipe=recipe,
+        device=hardware.device,
+        ranks=ranks,
+        cache_dir=cache_dir,
+        show=wanted(show),
+    )
+    # A run that never ends does not see its test set.
+    test_plan = dataclasses.replace(effective.plan, cache="off") if endless else effective.plan
+    train_batches = open_stream(workload.train, effective.plan, seed=recipe.seed)
+    test_batches = validation_batches = open_stream(workload.test, test_plan, seed=None)
+    if workload.validation and not endless:
+        validation_batches = open_stream(workload.validation, test_plan, seed=None)
 
-        # Model and optimizer. A step calls the replica: the model, or what exchanges its gradients with other ranks.
-        precision.set_matmul_precision(effective.plan)
-        self.model, self.replica, self.optimizer, fallbacks = build_learner(
-            workload, recipe, effective.plan, device=device, ranks=ranks
-        )
-        self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.effective = effective.with_fallbacks(*fallbacks)
-        # What is auto was to be chosen, and what is got as asked (8 bits, but for some layers) is told only.
-        late = [fallback for fallback in self.effective.fallbacks if fallback.asked not in ("auto", fallback.got)]
-        if strict and late:
-            raise PlanError(f"the plan cannot be honoured, and --strict allows no fallback: {late[0]}")
-
-        # How a step is made.
-        plan = self.plan
-        self.loss = workload.loss  # another function is put here to time it
-        self.autocast, self.scaler = precision.autocast(plan, device), precision.grad_scaler(plan, device)
-        self.guard = StepGuard(recipe, plan, self.model, optimizer=self.optimizer, several_ranks=ranks is not None)
-        self.recovery = Recovery()
-
-        # Data: what is missing of the cache is made. A run that never ends does not see its test set.
-        progress = False if endless or rank else progress
-        options: Any = {"batch_size": recipe.batch_size, "device": device, "rank": rank, "world_size": world_size}
-
-        def open_stream(items: Sequence[Any], plan: Plan, seed: int | None) -> BatchStream:
-            cache = None
-            if plan.cache != "off":
-                cache = open_cache(workload, items, plan, device=device, cache_dir=cache_dir, progress=wanted(progress))
-            drop_last = recipe.drop_last and seed is not None  # evaluation, in order, leaves nothing out
-            return BatchStream(workload, items, plan, seed=seed, drop_last=drop_last, cache=cache, **options)
-
-        test_plan = dataclasses.replace(plan, cache="off") if endless else plan
-        self.train_batches = open_stream(workload.train, plan, recipe.seed)
-        self.test_batches = self.validation_batches = open_stream(workload.test, test_plan, None)
-        if workload.validation and not endless:  # it then is the one to look at until the end
-            self.validation_batches = open_stream(workload.validation, test_plan, None)
-        self.fetch = self.train_batches.__next__  # another function is put here to measure without loading
-        self.generator = torch.Generator(device=device)  # of augmentation
-
-        # How far it goes, and what it tells.
-        last_step = recipe.total_steps(len(workload.train))
-        self.learning_rates = learning_rates(recipe, last_step)  # one per step
-        self.rates_on_device = torch.tensor(self.learning_rates, device=device)
-        self.total_steps: float = math.inf if endless else last_step
-        self.evaluate_every = 0 if endless else steps_between_evaluations(plan, len(self.train_batches))
-        self.history = History(workload.name, recipe, self.effective, str(device))
-        self.history.until, self.history.higher_is_better = until, workload.higher_is_better
-        self.on_log = None if rank else on_log
-        self.progress = Progress(workload.name, last_step, recipe.batch_size, device=device, show=progress)
-
-        # Where it is: at the start, or where a checkpoint left off.
-        self.step = 0
-        self.raw_batch: Batch | None = None  # that of the step in progress, until it is augmented
-        self.batch: Batch | None = None  # that of the step in progress, until the weights change
-        self.recent: list[tuple[Tensor, int, int]] = []  # loss [], epoch and batch of the steps since the log point
-        self.last_loss = torch.tensor(torch.nan)  # [] of the latest step
-        self.stop = 0  # the signal that asks the run to stop
-        self.stopping = False  # it stops after this step: found out at a log point, where several ranks agree on it
-        self.lap_s = 0.0
-        if self.out is not None and resume:
-            checkpoint.load(self, self.out)
-        self.writer = None if self.out is None or rank else checkpoint.CheckpointWriter(self.out, device)
-        if self.writer is not None:
-            write_text(self.writer.folder / "plan.yaml", to_yaml(plan))
-        preallocate_for_longer(self)
-        self.recovery.take_snapshot(self)
-        for note in filter(None, (*self.effective.notes(verbose), getattr(self.train_batches.cache, "why", ""))):
-            self.progress.say(f"  {note}")
-        self.history.prepare_s = time.perf_counter() - began_s
-
-    @property
-    def plan(self) -> Plan:
-        """The effective plan."""
-        return self.effective.plan
-
-    @property
-    def steps_made(self) -> int:
-        """How many steps changed the weights; asks the device where some may have been left out."""
-        return int(self.guard.good_steps) if self.guard.active else self.step
-
-    def close(self) -> None:
-        """End the loader processes, the progress bar, and the writing of a checkpoint that was begun."""
-        if self.writer is not None:
-            self.writer.executor.shutdown()
-        for batches in (self.train_batches, self.validation_batches, self.test_batches):
-            batches.close()
-        self.progress.close()
+    last_step = recipe.total_steps(len(workload.train))
+    rates = learning_rates(recipe, last_step)
+    history = History(workload.name, recipe, effective, str(hardware.device))
+    history.until = until
+    history.higher_is_better = workload.higher_is_better
+    run = TrainingRun(
+        workload=workload,
+        recipe=recipe,
+        effective=effective,
+        device=hardware.device,
+        ranks=ranks,
+        out=folder,
+        model=model,
+        replica=replica,
+        optimizer=optimizer,
+        scaler=precision.grad_scaler(effective.plan, hardware.device),
+        autocast=precision.autocast(effective.plan, hardware.device),
+        guard=StepGuard(recipe, effective.plan, model, optimizer=optimizer, several_ranks=ranks is not None),
+        loss=workload.loss,
+        micro_batch=min(int(effective.plan.micro_batch or share), share),
+        train_batches=train_batches,
+        validation_batches=validation_batches,
+        test_batches=test_batches,
+        fetch=train_batches.__next__,
+        generator=torch.Generator(device=hardware.device),
+        learning_rates=rates,
+        rates_on_device=torch.tensor(rates, device=hardware.device),
+        total_steps=math.inf if endless else last_step,
+        evaluate_every=0 if endless else steps_between_evaluations(effective.plan, len(train_batches)),
+        history=history,
+        progress=Progress(workload.name, last_step, recipe.batch_size, device=hardware.device, show=show),
+        on_log=on_log if first else None,
+    )
+    begin(run, resume, first=first)
+    for note in filter(None, (*effective.notes(verbose), getattr(train_batches.cache, "why", ""))):
+        run.progress.say(f"  {note}")
+    history.prepare_s = time.perf_counter() - began_s
+    return run
 
 
-setup_run = TrainingRun  # said as what it does
+def check_strict(effective: EffectivePlan, strict: bool) -> None:
+    """Raise PlanError where `strict` and a field was lost; what was to be chosen (auto) was not lost."""
+    lost = [fallback for fallback in effective.fallbacks if fallback.asked not in ("auto", fallback.got)]
+    if strict and lost:
+        raise PlanError(f"the plan cannot be honoured, and --strict allows no fallback: {lost[0]}")
+
+
+def open_batches(
+    workload: Workload,
+    items: Sequence[Any],
+    plan: Plan,
+    *,
+    recipe: Recipe,
+    seed: int | None,
+    device: torch.device,
+    ranks: Ranks | None,
+    cache_dir: str | Path | None,
+    show: bool,
+) -> BatchStream:
+    """Return the stream of this rank's batches of `items`, from the cache that `plan` asks for."""
+    cache = None
+    if plan.cache != "off":
+        cache = open_cache(workload, items, plan, device=device, cache_dir=cache_dir, progress=show)
+    return BatchStream(
+        workload,
+        items,
+        plan,
+        batch_size=recipe.batch_size,
+        seed=seed,
+        device=device,
+        drop_last=recipe.drop_last and seed is not None,  # evaluation, in order, leaves nothing out
+        cache=cache,
+        rank=0 if ranks is None else ranks.rank,
+        world_size=1 if ranks is None else ranks.count,
+    )
+
+
+def begin(run: TrainingRun, resume: bool, *, first: bool) -> None:
+    """Put `run` at its start, or where a checkpoint left off."""
+    if run.out is not None and resume:
+        checkpoint.load(run, run.out)
+    if run.out is not None and first:
+        run.writer = CheckpointWriter(run.out, run.device)
+        write_text(run.out / "plan.yaml", to_yaml(run.plan))
+    preallocate_for_longer(run)
+    take_snapshot(run)
 
 
 def steps_between_evaluations(plan: Plan, epoch_steps: int) -> int:

@@ -16,7 +16,7 @@ from tiny import every_number_format, jitter, outcome, points
 
 from speedkit.errors import SpeedkitError, UsageError
 from speedkit.plan import Plan
-from speedkit.train import checkpoint
+from speedkit.train import checkpoint, checkpoint_file
 from speedkit.train.fit import finish, fit
 from speedkit.train.loop import steps
 from speedkit.train.setup import setup_run
@@ -61,7 +61,7 @@ def test_a_checkpoint_of_another_run_is_refused_and_says_what_differs(stopped):
 
 
 def test_a_checkpoint_that_does_not_fit_on_the_disk_leaves_the_one_before(stopped):
-    path = stopped / checkpoint.NAME
+    path = stopped / checkpoint_file.NAME
     before = path.read_bytes()
     run = setup_run(lively(), out=stopped, resume=True, **OPTIONS)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -79,7 +79,7 @@ def test_a_checkpoint_that_does_not_fit_on_the_disk_leaves_the_one_before(stoppe
 
 @pytest.mark.parametrize("at", [0.5, 1.0], ids="at {:.0%}".format)
 def test_a_flipped_bit_is_found_and_the_run_goes_on_from_the_one_before(stopped, capsys, at):
-    path = stopped / checkpoint.NAME
+    path = stopped / checkpoint_file.NAME
     assert torch.load(path, weights_only=True)["step"] == 8
     content = bytearray(path.read_bytes())
     content[int(at * (len(content) - 1))] ^= 1
@@ -91,8 +91,8 @@ def test_a_flipped_bit_is_found_and_the_run_goes_on_from_the_one_before(stopped,
 
 
 def test_with_all_of_them_damaged_nothing_is_made_up(stopped):
-    torch.save({"epoch": 3}, stopped / checkpoint.NAME)  # that of another program
-    (stopped / checkpoint.PREVIOUS).write_bytes(b"")
+    torch.save({"epoch": 3}, stopped / checkpoint_file.NAME)  # that of another program
+    (stopped / checkpoint_file.PREVIOUS).write_bytes(b"")
     with pytest.raises(SpeedkitError, match=r"checkpoint\.pt cannot be read, nor can one before it: remove it"):
         fit(lively(), out=stopped, resume=True, **OPTIONS)
 
@@ -104,7 +104,7 @@ def test_what_is_written_is_the_state_at_the_time_of_the_call(tmp_path):
         checkpoint.save(run)
         for weight in run.model.parameters():
             weight.data.fill_(7.0)
-    state = checkpoint.read(tmp_path / checkpoint.NAME)
+    state = checkpoint_file.read(tmp_path / checkpoint_file.NAME)
     assert all(torch.equal(state["model"][name], weight) for name, weight in weights.items())
 
 
@@ -142,6 +142,6 @@ def test_killed_at_random_moments_a_run_still_ends_as_the_uninterrupted_one(tmp_
         assert child.returncode in (0, -signal.SIGKILL)
     assert kills >= 3
     whole = fit(large(), **OPTIONS | {"plan": Plan(log_every=1, validate_every=0)})
-    state = checkpoint.read(tmp_path / checkpoint.NAME)
+    state = checkpoint_file.read(tmp_path / checkpoint_file.NAME)
     assert state["step"] == 60 and state["history"]["loss"] == whole.loss
     assert all(torch.equal(state["model"][name], weight) for name, weight in whole.model.state_dict().items())
