@@ -21,8 +21,7 @@ from speedkit.train.fit import fit
 
 CPU = torch.device("cpu")
 QUIET = {"device": "cpu", "progress": False}
-THREADS = {"workers": 2, "worker_kind": "thread"}
-LOADERS = [{}, {"workers": 2}, {"workers": 2, "persistent_workers": True, "prefetch_factor": 1}, THREADS]
+LOADERS = [{}, {"workers": 2}, {"workers": 2, "persistent_workers": True, "prefetch_factor": 1}]
 
 
 def open_stream(workload, seed=0, drop_last=False, **plan):

@@ -1,0 +1,242 @@
+"""Batches of items, made by torch's DataLoader in the training process or in worker processes.
+
+All waiting has a limit, and workers end by force: one that hangs (a stuck disk, SIGSTOP) must not keep the training
+process from ending.
+"""
+
+import atexit
+import dataclasses
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable, Generator, Iterable, Iterator, MutableSequence, Sequence
+from multiprocessing import util
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data._utils.signal_handling import _remove_worker_pids
+
+from speedkit.data.decode import BadItem
+from speedkit.errors import SpeedkitError
+from speedkit.plan import Plan
+
+CHECK_S = 5.0  # a batch is waited for so long before the workers are looked at
+HUNG_S = 120.0  # and workers that have done nothing for so long hang
+IDLE = 0.01  # of a core: a worker that waits for work uses less
+END_S = 5.0  # what a killed process gets until it is gone
+
+Loaded = tuple[Sequence[Tensor] | None, dict[str, str]]  # the batch, and path -> why of bad items
+
+
+@dataclasses.dataclass
+class WorkDone:
+    """What a worker has done so far."""
+
+    cpu_s: float
+    read: tuple[int, ...]  # and written: how often, and how many bytes
+    item: int  # its index
+
+
+def item_name(item: Any) -> str:
+    """Return the path of an item's file, or the item in words."""
+    return str(getattr(item, "path", item))
+
+
+@dataclasses.dataclass
+class BatchMaker(Dataset):
+    """A data set of whole batches: `maker[indices]` is the batch of the items at `indices`, collated.
+
+    `reading` [workers] is the index of the item that each worker is at, else -1; the processes share it.
+    """
+
+    items: Sequence[Any]
+    sample: Callable[[int], Any]  # index of an item -> sample; raises BadItem
+    collate: Callable[[list[Any]], tuple[Tensor, ...]]
+    reading: MutableSequence[int] = dataclasses.field(default_factory=lambda: [-1])
+
+    def __getitem__(self, indices: list[int]) -> Loaded | SpeedkitError:
+        """Return the batch, None where all items are bad, and path -> why of those that are.
+
+        A worker returns its errors: not every exception can be sent to another process, and StopIteration would end
+        the epoch.
+        """
+        process = get_worker_info()
+        worker = 0 if process is None else process.id
+        try:
+            return self.make(indices, worker)
+        except BaseException as error:
+            failure = self.failure(worker, error)
+            if process is not None:
+                return failure
+            if isinstance(error, StopIteration):
+                raise failure from error
+            raise
+
+    def make(self, indices: list[int], worker: int) -> Loaded:
+        """Return what `maker[indices]` is; raise what goes wrong."""
+        samples, bad = [], {}
+        for index in indices:
+            self.reading[worker] = index
+            try:
+                samples.append(self.sample(index))
+            except BadItem as error:
+                bad[error.path] = error.why
+        self.reading[worker] = -1
+        return self.collate(samples) if samples else None, bad
+
+    def failure(self, worker: int, error: BaseException | str) -> SpeedkitError:
+        """Return the error of a worker in one sentence, with the item it was at."""
+        if isinstance(error, SpeedkitError):
+            return error
+        if isinstance(error, BaseException):
+            error = f"a worker failed ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+        index = self.reading[worker]
+        place = f" at {item_name(self.items[index])}" if index >= 0 else ""
+        return SpeedkitError(f"{error}{place}; workers=0 shows where")
+
+
+class BatchLoader:
+    """An iterable of `batches`, each given by its indices, made as the plan says.
+
+    Raises SpeedkitError when a worker fails, dies or hangs; no process is left behind then.
+    """
+
+    def __init__(self, maker: BatchMaker, batches: Iterable[list[int]], plan: Plan):
+        self.maker, self.batches, self.plan = maker, batches, plan
+        self.generator = torch.Generator()  # of the workers' seeds: the global random state stays as it is
+        self.generator.manual_seed(torch.initial_seed())
+        self.loader: DataLoader | None = None
+        self.processes: list[BaseProcess] = []
+
+    def __iter__(self) -> Generator[Loaded, None, None]:
+        complete = False
+        try:
+            batches = self.start()
+            while (loaded := self.receive(batches)) is not None:
+                yield loaded
+            complete = True
+        finally:
+            if not (complete and self.plan.persistent_workers):
+                self.close()
+
+    def start(self) -> Iterator[Loaded | SpeedkitError]:
+        """Return the batches of an epoch, with workers that have begun on them."""
+        if self.loader is None:
+            self.loader = self.make_loader()
+        try:
+            batches: Any = iter(self.loader)
+        except RuntimeError as error:  # workers that were kept do not answer
+            raise self.dead_worker(END_S) or self.maker.failure(0, error) from None
+        if self.plan.workers and not self.processes:
+            self.processes = batches._workers
+            atexit.register(self.close)  # Python, going out, would wait for ever: the workers ignore SIGTERM
+            # Else torch's handler of SIGCHLD raises in the middle of a step, or when a worker is ended here.
+            _remove_worker_pids(id(batches))
+            batches._worker_pids_set = False
+        return batches
+
+    def make_loader(self) -> DataLoader:
+        """Return the DataLoader of the plan. Batches, and not samples, are what a worker is asked for."""
+        options: dict[str, Any] = {}
+        if self.plan.workers:
+            util.get_temp_dir()  # for the workers' sockets: killed, they could not remove one of their own
+            self.maker.reading = multiprocessing.RawArray("q", [-1] * self.plan.workers)
+            options = {
+                "num_workers": self.plan.workers,
+                "prefetch_factor": self.plan.prefetch_factor,
+                "persistent_workers": self.plan.persistent_workers,
+                "timeout": CHECK_S,
+                "worker_init_fn": begin_worker,
+                # Copies of the process that trains. Python 3.14 has others by default, to which functions of a workload
+                # cannot be sent.
+                "multiprocessing_context": "fork" if sys.platform == "linux" else None,
+            }
+        return DataLoader(
+            self.maker,
+            batch_size=None,
+            sampler=self.batches,
+            pin_memory=self.plan.pin_memory,
+            generator=self.generator,
+            **options,
+        )
+
+    def receive(self, batches: Iterator[Loaded | SpeedkitError]) -> Loaded | None:
+        """Return the next batch, None after the last. Raises SpeedkitError when a worker failed, died or hangs."""
+        idle_s = 0.0
+        before: list[WorkDone] = []
+        while idle_s < HUNG_S:
+            try:
+                loaded = next(batches, None)
+            except Exception as error:
+                if not self.processes:
+                    raise
+                late = "timed out" in str(error)
+                if dead := self.dead_worker(0.0 if late else END_S):
+                    raise dead from None
+                if not late:
+                    raise self.maker.failure(0, error) from None
+            else:
+                if isinstance(loaded, SpeedkitError):
+                    raise loaded
+                return loaded
+            now = [work_done(process, item) for process, item in zip(self.processes, self.maker.reading, strict=True)]
+            idle_s = idle_s + CHECK_S if before and not any(map(has_worked, before, now)) else 0.0
+            before = now
+        hung = max(range(self.plan.workers), key=lambda worker: self.maker.reading[worker])
+        raise self.maker.failure(hung, f"no batch for {HUNG_S:g} s: a worker hangs")
+
+    def dead_worker(self, within_s: float) -> SpeedkitError | None:
+        """Return the error of a worker that has died or does so `within_s` seconds."""
+        sentinels = [process.sentinel for process in self.processes]
+        ended = wait(sentinels, within_s)
+        if not ended:
+            return None
+        worker = sentinels.index(ended[0])
+        process = self.processes[worker]
+        process.join(END_S)  # its files are closed before its exit code can be read
+        died = f"a loader process died (exit code {process.exitcode}, where -9 may mean that memory is out)"
+        return self.maker.failure(worker, died)
+
+    def set_running(self, running: bool) -> None:
+        """Let the workers go on or stand still."""
+        set_running(self.processes, running)
+
+    def close(self) -> None:
+        """End the workers by force: they may be stopped, or hang."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join(END_S)
+        self.loader, self.processes = None, []
+        atexit.unregister(self.close)
+
+
+def begin_worker(_: int) -> None:
+    """Ignore what ends the training process: it makes a checkpoint with the workers' help, and ends them."""
+    for stop in (signal.SIGINT, signal.SIGTERM):  # they often go to the whole process group
+        signal.signal(stop, signal.SIG_IGN)
+
+
+def work_done(process: BaseProcess, item: int) -> WorkDone:
+    """Return what a worker has done so far, and the item that it is at."""
+    counts = ["cpu_times", *(["io_counters"] if hasattr(psutil.Process, "io_counters") else [])]
+    seen = psutil.Process(process.pid).as_dict(counts, ad_value=())
+    return WorkDone(sum(seen["cpu_times"][:2]), tuple(seen.get("io_counters", ())), item)
+
+
+def has_worked(before: WorkDone, now: WorkDone) -> bool:
+    """Return whether a worker did anything between two looks CHECK_S apart."""
+    used = now.cpu_s - before.cpu_s > IDLE * CHECK_S
+    return used or now.read != before.read or now.item != before.item
+
+
+def set_running(processes: Iterable[BaseProcess], running: bool) -> None:
+    """Let processes go on or stand still."""
+    for process in filter(BaseProcess.is_alive, processes):
+        os.kill(process.pid, signal.SIGCONT if running else signal.SIGSTOP)
