@@ -5,11 +5,14 @@ process from ending.
 """
 
 import atexit
+import contextlib
 import dataclasses
+import functools
 import multiprocessing
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, MutableSequence, Sequence
 from multiprocessing import util
 from multiprocessing.connection import wait
@@ -26,8 +29,8 @@ from speedkit.data.decode import BadItem
 from speedkit.errors import SpeedkitError
 from speedkit.plan import Plan
 
-CHECK_S = 5.0  # a batch is waited for so long before the workers are looked at
-HUNG_S = 120.0  # and workers that have done nothing for so long hang
+CHECK_S = 5.0  # from one look at what the workers do to the next
+HUNG_S = 120.0  # workers that do nothing for so long hang
 IDLE = 0.01  # of a core: a worker that waits for work uses less
 END_S = 5.0  # what a killed process gets until it is gone
 
@@ -113,12 +116,15 @@ class BatchLoader:
         self.generator.manual_seed(torch.initial_seed())
         self.loader: DataLoader | None = None
         self.processes: list[BaseProcess] = []
+        self.waiting = False  # for a batch
+        self.hung: SpeedkitError | None = None
+        self.ended = threading.Event()
 
     def __iter__(self) -> Generator[Loaded, None, None]:
         complete = False
         try:
-            batches = self.start()
-            while (loaded := self.receive(batches)) is not None:
+            batches = self.receive(self.start)
+            while (loaded := self.receive(functools.partial(next, batches, None))) is not None:
                 yield loaded
             complete = True
         finally:
@@ -127,18 +133,18 @@ class BatchLoader:
 
     def start(self) -> Iterator[Loaded | SpeedkitError]:
         """Return the batches of an epoch, with workers that have begun on them."""
-        if self.loader is None:
-            self.loader = self.make_loader()
-        try:
-            batches: Any = iter(self.loader)
-        except RuntimeError as error:  # workers that were kept do not answer
-            raise self.dead_worker(END_S) or self.maker.failure(0, error) from None
-        if self.plan.workers and not self.processes:
+        if self.loader is not None:
+            return iter(self.loader)  # by the workers of the epoch before
+        self.loader = self.make_loader()
+        batches: Any = iter(self.loader)
+        if self.plan.workers:
             self.processes = batches._workers
-            atexit.register(self.close)  # Python, going out, would wait for ever: the workers ignore SIGTERM
             # Else torch's handler of SIGCHLD raises in the middle of a step, or when a worker is ended here.
             _remove_worker_pids(id(batches))
             batches._worker_pids_set = False
+            atexit.register(self.close)  # Python, going out, would wait for ever: the workers ignore SIGTERM
+            self.hung, self.ended = None, threading.Event()
+            threading.Thread(target=self.look_after, args=(self.processes, self.ended), daemon=True).start()
         return batches
 
     def make_loader(self) -> DataLoader:
@@ -151,7 +157,6 @@ class BatchLoader:
                 "num_workers": self.plan.workers,
                 "prefetch_factor": self.plan.prefetch_factor,
                 "persistent_workers": self.plan.persistent_workers,
-                "timeout": CHECK_S,
                 "worker_init_fn": begin_worker,
                 # Copies of the process that trains. Python 3.14 has others by default, to which functions of a workload
                 # cannot be sent.
@@ -166,42 +171,52 @@ class BatchLoader:
             **options,
         )
 
-    def receive(self, batches: Iterator[Loaded | SpeedkitError]) -> Loaded | None:
-        """Return the next batch, None after the last. Raises SpeedkitError when a worker failed, died or hangs."""
-        idle_s = 0.0
-        before: list[WorkDone] = []
-        while idle_s < HUNG_S:
-            try:
-                loaded = next(batches, None)
-            except Exception as error:
-                if not self.processes:
-                    raise
-                late = "timed out" in str(error)
-                if dead := self.dead_worker(0.0 if late else END_S):
-                    raise dead from None
-                if not late:
-                    raise self.maker.failure(0, error) from None
-            else:
-                if isinstance(loaded, SpeedkitError):
-                    raise loaded
-                return loaded
-            now = [work_done(process, item) for process, item in zip(self.processes, self.maker.reading, strict=True)]
-            idle_s = idle_s + CHECK_S if before and not any(map(has_worked, before, now)) else 0.0
-            before = now
-        hung = max(range(self.plan.workers), key=lambda worker: self.maker.reading[worker])
-        raise self.maker.failure(hung, f"no batch for {HUNG_S:g} s: a worker hangs")
+    def receive(self, make: Callable[[], Any]) -> Any:
+        """Return what `make` waits for the workers to do. Raises SpeedkitError when one failed, died or hung."""
+        self.waiting = True
+        try:
+            made = make()
+        except Exception as error:
+            if not self.processes:
+                raise
+            raise self.hung or self.dead_worker() or self.maker.failure(0, error) from None
+        self.waiting = False
+        if isinstance(made, SpeedkitError):
+            raise made
+        return made
 
-    def dead_worker(self, within_s: float) -> SpeedkitError | None:
-        """Return the error of a worker that has died or does so `within_s` seconds."""
+    def dead_worker(self) -> SpeedkitError | None:
+        """Return the error of a worker that has died."""
         sentinels = [process.sentinel for process in self.processes]
-        ended = wait(sentinels, within_s)
+        ended = wait(sentinels, END_S)  # its files are closed before its exit code can be read
         if not ended:
             return None
         worker = sentinels.index(ended[0])
         process = self.processes[worker]
-        process.join(END_S)  # its files are closed before its exit code can be read
+        process.join(END_S)
         died = f"a loader process died (exit code {process.exitcode}, where -9 may mean that memory is out)"
         return self.maker.failure(worker, died)
+
+    def look_after(self, processes: list[BaseProcess], ended: threading.Event) -> None:
+        """Kill `processes`, in a thread, when they have done nothing for HUNG_S while a batch is waited for.
+
+        DataLoader's own `timeout` takes a slow batch for a hang, and does not hold while a batch comes out of the
+        shared memory of a worker that is stopped.
+        """
+        idle_s = 0.0
+        before: list[WorkDone] = []
+        sentinels = [process.sentinel for process in processes]
+        with contextlib.suppress(psutil.NoSuchProcess):  # ended meanwhile
+            while not ended.wait(CHECK_S) and not wait(sentinels, 0):  # of one that died the DataLoader tells
+                now = list(map(work_done, processes, self.maker.reading))
+                idle = self.waiting and before and not any(map(has_worked, before, now))
+                idle_s = idle_s + CHECK_S if idle else 0.0
+                before = now
+                if idle_s >= HUNG_S:
+                    hung = max(range(len(processes)), key=self.maker.reading.__getitem__)
+                    self.hung = self.maker.failure(hung, f"no batch for {HUNG_S:g} s: a worker hangs")
+                    kill(processes)
+                    return
 
     def set_running(self, running: bool) -> None:
         """Let the workers go on or stand still."""
@@ -209,11 +224,9 @@ class BatchLoader:
 
     def close(self) -> None:
         """End the workers by force: they may be stopped, or hang."""
-        for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.join(END_S)
-        self.loader, self.processes = None, []
+        self.ended.set()
+        kill(self.processes)
+        self.loader, self.processes, self.waiting = None, [], False
         atexit.unregister(self.close)
 
 
@@ -234,6 +247,14 @@ def has_worked(before: WorkDone, now: WorkDone) -> bool:
     """Return whether a worker did anything between two looks CHECK_S apart."""
     used = now.cpu_s - before.cpu_s > IDLE * CHECK_S
     return used or now.read != before.read or now.item != before.item
+
+
+def kill(processes: Iterable[BaseProcess]) -> None:
+    """Kill processes, stopped ones too, and wait for a limited time until they are gone."""
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join(END_S)
 
 
 def set_running(processes: Iterable[BaseProcess], running: bool) -> None:
