@@ -31,19 +31,10 @@ from speedkit.plan import Plan
 
 CHECK_S = 5.0  # from one look at what the workers do to the next
 HUNG_S = 120.0  # workers that do nothing for so long hang
-IDLE = 0.01  # of a core: a worker that waits for work uses less
+LOOK = ["cpu_times", *(["io_counters"] if hasattr(psutil.Process, "io_counters") else [])]  # not on a Mac
 END_S = 5.0  # what a killed process gets until it is gone
 
 Loaded = tuple[Sequence[Tensor] | None, dict[str, str]]  # the batch, and path -> why of bad items
-
-
-@dataclasses.dataclass
-class WorkDone:
-    """What a worker has done so far."""
-
-    cpu_s: float
-    read: tuple[int, ...]  # and written: how often, and how many bytes
-    item: int  # its index
 
 
 def item_name(item: Any) -> str:
@@ -74,12 +65,9 @@ class BatchMaker(Dataset):
         try:
             return self.make(indices, worker)
         except BaseException as error:
-            failure = self.failure(worker, error)
-            if process is not None:
-                return failure
-            if isinstance(error, StopIteration):
-                raise failure from error
-            raise
+            if process is None and not isinstance(error, StopIteration):
+                raise
+            return self.failure(worker, error)
 
     def make(self, indices: list[int], worker: int) -> Loaded:
         """Return what `maker[indices]` is; raise what goes wrong."""
@@ -186,14 +174,14 @@ class BatchLoader:
         return made
 
     def dead_worker(self) -> SpeedkitError | None:
-        """Return the error of a worker that has died."""
+        """Return the error of a worker that has died, or does so now."""
         sentinels = [process.sentinel for process in self.processes]
-        ended = wait(sentinels, END_S)  # its files are closed before its exit code can be read
+        ended = wait(sentinels, END_S)
         if not ended:
             return None
         worker = sentinels.index(ended[0])
         process = self.processes[worker]
-        process.join(END_S)
+        process.join(END_S)  # its files are closed before its exit code can be read
         died = f"a loader process died (exit code {process.exitcode}, where -9 may mean that memory is out)"
         return self.maker.failure(worker, died)
 
@@ -204,19 +192,17 @@ class BatchLoader:
         shared memory of a worker that is stopped.
         """
         idle_s = 0.0
-        before: list[WorkDone] = []
-        sentinels = [process.sentinel for process in processes]
+        before: list[Any] = []
         with contextlib.suppress(psutil.NoSuchProcess):  # ended meanwhile
-            while not ended.wait(CHECK_S) and not wait(sentinels, 0):  # of one that died the DataLoader tells
-                now = list(map(work_done, processes, self.maker.reading))
-                idle = self.waiting and before and not any(map(has_worked, before, now))
-                idle_s = idle_s + CHECK_S if idle else 0.0
-                before = now
-                if idle_s >= HUNG_S:
-                    hung = max(range(len(processes)), key=self.maker.reading.__getitem__)
-                    self.hung = self.maker.failure(hung, f"no batch for {HUNG_S:g} s: a worker hangs")
-                    kill(processes)
+            while idle_s < HUNG_S:
+                if ended.wait(CHECK_S) or any(process.exitcode is not None for process in processes):
                     return
+                now = [*self.maker.reading, *map(work_done, processes)]
+                idle_s = idle_s + CHECK_S if self.waiting and now == before else 0.0
+                before = now
+            hung = max(range(len(processes)), key=self.maker.reading.__getitem__)
+            self.hung = self.maker.failure(hung, f"no batch for {HUNG_S:g} s: a worker hangs")
+            kill(processes)
 
     def set_running(self, running: bool) -> None:
         """Let the workers go on or stand still."""
@@ -236,17 +222,10 @@ def begin_worker(_: int) -> None:
         signal.signal(stop, signal.SIG_IGN)
 
 
-def work_done(process: BaseProcess, item: int) -> WorkDone:
-    """Return what a worker has done so far, and the item that it is at."""
-    counts = ["cpu_times", *(["io_counters"] if hasattr(psutil.Process, "io_counters") else [])]
-    seen = psutil.Process(process.pid).as_dict(counts, ad_value=())
-    return WorkDone(sum(seen["cpu_times"][:2]), tuple(seen.get("io_counters", ())), item)
-
-
-def has_worked(before: WorkDone, now: WorkDone) -> bool:
-    """Return whether a worker did anything between two looks CHECK_S apart."""
-    used = now.cpu_s - before.cpu_s > IDLE * CHECK_S
-    return used or now.read != before.read or now.item != before.item
+def work_done(process: BaseProcess) -> tuple[float, Any]:
+    """Return how long a process has used a core, in hundredths of HUNG_S, and what it has read and written."""
+    seen = psutil.Process(process.pid).as_dict(LOOK, ad_value=())
+    return sum(seen["cpu_times"][:2]) // (HUNG_S / 100), seen.get("io_counters")  # one that waits wakes up, too
 
 
 def kill(processes: Iterable[BaseProcess]) -> None:

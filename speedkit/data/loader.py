@@ -45,7 +45,7 @@ def collate(samples: Sequence[tuple[Tensor, Any]], varies: bool = False) -> "Bat
         lengths = torch.tensor([row.shape[-1] for row in inputs])
         inputs = [pad(row, (0, int(lengths.max()) - row.shape[-1])) for row in inputs]
         labels = [lengths, *labels]
-    return torch.stack(inputs), *labels
+    return torch.stack(inputs).detach(), *labels  # with a gradient's history it could not leave a worker
 
 
 class BatchStream:

@@ -34,10 +34,6 @@ class Unpicklable(Exception):
         self.lock = threading.Lock()
 
 
-def recursive():
-    return recursive()
-
-
 def open_too_many():
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
     [open(os.devnull) for _ in range(70)]  # noqa: SIM115
@@ -46,7 +42,7 @@ def open_too_many():
 FAULTS = {
     "unpicklable": (lambda: Unpicklable("a bug", 2), "Unpicklable: a bug"),
     "sys.exit": (lambda: sys.exit(3), "SystemExit: 3"),
-    "recursion": (recursive, "RecursionError"),
+    "end of iteration": (lambda: StopIteration(), "StopIteration"),
     "files": (open_too_many, "Too many open files"),
     "runtime": (lambda: RuntimeError("line one\nline two"), "RuntimeError: line one"),
     "killed": (
