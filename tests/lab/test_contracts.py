@@ -66,7 +66,6 @@ def plain(short):
     return train(short, log_every=1)
 
 
-<<<<<<< HEAD
 PROMISES = {
     "Same bits.": "bit-equal",
     "Same losses within another seed's.": "loss-equal",
@@ -92,7 +91,6 @@ FIELDS = [
     ("decoder", "torchcodec", {}, "audio"),
     ("features_on", "device", {}, "audio"),
     ("workers", 2, {}, "points yours audio image speech text"),
-    ("worker_kind", "thread", LOADED, "points"),
     ("persistent_workers", True, LOADED, "points image"),
     ("prefetch_factor", 1, LOADED, "yours audio"),
     ("pin_memory", True, {}, "points"),
@@ -129,29 +127,6 @@ def test_a_field_takes_effect_and_keeps_its_promise(short, plain, noise, field, 
     if not changed:
         [why] = [fallback.why for fallback in after.effective.fallbacks if fallback.field == field]
         assert OF_SOME_MACHINES[field] in why
-=======
-@pytest.mark.parametrize(
-    "plan",
-    [
-        {"workers": 2, "persistent_workers": True},
-        {"cache": "disk"},
-        {"cache": "ram"},
-        {"shards": True},
-        {"on_nonfinite": "recover"},
-        {"log_every": 4, "validate_every": 5},
-    ],
-    ids=str,
-)
-def test_plans_that_only_move_data_or_read_it_give_bit_identical_training(short, plain, plan):
-    if "shards" in plan and short.name not in OF_FILES:
-        pytest.skip("its samples are no files")
-    history = train(short, **{"log_every": 1} | plan)
-    assert outcome(history) == outcome(plain)
-    if "log_every" in plan:  # each is the mean of the steps since the one before; the last of an epoch has one
-        bounds = itertools.pairwise([0, *history.log_steps])
-        expected = [sum(plain.loss[begin:end]) / (end - begin) for begin, end in bounds]
-        assert history.log_steps == [4, 5, 6] and history.loss == pytest.approx(expected)
->>>>>>> 8e26d3e (Batches come from torch's DataLoader: its processes do what a pool and threads of our own did)
     else:
         assert changed == {(field, value)}
     promise = next(PROMISES[words] for words in PROMISES if settings_of(Plan)[field].help.endswith(words))
