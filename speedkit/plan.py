@@ -55,8 +55,6 @@ class Plan:
     """Where features are computed. Same losses within another seed's."""
     workers: Annotated[int, Field(ge=0)] = 0
     """Processes that load data; 0 loads in the training process. Same bits."""
-    worker_kind: Literal["process", "thread"] = "process"
-    """What loads: processes, or threads of one. Same bits."""
     persistent_workers: bool = False
     """Keep the loading processes from epoch to epoch. Same bits."""
     prefetch_factor: Count = 2

@@ -19,9 +19,9 @@ from torch.utils.data import default_collate
 from tqdm.auto import tqdm
 from xxhash import xxh3_64_intdigest
 
+from speedkit.data.batches import BatchLoader, BatchMaker, item_name
 from speedkit.data.cache_files import ENTRY, INDEX, VALUES, add_items, fingerprint, item_key, mapped
 from speedkit.data.decode import BadItem, with_decoder
-from speedkit.data.workers import BatchLoader, BatchMaker, item_name
 from speedkit.errors import SpeedkitError
 from speedkit.files import read_json, write_json
 from speedkit.machine import cache_root, free_bytes, usable_cores

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from speedkit.data.augment import seed_step
+from speedkit.data.batches import BatchLoader, BatchMaker, item_name
 from speedkit.data.cache import FeatureCache
 from speedkit.data.decode import check_bad_share, with_decoder
 from speedkit.data.own_loader import LoaderItems, LoaderSource, NestedBatch, map_batch
 from speedkit.data.prefetch import prefetched
 from speedkit.data.sampler import BatchSampler, padded_frames
-from speedkit.data.workers import BatchLoader, BatchMaker, item_name
 from speedkit.errors import SpeedkitError
 from speedkit.plan import Plan
 
@@ -45,7 +45,7 @@ def collate(samples: Sequence[tuple[Tensor, Any]], varies: bool = False) -> "Bat
         lengths = torch.tensor([row.shape[-1] for row in inputs])
         inputs = [pad(row, (0, int(lengths.max()) - row.shape[-1])) for row in inputs]
         labels = [lengths, *labels]
-    return torch.stack(inputs), *labels
+    return torch.stack(inputs).detach(), *labels  # with a gradient's history it could not leave a worker
 
 
 class BatchStream:
@@ -148,7 +148,7 @@ class BatchStream:
             loaded = next(iter(LoaderSource(self.loader.items, sampler, Plan())))
             return self.to_device(loaded), [f"sample {index}" for index in range(len(loaded[0][0]))]
         indices = sampler.batches()[0]
-        source = [self.loader.maker.make(indices.tolist())] if self.cache is None else self.cached([indices])
+        source = [self.loader.maker[indices.tolist()]] if self.cache is None else self.cached([indices])
         (batch,) = map(self.to_device, source)
         if batch is not None:
             batch = self.finish(batch, epoch * len(self) + position - 1)

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map_only
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from speedkit.data.batches import set_running
 from speedkit.data.cache import MEMORY_SHARE
 from speedkit.data.sampler import BatchSampler
-from speedkit.data.workers import set_running
 from speedkit.errors import UsageError
 from speedkit.machine import free_bytes
 from speedkit.plan import Plan
@@ -32,7 +32,7 @@ COPIED_OPTIONS = (
     "multiprocessing_context",
     "in_order",
 )
-OF_ITEMS = ("cache", "decoder", "features_on", "bucket", "worker_kind", "ranks")
+OF_ITEMS = ("cache", "decoder", "features_on", "bucket", "ranks")
 DEFAULTS = dataclasses.asdict(Plan())
 SAMPLES_COMPARED = 8  # that a data set makes twice, to see whether it draws them at random
 WITHOUT_LENGTH = 20  # batches to test on, of a loader that does not say how many it has

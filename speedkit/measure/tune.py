@@ -20,7 +20,7 @@ from speedkit.plan import Plan
 FINAL_PAIRS = 40
 MAX_SEEDS = 8  # trainings of each plan, where fewer do not decide
 BUILDING_ITEMS = 64  # of which a cache is built, to know what all of them take
-MOVES_DATA = ("cache", "workers", "worker_kind", "persistent_workers", "pin_memory", "prefetch")
+MOVES_DATA = ("cache", "workers", "persistent_workers", "pin_memory", "prefetch")
 ITSELF = {"ratio": 1.0, "low": 1.0, "high": 1.0}  # a plan compared with itself
 
 

@@ -5,7 +5,9 @@ import functools
 import itertools
 import multiprocessing
 import os
+import random
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -21,8 +23,7 @@ from speedkit.train.fit import fit
 
 CPU = torch.device("cpu")
 QUIET = {"device": "cpu", "progress": False}
-THREADS = {"workers": 2, "worker_kind": "thread"}
-LOADERS = [{}, {"workers": 2}, {"workers": 2, "persistent_workers": True, "prefetch_factor": 1}, THREADS]
+LOADERS = [{}, {"workers": 2}, {"workers": 2, "persistent_workers": True, "prefetch_factor": 1}]
 
 
 def open_stream(workload, seed=0, drop_last=False, **plan):
@@ -143,7 +144,22 @@ def test_a_batch_of_unreadable_items_is_passed_over_and_too_many_or_none_are_an_
         fit(dataclasses.replace(points(), train=[]), plan=Plan(**plan), **QUIET)
 
 
-# Workers that rest.
+# What workers may do, and that they rest.
+
+
+def draw(item):
+    drawn = [torch.rand(()).item(), random.random(), np.random.rand()]  # noqa: NPY002
+    return torch.tensor(drawn + [0.0] * 5, requires_grad=True).clone()
+
+
+def test_no_two_items_get_the_same_random_numbers_in_workers_and_a_gradient_s_history_stays_there():
+    drawn = torch.cat([inputs for inputs, _ in take(12, dataclasses.replace(points(), load=draw), workers=2)])
+    assert [len(column.unique()) for column in drawn.T[:3]] == [192] * 3 and not drawn.requires_grad  # of two epochs
+
+
+def test_stop_iteration_in_the_training_process_does_not_end_the_epoch():
+    with pytest.raises(SpeedkitError, match="StopIteration"):
+        take(6, dataclasses.replace(points(), load=lambda item: next(iter(()))))
 
 
 def test_paused_processes_stand_still_go_on_where_they_were_and_can_be_closed():

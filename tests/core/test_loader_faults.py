@@ -18,13 +18,13 @@ import pytest
 import torch
 from tiny import load, points
 
-from speedkit.data import workers
+from speedkit.data import batches
 from speedkit.data.loader import BatchStream
 from speedkit.errors import SpeedkitError
 from speedkit.plan import Plan
 
 ROOT = Path(__file__).resolve().parents[2]
-PROCESSES, THREADS = {"workers": 2}, {"workers": 2, "worker_kind": "thread"}
+PROCESSES = {"workers": 2}
 PERSISTENT = {"workers": 2, "persistent_workers": True}
 
 
@@ -32,10 +32,6 @@ class Unpicklable(Exception):
     def __init__(self, one, other):
         super().__init__(one)
         self.lock = threading.Lock()
-
-
-def recursive():
-    return recursive()
 
 
 def open_too_many():
@@ -46,7 +42,7 @@ def open_too_many():
 FAULTS = {
     "unpicklable": (lambda: Unpicklable("a bug", 2), "Unpicklable: a bug"),
     "sys.exit": (lambda: sys.exit(3), "SystemExit: 3"),
-    "recursion": (recursive, "RecursionError"),
+    "end of iteration": (lambda: StopIteration(), "StopIteration"),
     "files": (open_too_many, "Too many open files"),
     "runtime": (lambda: RuntimeError("line one\nline two"), "RuntimeError: line one"),
     "killed": (
@@ -77,12 +73,12 @@ def drain(load_item, count=12, **plan):
 
 
 ENDS = [(fault, PROCESSES) for fault in FAULTS] + [("stopped", PERSISTENT)]
-ENDS += [(fault, THREADS) for fault in ("unpicklable", "sys.exit", "hung")]
 
 
 @pytest.mark.parametrize(("fault", "plan"), ENDS, ids=str)
 def test_a_fault_in_a_worker_is_one_sentence_that_names_the_item(fault, plan, monkeypatch, capfd):
-    monkeypatch.setattr(workers, "HUNG_S", 2.0)
+    monkeypatch.setattr(batches, "HUNG_S", 2.0)
+    monkeypatch.setattr(batches, "CHECK_S", 0.5)
     before = set(psutil.Process().children())
     with pytest.raises(SpeedkitError, match=FAULTS[fault][1]) as caught:
         drain(functools.partial(faulty_load, fault=fault), **plan)
@@ -107,14 +103,32 @@ def test_samples_that_do_not_stack_are_one_sentence():
         drain(uneven, **PROCESSES)
 
 
-def slow(item):
-    time.sleep(0.03)
+def wait(item):  # a batch of 16 takes 2.4 s
+    time.sleep(0.15)
     return load(item, 8)
 
 
-def test_a_batch_that_takes_long_is_no_hang_while_its_items_come(monkeypatch):
-    monkeypatch.setattr(workers, "HUNG_S", 0.2)  # a batch of 16 takes 0.5 s
-    drain(slow, count=1, **PROCESSES)
+def compute(item):
+    if item.path == "40":
+        began_s = time.perf_counter()
+        while time.perf_counter() - began_s < 2:
+            pass
+    return load(item, 8)
+
+
+def read(item):
+    if item.path == "40":
+        for _ in range(20):
+            Path(__file__).read_bytes()
+            time.sleep(0.1)
+    return load(item, 8)
+
+
+@pytest.mark.parametrize("slow", [wait, compute, read])
+def test_what_takes_long_is_no_hang_while_items_come_or_one_is_worked_on(slow, monkeypatch):
+    monkeypatch.setattr(batches, "HUNG_S", 1.0)
+    monkeypatch.setattr(batches, "CHECK_S", 0.3)
+    drain(slow, count=6, **PROCESSES)
 
 
 # Whole runs, by the command line: how they end, and that they do.
@@ -123,8 +137,9 @@ FAULTY = """
 import dataclasses, itertools, multiprocessing, os, signal, sys, time
 sys.path.insert(0, {tests!r})
 import tiny
-from speedkit.data import workers
-workers.HUNG_S, calls = 2.0, itertools.count(1)
+from speedkit.data import batches
+batches.CHECK_S, batches.HUNG_S = 0.5, 2.0
+calls = itertools.count(1)
 
 def loss(model, batch, recipe):
     if next(calls) == 3:
@@ -145,7 +160,7 @@ SELF = "os.killpg(os.getpid(), signal.SIG{})"
 RUNS = {
     "stopped": ({"fault": "[os.kill(pid, signal.SIGSTOP) for pid in pids]"}, ["--persistent-workers"], 1, "hangs"),
     "killed": ({"fault": "os.kill(pids[0], signal.SIGKILL)"}, [], 1, "exit code -9"),
-    "thread": ({"in_load": "time.sleep(1000)"}, ["--worker-kind", "thread"], 1, "hangs at 40"),
+    "hung": ({"in_load": "time.sleep(1000)"}, [], 1, "hangs at 40"),
     "ctrl-c": ({"fault": SELF.format("INT")}, [], 130, "stopped by SIG"),
     "terminated": ({"fault": SELF.format("TERM")}, [], 143, "stopped by SIG"),
     "killed itself": ({"fault": "os.kill(os.getpid(), signal.SIGKILL)"}, [], -9, ""),

@@ -91,7 +91,6 @@ FIELDS = [
     ("decoder", "torchcodec", {}, "audio"),
     ("features_on", "device", {}, "audio"),
     ("workers", 2, {}, "points yours audio image speech text"),
-    ("worker_kind", "thread", LOADED, "points"),
     ("persistent_workers", True, LOADED, "points image"),
     ("prefetch_factor", 1, LOADED, "yours audio"),
     ("pin_memory", True, {}, "points"),

@@ -29,7 +29,7 @@ PLANS = {
     "fused": {"fused_optimizer": True},
     "accumulation": {"micro_batch": 4},
     "workers": {"workers": 2, "persistent_workers": True},
-    "threads": {"workers": 2, "worker_kind": "thread", "bucket": True},
+    "workers=2": {"workers": 2, "bucket": True},
     "cache": CACHED,
     "cache in half": {"cache": "ram", "cache_dtype": "float16"},
     "cached waveforms": {"cache": "ram", "cache_of": "waveform"},

@@ -1,0 +1,242 @@
+"""Batches of items, made by torch's DataLoader in the training process or in worker processes.
+
+All waiting has a limit, and workers end by force: one that hangs (a stuck disk, SIGSTOP) must not keep the training
+process from ending.
+"""
+
+import atexit
+import contextlib
+import dataclasses
+import functools
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, MutableSequence, Sequence
+from multiprocessing import util
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data._utils.signal_handling import _remove_worker_pids
+
+from speedkit.data.decode import BadItem
+from speedkit.errors import SpeedkitError
+from speedkit.plan import Plan
+
+CHECK_S = 5.0  # from one look at what the workers do to the next
+HUNG_S = 120.0  # workers that do nothing for so long hang
+LOOK = ["cpu_times", *(["io_counters"] if hasattr(psutil.Process, "io_counters") else [])]  # not on a Mac
+END_S = 5.0  # what a killed process gets until it is gone
+
+Loaded = tuple[Sequence[Tensor] | None, dict[str, str]]  # the batch, and path -> why of bad items
+
+
+def item_name(item: Any) -> str:
+    """Return the path of an item's file, or the item in words."""
+    return str(getattr(item, "path", item))
+
+
+@dataclasses.dataclass
+class BatchMaker(Dataset):
+    """A data set of whole batches: `maker[indices]` is the batch of the items at `indices`, collated.
+
+    `reading` [workers] is the index of the item that each worker is at, else -1; the processes share it.
+    """
+
+    items: Sequence[Any]
+    sample: Callable[[int], Any]  # index of an item -> sample; raises BadItem
+    collate: Callable[[list[Any]], tuple[Tensor, ...]]
+    reading: MutableSequence[int] = dataclasses.field(default_factory=lambda: [-1])
+
+    def __getitem__(self, indices: list[int]) -> Loaded | SpeedkitError:
+        """Return the batch, None where all items are bad, and path -> why of those that are.
+
+        A worker returns its errors: not every exception can be sent to another process, and StopIteration would end
+        the epoch.
+        """
+        process = get_worker_info()
+        worker = 0 if process is None else process.id
+        try:
+            return self.make(indices, worker)
+        except BaseException as error:
+            if process is None and not isinstance(error, StopIteration):
+                raise
+            return self.failure(worker, error)
+
+    def make(self, indices: list[int], worker: int) -> Loaded:
+        """Return what `maker[indices]` is; raise what goes wrong."""
+        samples, bad = [], {}
+        for index in indices:
+            self.reading[worker] = index
+            try:
+                samples.append(self.sample(index))
+            except BadItem as error:
+                bad[error.path] = error.why
+        self.reading[worker] = -1
+        return self.collate(samples) if samples else None, bad
+
+    def failure(self, worker: int, error: BaseException | str) -> SpeedkitError:
+        """Return the error of a worker in one sentence, with the item it was at."""
+        if isinstance(error, SpeedkitError):
+            return error
+        if isinstance(error, BaseException):
+            error = f"a worker failed ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+        index = self.reading[worker]
+        place = f" at {item_name(self.items[index])}" if index >= 0 else ""
+        return SpeedkitError(f"{error}{place}; workers=0 shows where")
+
+
+class BatchLoader:
+    """An iterable of `batches`, each given by its indices, made as the plan says.
+
+    Raises SpeedkitError when a worker fails, dies or hangs; no process is left behind then.
+    """
+
+    def __init__(self, maker: BatchMaker, batches: Iterable[list[int]], plan: Plan):
+        self.maker, self.batches, self.plan = maker, batches, plan
+        self.generator = torch.Generator()  # of the workers' seeds: the global random state stays as it is
+        self.generator.manual_seed(torch.initial_seed())
+        self.loader: DataLoader | None = None
+        self.processes: list[BaseProcess] = []
+        self.waiting = False  # for a batch
+        self.hung: SpeedkitError | None = None
+        self.ended = threading.Event()
+
+    def __iter__(self) -> Generator[Loaded, None, None]:
+        complete = False
+        try:
+            batches = self.receive(self.start)
+            while (loaded := self.receive(functools.partial(next, batches, None))) is not None:
+                yield loaded
+            complete = True
+        finally:
+            if not (complete and self.plan.persistent_workers):
+                self.close()
+
+    def start(self) -> Iterator[Loaded | SpeedkitError]:
+        """Return the batches of an epoch, with workers that have begun on them."""
+        if self.loader is not None:
+            return iter(self.loader)  # by the workers of the epoch before
+        self.loader = self.make_loader()
+        batches: Any = iter(self.loader)
+        if self.plan.workers:
+            self.processes = batches._workers
+            # Else torch's handler of SIGCHLD raises in the middle of a step, or when a worker is ended here.
+            _remove_worker_pids(id(batches))
+            batches._worker_pids_set = False
+            atexit.register(self.close)  # Python, going out, would wait for ever: the workers ignore SIGTERM
+            self.hung, self.ended = None, threading.Event()
+            threading.Thread(target=self.look_after, args=(self.processes, self.ended), daemon=True).start()
+        return batches
+
+    def make_loader(self) -> DataLoader:
+        """Return the DataLoader of the plan. Batches, and not samples, are what a worker is asked for."""
+        options: dict[str, Any] = {}
+        if self.plan.workers:
+            util.get_temp_dir()  # for the workers' sockets: killed, they could not remove one of their own
+            self.maker.reading = multiprocessing.RawArray("q", [-1] * self.plan.workers)
+            options = {
+                "num_workers": self.plan.workers,
+                "prefetch_factor": self.plan.prefetch_factor,
+                "persistent_workers": self.plan.persistent_workers,
+                "worker_init_fn": begin_worker,
+                # Copies of the process that trains. Python 3.14 has others by default, to which functions of a workload
+                # cannot be sent.
+                "multiprocessing_context": "fork" if sys.platform == "linux" else None,
+            }
+        return DataLoader(
+            self.maker,
+            batch_size=None,
+            sampler=self.batches,
+            pin_memory=self.plan.pin_memory,
+            generator=self.generator,
+            **options,
+        )
+
+    def receive(self, make: Callable[[], Any]) -> Any:
+        """Return what `make` waits for the workers to do. Raises SpeedkitError when one failed, died or hung."""
+        self.waiting = True
+        try:
+            made = make()
+        except Exception as error:
+            if not self.processes:
+                raise
+            raise self.hung or self.dead_worker() or self.maker.failure(0, error) from None
+        self.waiting = False
+        if isinstance(made, SpeedkitError):
+            raise made
+        return made
+
+    def dead_worker(self) -> SpeedkitError | None:
+        """Return the error of a worker that has died, or does so now."""
+        sentinels = [process.sentinel for process in self.processes]
+        ended = wait(sentinels, END_S)
+        if not ended:
+            return None
+        worker = sentinels.index(ended[0])
+        process = self.processes[worker]
+        process.join(END_S)  # its files are closed before its exit code can be read
+        died = f"a loader process died (exit code {process.exitcode}, where -9 may mean that memory is out)"
+        return self.maker.failure(worker, died)
+
+    def look_after(self, processes: list[BaseProcess], ended: threading.Event) -> None:
+        """Kill `processes`, in a thread, when they have done nothing for HUNG_S while a batch is waited for.
+
+        DataLoader's own `timeout` takes a slow batch for a hang, and does not hold while a batch comes out of the
+        shared memory of a worker that is stopped.
+        """
+        idle_s = 0.0
+        before: list[Any] = []
+        with contextlib.suppress(psutil.NoSuchProcess):  # ended meanwhile
+            while idle_s < HUNG_S:
+                if ended.wait(CHECK_S) or any(process.exitcode is not None for process in processes):
+                    return
+                now = [*self.maker.reading, *map(work_done, processes)]
+                idle_s = idle_s + CHECK_S if self.waiting and now == before else 0.0
+                before = now
+            hung = max(range(len(processes)), key=self.maker.reading.__getitem__)
+            self.hung = self.maker.failure(hung, f"no batch for {HUNG_S:g} s: a worker hangs")
+            kill(processes)
+
+    def set_running(self, running: bool) -> None:
+        """Let the workers go on or stand still."""
+        set_running(self.processes, running)
+
+    def close(self) -> None:
+        """End the workers by force: they may be stopped, or hang."""
+        self.ended.set()
+        kill(self.processes)
+        self.loader, self.processes, self.waiting = None, [], False
+        atexit.unregister(self.close)
+
+
+def begin_worker(_: int) -> None:
+    """Ignore what ends the training process: it makes a checkpoint with the workers' help, and ends them."""
+    for stop in (signal.SIGINT, signal.SIGTERM):  # they often go to the whole process group
+        signal.signal(stop, signal.SIG_IGN)
+
+
+def work_done(process: BaseProcess) -> tuple[float, Any]:
+    """Return how long a process has used a core, in hundredths of HUNG_S, and what it has read and written."""
+    seen = psutil.Process(process.pid).as_dict(LOOK, ad_value=())
+    return sum(seen["cpu_times"][:2]) // (HUNG_S / 100), seen.get("io_counters")  # one that waits wakes up, too
+
+
+def kill(processes: Iterable[BaseProcess]) -> None:
+    """Kill processes, stopped ones too, and wait for a limited time until they are gone."""
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join(END_S)
+
+
+def set_running(processes: Iterable[BaseProcess], running: bool) -> None:
+    """Let processes go on or stand still."""
+    for process in filter(BaseProcess.is_alive, processes):
+        os.kill(process.pid, signal.SIGCONT if running else signal.SIGSTOP)
