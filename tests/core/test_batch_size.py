@@ -9,13 +9,12 @@ import psutil
 import pytest
 import torch
 from faults import OUT_OF_MEMORY, limited, strike
-from tiny import every_number_format, points, slowed
+from tiny import every_number_format, points
 from torch import nn
 
 from speedkit import machine
 from speedkit.data.decode import BadItem
-from speedkit.errors import PlanError, SpeedkitError
-from speedkit.measure.quality import choose_batch_size, judge_batch
+from speedkit.errors import SpeedkitError
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe, with_batch_size
 from speedkit.train import micro_batch
@@ -207,34 +206,3 @@ def test_memory_taken_first_for_the_longest_batch_leaves_no_trace(norm):
 def test_a_larger_batch_has_its_learning_rate_and_as_many_samples(optimizer, rate):
     larger = with_batch_size(Recipe(optimizer=optimizer, epochs=None, steps=100), 128)
     assert (larger.batch_size, larger.steps) == (128, 25) and larger.learning_rate == pytest.approx(rate)
-
-
-def curves(*runs):
-    """Curves of one point each, [seconds, accuracy]."""
-    return [{"points": [[seconds, value]], "value": value, "seconds": seconds} for seconds, value in runs]
-
-
-def test_a_larger_batch_is_judged_by_time_to_quality():
-    baseline = curves((10, 0.90), (10, 0.91), (10, 0.90))
-    for third, taken, why in (
-        ((5, 0.90), True, "sooner with every seed, and as good"),
-        ((11, 0.90), False, "not sooner with every seed"),
-        ((5, 0.69), False, "not shown to be as good within 0.02"),
-    ):
-        final = curves((5, 0.90), (5, 0.91), third)
-        row = judge_batch(points(test=400), {"baseline": baseline, "final": final})
-        assert row["taken"] == taken and why in row["why"]
-
-
-def test_batch_size_auto_trains_to_choose_and_begins_nothing_else():
-    # Every step waits, so that fewer steps are sooner; the classes lie far apart, so that all are as good.
-    workload = slowed(points(size=64, epochs=4), 0.005)
-    auto = dataclasses.replace(workload.recipe, batch_size="auto")
-    with pytest.raises(PlanError, match="choose_batch_size"):
-        setup_run(workload, auto, device="cpu")
-    lines = []
-    chosen, rows = choose_batch_size(workload, auto, factors=(2, 64), seeds=2, device="cpu", say=lines.append)
-    assert [row["batch_size"] for row in rows] == [32]  # with 64 times as many too few steps would be left
-    assert rows[0]["taken"]
-    assert chosen == with_batch_size(workload.recipe, 32)
-    assert len(lines) == 2

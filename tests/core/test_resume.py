@@ -110,14 +110,14 @@ def test_what_is_written_is_the_state_at_the_time_of_the_call(tmp_path):
 
 CHILD = """
 import sys
-sys.path[:0] = [sys.argv[1]]
+sys.path[:0] = sys.argv[2:]
 import torch
 torch.set_num_threads(1)
 from test_resume import OPTIONS, large
 from speedkit.plan import Plan
 from speedkit.train.fit import fit
 print("begun", flush=True)
-fit(large(), out=sys.argv[2], resume=True, **OPTIONS | {"plan": Plan(log_every=1, validate_every=1)})
+fit(large(), out=sys.argv[1], resume=True, **OPTIONS | {"plan": Plan(log_every=1, validate_every=1)})
 print("done", flush=True)
 """
 
@@ -129,7 +129,8 @@ def large():
 
 @pytest.mark.slow
 def test_killed_at_random_moments_a_run_still_ends_as_the_uninterrupted_one(tmp_path):
-    command = [sys.executable, "-c", CHILD, str(Path(__file__).parents[1]), str(tmp_path)]
+    here = Path(__file__).parent
+    command = [sys.executable, "-c", CHILD, str(tmp_path), str(here), str(here.parent)]
     rng, kills, ended = random.Random(0), 0, ""
     while "done" not in ended:
         child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

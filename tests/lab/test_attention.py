@@ -65,9 +65,7 @@ def ran_in_training(**plan):
         return ran(lambda: next(training))
 
 
-@pytest.mark.parametrize(
-    "scope", ["model", *(pytest.param(scope, marks=pytest.mark.slow) for scope in ("blocks", "step"))]
-)
+@pytest.mark.parametrize("scope", ["model", pytest.param("blocks", marks=pytest.mark.slow)])
 def test_compiled_code_follows_the_plan_though_another_plans_model_was_compiled_before(scope, monkeypatch):
     monkeypatch.setattr(compile, "BACKEND", "aot_eager")
     torch._dynamo.reset()

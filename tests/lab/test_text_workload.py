@@ -23,15 +23,15 @@ def some_windows(count=6):
     return torch.randint(BYTES, (count, 64), generator=torch.Generator().manual_seed(0)).byte()
 
 
-def test_windows_are_cut_from_the_text_and_need_neither_cache_nor_shards(tmp_path):
+def test_windows_are_cut_from_the_text_and_need_no_cache(tmp_path):
     for name in "abc":
         (tmp_path / f"{name}.txt").write_bytes(name.encode() * 700)
     mine = text(tmp_path, test_pattern=r"b\.txt$", clips=5, size="tiny")
     assert (len(mine.train), len(mine.test)) == (5, 10)
     assert torch.stack([mine.load(item) for item in mine.test]).unique().tolist() == [ord("b")]
-    asked = Plan(cache="disk", features_on="device", shards=True, workers=2)
+    asked = Plan(cache="disk", features_on="device", workers=2)
     effective = resolve(asked, emulating("cpu"), workload=mine)
-    assert {fallback.field for fallback in effective.fallbacks} == {"cache", "features_on", "shards"}
+    assert {fallback.field for fallback in effective.fallbacks} == {"cache", "features_on"}
     assert effective.plan == Plan(workers=2) and "memory" in effective.fallbacks[0].why
 
 
