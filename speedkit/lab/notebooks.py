@@ -100,8 +100,7 @@ def run_notebook(
 ) -> Path:
     """Run notebook `source` with `parameters` in a fresh kernel, and leave what ran at `out`.
 
-    The kernel starts in `folder`, by default the notebook's own, and imports what lies beside the notebook too.
-    `timeout_s` is for each cell, `environment` for the kernel. Raises UsageError before anything starts, SpeedkitError
+    The kernel starts in `folder`, by default the notebook's own, and imports what lies there. `timeout_s` is for each cell, `environment` for the kernel. Raises UsageError before anything starts, SpeedkitError
     when a cell fails or its time is up: `out` is then, as after Ctrl-C, as it was, and what did run is beside it as
     NAME.failed.ipynb.
     """
@@ -113,8 +112,6 @@ def run_notebook(
     partial = out.with_name(f"{out.stem}.failed.ipynb")  # papermill writes it cell by cell
     bar = progress and sys.stderr.isatty()
     begun = 0
-    search = [*filter(None, [os.environ.get("PYTHONPATH")]), str(source.parent)]
-    environment = {"PYTHONPATH": os.pathsep.join(search), **(environment or {})}
 
     def before_cell(**_: Any) -> None:
         nonlocal begun
@@ -123,7 +120,7 @@ def run_notebook(
             print(f"{source.stem}: cell {begun}", flush=True)
 
     try:
-        with device_lock(), mock.patch.dict(os.environ, environment):
+        with device_lock(), mock.patch.dict(os.environ, environment or {}):
             papermill.execute_notebook(
                 source,
                 partial,
