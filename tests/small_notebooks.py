@@ -1,4 +1,4 @@
-"""Small notebooks in the anatomy of a lesson, not run or as a run leaves them, and a checkout of git to keep them in."""
+"""Small notebooks in the anatomy of a lesson, not run or as a run leaves them, and a checkout to keep them in."""
 
 import shutil
 import subprocess

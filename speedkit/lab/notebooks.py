@@ -100,9 +100,9 @@ def run_notebook(
 ) -> Path:
     """Run notebook `source` with `parameters` in a fresh kernel, and leave what ran at `out`.
 
-    The kernel starts in `folder`, by default the notebook's own, and imports what lies there. `timeout_s` is for each cell, `environment` for the kernel. Raises UsageError before anything starts, SpeedkitError
-    when a cell fails or its time is up: `out` is then, as after Ctrl-C, as it was, and what did run is beside it as
-    NAME.failed.ipynb.
+    The kernel starts in `folder`, by default the notebook's own, and imports what lies there. `timeout_s` is for each
+    cell, `environment` for the kernel. Raises UsageError before anything starts, SpeedkitError when a cell fails or its
+    time is up: `out` is then, as after Ctrl-C, as it was, and what did run is beside it as NAME.failed.ipynb.
     """
     source, out = Path(source).resolve(), Path(out).resolve()
     values = typed_parameters(source, parameters or {})
