@@ -25,6 +25,7 @@ from speedkit.config import nearest
 from speedkit.errors import SpeedkitError, UsageError
 from speedkit.lab.provenance import notebooks_folder
 from speedkit.lab.record import read_notebook
+from speedkit.renamed import spelling_of_today
 
 CONNECT_S = 10  # that a cluster has to answer
 FINITE = ConfigDict(allow_inf_nan=False)
@@ -80,7 +81,8 @@ def typed_parameters(source: Path, given: Mapping[str, Any]) -> dict[str, Any]:
     declared, values = declared_parameters(source), {}
     for name, value in given.items():
         if name not in declared:
-            raise UsageError(f'{source.name} has no parameter "{name}"{nearest(name, declared)}: it has {[*declared]}')
+            hint = spelling_of_today(name) or f"{nearest(name, declared)}: it has {', '.join(declared)}"
+            raise UsageError(f'{source.name} has no parameter "{name}"{hint}')
         try:
             values[name] = TypeAdapter(declared[name], config=FINITE).validate_python(value)
         except ValidationError as error:
