@@ -80,7 +80,7 @@ def hand_typed_speedups(text: str) -> list[str]:
 
 
 def _lines(cell: Any) -> int:
-    return sum(bool(line.strip()) for line in cell.source.splitlines())
+    return len(re.findall(r"^.*\S", cell.source, re.MULTILINE))
 
 
 def _tags(cell: Any) -> set[str]:
