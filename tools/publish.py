@@ -21,7 +21,7 @@ from matplotlib import style
 from speedkit import files
 from speedkit.cli import main
 from speedkit.errors import SpeedkitError, UsageError
-from speedkit.lab.figures import BASELINES, STYLE, device_name, headline, waterfall
+from speedkit.lab.figures import BASELINES, STYLE, device_name, headline, ratio_text, waterfall
 from speedkit.lab.notebooks import find_notebooks, run_notebook
 from speedkit.lab.provenance import commit, is_current, notebooks_folder
 from speedkit.lab.record import RECORD_MIME, read_notebook
@@ -218,7 +218,7 @@ def tunings_table(folder: Path) -> str:
     rows = []
     for record in tunings(folder):
         side, speedup = headline(record)
-        rows.append([device_name(record), record["workload"]["name"], ratio_in_words(speedup), BASELINES[side]])
+        rows.append([device_name(record), record["workload"]["name"], ratio_text(speedup), BASELINES[side]])
     return markdown_table(["machine", "workload", "times as fast (99 %)", "as the faster of the two baselines"], rows)
 
 
@@ -227,13 +227,9 @@ def peers_table(folder: Path) -> str:
     if not (folder / PEERS).exists():
         return "Nothing is measured beside its peers yet: `python benchmarks/peers.py` does it."
     record = files.read_json(folder / PEERS)
-    rows = [[row["name"], row["a"], row["b"], ratio_in_words(row)] for row in record["measurements"]]
+    rows = [[row["name"], row["a"], row["b"], ratio_text(row)] for row in record["measurements"]]
     table = markdown_table(["what", "A", "B", "time of A / time of B (99 %)"], rows)
     return f"On {record['machine']}, at commit {record['commit']}:\n\n{table}"
-
-
-def ratio_in_words(row: Row) -> str:
-    return "{ratio:.2f} ({low:.2f} to {high:.2f})".format(**row)
 
 
 def notebooks_table(folder: Path) -> str:

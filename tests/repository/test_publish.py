@@ -191,8 +191,8 @@ def test_the_readme_and_its_figure_show_what_is_recorded_of_today_s_code(folder,
     )
     assert first == says and second.endswith("|  | not yet |") and "old" not in text.splitlines()
     assert text.startswith("# x\n") and text.endswith("after\n") and "\nbetween\n" in text
-    assert "| image | 2.50 (2.00 to 3.00) | the careful plan |" in text and "4.12" not in text and "Gone" not in text
-    assert "| loop | a bare loop | speedkit | 1.01 (0.99 to 1.02) |" in text and "abc1234" in text
+    assert "| image | 2.50× (2.00 to 3.00) | the careful plan |" in text and "4.12" not in text and "Gone" not in text
+    assert "| loop | a bare loop | speedkit | 1.01× (0.99 to 1.02) |" in text and "abc1234" in text
     [line] = [line for line in (folder / "records" / "README.md").read_text().splitlines() if "21_tiny" in line]
     assert line.endswith("| 1 of 2 | measured |")
 
