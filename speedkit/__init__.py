@@ -49,7 +49,9 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(_HOMES[name]), name)
         globals()[name] = value
         return value
-    raise AttributeError(f"module 'speedkit' has no attribute {name!r}")
+    from speedkit.renamed import spelling_of_today
+
+    raise AttributeError(f"module 'speedkit' has no attribute {name!r}{spelling_of_today(name)}")
 
 
 def __dir__() -> list[str]:

@@ -15,15 +15,15 @@ import yaml
 from click.core import ParameterSource
 
 from speedkit import __version__
-from speedkit.config import spelling_of_today
 from speedkit.errors import Interrupted, SpeedkitError, UsageError, missing_extra
 from speedkit.fallbacks import resolve
 from speedkit.files import claim_folder, write_json, write_quarantine
-from speedkit.lab.provenance import PACKAGE, notebooks_folder
+from speedkit.lab.provenance import ROOT
 from speedkit.machine import cache_root, this_machine
 from speedkit.options import (
     DATA,
     DATA_FIELDS,
+    DEBUG,
     DEVICE,
     JSON,
     PLAN,
@@ -38,6 +38,7 @@ from speedkit.options import (
     typed,
 )
 from speedkit.plan import Plan
+from speedkit.renamed import spelling_of_today
 from speedkit.train import ranks
 from speedkit.workload import hold_out
 
@@ -74,10 +75,10 @@ def _explained(error: Exception) -> tuple[int, str]:
         return error.exit_code, str(error)
     if isinstance(error, click.Abort):
         return 130, "stopped by SIGINT; what was complete is kept"
-    if isinstance(error, click.NoSuchOption) and (hint := spelling_of_today(error.option_name, typed=True)):
-        return error.exit_code, f"No such option {error.option_name!r}{hint}"
     if isinstance(error, click.ClickException):
-        return error.exit_code, error.format_message()
+        word = getattr(error, "option_name", "") or getattr(error, "command_name", "")
+        hint = spelling_of_today(word, typed=True)
+        return error.exit_code, f"{error.message.rstrip('.')}{hint}" if hint else error.format_message()
     if sentence := missing_extra(error):
         return UsageError.exit_code, sentence
     return 1, f"{type(error).__name__}: {error} (--debug shows where)"
@@ -205,7 +206,7 @@ def profile_script(script: Path, arguments: tuple[str, ...], out: Path) -> None:
     context = click.get_current_context()
     for option in context.command.params:
         is_typed = context.get_parameter_source(option.name or "") is ParameterSource.COMMANDLINE
-        if is_typed and option.name not in ("workload", "arguments", "out"):
+        if is_typed and option.expose_value and option.name not in ("workload", "arguments", "out"):
             raise UsageError(f"{option.opts[0]} is for a workload, and {script} says what it trains: leave it out")
     scripts.profile_script(script, arguments, out, in_words=change_in_words)
 
@@ -282,12 +283,13 @@ def run(names: tuple[str, ...], out: str, cluster: str | None, **values: Any) ->
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def publish(words: tuple[str, ...]) -> int:
     """Run notebooks here for the repository: executed notebooks and records, and the README's tables."""
-    if notebooks_folder().is_relative_to(PACKAGE):
+    script = ROOT / "tools" / "publish.py"  # of the repository, not of the package
+    if not script.exists():
         raise UsageError("publish writes into a checkout of speedkit's repository: clone it, and run make setup there")
-    script = notebooks_folder().parent / "tools" / "publish.py"  # of the repository, not of the package
     return subprocess.run([sys.executable, script, *words], check=False).returncode
 
 
-# Known before and after every command; `main` looks for it where a run fails.
+# Known before and after every command; `main` looks for it where a run fails. publish hands it on.
 for command in (commands, *commands.commands.values()):
-    command.params.append(click.Option(["--debug"], is_flag=True, expose_value=False, help="show tracebacks"))
+    if command is not publish:
+        command.params.append(DEBUG)

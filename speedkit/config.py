@@ -1,7 +1,6 @@
 """Settings: frozen pydantic dataclasses that say in one sentence what they cannot be, with YAML in and out."""
 
 import contextlib
-import csv
 import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ import pydantic  # loads its parts when they are first used: importing this modu
 import yaml
 
 from speedkit.errors import PlanError
+from speedkit.renamed import spelling_of_today
 
 T = TypeVar("T")
 
@@ -69,17 +69,6 @@ def _values_in_words(schema: Mapping[str, Any]) -> Iterable[str]:
         else:
             limits = [f" {word} {variant[key]:g}" for key, word in LIMITS.items() if key in variant]
             yield TYPES[variant["type"]] + "".join(limits)
-
-
-def spelling_of_today(word: str, *, typed: bool = False) -> str:
-    """Return `: here that is X` for what guides call `word`, X as a field or as it is `typed`; "" for any other."""
-    # A row is a setting of today, or `setting=value`; a note; and what it is called elsewhere.
-    with Path(__file__).with_name("renamed.csv").open(encoding="utf-8", newline="") as table:
-        for here, note, elsewhere in csv.reader(table):
-            if word.lower().lstrip("-").replace("-", "_") in elsewhere.split():
-                option = f"--{here.replace('_', '-').replace('=', ' ')}" if typed else here
-                return f": here that is {option} {note}".rstrip() if here else f": {note}"
-    return ""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -46,6 +46,7 @@ DEVICE = click.Option(
     ["--device"], default="auto", metavar="CUDA:1 | MPS | CPU", help="auto is the first GPU of CUDA_VISIBLE_DEVICES"
 )
 PLAN = click.Option(["--plan"], default="baseline", metavar="FILE | BASELINE | CAREFUL | FAST")
+DEBUG = click.Option(["--debug"], is_flag=True, expose_value=False, help="show tracebacks")
 JSON = click.Option(["--json", "as_json"], is_flag=True, help="print JSON")
 OUT = click.Option(
     ["--out"],

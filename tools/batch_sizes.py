@@ -1,4 +1,4 @@
-"""What a batch takes: `python notebooks/batch_sizes.py` counts it, and the page of records shows it by GPU memory."""
+"""What a batch takes: `python tools/batch_sizes.py` counts it, and the page of records shows it by GPU memory."""
 
 import contextlib
 import dataclasses
@@ -16,7 +16,7 @@ from speedkit.train.setup import setup_run
 COUNTED, GPUS_GB = "records/batch_sizes.json", (4, 8, 16, 24, 80)
 ABOUT = """The largest batch, a power of two, that trains in nine tenths of a GPU's memory, by the allocations of
 steps in float32 on the longest clips of the generated data, with AdamW's state. What CUDA takes for itself is not in
-it. They are counted on a CPU, by `python notebooks/batch_sizes.py`. In 16 bits (`precision`) or recomputed
+it. They are counted on a CPU, by `python tools/batch_sizes.py`. In 16 bits (`precision`) or recomputed
 (`checkpointing`) more fits, and `micro_batch=auto` finds by trying what suits your data and your GPU."""
 
 
@@ -36,7 +36,6 @@ def count(name: str, size: str) -> dict[str, Any]:
     return {
         "workload": name,
         "size": size,
-        "weights": sum(parameter.numel() for parameter in run.parameters),
         "sample": sample,
         "fixed_bytes": round(state_bytes + trial.peak_bytes[1] - sample_bytes),
         "sample_bytes": round(sample_bytes),
@@ -47,13 +46,13 @@ def section(folder: Path) -> str:
     """Return the Markdown section on batch sizes, from what was counted; "" where nothing was."""
     if not (folder / COUNTED).exists():
         return ""
-    head = ["workload", "size", "a sample", "weights, millions", "MB per sample", *(f"{gb} GB" for gb in GPUS_GB)]
+    head = ["workload", "size", "a sample", "MB per sample", *(f"{gb} GB" for gb in GPUS_GB)]
     lines = [head, ["---"] * len(head)]
     for row in files.read_json(folder / COUNTED):
         rooms = ((ROOM * gb * 1e9 - row["fixed_bytes"]) / row["sample_bytes"] for gb in GPUS_GB)
         fits = [str(2 ** int(math.log2(room))) if room >= 1 else "none" for room in rooms]
-        sizes = f"{row['weights'] / 1e6:.3g}", f"{row['sample_bytes'] / 1e6:.3g}"
-        lines.append([row["workload"], row["size"], " x ".join(map(str, row["sample"])), *sizes, *fits])
+        sample = " x ".join(map(str, row["sample"]))
+        lines.append([row["workload"], row["size"], sample, f"{row['sample_bytes'] / 1e6:.3g}", *fits])
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return f"\n## Batch sizes by GPU memory\n\n{' '.join(ABOUT.split())}\n\n{table}\n"
 

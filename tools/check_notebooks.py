@@ -1,4 +1,4 @@
-"""How a notebook of this repository is written, as rules; and small notebooks that keep them, for the tests.
+"""How a notebook of this repository is written, as rules.
 
 nbval passes a stripped notebook without comparing anything, so that checked cells have outputs is a rule here.
 """
@@ -7,14 +7,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-import nbformat
-from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 from publish import WIDGET_VIEW, code_cells, record_of
 
 from speedkit.errors import UsageError
 from speedkit.lab.notebooks import declared_parameters
-from speedkit.lab.provenance import code_sha256
-from speedkit.lab.record import RECORD_MIME, read_notebook, start
+from speedkit.lab.record import RECORD_MIME, read_notebook
 from speedkit.lab.records import validate_record
 
 MAX_BYTES = 300_000
@@ -83,76 +80,8 @@ def hand_typed_speedups(text: str) -> list[str]:
 
 
 def _lines(cell: Any) -> int:
-    return sum(bool(line.strip()) for line in cell.source.splitlines())
+    return len(re.findall(r"^.*\S", cell.source, re.MULTILINE))
 
 
 def _tags(cell: Any) -> set[str]:
     return set(cell.metadata.get("tags", []))
-
-
-# ---- small notebooks ----
-
-PARAMETERS = """\
-scale: str = "auto"  # auto | smoke | cpu | gpu
-batch_size: int = 4  # samples per step
-learning_rate: float | None = None  # None takes the recipe's
-sizes: list[int] = [1, 2]  # what is tried
-shuffle: bool = True  # in each epoch
-workload: str = "audio"  # what is trained
-"""
-
-
-def code(source: str, *tags: str):
-    return new_code_cell(source, metadata={"tags": list(tags)} if tags else {})
-
-
-def write(path: Path, *cells) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
-    nbformat.write(new_notebook(cells=list(cells), metadata={"kernelspec": kernel}), path)
-    return path
-
-
-def plain(path: Path, *sources: str) -> Path:
-    """Write a notebook with a parameters cell and cells of `sources`: it runs without importing torch."""
-    return write(path, code(PARAMETERS, "parameters"), *map(code, sources))
-
-
-def whole(path: Path, body: str = "total = 1 + 2") -> Path:
-    """Write a notebook, not run, in the full anatomy, whose one free cell holds `body`."""
-    begin = (
-        "from speedkit.lab.record import start\n"
-        f'run = start("{path.stem}", modules=["speedkit.errors"], scale=scale, workload=workload)'
-    )
-    return write(
-        path,
-        new_markdown_cell("# Tiny\n\nA sum does not depend on the order. It needs nothing.\n\nMore."),
-        new_markdown_cell("## Predict first\n\nWhich is larger?"),
-        code(PARAMETERS, "parameters"),
-        code(begin),
-        code(body),
-        code('run.check("both orders agree", 1 + 2 == 2 + 1);', "nbval-check-output"),
-        new_markdown_cell("## When it does not help\n\nNever."),
-        new_markdown_cell("## Exercise\n\nTry three.\n\n<details><summary>Solution</summary>\n\nSix.\n\n</details>"),
-        code("run.save();"),
-        new_markdown_cell("## Next\n\nNothing."),
-    )
-
-
-def executed(path: Path) -> Path:
-    """Write a notebook in the full anatomy as a run of it would have left it, without starting a kernel."""
-    notebook = read_notebook(whole(path))
-    cells = code_cells(notebook)
-    for count, cell in enumerate(cells, 1):
-        cell.execution_count = count
-    cells[-2].outputs = [new_output("stream", text="PASS both orders agree\n")]
-    data = {RECORD_MIME: a_record(path), "text/plain": f"record of {path.stem}"}
-    cells[-1].outputs = [new_output("display_data", data=data)]
-    nbformat.write(notebook, path)
-    return path
-
-
-def a_record(path: Path) -> dict:
-    """Return the record of a run on this machine of the notebook at `path`."""
-    run = start(path.stem, modules=["speedkit.errors"], scale="cpu", workload="audio")
-    return run.finished() | {"code_sha256": code_sha256(path, ["speedkit.errors"])}

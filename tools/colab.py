@@ -17,16 +17,11 @@ from speedkit.lab.record import read_notebook
 
 SITE = "https://colab.research.google.com"
 BADGE = f"[![Open in Colab]({SITE}/assets/colab-badge.svg)]({SITE}/github/{{repository}}/blob/main/notebooks/{{name}})"
-# The modules that notebooks import lie beside them, and in the wheel.
 INSTALL = """\
 import importlib.util
 
 if importlib.util.find_spec("speedkit") is None:  # on Colab
-    %pip install --quiet "torch-speedkit[audio,image,shards,notebooks,deploy] @ git+https://github.com/{repository}"
-    import sys
-    from speedkit.lab.provenance import notebooks_folder
-
-    sys.path.append(str(notebooks_folder()))"""
+    %pip install --quiet "torch-speedkit[audio,image,tars,notebooks,int8] @ git+https://github.com/{repository}\""""
 
 
 def with_badge(path: Path, repository: str) -> str:

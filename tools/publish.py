@@ -3,13 +3,12 @@
 `speedkit publish --help`, or `python tools/publish.py --help`, shows how.
 """
 
-import collections
 import json
 import math
 import re
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,28 +19,28 @@ from batch_sizes import section
 from matplotlib import style
 
 from speedkit import files
-from speedkit.cli import main, seconds
-from speedkit.clock import duration
+from speedkit.cli import main
 from speedkit.errors import SpeedkitError, UsageError
-from speedkit.lab.figures import STYLE, device_name, waterfall
+from speedkit.lab.figures import BASELINES, STYLE, device_name, headline, ratio_text, waterfall
 from speedkit.lab.notebooks import find_notebooks, run_notebook
 from speedkit.lab.provenance import commit, is_current, notebooks_folder
 from speedkit.lab.record import RECORD_MIME, read_notebook
 from speedkit.lab.records import load_record, published, validate_record
-from speedkit.lessons.claims import WORDS, Row
 from speedkit.machine import gpu_state, this_machine
+from speedkit.options import DEBUG, seconds
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
-TUNE, OPTIMIZATIONS, RECORDS = "90_tune.ipynb", "records/optimizations.svg", "records/README.md"
+# In the folder of the notebooks; peers.json is what benchmarks/peers.py leaves.
+TUNE, OPTIMIZATIONS, PEERS = "90_tune.ipynb", "records/optimizations.svg", "records/peers.json"
+RECORDS = "records/README.md"
 WORKLOADS = ("image", "speech", "text")  # of the tuning, a record each; its notebook shows audio
-MARKS = {True: "measured", False: "out of date"}
+Row = Mapping[str, Any]
 
 
 def device_slug(hardware: Row) -> str:
     """Return the folder name for the records of a machine: `nvidia-h200`, `cpu-intel-xeon-2-cores`."""
-    cpu = re.sub(r"\((r|tm|c)\)|\b(processor|cpu|\d+-core)\b|@.*?hz", " ", (hardware.get("cpu") or "unknown").lower())
-    name = hardware.get("gpu") or f"cpu {cpu} {hardware.get('cores', 1)} cores"
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    name = device_name({"hardware": hardware})
+    return re.sub(r"[^a-z0-9]+", "-", (name if hardware.get("gpu") else f"cpu {name}").lower()).strip("-")
 
 
 def publish(
@@ -50,10 +49,9 @@ def publish(
     """Run the notebooks `names` here, in their auto scale, and write them and their records to `out`.
 
     None is all of them, the tuning first and on each workload. What is published from the same code is left as it is.
-    None starts when `budget_s` is spent, nor, but for the first, one that took longer before than is left of it. With
-    `workload` only the record is written, as NN_name-workload.json.
-    Return what became of each by its name. Raises SpeedkitError for a busy GPU, and for changes since the commit that
-    records would name.
+    None starts when `budget_s` is spent, nor one that took longer before than is left of it. With `workload` only the
+    record is written, as NN_name-workload.json. Return what became of each by its name. Raises SpeedkitError for a
+    busy GPU, for changes since the commit that records would name, and where there is no commit.
     """
     sources = sorted(find_notebooks(names), key=lambda source: source.name != TUNE)
     for index in range(torch.cuda.device_count()):
@@ -64,67 +62,72 @@ def publish(
         raise SpeedkitError("this is no checkout: name the commit that the code is of as SPEEDKIT_COMMIT")
     if dirty:
         raise SpeedkitError(f"the package differs from commit {name}, which the records would name: commit it first")
-    end_s, outcomes = time.monotonic() + (budget_s or math.inf), dict[str, str]()
+    end_s = time.monotonic() + (budget_s or math.inf)
+    outcomes: dict[str, str] = {}
     for source in sources:
         for word in ("", *WORKLOADS) if names is None and source.name == TUNE else (workload,):
             name = f"{source.stem}-{word}" if word else source.stem
-            first = {*outcomes.values()} <= {"current"}
             try:
-                outcomes[name] = publish_one(source, name, Path(out) if out else None, end_s=end_s, first=first)
+                outcomes[name] = publish_one(source, name, Path(out or notebooks_folder()), end_s=end_s)
             except SpeedkitError as error:
                 outcomes[name] = f"failed: {error}"
     return outcomes
 
 
-def publish_one(source: Path, name: str, out: Path | None, *, end_s: float, first: bool) -> str:
+def publish_one(source: Path, name: str, out: Path, *, end_s: float) -> str:
     """Run one notebook, on the workload at the end of `name`, unless it is current or the time is too short.
 
-    A tuning that was stopped goes on where it was, if the code is the same.
+    A tuning that was stopped goes on where it was, if the code is the same. Records that other machines left of older
+    code are deleted. Raises SpeedkitError for a notebook that differs from the commit that its record would name.
     """
-    folder, machine = out or notebooks_folder(), device_slug(this_machine().as_dict())
-    record_path = folder / "records" / machine / f"{name}.json"
-    if record_path.exists() and is_current(files.read_json(record_path), source):
+    machine, (revision, dirty) = device_slug(this_machine().as_dict()), commit()
+    if dirty is not None and not is_current({"commit": revision}, source):
+        raise SpeedkitError(
+            f"{source.name} differs from commit {revision}, which its record would name: commit it first"
+        )
+    record_path = out / "records" / machine / f"{name}.json"
+    before = files.read_json(record_path) if record_path.exists() else {"commit": None}
+    if before["commit"] == revision or is_current(before, source):
         return "current"
-    took_s = {
-        path.parent.name: record.get("seconds", 0.0) for path, record in published(source).items() if path.stem == name
-    }
-    needed_s, left_s = took_s.get(machine, max(took_s.values(), default=0.0)), end_s - time.monotonic()
-    if left_s <= 0:
-        return "left: the budget is spent"
-    if needed_s > left_s and not first:
-        return f"left: it takes about {duration(needed_s)}"
+    if time.monotonic() + before.get("seconds", 0.0) >= end_s:
+        return "left: what is left of the budget is too short for it"
     executed, workload = Path("runs", "publish", f"{name}.ipynb"), name.partition("-")[2]
-    running = Path(out or executed.parent, f"{name}-{commit()[0]}").resolve()
+    running = executed.with_name(f"{name}-{revision}").resolve()
     if source.name != TUNE:
         shutil.rmtree(running, ignore_errors=True)
     environment = {"SPEEDKIT_SCALE": "", "SPEEDKIT_PROGRESS": "off", "SPEEDKIT_RUN_DIR": str(running)}
     run_notebook(source, executed, {"workload": workload} if workload else {}, environment=environment)
-    record = checked(record_of(read_notebook(executed)), source)
+    record = record_of(read_notebook(executed))
+    if problems := validate_record(record):
+        raise SpeedkitError(f"its record is missing or not valid: {problems[0]}")
     record_path.parent.mkdir(parents=True, exist_ok=True)
     if not workload:
-        files.write_text(folder / source.name, with_outputs(source, executed))
+        files.write_text(out / source.name, with_outputs(source, executed))
     files.write_json(record_path, record)  # last: a record that is current says that all is done
+    for path, other in published(out / source.name).items():
+        if path.parent.name != machine and not is_current(other, source):
+            path.unlink()
     executed.unlink()
     shutil.rmtree(running, ignore_errors=True)
     return "published"
 
 
-def import_published(folder: str | Path, into: str | Path | None = None) -> dict[str, str]:
+def import_published(folder: str | Path) -> dict[str, str]:
     """Take in the records, and the notebooks' outputs, that `publish --out` wrote on another machine to `folder`.
 
     Return what became of each by its path; what other code made than there is here fails. Raises UsageError when there
     is nothing to take in.
     """
-    folder, into, outcomes = Path(folder), Path(into or notebooks_folder()), {}
+    folder, into, outcomes = Path(folder), notebooks_folder(), {}
     for path in (*sorted(folder.glob("records/*/*.json")), *find_notebooks(None, folder)):
         name, source = path.relative_to(folder), into / f"{path.stem.partition('-')[0]}.ipynb"
         try:
-            if path.suffix == ".json":
-                record = checked(load_record(path), source)
-                (into / name).parent.mkdir(parents=True, exist_ok=True)
+            is_record = path.suffix == ".json"
+            record = checked(load_record(path) if is_record else record_of(read_notebook(path)), source)
+            (into / name).parent.mkdir(parents=True, exist_ok=True)
+            if is_record:
                 files.write_json(into / name, record)
             else:
-                checked(record_of(read_notebook(path)), source)
                 files.write_text(source, with_outputs(source, path))
             outcomes[str(name)] = "published"
         except SpeedkitError as error:
@@ -188,65 +191,75 @@ def update_readme(readme: Path) -> None:
 def readme_text(readme: Path) -> str:
     """Return the README's text with its generated blocks made anew. Raises ValueError when a block has no markers."""
     folder, text = readme.parent / "notebooks", readme.read_text(encoding="utf-8")
-    blocks = {"tunings": tunings_table(folder), "notebooks": notebooks_table(folder)}
-    blocks["picture"] = "No tuning is published yet."
+    blocks = {"notebooks": notebooks_table(folder), "tunings": tunings_table(folder), "peers": peers_table(folder)}
+    blocks["picture"] = "No tuning of today's code is published yet."
     for record in tunings(folder)[:1]:
         title = f"The tuning of {record['workload']['name']} on {device_name(record)}"
         blocks["picture"] = f"![{title}]({folder.name}/{OPTIMIZATIONS})"
     for name, block in blocks.items():
-        start, end = (text.index(f"<!-- {slash}generated:{name} -->") for slash in ("", "/"))
+        start = text.index(f"<!-- generated:{name} -->")
+        end = text.index(f"<!-- /generated:{name} -->")
         text = f"{text[:start]}<!-- generated:{name} -->\n{block}\n{text[end:]}"
     return text
 
 
+def current(notebook: Path) -> list[dict[str, Any]]:
+    """Return the records of `notebook` that are of today's code, GPUs first."""
+    return [record for record in published(notebook).values() if is_current(record, notebook)]
+
+
 def tunings(folder: Path) -> list[dict[str, Any]]:
-    """Return the records of the tunings that are published in `folder`: current ones first, of them GPUs first."""
-    records = [record for record in published(folder / TUNE).values() if record.get("speedup")]
-    return sorted(records, key=lambda record: not is_current(record, folder / TUNE))
+    """Return the records of the tunings of today's code, GPUs first."""
+    return [record for record in current(folder / TUNE) if record.get("speedup")]
 
 
 def tunings_table(folder: Path) -> str:
-    """Return the final speed-ups of all tunings, from records alone, as a Markdown table."""
+    """Return the headline of each tuning, and what it is over, as a Markdown table."""
     rows = []
     for record in tunings(folder):
-        ratios = [
-            "{ratio:.2f}x ({low:.2f} to {high:.2f})".format(**speedup) if speedup else "not measured"
-            for speedup in (record["speedup"], record["speedup_careful"])
-        ]
-        mark = MARKS[is_current(record, folder / TUNE)]
-        rows.append([device_name(record), record["workload"]["name"], *ratios, mark])
-    return markdown_table(["machine", "workload", "over plain PyTorch", "over a careful start", ""], rows)
+        side, speedup = headline(record)
+        rows.append([device_name(record), record["workload"]["name"], ratio_text(speedup), BASELINES[side]])
+    return markdown_table(["machine", "workload", "times as fast (99 %)", "as the faster of the two baselines"], rows)
+
+
+def peers_table(folder: Path) -> str:
+    """Return what benchmarks/peers.py has measured side by side, as a Markdown table."""
+    if not (folder / PEERS).exists():
+        return "Nothing is measured beside its peers yet: `python benchmarks/peers.py` does it."
+    record = files.read_json(folder / PEERS)
+    rows = [[row["name"], row["a"], row["b"], ratio_text(row)] for row in record["measurements"]]
+    table = markdown_table(["what", "A", "B", "time of A / time of B (99 %)"], rows)
+    return f"On {record['machine']}, at commit {record['commit']}:\n\n{table}"
 
 
 def notebooks_table(folder: Path) -> str:
-    """Return what each notebook teaches, its minutes to read and to run, and a mark per machine, as a table."""
-    by_notebook = {path: list(published(path).values()) for path in find_notebooks(None, folder)}
+    """Return what each notebook teaches, its minutes to read and to run, and where it was measured, as a table."""
+    by_notebook = {path: current(path) for path in find_notebooks(None, folder)}
     machines = list(dict.fromkeys(device_name(record) for records in by_notebook.values() for record in records))
     rows = []
     for path, records in by_notebook.items():
         title, _, text = read_notebook(path).cells[0].source.lstrip("# ").partition("\n")
         claim = text.strip().partition("\n\n")[0].replace("\n", " ").removeprefix("**").removesuffix("**")
-        # Of a tuning's records the one of the plain workload counts: it comes first.
-        marks = {device_name(record): MARKS[is_current(record, path)] for record in reversed(records)}
         minutes = re.findall(r"About (\d+) minutes", text)[:1]
         minutes += [str(max(1, round(record["seconds"] / 60))) for record in records if "seconds" in record][:1]
         link = f"[{path.stem[:2]} {title.strip()}]({folder.name}/{path.name})"
-        rows.append([link, claim, " + ".join(minutes), *(marks.get(machine, "not yet") for machine in machines)])
+        measured_on = {device_name(record) for record in records}
+        marks = ["measured" if machine in measured_on else "not yet" for machine in machines]
+        rows.append([link, claim, " + ".join(minutes), *marks])
     return markdown_table(["notebook", "what it teaches", "minutes: to read + to run", *machines], rows)
 
 
 def records_text(folder: Path) -> str:
-    """Return the page of all records: which code, versions and machine each is from, its checks and its verdicts."""
+    """Return the page of all records: which code, versions and machine each is from, and its checks."""
     rows = []
     for path in find_notebooks(None, folder):
         for file, record in published(path).items():
             code = "speedkit {speedkit} at {}, torch {torch}".format(record["commit"], **record["versions"])
-            checks = collections.Counter(row["verdict"] for row in record["verdicts"] if not row["claim"])
-            claims = sorted(f"{row['claim']} {WORDS[row['verdict']]}" for row in record["verdicts"] if row["claim"])
-            verdicts = "; ".join([f"{checks['passed']} of {checks.total()} checks passed", *claims])
-            cells = [file.stem, device_name(record), record["created"][:10], code, record["scale"]]
-            rows.append([*cells, MARKS[is_current(record, path)], verdicts])
-    head = ["record", "machine", "day", "code", "profile", "", "checks, and verdicts on claims"]
+            checks = [row["verdict"] for row in record["verdicts"] if not row["claim"]]
+            passed = f"{checks.count('passed')} of {len(checks)}"
+            mark = "measured" if is_current(record, path) else "out of date"
+            rows.append([file.stem, device_name(record), record["created"][:10], code, record["scale"], passed, mark])
+    head = ["record", "machine", "day", "code", "scale", "checks passed", ""]
     about = "Written by `speedkit publish`; each record lies in the folder of its machine."
     return f"# Records\n\n{about}\n\n{markdown_table(head, rows)}\n{section(folder)}"
 
@@ -256,7 +269,7 @@ def markdown_table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join([first, "|---" * len(head) + "|", *others])
 
 
-@click.command()
+@click.command(params=[DEBUG])
 @click.argument("names", nargs=-1, metavar="[NOTEBOOK]...")
 @click.option("--all", "everything", is_flag=True, help="every notebook")
 @click.option("--out", help="folder to write to (the notebooks' own)")

@@ -1,4 +1,4 @@
-"""Figures, drawn from records only: ratios, a tuning's table of optimizations, where the time goes, time to quality.
+"""Figures, drawn from records only: ratios, what a tuning tried, where the time goes.
 
 The colours are those that the colour-blind tell apart (Okabe and Ito 2008), opaque: they read on dark pages too.
 """
@@ -32,6 +32,8 @@ PREDICTED = Patch(color="#F3C6A5", label="predicted before")
 # What to do about them goes from left to right: feeding, launching, computing, what happens now and then, the rest.
 CODES = "D55E00 E69F00 CC79A7 882255 0072B2 56B4E9 332288 7FA7D8 009E73 B8DE9B F0E442 8C7A3F A9B0BB FFFFFF"
 COLOURS = {cause: f"#{code}" for cause, code in zip(CAUSES, CODES.split(), strict=True)}
+# What a tuning is compared with, by its key in `step_s` of a record: its headline is over the faster of the two.
+BASELINES = {"baseline": "plain PyTorch", "careful": "the careful plan"}
 Row = Mapping[str, Any]
 
 
@@ -92,38 +94,47 @@ def ratios(
     return figure
 
 
+def headline(record: Row) -> tuple[str, Row]:
+    """Return the one speed-up that a tuning is told by, and what it is over: the faster of `BASELINES`.
+
+    The first is the baseline's key in `BASELINES`, the second the ratio with its interval.
+    """
+    speedups = {"baseline": record["speedup"], "careful": record["speedup_careful"]}
+    return min(speedups.items(), key=lambda item: item[1]["ratio"])
+
+
 @style.context(STYLE)
 def waterfall(record: Row) -> Figure:
     """Return what a tuning tried: a bar per optimization, from the time per step before it to the one after.
 
-    Rejected optimizations have their reason; the whisker is the 99 % interval, the pale bar what was predicted before.
+    What was not tried is left out; what was rejected has its reason. The whisker is the 99 % interval, the pale bar
+    what was predicted before. The last bar is the headline.
     """
-    step_s = record["step_s"]
-    optimizations = [row for row in record["optimizations"] if row["change"] != "nothing"]
-    sides = {"plain PyTorch": ("speedup", "baseline"), "a careful start": ("speedup_careful", "careful")}
-    speedups = {name: record[key] for name, (key, side) in sides.items() if record.get(key) and step_s.get(side)}
-    labels = [
-        f"{row['optimization']}\n{textwrap.shorten(row['change'], 32, placeholder=' …')}" for row in optimizations
-    ]
-    labels = ["plain PyTorch, Plan()", *labels, *(f"final plan\nagainst {name}" for name in speedups)]
-    bars = [(row, row["step_s_before"], BLUE if row["kept"] else GREY) for row in optimizations]
-    bars += [(row, step_s[sides[name][1]], GREEN) for name, row in speedups.items()]
+    step_s, tried = record["step_s"], [row for row in record["optimizations"] if row["ratio"] is not None]
+    side, speedup = headline(record)
+    labels = ["plain PyTorch, Plan()"]
+    for row in tried:
+        change = textwrap.shorten(row["change"], 32, placeholder=" …")
+        labels.append(f"{row['optimization']}\n{change}")
+    labels.append(f"final plan\nagainst {BASELINES[side]}")
 
-    figure, axes = new_figure(0.5 * len(bars) + 2, labels)
+    figure, axes = new_figure(0.5 * len(labels) + 1.5, labels)
     axes.plot(1e3 * step_s["baseline"], 0, "d", color=INK, markersize=7)
     write_beside(axes, 0, f"{1e3 * step_s['baseline']:.3g} ms per step")
-    for y, (row, before_s, colour) in enumerate(bars, 1):
-        texts = [] if row.get("kept", True) else textwrap.wrap(row["why"], 40, max_lines=2, placeholder=" …")
-        if row["ratio"] is not None:
-            draw_change(axes, y, row, before_ms=1e3 * before_s, colour=colour)
-            texts.insert(0, ratio_text(row))
-        write_beside(axes, y, "\n".join(texts))
+    for y, row in enumerate(tried, 1):
+        colour = BLUE if row["kept"] else GREY
+        draw_change(axes, y, row, before_ms=1e3 * row["step_s_before"], colour=colour)
+        why = [] if row["kept"] else textwrap.wrap(row["why"], 40, max_lines=2, placeholder=" …")
+        write_beside(axes, y, "\n".join([ratio_text(row), *why]))
+    before_ms = 1e3 * step_s.get(side, step_s["final"])  # the careful plan may be the final one
+    draw_change(axes, len(labels) - 1, speedup, before_ms=before_ms, colour=GREEN)
+    write_beside(axes, len(labels) - 1, ratio_text(speedup))
     axes.set(xscale="log", xlabel="time per step, ms, log scale: left is faster")
     round_ticks(axes.xaxis)
     colours = {"kept": BLUE, "rejected": GREY, "fresh turns": GREEN}
     marks = [Patch(color=colour, label=label) for label, colour in colours.items()]
-    headline = ", ".join(f"{ratio_text(row)} over {name}" for name, row in speedups.items())
-    add_caption(figure, headline, [*marks, INTERVAL, PREDICTED], about=origin(record))
+    title = f"{ratio_text(speedup)} over {BASELINES[side]}"
+    add_caption(figure, title, [*marks, INTERVAL, PREDICTED], about=origin(record))
     return figure
 
 
@@ -151,28 +162,6 @@ def breakdowns(breakdowns: Mapping[str, Row], record: Row | None = None) -> Figu
     axes.margins(x=0)
     axes.set_xlabel("share of the wall time of a step, %")
     add_caption(figure, "Where a step's time goes", about=origin(record), columns=5)
-    return figure
-
-
-@style.context(STYLE)
-def time_to_quality(record: Row) -> Figure:
-    """Return quality over time for plain PyTorch and the final plan: seeds thin, means thick, the target crossed."""
-    result, target = record["time_to_quality"], record["time_to_quality"]["target"]
-    figure, axes = new_figure(3.9)
-    for side, name, colour in (("baseline", "plain PyTorch", ORANGE), ("final", "final plan", BLUE)):
-        curves, reached_s = [curve["points"] for curve in result["curves"][side]], result[f"{side}_s"]
-        for points in curves:
-            axes.plot(*np.transpose(points), color=colour, linewidth=0.8, alpha=0.5)
-        means = np.mean([points[: min(map(len, curves))] for points in curves], axis=0)  # [epochs, 2]
-        label = f"{name}: target {f'after {reached_s:.3g} s' if reached_s else 'not reached'}"
-        axes.plot(*means.T, "o-", color=colour, linewidth=2.4, markersize=3.5, label=label)
-        if reached_s:
-            axes.plot(reached_s, target, "D", color=colour, markeredgecolor=INK, markersize=7, zorder=5)
-    axes.axhline(target, color=INK, linewidth=0.8, linestyle="--", label=f"target {target:.3g}")
-    axes.set(xlim=(0, None), ylabel=f"{record['quality']['metric']}, test set")
-    axes.set_xlabel("seconds of training and evaluating; the cache was built and the model compiled before")
-    sooner = f"ratio {result['ratio']:.2f}" if result["ratio"] else "not reached by both"
-    add_caption(figure, f"Time to quality: {sooner}", about=origin(record))
     return figure
 
 

@@ -25,6 +25,7 @@ from speedkit.config import nearest
 from speedkit.errors import SpeedkitError, UsageError
 from speedkit.lab.provenance import notebooks_folder
 from speedkit.lab.record import read_notebook
+from speedkit.renamed import spelling_of_today
 
 CONNECT_S = 10  # that a cluster has to answer
 FINITE = ConfigDict(allow_inf_nan=False)
@@ -80,7 +81,8 @@ def typed_parameters(source: Path, given: Mapping[str, Any]) -> dict[str, Any]:
     declared, values = declared_parameters(source), {}
     for name, value in given.items():
         if name not in declared:
-            raise UsageError(f'{source.name} has no parameter "{name}"{nearest(name, declared)}: it has {[*declared]}')
+            hint = spelling_of_today(name) or f"{nearest(name, declared)}: it has {', '.join(declared)}"
+            raise UsageError(f'{source.name} has no parameter "{name}"{hint}')
         try:
             values[name] = TypeAdapter(declared[name], config=FINITE).validate_python(value)
         except ValidationError as error:
@@ -100,10 +102,9 @@ def run_notebook(
 ) -> Path:
     """Run notebook `source` with `parameters` in a fresh kernel, and leave what ran at `out`.
 
-    The kernel starts in `folder`, by default the notebook's own, and imports what lies beside the notebook too.
-    `timeout_s` is for each cell, `environment` for the kernel. Raises UsageError before anything starts, SpeedkitError
-    when a cell fails or its time is up: `out` is then, as after Ctrl-C, as it was, and what did run is beside it as
-    NAME.failed.ipynb.
+    The kernel starts in `folder`, by default the notebook's own, and imports what lies there. `timeout_s` is for each
+    cell, `environment` for the kernel. Raises UsageError before anything starts, SpeedkitError when a cell fails or its
+    time is up: `out` is then, as after Ctrl-C, as it was, and what did run is beside it as NAME.failed.ipynb.
     """
     source, out = Path(source).resolve(), Path(out).resolve()
     values = typed_parameters(source, parameters or {})
@@ -113,8 +114,6 @@ def run_notebook(
     partial = out.with_name(f"{out.stem}.failed.ipynb")  # papermill writes it cell by cell
     bar = progress and sys.stderr.isatty()
     begun = 0
-    search = [*filter(None, [os.environ.get("PYTHONPATH")]), str(source.parent)]
-    environment = {"PYTHONPATH": os.pathsep.join(search), **(environment or {})}
 
     def before_cell(**_: Any) -> None:
         nonlocal begun
@@ -123,7 +122,7 @@ def run_notebook(
             print(f"{source.stem}: cell {begun}", flush=True)
 
     try:
-        with device_lock(), mock.patch.dict(os.environ, environment):
+        with device_lock(), mock.patch.dict(os.environ, environment or {}):
             papermill.execute_notebook(
                 source,
                 partial,

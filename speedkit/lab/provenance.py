@@ -20,8 +20,14 @@ PACKAGE = Path(speedkit.__file__).parent
 ROOT = PACKAGE.parent
 SHIPPED = PACKAGE / "notebooks_data"  # in an installed package; a checkout has notebooks/ beside the package
 # What decides a measured figure, with the code of its notebook: as git's path patterns, from the package's folder.
-MEASURED = (":(glob)*.py", "data", "train", "measure", "lab/workloads", ":!cli.py", ":!options.py", ":!__init__.py")
-git = functools.partial(subprocess.check_output, cwd=PACKAGE, text=True, stderr=subprocess.DEVNULL)
+COMMANDS = tuple(f":(exclude){name}.py" for name in ("cli", "options", "__init__", "__main__"))
+MEASURED = (":(glob)*.py", "data", "train", "measure", "lab/workloads", *COMMANDS)
+
+
+def git(*words: str, folder: Path | None = None) -> str:
+    """Return what git prints in `folder`, by default the package's. Raises OSError or CalledProcessError."""
+    command = ["git", *words]
+    return subprocess.check_output(command, cwd=folder or PACKAGE, text=True, stderr=subprocess.DEVNULL)
 
 
 def versions() -> dict[str, str | None]:
@@ -44,9 +50,9 @@ def commit() -> tuple[str | None, bool | None]:
     """
     try:
         # The second is not there where the package is installed inside another project's checkout.
-        revisions = git(["git", "rev-parse", "HEAD", "HEAD:./__init__.py"])
-        return revisions[:7], bool(git(["git", "status", "--porcelain", "."]))
-    except (OSError, subprocess.SubprocessError):
+        revisions = git("rev-parse", "HEAD", "HEAD:./__init__.py")
+        return revisions[:7], bool(git("status", "--porcelain", "."))
+    except (OSError, subprocess.CalledProcessError):
         return os.environ.get("SPEEDKIT_COMMIT"), None
 
 
@@ -58,17 +64,20 @@ def is_current(record: Mapping[str, Any], notebook: Path) -> bool:
     if not record["commit"] or not unchanged_since(record["commit"]):
         return False
     try:
-        before = git(["git", "show", f"{record['commit']}:./{notebook.name}"], cwd=notebook.parent)
-    except (OSError, subprocess.SubprocessError):  # the notebook was not there
+        before = git("show", f"{record['commit']}:./{notebook.name}", folder=notebook.parent)
+        return code_of(json.loads(before)) == code_of(read_json(notebook))
+    except (OSError, subprocess.CalledProcessError):  # the notebook was not there, or is not there now
         return False
-    return code_of(json.loads(before)) == code_of(read_json(notebook))
 
 
 @functools.lru_cache
 def unchanged_since(revision: str) -> bool:
     """Return whether what decides a figure is as it was at a commit. Asked once per process."""
-    command = ["git", "diff", "--quiet", revision, "--", *MEASURED]
-    return subprocess.run(command, cwd=PACKAGE, stderr=subprocess.DEVNULL, check=False).returncode == 0
+    try:
+        git("diff", "--quiet", revision, "--", *MEASURED)
+    except (OSError, subprocess.CalledProcessError):
+        return False
+    return True
 
 
 def code_of(notebook: Mapping[str, Any]) -> list[str]:

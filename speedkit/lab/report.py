@@ -3,7 +3,6 @@
 import base64
 import io
 from collections.abc import Mapping
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +31,13 @@ def write_report(record: Row, out: str | Path) -> Path:
     environment.filters |= {"ratio": figures.ratio_text, "duration": duration}
     known, baseline = settings_of(Plan), vars(Plan())
     breakdowns = {"plain PyTorch": record["breakdowns"]["baseline"], "final plan": record["breakdowns"]["final"]}
-    drawn = {"table of optimizations": figures.waterfall(record), "breakdowns": figures.breakdowns(breakdowns, record)}
-    if record.get("time_to_quality"):
-        drawn["quality"] = figures.time_to_quality(record)
+    drawn = {"optimizations": figures.waterfall(record), "breakdowns": figures.breakdowns(breakdowns, record)}
+    side, headline = figures.headline(record)
     page = environment.get_template("report.html.j2").render(
         record=record,
         machine=figures.device_name(record),
-        headline=min(record["speedup"], record["speedup_careful"], key=itemgetter("ratio")),
+        headline=headline,
+        over=figures.BASELINES[side],
         sentences=in_short(record),
         quality=quality_in_words(record["quality"]),
         fields=[(name, value, known[name].help) for name, value in record["plan"].items() if value != baseline[name]],
@@ -64,14 +63,12 @@ def in_short(record: Row) -> list[str]:
     """Return a tuning's result in plain sentences, the most important first."""
     if record["change"] == "nothing":
         return ["Nothing that was tried is worth switching on: plain PyTorch stays."]
-    speedups = [(record["speedup"], "plain PyTorch"), (record["speedup_careful"], "a careful start")]
-    over = "{ratio:.2f} times as fast as {} ({low:.2f} to {high:.2f}, 99 %)".format
-    ratios = [over(name, **row) for row, name in sorted(speedups, key=lambda pair: pair[0]["ratio"])]
+    side, row = figures.headline(record)
+    ratio = "{ratio:.2f} times as fast ({low:.2f} to {high:.2f}, 99 %)".format(**row)
     return [
-        f"Training steps are {', and '.join(ratios)}.",
+        f"Training steps are {ratio} as with {figures.BASELINES[side]}, the faster of Plan() and Plan.careful().",
         quality_in_words(record["quality"]),
         payback_in_words(record["payback"]),
-        *map(batch_in_words, record.get("larger_batch", ())),
         f"Switched on: {record['change']}.",
     ]
 
@@ -94,13 +91,6 @@ def quality_in_words(quality: Row) -> str:
     if quality["items_needed"]:
         needed = "{test_items} test items cannot show {margin:g}; about {items_needed} would".format(**quality)
     return f"Whether the result is as good is not decided: {change}. {needed}."
-
-
-def batch_in_words(row: Row) -> str:
-    """Return in one sentence what a larger batch, which changes what is learned, does to the time to quality."""
-    batch = "batch_size={batch_size} with learning_rate={learning_rate:.3g}".format(**row)
-    sooner = f"reaches the same quality {row['ratio']:.2f} times as soon" if row["taken"] else f"is {row['why']}"
-    return f"In the recipe {batch} {sooner}."
 
 
 def payback_in_words(payback: Row) -> str:

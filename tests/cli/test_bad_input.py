@@ -1,6 +1,12 @@
 """What a user can get wrong: one sentence, the right exit code, no traceback, and nothing half-written."""
 
+import csv
+import pathlib
+
 import pytest
+
+import speedkit as package
+from speedkit import cli
 
 TONES = "audio --size tiny --batch-size 8 --data-dir tones"
 
@@ -37,7 +43,6 @@ BAD_INPUT = [
     ("train audio --learning-rate nan", 2, "learning_rate=nan|a number from 0"),
     ("train audio --max-duration-s 0", 2, "max_duration_s=0|from 0.01"),
     ("train audio --epochs 2 --steps 3", 2, "epochs or steps, one of the two"),
-    ("train audio --data-dir tones --ranks 2 --batch-size auto --device cpu", 2, "batch_size=auto trains on one rank"),
     ("train audio --precision fp8 --strict --device cpu", 2, "--strict allows no fallback|FP8"),
     # Validation.
     (f"train {TONES} --validation 0", 2, "--validation|0 is not in the range"),
@@ -74,18 +79,12 @@ BAD_INPUT = [
     ("cache info empty", 2, "empty holds no feature cache"),
     ("cache build new --data-dir missing", 2, "missing does not exist"),
     (f"profile {TONES} --out seen --trace missing/trace.json", 2, "the trace cannot be written to missing/trace.json"),
-    ("deploy missing", 2, "'missing' does not exist"),
-    ("deploy broken.yaml", 1, "its checksum is wrong"),
-    ("deploy broken.yaml --batch-size 1", 2, "--batch-size|1 is not in the range"),
     # Notebooks.
     ("run 77", 2, 'there is no notebook "77"|01_measure'),
     ("run 01 -p no_such 3", 2, 'no parameter "no_such"|it has'),
-    ("run 01 --sweep profile", 2, "--sweep takes NAME=A,B,C"),
+    ("run 01 --sweep scale", 2, "--sweep takes NAME=A,B,C"),
     ("run 01 --cluster tcp://nowhere:1", 2, "--cluster runs its combinations"),
     ("run 01 --timeout 0", 2, "'0' is no time|9m"),
-    ("publish", 2, "--all|--import DIR"),
-    ("publish 77", 2, 'there is no notebook "77"|01_measure'),
-    ("publish --import empty", 2, "empty holds no notebooks or records"),
 ]
 
 
@@ -120,3 +119,21 @@ def test_bad_input_is_one_sentence(bad, folder, speedkit, monkeypatch):
     assert all(word in complaint for word in says.split("|")), complaint
     left = {path.relative_to(folder).parts[0] for path in {*folder.rglob("*")} - files}
     assert left <= {"seen"}, "nothing half-written"
+
+
+with pathlib.Path(package.__file__).with_name("renamed.csv").open() as table:
+    RENAMED = {word: row for row in csv.reader(table) for word in row[2].split() if "=" not in word}
+
+
+def test_a_word_from_elsewhere_is_told_the_one_of_today_wherever_it_is_typed(speedkit):
+    for word, (here, note, _) in RENAMED.items():
+        name, option = (here, f"--{here.replace('_', '-').replace('=', ' ')}") if here else ("", "")
+        answers = {f"hardware --{word}": f"{option} {note}".strip(), f"run 01 -p {word} 3": f"{name} {note}".strip()}
+        if word not in cli.commands.commands:
+            answers[word] = f"{option} {note}".strip()
+            with pytest.raises(AttributeError) as error:
+                getattr(package, word)
+            assert str(error.value).endswith(f"{name} {note}".strip())
+        for words, says in answers.items():
+            code, _, complaint = speedkit(*words.split())
+            assert code == 2 and complaint.endswith(f"{says}\n") and complaint.count("\n") == 1, complaint

@@ -120,6 +120,16 @@ def test_the_profile_looks_at_a_model_and_a_batch(speedkit, tmp_path, monkeypatc
     assert "returned tuple, not a Workload" in speedkit("profile", "sampled:three")[2]
 
 
+def test_what_stands_before_a_script_is_ours_and_what_stands_behind_it_the_script_s(speedkit, tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text("import sys; print('arguments', sys.argv[1:]); sys.exit(3)")
+    monkeypatch.chdir(tmp_path)
+    code, printed, _ = speedkit("profile", "--out", "seen", "train.py", "--help", "--lr", "1", "--out", "x")
+    assert code == 3 and printed == "arguments ['--help', '--lr', '1', '--out', 'x']\n"
+    assert "--plan is for a workload" in speedkit("profile", "--plan", "fast", "train.py")[2]
+    assert "there is no script missing.py" in speedkit("profile", "missing.py")[2]
+    assert "'extra' is one argument too many" in speedkit("profile", "audio", "extra")[2]
+
+
 def test_on_windows_the_way_to_linux_is_said(speedkit, monkeypatch):
     monkeypatch.setattr(sys, "platform", "win32")
     code, _, complaint = speedkit("hardware")
@@ -240,8 +250,5 @@ def test_tuning_on_real_files_leaves_plan_record_notebook_and_report(recordings,
     train = ["train", "audio", "--data-dir", recordings, "--steps", "2", *SMALL, "--out", trained]
     shell(*train, "--plan", out / "plan.yaml")
     assert read(trained / "history.json")["plan_asked"] == record["plan"]
-    deploy = ["deploy", trained, "--data-dir", recordings, "--size", "tiny", "--no-compile", "--pairs", "4"]
-    assert "times as fast as float32" in shell(*deploy, "--batch-size", "4", "--out", tmp_path / "small")
-    assert torch.export.load(tmp_path / "small" / "model.pt2").module()
     shell(*tune, "--resume", "--no-notebook")
     assert read(out / "record.json")["optimizations"] == record["optimizations"]

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from check_notebooks import plain
+from small_notebooks import plain
 
 from speedkit.errors import SpeedkitError, UsageError
 from speedkit.lab.notebooks import cluster_executor, device_lock, find_notebooks, run_notebook, sweep, typed_parameters
@@ -60,15 +60,15 @@ def test_a_run_gets_its_parameters_its_folder_and_this_interpreter(tmp_path, mon
     assert code == 0 and "WARNING" not in complaint
 
 
-def test_a_run_in_another_folder_finds_what_lies_there_and_beside_the_notebook(tmp_path):
+def test_a_run_in_another_folder_finds_what_lies_there_and_nothing_beside_the_notebook(tmp_path):
     for place in ("here", "there"):
         (tmp_path / place).mkdir()
         (tmp_path / place / f"{place}.py").write_text(f"words = '{place}'")
-    path = plain(
-        tmp_path / "here" / "n.ipynb", "import here, there\nprint(here.words, there.words, open('there.py').read())"
+    show = "import importlib.util, there\nprint(there.words, importlib.util.find_spec('here'), open('there.py').read())"
+    out = run_notebook(
+        plain(tmp_path / "here" / "n.ipynb", show), tmp_path / "n.ipynb", folder=tmp_path / "there", progress=False
     )
-    out = run_notebook(path, tmp_path / "n.ipynb", folder=tmp_path / "there", progress=False)
-    assert outputs(out) == "here there words = 'there'\n"
+    assert outputs(out) == "there None words = 'there'\n"
 
 
 def test_one_notebook_runs_at_a_time_on_a_device(tmp_path):

@@ -1,10 +1,11 @@
-"""Records: hashes that change when code does and only then, and whole records or none."""
+"""Records: whole or refused, of one machine and one commit, and current while the code is that of the commit."""
 
 import json
 from pathlib import Path
 
-import check_notebooks
+import nbformat
 import pytest
+import small_notebooks
 from nbformat.v4 import new_code_cell, new_output
 
 from speedkit.errors import SpeedkitError, UsageError
@@ -24,53 +25,93 @@ MEASURED |= {"ratio": 2.05, "low": 1.9, "high": 2.2, "decision": "faster"}
 def notebooks(tmp_path, monkeypatch):
     """A folder with one small notebook, and a folder for the run's files."""
     folder = tmp_path / "notebooks"
-    check_notebooks.whole(folder / "21_small.ipynb")
+    small_notebooks.whole(folder / "21_small.ipynb")
     monkeypatch.setenv("SPEEDKIT_NOTEBOOKS", str(folder))
     monkeypatch.setenv("SPEEDKIT_RUN_DIR", str(tmp_path / "run"))
     monkeypatch.delenv("SPEEDKIT_SCALE", raising=False)
     return folder
 
 
-# ---- hashes ----
+# ---- the commit ----
 
 
-INJECTED = new_code_cell('profile = "full"', metadata={"tags": ["injected-parameters"]})
+def change_notebook(change):
+    def changed(checkout):
+        path = checkout / "notebooks" / "21_small.ipynb"
+        notebook = read_notebook(path)
+        change(notebook.cells)
+        nbformat.write(notebook, path)
+
+    return changed
+
+
+def change_file(name):
+    def changed(checkout):
+        with (checkout / name).open("a") as file:
+            file.write("\nanother = 1\n")
+
+    return changed
+
+
+INJECTED = new_code_cell('scale = "gpu"', metadata={"tags": ["injected-parameters"]})
 UNCHANGED = {
-    "a comment": lambda cells: cells[4].update(source="# At last:\n\n" + cells[4].source),
-    "an output": lambda cells: cells[4].update(outputs=[new_output("stream", text="x")], execution_count=9),
-    "injected parameters": lambda cells: cells.insert(3, INJECTED),
+    "an output": change_notebook(lambda cells: cells[4].update(outputs=[new_output("stream", text="x")])),
+    "a sentence": change_notebook(lambda cells: cells[1].update(source="## Predict first\n\nWhy?")),
+    "injected parameters": change_notebook(lambda cells: cells.insert(3, INJECTED)),
+    "a command": change_file("speedkit/cli.py"),
+    "a figure": change_file("speedkit/lab/figures.py"),
 }
 CHANGED = {
-    "a call": lambda cells: cells[4].update(source=cells[4].source + "; 1"),
-    "two cells joined": lambda cells: cells[3].update(source=cells[3].source + "\n" + cells.pop(4).source),
+    "a cell": change_notebook(lambda cells: cells[4].update(source="total = 2 + 1")),
+    "the notebook is gone": lambda checkout: (checkout / "notebooks" / "21_small.ipynb").unlink(),
+    "the core": change_file("speedkit/plan.py"),
+    "how it trains": change_file("speedkit/train/loop.py"),
+    "what it trains": change_file("speedkit/lab/workloads/audio.py"),
 }
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """A checkout, a notebook in it, and its record; each test puts back what it changes."""
+    root = tmp_path_factory.mktemp("checkout")
+    with pytest.MonkeyPatch.context() as patch:
+        notebook = small_notebooks.whole(small_notebooks.make_checkout(root, patch) / "21_small.ipynb")
+        small_notebooks.commit(root)
+        yield root, notebook, small_notebooks.a_record("21_small")
 
 
 @pytest.mark.parametrize("what", [*UNCHANGED, *CHANGED])
-def test_hash_of_a_notebook_changes_with_its_code_alone(what, notebooks):
-    notebook = read_notebook(notebooks / "21_small.ipynb")
-    before = provenance.code_sha256(notebook)
-    (UNCHANGED | CHANGED)[what](notebook.cells)
-    assert (provenance.code_sha256(notebook) == before) == (what in UNCHANGED)
+def test_a_record_is_out_of_date_when_code_changes_that_decides_a_figure(what, checkout):
+    root, notebook, record = checkout
+    assert record["dirty"] is False and provenance.is_current(record, notebook)
+    (UNCHANGED | CHANGED)[what](root)
+    provenance.unchanged_since.cache_clear()
+    assert provenance.is_current(record, notebook) == (what in UNCHANGED)
+    small_notebooks.git(root, "checkout", ".")
+    provenance.unchanged_since.cache_clear()
 
 
-@pytest.mark.parametrize("modules", ["package", "package.technique"])
-def test_hash_of_a_module_changes_with_its_code_and_not_with_its_comments(modules, tmp_path, monkeypatch, notebooks):
-    monkeypatch.setattr(provenance, "ROOT", tmp_path)
-    (tmp_path / "package").mkdir()
-    hashes = []
-    for body in ("    return x\n", "    # New.\n\n    return x\n", "    return 2 * x\n"):
-        (tmp_path / "package" / "technique.py").write_text("def apply(x):\n" + body)
-        hashes.append(provenance.code_sha256(notebooks / "21_small.ipynb", [modules]))
-    assert hashes[0] == hashes[1] != hashes[2]
+def test_a_record_of_no_commit_of_an_unknown_one_or_of_a_later_notebook_is_out_of_date(checkout):
+    root, notebook, record = checkout
+    later = small_notebooks.whole(root / "notebooks" / "22_later.ipynb")
+    assert not provenance.is_current(record, later)
+    for unknown in (None, "0123456", "no such word"):
+        assert not provenance.is_current(record | {"commit": unknown}, notebook)
+
+
+def test_outside_a_checkout_the_commit_is_that_of_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setattr(provenance, "PACKAGE", tmp_path)
+    assert provenance.commit() == (None, None)
+    monkeypatch.setenv("SPEEDKIT_COMMIT", "abc1234")
+    assert provenance.commit() == ("abc1234", None)
 
 
 # ---- runs ----
 
 
 def test_scale_auto_follows_the_device_and_the_environment_overrides(notebooks, monkeypatch):
-    expected = "full" if this_machine().device.type == "cuda" else "cpu"
-    assert start("21_small").profile == start("21_small", scale="auto").profile == expected
+    expected = "gpu" if this_machine().device.type == "cuda" else "cpu"
+    assert start("21_small").scale == start("21_small", scale="auto").scale == expected
     monkeypatch.setenv("SPEEDKIT_SCALE", "smoke")
     assert start("21_small", scale="gpu").pick(smoke=2, cpu=10, gpu=100) == 2
     monkeypatch.setenv("SPEEDKIT_SCALE", "quick")
@@ -79,7 +120,7 @@ def test_scale_auto_follows_the_device_and_the_environment_overrides(notebooks, 
 
 
 def test_record_goes_round_whole_and_running_a_cell_again_replaces_what_it_recorded(notebooks, tmp_path, capsys):
-    run = start("21_small", modules=["speedkit.errors"], scale="smoke", data_dir=str(notebooks), device="cpu")
+    run = start("21_small", scale="smoke", data_dir=str(notebooks), device="cpu")
     line = capsys.readouterr().out
     assert line.count("\n") == 1 and "torch" in line
     text = line + json.dumps(run.record)
@@ -94,7 +135,6 @@ def test_record_goes_round_whole_and_running_a_cell_again_replaces_what_it_recor
     run.save()
     record = load_record(tmp_path / "run" / "record.json")
     assert record["parameters"] == {"scale": "smoke", "data_dir": "notebooks", "device": "cpu"}
-    assert record["code_sha256"] == provenance.code_sha256(notebooks / "21_small.ipynb", record["modules"])
     assert record["measurements"] == [MEASURED]
     assert record["tables"]["workers"] == [{"workers": 0, "step_s": 0.5}, {"workers": 2, "step_s": None}]
     verdicts = [(row["check"], row["claim"], row["verdict"]) for row in record["verdicts"]]
@@ -121,21 +161,24 @@ def test_recorded_gives_other_machines_records_of_this_notebook(notebooks):
     assert [other["notebook"] for other in run.recorded()] == ["21_small", "21_small-image"]
 
 
-# ---- validation ----
-
+# What is done to a record, and what the error says of it.
 DAMAGE = {
-    "'hardware' is a required property": lambda record: record.pop("hardware"),
-    r"seconds_b\[1\]: -1.0 is less than": lambda record: record["measurements"][0].update(seconds_b=[1.0, -1.0]),
-    r"verdicts\[0\].verdict: 'nice' is not": lambda record: record["verdicts"][0].update(verdict="nice"),
+    "hardware: Field required": lambda record: record.pop("hardware"),
+    "measurements.0.seconds_b.1: Input should be greater than 0": lambda record: record["measurements"][0].update(
+        seconds_b=[1.0, -1.0]
+    ),
+    "verdicts.1.verdict: Input should be": lambda record: record["verdicts"][1].update(verdict="nice"),
 }
 
 
-@pytest.mark.parametrize("sentence", DAMAGE)
-def test_every_damage_to_a_record_is_named(sentence, notebooks, tmp_path):
-    run = start("21_small", scale="smoke")
-    run.measure(MEASURED)
-    run.check("losses agree", True)
-    DAMAGE[sentence](record := run.finished())
-    (tmp_path / "damaged.json").write_text(json.dumps(record))
-    with pytest.raises(SpeedkitError, match=sentence):
-        load_record(tmp_path / "damaged.json")
+def test_every_damage_to_a_record_is_named(notebooks, tmp_path):
+    for sentence, damage in DAMAGE.items():
+        run = start("21_small", scale="smoke")
+        run.measure(MEASURED)
+        run.check("losses agree", True)
+        run.check("sums agree", True)
+        damage(record := run.finished())
+        (tmp_path / "damaged.json").write_text(json.dumps(record))
+        with pytest.raises(SpeedkitError) as error:
+            load_record(tmp_path / "damaged.json")
+        assert sentence in str(error.value) and "damaged.json" in str(error.value)

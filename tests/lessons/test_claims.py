@@ -4,12 +4,12 @@ import re
 from pathlib import Path
 
 import pytest
-from check_notebooks import executed
-from publish import code_cells, record_of
+import small_notebooks
+from publish import record_of
 
 from speedkit.errors import SpeedkitError
 from speedkit.files import write_json
-from speedkit.lab.provenance import strip_comments
+from speedkit.lab.provenance import code_of
 from speedkit.lab.record import read_notebook, start
 from speedkit.lessons.claims import NOT_MEASURED, answer, answers, gather, judge, read_claims
 
@@ -35,14 +35,12 @@ def test_rule_on_claims(promise, interval, verdict):
     assert answer(promise, dict(zip(("low", "high"), interval, strict=True))) == verdict
 
 
-def test_judge_records_the_verdict_and_its_evidence(tmp_path, monkeypatch):
-    (tmp_path / "claims.csv").write_text("id,metric,low,high\nC01,speedup,2.0,3.0\nC02,speedup,1.9,1.9")
-    monkeypatch.setenv("SPEEDKIT_NOTEBOOKS", str(tmp_path))
+def test_judge_records_the_verdict_and_its_evidence():
     run = start("21_small", scale="smoke", device="cpu")
-    judge(run, "C01", BF16, needs_gpu=True)
+    judge(run, "C04", BF16, needs_gpu=True)
     judge(run, "C02", BF16)  # one figure, read with its tolerance
     verdicts = {row["claim"]: (row["verdict"], row["measurement"]) for row in run.record["verdicts"]}
-    assert verdicts == {"C01": ("needs_gpu", "bf16"), "C02": ("confirmed", "bf16")}
+    assert verdicts == {"C04": ("needs_gpu", "bf16"), "C02": ("confirmed", "bf16")}
     assert "promised 1.71 to 2.09x, measured 2.05x" in run.record["verdicts"][1]["check"]
 
 
@@ -50,26 +48,29 @@ CLAIM = {"technique": "a switch", "plan_field": "precision", "metric": "speedup"
 CLAIMS = {"C01": CLAIM | {"low": "1.9", "high": "1.9"}, "C02": CLAIM | {"metric": "memory", "low": "-50", "high": ""}}
 
 
-def test_every_claim_has_a_row_for_each_record_that_answers_it_and_one_where_none_does(tmp_path):
-    whole = record_of(read_notebook(executed(tmp_path / "21_tiny.ipynb")))
+def test_every_claim_has_a_row_for_each_record_that_answers_it_and_one_where_none_does(tmp_path, monkeypatch):
+    folder = small_notebooks.make_checkout(tmp_path, monkeypatch)
+    small_notebooks.whole(folder / "21_tiny.ipynb")
+    small_notebooks.commit(tmp_path)
+    whole = small_notebooks.a_record("21_tiny")
     answered = {"claim": "C01", "verdict": "needs_gpu", "check": "why", "measurement": "bf16"}
     elsewhere = whole | {"hardware": whole["hardware"] | {"cpu": "another CPU"}, "verdicts": [answered]}
     elsewhere["measurements"] = [BF16 | {"a": "a", "b": "b", "seconds_a": [1.0], "seconds_b": [1.0]}]
-    folder = tmp_path / "records" / "there"
-    folder.mkdir(parents=True)
-    write_json(folder / "21_tiny.json", elsewhere)
-    write_json(folder / "21_tiny-image.json", elsewhere | {"code_sha256": "0" * 64})
-    rows = answers(CLAIMS, gather(tmp_path), lambda record: record["hardware"]["cpu"])
+    there = folder / "records" / "there"
+    there.mkdir(parents=True)
+    write_json(there / "21_tiny.json", elsewhere)
+    write_json(there / "21_tiny-image.json", elsewhere | {"commit": "0123456"})
+    rows = answers(CLAIMS, gather(folder), lambda record: record["hardware"]["cpu"])
     keys = ("claim", "device", "verdict", "workload", "stale", "ratio", "promised_low")
     assert [tuple(row[key] for key in keys) for row in rows] == [
         ("C01", "another CPU", "needs a GPU", "", False, 2.05, pytest.approx(1.71)),  # one figure is widened
         ("C01", "another CPU", "needs a GPU", "image", True, 2.05, pytest.approx(1.71)),
         ("C02", "", NOT_MEASURED, "", False, None, -50.0),
     ]
-    assert gather(tmp_path, but=elsewhere) == [], "what this machine's run replaces is left out"
-    write_json(folder / "21_tiny-later.json", elsewhere | {"schema": 2})
+    assert gather(folder, but=elsewhere) == [], "what this machine's run replaces is left out"
+    write_json(there / "21_tiny-later.json", elsewhere | {"scale": "full"})
     with pytest.raises(SpeedkitError, match=r"21_tiny-later\.json is not valid"):
-        gather(tmp_path)
+        gather(folder)
 
 
 # ---- the notebooks as they are ----
@@ -77,7 +78,7 @@ def test_every_claim_has_a_row_for_each_record_that_answers_it_and_one_where_non
 
 def claims_named(notebook):
     """Return the ids of the claims that a notebook's code answers: those it holds as strings, such as "C01"."""
-    code = "\n".join(strip_comments(cell.source) for cell in code_cells(read_notebook(notebook)))
+    code = re.sub("#.*", "", "\n".join(code_of(read_notebook(notebook))))
     return set(re.findall(r"""["'](C\d\d)["']""", code))
 
 
@@ -89,5 +90,5 @@ def test_every_claim_is_answered_by_a_notebook():
 def test_a_notebook_answers_exactly_the_claims_that_its_code_names(path):
     shown = record_of(read_notebook(path))
     answered = {row["claim"] for row in shown["verdicts"]} - {None}
-    part = path.stem in ANSWERED_BY_WORKLOAD or shown["scale"] == "smoke"  # which leaves out what takes long
+    part = path.stem in ANSWERED_BY_WORKLOAD
     assert answered <= claims_named(path) if part else answered == claims_named(path)
