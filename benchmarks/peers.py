@@ -21,7 +21,7 @@ from time import perf_counter
 from typing import Any
 
 # Before they are imported: no look for newer versions, nothing fetched, no advice.
-os.environ |= {"LITDATA_DISABLE_VERSION_CHECK": "1", "TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1"}
+os.environ |= {"LITDATA_DISABLE_VERSION_CHECK": "1", "TRANSFORMERS_VERBOSITY": "error"}
 
 import common
 import numpy as np
@@ -33,7 +33,7 @@ from speedkit.files import write_json
 from speedkit.lab.figures import device_name
 from speedkit.lab.provenance import commit, notebooks_folder
 from speedkit.machine import this_machine
-from speedkit.measure.compare import Turn, measure_pairs
+from speedkit.measure.compare import measure_pairs
 from speedkit.measure.stats import paired_interval
 from speedkit.plan import Plan
 from speedkit.workload import Batch, Workload
@@ -49,13 +49,14 @@ Epoch = Callable[[], Iterable[Any]]  # begins an epoch of batches
 def quietly() -> Iterator[None]:
     """Keep what libraries print, log and warn about to themselves."""
     logging.disable(logging.WARNING)
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+    said = io.StringIO()
+    with warnings.catch_warnings(), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         warnings.simplefilter("ignore")
         yield
     logging.disable(logging.NOTSET)
 
 
-def in_turns(name: str, sides: Mapping[str, Turn], pairs: int) -> Row:
+def in_turns(name: str, sides: Mapping[str, Any], pairs: int) -> Row:
     """Return the row of two functions that return the seconds of their turns: above 1 the second is faster."""
     for turn in sides.values():
         turn()  # warm up
@@ -234,7 +235,7 @@ def by_transformers(work: Workload, batches: Batches, count: int) -> nn.Module:
         def get_train_dataloader(self) -> Any:
             return ({"batch": batch} for batch in batches)
 
-        def compute_loss(self, model: nn.Module, inputs: Row, *_: Any, **__: Any) -> Tensor:
+        def compute_loss(self, model: nn.Module, inputs: Row, **_: Any) -> Tensor:
             return work.loss(model, inputs["batch"], work.recipe)[0]
 
     model, optimizer = learner(work)
@@ -300,7 +301,7 @@ def comparisons(quick: bool) -> Iterator[Callable[[], Row]]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=comparisons.__doc__)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="show that it runs; the figures mean nothing")
     parser.add_argument("--out", help="where the record goes, if not among the others; of a quick run nowhere")
     arguments = parser.parse_args()
