@@ -1,329 +1,322 @@
-"""Other libraries' file formats on the same samples, and finders of a batch size: lesson 91 compares them.
+"""Other libraries beside speedkit, in turns on the same samples and nets: file formats and training loops.
 
-The first setting of a library is the one that its documentation begins with.
+Prints a line for each comparison and leaves the record from which the README's table is drawn. A library that is not
+installed is left out and named.
 """
 
-import collections
+import argparse
 import contextlib
-import dataclasses
-import functools
-import importlib.util
 import io
 import logging
 import os
+import random
+import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 # Before they are imported: no look for newer versions, nothing fetched, no advice.
-os.environ |= {"LITDATA_DISABLE_VERSION_CHECK": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-os.environ |= {"TRANSFORMERS_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+os.environ |= {"LITDATA_DISABLE_VERSION_CHECK": "1", "TRANSFORMERS_VERBOSITY": "error"}
 
+import common
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from speedkit.data.cache import FeatureCache, open_cache
+from speedkit.data.cache import open_cache
+from speedkit.files import write_json
+from speedkit.lab.figures import device_name
+from speedkit.lab.provenance import commit, notebooks_folder
+from speedkit.machine import this_machine
+from speedkit.measure.compare import measure_pairs
+from speedkit.measure.stats import paired_interval
 from speedkit.plan import Plan
-from speedkit.recipe import Recipe
-from speedkit.workload import Workload
+from speedkit.workload import Batch, Workload
 
-SHAPE = (1, 64, 256)  # of a sample, float32: 64 kB, a spectrogram of a few seconds
-Gather = Callable[[np.ndarray], Any]  # indices [B] -> rows [B, *SHAPE]
-Epoch = Callable[[], Iterator[tuple[Any, Any]]]  # begins an epoch of (rows, their indices)
-
-
-@dataclasses.dataclass(frozen=True)
-class Format:
-    """A way to store rows [N, *SHAPE] in a folder, and to read them in random batches."""
-
-    name: str
-    write: Callable[[Path, np.ndarray], object]
-    read: Callable[[Path, int, int], Epoch]  # (folder, rows in all, batch size) -> epochs
-    package: str = "torch"
+ROW, BATCH = 16384, 64  # float32 values of a sample, 64 kB: a spectrogram of a few seconds; samples of a batch
+LEAD = 3  # steps of a loop before the clock starts
+Row = dict[str, Any]
+Batches = Iterable[Batch]
+Epoch = Callable[[], Iterable[Any]]  # begins an epoch of batches
 
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
     """Keep what libraries print, log and warn about to themselves."""
-    said = io.StringIO()
     logging.disable(logging.WARNING)
+    said = io.StringIO()
     with warnings.catch_warnings(), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         warnings.simplefilter("ignore")
         yield
     logging.disable(logging.NOTSET)
 
 
-def installed(package: str) -> bool:
-    """Return whether a package is here."""
-    return importlib.util.find_spec(package) is not None
+def in_turns(name: str, sides: Mapping[str, Any], pairs: int) -> Row:
+    """Return the row of two functions that return the seconds of their turns: above 1 the second is faster."""
+    for turn in sides.values():
+        turn()  # warm up
+    seconds_a, seconds_b, _ = measure_pairs(*sides.values(), pairs=pairs, rng=random.Random(0), looks=())
+    a, b = sides
+    row = {"name": name, "a": a, "b": b, "seconds_a": seconds_a, "seconds_b": seconds_b}
+    return row | vars(paired_interval(seconds_a, seconds_b))
 
 
-def by_index(open_folder: Callable[[Path], Gather]) -> Callable[[Path, int, int], Epoch]:
-    """Return the reader of a format that finds rows by their indices."""
-
-    def read(folder: Path, count: int, batch_size: int) -> Epoch:
-        gather = open_folder(folder)
-
-        def epoch() -> Iterator[tuple[Any, Any]]:
-            for indices in torch.randperm(count).split(batch_size):
-                yield gather(indices.numpy()), indices
-
-        return epoch
-
-    return read
+# ---- formats: each function stores rows [N, ROW] in a folder, and returns what reads them in random batches ----
 
 
-# ---- one file, mapped ----
+def by_index(count: int, gather: Any) -> Epoch:
+    """Return the epochs of a format that finds rows by their indices, an array [B]."""
+
+    def epoch() -> Iterator[Any]:
+        for indices in torch.randperm(count).split(BATCH):
+            yield gather(indices.numpy())
+
+    return epoch
 
 
-def write_mapped(folder: Path, rows: np.ndarray) -> None:
+def mapped_file(folder: Path, rows: np.ndarray) -> Epoch:
     np.save(folder / "rows.npy", rows)
+    return by_index(len(rows), np.load(folder / "rows.npy", mmap_mode="r").__getitem__)
 
 
-def open_mapped(folder: Path) -> Gather:
-    mapped = np.load(folder / "rows.npy", mmap_mode="r", allow_pickle=False)
-    return lambda indices: mapped[indices]
+def cached(folder: Path, rows: np.ndarray) -> Epoch:
+    cache = open_cache(common.perceptron(ROW, 4, BATCH), range(len(rows)), Plan(cache="disk"), cache_dir=folder)
+    return by_index(len(rows), lambda indices: cache.gather(torch.from_numpy(indices), torch.device("cpu")))
 
 
-# ---- one file for each sample ----
-
-
-def write_npy(folder: Path, rows: np.ndarray) -> None:
-    folder.mkdir(exist_ok=True)
+def a_file_each(folder: Path, rows: np.ndarray, *, save: Any, load: Any) -> Epoch:
     for index, row in enumerate(rows):
-        np.save(folder / f"{index:06d}.npy", row)
+        save(folder / f"{index}.npy", row)
+    return by_index(len(rows), lambda indices: np.stack([load(folder / f"{index}.npy") for index in indices]))
 
 
-def open_npy(folder: Path) -> Gather:
-    return lambda indices: np.stack([np.load(folder / f"{index:06d}.npy", allow_pickle=False) for index in indices])
-
-
-def write_torch(folder: Path, rows: np.ndarray) -> None:
-    for index, row in enumerate(rows):
-        torch.save(torch.from_numpy(row.copy()), folder / f"{index:06d}.pt")
-
-
-def open_torch(folder: Path) -> Gather:
-    load = functools.partial(torch.load, weights_only=True)
-    return lambda indices: torch.stack([load(folder / f"{index:06d}.pt") for index in indices])
-
-
-# ---- speedkit's cache, of the .npy files ----
-
-
-@dataclasses.dataclass(frozen=True)
-class Sample:
-    """A file of a sample, and its place among them."""
-
-    path: str
-    label: int
-
-
-def load_row(sample: Sample) -> torch.Tensor:
-    return torch.from_numpy(np.load(sample.path, allow_pickle=False))
-
-
-def label_of(sample: Sample) -> int:
-    return sample.label
-
-
-def stored_samples(folder: Path) -> Workload:
-    """Return the .npy files of a folder as a workload; nothing is trained on it."""
-    samples = [Sample(str(path), index) for index, path in enumerate(sorted(folder.glob("*.npy")))]
-    return Workload(
-        "samples",
-        Recipe(),
-        samples,
-        samples[:1],
-        load=load_row,
-        features=torch.Tensor.contiguous,
-        target=label_of,
-        sources=(load_row,),
-        model=nn.Identity,
-        loss=torch.sub,  # type: ignore[arg-type]
-        score=torch.sub,  # type: ignore[arg-type]
-    )
-
-
-def write_cache(folder: Path, rows: np.ndarray) -> None:
-    write_npy(folder / "files", rows)
-    open_cached(folder)
-
-
-def cache_of(work: Workload, folder: Path | str) -> FeatureCache:
-    """Return speedkit's cache of all samples in `folder`, built where it is not there."""
-    return open_cache(work, work.train, Plan(cache="disk"), cache_dir=folder)
-
-
-def open_cached(folder: Path) -> Gather:
-    cache = cache_of(stored_samples(folder / "files"), folder / "cache")
-    return lambda indices: cache.gather(torch.from_numpy(indices), torch.device("cpu"))[0]
-
-
-# ---- HDF5 ----
-
-
-def write_hdf5(folder: Path, rows: np.ndarray, **storage: Any) -> None:
+def hdf5(folder: Path, rows: np.ndarray) -> Epoch:
     import h5py
 
     with h5py.File(folder / "rows.h5", "w") as file:
-        file.create_dataset("rows", data=rows, **storage)
+        file.create_dataset("rows", data=rows)
+    stored = h5py.File(folder / "rows.h5", "r")["rows"]
+    return by_index(len(rows), lambda indices: stored[np.sort(indices)])  # it takes rising indices only
 
 
-def open_hdf5(folder: Path, *, one_by_one: bool = False) -> Gather:
-    import h5py
-
-    dataset = h5py.File(folder / "rows.h5", "r")["rows"]
-    if one_by_one:  # faster where each row is a chunk
-        return lambda indices: np.stack([dataset[int(index)] for index in indices])
-
-    def gather(indices: np.ndarray) -> np.ndarray:
-        batch, rising = np.empty((len(indices), *SHAPE), np.float32), np.argsort(indices)
-        batch[rising] = dataset[indices[rising]]  # which takes indices in rising order only
-        return batch
-
-    return gather
-
-
-# ---- Arrow files of Hugging Face datasets ----
-
-
-def write_arrow(folder: Path, rows: np.ndarray, *, as_bytes: bool) -> None:
-    import datasets
-
-    datasets.disable_progress_bars()
-    column = datasets.Value("binary") if as_bytes else datasets.Array3D(SHAPE, "float32")
-    values = [row.tobytes() for row in rows] if as_bytes else rows
-    features = datasets.Features(row=column)
-    datasets.Dataset.from_dict({"row": values}, features=features).save_to_disk(folder / "arrow")
-
-
-def open_arrow(folder: Path, *, as_bytes: bool) -> Gather:
-    import datasets
-
-    dataset = datasets.load_from_disk(folder / "arrow").with_format("arrow" if as_bytes else "torch")
-    if not as_bytes:
-        return lambda indices: dataset[indices]["row"]
-
-    def gather(indices: np.ndarray) -> np.ndarray:
-        chunks = dataset[indices]["row"].chunks
-        return np.stack([np.frombuffer(value.as_buffer(), np.float32) for chunk in chunks for value in chunk])
-
-    return lambda indices: gather(indices).reshape(-1, *SHAPE)
-
-
-# ---- streams, which bring their own shuffling ----
-
-
-def write_litdata(folder: Path, rows: np.ndarray) -> None:
+def litdata_chunks(folder: Path, rows: np.ndarray, **options: Any) -> Epoch:
     import litdata
 
     # Where it works before it moves the result; otherwise folders are left behind outside of ours.
     os.environ["DATA_OPTIMIZER_CACHE_FOLDER"] = str(folder / "made")
     os.environ["DATA_OPTIMIZER_DATA_CACHE_FOLDER"] = str(folder / "data")
-
-    def sample(index: int) -> dict[str, Any]:
-        return {"row": torch.from_numpy(rows[index]), "label": index}
-
-    options: dict[str, Any] = {"num_workers": 1, "start_method": "fork", "verbose": False}
-    litdata.optimize(sample, list(range(len(rows))), str(folder / "chunks"), chunk_bytes="64MB", **options)
+    chunks = str(folder / "chunks")
+    litdata.optimize(torch.from_numpy, list(rows), chunks, chunk_bytes="64MB", num_workers=1, start_method="fork")
+    dataset = litdata.StreamingDataset(chunks, shuffle=True, **options)
+    return litdata.StreamingDataLoader(dataset, batch_size=BATCH).__iter__
 
 
-def read_litdata(folder: Path, count: int, batch_size: int, **options: Any) -> Epoch:
-    import litdata
-
-    dataset = litdata.StreamingDataset(str(folder / "chunks"), shuffle=True, **options)
-    loader = litdata.StreamingDataLoader(dataset, batch_size=batch_size)
-    return lambda: ((batch["row"], batch["label"]) for batch in loader)
-
-
-def write_tars(folder: Path, rows: np.ndarray, *, column: str) -> None:
+def webdataset_tars(folder: Path, rows: np.ndarray) -> Epoch:
     import webdataset
 
-    with webdataset.ShardWriter(f"{folder}/%06d.tar", maxsize=16e6, verbose=0) as writer:
+    with webdataset.ShardWriter(f"{folder}/%06d.tar", maxsize=16e6) as writer:
         for index, row in enumerate(rows):
-            writer.write({"__key__": f"{index:06d}", column: row if column == "npy" else row.tobytes(), "cls": index})
-
-
-def from_bytes(sample: dict[str, Any]) -> tuple[np.ndarray, int]:
-    return np.frombuffer(sample["bin"], np.float32).reshape(SHAPE), int(sample["cls"])
-
-
-def read_tars(folder: Path, count: int, batch_size: int, *, column: str) -> Epoch:
-    import webdataset
-
+            writer.write({"__key__": f"{index:06d}", "bin": row.tobytes()})  # three times as fast as its "npy"
     paths = sorted(map(str, folder.glob("*.tar")))
-    dataset = webdataset.WebDataset(paths, shardshuffle=len(paths)).shuffle(1000 if column == "npy" else 256)
-    dataset = dataset.decode().to_tuple("npy", "cls") if column == "npy" else dataset.map(from_bytes)
-    return lambda: iter(torch.utils.data.DataLoader(dataset.batched(batch_size), batch_size=None))
+    dataset = webdataset.WebDataset(paths, shardshuffle=len(paths)).shuffle(256).map(from_bytes)
+    return webdataset.WebLoader(dataset.batched(BATCH), batch_size=None).__iter__
 
 
-PLAIN, OURS, SILENT = "one mapped file", "speedkit's cache", "served silently"
-partial = functools.partial
-checked = partial(write_hdf5, chunks=(1, *SHAPE), fletcher32=True)
-arrow = [(partial(write_arrow, as_bytes=each), by_index(partial(open_arrow, as_bytes=each))) for each in (False, True)]
-tars = [(partial(write_tars, column=column), partial(read_tars, column=column)) for column in ("npy", "bin")]
-FORMATS = [
-    Format(PLAIN, write_mapped, by_index(open_mapped)),
-    Format(OURS, write_cache, by_index(open_cached)),
-    Format("a .npy file each", write_npy, by_index(open_npy)),
-    Format("a torch.save file each", write_torch, by_index(open_torch)),
-    Format("HDF5", write_hdf5, by_index(open_hdf5), "h5py"),
-    Format("HDF5 (fletcher32)", checked, by_index(partial(open_hdf5, one_by_one=True)), "h5py"),
-    Format("datasets (Array3D)", *arrow[0], "datasets"),
-    Format("datasets (bytes)", *arrow[1], "datasets"),
-    Format("LitData", write_litdata, read_litdata, "litdata"),
-    Format("LitData (batch_decode=0)", write_litdata, partial(read_litdata, batch_decode=0), "litdata"),
-    Format("webdataset (decode)", *tars[0], "webdataset"),
-    Format("webdataset (bytes)", *tars[1], "webdataset"),
-]
+def from_bytes(sample: Row) -> tuple[np.ndarray]:
+    return (np.frombuffer(sample["bin"], np.float32),)
 
 
-def store(folder: Path, rows: np.ndarray, batch_size: int) -> dict[str, Epoch]:
-    """Store rows in each format that is installed, in a folder of its name, and return what begins its epochs."""
-    epochs = {}
-    for form in FORMATS:
-        if installed(form.package):
-            place = folder / form.name
-            place.mkdir()
-            with quietly():
-                form.write(place, rows)
-                epochs[form.name] = form.read(place, len(rows), batch_size)
-    return epochs
+FORMATS: dict[str, Callable[..., Epoch]] = {
+    "speedkit's cache": cached,
+    "a .npy file each": partial(a_file_each, save=np.save, load=np.load),
+    "a torch.save file each": partial(
+        a_file_each, save=lambda path, row: torch.save(torch.tensor(row), path), load=torch.load
+    ),
+    "HDF5": hdf5,
+    "LitData": litdata_chunks,
+    "LitData, batch_decode=0": partial(litdata_chunks, batch_decode=0),
+    "webdataset": webdataset_tars,
+}
 
 
-def drained(epoch: Epoch) -> Callable[[], object]:
-    """Return a function that takes the batches of an epoch and throws them away."""
-    return lambda: collections.deque(epoch(), maxlen=0)
+def reading_s(epoch: Epoch) -> float:
+    """Return the seconds in which the batches of an epoch are taken and thrown away."""
+    began_s = perf_counter()
+    deque(epoch(), maxlen=0)
+    return perf_counter() - began_s
 
 
-def whole(epoch: Epoch, rows: np.ndarray) -> bool:
-    """Return whether an epoch delivers every row once, bit for bit."""
-    seen: list[int] = []
-    for batch, labels in epoch():
-        seen += torch.as_tensor(labels).tolist()
-        if not np.array_equal(torch.as_tensor(batch), rows[torch.as_tensor(labels)]):
-            return False
-    return sorted(seen) == list(range(len(rows)))
+def reading(name: str, *, count: int, pairs: int) -> Row:
+    """Compare a format with one mapped file: an epoch of `count` rows, warm, in one process."""
+    rows = np.random.default_rng(0).standard_normal((count, ROW), dtype=np.float32)
+    with tempfile.TemporaryDirectory() as scratch, quietly():
+        folder = Path(scratch) / name
+        folder.mkdir()
+        epochs = {"one mapped file": mapped_file(Path(scratch), rows), name: FORMATS[name](folder, rows)}
+        sides = {side: partial(reading_s, epoch) for side, epoch in epochs.items()}
+        return in_turns(f"read: {name}", sides, pairs)
 
 
-def damaged(form: Format, folder: Path, rows: np.ndarray) -> str:
-    """Store `rows` in a new `folder`, flip the bits of one byte of a value there, and return what reading comes to."""
-    folder.mkdir()
-    with quietly():
-        form.write(folder, rows)
-    path, content = next(
-        (path, content)
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and rows[1].tobytes() in (content := path.read_bytes())
+# ---- loops: each trains the same net on the batches it is given, and returns it ----
+
+
+def learner(work: Workload) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return the model and the optimizer with which every loop begins."""
+    recipe = work.recipe
+    torch.manual_seed(recipe.seed)
+    model = work.model()
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay, fused=True
     )
-    place = content.index(rows[1].tobytes()) + rows[1].nbytes // 2
-    path.write_bytes(content[:place] + bytes([content[place] ^ 0xFF]) + content[place + 1 :])
-    try:
-        with quietly():
-            right = whole(form.read(folder, len(rows), 8), rows)
-    except Exception as error:  # whatever a library raises is what is asked for here
-        return f"an error: {type(error).__name__}"
-    return "computed anew" if right else SILENT
+    return model, optimizer
+
+
+def bare(
+    work: Workload, batches: Batches, count: int = 0, *, made: Any = None, backward: Any = Tensor.backward
+) -> nn.Module:
+    """Train by the loop that everybody writes, with the model and optimizer `made` or those of all loops."""
+    model, optimizer = made or learner(work)
+    for batch in batches:
+        optimizer.zero_grad()
+        backward(work.loss(model, batch, work.recipe)[0])
+        optimizer.step()
+    return model
+
+
+def by_speedkit(work: Workload, batches: Batches, count: int) -> nn.Module:
+    with common.training(work, Plan(fused_optimizer=True), progress=False, endless=True) as (run, steps):
+        run.fetch = iter(batches).__next__
+        deque(islice(steps, count), maxlen=0)
+    return run.model
+
+
+def by_lightning(work: Workload, batches: Batches, count: int) -> nn.Module:
+    import lightning.pytorch as lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.optimizer = learner(work)
+
+        def training_step(self, batch: Batch, index: int) -> Tensor:
+            return work.loss(self.model, batch, work.recipe)[0]
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return self.optimizer
+
+    module = Module()
+    lightning.Trainer(barebones=True, accelerator="cpu", devices=1, max_epochs=1).fit(module, batches)
+    return module.model
+
+
+def by_fabric(work: Workload, batches: Batches, count: int) -> nn.Module:
+    from lightning.fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=1)
+    return bare(work, batches, made=fabric.setup(*learner(work)), backward=fabric.backward)
+
+
+def by_accelerate(work: Workload, batches: Batches, count: int) -> nn.Module:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    return bare(work, batches, made=accelerator.prepare(*learner(work)), backward=accelerator.backward)
+
+
+def by_transformers(work: Workload, batches: Batches, count: int) -> nn.Module:
+    from transformers import Trainer, TrainingArguments
+
+    class Theirs(Trainer):
+        def get_train_dataloader(self) -> Any:
+            return ({"batch": batch} for batch in batches)
+
+        def compute_loss(self, model: nn.Module, inputs: Row, **_: Any) -> Tensor:
+            return work.loss(model, inputs["batch"], work.recipe)[0]
+
+    model, optimizer = learner(work)
+    constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder,
+            max_steps=count,
+            use_cpu=True,
+            max_grad_norm=0.0,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        )
+        Theirs(model, arguments, train_dataset=[0], optimizers=(optimizer, constant)).train()
+    return model
+
+
+LOOPS = {
+    "speedkit": by_speedkit,
+    "Lightning Trainer": by_lightning,
+    "Lightning Fabric": by_fabric,
+    "Accelerate": by_accelerate,
+    "transformers Trainer": by_transformers,
+}
+
+
+def handed_out(batches: Batches, count: int, times: list[float]) -> Iterator[Batch]:
+    """Yield batches; append to `times` when `count` whole steps of whoever asks for them began and ended."""
+    for step, batch in enumerate(islice(cycle(batches), LEAD + count + 1)):
+        if step in (LEAD, LEAD + count):
+            times.append(perf_counter())
+        yield batch
+
+
+def training(name: str, *, sizes: tuple[int, int, int], count: int, pairs: int) -> Row:
+    """Compare a loop with a bare one: `count` whole steps of a perceptron, whose weights must end near each other."""
+    work = common.perceptron(*sizes, schedule="constant")
+    inputs = torch.randn(8, sizes[2], sizes[0])
+    targets = torch.randint(common.CLASSES, (8, sizes[2]))
+    batches = list(zip(inputs, targets, strict=True))
+
+    def turn(loop: Any) -> float:
+        times: list[float] = []
+        model = loop(work, handed_out(batches, count, times), LEAD + count + 1)
+        # Rounding grows with steps; a loop that did something else would be several times as far off.
+        torch.testing.assert_close(list(model.parameters()), expected, rtol=0.0, atol=0.005)
+        return times[1] - times[0]
+
+    expected = list(bare(work, handed_out(batches, count, [])).parameters())
+    sides = {side: partial(turn, loop) for side, loop in {"bare loop": bare, name: LOOPS[name]}.items()}
+    with quietly():
+        return in_turns(f"step of {sizes[2]} samples: {name}", sides, pairs)
+
+
+def comparisons(quick: bool) -> Iterator[Callable[[], Row]]:
+    """Measure what other libraries' file formats and training loops cost, and speedkit's own, in turns."""
+    pairs = 2 if quick else 20
+    for name in FORMATS:
+        yield partial(reading, name, count=128 if quick else 1024, pairs=pairs)
+    for sizes, count in ((common.SMALL, 250), (common.LARGE, 20)):
+        for name in LOOPS:
+            yield partial(training, name, sizes=sizes, count=5 if quick else count, pairs=pairs)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="show that it runs; the figures mean nothing")
+    parser.add_argument("--out", help="where the record goes, if not among the others; of a quick run nowhere")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    measurements = []
+    for comparison in comparisons(arguments.quick):
+        try:
+            row = comparison()
+        except ModuleNotFoundError as error:
+            print(f"left out: {error.name} is not installed")
+            continue
+        print("{name}: {ratio:.3g}x ({low:.3g} to {high:.3g}) as fast as {a}".format(**row), flush=True)
+        measurements.append(row)
+    if arguments.out or not arguments.quick:
+        path = arguments.out or notebooks_folder() / "records/peers.json"
+        machine = device_name({"hardware": this_machine("cpu").as_dict()})
+        write_json(path, {"commit": commit()[0], "machine": machine, "measurements": measurements})

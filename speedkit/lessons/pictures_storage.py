@@ -1,4 +1,4 @@
-"""What the lessons on kept features, tar shards and promises draw (12, 13, 50)."""
+"""What the lessons on files, kept features and promises draw (11, 12, 50)."""
 
 from collections.abc import Mapping, Sequence
 from textwrap import shorten
@@ -96,19 +96,6 @@ def _box(axes: Axes, corner: tuple[float, float], *, width: float, colour: str, 
     axes.add_patch(Rectangle(corner, width - 0.05, 0.7, facecolor=colour, edgecolor="white"))
     x, y = corner
     axes.text(x + width / 2, y + 0.35, text, ha="center", va="center", color="white", fontsize=8)
-
-
-@style.context(STYLE)
-def clip_costs(rows: Sequence[Row], title: str) -> Figure:
-    """Return the microseconds that each part of a clip takes: rows of `what` and `clip_s`."""
-    figure, axes = new_figure(0.4 * len(rows) + 1.2, [row["what"] for row in rows])
-    for y, row in enumerate(rows):
-        colour = ORANGE if "file" in row["what"] else BLUE if "member" in row["what"] else GREY
-        axes.barh(y, 1e6 * row["clip_s"], 0.6, color=colour)
-        write_beside(axes, y, f"{1e6 * row['clip_s']:.3g} µs")
-    axes.set(xlim=(0, None), xlabel="microseconds per clip: shorter is better")
-    figure.suptitle(title, x=0.01, ha="left")
-    return figure
 
 
 @style.context(STYLE)

@@ -85,8 +85,8 @@ def attention(_: Plan, hardware: Hardware) -> list[Change]:
 OPTIMIZATIONS: tuple[Optimization, ...] = (
     Optimization("workers", workers, "bit-equal", "10_dataloader", ("C06", "C07", "C08")),
     Optimization("cache", cache, "loss-equal", "12_feature_cache", ("C09", "C10")),
-    Optimization("decoder", always(decoder="torchcodec"), "loss-equal", "11_decoding", ("C42",)),
-    Optimization("features_on", features_on, "loss-equal", "11_decoding"),
+    Optimization("decoder", always(decoder="torchcodec"), "loss-equal", "11_files", ("C42",)),
+    Optimization("features_on", features_on, "loss-equal", "11_files"),
     Optimization("prefetch", always(prefetch=True, pin_memory=True), "bit-equal", "14_prefetch", ("C36",)),
     Optimization("bucket", always(bucket=True), "order-equal", "10_dataloader"),
     Optimization("host_syncs", always(fused_optimizer=True, log_every=50), "loss-equal", "26_host_syncs", ("C22",)),

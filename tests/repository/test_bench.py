@@ -1,4 +1,4 @@
-"""Each script in benchmarks/ runs and prints a line per limit, with its verdict. What it measures is no test."""
+"""Each script in benchmarks/ runs and prints a line per figure. What it measures is no test."""
 
 import os
 import re
@@ -8,15 +8,34 @@ from pathlib import Path
 
 import pytest
 
+from speedkit.files import read_json
+
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
-SCRIPTS = [path.stem for path in sorted(FOLDER.glob("*.py")) if path.stem not in ("common", "notebook_hang")]
+NO_LIMITS = ("common", "notebook_hang", "peers")
+SCRIPTS = [path.stem for path in sorted(FOLDER.glob("*.py")) if path.stem not in NO_LIMITS]
+
+
+def quickly(script, *options):
+    command = [sys.executable, FOLDER / f"{script}.py", "--quick", *options]
+    environment = os.environ | {"PYTHONPATH": str(FOLDER.parent)}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_benchmark_prints_each_figure_with_limit_and_verdict(script):
-    command = [sys.executable, FOLDER / f"{script}.py", "--quick"]
-    environment = os.environ | {"PYTHONPATH": str(FOLDER.parent)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    done = quickly(script)
     verdicts = re.findall(r"^.+ \(\S+ to \S+\), limit .+: (met|missed)$", done.stdout, re.MULTILINE)
     assert verdicts and done.returncode == ("missed" in verdicts), done.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_peers_print_what_their_record_holds(tmp_path):
+    done = quickly("peers", "--out", tmp_path / "peers.json")
+    assert done.returncode == 0, done.stderr[-2000:]
+    printed = re.findall(r"^(.+): \S+x \(\S+ to \S+\) as fast as .+$", done.stdout, re.MULTILINE)
+    record = read_json(tmp_path / "peers.json")
+    assert [row["name"] for row in record["measurements"]] == printed
+    assert {"read: speedkit's cache", "step of 64 samples: speedkit"} <= {*printed}
+    assert {"commit", "machine"} <= {*record}
+    assert {"a", "b", "ratio", "low", "high", "seconds_a", "seconds_b"} <= {*record["measurements"][0]}
