@@ -30,7 +30,7 @@ class Compilations:
         self.counters = copy.deepcopy(self.dynamo.counters)
 
     def report(self) -> CompileReport:
-        """Return what was compiled since this profile was made."""
+        """Return what was compiled since this object was made."""
         events = [e for e in self.dynamo.get_compilation_metrics() if (e.start_time_us or 0) >= self.began_us]
         stats, cache = (self.dynamo.counters[name] - self.counters[name] for name in ("stats", "inductor"))
         again = [(event.co_name, event.recompile_reason) for event in events if event.recompile_reason]
@@ -48,10 +48,10 @@ class Compilations:
 def graphs_of(function: Callable[..., Any], *calls: tuple[Any, ...], dynamic: bool | None = None) -> dict[str, Any]:
     """Return how many graphs torch.compile makes of `function` for some calls, and why it ended one early."""
     torch._dynamo.reset()
-    profile, compiled = Compilations(), torch.compile(function, backend="eager", dynamic=dynamic)
+    counted, compiled = Compilations(), torch.compile(function, backend="eager", dynamic=dynamic)
     for call in calls:
         compiled(*call)
-    report = profile.report()
+    report = counted.report()
     why = "; ".join(text.rpartition("`: ")[2] for text in report.breaks)
     return {"function": function.__name__, "calls": len(calls), "graphs": report.graphs, "why": why}
 

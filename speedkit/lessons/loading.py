@@ -1,4 +1,4 @@
-"""Where the time of a batch goes, part by part, measured on one batch of items: notebook 10 shows it."""
+"""Where the time of a batch goes, part by part, measured on one batch of items: lesson 10 shows it."""
 
 import statistics
 from collections.abc import Callable

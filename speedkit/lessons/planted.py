@@ -1,6 +1,6 @@
 """A training loop into which one cause of slowness can be planted, at a cost that is known without a profiler.
 
-Lesson 02 has `speedkit.profile` find each cause; tests/test_planted.py holds it to that.
+Lesson 02 has `speedkit.profile` find each cause; tests/lessons/test_planted.py holds it to that.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from speedkit.clock import timed
 from speedkit.machine import Hardware, this_machine
 
-# What can be planted, by the name that the bottlenecks gives it; and the plan's field that mends it.
+# What can be planted, by the name that a profile gives it; and the plan's field that mends it.
 CAUSES = {
     "slow decode": "workers",
     "large copies": "pin_memory",

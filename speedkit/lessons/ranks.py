@@ -1,6 +1,6 @@
-"""Measure how training scales with ranks: what notebook 40 starts under torchrun.
+"""Measure how training scales with ranks: what lesson 40 starts under torchrun.
 
-    torchrun --standalone --nproc-per-node 2 40_ranks.py '[{"workload": "image", "out": "image.json"}]'
+    torchrun --standalone --nproc-per-node 2 -m speedkit.lessons.ranks '[{"workload": "image", "out": "image.json"}]'
 
 The argument is a list of jobs, each with the keyword arguments of `measure`, and the file that rank 0 writes.
 """

@@ -62,17 +62,12 @@ def exposed_s(piece_s: float, pieces: int, compute_s: float) -> float:
     return max(piece_s, pieces * piece_s - compute_s * (pieces - 1) / pieces)
 
 
-def efficiency(step: Step, network: Network, ranks: int, *, strategy: str = "ddp", strong: bool = False) -> float:
-    """Return the speed-up on `ranks` GPUs divided by their number; with `strong` they share one batch.
-
-    FSDP sends weights beside both passes, and gradients, where DDP sends gradients twice.
-    """
+def efficiency(step: Step, network: Network, ranks: int, *, strong: bool = False) -> float:
+    """Return the speed-up of DDP on `ranks` GPUs divided by their number; with `strong` they share one batch."""
     parts, pieces = ranks if strong else 1, max(1, math.ceil(step.gradient_bytes / BUCKET_BYTES))
     forward_s, backward_s = step.forward_s / parts, step.backward_s / parts
     piece_s = transfer_s(ranks, step.gradient_bytes / pieces, network)
     waiting_s = exposed_s(2 * piece_s, pieces, backward_s) if ranks > 1 else 0.0
-    if strategy == "fsdp" and ranks > 1:
-        waiting_s += exposed_s(piece_s, pieces, forward_s)
     alone_s = step.forward_s + step.backward_s + step.other_s
     return alone_s / parts / (forward_s + backward_s + step.other_s + waiting_s)
 
@@ -87,7 +82,7 @@ def fit_network(ranks: int, samples: Sequence[Mapping[str, Any]]) -> Network:
 
 
 def step_of(job: Mapping[str, Any]) -> Step:
-    """Return the step of one rank alone, from medians of the raw seconds of a job of 40_ranks.py."""
+    """Return the step of one rank alone, from medians of the raw seconds of a job of `ranks`."""
     turn_s = statistics.median(job["measurements"][0]["seconds_a"])
     alone_s = turn_s / job["ranks"] / job["steps_per_turn"]
     forward_s, both_s = (statistics.median(job["passes"][name]) for name in ("forward_s", "both_s"))
@@ -95,8 +90,8 @@ def step_of(job: Mapping[str, Any]) -> Step:
 
 
 def torchrun(ranks: int, *command: str, folder: Path, one_thread: bool) -> None:
-    """Run a Python file with its arguments in `ranks` processes, as `torchrun` does. Raises RuntimeError."""
-    root = str(Path(__file__).resolve().parent.parent)
+    """Run a Python file, or `-m` and a module, in `ranks` processes, as `torchrun` does. Raises RuntimeError."""
+    root = str(Path(__file__).resolve().parents[2])
     paths = [root, str(folder.resolve()), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | ({"OMP_NUM_THREADS": "1"} if one_thread else {})
     starter = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))

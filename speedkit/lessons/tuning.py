@@ -1,4 +1,4 @@
-"""What lesson 90 tunings on in each scale, and which changes lost: what the lesson shows, without how it is put."""
+"""What lesson 90 tunes in each scale, and which changes lost: what the lesson shows, without how it is put."""
 
 import dataclasses
 import math
@@ -24,7 +24,7 @@ ON_A_GPU: dict[str, tuple[Fields, Fields]] = {
 
 
 def load(name: str, options: Row, *, scale: str, earlier: Row | None) -> tuple[Workload, Recipe]:
-    """Return the workload `name` with its data `options`, and the recipe: that of the `earlier` tune, if there is one.
+    """Return the workload `name` with its data `options`, and the recipe: that of the `earlier` tuning, if any.
 
     Options that are None are the workload's own, or larger ones in scale gpu. In smoke all is tiny: only to see that
     everything runs.

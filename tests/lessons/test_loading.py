@@ -1,4 +1,4 @@
-"""The module of notebook 10: where the time of a batch goes, in parts that add up."""
+"""The module of lesson 10: where the time of a batch goes, in parts that add up."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The bottlenecks names each slowdown that lesson 02 plants first, with the field that cures it; nothing else."""
+"""A profile names each slowdown that lesson 02 plants first, with the field that cures it, and nothing else."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def profiled(loop):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cause", [cause for cause in CAUSES if not why_not(cause, HERE)])
-def test_the_bottlenecks_names_what_was_injected_first_with_its_seconds(cause):
+def test_a_profile_names_what_was_planted_first_with_its_seconds(cause):
     loop = Loop(cause, 3 * Loop().step_s())
     seen = profiled(loop)
     first = seen.bottlenecks[0]
@@ -27,5 +27,5 @@ def test_the_bottlenecks_names_what_was_injected_first_with_its_seconds(cause):
 
 
 @pytest.mark.slow
-def test_the_bottlenecks_finds_nothing_in_a_healthy_loop():
+def test_a_profile_finds_nothing_in_a_healthy_loop():
     assert profiled(Loop()).bottlenecks == []

@@ -1,4 +1,4 @@
-"""The script that notebook 40 starts under torchrun: two ranks measure together, and learn what one would."""
+"""What lesson 40 starts under torchrun: two ranks measure together, and learn what one would."""
 
 import contextlib
 import itertools
