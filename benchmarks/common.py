@@ -22,9 +22,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from speedkit.clock import Stopwatch, run_until_steady
+from speedkit.clock import Stopwatch
 from speedkit.measure.compare import measure_pairs
 from speedkit.measure.stats import paired_interval
+from speedkit.measure.warm_up import run_until_steady
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train.loop import steps

@@ -22,6 +22,7 @@ from speedkit.errors import UsageError
 
 CAPABILITIES = ("bf16", "fp16", "tf32", "fp8", "flash_attention", "cuda_graphs", "compile", "pin_memory")
 CGROUPS = Path("/sys/fs/cgroup")
+MEMORY_SHARE = 0.5  # of the free memory, that kept samples may take
 
 # Least compute capability, and the first generation that has it: what PyTorch's and Triton's kernels ask for, see
 # https://docs.nvidia.com/cuda/cuda-c-programming-guide (Compute Capabilities).

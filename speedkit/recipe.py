@@ -1,6 +1,5 @@
 """Recipe: what a model learns from. Changing it changes what is learned; how fast is the business of the Plan."""
 
-import dataclasses
 import math
 from typing import Annotated, Literal
 
@@ -63,18 +62,6 @@ class Recipe:
 def steps_per_epoch(train_items: int, batch_size: int, drop_last: bool) -> int:
     """Return the batches in one pass; at least one, for a set smaller than a batch is one small batch."""
     return max(1, train_items // batch_size if drop_last else math.ceil(train_items / batch_size))
-
-
-def with_batch_size(recipe: Recipe, batch_size: int) -> Recipe:
-    """Return `recipe` with steps of `batch_size` samples: over as many samples, at the learning rate that suits them.
-
-    It grows as the square root of the batch for AdamW (Malladi et al. 2022) and in proportion for SGD (Krizhevsky 2014;
-    Goyal et al. 2017, who warm up, as onecycle does). Both are rules of thumb, and fail beyond some batch.
-    """
-    ratio = batch_size / recipe.batch_size
-    rate = recipe.learning_rate * (math.sqrt(ratio) if recipe.optimizer == "adamw" else ratio)
-    steps = recipe.steps and max(1, round(recipe.steps / ratio))
-    return dataclasses.replace(recipe, batch_size=batch_size, learning_rate=rate, steps=steps)
 
 
 def learning_rates(recipe: Recipe, total_steps: int) -> list[float]:

@@ -1,6 +1,7 @@
 """What is trained, as plain functions, with the pipeline cut where a cache can cut it."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from speedkit.config import nearest
 from speedkit.data.own_loader import LoaderItems
-from speedkit.errors import UsageError
+from speedkit.errors import PlanError, UsageError
 from speedkit.recipe import Recipe
 
 # Every tensor's first dimension counts the samples: (inputs [B, ...], targets [B]), or where lengths differ (inputs
@@ -79,6 +80,14 @@ class Workload:
     classes: tuple[str, ...] = ()
     quarantined: tuple[tuple[str, str], ...] = ()  # (path, why) of files left out before training
     validation: Sequence[Any] = ()  # items evaluated during training; the test set is then left to its end
+
+    def load_by(self, decoder: str) -> Callable[[Any], Tensor]:
+        """Return `load` with that decoder. Raises PlanError where it does not take it."""
+        if decoder == "soundfile":
+            return self.load
+        if decoder not in self.decoders:
+            raise PlanError(f"decoder={decoder} is not one that workload {self.name} can use: leave it at soundfile")
+        return functools.partial(self.load, decoder=decoder)  # type: ignore[call-arg]
 
     @property
     def own_loader(self) -> LoaderItems | None:

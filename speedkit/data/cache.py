@@ -21,16 +21,14 @@ from xxhash import xxh3_64_intdigest
 
 from speedkit.data.batches import BatchLoader, BatchMaker, item_name
 from speedkit.data.cache_files import ENTRY, INDEX, VALUES, add_items, fingerprint, item_key, mapped
-from speedkit.data.decode import BadItem, with_decoder
+from speedkit.data.decode import BadItem
 from speedkit.errors import SpeedkitError
 from speedkit.files import read_json, write_json
-from speedkit.machine import cache_root, free_bytes, usable_cores
+from speedkit.machine import MEMORY_SHARE, cache_root, free_bytes, usable_cores
 from speedkit.plan import Plan
 
 if TYPE_CHECKING:
     from speedkit.workload import Workload
-
-MEMORY_SHARE = 0.5  # a cache larger than this share of the free memory stays on disk
 
 
 def open_cache(
@@ -78,7 +76,7 @@ class FeatureCache:
 
         # How an entry is computed, and the number format in which it is kept.
         waveform = plan.cache_of == "waveform"
-        self.load = with_decoder(workload, plan.decoder)
+        self.load = workload.load_by(plan.decoder)
         self.features = None if waveform else workload.features
         self.dtype = np.dtype(workload.kept_as if waveform else plan.cache_dtype)
         self.torch_dtype = getattr(torch, self.dtype.name)

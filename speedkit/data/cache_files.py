@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64_intdigest, xxh3_128
 
-from speedkit.data.decode import with_decoder
 from speedkit.errors import SpeedkitError, UsageError
 from speedkit.plan import Plan
 
@@ -47,7 +46,7 @@ def fingerprint(workload: "Workload", plan: Plan) -> str:
     return content_hash(
         {
             "dtype": workload.kept_as if waveform else plan.cache_dtype,
-            "load": with_decoder(workload, plan.decoder),
+            "load": workload.load_by(plan.decoder),
             "features": None if waveform else workload.features,
             "length": workload.length,
             "sources": workload.sources,

@@ -12,15 +12,12 @@ import tarfile
 import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
-from speedkit.errors import PlanError, SpeedkitError
-
-if TYPE_CHECKING:
-    from speedkit.workload import Workload
+from speedkit.errors import SpeedkitError
 
 LOOK_AHEAD_S = 0.01  # read beyond what is kept, for the filter that resamples looks ahead some six samples
 BAD_SHARE = 0.05  # with more bad files than this, what is learned is no longer what was asked
@@ -75,15 +72,6 @@ def check_bad_share(bad: Mapping[str, str], count: int) -> None:
         path, why = next(iter(bad.items()))
         share = f"{len(bad)} of {count} files cannot be used, over {BAD_SHARE:.0%}"
         raise SpeedkitError(f"{share} ({path}: {why}): repair or remove them")
-
-
-def with_decoder(workload: "Workload", decoder: str) -> Callable[[Any], Tensor]:
-    """Return the workload's `load` with that decoder. Raises PlanError where it does not take it."""
-    if decoder == "soundfile":
-        return workload.load
-    if decoder not in workload.decoders:
-        raise PlanError(f"decoder={decoder} is not one that workload {workload.name} can use: leave it at soundfile")
-    return functools.partial(workload.load, decoder=decoder)  # type: ignore[call-arg]
 
 
 def load_audio(

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from speedkit.data.augment import seed_step
 from speedkit.data.batches import BatchLoader, BatchMaker, item_name
 from speedkit.data.cache import FeatureCache
-from speedkit.data.decode import check_bad_share, with_decoder
+from speedkit.data.decode import check_bad_share
 from speedkit.data.own_loader import LoaderItems, LoaderSource, NestedBatch, map_batch
 from speedkit.data.prefetch import prefetched
 from speedkit.data.sampler import BatchSampler, padded_frames
@@ -97,7 +97,7 @@ class BatchStream:
         self.waveforms = plan.cache_of == "waveform" if cache is not None else plan.features_on == "device"
         self.generator = torch.Generator(device=device)
         features = None if self.waveforms else workload.features
-        load = with_decoder(workload, plan.decoder)
+        load = workload.load_by(plan.decoder)
         sample = functools.partial(make_sample, items=items, load=load, features=features, target=workload.target)
         collated = functools.partial(collate, varies=workload.length is not None)
         self.loader: Any = BatchLoader(BatchMaker(items, sample, collated), self.sampler, plan)

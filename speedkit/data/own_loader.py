@@ -13,10 +13,9 @@ from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map_only
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from speedkit.data.batches import set_running
-from speedkit.data.cache import MEMORY_SHARE
 from speedkit.data.sampler import BatchSampler
 from speedkit.errors import UsageError
-from speedkit.machine import free_bytes
+from speedkit.machine import MEMORY_SHARE, free_bytes
 from speedkit.plan import Plan
 
 # The fields that a DataLoader has too, and its names for them.

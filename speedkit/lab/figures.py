@@ -21,8 +21,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-from speedkit.clock import duration
 from speedkit.measure.trace import CAUSES
+from speedkit.measure.warm_up import duration
 
 STYLE = Path(__file__).with_name("speedkit.mplstyle")
 BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"

@@ -10,10 +10,10 @@ import jinja2
 from matplotlib.figure import Figure
 
 from speedkit import files
-from speedkit.clock import duration
 from speedkit.config import settings_of
 from speedkit.lab import figures
 from speedkit.lab.frameworks import in_words
+from speedkit.measure.warm_up import duration
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 

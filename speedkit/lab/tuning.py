@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from speedkit.clock import duration
 from speedkit.config import to_yaml
 from speedkit.fallbacks import resolve
 from speedkit.files import claim_folder, read_json, write_json, write_text
@@ -18,6 +17,7 @@ from speedkit.measure.optimizations import named
 from speedkit.measure.stats import LOOKS
 from speedkit.measure.trials import Row, Tuning
 from speedkit.measure.tune import find_plan
+from speedkit.measure.warm_up import duration
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train.progress import wanted

@@ -15,12 +15,13 @@ from unittest.mock import patch
 import psutil
 import torch
 
-from speedkit.clock import run_until_steady, synchronize
+from speedkit.clock import synchronize
 from speedkit.errors import UsageError
 from speedkit.machine import gpu_state
 from speedkit.measure.timeline import DATA, FORWARD, OPTIMIZER, RARE, Timeline, timing
 from speedkit.measure.trace import CAUSES, UNEXPLAINED, WINDOW, Trace, read_trace
 from speedkit.measure.waits import Sync, auditing
+from speedkit.measure.warm_up import run_until_steady
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train.loop import steps

@@ -19,6 +19,7 @@ from speedkit.files import finite, read_json, write_json
 from speedkit.machine import Hardware
 from speedkit.measure.breakdown import breakdown_of
 from speedkit.measure.compare import Comparison, compare
+from speedkit.measure.kernels import which_ran
 from speedkit.measure.optimizations import Change, Optimization, changed, plan_of, predict, text
 from speedkit.measure.peaks import matmul_rates
 from speedkit.measure.quality import mean_difference, same_losses
@@ -26,7 +27,7 @@ from speedkit.measure.stats import FALSE_KEEP, LOOKS, WORTH, log_ratios, trimmed
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train import precision
-from speedkit.train.attention import layers_with_lengths, which_ran
+from speedkit.train.attention import layers_with_lengths
 from speedkit.train.compile import COMPILING_S
 from speedkit.train.loop import steps
 from speedkit.train.setup import setup_run

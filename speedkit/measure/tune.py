@@ -6,7 +6,6 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from speedkit.clock import duration
 from speedkit.data.cache import open_cache
 from speedkit.files import read_json, write_json
 from speedkit.machine import cache_root
@@ -15,6 +14,7 @@ from speedkit.measure.optimizations import Optimization, acts_on, changed, plan_
 from speedkit.measure.quality import Curves, baseline_curves_file, curve, fold, quality_of
 from speedkit.measure.roofline import roofline
 from speedkit.measure.trials import Row, Stage, Trial, Tuning, compare_with_itself, try_optimizations
+from speedkit.measure.warm_up import duration
 from speedkit.plan import Plan
 
 FINAL_PAIRS = 40

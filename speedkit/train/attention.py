@@ -1,13 +1,11 @@
-"""Attention kernels: which may run, and which really ran."""
+"""Attention kernels: which may run."""
 
 import functools
-import os
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.profiler import ProfilerActivity, profile
 
 from speedkit.plan import Plan
 from speedkit.train.compile import repeated_blocks
@@ -18,12 +16,6 @@ BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
-}
-# By the profiler's names of their operations.
-OPERATIONS = {f"aten::_scaled_dot_product_{kernel}_attention": kernel for kernel in ("flash", "efficient", "cudnn")} | {
-    "aten::_scaled_dot_product_flash_attention_for_cpu": "flash",
-    "aten::_scaled_dot_product_attention_math": "math",
-    "torch_attn::_varlen_attn": "flash, lengths",
 }
 
 
@@ -60,18 +52,3 @@ def apply_attention(model: nn.Module, plan: Plan) -> str:
         if plan.attention != "auto":
             module.forward = with_kernel(module.forward, plan)
     return ""
-
-
-def which_ran(function: Callable[[], Any]) -> list[dict[str, Any]]:
-    """Call `function()`; return {kernel, query, calls} of each attention kernel that ran.
-
-    The shape `query` is [B, H, T, D]. In compiled code math is no operation of its own, and has no entry.
-    """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # no message on machines without a GPU
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as run:
-        function()
-    return [
-        {"kernel": OPERATIONS[event.key], "query": tuple(event.input_shapes[0]), "calls": event.count}
-        for event in run.key_averages(group_by_input_shape=True)
-        if event.key in OPERATIONS
-    ]

@@ -16,7 +16,6 @@ from speedkit import machine
 from speedkit.data.decode import BadItem
 from speedkit.errors import SpeedkitError
 from speedkit.plan import Plan
-from speedkit.recipe import Recipe, with_batch_size
 from speedkit.train import micro_batch
 from speedkit.train.fit import fit
 from speedkit.train.loop import steps
@@ -197,12 +196,3 @@ def test_memory_taken_first_for_the_longest_batch_leaves_no_trace(norm):
     assert all(map(torch.equal, outcomes[0][0], outcomes[1][0])) and outcomes[0][1] == outcomes[1][1]
     with contextlib.closing(setup_run(limited(ramps, 0), device="cpu", progress=False)) as run:
         preallocate(run)  # what does not fit is no error: no batch of the training may be so long
-
-
-# --- a larger batch of the recipe
-
-
-@pytest.mark.parametrize(("optimizer", "rate"), [("adamw", 2e-3), ("sgd", 4e-3)])
-def test_a_larger_batch_has_its_learning_rate_and_as_many_samples(optimizer, rate):
-    larger = with_batch_size(Recipe(optimizer=optimizer, epochs=None, steps=100), 128)
-    assert (larger.batch_size, larger.steps) == (128, 25) and larger.learning_rate == pytest.approx(rate)

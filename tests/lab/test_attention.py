@@ -8,9 +8,10 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from speedkit.fallbacks import resolve
 from speedkit.lab.workloads.text import text
+from speedkit.measure.kernels import which_ran
 from speedkit.plan import Plan
 from speedkit.train import compile
-from speedkit.train.attention import which_ran, with_kernel
+from speedkit.train.attention import with_kernel
 from speedkit.train.loop import steps
 from speedkit.train.setup import setup_run
 

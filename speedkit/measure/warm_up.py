@@ -1,0 +1,64 @@
+"""A warm-up that knows when it is over, and times in words."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from speedkit.clock import Stopwatch, compilations
+
+WINDOWS = 3  # in a row have to agree before steps count as steady
+
+
+@dataclass(frozen=True)
+class Steady:
+    """How a warm-up went: `step_s` is the median over its last windows; `steady` is False when the time ran out."""
+
+    steps: int
+    seconds: float
+    step_s: float
+    steady: bool
+
+
+def run_until_steady(
+    step: Callable[[], Any],
+    device: torch.device | str,
+    *,
+    window_s: float = 0.1,
+    max_s: float = 60.0,
+    tolerance: float = 0.10,
+) -> Steady:
+    """Call `step()` until its time has settled: WINDOWS in a row compiled nothing, and agree within `tolerance`.
+
+    That also covers what cannot be counted: autotuning, CUDA graph capture, a rising clock. Gives up after `max_s`.
+    """
+    stopwatch, began_s = Stopwatch(device), time.perf_counter()
+    steps, count, recent = 0, 1, list[float]()  # recent: seconds per step of the latest windows that may be judged
+    while True:
+        before = compilations()
+        stopwatch.start()
+        for _ in range(count):
+            step()
+        seconds = stopwatch.stop()
+        steps += count
+        # A window far shorter than asked (the first are: nobody knows a step's time yet) proves nothing.
+        judged = compilations() == before and seconds >= window_s / 2
+        recent = [*recent, seconds / count][-WINDOWS:] if judged else []
+        steady = len(recent) == WINDOWS and max(recent) <= (1 + tolerance) * min(recent)
+        elapsed_s = time.perf_counter() - began_s
+        if steady or elapsed_s >= max_s:
+            return Steady(steps, elapsed_s, statistics.median(recent or [seconds / count]), steady)
+        # At most ten times as many as before: the step just timed may have been an unusually quick one.
+        count = min(max(1, math.ceil(window_s * count / max(seconds, 1e-9))), 10 * count)
+
+
+def duration(seconds: float) -> str:
+    """Return a time in the unit that reads best: `42.1 ms`, `3.2 s`, `12 min`, `1.5 h`."""
+    for unit, length in (("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3)):
+        if seconds >= 2 * length or (unit == "s" and seconds >= 1):
+            return f"{seconds / length:#.3g}".rstrip(".") + f" {unit}"
+    return f"{seconds / 1e-6:#.3g}".rstrip(".") + " µs"
