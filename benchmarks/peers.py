@@ -235,7 +235,7 @@ def by_transformers(work: Workload, batches: Batches, count: int) -> nn.Module:
         def get_train_dataloader(self) -> Any:
             return ({"batch": batch} for batch in batches)
 
-        def compute_loss(self, model: nn.Module, inputs: Row, **_: Any) -> Tensor:
+        def compute_loss(self, model: nn.Module, inputs: Row, **_: Any) -> Tensor:  # type: ignore[override]
             return work.loss(model, inputs["batch"], work.recipe)[0]
 
     model, optimizer = learner(work)

@@ -89,7 +89,7 @@ def publish_one(source: Path, name: str, out: Path, *, end_s: float) -> str:
     before = files.read_json(record_path) if record_path.exists() else {"commit": None}
     if before["commit"] == revision or is_current(before, source):
         return "current"
-    if time.monotonic() + before.get("seconds", 0.0) >= end_s:
+    if time.monotonic() + (before.get("seconds") or 0.0) >= end_s:
         return "left: what is left of the budget is too short for it"
     executed, workload = Path("runs", "publish", f"{name}.ipynb"), name.partition("-")[2]
     running = executed.with_name(f"{name}-{revision}").resolve()

@@ -175,11 +175,11 @@ class BatchLoader:
 
     def dead_worker(self) -> SpeedkitError | None:
         """Return the error of a worker that has died, or does so now."""
-        sentinels = [process.sentinel for process in self.processes]
-        ended = wait(sentinels, END_S)
-        if not ended:
+        wait([process.sentinel for process in self.processes], END_S)  # for the first that ends
+        dead = [worker for worker, process in enumerate(self.processes) if not process.is_alive()]
+        if not dead:
             return None
-        worker = sentinels.index(ended[0])
+        worker = dead[0]
         process = self.processes[worker]
         process.join(END_S)  # its files are closed before its exit code can be read
         died = f"a loader process died (exit code {process.exitcode}, where -9 may mean that memory is out)"
@@ -238,5 +238,6 @@ def kill(processes: Iterable[BaseProcess]) -> None:
 
 def set_running(processes: Iterable[BaseProcess], running: bool) -> None:
     """Let processes go on or stand still."""
-    for process in filter(BaseProcess.is_alive, processes):
-        os.kill(process.pid, signal.SIGCONT if running else signal.SIGSTOP)
+    for process in processes:
+        if process.is_alive() and process.pid is not None:
+            os.kill(process.pid, signal.SIGCONT if running else signal.SIGSTOP)
