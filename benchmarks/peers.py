@@ -123,7 +123,7 @@ def webdataset_tars(folder: Path, rows: np.ndarray) -> Epoch:
         for index, row in enumerate(rows):
             writer.write({"__key__": f"{index:06d}", "bin": row.tobytes()})  # three times as fast as its "npy"
     paths = sorted(map(str, folder.glob("*.tar")))
-    dataset = webdataset.WebDataset(paths, shardshuffle=len(paths)).shuffle(256).map(from_bytes)
+    dataset = webdataset.WebDataset(paths, shardshuffle=100).shuffle(256).map(from_bytes)
     return webdataset.WebLoader(dataset.batched(BATCH), batch_size=None).__iter__
 
 
@@ -250,7 +250,7 @@ def by_transformers(work: Workload, batches: Batches, count: int) -> nn.Module:
             report_to="none",
             disable_tqdm=True,
         )
-        Theirs(model, arguments, train_dataset=[0], optimizers=(optimizer, constant)).train()
+        Theirs(model, arguments, optimizers=(optimizer, constant)).train()
     return model
 
 
