@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # what an editor shows of the public names; when the program 
     from speedkit.plan import Plan as Plan
     from speedkit.recipe import Recipe as Recipe
     from speedkit.train.fit import fit as fit
+    from speedkit.train.micro_batch import find_micro_batch as find_micro_batch
     from speedkit.train.prepare import prepare as prepare
     from speedkit.workload import Batch as Batch
     from speedkit.workload import Workload as Workload
@@ -31,6 +32,7 @@ _HOMES = {
     "resolve": "speedkit.fallbacks",
     "fit": "speedkit.train.fit",
     "prepare": "speedkit.train.prepare",
+    "find_micro_batch": "speedkit.train.micro_batch",
     "from_dataset": "speedkit.own_workload",
     "from_loader": "speedkit.own_workload",
     "profile": "speedkit.measure.profile",

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ from speedkit import files
 from speedkit.lab.provenance import notebooks_folder
 from speedkit.lab.workloads import BUILT_IN, load_workload
 from speedkit.plan import Plan
-from speedkit.train.micro_batch import ROOM, trial_of, trial_plan, with_longest_first
+from speedkit.train.loop import train
+from speedkit.train.memory import peak_bytes
+from speedkit.train.micro_batch import ROOM, trial_plan, with_longest_first
 from speedkit.train.setup import setup_run
 
 COUNTED, GPUS_GB = "records/batch_sizes.json", (4, 8, 16, 24, 80)
@@ -25,19 +28,22 @@ def count(name: str, size: str) -> dict[str, Any]:
     work = with_longest_first(load_workload(name, size=size))
     recipe = dataclasses.replace(work.recipe, batch_size=8)
     run = setup_run(work, recipe, trial_plan(Plan()), device="cpu", endless=True, progress=False)
+    peaks: dict[int, int] = {}
     with contextlib.closing(run):
-        trial = trial_of(run, recipe.batch_size)
+        batch = next(run.test_batches.one_epoch())
         for samples in (1, 1, 4):  # the first step makes the optimizer's state
-            trial.fits(samples, math.inf)
-        sample = list(next(run.test_batches.one_epoch())[0].shape[1:])
+            run.micro_batch = samples
+            run.batch = batch
+            peaks[samples] = peak_bytes(functools.partial(next, train(run)), run.device)
+            run.optimizer.zero_grad(set_to_none=True)  # gradients are a part of a step's memory
         state = [value for values in run.optimizer.state.values() for value in values.values()]
         state_bytes = sum(tensor.nbytes for tensor in (*run.model.parameters(), *run.model.buffers(), *state))
-    sample_bytes = (trial.peak_bytes[4] - trial.peak_bytes[1]) / 3
+    sample_bytes = (peaks[4] - peaks[1]) / 3
     return {
         "workload": name,
         "size": size,
-        "sample": sample,
-        "fixed_bytes": round(state_bytes + trial.peak_bytes[1] - sample_bytes),
+        "sample": list(batch[0].shape[1:]),
+        "fixed_bytes": round(state_bytes + peaks[1] - sample_bytes),
         "sample_bytes": round(sample_bytes),
     }
 

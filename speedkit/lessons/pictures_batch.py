@@ -1,4 +1,4 @@
-"""What the lesson on batch size draws: what a pass costs whatever its size, and the knee."""
+"""What the lesson on batch size draws: what a pass costs whatever its size, and what was tried."""
 
 from collections.abc import Mapping
 
@@ -28,7 +28,7 @@ def shared_cost() -> Figure:
 
 
 @style.context(STYLE)
-def knee(rates: Mapping[int, float], peak_bytes: Mapping[int, int], *, chosen: int, unit: str, title: str) -> Figure:
+def tried(rates: Mapping[int, float], peak_bytes: Mapping[int, int], *, chosen: int, unit: str, title: str) -> Figure:
     """Return rate [samples/s] and a step's memory [bytes] by micro-batch; the chosen one and 3 % are marked."""
     figure = Figure(figsize=(8.6, 3.0), layout="constrained")
     rate, memory = figure.subplots(1, 2)

@@ -1,29 +1,25 @@
-"""The automatic micro-batch: every kind of out-of-memory is known, what is chosen fits, and nothing else is changed."""
+"""The micro-batch found by trying: out-of-memory is known, what is chosen fits, and nothing else is changed."""
 
 import contextlib
 import dataclasses
-import functools
 import gc
 
 import psutil
 import pytest
 import torch
 from faults import OUT_OF_MEMORY, limited, strike
-from tiny import every_number_format, points
+from tiny import DEVICES, every_number_format, points
 from torch import nn
 
-from speedkit import machine
+from speedkit import find_micro_batch, machine
 from speedkit.data.decode import BadItem
 from speedkit.errors import SpeedkitError
 from speedkit.plan import Plan
-from speedkit.train import micro_batch
 from speedkit.train.fit import fit
 from speedkit.train.loop import steps
 from speedkit.train.memory import is_out_of_memory
-from speedkit.train.micro_batch import find_micro_batch, knee, micro_batch_for, preallocate
+from speedkit.train.micro_batch import largest_of_fastest, micro_batch_for, preallocate
 from speedkit.train.setup import setup_run
-
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -34,14 +30,8 @@ def what_is_imported_is_not_looked_through():
     gc.unfreeze()
 
 
-@pytest.fixture(autouse=True)
-def timings_too_short_to_mean_anything(monkeypatch):
-    monkeypatch.setattr(micro_batch, "ROUNDS", 1)
-
-
-def search(workload, plan=None, device="cpu", **options):
-    options |= {"device": torch.device(device), "make_run": setup_run}
-    return micro_batch_for(workload, workload.recipe, plan or Plan(), **options)
+def search(workload):
+    return micro_batch_for(workload, workload.recipe, Plan(), device=torch.device("cpu"), make_run=setup_run)
 
 
 def noting(workload, seen):
@@ -54,35 +44,50 @@ def noting(workload, seen):
     return dataclasses.replace(workload, loss=noted)
 
 
-@pytest.mark.parametrize("kind", OUT_OF_MEMORY)
-def test_every_kind_of_out_of_memory_is_known(kind):
-    with pytest.raises((RuntimeError, MemoryError)) as caught:
-        strike(kind)
-    assert is_out_of_memory(caught.value)
-    assert not is_out_of_memory(RuntimeError("shapes cannot be multiplied"))
-
-
 # --- what fits
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_the_micro_batch_of_a_loop_of_ones_own_is_found(device):
+def training_step(fits=64, kind="cuda", device="cpu", seen=None):
+    """A step of 64 samples of a loop of one's own, which runs out of memory in micro-batches larger than `fits`."""
     model = nn.Linear(8, 4096).to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    inputs = torch.ones(64, 8, device=device)
 
-    def step(batch):
-        if len(batch) * batch.shape[1] > 16:
-            strike("cuda")
-        model(batch).square().mean().backward()
+    def step(size):
+        if seen is not None:
+            seen.append(size)
+        if size > fits:
+            strike(kind)
+        for part in inputs.split(size):
+            (model(part).square().mean() * len(part) / 64).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
-    def batch_of(size, length):
-        return torch.ones(size, length, 8, device=device)
+    return step
 
-    found = {length: find_micro_batch(step, functools.partial(batch_of, length=length), 8) for length in (2, 4)}
-    assert [list(search.rates) for search in found.values()] == [[1, 2, 4, 8], [1, 2, 4]]
-    assert found[4].largest == 4 and found[4].micro_batch in found[4].rates and "8 does not fit" in found[4].why
-    assert found[2].peak_bytes[8] > found[2].peak_bytes[1] >= 2 * 4096 * 4
-    with pytest.raises(SpeedkitError, match="not even the longest"):
-        find_micro_batch(step, functools.partial(batch_of, length=32), 8)
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", OUT_OF_MEMORY)
+def test_after_every_kind_of_out_of_memory_the_search_is_among_what_fits(kind, device):
+    found = find_micro_batch(training_step(4, kind, device), 64, device=device)
+    assert [*found.peak_bytes] == [*found.seconds] == [1, 2, 4] and "8 does not fit" in found.why
+    assert found.micro_batch * found.accumulation_steps == 64
+
+
+def test_what_cannot_be_searched_says_so():
+    assert not is_out_of_memory(RuntimeError("shapes cannot be multiplied"))
+    with pytest.raises(RuntimeError, match="bad shapes"):
+        search(limited(points(), 4, raises=RuntimeError("bad shapes")))
+    with pytest.raises(SpeedkitError, match="not even the longest items"):
+        find_micro_batch(training_step(0), 64, device="cpu")
+
+
+def test_a_size_that_could_need_more_than_the_room_is_never_run_on_a_cpu():
+    peaks, seen = find_micro_batch(training_step(), 64, device="cpu").peak_bytes, []
+    assert [*peaks] == [1, 2, 4, 8, 16, 32, 64]
+    room_bytes = (peaks[16] + peaks[32]) / 2
+    found = find_micro_batch(training_step(seen=seen), 64, device="cpu", room_bytes=room_bytes)
+    assert max(found.peak_bytes) == max(seen) == 16 and max(found.peak_bytes.values()) <= room_bytes
 
 
 def test_free_memory_is_what_the_limit_of_a_container_leaves(monkeypatch):
@@ -91,34 +96,9 @@ def test_free_memory_is_what_the_limit_of_a_container_leaves(monkeypatch):
     assert 0 < machine.free_bytes(torch.device("cpu")) < 128 << 20
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("fits", "kind", "where"), [(1, "cuda", "forward"), (24, "cudnn", "backward")])
-def test_sizes_double_until_one_does_not_fit(fits, kind, where, device):
-    result = search(limited(points(train=48, batch_size=48), fits, kind, where), device=device)
-    assert [*result.rates] == [size for size in (1, 2, 3, 6, 12, 24, 48) if size <= fits]
-    assert result.largest == fits and result.micro_batch in result.rates and f"{2 * fits} does not fit" in result.why
-
-
-def test_what_cannot_be_searched_says_so():
-    with pytest.raises(SpeedkitError, match="not even the longest items"):
-        search(points(hidden=4096), room_bytes=1000)
-    with pytest.raises(RuntimeError, match="bad shapes"):
-        search(limited(points(), 4, raises=RuntimeError("bad shapes")))
-
-
-def test_a_size_that_could_need_more_than_the_room_is_never_run_on_a_cpu():
-    workload, sizes = points(hidden=4096, batch_size=64), []
-    whole = search(workload)
-    assert whole.largest == 64
-    room = (whole.peak_bytes[16] + whole.peak_bytes[32]) // 2
-    result = search(noting(workload, sizes), room_bytes=room)
-    assert result.largest == max(size for size, _ in sizes) == 16
-    assert max(result.peak_bytes.values()) <= room and "32 does not fit" in result.why
-
-
-def test_the_knee_is_the_smallest_near_the_best():
-    assert knee({1: 10, 2: 60, 4: 97, 8: 99, 16: 100}) == 4
-    assert knee({4: 80, 8: 100, 16: 98, 32: 60}) == 8  # a cache overflows
+def test_the_largest_of_the_fastest_is_chosen():
+    assert largest_of_fastest({16: 1.0, 32: 1.02, 64: 1.13}) == 32
+    assert largest_of_fastest({16: 1.13, 32: 1.13, 64: 1.0}) == 64
 
 
 # --- nothing else is changed
@@ -149,11 +129,10 @@ def test_a_run_with_auto_is_bit_identical_to_one_with_the_size_it_chose(norm, pr
 
 def test_batch_norm_gets_the_largest_and_never_one_sample():
     seen = []
-    workload = normalised(nn.BatchNorm1d)
-    assert search(noting(workload, seen)).micro_batch == 16
-    assert min(size for size, _ in seen) == 2
-    result = search(limited(workload, 7))
-    assert result.micro_batch == 4 and "batch norm" in result.why
+    found = search(noting(normalised(nn.BatchNorm1d, batch_size=10), seen))  # 3, 3, 3 and 1
+    assert found.micro_batch == 10 and {size for size, _ in seen} == {2, 5, 10}
+    found = search(limited(normalised(nn.BatchNorm1d), 7))
+    assert found.micro_batch == 4 and "batch norm" in found.why
 
 
 def load_ramp(item):
@@ -173,7 +152,7 @@ def test_sizes_are_tried_on_the_longest_readable_items():
     # 3 to 7 numbers each; of the 8 longest one cannot be read
     ramps = dataclasses.replace(points(train=40, batch_size=8), load=load_ramp, loss=pooled_loss)
     ramps = dataclasses.replace(ramps, length=lambda item: 3 + int(item.path) % 5)
-    assert search(noting(ramps, sizes)).largest == 8
+    assert max(search(noting(ramps, sizes)).peak_bytes) == 8
     assert {length for _, length in sizes} == {7}
 
 

@@ -77,18 +77,3 @@ def test_compiled_code_follows_the_plan_though_another_plans_model_was_compiled_
 @pytest.mark.parametrize(("asked", "checkpointing"), [("math", "blocks"), ("flash", "selective")])
 def test_what_is_recomputed_uses_the_same_kernel(asked, checkpointing):
     assert ran_in_training(checkpointing=checkpointing, attention=asked) == {asked}
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str)
-@pytest.mark.parametrize("asked", ["flash", "math"])
-def test_kernels_agree_with_float64(asked, dtype, tolerance, device):
-    exact = [tensor.requires_grad_() for tensor in tensors(dtype=torch.float64, device=device)]
-    rounded = [tensor.detach().to(dtype).requires_grad_() for tensor in exact]
-    results = []
-    for inputs, name in ((exact, "math"), (rounded, asked)):
-        output = under(name)(*inputs)
-        output.square().sum().backward()
-        results.append([output, *(tensor.grad for tensor in inputs)])
-    for true, rounded in zip(*results, strict=True):
-        assert (rounded.double() - true).norm() / true.norm() < tolerance

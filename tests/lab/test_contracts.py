@@ -72,36 +72,37 @@ PROMISES = {
     "Other batches of the same items.": "order-equal",
 }
 CACHED, LOADED = {"cache": "ram"}, {"workers": 2}
-# Field, another value, what is set beside both values, and the workloads that it is tried with.
+# The cheapest workload that shows it, field, another value, and what is set beside both values.
 FIELDS = [
-    ("micro_batch", 3, {}, "text"),
-    ("precision", "bf16", {}, "image"),
-    ("compile", "default", {}, "points"),
-    ("compile_scope", "blocks", {"compile": "default"}, "text"),
-    ("channels_last", True, {}, "image"),
-    ("cudnn_benchmark", True, {}, "image"),
-    ("attention", "math", {}, "text"),
-    ("checkpointing", "blocks", {}, "audio speech"),
-    ("checkpointing", "selective", {}, "text"),
-    ("fused_optimizer", True, {}, "points"),
-    ("cache", "disk", {}, "points image"),
-    ("cache", "ram", {}, "points yours audio image speech"),
-    ("cache_of", "waveform", CACHED, "audio"),
-    ("cache_dtype", "float16", CACHED, "speech"),
-    ("decoder", "torchcodec", {}, "audio"),
-    ("features_on", "device", {}, "audio"),
-    ("workers", 2, {}, "points yours audio image speech text"),
-    ("persistent_workers", True, LOADED, "points image"),
-    ("prefetch_factor", 1, LOADED, "yours audio"),
-    ("pin_memory", True, {}, "points"),
-    ("prefetch", True, {}, "points"),
-    ("bucket", True, {}, "speech"),
-    ("log_every", 4, {}, "points"),
-    ("validate_every", 5, {}, "points text"),
-    ("allocator", "expandable", {}, "points"),
-    ("allocator", "keep", {}, "points"),
+    ("points", "micro_batch", 3, {}),
+    ("points", "precision", "bf16", {}),
+    ("points", "compile", "default", {}),
+    ("text", "compile_scope", "blocks", {"compile": "default"}),
+    ("image", "channels_last", True, {}),
+    ("points", "cudnn_benchmark", True, {}),
+    ("text", "attention", "math", {}),
+    ("text", "checkpointing", "blocks", {}),
+    ("text", "checkpointing", "selective", {}),
+    ("points", "fused_optimizer", True, {}),
+    ("points", "cache", "disk", {}),
+    ("yours", "cache", "ram", {}),
+    ("audio", "cache", "ram", {}),
+    ("audio", "cache_of", "waveform", CACHED),
+    ("points", "cache_dtype", "float16", CACHED),
+    ("audio", "decoder", "torchcodec", {}),
+    ("audio", "features_on", "device", {}),
+    ("points", "workers", 2, {}),
+    ("yours", "workers", 2, {}),
+    ("points", "persistent_workers", True, LOADED),
+    ("points", "prefetch_factor", 1, LOADED),
+    ("points", "pin_memory", True, {}),
+    ("points", "prefetch", True, {}),
+    ("speech", "bucket", True, {}),
+    ("points", "log_every", 4, {}),
+    ("points", "validate_every", 5, {}),
+    ("points", "allocator", "expandable", {}),
+    ("points", "allocator", "keep", {}),
 ]
-CASES = [(name, *field) for *field, names in FIELDS for name in names.split()]
 OF_SOME_MACHINES = {  # what a CPU cannot honour, or only one with more libraries
     "cudnn_benchmark": "CUDA GPU",
     "decoder": "FFmpeg",
@@ -118,7 +119,7 @@ def noise(short, plain):
     return mean_difference(train(short, recipe=other_seed, log_every=1).loss, plain.loss)
 
 
-@pytest.mark.parametrize(("workload", "field", "value", "given"), CASES, indirect=["workload"], ids=str)
+@pytest.mark.parametrize(("workload", "field", "value", "given"), FIELDS, indirect=["workload"], ids=str)
 def test_a_field_takes_effect_and_keeps_its_promise(short, plain, noise, field, value, given, monkeypatch):
     monkeypatch.setattr(compile, "BACKEND", "aot_eager")  # which generates no code
     before = train(short, log_every=1, **given) if given else plain
@@ -146,16 +147,13 @@ def means(losses, log_steps):
 
 
 def test_every_field_is_in_the_table_or_held_by_the_tests_of_ranks():
-    assert {field for field, *_ in FIELDS} | {"ranks", "strategy"} == set(settings_of(Plan))
+    assert {field for _, field, *_ in FIELDS} | {"ranks", "strategy"} == set(settings_of(Plan))
     for field in ("ranks", "strategy"):
         assert settings_of(Plan)[field].help.endswith("Same losses within another seed's.")
     both = Plan(ranks=2, strategy="fsdp")
     assert resolve(both, this_machine("cpu")).plan == both
 
 
-def test_a_guard_that_finds_only_good_steps_changes_nothing(short, plain):
-    history = train(short, recipe=dataclasses.replace(short.recipe, on_nonfinite="recover"), log_every=1)
-    assert outcome(history) == outcome(plain) and history.loss == plain.loss
 
 
 @pytest.mark.parametrize("micro_batch", [1, 3])
@@ -196,14 +194,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, short, plain, plan, at
     assert json.loads((tmp_path / "history.json").read_text())["steps"] == at
     resumed = train(short, tmp_path, resume=True, log_every=1, **plan)
     assert outcome(resumed) == outcome(whole) and resumed.loss == whole.loss and resumed.resumed_from == at
-
-
-def test_the_loop_learns(workload):
-    recipe = dataclasses.replace(workload.recipe, batch_size=10, steps=30, epochs=None, learning_rate=5e-3)
-    plan = Plan(cache="ram", log_every=5, validate_every=0)
-    history = fit(workload, recipe, plan, device="cpu", progress=False)
-    assert history.loss[-1] < 0.85 * history.loss[0]
-    assert history.evaluation["metric"] == workload.metric
 
 
 # ---- the functions of a workload ----
@@ -272,7 +262,6 @@ def test_compiled_bfloat16_gradients_are_finite_and_near(workload):
         ("speech", {"clips": 8, "max_duration_s": 0.1}, "too few clips last up to 0.1 s"),
         ("text", {"data_dir": "."}, "holds no text files"),
         ("text", {"test_pattern": "nothing like it"}, "matches 0 of "),
-        ("text", {"size": "huge"}, "no size 'huge': take tiny, small, medium"),
     ],
 )
 def test_what_cannot_be_used_is_one_sentence(name, options, sentence, tmp_path, monkeypatch):

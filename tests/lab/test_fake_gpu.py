@@ -129,14 +129,6 @@ def test_the_peak_of_8_bits_adds_up_as_a_trainings_products_do(fake_gpu):
     assert multiply.keywords["use_fast_accum"] == training.use_fast_accum
 
 
-@pytest.mark.parametrize("name", ["audio", "image"])  # text keeps tensors per device: those of the CPU are others' too
-def test_what_stays_on_the_cpu_is_noticed(made, fake_gpu, name):
-    workload, batch = made[name]
-    with fake_gpu, pytest.raises(RuntimeError, match="two different devices"):
-        model = to_gpu(workload.model())
-        workload.loss(model, tuple(map(fake_gpu.from_tensor, batch)), workload.recipe)
-
-
 def saved_by(norm, inputs, dtype):
     """Return the output of `norm` and the bytes that autograd saves for its backward pass."""
     saved = {}

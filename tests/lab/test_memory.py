@@ -8,10 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from speedkit.lab.workloads.audio import AudioNet
-from speedkit.lab.workloads.image import ImageNet
 from speedkit.lab.workloads.speech import SpeechNet
-from speedkit.lab.workloads.text import TextNet
 from speedkit.machine import this_machine
 from speedkit.plan import Plan
 from speedkit.train import memory
@@ -85,10 +82,7 @@ def make_net(**options):
 FRAMES = torch.tensor([32, 24, 16, 32])
 NETS = {  # and their inputs
     "dropout": lambda: (make_net(), torch.randn(8, 12, 8)),
-    "audio": lambda: (AudioNet(4, "tiny"), torch.randn(4, 1, 64, 48)),
-    "image": lambda: (ImageNet(4, "tiny"), torch.rand(4, 3, 48, 48)),
     "speech": lambda: (SpeechNet("tiny"), torch.randn(4, 80, 32), FRAMES, torch.rand(4, 8) < 0.5),
-    "text": lambda: (TextNet("tiny"), torch.randint(256, (4, 64))),
 }
 
 

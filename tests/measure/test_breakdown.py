@@ -1,7 +1,6 @@
 """The breakdown: its rules on known traces, and on real runs rows that add up and find what was planted."""
 
 import dataclasses
-import random
 import warnings
 from pathlib import Path
 
@@ -61,22 +60,6 @@ def test_kernels_are_told_by_name_and_those_of_an_update_by_their_launch(name, c
     assert rows(*classify(MS, (work(0, 1, name=name),))) == {cause: 1}
     in_optimizer = classify(MS, (work(0, 1, 0.5, name),), parts=span(0, 1, "optimizer"))
     assert rows(*in_optimizer) == {"optimizer": 1}
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_seconds_add_up_and_busy_time_is_a_union_whatever_the_trace(seed):
-    draw = random.Random(seed)
-
-    def spans(*names):
-        begins = [draw.randint(0, 90) for _ in range(15)]
-        return [Span(begin, begin + draw.randint(1, 10), draw.choice(names)) for begin in begins]
-
-    kernels = [one._replace(launch_s=draw.randint(0, 100)) for one in spans("gemm", "Memcpy HtoD", "Memcpy DtoH")]
-    parts = spans("data wait", "optimizer", "compilation", "evaluation and checkpoint")
-    busy_s, gaps_s = classify(100.0, kernels, parts=parts, syncs=spans(""), calls=spans(""))
-    assert sum(busy_s.values()) + sum(gaps_s.values()) == pytest.approx(100)
-    busy = {second for one in kernels for second in range(one.begin_s, one.end_s)}
-    assert sum(busy_s.values()) == pytest.approx(len(busy))
 
 
 def test_a_trace_of_a_gpu_is_read_with_what_launched_its_kernels():

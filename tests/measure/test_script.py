@@ -87,30 +87,12 @@ for step in range(45):
     losses.append(loss.item())
 print("losses", losses, "arguments []")
 """
-SMALL_OPERATORS = """
-import torch
-net = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(60)))
-optimizer = torch.optim.AdamW(net.parameters(), foreach=False)
-for step in range(45):
-    net(torch.randn(4, 8)).square().mean().backward()
-    optimizer.step(), optimizer.zero_grad()
-"""
-FLOAT32 = """
-import torch
-net = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(3)))
-optimizer = torch.optim.AdamW(net.parameters(), fused=True)
-for step in range(45):
-    net(torch.randn(512, 1024)).square().mean().backward()
-    optimizer.step(), optimizer.zero_grad()
-"""
 PLANTED = {  # script, cause, framework, what to do about it there
     "loop": (SLOW_DATA + LOOP, "slow decode", "PyTorch", "num_workers="),
     "lightning": (SLOW_DATA + LIGHTNING, "slow decode", "Lightning", "num_workers="),
     "accelerate": (SLOW_DATA + ACCELERATE, "slow decode", "Accelerate", "num_workers="),
     "transformers": (SLOW_DATA + HUGGING_FACE, "slow decode", "Hugging Face", "dataloader_num_workers="),
     "shapes": (NEW_SHAPES, "new shapes", "PyTorch", "batch_sampler"),
-    "operators": (SMALL_OPERATORS, "many small operators", "PyTorch", "torch.compile"),
-    "float32": (FLOAT32, "compute-bound", "PyTorch", "torch.bfloat16"),
 }
 STEPS = "import torch\nw = torch.nn.Linear(4, 4)\no = torch.optim.SGD(w.parameters(), 0.1)\nfor i in range(40):\n"
 STEPS += "    w(torch.randn(2, 4)).sum().backward(), o.step()\n"
@@ -131,8 +113,6 @@ PROFILE = ("-m", "speedkit", "profile", "--out", "seen")
 def test_the_planted_cause_is_named_first_in_the_words_of_the_framework(name, tmp_path):
     if name in ("lightning", "accelerate", "transformers"):
         pytest.importorskip(name)
-    if name == "float32" and not this_machine("cpu").supports("bf16"):
-        pytest.skip("this CPU has no units for bf16")
     source, cause, framework, words = PLANTED[name]
     result = run(tmp_path, source, *PROFILE)
     assert result.returncode == 0, result.stderr

@@ -12,7 +12,7 @@ import torch
 from tiny import points
 
 from speedkit.measure.compare import Contender, compare_functions, measure_pairs
-from speedkit.measure.stats import decide, log_ratios, paired_interval
+from speedkit.measure.stats import decide, log_ratios
 from speedkit.plan import Plan
 
 
@@ -81,11 +81,3 @@ def test_where_lengths_differ_time_is_counted_per_padded_frame():
         side.stopwatch.stop = lambda: stream.frames - begins[-1]
         assert [side.turn(1) for _ in range(8)] == pytest.approx([stream.mean_frames] * 8)
         assert len({second - first for first, second in itertools.pairwise(begins)}) > 2
-
-
-def test_what_every_pair_takes_longer_on_both_sides_is_no_noise():
-    work_s, noise = [1 + 9 * random.Random(pair).random() for pair in range(40)], random.Random(7)
-    slow_s, fast_s = ([share * pair_s * math.exp(noise.gauss(0, 0.01)) for pair_s in work_s] for share in (1, 0.8))
-    turns = iter(slow_s).__next__, iter(fast_s).__next__
-    interval = paired_interval(*measure_pairs(*turns, rng=random.Random(1), pairs=40, looks=())[:2])
-    assert 1.23 < interval.low < 1.25 < interval.high < 1.27

@@ -16,8 +16,6 @@ from speedkit.train.setup import setup_run
 
 PLANTED = {
     "item": lambda x: x.sum().item(),
-    "if": lambda x: 1 if x.sum() > 0 else 0,
-    "tolist": lambda x: x.tolist(),
     "cpu": lambda x: x.cpu(),
     "nonzero": lambda x: torch.nonzero(x),
     "mask": lambda x: x[x > 0],
