@@ -109,15 +109,20 @@ def busy(seconds):
 
 
 def slow_loss(model, batch, recipe, seconds):
-    until = time.perf_counter() + seconds
-    while time.perf_counter() < until:
-        pass
+    busy(seconds)
     return loss(model, batch, recipe)
 
 
 def slowed(workload, seconds):
     """The same workload with `seconds` of waiting planted in every step."""
     return dataclasses.replace(workload, loss=functools.partial(slow_loss, seconds=seconds))
+
+
+def reset_switches():
+    """Undo what a plan has set for the whole process."""
+    torch.backends.fp32_precision = torch.backends.cudnn.fp32_precision = "none"
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = True, False
 
 
 def emulating(device="auto"):

@@ -7,6 +7,8 @@ import pytest
 
 import speedkit as package
 from speedkit import cli
+from speedkit.config import from_mapping, settings_of
+from speedkit.plan import Plan
 
 TONES = "audio --size tiny --batch-size 8 --data-dir tones"
 
@@ -123,6 +125,15 @@ def test_bad_input_is_one_sentence(bad, folder, speedkit, monkeypatch):
 
 with pathlib.Path(package.__file__).with_name("renamed.csv").open() as table:
     RENAMED = {word: row for row in csv.reader(table) for word in row[2].split() if "=" not in word}
+
+
+def test_what_a_word_from_elsewhere_leads_to_is_there():
+    options = {option.name for command in cli.commands.commands.values() for option in command.params}
+    for here, note, _ in RENAMED.values():
+        name, _, value = here.partition("=")
+        assert name in options or (note and not name), here
+        if value and name in settings_of(Plan):
+            from_mapping(Plan, {name: value})
 
 
 def test_a_word_from_elsewhere_is_told_the_one_of_today_wherever_it_is_typed(speedkit):

@@ -188,7 +188,6 @@ def test_the_fingerprint_changes_with_each_thing_that_all_entries_depend_on(work
         return made.transform
 
     one, other = lambda x: 5 * x, lambda x: 6 * x  # of one name
-    data = [torch.utils.data.TensorDataset(torch.arange(count)) for count in (4, 5)]
     helping = "def transform(x):\n    return helper(x)\n\ndef helper(x):\n    return {} * x\n"
     hashes = [
         of(),
@@ -196,8 +195,6 @@ def test_the_fingerprint_changes_with_each_thing_that_all_entries_depend_on(work
         of(Plan(cache_dtype="float16")),
         of(Plan(decoder="torchcodec"), decoders=("torchcodec",)),
         of(parameters={"gain": 3.0}),
-        of(parameters={"data": data[0]}),
-        of(parameters={"data": data[1]}),
         of(features=functools.partial(features, gain=4.0)),
         of(features=torch.nn.Linear(8, 8)),
         of(sources=(live,)),
@@ -267,20 +264,15 @@ def mounted(folder, size):
     if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True).returncode:
         pytest.skip("a small file system cannot be mounted here")
     try:
-        yield folder
+        yield
     finally:
         subprocess.run(["umount", "-l", folder], check=True)
 
 
-def test_a_full_disk_and_a_read_only_folder_are_one_sentence(tmp_path, opened):
+def test_a_full_disk_is_one_sentence(tmp_path, opened):
     workload = files_workload(tmp_path / "data", 200, varies=True)  # 16 kB
     with mounted(tmp_path / "small", "16k"), pytest.raises(SpeedkitError, match=r"No space left on device.*make room"):
         opened(workload, folder="small")
-    with mounted(tmp_path / "cache", "1m") as folder:
-        opened(workload)
-        subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
-        with pytest.raises(SpeedkitError, match=r"cannot be built .*Read-only file system"):
-            opened(workload)
 
 
 # Damage.

@@ -1,4 +1,4 @@
-"""Compiled training: the same losses in every scope, a failure that costs nothing, and a report that explains itself.
+"""Compiled training: the same losses in every scope, and a failure that costs nothing but the speed.
 
 Quick tests compile with a backend that generates no code; the slow ones with the real one.
 """
@@ -10,7 +10,7 @@ import os
 import pytest
 import torch
 from faults import limited
-from tiny import points
+from tiny import DEVICES, points
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
@@ -18,9 +18,8 @@ from torch._inductor import config as inductor
 from torch._inductor.exc import InductorError
 from torch._inductor.utils import fresh_cache
 
-from speedkit.fallbacks import resolve
-from speedkit.lessons.compile_report import Compilations
-from speedkit.machine import Hardware, this_machine
+from speedkit.clock import compilations
+from speedkit.machine import this_machine
 from speedkit.plan import Plan
 from speedkit.train import compile
 from speedkit.train.compile import apply_compile, repeated_blocks
@@ -29,8 +28,6 @@ from speedkit.train.loop import steps
 from speedkit.train.setup import setup_run
 
 SCOPES = ("model", "blocks")
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-GPU = Hardware(torch.device("cuda"), 1, compute_capability=(9, 0), triton=True, compiler="gcc", python_headers=True)
 
 
 class Block(nn.Module):
@@ -46,10 +43,15 @@ def stack(depth=3):
     return nn.Sequential(nn.Linear(8, 8), *(Block(8) for _ in range(depth)), nn.Linear(8, 2))
 
 
+def forget_graphs():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
 @pytest.fixture
 def quick(monkeypatch):
     """Trace as ever, backward graphs too, and run what was traced as it is."""
-    torch._dynamo.reset()
+    forget_graphs()
     monkeypatch.setattr(compile, "BACKEND", "aot_eager")
 
 
@@ -63,12 +65,11 @@ def course(workload, **plan):
 
 
 @pytest.mark.parametrize("scope", SCOPES)
-@pytest.mark.parametrize("micro_batch", [None, 8])
-def test_every_scope_learns_the_same(quick, scope, micro_batch):
-    profile, workload = Compilations(), stacked()
-    history = course(workload, compile="default", compile_scope=scope, micro_batch=micro_batch)
-    assert profile.report().graphs > 0
-    assert history.loss == pytest.approx(course(workload, micro_batch=micro_batch).loss, rel=1e-4)
+def test_every_scope_makes_one_graph_and_learns_the_same(quick, scope):
+    history = course(stacked(), compile="default", compile_scope=scope)
+    assert compilations() == 1  # one class, one shape; not the last batch, nor evaluation
+    assert history.loss == pytest.approx(course(stacked()).loss, rel=1e-4)
+    assert list(history.model.state_dict()) == list(stack().state_dict())
 
 
 def test_blocks_are_the_outermost_of_a_class_that_occurs_twice():
@@ -82,23 +83,11 @@ def test_blocks_are_the_outermost_of_a_class_that_occurs_twice():
     assert repeated_blocks(model) == [model[0][0], model[1]]
 
 
-def test_blocks_share_code_names_stay_and_a_model_without_any_is_compiled_whole(quick):
-    profile = Compilations()
+def test_a_plain_sequence_is_compiled_and_a_model_without_blocks_as_a_whole(quick):
     course(points(train=40), compile="default")
-    assert profile.report().graphs == 1, "a plain sequence of layers too"
-    profile, history = Compilations(), course(stacked(), compile="default", compile_scope="blocks")
-    assert profile.report().graphs == 1  # one class, one shape; not the last batch, nor evaluation
-    assert list(history.model.state_dict()) == list(stack().state_dict())
+    assert compilations() == 1
     history = course(stacked(lambda: nn.Linear(8, 2)), compile="default", compile_scope="blocks")
     assert "got model: Linear has no class of blocks twice" in str(history.effective.fallbacks[-1])
-
-
-@pytest.mark.parametrize("micro_batch", [None, 4, "auto"])
-def test_what_cuda_graphs_write_over_is_copied_before(micro_batch):
-    """Gradients that are added up lie where the next replay would write: no graphs are recorded then."""
-    effective = resolve(Plan(compile="reduce-overhead", micro_batch=micro_batch), GPU, batch_size=16)
-    assert effective.plan.compile == ("reduce-overhead" if micro_batch is None else "default")
-    assert effective.fallbacks == () or "CUDA graph" in effective.fallbacks[0].why
 
 
 def test_any_length_takes_two_graphs_and_few_lengths_one_each(quick):
@@ -107,12 +96,12 @@ def test_any_length_takes_two_graphs_and_few_lengths_one_each(quick):
             return super().forward(x.mean(dim=1, keepdim=True).expand(-1, 8))
 
     for plan, graphs in ((Plan(compile="default"), 2), (Plan(compile="default", bucket=True), 4)):
-        torch._dynamo.reset()
-        profile, model = Compilations(), Mean(8, 2)
+        forget_graphs()
+        model = Mean(8, 2)
         apply_compile(model, plan, dataclasses.replace(points(), length=lambda item: 0))
         for length in (5, 6, 7, 9, 6):
             model(torch.ones(4, length))
-        assert profile.report().graphs == graphs
+        assert compilations() == graphs
 
 
 # Failures.
@@ -151,39 +140,6 @@ def test_an_error_of_the_users_own_is_raised(quick):
         course(limited(stacked(), 0, raises=KeyError("mine")), compile="default")
 
 
-# The report.
-
-
-def reported(function, *calls):
-    torch._dynamo.reset()
-    profile, compiled = Compilations(), torch.compile(function, backend="eager", dynamic=False)
-    for arguments in calls:
-        compiled(arguments)
-    return profile.report()
-
-
-def test_a_graph_break_is_named_with_its_line_and_reason():
-    def prints(x):
-        doubled = x * 2
-        print(end="")
-        return doubled + 1
-
-    report = reported(prints, torch.ones(3))
-    (graph_break,) = report.breaks
-    assert graph_break.startswith("test_compile.py:") and '`print(end="")`: Failed to trace builtin' in graph_break
-    assert report.graphs == 2 and reported(lambda x: x * 2 + 1, torch.ones(3)).breaks == ()
-
-
-def test_recompiles_are_explained_and_so_is_their_limit():
-    report = reported(lambda x: x * 2, *(torch.ones(size) for size in (3, 4, 4)))
-    assert report.graphs == 2 and report.uncompiled == ()
-    (recompile,) = report.recompiles
-    assert recompile.endswith("tensor 'x' size mismatch at index 0. expected 3, actual 4")
-    with torch._dynamo.config.patch(recompile_limit=2):
-        report = reported(lambda x: x - 1, *(torch.ones(size) for size in (3, 4, 5)))
-    assert report.graphs == 2 and "recompile limit" in " ".join(report.uncompiled)
-
-
 # With the real compiler.
 
 
@@ -194,7 +150,7 @@ def real():
     if not machine.supports("compile"):
         assert os.environ.get("CI") != "true", machine.why_not("compile")
         pytest.skip(machine.why_not("compile"))
-    torch._dynamo.reset()
+    forget_graphs()
     with fresh_cache():
         yield
 
@@ -203,15 +159,13 @@ def real():
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("scope", SCOPES)
 def test_trained_for_real_every_scope_compiles_once_and_learns_the_same(real, scope, device):
-    profile, workload = Compilations(), stacked()
+    workload = stacked()
     plan = Plan(compile="default", compile_scope=scope, log_every=1, validate_every=0)
     with contextlib.closing(setup_run(workload, plan=plan, device=device, progress=False)) as run:
-        counts = [profile.report().graphs for _ in steps(run)]
+        counts = [compilations() for _ in steps(run)]
     assert set(counts) == {1}  # not the last batch, nor evaluation, nor a moving rate
     eager = fit(workload, plan=Plan(log_every=1), device=device, progress=False).loss
     assert run.history.loss == pytest.approx(eager, rel=1e-4 if device == "cpu" else 1e-2)
-    report = profile.report()
-    assert report.seconds > 0 and report.breaks == report.uncompiled == ()
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ def write(path, samples, rate_hz=RATE_HZ, **kinds):
     return path
 
 
-@pytest.mark.parametrize(("name", "tolerance"), [("a.wav", 1e-4), ("a.flac", 1e-4), ("a.aiff", 1e-4), ("a.ogg", 0.05)])
+@pytest.mark.parametrize(("name", "tolerance"), [("a.wav", 1e-4), ("a.flac", 1e-4), ("a.ogg", 0.05)])
 def test_every_format_gives_the_samples_written_mixed_down_padded_or_cut(tmp_path, name, tolerance):
     path = write(tmp_path / name, np.stack([tone(), -0.5 * tone()], axis=1))
     wave = load_audio(path, RATE_HZ, 2 * RATE_HZ)
@@ -50,7 +50,6 @@ BROKEN = {
     "empty": (b"", "cannot be decoded"),
     "silent header": (np.zeros(0), "no samples|cannot be decoded"),
     "nan": (np.where(np.arange(8000) == 77, np.nan, 0.1), "not finite"),
-    "infinite": (np.where(np.arange(8000) == 77, np.inf, 0.1), "not finite"),
     "missing": (None, "No such file"),
 }
 

@@ -1,15 +1,12 @@
 """What can happen to a loader's workers: each end is one sentence that says what to do, and leaves no process."""
 
-import contextlib
 import dataclasses
 import functools
 import itertools
 import os
 import resource
 import signal
-import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -23,15 +20,8 @@ from speedkit.data.loader import BatchStream
 from speedkit.errors import SpeedkitError
 from speedkit.plan import Plan
 
-ROOT = Path(__file__).resolve().parents[2]
 PROCESSES = {"workers": 2}
 PERSISTENT = {"workers": 2, "persistent_workers": True}
-
-
-class Unpicklable(Exception):
-    def __init__(self, one, other):
-        super().__init__(one)
-        self.lock = threading.Lock()
 
 
 def open_too_many():
@@ -40,9 +30,7 @@ def open_too_many():
 
 
 FAULTS = {
-    "unpicklable": (lambda: Unpicklable("a bug", 2), "Unpicklable: a bug"),
     "sys.exit": (lambda: sys.exit(3), "SystemExit: 3"),
-    "end of iteration": (lambda: StopIteration(), "StopIteration"),
     "files": (open_too_many, "Too many open files"),
     "runtime": (lambda: RuntimeError("line one\nline two"), "RuntimeError: line one"),
     "killed": (
@@ -129,67 +117,3 @@ def test_what_takes_long_is_no_hang_while_items_come_or_one_is_worked_on(slow, m
     monkeypatch.setattr(batches, "HUNG_S", 1.0)
     monkeypatch.setattr(batches, "CHECK_S", 0.3)
     drain(slow, count=6, **PROCESSES)
-
-
-# Whole runs, by the command line: how they end, and that they do.
-
-FAULTY = """
-import dataclasses, itertools, multiprocessing, os, signal, sys, time
-sys.path.insert(0, {tests!r})
-import tiny
-from speedkit.data import batches
-batches.CHECK_S, batches.HUNG_S = 0.5, 2.0
-calls = itertools.count(1)
-
-def loss(model, batch, recipe):
-    if next(calls) == 3:
-        pids = [process.pid for process in multiprocessing.active_children()]
-        {fault}
-    return tiny.loss(model, batch, recipe)
-
-def load(item):
-    if item.path == "40":
-        {in_load}
-    return tiny.load(item, 8)
-
-def workload():
-    return dataclasses.replace(tiny.points(train=1600), loss=loss, load=load)
-"""
-SELF = "os.killpg(os.getpid(), signal.SIG{})"
-# What goes wrong, options, the exit code, and words of the one line of stderr.
-RUNS = {
-    "stopped": ({"fault": "[os.kill(pid, signal.SIGSTOP) for pid in pids]"}, ["--persistent-workers"], 1, "hangs"),
-    "killed": ({"fault": "os.kill(pids[0], signal.SIGKILL)"}, [], 1, "exit code -9"),
-    "hung": ({"in_load": "time.sleep(1000)"}, [], 1, "hangs at 40"),
-    "ctrl-c": ({"fault": SELF.format("INT")}, [], 130, "stopped by SIG"),
-    "terminated": ({"fault": SELF.format("TERM")}, [], 143, "stopped by SIG"),
-    "killed itself": ({"fault": "os.kill(os.getpid(), signal.SIGKILL)"}, [], -9, ""),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
-def test_a_run_ends_with_one_sentence_and_leaves_no_process(name, tmp_path):
-    faults, options, code, words = RUNS[name]
-    script = FAULTY.format(tests=str(ROOT / "tests"), **({"fault": "pass", "in_load": "pass"} | faults))
-    (tmp_path / "faulty.py").write_text(script)
-    command = [sys.executable, "-m", "speedkit", "train", "faulty:workload", "--workers", "2", *options]
-    process = subprocess.Popen(
-        [*command, "--out", tmp_path / "out"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    _, errors = process.communicate(timeout=60)  # until the workers have closed stderr, too
-    assert process.returncode == code and words in errors, errors
-    assert errors.count("\n") == 1 or code == -signal.SIGKILL, errors  # its workers may say that their pipe broke
-    group = [child for child in psutil.process_iter() if in_group(child, process.pid)]
-    assert psutil.wait_procs(group, timeout=10)[1] == []
-
-
-def in_group(process, group):
-    with contextlib.suppress(ProcessLookupError):
-        return os.getpgid(process.pid) == group

@@ -1,18 +1,16 @@
-"""The training loop: the same losses whatever the plan, exact accumulation, safe loss scaling, no reads by the host."""
+"""The training loop: clipping, safe loss scaling, no reads by the host, what is kept and where it ends."""
 
 import contextlib
 import dataclasses
-import io
 import itertools
 import math
 import os
 import signal
-import sys
 
 import pytest
 import torch
 from test_nonfinite import spoiled
-from tiny import every_number_format, jitter, loss, points
+from tiny import DEVICES, every_number_format, jitter, loss, points
 from torch import nn
 
 from speedkit.errors import SpeedkitError
@@ -21,8 +19,6 @@ from speedkit.train.fit import finish, fit
 from speedkit.train.loop import steps
 from speedkit.train.setup import setup_run
 
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-
 
 @pytest.fixture(autouse=True, scope="module")
 def formats():
@@ -30,57 +26,24 @@ def formats():
         yield
 
 
-def train(workload, **plan):
-    """Losses of every step, the final weights and the last evaluation of a run on the CPU."""
-    with contextlib.closing(setup_run(workload, plan=Plan(**plan), device="cpu", progress=False)) as run:
-        losses = [float(run.last_loss) for _ in steps(run)]
-        return losses, [weight.detach().clone() for weight in run.parameters], finish(run).evaluation
-
-
-@pytest.fixture(scope="module")
-def lively():
-    """Augmentation, dropout, clipping, a schedule, and a last batch smaller than the others: 7 steps an epoch."""
-    return points(train=100, augment=jitter, dropout=0.2, clip_norm=1.0)
-
-
-@pytest.fixture(scope="module")
-def plain(lively):
-    return train(lively)
-
-
-@pytest.mark.parametrize(
-    ("plan", "tolerance"),
-    [
-        ({"fused_optimizer": True}, 1e-5),  # the order of float32 operations
-        ({"channels_last": True}, 1e-5),
-        ({"cache": "ram", "cache_dtype": "float16"}, 2e-3),  # inputs rounded to 11 bits
-        ({"precision": "fp16"}, 1e-2),  # products rounded to 11 bits
-        ({"precision": "bf16"}, 5e-2),  # products rounded to 8 bits
-    ],
-    ids=str,
-)
-def test_plans_that_round_differently_stay_near(lively, plain, plan, tolerance):
-    assert train(lively, **plan)[0] == pytest.approx(plain[0], abs=tolerance)
-
-
 # Clipping.
 
 
 def first_gradients(workload, **plan):
-    """The gradients that the optimizer sees in the first step, as one tensor, and that step's loss."""
+    """The gradients that the optimizer sees in the first step, as one tensor."""
     gradients = []
     with contextlib.closing(setup_run(workload, plan=Plan(**plan), device="cpu", progress=False)) as run:
         run.optimizer.register_step_pre_hook(
             lambda *_: gradients.extend(weight.grad.flatten().clone() for weight in run.parameters)
         )
         next(steps(run))
-    return torch.cat(gradients), float(run.last_loss)
+    return torch.cat(gradients)
 
 
 @pytest.mark.parametrize("precision", ["default", "fp16"])
 def test_clipping_sees_unscaled_gradients(precision):
-    free, _ = first_gradients(points())
-    clipped, _ = first_gradients(points(clip_norm=0.1), precision=precision)
+    free = first_gradients(points())
+    clipped = first_gradients(points(clip_norm=0.1), precision=precision)
     assert free.norm() > 0.2 and float(clipped.norm()) == pytest.approx(0.1, rel=1e-3)
     torch.testing.assert_close(clipped, free * 0.1 / free.norm(), rtol=1e-2, atol=1e-4)
 
@@ -139,10 +102,9 @@ def reading_loss(model, batch, recipe):
 
 
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
-def test_the_counter_of_reads_sees_them(lively):
-    planted = dataclasses.replace(lively, loss=reading_loss)
+def test_the_counter_of_reads_sees_them():
+    planted = dataclasses.replace(points(train=100), loss=reading_loss)
     assert reads_between_log_points(planted, cache="ram", fused_optimizer=True) == 15
-    assert reads_between_log_points(lively, cache="ram") >= 15  # the unfused optimizer reads its own step count
 
 
 @pytest.mark.parametrize(
@@ -175,17 +137,10 @@ def test_weights_that_are_not_finite_never_replace_a_good_checkpoint(tmp_path):
     assert fit(workload, patient, device="cpu", progress=False, out=tmp_path, resume=True).resumed_from == 6
 
 
-def test_progress_is_a_bar_on_a_terminal_and_nothing_where_it_is_off(monkeypatch, capfd):
+def test_no_progress_is_shown_where_it_is_off(monkeypatch, capfd):
     monkeypatch.setenv("SPEEDKIT_PROGRESS", "off")
     fit(points(), device="cpu")
     assert capfd.readouterr() == ("", "")
-    monkeypatch.delenv("SPEEDKIT_PROGRESS")
-    terminal = io.StringIO()
-    terminal.isatty = lambda: True
-    monkeypatch.setattr(sys, "stderr", terminal)
-    fit(points(), device="cpu", plan=Plan(log_every=2))
-    last = [part for part in terminal.getvalue().split("\r") if part.strip()][-1]
-    assert all(name in last for name in ("12/12", "loss ", "accuracy ", "samples/s"))
 
 
 def test_a_second_signal_stops_at_once():

@@ -1,9 +1,7 @@
 """Recipe and Plan: what they take, what they say about the rest, and what a machine makes of a plan."""
 
-import csv
 import dataclasses
 import functools
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +9,7 @@ from tiny import CPU, CPU_BF16, T4, points
 from tiny import H100 as GPU
 from torch.optim import lr_scheduler
 
-from speedkit import cli, config
-from speedkit.config import from_mapping, from_yaml, settings_of, to_yaml
+from speedkit.config import from_mapping, from_yaml, to_yaml
 from speedkit.errors import PlanError
 from speedkit.fallbacks import resolve
 from speedkit.plan import Plan
@@ -21,11 +18,10 @@ from speedkit.train.fit import fit
 
 
 @pytest.mark.parametrize("settings", [Plan.fast(GPU), Recipe(epochs=None, steps=5)])
-def test_settings_survive_yaml_with_their_help(tmp_path, settings):
+def test_settings_survive_yaml(tmp_path, settings):
     path = tmp_path / "plan.yaml"
     path.write_text(to_yaml(settings))
     assert from_yaml(type(settings), path) == settings
-    assert all(f"  # {setting.help}\n" in path.read_text() for setting in settings_of(type(settings)).values())
 
 
 def test_texts_stand_for_values(tmp_path):
@@ -42,21 +38,7 @@ def test_values_are_never_bent_to_fit(values):
         Plan(**values)
 
 
-def test_what_guides_call_a_setting_leads_to_one_of_today():
-    fields, commands = settings_of(Plan) | settings_of(Recipe), cli.commands.commands.values()
-    options = {option.name for command in commands for option in command.params}
-    known: list[str] = []
-    with (Path(config.__file__).parent / "renamed.csv").open() as table:
-        for row in csv.DictReader(table):
-            name, _, value = row["here"].partition("=")
-            assert name in options or (row["note"] and not name), row
-            if value and name in fields:
-                from_mapping(Plan, {name: value})
-            known += row["elsewhere"].split()
-    assert len(known) == len(set(known)) and not {*known} & {*settings_of(Plan)}
-
-
-@pytest.mark.parametrize(("share", "steps"), [(0.5, [3, 6, 9, 12]), (1.0, [6, 12]), (0.01, [*range(1, 13)])])
+@pytest.mark.parametrize(("share", "steps"), [(0.5, [3, 6, 9, 12]), (0.01, [*range(1, 13)])])
 def test_a_share_of_an_epoch_says_when_to_evaluate(share, steps, tmp_path):
     (tmp_path / "plan.yaml").write_text(f"validate_every: {share}\n")
     history = fit(points(epochs=2), plan=from_yaml(Plan, tmp_path / "plan.yaml"), device="cpu", progress=False)
@@ -103,23 +85,22 @@ SLICES = {"workload": dataclasses.replace(DATA, cacheable=False)}
 NOISY = {"workload": dataclasses.replace(DATA, augment_waveform=lambda waveform, generator: waveform)}
 GRAPHS = {"compile": "reduce-overhead"}
 NO_GRAPHS = {"compile": "default"}
+OF_CUDA = ("pin_memory", "prefetch", "cudnn_benchmark")
 MANY = dataclasses.replace(GPU, gpu_count=8)
 SHARDED = {"ranks": 2, "strategy": "fsdp", "compile": "default", "channels_last": True, "precision": "fp8"}
 # What is asked, on what, with what else known: what comes instead, and words of the reason.
 FALLBACKS = [
     ({"precision": "fp8"}, CPU_BF16, {}, {"precision": "bf16"}, "FP8 tensor cores"),
     ({"precision": "bf16"}, T4, {}, {"precision": "fp16", "fused_optimizer": True}, "compute capability 8.0"),
-    ({"precision": "tf32"}, CPU, {}, {"precision": "default"}, "an NVIDIA GPU"),
     (NO_GRAPHS, dataclasses.replace(CPU, compiler=""), {}, {"compile": "off"}, "C++ compiler"),
     (GRAPHS, CPU, {}, NO_GRAPHS, "CUDA GPU"),
     ({"attention": "cudnn"}, CPU, {}, {"attention": "auto"}, "cudnn_attention needs a CUDA GPU"),
-    ({"attention": "varlen"}, CPU, {}, {"attention": "auto"}, "compute capability 8.0"),
     ({"attention": "varlen"}, GPU, {}, {"attention": "auto"}, "varlen takes 16 bits"),
     ({"attention": "varlen", "precision": "bf16"}, GPU, {}, {}, ""),
-    ({"allocator": "expandable", "prefetch": True}, CPU, {}, {"allocator": "default", "prefetch": False}, "CUDA GPU"),
     ({"allocator": "keep"}, CPU, {}, {"allocator": "default"}, "needs glibc"),
     ({"allocator": "keep"}, dataclasses.replace(CPU, mallopt=True), {}, {}, ""),
-    ({"decoder": "torchcodec"}, CPU, {}, {"decoder": "soundfile"}, "FFmpeg's libraries"),
+    (dict.fromkeys(OF_CUDA, True), CPU, {}, dict.fromkeys(OF_CUDA, False), "CUDA GPU"),
+    ({"allocator": "expandable"}, CPU, {}, {"allocator": "default"}, "CUDA GPU"),
     ({"prefetch": True}, GPU, {}, {"pin_memory": True}, "page-locked"),
     ({"cache": "device", "workers": 2}, CPU, {}, {"cache": "ram", "workers": 0}, "memory is the RAM"),
     ({"cache": "ram", "features_on": "device"}, GPU, {}, {"features_on": "cpu"}, "holds features"),
@@ -129,7 +110,6 @@ FALLBACKS = [
     ({"features_on": "device"}, CPU, RAGGED, {"features_on": "cpu"}, "lengths differ"),
     ({"cache": "ram", "cache_of": "waveform"}, CPU, RAGGED, {"cache_of": "features"}, "lengths"),
     ({}, CPU, NOISY, {"features_on": "cpu"}, "augment_waveform is skipped"),
-    ({"cudnn_benchmark": True}, CPU, {}, {"cudnn_benchmark": False}, "CUDA GPU"),
     ({"cudnn_benchmark": True}, GPU, RAGGED, {"cudnn_benchmark": False}, "bucket makes them few"),
     ({"compile": "max-autotune-no-cudagraphs"}, GPU, RAGGED, NO_GRAPHS, "bucket makes them few"),
     # CUDA graphs.

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from tiny import DEVICES, reset_switches
 from torch import nn
 from torch.nn.functional import cosine_similarity, cross_entropy
 
@@ -11,7 +12,6 @@ from speedkit.machine import this_machine
 from speedkit.plan import Plan
 from speedkit.train import precision
 
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 BACKENDS = torch.backends
 # Least cosine of a gradient with float32's, and largest relative difference of the loss.
 GATES = {
@@ -27,9 +27,7 @@ GATES = {
 @pytest.fixture(autouse=True)
 def restore_switches():
     yield
-    BACKENDS.fp32_precision = BACKENDS.cudnn.fp32_precision = "none"
-    torch.set_float32_matmul_precision("highest")
-    BACKENDS.cudnn.allow_tf32, BACKENDS.cudnn.benchmark = True, False
+    reset_switches()
 
 
 def net():

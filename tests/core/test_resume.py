@@ -77,12 +77,11 @@ def test_a_checkpoint_that_does_not_fit_on_the_disk_leaves_the_one_before(stoppe
     assert not list(stopped.glob("*.tmp")) + list(stopped.glob(".*.tmp"))
 
 
-@pytest.mark.parametrize("at", [0.5, 1.0], ids="at {:.0%}".format)
-def test_a_flipped_bit_is_found_and_the_run_goes_on_from_the_one_before(stopped, capsys, at):
+def test_a_flipped_bit_is_found_and_the_run_goes_on_from_the_one_before(stopped, capsys):
     path = stopped / checkpoint_file.NAME
     assert torch.load(path, weights_only=True)["step"] == 8
     content = bytearray(path.read_bytes())
-    content[int(at * (len(content) - 1))] ^= 1
+    content[len(content) // 2] ^= 1
     path.write_bytes(content)
     resumed = fit(lively(), out=stopped, resume=True, **OPTIONS | {"progress": True})
     assert resumed.resumed_from == 6
