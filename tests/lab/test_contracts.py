@@ -154,8 +154,6 @@ def test_every_field_is_in_the_table_or_held_by_the_tests_of_ranks():
     assert resolve(both, this_machine("cpu")).plan == both
 
 
-
-
 @pytest.mark.parametrize("micro_batch", [1, 3])
 def test_accumulated_gradients_are_those_of_the_whole_batch(short, micro_batch):
     """In speech and text the parts hold unequal numbers of what counts."""

@@ -99,13 +99,6 @@ def test_a_record_of_no_commit_of_an_unknown_one_or_of_a_later_notebook_is_out_o
         assert not provenance.is_current(record | {"commit": unknown}, notebook)
 
 
-def test_outside_a_checkout_the_commit_is_that_of_the_environment(tmp_path, monkeypatch):
-    monkeypatch.setattr(provenance, "PACKAGE", tmp_path)
-    assert provenance.commit() == (None, None)
-    monkeypatch.setenv("SPEEDKIT_COMMIT", "abc1234")
-    assert provenance.commit() == ("abc1234", None)
-
-
 # ---- runs ----
 
 
@@ -161,24 +154,9 @@ def test_recorded_gives_other_machines_records_of_this_notebook(notebooks):
     assert [other["notebook"] for other in run.recorded()] == ["21_small", "21_small-image"]
 
 
-# What is done to a record, and what the error says of it.
-DAMAGE = {
-    "hardware: Field required": lambda record: record.pop("hardware"),
-    "measurements.0.seconds_b.1: Input should be greater than 0": lambda record: record["measurements"][0].update(
-        seconds_b=[1.0, -1.0]
-    ),
-    "verdicts.1.verdict: Input should be": lambda record: record["verdicts"][1].update(verdict="nice"),
-}
-
-
-def test_every_damage_to_a_record_is_named(notebooks, tmp_path):
-    for sentence, damage in DAMAGE.items():
-        run = start("21_small", scale="smoke")
-        run.measure(MEASURED)
-        run.check("losses agree", True)
-        run.check("sums agree", True)
-        damage(record := run.finished())
-        (tmp_path / "damaged.json").write_text(json.dumps(record))
-        with pytest.raises(SpeedkitError) as error:
-            load_record(tmp_path / "damaged.json")
-        assert sentence in str(error.value) and "damaged.json" in str(error.value)
+def test_damage_to_a_record_is_named_by_file_and_field(notebooks, tmp_path):
+    record = start("21_small", scale="smoke").finished()
+    record["measurements"] = [MEASURED | {"seconds_b": [1.0, -1.0]}]
+    (tmp_path / "damaged.json").write_text(json.dumps(record))
+    with pytest.raises(SpeedkitError, match=r"damaged.json.*measurements.0.seconds_b.1: Input should be greater"):
+        load_record(tmp_path / "damaged.json")

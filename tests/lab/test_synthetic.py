@@ -4,15 +4,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 
 import numpy as np
 import pytest
 import soundfile
 from PIL import Image
 
-from speedkit.lab.sources import find_items
-from speedkit.lab.workloads.generated import TEST_PATTERN
 from speedkit.lab.workloads.patterns import patterns, photograph
 from speedkit.lab.workloads.sounds import SAMPLES, night_sound, night_sounds, utterance, utterances
 
@@ -58,16 +55,6 @@ def test_files_hold_the_items_and_a_larger_set_begins_with_the_smaller(generate,
     removed.unlink()
     assert generate(40) == small and np.array_equal(read(removed), content)
     assert {path: path.stat().st_mtime_ns for path in others} == before
-
-
-def test_night_sounds_are_balanced_over_classes_and_sound(tmp_path, monkeypatch):
-    monkeypatch.setenv("SPEEDKIT_CACHE_DIR", str(tmp_path))
-    split = find_items(night_sounds(36), test_pattern=TEST_PATTERN)
-    assert {*Counter(item.label for item in split.train).values()} == {4} and len(split.classes) == 6
-    assert {*Counter(item.label for item in split.test).values()} == {2}
-    for index in range(6):
-        wave = night_sound(index)
-        assert wave.dtype == np.float32 and wave.shape == (SAMPLES,) and 0.1 < np.abs(wave).max() < 0.9
 
 
 def test_an_interruption_ends_it_at_once_and_leaves_whole_files_only(tmp_path, monkeypatch):

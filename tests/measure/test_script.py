@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-from speedkit.lab.frameworks import change_in_words
 from speedkit.machine import this_machine
 from speedkit.measure.script import next_levers
 from speedkit.plan import Plan
@@ -133,10 +132,9 @@ def test_a_script_learns_the_same_bits_with_its_own_arguments(source, tmp_path):
     [
         (STEPS + "raise ValueError('planted')", 1, ("line 6", "ValueError: planted")),
         (STEPS + "raise SystemExit(3)", 3, ()),
-        ("print('no training')", 1, ("script.py made 0 optimizer steps",)),
         (STEPS.replace("40", "1"), 1, ("script.py made 1 optimizer steps",)),
     ],
-    ids=["fails", "exits", "never steps", "one step"],
+    ids=["fails", "exits", "one step"],
 )
 def test_a_script_that_fails_does_so_as_ever_after_the_breakdown_of_what_ran(source, code, words, tmp_path):
     result = run(tmp_path, source, *PROFILE)
@@ -155,11 +153,3 @@ def test_where_nothing_stands_out_the_levers_are_named_that_are_left():
     assert ("precision=bf16" in sentence) == this_machine("cpu").supports("bf16")
     assert "fused_optimizer=True, 1.00 to 1.18 times as fast" in sentence
     assert "fused_optimizer" not in next_levers(Plan(fused_optimizer=True), rows, "cpu")
-
-
-def test_changes_have_the_words_of_each_framework():
-    assert change_in_words("workers=4", "Hugging Face") == (
-        "arguments = transformers.TrainingArguments(dataloader_num_workers=4)"
-    )
-    assert "pad" not in change_in_words("bucket=True: pad to a few lengths", "PyTorch")
-    assert change_in_words("move it out of the loop", "Lightning") == ""

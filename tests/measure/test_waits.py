@@ -16,6 +16,7 @@ from speedkit.train.setup import setup_run
 
 PLANTED = {
     "item": lambda x: x.sum().item(),
+    "tolist": lambda x: x.tolist(),
     "cpu": lambda x: x.cpu(),
     "nonzero": lambda x: torch.nonzero(x),
     "mask": lambda x: x[x > 0],
