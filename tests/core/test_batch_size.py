@@ -78,8 +78,9 @@ def test_what_cannot_be_searched_says_so():
     assert not is_out_of_memory(RuntimeError("shapes cannot be multiplied"))
     with pytest.raises(RuntimeError, match="bad shapes"):
         search(limited(points(), 4, raises=RuntimeError("bad shapes")))
-    with pytest.raises(SpeedkitError, match="not even the longest items"):
-        find_micro_batch(training_step(0), 64, device="cpu")
+    for fits, room_bytes in ((0, None), (64, 1000)):
+        with pytest.raises(SpeedkitError, match="not even the longest items"):
+            find_micro_batch(training_step(fits), 64, device="cpu", room_bytes=room_bytes)
 
 
 def test_a_size_that_could_need_more_than_the_room_is_never_run_on_a_cpu():
