@@ -25,7 +25,6 @@ from speedkit.files import read_json
 from speedkit.lab.records import validate_record
 from speedkit.lab.workloads import load_workload
 from speedkit.machine import this_machine
-from speedkit.measure.compare import compare
 from speedkit.measure.optimizations import EFFECTS, OPTIMIZATIONS, changed, named, predict, text
 from speedkit.measure.quality import baseline_curves_file, fold, quality_of, same_losses
 from speedkit.measure.trials import NAME, Stage, Trial, Tuning, candidates, measure
@@ -191,15 +190,6 @@ def test_payback_counts_what_it_takes_to_prepare(compile_s, pays_back_after_s):
 
 
 # ---- the tuning itself ----
-
-
-def test_compare_finds_a_planted_slowdown_and_keeps_the_losses():
-    work = tiny.points(train=256, size=32, hidden=128)
-    slow = tiny.slowed(work, seconds=0.01)
-    # On a machine with other work, ten pairs may show no more than that it is not worth it.
-    comparison = compare(work, Plan(), Plan(), workload_b=slow, names=("plain", "slowed"), looks=(40,))
-    assert comparison.slower and comparison.ratio < 1 and len(comparison.seconds_a) == 40
-    assert comparison.losses_a == comparison.losses_b and len(comparison.losses_a) == 16
 
 
 def slowly(load, item):
