@@ -58,6 +58,7 @@ def training_step(fits=64, kind="cuda", device="cpu", seen=None):
             seen.append(size)
         if size > fits:
             strike(kind)
+        torch.rand(1)
         for part in inputs.split(size):
             (model(part).square().mean() * len(part) / 64).backward()
         optimizer.step()
@@ -84,8 +85,9 @@ def test_what_cannot_be_searched_says_so():
 
 
 def test_a_size_that_could_need_more_than_the_room_is_never_run_on_a_cpu():
-    peaks, seen = find_micro_batch(training_step(), 64, device="cpu").peak_bytes, []
-    assert [*peaks] == [1, 2, 4, 8, 16, 32, 64]
+    step, before = training_step(), torch.get_rng_state()
+    peaks, seen = find_micro_batch(step, 64, device="cpu").peak_bytes, []
+    assert [*peaks] == [1, 2, 4, 8, 16, 32, 64] and torch.equal(torch.get_rng_state(), before)
     room_bytes = (peaks[16] + peaks[32]) / 2
     found = find_micro_batch(training_step(seen=seen), 64, device="cpu", room_bytes=room_bytes)
     assert max(found.peak_bytes) == max(seen) == 16 and max(found.peak_bytes.values()) <= room_bytes
@@ -137,9 +139,9 @@ def test_batch_norm_gets_the_largest_and_never_one_sample():
 
 
 def load_ramp(item):
-    if item.path == "4":
+    if item.path == "31":
         raise BadItem(item.path, "not a sound")
-    return torch.ones(3 + int(item.path) % 5)
+    return torch.ones(3 + int(item.path) // 10)
 
 
 def pooled_loss(model, batch, recipe):
@@ -150,18 +152,18 @@ def pooled_loss(model, batch, recipe):
 
 def test_sizes_are_tried_on_the_longest_readable_items():
     sizes = []
-    # 3 to 7 numbers each; of the 8 longest one cannot be read
+    # 3 to 6 numbers each, in the test set more; of the 8 longest one cannot be read
     ramps = dataclasses.replace(points(train=40, batch_size=8), load=load_ramp, loss=pooled_loss)
-    ramps = dataclasses.replace(ramps, length=lambda item: 3 + int(item.path) % 5)
+    ramps = dataclasses.replace(ramps, length=lambda item: 3 + int(item.path) // 10)
     assert max(search(noting(ramps, sizes)).peak_bytes) == 8
-    assert {length for _, length in sizes} == {7}
+    assert {length for _, length in sizes} == {6}
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
 def test_memory_taken_first_for_the_longest_batch_leaves_no_trace(norm):
     lengths = []
     ramps = dataclasses.replace(normalised(norm, train=40, batch_size=8, clip_norm=1.0), load=load_ramp)
-    ramps = dataclasses.replace(ramps, loss=pooled_loss, length=lambda item: 3 + int(item.path) % 5)
+    ramps = dataclasses.replace(ramps, loss=pooled_loss, length=lambda item: 3 + int(item.path) // 10)
     outcomes = []
     for first in (False, True):
         run = setup_run(noting(ramps, lengths), plan=Plan(log_every=1, micro_batch=4), device="cpu", progress=False)
@@ -169,7 +171,7 @@ def test_memory_taken_first_for_the_longest_batch_leaves_no_trace(norm):
             if first:
                 lengths.clear()
                 preallocate(run)
-                assert lengths == [(3, 7)], "the longest of four, as many as a pass takes, that can be read"
+                assert lengths == [(3, 6)], "the longest of four, as many as a pass takes, that can be read"
             for _ in steps(run):
                 pass
         outcomes.append(([*run.model.state_dict().values(), torch.get_rng_state()], run.history.loss))
