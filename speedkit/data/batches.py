@@ -33,6 +33,7 @@ CHECK_S = 5.0  # from one look at what the workers do to the next
 HUNG_S = 120.0  # workers that do nothing for so long hang
 LOOK = ["cpu_times", *(["io_counters"] if hasattr(psutil.Process, "io_counters") else [])]  # not on a Mac
 END_S = 5.0  # what a killed process gets until it is gone
+STOPS = (signal.SIGINT, signal.SIGTERM)  # they often go to the whole process group
 
 Loaded = tuple[Sequence[Tensor] | None, dict[str, str]]  # the batch, and path -> why of bad items
 
@@ -124,7 +125,8 @@ class BatchLoader:
         if self.loader is not None:
             return iter(self.loader)  # by the workers of the epoch before
         self.loader = self.make_loader()
-        batches: Any = iter(self.loader)
+        with stops_held_back():
+            batches: Any = iter(self.loader)
         if self.plan.workers:
             self.processes = batches._workers
             # Else torch's handler of SIGCHLD raises in the middle of a step, or when a worker is ended here.
@@ -216,9 +218,19 @@ class BatchLoader:
         atexit.unregister(self.close)
 
 
+@contextlib.contextmanager
+def stops_held_back() -> Iterator[None]:
+    """Hold back SIGINT and SIGTERM while workers start: one that does not ignore them yet would die of them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def begin_worker(_: int) -> None:
     """Ignore what ends the training process: it makes a checkpoint with the workers' help, and ends them."""
-    for stop in (signal.SIGINT, signal.SIGTERM):  # they often go to the whole process group
+    for stop in STOPS:
         signal.signal(stop, signal.SIG_IGN)
 
 
