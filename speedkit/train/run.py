@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -78,9 +79,9 @@ class TrainingRun:
         """The effective plan."""
         return self.effective.plan
 
-    @property
+    @functools.cached_property
     def parameters(self) -> list[nn.Parameter]:
-        """The weights that are learned."""
+        """The weights that are learned, listed once: each step looks at their gradients."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     @property
