@@ -190,6 +190,8 @@ def test_the_readme_s_lines_of_python_run(recordings, tmp_path, monkeypatch):
         "DataLoader": DataLoader,
         "Plan": Plan,
         "loss": torch.nn.functional.cross_entropy,
+        "inputs": torch.randn(8, 8),
+        "targets": torch.arange(8) % 2,
         "speedkit": package,
     }
     for page in ("README.md", "docs/your-own.md"):
