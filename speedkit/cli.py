@@ -19,6 +19,7 @@ from speedkit.errors import Interrupted, SpeedkitError, UsageError, missing_extr
 from speedkit.fallbacks import resolve
 from speedkit.files import claim_folder, write_json, write_quarantine
 from speedkit.lab.provenance import ROOT
+from speedkit.lab.workloads.validation import hold_out
 from speedkit.machine import cache_root, this_machine
 from speedkit.options import (
     DATA,
@@ -40,7 +41,6 @@ from speedkit.options import (
 from speedkit.plan import Plan
 from speedkit.renamed import spelling_of_today
 from speedkit.train import ranks
-from speedkit.workload import hold_out
 
 
 def main(command: click.Command | None = None, name: str = "speedkit") -> NoReturn:

@@ -3,14 +3,13 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from speedkit.config import nearest
 from speedkit.data.own_loader import LoaderItems
-from speedkit.errors import PlanError, UsageError
+from speedkit.errors import PlanError
 from speedkit.recipe import Recipe
 
 # Every tensor's first dimension counts the samples: (inputs [B, ...], targets [B]), or where lengths differ (inputs
@@ -18,30 +17,6 @@ from speedkit.recipe import Recipe
 Batch = tuple[Tensor, ...]
 # model, batch, recipe -> (mean over the batch's valid items [], outputs)
 Loss = Callable[[nn.Module, Batch, Recipe], tuple[Tensor, Tensor]]
-
-
-class NetSize(NamedTuple):
-    """How large a built-in net is."""
-
-    width: int  # channels, of the first of several stages
-    depth: int  # residual blocks, of each stage
-    unit: int = 8  # what a width is a multiple of: the width of an attention head
-    growth: tuple[float, ...] = (1, 2, 4)  # widths of the stages, or of what lies in a block, as multiples of `width`
-    inputs: int = 0  # pixels of a side, or bytes of a window
-
-
-def net_size(sizes: Mapping[str, NetSize], size: str | NetSize, **numbers: Any) -> NetSize:
-    """Return the one of `sizes` that is called `size`, with other `numbers` (`width`, `depth`) where they are given.
-
-    Raises UsageError for a size that there is not, and for numbers that the net cannot have.
-    """
-    if isinstance(size, str) and size not in sizes:
-        raise UsageError(f"there is no size {size!r}{nearest(size, sizes)}: take {', '.join(sizes)}")
-    chosen = (sizes[size] if isinstance(size, str) else size)._replace(**numbers)
-    if chosen.width % chosen.unit or min(chosen.width, chosen.depth) < 1:
-        asked = f"there is no net of width {chosen.width} and depth {chosen.depth}"
-        raise UsageError(f"{asked}: take a multiple of {chosen.unit} for the width, and 1 or more for the depth")
-    return chosen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,16 +68,6 @@ class Workload:
     def own_loader(self) -> LoaderItems | None:
         """What stands for the items where their author's loader makes the batches; None where there are items."""
         return self.train if isinstance(self.train, LoaderItems) else None
-
-
-def hold_out(workload: Workload, share: float) -> Workload:
-    """Return `workload` with a share of its training items for validation, of each label alike, the same every time."""
-    train, count = workload.train, max(1, round(share * len(workload.train)))
-    shuffled = torch.randperm(len(train), generator=torch.Generator().manual_seed(0)).tolist()
-    order = sorted(shuffled, key=lambda index: getattr(train[index], "label", 0))
-    taken = {order[number * len(train) // count] for number in range(count)}
-    rest, held_out = ([train[i] for i in range(len(train)) if (i in taken) == held] for held in (False, True))
-    return dataclasses.replace(workload, train=rest, validation=[*workload.validation, *held_out])
 
 
 def right_class(outputs: Tensor, batch: Batch) -> Tensor:

@@ -1,7 +1,6 @@
 """The micro-batch found by trying: the fastest that fits, by whole optimizer steps."""
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import math
@@ -12,7 +11,6 @@ import torch
 from torch import nn
 
 from speedkit.clock import timed
-from speedkit.data.loader import BatchStream
 from speedkit.data.own_loader import map_batch
 from speedkit.errors import SpeedkitError
 from speedkit.machine import free_bytes, this_machine
@@ -168,27 +166,3 @@ def trial_plan(plan: Plan) -> Plan:
     return dataclasses.replace(
         plan, micro_batch=None, compile="off", cache="off", workers=0, ranks=1, log_every=1 << 30
     )
-
-
-def preallocate_for_longer(run: TrainingRun) -> None:
-    """Preallocate where a training on a GPU may meet batches that are longer than those before."""
-    varies = run.workload.length is not None and not run.plan.bucket
-    if run.device.type == "cuda" and varies and run.ranks is None and math.isfinite(run.total_steps):
-        preallocate(run)
-
-
-def preallocate(run: TrainingRun) -> None:
-    """Take a copy of the model over the longest items and back first, so that the memory is there for all others.
-
-    Else each longer batch takes more, and leaves pieces too small for the next (PyTorch's performance tuning guide,
-    "Preallocate memory in case of variable input length"). What is learned stays the same bits.
-    """
-    longest, plan = with_longest_first(run.workload).test, trial_plan(run.plan)
-    stream = BatchStream(run.workload, longest, plan, batch_size=run.micro_batch, seed=None, device=run.device)
-    with torch.random.fork_rng([run.device] * (run.device.type == "cuda")), contextlib.closing(stream), run.autocast:
-        try:
-            loss, _ = run.workload.loss(copy.deepcopy(run.model), next(stream), run.recipe)
-            loss.backward()
-        except Exception as error:
-            if not is_out_of_memory(error):  # the step that meets such a batch makes its parts smaller
-                raise

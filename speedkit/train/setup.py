@@ -25,7 +25,7 @@ from speedkit.train import attention, checkpoint, compile, memory, precision
 from speedkit.train.checkpoint_file import CheckpointWriter
 from speedkit.train.guard import StepGuard
 from speedkit.train.history import History
-from speedkit.train.micro_batch import micro_batch_for, preallocate_for_longer
+from speedkit.train.micro_batch import micro_batch_for
 from speedkit.train.nonfinite import take_snapshot
 from speedkit.train.optimizer import build_optimizer
 from speedkit.train.progress import Progress, wanted
@@ -194,7 +194,6 @@ def begin(run: TrainingRun, resume: bool, *, first: bool) -> None:
     if run.out is not None and first:
         run.writer = CheckpointWriter(run.out, run.device)
         write_text(run.out / "plan.yaml", to_yaml(run.plan))
-    preallocate_for_longer(run)
     take_snapshot(run)
 
 

@@ -1,6 +1,5 @@
 """The micro-batch found by trying: out-of-memory is known, what is chosen fits, and nothing else is changed."""
 
-import contextlib
 import dataclasses
 import gc
 
@@ -16,9 +15,8 @@ from speedkit.data.decode import BadItem
 from speedkit.errors import SpeedkitError
 from speedkit.plan import Plan
 from speedkit.train.fit import fit
-from speedkit.train.loop import steps
 from speedkit.train.memory import is_out_of_memory
-from speedkit.train.micro_batch import largest_of_fastest, micro_batch_for, preallocate
+from speedkit.train.micro_batch import largest_of_fastest, micro_batch_for
 from speedkit.train.setup import setup_run
 
 
@@ -157,24 +155,3 @@ def test_sizes_are_tried_on_the_longest_readable_items():
     ramps = dataclasses.replace(ramps, length=lambda item: 3 + int(item.path) // 10)
     assert max(search(noting(ramps, sizes)).peak_bytes) == 8
     assert {length for _, length in sizes} == {6}
-
-
-@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
-def test_memory_taken_first_for_the_longest_batch_leaves_no_trace(norm):
-    lengths = []
-    ramps = dataclasses.replace(normalised(norm, train=40, batch_size=8, clip_norm=1.0), load=load_ramp)
-    ramps = dataclasses.replace(ramps, loss=pooled_loss, length=lambda item: 3 + int(item.path) // 10)
-    outcomes = []
-    for first in (False, True):
-        run = setup_run(noting(ramps, lengths), plan=Plan(log_every=1, micro_batch=4), device="cpu", progress=False)
-        with contextlib.closing(run):
-            if first:
-                lengths.clear()
-                preallocate(run)
-                assert lengths == [(3, 6)], "the longest of four, as many as a pass takes, that can be read"
-            for _ in steps(run):
-                pass
-        outcomes.append(([*run.model.state_dict().values(), torch.get_rng_state()], run.history.loss))
-    assert all(map(torch.equal, outcomes[0][0], outcomes[1][0])) and outcomes[0][1] == outcomes[1][1]
-    with contextlib.closing(setup_run(limited(ramps, 0), device="cpu", progress=False)) as run:
-        preallocate(run)  # what does not fit is no error: no batch of the training may be so long

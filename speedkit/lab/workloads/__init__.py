@@ -12,7 +12,8 @@ from torch import nn
 
 from speedkit.config import nearest
 from speedkit.errors import UsageError, missing_extra
-from speedkit.workload import Workload, net_size
+from speedkit.lab.workloads.sizes import net_size
+from speedkit.workload import Workload
 
 BUILT_IN = ("audio", "image", "speech", "text")  # each a function of the module of the same name
 # The package that each takes which is built for some releases of torch, and for which.
@@ -45,7 +46,7 @@ def load_workload(name: str, **options: Any) -> Workload:
         make = getattr(module, function_name)
         workload = make(**options) if callable(make) else make
         if isinstance(workload, tuple) and len(workload) == 2 and isinstance(workload[0], nn.Module):
-            from speedkit.own_workload import of_sample
+            from speedkit.lab.workloads.one_batch import of_sample
 
             workload = of_sample(*workload)
     except (ImportError, AttributeError, TypeError, ValueError) as error:

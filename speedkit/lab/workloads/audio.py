@@ -19,9 +19,10 @@ from speedkit.lab.sources import Item
 from speedkit.lab.workloads.augmentations import spec_augment, time_shift
 from speedkit.lab.workloads.generated import find_or_generate
 from speedkit.lab.workloads.residual import class_probabilities, residual_net
+from speedkit.lab.workloads.sizes import NetSize, net_size
 from speedkit.lab.workloads.sounds import night_sounds
 from speedkit.recipe import Recipe
-from speedkit.workload import Batch, NetSize, Workload, net_size, right_class
+from speedkit.workload import Batch, Workload, right_class
 
 BANDS = 64  # mel bands, from 0 Hz to half the sample rate
 # Channels of the first of three stages, and residual blocks in each.

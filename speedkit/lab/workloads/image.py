@@ -17,8 +17,9 @@ from speedkit.lab.workloads.augmentations import rand_augment
 from speedkit.lab.workloads.generated import find_or_generate
 from speedkit.lab.workloads.patterns import patterns
 from speedkit.lab.workloads.residual import class_probabilities, residual_net
+from speedkit.lab.workloads.sizes import NetSize, net_size
 from speedkit.recipe import Recipe
-from speedkit.workload import Batch, NetSize, Workload, net_size, right_class
+from speedkit.workload import Batch, Workload, right_class
 
 # Channels of the stem, and residual blocks in each stage.
 SIZES = {

@@ -22,9 +22,10 @@ from speedkit.errors import UsageError
 from speedkit.lab.sources import Item
 from speedkit.lab.workloads.audio import framing, log_mel
 from speedkit.lab.workloads.generated import find_or_generate
+from speedkit.lab.workloads.sizes import NetSize, net_size
 from speedkit.lab.workloads.sounds import utterances
 from speedkit.recipe import Recipe
-from speedkit.workload import Batch, NetSize, Workload, net_size
+from speedkit.workload import Batch, Workload
 
 BANDS = 80
 STRIDE = 4  # spectrogram frames of 10 ms in one frame of the net

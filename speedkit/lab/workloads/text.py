@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from speedkit.errors import UsageError
 from speedkit.lab.sources import find_text
+from speedkit.lab.workloads.sizes import NetSize, net_size
 from speedkit.recipe import Recipe
-from speedkit.workload import Batch, NetSize, Workload, net_size
+from speedkit.workload import Batch, Workload
 
 BYTES, MASK = 256, 256  # a hidden byte stands in the input as number 256, and is never predicted
 TEST_WINDOWS, RATIOS = 256, 64  # at most so many windows are tested on, with so many shares of them hidden in turn

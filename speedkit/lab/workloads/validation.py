@@ -1,0 +1,17 @@
+"""A validation set taken from the training set, where the data brings none."""
+
+import dataclasses
+
+import torch
+
+from speedkit.workload import Workload
+
+
+def hold_out(workload: Workload, share: float) -> Workload:
+    """Return `workload` with a share of its training items for validation, of each label alike, the same every time."""
+    train, count = workload.train, max(1, round(share * len(workload.train)))
+    shuffled = torch.randperm(len(train), generator=torch.Generator().manual_seed(0)).tolist()
+    order = sorted(shuffled, key=lambda index: getattr(train[index], "label", 0))
+    taken = {order[number * len(train) // count] for number in range(count)}
+    rest, held_out = ([train[i] for i in range(len(train)) if (i in taken) == held] for held in (False, True))
+    return dataclasses.replace(workload, train=rest, validation=[*workload.validation, *held_out])
