@@ -192,7 +192,7 @@ def readme_text(readme: Path) -> str:
     """Return the README's text with its generated blocks made anew. Raises ValueError when a block has no markers."""
     folder, text = readme.parent / "notebooks", readme.read_text(encoding="utf-8")
     blocks = {"notebooks": notebooks_table(folder), "tunings": tunings_table(folder), "peers": peers_table(folder)}
-    blocks["picture"] = "No tuning of today's code is published yet."
+    blocks["picture"] = "No tuning is published yet."
     for record in tunings(folder)[:1]:
         title = f"The tuning of {record['workload']['name']} on {device_name(record)}"
         blocks["picture"] = f"![{title}]({folder.name}/{OPTIMIZATIONS})"
@@ -203,23 +203,27 @@ def readme_text(readme: Path) -> str:
     return text
 
 
-def current(notebook: Path) -> list[dict[str, Any]]:
-    """Return the records of `notebook` that are of today's code, GPUs first."""
-    return [record for record in published(notebook).values() if is_current(record, notebook)]
-
-
 def tunings(folder: Path) -> list[dict[str, Any]]:
-    """Return the records of the tunings of today's code, GPUs first."""
-    return [record for record in current(folder / TUNE) if record.get("speedup")]
+    """Return the records of the tunings, those of today's code first, then GPUs first."""
+    notebook = folder / TUNE
+    records = [record for record in published(notebook).values() if record.get("speedup")]
+    return sorted(records, key=lambda record: not is_current(record, notebook))
 
 
 def tunings_table(folder: Path) -> str:
-    """Return the headline of each tuning, and what it is over, as a Markdown table."""
+    """Return the headline of each tuning, what it is over and which code it is of, as a Markdown table."""
     rows = []
     for record in tunings(folder):
         side, speedup = headline(record)
-        rows.append([device_name(record), record["workload"]["name"], ratio_text(speedup), BASELINES[side]])
-    return markdown_table(["machine", "workload", "times as fast (99 %)", "as the faster of the two baselines"], rows)
+        code = f"{record['commit']}, {record['created'][:10]}, {mark(record, folder / TUNE)}"
+        rows.append([device_name(record), record["workload"]["name"], ratio_text(speedup), BASELINES[side], code])
+    head = ["machine", "workload", "times as fast (99 %)", "as the faster of the two baselines", "code"]
+    return markdown_table(head, rows)
+
+
+def mark(record: Row, notebook: Path) -> str:
+    """Return in words whether `record` is of today's code."""
+    return "measured" if is_current(record, notebook) else "out of date"
 
 
 def peers_table(folder: Path) -> str:
@@ -234,7 +238,7 @@ def peers_table(folder: Path) -> str:
 
 def notebooks_table(folder: Path) -> str:
     """Return what each notebook teaches, its minutes to read and to run, and where it was measured, as a table."""
-    by_notebook = {path: current(path) for path in find_notebooks(None, folder)}
+    by_notebook = {path: [*published(path).values()] for path in find_notebooks(None, folder)}
     machines = list(dict.fromkeys(device_name(record) for records in by_notebook.values() for record in records))
     rows = []
     for path, records in by_notebook.items():
@@ -243,8 +247,9 @@ def notebooks_table(folder: Path) -> str:
         minutes = re.findall(r"About (\d+) minutes", text)[:1]
         minutes += [str(max(1, round(record["seconds"] / 60))) for record in records if "seconds" in record][:1]
         link = f"[{path.stem[:2]} {title.strip()}]({folder.name}/{path.name})"
-        measured_on = {device_name(record) for record in records}
-        marks = ["measured" if machine in measured_on else "not yet" for machine in machines]
+        # The plain workload's record comes last of a machine's, so that it is the one that is told.
+        measured_on = {device_name(record): mark(record, path) for record in reversed(records)}
+        marks = [measured_on.get(machine, "not yet") for machine in machines]
         rows.append([link, claim, " + ".join(minutes), *marks])
     return markdown_table(["notebook", "what it teaches", "minutes: to read + to run", *machines], rows)
 
@@ -257,8 +262,8 @@ def records_text(folder: Path) -> str:
             code = "speedkit {speedkit} at {}, torch {torch}".format(record["commit"], **record["versions"])
             checks = [row["verdict"] for row in record["verdicts"] if not row["claim"]]
             passed = f"{checks.count('passed')} of {len(checks)}"
-            mark = "measured" if is_current(record, path) else "out of date"
-            rows.append([file.stem, device_name(record), record["created"][:10], code, record["scale"], passed, mark])
+            row = [file.stem, device_name(record), record["created"][:10], code, record["scale"], passed]
+            rows.append([*row, mark(record, path)])
     head = ["record", "machine", "day", "code", "scale", "checks passed", ""]
     about = "Written by `speedkit publish`; each record lies in the folder of its machine."
     return f"# Records\n\n{about}\n\n{markdown_table(head, rows)}\n{section(folder)}"
