@@ -11,7 +11,8 @@ from speedkit.plan import CUDA_GRAPHS, TUNED, Plan
 if TYPE_CHECKING:
     from speedkit.workload import Workload
 
-# Field, value, the capability of `Hardware.supports` that it takes, and what it falls back to without, perhaps further.
+# Field, value, the capability of `Hardware.supports` that it takes, and what it falls back to without. In this order:
+# what comes instead may be in a later row.
 NEEDS = (
     ("precision", "fp8", "fp8", "bf16"),
     ("precision", "bf16", "bf16", "fp16"),
@@ -27,17 +28,21 @@ NEEDS = (
 )
 SHORT = ("bf16", "fp16", "fp8")  # with which attention computes in 16 bits
 FEW = 2  # fallbacks that are told one by one
-Rule = tuple[str, Any, str]  # a field that cannot be as it is, what it is instead, and why
+# The reasons that several fields share.
+MANY_SHAPES = "each length would be tuned or recorded anew: bucket makes them few"
+PADDING = "lengths differ: features of padded waveforms would depend on the padding"
+IN_MEMORY = "the items are slices of memory, or decimal inputs with whole-number targets"
 
 
 @dataclasses.dataclass(frozen=True)
 class Fallback:
-    """One field of a plan that this machine could not honour."""
+    """One field of a plan that is not as it was asked, and why."""
 
     field: str
     asked: Any
     got: Any
     why: str
+    lost: bool = True  # False where what is got does the same
 
     def __str__(self) -> str:
         return f"{self.field}: asked {self.asked}, got {self.got}: {self.why}"
@@ -49,29 +54,47 @@ class EffectivePlan:
 
     asked: Plan
     plan: Plan
-    fallbacks: tuple[Fallback, ...] = ()
+    fallbacks: tuple[Fallback, ...] = ()  # one for each field that is not as asked
+
+    @property
+    def lost(self) -> list[Fallback]:
+        """The fallbacks that cost something; what was to be chosen (auto) has been chosen."""
+        return [
+            fallback for fallback in self.fallbacks if fallback.lost and fallback.asked not in ("auto", fallback.got)
+        ]
+
+    def fall_back(self, field: str, got: Any, why: str, *, lost: bool = True) -> "EffectivePlan":
+        """Return it with `field` as `got`; it stays as it is where the field is so already."""
+        if getattr(self.plan, field) == got:
+            return self
+        return self.with_fallbacks(Fallback(field, getattr(self.asked, field), got, why, lost))
 
     def with_fallbacks(self, *new: Fallback) -> "EffectivePlan":
-        """Return it with `new` fallbacks, as they come out when model and data are there."""
-        plan = dataclasses.replace(self.plan, **{fallback.field: fallback.got for fallback in new})
-        return EffectivePlan(self.asked, plan, (*self.fallbacks, *new))
+        """Return it with `new` fallbacks. A field that falls back further is still one fallback, with all reasons."""
+        plan = self.plan
+        fallbacks = {fallback.field: fallback for fallback in self.fallbacks}
+        for fallback in new:
+            plan = dataclasses.replace(plan, **{fallback.field: fallback.got})
+            before = fallbacks.get(fallback.field)
+            if before is not None:
+                why = before.why if fallback.why in before.why else f"{before.why}; {fallback.why}"
+                fallback = dataclasses.replace(fallback, asked=before.asked, why=why, lost=before.lost or fallback.lost)
+            fallbacks[fallback.field] = fallback
+        return EffectivePlan(self.asked, plan, tuple(fallbacks.values()))
 
     def notes(self, verbose: bool = False) -> list[str]:
         """Return a sentence for each fallback, or, if not `verbose`, one for those that only lose what was asked."""
-        lost = [fallback for fallback in self.fallbacks if fallback.asked not in ("auto", fallback.got)]
+        lost = self.lost
         if verbose or len(lost) <= FEW:
-            return list(map(str, self.fallbacks))
+            return [str(fallback) for fallback in self.fallbacks]
         names = ", ".join(fallback.field for fallback in lost)
         rest = [str(fallback) for fallback in self.fallbacks if fallback not in lost]
         return [*rest, f"{len(lost)} fields of the plan do not apply here ({names}): --verbose (verbose=True) says why"]
 
-    def fall_back(self, field: str, got: Any, why: str) -> "EffectivePlan":
-        """Return it with `field` as `got`. A field that falls back further is one fallback, with each reason."""
-        fallbacks = {fallback.field: fallback for fallback in self.fallbacks}
-        if field in fallbacks:
-            why = f"{fallbacks[field].why}; {why}"
-        fallbacks[field] = Fallback(field, getattr(self.asked, field), got, why)
-        return EffectivePlan(self.asked, dataclasses.replace(self.plan, **{field: got}), tuple(fallbacks.values()))
+    def check_strict(self) -> None:
+        """Raise PlanError where something that was asked is lost."""
+        if self.lost:
+            raise PlanError(f"the plan cannot be honoured here, and --strict allows no fallback: {self.lost[0]}")
 
 
 def resolve(
@@ -85,69 +108,130 @@ def resolve(
     """Return the plan that `hardware` (and the data of `workload`) can honour, and why not for each field it cannot.
 
     `batch_size` is the recipe's, where it is known. Raises PlanError for ranks that it cannot run, and under `strict`
-    for any fallback.
+    for anything that is lost.
     """
     hardware = hardware or this_machine()
-    here = int(os.environ.get("LOCAL_WORLD_SIZE") or plan.ranks)  # torchrun's: of several machines, those of this one
-    if plan.ranks > 1 and hardware.device.type != "cpu" and here > hardware.gpu_count:
-        raise PlanError(f"ranks={plan.ranks} takes {here} GPUs here, and there are {hardware.gpu_count}: lower ranks")
-    own = None if workload is None else workload.own_loader
-    effective = EffectivePlan(plan, plan if own is None else dataclasses.replace(plan, **own.own_settings(plan)))
-    # One at a time, and then all are asked again: what one field falls back to may be in the way of another.
-    while broken := broken_rules(effective.plan, hardware, workload, batch_size=batch_size):
-        effective = effective.fall_back(*broken[0])
-    if workload is not None and workload.augment_waveform is not None:
-        plan = effective.plan
-        if (plan.features_on == "cpu") if plan.cache == "off" else (plan.cache_of == "features"):
-            why = "augment_waveform is skipped: it is for waveforms on the device (features_on or cache_of)"
-            effective = effective.fall_back("features_on", plan.features_on, why)
-    if strict and effective.fallbacks:
-        raise PlanError(f"the plan cannot be honoured here, and --strict allows no fallback: {effective.fallbacks[0]}")
+    check_ranks(plan, hardware)
+    effective = EffectivePlan(plan, plan)
+    if workload is not None and workload.own_loader is not None:
+        settings = workload.own_loader.own_settings(plan)
+        effective = EffectivePlan(plan, dataclasses.replace(plan, **settings))
+    # In this order: what a field falls back to is looked at by the rules after it.
+    effective = machine_rules(effective, hardware)
+    if workload is not None:
+        effective = data_rules(effective, workload)
+    effective = cache_rules(effective)
+    effective = rank_rules(effective, hardware)
+    effective = graph_rules(effective, hardware, batch_size=batch_size)
+    effective = format_rules(effective)
+    if strict:
+        effective.check_strict()
     return effective
 
 
-def broken_rules(plan: Plan, hardware: Hardware, workload: "Workload | None", *, batch_size: int | None) -> list[Rule]:
-    """Return the rules that `plan` breaks on `hardware` with the data of `workload`."""
-    cuda = hardware.device.type == "cuda"
-    items_in_memory = workload is not None and not workload.cacheable
-    lengths_differ = None if workload is None else workload.length is not None
-    cached, graphs = plan.cache != "off", plan.compile in CUDA_GRAPHS
-    many_shapes = lengths_differ and not plan.bucket
-    accumulates = plan.micro_batch == "auto" or (batch_size and plan.micro_batch and plan.micro_batch < batch_size)
-    ddp, fsdp = (plan.ranks > 1 and plan.strategy == strategy for strategy in ("ddp", "fsdp"))
-    half = "bf16" if hardware.supports("bf16") else "default"
-    slices = "the items are slices of memory, or decimal inputs with whole-number targets"
-    resident = items_in_memory and workload.rows is not None and plan.cache == "device"  # type: ignore[union-attr]
-    anew = "each length would be tuned or recorded anew"
-    padding = "lengths differ: features of padded waveforms would depend on the padding"
-    rules = [  # field, what it is instead, when, and why
-        *(
-            (field, instead, getattr(plan, field) == value, hardware.why_not(capability))
-            for field, value, capability, instead in NEEDS
-            if not hardware.supports(capability)
-        ),
-        ("pin_memory", True, cuda and plan.prefetch, "prefetch copies without waiting, which takes page-locked memory"),
-        ("fused_optimizer", True, plan.precision == "fp16", "only it skips bad steps of float16 without a host sync"),
-        # The data.
-        *([] if workload is None or workload.own_loader is None else workload.own_loader.cases()),
-        ("cache", "off", items_in_memory and not resident, slices),
-        ("features_on", "cpu", items_in_memory, slices),
-        ("bucket", False, lengths_differ is False, "all items have one length: nothing is padded"),
-        ("compile", "default", many_shapes and plan.compile in TUNED, f"{anew}: bucket makes them few"),
-        ("cudnn_benchmark", False, many_shapes, f"{anew}: bucket makes them few"),
-        ("features_on", "cpu", lengths_differ, padding),
-        ("cache_of", "features", lengths_differ and cached, padding),
-        # The cache.
-        ("cache", "ram", plan.cache == "device" and hardware.device.type == "cpu", "the CPU's memory is the RAM"),
-        ("workers", 0, cached, "a cached batch is one gather from memory; worker processes would copy it once more"),
-        ("features_on", "cpu", cached and plan.cache_of == "features", "the cache holds features: none are computed"),
-        ("attention", "auto", plan.attention == "varlen" and plan.precision not in SHORT, "varlen takes 16 bits"),
-        # Several ranks.
-        ("compile", "off", fsdp, "compiled code does not gather the weights that fsdp has sharded; ddp compiles"),
-        ("channels_last", False, fsdp, "fsdp shards only weights that lie in the usual order"),
-        ("precision", half, fsdp and plan.precision.startswith(("fp8", "fp16")), "fsdp ranks do not agree on scales"),
-        ("compile", "default", ddp and graphs, "CUDA graphs keep gradients where ddp does not look for them"),
+def check_ranks(plan: Plan, hardware: Hardware) -> None:
+    """Raise PlanError where this machine has fewer GPUs than its part of the ranks takes."""
+    if plan.ranks == 1 or hardware.device.type == "cpu":
+        return
+    here = int(os.environ.get("LOCAL_WORLD_SIZE") or plan.ranks)  # torchrun's: of several machines, those of this one
+    if here > hardware.gpu_count:
+        raise PlanError(f"ranks={plan.ranks} takes {here} GPUs here, and there are {hardware.gpu_count}: lower ranks")
+
+
+def machine_rules(effective: EffectivePlan, hardware: Hardware) -> EffectivePlan:
+    """Return `effective` with what the device and its software can do."""
+    for field, value, capability, instead in NEEDS:
+        if getattr(effective.plan, field) == value and not hardware.supports(capability):
+            effective = effective.fall_back(field, instead, hardware.why_not(capability))
+    if effective.plan.cache == "device" and hardware.device.type == "cpu":
+        effective = effective.fall_back("cache", "ram", "the CPU's memory is the RAM", lost=False)
+    if effective.plan.prefetch:
+        why = "prefetch copies without waiting, which takes page-locked memory"
+        effective = effective.fall_back("pin_memory", True, why, lost=False)
+    return effective
+
+
+def data_rules(effective: EffectivePlan, workload: "Workload") -> EffectivePlan:
+    """Return `effective` with what the items of `workload`, or its author's loader, can be."""
+    if workload.own_loader is not None:
+        for field, instead, applies, why in workload.own_loader.cases():
+            if applies:
+                effective = effective.fall_back(field, instead, why)
+    if not workload.cacheable:
+        if workload.rows is None or effective.plan.cache != "device":  # rows are entries already
+            effective = effective.fall_back("cache", "off", IN_MEMORY)
+        effective = effective.fall_back("features_on", "cpu", IN_MEMORY)
+    if workload.length is None:
+        effective = effective.fall_back("bucket", False, "all items have one length: nothing is padded")
+    else:
+        effective = length_rules(effective)
+    plan = effective.plan
+    waveforms = plan.features_on == "device" if plan.cache == "off" else plan.cache_of == "waveform"
+    if workload.augment_waveform is not None and not waveforms:
+        why = "augment_waveform is skipped: it is for waveforms on the device (features_on or cache_of)"
+        effective = effective.with_fallbacks(Fallback("features_on", plan.features_on, plan.features_on, why))
+    return effective
+
+
+def length_rules(effective: EffectivePlan) -> EffectivePlan:
+    """Return `effective` with what clips of different lengths allow."""
+    effective = effective.fall_back("features_on", "cpu", PADDING)
+    if effective.plan.cache != "off":
+        effective = effective.fall_back("cache_of", "features", PADDING)
+    if effective.plan.bucket:
+        return effective
+    effective = effective.fall_back("cudnn_benchmark", False, MANY_SHAPES)
+    if effective.plan.compile in TUNED:
+        effective = effective.fall_back("compile", "default", MANY_SHAPES)
+    return effective
+
+
+def cache_rules(effective: EffectivePlan) -> EffectivePlan:
+    """Return `effective` without what a cache has no use for."""
+    if effective.plan.cache == "off":
+        return effective
+    why = "a cached batch is one gather from memory; worker processes would copy it once more"
+    effective = effective.fall_back("workers", 0, why, lost=False)
+    if effective.plan.cache_of == "features":
+        why = "the cache holds features: none are computed"
+        effective = effective.fall_back("features_on", "cpu", why, lost=False)
+    return effective
+
+
+def rank_rules(effective: EffectivePlan, hardware: Hardware) -> EffectivePlan:
+    """Return `effective` with what weights that are shared out between ranks allow."""
+    if effective.plan.ranks == 1 or effective.plan.strategy != "fsdp":
+        return effective
+    why = "compiled code does not gather the weights that fsdp has sharded; ddp compiles"
+    effective = effective.fall_back("compile", "off", why)
+    effective = effective.fall_back("channels_last", False, "fsdp shards only weights that lie in the usual order")
+    if effective.plan.precision in ("fp16", "fp8", "fp8-emulated"):
+        instead = "bf16" if hardware.supports("bf16") else "default"
+        effective = effective.fall_back("precision", instead, "fsdp ranks do not agree on scales")
+    return effective
+
+
+def graph_rules(effective: EffectivePlan, hardware: Hardware, *, batch_size: int | None) -> EffectivePlan:
+    """Return `effective` without CUDA graphs where they would write over gradients that are still needed."""
+    plan = effective.plan
+    if plan.compile not in CUDA_GRAPHS:
+        return effective
+    if plan.ranks > 1:
+        return effective.fall_back("compile", "default", "CUDA graphs keep gradients where ddp does not look for them")
+    accumulates = plan.micro_batch == "auto"
+    if isinstance(plan.micro_batch, int) and batch_size is not None:
+        accumulates = plan.micro_batch < batch_size
+    if accumulates and hardware.device.type == "cuda":
         # https://github.com/pytorch/pytorch/issues/169545
-        ("compile", "default", accumulates and graphs and cuda, "a CUDA graph's replay writes over summed gradients"),
-    ]
-    return [(field, instead, why) for field, instead, when, why in rules if when and getattr(plan, field) != instead]
+        return effective.fall_back("compile", "default", "a CUDA graph's replay writes over summed gradients")
+    return effective
+
+
+def format_rules(effective: EffectivePlan) -> EffectivePlan:
+    """Return `effective` with what goes along with its number format."""
+    if effective.plan.precision == "fp16":
+        why = "only it skips bad steps of float16 without a host sync"
+        effective = effective.fall_back("fused_optimizer", True, why, lost=False)
+    if effective.plan.attention == "varlen" and effective.plan.precision not in SHORT:
+        effective = effective.fall_back("attention", "auto", "varlen takes 16 bits")
+    return effective
