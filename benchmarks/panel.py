@@ -26,11 +26,11 @@ def measure(quick: bool) -> Iterator[common.Result]:
     """Measure the time of a loop with the live panel over that with lines, in a kernel whose messages are read."""
     pairs, count = (4, 20) if quick else (40, 500)
     notebook = new_notebook(cells=[new_code_cell(f"import panel\npanel.in_kernel({pairs}, {count})")])
-    folder = {"metadata": {"path": str(Path(__file__).parent)}}
+    folder = {"metadata": {"path": Path(__file__).parent}}
     NotebookClient(notebook, timeout=600, resources=folder).execute()
-    streams = [output for output in notebook.cells[0].outputs if output.output_type == "stream"]
-    printed = "".join(output.text for output in streams if output.name == "stdout").strip().splitlines()[-2:]
-    panel_s, lines_s = ([float(number) for number in line.split()] for line in printed)
+    printed = "".join(output.text for output in notebook.cells[0].outputs if output.get("name") == "stdout")
+    lines = printed.splitlines()[-2:]
+    panel_s, lines_s = ([float(number) for number in line.split()] for line in lines)
     yield common.ratio_of("live panel, a log point every 10 steps", panel_s, lines_s, limit=1.01)
 
 
