@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from speedkit.lab.workloads.speech import SpeechNet
+from speedkit.lab.workloads.speech import SIZES, SpeechNet
 from speedkit.machine import this_machine
 from speedkit.plan import Plan
 from speedkit.train import memory
@@ -82,7 +82,7 @@ def make_net(**options):
 FRAMES = torch.tensor([32, 24, 16, 32])
 NETS = {  # and their inputs
     "dropout": lambda: (make_net(), torch.randn(8, 12, 8)),
-    "speech": lambda: (SpeechNet("tiny"), torch.randn(4, 80, 32), FRAMES, torch.rand(4, 8) < 0.5),
+    "speech": lambda: (SpeechNet(SIZES["tiny"]), torch.randn(4, 80, 32), FRAMES, torch.rand(4, 8) < 0.5),
 }
 
 
