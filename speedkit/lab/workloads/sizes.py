@@ -1,7 +1,7 @@
 """How large the built-in nets are."""
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from speedkit.config import nearest
 from speedkit.errors import UsageError
@@ -17,7 +17,7 @@ class NetSize(NamedTuple):
     inputs: int = 0  # pixels of a side, or bytes of a window
 
 
-def net_size(sizes: Mapping[str, NetSize], size: str, **numbers: int) -> NetSize:
+def net_size(sizes: Mapping[str, NetSize], size: str, **numbers: Any) -> NetSize:
     """Return the one of `sizes` that is called `size`, with other `numbers` (`width`, `depth`) where they are given.
 
     Raises UsageError for a size that there is not, and for numbers that the net cannot have.
