@@ -41,10 +41,12 @@ Row = Mapping[str, Any]
 
 
 def device_name(record: Row) -> str:
-    """Return what the machine of a record is called; rows come without a record from this machine."""
-    hardware = record.get("hardware") or {"gpu": "this machine"}
+    """Return what the machine of a record is called."""
+    hardware = record["hardware"]
+    if hardware.get("gpu"):
+        return hardware["gpu"]
     cpu = (hardware.get("cpu") or "CPU").replace("(R)", "").replace("(TM)", "")
-    return hardware.get("gpu") or f"{cpu}, {hardware['cores']} cores"
+    return f"{cpu}, {hardware['cores']} cores"
 
 
 def show(figure: Figure) -> None:
@@ -52,7 +54,8 @@ def show(figure: Figure) -> None:
     from IPython import display
     from PIL import Image
 
-    drawn, small = io.BytesIO(), io.BytesIO()
+    drawn = io.BytesIO()
+    small = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=90)
     few = Image.open(drawn).convert("RGB").quantize(128, method=Image.Quantize.FASTOCTREE)
     few.save(small, format="png", optimize=True)
@@ -69,8 +72,9 @@ def ratios(measurements: Row | Sequence[Row], *, title: str) -> Figure:
     figure, axes = new_figure(0.44 * len(rows) + 1.35, [row["name"] for row in rows])
     for y, row in enumerate(rows):
         is_shown = row["low"] > 1 or row["high"] < 1
+        fill = BLUE if is_shown else "white"
         axes.plot([row["low"], row["high"]], [y, y], color=BLUE, linewidth=2, solid_capstyle="butt")
-        axes.plot(row["ratio"], y, "o", color=BLUE, markerfacecolor=BLUE if is_shown else "white", markersize=6.5)
+        axes.plot(row["ratio"], y, "o", color=BLUE, markerfacecolor=fill, markersize=6.5)
         write_beside(axes, y, ratio_text(row))
     axes.axvline(1.0, color=INK, linewidth=0.8, zorder=1)
     axes.update_datalim([(0.95, 0), (1.05, 0)])  # or a difference of nothing would fill the figure
@@ -152,10 +156,12 @@ def breakdowns(breakdowns: Mapping[str, Row], record: Row | None = None) -> Figu
                 bar.set(edgecolor=INK, hatch="////")
         else:
             texts = [f"{width:.0f} %" if width > 4 else "" for width in widths]
-            is_dark = np.dot(to_rgb(COLOURS[cause]), [0.3, 0.59, 0.11]) < 0.5
-            axes.bar_label(bars, texts, label_type="center", color="white" if is_dark else INK, fontsize=8)
+            luminance = np.dot(to_rgb(COLOURS[cause]), [0.3, 0.59, 0.11])
+            ink = INK if luminance >= 0.5 else "white"
+            axes.bar_label(bars, texts, label_type="center", color=ink, fontsize=8)
     for y, (breakdown, share) in enumerate(zip(breakdowns.values(), shares, strict=True)):
-        write_beside(axes, y, f"{duration(breakdown['step_s'])} per step\nunexplained {share['unexplained']:.1f} %")
+        step = f"{duration(breakdown['step_s'])} per step"
+        write_beside(axes, y, f"{step}\nunexplained {share['unexplained']:.1f} %")
     axes.margins(x=0)
     axes.set_xlabel("share of the wall time of a step, %")
     add_caption(figure, "Where a step's time goes", about=origin(record), columns=5)
@@ -197,7 +203,10 @@ def write_beside(axes: Axes, y: int, text: str) -> None:
 def round_ticks(axis: Axis) -> None:
     """Give a logarithmic axis a few round ticks, whether it spans a hundredth or six decades."""
     low, high = axis.get_view_interval()
-    axis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)) if high > 4 * low else MaxNLocator(6))
+    if high > 4 * low:
+        axis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+    else:
+        axis.set_major_locator(MaxNLocator(6))
     axis.set_major_formatter("{x:g}")
     axis.set_minor_locator(NullLocator())
 
@@ -211,7 +220,10 @@ def draw_change(axes: Axes, y: int, row: Row, *, before_ms: float, colour: str) 
     after_ms = before_ms / row["ratio"]
     axes.barh(y, after_ms - before_ms, 0.5, left=before_ms, color=colour)
     if row["low"]:
-        axes.plot([before_ms / row["high"], before_ms / row["low"]], [y, y], "|-", color=INK, markersize=7)
+        fastest = before_ms / row["high"]
+        slowest = before_ms / row["low"]
+        axes.plot([fastest, slowest], [y, y], "|-", color=INK, markersize=7)
     if row.get("predicted_low"):
-        fastest, slowest = before_ms / row["predicted_high"], before_ms / row["predicted_low"]
+        fastest = before_ms / row["predicted_high"]
+        slowest = before_ms / row["predicted_low"]
         axes.barh(y + 0.36, slowest - fastest, 0.1, left=fastest, color=PREDICTED.get_facecolor())

@@ -40,7 +40,8 @@ def in_words(plan: Plan, recipe: Recipe) -> dict[str, str]:
     rows = rows_for(plan, changed)
     words = {}
     for framework in FRAMEWORKS:
-        lines, advice = [], []
+        lines = []
+        advice = []
         for row in rows:
             filled_in = values | {"value": values[row["field"]]}
             if row[framework]:

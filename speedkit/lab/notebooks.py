@@ -29,12 +29,21 @@ from speedkit.renamed import spelling_of_today
 
 CONNECT_S = 10  # that a cluster has to answer
 FINITE = ConfigDict(allow_inf_nan=False)
-NONE = BeforeValidator(lambda value: None if value == "none" else value)
-WORDS = BeforeValidator(lambda value: value.split(",") if isinstance(value, str) else value)
+
+
+def none_in_words(value: Any) -> Any:
+    return None if value == "none" else value
+
+
+def list_in_words(value: Any) -> Any:
+    return value.split(",") if isinstance(value, str) else value
+
+
 TYPES: dict[str, Any] = {}  # that a parameter may have, as they are written
 for kind in (int, float, str, bool):
-    TYPES |= {kind.__name__: kind, f"{kind.__name__} | None": Annotated[kind | None, NONE]}
-    TYPES |= {f"list[{kind.__name__}]": Annotated[list[kind], WORDS]}  # type: ignore[valid-type]
+    TYPES[kind.__name__] = kind
+    TYPES[f"{kind.__name__} | None"] = Annotated[kind | None, BeforeValidator(none_in_words)]
+    TYPES[f"list[{kind.__name__}]"] = Annotated[list[kind], BeforeValidator(list_in_words)]  # type: ignore[valid-type]
 
 # What papermill would log is in the errors raised here.
 logging.getLogger("papermill").addHandler(logging.NullHandler())

@@ -65,7 +65,7 @@ def text(
         target=operator.index,  # the number of a window, which decides what is hidden of it in a test
         model=functools.partial(TextNet, size),
         loss=loss,
-        score=lambda outputs, batch: outputs,
+        score=bits,
         augment=augment,
         metric="bits_per_byte",
         higher_is_better=False,
@@ -116,12 +116,17 @@ def loss(model: nn.Module, batch: Batch, recipe: Recipe) -> tuple[Tensor, Tensor
         mask = evaluation_masks(shown.shape[1], shown.device)[windows % RATIOS]
         windows = shown
         shown = windows.long().masked_fill(mask, MASK)
-    hidden = shown == MASK
+    is_hidden = shown == MASK
     # Logits of 256 bytes take less memory than one activation of a block: there is nothing to gain from chunks of them.
     logits = model(shown).flatten(0, 1)
-    byte_loss = F.cross_entropy(logits, windows.long().flatten(), reduction="none").view_as(hidden)
-    nats = (byte_loss * hidden).sum(dim=1) / hidden.sum(dim=1)
+    byte_loss = F.cross_entropy(logits, windows.long().flatten(), reduction="none").view_as(is_hidden)
+    nats = (byte_loss * is_hidden).sum(dim=1) / is_hidden.sum(dim=1)
     return nats.mean(), nats.detach() / math.log(2)
+
+
+def bits(outputs: Tensor, batch: Batch) -> Tensor:
+    """Return the outputs of `loss`, which are bits already."""
+    return outputs
 
 
 class RMSNorm(nn.RMSNorm):
@@ -157,7 +162,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor, turns: Tensor) -> Tensor:  # [B, T, C] -> [B, T, C]
         qkv = self.qkv(self.norm_1(x)).unflatten(2, (3, self.heads, -1))  # [B, T, 3, H, D]
         query, key = rotate(qkv[:, :, :2], turns).transpose(1, 3).unbind(2)  # [B, H, T, D] each
-        attended = F.scaled_dot_product_attention(query, key, qkv[:, :, 2].transpose(1, 2))
+        value = qkv[:, :, 2].transpose(1, 2)
+        attended = F.scaled_dot_product_attention(query, key, value)
         x = x + self.mix(attended.transpose(1, 2).flatten(2))
         gate, up = self.gate_up(self.norm_2(x)).chunk(2, dim=2)
         return x + self.down(F.silu(gate) * up)

@@ -11,7 +11,8 @@ def hold_out(workload: Workload, share: float) -> Workload:
     """Return `workload` with a share of its training items for validation, of each label alike, the same every time."""
     train = workload.train
     count = max(1, round(share * len(train)))
-    shuffled = torch.randperm(len(train), generator=torch.Generator().manual_seed(0)).tolist()
+    generator = torch.Generator().manual_seed(0)
+    shuffled = torch.randperm(len(train), generator=generator).tolist()
     order = sorted(shuffled, key=lambda index: getattr(train[index], "label", 0))
     taken = {order[number * len(train) // count] for number in range(count)}
     rest = [item for index, item in enumerate(train) if index not in taken]
