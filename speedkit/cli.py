@@ -35,6 +35,7 @@ from speedkit.options import (
     field_options,
     find_plan,
     find_workload,
+    names_in,
     seconds,
     typed,
 )
@@ -78,8 +79,11 @@ def _explained(error: Exception) -> tuple[int, str]:
     if isinstance(error, click.ClickException):
         word = getattr(error, "option_name", "") or getattr(error, "command_name", "")
         hint = spelling_of_today(word, typed=True)
-        return error.exit_code, f"{error.message.rstrip('.')}{hint}" if hint else error.format_message()
-    if sentence := missing_extra(error):
+        if hint:
+            return error.exit_code, error.message.rstrip(".") + hint
+        return error.exit_code, error.format_message()
+    sentence = missing_extra(error)
+    if sentence:
         return UsageError.exit_code, sentence
     return 1, f"{type(error).__name__}: {error} (--debug shows where)"
 
@@ -96,10 +100,14 @@ def hardware(as_json: bool, device: str) -> None:
     from speedkit.measure.peaks import peaks
 
     machine = this_machine(device)
-    show = dataclasses.asdict if as_json else str
-    rates = {name: show(peak) for name, peak in peaks(machine).items()}
-    facts = machine.as_dict() | {"advice": machine.advice, "peaks": rates}
-    click.echo(json.dumps(facts, indent=1) if as_json else yaml.safe_dump(facts, sort_keys=False, width=1000))
+    measured = peaks(machine)
+    facts = machine.as_dict() | {"advice": machine.advice}
+    if as_json:
+        facts["peaks"] = {name: dataclasses.asdict(peak) for name, peak in measured.items()}
+        click.echo(json.dumps(facts, indent=1))
+    else:
+        facts["peaks"] = {name: str(peak) for name, peak in measured.items()}
+        click.echo(yaml.safe_dump(facts, sort_keys=False, width=1000))
 
 
 @commands.command(params=[WORKLOAD, PLAN, *RUN, *field_options(Plan)])
@@ -115,7 +123,8 @@ def train(workload: str, plan: str, **values: Any) -> int:
     asked = find_plan(plan, values)
     resolve(asked, this_machine(values["device"]), values["strict"])  # before data is touched
     work, recipe = find_workload(workload, values)
-    work = hold_out(work, values["validation"]) if values["validation"] else work
+    if values["validation"]:
+        work = hold_out(work, values["validation"])
     if asked.ranks > 1 and "WORLD_SIZE" not in os.environ:
         return ranks.launch(["speedkit", *sys.argv[1:], "--out", str(values["out"])], asked.ranks)
     options = typed(values, "device", "cache_dir", "out", "resume", "deterministic", "strict", "until", "verbose")
@@ -127,7 +136,7 @@ def train(workload: str, plan: str, **values: Any) -> int:
 
 @commands.command(params=[WORKLOAD, *RUN])
 @click.option("--budget", "budget_s", type=seconds, default="8m", metavar="TIME", help="time for all of it")
-@click.option("--optimizations", type=lambda names: names.split(","), metavar="NAME,NAME", help="only these")
+@click.option("--optimizations", type=names_in, metavar="NAME,NAME", help="only these")
 @click.option("--seeds", type=click.IntRange(2), help="trainings of each plan, to test quality (3, more if in doubt)")
 @click.option("--horizon", type=click.IntRange(1), help="steps by which compiling has to pay (the recipe's)")
 @click.option("--notebook/--no-notebook", default=True, help="also write tune.ipynb")
@@ -138,21 +147,31 @@ def tune(workload: str, notebook: bool, **values: Any) -> None:
     from speedkit.lab.report import in_short, write_report
     from speedkit.lab.tuning import tune as tune_workload
 
-    [source], _ = find_notebooks(["90"]), read_table()  # what the report needs is there before the time is spent
+    # What the report needs is there before the time is spent.
+    [source] = find_notebooks(["90"])
+    read_table()
     work, recipe = find_workload(workload, values)
     folder = values["out"]
     options = typed(values, "device", "cache_dir", "out", "resume", "budget_s", "optimizations", "seeds", "horizon")
     record = tune_workload(work, recipe=recipe, **options)
     write_report(record, folder / "report.html")
+    written = "report.html, plan.yaml and record.json"
     if notebook:
+        written = "report.html, plan.yaml, record.json and tune.ipynb"
         out = str(folder.resolve())
         parameters = {"workload": workload, "out": out, **typed(values, *DATA_FIELDS)}
-        options = {"environment": {"SPEEDKIT_RUN_DIR": out}, "folder": Path.cwd(), "progress": False}
-        run_notebook(source, folder / "tune.ipynb", parameters, **options)
+        run_notebook(
+            source,
+            folder / "tune.ipynb",
+            parameters,
+            environment={"SPEEDKIT_RUN_DIR": out},
+            folder=Path.cwd(),
+            progress=False,
+        )
     if work.quarantined:
         write_quarantine(folder / "quarantine.csv", work.quarantined)
         click.echo(f"files left out: {len(work.quarantined)} (quarantine.csv says why)")
-    click.echo(f"report.html, plan.yaml and record.json are in {folder}{' with tune.ipynb' if notebook else ''}")
+    click.echo(f"{written} are in {folder}")
     click.echo("\n".join(in_short(record)))
     if record["quality"]["decision"] == "worse" and not record["quality"].get("replaced"):
         raise SpeedkitError("the final plan learns worse than plain PyTorch, and nothing can be taken out of it")
@@ -217,11 +236,15 @@ def compare(plan_a: str, plan_b: str, workload: str, **values: Any) -> int:
     """Train WORKLOAD under two plans in turns. Exit code 1 when PLAN_B is shown to be faster: a gate for CI."""
     from speedkit.measure.compare import compare as compare_plans
 
-    a, b = find_plan(plan_a, values), find_plan(plan_b, values)
+    a = find_plan(plan_a, values)
+    b = find_plan(plan_b, values)
     work, recipe = find_workload(workload, values)
     options = typed(values, "device", "cache_dir", "pairs")
     comparison = compare_plans(work, a, b, recipe=recipe, names=(plan_a, plan_b), **options)
-    click.echo(json.dumps(comparison.as_measurement()) if values["as_json"] else str(comparison))
+    if values["as_json"]:
+        click.echo(json.dumps(comparison.as_measurement()))
+    else:
+        click.echo(str(comparison))
     for name, effective in ((plan_a, comparison.effective_a), (plan_b, comparison.effective_b)):
         for fallback in effective.fallbacks:
             click.echo(f"  {name}: {fallback}", err=True)
@@ -241,12 +264,14 @@ def cache(action: str, folder: str, workload: str, **values: Any) -> int:
         work, _ = find_workload(workload, values)
         plan = find_plan(values["plan"], values | {"cache": "disk"})
         built = open_cache(work, [*work.train, *work.validation, *work.test], plan, cache_dir=folder, progress=True)
-        lines = [f"{built.folder}: {built.why}", *(f"left out: {path}: {why}" for path, why in built.bad.items())]
+        lines = [f"{built.folder}: {built.why}"]
+        lines += [f"left out: {path}: {why}" for path, why in built.bad.items()]
     elif action == "info":
         lines = [describe(path) for path in caches_in(folder)]
     else:
-        repair = action == "repair"
-        damaged = [f"{path}: entry {row}" for path in caches_in(folder) for row in damaged_rows(path, repair=repair)]
+        damaged = []
+        for path in caches_in(folder):
+            damaged += [f"{path}: entry {row}" for row in damaged_rows(path, repair=action == "repair")]
         lines = [f"{len(damaged)} entries are not as they were written", *damaged]
     click.echo("\n".join(lines))
     return 1 if action == "verify" and damaged else 0
@@ -263,12 +288,18 @@ def run(names: tuple[str, ...], out: str, cluster: str | None, **values: Any) ->
     """Run notebooks by number or name with parameters; a parameter that one does not declare is an error."""
     from speedkit.lab import notebooks
 
-    grid = {name: words.split(",") for name, _, words in (axis.partition("=") for axis in values["grid"])}
+    grid = {}
+    for axis in values["grid"]:
+        name, _, words = axis.partition("=")
+        grid[name] = words.split(",")
     if (cluster and not grid) or [""] in grid.values():
         raise UsageError("--sweep takes NAME=A,B,C, and --cluster runs its combinations")
     options: Values = {"parameters": dict(values["parameters"]), "timeout_s": values["timeout_s"], "folder": Path.cwd()}
     failures = 0
-    with notebooks.cluster_executor(cluster) if cluster else contextlib.nullcontext() as executor:
+    with contextlib.ExitStack() as stack:
+        executor = None
+        if cluster:
+            executor = stack.enter_context(notebooks.cluster_executor(cluster))
         for source in notebooks.find_notebooks(names):
             if grid:
                 errors = notebooks.sweep(source, grid, out, executor=executor, **options)

@@ -27,15 +27,29 @@ def seconds(word: str) -> float:
     return float(parts[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[parts[2]]
 
 
+def names_in(word: str) -> list[str]:
+    """Return the names in `a,b,c`."""
+    return word.split(",")
+
+
+def folder_of_today() -> Path:
+    return Path("runs", time.strftime("%Y%m%d-%H%M%S"))
+
+
 def field_options(cls: type) -> list[click.Parameter]:
     """Return an option for each field of the settings class `cls`."""
     options: list[click.Parameter] = []
     for name, setting in settings_of(cls).items():
         flag = name.replace("_", "-")
-        names = f"--{flag}/--no-{flag}" if setting.takes == ("true | false",) else f"--{flag}"
-        text = f"{setting.help.rstrip('.')} ({'by workload' if cls is Recipe else str(setting.default).lower()})"
+        spelling = f"--{flag}"
+        if setting.takes == ("true | false",):
+            spelling = f"--{flag}/--no-{flag}"
+        default = str(setting.default).lower()
+        if cls is Recipe:
+            default = "by workload"
+        text = f"{setting.help.rstrip('.')} ({default})"
         words = " | ".join(setting.takes).upper()
-        options.append(click.Option([names, name], help=text, metavar=words, default=None))  # None: not typed
+        options.append(click.Option([spelling, name], help=text, metavar=words, default=None))  # None: not typed
     return options
 
 
@@ -51,7 +65,7 @@ JSON = click.Option(["--json", "as_json"], is_flag=True, help="print JSON")
 OUT = click.Option(
     ["--out"],
     type=click.Path(path_type=Path),
-    default=lambda: Path("runs", time.strftime("%Y%m%d-%H%M%S")),
+    default=folder_of_today,
     show_default="runs/<date>-<time>",
     help="folder for what the run leaves",
 )
@@ -93,7 +107,10 @@ def find_workload(name: str, values: Values) -> tuple[Workload, Recipe]:
 
 def find_plan(word: str, values: Values) -> Plan:
     """Return the plan that a word or a YAML file names, with the fields that were typed."""
-    if word not in PRESETS and not Path(word).exists():
+    if word in PRESETS:
+        plan = PRESETS[word](this_machine(values["device"]))
+    elif Path(word).exists():
+        plan = from_yaml(Plan, word)
+    else:
         raise UsageError(f"there is no plan {word!r}: take {', '.join(PRESETS)}, or a YAML file")
-    plan = PRESETS[word](this_machine(values["device"])) if word in PRESETS else from_yaml(Plan, word)
     return from_mapping(Plan, dataclasses.asdict(plan) | typed(values, *settings_of(Plan)))

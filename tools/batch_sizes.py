@@ -16,7 +16,8 @@ from speedkit.train.memory import peak_bytes
 from speedkit.train.micro_batch import ROOM, trial_plan, with_longest_first
 from speedkit.train.setup import setup_run
 
-COUNTED, GPUS_GB = "records/batch_sizes.json", (4, 8, 16, 24, 80)
+COUNTED = "records/batch_sizes.json"
+GPUS_GB = (4, 8, 16, 24, 80)
 ABOUT = """The largest batch, a power of two, that trains in nine tenths of a GPU's memory, by the allocations of
 steps in float32 on the longest clips of the generated data, with AdamW's state. What CUDA takes for itself is not in
 it. They are counted on a CPU, by `python tools/batch_sizes.py`. In 16 bits (`precision`) or recomputed
@@ -55,10 +56,12 @@ def section(folder: Path) -> str:
     head = ["workload", "size", "a sample", "MB per sample", *(f"{gb} GB" for gb in GPUS_GB)]
     lines = [head, ["---"] * len(head)]
     for row in files.read_json(folder / COUNTED):
-        rooms = ((ROOM * gb * 1e9 - row["fixed_bytes"]) / row["sample_bytes"] for gb in GPUS_GB)
-        fits = [str(2 ** int(math.log2(room))) if room >= 1 else "none" for room in rooms]
         sample = " x ".join(map(str, row["sample"]))
-        lines.append([row["workload"], row["size"], sample, f"{row['sample_bytes'] / 1e6:.3g}", *fits])
+        cells = [row["workload"], row["size"], sample, f"{row['sample_bytes'] / 1e6:.3g}"]
+        for gb in GPUS_GB:
+            samples = (ROOM * gb * 1e9 - row["fixed_bytes"]) / row["sample_bytes"]
+            cells.append(str(2 ** int(math.log2(samples))) if samples >= 1 else "none")
+        lines.append(cells)
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return f"\n## Batch sizes by GPU memory\n\n{' '.join(ABOUT.split())}\n\n{table}\n"
 

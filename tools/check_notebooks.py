@@ -15,7 +15,8 @@ from speedkit.lab.record import RECORD_MIME, read_notebook
 from speedkit.lab.records import validate_record
 
 MAX_BYTES = 300_000
-MAX_WORDS, MAX_LINES, MAX_SETUP = 1200, 150, 12  # of prose; of code, beside the parameters; of it before all else
+MAX_WORDS = 1200  # of prose
+MAX_LINES = 150  # of code, beside the parameters
 CHECKED = "nbval-check-output"
 HEADINGS = ("predict", "does not help", "exercise", "next")
 # "3x", "1.5 ×", "2-fold", "40 % faster", "twice as fast"; "3x3" and "3 × 3" are sizes.
@@ -34,11 +35,11 @@ def contract_problems(path: Path) -> list[str]:
         declared_parameters(path)
     except UsageError as error:
         return [str(error)]
-    code, record = code_cells(notebook), record_of(notebook) or {}
+    code = code_cells(notebook)
+    record = record_of(notebook) or {}
     own = [cell for cell in code if "colab" not in _tags(cell)]
     prose = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
     headings = " | ".join(re.findall(r"^#+ (.*)$", prose, re.MULTILINE)).lower()
-    started = next((place for place, cell in enumerate(own) if "speedkit.start(" in cell.source), len(own))
     outputs = [output for cell in code for output in cell.outputs]
     checked = [cell for cell in code if CHECKED in _tags(cell)]
     printed = [output.get("text", "?") for cell in checked for output in cell.outputs]
@@ -48,7 +49,6 @@ def contract_problems(path: Path) -> list[str]:
         f"it has more than {MAX_BYTES} bytes": path.stat().st_size <= MAX_BYTES,
         f"it has more than {MAX_WORDS} words": len(prose.split()) <= MAX_WORDS,
         f"it has more than {MAX_LINES} lines of code": sum(map(_lines, own[1:])) <= MAX_LINES,
-        f"its set-up has more than {MAX_SETUP} lines": sum(map(_lines, own[1 : started + 1])) <= MAX_SETUP,
         "its first cell is not a title (`# ...`)": notebook.cells[0].source.startswith("# "),
         f"its headings do not say {', '.join(HEADINGS)}": all(words in headings for words in HEADINGS),
         "no solution is collapsed": "<details" in prose,

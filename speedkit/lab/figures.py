@@ -4,7 +4,7 @@ The colours are those that the colour-blind tell apart (Okabe and Ito 2008), opa
 """
 
 import io
-import itertools
+import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,8 +25,11 @@ from speedkit.measure.trace import CAUSES
 from speedkit.measure.warm_up import duration
 
 STYLE = Path(__file__).with_name("speedkit.mplstyle")
-BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"
-INK, GREY = "#22272E", "#7A808A"
+BLUE = "#0072B2"
+ORANGE = "#D55E00"
+GREEN = "#009E73"
+INK = "#22272E"
+GREY = "#7A808A"
 INTERVAL = Line2D([], [], color=INK, label="99 % interval")
 PREDICTED = Patch(color="#F3C6A5", label="predicted before")
 # What to do about them goes from left to right: feeding, launching, computing, what happens now and then, the rest.
@@ -38,10 +41,12 @@ Row = Mapping[str, Any]
 
 
 def device_name(record: Row) -> str:
-    """Return what the machine of a record is called; rows come without a record from this machine."""
-    hardware = record.get("hardware") or {"gpu": "this machine"}
+    """Return what the machine of a record is called."""
+    hardware = record["hardware"]
+    if hardware.get("gpu"):
+        return hardware["gpu"]
     cpu = (hardware.get("cpu") or "CPU").replace("(R)", "").replace("(TM)", "")
-    return hardware.get("gpu") or f"{cpu}, {hardware['cores']} cores"
+    return f"{cpu}, {hardware['cores']} cores"
 
 
 def show(figure: Figure) -> None:
@@ -49,7 +54,8 @@ def show(figure: Figure) -> None:
     from IPython import display
     from PIL import Image
 
-    drawn, small = io.BytesIO(), io.BytesIO()
+    drawn = io.BytesIO()
+    small = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=90)
     few = Image.open(drawn).convert("RGB").quantize(128, method=Image.Quantize.FASTOCTREE)
     few.save(small, format="png", optimize=True)
@@ -57,40 +63,25 @@ def show(figure: Figure) -> None:
 
 
 @style.context(STYLE)
-def ratios(
-    measurements: Row | Sequence[Row],
-    recorded: Sequence[Row] | None = None,
-    *,
-    names: Sequence[str] = (),
-    title: str = "Measured ratios",
-) -> Figure:
+def ratios(measurements: Row | Sequence[Row], *, title: str) -> Figure:
     """Return a forest plot: each measured ratio with its 99 % interval, hollow where that holds 1.
 
-    `measurements` is a record, or rows of one; `recorded` are records of other machines (`run.recorded()`), whose rows
-    of the same names stand below. `names` picks measurements, in that order.
+    `measurements` is a record, or rows of one.
     """
-    here = measurements if isinstance(measurements, Mapping) else {"measurements": measurements}
-    machines = list(zip((here, *(recorded or ())), itertools.cycle((BLUE, ORANGE, GREEN, GREY)), strict=False))
-    rows = [
-        (row, colour)
-        for name in dict.fromkeys(names or [row["name"] for row in here["measurements"]])
-        for record, colour in machines
-        for row in record["measurements"]
-        if row["name"] == name
-    ]
-    figure, axes = new_figure(0.44 * len(rows) + 1.35, [row["name"] for row, _ in rows])
-    for y, (row, colour) in enumerate(rows):
-        fill = colour if row["low"] > 1 or row["high"] < 1 else "white"
-        axes.plot([row["low"], row["high"]], [y, y], color=colour, linewidth=2, solid_capstyle="butt")
-        axes.plot(row["ratio"], y, "o", color=colour, markerfacecolor=fill, markersize=6.5)
+    rows = measurements["measurements"] if isinstance(measurements, Mapping) else measurements
+    figure, axes = new_figure(0.44 * len(rows) + 1.35, [row["name"] for row in rows])
+    for y, row in enumerate(rows):
+        is_shown = row["low"] > 1 or row["high"] < 1
+        fill = BLUE if is_shown else "white"
+        axes.plot([row["low"], row["high"]], [y, y], color=BLUE, linewidth=2, solid_capstyle="butt")
+        axes.plot(row["ratio"], y, "o", color=BLUE, markerfacecolor=fill, markersize=6.5)
         write_beside(axes, y, ratio_text(row))
     axes.axvline(1.0, color=INK, linewidth=0.8, zorder=1)
     axes.update_datalim([(0.95, 0), (1.05, 0)])  # or a difference of nothing would fill the figure
     axes.autoscale_view(scaley=False)
     axes.set(xscale="log", xlabel="time ratio, log scale: above 1 is faster")
     round_ticks(axes.xaxis)
-    marks = [Patch(color=colour, label=device_name(record)) for record, colour in machines]
-    add_caption(figure, title, [*marks, INTERVAL], about="hollow: the interval holds 1")
+    add_caption(figure, title, [INTERVAL], about="hollow: the interval holds 1")
     return figure
 
 
@@ -110,7 +101,8 @@ def waterfall(record: Row) -> Figure:
     What was not tried is left out; what was rejected has its reason. The whisker is the 99 % interval, the pale bar
     what was predicted before. The last bar is the headline.
     """
-    step_s, tried = record["step_s"], [row for row in record["optimizations"] if row["ratio"] is not None]
+    step_s = record["step_s"]
+    tried = [row for row in record["optimizations"] if row["ratio"] is not None]
     side, speedup = headline(record)
     labels = ["plain PyTorch, Plan()"]
     for row in tried:
@@ -119,16 +111,20 @@ def waterfall(record: Row) -> Figure:
     labels.append(f"final plan\nagainst {BASELINES[side]}")
 
     figure, axes = new_figure(0.5 * len(labels) + 1.5, labels)
-    axes.plot(1e3 * step_s["baseline"], 0, "d", color=INK, markersize=7)
-    write_beside(axes, 0, f"{1e3 * step_s['baseline']:.3g} ms per step")
+    baseline_ms = 1e3 * step_s["baseline"]
+    axes.plot(baseline_ms, 0, "d", color=INK, markersize=7)
+    write_beside(axes, 0, f"{baseline_ms:.3g} ms per step")
     for y, row in enumerate(tried, 1):
-        colour = BLUE if row["kept"] else GREY
+        colour, lines = BLUE, [ratio_text(row)]
+        if not row["kept"]:
+            colour = GREY
+            lines += textwrap.wrap(row["why"], 40, max_lines=2, placeholder=" …")
         draw_change(axes, y, row, before_ms=1e3 * row["step_s_before"], colour=colour)
-        why = [] if row["kept"] else textwrap.wrap(row["why"], 40, max_lines=2, placeholder=" …")
-        write_beside(axes, y, "\n".join([ratio_text(row), *why]))
-    before_ms = 1e3 * step_s.get(side, step_s["final"])  # the careful plan may be the final one
-    draw_change(axes, len(labels) - 1, speedup, before_ms=before_ms, colour=GREEN)
-    write_beside(axes, len(labels) - 1, ratio_text(speedup))
+        write_beside(axes, y, "\n".join(lines))
+    last = len(labels) - 1
+    before_s = step_s.get(side, step_s["final"])  # the careful plan may be the final one
+    draw_change(axes, last, speedup, before_ms=1e3 * before_s, colour=GREEN)
+    write_beside(axes, last, ratio_text(speedup))
     axes.set(xscale="log", xlabel="time per step, ms, log scale: left is faster")
     round_ticks(axes.xaxis)
     colours = {"kept": BLUE, "rejected": GREY, "fresh turns": GREEN}
@@ -145,20 +141,27 @@ def breakdowns(breakdowns: Mapping[str, Row], record: Row | None = None) -> Figu
     What is unexplained is hatched; below 0, causes overlap by so much.
     """
     shares = [{row["cause"]: 100 * row["share"] for row in breakdown["rows"]} for breakdown in breakdowns.values()]
-    causes = [cause for cause in COLOURS if any(cause in breakdown for breakdown in shares)]
-    figure, axes = new_figure(0.66 * len(breakdowns) + 1.3 + 0.18 * -(-len(causes) // 5), list(breakdowns))
+    causes = [cause for cause in COLOURS if any(cause in share for share in shares)]
+    rows_of_legend = math.ceil(len(causes) / 5)
+    figure, axes = new_figure(0.66 * len(breakdowns) + 1.3 + 0.18 * rows_of_legend, list(breakdowns))
     left = np.zeros(len(breakdowns))
     for cause in causes:
-        hidden = cause == "unexplained"
-        look: dict[str, Any] = {"edgecolor": INK, "hatch": "////"} if hidden else {"edgecolor": "white"}
-        widths = np.array([breakdown.get(cause, 0.0) for breakdown in shares])
-        bars = axes.barh(range(len(breakdowns)), widths, 0.72, left=left, label=cause, color=COLOURS[cause], **look)
-        texts = [f"{width:.0f} %" if width > 4 and not hidden else "" for width in widths]
-        dark = np.dot(to_rgb(COLOURS[cause]), [0.3, 0.59, 0.11]) < 0.5
-        axes.bar_label(bars, texts, label_type="center", color="white" if dark else INK, fontsize=8)
+        widths = np.array([share.get(cause, 0.0) for share in shares])
+        bars = axes.barh(
+            range(len(shares)), widths, 0.72, left=left, label=cause, color=COLOURS[cause], edgecolor="white"
+        )
         left += widths
+        if cause == "unexplained":
+            for bar in bars:
+                bar.set(edgecolor=INK, hatch="////")
+        else:
+            texts = [f"{width:.0f} %" if width > 4 else "" for width in widths]
+            luminance = np.dot(to_rgb(COLOURS[cause]), [0.3, 0.59, 0.11])
+            ink = INK if luminance >= 0.5 else "white"
+            axes.bar_label(bars, texts, label_type="center", color=ink, fontsize=8)
     for y, (breakdown, share) in enumerate(zip(breakdowns.values(), shares, strict=True)):
-        write_beside(axes, y, f"{duration(breakdown['step_s'])} per step\nunexplained {share['unexplained']:.1f} %")
+        step = f"{duration(breakdown['step_s'])} per step"
+        write_beside(axes, y, f"{step}\nunexplained {share['unexplained']:.1f} %")
     axes.margins(x=0)
     axes.set_xlabel("share of the wall time of a step, %")
     add_caption(figure, "Where a step's time goes", about=origin(record), columns=5)
@@ -200,7 +203,10 @@ def write_beside(axes: Axes, y: int, text: str) -> None:
 def round_ticks(axis: Axis) -> None:
     """Give a logarithmic axis a few round ticks, whether it spans a hundredth or six decades."""
     low, high = axis.get_view_interval()
-    axis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)) if high > 4 * low else MaxNLocator(6))
+    if high > 4 * low:
+        axis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+    else:
+        axis.set_major_locator(MaxNLocator(6))
     axis.set_major_formatter("{x:g}")
     axis.set_minor_locator(NullLocator())
 
@@ -214,7 +220,10 @@ def draw_change(axes: Axes, y: int, row: Row, *, before_ms: float, colour: str) 
     after_ms = before_ms / row["ratio"]
     axes.barh(y, after_ms - before_ms, 0.5, left=before_ms, color=colour)
     if row["low"]:
-        axes.plot([before_ms / row["high"], before_ms / row["low"]], [y, y], "|-", color=INK, markersize=7)
+        fastest = before_ms / row["high"]
+        slowest = before_ms / row["low"]
+        axes.plot([fastest, slowest], [y, y], "|-", color=INK, markersize=7)
     if row.get("predicted_low"):
-        fastest, slowest = before_ms / row["predicted_high"], before_ms / row["predicted_low"]
+        fastest = before_ms / row["predicted_high"]
+        slowest = before_ms / row["predicted_low"]
         axes.barh(y + 0.36, slowest - fastest, 0.1, left=fastest, color=PREDICTED.get_facecolor())

@@ -17,7 +17,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from speedkit.config import from_mapping
-from speedkit.errors import PlanError
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 
@@ -31,16 +30,18 @@ def in_words(plan: Plan, recipe: Recipe) -> dict[str, str]:
     """Return, by framework, the lines that do there what an effective `plan` does here: Python, overrides for NeMo.
 
     They name your `model`, `dataset`, `loss_function` and `device`, a batch's `inputs` and `targets`, and the `blocks`
-    that repeat in the model. Raises PlanError for a batch size that is still to be found.
+    that repeat in the model.
     """
-    if not isinstance(recipe.batch_size, int):
-        raise PlanError("batch_size=auto has no words elsewhere: give the number that training with auto has found")
-    micro_batch = plan.micro_batch if isinstance(plan.micro_batch, int) else recipe.batch_size
-    values = vars(plan) | {"batch_size": recipe.batch_size, "parts": math.ceil(recipe.batch_size / micro_batch)}
+    parts = 1
+    if isinstance(plan.micro_batch, int):
+        parts = math.ceil(recipe.batch_size / plan.micro_batch)
+    values = vars(plan) | {"batch_size": recipe.batch_size, "parts": parts}
     changed = {field for field, value in vars(plan).items() if value != getattr(Plan(), field)}
-    words, rows = {}, rows_for(plan, changed)
+    rows = rows_for(plan, changed)
+    words = {}
     for framework in FRAMEWORKS:
-        lines, advice = [], []
+        lines = []
+        advice = []
         for row in rows:
             filled_in = values | {"value": values[row["field"]]}
             if row[framework]:
@@ -55,13 +56,12 @@ def change_in_words(change: str, framework: str) -> str:
     """Return what a framework calls a `change`, `field=value, ...`; "" where that is no field of a plan."""
     fields = {field: value for field, value in CHANGE.findall(change) if field in vars(Plan())}
     plan = from_mapping(Plan, fields)
-    rows = [row for row in rows_for(plan, set(fields)) if row["field"] in fields or row["needs"] in fields]
-    words = (row[framework] or row["otherwise"] for row in rows)
-    return "; ".join(
-        word.format(**vars(plan), value=getattr(plan, row["field"]))
-        for word, row in zip(words, rows, strict=True)
-        if word
-    )
+    words = []
+    for row in rows_for(plan, set(fields)):
+        word = row[framework] or row["otherwise"]
+        if word and (row["field"] in fields or row["needs"] in fields):
+            words.append(word.format(**vars(plan), value=getattr(plan, row["field"])))
+    return "; ".join(words)
 
 
 def read_table() -> list[dict[str, str]]:
@@ -72,10 +72,12 @@ def read_table() -> list[dict[str, str]]:
 
 def rows_for(plan: Plan, changed: set[str]) -> list[dict[str, str]]:
     """Return the rows of the table that concern a plan in which some fields are `changed`, in the table's order."""
-    table, rows = read_table(), []
+    table = read_table()
+    rows = []
     patterns = [(row["field"], row["value"]) for row in table if row["value"]]
     for row in table:
-        field, value = row["field"], str(getattr(plan, row["field"]))
+        field = row["field"]
+        value = str(getattr(plan, field))
         own_row = any(name == field and fnmatchcase(value, pattern) for name, pattern in patterns)
         any_other_value = not row["value"] and field in changed and not own_row
         if (fnmatchcase(value, row["value"]) or any_other_value) and row["needs"] in ("", *changed):
@@ -87,6 +89,8 @@ def merge_calls(lines: list[str]) -> list[str]:
     """Return lines in which calls of one function are a single call with the keywords of all, where the first was."""
     calls: dict[str, list[str]] = {}
     for line in lines:
-        call = CALL.fullmatch(line)
-        calls.setdefault(call[1] if call else line, []).extend([call[2]] if call else [])
+        if call := CALL.fullmatch(line):
+            calls.setdefault(call[1], []).append(call[2])
+        else:
+            calls[line] = []
     return [f"{start}{', '.join(keywords)})" if keywords else start for start, keywords in calls.items()]

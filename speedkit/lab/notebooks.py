@@ -29,12 +29,21 @@ from speedkit.renamed import spelling_of_today
 
 CONNECT_S = 10  # that a cluster has to answer
 FINITE = ConfigDict(allow_inf_nan=False)
-NONE = BeforeValidator(lambda value: None if value == "none" else value)
-WORDS = BeforeValidator(lambda value: value.split(",") if isinstance(value, str) else value)
+
+
+def none_in_words(value: Any) -> Any:
+    return None if value == "none" else value
+
+
+def list_in_words(value: Any) -> Any:
+    return value.split(",") if isinstance(value, str) else value
+
+
 TYPES: dict[str, Any] = {}  # that a parameter may have, as they are written
 for kind in (int, float, str, bool):
-    TYPES |= {kind.__name__: kind, f"{kind.__name__} | None": Annotated[kind | None, NONE]}
-    TYPES |= {f"list[{kind.__name__}]": Annotated[list[kind], WORDS]}  # type: ignore[valid-type]
+    TYPES[kind.__name__] = kind
+    TYPES[f"{kind.__name__} | None"] = Annotated[kind | None, BeforeValidator(none_in_words)]
+    TYPES[f"list[{kind.__name__}]"] = Annotated[list[kind], BeforeValidator(list_in_words)]  # type: ignore[valid-type]
 
 # What papermill would log is in the errors raised here.
 logging.getLogger("papermill").addHandler(logging.NullHandler())
@@ -78,7 +87,8 @@ def declared_parameters(path: Path) -> dict[str, Any]:
 
 def typed_parameters(source: Path, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the `given` values or texts in the types that notebook `source` declares. Raises UsageError for others."""
-    declared, values = declared_parameters(source), {}
+    declared = declared_parameters(source)
+    values = {}
     for name, value in given.items():
         if name not in declared:
             hint = spelling_of_today(name) or f"{nearest(name, declared)}: it has {', '.join(declared)}"
@@ -106,13 +116,16 @@ def run_notebook(
     cell, `environment` for the kernel. Raises UsageError before anything starts, SpeedkitError when a cell fails or its
     time is up: `out` is then, as after Ctrl-C, as it was, and what did run is beside it as NAME.failed.ipynb.
     """
-    source, out = Path(source).resolve(), Path(out).resolve()
+    source = Path(source).resolve()
+    out = Path(out).resolve()
     values = typed_parameters(source, parameters or {})
     if out == source:
         raise UsageError(f"{source.name} cannot be run onto itself: name another output")
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f"{out.stem}.failed.ipynb")  # papermill writes it cell by cell
-    bar = progress and sys.stderr.isatty()
+    bar: Any = False
+    if progress and sys.stderr.isatty():
+        bar = {"desc": source.stem, "leave": False}
     begun = 0
 
     def before_cell(**_: Any) -> None:
@@ -128,7 +141,7 @@ def run_notebook(
                 partial,
                 values,
                 kernel_name="python3",
-                progress_bar={"desc": source.stem, "leave": False} if bar else False,
+                progress_bar=bar,
                 execution_timeout=timeout_s,
                 iopub_timeout=60,  # outputs may arrive this long after their cell has ended [s]
                 on_cell_execute=before_cell,
@@ -151,11 +164,12 @@ def device_lock() -> Iterator[None]:
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
     with contextlib.ExitStack() as stack:
         for gpu in sorted(gpus.split(",")):  # in one order: no deadlock
-            lock = filelock.FileLock(Path(tempfile.gettempdir(), f"speedkit-{os.getuid()}-{gpu or 'cpu'}.lock"))
+            device = gpu or "cpu"
+            lock = filelock.FileLock(Path(tempfile.gettempdir(), f"speedkit-{os.getuid()}-{device}.lock"))
             try:
                 stack.enter_context(lock.acquire(blocking=False))
             except filelock.Timeout:
-                print(f"waiting for another notebook to finish on {gpu or 'cpu'}", file=sys.stderr, flush=True)
+                print(f"waiting for another notebook to finish on {device}", file=sys.stderr, flush=True)
                 stack.enter_context(lock.acquire())
         yield
 
@@ -175,11 +189,13 @@ def sweep(
     They run one after the other, or in an `executor`, of this machine or of others that share its file system. Return
     what went wrong with each, "" if nothing, by path.
     """
-    source, out, jobs = Path(source).resolve(), Path(out).resolve(), {}
+    source = Path(source).resolve()
+    jobs = {}
     for combination in itertools.product(*grid.values()):
-        values = typed_parameters(source, {**(parameters or {}), **dict(zip(grid, combination, strict=True))})
+        given = dict(parameters or {}) | dict(zip(grid, combination, strict=True))
+        values = typed_parameters(source, given)
         label = "-".join(f"{name}={values[name]}" for name in grid).replace(os.sep, "_")
-        jobs[out / f"{source.stem}-{label}.ipynb"] = values
+        jobs[Path(out).resolve() / f"{source.stem}-{label}.ipynb"] = values
     run = functools.partial(run_notebook, source, timeout_s=timeout_s, folder=folder, progress=False)
     results: Iterator[tuple[Path, Callable[[], Path]]]
     if executor is None:

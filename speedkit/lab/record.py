@@ -36,8 +36,11 @@ def start(notebook: str, needs: Sequence[str] = (), **parameters: Any) -> "Noteb
     if sys.platform == "linux":  # in Python 3.14 no longer the default, and others do not know a notebook's classes
         multiprocessing.set_start_method("fork", force=True)
     run = NotebookRun(notebook, parameters)
-    commit = f"commit {run.record['commit']}" if run.record["commit"] else "no commit"
-    commit += " with changes" if run.record["dirty"] else ""
+    commit = "no commit"
+    if run.record["commit"]:
+        commit = f"commit {run.record['commit']}"
+    if run.record["dirty"]:
+        commit += " with changes"
     versions = "torch {torch} · speedkit {speedkit}".format(**run.record["versions"])
     print(f"{run.hardware.gpu or run.hardware.cpu} · {versions}, {commit} · scale {run.scale}")
     for capability in needs:
@@ -53,11 +56,13 @@ class NotebookRun:
     """
 
     def __init__(self, notebook: str, parameters: Row):
-        self.notebook, self.began_s = notebook, time.monotonic()
+        self.notebook = notebook
+        self.began_s = time.monotonic()
         self.hardware = this_machine(parameters.get("device") or "auto")
         self.scale = os.environ.get("SPEEDKIT_SCALE") or parameters.get("scale", "auto")
         if self.scale == "auto":
-            self.scale = "gpu" if self.hardware.device.type == "cuda" else "cpu"
+            on_gpu = self.hardware.device.type == "cuda"
+            self.scale = "gpu" if on_gpu else "cpu"
         if self.scale not in records.SCALES:
             raise UsageError(f'there is no scale "{self.scale}": use auto, {", ".join(records.SCALES)}')
         self.gpu_at_start = gpu_state(self.hardware.device, *GPU_STATE)
@@ -86,16 +91,18 @@ class NotebookRun:
     def folder(self) -> Path:
         """The folder for files of this run, made when first asked for: SPEEDKIT_RUN_DIR, else a new one in `runs`."""
         name = f"{self.notebook}-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
-        here = Path.cwd()
-        root = here.parent if here.name == "notebooks" else here  # a kernel starts beside its notebook
+        root = Path.cwd()
+        if root.name == "notebooks":  # a kernel starts beside its notebook
+            root = root.parent
         folder = Path(os.environ.get("SPEEDKIT_RUN_DIR") or root / "runs" / "notebooks" / name)
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
     def check(self, what: str, agrees: Any) -> None:
         """Print PASS or FAIL and record it; `save` raises when a check failed. `what` must not depend on the run."""
-        print(f"{'PASS' if agrees else 'FAIL'} {what}")
-        row = {"check": what, "claim": None, "verdict": "passed" if agrees else "failed"}
+        word, verdict = ("PASS", "passed") if agrees else ("FAIL", "failed")
+        print(f"{word} {what}")
+        row = {"check": what, "claim": None, "verdict": verdict}
         _replace(self.record["verdicts"], row, "claim", "check")
 
     def tell(self, text: str) -> None:
@@ -118,8 +125,10 @@ class NotebookRun:
 
     def measure(self, comparison: "Comparison | Row") -> None:
         """Record a comparison: `compare`'s, or the row that `compare_functions` returns."""
-        row = comparison if isinstance(comparison, Mapping) else comparison.as_measurement()
-        _replace(self.record["measurements"], jsonable(row), "name", "a", "b")
+        if not isinstance(comparison, Mapping):
+            comparison = comparison.as_measurement()
+        row = jsonable(comparison)
+        _replace(self.record["measurements"], row, "name", "a", "b")
 
     def table(self, name: str, rows: Sequence[Row]) -> "DataFrame":
         """Record named rows, units in their keys (`step_s`, `memory_bytes`); return them as a pandas DataFrame."""
@@ -132,7 +141,8 @@ class NotebookRun:
         """Record a resolved plan: what was asked, what is honoured here, and why it falls back."""
         fallbacks = [{"plan": name, **jsonable(fallback)} for fallback in effective.fallbacks]
         self.record["plans"][name] = {"asked": jsonable(effective.asked), "effective": jsonable(effective.plan)}
-        self.record["fallbacks"] = [row for row in self.record["fallbacks"] if row["plan"] != name] + fallbacks
+        others = [row for row in self.record["fallbacks"] if row["plan"] != name]
+        self.record["fallbacks"] = others + fallbacks
 
     def recorded(self) -> list[dict[str, Any]]:
         """Return the records of this notebook that other machines left in notebooks/records, GPUs first."""
@@ -141,12 +151,13 @@ class NotebookRun:
 
     def finished(self) -> dict[str, Any]:
         """Return the whole record: with its seconds, and the GPU's power and clocks at start and end, and energy."""
-        states = [self.gpu_at_start, gpu_state(self.hardware.device, *GPU_STATE)]
+        before = self.gpu_at_start
+        after = gpu_state(self.hardware.device, *GPU_STATE)
         gpu: dict[str, Any] = dict.fromkeys(("power", "clocks", "energy_j"))
-        if all(states):
-            gpu["power"] = [{"power_w": state["power_w"]} for state in states]
-            gpu["clocks"] = [{key: state[key] for key in ("sm_hz", "memory_hz")} for state in states]
-            gpu["energy_j"] = states[1]["energy_j"] - states[0]["energy_j"]
+        if before and after:
+            gpu["power"] = [{"power_w": state["power_w"]} for state in (before, after)]
+            gpu["clocks"] = [{"sm_hz": state["sm_hz"], "memory_hz": state["memory_hz"]} for state in (before, after)]
+            gpu["energy_j"] = after["energy_j"] - before["energy_j"]
         return jsonable(self.record | gpu | {"seconds": round(time.monotonic() - self.began_s, 1)})
 
     def save(self) -> None:
@@ -164,14 +175,18 @@ class NotebookRun:
             print(line)
         else:
             display.display({RECORD_MIME: record, "text/plain": line}, raw=True)
-        if failed := [row["check"] for row in checks if row["verdict"] == "failed"]:
+        failed = [row["check"] for row in checks if row["verdict"] == "failed"]
+        if failed:
             raise SpeedkitError(f"{len(failed)} of this notebook's checks failed: {'; '.join(failed)}")
 
 
 def _without_folders(values: Row) -> dict[str, Any]:
     """Return `values` for JSON, absolute paths as names: where something lies here is nobody else's business."""
-    absolute = [key for key, value in values.items() if isinstance(value, str | Path) and os.path.isabs(value)]
-    return jsonable(values) | {key: Path(values[key]).name for key in absolute}
+    cleaned = jsonable(values)
+    for key, value in values.items():
+        if isinstance(value, str | Path) and os.path.isabs(value):
+            cleaned[key] = Path(value).name
+    return cleaned
 
 
 def _replace(rows: list[dict[str, Any]], new: dict[str, Any], *keys: str) -> None:

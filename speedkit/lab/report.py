@@ -29,7 +29,9 @@ def write_report(record: Row, out: str | Path) -> Path:
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True
     )
     environment.filters |= {"ratio": figures.ratio_text, "duration": duration}
-    known, baseline = settings_of(Plan), vars(Plan())
+    known = settings_of(Plan)
+    baseline = vars(Plan())
+    fields = [(name, value, known[name].help) for name, value in record["plan"].items() if value != baseline[name]]
     breakdowns = {"plain PyTorch": record["breakdowns"]["baseline"], "final plan": record["breakdowns"]["final"]}
     drawn = {"optimizations": figures.waterfall(record), "breakdowns": figures.breakdowns(breakdowns, record)}
     side, headline = figures.headline(record)
@@ -40,7 +42,7 @@ def write_report(record: Row, out: str | Path) -> Path:
         over=figures.BASELINES[side],
         sentences=in_short(record),
         quality=quality_in_words(record["quality"]),
-        fields=[(name, value, known[name].help) for name, value in record["plan"].items() if value != baseline[name]],
+        fields=fields,
         lines=in_words(Plan(**record["plans"]["final"]["effective"]), Recipe(**record["recipe"])),
         left_out=[row for row in (*record["optimizations"], *record["dropped"]) if not row["kept"]],
         figures={name: data_url(figure) for name, figure in drawn.items()},
@@ -80,7 +82,8 @@ def quality_in_words(quality: Row) -> str:
         if quality.get("budget_s"):
             why = f"two trainings of each plan take a budget of about {duration(quality['budget_s'])}"
         return f"Whether the result is as good was not tested: {why}."
-    trainings, likelihood = len(quality["final"]), quality["likelihood"]
+    trainings = len(quality["final"])
+    likelihood = quality["likelihood"]
     shown = "{mean_change:+.4f}, at least {lower:+.4f}".format
     change = f"{quality['metric']} changed by {shown(**quality)}; margin {quality['margin']:g}"
     if likelihood:
@@ -95,7 +98,8 @@ def quality_in_words(quality: Row) -> str:
 
 def payback_in_words(payback: Row) -> str:
     """Return in one sentence what the final plan saves, and when it has earned what it takes to prepare."""
-    before, after = duration(payback["baseline_s"]), duration(payback["final_s"])
+    before = duration(payback["baseline_s"])
+    after = duration(payback["final_s"])
     saved = f"Your {payback['epochs']:.3g} epochs: from {before} to {after}"
     prepared = {"build the cache": payback["prepare_s"]["cache"], "compile": payback["prepare_s"]["compile"]}
     first = " and ".join(f"{duration(value)} to {what}" for what, value in prepared.items() if value)

@@ -7,15 +7,16 @@ import os
 import re
 import sysconfig
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Mapping, Set
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from speedkit.data.decode import TarMember, check_bad_share
 from speedkit.errors import UsageError
 from speedkit.lab.tars import members_by_path
 
-TEST_SHARE, TEXT_TEST_SHARE = 0.2, 0.1
+TEST_SHARE = 0.2
+TEXT_TEST_SHARE = 0.1
 EXTENSIONS = {
     "audio": (".wav", ".flac", ".ogg", ".mp3", ".aif", ".aiff"),
     "image": (".jpg", ".jpeg", ".png"),
@@ -74,7 +75,9 @@ def find_items(
     Raises UsageError for a source that cannot be used as asked, SpeedkitError when over 5 % of the files are bad.
     """
     root = Path(data_dir)
-    archive = members_by_path(root) if re.search(r"\.(tar\b|tgz$)", root.name) and not root.is_dir() else {}
+    archive: Members = {}
+    if re.search(r"\.(tar\b|tgz$)", root.name) and not root.is_dir():
+        archive = members_by_path(root)
     if labels is not None:
         files = read_table(root, Path(labels), kind)
     else:
@@ -84,23 +87,30 @@ def find_items(
         raise UsageError(f"a classifier needs two classes, the files have {len(classes)} ({', '.join(classes)})")
     test_paths = choose_test_set(files, root, test_pattern=test_pattern, share=TEST_SHARE)
 
-    # The header of each recording is read once; a file without one is left out, and named.
-    if kind != "image":
-        import soundfile  # an extra
-    train, test, validation = list[Item](), list[Item](), list[Item]()
+    sides: dict[str, list[Item]] = {"train": [], "test": [], "validation": []}
     bad: dict[str, str] = {}
     for path in sorted(files):
+        label, side = files[path]
+        item = Item(archive.get(path) or str(path), classes.index(label))
+        if path in test_paths:
+            side = "test"
+        elif side != "validation":
+            side = "train"
         try:
-            member = archive.get(path)
-            info = None if kind == "image" else soundfile.info(member.open() if member else path)
+            sides[side].append(item if kind == "image" else with_header(item))
         except (RuntimeError, OSError) as error:  # libsndfile's errors are RuntimeErrors
             bad[str(path)] = str(error)
-        else:
-            header = (info.frames / info.samplerate, info.samplerate) if info else ()
-            side = test if path in test_paths else validation if files[path][1] == "validation" else train
-            side.append(Item(member or str(path), classes.index(files[path][0]), *header))
     check_bad_share(bad, len(files))
-    return Split(tuple(train), tuple(test), tuple(classes), tuple(bad.items()), tuple(validation))
+    train, test, validation = map(tuple, sides.values())
+    return Split(train, test, tuple(classes), tuple(bad.items()), validation)
+
+
+def with_header(item: Item) -> Item:
+    """Return the item of a recording with what its header says. Raises RuntimeError or OSError without a header."""
+    import soundfile  # an extra
+
+    info = soundfile.info(item.path.open() if isinstance(item.path, TarMember) else item.path)
+    return replace(item, duration_s=info.frames / info.samplerate, sample_rate_hz=info.samplerate)
 
 
 def find_text(data_dir: str | Path | None, test_pattern: str | None) -> tuple[bytes, bytes]:
@@ -109,9 +119,13 @@ def find_text(data_dir: str | Path | None, test_pattern: str | None) -> tuple[by
     The test files are those whose name `test_pattern` matches, else a tenth of them by a hash of the name; of a single
     file, its last tenth. Hidden files and binary files (a zero byte, as git tells them) are left out.
     """
-    root = Path(data_dir or sysconfig.get_path("stdlib"))
-    paths = visible_files(root, set() if data_dir else NOT_LIBRARY)
-    texts = {path: path.read_bytes() for path in paths if data_dir or path.suffix == ".py"}
+    if data_dir:
+        root = Path(data_dir)
+        paths = visible_files(root)
+    else:
+        root = Path(sysconfig.get_path("stdlib"))
+        paths = [path for path in visible_files(root, NOT_LIBRARY) if path.suffix == ".py"]
+    texts = {path: path.read_bytes() for path in paths}
     texts = {path: text for path, text in texts.items() if b"\0" not in text[:8192]}
     if not texts:
         raise UsageError(f"data folder {root} holds no text files: name another --data-dir")
@@ -149,13 +163,13 @@ def files_under(root: Path, kind: str, *, label_pattern: str | None, labelled: b
     paths = [path for path in archive or visible_files(root) if path.suffix.lower() in EXTENSIONS[kind]]
     if not labelled:
         labels = dict.fromkeys(paths, "unlabelled")
-    elif archive and label_pattern is None:
+    elif label_pattern is not None:  # without a group the label is all that matches
+        found = matches(paths, label_pattern, "--label-pattern")
+        labels = {path: match[min(1, match.re.groups)] for path, match in found.items()}
+    elif archive:
         labels = labels_in_tars(paths, archive)
-    elif label_pattern is None:
+    else:
         labels = {path: path.relative_to(root).parts[0] for path in paths if path.parent != root}
-    else:  # without a group the label is all that matches
-        named = matches(paths, label_pattern, "--label-pattern")
-        labels = {path: match[min(1, match.re.groups)] for path, match in named.items()}
     if not any(labels.values()):
         files = f"{len(paths)} {kind} files ({' '.join(EXTENSIONS[kind])})"
         sources = "make a folder per class in it, or give --label-pattern or --labels"
@@ -165,15 +179,23 @@ def files_under(root: Path, kind: str, *, label_pattern: str | None, labelled: b
 
 def labels_in_tars(paths: Iterable[Path], archive: Members) -> dict[Path, str]:
     """Return what KEY.cls, else KEY.json, else KEY.txt says of each KEY, or else the name of the folder it lies in."""
-    labels = {path: path.parent.name * (str(path.parent) != archive[path].tar) for path in paths}
-    keys = {path.with_name(path.name.partition(".")[0]): path for path in paths}
-    for path in sorted(archive, key=lambda path: path.suffix, reverse=True):
-        key, _, suffix = path.name.partition(".")
-        if suffix in ("cls", "json", "txt") and (labelled := keys.get(path.with_name(key))):
-            text = archive[path].read().decode(errors="replace").strip()
-            row = json.loads(text) if suffix == "json" else {"label": text}
-            labels[labelled] = str(next((row[name] for name in COLUMNS["label"] if name in row), labels[labelled]))
+    labels = {}
+    for path in paths:
+        folder = path.parent
+        labels[path] = "" if str(folder) == archive[path].tar else folder.name
+        key = path.with_name(path.name.partition(".")[0])
+        for suffix in (".txt", ".json", ".cls"):
+            if beside := archive.get(key.with_name(key.name + suffix)):
+                text = beside.read().decode(errors="replace").strip()
+                row = json.loads(text) if suffix == ".json" else {"label": text}
+                if column := first_column("label", row):
+                    labels[path] = str(row[column])
     return labels
+
+
+def first_column(meaning: str, columns: Container[str]) -> str:
+    """Return which of the names that a column may have is there, "" where none is."""
+    return next((name for name in COLUMNS[meaning] if name in columns), "")
 
 
 def read_table(root: Path, table: Path, kind: str) -> Labels:
@@ -186,14 +208,18 @@ def read_table(root: Path, table: Path, kind: str) -> Labels:
     except (OSError, ValueError, csv.Error) as error:
         raise UsageError(f"--labels {table} cannot be read as a CSV file in UTF-8 ({error})") from error
     rows = rows.rename(columns=lambda name: name.strip().lower())
-    path, label, split = (next((name for name in names if name in rows), "") for names in COLUMNS.values())
+    path = first_column("path", rows)
+    label = first_column("label", rows)
+    split = first_column("split", rows)
     if rows.empty or not path or not label:
         needs = f"one of {', '.join(COLUMNS['path'])}, one of {', '.join(COLUMNS['label'])}, and a row per file"
         raise UsageError(f"--labels {table} has {len(rows)} rows with columns {', '.join(rows)}; it needs {needs}")
 
     # The highest fold is the test set. Without a test part that of validation is.
-    rows["side"] = rows[split].str.lower() if split else ""
-    if split == "fold":
+    rows["side"] = ""
+    if split == "split":
+        rows["side"] = rows["split"].str.lower()
+    elif split == "fold":
         folds = rows["fold"].str.extract(r"(\d+)")[0].astype(float)  # 5, or fold5
         rows["side"] = ((folds == folds.max()) & (folds > folds.min())).map({True: "test", False: "train"})
     rows["side"] = rows["side"].replace({"^(test|eval).*": "test", "^(val|dev).*": "validation"}, regex=True)
@@ -202,9 +228,12 @@ def read_table(root: Path, table: Path, kind: str) -> Labels:
     rows = rows[rows[label] != ""]
 
     # Paths are relative to the data folder, to one of that kind in it (ESC-50's audio), or to the table.
-    folders = (root, root / kind, table.parent)
-    paths = [next(filter(Path.is_file, (folder / name for folder in folders)), root / name) for name in rows[path]]
-    return dict(zip(paths, zip(rows[label], rows["side"], strict=True), strict=True))
+    files = {}
+    for name, text, side in zip(rows[path], rows[label], rows["side"], strict=True):
+        places = [folder / name for folder in (root, root / kind, table.parent)]
+        file = next(filter(Path.is_file, places), places[0])
+        files[file] = (text, side)
+    return files
 
 
 def choose_test_set(files: Labels, root: Path, *, test_pattern: str | None, share: float) -> set[Path]:
@@ -219,7 +248,8 @@ def choose_test_set(files: Labels, root: Path, *, test_pattern: str | None, shar
             amount = f"matches {len(test)} of {len(files)} files"
             raise UsageError(f"--test-pattern {test_pattern!r} {amount}: leave some to train and some to test on")
         return test
-    if marked := {path for path, (_, side) in files.items() if side == "test"}:
+    marked = {path for path, (_, side) in files.items() if side == "test"}
+    if marked:
         return marked
 
     def stable_hash(path: Path) -> bytes:
@@ -229,4 +259,7 @@ def choose_test_set(files: Labels, root: Path, *, test_pattern: str | None, shar
     classes = defaultdict(list)
     for path in sorted(files, key=stable_hash):
         classes[files[path][0]].append(path)
-    return {path for paths in classes.values() for path in paths[: max(1, round(share * len(paths)))]}
+    test = set()
+    for paths in classes.values():
+        test.update(paths[: max(1, round(share * len(paths)))])
+    return test

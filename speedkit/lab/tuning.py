@@ -52,9 +52,12 @@ def tune(
     `out` gets record.json and plan.yaml, and tune.json, from which `resume` goes on. Raises UsageError for a budget
     too short for one optimization.
     """
-    chosen, recipe = named(optimizations), recipe or workload.recipe
+    chosen = named(optimizations)
+    recipe = recipe or workload.recipe
     workload = dataclasses.replace(workload, model=functools.partial(silently, workload.model))
-    folder = claim_folder(out, "tune", resume) if out is not None else None
+    folder = None
+    if out is not None:
+        folder = claim_folder(out, "tune", resume)
     job = Tuning(
         workload=workload,
         recipe=recipe,

@@ -22,7 +22,7 @@ BAD_INPUT = [
     # Workload and device.
     ("train audoi", 2, "did you mean audio|package.module:function"),
     ("train no_such_module:thing", 2, "'no_such_module:thing' cannot be loaded"),
-    ("train os:sep", 2, "os:sep returned str, not a Workload"),
+    ("train os:getcwd", 2, "os:getcwd returned str, not a Workload"),
     ("train audio --device tpu", 2, "tpu|this machine has|cpu"),
     ("train audio --device cuda:99", 2, 'device "cuda:99" is not available'),
     ("train audio --data-dir tones --size huge", 2, "huge|tiny"),

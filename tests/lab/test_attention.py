@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from speedkit.fallbacks import resolve
-from speedkit.lab.workloads.text import text
+from speedkit.lab.workloads.text import SIZES, text
 from speedkit.measure.kernels import which_ran
 from speedkit.plan import Plan
 from speedkit.train import compile
@@ -59,7 +59,7 @@ def test_on_a_gpu_each_kernel_runs_when_asked_for(asked):
 
 def ran_in_training(**plan):
     """The kernels of the second step, traced in the first: math, compiled, is no operation of its own."""
-    workload = text(size="tiny", clips=64)
+    workload = text(size=SIZES["tiny"], clips=64)
     with contextlib.closing(setup_run(workload, plan=Plan(**plan), device="cpu", endless=True)) as run:
         training = steps(run)
         next(training)

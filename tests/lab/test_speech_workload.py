@@ -9,7 +9,7 @@ import soundfile
 import torch
 import torch.nn.functional as F
 
-from speedkit.lab.workloads.speech import BANDS, BLOCK, RECIPE, SPAN, SpeechNet, augment, loss, masked, speech
+from speedkit.lab.workloads.speech import BANDS, BLOCK, RECIPE, SIZES, SPAN, SpeechNet, augment, loss, masked, speech
 from speedkit.machine import this_machine
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
@@ -20,7 +20,7 @@ from speedkit.train.setup import transform_model
 @pytest.fixture(scope="module")
 def net():
     torch.manual_seed(0)
-    made = SpeechNet("tiny")
+    made = SpeechNet(SIZES["tiny"])
     for block in made.blocks:  # at first the biases are zero, and padding that leaks would be, too
         torch.nn.init.normal_(block.conv_module.widen[0].bias)
     return made.eval()
@@ -128,7 +128,7 @@ def test_compiled_training_takes_batches_of_any_length(bucket):
     """Without buckets shapes are dynamic, and the backward pass once had the strides of the length that was traced."""
     if not this_machine("cpu").supports("compile"):
         pytest.skip(this_machine("cpu").why_not("compile"))
-    workload, recipe = speech(clips=12, size="tiny"), Recipe(batch_size=2, steps=4, epochs=None)
+    workload, recipe = speech(clips=12, size=SIZES["tiny"]), Recipe(batch_size=2, steps=4, epochs=None)
     plain, compiled = (
         fit(workload, recipe, Plan(bucket=bucket, compile=mode, log_every=1), device="cpu", progress=False)
         for mode in ("off", "default")

@@ -9,14 +9,14 @@ from tiny import H100, emulating
 from speedkit.data.cache import open_cache
 from speedkit.data.loader import BatchStream
 from speedkit.fallbacks import resolve
-from speedkit.lab.workloads.text import BYTES, MASK, TextNet, augment, loss, text
+from speedkit.lab.workloads.text import BYTES, MASK, SIZES, TextNet, augment, loss, text
 from speedkit.plan import Plan
 
 
 @pytest.fixture
 def net():
     torch.manual_seed(0)
-    return TextNet("tiny")
+    return TextNet(SIZES["tiny"])
 
 
 def some_windows(count=6):
@@ -26,7 +26,7 @@ def some_windows(count=6):
 def test_windows_are_cut_from_the_text_and_need_no_cache(tmp_path):
     for name in "abc":
         (tmp_path / f"{name}.txt").write_bytes(name.encode() * 700)
-    mine = text(tmp_path, test_pattern=r"b\.txt$", clips=5, size="tiny")
+    mine = text(tmp_path, test_pattern=r"b\.txt$", clips=5, size=SIZES["tiny"])
     assert (len(mine.train), len(mine.test)) == (5, 10)
     assert torch.stack([mine.load(item) for item in mine.test]).unique().tolist() == [ord("b")]
     asked = Plan(cache="disk", features_on="device", workers=2)
@@ -36,7 +36,7 @@ def test_windows_are_cut_from_the_text_and_need_no_cache(tmp_path):
 
 
 def test_windows_on_the_device_are_gathered_there_into_the_same_batches():
-    mine, plan, cpu = text(size="tiny", clips=40), Plan(cache="device"), torch.device("cpu")
+    mine, plan, cpu = text(size=SIZES["tiny"], clips=40), Plan(cache="device"), torch.device("cpu")
     assert resolve(plan, H100, workload=mine).fallbacks == ()
     assert resolve(plan, emulating("cpu"), workload=mine).plan.cache == "off"
     for items, seed in ((mine.train, 0), (mine.test, None)):

@@ -17,8 +17,9 @@ from speedkit.workload import Workload
 
 BUILT_IN = ("audio", "image", "speech", "text")  # each a function of the module of the same name
 # The package that each takes which is built for some releases of torch, and for which.
-BUILT_FOR = {"image": ("torchvision", "the torch that pip installs together with it")}
-BUILT_FOR |= dict.fromkeys(("audio", "speech"), ("torchaudio", "torch 2.11 to 2.14, but no build for CPUs alone"))
+TORCHAUDIO = ("torchaudio", "torch 2.11 to 2.14, but no build for CPUs alone")
+TORCHVISION = ("torchvision", "the torch that pip installs together with it")
+BUILT_FOR = {"audio": TORCHAUDIO, "speech": TORCHAUDIO, "image": TORCHVISION}
 
 
 def load_workload(name: str, **options: Any) -> Workload:
@@ -29,7 +30,8 @@ def load_workload(name: str, **options: Any) -> Workload:
     Raises UsageError when there is none, or when it does not take an option.
     """
     if name in BUILT_IN:
-        module_name, function_name = f"{__name__}.{name}", name
+        module_name = f"{__name__}.{name}"
+        function_name = name
     elif ":" in name:
         module_name, _, function_name = name.partition(":")
         if os.getcwd() not in sys.path:
@@ -43,8 +45,7 @@ def load_workload(name: str, **options: Any) -> Workload:
         if name in BUILT_IN:
             numbers = {key: options.pop(key) for key in ("width", "depth") if key in options}
             options["size"] = net_size(module.SIZES, options.get("size", "small"), **numbers)
-        make = getattr(module, function_name)
-        workload = make(**options) if callable(make) else make
+        workload = getattr(module, function_name)(**options)
         if isinstance(workload, tuple) and len(workload) == 2 and isinstance(workload[0], nn.Module):
             from speedkit.lab.workloads.one_batch import of_sample
 

@@ -19,7 +19,7 @@ from speedkit.lab.sources import Item
 from speedkit.lab.workloads.augmentations import spec_augment, time_shift
 from speedkit.lab.workloads.generated import find_or_generate
 from speedkit.lab.workloads.residual import class_probabilities, residual_net
-from speedkit.lab.workloads.sizes import NetSize, net_size
+from speedkit.lab.workloads.sizes import NetSize
 from speedkit.lab.workloads.sounds import night_sounds
 from speedkit.recipe import Recipe
 from speedkit.workload import Batch, Workload, right_class
@@ -31,7 +31,7 @@ RECIPE = Recipe(batch_size=32, epochs=8, learning_rate=3e-3, weight_decay=0.05, 
 
 
 def audio(
-    data_dir: str | Path | None = None, *, size: str | NetSize = "small", max_duration_s: float = 10.0, **options: Any
+    data_dir: str | Path | None = None, *, size: NetSize = SIZES["small"], max_duration_s: float = 10.0, **options: Any
 ) -> Workload:
     """Return the workload on the recordings under `data_dir`, or on generated night sounds without one.
 
@@ -40,14 +40,15 @@ def audio(
     """
     files = find_or_generate(data_dir, night_sounds, **options)
     frame = framing(files.train)
+    rate_hz, hop = frame["sample_rate_hz"], frame["hop"]
     usual_s = float(np.quantile([item.duration_s for item in files.train], 0.99, method="inverted_cdf"))
-    hops = math.ceil(round(min(usual_s, max_duration_s) * frame["sample_rate_hz"] / frame["hop"], 6))
-    num_samples = frame["hop"] * max(16, hops)  # 16 frames: what the net's strides leave something of
+    hops = math.ceil(round(min(usual_s, max_duration_s) * rate_hz / hop, 6))
+    num_samples = hop * max(16, hops)  # 16 frames: what the net's strides leave something of
     return Workload(
         "audio",
         RECIPE,
         **vars(files),  # train, test, classes, quarantined
-        load=functools.partial(load, sample_rate_hz=frame["sample_rate_hz"], num_samples=num_samples),
+        load=functools.partial(load, sample_rate_hz=rate_hz, num_samples=num_samples),
         features=functools.partial(log_mel, **frame, bands=BANDS),
         target=operator.attrgetter("label"),
         model=functools.partial(AudioNet, len(files.classes), size),
@@ -66,7 +67,8 @@ def audio(
 def framing(items: Sequence[Item]) -> dict[str, Any]:
     """Return what `log_mel` takes for the commonest sample rate of `items`: a frame of about 28 ms each 10 ms."""
     rate_hz = statistics.mode(item.sample_rate_hz for item in items)
-    return {"sample_rate_hz": rate_hz, "n_fft": 2 ** round(math.log2(0.028 * rate_hz)), "hop": round(rate_hz / 100)}
+    n_fft = 2 ** round(math.log2(0.028 * rate_hz))
+    return {"sample_rate_hz": rate_hz, "n_fft": n_fft, "hop": round(rate_hz / 100)}
 
 
 def load(item: Item, sample_rate_hz: int, num_samples: int, *, decoder: str = "soundfile") -> Tensor:
@@ -86,8 +88,10 @@ def log_mel(waveform: Tensor, sample_rate_hz: int, n_fft: int, *, hop: int, band
     One waveform [T] gives the same bits in any process and with any number of threads: no sum is shared between them.
     """
     transform = mel_transform(waveform.device, n_mels=bands, sample_rate=sample_rate_hz, n_fft=n_fft, hop_length=hop)
-    decibel = 10 * torch.log10(transform(waveform)[..., : waveform.shape[-1] // hop] + 1e-10)  # [..., bands, F]
-    decibel = torch.maximum(decibel, decibel.amax(dim=(-2, -1), keepdim=True) - 80)  # silence must not set the scale
+    power = transform(waveform)[..., : waveform.shape[-1] // hop]  # [..., bands, F]
+    decibel = 10 * torch.log10(power + 1e-10)
+    loudest = decibel.amax(dim=(-2, -1), keepdim=True)
+    decibel = torch.maximum(decibel, loudest - 80)  # silence must not set the scale
     mean = decibel.mean(dim=-1).mean(dim=-1)[..., None, None]
     deviation = (decibel - mean).square_().mean(dim=-1).mean(dim=-1)[..., None, None].sqrt()
     return ((decibel - mean) / (deviation + 1e-5))[..., None, :, :]
@@ -96,15 +100,15 @@ def log_mel(waveform: Tensor, sample_rate_hz: int, n_fft: int, *, hop: int, band
 def augment(batch: Batch, generator: torch.Generator) -> Batch:
     """Return the batch with each spectrogram [B, 1, M, F] turned in time, and one band and one stretch of it masked."""
     inputs, targets = batch
-    return spec_augment(time_shift(inputs, generator), generator), targets
+    inputs = time_shift(inputs, generator)
+    return spec_augment(inputs, generator), targets
 
 
 class AudioNet(nn.Module):
     """Spectrograms [B, 1, 64, F] -> logits [B, K]. Pooled over time only: where a sound lies in frequency matters."""
 
-    def __init__(self, classes: int, size: str | NetSize = "small"):
+    def __init__(self, classes: int, size: NetSize):
         super().__init__()
-        size = net_size(SIZES, size)
         widths = [round(size.width * multiple) for multiple in size.growth]
         # Out of the stem comes [B, C, 32, F / 4]: sounds change more slowly than 10 ms frames.
         self.blocks = residual_net(nn.Conv2d(1, widths[0], (5, 9), (2, 4), (2, 4), bias=False), widths, size.depth)
@@ -114,7 +118,8 @@ class AudioNet(nn.Module):
         x = self.blocks(x)  # [B, C, 4, F / 32]
         # max, not amax: amax's gradient looks for elements equal to the maximum, and compiled bfloat16 code, keeping
         # one of the two unrounded, finds none and divides by zero.
-        return self.head(torch.cat((x.mean(dim=3), x.max(dim=3).values), dim=1).flatten(1))  # of [B, 2C, 4]
+        pooled = torch.cat((x.mean(dim=3), x.max(dim=3).values), dim=1)  # [B, 2C, 4]
+        return self.head(pooled.flatten(1))
 
 
 def loss(model: nn.Module, batch: Batch, recipe: Recipe) -> tuple[Tensor, Tensor]:

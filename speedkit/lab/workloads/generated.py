@@ -7,6 +7,7 @@ smaller.
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from numpy.typing import NDArray
 
@@ -24,36 +25,28 @@ def find_or_generate(
     *,
     clips: int | None = None,
     labels: str | Path | None = None,
-    label_pattern: str | None = None,
-    test_pattern: str | None = None,
-    kind: str = "audio",
-    labelled: bool = True,
+    **options: Any,
 ) -> Split:
     """Return what `find_items` finds under `data_dir`, or without one among the `clips` files that `generate` writes.
 
-    The other options are those of `find_items`. Raises UsageError for `clips` of the user's own data.
+    `options` are those of `find_items`. Raises UsageError for `clips` of the user's own data.
     """
     if data_dir is None and labels is None:
-        data_dir, test_pattern = generate(clips) if clips else generate(), test_pattern or TEST_PATTERN
-    elif clips is not None:
+        folder = generate(clips) if clips else generate()
+        return find_items(folder, **{"test_pattern": TEST_PATTERN, **options})
+    if clips is not None:
         raise UsageError("clips counts generated files: leave it out when you give your own data")
-    return find_items(
-        data_dir or Path(str(labels)).parent,
-        labels=labels,
-        label_pattern=label_pattern,
-        test_pattern=test_pattern,
-        kind=kind,
-        labelled=labelled,
-    )
+    return find_items(data_dir or Path(str(labels)).parent, labels=labels, **options)
 
 
 def in_classes(count: int, classes: Sequence[str], formats: Sequence[str]) -> list[str]:
     """Return the paths of the files of a set; class, format and side of the split are spread evenly."""
-    takes = [divmod(index, len(classes)) for index in range(count)]
-    return [
-        f"{classes[number]}/{take:05d}_{'test' if take % 3 == 2 else 'train'}.{formats[take % len(formats)]}"
-        for take, number in takes
-    ]
+    paths = []
+    for index in range(count):
+        take, number = divmod(index, len(classes))
+        side = ("train", "train", "test")[take % 3]
+        paths.append(f"{classes[number]}/{take:05d}_{side}.{formats[take % len(formats)]}")
+    return paths
 
 
 def complete(name: str, paths: Sequence[str], make: Callable[[int], NDArray], *, save: Callable[..., None]) -> Path:

@@ -17,7 +17,7 @@ from speedkit.lab.workloads.augmentations import rand_augment
 from speedkit.lab.workloads.generated import find_or_generate
 from speedkit.lab.workloads.patterns import patterns
 from speedkit.lab.workloads.residual import class_probabilities, residual_net
-from speedkit.lab.workloads.sizes import NetSize, net_size
+from speedkit.lab.workloads.sizes import NetSize
 from speedkit.recipe import Recipe
 from speedkit.workload import Batch, Workload, right_class
 
@@ -30,19 +30,18 @@ SIZES = {
 RECIPE = Recipe(batch_size=32, epochs=6, learning_rate=1e-2, weight_decay=0.05, clip_norm=1.0, label_smoothing=0.1)
 
 
-def image(data_dir: str | Path | None = None, *, size: str | NetSize = "small", **options: Any) -> Workload:
+def image(data_dir: str | Path | None = None, *, size: NetSize = SIZES["small"], **options: Any) -> Workload:
     """Return the workload on the images under `data_dir`, or on generated photographs without one.
 
     All images are brought to one square, whose side follows from `size`. `options` are those of `find_items`, and
     `clips`. Raises UsageError for unusable data.
     """
     files = find_or_generate(data_dir, patterns, kind="image", **options)
-    side = net_size(SIZES, size).inputs
     return Workload(
         "image",
         RECIPE,
         **vars(files),  # train, test, classes, quarantined
-        load=functools.partial(load, side=side),
+        load=functools.partial(load, side=size.inputs),
         features=in_unit_range,
         target=operator.attrgetter("label"),
         model=functools.partial(ImageNet, len(files.classes), size),
@@ -53,7 +52,7 @@ def image(data_dir: str | Path | None = None, *, size: str | NetSize = "small", 
         # Two standard errors of an accuracy of 0.9 on the generated test files.
         margin=0.02 if data_dir or options.get("labels") else 0.03,
         kept_as="uint8",
-        parameters={"side": side},
+        parameters={"side": size.inputs},
     )
 
 
@@ -62,18 +61,19 @@ def load(item: Item, side: int) -> Tensor:
 
     A camera's note of how it was held (EXIF) is honoured. Raises BadItem when the file cannot be read.
     """
-    path = item.path
     try:
-        data = path.read() if isinstance(path, TarMember) else Path(path).read_bytes()
+        data = item.path.read() if isinstance(item.path, TarMember) else Path(item.path).read_bytes()
         encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         pixels = decode_image(encoded, ImageReadMode.RGB, apply_exif_orientation=True)  # [3, H, W]
-        short = min(pixels.shape[1:])
-        top, left = ((length - short) // 2 for length in pixels.shape[1:])
+        height, width = pixels.shape[1:]
+        short = min(height, width)
+        top = (height - short) // 2
+        left = (width - short) // 2
         square = pixels[None, :, top : top + short, left : left + short]
         # Raises RuntimeError for 16 bits per channel.
         return F.interpolate(square, (side, side), mode="bilinear", antialias=True)[0].contiguous()
     except (RuntimeError, OSError, ValueError) as error:
-        raise BadItem(path, f"it cannot be decoded ({error})") from error
+        raise BadItem(item.path, f"it cannot be decoded ({error})") from error
 
 
 def in_unit_range(image: Tensor) -> Tensor:
@@ -90,9 +90,8 @@ def augment(batch: Batch, generator: torch.Generator) -> Batch:
 class ImageNet(nn.Module):
     """Images [B, 3, H, W] in 0..1 -> logits [B, K]."""
 
-    def __init__(self, classes: int, size: str | NetSize = "small"):
+    def __init__(self, classes: int, size: NetSize):
         super().__init__()
-        size = net_size(SIZES, size)
         widths = [round(size.width * multiple) for multiple in size.growth]
         self.blocks = residual_net(nn.Conv2d(3, size.width, 3, 1, 1, bias=False), widths, size.depth)
         self.head = nn.Linear(2 * widths[-1], classes)
@@ -106,8 +105,11 @@ class ImageNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         # Light and colour tell little about what is seen: each channel of each image is brought to mean 0, variance 1.
         x = x - x.mean(dim=(2, 3), keepdim=True)
-        x = self.blocks(x * torch.rsqrt(x.square().mean(dim=(2, 3), keepdim=True) + 1e-4))  # [B, C, H / 8, W / 8]
-        return self.head(torch.cat((x.mean(dim=(2, 3)), x.flatten(2).max(dim=2).values), dim=1))  # max: see AudioNet
+        variance = x.square().mean(dim=(2, 3), keepdim=True)
+        x = self.blocks(x * torch.rsqrt(variance + 1e-4))  # [B, C, H / 8, W / 8]
+        mean = x.mean(dim=(2, 3))
+        largest = x.flatten(2).max(dim=2).values  # max and not amax: see AudioNet
+        return self.head(torch.cat((mean, largest), dim=1))
 
 
 def loss(model: nn.Module, batch: Batch, recipe: Recipe) -> tuple[Tensor, Tensor]:
@@ -123,6 +125,7 @@ def loss(model: nn.Module, batch: Batch, recipe: Recipe) -> tuple[Tensor, Tensor
     q = class_probabilities(targets, classes, mixed)
     q = torch.lerp(q, torch.full_like(q, 1 / classes), recipe.label_smoothing)
     if recipe.focal_gamma:
+        wrong = -torch.expm1(log_p)  # 1 - p
         # Away from 0, where a power below 1 has an infinite slope.
-        q = q * (-torch.expm1(log_p)).clamp_min(1e-6) ** recipe.focal_gamma
+        q = q * wrong.clamp_min(1e-6) ** recipe.focal_gamma
     return -(q * log_p).sum(dim=1).mean(), logits

@@ -22,9 +22,12 @@ def of_sample(model: nn.Module, sample: Any) -> Workload:
     def step(model: nn.Module, batch: Any) -> Tensor:
         if isinstance(batch, Mapping):
             outputs = model(**batch)
+        elif isinstance(batch, Tensor):
+            outputs = model(batch)
         else:
-            outputs = model(batch) if isinstance(batch, Tensor) else model(*batch)
-        if (loss := getattr(outputs, "loss", None)) is not None:
+            outputs = model(*batch)
+        loss = getattr(outputs, "loss", None)
+        if loss is not None:
             return loss
         tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not tensors:

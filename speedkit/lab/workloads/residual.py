@@ -1,6 +1,5 @@
 """What the audio and the image classifier share: residual blocks of convolutions, and the score."""
 
-import itertools
 from collections.abc import Sequence
 
 import torch
@@ -40,8 +39,9 @@ class ResidualBlock(nn.Module):
             nn.Conv2d(channels, channels, 3, 1, 1, bias=False),
             GroupNorm(1, channels),
         )
-        same = stride == 1 and channels_in == channels
-        self.shortcut = nn.Identity() if same else nn.Conv2d(channels_in, channels, 1, stride, bias=False)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride > 1:
+            self.shortcut = nn.Conv2d(channels_in, channels, 1, stride, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:  # [B, C_in, H, W] -> [B, C, H / stride, W / stride]
         return F.relu(self.body(x) + self.shortcut(x))
@@ -50,12 +50,15 @@ class ResidualBlock(nn.Module):
 def residual_net(stem: nn.Conv2d, widths: Sequence[int], depth: int) -> nn.Sequential:
     """Return `stem`, and a stage of `depth` blocks for each width; a stage halves both sides of what it takes."""
     layers: list[nn.Module] = [stem, GroupNorm(1, stem.out_channels), nn.ReLU()]
-    for before, width in itertools.pairwise((stem.out_channels, *widths)):
-        layers += [ResidualBlock(before, width, 2), *(ResidualBlock(width, width, 1) for _ in range(depth - 1))]
+    channels = stem.out_channels
+    for width in widths:
+        layers.append(ResidualBlock(channels, width, 2))
+        layers += [ResidualBlock(width, width, 1) for _ in range(depth - 1)]
+        channels = width
     return nn.Sequential(*layers)
 
 
-def class_probabilities(targets: Tensor, classes: int, mixed: Sequence[Tensor] = ()) -> Tensor:
+def class_probabilities(targets: Tensor, classes: int, mixed: Sequence[Tensor]) -> Tensor:
     """Return the targets [B] as probabilities [B, K]; `mixed` is what mixup adds: other targets [B], weights [B]."""
     probabilities = F.one_hot(targets, classes).float()
     if mixed:

@@ -17,14 +17,14 @@ class NetSize(NamedTuple):
     inputs: int = 0  # pixels of a side, or bytes of a window
 
 
-def net_size(sizes: Mapping[str, NetSize], size: str | NetSize, **numbers: Any) -> NetSize:
+def net_size(sizes: Mapping[str, NetSize], size: str, **numbers: Any) -> NetSize:
     """Return the one of `sizes` that is called `size`, with other `numbers` (`width`, `depth`) where they are given.
 
     Raises UsageError for a size that there is not, and for numbers that the net cannot have.
     """
-    if isinstance(size, str) and size not in sizes:
+    if size not in sizes:
         raise UsageError(f"there is no size {size!r}{nearest(size, sizes)}: take {', '.join(sizes)}")
-    chosen = (sizes[size] if isinstance(size, str) else size)._replace(**numbers)
+    chosen = sizes[size]._replace(**numbers)
     if chosen.width % chosen.unit or min(chosen.width, chosen.depth) < 1:
         asked = f"there is no net of width {chosen.width} and depth {chosen.depth}"
         raise UsageError(f"{asked}: take a multiple of {chosen.unit} for the width, and 1 or more for the depth")

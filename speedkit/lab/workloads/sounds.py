@@ -47,34 +47,45 @@ def night_sounds(clips: int = 1152) -> Path:
 def utterances(clips: int = 640) -> Path:
     """Return a flat folder with recordings of utterances: three quarters to train on, the others to test on."""
     sides = ("train", "train", "train", "test")
-    paths = [f"{index:05d}_{sides[index % 4]}.{('wav', 'flac')[index // 4 % 2]}" for index in range(clips)]
+    formats = ("wav", "flac")
+    paths = [f"{index:05d}_{sides[index % 4]}.{formats[index // 4 % 2]}" for index in range(clips)]
     return complete(f"utterances/{clips}_clips_seed0_v2", paths, utterance, save=save)
 
 
 def night_sound(index: int) -> NDArray[np.float32]:
     """Return night sound `index`, [T] within -1..1: a call of its class over that of another one, and noise."""
-    rng, names = np.random.default_rng([0, index]), tuple(NIGHT)
-    other = names[(index + rng.integers(1, len(names))) % len(names)]
-    background = lfilter([1.0], [1.0, -rng.uniform(0, 0.95)], rng.standard_normal(SAMPLES))
-    mixed = calls(rng, names[index % len(names)])
-    mixed = mixed + 10 ** (rng.uniform(-12.0, 0.0) / 20) * calls(rng, other)
-    return recorded(rng, mixed + 10 ** (-rng.uniform(-8.0, 8.0) / 20) * unit(background))
+    rng = np.random.default_rng([0, index])
+    names = tuple(NIGHT)
+    name = names[index % len(names)]
+    other_name = names[(index + rng.integers(1, len(names))) % len(names)]
+    noise = lfilter([1.0], [1.0, -rng.uniform(0, 0.95)], rng.standard_normal(SAMPLES))
+    call = calls(rng, name)
+    other_gain = gain(rng.uniform(-12.0, 0.0))
+    other_call = calls(rng, other_name)
+    noise_gain = gain(-rng.uniform(-8.0, 8.0))
+    return recorded(rng, call + other_gain * other_call + noise_gain * unit(noise))
 
 
 def calls(rng: Generator, name: str) -> NDArray:
     """Return the sound of a class [SAMPLES], of unit power."""
     primitive, *ranges = NIGHT[name]
-    hz, bend, pulse_hz, call_s, pause_s = (rng.uniform(*ends) for ends in ranges)
+    hz, bend, pulse_hz, call_s, pause_s = (rng.uniform(low, high) for low, high in ranges)
     time_s = np.arange(SAMPLES) / RATE_HZ + rng.uniform(0, 4)
-    through = time_s % (call_s + pause_s) / call_s  # 0..1 during a call, above in the pause
-    loudness = np.sqrt(np.maximum(np.sin(np.pi * np.minimum(through, 1)), 0))
+    through = np.minimum(time_s % (call_s + pause_s) / call_s, 1)  # 0..1 during a call, 1 in the pause
+    loudness = np.sqrt(np.maximum(np.sin(np.pi * through), 0))
     if primitive == "noise":
         band = butter(1, (hz / 2, min(2 * hz, 0.49 * RATE_HZ)), "bandpass", fs=RATE_HZ, output="sos")
         return unit(loudness * sosfilt(band, rng.standard_normal(SAMPLES)))
-    tone = np.sin(2 * np.pi * np.cumsum(hz * bend ** np.minimum(through, 1)) / RATE_HZ)
+    turns = np.cumsum(hz * bend**through)
+    tone = np.sin(2 * np.pi * turns / RATE_HZ)
     if primitive == "pulses":
         loudness = loudness * np.exp(-4 * (time_s * pulse_hz % 1))
     return unit(loudness * tone)
+
+
+def gain(decibel: float) -> float:
+    """Return the factor of amplitude that so many decibels are."""
+    return 10 ** (decibel / 20)
 
 
 def unit(signal: NDArray) -> NDArray:
@@ -84,33 +95,42 @@ def unit(signal: NDArray) -> NDArray:
 
 def recorded(rng: Generator, signal: NDArray) -> NDArray[np.float32]:
     """Return the signal as far from full scale as the microphone was turned up."""
-    level = 10 ** (rng.uniform(-18, -1) / 20)
+    level = gain(rng.uniform(-18, -1))
     return (signal * (level / np.abs(signal).max())).astype(np.float32)
 
 
 def utterance(index: int) -> NDArray[np.float32]:
     """Return utterance `index`, [T] within -1..1, by a speaker of its own; its length is log-normal."""
     rng = np.random.default_rng([0, index])
-    length = int(RATE_HZ * np.clip(2.2 * np.exp(0.6 * rng.standard_normal()), 0.5, 12.0))
+    duration_s = np.clip(2.2 * np.exp(0.6 * rng.standard_normal()), 0.5, 12.0)
+    length = int(RATE_HZ * duration_s)
     throat = rng.uniform(0.95, 1.25)  # a shorter throat has higher formants and, as a rule, a higher voice
-    pitch_hz, speech = 115 * throat**3 * rng.uniform(0.85, 1.2), np.zeros(0)
+    pitch_hz = 115 * throat**3 * rng.uniform(0.85, 1.2)
+    speech = np.zeros(0)
     while len(speech) < length:
         speech = np.append(speech, syllable(rng, throat, pitch_hz))
-    return recorded(rng, speech[:length] + 10 ** (-rng.uniform(15, 35) / 20) * rng.standard_normal(length))
+    noise_gain = gain(-rng.uniform(15, 35))
+    return recorded(rng, speech[:length] + noise_gain * rng.standard_normal(length))
 
 
 def syllable(rng: Generator, throat: float, pitch_hz: float) -> NDArray:
     """Return a pause, a burst and a vowel [T]. Seven times in ten the burst tells the vowel: there is that to learn."""
     burst = rng.integers(len(BURSTS_HZ))
-    vowel = burst if rng.random() < 0.7 else rng.integers(len(VOWELS_HZ))
-    pause, short, long = (int(RATE_HZ * rng.uniform(*ends)) for ends in ((0.0, 0.1), (0.03, 0.15), (0.1, 0.3)))
+    vowel = burst
+    if rng.random() >= 0.7:
+        vowel = rng.integers(len(VOWELS_HZ))
+    pause = int(RATE_HZ * rng.uniform(0.0, 0.1))
+    short = int(RATE_HZ * rng.uniform(0.03, 0.15))
+    long = int(RATE_HZ * rng.uniform(0.1, 0.3))
     noise = resonate(rng.standard_normal(short), throat * BURSTS_HZ[burst], 800)
-    turns = np.cumsum(np.linspace(1.1, 0.9, long)) * pitch_hz * rng.uniform(0.9, 1.1) / RATE_HZ
+    falling = np.linspace(1.1, 0.9, long)
+    turns = np.cumsum(falling) * pitch_hz * rng.uniform(0.9, 1.1) / RATE_HZ
     voice = np.diff(np.floor(turns), prepend=0.0)  # a pulse each time the vocal folds close
     for hz, width_hz in zip(VOWELS_HZ[vowel], (60, 90, 130), strict=True):
         voice = resonate(voice, throat * hz, width_hz)
-    parts = [0.3 * noise / noise.std() * np.hanning(short), voice / voice.std() * np.hanning(long) ** 0.3]
-    return np.concatenate([np.zeros(pause), *parts])
+    noise = 0.3 * noise / noise.std() * np.hanning(short)
+    voice = voice / voice.std() * np.hanning(long) ** 0.3
+    return np.concatenate([np.zeros(pause), noise, voice])
 
 
 def resonate(signal: NDArray, hz: float, width_hz: float) -> NDArray:

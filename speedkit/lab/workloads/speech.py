@@ -22,22 +22,24 @@ from speedkit.errors import UsageError
 from speedkit.lab.sources import Item
 from speedkit.lab.workloads.audio import framing, log_mel
 from speedkit.lab.workloads.generated import find_or_generate
-from speedkit.lab.workloads.sizes import NetSize, net_size
+from speedkit.lab.workloads.sizes import NetSize
 from speedkit.lab.workloads.sounds import utterances
 from speedkit.recipe import Recipe
 from speedkit.workload import Batch, Workload
 
 BANDS = 80
 STRIDE = 4  # spectrogram frames of 10 ms in one frame of the net
-BLOCK, SPAN = 10, 4  # of every 10 frames of the net 4 in a row are masked
-CODES, CODE_SIZE = 256, 16
+BLOCK = 10  # of every 10 frames of the net 4 in a row are masked
+SPAN = 4
+CODES = 256
+CODE_SIZE = 16
 KERNEL = 9  # frames that the depthwise convolution sees, as in FastConformer
 SIZES = {"tiny": NetSize(64, 2, 32), "small": NetSize(128, 4, 32), "medium": NetSize(512, 17, 64)}
 RECIPE = Recipe(batch_size=16, epochs=8, learning_rate=2e-3, weight_decay=0.01, clip_norm=1.0)
 
 
 def speech(
-    data_dir: str | Path | None = None, *, size: str | NetSize = "small", max_duration_s: float = 30.0, **options: Any
+    data_dir: str | Path | None = None, *, size: NetSize = SIZES["small"], max_duration_s: float = 30.0, **options: Any
 ) -> Workload:
     """Return the workload on all recordings under `data_dir`, or on generated utterances without one.
 
@@ -50,10 +52,11 @@ def speech(
     train, test, validation = ([item for item in side if item.duration_s <= max_duration_s] for side in sides)
     if not train or not test:
         raise UsageError(f"too few clips last up to {max_duration_s:g} s: one to train and one to test on are needed")
+    everything = (*files.train, *files.test, *files.validation)
     why = f"it lasts over {max_duration_s:g} s (max_duration_s)"
-    too_long = [(str(item.path), why) for side in sides for item in side if item.duration_s > max_duration_s]
+    too_long = [(str(item.path), why) for item in everything if item.duration_s > max_duration_s]
     spectrogram = framing(train)
-    timing = {key: spectrogram[key] for key in ("sample_rate_hz", "hop")}
+    timing = {"sample_rate_hz": spectrogram["sample_rate_hz"], "hop": spectrogram["hop"]}
     return Workload(
         "speech",
         RECIPE,
@@ -64,12 +67,12 @@ def speech(
         target=operator.attrgetter("label"),
         model=functools.partial(SpeechNet, size),
         loss=loss,
-        score=lambda outputs, batch: outputs,
+        score=share_right,
         metric="masked-frame accuracy",
         augment=augment,
         length=functools.partial(frames, **timing),
         decoders=("torchcodec",),
-        count=lambda batch: masked(batch).sum(),  # on the device
+        count=masked_frames,
         parameters=spectrogram,
         sources=(decode.load_audio, log_mel),
         quarantined=(*files.quarantined, *too_long),
@@ -79,12 +82,14 @@ def speech(
 
 def frames(item: Item, sample_rate_hz: int, hop: int) -> int:
     """Return the length of an item's spectrogram, from its header: whole frames of the net, one block at least."""
-    return STRIDE * max(BLOCK, round(item.duration_s * sample_rate_hz) // (STRIDE * hop))
+    samples = round(item.duration_s * sample_rate_hz)
+    return STRIDE * max(BLOCK, samples // (STRIDE * hop))
 
 
 def load(item: Item, sample_rate_hz: int, hop: int, *, decoder: str = "soundfile") -> Tensor:
     """Return the item's waveform [T] float32, `frames` times `hop` samples."""
-    return decode.load_audio(item.path, sample_rate_hz, hop * frames(item, sample_rate_hz, hop), decoder=decoder)
+    num_samples = hop * frames(item, sample_rate_hz, hop)
+    return decode.load_audio(item.path, sample_rate_hz, num_samples, decoder=decoder)
 
 
 def features(waveform: Tensor, **spectrogram: int) -> Tensor:
@@ -94,7 +99,8 @@ def features(waveform: Tensor, **spectrogram: int) -> Tensor:
     """
     spectrum = log_mel(waveform, **spectrogram, bands=BANDS)[..., 0, :, :]
     spectrum = spectrum - spectrum.mean(dim=-1, keepdim=True)
-    return spectrum / (spectrum.square().mean(dim=-1, keepdim=True).sqrt() + 0.01)
+    deviation = spectrum.square().mean(dim=-1, keepdim=True).sqrt()
+    return spectrum / (deviation + 0.01)
 
 
 def augment(batch: Batch, generator: torch.Generator) -> Batch:
@@ -104,24 +110,39 @@ def augment(batch: Batch, generator: torch.Generator) -> Batch:
 
 def masked(batch: Batch) -> Tensor:
     """Return which frames of the net are to be guessed, [B, N]: at evaluation always the same."""
-    return batch[3] if len(batch) > 3 else draw_mask(batch)
+    if len(batch) == 4:
+        return batch[3]
+    return draw_mask(batch)
+
+
+def masked_frames(batch: Batch) -> Tensor:
+    """Return how many frames of a batch are to be guessed, on the device."""
+    return masked(batch).sum()
+
+
+def share_right(outputs: Tensor, batch: Batch) -> Tensor:
+    """Return the outputs of `loss`, which are the scores of the clips already."""
+    return outputs
 
 
 def draw_mask(batch: Batch, generator: torch.Generator | None = None) -> Tensor:
     """Return a mask [B, N] of one span in each block of each clip, its place drawn or the middle, none in padding."""
     inputs, lengths = batch[:2]
-    place = torch.full((len(inputs), math.ceil(inputs.shape[-1] / (STRIDE * BLOCK)), 1), 0.5, device=inputs.device)
+    count = inputs.shape[-1] // STRIDE
+    blocks = math.ceil(inputs.shape[-1] / (STRIDE * BLOCK))
+    place = torch.full((len(inputs), blocks, 1), 0.5, device=inputs.device)
     if generator is not None:
         place.uniform_(generator=generator)
-    first, offset = (place * (BLOCK - SPAN + 1)).long(), torch.arange(BLOCK, device=inputs.device)
-    mask = ((offset >= first) & (offset < first + SPAN)).flatten(1)[:, : inputs.shape[-1] // STRIDE]
-    return mask & within(mask.shape[1], lengths // STRIDE)
+    first = (place * (BLOCK - SPAN + 1)).long()
+    offset = torch.arange(BLOCK, device=inputs.device)
+    mask = (offset >= first) & (offset < first + SPAN)  # [B, blocks, BLOCK]
+    return mask.flatten(1)[:, :count] & within(count, lengths // STRIDE)
 
 
 def segment_ends(count: int, lengths: Tensor) -> Tensor:
     """Return where frames of clips [B, N], end to end, change between clip and padding: [2B + 1] int32, from 0."""
-    ends = torch.stack((lengths, torch.full_like(lengths, count)), dim=1)  # [B, 2]
-    ends = ends + count * torch.arange(len(lengths), device=lengths.device)[:, None]
+    starts = count * torch.arange(len(lengths), device=lengths.device)
+    ends = torch.stack((starts + lengths, starts + count), dim=1)  # [B, 2]
     return F.pad(ends.flatten(), (1, 0)).int()
 
 
@@ -166,9 +187,10 @@ class Block(ConformerLayer):
         x = input + 0.5 * self.ffn1(input)
         query = self.self_attn_layer_norm(x)
         if self.varlen:
-            x = x + self.attention_by_ends(query, ends)
+            attended = self.attention_by_ends(query, ends)
         else:
-            x = x + self.self_attn(query, query, query, key_padding_mask=padding, need_weights=False)[0]
+            attended, _ = self.self_attn(query, query, query, key_padding_mask=padding, need_weights=False)
+        x = x + attended
         x = x + self.conv_module(x, padding)
         return self.final_layer_norm(x + 0.5 * self.ffn2(x))
 
@@ -177,22 +199,25 @@ class Block(ConformerLayer):
 
         So no frame is moved, and the host need not know how many there are.
         """
-        layer, (n, b, _) = self.self_attn, query.shape
-        qkv = F.linear(query.transpose(0, 1), layer.in_proj_weight, layer.in_proj_bias).flatten(0, 1)  # [B * N, 3D]
-        query, key, value = qkv.unflatten(-1, (3, layer.num_heads, -1)).unbind(1)  # [B * N, H, E]
+        layer = self.self_attn
+        n, b, _ = query.shape
+        qkv = F.linear(query.transpose(0, 1), layer.in_proj_weight, layer.in_proj_bias)  # [B, N, 3D]
+        qkv = qkv.flatten(0, 1).unflatten(-1, (3, layer.num_heads, -1))  # [B * N, 3, H, E]
+        query, key, value = qkv.unbind(1)
         attended: Any = varlen_attn(query, key, value, ends, ends, n, n)
-        return layer.out_proj(attended.flatten(1).unflatten(0, (b, n)).transpose(0, 1))
+        attended = attended.flatten(1).unflatten(0, (b, n))  # [B, N, D]
+        return layer.out_proj(attended.transpose(0, 1))
 
 
 class SpeechNet(nn.Module):
     """Spectrograms [B, M, F], lengths [B], mask [B, N] -> (logits [B, N, K], codes [B, N]) of N = F // 4 frames."""
 
-    def __init__(self, size: str | NetSize = "small"):
+    def __init__(self, size: NetSize):
         super().__init__()
-        width, depth, head, *_ = net_size(SIZES, size)
+        width = size.width
         self.unseen = nn.Parameter(torch.zeros(BANDS, 1))  # in place of masked frames
         self.stem = nn.ModuleList((nn.Conv1d(BANDS, width, 3, 2, 1), nn.Conv1d(width, width, 3, 2, 1)))
-        self.blocks = nn.ModuleList(Block(width, width // head) for _ in range(depth))
+        self.blocks = nn.ModuleList(Block(width, width // size.unit) for _ in range(size.depth))
         self.head = nn.Linear(width, CODES)
         fixed = torch.Generator().manual_seed(0)  # the same codes for every seed of the weights
         self.register_buffer("projection", torch.randn(BANDS * STRIDE, CODE_SIZE, generator=fixed))
@@ -202,10 +227,13 @@ class SpeechNet(nn.Module):
         """Return logits and codes of the frames of `inputs` [B, M, F] that `mask` [B, N] hides from the net."""
         n = mask.shape[1]
         inputs = inputs[..., : STRIDE * n]
-        padding, ends = ~within(n, lengths // STRIDE), segment_ends(n, lengths // STRIDE)
+        lengths = lengths // STRIDE
+        padding = ~within(n, lengths)
+        ends = segment_ends(n, lengths)
         x = torch.where(mask.repeat_interleave(STRIDE, dim=1)[:, None], self.unseen, inputs)
-        for layer, stride in zip(self.stem, (STRIDE, STRIDE // 2), strict=True):
-            x = F.silu(layer(x.masked_fill(padding.repeat_interleave(stride, dim=1)[:, None], 0)))
+        for layer, stride in zip(self.stem, (4, 2), strict=True):  # frames of its input in one of the net
+            beyond = padding.repeat_interleave(stride, dim=1)[:, None]
+            x = F.silu(layer(x.masked_fill(beyond, 0)))
         x = x.permute(2, 0, 1)  # [B, D, N] -> [N, B, D]
         for block in self.blocks:
             x = block(x, padding, ends)
@@ -226,6 +254,7 @@ def loss(model: nn.Module, batch: Batch, recipe: Recipe) -> tuple[Tensor, Tensor
     # A row for each frame: for [B, K, N] CUDA has no deterministic kernel.
     log_p = F.log_softmax(logits.float().transpose(1, 2), dim=1).transpose(1, 2).flatten(0, 1)  # [B * N, K]
     frame_loss = F.nll_loss(log_p, codes.flatten(), reduction="none").view_as(codes)
-    right = (logits.detach().argmax(dim=-1) == codes) & mask
     mean = frame_loss.masked_fill(~mask, 0).sum() / mask.sum().clamp(min=1)
-    return mean, right.sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+    right = (logits.detach().argmax(dim=-1) == codes) & mask
+    share = right.sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+    return mean, share

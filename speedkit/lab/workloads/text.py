@@ -16,12 +16,14 @@ from torch import Tensor, nn
 
 from speedkit.errors import UsageError
 from speedkit.lab.sources import find_text
-from speedkit.lab.workloads.sizes import NetSize, net_size
+from speedkit.lab.workloads.sizes import NetSize
 from speedkit.recipe import Recipe
 from speedkit.workload import Batch, Workload
 
-BYTES, MASK = 256, 256  # a hidden byte stands in the input as number 256, and is never predicted
-TEST_WINDOWS, RATIOS = 256, 64  # at most so many windows are tested on, with so many shares of them hidden in turn
+BYTES = 256
+MASK = 256  # a hidden byte stands in the input as this number, and is never predicted
+TEST_WINDOWS = 256  # at most so many windows are tested on
+RATIOS = 64  # with so many shares of them hidden in turn
 # What grows is the width between the two products of a block's second half. On a GPU widths are multiples of 128, as
 # tensor cores like them, and a head has 64 or 128.
 SIZES = {
@@ -37,7 +39,7 @@ def text(
     data_dir: str | Path | None = None,
     *,
     test_pattern: str | None = None,
-    size: str | NetSize = "small",
+    size: NetSize = SIZES["small"],
     clips: int | None = None,
 ) -> Workload:
     """Return the workload on the text files under `data_dir`, or on the source of Python's standard library.
@@ -45,13 +47,13 @@ def text(
     `test_pattern` chooses the test files as in `find_text`; at most `clips` windows are trained on. The metric bounds
     the bits per byte of the test files. Raises UsageError for unusable data.
     """
-    window = net_size(SIZES, size).inputs
-    whole = (side[: len(side) // window * window] for side in find_text(data_dir, test_pattern))
-    train, test = (torch.tensor(bytearray(side), dtype=torch.uint8).view(-1, window) for side in whole)  # [N, T]
+    window = size.inputs
+    train, test = (windows_of(side, window) for side in find_text(data_dir, test_pattern))
     if not len(train) or not len(test):
         counts = f"{len(train)} windows of {window} bytes to train on and {len(test)} to test on"
         raise UsageError(f"there are {counts}: give more text, or lower size")
-    train, test = train[:clips], test[:: math.ceil(len(test) / TEST_WINDOWS)]
+    train = train[:clips]
+    test = test[:: math.ceil(len(test) / TEST_WINDOWS)]
     rows = torch.cat((train, test))
     return Workload(
         "text",
@@ -63,7 +65,7 @@ def text(
         target=operator.index,  # the number of a window, which decides what is hidden of it in a test
         model=functools.partial(TextNet, size),
         loss=loss,
-        score=lambda outputs, batch: outputs,
+        score=bits,
         augment=augment,
         metric="bits_per_byte",
         higher_is_better=False,
@@ -74,6 +76,12 @@ def text(
     )
 
 
+def windows_of(side: bytes, window: int) -> Tensor:
+    """Return text cut into whole windows [N, T], without the rest."""
+    count = len(side) // window
+    return torch.tensor(bytearray(side[: count * window]), dtype=torch.uint8).view(count, window)
+
+
 def augment(batch: Batch, generator: torch.Generator) -> Batch:
     """Return (windows with bytes hidden [B, T], windows [B, T]): of each a random number of its bytes, from 1 to T.
 
@@ -82,16 +90,19 @@ def augment(batch: Batch, generator: torch.Generator) -> Batch:
     """
     windows, _ = batch
     count, window = windows.shape
-    start, order = (torch.rand(shape, generator=generator, device=windows.device) for shape in ((), (count, window)))
+    start = torch.rand((), generator=generator, device=windows.device)
+    order = torch.rand((count, window), generator=generator, device=windows.device).argsort(dim=1)
     share = (start + torch.arange(count, device=windows.device) / count) % 1  # [B], below 1
-    return windows.long().masked_fill(order.argsort(dim=1) <= (share * window).floor()[:, None], MASK), windows
+    is_hidden = order <= (share * window).floor()[:, None]
+    return windows.long().masked_fill(is_hidden, MASK), windows
 
 
 @functools.lru_cache(maxsize=4)
 def evaluation_masks(window: int, device: torch.device) -> Tensor:
     """Return what is hidden when evaluating, [RATIOS, T]: the same for all devices, batch sizes and seeds."""
     order = torch.rand(RATIOS, window, generator=torch.Generator().manual_seed(0)).argsort(dim=1)
-    return (order < ((torch.arange(RATIOS) + 0.5) * window / RATIOS).ceil()[:, None]).to(device)
+    counts = ((torch.arange(RATIOS) + 0.5) * window / RATIOS).ceil()
+    return (order < counts[:, None]).to(device)
 
 
 def loss(model: nn.Module, batch: Batch, recipe: Recipe) -> tuple[Tensor, Tensor]:
@@ -103,13 +114,19 @@ def loss(model: nn.Module, batch: Batch, recipe: Recipe) -> tuple[Tensor, Tensor
     shown, windows = batch
     if windows.dim() == 1:  # (windows, their numbers)
         mask = evaluation_masks(shown.shape[1], shown.device)[windows % RATIOS]
-        shown, windows = shown.long().masked_fill(mask, MASK), shown
-    hidden = shown == MASK
+        windows = shown
+        shown = windows.long().masked_fill(mask, MASK)
+    is_hidden = shown == MASK
     # Logits of 256 bytes take less memory than one activation of a block: there is nothing to gain from chunks of them.
     logits = model(shown).flatten(0, 1)
-    byte_loss = F.cross_entropy(logits, windows.long().flatten(), reduction="none").view_as(hidden)
-    nats = (byte_loss * hidden).sum(dim=1) / hidden.sum(dim=1)
+    byte_loss = F.cross_entropy(logits, windows.long().flatten(), reduction="none").view_as(is_hidden)
+    nats = (byte_loss * is_hidden).sum(dim=1) / is_hidden.sum(dim=1)
     return nats.mean(), nats.detach() / math.log(2)
+
+
+def bits(outputs: Tensor, batch: Batch) -> Tensor:
+    """Return the outputs of `loss`, which are bits already."""
+    return outputs
 
 
 class RMSNorm(nn.RMSNorm):
@@ -124,7 +141,8 @@ def rotate(x: Tensor, turns: Tensor) -> Tensor:
 
     `turns` [2, T, D / 2] float32 holds their cosines and sines.
     """
-    (a, b), (cosine, sine) = x.float().chunk(2, dim=-1), turns[:, :, None, None]
+    a, b = x.float().chunk(2, dim=-1)
+    cosine, sine = turns[:, :, None, None]
     return torch.cat((a * cosine - b * sine, a * sine + b * cosine), dim=-1).to(x.dtype)
 
 
@@ -134,7 +152,8 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int, hidden: int):
         super().__init__()
         self.heads = heads
-        self.norm_1, self.norm_2 = RMSNorm(width, eps=1e-6), RMSNorm(width, eps=1e-6)
+        self.norm_1 = RMSNorm(width, eps=1e-6)
+        self.norm_2 = RMSNorm(width, eps=1e-6)
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.mix = nn.Linear(width, width, bias=False)
         self.gate_up = nn.Linear(width, 2 * hidden, bias=False)
@@ -143,7 +162,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor, turns: Tensor) -> Tensor:  # [B, T, C] -> [B, T, C]
         qkv = self.qkv(self.norm_1(x)).unflatten(2, (3, self.heads, -1))  # [B, T, 3, H, D]
         query, key = rotate(qkv[:, :, :2], turns).transpose(1, 3).unbind(2)  # [B, H, T, D] each
-        attended = F.scaled_dot_product_attention(query, key, qkv[:, :, 2].transpose(1, 2))
+        value = qkv[:, :, 2].transpose(1, 2)
+        attended = F.scaled_dot_product_attention(query, key, value)
         x = x + self.mix(attended.transpose(1, 2).flatten(2))
         gate, up = self.gate_up(self.norm_2(x)).chunk(2, dim=2)
         return x + self.down(F.silu(gate) * up)
@@ -154,20 +174,24 @@ class TextNet(nn.Module):
 
     turns: Tensor
 
-    def __init__(self, size: str | NetSize = "small"):
+    def __init__(self, size: NetSize):
         super().__init__()
-        width, layers, head, (growth,), window = net_size(SIZES, size)
+        width, layers, head, (growth,), window = size
         self.embedding = nn.Embedding(BYTES + 1, width)
         self.blocks = nn.ModuleList(Block(width, width // head, round(growth * width)) for _ in range(layers))
-        self.norm, self.head = RMSNorm(width, eps=1e-6), nn.Linear(width, BYTES, bias=False)
+        self.norm = RMSNorm(width, eps=1e-6)
+        self.head = nn.Linear(width, BYTES, bias=False)
         half = head // 2
         angles = torch.arange(window)[:, None] * 10_000.0 ** (-torch.arange(half) / half)  # [T, D / 2]
         self.register_buffer("turns", torch.stack((angles.cos(), angles.sin())), persistent=False)
         for name, weight in self.named_parameters():
             if weight.dim() == 2:
-                fan_in = 1 if name.startswith("embedding") else weight.shape[1]
-                into_shortcut = name.endswith(("mix.weight", "down.weight"))  # of which 2 per layer add up
-                deviation = (fan_in * (2 * layers if into_shortcut else 1)) ** -0.5
+                fan_in = weight.shape[1]
+                if name.startswith("embedding"):
+                    fan_in = 1
+                if name.endswith(("mix.weight", "down.weight")):  # into the shortcut, where 2 per layer add up
+                    fan_in *= 2 * layers
+                deviation = fan_in**-0.5
                 nn.init.trunc_normal_(weight, std=deviation, a=-2 * deviation, b=2 * deviation)
 
     def forward(self, windows: Tensor) -> Tensor:
