@@ -234,13 +234,13 @@ def compare(plan_a: str, plan_b: str, workload: str, **values: Any) -> int:
 @click.option("--workload", default="audio", help="to build for: audio, or package.module:function")
 def cache(action: str, folder: str, workload: str, **values: Any) -> int:
     """Build cached features for --plan in DIR, the folder that --cache-dir names; describe, verify or repair them."""
-    from speedkit.data.cache import open_cache
+    from speedkit.data.cache import build_cache
     from speedkit.data.cache_files import caches_in, damaged_rows, describe
 
     if action == "build":
         work, _ = find_workload(workload, values)
         plan = find_plan(values["plan"], values | {"cache": "disk"})
-        built = open_cache(work, [*work.train, *work.validation, *work.test], plan, cache_dir=folder, progress=True)
+        built = build_cache(work, [*work.train, *work.validation, *work.test], plan, cache_dir=folder, progress=True)
         lines = [f"{built.folder}: {built.why}", *(f"left out: {path}: {why}" for path, why in built.bad.items())]
     elif action == "info":
         lines = [describe(path) for path in caches_in(folder)]

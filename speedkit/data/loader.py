@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from speedkit.data.augment import seed_step
 from speedkit.data.batches import BatchLoader, BatchMaker, item_name
 from speedkit.data.cache import FeatureCache
+from speedkit.data.cache_in_memory import CacheInMemory
 from speedkit.data.decode import check_bad_share
 from speedkit.data.own_loader import LoaderItems, LoaderSource, NestedBatch, map_batch
 from speedkit.data.prefetch import prefetched
@@ -66,7 +67,7 @@ class BatchStream:
         seed: int | None,
         device: torch.device,
         drop_last: bool = False,
-        cache: FeatureCache | None = None,
+        cache: FeatureCache | CacheInMemory | None = None,
         rank: int = 0,
         world_size: int = 1,
     ):
