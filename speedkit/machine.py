@@ -187,6 +187,16 @@ def usable_ram_bytes() -> int:
     return min([psutil.virtual_memory().total, *limits])
 
 
+def peak_ram_bytes() -> int:
+    """Return the most RAM that this process has taken so far."""
+    if sys.platform == "win32":
+        return psutil.Process().memory_info().peak_wset
+    import resource  # not on Windows
+
+    unit_bytes = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
+
+
 def free_bytes(device: torch.device) -> int:
     """Return the bytes of memory that this process may still take on `device`."""
     if device.type == "cuda":  # what the GPU has left, and what PyTorch has taken of it and does not use
