@@ -93,12 +93,13 @@ def commands() -> None:
 @commands.command(params=[JSON, DEVICE])
 def hardware(as_json: bool, device: str) -> None:
     """Show what this machine is, what it can do, and its measured peaks."""
+    from speedkit.measure.bottlenecks import gpu_advice
     from speedkit.measure.peaks import peaks
 
     machine = this_machine(device)
     show = dataclasses.asdict if as_json else str
     rates = {name: show(peak) for name, peak in peaks(machine).items()}
-    facts = machine.as_dict() | {"advice": machine.advice, "peaks": rates}
+    facts = machine.as_dict() | {"advice": gpu_advice(machine), "peaks": rates}
     click.echo(json.dumps(facts, indent=1) if as_json else yaml.safe_dump(facts, sort_keys=False, width=1000))
 
 

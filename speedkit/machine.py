@@ -40,9 +40,6 @@ ON_CUDA = ("pin_memory", "prefetch", "cuda_graphs", "expandable_segments", "effi
 # none helps float16: a convolution's backward pass takes tens of times as long as in float32 (PyTorch 2.11).
 ON_CPU = {"bf16": ("avx512_bf16", "amx_bf16", "bf16"), "fp16": ("fp16_arith",)}
 ON_CPU_TOO = ("flash_attention", "compile")  # of these, on a CPU without any of its own
-SMALL_BYTES = 4e9
-CHOOSE_GPU = "{device} of {gpu_count} GPUs is used; --device cuda:1 or CUDA_VISIBLE_DEVICES=1: another; --ranks 2: two"
-MAKE_ROOM = "less than 4 GB of GPU memory: --micro-batch auto, --precision fp16, --checkpointing blocks, lower --width"
 
 
 @dataclass(frozen=True)
@@ -82,16 +79,6 @@ class Hardware:
     def name(self) -> str:
         """What to call the device in a sentence."""
         return self.gpu or f"this {self.device.type.upper()}"
-
-    @property
-    def advice(self) -> list[str]:
-        """How to choose a GPU, and how to make room on a small one, in sentences; none for a CPU."""
-        if not self.gpu_count:
-            return []
-        advice = [CHOOSE_GPU.format(device=self.device, gpu_count=self.gpu_count)]
-        if self.gpu_memory_bytes is not None and self.gpu_memory_bytes < SMALL_BYTES:
-            advice.append(MAKE_ROOM)
-        return advice
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON-ready values; `cannot` gives the reason for each capability that is missing."""

@@ -157,6 +157,13 @@ class MemoryDataset(Dataset):
         return self.samples[index]
 
 
+def same_value(one: Any, other: Any) -> bool:
+    """Return whether two leaves of samples are equal."""
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    return np.array_equal(one, other)
+
+
 def why_not_kept(loader: Any) -> str:
     """Return why the samples of a loader's data set cannot be kept in memory, or ""."""
     if not is_plain(loader):
@@ -167,7 +174,7 @@ def why_not_kept(loader: Any) -> str:
     with torch.random.fork_rng(devices=[]):
         first = tree_leaves([loader.dataset[index] for index in range(count)])
         again = tree_leaves([loader.dataset[index] for index in range(count)])
-    if not all(map(np.array_equal, first, again)):
+    if not all(map(same_value, first, again)):
         return "a sample made twice is not the same: what your data set draws at random belongs into the loop"
     takes = sum(getattr(leaf, "nbytes", 0) for leaf in first) * len(loader.dataset) / max(count, 1)
     if takes > MEMORY_SHARE * free_bytes(torch.device("cpu")):

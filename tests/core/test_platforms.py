@@ -56,7 +56,7 @@ from tiny import points
 
 assert TarMember(psutil.__file__, 2, 9, "a").read() == b"Copyright"
 losses = []
-for plan in ({"workers": workers}, {"cache": "disk"}, {"cache": "ram", "persistent_workers": True}):
+for plan in ({"workers": workers, "persistent_workers": True}, {"cache": "disk"}, {"cache": "ram"}):
     plan = speedkit.Plan(log_every=1, **plan)
     history = speedkit.fit(points(), plan=plan, device="cpu", progress=False)
     assert history.steps == 12 and history.peak_memory_bytes, plan
