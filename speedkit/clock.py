@@ -58,4 +58,6 @@ def timed(function: Callable[[], Any], device: torch.device | str, repeats: int,
 def compilations() -> int:
     """Return how many graphs torch.compile has handed to a compiler in this process so far. Never imports dynamo."""
     dynamo = sys.modules.get("torch._dynamo.utils")  # its counter outlives torch._dynamo.reset()
-    return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo else 0
+    if dynamo is None:
+        return 0
+    return int(dynamo.counters["stats"]["unique_graphs"])
