@@ -10,7 +10,7 @@ import common
 import numpy as np
 import torch
 
-from speedkit.data.cache import open_cache
+from speedkit.data.cache import build_cache
 from speedkit.lab.workloads import load_workload
 from speedkit.machine import usable_cores
 from speedkit.plan import Plan
@@ -21,11 +21,11 @@ ON_DISK = Plan(cache="disk")
 # Prints the seconds and megabytes that opening a cache of so many entries takes.
 OPEN = """
 import sys, time, common, psutil
-from cache import ON_DISK, open_cache
+from cache import ON_DISK, build_cache
 resident = lambda: psutil.Process().memory_info().rss
 folder, count = sys.argv[1], int(sys.argv[2])
 before, began_s, workload = resident(), time.perf_counter(), common.perceptron(4, 4, 4)
-cache = open_cache(workload, range(count), ON_DISK, cache_dir=folder, workers=0)
+cache = build_cache(workload, range(count), ON_DISK, cache_dir=folder, workers=0)
 print(time.perf_counter() - began_s, (resident() - before) / 1e6)
 """
 
@@ -45,7 +45,7 @@ def in_turns(functions: list[Callable[[], None]], turns: int) -> list[list[float
 def reading(count: int, turns: int) -> Iterator[common.Result]:
     """Measure gathering from a warm cache, later and at first touch, as a share of the rate of a memory map."""
     with tempfile.TemporaryDirectory() as folder:
-        cache = open_cache(common.perceptron(ROW, 4, BATCH), range(count), ON_DISK, cache_dir=folder)
+        cache = build_cache(common.perceptron(ROW, 4, BATCH), range(count), ON_DISK, cache_dir=folder)
         np.save(Path(folder) / "plain.npy", cache.gather(torch.arange(count), CPU)[0].numpy())
         plain = np.load(Path(folder) / "plain.npy", mmap_mode="r")
         orders = torch.randperm(count).split(BATCH)
@@ -89,7 +89,7 @@ def building(clips: int, sample: int, times: int) -> Iterator[common.Result]:
         alone_s.append(time.perf_counter() - began_s)
     for _ in range(times):
         with tempfile.TemporaryDirectory() as folder:
-            cache = open_cache(workload, items, ON_DISK, cache_dir=folder)
+            cache = build_cache(workload, items, ON_DISK, cache_dir=folder)
         rates.append(len(items) * statistics.mean(alone_s[1:]) / (cache.build_s * usable_cores()))
     yield common.median_of(f"building on {usable_cores()} cores over one alone", rates, limit=0.9, at_least=True)
 

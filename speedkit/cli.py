@@ -97,11 +97,12 @@ def commands() -> None:
 @commands.command(params=[JSON, DEVICE])
 def hardware(as_json: bool, device: str) -> None:
     """Show what this machine is, what it can do, and its measured peaks."""
+    from speedkit.measure.bottlenecks import gpu_advice
     from speedkit.measure.peaks import peaks
 
     machine = this_machine(device)
     measured = peaks(machine)
-    facts = machine.as_dict() | {"advice": machine.advice}
+    facts = machine.as_dict() | {"advice": gpu_advice(machine)}
     if as_json:
         facts["peaks"] = {name: dataclasses.asdict(peak) for name, peak in measured.items()}
         click.echo(json.dumps(facts, indent=1))
@@ -257,13 +258,13 @@ def compare(plan_a: str, plan_b: str, workload: str, **values: Any) -> int:
 @click.option("--workload", default="audio", help="to build for: audio, or package.module:function")
 def cache(action: str, folder: str, workload: str, **values: Any) -> int:
     """Build cached features for --plan in DIR, the folder that --cache-dir names; describe, verify or repair them."""
-    from speedkit.data.cache import open_cache
+    from speedkit.data.cache import build_cache
     from speedkit.data.cache_files import caches_in, damaged_rows, describe
 
     if action == "build":
         work, _ = find_workload(workload, values)
         plan = find_plan(values["plan"], values | {"cache": "disk"})
-        built = open_cache(work, [*work.train, *work.validation, *work.test], plan, cache_dir=folder, progress=True)
+        built = build_cache(work, [*work.train, *work.validation, *work.test], plan, cache_dir=folder, progress=True)
         lines = [f"{built.folder}: {built.why}"]
         lines += [f"left out: {path}: {why}" for path, why in built.bad.items()]
     elif action == "info":

@@ -15,8 +15,11 @@ class Stopwatch:
     """
 
     def __init__(self, device: torch.device | str):
-        self.device, self.began_s = torch.device(device), 0.0
-        self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if self.device.type == "cuda" else []
+        self.device = torch.device(device)
+        self.began_s = 0.0
+        self.events: list[torch.cuda.Event] = []
+        if self.device.type == "cuda":
+            self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
 
     def start(self) -> None:
         """Wait for the device, then start."""
@@ -30,7 +33,9 @@ class Stopwatch:
         if self.events:
             self.events[1].record(torch.cuda.current_stream(self.device))
         synchronize(self.device)  # all streams: copies ahead must not run into the next window
-        return self.events[0].elapsed_time(self.events[1]) / 1e3 if self.events else time.perf_counter() - self.began_s
+        if self.events:
+            return self.events[0].elapsed_time(self.events[1]) / 1e3
+        return time.perf_counter() - self.began_s
 
 
 def synchronize(device: torch.device | str) -> None:
@@ -41,7 +46,8 @@ def synchronize(device: torch.device | str) -> None:
 
 def timed(function: Callable[[], Any], device: torch.device | str, repeats: int, *, warmup: int = 1) -> list[float]:
     """Return the seconds of each of `repeats` calls of `function()`, after `warmup` calls that are not timed."""
-    stopwatch, seconds = Stopwatch(device), []
+    stopwatch = Stopwatch(device)
+    seconds = []
     for _ in range(warmup + repeats):
         stopwatch.start()
         function()
@@ -52,4 +58,6 @@ def timed(function: Callable[[], Any], device: torch.device | str, repeats: int,
 def compilations() -> int:
     """Return how many graphs torch.compile has handed to a compiler in this process so far. Never imports dynamo."""
     dynamo = sys.modules.get("torch._dynamo.utils")  # its counter outlives torch._dynamo.reset()
-    return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo else 0
+    if dynamo is None:
+        return 0
+    return int(dynamo.counters["stats"]["unique_graphs"])

@@ -41,11 +41,15 @@ def settings(cls: type[T]) -> type[T]:
         try:
             validate(self, **values)
         except pydantic.ValidationError as error:
-            name, value, fields = str(error.errors()[0]["loc"][0]), error.errors()[0]["input"], settings_of(model)
+            first = error.errors()[0]
+            name = str(first["loc"][0])
+            value = first["input"]
+            fields = settings_of(model)
             if name not in fields:
                 hint = spelling_of_today(name) or nearest(name, fields)
                 raise PlanError(f"{name!r} is not a field of {cls.__name__}{hint}") from None
-            words = "; it takes " + " | ".join(fields[name].takes) + nearest(str(value), fields[name].takes)
+            takes = fields[name].takes
+            words = f"; it takes {' | '.join(takes)}{nearest(str(value), takes)}"
             hint = spelling_of_today(f"{name}={value}") or words
             raise PlanError(f"{name}={value!r} is not possible{hint}") from None
 
@@ -55,11 +59,11 @@ def settings(cls: type[T]) -> type[T]:
 
 def settings_of(cls: type) -> dict[str, Setting]:
     """Return the fields of the settings class `cls` by name, in the order they are written."""
-    fields = pydantic.TypeAdapter(cls).json_schema()["properties"]
-    return {
-        name: Setting(" ".join(field["description"].split()), field["default"], tuple(_values_in_words(field)))
-        for name, field in fields.items()
-    }
+    found = {}
+    for name, field in pydantic.TypeAdapter(cls).json_schema()["properties"].items():
+        text = " ".join(field["description"].split())
+        found[name] = Setting(text, field["default"], tuple(_values_in_words(field)))
+    return found
 
 
 def _values_in_words(schema: Mapping[str, Any]) -> Iterable[str]:
@@ -79,10 +83,12 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 def from_mapping(cls: type[T], values: Mapping[str, Any]) -> T:
     """Return a `cls` of `values`, among which texts may stand for numbers. Raises PlanError as `cls` itself does."""
-    return cls(**{name: _from_text(value) if isinstance(value, str) else value for name, value in values.items()})
+    return cls(**{name: _from_text(value) for name, value in values.items()})
 
 
-def _from_text(text: str) -> Any:
+def _from_text(text: Any) -> Any:
+    if not isinstance(text, str):
+        return text
     for number in (int, float):
         with contextlib.suppress(ValueError):
             return number(text)
@@ -104,6 +110,8 @@ def from_yaml(cls: type[T], path: str | Path) -> T:
 
 def to_yaml(instance: Any) -> str:
     """Return `instance` as YAML: a line for each field, with its meaning as a comment."""
-    helps = {name: setting.help for name, setting in settings_of(type(instance)).items()}
-    lines = [f"{yaml.safe_dump({name: getattr(instance, name)}).strip()}  # {text}\n" for name, text in helps.items()]
-    return "".join(lines)
+    text = ""
+    for name, setting in settings_of(type(instance)).items():
+        line = yaml.safe_dump({name: getattr(instance, name)}).strip()
+        text += f"{line}  # {setting.help}\n"
+    return text

@@ -58,10 +58,13 @@ def claim_folder(folder: str | Path, kind: str, resume: bool = False) -> Path:
 
     Raises UsageError when it cannot be written, or holds anything but a run of `kind` that `resume` goes on with.
     """
-    folder, marker = Path(folder), Path(folder, ".speedkit-run")
+    folder = Path(folder)
+    marker = folder / ".speedkit-run"
+    content = "files that speedkit did not write"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        content = f"a {marker.read_text()} run" if marker.exists() else "files that speedkit did not write"
+        if marker.exists():
+            content = f"a {marker.read_text()} run"
         if any(folder.iterdir()) and not (resume and content == f"a {kind} run"):
             hint = "name another with --out, or go on with it by --resume"
             raise UsageError(f"output folder {folder} already holds {content}: {hint}")

@@ -1,16 +1,15 @@
 """What this machine is and what it can do. What it can reach is measured in `speedkit.measure.peaks`."""
 
 import contextlib
-import ctypes
 import ctypes.util
 import functools
 import importlib.util
-import math
+import itertools
 import os
 import platform
 import shutil
+import sys
 import sysconfig
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,8 +39,7 @@ ON_CUDA = ("pin_memory", "prefetch", "cuda_graphs", "expandable_segments", "effi
 # The instruction sets without which a CPU emulates a number format, as torch.cpu.get_capabilities names them. On x86
 # none helps float16: a convolution's backward pass takes tens of times as long as in float32 (PyTorch 2.11).
 ON_CPU = {"bf16": ("avx512_bf16", "amx_bf16", "bf16"), "fp16": ("fp16_arith",)}
-CHOOSE_GPU = "{device} of {gpu_count} GPUs is used; --device cuda:1 or CUDA_VISIBLE_DEVICES=1: another; --ranks 2: two"
-MAKE_ROOM = "less than 4 GB of GPU memory: --micro-batch auto, --precision fp16, --checkpointing blocks, lower --width"
+ON_CPU_TOO = ("flash_attention", "compile")  # of these, on a CPU without any of its own
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ class Hardware:
     cores: int = 1  # that this process may use: affinity and container quota respected
     threads: int = 1  # that PyTorch uses within one operation
     ram_bytes: int | None = None  # this process's limit, where a container sets one
-    python_version: str = ""
+    operating_system: str = "linux"  # as sys.platform names it
     torch_version: str = ""
     triton: bool = False  # importable
     compiler: str = ""  # the one that torch.compile would call (C++ for a CPU, C for a GPU); "" if none is found
@@ -69,56 +67,68 @@ class Hardware:
     mallopt: bool = False  # whether the C library has it, as glibc does
 
     def supports(self, capability: str) -> bool:
-        """Whether `capability`, of CAPABILITIES or one that `_needs` knows, is really there."""
+        """Return whether the machine really has `capability`: of CAPABILITIES, or another that `why_not` knows."""
         return not self.why_not(capability)
 
     def why_not(self, capability: str) -> str:
-        """Return what the device lacks for `capability`, in words, or "" if it has it."""
-        return next((f"{capability} needs {what}" for lacks, what in _needs(self, capability) if lacks), "")
+        """Return what the machine lacks for `capability`, in words, or "" if it has it."""
+        missing = _missing_in_device(self, capability) or _missing_software(self, capability)
+        return f"{capability} needs {missing}" if missing else ""
 
     @property
     def name(self) -> str:
         """What to call the device in a sentence."""
         return self.gpu or f"this {self.device.type.upper()}"
 
-    @property
-    def advice(self) -> list[str]:
-        """How to choose a GPU, and how to make room on a small one, in sentences; none for a CPU."""
-        small = (self.gpu_memory_bytes or math.inf) < 4e9
-        return [CHOOSE_GPU.format_map(vars(self)), *[MAKE_ROOM] * small] if self.gpu_count else []
-
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON-ready values; `cannot` gives the reason for each capability that is missing."""
-        return {
-            **vars(self),
-            "device": str(self.device),
-            "compute_capability": "{}.{}".format(*self.compute_capability) if self.compute_capability else None,
-            "cannot": {name: self.why_not(name) for name in CAPABILITIES if not self.supports(name)},
-        }
+        facts = vars(self) | {"device": str(self.device)}
+        if self.compute_capability is not None:
+            facts["compute_capability"] = "{}.{}".format(*self.compute_capability)
+        reasons = {name: self.why_not(name) for name in CAPABILITIES}
+        return facts | {"cannot": {name: why for name, why in reasons.items() if why}}
 
 
-def _needs(hardware: Hardware, capability: str) -> Iterator[tuple[bool, str]]:
-    """Yield whether the device lacks something that `capability` needs, and what that is."""
-    on_cpu, here = hardware.device.type == "cpu", f"the device is {hardware.name}"
-    if capability == "torchcodec":
-        yield not hardware.torchcodec, "the package torchcodec and FFmpeg's libraries"
-    elif capability == "mallopt":
-        yield not hardware.mallopt, "glibc, the C library of most Linux systems"
-    elif capability in ON_CUDA:
-        yield hardware.device.type != "cuda", f"a CUDA GPU; {here}"
-    elif on_cpu and capability in ON_CPU:
+def _missing_in_device(hardware: Hardware, capability: str) -> str:
+    """Return what the device lacks for `capability`, or ""."""
+    on_cpu = hardware.device.type == "cpu"
+    here = f"the device is {hardware.name}"
+    if capability in ON_CUDA and hardware.device.type != "cuda":
+        return f"a CUDA GPU; {here}"
+    if on_cpu and capability in ON_CPU:
         flags = ON_CPU[capability]
-        slow = not {*flags} & {*hardware.cpu_flags}
-        yield slow, f"a CPU with {' or '.join(flags)}: this one emulates it, slowly"
-    elif not on_cpu or capability in ("tf32", "fp8", "varlen_attention"):
-        (major, minor), generation = ON_NVIDIA[capability]
-        gpu = f"an NVIDIA GPU of compute capability {major}.{minor}, {generation}, or newer"
-        yield (hardware.compute_capability or (0, 0)) < (major, minor), f"{gpu}; {here}"
+        if set(flags).isdisjoint(hardware.cpu_flags):
+            return f"a CPU with {' or '.join(flags)}: this one emulates it, slowly"
+    elif capability in ON_NVIDIA and not (on_cpu and capability in ON_CPU_TOO):
+        least, generation = ON_NVIDIA[capability]
+        if (hardware.compute_capability or (0, 0)) < least:
+            version = "{}.{}".format(*least)
+            return f"an NVIDIA GPU of compute capability {version}, {generation}, or newer; {here}"
+    return ""
+
+
+def _missing_software(hardware: Hardware, capability: str) -> str:
+    """Return what the operating system and what is installed lack for `capability`, or ""."""
+    if capability == "workers" and hardware.operating_system == "win32":
+        return "processes that can be forked, which Windows has not: WSL2, a Linux within Windows, has them"
+    if capability == "torchcodec" and not hardware.torchcodec:
+        return "the package torchcodec and FFmpeg's libraries"
+    if capability == "mallopt" and not hardware.mallopt:
+        return "glibc, the C library of most Linux systems"
     if capability == "compile":
-        compiler = "a C++ compiler: install g++, or set CXX" if on_cpu else "a C compiler: install gcc, or set CC"
-        yield not (on_cpu or hardware.triton), "the package triton, which cannot be imported: install it"
-        yield not hardware.compiler, compiler
-        yield not hardware.python_headers, "Python's headers (Python.h): install python3-dev (python3-devel)"
+        return _missing_to_compile(hardware)
+    return ""
+
+
+def _missing_to_compile(hardware: Hardware) -> str:
+    on_cpu = hardware.device.type == "cpu"
+    if not on_cpu and not hardware.triton:
+        return "the package triton, which cannot be imported: install it"
+    if not hardware.compiler:
+        return "a C++ compiler: install g++, or set CXX" if on_cpu else "a C compiler: install gcc, or set CC"
+    if not hardware.python_headers:
+        return "Python's headers (Python.h): install python3-dev (python3-devel)"
+    return ""
 
 
 def this_machine(device: str | torch.device = "auto") -> Hardware:
@@ -126,14 +136,18 @@ def this_machine(device: str | torch.device = "auto") -> Hardware:
 
     Raises UsageError when `device` is not there.
     """
-    devices = ["mps", "cpu"] if torch.backends.mps.is_available() else ["cpu"]
+    devices = []
     if torch.cuda.is_available():
-        devices = ["cuda", *(f"cuda:{index}" for index in range(torch.cuda.device_count())), *devices]
-    if str(device) not in ("auto", *devices):
+        devices += ["cuda", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    if torch.backends.mps.is_available():
+        devices.append("mps")
+    devices.append("cpu")
+    if str(device) == "auto":
+        device = devices[0]
+    if str(device) not in devices:
         raise UsageError(f'device "{device}" is not available: this machine has {", ".join(devices)}, and takes "auto"')
     # The number of threads can change while a process runs; nothing else here can.
-    facts = _facts(torch.device(devices[0] if str(device) == "auto" else device))
-    return replace(facts, threads=torch.get_num_threads())
+    return replace(_facts(torch.device(device)), threads=torch.get_num_threads())
 
 
 def cache_root() -> Path:
@@ -143,15 +157,31 @@ def cache_root() -> Path:
 
 def usable_cores() -> int:
     """Return how many cores this process may use: its CPU affinity, lowered by the quotas of its control groups."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quotas = [limit.split() for limit in _cgroup_limits("cpu.max")]  # "150000 100000", or "max 100000"
-    return min([cores, *(max(1, int(quota) // int(period)) for quota, period in quotas if quota != "max")])
+    if hasattr(os, "sched_getaffinity"):  # on Linux alone
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    for limit in _cgroup_limits("cpu.max"):  # "150000 100000", or "max 100000"
+        quota, period = limit.split()
+        if quota != "max":
+            cores = min(cores, max(1, int(quota) // int(period)))
+    return cores
 
 
 def usable_ram_bytes() -> int:
     """Return the bytes of RAM this process may use: the machine's, lowered by the limits of its control groups."""
-    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min([machine, *(int(limit) for limit in _cgroup_limits("memory.max") if limit.isdigit())])
+    limits = [int(limit) for limit in _cgroup_limits("memory.max") if limit.isdigit()]  # or "max"
+    return min([psutil.virtual_memory().total, *limits])
+
+
+def peak_ram_bytes() -> int:
+    """Return the most RAM that this process has taken so far."""
+    if sys.platform == "win32":
+        return psutil.Process().memory_info().peak_wset
+    import resource  # not on Windows
+
+    unit_bytes = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
 
 
 def free_bytes(device: torch.device) -> int:
@@ -178,21 +208,31 @@ def nvml_facts(uuid: str, *names: str) -> dict[str, Any]:
         import pynvml as nvml  # the module of the distribution nvidia-ml-py
 
         nvml.nvmlInit()
-        # NVML counts all GPUs, CUDA only the visible ones: the UUID is what both call it.
-        gpu = functools.partial(nvml.nvmlDeviceGetHandleByUUID, f"GPU-{uuid}")
-        questions = {
-            "driver": nvml.nvmlSystemGetDriverVersion,
-            "power_limit_w": lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu()) / 1e3,
-            "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(gpu()) / 1e3,
-            "sm_hz": lambda: nvml.nvmlDeviceGetClockInfo(gpu(), nvml.NVML_CLOCK_SM) * 1e6,
-            "memory_hz": lambda: nvml.nvmlDeviceGetClockInfo(gpu(), nvml.NVML_CLOCK_MEM) * 1e6,
-            "energy_j": lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(gpu()) / 1e3,  # since the driver was loaded
-            "utilisation": lambda: nvml.nvmlDeviceGetUtilizationRates(gpu()).gpu / 100,
-        }
         for name in names:
             with contextlib.suppress(nvml.NVMLError):
-                facts[name] = questions[name]()
+                facts[name] = _nvml_fact(nvml, uuid, name)
     return facts
+
+
+def _nvml_fact(nvml: Any, uuid: str, name: str) -> Any:
+    if name == "driver":
+        return nvml.nvmlSystemGetDriverVersion()
+    # NVML counts all GPUs, CUDA only the visible ones: the UUID is what both call it.
+    gpu = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+    match name:
+        case "power_limit_w":
+            return nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3
+        case "power_w":
+            return nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3
+        case "energy_j":  # since the driver was loaded
+            return nvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1e3
+        case "sm_hz":
+            return nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM) * 1e6
+        case "memory_hz":
+            return nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM) * 1e6
+        case "utilisation":
+            return nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100
+    raise KeyError(name)
 
 
 def gpu_state(device: torch.device, *names: str) -> dict[str, float]:
@@ -205,31 +245,40 @@ def gpu_state(device: torch.device, *names: str) -> dict[str, float]:
 
 @functools.lru_cache
 def _facts(device: torch.device) -> Hardware:
-    cpu, compiler = torch.cpu.get_capabilities(), os.environ.get("CXX", "g++")  # as torch._inductor.config
+    cpu = torch.cpu.get_capabilities()
+    compiler = os.environ.get("CXX", "g++")  # as torch._inductor.config
     gpu: dict[str, Any] = {}
     if device.type == "cuda":
         compiler = os.environ.get("CC") or shutil.which("gcc") or "clang"  # as triton.runtime.build
-        properties = torch.cuda.get_device_properties(device)
-        gpu = {
-            "gpu": properties.name,
-            "gpu_count": torch.cuda.device_count(),
-            "compute_capability": None if torch.version.hip else (properties.major, properties.minor),
-            "gpu_memory_bytes": properties.total_memory,
-            **nvml_facts(str(properties.uuid), "driver", "power_limit_w"),
-        }
+        gpu = _gpu_facts(device)
     return Hardware(
         device=device,
         cpu=cpu.get("cpu_name") or platform.processor() or platform.machine(),
-        cpu_flags=tuple(flag for flags in ON_CPU.values() for flag in flags if cpu.get(flag)),
+        cpu_flags=tuple(flag for flag in itertools.chain(*ON_CPU.values()) if cpu.get(flag)),
         cores=usable_cores(),
         ram_bytes=usable_ram_bytes(),
-        python_version=platform.python_version(),
+        operating_system=sys.platform,
         torch_version=str(torch.__version__),
-        triton=importlib.util.find_spec("triton") is not None,
+        triton=_installed("triton"),
         compiler=shutil.which(compiler) or "",
         # Without FFmpeg's libraries it could not be imported.
-        torchcodec=importlib.util.find_spec("torchcodec") is not None and bool(ctypes.util.find_library("avutil")),
-        mallopt=hasattr(ctypes.CDLL(None), "mallopt"),
+        torchcodec=_installed("torchcodec") and bool(ctypes.util.find_library("avutil")),
+        mallopt=platform.libc_ver()[0] == "glibc",
         python_headers=Path(sysconfig.get_path("include"), "Python.h").exists(),
         **gpu,
     )
+
+
+def _gpu_facts(device: torch.device) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(device)
+    facts = nvml_facts(str(properties.uuid), "driver", "power_limit_w")
+    facts["gpu"] = properties.name
+    facts["gpu_count"] = torch.cuda.device_count()
+    facts["gpu_memory_bytes"] = properties.total_memory
+    if not torch.version.hip:
+        facts["compute_capability"] = (properties.major, properties.minor)
+    return facts
+
+
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None

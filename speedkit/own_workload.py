@@ -47,13 +47,12 @@ def from_dataset(
     gives each seed its own. `others` are fields of Workload. What is random belongs into `augment`: a cache would keep
     what a data set drew first. Raises SpeedkitError for what cannot be trained on.
     """
-    samples, test_samples, validation_samples = (
-        [Sample(f"{side}/{index}", data, index) for index in range(len(data))]
-        for side, data in (("train", train), ("test", test), ("validation", validation))
-    )
+    samples = samples_of(train, "train")
+    test_samples = samples_of(test, "test")
     if not samples or not test_samples:
         raise UsageError("a data set is empty")
-    inputs, label = load(samples[0]), torch.as_tensor(target(samples[0]))
+    inputs = load(samples[0])
+    label = torch.as_tensor(target(samples[0]))
     class_numbers = label.ndim == 0 and not label.is_floating_point()
     if score is None and not class_numbers:
         raise UsageError("the targets are no class numbers: give score(outputs, targets), one number per sample")
@@ -61,6 +60,11 @@ def from_dataset(
     def batch_loss(model: nn.Module, batch: Batch, recipe: Recipe) -> tuple[Tensor, Tensor]:
         outputs = model(batch[0])
         return loss(outputs, batch[1]), outputs
+
+    def batch_score(outputs: Tensor, batch: Batch) -> Tensor:
+        if score is None:
+            return right_class(outputs, batch)
+        return score(outputs, batch[1])
 
     fields: dict[str, Any] = {
         "cacheable": class_numbers and inputs.is_floating_point(),
@@ -74,12 +78,24 @@ def from_dataset(
         load=load,
         features=Tensor.contiguous,  # nothing to do
         target=target,
-        model=functools.partial(copy.deepcopy, model) if isinstance(model, nn.Module) else model,
+        model=own_model(model),
         loss=batch_loss,
-        score=right_class if score is None else lambda outputs, batch: score(outputs, batch[1]),
-        validation=validation_samples,
+        score=batch_score,
+        validation=samples_of(validation, "validation"),
         **fields | others,
     )
+
+
+def samples_of(data: Any, side: str) -> list[Sample]:
+    """Return the items of a map-style data set."""
+    return [Sample(f"{side}/{index}", data, index) for index in range(len(data))]
+
+
+def own_model(model: nn.Module | Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """Return what makes a model for each training: a module is copied."""
+    if isinstance(model, nn.Module):
+        return functools.partial(copy.deepcopy, model)
+    return model
 
 
 def from_loader(
@@ -113,15 +129,24 @@ def from_loader(
     few = dataclasses.replace(train, batches=min(train.batches, WITHOUT_LENGTH))
 
     def batch_loss(model: nn.Module, batch: Any, recipe: Recipe) -> tuple[Tensor, Tensor]:
-        scored = evaluate is not None and not model.training
-        loss = torch.tensor(float(evaluate(model))) if scored else step(model, batch.value)  # type: ignore[misc]
+        if evaluate is not None and not model.training:
+            loss = torch.tensor(float(evaluate(model)))
+        else:
+            loss = step(model, batch.value)
         if not isinstance(loss, Tensor) or loss.ndim:
-            what = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else f"{type(loss).__name__}"
+            what = type(loss).__name__
+            if isinstance(loss, Tensor):
+                what = f"a tensor {list(loss.shape)}"
             raise UsageError(f"step returned {what}: it has to return the loss, a tensor of one number")
         return loss, loss
 
+    metric = "test loss"
+    if test is None:
+        metric = "training loss"
+    if evaluate is not None:
+        metric = "score"
     fields: dict[str, Any] = {
-        "metric": "score" if evaluate else "training loss" if test is None else "test loss",
+        "metric": metric,
         "higher_is_better": evaluate is not None,
         "margin": None,
         "cacheable": False,
@@ -134,7 +159,7 @@ def from_loader(
         load=train.__getitem__,
         features=Tensor.contiguous,
         target=train.__getitem__,
-        model=functools.partial(copy.deepcopy, model) if isinstance(model, nn.Module) else model,
+        model=own_model(model),
         loss=batch_loss,
         score=lambda loss, batch: loss.expand(len(batch[0])),
         **fields | others,
@@ -158,7 +183,10 @@ def target(sample: Sample) -> Any:
     """
     value = sample.target
     if value is None:
-        labels = None if getattr(sample.data, "target_transform", None) else getattr(sample.data, "targets", None)
-        value = sample.data[sample.index][1] if labels is None else labels[sample.index]
-    sample.target = None if np.ndim(value) else value
+        labels = getattr(sample.data, "targets", None)
+        if labels is None or getattr(sample.data, "target_transform", None):
+            value = sample.data[sample.index][1]
+        else:
+            value = labels[sample.index]
+    sample.target = value if np.ndim(value) == 0 else None
     return value

@@ -61,7 +61,8 @@ class Recipe:
 
 def steps_per_epoch(train_items: int, batch_size: int, drop_last: bool) -> int:
     """Return the batches in one pass; at least one, for a set smaller than a batch is one small batch."""
-    return max(1, train_items // batch_size if drop_last else math.ceil(train_items / batch_size))
+    batches = train_items / batch_size
+    return max(1, math.floor(batches) if drop_last else math.ceil(batches))
 
 
 def learning_rates(recipe: Recipe, total_steps: int) -> list[float]:
@@ -74,14 +75,18 @@ def learning_rates(recipe: Recipe, total_steps: int) -> list[float]:
     def cosine(start: float, end: float, share: float) -> float:
         return end + (start - end) * (1 + math.cos(math.pi * share)) / 2
 
-    peak, last = recipe.learning_rate, max(1, total_steps - 1)
+    peak = recipe.learning_rate
+    last = max(1, total_steps - 1)
     if recipe.schedule == "constant":
         return [peak] * total_steps
     if recipe.schedule == "cosine":
         return [cosine(peak, 0.0, step / last) for step in range(total_steps)]
     top = max(1.0, 0.3 * total_steps - 1)
     fall = max(1.0, last - top)
-    return [
-        cosine(peak / 25, peak, step / top) if step <= top else cosine(peak, peak / 250_000, (step - top) / fall)
-        for step in range(total_steps)
-    ]
+    rates = []
+    for step in range(total_steps):
+        if step <= top:
+            rates.append(cosine(peak / 25, peak, step / top))
+        else:
+            rates.append(cosine(peak, peak / 250_000, (step - top) / fall))
+    return rates

@@ -67,7 +67,9 @@ class Workload:
     @property
     def own_loader(self) -> LoaderItems | None:
         """What stands for the items where their author's loader makes the batches; None where there are items."""
-        return self.train if isinstance(self.train, LoaderItems) else None
+        if isinstance(self.train, LoaderItems):
+            return self.train
+        return None
 
 
 def right_class(outputs: Tensor, batch: Batch) -> Tensor:

@@ -22,7 +22,9 @@ def augment_batch(batch: "Batch", workload: "Workload", recipe: Recipe, *, step:
         seed_step(generator, recipe.seed, step)
     if workload.augment is not None:
         batch = workload.augment(batch, generator)
-    return mixup(batch, recipe.mixup, generator) if recipe.mixup else batch
+    if recipe.mixup:
+        batch = mixup(batch, recipe.mixup, generator)
+    return batch
 
 
 def mixup(batch: "Batch", alpha: float, generator: Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -37,5 +39,6 @@ def mixup(batch: "Batch", alpha: float, generator: Generator) -> tuple[Tensor, T
     first, second = torch._standard_gamma(alphas, generator).clamp_min_(torch.finfo(alphas.dtype).tiny)
     weight = (torch.maximum(first, second) / (first + second)).to(inputs.device)  # [B]
     partner = torch.randperm(len(inputs), generator=generator, device=generator.device).to(inputs.device)
-    mixed = torch.lerp(inputs[partner], inputs, weight.unflatten(0, (-1, *[1] * (inputs.ndim - 1))))
+    per_sample = weight.view(-1, *[1] * (inputs.ndim - 1))  # [B, 1, ...]
+    mixed = torch.lerp(inputs[partner], inputs, per_sample)
     return mixed, targets, targets[partner], weight

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import functools
 import multiprocessing
-import os
 import signal
 import sys
 import threading
@@ -62,7 +61,7 @@ class BatchMaker(Dataset):
         the epoch.
         """
         process = get_worker_info()
-        worker = 0 if process is None else process.id
+        worker = process.id if process is not None else 0
         try:
             return self.make(indices, worker)
         except BaseException as error:
@@ -72,7 +71,8 @@ class BatchMaker(Dataset):
 
     def make(self, indices: list[int], worker: int) -> Loaded:
         """Return what `maker[indices]` is; raise what goes wrong."""
-        samples, bad = [], {}
+        samples = []
+        bad = {}
         for index in indices:
             self.reading[worker] = index
             try:
@@ -125,16 +125,18 @@ class BatchLoader:
         if self.loader is not None:
             return iter(self.loader)  # by the workers of the epoch before
         self.loader = self.make_loader()
+        if not self.plan.workers:
+            return iter(self.loader)
         with stops_held_back():
             batches: Any = iter(self.loader)
-        if self.plan.workers:
-            self.processes = batches._workers
-            # Else torch's handler of SIGCHLD raises in the middle of a step, or when a worker is ended here.
-            _remove_worker_pids(id(batches))
-            batches._worker_pids_set = False
-            atexit.register(self.close)  # Python, going out, would wait for ever: the workers ignore SIGTERM
-            self.hung, self.ended = None, threading.Event()
-            threading.Thread(target=self.look_after, args=(self.processes, self.ended), daemon=True).start()
+        self.processes = batches._workers
+        # Else torch's handler of SIGCHLD raises in the middle of a step, or when a worker is ended here.
+        _remove_worker_pids(id(batches))
+        batches._worker_pids_set = False
+        atexit.register(self.close)  # Python, going out, would wait for ever: the workers ignore SIGTERM
+        self.hung = None
+        self.ended = threading.Event()
+        threading.Thread(target=self.look_after, args=(self.processes, self.ended), daemon=True).start()
         return batches
 
     def make_loader(self) -> DataLoader:
@@ -148,10 +150,11 @@ class BatchLoader:
                 "prefetch_factor": self.plan.prefetch_factor,
                 "persistent_workers": self.plan.persistent_workers,
                 "worker_init_fn": begin_worker,
-                # Copies of the process that trains. Python 3.14 has others by default, to which functions of a workload
-                # cannot be sent.
-                "multiprocessing_context": "fork" if sys.platform == "linux" else None,
             }
+            if sys.platform == "linux":
+                # Copies of the process that trains. Python 3.14 has others by default, to which functions of a workload
+                # cannot be sent. On a Mac copies may crash, so DataLoader's own way stays.
+                options["multiprocessing_context"] = "fork"
         return DataLoader(
             self.maker,
             batch_size=None,
@@ -200,7 +203,10 @@ class BatchLoader:
                 if ended.wait(CHECK_S) or any(process.exitcode is not None for process in processes):
                     return
                 now = [*self.maker.reading, *map(work_done, processes)]
-                idle_s = idle_s + CHECK_S if self.waiting and now == before else 0.0
+                if self.waiting and now == before:
+                    idle_s += CHECK_S
+                else:
+                    idle_s = 0.0
                 before = now
             hung = max(range(len(processes)), key=self.maker.reading.__getitem__)
             self.hung = self.maker.failure(hung, f"no batch for {HUNG_S:g} s: a worker hangs")
@@ -214,7 +220,9 @@ class BatchLoader:
         """End the workers by force: they may be stopped, or hang."""
         self.ended.set()
         kill(self.processes)
-        self.loader, self.processes, self.waiting = None, [], False
+        self.loader = None
+        self.processes = []
+        self.waiting = False
         atexit.unregister(self.close)
 
 
@@ -237,7 +245,8 @@ def begin_worker(_: int) -> None:
 def work_done(process: BaseProcess) -> tuple[float, Any]:
     """Return how long a process has used a core, in hundredths of HUNG_S, and what it has read and written."""
     seen = psutil.Process(process.pid).as_dict(LOOK, ad_value=())
-    return sum(seen["cpu_times"][:2]) // (HUNG_S / 100), seen.get("io_counters")  # one that waits wakes up, too
+    used_s = sum(seen["cpu_times"][:2])
+    return used_s // (HUNG_S / 100), seen.get("io_counters")  # one that waits wakes up, too
 
 
 def kill(processes: Iterable[BaseProcess]) -> None:
@@ -251,5 +260,9 @@ def kill(processes: Iterable[BaseProcess]) -> None:
 def set_running(processes: Iterable[BaseProcess], running: bool) -> None:
     """Let processes go on or stand still."""
     for process in processes:
-        if process.is_alive() and process.pid is not None:
-            os.kill(process.pid, signal.SIGCONT if running else signal.SIGSTOP)
+        if not process.is_alive():
+            continue
+        if running:
+            psutil.Process(process.pid).resume()
+        else:
+            psutil.Process(process.pid).suspend()

@@ -8,7 +8,6 @@ shape.json  the shape of the first entry
 Entries are appended and never moved. An item whose file has changed gets a new entry; the old one is not read again.
 """
 
-import contextlib
 import functools
 import importlib.metadata
 import importlib.util
@@ -106,7 +105,8 @@ def source_of(code: Any) -> str:
 
 def mapped(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
     """Map a file of `count` numbers, lengthened where it is too short; the new zeros match no checksum."""
-    size, present = count * dtype.itemsize, path.stat().st_size if path.exists() else 0
+    size = count * dtype.itemsize
+    present = path.stat().st_size if path.exists() else 0
     if present < size:
         with path.open("ab") as file:
             if hasattr(os, "posix_fallocate"):  # else a full disk would be a signal when a page is written
@@ -120,15 +120,21 @@ def item_key(item: Any, size: int) -> int:
 
     An item without a path is hashed by its content.
     """
+    return xxh3_64_intdigest(os.fsencode(f"{_identity(item)} {size}"))
+
+
+def _identity(item: Any) -> str:
+    """Return a text that changes when an item, or its file, does."""
     path = getattr(item, "path", None)
+    if isinstance(item, PLAIN):
+        return repr(item)
     if path is None:
-        name = repr(item) if isinstance(item, PLAIN) else content_hash(item)
-    else:
-        name = str(path)
-        with contextlib.suppress(OSError):  # no file either: a name alone
-            status = os.stat(getattr(path, "tar", path))
-            name = f"{os.path.abspath(name)} {status.st_size} {status.st_mtime_ns}"
-    return xxh3_64_intdigest(os.fsencode(f"{name} {size}"))
+        return content_hash(item)
+    try:
+        status = os.stat(getattr(path, "tar", path))
+    except OSError:  # no file either: a name alone
+        return str(path)
+    return f"{os.path.abspath(str(path))} {status.st_size} {status.st_mtime_ns}"
 
 
 def add_items(path: Path, keys: np.ndarray, sizes: np.ndarray) -> np.ndarray:
@@ -137,27 +143,36 @@ def add_items(path: Path, keys: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     They get the next rows in the order of the list: where entries lie does not depend on who computes what when, so a
     build that was killed ends with the same bytes as one that was not.
     """
-    index = np.fromfile(path, ENTRY) if path.exists() else np.zeros(0, ENTRY)
-    row = np.arange(len(keys))
-    if not np.array_equal(index["key"][: len(keys)], keys):  # else, the same list again, a million need no dictionary
-        rows = {key: row for row, key in enumerate(index["key"].tolist())}
-        row = np.array([rows.setdefault(key, len(rows)) for key in keys.tolist()])
+    index = np.zeros(0, ENTRY)
+    if path.exists():
+        index = np.fromfile(path, ENTRY)
+    row = rows_of(keys, index)
     old = row < len(index)
     if (index["size"][row[old]] != sizes[old]).any():  # damaged: every entry behind would lie elsewhere
         path.unlink()
         return add_items(path, keys, sizes)
     if not old.all():
         grown = np.zeros(row.max() + 1, ENTRY)
-        grown["key"][row], grown["size"][row] = keys, sizes
+        grown["key"][row] = keys
+        grown["size"][row] = sizes
         with path.open("ab") as file:
             file.truncate(index.nbytes)  # what a kill has left of a row
             file.write(grown[len(index) :].tobytes())
     return row
 
 
+def rows_of(keys: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """Return the row in `index` of each key [N]; keys that it lacks get the rows after its end."""
+    if np.array_equal(index["key"][: len(keys)], keys):  # the same list again: a million need no dictionary
+        return np.arange(len(keys))
+    rows = {key: row for row, key in enumerate(index["key"].tolist())}
+    return np.array([rows.setdefault(key, len(rows)) for key in keys.tolist()])
+
+
 def caches_in(folder: str | Path) -> list[Path]:
     """Return the caches in the folder that --cache-dir names, or the one that `folder` is. Raises UsageError."""
-    caches = [path for path in (Path(folder), *sorted(Path(folder).glob("*"))) if (path / VALUES).exists()]
+    folders = [Path(folder), *sorted(Path(folder).glob("*"))]
+    caches = [path for path in folders if (path / VALUES).exists()]
     if not caches:
         raise UsageError(f"{folder} holds no feature cache: name the folder that --cache-dir named")
     return caches
@@ -168,10 +183,12 @@ def damaged_rows(folder: Path, repair: bool = False) -> list[int]:
 
     `repair` marks them as not computed yet, so that the next use computes them.
     """
-    index, values = np.fromfile(folder / INDEX, ENTRY), np.memmap(folder / VALUES, np.uint8, "r")
-    ends = np.cumsum(index["size"]).tolist()
+    index = np.fromfile(folder / INDEX, ENTRY)
+    values = np.memmap(folder / VALUES, np.uint8, "r")
     damaged = []
-    for row, ((key, size, checksum), end) in enumerate(zip(index.tolist(), ends, strict=True)):
+    end = 0
+    for row, (key, size, checksum) in enumerate(index.tolist()):
+        end += size
         entry = values[end - size : end]
         if checksum and (len(entry) != size or xxh3_64_intdigest(entry.data, key) != checksum):
             damaged.append(row)
@@ -182,5 +199,6 @@ def damaged_rows(folder: Path, repair: bool = False) -> list[int]:
 
 def describe(folder: Path) -> str:
     """Return a line about a cache."""
-    checksums, size_mb = np.fromfile(folder / INDEX, ENTRY)["checksum"], (folder / VALUES).stat().st_size / 1e6
+    checksums = np.fromfile(folder / INDEX, ENTRY)["checksum"]
+    size_mb = (folder / VALUES).stat().st_size / 1e6
     return f"{folder}: {np.count_nonzero(checksums)} of {len(checksums)} entries are computed, {size_mb:.3g} MB"

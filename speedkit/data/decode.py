@@ -36,8 +36,13 @@ class TarMember:
         return f"{self.tar}/{self.name}"
 
     def read(self) -> bytes:
-        """Return its bytes, by one `pread`. Raises OSError when the tar is gone or cut short."""
-        data = os.pread(opened(self.tar).fileno(), self.size, self.offset)
+        """Return its bytes. Raises OSError when the tar is gone or cut short."""
+        file = opened(self.tar)
+        if hasattr(os, "pread"):  # by any number of threads
+            data = os.pread(file.fileno(), self.size, self.offset)
+        else:  # on Windows
+            file.seek(self.offset)
+            data = file.read(self.size)
         if len(data) != self.size:
             raise OSError(f"only {len(data)} of {self.size} bytes are there")
         return data
@@ -60,7 +65,8 @@ class BadItem(SpeedkitError):
 
     def __init__(self, path: str | Path | TarMember, why: str):
         super().__init__(str(path), why)  # the arguments, with which it comes out of a loader's process too
-        self.path, self.why = str(path), " ".join(why.split())
+        self.path = str(path)
+        self.why = " ".join(why.split())
 
     def __str__(self) -> str:
         return f"{self.path} cannot be used: {self.why}"

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from speedkit.data.augment import seed_step
 from speedkit.data.batches import BatchLoader, BatchMaker, item_name
 from speedkit.data.cache import FeatureCache
+from speedkit.data.cache_in_memory import CacheInMemory
 from speedkit.data.decode import check_bad_share
 from speedkit.data.own_loader import LoaderItems, LoaderSource, NestedBatch, map_batch
 from speedkit.data.prefetch import prefetched
@@ -27,11 +28,18 @@ RANK = 1 << 40  # and this for each rank, whose samples are its own
 
 
 def make_sample(
-    index: int, *, items: Sequence[Any], load: Callable[[Any], Any], features: Any, target: Callable[[Any], Any]
+    index: int,
+    *,
+    items: Sequence[Any],
+    load: Callable[[Any], Tensor],
+    features: Callable[[Tensor], Tensor] | None,
+    target: Callable[[Any], Any],
 ) -> tuple[Tensor, Any]:
     """Return (features, target) of an item, or (what was loaded, target) without `features`. Raises BadItem."""
-    loaded = load(items[index])
-    return loaded if features is None else features(loaded), target(items[index])
+    inputs = load(items[index])
+    if features is not None:
+        inputs = features(inputs)
+    return inputs, target(items[index])
 
 
 def collate(samples: Sequence[tuple[Tensor, Any]], varies: bool = False) -> "Batch":
@@ -39,12 +47,13 @@ def collate(samples: Sequence[tuple[Tensor, Any]], varies: bool = False) -> "Bat
 
     Where lengths vary: (inputs [B, ..., T] padded with zeros to the longest, lengths [B], targets [B]).
     """
-    inputs, targets = map(list, zip(*samples, strict=True))
+    inputs = [sample[0] for sample in samples]
+    targets = [sample[1] for sample in samples]
     labels = [torch.stack(targets) if isinstance(targets[0], Tensor) else torch.tensor(targets)]
     if varies:
-        lengths = torch.tensor([row.shape[-1] for row in inputs])
-        inputs = [pad(row, (0, int(lengths.max()) - row.shape[-1])) for row in inputs]
-        labels = [lengths, *labels]
+        lengths = [row.shape[-1] for row in inputs]
+        inputs = [pad(row, (0, max(lengths) - row.shape[-1])) for row in inputs]
+        labels = [torch.tensor(lengths), *labels]
     return torch.stack(inputs).detach(), *labels  # with a gradient's history it could not leave a worker
 
 
@@ -66,43 +75,60 @@ class BatchStream:
         seed: int | None,
         device: torch.device,
         drop_last: bool = False,
-        cache: FeatureCache | None = None,
+        cache: FeatureCache | CacheInMemory | None = None,
         rank: int = 0,
         world_size: int = 1,
     ):
         if not items:
             raise SpeedkitError(f"workload {workload.name} has no readable item to train or test on")
-        self.workload, self.plan, self.device, self.cache, self.seed = workload, plan, device, cache, seed
-        self.bad: dict[str, str] = cache.bad if cache is not None else {}
+        self.workload = workload
+        self.plan = plan
+        self.device = device
+        self.cache = cache
+        self.seed = seed
+        self.bad: dict[str, str] = {}
+        if cache is not None:
+            self.bad = cache.bad
         check_bad_share(self.bad, len(items))
 
         # Order. Clips of one length have nothing to bucket, and evaluation keeps the order of its items.
-        training = seed is not None
-        self.lengths = None if workload.length is None else torch.tensor(list(map(workload.length, items)))
+        self.lengths: Tensor | None = None
+        if workload.length is not None:
+            self.lengths = torch.tensor(list(map(workload.length, items)))
         self.sampler = BatchSampler(
             len(items),
             batch_size,
             seed,
             drop_last=drop_last,
-            lengths=self.lengths if training and plan.bucket else None,
+            lengths=self.lengths if plan.bucket and seed is not None else None,
             rank=rank,
             world_size=world_size,
         )
         self.frames = 0  # padded frames of all batches so far, where lengths vary
-        self.epoch = self.position = 0
+        self.epoch = 0
+        self.position = 0
         self.batches: Iterator[Batch] = iter(())  # of the epoch, up to where `next_place` is
         self.next_place: tuple[int, int] | None = None
 
         # Samples. What arrives on the device may be waveforms, whose features are computed there.
-        self.waveforms = plan.cache_of == "waveform" if cache is not None else plan.features_on == "device"
+        if cache is None:
+            self.waveforms = plan.features_on == "device"
+        else:
+            self.waveforms = plan.cache_of == "waveform"
         self.generator = torch.Generator(device=device)
-        features = None if self.waveforms else workload.features
-        load = workload.load_by(plan.decoder)
-        sample = functools.partial(make_sample, items=items, load=load, features=features, target=workload.target)
-        collated = functools.partial(collate, varies=workload.length is not None)
-        self.loader: Any = BatchLoader(BatchMaker(items, sample, collated), self.sampler, plan)
+        self.loader: Any
         if isinstance(items, LoaderItems):
             self.loader = LoaderSource(items, self.sampler, plan)
+        else:
+            sample = functools.partial(
+                make_sample,
+                items=items,
+                load=workload.load_by(plan.decoder),
+                features=None if self.waveforms else workload.features,
+                target=workload.target,
+            )
+            collated = functools.partial(collate, varies=workload.length is not None)
+            self.loader = BatchLoader(BatchMaker(items, sample, collated), self.sampler, plan)
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -115,16 +141,20 @@ class BatchStream:
         while True:
             if (self.epoch, self.position) != self.next_place:  # a new epoch, or put elsewhere
                 self.batches = self.one_epoch(self.epoch, self.position)
-            if (batch := next(self.batches, None)) is not None:
-                self.next_place = self.epoch, self.position
+            batch = next(self.batches, None)
+            if batch is not None:
+                self.next_place = (self.epoch, self.position)
                 return batch
-            self.epoch, self.position = self.epoch + 1, 0
+            self.epoch += 1
+            self.position = 0
 
     def one_epoch(self, epoch: int = 0, start: int = 0) -> Iterator["Batch"]:
         """Yield the batches of an epoch from number `start` on, without those of unreadable items alone."""
         self.epoch = self.sampler.epoch = epoch
         self.position = self.sampler.start = start
-        source: Any = self.loader if self.cache is None else self.cached(self.sampler.batches())
+        source = self.loader
+        if self.cache is not None:
+            source = self.cached(self.sampler.batches())
         if self.plan.prefetch and self.device.type == "cuda":
             source = prefetched(source, self.to_device, self.device)
         else:
@@ -139,7 +169,9 @@ class BatchStream:
     @functools.cached_property
     def mean_frames(self) -> float:
         """Padded frames of a batch, on average over the first epoch; 0 where all clips have one length."""
-        return 0.0 if self.lengths is None else padded_frames(self.sampler, self.lengths) / len(self)
+        if self.lengths is None:
+            return 0.0
+        return padded_frames(self.sampler, self.lengths) / len(self)
 
     def batch_at(self, epoch: int, position: int) -> tuple["Batch | None", list[str]]:
         """Return the batch after which `epoch` and `position` were these, made again, and the names of its items."""
@@ -148,26 +180,28 @@ class BatchStream:
             loaded = next(iter(LoaderSource(self.loader.items, sampler, Plan())))
             return self.to_device(loaded), [f"sample {index}" for index in range(len(loaded[0][0]))]
         indices = sampler.batches()[0]
-        source = [self.loader.maker[indices.tolist()]] if self.cache is None else self.cached([indices])
-        (batch,) = map(self.to_device, source)
+        if self.cache is None:
+            batch = self.to_device(self.loader.maker[indices.tolist()])
+        else:
+            batch = self.to_device(self.cached([indices])[0])
         if batch is not None:
             batch = self.finish(batch, epoch * len(self) + position - 1)
         names = [item_name(self.loader.maker.items[index]) for index in indices.tolist()]
         return batch, [name for name in names if name not in self.bad]
 
-    def cached(self, batches: list[Tensor]) -> Iterable[tuple[Tensor, Tensor]]:
+    def cached(self, batches: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Return the usable indices [B] of each batch, on host and device: the epoch's order is sent once."""
         usable = self.cache.usable  # type: ignore[union-attr]
         if not usable.all():
             mask = torch.from_numpy(usable)
             batches = [indices[mask[indices]] for indices in batches]
         if self.device.type == "cpu":
-            return zip(batches, batches, strict=True)
+            return list(zip(batches, batches, strict=True))
         order = torch.cat([torch.empty(0, dtype=torch.long), *batches])
         if self.device.type == "cuda":
             order = order.pin_memory()
         on_device = order.to(self.device, non_blocking=True)
-        return zip(batches, on_device.split([len(indices) for indices in batches]), strict=True)
+        return list(zip(batches, on_device.split([len(indices) for indices in batches]), strict=True))
 
     def to_device(self, loaded: Any) -> "Batch | None":
         """Return a batch on the device: made live, or of a cache, given by its indices [B] on host and device.
@@ -176,13 +210,16 @@ class BatchStream:
         """
         if self.cache is not None:
             indices, on_device = loaded
-            # `len` of a tensor is far slower
-            return self.cache.gather(indices, self.device, on_device=on_device) if indices.size(0) else None
+            if indices.size(0) == 0:  # `len` of a tensor is far slower
+                return None
+            return self.cache.gather(indices, self.device, on_device=on_device)
         batch, bad = loaded
         if bad:
             self.bad.update(bad)
             check_bad_share(self.bad, len(self.loader.maker.items))
-        return batch and map_batch(batch, lambda tensor: tensor.to(self.device, non_blocking=self.plan.pin_memory))
+        if batch is None:
+            return None
+        return map_batch(batch, functools.partial(Tensor.to, device=self.device, non_blocking=self.plan.pin_memory))
 
     def finish(self, batch: "Batch", step: int) -> "Batch":
         """Return what the loss takes: features, padded to one of few lengths where clips are bucketed."""
@@ -205,4 +242,5 @@ class BatchStream:
     def close(self) -> None:
         """End the workers, paused ones too."""
         self.loader.close()
-        self.batches, self.next_place = iter(()), None
+        self.batches = iter(())
+        self.next_place = None

@@ -1,6 +1,7 @@
 """Batches from a loader that its author keeps: any nesting of tensors, and the same ones for every plan."""
 
 import dataclasses
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -19,8 +20,11 @@ from speedkit.machine import MEMORY_SHARE, free_bytes
 from speedkit.plan import Plan
 
 # The fields that a DataLoader has too, and its names for them.
-LOADER_OPTIONS = {"workers": "num_workers"} | {
-    name: name for name in ("persistent_workers", "prefetch_factor", "pin_memory")
+LOADER_OPTIONS = {
+    "workers": "num_workers",
+    "persistent_workers": "persistent_workers",
+    "prefetch_factor": "prefetch_factor",
+    "pin_memory": "pin_memory",
 }
 COPIED_OPTIONS = (
     "collate_fn",
@@ -34,6 +38,7 @@ COPIED_OPTIONS = (
 OF_ITEMS = ("cache", "decoder", "features_on", "bucket", "ranks")
 DEFAULTS = dataclasses.asdict(Plan())
 SAMPLES_COMPARED = 8  # that a data set makes twice, to see whether it draws them at random
+END = object()  # of a loader's batches
 WITHOUT_LENGTH = 20  # batches to test on, of a loader that does not say how many it has
 Case = tuple[str, Any, bool, str]  # a field of the plan, what it is instead, when, and why
 
@@ -48,19 +53,36 @@ class NestedBatch(tuple[Tensor, ...]):
 def nested_batch(value: Any) -> NestedBatch:
     """Return the batch of what torch's pytree can take apart, and of mappings; raise UsageError without a tensor."""
     leaves = tree_leaves(value)
-    if kinds := {type(leaf) for leaf in leaves if isinstance(leaf, Mapping)}:  # such as what a tokenizer returns
-        for kind in kinds:
-            join = lambda values, keys, kind=kind: kind(dict(zip(keys, values, strict=True)))  # noqa: E731
-            register_pytree_node(kind, lambda mapping: ([*mapping.values()], [*mapping]), join)
+    mappings = {type(leaf) for leaf in leaves if isinstance(leaf, Mapping)}  # such as what a tokenizer returns
+    if mappings:
+        for kind in mappings:
+            register_pytree_node(kind, take_apart, functools.partial(put_together, kind))
         return nested_batch(value)
-    tensors = sorted((leaf for leaf in leaves if isinstance(leaf, Tensor)), key=lambda tensor: tensor.ndim == 0)
-    if not tensors or not tensors[0].ndim:
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    tensors.sort(key=is_number)
+    if not tensors or is_number(tensors[0]):
         what = f"a batch ({type(value).__name__}) holds no tensor [B, ...]"
         raise UsageError(f"{what}: the loader has to give tensors, in tuples, lists or dicts")
     batch = NestedBatch(tensors)
-    batch.value, batch.splits = value, all(isinstance(leaf, Tensor | int | float | None) for leaf in leaves)
-    batch.splits &= all(tensor.shape[:1] == tensors[0].shape[:1] for tensor in tensors)
+    batch.value = value
+    countable = all(isinstance(leaf, Tensor | int | float | None) for leaf in leaves)
+    batch.splits = countable and len({tensor.shape[:1] for tensor in tensors}) == 1
     return batch
+
+
+def is_number(tensor: Tensor) -> bool:
+    """Return whether a tensor has no dimension."""
+    return tensor.ndim == 0
+
+
+def take_apart(mapping: Mapping[Any, Any]) -> tuple[list[Any], list[Any]]:
+    """Return the values and keys of a mapping."""
+    return list(mapping.values()), list(mapping)
+
+
+def put_together(kind: Callable[[dict[Any, Any]], Any], values: Iterable[Any], keys: Iterable[Any]) -> Any:
+    """Return the mapping that `take_apart` took apart."""
+    return kind(dict(zip(keys, values, strict=True)))
 
 
 def map_batch(batch: tuple[Tensor, ...], function: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
@@ -85,16 +107,20 @@ def own_way(loader: Any) -> str:
 
 def own_settings(loader: Any, plan: Plan) -> dict[str, Any]:
     """Return what the loader's author has set, of the fields that `plan` leaves at their defaults."""
-    own = {field: getattr(loader, option, None) for field, option in LOADER_OPTIONS.items()}
-    return {field: value for field, value in own.items() if value and getattr(plan, field) == DEFAULTS[field]}
+    own = {}
+    for field, option in LOADER_OPTIONS.items():
+        value = getattr(loader, option, None)
+        if value and getattr(plan, field) == DEFAULTS[field]:
+            own[field] = value
+    return own
 
 
 def loader_cases(loader: Any) -> list[Case]:
     """Return what a loader cannot do of a plan."""
-    own, why = DEFAULTS | own_settings(loader, Plan()), own_way(loader)
+    own = DEFAULTS | own_settings(loader, Plan())
     streams = isinstance(getattr(loader, "dataset", None), IterableDataset)  # each worker would give all of it
     return [
-        *((field, own[field], not is_plain(loader), why) for field in LOADER_OPTIONS),
+        *((field, own[field], not is_plain(loader), own_way(loader)) for field in LOADER_OPTIONS),
         ("workers", own["workers"], streams, "how many your data set can take you know: give your loader a number"),
     ]
 
@@ -107,8 +133,9 @@ def loader_options(loader: DataLoader, plan: Plan) -> dict[str, Any]:
         options |= {"prefetch_factor": None, "persistent_workers": False}
     if loader.batch_size is None and loader.batch_sampler is not None:
         return options | {"batch_sampler": loader.batch_sampler}
-    sampler = None if isinstance(loader.dataset, IterableDataset) else loader.sampler
-    return options | {"batch_size": loader.batch_size, "sampler": sampler}
+    if not isinstance(loader.dataset, IterableDataset):
+        options["sampler"] = loader.sampler
+    return options | {"batch_size": loader.batch_size}
 
 
 # ---- its samples in memory ----
@@ -118,7 +145,8 @@ class MemoryDataset(Dataset):
     """A map-style data set, of which each sample is made once and then kept."""
 
     def __init__(self, dataset: Any):
-        self.dataset, self.samples = dataset, dict[Any, Any]()
+        self.dataset = dataset
+        self.samples: dict[Any, Any] = {}
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -129,6 +157,13 @@ class MemoryDataset(Dataset):
         return self.samples[index]
 
 
+def same_value(one: Any, other: Any) -> bool:
+    """Return whether two leaves of samples are equal."""
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    return np.array_equal(one, other)
+
+
 def why_not_kept(loader: Any) -> str:
     """Return why the samples of a loader's data set cannot be kept in memory, or ""."""
     if not is_plain(loader):
@@ -137,9 +172,9 @@ def why_not_kept(loader: Any) -> str:
         return "the samples of a stream have no number to find them by"
     count = min(len(loader.dataset), SAMPLES_COMPARED)
     with torch.random.fork_rng(devices=[]):
-        first, again = (tree_leaves([loader.dataset[index] for index in range(count)]) for _ in range(2))
-    pairs = zip(first, again, strict=True)
-    if not all(torch.equal(*pair) if isinstance(pair[0], Tensor) else np.array_equal(*pair) for pair in pairs):
+        first = tree_leaves([loader.dataset[index] for index in range(count)])
+        again = tree_leaves([loader.dataset[index] for index in range(count)])
+    if not all(map(same_value, first, again)):
         return "a sample made twice is not the same: what your data set draws at random belongs into the loop"
     takes = sum(getattr(leaf, "nbytes", 0) for leaf in first) * len(loader.dataset) / max(count, 1)
     if takes > MEMORY_SHARE * free_bytes(torch.device("cpu")):
@@ -187,34 +222,54 @@ class LoaderSource:
     """
 
     def __init__(self, items: LoaderItems, sampler: BatchSampler, plan: Plan):
-        self.items, self.sampler, self.plan = items, sampler, plan
+        self.items = items
+        self.sampler = sampler
+        self.plan = plan
         self.loader: Any = None
+        self.generators: list[torch.Generator] = []
         self.iterator: Iterator[Any] = iter(())
 
     def __iter__(self) -> Generator[tuple[NestedBatch, dict[str, str]], None, None]:
-        training, seed = self.sampler.seed is not None, (self.sampler.seed or 0) * 1_000_003 + self.sampler.epoch
+        seed = (self.sampler.seed or 0) * 1_000_003 + self.sampler.epoch
+        numbers: Iterable[int] = itertools.count()
+        if not self.training:
+            numbers = range(self.items.batches or WITHOUT_LENGTH)
         if self.loader is None or isinstance(self.loader, Iterator):
-            self.loader = loader = self.items.make(seed)
-            generator = torch.Generator()  # of its workers' numbers: persistent ones do not draw for each epoch
-            self.generators = [generator, *filter(None, [getattr(loader, "generator", None)])]
-            if training and is_plain(loader):
-                self.loader = DataLoader(loader.dataset, **loader_options(loader, self.plan) | {"generator": generator})
+            self.loader = self.make_loader(seed)
         for generator in self.generators:
             generator.manual_seed(seed)
-        state, end = self.generators[0].get_state(), object()
-        for number in itertools.count() if training else range(self.items.batches or WITHOUT_LENGTH):
+        state = self.generators[0].get_state()
+        for number in numbers:
             with torch.random.fork_rng(devices=[]):
                 torch.set_rng_state(state)
-                self.iterator = self.iterator if number else iter(self.loader)
-                batch = next(self.iterator, end)
+                if number == 0:
+                    self.iterator = iter(self.loader)
+                batch = next(self.iterator, END)
                 state = torch.get_rng_state()
-            if batch is end and number == 0:
+            if batch is END and number == 0:
                 raise UsageError("the loader ends before its first batch: for each epoch it has to give all of them")
-            if batch is end:
+            if batch is END:
                 break
             if number >= self.sampler.start:
                 yield nested_batch(batch), {}
         self.iterator = iter(())
+
+    @property
+    def training(self) -> bool:
+        """Whether it goes over training batches."""
+        return self.sampler.seed is not None
+
+    def make_loader(self, seed: int) -> Any:
+        """Return the loader of `seed`, a plain one with the settings of the plan; keep the generators of its epochs."""
+        loader = self.items.make(seed)
+        generator = torch.Generator()  # of its workers' numbers: persistent ones do not draw for each epoch
+        self.generators = [generator]
+        if getattr(loader, "generator", None) is not None:
+            self.generators.append(loader.generator)
+        if self.training and is_plain(loader):
+            options = loader_options(loader, self.plan) | {"generator": generator}
+            return DataLoader(loader.dataset, **options)
+        return loader
 
     @property
     def processes(self) -> list[Any]:
@@ -228,7 +283,8 @@ class LoaderSource:
     def close(self) -> None:
         """Let the workers end."""
         self.set_running(True)
-        self.loader, self.iterator = None, iter(())
+        self.loader = None
+        self.iterator = iter(())
 
 
 def loader_items(make: Any, seed: int = 0, batches: int | None = None) -> LoaderItems:
@@ -236,7 +292,12 @@ def loader_items(make: Any, seed: int = 0, batches: int | None = None) -> Loader
 
     An epoch has so many `batches` where the loader has no length. Raises UsageError where there is none.
     """
-    function = make if callable(make) and not isinstance(make, Iterable) else lambda _: make
+    if isinstance(make, Iterable) or not callable(make):
+
+        def function(seed: int) -> Any:
+            return make
+    else:
+        function = make
     loader = function(seed)
     if not isinstance(loader, Iterable) or (loader is make and isinstance(loader, Iterator)):
         what = f"{type(loader).__name__} cannot be gone over again and again"

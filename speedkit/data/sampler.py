@@ -39,13 +39,16 @@ class BatchSampler:
     padded: list[int] = dataclasses.field(init=False)
 
     def __post_init__(self):
-        self.padded = [] if self.lengths is None else padded_lengths(self.lengths)
+        self.padded = []
+        if self.lengths is not None:
+            self.padded = padded_lengths(self.lengths)
 
     def __len__(self) -> int:
         return steps_per_epoch(self.count, self.batch_size, self.drop_last)
 
     def __iter__(self) -> Iterator[list[int]]:
-        return (indices.tolist() for indices in self.batches())
+        for indices in self.batches():
+            yield indices.tolist()
 
     def batches(self) -> list[Tensor]:
         """Return this rank's share [B] of each batch that is left of the epoch."""
@@ -63,7 +66,9 @@ class BatchSampler:
 
     def shuffle(self, count: int) -> Tensor:
         """Return an order `[count]` of this epoch."""
-        return torch.arange(count) if self.seed is None else shuffled(count, self.seed, self.epoch)
+        if self.seed is None:
+            return torch.arange(count)
+        return shuffled(count, self.seed, self.epoch)
 
     def counts(self, position: int) -> bool:
         """Return whether this rank's share of batch `position` (1-based) is its own, and not another rank's item."""
@@ -71,12 +76,18 @@ class BatchSampler:
 
     def padded_to(self, length: int) -> int:
         """Return the length that a batch is padded to whose longest clip has `length` frames."""
-        return self.padded[bisect_left(self.padded, length)] if self.padded else length
+        if not self.padded:
+            return length
+        return self.padded[bisect_left(self.padded, length)]
 
 
 def padded_frames(sampler: BatchSampler, lengths: Tensor) -> int:
     """Return the frames of an epoch's batches, padding included, for clips of `lengths` [N]."""
-    return sum(len(batch) * sampler.padded_to(int(lengths[batch].max())) for batch in sampler.batches())
+    frames = 0
+    for batch in sampler.batches():
+        longest = int(lengths[batch].max())
+        frames += len(batch) * sampler.padded_to(longest)
+    return frames
 
 
 def padded_lengths(lengths: Tensor) -> list[int]:
@@ -98,7 +109,8 @@ def padded_lengths(lengths: Tensor) -> list[int]:
         origins.append(origin)
 
     # Back from the last candidate: each group's longest clip is one of the lengths.
-    end, edges = len(count) - 1, set()
+    end = len(count) - 1
+    edges = set()
     for origin in reversed(origins):
         if count[end]:
             edges.add(int(longest[end]))

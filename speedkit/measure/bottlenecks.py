@@ -32,6 +32,8 @@ MIN_GAIN = 1.05  # a breakdown may leave 5 % unexplained: what would give less m
 SLOW_DISK = 2.0  # times as long for reading a batch's files as for reading them again: NVMe stays well below
 MIN_SMALL_ON_CPU = 0.20  # of a step, for calling operators: an eighth of a healthy small step goes into it
 MIN_PASSES = 0.60  # of a step, for passes over memory: of a healthy small step in bf16 they are up to 0.52
+SMALL_BYTES = 4e9
+MAKE_ROOM = "less than 4 GB of GPU memory: --micro-batch auto, --precision fp16, --checkpointing blocks, lower --width"
 Row = dict[str, Any]
 
 
@@ -81,7 +83,7 @@ def profile_workload(
         # Last: what looks into each operator leaves compiled code switched off.
         "roofline": roofline(workload, recipe, plan, hardware=hardware, breakdown=breakdown),
         "bottlenecks": rank(breakdown, hardware),
-        "notes": notes + breakdown.facts.notes + hardware.advice,
+        "notes": notes + breakdown.facts.notes + gpu_advice(hardware),
     }
 
 
@@ -256,3 +258,14 @@ def bottleneck_in_words(row: Row) -> str:
     """Return a bottleneck as two lines."""
     line = "  {predicted_speedup_low:.2f} to {predicted_speedup_high:.2f}  {cause}: {change}\n      {evidence}"
     return line.format_map(row)
+
+
+def gpu_advice(hardware: Hardware) -> list[str]:
+    """Return how to choose a GPU, and how to make room on a small one, in sentences; none for a CPU."""
+    if not hardware.gpu_count:
+        return []
+    choose = f"{hardware.device} of {hardware.gpu_count} GPUs is used"
+    advice = [f"{choose}; --device cuda:1 or CUDA_VISIBLE_DEVICES=1: another; --ranks 2: two"]
+    if hardware.gpu_memory_bytes is not None and hardware.gpu_memory_bytes < SMALL_BYTES:
+        advice.append(MAKE_ROOM)
+    return advice

@@ -3,9 +3,7 @@
 import contextlib
 import gc
 import json
-import resource
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from typing import Any, TextIO
@@ -14,6 +12,7 @@ import torch
 
 from speedkit.errors import Interrupted
 from speedkit.files import finite, write_json, write_quarantine, write_text
+from speedkit.machine import peak_ram_bytes
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train.checkpoint_file import NAME
@@ -84,8 +83,7 @@ def finish(run: TrainingRun) -> History:
     if run.device.type == "cuda":  # since the model was made
         history.peak_memory_bytes = torch.cuda.max_memory_allocated(run.device)
     else:  # RAM of this process, ever
-        unit_bytes = 1 if sys.platform == "darwin" else 1024
-        history.peak_memory_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
+        history.peak_memory_bytes = peak_ram_bytes()
     history.quarantined = dict(run.workload.quarantined) | run.train_batches.bad | run.test_batches.bad
     history.quarantined |= run.validation_batches.bad
     if run.ranks is not None:

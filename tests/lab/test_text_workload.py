@@ -51,7 +51,7 @@ def test_windows_on_the_device_are_gathered_there_into_the_same_batches():
                 assert torch.equal(one.float(), other.float())
     stream = BatchStream(mine, mine.train, plan, batch_size=6, seed=0, device=cpu, cache=cache)
     stream.device = torch.device("meta")  # which holds no numbers, and needs no GPU
-    cache.memory, cache.labels = cache.memory.to("meta"), [cache.labels[0].to("meta")]
+    cache.entries, cache.labels = cache.entries.to("meta"), [cache.labels[0].to("meta")]
     batches = [next(stream) for _ in range(3)]
     assert all(tensor.is_meta for batch in batches for tensor in batch), "nothing is copied from the host"
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny import CPU_BF16, DEVICES, H100, busy, points
 
-from speedkit.measure.bottlenecks import as_text, costly_switches, profile_workload, rank
+from speedkit.measure.bottlenecks import as_text, costly_switches, gpu_advice, profile_workload, rank
 from speedkit.measure.breakdown import StepFacts, make_breakdown
 from speedkit.measure.trace import Trace
 from speedkit.measure.waits import Sync
@@ -128,3 +128,8 @@ def test_debugging_switches_that_cost_are_named(monkeypatch):
     with torch.autograd.detect_anomaly(check_nan=False):
         notes = " ".join(costly_switches(torch.device("cuda")))
     assert all(words in notes for words in ("LAUNCH_BLOCKING", "anomaly detection"))
+
+
+def test_a_small_gpu_is_told_how_to_make_room():
+    assert len(gpu_advice(GPU)) == 1 and gpu_advice(CPU) == []
+    assert "less than 4 GB" in gpu_advice(dataclasses.replace(GPU, gpu_memory_bytes=2 << 30))[1]
