@@ -101,7 +101,7 @@ class Contender:
         stand still, buffers and all, so that they steal no time from the other plan. Each plan has the global random
         state (dropout's) to itself.
         """
-        stream, frames = self.run.train_batches, self.run.train_batches.frames
+        stream, frames = self.run.data.train, self.run.data.train.frames
         precision.set_matmul_precision(self.run.plan)
         set_random_state(self.random, self.run.device)
         stream.loader.set_running(True)
@@ -109,7 +109,7 @@ class Contender:
         for _ in range(count):
             next(self.steps)
             if len(self.losses) < self.loss_steps:
-                self.losses.append(self.run.last_loss.detach().clone())
+                self.losses.append(self.run.position.last_loss.detach().clone())
         seconds = self.stopwatch.stop()
         stream.loader.set_running(False)
         self.random = get_random_state(self.run.device)

@@ -25,7 +25,9 @@ class StepGuard:
         device = next(model.parameters()).device
         self.scaled = plan.precision == "fp16"
         self.active = self.scaled or recipe.on_nonfinite != "raise"  # else no step is ever left out
-        self.fused, self.optimizer, self.several_ranks = plan.fused_optimizer, optimizer, several_ranks
+        self.fused = plan.fused_optimizer
+        self.optimizer = optimizer
+        self.several_ranks = several_ranks
         self.good_steps = torch.zeros((), dtype=torch.int64, device=device)
         self.found_inf = torch.zeros((), device=device)
         if self.active and self.fused and not self.scaled:  # GradScaler sets its own
@@ -55,6 +57,8 @@ class StepGuard:
     @torch.no_grad()
     def after_step(self) -> None:
         """Count the step if it was good, else put the buffers back."""
+        if not self.active:
+            return
         good = self.found_inf == 0
         self.good_steps += good
         for before, buffer in zip(self.buffers_before, self.buffers, strict=True):
