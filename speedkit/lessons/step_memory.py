@@ -30,7 +30,7 @@ def memory_of(workload: Workload, recipe: Recipe, plan: Plan) -> dict[str, int]:
     optimizer = sum(each.nbytes for each in states if torch.is_tensor(each))
 
     def loss() -> Any:
-        with training.learner.autocast:
+        with training.learner.precision.context:
             return workload.loss(training.learner.model.train(), batch, recipe)[0]
 
     kept = memory.activation_bytes(loss, training.device)

@@ -19,7 +19,6 @@ from speedkit.fallbacks import EffectivePlan
 from speedkit.measure.stats import LOOKS, Decision, decide, log_ratios, paired_interval
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
-from speedkit.train import precision
 from speedkit.train.checkpoint import get_random_state, set_random_state
 from speedkit.train.loop import steps
 from speedkit.train.setup import setup_run
@@ -102,7 +101,7 @@ class Contender:
         state (dropout's) to itself.
         """
         stream, frames = self.run.data.train, self.run.data.train.frames
-        precision.set_matmul_precision(self.run.plan)
+        self.run.learner.precision.set_switches()
         set_random_state(self.random, self.run.device)
         stream.loader.set_running(True)
         self.stopwatch.start()

@@ -26,7 +26,7 @@ def save(run: TrainingRun) -> None:
         "position": run.data.train.position,
         "model": dict(learner.model.state_dict()),
         "optimizer": learner.optimizer.state_dict(),
-        "scaler": learner.scaler.state_dict(),
+        "scaler": learner.precision.state_dict(),
         "steps_made": learner.steps_made(step),
         "recovery": {"bad_in_row": learner.recovery.bad_in_row, "rate": learner.recovery.rate},
         "rng": get_random_state(run.device),
@@ -72,8 +72,7 @@ def restore(run: TrainingRun, state: dict[str, Any]) -> None:
     else:
         learner.model.load_state_dict(state["model"])
         restore_optimizer(learner.optimizer, state["optimizer"])
-    if state["scaler"]:  # empty where the plan had no float16
-        learner.scaler.load_state_dict(state["scaler"])
+    learner.precision.load_state_dict(state["scaler"])
     learner.guard.good_steps.fill_(state["steps_made"])
     vars(learner.recovery).update(state["recovery"])
     run.position.step = state["step"]

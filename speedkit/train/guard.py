@@ -7,8 +7,8 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from speedkit.plan import Plan
 from speedkit.recipe import Recipe
+from speedkit.train.precision import Precision
 
 
 class StepGuard:
@@ -20,12 +20,19 @@ class StepGuard:
     """
 
     def __init__(
-        self, recipe: Recipe, plan: Plan, model: nn.Module, *, optimizer: torch.optim.Optimizer, several_ranks: bool
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        recipe: Recipe,
+        *,
+        precision: Precision,
+        fused: bool,
+        several_ranks: bool,
     ):
         device = next(model.parameters()).device
-        self.scaled = plan.precision == "fp16"
+        self.scaled = precision.scaler.is_enabled()
         self.active = self.scaled or recipe.on_nonfinite != "raise"  # else no step is ever left out
-        self.fused = plan.fused_optimizer
+        self.fused = fused
         self.optimizer = optimizer
         self.several_ranks = several_ranks
         self.good_steps = torch.zeros((), dtype=torch.int64, device=device)

@@ -51,7 +51,7 @@ def train(run: TrainingRun) -> Generator[int, None, None]:
     """
     learner = run.learner
     optimizer = learner.optimizer
-    scaler = learner.scaler
+    scaler = learner.precision.scaler
     guard = learner.guard
     position = run.position
     clip_norm = run.recipe.clip_norm
@@ -124,11 +124,11 @@ def forward_context(run: TrainingRun, part: Batch, *, last: bool) -> contextlib.
     learner = run.learner
     mode = run.plan.compile
     if mode == "off" and run.ranks is None:
-        return learner.autocast  # nothing is built anew at each step
+        return learner.precision.context  # nothing is built anew at each step
     if mode in CUDA_GRAPHS:
         torch.compiler.cudagraph_mark_step_begin()
     contexts = contextlib.ExitStack()
-    contexts.enter_context(learner.autocast)
+    contexts.enter_context(learner.precision.context)
     # An epoch's last part would be compiled for anew; a user's batches may have any size.
     if len(part[0]) < learner.micro_batch < ALL:
         contexts.enter_context(eager(run.plan))
@@ -194,7 +194,7 @@ def mean_score(run: TrainingRun, stream: BatchStream) -> dict[str, Any]:
     learner.model.eval()
     for batch in stream.one_epoch():
         for part, counts in split(batch, learner.micro_batch, stream, ranks=run.ranks):  # of the size that fits
-            with learner.autocast, eager(run.plan):
+            with learner.precision.context, eager(run.plan):
                 loss, outputs = workload.loss(learner.model, part, run.recipe)
             if counts:
                 sums[0] += workload.score(outputs, part).float().sum()

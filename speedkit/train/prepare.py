@@ -18,7 +18,8 @@ from speedkit.errors import PlanError, UsageError
 from speedkit.fallbacks import EffectivePlan, resolve
 from speedkit.machine import Hardware, this_machine
 from speedkit.plan import CUDA_GRAPHS, Plan
-from speedkit.train import compile, memory, precision
+from speedkit.train import compile, memory
+from speedkit.train.precision import Precision
 from speedkit.train.setup import transform_model
 
 IN_THE_MODEL = ("precision", "compile", "compile_scope", "channels_last", "attention", "checkpointing")
@@ -50,17 +51,18 @@ def prepare(  # noqa: PLR0917  # the order in which every loop has them
     effective = plan_for_loop(plan, optimizer, loader, hardware=this_machine(device), seconds=seconds)
     applied = effective.plan
 
+    precision = Precision(applied, device)
     cudnn_benchmark = torch.backends.cudnn.benchmark or applied.cudnn_benchmark
     if applied.precision != DEFAULTS["precision"]:
-        precision.set_matmul_precision(applied)
+        precision.set_switches()
     torch.backends.cudnn.benchmark = cudnn_benchmark
     memory.set_allocator(applied, device)
     if applied.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    effective = effective.with_fallbacks(*transform_model(model, applied))
-    if applied.precision in precision.AUTOCAST:
+    effective = effective.with_fallbacks(*transform_model(model, applied, precision=precision))
+    if precision.dtype is not None:
         # A partial of a bound method is copied along with the model; a closure would go on calling the original.
-        model.forward = functools.partial(_autocast_forward, model.forward, applied, device)
+        model.forward = functools.partial(_autocast_forward, model.forward, device.type, precision.dtype)
     if applied.fused_optimizer:
         fuse(optimizer)
     for fallback in effective.fallbacks:
@@ -119,9 +121,11 @@ def fuse(optimizer: Optimizer) -> None:
                 optimizer.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight))
 
 
-def _autocast_forward(forward: Callable[..., Any], plan: Plan, device: torch.device, *inputs: Any, **named: Any) -> Any:
+def _autocast_forward(
+    forward: Callable[..., Any], device: str, dtype: torch.dtype, /, *inputs: Any, **named: Any
+) -> Any:
     """Call `forward` under the plan's autocast; return outputs of 16 bits as float32."""
-    with precision.autocast(plan, device):
+    with torch.autocast(device, dtype):
         outputs = forward(*inputs, **named)
     half = (torch.float16, torch.bfloat16)
     return tree_map_only(Tensor, lambda tensor: tensor.float() if tensor.dtype in half else tensor, outputs)

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TextIO
 
@@ -18,6 +17,7 @@ from speedkit.recipe import Recipe
 from speedkit.train.checkpoint_file import CheckpointWriter
 from speedkit.train.guard import Recovery, StepGuard
 from speedkit.train.history import History
+from speedkit.train.precision import Precision
 from speedkit.train.progress import Progress
 from speedkit.train.ranks import Ranks
 from speedkit.workload import Batch, Workload
@@ -32,8 +32,7 @@ class Learner:
     model: nn.Module
     replica: nn.Module  # the model, or what exchanges its gradients with other ranks
     optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler
-    autocast: AbstractContextManager
+    precision: Precision
     guard: StepGuard
     micro_batch: int  # samples per forward pass, at most
     learning_rates: list[float]  # one per step

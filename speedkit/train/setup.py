@@ -21,13 +21,14 @@ from speedkit.files import claim_folder, write_text
 from speedkit.machine import this_machine
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe, learning_rates
-from speedkit.train import attention, checkpoint, compile, memory, precision
+from speedkit.train import attention, checkpoint, compile, memory
 from speedkit.train.checkpoint_file import CheckpointWriter
 from speedkit.train.guard import StepGuard
 from speedkit.train.history import History
 from speedkit.train.micro_batch import micro_batch_for
 from speedkit.train.nonfinite import take_snapshot
 from speedkit.train.optimizer import build_optimizer
+from speedkit.train.precision import Precision
 from speedkit.train.progress import Progress, wanted
 from speedkit.train.ranks import Ranks, join, local_device
 from speedkit.train.run import ALL, Data, Learner, Position, Reporting, TrainingRun
@@ -246,23 +247,31 @@ def build_learner(
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     plan = effective.plan
-    precision.set_matmul_precision(plan)
+    precision = Precision(plan, device)
+    precision.set_switches()
     torch.manual_seed(recipe.seed)  # loading and augmenting have generators of their own
     memory_format = torch.channels_last if plan.channels_last else torch.contiguous_format
     model = workload.model().to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
-    effective = effective.with_fallbacks(*transform_model(model, plan, workload))
+    effective = effective.with_fallbacks(*transform_model(model, plan, precision=precision, workload=workload))
     replica = model
     if ranks is not None:
-        replica = ranks.apply_data_parallel(model, recipe, plan)  # sharding comes after the rest
+        replica = ranks.apply_data_parallel(model, recipe, precision)  # sharding comes after the rest
     optimizer = build_optimizer(model.parameters(), recipe, fused=plan.fused_optimizer)
+    guard = StepGuard(
+        model,
+        optimizer,
+        recipe,
+        precision=precision,
+        fused=plan.fused_optimizer,
+        several_ranks=ranks is not None,
+    )
     rates = learning_rates(recipe, recipe.total_steps(len(workload.train)))
     learner = Learner(
         model=model,
         replica=replica,
         optimizer=optimizer,
-        scaler=precision.grad_scaler(plan, device),
-        autocast=precision.autocast(plan, device),
-        guard=StepGuard(recipe, plan, model, optimizer=optimizer, several_ranks=ranks is not None),
+        precision=precision,
+        guard=guard,
         micro_batch=largest_pass(workload, recipe, plan, ranks=ranks),
         learning_rates=rates,
         rates_on_device=torch.tensor(rates, device=device),
@@ -282,11 +291,13 @@ def largest_pass(workload: Workload, recipe: Recipe, plan: Plan, *, ranks: Ranks
     return min(int(plan.micro_batch), share)
 
 
-def transform_model(model: nn.Module, plan: Plan, workload: Workload | None = None) -> list[Fallback]:
+def transform_model(
+    model: nn.Module, plan: Plan, *, precision: Precision, workload: Workload | None = None
+) -> list[Fallback]:
     """Give `model` the 8-bit layers, attention, recomputation and compiled code of `plan`, in place; return why not."""
     # The order counts: 8-bit layers take the place of others, and what is compiled includes all the rest.
     fallbacks = []
-    if why := precision.apply_float8(model, plan):
+    if why := precision.convert(model):
         fallbacks.append(Fallback("precision", plan.precision, plan.precision, why))
     if why := attention.apply_attention(model, plan):
         fallbacks.append(Fallback("attention", plan.attention, "auto", why))

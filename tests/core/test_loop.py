@@ -54,7 +54,10 @@ def test_overflow_skips_exactly_its_steps_and_the_schedule_waits(optimizer):
     workload = points(optimizer=optimizer, epochs=None, steps=10, clip_norm=1.0)
     workload = spoiled(workload, bad, "gradient", math.inf)
     with contextlib.closing(setup_run(workload, plan=Plan(precision="fp16"), device="cpu", progress=False)) as run:
-        scale, before = run.learner.scaler.get_scale(), [weight.detach().clone() for weight in run.learner.parameters]
+        scale, before = (
+            run.learner.precision.scaler.get_scale(),
+            [weight.detach().clone() for weight in run.learner.parameters],
+        )
         for step in steps(run):
             assert all(map(torch.equal, before, run.learner.parameters)) == (step - 1 in bad)
             made = step - 1 - sum(skipped < step - 1 for skipped in bad)
@@ -62,7 +65,7 @@ def test_overflow_skips_exactly_its_steps_and_the_schedule_waits(optimizer):
             before = [weight.detach().clone() for weight in run.learner.parameters]
         assert all(weight.isfinite().all() for weight in before)
         assert all(value.isfinite().all() for slot in run.learner.optimizer.state.values() for value in slot.values())
-        assert finish(run).steps == 10 - len(bad) and run.learner.scaler.get_scale() == scale / 2 ** len(bad)
+        assert finish(run).steps == 10 - len(bad) and run.learner.precision.scaler.get_scale() == scale / 2 ** len(bad)
 
 
 @pytest.mark.parametrize("plan", [{}, {"precision": "fp16"}], ids=str)
