@@ -188,6 +188,9 @@ def gc_paused() -> Iterator[None]:
     Left alone it begins in the middle of some step, looks through every object of the process, and keeps a GPU waiting.
     Tensors are freed as ever, by their reference counts.
     """
+    if not gc.isenabled():  # somebody else has paused it
+        yield
+        return
     gc.collect()
     gc.freeze()
     gc.disable()

@@ -1,5 +1,6 @@
 """The state of a training run, in four parts: what learns, its data, where it is, and what it tells."""
 
+import contextlib
 import dataclasses
 import functools
 import time
@@ -135,6 +136,7 @@ class TrainingRun:
     data: Data
     position: Position
     reporting: Reporting
+    ends: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)  # what `close` does
 
     @property
     def plan(self) -> Plan:
@@ -142,6 +144,5 @@ class TrainingRun:
         return self.effective.plan
 
     def close(self) -> None:
-        """End the loader processes, the progress bar, and the writing of a checkpoint that was begun."""
-        self.data.close()
-        self.reporting.close()
+        """End loader processes, progress bar and the writing of a checkpoint; put back what was set for the process."""
+        self.ends.close()

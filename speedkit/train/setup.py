@@ -1,5 +1,6 @@
 """From a workload, a recipe and a plan to a run that is ready for its first step."""
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -29,6 +30,7 @@ from speedkit.train.micro_batch import micro_batch_for
 from speedkit.train.nonfinite import take_snapshot
 from speedkit.train.optimizer import build_optimizer
 from speedkit.train.precision import Precision
+from speedkit.train.process_state import process_state_kept
 from speedkit.train.progress import Progress, wanted
 from speedkit.train.ranks import Ranks, join, local_device
 from speedkit.train.run import ALL, Data, Learner, Position, Reporting, TrainingRun
@@ -64,47 +66,54 @@ def setup_run(
     # What the plan becomes here, and the part that this process has in the run.
     asked = plan or Plan()
     hardware = this_machine(local_device(asked, device))
-    effective = resolve(asked, hardware, strict, workload=workload, batch_size=recipe.batch_size)
-    ranks = join(effective.plan, recipe, hardware.device)
-    first = ranks is None or ranks.rank == 0  # which speaks and writes for all
-    resume = resume or (ranks is not None and ranks.restarted)
-    folder = run_folder(out, resume, first=first)
-    show = progress if first and not endless else False
-    if deterministic:
-        ask_for_reproducible_kernels()
-    effective = choose_auto_settings(workload, recipe, effective, device=hardware.device, ranks=ranks)
+    with contextlib.ExitStack() as ends:  # of a run that cannot be set up they are reached here, else by its `close`
+        ends.enter_context(process_state_kept(hardware.device))
+        effective = resolve(asked, hardware, strict, workload=workload, batch_size=recipe.batch_size)
+        ranks = join(effective.plan, recipe, hardware.device)
+        first = ranks is None or ranks.rank == 0  # which speaks and writes for all
+        resume = resume or (ranks is not None and ranks.restarted)
+        folder = run_folder(out, resume, first=first)
+        show = progress if first and not endless else False
+        if deterministic:
+            ask_for_reproducible_kernels()
+        effective = choose_auto_settings(workload, recipe, effective, device=hardware.device, ranks=ranks)
 
-    # The four parts. The learner comes first: a plan that `strict` refuses for it makes no cache.
-    learner, effective = build_learner(workload, recipe, effective, device=hardware.device, ranks=ranks)
-    check_strict(effective, strict)
-    data = open_data(
-        workload,
-        recipe,
-        effective.plan,
-        device=hardware.device,
-        ranks=ranks,
-        cache_dir=cache_dir,
-        show=wanted(show),
-        endless=endless,
-        batches=batches,
-    )
-    last_step = len(learner.learning_rates)
-    position = Position(last_step, steps_between_evaluations(effective.plan.validate_every, len(data.train)))
-    if endless:
-        position = Position(math.inf, 0)
-    history = History(workload.name, recipe, effective, str(hardware.device))
-    history.until = until
-    history.higher_is_better = workload.higher_is_better
-    bar = Progress(workload.name, last_step, recipe.batch_size, device=hardware.device, show=show)
-    reporting = Reporting(history, bar, on_log if first else None)
-    run = TrainingRun(workload, recipe, effective, hardware.device, ranks, folder, learner, data, position, reporting)
-    if folder is not None:
-        begin_in(folder, run, resume, first=first)
-    take_snapshot(run)
-    for note in filter(None, (*effective.notes(verbose), getattr(data.train.cache, "why", ""))):
-        bar.say(f"  {note}")
-    history.prepare_s = time.perf_counter() - began_s
-    return run
+        # The four parts. The learner comes first: a plan that `strict` refuses for it makes no cache.
+        learner, effective = build_learner(workload, recipe, effective, device=hardware.device, ranks=ranks)
+        check_strict(effective, strict)
+        data = open_data(
+            workload,
+            recipe,
+            effective.plan,
+            device=hardware.device,
+            ranks=ranks,
+            cache_dir=cache_dir,
+            show=wanted(show),
+            endless=endless,
+            batches=batches,
+        )
+        ends.callback(data.close)
+        last_step = len(learner.learning_rates)
+        position = Position(last_step, steps_between_evaluations(effective.plan.validate_every, len(data.train)))
+        if endless:
+            position = Position(math.inf, 0)
+        history = History(workload.name, recipe, effective, str(hardware.device))
+        history.until = until
+        history.higher_is_better = workload.higher_is_better
+        bar = Progress(workload.name, last_step, recipe.batch_size, device=hardware.device, show=show)
+        reporting = Reporting(history, bar, on_log if first else None)
+        ends.callback(reporting.close)
+        run = TrainingRun(
+            workload, recipe, effective, hardware.device, ranks, folder, learner, data, position, reporting
+        )
+        if folder is not None:
+            begin_in(folder, run, resume, first=first)
+        take_snapshot(run)
+        for note in filter(None, (*effective.notes(verbose), getattr(data.train.cache, "why", ""))):
+            bar.say(f"  {note}")
+        history.prepare_s = time.perf_counter() - began_s
+        run.ends = ends.pop_all()
+        return run
 
 
 def run_folder(out: str | Path | None, resume: bool, *, first: bool) -> Path | None:
