@@ -94,7 +94,9 @@ class Ranks:
     """This process among those of one run. Every method is called by all of them alike."""
 
     def __init__(self, plan: Plan, recipe: Recipe, device: torch.device):
-        self.rank, self.count, self.device = dist.get_rank(), dist.get_world_size(), device
+        self.rank = dist.get_rank()
+        self.count = dist.get_world_size()
+        self.device = device
         self.sharded = plan.strategy == "fsdp"
         self.share = math.ceil(recipe.batch_size / self.count)  # samples of a batch that a rank learns from, at most
         self.restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0  # by torchrun, after one had died

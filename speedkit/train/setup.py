@@ -97,8 +97,7 @@ def setup_run(
         position = Position(last_step, steps_between_evaluations(effective.plan.validate_every, len(data.train)))
         if endless:
             position = Position(math.inf, 0)
-        history = History(workload.name, recipe, effective, str(hardware.device))
-        history.until = until
+        history = History(workload.name, recipe, effective, str(hardware.device), until=until)
         history.higher_is_better = workload.higher_is_better
         bar = Progress(workload.name, last_step, recipe.batch_size, device=hardware.device, show=show)
         reporting = Reporting(history, bar, on_log if first else None)
