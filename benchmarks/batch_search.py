@@ -25,13 +25,13 @@ def measure(quick: bool) -> Iterator[common.Result]:
     recipe = dataclasses.replace(workload.recipe, batch_size=batch_size)
     run = setup_run(workload, recipe, trial_plan(PLAN), device="cpu", progress=False, endless=True)
     with contextlib.closing(run):
-        batch = next(run.test_batches.one_epoch())
+        batch = next(run.data.test.one_epoch())
 
         def step(size: int) -> None:
-            run.micro_batch = size
-            run.batch = batch
+            run.learner.micro_batch = size
+            run.position.batch = batch
             next(train(run))
-            run.optimizer.zero_grad(set_to_none=True)
+            run.learner.optimizer.zero_grad(set_to_none=True)
 
         began_s = time.perf_counter()
         search = find_micro_batch(step, batch_size, device=run.device)

@@ -24,7 +24,7 @@ def measure(quick: bool) -> Iterator[common.Result]:
                 began_s = time.perf_counter()
                 checkpoint.save(run)
                 stood_s.append(time.perf_counter() - began_s)
-                run.writer.wait()  # two in a row would wait for each other
+                run.reporting.writer.wait()  # two in a row would wait for each other
             gigabytes = (out / checkpoint_file.NAME).stat().st_size / 1e9
     yield common.median_of(f"standing still for a checkpoint of {gigabytes:.2f} GB", stood_s, limit=0.2, unit=" s")
 

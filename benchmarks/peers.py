@@ -189,10 +189,10 @@ def bare(
 
 
 def by_speedkit(work: Workload, batches: Batches, count: int) -> nn.Module:
-    with common.training(work, Plan(fused_optimizer=True), progress=False, endless=True) as (run, steps):
-        run.fetch = iter(batches).__next__
+    options = {"progress": False, "endless": True, "batches": lambda stream: iter(batches)}
+    with common.training(work, Plan(fused_optimizer=True), **options) as (run, steps):
         deque(islice(steps, count), maxlen=0)
-    return run.model
+    return run.learner.model
 
 
 def by_lightning(work: Workload, batches: Batches, count: int) -> nn.Module:

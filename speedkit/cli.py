@@ -52,8 +52,6 @@ def main(command: click.Command | None = None, name: str = "speedkit") -> NoRetu
     signal.signal(signal.SIGTERM, _terminate)
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root() / "inductor"))  # kept: compiled once
     try:
-        if sys.platform == "win32":
-            raise UsageError("speedkit needs Linux or macOS: on Windows start it under WSL2 (the README says why)")
         code = (command or commands).main(prog_name=name, standalone_mode=False) or 0
     except Exception as error:
         if "--debug" in sys.argv:

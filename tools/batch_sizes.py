@@ -31,14 +31,16 @@ def count(name: str, size: str) -> dict[str, Any]:
     run = setup_run(work, recipe, trial_plan(Plan()), device="cpu", endless=True, progress=False)
     peaks: dict[int, int] = {}
     with contextlib.closing(run):
-        batch = next(run.test_batches.one_epoch())
+        batch = next(run.data.test.one_epoch())
         for samples in (1, 1, 4):  # the first step makes the optimizer's state
-            run.micro_batch = samples
-            run.batch = batch
+            run.learner.micro_batch = samples
+            run.position.batch = batch
             peaks[samples] = peak_bytes(functools.partial(next, train(run)), run.device)
-            run.optimizer.zero_grad(set_to_none=True)  # gradients are a part of a step's memory
-        state = [value for values in run.optimizer.state.values() for value in values.values()]
-        state_bytes = sum(tensor.nbytes for tensor in (*run.model.parameters(), *run.model.buffers(), *state))
+            run.learner.optimizer.zero_grad(set_to_none=True)  # gradients are a part of a step's memory
+        state = [value for values in run.learner.optimizer.state.values() for value in values.values()]
+        state_bytes = sum(
+            tensor.nbytes for tensor in (*run.learner.model.parameters(), *run.learner.model.buffers(), *state)
+        )
     sample_bytes = (peaks[4] - peaks[1]) / 3
     return {
         "workload": name,

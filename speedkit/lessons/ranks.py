@@ -60,7 +60,7 @@ def measure(workload, *, batch_size=128, strategy="ddp", device="auto", pairs=10
     for _ in range(LOSS_STEPS):
         advance(steps_alone, 1)
         advance(steps_together, 1)
-        losses.append(together.last_loss.clone())
+        losses.append(together.position.last_loss.clone())
         dist.all_reduce(losses[-1])
         losses[-1] /= ranks
 
@@ -91,7 +91,7 @@ def measure(workload, *, batch_size=128, strategy="ddp", device="auto", pairs=10
 
     # The passes of rank 0 while the others wait, and all-reduces.
     batch = next_batch(alone)
-    forward = partial(made.loss, alone.model, batch, recipe)
+    forward = partial(made.loss, alone.learner.model, batch, recipe)
     passes = {}
     if dist.get_rank() == 0:
         passes["forward_s"] = timed(forward, target, REPEATS)
@@ -110,7 +110,7 @@ def measure(workload, *, batch_size=128, strategy="ddp", device="auto", pairs=10
         "backend": dist.get_backend(),
         "threads": torch.get_num_threads(),
         "batch_size": batch_size,
-        "gradient_bytes": sum(weight.nbytes for weight in alone.parameters),
+        "gradient_bytes": sum(weight.nbytes for weight in alone.learner.parameters),
         "losses": [float(loss) for loss in losses],
         "steps_per_turn": count,
         "measurements": measurements,

@@ -22,16 +22,16 @@ def memory_of(workload: Workload, recipe: Recipe, plan: Plan) -> dict[str, int]:
     `kept_bytes` are the activations that wait for the backward pass.
     """
     training = setup_run(workload, recipe, plan, endless=True, progress=False)
-    training.batch = batch = next_batch(training)
+    training.position.batch = batch = next_batch(training)
     steps = train(training)
     next(steps)  # the optimizer's state is made here
-    weights = sum(weight.nbytes for weight in training.model.parameters())
-    states = [each for state in training.optimizer.state.values() for each in state.values()]
+    weights = sum(weight.nbytes for weight in training.learner.model.parameters())
+    states = [each for state in training.learner.optimizer.state.values() for each in state.values()]
     optimizer = sum(each.nbytes for each in states if torch.is_tensor(each))
 
     def loss() -> Any:
-        with training.autocast:
-            return training.loss(training.model.train(), batch, recipe)[0]
+        with training.learner.precision.context:
+            return workload.loss(training.learner.model.train(), batch, recipe)[0]
 
     kept = memory.activation_bytes(loss, training.device)
     peak = memory.peak_bytes(lambda: next(steps), training.device)

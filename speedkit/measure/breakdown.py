@@ -80,8 +80,8 @@ class Breakdown:
 class StepObserver:
     """Observes a loop's steps: their seconds by part, and in a few more their operators and host syncs."""
 
-    def __init__(self, device: torch.device, steps: int):
-        self.device, self.timeline, self.to_time = device, Timeline(), steps
+    def __init__(self, device: torch.device, steps: int, timeline: Timeline | None = None):
+        self.device, self.timeline, self.to_time = device, timeline or Timeline(), steps
         self.profiled = 1 if device.type == "cpu" else 8  # each makes the trace longer, and a CPU's steps are long
         self.audited = AUDITED
         self.timed = 0
@@ -185,21 +185,31 @@ def breakdown_of(
 
     On a CPU forward is the loss with what it calls. `trace_file` keeps the profiler's trace.
     """
-    run = setup_run(workload, recipe, plan, device=device, cache_dir=cache_dir, progress=False, endless=True)
+    timeline = Timeline()
+    run = setup_run(
+        dataclasses.replace(workload, loss=timeline.timed(FORWARD, workload.loss)),
+        recipe,
+        plan,
+        device=device,
+        cache_dir=cache_dir,
+        progress=False,
+        endless=True,
+        batches=lambda stream: iter(timeline.timed(DATA, stream.__next__), None),  # without an end
+    )
+    optimizer = run.learner.optimizer
     with contextlib.closing(run):
         training, workers = steps(run), run.plan.workers
         for _ in range(1 + 2 * workers * run.plan.prefetch_factor):
             next(training)  # on batches that the loader had ready
         step_s = run_until_steady(lambda: next(training), run.device, max_s=max(2.0, window_s)).step_s
 
-        observer = StepObserver(run.device, max(5, round(window_s / step_s)))
-        part, facts = observer.timeline.timed, observer.facts
-        processes = [psutil.Process(process.pid) for process in run.train_batches.loader.processes]
+        observer = StepObserver(run.device, max(5, round(window_s / step_s)), timeline)
+        facts = observer.facts
+        processes = [psutil.Process(process.pid) for process in run.data.train.loader.processes]
         began_s, cpu_s = time.perf_counter(), _cpu_s(processes)
         with (
-            patch.multiple(run, fetch=part(DATA, run.fetch), loss=part(FORWARD, run.loss)),
-            patch.object(run.optimizer, "step", part(OPTIMIZER, run.optimizer.step)),
-            timing(observer.timeline),
+            patch.object(optimizer, "step", timeline.timed(OPTIMIZER, optimizer.step)),
+            timing(timeline),
         ):
             for _ in observer.observe(trace_file):
                 next(training)

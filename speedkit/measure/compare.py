@@ -19,7 +19,6 @@ from speedkit.fallbacks import EffectivePlan
 from speedkit.measure.stats import LOOKS, Decision, decide, log_ratios, paired_interval
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
-from speedkit.train import precision
 from speedkit.train.checkpoint import get_random_state, set_random_state
 from speedkit.train.loop import steps
 from speedkit.train.setup import setup_run
@@ -101,15 +100,15 @@ class Contender:
         stand still, buffers and all, so that they steal no time from the other plan. Each plan has the global random
         state (dropout's) to itself.
         """
-        stream, frames = self.run.train_batches, self.run.train_batches.frames
-        precision.set_matmul_precision(self.run.plan)
+        stream, frames = self.run.data.train, self.run.data.train.frames
+        self.run.learner.precision.set_switches()
         set_random_state(self.random, self.run.device)
         stream.loader.set_running(True)
         self.stopwatch.start()
         for _ in range(count):
             next(self.steps)
             if len(self.losses) < self.loss_steps:
-                self.losses.append(self.run.last_loss.detach().clone())
+                self.losses.append(self.run.position.last_loss.detach().clone())
         seconds = self.stopwatch.stop()
         stream.loader.set_running(False)
         self.random = get_random_state(self.run.device)

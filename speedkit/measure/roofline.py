@@ -56,7 +56,7 @@ def count(workload: Workload, recipe: Recipe, plan: Plan, *, device: torch.devic
     with contextlib.closing(setup_run(workload, recipe, plan, device=device, endless=True)) as run:
         training = steps(run)
         while not counted or (workload.length and counted < STEPS and time.perf_counter() < until_s):
-            run.batch = run.fetch()  # loading is not counted
+            run.position.batch = next(run.data.batches)  # loading is not counted
             with FlopCounterMode(display=False) as counter, moved:
                 next(training)
             flops.update({str(name): number for name, number in counter.get_flop_counts().get("Global", {}).items()})

@@ -9,33 +9,38 @@ from torch import Tensor
 from speedkit.data.augment import augment_batch
 from speedkit.data.loader import RANK, BatchStream
 from speedkit.data.own_loader import map_batch
+from speedkit.train.ranks import Ranks
 from speedkit.train.run import TrainingRun
 from speedkit.workload import Batch
 
 
 def next_batch(run: TrainingRun) -> Batch:
     """Return the batch of the next step, augmented, on the device; again the same one if it is to be repeated."""
-    if run.batch is None:
-        run.raw_batch = run.raw_batch or run.fetch()
-        run.batch, run.raw_batch = augment(run, run.raw_batch, run.step), None
-    return run.batch
+    position = run.position
+    if position.batch is None:
+        if position.raw_batch is None:
+            position.raw_batch = next(run.data.batches)
+        position.batch = augment(run, position.raw_batch, position.step)
+        position.raw_batch = None
+    return position.batch
 
 
 def augment(run: TrainingRun, batch: Batch, step: int) -> Batch:
     """Return `batch` as step number `step` (0-based) learns from it; each rank has draws of its own."""
-    step += RANK * run.train_batches.sampler.rank
-    return augment_batch(batch, run.workload, run.recipe, step=step, generator=run.generator)
+    step += RANK * run.data.train.sampler.rank
+    return augment_batch(batch, run.workload, run.recipe, step=step, generator=run.data.generator)
 
 
 def micro_batches(run: TrainingRun, batch: Batch) -> list[tuple[Batch, Tensor | float | None]]:
-    """Return the parts of `batch`, at most `run.micro_batch` samples each, and what part of the loss each counts for.
+    """Return the parts of `batch`, at most `micro_batch` samples each, and what part of the loss each counts for.
 
     Counted are valid items, so that the parts add up to the exact mean over the batch. None: the part is the batch.
     """
-    if run.ranks is None and batch[0].size(0) <= run.micro_batch:  # `len` of a tensor is far slower
+    size = run.learner.micro_batch
+    if run.ranks is None and batch[0].size(0) <= size:  # `len` of a tensor is far slower
         return [(batch, None)]
-    count = run.workload.count or (lambda part: len(part[0]))
-    parts = split(run, batch, run.train_batches)
+    parts = split(batch, size, run.data.train, ranks=run.ranks)
+    count = run.workload.count or samples
     counts = [count(part) * learned for part, learned in parts]
     total = sum(counts)
     if run.ranks is not None:  # which take the mean of their gradients: it then is that of the whole batch
@@ -44,17 +49,24 @@ def micro_batches(run: TrainingRun, batch: Batch) -> list[tuple[Batch, Tensor | 
     return [(part, number / total) for (part, _), number in zip(parts, counts, strict=True)]
 
 
-def split(run: TrainingRun, batch: Batch, stream: BatchStream) -> list[tuple[Batch, bool]]:
-    """Return the last `batch` of `stream` in parts of `run.micro_batch` samples, and whether each counts.
+def samples(batch: Batch) -> int:
+    """Return how many samples `batch` has."""
+    return len(batch[0])
+
+
+def split(batch: Batch, size: int, stream: BatchStream, *, ranks: Ranks | None) -> list[tuple[Batch, bool]]:
+    """Return the last `batch` of `stream` in parts of `size` samples, and whether each counts.
 
     All ranks make as many passes, for FSDP gathers weights in each. What a rank repeats to do so does not count, nor
     does what it gets of a batch that has no sample left for it.
     """
-    size = run.micro_batch
-    slices = [slice(start, start + size) for start in range(0, len(batch[0]), size)]
-    parts = [batch] if len(slices) < 2 else [map_batch(batch, operator.itemgetter(part)) for part in slices]
-    if run.ranks is None:
+    parts = [batch]
+    if len(batch[0]) > size:
+        slices = [slice(start, start + size) for start in range(0, len(batch[0]), size)]
+        parts = [map_batch(batch, operator.itemgetter(part)) for part in slices]
+    if ranks is None:
         return [(part, True) for part in parts]
     own = len(parts) * stream.sampler.counts(stream.position)
-    parts += (math.ceil(run.ranks.share / run.micro_batch) - len(parts)) * parts[:1]
+    passes = math.ceil(ranks.share / size)
+    parts += (passes - len(parts)) * parts[:1]
     return [(part, index < own) for index, part in enumerate(parts)]

@@ -17,23 +17,25 @@ HISTORY = ("loss", "log_steps", "log_step_s", "evaluations", "tested", "seconds"
 
 def save(run: TrainingRun) -> None:
     """Begin to write the state of `run`, at a log point, to checkpoint.pt in its `out` folder."""
+    learner = run.learner
+    step = run.position.step
     state: dict[str, Any] = {
         "job": job_of(run),
-        "step": run.step,
-        "epoch": run.train_batches.epoch,
-        "position": run.train_batches.position,
-        "model": dict(run.model.state_dict()),
-        "optimizer": run.optimizer.state_dict(),
-        "scaler": run.scaler.state_dict(),
-        "steps_made": run.steps_made,
-        "recovery": {"bad_in_row": run.recovery.bad_in_row, "rate": run.recovery.rate},
+        "step": step,
+        "epoch": run.data.train.epoch,
+        "position": run.data.train.position,
+        "model": dict(learner.model.state_dict()),
+        "optimizer": learner.optimizer.state_dict(),
+        "scaler": learner.precision.state_dict(),
+        "steps_made": learner.steps_made(step),
+        "recovery": {"bad_in_row": learner.recovery.bad_in_row, "rate": learner.recovery.rate},
         "rng": get_random_state(run.device),
-        "history": {name: getattr(run.history, name) for name in HISTORY},
+        "history": {name: getattr(run.reporting.history, name) for name in HISTORY},
     }
     if run.ranks is not None:
-        state = run.ranks.full_state(run.model, run.optimizer, state)
-    if run.writer is not None:
-        run.writer.save(state)
+        state = run.ranks.full_state(learner.model, learner.optimizer, state)
+    if run.reporting.writer is not None:
+        run.reporting.writer.save(state)
 
 
 def load(run: TrainingRun, folder: Path) -> None:
@@ -47,7 +49,7 @@ def load(run: TrainingRun, folder: Path) -> None:
         try:
             state = read(path)
         except Exception as error:  # torch raises whatever its unpickler does
-            run.progress.say(f"  {path} cannot be read: {error or type(error).__name__}")
+            run.reporting.progress.say(f"  {path} cannot be read: {error or type(error).__name__}")
             continue
         for key, value in job_of(run).items():
             before = state["job"].get(key, value)  # an older version may not know the key
@@ -61,36 +63,48 @@ def load(run: TrainingRun, folder: Path) -> None:
 
 def restore(run: TrainingRun, state: dict[str, Any]) -> None:
     """Put `run` where it was when `state` was saved."""
+    learner = run.learner
+    rank = 0
+    if run.ranks is not None:
+        rank = run.ranks.rank
     if run.ranks is not None and run.ranks.sharded:
-        run.ranks.restore_sharded(run.model, run.optimizer, state)
+        run.ranks.restore_sharded(learner.model, learner.optimizer, state)
     else:
-        run.model.load_state_dict(state["model"])
-        restore_optimizer(run.optimizer, state["optimizer"])
-    if state["scaler"]:  # empty where the plan had no float16
-        run.scaler.load_state_dict(state["scaler"])
-    run.step, run.train_batches.epoch, run.train_batches.position = state["step"], state["epoch"], state["position"]
-    run.guard.good_steps.fill_(state["steps_made"])
-    vars(run.recovery).update(state["recovery"])
-    rank = 0 if run.ranks is None else run.ranks.rank
+        learner.model.load_state_dict(state["model"])
+        restore_optimizer(learner.optimizer, state["optimizer"])
+    learner.precision.load_state_dict(state["scaler"])
+    learner.guard.good_steps.fill_(state["steps_made"])
+    vars(learner.recovery).update(state["recovery"])
+    run.position.step = state["step"]
+    run.data.train.epoch = state["epoch"]
+    run.data.train.position = state["position"]
     random_states = state.get("ranks_rng", [state["rng"]])
     if rank < len(random_states):  # else the run had fewer ranks, and this one draws anew
         set_random_state(random_states[rank], run.device)
-    vars(run.history).update(state["history"], resumed_from=run.step)
-    if run.history.reached_s is not None:  # as good as it was to become
-        run.total_steps = run.step
+    history = run.reporting.history
+    vars(history).update(state["history"], resumed_from=state["step"])
+    if history.reached_s is not None:  # as good as it was to become
+        run.position.total_steps = run.position.step
 
 
 def job_of(run: TrainingRun) -> dict[str, Any]:
     """Return what two runs have in common that are one."""
-    counts = {f"{side}_items": len(getattr(run.workload, side)) for side in ("train", "validation")}
     recipe = dataclasses.asdict(run.recipe)
     del recipe["on_nonfinite"]  # a run that a bad step has ended goes on without such steps
-    return {"workload": run.workload.name, **counts, **recipe}
+    return {
+        "workload": run.workload.name,
+        "train_items": len(run.workload.train),
+        "validation_items": len(run.workload.validation),
+        **recipe,
+    }
 
 
 def get_random_state(device: torch.device) -> list[Tensor]:
     """Return the states of the global random generators that training on `device` draws from."""
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return states
 
 
 def set_random_state(states: list[Tensor], device: torch.device) -> None:

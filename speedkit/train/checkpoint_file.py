@@ -25,7 +25,8 @@ class CheckpointWriter:
     """
 
     def __init__(self, folder: Path, device: torch.device):
-        self.folder, self.device = folder, device
+        self.folder = folder
+        self.device = device
         self.executor = ThreadPoolExecutor(1)  # a program that ends, ends after its checkpoint
         self.writing: Future[None] | None = None
         self.buffers: list[Tensor] = []

@@ -11,7 +11,6 @@ from torch import nn
 from speedkit.plan import Plan
 from speedkit.workload import Workload
 
-logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # on a CPU it would complain of a GPU's compiler
 BACKEND = "inductor"
 # Graphs of one function: several plans of one model live in a process that measures, with one for each padded length.
 # Past the limit dynamo goes on uncompiled.
@@ -29,6 +28,7 @@ def apply_compile(model: nn.Module, plan: Plan, workload: Workload | None = None
     """
     if plan.compile == "off":
         return ""
+    import_extensions()
     blocks = repeated_blocks(model) if plan.compile_scope == "blocks" else []
     for module in blocks or [model]:
         # As the outermost call dynamo skips PyTorch's own code: nothing of a plain Sequential would be compiled.
@@ -37,6 +37,17 @@ def apply_compile(model: nn.Module, plan: Plan, workload: Workload | None = None
     if plan.compile_scope == "blocks" and not blocks:
         return f"{type(model).__name__} has no class of blocks twice, whose code could be used again"
     return ""
+
+
+def import_extensions() -> None:
+    """Import the module by which Inductor calls a compiler; on a CPU it would complain of a GPU's compiler."""
+    logger = logging.getLogger("torch.utils.cpp_extension")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        import torch.utils.cpp_extension  # noqa: F401
+    finally:
+        logger.setLevel(level)
 
 
 def remove_compile(model: nn.Module) -> None:

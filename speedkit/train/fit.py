@@ -5,102 +5,159 @@ import gc
 import json
 import signal
 import threading
-from collections.abc import Iterator
-from typing import Any, TextIO
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from speedkit.errors import Interrupted
-from speedkit.files import finite, write_json, write_quarantine, write_text
+from speedkit.files import finite, write_json, write_quarantine
 from speedkit.machine import peak_ram_bytes
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train.checkpoint_file import NAME
 from speedkit.train.history import History
-from speedkit.train.loop import lap, steps
+from speedkit.train.loop import steps
 from speedkit.train.run import TrainingRun
 from speedkit.train.setup import setup_run
 from speedkit.workload import Workload
 
 
-def fit(workload: Workload, recipe: Recipe | None = None, plan: Plan | None = None, **options: Any) -> History:
+def fit(
+    workload: Workload,
+    recipe: Recipe | None = None,
+    plan: Plan | None = None,
+    *,
+    device: str | torch.device = "auto",
+    out: str | Path | None = None,
+    resume: bool = False,
+    cache_dir: str | Path | None = None,
+    deterministic: bool = False,
+    strict: bool = False,
+    progress: bool | str = "auto",
+    on_log: Callable[[dict[str, float]], object] | None = None,
+    until: float | None = None,
+    verbose: bool = False,
+) -> History:
     """Train `workload` by `recipe`, as fast as `plan` says; return the course of the run with the trained model.
 
-    Options are those of `setup_run`. Ctrl-C and SIGTERM end the run after the step in progress with a checkpoint (where
-    `out` is set) and raise Interrupted.
+    By the workload's own recipe and `Plan()` by default.
+
+    device: "auto", "cpu", "cuda", "cuda:1", "mps".
+    out: a folder, which gets checkpoint, plan and history; none of them are kept by default.
+    resume: go on from the checkpoint in `out`.
+    cache_dir: the folder of the feature cache [default: in machine.cache_root()].
+    deterministic: ask CUDA for reproducible kernels (https://docs.pytorch.org/docs/stable/notes/randomness.html).
+    strict: a field of the plan that cannot be honoured is an error.
+    progress: whether to show it; "auto" unless SPEEDKIT_PROGRESS=off.
+    on_log: called with each log point, as history.jsonl gets it (`report`); of several ranks the first one does, and
+        what it raises ends the run.
+    until: a value of the workload's metric; the first evaluation as good is the last.
+    verbose: say of each field of the plan why it falls back, however many they are.
+
+    Ctrl-C and SIGTERM end the run after the step in progress with a checkpoint (where `out` is set) and raise
+    Interrupted.
     """
-    with contextlib.closing(setup_run(workload, recipe, plan, **options)) as run, open_log(run) as log:
+    run = setup_run(
+        workload,
+        recipe,
+        plan,
+        device=device,
+        out=out,
+        resume=resume,
+        cache_dir=cache_dir,
+        deterministic=deterministic,
+        strict=strict,
+        progress=progress,
+        on_log=on_log,
+        until=until,
+        verbose=verbose,
+    )
+    position = run.position
+    with contextlib.closing(run):
         with stop_on_signal(run), gc_paused():
             for step in steps(run):
-                if run.history.log_steps[-1:] == [step]:
-                    report(run, log)
-                if run.stopping:
+                if run.reporting.history.log_steps[-1:] == [step]:
+                    report(run)
+                if position.stopping:
                     break
         history = finish(run)
-    if run.stopping:
-        resume = f"--resume goes on from {run.out / NAME}" if run.out else "nothing is kept without --out"
-        raise Interrupted(f"stopped by {signal.Signals(run.stop).name} after step {run.step}; {resume}", run.stop)
+    if position.stopping:
+        resume_by = f"--resume goes on from {run.out / NAME}" if run.out else "nothing is kept without --out"
+        name = signal.Signals(position.stop).name
+        raise Interrupted(f"stopped by {name} after step {position.step}; {resume_by}", position.stop)
     return history
 
 
-def open_log(run: TrainingRun) -> contextlib.AbstractContextManager[TextIO | None]:
-    """Return history.jsonl, to write to after the log points that the checkpoint knows of; None without `out`."""
-    if run.writer is None:
-        return contextlib.nullcontext()
-    path = run.writer.folder / "history.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    write_text(path, "".join(lines[: len(run.history.loss)]))
-    return path.open("a", encoding="utf-8", buffering=1)  # a line is in the file once it is written
-
-
-def report(run: TrainingRun, log: TextIO | None) -> None:
+def report(run: TrainingRun) -> None:
     """Give history.jsonl and `on_log` {step, epoch, seconds, loss, learning_rate, step_s, samples_per_s} of now.
 
     With the value and loss of a set that was evaluated, as "test/accuracy" and "test/loss", and a GPU's power_w and
     utilisation as the progress last showed them.
     """
-    if log is None and run.on_log is None:
+    reporting = run.reporting
+    if reporting.log is None and reporting.on_log is None:
         return
-    history, stream, step_s = run.history, run.train_batches, run.history.log_step_s[-1]
-    epoch, rate = stream.epoch + stream.position / len(stream), float(run.optimizer.param_groups[0]["lr"])
-    point = {"step": run.step, "epoch": epoch, "seconds": history.seconds, "loss": history.loss[-1]}
-    point |= {"learning_rate": rate, "step_s": step_s, "samples_per_s": run.recipe.batch_size / step_s}
+    history = reporting.history
+    stream = run.data.train
+    step = run.position.step
+    step_s = history.log_step_s[-1]
+    point = {
+        "step": step,
+        "epoch": stream.epoch + stream.position / len(stream),
+        "seconds": history.seconds,
+        "loss": history.loss[-1],
+        "learning_rate": float(run.learner.optimizer.param_groups[0]["lr"]),
+        "step_s": step_s,
+        "samples_per_s": run.recipe.batch_size / step_s,
+    }
     for look in (*history.evaluations[-1:], history.tested):
-        if look.get("step") == run.step:
-            point |= {f"{look['set']}/{look['metric']}": look["value"], f"{look['set']}/loss": look["loss"]}
-    point |= run.progress.gpu
-    if log is not None:
-        log.write(json.dumps(finite(point)) + "\n")
-    if run.on_log is not None:
-        run.on_log(point)
-    lap(run)  # no part of the next step
+        if look.get("step") == step:
+            point[f"{look['set']}/{look['metric']}"] = look["value"]
+            point[f"{look['set']}/loss"] = look["loss"]
+    point.update(reporting.progress.gpu)
+    if reporting.log is not None:
+        reporting.log.write(json.dumps(finite(point)) + "\n")
+    if reporting.on_log is not None:
+        reporting.on_log(point)
+    reporting.lap()  # no part of the next step
 
 
 def finish(run: TrainingRun) -> History:
     """Complete the history of `run`, write it where `out` is set, and return it."""
-    history = run.history
-    history.effective, history.steps, history.model = run.effective, run.steps_made, run.model
-    if run.device.type == "cuda":  # since the model was made
-        history.peak_memory_bytes = torch.cuda.max_memory_allocated(run.device)
-    else:  # RAM of this process, ever
-        history.peak_memory_bytes = peak_ram_bytes()
-    history.quarantined = dict(run.workload.quarantined) | run.train_batches.bad | run.test_batches.bad
-    history.quarantined |= run.validation_batches.bad
+    reporting = run.reporting
+    history = reporting.history
+    history.effective = run.effective
+    history.steps = run.learner.steps_made(run.position.step)
+    history.model = run.learner.model
+    history.peak_memory_bytes = most_memory_bytes(run.device)
+    history.quarantined = dict(run.workload.quarantined) | run.data.bad
     if run.ranks is not None:
         for quarantined in run.ranks.all_gather(history.quarantined):
-            history.quarantined |= quarantined
+            history.quarantined.update(quarantined)
     if history.until is not None:
-        when = "not reached" if history.reached_s is None else f"reached after {history.reached_s:.1f} s of training"
-        run.progress.say(f"  {run.workload.metric} {history.until:g} was {when}")
-    if run.writer is not None:
-        run.writer.wait()
-        write_json(run.writer.folder / "history.json", history.as_dict())
+        when = "not reached"
+        if history.reached_s is not None:
+            when = f"reached after {history.reached_s:.1f} s of training"
+        reporting.progress.say(f"  {run.workload.metric} {history.until:g} was {when}")
+    if reporting.writer is not None:
+        folder = reporting.writer.folder
+        reporting.writer.wait()
+        write_json(folder / "history.json", history.as_dict())
         if history.quarantined:
-            run.progress.say(f"  {len(history.quarantined)} files were left out (quarantine.csv says why)")
-            write_quarantine(run.writer.folder / "quarantine.csv", sorted(history.quarantined.items()))
+            reporting.progress.say(f"  {len(history.quarantined)} files were left out (quarantine.csv says why)")
+            write_quarantine(folder / "quarantine.csv", sorted(history.quarantined.items()))
     if run.ranks is not None:
         run.ranks.all_gather(None)  # a rank that goes before all is written would take the others along
     return history
+
+
+def most_memory_bytes(device: torch.device) -> int:
+    """Return the most bytes in use: of a GPU since the model was made, else of RAM by this process, ever."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return peak_ram_bytes()
 
 
 @contextlib.contextmanager
@@ -108,9 +165,9 @@ def stop_on_signal(run: TrainingRun) -> Iterator[None]:
     """Turn Ctrl-C and SIGTERM into a request to stop after the step in progress."""
 
     def request(number: int, _frame: Any) -> None:
-        if run.stop and run.ranks is None:  # the second one stops at once
+        if run.position.stop and run.ranks is None:  # the second one stops at once
             raise KeyboardInterrupt
-        run.stop = number
+        run.position.stop = number
 
     handlers = {}
     if threading.current_thread() is threading.main_thread():  # Python lets no other thread set handlers
@@ -129,6 +186,9 @@ def gc_paused() -> Iterator[None]:
     Left alone it begins in the middle of some step, looks through every object of the process, and keeps a GPU waiting.
     Tensors are freed as ever, by their reference counts.
     """
+    if not gc.isenabled():  # somebody else has paused it
+        yield
+        return
     gc.collect()
     gc.freeze()
     gc.disable()

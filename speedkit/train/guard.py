@@ -7,8 +7,8 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from speedkit.plan import Plan
 from speedkit.recipe import Recipe
+from speedkit.train.precision import Precision
 
 
 class StepGuard:
@@ -20,12 +20,21 @@ class StepGuard:
     """
 
     def __init__(
-        self, recipe: Recipe, plan: Plan, model: nn.Module, *, optimizer: torch.optim.Optimizer, several_ranks: bool
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        recipe: Recipe,
+        *,
+        precision: Precision,
+        fused: bool,
+        several_ranks: bool,
     ):
         device = next(model.parameters()).device
-        self.scaled = plan.precision == "fp16"
+        self.scaled = precision.scaler.is_enabled()
         self.active = self.scaled or recipe.on_nonfinite != "raise"  # else no step is ever left out
-        self.fused, self.optimizer, self.several_ranks = plan.fused_optimizer, optimizer, several_ranks
+        self.fused = fused
+        self.optimizer = optimizer
+        self.several_ranks = several_ranks
         self.good_steps = torch.zeros((), dtype=torch.int64, device=device)
         self.found_inf = torch.zeros((), device=device)
         if self.active and self.fused and not self.scaled:  # GradScaler sets its own
@@ -55,6 +64,8 @@ class StepGuard:
     @torch.no_grad()
     def after_step(self) -> None:
         """Count the step if it was good, else put the buffers back."""
+        if not self.active:
+            return
         good = self.found_inf == 0
         self.good_steps += good
         for before, buffer in zip(self.buffers_before, self.buffers, strict=True):

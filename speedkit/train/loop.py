@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import time
 from collections.abc import Generator
 from typing import Any
 
@@ -18,7 +17,8 @@ from speedkit.train.checkpoint import save
 from speedkit.train.compile import eager, remove_compile
 from speedkit.train.memory import is_out_of_memory, release
 from speedkit.train.nonfinite import read_losses
-from speedkit.train.run import ALL, TrainingRun
+from speedkit.train.ranks import Ranks
+from speedkit.train.run import ALL, Learner, TrainingRun
 from speedkit.workload import Batch
 
 
@@ -27,7 +27,7 @@ def steps(run: TrainingRun) -> Generator[int, None, None]:
 
     A generator, so that a measurement can hold two runs and let them take turns.
     """
-    while run.step < run.total_steps:
+    while run.position.step < run.position.total_steps:
         fallback = None
         try:
             yield from train(run)
@@ -37,11 +37,11 @@ def steps(run: TrainingRun) -> Generator[int, None, None]:
             continue
         release(run.device)  # not in `except`: there the error still holds what the step had allocated
         if fallback.field == "micro_batch":
-            run.micro_batch = fallback.got
+            run.learner.micro_batch = fallback.got
         else:
-            remove_compile(run.model)
+            remove_compile(run.learner.model)
         run.effective = run.effective.with_fallbacks(fallback)
-        run.progress.say(f"  {fallback}")
+        run.reporting.progress.say(f"  {fallback}")
 
 
 def train(run: TrainingRun) -> Generator[int, None, None]:
@@ -49,13 +49,17 @@ def train(run: TrainingRun) -> Generator[int, None, None]:
 
     The host waits for the device at log points and evaluations, and nowhere else.
     """
-    model, optimizer, scaler, guard = run.model, run.optimizer, run.scaler, run.guard
-    recipe, plan = run.recipe, run.plan
-    model.train()
-    lap(run)
-    while run.step < run.total_steps:
+    learner = run.learner
+    optimizer = learner.optimizer
+    scaler = learner.precision.scaler
+    guard = learner.guard
+    position = run.position
+    clip_norm = run.recipe.clip_norm
+    learner.model.train()
+    run.reporting.lap()
+    while position.step < position.total_steps:
         batch = next_batch(run)  # (inputs [B, ...], targets [B]), augmented, on the device
-        set_learning_rate(run)
+        set_learning_rate(learner, position.step)
         guard.before_step()
 
         # Gradients of the micro-batches add up to those of the whole batch: each weighs as many samples as it holds.
@@ -65,48 +69,50 @@ def train(run: TrainingRun) -> Generator[int, None, None]:
         parts = micro_batches(run, batch)
         for part, weight in parts:
             with forward_context(run, part, last=len(losses) + 1 == len(parts)):
-                loss, outputs = run.loss(run.replica, part, recipe)
-            loss = loss if weight is None else loss * weight
+                loss, outputs = run.workload.loss(learner.replica, part, run.recipe)
+            if weight is not None:
+                loss = loss * weight
             scaler.scale(loss).backward()
             losses.append(loss.detach())
         step_loss = sum(losses[1:], losses[0])
 
         scaler.unscale_(optimizer)
-        if recipe.clip_norm is not None or guard.active:
-            norm = gradient_norm(run)
+        if clip_norm is not None or guard.active:
+            norm = gradient_norm(learner, run.ranks)
             if guard.active:  # a loss or norm that is not finite: the optimizer leaves this step out
                 step_loss = guard.judge(step_loss, norm)
-            if recipe.clip_norm is not None:
-                torch.nn.utils.clip_grads_with_norm_(run.parameters, recipe.clip_norm, norm)
-        run.batch = None  # from here on the step cannot be repeated
+            if clip_norm is not None:
+                torch.nn.utils.clip_grads_with_norm_(learner.parameters, clip_norm, norm)
+        position.batch = None  # from here on the step cannot be repeated
         scaler.step(optimizer)
         scaler.update()
-        if guard.active:
-            guard.after_step()
-        run.step += 1
-        run.last_loss = step_loss
-        run.recent.append((step_loss, run.train_batches.epoch, run.train_batches.position))
+        guard.after_step()
+        position.step += 1
+        position.last_loss = step_loss
+        position.recent.append((step_loss, run.data.train.epoch, run.data.train.position))
 
-        evaluates = run.step == run.total_steps or (run.evaluate_every and run.step % run.evaluate_every == 0)
-        stops = run.stop and run.ranks is None  # several ranks agree on it at their next log point
-        if evaluates or stops or run.step % plan.log_every == 0:
+        evaluates = position.evaluates()
+        stops = position.stop and run.ranks is None  # several ranks agree on it at their next log point
+        if evaluates or stops or position.step % run.plan.log_every == 0:
             log(run, outputs, part)  # the host waits for the device here
         del batch, parts, part, loss, outputs  # else they would lie in memory beside the next batch, or the test set's
         if evaluates:
             evaluate(run)
-        if run.out is not None and (evaluates or run.stopping):
+        if run.out is not None and (evaluates or position.stopping):
             save(run)
-        yield run.step
+        yield position.step
 
 
-def set_learning_rate(run: TrainingRun) -> None:
+def set_learning_rate(learner: Learner, step: int) -> None:
     """Set the learning rate of the next step, by the steps made: a fused optimizer's are counted on the device."""
-    group, last = run.optimizer.param_groups[0], len(run.learning_rates) - 1  # at which a run that never ends stays
-    rate: Any = run.recovery.rate
-    if run.guard.active and run.plan.fused_optimizer:
-        rate *= run.rates_on_device.take(run.guard.good_steps.clamp(max=last))
+    guard = learner.guard
+    last = len(learner.learning_rates) - 1  # at which a run that never ends stays
+    rate: Any = learner.recovery.rate
+    if guard.active and guard.fused:
+        rate *= learner.rates_on_device.take(guard.good_steps.clamp(max=last))
     else:
-        rate *= run.learning_rates[min(run.steps_made, last)]
+        rate *= learner.learning_rates[min(learner.steps_made(step), last)]
+    group = learner.optimizer.param_groups[0]
     if isinstance(group["lr"], Tensor):
         group["lr"].fill_(rate)  # in place, which does not wait for the device
     else:
@@ -115,91 +121,103 @@ def set_learning_rate(run: TrainingRun) -> None:
 
 def forward_context(run: TrainingRun, part: Batch, *, last: bool) -> contextlib.AbstractContextManager:
     """Return the context of the forward pass over `part` of a batch, the `last` one or not."""
+    learner = run.learner
     mode = run.plan.compile
     if mode == "off" and run.ranks is None:
-        return run.autocast  # nothing is built anew at each step
+        return learner.precision.context  # nothing is built anew at each step
     if mode in CUDA_GRAPHS:
         torch.compiler.cudagraph_mark_step_begin()
     contexts = contextlib.ExitStack()
-    contexts.enter_context(run.autocast)
+    contexts.enter_context(learner.precision.context)
     # An epoch's last part would be compiled for anew; a user's batches may have any size.
-    if len(part[0]) < run.micro_batch < ALL:
+    if len(part[0]) < learner.micro_batch < ALL:
         contexts.enter_context(eager(run.plan))
     if run.ranks is not None:
-        contexts.enter_context(run.ranks.gradient_exchange(run.replica, last))
+        contexts.enter_context(run.ranks.gradient_exchange(learner.replica, last))
     return contexts
 
 
-def gradient_norm(run: TrainingRun) -> Tensor:
+def gradient_norm(learner: Learner, ranks: Ranks | None) -> Tensor:
     """Return the norm of all gradients together, []: of several ranks that share weights out, of all of them."""
-    norm = torch.nn.utils.get_total_norm([weight.grad for weight in run.parameters if weight.grad is not None])
-    return norm.full_tensor() if run.ranks is not None and run.ranks.sharded else norm  # type: ignore[attr-defined]
+    norm = torch.nn.utils.get_total_norm([weight.grad for weight in learner.parameters if weight.grad is not None])
+    if ranks is not None and ranks.sharded:
+        return norm.full_tensor()  # type: ignore[attr-defined]
+    return norm
 
 
 def log(run: TrainingRun, outputs: Tensor, part: Batch) -> None:
     """Read the losses since the last log point; show the score of the last `part` of a batch by its `outputs`."""
+    position = run.position
+    reporting = run.reporting
     if run.ranks is not None:
-        run.stop = max(run.ranks.all_gather(run.stop))
-    run.stopping = bool(run.stop)
+        position.stop = max(run.ranks.all_gather(position.stop))
+    position.stopping = bool(position.stop)
     loss = read_losses(run)
-    step_s = lap(run) / len(run.recent)
-    run.recent.clear()
-    run.history.loss.append(loss)
-    run.history.log_steps.append(run.step)
-    run.history.log_step_s.append(step_s)
-    if run.progress.due(run.step):
-        items = run.workload.own_loader is None  # else no score is known but the loss
-        score = float(run.workload.score(outputs.detach(), part).float().mean()) if items else None
-        run.progress.update(run.step, step_s, loss, score=score, metric=run.workload.metric)
+    step_s = reporting.lap() / len(position.recent)
+    position.recent.clear()
+    reporting.history.loss.append(loss)
+    reporting.history.log_steps.append(position.step)
+    reporting.history.log_step_s.append(step_s)
+    if reporting.progress.due(position.step):
+        score = None
+        if run.workload.own_loader is None:  # else no score is known but the loss
+            score = float(run.workload.score(outputs.detach(), part).float().mean())
+        reporting.progress.update(position.step, step_s, loss, score=score, metric=run.workload.metric)
     if not gc.isenabled():  # as in `fit`
         gc.collect(1)
-    lap(run)
-
-
-def lap(run: TrainingRun) -> float:
-    """Return the seconds since it was last called, and add them to those of the history."""
-    now_s = time.perf_counter()
-    elapsed_s, run.lap_s = now_s - (run.lap_s or now_s), now_s
-    run.history.seconds += elapsed_s
-    return elapsed_s
+    reporting.lap()
 
 
 def evaluate(run: TrainingRun) -> None:
     """Look at the validation set, where there is one; without one, and at the end (at `until` too), at the test set."""
-    history = run.history
-    history.evaluations.append(mean_score(run, run.validation_batches))
+    position = run.position
+    history = run.reporting.history
+    history.evaluations.append(mean_score(run, run.data.validation))
     if history.reached_s is not None:
-        run.total_steps = run.step
-    if run.validation_batches is run.test_batches:
+        position.total_steps = position.step
+    if run.data.validation is run.data.test:
         history.tested = history.evaluations[-1]
-    elif run.step == run.total_steps:
-        history.tested = mean_score(run, run.test_batches)
+    elif position.step == position.total_steps:
+        history.tested = mean_score(run, run.data.test)
 
 
 @torch.no_grad()
-def mean_score(run: TrainingRun, batches: BatchStream) -> dict[str, Any]:
-    """Return `{step, seconds, set, metric, value, loss, n}`: the mean score and loss of the items of `batches`.
+def mean_score(run: TrainingRun, stream: BatchStream) -> dict[str, Any]:
+    """Return `{step, seconds, set, metric, value, loss, n}`: the mean score and loss of the items of `stream`.
 
     The model runs in evaluation mode, uncompiled: its other mode would be compiled once more.
     """
-    workload, sums = run.workload, torch.zeros(3, device=run.device)  # of scores, of losses, and how many items
-    run.model.eval()
-    for batch in batches.one_epoch():
-        for part, counts in split(run, batch, batches):  # of the size that fits in training
-            with run.autocast, eager(run.plan):
-                loss, outputs = workload.loss(run.model, part, run.recipe)
+    learner = run.learner
+    workload = run.workload
+    reporting = run.reporting
+    sums = torch.zeros(3, device=run.device)  # of scores, of losses, and how many items
+    learner.model.eval()
+    for batch in stream.one_epoch():
+        for part, counts in split(batch, learner.micro_batch, stream, ranks=run.ranks):  # of the size that fits
+            with learner.precision.context, eager(run.plan):
+                loss, outputs = workload.loss(learner.model, part, run.recipe)
             if counts:
                 sums[0] += workload.score(outputs, part).float().sum()
                 sums[1] += loss * len(part[0])
                 sums[2] += len(part[0])
-    score, loss, count = (run.ranks.sum(sums) if run.ranks is not None else sums).tolist()
-    run.model.train()
-    lap(run)
-    name = "test" if batches is run.test_batches else "validation"
-    run.progress.look = f", {name} {score / count:.3f}"
-    run.progress.say(f"  step {run.step}: {workload.metric} {score / count:.4f} on {count:.0f} {name} items")
-    means = {"metric": workload.metric, "value": score / count, "loss": loss / count, "n": int(count)}
-    return {"step": run.step, "seconds": run.history.seconds, "set": name, **means}
+    if run.ranks is not None:
+        sums = run.ranks.sum(sums)
+    score, loss, count = sums.tolist()
+    learner.model.train()
+    reporting.lap()
+    name = "test" if stream is run.data.test else "validation"
+    value = score / count
+    reporting.progress.look = f", {name} {value:.3f}"
+    reporting.progress.say(f"  step {run.position.step}: {workload.metric} {value:.4f} on {count:.0f} {name} items")
+    return {
+        "step": run.position.step,
+        "seconds": reporting.history.seconds,
+        "set": name,
+        "metric": workload.metric,
+        "value": value,
+        "loss": loss / count,
+        "n": int(count),
+    }
 
 
 def fallback_for(run: TrainingRun, error: Exception) -> Fallback:
@@ -208,10 +226,15 @@ def fallback_for(run: TrainingRun, error: Exception) -> Fallback:
     A failure of compiled code has any type, in the forward pass, the backward pass or where a shape is new. Repeated
     eagerly, the step shows whether compiling was the cause: an error of the model's own comes again, as itself.
     """
+    position = run.position
+    now = f"at step {position.step + 1}"
     # Once weights change a step cannot be repeated, nor by one of several ranks: the others wait for its gradients.
-    batch, now = run.batch if run.ranks is None else None, f"at step {run.step + 1}"
+    batch = None
+    if run.ranks is None:
+        batch = position.batch
     if not is_out_of_memory(error):
-        if (batch or run.raw_batch) is None or run.plan.compile == "off" or isinstance(error, SpeedkitError):
+        repeatable = batch is not None or position.raw_batch is not None
+        if not repeatable or run.plan.compile == "off" or isinstance(error, SpeedkitError):
             raise error
         message = " ".join(str(error).split("\n\n")[0].split())  # commands, stacks and advice follow
         why = f"it failed {now}: {type(error).__name__}: {message[:300]}"
@@ -219,9 +242,10 @@ def fallback_for(run: TrainingRun, error: Exception) -> Fallback:
     if run.out is not None and run.device.type == "cuda":  # a map of its memory, for docs.pytorch.org/memory_viz
         torch.cuda.memory._dump_snapshot(str(run.out / "memory.pickle"))
     own = run.workload.own_loader
-    size = 1 if batch is None or (own and not own.splits) else min(run.micro_batch, len(batch[0]))
-    if size > 1:
-        return Fallback("micro_batch", size, (size + 1) // 2, f"out of memory {now}")
+    if batch is not None and (own is None or own.splits):
+        size = min(run.learner.micro_batch, len(batch[0]))
+        if size > 1:
+            return Fallback("micro_batch", size, (size + 1) // 2, f"out of memory {now}")
     where = "" if run.ranks is None else f" on rank {run.ranks.rank}"
     raise SpeedkitError(
         f"out of memory {now}{where}: {str(error).splitlines()[0]}; take a smaller micro_batch or model, "

@@ -133,23 +133,23 @@ def micro_batch_for(
     longest_first, plain = with_longest_first(workload), trial_plan(plan)
     run = make_run(longest_first, recipe, plain, device=device, progress=False, endless=True)
     with contextlib.closing(run):
-        longest = next(run.test_batches.one_epoch())
+        longest = next(run.data.test.one_epoch())
         batch_size = min(recipe.batch_size, len(workload.train))
         # Some of the longest may be unreadable: others stand in for them.
         batch = map_batch(longest, operator.itemgetter(torch.arange(batch_size, device=device) % len(longest[0])))
         # Freed by the first step, it would make the profiler warn of memory that it has not seen taken.
-        run.recent.append((run.last_loss, 0, 0))
+        run.position.recent.append((run.position.last_loss, 0, 0))
 
         def step(size: int) -> None:
-            run.micro_batch = size
-            run.batch = batch  # instead of one that is loaded
+            run.learner.micro_batch = size
+            run.position.batch = batch  # instead of one that is loaded
             next(train(run))
-            run.optimizer.zero_grad(set_to_none=True)  # gradients are a part of a step's memory
+            run.learner.optimizer.zero_grad(set_to_none=True)  # gradients are a part of a step's memory
 
         reserved_bytes = 0
         if plan.cache == ("device" if device.type == "cuda" else "ram"):  # made later, in the same memory
             reserved_bytes = len(workload.train) * longest[0][0].nbytes
-        batch_norm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in run.model.modules())
+        batch_norm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in run.learner.model.modules())
         return find_micro_batch(step, batch_size, device=device, reserved_bytes=reserved_bytes, batch_norm=batch_norm)
 
 

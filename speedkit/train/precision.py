@@ -1,7 +1,7 @@
 """Number formats: process-wide switches, autocast, 8-bit layers, loss scaling."""
 
 import contextlib
-import dataclasses
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,56 +12,63 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16
 INITIAL_SCALE = 2.0**14  # a gradient of 1 stays well below 65504, float16's largest number
 
 
-def set_matmul_precision(plan: Plan) -> None:
-    """Set the plan's process-wide switches, of precision and cuDNN; call it whenever another plan takes its turn.
+class Precision:
+    """The number format of a plan: autocast, loss scaling, 8-bit layers and process-wide switches.
 
-    TF32 has two switches: that of matrix products is off by default, cuDNN's is on
-    (https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices).
-    "default" is PyTorch's choice of both, "fp32" means IEEE arithmetic everywhere, all others allow TF32.
+    Loss scaling is that of float16 (Micikevicius et al. 2018, section 3.2), disabled in other formats. With a fused
+    optimizer it reads nothing on the host: the device skips a step that overflows.
     """
-    # The newer switches outrank these two where somebody has set them, and then the older getters raise.
-    torch.backends.cudnn.fp32_precision = "none"
-    torch.backends.fp32_precision = "none"  # type: ignore[attr-defined]
-    tf32_products = plan.precision not in ("default", "fp32") and torch.cuda.is_available()
-    torch.set_float32_matmul_precision("high" if tf32_products else "highest")
-    torch.backends.cudnn.allow_tf32 = plan.precision != "fp32"
-    torch.backends.cudnn.benchmark = plan.cudnn_benchmark and not torch.are_deterministic_algorithms_enabled()
 
+    def __init__(self, plan: Plan, device: torch.device):
+        self.name = plan.precision
+        self.cudnn_benchmark = plan.cudnn_benchmark
+        self.dtype = AUTOCAST.get(plan.precision)  # of products in a forward pass; None: that of their factors
+        self.context: contextlib.AbstractContextManager = contextlib.nullcontext()  # of forward passes, one by one
+        if self.dtype is not None:
+            self.context = torch.autocast(device.type, self.dtype)
+        self.scaler = torch.amp.GradScaler(device.type, init_scale=INITIAL_SCALE, enabled=plan.precision == "fp16")
 
-def autocast(plan: Plan, device: torch.device) -> contextlib.AbstractContextManager:
-    """Return the context in which `plan` computes forward passes; it can be entered repeatedly."""
-    dtype = AUTOCAST.get(plan.precision)
-    return torch.autocast(device.type, dtype) if dtype else contextlib.nullcontext()
+    def set_switches(self) -> None:
+        """Set the process-wide switches, cuDNN's search for algorithms too; call it when another plan takes its turn.
 
+        TF32 has two switches: that of matrix products is off by default, cuDNN's is on
+        (https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices).
+        "default" is PyTorch's choice of both, "fp32" means IEEE arithmetic everywhere, all others allow TF32.
+        """
+        # The newer switches outrank these two where somebody has set them, and then the older getters raise.
+        torch.backends.cudnn.fp32_precision = "none"
+        torch.backends.fp32_precision = "none"  # type: ignore[attr-defined]
+        tf32_products = self.name not in ("default", "fp32") and torch.cuda.is_available()
+        torch.set_float32_matmul_precision("high" if tf32_products else "highest")
+        torch.backends.cudnn.allow_tf32 = self.name != "fp32"
+        torch.backends.cudnn.benchmark = self.cudnn_benchmark and not torch.are_deterministic_algorithms_enabled()
 
-def grad_scaler(plan: Plan, device: torch.device) -> torch.amp.GradScaler:
-    """Return the loss scaling of float16 (Micikevicius et al. 2018, section 3.2), disabled in other formats.
+    def convert(self, model: nn.Module) -> str:
+        """Make the linear layers of `model` multiply in 8 bits, in place, where that is the format.
 
-    With a fused optimizer it reads nothing on the host: the device skips a step that overflows.
-    """
-    return torch.amp.GradScaler(device.type, init_scale=INITIAL_SCALE, enabled=plan.precision == "fp16")
+        Weights stay float32 parameters of the same names. Products of the forward pass are of e4m3 numbers, those of
+        gradients of e5m2, each tensor with one scale: the fastest recipe on every GPU that has units for it
+        (Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433).
+        Return which layers stay in bf16.
+        """
+        if not self.name.startswith("fp8"):
+            return ""
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # an extra
 
+        eight, rest = eight_bit_layers(model)
+        # Padding is done only where the rows of a batch are no multiple of 16, as those of an epoch's last may be.
+        config = Float8LinearConfig(emulate=self.name == "fp8-emulated", pad_inner_dim=True)
+        convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name in eight)
+        return f"these layers multiply in bf16, for their kind, their size or their place at the end: {', '.join(rest)}"
 
-def apply_float8(model: nn.Module, plan: Plan, scaling: str = "tensorwise") -> str:
-    """Make the linear layers of `model` multiply in 8 bits where `plan.precision` says so, in place.
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps: the loss scale of float16, else nothing."""
+        return self.scaler.state_dict()
 
-    Weights stay float32 parameters of the same names. Products of the forward pass are of e4m3 numbers, and with
-    `scaling` "tensorwise" those of gradients of e5m2, each tensor with one scale: the fastest recipe on every GPU that
-    has units for it. "rowwise" has a scale per row and e4m3 throughout: an outlier spoils its own row only, for more
-    work (Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433).
-    Return which layers stay in bf16.
-    """
-    if not plan.precision.startswith("fp8"):
-        return ""
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # an extra
-
-    eight, rest = eight_bit_layers(model)
-    # Padding is done only where the rows of a batch are no multiple of 16, as those of an epoch's last may be.
-    config = dataclasses.replace(
-        Float8LinearConfig.from_recipe_name(scaling), emulate=plan.precision == "fp8-emulated", pad_inner_dim=True
-    )
-    convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name in eight)
-    return f"these layers multiply in bf16, for their kind, their size or their place at the end: {', '.join(rest)}"
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state`, which is empty where the run that saved it had no float16."""
+        if state:
+            self.scaler.load_state_dict(state)
 
 
 def eight_bit_layers(model: nn.Module) -> tuple[list[str], list[str]]:

@@ -18,11 +18,13 @@ from speedkit.errors import PlanError, UsageError
 from speedkit.fallbacks import EffectivePlan, resolve
 from speedkit.machine import Hardware, this_machine
 from speedkit.plan import CUDA_GRAPHS, Plan
-from speedkit.train import compile, memory, precision
+from speedkit.train import compile, memory
+from speedkit.train.precision import Precision
 from speedkit.train.setup import transform_model
 
 IN_THE_MODEL = ("precision", "compile", "compile_scope", "channels_last", "attention", "checkpointing")
 APPLIED = (*own_loader.LOADER_OPTIONS, *IN_THE_MODEL, "fused_optimizer", "allocator", "cudnn_benchmark", "cache")
+NOT_APPLIED = [field for field in DEFAULTS if field not in APPLIED]
 
 
 def prepare(  # noqa: PLR0917  # the order in which every loop has them
@@ -50,17 +52,18 @@ def prepare(  # noqa: PLR0917  # the order in which every loop has them
     effective = plan_for_loop(plan, optimizer, loader, hardware=this_machine(device), seconds=seconds)
     applied = effective.plan
 
+    precision = Precision(applied, device)
     cudnn_benchmark = torch.backends.cudnn.benchmark or applied.cudnn_benchmark
     if applied.precision != DEFAULTS["precision"]:
-        precision.set_matmul_precision(applied)
+        precision.set_switches()
     torch.backends.cudnn.benchmark = cudnn_benchmark
     memory.set_allocator(applied, device)
     if applied.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    effective = effective.with_fallbacks(*transform_model(model, applied))
-    if applied.precision in precision.AUTOCAST:
+    effective = effective.with_fallbacks(*transform_model(model, applied, precision=precision))
+    if precision.dtype is not None:
         # A partial of a bound method is copied along with the model; a closure would go on calling the original.
-        model.forward = functools.partial(_autocast_forward, model.forward, applied, device)
+        model.forward = functools.partial(_autocast_forward, model.forward, device.type, precision.dtype)
     if applied.fused_optimizer:
         fuse(optimizer)
     for fallback in effective.fallbacks:
@@ -81,37 +84,49 @@ def plan_for_loop(
 ) -> EffectivePlan:
     """Return what `plan` becomes in somebody's own loop, for its parts and on this machine; nothing is changed yet."""
     fused = all(group.get("fused") for group in optimizer.param_groups)
-    kept = {"fused_optimizer": plan.fused_optimizer or fused, **own_loader.own_settings(loader, plan)}
-    takes_s, saved_s = compile.COMPILING_S[hardware.device.type], compile.MOST_SAVED * seconds
-    short = f"compiling takes about {takes_s:.0f} s, and would save {saved_s:.0f} s at most"
-    fusible = isinstance(optimizer, SGD | Adam | AdamW) and not optimizer.state
-    fp16 = resolve(Plan(precision=plan.precision), hardware).plan.precision == "fp16"
-    graphs = plan.compile in CUDA_GRAPHS
-    cached = plan.cache != "off"
-    unkept = own_loader.why_not_kept(loader) if cached else ""
-    rules = [  # field, what it is instead, when, and why
-        ("cache", "off", bool(unkept), unkept),
-        ("cache", "ram", cached and not unkept, "samples are kept in memory, as your data set makes them"),
-        *((field, DEFAULTS[field], True, "only your loop can do that") for field in DEFAULTS if field not in APPLIED),
-        ("precision", "default", fp16, "float16 needs a loss that your loop scales by torch.amp.GradScaler"),
-        *own_loader.loader_cases(loader),
-        ("fused_optimizer", fused, not fusible, "SGD, Adam and AdamW have a fused form, before their first step"),
-        ("compile", "default", graphs, "CUDA graphs write over gradients and outputs that your loop may keep"),
-        ("compile", "off", saved_s < takes_s, short),
-    ]
-    effective = EffectivePlan(plan, dataclasses.replace(plan, **kept))
-    for field, value, when, why in rules:
-        if when and getattr(effective.plan, field) != value:
+    settings = own_loader.own_settings(loader, plan)
+    settings["fused_optimizer"] = plan.fused_optimizer or fused
+    effective = EffectivePlan(plan, dataclasses.replace(plan, **settings))
+    for field, value, why in rules_of_loop(effective.plan, optimizer, loader, hardware=hardware, seconds=seconds):
+        if getattr(effective.plan, field) != value:
             effective = effective.fall_back(field, value, why)
     resolved = resolve(effective.plan, hardware)
     return EffectivePlan(plan, resolved.plan, (*effective.fallbacks, *resolved.fallbacks))
+
+
+def rules_of_loop(
+    plan: Plan, optimizer: Optimizer, loader: DataLoader, *, hardware: Hardware, seconds: float
+) -> Iterator[tuple[str, Any, str]]:
+    """Yield each field that a loop, its loader or its optimizer rules out, what it is instead, and why."""
+    if plan.cache != "off":
+        if unkept := own_loader.why_not_kept(loader):
+            yield "cache", "off", unkept
+        else:
+            yield "cache", "ram", "samples are kept in memory, as your data set makes them"
+    for field in NOT_APPLIED:
+        yield field, DEFAULTS[field], "only your loop can do that"
+    if resolve(Plan(precision=plan.precision), hardware).plan.precision == "fp16":
+        yield "precision", "default", "float16 needs a loss that your loop scales by torch.amp.GradScaler"
+    for field, value, when, why in own_loader.loader_cases(loader):
+        if when:
+            yield field, value, why
+    if not isinstance(optimizer, SGD | Adam | AdamW) or optimizer.state:
+        fused = all(group.get("fused") for group in optimizer.param_groups)
+        yield "fused_optimizer", fused, "SGD, Adam and AdamW have a fused form, before their first step"
+    if plan.compile in CUDA_GRAPHS:
+        yield "compile", "default", "CUDA graphs write over gradients and outputs that your loop may keep"
+    takes_s = compile.COMPILING_S[hardware.device.type]
+    saved_s = compile.MOST_SAVED * seconds
+    if saved_s < takes_s:
+        yield "compile", "off", f"compiling takes about {takes_s:.0f} s, and would save {saved_s:.0f} s at most"
 
 
 def fuse(optimizer: Optimizer) -> None:
     """Switch `optimizer` to its fused kernel."""
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # for a GradScaler, as its constructor
     for options in (optimizer.defaults, *optimizer.param_groups):
-        options |= {"fused": True, "foreach": False}
+        options["fused"] = True
+        options["foreach"] = False
     for group in optimizer.param_groups:
         if group.get("momentum") and not group["dampening"]:
             # A first step that a GradScaler skips would leave it uninitialised. From zero it is the same step.
@@ -119,23 +134,38 @@ def fuse(optimizer: Optimizer) -> None:
                 optimizer.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight))
 
 
-def _autocast_forward(forward: Callable[..., Any], plan: Plan, device: torch.device, *inputs: Any, **named: Any) -> Any:
+def _autocast_forward(
+    forward: Callable[..., Any], device: str, dtype: torch.dtype, /, *inputs: Any, **named: Any
+) -> Any:
     """Call `forward` under the plan's autocast; return outputs of 16 bits as float32."""
-    with precision.autocast(plan, device):
+    with torch.autocast(device, dtype):
         outputs = forward(*inputs, **named)
-    half = (torch.float16, torch.bfloat16)
-    return tree_map_only(Tensor, lambda tensor: tensor.float() if tensor.dtype in half else tensor, outputs)
+    return tree_map_only(Tensor, _widened, outputs)
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    if tensor.dtype in (torch.float16, torch.bfloat16):
+        return tensor.float()
+    return tensor
 
 
 class DeviceLoader(DataLoader):
     """A DataLoader made again with the settings of a plan; its batches are on the device."""
 
     def __init__(self, loader: DataLoader, effective: EffectivePlan, device: torch.device):
-        self.effective, self.device = effective, device
-        dataset = own_loader.MemoryDataset(loader.dataset) if effective.plan.cache == "ram" else loader.dataset
+        self.effective = effective
+        self.device = device
+        dataset = loader.dataset
+        if effective.plan.cache == "ram":
+            dataset = own_loader.MemoryDataset(dataset)
         super().__init__(dataset, **own_loader.loader_options(loader, effective.plan))
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        for batch in super().__iter__():  # whatever can move does, a tokenizer's output too
-            move = {"device": self.device, "non_blocking": self.pin_memory}
-            yield tree_map(lambda leaf, to=move: leaf.to(**to) if hasattr(leaf, "to") else leaf, batch)
+        for batch in super().__iter__():
+            yield tree_map(self.to_device, batch)
+
+    def to_device(self, leaf: Any) -> Any:
+        """Return what a batch holds on the device: whatever can move does, a tokenizer's output too."""
+        if hasattr(leaf, "to"):
+            return leaf.to(device=self.device, non_blocking=self.pin_memory)
+        return leaf

@@ -22,22 +22,31 @@ def wanted(show: bool | str) -> bool:
 
 def display_mode(show: bool | str) -> str:
     """Return how to show progress here: "panel", "bar", "lines" or "off"."""
-    ipython = sys.modules.get("IPython")
-    kernel = getattr(ipython.get_ipython(), "kernel", None) if ipython else None
+    if not wanted(show):
+        return "off"
+    kernel = None
+    if "IPython" in sys.modules:
+        kernel = getattr(sys.modules["IPython"].get_ipython(), "kernel", None)
     # JupyterLab, Notebook and VS Code name the cell that they ask to run. Papermill, nbval and nbconvert, whose outputs
     # are kept and compared, do not.
-    if wanted(show) and kernel and (show == "panel" or "cellId" in kernel.get_parent().get("metadata", {})):
+    if kernel and (show == "panel" or "cellId" in kernel.get_parent().get("metadata", {})):
         return "panel"
-    return "off" if not wanted(show) else "bar" if sys.stderr.isatty() else "lines"
+    return "bar" if sys.stderr.isatty() else "lines"
 
 
 class Progress:
     """Shows loss, score and rates at log points, from numbers that were read there anyway: it never waits for a GPU."""
 
     def __init__(self, name: str, total: int, batch_size: int, *, device: torch.device, show: bool | str):
-        self.name, self.total, self.batch_size, self.mode = name, total, batch_size, display_mode(show)
-        self.device, self.gpu, self.look = device, dict[str, float](), ""  # of the last evaluation
-        self.began: tuple[int, float] | None = None  # step and time of the first update: compiling lies before it
+        self.name = name
+        self.total = total
+        self.batch_size = batch_size
+        self.device = device
+        self.mode = display_mode(show)
+        self.gpu: dict[str, float] = {}  # its power and utilisation at the last update
+        self.look = ""  # the last evaluation, in words
+        self.first_step = 0  # of the first update: compiling lies before it
+        self.began_s: float | None = None  # time of the first update
         self.next_s = 0.0  # time of the next update
         self.losses: list[float] = []  # one per update
         form = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"  # without tqdm's own rate and time left
@@ -49,17 +58,18 @@ class Progress:
 
     def due(self, step: int) -> bool:
         """Return whether to show `step`."""
-        return self.mode != "off" and (time.perf_counter() >= self.next_s or step == self.total)
+        if self.mode == "off":
+            return False
+        return time.perf_counter() >= self.next_s or step == self.total
 
     def update(self, step: int, step_s: float, loss: float, *, score: float | None, metric: str) -> None:
         """Show where the run is; `step_s` and `loss` are means since the last log point, `score` of the last batch."""
-        now_s = time.perf_counter()
-        self.next_s = now_s + UPDATE_EVERY_S[self.mode]
-        self.began = self.began or (step, now_s)
-        steps, elapsed_s = step - self.began[0], now_s - self.began[1]
-        left = tqdm.format_interval((self.total - step) * (elapsed_s / steps if steps else step_s)) + " left"
-        scored = "" if score is None else f", {metric} {score:.3f}"
-        text = f"loss {loss:.4f}{scored}{self.look}, {self.batch_size / step_s:.0f} samples/s"
+        self.next_s = time.perf_counter() + UPDATE_EVERY_S[self.mode]
+        left = self.time_left(step, step_s)
+        text = f"loss {loss:.4f}"
+        if score is not None:
+            text += f", {metric} {score:.3f}"
+        text += f"{self.look}, {self.batch_size / step_s:.0f} samples/s"
         self.gpu = gpu_state(self.device, "power_w", "utilisation")  # {} where NVML does not tell both
         if self.gpu:
             text += f", {self.gpu['power_w']:.0f} W, GPU {self.gpu['utilisation']:.0%} busy"
@@ -70,8 +80,19 @@ class Progress:
         elif self.mode == "lines":
             print(line, flush=True)
         else:
-            self.losses += [loss] if math.isfinite(loss) else []
+            if math.isfinite(loss):
+                self.losses.append(loss)
             self.panel.update({"text/plain": f"{line}\n{curve(self.losses)}"}, raw=True)
+
+    def time_left(self, step: int, step_s: float) -> str:
+        """Return how long it takes from `step` to the end, in words: by all steps since the first update."""
+        now_s = time.perf_counter()
+        if self.began_s is None:
+            self.began_s = now_s
+            self.first_step = step
+        if step > self.first_step:
+            step_s = (now_s - self.began_s) / (step - self.first_step)
+        return f"{tqdm.format_interval((self.total - step) * step_s)} left"
 
     def say(self, text: str) -> None:
         """Print a line; a bar stays below it."""
@@ -87,6 +108,7 @@ class Progress:
 
 def curve(losses: list[float]) -> str:
     """Return a line of at most 80 blocks, as high as the `losses` in their order."""
-    losses = losses[:: len(losses) // 80 + 1]
-    low, high = min(losses, default=0.0), max(losses, default=0.0)
-    return "".join("▁▂▃▄▅▆▇█"[round(7 * (loss - low) / (high - low or 1.0))] for loss in losses)
+    shown = losses[:: len(losses) // 80 + 1]
+    low = min(shown, default=0.0)
+    height = max(shown, default=0.0) - low or 1.0
+    return "".join("▁▂▃▄▅▆▇█"[round(7 * (loss - low) / height)] for loss in shown)

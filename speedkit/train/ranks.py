@@ -24,6 +24,7 @@ from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train.compile import repeated_blocks
 from speedkit.train.optimizer import restore_optimizer
+from speedkit.train.precision import Precision
 
 
 def launch(arguments: list[str], ranks: int, *, max_restarts: int = 3) -> int:
@@ -93,7 +94,9 @@ class Ranks:
     """This process among those of one run. Every method is called by all of them alike."""
 
     def __init__(self, plan: Plan, recipe: Recipe, device: torch.device):
-        self.rank, self.count, self.device = dist.get_rank(), dist.get_world_size(), device
+        self.rank = dist.get_rank()
+        self.count = dist.get_world_size()
+        self.device = device
         self.sharded = plan.strategy == "fsdp"
         self.share = math.ceil(recipe.batch_size / self.count)  # samples of a batch that a rank learns from, at most
         self.restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0  # by torchrun, after one had died
@@ -109,7 +112,7 @@ class Ranks:
         dist.all_reduce(values)
         return values
 
-    def apply_data_parallel(self, model: nn.Module, recipe: Recipe, plan: Plan) -> nn.Module:
+    def apply_data_parallel(self, model: nn.Module, recipe: Recipe, precision: Precision) -> nn.Module:
         """Return what exchanges the gradients of `model`: DDP around it, or itself with FSDP2 applied to its blocks.
 
         Zhao et al. 2023; https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
@@ -121,8 +124,7 @@ class Ranks:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         mesh = dist.init_device_mesh(self.device.type, (self.count,))
-        gathered_as = torch.bfloat16 if plan.precision == "bf16" else None
-        policy = MixedPrecisionPolicy(param_dtype=gathered_as, reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(param_dtype=precision.dtype, reduce_dtype=torch.float32)
         for module in (*repeated_blocks(model), model):
             fully_shard(module, mesh=mesh, mp_policy=policy)
         return model

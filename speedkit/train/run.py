@@ -1,10 +1,12 @@
-"""The state of a training run: what the parts of the loop take, read and change."""
+"""The state of a training run, in four parts: what learns, its data, where it is, and what it tells."""
 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TextIO
 
 import torch
 from torch import Tensor, nn
@@ -16,83 +18,131 @@ from speedkit.recipe import Recipe
 from speedkit.train.checkpoint_file import CheckpointWriter
 from speedkit.train.guard import Recovery, StepGuard
 from speedkit.train.history import History
+from speedkit.train.precision import Precision
 from speedkit.train.progress import Progress
 from speedkit.train.ranks import Ranks
-from speedkit.workload import Batch, Loss, Workload
+from speedkit.workload import Batch, Workload
 
 ALL = 1 << 40  # samples: more than any batch has
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class TrainingRun:
-    """A training run, ready for its first step as `setup.setup_run` returns it."""
+class Learner:
+    """What makes an optimizer step of a batch."""
 
-    # What is trained, and how.
-    workload: Workload
-    recipe: Recipe
-    effective: EffectivePlan
-    device: torch.device
-    ranks: Ranks | None  # None where it is the only process
-    out: Path | None
-
-    # What makes a step.
     model: nn.Module
     replica: nn.Module  # the model, or what exchanges its gradients with other ranks
     optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler
-    autocast: contextlib.AbstractContextManager
+    precision: Precision
     guard: StepGuard
-    loss: Loss  # the workload's; another function is put here to time it
     micro_batch: int  # samples per forward pass, at most
-    recovery: Recovery = dataclasses.field(default_factory=Recovery)
-
-    # Its data. Without a validation set, or in a run that never ends, the test set stands for it.
-    train_batches: BatchStream
-    validation_batches: BatchStream
-    test_batches: BatchStream
-    fetch: Callable[[], Batch]  # the next batch; another function is put here to measure without loading
-    generator: torch.Generator  # of augmentation
-
-    # How far it goes, and what it tells.
     learning_rates: list[float]  # one per step
     rates_on_device: Tensor  # [steps] the same
-    total_steps: float
-    evaluate_every: int  # steps; 0 is only at the end
-    history: History
-    progress: Progress
-    on_log: Callable[[dict[str, float]], object] | None
-    writer: CheckpointWriter | None = None
-
-    # Where it is.
-    step: int = 0
-    raw_batch: Batch | None = None  # that of the step in progress, until it is augmented
-    batch: Batch | None = None  # that of the step in progress, until the weights change
-    # Loss [], epoch and batch of each step since the log point.
-    recent: list[tuple[Tensor, int, int]] = dataclasses.field(default_factory=list)  # since the log point
-    last_loss: Tensor = dataclasses.field(default_factory=lambda: torch.tensor(torch.nan))  # [] of the latest step
-    stop: int = 0  # the signal that asks the run to stop
-    stopping: bool = False  # it stops after this step: found out at a log point, where several ranks agree on it
-    lap_s: float = 0.0
-
-    @property
-    def plan(self) -> Plan:
-        """The effective plan."""
-        return self.effective.plan
+    recovery: Recovery = dataclasses.field(default_factory=Recovery)
 
     @functools.cached_property
     def parameters(self) -> list[nn.Parameter]:
         """The weights that are learned, listed once: each step looks at their gradients."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
+    def steps_made(self, step: int) -> int:
+        """Return how many of `step` steps changed the weights; asks the device where some may have been left out."""
+        if self.guard.active:
+            return int(self.guard.good_steps)
+        return step
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Data:
+    """The streams of batches. Without a validation set, or in a run that never ends, the test set stands for it."""
+
+    train: BatchStream
+    validation: BatchStream
+    test: BatchStream
+    batches: Iterator[Batch]  # what is learned from: those of `train`, or what a measurement makes of them
+    generator: torch.Generator  # of augmentation
+
     @property
-    def steps_made(self) -> int:
-        """How many steps changed the weights; asks the device where some may have been left out."""
-        return int(self.guard.good_steps) if self.guard.active else self.step
+    def bad(self) -> dict[str, str]:
+        """Path -> why of each file that could not be read."""
+        return self.train.bad | self.test.bad | self.validation.bad
 
     def close(self) -> None:
-        """End the loader processes, the progress bar, and the writing of a checkpoint that was begun."""
+        """End the loader processes."""
+        for stream in (self.train, self.validation, self.test):
+            stream.close()
+
+
+@dataclasses.dataclass(eq=False)
+class Position:
+    """Where a run is, and how far it goes."""
+
+    total_steps: float
+    evaluate_every: int  # steps; 0 is only at the end
+    step: int = 0
+    raw_batch: Batch | None = None  # that of the step in progress, until it is augmented
+    batch: Batch | None = None  # that of the step in progress, until the weights change
+    # Loss [], epoch and batch of each step since the log point.
+    recent: list[tuple[Tensor, int, int]] = dataclasses.field(default_factory=list)
+    last_loss: Tensor = dataclasses.field(default_factory=lambda: torch.tensor(torch.nan))  # [] of the latest step
+    stop: int = 0  # the signal that asks the run to stop
+    stopping: bool = False  # it stops after this step: found out at a log point, where several ranks agree on it
+
+    def evaluates(self) -> bool:
+        """Return whether the step that was just made is followed by an evaluation."""
+        due = self.evaluate_every and self.step % self.evaluate_every == 0
+        return bool(due) or self.step == self.total_steps
+
+
+@dataclasses.dataclass(eq=False)
+class Reporting:
+    """What a run tells: its history, its progress, its files."""
+
+    history: History
+    progress: Progress
+    on_log: Callable[[dict[str, float]], object] | None
+    writer: CheckpointWriter | None = None
+    log: TextIO | None = None  # history.jsonl
+    lap_s: float = 0.0  # when a lap began
+
+    def lap(self) -> float:
+        """Return the seconds since it was last called, and add them to those of the history."""
+        now_s = time.perf_counter()
+        elapsed_s = now_s - (self.lap_s or now_s)
+        self.lap_s = now_s
+        self.history.seconds += elapsed_s
+        return elapsed_s
+
+    def close(self) -> None:
+        """End the progress bar, and the writing of a checkpoint that was begun."""
         if self.writer is not None:
             self.writer.executor.shutdown()
-        for batches in (self.train_batches, self.validation_batches, self.test_batches):
-            batches.close()
+        if self.log is not None:
+            self.log.close()
         self.progress.close()
+
+
+@dataclasses.dataclass(eq=False)
+class TrainingRun:
+    """A training run, ready for its first step as `setup.setup_run` returns it."""
+
+    workload: Workload
+    recipe: Recipe
+    effective: EffectivePlan
+    device: torch.device
+    ranks: Ranks | None  # None where it is the only process
+    out: Path | None
+    learner: Learner
+    data: Data
+    position: Position
+    reporting: Reporting
+    ends: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)  # what `close` does
+
+    @property
+    def plan(self) -> Plan:
+        """The effective plan."""
+        return self.effective.plan
+
+    def close(self) -> None:
+        """End loader processes, progress bar and the writing of a checkpoint; put back what was set for the process."""
+        self.ends.close()

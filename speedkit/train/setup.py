@@ -1,13 +1,14 @@
 """From a workload, a recipe and a plan to a run that is ready for its first step."""
 
+import contextlib
 import dataclasses
 import functools
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import nn
@@ -21,17 +22,19 @@ from speedkit.files import claim_folder, write_text
 from speedkit.machine import this_machine
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe, learning_rates
-from speedkit.train import attention, checkpoint, compile, memory, precision
+from speedkit.train import attention, checkpoint, compile, memory
 from speedkit.train.checkpoint_file import CheckpointWriter
 from speedkit.train.guard import StepGuard
 from speedkit.train.history import History
 from speedkit.train.micro_batch import micro_batch_for
 from speedkit.train.nonfinite import take_snapshot
 from speedkit.train.optimizer import build_optimizer
+from speedkit.train.precision import Precision
+from speedkit.train.process_state import process_state_kept
 from speedkit.train.progress import Progress, wanted
 from speedkit.train.ranks import Ranks, join, local_device
-from speedkit.train.run import ALL, TrainingRun
-from speedkit.workload import Workload
+from speedkit.train.run import ALL, Data, Learner, Position, Reporting, TrainingRun
+from speedkit.workload import Batch, Workload
 
 
 def setup_run(
@@ -50,114 +53,110 @@ def setup_run(
     until: float | None = None,
     verbose: bool = False,
     endless: bool = False,
+    batches: Callable[[Iterator[Batch]], Iterator[Batch]] = iter,
 ) -> TrainingRun:
-    """Return a training run, ready for its first step.
+    """Return a training run, ready for its first step. Its options are those of `fit`, and two for measuring.
 
-    By the workload's own recipe and `Plan()` by default. `out` gets checkpoint, plan and history; `resume` goes on from
-    the checkpoint there. `strict` makes a field of the plan that cannot be honoured an error. `deterministic` asks CUDA
-    for reproducible kernels (https://docs.pytorch.org/docs/stable/notes/randomness.html). `on_log` is called with each
-    log point, as history.jsonl gets it (fit.report); of several ranks the first one does, and what it raises ends the
-    run. The first evaluation as good as `until` is the last. `verbose` says of each field why it falls back, however
-    many they are. `endless` never stops nor evaluates: for measuring.
+    `endless`: it never stops nor evaluates. `batches` makes of the stream of batches the one that is learned from.
     """
     began_s = time.perf_counter()
     recipe = recipe or workload.recipe
     check_recipe(recipe, workload)
 
-    # Machine and ranks: what the plan becomes here, and which share of each batch this process learns from.
+    # What the plan becomes here, and the part that this process has in the run.
     asked = plan or Plan()
     hardware = this_machine(local_device(asked, device))
-    effective = resolve(asked, hardware, strict, workload=workload, batch_size=recipe.batch_size)
-    ranks = join(effective.plan, recipe, hardware.device)
-    first = ranks is None or ranks.rank == 0
-    share = recipe.batch_size if ranks is None else ranks.share
-    resume = resume or (ranks is not None and ranks.restarted)
-    folder = None
-    if out is not None:
-        folder = claim_folder(out, "train", resume) if first else Path(out)
-    if deterministic:  # PyTorch raises later where CUDA has no such kernel
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
+    with contextlib.ExitStack() as ends:  # of a run that cannot be set up they are reached here, else by its `close`
+        ends.enter_context(process_state_kept(hardware.device))
+        effective = resolve(asked, hardware, strict, workload=workload, batch_size=recipe.batch_size)
+        ranks = join(effective.plan, recipe, hardware.device)
+        first = ranks is None or ranks.rank == 0  # which speaks and writes for all
+        resume = resume or (ranks is not None and ranks.restarted)
+        folder = run_folder(out, resume, first=first)
+        show = progress if first and not endless else False
+        if deterministic:
+            ask_for_reproducible_kernels()
+        effective = choose_auto_settings(workload, recipe, effective, device=hardware.device, ranks=ranks)
 
-    # What takes trying out: the micro-batch where it is auto. All ranks take what suits each of them.
-    own_recipe = dataclasses.replace(recipe, batch_size=share)
-    effective = choose_auto_settings(workload, own_recipe, effective, device=hardware.device)
-    choices = [effective] if ranks is None else ranks.all_gather(effective)
-    effective = min(choices, key=lambda choice: choice.plan.micro_batch or 0)
-    share = share if workload.own_loader is None else ALL  # a user's batches may be larger than their first one
+        # The four parts. The learner comes first: a plan that `strict` refuses for it makes no cache.
+        learner, effective = build_learner(workload, recipe, effective, device=hardware.device, ranks=ranks)
+        if strict:
+            effective.check_strict()
+        data = open_data(
+            workload,
+            recipe,
+            effective.plan,
+            device=hardware.device,
+            ranks=ranks,
+            cache_dir=cache_dir,
+            show=wanted(show),
+            endless=endless,
+            batches=batches,
+        )
+        ends.callback(data.close)
+        last_step = len(learner.learning_rates)
+        position = Position(last_step, steps_between_evaluations(effective.plan.validate_every, len(data.train)))
+        if endless:
+            position = Position(math.inf, 0)
+        history = History(workload.name, recipe, effective, str(hardware.device), until=until)
+        history.higher_is_better = workload.higher_is_better
+        bar = Progress(workload.name, last_step, recipe.batch_size, device=hardware.device, show=show)
+        reporting = Reporting(history, bar, on_log if first else None)
+        ends.callback(reporting.close)
+        run = TrainingRun(
+            workload, recipe, effective, hardware.device, ranks, folder, learner, data, position, reporting
+        )
+        if folder is not None:
+            begin_in(folder, run, resume, first=first)
+        take_snapshot(run)
+        for note in filter(None, (*effective.notes(verbose), getattr(data.train.cache, "why", ""))):
+            bar.say(f"  {note}")
+        history.prepare_s = time.perf_counter() - began_s
+        run.ends = ends.pop_all()
+        return run
 
-    # Model and optimizer, then data: what is missing of the cache is made.
-    precision.set_matmul_precision(effective.plan)
-    model, replica, optimizer, fallbacks = build_learner(
-        workload, recipe, effective.plan, device=hardware.device, ranks=ranks
+
+def run_folder(out: str | Path | None, resume: bool, *, first: bool) -> Path | None:
+    """Return the folder of the run, made and claimed by the `first` rank; None where nothing is kept."""
+    if out is None:
+        return None
+    return claim_folder(out, "train", resume) if first else Path(out)
+
+
+def ask_for_reproducible_kernels() -> None:
+    """Let PyTorch take reproducible kernels only; it raises later where CUDA has none."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+
+
+def open_data(
+    workload: Workload,
+    recipe: Recipe,
+    plan: Plan,
+    *,
+    device: torch.device,
+    ranks: Ranks | None,
+    cache_dir: str | Path | None,
+    show: bool,
+    endless: bool,
+    batches: Callable[[Iterator[Batch]], Iterator[Batch]],
+) -> Data:
+    """Return the data of a run: the streams of this rank's batches. What is missing of the cache is made here."""
+    open_part = functools.partial(
+        open_stream, workload, recipe=recipe, device=device, ranks=ranks, cache_dir=cache_dir, show=show
     )
-    effective = effective.with_fallbacks(*fallbacks)
-    check_strict(effective, strict)
-    show = progress if first and not endless else False
-    open_stream = functools.partial(
-        open_batches,
-        workload,
-        recipe=recipe,
-        device=hardware.device,
-        ranks=ranks,
-        cache_dir=cache_dir,
-        show=wanted(show),
-    )
-    # A run that never ends does not see its test set.
-    test_plan = dataclasses.replace(effective.plan, cache="off") if endless else effective.plan
-    train_batches = open_stream(workload.train, effective.plan, seed=recipe.seed)
-    test_batches = validation_batches = open_stream(workload.test, test_plan, seed=None)
+    train = open_part(workload.train, plan, seed=recipe.seed)
+    if endless:  # it does not see its test set
+        plan = dataclasses.replace(plan, cache="off")
+    test = open_part(workload.test, plan, seed=None)
+    validation = test
     if workload.validation and not endless:
-        validation_batches = open_stream(workload.validation, test_plan, seed=None)
-
-    last_step = recipe.total_steps(len(workload.train))
-    rates = learning_rates(recipe, last_step)
-    history = History(workload.name, recipe, effective, str(hardware.device))
-    history.until = until
-    history.higher_is_better = workload.higher_is_better
-    run = TrainingRun(
-        workload=workload,
-        recipe=recipe,
-        effective=effective,
-        device=hardware.device,
-        ranks=ranks,
-        out=folder,
-        model=model,
-        replica=replica,
-        optimizer=optimizer,
-        scaler=precision.grad_scaler(effective.plan, hardware.device),
-        autocast=precision.autocast(effective.plan, hardware.device),
-        guard=StepGuard(recipe, effective.plan, model, optimizer=optimizer, several_ranks=ranks is not None),
-        loss=workload.loss,
-        micro_batch=min(int(effective.plan.micro_batch or share), share),
-        train_batches=train_batches,
-        validation_batches=validation_batches,
-        test_batches=test_batches,
-        fetch=train_batches.__next__,
-        generator=torch.Generator(device=hardware.device),
-        learning_rates=rates,
-        rates_on_device=torch.tensor(rates, device=hardware.device),
-        total_steps=math.inf if endless else last_step,
-        evaluate_every=0 if endless else steps_between_evaluations(effective.plan, len(train_batches)),
-        history=history,
-        progress=Progress(workload.name, last_step, recipe.batch_size, device=hardware.device, show=show),
-        on_log=on_log if first else None,
-    )
-    begin(run, resume, first=first)
-    for note in filter(None, (*effective.notes(verbose), getattr(train_batches.cache, "why", ""))):
-        run.progress.say(f"  {note}")
-    history.prepare_s = time.perf_counter() - began_s
-    return run
+        validation = open_part(workload.validation, plan, seed=None)
+    generator = torch.Generator(device=device)
+    return Data(train=train, validation=validation, test=test, batches=batches(train), generator=generator)
 
 
-def check_strict(effective: EffectivePlan, strict: bool) -> None:
-    """Raise PlanError where `strict` and a field was lost; what was to be chosen (auto) was not lost."""
-    lost = [fallback for fallback in effective.fallbacks if fallback.asked not in ("auto", fallback.got)]
-    if strict and lost:
-        raise PlanError(f"the plan cannot be honoured, and --strict allows no fallback: {lost[0]}")
-
-
-def open_batches(
+def open_stream(
     workload: Workload,
     items: Sequence[Any],
     plan: Plan,
@@ -187,20 +186,32 @@ def open_batches(
     )
 
 
-def begin(run: TrainingRun, resume: bool, *, first: bool) -> None:
-    """Put `run` at its start, or where a checkpoint left off."""
-    if run.out is not None and resume:
-        checkpoint.load(run, run.out)
-    if run.out is not None and first:
-        run.writer = CheckpointWriter(run.out, run.device)
-        write_text(run.out / "plan.yaml", to_yaml(run.plan))
-    take_snapshot(run)
+def begin_in(folder: Path, run: TrainingRun, resume: bool, *, first: bool) -> None:
+    """Put `run` where a checkpoint in `folder` left off, if it is to `resume`; the `first` rank writes there."""
+    if resume:
+        checkpoint.load(run, folder)
+    if first:
+        run.reporting.writer = CheckpointWriter(folder, run.device)
+        run.reporting.log = open_log(folder / "history.jsonl", run.reporting.history)
+        write_text(folder / "plan.yaml", to_yaml(run.plan))
 
 
-def steps_between_evaluations(plan: Plan, epoch_steps: int) -> int:
-    """Return validate_every in steps, where it may be a share of an epoch; 0 is only at the end."""
-    every = 1.0 if plan.validate_every is None else plan.validate_every
-    return max(1, round(every * epoch_steps)) if isinstance(every, float) else every
+def open_log(path: Path, history: History) -> TextIO:
+    """Return the file at `path`, to write to after the lines of the log points that `history` has."""
+    lines: list[str] = []
+    if path.exists():
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    write_text(path, "".join(lines[: len(history.loss)]))
+    return path.open("a", encoding="utf-8", buffering=1)  # a line is in the file once it is written
+
+
+def steps_between_evaluations(validate_every: float | None, epoch_steps: int) -> int:
+    """Return the plan's `validate_every` in steps, where it may be a share of an epoch; 0 is only at the end."""
+    if validate_every is None:
+        return epoch_steps
+    if isinstance(validate_every, float):
+        return max(1, round(validate_every * epoch_steps))
+    return validate_every
 
 
 def check_recipe(recipe: Recipe, workload: Workload) -> None:
@@ -216,41 +227,79 @@ def check_recipe(recipe: Recipe, workload: Workload) -> None:
 
 
 def choose_auto_settings(
-    workload: Workload, recipe: Recipe, effective: EffectivePlan, *, device: torch.device
+    workload: Workload, recipe: Recipe, effective: EffectivePlan, *, device: torch.device, ranks: Ranks | None
 ) -> EffectivePlan:
     """Return `effective` with memory settings applied, and with a number for micro_batch=auto."""
     memory.set_allocator(effective.plan, device)
     if effective.plan.micro_batch == "auto":
+        if ranks is not None:
+            recipe = dataclasses.replace(recipe, batch_size=ranks.share)
         search = micro_batch_for(workload, recipe, effective.plan, device=device, make_run=setup_run)
         memory.release(device)  # what the search had allocated, in blocks cut for other sizes
         effective = effective.with_fallbacks(Fallback("micro_batch", "auto", search.micro_batch, search.why))
-    return effective
+    if ranks is None:
+        return effective
+    return min(ranks.all_gather(effective), key=lambda choice: choice.plan.micro_batch or 0)  # what suits each of them
 
 
 def build_learner(
-    workload: Workload, recipe: Recipe, plan: Plan, *, device: torch.device, ranks: Ranks | None = None
-) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer, list[Fallback]]:
-    """Return the model, what a step calls in its place, its optimizer, and what of the plan they are not.
-
-    The weights are a function of the recipe's seed.
-    """
+    workload: Workload, recipe: Recipe, effective: EffectivePlan, *, device: torch.device, ranks: Ranks | None
+) -> tuple[Learner, EffectivePlan]:
+    """Return the learner, whose weights are a function of the recipe's seed, and what it has made of the plan."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+    plan = effective.plan
+    precision = Precision(plan, device)
+    precision.set_switches()
     torch.manual_seed(recipe.seed)  # loading and augmenting have generators of their own
     memory_format = torch.channels_last if plan.channels_last else torch.contiguous_format
     model = workload.model().to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
-
-    fallbacks = transform_model(model, plan, workload)  # sharding comes after it
-    replica = model if ranks is None else ranks.apply_data_parallel(model, recipe, plan)
+    effective = effective.with_fallbacks(*transform_model(model, plan, precision=precision, workload=workload))
+    replica = model
+    if ranks is not None:
+        replica = ranks.apply_data_parallel(model, recipe, precision)  # sharding comes after the rest
     optimizer = build_optimizer(model.parameters(), recipe, fused=plan.fused_optimizer)
-    return model, replica, optimizer, fallbacks
+    guard = StepGuard(
+        model,
+        optimizer,
+        recipe,
+        precision=precision,
+        fused=plan.fused_optimizer,
+        several_ranks=ranks is not None,
+    )
+    rates = learning_rates(recipe, recipe.total_steps(len(workload.train)))
+    learner = Learner(
+        model=model,
+        replica=replica,
+        optimizer=optimizer,
+        precision=precision,
+        guard=guard,
+        micro_batch=largest_pass(workload, recipe, plan, ranks=ranks),
+        learning_rates=rates,
+        rates_on_device=torch.tensor(rates, device=device),
+    )
+    return learner, effective
 
 
-def transform_model(model: nn.Module, plan: Plan, workload: Workload | None = None) -> list[Fallback]:
+def largest_pass(workload: Workload, recipe: Recipe, plan: Plan, *, ranks: Ranks | None) -> int:
+    """Return the most samples of a forward pass: the micro-batch, or what a process gets of a batch."""
+    share = recipe.batch_size
+    if workload.own_loader is not None:
+        share = ALL  # a user's batches may be larger than their first one
+    elif ranks is not None:
+        share = ranks.share
+    if plan.micro_batch is None:
+        return share
+    return min(int(plan.micro_batch), share)
+
+
+def transform_model(
+    model: nn.Module, plan: Plan, *, precision: Precision, workload: Workload | None = None
+) -> list[Fallback]:
     """Give `model` the 8-bit layers, attention, recomputation and compiled code of `plan`, in place; return why not."""
     # The order counts: 8-bit layers take the place of others, and what is compiled includes all the rest.
     fallbacks = []
-    if why := precision.apply_float8(model, plan):
+    if why := precision.convert(model):
         fallbacks.append(Fallback("precision", plan.precision, plan.precision, why))
     if why := attention.apply_attention(model, plan):
         fallbacks.append(Fallback("attention", plan.attention, "auto", why))

@@ -165,7 +165,7 @@ def test_trained_for_real_every_scope_compiles_once_and_learns_the_same(real, sc
         counts = [compilations() for _ in steps(run)]
     assert set(counts) == {1}  # not the last batch, nor evaluation, nor a moving rate
     eager = fit(workload, plan=Plan(log_every=1), device=device, progress=False).loss
-    assert run.history.loss == pytest.approx(eager, rel=1e-4 if device == "cpu" else 1e-2)
+    assert run.reporting.history.loss == pytest.approx(eager, rel=1e-4 if device == "cpu" else 1e-2)
 
 
 @pytest.mark.slow

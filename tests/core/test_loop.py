@@ -33,8 +33,8 @@ def first_gradients(workload, **plan):
     """The gradients that the optimizer sees in the first step, as one tensor."""
     gradients = []
     with contextlib.closing(setup_run(workload, plan=Plan(**plan), device="cpu", progress=False)) as run:
-        run.optimizer.register_step_pre_hook(
-            lambda *_: gradients.extend(weight.grad.flatten().clone() for weight in run.parameters)
+        run.learner.optimizer.register_step_pre_hook(
+            lambda *_: gradients.extend(weight.grad.flatten().clone() for weight in run.learner.parameters)
         )
         next(steps(run))
     return torch.cat(gradients)
@@ -54,23 +54,26 @@ def test_overflow_skips_exactly_its_steps_and_the_schedule_waits(optimizer):
     workload = points(optimizer=optimizer, epochs=None, steps=10, clip_norm=1.0)
     workload = spoiled(workload, bad, "gradient", math.inf)
     with contextlib.closing(setup_run(workload, plan=Plan(precision="fp16"), device="cpu", progress=False)) as run:
-        scale, before = run.scaler.get_scale(), [weight.detach().clone() for weight in run.parameters]
+        scale, before = (
+            run.learner.precision.scaler.get_scale(),
+            [weight.detach().clone() for weight in run.learner.parameters],
+        )
         for step in steps(run):
-            assert all(map(torch.equal, before, run.parameters)) == (step - 1 in bad)
+            assert all(map(torch.equal, before, run.learner.parameters)) == (step - 1 in bad)
             made = step - 1 - sum(skipped < step - 1 for skipped in bad)
-            assert float(run.optimizer.param_groups[0]["lr"]) == pytest.approx(run.learning_rates[made])
-            before = [weight.detach().clone() for weight in run.parameters]
+            assert float(run.learner.optimizer.param_groups[0]["lr"]) == pytest.approx(run.learner.learning_rates[made])
+            before = [weight.detach().clone() for weight in run.learner.parameters]
         assert all(weight.isfinite().all() for weight in before)
-        assert all(value.isfinite().all() for slot in run.optimizer.state.values() for value in slot.values())
-        assert finish(run).steps == 10 - len(bad) and run.scaler.get_scale() == scale / 2 ** len(bad)
+        assert all(value.isfinite().all() for slot in run.learner.optimizer.state.values() for value in slot.values())
+        assert finish(run).steps == 10 - len(bad) and run.learner.precision.scaler.get_scale() == scale / 2 ** len(bad)
 
 
 @pytest.mark.parametrize("plan", [{}, {"precision": "fp16"}], ids=str)
 def test_a_run_that_never_ends_stays_at_the_last_learning_rate(plan):
     workload = points(steps=3, epochs=None)
     with contextlib.closing(setup_run(workload, plan=Plan(**plan), device="cpu", endless=True)) as run:
-        rates = [float(run.optimizer.param_groups[0]["lr"]) for _ in itertools.islice(steps(run), 5)]
-    assert rates == pytest.approx([*run.learning_rates, *2 * run.learning_rates[-1:]])
+        rates = [float(run.learner.optimizer.param_groups[0]["lr"]) for _ in itertools.islice(steps(run), 5)]
+    assert rates == pytest.approx([*run.learner.learning_rates, *2 * run.learner.learning_rates[-1:]])
 
 
 # What the host reads.

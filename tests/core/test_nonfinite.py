@@ -53,8 +53,8 @@ def spoiled(workload, at, where, value=math.nan):
 
 def everything(run):
     """All that a step may change, as copies."""
-    state = {name: value.clone() for name, value in run.model.state_dict().items()}
-    for index, values in run.optimizer.state_dict()["state"].items():
+    state = {name: value.clone() for name, value in run.learner.model.state_dict().items()}
+    for index, values in run.learner.optimizer.state_dict()["state"].items():
         state |= {f"{index}.{key}": value.clone() for key, value in values.items() if value is not None}
     return state
 
@@ -154,9 +154,11 @@ def test_weights_that_became_nan_are_replaced_by_the_last_good_ones(fused):
         for step in steps(run):
             states[step] = everything(run)
             if step == 22:
-                run.model[0].weight.data.fill_(math.nan)
+                run.learner.model[0].weight.data.fill_(math.nan)
             if step == 31:
-                assert float(run.optimizer.param_groups[0]["lr"]) == pytest.approx(run.learning_rates[22] / 2)
+                assert float(run.learner.optimizer.param_groups[0]["lr"]) == pytest.approx(
+                    run.learner.learning_rates[22] / 2
+                )
         history = finish(run)
     assert not changed(states[20], states[30])
     [recovery] = history.recoveries
@@ -197,7 +199,7 @@ def test_what_cannot_be_repeated_ends_the_run_with_what_to_do():
     with pytest.raises(SpeedkitError, match=r"out of memory at step 1: .*checkpointing=blocks"):
         fit(limited(points(), 0), device="cpu", progress=False)
     with contextlib.closing(setup_run(points(), device="cpu", progress=False)) as run:
-        run.optimizer.register_step_post_hook(lambda *_: strike("cuda"))  # weights have changed by then
+        run.learner.optimizer.register_step_post_hook(lambda *_: strike("cuda"))  # weights have changed by then
         with pytest.raises(SpeedkitError, match="out of memory at step 1: "):
             next(steps(run))
 

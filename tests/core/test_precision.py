@@ -10,9 +10,10 @@ from torch.nn.functional import cosine_similarity, cross_entropy
 
 from speedkit.machine import this_machine
 from speedkit.plan import Plan
-from speedkit.train import precision
+from speedkit.train.precision import Precision
 
 BACKENDS = torch.backends
+CPU = torch.device("cpu")
 # Least cosine of a gradient with float32's, and largest relative difference of the loss.
 GATES = {
     "fp32": (1, 0),
@@ -40,13 +41,13 @@ def loss_and_gradients(name, device):
     """The loss and each weight's gradient of the same net on the same batch, computed in a format."""
     plan, model, place, rows = Plan(precision=name), net().to(device), torch.device(device), 40
     inputs = torch.randn(rows, 64, generator=torch.Generator().manual_seed(2)).to(device)
-    precision.set_matmul_precision(plan)
-    precision.apply_float8(model, plan)
-    scaler = precision.grad_scaler(plan, place)
-    with precision.autocast(plan, place):
+    format = Precision(plan, place)
+    format.set_switches()
+    format.convert(model)
+    with format.context:
         loss = cross_entropy(model(inputs), torch.arange(rows, device=device) % 10)
-    scaler.scale(loss).backward()
-    scaler.unscale_(torch.optim.SGD(model.parameters()))
+    format.scaler.scale(loss).backward()
+    format.scaler.unscale_(torch.optim.SGD(model.parameters()))
     return float(loss.detach()), [weight.grad for weight in model.parameters()]
 
 
@@ -69,7 +70,7 @@ def test_loss_and_gradients_are_those_of_float32_within_the_format(name, device)
 def test_cudnn_times_its_algorithms_where_asked_but_not_where_results_must_repeat():
     for deterministic in (False, True):
         torch.use_deterministic_algorithms(deterministic)
-        precision.set_matmul_precision(Plan(cudnn_benchmark=True))
+        Precision(Plan(cudnn_benchmark=True), CPU).set_switches()
         torch.use_deterministic_algorithms(False)
         assert BACKENDS.cudnn.benchmark != deterministic
 
@@ -83,7 +84,7 @@ def mixed():
 
 def test_layers_left_alone_are_listed_and_checkpoints_fit_either_way():
     plain, model = mixed(), mixed()
-    note = precision.apply_float8(model, Plan(precision="fp8-emulated"))
+    note = Precision(Plan(precision="fp8-emulated"), CPU).convert(model)
     assert {name for name, layer in model.named_modules() if type(layer).__name__ == "Float8Linear"} == {"wide"}
     assert note.split(": ")[1] == "stem, odd, widen, attention.out_proj, head"
     model.load_state_dict(plain.state_dict())
@@ -95,7 +96,7 @@ def test_no_getter_raises_whatever_precision_follows_which(outside):
     for name in itertools.chain(*itertools.permutations(("default", "fp32", "tf32"))):
         if outside is not None:
             outside.fp32_precision = "tf32"  # somebody uses the newer switches
-        precision.set_matmul_precision(Plan(precision=name))
+        Precision(Plan(precision=name), CPU).set_switches()
         # Each of these can raise where they contradict each other.
         matmul, cuda, cudnn = BACKENDS.cuda.matmul.fp32_precision, BACKENDS.cuda.matmul.allow_tf32, BACKENDS.cudnn
         on_gpu = name not in ("default", "fp32") and torch.cuda.is_available()

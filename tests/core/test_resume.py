@@ -39,7 +39,9 @@ def lively(**recipe):
 def stopped(tmp_path):
     """A folder of a run stopped after step 9, with checkpoints of steps 6 and 8, in buffers that are used again."""
     with contextlib.closing(setup_run(lively(), out=tmp_path, **OPTIONS)) as run:
-        buffers = [{buffer.data_ptr() for buffer in run.writer.buffers} for _ in itertools.islice(steps(run), 9)]
+        buffers = [
+            {buffer.data_ptr() for buffer in run.reporting.writer.buffers} for _ in itertools.islice(steps(run), 9)
+        ]
     assert buffers[2] and buffers[2] == buffers[8]
     return tmp_path
 
@@ -48,10 +50,10 @@ def test_a_run_can_go_on_with_a_fused_optimizer_whose_rate_stays_in_its_tensor(s
     whole = fit(lively(), **OPTIONS)
     options = OPTIONS | {"plan": Plan(fused_optimizer=True, log_every=1)}
     with contextlib.closing(setup_run(lively(), out=stopped, resume=True, **options)) as run:
-        rate = run.optimizer.param_groups[0]["lr"]
+        rate = run.learner.optimizer.param_groups[0]["lr"]
         for step in steps(run):
-            assert run.optimizer.param_groups[0]["lr"] is rate
-            assert float(rate) == pytest.approx(run.learning_rates[step - 1])
+            assert run.learner.optimizer.param_groups[0]["lr"] is rate
+            assert float(rate) == pytest.approx(run.learner.learning_rates[step - 1])
         assert finish(run).loss == pytest.approx(whole.loss, abs=1e-5)
 
 
@@ -69,7 +71,7 @@ def test_a_checkpoint_that_does_not_fit_on_the_disk_leaves_the_one_before(stoppe
     try:
         checkpoint.save(run)
         with pytest.raises(SpeedkitError, match="could not be written"):
-            run.writer.wait()
+            run.reporting.writer.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         run.close()
@@ -99,9 +101,9 @@ def test_with_all_of_them_damaged_nothing_is_made_up(stopped):
 def test_what_is_written_is_the_state_at_the_time_of_the_call(tmp_path):
     with contextlib.closing(setup_run(lively(), out=tmp_path, **OPTIONS)) as run:
         next(steps(run))
-        weights = {name: weight.clone() for name, weight in run.model.state_dict().items()}
+        weights = {name: weight.clone() for name, weight in run.learner.model.state_dict().items()}
         checkpoint.save(run)
-        for weight in run.model.parameters():
+        for weight in run.learner.model.parameters():
             weight.data.fill_(7.0)
     state = checkpoint_file.read(tmp_path / checkpoint_file.NAME)
     assert all(torch.equal(state["model"][name], weight) for name, weight in weights.items())

@@ -160,11 +160,11 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(short, micro_batch):
 
     def gradients(**plan):
         with contextlib.closing(setup_run(short, plan=Plan(**plan), device="cpu", progress=False)) as run:
-            for module in run.model.modules():
+            for module in run.learner.model.modules():
                 if isinstance(module, nn.Dropout):
                     module.p = 0.0  # for every way to cut a batch draws another mask
             next(steps(run))
-            return [weight.grad for weight in run.parameters], float(run.last_loss)
+            return [weight.grad for weight in run.learner.parameters], float(run.position.last_loss)
 
     (whole, whole_loss), (parts, parts_loss) = gradients(), gradients(micro_batch=micro_batch)
     assert parts_loss == pytest.approx(whole_loss, rel=1e-5)

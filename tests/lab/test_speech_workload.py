@@ -14,6 +14,7 @@ from speedkit.machine import this_machine
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train.fit import fit
+from speedkit.train.precision import Precision
 from speedkit.train.setup import transform_model
 
 
@@ -65,11 +66,11 @@ def test_attention_by_the_ends_of_clips_is_that_by_a_mask(net, padded, monkeypat
     batch, results = batch_of(40, 280, 120, 44, padded=padded), []
     for plan in (Plan(), Plan(attention="varlen")):
         model = copy.deepcopy(net)
-        assert transform_model(model, plan) == []
+        assert transform_model(model, plan, precision=Precision(plan, torch.device("cpu"))) == []
         loss(model, batch, RECIPE)[0].backward()
         results.append([weight.grad for weight in model.parameters()])
     torch.testing.assert_close(*results)
-    [fallback] = transform_model(torch.nn.Linear(2, 2), plan)
+    [fallback] = transform_model(torch.nn.Linear(2, 2), plan, precision=Precision(plan, torch.device("cpu")))
     assert str(fallback) == "attention: asked varlen, got auto: no layer of Linear takes the lengths of clips"
 
 

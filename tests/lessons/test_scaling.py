@@ -43,7 +43,7 @@ def test_two_ranks_measure_together_and_write_raw_seconds(tmp_path):
     # The losses are those of one process with the batches of both ranks.
     plan, work = Plan(fused_optimizer=True), points(batch_size=16, drop_last=True, **WIDE)
     with contextlib.closing(setup_run(work, plan=plan, device="cpu", endless=True)) as one:
-        expected = [float(one.last_loss) for _ in itertools.islice(steps(one), 4)]
+        expected = [float(one.position.last_loss) for _ in itertools.islice(steps(one), 4)]
     assert result["losses"] == pytest.approx(expected, rel=1e-5)
 
 

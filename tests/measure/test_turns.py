@@ -76,7 +76,7 @@ def test_where_lengths_differ_time_is_counted_per_padded_frame():
     clips = {"load": lambda item: torch.ones(8, clip_length(item)), "length": clip_length, "loss": clip_loss}
     work = dataclasses.replace(points(batch_size=2), **clips)
     with contextlib.closing(Contender(work, work.recipe, Plan(), loss_steps=0, device="cpu")) as side:
-        stream, begins = side.run.train_batches, []
+        stream, begins = side.run.data.train, []
         side.stopwatch.start = lambda: begins.append(stream.frames)
         side.stopwatch.stop = lambda: stream.frames - begins[-1]
         assert [side.turn(1) for _ in range(8)] == pytest.approx([stream.mean_frames] * 8)
