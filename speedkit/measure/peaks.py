@@ -38,13 +38,12 @@ class Peak:
         return f"{self.value / 1e9:.4g} GB/s (median {self.median / 1e9:.4g})"
 
 
-def peaks(hardware: Hardware, *, refresh: bool = False) -> dict[str, Peak]:
-    """Return what this machine reaches, by name; measured once and kept in `cache_root()`, until `refresh`."""
+def peaks(hardware: Hardware) -> dict[str, Peak]:
+    """Return what this machine reaches, by name; measured once and kept in `cache_root()`."""
     facts = hashlib.sha256(repr(hardware).encode()).hexdigest()[:16]  # changes whenever a peak could
     path = cache_root() / f"peaks-{SCHEMA}-{facts}.json"
     with contextlib.suppress(OSError, ValueError):  # not there: measured
-        if not refresh:
-            return {row["name"]: Peak(**row) for row in files.read_json(path)}
+        return {row["name"]: Peak(**row) for row in files.read_json(path)}
     measured = measure(hardware)
     with contextlib.suppress(OSError):  # a folder that cannot be written: measured again next time
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch.backends import cuda, cudnn, mkldnn
 
+from speedkit.machine import this_machine
+
 # Each has a `fp32_precision`, the newer switches; the first outranks the others where these have none.
 SWITCHES: tuple[Any, ...] = (
     torch.backends,
@@ -25,15 +27,16 @@ SWITCHES: tuple[Any, ...] = (
 
 @contextlib.contextmanager
 def process_kept(device: torch.device | str) -> Iterator[None]:
-    """Leave random states and switches as they are before the block, also where it raises."""
+    """Leave random states, those of `device` too, and switches as they are before the block, also where it raises."""
     python_state = random.getstate()
     numpy_state = np.random.get_state()  # noqa: NPY002 - somebody's data set may draw from it
     newer = [switch.fp32_precision for switch in SWITCHES]
     products = _or_none(torch.get_float32_matmul_precision)
     tf32 = _or_none(lambda: cudnn.allow_tf32)
     benchmark = cudnn.benchmark
-    device = torch.device(device)
-    gpus = [device] if device.type == "cuda" else []
+    gpus = []
+    if this_machine(device).device.type == "cuda":
+        gpus.append(this_machine(device).device)
     try:
         with torch.random.fork_rng(gpus):
             yield

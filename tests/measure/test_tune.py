@@ -25,9 +25,11 @@ from speedkit.files import read_json
 from speedkit.lab.records import validate_record
 from speedkit.lab.workloads import load_workload
 from speedkit.machine import this_machine
+from speedkit.measure.candidates import Trial, candidates
 from speedkit.measure.optimizations import EFFECTS, OPTIMIZATIONS, changed, named, predict, text
 from speedkit.measure.quality import baseline_curves_file, fold, quality_of, same_losses
-from speedkit.measure.trials import NAME, Stage, Trial, Tuning, candidates, measure
+from speedkit.measure.stages import NAME, Stage, Tuning
+from speedkit.measure.trials import measure
 from speedkit.measure.tune import ablate, final_comparison, payback
 from speedkit.plan import Plan
 
