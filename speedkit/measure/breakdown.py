@@ -194,10 +194,12 @@ def breakdown_of(
 
     On a CPU forward is the loss with what it calls. `trace_file` keeps the profiler's trace.
     """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(process_kept(device))
-        run = setup_run(workload, recipe, plan, device=device, cache_dir=cache_dir, progress=False, endless=True)
-        stack.callback(run.close)
+    with (
+        process_kept(device),
+        contextlib.closing(
+            setup_run(workload, recipe, plan, device=device, cache_dir=cache_dir, progress=False, endless=True)
+        ) as run,
+    ):
         training = steps(run)
         workers = run.plan.workers
         for _ in range(1 + 2 * workers * run.plan.prefetch_factor):
@@ -209,12 +211,14 @@ def breakdown_of(
         began_s = time.perf_counter()
         cpu_s = _cpu_s(processes)
         part = observer.timeline.timed
-        stack.enter_context(patch.object(run, "fetch", part(DATA, run.fetch)))
-        stack.enter_context(patch.object(run, "loss", part(FORWARD, run.loss)))
-        stack.enter_context(patch.object(run.optimizer, "step", part(OPTIMIZER, run.optimizer.step)))
-        stack.enter_context(timing(observer.timeline))
-        for _ in observer.observe(trace_file):
-            next(training)
+        with (
+            patch.object(run, "fetch", part(DATA, run.fetch)),
+            patch.object(run, "loss", part(FORWARD, run.loss)),
+            patch.object(run.optimizer, "step", part(OPTIMIZER, run.optimizer.step)),
+            timing(observer.timeline),
+        ):
+            for _ in observer.observe(trace_file):
+                next(training)
         observer.facts.workers = workers
         if processes:
             use = (_cpu_s(processes) - cpu_s) / (time.perf_counter() - began_s) / len(processes)

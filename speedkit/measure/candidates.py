@@ -14,7 +14,6 @@ from speedkit.fallbacks import resolve
 from speedkit.measure.kernels import which_ran
 from speedkit.measure.optimizations import Change, Optimization, predict, text
 from speedkit.measure.peaks import matmul_rates
-from speedkit.measure.process import process_kept
 from speedkit.measure.stages import Stage, Tuning
 from speedkit.measure.stats import WORTH
 from speedkit.plan import Plan
@@ -160,9 +159,6 @@ def _why_not_attention(job: Tuning, best: Plan, kernel: str) -> str:
 def attention_kernels(job: Tuning, plan: Plan) -> list[str]:
     """Return the kernels that attention runs by in a step of `plan`, where PyTorch chooses."""
     plan = dataclasses.replace(plan, attention="auto", compile="off")
-    with (
-        process_kept(job.options["device"]),
-        contextlib.closing(setup_run(job.workload, job.recipe, plan, endless=True, **job.options)) as run,
-    ):
+    with contextlib.closing(setup_run(job.workload, job.recipe, plan, endless=True, **job.options)) as run:
         ran = which_ran(functools.partial(next, steps(run)))
     return sorted({row["kernel"] for row in ran})

@@ -252,7 +252,7 @@ def compare_functions(
     pairs: int,
     *,
     device: torch.device | str = "cpu",
-    before: Callable[[], Any] = lambda: None,
+    before: Callable[[], Any] | None = None,
 ) -> dict[str, Any]:
     """Return the row of `measurements` for two named functions that take turns, each call a turn.
 
@@ -260,7 +260,8 @@ def compare_functions(
     """
 
     def turn(function: Callable[[], Any]) -> float:
-        before()
+        if before is not None:
+            before()
         return timed(function, device, repeats=1, warmup=0)[0]
 
     for function in functions.values():

@@ -8,7 +8,6 @@ from typing import Any
 from speedkit.config import nearest
 from speedkit.errors import UsageError
 from speedkit.machine import Hardware
-from speedkit.measure.peaks import matmul_rates
 from speedkit.plan import Plan
 
 Change = dict[str, Any]  # plan fields and their new values; the first is what it is about, the others go with it
@@ -187,26 +186,6 @@ def predict(
             worst -= share * (1 - 1 / low)
             best -= share * (1 - 1 / high)
     return 1 / worst, 1 / max(best, 0.01)
-
-
-def levers(plan: Plan, shares: Mapping[str, float], hardware: Hardware) -> list[str]:
-    """Return what to try on top of `plan` where no cause stands out, the most promising first, with predicted gains.
-
-    `shares` are those of the causes in the plan's breakdown.
-    """
-    changes: list[Change] = [{"fused_optimizer": True}]
-    if hardware.supports("bf16"):
-        changes.append({"precision": "bf16"})
-    if hardware.supports("compile"):
-        changes.append({"compile": "default"})
-    rates = matmul_rates(hardware)
-    matmul = rates.get("bf16", 1.0) / rates["fp32"]
-    gains = {}
-    for change in changes:
-        if dataclasses.replace(plan, **change) != plan:
-            gains[text(change)] = predict(change, shares, matmul=matmul)
-    best = sorted(gains, key=lambda change: -math.prod(gains[change]))
-    return ["{}, {:.2f} to {:.2f} times as fast".format(change, *gains[change]) for change in best]
 
 
 # ---- plans and changes ----

@@ -3,19 +3,20 @@
 import contextlib
 import functools
 import hashlib
-import logging
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from speedkit import files
+from speedkit.clock import timed
 from speedkit.machine import Hardware, cache_root
 from speedkit.measure.process import process_kept
 
-SCHEMA = 9  # in the name of a kept file; raised when what is measured changes
+SCHEMA = 10  # in the name of a kept file; raised when what is measured changes
 BUDGET_S = 0.5  # for the repeats of one peak
 MIB = 2**20
 PRODUCT = "matmul_"  # before the number format, in a peak's name
@@ -60,32 +61,18 @@ def matmul_rates(hardware: Hardware) -> dict[str, float]:
 
 def measure(hardware: Hardware) -> dict[str, Peak]:
     """Measure every peak."""
-    timer_class = _timer()
     measured = {}
     with process_kept(hardware.device):
         for name, call, work, how in _calls(hardware):
-            threads = torch.get_num_threads()
-            if name == "memcpy":
-                threads = 1
-            timer = timer_class("call()", globals={"call": call}, num_threads=threads)  # waits for the device
-            seconds = timer.blocked_autorange(min_run_time=BUDGET_S).times
+            seconds = timed(call, hardware.device, 1)
+            while sum(seconds) < BUDGET_S:
+                seconds += timed(call, hardware.device, 1, warmup=0)
             unit = "bytes/s"
             if name.startswith(PRODUCT):
                 unit = "FLOP/s"
             measured[name] = Peak(name, work / min(seconds), work / statistics.median(seconds), unit, how)
     torch.cuda.empty_cache()  # nothing where CUDA is not in use
     return measured
-
-
-def _timer() -> type:
-    """Return PyTorch's Timer, imported without the complaint that a compiler for GPUs is missing."""
-    logger = logging.getLogger("torch.utils.cpp_extension")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    from torch.utils.benchmark import Timer
-
-    logger.setLevel(level)
-    return Timer
 
 
 Call = tuple[str, Callable[[], Any], float, str]  # of a peak: name, what is called, its work (FLOP or bytes), in words
@@ -103,14 +90,15 @@ def _calls(hardware: Hardware) -> Iterator[Call]:
     triad = functools.partial(torch.add, b, c, alpha=2.0, out=a)
     yield "memory_bandwidth", triad, 3.0 * size_bytes, f"a = b + 2 c, float32 arrays of {size_bytes // MIB} MiB"
 
-    targets = {"memcpy": torch.device("cpu")}
+    source = torch.ones(128 * MIB, dtype=torch.uint8)
+    how = "copy of 128 MiB, by one thread"
+    target = torch.empty_like(source)
+    yield "memcpy", functools.partial(np.copyto, target.numpy(), source.numpy()), float(source.nbytes), how
     if device.type == "cuda":
-        targets |= {"host_to_device_pinned": device, "host_to_device_pageable": device}
-    for name, target_device in targets.items():
-        source = torch.ones(128 * MIB, dtype=torch.uint8, pin_memory=name.endswith("pinned"))
-        target = torch.empty_like(source, device=target_device)
-        copy = functools.partial(target.copy_, source, non_blocking=True)
-        yield name, copy, float(source.nbytes), "copy of 128 MiB, by one thread"
+        on_device = source.to(device)
+        for name, memory in {"pinned": source.pin_memory(), "pageable": source}.items():
+            copy = functools.partial(on_device.copy_, memory, non_blocking=True)
+            yield f"host_to_device_{name}", copy, float(source.nbytes), how
 
 
 def _products(hardware: Hardware) -> Iterator[Call]:

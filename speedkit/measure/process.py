@@ -11,17 +11,14 @@ from torch.backends import cuda, cudnn, mkldnn
 
 from speedkit.machine import this_machine
 
-# Each has a `fp32_precision`, the newer switches; the first outranks the others where these have none.
+# Each has a `fp32_precision`, the newer switches. The first is that of all others that have none of their own.
 SWITCHES: tuple[Any, ...] = (
     torch.backends,
     cudnn,
     cudnn.conv,  # type: ignore[attr-defined]
     cudnn.rnn,  # type: ignore[attr-defined]
     cuda.matmul,
-    mkldnn,
     mkldnn.matmul,  # type: ignore[attr-defined]
-    mkldnn.conv,  # type: ignore[attr-defined]
-    mkldnn.rnn,  # type: ignore[attr-defined]
 )
 
 

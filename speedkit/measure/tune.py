@@ -42,7 +42,6 @@ def find_plan(job: Tuning, optimizations: Sequence[Optimization]) -> Row:
         job.say("the final plan learns worse: what changes numbers is taken out of it, and it is measured afresh")
         final = job.once(Stage("final", plan="safe"), final_comparison, job, safe(best))
         best = Plan(**final["plan"])
-        trained["quality"]["replaced"] = True
 
     step_s = {"baseline": final["step_s"]["final"]} | final["step_s"]
     compile_s = max((trial.compile_s or 0.0 for trial in accepted), default=0.0)

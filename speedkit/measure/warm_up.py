@@ -19,7 +19,6 @@ class Steady:
     """How a warm-up went: `step_s` is the median over its last windows; `steady` is False when the time ran out."""
 
     steps: int
-    seconds: float
     step_s: float
     steady: bool
 
@@ -51,7 +50,7 @@ def run_until_steady(
         steady = len(recent) == WINDOWS and max(recent) <= (1 + tolerance) * min(recent)
         elapsed_s = time.perf_counter() - began_s
         if steady or elapsed_s >= max_s:
-            return Steady(steps, elapsed_s, statistics.median(recent or [seconds / count]), steady)
+            return Steady(steps, statistics.median(recent or [seconds / count]), steady)
         # At most ten times as many as before: the step just timed may have been an unusually quick one.
         count = min(max(1, math.ceil(window_s * count / max(seconds, 1e-9))), 10 * count)
 

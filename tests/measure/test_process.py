@@ -23,10 +23,11 @@ from speedkit.measure import peaks
 from speedkit.measure.bottlenecks import profile_workload
 from speedkit.measure.breakdown import breakdown_of
 from speedkit.measure.compare import compare
-from speedkit.measure.process import SWITCHES
 from speedkit.measure.profile import profile
 from speedkit.plan import Plan
 
+MKLDNN, CUDNN = torch.backends.mkldnn, torch.backends.cudnn
+SWITCHES = (torch.backends.cuda.matmul, CUDNN, CUDNN.conv, CUDNN.rnn, MKLDNN, MKLDNN.matmul, MKLDNN.conv, MKLDNN.rnn)
 # What PyTorch itself leaves: that of Kineto, and Inductor's.
 PYTORCHS_OWN = {"KINETO_LOG_LEVEL", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"}
 
@@ -47,7 +48,7 @@ def picture():
         "random": random.getstate(),
         "numpy": [str(part) for part in np.random.get_state()],  # noqa: NPY002
         "torch": [torch.get_rng_state().tolist(), *map(torch.Tensor.tolist, torch.cuda.get_rng_state_all())],
-        "newer switches": [switch.fp32_precision for switch in SWITCHES],
+        "newer switches": [switch.fp32_precision for switch in (torch.backends, *SWITCHES)],
         "products": older(torch.get_float32_matmul_precision),
         "tf32": (older(lambda: cudnn.allow_tf32), older(lambda: matmul.allow_tf32)),
         "cudnn": (cudnn.benchmark, cudnn.deterministic, cudnn.enabled),
