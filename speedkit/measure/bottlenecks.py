@@ -5,7 +5,6 @@ import functools
 import math
 import os
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -122,7 +121,6 @@ def costly_switches(device: torch.device) -> list[str]:
         "CUDA_LAUNCH_BLOCKING is set, so the host waits for every kernel": blocking,
         "autograd's anomaly detection is on": torch.is_anomaly_enabled(),
         "only deterministic algorithms are allowed": torch.are_deterministic_algorithms_enabled(),
-        "a profiler is at work": torch.autograd._profiler_enabled() or sys.getprofile() is not None,
     }
     return [f"this slows each step: {sentence}" for sentence, is_on in switches.items() if is_on]
 

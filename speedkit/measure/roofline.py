@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import time
 from collections import Counter
 from typing import Any
 
@@ -23,8 +22,7 @@ from speedkit.train.loop import steps
 from speedkit.train.setup import setup_run
 from speedkit.workload import Workload
 
-COUNTING_S = 1.0  # no further step is begun after so long
-STEPS = 3  # where lengths differ from batch to batch
+STEPS = 3  # that are counted where lengths differ from batch to batch
 aten = torch.ops.aten
 # PyTorch's counter leaves out the CPU's attention kernel, whose FLOPs are those of any other.
 for ending in ("", "_backward"):
@@ -53,8 +51,9 @@ def count(workload: Workload, recipe: Recipe, plan: Plan, *, device: torch.devic
     """
     # Without what changes nothing in what the model computes; recomputing to save memory is no work of the model.
     plan = dataclasses.replace(plan, compile="off", checkpointing="off", workers=0, cache="off")
-    until_s = time.perf_counter() + COUNTING_S
-    counted = 0
+    count_steps = 1
+    if workload.length is not None:
+        count_steps = STEPS
     flops = Counter[str]()
     moved = ByteCounter()
     with (
@@ -62,13 +61,13 @@ def count(workload: Workload, recipe: Recipe, plan: Plan, *, device: torch.devic
         contextlib.closing(setup_run(workload, recipe, plan, device=device, endless=True)) as run,
     ):
         training = steps(run)
-        while not counted or (workload.length and counted < STEPS and time.perf_counter() < until_s):
+        for _ in range(count_steps):
             run.batch = run.fetch()  # loading is not counted
             with FlopCounterMode(display=False) as counter, moved:
                 next(training)
-            flops.update({str(name): number for name, number in counter.get_flop_counts().get("Global", {}).items()})
-            counted += 1
-    return Counter({name: number // counted for name, number in flops.items()}), moved.total / counted
+            for name, number in counter.get_flop_counts().get("Global", {}).items():
+                flops[str(name)] += number
+    return Counter({name: number // count_steps for name, number in flops.items()}), moved.total / count_steps
 
 
 def roofline(

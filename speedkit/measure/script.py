@@ -96,7 +96,7 @@ class ScriptProfile:
 
 def framework_of(models: Sequence[nn.Module]) -> str:
     """Return the framework that trains `models`: the first that the script has imported and uses, else PyTorch."""
-    if {"lightning", "pytorch_lightning"} & sys.modules.keys() and any(map(has_own_steps, models)):
+    if any(map(has_own_steps, models)):
         return "Lightning"
     if "transformers.trainer" in sys.modules:  # which the package imports only for who uses it
         return "Hugging Face"

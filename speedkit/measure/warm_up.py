@@ -35,8 +35,11 @@ def run_until_steady(
 
     That also covers what cannot be counted: autotuning, CUDA graph capture, a rising clock. Gives up after `max_s`.
     """
-    stopwatch, began_s = Stopwatch(device), time.perf_counter()
-    steps, count, recent = 0, 1, list[float]()  # recent: seconds per step of the latest windows that may be judged
+    stopwatch = Stopwatch(device)
+    began_s = time.perf_counter()
+    steps = 0
+    count = 1
+    recent: list[float] = []  # seconds per step of the latest windows that may be judged
     while True:
         before = compilations()
         stopwatch.start()
