@@ -204,7 +204,7 @@ def breakdown_of(
         workers = run.plan.workers
         for _ in range(1 + 2 * workers * run.plan.prefetch_factor):
             next(training)  # on batches that the loader had ready
-        step_s = run_until_steady(lambda: next(training), run.device, max_s=max(2.0, window_s)).step_s
+        step_s = run_until_steady(lambda: next(training), run.device, max_s=max(2.0, window_s))
 
         observer = StepObserver(run.device, max(5, round(window_s / step_s)))
         processes = [psutil.Process(process.pid) for process in run.train_batches.loader.processes]

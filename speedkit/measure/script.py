@@ -2,11 +2,11 @@
 
 import contextlib
 import dataclasses
+import gc
 import math
 import runpy
 import sys
 import traceback
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,6 @@ class ScriptProfile:
         self.optimizers: list[Optimizer] = []  # one for each step so far
         self.loaders: dict[int, DataLoader] = {}  # by their iterator
         self.loader: DataLoader | None = None  # that gave the latest batch
-        self.modules = weakref.WeakValueDictionary[int, nn.Module]()  # all that the script has made, by their id
         self.stack = contextlib.ExitStack()
 
     @contextlib.contextmanager
@@ -47,8 +46,6 @@ class ScriptProfile:
         """See optimizer steps and batches inside the block; what is seen changes nothing that is learned."""
         iterate = DataLoader.__iter__
         fetch = _BaseDataLoaderIter.__next__
-        make = nn.Module.__init__
-        copy = nn.Module.__setstate__
 
         def iterator(loader: DataLoader) -> Any:
             batches = iterate(loader)
@@ -63,18 +60,8 @@ class ScriptProfile:
                 return self.loop.next_batch(fetch, batches)
             return fetch(batches)
 
-        # A forward hook for all modules would be compiled into the script's code, and again once it is removed.
-        def made(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-            self.modules[id(module)] = module
-            make(module, *args, **kwargs)
-
-        def copied(module: nn.Module, state: Any) -> None:
-            self.modules[id(module)] = module
-            copy(module, state)
-
         with (
             self.stack,
-            patch.multiple(nn.Module, __init__=made, __setstate__=copied),
             patch.object(DataLoader, "__iter__", iterator),
             patch.object(_BaseDataLoaderIter, "__next__", next_batch),
         ):
@@ -87,7 +74,9 @@ class ScriptProfile:
         self.optimizers.append(stepped)
         if len(self.optimizers) == SEEN_STEPS:
             largest = max(self.optimizers, key=weight_count)
-            models = models_of(largest, list(self.modules.values()))
+            # A forward hook for all modules would be compiled into the script's code, and again once it is removed.
+            modules = [item for item in gc.get_objects() if issubclass(type(item), nn.Module)]
+            models = models_of(largest, modules)
             self.framework = framework_of(models)
             compiled = compilations() > 0  # the script has compiled whatever is compiled in this process
             self.loop = LoopProfile(models, largest, self.loader, compiled=compiled)
