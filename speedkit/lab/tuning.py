@@ -14,8 +14,8 @@ from speedkit.files import claim_folder, read_json, write_json, write_text
 from speedkit.lab.record import NotebookRun
 from speedkit.machine import this_machine
 from speedkit.measure.optimizations import named
+from speedkit.measure.stages import Row, Tuning
 from speedkit.measure.stats import LOOKS
-from speedkit.measure.trials import Row, Tuning
 from speedkit.measure.tune import find_plan
 from speedkit.measure.warm_up import duration
 from speedkit.plan import Plan

@@ -5,7 +5,6 @@ import functools
 import math
 import os
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from speedkit.errors import UsageError
 from speedkit.machine import Hardware, this_machine
 from speedkit.measure.breakdown import Breakdown, StepFacts, breakdown_of
 from speedkit.measure.peaks import matmul_rates
+from speedkit.measure.process import process_kept
 from speedkit.measure.roofline import roofline
 from speedkit.measure.timeline import BACKWARD, COMPILATION, DATA, EVALUATION, FORWARD, OPTIMIZER, OTHER
 from speedkit.measure.trace import BANDWIDTH, COMPUTE, COPY, LAUNCH, SYNC
@@ -69,12 +69,19 @@ def profile_workload(
             Path(trace).open("ab").close()
         except OSError as error:
             raise UsageError(f"the trace cannot be written to {trace}: {error.strerror}") from None
-    recipe, plan, hardware = recipe or workload.recipe, plan or Plan(), this_machine(device)
+    recipe = recipe or workload.recipe
+    plan = plan or Plan()
+    hardware = this_machine(device)
     notes = costly_switches(hardware.device)
     breakdown = breakdown_of(workload, recipe, plan, device=device, cache_dir=cache_dir, trace_file=trace)
     if workload.own_loader is None:
-        functions: dict[str, Any] = {"load": workload.load, "features": workload.features, "target": workload.target}
-        sample = functools.partial(make_sample, items=workload.train, **functions)
+        sample = functools.partial(
+            make_sample,
+            items=workload.train,
+            load=workload.load,
+            features=workload.features,
+            target=workload.target,
+        )
         join = functools.partial(collate, varies=workload.length is not None)
         _time_loading(breakdown.facts, sample, join, count=min(recipe.batch_size, len(workload.train)))
         breakdown.facts.cacheable = plan.cache == "off"
@@ -91,20 +98,19 @@ def bottlenecks_of_loop(breakdown: Breakdown, loader: Any, device: torch.device)
     """Return the bottlenecks of a user's own loop by its breakdown and its `loader`."""
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
         data: Any = loader.dataset
-        _time_loading(
-            breakdown.facts, data.__getitem__, loader.collate_fn, count=min(loader.batch_size or 1, len(data))
-        )
+        count = min(loader.batch_size or 1, len(data))
+        _time_loading(breakdown.facts, data.__getitem__, loader.collate_fn, count=count)
     breakdown.facts.workers = getattr(loader, "num_workers", 0)
     return rank(breakdown, this_machine(device))
 
 
 def _time_loading(facts: StepFacts, make: Callable[[int], Any], join: Callable[[list], Any], *, count: int) -> None:
-    """Note what making and joining the first `count` items takes. The global random state stays as it is."""
+    """Note what making and joining the first `count` items takes."""
 
     def items() -> list[Any]:
         return [make(index) for index in range(count)]
 
-    with torch.random.fork_rng(devices=[]):
+    with process_kept("cpu"):
         batch = items()
         facts.items_s = statistics.median(timed(items, "cpu", 3))
         facts.collate_s = statistics.median(timed(lambda: join(batch), "cpu", 3))
@@ -112,15 +118,11 @@ def _time_loading(facts: StepFacts, make: Callable[[int], Any], join: Callable[[
 
 def costly_switches(device: torch.device) -> list[str]:
     """Return a sentence for each debugging switch that is on and makes steps slower."""
-    environment = os.environ if device.type == "cuda" else {}
-    blocking = environment.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
-    uncached = "PYTORCH_NO_CUDA_MEMORY_CACHING" in environment
+    blocking = device.type == "cuda" and os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
     switches = {
         "CUDA_LAUNCH_BLOCKING is set, so the host waits for every kernel": blocking,
-        "PYTORCH_NO_CUDA_MEMORY_CACHING is set, so the driver allocates every tensor": uncached,
         "autograd's anomaly detection is on": torch.is_anomaly_enabled(),
         "only deterministic algorithms are allowed": torch.are_deterministic_algorithms_enabled(),
-        "a profiler is at work": torch.autograd._profiler_enabled() or sys.getprofile() is not None,
     }
     return [f"this slows each step: {sentence}" for sentence, is_on in switches.items() if is_on]
 
@@ -134,21 +136,26 @@ def rank(breakdown: Breakdown, hardware: Hardware) -> list[Row]:
     Rows are `{cause, evidence, field, change, seconds, predicted_speedup_low, predicted_speedup_high}`, with `seconds`
     per step; `field` is None where the plan has none for the change.
     """
-    rows, step_s = [], breakdown.step_s
+    rows = []
+    step_s = breakdown.step_s
     for found in (
         *_data_bottlenecks(breakdown, hardware),
         *_host_bottlenecks(breakdown),
         *_operator_bottlenecks(breakdown, hardware),
     ):
-        seconds = step_s * breakdown.share(found.part) if found.seconds is None else found.seconds
+        seconds = found.seconds
+        if seconds is None:
+            seconds = step_s * breakdown.share(found.part)
         low, high = (step_s / max(step_s - share * seconds, 0.02 * step_s) for share in found.saved)
         if seconds <= found.min_share * step_s or high < MIN_GAIN:
             continue
-        field = found.change.partition("=")[0]
+        field: str | None = found.change.partition("=")[0]
+        if field not in vars(Plan()):
+            field = None
         row = {
             "cause": found.name,
             "evidence": f"{1e3 * seconds:.3g} of {1e3 * step_s:.3g} ms a step: {found.evidence}",
-            "field": field if field in vars(Plan()) else None,
+            "field": field,
             "change": found.change,
             "seconds": seconds,
             "predicted_speedup_low": low,
@@ -160,18 +167,22 @@ def rank(breakdown: Breakdown, hardware: Hardware) -> list[Row]:
 
 def _data_bottlenecks(breakdown: Breakdown, hardware: Hardware) -> Iterator[Bottleneck]:
     """Yield what makes the loop wait for data, in proportion to what making and joining a batch's items takes."""
-    facts, step_s, cores = breakdown.facts, breakdown.step_s, hardware.cores
+    facts = breakdown.facts
+    wait_s = breakdown.step_s * breakdown.share(DATA)
     costs = {"slow decode": facts.items_s, "slow collate": facts.collate_s}
     if not any(costs.values()):
         costs = {"slow loader": 1.0}
     for name, cost_s in costs.items():
-        seconds = step_s * breakdown.share(DATA) * cost_s / sum(costs.values())
-        change, saved = "cache=ram", (0.7, 1.0)
-        if facts.workers < cores and not (name == "slow decode" and facts.cacheable):
+        seconds = wait_s * cost_s / sum(costs.values())
+        change = "cache=ram"
+        saved = (0.7, 1.0)
+        if facts.workers < hardware.cores and not (name == "slow decode" and facts.cacheable):
+            change = f"workers={hardware.cores}"
             # At worst the cores, which the model uses too, share the wait; at best it hides behind the computing.
-            change, saved = f"workers={cores}", (1 - 1 / cores, min(1.0, step_s / (seconds or 1.0) - 1 / cores))
+            hidden = breakdown.step_s / (seconds or 1.0) - 1 / hardware.cores
+            saved = (1 - 1 / hardware.cores, min(1.0, hidden))
         waiting = f"the loop waits for data, with {facts.workers} workers"
-        if step_s * breakdown.share(DATA) > SLOW_DISK * sum(costs.values()):
+        if wait_s > SLOW_DISK * sum(costs.values()):
             waiting += "; read again it takes far less: from a slow disk or network: copy the files to NVMe"
         yield Bottleneck(name, DATA, change, waiting, saved=saved, seconds=seconds)
 
@@ -199,45 +210,65 @@ def _host_bottlenecks(breakdown: Breakdown) -> Iterator[Bottleneck]:
 def _operator_bottlenecks(breakdown: Breakdown, hardware: Hardware) -> Iterator[Bottleneck]:
     """Yield where operators take longer than they must, to be called or to compute."""
     trace = breakdown.facts.trace
-    small_s, products_s, passes_s = (breakdown.step_s * breakdown.share(part) for part in (LAUNCH, COMPUTE, BANDWIDTH))
-    if hardware.device.type == "cpu":
-        small_s, products_s, passes_s = _seconds_on_cpu(breakdown)
+    small_s, products_s, passes_s = _operator_seconds(breakdown, hardware)
 
-    change = "compile=reduce-overhead" if hardware.supports("cuda_graphs") else "compile=default"
+    change = "compile=default"
+    if hardware.supports("cuda_graphs"):
+        change = "compile=reduce-overhead"
     if not hardware.supports("compile"):
         change = f"fewer, larger operators; {hardware.why_not('compile')}"
     calls = f"{trace.calls / trace.steps:.0f} operators compute little"
     yield Bottleneck("many small operators", LAUNCH, change, calls, 0.1, saved=(0.5, 1.0), seconds=small_s)
     if hardware.supports("compile"):
-        passes, saved = "operators read and write much", (0.25, 0.75)
         yield Bottleneck(
-            "bandwidth-bound", BANDWIDTH, "compile=default", passes, MIN_PASSES, saved=saved, seconds=passes_s
+            "bandwidth-bound",
+            BANDWIDTH,
+            "compile=default",
+            "operators read and write much",
+            MIN_PASSES,
+            saved=(0.25, 0.75),
+            seconds=passes_s,
         )
 
     rates = matmul_rates(hardware)
     rates.pop("fp8", None)  # which not every layer can be converted to
-    best = max(rates, key=lambda name: rates[name])
-    gains = {name: 1 - rate / rates[best] for name, rate in rates.items()}  # of a product's time, by its number format
-    slow = {name: seconds for name, seconds in trace.products_s.items() if gains.get(name)}
-    slow_s = products_s * sum(slow.values()) / (sum(trace.products_s.values()) or 1.0)
-    gain = sum(seconds * gains[name] for name, seconds in slow.items()) / (sum(slow.values()) or 1.0)
-    products, saved = f"products of matrices are faster in {best}", (0.5 * gain, gain)
-    yield Bottleneck("compute-bound", COMPUTE, f"precision={best}", products, 0.5, saved=saved, seconds=slow_s)
+    best = max(rates, key=rates.__getitem__)
+    slow_s = gained_s = 0.0  # of the products, as profiled
+    for name, seconds in trace.products_s.items():
+        if rates.get(name, rates[best]) < rates[best]:
+            slow_s += seconds
+            gained_s += seconds * (1 - rates[name] / rates[best])
+    gain = gained_s / (slow_s or 1.0)
+    yield Bottleneck(
+        "compute-bound",
+        COMPUTE,
+        f"precision={best}",
+        f"products of matrices are faster in {best}",
+        0.5,
+        saved=(0.5 * gain, gain),
+        seconds=products_s * slow_s / (sum(trace.products_s.values()) or 1.0),
+    )
 
 
-def _seconds_on_cpu(breakdown: Breakdown) -> tuple[float, float, float]:
+def _operator_seconds(breakdown: Breakdown, hardware: Hardware) -> tuple[float, float, float]:
     """Return the seconds per step of calling small operators, of products of matrices, and of passes over memory.
 
     A CPU's breakdown has no such rows: forward, backward and update are divided as the profiler saw the operators. It
     inflates small ones, so these get what the others leave, and no more than the profiler saw.
     """
+    step_s = breakdown.step_s
+    if hardware.device.type != "cpu":
+        return step_s * breakdown.share(LAUNCH), step_s * breakdown.share(COMPUTE), step_s * breakdown.share(BANDWIDTH)
     trace = breakdown.facts.trace
-    room_s = breakdown.step_s * sum(map(breakdown.share, (FORWARD, BACKWARD, OPTIMIZER)))
-    products_s, passes_s = sum(trace.products_s.values()), trace.passes_s
-    scale = min(1 / trace.steps, room_s / (products_s + passes_s or math.inf))
-    small_s = min(room_s - scale * (products_s + passes_s), trace.small_s / trace.steps)
-    small_s = small_s if small_s > MIN_SMALL_ON_CPU * breakdown.step_s else 0.0
-    return small_s, scale * products_s, scale * passes_s
+    products_s = sum(trace.products_s.values())
+    room_s = step_s * sum(map(breakdown.share, (FORWARD, BACKWARD, OPTIMIZER)))
+    scale = min(1 / trace.steps, room_s / (products_s + trace.passes_s or math.inf))
+    products_s *= scale
+    passes_s = scale * trace.passes_s
+    small_s = min(room_s - products_s - passes_s, trace.small_s / trace.steps)
+    if small_s <= MIN_SMALL_ON_CPU * step_s:
+        small_s = 0.0
+    return small_s, products_s, passes_s
 
 
 # ---- in words ----
@@ -245,12 +276,13 @@ def _seconds_on_cpu(breakdown: Breakdown) -> tuple[float, float, float]:
 
 def as_text(report: Row) -> str:
     """Return what `profile_workload` found, in words."""
-    breakdown: Row = {field.name: report[field.name] for field in dataclasses.fields(Breakdown) if field.name in report}
-    lines = [f"{report['workload']}:", str(Breakdown(**breakdown)), *report["notes"], *report["roofline"]["tells"]]
-    none = "no bottleneck to report: what takes most of the time would not get less by a change of the plan"
-    lines.append(
-        "bottlenecks, by what a change would give (time before / time after):" if report["bottlenecks"] else none
-    )
+    fields = [field.name for field in dataclasses.fields(Breakdown) if field.name in report]
+    breakdown = Breakdown(**{name: report[name] for name in fields})
+    lines = [f"{report['workload']}:", str(breakdown), *report["notes"], *report["roofline"]["tells"]]
+    if report["bottlenecks"]:
+        lines.append("bottlenecks, by what a change would give (time before / time after):")
+    else:
+        lines.append("no bottleneck to report: what takes most of the time would not get less by a change of the plan")
     return "\n".join([*lines, *map(bottleneck_in_words, report["bottlenecks"])])
 
 

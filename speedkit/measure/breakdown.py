@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import functools
 import os
 import tempfile
 import time
@@ -17,7 +18,7 @@ import torch
 
 from speedkit.clock import synchronize
 from speedkit.errors import UsageError
-from speedkit.machine import gpu_state
+from speedkit.measure.process import process_kept
 from speedkit.measure.timeline import DATA, FORWARD, OPTIMIZER, RARE, Timeline, timing
 from speedkit.measure.trace import CAUSES, UNEXPLAINED, WINDOW, Trace, read_trace
 from speedkit.measure.waits import Sync, auditing
@@ -29,7 +30,6 @@ from speedkit.train.setup import setup_run
 from speedkit.workload import Workload
 
 AUDITED = 2  # steps that are searched for host syncs
-POWER_LIMITED = 0.95  # of the power limit: from here on a GPU lowers its clock
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -71,18 +71,25 @@ class Breakdown:
         return sum(row["share"] for row in self.rows if row["cause"] == cause)
 
     def __str__(self) -> str:
-        busy = "" if self.busy_share is None else f", busy {self.busy_share:.1%} of the time"
+        busy = ""
+        if self.busy_share is not None:
+            busy = f", busy {self.busy_share:.1%} of the time"
         lines = [f"{self.steps} steps of {1e3 * self.step_s:.4g} ms ({self.device}{busy}), in ms per step:"]
-        line = "  {cause:<26}{0:>10.4g} {share:>7.1%}   {speedup_without:.2f} times as fast without".format
-        return "\n".join([*lines, *(line(1e3 * row["seconds"] / max(1, self.steps), **row) for row in self.rows)])
+        line = "  {cause:<26}{0:>10.4g} {share:>7.1%}   {speedup_without:.2f} times as fast without"
+        lines += [line.format(1e3 * row["seconds"] / max(1, self.steps), **row) for row in self.rows]
+        return "\n".join(lines)
 
 
 class StepObserver:
     """Observes a loop's steps: their seconds by part, and in a few more their operators and host syncs."""
 
     def __init__(self, device: torch.device, steps: int, timeline: Timeline | None = None):
-        self.device, self.timeline, self.to_time = device, timeline or Timeline(), steps
-        self.profiled = 1 if device.type == "cpu" else 8  # each makes the trace longer, and a CPU's steps are long
+        self.device = device
+        self.timeline = timeline or Timeline()
+        self.to_time = steps
+        self.profiled = 8
+        if device.type == "cpu":  # each makes the trace longer, and a CPU's steps are long
+            self.profiled = 1
         self.audited = AUDITED
         self.timed = 0
         self.seconds: dict[str, float] = collections.defaultdict(float)  # by part, of the steps timed so far
@@ -140,7 +147,9 @@ class StepObserver:
 def make_breakdown(device: torch.device | str, host: Mapping[str, float], *, steps: int, facts: StepFacts) -> Breakdown:
     """Return the breakdown of `steps` steps, made of the `host`'s seconds in all of them and of a GPU's trace."""
     facts = dataclasses.replace(facts, host_s={cause: part_s / max(1, steps) for cause, part_s in host.items()})
-    seconds, window_s, busy_share = dict(host), sum(host.values()), None
+    window_s = sum(host.values())
+    seconds = dict(host)
+    busy_share = None
     if facts.trace.busy_s:
         seconds, busy_share = unprofiled(facts.trace, host, steps)
     seconds[UNEXPLAINED] = window_s - sum(seconds.values())
@@ -148,8 +157,8 @@ def make_breakdown(device: torch.device | str, host: Mapping[str, float], *, ste
     for cause in CAUSES:
         if seconds.get(cause) or cause == UNEXPLAINED:
             share = seconds[cause] / (window_s or 1.0)
-            peak = 1 / max(1 - max(share, 0.0), 1e-3)
-            rows.append({"cause": cause, "seconds": seconds[cause], "share": share, "speedup_without": peak})
+            speedup = 1 / max(1 - max(share, 0.0), 1e-3)
+            rows.append({"cause": cause, "seconds": seconds[cause], "share": share, "speedup_without": speedup})
     return Breakdown(str(device), window_s, steps, window_s / max(1, steps), rows, busy_share, facts)
 
 
@@ -159,12 +168,13 @@ def unprofiled(trace: Trace, host: Mapping[str, float], steps: int) -> tuple[dic
     A profiler slows the host, whose seconds without it are `host`. Busy time is as profiled, evaluation and compilation
     are the host's, waiting for data is no longer than the host's, and all other gaps share what is left.
     """
-    window_s, scale = sum(host.values()), steps / trace.steps
-    busy, gaps = ({cause: part_s * scale for cause, part_s in rows.items()} for rows in (trace.busy_s, trace.gaps_s))
+    window_s = sum(host.values())
+    scale = steps / trace.steps
+    busy = {cause: part_s * scale for cause, part_s in trace.busy_s.items()}
+    gaps = {cause: gap_s * scale for cause, gap_s in trace.gaps_s.items() if cause not in RARE}
     seconds = busy | {cause: host.get(cause, 0.0) for cause in RARE}
     waiting_s = gaps.pop(DATA, 0.0)
     seconds[DATA] = min(waiting_s, host.get(DATA, waiting_s))
-    gaps = {cause: gap_s for cause, gap_s in gaps.items() if cause not in RARE}
     left = (window_s - sum(seconds.values())) / (sum(gaps.values()) or 1.0)
     for cause, gap_s in gaps.items():
         seconds[cause] = seconds.get(cause, 0.0) + gap_s * max(0.0, min(1.0, left))
@@ -186,7 +196,8 @@ def breakdown_of(
     On a CPU forward is the loss with what it calls. `trace_file` keeps the profiler's trace.
     """
     timeline = Timeline()
-    run = setup_run(
+    set_up = functools.partial(
+        setup_run,
         dataclasses.replace(workload, loss=timeline.timed(FORWARD, workload.loss)),
         recipe,
         plan,
@@ -196,31 +207,29 @@ def breakdown_of(
         endless=True,
         batches=lambda stream: iter(timeline.timed(DATA, stream.__next__), None),  # without an end
     )
-    optimizer = run.learner.optimizer
-    with contextlib.closing(run):
-        training, workers = steps(run), run.plan.workers
+    with process_kept(device), contextlib.closing(set_up()) as run:
+        optimizer = run.learner.optimizer
+        training = steps(run)
+        workers = run.plan.workers
         for _ in range(1 + 2 * workers * run.plan.prefetch_factor):
             next(training)  # on batches that the loader had ready
-        step_s = run_until_steady(lambda: next(training), run.device, max_s=max(2.0, window_s)).step_s
+        step_s = run_until_steady(lambda: next(training), run.device, max_s=max(2.0, window_s))
 
         observer = StepObserver(run.device, max(5, round(window_s / step_s)), timeline)
-        facts = observer.facts
         processes = [psutil.Process(process.pid) for process in run.data.train.loader.processes]
-        began_s, cpu_s = time.perf_counter(), _cpu_s(processes)
+        began_s = time.perf_counter()
+        cpu_s = _cpu_s(processes)
         with (
             patch.object(optimizer, "step", timeline.timed(OPTIMIZER, optimizer.step)),
             timing(timeline),
         ):
             for _ in observer.observe(trace_file):
                 next(training)
-        facts.workers = workers
+        observer.facts.workers = workers
         if processes:
             use = (_cpu_s(processes) - cpu_s) / (time.perf_counter() - began_s) / len(processes)
-            facts.notes.append(f"each of {workers} loader workers uses {use:.0%} of a core")
-        power = gpu_state(run.device, "power_w", "power_limit_w")
-        if power and (use := power["power_w"] / power["power_limit_w"]) > POWER_LIMITED:
-            facts.notes.append(f"the GPU draws {use:.0%} of its power limit, so it lowers its clock")
-        return observer.breakdown()
+            observer.facts.notes.append(f"each of {workers} loader workers uses {use:.0%} of a core")
+    return observer.breakdown()
 
 
 def _cpu_s(processes: Sequence[psutil.Process]) -> float:

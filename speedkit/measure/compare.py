@@ -16,6 +16,7 @@ from torch import Tensor
 
 from speedkit.clock import Stopwatch, compilations, timed
 from speedkit.fallbacks import EffectivePlan
+from speedkit.measure.process import process_kept
 from speedkit.measure.stats import LOOKS, Decision, decide, log_ratios, paired_interval
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
@@ -68,7 +69,8 @@ class Comparison:
     @property
     def step_s(self) -> tuple[float, float]:
         """Seconds per step of A and of B: medians over the turns."""
-        a_s, b_s = statistics.median(self.seconds_a), statistics.median(self.seconds_b)
+        a_s = statistics.median(self.seconds_a)
+        b_s = statistics.median(self.seconds_b)
         return a_s / self.steps_per_turn, b_s / self.steps_per_turn
 
     def as_measurement(self) -> dict[str, Any]:
@@ -88,10 +90,12 @@ class Contender:
 
     def __init__(self, workload: Workload, recipe: Recipe, plan: Plan, *, loss_steps: int, **options: Any):
         self.run = setup_run(workload, recipe, plan, endless=True, **options)
-        self.steps, self.stopwatch = steps(self.run), Stopwatch(self.run.device)
+        self.steps = steps(self.run)
+        self.stopwatch = Stopwatch(self.run.device)
         self.random = get_random_state(self.run.device)
+        self.loss_steps = loss_steps
         self.losses: list[Tensor] = []  # of the first `loss_steps` steps, read on the host at the end
-        self.loss_steps, self.warmup_s = loss_steps, 0.0
+        self.warmup_s = 0.0
 
     def turn(self, count: int) -> float:
         """Return the seconds of `count` steps, scaled to the padded frames of so many on average.
@@ -100,7 +104,8 @@ class Contender:
         stand still, buffers and all, so that they steal no time from the other plan. Each plan has the global random
         state (dropout's) to itself.
         """
-        stream, frames = self.run.data.train, self.run.data.train.frames
+        stream = self.run.data.train
+        frames_before = stream.frames
         self.run.learner.precision.set_switches()
         set_random_state(self.random, self.run.device)
         stream.loader.set_running(True)
@@ -112,8 +117,10 @@ class Contender:
         seconds = self.stopwatch.stop()
         stream.loader.set_running(False)
         self.random = get_random_state(self.run.device)
-        frames = stream.frames - frames
-        return seconds * count * stream.mean_frames / frames if stream.mean_frames and frames else seconds
+        frames = stream.frames - frames_before
+        if stream.mean_frames and frames:
+            seconds *= count * stream.mean_frames / frames
+        return seconds
 
     def close(self) -> None:
         """End the run."""
@@ -142,17 +149,25 @@ def compare(
     """Train `workload` under both plans in turns on the same batches and return how much faster B is.
 
     Ends at the first of `looks` that decides, after `pairs` pairs, or when the timed turns have taken `max_s`. `seed`
-    is that of the order within pairs. `workload_b` and `recipe_b` replace those of plan B.
+    is that of the order within pairs. `workload_b` and `recipe_b` replace those of plan B. Random states and switches
+    of the process are afterwards as they were.
     """
     recipe = recipe or workload.recipe
     options: dict[str, Any] = {"loss_steps": loss_steps, "device": device, "cache_dir": cache_dir}
     with (
+        process_kept(device),
         closing(Contender(workload, recipe, plan_a, **options)) as a,
         closing(Contender(workload_b or workload, recipe_b or recipe, plan_b, **options)) as b,
     ):
         count = warm_up(a, b)
-        turns, rng = (functools.partial(side.turn, count) for side in (a, b)), random.Random(seed)
-        seconds_a, seconds_b, decision = measure_pairs(*turns, rng=rng, pairs=pairs, max_s=max_s, looks=looks)
+        seconds_a, seconds_b, decision = measure_pairs(
+            functools.partial(a.turn, count),
+            functools.partial(b.turn, count),
+            rng=random.Random(seed),
+            pairs=pairs,
+            max_s=max_s,
+            looks=looks,
+        )
         for side in (a, b):  # losses may have to be compared over more steps than it takes to show a large gain
             side.turn(max(0, loss_steps - len(side.losses)))
         return Comparison(
@@ -185,7 +200,9 @@ def warm_up(a: Contender, b: Contender) -> int:
         began_s = time.perf_counter()
         turns_s.append(side.turn(count))
         side.warmup_s += time.perf_counter() - began_s
-    return count if a.run.device.type == "cpu" else count * math.ceil(TURN_S / min(turns_s[-2:]))
+    if a.run.device.type == "cpu":
+        return count
+    return count * math.ceil(TURN_S / min(turns_s[-2:]))
 
 
 def measure_pairs(
@@ -203,21 +220,29 @@ def measure_pairs(
     pass for a difference. A pair in which something was compiled tells nothing of later steps, and is left out. Stops
     at a look that decides, after `pairs` (two at least), or, with what there is, when turns have taken `max_s`.
     """
-    turns, seconds = (turn_a, turn_b), (list[float](), list[float]())
-    spent_s, left_out, orders = 0.0, 0, list[tuple[int, int]]()
-    while len(seconds[0]) < max(2, pairs) and (spent_s < max_s or len(seconds[0]) < 2):
-        orders = orders or rng.sample([(0, 1), (1, 0)] * 5, 10)
+    seconds_a: list[float] = []
+    seconds_b: list[float] = []
+    spent_s = 0.0
+    left_out = 0
+    orders: list[bool] = []  # of the next pairs: whether A begins
+    while len(seconds_a) < max(2, pairs) and (spent_s < max_s or len(seconds_a) < 2):
+        orders = orders or rng.sample([True, False] * 5, 10)
         before = compilations()
-        pair = {side: turns[side]() for side in orders.pop()}
-        spent_s += sum(pair.values())
+        if orders.pop():
+            a_s = turn_a()
+            b_s = turn_b()
+        else:
+            b_s = turn_b()
+            a_s = turn_a()
+        spent_s += a_s + b_s
         if compilations() > before and left_out < pairs:
             left_out += 1
             continue
-        for side, turn_s in pair.items():
-            seconds[side].append(round(turn_s, 9))  # no clock is finer, and records are half as long
-        if len(seconds[0]) in looks and decide(log_ratios(*seconds)) != "undecided":
+        seconds_a.append(round(a_s, 9))  # no clock is finer, and records are half as long
+        seconds_b.append(round(b_s, 9))
+        if len(seconds_a) in looks and decide(log_ratios(seconds_a, seconds_b)) != "undecided":
             break
-    return *seconds, decide(log_ratios(*seconds))
+    return seconds_a, seconds_b, decide(log_ratios(seconds_a, seconds_b))
 
 
 def compare_functions(
@@ -226,7 +251,7 @@ def compare_functions(
     pairs: int,
     *,
     device: torch.device | str = "cpu",
-    before: Callable[[], Any] = lambda: None,
+    before: Callable[[], Any] | None = None,
 ) -> dict[str, Any]:
     """Return the row of `measurements` for two named functions that take turns, each call a turn.
 
@@ -234,13 +259,18 @@ def compare_functions(
     """
 
     def turn(function: Callable[[], Any]) -> float:
-        before()
+        if before is not None:
+            before()
         return timed(function, device, repeats=1, warmup=0)[0]
 
     for function in functions.values():
         function()
-    turns = (functools.partial(turn, function) for function in functions.values())
-    seconds_a, seconds_b, decision = measure_pairs(*turns, pairs=pairs, rng=random.Random(0))
     a, b = functions
+    seconds_a, seconds_b, decision = measure_pairs(
+        functools.partial(turn, functions[a]),
+        functools.partial(turn, functions[b]),
+        pairs=pairs,
+        rng=random.Random(0),
+    )
     row = {"name": name, "a": a, "b": b, "seconds_a": seconds_a, "seconds_b": seconds_b, "decision": decision}
     return row | vars(paired_interval(seconds_a, seconds_b))

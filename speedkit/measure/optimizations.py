@@ -8,7 +8,6 @@ from typing import Any
 from speedkit.config import nearest
 from speedkit.errors import UsageError
 from speedkit.machine import Hardware
-from speedkit.measure.peaks import matmul_rates
 from speedkit.plan import Plan
 
 Change = dict[str, Any]  # plan fields and their new values; the first is what it is about, the others go with it
@@ -25,8 +24,6 @@ class Optimization:
     name: str
     changes: Callable[[Plan, Hardware], list[Change]]
     promises: str
-    notebook: str
-    claims: tuple[str, ...] = ()
 
 
 # ---- what each optimization changes; what a machine or the data rule out, `plan.resolve` says ----
@@ -34,48 +31,67 @@ class Optimization:
 
 def always(**change: Any) -> Callable[[Plan, Hardware], list[Change]]:
     """Return the changes of an optimization that has one, whatever the plan and the machine."""
-    return lambda *_: [change]
+
+    def changes(_: Plan, __: Hardware) -> list[Change]:
+        return [change]
+
+    return changes
 
 
 def workers(_: Plan, hardware: Hardware) -> list[Change]:
     """Loader processes, as many as there are cores for."""
-    pinned = {"pin_memory": True} if hardware.supports("pin_memory") else {}
-    return [{"workers": min(hardware.cores, 16), "persistent_workers": True, **pinned}]
+    change = {"workers": min(hardware.cores, 16), "persistent_workers": True}
+    if hardware.supports("pin_memory"):
+        change["pin_memory"] = True
+    return [change]
 
 
 def cache(plan: Plan, hardware: Hardware) -> list[Change]:
     """Cached features: on a GPU beside the model where they fit; on a CPU's disk, which its page cache makes RAM."""
-    places = ["disk"] if hardware.device.type == "cpu" else ["device", "ram"]
+    if plan.cache != "off":
+        return []
+    places = ["device", "ram"]
+    if hardware.device.type == "cpu":
+        places = ["disk"]
     also = {"cache_dtype": "float16", "workers": 0, "persistent_workers": False}
-    return [{"cache": place, **also} for place in places] if plan.cache == "off" else []
+    return [{"cache": place, **also} for place in places]
 
 
 def features_on(_: Plan, hardware: Hardware) -> list[Change]:
     """Features computed on the GPU."""
-    return [{"features_on": "device"}] if hardware.device.type != "cpu" else []
+    if hardware.device.type == "cpu":
+        return []
+    return [{"features_on": "device"}]
 
 
 def precision(_: Plan, hardware: Hardware) -> list[Change]:
     """Fewer bits: bf16, else fp16, which needs loss scaling and is rarely faster."""
-    return [{"precision": "fp16" if hardware.supports("fp16") and not hardware.supports("bf16") else "bf16"}]
+    if hardware.supports("fp16") and not hardware.supports("bf16"):
+        return [{"precision": "fp16"}]
+    return [{"precision": "bf16"}]
 
 
 def fp8(plan: Plan, _: Hardware) -> list[Change]:
     """8-bit matrix products, which pay only in compiled code that computes in bf16 already."""
-    return [{"precision": "fp8"}] if plan.precision == "bf16" and plan.compile != "off" else []
+    if plan.precision == "bf16" and plan.compile != "off":
+        return [{"precision": "fp8"}]
+    return []
 
 
 def compiled(plan: Plan, hardware: Hardware) -> list[Change]:
     """Compiled model; then, on a GPU, without the launches of its kernels."""
     if plan.compile == "off":
         return [{"compile": "default"}]
-    return [{"compile": "reduce-overhead"}] if hardware.supports("cuda_graphs") else []
+    if hardware.supports("cuda_graphs"):
+        return [{"compile": "reduce-overhead"}]
+    return []
 
 
 def attention(_: Plan, hardware: Hardware) -> list[Change]:
     """Attention kernels; which of them PyTorch chooses by itself is asked before one is tried."""
-    kernels = ("cudnn", "flash", "varlen") if hardware.device.type == "cuda" else ("cudnn",)
-    return [{"attention": kernel} for kernel in kernels]
+    if hardware.device.type == "cuda":
+        return [{"attention": "cudnn"}, {"attention": "flash"}, {"attention": "varlen"}]
+    return [{"attention": "cudnn"}]
 
 
 # Each field that makes training faster on some machine. Not here: what saves memory for time (checkpointing), what
@@ -83,18 +99,18 @@ def attention(_: Plan, hardware: Hardware) -> list[Change]:
 # as the whole, or longer. Nor what a tuning cannot try: max-autotune compiles for minutes, and of cudnn_benchmark and
 # allocator turns in one process show nothing, for what came first stays.
 OPTIMIZATIONS: tuple[Optimization, ...] = (
-    Optimization("workers", workers, "bit-equal", "10_dataloader", ("C06", "C07", "C08")),
-    Optimization("cache", cache, "loss-equal", "12_feature_cache", ("C09", "C10")),
-    Optimization("decoder", always(decoder="torchcodec"), "loss-equal", "11_files", ("C42",)),
-    Optimization("features_on", features_on, "loss-equal", "11_files"),
-    Optimization("prefetch", always(prefetch=True, pin_memory=True), "bit-equal", "14_prefetch", ("C36",)),
-    Optimization("bucket", always(bucket=True), "order-equal", "10_dataloader"),
-    Optimization("host_syncs", always(fused_optimizer=True, log_every=50), "loss-equal", "26_host_syncs", ("C22",)),
-    Optimization("precision", precision, "loss-equal", "21_mixed_precision", ("C01", "C02", "C04", "C38")),
-    Optimization("channels_last", always(channels_last=True), "loss-equal", "24_channels_last", ("C19",)),
-    Optimization("compile", compiled, "loss-equal", "23_compile", ("C16", "C18")),
-    Optimization("attention", attention, "loss-equal", "25_attention", ("C35",)),
-    Optimization("fp8", fp8, "loss-equal", "22_fp8", ("C34",)),
+    Optimization("workers", workers, "bit-equal"),
+    Optimization("cache", cache, "loss-equal"),
+    Optimization("decoder", always(decoder="torchcodec"), "loss-equal"),
+    Optimization("features_on", features_on, "loss-equal"),
+    Optimization("prefetch", always(prefetch=True, pin_memory=True), "bit-equal"),
+    Optimization("bucket", always(bucket=True), "order-equal"),
+    Optimization("host_syncs", always(fused_optimizer=True, log_every=50), "loss-equal"),
+    Optimization("precision", precision, "loss-equal"),
+    Optimization("channels_last", always(channels_last=True), "loss-equal"),
+    Optimization("compile", compiled, "loss-equal"),
+    Optimization("attention", attention, "loss-equal"),
+    Optimization("fp8", fp8, "loss-equal"),
 )
 
 
@@ -111,7 +127,10 @@ def named(names: Sequence[str] | None) -> list[Optimization]:
 
 # ---- what each should gain ----
 
-LOADING, COPYING, UPDATING = ("data wait",), ("host-to-device copy",), ("optimizer",)  # causes of measure.breakdown
+# Causes of measure.breakdown.
+LOADING = ("data wait",)
+COPYING = ("host-to-device copy",)
+UPDATING = ("optimizer",)
 COMPUTING = ("forward", "backward", "compute-bound", "bandwidth-bound")  # on a CPU, and on a GPU
 
 # Field: the parts of a step that it acts on, and how many times as fast they become, at worst and at best. Of workers,
@@ -134,11 +153,19 @@ EFFECTS: dict[str, tuple[tuple[str, ...], float, float]] = {
 
 def acts_on(change: Change) -> set[str]:
     """Return the parts of a step that a change acts on."""
-    return {part for field, value in change.items() if value and field in EFFECTS for part in EFFECTS[field][0]}
+    parts: set[str] = set()
+    for field, value in change.items():
+        if value and field in EFFECTS:
+            parts.update(EFFECTS[field][0])
+    return parts
 
 
 def predict(
-    change: Change, shares: Mapping[str, float], *, frames: float = 1.0, matmul: float = 1.0
+    change: Change,
+    shares: Mapping[str, float],
+    *,
+    frames: float = 1.0,
+    matmul: float = 1.0,
 ) -> tuple[float, float]:
     """Return the least and the greatest gain to expect of a change: Amdahl's law (1967) over the parts it acts on.
 
@@ -161,21 +188,6 @@ def predict(
     return 1 / worst, 1 / max(best, 0.01)
 
 
-def levers(plan: Plan, shares: Mapping[str, float], hardware: Hardware) -> list[str]:
-    """Return what to try on top of `plan` where no cause stands out, the most promising first, with predicted gains.
-
-    `shares` are those of the causes in the plan's breakdown.
-    """
-    rates = matmul_rates(hardware)
-    tries: dict[str, Change] = {"bf16": {"precision": "bf16"}, "compile": {"compile": "default"}}
-    changes = [tries[capability] for capability in tries if hardware.supports(capability)] + [{"fused_optimizer": True}]
-    matmul = rates.get("bf16", 1.0) / rates["fp32"]
-    new = [change for change in changes if changed(dataclasses.replace(plan, **change), plan)]
-    gains = {text(change): predict(change, shares, matmul=matmul) for change in new}
-    best = sorted(gains, key=lambda change: -math.prod(gains[change]))
-    return ["{}, {:.2f} to {:.2f} times as fast".format(change, *gains[change]) for change in best]
-
-
 # ---- plans and changes ----
 
 
@@ -189,7 +201,8 @@ def plan_of(changes: Iterable[Change]) -> Plan:
 
 def changed(plan: Plan, before: Plan | None = None) -> Change:
     """Return the fields in which `plan` differs from another, by default plain PyTorch."""
-    return {field: value for field, value in vars(plan).items() if value != getattr(before or Plan(), field)}
+    before = before or Plan()
+    return {field: value for field, value in vars(plan).items() if value != getattr(before, field)}
 
 
 def text(change: Change) -> str:

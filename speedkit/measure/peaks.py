@@ -3,20 +3,23 @@
 import contextlib
 import functools
 import hashlib
-import logging
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from speedkit import files
+from speedkit.clock import timed
 from speedkit.machine import Hardware, cache_root
+from speedkit.measure.process import process_kept
 
-SCHEMA = 9  # in the name of a kept file; raised when what is measured changes
+SCHEMA = 10  # in the name of a kept file; raised when what is measured changes
 BUDGET_S = 0.5  # for the repeats of one peak
 MIB = 2**20
+PRODUCT = "matmul_"  # before the number format, in a peak's name
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}  # others: float32
 
 
@@ -31,17 +34,17 @@ class Peak:
     how: str
 
     def __str__(self) -> str:
-        unit, scale = ("TFLOP/s", 1e12) if self.unit == "FLOP/s" else ("GB/s", 1e9)
-        return f"{self.value / scale:.4g} {unit} (median {self.median / scale:.4g})"
+        if self.unit == "FLOP/s":
+            return f"{self.value / 1e12:.4g} TFLOP/s (median {self.median / 1e12:.4g})"
+        return f"{self.value / 1e9:.4g} GB/s (median {self.median / 1e9:.4g})"
 
 
-def peaks(hardware: Hardware, *, refresh: bool = False) -> dict[str, Peak]:
-    """Return what this machine reaches, by name; measured once and kept in `cache_root()`, until `refresh`."""
+def peaks(hardware: Hardware) -> dict[str, Peak]:
+    """Return what this machine reaches, by name; measured once and kept in `cache_root()`."""
     facts = hashlib.sha256(repr(hardware).encode()).hexdigest()[:16]  # changes whenever a peak could
     path = cache_root() / f"peaks-{SCHEMA}-{facts}.json"
     with contextlib.suppress(OSError, ValueError):  # not there: measured
-        if not refresh:
-            return {row["name"]: Peak(**row) for row in files.read_json(path)}
+        return {row["name"]: Peak(**row) for row in files.read_json(path)}
     measured = measure(hardware)
     with contextlib.suppress(OSError):  # a folder that cannot be written: measured again next time
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -51,52 +54,78 @@ def peaks(hardware: Hardware, *, refresh: bool = False) -> dict[str, Peak]:
 
 def matmul_rates(hardware: Hardware) -> dict[str, float]:
     """Return the FLOP/s that products of matrices reach here, by number format."""
-    rates = {name: peak.value for name, peak in peaks(hardware).items() if peak.unit == "FLOP/s"}
-    return {name.removeprefix("matmul_"): rate for name, rate in rates.items()}
+    measured = peaks(hardware)
+    products = [name for name in measured if name.startswith(PRODUCT)]
+    return {name.removeprefix(PRODUCT): measured[name].value for name in products}
 
 
 def measure(hardware: Hardware) -> dict[str, Peak]:
     """Measure every peak."""
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it would complain of a GPU's compiler
-    from torch.utils.benchmark import Timer
-
-    measured, precision = dict[str, Peak](), torch.get_float32_matmul_precision()
-    for name, call, work, how in _calls(hardware):
-        threads = 1 if name == "memcpy" else torch.get_num_threads()
-        timer = Timer("call()", globals={"call": call}, num_threads=threads)  # waits for the device
-        seconds = timer.blocked_autorange(min_run_time=BUDGET_S).times
-        unit = "FLOP/s" if name.startswith("matmul") else "bytes/s"
-        measured[name] = Peak(name, work / min(seconds), work / statistics.median(seconds), unit, how)
-    torch.set_float32_matmul_precision(precision)
+    measured = {}
+    with process_kept(hardware.device):
+        for name, call, work, how in _calls(hardware):
+            seconds = timed(call, hardware.device, 1)
+            while sum(seconds) < BUDGET_S:
+                seconds += timed(call, hardware.device, 1, warmup=0)
+            unit = "bytes/s"
+            if name.startswith(PRODUCT):
+                unit = "FLOP/s"
+            measured[name] = Peak(name, work / min(seconds), work / statistics.median(seconds), unit, how)
     torch.cuda.empty_cache()  # nothing where CUDA is not in use
     return measured
 
 
-def _calls(hardware: Hardware) -> Iterator[tuple[str, Callable[[], Any], float, str]]:
-    """Yield for each peak its name, what is called, how much work (FLOP or bytes) that does, and this in words."""
+Call = tuple[str, Callable[[], Any], float, str]  # of a peak: name, what is called, its work (FLOP or bytes), in words
+
+
+def _calls(hardware: Hardware) -> Iterator[Call]:
+    """Yield what is called to measure each peak."""
+    yield from _products(hardware)
     device = hardware.device
-    size = 8192 if device.type != "cpu" else 2048 if torch.get_num_threads() < 16 else 4096
-    # The numbers are random: a GPU draws less power and clocks higher on constant ones.
-    left, right = torch.randn(2, size, size, device=device)
-    for name in ("fp32", *(name for name in ("tf32", "bf16", "fp16", "fp8") if hardware.supports(name))):
-        a, b = (matrix.to(DTYPES.get(name, torch.float32)) for matrix in (left, right))
-        multiply = functools.partial(torch.mm, a, b, out=torch.empty_like(a))
-        if name == "fp8":  # _scaled_mm wants its second matrix column-major
-            scale = torch.ones((), device=device)
-            eight = functools.partial(torch._scaled_mm, a, b.t(), scale, scale, out_dtype=torch.bfloat16)
-            multiply = functools.partial(eight, use_fast_accum=True)  # as in a training's forward pass
-        torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
-        yield f"matmul_{name}", multiply, 2.0 * size**3, f"product of two {name} matrices of {size} x {size}"
+    on_cpu = device.type == "cpu"
 
     # The triad of the STREAM benchmark (https://www.cs.virginia.edu/stream/), on arrays well above usual caches.
-    size_bytes = (96 if device.type == "cpu" else 512) * MIB
+    size_bytes = (96 if on_cpu else 512) * MIB
     a, b, c = torch.ones(3, size_bytes // 4, device=device)
     triad = functools.partial(torch.add, b, c, alpha=2.0, out=a)
     yield "memory_bandwidth", triad, 3.0 * size_bytes, f"a = b + 2 c, float32 arrays of {size_bytes // MIB} MiB"
 
-    names = ("memcpy", *(("host_to_device_pinned", "host_to_device_pageable") if device.type == "cuda" else ()))
-    for name in names:
-        source = torch.ones(128 * MIB, dtype=torch.uint8, pin_memory=name.endswith("pinned"))
-        target = torch.empty_like(source, device="cpu" if name == "memcpy" else device)
-        copy = functools.partial(target.copy_, source, non_blocking=True)
-        yield name, copy, float(source.nbytes), "copy of 128 MiB, by one thread"
+    source = torch.ones(128 * MIB, dtype=torch.uint8)
+    how = "copy of 128 MiB, by one thread"
+    target = torch.empty_like(source)
+    yield "memcpy", functools.partial(np.copyto, target.numpy(), source.numpy()), float(source.nbytes), how
+    if device.type == "cuda":
+        on_device = source.to(device)
+        for name, memory in {"pinned": source.pin_memory(), "pageable": source}.items():
+            copy = functools.partial(on_device.copy_, memory, non_blocking=True)
+            yield f"host_to_device_{name}", copy, float(source.nbytes), how
+
+
+def _products(hardware: Hardware) -> Iterator[Call]:
+    """Yield a product of matrices in each number format. Sets the precision of float32 products for each."""
+    device = hardware.device
+    size = 8192
+    if device.type == "cpu":
+        size = 2048 if torch.get_num_threads() < 16 else 4096
+    # The numbers are random: a GPU draws less power and clocks higher on constant ones.
+    left, right = torch.randn(2, size, size, device=device)
+    for name in ("fp32", "tf32", "bf16", "fp16", "fp8"):
+        if name != "fp32" and not hardware.supports(name):
+            continue
+        a = left.to(DTYPES.get(name, torch.float32))
+        b = right.to(a.dtype)
+        if name == "fp8":  # _scaled_mm wants its second matrix column-major
+            scale = torch.ones((), device=device)
+            multiply = functools.partial(
+                torch._scaled_mm,
+                a,
+                b.t(),
+                scale,
+                scale,
+                out_dtype=torch.bfloat16,
+                use_fast_accum=True,  # as in a training's forward pass
+            )
+        else:
+            multiply = functools.partial(torch.mm, a, b, out=torch.empty_like(a))
+        torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+        yield f"{PRODUCT}{name}", multiply, 2.0 * size**3, f"product of two {name} matrices of {size} x {size}"

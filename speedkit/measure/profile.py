@@ -50,19 +50,33 @@ class LoopProfile:
     """What is seen of a loop that calls `models`; `breakdown`, `bottlenecks` and `notes` are there when it is over."""
 
     def __init__(
-        self, models: Sequence[nn.Module], optimizer: Optimizer, loader: Any, *, skip: int, steps: int, compiled: bool
+        self,
+        models: Sequence[nn.Module],
+        optimizer: Optimizer,
+        loader: Any,
+        *,
+        compiled: bool,
+        skip: int = 3,
+        steps: int = 20,
     ):
         self.device = optimizer.param_groups[0]["params"][0].device
-        self.models, self.optimizer, self.loader, self.skip = models, optimizer, loader, skip
-        self.compiled, self.compilations = compiled, compilations()
+        self.models = models
+        self.optimizer = optimizer
+        self.loader = loader
+        self.skip = skip
+        self.compiled = compiled
+        self.compilations = compilations()
         self.breakdown: Breakdown
         self.bottlenecks: list[dict[str, Any]] = []
         self.notes: list[str] = []
 
         self.observer = StepObserver(self.device, steps)
-        self.timeline, self.observation = self.observer.timeline, self._observation()
+        self.timeline = self.observer.timeline
+        self.observation = self._observation()
         self.step_ended = False  # the optimizer has made it, and nothing of another has begun
-        self.steps = self.batches = self.forwards = 0
+        self.steps = 0
+        self.batches = 0
+        self.forwards = 0
         self.look_end: int | None = None  # steps made when the closer look was over
 
     def install(self, stack: contextlib.ExitStack) -> None:
@@ -89,7 +103,12 @@ class LoopProfile:
                 while True:
                     yield self.next_batch(next, source)
 
-        return lambda loader: batches(iterate(loader)) if loader is self.loader else iterate(loader)
+        def iterator(loader: Any) -> Iterator[Any]:
+            if loader is self.loader:
+                return batches(iterate(loader))
+            return iterate(loader)
+
+        return iterator
 
     def next_batch(self, fetch: Callable[[Any], Any], source: Any) -> Any:
         """Return what `fetch` gets from the loader; the time that it takes is that of waiting for data."""
@@ -124,7 +143,8 @@ class LoopProfile:
 
     def _after_step(self, *_: Any) -> None:
         self.timeline.end()
-        self.steps, self.step_ended = self.steps + 1, True
+        self.steps += 1
+        self.step_ended = True
 
     def step_may_end(self) -> None:
         """Continue the observation; the optimizer's hook is too early, for a profile needs the whole update."""
@@ -151,7 +171,8 @@ class LoopProfile:
 
     def conclude(self, *, show: bool) -> None:
         """Make the breakdown and the bottlenecks of what was seen, and print them."""
-        if self.steps < (needed := self.skip + self.observer.needed):
+        needed = self.skip + self.observer.needed
+        if self.steps < needed:
             made = f"the loop made {self.steps} steps with the optimizer given here"
             self.notes.append(f"{made}: a look at all takes {needed}")
         if not self.forwards or (self.loader is not None and not self.batches):
@@ -172,7 +193,7 @@ class LoopProfile:
             print(self)
 
     def __str__(self) -> str:
-        rows = [str(self.breakdown)] if self.observer.timed else []
-        return "\n".join(
-            [*(f"note: {note}" for note in self.notes), *rows, *map(bottleneck_in_words, self.bottlenecks)]
-        )
+        lines = [f"note: {note}" for note in self.notes]
+        if self.observer.timed:
+            lines.append(str(self.breakdown))
+        return "\n".join([*lines, *map(bottleneck_in_words, self.bottlenecks)])

@@ -23,7 +23,7 @@ LAST = 4  # evaluations, whose mean is a training's quality: one alone scatters 
 TAIL = 0.025  # of error: a tuning may look twice, after its first seeds and after more
 FEW_ITEMS = 200  # to test on: with fewer each training tests on others, and their mean loss is looked at too
 ORDER_TAIL = 0.005  # of error: batches of other items may move the mean of the first losses so far
-VERSION = 2  # of what `curve` returns
+VERSION = 3  # of what `curve` returns
 Row = dict[str, Any]
 Curves = dict[str, list[Row]]  # "baseline" and "final" -> what `curve` returns, one for each seed
 
@@ -42,9 +42,13 @@ def same_losses(promised: str, losses: Sequence[float], reference: Sequence[floa
     `mean_difference` of the same plan from another seed: training cannot feel it. order-equal: the batches are others
     of the same items, so the mean difference is at most what the scatter of the differences makes of it.
     """
-    difference, allowed = mean_difference(losses, reference), 0.0 if promised == "bit-equal" else noise
-    if promised == "order-equal":
-        mean, allowed = trimmed_mean([new - old for new, old in zip(losses, reference, strict=True)], ORDER_TAIL)
+    difference = mean_difference(losses, reference)
+    allowed = noise
+    if promised == "bit-equal":
+        allowed = 0.0
+    elif promised == "order-equal":
+        changes = [new - old for new, old in zip(losses, reference, strict=True)]
+        mean, allowed = trimmed_mean(changes, ORDER_TAIL)
         difference = abs(mean)
     return SameLosses(difference <= allowed, f"losses differ by {difference:.2g}, at most {allowed:.2g} allowed")
 
@@ -75,24 +79,23 @@ def fold(workload: Workload, number: int) -> Workload:
 
 
 def curve(workload: Workload, recipe: Recipe, plan: Plan | None, **options: Any) -> Row:
-    """Train once; return its `points` [[seconds, score], ...], and the mean score and loss of the LAST ones.
+    """Train once; return {value, loss, seconds}: the mean score and loss of the LAST evaluations, and how long it took.
 
-    With a validation set the points are of it, and score and loss of the test set at the end. Seconds count from the
-    start: preparing data, cache and model is among them. `options` are those of `fit`.
+    With a validation set score and loss are of the test set at the end. Seconds count from the start: preparing data,
+    cache and model is among them. `options` are those of `fit`.
     """
-    total = recipe.total_steps(len(workload.train))
-    if total < 2 * LAST * steps_per_epoch(len(workload.train), recipe.batch_size, recipe.drop_last):
+    items = len(workload.train)
+    total = recipe.total_steps(items)
+    if total < 2 * LAST * steps_per_epoch(items, recipe.batch_size, recipe.drop_last):
         plan = dataclasses.replace(plan or Plan(), validate_every=max(1, total // (2 * LAST)))
     history = fit(workload, recipe, plan, progress=False, **options)
-    points = [[history.prepare_s + point["seconds"], point["value"]] for point in history.evaluations]
-    looks = [history.tested] if workload.validation else history.evaluations[-LAST:]
+    looks = history.evaluations[-LAST:]
+    if workload.validation:
+        looks = [history.tested]
     return {
-        "points": points,
-        "steps": [point["step"] for point in history.evaluations],
         "value": statistics.fmean(look["value"] for look in looks),
         "loss": statistics.fmean(look["loss"] for look in looks),
-        "seconds": points[-1][0],
-        "peak_memory_bytes": history.peak_memory_bytes,
+        "seconds": history.prepare_s + history.evaluations[-1]["seconds"],
     }
 
 
@@ -103,7 +106,7 @@ def quality_of(workload: Workload, curves: Curves) -> Row:
     Where items are few, trainings are compared fold by fold, and besides the score the `likelihood` may decide: the
     (geometric) mean probability of the right class, exp(-loss), in which a right answer counts by how sure it was.
     """
-    folds, sign, margin = has_folds(workload), 1 if workload.higher_is_better else -1, margin_of(workload, curves)
+    margin = margin_of(workload, curves)
     scores = {name: [run["value"] for run in runs] for name, runs in curves.items()}
     unknown = dict.fromkeys(("mean_change", "lower", "likelihood", "seeds_needed", "items_needed"))
     row = {"metric": workload.metric, "margin": margin, **scores, **unknown, "decision": "not tested"}
@@ -111,11 +114,16 @@ def quality_of(workload: Workload, curves: Curves) -> Row:
     if count < 2:
         return row
 
+    folds = has_folds(workload)
+    sign = 1 if workload.higher_is_better else -1
+
     def compare(value: Callable[[Row], float]) -> NonInferiority:
-        baseline, final = ([value(run) for run in curves[name]] for name in ("baseline", "final"))
+        baseline = [value(run) for run in curves["baseline"]]
+        final = [value(run) for run in curves["final"]]
         if not folds:
             return pooled_non_inferior(baseline, final, margin, tail=TAIL)
-        return non_inferior([new - old for old, new in zip(baseline, final, strict=False)], margin, tail=TAIL)
+        changes = [new - old for old, new in zip(baseline, final, strict=False)]
+        return non_inferior(changes, margin, tail=TAIL)
 
     result = compare(lambda run: sign * run["value"])
     row |= {"mean_change": result.mean_change, "lower": result.lower}
@@ -124,12 +132,16 @@ def quality_of(workload: Workload, curves: Curves) -> Row:
         likelihood = compare(lambda run: math.exp(-run["loss"]))
         row["likelihood"] = {"mean_change": likelihood.mean_change, "lower": likelihood.lower}
         passed = passed or (likelihood.passed and not result.worse)
-    if passed or result.worse:
-        return row | {"decision": "as good" if passed else "worse"}
+    if passed:
+        return row | {"decision": "as good"}
+    if result.worse:
+        return row | {"decision": "worse"}
     # For how many an equal plan would be shown to be as good every other time: its error falls with their root.
     needed = max(count + 1, math.ceil(count * (1.96 * result.error / margin) ** 2))
-    items = {"test_items": len(workload.test), "items_needed": len(workload.test) * needed} if folds else {}
-    return row | {"decision": "not decided", "seeds_needed": needed} | items
+    row |= {"decision": "not decided", "seeds_needed": needed}
+    if folds:
+        row |= {"test_items": len(workload.test), "items_needed": len(workload.test) * needed}
+    return row
 
 
 def margin_of(workload: Workload, curves: Curves) -> float:
@@ -146,13 +158,17 @@ def baseline_curves_file(workload: Workload, recipe: Recipe, hardware: Hardware)
     a model that cannot be told from others.
     """
 
-    def facts(item: Any) -> Any:  # the plain values of an object: many may share a data set that is large
-        return [value for value in getattr(item, "__dict__", {}).values() if isinstance(value, PLAIN)] or item
-
     try:
-        sides = ("train", "test", "validation")
-        content = vars(workload) | {side: [*map(facts, getattr(workload, side))] for side in sides}
+        content = vars(workload) | {
+            side: [_facts(item) for item in getattr(workload, side)] for side in ("train", "test", "validation")
+        }
         content |= {"recipe": vars(recipe), "device": hardware.name, "torch": torch.__version__, "version": VERSION}
         return cache_root() / "quality" / f"{content_hash(content)}.json"
     except SpeedkitError:
         return None
+
+
+def _facts(item: Any) -> Any:
+    """Return the plain values of an object: many may share a data set that is large."""
+    values = getattr(item, "__dict__", {}).values()
+    return [value for value in values if isinstance(value, PLAIN)] or item

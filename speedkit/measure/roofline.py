@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import time
 from collections import Counter
 from typing import Any
 
@@ -16,14 +15,14 @@ from speedkit.fallbacks import resolve
 from speedkit.machine import Hardware
 from speedkit.measure.breakdown import Breakdown
 from speedkit.measure.peaks import peaks
+from speedkit.measure.process import process_kept
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train.loop import steps
 from speedkit.train.setup import setup_run
 from speedkit.workload import Workload
 
-COUNTING_S = 1.0  # no further step is begun after so long
-STEPS = 3  # where lengths differ from batch to batch
+STEPS = 3  # that are counted where lengths differ from batch to batch
 aten = torch.ops.aten
 # PyTorch's counter leaves out the CPU's attention kernel, whose FLOPs are those of any other.
 for ending in ("", "_backward"):
@@ -52,16 +51,23 @@ def count(workload: Workload, recipe: Recipe, plan: Plan, *, device: torch.devic
     """
     # Without what changes nothing in what the model computes; recomputing to save memory is no work of the model.
     plan = dataclasses.replace(plan, compile="off", checkpointing="off", workers=0, cache="off")
-    until_s, counted, flops, moved = time.perf_counter() + COUNTING_S, 0, Counter[str](), ByteCounter()
-    with contextlib.closing(setup_run(workload, recipe, plan, device=device, endless=True)) as run:
+    count_steps = 1
+    if workload.length is not None:
+        count_steps = STEPS
+    flops = Counter[str]()
+    moved = ByteCounter()
+    with (
+        process_kept(device),
+        contextlib.closing(setup_run(workload, recipe, plan, device=device, endless=True)) as run,
+    ):
         training = steps(run)
-        while not counted or (workload.length and counted < STEPS and time.perf_counter() < until_s):
+        for _ in range(count_steps):
             run.position.batch = next(run.data.batches)  # loading is not counted
             with FlopCounterMode(display=False) as counter, moved:
                 next(training)
-            flops.update({str(name): number for name, number in counter.get_flop_counts().get("Global", {}).items()})
-            counted += 1
-    return Counter({name: number // counted for name, number in flops.items()}), moved.total / counted
+            for name, number in counter.get_flop_counts().get("Global", {}).items():
+                flops[str(name)] += number
+    return Counter({name: number // count_steps for name, number in flops.items()}), moved.total / count_steps
 
 
 def roofline(
@@ -72,14 +78,18 @@ def roofline(
     Bytes are an upper estimate: all inputs and outputs of an eager step's operators, whether or not a cache holds them.
     """
     operators, moved = count(workload, recipe, plan, device=hardware.device)
-    flops, limits = operators.total(), peaks(hardware)
+    flops = operators.total()
+    limits = peaks(hardware)
     dtype = resolve(plan, hardware, workload=workload).plan.precision.removesuffix("-emulated")
     convolutions = sum(number for name, number in operators.items() if "conv" in name)
     if dtype == "default" and hardware.device.type == "cuda" and 2 * convolutions > flops:
         dtype = "tf32"  # as cuDNN multiplies unless it is told otherwise
-    dtype = dtype if f"matmul_{dtype}" in limits else "fp32"
-    flops_per_s, bytes_per_s = flops / breakdown.step_s, moved / breakdown.step_s
-    peak, bandwidth = limits[f"matmul_{dtype}"].value, limits["memory_bandwidth"].value
+    if f"matmul_{dtype}" not in limits:
+        dtype = "fp32"
+    flops_per_s = flops / breakdown.step_s
+    bytes_per_s = moved / breakdown.step_s
+    peak = limits[f"matmul_{dtype}"].value
+    bandwidth = limits["memory_bandwidth"].value
     mfu = flops_per_s / peak
     return {
         "flops_per_step": flops,

@@ -1,10 +1,12 @@
 """Profile a script that nobody edits: run it as Python would, see what it trains, and profile that loop to its end."""
 
 import contextlib
+import dataclasses
+import gc
+import math
 import runpy
 import sys
 import traceback
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,8 @@ from speedkit.clock import compilations
 from speedkit.errors import SpeedkitError, UsageError
 from speedkit.files import claim_folder, write_json
 from speedkit.machine import this_machine
-from speedkit.measure.optimizations import levers
+from speedkit.measure.optimizations import Change, plan_of, predict, text
+from speedkit.measure.peaks import matmul_rates
 from speedkit.measure.profile import LoopProfile
 from speedkit.plan import Plan
 
@@ -30,21 +33,19 @@ SEEN_STEPS = 2  # of all optimizers, before the largest of these is profiled
 class ScriptProfile:
     """What is seen of a script: `loop` is the profile of its training loop, None where it made too few steps."""
 
-    def __init__(self, skip: int = 3, steps: int = 20):
-        self.skip, self.steps = skip, steps
+    def __init__(self) -> None:
         self.loop: LoopProfile | None = None
         self.framework = "PyTorch"
         self.optimizers: list[Optimizer] = []  # one for each step so far
         self.loaders: dict[int, DataLoader] = {}  # by their iterator
         self.loader: DataLoader | None = None  # that gave the latest batch
-        self.modules = weakref.WeakValueDictionary[int, nn.Module]()  # all that the script has made, by their id
         self.stack = contextlib.ExitStack()
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """See optimizer steps and batches inside the block; what is seen changes nothing that is learned."""
-        iterate, fetch = DataLoader.__iter__, _BaseDataLoaderIter.__next__
-        make, copy = nn.Module.__init__, nn.Module.__setstate__
+        iterate = DataLoader.__iter__
+        fetch = _BaseDataLoaderIter.__next__
 
         def iterator(loader: DataLoader) -> Any:
             batches = iterate(loader)
@@ -52,26 +53,18 @@ class ScriptProfile:
             return batches
 
         def next_batch(batches: Any) -> Any:
-            loader, loop = self.loaders.get(id(batches)), self.loop
-            if loop is None:
+            loader = self.loaders.get(id(batches))
+            if self.loop is None:
                 self.loader = loader
-                return fetch(batches)
-            return loop.next_batch(fetch, batches) if loader is loop.loader else fetch(batches)
+            elif loader is self.loop.loader:
+                return self.loop.next_batch(fetch, batches)
+            return fetch(batches)
 
-        # A forward hook for all modules would be compiled into the script's code, and again once it is removed.
-        def made(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-            self.modules[id(module)] = module
-            make(module, *args, **kwargs)
-
-        def copied(module: nn.Module, state: Any) -> None:
-            self.modules[id(module)] = module
-            copy(module, state)
-
-        with self.stack:
-            self.stack.enter_context(patch.object(nn.Module, "__init__", made))
-            self.stack.enter_context(patch.object(nn.Module, "__setstate__", copied))
-            self.stack.enter_context(patch.object(DataLoader, "__iter__", iterator))
-            self.stack.enter_context(patch.object(_BaseDataLoaderIter, "__next__", next_batch))
+        with (
+            self.stack,
+            patch.object(DataLoader, "__iter__", iterator),
+            patch.object(_BaseDataLoaderIter, "__next__", next_batch),
+        ):
             self.stack.callback(optimizer.register_optimizer_step_post_hook(self._after_step).remove)
             yield
 
@@ -80,21 +73,19 @@ class ScriptProfile:
             return
         self.optimizers.append(stepped)
         if len(self.optimizers) == SEEN_STEPS:
-            self._profile(max(self.optimizers, key=lambda each: sum(map(torch.numel, weights_of(each)))))
-
-    def _profile(self, largest: Optimizer) -> None:
-        """Profile the loop of the optimizer that updates most weights."""
-        models = models_of(largest, list(self.modules.values()))
-        self.framework = framework_of(models)
-        compiled = compilations() > 0  # the script has compiled whatever is compiled in this process
-        loop = LoopProfile(models, largest, self.loader, skip=self.skip, steps=self.steps, compiled=compiled)
-        loop.install(self.stack)
-        self.loop = loop
+            largest = max(self.optimizers, key=weight_count)
+            # A forward hook for all modules would be compiled into the script's code, and again once it is removed.
+            modules = [item for item in gc.get_objects() if issubclass(type(item), nn.Module)]
+            models = models_of(largest, modules)
+            self.framework = framework_of(models)
+            compiled = compilations() > 0  # the script has compiled whatever is compiled in this process
+            self.loop = LoopProfile(models, largest, self.loader, compiled=compiled)
+            self.loop.install(self.stack)
 
 
 def framework_of(models: Sequence[nn.Module]) -> str:
     """Return the framework that trains `models`: the first that the script has imported and uses, else PyTorch."""
-    if {"lightning", "pytorch_lightning"} & sys.modules.keys() and any(map(has_own_steps, models)):
+    if any(map(has_own_steps, models)):
         return "Lightning"
     if "transformers.trainer" in sys.modules:  # which the package imports only for who uses it
         return "Hugging Face"
@@ -113,6 +104,11 @@ def weights_of(optimizer: Optimizer) -> list[torch.Tensor]:
     return [weight for group in optimizer.param_groups for weight in group["params"]]
 
 
+def weight_count(optimizer: Optimizer) -> int:
+    """Return how many numbers an optimizer updates."""
+    return sum(weight.numel() for weight in weights_of(optimizer))
+
+
 def models_of(optimizer: Optimizer, modules: Sequence[nn.Module]) -> list[nn.Module]:
     """Return those of all `modules` that a loop calls: the outermost with weights of the optimizer.
 
@@ -120,10 +116,13 @@ def models_of(optimizer: Optimizer, modules: Sequence[nn.Module]) -> list[nn.Mod
     """
     weights = {id(weight) for weight in weights_of(optimizer)}
     owners = [module for module in modules if any(id(weight) in weights for weight in module.parameters())]
-    inner = {id(child) for module in owners for child in module.modules() if child is not module}
-    outermost = [module for module in owners if id(module) not in inner]
-    children = [child for module in filter(has_own_steps, outermost) for child in module.children()]
-    return outermost + [child for child in children if child in owners]
+    inner: set[nn.Module] = set()
+    for module in owners:
+        inner.update(child for child in module.modules() if child is not module)
+    models = [module for module in owners if module not in inner]
+    for module in filter(has_own_steps, list(models)):
+        models += [child for child in module.children() if child in owners]
+    return models
 
 
 def profile_script(
@@ -131,7 +130,7 @@ def profile_script(
     arguments: Sequence[str],
     out: Path,
     *,
-    in_words: Callable[[str, str], str] = lambda change, framework: "",
+    in_words: Callable[[str, str], str],
 ) -> None:
     """Run the script at `path` with its own `arguments`, show why its steps take long, and leave `out`/breakdown.json.
 
@@ -142,7 +141,8 @@ def profile_script(
     """
     if not path.is_file():
         raise UsageError(f"there is no script {path}: name a file, with its own arguments after it")
-    seen, folder = ScriptProfile(), claim_folder(out, "profile")
+    seen = ScriptProfile()
+    folder = claim_folder(out, "profile")
     try:
         with (
             patch.object(sys, "argv", [str(path), *arguments]),
@@ -151,12 +151,10 @@ def profile_script(
         ):
             runpy.run_path(str(path), run_name="__main__")
     except Exception as error:
-        frames = traceback.TracebackException.from_exception(error)
-        names = [frame.filename for frame in frames.stack]
-        frames.stack = traceback.StackSummary.from_list(
-            frames.stack[names.index(str(path)) :] if str(path) in names else []
-        )
-        print("".join(frames.format()), end="", file=sys.stderr)
+        frame = error.__traceback__
+        while frame and frame.tb_frame.f_code.co_filename != str(path):
+            frame = frame.tb_next  # what runs the script is none of its business
+        traceback.print_exception(type(error), error, frame)
         raise SystemExit(1) from error
     finally:
         if seen.loop is not None:
@@ -174,13 +172,13 @@ def report(seen: ScriptProfile, path: Path, folder: Path, *, in_words: Callable[
         row["in_words"] = in_words(row["change"], seen.framework)
         print(f"{row['cause']}, in {seen.framework}: {row['in_words'] or row['change']}")
     if loop.observer.timed and not loop.bottlenecks:
+        switched_on: Change = {"fused_optimizer": all(group.get("fused") for group in loop.optimizer.param_groups)}
         formats = loop.observer.facts.trace.products_s
-        switched_on = Plan(
-            precision="bf16" if max(formats, key=lambda name: formats[name], default="") == "bf16" else "default",
-            compile="default" if compilations() else "off",
-            fused_optimizer=all(group.get("fused") for group in loop.optimizer.param_groups),
-        )
-        print(next_levers(switched_on, loop.breakdown.rows, str(loop.device)))
+        if formats and max(formats, key=formats.__getitem__) == "bf16":
+            switched_on["precision"] = "bf16"
+        if compilations():
+            switched_on["compile"] = "default"
+        print(next_levers(plan_of([switched_on]), loop.breakdown.rows, str(loop.device)))
     facts = {"script": path.name, "framework": seen.framework, "bottlenecks": loop.bottlenecks, "notes": loop.notes}
     write_json(folder / "breakdown.json", loop.breakdown.as_dict() | facts)
     print(f"breakdown.json in {folder}", flush=True)
@@ -188,5 +186,19 @@ def report(seen: ScriptProfile, path: Path, folder: Path, *, in_words: Callable[
 
 def next_levers(plan: Plan, rows: Sequence[Mapping[str, Any]], device: str) -> str:
     """Return in a sentence what to try under `plan` where no cause stands out, by the `rows` of its breakdown."""
-    machine, shares = this_machine(device), {row["cause"]: row["share"] for row in rows}
-    return f"nothing stands out: the device computes. Next to try: {'; '.join(levers(plan, shares, machine))}"
+    hardware = this_machine(device)
+    changes: list[Change] = [{"fused_optimizer": True}]
+    if hardware.supports("bf16"):
+        changes.append({"precision": "bf16"})
+    if hardware.supports("compile"):
+        changes.append({"compile": "default"})
+    rates = matmul_rates(hardware)
+    matmul = rates.get("bf16", 1.0) / rates["fp32"]
+    shares = {row["cause"]: row["share"] for row in rows}
+    gains = {}
+    for change in changes:
+        if dataclasses.replace(plan, **change) != plan:
+            gains[text(change)] = predict(change, shares, matmul=matmul)
+    best_first = sorted(gains, key=lambda change: -math.prod(gains[change]))
+    tries = ["{}, {:.2f} to {:.2f} times as fast".format(change, *gains[change]) for change in best_first]
+    return f"nothing stands out: the device computes. Next to try: {'; '.join(tries)}"

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -48,7 +49,8 @@ def trimmed_mean(values: Sequence[float], tail: float) -> tuple[float, float]:
     load on the machine falls into the tails. Raises ValueError for fewer than two values or one that is not finite.
     """
     _check(values)
-    count, cut = len(values), len(values) // 5
+    count = len(values)
+    cut = count // 5
     inner = sorted(values)[cut : count - cut]
     winsorized = [inner[0]] * cut + inner + [inner[-1]] * cut
     freedom = len(inner) - 1
@@ -78,7 +80,9 @@ def decide(logs: Sequence[float]) -> Decision:
     if mean + reach < 0:
         return "slower"
     mean, reach = trimmed_mean(logs, FALSE_DROP * share)
-    return "not worth it" if mean + reach < WORTH else "undecided"
+    if mean + reach < WORTH:
+        return "not worth it"
+    return "undecided"
 
 
 def non_inferior(changes: Sequence[float], margin: float, *, tail: float = 0.05) -> NonInferiority:
@@ -87,8 +91,8 @@ def non_inferior(changes: Sequence[float], margin: float, *, tail: float = 0.05)
     Student's t, an error of `tail` on each side. Raises ValueError for fewer than two changes or one not finite.
     """
     _check(changes)
-    mean, error = statistics.fmean(changes), statistics.stdev(changes) / math.sqrt(len(changes))
-    return _judge(mean, error, freedom=len(changes) - 1, margin=margin, tail=tail)
+    error = statistics.stdev(changes) / math.sqrt(len(changes))
+    return _judge(statistics.fmean(changes), error, freedom=len(changes) - 1, margin=margin, tail=tail)
 
 
 def pooled_non_inferior(
@@ -99,7 +103,8 @@ def pooled_non_inferior(
     Student's t with a pooled variance. Raises ValueError for fewer than two of a plan or a value that is not finite.
     """
     _check(baseline, new)
-    change, freedom = statistics.fmean(new) - statistics.fmean(baseline), len(baseline) + len(new) - 2
+    change = statistics.fmean(new) - statistics.fmean(baseline)
+    freedom = len(baseline) + len(new) - 2
     squares = sum(statistics.variance(values) * (len(values) - 1) for values in (baseline, new))
     error = math.sqrt(squares / freedom * (1 / len(baseline) + 1 / len(new)))
     return _judge(change, error, freedom=freedom, margin=margin, tail=tail)
@@ -118,6 +123,7 @@ def _check(*samples: Sequence[float]) -> None:
 
 
 def _student(freedom: int, tail: float) -> float:
-    from scipy.special import stdtrit  # what scipy.stats.t.ppf calls, without the second that importing that costs
+    with warnings.catch_warnings():  # of which scipy adds a filter as it is imported
+        from scipy.special import stdtrit  # what scipy.stats.t.ppf calls, without the second that importing that costs
 
     return float(stdtrit(freedom, 1 - tail))

@@ -15,8 +15,13 @@ from unittest.mock import patch
 import torch
 
 PART = "speedkit: "  # before a part's name in a profiler's trace
-DATA, FORWARD, BACKWARD, OPTIMIZER = "data wait", "forward", "backward", "optimizer"
-EVALUATION, COMPILATION, OTHER = "evaluation and checkpoint", "compilation", "other host work"
+DATA = "data wait"
+FORWARD = "forward"
+BACKWARD = "backward"
+OPTIMIZER = "optimizer"
+EVALUATION = "evaluation and checkpoint"
+COMPILATION = "compilation"
+OTHER = "other host work"
 HOST = (FORWARD, BACKWARD, OPTIMIZER, EVALUATION, COMPILATION, OTHER)
 RARE = (EVALUATION, COMPILATION)  # what a few steps say nothing of: all of it is timed
 
@@ -40,7 +45,8 @@ class Timeline:
     def take(self) -> dict[str, float]:
         """Return the seconds by cause since they were last taken."""
         self.read()
-        seconds, self.seconds = self.seconds, collections.defaultdict(float)
+        seconds = self.seconds
+        self.seconds = collections.defaultdict(float)
         return seconds
 
     def begin(self, cause: str, then: str = OTHER) -> None:

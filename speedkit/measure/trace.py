@@ -14,8 +14,13 @@ import pandas
 
 from speedkit.measure.timeline import COMPILATION, DATA, EVALUATION, HOST, OPTIMIZER, OTHER, PART
 
-COPY, LAUNCH, SYNC, COMPUTE = "host-to-device copy", "launch-bound", "sync-bound", "compute-bound"
-BANDWIDTH, IDLE, UNEXPLAINED = "bandwidth-bound", "idle", "unexplained"
+COPY = "host-to-device copy"
+LAUNCH = "launch-bound"
+SYNC = "sync-bound"
+COMPUTE = "compute-bound"
+BANDWIDTH = "bandwidth-bound"
+IDLE = "idle"
+UNEXPLAINED = "unexplained"
 CAUSES = (DATA, COPY, LAUNCH, SYNC, COMPUTE, BANDWIDTH, *HOST, IDLE, UNEXPLAINED)
 WINDOW = "speedkit window"  # the range around the steps that count
 HOST_WORK_S = 1e-4  # so long outside of PyTorch before a launch is other work, not the price of launching
@@ -38,6 +43,7 @@ class Span(NamedTuple):
 
 Spans = Sequence[Span]
 Seconds = Mapping[Any, float]  # by cause, or by number format
+Event = dict[str, Any]  # a row of a trace file
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -54,7 +60,12 @@ class Trace:
 
 
 def classify(
-    end_s: float, work: Spans, *, parts: Spans = (), syncs: Spans = (), calls: Spans = ()
+    end_s: float,
+    work: Spans,
+    *,
+    parts: Spans = (),
+    syncs: Spans = (),
+    calls: Spans = (),
 ) -> tuple[Seconds, Seconds]:
     """Return the seconds from 0 to `end_s` in which a GPU works, and those in which it stands still, both by cause.
 
@@ -62,20 +73,27 @@ def classify(
     which the host waits for the device, `calls` all that the host does inside of PyTorch. Time is cut wherever anything
     begins or ends. Each segment has one cause: the last of those assigned here.
     """
-    edges = np.unique([0.0, end_s, *(time_s for span in (*work, *parts, *calls) for time_s in span[:2])])
+    times_s = [0.0, end_s]
+    for span in (*work, *parts, *calls):
+        times_s += [span.begin_s, span.end_s]
+    edges = np.unique(times_s)
     lengths_s = np.diff(edges)
-    causes, (busy, in_call) = np.full(len(lengths_s), IDLE, object), np.zeros((2, len(lengths_s)), bool)
+    causes = np.full(len(lengths_s), IDLE, object)
+    busy = np.zeros(len(lengths_s), bool)
+    in_call = np.zeros(len(lengths_s), bool)
 
     def mark(segments: np.ndarray, spans: Iterable[Span], value: Any) -> None:
         for span in spans:
-            segments[slice(*np.searchsorted(edges, span[:2]))] = value
+            first, last = np.searchsorted(edges, [span.begin_s, span.end_s])
+            segments[first:last] = value
 
     mark(busy, work, True)
     mark(in_call, calls, True)
 
     # A gap waits for a call that ends in it, or for the launch of the work that ends it; after the last, for another.
     launches_s = {kernel.begin_s: kernel.launch_s for kernel in work}
-    for first, last in np.flatnonzero(np.diff(busy, prepend=True, append=True)).reshape(-1, 2).tolist():
+    borders = np.flatnonzero(np.diff(busy, prepend=True, append=True))
+    for first, last in borders.reshape(-1, 2).tolist():
         if any(edges[first] <= sync.end_s <= edges[last] for sync in syncs):
             causes[first:last] = SYNC
         elif launches_s.get(edges[last], math.inf) > edges[first]:
@@ -85,11 +103,15 @@ def classify(
     for name in (DATA, EVALUATION, COMPILATION):
         mark(causes, [part for part in parts if part.name == name], name)
 
-    kernels = [(_cause_of_work(kernel, parts), kernel) for kernel in work]
+    work_of = collections.defaultdict[str, list[Span]](list)
+    for kernel in work:
+        work_of[_cause_of_work(kernel, parts)].append(kernel)
     for name in (SYNC, COPY, BANDWIDTH, COMPUTE, OPTIMIZER, EVALUATION):  # a copy counts where no kernel runs
-        mark(causes, [kernel for cause, kernel in kernels if cause == name], name)
+        mark(causes, work_of[name], name)
+
     seconds = pandas.Series(lengths_s)
-    busy_s, gaps_s = (seconds[mask].groupby(causes[mask]).sum().to_dict() for mask in (busy, ~busy))
+    busy_s = seconds[busy].groupby(causes[busy]).sum().to_dict()
+    gaps_s = seconds[~busy].groupby(causes[~busy]).sum().to_dict()
     return busy_s, gaps_s
 
 
@@ -104,56 +126,85 @@ def _cause_of_work(work: Span, parts: Iterable[Span]) -> str:
         return SYNC  # what comes back is what the host waits for
     if OPTIMIZER in launched_in:
         return OPTIMIZER
-    return COMPUTE if _is_product(work.name) else BANDWIDTH
+    if _is_product(work.name):
+        return COMPUTE
+    return BANDWIDTH
 
 
 def _is_product(kernel: str) -> bool:
     """Whether a kernel multiplies matrices. Inductor's fused kernels are named after all that they fuse."""
     name = kernel.lower()
-    return "triton_tem" in name if "triton" in name else any(word in name for word in PRODUCT_KERNELS)
+    if "triton" in name:
+        return "triton_tem" in name
+    return any(word in name for word in PRODUCT_KERNELS)
 
 
 def read_trace(path: str | Path, steps: int = 1) -> Trace:
     """Return what lies in the range WINDOW of a file by torch.profiler's `export_chrome_trace`, or of its .gz."""
-    with gzip.open(path) if str(path).endswith(".gz") else Path(path).open("rb") as file:
-        events = [event for event in json.load(file)["traceEvents"] if "dur" in event]
-    # The range has a second row in a GPU's trace, of the category gpu_user_annotation.
-    [window] = [event for event in events if event["name"] == WINDOW and event["cat"] == "user_annotation"]
-    zero_us, end_us = window["ts"], window["ts"] + window["dur"]
-    rows = collections.defaultdict[str, list[dict[str, Any]]](list)  # by category
-    for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):  # callers before what they call
-        begin_us, until_us = max(event["ts"], zero_us), min(event["ts"] + event["dur"], end_us)
-        if begin_us <= until_us:
-            span = Span(1e-6 * (begin_us - zero_us), 1e-6 * (until_us - zero_us), event["name"].removeprefix(PART))
-            rows[event.get("cat", "")].append(event | {"span": span})
-    operators, runtime = rows["cpu_op"], rows["cuda_runtime"] + rows["cuda_driver"]
-
-    work, products_s = [], collections.defaultdict[str, float](float)
-    launches_s = {event["args"]["correlation"]: event["span"].begin_s for event in runtime}
-    formats = {event["args"].get("External id"): _number_format(event) for event in operators}
-    for event in rows["kernel"] + rows["gpu_memset"] + rows["gpu_memcpy"]:
-        span, arguments = event["span"], event["args"]
-        work.append(span._replace(launch_s=launches_s.get(arguments.get("correlation"), -math.inf)))
-        if _is_product(span.name):
-            # Of float32 a GPU multiplies only the leading bits where it may: the kernel's name says so.
-            tf32 = "tf32" in span.name or "s1688" in span.name
-            number_format = "tf32" if tf32 else formats.get(arguments.get("External id"), "")
-            products_s[number_format] += span.end_s - span.begin_s
-    if not work:
+    end_s, events = _read_window(path)
+    operators = events["cpu_op"]
+    runtime = events["cuda_runtime"] + events["cuda_driver"]
+    device = events["kernel"] + events["gpu_memset"] + events["gpu_memcpy"]
+    if not device:
         return _trace_of_cpu(operators, steps)
+
+    work = []
+    launches_s = {event["args"]["correlation"]: event["span"].begin_s for event in runtime}
+    for event in device:
+        launch_s = launches_s.get(event["args"].get("correlation"), -math.inf)
+        work.append(event["span"]._replace(launch_s=launch_s))
     busy_s, gaps_s = classify(
-        1e-6 * (end_us - zero_us),
+        end_s,
         sorted(work),
-        parts=[event["span"] for event in rows["user_annotation"] if event["name"].startswith(PART)],
+        parts=[event["span"] for event in events["user_annotation"] if event["name"].startswith(PART)],
         syncs=[event["span"] for event in runtime if event["name"].endswith("Synchronize")],
         calls=[event["span"] for event in operators + runtime],
     )
+    products_s = _products_on_gpu(device, operators)
     return Trace(busy_s=busy_s, gaps_s=gaps_s, calls=len(work), products_s=products_s, steps=steps)
 
 
-def _trace_of_cpu(operators: Sequence[dict[str, Any]], steps: int) -> Trace:
+def _read_window(path: str | Path) -> tuple[float, Mapping[str, list[Event]]]:
+    """Return the length of the range WINDOW, and the events in it by category, each with its `span` inside of it."""
+    content = Path(path).read_bytes()
+    if str(path).endswith(".gz"):
+        content = gzip.decompress(content)
+    events = [event for event in json.loads(content)["traceEvents"] if "dur" in event]
+    # The range has a second row in a GPU's trace, of the category gpu_user_annotation.
+    [window] = [event for event in events if event["name"] == WINDOW and event["cat"] == "user_annotation"]
+    zero_us = window["ts"]
+    end_us = zero_us + window["dur"]
+
+    by_category = collections.defaultdict[str, list[Event]](list)
+    for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):  # callers before what they call
+        begin_us = max(event["ts"], zero_us)
+        until_us = min(event["ts"] + event["dur"], end_us)
+        if begin_us <= until_us:
+            name = event["name"].removeprefix(PART)
+            event["span"] = Span(1e-6 * (begin_us - zero_us), 1e-6 * (until_us - zero_us), name)
+            by_category[event.get("cat", "")].append(event)
+    return 1e-6 * (end_us - zero_us), by_category
+
+
+def _products_on_gpu(device: Iterable[Event], operators: Iterable[Event]) -> Seconds:
+    """Return the seconds of a GPU's products of matrices by the number format of the operators that launched them."""
+    products_s = collections.defaultdict[str, float](float)
+    formats = {event["args"].get("External id"): _number_format(event) for event in operators}
+    for event in device:
+        span = event["span"]
+        if not _is_product(span.name):
+            continue
+        number_format = formats.get(event["args"].get("External id"), "")
+        # Of float32 a GPU multiplies only the leading bits where it may: the kernel's name says so.
+        if "tf32" in span.name or "s1688" in span.name:
+            number_format = "tf32"
+        products_s[number_format] += span.end_s - span.begin_s
+    return products_s
+
+
+def _trace_of_cpu(operators: Sequence[Event], steps: int) -> Trace:
     """Return what PyTorch's own operators, given in order of time, cost on a CPU."""
-    callers = collections.defaultdict[int, list[dict[str, Any]]](list)  # by thread, each called by the one before
+    callers = collections.defaultdict[int, list[Event]](list)  # by thread, each called by the one before
     for event in operators:
         stack = callers[event["tid"]]
         while stack and stack[-1]["ts"] + stack[-1]["dur"] <= event["ts"]:
@@ -163,15 +214,16 @@ def _trace_of_cpu(operators: Sequence[dict[str, Any]], steps: int) -> Trace:
         event["own_us"] = event["dur"]
         stack.append(event)
 
-    calls = [
-        (event["name"], _number_format(event), str(event["args"].get("Input Dims")), 1e-6 * event["own_us"])
-        for event in operators
-        if event["name"].startswith("aten::")
-    ]
-    table = pandas.DataFrame(calls, columns=["name", "format", "shapes", "own_s"])
+    rows = []
+    for event in operators:
+        if event["name"].startswith("aten::"):
+            shapes = str(event["args"].get("Input Dims"))
+            rows.append((event["name"], _number_format(event), shapes, 1e-6 * event["own_us"]))
+    table = pandas.DataFrame(rows, columns=["name", "format", "shapes", "own_s"])
     # The median of alike calls counts for all of them: what else the machine does may fall on any one.
     own_s = table.groupby(["name", "format", "shapes"])["own_s"].transform("median")
-    is_small, is_product = own_s < SMALL_S, table["name"].str.contains(PRODUCT_OPERATORS)
+    is_small = own_s < SMALL_S
+    is_product = table["name"].str.contains(PRODUCT_OPERATORS)
     return Trace(
         calls=int(is_small.sum()),
         products_s=own_s[is_product & ~is_small].groupby(table["format"]).sum().to_dict(),
@@ -181,7 +233,9 @@ def _trace_of_cpu(operators: Sequence[dict[str, Any]], steps: int) -> Trace:
     )
 
 
-def _number_format(operator: Mapping[str, Any]) -> str:
+def _number_format(operator: Event) -> str:
     """Return the number format of an operator's first floating-point input, "" where it has none."""
-    kinds = operator["args"].get("Input type", ())
-    return next((FORMATS[kind] for kind in kinds if kind in FORMATS), "")
+    for kind in operator["args"].get("Input type", ()):
+        if kind in FORMATS:
+            return FORMATS[kind]
+    return ""

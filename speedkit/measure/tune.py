@@ -10,10 +10,12 @@ from speedkit.data.cache import open_cache
 from speedkit.files import read_json, write_json
 from speedkit.machine import cache_root
 from speedkit.measure.breakdown import Breakdown
+from speedkit.measure.candidates import Trial
 from speedkit.measure.optimizations import Optimization, acts_on, changed, plan_of, text
 from speedkit.measure.quality import Curves, baseline_curves_file, curve, fold, quality_of
 from speedkit.measure.roofline import roofline
-from speedkit.measure.trials import Row, Stage, Trial, Tuning, compare_with_itself, try_optimizations
+from speedkit.measure.stages import Row, Stage, Tuning
+from speedkit.measure.trials import compare_with_itself, try_optimizations
 from speedkit.measure.warm_up import duration
 from speedkit.plan import Plan
 
@@ -39,10 +41,18 @@ def find_plan(job: Tuning, optimizations: Sequence[Optimization]) -> Row:
     if trained["quality"]["decision"] == "worse" and safe(best) != best:
         job.say("the final plan learns worse: what changes numbers is taken out of it, and it is measured afresh")
         final = job.once(Stage("final", plan="safe"), final_comparison, job, safe(best))
-        best, trained["quality"]["replaced"] = Plan(**final["plan"]), True
+        best = Plan(**final["plan"])
 
-    plans, step_s = {"baseline": Plan(), "final": best}, {"baseline": final["step_s"]["final"]} | final["step_s"]
+    step_s = {"baseline": final["step_s"]["final"]} | final["step_s"]
     compile_s = max((trial.compile_s or 0.0 for trial in accepted), default=0.0)
+    paid = job.once(Stage("payback"), payback, job, best, compile_s=compile_s, step_s=step_s)
+    plans = {"baseline": Plan(), "final": best}
+    breakdowns = {name: job.breakdown(plan) for name, plan in plans.items()}
+    # Last: what looks into each operator of a step leaves compiled code switched off.
+    rooflines = {}
+    for name, plan in plans.items():
+        breakdown = Breakdown(**breakdowns[name])
+        rooflines[name] = roofline(job.workload, job.recipe, plan, hardware=job.hardware, breakdown=breakdown)
     return {
         "workload": {"name": job.workload.name, "train": len(job.workload.train), "test": len(job.workload.test)},
         "recipe": job.recipe,
@@ -55,15 +65,9 @@ def find_plan(job: Tuning, optimizations: Sequence[Optimization]) -> Row:
         "speedup_careful": final["careful"],
         "resolution": control["resolution"],
         "step_s": step_s,
-        "payback": job.once(Stage("payback"), payback, job, best, compile_s=compile_s, step_s=step_s),
-        "breakdowns": {name: job.breakdown(plan) for name, plan in plans.items()},
-        # Last: what looks into each operator of a step leaves compiled code switched off.
-        "roofline": {
-            name: roofline(
-                job.workload, job.recipe, plan, hardware=job.hardware, breakdown=Breakdown(**job.breakdown(plan))
-            )
-            for name, plan in plans.items()
-        },
+        "payback": paid,
+        "breakdowns": breakdowns,
+        "roofline": rooflines,
         **trained,
         "spent_s": job.spent_s(),
         "measurements": job.state["measurements"],
@@ -78,10 +82,9 @@ def ablate(job: Tuning, accepted: Sequence[Trial]) -> tuple[Plan, list[Row]]:
 
     What paid before others were accepted need not pay after. It goes only when it is shown not to be worth it.
     """
-    rows, changes = list[Row](), [trial.fields for trial in accepted]
+    rows = []
+    changes = [trial.fields for trial in accepted]
     for place, trial in enumerate(accepted):
-        without = [change for change in changes if change is not trial.fields]
-        plans = {f"without {trial.change}": plan_of(without), "best": plan_of(changes)}
         row: Row = {
             "optimization": trial.optimization,
             "change": trial.change,
@@ -90,13 +93,18 @@ def ablate(job: Tuning, accepted: Sequence[Trial]) -> tuple[Plan, list[Row]]:
             "low": None,
             "high": None,
         }
+        without = [change for change in changes if change is not trial.fields]
+        shares_a_part = any(acts_on(trial.fields) & acts_on(later.fields) for later in accepted[place + 1 :])
         if plan_of(without) == plan_of(changes):
             row["why"] = "another optimization has replaced it"
-        elif not any(acts_on(trial.fields) & acts_on(later.fields) for later in accepted[place + 1 :]):
+        elif not shares_a_part:
             row["why"] = "no later optimization acts on the same part of a step"
         else:
-            row |= job.once(Stage("ablation", trial.optimization, trial.change), leave_out, job, plans)
-        changes = changes if row["kept"] else without
+            stage = Stage("ablation", trial.optimization, trial.change)
+            plans = {f"without {trial.change}": plan_of(without), "best": plan_of(changes)}
+            row |= job.once(stage, leave_out, job, plans)
+        if not row["kept"]:
+            changes = without
         rows.append(row)
     return plan_of(changes), rows
 
@@ -107,10 +115,12 @@ def leave_out(job: Tuning, plans: dict[str, Plan]) -> Row:
     if isinstance(result, str):
         return {"why": f"without it: {result}"}
     job.say(str(result))
-    reasons = {"faster": "slower without it", "undecided": "not shown to be useless"}
-    why = reasons.get(result.decision, "dropped: not worth it any more")
-    kept = result.decision in reasons
-    return {"ratio": 1 / result.ratio, "low": 1 / result.high, "high": 1 / result.low, "kept": kept, "why": why}
+    row: Row = {"ratio": 1 / result.ratio, "low": 1 / result.high, "high": 1 / result.low, "kept": True}
+    if result.faster:
+        return row | {"why": "slower without it"}
+    if result.decision == "undecided":
+        return row | {"why": "not shown to be useless"}
+    return row | {"kept": False, "why": "dropped: not worth it any more"}
 
 
 def final_comparison(job: Tuning, best: Plan) -> Row:
@@ -120,7 +130,7 @@ def final_comparison(job: Tuning, best: Plan) -> Row:
     """
     final: Row = {"plan": vars(best), "step_s": {}, "baseline": ITSELF, "careful": ITSELF}
     careful = Plan.careful(job.hardware)
-    for name, plan in (("careful", careful), ("baseline", Plan())):
+    for name, plan in {"careful": careful, "baseline": Plan()}.items():
         if plan == best:
             continue
         plans = {name: plan, "final": best}
@@ -149,21 +159,31 @@ def train_both(job: Tuning, best: Plan, step_s: Row) -> Row:
     if best == Plan():
         return {"quality": quality_of(job.workload, curves), "training_s": None}
     file = baseline_curves_file(job.workload, job.recipe, job.hardware)
-    earlier = job.once(Stage("kept curves"), lambda: read_json(file)[:MAX_SEEDS] if file and file.exists() else [])
+    earlier = job.once(Stage("kept curves"), kept_curves, file)
     curves["baseline"] += earlier
+
     steps = job.recipe.total_steps(len(job.workload.train))
     training_s = {name: steps * step_s[name] for name in curves}
     first_s = sum(max(0, 2 - len(curves[name])) * training_s[name] for name in curves)
-    needed_s = job.once(Stage("budget for quality"), lambda: job.spent_s() + first_s)
+    needed_s = job.once(Stage("budget for quality"), float, job.spent_s() + first_s)
     if needed_s > job.budget_s:
         job.say(f"quality is not tested: two trainings of each plan take a budget of about {duration(needed_s)}")
         return {"quality": quality_of(job.workload, curves) | {"budget_s": needed_s}, "training_s": None}
-    same_bits = Plan(cache_dtype="float32", **{field: getattr(best, field) for field in MOVES_DATA})
+
+    moves_data = {field: getattr(best, field) for field in MOVES_DATA}
+    same_bits = Plan(cache_dtype="float32", **moves_data)
     quality = train_seeds(job, curves, {"baseline": same_bits, "final": best}, training_s=training_s)
     if file and len(curves["baseline"]) > len(earlier):
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, curves["baseline"])
     return {"quality": quality, "training_s": training_s}
+
+
+def kept_curves(file: Path | None) -> list[Row]:
+    """Return the baseline's trainings by earlier tunings, from the file that keeps them."""
+    if file is None or not file.exists():
+        return []
+    return read_json(file)[:MAX_SEEDS]
 
 
 def train_seeds(job: Tuning, curves: Curves, plans: dict[str, Plan], *, training_s: dict[str, float]) -> Row:
@@ -189,25 +209,37 @@ def payback(job: Tuning, best: Plan, *, compile_s: float, step_s: Row) -> Row:
     """Return what the final plan saves in a training of as many steps as the tuning is for, and when that is earned.
 
     `prepare_s` is what it takes besides the first time. By `pays_back_after_s` it has made as many steps as the
-    baseline; None where the training ends before. The cache is built afresh, of a sample where there are many items.
+    baseline; None where the training ends before.
     """
-    prepare_s = {"cache": 0.0, "compile": compile_s if best.compile != "off" else 0.0}
+    prepare_s = {"cache": 0.0, "compile": 0.0}
+    if best.compile != "off":
+        prepare_s["compile"] = compile_s
     if best.cache != "off":
-        items = [*job.workload.train, *job.workload.validation, *job.workload.test]
-        every_nth = max(1, len(items) // BUILDING_ITEMS)
-        root = Path(job.options["cache_dir"] or cache_root())
-        root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=root) as folder:
-            cache = open_cache(job.workload, items[::every_nth], best, cache_dir=folder)
-            prepare_s["cache"] = every_nth * cache.build_s
+        prepare_s["cache"] = cache_build_s(job, best)
     first_s = sum(prepare_s.values())
-    baseline_s, final_s = (job.horizon * step_s[name] for name in ("baseline", "final"))
+    baseline_s = job.horizon * step_s["baseline"]
+    final_s = job.horizon * step_s["final"]
     saved_s = baseline_s - final_s - first_s
+    pays_back_after_s = None
+    if saved_s >= 0 and final_s < baseline_s:
+        pays_back_after_s = first_s / (1 - final_s / baseline_s)
     return {
         "epochs": job.horizon * job.recipe.batch_size / len(job.workload.train),
         "baseline_s": baseline_s,
         "final_s": final_s + first_s,
         "prepare_s": prepare_s,
         "saved_s": saved_s,
-        "pays_back_after_s": first_s / (1 - final_s / baseline_s) if saved_s >= 0 and final_s < baseline_s else None,
+        "pays_back_after_s": pays_back_after_s,
     }
+
+
+def cache_build_s(job: Tuning, plan: Plan) -> float:
+    """Return the seconds that building the cache of `plan` takes, by building one of some BUILDING_ITEMS items."""
+    workload = job.workload
+    items = [*workload.train, *workload.validation, *workload.test]
+    every_nth = max(1, len(items) // BUILDING_ITEMS)
+    root = Path(job.options["cache_dir"] or cache_root())
+    root.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=root) as folder:
+        cache = open_cache(workload, items[::every_nth], plan, cache_dir=folder)
+        return every_nth * cache.build_s

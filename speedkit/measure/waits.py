@@ -53,7 +53,8 @@ def auditing(device: torch.device | str = "cpu") -> Iterator[list[Sync]]:
     `torch.cuda.synchronize`. On a CPU they are the reads that would make a GPU's host wait, compiled code run as eager,
     and those of numbers in the host's memory, such as a loader's indices. It costs time: let it see a few steps.
     """
-    waits, syncs = collections.defaultdict[tuple[str, int], list[float]](list), list[Sync]()
+    waits = collections.defaultdict[tuple[str, int], list[float]](list)
+    syncs: list[Sync] = []
 
     def note(seconds: float) -> None:
         frame: FrameType | None = sys._getframe(1)
@@ -107,7 +108,8 @@ def _cuda_waits(note: Note) -> Iterator[None]:
         if "synchronizing CUDA operation" in str(message):
             note(time.perf_counter() - last_s)
 
-    mode, profile = torch.cuda.get_sync_debug_mode(), sys.getprofile()
+    mode = torch.cuda.get_sync_debug_mode()
+    profile = sys.getprofile()
     with warnings.catch_warnings():
         warnings.filterwarnings("always", message=".*synchronizing CUDA operation")
         warnings.showwarning = on_warning  # for any other, too: a warning of two steps is lost

@@ -4,7 +4,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,16 +13,6 @@ from speedkit.clock import Stopwatch, compilations
 WINDOWS = 3  # in a row have to agree before steps count as steady
 
 
-@dataclass(frozen=True)
-class Steady:
-    """How a warm-up went: `step_s` is the median over its last windows; `steady` is False when the time ran out."""
-
-    steps: int
-    seconds: float
-    step_s: float
-    steady: bool
-
-
 def run_until_steady(
     step: Callable[[], Any],
     device: torch.device | str,
@@ -31,27 +20,29 @@ def run_until_steady(
     window_s: float = 0.1,
     max_s: float = 60.0,
     tolerance: float = 0.10,
-) -> Steady:
-    """Call `step()` until its time has settled: WINDOWS in a row compiled nothing, and agree within `tolerance`.
+) -> float:
+    """Call `step()` until its time has settled; return its seconds, the median over the last windows.
 
+    It has settled where WINDOWS in a row compiled nothing, and agree within `tolerance`.
     That also covers what cannot be counted: autotuning, CUDA graph capture, a rising clock. Gives up after `max_s`.
     """
-    stopwatch, began_s = Stopwatch(device), time.perf_counter()
-    steps, count, recent = 0, 1, list[float]()  # recent: seconds per step of the latest windows that may be judged
+    stopwatch = Stopwatch(device)
+    began_s = time.perf_counter()
+    count = 1
+    recent: list[float] = []  # seconds per step of the latest windows that may be judged
     while True:
         before = compilations()
         stopwatch.start()
         for _ in range(count):
             step()
         seconds = stopwatch.stop()
-        steps += count
         # A window far shorter than asked (the first are: nobody knows a step's time yet) proves nothing.
         judged = compilations() == before and seconds >= window_s / 2
         recent = [*recent, seconds / count][-WINDOWS:] if judged else []
         steady = len(recent) == WINDOWS and max(recent) <= (1 + tolerance) * min(recent)
         elapsed_s = time.perf_counter() - began_s
         if steady or elapsed_s >= max_s:
-            return Steady(steps, elapsed_s, statistics.median(recent or [seconds / count]), steady)
+            return statistics.median(recent or [seconds / count])
         # At most ten times as many as before: the step just timed may have been an unusually quick one.
         count = min(max(1, math.ceil(window_s * count / max(seconds, 1e-9))), 10 * count)
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -25,9 +26,11 @@ from speedkit.files import read_json
 from speedkit.lab.records import validate_record
 from speedkit.lab.workloads import load_workload
 from speedkit.machine import this_machine
+from speedkit.measure.candidates import Trial, candidates
 from speedkit.measure.optimizations import EFFECTS, OPTIMIZATIONS, changed, named, predict, text
 from speedkit.measure.quality import baseline_curves_file, fold, quality_of, same_losses
-from speedkit.measure.trials import NAME, Stage, Trial, Tuning, candidates, measure
+from speedkit.measure.stages import NAME, Stage, Tuning
+from speedkit.measure.trials import measure
 from speedkit.measure.tune import ablate, final_comparison, payback
 from speedkit.plan import Plan
 
@@ -223,19 +226,35 @@ def test_an_optimization_is_held_against_the_best_plan_and_not_against_the_basel
     )
 
 
-def slow_in_bf16(model, batch, recipe):
-    return tiny.slow_loss(model, batch, recipe, 0.01 if torch.is_autocast_enabled("cpu") else 0.0)
+@pytest.mark.parametrize(
+    ("cost_s", "cost_in_bf16_s", "kept", "why"),
+    [
+        (0.010, 0.020, False, "dropped: not worth it any more"),
+        (0.010, 0.010, False, "dropped: not worth it any more"),
+        (0.020, 0.010, True, "slower without it"),
+    ],
+)
+def test_an_optimization_is_left_out_only_where_a_later_one_may_have_taken_its_gain(
+    cost_s, cost_in_bf16_s, kept, why, monkeypatch
+):
+    """By a clock that runs on in the loss and stands still elsewhere: no other load of the machine decides."""
+    now_s = 0.0
 
+    def loss(model, batch, recipe):
+        nonlocal now_s
+        now_s += cost_in_bf16_s if torch.is_autocast_enabled("cpu") else cost_s
+        return tiny.loss(model, batch, recipe)
 
-def test_an_optimization_is_left_out_only_where_a_later_one_may_have_taken_its_gain():
+    monkeypatch.setattr("speedkit.clock.time", types.SimpleNamespace(perf_counter=lambda: now_s))
     changes = [{"channels_last": True}, {"validate_every": 3}, {"precision": "bf16"}, {"channels_last": True}]
     with tiny.every_number_format():
-        of = job(dataclasses.replace(tiny.points(train=256), loss=slow_in_bf16))
+        of = job(dataclasses.replace(tiny.points(train=256), loss=loss))
         plan, rows = ablate(of, [trial(change) for change in changes])
     assert rows[0]["why"] == rows[3]["why"] == "another optimization has replaced it"
     assert rows[1]["why"] == "no later optimization acts on the same part of a step"
-    assert rows[2]["why"] == "dropped: not worth it any more" and rows[2]["ratio"] > 1
-    assert plan == Plan(validate_every=3, channels_last=True)
+    assert (rows[2]["kept"], rows[2]["why"]) == (kept, why)
+    assert rows[2]["ratio"] == pytest.approx(cost_in_bf16_s / cost_s)
+    assert plan == Plan(validate_every=3, channels_last=True, precision="bf16" if kept else "default")
 
 
 def test_nothing_slower_than_the_careful_plan_is_recommended():

@@ -1,0 +1,164 @@
+"""The candidates of a tuning: changes of the best plan so far, what each should gain, and why some need no trial."""
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from speedkit.data.sampler import BatchSampler, padded_frames
+from speedkit.fallbacks import resolve
+from speedkit.measure.kernels import which_ran
+from speedkit.measure.optimizations import Change, Optimization, predict, text
+from speedkit.measure.peaks import matmul_rates
+from speedkit.measure.stages import Stage, Tuning
+from speedkit.measure.stats import WORTH
+from speedkit.plan import Plan
+from speedkit.recipe import Recipe
+from speedkit.train import precision
+from speedkit.train.attention import layers_with_lengths
+from speedkit.train.compile import COMPILING_S
+from speedkit.train.loop import steps
+from speedkit.train.setup import setup_run
+from speedkit.workload import Workload
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One change of the best plan: what it should gain, what it did where it was tried, and whether it is kept."""
+
+    optimization: str
+    change: str
+    fields: Change
+    promises: str
+    predicted_low: float
+    predicted_high: float
+    ratio: float | None = None
+    low: float | None = None
+    high: float | None = None
+    same_losses: str | None = None
+    step_s_before: float | None = None
+    compile_s: float | None = None
+    kept: bool = False
+    why: str  # it is kept or not; "" while it waits to be tried
+    again: bool = False  # measured a second time, for it was undecided
+
+    @property
+    def stage(self) -> Stage:
+        """The stage of the tuning in which it is tried."""
+        return Stage("trial", self.optimization, self.change, again=self.again)
+
+
+def candidates(job: Tuning, optimizations: Sequence[Optimization], best: Plan) -> list[Trial]:
+    """Return a trial for each change of the `best` plan; its `why` says why not to try it."""
+    rates = job.once(Stage("matmul"), matmul_rates, job.hardware)
+    frames = job.once(Stage("frames saved by buckets"), frames_saved, job.workload, job.recipe)
+    shares = {row["cause"]: row["share"] for row in job.breakdown(best)["rows"]}
+    trials = []
+    for optimization in optimizations:
+        promises = optimization.promises
+        if job.workload.own_loader is not None and promises == "bit-equal":
+            promises = "order-equal"  # what a user's data set draws at random, each worker draws anew
+        for fields in optimization.changes(best, job.hardware):
+            change = {field: value for field, value in fields.items() if value != getattr(best, field)}
+            if not change:
+                continue
+            matmul = matmul_gain(rates, best.precision, change.get("precision", best.precision))
+            low, high = predict(change, shares, frames=frames, matmul=matmul)
+            trial = Trial(
+                optimization=optimization.name,
+                change=text(change),
+                fields=change,
+                promises=promises,
+                predicted_low=low,
+                predicted_high=high,
+                why=_why_not(job, best, change, high=high),
+            )
+            trials.append(trial)
+    return trials
+
+
+def matmul_gain(rates: Mapping[str, float], before: str, after: str) -> float:
+    """Return how many times as fast products of matrices are in another number format; 2 where it is not known."""
+    if before == "default":
+        before = "fp32"
+    if before not in rates or after not in rates:
+        return 2.0
+    return rates[after] / rates[before]
+
+
+def frames_saved(workload: Workload, recipe: Recipe) -> float:
+    """Return how many times as many padded frames an epoch has without buckets, by the headers of the files."""
+    if workload.length is None:
+        return 1.0
+    lengths = torch.tensor([workload.length(item) for item in workload.train])
+    plain = BatchSampler(len(lengths), recipe.batch_size, recipe.seed)
+    buckets = dataclasses.replace(plain, lengths=lengths)
+    return padded_frames(plain, lengths) / padded_frames(buckets, lengths)
+
+
+# ---- why a change need not be tried ----
+
+
+def _why_not(job: Tuning, best: Plan, change: Change, *, high: float) -> str:
+    """Return why a change that can make steps `high` times as fast need not be tried, or ""."""
+    field = next(iter(change))
+    plan = dataclasses.replace(best, **change)
+    effective = resolve(plan, job.hardware, workload=job.workload, batch_size=job.recipe.batch_size)
+    if getattr(effective.plan, field) == getattr(best, field):
+        return next(fallback.why for fallback in effective.fallbacks if fallback.field == field)
+    if field == "decoder" and best.cache != "off":
+        return "features are cached: no file is read any more"
+    if math.log(high) < WORTH:
+        return f"not tried: it could gain {high:.3f} at most"
+    if field == "compile":
+        return _why_not_compile(job, best, high=high)
+    if field == "channels_last":
+        return _why_not_channels_last(job, best)
+    if field == "attention":
+        return _why_not_attention(job, best, plan.attention)
+    if plan.precision == "fp8" != best.precision and not precision.eight_bit_layers(job.model)[0]:
+        return "the model has no linear layer that multiplies in 8 bits"
+    return ""
+
+
+def _why_not_compile(job: Tuning, best: Plan, *, high: float) -> str:
+    saved_s = job.horizon * job.breakdown(best)["step_s"] * (1 - 1 / high)
+    seen = [result.get("compile_s") for stage, result in job.results.items() if stage.optimization == "compile"]
+    takes_s = max(filter(None, seen), default=COMPILING_S[job.hardware.device.type])
+    if saved_s >= takes_s:
+        return ""
+    return (
+        f"not tried: compiling takes about {takes_s:.0f} s and would save {saved_s:.0f} s of {job.horizon} "
+        "steps at most; for a longer training say --horizon STEPS"
+    )
+
+
+def _why_not_channels_last(job: Tuning, best: Plan) -> str:
+    # A memory format moves weights in four dimensions, and no others.
+    if all(weight.dim() != 4 for weight in job.model.parameters()):
+        return "the model has no two-dimensional convolution"
+    eager_on_cuda = best.compile == "off" and job.hardware.device.type == "cuda"
+    if eager_on_cuda and any(isinstance(layer, nn.GroupNorm) for layer in job.model.modules()):
+        return "CUDA's group normalisation undoes it in each layer; compiled code, which has its own, may keep it"
+    return ""
+
+
+def _why_not_attention(job: Tuning, best: Plan, kernel: str) -> str:
+    ran = job.once(Stage("attention", plan=best.precision), attention_kernels, job, best)
+    if kernel == "varlen" and not layers_with_lengths(job.model):
+        return "no layer of the model takes the lengths of clips"
+    if not ran or kernel in ran:
+        return f"left alone, PyTorch runs {', '.join(ran) or 'no'} attention here"
+    return ""
+
+
+def attention_kernels(job: Tuning, plan: Plan) -> list[str]:
+    """Return the kernels that attention runs by in a step of `plan`, where PyTorch chooses."""
+    plan = dataclasses.replace(plan, attention="auto", compile="off")
+    with contextlib.closing(setup_run(job.workload, job.recipe, plan, endless=True, **job.options)) as run:
+        ran = which_ran(functools.partial(next, steps(run)))
+    return sorted({row["kernel"] for row in ran})

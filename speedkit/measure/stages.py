@@ -1,0 +1,132 @@
+"""The state of a tuning: what is trained, the limits it keeps to, and the result of each stage, saved as it ends."""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from speedkit.errors import Interrupted, UsageError, missing_extra
+from speedkit.files import finite, read_json, write_json
+from speedkit.machine import Hardware
+from speedkit.measure.breakdown import breakdown_of
+from speedkit.measure.compare import Comparison, compare
+from speedkit.measure.optimizations import changed, text
+from speedkit.plan import Plan
+from speedkit.recipe import Recipe
+from speedkit.workload import Workload
+
+NAME = "tune.json"
+VERSION = 5  # of that file, raised when a stage's result becomes another
+COMPARISON_SHARE = 0.1  # of the budget, that a comparison's timed turns may take
+Row = dict[str, Any]
+
+
+class Stage(NamedTuple):
+    """A stage of a tuning: its kind, and what it is of."""
+
+    kind: str
+    optimization: str = ""
+    plan: str = ""  # what it changes of the baseline, or of the best plan so far, in words
+    seed: int | None = None
+    again: bool = False  # measured a second time, for it was undecided
+
+    def __str__(self) -> str:
+        words = [self.kind, self.optimization, self.plan]
+        if self.seed is not None:
+            words.append(f"seed {self.seed}")
+        if self.again:
+            words.append("again")
+        return ", ".join(filter(None, words))
+
+
+@dataclasses.dataclass(kw_only=True)
+class Tuning:
+    """A tuning: what is trained, the limits it keeps to, and its results so far."""
+
+    workload: Workload
+    recipe: Recipe
+    hardware: Hardware
+    budget_s: float
+    horizon: int  # steps of the training that the plan is for
+    pairs: int
+    seeds: int
+    options: Row  # device and cache_dir, as `fit`, `compare` and `breakdown_of` take them
+    out: Path | None
+    say: Callable[[str], None]
+    began_s: float = dataclasses.field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        """Go on from what is in `out`. Raises UsageError when that is of another version, workload or recipe."""
+        about = {
+            "version": VERSION,
+            "workload": self.workload.name,
+            "train": len(self.workload.train),
+            "recipe": finite(vars(self.recipe)),
+        }
+        self.state: Row = {"about": about, "stages": [], "measurements": [], "spent_s": 0.0}
+        if self.out and (self.out / NAME).exists():
+            self.state = read_json(self.out / NAME)
+        if self.state.get("about") != about:
+            what = "another workload, data set, recipe or version of speedkit"
+            raise UsageError(f"{self.out} is of {what}: name another folder with --out")
+        self.results: dict[Stage, Any] = {}
+        for row in self.state["stages"]:
+            result = row.pop("result")
+            self.results[Stage(**row)] = result
+
+    def once(self, stage: Stage, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Return the result of a stage: as it was saved, or else of a call of `function`, which is saved."""
+        if stage not in self.results:
+            self.results[stage] = finite(function(*arguments, **options))
+            if self.out is not None:
+                stages = [{**stage._asdict(), "result": result} for stage, result in self.results.items()]
+                write_json(self.out / NAME, self.state | {"stages": stages, "spent_s": self.spent_s()})
+        return self.results[stage]
+
+    def spent_s(self) -> float:
+        """Return the seconds of the budget that are gone, those of earlier sessions included."""
+        return self.state["spent_s"] + time.perf_counter() - self.began_s
+
+    @functools.cached_property
+    def model(self) -> nn.Module:
+        """An untrained model, to see what is in it."""
+        return self.workload.model()
+
+    def breakdown(self, plan: Plan) -> Row:
+        """Return where a step's time goes under `plan`."""
+
+        def measured() -> Row:
+            return breakdown_of(self.workload, self.recipe, plan, **self.options).as_dict()
+
+        return self.once(Stage("breakdown", plan=text(changed(plan))), measured)
+
+    def compare(self, name: str, plans: Mapping[str, Plan], **options: Any) -> Comparison:
+        """Compare two plans by name within a share of the budget, and save what was measured."""
+        a, b = plans
+        limits = {"pairs": self.pairs, "max_s": COMPARISON_SHARE * self.budget_s}
+        result = compare(
+            self.workload,
+            plans[a],
+            plans[b],
+            recipe=self.recipe,
+            name=name,
+            names=(a, b),
+            **self.options,
+            **(limits | options),
+        )
+        self.state["measurements"].append(finite(result.as_measurement()))
+        return result
+
+    def attempt(self, name: str, plans: Mapping[str, Plan]) -> Comparison | str:
+        """Compare two plans; return why where one fails: a model that cannot do this is one more reason not to."""
+        try:
+            return self.compare(name, plans)
+        except Interrupted:
+            raise
+        except Exception as error:
+            first_line = str(error).partition("\n")[0]
+            return missing_extra(error) or f"failed: {type(error).__name__}: {first_line}"
