@@ -143,6 +143,8 @@ def machine_rules(effective: EffectivePlan, hardware: Hardware) -> EffectivePlan
     for field, value, capability, instead in NEEDS:
         if getattr(effective.plan, field) == value and not hardware.supports(capability):
             effective = effective.fall_back(field, instead, hardware.why_not(capability))
+    if not hardware.supports("workers"):
+        effective = effective.fall_back("workers", 0, hardware.why_not("workers"))
     if effective.plan.cache == "device" and hardware.device.type == "cpu":
         effective = effective.fall_back("cache", "ram", "the CPU's memory is the RAM", lost=False)
     if effective.plan.prefetch:

@@ -73,6 +73,9 @@ class Plan:
     allocator: Literal["default", "expandable", "keep"] = "default"
     """How memory is handed out: expandable grows a GPU's segments; keep lets glibc keep freed RAM, which nothing undoes
     within the process, so it is in no preset, and is measured in processes of its own. Same bits."""
+    threads: Count | None = None
+    """Threads that PyTorch takes within one operation on the CPU; none is as many as the process has [threads].
+    Same losses within another seed's."""
     ranks: Count = 1
     """Training processes, one per GPU, of all machines together. Same losses within another seed's."""
     strategy: Literal["ddp", "fsdp"] = "ddp"

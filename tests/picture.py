@@ -29,6 +29,7 @@ def picture():
         "numpy's random state": hashlib.sha256(np.random.get_state()[1].tobytes()).hexdigest(),  # noqa: NPY002
         "Python's random state": hash(random.getstate()),
         "products": [torch._C._get_fp32_precision_getter(*which) for which in PRODUCTS],
+        "threads": torch.get_num_threads(),
         "float32 products": torch.get_float32_matmul_precision(),
         "matmul": (matmul.allow_tf32, matmul.allow_fp16_reduced_precision_reduction),
         "cudnn": (cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic, cudnn.enabled),

@@ -57,6 +57,13 @@ def cache(plan: Plan, hardware: Hardware) -> list[Change]:
     return [{"cache": place, **also} for place in places]
 
 
+def threads(_: Plan, hardware: Hardware) -> list[Change]:
+    """Fewer threads within an operation: on a CPU whose cores others use too, all threads wait for the last."""
+    if hardware.device.type != "cpu":
+        return []
+    return [{"threads": count} for count in sorted({1, hardware.threads // 2}) if 0 < count < hardware.threads]
+
+
 def features_on(_: Plan, hardware: Hardware) -> list[Change]:
     """Features computed on the GPU."""
     if hardware.device.type == "cpu":
@@ -108,6 +115,7 @@ OPTIMIZATIONS: tuple[Optimization, ...] = (
     Optimization("host_syncs", always(fused_optimizer=True, log_every=50), "loss-equal"),
     Optimization("precision", precision, "loss-equal"),
     Optimization("channels_last", always(channels_last=True), "loss-equal"),
+    Optimization("threads", threads, "loss-equal"),
     Optimization("compile", compiled, "loss-equal"),
     Optimization("attention", attention, "loss-equal"),
     Optimization("fp8", fp8, "loss-equal"),
@@ -146,6 +154,7 @@ EFFECTS: dict[str, tuple[tuple[str, ...], float, float]] = {
     "log_every": (("sync-bound",), 1.0, math.inf),
     "precision": (COMPUTING, 1.0, 1.0),
     "channels_last": (COMPUTING, 0.95, 1.4),
+    "threads": (COMPUTING, 0.5, 1.5),
     "compile": ((*COMPUTING, "launch-bound"), 0.9, 1.3),
     "attention": (COMPUTING, 0.95, 1.1),
 }

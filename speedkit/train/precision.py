@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from speedkit.plan import Plan
+from speedkit.train.threads import set_threads
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16, "fp8-emulated": torch.bfloat16}
 INITIAL_SCALE = 2.0**14  # a gradient of 1 stays well below 65504, float16's largest number
@@ -22,6 +23,7 @@ class Precision:
     def __init__(self, plan: Plan, device: torch.device):
         self.name = plan.precision
         self.cudnn_benchmark = plan.cudnn_benchmark
+        self.threads = plan.threads
         self.dtype = AUTOCAST.get(plan.precision)  # of products in a forward pass; None: that of their factors
         self.context: contextlib.AbstractContextManager = contextlib.nullcontext()  # of forward passes, one by one
         if self.dtype is not None:
@@ -29,7 +31,7 @@ class Precision:
         self.scaler = torch.amp.GradScaler(device.type, init_scale=INITIAL_SCALE, enabled=plan.precision == "fp16")
 
     def set_switches(self) -> None:
-        """Set the process-wide switches, cuDNN's search for algorithms too; call it when another plan takes its turn.
+        """Set the process-wide switches, cuDNN's search and threads too; call it when another plan takes its turn.
 
         TF32 has two switches: that of matrix products is off by default, cuDNN's is on
         (https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices).
@@ -41,6 +43,7 @@ class Precision:
         tf32_products = self.name not in ("default", "fp32") and torch.cuda.is_available()
         torch.set_float32_matmul_precision("high" if tf32_products else "highest")
         torch.backends.cudnn.allow_tf32 = self.name != "fp32"
+        set_threads(self.threads)
         torch.backends.cudnn.benchmark = self.cudnn_benchmark and not torch.are_deterministic_algorithms_enabled()
 
     def convert(self, model: nn.Module) -> str:

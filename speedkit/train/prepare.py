@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from speedkit.data import own_loader
 from speedkit.data.own_loader import DEFAULTS
-from speedkit.errors import PlanError, UsageError
+from speedkit.errors import UsageError
 from speedkit.fallbacks import EffectivePlan, resolve
 from speedkit.machine import Hardware, this_machine
 from speedkit.plan import CUDA_GRAPHS, Plan
@@ -23,7 +23,7 @@ from speedkit.train.precision import Precision
 from speedkit.train.setup import transform_model
 
 IN_THE_MODEL = ("precision", "compile", "compile_scope", "channels_last", "attention", "checkpointing")
-APPLIED = (*own_loader.LOADER_OPTIONS, *IN_THE_MODEL, "fused_optimizer", "allocator", "cudnn_benchmark", "cache")
+APPLIED = (*own_loader.LOADER_OPTIONS, *IN_THE_MODEL, "fused_optimizer", "allocator", "cudnn_benchmark", "threads", "cache")
 NOT_APPLIED = [field for field in DEFAULTS if field not in APPLIED]
 
 
@@ -57,6 +57,8 @@ def prepare(  # noqa: PLR0917  # the order in which every loop has them
     if applied.precision != DEFAULTS["precision"]:
         precision.set_switches()
     torch.backends.cudnn.benchmark = cudnn_benchmark
+    if applied.threads is not None:
+        torch.set_num_threads(applied.threads)
     memory.set_allocator(applied, device)
     if applied.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -66,9 +68,8 @@ def prepare(  # noqa: PLR0917  # the order in which every loop has them
         model.forward = functools.partial(_autocast_forward, model.forward, device.type, precision.dtype)
     if applied.fused_optimizer:
         fuse(optimizer)
-    for fallback in effective.fallbacks:
-        if strict and fallback.got != getattr(plan, fallback.field):
-            raise PlanError(f"the plan cannot be honoured, and strict allows no fallback: {fallback}")
+    if strict:
+        effective.check_strict()
     if applied.compile != "off" and seconds == math.inf:
         takes = f"compiling takes about {compile.COMPILING_S[device.type]:.0f} s"
         print(f"prepare: {takes}: seconds=N, what the training takes now, leaves it out where that is too short")
@@ -88,21 +89,19 @@ def plan_for_loop(
     settings["fused_optimizer"] = plan.fused_optimizer or fused
     effective = EffectivePlan(plan, dataclasses.replace(plan, **settings))
     for field, value, why in rules_of_loop(effective.plan, optimizer, loader, hardware=hardware, seconds=seconds):
-        if getattr(effective.plan, field) != value:
-            effective = effective.fall_back(field, value, why)
-    resolved = resolve(effective.plan, hardware)
-    return EffectivePlan(plan, resolved.plan, (*effective.fallbacks, *resolved.fallbacks))
+        effective = effective.fall_back(field, value, why)
+    if effective.plan.cache != "off":
+        why = "samples are kept in memory, as your data set makes them"
+        effective = effective.fall_back("cache", "ram", why, lost=False)
+    return effective.with_fallbacks(*resolve(effective.plan, hardware).fallbacks)
 
 
 def rules_of_loop(
     plan: Plan, optimizer: Optimizer, loader: DataLoader, *, hardware: Hardware, seconds: float
 ) -> Iterator[tuple[str, Any, str]]:
     """Yield each field that a loop, its loader or its optimizer rules out, what it is instead, and why."""
-    if plan.cache != "off":
-        if unkept := own_loader.why_not_kept(loader):
-            yield "cache", "off", unkept
-        else:
-            yield "cache", "ram", "samples are kept in memory, as your data set makes them"
+    if plan.cache != "off" and (unkept := own_loader.why_not_kept(loader)):
+        yield "cache", "off", unkept
     for field in NOT_APPLIED:
         yield field, DEFAULTS[field], "only your loop can do that"
     if resolve(Plan(precision=plan.precision), hardware).plan.precision == "fp16":

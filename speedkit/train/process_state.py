@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from speedkit.train.threads import restore_threads
+
 # The switches of float32 products by backend and operator, those of all operators first: they set the others.
 PRODUCTS = [
     ("generic", "all"),
@@ -26,13 +28,15 @@ VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "KINETO_LOG_LEVEL")
 def process_state_kept(device: torch.device) -> Iterator[None]:
     """Put back, in the end, what a training on `device` changes for the whole process.
 
-    That is torch's random state, the switches of TF32 and cuDNN, and whether only reproducible kernels may run.
+    That is torch's random state and threads, the switches of TF32 and cuDNN, and whether only reproducible kernels may
+    run.
     """
     gpus: list[int] = []
     if device.type == "cuda" or torch.cuda.is_initialized():
         gpus = list(range(torch.cuda.device_count()))  # a seed is that of all
     with torch.random.fork_rng(gpus), contextlib.ExitStack() as kept:
         keep_switches(kept)
+        kept.callback(restore_threads)
         for name in VARIABLES:
             kept.callback(set_variable, name, os.environ.get(name))
         yield

@@ -25,8 +25,9 @@ def display_mode(show: bool | str) -> str:
     if not wanted(show):
         return "off"
     kernel = None
-    if "IPython" in sys.modules:
-        kernel = getattr(sys.modules["IPython"].get_ipython(), "kernel", None)
+    ipython = sys.modules.get("IPython")
+    if ipython is not None:
+        kernel = getattr(ipython.get_ipython(), "kernel", None)
     # JupyterLab, Notebook and VS Code name the cell that they ask to run. Papermill, nbval and nbconvert, whose outputs
     # are kept and compared, do not.
     if kernel and (show == "panel" or "cellId" in kernel.get_parent().get("metadata", {})):

@@ -100,6 +100,7 @@ FIELDS = [
     ("speech", "bucket", True, {}),
     ("points", "log_every", 4, {}),
     ("points", "validate_every", 5, {}),
+    ("points", "threads", 1, {}),
     ("points", "allocator", "expandable", {}),
     ("points", "allocator", "keep", {}),
 ]
