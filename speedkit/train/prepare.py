@@ -23,7 +23,15 @@ from speedkit.train.precision import Precision
 from speedkit.train.setup import transform_model
 
 IN_THE_MODEL = ("precision", "compile", "compile_scope", "channels_last", "attention", "checkpointing")
-APPLIED = (*own_loader.LOADER_OPTIONS, *IN_THE_MODEL, "fused_optimizer", "allocator", "cudnn_benchmark", "threads", "cache")
+APPLIED = (
+    *own_loader.LOADER_OPTIONS,
+    *IN_THE_MODEL,
+    "fused_optimizer",
+    "allocator",
+    "cudnn_benchmark",
+    "threads",
+    "cache",
+)
 NOT_APPLIED = [field for field in DEFAULTS if field not in APPLIED]
 
 

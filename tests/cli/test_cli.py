@@ -115,12 +115,6 @@ def test_what_stands_before_a_script_is_ours_and_what_stands_behind_it_the_scrip
     assert "'extra' is one argument too many" in speedkit("profile", "audio", "extra")[2]
 
 
-def test_on_windows_the_way_to_linux_is_said(speedkit, monkeypatch):
-    monkeypatch.setattr(sys, "platform", "win32")
-    code, _, complaint = speedkit("hardware")
-    assert code == 2 and "WSL2" in complaint
-
-
 def test_a_cache_is_built_for_a_plan_described_and_repaired(speedkit, recordings, tmp_path):
     folder = tmp_path / "cache"
     (tmp_path / "plan.yaml").write_text("cache_dtype: float16\n")

@@ -25,6 +25,7 @@ PERSISTENT = {"workers": 2, "persistent_workers": True}
 
 
 def open_too_many():
+    time.sleep(1.0)  # the batch before is on its way, by a thread that needs files, too
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
     [open(os.devnull) for _ in range(70)]  # noqa: SIM115
 

@@ -18,6 +18,7 @@ from speedkit.machine import this_machine
 from speedkit.measure.optimizations import OPTIMIZATIONS
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
+from speedkit.train.process_state import process_state_kept
 
 RECIPE = Recipe(batch_size=8)
 HERE = this_machine("cpu")
@@ -39,7 +40,10 @@ TRAIN_DS = {"batch_size", "num_workers", "pin_memory", "use_lhotse", "use_bucket
 def nothing_left_switched(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     before = set(os.environ)
-    yield
+    threads = torch.get_num_threads()
+    with process_state_kept(HERE.device):
+        yield
+    torch.set_num_threads(threads)
     for name in set(os.environ) - before:  # Accelerate's and Lightning's
         del os.environ[name]
     torch.set_float32_matmul_precision("highest")

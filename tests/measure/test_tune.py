@@ -59,7 +59,10 @@ def trial(fields, promises="loss-equal"):
 # ---- candidates ----
 
 
-@pytest.mark.parametrize(("hardware", "no_candidates"), [(CPU, {"fp8", "features_on"}), (tiny.H100, {"fp8"})])
+@pytest.mark.parametrize(
+    ("hardware", "no_candidates"),
+    [(dataclasses.replace(CPU, threads=4), {"fp8", "features_on"}), (tiny.H100, {"fp8", "threads"})],
+)
 def test_every_optimization_changes_fields_of_the_plan(hardware, no_candidates):
     changes = {optimization.name: optimization.changes(Plan(), hardware) for optimization in OPTIMIZATIONS}
     assert {name for name in changes if not changes[name]} == no_candidates
