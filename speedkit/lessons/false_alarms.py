@@ -74,8 +74,8 @@ def detection(gain: float, trials: int, noises: Sequence[Sequence[float]]) -> di
     for _ in range(trials):
         noise, drawn = rng.choice(noises), list[float]()
         while len(drawn) < LOOKS[-1]:
-            # A block may begin anywhere and goes on at the start: else what lies at the ends would be drawn less often,
-            # and the scatter would no longer have a mean of nothing (circular block bootstrap, Politis and Romano 1992).
+            # A block may begin anywhere and goes on at the start, else the ends would be drawn less often and the
+            # scatter would have a mean (circular block bootstrap, Politis and Romano 1992).
             start = rng.randrange(len(noise))
             block = [noise[(start + offset) % len(noise)] for offset in range(BLOCK)]
             drawn += [each + math.log1p(gain) for each in block]
