@@ -1,6 +1,7 @@
 """What a notebook run leaves behind: one record of what ran, on what, what came out, and how claims fared."""
 
 import functools
+import logging
 import multiprocessing
 import os
 import sys
@@ -35,6 +36,8 @@ def start(notebook: str, needs: Sequence[str] = (), **parameters: Any) -> "Noteb
     """
     if sys.platform == "linux":  # in Python 3.14 no longer the default, and others do not know a notebook's classes
         multiprocessing.set_start_method("fork", force=True)
+    # A lesson's own torch.compile on a CPU would else show that there is no compiler for GPUs.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     run = NotebookRun(notebook, parameters)
     commit = "no commit"
     if run.record["commit"]:
