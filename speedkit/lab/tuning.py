@@ -14,7 +14,7 @@ from speedkit.files import claim_folder, read_json, write_json, write_text
 from speedkit.lab.record import NotebookRun
 from speedkit.machine import this_machine
 from speedkit.measure.optimizations import named
-from speedkit.measure.stages import Row, Tuning
+from speedkit.measure.stages import Row, Stage, Tuning
 from speedkit.measure.stats import LOOKS
 from speedkit.measure.tune import find_plan
 from speedkit.measure.warm_up import duration
@@ -75,6 +75,8 @@ def tune(
     job.say(f"tuning {workload.name} on {job.hardware.name}, with a budget of {duration(budget_s)}")
     run = NotebookRun("90_tune", {"workload": workload.name, "budget_s": budget_s, "seeds": seeds})
     found = find_plan(job, chosen)
+    if Stage("final", plan="safe") in job.results:  # the plan that learned worse is not the one that was found
+        found["quality"]["replaced"] = True
     for measurement in found.pop("measurements"):
         run.measure(measurement)
     for name, plan in (("baseline", Plan()), ("final", found["plan"]), ("careful", Plan.careful(job.hardware))):

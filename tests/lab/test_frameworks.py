@@ -46,8 +46,6 @@ def nothing_left_switched(tmp_path, monkeypatch):
     torch.set_num_threads(threads)
     for name in set(os.environ) - before:  # Accelerate's and Lightning's
         del os.environ[name]
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = True, False
     for name in ("flash", "mem_efficient", "cudnn", "math"):
         getattr(torch.backends.cuda, f"enable_{name}_sdp")(True)
     if state := sys.modules.get("accelerate.state"):

@@ -26,6 +26,7 @@ from speedkit.files import read_json
 from speedkit.lab.records import validate_record
 from speedkit.lab.workloads import load_workload
 from speedkit.machine import this_machine
+from speedkit.measure import tune as tune_module
 from speedkit.measure.candidates import Trial, candidates
 from speedkit.measure.optimizations import EFFECTS, OPTIMIZATIONS, changed, named, predict, text
 from speedkit.measure.quality import baseline_curves_file, fold, quality_of, same_losses
@@ -220,6 +221,40 @@ def test_tuning_keeps_only_what_is_proven_and_leaves_all_of_its_sections(tmp_pat
     assert tune_function(work, resume=True, **options) == record
     with pytest.raises(UsageError, match="another workload, data set, recipe or version"):
         tune_function(tiny.points(train=80), resume=True, **options)
+
+
+class Less(nn.Module):
+    """A net of what its inputs are above a number that is large for float16."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.net = make()
+
+    def forward(self, inputs):
+        return self.net(inputs - FAR)
+
+
+FAR = 60_000.0
+
+
+def far(features, waveform):
+    return features(waveform) + FAR
+
+
+def test_a_plan_that_learns_worse_is_replaced_and_the_record_says_so(monkeypatch):
+    """In a cache of float16 nothing of the points is left."""
+    work = tiny.points(train=64, test=256, epochs=8)
+    work = dataclasses.replace(
+        work,
+        load=functools.partial(slowly, work.load),
+        features=functools.partial(far, work.features),
+        model=functools.partial(Less, work.model),
+    )
+    halved = Plan(cache="ram", cache_dtype="float16")
+    monkeypatch.setattr(tune_module, "ablate", lambda job, accepted: (halved, []))  # as if it had been kept
+    record = tune_function(work, optimizations=("host_syncs",), **OPTIONS)
+    assert record["quality"]["decision"] == "worse" and record["quality"]["replaced"]
+    assert record["plan"] == dataclasses.asdict(dataclasses.replace(halved, cache_dtype="float32"))
 
 
 def test_an_optimization_is_held_against_the_best_plan_and_not_against_the_baseline():
