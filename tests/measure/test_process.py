@@ -2,19 +2,14 @@
 
 import contextlib
 import dataclasses
-import gc
-import logging
 import multiprocessing
-import os
 import random
-import signal
-import sys
-import warnings
 
 import numpy as np
 import pytest
 import tiny
 import torch
+from picture import differences, picture
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -26,46 +21,8 @@ from speedkit.measure.compare import compare
 from speedkit.measure.profile import profile
 from speedkit.plan import Plan
 
-MKLDNN, CUDNN = torch.backends.mkldnn, torch.backends.cudnn
-SWITCHES = (torch.backends.cuda.matmul, CUDNN, CUDNN.conv, CUDNN.rnn, MKLDNN, MKLDNN.matmul, MKLDNN.conv, MKLDNN.rnn)
 # What PyTorch itself leaves: that of Kineto, and Inductor's.
-PYTORCHS_OWN = {"KINETO_LOG_LEVEL", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"}
-
-
-def older(switch):
-    """What a switch says, or why it says nothing beside the newer ones."""
-    try:
-        return switch()
-    except RuntimeError as error:
-        return str(error)
-
-
-def picture():
-    """All of the process that measuring could change."""
-    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
-    loggers = logging.root.manager.loggerDict.items()
-    return {
-        "random": random.getstate(),
-        "numpy": [str(part) for part in np.random.get_state()],  # noqa: NPY002
-        "torch": [torch.get_rng_state().tolist(), *map(torch.Tensor.tolist, torch.cuda.get_rng_state_all())],
-        "newer switches": [switch.fp32_precision for switch in (torch.backends, *SWITCHES)],
-        "products": older(torch.get_float32_matmul_precision),
-        "tf32": (older(lambda: cudnn.allow_tf32), older(lambda: matmul.allow_tf32)),
-        "cudnn": (cudnn.benchmark, cudnn.deterministic, cudnn.enabled),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "autograd": (torch.is_grad_enabled(), torch.is_anomaly_enabled(), torch.is_autocast_enabled("cpu")),
-        "threads": torch.get_num_threads(),
-        "stance": dataclasses.asdict(torch._dynamo.eval_frame._stance),
-        "profilers": (torch.autograd._profiler_enabled(), sys.getprofile()),
-        "patched": (torch.autograd.backward, torch.save, torch.Tensor.cpu, DataLoader.__iter__, nn.Module.__init__),
-        "signals": {number: signal.getsignal(number) for number in signal.valid_signals() - {signal.SIGCHLD}},
-        "start method": multiprocessing.get_start_method(),
-        "filters": list(warnings.filters),
-        "showwarning": warnings.showwarning,
-        "environment": {key: value for key, value in os.environ.items() if key not in PYTORCHS_OWN},
-        "garbage collection": (gc.isenabled(), gc.get_threshold()),
-        "log levels": {name: logger.level for name, logger in loggers if getattr(logger, "level", 0)},
-    }
+PYTORCHS_OWN = ("KINETO_LOG_LEVEL", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR")
 
 
 class Items:
@@ -128,11 +85,11 @@ MEASURED = [(measure, fails) for measure in (compared, broken_down, workload_pro
 
 @pytest.mark.parametrize(("measure", "fails"), [*MEASURED, (peaks_measured, False)])
 def test_measuring_leaves_the_process_as_it_was(measure, fails, somebodys_switches):
-    before = picture()
+    multiprocessing.get_start_method()  # which is chosen when it is first asked for
+    before = picture(PYTORCHS_OWN)
     with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
         measure(fails)
-    after = picture()
-    assert {key for key in before if before[key] != after[key]} == set()
+    assert differences(before, picture(PYTORCHS_OWN)) == {}
 
 
 def seed():
@@ -159,6 +116,6 @@ def test_profiling_a_loop_moves_nothing_but_what_the_loop_does(fails):
         block = profile(model, optimizer, loader, show=False) if profiled else contextlib.nullcontext()
         with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext(), block as seen:
             train(model, optimizer, loader)
-        pictures.append(picture())
+        pictures.append(picture(PYTORCHS_OWN))
     assert seen.breakdown.steps == (19 if fails else 20)
-    assert {key for key in pictures[0] if pictures[0][key] != pictures[1][key]} == set()
+    assert differences(*pictures) == {}
