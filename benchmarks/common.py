@@ -136,7 +136,7 @@ def perceptron(size: int, hidden: int, batch_size: int, **recipe: Any) -> Worklo
         target=lambda item: item % CLASSES,
         model=lambda: perceptron_model(size, hidden),
         loss=perceptron_loss,
-        score=lambda outputs, batch: (outputs.argmax(-1) == batch[1]).float(),
+        score=lambda outputs, batch: (outputs.argmax(-1) == batch.targets).float(),
         parameters={"size": size},
     )
 
@@ -151,8 +151,8 @@ def perceptron_loss(model: nn.Module, batch: Batch, recipe: Recipe, *, wait_s: f
     until_s = time.perf_counter() + wait_s
     while time.perf_counter() < until_s:
         pass
-    outputs = model(batch[0])
-    return nn.functional.cross_entropy(outputs, batch[1]), outputs
+    outputs = model(batch.inputs)
+    return nn.functional.cross_entropy(outputs, batch.targets), outputs
 
 
 def random_numbers(item: int, size: int) -> Tensor:
@@ -160,7 +160,9 @@ def random_numbers(item: int, size: int) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(item))
 
 
-def own_loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable[Batch]) -> Iterator[None]:
+def own_loop(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable[tuple[Tensor, Tensor]]
+) -> Iterator[None]:
     """Train by the loop that everybody writes, epoch after epoch; yield after each step."""
     while True:
         for inputs, targets in batches:

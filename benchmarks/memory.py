@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from speedkit import Recipe, load_workload
+from speedkit import Batch, Recipe, load_workload
 
 if TYPE_CHECKING:
     import common  # the bare side must not load what it brings along
@@ -39,7 +39,7 @@ def run_bare(_folder: str) -> None:
     assert workload.augment is not None
     for _ in range(STEPS):
         chosen = torch.randperm(len(inputs))[: recipe.batch_size]
-        batch = workload.augment((inputs[chosen], targets[chosen]), torch.Generator())
+        batch = workload.augment(Batch(inputs[chosen], targets[chosen]), torch.Generator())
         optimizer.zero_grad()
         loss, _ = workload.loss(model, batch, recipe)
         loss.backward()

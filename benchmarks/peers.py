@@ -276,7 +276,7 @@ def training(name: str, *, sizes: tuple[int, int, int], count: int, pairs: int) 
     work = common.perceptron(*sizes, schedule="constant")
     inputs = torch.randn(8, sizes[2], sizes[0])
     targets = torch.randint(common.CLASSES, (8, sizes[2]))
-    batches = list(zip(inputs, targets, strict=True))
+    batches = list(map(Batch, inputs, targets))
 
     def turn(loop: Any) -> float:
         times: list[float] = []

@@ -58,13 +58,13 @@ def from_dataset(
         raise UsageError("the targets are no class numbers: give score(outputs, targets), one number per sample")
 
     def batch_loss(model: nn.Module, batch: Batch, recipe: Recipe) -> tuple[Tensor, Tensor]:
-        outputs = model(batch[0])
-        return loss(outputs, batch[1]), outputs
+        outputs = model(batch.inputs)
+        return loss(outputs, batch.targets), outputs
 
     def batch_score(outputs: Tensor, batch: Batch) -> Tensor:
         if score is None:
             return right_class(outputs, batch)
-        return score(outputs, batch[1])
+        return score(outputs, batch.targets)
 
     fields: dict[str, Any] = {
         "cacheable": class_numbers and inputs.is_floating_point(),
@@ -161,7 +161,7 @@ def from_loader(
         target=train.__getitem__,
         model=own_model(model),
         loss=batch_loss,
-        score=lambda loss, batch: loss.expand(len(batch[0])),
+        score=lambda loss, batch: loss.expand(len(batch.inputs)),
         **fields | others,
     )
 

@@ -8,13 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from speedkit.data.batch import Batch as Batch
 from speedkit.data.own_loader import LoaderItems
 from speedkit.errors import PlanError
 from speedkit.recipe import Recipe
 
-# Every tensor's first dimension counts the samples: (inputs [B, ...], targets [B]), or where lengths differ (inputs
-# [B, ..., T_max] padded with zeros, lengths [B], targets [B]).
-Batch = tuple[Tensor, ...]
 # model, batch, recipe -> (mean over the batch's valid items [], outputs)
 Loss = Callable[[nn.Module, Batch, Recipe], tuple[Tensor, Tensor]]
 
@@ -74,4 +72,4 @@ class Workload:
 
 def right_class(outputs: Tensor, batch: Batch) -> Tensor:
     """Return 1 where the largest of the outputs [B, K] is the target's, else 0: [B]."""
-    return (outputs.argmax(dim=1) == batch[1]).float()
+    return (outputs.argmax(dim=1) == batch.targets).float()

@@ -42,7 +42,7 @@ def limited(workload, fits, kind="cuda", where="forward", times=10**9, raises=No
             strike(kind)
 
     def loss(model, batch, recipe):
-        beyond = len(batch[0]) > fits
+        beyond = len(batch.inputs) > fits
         if beyond and where == ("forward" if model.training else "evaluation"):
             fail()
         value, outputs = workload.loss(model, batch, recipe)

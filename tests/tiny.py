@@ -49,29 +49,31 @@ def make_model(size, hidden, classes, dropout=0.0):
 
 
 def loss(model, batch, recipe):
-    inputs, targets = batch
+    inputs = batch.inputs
+    targets = batch.targets
     outputs = model(inputs)
     return nn.functional.cross_entropy(outputs, targets, label_smoothing=recipe.label_smoothing), outputs
 
 
 def masked_loss(model, batch, recipe):
     """Cross-entropy over the samples whose first feature is positive: few or many of a batch."""
-    outputs = model(batch[0])
-    losses = nn.functional.cross_entropy(outputs, batch[1], reduction="none")
-    return (losses * (batch[0][:, 0] > 0)).sum() / valid_items(batch).clamp(min=1), outputs
+    outputs = model(batch.inputs)
+    losses = nn.functional.cross_entropy(outputs, batch.targets, reduction="none")
+    return (losses * (batch.inputs[:, 0] > 0)).sum() / valid_items(batch).clamp(min=1), outputs
 
 
 def valid_items(batch):
-    return (batch[0][:, 0] > 0).sum()
+    return (batch.inputs[:, 0] > 0).sum()
 
 
 def score(outputs, batch):
-    return (outputs.argmax(-1) == batch[1]).float()
+    return (outputs.argmax(-1) == batch.targets).float()
 
 
 def jitter(batch, generator):
-    inputs, targets = batch
-    return inputs + 0.1 * torch.randn(inputs.shape, generator=generator, device=inputs.device), targets
+    inputs = batch.inputs
+    noise = torch.randn(inputs.shape, generator=generator, device=inputs.device)
+    return batch._replace(inputs=inputs + 0.1 * noise)
 
 
 def points(train=96, test=32, size=8, hidden=16, augment=None, dropout=0.0, **recipe):

@@ -45,7 +45,7 @@ def count(name: str, size: str) -> dict[str, Any]:
     return {
         "workload": name,
         "size": size,
-        "sample": list(batch[0].shape[1:]),
+        "sample": list(batch.inputs.shape[1:]),
         "fixed_bytes": round(state_bytes + peaks[1] - sample_bytes),
         "sample_bytes": round(sample_bytes),
     }

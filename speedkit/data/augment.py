@@ -3,12 +3,14 @@
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Generator, Tensor
+from torch import Generator
 
+from speedkit.data.batch import Batch
+from speedkit.errors import UsageError
 from speedkit.recipe import Recipe
 
 if TYPE_CHECKING:
-    from speedkit.workload import Batch, Workload
+    from speedkit.workload import Workload
 
 
 def seed_step(generator: Generator, seed: int, step: int) -> None:
@@ -16,24 +18,27 @@ def seed_step(generator: Generator, seed: int, step: int) -> None:
     generator.manual_seed(seed * 1_000_003 + step)
 
 
-def augment_batch(batch: "Batch", workload: "Workload", recipe: Recipe, *, step: int, generator: Generator) -> "Batch":
+def augment_batch(batch: Batch, workload: "Workload", recipe: Recipe, *, step: int, generator: Generator) -> Batch:
     """Return `batch`, tensors [B, ...], augmented for step number `step` (0-based)."""
     if workload.augment is not None or recipe.mixup:
         seed_step(generator, recipe.seed, step)
     if workload.augment is not None:
         batch = workload.augment(batch, generator)
+        if not isinstance(batch, Batch):
+            what = f"augment of {workload.name} returns a {type(batch).__name__}"
+            raise UsageError(f"{what}: it has to return a Batch, as batch._replace(inputs=...) does")
     if recipe.mixup:
         batch = mixup(batch, recipe.mixup, generator)
     return batch
 
 
-def mixup(batch: "Batch", alpha: float, generator: Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (inputs [B, ...], each mixed with another of the batch, targets [B], the other's targets, weight [B]).
+def mixup(batch: Batch, alpha: float, generator: Generator) -> Batch:
+    """Return the batch with each of its inputs mixed with another; `extra` is (the other's targets [B], weight [B]).
 
     The loss is `weight` times that of the targets plus the rest times that of the other's (Zhang et al. 2018). It is
     drawn per sample from Beta(alpha, alpha); where it is below 1/2 the two change places, so `targets` weigh more.
     """
-    inputs, targets = batch
+    inputs = batch.inputs
     alphas = torch.full((2, len(inputs)), alpha, device=generator.device)
     # A Beta of two Gammas; torch.distributions takes no generator. A small alpha may give two zeros: half and half.
     first, second = torch._standard_gamma(alphas, generator).clamp_min_(torch.finfo(alphas.dtype).tiny)
@@ -41,4 +46,4 @@ def mixup(batch: "Batch", alpha: float, generator: Generator) -> tuple[Tensor, T
     partner = torch.randperm(len(inputs), generator=generator, device=generator.device).to(inputs.device)
     per_sample = weight.view(-1, *[1] * (inputs.ndim - 1))  # [B, 1, ...]
     mixed = torch.lerp(inputs[partner], inputs, per_sample)
-    return mixed, targets, targets[partner], weight
+    return batch._replace(inputs=mixed, extra=(batch.targets[partner], weight))

@@ -20,7 +20,6 @@ from typing import Any
 
 import psutil
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data._utils.signal_handling import _remove_worker_pids
 
@@ -34,7 +33,7 @@ LOOK = ["cpu_times", *(["io_counters"] if hasattr(psutil.Process, "io_counters")
 END_S = 5.0  # what a killed process gets until it is gone
 STOPS = (signal.SIGINT, signal.SIGTERM)  # they often go to the whole process group
 
-Loaded = tuple[Sequence[Tensor] | None, dict[str, str]]  # the batch, and path -> why of bad items
+Loaded = tuple[Any, dict[str, str]]  # the batch, and path -> why of bad items
 
 
 def item_name(item: Any) -> str:
@@ -51,7 +50,7 @@ class BatchMaker(Dataset):
 
     items: Sequence[Any]
     sample: Callable[[int], Any]  # index of an item -> sample; raises BadItem
-    collate: Callable[[list[Any]], tuple[Tensor, ...]]
+    collate: Callable[[list[Any]], Any]
     reading: MutableSequence[int] = dataclasses.field(default_factory=lambda: [-1])
 
     def __getitem__(self, indices: list[int]) -> Loaded | SpeedkitError:

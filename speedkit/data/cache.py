@@ -19,6 +19,7 @@ from torch.utils.data import default_collate
 from tqdm.auto import tqdm
 from xxhash import xxh3_64_intdigest
 
+from speedkit.data.batch import Batch
 from speedkit.data.batches import BatchLoader, BatchMaker, item_name
 from speedkit.data.cache_files import ENTRY, INDEX, VALUES, add_items, fingerprint, item_key, mapped
 from speedkit.data.cache_in_memory import CacheInMemory, as_float32, rows_on_device, select
@@ -131,11 +132,10 @@ class FeatureCache:
         self.begin = (ends - sizes) // self.dtype.itemsize
         self.trusted = np.zeros(len(items), bool)  # [N] whose checksum has been compared
 
-        # What comes along with the inputs of a batch: lengths where they differ, and targets.
-        self.targets = default_collate(list(map(workload.target, items)))
-        self.labels = [self.targets]
+        # What comes along with the inputs of a batch.
+        self.labels: dict[str, Any] = {"targets": default_collate(list(map(workload.target, items)))}
         if self.varies:
-            self.labels = [torch.from_numpy(self.lengths), self.targets]
+            self.labels["lengths"] = torch.from_numpy(self.lengths)
 
     # Loader processes map the files themselves.
 
@@ -211,18 +211,15 @@ class FeatureCache:
         shape = (*self.shape[:-1], self.lengths[index])
         return self.values[self.begin[index] :][: math.prod(shape)].reshape(shape)
 
-    def gather(
-        self, indices: Tensor, device: torch.device | str, *, on_device: Tensor | None = None
-    ) -> tuple[Tensor, ...]:
-        """Return the batch of the usable items at `indices` [B] on `device`, without waiting for it.
+    def gather(self, indices: Tensor, device: torch.device | str, *, on_device: Tensor | None = None) -> Batch:
+        """Return the batch of the usable items at `indices` [B] on `device`, in float32, without waiting for it.
 
-        (inputs [B, ...] float32, targets [B]), or where lengths vary (inputs [B, ..., T] padded with zeros to the
-        longest, lengths [B], targets [B]). Raises BadItem where a damaged entry can no longer be computed.
+        Raises BadItem where a damaged entry can no longer be computed.
         """
         device = torch.device(device)
         entries = self._read(indices.numpy(), page_locked=device.type == "cuda")
-        labels = [select(column, indices, device) for column in self.labels]
-        return as_float32(entries.to(device, non_blocking=True)), *labels
+        labels: dict[str, Any] = {name: select(column, indices, device) for name, column in self.labels.items()}
+        return Batch(as_float32(entries.to(device, non_blocking=True)), **labels)
 
     def _read(self, indices: np.ndarray, page_locked: bool = False) -> Tensor:
         """Return a copy [B, ...] of the entries at `indices` [B], padded with zeros."""
@@ -278,7 +275,7 @@ class FeatureCache:
             entries[torch.from_numpy(part).to(device), ..., : batch.shape[-1]] = batch.to(device)
         return CacheInMemory(
             entries=entries,
-            labels=[column.to(device) for column in self.labels],
+            labels={name: column.to(device) for name, column in self.labels.items()},
             lengths=self.lengths if self.varies else None,
             where=place,
             why=self.why.replace("cache=disk", f"cache={place}"),

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from speedkit.data.batch import Batch
+
 if TYPE_CHECKING:
     from speedkit.workload import Workload
 
@@ -20,7 +22,7 @@ class CacheInMemory:
     """
 
     entries: Tensor
-    labels: list[Tensor]
+    labels: dict[str, Any]  # targets, and lengths where they vary
     where: str
     why: str
     usable: np.ndarray
@@ -28,9 +30,7 @@ class CacheInMemory:
     bad: dict[str, str] = dataclasses.field(default_factory=dict)
     build_s: float = 0.0
 
-    def gather(
-        self, indices: Tensor, device: torch.device | str, *, on_device: Tensor | None = None
-    ) -> tuple[Tensor, ...]:
+    def gather(self, indices: Tensor, device: torch.device | str, *, on_device: Tensor | None = None) -> Batch:
         """Return what FeatureCache.gather does; `on_device` are the same indices on the device."""
         device = torch.device(device)
         entries = self.entries
@@ -39,8 +39,8 @@ class CacheInMemory:
         places = indices
         if self.where == "device":
             places = indices.to(entries.device) if on_device is None else on_device
-        labels = [select(column, places, device) for column in self.labels]
-        return as_float32(select(entries, places, device)), *labels
+        labels: dict[str, Any] = {name: select(column, places, device) for name, column in self.labels.items()}
+        return Batch(as_float32(select(entries, places, device)), **labels)
 
 
 def rows_on_device(workload: "Workload", items: Sequence[Any], device: torch.device) -> CacheInMemory:
@@ -49,7 +49,7 @@ def rows_on_device(workload: "Workload", items: Sequence[Any], device: torch.dev
     targets = torch.tensor(list(map(workload.target, items)), device=device)
     return CacheInMemory(
         entries=rows.to(device),
-        labels=[targets],
+        labels={"targets": targets},
         where="device",
         why=f"cache=device: {rows.nbytes / 1e6:.3g} MB",
         usable=np.ones(len(items), bool),

@@ -10,18 +10,19 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from speedkit.data.augment import seed_step
+from speedkit.data.batch import Batch, OwnBatch, map_batch
 from speedkit.data.batches import BatchLoader, BatchMaker, item_name
 from speedkit.data.cache import FeatureCache
 from speedkit.data.cache_in_memory import CacheInMemory
 from speedkit.data.decode import check_bad_share
-from speedkit.data.own_loader import LoaderItems, LoaderSource, NestedBatch, map_batch
+from speedkit.data.own_loader import LoaderItems, LoaderSource
 from speedkit.data.prefetch import prefetched
 from speedkit.data.sampler import BatchSampler, padded_frames
 from speedkit.errors import SpeedkitError
 from speedkit.plan import Plan
 
 if TYPE_CHECKING:
-    from speedkit.workload import Batch, Workload
+    from speedkit.workload import Workload
 
 WAVEFORMS = 1 << 48  # added to the step that seeds changes of waveforms: those of features draw other numbers
 RANK = 1 << 40  # and this for each rank, whose samples are its own
@@ -42,19 +43,18 @@ def make_sample(
     return inputs, target(items[index])
 
 
-def collate(samples: Sequence[tuple[Tensor, Any]], varies: bool = False) -> "Batch":
-    """Return (inputs [B, ...], targets [B]).
-
-    Where lengths vary: (inputs [B, ..., T] padded with zeros to the longest, lengths [B], targets [B]).
-    """
+def collate(samples: Sequence[tuple[Tensor, Any]], varies: bool = False) -> Batch:
+    """Return the batch of samples (inputs, target), where lengths vary padded with zeros to the longest."""
     inputs = [sample[0] for sample in samples]
     targets = [sample[1] for sample in samples]
-    labels = [torch.stack(targets) if isinstance(targets[0], Tensor) else torch.tensor(targets)]
+    labels = torch.stack(targets) if isinstance(targets[0], Tensor) else torch.tensor(targets)
+    lengths = None
     if varies:
-        lengths = [row.shape[-1] for row in inputs]
-        inputs = [pad(row, (0, max(lengths) - row.shape[-1])) for row in inputs]
-        labels = [torch.tensor(lengths), *labels]
-    return torch.stack(inputs).detach(), *labels  # with a gradient's history it could not leave a worker
+        lengths = torch.tensor([row.shape[-1] for row in inputs])
+        longest = int(lengths.max())
+        inputs = [pad(row, (0, longest - row.shape[-1])) for row in inputs]
+    # With a gradient's history a tensor could not leave a worker.
+    return Batch(torch.stack(inputs).detach(), labels, lengths)
 
 
 class BatchStream:
@@ -133,10 +133,10 @@ class BatchStream:
     def __len__(self) -> int:
         return len(self.sampler)
 
-    def __iter__(self) -> Iterator["Batch"]:
+    def __iter__(self) -> Iterator[Batch]:
         return self
 
-    def __next__(self) -> "Batch":
+    def __next__(self) -> Batch:
         """Return the next batch; one of unreadable items alone is passed over."""
         while True:
             if (self.epoch, self.position) != self.next_place:  # a new epoch, or put elsewhere
@@ -148,7 +148,7 @@ class BatchStream:
             self.epoch += 1
             self.position = 0
 
-    def one_epoch(self, epoch: int = 0, start: int = 0) -> Iterator["Batch"]:
+    def one_epoch(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
         """Yield the batches of an epoch from number `start` on, without those of unreadable items alone."""
         self.epoch = self.sampler.epoch = epoch
         self.position = self.sampler.start = start
@@ -173,12 +173,12 @@ class BatchStream:
             return 0.0
         return padded_frames(self.sampler, self.lengths) / len(self)
 
-    def batch_at(self, epoch: int, position: int) -> tuple["Batch | None", list[str]]:
+    def batch_at(self, epoch: int, position: int) -> tuple[Batch | None, list[str]]:
         """Return the batch after which `epoch` and `position` were these, made again, and the names of its items."""
         sampler = dataclasses.replace(self.sampler, epoch=epoch, start=position - 1)
         if isinstance(self.loader, LoaderSource):
             loaded = next(iter(LoaderSource(self.loader.items, sampler, Plan())))
-            return self.to_device(loaded), [f"sample {index}" for index in range(len(loaded[0][0]))]
+            return self.to_device(loaded), [f"sample {index}" for index in range(len(loaded[0].inputs))]
         indices = sampler.batches()[0]
         if self.cache is None:
             batch = self.to_device(self.loader.maker[indices.tolist()])
@@ -203,7 +203,7 @@ class BatchStream:
         on_device = order.to(self.device, non_blocking=True)
         return list(zip(batches, on_device.split([len(indices) for indices in batches]), strict=True))
 
-    def to_device(self, loaded: Any) -> "Batch | None":
+    def to_device(self, loaded: Any) -> Batch | None:
         """Return a batch on the device: made live, or of a cache, given by its indices [B] on host and device.
 
         None for a batch of unreadable items alone.
@@ -221,11 +221,11 @@ class BatchStream:
             return None
         return map_batch(batch, functools.partial(Tensor.to, device=self.device, non_blocking=self.plan.pin_memory))
 
-    def finish(self, batch: "Batch", step: int) -> "Batch":
+    def finish(self, batch: Batch, step: int) -> Batch:
         """Return what the loss takes: features, padded to one of few lengths where clips are bucketed."""
-        if isinstance(batch, NestedBatch):
+        if isinstance(batch, OwnBatch):
             return batch
-        inputs, *labels = batch
+        inputs = batch.inputs
         if self.waveforms:
             if self.workload.augment_waveform is not None and self.seed is not None:
                 seed_step(self.generator, self.seed, step + WAVEFORMS + RANK * self.sampler.rank)
@@ -237,7 +237,7 @@ class BatchStream:
             self.frames += len(inputs) * padded
             if padded > inputs.shape[-1]:
                 inputs = pad(inputs, (0, padded - inputs.shape[-1]))
-        return inputs, *labels
+        return batch._replace(inputs=inputs)
 
     def close(self) -> None:
         """End the workers, paused ones too."""

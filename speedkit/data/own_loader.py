@@ -1,18 +1,18 @@
-"""Batches from a loader that its author keeps: any nesting of tensors, and the same ones for every plan."""
+"""Batches from a loader that its author keeps: the same ones for every plan."""
 
 import dataclasses
-import functools
 import itertools
 import operator
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from speedkit.data.batch import OwnBatch, own_batch
 from speedkit.data.batches import set_running
 from speedkit.data.sampler import BatchSampler
 from speedkit.errors import UsageError
@@ -41,55 +41,6 @@ SAMPLES_COMPARED = 8  # that a data set makes twice, to see whether it draws the
 END = object()  # of a loader's batches
 WITHOUT_LENGTH = 20  # batches to test on, of a loader that does not say how many it has
 Case = tuple[str, Any, bool, str]  # a field of the plan, what it is instead, when, and why
-
-
-class NestedBatch(tuple[Tensor, ...]):
-    """The tensors of a batch, one that counts its samples first; `value` is the batch as its loader made it."""
-
-    value: Any
-    splits: bool  # whether parts of it are batches too: all tensors count the samples first, and nothing else could
-
-
-def nested_batch(value: Any) -> NestedBatch:
-    """Return the batch of what torch's pytree can take apart, and of mappings; raise UsageError without a tensor."""
-    leaves = tree_leaves(value)
-    mappings = {type(leaf) for leaf in leaves if isinstance(leaf, Mapping)}  # such as what a tokenizer returns
-    if mappings:
-        for kind in mappings:
-            register_pytree_node(kind, take_apart, functools.partial(put_together, kind))
-        return nested_batch(value)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    tensors.sort(key=is_number)
-    if not tensors or is_number(tensors[0]):
-        what = f"a batch ({type(value).__name__}) holds no tensor [B, ...]"
-        raise UsageError(f"{what}: the loader has to give tensors, in tuples, lists or dicts")
-    batch = NestedBatch(tensors)
-    batch.value = value
-    countable = all(isinstance(leaf, Tensor | int | float | None) for leaf in leaves)
-    batch.splits = countable and len({tensor.shape[:1] for tensor in tensors}) == 1
-    return batch
-
-
-def is_number(tensor: Tensor) -> bool:
-    """Return whether a tensor has no dimension."""
-    return tensor.ndim == 0
-
-
-def take_apart(mapping: Mapping[Any, Any]) -> tuple[list[Any], list[Any]]:
-    """Return the values and keys of a mapping."""
-    return list(mapping.values()), list(mapping)
-
-
-def put_together(kind: Callable[[dict[Any, Any]], Any], values: Iterable[Any], keys: Iterable[Any]) -> Any:
-    """Return the mapping that `take_apart` took apart."""
-    return kind(dict(zip(keys, values, strict=True)))
-
-
-def map_batch(batch: tuple[Tensor, ...], function: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
-    """Return `batch` with `function` of each of its tensors."""
-    if isinstance(batch, NestedBatch):
-        return nested_batch(tree_map_only(Tensor, function, batch.value))
-    return tuple(map(function, batch))
 
 
 # ---- what of a plan a loader can do ----
@@ -229,7 +180,7 @@ class LoaderSource:
         self.generators: list[torch.Generator] = []
         self.iterator: Iterator[Any] = iter(())
 
-    def __iter__(self) -> Generator[tuple[NestedBatch, dict[str, str]], None, None]:
+    def __iter__(self) -> Generator[tuple[OwnBatch, dict[str, str]], None, None]:
         seed = (self.sampler.seed or 0) * 1_000_003 + self.sampler.epoch
         numbers: Iterable[int] = itertools.count()
         if not self.training:
@@ -251,7 +202,7 @@ class LoaderSource:
             if batch is END:
                 break
             if number >= self.sampler.start:
-                yield nested_batch(batch), {}
+                yield own_batch(batch), {}
         self.iterator = iter(())
 
     @property
@@ -306,4 +257,4 @@ def loader_items(make: Any, seed: int = 0, batches: int | None = None) -> Loader
     source = LoaderSource(items, BatchSampler(1, 1, seed), Plan(**own_settings(loader, Plan())))
     batch, _ = next(iter(source))
     source.close()
-    return dataclasses.replace(items, batch_size=len(batch[0]), splits=batch.splits)
+    return dataclasses.replace(items, batch_size=len(batch.inputs), splits=batch.splits)

@@ -4,12 +4,13 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
-Batch = tuple[Tensor, ...] | None
+from speedkit.data.batch import Batch, tensors_of
 
 
-def prefetched(source: Iterable[Any], copy: Callable[[Any], Batch], device: torch.device) -> Iterator[Batch]:
+def prefetched(
+    source: Iterable[Any], copy: Callable[[Any], Batch | None], device: torch.device
+) -> Iterator[Batch | None]:
     """Yield `copy(item)` for each item of `source`, one ahead of the consumer: CUDA only.
 
     A batch is allocated on the copying stream, and the consumer's waits for the event after its copy. Pinned memory
@@ -17,7 +18,7 @@ def prefetched(source: Iterable[Any], copy: Callable[[Any], Batch], device: torc
     """
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))  # which may still be filling what is copied from
-    ahead: tuple[Batch, torch.cuda.Event] | None = None
+    ahead: tuple[Batch | None, torch.cuda.Event] | None = None
     try:
         for item in source:
             with torch.cuda.stream(stream):
@@ -32,10 +33,10 @@ def prefetched(source: Iterable[Any], copy: Callable[[Any], Batch], device: torc
         torch.cuda.current_stream(device).wait_stream(stream)
 
 
-def received(batch: Batch, done: torch.cuda.Event, device: torch.device) -> Batch:
+def received(batch: Batch | None, done: torch.cuda.Event, device: torch.device) -> Batch | None:
     """Return the batch, made safe to use on the current stream."""
     consumer = torch.cuda.current_stream(device)
     consumer.wait_event(done)
-    for tensor in batch or ():
+    for tensor in tensors_of(batch):
         tensor.record_stream(consumer)  # its memory goes to no later copy before it has been read
     return batch

@@ -1,11 +1,15 @@
 """Where the time of a batch goes, part by part, measured on one batch of items: lesson 10 shows it."""
 
+import functools
 import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from speedkit.clock import timed
+from speedkit.data.batch import map_batch
 from speedkit.data.loader import collate
 from speedkit.machine import this_machine
 from speedkit.recipe import Recipe
@@ -30,7 +34,7 @@ def examine(workload: Workload, recipe: Recipe) -> list[dict[str, Any]]:
         "decode": lambda: [workload.load(item) for item in items],
         "features": lambda: [workload.features(waveform) for waveform in waveforms],
         "collate": lambda: collate(samples, varies),
-        "copy": lambda: [tensor.to(device) for tensor in batch],
+        "copy": lambda: map_batch(batch, functools.partial(Tensor.to, device=device)),
     }
     batch_s = {part: statistics.median(timed(call, device, REPEATS)) for part, call in parts.items()}
     batch_s["decode"] = max(0.0, batch_s["decode"] - batch_s["read"])  # it reads the files too

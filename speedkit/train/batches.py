@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from speedkit.data.augment import augment_batch
+from speedkit.data.batch import map_batch
 from speedkit.data.loader import RANK, BatchStream
-from speedkit.data.own_loader import map_batch
 from speedkit.train.ranks import Ranks
 from speedkit.train.run import TrainingRun
 from speedkit.workload import Batch
@@ -37,7 +37,7 @@ def micro_batches(run: TrainingRun, batch: Batch) -> list[tuple[Batch, Tensor | 
     Counted are valid items, so that the parts add up to the exact mean over the batch. None: the part is the batch.
     """
     size = run.learner.micro_batch
-    if run.ranks is None and batch[0].size(0) <= size:  # `len` of a tensor is far slower
+    if run.ranks is None and batch.inputs.size(0) <= size:  # `len` of a tensor is far slower
         return [(batch, None)]
     parts = split(batch, size, run.data.train, ranks=run.ranks)
     count = run.workload.count or samples
@@ -51,7 +51,7 @@ def micro_batches(run: TrainingRun, batch: Batch) -> list[tuple[Batch, Tensor | 
 
 def samples(batch: Batch) -> int:
     """Return how many samples `batch` has."""
-    return len(batch[0])
+    return len(batch.inputs)
 
 
 def split(batch: Batch, size: int, stream: BatchStream, *, ranks: Ranks | None) -> list[tuple[Batch, bool]]:
@@ -61,8 +61,8 @@ def split(batch: Batch, size: int, stream: BatchStream, *, ranks: Ranks | None) 
     does what it gets of a batch that has no sample left for it.
     """
     parts = [batch]
-    if len(batch[0]) > size:
-        slices = [slice(start, start + size) for start in range(0, len(batch[0]), size)]
+    if len(batch.inputs) > size:
+        slices = [slice(start, start + size) for start in range(0, len(batch.inputs), size)]
         parts = [map_batch(batch, operator.itemgetter(part)) for part in slices]
     if ranks is None:
         return [(part, True) for part in parts]

@@ -130,7 +130,7 @@ def forward_context(run: TrainingRun, part: Batch, *, last: bool) -> contextlib.
     contexts = contextlib.ExitStack()
     contexts.enter_context(learner.precision.context)
     # An epoch's last part would be compiled for anew; a user's batches may have any size.
-    if len(part[0]) < learner.micro_batch < ALL:
+    if len(part.inputs) < learner.micro_batch < ALL:
         contexts.enter_context(eager(run.plan))
     if run.ranks is not None:
         contexts.enter_context(run.ranks.gradient_exchange(learner.replica, last))
@@ -198,8 +198,8 @@ def mean_score(run: TrainingRun, stream: BatchStream) -> dict[str, Any]:
                 loss, outputs = workload.loss(learner.model, part, run.recipe)
             if counts:
                 sums[0] += workload.score(outputs, part).float().sum()
-                sums[1] += loss * len(part[0])
-                sums[2] += len(part[0])
+                sums[1] += loss * len(part.inputs)
+                sums[2] += len(part.inputs)
     if run.ranks is not None:
         sums = run.ranks.sum(sums)
     score, loss, count = sums.tolist()
@@ -243,7 +243,7 @@ def fallback_for(run: TrainingRun, error: Exception) -> Fallback:
         torch.cuda.memory._dump_snapshot(str(run.out / "memory.pickle"))
     own = run.workload.own_loader
     if batch is not None and (own is None or own.splits):
-        size = min(run.learner.micro_batch, len(batch[0]))
+        size = min(run.learner.micro_batch, len(batch.inputs))
         if size > 1:
             return Fallback("micro_batch", size, (size + 1) // 2, f"out of memory {now}")
     where = "" if run.ranks is None else f" on rank {run.ranks.rank}"

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from speedkit.clock import timed
-from speedkit.data.own_loader import map_batch
+from speedkit.data.batch import map_batch
 from speedkit.errors import SpeedkitError
 from speedkit.machine import free_bytes, this_machine
 from speedkit.plan import Plan
@@ -136,7 +136,7 @@ def micro_batch_for(
         longest = next(run.data.test.one_epoch())
         batch_size = min(recipe.batch_size, len(workload.train))
         # Some of the longest may be unreadable: others stand in for them.
-        batch = map_batch(longest, operator.itemgetter(torch.arange(batch_size, device=device) % len(longest[0])))
+        batch = map_batch(longest, operator.itemgetter(torch.arange(batch_size, device=device) % len(longest.inputs)))
         # Freed by the first step, it would make the profiler warn of memory that it has not seen taken.
         run.position.recent.append((run.position.last_loss, 0, 0))
 
@@ -148,7 +148,7 @@ def micro_batch_for(
 
         reserved_bytes = 0
         if plan.cache == ("device" if device.type == "cuda" else "ram"):  # made later, in the same memory
-            reserved_bytes = len(workload.train) * longest[0][0].nbytes
+            reserved_bytes = len(workload.train) * longest.inputs[0].nbytes
         batch_norm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in run.learner.model.modules())
         return find_micro_batch(step, batch_size, device=device, reserved_bytes=reserved_bytes, batch_norm=batch_norm)
 

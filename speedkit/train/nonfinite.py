@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as tree
 
+from speedkit.data.batch import tensors_of
 from speedkit.errors import SpeedkitError
 from speedkit.train.batches import augment
 from speedkit.train.compile import eager
@@ -115,8 +116,8 @@ def explain(run: TrainingRun, place: dict[str, Any]) -> str:
 
 def bad_samples(batch: Batch, names: list[str]) -> list[str]:
     """Return which of the samples called `names` are not finite in some tensor [B, ...] of `batch`."""
-    finite = torch.ones(len(names), dtype=torch.bool, device=batch[0].device)
-    for tensor in batch:
+    finite = torch.ones(len(names), dtype=torch.bool, device=batch.inputs.device)
+    for tensor in tensors_of(batch):
         finite &= tensor.reshape(len(tensor), -1).isfinite().all(dim=1)
     return [name for name, good in zip(names, finite.tolist(), strict=True) if not good]
 

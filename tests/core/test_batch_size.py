@@ -36,7 +36,7 @@ def noting(workload, seen):
     """The workload, whose loss adds to `seen` how many samples of which last dimension it trained on."""
 
     def noted(model, batch, recipe):
-        seen.append((len(batch[0]), batch[0].shape[-1]))
+        seen.append((len(batch.inputs), batch.inputs.shape[-1]))
         return workload.loss(model, batch, recipe)
 
     return dataclasses.replace(workload, loss=noted)
@@ -143,9 +143,8 @@ def load_ramp(item):
 
 
 def pooled_loss(model, batch, recipe):
-    inputs, _, targets = batch
-    outputs = model(inputs.mean(dim=-1, keepdim=True).expand(-1, 8))
-    return nn.functional.cross_entropy(outputs, targets), outputs
+    outputs = model(batch.inputs.mean(dim=-1, keepdim=True).expand(-1, 8))
+    return nn.functional.cross_entropy(outputs, batch.targets), outputs
 
 
 def test_sizes_are_tried_on_the_longest_readable_items():

@@ -102,9 +102,9 @@ def test_gathered_rows_are_the_live_features_padded_with_zeros(tmp_path, opened,
     opened(workload, items=workload.train[::-1], cache_dtype=dtype)  # another order on disk
     cache = opened(workload, device=device, cache=where, cache_dtype=dtype)
     for copy in (cache, pickle.loads(pickle.dumps(cache)), cache):
-        inputs, *lengths, targets = copy.gather(indices, device, on_device=indices.to(device))
+        inputs, targets, lengths, _ = copy.gather(indices, device, on_device=indices.to(device))
         assert inputs.dtype == torch.float32 and targets.tolist() == [1, 0, 1, 1]
-        assert [valid.tolist() for valid in lengths] == ([[10, 8, 12, 10]] if varies else [])
+        assert lengths.tolist() == [10, 8, 12, 10] if varies else lengths is None
         for row, index in zip(inputs.cpu(), indices, strict=True):
             expected = workload.features(workload.load(workload.train[index]))
             padded = torch.nn.functional.pad(expected, (0, inputs.shape[-1] - expected.shape[-1]))
@@ -156,7 +156,7 @@ def test_only_what_changed_is_computed_again(workload, opened, tmp_path, monkeyp
         cache = opened(work, items)
         again = sorted(set(log.read_text().split())) if log.exists() else []
         assert torch.equal(served(cache), live(work, items))
-        assert cache.targets.tolist() == [item.label for item in items]
+        assert cache.labels["targets"].tolist() == [item.label for item in items]
         return again
 
     assert loaded(workload.train[:15]) == [f"{number:03d}" for number in range(15)]

@@ -258,7 +258,7 @@ def test_a_bucketed_epoch_holds_every_clip_once_in_random_order_with_little_padd
 
 def test_clips_of_different_lengths_come_padded_with_zeros_and_with_their_lengths():
     shapes = set()
-    for inputs, lengths, targets in take(6, clips(), bucket=True, workers=2):
+    for inputs, targets, lengths, _ in take(6, clips(), bucket=True, workers=2):
         shapes.add(inputs.shape[-1])
         for row, valid, label in zip(inputs, lengths.tolist(), targets.tolist(), strict=True):
             assert torch.equal(row[:, :valid], label + torch.arange(valid).expand(2, -1) / 40)

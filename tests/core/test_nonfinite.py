@@ -39,8 +39,8 @@ def spoiled(workload, at, where, value=math.nan):
     def spoiled_loss(model, batch, recipe):
         now = model.training and next(calls) in at
         if now and where == "input":
-            batch = (batch[0].clone(), *batch[1:])
-            batch[0][1, 2] = value
+            batch = batch._replace(inputs=batch.inputs.clone())
+            batch.inputs[1, 2] = value
         result, outputs = workload.loss(model, batch, recipe)
         if now and where == "loss":
             result = result + value  # its gradient is as good as ever

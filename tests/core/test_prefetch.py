@@ -5,7 +5,9 @@ import gc
 import pytest
 import torch
 from tiny import points
+from torch.utils.data._utils.pin_memory import pin_memory
 
+from speedkit.data.batch import Batch
 from speedkit.data.prefetch import prefetched
 from speedkit.plan import Plan
 from speedkit.train.fit import fit
@@ -33,3 +35,11 @@ def test_copying_ahead_changes_no_loss(plan):
     ahead = Plan(prefetch=True, pin_memory=True, log_every=1, **plan)
     assert fit(points(), plan=ahead, **options).loss == fit(points(), plan=Plan(log_every=1, **plan), **options).loss
     torch.use_deterministic_algorithms(False)
+
+
+def test_dataloader_pins_all_tensors_of_a_batch(monkeypatch):
+    """Of a class that it does not know it pins nothing, without a word."""
+    pinned = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
+    batch = Batch(torch.zeros(2), torch.ones(2), torch.ones(2), (torch.ones(2), torch.zeros(2)))
+    assert isinstance(pin_memory(batch), Batch) and len(pinned) == 5

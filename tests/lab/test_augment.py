@@ -2,14 +2,17 @@
 
 import dataclasses
 
+import pytest
 import torch
 import torch.nn.functional as F
 from tiny import jitter, points
 
 from speedkit.data.augment import mixup
+from speedkit.errors import UsageError
 from speedkit.lab.workloads.augmentations import rand_augment
 from speedkit.plan import Plan
 from speedkit.train.fit import fit
+from speedkit.workload import Batch
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
@@ -24,21 +27,21 @@ def randn(*shape, device="cpu"):
 
 def test_mixup_mixes_inputs_by_the_weights_it_returns():
     inputs, targets = torch.eye(400), torch.arange(400)  # a mixed row shows who is in it, and how much
-    mixed, own, others, weight = mixup((inputs, targets), 0.4, generator())
+    mixed, own, _, (others, weight) = mixup(Batch(inputs, targets), 0.4, generator())
     expected = weight[:, None] * F.one_hot(own, 400) + (1 - weight[:, None]) * F.one_hot(others, 400)
     torch.testing.assert_close(mixed, expected)
     assert torch.equal(own, targets) and torch.equal(others.sort().values, targets)
     assert weight.min() >= 0.5 and weight.max() <= 1 and len(weight.unique()) > 300
     # Changing places keeps the distance from a half: Beta(a, a) has the variance 1 / (4 (2 a + 1)).
     for alpha in (0.05, 1.0, 8.0):
-        weight = mixup((torch.zeros(40_000, 1), torch.zeros(40_000)), alpha, generator())[3].double()
+        weight = mixup(Batch(torch.zeros(40_000, 1), torch.zeros(40_000)), alpha, generator()).extra[1].double()
         assert abs((weight - 0.5).square().mean() * 4 * (2 * alpha + 1) - 1) < 0.03
 
 
 def mixed_loss(model, batch, recipe):
-    inputs, targets, *mixed = batch
-    logits = model(inputs)
-    others, weight = mixed or (targets, torch.ones(()))
+    targets = batch.targets
+    logits = model(batch.inputs)
+    others, weight = batch.extra or (targets, torch.ones(()))
     own, other = (F.cross_entropy(logits, which, reduction="none") for which in (targets, others))
     return (weight * own + (1 - weight) * other).mean(), logits
 
@@ -58,3 +61,9 @@ def test_images_stay_in_range_and_no_strength_leaves_them_alone():
     changed = rand_augment(images, generator(), strength=2.0)
     assert changed.min() >= 0 and changed.max() <= 1
     torch.testing.assert_close(rand_augment(images, generator(), strength=0.0), images, atol=1e-5, rtol=0)
+
+
+def test_an_augmentation_that_returns_no_batch_is_told_what_to_return():
+    workload = points(augment=lambda batch, generator: (batch.inputs, batch.targets))
+    with pytest.raises(UsageError, match="augment of points returns a tuple: it has to return a Batch"):
+        fit(workload, device="cpu", progress=False)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from speedkit.config import settings_of
+from speedkit.data.batch import tensors_of
 from speedkit.data.loader import BatchStream
 from speedkit.errors import Interrupted, UsageError
 from speedkit.fallbacks import resolve
@@ -206,10 +207,10 @@ def batch_of(workload, device="cpu"):
 
 def test_augmentation_follows_its_generator_and_leaves_the_batch_alone(workload):
     batch = batch_of(workload)
-    before = [tensor.clone() for tensor in batch]
-    one, again, other = (workload.augment(batch, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
+    before = [tensor.clone() for tensor in tensors_of(batch)]
+    one, again, other = (tensors_of(workload.augment(batch, torch.Generator().manual_seed(seed))) for seed in (1, 1, 2))
     assert all(map(torch.equal, one, again)) and not all(map(torch.equal, one, other))
-    assert all(map(torch.equal, batch, before))
+    assert all(map(torch.equal, tensors_of(batch), before))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -220,7 +221,7 @@ def test_a_step_never_asks_the_device_for_a_number(workload, device):
     net, batch, generator = workload.model().to(device), batch_of(workload, device), torch.Generator(device)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         batch = workload.augment(batch, generator)
-        count = workload.count(batch) if workload.count else len(batch[0])
+        count = workload.count(batch) if workload.count else len(batch.inputs)
         (workload.loss(net, batch, workload.recipe)[0] * count).backward()
     assert not {event.name for event in profile.events()} & {"aten::_local_scalar_dense", "aten::nonzero"}
 
@@ -232,7 +233,7 @@ def test_under_autocast_the_loss_is_float32_and_near_and_each_sample_has_a_score
     with torch.autocast(device, torch.bfloat16):
         narrow, outputs = workload.loss(net, batch, workload.recipe)
     assert narrow.dtype == torch.float32 and narrow.item() == pytest.approx(wide.item(), rel=0.03)
-    assert workload.score(outputs, batch).shape == (len(batch[0]),)
+    assert workload.score(outputs, batch).shape == (len(batch.inputs),)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.float8 import Float8LinearConfig
 
 from speedkit import Plan, load_workload
+from speedkit.data.batch import map_batch
 from speedkit.data.cache import open_cache, select
 from speedkit.data.loader import BatchStream
 from speedkit.lab.workloads.residual import GroupNorm
@@ -75,7 +76,7 @@ def test_a_step_finds_all_it_needs_on_the_gpu(made, fake_gpu, name, dtype):
     workload, batch = made[name]
     with fake_gpu:
         model = to_gpu(workload.model())
-        fake = tuple(fake_gpu.from_tensor(tensor).to("cuda") for tensor in batch)
+        fake = map_batch(batch, lambda tensor: fake_gpu.from_tensor(tensor).to("cuda"))
         with autocast(dtype):
             loss, outputs = workload.loss(model, fake, workload.recipe)
         score = workload.score(outputs, fake)
@@ -87,7 +88,7 @@ def test_varlen_attention_takes_what_speech_gives_it(made, fake_gpu):
     with fake_gpu, autocast(torch.bfloat16), Operators() as seen:
         model = to_gpu(workload.model())
         assert apply_attention(model, Plan(attention="varlen")) == ""
-        fake = tuple(fake_gpu.from_tensor(tensor).to("cuda") for tensor in batch)
+        fake = map_batch(batch, lambda tensor: fake_gpu.from_tensor(tensor).to("cuda"))
         workload.loss(model, fake, workload.recipe)
     assert "_varlen_attn" in seen.whole
 

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
+from speedkit.data.batch import Batch
 from speedkit.data.decode import BadItem
 from speedkit.lab.sources import Item
 from speedkit.lab.workloads.image import load, loss
@@ -64,7 +65,7 @@ def test_loss_is_its_formula_and_has_a_slope_where_the_net_is_certain(smoothing,
         Recipe(label_smoothing=smoothing, focal_gamma=gamma),
     )
     others, weight = targets.flip(0), torch.linspace(0.5, 0.9, 6)[:, None] if mixed else torch.ones(6, 1)
-    batch = (None, targets, others, weight[:, 0]) if mixed else (None, targets)
+    batch = Batch(None, targets, extra=(others, weight[:, 0]) if mixed else ())
     p = logits.softmax(dim=1)
     q = (1 - smoothing) * torch.lerp(F.one_hot(others).float(), F.one_hot(targets).float(), weight) + smoothing / 4
     expected = -(q * (1 - p) ** gamma * p.log()).sum(dim=1).mean()

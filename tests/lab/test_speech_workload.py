@@ -16,6 +16,7 @@ from speedkit.recipe import Recipe
 from speedkit.train.fit import fit
 from speedkit.train.precision import Precision
 from speedkit.train.setup import transform_model
+from speedkit.workload import Batch
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def batch_of(*lengths, padded=None):
     """A batch of clips of so many frames, each by its place in the batch; padded to the longest or to `padded`."""
     longest, generator = padded or max(lengths), torch.Generator().manual_seed(0)
     rows = [F.pad(torch.randn(BANDS, n, generator=generator), (0, longest - n)) for n in lengths]
-    return torch.stack(rows), torch.tensor(lengths), torch.zeros(len(lengths), dtype=torch.long)
+    return Batch(torch.stack(rows), torch.zeros(len(lengths), dtype=torch.long), torch.tensor(lengths))
 
 
 def test_lengths_are_known_before_a_clip_is_decoded_and_those_that_are_too_long_are_named(tmp_path):
@@ -90,16 +91,16 @@ def test_masks_are_spans_within_the_clips_for_any_padding(padded):
 @pytest.mark.parametrize("padded", [160, 220, 441])
 def test_a_clip_alone_gives_what_it_gives_padded_among_others(net, padded):
     batch = batch_of(160, 88, 48, padded=padded)
-    logits, codes = net(*batch[:2], masked(batch))
+    logits, codes = net(batch.inputs, batch.lengths, masked(batch))
     values, shares = loss(net, batch, Recipe())
     for at, length in enumerate((160, 88, 48)):
-        alone = batch[0][at : at + 1, :, :length], batch[1][at : at + 1], batch[2][:1]
-        mine, own_codes = net(*alone[:2], masked(alone))
+        alone = Batch(batch.inputs[at : at + 1, :, :length], batch.targets[:1], batch.lengths[at : at + 1])
+        mine, own_codes = net(alone.inputs, alone.lengths, masked(alone))
         torch.testing.assert_close(logits[at : at + 1, : length // 4], mine, atol=1e-5, rtol=1e-5)
         assert torch.equal(codes[at : at + 1, : length // 4], own_codes)
         assert loss(net, alone, Recipe())[1] == shares[at]
-    noise = torch.arange(padded) >= batch[1][:, None]
-    spoilt = torch.where(noise[:, None], 100.0, batch[0]), *batch[1:]
+    noise = torch.arange(padded) >= batch.lengths[:, None]
+    spoilt = batch._replace(inputs=torch.where(noise[:, None], 100.0, batch.inputs))
     assert loss(net, spoilt, Recipe())[0] == values
 
 
@@ -107,19 +108,19 @@ def test_what_is_masked_is_not_seen(net):
     batch = batch_of(120, 80)
     mask = masked(batch)
     hidden = mask.repeat_interleave(4, dim=1)[:, None]
-    other = torch.where(hidden, torch.randn(batch[0].shape), batch[0])
-    assert torch.equal(net(batch[0], batch[1], mask)[0], net(other, batch[1], mask)[0])
-    assert not torch.equal(net(batch[0], batch[1], ~mask)[0], net(other, batch[1], ~mask)[0])
+    other = torch.where(hidden, torch.randn(batch.inputs.shape), batch.inputs)
+    assert torch.equal(net(batch.inputs, batch.lengths, mask)[0], net(other, batch.lengths, mask)[0])
+    assert not torch.equal(net(batch.inputs, batch.lengths, ~mask)[0], net(other, batch.lengths, ~mask)[0])
 
 
 def test_loss_and_score_count_masked_frames_alone(net):
     batch = augment(batch_of(160, 80), torch.Generator().manual_seed(0))
     value, shares = loss(net, batch, Recipe())
-    logits, codes = net(batch[0], batch[1], batch[3])
+    logits, codes = net(batch.inputs, batch.lengths, batch.extra[0])
     nats = -logits.log_softmax(dim=-1).gather(2, codes[..., None])[..., 0]
-    torch.testing.assert_close(value, nats[batch[3]].mean())
+    torch.testing.assert_close(value, nats[batch.extra[0]].mean())
     right = logits.argmax(-1) == codes
-    expected = torch.stack([row[mask].float().mean() for row, mask in zip(right, batch[3], strict=True)])
+    expected = torch.stack([row[mask].float().mean() for row, mask in zip(right, batch.extra[0], strict=True)])
     torch.testing.assert_close(shares, expected)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tiny import H100, emulating
 
+from speedkit.data.batch import Batch, tensors_of
 from speedkit.data.cache import open_cache
 from speedkit.data.loader import BatchStream
 from speedkit.fallbacks import resolve
@@ -47,20 +48,20 @@ def test_windows_on_the_device_are_gathered_there_into_the_same_batches():
             for each, rows in ((Plan(), None), (plan, cache))
         )
         for _ in range(2 * len(live)):
-            for one, other in zip(next(live), next(kept), strict=True):
+            for one, other in zip(tensors_of(next(live)), tensors_of(next(kept)), strict=True):
                 assert torch.equal(one.float(), other.float())
     stream = BatchStream(mine, mine.train, plan, batch_size=6, seed=0, device=cpu, cache=cache)
     stream.device = torch.device("meta")  # which holds no numbers, and needs no GPU
-    cache.entries, cache.labels = cache.entries.to("meta"), [cache.labels[0].to("meta")]
+    cache.entries, cache.labels = cache.entries.to("meta"), {"targets": cache.labels["targets"].to("meta")}
     batches = [next(stream) for _ in range(3)]
-    assert all(tensor.is_meta for batch in batches for tensor in batch), "nothing is copied from the host"
+    assert all(tensor.is_meta for batch in batches for tensor in tensors_of(batch)), "nothing is copied from the host"
 
 
 def test_augment_hides_a_uniform_number_of_bytes_anywhere_in_a_window():
     windows, generator = some_windows(50), torch.Generator()
     counts, places = [], 0
     for seed in range(64):
-        shown, clean = augment((windows, None), generator.manual_seed(seed))
+        shown, clean = augment(Batch(windows, None), generator.manual_seed(seed))[:2]
         hidden = shown == MASK
         assert clean is windows and torch.equal(shown[~hidden], windows[~hidden].long())
         counts.append(hidden.sum(dim=1))
@@ -76,8 +77,8 @@ def test_evaluation_hides_by_the_number_of_a_window_whatever_the_batch(net):
     shown = []
     net.register_forward_pre_hook(lambda _, inputs: shown.append(inputs[0]))
     windows, numbers = some_windows(64), torch.arange(64)
-    _, bits = loss(net, (windows, numbers), None)
-    parts = [loss(net, batch, None)[1] for batch in zip(windows.split(5), numbers.split(5), strict=True)]
+    _, bits = loss(net, Batch(windows, numbers), None)
+    parts = [loss(net, batch, None)[1] for batch in map(Batch, windows.split(5), numbers.split(5))]
     torch.testing.assert_close(torch.cat(parts), bits, rtol=1e-4, atol=1e-4)
     assert torch.equal(torch.cat(shown[1:]), shown[0])
     assert (shown[0] == MASK).sum(dim=1).tolist() == list(range(1, 65)), "every share of a window, once each"
@@ -85,8 +86,8 @@ def test_evaluation_hides_by_the_number_of_a_window_whatever_the_batch(net):
 
 def test_loss_is_the_sum_over_hidden_bytes_by_their_share_and_by_the_length(net):
     windows = some_windows(4)
-    shown, _ = augment((windows, None), torch.Generator().manual_seed(0))
-    value, bits = loss(net, (shown, windows), None)
+    shown = augment(Batch(windows, None), torch.Generator().manual_seed(0)).inputs
+    value, bits = loss(net, Batch(shown, windows), None)
     logits = net(shown).log_softmax(dim=2).detach()
     expected = []
     for row in range(4):

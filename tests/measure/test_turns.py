@@ -67,8 +67,8 @@ def clip_length(item):
 
 
 def clip_loss(model, batch, recipe):
-    outputs = model(batch[0].sum(dim=-1))
-    return torch.nn.functional.cross_entropy(outputs, batch[2]), outputs
+    outputs = model(batch.inputs.sum(dim=-1))
+    return torch.nn.functional.cross_entropy(outputs, batch.targets), outputs
 
 
 def test_where_lengths_differ_time_is_counted_per_padded_frame():

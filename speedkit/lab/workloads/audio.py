@@ -99,9 +99,8 @@ def log_mel(waveform: Tensor, sample_rate_hz: int, n_fft: int, *, hop: int, band
 
 def augment(batch: Batch, generator: torch.Generator) -> Batch:
     """Return the batch with each spectrogram [B, 1, M, F] turned in time, and one band and one stretch of it masked."""
-    inputs, targets = batch
-    inputs = time_shift(inputs, generator)
-    return spec_augment(inputs, generator), targets
+    inputs = time_shift(batch.inputs, generator)
+    return batch._replace(inputs=spec_augment(inputs, generator))
 
 
 class AudioNet(nn.Module):
@@ -124,8 +123,8 @@ class AudioNet(nn.Module):
 
 def loss(model: nn.Module, batch: Batch, recipe: Recipe) -> tuple[Tensor, Tensor]:
     """Return (mean cross-entropy over the batch, logits [B, K])."""
-    inputs, targets, *mixed = batch
-    logits = model(inputs)
-    if mixed:
-        targets = class_probabilities(targets, logits.shape[1], mixed)
+    logits = model(batch.inputs)
+    targets = batch.targets
+    if batch.extra:  # mixup
+        targets = class_probabilities(batch, logits.shape[1])
     return F.cross_entropy(logits, targets, label_smoothing=recipe.label_smoothing), logits

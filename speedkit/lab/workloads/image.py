@@ -83,8 +83,7 @@ def in_unit_range(image: Tensor) -> Tensor:
 
 def augment(batch: Batch, generator: torch.Generator) -> Batch:
     """Return the batch with each image [B, 3, H, W] moved, relit and with a rectangle cut out."""
-    inputs, targets = batch
-    return rand_augment(inputs, generator, strength=0.3), targets
+    return batch._replace(inputs=rand_augment(batch.inputs, generator, strength=0.3))
 
 
 class ImageNet(nn.Module):
@@ -118,11 +117,10 @@ def loss(model: nn.Module, batch: Batch, recipe: Recipe) -> tuple[Tensor, Tensor
     p is the softmax of the logits; q the target's distribution: one class, mixed with mixup's other one, then
     `label_smoothing` of it spread evenly. With `focal_gamma` alone it is the focal loss of Lin et al. (2017).
     """
-    inputs, targets, *mixed = batch
-    logits = model(inputs)
+    logits = model(batch.inputs)
     classes = logits.shape[1]
     log_p = F.log_softmax(logits.float(), dim=1)  # [B, K]
-    q = class_probabilities(targets, classes, mixed)
+    q = class_probabilities(batch, classes)
     q = torch.lerp(q, torch.full_like(q, 1 / classes), recipe.label_smoothing)
     if recipe.focal_gamma:
         wrong = -torch.expm1(log_p)  # 1 - p

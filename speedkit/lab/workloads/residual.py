@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from speedkit.workload import Batch
+
 
 class GroupNorm(nn.GroupNorm):
     """Group normalisation in the format of its input, also under CUDA's autocast.
@@ -58,10 +60,10 @@ def residual_net(stem: nn.Conv2d, widths: Sequence[int], depth: int) -> nn.Seque
     return nn.Sequential(*layers)
 
 
-def class_probabilities(targets: Tensor, classes: int, mixed: Sequence[Tensor]) -> Tensor:
-    """Return the targets [B] as probabilities [B, K]; `mixed` is what mixup adds: other targets [B], weights [B]."""
-    probabilities = F.one_hot(targets, classes).float()
-    if mixed:
-        others, weight = mixed
+def class_probabilities(batch: Batch, classes: int) -> Tensor:
+    """Return the targets of a batch as probabilities [B, K], where it went through mixup of two classes each."""
+    probabilities = F.one_hot(batch.targets, classes).float()
+    if batch.extra:
+        others, weight = batch.extra
         probabilities = torch.lerp(F.one_hot(others, classes).float(), probabilities, weight[:, None])
     return probabilities

@@ -105,13 +105,13 @@ def features(waveform: Tensor, **spectrogram: int) -> Tensor:
 
 def augment(batch: Batch, generator: torch.Generator) -> Batch:
     """Return the batch with a mask [B, N] of what to guess, drawn anew."""
-    return *batch, draw_mask(batch, generator)
+    return batch._replace(extra=(draw_mask(batch, generator),))
 
 
 def masked(batch: Batch) -> Tensor:
     """Return which frames of the net are to be guessed, [B, N]: at evaluation always the same."""
-    if len(batch) == 4:
-        return batch[3]
+    if batch.extra:
+        return batch.extra[0]
     return draw_mask(batch)
 
 
@@ -127,7 +127,7 @@ def share_right(outputs: Tensor, batch: Batch) -> Tensor:
 
 def draw_mask(batch: Batch, generator: torch.Generator | None = None) -> Tensor:
     """Return a mask [B, N] of one span in each block of each clip, its place drawn or the middle, none in padding."""
-    inputs, lengths = batch[:2]
+    inputs = batch.inputs
     count = inputs.shape[-1] // STRIDE
     blocks = math.ceil(inputs.shape[-1] / (STRIDE * BLOCK))
     place = torch.full((len(inputs), blocks, 1), 0.5, device=inputs.device)
@@ -136,7 +136,7 @@ def draw_mask(batch: Batch, generator: torch.Generator | None = None) -> Tensor:
     first = (place * (BLOCK - SPAN + 1)).long()
     offset = torch.arange(BLOCK, device=inputs.device)
     mask = (offset >= first) & (offset < first + SPAN)  # [B, blocks, BLOCK]
-    return mask.flatten(1)[:, :count] & within(count, lengths // STRIDE)
+    return mask.flatten(1)[:, :count] & within(count, batch.lengths // STRIDE)  # type: ignore[arg-type, operator]
 
 
 def segment_ends(count: int, lengths: Tensor) -> Tensor:
@@ -250,7 +250,7 @@ class SpeechNet(nn.Module):
 def loss(model: nn.Module, batch: Batch, recipe: Recipe) -> tuple[Tensor, Tensor]:
     """Return (mean cross-entropy of the codes over all masked frames, share of them guessed right in each clip [B])."""
     mask = masked(batch)
-    logits, codes = model(*batch[:2], mask)
+    logits, codes = model(batch.inputs, batch.lengths, mask)
     # A row for each frame: for [B, K, N] CUDA has no deterministic kernel.
     log_p = F.log_softmax(logits.float().transpose(1, 2), dim=1).transpose(1, 2).flatten(0, 1)  # [B * N, K]
     frame_loss = F.nll_loss(log_p, codes.flatten(), reduction="none").view_as(codes)

@@ -83,18 +83,18 @@ def windows_of(side: bytes, window: int) -> Tensor:
 
 
 def augment(batch: Batch, generator: torch.Generator) -> Batch:
-    """Return (windows with bytes hidden [B, T], windows [B, T]): of each a random number of its bytes, from 1 to T.
+    """Return a batch (windows with bytes hidden [B, T], windows [B, T]): of each a random number of bytes, 1 to T.
 
     The numbers are spread evenly over a batch, and each of them alone is uniform: the same mean loss with less noise
     (Kingma et al. 2021, "Variational Diffusion Models").
     """
-    windows, _ = batch
+    windows = batch.inputs
     count, window = windows.shape
     start = torch.rand((), generator=generator, device=windows.device)
     order = torch.rand((count, window), generator=generator, device=windows.device).argsort(dim=1)
     share = (start + torch.arange(count, device=windows.device) / count) % 1  # [B], below 1
     is_hidden = order <= (share * window).floor()[:, None]
-    return windows.long().masked_fill(is_hidden, MASK), windows
+    return Batch(windows.long().masked_fill(is_hidden, MASK), windows)
 
 
 @functools.lru_cache(maxsize=4)
@@ -111,7 +111,8 @@ def loss(model: nn.Module, batch: Batch, recipe: Recipe) -> tuple[Tensor, Tensor
     With a uniform number of hidden bytes that is on average an upper bound of the negative log-likelihood per byte (Nie
     et al. 2025, equations 3 and 6). A batch that did not go through `augment` has bytes hidden by a fixed rule.
     """
-    shown, windows = batch
+    shown = batch.inputs
+    windows = batch.targets
     if windows.dim() == 1:  # (windows, their numbers)
         mask = evaluation_masks(shown.shape[1], shown.device)[windows % RATIOS]
         windows = shown
