@@ -14,6 +14,7 @@ import torch
 from tiny import load, points
 
 from speedkit.data import sampler
+from speedkit.data.batch import tensors_of
 from speedkit.data.decode import BadItem
 from speedkit.data.loader import BatchStream
 from speedkit.data.sampler import BatchSampler, padded_frames, padded_lengths, shuffled
@@ -41,7 +42,9 @@ def take(count, workload=None, **options):
 
 
 def same(batches, expected):
-    return all(torch.equal(*pair) for both in zip(batches, expected, strict=True) for pair in zip(*both, strict=True))
+    """Whether they hold the same tensors."""
+    mine, theirs = ([tensor for batch in side for tensor in tensors_of(batch)] for side in (batches, expected))
+    return all(map(torch.equal, mine, theirs)) and len(mine) == len(theirs)
 
 
 # Order.
@@ -50,14 +53,14 @@ def same(batches, expected):
 def test_each_epoch_holds_every_item_once_and_drop_last_leaves_out_the_rest():
     workload = points(train=100)
     batches = take(14, workload)  # 6 of 16 and 1 of 4, twice
-    assert [len(inputs) for inputs, _ in batches] == [16, 16, 16, 16, 16, 16, 4] * 2
-    epochs = [torch.cat([inputs for inputs, _ in part]) for part in (batches[:7], batches[7:])]
+    assert [len(batch.inputs) for batch in batches] == [16, 16, 16, 16, 16, 16, 4] * 2
+    epochs = [torch.cat([batch.inputs for batch in part]) for part in (batches[:7], batches[7:])]
     assert not torch.equal(*epochs)
     assert torch.equal(*(epoch.sort(dim=0).values for epoch in epochs))
-    assert {len(inputs) for inputs, _ in take(14, workload, drop_last=True)} == {16}
+    assert {len(batch.inputs) for batch in take(14, workload, drop_last=True)} == {16}
     assert torch.equal(epochs[0], torch.stack([2 * load(workload.train[index], 8) for index in shuffled(100, 0, 0)]))
     in_order = open_stream(workload, seed=None)
-    assert sum(len(inputs) for inputs, _ in in_order.one_epoch()) == 100 and len(in_order) == 7
+    assert sum(len(batch.inputs) for batch in in_order.one_epoch()) == 100 and len(in_order) == 7
 
 
 def test_loader_processes_are_copies_where_others_are_the_default():  # as in Python 3.14
@@ -153,7 +156,7 @@ def draw(item):
 
 
 def test_no_two_items_get_the_same_random_numbers_in_workers_and_a_gradient_s_history_stays_there():
-    drawn = torch.cat([inputs for inputs, _ in take(12, dataclasses.replace(points(), load=draw), workers=2)])
+    drawn = torch.cat([batch.inputs for batch in take(12, dataclasses.replace(points(), load=draw), workers=2)])
     assert [len(column.unique()) for column in drawn.T[:3]] == [192] * 3 and not drawn.requires_grad  # of two epochs
 
 
@@ -202,8 +205,9 @@ def decode(item, decoder="soundfile"):
 
 def test_the_decoder_of_the_plan_reaches_the_workload_or_is_refused():
     workload = dataclasses.replace(points(), load=decode, decoders=("torchcodec",))
-    (plain, _), (other, _) = take(1, workload)[0], take(1, workload, decoder="torchcodec", workers=1)[0]
-    assert torch.equal(plain + 2, other)
+    [plain] = take(1, workload)
+    [other] = take(1, workload, decoder="torchcodec", workers=1)
+    assert torch.equal(plain.inputs + 2, other.inputs)
     with pytest.raises(PlanError, match="decoder=torchcodec"):
         take(1, decoder="torchcodec")
 
