@@ -257,7 +257,7 @@ def compare(plan_a: str, plan_b: str, workload: str, **values: Any) -> int:
 def cache(action: str, folder: str, workload: str, **values: Any) -> int:
     """Build cached features for --plan in DIR, the folder that --cache-dir names; describe, verify or repair them."""
     from speedkit.data.cache import build_cache
-    from speedkit.data.cache_files import caches_in, damaged_rows, describe
+    from speedkit.data.cache_files import caches_in, damage, describe
 
     if action == "build":
         work, _ = find_workload(workload, values)
@@ -270,8 +270,8 @@ def cache(action: str, folder: str, workload: str, **values: Any) -> int:
     else:
         damaged = []
         for path in caches_in(folder):
-            damaged += [f"{path}: entry {row}" for row in damaged_rows(path, repair=action == "repair")]
-        lines = [f"{len(damaged)} entries are not as they were written", *damaged]
+            damaged += [f"{path}: {what}" for what in damage(path, repair=action == "repair")]
+        lines = [f"{len(damaged)} parts are not as they were written", *damaged]
     click.echo("\n".join(lines))
     return 1 if action == "verify" and damaged else 0
 

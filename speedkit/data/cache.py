@@ -21,11 +21,21 @@ from xxhash import xxh3_64_intdigest
 
 from speedkit.data.batch import Batch
 from speedkit.data.batches import BatchLoader, BatchMaker, item_name
-from speedkit.data.cache_files import ENTRY, INDEX, VALUES, add_items, fingerprint, item_key, mapped
+from speedkit.data.cache_files import (
+    ENTRY,
+    HEADER,
+    INDEX,
+    VALUES,
+    add_items,
+    fingerprint,
+    item_key,
+    mapped,
+    new_index,
+    read_index,
+)
 from speedkit.data.cache_in_memory import CacheInMemory, as_float32, rows_on_device, select
 from speedkit.data.decode import BadItem
 from speedkit.errors import SpeedkitError
-from speedkit.files import read_json, write_json
 from speedkit.machine import MEMORY_SHARE, cache_root, free_bytes, this_machine
 from speedkit.plan import Plan
 
@@ -86,6 +96,8 @@ def build_cache(
         with FileLock(folder / ".lock"):  # a second builder waits, and finds all entries
             cache = FeatureCache(workload, items, plan, folder=folder)
             cache.build(workers, progress)
+        if cache.built and any(root.glob("*/shape.json")):
+            cache.why += f"; {root} also holds caches of an older format, which nothing reads any more: delete them"
     except OSError as error:
         problem = f"the feature cache in {folder} cannot be built ({error})"
         raise SpeedkitError(f"{problem}: make room or name another folder with --cache-dir, and start again") from error
@@ -117,7 +129,11 @@ class FeatureCache:
         self.torch_dtype = getattr(torch, self.dtype.name)
 
         # Where each item's entry is: its row in the index, its first value in the file, and how long it is.
-        self.shape = self._first_shape()
+        found = read_index(folder)
+        if found is None:
+            found = self._first_shape(), np.zeros(0, ENTRY)
+            new_index(folder, found[0])
+        self.shape, rows = found
         self.varies = workload.length is not None
         if workload.length is None:
             self.lengths = np.full(len(items), self.shape[-1])  # [N] the last dimension of each entry
@@ -125,8 +141,8 @@ class FeatureCache:
             self.lengths = np.fromiter(map(workload.length, items), np.int64, len(items))
         sizes = self.lengths * math.prod(self.shape[:-1]) * self.dtype.itemsize  # [N] bytes
         self.key = np.fromiter(map(item_key, items, sizes.tolist()), np.uint64, len(items))
-        self.row = add_items(folder / INDEX, self.key, sizes)
-        self.entry_count = (folder / INDEX).stat().st_size // ENTRY.itemsize
+        self.row = add_items(folder / INDEX, rows, keys=self.key, sizes=sizes)
+        self.entry_count = ((folder / INDEX).stat().st_size - HEADER.itemsize) // ENTRY.itemsize
         self._map()
         ends = np.cumsum(self.index["size"])[self.row]
         self.begin = (ends - sizes) // self.dtype.itemsize
@@ -147,24 +163,18 @@ class FeatureCache:
         self._map()
 
     def _map(self) -> None:
-        self.index = mapped(self.folder / INDEX, ENTRY, self.entry_count)
+        self.index = mapped(self.folder / INDEX, ENTRY, self.entry_count, offset=HEADER.itemsize)
         values = int(self.index["size"].sum()) // self.dtype.itemsize
         self.values = mapped(self.folder / VALUES, self.dtype, values)
 
     def _first_shape(self) -> tuple[int, ...]:
         """Return the shape of the first entry that can be computed."""
-        path = self.folder / "shape.json"
-        if self.items and path.exists():
-            return tuple(read_json(path))
         error = None
         for item in self.items:
             try:
-                shape = self._compute(item).shape
+                return self._compute(item).shape
             except BadItem as bad:
                 error = bad
-            else:
-                write_json(path, shape)
-                return shape
         raise SpeedkitError(f"none of the {len(self.items)} items can be read: {error}")
 
     def build(self, workers: int, progress: bool) -> None:

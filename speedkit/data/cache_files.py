@@ -1,11 +1,13 @@
 """The folder of a feature cache: what its entries depend on, its files, and how they are verified.
 
 values.bin  the entries, one after another
-index.bin   for each entry its key, which tells items and states of their files apart, its size in bytes, and its xxh3,
-            which is 0 while the entry is not computed: writing this checksum commits an entry
-shape.json  the shape of the first entry
+index.bin   a header with the format of these files and the shape of the first entry, and for each entry its key, which
+            tells items and states of their files apart, its size in bytes, a check of both, and its xxh3, which is 0
+            while the entry is not computed: writing this checksum commits an entry
 
 Entries are appended and never moved. An item whose file has changed gets a new entry; the old one is not read again.
+Where the index is not as it was written, both files are made anew. None is written over: a run that reads the old ones
+goes on with them.
 """
 
 import functools
@@ -30,7 +32,9 @@ if TYPE_CHECKING:
     from speedkit.workload import Workload
 
 VALUES, INDEX = "values.bin", "index.bin"
-ENTRY = np.dtype([("key", np.uint64), ("size", np.int64), ("checksum", np.uint64)])
+FORMAT = 2  # of these files: another one is another folder
+HEADER = np.dtype((np.int64, 10))  # the check of the other numbers, and the shape of the first entry, ended by a -1
+ENTRY = np.dtype([("key", np.uint64), ("size", np.int64), ("check", np.uint64), ("checksum", np.uint64)])
 VERSIONED = ("torch", "torchaudio", "torchvision", "numpy", "soundfile")  # some are extras
 PLAIN = (bool, int, float, complex, str, type(None))
 
@@ -44,6 +48,7 @@ def fingerprint(workload: "Workload", plan: Plan) -> str:
     waveform = plan.cache_of == "waveform"
     return content_hash(
         {
+            "format": FORMAT,
             "dtype": workload.kept_as if waveform else plan.cache_dtype,
             "load": workload.load_by(plan.decoder),
             "features": None if waveform else workload.features,
@@ -103,16 +108,16 @@ def source_of(code: Any) -> str:
         return ""
 
 
-def mapped(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
-    """Map a file of `count` numbers, lengthened where it is too short; the new zeros match no checksum."""
-    size = count * dtype.itemsize
+def mapped(path: Path, dtype: np.dtype, count: int, *, offset: int = 0) -> np.ndarray:
+    """Map `count` numbers of a file from `offset` [bytes] on; it is lengthened by zeros, which match no checksum."""
+    size = offset + count * dtype.itemsize
     present = path.stat().st_size if path.exists() else 0
     if present < size:
         with path.open("ab") as file:
             if hasattr(os, "posix_fallocate"):  # else a full disk would be a signal when a page is written
                 os.posix_fallocate(file.fileno(), present, size - present)
             file.truncate(size)
-    return np.asarray(np.memmap(path, dtype, "r+", shape=(count,)))
+    return np.asarray(np.memmap(path, dtype, "r+", offset=offset, shape=(count,)))
 
 
 def item_key(item: Any, size: int) -> int:
@@ -137,26 +142,53 @@ def _identity(item: Any) -> str:
     return f"{os.path.abspath(str(path))} {status.st_size} {status.st_mtime_ns}"
 
 
-def add_items(path: Path, keys: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Return the row of each item in the index at `path`, by its key [N]; items that the index lacks are appended.
+def read_index(folder: Path) -> tuple[tuple[int, ...], np.ndarray] | None:
+    """Return the shape of the first entry and the rows of the index; None where it is not as it was written."""
+    path = folder / INDEX
+    if not path.exists() or path.stat().st_size < HEADER.itemsize:
+        return None
+    [header] = np.fromfile(path, HEADER, count=1)
+    rows = np.fromfile(path, ENTRY, offset=HEADER.itemsize)
+    if header[0] != check_of(header) or (rows["check"] != row_checks(rows)).any():
+        return None
+    shape = header[1:].tolist()
+    return tuple(shape[: shape.index(-1)]), rows
+
+
+def new_index(folder: Path, shape: tuple[int, ...]) -> None:
+    """Begin with an empty index, and without the entries that another one may have had."""
+    for name in (INDEX, VALUES):
+        (folder / name).unlink(missing_ok=True)
+    header = np.full(HEADER.shape, -1)
+    header[1 : 1 + len(shape)] = shape
+    header[0] = check_of(header)
+    (folder / INDEX).write_bytes(header.tobytes())
+
+
+def check_of(header: np.ndarray) -> int:
+    """Return the hash of all in a header but its first number."""
+    return xxh3_64_intdigest(header[1:].tobytes()) >> 1  # it is signed
+
+
+def row_checks(rows: np.ndarray) -> np.ndarray:
+    """Return for each row what tells that its key and size belong together: it changes whenever one of them does."""
+    return rows["key"] * np.uint64(0x9E3779B97F4A7C15) + rows["size"].view(np.uint64) * np.uint64(3) + np.uint64(1)
+
+
+def add_items(path: Path, index: np.ndarray, *, keys: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Return the row of each item in the `index` at `path`, by its key [N]; items that it lacks are appended.
 
     They get the next rows in the order of the list: where entries lie does not depend on who computes what when, so a
     build that was killed ends with the same bytes as one that was not.
     """
-    index = np.zeros(0, ENTRY)
-    if path.exists():
-        index = np.fromfile(path, ENTRY)
     row = rows_of(keys, index)
-    old = row < len(index)
-    if (index["size"][row[old]] != sizes[old]).any():  # damaged: every entry behind would lie elsewhere
-        path.unlink()
-        return add_items(path, keys, sizes)
-    if not old.all():
+    if (row >= len(index)).any():
         grown = np.zeros(row.max() + 1, ENTRY)
         grown["key"][row] = keys
         grown["size"][row] = sizes
+        grown["check"] = row_checks(grown)
         with path.open("ab") as file:
-            file.truncate(index.nbytes)  # what a kill has left of a row
+            file.truncate(HEADER.itemsize + index.nbytes)  # what a kill has left of a row
             file.write(grown[len(index) :].tobytes())
     return row
 
@@ -178,27 +210,34 @@ def caches_in(folder: str | Path) -> list[Path]:
     return caches
 
 
-def damaged_rows(folder: Path, repair: bool = False) -> list[int]:
-    """Return the entries that do not match their checksums.
+def damage(folder: Path, repair: bool = False) -> list[str]:
+    """Return in words what is not as it was written: entries, or the index itself.
 
-    `repair` marks them as not computed yet, so that the next use computes them.
+    `repair` marks such entries as not computed, so that the next use computes them; without its index it computes all.
     """
-    index = np.fromfile(folder / INDEX, ENTRY)
-    values = np.memmap(folder / VALUES, np.uint8, "r")
+    found = read_index(folder)
+    if found is None:
+        if repair:
+            (folder / INDEX).unlink(missing_ok=True)
+        return ["the index"]
+    rows = found[1]
+    values = np.zeros(0, np.uint8)  # an empty file cannot be mapped
+    if (folder / VALUES).stat().st_size:
+        values = np.memmap(folder / VALUES, np.uint8, "r")
     damaged = []
     end = 0
-    for row, (key, size, checksum) in enumerate(index.tolist()):
+    for row, (key, size, _, checksum) in enumerate(rows.tolist()):
         end += size
         entry = values[end - size : end]
         if checksum and (len(entry) != size or xxh3_64_intdigest(entry.data, key) != checksum):
             damaged.append(row)
     if repair:
-        mapped(folder / INDEX, ENTRY, len(index))["checksum"][damaged] = 0
-    return damaged
+        mapped(folder / INDEX, ENTRY, len(rows), offset=HEADER.itemsize)["checksum"][damaged] = 0
+    return [f"entry {row}" for row in damaged]
 
 
 def describe(folder: Path) -> str:
     """Return a line about a cache."""
-    checksums = np.fromfile(folder / INDEX, ENTRY)["checksum"]
+    checksums = np.fromfile(folder / INDEX, ENTRY, offset=HEADER.itemsize)["checksum"]
     size_mb = (folder / VALUES).stat().st_size / 1e6
     return f"{folder}: {np.count_nonzero(checksums)} of {len(checksums)} entries are computed, {size_mb:.3g} MB"

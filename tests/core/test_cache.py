@@ -21,7 +21,7 @@ from tiny import Point, points
 
 from speedkit.data import cache as module
 from speedkit.data.cache import open_cache
-from speedkit.data.cache_files import damaged_rows, fingerprint
+from speedkit.data.cache_files import damage, fingerprint
 from speedkit.data.decode import BadItem
 from speedkit.errors import SpeedkitError
 from speedkit.plan import Plan
@@ -244,7 +244,7 @@ def test_a_killed_build_goes_on_and_comes_out_the_same(tmp_path, opened, times):
         started = len(log.read_text().split())
         cache = opened(many, folder=f"{number}")
         assert 100 > 100 - cache.built >= started - 1 - processes  # one more is tried for the shape of entries
-        assert content(cache.folder) == whole and damaged_rows(cache.folder) == []
+        assert content(cache.folder) == whole and damage(cache.folder) == []
 
 
 def test_two_builders_at_once_share_the_work_of_one(tmp_path, opened):
@@ -292,7 +292,7 @@ MANY = [("values.bin", True)] * 120 + [("index.bin", True)] * 80
 @pytest.mark.parametrize("kinds", [FEW, pytest.param(MANY, marks=pytest.mark.slow)], ids=len)
 def test_damage_is_found_never_served_and_mended(workload, opened, tmp_path, kinds):
     expected, folder, rng = live(workload), opened(workload).folder, random.Random(0)
-    before = content(folder)
+    before, few = content(folder), workload.train[7:3:-1]
     for name, flipped in kinds:
         for where in ("disk", "ram"):
             copy = tmp_path / "copy" / folder.name
@@ -300,8 +300,34 @@ def test_damage_is_found_never_served_and_mended(workload, opened, tmp_path, kin
             place = rng.randrange((copy / name).stat().st_size)
             flip(copy / name, place, rng.randrange(8)) if flipped else os.truncate(copy / name, place)
             if flipped or name == "values.bin":  # entries that an index has lost are computed anew
-                assert damaged_rows(copy), f"{name} at {place} was not found"
+                assert damage(copy), f"{name} at {place} was not found"
+            # Some of the items alone: the rows of the others are read as well.
+            assert torch.equal(served(opened(workload, few, folder="copy", cache=where)), live(workload, few))
             assert torch.equal(served(opened(workload, folder="copy", cache=where)), expected), f"{name} was served"
-            if name == "values.bin":
-                assert content(copy) == before and damaged_rows(copy) == []
+            assert damage(copy) == [] and (name == "index.bin" or content(copy) == before)
             shutil.rmtree(tmp_path / "copy")
+
+
+def test_a_run_goes_on_with_its_entries_when_another_finds_the_index_damaged(workload, opened):
+    mine = opened(workload)
+    flip(mine.folder / "index.bin", 90)
+    other = opened(workload, items=workload.train[::-1])  # lies in another order in the same files
+    assert other.built == 20 and torch.equal(served(other), live(workload, workload.train[::-1]))
+    assert torch.equal(served(mine), live(workload))
+
+
+@pytest.mark.parametrize("place", [3, 90])  # in the header, and in a row
+def test_an_index_that_is_damaged_is_repaired_by_making_it_anew(workload, opened, place):
+    folder = opened(workload).folder
+    before = content(folder)
+    flip(folder / "index.bin", place)
+    assert damage(folder, repair=True) == ["the index"]
+    assert opened(workload).built == 20 and content(folder) == before
+
+
+def test_a_cache_of_an_older_format_is_left_alone_and_told_of_once(workload, opened, tmp_path):
+    older = tmp_path / "cache" / "points-features-0" / "shape.json"
+    older.parent.mkdir(parents=True)
+    older.write_text("[2, 8]")
+    assert "older format" in opened(workload).why and "older format" not in opened(workload).why
+    assert older.read_text() == "[2, 8]"
