@@ -4,6 +4,7 @@ import dataclasses
 import os
 from typing import TYPE_CHECKING, Any
 
+from speedkit.data.own_loader import own_settings
 from speedkit.errors import PlanError
 from speedkit.machine import Hardware, this_machine
 from speedkit.plan import CUDA_GRAPHS, TUNED, Plan
@@ -114,7 +115,7 @@ def resolve(
     check_ranks(plan, hardware)
     effective = EffectivePlan(plan, plan)
     if workload is not None and workload.own_loader is not None:
-        settings = workload.own_loader.own_settings(plan)
+        settings = own_settings(workload.own_loader.loader, plan)
         effective = EffectivePlan(plan, dataclasses.replace(plan, **settings))
     # In this order: what a field falls back to is looked at by the rules after it.
     effective = machine_rules(effective, hardware)
@@ -156,9 +157,8 @@ def machine_rules(effective: EffectivePlan, hardware: Hardware) -> EffectivePlan
 def data_rules(effective: EffectivePlan, workload: "Workload") -> EffectivePlan:
     """Return `effective` with what the items of `workload`, or its author's loader, can be."""
     if workload.own_loader is not None:
-        for field, instead, applies, why in workload.own_loader.cases():
-            if applies:
-                effective = effective.fall_back(field, instead, why)
+        for field, instead, why in workload.own_loader.rules():
+            effective = effective.fall_back(field, instead, why)
     if not workload.cacheable:
         if workload.rows is None or effective.plan.cache != "device":  # rows are entries already
             effective = effective.fall_back("cache", "off", IN_MEMORY)

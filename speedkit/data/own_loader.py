@@ -40,7 +40,7 @@ DEFAULTS = dataclasses.asdict(Plan())
 SAMPLES_COMPARED = 8  # that a data set makes twice, to see whether it draws them at random
 END = object()  # of a loader's batches
 WITHOUT_LENGTH = 20  # batches to test on, of a loader that does not say how many it has
-Case = tuple[str, Any, bool, str]  # a field of the plan, what it is instead, when, and why
+Rule = tuple[str, Any, str]  # a field of the plan, what it is instead, and why
 
 
 # ---- what of a plan a loader can do ----
@@ -66,14 +66,14 @@ def own_settings(loader: Any, plan: Plan) -> dict[str, Any]:
     return own
 
 
-def loader_cases(loader: Any) -> list[Case]:
-    """Return what a loader cannot do of a plan."""
+def rules_of_loader(loader: Any) -> Iterator[Rule]:
+    """Yield what a loader cannot do of a plan."""
     own = DEFAULTS | own_settings(loader, Plan())
-    streams = isinstance(getattr(loader, "dataset", None), IterableDataset)  # each worker would give all of it
-    return [
-        *((field, own[field], not is_plain(loader), own_way(loader)) for field in LOADER_OPTIONS),
-        ("workers", own["workers"], streams, "how many your data set can take you know: give your loader a number"),
-    ]
+    if not is_plain(loader):
+        for field in LOADER_OPTIONS:
+            yield field, own[field], own_way(loader)
+    if isinstance(getattr(loader, "dataset", None), IterableDataset):  # each worker would give all of it
+        yield "workers", own["workers"], "how many your data set can take you know: give your loader a number"
 
 
 def loader_options(loader: DataLoader, plan: Plan) -> dict[str, Any]:
@@ -152,17 +152,13 @@ class LoaderItems:
     def __getitem__(self, index: Any) -> NoReturn:
         raise UsageError("a loader gives whole batches: single items, which this takes, are in from_dataset")
 
-    def own_settings(self, plan: Plan) -> dict[str, Any]:
-        """Return what the loader's author has set, of the fields that `plan` leaves at their defaults."""
-        return own_settings(self.loader, plan)
-
-    def cases(self) -> list[Case]:
-        """Return what of a plan is not for such samples."""
-        return [
-            *((field, DEFAULTS[field], True, "your loader gives whole batches, and no items") for field in OF_ITEMS),
-            ("micro_batch", None, not self.splits, "not all of a batch counts its samples first: it stays whole"),
-            *loader_cases(self.loader),
-        ]
+    def rules(self) -> Iterator[Rule]:
+        """Yield what of a plan is not for such samples."""
+        for field in OF_ITEMS:
+            yield field, DEFAULTS[field], "your loader gives whole batches, and no items"
+        if not self.splits:
+            yield "micro_batch", None, "not all of a batch counts its samples first: it stays whole"
+        yield from rules_of_loader(self.loader)
 
 
 class LoaderSource:

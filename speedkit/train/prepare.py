@@ -114,9 +114,7 @@ def rules_of_loop(
         yield field, DEFAULTS[field], "only your loop can do that"
     if resolve(Plan(precision=plan.precision), hardware).plan.precision == "fp16":
         yield "precision", "default", "float16 needs a loss that your loop scales by torch.amp.GradScaler"
-    for field, value, when, why in own_loader.loader_cases(loader):
-        if when:
-            yield field, value, why
+    yield from own_loader.rules_of_loader(loader)
     if not isinstance(optimizer, SGD | Adam | AdamW) or optimizer.state:
         fused = all(group.get("fused") for group in optimizer.param_groups)
         yield "fused_optimizer", fused, "SGD, Adam and AdamW have a fused form, before their first step"
