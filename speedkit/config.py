@@ -37,7 +37,7 @@ def settings(cls: type[T]) -> type[T]:
     model: Any = pydantic.dataclasses.dataclass(cls, frozen=True, kw_only=True, config=config)
     validate = model.__init__
 
-    def __init__(self: Any, **values: Any) -> None:
+    def __init__(self: Any, /, **values: Any) -> None:
         try:
             validate(self, **values)
         except pydantic.ValidationError as error:
@@ -47,11 +47,11 @@ def settings(cls: type[T]) -> type[T]:
             fields = settings_of(model)
             if name not in fields:
                 hint = spelling_of_today(name) or nearest(name, fields)
-                raise PlanError(f"{name!r} is not a field of {cls.__name__}{hint}") from None
+                raise PlanError(f"{name!r:.60} is not a field of {cls.__name__}{hint}") from None
             takes = fields[name].takes
             words = f"; it takes {' | '.join(takes)}{nearest(str(value), takes)}"
             hint = spelling_of_today(f"{name}={value}") or words
-            raise PlanError(f"{name}={value!r} is not possible{hint}") from None
+            raise PlanError(f"{name}={value!r:.60} is not possible{hint}") from None
 
     model.__init__ = __init__
     return model
@@ -98,14 +98,28 @@ def _from_text(text: Any) -> Any:
 def from_yaml(cls: type[T], path: str | Path) -> T:
     """Return the `cls` in the YAML file at `path`. Raises PlanError with the file and what is wrong in it."""
     try:
-        # All values as texts, as on the command line: a YAML reader that tells types makes a bare `off` false.
-        values = yaml.load(Path(path).read_text(encoding="utf-8"), yaml.BaseLoader)
-        if not isinstance(values, dict):
-            raise PlanError(f"it must hold lines of `field: value`, not a {type(values).__name__}")
-        return from_mapping(cls, values)
-    except (OSError, ValueError, yaml.YAMLError, PlanError) as error:
+        return from_mapping(cls, _texts_in(Path(path).read_text(encoding="utf-8")))
+    except (OSError, ValueError, yaml.YAMLError, RecursionError, PlanError) as error:
         why = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise PlanError(f"{path}: {why}") from error
+
+
+def _texts_in(text: str) -> dict[str, str]:
+    """Return the values in YAML as texts, as on the command line: a reader that tells types makes a bare `off` false.
+
+    What stands for something else in the file (aliases) is not filled in: it may be of any size.
+    """
+    node = yaml.compose(text, yaml.BaseLoader)
+    if not isinstance(node, yaml.MappingNode):
+        raise PlanError("it must hold lines of `field: value`")
+    values: dict[str, str] = {}
+    for key, value in node.value:
+        if not (isinstance(key, yaml.ScalarNode) and isinstance(value, yaml.ScalarNode)):
+            raise PlanError(f"line {key.start_mark.line + 1} is no `field: value`: a field has one value")
+        if key.value in values:
+            raise PlanError(f"{key.value} stands there twice")
+        values[key.value] = value.value
+    return values
 
 
 def to_yaml(instance: Any) -> str:

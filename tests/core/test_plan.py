@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import pytest
 import torch
@@ -36,6 +37,31 @@ def test_texts_stand_for_values(tmp_path):
 def test_values_are_never_bent_to_fit(values):
     with pytest.raises(PlanError, match="is not possible; it takes "):
         Plan(**values)
+
+
+# Each line holds the one before nine times: nine to the eighth in all.
+BOMB = "a: &a x\n" + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in itertools.pairwise("abcdefghi"))
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (BOMB, "line 2 is no `field: value`: a field has one value"),
+        ("workers: {a: 1}", "line 1 is no"),
+        ("? [1]\n: 2", "line 1 is no"),
+        ("workers: 1\nworkers: 2", "workers stands there twice"),
+        ("self: 1", "'self' is not a field of Plan"),
+        ("workers: " + "x" * 400, "workers='xxx"),
+        ("[" * 5000, "maximum recursion depth|it must hold"),
+    ],
+    ids=["bomb", "mapping", "key", "twice", "self", "long", "deep"],
+)
+def test_what_is_no_plan_is_one_short_sentence(tmp_path, text, why):
+    path = tmp_path / "plan.yaml"
+    path.write_text(text)
+    with pytest.raises(PlanError, match=why) as caught:
+        from_yaml(Plan, path)
+    assert len(str(caught.value)) < len(str(path)) + 300
 
 
 @pytest.mark.parametrize(("share", "steps"), [(0.5, [3, 6, 9, 12]), (0.01, [*range(1, 13)])])
