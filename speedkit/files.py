@@ -49,7 +49,10 @@ def finite(value: Any) -> Any:
 
 def write_quarantine(path_csv: str | Path, bad: Iterable[tuple[str, str]]) -> None:
     """Write (path, why) of every file left out to a CSV with the columns path and why, atomically."""
-    with atomic(path_csv) as temporary, temporary.open("w", newline="", encoding="utf-8") as stream:
+    with (
+        atomic(path_csv) as temporary,
+        temporary.open("w", newline="", encoding="utf-8", errors="surrogateescape") as stream,
+    ):
         csv.writer(stream).writerows([("path", "why"), *bad])
 
 

@@ -98,7 +98,7 @@ def find_items(
             side = "train"
         try:
             sides[side].append(item if kind == "image" else with_header(item))
-        except (RuntimeError, OSError) as error:  # libsndfile's errors are RuntimeErrors
+        except (RuntimeError, OSError, UnicodeError) as error:  # libsndfile's errors are RuntimeErrors
             bad[str(path)] = str(error)
     check_bad_share(bad, len(files))
     train, test, validation = map(tuple, sides.values())
@@ -254,7 +254,7 @@ def choose_test_set(files: Labels, root: Path, *, test_pattern: str | None, shar
 
     def stable_hash(path: Path) -> bytes:
         name = path.relative_to(root) if path.is_relative_to(root) else path
-        return hashlib.blake2b(f"0:{name.as_posix()}".encode(), digest_size=8).digest()  # 0 is its seed
+        return hashlib.blake2b(os.fsencode(f"0:{name.as_posix()}"), digest_size=8).digest()  # 0 is its seed
 
     classes = defaultdict(list)
     for path in sorted(files, key=stable_hash):

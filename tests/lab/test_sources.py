@@ -1,5 +1,7 @@
 """Finding the data: three sources of labels, the split, text, and one sentence for what cannot be used."""
 
+import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 import soundfile
 
 from speedkit.errors import SpeedkitError
+from speedkit.files import write_quarantine
 from speedkit.lab.sources import Item, find_items, find_text
 
 
@@ -120,3 +123,12 @@ def test_bad_and_missing_files_are_quarantined_by_name_and_more_than_one_in_twen
     assert len(split.train) + len(split.test) == 39
     with pytest.raises(SpeedkitError, match=r"3 of 42 files cannot be used, over 5%.*repair or remove"):
         find_items(tmp_path, labels=table(tmp_path, "path,label", *rows, "a/gone.wav,a", "b/gone.wav,b"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each file name is a text")
+def test_a_file_whose_name_is_no_text_is_left_out_and_named(tmp_path):
+    folder_of_classes(tmp_path / "data", owl=20, frog=20)
+    os.link(tmp_path / "data/owl/clip0.wav", os.fsencode(tmp_path / "data" / "owl") + b"/caf\xe9.wav")
+    split = find_items(tmp_path / "data", test_pattern=None)
+    write_quarantine(tmp_path / "quarantine.csv", split.quarantined)
+    assert len(split.quarantined) == 1 and b"/caf\xe9.wav," in (tmp_path / "quarantine.csv").read_bytes()
