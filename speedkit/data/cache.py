@@ -4,16 +4,18 @@ A build that is killed loses the entry it was at. An entry that does not match i
 computed again, in place. Other parameters, code or library versions mean another folder, so nothing stale is served.
 """
 
+import contextlib
 import math
+import os
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from torch import Tensor
 from torch.utils.data import default_collate
 from tqdm.auto import tqdm
@@ -41,6 +43,8 @@ from speedkit.plan import Plan
 
 if TYPE_CHECKING:
     from speedkit.workload import Workload
+
+WAIT_S = 3.0  # for another process, until it is told of
 
 
 def open_cache(
@@ -93,7 +97,7 @@ def build_cache(
     folder = root / name.replace("/", "_")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / ".lock"):  # a second builder waits, and finds all entries
+        with building(folder):
             cache = FeatureCache(workload, items, plan, folder=folder)
             cache.build(workers, progress)
         if cache.built and any(root.glob("*/shape.json")):
@@ -102,6 +106,23 @@ def build_cache(
         problem = f"the feature cache in {folder} cannot be built ({error})"
         raise SpeedkitError(f"{problem}: make room or name another folder with --cache-dir, and start again") from error
     return cache
+
+
+@contextlib.contextmanager
+def building(folder: Path) -> Iterator[None]:
+    """Let one process at a time build in `folder`: a second one says for whom it waits, and finds all entries then."""
+    lock = FileLock(folder / ".lock")
+    builder = folder / ".builder"
+    try:
+        lock.acquire(timeout=WAIT_S)
+    except Timeout:
+        warnings.warn(f"waiting for process {builder.read_text()}, which builds the cache in {folder}", stacklevel=4)
+        lock.acquire()
+    try:
+        builder.write_text(str(os.getpid()))
+        yield
+    finally:
+        lock.release()
 
 
 class FeatureCache:

@@ -254,6 +254,17 @@ def test_two_builders_at_once_share_the_work_of_one(tmp_path, opened):
     assert opened(many).built == 0 and torch.equal(served(opened(many)), live(many))
 
 
+def test_a_run_says_for_whom_it_waits(tmp_path, opened, monkeypatch):
+    monkeypatch.setattr("speedkit.data.cache.WAIT_S", 0.1)
+    many = files_workload(tmp_path / "data", 40, wait_s=0.05)
+    child = forked(opened, many)
+    while not list(tmp_path.glob("cache/*/.builder")):
+        time.sleep(0.01)
+    with pytest.warns(UserWarning, match=f"waiting for process {child}, which builds the cache"):
+        assert opened(many).built == 0
+    assert exit_code(child) == 0
+
+
 # Places that cannot be written.
 
 
