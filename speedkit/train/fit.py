@@ -93,8 +93,7 @@ def fit(
 def report(run: TrainingRun) -> None:
     """Give history.jsonl and `on_log` {step, epoch, seconds, loss, learning_rate, step_s, samples_per_s} of now.
 
-    With the value and loss of a set that was evaluated, as "test/accuracy" and "test/loss", and a GPU's power_w and
-    utilisation as the progress last showed them.
+    With the value and loss of a set that was evaluated, as "test/accuracy" and "test/loss".
     """
     reporting = run.reporting
     if reporting.log is None and reporting.on_log is None:
@@ -116,7 +115,6 @@ def report(run: TrainingRun) -> None:
         if look.get("step") == step:
             point[f"{look['set']}/{look['metric']}"] = look["value"]
             point[f"{look['set']}/loss"] = look["loss"]
-    point.update(reporting.progress.gpu)
     if reporting.log is not None:
         reporting.log.write(json.dumps(finite(point)) + "\n")
     if reporting.on_log is not None:

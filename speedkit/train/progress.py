@@ -1,18 +1,13 @@
-"""The progress of a run: a live line in a notebook, a bar on a terminal, plain lines in a log, or nothing."""
+"""The progress of a run: a bar on a terminal and in a notebook, plain lines in a log, or nothing."""
 
-import math
 import os
 import sys
 import time
-from typing import Any
 
-import torch
 from tqdm import tqdm
 
-from speedkit.machine import gpu_state
-
 # Seconds between updates; plain lines, a sign of life in a log file, are rarer.
-UPDATE_EVERY_S = {"panel": 0.5, "bar": 0.5, "lines": 5.0}
+UPDATE_EVERY_S = {"bar": 0.5, "lines": 5.0}
 
 
 def wanted(show: bool | str) -> bool:
@@ -21,7 +16,7 @@ def wanted(show: bool | str) -> bool:
 
 
 def display_mode(show: bool | str) -> str:
-    """Return how to show progress here: "panel", "bar", "lines" or "off"."""
+    """Return how to show progress here: "bar", "lines" or "off"."""
     if not wanted(show):
         return "off"
     kernel = None
@@ -30,32 +25,24 @@ def display_mode(show: bool | str) -> str:
         kernel = getattr(ipython.get_ipython(), "kernel", None)
     # JupyterLab, Notebook and VS Code name the cell that they ask to run. Papermill, nbval and nbconvert, whose outputs
     # are kept and compared, do not.
-    if kernel and (show == "panel" or "cellId" in kernel.get_parent().get("metadata", {})):
-        return "panel"
-    return "bar" if sys.stderr.isatty() else "lines"
+    watched = kernel is not None and "cellId" in kernel.get_parent().get("metadata", {})
+    return "bar" if watched or sys.stderr.isatty() else "lines"
 
 
 class Progress:
     """Shows loss, score and rates at log points, from numbers that were read there anyway: it never waits for a GPU."""
 
-    def __init__(self, name: str, total: int, batch_size: int, *, device: torch.device, show: bool | str):
+    def __init__(self, name: str, total: int, batch_size: int, *, show: bool | str):
         self.name = name
         self.total = total
         self.batch_size = batch_size
-        self.device = device
         self.mode = display_mode(show)
-        self.gpu: dict[str, float] = {}  # its power and utilisation at the last update
         self.look = ""  # the last evaluation, in words
         self.first_step = 0  # of the first update: compiling lies before it
         self.began_s: float | None = None  # time of the first update
         self.next_s = 0.0  # time of the next update
-        self.losses: list[float] = []  # one per update
         form = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"  # without tqdm's own rate and time left
         self.bar = tqdm(total=total, desc=name, bar_format=form, mininterval=0, disable=self.mode != "bar")
-        if self.mode == "panel":
-            from IPython.display import display
-
-            self.panel: Any = display({"text/plain": "not begun"}, raw=True, display_id=True)
 
     def due(self, step: int) -> bool:
         """Return whether to show `step`."""
@@ -71,19 +58,11 @@ class Progress:
         if score is not None:
             text += f", {metric} {score:.3f}"
         text += f"{self.look}, {self.batch_size / step_s:.0f} samples/s"
-        self.gpu = gpu_state(self.device, "power_w", "utilisation")  # {} where NVML does not tell both
-        if self.gpu:
-            text += f", {self.gpu['power_w']:.0f} W, GPU {self.gpu['utilisation']:.0%} busy"
-        line = f"{self.name} step {step}/{self.total}: {text}, {left}"
         if self.mode == "bar":
             self.bar.set_postfix_str(f"{left}, {text}", refresh=False)  # a narrow terminal cuts off the end
             self.bar.update(step - self.bar.n)
-        elif self.mode == "lines":
-            print(line, flush=True)
         else:
-            if math.isfinite(loss):
-                self.losses.append(loss)
-            self.panel.update({"text/plain": f"{line}\n{curve(self.losses)}"}, raw=True)
+            print(f"{self.name} step {step}/{self.total}: {text}, {left}", flush=True)
 
     def time_left(self, step: int, step_s: float) -> str:
         """Return how long it takes from `step` to the end, in words: by all steps since the first update."""
@@ -105,11 +84,3 @@ class Progress:
     def close(self) -> None:
         """Leave the bar as it stands."""
         self.bar.close()
-
-
-def curve(losses: list[float]) -> str:
-    """Return a line of at most 80 blocks, as high as the `losses` in their order."""
-    shown = losses[:: len(losses) // 80 + 1]
-    low = min(shown, default=0.0)
-    height = max(shown, default=0.0) - low or 1.0
-    return "".join("▁▂▃▄▅▆▇█"[round(7 * (loss - low) / height)] for loss in shown)

@@ -100,7 +100,7 @@ def setup_run(
             position = Position(math.inf, 0)
         history = History(workload.name, recipe, effective, str(hardware.device), until=until)
         history.higher_is_better = workload.higher_is_better
-        bar = Progress(workload.name, last_step, recipe.batch_size, device=hardware.device, show=show)
+        bar = Progress(workload.name, last_step, recipe.batch_size, show=show)
         reporting = Reporting(history, bar, on_log if first else None)
         ends.callback(reporting.close)
         run = TrainingRun(
