@@ -219,28 +219,11 @@ def _nvml_fact(nvml: Any, uuid: str, name: str) -> Any:
         return nvml.nvmlSystemGetDriverVersion()
     # NVML counts all GPUs, CUDA only the visible ones: the UUID is what both call it.
     gpu = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-    match name:
-        case "power_limit_w":
-            return nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3
-        case "power_w":
-            return nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3
-        case "energy_j":  # since the driver was loaded
-            return nvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1e3
-        case "sm_hz":
-            return nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM) * 1e6
-        case "memory_hz":
-            return nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM) * 1e6
-        case "utilisation":
-            return nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100
+    if name == "power_limit_w":
+        return nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3
+    if name == "utilisation":
+        return nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100
     raise KeyError(name)
-
-
-def gpu_state(device: torch.device, *names: str) -> dict[str, float]:
-    """Return what NVML says of a GPU as to `names` (see `nvml_facts`), {} where it does not tell all of it."""
-    if device.type != "cuda":
-        return {}
-    facts = nvml_facts(str(torch.cuda.get_device_properties(device).uuid), *names)
-    return facts if len(facts) == len(names) else {}
 
 
 @functools.lru_cache

@@ -26,7 +26,7 @@ from speedkit.lab.notebooks import find_notebooks, run_notebook
 from speedkit.lab.provenance import commit, is_current, notebooks_folder
 from speedkit.lab.record import RECORD_MIME, read_notebook
 from speedkit.lab.records import load_record, published, validate_record
-from speedkit.machine import gpu_state, this_machine
+from speedkit.machine import nvml_facts, this_machine
 from speedkit.options import DEBUG, seconds
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
@@ -55,7 +55,8 @@ def publish(
     """
     sources = sorted(find_notebooks(names), key=lambda source: source.name != TUNE)
     for index in range(torch.cuda.device_count()):
-        if gpu_state(torch.device("cuda", index), "utilisation").get("utilisation", 0) > 0.05:  # a screen takes less
+        uuid = str(torch.cuda.get_device_properties(index).uuid)
+        if nvml_facts(uuid, "utilisation").get("utilisation", 0) > 0.05:  # a screen takes less
             raise SpeedkitError(f"GPU {index} is busy: wait until it is free, then publish")
     name, dirty = commit()
     if name is None:

@@ -15,7 +15,7 @@ from speedkit import files
 from speedkit.errors import SpeedkitError, UsageError
 from speedkit.lab import provenance, records
 from speedkit.lab.records import jsonable
-from speedkit.machine import gpu_state, this_machine
+from speedkit.machine import this_machine
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from speedkit.measure.compare import Comparison
 
 RECORD_MIME = "application/vnd.speedkit.record+json"
-GPU_STATE = ("power_w", "sm_hz", "memory_hz", "energy_j")
 Row = Mapping[str, Any]
 
 
@@ -68,7 +67,6 @@ class NotebookRun:
             self.scale = "gpu" if on_gpu else "cpu"
         if self.scale not in records.SCALES:
             raise UsageError(f'there is no scale "{self.scale}": use auto, {", ".join(records.SCALES)}')
-        self.gpu_at_start = gpu_state(self.hardware.device, *GPU_STATE)
         commit, dirty = provenance.commit()
         self.record: dict[str, Any] = {
             "notebook": notebook,
@@ -153,15 +151,8 @@ class NotebookRun:
         return [record for record in left if records.machine(record) != records.machine(self.record)]
 
     def finished(self) -> dict[str, Any]:
-        """Return the whole record: with its seconds, and the GPU's power and clocks at start and end, and energy."""
-        before = self.gpu_at_start
-        after = gpu_state(self.hardware.device, *GPU_STATE)
-        gpu: dict[str, Any] = dict.fromkeys(("power", "clocks", "energy_j"))
-        if before and after:
-            gpu["power"] = [{"power_w": state["power_w"]} for state in (before, after)]
-            gpu["clocks"] = [{"sm_hz": state["sm_hz"], "memory_hz": state["memory_hz"]} for state in (before, after)]
-            gpu["energy_j"] = after["energy_j"] - before["energy_j"]
-        return jsonable(self.record | gpu | {"seconds": round(time.monotonic() - self.began_s, 1)})
+        """Return the whole record, with its seconds."""
+        return jsonable(self.record | {"seconds": round(time.monotonic() - self.began_s, 1)})
 
     def save(self) -> None:
         """Write record.json into the run's folder and display the same object; then raise if a check failed."""

@@ -64,9 +64,6 @@ class Record:
     measurements: list[Measurement]
     tables: dict[str, list[Json]]
     verdicts: list[Verdict]
-    power: list[Json] | None
-    clocks: list[Json] | None
-    energy_j: float | None
 
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Record))
