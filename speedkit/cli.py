@@ -112,7 +112,6 @@ def hardware(as_json: bool, device: str) -> None:
 @commands.command(params=[WORKLOAD, PLAN, *RUN, *field_options(Plan)])
 @click.option("--strict", is_flag=True, help="a plan field that cannot be honoured here is an error")
 @click.option("--validation", type=SHARE, help="share of the training set to hold out as a validation set")
-@click.option("--until", type=float, help="value of the metric at which training ends")
 @click.option("--verbose", is_flag=True, help="say why of each field that falls back, however many they are")
 @click.option("--deterministic", is_flag=True, help="reproducible kernels on CUDA too")
 def train(workload: str, plan: str, **values: Any) -> int:
@@ -126,7 +125,7 @@ def train(workload: str, plan: str, **values: Any) -> int:
         work = hold_out(work, values["validation"])
     if asked.ranks > 1 and "WORLD_SIZE" not in os.environ:
         return ranks.launch(["speedkit", *sys.argv[1:], "--out", str(values["out"])], asked.ranks)
-    options = typed(values, "device", "cache_dir", "out", "resume", "deterministic", "strict", "until", "verbose")
+    options = typed(values, "device", "cache_dir", "out", "resume", "deterministic", "strict", "verbose")
     history = fit(work, recipe, asked, **options)
     if os.environ.get("RANK", "0") == "0":
         click.echo(f"{history.steps} steps in {history.seconds:.1f} s; all else in {values['out']}")

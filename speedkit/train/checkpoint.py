@@ -83,8 +83,6 @@ def restore(run: TrainingRun, state: dict[str, Any]) -> None:
         set_random_state(random_states[rank], run.device)
     history = run.reporting.history
     vars(history).update(state["history"], resumed_from=state["step"])
-    if history.reached_s is not None:  # as good as it was to become
-        run.position.total_steps = run.position.step
 
 
 def job_of(run: TrainingRun) -> dict[str, Any]:

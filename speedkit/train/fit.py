@@ -37,7 +37,6 @@ def fit(
     strict: bool = False,
     progress: bool | str = "auto",
     on_log: Callable[[dict[str, float]], object] | None = None,
-    until: float | None = None,
     verbose: bool = False,
 ) -> History:
     """Train `workload` by `recipe`, as fast as `plan` says; return the course of the run with the trained model.
@@ -53,7 +52,6 @@ def fit(
     progress: whether to show it; "auto" unless SPEEDKIT_PROGRESS=off.
     on_log: called with each log point, as history.jsonl gets it (`report`); of several ranks the first one does, and
         what it raises ends the run.
-    until: a value of the workload's metric; the first evaluation as good is the last.
     verbose: say of each field of the plan why it falls back, however many they are.
 
     Ctrl-C and SIGTERM end the run after the step in progress with a checkpoint (where `out` is set) and raise
@@ -71,7 +69,6 @@ def fit(
         strict=strict,
         progress=progress,
         on_log=on_log,
-        until=until,
         verbose=verbose,
     )
     position = run.position
@@ -134,11 +131,6 @@ def finish(run: TrainingRun) -> History:
     if run.ranks is not None:
         for quarantined in run.ranks.all_gather(history.quarantined):
             history.quarantined.update(quarantined)
-    if history.until is not None:
-        when = "not reached"
-        if history.reached_s is not None:
-            when = f"reached after {history.reached_s:.1f} s of training"
-        reporting.progress.say(f"  {run.workload.metric} {history.until:g} was {when}")
     if reporting.writer is not None:
         folder = reporting.writer.folder
         reporting.writer.wait()

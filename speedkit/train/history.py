@@ -23,8 +23,6 @@ class History:
     log_step_s: list[float] = dataclasses.field(default_factory=list)  # seconds per step, one per log point
     evaluations: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # of the validation, else the test set
     tested: dict[str, Any] = dataclasses.field(default_factory=dict)  # the last one of the test set
-    until: float | None = None  # value of the metric at which training ends
-    higher_is_better: bool = True  # which value that is
     steps: int = 0  # optimizer steps that changed the weights
     seconds: float = 0.0  # of training, evaluation included, preparation not
     prepare_s: float = 0.0  # data, cache building, model; before the first step
@@ -41,14 +39,6 @@ class History:
         return {key: self.tested[key] for key in ("metric", "value", "n")} if self.tested else None
 
     @property
-    def reached_s(self) -> float | None:
-        """Seconds of training, evaluations included, to the first evaluation as good as `until`; None without one."""
-        if self.until is None:
-            return None
-        sign = 1 if self.higher_is_better else -1
-        return next((look["seconds"] for look in self.evaluations if sign * (look["value"] - self.until) >= 0), None)
-
-    @property
     def step_s(self) -> float | None:
         """Seconds per step: the median over log points, so that compilation and evaluation do not count."""
         return statistics.median(self.log_step_s) if self.log_step_s else None
@@ -62,7 +52,6 @@ class History:
             "plan_effective": dataclasses.asdict(self.effective.plan),
             "fallbacks": [dataclasses.asdict(fallback) for fallback in self.effective.fallbacks],
             "evaluation": self.evaluation,
-            "reached_s": self.reached_s,
             "step_s": self.step_s,
             "samples_per_s": self.recipe.batch_size / self.step_s if self.step_s else None,
         }

@@ -169,12 +169,10 @@ def log(run: TrainingRun, outputs: Tensor, part: Batch) -> None:
 
 
 def evaluate(run: TrainingRun) -> None:
-    """Look at the validation set, where there is one; without one, and at the end (at `until` too), at the test set."""
+    """Look at the validation set, where there is one; without one, and at the end, at the test set."""
     position = run.position
     history = run.reporting.history
     history.evaluations.append(mean_score(run, run.data.validation))
-    if history.reached_s is not None:
-        position.total_steps = position.step
     if run.data.validation is run.data.test:
         history.tested = history.evaluations[-1]
     elif position.step == position.total_steps:

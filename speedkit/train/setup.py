@@ -50,7 +50,6 @@ def setup_run(
     strict: bool = False,
     progress: bool | str = "auto",
     on_log: Callable[[dict[str, float]], object] | None = None,
-    until: float | None = None,
     verbose: bool = False,
     endless: bool = False,
     batches: Callable[[Iterator[Batch]], Iterator[Batch]] = iter,
@@ -98,8 +97,7 @@ def setup_run(
         position = Position(last_step, steps_between_evaluations(effective.plan.validate_every, len(data.train)))
         if endless:
             position = Position(math.inf, 0)
-        history = History(workload.name, recipe, effective, str(hardware.device), until=until)
-        history.higher_is_better = workload.higher_is_better
+        history = History(workload.name, recipe, effective, str(hardware.device))
         bar = Progress(workload.name, last_step, recipe.batch_size, show=show)
         reporting = Reporting(history, bar, on_log if first else None)
         ends.callback(reporting.close)

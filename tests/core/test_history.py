@@ -74,23 +74,6 @@ def test_looks_are_at_the_validation_set_and_the_verdict_at_the_test_set(tmp_pat
     assert last["test/accuracy"] != value == last["validation/accuracy"]
 
 
-@pytest.mark.parametrize("up", [True, False], ids=["up", "down"])
-def test_a_run_ends_at_a_quality_and_says_when(tmp_path, capsys, up):
-    work = dataclasses.replace(with_validation(points(epochs=30)), higher_is_better=up)
-    work = work if up else dataclasses.replace(work, score=lambda outputs, batch: 1 - tiny.score(outputs, batch))
-    until, options = 0.95 if up else 0.05, OPTIONS | {"progress": True, "out": tmp_path}
-    history = fit(work, until=until, **options)
-    good = [look["value"] >= until if up else look["value"] <= until for look in history.evaluations]
-    assert sum(good) == 1 and good[-1] and len(good) > 1 and history.steps < 150
-    left = json.loads((tmp_path / "history.json").read_text())
-    assert left["until"] == until and left["reached_s"] == history.evaluations[-1]["seconds"]
-    assert left["evaluation"]["n"] == 32 and f"accuracy {until:g} was reached after" in capsys.readouterr().out
-    again = fit(work, until=until, resume=True, **options)
-    assert (again.steps, again.reached_s, again.tested) == (history.steps, history.reached_s, history.tested)
-    further = fit(work, until=2.0 if up else -1.0, resume=True, **options)
-    assert further.steps == 150 and further.reached_s is None and "was not reached" in capsys.readouterr().out
-
-
 def test_a_bar_says_how_much_time_is_left(request):
     code = "from tiny import points; from speedkit import fit; fit(points(), device='cpu')"
     ours, theirs = pty.openpty()
