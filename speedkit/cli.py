@@ -1,8 +1,10 @@
 """The command line: `speedkit hardware | train | profile | tune | compare | cache | run | publish`."""
 
+import atexit
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -11,16 +13,17 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import click
+import torch
 import yaml
 from click.core import ParameterSource
 
 from speedkit import __version__
-from speedkit.errors import Interrupted, SpeedkitError, UsageError, missing_extra
+from speedkit.errors import Interrupted, SpeedkitError, UsageError
 from speedkit.fallbacks import resolve
 from speedkit.files import claim_folder, write_json, write_quarantine
 from speedkit.lab.provenance import ROOT
 from speedkit.lab.workloads.validation import hold_out
-from speedkit.machine import cache_root, this_machine
+from speedkit.machine import cache_root, this_machine, usable_cores
 from speedkit.options import (
     DATA,
     DATA_FIELDS,
@@ -32,6 +35,8 @@ from speedkit.options import (
     SHARE,
     WORKLOAD,
     Values,
+    WorkloadOrScript,
+    explained,
     field_options,
     find_plan,
     find_workload,
@@ -40,8 +45,6 @@ from speedkit.options import (
     typed,
 )
 from speedkit.plan import Plan
-from speedkit.renamed import spelling_of_today
-from speedkit.train import ranks
 
 
 def main(command: click.Command | None = None, name: str = "speedkit") -> NoReturn:
@@ -56,11 +59,11 @@ def main(command: click.Command | None = None, name: str = "speedkit") -> NoRetu
     except Exception as error:
         if "--debug" in sys.argv:
             raise
-        code, sentence = _explained(error)
+        code, sentence = explained(error)
         click.echo(f"speedkit: {' '.join(sentence.split())}", err=True)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Python would print what is raised on its way out
-    ranks.leave(code)
+    _leave(code)
 
 
 def _terminate(number: int, _frame: Any) -> NoReturn:
@@ -68,22 +71,14 @@ def _terminate(number: int, _frame: Any) -> NoReturn:
     raise Interrupted("stopped by SIGTERM; what was complete is kept", number)
 
 
-def _explained(error: Exception) -> tuple[int, str]:
-    """Return the exit code and the one sentence of a failure."""
-    if isinstance(error, SpeedkitError):
-        return error.exit_code, str(error)
-    if isinstance(error, click.Abort):
-        return 130, "stopped by SIGINT; what was complete is kept"
-    if isinstance(error, click.ClickException):
-        word = getattr(error, "option_name", "") or getattr(error, "command_name", "")
-        hint = spelling_of_today(word, typed=True)
-        if hint:
-            return error.exit_code, error.message.rstrip(".") + hint
-        return error.exit_code, error.format_message()
-    sentence = missing_extra(error)
-    if sentence:
-        return UsageError.exit_code, sentence
-    return 1, f"{type(error).__name__}: {error} (--debug shows where)"
+def _leave(code: int) -> NoReturn:
+    """End this process with an exit code; a rank at once, for Python's way out makes gloo's threads abort at times."""
+    if torch.distributed.is_initialized():
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True})
@@ -124,11 +119,40 @@ def train(workload: str, plan: str, **values: Any) -> int:
     if values["validation"]:
         work = hold_out(work, values["validation"])
     if asked.ranks > 1 and "WORLD_SIZE" not in os.environ:
-        return ranks.launch(["speedkit", *sys.argv[1:], "--out", str(values["out"])], asked.ranks)
+        return _launch(["speedkit", *sys.argv[1:], "--out", str(values["out"])], asked.ranks)
     options = typed(values, "device", "cache_dir", "out", "resume", "deterministic", "strict", "verbose")
     history = fit(work, recipe, asked, **options)
     if os.environ.get("RANK", "0") == "0":
         click.echo(f"{history.steps} steps in {history.seconds:.1f} s; all else in {values['out']}")
+    return 0
+
+
+def _launch(arguments: list[str], ranks: int, *, max_restarts: int = 3) -> int:
+    """Run `python -m *arguments` as `ranks` processes on this machine under torchrun's agent; return the exit code.
+
+    SIGINT and SIGTERM go on to the ranks, which have 30 s to reach their next log point and stop there. A rank that is
+    killed makes all start again with --resume, at most `max_restarts` times. On several machines torchrun starts them.
+    """
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
+    logging.disable(logging.CRITICAL)  # of the agent: the ranks say what happened
+    # The agent's own restarts would repeat errors too, which come again.
+    options = ["--standalone", "--local-addr=localhost", f"--nproc-per-node={ranks}", "--max-restarts=0"]
+    try:
+        torchrun.run(torchrun.parse_args([*options, "-m", *arguments]))
+    except SignalException as stopped:
+        return 128 + stopped.sigval
+    except ChildFailedError as error:
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        killed = [rank for rank, code in codes.items() if code == -signal.SIGKILL]  # gloo aborts what a failure left
+        if not killed or not max_restarts:
+            return max(1, *codes.values())
+        print(f"rank {killed[0]} was killed; all start again from the last checkpoint", file=sys.stderr, flush=True)
+        return _launch([*arguments, "--resume"], ranks, max_restarts=max_restarts - 1)
     return 0
 
 
@@ -173,17 +197,6 @@ def tune(workload: str, notebook: bool, **values: Any) -> None:
     click.echo("\n".join(in_short(record)))
     if record["quality"]["decision"] == "worse" and not record["quality"].get("replaced"):
         raise SpeedkitError("the final plan learns worse than plain PyTorch, and nothing can be taken out of it")
-
-
-class WorkloadOrScript(click.Command):
-    """A command whose first argument is a workload, or a script that all arguments behind it belong to."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Leave what stands behind a script to the script."""
-        ctx.allow_interspersed_args = False
-        first = self.make_parser(ctx).parse_args(list(args))[0].get("workload")
-        ctx.allow_interspersed_args = not str(first).endswith(".py")
-        return super().parse_args(ctx, args)
 
 
 @commands.command(cls=WorkloadOrScript, params=[PLAN, *RUN, *field_options(Plan)])

@@ -1,4 +1,4 @@
-"""The options of the commands, made of the fields of Recipe and Plan, and what was typed as objects."""
+"""The options of the commands, and what was typed: as objects, or in words where it was wrong."""
 
 import dataclasses
 import re
@@ -9,11 +9,12 @@ from typing import Any
 import click
 
 from speedkit.config import from_mapping, from_yaml, settings_of
-from speedkit.errors import UsageError
+from speedkit.errors import SpeedkitError, UsageError, missing_extra
 from speedkit.lab.workloads import load_workload
 from speedkit.machine import this_machine
 from speedkit.plan import PRESETS, Plan
 from speedkit.recipe import Recipe
+from speedkit.renamed import spelling_of_today
 from speedkit.workload import Workload
 
 Values = dict[str, Any]  # what was typed, by option
@@ -90,6 +91,17 @@ RUN = (  # of all commands that train
 )
 
 
+class WorkloadOrScript(click.Command):
+    """A command whose first argument is a workload, or a script that all arguments behind it belong to."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Leave what stands behind a script to the script."""
+        ctx.allow_interspersed_args = False
+        first = self.make_parser(ctx).parse_args(list(args))[0].get("workload")
+        ctx.allow_interspersed_args = not str(first).endswith(".py")
+        return super().parse_args(ctx, args)
+
+
 def typed(values: Values, *names: str) -> Values:
     """Return those of `names` that were typed."""
     return {name: values[name] for name in names if values.get(name) is not None}
@@ -114,3 +126,21 @@ def find_plan(word: str, values: Values) -> Plan:
     else:
         raise UsageError(f"there is no plan {word!r}: take {', '.join(PRESETS)}, or a YAML file")
     return from_mapping(Plan, dataclasses.asdict(plan) | typed(values, *settings_of(Plan)))
+
+
+def explained(error: Exception) -> tuple[int, str]:
+    """Return the exit code and the one sentence of a failure."""
+    if isinstance(error, SpeedkitError):
+        return error.exit_code, str(error)
+    if isinstance(error, click.Abort):
+        return 130, "stopped by SIGINT; what was complete is kept"
+    if isinstance(error, click.ClickException):
+        word = getattr(error, "option_name", "") or getattr(error, "command_name", "")
+        hint = spelling_of_today(word, typed=True)
+        if hint:
+            return error.exit_code, error.message.rstrip(".") + hint
+        return error.exit_code, error.format_message()
+    sentence = missing_extra(error)
+    if sentence:
+        return UsageError.exit_code, sentence
+    return 1, f"{type(error).__name__}: {error} (--debug shows where)"

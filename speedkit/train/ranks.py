@@ -6,12 +6,9 @@ A BatchNorm sees a rank's own share only: take torch.nn.SyncBatchNorm, which nee
 import atexit
 import contextlib
 import functools
-import logging
 import math
 import os
-import signal
-import sys
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,51 +16,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedkit.errors import PlanError
-from speedkit.machine import usable_cores
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train.compile import repeated_blocks
 from speedkit.train.optimizer import restore_optimizer
 from speedkit.train.precision import Precision
-
-
-def launch(arguments: list[str], ranks: int, *, max_restarts: int = 3) -> int:
-    """Run `python -m *arguments` as `ranks` processes on this machine under torchrun's agent; return the exit code.
-
-    SIGINT and SIGTERM go on to the ranks, which have 30 s to reach their next log point and stop there. A rank that is
-    killed makes all start again with --resume, at most `max_restarts` times. On several machines torchrun starts them.
-    """
-    from torch.distributed import run as torchrun
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
-    logging.disable(logging.CRITICAL)  # of the agent: the ranks say what happened
-    # The agent's own restarts would repeat errors too, which come again.
-    options = ["--standalone", "--local-addr=localhost", f"--nproc-per-node={ranks}", "--max-restarts=0"]
-    try:
-        torchrun.run(torchrun.parse_args([*options, "-m", *arguments]))
-    except SignalException as stopped:
-        return 128 + stopped.sigval
-    except ChildFailedError as error:
-        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        killed = [rank for rank, code in codes.items() if code == -signal.SIGKILL]  # gloo aborts what a failure left
-        if not killed or not max_restarts:
-            return max(1, *codes.values())
-        print(f"rank {killed[0]} was killed; all start again from the last checkpoint", file=sys.stderr, flush=True)
-        return launch([*arguments, "--resume"], ranks, max_restarts=max_restarts - 1)
-    return 0
-
-
-def leave(code: int) -> NoReturn:
-    """End this process with an exit code; a rank at once, for Python's way out makes gloo's threads abort at times."""
-    if dist.is_initialized():
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
 
 
 def local_device(plan: Plan, device: str | torch.device) -> str | torch.device:
