@@ -1,4 +1,4 @@
-"""What the lesson on memory measures: where the bytes of a step are, and whether a request fits between holes."""
+"""What lessons measure of memory: where the bytes of a step are, and whether a request fits between holes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -33,10 +33,18 @@ def memory_of(workload: Workload, recipe: Recipe, plan: Plan) -> dict[str, int]:
         with training.learner.precision.context:
             return workload.loss(training.learner.model.train(), batch, recipe)[0]
 
-    kept = memory.activation_bytes(loss, training.device)
+    kept = activation_bytes(loss, training.device)
     peak = memory.peak_bytes(lambda: next(steps), training.device)
     training.close()
     return {"weights_bytes": 2 * weights, "optimizer_bytes": optimizer, "kept_bytes": kept, "peak_bytes": peak}
+
+
+def activation_bytes(forward: Callable[[], Any], device: torch.device) -> int:
+    """Return the bytes that `forward`, which returns its loss, keeps for the backward pass.
+
+    What a first call sets up (compiled code, tables) counts: call it once before.
+    """
+    return memory.allocated_bytes(forward, device)[-1]
 
 
 def fits_between_holes(first: Callable[[], Any], device: torch.device) -> bool:

@@ -237,8 +237,6 @@ def fallback_for(run: TrainingRun, error: Exception) -> Fallback:
         message = " ".join(str(error).split("\n\n")[0].split())  # commands, stacks and advice follow
         why = f"it failed {now}: {type(error).__name__}: {message[:300]}"
         return Fallback("compile", run.plan.compile, "off", why)
-    if run.out is not None and run.device.type == "cuda":  # a map of its memory, for docs.pytorch.org/memory_viz
-        torch.cuda.memory._dump_snapshot(str(run.out / "memory.pickle"))
     own = run.workload.own_loader
     if batch is not None and (own is None or own.splits):
         size = min(run.learner.micro_batch, len(batch.inputs))

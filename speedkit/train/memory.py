@@ -66,20 +66,12 @@ def _recomputed(block: nn.Module, forward: Any, *inputs: Any, plan: Plan, option
     return checkpoint(forward, *inputs, use_reentrant=False, **options, **named)
 
 
-def activation_bytes(forward: Callable[[], Any], device: torch.device) -> int:
-    """Return the bytes that `forward`, which returns its loss, keeps for the backward pass.
-
-    What a first call sets up (compiled code, tables) counts: call it once before.
-    """
-    return _allocated_bytes(forward, device)[-1]
-
-
 def peak_bytes(function: Callable[[], Any], device: torch.device) -> int:
     """Return the most bytes that `function()` has allocated at any time, beside those allocated before."""
-    return max(_allocated_bytes(function, device))
+    return max(allocated_bytes(function, device))
 
 
-def _allocated_bytes(function: Callable[[], Any], device: torch.device) -> list[int]:
+def allocated_bytes(function: Callable[[], Any], device: torch.device) -> list[int]:
     """Return the bytes that `function()` has allocated: over time, the last while its result is still held."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

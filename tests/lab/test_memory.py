@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from speedkit.lessons.step_memory import activation_bytes
 from speedkit.machine import this_machine
 from speedkit.plan import Plan
 from speedkit.train import memory
@@ -47,9 +48,9 @@ def test_bytes_are_those_kept_for_the_backward_pass_and_the_most_held_at_once(de
     inputs, device = inputs.to(device), torch.device(device)
     loss_bytes = 4 if device.type == "cpu" else 512  # what CUDA's allocator rounds up to
     hidden_bytes = 4 * 32 * 256  # ReLU's result, which the second layer multiplies its gradient with: counted once
-    assert memory.activation_bytes(lambda: model(inputs).sum(), device) == hidden_bytes + loss_bytes
+    assert activation_bytes(lambda: model(inputs).sum(), device) == hidden_bytes + loss_bytes
     with torch.no_grad():
-        assert memory.activation_bytes(lambda: model(inputs).sum(), device) == loss_bytes
+        assert activation_bytes(lambda: model(inputs).sum(), device) == loss_bytes
     before = torch.ones(1 << 20, device=device)  # not counted
 
     def function():
@@ -113,7 +114,7 @@ def test_recomputed_gradients_are_the_same_bits(mode, device):
 
 def kept_bytes(model, device):
     inputs = torch.ones(8, 12, 8, device=device)
-    return memory.activation_bytes(lambda: model(inputs).sum(), torch.device(device))
+    return activation_bytes(lambda: model(inputs).sum(), torch.device(device))
 
 
 @pytest.mark.parametrize("device", DEVICES)
