@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from speedkit.plan import Plan
-from speedkit.train.threads import set_threads
+from speedkit.train.process_state import set_threads
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16, "fp8-emulated": torch.bfloat16}
 INITIAL_SCALE = 2.0**14  # a gradient of 1 stays well below 65504, float16's largest number

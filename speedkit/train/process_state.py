@@ -1,27 +1,16 @@
 """What training changes for the whole process, put aside and put back."""
 
 import contextlib
+import itertools
 import os
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 
-from speedkit.train.threads import restore_threads
-
 # The switches of float32 products by backend and operator, those of all operators first: they set the others.
-PRODUCTS = [
-    ("generic", "all"),
-    ("cuda", "all"),
-    ("cuda", "matmul"),
-    ("cuda", "conv"),
-    ("cuda", "rnn"),
-    ("mkldnn", "all"),
-    ("mkldnn", "matmul"),
-    ("mkldnn", "conv"),
-    ("mkldnn", "rnn"),
-]
+PRODUCTS = [("generic", "all"), *itertools.product(("cuda", "mkldnn"), ("all", "matmul", "conv", "rnn"))]
 VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "KINETO_LOG_LEVEL")
+own_threads: list[int] = []  # the process's own number of threads, while a plan has set another
 
 
 @contextlib.contextmanager
@@ -36,7 +25,7 @@ def process_state_kept(device: torch.device) -> Iterator[None]:
         gpus = list(range(torch.cuda.device_count()))  # a seed is that of all
     with torch.random.fork_rng(gpus), contextlib.ExitStack() as kept:
         keep_switches(kept)
-        kept.callback(restore_threads)
+        kept.callback(set_threads, None)
         for name in VARIABLES:
             kept.callback(set_variable, name, os.environ.get(name))
         yield
@@ -47,8 +36,10 @@ def keep_switches(kept: contextlib.ExitStack) -> None:
     products = torch._C._get_fp32_precision_getter
     for backend, operator in reversed(PRODUCTS):  # the last one is put back first
         kept.callback(torch._C._set_fp32_precision_setter, backend, operator, products(backend, operator))
-    kept.callback(set_if_known, torch.set_float32_matmul_precision, known(torch.get_float32_matmul_precision))
-    kept.callback(set_if_known, torch._C._set_cudnn_allow_tf32, known(torch._C._get_cudnn_allow_tf32))
+    with contextlib.suppress(RuntimeError):  # older getters raise where somebody has set the newer switches
+        kept.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+    with contextlib.suppress(RuntimeError):
+        kept.callback(torch._C._set_cudnn_allow_tf32, torch._C._get_cudnn_allow_tf32())
     kept.callback(torch._C._set_cudnn_benchmark, torch.backends.cudnn.benchmark)
     kept.callback(
         torch.use_deterministic_algorithms,
@@ -57,18 +48,14 @@ def keep_switches(kept: contextlib.ExitStack) -> None:
     )
 
 
-def known(getter: Callable[[], Any]) -> Any:
-    """Return what an older getter does; None where it raises, for somebody has set the newer switches."""
-    try:
-        return getter()
-    except RuntimeError:
-        return None
-
-
-def set_if_known(setter: Callable[[Any], object], value: Any) -> None:
-    """Set `value`, if there is one."""
-    if value is not None:
-        setter(value)
+def set_threads(count: int | None) -> None:
+    """Set PyTorch's threads within one operation on the CPU; None is the process's own number."""
+    if count is not None:
+        if not own_threads:
+            own_threads.append(torch.get_num_threads())
+        torch.set_num_threads(count)
+    elif own_threads:
+        torch.set_num_threads(own_threads.pop())
 
 
 def set_variable(name: str, value: str | None) -> None:
