@@ -57,20 +57,7 @@ def fit(
     Ctrl-C and SIGTERM end the run after the step in progress with a checkpoint (where `out` is set) and raise
     Interrupted.
     """
-    run = setup_run(
-        workload,
-        recipe,
-        plan,
-        device=device,
-        out=out,
-        resume=resume,
-        cache_dir=cache_dir,
-        deterministic=deterministic,
-        strict=strict,
-        progress=progress,
-        on_log=on_log,
-        verbose=verbose,
-    )
+    run = setup_run(**locals())  # all arguments, and as yet nothing else
     position = run.position
     with contextlib.closing(run):
         with stop_on_signal(run), gc_paused():
@@ -126,7 +113,9 @@ def finish(run: TrainingRun) -> History:
     history.effective = run.effective
     history.steps = run.learner.steps_made(run.position.step)
     history.model = run.learner.model
-    history.peak_memory_bytes = most_memory_bytes(run.device)
+    history.peak_memory_bytes = peak_ram_bytes()
+    if run.device.type == "cuda":
+        history.peak_memory_bytes = torch.cuda.max_memory_allocated(run.device)  # since the model was made
     history.quarantined = dict(run.workload.quarantined) | run.data.bad
     if run.ranks is not None:
         for quarantined in run.ranks.all_gather(history.quarantined):
@@ -141,13 +130,6 @@ def finish(run: TrainingRun) -> History:
     if run.ranks is not None:
         run.ranks.all_gather(None)  # a rank that goes before all is written would take the others along
     return history
-
-
-def most_memory_bytes(device: torch.device) -> int:
-    """Return the most bytes in use: of a GPU since the model was made, else of RAM by this process, ever."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return peak_ram_bytes()
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import math
 import os
 import time
@@ -71,10 +70,13 @@ def setup_run(
         ranks = join(effective.plan, recipe, hardware.device)
         first = ranks is None or ranks.rank == 0  # which speaks and writes for all
         resume = resume or (ranks is not None and ranks.restarted)
-        folder = run_folder(out, resume, first=first)
+        folder = Path(out) if out is not None else None
+        if folder is not None and first:
+            claim_folder(folder, "train", resume)
         show = progress if first and not endless else False
         if deterministic:
-            ask_for_reproducible_kernels()
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)  # CUDA raises later where it has none
         effective = choose_auto_settings(workload, recipe, effective, device=hardware.device, ranks=ranks)
 
         # The four parts. The learner comes first: a plan that `strict` refuses for it makes no cache.
@@ -114,19 +116,6 @@ def setup_run(
         return run
 
 
-def run_folder(out: str | Path | None, resume: bool, *, first: bool) -> Path | None:
-    """Return the folder of the run, made and claimed by the `first` rank; None where nothing is kept."""
-    if out is None:
-        return None
-    return claim_folder(out, "train", resume) if first else Path(out)
-
-
-def ask_for_reproducible_kernels() -> None:
-    """Let PyTorch take reproducible kernels only; it raises later where CUDA has none."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-
-
 def open_data(
     workload: Workload,
     recipe: Recipe,
@@ -140,48 +129,33 @@ def open_data(
     batches: Callable[[Iterator[Batch]], Iterator[Batch]],
 ) -> Data:
     """Return the data of a run: the streams of this rank's batches. What is missing of the cache is made here."""
-    open_part = functools.partial(
-        open_stream, workload, recipe=recipe, device=device, ranks=ranks, cache_dir=cache_dir, show=show
-    )
-    train = open_part(workload.train, plan, seed=recipe.seed)
-    if endless:  # it does not see its test set
-        plan = dataclasses.replace(plan, cache="off")
-    test = open_part(workload.test, plan, seed=None)
+
+    def open_stream(items: Sequence[Any], *, cached: bool, seed: int | None) -> BatchStream:
+        cache = None
+        if cached:
+            cache = open_cache(workload, items, plan, device=device, cache_dir=cache_dir, progress=show)
+        return BatchStream(
+            workload,
+            items,
+            plan,
+            batch_size=recipe.batch_size,
+            seed=seed,
+            device=device,
+            drop_last=recipe.drop_last and seed is not None,  # evaluation, in order, leaves nothing out
+            cache=cache,
+            rank=0 if ranks is None else ranks.rank,
+            world_size=1 if ranks is None else ranks.count,
+        )
+
+    cached = plan.cache != "off"
+    train = open_stream(workload.train, cached=cached, seed=recipe.seed)
+    cached = cached and not endless  # such a run does not see its test set
+    test = open_stream(workload.test, cached=cached, seed=None)
     validation = test
     if workload.validation and not endless:
-        validation = open_part(workload.validation, plan, seed=None)
+        validation = open_stream(workload.validation, cached=cached, seed=None)
     generator = torch.Generator(device=device)
     return Data(train=train, validation=validation, test=test, batches=batches(train), generator=generator)
-
-
-def open_stream(
-    workload: Workload,
-    items: Sequence[Any],
-    plan: Plan,
-    *,
-    recipe: Recipe,
-    seed: int | None,
-    device: torch.device,
-    ranks: Ranks | None,
-    cache_dir: str | Path | None,
-    show: bool,
-) -> BatchStream:
-    """Return the stream of this rank's batches of `items`, from the cache that `plan` asks for."""
-    cache = None
-    if plan.cache != "off":
-        cache = open_cache(workload, items, plan, device=device, cache_dir=cache_dir, progress=show)
-    return BatchStream(
-        workload,
-        items,
-        plan,
-        batch_size=recipe.batch_size,
-        seed=seed,
-        device=device,
-        drop_last=recipe.drop_last and seed is not None,  # evaluation, in order, leaves nothing out
-        cache=cache,
-        rank=0 if ranks is None else ranks.rank,
-        world_size=1 if ranks is None else ranks.count,
-    )
 
 
 def begin_in(folder: Path, run: TrainingRun, resume: bool, *, first: bool) -> None:
