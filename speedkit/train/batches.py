@@ -18,10 +18,7 @@ def next_batch(run: TrainingRun) -> Batch:
     """Return the batch of the next step, augmented, on the device; again the same one if it is to be repeated."""
     position = run.position
     if position.batch is None:
-        if position.raw_batch is None:
-            position.raw_batch = next(run.data.batches)
-        position.batch = augment(run, position.raw_batch, position.step)
-        position.raw_batch = None
+        position.batch = augment(run, next(run.data.batches), position.step)
     return position.batch
 
 

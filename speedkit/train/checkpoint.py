@@ -26,7 +26,7 @@ def save(run: TrainingRun) -> None:
         "position": run.data.train.position,
         "model": dict(learner.model.state_dict()),
         "optimizer": learner.optimizer.state_dict(),
-        "scaler": learner.precision.state_dict(),
+        "scaler": learner.precision.scaler.state_dict(),
         "steps_made": learner.steps_made(step),
         "recovery": {"bad_in_row": learner.recovery.bad_in_row, "rate": learner.recovery.rate},
         "rng": get_random_state(run.device),
@@ -61,15 +61,14 @@ def load(run: TrainingRun, folder: Path) -> None:
 def restore(run: TrainingRun, state: dict[str, Any]) -> None:
     """Put `run` where it was when `state` was saved."""
     learner = run.learner
-    rank = 0
-    if run.ranks is not None:
-        rank = run.ranks.rank
+    rank = 0 if run.ranks is None else run.ranks.rank
     if run.ranks is not None and run.ranks.sharded:
         run.ranks.restore_sharded(learner.model, learner.optimizer, state)
     else:
         learner.model.load_state_dict(state["model"])
         restore_optimizer(learner.optimizer, state["optimizer"])
-    learner.precision.load_state_dict(state["scaler"])
+    if state["scaler"]:  # else the run that saved it had no float16
+        learner.precision.scaler.load_state_dict(state["scaler"])
     learner.guard.good_steps.fill_(state["steps_made"])
     vars(learner.recovery).update(state["recovery"])
     run.position.step = state["step"]

@@ -1,7 +1,6 @@
 """torch.compile, applied in place: to the model, or to its repeated blocks."""
 
 import contextlib
-import logging
 from collections import Counter, defaultdict
 from typing import Any
 
@@ -28,7 +27,6 @@ def apply_compile(model: nn.Module, plan: Plan, workload: Workload | None = None
     """
     if plan.compile == "off":
         return ""
-    import_extensions()
     blocks = repeated_blocks(model) if plan.compile_scope == "blocks" else []
     for module in blocks or [model]:
         # As the outermost call dynamo skips PyTorch's own code: nothing of a plain Sequential would be compiled.
@@ -37,17 +35,6 @@ def apply_compile(model: nn.Module, plan: Plan, workload: Workload | None = None
     if plan.compile_scope == "blocks" and not blocks:
         return f"{type(model).__name__} has no class of blocks twice, whose code could be used again"
     return ""
-
-
-def import_extensions() -> None:
-    """Import the module by which Inductor calls a compiler; on a CPU it would complain of a GPU's compiler."""
-    logger = logging.getLogger("torch.utils.cpp_extension")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        import torch.utils.cpp_extension  # noqa: F401
-    finally:
-        logger.setLevel(level)
 
 
 def remove_compile(model: nn.Module) -> None:

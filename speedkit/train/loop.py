@@ -231,8 +231,7 @@ def fallback_for(run: TrainingRun, error: Exception) -> Fallback:
     if run.ranks is None:
         batch = position.batch
     if not is_out_of_memory(error):
-        repeatable = batch is not None or position.raw_batch is not None
-        if not repeatable or run.plan.compile == "off" or isinstance(error, SpeedkitError):
+        if batch is None or run.plan.compile == "off" or isinstance(error, SpeedkitError):
             raise error
         message = " ".join(str(error).split("\n\n")[0].split())  # commands, stacks and advice follow
         why = f"it failed {now}: {type(error).__name__}: {message[:300]}"

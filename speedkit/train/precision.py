@@ -1,7 +1,6 @@
 """Number formats: process-wide switches, autocast, 8-bit layers, loss scaling."""
 
 import contextlib
-from typing import Any
 
 import torch
 from torch import nn
@@ -63,15 +62,6 @@ class Precision:
         config = Float8LinearConfig(emulate=self.name == "fp8-emulated", pad_inner_dim=True)
         convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name in eight)
         return f"these layers multiply in bf16, for their kind, their size or their place at the end: {', '.join(rest)}"
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: the loss scale of float16, else nothing."""
-        return self.scaler.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state`, which is empty where the run that saved it had no float16."""
-        if state:
-            self.scaler.load_state_dict(state)
 
 
 def eight_bit_layers(model: nn.Module) -> tuple[list[str], list[str]]:

@@ -22,10 +22,14 @@ from speedkit.train import compile, memory
 from speedkit.train.precision import Precision
 from speedkit.train.setup import transform_model
 
-IN_THE_MODEL = ("precision", "compile", "compile_scope", "channels_last", "attention", "checkpointing")
 APPLIED = (
     *own_loader.LOADER_OPTIONS,
-    *IN_THE_MODEL,
+    "precision",
+    "compile",
+    "compile_scope",
+    "channels_last",
+    "attention",
+    "checkpointing",
     "fused_optimizer",
     "allocator",
     "cudnn_benchmark",

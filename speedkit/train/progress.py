@@ -38,8 +38,6 @@ class Progress:
         self.batch_size = batch_size
         self.mode = display_mode(show)
         self.look = ""  # the last evaluation, in words
-        self.first_step = 0  # of the first update: compiling lies before it
-        self.began_s: float | None = None  # time of the first update
         self.next_s = 0.0  # time of the next update
         form = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"  # without tqdm's own rate and time left
         self.bar = tqdm(total=total, desc=name, bar_format=form, mininterval=0, disable=self.mode != "bar")
@@ -53,7 +51,7 @@ class Progress:
     def update(self, step: int, step_s: float, loss: float, *, score: float | None, metric: str) -> None:
         """Show where the run is; `step_s` and `loss` are means since the last log point, `score` of the last batch."""
         self.next_s = time.perf_counter() + UPDATE_EVERY_S[self.mode]
-        left = self.time_left(step, step_s)
+        left = f"{tqdm.format_interval((self.total - step) * step_s)} left"
         text = f"loss {loss:.4f}"
         if score is not None:
             text += f", {metric} {score:.3f}"
@@ -63,16 +61,6 @@ class Progress:
             self.bar.update(step - self.bar.n)
         else:
             print(f"{self.name} step {step}/{self.total}: {text}, {left}", flush=True)
-
-    def time_left(self, step: int, step_s: float) -> str:
-        """Return how long it takes from `step` to the end, in words: by all steps since the first update."""
-        now_s = time.perf_counter()
-        if self.began_s is None:
-            self.began_s = now_s
-            self.first_step = step
-        if step > self.first_step:
-            step_s = (now_s - self.began_s) / (step - self.first_step)
-        return f"{tqdm.format_interval((self.total - step) * step_s)} left"
 
     def say(self, text: str) -> None:
         """Print a line; a bar stays below it."""

@@ -80,7 +80,6 @@ class Position:
     total_steps: float
     evaluate_every: int  # steps; 0 is only at the end
     step: int = 0
-    raw_batch: Batch | None = None  # that of the step in progress, until it is augmented
     batch: Batch | None = None  # that of the step in progress, until the weights change
     # Loss [], epoch and batch of each step since the log point.
     recent: list[tuple[Tensor, int, int]] = dataclasses.field(default_factory=list)

@@ -270,13 +270,10 @@ def transform_model(
 ) -> list[Fallback]:
     """Give `model` the 8-bit layers, attention, recomputation and compiled code of `plan`, in place; return why not."""
     # The order counts: 8-bit layers take the place of others, and what is compiled includes all the rest.
-    fallbacks = []
-    if why := precision.convert(model):
-        fallbacks.append(Fallback("precision", plan.precision, plan.precision, why))
-    if why := attention.apply_attention(model, plan):
-        fallbacks.append(Fallback("attention", plan.attention, "auto", why))
-    if why := memory.checkpoint_blocks(model, plan):
-        fallbacks.append(Fallback("checkpointing", plan.checkpointing, "off", why))
-    if why := compile.apply_compile(model, plan, workload):
-        fallbacks.append(Fallback("compile_scope", "blocks", "model", why))
-    return fallbacks
+    changes = (
+        ("precision", plan.precision, precision.convert(model)),
+        ("attention", "auto", attention.apply_attention(model, plan)),
+        ("checkpointing", "off", memory.checkpoint_blocks(model, plan)),
+        ("compile_scope", "model", compile.apply_compile(model, plan, workload)),
+    )
+    return [Fallback(field, getattr(plan, field), got, why) for field, got, why in changes if why]
