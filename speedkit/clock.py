@@ -1,6 +1,5 @@
-"""A stopwatch that waits for the device, and a count of what has been compiled."""
+"""A stopwatch that waits for the device."""
 
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -53,11 +52,3 @@ def timed(function: Callable[[], Any], device: torch.device | str, repeats: int,
         function()
         seconds.append(stopwatch.stop())
     return seconds[warmup:]
-
-
-def compilations() -> int:
-    """Return how many graphs torch.compile has handed to a compiler in this process so far. Never imports dynamo."""
-    dynamo = sys.modules.get("torch._dynamo.utils")  # its counter outlives torch._dynamo.reset()
-    if dynamo is None:
-        return 0
-    return int(dynamo.counters["stats"]["unique_graphs"])

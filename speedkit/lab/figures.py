@@ -22,7 +22,6 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from speedkit.measure.trace import CAUSES
-from speedkit.measure.warm_up import duration
 
 STYLE = Path(__file__).with_name("speedkit.mplstyle")
 BLUE = "#0072B2"
@@ -227,3 +226,11 @@ def draw_change(axes: Axes, y: int, row: Row, *, before_ms: float, colour: str) 
         fastest = before_ms / row["predicted_high"]
         slowest = before_ms / row["predicted_low"]
         axes.barh(y + 0.36, slowest - fastest, 0.1, left=fastest, color=PREDICTED.get_facecolor())
+
+
+def duration(seconds: float) -> str:
+    """Return a time in the unit that reads best: `42.1 ms`, `3.2 s`, `12 min`, `1.5 h`."""
+    for unit, length in (("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3)):
+        if seconds >= 2 * length or (unit == "s" and seconds >= 1):
+            return f"{seconds / length:#.3g}".rstrip(".") + f" {unit}"
+    return f"{seconds / 1e-6:#.3g}".rstrip(".") + " µs"

@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from speedkit import files
 from speedkit.config import settings_of
 from speedkit.lab import figures
+from speedkit.lab.figures import duration
 from speedkit.lab.frameworks import in_words
-from speedkit.measure.warm_up import duration
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 

@@ -17,7 +17,6 @@ from speedkit.measure.optimizations import named
 from speedkit.measure.stages import Row, Stage, Tuning
 from speedkit.measure.stats import LOOKS
 from speedkit.measure.tune import find_plan
-from speedkit.measure.warm_up import duration
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train.progress import wanted
@@ -72,7 +71,7 @@ def tune(
     )
     if folder is not None and (folder / "record.json").exists():
         return read_json(folder / "record.json")
-    job.say(f"tuning {workload.name} on {job.hardware.name}, with a budget of {duration(budget_s)}")
+    job.say(f"tuning {workload.name} on {job.hardware.name}, with a budget of {budget_s:.0f} s")
     run = NotebookRun("90_tune", {"workload": workload.name, "budget_s": budget_s, "seeds": seeds})
     found = find_plan(job, chosen)
     if Stage("final", plan="safe") in job.results:  # the plan that learned worse is not the one that was found

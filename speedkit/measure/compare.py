@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speedkit.clock import Stopwatch, compilations, timed
+from speedkit.clock import Stopwatch, timed
 from speedkit.fallbacks import EffectivePlan
 from speedkit.measure.process import process_kept
 from speedkit.measure.stats import LOOKS, Decision, decide, log_ratios, paired_interval
+from speedkit.measure.warm_up import compilations
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train.checkpoint import get_random_state, set_random_state

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from speedkit.clock import compilations
 from speedkit.errors import UsageError
 from speedkit.measure.bottlenecks import bottleneck_in_words, bottlenecks_of_loop, costly_switches
 from speedkit.measure.breakdown import Breakdown, StepObserver
 from speedkit.measure.timeline import DATA, EVALUATION, FORWARD, OPTIMIZER, OTHER, RARE, timing
+from speedkit.measure.warm_up import compilations
 
 
 @contextlib.contextmanager

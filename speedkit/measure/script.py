@@ -18,13 +18,13 @@ from torch.optim import Optimizer, optimizer
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from speedkit.clock import compilations
 from speedkit.errors import SpeedkitError, UsageError
 from speedkit.files import claim_folder, write_json
 from speedkit.machine import this_machine
 from speedkit.measure.optimizations import Change, plan_of, predict, text
 from speedkit.measure.peaks import matmul_rates
 from speedkit.measure.profile import LoopProfile
+from speedkit.measure.warm_up import compilations
 from speedkit.plan import Plan
 
 SEEN_STEPS = 2  # of all optimizers, before the largest of these is profiled

@@ -16,7 +16,6 @@ from speedkit.measure.quality import Curves, baseline_curves_file, curve, fold, 
 from speedkit.measure.roofline import roofline
 from speedkit.measure.stages import Row, Stage, Tuning
 from speedkit.measure.trials import compare_with_itself, try_optimizations
-from speedkit.measure.warm_up import duration
 from speedkit.plan import Plan
 
 FINAL_PAIRS = 40
@@ -167,7 +166,7 @@ def train_both(job: Tuning, best: Plan, step_s: Row) -> Row:
     first_s = sum(max(0, 2 - len(curves[name])) * training_s[name] for name in curves)
     needed_s = job.once(Stage("budget for quality"), float, job.spent_s() + first_s)
     if needed_s > job.budget_s:
-        job.say(f"quality is not tested: two trainings of each plan take a budget of about {duration(needed_s)}")
+        job.say(f"quality is not tested: two trainings of each plan take a budget of about {needed_s:.0f} s")
         return {"quality": quality_of(job.workload, curves) | {"budget_s": needed_s}, "training_s": None}
 
     moves_data = {field: getattr(best, field) for field in MOVES_DATA}

@@ -1,14 +1,15 @@
-"""A warm-up that knows when it is over, and times in words."""
+"""A warm-up that knows when it is over, and a count of what has been compiled."""
 
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from speedkit.clock import Stopwatch, compilations
+from speedkit.clock import Stopwatch
 
 WINDOWS = 3  # in a row have to agree before steps count as steady
 
@@ -47,9 +48,9 @@ def run_until_steady(
         count = min(max(1, math.ceil(window_s * count / max(seconds, 1e-9))), 10 * count)
 
 
-def duration(seconds: float) -> str:
-    """Return a time in the unit that reads best: `42.1 ms`, `3.2 s`, `12 min`, `1.5 h`."""
-    for unit, length in (("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3)):
-        if seconds >= 2 * length or (unit == "s" and seconds >= 1):
-            return f"{seconds / length:#.3g}".rstrip(".") + f" {unit}"
-    return f"{seconds / 1e-6:#.3g}".rstrip(".") + " µs"
+def compilations() -> int:
+    """Return how many graphs torch.compile has handed to a compiler in this process so far. Never imports dynamo."""
+    dynamo = sys.modules.get("torch._dynamo.utils")  # its counter outlives torch._dynamo.reset()
+    if dynamo is None:
+        return 0
+    return int(dynamo.counters["stats"]["unique_graphs"])

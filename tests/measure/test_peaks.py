@@ -10,11 +10,11 @@ from tiny import DEVICES, points
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from speedkit.clock import compilations
 from speedkit.machine import this_machine
 from speedkit.measure.breakdown import StepFacts, make_breakdown
 from speedkit.measure.peaks import peaks
 from speedkit.measure.roofline import ByteCounter, count, roofline
+from speedkit.measure.warm_up import compilations
 from speedkit.plan import Plan
 from speedkit.train.loop import steps
 from speedkit.train.setup import setup_run

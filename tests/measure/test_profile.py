@@ -9,9 +9,9 @@ from tiny import DEVICES, busy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from speedkit import clock
 from speedkit.errors import UsageError
 from speedkit.measure.profile import profile
+from speedkit.measure.warm_up import compilations
 
 MS = 1e-3
 
@@ -174,7 +174,7 @@ def test_a_step_is_the_optimizers_however_many_batches_it_takes_from_whatever_it
 def test_compiled_models_are_seen_and_stay_compiled(in_place):
     loop = Loop()
     torch._dynamo.reset()
-    before = clock.compilations()
+    before = compilations()
     if in_place:
         loop.model.compile(backend="eager", dynamic=False)
     else:
@@ -182,7 +182,7 @@ def test_compiled_models_are_seen_and_stay_compiled(in_place):
     loop.train(stop=1)
     with profiled(loop) as seen:
         loop.train()
-    assert clock.compilations() - before == 1
+    assert compilations() - before == 1
     with torch.compiler.set_stance("fail_on_recompile"):
         loop.train(stop=1)  # still what was compiled, or this would raise
     assert seen.notes == [] and seen.breakdown.share("forward") > 0

@@ -20,7 +20,6 @@ from tiny import H100 as GPU
 from torch import nn
 
 from speedkit import tune as tune_function
-from speedkit.clock import compilations
 from speedkit.errors import Interrupted, UsageError
 from speedkit.files import read_json
 from speedkit.lab.records import validate_record
@@ -33,6 +32,7 @@ from speedkit.measure.quality import baseline_curves_file, fold, quality_of, sam
 from speedkit.measure.stages import NAME, Stage, Tuning
 from speedkit.measure.trials import measure
 from speedkit.measure.tune import ablate, final_comparison, payback
+from speedkit.measure.warm_up import compilations
 from speedkit.plan import Plan
 
 # Of a step of 200 ms, half of which is loading.

@@ -2,8 +2,7 @@
 
 import torch
 
-from speedkit.clock import compilations
-from speedkit.measure.warm_up import WINDOWS, run_until_steady
+from speedkit.measure.warm_up import WINDOWS, compilations, run_until_steady
 
 
 def test_a_recompiling_step_is_counted_and_not_called_steady_too_early():
