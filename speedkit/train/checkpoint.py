@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from speedkit.errors import SpeedkitError, UsageError
-from speedkit.train.checkpoint_file import NAME, read
+from speedkit.train.checkpoint_file import NAME, PREVIOUS, read
 from speedkit.train.optimizer import restore_optimizer
 from speedkit.train.run import TrainingRun
 
@@ -39,23 +39,26 @@ def save(run: TrainingRun) -> None:
 
 
 def load(run: TrainingRun, folder: Path) -> None:
-    """Put `run` where the checkpoint in `folder` left off; leave it as it is where there is none.
+    """Put `run` where the newest whole checkpoint in `folder` left off; leave it as it is where there is none at all.
 
     Raises UsageError when the checkpoint is of another workload, recipe or data set: going on would not be the same
-    run. Another plan is fine, that is what a plan is. Raises SpeedkitError when it cannot be read.
+    run. Another plan is fine, that is what a plan is. Raises SpeedkitError when there are some and none can be read.
     """
-    path = folder / NAME
-    if not path.exists():
+    paths = [path for path in (folder / NAME, folder / PREVIOUS) if path.exists()]
+    for path in paths:
+        try:
+            state = read(path)
+        except Exception as error:  # torch raises whatever its unpickler does
+            run.reporting.progress.say(f"  {path} cannot be read: {error or type(error).__name__}")
+            continue
+        for key, value in job_of(run).items():
+            before = state["job"].get(key, value)  # an older version may not know the key
+            if before != value:
+                raise UsageError(f"{path} belongs to another run: {key} is {before} there, {value} here")
+        restore(run, state)
         return
-    try:
-        state = read(path)
-    except Exception as error:  # torch raises whatever its unpickler does
-        raise SpeedkitError(f"{path} cannot be read ({error}): remove it to start over") from error
-    for key, value in job_of(run).items():
-        before = state["job"].get(key, value)  # an older version may not know the key
-        if before != value:
-            raise UsageError(f"{path} belongs to another run: {key} is {before} there, {value} here")
-    restore(run, state)
+    if paths:
+        raise SpeedkitError(f"{paths[0]} cannot be read, nor can one before it: remove it to start over")
 
 
 def restore(run: TrainingRun, state: dict[str, Any]) -> None:

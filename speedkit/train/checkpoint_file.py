@@ -13,7 +13,7 @@ from torch.utils import _pytree as tree
 from speedkit.errors import SpeedkitError
 from speedkit.files import atomic
 
-NAME = "checkpoint.pt"
+NAME, PREVIOUS = "checkpoint.pt", "checkpoint-1.pt"
 DIGEST_BYTES = 8  # at the end of the file, which readers of zip archives pass over: xxh3 of all before
 
 
@@ -54,6 +54,8 @@ class CheckpointWriter:
             digest = xxhash.xxh3_64_digest(np.memmap(temporary, np.uint8, "r").data)
             with temporary.open("ab") as stream:
                 stream.write(digest)
+            if (self.folder / NAME).exists():  # killed after this, `load` finds the one before
+                (self.folder / NAME).replace(self.folder / PREVIOUS)
 
 
 def read(path: Path) -> dict[str, Any]:

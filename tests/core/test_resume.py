@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import every_number_format, jitter, points
+from tiny import every_number_format, jitter, outcome, points
 
 from speedkit.errors import SpeedkitError, UsageError
 from speedkit.plan import Plan
@@ -79,13 +79,22 @@ def test_a_checkpoint_that_does_not_fit_on_the_disk_leaves_the_one_before(stoppe
     assert not list(stopped.glob("*.tmp")) + list(stopped.glob(".*.tmp"))
 
 
-def test_a_flipped_bit_is_found_and_nothing_is_made_up(stopped):
+def test_a_flipped_bit_is_found_and_the_run_goes_on_from_the_one_before(stopped, capsys):
     path = stopped / checkpoint_file.NAME
     assert torch.load(path, weights_only=True)["step"] == 8
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    with pytest.raises(SpeedkitError, match=r"checkpoint\.pt cannot be read .*cut short or changed.*: remove it"):
+    resumed = fit(lively(), out=stopped, resume=True, **OPTIONS | {"progress": True})
+    assert resumed.resumed_from == 6
+    assert outcome(resumed) == outcome(fit(lively(), **OPTIONS))
+    assert "checksum is wrong: it was cut short or changed" in "".join(capsys.readouterr())
+
+
+def test_with_all_of_them_damaged_nothing_is_made_up(stopped):
+    torch.save({"epoch": 3}, stopped / checkpoint_file.NAME)  # that of another program
+    (stopped / checkpoint_file.PREVIOUS).write_bytes(b"")
+    with pytest.raises(SpeedkitError, match=r"checkpoint\.pt cannot be read, nor can one before it: remove it"):
         fit(lively(), out=stopped, resume=True, **OPTIONS)
 
 
