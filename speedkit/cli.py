@@ -18,6 +18,7 @@ import yaml
 from click.core import ParameterSource
 
 from speedkit import __version__
+from speedkit.data.batches import STOPS
 from speedkit.errors import Interrupted, SpeedkitError, UsageError
 from speedkit.fallbacks import resolve
 from speedkit.files import claim_folder, write_json, write_quarantine
@@ -52,7 +53,9 @@ def main(command: click.Command | None = None, name: str = "speedkit") -> NoRetu
 
     A traceback is shown with --debug only.
     """
-    signal.signal(signal.SIGTERM, _terminate)
+    ends = [number for number in STOPS[1:] if signal.getsignal(number) != signal.SIG_IGN]
+    for number in ends:
+        signal.signal(number, _terminate)
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root() / "inductor"))  # kept: compiled once
     try:
         code = (command or commands).main(prog_name=name, standalone_mode=False) or 0
@@ -62,13 +65,14 @@ def main(command: click.Command | None = None, name: str = "speedkit") -> NoRetu
         code, sentence = explained(error)
         click.echo(f"speedkit: {' '.join(sentence.split())}", err=True)
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Python would print what is raised on its way out
+        for number in ends:
+            signal.signal(number, signal.SIG_DFL)  # Python would print what is raised on its way out
     _leave(code)
 
 
 def _terminate(number: int, _frame: Any) -> NoReturn:
     # As an exception, so that loader processes are ended and half-written files removed on the way out.
-    raise Interrupted("stopped by SIGTERM; what was complete is kept", number)
+    raise Interrupted(f"stopped by {signal.Signals(number).name}; what was complete is kept", number)
 
 
 def _leave(code: int) -> NoReturn:

@@ -30,6 +30,10 @@ class PlanError(UsageError):
     """A plan or recipe field has an unknown name or an impossible value."""
 
 
+class DataError(SpeedkitError):
+    """Batches can be loaded no more: a loader process failed, died or hangs."""
+
+
 class Interrupted(SpeedkitError):
     """Ctrl-C or SIGTERM ended a run after its checkpoint was written; `exit_code` is 128 + the signal's number."""
 

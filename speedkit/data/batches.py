@@ -24,14 +24,16 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data._utils.signal_handling import _remove_worker_pids
 
 from speedkit.data.decode import BadItem
-from speedkit.errors import SpeedkitError
+from speedkit.errors import DataError, SpeedkitError
 from speedkit.plan import Plan
 
 CHECK_S = 5.0  # from one look at what the workers do to the next
 HUNG_S = 120.0  # workers that do nothing for so long hang
 LOOK = ["cpu_times", *(["io_counters"] if hasattr(psutil.Process, "io_counters") else [])]  # not on a Mac
 END_S = 5.0  # what a killed process gets until it is gone
-STOPS = (signal.SIGINT, signal.SIGTERM)  # they often go to the whole process group
+STOPS = [signal.SIGINT, signal.SIGTERM]  # they often go to the whole process group
+if hasattr(signal, "SIGHUP"):  # not on Windows
+    STOPS.append(signal.SIGHUP)  # the terminal is closed
 
 Loaded = tuple[Any, dict[str, str]]  # the batch, and path -> why of bad items
 
@@ -89,7 +91,7 @@ class BatchMaker(Dataset):
             error = f"a worker failed ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
         index = self.reading[worker]
         place = f" at {item_name(self.items[index])}" if index >= 0 else ""
-        return SpeedkitError(f"{error}{place}; workers=0 shows where")
+        return DataError(f"{error}{place}; workers=0 shows where")
 
 
 class BatchLoader:
@@ -227,7 +229,7 @@ class BatchLoader:
 
 @contextlib.contextmanager
 def stops_held_back() -> Iterator[None]:
-    """Hold back SIGINT and SIGTERM while workers start: one that does not ignore them yet would die of them."""
+    """Hold back what asks for an end while workers start: one that does not ignore them yet would die of them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     try:
         yield

@@ -11,14 +11,16 @@ from typing import Any
 
 import torch
 
-from speedkit.errors import Interrupted
+from speedkit.data.batches import STOPS
+from speedkit.errors import DataError, Interrupted
 from speedkit.files import finite, write_json, write_quarantine
 from speedkit.machine import peak_ram_bytes
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
+from speedkit.train.checkpoint import save
 from speedkit.train.checkpoint_file import NAME
 from speedkit.train.history import History
-from speedkit.train.loop import steps
+from speedkit.train.loop import log, steps
 from speedkit.train.run import TrainingRun
 from speedkit.train.setup import setup_run
 from speedkit.workload import Workload
@@ -54,24 +56,37 @@ def fit(
         what it raises ends the run.
     verbose: say of each field of the plan why it falls back, however many they are.
 
-    Ctrl-C and SIGTERM end the run after the step in progress with a checkpoint (where `out` is set) and raise
-    Interrupted.
+    Ctrl-C, SIGTERM and SIGHUP end the run after the step in progress with a checkpoint (where `out` is set) and raise
+    Interrupted. Data that can be loaded no more end it with a checkpoint, too, and DataError.
     """
     run = setup_run(**locals())  # all arguments, and as yet nothing else
     position = run.position
     with contextlib.closing(run):
         with stop_on_signal(run), gc_paused():
-            for step in steps(run):
-                if run.reporting.history.log_steps[-1:] == [step]:
-                    report(run)
-                if position.stopping:
-                    break
+            try:
+                for step in steps(run):
+                    if run.reporting.history.log_steps[-1:] == [step]:
+                        report(run)
+                    if position.stopping:
+                        break
+            except DataError:
+                keep_last_step(run)
+                raise
         history = finish(run)
     if position.stopping:
         resume_by = f"--resume goes on from {run.out / NAME}" if run.out else "nothing is kept without --out"
         name = signal.Signals(position.stop).name
         raise Interrupted(f"stopped by {name} after step {position.step}; {resume_by}", position.stop)
     return history
+
+
+def keep_last_step(run: TrainingRun) -> None:
+    """Save the state after the last whole step, where a checkpoint is kept: no batch has come since."""
+    if run.reporting.writer is None or run.ranks is not None:  # others wait for a rank that saves
+        return
+    if run.position.recent:
+        log(run)
+    save(run)
 
 
 def report(run: TrainingRun) -> None:
@@ -134,7 +149,7 @@ def finish(run: TrainingRun) -> History:
 
 @contextlib.contextmanager
 def stop_on_signal(run: TrainingRun) -> Iterator[None]:
-    """Turn Ctrl-C and SIGTERM into a request to stop after the step in progress."""
+    """Turn Ctrl-C, SIGTERM and SIGHUP into a request to stop after the step in progress."""
 
     def request(number: int, _frame: Any) -> None:
         if run.position.stop and run.ranks is None:  # the second one stops at once
@@ -143,7 +158,8 @@ def stop_on_signal(run: TrainingRun) -> Iterator[None]:
 
     handlers = {}
     if threading.current_thread() is threading.main_thread():  # Python lets no other thread set handlers
-        handlers = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
+        heard = [number for number in STOPS if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores one
+        handlers = {number: signal.signal(number, request) for number in heard}
     try:
         yield
     finally:

@@ -145,7 +145,7 @@ def gradient_norm(learner: Learner, ranks: Ranks | None) -> Tensor:
     return norm
 
 
-def log(run: TrainingRun, outputs: Tensor, part: Batch) -> None:
+def log(run: TrainingRun, outputs: Tensor | None = None, part: Batch | None = None) -> None:
     """Read the losses since the last log point; show the score of the last `part` of a batch by its `outputs`."""
     position = run.position
     reporting = run.reporting
@@ -160,8 +160,8 @@ def log(run: TrainingRun, outputs: Tensor, part: Batch) -> None:
     reporting.history.log_step_s.append(step_s)
     if reporting.progress.due(position.step):
         score = None
-        if run.workload.own_loader is None:  # else no score is known but the loss
-            score = float(run.workload.score(outputs.detach(), part).float().mean())
+        if outputs is not None and run.workload.own_loader is None:  # else no score is known but the loss
+            score = float(run.workload.score(outputs.detach(), part).float().mean())  # type: ignore[arg-type]
         reporting.progress.update(position.step, step_s, loss, score=score, metric=run.workload.metric)
     if not gc.isenabled():  # as in `fit`
         gc.collect(1)

@@ -60,15 +60,23 @@ class Progress:
             self.bar.set_postfix_str(f"{left}, {text}", refresh=False)  # a narrow terminal cuts off the end
             self.bar.update(step - self.bar.n)
         else:
-            print(f"{self.name} step {step}/{self.total}: {text}, {left}", flush=True)
+            put_out(f"{self.name} step {step}/{self.total}: {text}, {left}")
 
     def say(self, text: str) -> None:
         """Print a line; a bar stays below it."""
         if self.mode == "bar":
             self.bar.write(text)
         elif self.mode != "off":
-            print(text, flush=True)
+            put_out(text)
 
     def close(self) -> None:
         """Leave the bar as it stands."""
         self.bar.close()
+
+
+def put_out(text: str) -> None:
+    """Print a line. Where the terminal, the pipe or the disk that it goes to is gone, nothing is printed any more."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

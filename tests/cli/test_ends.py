@@ -32,6 +32,7 @@ def workload():
 RUNS = {
     "stopped": ("[os.kill(pid, signal.SIGSTOP) for pid in pids]", ["--persistent-workers"], 1, "hangs"),
     "ctrl-c": ("os.killpg(os.getpid(), signal.SIGINT)", [], 130, "stopped by SIG"),
+    "hang-up": ("os.killpg(os.getpid(), signal.SIGHUP)", [], 129, "stopped by SIGHUP after step 3"),
     "killed itself": ("os.kill(os.getpid(), signal.SIGKILL)", [], -9, ""),
 }
 
@@ -56,6 +57,26 @@ def test_a_run_ends_with_one_sentence_and_leaves_no_process(name, tmp_path):
     assert errors.count("\n") == 1 or code == -signal.SIGKILL, errors  # its workers may say that their pipe broke
     group = [child for child in psutil.process_iter() if in_group(child, process.pid)]
     assert psutil.wait_procs(group, timeout=10)[1] == []
+
+
+TRAIN = [sys.executable, "-m", "speedkit", "train", "tiny:points", "--log-every", "1"]
+
+
+@pytest.mark.parametrize("gone", ["pipe", "disk", "nohup"])
+def test_a_training_goes_on_without_its_output_and_under_nohup(gone, tmp_path):
+    command = [*TRAIN, "--out", str(tmp_path / "out")]
+    if gone == "nohup":
+        command = ["nohup", sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGHUP)"]
+        command = [*command[:3], f"{command[3]}; import sys; from speedkit.cli import main; main()"]
+        command += [*TRAIN[3:], "--out", str(tmp_path / "out")]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    output = open("/dev/full", "w") if gone == "disk" else subprocess.PIPE  # noqa: SIM115
+    process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.PIPE, text=True)
+    if gone == "pipe":
+        process.stdout.close()
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0 and "speedkit:" not in errors, errors
+    assert (tmp_path / "out" / "history.json").exists()
 
 
 def in_group(process, group):

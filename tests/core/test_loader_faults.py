@@ -17,8 +17,9 @@ from tiny import load, points
 
 from speedkit.data import batches
 from speedkit.data.loader import BatchStream
-from speedkit.errors import SpeedkitError
+from speedkit.errors import DataError, SpeedkitError
 from speedkit.plan import Plan
+from speedkit.train.fit import fit
 
 PROCESSES = {"workers": 2}
 PERSISTENT = {"workers": 2, "persistent_workers": True}
@@ -118,3 +119,20 @@ def test_what_takes_long_is_no_hang_while_items_come_or_one_is_worked_on(slow, m
     monkeypatch.setattr(batches, "HUNG_S", 1.0)
     monkeypatch.setattr(batches, "CHECK_S", 0.3)
     drain(slow, count=6, **PROCESSES)
+
+
+def dies_once(item, mark):
+    if item.path == "40" and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return load(item, 8)
+
+
+def test_a_dead_worker_leaves_a_checkpoint_of_the_last_step_from_which_the_run_goes_on(tmp_path):
+    options = {"plan": Plan(workers=1, log_every=1), "device": "cpu", "progress": False}
+    whole = fit(points(), **options)
+    workload = dataclasses.replace(points(), load=functools.partial(dies_once, mark=tmp_path / "mark"))
+    with pytest.raises(DataError, match="died"):
+        fit(workload, out=tmp_path / "out", **options)
+    again = fit(workload, out=tmp_path / "out", resume=True, **options)
+    assert again.resumed_from > 0 and again.loss == whole.loss
