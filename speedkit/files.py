@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from speedkit.errors import UsageError
 
 
@@ -75,3 +77,17 @@ def claim_folder(folder: str | Path, kind: str, resume: bool = False) -> Path:
     except OSError as error:
         raise UsageError(f"output folder {folder} cannot be written ({error.strerror})") from error
     return folder
+
+
+@contextlib.contextmanager
+def folder_held(folder: Path) -> Iterator[None]:
+    """Keep other runs out of `folder`. Raises UsageError where another one goes on in it."""
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise UsageError(f"another run goes on in {folder}: wait for its end, or name another with --out") from None
+    try:
+        yield
+    finally:
+        lock.release()

@@ -1,16 +1,19 @@
 """Checkpoints: all that a run needs to go on as if it had never stopped."""
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from xxhash import xxh3_64_hexdigest
 
 from speedkit.errors import SpeedkitError, UsageError
 from speedkit.train.checkpoint_file import NAME, PREVIOUS, read
 from speedkit.train.optimizer import restore_optimizer
 from speedkit.train.run import TrainingRun
+from speedkit.workload import Workload
 
 HISTORY = ("loss", "log_steps", "log_step_s", "evaluations", "tested", "seconds", "skipped", "recoveries")
 
@@ -55,7 +58,11 @@ def load(run: TrainingRun, folder: Path) -> None:
             before = state["job"].get(key, value)  # an older version may not know the key
             if before != value:
                 raise UsageError(f"{path} belongs to another run: {key} is {before} there, {value} here")
-        restore(run, state)
+        try:
+            restore(run, state)
+        except RuntimeError as error:
+            difference = str(error).splitlines()[-1].strip()
+            raise UsageError(f"{path} belongs to another model: {difference}") from error
         return
     if paths:
         raise SpeedkitError(f"{paths[0]} cannot be read, nor can one before it: remove it to start over")
@@ -92,8 +99,18 @@ def job_of(run: TrainingRun) -> dict[str, Any]:
         "workload": run.workload.name,
         "train_items": len(run.workload.train),
         "validation_items": len(run.workload.validation),
+        "names of items and classes": names_in(run.workload),
         **recipe,
     }
+
+
+def names_in(workload: Workload) -> str:
+    """Return a hash of the names of classes and of items that have a path, wherever the folder with all of them is."""
+    items = (*workload.train, *workload.validation) if workload.own_loader is None else ()
+    paths = [str(item.path) for item in items if hasattr(item, "path")]
+    folder = os.path.commonprefix(paths)  # noqa: RUF071 (by characters, for a path may be any text)
+    names = [*workload.classes, *(path.removeprefix(folder) for path in paths)]
+    return xxh3_64_hexdigest(os.fsencode("\n".join(names)))
 
 
 def get_random_state(device: torch.device) -> list[Tensor]:

@@ -17,7 +17,7 @@ from speedkit.data.cache import open_cache
 from speedkit.data.loader import BatchStream
 from speedkit.errors import PlanError
 from speedkit.fallbacks import EffectivePlan, Fallback, resolve
-from speedkit.files import claim_folder, write_text
+from speedkit.files import claim_folder, folder_held, write_text
 from speedkit.machine import this_machine
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe, learning_rates
@@ -73,6 +73,7 @@ def setup_run(
         folder = Path(out) if out is not None else None
         if folder is not None and first:
             claim_folder(folder, "train", resume)
+            ends.enter_context(folder_held(folder))
         show = progress if first and not endless else False
         if deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

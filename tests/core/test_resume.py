@@ -1,6 +1,7 @@
 """Interrupted runs: what is left behind is whole, verified when it is read, and going on from it changes nothing."""
 
 import contextlib
+import dataclasses
 import itertools
 import random
 import resource
@@ -60,6 +61,33 @@ def test_a_run_can_go_on_with_a_fused_optimizer_whose_rate_stays_in_its_tensor(s
 def test_a_checkpoint_of_another_run_is_refused_and_says_what_differs(stopped):
     with pytest.raises(UsageError, match=r"learning_rate is 0.01 there, 0.5 here"):
         fit(lively(learning_rate=0.5), out=stopped, resume=True, **OPTIONS)
+
+
+def renamed(workload, old, new):
+    """The workload, with `new` in place of `old` in the paths of its items."""
+    items = [dataclasses.replace(item, path=item.path.replace(old, new)) for item in workload.train]
+    return dataclasses.replace(workload, train=items)
+
+
+def test_other_items_other_classes_and_another_model_are_refused_and_another_folder_is_not(stopped):
+    others = [renamed(lively(), "7", "8"), dataclasses.replace(lively(), classes=("cat", "dog"))]
+    for other in others:
+        with pytest.raises(UsageError, match="names of items and classes is"):
+            fit(other, out=stopped, resume=True, **OPTIONS)
+    with pytest.raises(UsageError, match=r"belongs to another model: size mismatch.*") as caught:
+        fit(dataclasses.replace(lively(), model=points(hidden=8).model), out=stopped, resume=True, **OPTIONS)
+    assert "\n" not in str(caught.value)
+    moved = dataclasses.replace(
+        lively(), train=[dataclasses.replace(item, path=f"a/{item.path}") for item in lively().train]
+    )
+    assert checkpoint.names_in(moved) == checkpoint.names_in(lively())
+
+
+def test_a_second_run_in_the_same_folder_is_refused_while_the_first_goes_on(stopped):
+    first = setup_run(lively(), out=stopped, resume=True, **OPTIONS)
+    with contextlib.closing(first), pytest.raises(UsageError, match="another run goes on"):
+        fit(lively(), out=stopped, resume=True, **OPTIONS)
+    assert fit(lively(), out=stopped, resume=True, **OPTIONS).steps == 14
 
 
 def test_a_checkpoint_that_does_not_fit_on_the_disk_leaves_the_one_before(stopped):
