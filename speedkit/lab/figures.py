@@ -1,9 +1,8 @@
-"""Figures, drawn from records only: ratios, what a tuning tried, where the time goes.
+"""Figures, drawn from records only: what a tuning tried, and where the time goes; and what all figures share.
 
 The colours are those that the colour-blind tell apart (Okabe and Ito 2008), opaque: they read on dark pages too.
 """
 
-import io
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -46,42 +45,6 @@ def device_name(record: Row) -> str:
         return hardware["gpu"]
     cpu = (hardware.get("cpu") or "CPU").replace("(R)", "").replace("(TM)", "")
     return f"{cpu}, {hardware['cores']} cores"
-
-
-def show(figure: Figure) -> None:
-    """Display a figure in a notebook as PNG, in few colours: a third of the bytes."""
-    from IPython import display
-    from PIL import Image
-
-    drawn = io.BytesIO()
-    small = io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=90)
-    few = Image.open(drawn).convert("RGB").quantize(128, method=Image.Quantize.FASTOCTREE)
-    few.save(small, format="png", optimize=True)
-    display.display(display.Image(small.getvalue(), alt=figure.texts[0].get_text()))
-
-
-@style.context(STYLE)
-def ratios(measurements: Row | Sequence[Row], *, title: str) -> Figure:
-    """Return a forest plot: each measured ratio with its 99 % interval, hollow where that holds 1.
-
-    `measurements` is a record, or rows of one.
-    """
-    rows = measurements["measurements"] if isinstance(measurements, Mapping) else measurements
-    figure, axes = new_figure(0.44 * len(rows) + 1.35, [row["name"] for row in rows])
-    for y, row in enumerate(rows):
-        is_shown = row["low"] > 1 or row["high"] < 1
-        fill = BLUE if is_shown else "white"
-        axes.plot([row["low"], row["high"]], [y, y], color=BLUE, linewidth=2, solid_capstyle="butt")
-        axes.plot(row["ratio"], y, "o", color=BLUE, markerfacecolor=fill, markersize=6.5)
-        write_beside(axes, y, ratio_text(row))
-    axes.axvline(1.0, color=INK, linewidth=0.8, zorder=1)
-    axes.update_datalim([(0.95, 0), (1.05, 0)])  # or a difference of nothing would fill the figure
-    axes.autoscale_view(scaley=False)
-    axes.set(xscale="log", xlabel="time ratio, log scale: above 1 is faster")
-    round_ticks(axes.xaxis)
-    add_caption(figure, title, [INTERVAL], about="hollow: the interval holds 1")
-    return figure
 
 
 def headline(record: Row) -> tuple[str, Row]:

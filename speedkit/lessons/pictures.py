@@ -1,14 +1,60 @@
 """What the lessons draw: mechanisms, before anything is measured, and measurements in the units of the subject."""
 
-from collections.abc import Sequence
+import io
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib import style
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from speedkit.lab.figures import BLUE, GREEN, GREY, INK, ORANGE, STYLE, new_figure, write_beside
+from speedkit.lab.figures import (
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    INTERVAL,
+    ORANGE,
+    STYLE,
+    add_caption,
+    new_figure,
+    ratio_text,
+    round_ticks,
+    write_beside,
+)
 from speedkit.measure.compare import Comparison
+
+
+def show(figure: Figure) -> None:
+    """Display a figure in a notebook as PNG, in few colours: a third of the bytes."""
+    from IPython import display
+    from PIL import Image
+
+    drawn = io.BytesIO()
+    small = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=90)
+    few = Image.open(drawn).convert("RGB").quantize(128, method=Image.Quantize.FASTOCTREE)
+    few.save(small, format="png", optimize=True)
+    display.display(display.Image(small.getvalue(), alt=figure.texts[0].get_text()))
+
+
+@style.context(STYLE)
+def ratios(rows: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
+    """Return a forest plot: each measured ratio with its 99 % interval, hollow where that holds 1."""
+    figure, axes = new_figure(0.44 * len(rows) + 1.35, [row["name"] for row in rows])
+    for y, row in enumerate(rows):
+        is_shown = row["low"] > 1 or row["high"] < 1
+        fill = BLUE if is_shown else "white"
+        axes.plot([row["low"], row["high"]], [y, y], color=BLUE, linewidth=2, solid_capstyle="butt")
+        axes.plot(row["ratio"], y, "o", color=BLUE, markerfacecolor=fill, markersize=6.5)
+        write_beside(axes, y, ratio_text(row))
+    axes.axvline(1.0, color=INK, linewidth=0.8, zorder=1)
+    axes.update_datalim([(0.95, 0), (1.05, 0)])  # or a difference of nothing would fill the figure
+    axes.autoscale_view(scaley=False)
+    axes.set(xscale="log", xlabel="time ratio, log scale: above 1 is faster")
+    round_ticks(axes.xaxis)
+    add_caption(figure, title, [INTERVAL], about="hollow: the interval holds 1")
+    return figure
 
 
 @style.context(STYLE)
@@ -26,7 +72,7 @@ def rates(comparisons: Sequence[Comparison], samples: int, *, unit: str, title: 
     for y, row in enumerate(comparisons, 1):
         axes.barh(y, baseline * row.ratio, 0.6, color=GREEN if row.b == best else BLUE)
         axes.plot([baseline * row.low, baseline * row.high], [y, y], "|-", color=INK, markersize=7)
-        write_beside(axes, y, f"{row.ratio:.2f}× ({row.low:.2f} to {row.high:.2f})")
+        write_beside(axes, y, ratio_text(vars(row)))
     axes.set(xlim=(0, None), xlabel=f"{unit} per second of training: longer is faster (line: 99 % interval)")
     figure.suptitle(title, x=0.01, ha="left")
     return figure
