@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 from unittest import mock
 
 import filelock
@@ -19,7 +19,7 @@ import papermill
 import torch
 from nbclient.exceptions import CellTimeoutError
 from nbclient.output_widget import OutputWidget
-from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from speedkit.config import nearest
 from speedkit.errors import SpeedkitError, UsageError
@@ -31,19 +31,11 @@ CONNECT_S = 10  # that a cluster has to answer
 FINITE = ConfigDict(allow_inf_nan=False)
 
 
-def none_in_words(value: Any) -> Any:
-    return None if value == "none" else value
-
-
-def list_in_words(value: Any) -> Any:
-    return value.split(",") if isinstance(value, str) else value
-
-
 TYPES: dict[str, Any] = {}  # that a parameter may have, as they are written
 for kind in (int, float, str, bool):
     TYPES[kind.__name__] = kind
-    TYPES[f"{kind.__name__} | None"] = Annotated[kind | None, BeforeValidator(none_in_words)]
-    TYPES[f"list[{kind.__name__}]"] = Annotated[list[kind], BeforeValidator(list_in_words)]  # type: ignore[valid-type]
+    TYPES[f"{kind.__name__} | None"] = kind | None
+    TYPES[f"list[{kind.__name__}]"] = list[kind]  # type: ignore[valid-type]
 
 # What papermill would log is in the errors raised here.
 logging.getLogger("papermill").addHandler(logging.NullHandler())
@@ -69,8 +61,8 @@ def find_notebooks(names: Sequence[str | Path] | None = None, folder: Path | Non
     return paths
 
 
-def declared_parameters(path: Path) -> dict[str, Any]:
-    """Return the type of each parameter that the notebook at `path` declares, by name.
+def declared_parameters(path: Path) -> dict[str, str]:
+    """Return the type of each parameter that the notebook at `path` declares, as it is written, by name.
 
     Raises UsageError unless exactly one cell is tagged `parameters`, with nothing but lines `name: type = literal`.
     """
@@ -81,7 +73,7 @@ def declared_parameters(path: Path) -> dict[str, Any]:
     for node in ast.parse(tagged[0].source).body:
         if not isinstance(node, ast.AnnAssign) or ast.unparse(node.annotation) not in TYPES:
             raise UsageError(f'{path.name}, parameters cell: "{ast.unparse(node)}" is not `name: type = literal`')
-        declared[ast.unparse(node.target)] = TYPES[ast.unparse(node.annotation)]
+        declared[ast.unparse(node.target)] = ast.unparse(node.annotation)
     return declared
 
 
@@ -93,8 +85,14 @@ def typed_parameters(source: Path, given: Mapping[str, Any]) -> dict[str, Any]:
         if name not in declared:
             hint = spelling_of_today(name) or f"{nearest(name, declared)}: it has {', '.join(declared)}"
             raise UsageError(f'{source.name} has no parameter "{name}"{hint}')
+        kind = declared[name]
+        meant = value
+        if isinstance(value, str) and kind.startswith("list"):
+            meant = value.split(",")
+        elif value == "none" and kind.endswith("None"):
+            meant = None
         try:
-            values[name] = TypeAdapter(declared[name], config=FINITE).validate_python(value)
+            values[name] = TypeAdapter(TYPES[kind], config=FINITE).validate_python(meant)
         except ValidationError as error:
             raise UsageError(f"{source.name}: {name}={value!r} is not possible: {error.errors()[0]['msg']}") from error
     return values
@@ -123,15 +121,12 @@ def run_notebook(
         raise UsageError(f"{source.name} cannot be run onto itself: name another output")
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f"{out.stem}.failed.ipynb")  # papermill writes it cell by cell
-    bar: Any = False
-    if progress and sys.stderr.isatty():
-        bar = {"desc": source.stem, "leave": False}
     begun = 0
 
     def before_cell(**_: Any) -> None:
         nonlocal begun
         begun += 1
-        if progress and not bar:
+        if progress:
             print(f"{source.stem}: cell {begun}", flush=True)
 
     try:
@@ -141,7 +136,7 @@ def run_notebook(
                 partial,
                 values,
                 kernel_name="python3",
-                progress_bar=bar,
+                progress_bar=False,
                 execution_timeout=timeout_s,
                 iopub_timeout=60,  # outputs may arrive this long after their cell has ended [s]
                 on_cell_execute=before_cell,
@@ -161,10 +156,10 @@ def run_notebook(
 @contextlib.contextmanager
 def device_lock() -> Iterator[None]:
     """Hold this user's locks on the GPUs that CUDA shows, or on the machine without one; wait for who holds them."""
-    gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    gpus = ",".join(map(str, range(torch.cuda.device_count())))
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES") or gpus or "cpu"
     with contextlib.ExitStack() as stack:
-        for gpu in sorted(gpus.split(",")):  # in one order: no deadlock
-            device = gpu or "cpu"
+        for device in sorted(devices.split(",")):  # in one order: no deadlock
             lock = filelock.FileLock(Path(tempfile.gettempdir(), f"speedkit-{os.getuid()}-{device}.lock"))
             try:
                 stack.enter_context(lock.acquire(blocking=False))
