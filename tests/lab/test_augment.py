@@ -57,10 +57,11 @@ def test_training_mixes_what_the_recipe_says_in_parts_of_a_batch_too():
 
 
 def test_images_stay_in_range_and_no_strength_leaves_them_alone():
-    images = randn(8, 3, 20, 30).sigmoid()
-    changed = rand_augment(images, generator(), strength=2.0)
+    batch = Batch(randn(8, 3, 30, 30).sigmoid(), torch.arange(8))
+    changed = rand_augment(batch, generator(), strength=2.0).inputs
     assert changed.min() >= 0 and changed.max() <= 1
-    torch.testing.assert_close(rand_augment(images, generator(), strength=0.0), images, atol=1e-5, rtol=0)
+    kept = rand_augment(batch, generator(), strength=0.0)
+    torch.testing.assert_close(kept.inputs, batch.inputs, atol=1e-5, rtol=0)
 
 
 def test_an_augmentation_that_returns_no_batch_is_told_what_to_return():

@@ -16,7 +16,7 @@ from torchaudio.transforms import MelSpectrogram
 
 from speedkit.data import decode
 from speedkit.lab.sources import Item
-from speedkit.lab.workloads.augmentations import spec_augment, time_shift
+from speedkit.lab.workloads.augmentations import spec_augment
 from speedkit.lab.workloads.generated import find_or_generate
 from speedkit.lab.workloads.residual import class_probabilities, residual_net
 from speedkit.lab.workloads.sizes import NetSize
@@ -54,7 +54,7 @@ def audio(
         model=functools.partial(AudioNet, len(files.classes), size),
         loss=loss,
         score=right_class,
-        augment=augment,
+        augment=spec_augment,
         honours=("label_smoothing", "mixup"),
         decoders=("torchcodec",),
         # Two standard errors of an accuracy of 0.9 on the generated test files.
@@ -95,12 +95,6 @@ def log_mel(waveform: Tensor, sample_rate_hz: int, n_fft: int, *, hop: int, band
     mean = decibel.mean(dim=-1).mean(dim=-1)[..., None, None]
     deviation = (decibel - mean).square_().mean(dim=-1).mean(dim=-1)[..., None, None].sqrt()
     return ((decibel - mean) / (deviation + 1e-5))[..., None, :, :]
-
-
-def augment(batch: Batch, generator: torch.Generator) -> Batch:
-    """Return the batch with each spectrogram [B, 1, M, F] turned in time, and one band and one stretch of it masked."""
-    inputs = time_shift(batch.inputs, generator)
-    return batch._replace(inputs=spec_augment(inputs, generator))
 
 
 class AudioNet(nn.Module):

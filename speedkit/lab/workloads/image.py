@@ -47,7 +47,7 @@ def image(data_dir: str | Path | None = None, *, size: NetSize = SIZES["small"],
         model=functools.partial(ImageNet, len(files.classes), size),
         loss=loss,
         score=right_class,
-        augment=augment,
+        augment=rand_augment,
         honours=("label_smoothing", "focal_gamma", "mixup"),
         # Two standard errors of an accuracy of 0.9 on the generated test files.
         margin=0.02 if data_dir or options.get("labels") else 0.03,
@@ -79,11 +79,6 @@ def load(item: Item, side: int) -> Tensor:
 def in_unit_range(image: Tensor) -> Tensor:
     """Return images [..., 3, H, W] of 0..255 as float32 in 0..1, where augmentation works; the net standardises."""
     return image.to(torch.float32) / 255
-
-
-def augment(batch: Batch, generator: torch.Generator) -> Batch:
-    """Return the batch with each image [B, 3, H, W] moved, relit and with a rectangle cut out."""
-    return batch._replace(inputs=rand_augment(batch.inputs, generator, strength=0.3))
 
 
 class ImageNet(nn.Module):
