@@ -39,12 +39,14 @@ def find_or_generate(
     return find_items(data_dir or Path(str(labels)).parent, labels=labels, **options)
 
 
-def in_classes(count: int, classes: Sequence[str], formats: Sequence[str]) -> list[str]:
-    """Return the paths of the files of a set; class, format and side of the split are spread evenly."""
+def in_classes(
+    count: int, classes: Sequence[str], *, sides: Sequence[str] = ("train", "train", "test"), formats: Sequence[str]
+) -> list[str]:
+    """Return the paths of the files of a set, over whose classes in turn the sides of the split and formats repeat."""
     paths = []
     for index in range(count):
         take, number = divmod(index, len(classes))
-        side = ("train", "train", "test")[take % 3]
+        side = sides[take % len(sides)]
         paths.append(f"{classes[number]}/{take:05d}_{side}.{formats[take % len(formats)]}")
     return paths
 

@@ -58,7 +58,7 @@ PATTERNS = (checks, dots, lattice, rings, stripes, waves, weave, zigzags)
 
 def patterns(clips: int = 1200) -> Path:
     """Return a folder of class-named subfolders with images: two thirds to train on, the others to test on."""
-    paths = in_classes(clips, [pattern.__name__ for pattern in PATTERNS], ("jpg", "jpg", "jpg", "png"))
+    paths = in_classes(clips, [pattern.__name__ for pattern in PATTERNS], formats=("jpg", "jpg", "jpg", "png"))
     return complete(f"patterns/{clips}_photographs_seed0_v3", paths, photograph, save=save)
 
 

@@ -40,16 +40,15 @@ BURSTS_HZ = (5500, 3000, 1400, 4200, 2000, 700)
 
 def night_sounds(clips: int = 1152) -> Path:
     """Return a folder of class-named subfolders with recordings: two thirds to train on, the others to test on."""
-    paths = in_classes(clips, tuple(NIGHT), ("wav", "flac", "wav", "ogg"))
+    paths = in_classes(clips, tuple(NIGHT), formats=("wav", "flac", "wav", "ogg"))
     return complete(f"night_sounds/{clips}_clips_4s_16000hz_seed0_v3", paths, night_sound, save=save)
 
 
 def utterances(clips: int = 640) -> Path:
-    """Return a flat folder with recordings of utterances: three quarters to train on, the others to test on."""
-    sides = ("train", "train", "train", "test")
-    formats = ("wav", "flac")
-    paths = [f"{index:05d}_{sides[index % 4]}.{formats[index // 4 % 2]}" for index in range(clips)]
-    return complete(f"utterances/{clips}_clips_seed0_v2", paths, utterance, save=save)
+    """Return a folder with recordings of utterances: three quarters to train on, the others to test on."""
+    formats = ("wav",) * 4 + ("flac",) * 4
+    paths = in_classes(clips, ("all",), sides=("train", "train", "train", "test"), formats=formats)
+    return complete(f"utterances/{clips}_clips_seed0_v3", paths, utterance, save=save)
 
 
 def night_sound(index: int) -> NDArray[np.float32]:
