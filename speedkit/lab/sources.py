@@ -50,9 +50,9 @@ class Split:
 
     train: tuple[Item, ...]
     test: tuple[Item, ...]
+    validation: tuple[Item, ...]
     classes: tuple[str, ...]
-    quarantined: tuple[tuple[str, str], ...] = ()
-    validation: tuple[Item, ...] = ()
+    quarantined: tuple[tuple[str, str], ...]
 
 
 def find_items(
@@ -101,8 +101,7 @@ def find_items(
         except (RuntimeError, OSError, UnicodeError) as error:  # libsndfile's errors are RuntimeErrors
             bad[str(path)] = str(error)
     check_bad_share(bad, len(files))
-    train, test, validation = map(tuple, sides.values())
-    return Split(train, test, tuple(classes), tuple(bad.items()), validation)
+    return Split(*map(tuple, sides.values()), tuple(classes), tuple(bad.items()))
 
 
 def with_header(item: Item) -> Item:
@@ -146,8 +145,9 @@ def visible_files(root: Path, left_out: Set[str] = frozenset()) -> list[Path]:
     paths = []
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in left_out)
-        paths += [Path(folder, name) for name in sorted(names) if not name.startswith(".")]
-    return [path for path in paths if path.is_file()]  # no link to what is gone
+        found = [Path(folder, name) for name in sorted(names) if not name.startswith(".")]
+        paths += filter(Path.is_file, found)  # no link to what is gone
+    return paths
 
 
 def matches(paths: Iterable[Path], pattern: str, option: str) -> dict[Path, re.Match[str]]:
@@ -183,9 +183,9 @@ def labels_in_tars(paths: Iterable[Path], archive: Members) -> dict[Path, str]:
     for path in paths:
         folder = path.parent
         labels[path] = "" if str(folder) == archive[path].tar else folder.name
-        key = path.with_name(path.name.partition(".")[0])
+        key = path.name.partition(".")[0]
         for suffix in (".txt", ".json", ".cls"):
-            if beside := archive.get(key.with_name(key.name + suffix)):
+            if beside := archive.get(folder / f"{key}{suffix}"):
                 text = beside.read().decode(errors="replace").strip()
                 row = json.loads(text) if suffix == ".json" else {"label": text}
                 if column := first_column("label", row):
@@ -208,28 +208,25 @@ def read_table(root: Path, table: Path, kind: str) -> Labels:
     except (OSError, ValueError, csv.Error) as error:
         raise UsageError(f"--labels {table} cannot be read as a CSV file in UTF-8 ({error})") from error
     rows = rows.rename(columns=lambda name: name.strip().lower())
-    path = first_column("path", rows)
-    label = first_column("label", rows)
-    split = first_column("split", rows)
+    path, label, split = (first_column(meaning, rows) for meaning in COLUMNS)
     if rows.empty or not path or not label:
         needs = f"one of {', '.join(COLUMNS['path'])}, one of {', '.join(COLUMNS['label'])}, and a row per file"
         raise UsageError(f"--labels {table} has {len(rows)} rows with columns {', '.join(rows)}; it needs {needs}")
 
     # The highest fold is the test set. Without a test part that of validation is.
-    rows["side"] = ""
-    if split == "split":
-        rows["side"] = rows["split"].str.lower()
-    elif split == "fold":
-        folds = rows["fold"].str.extract(r"(\d+)")[0].astype(float)  # 5, or fold5
-        rows["side"] = ((folds == folds.max()) & (folds > folds.min())).map({True: "test", False: "train"})
-    rows["side"] = rows["side"].replace({"^(test|eval).*": "test", "^(val|dev).*": "validation"}, regex=True)
-    if "test" not in set(rows["side"]):
-        rows["side"] = rows["side"].replace("validation", "test")
     rows = rows[rows[label] != ""]
+    sides = pandas.Series("", rows.index)
+    if split == "fold":
+        folds = rows["fold"].str.extract(r"(\d+)")[0].astype(float)  # 5, or fold5
+        sides[(folds == folds.max()) & (folds > folds.min())] = "test"
+    elif split:
+        sides = rows["split"].str.lower().replace({"^(test|eval).*": "test", "^(val|dev).*": "validation"}, regex=True)
+    if "test" not in set(sides):
+        sides = sides.replace("validation", "test")
 
     # Paths are relative to the data folder, to one of that kind in it (ESC-50's audio), or to the table.
     files = {}
-    for name, text, side in zip(rows[path], rows[label], rows["side"], strict=True):
+    for name, text, side in zip(rows[path], rows[label], sides, strict=True):
         places = [folder / name for folder in (root, root / kind, table.parent)]
         file = next(filter(Path.is_file, places), places[0])
         files[file] = (text, side)
