@@ -3,7 +3,6 @@
 The colours are those that the colour-blind tell apart (Okabe and Ito 2008), opaque: they read on dark pages too.
 """
 
-import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -66,27 +65,27 @@ def waterfall(record: Row) -> Figure:
     step_s = record["step_s"]
     tried = [row for row in record["optimizations"] if row["ratio"] is not None]
     side, speedup = headline(record)
+    before_s = step_s.get(side, step_s["final"])  # the careful plan may be the final one
+    final = {"optimization": "final plan", "change": f"against {BASELINES[side]}", "step_s_before": before_s, **speedup}
+    rows = [*tried, final]
     labels = ["plain PyTorch, Plan()"]
-    for row in tried:
+    for row in rows:
         change = textwrap.shorten(row["change"], 32, placeholder=" …")
         labels.append(f"{row['optimization']}\n{change}")
-    labels.append(f"final plan\nagainst {BASELINES[side]}")
 
     figure, axes = new_figure(0.5 * len(labels) + 1.5, labels)
     baseline_ms = 1e3 * step_s["baseline"]
     axes.plot(baseline_ms, 0, "d", color=INK, markersize=7)
     write_beside(axes, 0, f"{baseline_ms:.3g} ms per step")
-    for y, row in enumerate(tried, 1):
+    for y, row in enumerate(rows, 1):
         colour, lines = BLUE, [ratio_text(row)]
-        if not row["kept"]:
+        if row is final:
+            colour = GREEN
+        elif not row["kept"]:
             colour = GREY
             lines += textwrap.wrap(row["why"], 40, max_lines=2, placeholder=" …")
-        draw_change(axes, y, row, before_ms=1e3 * row["step_s_before"], colour=colour)
+        draw_change(axes, y, row, colour=colour)
         write_beside(axes, y, "\n".join(lines))
-    last = len(labels) - 1
-    before_s = step_s.get(side, step_s["final"])  # the careful plan may be the final one
-    draw_change(axes, last, speedup, before_ms=1e3 * before_s, colour=GREEN)
-    write_beside(axes, last, ratio_text(speedup))
     axes.set(xscale="log", xlabel="time per step, ms, log scale: left is faster")
     round_ticks(axes.xaxis)
     colours = {"kept": BLUE, "rejected": GREY, "fresh turns": GREEN}
@@ -103,22 +102,20 @@ def breakdowns(breakdowns: Mapping[str, Row], record: Row | None = None) -> Figu
     What is unexplained is hatched; below 0, causes overlap by so much.
     """
     shares = [{row["cause"]: 100 * row["share"] for row in breakdown["rows"]} for breakdown in breakdowns.values()]
-    causes = [cause for cause in COLOURS if any(cause in share for share in shares)]
-    rows_of_legend = math.ceil(len(causes) / 5)
-    figure, axes = new_figure(0.66 * len(breakdowns) + 1.3 + 0.18 * rows_of_legend, list(breakdowns))
+    figure, axes = new_figure(0.66 * len(breakdowns) + 1.8, list(breakdowns))
     left = np.zeros(len(breakdowns))
-    for cause in causes:
+    for cause, colour in COLOURS.items():
         widths = np.array([share.get(cause, 0.0) for share in shares])
-        bars = axes.barh(
-            range(len(shares)), widths, 0.72, left=left, label=cause, color=COLOURS[cause], edgecolor="white"
-        )
+        if not widths.any():
+            continue
+        bars = axes.barh(range(len(shares)), widths, 0.72, left=left, label=cause, color=colour, edgecolor="white")
         left += widths
         if cause == "unexplained":
             for bar in bars:
                 bar.set(edgecolor=INK, hatch="////")
         else:
             texts = [f"{width:.0f} %" if width > 4 else "" for width in widths]
-            luminance = np.dot(to_rgb(COLOURS[cause]), [0.3, 0.59, 0.11])
+            luminance = np.dot(to_rgb(colour), [0.3, 0.59, 0.11])
             ink = INK if luminance >= 0.5 else "white"
             axes.bar_label(bars, texts, label_type="center", color=ink, fontsize=8)
     for y, (breakdown, share) in enumerate(zip(breakdowns.values(), shares, strict=True)):
@@ -126,7 +123,7 @@ def breakdowns(breakdowns: Mapping[str, Row], record: Row | None = None) -> Figu
         write_beside(axes, y, f"{step}\nunexplained {share['unexplained']:.1f} %")
     axes.margins(x=0)
     axes.set_xlabel("share of the wall time of a step, %")
-    add_caption(figure, "Where a step's time goes", about=origin(record), columns=5)
+    add_caption(figure, "Where a step's time goes", about=origin(record))
     return figure
 
 
@@ -150,11 +147,11 @@ def origin(record: Row | None) -> str:
     return f"{device_name(record)} · {trained} · torch {record['versions']['torch']} · scale {record['scale']}"
 
 
-def add_caption(figure: Figure, title: str, marks: Sequence[Artist] = (), *, about: str = "", columns: int = 6) -> None:
+def add_caption(figure: Figure, title: str, marks: Sequence[Artist] = (), *, about: str = "") -> None:
     """Put the title above the axes, and below them the legend of `marks`, else of all that has a label in the axes."""
     figure.suptitle(title, x=0.01, ha="left")
     handles = marks or figure.axes[0].get_legend_handles_labels()[0]
-    figure.legend(handles=handles, loc="outside lower left", ncols=columns, title=about, alignment="left")
+    figure.legend(handles=handles, loc="outside lower left", ncols=5, title=about, alignment="left")
 
 
 def write_beside(axes: Axes, y: int, text: str) -> None:
@@ -177,8 +174,9 @@ def ratio_text(row: Row) -> str:
     return f"{row['ratio']:.2f}× ({row['low']:.2f} to {row['high']:.2f})"
 
 
-def draw_change(axes: Axes, y: int, row: Row, *, before_ms: float, colour: str) -> None:
-    """Draw a step from `before_ms` by a row's ratio, with interval and prediction where it has them."""
+def draw_change(axes: Axes, y: int, row: Row, *, colour: str) -> None:
+    """Draw a row's step from before it by its ratio, with interval and prediction where it has them."""
+    before_ms = 1e3 * row["step_s_before"]
     after_ms = before_ms / row["ratio"]
     axes.barh(y, after_ms - before_ms, 0.5, left=before_ms, color=colour)
     if row["low"]:
