@@ -38,13 +38,11 @@ def start(notebook: str, needs: Sequence[str] = (), **parameters: Any) -> "Noteb
     # A lesson's own torch.compile on a CPU would else show that there is no compiler for GPUs.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     run = NotebookRun(notebook, parameters)
-    commit = "no commit"
-    if run.record["commit"]:
-        commit = f"commit {run.record['commit']}"
+    commit = run.record["commit"] or "unknown"
     if run.record["dirty"]:
         commit += " with changes"
     versions = "torch {torch} · speedkit {speedkit}".format(**run.record["versions"])
-    print(f"{run.hardware.gpu or run.hardware.cpu} · {versions}, {commit} · scale {run.scale}")
+    print(f"{run.hardware.gpu or run.hardware.cpu} · {versions}, commit {commit} · scale {run.scale}")
     for capability in needs:
         if reason := run.hardware.why_not(capability):
             print(f"no {capability} here: {reason}")
@@ -73,7 +71,7 @@ class NotebookRun:
             "scale": self.scale,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "parameters": _without_folders(parameters),
-            "hardware": _without_folders(self.hardware.as_dict()),
+            "hardware": self.hardware.as_dict(),
             "versions": provenance.versions(),
             "commit": commit,
             "dirty": dirty,
@@ -128,8 +126,7 @@ class NotebookRun:
         """Record a comparison: `compare`'s, or the row that `compare_functions` returns."""
         if not isinstance(comparison, Mapping):
             comparison = comparison.as_measurement()
-        row = jsonable(comparison)
-        _replace(self.record["measurements"], row, "name", "a", "b")
+        _replace(self.record["measurements"], dict(comparison), "name", "a", "b")
 
     def table(self, name: str, rows: Sequence[Row]) -> "DataFrame":
         """Record named rows, units in their keys (`step_s`, `memory_bytes`); return them as a pandas DataFrame."""
@@ -140,15 +137,10 @@ class NotebookRun:
 
     def plan(self, name: str, effective: "EffectivePlan") -> None:
         """Record a resolved plan: what was asked, what is honoured here, and why it falls back."""
-        fallbacks = [{"plan": name, **jsonable(fallback)} for fallback in effective.fallbacks]
-        self.record["plans"][name] = {"asked": jsonable(effective.asked), "effective": jsonable(effective.plan)}
+        fallbacks = [{"plan": name, **vars(fallback)} for fallback in effective.fallbacks]
+        self.record["plans"][name] = {"asked": effective.asked, "effective": effective.plan}
         others = [row for row in self.record["fallbacks"] if row["plan"] != name]
         self.record["fallbacks"] = others + fallbacks
-
-    def recorded(self) -> list[dict[str, Any]]:
-        """Return the records of this notebook that other machines left in notebooks/records, GPUs first."""
-        left = records.published(provenance.notebooks_folder() / f"{self.notebook}.ipynb").values()
-        return [record for record in left if records.machine(record) != records.machine(self.record)]
 
     def finished(self) -> dict[str, Any]:
         """Return the whole record, with its seconds."""
@@ -175,8 +167,8 @@ class NotebookRun:
 
 
 def _without_folders(values: Row) -> dict[str, Any]:
-    """Return `values` for JSON, absolute paths as names: where something lies here is nobody else's business."""
-    cleaned = jsonable(values)
+    """Return `values` with absolute paths as names: where something lies here is nobody else's business."""
+    cleaned = dict(values)
     for key, value in values.items():
         if isinstance(value, str | Path) and os.path.isabs(value):
             cleaned[key] = Path(value).name

@@ -1,7 +1,6 @@
 """Records as they are kept: the shape that pydantic checks, and those that machines left beside the notebooks."""
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,7 +11,6 @@ from speedkit import files
 from speedkit.errors import SpeedkitError
 
 SCALES = ("smoke", "cpu", "gpu")
-MACHINE = ("gpu", "cpu", "cores")  # facts of the hardware that tell one machine from another
 Positive = Annotated[float, Field(gt=0)]
 Seconds = Annotated[list[Positive], Field(min_length=1)]  # one per turn; those of a and of b come in pairs
 Json = dict[str, Any]
@@ -99,11 +97,6 @@ def published(notebook: Path) -> dict[Path, Json]:
     paths = sorted(notebook.parent.glob(f"records/*/{notebook.stem}*.json"), key=lambda path: path.stem)
     records = {path: load_record(path) for path in paths if path.stem.partition("-")[0] == notebook.stem}
     return dict(sorted(records.items(), key=lambda item: not item[1]["hardware"].get("gpu")))
-
-
-def machine(record: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what tells the machine of a record from others."""
-    return tuple(record["hardware"].get(key) for key in MACHINE)
 
 
 def jsonable(value: Any) -> Any:

@@ -14,6 +14,7 @@ from speedkit.files import write_json
 from speedkit.lab import provenance
 from speedkit.lab.record import read_notebook, start
 from speedkit.lab.records import load_record
+from speedkit.lessons.claims import recorded
 from speedkit.machine import this_machine
 from speedkit.plan import Plan
 
@@ -151,7 +152,7 @@ def test_recorded_gives_other_machines_records_of_this_notebook(notebooks):
         path = notebooks / "records" / f"{place}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, record | {"notebook": path.stem, "hardware": hardware})
-    assert [other["notebook"] for other in run.recorded()] == ["21_small", "21_small-image"]
+    assert [other["notebook"] for other in recorded(run)] == ["21_small", "21_small-image"]
 
 
 def test_damage_to_a_record_is_named_by_file_and_field(notebooks, tmp_path):
