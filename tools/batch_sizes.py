@@ -29,18 +29,18 @@ def count(name: str, size: str) -> dict[str, Any]:
     work = with_longest_first(load_workload(name, size=size))
     recipe = dataclasses.replace(work.recipe, batch_size=8)
     run = setup_run(work, recipe, trial_plan(Plan()), device="cpu", endless=True, progress=False)
+    learner = run.learner
     peaks: dict[int, int] = {}
     with contextlib.closing(run):
         batch = next(run.data.test.one_epoch())
         for samples in (1, 1, 4):  # the first step makes the optimizer's state
-            run.learner.micro_batch = samples
+            learner.micro_batch = samples
             run.position.batch = batch
             peaks[samples] = peak_bytes(functools.partial(next, train(run)), run.device)
-            run.learner.optimizer.zero_grad(set_to_none=True)  # gradients are a part of a step's memory
-        state = [value for values in run.learner.optimizer.state.values() for value in values.values()]
-        state_bytes = sum(
-            tensor.nbytes for tensor in (*run.learner.model.parameters(), *run.learner.model.buffers(), *state)
-        )
+            learner.optimizer.zero_grad()  # gradients are a part of a step's memory
+        state = [value for values in learner.optimizer.state.values() for value in values.values()]
+        tensors = (*learner.model.parameters(), *learner.model.buffers(), *state)
+        state_bytes = sum(tensor.nbytes for tensor in tensors)
     sample_bytes = (peaks[4] - peaks[1]) / 3
     return {
         "workload": name,
@@ -56,16 +56,20 @@ def section(folder: Path) -> str:
     if not (folder / COUNTED).exists():
         return ""
     head = ["workload", "size", "a sample", "MB per sample", *(f"{gb} GB" for gb in GPUS_GB)]
-    lines = [head, ["---"] * len(head)]
+    rows = []
     for row in files.read_json(folder / COUNTED):
         sample = " x ".join(map(str, row["sample"]))
         cells = [row["workload"], row["size"], sample, f"{row['sample_bytes'] / 1e6:.3g}"]
         for gb in GPUS_GB:
             samples = (ROOM * gb * 1e9 - row["fixed_bytes"]) / row["sample_bytes"]
             cells.append(str(2 ** int(math.log2(samples))) if samples >= 1 else "none")
-        lines.append(cells)
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"\n## Batch sizes by GPU memory\n\n{' '.join(ABOUT.split())}\n\n{table}\n"
+        rows.append(cells)
+    return f"\n## Batch sizes by GPU memory\n\n{' '.join(ABOUT.split())}\n\n{markdown_table(head, rows)}\n"
+
+
+def markdown_table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
 
 
 if __name__ == "__main__":

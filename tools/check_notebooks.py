@@ -38,6 +38,7 @@ def contract_problems(path: Path) -> list[str]:
     code = code_cells(notebook)
     record = record_of(notebook) or {}
     own = [cell for cell in code if "colab" not in _tags(cell)]
+    lines = re.findall(r"^.*\S", "\n".join(cell.source for cell in own[1:]), re.MULTILINE)
     prose = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
     headings = " | ".join(re.findall(r"^#+ (.*)$", prose, re.MULTILINE)).lower()
     outputs = [output for cell in code for output in cell.outputs]
@@ -48,7 +49,7 @@ def contract_problems(path: Path) -> list[str]:
     rules = {
         f"it has more than {MAX_BYTES} bytes": path.stat().st_size <= MAX_BYTES,
         f"it has more than {MAX_WORDS} words": len(prose.split()) <= MAX_WORDS,
-        f"it has more than {MAX_LINES} lines of code": sum(map(_lines, own[1:])) <= MAX_LINES,
+        f"it has more than {MAX_LINES} lines of code": len(lines) <= MAX_LINES,
         "its first cell is not a title (`# ...`)": notebook.cells[0].source.startswith("# "),
         f"its headings do not say {', '.join(HEADINGS)}": all(words in headings for words in HEADINGS),
         "no solution is collapsed": "<details" in prose,
@@ -77,10 +78,6 @@ def contract_problems(path: Path) -> list[str]:
 def hand_typed_speedups(text: str) -> list[str]:
     """Return the phrases of Markdown `text` that state a speed-up, which only a record may do."""
     return [match[0] for match in HAND_TYPED.finditer(text)]
-
-
-def _lines(cell: Any) -> int:
-    return len(re.findall(r"^.*\S", cell.source, re.MULTILINE))
 
 
 def _tags(cell: Any) -> set[str]:

@@ -12,7 +12,6 @@ from publish import as_text, code_cells
 
 from speedkit import files
 from speedkit.lab.notebooks import find_notebooks
-from speedkit.lab.provenance import notebooks_folder
 from speedkit.lab.record import read_notebook
 
 SITE = "https://colab.research.google.com"
@@ -28,8 +27,8 @@ def with_badge(path: Path, repository: str) -> str:
     """Return the text of the notebook at `path` with badge and installing cell, in place of any that it has."""
     notebook = read_notebook(path)
     title = notebook.cells[0]
-    text = re.sub(r"\n\n\[!\[Open in Colab\].*", "", title.source)
-    title.source = f"{text}\n\n{BADGE.format(repository=repository, name=path.name)}"
+    title.source = re.sub(r"\n\n\[!\[Open in Colab\].*", "", title.source)
+    title.source += f"\n\n{BADGE.format(repository=repository, name=path.name)}"
     install = new_code_cell(INSTALL.format(repository=repository), metadata={"tags": ["colab"]})
     install.id = "colab"
     # Behind the parameters, which are looked for in the first cell of code.
@@ -44,5 +43,5 @@ def with_badge(path: Path, repository: str) -> str:
 if __name__ == "__main__":
     if len(sys.argv) != 2 or not re.fullmatch(r"[\w.-]+/[\w.-]+", sys.argv[1]):
         sys.exit("say `colab.py OWNER/NAME`, the repository's name on GitHub")
-    for notebook_path in find_notebooks(None, notebooks_folder()):
+    for notebook_path in find_notebooks():
         files.write_text(notebook_path, with_badge(notebook_path, sys.argv[1]))

@@ -15,7 +15,7 @@ from typing import Any
 import click
 import nbformat
 import torch
-from batch_sizes import section
+from batch_sizes import markdown_table, section
 from matplotlib import style
 
 from speedkit import files
@@ -98,9 +98,7 @@ def publish_one(source: Path, name: str, out: Path, *, end_s: float) -> str:
         shutil.rmtree(running, ignore_errors=True)
     environment = {"SPEEDKIT_SCALE": "", "SPEEDKIT_PROGRESS": "off", "SPEEDKIT_RUN_DIR": str(running)}
     run_notebook(source, executed, {"workload": workload} if workload else {}, environment=environment)
-    record = record_of(read_notebook(executed))
-    if problems := validate_record(record):
-        raise SpeedkitError(f"its record is missing or not valid: {problems[0]}")
+    record = whole_record(executed)
     record_path.parent.mkdir(parents=True, exist_ok=True)
     if not workload:
         files.write_text(out / source.name, with_outputs(source, executed))
@@ -124,7 +122,9 @@ def import_published(folder: str | Path) -> dict[str, str]:
         name, source = path.relative_to(folder), into / f"{path.stem.partition('-')[0]}.ipynb"
         try:
             is_record = path.suffix == ".json"
-            record = checked(load_record(path) if is_record else record_of(read_notebook(path)), source)
+            record = load_record(path) if is_record else whole_record(path)
+            if record["notebook"] != source.stem or not is_current(record, source):
+                raise SpeedkitError(f"it was made by another version of {source.name} or of the modules it measures")
             (into / name).parent.mkdir(parents=True, exist_ok=True)
             if is_record:
                 files.write_json(into / name, record)
@@ -138,12 +138,11 @@ def import_published(folder: str | Path) -> dict[str, str]:
     return outcomes
 
 
-def checked(record: Any, source: Path) -> dict[str, Any]:
-    """Return the `record` of notebook `source`. Raises SpeedkitError when it is not whole, or of other code."""
+def whole_record(executed: Path) -> dict[str, Any]:
+    """Return the record that the notebook at `executed` carries. Raises SpeedkitError when it is not whole."""
+    record: Any = record_of(read_notebook(executed))
     if problems := validate_record(record):
         raise SpeedkitError(f"its record is missing or not valid: {problems[0]}")
-    if record["notebook"] != source.stem or not is_current(record, source):
-        raise SpeedkitError(f"it was made by another version of {source.name} or of the modules it measures")
     return record
 
 
@@ -218,8 +217,9 @@ def tunings_table(folder: Path) -> str:
         side, speedup = headline(record)
         code = f"{record['commit']}, {record['created'][:10]}, {mark(record, folder / TUNE)}"
         rows.append([device_name(record), record["workload"]["name"], ratio_text(speedup), BASELINES[side], code])
-    head = ["machine", "workload", "times as fast (99 %)", "as the faster of the two baselines", "code"]
-    return markdown_table(head, rows)
+    return markdown_table(
+        ["machine", "workload", "times as fast (99 %)", "as the faster of the two baselines", "code"], rows
+    )
 
 
 def mark(record: Row, notebook: Path) -> str:
@@ -244,9 +244,9 @@ def notebooks_table(folder: Path) -> str:
     rows = []
     for path, records in by_notebook.items():
         title, _, text = read_notebook(path).cells[0].source.lstrip("# ").partition("\n")
-        claim = text.strip().partition("\n\n")[0].replace("\n", " ").removeprefix("**").removesuffix("**")
+        claim = text.strip().partition("\n\n")[0].replace("\n", " ").strip("*")
         minutes = re.findall(r"About (\d+) minutes", text)[:1]
-        minutes += [str(max(1, round(record["seconds"] / 60))) for record in records if "seconds" in record][:1]
+        minutes += [str(max(1, round(record["seconds"] / 60))) for record in records[:1]]
         link = f"[{path.stem[:2]} {title.strip()}]({folder.name}/{path.name})"
         # The plain workload's record comes last of a machine's, so that it is the one that is told.
         measured_on = {device_name(record): mark(record, path) for record in reversed(records)}
@@ -263,16 +263,11 @@ def records_text(folder: Path) -> str:
             code = "speedkit {speedkit} at {}, torch {torch}".format(record["commit"], **record["versions"])
             checks = [row["verdict"] for row in record["verdicts"] if not row["claim"]]
             passed = f"{checks.count('passed')} of {len(checks)}"
-            row = [file.stem, device_name(record), record["created"][:10], code, record["scale"], passed]
-            rows.append([*row, mark(record, path)])
+            day = record["created"][:10]
+            rows.append([file.stem, device_name(record), day, code, record["scale"], passed, mark(record, path)])
     head = ["record", "machine", "day", "code", "scale", "checks passed", ""]
-    about = "Written by `speedkit publish`; each record lies in the folder of its machine."
-    return f"# Records\n\n{about}\n\n{markdown_table(head, rows)}\n{section(folder)}"
-
-
-def markdown_table(head: list[str], rows: list[list[str]]) -> str:
-    first, *others = (f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in (head, *rows))
-    return "\n".join([first, "|---" * len(head) + "|", *others])
+    about = "# Records\n\nWritten by `speedkit publish`; each record lies in the folder of its machine."
+    return f"{about}\n\n{markdown_table(head, rows)}\n{section(folder)}"
 
 
 @click.command(params=[DEBUG])
