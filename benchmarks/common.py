@@ -75,9 +75,9 @@ def main(measure: Callable[[bool], Iterable[Result]]) -> NoReturn:
     sys.exit(0 if all_met else 1)
 
 
-def median_of(what: str, values: Sequence[float], *, limit: float, unit: str = "x", at_least: bool = False) -> Result:
+def median_of(what: str, values: Sequence[float], **limit: Any) -> Result:
     """Return the result of several measurements of one figure: their median, and the smallest and the largest."""
-    return Result(what, statistics.median(values), min(values), max(values), limit, unit, at_least)
+    return Result(what, statistics.median(values), min(values), max(values), **limit)
 
 
 def in_fresh_process(code: str, *arguments: str) -> str:
