@@ -32,12 +32,12 @@ def git(*words: str, folder: Path | None = None) -> str:
 
 def versions() -> dict[str, str | None]:
     """Return the versions that can change a measurement; None for what this build of PyTorch has not."""
-    extras = [name for name in ("torchaudio", "torchvision") if importlib.util.find_spec(name)]
+    packages = [name for name in ("torchaudio", "torchvision", "numpy") if importlib.util.find_spec(name)]
     return {
         "speedkit": speedkit.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        **{name: importlib.metadata.version(name) for name in (*extras, "numpy")},
+        **{name: importlib.metadata.version(name) for name in packages},
         "cuda": torch.version.cuda,
         "cudnn": str(torch.backends.cudnn.version()) if torch.cuda.is_available() else None,
     }

@@ -29,11 +29,10 @@ def write_report(record: Row, out: str | Path) -> Path:
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True
     )
     environment.filters |= {"ratio": figures.ratio_text, "duration": duration}
-    known = settings_of(Plan)
-    baseline = vars(Plan())
-    fields = [(name, value, known[name].help) for name, value in record["plan"].items() if value != baseline[name]]
+    plan = record["plan"]
+    known = settings_of(Plan).items()
+    fields = [(name, plan[name], field.help) for name, field in known if plan[name] != field.default]
     breakdowns = {"plain PyTorch": record["breakdowns"]["baseline"], "final plan": record["breakdowns"]["final"]}
-    drawn = {"optimizations": figures.waterfall(record), "breakdowns": figures.breakdowns(breakdowns, record)}
     side, headline = figures.headline(record)
     page = environment.get_template("report.html.j2").render(
         record=record,
@@ -45,7 +44,8 @@ def write_report(record: Row, out: str | Path) -> Path:
         fields=fields,
         lines=in_words(Plan(**record["plans"]["final"]["effective"]), Recipe(**record["recipe"])),
         left_out=[row for row in (*record["optimizations"], *record["dropped"]) if not row["kept"]],
-        figures={name: data_url(figure) for name, figure in drawn.items()},
+        optimizations=data_url(figures.waterfall(record)),
+        breakdowns=data_url(figures.breakdowns(breakdowns, record)),
     )
     files.write_text(out, page)
     return Path(out)
