@@ -160,10 +160,8 @@ def random_numbers(item: int, size: int) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(item))
 
 
-def own_loop(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable[tuple[Tensor, Tensor]]
-) -> Iterator[None]:
-    """Train by the loop that everybody writes, epoch after epoch; yield after each step."""
+def own_loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable[Any]) -> Iterator[None]:
+    """Train on pairs by the loop that everybody writes, epoch after epoch; yield after each step."""
     while True:
         for inputs, targets in batches:
             optimizer.zero_grad()
