@@ -48,9 +48,9 @@ class Item:
 class Split:
     """The items to train, test and validate on, the class names, and (path, why) of each file that cannot be used."""
 
-    train: tuple[Item, ...]
-    test: tuple[Item, ...]
-    validation: tuple[Item, ...]
+    train: list[Item]
+    test: list[Item]
+    validation: list[Item]
     classes: tuple[str, ...]
     quarantined: tuple[tuple[str, str], ...]
 
@@ -101,7 +101,7 @@ def find_items(
         except (RuntimeError, OSError, UnicodeError) as error:  # libsndfile's errors are RuntimeErrors
             bad[str(path)] = str(error)
     check_bad_share(bad, len(files))
-    return Split(*map(tuple, sides.values()), tuple(classes), tuple(bad.items()))
+    return Split(**sides, classes=tuple(classes), quarantined=tuple(bad.items()))
 
 
 def with_header(item: Item) -> Item:
@@ -142,7 +142,7 @@ def visible_files(root: Path, left_out: Set[str] = frozenset()) -> list[Path]:
     """Return the files under a folder in the order of their names, without hidden ones and folders `left_out`."""
     if not root.is_dir():
         raise UsageError(f"data folder {root} does not exist or is not a folder: name another --data-dir")
-    paths = []
+    paths: list[Path] = []
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in left_out)
         found = [Path(folder, name) for name in sorted(names) if not name.startswith(".")]

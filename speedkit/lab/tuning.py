@@ -76,8 +76,7 @@ def tune(
     found = find_plan(job, chosen)
     if Stage("final", plan="safe") in job.results:  # the plan that learned worse is not the one that was found
         found["quality"]["replaced"] = True
-    for name, plan in (("baseline", Plan()), ("final", found["plan"]), ("careful", Plan.careful(job.hardware))):
-        run.plan(name, resolve(plan, job.hardware))
+    run.plan("final", resolve(found["plan"], job.hardware))
     run.record |= found
     record = run.finished()
     if folder is not None:
