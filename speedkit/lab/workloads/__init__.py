@@ -3,16 +3,19 @@
 import importlib
 import os
 import sys
+from collections.abc import Mapping
 from importlib.metadata import version
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from speedkit.config import nearest
 from speedkit.errors import UsageError, missing_extra
 from speedkit.lab.workloads.sizes import net_size
+from speedkit.own_workload import from_loader
 from speedkit.workload import Workload
 
 BUILT_IN = ("audio", "image", "speech", "text")  # each a function of the module of the same name
@@ -47,14 +50,37 @@ def load_workload(name: str, **options: Any) -> Workload:
             options["size"] = net_size(module.SIZES, options.get("size", "small"), **numbers)
         workload = getattr(module, function_name)(**options)
         if isinstance(workload, tuple) and len(workload) == 2 and isinstance(workload[0], nn.Module):
-            from speedkit.lab.workloads.one_batch import of_sample
-
             workload = of_sample(*workload)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise UsageError(f"workload {name!r} cannot be loaded: {missing_extra(error) or error}") from error
     if not isinstance(workload, Workload):
         raise UsageError(f"{name} returned {type(workload).__name__}, not a Workload: return one, as from_dataset does")
     return workload
+
+
+def of_sample(model: nn.Module, sample: Any) -> Workload:
+    """Return the workload that learns from one batch over and over: what a step of `model` takes, without any data.
+
+    `sample` is a tensor, or a tuple or mapping of what the model takes. The loss is the `loss` of what the model
+    returns, or else the mean square of all its outputs.
+    """
+
+    def step(model: nn.Module, batch: Any) -> Tensor:
+        if isinstance(batch, Mapping):
+            outputs = model(**batch)
+        elif isinstance(batch, Tensor):
+            outputs = model(batch)
+        else:
+            outputs = model(*batch)
+        loss = getattr(outputs, "loss", None)
+        if loss is not None:
+            return loss
+        tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if not tensors:
+            raise UsageError(f"{type(model).__name__} returns no tensor that can be learned from")
+        return torch.stack([tensor.float().square().mean() for tensor in tensors]).sum()
+
+    return from_loader(model, [sample] * 1000, step, name=type(model).__name__)
 
 
 def _imported(module: str, package: str = "", takes: str = "") -> ModuleType:
