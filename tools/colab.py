@@ -29,8 +29,7 @@ def with_badge(path: Path, repository: str) -> str:
     title = notebook.cells[0]
     title.source = re.sub(r"\n\n\[!\[Open in Colab\].*", "", title.source)
     title.source += f"\n\n{BADGE.format(repository=repository, name=path.name)}"
-    install = new_code_cell(INSTALL.format(repository=repository), metadata={"tags": ["colab"]})
-    install.id = "colab"
+    install = new_code_cell(INSTALL.format(repository=repository), id="colab", metadata={"tags": ["colab"]})
     # Behind the parameters, which are looked for in the first cell of code.
     cells = [cell for cell in notebook.cells if cell.id != install.id]
     cells.insert(cells.index(code_cells(notebook)[0]) + 1, install)

@@ -138,7 +138,7 @@ def import_published(folder: str | Path) -> dict[str, str]:
     return outcomes
 
 
-def whole_record(executed: Path) -> dict[str, Any]:
+def whole_record(executed: Path) -> Row:
     """Return the record that the notebook at `executed` carries. Raises SpeedkitError when it is not whole."""
     record: Any = record_of(read_notebook(executed))
     if problems := validate_record(record):
@@ -151,7 +151,7 @@ def code_cells(notebook: Any) -> list[Any]:
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-def record_of(notebook: Any) -> dict[str, Any] | None:
+def record_of(notebook: Any) -> Row | None:
     """Return the record that an executed notebook carries, as its last `run.save()` displayed it; None without one."""
     outputs = [output.get("data", {}) for cell in code_cells(notebook) for output in cell.outputs]
     return next((data[RECORD_MIME] for data in reversed(outputs) if RECORD_MIME in data), None)
