@@ -7,6 +7,7 @@ import pytest
 import soundfile
 import torch
 import torch.nn.functional as F
+from tiny import DEVICES
 
 from speedkit import fit, load_workload
 from speedkit.lab.workloads.audio import SIZES, AudioNet, audio, log_mel, loss
@@ -14,7 +15,6 @@ from speedkit.recipe import Recipe
 from speedkit.workload import Batch
 
 SPECTROGRAM = {"sample_rate_hz": 16000, "n_fft": 512, "hop": 160, "bands": 64}
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
 def own_data(root, durations_s, rates_hz=(8000,)):
