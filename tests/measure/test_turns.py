@@ -26,7 +26,6 @@ def pairs_of(ratio, noise=0.01, **options):
 def test_each_is_called_once_a_pair_in_random_order_and_what_comes_before_is_not_timed():
     calls = []
 
-
     def call(name, seconds):
         calls.append(name)
         busy(seconds)
