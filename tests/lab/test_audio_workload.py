@@ -7,6 +7,7 @@ import pytest
 import soundfile
 import torch
 import torch.nn.functional as F
+from test_losses import WORKLOADS
 from tiny import DEVICES
 
 from speedkit import fit, load_workload
@@ -72,12 +73,11 @@ def test_loss_is_cross_entropy_with_label_smoothing_and_of_both_targets_of_a_mix
     torch.testing.assert_close(mixed, F.cross_entropy(logits, soft))
 
 
-@pytest.mark.parametrize("name", ["audio", "image", "speech", "text"])
+@pytest.mark.parametrize("name", WORKLOADS)
 def test_a_net_has_the_width_and_depth_that_are_asked_for(name):
-    options = {"size": "tiny"} | ({} if name == "text" else {"clips": 24})
-    work = load_workload(name, **options, width=96, depth=3)
+    work = load_workload(name, **WORKLOADS[name], width=96, depth=3)
     model, stages = work.model(), 3 if name in ("audio", "image") else 1
     blocks = [module for module in model.modules() if type(module).__name__ in ("Block", "ResidualBlock")]
     assert len(blocks) == 3 * stages and 96 in next(model.blocks.parameters()).shape
     history = fit(work, replace(work.recipe, batch_size=4, epochs=None, steps=1), device="cpu", progress=False)
-    assert history.steps == 1 and work.recipe == load_workload(name, **options).recipe
+    assert history.steps == 1 and work.recipe == load_workload(name, **WORKLOADS[name]).recipe

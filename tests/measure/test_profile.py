@@ -107,7 +107,7 @@ def state(loop):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("part", ["data wait", "forward", "backward", "other host work", "evaluation and checkpoint"])
-def test_what_was_planted_is_in_its_row_and_rows_add_up(part, device, capsys):
+def test_what_was_planted_is_in_its_row(part, device, capsys):
     """A GPU's breakdown has no passes: what the host does in them is its other work."""
     loop = Loop(part, 4 * MS, device)
     with profiled(loop, show=True) as seen:
@@ -115,7 +115,6 @@ def test_what_was_planted_is_in_its_row_and_rows_add_up(part, device, capsys):
     row = "other host work" if device == "cuda" and part in ("forward", "backward") else part
     assert per_step_s(seen, row) > 0.95 * 4 * MS
     breakdown = seen.breakdown
-    assert sum(row["seconds"] for row in breakdown.rows) == pytest.approx(breakdown.window_s)
     assert abs(breakdown.share("unexplained")) < 0.05
     assert breakdown.steps == 20 and seen.notes == [] and breakdown.facts.trace.calls > 10
     shown = capsys.readouterr().out

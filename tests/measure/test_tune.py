@@ -80,6 +80,13 @@ def test_a_prediction_goes_by_the_share_of_the_step_that_a_change_acts_on(change
     assert predict(change, SHARES, frames=2.0, matmul=3.0) == pytest.approx((low, high))
 
 
+def candidates_of(of, optimization, best, shares=SHARES, step_s=0.2):
+    """The candidates of an optimization of the `best` plan, a step of which takes `step_s` in these shares."""
+    rows = [{"cause": cause, "share": share} for cause, share in shares.items()]
+    of.results |= {Stage("matmul"): {}, Stage("breakdown", plan=text(changed(best))): {"rows": rows, "step_s": step_s}}
+    return candidates(of, named([optimization]), best)
+
+
 NORMALISED = dataclasses.replace(tiny.points(), model=lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(1, 4)))
 CACHED, WITHOUT_BF16 = Plan(cache="disk"), dataclasses.replace(CPU, cpu_flags=())
 
@@ -100,18 +107,15 @@ CACHED, WITHOUT_BF16 = Plan(cache="disk"), dataclasses.replace(CPU, cpu_flags=()
     ],
 )
 def test_what_need_not_be_tried_says_why(optimization, best, options, why):
-    of, rows = job(**options), [{"cause": cause, "share": share} for cause, share in SHARES.items()]
-    of.results |= {Stage("matmul"): {}, Stage("breakdown", plan=text(changed(best))): {"rows": rows, "step_s": 0.2}}
-    (candidate,) = candidates(of, named([optimization]), best)
+    (candidate,) = candidates_of(job(**options), optimization, best)
     assert re.fullmatch(why, candidate.why)
 
 
 def test_what_compiling_takes_is_known_once_something_was_compiled():
-    of, rows = job(horizon=1000), [{"cause": cause, "share": share} for cause, share in SHARES.items()]
-    of.results |= {Stage("matmul"): {}, Stage("breakdown", plan="nothing"): {"rows": rows, "step_s": 0.5}}
-    assert candidates(of, named(["compile"]), Plan())[0].why == ""
+    of = job(horizon=1000)
+    assert candidates_of(of, "compile", Plan(), step_s=0.5)[0].why == ""
     of.results[Stage("trial", "compile", "compile=default")] = {"compile_s": 200.0}
-    assert "about 200 s" in candidates(of, named(["compile"]), Plan())[0].why
+    assert "about 200 s" in candidates_of(of, "compile", Plan(), step_s=0.5)[0].why
 
 
 def test_an_attention_kernel_is_tried_where_pytorch_runs_another_by_itself():
@@ -121,9 +125,8 @@ def test_an_attention_kernel_is_tried_where_pytorch_runs_another_by_itself():
         (tiny.points(train=64), ["left alone, PyTorch runs no attention here"] * 2 + [without]),
         (load_workload("text", size="tiny", clips=16), ["", "left alone, PyTorch runs flash attention here", without]),
     ):
-        of, rows = job(work, hardware=GPU), [{"cause": "forward", "share": 1.0}]
-        of.results |= {Stage("matmul"): {}, Stage("breakdown", plan="precision=bf16"): {"rows": rows, "step_s": 0.2}}
-        assert [trial.why for trial in candidates(of, named(["attention"]), Plan(precision="bf16"))] == whys
+        found = candidates_of(job(work, hardware=GPU), "attention", Plan(precision="bf16"), {"forward": 1.0})
+        assert [trial.why for trial in found] == whys
 
 
 # ---- losses, quality, payback ----
@@ -329,6 +332,7 @@ def test_a_budget_too_short_for_one_optimization_says_so_and_a_longer_one_goes_o
         tune_function(work, budget_s=0.1, optimizations=("host_syncs",), out=out, **OPTIONS)
     before = read_json(out / NAME)
     assert [stage["result"]["resolution"] > 1 for stage in before["stages"] if stage["kind"] == "control"] == [True]
+    assert before["spent_s"] > 0
     write_json(out / NAME, before | {"spent_s": 1e4})
     record = tune_function(work, budget_s=1e5, resume=True, optimizations=("host_syncs",), out=out, **OPTIONS)
     after = read_json(out / NAME)
