@@ -75,6 +75,15 @@ def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def tuning() -> dict[str, Any]:
+    """The record of the tuning that is published."""
+    from speedkit.lab.provenance import notebooks_folder
+    from speedkit.lab.records import load_record
+
+    return load_record(sorted(notebooks_folder().glob("records/*/90_tune.json"))[0])
+
+
+@pytest.fixture
 def speedkit(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[int, str, str]]:

@@ -6,14 +6,11 @@ from dataclasses import replace
 import pytest
 import soundfile
 import torch
-import torch.nn.functional as F
 from test_losses import WORKLOADS
 from tiny import DEVICES
 
 from speedkit import fit, load_workload
-from speedkit.lab.workloads.audio import SIZES, AudioNet, audio, log_mel, loss
-from speedkit.recipe import Recipe
-from speedkit.workload import Batch
+from speedkit.lab.workloads.audio import audio, log_mel
 
 SPECTROGRAM = {"sample_rate_hz": 16000, "n_fft": 512, "hop": 160, "bands": 64}
 
@@ -60,17 +57,6 @@ def test_features_of_a_batch_are_those_of_its_waveforms(device):
         batch, torch.stack([log_mel(one, **SPECTROGRAM) for one in waveforms]), atol=2e-4, rtol=0
     )
     assert not batch[2].any()
-
-
-def test_loss_is_cross_entropy_with_label_smoothing_and_of_both_targets_of_a_mixture():
-    inputs, targets, net = torch.randn(6, 1, 64, 50), torch.arange(6) % 3, AudioNet(3, SIZES["tiny"])
-    smooth, logits = loss(net, Batch(inputs, targets), Recipe(label_smoothing=0.3))
-    expected = 0.7 * F.cross_entropy(logits, targets) - 0.3 * logits.log_softmax(dim=1).mean()
-    torch.testing.assert_close(smooth, expected)
-    others, weight = targets.flip(0), torch.linspace(0.5, 1, 6)
-    mixed, _ = loss(net, Batch(inputs, targets, extra=(others, weight)), Recipe())
-    soft = weight[:, None] * F.one_hot(targets, 3) + (1 - weight[:, None]) * F.one_hot(others, 3)
-    torch.testing.assert_close(mixed, F.cross_entropy(logits, soft))
 
 
 @pytest.mark.parametrize("name", WORKLOADS)

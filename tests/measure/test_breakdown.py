@@ -115,6 +115,7 @@ def test_rows_add_up_and_what_was_planted_is_in_its_row(device):
     with warnings.catch_warnings(action="error"):  # of a profiler, say
         breakdown = breakdown_of(workload, device=device, window_s=0.5)
     assert sum(row["seconds"] for row in breakdown.rows) == pytest.approx(breakdown.window_s)
+    assert breakdown.window_s == pytest.approx(breakdown.steps * breakdown.step_s)
     assert breakdown.rows[-1]["cause"] == "unexplained" and "unexplained" in str(breakdown)
     assert abs(breakdown.share("unexplained")) < 0.25  # 5 % on a quiet machine
     assert breakdown.share("data wait") * breakdown.step_s > 16 * 0.24 * MS
