@@ -9,6 +9,7 @@ from tiny import jitter, points
 
 from speedkit.data.augment import mixup
 from speedkit.errors import UsageError
+from speedkit.lab.workloads import audio
 from speedkit.lab.workloads.augmentations import rand_augment
 from speedkit.plan import Plan
 from speedkit.train.fit import fit
@@ -32,17 +33,9 @@ def test_mixup_mixes_inputs_by_the_weights_it_returns():
         assert abs((weight - 0.5).square().mean() * 4 * (2 * alpha + 1) - 1) < 0.03
 
 
-def mixed_loss(model, batch, recipe):
-    targets = batch.targets
-    logits = model(batch.inputs)
-    others, weight = batch.extra or (targets, torch.ones(()))
-    own, other = (F.cross_entropy(logits, which, reduction="none") for which in (targets, others))
-    return (weight * own + (1 - weight) * other).mean(), logits
-
-
 def test_training_mixes_what_the_recipe_says_in_parts_of_a_batch_too():
     def losses(mixup=0.0, **plan):
-        workload = dataclasses.replace(points(augment=jitter, mixup=mixup), loss=mixed_loss, honours=("mixup",))
+        workload = dataclasses.replace(points(augment=jitter, mixup=mixup), loss=audio.loss, honours=("mixup",))
         return fit(workload, plan=Plan(log_every=1, **plan), device="cpu", progress=False).loss
 
     plain, mixed = losses(), losses(0.4)

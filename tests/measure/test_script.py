@@ -144,11 +144,8 @@ def test_a_script_that_fails_does_so_as_ever_after_the_breakdown_of_what_ran(sou
 
 
 def test_where_nothing_stands_out_the_levers_are_named_that_are_left():
-    rows = [
-        {"cause": "forward", "share": 0.4},
-        {"cause": "backward", "share": 0.4},
-        {"cause": "optimizer", "share": 0.2},
-    ]
+    shares = {"forward": 0.4, "backward": 0.4, "optimizer": 0.2}
+    rows = [{"cause": cause, "share": share} for cause, share in shares.items()]
     sentence = next_levers(Plan(), rows, "cpu")
     assert ("precision=bf16" in sentence) == this_machine("cpu").supports("bf16")
     assert "fused_optimizer=True, 1.00 to 1.18 times as fast" in sentence
