@@ -75,7 +75,7 @@ def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def tuning() -> dict[str, Any]:
+def tuning():
     """The record of the tuning that is published."""
     from speedkit.lab.provenance import notebooks_folder
     from speedkit.lab.records import load_record

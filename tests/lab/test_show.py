@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 from matplotlib.colors import to_hex
-from matplotlib.figure import Figure
 
 from speedkit.lab import figures
 
@@ -13,7 +12,7 @@ def measurement(name, ratio, spread=0.03):
     return {"name": name, "ratio": ratio, "low": ratio * (1 - spread), "high": ratio * (1 + spread)}
 
 
-def words(figure: Figure) -> str:
+def words(figure):
     """Return everything that a figure says, labels, legends and notes."""
     texts = [text.get_text() for text in figure.findobj(lambda artist: hasattr(artist, "get_text"))]
     return " | ".join(text for text in texts if text)

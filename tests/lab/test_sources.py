@@ -13,26 +13,26 @@ from speedkit.files import write_quarantine
 from speedkit.lab.sources import Item, find_items, find_text
 
 
-def make(path: Path, seconds: float = 0.1, rate_hz: int = 8000) -> None:
+def make(path, seconds=0.1, rate_hz=8000):
     path.parent.mkdir(parents=True, exist_ok=True)
     soundfile.write(path, 0.1 * np.ones(int(seconds * rate_hz)), rate_hz)
 
 
-def folder_of_classes(root: Path, **counts: int) -> Path:
+def folder_of_classes(root, **counts):
     for name, count in counts.items():
         for number in range(count):
             make(root / name / f"clip{number}.wav")
     return root
 
 
-def table(root: Path, header: str, *rows: str) -> Path:
+def table(root, header, *rows):
     path = root / "meta" / "all.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join([header, *rows]) + "\n", encoding="utf-8")
     return path
 
 
-def names(items) -> list[str]:
+def names(items):
     return [Path(item.path).name for item in items]
 
 

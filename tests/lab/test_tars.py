@@ -15,7 +15,7 @@ from speedkit.plan import Plan
 from speedkit.train.fit import fit
 
 
-def write_tar(path: Path, files: dict[str, bytes], mode: str = "w") -> Path:
+def write_tar(path, files, mode="w"):
     with tarfile.open(path, mode) as tar:
         for name, data in files.items():
             info = tarfile.TarInfo(name)
@@ -24,7 +24,7 @@ def write_tar(path: Path, files: dict[str, bytes], mode: str = "w") -> Path:
     return path
 
 
-def write_tars(folder: Path, recordings: Path, layout: str, tars: int = 3) -> str:
+def write_tars(folder, recordings, layout, tars=3):
     """Write recordings to tars whose labels are given as `layout` says; return the tars' pattern."""
     paths = sorted(recordings.glob("*/*.wav"))
     for number in range(tars):
