@@ -21,14 +21,13 @@ def write_tar(path, files, mode="w"):
             info = tarfile.TarInfo(name)
             info.size = len(data)
             tar.addfile(info, io.BytesIO(data))
-    return path
 
 
 def write_tars(folder, recordings, layout, tars=3):
     """Write recordings to tars whose labels are given as `layout` says; return the tars' pattern."""
     paths = sorted(recordings.glob("*/*.wav"))
     for number in range(tars):
-        files = {"./README.md": b"not a clip", "._0.wav": b"what macOS leaves"}
+        files = {"./README.md": b"not a clip", "._0.wav": b"what macOS leaves", "take.wav": b"no label"}
         for path in paths[number::tars]:
             label, key, clip = path.parent.name, path.stem, path.read_bytes()
             files |= {
