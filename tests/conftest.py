@@ -23,14 +23,14 @@ import torch
 
 torch.set_num_threads(1)
 
-OWN_FOLDERS = {
-    "SPEEDKIT_CACHE_DIR": "speedkit",
-    "IPYTHONDIR": "ipython",
-    "JUPYTER_CONFIG_DIR": "jupyter-config",
-    "JUPYTER_DATA_DIR": "jupyter-data",
-    "JUPYTER_RUNTIME_DIR": "jupyter-runtime",
-    "MPLCONFIGDIR": "matplotlib",
-}
+OWN_FOLDERS = (
+    "SPEEDKIT_CACHE_DIR",
+    "IPYTHONDIR",
+    "JUPYTER_CONFIG_DIR",
+    "JUPYTER_DATA_DIR",
+    "JUPYTER_RUNTIME_DIR",
+    "MPLCONFIGDIR",
+)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -38,9 +38,9 @@ def own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Keep caches and settings of the tests apart from the user's; one set per session, so that data is made once."""
     root = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
-        for variable, folder in OWN_FOLDERS.items():
-            (root / folder).mkdir()
-            patch.setenv(variable, str(root / folder))
+        for variable in OWN_FOLDERS:
+            (root / variable).mkdir()
+            patch.setenv(variable, str(root / variable))
         if importlib.util.find_spec("speedkit.measure"):  # tests/core runs without it
             patch.setattr("speedkit.measure.peaks.BUDGET_S", 0.02)  # rough peaks will do
         yield
@@ -72,6 +72,15 @@ def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
             wave = np.sin(2 * np.pi * pitch * np.arange(4000) / 8000) + rng.normal(0, 0.3, 4000)
             soundfile.write(root / name / f"{name}_{index}.wav", (wave / 4).astype(np.float32), 8000)
     return root
+
+
+@pytest.fixture
+def tuning():
+    """The record of the tuning that is published."""
+    from speedkit.lab.provenance import notebooks_folder
+    from speedkit.lab.records import load_record
+
+    return load_record(sorted(notebooks_folder().glob("records/*/90_tune.json"))[0])
 
 
 @pytest.fixture

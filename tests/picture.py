@@ -22,6 +22,8 @@ PRODUCTS = [
 ]
 # Variables that torch itself sets.
 TORCHS_OWN = ("TORCHINDUCTOR_", "TRITON_", "KINETO_USE_DAEMON")
+# What its profiler and Inductor leave where something is measured.
+LEFT_BY_MEASURING = ("KINETO_LOG_LEVEL", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR")
 
 
 def older(switch):

@@ -15,7 +15,6 @@ from speedkit.train.attention import with_kernel
 from speedkit.train.loop import steps
 from speedkit.train.setup import setup_run
 
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 SHAPE = (2, 4, 16, 32)  # [B, H, T, D]
 pytestmark = pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 

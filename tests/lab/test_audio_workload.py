@@ -6,15 +6,13 @@ from dataclasses import replace
 import pytest
 import soundfile
 import torch
-import torch.nn.functional as F
+from test_losses import WORKLOADS
+from tiny import DEVICES
 
 from speedkit import fit, load_workload
-from speedkit.lab.workloads.audio import SIZES, AudioNet, audio, log_mel, loss
-from speedkit.recipe import Recipe
-from speedkit.workload import Batch
+from speedkit.lab.workloads.audio import audio, log_mel
 
 SPECTROGRAM = {"sample_rate_hz": 16000, "n_fft": 512, "hop": 160, "bands": 64}
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
 def own_data(root, durations_s, rates_hz=(8000,)):
@@ -61,23 +59,11 @@ def test_features_of_a_batch_are_those_of_its_waveforms(device):
     assert not batch[2].any()
 
 
-def test_loss_is_cross_entropy_with_label_smoothing_and_of_both_targets_of_a_mixture():
-    inputs, targets, net = torch.randn(6, 1, 64, 50), torch.arange(6) % 3, AudioNet(3, SIZES["tiny"])
-    smooth, logits = loss(net, Batch(inputs, targets), Recipe(label_smoothing=0.3))
-    expected = 0.7 * F.cross_entropy(logits, targets) - 0.3 * logits.log_softmax(dim=1).mean()
-    torch.testing.assert_close(smooth, expected)
-    others, weight = targets.flip(0), torch.linspace(0.5, 1, 6)
-    mixed, _ = loss(net, Batch(inputs, targets, extra=(others, weight)), Recipe())
-    soft = weight[:, None] * F.one_hot(targets, 3) + (1 - weight[:, None]) * F.one_hot(others, 3)
-    torch.testing.assert_close(mixed, F.cross_entropy(logits, soft))
-
-
-@pytest.mark.parametrize("name", ["audio", "image", "speech", "text"])
+@pytest.mark.parametrize("name", WORKLOADS)
 def test_a_net_has_the_width_and_depth_that_are_asked_for(name):
-    options = {"size": "tiny"} | ({} if name == "text" else {"clips": 24})
-    work = load_workload(name, **options, width=96, depth=3)
+    work = load_workload(name, **WORKLOADS[name], width=96, depth=3)
     model, stages = work.model(), 3 if name in ("audio", "image") else 1
     blocks = [module for module in model.modules() if type(module).__name__ in ("Block", "ResidualBlock")]
     assert len(blocks) == 3 * stages and 96 in next(model.blocks.parameters()).shape
     history = fit(work, replace(work.recipe, batch_size=4, epochs=None, steps=1), device="cpu", progress=False)
-    assert history.steps == 1 and work.recipe == load_workload(name, **options).recipe
+    assert history.steps == 1 and work.recipe == load_workload(name, **WORKLOADS[name]).recipe

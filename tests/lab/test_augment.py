@@ -9,20 +9,15 @@ from tiny import jitter, points
 
 from speedkit.data.augment import mixup
 from speedkit.errors import UsageError
+from speedkit.lab.workloads import audio
 from speedkit.lab.workloads.augmentations import rand_augment
 from speedkit.plan import Plan
 from speedkit.train.fit import fit
 from speedkit.workload import Batch
 
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
-
-def generator(seed=0, device="cpu"):
-    return torch.Generator(device).manual_seed(seed)
-
-
-def randn(*shape, device="cpu"):
-    return torch.randn(shape, generator=generator()).to(device)
+def generator():
+    return torch.Generator().manual_seed(0)
 
 
 def test_mixup_mixes_inputs_by_the_weights_it_returns():
@@ -38,17 +33,9 @@ def test_mixup_mixes_inputs_by_the_weights_it_returns():
         assert abs((weight - 0.5).square().mean() * 4 * (2 * alpha + 1) - 1) < 0.03
 
 
-def mixed_loss(model, batch, recipe):
-    targets = batch.targets
-    logits = model(batch.inputs)
-    others, weight = batch.extra or (targets, torch.ones(()))
-    own, other = (F.cross_entropy(logits, which, reduction="none") for which in (targets, others))
-    return (weight * own + (1 - weight) * other).mean(), logits
-
-
 def test_training_mixes_what_the_recipe_says_in_parts_of_a_batch_too():
     def losses(mixup=0.0, **plan):
-        workload = dataclasses.replace(points(augment=jitter, mixup=mixup), loss=mixed_loss, honours=("mixup",))
+        workload = dataclasses.replace(points(augment=jitter, mixup=mixup), loss=audio.loss, honours=("mixup",))
         return fit(workload, plan=Plan(log_every=1, **plan), device="cpu", progress=False).loss
 
     plain, mixed = losses(), losses(0.4)
@@ -57,7 +44,7 @@ def test_training_mixes_what_the_recipe_says_in_parts_of_a_batch_too():
 
 
 def test_images_stay_in_range_and_no_strength_leaves_them_alone():
-    batch = Batch(randn(8, 3, 30, 30).sigmoid(), torch.arange(8))
+    batch = Batch(torch.rand(8, 3, 30, 30), torch.arange(8))
     changed = rand_augment(batch, generator(), strength=2.0).inputs
     assert changed.min() >= 0 and changed.max() <= 1
     kept = rand_augment(batch, generator(), strength=0.0)

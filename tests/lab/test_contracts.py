@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from faults import interrupting
 from test_losses import WORKLOADS, make
-from tiny import every_number_format, jitter, outcome, points
+from tiny import DEVICES, every_number_format, jitter, outcome, points
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -28,8 +28,6 @@ from speedkit.train import compile
 from speedkit.train.fit import fit
 from speedkit.train.loop import steps
 from speedkit.train.setup import setup_run
-
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
 @pytest.fixture(autouse=True)

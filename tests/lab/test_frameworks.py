@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from tiny import H100
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -22,7 +23,6 @@ from speedkit.train.process_state import process_state_kept
 
 RECIPE = Recipe(batch_size=8)
 HERE = this_machine("cpu")
-H100 = dataclasses.replace(HERE, device=torch.device("cuda"), compute_capability=(9, 0), triton=True)
 PLANS = [
     Plan(),
     resolve(Plan.fast(HERE), HERE).plan,

@@ -9,7 +9,7 @@ from PIL import Image
 from speedkit.data.batch import Batch
 from speedkit.data.decode import BadItem
 from speedkit.lab.sources import Item
-from speedkit.lab.workloads.image import load, loss
+from speedkit.lab.workloads import audio, image
 from speedkit.recipe import Recipe
 
 
@@ -21,7 +21,7 @@ def saved(path, pixels, **options):
 
 
 def read(path, side=16):
-    return load(Item(str(path), 0), side)
+    return image.load(Item(str(path), 0), side)
 
 
 def test_the_square_in_the_middle_is_scaled_as_the_camera_was_held(tmp_path):
@@ -56,14 +56,14 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path):
     assert "No such file" in str(caught.value)
 
 
-@pytest.mark.parametrize(("smoothing", "gamma"), [(0.0, 0.0), (0.2, 0.0), (0.0, 2.0), (0.2, 0.5)])
+@pytest.mark.parametrize(
+    ("loss", "smoothing", "gamma"),
+    [(audio.loss, 0.0, 0.0), (audio.loss, 0.2, 0.0), (image.loss, 0.0, 2.0), (image.loss, 0.2, 0.5)],
+)
 @pytest.mark.parametrize("mixed", [False, True])
-def test_loss_is_its_formula_and_has_a_slope_where_the_net_is_certain(smoothing, gamma, mixed):
-    logits, targets, recipe = (
-        torch.randn(6, 4),
-        torch.arange(6) % 4,
-        Recipe(label_smoothing=smoothing, focal_gamma=gamma),
-    )
+def test_loss_of_a_classifier_is_its_formula_with_a_slope_where_the_net_is_certain(loss, smoothing, gamma, mixed):
+    logits, targets = torch.randn(6, 4), torch.arange(6) % 4
+    recipe = Recipe(label_smoothing=smoothing, focal_gamma=gamma)
     others, weight = targets.flip(0), torch.linspace(0.5, 0.9, 6)[:, None] if mixed else torch.ones(6, 1)
     batch = Batch(None, targets, extra=(others, weight[:, 0]) if mixed else ())
     p = logits.softmax(dim=1)

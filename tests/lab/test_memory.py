@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from tiny import DEVICES
 from torch import nn
 
 from speedkit.lessons.step_memory import activation_bytes
@@ -13,8 +14,6 @@ from speedkit.machine import this_machine
 from speedkit.plan import Plan
 from speedkit.train import memory
 from speedkit.train.compile import apply_compile
-
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 CODE = """
 import ctypes, resource, torch

@@ -13,7 +13,7 @@ from speedkit.lab.notebooks import cluster_executor, device_lock, find_notebooks
 from speedkit.lab.record import read_notebook
 
 
-def outputs(path: Path) -> str:
+def outputs(path):
     return "".join(output.get("text", "") for cell in read_notebook(path).cells for output in cell.get("outputs", []))
 
 

@@ -1,12 +1,9 @@
 """The report of a tuning: what it says, and that a browser loads and runs nothing of what a record may hold."""
 
-import copy
 import re
 
 import pytest
-import tiny
 
-from speedkit import tune
 from speedkit.lab.report import in_short, payback_in_words, quality_in_words, write_report
 
 HOSTILE = "<script>document.title = 'run'</script><img src=https://example.org/x onerror=document.title='run'>"
@@ -18,50 +15,31 @@ PAYBACK = {"epochs": 30, "baseline_s": 7200.0, "final_s": 1800.0, "prepare_s": {
 PAYBACK |= {"pays_back_after_s": 125.0}
 
 
-@pytest.fixture(scope="module")
-def record(tmp_path_factory):
-    """The record of a small tuning that kept nothing, made to look as if it had kept a cache."""
-    options = {"cache_dir": tmp_path_factory.mktemp("cache"), "pairs": 10, "seeds": 2, "progress": False}
-    made = tune(tiny.points(train=64, test=32, epochs=2), optimizations=("cache", "host_syncs"), **options)
-    interval, careful = {"ratio": 3.9, "low": 3.8, "high": 4.0}, {"ratio": 2.98, "low": 2.9, "high": 3.1}
-    optimizations = {row["optimization"]: row for row in made["optimizations"]}
-    optimizations["cache"] |= interval | {"kept": True, "why": "faster, and learns the same", "step_s_before": 0.004}
-    optimizations["host_syncs"] |= {"kept": False, "why": "not worth it"}
-    made["plan"] |= {"cache": "disk"}
-    made |= {"change": "cache=disk", "optimizations": [*optimizations.values()], "dropped": []}
-    return made | {"speedup": interval, "speedup_careful": careful}
+@pytest.fixture
+def record(tuning):
+    """Of a tuning whose headline is over the careful plan."""
+    careful = {"ratio": 2.98, "low": 2.9, "high": 3.1}
+    return tuning | {"speedup": {"ratio": 3.9, "low": 3.8, "high": 4.0}, "speedup_careful": careful}
 
 
 def test_the_report_says_what_to_switch_on_and_what_it_gives(record, tmp_path):
     text = write_report(record, tmp_path / "report.html").read_text()
-    order = ["What to switch on", "<code>cache</code>", "plan.yaml", "Lightning", "How much it gives"]
-    order += [
-        "2.98 times as fast (2.90",
-        "with the careful plan",
-        "Where the time went",
-        "What is not in the plan",
-        "host_syncs",
-    ]
+    order = ["<code>cache</code>", "plan.yaml", "Lightning", "2.98 times as fast (2.90", "careful plan", "decoder"]
     assert re.search(".*".join(map(re.escape, order)), text, re.DOTALL)
-    assert set(re.findall(r'src="([^",]{12})', text)) == {"data:image/s"} and len(text) < 3_000_000
+    assert set(re.findall(r'src="([^",]{12})', text)) == {"data:image/s"}
     assert "default-src 'none'" in text and "<script" not in text
     assert "3.90 times" not in text, "over the slower of the two baselines"
     assert "2.98 times as fast (2.90 to 3.10, 99 %) as with the careful plan" in in_short(record)[0]
-    assert (
-        "with plain PyTorch"
-        in in_short(record | {"speedup": record["speedup_careful"], "speedup_careful": record["speedup"]})[0]
-    )
     assert "Nothing that was tried" in in_short(record | {"change": "nothing"})[0]
 
 
 def hostile(record):
     """Return the record with a script in every text that a file's name, an error or another machine may bring."""
-    made = copy.deepcopy(record)
-    made["workload"]["name"] = made["hardware"]["cpu"] = made["change"] = HOSTILE
-    for row in made["optimizations"]:
+    record["workload"]["name"] = record["hardware"]["cpu"] = record["change"] = HOSTILE
+    for row in record["optimizations"]:
         row |= {"why": HOSTILE, "change": HOSTILE, "optimization": HOSTILE}
-    made["fallbacks"] = [{"plan": "final", "field": "cache", "asked": HOSTILE, "got": HOSTILE, "why": HOSTILE}]
-    return made
+    record["fallbacks"] = [{"plan": "final", "field": "cache", "asked": HOSTILE, "got": HOSTILE, "why": HOSTILE}]
+    return record
 
 
 @pytest.mark.slow

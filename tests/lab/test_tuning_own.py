@@ -37,7 +37,7 @@ def mine(**options):
 def test_a_loader_is_tuned_without_what_is_for_items_and_without_what_the_model_prints(tmp_path, capsys):
     options = {"optimizations": ["workers", "cache", "bucket", "precision"], "pairs": 10, "seeds": 2}
     record = tune(mine(), device="cpu", out=tmp_path / "tune", budget_s=60, **options)
-    validate_record(record)
+    assert validate_record(record) == []
     why = {row["optimization"]: row["why"] for row in record["optimizations"]}
     assert {row["promises"] for row in record["optimizations"] if row["optimization"] == "workers"} == {"order-equal"}
     assert "no items" in why["cache"] and "no items" in why["bucket"] and in_short(record)

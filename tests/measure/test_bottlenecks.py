@@ -20,7 +20,7 @@ READ = Sync("train.py", 7, "total += loss.item()", 2, 0.001)
 PRINT = dataclasses.replace(READ, code="print(loss.item())")
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def known_peaks(monkeypatch):
     monkeypatch.setattr("speedkit.measure.bottlenecks.matmul_rates", lambda hardware: dict(RATES))
 
@@ -56,7 +56,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0].device} {case[3]} {case[4]}")
-def test_a_cause_is_named_first_by_what_gives_it_away(case, known_peaks):
+def test_a_cause_is_named_first_by_what_gives_it_away(case):
     hardware, shares, facts, cause, field = case
     first = ranked(hardware, shares, **facts)[0]
     assert (first["cause"], first["field"]) == (cause, field)
@@ -66,7 +66,7 @@ def test_a_cause_is_named_first_by_what_gives_it_away(case, known_peaks):
         assert first["seconds"] == pytest.approx(sum(shares.values()) * STEP_S, rel=0.05)
 
 
-def test_nothing_is_reported_on_a_healthy_run(known_peaks):
+def test_nothing_is_reported_on_a_healthy_run():
     little = {"data wait": 0.03, "launch-bound": 0.08, "sync-bound": 0.02, "evaluation and checkpoint": 0.08}
     assert ranked(GPU, little) == ranked(CPU, {"data wait": 0.03}, Trace(products_s={"bf16": 0.09})) == []
     assert ranked(GPU, {"bandwidth-bound": 0.45}) == [], "part of any model, and not most of a step"
@@ -81,13 +81,13 @@ def test_a_machine_without_a_compiler_is_told_nothing_it_cannot_do(monkeypatch):
     assert row["field"] is None and "compiler" in row["change"]
 
 
-def test_a_disk_that_is_slower_than_what_comes_after_it_is_named(known_peaks):
+def test_a_disk_that_is_slower_than_what_comes_after_it_is_named():
     for wait_s, told in ((0.05, True), (0.03, False)):
         row = ranked(CPU, {"data wait": wait_s / STEP_S}, items_s=0.018, collate_s=0.002)[0]
         assert ("slow disk" in row["evidence"]) == told
 
 
-def test_causes_come_by_what_their_change_would_give(known_peaks):
+def test_causes_come_by_what_their_change_would_give():
     shares = {"data wait": 0.3, "evaluation and checkpoint": 0.5}
     causes = ranked(CPU, shares, items_s=0.02, collate_s=0.02)
     assert [row["cause"] for row in causes] == ["validation too often", "slow decode", "slow collate"]

@@ -114,7 +114,6 @@ def test_rows_add_up_and_what_was_planted_is_in_its_row(device):
     workload = slowed(dataclasses.replace(points(), load=load_slowly), 5 * MS)
     with warnings.catch_warnings(action="error"):  # of a profiler, say
         breakdown = breakdown_of(workload, device=device, window_s=0.5)
-    assert sum(row["share"] for row in breakdown.rows) == pytest.approx(1)
     assert sum(row["seconds"] for row in breakdown.rows) == pytest.approx(breakdown.window_s)
     assert breakdown.window_s == pytest.approx(breakdown.steps * breakdown.step_s)
     assert breakdown.rows[-1]["cause"] == "unexplained" and "unexplained" in str(breakdown)

@@ -2,14 +2,10 @@
 
 import dataclasses
 import functools
-import os
 import re
 import signal
-import subprocess
-import sys
 import time
 import types
-from pathlib import Path
 
 import pytest
 import tiny
@@ -21,7 +17,7 @@ from torch import nn
 
 from speedkit import tune as tune_function
 from speedkit.errors import Interrupted, UsageError
-from speedkit.files import read_json
+from speedkit.files import read_json, write_json
 from speedkit.lab.records import validate_record
 from speedkit.lab.workloads import load_workload
 from speedkit.machine import this_machine
@@ -84,6 +80,13 @@ def test_a_prediction_goes_by_the_share_of_the_step_that_a_change_acts_on(change
     assert predict(change, SHARES, frames=2.0, matmul=3.0) == pytest.approx((low, high))
 
 
+def candidates_of(of, optimization, best, shares=SHARES, step_s=0.2):
+    """The candidates of an optimization of the `best` plan, a step of which takes `step_s` in these shares."""
+    rows = [{"cause": cause, "share": share} for cause, share in shares.items()]
+    of.results |= {Stage("matmul"): {}, Stage("breakdown", plan=text(changed(best))): {"rows": rows, "step_s": step_s}}
+    return candidates(of, named([optimization]), best)
+
+
 NORMALISED = dataclasses.replace(tiny.points(), model=lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(1, 4)))
 CACHED, WITHOUT_BF16 = Plan(cache="disk"), dataclasses.replace(CPU, cpu_flags=())
 
@@ -104,18 +107,15 @@ CACHED, WITHOUT_BF16 = Plan(cache="disk"), dataclasses.replace(CPU, cpu_flags=()
     ],
 )
 def test_what_need_not_be_tried_says_why(optimization, best, options, why):
-    of, rows = job(**options), [{"cause": cause, "share": share} for cause, share in SHARES.items()]
-    of.results |= {Stage("matmul"): {}, Stage("breakdown", plan=text(changed(best))): {"rows": rows, "step_s": 0.2}}
-    (candidate,) = candidates(of, named([optimization]), best)
+    (candidate,) = candidates_of(job(**options), optimization, best)
     assert re.fullmatch(why, candidate.why)
 
 
 def test_what_compiling_takes_is_known_once_something_was_compiled():
-    of, rows = job(horizon=1000), [{"cause": cause, "share": share} for cause, share in SHARES.items()]
-    of.results |= {Stage("matmul"): {}, Stage("breakdown", plan="nothing"): {"rows": rows, "step_s": 0.5}}
-    assert candidates(of, named(["compile"]), Plan())[0].why == ""
+    of = job(horizon=1000)
+    assert candidates_of(of, "compile", Plan(), step_s=0.5)[0].why == ""
     of.results[Stage("trial", "compile", "compile=default")] = {"compile_s": 200.0}
-    assert "about 200 s" in candidates(of, named(["compile"]), Plan())[0].why
+    assert "about 200 s" in candidates_of(of, "compile", Plan(), step_s=0.5)[0].why
 
 
 def test_an_attention_kernel_is_tried_where_pytorch_runs_another_by_itself():
@@ -125,9 +125,8 @@ def test_an_attention_kernel_is_tried_where_pytorch_runs_another_by_itself():
         (tiny.points(train=64), ["left alone, PyTorch runs no attention here"] * 2 + [without]),
         (load_workload("text", size="tiny", clips=16), ["", "left alone, PyTorch runs flash attention here", without]),
     ):
-        of, rows = job(work, hardware=GPU), [{"cause": "forward", "share": 1.0}]
-        of.results |= {Stage("matmul"): {}, Stage("breakdown", plan="precision=bf16"): {"rows": rows, "step_s": 0.2}}
-        assert [trial.why for trial in candidates(of, named(["attention"]), Plan(precision="bf16"))] == whys
+        found = candidates_of(job(work, hardware=GPU), "attention", Plan(precision="bf16"), {"forward": 1.0})
+        assert [trial.why for trial in found] == whys
 
 
 # ---- losses, quality, payback ----
@@ -312,33 +311,6 @@ def test_compiling_is_measured_cold_and_paid_back():
     assert record["payback"]["prepare_s"]["compile"] == max([0.0, *(row["compile_s"] for row in tried if row["kept"])])
 
 
-PROGRAM = """
-import sys, tiny
-from speedkit import tune
-options = {"out": sys.argv[1], "cache_dir": sys.argv[2], "device": "cpu", "pairs": 12, "seeds": 2, "progress": True}
-print(tune(tiny.points(train=64, test=32), resume=True, optimizations=("host_syncs", "cache"), **options)["spent_s"])
-"""
-
-
-@pytest.mark.slow
-def test_a_killed_tuning_goes_on_where_it_stopped(tmp_path):
-    """SIGKILL after the first optimization: what was measured is neither lost nor measured again."""
-    out = tmp_path / "tune"
-    words = [sys.executable, "-u", "-c", PROGRAM, str(out), str(tmp_path / "cache")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        optimizations = (line for line in process.stdout if line.startswith("trial, "))
-        next(optimizations), next(optimizations)  # the first has been noted down
-        process.send_signal(signal.SIGKILL)
-    before = read_json(out / NAME)
-    assert any(stage["kind"] == "trial" for stage in before["stages"]) and not (out / "record.json").exists()
-    done = subprocess.run(words, capture_output=True, text=True, env=environment, check=True)
-    record, after = read_json(out / "record.json"), read_json(out / NAME)
-    assert after["stages"][: len(before["stages"])] == before["stages"]
-    assert validate_record(record) == [] and len(record["measurements"]) == len(after["measurements"])
-    assert float(done.stdout.splitlines()[-1]) > before["spent_s"] and "against itself" not in done.stdout
-
-
 # ---- bad input ----
 
 
@@ -354,9 +326,15 @@ def test_a_plan_that_the_model_cannot_take_is_a_reason_and_no_end():
     assert row["why"].startswith("failed: RuntimeError: not that many")
 
 
-def test_a_budget_too_short_for_one_optimization_keeps_the_baseline_and_says_so(tmp_path):
+def test_a_budget_too_short_for_one_optimization_says_so_and_a_longer_one_goes_on_from_what_was_measured(tmp_path):
     work, out = tiny.points(train=64, test=32, epochs=1), tmp_path / "tune"
     with pytest.raises(UsageError, match=r"too short to try one optimization: .* at least \d+ s; --resume goes on"):
         tune_function(work, budget_s=0.1, optimizations=("host_syncs",), out=out, **OPTIONS)
-    [control] = [stage for stage in read_json(out / NAME)["stages"] if stage["kind"] == "control"]
-    assert control["result"]["resolution"] > 1
+    before = read_json(out / NAME)
+    assert [stage["result"]["resolution"] > 1 for stage in before["stages"] if stage["kind"] == "control"] == [True]
+    assert before["spent_s"] > 0
+    write_json(out / NAME, before | {"spent_s": 1e4})
+    record = tune_function(work, budget_s=1e5, resume=True, optimizations=("host_syncs",), out=out, **OPTIONS)
+    after = read_json(out / NAME)
+    assert after["stages"][: len(before["stages"])] == before["stages"] and record["spent_s"] > 1e4
+    assert len(record["measurements"]) == len(after["measurements"]) > len(before["measurements"])

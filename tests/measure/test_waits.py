@@ -63,8 +63,7 @@ def reading_loss(model, batch, recipe):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_loop_waits_nowhere_between_log_points_and_a_read_in_the_loss_is_blamed_on_it(device):
+def test_nothing_waits_between_log_points_but_a_read_in_the_loss_which_is_blamed_on_it(device):
     workload = points(train=100, augment=jitter, dropout=0.2, clip_norm=1.0)
-    assert waits(workload, device) == []
     [sync] = waits(dataclasses.replace(workload, loss=reading_loss), device)
     assert (sync.file, sync.code, sync.count) == (__file__, "value.detach().item()", 5 * 4)  # micro-batches
