@@ -1,5 +1,6 @@
 """What every test starts from: one thread, seeds, no window, and caches in a folder of their own."""
 
+import dataclasses
 import importlib.util
 import os
 import shutil
@@ -12,14 +13,15 @@ os.environ.pop("SPEEDKIT_SCALE", None)
 import random
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+import zipfile
 
 import numpy as np
 import pytest
 import soundfile
 import torch
+from processes import ROOT, python
+
+from speedkit import machine
 
 torch.set_num_threads(1)
 
@@ -34,7 +36,7 @@ OWN_FOLDERS = (
 
 
 @pytest.fixture(scope="session", autouse=True)
-def own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def own_folders(tmp_path_factory):
     """Keep caches and settings of the tests apart from the user's; one set per session, so that data is made once."""
     root = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
@@ -47,7 +49,7 @@ def own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture
-def browser() -> Iterator[Any]:
+def browser():
     """Chromium, driven by Playwright; without it a test is skipped, but not in CI."""
     from playwright.sync_api import sync_playwright
 
@@ -60,7 +62,7 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
-def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def recordings(tmp_path_factory):
     """Two classes of 24 tones of 0.5 s on disk, in class-named subfolders.
 
     Of shorter ones oneDNN's convolutions for AMX make NaN in bfloat16: stride 2 over features two frames wide.
@@ -74,6 +76,16 @@ def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory):
+    """A folder with what the wheel installs, as pip install --no-deps --target does."""
+    folder = tmp_path_factory.mktemp("wheel")
+    python("-m", "hatchling", "build", "--target", "wheel", "--directory", folder, folder=ROOT)
+    [wheel] = folder.glob("torch_speedkit-*.whl")
+    zipfile.ZipFile(wheel).extractall(folder / "site")
+    return folder / "site"
+
+
 @pytest.fixture
 def tuning():
     """The record of the tuning that is published."""
@@ -84,13 +96,11 @@ def tuning():
 
 
 @pytest.fixture
-def speedkit(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., tuple[int, str, str]]:
+def speedkit(capsys, monkeypatch):
     """The command line in this process: words -> (exit code, what it printed, what it complained)."""
     from speedkit import cli
 
-    def command(*words: object) -> tuple[int, str, str]:
+    def command(*words):
         monkeypatch.setattr(sys, "argv", ["speedkit", *map(str, words)])
         before = signal.getsignal(signal.SIGTERM)
         with pytest.raises(SystemExit) as stopped:
@@ -101,8 +111,15 @@ def speedkit(
     return command
 
 
+@pytest.fixture
+def every_format(monkeypatch):
+    """Let this machine's CPU have every number format: it emulates those it lacks, slowly, to the same numbers."""
+    facts, flags = machine._facts, ("avx512_bf16", "fp16_arith")
+    monkeypatch.setattr(machine, "_facts", lambda device: dataclasses.replace(facts(device), cpu_flags=flags))
+
+
 @pytest.fixture(autouse=True)
-def seeded() -> None:
+def seeded():
     """Start every test from the same random state, whatever ran before it."""
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002 - libraries that draw from the legacy generator

@@ -1,11 +1,14 @@
 """Faults to inject: out-of-memory of each kind above a chosen batch size, on any device; Ctrl-C in a chosen step."""
 
+import contextlib
 import dataclasses
 import itertools
 import os
+import resource
 import signal
 
 import torch
+from tiny import calling
 
 # What PyTorch and the libraries below it raise, in their own words.
 OUT_OF_MEMORY = {
@@ -53,13 +56,24 @@ def limited(workload, fits, kind="cuda", where="forward", times=10**9, raises=No
     return dataclasses.replace(workload, loss=loss)
 
 
+@contextlib.contextmanager
+def largest_file(size_bytes):
+    """No file may become larger inside: writing more fails, as on a full disk."""
+    limit = resource.RLIMIT_FSIZE
+    soft, hard = resource.getrlimit(limit)
+    resource.setrlimit(limit, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(limit, (soft, hard))
+
+
 def interrupting(workload, at):
     """`workload`, whose loss sends this process SIGINT in training step `at`, counted from 1."""
     calls = itertools.count(1)
 
-    def loss_with_signal(model, batch, recipe):
+    def interrupt(model, batch):
         if model.training and next(calls) == at:
             os.kill(os.getpid(), signal.SIGINT)
-        return workload.loss(model, batch, recipe)
 
-    return dataclasses.replace(workload, loss=loss_with_signal)
+    return calling(workload, interrupt)

@@ -2,6 +2,7 @@
 
 import gc
 import hashlib
+import itertools
 import logging
 import multiprocessing
 import os
@@ -15,11 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-PRODUCTS = [
-    *(("cuda", operator) for operator in ("all", "matmul", "conv", "rnn")),
-    *(("mkldnn", operator) for operator in ("all", "matmul", "conv", "rnn")),
-    ("generic", "all"),
-]
+PRODUCTS = [("generic", "all"), *itertools.product(("cuda", "mkldnn"), ("all", "matmul", "conv", "rnn"))]
 # Variables that torch itself sets.
 TORCHS_OWN = ("TORCHINDUCTOR_", "TRITON_", "KINETO_USE_DAEMON")
 # What its profiler and Inductor leave where something is measured.
@@ -48,7 +45,6 @@ def picture(torchs_own=TORCHS_OWN):
         "float32 products": older(torch.get_float32_matmul_precision),
         "matmul": (older(lambda: matmul.allow_tf32), matmul.allow_fp16_reduced_precision_reduction),
         "cudnn": (older(lambda: cudnn.allow_tf32), cudnn.benchmark, cudnn.deterministic, cudnn.enabled),
-        "cudnn's products": [part.fp32_precision for part in (torch.backends, cudnn, cudnn.conv, cudnn.rnn)],
         "reproducible": (
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -63,7 +59,6 @@ def picture(torchs_own=TORCHS_OWN):
         "environment": {name: value for name, value in os.environ.items() if not name.startswith(torchs_own)},
         "garbage collection": (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()),
         "log levels": {name: logger.level for name, logger in loggers.items() if getattr(logger, "level", 0)},
-        "torch's compiler logger": logging.getLogger("torch.utils.cpp_extension").level,
     }
 
 

@@ -2,8 +2,6 @@
 
 import shutil
 import subprocess
-from pathlib import Path
-from typing import Any
 
 import nbformat
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
@@ -23,23 +21,23 @@ workload: str = "audio"  # what is trained
 """
 
 
-def code(source: str, *tags: str) -> Any:
+def code(source, *tags):
     return new_code_cell(source, metadata={"tags": list(tags)} if tags else {})
 
 
-def write(path: Path, *cells: Any) -> Path:
+def write(path, *cells):
     path.parent.mkdir(parents=True, exist_ok=True)
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     nbformat.write(new_notebook(cells=list(cells), metadata={"kernelspec": kernel}), path)
     return path
 
 
-def plain(path: Path, *sources: str) -> Path:
+def plain(path, *sources):
     """Write a notebook with a parameters cell and cells of `sources`: it runs without importing torch."""
     return write(path, code(PARAMETERS, "parameters"), *map(code, sources))
 
 
-def whole(path: Path, body: str = "total = 1 + 2") -> Path:
+def whole(path, body="total = 1 + 2"):
     """Write a notebook, not run, in the full anatomy, whose one free cell holds `body`."""
     begin = (
         "from speedkit.lab.record import start\n"
@@ -60,7 +58,7 @@ def whole(path: Path, body: str = "total = 1 + 2") -> Path:
     )
 
 
-def executed(path: Path) -> Path:
+def executed(path):
     """Write a notebook in the full anatomy as a run of it would have left it, without starting a kernel."""
     notebook = read_notebook(whole(path))
     cells = code_cells(notebook)
@@ -73,24 +71,24 @@ def executed(path: Path) -> Path:
     return path
 
 
-def a_record(name: str) -> dict[str, Any]:
+def a_record(name):
     """Return the record of a run on this machine of the notebook called `name`."""
     return start(name, scale="cpu", workload="audio", device="cpu").finished()
 
 
-def edit(path: Path, source: str) -> None:
+def edit(path, source):
     """Replace the free cell of a notebook in the full anatomy."""
     notebook = read_notebook(path)
     code_cells(notebook)[2].source = source
     nbformat.write(notebook, path)
 
 
-def git(folder: Path, *words: str) -> None:
+def git(folder, *words):
     identity = ["-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
     subprocess.run(["git", *identity, *words], cwd=folder, check=True, capture_output=True)
 
 
-def make_checkout(folder: Path, monkeypatch: Any) -> Path:
+def make_checkout(folder, monkeypatch):
     """Make `folder` a checkout of a copy of the package with a folder of notebooks, which is returned.
 
     Kernels import the copy. Nothing is committed yet: `commit` does that.
@@ -106,7 +104,7 @@ def make_checkout(folder: Path, monkeypatch: Any) -> Path:
     return notebooks
 
 
-def commit(folder: Path) -> None:
+def commit(folder):
     """Commit all that is in a checkout; what was asked of git before is forgotten."""
     git(folder, "add", "--all")
     git(folder, "commit", "--no-verify", "--allow-empty", "-m", "as it is")

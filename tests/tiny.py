@@ -4,17 +4,17 @@ import contextlib
 import dataclasses
 import functools
 import time
-from unittest import mock
 
 import torch
 from torch import nn
 
-from speedkit import machine
-from speedkit.machine import Hardware, this_machine
+from speedkit.machine import Hardware
 from speedkit.recipe import Recipe
+from speedkit.train.fit import fit
+from speedkit.train.setup import setup_run
 from speedkit.workload import Workload
 
-CPU_FLAGS = ("avx512_bf16", "fp16_arith")
+QUIET = {"device": "cpu", "progress": False}
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 # Machines that a test may know without having them.
 CPU = Hardware(cores=2, compiler="g++", python_headers=True)
@@ -97,10 +97,30 @@ def points(train=96, test=32, size=8, hidden=16, augment=None, dropout=0.0, **re
     )
 
 
+def trained(workload, recipe=None, plan=None, **options):
+    """What `fit` returns, on the CPU and without a word, but for `options`."""
+    return fit(workload, recipe, plan, **QUIET | options)
+
+
+def opened(workload, **options):
+    """A run that is set up as `trained` would, for a `with` that closes it."""
+    return contextlib.closing(setup_run(workload, **QUIET | options))
+
+
 def outcome(history):
     """All that must not depend on how it was learned."""
     evaluation = {name: value for name, value in history.evaluations[-1].items() if name != "seconds"}
     return evaluation, history.steps, {name: weight.tolist() for name, weight in history.model.state_dict().items()}
+
+
+def calling(workload, call):
+    """The workload, whose loss begins with `call(model, batch)`."""
+
+    def loss_with_call(model, batch, recipe):
+        call(model, batch)
+        return workload.loss(model, batch, recipe)
+
+    return dataclasses.replace(workload, loss=loss_with_call)
 
 
 def busy(seconds):
@@ -125,16 +145,3 @@ def reset_switches():
     torch.backends.fp32_precision = torch.backends.cudnn.fp32_precision = "none"
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = True, False
-
-
-def emulating(device="auto"):
-    """This machine, as if its CPU had every number format: it emulates those it lacks, slowly, to the same numbers."""
-    return dataclasses.replace(this_machine(device), cpu_flags=CPU_FLAGS)
-
-
-@contextlib.contextmanager
-def every_number_format():
-    """Let this machine's CPU have every number format, as `emulating` does, wherever it is asked."""
-    facts = machine._facts
-    with mock.patch.object(machine, "_facts", lambda device: dataclasses.replace(facts(device), cpu_flags=CPU_FLAGS)):
-        yield

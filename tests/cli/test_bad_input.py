@@ -66,6 +66,10 @@ BAD_INPUT = [
     ("cache clean empty", 2, "'clean' is not one of|'repair'"),
     ("cache info empty", 2, "empty holds no feature cache"),
     (f"profile {TONES} --out seen --trace missing/trace.json", 2, "the trace cannot be written to missing/trace.json"),
+    # Scripts.
+    ("profile --plan fast train.py", 2, "--plan is for a workload"),
+    ("profile missing.py", 2, "there is no script missing.py"),
+    ("profile audio extra", 2, "'extra' is one argument too many"),
     # Notebooks.
     ("run 77", 2, 'there is no notebook "77"|01_measure'),
     ("run 01 -p no_such 3", 2, 'no parameter "no_such"|it has'),
@@ -83,6 +87,7 @@ def folder(recordings, tmp_path_factory):
     (root / "empty").mkdir()
     texts = {
         "file": "",
+        "train.py": "",
         "list.yaml": "- workers: 2\n",
         "broken.yaml": "cache: [ram\n",
         "old.yaml": "num_workers: 4\n",

@@ -5,48 +5,41 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
+from processes import ROOT, TESTS
 
-ROOT = Path(__file__).resolve().parents[2]
 FAULTY = """
-import dataclasses, itertools, multiprocessing, os, signal, sys
-sys.path.insert(0, {tests!r})
-import tiny
-from speedkit.data import batches
-batches.CHECK_S, batches.HUNG_S = 0.5, 2.0
+import itertools, os, signal
+from tiny import calling, points
 calls = itertools.count(1)
 
-def loss(model, batch, recipe):
+def fault(model, batch):
     if next(calls) == 3:
-        pids = [process.pid for process in multiprocessing.active_children()]
         {fault}
-    return tiny.loss(model, batch, recipe)
 
 def workload():
-    return dataclasses.replace(tiny.points(train=1600), loss=loss)
+    return calling(points(train=1600), fault)
 """
-# What goes wrong, options, the exit code, and words of the one line of stderr.
-RUNS = {
-    "stopped": ("[os.kill(pid, signal.SIGSTOP) for pid in pids]", ["--persistent-workers"], 1, "hangs"),
-    "ctrl-c": ("os.killpg(os.getpid(), signal.SIGINT)", [], 130, "stopped by SIG"),
-    "hang-up": ("os.killpg(os.getpid(), signal.SIGHUP)", [], 129, "stopped by SIGHUP after step 3"),
-    "killed itself": ("os.kill(os.getpid(), signal.SIGKILL)", [], -9, ""),
-}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
-def test_a_run_ends_with_one_sentence_and_leaves_no_process(name, tmp_path):
-    fault, options, code, words = RUNS[name]
-    (tmp_path / "faulty.py").write_text(FAULTY.format(tests=str(ROOT / "tests"), fault=fault))
-    command = [sys.executable, "-m", "speedkit", "train", "faulty:workload", "--workers", "2", *options]
+@pytest.mark.parametrize(
+    ("fault", "code", "words"),
+    [
+        ("os.killpg(os.getpid(), signal.SIGINT)", 130, "stopped by SIG"),
+        ("os.killpg(os.getpid(), signal.SIGHUP)", 129, "stopped by SIGHUP after step 3"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", -9, ""),
+    ],
+    ids=["ctrl-c", "hang-up", "killed"],
+)
+def test_a_run_ends_with_one_sentence_and_leaves_no_process(fault, code, words, tmp_path):
+    (tmp_path / "faulty.py").write_text(FAULTY.format(fault=fault))
     process = subprocess.Popen(
-        [*command, "--out", tmp_path / "out"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"},
+        [sys.executable, "-m", "speedkit", "train", "faulty:workload", "--workers", "2"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{TESTS}"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -69,7 +62,7 @@ def test_a_training_goes_on_without_its_output_and_under_nohup(gone, tmp_path):
         command = ["nohup", sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGHUP)"]
         command = [*command[:3], f"{command[3]}; import sys; from speedkit.cli import main; main()"]
         command += [*TRAIN[3:], "--out", str(tmp_path / "out")]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{TESTS}"}
     output = open("/dev/full", "w") if gone == "disk" else subprocess.PIPE  # noqa: SIM115
     process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.PIPE, text=True)
     if gone == "pipe":

@@ -7,14 +7,13 @@ import psutil
 import pytest
 import torch
 from faults import OUT_OF_MEMORY, limited, strike
-from tiny import DEVICES, every_number_format, points
+from tiny import DEVICES, calling, outcome, points, trained
 from torch import nn
 
 from speedkit import find_micro_batch, machine
 from speedkit.data.decode import BadItem
 from speedkit.errors import SpeedkitError
 from speedkit.plan import Plan
-from speedkit.train.fit import fit
 from speedkit.train.memory import is_out_of_memory
 from speedkit.train.micro_batch import largest_of_fastest, micro_batch_for
 from speedkit.train.setup import setup_run
@@ -34,12 +33,7 @@ def search(workload):
 
 def noting(workload, seen):
     """The workload, whose loss adds to `seen` how many samples of which last dimension it trained on."""
-
-    def noted(model, batch, recipe):
-        seen.append((len(batch.inputs), batch.inputs.shape[-1]))
-        return workload.loss(model, batch, recipe)
-
-    return dataclasses.replace(workload, loss=noted)
+    return calling(workload, lambda model, batch: seen.append((len(batch.inputs), batch.inputs.shape[-1])))
 
 
 # --- what fits
@@ -114,18 +108,16 @@ def normalised(norm, **options):
     return dataclasses.replace(points(**options), model=net)
 
 
+@pytest.mark.usefixtures("every_format")
 @pytest.mark.parametrize(("precision", "norm"), [("fp16", nn.LayerNorm), ("fp32", nn.BatchNorm1d)])
 def test_a_run_with_auto_is_bit_identical_to_one_with_the_size_it_chose(norm, precision):
     workload, plan = normalised(norm, clip_norm=1.0), Plan(log_every=1, precision=precision, micro_batch="auto")
-    with every_number_format():
-        auto = fit(limited(workload, 4), plan=plan, device="cpu", progress=False)
+    auto = trained(limited(workload, 4), plan=plan)
     (choice,) = (fallback for fallback in auto.effective.fallbacks if fallback.field == "micro_batch")
     assert choice.asked == "auto" and choice.got in (1, 2, 4) and "of" in choice.why
     plan = dataclasses.replace(plan, micro_batch=choice.got)
-    with every_number_format():
-        fixed = fit(workload, plan=plan, device="cpu", progress=False)
-    assert auto.loss == fixed.loss and auto.evaluation["value"] == fixed.evaluation["value"]
-    assert all(map(torch.equal, auto.model.state_dict().values(), fixed.model.state_dict().values()))
+    fixed = trained(workload, plan=plan)
+    assert auto.loss == fixed.loss and outcome(auto) == outcome(fixed)
 
 
 def test_batch_norm_gets_the_largest_and_never_one_sample():

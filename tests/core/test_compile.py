@@ -3,14 +3,13 @@
 Quick tests compile with a backend that generates no code; the slow ones with the real one.
 """
 
-import contextlib
 import dataclasses
 import os
 
 import pytest
 import torch
 from faults import limited
-from tiny import DEVICES, points
+from tiny import DEVICES, points, trained
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
@@ -22,9 +21,6 @@ from speedkit.machine import this_machine
 from speedkit.plan import Plan
 from speedkit.train import compile
 from speedkit.train.compile import apply_compile, repeated_blocks
-from speedkit.train.fit import fit
-from speedkit.train.loop import steps
-from speedkit.train.setup import setup_run
 
 SCOPES = ("model", "blocks")
 
@@ -59,20 +55,35 @@ def quick(monkeypatch):
     monkeypatch.setattr(compile, "BACKEND", "aot_eager")
 
 
+@pytest.fixture
+def real():
+    """A compiler, with nothing in its cache; CI must have one."""
+    machine = this_machine("cpu")
+    if not machine.supports("compile"):
+        assert os.environ.get("CI") != "true", machine.why_not("compile")
+        pytest.skip(machine.why_not("compile"))
+    forget_graphs()
+    with fresh_cache():
+        yield
+
+
 def stacked(model=stack, **recipe):
     return dataclasses.replace(points(train=40, **({"epochs": 2, "clip_norm": 1.0} | recipe)), model=model)
 
 
-def course(workload, **plan):
+def course(workload, device="cpu", **plan):
     plan = {"log_every": 1, "validate_every": 3} | plan
-    return fit(workload, plan=Plan(**plan), device="cpu", progress=False)
+    return trained(workload, plan=Plan(**plan), device=device)
 
 
+@pytest.mark.parametrize("compiler", ["quick", pytest.param("real", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("scope", SCOPES)
-def test_every_scope_makes_one_graph_and_learns_the_same(quick, scope):
-    history = course(stacked(), compile="default", compile_scope=scope)
-    assert compilations() == 1  # one class, one shape; not the last batch, nor evaluation
-    assert history.loss == pytest.approx(course(stacked()).loss, rel=1e-4)
+def test_every_scope_makes_one_graph_and_learns_the_same(compiler, scope, device, request):
+    request.getfixturevalue(compiler)
+    history = course(stacked(), device, compile="default", compile_scope=scope)
+    assert compilations() == 1  # one class, one shape; not the last batch, nor evaluation, nor a moving rate
+    assert history.loss == pytest.approx(course(stacked(), device).loss, rel=1e-4 if device == "cpu" else 1e-2)
     assert list(history.model.state_dict()) == list(stack().state_dict())
 
 
@@ -147,31 +158,6 @@ def test_an_error_of_the_users_own_is_raised(quick):
 # With the real compiler.
 
 
-@pytest.fixture
-def real():
-    """A compiler, with nothing in its cache; CI must have one."""
-    machine = this_machine("cpu")
-    if not machine.supports("compile"):
-        assert os.environ.get("CI") != "true", machine.why_not("compile")
-        pytest.skip(machine.why_not("compile"))
-    forget_graphs()
-    with fresh_cache():
-        yield
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("scope", SCOPES)
-def test_trained_for_real_every_scope_compiles_once_and_learns_the_same(real, scope, device):
-    workload = stacked()
-    plan = Plan(compile="default", compile_scope=scope, log_every=1, validate_every=0)
-    with contextlib.closing(setup_run(workload, plan=plan, device=device, progress=False)) as run:
-        counts = [compilations() for _ in steps(run)]
-    assert set(counts) == {1}  # not the last batch, nor evaluation, nor a moving rate
-    eager = fit(workload, plan=Plan(log_every=1), device=device, progress=False).loss
-    assert run.reporting.history.loss == pytest.approx(eager, rel=1e-4 if device == "cpu" else 1e-2)
-
-
 @pytest.mark.slow
 def test_without_a_working_compiler_training_goes_on_eagerly(real):
     workload = points(train=40, epochs=1)
@@ -185,7 +171,6 @@ def test_without_a_working_compiler_training_goes_on_eagerly(real):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 @pytest.mark.parametrize("scope", SCOPES)
 def test_cuda_graphs_keep_losses(real, scope):
-    workload = stacked(epochs=3)
-    plan = Plan(compile="reduce-overhead", compile_scope=scope, log_every=4)
-    eager = fit(workload, plan=Plan(log_every=4), progress=False).loss
-    assert fit(workload, plan=plan, progress=False).loss == pytest.approx(eager, rel=1e-2)
+    workload, eager = stacked(epochs=3), {"log_every": 4, "validate_every": None}
+    graphs = eager | {"compile": "reduce-overhead", "compile_scope": scope}
+    assert course(workload, "cuda", **graphs).loss == pytest.approx(course(workload, "cuda", **eager).loss, rel=1e-2)

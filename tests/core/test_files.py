@@ -2,10 +2,9 @@
 
 import json
 import math
-import subprocess
-import sys
 
 import pytest
+from processes import python
 
 from speedkit.errors import UsageError
 from speedkit.files import atomic, claim_folder, read_json, write_json
@@ -21,8 +20,7 @@ with atomic(sys.argv[1]) as temporary:
 
 def test_a_file_appears_only_when_it_is_whole(tmp_path):
     path = tmp_path / "a.txt"
-    killed = subprocess.run([sys.executable, "-c", KILLED_WHILE_WRITING, str(path)], check=False)
-    assert killed.returncode == -9 and not path.exists()
+    assert python("-c", KILLED_WHILE_WRITING, path).returncode == -9 and not path.exists()
     path.write_text("old")
     with pytest.raises(RuntimeError), atomic(path) as temporary:
         temporary.write_text("half")

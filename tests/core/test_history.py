@@ -1,26 +1,26 @@
 """The course of a run as it is left: log points, a validation set beside the test set, and a quality to end at."""
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
 import pty
 import re
-import resource
 import subprocess
 import sys
 import termios
 
 import pytest
 import tiny
+from faults import largest_file
 from test_nonfinite import spoiled
-from tiny import outcome, points
+from tiny import outcome, points, trained
 
 from speedkit.files import finite
 from speedkit.plan import Plan
-from speedkit.train.fit import fit
 
-OPTIONS = {"plan": Plan(log_every=1), "device": "cpu", "progress": False}
+EVERY_STEP = {"plan": Plan(log_every=1)}
 
 
 def lines(folder):
@@ -29,7 +29,7 @@ def lines(folder):
 
 def test_each_log_point_is_a_line_of_finite_numbers_and_a_call(tmp_path):
     calls, work = [], spoiled(points(on_nonfinite="skip"), {0}, "loss", math.nan)  # 6 steps an epoch, 12 in all
-    history = fit(work, out=tmp_path, on_log=calls.append, **OPTIONS)
+    history = trained(work, out=tmp_path, on_log=calls.append, **EVERY_STEP)
     assert lines(tmp_path) == finite(calls) and [call["loss"] for call in calls[1:]] == history.loss[1:]
     assert [call["step"] for call in calls] == history.log_steps and lines(tmp_path)[0]["loss"] is None
     look, last = (call for call in calls if "test/loss" in call)
@@ -39,22 +39,18 @@ def test_each_log_point_is_a_line_of_finite_numbers_and_a_call(tmp_path):
 
 def test_what_on_log_raises_ends_the_run_and_going_on_doubles_no_step(tmp_path):
     with pytest.raises(ZeroDivisionError):
-        fit(points(), out=tmp_path, on_log=lambda point: 1 / (point["step"] - 9), **OPTIONS)
+        trained(points(), out=tmp_path, on_log=lambda point: 1 / (point["step"] - 9), **EVERY_STEP)
     assert [line["step"] for line in lines(tmp_path)] == [*range(1, 10)]
     with (tmp_path / "history.jsonl").open("a") as file:
         file.write('{"step": 1')  # cut short
-    resumed, whole = fit(points(), out=tmp_path, resume=True, **OPTIONS), fit(points(), **OPTIONS)
+    resumed, whole = trained(points(), out=tmp_path, resume=True, **EVERY_STEP), trained(points(), **EVERY_STEP)
     assert resumed.resumed_from == 6 and outcome(resumed) == outcome(whole)
     assert [(line["step"], line["loss"]) for line in lines(tmp_path)] == [*enumerate(whole.loss, 1)]
 
 
 def test_a_full_disk_is_the_systems_own_error(tmp_path):
-    size, (soft, hard) = resource.RLIMIT_FSIZE, resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        with pytest.raises(OSError, match="File too large"):  # over 16 bytes, from step 2 on
-            fit(points(), out=tmp_path, on_log=lambda _: resource.setrlimit(size, (16, hard)), **OPTIONS)
-    finally:
-        resource.setrlimit(size, (soft, hard))
+    with contextlib.ExitStack() as limit, pytest.raises(OSError, match="File too large"):  # from step 2 on
+        trained(points(), out=tmp_path, on_log=lambda _: limit.enter_context(largest_file(16)), **EVERY_STEP)
 
 
 def with_validation(workload):
@@ -65,7 +61,7 @@ def with_validation(workload):
 def test_looks_are_at_the_validation_set_and_the_verdict_at_the_test_set(tmp_path):
     seen, work = [], with_validation(points())  # 72 to train on, 24 to validate on, 32 to test on
     work = dataclasses.replace(work, load=lambda item: [seen.append(item), tiny.load(item, 8)][1])
-    history = fit(work, out=tmp_path, **OPTIONS)
+    history = trained(work, out=tmp_path, **EVERY_STEP)
     assert {*seen[:72]} == {*work.train} == {*points().train} - {*work.validation} == {*seen[96:168]}
     assert seen[72:96] + seen[168:] == [*work.validation, *work.validation, *work.test]
     assert [(look["set"], look["n"]) for look in history.evaluations] == [("validation", 24)] * 2

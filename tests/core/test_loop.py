@@ -1,29 +1,22 @@
 """The training loop: clipping, safe loss scaling, no reads by the host, what is kept and where it ends."""
 
-import contextlib
 import dataclasses
 import itertools
-import math
 import os
 import signal
 
 import pytest
 import torch
-from test_nonfinite import spoiled
-from tiny import DEVICES, every_number_format, jitter, loss, points
+from test_nonfinite import rate, spoiled
+from tiny import DEVICES, calling, jitter, opened, points, trained
 from torch import nn
 
 from speedkit.errors import SpeedkitError
 from speedkit.plan import Plan
-from speedkit.train.fit import finish, fit
+from speedkit.train.fit import fit
 from speedkit.train.loop import steps
-from speedkit.train.setup import setup_run
 
-
-@pytest.fixture(autouse=True, scope="module")
-def formats():
-    with every_number_format():
-        yield
+pytestmark = pytest.mark.usefixtures("every_format")
 
 
 # Clipping.
@@ -32,7 +25,7 @@ def formats():
 def first_gradients(workload, **plan):
     """The gradients that the optimizer sees in the first step, as one tensor."""
     gradients = []
-    with contextlib.closing(setup_run(workload, plan=Plan(**plan), device="cpu", progress=False)) as run:
+    with opened(workload, plan=Plan(**plan)) as run:
         run.learner.optimizer.register_step_pre_hook(
             lambda *_: gradients.extend(weight.grad.flatten().clone() for weight in run.learner.parameters)
         )
@@ -48,31 +41,11 @@ def test_clipping_sees_unscaled_gradients(precision):
     torch.testing.assert_close(clipped, free * 0.1 / free.norm(), rtol=1e-2, atol=1e-4)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_overflow_skips_exactly_its_steps_and_the_schedule_waits(optimizer):
-    bad = {0, 1, 5}
-    workload = points(optimizer=optimizer, epochs=None, steps=10, clip_norm=1.0)
-    workload = spoiled(workload, bad, "gradient", math.inf)
-    with contextlib.closing(setup_run(workload, plan=Plan(precision="fp16"), device="cpu", progress=False)) as run:
-        scale, before = (
-            run.learner.precision.scaler.get_scale(),
-            [weight.detach().clone() for weight in run.learner.parameters],
-        )
-        for step in steps(run):
-            assert all(map(torch.equal, before, run.learner.parameters)) == (step - 1 in bad)
-            made = step - 1 - sum(skipped < step - 1 for skipped in bad)
-            assert float(run.learner.optimizer.param_groups[0]["lr"]) == pytest.approx(run.learner.learning_rates[made])
-            before = [weight.detach().clone() for weight in run.learner.parameters]
-        assert all(weight.isfinite().all() for weight in before)
-        assert all(value.isfinite().all() for slot in run.learner.optimizer.state.values() for value in slot.values())
-        assert finish(run).steps == 10 - len(bad) and run.learner.precision.scaler.get_scale() == scale / 2 ** len(bad)
-
-
 @pytest.mark.parametrize("plan", [{}, {"precision": "fp16"}], ids=str)
 def test_a_run_that_never_ends_stays_at_the_last_learning_rate(plan):
     workload = points(steps=3, epochs=None)
-    with contextlib.closing(setup_run(workload, plan=Plan(**plan), device="cpu", endless=True)) as run:
-        rates = [float(run.learner.optimizer.param_groups[0]["lr"]) for _ in itertools.islice(steps(run), 5)]
+    with opened(workload, plan=Plan(**plan), endless=True) as run:
+        rates = [rate(run) for _ in itertools.islice(steps(run), 5)]
     assert rates == pytest.approx([*run.learner.learning_rates, *2 * run.learner.learning_rates[-1:]])
 
 
@@ -87,7 +60,7 @@ def reads_between_log_points(workload, count=15, device="cpu", **plan):
     """
     workload = dataclasses.replace(workload, recipe=dataclasses.replace(workload.recipe, epochs=20))
     plan = Plan(log_every=10_000, validate_every=0, **plan)
-    with contextlib.closing(setup_run(workload, plan=plan, device=device, progress=False)) as run:
+    with opened(workload, plan=plan, device=device) as run:
         training = steps(run)
         next(training)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -98,15 +71,9 @@ def reads_between_log_points(workload, count=15, device="cpu", **plan):
     return sum(not (device == "cpu" and reader and reader.name.startswith("aten::_fused_")) for reader in readers)
 
 
-def reading_loss(model, batch, recipe):
-    value, outputs = loss(model, batch, recipe)
-    value.item()
-    return value, outputs
-
-
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 def test_the_counter_of_reads_sees_them():
-    planted = dataclasses.replace(points(train=100), loss=reading_loss)
+    planted = calling(points(train=100), lambda model, batch: batch.targets[0].item())
     assert reads_between_log_points(planted, cache="ram", fused_optimizer=True) == 15
 
 
@@ -132,12 +99,12 @@ def test_the_host_reads_nothing_between_log_points(device, optimizer, on_nonfini
 def test_weights_that_are_not_finite_never_replace_a_good_checkpoint(tmp_path):
     workload = spoiled(points(), {8}, "input")  # of 6 steps an epoch: in the second
     with pytest.raises(SpeedkitError, match=r"loss of step 9 is nan.*learning_rate"):
-        fit(workload, plan=Plan(log_every=1000), device="cpu", progress=False, out=tmp_path)
+        trained(workload, plan=Plan(log_every=1000), out=tmp_path)
     state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     assert state["step"] == 6
     assert all(weight.isfinite().all() for weight in state["model"].values())
     patient = dataclasses.replace(workload.recipe, on_nonfinite="skip")
-    assert fit(workload, patient, device="cpu", progress=False, out=tmp_path, resume=True).resumed_from == 6
+    assert trained(workload, patient, out=tmp_path, resume=True).resumed_from == 6
 
 
 def test_no_progress_is_shown_where_it_is_off(monkeypatch, capfd):
@@ -147,10 +114,9 @@ def test_no_progress_is_shown_where_it_is_off(monkeypatch, capfd):
 
 
 def test_a_second_signal_stops_at_once():
-    def impatient(model, batch, recipe):
+    def impatient(model, batch):
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
-        return loss(model, batch, recipe)
 
     with pytest.raises(KeyboardInterrupt):
-        fit(dataclasses.replace(points(), loss=impatient), device="cpu", progress=False)
+        trained(calling(points(), impatient))

@@ -1,6 +1,5 @@
 """Steps that are not finite, and steps that run out of memory: left out, explained, rolled back, repeated."""
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -9,22 +8,17 @@ import math
 import pytest
 import torch
 from faults import limited, strike
-from tiny import DEVICES, every_number_format, jitter, load, outcome, points
+from tiny import DEVICES, jitter, load, opened, outcome, points, trained
 from torch import nn
 
 from speedkit.errors import SpeedkitError
 from speedkit.fallbacks import Fallback
 from speedkit.plan import Plan
 from speedkit.train import nonfinite
-from speedkit.train.fit import finish, fit
+from speedkit.train.fit import finish
 from speedkit.train.loop import steps
-from speedkit.train.setup import setup_run
 
-
-@pytest.fixture(autouse=True, scope="module")
-def formats():
-    with every_number_format():
-        yield
+pytestmark = pytest.mark.usefixtures("every_format")
 
 
 def normed():
@@ -59,6 +53,11 @@ def everything(run):
     return state
 
 
+def rate(run):
+    """The learning rate of the step that was made last."""
+    return float(run.learner.optimizer.param_groups[0]["lr"])
+
+
 def changed(before, now):
     """The names of what differs; state that the optimizer has just made is no difference while it is zero."""
     return [name for name, value in now.items() if not torch.equal(before.get(name, torch.zeros_like(value)), value)]
@@ -68,30 +67,35 @@ def changed(before, now):
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize(
-    ("where", "value", "micro_batch", "at"),
+    ("where", "value", "plan", "at"),
     [
-        ("input", math.nan, None, {0, 5}),  # the steps
-        ("gradient", math.inf, None, {0}),
-        ("input", math.nan, 4, {1, 22}),  # four parts a step: one part each of steps 0 and 5
+        ("input", math.nan, {}, {0, 5}),  # the steps
+        ("gradient", math.inf, {}, {0}),
+        ("input", math.nan, {"micro_batch": 4}, {1, 22}),  # four parts a step: one part each of steps 0 and 5
+        ("gradient", math.inf, {"precision": "fp16"}, {0, 1, 5}),  # an overflow, for which the scale was too large
     ],
 )
-def test_a_bad_step_leaves_nothing_behind(device, fused, optimizer, where, value, micro_batch, at, monkeypatch):
+def test_a_bad_step_leaves_nothing_behind_and_the_schedule_waits(
+    device, fused, optimizer, where, value, plan, at, monkeypatch
+):
     monkeypatch.setattr(nonfinite, "EXPLAINED", 0)  # looking for a cause calls the loss again, which counts its calls
-    recipe = {"optimizer": optimizer, "epochs": None, "steps": 8, "clip_norm": 1.0, "on_nonfinite": "skip"}
-    workload = dataclasses.replace(points(**recipe), model=normed)
-    bad = {call // (4 if micro_batch else 1) for call in at}
-    plan = Plan(fused_optimizer=fused, micro_batch=micro_batch, log_every=3)
-    workload = spoiled(workload, at, where, value)
-    with contextlib.closing(setup_run(workload, plan=plan, device=device, progress=False)) as run:
-        before = everything(run)
+    overflows = "precision" in plan
+    recipe = {"optimizer": optimizer, "epochs": None, "steps": 8, "clip_norm": 1.0}
+    workload = dataclasses.replace(points(**recipe, on_nonfinite="raise" if overflows else "skip"), model=normed)
+    bad = {call // (4 if "micro_batch" in plan else 1) for call in at}
+    plan = Plan(fused_optimizer=fused, log_every=3, **plan)
+    with opened(spoiled(workload, at, where, value), plan=plan, device=device) as run:
+        before, scale, made = everything(run), run.learner.precision.scaler.get_scale(), 0
         for step in steps(run):
-            now = everything(run)
-            assert bool(changed(before, now)) == (step - 1 not in bad), step
-            before = now
+            now, good = everything(run), step - 1 not in bad
+            assert bool(changed(before, now)) == good, step
+            assert rate(run) == pytest.approx(run.learner.learning_rates[made])
+            before, made = now, made + good
         history = finish(run)
+        assert run.learner.precision.scaler.get_scale() == scale / 2 ** (overflows * len(bad))
     assert all(value.isfinite().all() for value in before.values())
     assert history.steps == 8 - len(bad)
-    assert [step["step"] - 1 for step in history.skipped] == sorted(bad)
+    assert overflows or [step["step"] - 1 for step in history.skipped] == sorted(bad)
     assert all(map(math.isfinite, history.loss))
 
 
@@ -118,14 +122,14 @@ class Power(nn.Module):
 def test_samples_that_are_not_finite_are_named_and_looking_for_them_changes_nothing(monkeypatch):
     workload = with_bad_items(points(augment=jitter, dropout=0.5), "17", "40")
     skipping = dataclasses.replace(workload.recipe, on_nonfinite="skip")
-    history = fit(workload, skipping, device="cpu", progress=False)
+    history = trained(workload, skipping)
     skipped = history.skipped[0]
     assert "the batch itself is not finite first for" in skipped["why"]
     assert {"17", "40"} & set(skipped["why"].replace(",", "").split())
     monkeypatch.setattr(nonfinite, "EXPLAINED", 0)
-    assert outcome(history) == outcome(fit(workload, skipping, device="cpu", progress=False))
+    assert outcome(history) == outcome(trained(workload, skipping))
     with pytest.raises(SpeedkitError, match=f"step {skipped['step']} is nan: {skipped['why']}"):
-        fit(workload, device="cpu", progress=False)
+        trained(workload)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +142,7 @@ def test_samples_that_are_not_finite_are_named_and_looking_for_them_changes_noth
 def test_the_module_where_it_begins_is_named(layers, where):
     recipe = {"epochs": None, "steps": 3, "on_nonfinite": "skip"}
     workload = dataclasses.replace(points(**recipe), model=lambda: nn.Sequential(*layers))
-    history = fit(workload, plan=Plan(log_every=1), device="cpu", progress=False)
+    history = trained(workload, plan=Plan(log_every=1))
     assert where in history.skipped[0]["why"]
 
 
@@ -150,15 +154,13 @@ def test_weights_that_became_nan_are_replaced_by_the_last_good_ones(fused):
     recipe = {"epochs": None, "steps": 40, "optimizer": "sgd", "on_nonfinite": "recover"}
     workload = dataclasses.replace(points(**recipe), model=normed)
     plan, states = Plan(fused_optimizer=fused, log_every=5), {}
-    with contextlib.closing(setup_run(workload, plan=plan, device="cpu", progress=False)) as run:
+    with opened(workload, plan=plan) as run:
         for step in steps(run):
             states[step] = everything(run)
             if step == 22:
                 run.learner.model[0].weight.data.fill_(math.nan)
             if step == 31:
-                assert float(run.learner.optimizer.param_groups[0]["lr"]) == pytest.approx(
-                    run.learner.learning_rates[22] / 2
-                )
+                assert rate(run) == pytest.approx(run.learner.learning_rates[22] / 2)
         history = finish(run)
     assert not changed(states[20], states[30])
     [recovery] = history.recoveries
@@ -180,7 +182,7 @@ def test_what_neither_skipping_nor_going_back_cures_ends_the_run(mode, options, 
     options = {"epochs": None, "steps": 60, "schedule": "constant", "on_nonfinite": mode} | options
     workload, plan = spoiled(points(**options), set(bad), "loss"), Plan(fused_optimizer=mode == "skip", log_every=5)
     with pytest.raises(SpeedkitError, match=says):
-        fit(workload, plan=plan, device="cpu", progress=False)
+        trained(workload, plan=plan)
 
 
 # Out of memory.
@@ -188,22 +190,22 @@ def test_what_neither_skipping_nor_going_back_cures_ends_the_run(mode, options, 
 
 @pytest.mark.parametrize(("kind", "where"), [("cuda", "backward"), ("host", "forward")])
 def test_out_of_memory_repeats_the_step_as_if_the_micro_batch_had_been_smaller(kind, where):
-    workload, options = points(train=100, augment=jitter, clip_norm=1.0), {"device": "cpu", "progress": False}
-    smaller = fit(workload, plan=Plan(micro_batch=4, log_every=1), **options)
-    history = fit(limited(workload, 4, kind, where), plan=Plan(log_every=1), **options)
+    workload = points(train=100, augment=jitter, clip_norm=1.0)
+    smaller = trained(workload, plan=Plan(micro_batch=4, log_every=1))
+    history = trained(limited(workload, 4, kind, where), plan=Plan(log_every=1))
     assert outcome(history) == outcome(smaller) and history.loss == smaller.loss
     assert history.effective.fallbacks == (Fallback("micro_batch", 16, 4, "out of memory at step 1"),)
 
 
 def test_what_cannot_be_repeated_ends_the_run_with_what_to_do():
     with pytest.raises(SpeedkitError, match=r"out of memory at step 1: .*checkpointing=blocks"):
-        fit(limited(points(), 0), device="cpu", progress=False)
-    with contextlib.closing(setup_run(points(), device="cpu", progress=False)) as run:
+        trained(limited(points(), 0))
+    with opened(points()) as run:
         run.learner.optimizer.register_step_post_hook(lambda *_: strike("cuda"))  # weights have changed by then
         with pytest.raises(SpeedkitError, match="out of memory at step 1: "):
             next(steps(run))
 
 
 def test_evaluation_takes_no_larger_parts_than_training():
-    history = fit(limited(points(), 5, where="evaluation"), plan=Plan(micro_batch=5), device="cpu", progress=False)
+    history = trained(limited(points(), 5, where="evaluation"), plan=Plan(micro_batch=5))
     assert history.evaluation["n"] == 32

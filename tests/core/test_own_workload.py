@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from tiny import trained
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
@@ -13,7 +14,6 @@ from speedkit.machine import this_machine
 from speedkit.own_workload import from_dataset
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
-from speedkit.train.fit import fit
 
 
 def points(count=40, size=6, seed=0):
@@ -41,7 +41,7 @@ class Pairs(Dataset):
 
 def course(workload, steps=4, **plan):
     recipe = Recipe(batch_size=10, steps=steps, epochs=None, learning_rate=3e-2)
-    history = fit(workload, recipe, Plan(log_every=1, **plan), device="cpu", progress=False)
+    history = trained(workload, recipe, Plan(log_every=1, **plan))
     return history.loss, history.evaluation["value"]
 
 

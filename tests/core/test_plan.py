@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from tiny import CPU, CPU_BF16, T4, points
+from tiny import CPU, CPU_BF16, T4, points, trained
 from tiny import H100 as GPU
 from torch.optim import lr_scheduler
 
@@ -15,7 +15,6 @@ from speedkit.errors import PlanError
 from speedkit.fallbacks import resolve
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe, learning_rates, steps_per_epoch
-from speedkit.train.fit import fit
 
 
 @pytest.mark.parametrize("settings", [Plan.fast(GPU), Recipe(epochs=None, steps=5)])
@@ -67,7 +66,7 @@ def test_what_is_no_plan_is_one_short_sentence(tmp_path, text, why):
 @pytest.mark.parametrize(("share", "steps"), [(0.5, [3, 6, 9, 12]), (0.01, [*range(1, 13)])])
 def test_a_share_of_an_epoch_says_when_to_evaluate(share, steps, tmp_path):
     (tmp_path / "plan.yaml").write_text(f"validate_every: {share}\n")
-    history = fit(points(epochs=2), plan=from_yaml(Plan, tmp_path / "plan.yaml"), device="cpu", progress=False)
+    history = trained(points(epochs=2), plan=from_yaml(Plan, tmp_path / "plan.yaml"))
     assert [row["step"] for row in history.evaluations] == steps
 
 

@@ -5,7 +5,7 @@ import operator
 
 import pytest
 import torch
-from tiny import DEVICES, emulating, reset_switches
+from tiny import DEVICES, reset_switches
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, TensorDataset
 
@@ -13,13 +13,11 @@ from speedkit.data import own_loader
 from speedkit.errors import PlanError, UsageError
 from speedkit.plan import Plan
 from speedkit.train import compile
-from speedkit.train import prepare as module
 from speedkit.train.prepare import prepare
 
 
 @pytest.fixture(autouse=True)
-def every_format_on_this_cpu(monkeypatch):
-    monkeypatch.setattr(module, "this_machine", emulating)
+def restored(every_format):
     yield
     reset_switches()
     torch.compiler.reset()
@@ -155,11 +153,6 @@ class Stream(IterableDataset):
         return iter(data())
 
 
-def stream():
-    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 2))
-    return model, torch.optim.RMSprop(model.parameters()), DataLoader(Stream(), batch_size=8)
-
-
 class Counted(Dataset):
     """Samples that are counted as they are made, in one process; noisy ones are others every time."""
 
@@ -175,9 +168,13 @@ class Counted(Dataset):
         return inputs + (torch.randn(()) if self.noisy else 0), target
 
 
-def augmented():
+def stream(dataset=None):
     model = nn.Sequential(nn.Flatten(), nn.Linear(192, 2))
-    return model, torch.optim.AdamW(model.parameters()), DataLoader(Counted(noisy=True), batch_size=8)
+    return model, torch.optim.RMSprop(model.parameters()), DataLoader(dataset or Stream(), batch_size=8)
+
+
+def augmented():
+    return stream(Counted(noisy=True))
 
 
 def test_a_cache_makes_each_sample_once_though_the_loader_had_workers(capsys, monkeypatch):

@@ -1,6 +1,7 @@
 """What a run shows while it runs: a bar where somebody sits before a cell, plain lines elsewhere."""
 
 from jupyter_client.manager import run_kernel
+from processes import TESTS
 from tiny import points
 
 from speedkit import Plan, fit
@@ -21,8 +22,8 @@ def streams(client, code, metadata):
     return written
 
 
-def test_an_interactive_cell_shows_a_bar_and_one_that_a_program_runs_plain_lines(request):
-    code = CELL.format(tests=str(request.path.parents[1]))
+def test_an_interactive_cell_shows_a_bar_and_one_that_a_program_runs_plain_lines():
+    code = CELL.format(tests=str(TESTS))
     with run_kernel(kernel_name="python3") as client:
         interactive = streams(client, code, {"cellId": "a-cell"})  # as JupyterLab and VS Code name it
         by_program = streams(client, code, {})  # as papermill and nbval run it

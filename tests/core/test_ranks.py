@@ -18,12 +18,12 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from tiny import load, loss, masked_loss, points, slowed, valid_items
+from faults import strike
+from tiny import calling, load, masked_loss, points, slowed, trained, valid_items
 
 from speedkit.data.decode import BadItem
 from speedkit.errors import PlanError
 from speedkit.plan import Plan
-from speedkit.train.fit import fit
 
 HERE = Path(__file__).resolve().parent
 
@@ -52,34 +52,34 @@ def weary():
     return slowed(points(train=90, epochs=6, batch_size=15), 0.1)
 
 
-def failing_loss(model, batch, recipe, calls):
-    if next(calls) == 5 and os.environ.get("RANK") == "1":
-        raise torch.OutOfMemoryError("CUDA out of memory (as it would say)")
-    return loss(model, batch, recipe)
-
-
 def failing():
     """Points of which rank 1 runs out of memory; rank 0 aborts on its way out, as gloo's threads do at times."""
     if os.environ.get("RANK") == "0":
         atexit.register(os.abort)
-    return dataclasses.replace(points(), loss=functools.partial(failing_loss, calls=itertools.count(1)))
+    calls = itertools.count(1)
+
+    def fail(model, batch):
+        if next(calls) == 5 and os.environ.get("RANK") == "1":
+            strike("cuda")
+
+    return calling(points(), fail)
 
 
 def train_cases(cases, results):
     """Train each case on one rank and on all, in the same processes; rank 0 writes both."""
-    trained = []
+    courses = []
     for name, options, recipe, plan in json.loads(Path(cases).read_text()):
-        trained.append([])
+        courses.append([])
         for ranks in (1, int(os.environ["WORLD_SIZE"])):
             workload = globals()[name](**options)
             recipe_now = dataclasses.replace(workload.recipe, **recipe)
-            history = fit(workload, recipe_now, Plan(log_every=1, ranks=ranks, **plan), device="cpu", progress=False)
+            history = trained(workload, recipe_now, Plan(log_every=1, ranks=ranks, **plan))
             weights = [w.full_tensor() if hasattr(w, "full_tensor") else w for w in history.model.parameters()]
             numbers = [*history.loss, *torch.cat([weight.detach().flatten() for weight in weights]).tolist()]
             skipped = [step["step"] for step in history.skipped]
-            trained[-1].append([numbers, history.evaluation, skipped, history.quarantined])
+            courses[-1].append([numbers, history.evaluation, skipped, history.quarantined])
     if os.environ["RANK"] == "0":
-        Path(results).write_text(json.dumps(trained))
+        Path(results).write_text(json.dumps(courses))
 
 
 # ---- the tests ----
@@ -87,7 +87,7 @@ def train_cases(cases, results):
 
 def test_ranks_that_nobody_started_are_refused_with_how_to_start_them():
     with pytest.raises(PlanError, match=r"speedkit train WORKLOAD --ranks 2.*torchrun --nproc-per-node 2"):
-        fit(points(), plan=Plan(ranks=2), device="cpu", progress=False)
+        trained(points(), plan=Plan(ranks=2))
 
 
 CASES = [
@@ -108,7 +108,7 @@ def importable():
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def courses(tmp_path_factory):
     """Every case, trained on one rank and on two by the same two processes."""
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "cases").write_text(json.dumps(CASES))
@@ -120,8 +120,8 @@ def trained(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("index", range(len(CASES)), ids=lambda index: f"{CASES[index][0]}-{index}")
-def test_two_ranks_learn_what_one_learns_from_the_same_batches(trained, index):
-    (numbers, evaluation, *rest), (numbers_of_two, evaluation_of_two, *rest_of_two) = trained[index]
+def test_two_ranks_learn_what_one_learns_from_the_same_batches(courses, index):
+    (numbers, evaluation, *rest), (numbers_of_two, evaluation_of_two, *rest_of_two) = courses[index]
     close = functools.partial(torch.testing.assert_close, rtol=2e-4, atol=2e-5, equal_nan=True)
     close(torch.tensor(numbers_of_two), torch.tensor(numbers))
     assert evaluation_of_two == pytest.approx(evaluation, abs=0.03)

@@ -1,34 +1,20 @@
 """Interrupted runs: what is left behind is whole, verified when it is read, and going on from it changes nothing."""
 
-import contextlib
 import dataclasses
 import itertools
-import random
-import resource
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
-from tiny import every_number_format, jitter, outcome, points
+from faults import largest_file
+from tiny import jitter, opened, outcome, points, trained
 
 from speedkit.errors import SpeedkitError, UsageError
 from speedkit.plan import Plan
 from speedkit.train import checkpoint, checkpoint_file
-from speedkit.train.fit import finish, fit
+from speedkit.train.fit import finish
 from speedkit.train.loop import steps
-from speedkit.train.setup import setup_run
 
-OPTIONS = {"plan": Plan(log_every=1, validate_every=2), "device": "cpu", "progress": False}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def formats():
-    with every_number_format():
-        yield
+PLAN = Plan(log_every=1, validate_every=2)
 
 
 def lively(**recipe):
@@ -39,7 +25,7 @@ def lively(**recipe):
 @pytest.fixture
 def stopped(tmp_path):
     """A folder of a run stopped after step 9, with checkpoints of steps 6 and 8, in buffers that are used again."""
-    with contextlib.closing(setup_run(lively(), out=tmp_path, **OPTIONS)) as run:
+    with opened(lively(), out=tmp_path, plan=PLAN) as run:
         buffers = [
             {buffer.data_ptr() for buffer in run.reporting.writer.buffers} for _ in itertools.islice(steps(run), 9)
         ]
@@ -48,9 +34,9 @@ def stopped(tmp_path):
 
 
 def test_a_run_can_go_on_with_a_fused_optimizer_whose_rate_stays_in_its_tensor(stopped):
-    whole = fit(lively(), **OPTIONS)
-    options = OPTIONS | {"plan": Plan(fused_optimizer=True, log_every=1)}
-    with contextlib.closing(setup_run(lively(), out=stopped, resume=True, **options)) as run:
+    whole = trained(lively(), plan=PLAN)
+    plan = Plan(fused_optimizer=True, log_every=1)
+    with opened(lively(), plan=plan, out=stopped, resume=True) as run:
         rate = run.learner.optimizer.param_groups[0]["lr"]
         for step in steps(run):
             assert run.learner.optimizer.param_groups[0]["lr"] is rate
@@ -60,7 +46,7 @@ def test_a_run_can_go_on_with_a_fused_optimizer_whose_rate_stays_in_its_tensor(s
 
 def test_a_checkpoint_of_another_run_is_refused_and_says_what_differs(stopped):
     with pytest.raises(UsageError, match=r"learning_rate is 0.01 there, 0.5 here"):
-        fit(lively(learning_rate=0.5), out=stopped, resume=True, **OPTIONS)
+        trained(lively(learning_rate=0.5), out=stopped, resume=True, plan=PLAN)
 
 
 def renamed(workload, old, new):
@@ -73,9 +59,9 @@ def test_other_items_other_classes_and_another_model_are_refused_and_another_fol
     others = [renamed(lively(), "7", "8"), dataclasses.replace(lively(), classes=("cat", "dog"))]
     for other in others:
         with pytest.raises(UsageError, match="names of items and classes is"):
-            fit(other, out=stopped, resume=True, **OPTIONS)
+            trained(other, out=stopped, resume=True, plan=PLAN)
     with pytest.raises(UsageError, match=r"belongs to another model: size mismatch.*") as caught:
-        fit(dataclasses.replace(lively(), model=points(hidden=8).model), out=stopped, resume=True, **OPTIONS)
+        trained(dataclasses.replace(lively(), model=points(hidden=8).model), out=stopped, resume=True, plan=PLAN)
     assert "\n" not in str(caught.value)
     moved = dataclasses.replace(
         lively(), train=[dataclasses.replace(item, path=f"a/{item.path}") for item in lively().train]
@@ -84,25 +70,19 @@ def test_other_items_other_classes_and_another_model_are_refused_and_another_fol
 
 
 def test_a_second_run_in_the_same_folder_is_refused_while_the_first_goes_on(stopped):
-    first = setup_run(lively(), out=stopped, resume=True, **OPTIONS)
-    with contextlib.closing(first), pytest.raises(UsageError, match="another run goes on"):
-        fit(lively(), out=stopped, resume=True, **OPTIONS)
-    assert fit(lively(), out=stopped, resume=True, **OPTIONS).steps == 14
+    first = opened(lively(), out=stopped, resume=True, plan=PLAN)
+    with first, pytest.raises(UsageError, match="another run goes on"):
+        trained(lively(), out=stopped, resume=True, plan=PLAN)
+    assert trained(lively(), out=stopped, resume=True, plan=PLAN).steps == 14
 
 
 def test_a_checkpoint_that_does_not_fit_on_the_disk_leaves_the_one_before(stopped):
     path = stopped / checkpoint_file.NAME
     before = path.read_bytes()
-    run = setup_run(lively(), out=stopped, resume=True, **OPTIONS)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # writing more fails, as on a full disk
-    try:
+    with opened(lively(), out=stopped, resume=True, plan=PLAN) as run, largest_file(4096):
         checkpoint.save(run)
         with pytest.raises(SpeedkitError, match="could not be written"):
             run.reporting.writer.wait()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        run.close()
     assert path.read_bytes() == before
     assert not list(stopped.glob("*.tmp")) + list(stopped.glob(".*.tmp"))
 
@@ -113,9 +93,9 @@ def test_a_flipped_bit_is_found_and_the_run_goes_on_from_the_one_before(stopped,
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    resumed = fit(lively(), out=stopped, resume=True, **OPTIONS | {"progress": True})
+    resumed = trained(lively(), out=stopped, resume=True, plan=PLAN, progress=True)
     assert resumed.resumed_from == 6
-    assert outcome(resumed) == outcome(fit(lively(), **OPTIONS))
+    assert outcome(resumed) == outcome(trained(lively(), plan=PLAN))
     assert "checksum is wrong: it was cut short or changed" in "".join(capsys.readouterr())
 
 
@@ -123,11 +103,11 @@ def test_with_all_of_them_damaged_nothing_is_made_up(stopped):
     torch.save({"epoch": 3}, stopped / checkpoint_file.NAME)  # that of another program
     (stopped / checkpoint_file.PREVIOUS).write_bytes(b"")
     with pytest.raises(SpeedkitError, match=r"checkpoint\.pt cannot be read, nor can one before it: remove it"):
-        fit(lively(), out=stopped, resume=True, **OPTIONS)
+        trained(lively(), out=stopped, resume=True, plan=PLAN)
 
 
 def test_what_is_written_is_the_state_at_the_time_of_the_call(tmp_path):
-    with contextlib.closing(setup_run(lively(), out=tmp_path, **OPTIONS)) as run:
+    with opened(lively(), out=tmp_path, plan=PLAN) as run:
         next(steps(run))
         weights = {name: weight.clone() for name, weight in run.learner.model.state_dict().items()}
         checkpoint.save(run)
@@ -135,43 +115,3 @@ def test_what_is_written_is_the_state_at_the_time_of_the_call(tmp_path):
             weight.data.fill_(7.0)
     state = checkpoint_file.read(tmp_path / checkpoint_file.NAME)
     assert all(torch.equal(state["model"][name], weight) for name, weight in weights.items())
-
-
-CHILD = """
-import sys
-sys.path[:0] = sys.argv[2:]
-import torch
-torch.set_num_threads(1)
-from test_resume import OPTIONS, large
-from speedkit.plan import Plan
-from speedkit.train.fit import fit
-print("begun", flush=True)
-fit(large(), out=sys.argv[1], resume=True, **OPTIONS | {"plan": Plan(log_every=1, validate_every=1)})
-print("done", flush=True)
-"""
-
-
-def large():
-    """A run whose checkpoints, of 12 MB, take a good part of its time to write."""
-    return lively(steps=60, epochs=None, hidden=60_000)
-
-
-@pytest.mark.slow
-def test_killed_at_random_moments_a_run_still_ends_as_the_uninterrupted_one(tmp_path):
-    here = Path(__file__).parent
-    command = [sys.executable, "-c", CHILD, str(tmp_path), str(here), str(here.parent)]
-    rng, kills, ended = random.Random(0), 0, ""
-    while "done" not in ended:
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert child.stdout.readline() == "begun\n"
-        if kills < 5:
-            time.sleep(rng.uniform(0.02, 0.6))
-            child.send_signal(signal.SIGKILL)
-        ended = child.stdout.read()
-        kills += child.wait() == -signal.SIGKILL
-        assert child.returncode in (0, -signal.SIGKILL)
-    assert kills >= 3
-    whole = fit(large(), **OPTIONS | {"plan": Plan(log_every=1, validate_every=0)})
-    state = checkpoint_file.read(tmp_path / checkpoint_file.NAME)
-    assert state["step"] == 60 and state["history"]["loss"] == whole.loss
-    assert all(torch.equal(state["model"][name], weight) for name, weight in whole.model.state_dict().items())

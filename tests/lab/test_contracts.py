@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from faults import interrupting
 from test_losses import WORKLOADS, make
-from tiny import DEVICES, every_number_format, jitter, outcome, points
+from tiny import DEVICES, jitter, outcome, points
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -29,11 +29,7 @@ from speedkit.train.fit import fit
 from speedkit.train.loop import steps
 from speedkit.train.setup import setup_run
 
-
-@pytest.fixture(autouse=True)
-def all_number_formats():
-    with every_number_format():
-        yield
+pytestmark = pytest.mark.usefixtures("every_format")
 
 
 def lively():

@@ -14,12 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import every_number_format
+from tiny import trained
 
 from speedkit.lab.workloads import load_workload
 from speedkit.machine import this_machine
 from speedkit.plan import Plan
-from speedkit.train.fit import fit
 
 RECORD = Path(__file__).parents[1] / "data" / "losses.json"
 STEPS, BATCH = 12, 6
@@ -68,8 +67,7 @@ def train(workload, name, cache_dir):
     changes = {"batch_size": BATCH, "steps": STEPS, "epochs": None} | RECIPES.get(name, {})
     recipe = dataclasses.replace(workload.recipe, **changes)
     full = Plan(log_every=1, validate_every=0, **PLANS[name])
-    with every_number_format():
-        history = fit(workload, recipe, full, device="cpu", progress=False, cache_dir=cache_dir)
+    history = trained(workload, recipe, full, cache_dir=cache_dir)
     return history.loss, [[fallback.field, fallback.got] for fallback in history.effective.fallbacks]
 
 
@@ -90,6 +88,7 @@ def cache_dir(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")
 
 
+@pytest.mark.usefixtures("every_format")
 @pytest.mark.parametrize("name", PLANS)
 def test_losses_and_fallbacks_are_those_recorded(workload, name, cache_dir):
     record = json.loads(RECORD.read_text())

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import H100, emulating
+from tiny import CPU, H100
 
 from speedkit.data.batch import Batch, tensors_of
 from speedkit.data.cache import open_cache
@@ -32,7 +32,7 @@ def test_windows_are_cut_from_the_text_and_need_no_cache(tmp_path):
     assert (len(mine.train), len(mine.test)) == (5, 10)
     assert torch.stack([mine.load(item) for item in mine.test]).unique().tolist() == [ord("b")]
     asked = Plan(cache="disk", features_on="device", workers=2)
-    effective = resolve(asked, emulating("cpu"), workload=mine)
+    effective = resolve(asked, CPU, workload=mine)
     assert {fallback.field for fallback in effective.fallbacks} == {"cache", "features_on"}
     assert effective.plan == Plan(workers=2) and "memory" in effective.fallbacks[0].why
 
@@ -40,7 +40,7 @@ def test_windows_are_cut_from_the_text_and_need_no_cache(tmp_path):
 def test_windows_on_the_device_are_gathered_there_into_the_same_batches():
     mine, plan, cpu = text(size=SIZES["tiny"], clips=40), Plan(cache="device"), torch.device("cpu")
     assert resolve(plan, H100, workload=mine).fallbacks == ()
-    assert resolve(plan, emulating("cpu"), workload=mine).plan.cache == "off"
+    assert resolve(plan, CPU, workload=mine).plan.cache == "off"
     for items, seed in ((mine.train, 0), (mine.test, None)):
         cache = open_cache(mine, items, plan, device=cpu)
         assert cache.where == "device" and cache.why == f"cache=device: {64e-6 * len(items):.3g} MB"

@@ -263,6 +263,7 @@ def test_an_optimization_is_held_against_the_best_plan_and_not_against_the_basel
     )
 
 
+@pytest.mark.usefixtures("every_format")
 @pytest.mark.parametrize(
     ("cost_s", "cost_in_bf16_s", "kept", "why"),
     [
@@ -284,9 +285,8 @@ def test_an_optimization_is_left_out_only_where_a_later_one_may_have_taken_its_g
 
     monkeypatch.setattr("speedkit.clock.time", types.SimpleNamespace(perf_counter=lambda: now_s))
     changes = [{"channels_last": True}, {"validate_every": 3}, {"precision": "bf16"}, {"channels_last": True}]
-    with tiny.every_number_format():
-        of = job(dataclasses.replace(tiny.points(train=256), loss=loss))
-        plan, rows = ablate(of, [trial(change) for change in changes])
+    of = job(dataclasses.replace(tiny.points(train=256), loss=loss))
+    plan, rows = ablate(of, [trial(change) for change in changes])
     assert rows[0]["why"] == rows[3]["why"] == "another optimization has replaced it"
     assert rows[1]["why"] == "no later optimization acts on the same part of a step"
     assert (rows[2]["kept"], rows[2]["why"]) == (kept, why)

@@ -1,24 +1,19 @@
 """Each script in benchmarks/ runs and prints a line per figure. What it measures is no test."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from processes import ROOT, python
 
 from speedkit.files import read_json
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+FOLDER = ROOT / "benchmarks"
 NO_LIMITS = ("common", "notebook_hang", "peers")
 SCRIPTS = [path.stem for path in sorted(FOLDER.glob("*.py")) if path.stem not in NO_LIMITS]
 
 
 def quickly(script, *options):
-    command = [sys.executable, FOLDER / f"{script}.py", "--quick", *options]
-    environment = os.environ | {"PYTHONPATH": str(FOLDER.parent)}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    return python(FOLDER / f"{script}.py", "--quick", *options)
 
 
 @pytest.mark.slow

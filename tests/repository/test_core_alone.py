@@ -1,14 +1,10 @@
 """The core, copied without the other folders, trains, resumes, and passes its own tests."""
 
-import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from processes import ROOT, python
 
-ROOT = Path(__file__).resolve().parents[2]
 OTHERS = ("measure", "lab", "lessons", "notebooks_data", "cli.py", "options.py", "__main__.py", "__pycache__")
 PROGRAM = """
 import torch
@@ -46,9 +42,7 @@ def copy(tmp_path_factory):
 
 
 def run(folder, *words):
-    paths = os.pathsep.join([str(folder), str(folder / "tests")])
-    environment = os.environ | {"PYTHONPATH": paths}
-    return subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, env=environment)
+    return python(*words, folder=folder, paths=(folder, folder / "tests"))
 
 
 def test_the_core_alone_trains_by_every_preset_and_resumes(copy):

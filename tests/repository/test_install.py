@@ -1,14 +1,12 @@
 """An install that is no checkout: the light core, what the wheel brings along, and a tuning from anybody's folder."""
 
-import subprocess
-import sys
-import zipfile
 from importlib.metadata import packages_distributions, requires
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from test_repository import PROJECT, ROOT
+from processes import python
+from test_repository import PROJECT
 
 from speedkit.errors import EXTRAS
 
@@ -26,11 +24,6 @@ def mine():
 PACKAGES = {package: {*map(canonicalize_name, names)} for package, names in packages_distributions().items()}
 
 
-def python(program, words="", folder=None):
-    """Run a program in a process of its own."""
-    return subprocess.run([sys.executable, "-c", program, *words.split()], cwd=folder, capture_output=True, text=True)
-
-
 @pytest.fixture(scope="module")
 def light(tmp_path_factory):
     """The command line where nothing can be imported but what the core depends on, in a folder with a workload."""
@@ -45,7 +38,8 @@ def light(tmp_path_factory):
             core.add(name)
             needed += requires(name) or []
     absent = [package for package, names in PACKAGES.items() if not names & core]
-    return lambda words: python(f"import sys; sys.modules |= dict.fromkeys({absent}); {MAIN}", words, folder)
+    program = f"import sys; sys.modules |= dict.fromkeys({absent}); {MAIN}"
+    return lambda words: python("-c", program, *words.split(), folder=folder)
 
 
 @pytest.mark.parametrize(
@@ -73,25 +67,22 @@ def test_each_package_that_may_be_missing_is_in_its_extra():
 
 def test_a_torchaudio_for_another_torch_is_one_sentence(tmp_path):
     (tmp_path / "torchaudio.py").write_text("raise OSError('Could not load this library:\\n_torchaudio.so')")
-    done = python(MAIN, "train speech", tmp_path)
+    done = python("-m", "speedkit", "train", "speech", folder=tmp_path)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "does not fit torch" in done.stderr
 
 
 SHIPPED = """
-import sys; sys.path.insert(0, "site")
+from speedkit import cli
 from speedkit.lab.notebooks import find_notebooks
 from speedkit.lab.frameworks import read_table
 from speedkit.lessons.claims import read_claims
 find_notebooks(["90"]), read_table(), read_claims()
+cli.main()
 """
 
 
-def test_a_wheel_brings_along_what_tunings_and_runs_need(tmp_path):
-    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]
-    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
-    [wheel] = tmp_path.glob("torch_speedkit-*.whl")
-    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
-    done = python(SHIPPED + MAIN, "publish 21", tmp_path)  # which is for a checkout alone
+def test_a_wheel_brings_along_what_tunings_and_runs_need(installed, tmp_path):
+    done = python("-c", SHIPPED, "publish", "21", folder=tmp_path, paths=[installed])  # which is for a checkout alone
     assert done.returncode == 2 and "clone it" in done.stderr, done.stderr
 
 
@@ -101,5 +92,6 @@ def test_a_tuning_of_ones_own_workload_ends_with_its_notebook(tmp_path):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('not for lessons')")
     (tmp_path / "data.txt").write_text("64")
     (tmp_path / "mine.py").write_text(MINE)
-    done = python(MAIN, "tune mine:mine --optimizations host_syncs --seeds 2 --budget 60 --out run", tmp_path)
+    tune = "tune mine:mine --optimizations host_syncs --seeds 2 --budget 60 --out run"
+    done = python("-m", "speedkit", *tune.split(), folder=tmp_path)
     assert done.returncode == 0 and (tmp_path / "run" / "tune.ipynb").exists(), done.stderr

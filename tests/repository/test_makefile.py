@@ -6,15 +6,14 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from processes import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 
 
-def make(*arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def make(*arguments, folder=ROOT):
     """Run make as from a shell of its own: nothing of the make that may be running this test reaches it."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     return subprocess.run(["make", *arguments], cwd=folder, capture_output=True, text=True, env=inherited)

@@ -1,13 +1,12 @@
 """The notebooks as they are committed, without a kernel."""
 
 import re
-from pathlib import Path
 
 import pytest
 from check_notebooks import contract_problems, hand_typed_speedups
+from processes import ROOT
 from publish import readme_text, records_text
 
-ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 GENERATED = re.compile(r"<!-- generated:(\w+) -->.*?<!-- /generated:\1 -->", re.DOTALL)
 

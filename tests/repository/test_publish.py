@@ -2,20 +2,18 @@
 
 import os
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import batch_sizes
 import pytest
-import small_notebooks
 from check_notebooks import contract_problems
 from colab import with_badge
 from IPython.core.inputtransformer2 import TransformerManager
 from packaging.requirements import Requirement
+from processes import ROOT, python
 from publish import code_cells, device_slug, import_published, publish, readme_text, record_of, update_readme
-from small_notebooks import edit
+from small_notebooks import a_record, commit, edit, executed, make_checkout, whole
 
 from speedkit.errors import SpeedkitError, UsageError
 from speedkit.files import read_json, write_json
@@ -24,17 +22,16 @@ from speedkit.lab.notebooks import find_notebooks
 from speedkit.lab.record import read_notebook
 from speedkit.machine import this_machine
 
-ROOT = provenance.ROOT
 HERE = device_slug(this_machine().as_dict())
 
 
 @pytest.fixture()
 def folder(tmp_path, monkeypatch):
     """The notebooks of a checkout, committed, that nobody has run: one in order, and one that fails."""
-    notebooks = small_notebooks.make_checkout(tmp_path, monkeypatch)
-    small_notebooks.whole(notebooks / "21_tiny.ipynb")
-    small_notebooks.whole(notebooks / "22_bad.ipynb", "raise RuntimeError('no luck')")
-    small_notebooks.commit(tmp_path)
+    notebooks = make_checkout(tmp_path, monkeypatch)
+    whole(notebooks / "21_tiny.ipynb")
+    whole(notebooks / "22_bad.ipynb", "raise RuntimeError('no luck')")
+    commit(tmp_path)
     monkeypatch.chdir(tmp_path)
     return notebooks
 
@@ -43,7 +40,7 @@ def write_record(folder, machine, name, **changes):
     """Write a record of this commit, with `changes`, as `machine` would have left it."""
     path = folder / "records" / machine / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, small_notebooks.a_record(name.partition("-")[0]) | changes)
+    write_json(path, a_record(name.partition("-")[0]) | changes)
     return path
 
 
@@ -83,15 +80,15 @@ def test_publishing_keeps_what_worked_and_deletes_what_other_machines_left_of_ol
     assert read_json(folder / "records" / HERE / "21_tiny-image.json")["parameters"]["workload"] == "image"
     edit(published, "total = 1 + 2 + 3")
     assert "commit it first" in publish(["21"])["21_tiny"]
-    small_notebooks.commit(tmp_path)
+    commit(tmp_path)
     assert publish(["21"], budget_s=1e-9)["21_tiny"].startswith("left: ")
 
 
 def test_what_took_longer_before_than_is_left_does_not_start_and_a_stopped_tuning_goes_on(folder, tmp_path):
     stops_once = "import os, pathlib\nbegun = pathlib.Path(os.environ['SPEEDKIT_RUN_DIR'])\n"
     stops_once += "stopped = begun.exists()\nbegun.mkdir(exist_ok=True)\nassert stopped, 'stopped'"
-    small_notebooks.whole(folder / "90_tune.ipynb", stops_once)
-    small_notebooks.commit(tmp_path)
+    whole(folder / "90_tune.ipynb", stops_once)
+    commit(tmp_path)
     write_record(folder, HERE, "21_tiny", seconds=1e6, commit="0123456")
     outcomes = publish(["90", "21"], budget_s=600.0)
     assert outcomes["90_tune"].startswith("failed: 90_tune.ipynb, cell [3]: AssertionError: stopped")
@@ -101,9 +98,9 @@ def test_what_took_longer_before_than_is_left_does_not_start_and_a_stopped_tunin
 
 
 def test_all_begins_with_the_tuning_on_every_workload(folder, tmp_path):
-    small_notebooks.whole(folder / "01_first.ipynb")
-    small_notebooks.whole(folder / "90_tune.ipynb")
-    small_notebooks.commit(tmp_path)
+    whole(folder / "01_first.ipynb")
+    whole(folder / "90_tune.ipynb")
+    commit(tmp_path)
     tunings = ["90_tune", "90_tune-image", "90_tune-speech", "90_tune-text"]
     assert list(publish(None, budget_s=1e-9)) == [*tunings, "01_first", "21_tiny", "22_bad"]
 
@@ -125,11 +122,11 @@ def test_without_a_commit_that_a_record_could_name_nothing_is_published(folder, 
 
 def test_import_takes_outputs_and_records_and_refuses_what_does_not_fit(folder, tmp_path):
     away = tmp_path / "away"
-    record = record_of(read_notebook(small_notebooks.executed(away / "21_tiny.ipynb")))
-    small_notebooks.executed(away / "22_bad.ipynb")
+    record = record_of(read_notebook(executed(away / "21_tiny.ipynb")))
+    executed(away / "22_bad.ipynb")
     edit(folder / "22_bad.ipynb", "total = 'of other code than there'")
     for place in (away, folder):
-        small_notebooks.whole(place / "23_idle.ipynb")
+        whole(place / "23_idle.ipynb")
     for name, changes in {"21_tiny": {}, "21_tiny-old": {"commit": "0123456"}, "33_other": {}}.items():
         write_record(away, HERE, name, **(record | changes))
     (away / "records" / HERE / "21_tiny-torn.json").write_text('{"notebook": "21_tiny"')
@@ -147,9 +144,7 @@ def test_import_takes_outputs_and_records_and_refuses_what_does_not_fit(folder, 
 @pytest.mark.slow
 @pytest.mark.parametrize(("words", "code"), [("", 2), ("--debug", 1)])
 def test_the_command_hands_on_words_exit_code_and_sentence(words, code, tmp_path):
-    command = [sys.executable, "-m", "speedkit", "publish", *words.split()]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    done = python("-m", "speedkit", "publish", *words.split(), folder=tmp_path)
     assert done.returncode == code, done.stderr
     assert (done.stderr.count("\n") == 1 and "--all or --import DIR" in done.stderr) == (code == 2)
     assert ("Traceback" in done.stderr) == (words == "--debug")
@@ -165,8 +160,8 @@ def test_the_readme_and_its_figure_say_of_which_code_each_record_is(folder, tmp_
     (readme := tmp_path / "README.md").write_text(README)
     empty = readme_text(readme)
     assert "No tuning" in empty and "Nothing is measured beside its peers" in empty
-    small_notebooks.whole(folder / "90_tune.ipynb")
-    small_notebooks.commit(tmp_path)
+    whole(folder / "90_tune.ipynb")
+    commit(tmp_path)
     verdicts = [
         {"check": "why", "claim": claim, "verdict": word} for claim, word in ((None, "passed"), (None, "failed"))
     ]

@@ -5,11 +5,9 @@ import contextlib
 import json
 import re
 import subprocess
-import sys
 import tomllib
 from graphlib import TopologicalSorter
 from importlib.metadata import PackageNotFoundError, requires
-from pathlib import Path
 
 import pandas
 import pytest
@@ -18,10 +16,10 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
+from processes import ROOT, python
 
 import speedkit
 
-ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "speedkit"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
@@ -36,7 +34,7 @@ CIRCLES = {"speedkit.data", "speedkit.train"}
 
 
 @pytest.fixture(scope="module")
-def pins() -> dict[str, Requirement]:
+def pins():
     """Each pin of requirements.lock by its canonical name."""
     lines = [line for line in (ROOT / "requirements.lock").read_text().splitlines() if line and line[0] != "#"]
     pins = {canonicalize_name(Requirement(line).name): Requirement(line) for line in lines}
@@ -44,7 +42,7 @@ def pins() -> dict[str, Requirement]:
     return pins
 
 
-def version(pin: Requirement) -> Version:
+def version(pin):
     """Return the one version that `pin` allows."""
     [specifier] = pin.specifier
     assert specifier.operator == "==" and pin.url is None, f"requirements.lock: {pin} is not an exact version"
@@ -130,13 +128,13 @@ def test_claims_are_figures_or_rules_with_distinct_ids():
 # ---- code ----
 
 
-def modules() -> dict[str, Path]:
+def modules():
     """Return every module of the package by its dotted name; the package's own lazy __init__ is left out."""
     dotted = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in sorted(PACKAGE.rglob("*.py"))}
     return {name.removesuffix(".__init__"): path for name, path in dotted.items() if name != "speedkit.__init__"}
 
 
-def imports(path: Path, known: dict[str, Path]) -> set[str]:
+def imports(path, known):
     """Return which of the `known` modules `path` imports, anywhere in it, for its types too."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -150,7 +148,7 @@ def imports(path: Path, known: dict[str, Path]) -> set[str]:
     return found & {*known}
 
 
-def layer(module: str) -> str:
+def layer(module):
     """Return the folder that `module` belongs to."""
     if module in COMMANDS:
         return "cli"
@@ -184,5 +182,5 @@ def test_editors_are_shown_the_public_names_that_there_are():
 
 def test_import_speedkit_loads_no_heavy_library():
     heavy = "pydantic matplotlib pandas papermill torchaudio torchvision scipy IPython nbformat"
-    code = f"import sys, speedkit; print(*set({heavy.split()}) & set(sys.modules))"
-    assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True).split() == []
+    done = python("-c", f"import sys, speedkit; print(*set({heavy.split()}) & set(sys.modules))")
+    assert (done.returncode, done.stdout) == (0, "\n")
