@@ -2,10 +2,17 @@
 
 import dataclasses
 import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
 from faults import largest_file
+from processes import ROOT, TESTS
 from tiny import jitter, opened, outcome, points, trained
 
 from speedkit.errors import SpeedkitError, UsageError
@@ -115,3 +122,43 @@ def test_what_is_written_is_the_state_at_the_time_of_the_call(tmp_path):
             weight.data.fill_(7.0)
     state = checkpoint_file.read(tmp_path / checkpoint_file.NAME)
     assert all(torch.equal(state["model"][name], weight) for name, weight in weights.items())
+
+
+def large():
+    """A run whose checkpoints, of 12 MB, take a good part of its time to write."""
+    return lively(steps=60, epochs=None, hidden=60_000)
+
+
+CHILD = """
+import sys
+import torch
+torch.set_num_threads(1)
+from test_resume import large
+from tiny import trained
+from speedkit.plan import Plan
+print("begun", flush=True)
+trained(large(), out=sys.argv[1], resume=True, plan=Plan(log_every=1, validate_every=1))
+print("done", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments_a_run_still_ends_as_the_uninterrupted_one(tmp_path):
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{TESTS}:{TESTS / 'core'}"}
+    rng, kills, ended = random.Random(0), 0, ""
+    while "done" not in ended:
+        child = subprocess.Popen(
+            [sys.executable, "-c", CHILD, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=environment
+        )
+        assert child.stdout.readline() == "begun\n"
+        if kills < 5:
+            time.sleep(rng.uniform(0.02, 0.6))
+            child.send_signal(signal.SIGKILL)
+        ended = child.stdout.read()
+        kills += child.wait() == -signal.SIGKILL
+        assert child.returncode in (0, -signal.SIGKILL)
+    assert kills >= 3
+    whole = trained(large(), plan=Plan(log_every=1, validate_every=0))
+    state = checkpoint_file.read(tmp_path / checkpoint_file.NAME)
+    assert state["history"]["loss"] == whole.loss
+    assert all(torch.equal(state["model"][name], weight) for name, weight in whole.model.state_dict().items())
