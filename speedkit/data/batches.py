@@ -175,10 +175,7 @@ class BatchLoader:
             return iter(self.loader)
         with stops_held_back():
             batches: Any = iter(self.loader)
-        self.watch = Watch(batches._workers, self.maker.reading)
-        # Else torch's handler of SIGCHLD raises in the middle of a step, or when a worker is ended here.
-        _remove_worker_pids(id(batches))
-        batches._worker_pids_set = False
+        self.watch = Watch(workers_of(batches), self.maker.reading)
         atexit.register(self.close)  # Python, going out, would wait for ever: the workers ignore SIGTERM
         self.watch.start()
         return batches
@@ -255,12 +252,33 @@ class BatchLoader:
 
 @contextlib.contextmanager
 def stops_held_back() -> Iterator[None]:
-    """Hold back what asks for an end while workers start: one that does not ignore them yet would die of them."""
+    """Hold back what asks for an end while workers start: one that does not ignore them yet would die of them.
+
+    What another thread has got is put off, too: Python would drop what a handler raises in the middle of a fork.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    handlers: dict[int, Any] = {}
+    came: list[int] = []
+    if threading.current_thread() is threading.main_thread():  # Python lets no other thread set handlers
+        for stop in STOPS:
+            handlers[stop] = signal.signal(stop, lambda number, _frame: came.append(number))
     try:
         yield
     finally:
+        for stop, handler in handlers.items():
+            signal.signal(stop, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for stop in came[:1]:
+            signal.raise_signal(stop)
+
+
+def workers_of(batches: Any) -> list[BaseProcess]:
+    """Return the workers of a DataLoader's iterator, if it has any, so that their ends raise nothing by themselves."""
+    if getattr(batches, "_worker_pids_set", False):
+        # Else torch's handler of SIGCHLD raises in the middle of a step, or when a worker is ended here.
+        _remove_worker_pids(id(batches))
+        batches._worker_pids_set = False
+    return getattr(batches, "_workers", [])
 
 
 def begin_worker(_: int) -> None:

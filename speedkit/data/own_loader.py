@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from speedkit.data.batch import OwnBatch, own_batch
-from speedkit.data.batches import Watch, set_running
+from speedkit.data.batches import Watch, set_running, workers_of
 from speedkit.data.sampler import BatchSampler
 from speedkit.errors import UsageError
 from speedkit.machine import MEMORY_SHARE, free_bytes
@@ -139,13 +139,12 @@ def why_not_kept(loader: Any) -> str:
 
 def watched(loader: Any, watch: Watch, begin: Callable[[Any], Iterator[Any]] = iter) -> Generator[Any, None, None]:
     """Yield the batches of an epoch of `loader`, with a `watch` over its workers unless it has a timeout of its own."""
-    persistent = getattr(loader, "_iterator", None)
-    watch.processes = getattr(persistent, "_workers", [])
+    watch.processes = workers_of(getattr(loader, "_iterator", None))  # persistent ones
     if getattr(loader, "num_workers", 0) and not getattr(loader, "timeout", 0):
         watch.start()
     try:
         batches = watch.wait_for(functools.partial(begin, loader))
-        watch.processes = getattr(batches, "_workers", [])
+        watch.processes = workers_of(batches)
         while (batch := watch.wait_for(functools.partial(next, batches, END))) is not END:
             yield batch
     finally:

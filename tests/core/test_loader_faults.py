@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -87,6 +88,18 @@ def test_a_loader_of_the_user_s_own_hears_nothing_of_ended_workers(capfd):
     assert capfd.readouterr().err == ""
 
 
+def test_ctrl_c_while_workers_start_is_acted_on_once_they_have():
+    started = False
+    other = threading.Event()
+    threading.Thread(target=other.wait).start()  # a thread that takes the signal
+    with pytest.raises(KeyboardInterrupt), batches.stops_held_back():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+        started = True
+    other.set()
+    assert started and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 class Stopping(torch.utils.data.Dataset):
     """Its 40th sample, when it is made for the time that is given, stops the process that makes it."""
 
@@ -129,11 +142,10 @@ def train_in_own_loop(loader):
 def test_a_stopped_worker_of_the_user_s_own_loader_is_one_sentence(train, time, monkeypatch):
     monkeypatch.setattr(batches, "HUNG_S", 2.0)
     monkeypatch.setattr(batches, "CHECK_S", 0.5)
-    before = set(psutil.Process().children())
     with pytest.raises(SpeedkitError, match="no batch for 2 s: a worker hangs"):
         train(own_loader(time))
-    left = set(psutil.Process().children()) - before  # persistent workers of the loader itself end with it
-    assert psutil.STATUS_STOPPED not in {process.status() for process in left}
+    processes = [process.info for process in psutil.process_iter(["ppid", "status"])]
+    assert {"ppid": os.getpid(), "status": psutil.STATUS_STOPPED} not in processes
 
 
 def uneven(item):
