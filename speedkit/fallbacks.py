@@ -28,6 +28,7 @@ NEEDS = (
     ("decoder", "torchcodec", "torchcodec", "soundfile"),
 )
 SHORT = ("bf16", "fp16", "fp8")  # with which attention computes in 16 bits
+MANY_WORKERS = 16  # at most, on a machine of few cores: reading may take longer than computing
 FEW = 2  # fallbacks that are told one by one
 # The reasons that several fields share.
 MANY_SHAPES = "each length would be tuned or recorded anew: bucket makes them few"
@@ -146,6 +147,9 @@ def machine_rules(effective: EffectivePlan, hardware: Hardware) -> EffectivePlan
             effective = effective.fall_back(field, instead, hardware.why_not(capability))
     if not hardware.supports("workers"):
         effective = effective.fall_back("workers", 0, hardware.why_not("workers"))
+    if effective.asked.workers > max(MANY_WORKERS, 2 * hardware.cores):
+        why = f"so many worker processes would only wait for the {hardware.cores} cores of this machine"
+        effective = effective.fall_back("workers", hardware.cores, why)
     if effective.plan.cache == "device" and hardware.device.type == "cpu":
         effective = effective.fall_back("cache", "ram", "the CPU's memory is the RAM", lost=False)
     if effective.plan.prefetch:

@@ -24,6 +24,9 @@ def atomic(path: str | Path) -> Iterator[Path]:
         with temporary.open("rb+") as stream:
             os.fsync(stream.fileno())
         temporary.replace(path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # writing does not say where
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -68,12 +71,16 @@ def claim_folder(folder: str | Path, kind: str, resume: bool = False) -> Path:
     content = "files that speedkit did not write"
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if marker.exists() and not marker.read_text():  # as a full disk has left it
+            marker.unlink()
         if marker.exists():
             content = f"a {marker.read_text()} run"
         if any(folder.iterdir()) and not (resume and content == f"a {kind} run"):
             hint = "name another with --out, or go on with it by --resume"
             raise UsageError(f"output folder {folder} already holds {content}: {hint}")
-        marker.write_text(kind)
+        write_text(marker, kind)
+        for left in folder.glob(".checkpoint.pt.*.tmp"):  # by a run that was killed
+            left.unlink()
     except OSError as error:
         raise UsageError(f"output folder {folder} cannot be written ({error.strerror})") from error
     return folder

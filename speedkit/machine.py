@@ -10,6 +10,8 @@ import platform
 import shutil
 import sys
 import sysconfig
+import tempfile
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -152,7 +154,17 @@ def this_machine(device: str | torch.device = "auto") -> Hardware:
 
 def cache_root() -> Path:
     """Return the folder for what can be made again: SPEEDKIT_CACHE_DIR, or ~/.cache/speedkit. It may not exist yet."""
-    return Path(os.environ.get("SPEEDKIT_CACHE_DIR") or Path.home() / ".cache" / "speedkit")
+    named = os.environ.get("SPEEDKIT_CACHE_DIR")
+    if named:
+        return Path(named)
+    home = Path(os.path.expanduser("~"))  # as it stands where there is none
+    if home != Path("/") and os.access(home, os.W_OK):
+        return home / ".cache" / "speedkit"
+    folder = Path(tempfile.gettempdir(), "speedkit")
+    warnings.warn(
+        f"there is no home to write to: caches are in {folder}, or where SPEEDKIT_CACHE_DIR says", stacklevel=2
+    )
+    return folder
 
 
 def usable_cores() -> int:

@@ -1,6 +1,7 @@
 """The options of the commands, and what was typed: as objects, or in words where it was wrong."""
 
 import dataclasses
+import errno
 import re
 import time
 from pathlib import Path
@@ -78,7 +79,9 @@ DATA = (
     click.Option(["--size"], metavar="TINY | SMALL | MEDIUM", help="size of the model"),
     click.Option(["--width"], type=int, help="channels of the model instead of its size's, of the first stage"),
     click.Option(["--depth"], type=int, help="residual blocks of the model instead of its size's, of each stage"),
-    click.Option(["--clips"], type=int, help="how many files to generate where there is no data folder"),
+    click.Option(
+        ["--clips"], type=click.IntRange(min=1), help="how many files to generate where there is no data folder"
+    ),
 )
 DATA_FIELDS = ("data_dir", "labels", "label_pattern", "test_pattern", "size", "width", "depth", "clips")
 RUN = (  # of all commands that train
@@ -140,6 +143,8 @@ def explained(error: Exception) -> tuple[int, str]:
         if hint:
             return error.exit_code, error.message.rstrip(".") + hint
         return error.exit_code, error.format_message()
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return 1, f"the disk is full: {error}"
     sentence = missing_extra(error)
     if sentence:
         return UsageError.exit_code, sentence

@@ -94,6 +94,54 @@ class BatchMaker(Dataset):
         return DataError(f"{error}{place}; workers=0 shows where")
 
 
+@dataclasses.dataclass(eq=False)
+class Watch:
+    """Kills the workers of a DataLoader, in a thread, when they do nothing for HUNG_S while they are waited for.
+
+    DataLoader's own `timeout` takes a slow batch for a hang, and does not hold while a batch comes out of the shared
+    memory of a worker that is stopped.
+    """
+
+    processes: list[BaseProcess]
+    reading: Sequence[int] = ()  # changes with what they are at
+    waiting: bool = False
+    hung: str = ""  # in words, once they were killed
+    ended: threading.Event = dataclasses.field(default_factory=threading.Event)
+
+    def start(self) -> None:
+        """Begin to look at them; `ended` is the end of it."""
+        threading.Thread(target=self.look, daemon=True).start()
+
+    def wait_for(self, make: Callable[[], Any]) -> Any:
+        """Return what `make` waits for the workers to do. Raises SpeedkitError when they hang."""
+        self.waiting = True
+        try:
+            return make()
+        except Exception:
+            if self.hung:
+                raise SpeedkitError(f"{self.hung}; workers=0 shows where") from None
+            raise
+        finally:
+            self.waiting = False
+
+    def look(self) -> None:
+        """Kill the workers when they hang."""
+        idle_s = 0.0
+        before: list[Any] = []
+        with contextlib.suppress(psutil.NoSuchProcess):  # ended meanwhile
+            while idle_s < HUNG_S:
+                if self.ended.wait(CHECK_S) or any(process.exitcode is not None for process in self.processes):
+                    return
+                now = [*self.reading, *map(work_done, self.processes)]
+                if self.waiting and now and now == before:
+                    idle_s += CHECK_S
+                else:
+                    idle_s = 0.0
+                before = now
+            self.hung = f"no batch for {HUNG_S:g} s: a worker hangs"
+            kill(self.processes)
+
+
 class BatchLoader:
     """An iterable of `batches`, each given by its indices, made as the plan says.
 
@@ -105,10 +153,7 @@ class BatchLoader:
         self.generator = torch.Generator()  # of the workers' seeds: the global random state stays as it is
         self.generator.manual_seed(torch.initial_seed())
         self.loader: DataLoader | None = None
-        self.processes: list[BaseProcess] = []
-        self.waiting = False  # for a batch
-        self.hung: SpeedkitError | None = None
-        self.ended = threading.Event()
+        self.watch = Watch([])
 
     def __iter__(self) -> Generator[Loaded, None, None]:
         complete = False
@@ -130,14 +175,9 @@ class BatchLoader:
             return iter(self.loader)
         with stops_held_back():
             batches: Any = iter(self.loader)
-        self.processes = batches._workers
-        # Else torch's handler of SIGCHLD raises in the middle of a step, or when a worker is ended here.
-        _remove_worker_pids(id(batches))
-        batches._worker_pids_set = False
+        self.watch = Watch(workers_of(batches), self.maker.reading)
         atexit.register(self.close)  # Python, going out, would wait for ever: the workers ignore SIGTERM
-        self.hung = None
-        self.ended = threading.Event()
-        threading.Thread(target=self.look_after, args=(self.processes, self.ended), daemon=True).start()
+        self.watch.start()
         return batches
 
     def make_loader(self) -> DataLoader:
@@ -167,14 +207,15 @@ class BatchLoader:
 
     def receive(self, make: Callable[[], Any]) -> Any:
         """Return what `make` waits for the workers to do. Raises SpeedkitError when one failed, died or hung."""
-        self.waiting = True
         try:
-            made = make()
+            made = self.watch.wait_for(make)
         except Exception as error:
             if not self.processes:
                 raise
-            raise self.hung or self.dead_worker() or self.maker.failure(0, error) from None
-        self.waiting = False
+            if self.watch.hung:
+                worker = max(range(len(self.processes)), key=self.maker.reading.__getitem__)
+                raise self.maker.failure(worker, self.watch.hung) from None
+            raise self.dead_worker() or self.maker.failure(0, error) from None
         if isinstance(made, SpeedkitError):
             raise made
         return made
@@ -191,27 +232,10 @@ class BatchLoader:
         died = f"a loader process died (exit code {process.exitcode}, where -9 may mean that memory is out)"
         return self.maker.failure(worker, died)
 
-    def look_after(self, processes: list[BaseProcess], ended: threading.Event) -> None:
-        """Kill `processes`, in a thread, when they have done nothing for HUNG_S while a batch is waited for.
-
-        DataLoader's own `timeout` takes a slow batch for a hang, and does not hold while a batch comes out of the
-        shared memory of a worker that is stopped.
-        """
-        idle_s = 0.0
-        before: list[Any] = []
-        with contextlib.suppress(psutil.NoSuchProcess):  # ended meanwhile
-            while idle_s < HUNG_S:
-                if ended.wait(CHECK_S) or any(process.exitcode is not None for process in processes):
-                    return
-                now = [*self.maker.reading, *map(work_done, processes)]
-                if self.waiting and now == before:
-                    idle_s += CHECK_S
-                else:
-                    idle_s = 0.0
-                before = now
-            hung = max(range(len(processes)), key=self.maker.reading.__getitem__)
-            self.hung = self.maker.failure(hung, f"no batch for {HUNG_S:g} s: a worker hangs")
-            kill(processes)
+    @property
+    def processes(self) -> list[BaseProcess]:
+        """The worker processes."""
+        return self.watch.processes
 
     def set_running(self, running: bool) -> None:
         """Let the workers go on or stand still."""
@@ -219,22 +243,42 @@ class BatchLoader:
 
     def close(self) -> None:
         """End the workers by force: they may be stopped, or hang."""
-        self.ended.set()
+        self.watch.ended.set()
         kill(self.processes)
         self.loader = None
-        self.processes = []
-        self.waiting = False
+        self.watch = Watch([])
         atexit.unregister(self.close)
 
 
 @contextlib.contextmanager
 def stops_held_back() -> Iterator[None]:
-    """Hold back what asks for an end while workers start: one that does not ignore them yet would die of them."""
+    """Hold back what asks for an end while workers start: one that does not ignore them yet would die of them.
+
+    What another thread has got is put off, too: Python would drop what a handler raises in the middle of a fork.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    handlers: dict[int, Any] = {}
+    came: list[int] = []
+    if threading.current_thread() is threading.main_thread():  # Python lets no other thread set handlers
+        for stop in STOPS:
+            handlers[stop] = signal.signal(stop, lambda number, _frame: came.append(number))
     try:
         yield
     finally:
+        for stop, handler in handlers.items():
+            signal.signal(stop, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for stop in came[:1]:
+            signal.raise_signal(stop)
+
+
+def workers_of(batches: Any) -> list[BaseProcess]:
+    """Return the workers of a DataLoader's iterator, if it has any, so that their ends raise nothing by themselves."""
+    if getattr(batches, "_worker_pids_set", False):
+        # Else torch's handler of SIGCHLD raises in the middle of a step, or when a worker is ended here.
+        _remove_worker_pids(id(batches))
+        batches._worker_pids_set = False
+    return getattr(batches, "_workers", [])
 
 
 def begin_worker(_: int) -> None:

@@ -198,6 +198,13 @@ class FeatureCache:
                 error = bad
         raise SpeedkitError(f"none of the {len(self.items)} items can be read: {error}")
 
+    def check_size(self) -> None:
+        """Raise SpeedkitError where a file was cut after it was mapped: reading it there would be a SIGBUS."""
+        for array in (self.index, self.values):
+            file: Any = array.base
+            if file._mmap.size() < file.offset + file.nbytes:
+                raise SpeedkitError(f"a file of the cache in {self.folder} was cut: start again, and it is made whole")
+
     def build(self, workers: int, progress: bool) -> None:
         """Compute the entries that are missing."""
         began_s = time.perf_counter()

@@ -154,6 +154,8 @@ class BatchStream:
         self.position = self.sampler.start = start
         source = self.loader
         if self.cache is not None:
+            if self.cache.where == "disk":
+                self.cache.check_size()  # type: ignore[union-attr]
             source = self.cached(self.sampler.batches())
         if self.plan.prefetch and self.device.type == "cuda":
             source = prefetched(source, self.to_device, self.device)

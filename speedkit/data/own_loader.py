@@ -1,6 +1,7 @@
 """Batches from a loader that its author keeps: the same ones for every plan."""
 
 import dataclasses
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -13,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from speedkit.data.batch import OwnBatch, own_batch
-from speedkit.data.batches import set_running
+from speedkit.data.batches import Watch, set_running, workers_of
 from speedkit.data.sampler import BatchSampler
 from speedkit.errors import UsageError
 from speedkit.machine import MEMORY_SHARE, free_bytes
@@ -136,6 +137,20 @@ def why_not_kept(loader: Any) -> str:
 # ---- its batches as those of a workload ----
 
 
+def watched(loader: Any, watch: Watch, begin: Callable[[Any], Iterator[Any]] = iter) -> Generator[Any, None, None]:
+    """Yield the batches of an epoch of `loader`, with a `watch` over its workers unless it has a timeout of its own."""
+    watch.processes = workers_of(getattr(loader, "_iterator", None))  # persistent ones
+    if getattr(loader, "num_workers", 0) and not getattr(loader, "timeout", 0):
+        watch.start()
+    try:
+        batches = watch.wait_for(functools.partial(begin, loader))
+        watch.processes = workers_of(batches)
+        while (batch := watch.wait_for(functools.partial(next, batches, END))) is not END:
+            yield batch
+    finally:
+        watch.ended.set()
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class LoaderItems:
     """The samples of a loader, in the place of a workload's items: known is no more than their number."""
@@ -174,7 +189,8 @@ class LoaderSource:
         self.plan = plan
         self.loader: Any = None
         self.generators: list[torch.Generator] = []
-        self.iterator: Iterator[Any] = iter(())
+        self.watch = Watch([])
+        self.batches = watched((), self.watch)  # of the epoch in progress
 
     def __iter__(self) -> Generator[tuple[OwnBatch, dict[str, str]], None, None]:
         seed = (self.sampler.seed or 0) * 1_000_003 + self.sampler.epoch
@@ -186,12 +202,12 @@ class LoaderSource:
         for generator in self.generators:
             generator.manual_seed(seed)
         state = self.generators[0].get_state()
+        self.watch = Watch([])
+        self.batches = watched(self.loader, self.watch)
         for number in numbers:
             with torch.random.fork_rng(devices=[]):
                 torch.set_rng_state(state)
-                if number == 0:
-                    self.iterator = iter(self.loader)
-                batch = next(self.iterator, END)
+                batch = next(self.batches, END)
                 state = torch.get_rng_state()
             if batch is END and number == 0:
                 raise UsageError("the loader ends before its first batch: for each epoch it has to give all of them")
@@ -199,7 +215,7 @@ class LoaderSource:
                 break
             if number >= self.sampler.start:
                 yield own_batch(batch), {}
-        self.iterator = iter(())
+        self.batches.close()
 
     @property
     def training(self) -> bool:
@@ -221,7 +237,7 @@ class LoaderSource:
     @property
     def processes(self) -> list[Any]:
         """The loader's worker processes."""
-        return getattr(self.iterator, "_workers", [])
+        return self.watch.processes
 
     def set_running(self, running: bool) -> None:
         """Let the workers go on or stand still."""
@@ -231,7 +247,7 @@ class LoaderSource:
         """Let the workers end."""
         self.set_running(True)
         self.loader = None
-        self.iterator = iter(())
+        self.batches.close()
 
 
 def loader_items(make: Any, seed: int = 0, batches: int | None = None) -> LoaderItems:

@@ -1,5 +1,6 @@
 """The file of a checkpoint, written in a thread and read with its checksum: whole on disk or not there."""
 
+import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,10 @@ class CheckpointWriter:
         """Return when nothing is being written. Raises SpeedkitError when the last checkpoint could not be."""
         error = None if self.writing is None else self.writing.exception()
         if error is not None:
-            raise SpeedkitError(f"the checkpoint could not be written to {self.folder}: {error}") from error
+            why = str(error)
+            if shutil.disk_usage(self.folder).free < sum(buffer.nbytes for buffer in self.buffers):
+                why = "the disk is full"  # torch's writer says something else
+            raise SpeedkitError(f"the checkpoint could not be written to {self.folder}: {why}") from error
 
     def _write(self, state: dict[str, Any]) -> None:
         with atomic(self.folder / NAME) as temporary:

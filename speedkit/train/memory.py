@@ -30,7 +30,7 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # of malloc.h
 # room for their workspace, or no algorithm that could do without.
 OUT_OF_MEMORY = re.compile(
     "out of memory|can't allocate memory|std::bad_alloc|_ALLOC_FAILED|CUDNN_STATUS_NOT_SUPPORTED|"
-    "unable to find an engine"
+    "unable to find an engine|could not create a primitive"
 )
 
 

@@ -20,6 +20,8 @@ BAD_INPUT = [
     ("train audio --no-such-option", 2, "--no-such-option"),
     ("train audio --clips many", 2, "--clips|'many'|not a valid integer"),
     # Workload and device.
+    ("train audio --clips 0", 2, "--clips|0 is not in the range"),
+    ("train audio --clips -5", 2, "--clips|-5 is not in the range"),
     ("train audoi", 2, "did you mean audio|package.module:function"),
     ("train no_such_module:thing", 2, "'no_such_module:thing' cannot be loaded"),
     ("train os:getcwd", 2, "os:getcwd returned str, not a Workload"),

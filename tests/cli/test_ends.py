@@ -72,6 +72,14 @@ def test_a_training_goes_on_without_its_output_and_under_nohup(gone, tmp_path):
     assert (tmp_path / "out" / "history.json").exists()
 
 
+def test_ctrl_c_during_the_imports_is_one_sentence(tmp_path):
+    (tmp_path / "yaml.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    command = [sys.executable, "-m", "speedkit", "hardware"]
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 130 and ended.stderr.count("\n") == 1 and "stopped by SIGINT" in ended.stderr
+
+
 def in_group(process, group):
     with contextlib.suppress(ProcessLookupError):
         return os.getpgid(process.pid) == group

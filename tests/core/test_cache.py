@@ -342,3 +342,11 @@ def test_a_cache_of_an_older_format_is_left_alone_and_told_of_once(workload, ope
     older.write_text("[2, 8]")
     assert "older format" in opened(workload).why and "older format" not in opened(workload).why
     assert older.read_text() == "[2, 8]"
+
+
+def test_a_file_that_was_cut_is_said_when_an_epoch_begins(workload, opened):
+    cache = opened(workload)
+    cache.check_size()
+    os.truncate(cache.folder / "values.bin", 8)
+    with pytest.raises(SpeedkitError, match="was cut"):
+        cache.check_size()

@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,11 +16,14 @@ import pytest
 import torch
 from tiny import load, points
 
+from speedkit import from_loader
 from speedkit.data import batches
 from speedkit.data.loader import BatchStream
 from speedkit.errors import DataError, SpeedkitError
 from speedkit.plan import Plan
+from speedkit.recipe import Recipe
 from speedkit.train.fit import fit
+from speedkit.train.prepare import prepare
 
 PROCESSES = {"workers": 2}
 PERSISTENT = {"workers": 2, "persistent_workers": True}
@@ -82,6 +86,66 @@ def test_a_loader_of_the_user_s_own_hears_nothing_of_ended_workers(capfd):
     list(torch.utils.data.DataLoader(range(4), num_workers=1))
     drain(functools.partial(load, size=8), **PERSISTENT)
     assert capfd.readouterr().err == ""
+
+
+def test_ctrl_c_while_workers_start_is_acted_on_once_they_have():
+    started = False
+    other = threading.Event()
+    threading.Thread(target=other.wait).start()  # a thread that takes the signal
+    with pytest.raises(KeyboardInterrupt), batches.stops_held_back():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+        started = True
+    other.set()
+    assert started and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+class Stopping(torch.utils.data.Dataset):
+    """Its 40th sample, when it is made for the time that is given, stops the process that makes it."""
+
+    def __init__(self, time):
+        self.left = time
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        self.left -= index == 40
+        if index == 40 and self.left == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return torch.full((8,), float(index)), index % 2
+
+
+def own_loader(time):
+    return torch.utils.data.DataLoader(
+        Stopping(time), batch_size=8, num_workers=2, persistent_workers=True, multiprocessing_context="fork"
+    )
+
+
+def train_from_loader(loader):
+    def step(model, batch):
+        return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    work = from_loader(lambda: torch.nn.Linear(8, 2), loader, step, recipe=Recipe(epochs=3))
+    fit(work, device="cpu", progress=False)
+
+
+def train_in_own_loop(loader):
+    model = torch.nn.Linear(8, 2)
+    _, _, loader = prepare(Plan(), model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    for _ in range(3):
+        list(loader)
+
+
+@pytest.mark.parametrize("time", [1, 2])  # a worker of the second epoch was there in the first
+@pytest.mark.parametrize("train", [train_from_loader, train_in_own_loop])
+def test_a_stopped_worker_of_the_user_s_own_loader_is_one_sentence(train, time, monkeypatch):
+    monkeypatch.setattr(batches, "HUNG_S", 2.0)
+    monkeypatch.setattr(batches, "CHECK_S", 0.5)
+    with pytest.raises(SpeedkitError, match="no batch for 2 s: a worker hangs"):
+        train(own_loader(time))
+    processes = [process.info for process in psutil.process_iter(["ppid", "status"])]
+    assert {"ppid": os.getpid(), "status": psutil.STATUS_STOPPED} not in processes
 
 
 def uneven(item):

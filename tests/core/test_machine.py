@@ -1,5 +1,6 @@
 """What the machine is, what it can do and why not."""
 
+import tempfile
 from dataclasses import replace
 
 import pytest
@@ -51,3 +52,11 @@ def test_this_machine_knows_itself():
     here = this_machine("cpu")
     assert here.cores and here.ram_bytes and here.cpu and here.torch_version
     assert set(machine.nvml_facts("0-0-0-0", "driver", "power_w")) <= {"driver"}, "of no GPU"
+
+
+@pytest.mark.parametrize("home", ["/", "/no/such/home"])
+def test_without_a_home_caches_are_in_the_temporary_folder(home, monkeypatch):
+    monkeypatch.delenv("SPEEDKIT_CACHE_DIR", raising=False)
+    monkeypatch.setenv("HOME", home)
+    with pytest.warns(UserWarning, match="no home"):
+        assert machine.cache_root().is_relative_to(tempfile.gettempdir())

@@ -128,6 +128,8 @@ FALLBACKS = [
     ({"allocator": "expandable"}, CPU, {}, {"allocator": "default"}, "CUDA GPU"),
     ({"prefetch": True}, GPU, {}, {"pin_memory": True}, "page-locked"),
     ({"cache": "device", "workers": 2}, CPU, {}, {"cache": "ram", "workers": 0}, "memory is the RAM"),
+    ({"workers": 150}, CPU, {}, {"workers": 2}, "the 2 cores"),
+    ({"workers": 16}, CPU, {}, {}, ""),
     ({"workers": 2}, dataclasses.replace(CPU, operating_system="win32"), {}, {"workers": 0}, "WSL2"),
     ({"cache": "ram", "features_on": "device"}, GPU, {}, {"features_on": "cpu"}, "holds features"),
     # The data.

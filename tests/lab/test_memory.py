@@ -160,3 +160,7 @@ assert any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="it is about a GPU's memory")
 def test_the_allocator_took_what_it_was_told():
     subprocess.run([sys.executable, "-c", EXPANDABLE], check=True)
+
+
+def test_what_onednn_says_without_memory_is_out_of_memory():
+    assert memory.is_out_of_memory(RuntimeError("could not create a primitive"))
