@@ -113,13 +113,13 @@ class Watch:
         threading.Thread(target=self.look, daemon=True).start()
 
     def wait_for(self, make: Callable[[], Any]) -> Any:
-        """Return what `make` waits for the workers to do. Raises SpeedkitError when they hang."""
+        """Return what `make` waits for the workers to do. Raises DataError when they hang."""
         self.waiting = True
         try:
             return make()
         except Exception:
             if self.hung:
-                raise SpeedkitError(f"{self.hung}; workers=0 shows where") from None
+                raise DataError(f"{self.hung}; workers=0 shows where") from None
             raise
         finally:
             self.waiting = False
@@ -265,11 +265,11 @@ def stops_held_back() -> Iterator[None]:
     try:
         yield
     finally:
-        for stop, handler in handlers.items():
-            signal.signal(stop, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        for stop in came[:1]:
-            signal.raise_signal(stop)
+        for number in came[:1]:
+            signal.raise_signal(number)
 
 
 def workers_of(batches: Any) -> list[BaseProcess]:
