@@ -160,7 +160,7 @@ def cache_root() -> Path:
     home = Path(os.path.expanduser("~"))  # as it stands where there is none
     if home != Path("/") and os.access(home, os.W_OK):
         return home / ".cache" / "speedkit"
-    folder = Path(tempfile.gettempdir(), "speedkit")
+    folder = Path(tempfile.gettempdir(), f"speedkit-{os.getuid()}")  # Windows has homes
     warnings.warn(
         f"there is no home to write to: caches are in {folder}, or where SPEEDKIT_CACHE_DIR says", stacklevel=2
     )

@@ -95,7 +95,7 @@ class BatchMaker(Dataset):
 
 
 @dataclasses.dataclass(eq=False)
-class Watch:
+class HangDetector:
     """Kills the workers of a DataLoader, in a thread, when they do nothing for HUNG_S while they are waited for.
 
     DataLoader's own `timeout` takes a slow batch for a hang, and does not hold while a batch comes out of the shared
@@ -153,7 +153,7 @@ class BatchLoader:
         self.generator = torch.Generator()  # of the workers' seeds: the global random state stays as it is
         self.generator.manual_seed(torch.initial_seed())
         self.loader: DataLoader | None = None
-        self.watch = Watch([])
+        self.detector = HangDetector([])
 
     def __iter__(self) -> Generator[Loaded, None, None]:
         complete = False
@@ -175,9 +175,9 @@ class BatchLoader:
             return iter(self.loader)
         with stops_held_back():
             batches: Any = iter(self.loader)
-        self.watch = Watch(workers_of(batches), self.maker.reading)
+        self.detector = HangDetector(workers_of(batches), self.maker.reading)
         atexit.register(self.close)  # Python, going out, would wait for ever: the workers ignore SIGTERM
-        self.watch.start()
+        self.detector.start()
         return batches
 
     def make_loader(self) -> DataLoader:
@@ -208,13 +208,13 @@ class BatchLoader:
     def receive(self, make: Callable[[], Any]) -> Any:
         """Return what `make` waits for the workers to do. Raises SpeedkitError when one failed, died or hung."""
         try:
-            made = self.watch.wait_for(make)
+            made = self.detector.wait_for(make)
         except Exception as error:
             if not self.processes:
                 raise
-            if self.watch.hung:
+            if self.detector.hung:
                 worker = max(range(len(self.processes)), key=self.maker.reading.__getitem__)
-                raise self.maker.failure(worker, self.watch.hung) from None
+                raise self.maker.failure(worker, self.detector.hung) from None
             raise self.dead_worker() or self.maker.failure(0, error) from None
         if isinstance(made, SpeedkitError):
             raise made
@@ -235,7 +235,7 @@ class BatchLoader:
     @property
     def processes(self) -> list[BaseProcess]:
         """The worker processes."""
-        return self.watch.processes
+        return self.detector.processes
 
     def set_running(self, running: bool) -> None:
         """Let the workers go on or stand still."""
@@ -243,10 +243,10 @@ class BatchLoader:
 
     def close(self) -> None:
         """End the workers by force: they may be stopped, or hang."""
-        self.watch.ended.set()
+        self.detector.ended.set()
         kill(self.processes)
         self.loader = None
-        self.watch = Watch([])
+        self.detector = HangDetector([])
         atexit.unregister(self.close)
 
 

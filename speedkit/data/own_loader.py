@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from speedkit.data.batch import OwnBatch, own_batch
-from speedkit.data.batches import Watch, set_running, workers_of
+from speedkit.data.batches import HangDetector, set_running, workers_of
 from speedkit.data.sampler import BatchSampler
 from speedkit.errors import UsageError
 from speedkit.machine import MEMORY_SHARE, free_bytes
@@ -137,18 +137,20 @@ def why_not_kept(loader: Any) -> str:
 # ---- its batches as those of a workload ----
 
 
-def watched(loader: Any, watch: Watch, begin: Callable[[Any], Iterator[Any]] = iter) -> Generator[Any, None, None]:
-    """Yield the batches of an epoch of `loader`, with a `watch` over its workers unless it has a timeout of its own."""
-    watch.processes = workers_of(getattr(loader, "_iterator", None))  # persistent ones
+def epoch_of(
+    loader: Any, detector: HangDetector, begin: Callable[[Any], Iterator[Any]] = iter
+) -> Generator[Any, None, None]:
+    """Yield the batches of an epoch of `loader`; the `detector` looks at its workers, but where it has a timeout."""
+    detector.processes = workers_of(getattr(loader, "_iterator", None))  # persistent ones
     if getattr(loader, "num_workers", 0) and not getattr(loader, "timeout", 0):
-        watch.start()
+        detector.start()
     try:
-        batches = watch.wait_for(functools.partial(begin, loader))
-        watch.processes = workers_of(batches)
-        while (batch := watch.wait_for(functools.partial(next, batches, END))) is not END:
+        batches = detector.wait_for(functools.partial(begin, loader))
+        detector.processes = workers_of(batches)
+        while (batch := detector.wait_for(functools.partial(next, batches, END))) is not END:
             yield batch
     finally:
-        watch.ended.set()
+        detector.ended.set()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -189,8 +191,8 @@ class LoaderSource:
         self.plan = plan
         self.loader: Any = None
         self.generators: list[torch.Generator] = []
-        self.watch = Watch([])
-        self.batches = watched((), self.watch)  # of the epoch in progress
+        self.detector = HangDetector([])
+        self.batches = epoch_of((), self.detector)  # of the epoch in progress
 
     def __iter__(self) -> Generator[tuple[OwnBatch, dict[str, str]], None, None]:
         seed = (self.sampler.seed or 0) * 1_000_003 + self.sampler.epoch
@@ -202,8 +204,8 @@ class LoaderSource:
         for generator in self.generators:
             generator.manual_seed(seed)
         state = self.generators[0].get_state()
-        self.watch = Watch([])
-        self.batches = watched(self.loader, self.watch)
+        self.detector = HangDetector([])
+        self.batches = epoch_of(self.loader, self.detector)
         for number in numbers:
             with torch.random.fork_rng(devices=[]):
                 torch.set_rng_state(state)
@@ -237,7 +239,7 @@ class LoaderSource:
     @property
     def processes(self) -> list[Any]:
         """The loader's worker processes."""
-        return self.watch.processes
+        return self.detector.processes
 
     def set_running(self, running: bool) -> None:
         """Let the workers go on or stand still."""

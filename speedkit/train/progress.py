@@ -25,8 +25,8 @@ def display_mode(show: bool | str) -> str:
         kernel = getattr(ipython.get_ipython(), "kernel", None)
     # JupyterLab, Notebook and VS Code name the cell that they ask to run. Papermill, nbval and nbconvert, whose outputs
     # are kept and compared, do not.
-    watched = kernel is not None and "cellId" in kernel.get_parent().get("metadata", {})
-    return "bar" if watched or sys.stderr.isatty() else "lines"
+    in_a_cell = kernel is not None and "cellId" in kernel.get_parent().get("metadata", {})
+    return "bar" if in_a_cell or sys.stderr.isatty() else "lines"
 
 
 class Progress:
