@@ -168,7 +168,7 @@ class NotebookRun:
 
 
 def without_tags(value: Any) -> Any:
-    """Return a text whose HTML is shown and not acted on: a file's name, say, may hold some. Others stay as they are."""
+    """Return a text whose HTML is shown and not acted on: the name of a file may hold some. Others stay as they are."""
     if not isinstance(value, str):
         return value
     return re.sub("<(?=[a-zA-Z/!?])", "&lt;", value)
