@@ -4,6 +4,7 @@ import functools
 import logging
 import multiprocessing
 import os
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -108,7 +109,7 @@ class NotebookRun:
         """Show `text` as Markdown: what was seen, in sentences with the numbers of this run."""
         from IPython import display
 
-        display.display(display.Markdown(text))
+        display.display(display.Markdown(without_tags(text)))
 
     def verdict(
         self, claim: str, verdict: str, why: str, *, measurement: str | None = None, value: float | None = None
@@ -133,7 +134,7 @@ class NotebookRun:
         import pandas
 
         self.record["tables"][name] = jsonable(list(rows))
-        return pandas.DataFrame(self.record["tables"][name])
+        return pandas.DataFrame(self.record["tables"][name]).map(without_tags)
 
     def plan(self, name: str, effective: "EffectivePlan") -> None:
         """Record a resolved plan: what was asked, what is honoured here, and why it falls back."""
@@ -164,6 +165,13 @@ class NotebookRun:
         failed = [row["check"] for row in checks if row["verdict"] == "failed"]
         if failed:
             raise SpeedkitError(f"{len(failed)} of this notebook's checks failed: {'; '.join(failed)}")
+
+
+def without_tags(value: Any) -> Any:
+    """Return a text whose HTML is shown and not acted on: the name of a file may hold some. Others stay as they are."""
+    if not isinstance(value, str):
+        return value
+    return re.sub("<(?=[a-zA-Z/!?])", "&lt;", value)
 
 
 def _without_folders(values: Row) -> dict[str, Any]:

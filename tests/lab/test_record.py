@@ -161,3 +161,14 @@ def test_damage_to_a_record_is_named_by_file_and_field(notebooks, tmp_path):
     (tmp_path / "damaged.json").write_text(json.dumps(record))
     with pytest.raises(SpeedkitError, match=r"damaged.json.*measurements.0.seconds_b.1: Input should be greater"):
         load_record(tmp_path / "damaged.json")
+
+
+def test_what_a_file_is_called_is_shown_and_not_run(monkeypatch):
+    run, shown = start("90_tune"), []
+    table = run.table("files", [{"path": "<script>alert(1)</script>.wav", "seconds": 1.5, "why": "2 < 3"}])
+    page = table.style.format({"seconds": "{:.1f}"}).to_html()
+    assert "&lt;script>" in page and "<script" not in page and "2 < 3" in page
+    assert run.record["tables"]["files"][0]["path"] == "<script>alert(1)</script>.wav"
+    monkeypatch.setattr("IPython.display.display", lambda markdown: shown.append(markdown.data))
+    run.tell("**two** files, <img src=x onerror=alert(1)> among them")
+    assert shown == ["**two** files, &lt;img src=x onerror=alert(1)> among them"]
