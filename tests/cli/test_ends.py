@@ -52,16 +52,13 @@ def test_a_run_ends_with_one_sentence_and_leaves_no_process(fault, code, words, 
     assert psutil.wait_procs(group, timeout=10)[1] == []
 
 
-TRAIN = [sys.executable, "-m", "speedkit", "train", "tiny:points", "--log-every", "1"]
+HANG_UP = "import os, signal; os.kill(os.getpid(), signal.SIGHUP); from speedkit.cli import main; main()"
 
 
 @pytest.mark.parametrize("gone", ["pipe", "disk", "nohup"])
 def test_a_training_goes_on_without_its_output_and_under_nohup(gone, tmp_path):
-    command = [*TRAIN, "--out", str(tmp_path / "out")]
-    if gone == "nohup":
-        command = ["nohup", sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGHUP)"]
-        command = [*command[:3], f"{command[3]}; import sys; from speedkit.cli import main; main()"]
-        command += [*TRAIN[3:], "--out", str(tmp_path / "out")]
+    start = ["nohup", sys.executable, "-c", HANG_UP] if gone == "nohup" else [sys.executable, "-m", "speedkit"]
+    command = [*start, "train", "tiny:points", "--log-every", "1", "--out", str(tmp_path / "out")]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{TESTS}"}
     output = open("/dev/full", "w") if gone == "disk" else subprocess.PIPE  # noqa: SIM115
     process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.PIPE, text=True)
