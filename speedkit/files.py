@@ -73,13 +73,15 @@ def claim_folder(folder: str | Path, kind: str, resume: bool = False) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         if marker.exists() and not marker.read_text():  # as a full disk has left it
             marker.unlink()
+        for left in folder.glob("..speedkit-run.*.tmp"):  # by a run that was killed
+            left.unlink()
         if marker.exists():
             content = f"a {marker.read_text()} run"
         if any(folder.iterdir()) and not (resume and content == f"a {kind} run"):
             hint = "name another with --out, or go on with it by --resume"
             raise UsageError(f"output folder {folder} already holds {content}: {hint}")
         write_text(marker, kind)
-        for left in folder.glob(".checkpoint.pt.*.tmp"):  # by a run that was killed
+        for left in folder.glob(".checkpoint.pt.*.tmp"):
             left.unlink()
     except OSError as error:
         raise UsageError(f"output folder {folder} cannot be written ({error.strerror})") from error

@@ -222,15 +222,14 @@ class BatchLoader:
 
     def dead_worker(self) -> SpeedkitError | None:
         """Return the error of a worker that has died, or does so now."""
-        wait([process.sentinel for process in self.processes], END_S)  # for the first that ends
-        dead = [worker for worker, process in enumerate(self.processes) if not process.is_alive()]
-        if not dead:
-            return None
-        worker = dead[0]
-        process = self.processes[worker]
-        process.join(END_S)  # its files are closed before its exit code can be read
-        died = f"a loader process died (exit code {process.exitcode}, where -9 may mean that memory is out)"
-        return self.maker.failure(worker, died)
+        ended = wait([process.sentinel for process in self.processes], END_S)  # for the first that ends
+        for worker, process in enumerate(self.processes):
+            if process.sentinel not in ended:
+                continue
+            process.join(END_S)  # its files, and with them the sentinel, are closed before it is seen to be dead
+            died = f"a loader process died (exit code {process.exitcode}, where -9 may mean that memory is out)"
+            return self.maker.failure(worker, died)
+        return None
 
     @property
     def processes(self) -> list[BaseProcess]:

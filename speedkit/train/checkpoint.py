@@ -1,19 +1,15 @@
 """Checkpoints: all that a run needs to go on as if it had never stopped."""
 
-import dataclasses
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from xxhash import xxh3_64_hexdigest
 
 from speedkit.errors import SpeedkitError, UsageError
 from speedkit.train.checkpoint_file import NAME, PREVIOUS, read
 from speedkit.train.optimizer import restore_optimizer
 from speedkit.train.run import TrainingRun
-from speedkit.workload import Workload
 
 HISTORY = ("loss", "log_steps", "log_step_s", "evaluations", "tested", "seconds", "skipped", "recoveries")
 
@@ -23,7 +19,7 @@ def save(run: TrainingRun) -> None:
     learner = run.learner
     step = run.position.step
     state: dict[str, Any] = {
-        "job": job_of(run),
+        "job": run.job,
         "step": step,
         "epoch": run.data.train.epoch,
         "position": run.data.train.position,
@@ -54,29 +50,35 @@ def load(run: TrainingRun, folder: Path) -> None:
         except Exception as error:  # torch raises whatever its unpickler does
             run.reporting.progress.say(f"  {path} cannot be read: {error or type(error).__name__}")
             continue
-        for key, value in job_of(run).items():
+        for key, value in run.job.items():
             before = state["job"].get(key, value)  # an older version may not know the key
             if before != value:
                 raise UsageError(f"{path} belongs to another run: {key} is {before} there, {value} here")
         try:
-            restore(run, state)
+            restore_learner(run, state)
         except RuntimeError as error:
             difference = str(error).splitlines()[-1].strip()
             raise UsageError(f"{path} belongs to another model: {difference}") from error
+        restore_place(run, state)
         return
     if paths:
         raise SpeedkitError(f"{paths[0]} cannot be read, nor can one before it: remove it to start over")
 
 
-def restore(run: TrainingRun, state: dict[str, Any]) -> None:
-    """Put `run` where it was when `state` was saved."""
+def restore_learner(run: TrainingRun, state: dict[str, Any]) -> None:
+    """Set weights and optimizer to what `state` holds. Raises RuntimeError where the model's shapes differ."""
     learner = run.learner
-    rank = 0 if run.ranks is None else run.ranks.rank
     if run.ranks is not None and run.ranks.sharded:
         run.ranks.restore_sharded(learner.model, learner.optimizer, state)
     else:
         learner.model.load_state_dict(state["model"])
         restore_optimizer(learner.optimizer, state["optimizer"])
+
+
+def restore_place(run: TrainingRun, state: dict[str, Any]) -> None:
+    """Put `run`, but for its weights and optimizer, where it was when `state` was saved."""
+    learner = run.learner
+    rank = 0 if run.ranks is None else run.ranks.rank
     if state["scaler"]:  # else the run that saved it had no float16
         learner.precision.scaler.load_state_dict(state["scaler"])
     learner.guard.good_steps.fill_(state["steps_made"])
@@ -89,28 +91,6 @@ def restore(run: TrainingRun, state: dict[str, Any]) -> None:
         set_random_state(random_states[rank], run.device)
     history = run.reporting.history
     vars(history).update(state["history"], resumed_from=state["step"])
-
-
-def job_of(run: TrainingRun) -> dict[str, Any]:
-    """Return what two runs have in common that are one."""
-    recipe = dataclasses.asdict(run.recipe)
-    del recipe["on_nonfinite"]  # a run that a bad step has ended goes on without such steps
-    return {
-        "workload": run.workload.name,
-        "train_items": len(run.workload.train),
-        "validation_items": len(run.workload.validation),
-        "names of items and classes": names_in(run.workload),
-        **recipe,
-    }
-
-
-def names_in(workload: Workload) -> str:
-    """Return a hash of the names of classes and of items that have a path, wherever the folder with all of them is."""
-    items = (*workload.train, *workload.validation) if workload.own_loader is None else ()
-    paths = [str(item.path) for item in items if hasattr(item, "path")]
-    folder = os.path.commonprefix(paths)  # noqa: RUF071 (by characters, for a path may be any text)
-    names = [*workload.classes, *(path.removeprefix(folder) for path in paths)]
-    return xxh3_64_hexdigest(os.fsencode("\n".join(names)))
 
 
 def get_random_state(device: torch.device) -> list[Tensor]:

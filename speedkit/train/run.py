@@ -3,13 +3,15 @@
 import contextlib
 import dataclasses
 import functools
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor, nn
+from xxhash import xxh3_64_hexdigest
 
 from speedkit.data.loader import BatchStream
 from speedkit.fallbacks import EffectivePlan
@@ -142,6 +144,28 @@ class TrainingRun:
         """The effective plan."""
         return self.effective.plan
 
+    @functools.cached_property
+    def job(self) -> dict[str, Any]:
+        """What two runs have in common that are one."""
+        recipe = dataclasses.asdict(self.recipe)
+        del recipe["on_nonfinite"]  # a run that a bad step has ended goes on without such steps
+        return {
+            "workload": self.workload.name,
+            "train_items": len(self.workload.train),
+            "validation_items": len(self.workload.validation),
+            "names of items and classes": names_in(self.workload),
+            **recipe,
+        }
+
     def close(self) -> None:
         """End loader processes, progress bar and the writing of a checkpoint; put back what was set for the process."""
         self.ends.close()
+
+
+def names_in(workload: Workload) -> str:
+    """Return a hash of the names of classes and of items that have a path, wherever the folder with all of them is."""
+    items = (*workload.train, *workload.validation) if workload.own_loader is None else ()
+    paths = [str(item.path) for item in items if hasattr(item, "path")]
+    folder = os.path.commonprefix(paths)  # noqa: RUF071 (by characters, for a path may be any text)
+    names = [*workload.classes, *(path.removeprefix(folder) for path in paths)]
+    return xxh3_64_hexdigest(os.fsencode("\n".join(names)))

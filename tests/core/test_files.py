@@ -48,6 +48,7 @@ def test_one_folder_holds_one_run_which_its_own_kind_goes_on_with(tmp_path):
 
 def test_an_empty_marker_and_half_a_checkpoint_of_a_killed_run_stop_nobody(tmp_path):
     (tmp_path / ".speedkit-run").touch()
+    (tmp_path / "..speedkit-run.0a1b2c3d.tmp").touch()
     claim_folder(tmp_path, "train")
     (tmp_path / ".checkpoint.pt.0a1b2c3d.tmp").touch()
     claim_folder(tmp_path, "train", resume=True)

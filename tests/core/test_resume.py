@@ -17,7 +17,7 @@ from tiny import jitter, opened, outcome, points, trained
 
 from speedkit.errors import SpeedkitError, UsageError
 from speedkit.plan import Plan
-from speedkit.train import checkpoint, checkpoint_file
+from speedkit.train import checkpoint, checkpoint_file, run
 from speedkit.train.fit import finish
 from speedkit.train.loop import steps
 
@@ -73,7 +73,7 @@ def test_other_items_other_classes_and_another_model_are_refused_and_another_fol
     moved = dataclasses.replace(
         lively(), train=[dataclasses.replace(item, path=f"a/{item.path}") for item in lively().train]
     )
-    assert checkpoint.names_in(moved) == checkpoint.names_in(lively())
+    assert run.names_in(moved) == run.names_in(lively())
 
 
 def test_a_second_run_in_the_same_folder_is_refused_while_the_first_goes_on(stopped):
