@@ -51,6 +51,7 @@ def picture(torchs_own=TORCHS_OWN):
         ),
         "autograd": (torch.is_grad_enabled(), torch.is_anomaly_enabled(), torch.is_autocast_enabled("cpu")),
         "stance": str(torch._dynamo.eval_frame._stance),
+        "recompiles": torch._dynamo.config.recompile_limit,
         "profilers": (torch.autograd._profiler_enabled(), sys.getprofile()),
         "patched": (torch.autograd.backward, torch.save, torch.Tensor.cpu, DataLoader.__iter__, nn.Module.__init__),
         "signals": {which: signal.getsignal(which) for which in signal.valid_signals() - {signal.SIGCHLD}},

@@ -37,6 +37,13 @@ def apply_compile(model: nn.Module, plan: Plan, workload: Workload | None = None
     return ""
 
 
+def recompiles_allowed(plan: Plan) -> contextlib.AbstractContextManager:
+    """Return the context in which one function may have RECOMPILE_LIMIT graphs, if the plan compiles."""
+    if plan.compile == "off":
+        return contextlib.nullcontext()
+    return torch._dynamo.config.patch(recompile_limit=max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit))
+
+
 def remove_compile(model: nn.Module) -> None:
     """Let `model` and its blocks run eagerly from now on."""
     for module in model.modules():
@@ -45,7 +52,6 @@ def remove_compile(model: nn.Module) -> None:
 
 def _options(plan: Plan, workload: Workload | None) -> dict[str, Any]:
     """Return the arguments of torch.compile: fixed shapes, but a second graph where lengths differ without buckets."""
-    torch._dynamo.config.recompile_limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
     if workload is None or workload.own_loader is not None:  # somebody's own batches, of unknown shapes
         return {"backend": BACKEND, "mode": plan.compile}
     if workload.length is None or plan.bucket:

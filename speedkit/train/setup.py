@@ -67,6 +67,7 @@ def setup_run(
     with contextlib.ExitStack() as ends:  # of a run that cannot be set up they are reached here, else by its `close`
         ends.enter_context(process_state_kept(hardware.device))
         effective = resolve(asked, hardware, strict, workload=workload, batch_size=recipe.batch_size)
+        ends.enter_context(compile.recompiles_allowed(effective.plan))
         ranks = join(effective.plan, recipe, hardware.device)
         first = ranks is None or ranks.rank == 0  # which speaks and writes for all
         resume = resume or (ranks is not None and ranks.restarted)
@@ -132,6 +133,7 @@ def open_data(
     """Return the data of a run: the streams of this rank's batches. What is missing of the cache is made here."""
 
     def open_stream(items: Sequence[Any], *, cached: bool, seed: int | None) -> BatchStream:
+        """Return the stream of `items`, shuffled by `seed`, or in order where it is None."""
         cache = None
         if cached:
             cache = open_cache(workload, items, plan, device=device, cache_dir=cache_dir, progress=show)

@@ -11,16 +11,20 @@ from tiny import points, trained
 
 from speedkit.errors import SpeedkitError
 from speedkit.plan import Plan
+from speedkit.train import compile
 
 
 @pytest.fixture(autouse=True)
-def set_by_the_user():
+def set_by_the_user(monkeypatch):
     """Switches that are not at their defaults, and random numbers in the middle of their course."""
+    monkeypatch.setattr(compile, "BACKEND", "aot_eager")  # which generates no code
     torch.manual_seed(7)
     torch.rand(3)
     torch.backends.cudnn.benchmark = True
     torch.set_float32_matmul_precision("high")
-    trained(points(train=32, test=8))  # what the first use of torch's parts sets is torch's
+    for plan in (Plan(), Plan(compile="default")):  # what the first use of torch's parts sets is torch's
+        trained(points(train=32, test=8), plan=plan)
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 9)
     torch.manual_seed(8)
     yield
     torch.backends.cudnn.benchmark = False
@@ -33,6 +37,7 @@ PLANS = {
     "tf32": Plan(precision="tf32"),
     "fp32": Plan(precision="fp32", workers=1, micro_batch=4),
     "auto": Plan(micro_batch="auto", cache="ram"),
+    "compile": Plan(compile="default"),
 }
 
 
