@@ -24,9 +24,9 @@ def set_by_the_user(monkeypatch):
     torch.set_float32_matmul_precision("high")
     for plan in (Plan(), Plan(compile="default")):  # what the first use of torch's parts sets is torch's
         trained(points(train=32, test=8), plan=plan)
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 9)
     torch.manual_seed(8)
-    yield
+    with torch._dynamo.config.patch(recompile_limit=9):
+        yield
     torch.backends.cudnn.benchmark = False
     torch.set_float32_matmul_precision("highest")
 
