@@ -303,10 +303,8 @@ def kill(processes: Iterable[BaseProcess]) -> None:
 
 def set_running(processes: Iterable[BaseProcess], running: bool) -> None:
     """Let processes go on or stand still."""
+    act = psutil.Process.resume if running else psutil.Process.suspend
     for process in processes:
-        if not process.is_alive():
-            continue
-        if running:
-            psutil.Process(process.pid).resume()
-        else:
-            psutil.Process(process.pid).suspend()
+        with contextlib.suppress(psutil.NoSuchProcess):  # a HangDetector may end it meanwhile
+            if process.is_alive():
+                act(psutil.Process(process.pid))
