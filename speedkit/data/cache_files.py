@@ -125,7 +125,7 @@ def item_key(item: Any, size: int) -> int:
 
     An item without a path is hashed by its content.
     """
-    return xxh3_64_intdigest(os.fsencode(f"{_identity(item)} {size}"))
+    return xxh3_64_intdigest(f"{_identity(item)} {size}".encode(errors="surrogateescape"))  # os.fsencode is slow
 
 
 def _identity(item: Any) -> str:
