@@ -239,7 +239,7 @@ class BatchStream:
             self.frames += len(inputs) * padded
             if padded > inputs.shape[-1]:
                 inputs = pad(inputs, (0, padded - inputs.shape[-1]))
-        return batch._replace(inputs=inputs)
+        return batch if inputs is batch.inputs else batch._replace(inputs=inputs)
 
     def close(self) -> None:
         """End the workers, paused ones too."""

@@ -64,8 +64,6 @@ class StepGuard:
     @torch.no_grad()
     def after_step(self) -> None:
         """Count the step if it was good, else put the buffers back."""
-        if not self.active:
-            return
         good = self.found_inf == 0
         self.good_steps += good
         for before, buffer in zip(self.buffers_before, self.buffers, strict=True):
