@@ -61,13 +61,15 @@ class StepGuard:
             self.optimizer.zero_grad(set_to_none=True)  # the optimizer finds nothing to do
         return loss if self.scaled else torch.where(self.found_inf == 0, loss, torch.nan)
 
-    @torch.no_grad()
     def after_step(self) -> None:
         """Count the step if it was good, else put the buffers back."""
-        good = self.found_inf == 0
-        self.good_steps += good
-        for before, buffer in zip(self.buffers_before, self.buffers, strict=True):
-            torch.where(good, buffer, before, out=buffer)
+        if not self.active:
+            return
+        with torch.no_grad():
+            good = self.found_inf == 0
+            self.good_steps += good
+            for before, buffer in zip(self.buffers_before, self.buffers, strict=True):
+                torch.where(good, buffer, before, out=buffer)
 
 
 @dataclasses.dataclass

@@ -86,8 +86,7 @@ def train(run: TrainingRun) -> Generator[int, None, None]:
         position.batch = None  # from here on the step cannot be repeated
         scaler.step(optimizer)
         scaler.update()
-        if guard.active:
-            guard.after_step()
+        guard.after_step()
         position.step += 1
         position.last_loss = step_loss
         position.recent.append((step_loss, run.data.train.epoch, run.data.train.position))
