@@ -79,8 +79,6 @@ class BatchStream:
         rank: int = 0,
         world_size: int = 1,
     ):
-        if not items:
-            raise SpeedkitError(f"workload {workload.name} has no readable item to train or test on")
         self.workload = workload
         self.plan = plan
         self.device = device

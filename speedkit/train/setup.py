@@ -15,7 +15,7 @@ from torch import nn
 from speedkit.config import to_yaml
 from speedkit.data.cache import open_cache
 from speedkit.data.loader import BatchStream
-from speedkit.errors import PlanError
+from speedkit.errors import PlanError, SpeedkitError
 from speedkit.fallbacks import EffectivePlan, Fallback, resolve
 from speedkit.files import claim_folder, folder_held, write_text
 from speedkit.machine import this_machine
@@ -134,6 +134,8 @@ def open_data(
 
     def open_stream(items: Sequence[Any], *, cached: bool, seed: int | None) -> BatchStream:
         """Return the stream of `items`, shuffled by `seed`, or in order where it is None."""
+        if not items:
+            raise SpeedkitError(f"workload {workload.name} has no readable item to train or test on")
         cache = None
         if cached:
             cache = open_cache(workload, items, plan, device=device, cache_dir=cache_dir, progress=show)
