@@ -204,9 +204,10 @@ def tune(workload: str, notebook: bool, **values: Any) -> None:
 
 
 @commands.command(cls=WorkloadOrScript, params=[PLAN, *RUN, *field_options(Plan)])
-@click.argument("workload", metavar="WORKLOAD | SCRIPT")
+@click.argument("workload", metavar="WORKLOAD | SCRIPT", default="")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="")
 @click.option("--trace", metavar="FILE", help="keep the profiler's trace, for ui.perfetto.dev")
+@click.option("--read-trace", metavar="FILE", help="profile nothing: read what torch.profiler wrote, anywhere")
 def profile(workload: str, arguments: tuple[str, ...], plan: str, **values: Any) -> None:
     """Say why training is slow, what to change, and what that gives: of a WORKLOAD, a function, or a SCRIPT.
 
@@ -219,6 +220,12 @@ def profile(workload: str, arguments: tuple[str, ...], plan: str, **values: Any)
     from speedkit.measure.bottlenecks import as_text, profile_workload
     from speedkit.measure.script import next_levers
 
+    read_trace = values["read_trace"]
+    if (read_trace is None) == (not workload):
+        raise UsageError("name a WORKLOAD, a SCRIPT or --read-trace FILE, one of them")
+    if read_trace is not None:
+        profile_trace_file(Path(read_trace), values["out"])
+        return
     if arguments:
         raise UsageError(f"{arguments[0]!r} is one argument too many: only a script, NAME.py, has arguments of its own")
     asked = find_plan(plan, values)
@@ -230,6 +237,17 @@ def profile(workload: str, arguments: tuple[str, ...], plan: str, **values: Any)
     if not breakdown["bottlenecks"]:
         click.echo(next_levers(asked, breakdown["rows"], values["device"]))
     click.echo(f"breakdown.json in {folder}")
+
+
+def profile_trace_file(path: Path, out: Path) -> None:
+    """Show why the steps in a trace file take long. Raises UsageError for what is no trace."""
+    from speedkit.measure.bottlenecks import as_text
+    from speedkit.measure.trace_profile import profile_trace
+
+    report = profile_trace(path)
+    folder = claim_folder(out, "profile")
+    write_json(folder / "breakdown.json", report)
+    click.echo(f"{as_text(report)}\nbreakdown.json in {folder}")
 
 
 def profile_script(script: Path, arguments: tuple[str, ...], out: Path) -> None:

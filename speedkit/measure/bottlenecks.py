@@ -5,7 +5,7 @@ import functools
 import math
 import os
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from speedkit.measure.peaks import matmul_rates
 from speedkit.measure.process import process_kept
 from speedkit.measure.roofline import roofline
 from speedkit.measure.timeline import BACKWARD, COMPILATION, DATA, EVALUATION, FORWARD, OPTIMIZER, OTHER
-from speedkit.measure.trace import BANDWIDTH, COMPUTE, COPY, LAUNCH, SYNC
+from speedkit.measure.trace import BANDWIDTH, COMMUNICATION, COMPUTE, COPY, LAUNCH, SYNC
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.workload import Workload
@@ -33,6 +33,7 @@ SLOW_DISK = 2.0  # times as long for reading a batch's files as for reading them
 MIN_SMALL_ON_CPU = 0.20  # of a step, for calling operators: an eighth of a healthy small step goes into it
 MIN_PASSES = 0.60  # of a step, for passes over memory: of a healthy small step in bf16 they are up to 0.52
 SMALL_BYTES = 4e9
+EXCHANGE_LESS = "exchange less often (larger batches), less (in bf16), or beside the backward pass (DDP's buckets)"
 MAKE_ROOM = "less than 4 GB of GPU memory: --micro-batch auto, --precision fp16, --checkpointing blocks, lower --width"
 Row = dict[str, Any]
 
@@ -130,9 +131,10 @@ def costly_switches(device: torch.device) -> list[str]:
 # ---- the bottlenecks ----
 
 
-def rank(breakdown: Breakdown, hardware: Hardware) -> list[Row]:
+def rank(breakdown: Breakdown, hardware: Hardware, rates: Mapping[str, float] | None = None) -> list[Row]:
     """Return the bottlenecks of a step, the best change first; none on a healthy run.
 
+    `rates` are those of products of matrices by number format, by default as measured here.
     Rows are `{cause, evidence, field, change, seconds, predicted_speedup_low, predicted_speedup_high}`, with `seconds`
     per step; `field` is None where the plan has none for the change.
     """
@@ -141,7 +143,7 @@ def rank(breakdown: Breakdown, hardware: Hardware) -> list[Row]:
     for found in (
         *_data_bottlenecks(breakdown, hardware),
         *_host_bottlenecks(breakdown),
-        *_operator_bottlenecks(breakdown, hardware),
+        *_operator_bottlenecks(breakdown, hardware, rates or matmul_rates(hardware)),
     ):
         seconds = found.seconds
         if seconds is None:
@@ -192,6 +194,7 @@ def _host_bottlenecks(breakdown: Breakdown) -> Iterator[Bottleneck]:
     # Page-locked memory is copied faster, and only copies of it can hide behind the computing.
     pinned = "pin_memory=True, prefetch=True"
     yield Bottleneck("large copies", COPY, pinned, "the device waits for a batch's copy", saved=(0.5, 1.0))
+    yield Bottleneck("communication", COMMUNICATION, EXCHANGE_LESS, "GPUs exchange data, and nothing else runs", 0.1)
     read = next(iter(breakdown.facts.syncs), None)
     if read and any(word in read.code for word in REPORTING):
         both_s = breakdown.step_s * (breakdown.share(SYNC) + breakdown.share(OTHER))
@@ -207,7 +210,7 @@ def _host_bottlenecks(breakdown: Breakdown) -> Iterator[Bottleneck]:
     yield Bottleneck("validation too often", EVALUATION, "validate_every=0, or larger", "the model is evaluated", 0.1)
 
 
-def _operator_bottlenecks(breakdown: Breakdown, hardware: Hardware) -> Iterator[Bottleneck]:
+def _operator_bottlenecks(breakdown: Breakdown, hardware: Hardware, rates: Mapping[str, float]) -> Iterator[Bottleneck]:
     """Yield where operators take longer than they must, to be called or to compute."""
     trace = breakdown.facts.trace
     small_s, products_s, passes_s = _operator_seconds(breakdown, hardware)
@@ -230,8 +233,7 @@ def _operator_bottlenecks(breakdown: Breakdown, hardware: Hardware) -> Iterator[
             seconds=passes_s,
         )
 
-    rates = matmul_rates(hardware)
-    rates.pop("fp8", None)  # which not every layer can be converted to
+    rates = {name: rate for name, rate in rates.items() if name != "fp8"}  # which not every layer can be converted to
     best = max(rates, key=rates.__getitem__)
     slow_s = gained_s = 0.0  # of the products, as profiled
     for name, seconds in trace.products_s.items():

@@ -20,7 +20,8 @@ from speedkit.clock import synchronize
 from speedkit.errors import UsageError
 from speedkit.measure.process import process_kept
 from speedkit.measure.timeline import DATA, FORWARD, OPTIMIZER, RARE, Timeline, timing
-from speedkit.measure.trace import CAUSES, UNEXPLAINED, WINDOW, Trace, read_trace
+from speedkit.measure.trace import CAUSES, UNEXPLAINED, Trace, trace_of
+from speedkit.measure.trace_file import WINDOW, read_window
 from speedkit.measure.waits import Sync, auditing
 from speedkit.measure.warm_up import run_until_steady
 from speedkit.plan import Plan
@@ -123,7 +124,7 @@ class StepObserver:
             self.timeline.annotate = True
             yield  # sets the profiler up
             synchronize(self.device)
-            with torch.profiler.record_function(WINDOW):
+            with torch.profiler.record_function(f"{WINDOW} {self.profiled}"):
                 for _ in range(self.profiled):
                     yield
                 synchronize(self.device)
@@ -131,7 +132,7 @@ class StepObserver:
         with tempfile.TemporaryDirectory() as folder:
             path = str(trace_file or f"{folder}/trace.json")
             profiler.export_chrome_trace(path)
-            self.facts.trace = read_trace(path, self.profiled)
+            self.facts.trace = trace_of(read_window(path))
 
         # Their host syncs.
         if self.audited:

@@ -1,28 +1,26 @@
-"""Read a profiler's trace of training steps, and sort its time by cause."""
+"""Sort the time of a profiler's trace of training steps by cause."""
 
 import collections
 import dataclasses
-import gzip
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas
 
-from speedkit.measure.timeline import COMPILATION, DATA, EVALUATION, HOST, OPTIMIZER, OTHER, PART
+from speedkit.measure.timeline import COMPILATION, DATA, EVALUATION, HOST, OPTIMIZER, OTHER
+from speedkit.measure.trace_file import Event, Span, Window
 
 COPY = "host-to-device copy"
 LAUNCH = "launch-bound"
 SYNC = "sync-bound"
 COMPUTE = "compute-bound"
 BANDWIDTH = "bandwidth-bound"
+COMMUNICATION = "communication"  # of GPUs with each other, while nothing else runs
 IDLE = "idle"
 UNEXPLAINED = "unexplained"
-CAUSES = (DATA, COPY, LAUNCH, SYNC, COMPUTE, BANDWIDTH, *HOST, IDLE, UNEXPLAINED)
-WINDOW = "speedkit window"  # the range around the steps that count
+CAUSES = (DATA, COPY, LAUNCH, SYNC, COMPUTE, BANDWIDTH, COMMUNICATION, *HOST, IDLE, UNEXPLAINED)
 HOST_WORK_S = 1e-4  # so long outside of PyTorch before a launch is other work, not the price of launching
 SMALL_S = 20e-6  # of an operator on a CPU: below it calling costs more than computing
 # What is in the names of kernels, and of operators, that multiply matrices. A kernel replayed from a CUDA graph has no
@@ -32,18 +30,8 @@ PRODUCT_OPERATORS = "mm|conv|attention|linear|lstm|rnn"
 FORMATS = {"float": "fp32", "c10::BFloat16": "bf16", "c10::Half": "fp16", "c10::Float8_e4m3fn": "fp8"}
 
 
-class Span(NamedTuple):
-    """A stretch of time on the host or the device, in seconds since the trace began."""
-
-    begin_s: float
-    end_s: float
-    name: str = ""
-    launch_s: float = -math.inf  # of a kernel or copy, when the host began to launch it; as it is where it is unknown
-
-
 Spans = Sequence[Span]
 Seconds = Mapping[Any, float]  # by cause, or by number format
-Event = dict[str, Any]  # a row of a trace file
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -106,7 +94,8 @@ def classify(
     work_of = collections.defaultdict[str, list[Span]](list)
     for kernel in work:
         work_of[_cause_of_work(kernel, parts)].append(kernel)
-    for name in (SYNC, COPY, BANDWIDTH, COMPUTE, OPTIMIZER, EVALUATION):  # a copy counts where no kernel runs
+    # A copy counts where no kernel runs, and communication where no other one does.
+    for name in (SYNC, COPY, COMMUNICATION, BANDWIDTH, COMPUTE, OPTIMIZER, EVALUATION):
         mark(causes, work_of[name], name)
 
     seconds = pandas.Series(lengths_s)
@@ -124,6 +113,8 @@ def _cause_of_work(work: Span, parts: Iterable[Span]) -> str:
         return COPY
     if "DtoH" in work.name:
         return SYNC  # what comes back is what the host waits for
+    if work.name.startswith("nccl"):
+        return COMMUNICATION
     if OPTIMIZER in launched_in:
         return OPTIMIZER
     if _is_product(work.name):
@@ -139,9 +130,10 @@ def _is_product(kernel: str) -> bool:
     return any(word in name for word in PRODUCT_KERNELS)
 
 
-def read_trace(path: str | Path, steps: int = 1) -> Trace:
-    """Return what lies in the range WINDOW of a file by torch.profiler's `export_chrome_trace`, or of its .gz."""
-    end_s, events = _read_window(path)
+def trace_of(window: Window) -> Trace:
+    """Return what a window of steps holds."""
+    steps = max(1, window.steps)
+    events = window.events
     operators = events["cpu_op"]
     runtime = events["cuda_runtime"] + events["cuda_driver"]
     device = events["kernel"] + events["gpu_memset"] + events["gpu_memcpy"]
@@ -149,41 +141,19 @@ def read_trace(path: str | Path, steps: int = 1) -> Trace:
         return _trace_of_cpu(operators, steps)
 
     work = []
-    launches_s = {event["args"]["correlation"]: event["span"].begin_s for event in runtime}
+    launches_s = {event["args"].get("correlation"): event["span"].begin_s for event in runtime}
     for event in device:
         launch_s = launches_s.get(event["args"].get("correlation"), -math.inf)
         work.append(event["span"]._replace(launch_s=launch_s))
     busy_s, gaps_s = classify(
-        end_s,
+        window.end_s,
         sorted(work),
-        parts=[event["span"] for event in events["user_annotation"] if event["name"].startswith(PART)],
+        parts=window.parts,
         syncs=[event["span"] for event in runtime if event["name"].endswith("Synchronize")],
         calls=[event["span"] for event in operators + runtime],
     )
     products_s = _products_on_gpu(device, operators)
     return Trace(busy_s=busy_s, gaps_s=gaps_s, calls=len(work), products_s=products_s, steps=steps)
-
-
-def _read_window(path: str | Path) -> tuple[float, Mapping[str, list[Event]]]:
-    """Return the length of the range WINDOW, and the events in it by category, each with its `span` inside of it."""
-    content = Path(path).read_bytes()
-    if str(path).endswith(".gz"):
-        content = gzip.decompress(content)
-    events = [event for event in json.loads(content)["traceEvents"] if "dur" in event]
-    # The range has a second row in a GPU's trace, of the category gpu_user_annotation.
-    [window] = [event for event in events if event["name"] == WINDOW and event["cat"] == "user_annotation"]
-    zero_us = window["ts"]
-    end_us = zero_us + window["dur"]
-
-    by_category = collections.defaultdict[str, list[Event]](list)
-    for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):  # callers before what they call
-        begin_us = max(event["ts"], zero_us)
-        until_us = min(event["ts"] + event["dur"], end_us)
-        if begin_us <= until_us:
-            name = event["name"].removeprefix(PART)
-            event["span"] = Span(1e-6 * (begin_us - zero_us), 1e-6 * (until_us - zero_us), name)
-            by_category[event.get("cat", "")].append(event)
-    return 1e-6 * (end_us - zero_us), by_category
 
 
 def _products_on_gpu(device: Iterable[Event], operators: Iterable[Event]) -> Seconds:

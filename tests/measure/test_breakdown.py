@@ -8,7 +8,8 @@ import pytest
 from tiny import DEVICES, busy, load, points, slowed
 
 from speedkit.measure.breakdown import StepFacts, breakdown_of, make_breakdown
-from speedkit.measure.trace import CAUSES, Span, Trace, classify, read_trace
+from speedkit.measure.trace import CAUSES, Trace, classify, trace_of
+from speedkit.measure.trace_file import Span, read_window
 
 TRACES = Path(__file__).parents[1] / "traces"
 MS = 1e-3
@@ -64,7 +65,7 @@ def test_kernels_are_told_by_name_and_those_of_an_update_by_their_launch(name, c
 
 def test_a_trace_of_a_gpu_is_read_with_what_launched_its_kernels():
     """A synthetic one, of 10 ms, in the form that Kineto writes: every kind of row, made to measure."""
-    trace = read_trace(TRACES / "gpu_synthetic.json.gz")
+    trace = trace_of(read_window(TRACES / "gpu_synthetic.json.gz"))
     assert rows(trace.busy_s, trace.gaps_s) == {
         "data wait": 2.0,
         "host-to-device copy": 0.75,
@@ -82,7 +83,9 @@ def test_a_trace_of_a_gpu_is_read_with_what_launched_its_kernels():
 
 
 def test_a_trace_recorded_on_a_cpu_has_its_operators_and_no_work_on_a_device():
-    trace = read_trace(TRACES / "cpu_recorded.json.gz")  # a step of a small net, in the window, after another
+    trace = trace_of(
+        read_window(TRACES / "cpu_recorded.json.gz")
+    )  # a step of a small net, in the window, after another
     assert trace.busy_s == {} and 30 < trace.calls < 178
     assert 0 < trace.small_s < 10 * MS and trace.products_s.keys() == {"fp32"}
 
