@@ -194,5 +194,13 @@ def read_notebook(path: Path) -> Any:
 
     try:
         return nbformat.read(path, as_version=4)
-    except (OSError, ValueError, AttributeError, KeyError, nbformat.ValidationError) as error:
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        KeyError,
+        RecursionError,
+        nbformat.ValidationError,
+    ) as error:
         raise UsageError(f"{path} cannot be read or is not a Jupyter notebook: name another") from error
