@@ -150,8 +150,8 @@ def whole_record(executed: Path) -> Row:
     notebook = read_notebook(executed)
     try:
         nbformat.validate(notebook)
-    except (nbformat.ValidationError, RecursionError) as error:
-        raise SpeedkitError(f"{executed.name} is not a valid notebook, or is nested too deeply") from error
+    except nbformat.ValidationError as error:
+        raise SpeedkitError(f"{executed.name} is not a valid notebook") from error
     record: Any = record_of(notebook)
     if problems := validate_record(record):
         raise SpeedkitError(f"its record is missing or not valid: {problems[0]}")
