@@ -23,7 +23,7 @@ def escaped(text: str) -> str:
 
 def harmless_markdown(text: str) -> str:
     """Return Markdown without HTML, formulas and links, but for links to lessons."""
-    text = without_tags(text.replace("\\", "/"))
+    text = re.sub("&(?!(lt|gt|amp);)", "&amp;", without_tags(text.replace("\\", "/")))
     return re.sub(r"\](?=[(\[:])(?!\(\d\d_\w+\.ipynb\))", "] ", text)
 
 

@@ -119,7 +119,7 @@ def import_published(folder: str | Path) -> dict[str, str]:
     is nothing to take in.
     """
     folder, outcomes = Path(folder), {}
-    for path in (*sorted(folder.glob("records/*/*.json")), *find_notebooks(None, folder)):
+    for path in (*filter(Path.is_file, sorted(folder.glob("records/*/*.json"))), *find_notebooks(None, folder)):
         name = path.relative_to(folder)
         try:
             import_one(path, notebooks_folder() / name)
@@ -146,7 +146,7 @@ def import_one(path: Path, into: Path) -> None:
 
 
 def whole_record(executed: Path) -> Row:
-    """Return the record that the notebook at `executed` carries. Raises SpeedkitError when one of them is not whole."""
+    """Return the record that the notebook at `executed` carries. Raises SpeedkitError when either is damaged."""
     notebook = read_notebook(executed)
     try:
         nbformat.validate(notebook)

@@ -152,6 +152,7 @@ HOSTILE = [  # the data of an output, and what is left of it
     ({"text/html": SCRIPT, "text/plain": SCRIPT}, {"text/plain"}),
     ({"text/markdown": f"[a](javascript:alert(1)) <javascript:alert(1)> {SCRIPT}"}, {"text/markdown"}),
     ({"text/markdown": "[a]\n\n[a]: javascript:alert(1)\n\n$\\href{javascript:alert(1)}{a}$"}, {"text/markdown"}),
+    ({"text/markdown": "&#36;&#92;href{javascript:alert(1)}{a}&#36;"}, {"text/markdown"}),
     ({"image/png": "aGk=\n", "application/javascript": "alert(1)"}, {"image/png"}),
     ({"image/png": f'">{SCRIPT}', "image/svg+xml": f"<svg>{SCRIPT}</svg>", "text/latex": "$x$"}, set()),
 ]
