@@ -16,6 +16,7 @@ import click
 import nbformat
 import torch
 from batch_sizes import markdown_table, section
+from foreign import escaped, harmless_outputs
 from matplotlib import style
 
 from speedkit import files
@@ -117,19 +118,11 @@ def import_published(folder: str | Path) -> dict[str, str]:
     Return what became of each by its path; what other code made than there is here fails. Raises UsageError when there
     is nothing to take in.
     """
-    folder, into, outcomes = Path(folder), notebooks_folder(), {}
-    for path in (*sorted(folder.glob("records/*/*.json")), *find_notebooks(None, folder)):
-        name, source = path.relative_to(folder), into / f"{path.stem.partition('-')[0]}.ipynb"
+    folder, outcomes = Path(folder), {}
+    for path in (*filter(Path.is_file, sorted(folder.glob("records/*/*.json"))), *find_notebooks(None, folder)):
+        name = path.relative_to(folder)
         try:
-            is_record = path.suffix == ".json"
-            record = load_record(path) if is_record else whole_record(path)
-            if record["notebook"] != source.stem or not is_current(record, source):
-                raise SpeedkitError(f"it was made by another version of {source.name} or of the modules it measures")
-            (into / name).parent.mkdir(parents=True, exist_ok=True)
-            if is_record:
-                files.write_json(into / name, record)
-            else:
-                files.write_text(source, with_outputs(source, path))
+            import_one(path, notebooks_folder() / name)
             outcomes[str(name)] = "published"
         except SpeedkitError as error:
             outcomes[str(name)] = f"failed: {error}"
@@ -138,9 +131,28 @@ def import_published(folder: str | Path) -> dict[str, str]:
     return outcomes
 
 
+def import_one(path: Path, into: Path) -> None:
+    """Take in a record, or the harmless outputs of a notebook. Raises SpeedkitError for one that does not fit here."""
+    is_record = path.suffix == ".json"
+    record = load_record(path) if is_record else whole_record(path)
+    source = notebooks_folder() / f"{path.stem.partition('-')[0]}.ipynb"
+    if record["notebook"] != source.stem or not is_current(record, source):
+        raise SpeedkitError(f"it was made by another version of {source.name} or of the modules it measures")
+    into.parent.mkdir(parents=True, exist_ok=True)
+    if is_record:
+        files.write_json(into, record)
+    else:
+        files.write_text(source, with_outputs(source, path, foreign=True))
+
+
 def whole_record(executed: Path) -> Row:
-    """Return the record that the notebook at `executed` carries. Raises SpeedkitError when it is not whole."""
-    record: Any = record_of(read_notebook(executed))
+    """Return the record that the notebook at `executed` carries. Raises SpeedkitError when either is damaged."""
+    notebook = read_notebook(executed)
+    try:
+        nbformat.validate(notebook)
+    except nbformat.ValidationError as error:
+        raise SpeedkitError(f"{executed.name} is not a valid notebook") from error
+    record: Any = record_of(notebook)
     if problems := validate_record(record):
         raise SpeedkitError(f"its record is missing or not valid: {problems[0]}")
     return record
@@ -157,11 +169,19 @@ def record_of(notebook: Any) -> Row | None:
     return next((data[RECORD_MIME] for data in reversed(outputs) if RECORD_MIME in data), None)
 
 
-def with_outputs(source: Path, executed: Path) -> str:
-    """Return the notebook `source` with the outputs of `executed`, without what is papermill's or a widget's."""
+def with_outputs(source: Path, executed: Path, *, foreign: bool = False) -> str:
+    """Return the notebook `source` with the outputs of `executed`, without what is papermill's or a widget's.
+
+    Of a `foreign` one only those that are harmless. Raises SpeedkitError where its code is another.
+    """
     notebook, run = read_notebook(source), read_notebook(executed)
+    if [cell.source for cell in code_cells(notebook)] != [cell.source for cell in code_cells(run)]:
+        raise SpeedkitError(f"its code is not that of {source.name}")
+    record = record_of(run) or {}
     for cell, ran in zip(code_cells(notebook), code_cells(run), strict=True):
         cell.outputs = [output for output in ran.outputs if WIDGET_VIEW not in output.get("data", {})]
+        if foreign:
+            cell.outputs = harmless_outputs(cell.outputs, record)
         cell.execution_count = ran.execution_count
     return as_text(notebook)
 
@@ -194,7 +214,7 @@ def readme_text(readme: Path) -> str:
     blocks = {"notebooks": notebooks_table(folder), "tunings": tunings_table(folder), "peers": peers_table(folder)}
     blocks["picture"] = "No tuning is published yet."
     for record in tunings(folder)[:1]:
-        title = f"The tuning of {record['workload']['name']} on {device_name(record)}"
+        title = f"The tuning of {escaped(record['workload']['name'])} on {machine_name(record)}"
         blocks["picture"] = f"![{title}]({folder.name}/{OPTIMIZATIONS})"
     for name, block in blocks.items():
         start = text.index(f"<!-- generated:{name} -->")
@@ -216,10 +236,16 @@ def tunings_table(folder: Path) -> str:
     for record in tunings(folder):
         side, speedup = headline(record)
         code = f"{record['commit']}, {record['created'][:10]}, {mark(record, folder / TUNE)}"
-        rows.append([device_name(record), record["workload"]["name"], ratio_text(speedup), BASELINES[side], code])
+        workload = escaped(record["workload"]["name"])
+        rows.append([machine_name(record), workload, ratio_text(speedup), BASELINES[side], code])
     return markdown_table(
         ["machine", "workload", "times as fast (99 %)", "as the faster of the two baselines", "code"], rows
     )
+
+
+def machine_name(record: Row) -> str:
+    """Return what the machine of a record is called, as Markdown."""
+    return escaped(device_name(record))
 
 
 def mark(record: Row, notebook: Path) -> str:
@@ -240,7 +266,7 @@ def peers_table(folder: Path) -> str:
 def notebooks_table(folder: Path) -> str:
     """Return what each notebook teaches, its minutes to read and to run, and where it was measured, as a table."""
     by_notebook = {path: [*published(path).values()] for path in find_notebooks(None, folder)}
-    machines = list(dict.fromkeys(device_name(record) for records in by_notebook.values() for record in records))
+    machines = list(dict.fromkeys(machine_name(record) for records in by_notebook.values() for record in records))
     rows = []
     for path, records in by_notebook.items():
         title, _, text = read_notebook(path).cells[0].source.lstrip("# ").partition("\n")
@@ -249,7 +275,7 @@ def notebooks_table(folder: Path) -> str:
         minutes += [str(max(1, round(record["seconds"] / 60))) for record in records[:1]]
         link = f"[{path.stem[:2]} {title.strip()}]({folder.name}/{path.name})"
         # The plain workload's record comes last of a machine's, so that it is the one that is told.
-        measured_on = {device_name(record): mark(record, path) for record in reversed(records)}
+        measured_on = {machine_name(record): mark(record, path) for record in reversed(records)}
         marks = [measured_on.get(machine, "not yet") for machine in machines]
         rows.append([link, claim, " + ".join(minutes), *marks])
     return markdown_table(["notebook", "what it teaches", "minutes: to read + to run", *machines], rows)
@@ -260,11 +286,12 @@ def records_text(folder: Path) -> str:
     rows = []
     for path in find_notebooks(None, folder):
         for file, record in published(path).items():
-            code = "speedkit {speedkit} at {}, torch {torch}".format(record["commit"], **record["versions"])
+            code = escaped("speedkit {speedkit} at {}, torch {torch}".format(record["commit"], **record["versions"]))
             checks = [row["verdict"] for row in record["verdicts"] if not row["claim"]]
             passed = f"{checks.count('passed')} of {len(checks)}"
             day = record["created"][:10]
-            rows.append([file.stem, device_name(record), day, code, record["scale"], passed, mark(record, path)])
+            name = escaped(file.stem)
+            rows.append([name, machine_name(record), day, code, record["scale"], passed, mark(record, path)])
     head = ["record", "machine", "day", "code", "scale", "checks passed", ""]
     about = "# Records\n\nWritten by `speedkit publish`; each record lies in the folder of its machine."
     return f"{about}\n\n{markdown_table(head, rows)}\n{section(folder)}"

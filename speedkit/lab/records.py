@@ -1,6 +1,7 @@
 """Records as they are kept: the shape that pydantic checks, and those that machines left beside the notebooks."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -41,6 +42,23 @@ class Verdict:
 
 
 @dataclasses.dataclass(kw_only=True)
+class Machine:
+    """What the README says of `hardware`; there is more in it."""
+
+    cores: int
+    gpu: str | None = None
+    cpu: str | None = None
+
+
+@dataclasses.dataclass(kw_only=True)
+class Versions:
+    """What the page of records says of `versions`; there are more."""
+
+    speedkit: str
+    torch: str
+
+
+@dataclasses.dataclass(kw_only=True)
 class Record:
     """What one run of a notebook leaves behind; a tuning adds fields of its own.
 
@@ -53,15 +71,17 @@ class Record:
     scale: Literal["smoke", "cpu", "gpu"]
     created: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d")]  # ISO 8601, in UTC
     parameters: Json
-    hardware: Json
-    versions: Json
-    commit: str | None  # None outside a checkout, without SPEEDKIT_COMMIT
+    hardware: Machine
+    versions: Versions
+    # A word with which git does as with a revision, and not as with an option.
+    commit: Annotated[str, Field(pattern=r"^\w[\w./-]*$")] | None  # None outside a checkout, without SPEEDKIT_COMMIT
     dirty: bool | None  # whether the package differed from the commit
     plans: dict[str, Json]  # asked and effective, by name
     fallbacks: list[Json]
     measurements: list[Measurement]
     tables: dict[str, list[Json]]
     verdicts: list[Verdict]
+    seconds: float | None = None
 
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Record))
@@ -71,7 +91,9 @@ SHAPE = TypeAdapter(Record)
 def validate_record(record: Any) -> list[str]:
     """Return what is wrong with a record, one sentence each; an empty list means that it is whole."""
     try:
-        SHAPE.validate_python(record)
+        SHAPE.validate_json(json.dumps(record))  # of 200 levels at most
+    except RecursionError:
+        return ["it is nested too deeply"]
     except ValidationError as error:
         return [f"{'.'.join(map(str, row['loc']))}: {row['msg']}".lstrip(": ") for row in error.errors()]
     return []
@@ -82,7 +104,7 @@ def load_record(path: str | Path) -> Json:
     try:
         record = files.read_json(path)
         problems = validate_record(record)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         problems = [str(error)]
     if problems:
         raise SpeedkitError(f"record {Path(path).name} is not valid ({problems[0]}): publish its notebook again")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from speedkit.data.decode import TarMember, check_bad_share
 from speedkit.errors import UsageError
-from speedkit.lab.tars import members_by_path
+from speedkit.lab.tars import check_is_file, members_by_path
 
 TEST_SHARE = 0.2
 TEXT_TEST_SHARE = 0.1
@@ -97,15 +97,19 @@ def find_items(
         elif side != "validation":
             side = "train"
         try:
-            sides[side].append(item if kind == "image" else with_header(item))
-        except (RuntimeError, OSError, UnicodeError) as error:  # libsndfile's errors are RuntimeErrors
+            sides[side].append(checked(item, kind))
+        except (RuntimeError, OSError, ValueError) as error:  # libsndfile's errors are RuntimeErrors
             bad[str(path)] = str(error)
     check_bad_share(bad, len(files))
     return Split(**sides, classes=tuple(classes), quarantined=tuple(bad.items()))
 
 
-def with_header(item: Item) -> Item:
-    """Return the item of a recording with what its header says. Raises RuntimeError or OSError without a header."""
+def checked(item: Item, kind: str) -> Item:
+    """Return the item, of a recording with what its header says. Raises RuntimeError, OSError or ValueError."""
+    if not isinstance(item.path, TarMember):
+        check_is_file(item.path)
+    if kind == "image":
+        return item
     import soundfile  # an extra
 
     info = soundfile.info(item.path.open() if isinstance(item.path, TarMember) else item.path)
@@ -184,13 +188,28 @@ def labels_in_tars(paths: Iterable[Path], archive: Members) -> dict[Path, str]:
         folder = path.parent
         labels[path] = "" if str(folder) == archive[path].tar else folder.name
         key = path.name.partition(".")[0]
-        for suffix in (".txt", ".json", ".cls"):
-            if beside := archive.get(folder / f"{key}{suffix}"):
-                text = beside.read().decode(errors="replace").strip()
-                row = json.loads(text) if suffix == ".json" else {"label": text}
-                if column := first_column("label", row):
-                    labels[path] = str(row[column])
+        for suffix in (".cls", ".json", ".txt"):
+            beside = archive.get(folder / f"{key}{suffix}")
+            if beside and (label := label_in(beside)) is not None:
+                labels[path] = label
+                break
     return labels
+
+
+def label_in(member: TarMember) -> str | None:
+    """Return the label that KEY.cls, KEY.json or KEY.txt holds, None for JSON without one."""
+    try:
+        text = member.read().decode().strip()
+        row = json.loads(text) if member.name.endswith(".json") else {"label": text}
+        if not isinstance(row, dict):
+            raise ValueError("it is not a JSON object")
+        column = first_column("label", row)
+        if column and not isinstance(row[column], str | int | float):
+            raise ValueError(f"its {column} is not a text")
+        return str(row[column]) if column else None
+    except (OSError, ValueError, RecursionError, MemoryError) as error:
+        why = str(error) or type(error).__name__
+        raise UsageError(f"{member} cannot be read as a label ({why}): repair it, or give --label-pattern") from error
 
 
 def first_column(meaning: str, columns: Container[str]) -> str:
@@ -203,11 +222,13 @@ def read_table(root: Path, table: Path, kind: str) -> Labels:
     import pandas
 
     try:
+        check_is_file(table)
         options = {"dtype": str, "keep_default_na": False, "skipinitialspace": True, "encoding": "utf-8-sig"}
         rows = pandas.read_csv(table, sep=None, engine="python", **options)  # type: ignore[call-overload]
     except (OSError, ValueError, csv.Error) as error:
         raise UsageError(f"--labels {table} cannot be read as a CSV file in UTF-8 ({error})") from error
     rows = rows.rename(columns=lambda name: name.strip().lower())
+    rows = rows.loc[:, ~rows.columns.duplicated()]
     path, label, split = (first_column(meaning, rows) for meaning in COLUMNS)
     if rows.empty or not path or not label:
         needs = f"one of {', '.join(COLUMNS['path'])}, one of {', '.join(COLUMNS['label'])}, and a row per file"
@@ -228,7 +249,7 @@ def read_table(root: Path, table: Path, kind: str) -> Labels:
     files = {}
     for name, text, side in zip(rows[path], rows[label], sides, strict=True):
         places = [folder / name for folder in (root, root / kind, table.parent)]
-        file = next(filter(Path.is_file, places), places[0])
+        file = next(filter(os.path.isfile, places), places[0])
         files[file] = (text, side)
     return files
 

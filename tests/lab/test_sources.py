@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from speedkit.errors import SpeedkitError
+from speedkit.errors import SpeedkitError, UsageError
 from speedkit.files import write_quarantine
 from speedkit.lab.sources import Item, find_items, find_text
 
@@ -124,3 +124,31 @@ def test_a_file_whose_name_is_no_text_is_left_out_and_named(tmp_path):
     split = find_items(tmp_path / "data", test_pattern=None)
     write_quarantine(tmp_path / "quarantine.csv", split.quarantined)
     assert len(split.quarantined) == 1 and b"/caf\xe9.wav," in (tmp_path / "quarantine.csv").read_bytes()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no FIFOs in folders")
+def test_a_fifo_is_never_waited_for(tmp_path):
+    folder_of_classes(tmp_path, owl=20, frog=20)
+    os.mkfifo(tmp_path / "owl" / "fifo.wav")
+    assert not find_items(tmp_path).quarantined
+    rows = [f"{name}/clip{number}.wav,{name}" for name in ("owl", "frog") for number in range(20)]
+    for kind in ("audio", "image"):
+        split = find_items(tmp_path, labels=table(tmp_path, "path,label", *rows, "owl/fifo.wav,owl"), kind=kind)
+        assert [(Path(path).name, why) for path, why in split.quarantined] == [("fifo.wav", "it is not a file")]
+    os.mkfifo(tmp_path / "fifo.csv")
+    with pytest.raises(UsageError, match=r"fifo.csv cannot be read .*not a file"):
+        find_items(tmp_path, labels=tmp_path / "fifo.csv")
+
+
+def test_a_column_of_a_table_that_is_there_twice_is_the_first(tmp_path):
+    rows = [f"owl/clip{number}.wav,owl,x" for number in range(5)] + [
+        f"frog/clip{number}.wav,frog,x" for number in range(5)
+    ]
+    folder_of_classes(tmp_path, owl=5, frog=5)
+    assert find_items(tmp_path, labels=table(tmp_path, "path,Label,label", *rows)).classes == ("frog", "owl")
+
+
+def test_an_image_that_a_table_names_and_is_not_there_is_found_before_training(tmp_path):
+    path = table(tmp_path, "path,label", "gone.png,a", "lost.png,b")
+    with pytest.raises(SpeedkitError, match=r"2 of 2 files cannot be used.*gone.png: .*No such file"):
+        find_items(tmp_path, labels=path, kind="image")

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import tarfile
 from pathlib import Path
 
@@ -83,10 +84,43 @@ def test_a_training_from_tars_is_that_from_files(recordings, tmp_path):
         ("none-*.tar", r"none-\*.tar cannot be read"),
         ("small.tar.gz", "small.tar.gz cannot be read .* not compressed"),
         ("flat.tar", r"flat.tar has 2 audio files .*, none with a label"),
+        ("fifo.tar", "fifo.tar cannot be read .*not a file"),
+        ("terabyte.tar", "terabyte.tar cannot be read"),
+        ("beyond.tar", "beyond.tar cannot be read"),
+        ("below.tar", "below.tar cannot be read"),
+        ("nested.tar", "nested.tar cannot be read"),
     ],
 )
 def test_what_is_no_usable_tar_is_one_sentence(name, says, tmp_path):
+    os.mkfifo(tmp_path / "fifo.tar")
+    for word, size, times in (
+        ("terabyte", 2**40, 1),
+        ("beyond", 2**70, 1),
+        ("below", -(2**40), 1),
+        ("nested", 0, 5000),
+    ):
+        info = tarfile.TarInfo("././@LongLink")  # the name of the next member, which may be of any length
+        info.type, info.size = tarfile.GNUTYPE_LONGNAME, size
+        (tmp_path / f"{word}.tar").write_bytes(info.tobuf(tarfile.GNU_FORMAT) * times + bytes(1024))
     write_tar(tmp_path / "small.tar.gz", {"a/1.wav": b"RIFF"}, "w:gz")
     write_tar(tmp_path / "flat.tar", {"1.wav": b"RIFF", "2.wav": b"RIFF"})
     with pytest.raises(UsageError, match=says):
         speedkit.load_workload("audio", data_dir=tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "says"),
+    [
+        ("0.cls", b"caf\xe9", "utf-8"),
+        ("0.txt", b"caf\xe9", "utf-8"),
+        ("0.json", b"{", "property name"),
+        ("0.json", b"3", "not a JSON object"),
+        ("0.json", b'["label"]', "not a JSON object"),
+        ("0.json", b'{"label": ["a"]}', "label is not a text"),
+        ("0.json", b"[" * 100_000, "recursion"),
+    ],
+)
+def test_a_label_that_cannot_be_read_is_told_with_its_file(name, data, says, tmp_path):
+    write_tar(tmp_path / "labels.tar", {"0.wav": b"RIFF", name: data})
+    with pytest.raises(UsageError, match=f"labels.tar/{name} cannot be read as a label .*{says}"):
+        find_items(tmp_path / "labels.tar")

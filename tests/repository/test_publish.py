@@ -1,15 +1,20 @@
 """Publishing: what is written, refused, left alone, deleted and taken in; the README, drawn from records."""
 
+import json
 import os
 import re
 import tomllib
 from pathlib import Path
 
 import batch_sizes
+import nbformat
 import pytest
 from check_notebooks import contract_problems
 from colab import with_badge
 from IPython.core.inputtransformer2 import TransformerManager
+from nbconvert import HTMLExporter
+from nbconvert.filters import markdown2html
+from nbformat.v4 import new_code_cell, new_output
 from packaging.requirements import Requirement
 from processes import ROOT, python
 from publish import code_cells, device_slug, import_published, publish, readme_text, record_of, update_readme
@@ -141,6 +146,68 @@ def test_import_takes_outputs_and_records_and_refuses_what_does_not_fit(folder, 
         import_published("runs")
 
 
+SCRIPT = "<script>alert(1)</script>"
+HOSTILE = [  # the data of an output, and what is left of it
+    ({"text/html": f"<table><tr><th>a_b</th></tr><tr><td>1 | 2{SCRIPT}</td></tr></table>"}, {"text/markdown"}),
+    ({"text/html": SCRIPT, "text/plain": SCRIPT}, {"text/plain"}),
+    ({"text/markdown": f"[a](javascript:alert(1)) <javascript:alert(1)> {SCRIPT}"}, {"text/markdown"}),
+    ({"text/markdown": "[a]\n\n[a]: javascript:alert(1)\n\n$\\href{javascript:alert(1)}{a}$"}, {"text/markdown"}),
+    ({"text/markdown": "&#36;&#92;href{javascript:alert(1)}{a}&#36;"}, {"text/markdown"}),
+    ({"image/png": "aGk=\n", "application/javascript": "alert(1)"}, {"image/png"}),
+    ({"image/png": f'">{SCRIPT}', "image/svg+xml": f"<svg>{SCRIPT}</svg>", "text/latex": "$x$"}, set()),
+]
+
+
+def test_nothing_in_an_imported_notebook_acts_and_its_tables_are_kept(folder, tmp_path):
+    path = executed(tmp_path / "away" / "21_tiny.ipynb")
+    notebook = read_notebook(path)
+    outputs = [new_output("display_data", data=data, metadata={"x": SCRIPT}) for data, _ in HOSTILE]
+    code_cells(notebook)[0].outputs = [new_output("stream", text=SCRIPT), *outputs]
+    nbformat.write(notebook, path)
+    assert import_published(path.parent) == {"21_tiny.ipynb": "published"}
+    [stream, *kept] = code_cells(read_notebook(folder / "21_tiny.ipynb"))[0].outputs
+    assert stream.text == SCRIPT and [{*output.data} for output in kept] == [kinds for _, kinds in HOSTILE if kinds]
+    assert not any(output.metadata for output in kept)
+    assert "| a_b |\n| --- |\n| 1 / 2" in kept[0].data["text/markdown"]
+    page, _ = HTMLExporter().from_filename(folder / "21_tiny.ipynb")
+    assert "alert(1)" in page and SCRIPT not in page and "\\href" not in page
+    assert not re.search(r'(href|src)="javascript', page)
+
+
+DEEP = "[" * 100_000
+INVALID = {"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": []}
+INVALID["cells"] = [new_code_cell(id="a") | {"source": 3}]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("records/a/21_tiny.json", DEEP, "is not valid"),
+        ("records/a/21_tiny.json", {"parameters": {"x": json.loads("[" * 300 + "]" * 300)}}, "recursion limit"),
+        ("records/a/21_tiny.json", {"commit": "--output=made"}, "commit"),
+        ("records/a/21_tiny.json", {"hardware": {"gpu": [SCRIPT], "cores": 1}}, "hardware"),
+        ("records/a/21_tiny.json", {"versions": {}}, "versions"),
+        ("21_tiny.ipynb", DEEP, "not a Jupyter notebook"),
+        ("21_tiny.ipynb", json.dumps(INVALID), "not a valid notebook"),
+        ("21_tiny.ipynb", "other code", "its code is not that of 21_tiny.ipynb"),
+    ],
+)
+def test_what_is_damaged_or_nested_is_refused_in_one_sentence(folder, tmp_path, name, text, says):
+    path = tmp_path / "away" / name
+    path.parent.mkdir(parents=True)
+    if isinstance(text, dict):
+        write_json(path, a_record("21_tiny") | text)
+    elif text == "other code":
+        edit(executed(path), "import os")
+    else:
+        path.write_text(text)
+    before = (folder / "21_tiny.ipynb").read_bytes()
+    [outcome] = import_published(tmp_path / "away").values()
+    assert outcome.startswith("failed: ") and says in outcome and "\n" not in outcome
+    assert (folder / "21_tiny.ipynb").read_bytes() == before and not (folder / "records").exists()
+    assert not list(tmp_path.rglob("made"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("words", "code"), [("", 2), ("--debug", 1)])
 def test_the_command_hands_on_words_exit_code_and_sentence(words, code, tmp_path):
@@ -198,6 +265,20 @@ def test_the_readme_and_its_figure_say_of_which_code_each_record_is(folder, tmp_
     assert b"<svg" in drawn == (folder / "records" / "optimizations.svg").read_bytes() and readme.read_text() == text
     edit(folder / "21_tiny.ipynb", "total = 7")
     assert "| measured |" not in readme_text(readme).partition("90_tune")[0]
+
+
+def test_what_a_record_names_is_one_cell_of_the_readme_and_acts_nowhere(folder, tmp_path):
+    (readme := tmp_path / "README.md").write_text(README)
+    name = f"A | {SCRIPT} [b](javascript:alert(1))\n\n# https://c.example $\\href{{d}}{{e}}$"
+    versions = a_record("21_tiny")["versions"] | {"torch": name}
+    write_record(
+        folder, HERE, f"21_tiny-{SCRIPT.replace('/', '')}", hardware={"gpu": name, "cores": 1}, versions=versions
+    )
+    update_readme(readme)
+    for file in (readme, folder / "records" / "README.md"):
+        page = markdown2html(file.read_text())
+        assert SCRIPT not in page and "alert(1)" in page and page.count("<h1") == 1 and "\\href" not in page
+        assert not re.search(r'href="\w+:', page)
 
 
 def test_a_badge_and_an_installing_cell_leave_a_notebook_in_order(tmp_path):
