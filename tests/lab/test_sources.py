@@ -110,7 +110,7 @@ def test_bad_and_missing_files_are_quarantined_by_name_and_more_than_one_in_twen
     rows = [f"{name}/clip{number}.wav,{name}" for name in "ab" for number in range(20)]
     path = table(tmp_path, "path,label", *rows, "a/gone.wav,a")
     split = find_items(tmp_path, labels=path)
-    reasons = {Path(path).name: why for path, why in split.quarantined}
+    reasons = {Path(path).name: why for path, why in split.quarantined.items()}
     assert set(reasons) == {"clip3.wav", "gone.wav"} and "Format not recognised" in reasons["clip3.wav"]
     assert len(split.train) + len(split.test) == 39
     with pytest.raises(SpeedkitError, match=r"3 of 42 files cannot be used, over 5%.*repair or remove"):
