@@ -77,10 +77,11 @@ class TooManyBad(SpeedkitError):
 
     def __init__(self, bad: Mapping[str, str], count: int):
         self.bad = dict(bad)
-        folder = os.path.dirname(os.path.commonprefix(list(bad)))  # noqa: RUF071 (a path may be any text)
-        names = [path.removeprefix(folder).lstrip("/") for path in bad]
+        paths = sorted(bad)
+        folder = os.path.dirname(os.path.commonprefix(paths))  # noqa: RUF071 (a path may be any text)
+        names = [path.removeprefix(folder).lstrip("/") for path in paths[:5]]
         share = f"{len(bad)} of {count} files cannot be used, over {BAD_SHARE:.0%}"
-        first = f"{', '.join(names[:5])} (the first one: {next(iter(bad.values()))})"
+        first = f"{', '.join(names)} (the first one: {bad[paths[0]]})"
         super().__init__(f"{share}, in {folder or os.curdir}: {first}: repair or remove them")
 
 
