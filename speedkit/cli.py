@@ -21,7 +21,7 @@ from speedkit import __version__
 from speedkit.data.batches import STOPS
 from speedkit.errors import Interrupted, SpeedkitError, UsageError
 from speedkit.fallbacks import resolve
-from speedkit.files import claim_folder, write_json, write_quarantine
+from speedkit.files import claim_folder, write_json
 from speedkit.lab.provenance import ROOT
 from speedkit.lab.workloads.validation import hold_out
 from speedkit.machine import cache_root, this_machine, usable_cores
@@ -35,6 +35,7 @@ from speedkit.options import (
     RUN,
     SHARE,
     WORKLOAD,
+    RunCommand,
     Values,
     WorkloadOrScript,
     explained,
@@ -89,6 +90,9 @@ def _leave(code: int) -> NoReturn:
 @click.version_option(__version__)
 def commands() -> None:
     """Make PyTorch training as fast as this machine allows, with proof."""
+
+
+commands.command_class = RunCommand
 
 
 @commands.command(params=[JSON, DEVICE])
@@ -194,9 +198,6 @@ def tune(workload: str, notebook: bool, **values: Any) -> None:
             folder=Path.cwd(),
             progress=False,
         )
-    if work.quarantined:
-        write_quarantine(folder / "quarantine.csv", work.quarantined)
-        click.echo(f"files left out: {len(work.quarantined)} (quarantine.csv says why)")
     click.echo(f"{written} are in {folder}")
     click.echo("\n".join(in_short(record)))
     if record["quality"]["decision"] == "worse" and not record["quality"].get("replaced"):

@@ -10,7 +10,9 @@ from typing import Any
 import click
 
 from speedkit.config import from_mapping, from_yaml, settings_of
+from speedkit.data.decode import TooManyBad
 from speedkit.errors import SpeedkitError, UsageError, missing_extra
+from speedkit.files import claim_folder, write_quarantine
 from speedkit.lab.workloads import load_workload
 from speedkit.machine import this_machine
 from speedkit.plan import PRESETS, Plan
@@ -94,7 +96,24 @@ RUN = (  # of all commands that train
 )
 
 
-class WorkloadOrScript(click.Command):
+class RunCommand(click.Command):
+    """A command that lists the files that cannot be used in its --out, where they are too many to go on."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run it. A folder that another run has left stays as it is: this one would have been refused."""
+        out: Any = ctx.params.get("out")
+        ours = isinstance(out, Path) and (ctx.params["resume"] or not out.exists() or not any(out.iterdir()))
+        try:
+            return super().invoke(ctx)
+        except TooManyBad as error:
+            if not ours:
+                raise
+            table = claim_folder(out, str(ctx.info_name), resume=True) / "quarantine.csv"
+            write_quarantine(table, error.bad)
+            raise SpeedkitError(f"{error}; {table} lists all") from error
+
+
+class WorkloadOrScript(RunCommand):
     """A command whose first argument is a workload, or a script that all arguments behind it belong to."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:

@@ -51,7 +51,7 @@ class Workload:
     parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # all that load and features depend on
     sources: tuple[Any, ...] = ()  # functions and modules whose source the cached features depend on
     classes: tuple[str, ...] = ()
-    quarantined: tuple[tuple[str, str], ...] = ()  # (path, why) of files left out before training
+    quarantined: Mapping[str, str] = dataclasses.field(default_factory=dict)  # path -> why of files left out before
     validation: Sequence[Any] = ()  # items evaluated during training; the test set is then left to its end
 
     def load_by(self, decoder: str) -> Callable[[Any], Tensor]:

@@ -36,7 +36,7 @@ from speedkit.data.cache_files import (
     read_index,
 )
 from speedkit.data.cache_in_memory import CacheInMemory, as_float32, rows_on_device, select
-from speedkit.data.decode import BadItem
+from speedkit.data.decode import BadItem, TooManyBad
 from speedkit.errors import SpeedkitError
 from speedkit.machine import MEMORY_SHARE, cache_root, free_bytes, this_machine
 from speedkit.plan import Plan
@@ -190,13 +190,13 @@ class FeatureCache:
 
     def _first_shape(self) -> tuple[int, ...]:
         """Return the shape of the first entry that can be computed."""
-        error = None
+        bad = {}
         for item in self.items:
             try:
                 return self._compute(item).shape
-            except BadItem as bad:
-                error = bad
-        raise SpeedkitError(f"none of the {len(self.items)} items can be read: {error}")
+            except BadItem as error:
+                bad[error.path] = error.why
+        raise TooManyBad(bad, len(self.items))
 
     def check_size(self) -> None:
         """Raise SpeedkitError where a file was cut after it was mapped: reading it there would be a SIGBUS."""

@@ -72,12 +72,23 @@ class BadItem(SpeedkitError):
         return f"{self.path} cannot be used: {self.why}"
 
 
-def check_bad_share(bad: Mapping[str, str], count: int) -> None:
-    """Raise SpeedkitError when over 5 % of `count` files are bad; `bad` is path -> why."""
-    if len(bad) > BAD_SHARE * count:
-        path, why = next(iter(bad.items()))
+class TooManyBad(SpeedkitError):
+    """Over 5 % of `count` files are bad: `bad` is path -> why. Names their folder, and the first five in it."""
+
+    def __init__(self, bad: Mapping[str, str], count: int):
+        self.bad = dict(bad)
+        paths = sorted(bad)
+        folder = os.path.dirname(os.path.commonprefix(paths))  # noqa: RUF071 (a path may be any text)
+        names = [path.removeprefix(folder).lstrip("/") for path in paths[:5]]
         share = f"{len(bad)} of {count} files cannot be used, over {BAD_SHARE:.0%}"
-        raise SpeedkitError(f"{share} ({path}: {why}): repair or remove them")
+        first = f"{', '.join(names)} (the first one: {bad[paths[0]]})"
+        super().__init__(f"{share}, in {folder or os.curdir}: {first}: repair or remove them")
+
+
+def check_bad_share(bad: Mapping[str, str], count: int) -> None:
+    """Raise TooManyBad when over 5 % of `count` files are bad; `bad` is path -> why."""
+    if len(bad) > BAD_SHARE * count:
+        raise TooManyBad(bad, count)
 
 
 def load_audio(

@@ -63,8 +63,11 @@ def data_url(figure: Figure) -> str:
 
 def in_short(record: Row) -> list[str]:
     """Return a tuning's result in plain sentences, the most important first."""
+    left_out = []
+    if record.get("quarantined"):  # not in records of before
+        left_out = [f"Files left out: {len(record['quarantined'])} (quarantine.csv says why)."]
     if record["change"] == "nothing":
-        return ["Nothing that was tried is worth switching on: plain PyTorch stays."]
+        return ["Nothing that was tried is worth switching on: plain PyTorch stays.", *left_out]
     side, row = figures.headline(record)
     ratio = "{ratio:.2f} times as fast ({low:.2f} to {high:.2f}, 99 %)".format(**row)
     return [
@@ -72,6 +75,7 @@ def in_short(record: Row) -> list[str]:
         quality_in_words(record["quality"]),
         payback_in_words(record["payback"]),
         f"Switched on: {record['change']}.",
+        *left_out,
     ]
 
 

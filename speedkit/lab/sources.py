@@ -46,13 +46,13 @@ class Item:
 
 @dataclass(frozen=True)
 class Split:
-    """The items to train, test and validate on, the class names, and (path, why) of each file that cannot be used."""
+    """The items to train, test and validate on, the class names, and path -> why of each file that cannot be used."""
 
     train: list[Item]
     test: list[Item]
     validation: list[Item]
     classes: tuple[str, ...]
-    quarantined: tuple[tuple[str, str], ...]
+    quarantined: dict[str, str]
 
 
 def find_items(
@@ -101,7 +101,7 @@ def find_items(
         except (RuntimeError, OSError, ValueError) as error:  # libsndfile's errors are RuntimeErrors
             bad[str(path)] = str(error)
     check_bad_share(bad, len(files))
-    return Split(**sides, classes=tuple(classes), quarantined=tuple(bad.items()))
+    return Split(**sides, classes=tuple(classes), quarantined=bad)
 
 
 def checked(item: Item, kind: str) -> Item:

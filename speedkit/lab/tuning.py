@@ -10,10 +10,18 @@ from typing import Any
 
 from speedkit.config import to_yaml
 from speedkit.fallbacks import resolve
-from speedkit.files import claim_folder, read_json, write_json, write_text
+from speedkit.files import (
+    claim_folder,
+    folder_held,
+    read_or_none,
+    set_aside,
+    write_json,
+    write_quarantine,
+    write_text,
+)
 from speedkit.lab.record import NotebookRun
 from speedkit.machine import this_machine
-from speedkit.measure.optimizations import named
+from speedkit.measure.optimizations import Optimization, named
 from speedkit.measure.stages import Row, Stage, Tuning
 from speedkit.measure.stats import LOOKS
 from speedkit.measure.tune import find_plan
@@ -55,34 +63,55 @@ def tune(
     recipe = recipe or workload.recipe
     workload = dataclasses.replace(workload, model=functools.partial(silently, workload.model))
     folder = None
-    if out is not None:
-        folder = claim_folder(out, "tune", resume)
-    job = Tuning(
-        workload=workload,
-        recipe=recipe,
-        hardware=this_machine(device),
-        budget_s=budget_s,
-        horizon=horizon or recipe.total_steps(len(workload.train)),
-        pairs=pairs,
-        seeds=seeds,
-        options={"device": device, "cache_dir": cache_dir},
-        out=folder,
-        say=functools.partial(print, flush=True) if wanted(progress) else lambda text: None,
-    )
-    if folder is not None and (folder / "record.json").exists():
-        return read_json(folder / "record.json")
-    job.say(f"tuning {workload.name} on {job.hardware.name}, with a budget of {budget_s:.0f} s")
-    run = NotebookRun("90_tune", {"workload": workload.name, "budget_s": budget_s, "seeds": seeds})
+    with contextlib.ExitStack() as held:
+        if out is not None:
+            folder = claim_folder(out, "tune", resume)
+            held.enter_context(folder_held(folder))
+        job = Tuning(
+            workload=workload,
+            recipe=recipe,
+            hardware=this_machine(device),
+            budget_s=budget_s,
+            horizon=horizon or recipe.total_steps(len(workload.train)),
+            pairs=pairs,
+            seeds=seeds,
+            options={"device": device, "cache_dir": cache_dir},
+            out=folder,
+            say=functools.partial(print, flush=True) if wanted(progress) else lambda text: None,
+        )
+        record = job.once(Stage("record"), make_record, job, chosen)
+        if folder is not None:
+            leave(job, record, folder)
+    return record
+
+
+def make_record(job: Tuning, chosen: Sequence[Optimization]) -> Row:
+    """Go through all stages of a tuning; return its record."""
+    job.say(f"tuning {job.workload.name} on {job.hardware.name}, with a budget of {job.budget_s:.0f} s")
+    run = NotebookRun("90_tune", {"workload": job.workload.name, "budget_s": job.budget_s, "seeds": job.seeds})
     found = find_plan(job, chosen)
     if Stage("final", plan="safe") in job.results:  # the plan that learned worse is not the one that was found
         found["quality"]["replaced"] = True
     run.plan("final", resolve(found["plan"], job.hardware))
     run.record |= found
-    record = run.finished()
-    if folder is not None:
-        write_text(folder / "plan.yaml", to_yaml(Plan(**record["plan"])))
-        write_json(folder / "record.json", record)
-    return record
+    run.record["quarantined"] = {as_text(path): as_text(why) for path, why in job.quarantined.items()}
+    return run.finished()
+
+
+def as_text(name: str) -> str:
+    """Return `name` as a text that every file and page can hold: that of a file may be bytes which are none."""
+    return name.encode(errors="backslashreplace").decode()
+
+
+def leave(job: Tuning, record: Row, folder: Path) -> None:
+    """Write what a tuning leaves in `folder`; a record.json that is not this `record` is set aside."""
+    path = folder / "record.json"
+    if path.exists() and read_or_none(path) != record:
+        set_aside(path, job.say)
+    write_text(folder / "plan.yaml", to_yaml(Plan(**record["plan"])))
+    write_json(path, record)
+    if job.quarantined:
+        write_quarantine(folder / "quarantine.csv", job.quarantined)
 
 
 def silently(make: Callable[[], Any]) -> Any:

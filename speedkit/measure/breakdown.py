@@ -45,6 +45,7 @@ class StepFacts:
     workers: int = 0
     cacheable: bool = False  # a cache, which the plan leaves off, could keep the features
     notes: list[str] = dataclasses.field(default_factory=list)
+    quarantined: Mapping[str, str] = dataclasses.field(default_factory=dict)  # path -> why of what could not be read
 
 
 @dataclasses.dataclass
@@ -227,6 +228,7 @@ def breakdown_of(
             for _ in observer.observe(trace_file):
                 next(training)
         observer.facts.workers = workers
+        observer.facts.quarantined = run.data.bad
         if processes:
             use = (_cpu_s(processes) - cpu_s) / (time.perf_counter() - began_s) / len(processes)
             observer.facts.notes.append(f"each of {workers} loader workers uses {use:.0%} of a core")

@@ -56,6 +56,7 @@ class Comparison:
     losses_b: list[float]
     effective_a: EffectivePlan
     effective_b: EffectivePlan
+    quarantined: dict[str, str]  # path -> why of each file that could not be read
 
     @property
     def faster(self) -> bool:
@@ -76,7 +77,7 @@ class Comparison:
 
     def as_measurement(self) -> dict[str, Any]:
         """Return the row of `measurements` in a record: what is drawn, and what redoes the statistics."""
-        left_out = ("losses_", "effective_", "warmup_")
+        left_out = ("losses_", "effective_", "warmup_", "quarantined")
         return {key: value for key, value in vars(self).items() if not key.startswith(left_out)}
 
     def __str__(self) -> str:
@@ -186,6 +187,7 @@ def compare(
             losses_b=[float(loss) for loss in b.losses],
             effective_a=a.run.effective,
             effective_b=b.run.effective,
+            quarantined=a.run.data.bad | b.run.data.bad,
         )
 
 

@@ -23,7 +23,7 @@ LAST = 4  # evaluations, whose mean is a training's quality: one alone scatters 
 TAIL = 0.025  # of error: a tuning may look twice, after its first seeds and after more
 FEW_ITEMS = 200  # to test on: with fewer each training tests on others, and their mean loss is looked at too
 ORDER_TAIL = 0.005  # of error: batches of other items may move the mean of the first losses so far
-VERSION = 3  # of what `curve` returns
+VERSION = 4  # of what `curve` returns
 Row = dict[str, Any]
 Curves = dict[str, list[Row]]  # "baseline" and "final" -> what `curve` returns, one for each seed
 
@@ -79,7 +79,7 @@ def fold(workload: Workload, number: int) -> Workload:
 
 
 def curve(workload: Workload, recipe: Recipe, plan: Plan | None, **options: Any) -> Row:
-    """Train once; return {value, loss, seconds}: the mean score and loss of the LAST evaluations, and how long it took.
+    """Train once; return {value, loss, seconds, quarantined}: means over the LAST evaluations, time, files left out.
 
     With a validation set score and loss are of the test set at the end. Seconds count from the start: preparing data,
     cache and model is among them. `options` are those of `fit`.
@@ -96,6 +96,7 @@ def curve(workload: Workload, recipe: Recipe, plan: Plan | None, **options: Any)
         "value": statistics.fmean(look["value"] for look in looks),
         "loss": statistics.fmean(look["loss"] for look in looks),
         "seconds": history.prepare_s + history.evaluations[-1]["seconds"],
+        "quarantined": history.quarantined,
     }
 
 

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from speedkit.data.decode import TooManyBad
 from speedkit.errors import Interrupted, UsageError, missing_extra
-from speedkit.files import finite, read_json, write_json
+from speedkit.files import finite, read_checked, write_checked
 from speedkit.machine import Hardware
 from speedkit.measure.breakdown import breakdown_of
 from speedkit.measure.compare import Comparison, compare
@@ -20,7 +21,7 @@ from speedkit.recipe import Recipe
 from speedkit.workload import Workload
 
 NAME = "tune.json"
-VERSION = 5  # of that file, raised when a stage's result becomes another
+VERSION = 6  # of that file, raised when a stage's result becomes another
 COMPARISON_SHARE = 0.1  # of the budget, that a comparison's timed turns may take
 Row = dict[str, Any]
 
@@ -60,17 +61,17 @@ class Tuning:
     began_s: float = dataclasses.field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
-        """Go on from what is in `out`. Raises UsageError when that is of another version, workload or recipe."""
+        """Go on from what is whole in `out`. Raises UsageError when it is of another version, workload or recipe."""
         about = {
             "version": VERSION,
             "workload": self.workload.name,
             "train": len(self.workload.train),
             "recipe": finite(vars(self.recipe)),
         }
-        self.state: Row = {"about": about, "stages": [], "measurements": [], "spent_s": 0.0}
-        if self.out and (self.out / NAME).exists():
-            self.state = read_json(self.out / NAME)
-        if self.state.get("about") != about:
+        self.state: Row = {"about": about, "stages": [], "measurements": [], "quarantined": {}, "spent_s": 0.0}
+        if self.out is not None:
+            self.state = read_checked(self.out / NAME, self.say) or self.state
+        if self.state["about"] != about:
             what = "another workload, data set, recipe or version of speedkit"
             raise UsageError(f"{self.out} is of {what}: name another folder with --out")
         self.results: dict[Stage, Any] = {}
@@ -84,12 +85,17 @@ class Tuning:
             self.results[stage] = finite(function(*arguments, **options))
             if self.out is not None:
                 stages = [{**stage._asdict(), "result": result} for stage, result in self.results.items()]
-                write_json(self.out / NAME, self.state | {"stages": stages, "spent_s": self.spent_s()})
+                write_checked(self.out / NAME, self.state | {"stages": stages, "spent_s": self.spent_s()})
         return self.results[stage]
 
     def spent_s(self) -> float:
         """Return the seconds of the budget that are gone, those of earlier sessions included."""
         return self.state["spent_s"] + time.perf_counter() - self.began_s
+
+    @property
+    def quarantined(self) -> dict[str, str]:
+        """Path -> why of each file that was left out, before the tuning and in it."""
+        return dict(self.workload.quarantined) | self.state["quarantined"]
 
     @functools.cached_property
     def model(self) -> nn.Module:
@@ -100,7 +106,9 @@ class Tuning:
         """Return where a step's time goes under `plan`."""
 
         def measured() -> Row:
-            return breakdown_of(self.workload, self.recipe, plan, **self.options).as_dict()
+            breakdown = breakdown_of(self.workload, self.recipe, plan, **self.options)
+            self.state["quarantined"] |= breakdown.facts.quarantined
+            return breakdown.as_dict()
 
         return self.once(Stage("breakdown", plan=text(changed(plan))), measured)
 
@@ -119,13 +127,14 @@ class Tuning:
             **(limits | options),
         )
         self.state["measurements"].append(finite(result.as_measurement()))
+        self.state["quarantined"] |= result.quarantined
         return result
 
     def attempt(self, name: str, plans: Mapping[str, Plan]) -> Comparison | str:
         """Compare two plans; return why where one fails: a model that cannot do this is one more reason not to."""
         try:
             return self.compare(name, plans)
-        except Interrupted:
+        except (Interrupted, TooManyBad):
             raise
         except Exception as error:
             first_line = str(error).partition("\n")[0]

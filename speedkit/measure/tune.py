@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from speedkit.data.cache import open_cache
-from speedkit.files import read_json, write_json
+from speedkit.files import read_checked, write_checked
 from speedkit.machine import cache_root
 from speedkit.measure.breakdown import Breakdown
 from speedkit.measure.candidates import Trial
@@ -158,7 +158,7 @@ def train_both(job: Tuning, best: Plan, step_s: Row) -> Row:
     if best == Plan():
         return {"quality": quality_of(job.workload, curves), "training_s": None}
     file = baseline_curves_file(job.workload, job.recipe, job.hardware)
-    earlier = job.once(Stage("kept curves"), kept_curves, file)
+    earlier = job.once(Stage("kept curves"), kept_curves, job, file)
     curves["baseline"] += earlier
 
     steps = job.recipe.total_steps(len(job.workload.train))
@@ -174,15 +174,14 @@ def train_both(job: Tuning, best: Plan, step_s: Row) -> Row:
     quality = train_seeds(job, curves, {"baseline": same_bits, "final": best}, training_s=training_s)
     if file and len(curves["baseline"]) > len(earlier):
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(file, curves["baseline"])
+        write_checked(file, {"curves": curves["baseline"]})
     return {"quality": quality, "training_s": training_s}
 
 
-def kept_curves(file: Path | None) -> list[Row]:
+def kept_curves(job: Tuning, file: Path | None) -> list[Row]:
     """Return the baseline's trainings by earlier tunings, from the file that keeps them."""
-    if file is None or not file.exists():
-        return []
-    return read_json(file)[:MAX_SEEDS]
+    kept = read_checked(file, job.say) if file is not None else None
+    return kept["curves"][:MAX_SEEDS] if kept else []
 
 
 def train_seeds(job: Tuning, curves: Curves, plans: dict[str, Plan], *, training_s: dict[str, float]) -> Row:
@@ -198,6 +197,7 @@ def train_seeds(job: Tuning, curves: Curves, plans: dict[str, Plan], *, training
             run = job.once(stage, curve, fold(job.workload, number), recipe, plan, **job.options)
             job.say(f"{stage}: {job.workload.metric} {run['value']:.4f} in {run['seconds']:.1f} s")
             curves[name].append(run)
+            job.state["quarantined"] |= run["quarantined"]
         quality = quality_of(job.workload, curves)
         if quality["decision"] in ("as good", "worse"):
             break

@@ -141,7 +141,7 @@ def finish(run: TrainingRun) -> History:
         write_json(folder / "history.json", history.as_dict())
         if history.quarantined:
             reporting.progress.say(f"  {len(history.quarantined)} files were left out (quarantine.csv says why)")
-            write_quarantine(folder / "quarantine.csv", sorted(history.quarantined.items()))
+            write_quarantine(folder / "quarantine.csv", history.quarantined)
     if run.ranks is not None:
         run.ranks.all_gather(None)  # a rank that goes before all is written would take the others along
     return history

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import math
 import os
 import time
@@ -169,16 +170,22 @@ def begin_in(folder: Path, run: TrainingRun, resume: bool, *, first: bool) -> No
         checkpoint.load(run, folder)
     if first:
         run.reporting.writer = CheckpointWriter(folder, run.device)
-        run.reporting.log = open_log(folder / "history.jsonl", run.reporting.history)
+        run.reporting.log = open_log(folder / "history.jsonl", run.reporting)
         write_text(folder / "plan.yaml", to_yaml(run.plan))
 
 
-def open_log(path: Path, history: History) -> TextIO:
-    """Return the file at `path`, to write to after the lines of the log points that `history` has."""
-    lines: list[str] = []
-    if path.exists():
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    write_text(path, "".join(lines[: len(history.loss)]))
+def open_log(path: Path, reporting: Reporting) -> TextIO:
+    """Return the file at `path`, to write to after the lines of the log points that the history has."""
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    log_steps = set(reporting.history.log_steps)
+    kept = []
+    for number, line in enumerate(lines, 1):
+        try:
+            if json.loads(line)["step"] in log_steps:
+                kept.append(f"{line.decode()}\n")
+        except (ValueError, TypeError, LookupError):
+            reporting.progress.say(f"  line {number} of {path} is not as it was written: it is left out")
+    write_text(path, "".join(kept))
     return path.open("a", encoding="utf-8", buffering=1)  # a line is in the file once it is written
 
 

@@ -2,8 +2,11 @@
 
 import csv
 import pathlib
+import shutil
 
+import numpy as np
 import pytest
+import soundfile
 
 import speedkit as package
 from speedkit import cli
@@ -113,6 +116,29 @@ def test_bad_input_is_one_sentence(bad, folder, speedkit, monkeypatch):
     assert all(word in complaint for word in says.split("|")), complaint
     left = {path.relative_to(folder).parts[0] for path in {*folder.rglob("*")} - files}
     assert left <= {"seen"}, "nothing half-written"
+
+
+@pytest.mark.parametrize("words", ["train", "tune", "profile", "compare baseline fast"])
+@pytest.mark.parametrize("suffix", ["header", "samples"])
+def test_too_many_bad_files_are_listed_where_the_output_goes_and_nowhere_else(
+    words, suffix, speedkit, recordings, tmp_path
+):
+    """Files without a header, which no run begins with, and files of NaN, which are found in the midst of it."""
+    files = shutil.copytree(recordings, tmp_path / "files")
+    for number in range(40):
+        path = files / "low" / f"bad{number}.wav"
+        path.write_bytes(b"no audio")
+        if suffix == "samples":
+            soundfile.write(path, np.full(4000, np.nan, np.float32), 8000, subtype="FLOAT")
+    options = ["audio", "--data-dir", files, *TONES.split()[1:5], "--out", tmp_path / "out"]
+    code, _, complaint = speedkit(*words.split(), *options)
+    listed = (tmp_path / "out" / "quarantine.csv").read_text()
+    assert code == 1 and f"over 5%, in {files}/low: bad" in complaint
+    five = "bad0.wav, bad1.wav, bad10.wav, bad11.wav, bad12.wav (the first"
+    assert five in complaint or suffix == "samples", complaint
+    assert f"{tmp_path}/out/quarantine.csv lists all" in complaint and listed.count(".wav") > 3
+    if words == "train":  # a folder of the user's own stays as it is
+        assert speedkit(*words.split(), *options[:-1], files)[0] > 0 and not (files / "quarantine.csv").exists()
 
 
 with pathlib.Path(package.__file__).with_name("renamed.csv").open() as table:

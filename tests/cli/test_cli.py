@@ -194,7 +194,7 @@ def test_tuning_on_real_files_leaves_plan_record_notebook_and_report(recordings,
     (files / "low" / "cut_short.wav").write_bytes(b"RIFF")
     tune = ["tune", "audio", "--data-dir", files, "--out", out, *SMALL, "--epochs", "2", "--seeds", "2"]
     tune += ["--optimizations", "cache,host_syncs", "--budget", "4m"]
-    assert "files left out: 1 (" in shell(*tune) and "cut_short.wav" in (out / "quarantine.csv").read_text()
+    assert "Files left out: 1 (" in shell(*tune) and "cut_short.wav" in (out / "quarantine.csv").read_text()
     assert all((out / name).stat().st_size > 100 for name in ("plan.yaml", "tune.ipynb", "report.html"))
     record = read(out / "record.json")
     assert {row["optimization"] for row in record["optimizations"]} == {"cache", "host_syncs"}

@@ -48,6 +48,17 @@ def test_what_on_log_raises_ends_the_run_and_going_on_doubles_no_step(tmp_path):
     assert [(line["step"], line["loss"]) for line in lines(tmp_path)] == [*enumerate(whole.loss, 1)]
 
 
+@pytest.mark.parametrize("damaged", [b'{"step\xff": 2}', b'{"step": 2', b"[2]", b'{"stop": 2}', b'{"step": [2]}', b"2"])
+def test_a_damaged_line_is_left_out_and_told_of(tmp_path, capsys, damaged):
+    whole = trained(points(), out=tmp_path, **EVERY_STEP)
+    path = tmp_path / "history.jsonl"
+    before = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([before[0], damaged + b"\n", *before[2:]]))
+    trained(points(), out=tmp_path, resume=True, progress=True, **EVERY_STEP)
+    assert "line 2 of" in capsys.readouterr().out and whole.log_steps == [*range(1, 13)]
+    assert path.read_bytes().splitlines(keepends=True) == [before[0], *before[2:]]
+
+
 def test_a_full_disk_is_the_systems_own_error(tmp_path):
     with contextlib.ExitStack() as limit, pytest.raises(OSError, match="File too large"):  # from step 2 on
         trained(points(), out=tmp_path, on_log=lambda _: limit.enter_context(largest_file(16)), **EVERY_STEP)

@@ -141,7 +141,7 @@ def test_a_batch_of_unreadable_items_is_passed_over_and_too_many_or_none_are_an_
     first = str(shuffled(96, seed=0, epoch=0)[0].item())
     assert fit(with_bad({first}, batch_size=1), plan=Plan(**plan), **QUIET).steps == 192
     for bad in (range(10, 15), range(96)):  # more than 5 %
-        with pytest.raises(SpeedkitError, match=r"(cannot be used, over 5%|can be read).*\d+.*: it is not audio"):
+        with pytest.raises(SpeedkitError, match=r"cannot be used, over 5%.*\d+.*: it is not audio"):
             fit(with_bad({str(number) for number in bad}), plan=Plan(**plan), **QUIET)
     with pytest.raises(SpeedkitError, match="points has no readable item"):
         fit(dataclasses.replace(points(), train=[]), plan=Plan(**plan), **QUIET)

@@ -30,12 +30,17 @@ def test_the_report_says_what_to_switch_on_and_what_it_gives(record, tmp_path):
     assert "default-src 'none'" in text and "<script" not in text
     assert "3.90 times" not in text, "over the slower of the two baselines"
     assert "2.98 times as fast (2.90 to 3.10, 99 %) as with the careful plan" in in_short(record)[0]
+    for change in ("nothing", record["change"]):
+        bad = record | {"change": change, "quarantined": {"low/a<b>.wav": "it is no audio"}}
+        assert "left out: 1" in in_short(bad)[-1]
     assert "Nothing that was tried" in in_short(record | {"change": "nothing"})[0]
+    assert "a&lt;b&gt;.wav</td><td>it is no audio" in write_report(bad, tmp_path / "report.html").read_text()
 
 
 def hostile(record):
     """Return the record with a script in every text that a file's name, an error or another machine may bring."""
     record["workload"]["name"] = record["hardware"]["cpu"] = record["change"] = HOSTILE
+    record["quarantined"] = {HOSTILE: HOSTILE}
     for row in record["optimizations"]:
         row |= {"why": HOSTILE, "change": HOSTILE, "optimization": HOSTILE}
     record["fallbacks"] = [{"plan": "final", "field": "cache", "asked": HOSTILE, "got": HOSTILE, "why": HOSTILE}]

@@ -50,7 +50,7 @@ def test_lengths_are_known_before_a_clip_is_decoded_and_those_that_are_too_long_
     shorter = speech(tmp_path, max_duration_s=0.9)
     assert len(shorter.train) + len(shorter.test) == 4
     why = "it lasts over 0.9 s (max_duration_s)"
-    assert dict(shorter.quarantined) == {str(tmp_path / name): why for name in ("1.wav", "3.wav")}
+    assert shorter.quarantined == {str(tmp_path / name): why for name in ("1.wav", "3.wav")}
 
 
 def inside_segments(query, key, value, ends, *_):

@@ -64,7 +64,7 @@ def test_a_table_names_members_and_what_cannot_be_read_is_left_out(recordings, t
     split = find_items(tmp_path / "clips-0000.tar", labels=tmp_path / "all.csv")
     assert split.classes == ("h", "l") and len(split.test) == 12 and isinstance(split.test[0].path, TarMember)
     write_tar(tmp_path / "clips-0003.tar", {"low_48.wav": b"RIFF no clip"})
-    [(path, why)] = find_items(tmp_path / "clips-*.tar", label_pattern="^(low|high)").quarantined
+    [(path, why)] = find_items(tmp_path / "clips-*.tar", label_pattern="^(low|high)").quarantined.items()
     assert path == f"{tmp_path}/clips-0003.tar/low_48.wav" and why
 
 

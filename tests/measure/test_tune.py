@@ -16,8 +16,9 @@ from tiny import H100 as GPU
 from torch import nn
 
 from speedkit import tune as tune_function
+from speedkit.data.decode import BadItem, TooManyBad
 from speedkit.errors import Interrupted, UsageError
-from speedkit.files import read_json, write_json
+from speedkit.files import claim_folder, folder_held, read_checked, read_json, write_checked
 from speedkit.lab.records import validate_record
 from speedkit.lab.workloads import load_workload
 from speedkit.machine import this_machine
@@ -330,11 +331,84 @@ def test_a_budget_too_short_for_one_optimization_says_so_and_a_longer_one_goes_o
     work, out = tiny.points(train=64, test=32, epochs=1), tmp_path / "tune"
     with pytest.raises(UsageError, match=r"too short to try one optimization: .* at least \d+ s; --resume goes on"):
         tune_function(work, budget_s=0.1, optimizations=("host_syncs",), out=out, **OPTIONS)
-    before = read_json(out / NAME)
+    before = read_checked(out / NAME, pytest.fail)
     assert [stage["result"]["resolution"] > 1 for stage in before["stages"] if stage["kind"] == "control"] == [True]
     assert before["spent_s"] > 0
-    write_json(out / NAME, before | {"spent_s": 1e4})
+    write_checked(out / NAME, before | {"spent_s": 1e4})
     record = tune_function(work, budget_s=1e5, resume=True, optimizations=("host_syncs",), out=out, **OPTIONS)
     after = read_json(out / NAME)
     assert after["stages"][: len(before["stages"])] == before["stages"] and record["spent_s"] > 1e4
     assert len(record["measurements"]) == len(after["measurements"]) > len(before["measurements"])
+
+
+# ---- what is bad, and what is damaged ----
+
+
+def tuned(work, out, *, resume=False, **options):
+    return tune_function(work, optimizations=("host_syncs",), out=out, resume=resume, **OPTIONS | options)
+
+
+def load_but(load, item):
+    """Make some of the items bad: of the training set, and of the test set, which trainings alone look at."""
+    if item.path in ("7", "95", "98"):
+        raise BadItem(item.path, "it is not audio")
+    return load(item)
+
+
+BEST = Plan(cache="disk")
+
+
+@pytest.fixture
+def with_a_best_plan(monkeypatch):
+    """As if one had been found, so that quality is tested."""
+    monkeypatch.setattr(tune_module, "ablate", lambda job, accepted: (BEST, []))
+
+
+@pytest.mark.usefixtures("with_a_best_plan")
+def test_a_tuning_and_what_it_is_resumed_to_name_what_was_left_out(tmp_path):
+    work = tiny.points(epochs=1)
+    bad = dict.fromkeys(("95", "98", "7"), "it is not audio") | {"caf\udce9.wav": "not recognised"}
+    work = dataclasses.replace(
+        work, load=functools.partial(load_but, work.load), quarantined={"caf\udce9.wav": "not recognised"}
+    )
+    record = tuned(work, tmp_path)
+    assert record["quarantined"] == {path.replace("\udce9", "\\udce9"): why for path, why in bad.items()}
+    lines = (tmp_path / "quarantine.csv").read_bytes().split()
+    assert len(lines) > len(bad) and any(line.startswith(b"caf\xe9.wav,") for line in lines)
+    state = read_checked(tmp_path / NAME, pytest.fail)
+    state["stages"] = [stage for stage in state["stages"] if stage["kind"] != "record"]
+    write_checked(tmp_path / NAME, state)  # as if it had been stopped at its end
+    assert tuned(work, tmp_path, resume=True)["quarantined"] == record["quarantined"]
+
+
+def test_too_many_bad_files_end_a_tuning_and_are_no_reason_against_an_optimization():
+    work = tiny.points()
+    of = job(dataclasses.replace(work, load=functools.partial(all_bad, work.load)))
+    with pytest.raises(TooManyBad, match="96 of 96"):
+        of.attempt("optimization", {"a": Plan(cache="ram"), "b": Plan()})
+
+
+def all_bad(load, item):
+    raise BadItem(item.path, "it is not audio")
+
+
+@pytest.mark.usefixtures("with_a_best_plan")
+def test_damaged_files_of_a_tuning_are_set_aside_told_of_and_made_anew(tmp_path, capsys):
+    work, out = tiny.points(epochs=1), tmp_path / "tune"
+    record = tuned(work, out)
+    [kept] = (tmp_path / "cache" / "quality").glob("*.json")
+    files = [out / "record.json", out / NAME, kept]
+    for path in files:
+        path.write_text(path.read_text()[:-9])
+    again = tuned(work, out, resume=True, progress=True)
+    printed = capsys.readouterr().out
+    assert all(f"{path} is not as" in printed for path in files), printed
+    assert again["created"] >= record["created"] and read_json(files[0]) == again
+    assert all(read_checked(path, pytest.fail) for path in files[1:])
+    files[0].write_text("{")  # alone: it is made again from what was measured
+    assert tuned(work, out, resume=True) == read_json(out / "record.json") == again
+
+
+def test_a_second_tuning_in_the_same_folder_is_refused(tmp_path):
+    with folder_held(claim_folder(tmp_path, "tune")), pytest.raises(UsageError, match="another run goes on"):
+        tuned(tiny.points(), tmp_path, resume=True)

@@ -54,7 +54,7 @@ def speech(
         raise UsageError(f"too few clips last up to {max_duration_s:g} s: one to train and one to test on are needed")
     everything = (*files.train, *files.test, *files.validation)
     why = f"it lasts over {max_duration_s:g} s (max_duration_s)"
-    too_long = [(str(item.path), why) for item in everything if item.duration_s > max_duration_s]
+    too_long = {str(item.path): why for item in everything if item.duration_s > max_duration_s}
     spectrogram = framing(train)
     timing = {"sample_rate_hz": spectrogram["sample_rate_hz"], "hop": spectrogram["hop"]}
     return Workload(
@@ -75,7 +75,7 @@ def speech(
         count=masked_frames,
         parameters=spectrogram,
         sources=(decode.load_audio, log_mel),
-        quarantined=(*files.quarantined, *too_long),
+        quarantined=files.quarantined | too_long,
         validation=validation,
     )
 
