@@ -1,0 +1,1 @@
+"""A GPU that is not there: PyTorch's CUDA code, on a machine without one."""

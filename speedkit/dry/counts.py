@@ -1,0 +1,48 @@
+"""What a GPU that is not there was asked to do: in the process that has it, and there alone."""
+
+import collections
+import contextlib
+import ctypes
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+LAUNCHED = ("kernel", "triton", "cublas", "cudnn", "graph")
+
+
+class Counts:
+    """How often each thing happened: `names` is kind -> name -> times. What PyTorch's libraries call is a kind each."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+
+    def __getitem__(self, kind: str) -> int:
+        return sum(self.names[kind].values())
+
+    @property
+    def launches(self) -> int:
+        """How often the host made the GPU compute."""
+        return sum(self[kind] for kind in LAUNCHED)
+
+    @property
+    def waits(self) -> int:
+        """How often the host waited for the GPU."""
+        return self["sync"]
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Counts]:
+    """Yield what is filled, when the block ends, with what the GPU was asked to do in it."""
+    library = ctypes.CDLL(os.environ["DRY_GPU_LIBRARY"])
+    counts = Counts()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "counts")
+        library.dry_start()
+        try:
+            yield counts
+        finally:
+            library.dry_stop(os.fsencode(path))
+        for line in path.read_text().splitlines():
+            number, kind, name = line.split("\t")
+            counts.names[kind][name] += int(number)
