@@ -188,7 +188,8 @@ def mean_score(run: TrainingRun, stream: BatchStream) -> dict[str, Any]:
     learner = run.learner
     workload = run.workload
     reporting = run.reporting
-    sums = torch.zeros(3, device=run.device)  # of scores, of losses, and how many items
+    sums = torch.zeros(2, device=run.device)  # of scores and of losses
+    count = 0
     learner.model.eval()
     for batch in stream.one_epoch():
         for part, counts in split(batch, learner.micro_batch, stream, ranks=run.ranks):  # of the size that fits
@@ -197,16 +198,17 @@ def mean_score(run: TrainingRun, stream: BatchStream) -> dict[str, Any]:
             if counts:
                 sums[0] += workload.score(outputs, part).float().sum()
                 sums[1] += loss * len(part.inputs)
-                sums[2] += len(part.inputs)
+                count += len(part.inputs)
     if run.ranks is not None:
         sums = run.ranks.sum(sums)
-    score, loss, count = sums.tolist()
+        count = sum(run.ranks.all_gather(count))
+    score, loss = sums.tolist()
     learner.model.train()
     reporting.lap()
     name = "test" if stream is run.data.test else "validation"
     value = score / count
     reporting.progress.look = f", {name} {value:.3f}"
-    reporting.progress.say(f"  step {run.position.step}: {workload.metric} {value:.4f} on {count:.0f} {name} items")
+    reporting.progress.say(f"  step {run.position.step}: {workload.metric} {value:.4f} on {count} {name} items")
     return {
         "step": run.position.step,
         "seconds": reporting.history.seconds,
@@ -214,7 +216,7 @@ def mean_score(run: TrainingRun, stream: BatchStream) -> dict[str, Any]:
         "metric": workload.metric,
         "value": value,
         "loss": loss / count,
-        "n": int(count),
+        "n": count,
     }
 
 
