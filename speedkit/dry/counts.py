@@ -31,18 +31,22 @@ class Counts:
         return self["sync"]
 
 
+def library() -> ctypes.CDLL:
+    """Return the stand-in that this process has. Raises KeyError in another one."""
+    return ctypes.CDLL(os.environ["DRY_GPU_LIBRARY"])
+
+
 @contextlib.contextmanager
 def counted() -> Iterator[Counts]:
     """Yield what is filled, when the block ends, with what the GPU was asked to do in it."""
-    library = ctypes.CDLL(os.environ["DRY_GPU_LIBRARY"])
     counts = Counts()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "counts")
-        library.dry_start()
+        library().dry_start()
         try:
             yield counts
         finally:
-            library.dry_stop(os.fsencode(path))
+            library().dry_stop(os.fsencode(path))
         for line in path.read_text().splitlines():
             number, kind, name = line.split("\t")
             counts.names[kind][name] += int(number)

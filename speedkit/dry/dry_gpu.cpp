@@ -44,7 +44,7 @@ long setting(const char* name, long otherwise) {
 
 struct Gpu {
   const char* name = std::getenv("DRY_GPU_NAME") ? std::getenv("DRY_GPU_NAME") : "a GPU that is not there";
-  int count = setting("DRY_GPU_COUNT", 1);
+  int devices = setting("DRY_GPU_DEVICES", 1);
   int capability = setting("DRY_GPU_CAPABILITY", 90);  // 10 times the compute capability
   int multiprocessors = setting("DRY_GPU_MULTIPROCESSORS", 132);
   int memory_khz = setting("DRY_GPU_MEMORY_KHZ", 2619000);
@@ -206,6 +206,17 @@ EXPORT void dry_stop(const char* path) {
   FILE* file = std::fopen(path, "w");
   for (const auto& [name, number] : counts().by_name) std::fprintf(file, "%ld\t%s\n", number, name.c_str());
   std::fclose(file);
+}
+
+// Returns how often the GPU was made to compute since counting began.
+EXPORT long dry_launches() {
+  Lock lock(mutex);
+  long launches = 0;
+  for (const auto& [name, number] : counts().by_name) {
+    std::string kind = name.substr(0, name.find('\t'));
+    if (kind != "memcpy" && kind != "memset" && kind != "sync" && kind != "stub") launches += number;
+  }
+  return launches;
 }
 
 EXPORT void dry_stub(const char* name) { count("stub", name); }
@@ -397,7 +408,7 @@ EXPORT cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int)
 }
 
 EXPORT cudaError_t cudaGetDeviceCount(int* number) {
-  *number = gpu().count;
+  *number = gpu().devices;
   return cudaSuccess;
 }
 
@@ -705,7 +716,7 @@ EXPORT CUresult cuDeviceGet(CUdevice* device, int number) {
 }
 
 EXPORT CUresult cuDeviceGetCount(int* number) {
-  *number = gpu().count;
+  *number = gpu().devices;
   return CUDA_SUCCESS;
 }
 

@@ -12,7 +12,7 @@ class Gpu(NamedTuple):
     mib: int  # of memory
     memory_khz: int
     bus_bits: int
-    count: int = 1
+    devices: int = 1
 
 
 GPUS = {

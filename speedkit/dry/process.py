@@ -32,7 +32,7 @@ def run(what: str, gpu: Gpu, timeout_s: float = 600.0, **arguments: Any) -> Any:
         )
         if not answer.exists():
             raise SpeedkitError(f"{what} on {gpu.name} ended with {done.returncode}:\n{done.stderr[-2000:]}")
-        returned, error = pickle.loads(answer.read_bytes())  # noqa: S301 (it is that process's own)
+        returned, error = pickle.loads(answer.read_bytes())
     if error:
         raise SpeedkitError(f"{what} on {gpu.name} failed:\n{error}")
     return returned
@@ -42,19 +42,25 @@ def environment(gpu: Gpu) -> dict[str, str]:
     """Return the environment of a process that has `gpu`."""
     folder = build()
     facts = {f"DRY_GPU_{name.upper()}": str(value) for name, value in gpu._asdict().items()}
-    return os.environ | facts | {
-        "DRY_GPU_LIBRARY": str(folder / LIBRARY),
-        "LD_PRELOAD": str(folder / LIBRARY),
-        "LD_LIBRARY_PATH": f"{folder}:{os.environ.get('LD_LIBRARY_PATH', '')}",
-        "TRITON_LIBCUDA_PATH": str(folder),
-        "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpu.count))),
-        "KINETO_LOG_LEVEL": "99",  # its GPU profiler finds no GPU
-    }
+    path = f"{os.pathsep.join(sys.path)}"
+    return (
+        os.environ
+        | facts
+        | {
+            "PYTHONPATH": path,
+            "DRY_GPU_LIBRARY": str(folder / LIBRARY),
+            "LD_PRELOAD": str(folder / LIBRARY),
+            "LD_LIBRARY_PATH": f"{folder}:{os.environ.get('LD_LIBRARY_PATH', '')}",
+            "TRITON_LIBCUDA_PATH": str(folder),
+            "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpu.devices))),
+            "KINETO_LOG_LEVEL": "99",  # its GPU profiler finds no GPU
+        }
+    )
 
 
 def answer(call: Path) -> tuple[Any, str]:
     """Return what the call in a file returns, and its error in words, "" without one."""
-    what, arguments = pickle.loads(call.read_bytes())  # noqa: S301 (it is that of `run`)
+    what, arguments = pickle.loads(call.read_bytes())
     try:
         if what.endswith(".py"):
             sys.argv = [what, *arguments.get("argv", ())]

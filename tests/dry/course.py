@@ -1,16 +1,20 @@
 """Runs on a GPU that is not there, and what they asked of it: each function is called in a process that has one."""
 
+import collections
 import contextlib
 import dataclasses
+import functools
 import tempfile
 import traceback
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
-from speedkit.dry.counts import counted
+from speedkit.dry.counts import counted, library
 from speedkit.lab.workloads import load_workload
-from speedkit.plan import Plan
+from speedkit.machine import this_machine
+from speedkit.plan import PRESETS
 from speedkit.train.fit import fit
 from speedkit.train.loop import steps
 from speedkit.train.setup import setup_run
@@ -26,54 +30,106 @@ def small(name):
     return dataclasses.replace(workload, train=workload.train[:400], test=workload.test[:40])
 
 
-def course(workload, fields, cache_dir):
+def plan_of(fields):
+    fields = dict(fields)
+    preset = PRESETS[fields.pop("preset", "baseline")](this_machine("cuda"))
+    return dataclasses.replace(preset, **fields, log_every=1000)
+
+
+def adding(launches, part, function):
+    """`function`, whose launches are added to those of its part of a step."""
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        before = library().dry_launches()
+        returned = function(*args, **kwargs)
+        launches[part] += library().dry_launches() - before
+        return returned
+
+    return call
+
+
+def course(workload, fields, cache_dir, read_back=False):
     """What COUNTED steps of a plan asked of the GPU, per step, and what became of the plan."""
-    plan = Plan(**fields, log_every=1000)
-    with contextlib.closing(
-        setup_run(workload, plan=plan, device="cuda", endless=True, progress=False, cache_dir=cache_dir)
-    ) as run:
+    launches = collections.Counter()
+    loss = adding(launches, "forward", workload.loss)
+
+    def reading(*args):
+        value, outputs = loss(*args)
+        value.item()
+        return value, outputs
+
+    workload = dataclasses.replace(workload, loss=reading if read_back else loss)
+    plan = plan_of(fields)
+    with contextlib.ExitStack() as stack:
+        run = stack.enter_context(
+            contextlib.closing(
+                setup_run(workload, plan=plan, device="cuda", endless=True, progress=False, cache_dir=cache_dir)
+            )
+        )
+        optimizer = run.learner.optimizer
+        stack.enter_context(
+            patch.object(torch.autograd, "backward", adding(launches, "backward", torch.autograd.backward))
+        )
+        stack.enter_context(patch.object(optimizer, "step", adding(launches, "update", optimizer.step)))
         training = steps(run)
         for _ in range(WARM_UP):
             next(training)
         torch.cuda.reset_peak_memory_stats()
+        launches.clear()
         with counted() as counts:
             for _ in range(COUNTED):
                 next(training)
         return {
             "devices": sorted({weight.device.type for weight in run.learner.model.parameters()}),
-            "effective": {field: getattr(run.plan, field) for field in fields},
+            "parts": {part: number / COUNTED for part, number in launches.items()},
+            "effective": {field: getattr(run.plan, field) for field in fields if field != "preset"},
             "fallbacks": [str(fallback) for fallback in run.effective.fallbacks],
             "launches": counts.launches / COUNTED,
-            "by kind": {kind: counts[kind] / COUNTED for kind in counts.names},
             "waits": counts.waits / COUNTED,
-            "waited in": dict(counts.names["sync"]),
-            "copies": dict(counts.names["memcpy"]),
+            "copies": {name: number / COUNTED for name, number in counts.names["memcpy"].items()},
             "stubs": sorted(counts.names["stub"]),
             "peak_bytes": torch.cuda.max_memory_allocated(),
+            "micro_batch": run.learner.micro_batch,
         }
 
 
-def courses(name, plans):
-    """The course of each plan of a workload, or how it failed."""
+def courses(name, plans, read_back=False):
+    """The course of each plan of a workload by name, or how it failed."""
     workload = small(name)
-    rows = []
+    rows = {}
     with tempfile.TemporaryDirectory() as cache_dir:
-        for fields in plans:
+        for plan, fields in plans.items():
             try:
-                rows.append(course(workload, fields, cache_dir))
+                rows[plan] = course(workload, fields, cache_dir, read_back)
             except Exception:
-                rows.append({"error": traceback.format_exc()})
+                rows[plan] = {"error": traceback.format_exc()}
     return rows
 
 
 def whole(name, fields):
-    """A training to its end, with evaluations, checkpoints and a resume."""
+    """A training to its end with evaluations and checkpoints, and another that goes on from there."""
     workload = small(name)
     workload = dataclasses.replace(workload, recipe=dataclasses.replace(workload.recipe, epochs=None, steps=8))
     with tempfile.TemporaryDirectory() as folder:
-        plan = Plan(**fields, validate_every=3)
-        history = fit(workload, plan=plan, device="cuda", progress=False, out=Path(folder, "out"), cache_dir=folder)
-        again = fit(
-            workload, plan=plan, device="cuda", progress=False, out=Path(folder, "out"), cache_dir=folder, resume=True
+        train = functools.partial(
+            fit,
+            workload,
+            plan=dataclasses.replace(plan_of(fields), log_every=2, validate_every=3),
+            device="cuda",
+            progress=False,
+            out=Path(folder, "out"),
+            cache_dir=folder,
         )
-    return len(history.loss), len(history.evaluations), history.device, again.resumed_from
+        first = train()
+        again = train(resume=True)
+    return len(first.loss), len(first.evaluations), first.device, again.resumed_from
+
+
+def attention_of_cudnn():
+    """How many kernels attention by cuDNN takes, forward and backward."""
+    query = torch.randn(2, 4, 64, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    with counted() as counts, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
+        torch.nn.functional.scaled_dot_product_attention(query, query, query).sum().backward()
+    return counts.launches
