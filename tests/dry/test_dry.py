@@ -60,6 +60,9 @@ MAY_DO_NOTHING = {
     "cudaFuncSetAttribute",
     "cudaStreamWaitEvent",
     "cudnnSetStream",
+    "cufftSetAutoAllocation",
+    "cufftSetStream",
+    "cufftSetWorkArea",
 }
 # The fields that a plan does not get, by workload and by GPU.
 EXPECTED: dict[str, dict[str, tuple[str, ...]]] = {
@@ -67,7 +70,16 @@ EXPECTED: dict[str, dict[str, tuple[str, ...]]] = {
     "features on the device": {"text": ("features_on",), "speech": ("features_on",)},
     "bucket": {"text": ("bucket",), "audio": ("bucket",), "image": ("bucket",)},
     "cudnn_benchmark": {"speech": ("cudnn_benchmark",)},
-    "varlen": {"text": ("attention",), "audio": ("attention",), "image": ("attention",)},
+    "varlen": {
+        "text": ("attention",),
+        "audio": ("attention",),
+        "image": ("attention",),
+        "sm_75": ("attention", "precision"),
+    },
+    "flash": {"sm_75": ("attention", "precision")},
+    "tf32": {"sm_75": ("precision",)},
+    "bf16": {"sm_75": ("precision",)},
+    "fp8": {"sm_75": ("precision",), "sm_80": ("precision",)},
 }
 
 
