@@ -15,9 +15,10 @@ from speedkit.machine import cache_root
 
 SOURCE = Path(__file__).with_name("dry_gpu.cpp")
 LIBRARY = "libdrygpu.so"
+NVRTC = f"libnvrtc.so.{(torch.version.cuda or '').partition('.')[0]}"
 DRIVER = "libcuda.so.1"  # the same library, under the name that Triton loads
-ASKING = ("libc10_cuda.so", "libtorch_cuda.so", "libtorch_cuda_linalg.so", "libtorch_python.so")
-OF_CUDA = re.compile(r"(cuda[A-Z]|__cuda|cublas|cusparse|cusolver|cufft|curand|cudnn)\w+")
+ASKING = ("libc10_cuda.so", "libtorch_cuda.so", "libtorch_cuda_linalg.so", "libtorch_python.so", "libcaffe2_nvrtc.so")
+OF_CUDA = re.compile(r"(cu[A-Z]|cuda[A-Z]|__cuda|cublas|cusparse|cusolver|cufft|curand|cudnn)\w+")
 # What Triton's own code, compiled on first use, asks of the driver besides.
 OF_DRIVER = (
     "cuCtxGetLimit",
@@ -50,14 +51,15 @@ def build() -> Path:
     with FileLock(folder / ".lock"):
         if not (folder / DRIVER).exists():
             with tempfile.TemporaryDirectory() as work:
-                built = compiled(Path(work))
-                shutil.copy(built, folder / LIBRARY)
+                compile_in(Path(work))
+                for name in (LIBRARY, NVRTC):
+                    shutil.copy(Path(work, name), folder / name)
             (folder / DRIVER).symlink_to(LIBRARY)
     return folder
 
 
-def compiled(work: Path) -> Path:
-    """Return the library, compiled in the folder `work`, with a stub for each name that the source does not have."""
+def compile_in(work: Path) -> None:
+    """Compile the libraries in the folder `work`, with a stub for each name that the source does not have."""
     site = Path(torch.__file__).parents[1]
     core = work / "core.o"
     headers = [f"-I{path}" for path in (*site.glob("nvidia/*/include"), site / "triton/backends/nvidia/include")]
@@ -73,8 +75,9 @@ def compiled(work: Path) -> Path:
         text += STUB.format(name)
     (work / "stubs.c").write_text(text)
     called("g++", "-x", "c", "-O1", "-fPIC", "-w", "-c", work / "stubs.c", "-o", work / "stubs.o")
-    called("g++", "-shared", "-o", work / LIBRARY, core, work / "stubs.o", "-ldl")
-    return work / LIBRARY
+    called("g++", "-shared", f"-Wl,-soname,{LIBRARY}", "-o", work / LIBRARY, core, work / "stubs.o", "-ldl")
+    # An empty library of NVRTC's name: what PyTorch looks up in it is found in the one that it needs.
+    called("g++", "-shared", f"-Wl,-soname,{NVRTC},--no-as-needed", "-o", work / NVRTC, work / LIBRARY)
 
 
 def called(*command: str | Path) -> str:

@@ -693,14 +693,14 @@ EXPORT cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* b
 
 namespace {
 
-std::map<long, std::string>& triton_kernels() {
+std::map<long, std::string>& compiled_kernels() {
   static auto* the = new std::map<long, std::string>;
   return *the;
 }
 
-CUresult launch_triton(CUfunction function) {
+CUresult launch_compiled(CUfunction function) {
   Lock lock(mutex);
-  count("triton", triton_kernels()[reinterpret_cast<long>(function)]);
+  count("compiled", compiled_kernels()[reinterpret_cast<long>(function)]);
   return CUDA_SUCCESS;
 }
 
@@ -779,7 +779,7 @@ EXPORT CUresult cuModuleUnload(CUmodule) { return CUDA_SUCCESS; }
 EXPORT CUresult cuModuleGetFunction(CUfunction* function, CUmodule, const char* name) {
   Lock lock(mutex);
   make(function);
-  triton_kernels()[reinterpret_cast<long>(*function)] = name;
+  compiled_kernels()[reinterpret_cast<long>(*function)] = name;
   return CUDA_SUCCESS;
 }
 
@@ -793,11 +793,15 @@ EXPORT CUresult cuFuncSetCacheConfig(CUfunction, CUfunc_cache) { return CUDA_SUC
 
 EXPORT CUresult cuLaunchKernel(CUfunction function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
                                CUstream, void**, void**) {
-  return launch_triton(function);
+  return launch_compiled(function);
 }
 
 EXPORT CUresult cuLaunchKernelEx(const CUlaunchConfig*, CUfunction function, void**, void**) {
-  return launch_triton(function);
+  return launch_compiled(function);
+}
+
+EXPORT CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, CUfunction, int threads, size_t) {
+  return CUresult(cudaOccupancyMaxActiveBlocksPerMultiprocessor(blocks, nullptr, threads, 0));
 }
 
 EXPORT CUresult cuOccupancyMaxActiveClusters(int* number, CUfunction, const CUlaunchConfig*) {
@@ -835,6 +839,57 @@ EXPORT cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** fun
   if (result) *result = cudaDriverEntryPointSuccess;
   return cudaSuccess;
 }
+
+// ---- NVRTC, which compiles a few of PyTorch's kernels on first use: nothing is compiled ----
+
+EXPORT int nvrtcCreateProgram(void** program, const char*, const char*, int, const char* const*, const char* const*) {
+  *program = new std::string;  // the name of its kernel
+  return 0;
+}
+
+EXPORT int nvrtcDestroyProgram(void** program) {
+  delete static_cast<std::string*>(*program);
+  return 0;
+}
+
+EXPORT int nvrtcAddNameExpression(void* program, const char* name) {
+  *static_cast<std::string*>(program) = name;
+  return 0;
+}
+
+EXPORT int nvrtcGetLoweredName(void* program, const char*, const char** name) {
+  *name = static_cast<std::string*>(program)->c_str();
+  return 0;
+}
+
+EXPORT int nvrtcCompileProgram(void*, int, const char* const*) { return 0; }
+
+EXPORT int nvrtcVersion(int* major, int* minor) {
+  *major = CUDART_VERSION / 1000;
+  *minor = CUDART_VERSION % 1000 / 10;
+  return 0;
+}
+
+namespace {
+
+int one_byte(size_t* bytes) {
+  *bytes = 1;
+  return 0;
+}
+
+int empty(char* text) {
+  *text = 0;
+  return 0;
+}
+
+}  // namespace
+
+EXPORT int nvrtcGetCUBINSize(void*, size_t* bytes) { return one_byte(bytes); }
+EXPORT int nvrtcGetPTXSize(void*, size_t* bytes) { return one_byte(bytes); }
+EXPORT int nvrtcGetProgramLogSize(void*, size_t* bytes) { return one_byte(bytes); }
+EXPORT int nvrtcGetCUBIN(void*, char* text) { return empty(text); }
+EXPORT int nvrtcGetPTX(void*, char* text) { return empty(text); }
+EXPORT int nvrtcGetProgramLog(void*, char* text) { return empty(text); }
 
 // ---- cuBLAS: products are counted with their sizes. Its headers are not needed: what is not read is a pointer. ----
 

@@ -11,7 +11,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from speedkit.dry.build import LIBRARY, build
+from speedkit.dry.build import LIBRARY, NVRTC, build
 from speedkit.dry.gpus import Gpu
 from speedkit.errors import SpeedkitError
 
@@ -49,7 +49,7 @@ def environment(gpu: Gpu) -> dict[str, str]:
         | {
             "PYTHONPATH": path,
             "DRY_GPU_LIBRARY": str(folder / LIBRARY),
-            "LD_PRELOAD": str(folder / LIBRARY),
+            "LD_PRELOAD": f"{folder / LIBRARY}:{folder / NVRTC}",
             "LD_LIBRARY_PATH": f"{folder}:{os.environ.get('LD_LIBRARY_PATH', '')}",
             "TRITON_LIBCUDA_PATH": str(folder),
             "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpu.devices))),
