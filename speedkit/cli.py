@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -54,26 +55,34 @@ def main(command: click.Command | None = None, name: str = "speedkit") -> NoRetu
 
     A traceback is shown with --debug only.
     """
-    ends = [number for number in STOPS[1:] if signal.getsignal(number) != signal.SIG_IGN]
+    ends = [number for number in STOPS if signal.getsignal(number) != signal.SIG_IGN]
+    came: list[Interrupted] = []
     for number in ends:
-        signal.signal(number, _terminate)
+        signal.signal(number, functools.partial(_terminate, came))
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root() / "inductor"))  # kept: compiled once
     try:
         code = (command or commands).main(prog_name=name, standalone_mode=False) or 0
     except Exception as error:
         if "--debug" in sys.argv:
             raise
-        code, sentence = explained(error)
-        click.echo(f"speedkit: {' '.join(sentence.split())}", err=True)
+        for number in ends:
+            signal.signal(number, signal.SIG_IGN)  # a terminal that is closed sends two
+        # An import that a signal cut short says something else.
+        code, sentence = explained(came[0] if came else error)
+        with contextlib.suppress(OSError):  # the terminal may be closed
+            click.echo(f"speedkit: {' '.join(sentence.split())}", err=True)
     finally:
         for number in ends:
             signal.signal(number, signal.SIG_DFL)  # Python would print what is raised on its way out
     _leave(code)
 
 
-def _terminate(number: int, _frame: Any) -> NoReturn:
+def _terminate(came: list[Interrupted], number: int, _frame: Any) -> NoReturn:
     # As an exception, so that loader processes are ended and half-written files removed on the way out.
-    raise Interrupted(f"stopped by {signal.Signals(number).name}; what was complete is kept", number)
+    came.append(Interrupted(f"stopped by {signal.Signals(number).name}; what was complete is kept", number))
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise came[-1]
 
 
 def _leave(code: int) -> NoReturn:

@@ -132,12 +132,18 @@ def resolve(
 
 
 def check_ranks(plan: Plan, hardware: Hardware) -> None:
-    """Raise PlanError where this machine has fewer GPUs than its part of the ranks takes."""
+    """Raise PlanError where this machine has fewer GPUs than its part of the ranks takes, or they would share one."""
     if plan.ranks == 1 or hardware.device.type == "cpu":
         return
     here = int(os.environ.get("LOCAL_WORLD_SIZE") or plan.ranks)  # torchrun's: of several machines, those of this one
     if here > hardware.gpu_count:
         raise PlanError(f"ranks={plan.ranks} takes {here} GPUs here, and there are {hardware.gpu_count}: lower ranks")
+    own = hardware.device.index
+    if here > 1 and own is not None and own != int(os.environ.get("LOCAL_RANK", -1)):
+        raise PlanError(
+            f'device="{hardware.device}" is one GPU, and ranks={plan.ranks} take one each: device="cuda" gives them '
+            f"cuda:0 to cuda:{here - 1}, and CUDA_VISIBLE_DEVICES says which those are"
+        )
 
 
 def machine_rules(effective: EffectivePlan, hardware: Hardware) -> EffectivePlan:

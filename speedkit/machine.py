@@ -42,6 +42,9 @@ ON_CUDA = ("pin_memory", "prefetch", "cuda_graphs", "expandable_segments", "effi
 # none helps float16: a convolution's backward pass takes tens of times as long as in float32 (PyTorch 2.11).
 ON_CPU = {"bf16": ("avx512_bf16", "amx_bf16", "bf16"), "fp16": ("fp16_arith",)}
 ON_CPU_TOO = ("flash_attention", "compile")  # of these, on a CPU without any of its own
+NVIDIA_DEVICE = Path("/dev/nvidia0")
+# CUDA's version -> the first of NVIDIA's drivers for it, see https://docs.nvidia.com/deploy/cuda-compatibility.
+DRIVERS = {"12": 525, "13": 580}
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,7 @@ def _missing_to_compile(hardware: Hardware) -> str:
 def this_machine(device: str | torch.device = "auto") -> Hardware:
     """Return the facts of this machine with `device` chosen: "auto" is cuda, else mps, else cpu. Measures nothing.
 
-    Raises UsageError when `device` is not there.
+    Warns once where "auto" is a CPU beside a GPU that cannot be used. Raises UsageError when `device` is not there.
     """
     devices = []
     if torch.cuda.is_available():
@@ -146,10 +149,32 @@ def this_machine(device: str | torch.device = "auto") -> Hardware:
     devices.append("cpu")
     if str(device) == "auto":
         device = devices[0]
+        if unused := unusable_gpu():
+            warnings.warn(unused, stacklevel=1)  # of one place, whoever calls: Python shows it once
     if str(device) not in devices:
-        raise UsageError(f'device "{device}" is not available: this machine has {", ".join(devices)}, and takes "auto"')
+        why = f'this machine has {", ".join(devices)}, and takes "auto"; {unusable_gpu()}'
+        raise UsageError(f'device "{device}" is not available: {why.removesuffix("; ")}')
     # The number of threads can change while a process runs; nothing else here can.
     return replace(_facts(torch.device(device)), threads=torch.get_num_threads())
+
+
+def unusable_gpu() -> str:
+    """Return why PyTorch does not use an NVIDIA GPU that is here; "" where it does, none is here or it is hidden."""
+    if torch.cuda.is_available() or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return ""
+    facts = nvml_facts("", "driver", "gpu_count")
+    if not facts.get("gpu_count") and not NVIDIA_DEVICE.exists():
+        return ""
+    driver = facts.get("driver", "unknown")
+    cuda = str(torch.version.cuda)
+    needed = DRIVERS.get(cuda.partition(".")[0], 0)
+    if torch.version.cuda is None:
+        why = "is built without CUDA: install one with it"
+    elif driver == "unknown" or int(driver.partition(".")[0]) < needed:
+        why = f"needs driver {needed} or newer for CUDA {cuda}: update the driver, or install PyTorch for an older CUDA"
+    else:
+        why = "cannot reach it: python -c 'import torch; torch.cuda.init()' says why"
+    return f"the NVIDIA GPU here (driver {driver}) is not used: PyTorch {torch.__version__} {why}"
 
 
 def cache_root() -> Path:
@@ -229,6 +254,8 @@ def nvml_facts(uuid: str, *names: str) -> dict[str, Any]:
 def _nvml_fact(nvml: Any, uuid: str, name: str) -> Any:
     if name == "driver":
         return nvml.nvmlSystemGetDriverVersion()
+    if name == "gpu_count":
+        return nvml.nvmlDeviceGetCount()
     # NVML counts all GPUs, CUDA only the visible ones: the UUID is what both call it.
     gpu = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
     if name == "power_limit_w":

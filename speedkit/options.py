@@ -82,7 +82,7 @@ DATA = (
     click.Option(["--width"], type=int, help="channels of the model instead of its size's, of the first stage"),
     click.Option(["--depth"], type=int, help="residual blocks of the model instead of its size's, of each stage"),
     click.Option(
-        ["--clips"], type=click.IntRange(min=1), help="how many files to generate where there is no data folder"
+        ["--clips"], type=click.IntRange(1, 10_000_000), help="how many files to generate where there is no data folder"
     ),
 )
 DATA_FIELDS = ("data_dir", "labels", "label_pattern", "test_pattern", "size", "width", "depth", "clips")

@@ -1,5 +1,6 @@
 """What every test starts from: one thread, seeds, no window, and caches in a folder of their own."""
 
+import contextlib
 import dataclasses
 import importlib.util
 import os
@@ -102,13 +103,42 @@ def speedkit(capsys, monkeypatch):
 
     def command(*words):
         monkeypatch.setattr(sys, "argv", ["speedkit", *map(str, words)])
-        before = signal.getsignal(signal.SIGTERM)
+        before = {number: signal.getsignal(number) for number in cli.STOPS}
         with pytest.raises(SystemExit) as stopped:
             cli.main()
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         return stopped.value.code, *capsys.readouterr()
 
     return command
+
+
+@pytest.fixture
+def attack(capsys):
+    """Count the tries of a group: `with attack(group) as tried`, and in it `with tried(what)` for each.
+
+    One that falls does not end the group. At its end it says how many of them held, and fails where not all did.
+    """
+
+    @contextlib.contextmanager
+    def attack(group):
+        tries = []
+        fallen = []
+
+        @contextlib.contextmanager
+        def tried(what):
+            tries.append(what)
+            try:
+                yield
+            except Exception as error:
+                fallen.append(f"{what}: {type(error).__name__}: {error}")
+
+        yield tried
+        with capsys.disabled():
+            print(f"\n{group}: {len(tries) - len(fallen)} of {len(tries)}")
+        assert not fallen, "\n".join(fallen)
+
+    return attack
 
 
 @pytest.fixture

@@ -14,9 +14,7 @@ from tiny import calling
 OUT_OF_MEMORY = {
     "cuda": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
     "cublas": lambda: RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-    "cudnn": lambda: RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear ..."),
     "cudnn workspace": lambda: RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
-    "no engine": lambda: RuntimeError("GET was unable to find an engine to execute this computation"),
     "host": lambda: torch.empty(1 << 60),  # a real one
     "python": lambda: bytearray(1 << 62),  # a real one
     "c++": lambda: RuntimeError("std::bad_alloc"),

@@ -111,13 +111,18 @@ def source_of(code: Any) -> str:
 def mapped(path: Path, dtype: np.dtype, count: int, *, offset: int = 0) -> np.ndarray:
     """Map `count` numbers of a file from `offset` [bytes] on; it is lengthened by zeros, which match no checksum."""
     size = offset + count * dtype.itemsize
-    present = path.stat().st_size if path.exists() else 0
+    present = size_of(path)
     if present < size:
         with path.open("ab") as file:
             if hasattr(os, "posix_fallocate"):  # else a full disk would be a signal when a page is written
                 os.posix_fallocate(file.fileno(), present, size - present)
             file.truncate(size)
     return np.asarray(np.memmap(path, dtype, "r+", offset=offset, shape=(count,)))
+
+
+def size_of(path: Path) -> int:
+    """Return the size of a file in bytes, 0 where there is none."""
+    return path.stat().st_size if path.exists() else 0
 
 
 def item_key(item: Any, size: int) -> int:
@@ -145,11 +150,13 @@ def _identity(item: Any) -> str:
 def read_index(folder: Path) -> tuple[tuple[int, ...], np.ndarray] | None:
     """Return the shape of the first entry and the rows of the index; None where it is not as it was written."""
     path = folder / INDEX
-    if not path.exists() or path.stat().st_size < HEADER.itemsize:
+    if size_of(path) < HEADER.itemsize:
         return None
     [header] = np.fromfile(path, HEADER, count=1)
     rows = np.fromfile(path, ENTRY, offset=HEADER.itemsize)
     if header[0] != check_of(header) or (rows["check"] != row_checks(rows)).any():
+        return None
+    if size_of(folder / VALUES) > rows["size"].sum():  # rows were cut off: others would take their entries' place
         return None
     shape = header[1:].tolist()
     return tuple(shape[: shape.index(-1)]), rows
@@ -204,7 +211,7 @@ def rows_of(keys: np.ndarray, index: np.ndarray) -> np.ndarray:
 def caches_in(folder: str | Path) -> list[Path]:
     """Return the caches in the folder that --cache-dir names, or the one that `folder` is. Raises UsageError."""
     folders = [Path(folder), *sorted(Path(folder).glob("*"))]
-    caches = [path for path in folders if (path / VALUES).exists()]
+    caches = [path for path in folders if (path / VALUES).exists() or (path / INDEX).exists()]
     if not caches:
         raise UsageError(f"{folder} holds no feature cache: name the folder that --cache-dir named")
     return caches
@@ -222,7 +229,7 @@ def damage(folder: Path, repair: bool = False) -> list[str]:
         return ["the index"]
     rows = found[1]
     values = np.zeros(0, np.uint8)  # an empty file cannot be mapped
-    if (folder / VALUES).stat().st_size:
+    if size_of(folder / VALUES):
         values = np.memmap(folder / VALUES, np.uint8, "r")
     damaged = []
     end = 0
@@ -238,6 +245,9 @@ def damage(folder: Path, repair: bool = False) -> list[str]:
 
 def describe(folder: Path) -> str:
     """Return a line about a cache."""
-    checksums = np.fromfile(folder / INDEX, ENTRY, offset=HEADER.itemsize)["checksum"]
-    size_mb = (folder / VALUES).stat().st_size / 1e6
+    found = read_index(folder)
+    if found is None:
+        return f"{folder}: the index is not as it was written: the next use computes all entries again"
+    checksums = found[1]["checksum"]
+    size_mb = size_of(folder / VALUES) / 1e6
     return f"{folder}: {np.count_nonzero(checksums)} of {len(checksums)} entries are computed, {size_mb:.3g} MB"

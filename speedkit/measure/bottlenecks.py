@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from speedkit.clock import timed
 from speedkit.data.loader import collate, make_sample
 from speedkit.errors import UsageError
-from speedkit.machine import Hardware, this_machine
+from speedkit.machine import Hardware, this_machine, unusable_gpu
 from speedkit.measure.breakdown import Breakdown, StepFacts, breakdown_of
 from speedkit.measure.peaks import matmul_rates
 from speedkit.measure.process import process_kept
@@ -295,9 +295,9 @@ def bottleneck_in_words(row: Row) -> str:
 
 
 def gpu_advice(hardware: Hardware) -> list[str]:
-    """Return how to choose a GPU, and how to make room on a small one, in sentences; none for a CPU."""
+    """Return how to choose a GPU, and how to make room on a small one, in sentences; for a CPU why no GPU is used."""
     if not hardware.gpu_count:
-        return []
+        return [*filter(None, [unusable_gpu()])]
     choose = f"{hardware.device} of {hardware.gpu_count} GPUs is used"
     advice = [f"{choose}; --device cuda:1 or CUDA_VISIBLE_DEVICES=1: another; --ranks 2: two"]
     if hardware.gpu_memory_bytes is not None and hardware.gpu_memory_bytes < SMALL_BYTES:

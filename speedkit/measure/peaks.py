@@ -13,12 +13,14 @@ import torch
 
 from speedkit import files
 from speedkit.clock import timed
-from speedkit.machine import Hardware, cache_root
+from speedkit.errors import SpeedkitError
+from speedkit.machine import Hardware, cache_root, free_bytes
 from speedkit.measure.process import process_kept
 
-SCHEMA = 10  # in the name of a kept file; raised when what is measured changes
+SCHEMA = 11  # in the name of a kept file; raised when what is measured changes
 BUDGET_S = 0.5  # for the repeats of one peak
 MIB = 2**20
+ROOM_MIB = {"cpu": 600, "cuda": 1500}  # that measuring takes at most
 PRODUCT = "matmul_"  # before the number format, in a peak's name
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}  # others: float32
 
@@ -60,7 +62,14 @@ def matmul_rates(hardware: Hardware) -> dict[str, float]:
 
 
 def measure(hardware: Hardware) -> dict[str, Peak]:
-    """Measure every peak."""
+    """Measure every peak. Raises SpeedkitError where that would take memory from whatever else runs here."""
+    free_mib = free_bytes(hardware.device) // MIB
+    room_mib = ROOM_MIB.get(hardware.device.type, 0)
+    if free_mib < room_mib:
+        raise SpeedkitError(
+            f"measuring what this machine reaches takes {room_mib} MiB of memory, and {free_mib} are free: run "
+            "`speedkit hardware` while nothing else does; what it measures is kept"
+        )
     measured = {}
     with process_kept(hardware.device):
         for name, call, work, how in _calls(hardware):
@@ -85,7 +94,7 @@ def _calls(hardware: Hardware) -> Iterator[Call]:
     on_cpu = device.type == "cpu"
 
     # The triad of the STREAM benchmark (https://www.cs.virginia.edu/stream/), on arrays well above usual caches.
-    size_bytes = (96 if on_cpu else 512) * MIB
+    size_bytes = (96 if on_cpu else 256) * MIB
     a, b, c = torch.ones(3, size_bytes // 4, device=device)
     triad = functools.partial(torch.add, b, c, alpha=2.0, out=a)
     yield "memory_bandwidth", triad, 3.0 * size_bytes, f"a = b + 2 c, float32 arrays of {size_bytes // MIB} MiB"

@@ -68,6 +68,7 @@ class LoopProfile:
         self.compilations = compilations()
         self.breakdown: Breakdown
         self.bottlenecks: list[dict[str, Any]] = []
+        self.nothing_stands_out = False
         self.notes: list[str] = []
 
         self.observer = StepObserver(self.device, steps)
@@ -187,6 +188,7 @@ class LoopProfile:
         if observer.timed:
             try:
                 self.bottlenecks = bottlenecks_of_loop(self.breakdown, self.loader, self.device)
+                self.nothing_stands_out = not self.bottlenecks
             except Exception as error:  # of the loader's own items, say: the training is worth more
                 self.notes.append(f"the bottlenecks are not known: {type(error).__name__}: {error}")
         if show:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.utils.flop_counter import FlopCounterMode, conv_flop_count, flop_registry, shape_wrapper
 
 from speedkit.fallbacks import resolve
 from speedkit.machine import Hardware
@@ -29,6 +29,16 @@ for ending in ("", "_backward"):
     flop_registry[getattr(aten, f"_scaled_dot_product_flash_attention_for_cpu{ending}")] = flop_registry[
         getattr(aten, f"_scaled_dot_product_flash_attention{ending}")
     ]
+
+
+@shape_wrapper
+def convolution_backward_flops(output_gradient: Any, inputs: Any, weight: Any, *options: Any, **_named: Any) -> int:
+    """Return the FLOPs of a convolution's backward pass: those of the forward pass for each of its two products."""
+    *_, transposed, _output_padding, _groups, (for_inputs, for_weight, _for_bias) = options
+    return (for_inputs + for_weight) * conv_flop_count(inputs, weight, output_gradient, transposed=transposed)
+
+
+flop_registry[aten.convolution_backward] = convolution_backward_flops  # PyTorch's leaves groups out
 
 
 class ByteCounter(TorchDispatchMode):

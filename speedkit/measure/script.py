@@ -171,7 +171,7 @@ def report(seen: ScriptProfile, path: Path, folder: Path, *, in_words: Callable[
     for row in loop.bottlenecks:
         row["in_words"] = in_words(row["change"], seen.framework)
         print(f"{row['cause']}, in {seen.framework}: {row['in_words'] or row['change']}")
-    if loop.observer.timed and not loop.bottlenecks:
+    if loop.nothing_stands_out:
         switched_on: Change = {"fused_optimizer": all(group.get("fused") for group in loop.optimizer.param_groups)}
         formats = loop.observer.facts.trace.products_s
         if formats and max(formats, key=formats.__getitem__) == "bf16":

@@ -1,9 +1,11 @@
 """Attention kernels: which may run."""
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -17,6 +19,7 @@ BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
+REFUSED_BY_CUDNN = re.compile("cudnn_status|cudnn.?frontend|no execution plans support", re.IGNORECASE)  # in an error
 
 
 def with_kernel(function: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
@@ -29,6 +32,8 @@ def with_kernel(function: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
 
 
 def _call(function: Callable[..., Any], allowed: list[SDPBackend], *args: Any, **kwargs: Any) -> Any:
+    if not torch.backends.cuda.cudnn_sdp_enabled():  # it has refused a call
+        allowed = [backend for backend in allowed if backend != SDPBackend.CUDNN_ATTENTION]
     with sdpa_kernel(allowed, set_priority=True):
         return function(*args, **kwargs)
 

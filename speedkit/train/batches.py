@@ -41,7 +41,8 @@ def micro_batches(run: TrainingRun, batch: Batch) -> list[tuple[Batch, Tensor | 
     counts = [count(part) * learned for part, learned in parts]
     total = sum(counts)
     if run.ranks is not None:  # which take the mean of their gradients: it then is that of the whole batch
-        total = run.ranks.sum(torch.as_tensor(total, dtype=torch.float32, device=run.device))
+        total = torch.zeros((), device=run.device).add_(total)  # a number that is copied there would make the host wait
+        total = run.ranks.sum(total)
         total = total.clamp(min=1) / run.ranks.count
     return [(part, number / total) for (part, _), number in zip(parts, counts, strict=True)]
 

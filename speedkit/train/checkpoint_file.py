@@ -67,4 +67,7 @@ def read(path: Path) -> dict[str, Any]:
     whole = np.memmap(path, np.uint8, "r")
     if xxhash.xxh3_64_digest(whole[:-DIGEST_BYTES].data) != whole[-DIGEST_BYTES:].tobytes():
         raise ValueError("its checksum is wrong: it was cut short or changed")
-    return torch.load(path, map_location="cpu", weights_only=True)
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(state, dict) or "job" not in state:
+        raise ValueError("it is that of another program")
+    return state

@@ -12,6 +12,7 @@ from speedkit.data.loader import BatchStream
 from speedkit.errors import SpeedkitError
 from speedkit.fallbacks import Fallback
 from speedkit.plan import CUDA_GRAPHS
+from speedkit.train.attention import REFUSED_BY_CUDNN
 from speedkit.train.batches import micro_batches, next_batch, split
 from speedkit.train.checkpoint import save
 from speedkit.train.compile import eager, remove_compile
@@ -23,7 +24,7 @@ from speedkit.workload import Batch
 
 
 def steps(run: TrainingRun) -> Generator[int, None, None]:
-    """Make the steps of `train`; where one runs out of memory or fails to compile, repeat its batch without the cause.
+    """Make the steps of `train`; repeat the batch of one that found no memory, no compiled code or no cuDNN for it.
 
     A generator, so that a measurement can hold two runs and let them take turns.
     """
@@ -38,6 +39,8 @@ def steps(run: TrainingRun) -> Generator[int, None, None]:
         release(run.device)  # not in `except`: there the error still holds what the step had allocated
         if fallback.field == "micro_batch":
             run.learner.micro_batch = fallback.got
+        elif fallback.field == "attention":
+            torch.backends.cuda.enable_cudnn_sdp(False)
         else:
             remove_compile(run.learner.model)
         run.effective = run.effective.with_fallbacks(fallback)
@@ -233,11 +236,15 @@ def fallback_for(run: TrainingRun, error: Exception) -> Fallback:
     if run.ranks is None:
         batch = position.batch
     if not is_out_of_memory(error):
-        if batch is None or run.plan.compile == "off" or isinstance(error, SpeedkitError):
+        if batch is None or isinstance(error, SpeedkitError):
             raise error
         message = " ".join(str(error).split("\n\n")[0].split())  # commands, stacks and advice follow
         why = f"it failed {now}: {type(error).__name__}: {message[:300]}"
-        return Fallback("compile", run.plan.compile, "off", why)
+        if run.plan.compile != "off":  # first: compiled code keeps the attention that it was traced with
+            return Fallback("compile", run.plan.compile, "off", why)
+        if run.plan.attention in ("auto", "cudnn") and REFUSED_BY_CUDNN.search(message):
+            return Fallback("attention", run.plan.attention, "flash", why)
+        raise error
     own = run.workload.own_loader
     if batch is not None and (own is None or own.splits):
         size = min(run.learner.micro_batch, len(batch.inputs))

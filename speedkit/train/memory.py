@@ -26,11 +26,10 @@ KEPT_PRODUCTS = [
     for name in ("mm", "addmm", "convolution", "_scaled_mm", *(f"_scaled_dot_product_{kind}" for kind in ATTENTION))
 ]
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # of malloc.h
-# What RuntimeErrors say that a smaller batch cures. The libraries that multiply and convolve say that they found no
-# room for their workspace, or no algorithm that could do without.
+# What RuntimeErrors say that a smaller batch cures; the last is oneDNN's. What cuDNN does not support, it never will.
 OUT_OF_MEMORY = re.compile(
-    "out of memory|can't allocate memory|std::bad_alloc|_ALLOC_FAILED|CUDNN_STATUS_NOT_SUPPORTED|"
-    "unable to find an engine|could not create a primitive"
+    "out of memory|can't allocate memory|std::bad_alloc|_ALLOC_FAILED|cudaErrorMemoryAllocation|"
+    "could not create a primitive"
 )
 
 

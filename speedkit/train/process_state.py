@@ -41,6 +41,7 @@ def keep_switches(kept: contextlib.ExitStack) -> None:
     with contextlib.suppress(RuntimeError):
         kept.callback(torch._C._set_cudnn_allow_tf32, torch._C._get_cudnn_allow_tf32())
     kept.callback(torch._C._set_cudnn_benchmark, torch.backends.cudnn.benchmark)
+    kept.callback(torch.backends.cuda.enable_cudnn_sdp, torch.backends.cuda.cudnn_sdp_enabled())
     kept.callback(
         torch.use_deterministic_algorithms,
         torch.are_deterministic_algorithms_enabled(),

@@ -1,8 +1,11 @@
 """The progress of a run: a bar on a terminal and in a notebook, plain lines in a log, or nothing."""
 
+import contextlib
 import os
 import sys
 import time
+from collections.abc import Iterator
+from typing import TextIO
 
 from tqdm import tqdm
 
@@ -58,25 +61,36 @@ class Progress:
         text += f"{self.look}, {self.batch_size / step_s:.0f} samples/s"
         if self.mode == "bar":
             self.bar.set_postfix_str(f"{left}, {text}", refresh=False)  # a narrow terminal cuts off the end
-            self.bar.update(step - self.bar.n)
+            with unless_gone(sys.stdout, sys.stderr):
+                self.bar.update(step - self.bar.n)
         else:
             put_out(f"{self.name} step {step}/{self.total}: {text}, {left}")
 
     def say(self, text: str) -> None:
         """Print a line; a bar stays below it."""
         if self.mode == "bar":
-            self.bar.write(text)
+            with unless_gone(sys.stdout, sys.stderr):
+                self.bar.write(text)
         elif self.mode != "off":
             put_out(text)
 
     def close(self) -> None:
         """Leave the bar as it stands."""
-        self.bar.close()
+        with unless_gone(sys.stdout, sys.stderr):
+            self.bar.close()
 
 
 def put_out(text: str) -> None:
-    """Print a line. Where the terminal, the pipe or the disk that it goes to is gone, nothing is printed any more."""
-    try:
+    """Print a line."""
+    with unless_gone(sys.stdout):
         print(text, flush=True)
+
+
+@contextlib.contextmanager
+def unless_gone(*streams: TextIO) -> Iterator[None]:
+    """Where the terminal, the pipe or the disk that `streams` go to is gone, let nothing be printed there any more."""
+    try:
+        yield
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        for stream in streams:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -4,6 +4,7 @@ import functools
 import json
 import re
 import shutil
+import signal
 import sys
 import types
 
@@ -130,8 +131,11 @@ def test_an_unexpected_failure_is_one_sentence_and_a_traceback_only_with_debug(s
     code, _, complaint = speedkit("hardware")
     assert code == 1 and "RuntimeError: first line second line" in complaint and complaint.count("\n") == 1
     monkeypatch.setattr(sys, "argv", ["speedkit", "hardware", "--debug"])
+    handlers = {number: signal.getsignal(number) for number in cli.STOPS}
     with pytest.raises(RuntimeError):
         cli.main()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 class BigramModel(torch.nn.Module):

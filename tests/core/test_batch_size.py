@@ -67,8 +67,20 @@ def test_after_every_kind_of_out_of_memory_the_search_is_among_what_fits(kind, d
     assert found.micro_batch * found.accumulation_steps == 64
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        "shapes cannot be multiplied",
+        "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear ...",
+        "cuDNN Frontend error: [cudnn_frontend] Error: No execution plans support the graph.",
+        "GET was unable to find an engine to execute this computation",
+    ],
+)
+def test_what_a_smaller_batch_does_not_cure_is_no_out_of_memory(said):
+    assert not is_out_of_memory(RuntimeError(said))
+
+
 def test_what_cannot_be_searched_says_so():
-    assert not is_out_of_memory(RuntimeError("shapes cannot be multiplied"))
     with pytest.raises(RuntimeError, match="bad shapes"):
         search(limited(points(), 4, raises=RuntimeError("bad shapes")))
     for fits, room_bytes in ((0, None), (64, 1000)):

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
+import itertools
 import os
 import pickle
 import random
@@ -21,7 +22,7 @@ from tiny import Point, points
 
 from speedkit.data import cache as module
 from speedkit.data.cache import open_cache
-from speedkit.data.cache_files import damage, fingerprint
+from speedkit.data.cache_files import ENTRY, HEADER, caches_in, damage, describe, fingerprint
 from speedkit.data.decode import BadItem
 from speedkit.errors import SpeedkitError
 from speedkit.plan import Plan
@@ -227,24 +228,26 @@ def exit_code(pid):
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-@pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.slow)])
-def test_a_killed_build_goes_on_and_comes_out_the_same(tmp_path, opened, times):
+@pytest.mark.parametrize("times", [2, pytest.param(22, marks=pytest.mark.slow)])
+def test_a_killed_build_goes_on_and_comes_out_the_same(tmp_path, opened, times, attack):
     """Kill a build, of one process or two, at random moments."""
     many = files_workload(tmp_path / "data", 100, wait_s=0.002)
     rng, whole = random.Random(0), content(opened(many, folder="whole").folder)
     log = Path(many.train[0].path).with_name("loads.log")
-    for number in range(times):
-        log.unlink()
-        processes, until = 1 + number % 2, rng.randrange(3, 97)
-        child = forked(opened, many, folder=f"{number}", workers=processes)
-        while not log.exists() or len(log.read_text().split()) < until:
-            assert os.waitpid(child, os.WNOHANG) == (0, 0), "the build ended before it was killed"
-        os.killpg(child, signal.SIGKILL)
-        exit_code(child)
-        started = len(log.read_text().split())
-        cache = opened(many, folder=f"{number}")
-        assert 100 > 100 - cache.built >= started - 1 - processes  # one more is tried for the shape of entries
-        assert content(cache.folder) == whole and damage(cache.folder) == []
+    with attack("kills while a cache is built") as tried:
+        for number in range(times):
+            log.unlink()
+            processes, until = 1 + number % 2, rng.randrange(3, 97)
+            with tried(f"{processes} processes after {until} entries"):
+                child = forked(opened, many, folder=f"{number}", workers=processes)
+                while not log.exists() or len(log.read_text().split()) < until:
+                    assert os.waitpid(child, os.WNOHANG) == (0, 0), "the build ended before it was killed"
+                os.killpg(child, signal.SIGKILL)
+                exit_code(child)
+                started = len(log.read_text().split())
+                cache = opened(many, folder=f"{number}")
+                assert 100 > 100 - cache.built >= started - 1 - processes  # one more is tried for the shape of entries
+                assert content(cache.folder) == whole and damage(cache.folder) == []
 
 
 def test_two_builders_at_once_share_the_work_of_one(tmp_path, opened):
@@ -295,33 +298,58 @@ def flip(path, place, bit=0):
     path.write_bytes(data)
 
 
-FEW = [(name, flipped) for name in FILES for flipped in (True, False)] * 2
-MANY = [("values.bin", True)] * 120 + [("index.bin", True)] * 80
+def cut(path, place, _):
+    os.truncate(path, place)
+
+
+def remove(path, *_):
+    path.unlink()
+
+
+HEADER_BYTES, ROW_BYTES = HEADER.itemsize, ENTRY.itemsize
+WHERE = {  # the bytes of each part of the files, of caches with 20 entries of 64 bytes
+    "header": ("index.bin", range(HEADER_BYTES)),
+    "row": ("index.bin", range(HEADER_BYTES, HEADER_BYTES + 20 * ROW_BYTES)),
+    "size": ("index.bin", [HEADER_BYTES + row * ROW_BYTES + 8 + byte for row in range(20) for byte in range(8)]),
+    "index": ("index.bin", range(HEADER_BYTES + 20 * ROW_BYTES)),
+    "values": ("values.bin", range(20 * 64)),
+}
+FEW = [(kind, part) for kind in (flip, cut, remove) for part in ("index", "values")] * 2
+MANY = [(flip, part) for part in ("header", "row", "size", "values")] * 40
+MANY += [(cut, part) for part in ("header", "row", "values")] * 20
+MANY += [(remove, part) for part in ("index", "values")] * 10
 
 
 @pytest.mark.filterwarnings("ignore:an entry in .* is not as it was written")
 @pytest.mark.parametrize("kinds", [FEW, pytest.param(MANY, marks=pytest.mark.slow)], ids=len)
-def test_damage_is_found_never_served_and_mended(workload, opened, tmp_path, kinds):
+def test_damage_is_found_never_served_and_mended(workload, opened, tmp_path, kinds, attack):
     expected, folder, rng = live(workload), opened(workload).folder, random.Random(0)
-    before, few = content(folder), workload.train[7:3:-1]
-    for name, flipped in kinds:
-        for where in ("disk", "ram"):
-            copy = tmp_path / "copy" / folder.name
+    with attack("cache damage") as tried:
+        for number, (kind, part) in enumerate(kinds):
+            name, places = WHERE[part]
+            place, bit = rng.choice(places), rng.randrange(8)
+            copy = tmp_path / str(number) / folder.name
             shutil.copytree(folder, copy)
-            place = rng.randrange((copy / name).stat().st_size)
-            flip(copy / name, place, rng.randrange(8)) if flipped else os.truncate(copy / name, place)
-            if flipped or name == "values.bin":  # entries that an index has lost are computed anew
-                assert damage(copy), f"{name} at {place} was not found"
-            # Some of the items alone: the rows of the others are read as well.
-            assert torch.equal(served(opened(workload, few, folder="copy", cache=where)), live(workload, few))
-            assert torch.equal(served(opened(workload, folder="copy", cache=where)), expected), f"{name} was served"
-            assert damage(copy) == [] and (name == "index.bin" or content(copy) == before)
-            shutil.rmtree(tmp_path / "copy")
+            with tried(f"{kind.__name__} {name} at {place}.{bit}"):
+                running = opened(workload, folder=str(number))
+                assert torch.equal(served(running), expected)
+                kind(copy / name, place, bit)
+                assert caches_in(copy.parent) == [copy] and describe(copy)
+                assert damage(copy, repair=number % 2 == 0), "it was not found"
+                # Some of the items alone: the rows of the others are read as well.
+                for where, items in itertools.product(("disk", "ram"), (workload.train[7:3:-1], workload.train)):
+                    cache = opened(workload, items, folder=str(number), cache=where)
+                    assert torch.equal(served(cache), live(workload, items)), "it was served"
+                assert damage(copy) == [] and (name == "index.bin" or content(copy) == content(folder))
+                assert torch.equal(served(running), expected), "a run that went on was harmed"
+            shutil.rmtree(copy)
 
 
-def test_a_run_goes_on_with_its_entries_when_another_finds_the_index_damaged(workload, opened):
+@pytest.mark.filterwarnings("ignore:an entry in .* is not as it was written")
+@pytest.mark.parametrize(("kind", "place"), [(flip, 90), (cut, HEADER_BYTES + 2 * ROW_BYTES)])
+def test_a_run_goes_on_with_its_entries_when_another_finds_the_index_damaged(workload, opened, kind, place):
     mine = opened(workload)
-    flip(mine.folder / "index.bin", 90)
+    kind(mine.folder / "index.bin", place, 0)
     other = opened(workload, items=workload.train[::-1])  # lies in another order in the same files
     assert other.built == 20 and torch.equal(served(other), live(workload, workload.train[::-1]))
     assert torch.equal(served(mine), live(workload))

@@ -8,6 +8,7 @@ import torch
 from tiny import CPU, CPU_BF16, H100, T4
 
 from speedkit import machine
+from speedkit.errors import UsageError
 from speedkit.machine import CAPABILITIES, Hardware, this_machine
 
 A100 = replace(H100, gpu="NVIDIA A100-SXM4-40GB", compute_capability=(8, 0))
@@ -52,6 +53,32 @@ def test_this_machine_knows_itself():
     here = this_machine("cpu")
     assert here.cores and here.ram_bytes and here.cpu and here.torch_version
     assert set(machine.nvml_facts("0-0-0-0", "driver", "power_w")) <= {"driver"}, "of no GPU"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU here is used")
+@pytest.mark.parametrize(
+    ("driver", "built_for", "says"),
+    [
+        ("535.183.01", "13.0", "driver 580 or newer"),
+        ("470.256.02", "12.8", "driver 525 or newer"),
+        ("580.65.06", "13.0", "torch.cuda.init"),
+        (None, "13.0", "driver unknown"),  # NVML cannot be loaded, as in a container
+        ("580.65.06", None, "built without CUDA"),
+    ],
+)
+def test_a_gpu_that_pytorch_cannot_use_is_no_silent_cpu(driver, built_for, says, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", built_for)
+    monkeypatch.setattr(machine, "nvml_facts", lambda *_: {"driver": driver, "gpu_count": 1} if driver else {})
+    if not driver:
+        (tmp_path / "nvidia0").touch()
+        monkeypatch.setattr(machine, "NVIDIA_DEVICE", tmp_path / "nvidia0")
+    with pytest.warns(UserWarning, match=driver or "unknown") as warned:
+        assert this_machine().device.type == "cpu"
+    assert says in str(warned[0].message) and machine.unusable_gpu() == str(warned[0].message)
+    with pytest.raises(UsageError, match=f"this machine has cpu.*{says.split()[0]}"):
+        this_machine("cuda")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # nobody wants one
+    assert machine.unusable_gpu() == ""
 
 
 @pytest.mark.parametrize("home", ["/", "/no/such/home"])

@@ -167,3 +167,12 @@ def test_strict_refuses_a_fallback_and_ranks_need_a_gpu_each():
         resolve(Plan(precision="fp8"), CPU, strict=True)
     with pytest.raises(PlanError, match="ranks=2 takes"):
         resolve(Plan(ranks=2), GPU)
+
+
+def test_ranks_do_not_share_the_gpu_that_a_device_names(monkeypatch):
+    second = dataclasses.replace(GPU, device=torch.device("cuda:1"), gpu_count=2)
+    with pytest.raises(PlanError, match=r'device="cuda:1" is one GPU.*cuda:0 to cuda:1'):
+        resolve(Plan(ranks=2), second)
+    resolve(Plan(ranks=2), dataclasses.replace(second, device=torch.device("cuda")))
+    monkeypatch.setenv("LOCAL_RANK", "1")  # of torchrun, to the rank whose GPU this is
+    resolve(Plan(ranks=2), second)

@@ -1,18 +1,17 @@
 """Interrupted runs: what is left behind is whole, verified when it is read, and going on from it changes nothing."""
 
 import dataclasses
+import io
 import itertools
-import os
+import pickle
 import random
-import signal
-import subprocess
-import sys
-import time
+import shutil
 
 import pytest
 import torch
+import xxhash
 from faults import largest_file
-from processes import ROOT, TESTS
+from processes import killed
 from tiny import jitter, opened, outcome, points, trained
 
 from speedkit.errors import SpeedkitError, UsageError
@@ -129,36 +128,85 @@ def large():
     return lively(steps=60, epochs=None, hidden=60_000)
 
 
-CHILD = """
-import sys
-import torch
-torch.set_num_threads(1)
-from test_resume import large
-from tiny import trained
-from speedkit.plan import Plan
-print("begun", flush=True)
-trained(large(), out=sys.argv[1], resume=True, plan=Plan(log_every=1, validate_every=1))
-print("done", flush=True)
-"""
+def resume_large(folder):
+    torch.set_num_threads(1)
+    trained(large(), out=folder, resume=True, plan=Plan(log_every=1, validate_every=1))
 
 
 @pytest.mark.slow
-def test_killed_at_random_moments_a_run_still_ends_as_the_uninterrupted_one(tmp_path):
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{TESTS}:{TESTS / 'core'}"}
-    rng, kills, ended = random.Random(0), 0, ""
-    while "done" not in ended:
-        child = subprocess.Popen(
-            [sys.executable, "-c", CHILD, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=environment
-        )
-        assert child.stdout.readline() == "begun\n"
-        if kills < 5:
-            time.sleep(rng.uniform(0.02, 0.6))
-            child.send_signal(signal.SIGKILL)
-        ended = child.stdout.read()
-        kills += child.wait() == -signal.SIGKILL
-        assert child.returncode in (0, -signal.SIGKILL)
-    assert kills >= 3
+def test_killed_at_random_moments_a_run_still_ends_as_the_uninterrupted_one(tmp_path, attack):
+    rng, kills, folder = random.Random(0), 0, tmp_path / "0"
     whole = trained(large(), plan=Plan(log_every=1, validate_every=0))
-    state = checkpoint_file.read(tmp_path / checkpoint_file.NAME)
+    with attack("kills while training and resuming") as tried:
+        while kills < 21:
+            if not killed(resume_large, folder, after_s=rng.uniform(0.05, 2.0)):
+                check_whole(folder, whole)
+                folder = tmp_path / f"{kills}"
+                continue
+            kills += 1
+            with tried(f"kill {kills}"):
+                for path in folder.glob("checkpoint*.pt"):
+                    losses = checkpoint_file.read(path)["history"]["loss"]
+                    assert losses == whole.loss[: len(losses)]
+    resume_large(folder)
+    check_whole(folder, whole)
+
+
+def check_whole(folder, whole):
+    state = checkpoint_file.read(folder / checkpoint_file.NAME)
     assert state["history"]["loss"] == whole.loss
     assert all(torch.equal(state["model"][name], weight) for name, weight in whole.model.state_dict().items())
+
+
+class Crafted:
+    """What makes the file at `path` when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def saved(value):
+    """Return the bytes of a checkpoint file that holds `value`, with its checksum."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return with_checksum(stream.getvalue())
+
+
+def with_checksum(content):
+    return content + xxhash.xxh3_64_digest(content)
+
+
+def flipped(content, rng):
+    place = rng.randrange(len(content))
+    return content[:place] + bytes([content[place] ^ 1 << rng.randrange(8)]) + content[place + 1 :]
+
+
+@pytest.mark.slow
+def test_damaged_checkpoints_are_passed_over_or_refused_and_run_no_code(stopped, tmp_path_factory, attack):
+    rng, folders = random.Random(0), tmp_path_factory.mktemp("damaged")
+    made = folders / "made"
+    before = {name: (stopped / name).read_bytes() for name in (checkpoint_file.NAME, checkpoint_file.PREVIOUS)}
+    content = before[checkpoint_file.NAME]
+    whole = outcome(trained(lively(), plan=PLAN))
+    damaged = [flipped(content, rng) for _ in range(6)]
+    damaged += [content[: rng.randrange(len(content))] for _ in range(5)]
+    damaged += [b"", bytes(len(content)), saved({"epoch": 3}), saved([1])]
+    damaged += [saved(Crafted(made)), with_checksum(pickle.dumps(Crafted(made)))]
+    with attack("damaged checkpoints") as tried:
+        for number, data in enumerate(damaged):
+            for names, step in (([checkpoint_file.NAME], 6), ([checkpoint_file.PREVIOUS], 8), (before, None)):
+                with tried(f"{number} in {[*names]}"):
+                    folder = shutil.copytree(stopped, folders / f"{number}-{step}")
+                    for name in names:
+                        (folder / name).write_bytes(data)
+                    if step is None:
+                        with pytest.raises(SpeedkitError, match=r"cannot be read, nor can one before it") as caught:
+                            trained(lively(), out=folder, resume=True, plan=PLAN)
+                        assert "\n" not in str(caught.value)
+                    else:
+                        resumed = trained(lively(), out=folder, resume=True, plan=PLAN)
+                        assert resumed.resumed_from == step and outcome(resumed) == whole
+                    assert not made.exists(), "its code was run"

@@ -4,6 +4,8 @@ import contextlib
 
 import pytest
 import torch
+from tiny import calling, points, trained
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from speedkit.fallbacks import resolve
@@ -76,3 +78,34 @@ def test_compiled_code_follows_the_plan_though_another_plans_model_was_compiled_
 @pytest.mark.parametrize(("asked", "checkpointing"), [("math", "blocks"), ("flash", "selective")])
 def test_what_is_recomputed_uses_the_same_kernel(asked, checkpointing):
     assert ran_in_training(checkpointing=checkpointing, attention=asked) == {asked}
+
+
+def refusing(times):
+    """Points in whose loss cuDNN refuses the first `times` calls; and whether its attention was allowed in each."""
+    allowed = []
+
+    def refuse(model, batch):
+        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+        if len(allowed) <= times:
+            raise RuntimeError("cuDNN Frontend error: [cudnn_frontend] Error: No execution plans support the graph.")
+
+    return calling(points(train=32), refuse), allowed
+
+
+def test_what_cudnn_refuses_is_repeated_once_without_its_attention():
+    workload, allowed = refusing(times=1)
+    history = trained(workload, plan=Plan(log_every=1))
+    [fallback] = history.effective.fallbacks
+    assert (fallback.field, fallback.asked, fallback.got) == ("attention", "auto", "flash")
+    assert "step 1: RuntimeError: cuDNN" in fallback.why
+    assert allowed[0] and not any(allowed[1:]) and torch.backends.cuda.cudnn_sdp_enabled(), "the user's, afterwards"
+    assert history.loss == trained(points(train=32), plan=Plan(log_every=1)).loss
+    for times, plan in ((2, Plan()), (1, Plan(attention="math"))):  # another cause; a plan without cuDNN's attention
+        with pytest.raises(RuntimeError, match=r"^cuDNN Frontend error"):
+            trained(refusing(times)[0], plan=plan)
+
+
+def test_no_order_of_kernels_brings_cudnn_back_where_it_is_off():
+    for kernel, on in ((SDPBackend.CUDNN_ATTENTION, True), (SDPBackend.FLASH_ATTENTION, False)):
+        with sdpa_kernel(kernel):
+            assert with_kernel(torch.backends.cuda.cudnn_sdp_enabled, Plan(attention="cudnn"))() == on

@@ -133,3 +133,8 @@ def test_debugging_switches_that_cost_are_named(monkeypatch):
 def test_a_small_gpu_is_told_how_to_make_room():
     assert len(gpu_advice(GPU)) == 1 and gpu_advice(CPU) == []
     assert "less than 4 GB" in gpu_advice(dataclasses.replace(GPU, gpu_memory_bytes=2 << 30))[1]
+
+
+def test_beside_a_gpu_that_is_not_used_a_cpu_says_why(monkeypatch):
+    monkeypatch.setattr("speedkit.measure.bottlenecks.unusable_gpu", lambda: "an old driver")
+    assert gpu_advice(CPU) == ["an old driver"] and "an old driver" not in gpu_advice(GPU)

@@ -34,6 +34,20 @@ def test_flops_and_bytes_are_those_of_the_operators_and_a_view_moves_none():
         assert counted.total == moved
 
 
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
+def test_groups_of_a_convolution_count_forward_and_backward(kind, groups):
+    convolution = kind(8, 8, 3, padding=1, groups=groups)
+    forward = 2 * (2 * 10 * 10) * (8 * 8 // groups) * (3 * 3)  # outputs in a channel, channels, kernel
+    for needs_gradient, backward in ((False, forward), (True, 2 * forward)):  # of the weights alone, and the inputs
+        with FlopCounterMode(display=False) as counted:
+            outputs = convolution(torch.randn(2, 8, 10, 10, requires_grad=needs_gradient))
+        assert counted.get_total_flops() == forward
+        with FlopCounterMode(display=False) as counted:
+            outputs.sum().backward()
+        assert counted.get_total_flops() == backward
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_step_is_set_against_the_peak_of_its_number_format(device):
     workload, breakdown = points(), make_breakdown(device, {"forward": 1e-3}, steps=1, facts=StepFacts())

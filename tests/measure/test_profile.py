@@ -6,6 +6,7 @@ import random
 import sys
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from picture import LEFT_BY_MEASURING, differences, picture
@@ -251,3 +252,13 @@ def test_a_loop_that_is_not_the_one_described_is_told_so_and_what_cannot_be_watc
     ):
         with pytest.raises(UsageError, match=why), profile(*parts):
             raise AssertionError("nothing to profile")
+
+
+def test_bottlenecks_are_left_out_with_a_note_where_peaks_would_take_memory_that_is_not_free(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPEEDKIT_CACHE_DIR", str(tmp_path))  # in which no peaks are kept yet
+    loop, process = Loop(), psutil.Process()
+    with profiled(loop) as seen:
+        loop.train()
+        monkeypatch.setattr("speedkit.machine.usable_ram_bytes", lambda: process.memory_info().rss + (64 << 20))
+    assert "speedkit hardware" in seen.notes[-1] and seen.breakdown.steps == 20
+    assert not seen.bottlenecks and not seen.nothing_stands_out and not list(tmp_path.iterdir())
