@@ -5,7 +5,7 @@ import shutil
 import pytest
 from processes import ROOT, python
 
-OTHERS = ("measure", "lab", "lessons", "notebooks_data", "cli.py", "options.py", "__main__.py", "__pycache__")
+OTHERS = ("measure", "lab", "lessons", "dry", "notebooks_data", "cli.py", "options.py", "__main__.py", "__pycache__")
 PROGRAM = """
 import torch
 from torch.utils.data import DataLoader, TensorDataset
