@@ -44,6 +44,12 @@ def recompiles_allowed(plan: Plan) -> contextlib.AbstractContextManager:
     return torch._dynamo.config.patch(recompile_limit=max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit))
 
 
+def allow_recompiles(plan: Plan) -> None:
+    """Let one function have RECOMPILE_LIMIT graphs from now on, if the plan compiles."""
+    if plan.compile != "off":
+        torch._dynamo.config.recompile_limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
+
+
 def remove_compile(model: nn.Module) -> None:
     """Let `model` and its blocks run eagerly from now on."""
     for module in model.modules():

@@ -12,7 +12,7 @@ from speedkit.data.loader import BatchStream
 from speedkit.errors import SpeedkitError
 from speedkit.fallbacks import Fallback
 from speedkit.plan import CUDA_GRAPHS
-from speedkit.train.attention import REFUSED_BY_CUDNN
+from speedkit.train.attention import REFUSED_BY_CUDNN, leave_out_cudnn
 from speedkit.train.batches import micro_batches, next_batch, split
 from speedkit.train.checkpoint import save
 from speedkit.train.compile import eager, remove_compile
@@ -40,7 +40,7 @@ def steps(run: TrainingRun) -> Generator[int, None, None]:
         if fallback.field == "micro_batch":
             run.learner.micro_batch = fallback.got
         elif fallback.field == "attention":
-            torch.backends.cuda.enable_cudnn_sdp(False)
+            leave_out_cudnn(run.learner.model)
         else:
             remove_compile(run.learner.model)
         run.effective = run.effective.with_fallbacks(fallback)

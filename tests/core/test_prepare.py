@@ -145,6 +145,7 @@ def test_compiled_code_learns_the_same(monkeypatch):
     prepared = prepare(Plan(compile="default", compile_scope="blocks", **plan), *parts(batch_size=16))  # 16, 16, 8
     losses = train(*prepared)
     assert graphs and fallbacks(prepared) == set()
+    assert torch._dynamo.config.recompile_limit >= compile.RECOMPILE_LIMIT  # a graph for each kind and size of block
     assert losses == pytest.approx(train(*prepare(Plan(**plan), *parts(batch_size=16))), rel=1e-5)
 
 

@@ -13,7 +13,7 @@ from speedkit.lab.workloads.text import SIZES, text
 from speedkit.measure.kernels import which_ran
 from speedkit.plan import Plan
 from speedkit.train import compile
-from speedkit.train.attention import with_kernel
+from speedkit.train.attention import leave_out_cudnn, with_kernel
 from speedkit.train.loop import steps
 from speedkit.train.setup import setup_run
 
@@ -105,7 +105,10 @@ def test_what_cudnn_refuses_is_repeated_once_without_its_attention():
             trained(refusing(times)[0], plan=plan)
 
 
-def test_no_order_of_kernels_brings_cudnn_back_where_it_is_off():
-    for kernel, on in ((SDPBackend.CUDNN_ATTENTION, True), (SDPBackend.FLASH_ATTENTION, False)):
-        with sdpa_kernel(kernel):
-            assert with_kernel(torch.backends.cuda.cudnn_sdp_enabled, Plan(attention="cudnn"))() == on
+def test_no_order_of_kernels_brings_cudnn_back_where_it_is_left_out():
+    model = torch.nn.Identity()
+    model.forward = with_kernel(lambda: torch.backends.cuda.cudnn_sdp_enabled(), Plan(attention="cudnn"))
+    assert model()
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):  # which puts back what it has found
+        leave_out_cudnn(model)
+        assert not model()
