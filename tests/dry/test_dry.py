@@ -131,7 +131,7 @@ def test_what_reads_a_number_back_in_each_step_is_counted_as_a_wait():
 
 
 def test_where_memory_runs_out_the_micro_batch_is_halved_and_training_goes_on():
-    small = GPUS["sm_75"]._replace(mib=615)  # of which CUDA itself takes 550
+    small = GPUS["sm_75"]._replace(mib=580)  # of which CUDA itself takes 550
     row = run("course:courses", small, name="text", plans={"baseline": {}})["baseline"]
     assert "out of memory at step 1" in " ".join(row["fallbacks"]) and row["micro_batch"] in (4, 8)
 
@@ -142,7 +142,7 @@ WHOLE = [pytest.param(name, marks=pytest.mark.slow) for name in ("audio", "image
 @pytest.mark.parametrize("name", ["text", *WHOLE])
 def test_a_training_evaluates_keeps_checkpoints_and_goes_on_from_them(name):
     logs, evaluations, device, resumed_from = run("course:whole", GPUS["sm_75"], name=name, fields=PLANS["fp16"])
-    assert (logs, evaluations, device, resumed_from) == (4, 3, "cuda", 8)
+    assert (logs, evaluations, device, resumed_from) == (5, 3, "cuda", 8)
 
 
 @pytest.mark.xfail(reason="cuDNN's frontend asks more of an engine for attention than the stand-in offers", strict=True)
@@ -173,8 +173,9 @@ def count_all():
     """Write what every course asks of every GPU."""
     sys.path.insert(0, str(Path(__file__).parent))
     for name, gpu in (("text", "sm_90"), ("audio", "sm_75"), ("image", "sm_89"), ("speech", "sm_80")):
-        plans = PLANS | (COMPILED if name == "text" else {})
-        rows = run("course:courses", GPUS[gpu], timeout_s=3600, name=name, plans=plans)
+        rows = run("course:courses", GPUS[gpu], timeout_s=3600, name=name, plans=PLANS)
+        if name == "text":  # in a process of its own, as in the test: what ran before leaves something in memory
+            rows |= run("course:courses", GPUS[gpu], timeout_s=3600, name=name, plans=COMPILED)
         courses = {plan: {key: row[key] for key in COUNTS} for plan, row in rows.items()}
         counted = {"torch": torch.__version__, "gpu": GPUS[gpu]._asdict(), "counted": "on a GPU that is not there"}
         write_json(COUNTED / f"{gpu}.json", counted | {"courses": {name: courses}})
