@@ -69,9 +69,9 @@ def compile_in(work: Path) -> None:
     for name in ASKING:
         symbols = called("nm", "-D", "--undefined-only", "--format=just-symbols", site / "torch" / "lib" / name)
         wanted |= {symbol.partition("@")[0] for symbol in symbols.split()}
-    stubs = [name for name in wanted if OF_CUDA.fullmatch(name) or name in OF_DRIVER]
+    stubs = set(filter(OF_CUDA.fullmatch, wanted))
     text = "void dry_stub(const char*);\n"
-    for name in sorted(set(stubs) - present - LEFT_OUT):
+    for name in sorted(stubs - present - LEFT_OUT):
         text += STUB.format(name)
     (work / "stubs.c").write_text(text)
     called("g++", "-x", "c", "-O1", "-fPIC", "-w", "-c", work / "stubs.c", "-o", work / "stubs.o")

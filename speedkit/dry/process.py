@@ -42,12 +42,11 @@ def environment(gpu: Gpu) -> dict[str, str]:
     """Return the environment of a process that has `gpu`."""
     folder = build()
     facts = {f"DRY_GPU_{name.upper()}": str(value) for name, value in gpu._asdict().items()}
-    path = f"{os.pathsep.join(sys.path)}"
     return (
         os.environ
         | facts
         | {
-            "PYTHONPATH": path,
+            "PYTHONPATH": os.pathsep.join(sys.path),
             "DRY_GPU_LIBRARY": str(folder / LIBRARY),
             "LD_PRELOAD": f"{folder / LIBRARY}:{folder / NVRTC}",
             "LD_LIBRARY_PATH": f"{folder}:{os.environ.get('LD_LIBRARY_PATH', '')}",

@@ -37,17 +37,11 @@ def apply_compile(model: nn.Module, plan: Plan, workload: Workload | None = None
     return ""
 
 
-def recompiles_allowed(plan: Plan) -> contextlib.AbstractContextManager:
-    """Return the context in which one function may have RECOMPILE_LIMIT graphs, if the plan compiles."""
+def recompile_limit_kept(plan: Plan) -> contextlib.AbstractContextManager:
+    """Return the context that puts dynamo's limit of graphs back, if the plan compiles and so raises it."""
     if plan.compile == "off":
         return contextlib.nullcontext()
-    return torch._dynamo.config.patch(recompile_limit=max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit))
-
-
-def allow_recompiles(plan: Plan) -> None:
-    """Let one function have RECOMPILE_LIMIT graphs from now on, if the plan compiles."""
-    if plan.compile != "off":
-        torch._dynamo.config.recompile_limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
+    return torch._dynamo.config.patch(recompile_limit=torch._dynamo.config.recompile_limit)
 
 
 def remove_compile(model: nn.Module) -> None:
@@ -58,6 +52,7 @@ def remove_compile(model: nn.Module) -> None:
 
 def _options(plan: Plan, workload: Workload | None) -> dict[str, Any]:
     """Return the arguments of torch.compile: fixed shapes, but a second graph where lengths differ without buckets."""
+    torch._dynamo.config.recompile_limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
     if workload is None or workload.own_loader is not None:  # somebody's own batches, of unknown shapes
         return {"backend": BACKEND, "mode": plan.compile}
     if workload.length is None or plan.bucket:

@@ -73,7 +73,6 @@ def prepare(  # noqa: PLR0917  # the order in which every loop has them
     if applied.threads is not None:
         torch.set_num_threads(applied.threads)
     memory.set_allocator(applied, device)
-    compile.allow_recompiles(applied)  # for good: when your loop ends is not known here
     if applied.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     effective = effective.with_fallbacks(*transform_model(model, applied, precision=precision))

@@ -68,7 +68,7 @@ def setup_run(
     with contextlib.ExitStack() as ends:  # of a run that cannot be set up they are reached here, else by its `close`
         ends.enter_context(process_state_kept(hardware.device))
         effective = resolve(asked, hardware, strict, workload=workload, batch_size=recipe.batch_size)
-        ends.enter_context(compile.recompiles_allowed(effective.plan))
+        ends.enter_context(compile.recompile_limit_kept(effective.plan))
         ranks = join(effective.plan, recipe, hardware.device)
         first = ranks is None or ranks.rank == 0  # which speaks and writes for all
         resume = resume or (ranks is not None and ranks.restarted)
