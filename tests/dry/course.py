@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import torch
 
-from speedkit.dry.counts import counted, library
+from speedkit.dry.counts import counted, launches_so_far
 from speedkit.lab.workloads import load_workload
 from speedkit.machine import this_machine
 from speedkit.plan import PRESETS
@@ -41,9 +41,9 @@ def adding(launches, part, function):
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        before = library().dry_launches()
+        before = launches_so_far()
         returned = function(*args, **kwargs)
-        launches[part] += library().dry_launches() - before
+        launches[part] += launches_so_far() - before
         return returned
 
     return call
