@@ -23,7 +23,7 @@ def test_a_profile_names_what_was_planted_first_with_its_seconds(cause):
     first = seen.bottlenecks[0]
     assert (first["cause"], first["field"]) == (cause, CAUSES[cause])
     if HERE.device.type == "cpu":  # a GPU hides part of what its host does
-        assert 0.4 < first["seconds"] / seen.breakdown.step_s < 0.95  # three quarters of a step were injected
+        assert 0.5 < first["seconds"] / loop.injected_s_per_step < 2  # of both others that are busy take their share
 
 
 @pytest.mark.slow
