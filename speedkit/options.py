@@ -10,8 +10,7 @@ from typing import Any
 import click
 
 from speedkit.config import from_mapping, from_yaml, settings_of
-from speedkit.data.decode import TooManyBad
-from speedkit.errors import SpeedkitError, UsageError, missing_extra
+from speedkit.errors import SpeedkitError, TooManyBad, UsageError, missing_extra
 from speedkit.files import claim_folder, write_quarantine
 from speedkit.lab.workloads import load_workload
 from speedkit.machine import this_machine

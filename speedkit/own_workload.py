@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from speedkit.data.decode import BadItem
 from speedkit.data.own_loader import WITHOUT_LENGTH, loader_items
-from speedkit.errors import UsageError
+from speedkit.errors import BadItem, UsageError
 from speedkit.recipe import Recipe
 from speedkit.workload import Batch, Workload, right_class
 

@@ -23,8 +23,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data._utils.signal_handling import _remove_worker_pids
 
-from speedkit.data.decode import BadItem
-from speedkit.errors import DataError, SpeedkitError
+from speedkit.errors import BadItem, DataError, SpeedkitError
 from speedkit.plan import Plan
 
 CHECK_S = 5.0  # from one look at what the workers do to the next

@@ -36,8 +36,7 @@ from speedkit.data.cache_files import (
     read_index,
 )
 from speedkit.data.cache_in_memory import CacheInMemory, as_float32, rows_on_device, select
-from speedkit.data.decode import BadItem, TooManyBad
-from speedkit.errors import SpeedkitError
+from speedkit.errors import BadItem, SpeedkitError, TooManyBad
 from speedkit.machine import MEMORY_SHARE, cache_root, free_bytes, this_machine
 from speedkit.plan import Plan
 

@@ -14,11 +14,10 @@ from speedkit.data.batch import Batch, OwnBatch, map_batch
 from speedkit.data.batches import BatchLoader, BatchMaker, item_name
 from speedkit.data.cache import FeatureCache
 from speedkit.data.cache_in_memory import CacheInMemory
-from speedkit.data.decode import check_bad_share
 from speedkit.data.own_loader import LoaderItems, LoaderSource
 from speedkit.data.prefetch import prefetched
 from speedkit.data.sampler import BatchSampler, padded_frames
-from speedkit.errors import SpeedkitError
+from speedkit.errors import SpeedkitError, check_bad_share
 from speedkit.plan import Plan
 
 if TYPE_CHECKING:
@@ -237,7 +236,7 @@ class BatchStream:
             self.frames += len(inputs) * padded
             if padded > inputs.shape[-1]:
                 inputs = pad(inputs, (0, padded - inputs.shape[-1]))
-        return batch if inputs is batch.inputs else batch._replace(inputs=inputs)
+        return batch if inputs is batch.inputs else dataclasses.replace(batch, inputs=inputs)
 
     def close(self) -> None:
         """End the workers, paused ones too."""

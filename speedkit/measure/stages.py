@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from speedkit.data.decode import TooManyBad
-from speedkit.errors import Interrupted, UsageError, missing_extra
+from speedkit.errors import Interrupted, TooManyBad, UsageError, missing_extra
 from speedkit.files import finite, read_checked, write_checked
 from speedkit.machine import Hardware
 from speedkit.measure.breakdown import breakdown_of

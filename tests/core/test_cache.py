@@ -23,8 +23,7 @@ from tiny import Point, points
 from speedkit.data import cache as module
 from speedkit.data.cache import open_cache
 from speedkit.data.cache_files import ENTRY, HEADER, caches_in, damage, describe, fingerprint
-from speedkit.data.decode import BadItem
-from speedkit.errors import SpeedkitError
+from speedkit.errors import BadItem, SpeedkitError
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 
@@ -81,7 +80,7 @@ def live(workload, items=None):
 
 
 def served(cache):
-    return cache.gather(torch.from_numpy(np.flatnonzero(cache.usable)), CPU)[0]
+    return cache.gather(torch.from_numpy(np.flatnonzero(cache.usable)), CPU).inputs
 
 
 def content(folder):
@@ -103,7 +102,8 @@ def test_gathered_rows_are_the_live_features_padded_with_zeros(tmp_path, opened,
     opened(workload, items=workload.train[::-1], cache_dtype=dtype)  # another order on disk
     cache = opened(workload, device=device, cache=where, cache_dtype=dtype)
     for copy in (cache, pickle.loads(pickle.dumps(cache)), cache):
-        inputs, targets, lengths, _ = copy.gather(indices, device, on_device=indices.to(device))
+        batch = copy.gather(indices, device, on_device=indices.to(device))
+        inputs, targets, lengths = batch.inputs, batch.targets, batch.lengths
         assert inputs.dtype == torch.float32 and targets.tolist() == [1, 0, 1, 1]
         assert lengths.tolist() == [10, 8, 12, 10] if varies else lengths is None
         for row, index in zip(inputs.cpu(), indices, strict=True):

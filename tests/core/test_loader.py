@@ -15,10 +15,9 @@ from tiny import load, points
 
 from speedkit.data import sampler
 from speedkit.data.batch import tensors_of
-from speedkit.data.decode import BadItem
 from speedkit.data.loader import BatchStream
 from speedkit.data.sampler import BatchSampler, padded_frames, padded_lengths, shuffled
-from speedkit.errors import PlanError, SpeedkitError
+from speedkit.errors import BadItem, PlanError, SpeedkitError
 from speedkit.plan import Plan
 from speedkit.train.fit import fit
 
@@ -191,7 +190,7 @@ def add_noise(waveforms, generator):
 def test_waveforms_are_augmented_in_training_alone_and_alike_for_any_workers_and_any_start():
     workload = dataclasses.replace(points(), augment_waveform=add_noise)
     noisy, plain = take(7, workload, features_on="device"), take(7)
-    assert same(take(7, features_on="device"), plain) and not torch.equal(noisy[0][0], plain[0][0])
+    assert same(take(7, features_on="device"), plain) and not torch.equal(noisy[0].inputs, plain[0].inputs)
     assert same(take(7, workload, features_on="device", workers=2), noisy)
     stream = open_stream(workload, features_on="device")
     stream.position = 4
@@ -262,7 +261,8 @@ def test_a_bucketed_epoch_holds_every_clip_once_in_random_order_with_little_padd
 
 def test_clips_of_different_lengths_come_padded_with_zeros_and_with_their_lengths():
     shapes = set()
-    for inputs, targets, lengths, _ in take(6, clips(), bucket=True, workers=2):
+    for batch in take(6, clips(), bucket=True, workers=2):
+        inputs, targets, lengths = batch.inputs, batch.targets, batch.lengths
         shapes.add(inputs.shape[-1])
         for row, valid, label in zip(inputs, lengths.tolist(), targets.tolist(), strict=True):
             assert torch.equal(row[:, :valid], label + torch.arange(valid).expand(2, -1) / 40)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import speedkit
-from speedkit.data.decode import TarMember
 from speedkit.errors import UsageError
 from speedkit.lab.sources import find_items
+from speedkit.lab.tars import TarMember
 from speedkit.plan import Plan
 from speedkit.train.fit import fit
 

@@ -16,8 +16,7 @@ from tiny import H100 as GPU
 from torch import nn
 
 from speedkit import tune as tune_function
-from speedkit.data.decode import BadItem, TooManyBad
-from speedkit.errors import Interrupted, UsageError
+from speedkit.errors import BadItem, Interrupted, TooManyBad, UsageError
 from speedkit.files import claim_folder, folder_held, read_checked, read_json, write_checked
 from speedkit.lab.records import validate_record
 from speedkit.lab.workloads import load_workload
