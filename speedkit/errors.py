@@ -4,18 +4,6 @@ import os
 from collections.abc import Mapping
 
 BAD_SHARE = 0.05  # with more bad files than this, what is learned is no longer what was asked
-# The extra of pyproject.toml that brings each package which the light core leaves out.
-EXTRAS = dict.fromkeys(("torchaudio", "soundfile", "torchcodec"), "audio")
-EXTRAS |= {"torchvision": "image", "webdataset": "tars", "torchao": "int8", "distributed": "cluster"}
-EXTRAS |= dict.fromkeys(("matplotlib", "IPython", "nbformat", "nbclient", "papermill"), "notebooks")
-
-
-def missing_extra(error: BaseException) -> str:
-    """Return in one sentence which extra brings the package that an import has missed; "" for any other error."""
-    package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
-    if package not in EXTRAS:
-        return ""
-    return f"the package {package} is not installed: install speedkit with its extra [{EXTRAS[package]}]"
 
 
 class SpeedkitError(Exception):

@@ -99,8 +99,6 @@ def build_cache(
         with building(folder):
             cache = FeatureCache(workload, items, plan, folder=folder)
             cache.build(workers, progress)
-        if cache.built and any(root.glob("*/shape.json")):
-            cache.why += f"; {root} also holds caches of an older format, which nothing reads any more: delete them"
     except OSError as error:
         problem = f"the feature cache in {folder} cannot be built ({error})"
         raise SpeedkitError(f"{problem}: make room or name another folder with --cache-dir, and start again") from error
