@@ -11,7 +11,7 @@ from torch.utils._pytree import register_dataclass, register_pytree_node, tree_l
 from speedkit.errors import UsageError
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)  # not frozen: Lightning moves the tensors of a copy by assignment
 class Batch:
     """The tensors of a batch. The first dimension of each counts the samples."""
 

@@ -175,9 +175,10 @@ class BatchStream:
             return self.to_device(loaded), [f"sample {index}" for index in range(len(loaded[0].inputs))]
         indices = sampler.batches()[0]
         if self.cache is None:
-            batch = self.to_device(self.loader.maker[indices.tolist()])
+            loaded = self.loader.maker[indices.tolist()]
         else:
-            batch = self.to_device(self.cached([indices])[0])
+            [loaded] = self.cached([indices])
+        batch = self.to_device(loaded)
         if batch is not None:
             batch = self.finish(batch, epoch * len(self) + position - 1)
         names = [item_name(self.loader.maker.items[index]) for index in indices.tolist()]
