@@ -171,7 +171,7 @@ class BatchStream:
         """Return the batch after which `epoch` and `position` were these, made again, and the names of its items."""
         sampler = dataclasses.replace(self.sampler, epoch=epoch, start=position - 1)
         if isinstance(self.loader, LoaderSource):
-            loaded = next(iter(LoaderSource(self.loader.items, sampler, self.plan)))
+            loaded: Any = next(iter(LoaderSource(self.loader.items, sampler, self.plan)))
             return self.to_device(loaded), [f"sample {index}" for index in range(len(loaded[0].inputs))]
         indices = sampler.batches()[0]
         if self.cache is None:

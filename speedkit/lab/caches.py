@@ -21,12 +21,10 @@ def caches_in(folder: str | Path) -> list[Path]:
 def damage(folder: Path, repair: bool = False) -> list[str]:
     """Return in words what is not as it was written: entries, or the index itself.
 
-    `repair` marks such entries as not computed, so that the next use computes them; without its index it computes all.
+    `repair` marks such entries as not computed, so that the next use computes them; without an index it computes all.
     """
     found = read_index(folder)
     if found is None:
-        if repair:
-            (folder / INDEX).unlink(missing_ok=True)
         return ["the index"]
     rows = found[1]
     values = np.zeros(0, np.uint8)  # an empty file cannot be mapped
