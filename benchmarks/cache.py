@@ -46,7 +46,7 @@ def reading(count: int, turns: int) -> Iterator[common.Result]:
     """Measure gathering from a warm cache, later and at first touch, as a share of the rate of a memory map."""
     with tempfile.TemporaryDirectory() as folder:
         cache = build_cache(common.perceptron(ROW, 4, BATCH), range(count), ON_DISK, cache_dir=folder)
-        np.save(Path(folder) / "plain.npy", cache.gather(torch.arange(count), CPU)[0].numpy())
+        np.save(Path(folder) / "plain.npy", cache.gather(torch.arange(count), CPU).inputs.numpy())
         plain = np.load(Path(folder) / "plain.npy", mmap_mode="r")
         orders = torch.randperm(count).split(BATCH)
 

@@ -301,7 +301,7 @@ def compare(plan_a: str, plan_b: str, workload: str, **values: Any) -> int:
 def cache(action: str, folder: str, workload: str, **values: Any) -> int:
     """Build cached features for --plan in DIR, the folder that --cache-dir names; describe, verify or repair them."""
     from speedkit.data.cache import build_cache
-    from speedkit.data.cache_files import caches_in, damage, describe
+    from speedkit.lab.caches import caches_in, damage, describe
 
     if action == "build":
         work, _ = find_workload(workload, values)

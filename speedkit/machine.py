@@ -1,6 +1,5 @@
 """What this machine is and what it can do. What it can reach is measured in `speedkit.measure.peaks`."""
 
-import contextlib
 import ctypes.util
 import functools
 import importlib.util
@@ -57,7 +56,6 @@ class Hardware:
     compute_capability: tuple[int, int] | None = None  # NVIDIA's: None on AMD's and Apple's GPUs
     gpu_memory_bytes: int | None = None
     driver: str = ""
-    power_limit_w: float | None = None
     cpu: str = ""
     cpu_flags: tuple[str, ...] = ()  # those of ON_CPU that the CPU has
     cores: int = 1  # that this process may use: affinity and container quota respected
@@ -162,19 +160,18 @@ def unusable_gpu() -> str:
     """Return why PyTorch does not use an NVIDIA GPU that is here; "" where it does, none is here or it is hidden."""
     if torch.cuda.is_available() or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return ""
-    facts = nvml_facts("", "driver", "gpu_count")
-    if not facts.get("gpu_count") and not NVIDIA_DEVICE.exists():
+    driver, gpu_count = nvidia_driver()
+    if not gpu_count and not NVIDIA_DEVICE.exists():
         return ""
-    driver = facts.get("driver", "unknown")
     cuda = str(torch.version.cuda)
     needed = DRIVERS.get(cuda.partition(".")[0], 0)
     if torch.version.cuda is None:
         why = "is built without CUDA: install one with it"
-    elif driver == "unknown" or int(driver.partition(".")[0]) < needed:
+    elif not driver or int(driver.partition(".")[0]) < needed:
         why = f"needs driver {needed} or newer for CUDA {cuda}: update the driver, or install PyTorch for an older CUDA"
     else:
         why = "cannot reach it: python -c 'import torch; torch.cuda.init()' says why"
-    return f"the NVIDIA GPU here (driver {driver}) is not used: PyTorch {torch.__version__} {why}"
+    return f"the NVIDIA GPU here (driver {driver or 'unknown'}) is not used: PyTorch {torch.__version__} {why}"
 
 
 def cache_root() -> Path:
@@ -238,31 +235,15 @@ def _cgroup_limits(name: str) -> list[str]:
     return [file.read_text().strip() for file in files if file.exists()]
 
 
-def nvml_facts(uuid: str, *names: str) -> dict[str, Any]:
-    """Return what NVML says of a GPU as to `names`; what it does not tell (MIG, virtual GPUs) is left out."""
-    facts: dict[str, Any] = {}
-    with contextlib.suppress(Exception):  # NVML's absence or refusal costs facts, never a run
+def nvidia_driver() -> tuple[str, int]:
+    """Return the version of NVIDIA's driver and the number of its GPUs, or ("", 0) where NVML does not tell them."""
+    try:
         import pynvml as nvml  # the module of the distribution nvidia-ml-py
 
         nvml.nvmlInit()
-        for name in names:
-            with contextlib.suppress(nvml.NVMLError):
-                facts[name] = _nvml_fact(nvml, uuid, name)
-    return facts
-
-
-def _nvml_fact(nvml: Any, uuid: str, name: str) -> Any:
-    if name == "driver":
-        return nvml.nvmlSystemGetDriverVersion()
-    if name == "gpu_count":
-        return nvml.nvmlDeviceGetCount()
-    # NVML counts all GPUs, CUDA only the visible ones: the UUID is what both call it.
-    gpu = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-    if name == "power_limit_w":
-        return nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3
-    if name == "utilisation":
-        return nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100
-    raise KeyError(name)
+        return nvml.nvmlSystemGetDriverVersion(), nvml.nvmlDeviceGetCount()
+    except Exception:  # its absence or refusal costs facts, never a run
+        return "", 0
 
 
 @functools.lru_cache
@@ -293,10 +274,12 @@ def _facts(device: torch.device) -> Hardware:
 
 def _gpu_facts(device: torch.device) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(device)
-    facts = nvml_facts(str(properties.uuid), "driver", "power_limit_w")
-    facts["gpu"] = properties.name
-    facts["gpu_count"] = torch.cuda.device_count()
-    facts["gpu_memory_bytes"] = properties.total_memory
+    facts = {
+        "gpu": properties.name,
+        "gpu_count": torch.cuda.device_count(),
+        "gpu_memory_bytes": properties.total_memory,
+        "driver": nvidia_driver()[0],
+    }
     if not torch.version.hip:
         facts["compute_capability"] = (properties.major, properties.minor)
     return facts

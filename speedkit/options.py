@@ -10,11 +10,11 @@ from typing import Any
 import click
 
 from speedkit.config import from_mapping, from_yaml, settings_of
-from speedkit.data.decode import TooManyBad
-from speedkit.errors import SpeedkitError, UsageError, missing_extra
+from speedkit.errors import SpeedkitError, TooManyBad, UsageError
 from speedkit.files import claim_folder, write_quarantine
 from speedkit.lab.workloads import load_workload
 from speedkit.machine import this_machine
+from speedkit.measure.extras import missing_extra
 from speedkit.plan import PRESETS, Plan
 from speedkit.recipe import Recipe
 from speedkit.renamed import spelling_of_today

@@ -11,11 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from speedkit.data.decode import BadItem
 from speedkit.data.own_loader import WITHOUT_LENGTH, loader_items
-from speedkit.errors import UsageError
+from speedkit.errors import BadItem, UsageError
 from speedkit.recipe import Recipe
-from speedkit.workload import Batch, Workload, right_class
+from speedkit.workload import Batch, Loss, Workload, right_class
 
 
 @dataclasses.dataclass(eq=False)
@@ -57,15 +56,6 @@ def from_dataset(
     if score is None and not class_numbers:
         raise UsageError("the targets are no class numbers: give score(outputs, targets), one number per sample")
 
-    def batch_loss(model: nn.Module, batch: Batch, recipe: Recipe) -> tuple[Tensor, Tensor]:
-        outputs = model(batch.inputs)
-        return loss(outputs, batch.targets), outputs
-
-    def batch_score(outputs: Tensor, batch: Batch) -> Tensor:
-        if score is None:
-            return right_class(outputs, batch)
-        return score(outputs, batch.targets)
-
     fields: dict[str, Any] = {
         "cacheable": class_numbers and inputs.is_floating_point(),
         "parameters": {"train": train, "test": test},
@@ -79,11 +69,24 @@ def from_dataset(
         features=Tensor.contiguous,  # nothing to do
         target=target,
         model=own_model(model),
-        loss=batch_loss,
-        score=batch_score,
+        loss=functools.partial(batch_loss, loss=loss),
+        score=right_class if score is None else functools.partial(batch_score, score=score),
         validation=samples_of(validation, "validation"),
         **fields | others,
     )
+
+
+def batch_loss(
+    model: nn.Module, batch: Batch, recipe: Recipe, *, loss: Callable[[Tensor, Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return `loss` of the outputs and targets of a batch, and the outputs."""
+    outputs = model(batch.inputs)
+    return loss(outputs, batch.targets), outputs
+
+
+def batch_score(outputs: Tensor, batch: Batch, *, score: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Return `score` of the outputs and targets of a batch [B]."""
+    return score(outputs, batch.targets)
 
 
 def samples_of(data: Any, side: str) -> list[Sample]:
@@ -124,9 +127,33 @@ def from_loader(
     train = loader_items(loader, recipe.seed, recipe.steps)
     if train.batches is None:
         raise UsageError("the loader has no length: say how far to train, as recipe=Recipe(steps=1000, epochs=None)")
+    metric = "training loss"
+    tested = dataclasses.replace(train, batches=min(train.batches, WITHOUT_LENGTH))
     if evaluate is not None:
-        test = [torch.zeros(1)]  # something to evaluate on once
-    few = dataclasses.replace(train, batches=min(train.batches, WITHOUT_LENGTH))
+        metric = "score"
+        tested = loader_items([torch.zeros(1)])  # something to evaluate on once
+    elif test is not None:
+        metric = "test loss"
+        tested = loader_items(test)
+    fields: dict[str, Any] = {"metric": metric, "higher_is_better": evaluate is not None, "margin": None}
+    fields["cacheable"] = False
+    return Workload(
+        name,
+        dataclasses.replace(recipe, batch_size=train.batch_size),
+        train,  # type: ignore[arg-type]  # stands for the items
+        tested,  # type: ignore[arg-type]
+        load=train.__getitem__,
+        features=Tensor.contiguous,
+        target=train.__getitem__,
+        model=own_model(model),
+        loss=own_loss(step, evaluate),
+        score=lambda loss, batch: loss.expand(len(batch.inputs)),
+        **fields | others,
+    )
+
+
+def own_loss(step: Callable[[nn.Module, Any], Tensor], evaluate: Callable[[nn.Module], float] | None) -> Loss:
+    """Return the loss of a workload by its author's `step`, and in evaluation what `evaluate` says of the model."""
 
     def batch_loss(model: nn.Module, batch: Any, recipe: Recipe) -> tuple[Tensor, Tensor]:
         if evaluate is not None and not model.training:
@@ -140,30 +167,7 @@ def from_loader(
             raise UsageError(f"step returned {what}: it has to return the loss, a tensor of one number")
         return loss, loss
 
-    metric = "test loss"
-    if test is None:
-        metric = "training loss"
-    if evaluate is not None:
-        metric = "score"
-    fields: dict[str, Any] = {
-        "metric": metric,
-        "higher_is_better": evaluate is not None,
-        "margin": None,
-        "cacheable": False,
-    }
-    return Workload(
-        name,
-        dataclasses.replace(recipe, batch_size=train.batch_size),
-        train,  # type: ignore[arg-type]  # stands for the items
-        few if test is None else loader_items(test),  # type: ignore[arg-type]
-        load=train.__getitem__,
-        features=Tensor.contiguous,
-        target=train.__getitem__,
-        model=own_model(model),
-        loss=batch_loss,
-        score=lambda loss, batch: loss.expand(len(batch.inputs)),
-        **fields | others,
-    )
+    return batch_loss
 
 
 def load(sample: Sample) -> Tensor:

@@ -30,7 +30,7 @@ class Workload:
     recipe: Recipe  # the default, by which this workload is learned well
     train: Sequence[Any]  # items: whatever `load` and `target` take
     test: Sequence[Any]
-    load: Callable[[Any], Tensor]  # item -> waveform [T] or image; raises data.decode.BadItem
+    load: Callable[[Any], Tensor]  # item -> waveform [T] or image; raises errors.BadItem
     features: Callable[[Tensor], Tensor]  # [T] or [B, T] -> [...] or [B, ...] for the model; deterministic, any device
     target: Callable[[Any], int]
     model: Callable[[], nn.Module]

@@ -73,7 +73,7 @@ def score(outputs, batch):
 def jitter(batch, generator):
     inputs = batch.inputs
     noise = torch.randn(inputs.shape, generator=generator, device=inputs.device)
-    return batch._replace(inputs=inputs + 0.1 * noise)
+    return dataclasses.replace(batch, inputs=inputs + 0.1 * noise)
 
 
 def points(train=96, test=32, size=8, hidden=16, augment=None, dropout=0.0, **recipe):

@@ -27,7 +27,7 @@ from speedkit.lab.notebooks import find_notebooks, run_notebook
 from speedkit.lab.provenance import commit, is_current, notebooks_folder
 from speedkit.lab.record import RECORD_MIME, read_notebook
 from speedkit.lab.records import load_record, published, validate_record
-from speedkit.machine import nvml_facts, this_machine
+from speedkit.machine import this_machine
 from speedkit.options import DEBUG, seconds
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
@@ -56,8 +56,7 @@ def publish(
     """
     sources = sorted(find_notebooks(names), key=lambda source: source.name != TUNE)
     for index in range(torch.cuda.device_count()):
-        uuid = str(torch.cuda.get_device_properties(index).uuid)
-        if nvml_facts(uuid, "utilisation").get("utilisation", 0) > 0.05:  # a screen takes less
+        if is_busy(index):
             raise SpeedkitError(f"GPU {index} is busy: wait until it is free, then publish")
     name, dirty = commit()
     if name is None:
@@ -74,6 +73,14 @@ def publish(
             except SpeedkitError as error:
                 outcomes[name] = f"failed: {error}"
     return outcomes
+
+
+def is_busy(index: int) -> bool:
+    """Return whether something runs on a GPU; False where nothing tells it, as for a part of one (MIG)."""
+    try:
+        return torch.cuda.utilization(index) > 5  # per cent: a screen takes less
+    except Exception:
+        return False
 
 
 def publish_one(source: Path, name: str, out: Path, *, end_s: float) -> str:

@@ -1,5 +1,6 @@
 """Augmentation of a batch on its device: every sample has its own draws from the given generator."""
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,7 +27,7 @@ def augment_batch(batch: Batch, workload: "Workload", recipe: Recipe, *, step: i
         batch = workload.augment(batch, generator)
         if not isinstance(batch, Batch):
             what = f"augment of {workload.name} returns a {type(batch).__name__}"
-            raise UsageError(f"{what}: it has to return a Batch, as batch._replace(inputs=...) does")
+            raise UsageError(f"{what}: it has to return a Batch, as dataclasses.replace(batch, inputs=...) does")
     if recipe.mixup:
         batch = mixup(batch, recipe.mixup, generator)
     return batch
@@ -46,4 +47,4 @@ def mixup(batch: Batch, alpha: float, generator: Generator) -> Batch:
     partner = torch.randperm(len(inputs), generator=generator, device=generator.device).to(inputs.device)
     per_sample = weight.view(-1, *[1] * (inputs.ndim - 1))  # [B, 1, ...]
     mixed = torch.lerp(inputs[partner], inputs, per_sample)
-    return batch._replace(inputs=mixed, extra=(batch.targets[partner], weight))
+    return dataclasses.replace(batch, inputs=mixed, extra=(batch.targets[partner], weight))

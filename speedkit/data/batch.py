@@ -3,24 +3,29 @@
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map_only
+from torch.utils._pytree import register_dataclass, register_pytree_node, tree_leaves, tree_map_only
 
 from speedkit.errors import UsageError
 
 
-class Batch(NamedTuple):
-    """The tensors of a batch. The first dimension of each counts the samples.
-
-    A named tuple, for DataLoader pins the memory of its tensors; of a dataclass it would pin none, without a word.
-    """
+@dataclasses.dataclass(eq=False)  # not frozen: Lightning moves the tensors of a copy by assignment
+class Batch:
+    """The tensors of a batch. The first dimension of each counts the samples."""
 
     inputs: Tensor  # [B, ...], or where lengths differ [B, ..., T_max], padded with zeros
     targets: Tensor  # [B, ...]
     lengths: Tensor | None = None  # [B] of the last dimension, where they differ
     extra: tuple[Tensor, ...] = ()  # what augmentation adds, such as the targets that mixup mixes in
+
+    def pin_memory(self) -> "Batch":
+        """Return it in page-locked memory: DataLoader calls this, and would pin nothing without."""
+        return map_batch(self, Tensor.pin_memory)
+
+
+register_dataclass(Batch)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

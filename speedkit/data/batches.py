@@ -23,8 +23,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data._utils.signal_handling import _remove_worker_pids
 
-from speedkit.data.decode import BadItem
-from speedkit.errors import DataError, SpeedkitError
+from speedkit.errors import BadItem, DataError, SpeedkitError
 from speedkit.plan import Plan
 
 CHECK_S = 5.0  # from one look at what the workers do to the next
@@ -35,6 +34,7 @@ STOPS = [signal.SIGINT, signal.SIGTERM]  # they often go to the whole process gr
 if hasattr(signal, "SIGHUP"):  # not on Windows
     STOPS.append(signal.SIGHUP)  # the terminal is closed
 
+END = object()  # of a loader's batches
 Loaded = tuple[Any, dict[str, str]]  # the batch, and path -> why of bad items
 
 
@@ -102,8 +102,8 @@ class HangDetector:
     memory of a worker that is stopped.
     """
 
-    processes: list[BaseProcess]
-    reading: Sequence[int] = ()  # changes with what they are at
+    reading: Sequence[int] = ()  # changes with what the workers are at
+    processes: list[BaseProcess] = dataclasses.field(default_factory=list)
     waiting: bool = False
     hung: str = ""  # in words, once they were killed
     ended: threading.Event = dataclasses.field(default_factory=threading.Event)
@@ -142,6 +142,22 @@ class HangDetector:
             kill(self.processes)
 
 
+def epoch_of(
+    loader: Any, detector: HangDetector, begin: Callable[[Any], Iterator[Any]] = iter
+) -> Generator[Any, None, None]:
+    """Yield the batches of an epoch of `loader`; the `detector` looks at its workers, but where it has a timeout."""
+    detector.processes = workers_of(getattr(loader, "_iterator", None))  # persistent ones
+    if getattr(loader, "num_workers", 0) and not getattr(loader, "timeout", 0):
+        detector.start()
+    try:
+        batches = detector.wait_for(functools.partial(begin, loader))
+        detector.processes = workers_of(batches)
+        while (batch := detector.wait_for(functools.partial(next, batches, END))) is not END:
+            yield batch
+    finally:
+        detector.ended.set()
+
+
 class BatchLoader:
     """An iterable of `batches`, each given by its indices, made as the plan says.
 
@@ -153,32 +169,35 @@ class BatchLoader:
         self.generator = torch.Generator()  # of the workers' seeds: the global random state stays as it is
         self.generator.manual_seed(torch.initial_seed())
         self.loader: DataLoader | None = None
-        self.detector = HangDetector([])
+        self.detector = HangDetector()
 
     def __iter__(self) -> Generator[Loaded, None, None]:
         complete = False
         try:
-            batches = self.receive(self.start)
-            while (loaded := self.receive(functools.partial(next, batches, None))) is not None:
+            if self.loader is None:
+                self.loader = self.make_loader()
+            self.detector = HangDetector(self.maker.reading)
+            for loaded in epoch_of(self.loader, self.detector, self.begin):
+                if isinstance(loaded, SpeedkitError):
+                    raise loaded
                 yield loaded
             complete = True
+        except Exception as error:
+            told = isinstance(error, SpeedkitError) and not self.detector.hung
+            if told or not self.detector.processes:
+                raise
+            raise self.failure(error) from None
         finally:
             if not (complete and self.plan.persistent_workers):
                 self.close()
 
-    def start(self) -> Iterator[Loaded | SpeedkitError]:
+    def begin(self, loader: DataLoader) -> Iterator[Any]:
         """Return the batches of an epoch, with workers that have begun on them."""
-        if self.loader is not None:
-            return iter(self.loader)  # by the workers of the epoch before
-        self.loader = self.make_loader()
         if not self.plan.workers:
-            return iter(self.loader)
-        with stops_held_back():
-            batches: Any = iter(self.loader)
-        self.detector = HangDetector(workers_of(batches), self.maker.reading)
+            return iter(loader)
         atexit.register(self.close)  # Python, going out, would wait for ever: the workers ignore SIGTERM
-        self.detector.start()
-        return batches
+        with stops_held_back():
+            return iter(loader)
 
     def make_loader(self) -> DataLoader:
         """Return the DataLoader of the plan. Batches, and not samples, are what a worker is asked for."""
@@ -205,47 +224,26 @@ class BatchLoader:
             **options,
         )
 
-    def receive(self, make: Callable[[], Any]) -> Any:
-        """Return what `make` waits for the workers to do. Raises SpeedkitError when one failed, died or hung."""
-        try:
-            made = self.detector.wait_for(make)
-        except Exception as error:
-            if not self.processes:
-                raise
-            if self.detector.hung:
-                worker = max(range(len(self.processes)), key=self.maker.reading.__getitem__)
-                raise self.maker.failure(worker, self.detector.hung) from None
-            raise self.dead_worker() or self.maker.failure(0, error) from None
-        if isinstance(made, SpeedkitError):
-            raise made
-        return made
-
-    def dead_worker(self) -> SpeedkitError | None:
-        """Return the error of a worker that has died, or does so now."""
-        ended = wait([process.sentinel for process in self.processes], END_S)  # for the first that ends
-        for worker, process in enumerate(self.processes):
-            if process.sentinel not in ended:
-                continue
-            process.join(END_S)  # its files, and with them the sentinel, are closed before it is seen to be dead
-            died = f"a loader process died (exit code {process.exitcode}, where -9 may mean that memory is out)"
-            return self.maker.failure(worker, died)
-        return None
-
-    @property
-    def processes(self) -> list[BaseProcess]:
-        """The worker processes."""
-        return self.detector.processes
-
-    def set_running(self, running: bool) -> None:
-        """Let the workers go on or stand still."""
-        set_running(self.processes, running)
+    def failure(self, error: Exception) -> SpeedkitError:
+        """Return why there is no batch: a worker hung, has died or does so now, or the `error` itself."""
+        processes = self.detector.processes
+        if self.detector.hung:
+            worker = max(range(len(processes)), key=self.maker.reading.__getitem__)
+            return self.maker.failure(worker, self.detector.hung)
+        ended = wait([process.sentinel for process in processes], END_S)  # for the first that ends
+        for worker, process in enumerate(processes):
+            if process.sentinel in ended:
+                process.join(END_S)  # its files, and with them the sentinel, are closed before it is seen to be dead
+                died = f"a loader process died (exit code {process.exitcode}, where -9 may mean that memory is out)"
+                return self.maker.failure(worker, died)
+        return self.maker.failure(0, error)
 
     def close(self) -> None:
         """End the workers by force: they may be stopped, or hang."""
         self.detector.ended.set()
-        kill(self.processes)
+        kill(self.detector.processes)
         self.loader = None
-        self.detector = HangDetector([])
+        self.detector = HangDetector()
         atexit.unregister(self.close)
 
 

@@ -35,9 +35,8 @@ from speedkit.data.cache_files import (
     new_index,
     read_index,
 )
-from speedkit.data.cache_in_memory import CacheInMemory, as_float32, rows_on_device, select
-from speedkit.data.decode import BadItem, TooManyBad
-from speedkit.errors import SpeedkitError
+from speedkit.data.cache_in_memory import CacheInMemory, labelled, rows_on_device
+from speedkit.errors import BadItem, SpeedkitError, TooManyBad
 from speedkit.machine import MEMORY_SHARE, cache_root, free_bytes, this_machine
 from speedkit.plan import Plan
 
@@ -67,7 +66,7 @@ def open_cache(
         return cache
     if plan.cache == "ram":
         device = torch.device("cpu")
-    if cache.padded_bytes > MEMORY_SHARE * free_bytes(device):
+    if math.prod(cache.padded_shape) * cache.dtype.itemsize > MEMORY_SHARE * free_bytes(device):
         cache.why += f"; they are more than half of what is free in {plan.cache}"
         return cache
     return cache.loaded(plan.cache, device)
@@ -100,8 +99,6 @@ def build_cache(
         with building(folder):
             cache = FeatureCache(workload, items, plan, folder=folder)
             cache.build(workers, progress)
-        if cache.built and any(root.glob("*/shape.json")):
-            cache.why += f"; {root} also holds caches of an older format, which nothing reads any more: delete them"
     except OSError as error:
         problem = f"the feature cache in {folder} cannot be built ({error})"
         raise SpeedkitError(f"{problem}: make room or name another folder with --cache-dir, and start again") from error
@@ -256,8 +253,7 @@ class FeatureCache:
         """
         device = torch.device(device)
         entries = self._read(indices.numpy(), page_locked=device.type == "cuda")
-        labels: dict[str, Any] = {name: select(column, indices, device) for name, column in self.labels.items()}
-        return Batch(as_float32(entries.to(device, non_blocking=True)), **labels)
+        return labelled(entries.to(device, non_blocking=True), self.labels, indices)
 
     def _read(self, indices: np.ndarray, page_locked: bool = False) -> Tensor:
         """Return a copy [B, ...] of the entries at `indices` [B], padded with zeros."""
@@ -300,14 +296,13 @@ class FeatureCache:
         return True
 
     @property
-    def padded_bytes(self) -> int:
-        """What all entries take, each padded to the longest."""
-        return len(self.items) * math.prod(self.shape[:-1]) * int(self.lengths.max()) * self.dtype.itemsize
+    def padded_shape(self) -> tuple[int, ...]:
+        """The shape of all entries, each padded to the longest."""
+        return len(self.items), *self.shape[:-1], int(self.lengths.max())
 
     def loaded(self, place: str, device: torch.device) -> "CacheInMemory":
         """Return the cache with all entries in the memory of `device`, which the plan calls `place`."""
-        shape = (len(self.items), *self.shape[:-1], int(self.lengths.max()))
-        entries = torch.zeros(shape, dtype=self.torch_dtype, device=device)
+        entries = torch.zeros(self.padded_shape, dtype=self.torch_dtype, device=device)
         for part in np.array_split(np.flatnonzero(self.usable), 1 + len(self.items) // 256):
             batch = self._read(part)
             entries[torch.from_numpy(part).to(device), ..., : batch.shape[-1]] = batch.to(device)

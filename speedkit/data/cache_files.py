@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64_intdigest, xxh3_128
 
-from speedkit.errors import SpeedkitError, UsageError
+from speedkit.errors import SpeedkitError
 from speedkit.plan import Plan
 
 if TYPE_CHECKING:
@@ -206,48 +206,3 @@ def rows_of(keys: np.ndarray, index: np.ndarray) -> np.ndarray:
         return np.arange(len(keys))
     rows = {key: row for row, key in enumerate(index["key"].tolist())}
     return np.array([rows.setdefault(key, len(rows)) for key in keys.tolist()])
-
-
-def caches_in(folder: str | Path) -> list[Path]:
-    """Return the caches in the folder that --cache-dir names, or the one that `folder` is. Raises UsageError."""
-    folders = [Path(folder), *sorted(Path(folder).glob("*"))]
-    caches = [path for path in folders if (path / VALUES).exists() or (path / INDEX).exists()]
-    if not caches:
-        raise UsageError(f"{folder} holds no feature cache: name the folder that --cache-dir named")
-    return caches
-
-
-def damage(folder: Path, repair: bool = False) -> list[str]:
-    """Return in words what is not as it was written: entries, or the index itself.
-
-    `repair` marks such entries as not computed, so that the next use computes them; without its index it computes all.
-    """
-    found = read_index(folder)
-    if found is None:
-        if repair:
-            (folder / INDEX).unlink(missing_ok=True)
-        return ["the index"]
-    rows = found[1]
-    values = np.zeros(0, np.uint8)  # an empty file cannot be mapped
-    if size_of(folder / VALUES):
-        values = np.memmap(folder / VALUES, np.uint8, "r")
-    damaged = []
-    end = 0
-    for row, (key, size, _, checksum) in enumerate(rows.tolist()):
-        end += size
-        entry = values[end - size : end]
-        if checksum and (len(entry) != size or xxh3_64_intdigest(entry.data, key) != checksum):
-            damaged.append(row)
-    if repair:
-        mapped(folder / INDEX, ENTRY, len(rows), offset=HEADER.itemsize)["checksum"][damaged] = 0
-    return [f"entry {row}" for row in damaged]
-
-
-def describe(folder: Path) -> str:
-    """Return a line about a cache."""
-    found = read_index(folder)
-    if found is None:
-        return f"{folder}: the index is not as it was written: the next use computes all entries again"
-    checksums = found[1]["checksum"]
-    size_mb = size_of(folder / VALUES) / 1e6
-    return f"{folder}: {np.count_nonzero(checksums)} of {len(checksums)} entries are computed, {size_mb:.3g} MB"

@@ -1,7 +1,7 @@
 """The entries of a feature cache in ram or on the device, gathered into batches without a look at the disk."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,8 +39,7 @@ class CacheInMemory:
         places = indices
         if self.where == "device":
             places = indices.to(entries.device) if on_device is None else on_device
-        labels: dict[str, Any] = {name: select(column, places, device) for name, column in self.labels.items()}
-        return Batch(as_float32(select(entries, places, device)), **labels)
+        return labelled(select(entries, places, device), self.labels, places)
 
 
 def rows_on_device(workload: "Workload", items: Sequence[Any], device: torch.device) -> CacheInMemory:
@@ -56,12 +55,16 @@ def rows_on_device(workload: "Workload", items: Sequence[Any], device: torch.dev
     )
 
 
-def as_float32(entries: Tensor) -> Tensor:
-    """Return entries as the model takes them: on the device, and not before, for fewer bytes travel."""
+def labelled(entries: Tensor, labels: Mapping[str, Tensor], places: Tensor) -> Batch:
+    """Return the batch of `entries`, on the device, with their rows of `labels`, which are at `places` [B].
+
+    Only here are entries made float32, as the model takes them: before, fewer bytes travel.
+    """
     inputs = entries.to(torch.float32)
     if entries.dtype is torch.int16:
         inputs.mul_(1 / 32768)
-    return inputs
+    columns: dict[str, Any] = {name: select(column, places, entries.device) for name, column in labels.items()}
+    return Batch(inputs, **columns)
 
 
 def select(values: Tensor, places: Tensor, device: torch.device) -> Tensor:

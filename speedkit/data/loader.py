@@ -14,11 +14,10 @@ from speedkit.data.batch import Batch, OwnBatch, map_batch
 from speedkit.data.batches import BatchLoader, BatchMaker, item_name
 from speedkit.data.cache import FeatureCache
 from speedkit.data.cache_in_memory import CacheInMemory
-from speedkit.data.decode import check_bad_share
 from speedkit.data.own_loader import LoaderItems, LoaderSource
 from speedkit.data.prefetch import prefetched
-from speedkit.data.sampler import BatchSampler, padded_frames
-from speedkit.errors import SpeedkitError
+from speedkit.data.sampler import BatchSampler
+from speedkit.errors import SpeedkitError, check_bad_share
 from speedkit.plan import Plan
 
 if TYPE_CHECKING:
@@ -57,6 +56,23 @@ def collate(samples: Sequence[tuple[Tensor, Any]], varies: bool = False) -> Batc
     return Batch(torch.stack(inputs).detach(), labels, lengths)
 
 
+def live_loader(
+    workload: "Workload", items: Sequence[Any], plan: Plan, *, sampler: BatchSampler
+) -> BatchLoader | LoaderSource:
+    """Return what makes the batches of `sampler` from their items."""
+    if isinstance(items, LoaderItems):
+        return LoaderSource(items, sampler, plan)
+    sample = functools.partial(
+        make_sample,
+        items=items,
+        load=workload.load_by(plan.decoder),
+        features=workload.features if plan.features_on == "cpu" else None,
+        target=workload.target,
+    )
+    collated = functools.partial(collate, varies=workload.length is not None)
+    return BatchLoader(BatchMaker(items, sample, collated), sampler, plan)
+
+
 class BatchStream:
     """An endless stream of batches on the device, epoch after epoch, each tensor [B, ...].
 
@@ -83,10 +99,7 @@ class BatchStream:
         self.plan = plan
         self.device = device
         self.cache = cache
-        self.seed = seed
-        self.bad: dict[str, str] = {}
-        if cache is not None:
-            self.bad = cache.bad
+        self.bad: dict[str, str] = {} if cache is None else cache.bad
         check_bad_share(self.bad, len(items))
 
         # Order. Clips of one length have nothing to bucket, and evaluation keeps the order of its items.
@@ -114,19 +127,7 @@ class BatchStream:
         else:
             self.waveforms = plan.cache_of == "waveform"
         self.generator = torch.Generator(device=device)
-        self.loader: Any
-        if isinstance(items, LoaderItems):
-            self.loader = LoaderSource(items, self.sampler, plan)
-        else:
-            sample = functools.partial(
-                make_sample,
-                items=items,
-                load=workload.load_by(plan.decoder),
-                features=None if self.waveforms else workload.features,
-                target=workload.target,
-            )
-            collated = functools.partial(collate, varies=workload.length is not None)
-            self.loader = BatchLoader(BatchMaker(items, sample, collated), self.sampler, plan)
+        self.loader: Any = live_loader(workload, items, plan, sampler=self.sampler)
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -166,24 +167,18 @@ class BatchStream:
             elif self.sampler.world_size > 1:
                 raise SpeedkitError(f"rank {self.sampler.rank} can read nothing of its share, for which others wait")
 
-    @functools.cached_property
-    def mean_frames(self) -> float:
-        """Padded frames of a batch, on average over the first epoch; 0 where all clips have one length."""
-        if self.lengths is None:
-            return 0.0
-        return padded_frames(self.sampler, self.lengths) / len(self)
-
     def batch_at(self, epoch: int, position: int) -> tuple[Batch | None, list[str]]:
         """Return the batch after which `epoch` and `position` were these, made again, and the names of its items."""
         sampler = dataclasses.replace(self.sampler, epoch=epoch, start=position - 1)
         if isinstance(self.loader, LoaderSource):
-            loaded = next(iter(LoaderSource(self.loader.items, sampler, Plan())))
+            loaded: Any = next(iter(LoaderSource(self.loader.items, sampler, self.plan)))
             return self.to_device(loaded), [f"sample {index}" for index in range(len(loaded[0].inputs))]
         indices = sampler.batches()[0]
         if self.cache is None:
-            batch = self.to_device(self.loader.maker[indices.tolist()])
+            loaded = self.loader.maker[indices.tolist()]
         else:
-            batch = self.to_device(self.cached([indices])[0])
+            [loaded] = self.cached([indices])
+        batch = self.to_device(loaded)
         if batch is not None:
             batch = self.finish(batch, epoch * len(self) + position - 1)
         names = [item_name(self.loader.maker.items[index]) for index in indices.tolist()]
@@ -227,8 +222,8 @@ class BatchStream:
             return batch
         inputs = batch.inputs
         if self.waveforms:
-            if self.workload.augment_waveform is not None and self.seed is not None:
-                seed_step(self.generator, self.seed, step + WAVEFORMS + RANK * self.sampler.rank)
+            if self.workload.augment_waveform is not None and self.sampler.seed is not None:
+                seed_step(self.generator, self.sampler.seed, step + WAVEFORMS + RANK * self.sampler.rank)
                 inputs = self.workload.augment_waveform(inputs, self.generator)
             with torch.no_grad():
                 inputs = self.workload.features(inputs)
@@ -237,7 +232,7 @@ class BatchStream:
             self.frames += len(inputs) * padded
             if padded > inputs.shape[-1]:
                 inputs = pad(inputs, (0, padded - inputs.shape[-1]))
-        return batch if inputs is batch.inputs else batch._replace(inputs=inputs)
+        return batch if inputs is batch.inputs else dataclasses.replace(batch, inputs=inputs)
 
     def close(self) -> None:
         """End the workers, paused ones too."""

@@ -1,7 +1,6 @@
 """Batches from a loader that its author keeps: the same ones for every plan."""
 
 import dataclasses
-import functools
 import itertools
 import operator
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -14,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from speedkit.data.batch import OwnBatch, own_batch
-from speedkit.data.batches import HangDetector, set_running, workers_of
+from speedkit.data.batches import END, HangDetector, epoch_of, set_running
 from speedkit.data.sampler import BatchSampler
 from speedkit.errors import UsageError
 from speedkit.machine import MEMORY_SHARE, free_bytes
@@ -39,7 +38,6 @@ COPIED_OPTIONS = (
 OF_ITEMS = ("cache", "decoder", "features_on", "bucket", "ranks")
 DEFAULTS = dataclasses.asdict(Plan())
 SAMPLES_COMPARED = 8  # that a data set makes twice, to see whether it draws them at random
-END = object()  # of a loader's batches
 WITHOUT_LENGTH = 20  # batches to test on, of a loader that does not say how many it has
 Rule = tuple[str, Any, str]  # a field of the plan, what it is instead, and why
 
@@ -137,22 +135,6 @@ def why_not_kept(loader: Any) -> str:
 # ---- its batches as those of a workload ----
 
 
-def epoch_of(
-    loader: Any, detector: HangDetector, begin: Callable[[Any], Iterator[Any]] = iter
-) -> Generator[Any, None, None]:
-    """Yield the batches of an epoch of `loader`; the `detector` looks at its workers, but where it has a timeout."""
-    detector.processes = workers_of(getattr(loader, "_iterator", None))  # persistent ones
-    if getattr(loader, "num_workers", 0) and not getattr(loader, "timeout", 0):
-        detector.start()
-    try:
-        batches = detector.wait_for(functools.partial(begin, loader))
-        detector.processes = workers_of(batches)
-        while (batch := detector.wait_for(functools.partial(next, batches, END))) is not END:
-            yield batch
-    finally:
-        detector.ended.set()
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class LoaderItems:
     """The samples of a loader, in the place of a workload's items: known is no more than their number."""
@@ -191,7 +173,7 @@ class LoaderSource:
         self.plan = plan
         self.loader: Any = None
         self.generators: list[torch.Generator] = []
-        self.detector = HangDetector([])
+        self.detector = HangDetector()
         self.batches = epoch_of((), self.detector)  # of the epoch in progress
 
     def __iter__(self) -> Generator[tuple[OwnBatch, dict[str, str]], None, None]:
@@ -204,7 +186,7 @@ class LoaderSource:
         for generator in self.generators:
             generator.manual_seed(seed)
         state = self.generators[0].get_state()
-        self.detector = HangDetector([])
+        self.detector = HangDetector()
         self.batches = epoch_of(self.loader, self.detector)
         for number in numbers:
             with torch.random.fork_rng(devices=[]):
@@ -236,18 +218,9 @@ class LoaderSource:
             return DataLoader(loader.dataset, **options)
         return loader
 
-    @property
-    def processes(self) -> list[Any]:
-        """The loader's worker processes."""
-        return self.detector.processes
-
-    def set_running(self, running: bool) -> None:
-        """Let the workers go on or stand still."""
-        set_running(self.processes, running)
-
     def close(self) -> None:
         """Let the workers end."""
-        self.set_running(True)
+        set_running(self.detector.processes, True)
         self.loader = None
         self.batches.close()
 

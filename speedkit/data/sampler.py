@@ -81,15 +81,6 @@ class BatchSampler:
         return self.padded[bisect_left(self.padded, length)]
 
 
-def padded_frames(sampler: BatchSampler, lengths: Tensor) -> int:
-    """Return the frames of an epoch's batches, padding included, for clips of `lengths` [N]."""
-    frames = 0
-    for batch in sampler.batches():
-        longest = int(lengths[batch].max())
-        frames += len(batch) * sampler.padded_to(longest)
-    return frames
-
-
 def padded_lengths(lengths: Tensor) -> list[int]:
     """Return at most SHAPES lengths, ascending, such that clips of `lengths` [N] are padded to them with least padding.
 

@@ -11,9 +11,8 @@ from collections.abc import Container, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from speedkit.data.decode import TarMember, check_bad_share
-from speedkit.errors import UsageError
-from speedkit.lab.tars import check_is_file, members_by_path
+from speedkit.errors import UsageError, check_bad_share
+from speedkit.lab.tars import TarMember, check_is_file, members_by_path
 
 TEST_SHARE = 0.2
 TEXT_TEST_SHARE = 0.1

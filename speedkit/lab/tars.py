@@ -1,14 +1,54 @@
 """Files in tars, listed without extracting anything to disk."""
 
+import dataclasses
+import functools
 import glob
 import os
 import posixpath
 import stat
 import tarfile
+import types
 from pathlib import Path
+from typing import BinaryIO
 
-from speedkit.data.decode import TarMember
 from speedkit.errors import UsageError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TarMember:
+    """A file inside a tar, in place of a path: what takes paths alone refuses it, and does not read the tar."""
+
+    tar: str
+    offset: int
+    size: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.tar}/{self.name}"
+
+    def read(self) -> bytes:
+        """Return its bytes. Raises OSError when the tar is gone or cut short."""
+        file = opened(self.tar)
+        if hasattr(os, "pread"):  # by any number of threads
+            data = os.pread(file.fileno(), self.size, self.offset)
+        else:  # on Windows
+            file.seek(self.offset)
+            data = file.read(self.size)
+        if len(data) != self.size:
+            raise OSError(f"only {len(data)} of {self.size} bytes are there")
+        return data
+
+    def open(self) -> BinaryIO:
+        """Return it as a file, for what reads some of it, such as a header: by one reader at a time."""
+        info = tarfile.TarInfo(self.name)
+        info.offset_data, info.size = self.offset, self.size
+        return tarfile.ExFileObject(types.SimpleNamespace(fileobj=opened(self.tar)), info)  # type: ignore
+
+
+@functools.lru_cache(maxsize=256)
+def opened(tar: str) -> BinaryIO:
+    """Return the open tar, once per process: an open may be a round trip, and `pread` leaves no position behind."""
+    return open(tar, "rb", buffering=0)
 
 
 def members_by_path(pattern: Path) -> dict[Path, TarMember]:

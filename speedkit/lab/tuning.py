@@ -13,14 +13,13 @@ from speedkit.fallbacks import resolve
 from speedkit.files import (
     claim_folder,
     folder_held,
-    read_or_none,
-    set_aside,
     write_json,
     write_quarantine,
     write_text,
 )
 from speedkit.lab.record import NotebookRun
 from speedkit.machine import this_machine
+from speedkit.measure.checked_file import read_or_none, set_aside
 from speedkit.measure.optimizations import Optimization, named
 from speedkit.measure.stages import Row, Stage, Tuning
 from speedkit.measure.stats import LOOKS

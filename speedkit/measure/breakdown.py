@@ -218,7 +218,7 @@ def breakdown_of(
         step_s = run_until_steady(lambda: next(training), run.device, max_s=max(2.0, window_s))
 
         observer = StepObserver(run.device, max(5, round(window_s / step_s)), timeline)
-        processes = [psutil.Process(process.pid) for process in run.data.train.loader.processes]
+        processes = [psutil.Process(process.pid) for process in run.data.train.loader.detector.processes]
         began_s = time.perf_counter()
         cpu_s = _cpu_s(processes)
         with (

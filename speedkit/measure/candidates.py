@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from speedkit.data.sampler import BatchSampler, padded_frames
+from speedkit.data.sampler import BatchSampler
 from speedkit.fallbacks import resolve
+from speedkit.measure.compare import padded_frames
 from speedkit.measure.kernels import which_ran
 from speedkit.measure.optimizations import Change, Optimization, predict, text
 from speedkit.measure.peaks import matmul_rates

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from speedkit.clock import Stopwatch, timed
+from speedkit.data.batches import set_running
+from speedkit.data.sampler import BatchSampler
 from speedkit.fallbacks import EffectivePlan
 from speedkit.measure.process import process_kept
 from speedkit.measure.stats import LOOKS, Decision, decide, log_ratios, paired_interval
@@ -87,6 +89,15 @@ class Comparison:
         )
 
 
+def padded_frames(sampler: BatchSampler, lengths: Tensor) -> int:
+    """Return the frames of an epoch's batches, padding included, for clips of `lengths` [N]."""
+    frames = 0
+    for batch in sampler.batches():
+        longest = int(lengths[batch].max())
+        frames += len(batch) * sampler.padded_to(longest)
+    return frames
+
+
 class Contender:
     """One plan in training, able to take a turn and to stand still. `options` are those of `setup_run`."""
 
@@ -98,6 +109,10 @@ class Contender:
         self.loss_steps = loss_steps
         self.losses: list[Tensor] = []  # of the first `loss_steps` steps, read on the host at the end
         self.warmup_s = 0.0
+        stream = self.run.data.train
+        self.mean_frames = 0.0  # padded, of a batch of the first epoch, where lengths differ
+        if stream.lengths is not None:
+            self.mean_frames = padded_frames(stream.sampler, stream.lengths) / len(stream)
 
     def turn(self, count: int) -> float:
         """Return the seconds of `count` steps, scaled to the padded frames of so many on average.
@@ -110,18 +125,18 @@ class Contender:
         frames_before = stream.frames
         self.run.learner.precision.set_switches()
         set_random_state(self.random, self.run.device)
-        stream.loader.set_running(True)
+        set_running(stream.loader.detector.processes, True)
         self.stopwatch.start()
         for _ in range(count):
             next(self.steps)
             if len(self.losses) < self.loss_steps:
                 self.losses.append(self.run.position.last_loss.detach().clone())
         seconds = self.stopwatch.stop()
-        stream.loader.set_running(False)
+        set_running(stream.loader.detector.processes, False)
         self.random = get_random_state(self.run.device)
         frames = stream.frames - frames_before
-        if stream.mean_frames and frames:
-            seconds *= count * stream.mean_frames / frames
+        if frames:
+            seconds *= count * self.mean_frames / frames
         return seconds
 
     def close(self) -> None:

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from speedkit.data.decode import TooManyBad
-from speedkit.errors import Interrupted, UsageError, missing_extra
-from speedkit.files import finite, read_checked, write_checked
+from speedkit.errors import Interrupted, TooManyBad, UsageError
+from speedkit.files import finite
 from speedkit.machine import Hardware
 from speedkit.measure.breakdown import breakdown_of
+from speedkit.measure.checked_file import read_checked, write_checked
 from speedkit.measure.compare import Comparison, compare
+from speedkit.measure.extras import missing_extra
 from speedkit.measure.optimizations import changed, text
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe

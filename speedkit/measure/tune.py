@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from speedkit.data.cache import open_cache
-from speedkit.files import read_checked, write_checked
 from speedkit.machine import cache_root
 from speedkit.measure.breakdown import Breakdown
 from speedkit.measure.candidates import Trial
+from speedkit.measure.checked_file import read_checked, write_checked
 from speedkit.measure.optimizations import Optimization, acts_on, changed, plan_of, text
 from speedkit.measure.quality import Curves, baseline_curves_file, curve, fold, quality_of
 from speedkit.measure.roofline import roofline

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 from torch.utils.data import DataLoader
 
 from speedkit.data import own_loader
-from speedkit.data.batches import HangDetector
+from speedkit.data.batches import HangDetector, epoch_of
 from speedkit.data.own_loader import DEFAULTS
 from speedkit.errors import UsageError
 from speedkit.fallbacks import EffectivePlan, resolve
@@ -171,7 +171,7 @@ class DeviceLoader(DataLoader):
         super().__init__(dataset, **own_loader.loader_options(loader, effective.plan))
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        for batch in own_loader.epoch_of(self, HangDetector([]), DataLoader.__iter__):
+        for batch in epoch_of(self, HangDetector(), DataLoader.__iter__):
             yield tree_map(self.to_device, batch)
 
     def to_device(self, leaf: Any) -> Any:

@@ -11,8 +11,7 @@ from tiny import DEVICES, calling, outcome, points, trained
 from torch import nn
 
 from speedkit import find_micro_batch, machine
-from speedkit.data.decode import BadItem
-from speedkit.errors import SpeedkitError
+from speedkit.errors import BadItem, SpeedkitError
 from speedkit.plan import Plan
 from speedkit.train.memory import is_out_of_memory
 from speedkit.train.micro_batch import largest_of_fastest, micro_batch_for

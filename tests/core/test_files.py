@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import shutil
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from processes import python
 
 from speedkit.errors import SpeedkitError, UsageError
-from speedkit.files import atomic, claim_folder, read_checked, read_json, write_checked, write_json
+from speedkit.files import atomic, claim_folder, read_json, write_json
 from speedkit.train.checkpoint_file import CheckpointWriter
 
 KILLED_WHILE_WRITING = """
@@ -37,32 +36,6 @@ def test_json_comes_back_without_nan(tmp_path):
     write_json(path, {"loss": [1.5, math.nan, math.inf, -math.inf], "pair": (1, 2), "name": "Ω", 3: None})
     assert read_json(path) == {"loss": [1.5, None, None, None], "pair": [1, 2], "name": "Ω", "3": None}
     json.loads(path.read_text(), parse_constant=pytest.fail)
-
-
-DAMAGED = [
-    '{"stages": [1, 2',
-    "another number",
-    '{"stages": [1, 2]}',
-    "[1]",
-    "1",
-    "null",
-    "{}",
-    "\udcff",
-    "",
-    "[" * 100_000,
-]
-
-
-@pytest.mark.parametrize("damaged", DAMAGED, ids=lambda text: text[:20])
-def test_a_damaged_file_is_set_aside_and_told_of(tmp_path, damaged):
-    path, said = tmp_path / "a.json", []
-    assert read_checked(path, pytest.fail) is None
-    write_checked(path, {"stages": [1, 2], "loss": math.nan})
-    assert read_checked(path, pytest.fail) == {"stages": [1, 2], "loss": None}
-    changed = path.read_text().replace("2", "3") if damaged == "another number" else damaged
-    path.write_text(changed, errors="surrogateescape")
-    assert read_checked(path, said.append) is None and not path.exists()
-    assert str(path) in said[0] and (tmp_path / "a.json.damaged").read_bytes() == os.fsencode(changed)
 
 
 def test_one_folder_holds_one_run_which_its_own_kind_goes_on_with(tmp_path):

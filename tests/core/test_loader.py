@@ -15,10 +15,10 @@ from tiny import load, points
 
 from speedkit.data import sampler
 from speedkit.data.batch import tensors_of
-from speedkit.data.decode import BadItem
+from speedkit.data.batches import set_running
 from speedkit.data.loader import BatchStream
-from speedkit.data.sampler import BatchSampler, padded_frames, padded_lengths, shuffled
-from speedkit.errors import PlanError, SpeedkitError
+from speedkit.data.sampler import BatchSampler, padded_lengths, shuffled
+from speedkit.errors import BadItem, PlanError, SpeedkitError
 from speedkit.plan import Plan
 from speedkit.train.fit import fit
 
@@ -167,16 +167,16 @@ def test_stop_iteration_in_the_training_process_does_not_end_the_epoch():
 
 def test_paused_processes_stand_still_go_on_where_they_were_and_can_be_closed():
     stream = open_stream(points(), workers=2, persistent_workers=True)
-    batches, workers = [next(stream)], [psutil.Process(process.pid) for process in stream.loader.processes]
+    batches, workers = [next(stream)], [psutil.Process(process.pid) for process in stream.loader.detector.processes]
     for _ in range(2):
-        stream.loader.set_running(False)
+        set_running(stream.loader.detector.processes, False)
         for worker in workers:
             os.waitid(os.P_PID, worker.pid, os.WSTOPPED | os.WNOWAIT)  # until the kernel reports it
         assert [worker.status() for worker in workers] == [psutil.STATUS_STOPPED] * 2
-        stream.loader.set_running(True)
+        set_running(stream.loader.detector.processes, True)
         batches += [next(stream) for _ in range(5)]
     assert same(batches, take(11))  # of two epochs, with the same workers
-    stream.loader.set_running(False)
+    set_running(stream.loader.detector.processes, False)
     stream.close()
     assert not any(worker.is_running() for worker in workers)
 
@@ -191,7 +191,7 @@ def add_noise(waveforms, generator):
 def test_waveforms_are_augmented_in_training_alone_and_alike_for_any_workers_and_any_start():
     workload = dataclasses.replace(points(), augment_waveform=add_noise)
     noisy, plain = take(7, workload, features_on="device"), take(7)
-    assert same(take(7, features_on="device"), plain) and not torch.equal(noisy[0][0], plain[0][0])
+    assert same(take(7, features_on="device"), plain) and not torch.equal(noisy[0].inputs, plain[0].inputs)
     assert same(take(7, workload, features_on="device", workers=2), noisy)
     stream = open_stream(workload, features_on="device")
     stream.position = 4
@@ -256,13 +256,17 @@ def test_a_bucketed_epoch_holds_every_clip_once_in_random_order_with_little_padd
     assert sorted(itertools.chain(*first)) == list(range(500)) and [len(batch) for batch in first] == [16] * 31 + [4]
     means = [float(lengths[batch].float().mean()) for batch in first[:-1]]
     assert means != sorted(means), "batches come in random order, not from short to long"
-    assert padded_frames(grouped, lengths) < 0.7 * padded_frames(plain, lengths)
-    assert padded_frames(BatchSampler(3, 2, None), torch.tensor([2, 4, 6])) == 14
+
+    def frames(sampler):
+        return sum(len(batch) * sampler.padded_to(int(lengths[batch].max())) for batch in sampler.batches())
+
+    assert frames(grouped) < 0.7 * frames(plain)
 
 
 def test_clips_of_different_lengths_come_padded_with_zeros_and_with_their_lengths():
     shapes = set()
-    for inputs, targets, lengths, _ in take(6, clips(), bucket=True, workers=2):
+    for batch in take(6, clips(), bucket=True, workers=2):
+        inputs, targets, lengths = batch.inputs, batch.targets, batch.lengths
         shapes.add(inputs.shape[-1])
         for row, valid, label in zip(inputs, lengths.tolist(), targets.tolist(), strict=True):
             assert torch.equal(row[:, :valid], label + torch.arange(valid).expand(2, -1) / 40)

@@ -33,7 +33,7 @@ def spoiled(workload, at, where, value=math.nan):
     def spoiled_loss(model, batch, recipe):
         now = model.training and next(calls) in at
         if now and where == "input":
-            batch = batch._replace(inputs=batch.inputs.clone())
+            batch = dataclasses.replace(batch, inputs=batch.inputs.clone())
             batch.inputs[1, 2] = value
         result, outputs = workload.loss(model, batch, recipe)
         if now and where == "loss":

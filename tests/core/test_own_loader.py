@@ -94,9 +94,13 @@ def test_what_a_loader_cannot_do_falls_back_with_its_reason_and_its_own_settings
         course(mine(), Recipe(batch_size=10, drop_last=True))
 
 
-def test_a_sample_that_is_not_finite_is_found():
+WORKER = {"num_workers": 1, "timeout": 60, "multiprocessing_context": "fork"}  # a timeout takes workers
+
+
+@pytest.mark.parametrize("made_by", [list, lambda loader: loader], ids=["list", "loader"])
+def test_a_sample_that_is_not_finite_is_found(made_by):
     bad = [(inputs * torch.nan if index == 7 else inputs, target) for index, (inputs, target) in enumerate(POINTS)]
-    make, in_pairs = [torch.utils.data.default_collate(bad[i : i + 10]) for i in range(0, 40, 10)], "unsplittable"
+    make, in_pairs = made_by(DataLoader(bad, batch_size=10, **WORKER)), "unsplittable"
     recipe = Recipe(on_nonfinite="skip", epochs=3)
     history = course(mine(make, functools.partial(step, form=in_pairs), recipe=recipe))
     assert history.skipped[0]["why"] == "the batch itself is not finite first for sample 7" and history.steps == 9

@@ -21,8 +21,7 @@ import torch
 from faults import strike
 from tiny import calling, load, masked_loss, points, slowed, trained, valid_items
 
-from speedkit.data.decode import BadItem
-from speedkit.errors import PlanError
+from speedkit.errors import BadItem, PlanError
 from speedkit.plan import Plan
 
 HERE = Path(__file__).resolve().parent

@@ -22,7 +22,8 @@ def generator():
 
 def test_mixup_mixes_inputs_by_the_weights_it_returns():
     inputs, targets = torch.eye(400), torch.arange(400)  # a mixed row shows who is in it, and how much
-    mixed, own, _, (others, weight) = mixup(Batch(inputs, targets), 0.4, generator())
+    batch = mixup(Batch(inputs, targets), 0.4, generator())
+    mixed, own, (others, weight) = batch.inputs, batch.targets, batch.extra
     expected = weight[:, None] * F.one_hot(own, 400) + (1 - weight[:, None]) * F.one_hot(others, 400)
     torch.testing.assert_close(mixed, expected)
     assert torch.equal(own, targets) and torch.equal(others.sort().values, targets)

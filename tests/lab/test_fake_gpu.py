@@ -17,7 +17,8 @@ from torchao.float8 import Float8LinearConfig
 
 from speedkit import Plan, load_workload
 from speedkit.data.batch import map_batch
-from speedkit.data.cache import open_cache, select
+from speedkit.data.cache import open_cache
+from speedkit.data.cache_in_memory import select
 from speedkit.data.loader import BatchStream
 from speedkit.lab.workloads.residual import GroupNorm
 from speedkit.machine import Hardware

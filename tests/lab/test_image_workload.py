@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from speedkit.data.batch import Batch
-from speedkit.data.decode import BadItem
+from speedkit.errors import BadItem
 from speedkit.lab.sources import Item
 from speedkit.lab.workloads import audio, image
 from speedkit.recipe import Recipe

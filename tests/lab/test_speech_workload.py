@@ -1,6 +1,7 @@
 """The speech workload: masks that leave padding alone, a net that never sees it, and what it learns."""
 
 import copy
+import dataclasses
 import itertools
 
 import numpy as np
@@ -100,7 +101,7 @@ def test_a_clip_alone_gives_what_it_gives_padded_among_others(net, padded):
         assert torch.equal(codes[at : at + 1, : length // 4], own_codes)
         assert loss(net, alone, Recipe())[1] == shares[at]
     noise = torch.arange(padded) >= batch.lengths[:, None]
-    spoilt = batch._replace(inputs=torch.where(noise[:, None], 100.0, batch.inputs))
+    spoilt = dataclasses.replace(batch, inputs=torch.where(noise[:, None], 100.0, batch.inputs))
     assert loss(net, spoilt, Recipe())[0] == values
 
 

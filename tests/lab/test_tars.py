@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import speedkit
-from speedkit.data.decode import TarMember
 from speedkit.errors import UsageError
 from speedkit.lab.sources import find_items
+from speedkit.lab.tars import TarMember
 from speedkit.plan import Plan
 from speedkit.train.fit import fit
 
@@ -44,7 +44,7 @@ def write_tars(folder, recordings, layout, tars=3):
 
 
 @pytest.mark.parametrize("layout", ["cls", "json", "txt", "folders", "names", "outside"])
-def test_labels_come_from_the_members_beside_from_folders_or_from_names(layout, recordings, tmp_path):
+def test_labels_come_from_the_members_beside_from_folders_or_from_names(layout, recordings, tmp_path, monkeypatch):
     pattern = write_tars(tmp_path, recordings, layout)
     label_pattern = "^(low|high)" if layout == "names" else None
     split = find_items(pattern, label_pattern=label_pattern)
@@ -53,6 +53,9 @@ def test_labels_come_from_the_members_beside_from_folders_or_from_names(layout, 
     for item in split.train:
         path = recordings / split.classes[item.label] / Path(item.path.name).name
         assert item.path.read() == path.read_bytes()
+        with monkeypatch.context() as windows:
+            windows.delattr(os, "pread")
+            assert item.path.read() == path.read_bytes()
     assert find_items(tmp_path / "clips-*.tar", label_pattern=label_pattern) == split
     assert {path.suffix for path in tmp_path.iterdir()} == {".tar"}, "nothing is extracted"
 

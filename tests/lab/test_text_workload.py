@@ -62,7 +62,8 @@ def test_augment_hides_a_uniform_number_of_bytes_anywhere_in_a_window():
     windows, generator = some_windows(50), torch.Generator()
     counts, places = [], 0
     for seed in range(64):
-        shown, clean = augment(Batch(windows, None), generator.manual_seed(seed))[:2]
+        batch = augment(Batch(windows, None), generator.manual_seed(seed))
+        shown, clean = batch.inputs, batch.targets
         hidden = shown == MASK
         assert clean is windows and torch.equal(shown[~hidden], windows[~hidden].long())
         counts.append(hidden.sum(dim=1))

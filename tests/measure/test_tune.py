@@ -16,14 +16,14 @@ from tiny import H100 as GPU
 from torch import nn
 
 from speedkit import tune as tune_function
-from speedkit.data.decode import BadItem, TooManyBad
-from speedkit.errors import Interrupted, UsageError
-from speedkit.files import claim_folder, folder_held, read_checked, read_json, write_checked
+from speedkit.errors import BadItem, Interrupted, TooManyBad, UsageError
+from speedkit.files import claim_folder, folder_held, read_json
 from speedkit.lab.records import validate_record
 from speedkit.lab.workloads import load_workload
 from speedkit.machine import this_machine
 from speedkit.measure import tune as tune_module
 from speedkit.measure.candidates import Trial, candidates
+from speedkit.measure.checked_file import read_checked, write_checked
 from speedkit.measure.optimizations import EFFECTS, OPTIMIZATIONS, changed, named, predict, text
 from speedkit.measure.quality import baseline_curves_file, fold, quality_of, same_losses
 from speedkit.measure.stages import NAME, Stage, Tuning

@@ -11,7 +11,8 @@ import pytest
 import torch
 from tiny import busy, points
 
-from speedkit.measure.compare import Contender, compare_functions, measure_pairs
+from speedkit.data.sampler import BatchSampler
+from speedkit.measure.compare import Contender, compare_functions, measure_pairs, padded_frames
 from speedkit.measure.stats import decide, log_ratios
 from speedkit.plan import Plan
 
@@ -78,5 +79,6 @@ def test_where_lengths_differ_time_is_counted_per_padded_frame():
         stream, begins = side.run.data.train, []
         side.stopwatch.start = lambda: begins.append(stream.frames)
         side.stopwatch.stop = lambda: stream.frames - begins[-1]
-        assert [side.turn(1) for _ in range(8)] == pytest.approx([stream.mean_frames] * 8)
+        assert [side.turn(1) for _ in range(8)] == pytest.approx([side.mean_frames] * 8)
         assert len({second - first for first, second in itertools.pairwise(begins)}) > 2
+    assert padded_frames(BatchSampler(3, 2, None), torch.tensor([2, 4, 6])) == 14

@@ -8,7 +8,7 @@ from packaging.utils import canonicalize_name
 from processes import python
 from test_repository import PROJECT
 
-from speedkit.errors import EXTRAS
+from speedkit.measure.extras import EXTRAS
 
 MAIN = "from speedkit import cli; cli.main()"
 MINE = """

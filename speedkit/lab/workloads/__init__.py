@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from speedkit.config import nearest
-from speedkit.errors import UsageError, missing_extra
+from speedkit.errors import UsageError
 from speedkit.lab.workloads.sizes import net_size
+from speedkit.measure.extras import missing_extra
 from speedkit.own_workload import from_loader
 from speedkit.workload import Workload
 

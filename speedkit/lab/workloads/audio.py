@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchaudio.transforms import MelSpectrogram
 
-from speedkit.data import decode
+from speedkit.lab import decode
 from speedkit.lab.sources import Item
 from speedkit.lab.workloads.augmentations import spec_augment
 from speedkit.lab.workloads.generated import find_or_generate

@@ -3,6 +3,7 @@
 torchaudio's and torchvision's transforms draw from the global random state, most of them once for a whole batch.
 """
 
+import dataclasses
 import math
 
 import torch
@@ -37,7 +38,7 @@ def spec_augment(batch: Batch, generator: Generator) -> Batch:
     at_frame, width_frame, at_band, width_band = uniform(4, inputs, generator)
     times = stretch(frames, at_frame, width_frame / 6)[:, None, None, :]
     bands = stretch(inputs.shape[-2], at_band, width_band / 6)[:, None, :, None]
-    return batch._replace(inputs=inputs.masked_fill(times | bands, 0.0))
+    return dataclasses.replace(batch, inputs=inputs.masked_fill(times | bands, 0.0))
 
 
 def rand_augment(batch: Batch, generator: Generator, strength: float = 0.3) -> Batch:
@@ -54,7 +55,7 @@ def rand_augment(batch: Batch, generator: Generator, strength: float = 0.3) -> B
     row, column, height, width = uniform(4, images, generator)
     rows = stretch(images.shape[2], row, strength * height / 3)[:, None, :, None]
     columns = stretch(images.shape[3], column, strength * width / 3)[:, None, None, :]
-    return batch._replace(inputs=torch.where(rows & columns, mean, images).clamp_(0, 1))
+    return dataclasses.replace(batch, inputs=torch.where(rows & columns, mean, images).clamp_(0, 1))
 
 
 def moved(images: Tensor, amounts: Tensor) -> Tensor:

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.io import ImageReadMode, decode_image
 
-from speedkit.data.decode import BadItem, TarMember
+from speedkit.errors import BadItem
 from speedkit.lab.sources import Item
+from speedkit.lab.tars import TarMember
 from speedkit.lab.workloads.augmentations import rand_augment
 from speedkit.lab.workloads.generated import find_or_generate
 from speedkit.lab.workloads.patterns import patterns

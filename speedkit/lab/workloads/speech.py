@@ -5,6 +5,7 @@ https://arxiv.org/abs/2202.01855). The net is torchaudio's Conformer behind a co
 four, as FastConformer and NEST have it. No result depends on the padding of a clip, or on the others in its batch.
 """
 
+import dataclasses
 import functools
 import math
 import operator
@@ -17,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from torchaudio.models.conformer import ConformerLayer
 
-from speedkit.data import decode
 from speedkit.errors import UsageError
+from speedkit.lab import decode
 from speedkit.lab.sources import Item
 from speedkit.lab.workloads.audio import framing, log_mel
 from speedkit.lab.workloads.generated import find_or_generate
@@ -105,7 +106,7 @@ def features(waveform: Tensor, **spectrogram: int) -> Tensor:
 
 def augment(batch: Batch, generator: torch.Generator) -> Batch:
     """Return the batch with a mask [B, N] of what to guess, drawn anew."""
-    return batch._replace(extra=(draw_mask(batch, generator),))
+    return dataclasses.replace(batch, extra=(draw_mask(batch, generator),))
 
 
 def masked(batch: Batch) -> Tensor:

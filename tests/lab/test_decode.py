@@ -5,7 +5,8 @@ import pytest
 import soundfile
 import torch
 
-from speedkit.data.decode import BadItem, load_audio
+from speedkit.errors import BadItem
+from speedkit.lab.decode import load_audio
 from speedkit.machine import this_machine
 
 RATE_HZ = 8000

@@ -3,92 +3,21 @@
 soundfile is the default, torchcodec (FFmpeg) knows more formats.
 """
 
-import dataclasses
 import functools
 import io
 import math
 import os
-import tarfile
-import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from speedkit.errors import SpeedkitError
+from speedkit.errors import BadItem
+from speedkit.lab.tars import TarMember
 
 LOOK_AHEAD_S = 0.01  # read beyond what is kept, for the filter that resamples looks ahead some six samples
-BAD_SHARE = 0.05  # with more bad files than this, what is learned is no longer what was asked
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class TarMember:
-    """A file inside a tar, in place of a path: what takes paths alone refuses it, and does not read the tar."""
-
-    tar: str
-    offset: int
-    size: int
-    name: str
-
-    def __str__(self) -> str:
-        return f"{self.tar}/{self.name}"
-
-    def read(self) -> bytes:
-        """Return its bytes. Raises OSError when the tar is gone or cut short."""
-        file = opened(self.tar)
-        if hasattr(os, "pread"):  # by any number of threads
-            data = os.pread(file.fileno(), self.size, self.offset)
-        else:  # on Windows
-            file.seek(self.offset)
-            data = file.read(self.size)
-        if len(data) != self.size:
-            raise OSError(f"only {len(data)} of {self.size} bytes are there")
-        return data
-
-    def open(self) -> BinaryIO:
-        """Return it as a file, for what reads some of it, such as a header: by one reader at a time."""
-        info = tarfile.TarInfo(self.name)
-        info.offset_data, info.size = self.offset, self.size
-        return tarfile.ExFileObject(types.SimpleNamespace(fileobj=opened(self.tar)), info)  # type: ignore
-
-
-@functools.lru_cache(maxsize=256)
-def opened(tar: str) -> BinaryIO:
-    """Return the open tar, once per process: an open may be a round trip, and `pread` leaves no position behind."""
-    return open(tar, "rb", buffering=0)
-
-
-class BadItem(SpeedkitError):
-    """One item of the data cannot be used: `path` is its file, `why` the reason."""
-
-    def __init__(self, path: str | Path | TarMember, why: str):
-        super().__init__(str(path), why)  # the arguments, with which it comes out of a loader's process too
-        self.path = str(path)
-        self.why = " ".join(why.split())
-
-    def __str__(self) -> str:
-        return f"{self.path} cannot be used: {self.why}"
-
-
-class TooManyBad(SpeedkitError):
-    """Over 5 % of `count` files are bad: `bad` is path -> why. Names their folder, and the first five in it."""
-
-    def __init__(self, bad: Mapping[str, str], count: int):
-        self.bad = dict(bad)
-        paths = sorted(bad)
-        folder = os.path.dirname(os.path.commonprefix(paths))  # noqa: RUF071 (a path may be any text)
-        names = [path.removeprefix(folder).lstrip("/") for path in paths[:5]]
-        share = f"{len(bad)} of {count} files cannot be used, over {BAD_SHARE:.0%}"
-        first = f"{', '.join(names)} (the first one: {bad[paths[0]]})"
-        super().__init__(f"{share}, in {folder or os.curdir}: {first}: repair or remove them")
-
-
-def check_bad_share(bad: Mapping[str, str], count: int) -> None:
-    """Raise TooManyBad when over 5 % of `count` files are bad; `bad` is path -> why."""
-    if len(bad) > BAD_SHARE * count:
-        raise TooManyBad(bad, count)
 
 
 def load_audio(

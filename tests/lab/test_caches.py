@@ -1,0 +1,44 @@
+"""What the command `cache` sees of a cache: its damage, wherever it is, and none after a repair and the next use."""
+
+import os
+import shutil
+
+import pytest
+from tiny import points
+
+from speedkit.data.cache import build_cache
+from speedkit.lab.caches import caches_in, damage, describe
+from speedkit.plan import Plan
+
+
+def flip(path, place):
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1 << place % 8
+    path.write_bytes(data)
+
+
+def remove(path, _):
+    path.unlink()
+
+
+@pytest.mark.filterwarnings("ignore:an entry in .* is not as it was written")
+@pytest.mark.parametrize("name", ["index.bin", "values.bin"])
+@pytest.mark.parametrize("kind", [flip, os.truncate, remove])
+def test_damage_is_found_wherever_it_is_and_repaired(tmp_path, kind, name):
+    workload, plan = points(), Plan(cache="disk")
+    items = workload.train[:3]
+
+    def built(folder):
+        return build_cache(workload, items, plan, cache_dir=tmp_path / folder, workers=0)
+
+    folder = built("whole").folder
+    whole = (folder / name).read_bytes()
+    assert damage(folder) == []
+    for place in range(len(whole)):
+        copy = tmp_path / "copy" / folder.name
+        shutil.copytree(folder, copy)
+        kind(copy / name, place)
+        assert caches_in(copy.parent) == [copy] and describe(copy)
+        assert damage(copy, repair=True), f"at {place}"
+        assert built("copy").built and damage(copy) == [] and (copy / name).read_bytes() == whole, f"at {place}"
+        shutil.rmtree(copy)
