@@ -173,6 +173,52 @@ def test_a_training_goes_on_without_its_output(group, started, attack):
         two_at_a_time(attempt, 6)
 
 
+# What ends a run with worker processes.
+
+FAULTY = """
+import itertools, os, signal
+from tiny import calling, points
+calls = itertools.count(1)
+
+def fault(model, batch):
+    if next(calls) == 3:
+        {fault}
+
+def workload():
+    return calling(points(train=1600), fault)
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "words"),
+    [
+        ("os.killpg(os.getpid(), signal.SIGINT)", 130, "stopped by SIG"),
+        ("os.killpg(os.getpid(), signal.SIGHUP)", 129, "stopped by SIGHUP after step 3"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", -9, ""),
+    ],
+    ids=["ctrl-c", "hang-up", "killed"],
+)
+def test_a_run_ends_with_one_sentence_and_leaves_no_process(fault, code, words, tmp_path, started):
+    (tmp_path / "faulty.py").write_text(FAULTY.format(fault=fault))
+    process, _ = started(".", "train", "faulty:workload", "--workers", "2")
+    _, complaint = process.communicate(timeout=GUARD_S)
+    assert process.returncode == code and words in complaint, complaint
+    assert complaint.count("\n") == 1 or code == -signal.SIGKILL, complaint  # workers may say that their pipe broke
+    with pytest.raises(ProcessLookupError):
+        for _ in range(100):
+            os.killpg(process.pid, 0)  # which asks whether anyone is left
+            time.sleep(0.1)
+
+
+HANG_UP = "import os, signal; os.kill(os.getpid(), signal.SIGHUP); from speedkit.cli import main; main()"
+
+
+def test_under_nohup_a_closed_terminal_ends_nothing(started):
+    nohup = functools.partial(signal.signal, signal.SIGHUP, signal.SIG_IGN)
+    process, out = started(".", "train", "tiny:points", "--out", "out", start=("-c", HANG_UP), preexec_fn=nohup)
+    assert end_of(process)[0] == 0 and (out / "history.json").exists()
+
+
 # Kills.
 
 

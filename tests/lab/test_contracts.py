@@ -1,6 +1,5 @@
 """What every workload promises under every plan, on two epochs of ten samples: four, four and two to a batch."""
 
-import contextlib
 import dataclasses
 import itertools
 import json
@@ -10,24 +9,21 @@ import torch
 import torch.nn.functional as F
 from faults import interrupting
 from test_losses import WORKLOADS, make
-from tiny import DEVICES, jitter, outcome, points
+from tiny import DEVICES, jitter, opened, outcome, points, trained
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from speedkit.config import settings_of
 from speedkit.data.batch import tensors_of
 from speedkit.data.loader import BatchStream
-from speedkit.errors import Interrupted, UsageError
+from speedkit.errors import Interrupted
 from speedkit.fallbacks import resolve
-from speedkit.lab.workloads import load_workload
 from speedkit.machine import this_machine
 from speedkit.measure.quality import mean_difference, same_losses
 from speedkit.own_workload import from_dataset
 from speedkit.plan import Plan
 from speedkit.train import compile
-from speedkit.train.fit import fit
 from speedkit.train.loop import steps
-from speedkit.train.setup import setup_run
 
 pytestmark = pytest.mark.usefixtures("every_format")
 
@@ -53,7 +49,7 @@ def short(workload):
 
 
 def train(workload, out=None, resume=False, recipe=None, **plan):
-    return fit(workload, recipe, Plan(**plan), device="cpu", progress=False, out=out, resume=resume)
+    return trained(workload, recipe, Plan(**plan), out=out, resume=resume)
 
 
 @pytest.fixture(scope="module")
@@ -150,23 +146,22 @@ def test_every_field_is_in_the_table_or_held_by_the_tests_of_ranks():
     assert resolve(both, this_machine("cpu")).plan == both
 
 
-@pytest.mark.parametrize("micro_batch", [1, 3])
-def test_accumulated_gradients_are_those_of_the_whole_batch(short, micro_batch):
+def gradients(workload, **plan):
+    """The gradients of the first step, and its loss."""
+    with opened(workload, plan=Plan(**plan)) as run:
+        for module in run.learner.model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0  # for every way to cut a batch draws another mask
+        next(steps(run))
+        return [weight.grad for weight in run.learner.parameters], float(run.position.last_loss)
+
+
+def test_accumulated_gradients_are_those_of_the_whole_batch(short):
     """In speech and text the parts hold unequal numbers of what counts."""
-
-    def gradients(**plan):
-        with contextlib.closing(setup_run(short, plan=Plan(**plan), device="cpu", progress=False)) as run:
-            for module in run.learner.model.modules():
-                if isinstance(module, nn.Dropout):
-                    module.p = 0.0  # for every way to cut a batch draws another mask
-            next(steps(run))
-            return [weight.grad for weight in run.learner.parameters], float(run.position.last_loss)
-
-    (whole, whole_loss), (parts, parts_loss) = gradients(), gradients(micro_batch=micro_batch)
+    whole, whole_loss = gradients(short)
+    parts, parts_loss = gradients(short, micro_batch=3)
     assert parts_loss == pytest.approx(whole_loss, rel=1e-5)
-    assert max(float(gradient.abs().max()) for gradient in whole) > 1e-3
-    for part, gradient in zip(parts, whole, strict=True):
-        torch.testing.assert_close(part, gradient, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(parts, whole, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -245,19 +240,3 @@ def test_compiled_bfloat16_gradients_are_finite_and_near(workload):
         value.backward()
         gradients.append(torch.cat([parameter.grad.flatten() for parameter in net.parameters()]))
     assert gradients[1].isfinite().all() and F.cosine_similarity(*gradients, dim=0) > 0.98
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "sentence"),
-    [
-        ("audio", {"data_dir": ".", "clips": 100}, "leave it out"),
-        ("image", {"max_duration_s": 3.0}, "cannot be loaded.*max_duration_s"),
-        ("speech", {"clips": 8, "max_duration_s": 0.1}, "too few clips last up to 0.1 s"),
-        ("text", {"data_dir": "."}, "holds no text files"),
-    ],
-)
-def test_what_cannot_be_used_is_one_sentence(name, options, sentence, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match=sentence) as caught:
-        load_workload(name, **options)
-    assert "\n" not in str(caught.value)
