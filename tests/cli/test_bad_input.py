@@ -72,7 +72,7 @@ BAD_INPUT = {
     # Caches, traces and checkpoints.
     "cache clean empty": "'clean' is not one of|'repair'",
     "cache info empty": "empty holds no feature cache",
-    "profile audio --data-dir tones --size tiny --out seen --trace no/trace.json": "the trace cannot be written to no/trace.json",
+    "profile audio --data-dir tones --size tiny --out seen --trace no/t.json": "trace cannot be written to no/t.json",
     # Scripts.
     "profile --plan fast train.py": "--plan is for a workload",
     "profile missing.py": "there is no script missing.py",

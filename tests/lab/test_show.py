@@ -6,7 +6,6 @@ import pytest
 from matplotlib.colors import to_hex
 
 from speedkit.lab import figures
-from speedkit.lessons import pictures
 
 
 def measurement(name, ratio, spread=0.03):
@@ -30,14 +29,6 @@ def test_waterfall_shows_what_was_tried_and_one_headline_over_the_faster_baselin
     colours = [to_hex(patch.get_facecolor()).upper() for patch in figure.axes[0].patches]
     assert colours.count(figures.BLUE) == sum(row["kept"] for row in tried)
     assert {figures.GREY, figures.GREEN} <= {*colours}
-
-
-def test_ratios_are_hollow_where_the_interval_holds_1():
-    rows = [measurement("clear", 1.6), measurement("unclear", 1.005)]
-    figure = pictures.ratios(rows, title="bf16 against fp32")
-    assert "1.60× (1.55 to 1.65)" in words(figure)
-    marks = [line for line in figure.axes[0].lines if line.get_marker() == "o"]
-    assert [mark.get_markerfacecolor() == "white" for mark in marks] == [False, True], "the interval holds 1"
 
 
 def test_breakdowns_add_up_to_the_whole_bar_and_show_what_is_unexplained_whatever_its_size():
