@@ -146,5 +146,5 @@ def test_where_nothing_stands_out_the_levers_are_named_that_are_left():
     rows = [{"cause": cause, "share": share} for cause, share in shares.items()]
     sentence = next_levers(Plan(), rows, "cpu")
     assert ("precision=bf16" in sentence) == this_machine("cpu").supports("bf16")
-    assert "fused_optimizer=True, 1.00 to 1.18 times as fast" in sentence
+    assert "fused_optimizer=True" in sentence
     assert "fused_optimizer" not in next_levers(Plan(fused_optimizer=True), rows, "cpu")
