@@ -22,6 +22,8 @@ BAD_INPUT = {
     "train": "Missing argument 'WORKLOAD'",
     "train audio --no-such-option": "--no-such-option",
     "train audio --clips many": "--clips|'many'|not a valid integer",
+    "train audio --clips 0": "--clips|0 is not in the range",
+    "train audio --clips -5": "--clips|-5 is not in the range",
     # Workload and device.
     "train audoi": "did you mean audio|package.module:function",
     "train no_such_module:thing": "'no_such_module:thing' cannot be loaded",
