@@ -104,10 +104,12 @@ def speedkit(capsys, monkeypatch):
     def command(*words):
         monkeypatch.setattr(sys, "argv", ["speedkit", *map(str, words)])
         before = {number: signal.getsignal(number) for number in cli.STOPS}
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        try:
+            with pytest.raises(SystemExit) as stopped:
+                cli.main()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
         return stopped.value.code, *capsys.readouterr()
 
     return command

@@ -1,14 +1,10 @@
-"""Faults to inject: out-of-memory of each kind above a chosen batch size, on any device; Ctrl-C in a chosen step."""
+"""Faults to inject: out-of-memory of each kind above a chosen batch size, on any device; a full disk."""
 
 import contextlib
 import dataclasses
-import itertools
-import os
 import resource
-import signal
 
 import torch
-from tiny import calling
 
 # What PyTorch and the libraries below it raise, in their own words.
 OUT_OF_MEMORY = {
@@ -64,14 +60,3 @@ def largest_file(size_bytes):
         yield
     finally:
         resource.setrlimit(limit, (soft, hard))
-
-
-def interrupting(workload, at):
-    """`workload`, whose loss sends this process SIGINT in training step `at`, counted from 1."""
-    calls = itertools.count(1)
-
-    def interrupt(model, batch):
-        if model.training and next(calls) == at:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    return calling(workload, interrupt)

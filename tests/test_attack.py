@@ -69,12 +69,23 @@ def end_of(process):
     return process.returncode, complaint
 
 
-def two_at_a_time(attempt, count):
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        list(pool.map(attempt, range(count)))
+@pytest.fixture
+def two_at_a_time(attack):
+    """Try `attempt(number, what)` with each `what` of a group."""
+
+    def two_at_a_time(group, attempt, whats):
+        def one(number, what):
+            with tried(f"{what}"):
+                attempt(number, what)
+
+        with attack(group) as tried, concurrent.futures.ThreadPoolExecutor(2) as pool:
+            list(pool.map(one, itertools.count(), whats))
+
+    return two_at_a_time
 
 
 def moments(count, longest_s):
+    """Seconds to wait before something is done to a process."""
     rng = random.Random(0)
     return [rng.uniform(0, longest_s) for _ in range(count)]
 
@@ -83,23 +94,19 @@ def moments(count, longest_s):
 
 
 @pytest.mark.parametrize(("group", "times"), [("Ctrl-C while workers start", 20), ("a second Ctrl-C", 6)])
-def test_ctrl_c_is_acted_on_while_workers_start(group, times, started, attack):
-    waits_s = moments(2 * times, 0.5)
-
-    def attempt(number):
-        with tried(f"{waits_s[number]:.3f} s after the run began"):
-            process, out = started(number, *ENDLESS, "--workers", "2")
-            wait_for((out / ".speedkit-run").exists, process)
-            time.sleep(waits_s[number])
+def test_ctrl_c_is_acted_on_while_workers_start(group, times, started, two_at_a_time):
+    def attempt(number, wait_s):
+        process, out = started(number, *ENDLESS, "--workers", "2")
+        wait_for((out / ".speedkit-run").exists, process)
+        time.sleep(wait_s)
+        os.killpg(process.pid, signal.SIGINT)
+        if group == "a second Ctrl-C":
+            time.sleep(wait_s / 10)
             os.killpg(process.pid, signal.SIGINT)
-            if group == "a second Ctrl-C":
-                time.sleep(waits_s[times + number] / 10)
-                os.killpg(process.pid, signal.SIGINT)
-            code, complaint = end_of(process)
-            assert code == 130, complaint
+        code, complaint = end_of(process)
+        assert code == 130, complaint
 
-    with attack(group) as tried:
-        two_at_a_time(attempt, times)
+    two_at_a_time(group, attempt, moments(times, 0.5))
 
 
 IMPORTING = """
@@ -115,62 +122,91 @@ main()
 """
 
 
-def test_ctrl_c_during_imports_is_one_sentence(started, attack):
-    waits_s = moments(6, 1.5)
+def test_ctrl_c_during_imports_is_one_sentence(started, two_at_a_time):
+    def attempt(number, wait_s):
+        process, _ = started(number, *ENDLESS, start=("-c", IMPORTING), stdout=subprocess.PIPE)
+        assert process.stdout.readline() == "begun\n"
+        time.sleep(wait_s)
+        process.send_signal(signal.SIGINT)
+        code, complaint = end_of(process)
+        assert code == 130 and "stopped by SIGINT" in complaint
 
-    def attempt(number):
-        with tried(f"{waits_s[number]:.3f} s after the imports began"):
-            process, _ = started(number, *ENDLESS, start=("-c", IMPORTING), stdout=subprocess.PIPE)
-            assert process.stdout.readline() == "begun\n"
-            time.sleep(waits_s[number])
-            process.send_signal(signal.SIGINT)
-            code, complaint = end_of(process)
-            assert code == 130 and "stopped by SIGINT" in complaint
-
-    with attack("Ctrl-C during imports") as tried:
-        two_at_a_time(attempt, 6)
+    two_at_a_time("Ctrl-C during imports", attempt, moments(6, 1.5))
 
 
 # Output that is gone.
 
 
-def test_a_closed_terminal_ends_a_training_with_a_checkpoint(started, attack):
-    waits_s = moments(6, 0.5)
+def test_a_closed_terminal_ends_a_training_with_a_checkpoint(started, two_at_a_time):
+    def attempt(number, wait_s):
+        terminal, inside = os.openpty()
+        ends = {"stdin": inside, "stdout": inside, "stderr": inside, "start_new_session": False}
+        login = functools.partial(os.login_tty, inside)
+        process, out = started(number, *ENDLESS, "--workers", f"{number % 2}", preexec_fn=login, **ends)
+        os.close(inside)
+        wait_for((out / "checkpoint.pt").exists, process)
+        time.sleep(wait_s)
+        os.close(terminal)
+        assert process.wait(GUARD_S) == 128 + signal.SIGHUP
+        assert checkpoint_file.read(out / "checkpoint.pt")["step"] > 0
 
-    def attempt(number):
-        with tried(f"{waits_s[number]:.3f} s after a step, {number % 2} workers"):
-            terminal, inside = os.openpty()
-            ends = {"stdin": inside, "stdout": inside, "stderr": inside, "start_new_session": False}
-            login = functools.partial(os.login_tty, inside)
-            process, out = started(number, *ENDLESS, "--workers", f"{number % 2}", preexec_fn=login, **ends)
-            os.close(inside)
-            wait_for((out / "checkpoint.pt").exists, process)
-            time.sleep(waits_s[number])
-            os.close(terminal)
-            process.wait(GUARD_S)
-            assert process.returncode == 128 + signal.SIGHUP
-            assert checkpoint_file.read(out / "checkpoint.pt")["step"] > 0
-
-    with attack("closed terminal") as tried:
-        two_at_a_time(attempt, 6)
+    two_at_a_time("closed terminal", attempt, moments(6, 0.5))
 
 
 @pytest.mark.parametrize("group", ["closed pipe", "full disk"])
-def test_a_training_goes_on_without_its_output(group, started, attack):
-    words = ["train", "tiny:points", "--log-every", "1", "--out", "out"]
+def test_a_training_goes_on_without_its_output(group, started, two_at_a_time):
+    words = ["train", "tiny:points", "--log-every", "1", "--out", "out", "--workers"]
 
-    def attempt(number):
-        gone = [["stdout"], ["stderr"], ["stdout", "stderr"]][number // 2]
-        with tried(f"{gone} with {number % 2} workers"), open("/dev/full", "w") as full:
+    def attempt(number, what):
+        gone, workers = what
+        with open("/dev/full", "w") as full:
             end = full if group == "full disk" else subprocess.PIPE
-            process, out = started(number, *words, "--workers", f"{number % 2}", **dict.fromkeys(gone, end))
+            process, out = started(number, *words, workers, **dict.fromkeys(gone, end))
             if group == "closed pipe":
                 for name in gone:
                     getattr(process, name).close()
             assert process.wait(GUARD_S) == 0 and (out / "history.json").exists()
 
-    with attack(group) as tried:
-        two_at_a_time(attempt, 6)
+    two_at_a_time(group, attempt, itertools.product([("stdout",), ("stderr",), ("stdout", "stderr")], "01"))
+
+
+# What ends a run with worker processes.
+
+FAULTY = """
+import itertools, os, signal
+from tiny import calling, points
+calls = itertools.count(1)
+
+def fault(model, batch):
+    if next(calls) == 3:
+        {fault}
+
+def workload():
+    return calling(points(train=1600), fault)
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "words"),
+    [
+        ("os.killpg(os.getpid(), signal.SIGINT)", 130, "stopped by SIG"),
+        ("os.killpg(os.getpid(), signal.SIGHUP)", 129, "stopped by SIGHUP after step 3"),
+        ("os.killpg(os.getpid(), signal.SIGHUP)", 0, ""),
+        ("os.kill(os.getpid(), signal.SIGKILL)", -9, ""),
+    ],
+    ids=["ctrl-c", "hang-up", "nohup", "killed"],
+)
+def test_a_run_ends_with_one_sentence_and_leaves_no_process(fault, code, words, tmp_path, started):
+    (tmp_path / "faulty.py").write_text(FAULTY.format(fault=fault))
+    options = {} if code else {"preexec_fn": functools.partial(signal.signal, signal.SIGHUP, signal.SIG_IGN)}
+    process, _ = started(".", "train", "faulty:workload", "--workers", "2", **options)
+    _, complaint = process.communicate(timeout=GUARD_S)
+    assert process.returncode == code and words in complaint, complaint
+    assert complaint.count("\n") == 1 or code <= 0, complaint  # workers may say that their pipe broke
+    with pytest.raises(ProcessLookupError):
+        for _ in range(100):
+            os.killpg(process.pid, 0)  # which asks whether anyone is left
+            time.sleep(0.1)
 
 
 # Kills.

@@ -5,14 +5,13 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import jitter, points
+from tiny import jitter, points, trained
 
 from speedkit.data.augment import mixup
 from speedkit.errors import UsageError
 from speedkit.lab.workloads import audio
 from speedkit.lab.workloads.augmentations import rand_augment
 from speedkit.plan import Plan
-from speedkit.train.fit import fit
 from speedkit.workload import Batch
 
 
@@ -37,7 +36,7 @@ def test_mixup_mixes_inputs_by_the_weights_it_returns():
 def test_training_mixes_what_the_recipe_says_in_parts_of_a_batch_too():
     def losses(mixup=0.0, **plan):
         workload = dataclasses.replace(points(augment=jitter, mixup=mixup), loss=audio.loss, honours=("mixup",))
-        return fit(workload, plan=Plan(log_every=1, **plan), device="cpu", progress=False).loss
+        return trained(workload, plan=Plan(log_every=1, **plan)).loss
 
     plain, mixed = losses(), losses(0.4)
     assert plain != mixed and mixed == losses(0.4)
@@ -55,4 +54,4 @@ def test_images_stay_in_range_and_no_strength_leaves_them_alone():
 def test_an_augmentation_that_returns_no_batch_is_told_what_to_return():
     workload = points(augment=lambda batch, generator: (batch.inputs, batch.targets))
     with pytest.raises(UsageError, match="augment of points returns a tuple: it has to return a Batch"):
-        fit(workload, device="cpu", progress=False)
+        trained(workload)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from small_notebooks import plain
 
-from speedkit.errors import SpeedkitError, UsageError
+from speedkit.errors import SpeedkitError
 from speedkit.lab.notebooks import cluster_executor, device_lock, find_notebooks, run_notebook, sweep, typed_parameters
 from speedkit.lab.record import read_notebook
 
@@ -29,23 +29,6 @@ def test_texts_of_the_command_line_take_the_declared_type(tmp_path):
     typed = {"batch_size": 8, "learning_rate": None, "sizes": [3, 4], "shuffle": False, "scale": "cpu"}
     path = plain(tmp_path / "n.ipynb")
     assert typed_parameters(path, given) == typed_parameters(path, typed) == typed
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"batchsize": 8}, 'no parameter "batchsize" (did you mean batch_size?)'),
-        ({"batch_size": None}, "batch_size=None is not possible"),
-        ({"learning_rate": "nan"}, "finite number"),
-        ({"sizes": "1,x"}, "sizes='1,x' is not possible"),
-    ],
-)
-def test_what_the_notebook_does_not_declare_is_refused_before_anything_starts(given, says, tmp_path):
-    path = plain(tmp_path / "21_n.ipynb", "open('started', 'w')")
-    with pytest.raises(UsageError) as error:
-        run_notebook(path, tmp_path / "out" / "n.ipynb", given)
-    assert says in str(error.value) and "21_n.ipynb" in str(error.value)
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_run_gets_its_parameters_its_folder_and_this_interpreter(tmp_path, monkeypatch, speedkit):

@@ -4,15 +4,10 @@ import re
 
 import pytest
 
-from speedkit.lab.report import in_short, payback_in_words, quality_in_words, write_report
+from speedkit.lab.report import in_short, write_report
 
 HOSTILE = "<script>document.title = 'run'</script><img src=https://example.org/x onerror=document.title='run'>"
-QUALITY = {"metric": "accuracy", "margin": 0.03, "baseline": [0.9] * 3, "final": [0.9] * 3, "mean_change": 0.001}
-QUALITY |= {"lower": -0.012, "decision": "as good", "likelihood": None, "seeds_needed": None, "items_needed": None}
-FEW_ITEMS = {"decision": "not decided", "likelihood": {"mean_change": 0.01, "lower": -0.05}}
-FEW_ITEMS |= {"seeds_needed": 11, "test_items": 80, "items_needed": 880}
-PAYBACK = {"epochs": 30, "baseline_s": 7200.0, "final_s": 1800.0, "prepare_s": {"cache": 60.0, "compile": 30.0}}
-PAYBACK |= {"pays_back_after_s": 125.0}
+MORE = {"mean_change": 0.01, "lower": -0.05}
 
 
 @pytest.fixture
@@ -29,11 +24,10 @@ def test_the_report_says_what_to_switch_on_and_what_it_gives(record, tmp_path):
     assert set(re.findall(r'src="([^",]{12})', text)) == {"data:image/s"}
     assert "default-src 'none'" in text and "<script" not in text
     assert "3.90 times" not in text, "over the slower of the two baselines"
-    assert "2.98 times as fast (2.90 to 3.10, 99 %) as with the careful plan" in in_short(record)[0]
-    for change in ("nothing", record["change"]):
+    for change, first in (("nothing", "Nothing that was tried"), (record["change"], "2.98 times as fast")):
         bad = record | {"change": change, "quarantined": {"low/a<b>.wav": "it is no audio"}}
-        assert "left out: 1" in in_short(bad)[-1]
-    assert "Nothing that was tried" in in_short(record | {"change": "nothing"})[0]
+        short = in_short(bad)
+        assert first in short[0] and "left out: 1" in short[-1]
     assert "a&lt;b&gt;.wav</td><td>it is no audio" in write_report(bad, tmp_path / "report.html").read_text()
 
 
@@ -58,28 +52,26 @@ def test_a_report_full_of_hostile_names_runs_nothing_in_a_browser(record, browse
     assert page.title().startswith("<script>") and page.title().endswith("times as fast")
     assert said == [] and [url for url in asked if not url.startswith("data:")] == [report.as_uri()]
     assert page.evaluate("document.documentElement.scrollWidth") <= width
-    drawn = page.evaluate("[...document.images].map(image => image.naturalWidth)")
-    assert len(drawn) >= 2 and min(drawn) > 300
+    assert min(page.evaluate("[...document.images].map(image => image.naturalWidth)")) > 0
     paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert paper == {"light": "rgb(255, 255, 255)", "dark": "rgb(22, 25, 29)"}[scheme]
+    assert (paper == "rgb(255, 255, 255)") == (scheme == "light")
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("part", "change", "word"),
     [
-        ({}, "as good: accuracy changed by +0.0010, at least -0.0120; margin 0.03"),
-        ({"decision": "not decided", "seeds_needed": 11}, "cannot show it; about 11 would"),
-        (FEW_ITEMS, "80 test items cannot show 0.03; about 880 would"),
-        ({"decision": "not tested", "budget_s": 720.0}, "not tested"),
+        ("quality", {}, "as good"),
+        ("quality", {"decision": "not decided", "seeds_needed": 11}, "about 11 would"),
+        (
+            "quality",
+            {"decision": "not decided", "likelihood": MORE, "test_items": 80, "items_needed": 880},
+            "about 880 would",
+        ),
+        ("quality", {"decision": "not tested", "budget_s": 720.0}, "not tested"),
+        ("payback", {}, "pays back after 6.05 s"),
+        ("payback", {"pays_back_after_s": None}, "does not pay back"),
     ],
+    ids=range(6),
 )
-def test_quality_is_one_sentence(change, words):
-    assert words in quality_in_words(QUALITY | change)
-
-
-def test_payback_is_one_sentence_in_the_reader_s_terms():
-    first, then = payback_in_words(PAYBACK).split(", with ")
-    assert first == "Your 30 epochs: from 2.00 h to 30.0 min"
-    assert then == "60.0 s to build the cache and 30.0 s to compile; that pays back after 2.08 min."
-    assert "does not pay back" in payback_in_words(PAYBACK | {"pays_back_after_s": None})
-    assert payback_in_words(PAYBACK | {"prepare_s": {"cache": 0.0, "compile": 0.0}}) == f"{first}."
+def test_quality_and_payback_are_told_in_short(record, part, change, word):
+    assert word in " ".join(in_short(record | {part: record[part] | change}))

@@ -3,10 +3,8 @@
 import itertools
 
 import pytest
-from matplotlib.colors import to_hex
 
 from speedkit.lab import figures
-from speedkit.lessons import pictures
 
 
 def measurement(name, ratio, spread=0.03):
@@ -27,17 +25,6 @@ def test_waterfall_shows_what_was_tried_and_one_headline_over_the_faster_baselin
         figure = figures.waterfall(tuning)
         assert f"{figures.ratio_text(tuning[faster])} over {name}" in words(figure) and "3.50×" not in words(figure)
     assert all(row["optimization"] in words(figure) for row in tried) and "left alone" not in words(figure)
-    colours = [to_hex(patch.get_facecolor()).upper() for patch in figure.axes[0].patches]
-    assert colours.count(figures.BLUE) == sum(row["kept"] for row in tried)
-    assert {figures.GREY, figures.GREEN} <= {*colours}
-
-
-def test_ratios_are_hollow_where_the_interval_holds_1():
-    rows = [measurement("clear", 1.6), measurement("unclear", 1.005)]
-    figure = pictures.ratios(rows, title="bf16 against fp32")
-    assert "1.60× (1.55 to 1.65)" in words(figure)
-    marks = [line for line in figure.axes[0].lines if line.get_marker() == "o"]
-    assert [mark.get_markerfacecolor() == "white" for mark in marks] == [False, True], "the interval holds 1"
 
 
 def test_breakdowns_add_up_to_the_whole_bar_and_show_what_is_unexplained_whatever_its_size():
@@ -50,9 +37,8 @@ def test_breakdowns_add_up_to_the_whole_bar_and_show_what_is_unexplained_whateve
     )
     for row in (0, 1):
         bars = [bar for bar in figure.axes[0].patches if abs(bar.get_y() + bar.get_height() / 2 - row) < 0.01]
-        assert sum(bar.get_width() for bar in bars) == pytest.approx(100) and bars[-1].get_hatch() == "////"
+        assert sum(bar.get_width() for bar in bars) == pytest.approx(100)
     assert all(text in words(figure) for text in ("420 ms", "unexplained 0.3 %", "unexplained -2.0 %", "60 %"))
-    assert len(set(figures.COLOURS.values())) == len(figures.COLOURS)
 
 
 def test_no_words_of_a_figure_overlap_or_are_cut_off(tmp_path, tuning):

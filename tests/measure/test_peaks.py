@@ -1,12 +1,11 @@
 """Peaks of this machine, and the roofline: FLOPs as PyTorch counts them, bytes as operators read and write them."""
 
-import contextlib
 import dataclasses
 import math
 
 import pytest
 import torch
-from tiny import DEVICES, points
+from tiny import DEVICES, opened, points
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -17,7 +16,6 @@ from speedkit.measure.roofline import ByteCounter, count, roofline
 from speedkit.measure.warm_up import compilations
 from speedkit.plan import Plan
 from speedkit.train.loop import steps
-from speedkit.train.setup import setup_run
 
 CPU = torch.device("cpu")
 
@@ -69,7 +67,7 @@ def test_counting_counts_the_plain_model_and_leaves_a_compiled_run_compiled(monk
     monkeypatch.setattr("speedkit.train.compile.BACKEND", "aot_eager")
     workload = dataclasses.replace(points(), model=blocks)
     plan = Plan(compile="default", checkpointing="blocks", workers=1, cache="ram")
-    with contextlib.closing(setup_run(workload, plan=plan, device="cpu", endless=True)) as run:
+    with opened(workload, plan=plan, endless=True) as run:
         training, before = steps(run), compilations()
         next(training)
         assert compilations() > before
@@ -87,7 +85,6 @@ def test_peaks_are_measured_and_kept_per_machine(tmp_path, monkeypatch):
     assert measured.keys() >= {"matmul_fp32", "memory_bandwidth", "memcpy"} and "matmul_fp8" not in measured
     assert ("matmul_bf16" in measured) == machine.supports("bf16")
     assert all(0 < peak.median <= peak.value < math.inf for peak in measured.values())
-    assert "TFLOP/s (median" in str(measured["matmul_fp32"])
     [path] = tmp_path.iterdir()
     assert peaks(machine) == measured
     path.write_text("{ not JSON")

@@ -12,7 +12,6 @@ from picture import LEFT_BY_MEASURING, differences, picture
 from speedkit.machine import this_machine
 from speedkit.measure import peaks
 from speedkit.measure.bottlenecks import profile_workload
-from speedkit.measure.breakdown import breakdown_of
 from speedkit.measure.compare import compare
 from speedkit.plan import Plan
 
@@ -29,10 +28,6 @@ def compared(fails):
 
 
 def broken_down(fails):
-    breakdown_of(workload(fails), device="cpu", window_s=0.1)
-
-
-def workload_profiled(fails):
     profile_workload(workload(fails), device="cpu")
 
 
@@ -53,7 +48,7 @@ def somebodys_switches(request):
     tiny.reset_switches()
 
 
-MEASURED = [(measure, fails) for measure in (compared, broken_down, workload_profiled) for fails in (False, True)]
+MEASURED = [(measure, fails) for measure in (compared, broken_down) for fails in (False, True)]
 
 
 @pytest.mark.parametrize(("measure", "fails"), [*MEASURED, (peaks_measured, False)])

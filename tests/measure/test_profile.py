@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import random
-import sys
 
 import numpy as np
 import psutil
@@ -12,6 +11,7 @@ import torch
 from picture import LEFT_BY_MEASURING, differences, picture
 from tiny import DEVICES, busy
 from torch import nn
+from torch._dynamo.callback import callback_handler
 from torch.utils.data import DataLoader, TensorDataset
 
 from speedkit.errors import UsageError
@@ -98,12 +98,12 @@ def per_step_s(seen, cause):
 
 def state(loop):
     """All that a profile changes while it is open, but for what a picture shows."""
-    callbacks, optimizer = sys.modules["torch._dynamo.callback"].callback_handler, loop.optimizer
-    hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
-    compiled = list(callbacks.start_callbacks), list(callbacks.end_callbacks)
-    model = {key: value for key, value in vars(loop.model).items() if key != "training"}
-    return model, *map(dict, hooks), modes, *compiled
+    return [
+        *map(dict, (loop.optimizer._optimizer_step_pre_hooks, loop.optimizer._optimizer_step_post_hooks)),
+        *map(list, (callback_handler.start_callbacks, callback_handler.end_callbacks)),
+        torch.utils._python_dispatch._get_current_dispatch_mode_stack(),
+        dict(vars(loop.model)),
+    ]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -143,7 +143,6 @@ def test_profiling_moves_nothing_but_what_the_loop_does(device):
 @pytest.mark.parametrize("count", [2, 4, 9])
 def test_wherever_the_loop_fails_everything_is_as_it_was_and_what_was_measured_is_told(count):
     loop = Loop()
-    torch.compiler.set_stance("default")  # with which comes what a profile looks for where it has been imported
     train = loop.step
 
     def step(*batch):

@@ -1,10 +1,9 @@
 """`speedkit profile SCRIPT`: scripts run as Python would run them, learn the same, and the planted cause is named."""
 
 import json
-import subprocess
-import sys
 
 import pytest
+from processes import python
 
 from speedkit.machine import this_machine
 from speedkit.measure.script import next_levers
@@ -100,8 +99,7 @@ STEPS += "    w(torch.randn(2, 4)).sum().backward(), o.step()\n"
 def run(folder, source, *command):
     """Write a script and run it, under `speedkit profile` where that is the `command`; return what came of it."""
     (folder / "script.py").write_text(source)
-    line = [sys.executable, *command, "script.py", "--its", "own"]
-    return subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=300)
+    return python(*command, "script.py", "--its", "own", folder=folder)
 
 
 PROFILE = ("-m", "speedkit", "profile", "--out", "seen")
@@ -148,5 +146,5 @@ def test_where_nothing_stands_out_the_levers_are_named_that_are_left():
     rows = [{"cause": cause, "share": share} for cause, share in shares.items()]
     sentence = next_levers(Plan(), rows, "cpu")
     assert ("precision=bf16" in sentence) == this_machine("cpu").supports("bf16")
-    assert "fused_optimizer=True, 1.00 to 1.18 times as fast" in sentence
+    assert "fused_optimizer=True" in sentence
     assert "fused_optimizer" not in next_levers(Plan(fused_optimizer=True), rows, "cpu")
