@@ -11,7 +11,7 @@ from speedkit.train.checkpoint_file import NAME, PREVIOUS, read
 from speedkit.train.optimizer import restore_optimizer
 from speedkit.train.run import TrainingRun
 
-HISTORY = ("loss", "log_steps", "log_step_s", "evaluations", "tested", "seconds", "skipped", "recoveries")
+HISTORY = ("loss", "log_steps", "log_step_s", "evaluations", "tested", "seconds", "skipped")
 
 
 def save(run: TrainingRun) -> None:
@@ -27,7 +27,6 @@ def save(run: TrainingRun) -> None:
         "optimizer": learner.optimizer.state_dict(),
         "scaler": learner.precision.scaler.state_dict(),
         "steps_made": learner.steps_made(step),
-        "recovery": {"bad_in_row": learner.recovery.bad_in_row, "rate": learner.recovery.rate},
         "rng": get_random_state(run.device),
         "history": {name: getattr(run.reporting.history, name) for name in HISTORY},
     }
@@ -82,7 +81,6 @@ def restore_place(run: TrainingRun, state: dict[str, Any]) -> None:
     if state["scaler"]:  # else the run that saved it had no float16
         learner.precision.scaler.load_state_dict(state["scaler"])
     learner.guard.good_steps.fill_(state["steps_made"])
-    vars(learner.recovery).update(state["recovery"])
     run.position.step = state["step"]
     run.data.train.epoch = state["epoch"]
     run.data.train.position = state["position"]

@@ -1,8 +1,5 @@
 """Steps whose loss or gradients are not finite, left out on the device without making the host wait."""
 
-import dataclasses
-from typing import Any
-
 import torch
 import torch.distributed
 from torch import Tensor, nn
@@ -70,13 +67,3 @@ class StepGuard:
             self.good_steps += good
             for before, buffer in zip(self.buffers_before, self.buffers, strict=True):
                 torch.where(good, buffer, before, out=buffer)
-
-
-@dataclasses.dataclass
-class Recovery:
-    """What the host knows of bad steps; with on_nonfinite=recover also a copy of the last good state, on the device."""
-
-    bad_in_row: int = 0
-    rate: float = 1.0  # times the recipe's learning rate
-    snapshot: dict[str, Any] = dataclasses.field(default_factory=dict)
-    snapshot_step: int = 0

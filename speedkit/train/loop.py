@@ -110,11 +110,11 @@ def set_learning_rate(learner: Learner, step: int) -> None:
     """Set the learning rate of the next step, by the steps made: a fused optimizer's are counted on the device."""
     guard = learner.guard
     last = len(learner.learning_rates) - 1  # at which a run that never ends stays
-    rate: Any = learner.recovery.rate
+    rate: Any
     if guard.active and guard.fused:
-        rate *= learner.rates_on_device.take(guard.good_steps.clamp(max=last))
+        rate = learner.rates_on_device.take(guard.good_steps.clamp(max=last))
     else:
-        rate *= learner.learning_rates[min(learner.steps_made(step), last)]
+        rate = learner.learning_rates[min(learner.steps_made(step), last)]
     group = learner.optimizer.param_groups[0]
     if isinstance(group["lr"], Tensor):
         group["lr"].fill_(rate)  # in place, which does not wait for the device

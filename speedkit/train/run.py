@@ -18,7 +18,7 @@ from speedkit.fallbacks import EffectivePlan
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train.checkpoint_file import CheckpointWriter
-from speedkit.train.guard import Recovery, StepGuard
+from speedkit.train.guard import StepGuard
 from speedkit.train.history import History
 from speedkit.train.precision import Precision
 from speedkit.train.progress import Progress
@@ -40,7 +40,6 @@ class Learner:
     micro_batch: int  # samples per forward pass, at most
     learning_rates: list[float]  # one per step
     rates_on_device: Tensor  # [steps] the same
-    recovery: Recovery = dataclasses.field(default_factory=Recovery)
 
     @functools.cached_property
     def parameters(self) -> list[nn.Parameter]:

@@ -27,7 +27,6 @@ from speedkit.train.checkpoint_file import CheckpointWriter
 from speedkit.train.guard import StepGuard
 from speedkit.train.history import History
 from speedkit.train.micro_batch import micro_batch_for
-from speedkit.train.nonfinite import take_snapshot
 from speedkit.train.optimizer import build_optimizer
 from speedkit.train.precision import Precision
 from speedkit.train.process_state import process_state_kept
@@ -111,7 +110,6 @@ def setup_run(
         )
         if folder is not None:
             begin_in(folder, run, resume, first=first)
-        take_snapshot(run)
         for note in filter(None, (*effective.notes(verbose), getattr(data.train.cache, "why", ""))):
             bar.say(f"  {note}")
         history.prepare_s = time.perf_counter() - began_s
