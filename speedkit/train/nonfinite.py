@@ -24,12 +24,10 @@ def read_losses(run: TrainingRun) -> float:
     Raises SpeedkitError for a bad step, or where those are left out when they do not end.
     """
     position = run.position
-    stacked = torch.stack([loss for loss, _, _ in position.recent])
-    if run.ranks is not None:
-        stacked = run.ranks.sum(stacked) / run.ranks.count
+    losses = run.ranks.sum(torch.stack([loss for loss, _, _ in position.recent])) / run.ranks.count
     step = position.step - len(position.recent)
     good = []
-    for loss, (_, epoch, batch) in zip(stacked.tolist(), position.recent, strict=True):
+    for loss, (_, epoch, batch) in zip(losses.tolist(), position.recent, strict=True):
         step += 1
         if math.isfinite(loss):
             good.append(loss)
@@ -61,7 +59,7 @@ def note_bad_step(run: TrainingRun, loss: float, place: dict[str, Any]) -> None:
 
 def explain(run: TrainingRun, place: dict[str, Any]) -> str:
     """Return which samples of the step at `place` {step, epoch, position} are not finite, by its batch made again."""
-    if run.ranks is not None:
+    if run.ranks.several:
         return "its samples are looked at on one rank only"
     try:
         batch, names = run.data.train.batch_at(place["epoch"], place["position"])

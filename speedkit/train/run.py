@@ -53,7 +53,7 @@ class Learner:
         return step
 
 
-@dataclasses.dataclass(kw_only=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class Data:
     """The streams of batches. Without a validation set, or in a run that never ends, the test set stands for it."""
 
@@ -61,7 +61,6 @@ class Data:
     validation: BatchStream
     test: BatchStream
     batches: Iterator[Batch]  # what is learned from: those of `train`, or what a measurement makes of them
-    generator: torch.Generator  # of augmentation
 
     @property
     def bad(self) -> dict[str, str]:
@@ -130,7 +129,7 @@ class TrainingRun:
     recipe: Recipe
     effective: EffectivePlan
     device: torch.device
-    ranks: Ranks | None  # None where it is the only process
+    ranks: Ranks
     out: Path | None
     learner: Learner
     data: Data
