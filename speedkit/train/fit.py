@@ -125,7 +125,6 @@ def finish(run: TrainingRun) -> History:
     """Complete the history of `run`, write it where `out` is set, and return it."""
     reporting = run.reporting
     history = reporting.history
-    history.effective = run.effective
     history.steps = run.learner.steps_made(run.position.step)
     history.model = run.learner.model
     history.peak_memory_bytes = peak_ram_bytes()

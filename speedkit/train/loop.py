@@ -43,7 +43,7 @@ def steps(run: TrainingRun) -> Generator[int, None, None]:
             leave_out_cudnn(run.learner.model)
         else:
             remove_compile(run.learner.model)
-        run.effective = run.effective.with_fallbacks(fallback)
+        run.effective.add(fallback)
         run.reporting.progress.say(f"  {fallback}")
 
 

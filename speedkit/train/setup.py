@@ -79,7 +79,7 @@ def setup_run(
         effective = choose_auto_settings(workload, recipe, effective, ranks=ranks)
 
         # The four parts. The learner comes first: a plan that `strict` refuses for it makes no cache.
-        learner, effective = build_learner(workload, recipe, effective, ranks=ranks)
+        learner = build_learner(workload, recipe, effective, ranks=ranks)
         if strict:
             effective.check_strict()
         show = progress if ranks.first and not endless else False
@@ -89,9 +89,7 @@ def setup_run(
         data = Data(train, validation, test, batches(train))
         ends.callback(data.close)
         last_step = len(learner.learning_rates)
-        position = Position(last_step, steps_between_evaluations(effective.plan.validate_every, len(train)))
-        if endless:
-            position = Position(math.inf, 0)
+        position = Position(math.inf, 0) if endless else first_position(effective.plan, last_step, len(train))
         history = History(workload.name, recipe, effective, str(ranks.device))
         bar = Progress(workload.name, last_step, recipe.batch_size, show=show)
         reporting = Reporting(history, bar, on_log if ranks.first else None)
@@ -171,13 +169,14 @@ def open_log(path: Path, reporting: Reporting) -> TextIO:
     return path.open("a", encoding="utf-8", buffering=1)  # a line is in the file once it is written
 
 
-def steps_between_evaluations(validate_every: float | None, epoch_steps: int) -> int:
-    """Return the plan's `validate_every` in steps, where it may be a share of an epoch; 0 is only at the end."""
-    if validate_every is None:
-        return epoch_steps
-    if isinstance(validate_every, float):
-        return max(1, round(validate_every * epoch_steps))
-    return validate_every
+def first_position(plan: Plan, last_step: int, epoch_steps: int) -> Position:
+    """Return where a run of `last_step` steps begins; `validate_every` may be a share of an epoch, or 0: at the end."""
+    every = plan.validate_every
+    if every is None:
+        every = epoch_steps
+    elif isinstance(every, float):
+        every = max(1, round(every * epoch_steps))
+    return Position(last_step, every)
 
 
 def check_recipe(recipe: Recipe, workload: Workload) -> None:
@@ -201,14 +200,12 @@ def choose_auto_settings(
         share = dataclasses.replace(recipe, batch_size=ranks.share)
         search = micro_batch_for(workload, share, effective.plan, device=ranks.device, make_run=setup_run)
         memory.release(ranks.device)  # what the search had allocated, in blocks cut for other sizes
-        effective = effective.with_fallbacks(Fallback("micro_batch", "auto", search.micro_batch, search.why))
+        effective.add(Fallback("micro_batch", "auto", search.micro_batch, search.why))
     return min(ranks.all_gather(effective), key=lambda choice: choice.plan.micro_batch or 0)  # what suits each of them
 
 
-def build_learner(
-    workload: Workload, recipe: Recipe, effective: EffectivePlan, *, ranks: Ranks
-) -> tuple[Learner, EffectivePlan]:
-    """Return the learner, whose weights are a function of the recipe's seed, and what it has made of the plan."""
+def build_learner(workload: Workload, recipe: Recipe, effective: EffectivePlan, *, ranks: Ranks) -> Learner:
+    """Return the learner, its weights a function of the seed; what its model cannot do falls back in `effective`."""
     device = ranks.device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -218,7 +215,7 @@ def build_learner(
     torch.manual_seed(recipe.seed)  # loading and augmenting have generators of their own
     memory_format = torch.channels_last if plan.channels_last else torch.contiguous_format
     model = workload.model().to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
-    effective = effective.with_fallbacks(*transform_model(model, plan, precision=precision, workload=workload))
+    effective.add(*transform_model(model, plan, precision=precision, workload=workload))
     replica = ranks.apply_data_parallel(model, recipe, precision)  # sharding comes after the rest
     optimizer = build_optimizer(model.parameters(), recipe, fused=plan.fused_optimizer)
     micro_batch = ranks.share
@@ -227,7 +224,7 @@ def build_learner(
     if plan.micro_batch is not None:
         micro_batch = min(int(plan.micro_batch), micro_batch)
     rates = learning_rates(recipe, recipe.total_steps(len(workload.train)))
-    learner = Learner(
+    return Learner(
         model=model,
         replica=replica,
         optimizer=optimizer,
@@ -237,7 +234,6 @@ def build_learner(
         learning_rates=rates,
         rates_on_device=torch.tensor(rates, device=device),
     )
-    return learner, effective
 
 
 def transform_model(
