@@ -50,9 +50,9 @@ class Fallback:
         return f"{self.field}: asked {self.asked}, got {self.got}: {self.why}"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class EffectivePlan:
-    """What a plan becomes on a machine."""
+    """What a plan becomes on a machine: field by field it falls back."""
 
     asked: Plan
     plan: Plan
@@ -65,24 +65,22 @@ class EffectivePlan:
             fallback for fallback in self.fallbacks if fallback.lost and fallback.asked not in ("auto", fallback.got)
         ]
 
-    def fall_back(self, field: str, got: Any, why: str, *, lost: bool = True) -> "EffectivePlan":
-        """Return it with `field` as `got`; it stays as it is where the field is so already."""
-        if getattr(self.plan, field) == got:
-            return self
-        return self.with_fallbacks(Fallback(field, getattr(self.asked, field), got, why, lost))
+    def fall_back(self, field: str, got: Any, why: str, *, lost: bool = True) -> None:
+        """Make `field` `got`; nothing changes where it is so already."""
+        if getattr(self.plan, field) != got:
+            self.add(Fallback(field, getattr(self.asked, field), got, why, lost))
 
-    def with_fallbacks(self, *new: Fallback) -> "EffectivePlan":
-        """Return it with `new` fallbacks. A field that falls back further is still one fallback, with all reasons."""
-        plan = self.plan
+    def add(self, *new: Fallback) -> None:
+        """Take `new` fallbacks in. A field that falls back further is still one fallback, with all reasons."""
         fallbacks = {fallback.field: fallback for fallback in self.fallbacks}
         for fallback in new:
-            plan = dataclasses.replace(plan, **{fallback.field: fallback.got})
+            self.plan = dataclasses.replace(self.plan, **{fallback.field: fallback.got})
             before = fallbacks.get(fallback.field)
             if before is not None:
                 why = before.why if fallback.why in before.why else f"{before.why}; {fallback.why}"
                 fallback = dataclasses.replace(fallback, asked=before.asked, why=why, lost=before.lost or fallback.lost)
             fallbacks[fallback.field] = fallback
-        return EffectivePlan(self.asked, plan, tuple(fallbacks.values()))
+        self.fallbacks = tuple(fallbacks.values())
 
     def notes(self, verbose: bool = False) -> list[str]:
         """Return a sentence for each fallback, or, if not `verbose`, one for those that only lose what was asked."""
@@ -119,13 +117,13 @@ def resolve(
         settings = own_settings(workload.own_loader.loader, plan)
         effective = EffectivePlan(plan, dataclasses.replace(plan, **settings))
     # In this order: what a field falls back to is looked at by the rules after it.
-    effective = machine_rules(effective, hardware)
+    machine_rules(effective, hardware)
     if workload is not None:
-        effective = data_rules(effective, workload)
-    effective = cache_rules(effective)
-    effective = rank_rules(effective, hardware)
-    effective = graph_rules(effective, hardware, batch_size=batch_size)
-    effective = format_rules(effective)
+        data_rules(effective, workload)
+    cache_rules(effective)
+    rank_rules(effective, hardware)
+    graph_rules(effective, hardware, batch_size=batch_size)
+    format_rules(effective)
     if strict:
         effective.check_strict()
     return effective
@@ -146,104 +144,97 @@ def check_ranks(plan: Plan, hardware: Hardware) -> None:
         )
 
 
-def machine_rules(effective: EffectivePlan, hardware: Hardware) -> EffectivePlan:
-    """Return `effective` with what the device and its software can do."""
+def machine_rules(effective: EffectivePlan, hardware: Hardware) -> None:
+    """Leave of `effective` what the device and its software can do."""
     for field, value, capability, instead in NEEDS:
         if getattr(effective.plan, field) == value and not hardware.supports(capability):
-            effective = effective.fall_back(field, instead, hardware.why_not(capability))
+            effective.fall_back(field, instead, hardware.why_not(capability))
     if not hardware.supports("workers"):
-        effective = effective.fall_back("workers", 0, hardware.why_not("workers"))
+        effective.fall_back("workers", 0, hardware.why_not("workers"))
     if effective.asked.workers > max(MANY_WORKERS, 2 * hardware.cores):
         why = f"so many worker processes would only wait for the {hardware.cores} cores of this machine"
-        effective = effective.fall_back("workers", hardware.cores, why)
+        effective.fall_back("workers", hardware.cores, why)
     if effective.plan.cache == "device" and hardware.device.type == "cpu":
-        effective = effective.fall_back("cache", "ram", "the CPU's memory is the RAM", lost=False)
+        effective.fall_back("cache", "ram", "the CPU's memory is the RAM", lost=False)
     if effective.plan.prefetch:
         why = "prefetch copies without waiting, which takes page-locked memory"
-        effective = effective.fall_back("pin_memory", True, why, lost=False)
-    return effective
+        effective.fall_back("pin_memory", True, why, lost=False)
 
 
-def data_rules(effective: EffectivePlan, workload: "Workload") -> EffectivePlan:
-    """Return `effective` with what the items of `workload`, or its author's loader, can be."""
+def data_rules(effective: EffectivePlan, workload: "Workload") -> None:
+    """Leave of `effective` what the items of `workload`, or its author's loader, can be."""
     if workload.own_loader is not None:
         for field, instead, why in workload.own_loader.rules():
-            effective = effective.fall_back(field, instead, why)
+            effective.fall_back(field, instead, why)
     if not workload.cacheable:
         if workload.rows is None or effective.plan.cache != "device":  # rows are entries already
-            effective = effective.fall_back("cache", "off", IN_MEMORY)
-        effective = effective.fall_back("features_on", "cpu", IN_MEMORY)
+            effective.fall_back("cache", "off", IN_MEMORY)
+        effective.fall_back("features_on", "cpu", IN_MEMORY)
     if workload.length is None:
-        effective = effective.fall_back("bucket", False, "all items have one length: nothing is padded")
+        effective.fall_back("bucket", False, "all items have one length: nothing is padded")
     else:
-        effective = length_rules(effective)
+        length_rules(effective)
     plan = effective.plan
     waveforms = plan.features_on == "device" if plan.cache == "off" else plan.cache_of == "waveform"
     if workload.augment_waveform is not None and not waveforms:
         why = "augment_waveform is skipped: it is for waveforms on the device (features_on or cache_of)"
-        effective = effective.with_fallbacks(Fallback("features_on", plan.features_on, plan.features_on, why))
-    return effective
+        effective.add(Fallback("features_on", plan.features_on, plan.features_on, why))
 
 
-def length_rules(effective: EffectivePlan) -> EffectivePlan:
-    """Return `effective` with what clips of different lengths allow."""
-    effective = effective.fall_back("features_on", "cpu", PADDING)
+def length_rules(effective: EffectivePlan) -> None:
+    """Leave of `effective` what clips of different lengths allow."""
+    effective.fall_back("features_on", "cpu", PADDING)
     if effective.plan.cache != "off":
-        effective = effective.fall_back("cache_of", "features", PADDING)
+        effective.fall_back("cache_of", "features", PADDING)
     if effective.plan.bucket:
-        return effective
-    effective = effective.fall_back("cudnn_benchmark", False, MANY_SHAPES)
+        return
+    effective.fall_back("cudnn_benchmark", False, MANY_SHAPES)
     if effective.plan.compile in TUNED:
-        effective = effective.fall_back("compile", "default", MANY_SHAPES)
-    return effective
+        effective.fall_back("compile", "default", MANY_SHAPES)
 
 
-def cache_rules(effective: EffectivePlan) -> EffectivePlan:
-    """Return `effective` without what a cache has no use for."""
+def cache_rules(effective: EffectivePlan) -> None:
+    """Take from `effective` what a cache has no use for."""
     if effective.plan.cache == "off":
-        return effective
+        return
     why = "a cached batch is one gather from memory; worker processes would copy it once more"
-    effective = effective.fall_back("workers", 0, why, lost=False)
+    effective.fall_back("workers", 0, why, lost=False)
     if effective.plan.cache_of == "features":
         why = "the cache holds features: none are computed"
-        effective = effective.fall_back("features_on", "cpu", why, lost=False)
-    return effective
+        effective.fall_back("features_on", "cpu", why, lost=False)
 
 
-def rank_rules(effective: EffectivePlan, hardware: Hardware) -> EffectivePlan:
-    """Return `effective` with what weights that are shared out between ranks allow."""
+def rank_rules(effective: EffectivePlan, hardware: Hardware) -> None:
+    """Leave of `effective` what weights that are shared out between ranks allow."""
     if effective.plan.ranks == 1 or effective.plan.strategy != "fsdp":
-        return effective
+        return
     why = "compiled code does not gather the weights that fsdp has sharded; ddp compiles"
-    effective = effective.fall_back("compile", "off", why)
-    effective = effective.fall_back("channels_last", False, "fsdp shards only weights that lie in the usual order")
+    effective.fall_back("compile", "off", why)
+    effective.fall_back("channels_last", False, "fsdp shards only weights that lie in the usual order")
     if effective.plan.precision in ("fp16", "fp8", "fp8-emulated"):
         instead = "bf16" if hardware.supports("bf16") else "default"
-        effective = effective.fall_back("precision", instead, "fsdp ranks do not agree on scales")
-    return effective
+        effective.fall_back("precision", instead, "fsdp ranks do not agree on scales")
 
 
-def graph_rules(effective: EffectivePlan, hardware: Hardware, *, batch_size: int | None) -> EffectivePlan:
-    """Return `effective` without CUDA graphs where they would write over gradients that are still needed."""
+def graph_rules(effective: EffectivePlan, hardware: Hardware, *, batch_size: int | None) -> None:
+    """Take from `effective` CUDA graphs where they would write over gradients that are still needed."""
     plan = effective.plan
     if plan.compile not in CUDA_GRAPHS:
-        return effective
+        return
     if plan.ranks > 1:
-        return effective.fall_back("compile", "default", "CUDA graphs keep gradients where ddp does not look for them")
+        effective.fall_back("compile", "default", "CUDA graphs keep gradients where ddp does not look for them")
     accumulates = plan.micro_batch == "auto"
     if isinstance(plan.micro_batch, int) and batch_size is not None:
         accumulates = plan.micro_batch < batch_size
     if accumulates and hardware.device.type == "cuda":
         # https://github.com/pytorch/pytorch/issues/169545
-        return effective.fall_back("compile", "default", "a CUDA graph's replay writes over summed gradients")
-    return effective
+        effective.fall_back("compile", "default", "a CUDA graph's replay writes over summed gradients")
 
 
-def format_rules(effective: EffectivePlan) -> EffectivePlan:
-    """Return `effective` with what goes along with its number format."""
+def format_rules(effective: EffectivePlan) -> None:
+    """Leave of `effective` what goes along with its number format."""
     if effective.plan.precision == "fp16":
         why = "only it skips bad steps of float16 without a host sync"
-        effective = effective.fall_back("fused_optimizer", True, why, lost=False)
+        effective.fall_back("fused_optimizer", True, why, lost=False)
     if effective.plan.attention == "varlen" and effective.plan.precision not in SHORT:
-        effective = effective.fall_back("attention", "auto", "varlen takes 16 bits")
-    return effective
+        effective.fall_back("attention", "auto", "varlen takes 16 bits")

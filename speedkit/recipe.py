@@ -45,8 +45,8 @@ class Recipe:
     """Longest clip learned from; none takes all [s]."""
     drop_last: bool = False
     """Leave an epoch's last, smaller batch out."""
-    on_nonfinite: Literal["raise", "skip", "recover"] = "raise"
-    """What a step whose loss or gradient is NaN or infinite does: end the run, be left out, or go back as well."""
+    on_nonfinite: Literal["raise", "skip"] = "raise"
+    """What a step whose loss or gradient is NaN or infinite does: end the run, or be left out."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Seed of weights, order and augmentation."""
 

@@ -82,7 +82,7 @@ def courses(rows: Sequence[Row], title: str) -> Figure:
     figure = Figure(figsize=(8.6, 3.1), layout="constrained")
     faults = list(dict.fromkeys(row["fault"] for row in rows))
     for axes, fault in zip(figure.subplots(1, len(faults), squeeze=False)[0], faults, strict=True):
-        for place, (mode, colour) in enumerate({"raise": GREY, "skip": BLUE, "recover": ORANGE}.items()):
+        for place, (mode, colour) in enumerate({"raise": GREY, "skip": BLUE}.items()):
             mine = [row for row in rows if (row["fault"], row["on_nonfinite"]) == (fault, mode)]
             good = [row for row in mine if row["loss"] is not None and row["loss"] < 100]
             bad = [row["step"] for row in mine if row not in good]

@@ -25,7 +25,7 @@ def next_batch(run: TrainingRun) -> Batch:
 def augment(run: TrainingRun, batch: Batch, step: int) -> Batch:
     """Return `batch` as step number `step` (0-based) learns from it; each rank has draws of its own."""
     step += RANK * run.data.train.sampler.rank
-    return augment_batch(batch, run.workload, run.recipe, step=step, generator=run.data.generator)
+    return augment_batch(batch, run.workload, run.recipe, step=step, generator=run.data.train.generator)
 
 
 def micro_batches(run: TrainingRun, batch: Batch) -> list[tuple[Batch, Tensor | float | None]]:
@@ -34,13 +34,13 @@ def micro_batches(run: TrainingRun, batch: Batch) -> list[tuple[Batch, Tensor | 
     Counted are valid items, so that the parts add up to the exact mean over the batch. None: the part is the batch.
     """
     size = run.learner.micro_batch
-    if run.ranks is None and batch.inputs.size(0) <= size:  # `len` of a tensor is far slower
+    if not run.ranks.several and batch.inputs.size(0) <= size:  # `len` of a tensor is far slower
         return [(batch, None)]
     parts = split(batch, size, run.data.train, ranks=run.ranks)
     count = run.workload.count or samples
     counts = [count(part) * learned for part, learned in parts]
     total = sum(counts)
-    if run.ranks is not None:  # which take the mean of their gradients: it then is that of the whole batch
+    if run.ranks.several:  # which take the mean of their gradients: it then is that of the whole batch
         total = torch.zeros((), device=run.device).add_(total)  # a number that is copied there would make the host wait
         total = run.ranks.sum(total)
         total = total.clamp(min=1) / run.ranks.count
@@ -52,7 +52,7 @@ def samples(batch: Batch) -> int:
     return len(batch.inputs)
 
 
-def split(batch: Batch, size: int, stream: BatchStream, *, ranks: Ranks | None) -> list[tuple[Batch, bool]]:
+def split(batch: Batch, size: int, stream: BatchStream, *, ranks: Ranks) -> list[tuple[Batch, bool]]:
     """Return the last `batch` of `stream` in parts of `size` samples, and whether each counts.
 
     All ranks make as many passes, for FSDP gathers weights in each. What a rank repeats to do so does not count, nor
@@ -62,7 +62,7 @@ def split(batch: Batch, size: int, stream: BatchStream, *, ranks: Ranks | None) 
     if len(batch.inputs) > size:
         slices = [slice(start, start + size) for start in range(0, len(batch.inputs), size)]
         parts = [map_batch(batch, operator.itemgetter(part)) for part in slices]
-    if ranks is None:
+    if not ranks.several:
         return [(part, True) for part in parts]
     own = len(parts) * stream.sampler.counts(stream.position)
     passes = math.ceil(ranks.share / size)

@@ -8,31 +8,28 @@ from torch import Tensor
 
 from speedkit.errors import SpeedkitError, UsageError
 from speedkit.train.checkpoint_file import NAME, PREVIOUS, read
-from speedkit.train.optimizer import restore_optimizer
 from speedkit.train.run import TrainingRun
 
-HISTORY = ("loss", "log_steps", "log_step_s", "evaluations", "tested", "seconds", "skipped", "recoveries")
+HISTORY = ("loss", "log_steps", "log_step_s", "evaluations", "tested", "seconds", "skipped")
 
 
 def save(run: TrainingRun) -> None:
     """Begin to write the state of `run`, at a log point, to checkpoint.pt in its `out` folder."""
     learner = run.learner
     step = run.position.step
+    model, optimizer = run.ranks.full_state(learner.model, learner.optimizer)
     state: dict[str, Any] = {
         "job": run.job,
         "step": step,
         "epoch": run.data.train.epoch,
         "position": run.data.train.position,
-        "model": dict(learner.model.state_dict()),
-        "optimizer": learner.optimizer.state_dict(),
+        "model": model,
+        "optimizer": optimizer,
         "scaler": learner.precision.scaler.state_dict(),
         "steps_made": learner.steps_made(step),
-        "recovery": {"bad_in_row": learner.recovery.bad_in_row, "rate": learner.recovery.rate},
-        "rng": get_random_state(run.device),
+        "ranks_rng": run.ranks.all_gather(get_random_state(run.device)),
         "history": {name: getattr(run.reporting.history, name) for name in HISTORY},
     }
-    if run.ranks is not None:
-        state = run.ranks.full_state(learner.model, learner.optimizer, state)
     if run.reporting.writer is not None:
         run.reporting.writer.save(state)
 
@@ -55,7 +52,7 @@ def load(run: TrainingRun, folder: Path) -> None:
             if before != value:
                 raise UsageError(f"{path} belongs to another run: {key} is {before} there, {value} here")
         try:
-            restore_learner(run, state)
+            run.ranks.restore(run.learner.model, run.learner.optimizer, state)
         except RuntimeError as error:
             difference = str(error).splitlines()[-1].strip()
             raise UsageError(f"{path} belongs to another model: {difference}") from error
@@ -65,30 +62,18 @@ def load(run: TrainingRun, folder: Path) -> None:
         raise SpeedkitError(f"{paths[0]} cannot be read, nor can one before it: remove it to start over")
 
 
-def restore_learner(run: TrainingRun, state: dict[str, Any]) -> None:
-    """Set weights and optimizer to what `state` holds. Raises RuntimeError where the model's shapes differ."""
-    learner = run.learner
-    if run.ranks is not None and run.ranks.sharded:
-        run.ranks.restore_sharded(learner.model, learner.optimizer, state)
-    else:
-        learner.model.load_state_dict(state["model"])
-        restore_optimizer(learner.optimizer, state["optimizer"])
-
-
 def restore_place(run: TrainingRun, state: dict[str, Any]) -> None:
     """Put `run`, but for its weights and optimizer, where it was when `state` was saved."""
     learner = run.learner
-    rank = 0 if run.ranks is None else run.ranks.rank
     if state["scaler"]:  # else the run that saved it had no float16
         learner.precision.scaler.load_state_dict(state["scaler"])
     learner.guard.good_steps.fill_(state["steps_made"])
-    vars(learner.recovery).update(state["recovery"])
     run.position.step = state["step"]
     run.data.train.epoch = state["epoch"]
     run.data.train.position = state["position"]
-    random_states = state.get("ranks_rng", [state["rng"]])
-    if rank < len(random_states):  # else the run had fewer ranks, and this one draws anew
-        set_random_state(random_states[rank], run.device)
+    random_states = state.get("ranks_rng") or [state["rng"]]  # of an older version, on one rank
+    if run.ranks.rank < len(random_states):  # else the run had fewer ranks, and this one draws anew
+        set_random_state(random_states[run.ranks.rank], run.device)
     history = run.reporting.history
     vars(history).update(state["history"], resumed_from=state["step"])
 

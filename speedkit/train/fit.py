@@ -82,7 +82,7 @@ def fit(
 
 def keep_last_step(run: TrainingRun) -> None:
     """Save the state after the last whole step, where a checkpoint is kept: no batch has come since."""
-    if run.reporting.writer is None or run.ranks is not None:  # others wait for a rank that saves
+    if run.reporting.writer is None or run.ranks.several:  # others wait for a rank that saves
         return
     if run.position.recent:
         log(run)
@@ -125,16 +125,14 @@ def finish(run: TrainingRun) -> History:
     """Complete the history of `run`, write it where `out` is set, and return it."""
     reporting = run.reporting
     history = reporting.history
-    history.effective = run.effective
     history.steps = run.learner.steps_made(run.position.step)
     history.model = run.learner.model
     history.peak_memory_bytes = peak_ram_bytes()
     if run.device.type == "cuda":
         history.peak_memory_bytes = torch.cuda.max_memory_allocated(run.device)  # since the model was made
     history.quarantined = dict(run.workload.quarantined) | run.data.bad
-    if run.ranks is not None:
-        for quarantined in run.ranks.all_gather(history.quarantined):
-            history.quarantined.update(quarantined)
+    for quarantined in run.ranks.all_gather(history.quarantined):
+        history.quarantined.update(quarantined)
     if reporting.writer is not None:
         folder = reporting.writer.folder
         reporting.writer.wait()
@@ -142,8 +140,7 @@ def finish(run: TrainingRun) -> History:
         if history.quarantined:
             reporting.progress.say(f"  {len(history.quarantined)} files were left out (quarantine.csv says why)")
             write_quarantine(folder / "quarantine.csv", history.quarantined)
-    if run.ranks is not None:
-        run.ranks.all_gather(None)  # a rank that goes before all is written would take the others along
+    run.ranks.all_gather(None)  # a rank that goes before all is written would take the others along
     return history
 
 
@@ -152,7 +149,7 @@ def stop_on_signal(run: TrainingRun) -> Iterator[None]:
     """Turn Ctrl-C, SIGTERM and SIGHUP into a request to stop after the step in progress."""
 
     def request(number: int, _frame: Any) -> None:
-        if run.position.stop and run.ranks is None:  # the second one stops at once
+        if run.position.stop and not run.ranks.several:  # the second one stops at once
             raise KeyboardInterrupt
         run.position.stop = number
 

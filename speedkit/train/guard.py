@@ -1,14 +1,11 @@
 """Steps whose loss or gradients are not finite, left out on the device without making the host wait."""
 
-import dataclasses
-from typing import Any
-
 import torch
-import torch.distributed
 from torch import Tensor, nn
 
 from speedkit.recipe import Recipe
 from speedkit.train.precision import Precision
+from speedkit.train.ranks import Ranks
 
 
 class StepGuard:
@@ -25,16 +22,16 @@ class StepGuard:
         optimizer: torch.optim.Optimizer,
         recipe: Recipe,
         *,
+        ranks: Ranks,
         precision: Precision,
         fused: bool,
-        several_ranks: bool,
     ):
         device = next(model.parameters()).device
         self.scaled = precision.scaler.is_enabled()
         self.active = self.scaled or recipe.on_nonfinite != "raise"  # else no step is ever left out
         self.fused = fused
         self.optimizer = optimizer
-        self.several_ranks = several_ranks
+        self.ranks = ranks
         self.good_steps = torch.zeros((), dtype=torch.int64, device=device)
         self.found_inf = torch.zeros((), device=device)
         if self.active and self.fused and not self.scaled:  # GradScaler sets its own
@@ -53,10 +50,8 @@ class StepGuard:
 
         Return the loss, NaN where the step is bad.
         """
-        bad = loss.isfinite().logical_not().float()
-        if self.several_ranks:  # the norm is that of all ranks, the loss of this one
-            torch.distributed.all_reduce(bad, torch.distributed.ReduceOp.MAX)
-        self.found_inf.copy_(torch.where(norm.isfinite(), bad, 1.0))
+        # The norm is that of all ranks, the loss of this one.
+        self.found_inf.copy_(self.ranks.sum(loss + norm).isfinite().logical_not())
         if not self.fused and self.found_inf:  # the host waits for the device here
             self.optimizer.zero_grad(set_to_none=True)  # the optimizer finds nothing to do
         return loss if self.scaled else torch.where(self.found_inf == 0, loss, torch.nan)
@@ -70,13 +65,3 @@ class StepGuard:
             self.good_steps += good
             for before, buffer in zip(self.buffers_before, self.buffers, strict=True):
                 torch.where(good, buffer, before, out=buffer)
-
-
-@dataclasses.dataclass
-class Recovery:
-    """What the host knows of bad steps; with on_nonfinite=recover also a copy of the last good state, on the device."""
-
-    bad_in_row: int = 0
-    rate: float = 1.0  # times the recipe's learning rate
-    snapshot: dict[str, Any] = dataclasses.field(default_factory=dict)
-    snapshot_step: int = 0

@@ -30,7 +30,6 @@ class History:
     quarantined: dict[str, str] = dataclasses.field(default_factory=dict)  # path -> why
     resumed_from: int | None = None
     skipped: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # bad steps {step, epoch, position, why}
-    recoveries: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # {step, why, action}
     model: torch.nn.Module | None = None
 
     @property

@@ -43,7 +43,7 @@ def steps(run: TrainingRun) -> Generator[int, None, None]:
             leave_out_cudnn(run.learner.model)
         else:
             remove_compile(run.learner.model)
-        run.effective = run.effective.with_fallbacks(fallback)
+        run.effective.add(fallback)
         run.reporting.progress.say(f"  {fallback}")
 
 
@@ -95,7 +95,7 @@ def train(run: TrainingRun) -> Generator[int, None, None]:
         position.recent.append((step_loss, run.data.train.epoch, run.data.train.position))
 
         evaluates = position.evaluates()
-        stops = position.stop and run.ranks is None  # several ranks agree on it at their next log point
+        stops = position.stop and not run.ranks.several  # several ranks agree on it at their next log point
         if evaluates or stops or position.step % run.plan.log_every == 0:
             log(run, outputs, part)  # the host waits for the device here
         del batch, parts, part, loss, outputs  # else they would lie in memory beside the next batch, or the test set's
@@ -110,11 +110,11 @@ def set_learning_rate(learner: Learner, step: int) -> None:
     """Set the learning rate of the next step, by the steps made: a fused optimizer's are counted on the device."""
     guard = learner.guard
     last = len(learner.learning_rates) - 1  # at which a run that never ends stays
-    rate: Any = learner.recovery.rate
+    rate: Any
     if guard.active and guard.fused:
-        rate *= learner.rates_on_device.take(guard.good_steps.clamp(max=last))
+        rate = learner.rates_on_device.take(guard.good_steps.clamp(max=last))
     else:
-        rate *= learner.learning_rates[min(learner.steps_made(step), last)]
+        rate = learner.learning_rates[min(learner.steps_made(step), last)]
     group = learner.optimizer.param_groups[0]
     if isinstance(group["lr"], Tensor):
         group["lr"].fill_(rate)  # in place, which does not wait for the device
@@ -126,7 +126,7 @@ def forward_context(run: TrainingRun, part: Batch, *, last: bool) -> contextlib.
     """Return the context of the forward pass over `part` of a batch, the `last` one or not."""
     learner = run.learner
     mode = run.plan.compile
-    if mode == "off" and run.ranks is None:
+    if mode == "off" and not run.ranks.several:
         return learner.precision.context  # nothing is built anew at each step
     if mode in CUDA_GRAPHS:
         torch.compiler.cudagraph_mark_step_begin()
@@ -135,15 +135,14 @@ def forward_context(run: TrainingRun, part: Batch, *, last: bool) -> contextlib.
     # An epoch's last part would be compiled for anew; a user's batches may have any size.
     if len(part.inputs) < learner.micro_batch < ALL:
         contexts.enter_context(eager(run.plan))
-    if run.ranks is not None:
-        contexts.enter_context(run.ranks.gradient_exchange(learner.replica, last))
+    contexts.enter_context(run.ranks.gradient_exchange(learner.replica, last))
     return contexts
 
 
-def gradient_norm(learner: Learner, ranks: Ranks | None) -> Tensor:
+def gradient_norm(learner: Learner, ranks: Ranks) -> Tensor:
     """Return the norm of all gradients together, []: of several ranks that share weights out, of all of them."""
     norm = torch.nn.utils.get_total_norm([weight.grad for weight in learner.parameters if weight.grad is not None])
-    if ranks is not None and ranks.sharded:
+    if ranks.sharded:
         return norm.full_tensor()  # type: ignore[attr-defined]
     return norm
 
@@ -152,8 +151,7 @@ def log(run: TrainingRun, outputs: Tensor | None = None, part: Batch | None = No
     """Read the losses since the last log point; show the score of the last `part` of a batch by its `outputs`."""
     position = run.position
     reporting = run.reporting
-    if run.ranks is not None:
-        position.stop = max(run.ranks.all_gather(position.stop))
+    position.stop = max(run.ranks.all_gather(position.stop))
     position.stopping = bool(position.stop)
     loss = read_losses(run)
     step_s = reporting.lap() / len(position.recent)
@@ -202,10 +200,8 @@ def mean_score(run: TrainingRun, stream: BatchStream) -> dict[str, Any]:
                 sums[0] += workload.score(outputs, part).float().sum()
                 sums[1] += loss * len(part.inputs)
                 count += len(part.inputs)
-    if run.ranks is not None:
-        sums = run.ranks.sum(sums)
-        count = sum(run.ranks.all_gather(count))
-    score, loss = sums.tolist()
+    score, loss = run.ranks.sum(sums).tolist()
+    count = sum(run.ranks.all_gather(count))
     learner.model.train()
     reporting.lap()
     name = "test" if stream is run.data.test else "validation"
@@ -232,9 +228,7 @@ def fallback_for(run: TrainingRun, error: Exception) -> Fallback:
     position = run.position
     now = f"at step {position.step + 1}"
     # Once weights change a step cannot be repeated, nor by one of several ranks: the others wait for its gradients.
-    batch = None
-    if run.ranks is None:
-        batch = position.batch
+    batch = None if run.ranks.several else position.batch
     if not is_out_of_memory(error):
         if batch is None or isinstance(error, SpeedkitError):
             raise error
@@ -250,7 +244,7 @@ def fallback_for(run: TrainingRun, error: Exception) -> Fallback:
         size = min(run.learner.micro_batch, len(batch.inputs))
         if size > 1:
             return Fallback("micro_batch", size, (size + 1) // 2, f"out of memory {now}")
-    where = "" if run.ranks is None else f" on rank {run.ranks.rank}"
+    where = f" on rank {run.ranks.rank}" if run.ranks.several else ""
     raise SpeedkitError(
         f"out of memory {now}{where}: {str(error).splitlines()[0]}; take a smaller micro_batch or model, "
         "precision=bf16, checkpointing=blocks or a lower max_duration_s"

@@ -21,15 +21,28 @@ def build_optimizer(parameters: Iterable[nn.Parameter], recipe: Recipe, *, fused
     rate: Any = recipe.learning_rate
     if fused:
         rate = torch.tensor(rate, device=parameters[0].device)
-    options: dict[str, Any] = {"lr": rate, "weight_decay": recipe.weight_decay, "fused": fused or None}
+    options: dict[str, Any] = {"lr": rate, "weight_decay": recipe.weight_decay}
+    optimizer: Optimizer
     if recipe.optimizer == "adamw":
-        return torch.optim.AdamW(parameters, **options)
-    optimizer = torch.optim.SGD(parameters, momentum=recipe.momentum, **options)
-    if fused and recipe.momentum:
-        # A first step that is left out would leave uninitialised momentum behind. From zero it is the same step.
-        for parameter in parameters:
-            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        optimizer = torch.optim.AdamW(parameters, **options)
+    else:
+        optimizer = torch.optim.SGD(parameters, momentum=recipe.momentum, **options)
+    if fused:
+        fuse(optimizer)
     return optimizer
+
+
+def fuse(optimizer: Optimizer) -> None:
+    """Switch `optimizer`, before its first step, to its fused kernel."""
+    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # for a GradScaler, as its constructor
+    for options in (optimizer.defaults, *optimizer.param_groups):
+        options["fused"] = True
+        options["foreach"] = False
+    for group in optimizer.param_groups:
+        if group.get("momentum") and not group["dampening"]:
+            # A first step that is left out would leave it uninitialised. From zero it is the same step.
+            for weight in group["params"]:
+                optimizer.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight))
 
 
 def restore_optimizer(optimizer: Optimizer, state: dict[str, Any], load: Callable[..., None] | None = None) -> None:

@@ -20,9 +20,7 @@ class Precision:
     """
 
     def __init__(self, plan: Plan, device: torch.device):
-        self.name = plan.precision
-        self.cudnn_benchmark = plan.cudnn_benchmark
-        self.threads = plan.threads
+        self.plan = plan
         self.dtype = AUTOCAST.get(plan.precision)  # of products in a forward pass; None: that of their factors
         self.context: contextlib.AbstractContextManager = contextlib.nullcontext()  # of forward passes, one by one
         if self.dtype is not None:
@@ -39,11 +37,11 @@ class Precision:
         # The newer switches outrank these two where somebody has set them, and then the older getters raise.
         torch.backends.cudnn.fp32_precision = "none"
         torch.backends.fp32_precision = "none"  # type: ignore[attr-defined]
-        tf32_products = self.name not in ("default", "fp32") and torch.cuda.is_available()
+        tf32_products = self.plan.precision not in ("default", "fp32") and torch.cuda.is_available()
         torch.set_float32_matmul_precision("high" if tf32_products else "highest")
-        torch.backends.cudnn.allow_tf32 = self.name != "fp32"
-        set_threads(self.threads)
-        torch.backends.cudnn.benchmark = self.cudnn_benchmark and not torch.are_deterministic_algorithms_enabled()
+        torch.backends.cudnn.allow_tf32 = self.plan.precision != "fp32"
+        set_threads(self.plan.threads)
+        torch.backends.cudnn.benchmark = self.plan.cudnn_benchmark and not torch.are_deterministic_algorithms_enabled()
 
     def convert(self, model: nn.Module) -> str:
         """Make the linear layers of `model` multiply in 8 bits, in place, where that is the format.
@@ -53,13 +51,13 @@ class Precision:
         (Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433).
         Return which layers stay in bf16.
         """
-        if not self.name.startswith("fp8"):
+        if not self.plan.precision.startswith("fp8"):
             return ""
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # an extra
 
         eight, rest = eight_bit_layers(model)
         # Padding is done only where the rows of a batch are no multiple of 16, as those of an epoch's last may be.
-        config = Float8LinearConfig(emulate=self.name == "fp8-emulated", pad_inner_dim=True)
+        config = Float8LinearConfig(emulate=self.plan.precision == "fp8-emulated", pad_inner_dim=True)
         convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name in eight)
         return f"these layers multiply in bf16, for their kind, their size or their place at the end: {', '.join(rest)}"
 

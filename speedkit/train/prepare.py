@@ -20,6 +20,7 @@ from speedkit.fallbacks import EffectivePlan, resolve
 from speedkit.machine import Hardware, this_machine
 from speedkit.plan import CUDA_GRAPHS, Plan
 from speedkit.train import compile, memory
+from speedkit.train.optimizer import fuse
 from speedkit.train.precision import Precision
 from speedkit.train.setup import transform_model
 
@@ -75,7 +76,7 @@ def prepare(  # noqa: PLR0917  # the order in which every loop has them
     memory.set_allocator(applied, device)
     if applied.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    effective = effective.with_fallbacks(*transform_model(model, applied, precision=precision))
+    effective.add(*transform_model(model, applied, precision=precision))
     if precision.dtype is not None:
         # A partial of a bound method is copied along with the model; a closure would go on calling the original.
         model.forward = functools.partial(_autocast_forward, model.forward, device.type, precision.dtype)
@@ -102,11 +103,12 @@ def plan_for_loop(
     settings["fused_optimizer"] = plan.fused_optimizer or fused
     effective = EffectivePlan(plan, dataclasses.replace(plan, **settings))
     for field, value, why in rules_of_loop(effective.plan, optimizer, loader, hardware=hardware, seconds=seconds):
-        effective = effective.fall_back(field, value, why)
+        effective.fall_back(field, value, why)
     if effective.plan.cache != "off":
         why = "samples are kept in memory, as your data set makes them"
-        effective = effective.fall_back("cache", "ram", why, lost=False)
-    return effective.with_fallbacks(*resolve(effective.plan, hardware).fallbacks)
+        effective.fall_back("cache", "ram", why, lost=False)
+    effective.add(*resolve(effective.plan, hardware).fallbacks)
+    return effective
 
 
 def rules_of_loop(
@@ -129,19 +131,6 @@ def rules_of_loop(
     saved_s = compile.MOST_SAVED * seconds
     if saved_s < takes_s:
         yield "compile", "off", f"compiling takes about {takes_s:.0f} s, and would save {saved_s:.0f} s at most"
-
-
-def fuse(optimizer: Optimizer) -> None:
-    """Switch `optimizer` to its fused kernel."""
-    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # for a GradScaler, as its constructor
-    for options in (optimizer.defaults, *optimizer.param_groups):
-        options["fused"] = True
-        options["foreach"] = False
-    for group in optimizer.param_groups:
-        if group.get("momentum") and not group["dampening"]:
-            # A first step that a GradScaler skips would leave it uninitialised. From zero it is the same step.
-            for weight in group["params"]:
-                optimizer.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight))
 
 
 def _autocast_forward(

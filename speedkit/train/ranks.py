@@ -30,10 +30,10 @@ def local_device(plan: Plan, device: str | torch.device) -> str | torch.device:
     return device
 
 
-def join(plan: Plan, recipe: Recipe, device: torch.device) -> "Ranks | None":
-    """Return this process's part in a run of several ranks; None where the plan has one."""
+def join(plan: Plan, recipe: Recipe, device: torch.device) -> "Ranks":
+    """Return this process's part in a run. Raises PlanError where there are fewer processes than ranks, or more."""
     if plan.ranks == 1:
-        return None
+        return Ranks(plan, recipe, device)
     if int(os.environ.get("WORLD_SIZE", 1)) != plan.ranks:
         how = f"`speedkit train WORKLOAD --ranks {plan.ranks}` or `torchrun --nproc-per-node {plan.ranks} SCRIPT`"
         raise PlanError(f"ranks={plan.ranks} takes as many processes: start them by {how}")
@@ -48,34 +48,41 @@ def join(plan: Plan, recipe: Recipe, device: torch.device) -> "Ranks | None":
 
 
 class Ranks:
-    """This process among those of one run. Every method is called by all of them alike."""
+    """This process among those of one run, perhaps the only one. Every method is called by all of them alike."""
 
     def __init__(self, plan: Plan, recipe: Recipe, device: torch.device):
-        self.rank = dist.get_rank()
-        self.count = dist.get_world_size()
+        self.count = plan.ranks
+        self.several = self.count > 1
+        self.rank = dist.get_rank() if self.several else 0
+        self.first = self.rank == 0  # which speaks and writes for all
         self.device = device
-        self.sharded = plan.strategy == "fsdp"
+        self.sharded = self.several and plan.strategy == "fsdp"
         self.share = math.ceil(recipe.batch_size / self.count)  # samples of a batch that a rank learns from, at most
-        self.restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0  # by torchrun, after one had died
+        # By torchrun, after one had died.
+        self.restarted = self.several and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return the `value` of every rank, small and of plain Python."""
-        values = [None] * self.count
-        dist.all_gather_object(values, value)
+        values = [value] * self.count
+        if self.several:
+            dist.all_gather_object(values, value)
         return values
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum of `values` over all ranks."""
-        dist.all_reduce(values)
+        if self.several:
+            dist.all_reduce(values)
         return values
 
     def apply_data_parallel(self, model: nn.Module, recipe: Recipe, precision: Precision) -> nn.Module:
-        """Return what exchanges the gradients of `model`: DDP around it, or itself with FSDP2 applied to its blocks.
+        """Return what exchanges the gradients of `model`: DDP around it, or itself, with FSDP2 applied to its blocks.
 
         Zhao et al. 2023; https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
         """
         if self.rank:  # weights were drawn alike; what dropout draws is for other samples
             torch.manual_seed(recipe.seed * 1_000_003 + (self.rank << 40))
+        if not self.several:
+            return model
         if not self.sharded:
             return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -90,20 +97,25 @@ class Ranks:
         """Return the context of a forward pass whose gradients are exchanged where it is the `last` of a step."""
         if self.sharded:
             replica.set_requires_gradient_sync(last)
-        return contextlib.nullcontext() if self.sharded or last else replica.no_sync()
+        elif self.several and not last:
+            return replica.no_sync()
+        return contextlib.nullcontext()
 
-    def full_state(self, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the `state` of the whole run: weights unsharded (on rank 0), random states of all ranks."""
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict  # takes a second to import
+    def full_state(self, model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the states of `model` and `optimizer`: of sharded weights the whole, on rank 0."""
+        if not self.sharded:
+            return dict(model.state_dict()), optimizer.state_dict()
+        from torch.distributed.checkpoint import state_dict as dcp  # takes a second to import
 
-        state["ranks_rng"] = self.all_gather(state["rng"])
-        if self.sharded:
-            options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-            state["model"], state["optimizer"] = get_state_dict(model, optimizer, options=options)
-        return state
+        options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+        return dcp.get_state_dict(model, optimizer, options=options)
 
-    def restore_sharded(self, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
+    def restore(self, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Give `model` and `optimizer` this rank's part of the whole run's `state`."""
+        if not self.sharded:
+            model.load_state_dict(state["model"])
+            restore_optimizer(optimizer, state["optimizer"])
+            return
         from torch.distributed.checkpoint import state_dict as dcp
 
         whole = dcp.StateDictOptions(full_state_dict=True)

@@ -18,7 +18,7 @@ from speedkit.fallbacks import EffectivePlan
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train.checkpoint_file import CheckpointWriter
-from speedkit.train.guard import Recovery, StepGuard
+from speedkit.train.guard import StepGuard
 from speedkit.train.history import History
 from speedkit.train.precision import Precision
 from speedkit.train.progress import Progress
@@ -40,7 +40,6 @@ class Learner:
     micro_batch: int  # samples per forward pass, at most
     learning_rates: list[float]  # one per step
     rates_on_device: Tensor  # [steps] the same
-    recovery: Recovery = dataclasses.field(default_factory=Recovery)
 
     @functools.cached_property
     def parameters(self) -> list[nn.Parameter]:
@@ -54,7 +53,7 @@ class Learner:
         return step
 
 
-@dataclasses.dataclass(kw_only=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class Data:
     """The streams of batches. Without a validation set, or in a run that never ends, the test set stands for it."""
 
@@ -62,7 +61,6 @@ class Data:
     validation: BatchStream
     test: BatchStream
     batches: Iterator[Batch]  # what is learned from: those of `train`, or what a measurement makes of them
-    generator: torch.Generator  # of augmentation
 
     @property
     def bad(self) -> dict[str, str]:
@@ -131,7 +129,7 @@ class TrainingRun:
     recipe: Recipe
     effective: EffectivePlan
     device: torch.device
-    ranks: Ranks | None  # None where it is the only process
+    ranks: Ranks
     out: Path | None
     learner: Learner
     data: Data

@@ -27,7 +27,6 @@ from speedkit.train.checkpoint_file import CheckpointWriter
 from speedkit.train.guard import StepGuard
 from speedkit.train.history import History
 from speedkit.train.micro_batch import micro_batch_for
-from speedkit.train.nonfinite import take_snapshot
 from speedkit.train.optimizer import build_optimizer
 from speedkit.train.precision import Precision
 from speedkit.train.process_state import process_state_kept
@@ -60,115 +59,96 @@ def setup_run(
     """
     began_s = time.perf_counter()
     recipe = recipe or workload.recipe
+    plan = plan or Plan()
     check_recipe(recipe, workload)
-
-    # What the plan becomes here, and the part that this process has in the run.
-    asked = plan or Plan()
-    hardware = this_machine(local_device(asked, device))
+    hardware = this_machine(local_device(plan, device))
     with contextlib.ExitStack() as ends:  # of a run that cannot be set up they are reached here, else by its `close`
+        # What the plan becomes here, and the part that this process has in the run.
         ends.enter_context(process_state_kept(hardware.device))
-        effective = resolve(asked, hardware, strict, workload=workload, batch_size=recipe.batch_size)
+        effective = resolve(plan, hardware, strict, workload=workload, batch_size=recipe.batch_size)
         ends.enter_context(compile.recompile_limit_kept(effective.plan))
         ranks = join(effective.plan, recipe, hardware.device)
-        first = ranks is None or ranks.rank == 0  # which speaks and writes for all
-        resume = resume or (ranks is not None and ranks.restarted)
+        resume = resume or ranks.restarted
         folder = Path(out) if out is not None else None
-        if folder is not None and first:
+        if folder is not None and ranks.first:
             claim_folder(folder, "train", resume)
             ends.enter_context(folder_held(folder))
-        show = progress if first and not endless else False
         if deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)  # CUDA raises later where it has none
-        effective = choose_auto_settings(workload, recipe, effective, device=hardware.device, ranks=ranks)
+        effective = choose_auto_settings(workload, recipe, effective, ranks=ranks)
 
         # The four parts. The learner comes first: a plan that `strict` refuses for it makes no cache.
-        learner, effective = build_learner(workload, recipe, effective, device=hardware.device, ranks=ranks)
+        learner = build_learner(workload, recipe, effective, ranks=ranks)
         if strict:
             effective.check_strict()
-        data = open_data(
-            workload,
-            recipe,
-            effective.plan,
-            device=hardware.device,
-            ranks=ranks,
-            cache_dir=cache_dir,
-            show=wanted(show),
-            endless=endless,
-            batches=batches,
+        show = progress if ranks.first and not endless else False
+        train, validation, test = open_streams(
+            workload, recipe, effective.plan, ranks=ranks, cache_dir=cache_dir, show=show, endless=endless
         )
+        data = Data(train, validation, test, batches(train))
         ends.callback(data.close)
         last_step = len(learner.learning_rates)
-        position = Position(last_step, steps_between_evaluations(effective.plan.validate_every, len(data.train)))
-        if endless:
-            position = Position(math.inf, 0)
-        history = History(workload.name, recipe, effective, str(hardware.device))
+        position = Position(math.inf, 0) if endless else first_position(effective.plan, last_step, len(train))
+        history = History(workload.name, recipe, effective, str(ranks.device))
         bar = Progress(workload.name, last_step, recipe.batch_size, show=show)
-        reporting = Reporting(history, bar, on_log if first else None)
+        reporting = Reporting(history, bar, on_log if ranks.first else None)
         ends.callback(reporting.close)
-        run = TrainingRun(
-            workload, recipe, effective, hardware.device, ranks, folder, learner, data, position, reporting
-        )
+        run = TrainingRun(workload, recipe, effective, ranks.device, ranks, folder, learner, data, position, reporting)
         if folder is not None:
-            begin_in(folder, run, resume, first=first)
-        take_snapshot(run)
-        for note in filter(None, (*effective.notes(verbose), getattr(data.train.cache, "why", ""))):
+            begin_in(folder, run, resume)
+        for note in filter(None, (*effective.notes(verbose), getattr(train.cache, "why", ""))):
             bar.say(f"  {note}")
         history.prepare_s = time.perf_counter() - began_s
         run.ends = ends.pop_all()
         return run
 
 
-def open_data(
+def open_streams(
     workload: Workload,
     recipe: Recipe,
     plan: Plan,
     *,
-    device: torch.device,
-    ranks: Ranks | None,
+    ranks: Ranks,
     cache_dir: str | Path | None,
-    show: bool,
+    show: bool | str,
     endless: bool,
-    batches: Callable[[Iterator[Batch]], Iterator[Batch]],
-) -> Data:
-    """Return the data of a run: the streams of this rank's batches. What is missing of the cache is made here."""
+) -> tuple[BatchStream, BatchStream, BatchStream]:
+    """Return the streams of this rank's batches, of training, validation and test set; make what the cache lacks."""
 
     def open_stream(items: Sequence[Any], *, cached: bool, seed: int | None) -> BatchStream:
         """Return the stream of `items`, shuffled by `seed`, or in order where it is None."""
         if not items:
             raise SpeedkitError(f"workload {workload.name} has no readable item to train or test on")
         cache = None
-        if cached:
-            cache = open_cache(workload, items, plan, device=device, cache_dir=cache_dir, progress=show)
+        if cached and plan.cache != "off":
+            progress = wanted(show)
+            cache = open_cache(workload, items, plan, device=ranks.device, cache_dir=cache_dir, progress=progress)
         return BatchStream(
             workload,
             items,
             plan,
             batch_size=recipe.batch_size,
             seed=seed,
-            device=device,
+            device=ranks.device,
             drop_last=recipe.drop_last and seed is not None,  # evaluation, in order, leaves nothing out
             cache=cache,
-            rank=0 if ranks is None else ranks.rank,
-            world_size=1 if ranks is None else ranks.count,
+            rank=ranks.rank,
+            world_size=ranks.count,
         )
 
-    cached = plan.cache != "off"
-    train = open_stream(workload.train, cached=cached, seed=recipe.seed)
-    cached = cached and not endless  # such a run does not see its test set
-    test = open_stream(workload.test, cached=cached, seed=None)
-    validation = test
-    if workload.validation and not endless:
-        validation = open_stream(workload.validation, cached=cached, seed=None)
-    generator = torch.Generator(device=device)
-    return Data(train=train, validation=validation, test=test, batches=batches(train), generator=generator)
+    train = open_stream(workload.train, cached=True, seed=recipe.seed)
+    test = open_stream(workload.test, cached=not endless, seed=None)  # which such a run does not see
+    if endless or not workload.validation:
+        return train, test, test
+    return train, open_stream(workload.validation, cached=True, seed=None), test
 
 
-def begin_in(folder: Path, run: TrainingRun, resume: bool, *, first: bool) -> None:
-    """Put `run` where a checkpoint in `folder` left off, if it is to `resume`; the `first` rank writes there."""
+def begin_in(folder: Path, run: TrainingRun, resume: bool) -> None:
+    """Put `run` where a checkpoint in `folder` left off, if it is to `resume`; the first rank writes there."""
     if resume:
         checkpoint.load(run, folder)
-    if first:
+    if run.ranks.first:
         run.reporting.writer = CheckpointWriter(folder, run.device)
         run.reporting.log = open_log(folder / "history.jsonl", run.reporting)
         write_text(folder / "plan.yaml", to_yaml(run.plan))
@@ -189,13 +169,14 @@ def open_log(path: Path, reporting: Reporting) -> TextIO:
     return path.open("a", encoding="utf-8", buffering=1)  # a line is in the file once it is written
 
 
-def steps_between_evaluations(validate_every: float | None, epoch_steps: int) -> int:
-    """Return the plan's `validate_every` in steps, where it may be a share of an epoch; 0 is only at the end."""
-    if validate_every is None:
-        return epoch_steps
-    if isinstance(validate_every, float):
-        return max(1, round(validate_every * epoch_steps))
-    return validate_every
+def first_position(plan: Plan, last_step: int, epoch_steps: int) -> Position:
+    """Return where a run of `last_step` steps begins; `validate_every` may be a share of an epoch, or 0: at the end."""
+    every = plan.validate_every
+    if every is None:
+        every = epoch_steps
+    elif isinstance(every, float):
+        every = max(1, round(every * epoch_steps))
+    return Position(last_step, every)
 
 
 def check_recipe(recipe: Recipe, workload: Workload) -> None:
@@ -211,25 +192,21 @@ def check_recipe(recipe: Recipe, workload: Workload) -> None:
 
 
 def choose_auto_settings(
-    workload: Workload, recipe: Recipe, effective: EffectivePlan, *, device: torch.device, ranks: Ranks | None
+    workload: Workload, recipe: Recipe, effective: EffectivePlan, *, ranks: Ranks
 ) -> EffectivePlan:
     """Return `effective` with memory settings applied, and with a number for micro_batch=auto."""
-    memory.set_allocator(effective.plan, device)
+    memory.set_allocator(effective.plan, ranks.device)
     if effective.plan.micro_batch == "auto":
-        if ranks is not None:
-            recipe = dataclasses.replace(recipe, batch_size=ranks.share)
-        search = micro_batch_for(workload, recipe, effective.plan, device=device, make_run=setup_run)
-        memory.release(device)  # what the search had allocated, in blocks cut for other sizes
-        effective = effective.with_fallbacks(Fallback("micro_batch", "auto", search.micro_batch, search.why))
-    if ranks is None:
-        return effective
+        share = dataclasses.replace(recipe, batch_size=ranks.share)
+        search = micro_batch_for(workload, share, effective.plan, device=ranks.device, make_run=setup_run)
+        memory.release(ranks.device)  # what the search had allocated, in blocks cut for other sizes
+        effective.add(Fallback("micro_batch", "auto", search.micro_batch, search.why))
     return min(ranks.all_gather(effective), key=lambda choice: choice.plan.micro_batch or 0)  # what suits each of them
 
 
-def build_learner(
-    workload: Workload, recipe: Recipe, effective: EffectivePlan, *, device: torch.device, ranks: Ranks | None
-) -> tuple[Learner, EffectivePlan]:
-    """Return the learner, whose weights are a function of the recipe's seed, and what it has made of the plan."""
+def build_learner(workload: Workload, recipe: Recipe, effective: EffectivePlan, *, ranks: Ranks) -> Learner:
+    """Return the learner, its weights a function of the seed; what its model cannot do falls back in `effective`."""
+    device = ranks.device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     plan = effective.plan
@@ -238,43 +215,25 @@ def build_learner(
     torch.manual_seed(recipe.seed)  # loading and augmenting have generators of their own
     memory_format = torch.channels_last if plan.channels_last else torch.contiguous_format
     model = workload.model().to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
-    effective = effective.with_fallbacks(*transform_model(model, plan, precision=precision, workload=workload))
-    replica = model
-    if ranks is not None:
-        replica = ranks.apply_data_parallel(model, recipe, precision)  # sharding comes after the rest
+    effective.add(*transform_model(model, plan, precision=precision, workload=workload))
+    replica = ranks.apply_data_parallel(model, recipe, precision)  # sharding comes after the rest
     optimizer = build_optimizer(model.parameters(), recipe, fused=plan.fused_optimizer)
-    guard = StepGuard(
-        model,
-        optimizer,
-        recipe,
-        precision=precision,
-        fused=plan.fused_optimizer,
-        several_ranks=ranks is not None,
-    )
+    micro_batch = ranks.share
+    if workload.own_loader is not None:
+        micro_batch = ALL  # a user's batches may be larger than their first one
+    if plan.micro_batch is not None:
+        micro_batch = min(int(plan.micro_batch), micro_batch)
     rates = learning_rates(recipe, recipe.total_steps(len(workload.train)))
-    learner = Learner(
+    return Learner(
         model=model,
         replica=replica,
         optimizer=optimizer,
         precision=precision,
-        guard=guard,
-        micro_batch=largest_pass(workload, recipe, plan, ranks=ranks),
+        guard=StepGuard(model, optimizer, recipe, ranks=ranks, precision=precision, fused=plan.fused_optimizer),
+        micro_batch=micro_batch,
         learning_rates=rates,
         rates_on_device=torch.tensor(rates, device=device),
     )
-    return learner, effective
-
-
-def largest_pass(workload: Workload, recipe: Recipe, plan: Plan, *, ranks: Ranks | None) -> int:
-    """Return the most samples of a forward pass: the micro-batch, or what a process gets of a batch."""
-    share = recipe.batch_size
-    if workload.own_loader is not None:
-        share = ALL  # a user's batches may be larger than their first one
-    elif ranks is not None:
-        share = ranks.share
-    if plan.micro_batch is None:
-        return share
-    return min(int(plan.micro_batch), share)
 
 
 def transform_model(

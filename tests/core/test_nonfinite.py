@@ -1,4 +1,4 @@
-"""Steps that are not finite, and steps that run out of memory: left out, explained, rolled back, repeated."""
+"""Steps that are not finite, and steps that run out of memory: left out, explained, repeated."""
 
 import dataclasses
 import functools
@@ -75,10 +75,7 @@ def changed(before, now):
         ("gradient", math.inf, {"precision": "fp16"}, {0, 1, 5}),  # an overflow, for which the scale was too large
     ],
 )
-def test_a_bad_step_leaves_nothing_behind_and_the_schedule_waits(
-    device, fused, optimizer, where, value, plan, at, monkeypatch
-):
-    monkeypatch.setattr(nonfinite, "EXPLAINED", 0)  # looking for a cause calls the loss again, which counts its calls
+def test_a_bad_step_leaves_nothing_behind_and_the_schedule_waits(device, fused, optimizer, where, value, plan, at):
     overflows = "precision" in plan
     recipe = {"optimizer": optimizer, "epochs": None, "steps": 8, "clip_norm": 1.0}
     workload = dataclasses.replace(points(**recipe, on_nonfinite="raise" if overflows else "skip"), model=normed)
@@ -110,21 +107,12 @@ def with_bad_items(workload, *paths):
     return dataclasses.replace(workload, load=functools.partial(nan_for, size=8, paths=paths))
 
 
-class Power(nn.Module):
-    def __init__(self, offset, exponent):
-        super().__init__()
-        self.offset, self.exponent = offset, exponent
-
-    def forward(self, inputs):
-        return (inputs * 0 + self.offset) ** self.exponent + inputs
-
-
 def test_samples_that_are_not_finite_are_named_and_looking_for_them_changes_nothing(monkeypatch):
     workload = with_bad_items(points(augment=jitter, dropout=0.5), "17", "40")
     skipping = dataclasses.replace(workload.recipe, on_nonfinite="skip")
     history = trained(workload, skipping)
     skipped = history.skipped[0]
-    assert "the batch itself is not finite first for" in skipped["why"]
+    assert "its batch is not finite for" in skipped["why"]
     assert {"17", "40"} & set(skipped["why"].replace(",", "").split())
     monkeypatch.setattr(nonfinite, "EXPLAINED", 0)
     assert outcome(history) == outcome(trained(workload, skipping))
@@ -132,57 +120,12 @@ def test_samples_that_are_not_finite_are_named_and_looking_for_them_changes_noth
         trained(workload)
 
 
-@pytest.mark.parametrize(
-    ("layers", "where"),
-    [
-        ((nn.Flatten(), Power(-1, 0.5), nn.Linear(8, 2)), "the output of 1 is not finite first"),
-        ((nn.Linear(8, 8), Power(0, 0.5), nn.Linear(8, 2)), "the gradient of 0.bias is not finite first"),
-    ],
-)
-def test_the_module_where_it_begins_is_named(layers, where):
-    recipe = {"epochs": None, "steps": 3, "on_nonfinite": "skip"}
-    workload = dataclasses.replace(points(**recipe), model=lambda: nn.Sequential(*layers))
-    history = trained(workload, plan=Plan(log_every=1))
-    assert where in history.skipped[0]["why"]
-
-
-# Rolling back.
-
-
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
-def test_weights_that_became_nan_are_replaced_by_the_last_good_ones(fused):
-    recipe = {"epochs": None, "steps": 40, "optimizer": "sgd", "on_nonfinite": "recover"}
-    workload = dataclasses.replace(points(**recipe), model=normed)
-    plan, states = Plan(fused_optimizer=fused, log_every=5), {}
-    with opened(workload, plan=plan) as run:
-        for step in steps(run):
-            states[step] = everything(run)
-            if step == 22:
-                run.learner.model[0].weight.data.fill_(math.nan)
-            if step == 31:
-                assert rate(run) == pytest.approx(run.learner.learning_rates[22] / 2)
-        history = finish(run)
-    assert not changed(states[20], states[30])
-    [recovery] = history.recoveries
-    assert recovery["step"] == 30  # the first log point with five bad steps in a row behind it
-    assert "the weights, 0.weight first" in recovery["why"]
-    assert "went back to the state after step 20, learning rate times 0.5" in recovery["action"]
-    assert [step["step"] for step in history.skipped] == list(range(23, 31)) and history.steps == 40 - 8
-    assert history.loss[-1] < history.loss[0]
-
-
-@pytest.mark.parametrize(
-    ("mode", "options", "bad", "says"),
-    [
-        ("skip", {}, range(2, 100), r"8 steps in a row are not finite, step 3 first: .*=recover goes"),
-        ("recover", {"optimizer": "sgd", "learning_rate": 1e30}, (), r"steps in a row are not finite.*after 3 recov"),
-    ],
-)
-def test_what_neither_skipping_nor_going_back_cures_ends_the_run(mode, options, bad, says):
-    options = {"epochs": None, "steps": 60, "schedule": "constant", "on_nonfinite": mode} | options
-    workload, plan = spoiled(points(**options), set(bad), "loss"), Plan(fused_optimizer=mode == "skip", log_every=5)
+def test_bad_steps_that_do_not_end_end_the_run():
+    options = {"epochs": None, "steps": 60, "schedule": "constant", "on_nonfinite": "skip"}
+    workload = spoiled(points(**options), range(2, 100), "loss")
+    says = r"8 steps in a row are not finite, step 3 first: its batch is finite; torch\.autograd\.set_detect_anomaly"
     with pytest.raises(SpeedkitError, match=says):
-        trained(workload, plan=plan)
+        trained(workload, plan=Plan(log_every=5))
 
 
 # Out of memory.

@@ -103,7 +103,7 @@ def test_a_sample_that_is_not_finite_is_found(made_by):
     make, in_pairs = made_by(DataLoader(bad, batch_size=10, **WORKER)), "unsplittable"
     recipe = Recipe(on_nonfinite="skip", epochs=3)
     history = course(mine(make, functools.partial(step, form=in_pairs), recipe=recipe))
-    assert history.skipped[0]["why"] == "the batch itself is not finite first for sample 7" and history.steps == 9
+    assert history.skipped[0]["why"] == "its batch is not finite for sample 7" and history.steps == 9
 
 
 def test_quality_is_what_evaluate_says():

@@ -112,6 +112,14 @@ def test_with_all_of_them_damaged_nothing_is_made_up(stopped):
         trained(lively(), out=stopped, resume=True, plan=PLAN)
 
 
+def test_a_checkpoint_of_an_older_version_is_gone_on_from(stopped):
+    path = stopped / checkpoint_file.NAME
+    state = checkpoint_file.read(path)
+    [state["rng"]] = state.pop("ranks_rng")  # as a run of one rank had it
+    path.write_bytes(saved(state))
+    assert outcome(trained(lively(), out=stopped, resume=True, plan=PLAN)) == outcome(trained(lively(), plan=PLAN))
+
+
 def test_what_is_written_is_the_state_at_the_time_of_the_call(tmp_path):
     with opened(lively(), out=tmp_path, plan=PLAN) as run:
         next(steps(run))

@@ -170,9 +170,9 @@ def test_the_order_of_an_epoch_is_sent_to_the_device_once(made, tmp_path):
 
 
 class Alone:
-    """A rank without others."""
+    """A rank of several, without the others."""
 
-    count, share = 1, 16
+    count, share, several = 1, 16, True
 
     def sum(self, values):
         return values
