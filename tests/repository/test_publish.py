@@ -20,6 +20,8 @@ from publish import code_cells, device_slug, import_published, publish, readme_t
 from small_notebooks import a_record, commit, edit, executed, make_checkout, whole
 from test_repository import PROJECT
 
+from speedkit.dry.gpus import GPUS
+from speedkit.dry.process import run
 from speedkit.errors import SpeedkitError, UsageError
 from speedkit.files import read_json, write_json
 from speedkit.lab import provenance
@@ -52,9 +54,10 @@ def write_record(folder, machine, name, **changes):
 def test_batch_sizes_are_those_that_steps_take():
     folder = ROOT / "notebooks"
     rows = {(row["workload"], row["size"]): row for row in read_json(folder / batch_sizes.COUNTED)}
-    counted, recorded = batch_sizes.count("text", "tiny"), rows["text", "tiny"]
+    counted = run("batch_sizes:count", GPUS["sm_90"], name="text", size="tiny")
+    recorded = rows["text", "tiny"]
     for key in ("fixed_bytes", "sample_bytes"):
-        assert counted[key] == pytest.approx(recorded[key], rel=0.1), "run tools/batch_sizes.py again"
+        assert counted[key] == pytest.approx(recorded[key], rel=0.02), "run tools/batch_sizes.py again"
     assert len(rows) == 12
 
 
