@@ -177,7 +177,9 @@ def _launch(arguments: list[str], ranks: int, *, max_restarts: int = 3) -> int:
 @click.option("--budget", "budget_s", type=seconds, default="8m", metavar="TIME", help="time for all of it")
 @click.option("--optimizations", type=names_in, metavar="NAME,NAME", help="only these")
 @click.option("--seeds", type=click.IntRange(2), help="trainings of each plan, to test quality (3, more if in doubt)")
-@click.option("--horizon", type=click.IntRange(1), help="steps by which compiling has to pay (the recipe's)")
+@click.option(
+    "--horizon", type=click.IntRange(1), help="steps by which compiling has to pay (the recipe's; on a GPU 20000)"
+)
 @click.option("--notebook/--no-notebook", default=True, help="also write tune.ipynb")
 def tune(workload: str, notebook: bool, **values: Any) -> None:
     """Try every optimization on WORKLOAD and keep what is proven; leave the plan, the record and a report."""

@@ -119,7 +119,7 @@ def resolve(
     # In this order: what a field falls back to is looked at by the rules after it.
     machine_rules(effective, hardware)
     if workload is not None:
-        data_rules(effective, workload)
+        data_rules(effective, workload, hardware)
     cache_rules(effective)
     rank_rules(effective, hardware)
     graph_rules(effective, hardware, batch_size=batch_size)
@@ -161,7 +161,7 @@ def machine_rules(effective: EffectivePlan, hardware: Hardware) -> None:
         effective.fall_back("pin_memory", True, why, lost=False)
 
 
-def data_rules(effective: EffectivePlan, workload: "Workload") -> None:
+def data_rules(effective: EffectivePlan, workload: "Workload", hardware: Hardware) -> None:
     """Leave of `effective` what the items of `workload`, or its author's loader, can be."""
     if workload.own_loader is not None:
         for field, instead, why in workload.own_loader.rules():
@@ -173,7 +173,7 @@ def data_rules(effective: EffectivePlan, workload: "Workload") -> None:
     if workload.length is None:
         effective.fall_back("bucket", False, "all items have one length: nothing is padded")
     else:
-        length_rules(effective)
+        length_rules(effective, hardware)
     plan = effective.plan
     waveforms = plan.features_on == "device" if plan.cache == "off" else plan.cache_of == "waveform"
     if workload.augment_waveform is not None and not waveforms:
@@ -181,7 +181,7 @@ def data_rules(effective: EffectivePlan, workload: "Workload") -> None:
         effective.add(Fallback("features_on", plan.features_on, plan.features_on, why))
 
 
-def length_rules(effective: EffectivePlan) -> None:
+def length_rules(effective: EffectivePlan, hardware: Hardware) -> None:
     """Leave of `effective` what clips of different lengths allow."""
     effective.fall_back("features_on", "cpu", PADDING)
     if effective.plan.cache != "off":
@@ -191,6 +191,12 @@ def length_rules(effective: EffectivePlan) -> None:
     effective.fall_back("cudnn_benchmark", False, MANY_SHAPES)
     if effective.plan.compile in TUNED:
         effective.fall_back("compile", "default", MANY_SHAPES)
+    plan = effective.plan
+    # Which is what PyTorch takes by itself from Hopper on.
+    by_itself = plan.precision in SHORT and (hardware.compute_capability or (0, 0)) >= (9, 0)
+    if plan.attention == "cudnn" or (plan.attention == "auto" and by_itself):
+        why = f"cuDNN plans attention by shape: {MANY_SHAPES}, varlen needs no plan"
+        effective.fall_back("attention", "flash", why)
 
 
 def cache_rules(effective: EffectivePlan) -> None:
@@ -206,7 +212,12 @@ def cache_rules(effective: EffectivePlan) -> None:
 
 def rank_rules(effective: EffectivePlan, hardware: Hardware) -> None:
     """Leave of `effective` what weights that are shared out between ranks allow."""
-    if effective.plan.ranks == 1 or effective.plan.strategy != "fsdp":
+    if effective.plan.ranks == 1:
+        return
+    if effective.plan.strategy == "ddp":
+        why = "ddp exchanges a block's gradients while others are computed; a model compiled whole has all at its end"
+        if effective.plan.compile != "off":
+            effective.fall_back("compile_scope", "blocks", why, lost=False)
         return
     why = "compiled code does not gather the weights that fsdp has sharded; ddp compiles"
     effective.fall_back("compile", "off", why)

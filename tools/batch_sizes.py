@@ -1,6 +1,7 @@
 """What a batch takes: `python tools/batch_sizes.py` counts it, and the page of records shows it by GPU memory."""
 
 import dataclasses
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -70,9 +71,7 @@ def markdown_table(head: list[str], rows: list[list[str]]) -> str:
 if __name__ == "__main__":
     from publish import update_readme
 
-    rows = []
-    for workload in BUILT_IN:
-        for net in ("tiny", "small", "medium"):
-            rows.append(run("batch_sizes:count", GPUS["sm_90"], name=workload, size=net))
+    nets = itertools.product(BUILT_IN, ("tiny", "small", "medium"))
+    rows = [run("batch_sizes:count", GPUS["sm_90"], name=name, size=size) for name, size in nets]
     files.write_json(notebooks_folder() / COUNTED, rows)
     update_readme(notebooks_folder().parent / "README.md")

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from speedkit.workload import Workload
 
 WAVEFORMS = 1 << 48  # added to the step that seeds changes of waveforms: those of features draw other numbers
+TENSOR_CORES = 32  # frames, of which the lengths of a GPU's buckets are multiples
 RANK = 1 << 40  # and this for each rank, whose samples are its own
 
 
@@ -114,6 +115,7 @@ class BatchStream:
             lengths=self.lengths if plan.bucket and seed is not None else None,
             rank=rank,
             world_size=world_size,
+            multiple=TENSOR_CORES if device.type == "cuda" else 1,
         )
         self.frames = 0  # padded frames of all batches so far, where lengths vary
         self.epoch = 0

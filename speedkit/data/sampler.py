@@ -1,6 +1,7 @@
 """The order of an epoch: shuffled by its seed, clips of similar length together, shared between ranks."""
 
 import dataclasses
+import math
 from bisect import bisect_left
 from collections.abc import Iterator
 
@@ -34,6 +35,7 @@ class BatchSampler:
     lengths: Tensor | None = None
     rank: int = 0
     world_size: int = 1
+    multiple: int = 1  # of which the padded lengths are, but for the longest clip's
     epoch: int = 0
     start: int = 0
     padded: list[int] = dataclasses.field(init=False)
@@ -41,7 +43,9 @@ class BatchSampler:
     def __post_init__(self):
         self.padded = []
         if self.lengths is not None:
-            self.padded = padded_lengths(self.lengths)
+            longest = int(self.lengths.max())  # a model may have no place for more
+            rounded = [math.ceil(length / self.multiple) * self.multiple for length in padded_lengths(self.lengths)]
+            self.padded = sorted({min(length, longest) for length in rounded})
 
     def __len__(self) -> int:
         return steps_per_epoch(self.count, self.batch_size, self.drop_last)

@@ -19,6 +19,7 @@ from speedkit.files import (
 )
 from speedkit.lab.record import NotebookRun
 from speedkit.machine import this_machine
+from speedkit.measure.candidates import horizon_of
 from speedkit.measure.checked_file import read_or_none, set_aside
 from speedkit.measure.optimizations import Optimization, named
 from speedkit.measure.stages import Row, Stage, Tuning
@@ -52,8 +53,8 @@ def tune(
     in fresh turns, and both ends are trained to compare quality. The model is made anew for each plan: what its
     function prints is not shown.
 
-    `budget_s` is for all of it; `horizon` is the steps of the training that the
-    plan is for, the recipe's by default: compiling has to pay by then. `pairs` is the most that a comparison has,
+    `budget_s` is for all of it; `horizon` is the steps of the training that the plan is for, by which compiling has to
+    pay: by default the recipe's, or on a GPU 20,000 if these are more. `pairs` is the most that a comparison has,
     `seeds` the trainings of each plan, more where these do not decide, `optimizations` those to try.
     `out` gets record.json and plan.yaml, and tune.json, from which `resume` goes on. Raises UsageError for a budget
     too short for one optimization.
@@ -66,12 +67,13 @@ def tune(
         if out is not None:
             folder = claim_folder(out, "tune", resume)
             held.enter_context(folder_held(folder))
+        hardware = this_machine(device)
         job = Tuning(
             workload=workload,
             recipe=recipe,
-            hardware=this_machine(device),
+            hardware=hardware,
             budget_s=budget_s,
-            horizon=horizon or recipe.total_steps(len(workload.train)),
+            horizon=horizon or horizon_of(recipe, len(workload.train), hardware),
             pairs=pairs,
             seeds=seeds,
             options={"device": device, "cache_dir": cache_dir},

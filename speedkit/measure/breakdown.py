@@ -30,6 +30,10 @@ from speedkit.train.loop import steps
 from speedkit.train.setup import setup_run
 from speedkit.workload import Workload
 
+NOT_RECORDED = (
+    "; its own work was not recorded, as under MIG, on a vGPU or beside another profiler: "
+    "the rows are the host's time, in which it launches and waits"
+)
 AUDITED = 2  # steps that are searched for host syncs
 
 
@@ -76,6 +80,8 @@ class Breakdown:
         busy = ""
         if self.busy_share is not None:
             busy = f", busy {self.busy_share:.1%} of the time"
+        elif self.device.startswith("cuda"):
+            busy = NOT_RECORDED
         lines = [f"{self.steps} steps of {1e3 * self.step_s:.4g} ms ({self.device}{busy}), in ms per step:"]
         line = "  {cause:<26}{0:>10.4g} {share:>7.1%}   {speedup_without:.2f} times as fast without"
         lines += [line.format(1e3 * row["seconds"] / max(1, self.steps), **row) for row in self.rows]

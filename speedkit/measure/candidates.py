@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from speedkit.data.sampler import BatchSampler
-from speedkit.fallbacks import resolve
+from speedkit.fallbacks import EffectivePlan, resolve
+from speedkit.machine import Hardware
 from speedkit.measure.compare import padded_frames
 from speedkit.measure.kernels import which_ran
 from speedkit.measure.optimizations import Change, Optimization, predict, text
@@ -21,10 +22,14 @@ from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train import precision
 from speedkit.train.attention import layers_with_lengths
-from speedkit.train.compile import COMPILING_S
+from speedkit.train.compile import COMPILING_S, repeated_blocks
 from speedkit.train.loop import steps
 from speedkit.train.setup import setup_run
 from speedkit.workload import Workload
+
+# Of the training that a tuning on a GPU is for, at least: what a GPU is bought for is longer than a lesson. From there
+# on compiling is always tried, and the payback says when it is earned.
+GPU_HORIZON = 20_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,6 +56,17 @@ class Trial:
     def stage(self) -> Stage:
         """The stage of the tuning in which it is tried."""
         return Stage("trial", self.optimization, self.change, again=self.again)
+
+    @property
+    def joint(self) -> bool:
+        """Whether it compiles too, without which what it is about may not show."""
+        return "compile" in self.fields and self.optimization != "compile"
+
+
+def horizon_of(recipe: Recipe, items: int, hardware: Hardware) -> int:
+    """Return the steps of the training that a tuning is for, where nobody says: the recipe's over `items`."""
+    steps = recipe.total_steps(items)
+    return steps if hardware.device.type == "cpu" else max(steps, GPU_HORIZON)
 
 
 def candidates(job: Tuning, optimizations: Sequence[Optimization], best: Plan) -> list[Trial]:
@@ -109,16 +125,16 @@ def _why_not(job: Tuning, best: Plan, change: Change, *, high: float) -> str:
     field = next(iter(change))
     plan = dataclasses.replace(best, **change)
     effective = resolve(plan, job.hardware, workload=job.workload, batch_size=job.recipe.batch_size)
-    if getattr(effective.plan, field) == getattr(best, field):
-        return next(fallback.why for fallback in effective.fallbacks if fallback.field == field)
-    if field == "decoder" and best.cache != "off":
-        return "features are cached: no file is read any more"
+    if why := _why_refused(effective, best, change) or _why_not_decoder(job, best, change):
+        return why
     if math.log(high) < WORTH:
         return f"not tried: it could gain {high:.3f} at most"
-    if field == "compile":
-        return _why_not_compile(job, best, high=high)
+    if "compile" in change or "compile_scope" in change:
+        why = _why_not_compile(job, best, plan.compile_scope, high=high)
+        if why or field == "compile":
+            return why
     if field == "channels_last":
-        return _why_not_channels_last(job, best)
+        return _why_not_channels_last(job, plan)
     if field == "attention":
         return _why_not_attention(job, best, plan.attention)
     if plan.precision == "fp8" != best.precision and not precision.eight_bit_layers(job.model)[0]:
@@ -126,9 +142,33 @@ def _why_not(job: Tuning, best: Plan, change: Change, *, high: float) -> str:
     return ""
 
 
-def _why_not_compile(job: Tuning, best: Plan, *, high: float) -> str:
+def _why_refused(effective: EffectivePlan, best: Plan, change: Change) -> str:
+    """Return why machine and data leave nothing of what a change is about, or of the compiling that goes with it."""
+    field = next(iter(change))
+    for fallback in effective.fallbacks:
+        nothing = fallback.field == "attention" or fallback.got == getattr(best, fallback.field)
+        if nothing and fallback.field in change and fallback.field in (field, "compile"):
+            return fallback.why
+    return ""
+
+
+def _why_not_decoder(job: Tuning, best: Plan, change: Change) -> str:
+    if "decoder" not in change:
+        return ""
+    if change["decoder"] not in job.workload.decoders:
+        return "no other decoder reads the items of this workload"
+    if best.cache != "off":
+        return "features are cached: no file is read any more"
+    return ""
+
+
+def _why_not_compile(job: Tuning, best: Plan, scope: str, *, high: float) -> str:
+    if scope == "blocks" and not repeated_blocks(job.model):
+        return "the model has no class of blocks twice, whose code could be used again"
+    if job.hardware.device.type == "cuda" and job.horizon >= GPU_HORIZON:
+        return ""
     saved_s = job.horizon * job.breakdown(best)["step_s"] * (1 - 1 / high)
-    seen = [result.get("compile_s") for stage, result in job.results.items() if stage.optimization == "compile"]
+    seen = [result.get("compile_s") for stage, result in job.results.items() if stage.kind == "trial"]
     takes_s = max(filter(None, seen), default=COMPILING_S[job.hardware.device.type])
     if saved_s >= takes_s:
         return ""
@@ -138,11 +178,11 @@ def _why_not_compile(job: Tuning, best: Plan, *, high: float) -> str:
     )
 
 
-def _why_not_channels_last(job: Tuning, best: Plan) -> str:
+def _why_not_channels_last(job: Tuning, plan: Plan) -> str:
     # A memory format moves weights in four dimensions, and no others.
     if all(weight.dim() != 4 for weight in job.model.parameters()):
         return "the model has no two-dimensional convolution"
-    eager_on_cuda = best.compile == "off" and job.hardware.device.type == "cuda"
+    eager_on_cuda = plan.compile == "off" and job.hardware.device.type == "cuda"
     if eager_on_cuda and any(isinstance(layer, nn.GroupNorm) for layer in job.model.modules()):
         return "CUDA's group normalisation undoes it in each layer; compiled code, which has its own, may keep it"
     return ""

@@ -71,11 +71,26 @@ def features_on(_: Plan, hardware: Hardware) -> list[Change]:
     return [{"features_on": "device"}]
 
 
-def precision(_: Plan, hardware: Hardware) -> list[Change]:
-    """Fewer bits: bf16, else fp16, which needs loss scaling and is rarely faster."""
+def precision(plan: Plan, hardware: Hardware) -> list[Change]:
+    """Fewer bits: bf16, else fp16, which needs loss scaling and is rarely faster.
+
+    Where a GPU waits for launches nothing of it shows, so that it is a candidate together with CUDA graphs too.
+    """
+    if plan.precision != "default":
+        return []
+    change: Change = {"precision": "bf16"}
     if hardware.supports("fp16") and not hardware.supports("bf16"):
-        return [{"precision": "fp16"}]
-    return [{"precision": "bf16"}]
+        change = {"precision": "fp16"}
+    if plan.compile == "reduce-overhead" or not hardware.supports("cuda_graphs"):
+        return [change]
+    return [change, {**change, "compile": "reduce-overhead"}]
+
+
+def channels_last(plan: Plan, hardware: Hardware) -> list[Change]:
+    """The memory format of images; on a GPU eager layers may undo it, so that it is a candidate with compile too."""
+    if plan.compile != "off" or plan.channels_last or hardware.device.type == "cpu":
+        return [{"channels_last": True}]
+    return [{"channels_last": True}, {"channels_last": True, "compile": "default"}]
 
 
 def fp8(plan: Plan, _: Hardware) -> list[Change]:
@@ -86,12 +101,15 @@ def fp8(plan: Plan, _: Hardware) -> list[Change]:
 
 
 def compiled(plan: Plan, hardware: Hardware) -> list[Change]:
-    """Compiled model; then, on a GPU, without the launches of its kernels."""
+    """Compiled blocks, whose code is soon made, or model; then, on a GPU, without the launches of its kernels."""
     if plan.compile == "off":
-        return [{"compile": "default"}]
+        return [{"compile": "default", "compile_scope": "blocks"}, {"compile": "default"}]
+    changes: list[Change] = []
+    if plan.compile_scope == "blocks":
+        changes.append({"compile_scope": "model"})
     if hardware.supports("cuda_graphs"):
-        return [{"compile": "reduce-overhead"}]
-    return []
+        changes.append({"compile": "reduce-overhead"})
+    return changes
 
 
 def attention(_: Plan, hardware: Hardware) -> list[Change]:
@@ -114,7 +132,7 @@ OPTIMIZATIONS: tuple[Optimization, ...] = (
     Optimization("bucket", always(bucket=True), "order-equal"),
     Optimization("host_syncs", always(fused_optimizer=True, log_every=50), "loss-equal"),
     Optimization("precision", precision, "loss-equal"),
-    Optimization("channels_last", always(channels_last=True), "loss-equal"),
+    Optimization("channels_last", channels_last, "loss-equal"),
     Optimization("threads", threads, "loss-equal"),
     Optimization("compile", compiled, "loss-equal"),
     Optimization("attention", attention, "loss-equal"),
@@ -140,9 +158,10 @@ LOADING = ("data wait",)
 COPYING = ("host-to-device copy",)
 UPDATING = ("optimizer",)
 COMPUTING = ("forward", "backward", "compute-bound", "bandwidth-bound")  # on a CPU, and on a GPU
+COMPILED = (*COMPUTING, "launch-bound")
 
 # Field: the parts of a step that it acts on, and how many times as fast they become, at worst and at best. Of workers,
-# bucket and precision, `predict` knows that better.
+# bucket, precision and compile_scope, `predict` knows that better.
 EFFECTS: dict[str, tuple[tuple[str, ...], float, float]] = {
     "workers": (LOADING, 0.7, 1.0),
     "cache": (LOADING, 3.0, math.inf),  # what is left is one gather from memory
@@ -155,7 +174,8 @@ EFFECTS: dict[str, tuple[tuple[str, ...], float, float]] = {
     "precision": (COMPUTING, 1.0, 1.0),
     "channels_last": (COMPUTING, 0.95, 1.4),
     "threads": (COMPUTING, 0.5, 1.5),
-    "compile": ((*COMPUTING, "launch-bound"), 0.9, 1.3),
+    "compile": (COMPILED, 0.9, 1.3),
+    "compile_scope": (COMPILED, 1.0, 1.0),
     "attention": (COMPUTING, 0.95, 1.1),
 }
 
@@ -186,6 +206,8 @@ def predict(
         "bucket": (COMPUTING, frames, frames),
         # Not all of a step is matrix products, and few run at the peak: what was measured follows the cube root.
         "precision": (COMPUTING, 1.0, max(1.0, matmul) ** 0.3),
+        # Blocks that are compiled already leave to the model what lies between them.
+        "compile_scope": (COMPILED, 1.0, 1.1 if change.get("compile_scope") == "model" else 1.0),
     }
     worst = best = 1.0
     for field, value in change.items():

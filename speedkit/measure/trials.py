@@ -9,7 +9,7 @@ from speedkit.errors import UsageError
 from speedkit.measure.candidates import Trial, candidates
 from speedkit.measure.optimizations import Optimization, plan_of
 from speedkit.measure.quality import mean_difference, same_losses
-from speedkit.measure.stages import Row, Tuning
+from speedkit.measure.stages import Row, Stage, Tuning
 from speedkit.measure.stats import FALSE_KEEP, LOOKS, log_ratios, trimmed_mean
 from speedkit.plan import Plan
 
@@ -41,20 +41,23 @@ def compare_with_itself(job: Tuning) -> Row:
 def try_optimizations(job: Tuning, optimizations: Sequence[Optimization], *, noise: float) -> list[Trial]:
     """Try the most promising candidate until none is left or the time is up; return all, tried or not.
 
-    Time that is left goes to those that stayed undecided, once each. `noise` is the difference that another seed makes
-    of the losses.
+    Joint ones come after all that show by themselves. Time that is left goes once more to those that stayed undecided,
+    or were rejected before anything was compiled that may have hidden them. `noise` is the difference that another seed
+    makes of the losses.
     """
 
-    def promise(trial: Trial) -> tuple[bool, float]:
-        return not trial.again, trial.predicted_low * trial.predicted_high
+    def promise(trial: Trial) -> tuple[bool, bool, float]:
+        return not trial.again, not trial.joint, trial.predicted_low * trial.predicted_high
 
     trials: list[Trial] = []
     while True:
         best = plan_of(trial.fields for trial in trials if trial.kept)
         verdicts = {trial.stage: trial.why for trial in trials}
         proposed = candidates(job, optimizations, best)
-        undecided = [trial for trial in proposed if verdicts.get(trial.stage) == "undecided"]
-        proposed += [dataclasses.replace(trial, again=True) for trial in undecided]
+        hidden = hidden_by_launches(trials)
+        for trial in [*proposed]:
+            if verdicts.get(trial.stage) == "undecided" or trial.stage in hidden:
+                proposed.append(dataclasses.replace(trial, again=True))
         rest = [trial for trial in proposed if trial.stage not in verdicts]
         waiting = [trial for trial in rest if not trial.why]
         late = job.spent_s() > TRYING_SHARE * job.budget_s
@@ -77,11 +80,18 @@ def try_optimizations(job: Tuning, optimizations: Sequence[Optimization], *, noi
     return trials
 
 
+def hidden_by_launches(trials: Sequence[Trial]) -> set[Stage]:
+    """Return the stages of trials of what computes faster which came to nothing before the best plan was compiled."""
+    compiled_at = [place for place, trial in enumerate(trials) if trial.kept and "compile" in trial.fields]
+    before = trials[: max(compiled_at, default=0)]
+    return {trial.stage for trial in before if not trial.kept and trial.optimization in ("precision", "channels_last")}
+
+
 def measure(job: Tuning, trial: Trial, best: Plan, *, noise: float) -> Row:
     """Measure a candidate against the best plan; return the fields of the trial, with the verdict."""
     job.say(f"{trial.stage}: predicted {trial.predicted_low:.2f} to {trial.predicted_high:.2f}")
     plans = {"best so far": best, trial.change: dataclasses.replace(best, **trial.fields)}
-    compiles = trial.optimization == "compile"
+    compiles = "compile" in trial.fields or "compile_scope" in trial.fields
     with contextlib.ExitStack() as stack:
         if compiles:  # what compiling takes is part of the answer
             from torch._inductor.utils import fresh_cache

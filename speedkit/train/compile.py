@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from speedkit.plan import Plan
+from speedkit.plan import TUNED, Plan
 from speedkit.workload import Workload
 
 BACKEND = "inductor"
@@ -31,7 +31,7 @@ def apply_compile(model: nn.Module, plan: Plan, workload: Workload | None = None
     for module in blocks or [model]:
         # As the outermost call dynamo skips PyTorch's own code: nothing of a plain Sequential would be compiled.
         with torch._dynamo.config.patch(wrap_top_frame=type(module).__module__.startswith("torch.")):
-            module.compile(**_options(plan, workload))
+            module.compile(**_options(plan, workload, on_gpu=any(weight.is_cuda for weight in model.parameters())))
     if plan.compile_scope == "blocks" and not blocks:
         return f"{type(model).__name__} has no class of blocks twice, whose code could be used again"
     return ""
@@ -50,19 +50,24 @@ def remove_compile(model: nn.Module) -> None:
         module._compiled_call_impl = None
 
 
-def _options(plan: Plan, workload: Workload | None) -> dict[str, Any]:
-    """Return the arguments of torch.compile: fixed shapes, but a second graph where lengths differ without buckets."""
+def _options(plan: Plan, workload: Workload | None, *, on_gpu: bool) -> dict[str, Any]:
+    """Return the arguments of torch.compile: fixed shapes, but a second graph for all the others where lengths differ.
+
+    Of the few of buckets each gets a graph, but in blocks, whose point is little to compile.
+    """
     torch._dynamo.config.recompile_limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
     if workload is None or workload.own_loader is not None:  # somebody's own batches, of unknown shapes
         return {"backend": BACKEND, "mode": plan.compile}
-    if workload.length is None or plan.bucket:
+    fixed = plan.bucket and (plan.compile_scope == "model" or plan.compile in TUNED)
+    if workload.length is None or (fixed and not on_gpu):
         return {"backend": BACKEND, "mode": plan.compile, "dynamic": False}
     # On a CPU Inductor stores what convolutions come from or lead to as NHWC, attention's heads too. AOTAutograd hands
     # such changed strides to the backward pass as numbers, those of the length that was traced: any other length ends
     # in an AssertionError. On CUDA dynamic shapes keep their layout (https://github.com/pytorch/pytorch/pull/99773,
-    # https://github.com/pytorch/pytorch/issues/102670).
+    # https://github.com/pytorch/pytorch/issues/102670); fixed ones do not: where rows of attention's mask are padded
+    # to a multiple of 8, they are no longer contiguous, and its backward pass raises.
     options = torch._inductor.list_mode_options(plan.compile) | {"layout_optimization": False}
-    return {"backend": BACKEND, "options": options, "dynamic": None}
+    return {"backend": BACKEND, "options": options, "dynamic": False if fixed else None}
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:

@@ -110,7 +110,9 @@ def test_any_length_takes_two_graphs_and_few_lengths_one_each(quick):
         def forward(self, x):  # [B, T] -> [B, K], whatever T
             return super().forward(x.mean(dim=1, keepdim=True).expand(-1, 8))
 
-    for plan, graphs in ((Plan(compile="default"), 2), (Plan(compile="default", bucket=True), 4)):
+    bucketed = Plan(compile="default", bucket=True)
+    in_blocks = dataclasses.replace(bucketed, compile_scope="blocks")
+    for plan, graphs in ((Plan(compile="default"), 2), (bucketed, 4), (in_blocks, 2)):
         forget_graphs()
         model = Mean(8, 2)
         apply_compile(model, plan, dataclasses.replace(points(), length=lambda item: 0))

@@ -246,6 +246,9 @@ def test_the_padded_lengths_are_those_with_least_padding(monkeypatch):
         others = itertools.combinations(sorted({*lengths.tolist()} - {longest}), 2)
         assert padded(padded_lengths(lengths)) == min(padded([*edges, longest]) for edges in others)
     assert padded_lengths(torch.tensor([5, 5])) == [5]
+    # On a GPU in multiples, but no longer than the longest clip.
+    rounded = BatchSampler(4, 2, 0, lengths=torch.tensor([5, 33, 40, 70]), multiple=32)
+    assert [rounded.padded_to(length) for length in (5, 33, 40, 70)] == [32, 64, 64, 70]
 
 
 def test_a_bucketed_epoch_holds_every_clip_once_in_random_order_with_little_padding():

@@ -140,6 +140,8 @@ FALLBACKS = [
     ({}, CPU, NOISY, {"features_on": "cpu"}, "augment_waveform is skipped"),
     ({"cudnn_benchmark": True}, GPU, RAGGED, {"cudnn_benchmark": False}, "bucket makes them few"),
     ({"compile": "max-autotune-no-cudagraphs"}, GPU, RAGGED, NO_GRAPHS, "bucket makes them few"),
+    ({"precision": "bf16"}, GPU, RAGGED, {"attention": "flash"}, "cuDNN plans attention by shape"),
+    ({"precision": "bf16", "bucket": True}, GPU, RAGGED, {}, ""),
     # CUDA graphs.
     (GRAPHS, GPU, RAGGED, NO_GRAPHS, "bucket makes them few"),
     (GRAPHS | {"bucket": True}, GPU, RAGGED, {}, ""),
@@ -147,7 +149,8 @@ FALLBACKS = [
     (GRAPHS | {"micro_batch": "auto"}, GPU, {}, NO_GRAPHS, "CUDA graph's replay"),
     (GRAPHS | {"micro_batch": 32}, GPU, {"batch_size": 32}, {}, ""),
     # Several ranks.
-    (GRAPHS | {"ranks": 2}, MANY, {}, NO_GRAPHS, "where ddp does not look"),
+    (GRAPHS | {"ranks": 2}, MANY, {}, NO_GRAPHS | {"compile_scope": "blocks"}, "where ddp does not look"),
+    (NO_GRAPHS | {"ranks": 2}, MANY, {}, {"compile_scope": "blocks"}, "has all at its end"),
     (SHARDED, MANY, {}, {"compile": "off", "channels_last": False, "precision": "bf16"}, "fsdp ranks"),
 ]
 

@@ -106,6 +106,11 @@ def test_gaps_of_a_profiled_run_shrink_to_what_is_left_of_the_unprofiled_one():
     assert breakdown(1, forward=5).share("unexplained") == pytest.approx(-3 / 5)
 
 
+def test_without_a_record_of_the_gpus_work_the_rows_are_said_to_be_the_hosts():
+    breakdowns = [make_breakdown(device, {"forward": MS}, steps=1, facts=StepFacts()) for device in ("cuda:0", "cpu")]
+    assert ["was not recorded" in str(breakdown) for breakdown in breakdowns] == [True, False]
+
+
 def load_slowly(item):
     busy(0.25 * MS)
     return load(item, 8)

@@ -22,7 +22,7 @@ from speedkit.lab.records import validate_record
 from speedkit.lab.workloads import load_workload
 from speedkit.machine import this_machine
 from speedkit.measure import tune as tune_module
-from speedkit.measure.candidates import Trial, candidates
+from speedkit.measure.candidates import Trial, candidates, horizon_of
 from speedkit.measure.checked_file import read_checked, write_checked
 from speedkit.measure.optimizations import EFFECTS, OPTIMIZATIONS, changed, named, predict, text
 from speedkit.measure.quality import baseline_curves_file, fold, quality_of, same_losses
@@ -108,15 +108,77 @@ CACHED, WITHOUT_BF16 = Plan(cache="disk"), dataclasses.replace(CPU, cpu_flags=()
     ],
 )
 def test_what_need_not_be_tried_says_why(optimization, best, options, why):
-    (candidate,) = candidates_of(job(**options), optimization, best)
+    proposed = candidates_of(job(**options), optimization, best)
+    (candidate,) = [trial for trial in proposed if not trial.joint and "compile_scope" not in trial.fields]
     assert re.fullmatch(why, candidate.why)
 
 
 def test_what_compiling_takes_is_known_once_something_was_compiled():
     of = job(horizon=1000)
-    assert candidates_of(of, "compile", Plan(), step_s=0.5)[0].why == ""
+    assert candidates_of(of, "compile", Plan(), step_s=0.5)[-1].why == ""
     of.results[Stage("trial", "compile", "compile=default")] = {"compile_s": 200.0}
-    assert "about 200 s" in candidates_of(of, "compile", Plan(), step_s=0.5)[0].why
+    assert "about 200 s" in candidates_of(of, "compile", Plan(), step_s=0.5)[-1].why
+
+
+# Of a GPU's steps, each of 5 ms.
+ON_GPU = {
+    "data wait": 0.2,
+    "host-to-device copy": 0.1,
+    "launch-bound": 0.2,
+    "sync-bound": 0.1,
+    "compute-bound": 0.2,
+    "bandwidth-bound": 0.1,
+    "optimizer": 0.1,
+}
+# The optimizations that a GPU's tuning can never try, by workload.
+NOT_FOR = {
+    "audio": {"threads", "bucket", "attention", "fp8"},
+    "image": {"threads", "bucket", "attention", "fp8", "decoder"},
+    "speech": {"threads", "features_on", "channels_last"},
+    "text": {"threads", "features_on", "channels_last", "bucket", "decoder"},
+}
+MODES = ["compile=default", "compile=reduce-overhead", "compile_scope=blocks", "compile_scope=model"]
+JOINT = ["precision=bf16, compile=reduce-overhead", "channels_last=True, compile=default"]
+
+
+def tried(of, *, keeps):
+    """The trials of a tuning on a GPU that keeps all of them, or none."""
+    trials = []
+    best = Plan()
+    while True:
+        proposed = []
+        for optimization in OPTIMIZATIONS:
+            proposed += candidates_of(of, optimization.name, best, ON_GPU, step_s=0.005)
+        waiting = [trial for trial in proposed if not trial.why and trial.stage not in of.results]
+        if not waiting:
+            return trials
+        trials.append(min(waiting, key=lambda trial: trial.joint))
+        of.results[trials[-1].stage] = {}
+        if keeps:
+            best = dataclasses.replace(best, **trials[-1].fields)
+
+
+@pytest.mark.parametrize("name", NOT_FOR)
+def test_a_tuning_on_a_gpu_can_try_each_optimization(name):
+    work = load_workload(name, size="tiny", **({} if name == "text" else {"clips": 40}))
+    steps = horizon_of(work.recipe, len(work.train), GPU)
+    assert steps == 20_000 > horizon_of(work.recipe, len(work.train), CPU)
+    kernels = [] if "attention" in NOT_FOR[name] else ["math"]
+
+    def tuning(keeps):
+        of = job(work, hardware=dataclasses.replace(GPU, torchcodec=True), horizon=steps)
+        of.results |= {Stage("attention", plan=form): kernels for form in ("default", "bf16", "fp8")}
+        of.results[Stage("frames saved by buckets")] = 1.5
+        return tried(of, keeps=keeps)
+
+    kept, rejected = tuning(True), tuning(False)
+    names = {trial.optimization for trial in kept + rejected}
+    assert {optimization.name for optimization in OPTIMIZATIONS} - names == NOT_FOR[name]
+    changes = {part for trial in kept for part in trial.change.split(", ")}
+    assert changes >= set(MODES)
+    # What does not show by itself, for the GPU waits for launches or eager layers undo it.
+    joint = {trial.change for trial in rejected if trial.joint}
+    assert joint == {change for change in JOINT if change.partition("=")[0] not in NOT_FOR[name]}
 
 
 def test_an_attention_kernel_is_tried_where_pytorch_runs_another_by_itself():

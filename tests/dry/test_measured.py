@@ -1,0 +1,48 @@
+"""What is compiled and measured on a GPU that is not there: code for every length, and waits wherever they come."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from speedkit.data.batch import Batch
+from speedkit.dry.gpus import GPUS
+from speedkit.dry.process import run
+from speedkit.lab.workloads import load_workload
+from speedkit.lab.workloads.speech import draw_mask
+from speedkit.measure.warm_up import compilations
+from speedkit.plan import Plan
+from speedkit.train.precision import Precision
+from speedkit.train.setup import transform_model
+
+LENGTHS = (67, 87, 122, 158, 286)  # frames of the net that are no multiples of 8, from buckets of generated speech
+
+
+@pytest.fixture(autouse=True)
+def functions_can_be_imported(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+
+def compiled_speech():
+    """Train on a batch of each length, forward and backward, with compiled code; return how many graphs there are."""
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    workload = load_workload("speech", size="tiny", depth=1, clips=16)
+    plan = Plan(compile="default", bucket=True, precision="bf16")
+    model = workload.model().cuda()
+    precision = Precision(plan, torch.device("cuda"))
+    transform_model(model, plan, precision=precision, workload=workload)
+    generator = torch.Generator("cuda")
+    for length in LENGTHS:
+        inputs = torch.zeros(4, 80, 4 * length, device="cuda")
+        lengths = torch.full((4,), 4 * length, device="cuda")
+        batch = Batch(inputs, torch.zeros(4, device="cuda", dtype=torch.long), lengths)
+        batch = batch._replace(extra=(draw_mask(batch, generator),))
+        with precision.context:
+            loss, _ = workload.loss(model, batch, workload.recipe)
+        loss.backward()
+    return compilations()
+
+
+@pytest.mark.slow  # minutes of compiling
+def test_compiled_speech_takes_every_length():
+    assert run("test_measured:compiled_speech", GPUS["sm_90"], 1200) == len(LENGTHS)
