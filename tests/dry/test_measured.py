@@ -1,5 +1,6 @@
 """What is compiled and measured on a GPU that is not there: code for every length, and waits wherever they come."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ def compiled_speech():
         inputs = torch.zeros(4, 80, 4 * length, device="cuda")
         lengths = torch.full((4,), 4 * length, device="cuda")
         batch = Batch(inputs, torch.zeros(4, device="cuda", dtype=torch.long), lengths)
-        batch = batch._replace(extra=(draw_mask(batch, generator),))
+        batch = dataclasses.replace(batch, extra=(draw_mask(batch, generator),))
         with precision.context:
             loss, _ = workload.loss(model, batch, workload.recipe)
         loss.backward()
