@@ -124,6 +124,40 @@ def left_on_the_gpu():
     return torch.cuda.memory_allocated()
 
 
+def on_silicon(name, fields, never_waits):
+    """What COUNTED steps of a plan ask of a real GPU, per step: by PyTorch's profiler, in the same words.
+
+    One that `never_waits` raises RuntimeError where the host waits.
+    """
+    left_on_the_gpu()
+    with tempfile.TemporaryDirectory() as cache_dir:
+        run = setup_run(
+            small(name), plan=plan_of(fields), device="cuda", endless=True, progress=False, cache_dir=cache_dir
+        )
+        with contextlib.closing(run):
+            training = steps(run)
+            for _ in range(WARM_UP):
+                next(training)
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+                torch.cuda.set_sync_debug_mode("error" if never_waits else "default")
+                for _ in range(COUNTED):
+                    next(training)
+                torch.cuda.set_sync_debug_mode("default")
+                torch.cuda.synchronize()
+            peak_bytes = torch.cuda.max_memory_allocated()
+    on_gpu = torch.autograd.DeviceType.CUDA
+    names = [event.name.replace(" -> Device", "") for event in seen.events() if event.device_type == on_gpu]
+    copies = collections.Counter(name.removesuffix(" (Device)") for name in names if name.startswith("Memcpy"))
+    kernels = [name for name in names if not name.startswith(("Memcpy", "Memset"))]
+    return {
+        "launches": len(kernels) / COUNTED,
+        "copies": {name: number / COUNTED for name, number in copies.items()},
+        "peak_bytes": peak_bytes,
+    }
+
+
 def courses(name, plans, read_back=False):
     """The course of each plan of a workload by name, or how it failed.
 

@@ -143,6 +143,24 @@ def test_a_training_evaluates_keeps_checkpoints_and_goes_on_from_them(name):
     assert (logs, evaluations, device, resumed_from) == (5, 3, "cuda", 8)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_real_gpu_is_asked_for_the_same(name, request):
+    if not (request.config.getoption("--on-silicon") and torch.cuda.is_available()):
+        pytest.skip("takes --on-silicon, and a GPU")
+    path = COUNTED / f"sm_{''.join(map(str, torch.cuda.get_device_capability()))}.json"
+    if not path.exists():
+        pytest.skip(f"there is no {path.name}: its GPU was not counted")
+    import course  # switches attention by cuDNN off, as for what is recorded
+
+    for plan, before in read_json(path)["courses"][name].items():
+        if plan in PLANS:
+            row = course.on_silicon(name, PLANS[plan], never_waits=plan in NO_WAITS)
+            assert row["copies"] == before["copies"], plan
+            assert row["launches"] >= before["launches"], plan  # cuDNN and cuBLAS take several kernels for some
+            assert row["peak_bytes"] >= 0.98 * before["peak_bytes"], plan  # cuDNN's workspaces come on top
+
+
 @pytest.mark.xfail(reason="cuDNN's frontend asks more of an engine for attention than the stand-in offers", strict=True)
 def test_attention_of_cudnn_runs():
     row = run("course:attention_of_cudnn", GPUS["sm_90"])

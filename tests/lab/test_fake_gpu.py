@@ -9,7 +9,6 @@ import itertools
 import pytest
 import torch
 from test_losses import WORKLOADS
-from tiny import opened, points
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,7 +23,6 @@ from speedkit.lab.workloads.residual import GroupNorm
 from speedkit.machine import Hardware
 from speedkit.measure.peaks import _calls
 from speedkit.train.attention import apply_attention
-from speedkit.train.batches import micro_batches
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a real one shows more: the other tests take it")
 
@@ -167,21 +165,3 @@ def test_the_order_of_an_epoch_is_sent_to_the_device_once(made, tmp_path):
     assert len(hosts) > 1 == len({place.untyped_storage()._cdata for place in places}) == 1, (
         "all are parts of one tensor"
     )
-
-
-class Alone:
-    """A rank of several, without the others."""
-
-    count, share, several = 1, 16, True
-
-    def sum(self, values):
-        return values
-
-
-def test_ranks_weigh_the_parts_of_a_batch_without_a_copy_from_the_host(fake_gpu):
-    with opened(points()) as run:
-        batch = next(run.data.batches)
-        run.device, run.ranks = torch.device("cuda"), Alone()
-        with fake_gpu, Operators() as operators:
-            [(_, weight)] = micro_batches(run, batch)
-    assert weight.is_cuda and not operators.whole & {"_to_copy", "copy_", "_local_scalar_dense"}
