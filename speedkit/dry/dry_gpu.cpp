@@ -1183,6 +1183,8 @@ std::string in_words(Descriptor* operation) {
 
 }  // namespace
 
+EXPORT int cudnnCreate(Handle* handle) { return made(handle); }
+
 EXPORT int cudnnBackendCreateDescriptor(int kind, Descriptor** descriptor) {
   *descriptor = new Descriptor{kind, {}};
   return 0;

@@ -47,7 +47,10 @@ def as_one_rank(plan, recipe, device):
         dist.init_process_group(
             "cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0)
         )
-    return Ranks(plan, recipe, device)
+    ranks = Ranks(plan, recipe, device)
+    ranks.several = True
+    ranks.sharded = plan.strategy == "fsdp"
+    return ranks
 
 
 def joined(fields):

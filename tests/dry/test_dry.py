@@ -1,7 +1,7 @@
 """PyTorch's real CUDA code under this package's, on GPUs that are not there: what it launches, waits for and keeps.
 
 `python tests/dry/test_dry.py` counts everything anew, and with `image sm_80` behind it one workload on one GPU: `git
-diff` tells what has changed. Of the compiled plans that are recorded, those of text on sm_90 run as a test.
+diff` tells what has changed. Of the compiled plans that are recorded, text on sm_90 runs as a test.
 """
 
 import itertools

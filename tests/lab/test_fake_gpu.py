@@ -17,7 +17,6 @@ from torchao.float8 import Float8LinearConfig
 from speedkit import Plan, load_workload
 from speedkit.data.batch import map_batch
 from speedkit.data.cache import open_cache
-from speedkit.data.cache_in_memory import select
 from speedkit.data.loader import BatchStream
 from speedkit.lab.workloads.residual import GroupNorm
 from speedkit.machine import Hardware
@@ -144,14 +143,6 @@ def test_group_norm_stays_in_the_format_of_its_input(fake_gpu, dtype):
         (outputs, saved_bytes), (wide, wide_bytes) = (saved_by(norm, inputs, dtype) for norm in (ours, pytorchs))
     assert outputs.dtype == inputs.dtype and wide.dtype == torch.float32
     assert saved_bytes <= 0.55 * wide_bytes if dtype else saved_bytes == wide_bytes
-
-
-def test_rows_in_ram_go_to_the_gpu_out_of_page_locked_memory_and_nothing_waits(fake_gpu):
-    with fake_gpu:
-        values, places = torch.zeros(10, 3), torch.tensor([1, 4])
-        with Operators() as seen:
-            rows = select(values, places, torch.device("cuda"))
-    assert rows.device.type == "cuda" and seen.options == {("non_blocking", True), ("pin_memory", True)}
 
 
 def test_the_order_of_an_epoch_is_sent_to_the_device_once(made, tmp_path):
