@@ -44,6 +44,7 @@ MAY_DO_NOTHING = {
     "cudaGraphExecDestroy",
     "cudaStreamWaitEvent",
     "cudnnSetStream",
+    "cufftDestroy",
     "cufftSetAutoAllocation",
     "cufftSetStream",
     "cufftSetWorkArea",

@@ -116,7 +116,7 @@ def keep_reads(script: str, path: Path) -> None:
             path.write_text(line)
 
     warnings.filterwarnings("always", message="called a synchronizing CUDA operation")
-    warnings.showwarning = note
+    warnings.showwarning = note  # type: ignore[assignment]
     torch.cuda.set_sync_debug_mode("warn")
 
 
