@@ -36,6 +36,10 @@ OWN_FOLDERS = (
 )
 
 
+def pytest_addoption(parser):
+    parser.addoption("--on-silicon", action="store_true", help="tests/dry: count on the GPU of this machine, too")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_folders(tmp_path_factory):
     """Keep caches and settings of the tests apart from the user's; one set per session, so that data is made once."""

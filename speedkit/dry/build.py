@@ -18,7 +18,7 @@ LIBRARY = "libdrygpu.so"
 NVRTC = f"libnvrtc.so.{(torch.version.cuda or '').partition('.')[0]}"
 DRIVER = "libcuda.so.1"  # the same library, under the name that Triton loads
 ASKING = ("libc10_cuda.so", "libtorch_cuda.so", "libtorch_cuda_linalg.so", "libtorch_python.so", "libcaffe2_nvrtc.so")
-OF_CUDA = re.compile(r"(cu[A-Z]|cuda[A-Z]|__cuda|cublas|cusparse|cusolver|cufft|curand|cudnn)\w+")
+OF_CUDA = re.compile(r"(cu[A-Z]|cuda[A-Z]|__cuda|cublas|cusparse|cusolver|cufft|curand|cudnn|nccl)\w+")
 # What Triton's own code, compiled on first use, asks of the driver besides.
 OF_DRIVER = (
     "cuCtxGetLimit",
@@ -31,6 +31,27 @@ OF_DRIVER = (
     "cuPointerGetAttributes",
     "cuTensorMapEncodeTiled",
 )
+# Stubs that may be called, for they need do nothing.
+MAY_DO_NOTHING = {
+    "cublasLtMatmulPreferenceDestroy",
+    "cublasLtMatmulPreferenceSetAttribute",
+    "cublasSetMathMode",
+    "cublasSetStream_v2",
+    "cublasSetWorkspace_v2",
+    "cudaEventQuery",  # whatever was asked for is done
+    "cudaFuncSetAttribute",
+    "cudaGraphDestroy",
+    "cudaGraphExecDestroy",
+    "cudaStreamWaitEvent",
+    "cudnnSetStream",
+    "cufftDestroy",
+    "cufftSetAutoAllocation",
+    "cufftSetStream",
+    "cufftSetWorkArea",
+    "ncclCommAbort",
+    "ncclGroupEnd",
+    "ncclGroupStart",
+}
 LEFT_OUT = {"cudnnGetVersion"}  # cuDNN's own tells the version that PyTorch was built for
 STUB = 'int {0}(void) {{ static const char name[] = "{0}"; dry_stub(name); return 0; }}\n'
 

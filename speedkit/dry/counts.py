@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-LAUNCHED = ("kernel", "compiled", "cublas", "cufft", "cudnn", "graph")
+LAUNCHED = ("kernel", "compiled", "cublas", "cufft", "cudnn", "nccl", "graph")
 
 
 class Counts:

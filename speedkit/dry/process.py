@@ -1,6 +1,7 @@
 """Run a function, or a script, in a process of its own that has a GPU which is not there."""
 
 import importlib
+import linecache
 import os
 import pickle
 import runpy
@@ -8,10 +9,13 @@ import subprocess
 import sys
 import tempfile
 import traceback
+import warnings
 from pathlib import Path
 from typing import Any
 
-from speedkit.dry.build import LIBRARY, NVRTC, build
+import torch
+
+from speedkit.dry.build import LIBRARY, MAY_DO_NOTHING, NVRTC, build
 from speedkit.dry.gpus import Gpu
 from speedkit.errors import SpeedkitError
 
@@ -20,22 +24,47 @@ def run(what: str, gpu: Gpu, timeout_s: float = 600.0, **arguments: Any) -> Any:
     """Return what a function returns there, called with `arguments`: `what` is package.module:function.
 
     Of a script, NAME.py, the arguments are `argv`, and nothing is returned. Raises SpeedkitError where it fails, with
-    what the process wrote last.
+    what the process wrote last, and where it asks for what the stand-in does not have.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        call = Path(folder, "call")
-        answer = Path(folder, "answer")
-        call.write_bytes(pickle.dumps((what, arguments)))
-        command = [sys.executable, "-m", "speedkit.dry.process", str(call), str(answer)]
-        done = subprocess.run(
-            command, env=environment(gpu), capture_output=True, text=True, timeout=timeout_s, check=False
-        )
-        if not answer.exists():
-            raise SpeedkitError(f"{what} on {gpu.name} ended with {done.returncode}:\n{done.stderr[-2000:]}")
-        returned, error = pickle.loads(answer.read_bytes())
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "call").write_bytes(pickle.dumps((what, arguments)))
+        command = [sys.executable, "-m", "speedkit.dry.process", name]
+        variables = environment(gpu) | {"DRY_GPU_NOTES": str(folder / "notes")}
+        try:
+            done = subprocess.run(
+                command, env=variables, capture_output=True, text=True, timeout=timeout_s, check=False
+            )
+            ended = f"ended with {done.returncode}:\n{done.stderr[-2000:]}"
+        except subprocess.TimeoutExpired:
+            ended = f"has not ended after {timeout_s:g} s"
+        refuse_unknown(f"{what} on {gpu.name}", folder / "notes")
+        returned, error = None, ended
+        if (folder / "answer").exists():
+            returned, error = pickle.loads((folder / "answer").read_bytes())
+        if error and (folder / "read back").exists():
+            place = (folder / "read back").read_text()
+            raise SpeedkitError(f"{what} reads numbers back from a GPU that has none, at {place}; then it {error}")
     if error:
-        raise SpeedkitError(f"{what} on {gpu.name} failed:\n{error}")
+        raise SpeedkitError(f"{what} on {gpu.name} {error}")
     return returned
+
+
+def refuse_unknown(what: str, notes: Path) -> None:
+    """Raise SpeedkitError where a process has noted functions or kernels that the stand-in does not know."""
+    lines = [line.split("\t") for line in notes.read_text().splitlines()] if notes.exists() else []
+    stubs = sorted({name for kind, name in lines if kind == "stub"} - MAY_DO_NOTHING)
+    if stubs:
+        calls = f"torch {torch.__version__} calls functions of CUDA that the GPU that is not there lacks"
+        raise SpeedkitError(f"{what}: {calls}: {', '.join(stubs)}")
+    site = Path(torch.__file__).parents[1]
+    for kind, name in lines:
+        path = Path(name)
+        ours = path.is_relative_to(site) and path.relative_to(site).parts[0].startswith(("torch", "nvidia"))
+        if kind == "kernels" and not ours:
+            raise SpeedkitError(
+                f"{what}: {path} has CUDA kernels of its own: a GPU that is not there has PyTorch's only"
+            )
 
 
 def environment(gpu: Gpu) -> dict[str, str]:
@@ -57,19 +86,40 @@ def environment(gpu: Gpu) -> dict[str, str]:
     )
 
 
-def answer(call: Path) -> tuple[Any, str]:
-    """Return what the call in a file returns, and its error in words, "" without one."""
-    what, arguments = pickle.loads(call.read_bytes())
+def answer(folder: Path) -> tuple[Any, str]:
+    """Return what the call in a folder returns, and how it failed, "" where it did not."""
+    what, arguments = pickle.loads((folder / "call").read_bytes())
     try:
         if what.endswith(".py"):
+            keep_reads(what, folder / "read back")
             sys.argv = [what, *arguments.get("argv", ())]
             runpy.run_path(what, run_name="__main__")
             return None, ""
         module, _, function = what.partition(":")
         return getattr(importlib.import_module(module), function)(**arguments), ""
-    except Exception:
-        return None, traceback.format_exc()
+    except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit) and not error.code:
+            return None, ""
+        return None, f"failed:\n{traceback.format_exc()}"
+
+
+def keep_reads(script: str, path: Path) -> None:
+    """Keep in the file at `path` which line of the script was the last to read from the GPU."""
+
+    last = ""
+
+    def note(_message: object, _kind: object, filename: str, number: int, *_more: object) -> None:
+        nonlocal last
+        line = f"line {number} of {filename}: {linecache.getline(filename, number).strip()}"
+        if line != last:
+            last = line
+            path.write_text(line)
+
+    warnings.filterwarnings("always", message="called a synchronizing CUDA operation")
+    warnings.showwarning = note  # type: ignore[assignment]
+    torch.cuda.set_sync_debug_mode("warn")
 
 
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_bytes(pickle.dumps(answer(Path(sys.argv[1]))))
+    place = Path(sys.argv[1])
+    (place / "answer").write_bytes(pickle.dumps(answer(place)))

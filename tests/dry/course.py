@@ -4,25 +4,29 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import gc
 import tempfile
 import traceback
 from pathlib import Path
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 
 from speedkit.dry.counts import counted, launches_so_far
-from speedkit.lab.workloads import load_workload
+from speedkit.lab.workloads import audio, load_workload
 from speedkit.machine import this_machine
 from speedkit.plan import PRESETS
+from speedkit.train import setup
 from speedkit.train.fit import fit
 from speedkit.train.loop import steps
+from speedkit.train.ranks import Ranks
 from speedkit.train.setup import setup_run
 
 torch.backends.cuda.enable_cudnn_sdp(False)  # its graphs ask more of an engine than the stand-in offers
 
 FEW = {"text": {}, "image": {"clips": 200}, "audio": {"clips": 200}, "speech": {"clips": 100}}  # what data to make
-WARM_UP, COUNTED = 5, 4  # steps, between two log points
+WARM_UP, COUNTED = 4, 2  # steps, between two log points
 
 
 def small(name):
@@ -34,6 +38,24 @@ def plan_of(fields):
     fields = dict(fields)
     preset = PRESETS[fields.pop("preset", "baseline")](this_machine("cuda"))
     return dataclasses.replace(preset, **fields, log_every=1000)
+
+
+def as_one_rank(plan, recipe, device):
+    """The only rank of a run: what it exchanges goes to NCCL."""
+    if not dist.is_initialized():
+        store = dist.HashStore()
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0)
+        )
+    ranks = Ranks(plan, recipe, device)
+    ranks.several = True
+    ranks.sharded = plan.strategy == "fsdp"
+    return ranks
+
+
+def joined(fields):
+    """Inside, a plan with a strategy for several ranks has one."""
+    return patch.object(setup, "join", as_one_rank) if "strategy" in fields else contextlib.nullcontext()
 
 
 def adding(launches, part, function):
@@ -62,6 +84,7 @@ def course(workload, fields, cache_dir, read_back=False):
     workload = dataclasses.replace(workload, loss=reading if read_back else loss)
     plan = plan_of(fields)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(joined(fields))
         run = stack.enter_context(
             contextlib.closing(
                 setup_run(workload, plan=plan, device="cuda", endless=True, progress=False, cache_dir=cache_dir)
@@ -73,7 +96,7 @@ def course(workload, fields, cache_dir, read_back=False):
         )
         stack.enter_context(patch.object(optimizer, "step", adding(launches, "update", optimizer.step)))
         training = steps(run)
-        for _ in range(WARM_UP):
+        for _ in range(WARM_UP if "strategy" not in fields else 12):  # of which DDP times ten, and waits
             next(training)
         torch.cuda.reset_peak_memory_stats()
         launches.clear()
@@ -88,20 +111,70 @@ def course(workload, fields, cache_dir, read_back=False):
             "launches": counts.launches / COUNTED,
             "waits": counts.waits / COUNTED,
             "copies": {name: number / COUNTED for name, number in counts.names["memcpy"].items()},
-            "stubs": sorted(counts.names["stub"]),
+            "exchanges": counts["nccl"] / COUNTED,
             "peak_bytes": torch.cuda.max_memory_allocated(),
             "micro_batch": run.learner.micro_batch,
         }
 
 
+def left_on_the_gpu():
+    """Forget what an earlier course has left in memory; return the bytes that stay nevertheless."""
+    torch._dynamo.reset()  # compiled code, whose CUDA graphs have memory of their own
+    audio.mel_transform.cache_clear()  # filters of a device
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated()
+
+
+def on_silicon(name, fields, never_waits):
+    """What COUNTED steps of a plan ask of a real GPU, per step: by PyTorch's profiler, in the same words.
+
+    One that `never_waits` raises RuntimeError where the host waits.
+    """
+    left_on_the_gpu()
+    with tempfile.TemporaryDirectory() as cache_dir:
+        run = setup_run(
+            small(name), plan=plan_of(fields), device="cuda", endless=True, progress=False, cache_dir=cache_dir
+        )
+        with contextlib.closing(run):
+            training = steps(run)
+            for _ in range(WARM_UP):
+                next(training)
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+                torch.cuda.set_sync_debug_mode("error" if never_waits else "default")
+                for _ in range(COUNTED):
+                    next(training)
+                torch.cuda.set_sync_debug_mode("default")
+                torch.cuda.synchronize()
+            peak_bytes = torch.cuda.max_memory_allocated()
+    on_gpu = torch.autograd.DeviceType.CUDA
+    names = [event.name.replace(" -> Device", "") for event in seen.events() if event.device_type == on_gpu]
+    copies = collections.Counter(name.removesuffix(" (Device)") for name in names if name.startswith("Memcpy"))
+    kernels = [name for name in names if not name.startswith(("Memcpy", "Memset"))]
+    return {
+        "launches": len(kernels) / COUNTED,
+        "copies": {name: number / COUNTED for name, number in copies.items()},
+        "peak_bytes": peak_bytes,
+    }
+
+
 def courses(name, plans, read_back=False):
-    """The course of each plan of a workload by name, or how it failed."""
+    """The course of each plan of a workload by name, or how it failed.
+
+    All begin alike, and none is disturbed by Python's garbage collection, which comes when it likes: tensors that it
+    frees sooner or later would be another peak.
+    """
     workload = small(name)
     rows = {}
+    gc.disable()
     with tempfile.TemporaryDirectory() as cache_dir:
         for plan, fields in plans.items():
+            left_bytes = left_on_the_gpu()
             try:
-                rows[plan] = course(workload, fields, cache_dir, read_back)
+                rows[plan] = course(workload, fields, cache_dir, read_back) | {"left_bytes": left_bytes}
             except Exception:
                 rows[plan] = {"error": traceback.format_exc()}
     return rows
@@ -111,7 +184,7 @@ def whole(name, fields):
     """A training to its end with evaluations and checkpoints, and another that goes on from there."""
     workload = small(name)
     workload = dataclasses.replace(workload, recipe=dataclasses.replace(workload.recipe, epochs=None, steps=8))
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, joined(fields):
         train = functools.partial(
             fit,
             workload,

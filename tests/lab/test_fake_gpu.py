@@ -9,7 +9,6 @@ import itertools
 import pytest
 import torch
 from test_losses import WORKLOADS
-from tiny import opened, points
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,13 +17,11 @@ from torchao.float8 import Float8LinearConfig
 from speedkit import Plan, load_workload
 from speedkit.data.batch import map_batch
 from speedkit.data.cache import open_cache
-from speedkit.data.cache_in_memory import select
 from speedkit.data.loader import BatchStream
 from speedkit.lab.workloads.residual import GroupNorm
 from speedkit.machine import Hardware
 from speedkit.measure.peaks import _calls
 from speedkit.train.attention import apply_attention
-from speedkit.train.batches import micro_batches
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a real one shows more: the other tests take it")
 
@@ -148,14 +145,6 @@ def test_group_norm_stays_in_the_format_of_its_input(fake_gpu, dtype):
     assert saved_bytes <= 0.55 * wide_bytes if dtype else saved_bytes == wide_bytes
 
 
-def test_rows_in_ram_go_to_the_gpu_out_of_page_locked_memory_and_nothing_waits(fake_gpu):
-    with fake_gpu:
-        values, places = torch.zeros(10, 3), torch.tensor([1, 4])
-        with Operators() as seen:
-            rows = select(values, places, torch.device("cuda"))
-    assert rows.device.type == "cuda" and seen.options == {("non_blocking", True), ("pin_memory", True)}
-
-
 def test_the_order_of_an_epoch_is_sent_to_the_device_once(made, tmp_path):
     workload, _ = made["audio"]
     plan, cpu = Plan(cache="ram"), torch.device("cpu")
@@ -167,21 +156,3 @@ def test_the_order_of_an_epoch_is_sent_to_the_device_once(made, tmp_path):
     assert len(hosts) > 1 == len({place.untyped_storage()._cdata for place in places}) == 1, (
         "all are parts of one tensor"
     )
-
-
-class Alone:
-    """A rank of several, without the others."""
-
-    count, share, several = 1, 16, True
-
-    def sum(self, values):
-        return values
-
-
-def test_ranks_weigh_the_parts_of_a_batch_without_a_copy_from_the_host(fake_gpu):
-    with opened(points()) as run:
-        batch = next(run.data.batches)
-        run.device, run.ranks = torch.device("cuda"), Alone()
-        with fake_gpu, Operators() as operators:
-            [(_, weight)] = micro_batches(run, batch)
-    assert weight.is_cuda and not operators.whole & {"_to_copy", "copy_", "_local_scalar_dense"}
