@@ -5,7 +5,6 @@ from torch import Tensor, nn
 
 from speedkit.recipe import Recipe
 from speedkit.train.precision import Precision
-from speedkit.train.ranks import Ranks
 
 
 class StepGuard:
@@ -22,7 +21,6 @@ class StepGuard:
         optimizer: torch.optim.Optimizer,
         recipe: Recipe,
         *,
-        ranks: Ranks,
         precision: Precision,
         fused: bool,
     ):
@@ -31,7 +29,6 @@ class StepGuard:
         self.active = self.scaled or recipe.on_nonfinite != "raise"  # else no step is ever left out
         self.fused = fused
         self.optimizer = optimizer
-        self.ranks = ranks
         self.good_steps = torch.zeros((), dtype=torch.int64, device=device)
         self.found_inf = torch.zeros((), device=device)
         if self.active and self.fused and not self.scaled:  # GradScaler sets its own
@@ -50,8 +47,7 @@ class StepGuard:
 
         Return the loss, NaN where the step is bad.
         """
-        # The norm is that of all ranks, the loss of this one.
-        self.found_inf.copy_(self.ranks.sum(loss + norm).isfinite().logical_not())
+        self.found_inf.copy_((loss + norm).isfinite().logical_not())
         if not self.fused and self.found_inf:  # the host waits for the device here
             self.optimizer.zero_grad(set_to_none=True)  # the optimizer finds nothing to do
         return loss if self.scaled else torch.where(self.found_inf == 0, loss, torch.nan)

@@ -75,6 +75,7 @@ def train(run: TrainingRun) -> Generator[int, None, None]:
                 loss, outputs = run.workload.loss(learner.replica, part, run.recipe)
             if weight is not None:
                 loss = loss * weight
+            loss = run.ranks.told_to_all(loss)
             scaler.scale(loss).backward()
             losses.append(loss.detach())
         step_loss = sum(losses[1:], losses[0])

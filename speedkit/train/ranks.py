@@ -74,6 +74,12 @@ class Ranks:
             dist.all_reduce(values)
         return values
 
+    def told_to_all(self, loss: Tensor) -> Tensor:
+        """Return `loss`, []: where it is not finite its gradients, which all ranks get, are not either."""
+        if not self.several:
+            return loss
+        return loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)
+
     def apply_data_parallel(self, model: nn.Module, recipe: Recipe, precision: Precision) -> nn.Module:
         """Return what exchanges the gradients of `model`: DDP around it, or itself, with FSDP2 applied to its blocks.
 
