@@ -274,12 +274,12 @@ class FeatureCache:
         else:
             entries = self.values.reshape(-1, *self.shape)[rows]  # faster than `take` into an array made before
             batch = torch.from_numpy(entries)
-        if not self.trusted[indices].all() and self._mend(indices, entries):
+        if not self.trusted[indices].all() and not self._verify(indices, entries):
             return self._read(indices, page_locked)
         return batch
 
-    def _mend(self, indices: np.ndarray, entries: Sequence[np.ndarray] | np.ndarray) -> bool:
-        """Compare entries with their checksums, and compute damaged ones again; return whether there were any.
+    def _verify(self, indices: np.ndarray, entries: Sequence[np.ndarray] | np.ndarray) -> bool:
+        """Compare entries with their checksums, and compute damaged ones again; return whether there were none.
 
         This is done right after copying, while the processor's cache has them: there hashing costs least.
         """
@@ -288,12 +288,12 @@ class FeatureCache:
         damaged = np.unique(indices[np.array(checksums, np.uint64) != self._committed()[indices]])
         if not len(damaged):
             self.trusted[indices] = True
-            return False
+            return True
         warnings.warn(f"an entry in {self.folder} is not as it was written: it is computed again", stacklevel=4)
         self.index["checksum"][self.row[damaged]] = 0
         for index in damaged.tolist():
             self.write(index)
-        return True
+        return False
 
     @property
     def padded_shape(self) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The folder of a feature cache: what its entries depend on, its files, and how they are verified.
+"""The folder of a feature cache: what its entries depend on, its files, and how its index is verified.
 
 values.bin  the entries, one after another
 index.bin   a header with the format of these files and the shape of the first entry, and for each entry its key, which
