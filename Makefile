@@ -8,7 +8,7 @@ UV ?= $(shell command -v uv)
 
 # What the two commands need, and the rest: extras of pyproject.toml.
 EXTRAS := audio,image,tars,int8,notebooks,test
-MORE := cluster,peers
+MORE := cluster,peers,docs
 
 # A set-up is finished when its file is there, whose name changes with what is to be installed and where.
 SUM := $(shell { pwd; cat requirements.lock pyproject.toml; } | cksum | cut -d' ' -f1)
@@ -44,7 +44,7 @@ STORY := $(foreach number,00 01 12 21 90 99,$(wildcard notebooks/$(number)_*.ipy
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 SMOKE := SPEEDKIT_SCALE=smoke $(PYTEST) --nbval-lax --nbval-current-env --nbval-cell-timeout 180
 
-.PHONY: help setup setup-all setup-cluster setup-peers tune test test-all bench lint lab lock system clean
+.PHONY: help setup setup-all setup-cluster setup-peers setup-docs tune test test-all bench lint lab site lock system clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -55,7 +55,7 @@ setup: $(STAMP)  ## make or reuse .venv, with what tune and test need at its loc
 
 setup-all: .venv/.installed-$(MORE)-$(SUM)  ## add what test-all and the benchmarks need: a Dask cluster, other libraries
 
-setup-cluster setup-peers: setup-%: .venv/.installed-%-$(SUM)
+setup-cluster setup-peers setup-docs: setup-%: .venv/.installed-%-$(SUM)
 
 # Prints the interpreter itself, also when an environment of its own is active, if it is of use here.
 fits = import sys, venv, ensurepip; (3, 11) <= sys.version_info[:2] <= (3, 14) or sys.exit(1); print(sys._base_executable)
@@ -118,7 +118,7 @@ test: lint  ## check the code, run the quick tests, then the six notebooks that 
 	$(SMOKE) $(STORY)
 
 test-all: test setup-all  ## all of that, then the long tests (faults, ranks, browser) and all other notebooks
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(PYTEST) -m slow $(ARGS)
 	$(SMOKE) $(filter-out $(STORY),$(wildcard notebooks/*.ipynb))
 
 bench: setup  ## measure what speedkit itself costs, against its limits; takes a quiet machine
@@ -131,6 +131,10 @@ lint: setup  ## ruff and mypy
 
 lab: setup  ## open the notebooks in JupyterLab
 	$(BIN)/jupyter lab --notebook-dir=notebooks $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS)
+
+site: setup-docs  ## build the site of lessons, pages and reference in build/site, without a network
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -c docs . build/site $(ARGS)
+	@echo "build/site/docs/index.html"
 
 lock:  ## choose all versions anew (needs uv, which is not part of the set-up)
 	uv pip compile --universal --fork-strategy fewest --python-version 3.11 --all-extras pyproject.toml \

@@ -18,11 +18,13 @@ import time
 import psutil
 import pytest
 from processes import ROOT, TESTS, killed
-from small_notebooks import plain
+from publish import publish, whole_record
+from small_notebooks import commit, make_checkout, plain, whole
 from tiny import points
 
 from speedkit import tune
 from speedkit.files import read_json
+from speedkit.lab import provenance
 from speedkit.lab.record import read_notebook
 from speedkit.lab.records import validate_record
 from speedkit.measure.stages import NAME
@@ -251,6 +253,32 @@ def test_a_killed_run_of_a_notebook_leaves_the_old_file_and_no_kernel(tmp_path, 
                 assert psutil.wait_procs(left, timeout=60)[1] == [] and out.read_text() == "old"
     assert end_of(started("runs", "run", source, "--out", "out")[0])[0] == 0
     assert "whole" in str(read_notebook(out).cells[-1].outputs)
+
+
+def publish_in(folder):
+    """Publish the lesson of a checkout, as `speedkit publish 21` does there."""
+    os.chdir(folder)
+    os.environ |= {"PYTHONPATH": str(folder), "SPEEDKIT_NOTEBOOKS": str(folder / "notebooks")}
+    provenance.PACKAGE = folder / "speedkit"
+    return publish(["21"])
+
+
+def test_a_killed_publishing_leaves_the_old_lesson_or_the_whole_new_one(tmp_path, monkeypatch, attack):
+    lesson = whole(make_checkout(tmp_path, monkeypatch) / "21_tiny.ipynb", "import time\ntime.sleep(1)")
+    commit(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    before, rng, kills = lesson.read_bytes(), random.Random(0), 0
+    with attack("publishing killed") as tried:
+        while kills < 6:
+            with tried(f"{kills}"):
+                kills += killed(publish_in, tmp_path, after_s=rng.uniform(0.5, 6.0))
+                assert lesson.read_bytes() == before or whole_record(lesson)
+                for record in lesson.parent.glob("records/*/*.json"):
+                    assert validate_record(read_json(record)) == [] and whole_record(lesson)
+                assert publish_in(tmp_path)["21_tiny"] in ("published", "current")
+                assert not list(lesson.parent.rglob("*.tmp")) and whole_record(lesson)
+            shutil.rmtree(lesson.parent / "records")
+            lesson.write_bytes(before)
 
 
 # Hostile input.

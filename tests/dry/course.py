@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from speedkit.dry.counts import counted, launches_so_far
 from speedkit.lab.workloads import audio, load_workload
+from speedkit.lab.workloads.residual import GroupNorm
 from speedkit.machine import this_machine
 from speedkit.plan import PRESETS
 from speedkit.train import setup
@@ -191,12 +192,28 @@ def whole(name, fields):
             plan=dataclasses.replace(plan_of(fields), log_every=2, validate_every=3),
             device="cuda",
             progress=False,
+            deterministic=True,  # PyTorch raises where an operator has no such kernel
             out=Path(folder, "out"),
             cache_dir=folder,
         )
         first = train()
         again = train(resume=True)
     return len(first.loss), len(first.evaluations), first.device, again.resumed_from
+
+
+def group_norms():
+    """The format of what our group normalisation and PyTorch's return in autocast, and the bytes they leave behind."""
+    rows = []
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        inputs = torch.ones(4, 8, 16, 16, device="cuda", dtype=dtype, requires_grad=True)
+        for kind in (GroupNorm, torch.nn.GroupNorm):
+            norm = kind(1, 8).cuda()
+            before = torch.cuda.memory_allocated()
+            with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+                outputs = norm(inputs)
+            rows.append((str(dtype), str(outputs.dtype), torch.cuda.memory_allocated() - before))
+            del outputs
+    return rows
 
 
 def attention_of_cudnn():

@@ -1,17 +1,20 @@
 """Peaks of this machine, and the roofline: FLOPs as PyTorch counts them, bytes as operators read and write them."""
 
 import dataclasses
+import itertools
 import math
 
 import pytest
 import torch
 from tiny import DEVICES, opened, points
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
+from torchao.float8 import Float8LinearConfig
 
-from speedkit.machine import this_machine
+from speedkit.machine import Hardware, this_machine
 from speedkit.measure.breakdown import StepFacts, make_breakdown
-from speedkit.measure.peaks import peaks
+from speedkit.measure.peaks import _calls, peaks
 from speedkit.measure.roofline import ByteCounter, count, roofline
 from speedkit.measure.warm_up import compilations
 from speedkit.plan import Plan
@@ -89,3 +92,11 @@ def test_peaks_are_measured_and_kept_per_machine(tmp_path, monkeypatch):
     assert peaks(machine) == measured
     path.write_text("{ not JSON")
     assert peaks(machine) != measured
+
+
+def test_the_peak_of_8_bits_adds_up_as_a_trainings_products_do():
+    hopper = Hardware(torch.device("cuda"), compute_capability=(9, 0))
+    with FakeTensorMode():
+        (multiply,) = (call for name, call, *_ in itertools.islice(_calls(hopper), 5) if name == "matmul_fp8")
+    training = Float8LinearConfig.from_recipe_name("tensorwise").gemm_config_output
+    assert multiply.keywords["use_fast_accum"] == training.use_fast_accum

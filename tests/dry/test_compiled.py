@@ -1,10 +1,12 @@
-"""What is compiled and measured on a GPU that is not there: code for every length, and waits wherever they come."""
+"""What is compiled for a GPU that is not there: each plan that compiles, and code for clips of every length."""
 
 import dataclasses
+import itertools
 from pathlib import Path
 
 import pytest
 import torch
+from test_dry import COMPILED, COMPILING, WORKLOADS, check
 
 from speedkit.data.batch import Batch
 from speedkit.dry.gpus import GPUS
@@ -22,6 +24,12 @@ LENGTHS = (67, 87, 122, 158, 286)  # frames of the net that are no multiples of 
 @pytest.fixture(autouse=True)
 def functions_can_be_imported(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+
+@pytest.mark.slow  # minutes of compiling
+@pytest.mark.parametrize(("name", "gpu"), itertools.product(WORKLOADS, COMPILING))
+def test_each_plan_that_compiles_asks_of_the_gpu_what_it_should(name, gpu):
+    check(name, gpu, COMPILED)
 
 
 def compiled_speech():
@@ -44,6 +52,6 @@ def compiled_speech():
     return compilations()
 
 
-@pytest.mark.slow  # minutes of compiling
+@pytest.mark.slow
 def test_compiled_speech_takes_every_length():
-    assert run("test_measured:compiled_speech", GPUS["sm_90"], 1200) == len(LENGTHS)
+    assert run("test_compiled:compiled_speech", GPUS["sm_90"], 1200) == len(LENGTHS)

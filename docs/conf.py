@@ -1,0 +1,27 @@
+"""The site, as `make site` builds it: these pages, the lessons as they were executed, and what docstrings say."""
+
+project = "speedkit"
+root_doc = "docs/index"
+include_patterns = ["docs/**.md", "notebooks/*.ipynb", "notebooks/records/README.md", "CHANGELOG.md", "CONTRIBUTING.md"]
+extensions = ["myst_nb", "sphinx.ext.autodoc"]
+
+# Pages and lessons are read on GitHub too, so they are plain Markdown, and nothing is executed here.
+nb_execution_mode = "off"
+myst_heading_anchors = 3
+myst_enable_extensions = ["dollarmath"]
+suppress_warnings = [
+    "mystnb.unknown_mime_type",  # the record that a lesson carries
+    "myst.header",  # a lesson's page may go down two levels at once
+    "myst.xref_missing",  # links to source files, which are no pages
+]
+
+# Docstrings have Markdown's backticks.
+default_role = "literal"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+autodoc_member_order = "bysource"
+
+html_theme = "furo"
+html_title = "speedkit"
+html_show_sphinx = False
+html_theme_options = {"navigation_with_keys": True}
