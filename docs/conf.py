@@ -1,5 +1,8 @@
 """The site, as `make site` builds it: these pages, the lessons as they were executed, and what docstrings say."""
 
+import re
+from typing import Any
+
 project = "speedkit"
 root_doc = "docs/index"
 include_patterns = ["docs/**.md", "notebooks/*.ipynb", "notebooks/records/README.md", "CHANGELOG.md", "CONTRIBUTING.md"]
@@ -25,3 +28,16 @@ html_theme = "furo"
 html_title = "speedkit"
 html_show_sphinx = False
 html_theme_options = {"navigation_with_keys": True}
+
+
+def as_fields(_app: Any, _what: str, _name: str, _value: Any, _options: Any, lines: list[str]) -> None:
+    """Make fields of a docstring's lines `option: what it is`."""
+    for place, line in enumerate(lines):
+        option, colon, text = line.partition(": ")
+        if colon and re.fullmatch("[a-z_]+", option):
+            lines[place] = f":{option}: {text}"
+
+
+def setup(app: Any) -> None:
+    """Have each docstring shown by `as_fields`."""
+    app.connect("autodoc-process-docstring", as_fields)
