@@ -27,6 +27,7 @@ autodoc_member_order = "bysource"
 html_theme = "furo"
 html_title = "speedkit"
 html_show_sphinx = False
+html_show_copyright = False
 html_theme_options = {"navigation_with_keys": True}
 
 
