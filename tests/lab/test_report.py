@@ -60,7 +60,7 @@ def test_a_report_full_of_hostile_names_runs_nothing_in_a_browser(record, browse
 @pytest.mark.parametrize(
     ("part", "change", "word"),
     [
-        ("quality", {}, "as good"),
+        ("quality", {"decision": "as good"}, "as good"),
         ("quality", {"decision": "not decided", "seeds_needed": 11}, "about 11 would"),
         (
             "quality",
@@ -68,7 +68,7 @@ def test_a_report_full_of_hostile_names_runs_nothing_in_a_browser(record, browse
             "about 880 would",
         ),
         ("quality", {"decision": "not tested", "budget_s": 720.0}, "not tested"),
-        ("payback", {}, "pays back after 6.05 s"),
+        ("payback", {"pays_back_after_s": 6.05}, "pays back after 6.05 s"),
         ("payback", {"pays_back_after_s": None}, "does not pay back"),
     ],
     ids=range(6),

@@ -52,7 +52,7 @@ def test_second_make_installs_nothing_and_a_new_lock_installs(tmp_path):
     (tmp_path / ".venv").mkdir()  # which was not there before
     (tmp_path / make("-s", "--eval=stamp: ; @echo $(STAMP)", "stamp", folder=tmp_path).stdout.strip()).touch()
     assert "pip" not in make("-n", "setup", folder=tmp_path).stdout
-    assert '-e ".[cluster,peers]"' in make("-n", "setup-all", folder=tmp_path).stdout
+    assert '-e ".[cluster,peers,docs]"' in make("-n", "setup-all", folder=tmp_path).stdout
     with (tmp_path / "requirements.lock").open("a") as lock:
         lock.write("another==1.0\n")
     assert "pip" in make("-n", "setup", folder=tmp_path).stdout
