@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import os
 import tempfile
 import traceback
 from pathlib import Path
@@ -172,6 +173,8 @@ def courses(name, plans, read_back=False):
     rows = {}
     gc.disable()
     with tempfile.TemporaryDirectory() as cache_dir:
+        for compiler in ("TORCHINDUCTOR", "TRITON"):  # code that was kept takes other memory than code made anew
+            os.environ[f"{compiler}_CACHE_DIR"] = str(Path(cache_dir, compiler))
         for plan, fields in plans.items():
             left_bytes = left_on_the_gpu()
             try:
