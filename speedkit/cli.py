@@ -59,6 +59,7 @@ def main(command: click.Command | None = None, name: str = "speedkit") -> NoRetu
     came: list[Interrupted] = []
     for number in ends:
         signal.signal(number, functools.partial(_terminate, came))
+    sys.unraisablehook = _leave_if_dropped  # in the callback of a weak reference, say
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root() / "inductor"))  # kept: compiled once
     try:
         code = (command or commands).main(prog_name=name, standalone_mode=False) or 0
@@ -66,18 +67,19 @@ def main(command: click.Command | None = None, name: str = "speedkit") -> NoRetu
         if "--debug" in sys.argv:
             raise
         for number in ends:
-            signal.signal(number, signal.SIG_IGN)  # a terminal that is closed sends two
+            signal.signal(number, signal.SIG_IGN)  # a closed terminal sends two; the code says what the first one did
         # An import that a signal cut short says something else.
         code, sentence = explained(came[0] if came else error)
-        with contextlib.suppress(OSError):  # the terminal may be closed
-            click.echo(f"speedkit: {' '.join(sentence.split())}", err=True)
-    finally:
+        _say(sentence)
+    else:
         for number in ends:
             signal.signal(number, signal.SIG_DFL)  # Python would print what is raised on its way out
     _leave(code)
 
 
 def _terminate(came: list[Interrupted], number: int, _frame: Any) -> NoReturn:
+    if came:  # the second one: at once, as if killed
+        os._exit(came[0].exit_code)
     # As an exception, so that loader processes are ended and half-written files removed on the way out.
     came.append(Interrupted(f"stopped by {signal.Signals(number).name}; what was complete is kept", number))
     if number == signal.SIGINT:
@@ -85,12 +87,31 @@ def _terminate(came: list[Interrupted], number: int, _frame: Any) -> NoReturn:
     raise came[-1]
 
 
+def _leave_if_dropped(dropped: Any) -> None:
+    """End this process where Python drops what `_terminate` raised."""
+    if not isinstance(dropped.exc_value, KeyboardInterrupt | Interrupted):
+        sys.__unraisablehook__(dropped)
+        return
+    code, sentence = explained(dropped.exc_value)
+    _say(sentence)
+    os._exit(code)
+
+
+def _say(sentence: str) -> None:
+    with contextlib.suppress(OSError):  # the terminal may be closed
+        click.echo(f"speedkit: {' '.join(sentence.split())}", err=True)
+
+
 def _leave(code: int) -> NoReturn:
-    """End this process with an exit code; a rank at once, for Python's way out makes gloo's threads abort at times."""
-    if torch.distributed.is_initialized():
+    """End this process with an exit code.
+
+    At once where it was stopped, for Python's way out lets a second Ctrl-C kill it, and where it is a rank, for there
+    gloo's threads abort at times.
+    """
+    if torch.distributed.is_initialized() or code > 128:
         atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
         os._exit(code)
     sys.exit(code)
 

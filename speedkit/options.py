@@ -150,11 +150,11 @@ def find_plan(word: str, values: Values) -> Plan:
     return from_mapping(Plan, dataclasses.asdict(plan) | typed(values, *settings_of(Plan)))
 
 
-def explained(error: Exception) -> tuple[int, str]:
+def explained(error: BaseException) -> tuple[int, str]:
     """Return the exit code and the one sentence of a failure."""
     if isinstance(error, SpeedkitError):
         return error.exit_code, str(error)
-    if isinstance(error, click.Abort):
+    if isinstance(error, click.Abort | KeyboardInterrupt):
         return 130, "stopped by SIGINT; what was complete is kept"
     if isinstance(error, click.ClickException):
         word = getattr(error, "option_name", "") or getattr(error, "command_name", "")

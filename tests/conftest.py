@@ -107,6 +107,7 @@ def speedkit(capsys, monkeypatch):
 
     def command(*words):
         monkeypatch.setattr(sys, "argv", ["speedkit", *map(str, words)])
+        monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # put back
         before = {number: signal.getsignal(number) for number in cli.STOPS}
         try:
             with pytest.raises(SystemExit) as stopped:
