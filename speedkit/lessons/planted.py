@@ -24,7 +24,7 @@ from speedkit.machine import Hardware, this_machine
 CAUSES = {
     "slow decode": "workers",
     "large copies": "pin_memory",
-    "host read each step": "log_every",
+    "host-device sync": "log_every",
     "printing each step": "log_every",
     "many small operators": "compile",
     "compute-bound": "precision",
@@ -33,7 +33,7 @@ CAUSES = {
 }
 ON_CPU = {
     "large copies": "the batch is in the model's memory already: nothing is copied",
-    "host read each step": "a CPU has computed the loss before `.item()` asks: nobody waits",
+    "host-device sync": "a CPU has computed the loss before `.item()` asks: nobody waits",
 }
 
 

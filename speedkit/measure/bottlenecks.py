@@ -201,8 +201,10 @@ def _host_bottlenecks(breakdown: Breakdown) -> Iterator[Bottleneck]:
         why = f"the loop reports each, in {read}"
         yield Bottleneck("printing each step", OTHER, RARELY, why, 0.1, seconds=both_s)
     else:
-        where = read or "an unknown line"
-        yield Bottleneck("host read each step", SYNC, RARELY, f"the host waits for the device, in {where}")
+        where = "an unknown line"
+        if read:
+            where = f"{read} ({read.count} times in {breakdown.facts.audited} steps)"
+        yield Bottleneck("host-device sync", SYNC, RARELY, f"the host waits for the device, in {where}")
         yield Bottleneck("other host work", OTHER, "move it out of the loop", "the loop's own lines are at work", 0.1)
     yield Bottleneck(
         "new shapes", COMPILATION, "bucket=True: pad to a few lengths", "graphs are compiled while training"

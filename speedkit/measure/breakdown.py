@@ -34,7 +34,9 @@ NOT_RECORDED = (
     "; its own work was not recorded, as under MIG, on a vGPU or beside another profiler: "
     "the rows are the host's time, in which it launches and waits"
 )
-AUDITED = 2  # steps that are searched for host syncs
+AUDITED = 2  # steps that are searched for host syncs at least
+AUDITED_ON_GPU = 100  # at most, and for AUDIT_S: a line that reads a number now and then is seen, too
+AUDIT_S = 1.0
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -43,7 +45,8 @@ class StepFacts:
 
     host_s: Mapping[str, float] = dataclasses.field(default_factory=dict)  # by part; a GPU's host runs ahead of it
     trace: Trace = dataclasses.field(default_factory=Trace)
-    syncs: Sequence[Sync] = ()  # in AUDITED steps, the most expensive first
+    syncs: Sequence[Sync] = ()  # in `audited` steps, the most expensive first
+    audited: int = 0
     items_s: float = 0.0  # to make the items of a batch, one after the other
     collate_s: float = 0.0  # to join them
     workers: int = 0
@@ -143,9 +146,14 @@ class StepObserver:
 
         # Their host syncs.
         if self.audited:
+            most = self.audited if self.device.type == "cpu" else AUDITED_ON_GPU
+            until_s = time.perf_counter() + AUDIT_S
             with auditing(self.device) as self.facts.syncs:
-                for _ in range(self.audited):
+                while self.facts.audited < self.audited or (
+                    self.facts.audited < most and time.perf_counter() < until_s
+                ):
                     yield
+                    self.facts.audited += 1
 
     def breakdown(self) -> Breakdown:
         """Return the breakdown of the timed steps."""

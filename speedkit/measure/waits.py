@@ -63,10 +63,12 @@ def auditing(device: torch.device | str = "cpu") -> Iterator[list[Sync]]:
         if frame:
             waits[frame.f_code.co_filename, frame.f_lineno].append(seconds)
 
-    with _cuda_waits(note) if torch.device(device).type == "cuda" else _cpu_reads(note):
-        yield syncs
-    syncs += (Sync(*at, linecache.getline(*at).strip(), len(costs), sum(costs)) for at, costs in waits.items())
-    syncs.sort(key=lambda sync: -sync.seconds)
+    try:
+        with _cuda_waits(note) if torch.device(device).type == "cuda" else _cpu_reads(note):
+            yield syncs
+    finally:  # a loop that ends before the audit does has shown some
+        syncs += (Sync(*at, linecache.getline(*at).strip(), len(costs), sum(costs)) for at, costs in waits.items())
+        syncs.sort(key=lambda sync: -sync.seconds)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from speedkit.dry.counts import counted, launches_so_far
 from speedkit.lab.workloads import audio, load_workload
 from speedkit.lab.workloads.residual import GroupNorm
 from speedkit.machine import this_machine
+from speedkit.measure.profile import profile
 from speedkit.plan import PRESETS
 from speedkit.train import setup
 from speedkit.train.fit import fit
@@ -226,3 +227,19 @@ def attention_of_cudnn():
     with counted() as counts, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
         torch.nn.functional.scaled_dot_product_attention(query, query, query).sum().backward()
     return counts.launches
+
+
+def seen_of_a_loop(read_every):
+    """What a profile finds to wait for in a loop that reads its loss every so many steps."""
+    model = torch.nn.Linear(8, 8, device="cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with profile(model, optimizer, torch.utils.data.DataLoader(torch.zeros(8, 8), 4), show=False) as seen:
+        for number in range(200):
+            for inputs in seen.loader:
+                loss = model(inputs.pin_memory().cuda(non_blocking=True)).sum()
+                loss.backward()
+                optimizer.step()
+            if 2 * number % read_every == 0:
+                loss.item()
+    facts = seen.breakdown.facts
+    return facts.audited, [(sync.code, sync.count) for sync in facts.syncs]

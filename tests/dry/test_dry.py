@@ -123,6 +123,11 @@ def test_what_reads_a_number_back_in_each_step_is_counted_as_a_wait():
     assert row["waits"] == 1
 
 
+def test_what_a_loop_reads_every_fifty_steps_is_found_by_a_profile_at_its_line():
+    audited, syncs = run("course:seen_of_a_loop", GPUS["sm_90"], read_every=50)
+    assert 50 <= audited <= 100 and syncs == [("loss.item()", audited // 50)]
+
+
 def test_where_memory_runs_out_the_micro_batch_is_halved_and_training_goes_on():
     small = GPUS["sm_75"]._replace(mib=580)  # of which CUDA itself takes 550
     row = run("course:courses", small, name="text", plans={"baseline": {}})["baseline"]

@@ -41,7 +41,7 @@ CASES = [
     (GPU, {"data wait": 0.5}, {"items_s": 0.06, "workers": 16}, "slow decode", "cache"),
     (GPU, {"data wait": 0.5}, {"items_s": 0.06, "cacheable": True}, "slow decode", "cache"),
     (GPU, {"host-to-device copy": 0.4}, {}, "large copies", "pin_memory"),
-    (GPU, {"sync-bound": 0.5}, {"syncs": [READ]}, "host read each step", "log_every"),
+    (GPU, {"sync-bound": 0.5}, {"syncs": [READ], "audited": 100}, "host-device sync", "log_every"),
     (CPU, {"other host work": 0.5}, {"syncs": [PRINT]}, "printing each step", "log_every"),
     (CPU, {"other host work": 0.5}, {"syncs": [READ]}, "other host work", None),
     (GPU, {"launch-bound": 0.6}, {}, "many small operators", "compile"),
