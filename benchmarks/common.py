@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from speedkit.clock import Stopwatch
-from speedkit.measure.compare import measure_pairs
 from speedkit.measure.stats import paired_interval
+from speedkit.measure.turns import measure_pairs
 from speedkit.measure.warm_up import run_until_steady
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
@@ -110,15 +110,15 @@ def windows_in_turns(sides: dict[str, Iterator[Any]], pairs: int, count: int) ->
 
     stopwatch = Stopwatch("cpu")
 
-    def window(steps_of_side: Iterator[Any]) -> float:
+    def window(steps_of_side: Iterator[Any], steps: int) -> float:
         stopwatch.start()
-        for _ in range(count):
+        for _ in range(count * steps):
             next(steps_of_side)
         return stopwatch.stop()
 
     ours, others = (functools.partial(window, side) for side in sides.values())
-    seconds_a, seconds_b, _ = measure_pairs(ours, others, pairs=pairs, rng=random.Random(0), looks=())
-    return seconds_a, seconds_b
+    taken = measure_pairs(ours, others, pairs=pairs, rng=random.Random(0), looks=())
+    return taken.seconds_a, taken.seconds_b
 
 
 # ---- the job: a perceptron on random numbers ----

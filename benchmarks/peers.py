@@ -33,8 +33,7 @@ from speedkit.files import write_json
 from speedkit.lab.figures import device_name
 from speedkit.lab.provenance import commit, notebooks_folder
 from speedkit.machine import this_machine
-from speedkit.measure.compare import measure_pairs
-from speedkit.measure.stats import paired_interval
+from speedkit.measure.turns import measure_pairs
 from speedkit.plan import Plan
 from speedkit.workload import Batch, Workload
 
@@ -60,10 +59,15 @@ def in_turns(name: str, sides: Mapping[str, Any], pairs: int) -> Row:
     """Return the row of two functions that return the seconds of their turns: above 1 the second is faster."""
     for turn in sides.values():
         turn()  # warm up
-    seconds_a, seconds_b, _ = measure_pairs(*sides.values(), pairs=pairs, rng=random.Random(0), looks=())
+
+    def seconds_of(side: Callable[[], float], steps: int) -> float:
+        return sum(side() for _ in range(steps))
+
+    turns = (partial(seconds_of, side) for side in sides.values())
+    taken = measure_pairs(*turns, pairs=pairs, rng=random.Random(0), looks=())
     a, b = sides
-    row = {"name": name, "a": a, "b": b, "seconds_a": seconds_a, "seconds_b": seconds_b}
-    return row | vars(paired_interval(seconds_a, seconds_b))
+    row = {"name": name, "a": a, "b": b, "seconds_a": taken.seconds_a, "seconds_b": taken.seconds_b}
+    return row | vars(taken.interval)
 
 
 # ---- formats: each function stores rows [N, ROW] in a folder, and returns what reads them in random batches ----

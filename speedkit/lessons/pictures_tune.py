@@ -6,7 +6,7 @@ from matplotlib import style
 from matplotlib.figure import Figure
 
 from speedkit.lab.figures import GREEN, GREY, INK, ORANGE, STYLE, new_figure
-from speedkit.measure.stats import LOOKS, decide, log_ratios, paired_interval
+from speedkit.measure.stats import FALSE_KEEP, LOOKS, decide, log_ratios, paired_interval, share_of
 
 
 @style.context(STYLE)
@@ -19,7 +19,7 @@ def looks() -> Figure:
         noisy_s = [true_ratio * draw.gauss(1, 0.06) for _ in range(LOOKS[-1])]
         for look, pairs in enumerate(LOOKS):
             seconds = noisy_s[:pairs], [draw.gauss(1, 0.06) for _ in range(pairs)]
-            found = paired_interval(*seconds)
+            found = paired_interval(*seconds, tail=FALSE_KEEP * share_of(pairs, LOOKS))
             answer = decide(log_ratios(*seconds))
             x = look + 0.16 * (number - 1.5)
             axes.plot([x, x], [found.low, found.high], color=colours[answer], linewidth=3, solid_capstyle="butt")

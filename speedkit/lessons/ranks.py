@@ -19,8 +19,7 @@ import torch.distributed as dist
 
 from speedkit import Plan, load_workload
 from speedkit.clock import Stopwatch, timed
-from speedkit.measure.compare import measure_pairs
-from speedkit.measure.stats import paired_interval
+from speedkit.measure.turns import measure_pairs
 from speedkit.train.batches import next_batch
 from speedkit.train.loop import steps
 from speedkit.train.setup import setup_run
@@ -71,7 +70,7 @@ def measure(workload, *, batch_size=128, strategy="ddp", device="auto", pairs=10
 
     stopwatch = Stopwatch(target)
 
-    def turn(side, number):
+    def turn(side, number, *, steps):  # of `number` steps each, for none are confirmed by longer ones
         dist.barrier()
         stopwatch.start()
         advance(side, number)
@@ -84,9 +83,10 @@ def measure(workload, *, batch_size=128, strategy="ddp", device="auto", pairs=10
     for name, side in sides.items():
         turns = partial(turn, steps_alone, only_first), partial(turn, side, count)
         # All ranks draw the same order, and none may end early: the others would wait for it.
-        a_s, b_s, decision = measure_pairs(*turns, rng=random.Random(0), pairs=pairs, looks=())
-        row = {"name": f"{name} against one", "a": "one", "b": name, "seconds_a": a_s, "seconds_b": b_s}
-        measurements.append(row | vars(paired_interval(a_s, b_s)) | {"decision": decision})
+        taken = measure_pairs(*turns, rng=random.Random(0), pairs=pairs, looks=())
+        row = {"name": f"{name} against one", "a": "one", "b": name}
+        row |= {"seconds_a": taken.seconds_a, "seconds_b": taken.seconds_b}
+        measurements.append(row | vars(taken.interval) | {"decision": taken.decision})
 
     # The passes of rank 0 while the others wait, and all-reduces.
     batch = next_batch(alone)

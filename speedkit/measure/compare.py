@@ -19,8 +19,8 @@ from speedkit.data.batches import set_running
 from speedkit.data.sampler import BatchSampler
 from speedkit.fallbacks import EffectivePlan
 from speedkit.measure.process import process_kept
-from speedkit.measure.stats import LOOKS, Decision, decide, log_ratios, paired_interval
-from speedkit.measure.warm_up import compilations
+from speedkit.measure.stats import LOOKS, Decision
+from speedkit.measure.turns import LONG, measure_pairs
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train.checkpoint import get_random_state, set_random_state
@@ -31,15 +31,14 @@ from speedkit.workload import Workload
 WARM_UP = 4  # pairs: autotuning, CUDA graphs, buffers that filled while a loader started
 TURN_S = 0.05  # of a turn on a GPU, where a step after a switch is slower; on a CPU one step does
 
-Turn = Callable[[], float]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What a comparison showed: `ratio` = time A / time B, above 1 where B is faster, and its 99 % interval.
+    """What a comparison showed in this run: `ratio` = time A / time B, above 1 where B is faster, and its interval.
 
-    `seconds_a` and `seconds_b` are those of each pair's turns of `steps_per_turn` steps. Where clips vary in length
-    they are scaled to the padded frames that a turn has on average: they tell of the plan, not of the clips.
+    `low` and `high` are the ends by which it was decided: 99 %, and more where it was looked at often. `seconds_a` and
+    `seconds_b` are those of each pair's turns of `steps_per_turn` steps. Where clips vary in length they are scaled to
+    the padded frames that a turn has on average: they tell of the plan, not of the clips.
     """
 
     name: str
@@ -52,6 +51,11 @@ class Comparison:
     low: float
     high: float
     decision: Decision
+    ratio_total: float | None  # of all time in the long turns that confirm, in which what is rare counts too
+    long_seconds_a: list[float]
+    long_seconds_b: list[float]
+    steps_per_long_turn: int
+    slow_turns: tuple[int, int]  # of A and of B: of other load on the machine, or stalls
     warmup_s_a: float  # of the first turns, compilation included
     warmup_s_b: float
     losses_a: list[float]  # of the first steps, from the same seed
@@ -83,9 +87,12 @@ class Comparison:
         return {key: value for key, value in vars(self).items() if not key.startswith(left_out)}
 
     def __str__(self) -> str:
+        total = ""
+        if self.ratio_total is not None:
+            total = f", {self.ratio_total:.3f} in total"
         return (
             f"{self.b} against {self.a}: {self.ratio:.3f} ({self.low:.3f} to {self.high:.3f}) "
-            f"in {len(self.seconds_a)} pairs: {self.decision}"
+            f"in {len(self.seconds_a)} pairs{total}: {self.decision}"
         )
 
 
@@ -114,30 +121,38 @@ class Contender:
         if stream.lengths is not None:
             self.mean_frames = padded_frames(stream.sampler, stream.lengths) / len(stream)
 
-    def turn(self, count: int) -> float:
-        """Return the seconds of `count` steps, scaled to the padded frames of so many on average.
+    def turn(self, steps: int = 1) -> float:
+        """Return the seconds of so many steps, scaled to the padded frames of so many on average.
 
+        What the other plan has left in the caches of a CPU would be 1 to 3 % of a turn of one step: another, which is
+        not timed, goes before it.
         Only in its turn are a plan's process-wide switches set and may its loader processes work: between turns these
         stand still, buffers and all, so that they steal no time from the other plan. Each plan has the global random
         state (dropout's) to itself.
         """
         stream = self.run.data.train
-        frames_before = stream.frames
         self.run.learner.precision.set_switches()
         set_random_state(self.random, self.run.device)
         set_running(stream.loader.detector.processes, True)
+        if steps == 1 and self.run.device.type == "cpu":
+            self.step()
+        frames_before = stream.frames
         self.stopwatch.start()
-        for _ in range(count):
-            next(self.steps)
-            if len(self.losses) < self.loss_steps:
-                self.losses.append(self.run.position.last_loss.detach().clone())
+        for _ in range(steps):
+            self.step()
         seconds = self.stopwatch.stop()
         set_running(stream.loader.detector.processes, False)
         self.random = get_random_state(self.run.device)
         frames = stream.frames - frames_before
         if frames:
-            seconds *= count * self.mean_frames / frames
+            seconds *= steps * self.mean_frames / frames
         return seconds
+
+    def step(self) -> None:
+        """Make one step."""
+        next(self.steps)
+        if len(self.losses) < self.loss_steps:
+            self.losses.append(self.run.position.last_loss.detach().clone())
 
     def close(self) -> None:
         """End the run."""
@@ -154,7 +169,9 @@ def compare(
     device: str | torch.device = "auto",
     pairs: int = LOOKS[-1],
     max_s: float = math.inf,
+    large_max_s: float = 0.0,
     looks: Sequence[int] = LOOKS,
+    confirm: bool = True,
     loss_steps: int = 16,
     seed: int = 0,
     name: str = "",
@@ -165,9 +182,10 @@ def compare(
 ) -> Comparison:
     """Train `workload` under both plans in turns on the same batches and return how much faster B is.
 
-    Ends at the first of `looks` that decides, after `pairs` pairs, or when the timed turns have taken `max_s`. `seed`
-    is that of the order within pairs. `workload_b` and `recipe_b` replace those of plan B. Random states and switches
-    of the process are afterwards as they were.
+    Ends at the first of `looks` that decides, after `pairs` pairs, or when the timed turns have taken `max_s`; where
+    they differ much, `large_max_s`. With `confirm` 100 steps of each plan follow, in long turns: a cost that is rare
+    shows there, and has the last word. `seed` is that of the order within pairs. `workload_b` and `recipe_b` replace
+    those of plan B. Random states and switches of the process are afterwards as they were.
     """
     recipe = recipe or workload.recipe
     options: dict[str, Any] = {"loss_steps": loss_steps, "device": device, "cache_dir": cache_dir}
@@ -177,13 +195,17 @@ def compare(
         closing(Contender(workload_b or workload, recipe_b or recipe, plan_b, **options)) as b,
     ):
         count = warm_up(a, b)
-        seconds_a, seconds_b, decision = measure_pairs(
-            functools.partial(a.turn, count),
-            functools.partial(b.turn, count),
+        measured = measure_pairs(
+            a.turn,
+            b.turn,
             rng=random.Random(seed),
+            steps=count,
             pairs=pairs,
             max_s=max_s,
+            large_max_s=large_max_s,
             looks=looks,
+            confirm=confirm,
+            long_steps=min(LONG, len(a.run.data.train)),  # an epoch, where that is shorter
         )
         for side in (a, b):  # losses may have to be compared over more steps than it takes to show a large gain
             side.turn(max(0, loss_steps - len(side.losses)))
@@ -191,11 +213,16 @@ def compare(
             name=name or f"{names[0]} against {names[1]}",
             a=names[0],
             b=names[1],
-            seconds_a=seconds_a,
-            seconds_b=seconds_b,
+            seconds_a=measured.seconds_a,
+            seconds_b=measured.seconds_b,
             steps_per_turn=count,
-            **vars(paired_interval(seconds_a, seconds_b)),
-            decision=decision,
+            **vars(measured.interval),
+            decision=measured.decision,
+            ratio_total=measured.ratio_total,
+            long_seconds_a=measured.long_a,
+            long_seconds_b=measured.long_b,
+            steps_per_long_turn=measured.steps,
+            slow_turns=measured.slow,
             warmup_s_a=a.warmup_s,
             warmup_s_b=b.warmup_s,
             losses_a=[float(loss) for loss in a.losses],
@@ -223,46 +250,6 @@ def warm_up(a: Contender, b: Contender) -> int:
     return count * math.ceil(TURN_S / min(turns_s[-2:]))
 
 
-def measure_pairs(
-    turn_a: Turn,
-    turn_b: Turn,
-    *,
-    rng: random.Random,
-    pairs: int = LOOKS[-1],
-    max_s: float = math.inf,
-    looks: Sequence[int] = LOOKS,
-) -> tuple[list[float], list[float], Decision]:
-    """Return the seconds of A's turns and of B's, in pairs, and what they show.
-
-    The order within pairs is random, but of every ten pairs A begins five: that the second turn is slower, say, cannot
-    pass for a difference. A pair in which something was compiled tells nothing of later steps, and is left out. Stops
-    at a look that decides, after `pairs` (two at least), or, with what there is, when turns have taken `max_s`.
-    """
-    seconds_a: list[float] = []
-    seconds_b: list[float] = []
-    spent_s = 0.0
-    left_out = 0
-    orders: list[bool] = []  # of the next pairs: whether A begins
-    while len(seconds_a) < max(2, pairs) and (spent_s < max_s or len(seconds_a) < 2):
-        orders = orders or rng.sample([True, False] * 5, 10)
-        before = compilations()
-        if orders.pop():
-            a_s = turn_a()
-            b_s = turn_b()
-        else:
-            b_s = turn_b()
-            a_s = turn_a()
-        spent_s += a_s + b_s
-        if compilations() > before and left_out < pairs:
-            left_out += 1
-            continue
-        seconds_a.append(round(a_s, 9))  # no clock is finer, and records are half as long
-        seconds_b.append(round(b_s, 9))
-        if len(seconds_a) in looks and decide(log_ratios(seconds_a, seconds_b)) != "undecided":
-            break
-    return seconds_a, seconds_b, decide(log_ratios(seconds_a, seconds_b))
-
-
 def compare_functions(
     name: str,
     functions: Mapping[str, Callable[[], Any]],
@@ -276,19 +263,23 @@ def compare_functions(
     Each is called once to warm up. `before` is called before every turn, outside its time.
     """
 
-    def turn(function: Callable[[], Any]) -> float:
-        if before is not None:
-            before()
-        return timed(function, device, repeats=1, warmup=0)[0]
+    def turn(function: Callable[[], Any], steps: int) -> float:
+        seconds = 0.0
+        for _ in range(steps):
+            if before is not None:
+                before()
+            seconds += timed(function, device, repeats=1, warmup=0)[0]
+        return seconds
 
     for function in functions.values():
         function()
     a, b = functions
-    seconds_a, seconds_b, decision = measure_pairs(
+    measured = measure_pairs(
         functools.partial(turn, functions[a]),
         functools.partial(turn, functions[b]),
         pairs=pairs,
         rng=random.Random(0),
+        confirm=False,
     )
-    row = {"name": name, "a": a, "b": b, "seconds_a": seconds_a, "seconds_b": seconds_b, "decision": decision}
-    return row | vars(paired_interval(seconds_a, seconds_b))
+    row = {"name": name, "a": a, "b": b, "seconds_a": measured.seconds_a, "seconds_b": measured.seconds_b}
+    return row | vars(measured.interval) | {"decision": measured.decision}

@@ -1,9 +1,10 @@
 """Is it faster, and is it as good: intervals on paired times, when to stop measuring, and non-inferiority."""
 
+import functools
 import math
 import statistics
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -58,28 +59,61 @@ def trimmed_mean(values: Sequence[float], tail: float) -> tuple[float, float]:
     return statistics.fmean(inner), error * _student(freedom, tail)
 
 
-def paired_interval(a_s: Sequence[float], b_s: Sequence[float]) -> Interval:
-    """Return the ratio A / B of paired times (seconds): the trimmed mean of the logarithms, with its 99 % interval.
+def total_ratio(a_s: Sequence[float], b_s: Sequence[float], tail: float) -> tuple[float, float]:
+    """Return the logarithm of total time A / total time B of paired turns, and its distance to either end.
 
-    Pairing cancels what slows both alike; on the log scale, swapping A and B gives the reciprocal. Raises ValueError as
-    `log_ratios` and `trimmed_mean` do.
+    The standard error is that of a ratio of two means. Each second counts: what is rare does, too.
     """
-    mean, reach = trimmed_mean(log_ratios(a_s, b_s), TAIL)
+    a_mean_s = statistics.fmean(a_s)
+    b_mean_s = statistics.fmean(b_s)
+    rest = [a / a_mean_s - b / b_mean_s for a, b in zip(a_s, b_s, strict=True)]
+    error = statistics.stdev(rest) / math.sqrt(len(rest))
+    return math.log(a_mean_s / b_mean_s), error * _student(len(rest) - 1, tail)
+
+
+def paired_interval(a_s: Sequence[float], b_s: Sequence[float], tail: float = TAIL) -> Interval:
+    """Return the ratio A / B of paired times (seconds): the trimmed mean of the logarithms, with its interval.
+
+    A share `tail` lies beyond each end: 99 % within by default. Pairing cancels what slows both alike; on the log
+    scale, swapping A and B gives the reciprocal. Raises ValueError as `log_ratios` and `trimmed_mean` do.
+    """
+    return _interval(*trimmed_mean(log_ratios(a_s, b_s), tail))
+
+
+def total_interval(a_s: Sequence[float], b_s: Sequence[float], tail: float) -> Interval:
+    """Return the ratio of total times of paired turns (seconds), with its interval."""
+    return _interval(*total_ratio(a_s, b_s, tail))
+
+
+def _interval(mean: float, reach: float) -> Interval:
     return Interval(math.exp(mean), math.exp(mean - reach), math.exp(mean + reach))
 
 
-def decide(logs: Sequence[float]) -> Decision:
-    """Return what a look at so many pairs shows of B: `logs` are log(time A / time B).
+def share_of(count: int, looks: Sequence[int]) -> float:
+    """Return the share of the allowed error that a look at `count` pairs spends: all, where it is the only one.
 
-    Each look spends its share of the error allowed over all LOOKS (Bonferroni), so that looking often keeps it.
+    The shares of all `looks` add up to 1 (Bonferroni), so that looking often keeps it.
     """
-    share = min(1.0, len(logs) / sum(LOOKS))
-    mean, reach = trimmed_mean(logs, FALSE_KEEP * share)
+    return min(1.0, count / sum(looks)) if looks else 1.0
+
+
+def decide(logs: Sequence[float], looks: Sequence[int] = LOOKS) -> Decision:
+    """Return what a look at so many pairs, one of `looks`, shows of B: `logs` are log(time A / time B)."""
+    return _decision(functools.partial(trimmed_mean, logs), share_of(len(logs), looks))
+
+
+def decide_total(a_s: Sequence[float], b_s: Sequence[float], looks: Sequence[int]) -> Decision:
+    """Return the same by the total times of paired turns (seconds)."""
+    return _decision(functools.partial(total_ratio, a_s, b_s), share_of(len(a_s), looks))
+
+
+def _decision(estimate: Callable[[float], tuple[float, float]], share: float) -> Decision:
+    mean, reach = estimate(FALSE_KEEP * share)
     if mean - reach > 0:
         return "faster"
     if mean + reach < 0:
         return "slower"
-    mean, reach = trimmed_mean(logs, FALSE_DROP * share)
+    mean, reach = estimate(FALSE_DROP * share)
     if mean + reach < WORTH:
         return "not worth it"
     return "undecided"
