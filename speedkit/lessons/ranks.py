@@ -84,9 +84,9 @@ def measure(workload, *, batch_size=128, strategy="ddp", device="auto", pairs=10
         turns = partial(turn, steps_alone, only_first), partial(turn, side, count)
         # All ranks draw the same order, and none may end early: the others would wait for it.
         taken = measure_pairs(*turns, rng=random.Random(0), pairs=pairs, looks=())
-        row = {"name": f"{name} against one", "a": "one", "b": name}
-        row |= {"seconds_a": taken.seconds_a, "seconds_b": taken.seconds_b}
-        measurements.append(row | vars(taken.interval) | {"decision": taken.decision})
+        row = {"name": f"{name} against one", "a": "one", "b": name, "decision": taken.decision}
+        times = {"seconds_a": taken.seconds_a, "seconds_b": taken.seconds_b}
+        measurements.append(row | times | vars(taken.interval))
 
     # The passes of rank 0 while the others wait, and all-reduces.
     batch = next_batch(alone)

@@ -16,7 +16,7 @@ from speedkit.measure.compare import padded_frames
 from speedkit.measure.kernels import which_ran
 from speedkit.measure.optimizations import Change, Optimization, predict, text
 from speedkit.measure.peaks import matmul_rates
-from speedkit.measure.stages import Stage, Tuning
+from speedkit.measure.stages import TRYING_SHARE, Stage, Tuning
 from speedkit.measure.stats import WORTH
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
@@ -48,6 +48,8 @@ class Trial:
     same_losses: str | None = None
     step_s_before: float | None = None
     compile_s: float | None = None
+    pays_from_step: int | None = None  # of a training: what compiling takes is earned by then
+    may_pay: bool = True  # in the training that the tuning is for
     kept: bool = False
     why: str  # it is kept or not; "" while it waits to be tried
     again: bool = False  # measured a second time, for it was undecided
@@ -92,8 +94,11 @@ def candidates(job: Tuning, optimizations: Sequence[Optimization], best: Plan) -
                 promises=promises,
                 predicted_low=low,
                 predicted_high=high,
+                may_pay=not _compiles(change) or saved_s(job, best, high) >= compiling_s(job),
                 why=_why_not(job, best, change, high=high),
             )
+            if _compiles(change) and not trial.why and trial.stage not in job.results:
+                trial = dataclasses.replace(trial, why=_why_no_time(job))
             trials.append(trial)
     return trials
 
@@ -105,6 +110,21 @@ def matmul_gain(rates: Mapping[str, float], before: str, after: str) -> float:
     if before not in rates or after not in rates:
         return 2.0
     return rates[after] / rates[before]
+
+
+def compiling_s(job: Tuning) -> float:
+    """Return the seconds that compiling takes: the most that it took so far in this tuning."""
+    seen = [result.get("compile_s") for stage, result in job.results.items() if stage.kind == "trial"]
+    return max(filter(None, seen), default=COMPILING_S[job.hardware.device.type])
+
+
+def saved_s(job: Tuning, best: Plan, gain: float) -> float:
+    """Return the seconds saved by a `gain` over the `best` plan in the training that the tuning is for."""
+    return job.horizon * job.breakdown(best)["step_s"] * (1 - 1 / gain)
+
+
+def _compiles(change: Change) -> bool:
+    return "compile" in change or "compile_scope" in change
 
 
 def frames_saved(workload: Workload, recipe: Recipe) -> float:
@@ -129,10 +149,8 @@ def _why_not(job: Tuning, best: Plan, change: Change, *, high: float) -> str:
         return why
     if math.log(high) < WORTH:
         return f"not tried: it could gain {high:.3f} at most"
-    if "compile" in change or "compile_scope" in change:
-        why = _why_not_compile(job, best, plan.compile_scope, high=high)
-        if why or field == "compile":
-            return why
+    if _compiles(change) and plan.compile_scope == "blocks" and not repeated_blocks(job.model):
+        return "the model has no class of blocks twice, whose code could be used again"
     if field == "channels_last":
         return _why_not_channels_last(job, plan)
     if field == "attention":
@@ -162,20 +180,14 @@ def _why_not_decoder(job: Tuning, best: Plan, change: Change) -> str:
     return ""
 
 
-def _why_not_compile(job: Tuning, best: Plan, scope: str, *, high: float) -> str:
-    if scope == "blocks" and not repeated_blocks(job.model):
-        return "the model has no class of blocks twice, whose code could be used again"
-    if job.hardware.device.type == "cuda" and job.horizon >= GPU_HORIZON:
+def _why_no_time(job: Tuning) -> str:
+    """Return why there is no time to measure what compiling gives, or "": on a GPU it is always measured."""
+    takes_s = compiling_s(job)
+    left_s = TRYING_SHARE * job.budget_s - job.spent_s()
+    if takes_s <= left_s or job.hardware.device.type == "cuda":
         return ""
-    saved_s = job.horizon * job.breakdown(best)["step_s"] * (1 - 1 / high)
-    seen = [result.get("compile_s") for stage, result in job.results.items() if stage.kind == "trial"]
-    takes_s = max(filter(None, seen), default=COMPILING_S[job.hardware.device.type])
-    if saved_s >= takes_s:
-        return ""
-    return (
-        f"not tried: compiling takes about {takes_s:.0f} s and would save {saved_s:.0f} s of {job.horizon} "
-        "steps at most; for a longer training say --horizon STEPS"
-    )
+    budget_s = math.ceil((job.spent_s() + takes_s) / TRYING_SHARE)
+    return f"not tried: compiling takes about {takes_s:.0f} s; --budget {budget_s} has room for it"
 
 
 def _why_not_channels_last(job: Tuning, plan: Plan) -> str:

@@ -13,6 +13,7 @@ from speedkit.errors import Interrupted, TooManyBad, UsageError
 from speedkit.files import finite
 from speedkit.machine import Hardware
 from speedkit.measure.breakdown import breakdown_of
+from speedkit.measure.busy import others, threads_beside
 from speedkit.measure.checked_file import read_checked, write_checked
 from speedkit.measure.compare import Comparison, compare
 from speedkit.measure.extras import missing_extra
@@ -22,8 +23,10 @@ from speedkit.recipe import Recipe
 from speedkit.workload import Workload
 
 NAME = "tune.json"
-VERSION = 6  # of that file, raised when a stage's result becomes another
+VERSION = 7  # of that file, raised when a stage's result becomes another
+TRYING_SHARE = 0.6  # of the budget: no optimization is begun after that
 COMPARISON_SHARE = 0.1  # of the budget, that a comparison's timed turns may take
+LARGE_SHARE = 1 / 3  # of the budget, where the plans differ much and it is still undecided
 Row = dict[str, Any]
 
 
@@ -59,6 +62,7 @@ class Tuning:
     options: Row  # device and cache_dir, as `fit`, `compare` and `breakdown_of` take them
     out: Path | None
     say: Callable[[str], None]
+    others: Callable[[], Mapping[str, float]] = others  # what else uses cores now, by program
     began_s: float = dataclasses.field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
@@ -69,7 +73,14 @@ class Tuning:
             "train": len(self.workload.train),
             "recipe": finite(vars(self.recipe)),
         }
-        self.state: Row = {"about": about, "stages": [], "measurements": [], "quarantined": {}, "spent_s": 0.0}
+        self.state: Row = {
+            "about": about,
+            "stages": [],
+            "measurements": [],
+            "quarantined": {},
+            "busy": {},
+            "spent_s": 0.0,
+        }
         if self.out is not None:
             self.state = read_checked(self.out / NAME, self.say) or self.state
         if self.state["about"] != about:
@@ -107,27 +118,42 @@ class Tuning:
         """Return where a step's time goes under `plan`."""
 
         def measured() -> Row:
-            breakdown = breakdown_of(self.workload, self.recipe, plan, **self.options)
+            [beside] = self.beside_others(plan)
+            breakdown = breakdown_of(self.workload, self.recipe, beside, **self.options)
             self.state["quarantined"] |= breakdown.facts.quarantined
             return breakdown.as_dict()
 
         return self.once(Stage("breakdown", plan=text(changed(plan))), measured)
 
+    def beside_others(self, *plans: Plan) -> list[Plan]:
+        """Return `plans` as they are measured: on a CPU that others use too, with no more threads than have a core."""
+        seen = self.others() if self.hardware.device.type == "cpu" else {}
+        limit = threads_beside(sum(seen.values()), self.hardware.threads)
+        if limit == self.hardware.threads:
+            return [*plans]
+        if not self.state["busy"]:
+            programs = ", ".join(f"{name} ({used:.1f} cores)" for name, used in seen.items())
+            self.say(f"this machine is busy: {programs}; while it is, both plans compute with threads={limit}")
+        self.state["busy"] |= seen
+        return [dataclasses.replace(plan, threads=min(limit, plan.threads or limit)) for plan in plans]
+
     def compare(self, name: str, plans: Mapping[str, Plan], **options: Any) -> Comparison:
         """Compare two plans by name within a share of the budget, and save what was measured."""
         a, b = plans
-        limits = {"pairs": self.pairs, "max_s": COMPARISON_SHARE * self.budget_s}
+        limits: Row = {"pairs": self.pairs, "max_s": COMPARISON_SHARE * self.budget_s, "confirm": False}
+        limits["large_max_s"] = LARGE_SHARE * self.budget_s
+        plan_a, plan_b = self.beside_others(*plans.values())
         result = compare(
             self.workload,
-            plans[a],
-            plans[b],
+            plan_a,
+            plan_b,
             recipe=self.recipe,
             name=name,
             names=(a, b),
             **self.options,
             **(limits | options),
         )
-        self.state["measurements"].append(finite(result.as_measurement()))
+        self.state["measurements"].append(finite(result.as_measurement() | {"threads": plan_a.threads}))
         self.state["quarantined"] |= result.quarantined
         return result
 

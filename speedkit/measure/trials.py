@@ -9,11 +9,10 @@ from speedkit.errors import UsageError
 from speedkit.measure.candidates import Trial, candidates
 from speedkit.measure.optimizations import Optimization, plan_of
 from speedkit.measure.quality import mean_difference, same_losses
-from speedkit.measure.stages import Row, Stage, Tuning
+from speedkit.measure.stages import TRYING_SHARE, Row, Stage, Tuning
 from speedkit.measure.stats import FALSE_KEEP, LOOKS, log_ratios, trimmed_mean
 from speedkit.plan import Plan
 
-TRYING_SHARE = 0.6  # of the budget: no optimization is begun after that
 CONTROL_PAIRS = 20
 BUSY = 1.05  # what two runs of one plan may differ by, and what 80 pairs must be able to tell
 
@@ -32,8 +31,8 @@ def compare_with_itself(job: Tuning) -> Row:
     resolution = math.exp(reach * math.sqrt(len(control.seconds_a) / LOOKS[-1]))  # of all pairs that there may be
     if max(control.ratio, 1 / control.ratio, resolution) > BUSY:
         job.say(
-            f"this machine is busy: a plan compared with itself gives {control.ratio:.2f} ({control.low:.2f} to "
-            f"{control.high:.2f}), so a gain below {resolution:.2f} cannot be shown"
+            f"steps scatter: a plan compared with itself gives {control.ratio:.2f} ({control.low:.2f} to "
+            f"{control.high:.2f}), so a gain of {resolution:.2f} is shown every other time"
         )
     return {"resolution": resolution, "noise": mean_difference(control.losses_b, control.losses_a)}
 
@@ -41,13 +40,13 @@ def compare_with_itself(job: Tuning) -> Row:
 def try_optimizations(job: Tuning, optimizations: Sequence[Optimization], *, noise: float) -> list[Trial]:
     """Try the most promising candidate until none is left or the time is up; return all, tried or not.
 
-    Joint ones come after all that show by themselves. Time that is left goes once more to those that stayed undecided,
-    or were rejected before anything was compiled that may have hidden them. `noise` is the difference that another seed
-    makes of the losses.
+    Joint ones come after all that show by themselves, and what pays in a longer training only after these. Time that
+    is left goes once more to those that stayed undecided, or were rejected before anything was compiled that may have
+    hidden them. `noise` is the difference that another seed makes of the losses.
     """
 
-    def promise(trial: Trial) -> tuple[bool, bool, float]:
-        return not trial.again, not trial.joint, trial.predicted_low * trial.predicted_high
+    def promise(trial: Trial) -> tuple[bool, bool, bool, float]:
+        return not trial.again, trial.may_pay, not trial.joint, trial.predicted_low * trial.predicted_high
 
     trials: list[Trial] = []
     while True:
@@ -104,17 +103,22 @@ def measure(job: Tuning, trial: Trial, best: Plan, *, noise: float) -> Row:
 
     # Against the best plan, whose batches or bits need not be the baseline's any more.
     agreement = same_losses(trial.promises, result.losses_b, result.losses_a, noise=noise)
-    kept = result.faster and agreement.passed
+    compile_s = pays_from_step = None
+    if compiles:
+        compile_s = max(0.0, result.warmup_s_b - result.warmup_s_a)
+        if result.faster:
+            pays_from_step = math.ceil(compile_s / (result.step_s[0] * (1 - 1 / result.ratio)))
+    pays = pays_from_step is None or pays_from_step <= job.horizon
+    kept = result.faster and agreement.passed and pays
     why: str = result.decision
     if kept:
         why = "faster, and learns the same"
-    elif result.faster:
+    elif result.faster and not agreement.passed:
         why = agreement.words
+    elif result.faster:
+        why = f"faster, but pays from {pays_from_step:,} steps on; this training has {job.horizon:,}"
     verdict = "kept" if kept else "rejected"
     job.say(f"  {result.ratio:.3f} ({result.low:.3f} to {result.high:.3f}): {verdict}, {why}")
-    compile_s = None
-    if compiles:
-        compile_s = max(0.0, result.warmup_s_b - result.warmup_s_a)
     return vars(trial) | {
         "ratio": result.ratio,
         "low": result.low,
@@ -122,6 +126,7 @@ def measure(job: Tuning, trial: Trial, best: Plan, *, noise: float) -> Row:
         "same_losses": agreement.words,
         "step_s_before": result.step_s[0],
         "compile_s": compile_s,
+        "pays_from_step": pays_from_step,
         "kept": kept,
         "why": why,
     }

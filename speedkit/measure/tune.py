@@ -22,7 +22,7 @@ FINAL_PAIRS = 40
 MAX_SEEDS = 8  # trainings of each plan, where fewer do not decide
 BUILDING_ITEMS = 64  # of which a cache is built, to know what all of them take
 MOVES_DATA = ("cache", "workers", "persistent_workers", "pin_memory", "prefetch")
-ITSELF = {"ratio": 1.0, "low": 1.0, "high": 1.0}  # a plan compared with itself
+ITSELF = {"ratio": 1.0, "low": 1.0, "high": 1.0, "decision": "not worth it"}  # a plan compared with itself
 
 
 def find_plan(job: Tuning, optimizations: Sequence[Optimization]) -> Row:
@@ -70,6 +70,7 @@ def find_plan(job: Tuning, optimizations: Sequence[Optimization]) -> Row:
         **trained,
         "spent_s": job.spent_s(),
         "measurements": job.state["measurements"],
+        "busy": sorted(job.state["busy"]),
     }
 
 

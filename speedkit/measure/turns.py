@@ -106,6 +106,8 @@ class Turns:
         not count. Those beyond it are the plan's own, and all pairs do.
         """
         slow_a, slow_b = self.slow()
+        if not any(slow_a + slow_b):
+            return self.a_s, self.b_s
         share = statistics.median(self.a_s) / (statistics.median(self.a_s) + statistics.median(self.b_s))
         count = sum(slow_a) + sum(slow_b)
         if min(at_least(sum(slow_a), count, share), at_least(sum(slow_b), count, 1 - share)) < OWN:
@@ -129,9 +131,7 @@ class Turns:
         that is LARGE.
         """
         while len(self.a_s) < 2 * pairs:
-            a_s, b_s = [], []
-            if self.a_s:
-                a_s, b_s = self.kept()
+            a_s, b_s = self.kept()
             if len(a_s) in looks and decided(a_s, b_s) != "undecided":
                 break
             limit_s = max_s
