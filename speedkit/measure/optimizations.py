@@ -170,7 +170,7 @@ EFFECTS: dict[str, tuple[tuple[str, ...], float, float]] = {
     "prefetch": (COPYING, 1.0, math.inf),
     "bucket": (COMPUTING, 1.0, 1.0),
     "fused_optimizer": (UPDATING, 1.0, 4.0),
-    "log_every": (("sync-bound",), 1.0, math.inf),
+    "log_every": (("sync-bound", "other host work"), 1.0, math.inf),
     "precision": (COMPUTING, 1.0, 1.0),
     "channels_last": (COMPUTING, 0.95, 1.4),
     "threads": (COMPUTING, 0.5, 1.5),
@@ -204,8 +204,10 @@ def predict(
     effects = EFFECTS | {
         "workers": (LOADING, 0.7, change.get("workers", 1)),
         "bucket": (COMPUTING, frames, frames),
-        # Not all of a step is matrix products, and few run at the peak: what was measured follows the cube root.
-        "precision": (COMPUTING, 1.0, max(1.0, matmul) ** 0.3),
+        # Not all of a step is matrix products, and few run at the peak.
+        "precision": (COMPUTING, max(1.0, matmul) ** 0.15, max(1.0, matmul)),
+        # Decoding takes a CPU's own caches, too, from what computes.
+        "cache_dtype": (COMPUTING, 1.0, 1.1),
         # Blocks that are compiled already leave to the model what lies between them.
         "compile_scope": (COMPILED, 1.0, 1.1 if change.get("compile_scope") == "model" else 1.0),
     }

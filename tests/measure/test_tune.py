@@ -75,7 +75,8 @@ def test_every_optimization_changes_fields_of_the_plan(hardware, no_candidates):
     ("change", "low", "high"),
     [
         ({"cache": "disk", "workers": 0}, 1 / (0.5 + 0.5 / 3), 2.0),
-        ({"precision": "bf16"}, 1.0, 1 / (0.55 + 0.45 / 3**0.3)),
+        ({"precision": "bf16"}, 1 / (0.55 + 0.45 / 3**0.15), 1 / (0.55 + 0.45 / 3)),
+        ({"cache": "disk", "cache_dtype": "float16"}, 1 / (0.5 + 0.5 / 3), 1 / (0.05 + 0.45 / 1.1)),
         ({"workers": 2}, 1 / (0.5 + 0.5 / 0.7), 1 / 0.75),
     ],
     ids=str,
