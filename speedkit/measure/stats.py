@@ -94,7 +94,9 @@ def share_of(count: int, looks: Sequence[int]) -> float:
 
     The shares of all `looks` add up to 1 (Bonferroni), so that looking often keeps it.
     """
-    return min(1.0, count / sum(looks)) if looks else 1.0
+    if not looks or count < looks[0]:  # it has ended before the first
+        return 1.0
+    return min(1.0, count / sum(looks))
 
 
 def decide(logs: Sequence[float], looks: Sequence[int] = LOOKS) -> Decision:
