@@ -5,6 +5,7 @@ import dataclasses
 import gc
 import math
 import runpy
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from torch.optim import Optimizer, optimizer
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from speedkit.data.batches import STOPS
 from speedkit.errors import SpeedkitError, UsageError
 from speedkit.files import claim_folder, write_json
 from speedkit.machine import this_machine
@@ -147,6 +149,7 @@ def profile_script(
         with (
             patch.object(sys, "argv", [str(path), *arguments]),
             patch.object(sys, "path", [str(path.resolve().parent), *sys.path]),
+            pythons_signals(),
             seen.installed(),
         ):
             runpy.run_path(str(path), run_name="__main__")
@@ -161,6 +164,21 @@ def profile_script(
             report(seen, path, folder, in_words=in_words)
     if seen.loop is None:
         raise SpeedkitError(f"{path} made {len(seen.optimizers)} optimizer steps, too few to see where their time goes")
+
+
+@contextlib.contextmanager
+def pythons_signals() -> Iterator[None]:
+    """Handle signals inside as Python does by itself: the script's processes inherit it, and end when they are told."""
+    handlers = {}
+    for number in STOPS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            own = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            handlers[number] = signal.signal(number, own)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def report(seen: ScriptProfile, path: Path, folder: Path, *, in_words: Callable[[str, str], str]) -> None:

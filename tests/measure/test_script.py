@@ -141,6 +141,21 @@ def test_a_script_that_fails_does_so_as_ever_after_the_breakdown_of_what_ran(sou
     assert "speedkit/" not in result.stderr and "runpy" not in result.stderr
 
 
+POOL = """
+import multiprocessing, time
+pool = multiprocessing.get_context("fork").Pool(2)
+pool.map_async(time.sleep, [600, 600])
+time.sleep(0.5)
+pool.terminate()  # which waits until its processes have ended
+pool.join()
+"""
+
+
+def test_the_processes_of_a_script_end_when_it_tells_them_to(tmp_path):
+    result = run(tmp_path, POOL + STEPS, *PROFILE)
+    assert result.returncode == 0 and "breakdown.json" in result.stdout, result.stderr
+
+
 def test_where_nothing_stands_out_the_levers_are_named_that_are_left():
     shares = {"forward": 0.4, "backward": 0.4, "optimizer": 0.2}
     rows = [{"cause": cause, "share": share} for cause, share in shares.items()]
