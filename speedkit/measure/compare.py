@@ -50,6 +50,7 @@ class Comparison:
     ratio: float
     low: float
     high: float
+    tail: float  # the error beyond each end
     decision: Decision
     ratio_total: float | None  # of all time in the long turns that confirm, in which what is rare counts too
     long_seconds_a: list[float]
@@ -92,7 +93,7 @@ class Comparison:
             total = f", {self.ratio_total:.3f} in total"
         return (
             f"{self.b} against {self.a}: {self.ratio:.3f} ({self.low:.3f} to {self.high:.3f}) "
-            f"in {len(self.seconds_a)} pairs{total}: {self.decision}"
+            f"in {len(self.seconds_a)} pairs of this run{total}: {self.decision}"
         )
 
 

@@ -19,11 +19,12 @@ Decision = Literal["faster", "slower", "not worth it", "undecided"]
 
 @dataclass(frozen=True)
 class Interval:
-    """A ratio of times (time A / time B: above 1 means that B is faster) and its 99 % confidence interval."""
+    """A ratio of times (time A / time B: above 1 means that B is faster) and its confidence interval, 99 % or wider."""
 
     ratio: float
     low: float
     high: float
+    tail: float = TAIL  # the error beyond each end
 
 
 @dataclass(frozen=True)
@@ -77,16 +78,16 @@ def paired_interval(a_s: Sequence[float], b_s: Sequence[float], tail: float = TA
     A share `tail` lies beyond each end: 99 % within by default. Pairing cancels what slows both alike; on the log
     scale, swapping A and B gives the reciprocal. Raises ValueError as `log_ratios` and `trimmed_mean` do.
     """
-    return _interval(*trimmed_mean(log_ratios(a_s, b_s), tail))
+    return _interval(*trimmed_mean(log_ratios(a_s, b_s), tail), tail)
 
 
 def total_interval(a_s: Sequence[float], b_s: Sequence[float], tail: float) -> Interval:
     """Return the ratio of total times of paired turns (seconds), with its interval."""
-    return _interval(*total_ratio(a_s, b_s, tail))
+    return _interval(*total_ratio(a_s, b_s, tail), tail)
 
 
-def _interval(mean: float, reach: float) -> Interval:
-    return Interval(math.exp(mean), math.exp(mean - reach), math.exp(mean + reach))
+def _interval(mean: float, reach: float, tail: float) -> Interval:
+    return Interval(math.exp(mean), math.exp(mean - reach), math.exp(mean + reach), tail)
 
 
 def share_of(count: int, looks: Sequence[int]) -> float:
