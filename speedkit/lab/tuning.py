@@ -93,7 +93,8 @@ def make_record(job: Tuning, chosen: Sequence[Optimization]) -> Row:
     found = find_plan(job, chosen)
     if Stage("final", plan="safe") in job.results:  # the plan that learned worse is not the one that was found
         found["quality"]["replaced"] = True
-    run.plan("final", resolve(found["plan"], job.hardware))
+    for name, plan in {"final": found["plan"], "careful": "careful"}.items():
+        run.plan(name, resolve(plan, job.hardware))
     run.record |= found
     run.record["quarantined"] = {as_text(path): as_text(why) for path, why in job.quarantined.items()}
     return run.finished()

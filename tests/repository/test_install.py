@@ -55,7 +55,7 @@ def light(tmp_path_factory):
 )
 def test_the_light_core_works_and_says_which_extra_is_missing(light, words, missing):
     done = light(words)
-    sentence = "package {} is not installed: install speedkit with its extra [{}]\n".format(*missing.split() or "  ")
+    sentence = 'package {} is not installed: pip install "torch-speedkit[{}]"\n'.format(*missing.split() or "  ")
     assert (done.returncode == 2 and done.stderr.endswith(sentence)) if missing else not done.returncode, done.stderr
 
 
