@@ -6,7 +6,8 @@ The sentences are in sentences.txt.j2, the page in report.html.j2.
 import base64
 import functools
 import io
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +26,23 @@ Row = Mapping[str, Any]
 
 
 @functools.cache
-def environment() -> jinja2.Environment:
-    """Return where the templates are; what they put into HTML is escaped."""
-    templates = jinja2.Environment(
+def template(name: str) -> jinja2.Template:
+    """Return a template that lies here; what it puts into HTML is escaped."""
+    environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=jinja2.select_autoescape(["html.j2"]),
+        autoescape=name.endswith(".html.j2"),
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    for function in (words.decision, words.device_name, words.duration, words.ratio_text):
-        templates.filters[function.__name__] = function
-    templates.globals["BASELINES"] = words.BASELINES
-    return templates
+    for function in (words.decision, words.device_name, words.duration, words.ratio_text, shlex.quote):
+        environment.filters[function.__name__] = function
+    environment.globals["BASELINES"] = words.BASELINES
+    return environment.get_template(name)
 
 
 def sentences() -> Any:
     """Return the macros of the sentences."""
-    return environment().get_template("sentences.txt.j2").module
+    return template("sentences.txt.j2").module
 
 
 def in_short(record: Row) -> list[str]:
@@ -60,28 +61,32 @@ def quality_in_words(quality: Row) -> str:
     return sentences().quality(quality).strip()
 
 
-def write_report(record: Row, out: str | Path, *, tuned: str = "", trains: str = "speedkit train WORKLOAD") -> Path:
+def write_report(
+    record: Row,
+    out: str | Path,
+    *,
+    command: Sequence[str] = (),
+    workload: str = "WORKLOAD",
+    options: Row | None = None,
+) -> Path:
     """Write the record of a tuning as a page to `out` and return its path.
 
-    `tuned` is the command that it is of, `trains` the one that trains the same, without its plan. Without matplotlib
-    the page has no pictures, and says so. All that is text in the record is escaped: it may quote a file's name, an
-    error, or come from another machine.
+    It is of `speedkit` with the words of `command`; `workload` and `options` are those that were typed of what training
+    takes. Without matplotlib the page has no pictures, and says so. All that is text in the record is escaped: it may
+    quote a file's name, an error, or come from another machine.
     """
-    page = (
-        environment()
-        .get_template("report.html.j2")
-        .render(
-            record=record,
-            sentences=in_short(record),
-            changed=changed(Plan(**record["plan"])),
-            fields=settings_of(Plan),
-            lines=in_words(Plan(**record["plans"]["final"]["effective"]), Recipe(**record["recipe"])),
-            left_out=left_out(record),
-            pictures=pictures(record),
-            steps=recipe_steps(record),
-            tuned=tuned,
-            trains=trains,
-        )
+    page = template("report.html.j2").render(
+        record=record,
+        sentences=in_short(record),
+        quality=quality_in_words(record["quality"]),
+        changed=changed(Plan(**record["plan"])),
+        fields=settings_of(Plan),
+        lines=in_words(Plan(**record["plans"]["final"]["effective"]), Recipe(**record["recipe"])),
+        left_out=left_out(record),
+        pictures=pictures(record),
+        command=command,
+        workload=workload,
+        options=options or {},
     )
     files.write_text(out, page)
     return Path(out)
@@ -108,11 +113,13 @@ def left_out(record: Row) -> list[Row]:
     Of several changes by one optimization it is the one that gained most, as it was measured last; nearest first.
     """
     changes = {row["change"]: row["fields"] for row in record["optimizations"]}
-    measured = (*record["optimizations"], *record["dropped"])
+    stalls = record.get("stalls") or {}  # not in records of before
+    measured = (*record["optimizations"], *record["dropped"], *stalls.get("kept", []))
     rows: dict[str, Row] = {}
     for row in sorted(measured, key=lambda row: (row.get("again", False), row["ratio"] or 0.0), reverse=True):
         fields = changes.get(row["change"], {})
         change = {field: value for field, value in fields.items() if value != record["plan"][field]}
         if change and not row["kept"]:
-            rows.setdefault(row["optimization"], {**row, "change": text(change)})
+            why = sentences().why(row, recipe_steps(record)).strip()
+            rows.setdefault(row["optimization"], {**row, "change": text(change), "why": why})
     return [*rows.values()]
