@@ -64,9 +64,8 @@ class EffectivePlan:
         lines = ["field              asked           got             why"]
         for field, got in vars(self.plan).items():
             if field in reasons or got != getattr(Plan(), field):
-                start = f"{field:18} {getattr(self.asked, field)!s:15} {got!s:15} "
-                line = start + reasons.get(field, "as asked")
-                lines.append(textwrap.fill(line, 110, subsequent_indent=" " * len(start), break_on_hyphens=False))
+                line = f"{field:18} {getattr(self.asked, field)!s:15} {got!s:15} {reasons.get(field, 'as asked')}"
+                lines += textwrap.wrap(line, 110, subsequent_indent=" " * 51)
         return "\n".join(lines)
 
     @property

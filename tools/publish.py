@@ -22,13 +22,12 @@ from matplotlib import style
 from speedkit import files
 from speedkit.cli import main
 from speedkit.errors import SpeedkitError, UsageError
-from speedkit.lab.figures import STYLE, waterfall
+from speedkit.lab.figures import BASELINES, STYLE, device_name, headline, ratio_text, result_text, waterfall
 from speedkit.lab.notebooks import find_notebooks, run_notebook
 from speedkit.lab.provenance import commit, is_current, notebooks_folder
 from speedkit.lab.record import RECORD_MIME, read_notebook
 from speedkit.lab.records import load_record, published, validate_record
 from speedkit.machine import this_machine
-from speedkit.measure.words import BASELINES, device_name, headline, ratio_text, result_text
 from speedkit.options import DEBUG, seconds
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
