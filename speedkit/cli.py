@@ -51,7 +51,7 @@ from speedkit.options import (
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 
-RENDERING_S = 20.0  # of a tuning's budget, for its report and notebook
+RENDERING_S = 20.0  # of a tuning's budget, for its report and notebook; of a short one a quarter
 
 
 def main(command: click.Command | None = None, name: str = "speedkit") -> NoReturn:
@@ -227,7 +227,8 @@ def tune(workload: str, notebook: bool, **values: Any) -> None:
     work, recipe = find_workload(workload, values)
     folder = values["out"]
     options = typed(values, "device", "cache_dir", "out", "resume", "budget_s", "optimizations", "seeds", "horizon")
-    record = tune_workload(work, recipe=recipe, rendering_s=RENDERING_S, **options)
+    rendering_s = min(RENDERING_S, values["budget_s"] / 4)
+    record = tune_workload(work, recipe=recipe, rendering_s=rendering_s, **options)
     trained = typed(values, *DATA_FIELDS, *settings_of(Recipe), "device", "cache_dir")
     write_report(record, folder / "report.html", command=sys.argv[1:], workload=workload, options=trained)
     if notebook:
