@@ -111,6 +111,8 @@ def test_what_pays_later_says_from_which_step_on(record, tmp_path):
     sentence = "pays from 1,900 steps on; this recipe has 192, --horizon says yours"
     assert f"compile=default {sentence}." in in_short(record)
     assert f"faster; {sentence}</td>" in page_of(record, tmp_path)
+    lost = record | {"optimizations": [row | {"why": "losses differ by 0.3, at most 0.1 allowed"}]}
+    assert "pays from" not in page_of(lost, tmp_path) and left_out(lost)[0]["why"].startswith("losses differ")
     row["kept"] = True
     assert "compile=default pays from 1,900 steps on." in in_short(record)
 
