@@ -19,6 +19,7 @@ import yaml
 from click.core import ParameterSource
 
 from speedkit import __version__
+from speedkit.config import settings_of
 from speedkit.data.batches import STOPS
 from speedkit.errors import Interrupted, SpeedkitError, UsageError
 from speedkit.fallbacks import resolve
@@ -48,6 +49,9 @@ from speedkit.options import (
     typed,
 )
 from speedkit.plan import Plan
+from speedkit.recipe import Recipe
+
+RENDERING_S = 20.0  # of a tuning's budget, for its report and notebook; of a short one a quarter
 
 
 def main(command: click.Command | None = None, name: str = "speedkit") -> NoReturn:
@@ -205,21 +209,29 @@ def _launch(arguments: list[str], ranks: int, *, max_restarts: int = 3) -> int:
 def tune(workload: str, notebook: bool, **values: Any) -> None:
     """Try every optimization on WORKLOAD and keep what is proven; leave the plan, the record and a report."""
     from speedkit.lab.frameworks import read_table
-    from speedkit.lab.notebooks import find_notebooks, run_notebook
     from speedkit.lab.report import in_short, write_report
     from speedkit.lab.tuning import tune as tune_workload
 
     # What the report needs is there before the time is spent.
-    [source] = find_notebooks(["90"])
     read_table()
+    written = "report.html, plan.yaml and record.json"
+    if notebook:
+        try:
+            from speedkit.lab.notebooks import find_notebooks, run_notebook
+
+            [source] = find_notebooks(["90"])
+            written = f"tune.ipynb, {written}"
+        except ModuleNotFoundError as error:
+            _say(f"no tune.ipynb: {explained(error)[1]}")
+            notebook = False
     work, recipe = find_workload(workload, values)
     folder = values["out"]
     options = typed(values, "device", "cache_dir", "out", "resume", "budget_s", "optimizations", "seeds", "horizon")
-    record = tune_workload(work, recipe=recipe, **options)
-    write_report(record, folder / "report.html")
-    written = "report.html, plan.yaml and record.json"
+    rendering_s = min(RENDERING_S, values["budget_s"] / 4)
+    record = tune_workload(work, recipe=recipe, rendering_s=rendering_s, **options)
+    trained = typed(values, *DATA_FIELDS, *settings_of(Recipe), "device", "cache_dir")
+    write_report(record, folder / "report.html", command=sys.argv[1:], workload=workload, options=trained)
     if notebook:
-        written = "report.html, plan.yaml, record.json and tune.ipynb"
         out = str(folder.resolve())
         parameters = {"workload": workload, "out": out, **typed(values, *DATA_FIELDS)}
         run_notebook(
@@ -252,35 +264,26 @@ def profile(workload: str, arguments: tuple[str, ...], plan: str, **values: Any)
         return
     from speedkit.measure.bottlenecks import as_text, profile_workload
     from speedkit.measure.script import next_levers
+    from speedkit.measure.trace_profile import profile_trace
 
     read_trace = values["read_trace"]
     if (read_trace is None) == (not workload):
         raise UsageError("name a WORKLOAD, a SCRIPT or --read-trace FILE, one of them")
-    if read_trace is not None:
-        profile_trace_file(Path(read_trace), values["out"])
-        return
     if arguments:
         raise UsageError(f"{arguments[0]!r} is one argument too many: only a script, NAME.py, has arguments of its own")
-    asked = find_plan(plan, values)
-    work, recipe = find_workload(workload, values)
-    folder = claim_folder(values["out"], "profile", values["resume"])
-    breakdown = profile_workload(work, recipe, asked, **typed(values, "device", "cache_dir", "trace"))
+    if read_trace is not None:
+        breakdown = profile_trace(Path(read_trace))
+        folder = claim_folder(values["out"], "profile")
+    else:
+        asked = find_plan(plan, values)
+        work, recipe = find_workload(workload, values)
+        folder = claim_folder(values["out"], "profile", values["resume"])
+        breakdown = profile_workload(work, recipe, asked, **typed(values, "device", "cache_dir", "trace"))
     write_json(folder / "breakdown.json", breakdown)
     click.echo(as_text(breakdown))
-    if not breakdown["bottlenecks"]:
+    if read_trace is None and not breakdown["bottlenecks"]:
         click.echo(next_levers(asked, breakdown["rows"], values["device"]))
     click.echo(f"breakdown.json in {folder}")
-
-
-def profile_trace_file(path: Path, out: Path) -> None:
-    """Show why the steps in a trace file take long. Raises UsageError for what is no trace."""
-    from speedkit.measure.bottlenecks import as_text
-    from speedkit.measure.trace_profile import profile_trace
-
-    report = profile_trace(path)
-    folder = claim_folder(out, "profile")
-    write_json(folder / "breakdown.json", report)
-    click.echo(f"{as_text(report)}\nbreakdown.json in {folder}")
 
 
 def profile_script(script: Path, arguments: tuple[str, ...], out: Path) -> None:

@@ -2,12 +2,13 @@
 
 import dataclasses
 import os
+import textwrap
 from typing import TYPE_CHECKING, Any
 
 from speedkit.data.own_loader import own_settings
 from speedkit.errors import PlanError
 from speedkit.machine import Hardware, this_machine
-from speedkit.plan import CUDA_GRAPHS, TUNED, Plan
+from speedkit.plan import CUDA_GRAPHS, TUNED, Plan, as_plan
 
 if TYPE_CHECKING:
     from speedkit.workload import Workload
@@ -58,6 +59,15 @@ class EffectivePlan:
     plan: Plan
     fallbacks: tuple[Fallback, ...] = ()  # one for each field that is not as asked
 
+    def __str__(self) -> str:
+        reasons = {fallback.field: fallback.why for fallback in self.fallbacks}
+        lines = ["field              asked           got             why"]
+        for field, got in vars(self.plan).items():
+            if field in reasons or got != getattr(Plan(), field):
+                line = f"{field:18} {getattr(self.asked, field)!s:15} {got!s:15} {reasons.get(field, 'as asked')}"
+                lines += textwrap.wrap(line, 110, subsequent_indent=" " * 51)
+        return "\n".join(lines)
+
     @property
     def lost(self) -> list[Fallback]:
         """The fallbacks that cost something; what was to be chosen (auto) has been chosen."""
@@ -98,7 +108,7 @@ class EffectivePlan:
 
 
 def resolve(
-    plan: Plan,
+    plan: Plan | str,
     hardware: Hardware | None = None,
     strict: bool = False,
     *,
@@ -107,10 +117,12 @@ def resolve(
 ) -> EffectivePlan:
     """Return the plan that `hardware` (and the data of `workload`) can honour, and why not for each field it cannot.
 
+    The plan may be a name: baseline, careful, fast, or that of a YAML file.
     `batch_size` is the recipe's, where it is known. Raises PlanError for ranks that it cannot run, and under `strict`
     for anything that is lost.
     """
     hardware = hardware or this_machine()
+    plan = as_plan(plan, hardware)
     check_ranks(plan, hardware)
     effective = EffectivePlan(plan, plan)
     if workload is not None and workload.own_loader is not None:

@@ -9,13 +9,13 @@ from typing import Any
 
 import click
 
-from speedkit.config import from_mapping, from_yaml, settings_of
+from speedkit.config import from_mapping, settings_of
 from speedkit.errors import SpeedkitError, TooManyBad, UsageError
 from speedkit.files import claim_folder, write_quarantine
 from speedkit.lab.workloads import load_workload
 from speedkit.machine import this_machine
 from speedkit.measure.extras import missing_extra
-from speedkit.plan import PRESETS, Plan
+from speedkit.plan import Plan, as_plan
 from speedkit.recipe import Recipe
 from speedkit.renamed import spelling_of_today
 from speedkit.workload import Workload
@@ -141,12 +141,7 @@ def find_workload(name: str, values: Values) -> tuple[Workload, Recipe]:
 
 def find_plan(word: str, values: Values) -> Plan:
     """Return the plan that a word or a YAML file names, with the fields that were typed."""
-    if word in PRESETS:
-        plan = PRESETS[word](this_machine(values["device"]))
-    elif Path(word).exists():
-        plan = from_yaml(Plan, word)
-    else:
-        raise UsageError(f"there is no plan {word!r}: take {', '.join(PRESETS)}, or a YAML file")
+    plan = as_plan(word, this_machine(values["device"]))
     return from_mapping(Plan, dataclasses.asdict(plan) | typed(values, *settings_of(Plan)))
 
 

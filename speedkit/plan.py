@@ -1,10 +1,12 @@
 """Plan: how fast a recipe is learned, one field per optimization. Changing it must not change what is learned."""
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from speedkit.config import settings
+from speedkit.config import from_yaml, nearest, settings
+from speedkit.errors import PlanError
 from speedkit.machine import Hardware, this_machine
 
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # the modes of torch.compile that record them
@@ -113,3 +115,14 @@ class Plan:
 
 
 PRESETS = {"baseline": lambda _: Plan(), "careful": Plan.careful, "fast": Plan.fast}
+
+
+def as_plan(plan: Plan | str, hardware: Hardware | None = None) -> Plan:
+    """Return `plan`, or the one that a word or a YAML file names. Raises PlanError for a word that names none."""
+    if isinstance(plan, Plan):
+        return plan
+    if plan in PRESETS:
+        return PRESETS[plan](hardware)
+    if Path(plan).exists():
+        return from_yaml(Plan, plan)
+    raise PlanError(f"there is no plan {plan!r}{nearest(plan, PRESETS)}: take {', '.join(PRESETS)}, or a YAML file")

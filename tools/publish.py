@@ -22,7 +22,7 @@ from matplotlib import style
 from speedkit import files
 from speedkit.cli import main
 from speedkit.errors import SpeedkitError, UsageError
-from speedkit.lab.figures import BASELINES, STYLE, device_name, headline, ratio_text, waterfall
+from speedkit.lab.figures import BASELINES, STYLE, device_name, headline, ratio_text, result_text, waterfall
 from speedkit.lab.notebooks import find_notebooks, run_notebook
 from speedkit.lab.provenance import commit, is_current, notebooks_folder
 from speedkit.lab.record import RECORD_MIME, read_notebook
@@ -244,7 +244,7 @@ def tunings_table(folder: Path) -> str:
         side, speedup = headline(record)
         code = f"{record['commit']}, {record['created'][:10]}, {mark(record, folder / TUNE)}"
         workload = escaped(record["workload"]["name"])
-        rows.append([machine_name(record), workload, ratio_text(speedup), BASELINES[side], code])
+        rows.append([machine_name(record), workload, result_text(speedup), BASELINES[side], code])
     return markdown_table(
         ["machine", "workload", "times as fast (99 %)", "as the faster of the two baselines", "code"], rows
     )

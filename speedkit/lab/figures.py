@@ -20,6 +20,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from speedkit.measure.trace import CAUSES
+from speedkit.measure.words import BASELINES, device_name, duration, headline, ratio_text, result_text
 
 STYLE = Path(__file__).with_name("speedkit.mplstyle")
 BLUE = "#0072B2"
@@ -32,27 +33,7 @@ PREDICTED = Patch(color="#F3C6A5", label="predicted before")
 # What to do about them goes from left to right: feeding, launching, computing, what happens now and then, the rest.
 CODES = "D55E00 E69F00 CC79A7 882255 0072B2 56B4E9 44AA99 332288 7FA7D8 009E73 B8DE9B F0E442 8C7A3F A9B0BB FFFFFF"
 COLOURS = {cause: f"#{code}" for cause, code in zip(CAUSES, CODES.split(), strict=True)}
-# What a tuning is compared with, by its key in `step_s` of a record: its headline is over the faster of the two.
-BASELINES = {"baseline": "plain PyTorch", "careful": "the careful plan"}
 Row = Mapping[str, Any]
-
-
-def device_name(record: Row) -> str:
-    """Return what the machine of a record is called."""
-    hardware = record["hardware"]
-    if hardware.get("gpu"):
-        return hardware["gpu"]
-    cpu = (hardware.get("cpu") or "CPU").replace("(R)", "").replace("(TM)", "")
-    return f"{cpu}, {hardware['cores']} cores"
-
-
-def headline(record: Row) -> tuple[str, Row]:
-    """Return the one speed-up that a tuning is told by, and what it is over: the faster of `BASELINES`.
-
-    The first is the baseline's key in `BASELINES`, the second the ratio with its interval.
-    """
-    speedups = {"baseline": record["speedup"], "careful": record["speedup_careful"]}
-    return min(speedups.items(), key=lambda item: item[1]["ratio"])
 
 
 @style.context(STYLE)
@@ -63,11 +44,11 @@ def waterfall(record: Row) -> Figure:
     what was predicted before. The last bar is the headline.
     """
     step_s = record["step_s"]
-    tried = [row for row in record["optimizations"] if row["ratio"] is not None]
+    tried = {row["change"]: row for row in record["optimizations"] if row["ratio"]}  # as it was measured last
     side, speedup = headline(record)
     before_s = step_s.get(side, step_s["final"])  # the careful plan may be the final one
     final = {"optimization": "final plan", "change": f"against {BASELINES[side]}", "step_s_before": before_s, **speedup}
-    rows = [*tried, final]
+    rows = [*tried.values(), final]
     labels = ["plain PyTorch, Plan()"]
     for row in rows:
         change = textwrap.shorten(row["change"], 32, placeholder=" …")
@@ -83,14 +64,15 @@ def waterfall(record: Row) -> Figure:
             colour = GREEN
         elif not row["kept"]:
             colour = GREY
-            lines += textwrap.wrap(row["why"], 40, max_lines=2, placeholder=" …")
+            if row["why"] not in lines[0]:
+                lines += textwrap.wrap(row["why"], 40, max_lines=2, placeholder=" …")
         draw_change(axes, y, row, colour=colour)
         write_beside(axes, y, "\n".join(lines))
     axes.set(xscale="log", xlabel="time per step, ms, log scale: left is faster")
     round_ticks(axes.xaxis)
     colours = {"kept": BLUE, "rejected": GREY, "fresh turns": GREEN}
     marks = [Patch(color=colour, label=label) for label, colour in colours.items()]
-    title = f"{ratio_text(speedup)} over {BASELINES[side]}"
+    title = f"{result_text(speedup)} over {BASELINES[side]}"
     add_caption(figure, title, [*marks, INTERVAL, PREDICTED], about=origin(record))
     return figure
 
@@ -170,28 +152,12 @@ def round_ticks(axis: Axis) -> None:
     axis.set_minor_locator(NullLocator())
 
 
-def ratio_text(row: Row) -> str:
-    return f"{row['ratio']:.2f}× ({row['low']:.2f} to {row['high']:.2f})"
-
-
 def draw_change(axes: Axes, y: int, row: Row, *, colour: str) -> None:
-    """Draw a row's step from before it by its ratio, with interval and prediction where it has them."""
+    """Draw a row's step from before it by its ratio, with its interval, and with a prediction where it has one."""
     before_ms = 1e3 * row["step_s_before"]
-    after_ms = before_ms / row["ratio"]
-    axes.barh(y, after_ms - before_ms, 0.5, left=before_ms, color=colour)
-    if row["low"]:
-        fastest = before_ms / row["high"]
-        slowest = before_ms / row["low"]
-        axes.plot([fastest, slowest], [y, y], "|-", color=INK, markersize=7)
+    axes.barh(y, before_ms / row["ratio"] - before_ms, 0.5, left=before_ms, color=colour)
+    axes.plot([before_ms / row["high"], before_ms / row["low"]], [y, y], "|-", color=INK, markersize=7)
     if row.get("predicted_low"):
         fastest = before_ms / row["predicted_high"]
-        slowest = before_ms / row["predicted_low"]
-        axes.barh(y + 0.36, slowest - fastest, 0.1, left=fastest, color=PREDICTED.get_facecolor())
-
-
-def duration(seconds: float) -> str:
-    """Return a time in the unit that reads best: `42.1 ms`, `3.2 s`, `12 min`, `1.5 h`."""
-    for unit, length in (("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3)):
-        if seconds >= 2 * length or (unit == "s" and seconds >= 1):
-            return f"{seconds / length:#.3g}".rstrip(".") + f" {unit}"
-    return f"{seconds / 1e-6:#.3g}".rstrip(".") + " µs"
+        width = before_ms / row["predicted_low"] - fastest
+        axes.barh(y + 0.36, width, 0.1, left=fastest, color=PREDICTED.get_facecolor())

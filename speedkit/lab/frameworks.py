@@ -21,6 +21,19 @@ from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 
 FRAMEWORKS = ("PyTorch", "Lightning", "Accelerate", "Hugging Face", "NeMo")
+# A cache in plain PyTorch: `{kept}` in the table.
+KEPT = """\
+class Kept(torch.utils.data.Dataset):  # makes each sample once: what is random comes after it
+    def __init__(self, dataset):
+        self.dataset = dataset
+        self.samples = {}
+    def __len__(self):
+        return len(self.dataset)
+    def __getitem__(self, index):
+        if index not in self.samples:
+            self.samples[index] = self.dataset[index]
+        return self.samples[index]
+dataset = Kept(dataset)"""
 # A call, up to its keywords; and these.
 CHANGE = re.compile(r"(\w+)=([\w.-]+)")
 CALL = re.compile(r"(\w+ = [\w.]+\((?:dataset, |model\.parameters\(\), )?)(\w+=.*)\)")
@@ -35,7 +48,7 @@ def in_words(plan: Plan, recipe: Recipe) -> dict[str, str]:
     parts = 1
     if isinstance(plan.micro_batch, int):
         parts = math.ceil(recipe.batch_size / plan.micro_batch)
-    values = vars(plan) | {"batch_size": recipe.batch_size, "parts": parts}
+    values = vars(plan) | {"batch_size": recipe.batch_size, "parts": parts, "kept": KEPT}
     changed = {field for field, value in vars(plan).items() if value != getattr(Plan(), field)}
     rows = rows_for(plan, changed)
     words = {}
@@ -60,7 +73,8 @@ def change_in_words(change: str, framework: str) -> str:
     for row in rows_for(plan, set(fields)):
         word = row[framework] or row["otherwise"]
         if word and (row["field"] in fields or row["needs"] in fields):
-            words.append(word.format(**vars(plan), value=getattr(plan, row["field"])))
+            value = getattr(plan, row["field"])
+            words.append(word.format(**vars(plan), value=value, kept="keep each sample that was made"))
     return "; ".join(words)
 
 
@@ -72,15 +86,15 @@ def read_table() -> list[dict[str, str]]:
 
 def rows_for(plan: Plan, changed: set[str]) -> list[dict[str, str]]:
     """Return the rows of the table that concern a plan in which some fields are `changed`, in the table's order."""
-    table = read_table()
     rows = []
-    patterns = [(row["field"], row["value"]) for row in table if row["value"]]
-    for row in table:
+    matched = set()  # fields with a row for their value, which stands before the one for any other
+    for row in read_table():
         field = row["field"]
-        value = str(getattr(plan, field))
-        own_row = any(name == field and fnmatchcase(value, pattern) for name, pattern in patterns)
-        any_other_value = not row["value"] and field in changed and not own_row
-        if (fnmatchcase(value, row["value"]) or any_other_value) and row["needs"] in ("", *changed):
+        if fnmatchcase(str(getattr(plan, field)), row["value"]):
+            matched.add(field)
+        elif row["value"] or field in matched or field not in changed:
+            continue
+        if row["needs"] in ("", *changed):
             rows.append(row)
     return rows
 

@@ -44,6 +44,7 @@ def tune(
     optimizations: Sequence[str] | None = None,
     pairs: int = LOOKS[-1],
     seeds: int = 3,
+    rendering_s: float = 0.0,
     progress: bool | str = "auto",
 ) -> Row:
     """Try every optimization on `workload`, keep what is proven to be faster, and return the record of it.
@@ -53,9 +54,10 @@ def tune(
     in fresh turns, and both ends are trained to compare quality. The model is made anew for each plan: what its
     function prints is not shown.
 
-    `budget_s` is for all of it; `horizon` is the steps of the training that the plan is for, by which compiling has to
-    pay: by default the recipe's, or on a GPU 20,000 if these are more. `pairs` is the most that a comparison has,
-    `seeds` the trainings of each plan, more where these do not decide, `optimizations` those to try.
+    `budget_s` is for all of it, `rendering_s` of it for what the caller makes of the record; `horizon` is the steps of
+    the training that the plan is for, by which compiling has to pay: by default the recipe's, or on a GPU 20,000 if
+    these are more. `pairs` is the most that a comparison has, `seeds` the trainings of each plan, more where these do
+    not decide, `optimizations` those to try.
     `out` gets record.json and plan.yaml, and tune.json, from which `resume` goes on. Raises UsageError for a budget
     too short for one optimization.
     """
@@ -80,6 +82,8 @@ def tune(
             out=folder,
             say=functools.partial(print, flush=True) if wanted(progress) else lambda text: None,
         )
+        if not job.results:
+            job.began_s -= rendering_s
         record = job.once(Stage("record"), make_record, job, chosen)
         if folder is not None:
             leave(job, record, folder)
@@ -93,7 +97,8 @@ def make_record(job: Tuning, chosen: Sequence[Optimization]) -> Row:
     found = find_plan(job, chosen)
     if Stage("final", plan="safe") in job.results:  # the plan that learned worse is not the one that was found
         found["quality"]["replaced"] = True
-    run.plan("final", resolve(found["plan"], job.hardware))
+    for name, plan in {"final": found["plan"], "careful": "careful"}.items():
+        run.plan(name, resolve(plan, job.hardware))
     run.record |= found
     run.record["quarantined"] = {as_text(path): as_text(why) for path, why in job.quarantined.items()}
     return run.finished()

@@ -10,4 +10,4 @@ def missing_extra(error: BaseException) -> str:
     package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if package not in EXTRAS:
         return ""
-    return f"the package {package} is not installed: install speedkit with its extra [{EXTRAS[package]}]"
+    return f'the package {package} is not installed: pip install "torch-speedkit[{EXTRAS[package]}]"'

@@ -29,7 +29,7 @@ from speedkit.workload import Workload
 def fit(
     workload: Workload,
     recipe: Recipe | None = None,
-    plan: Plan | None = None,
+    plan: Plan | str | None = None,
     *,
     device: str | torch.device = "auto",
     out: str | Path | None = None,
@@ -43,7 +43,7 @@ def fit(
 ) -> History:
     """Train `workload` by `recipe`, as fast as `plan` says; return the course of the run with the trained model.
 
-    By the workload's own recipe and `Plan()` by default.
+    By the workload's own recipe and `Plan()` by default; a plan may be a name, "fast", or that of a YAML file.
 
     device: "auto", "cpu", "cuda", "cuda:1", "mps".
     out: a folder, which gets checkpoint, plan and history; none of them are kept by default.

@@ -18,7 +18,7 @@ from speedkit.data.own_loader import DEFAULTS
 from speedkit.errors import UsageError
 from speedkit.fallbacks import EffectivePlan, resolve
 from speedkit.machine import Hardware, this_machine
-from speedkit.plan import CUDA_GRAPHS, Plan
+from speedkit.plan import CUDA_GRAPHS, Plan, as_plan
 from speedkit.train import compile, memory
 from speedkit.train.optimizer import fuse
 from speedkit.train.precision import Precision
@@ -42,7 +42,7 @@ NOT_APPLIED = [field for field in DEFAULTS if field not in APPLIED]
 
 
 def prepare(  # noqa: PLR0917  # the order in which every loop has them
-    plan: Plan,
+    plan: Plan | str,
     model: nn.Module,
     optimizer: Optimizer,
     loader: DataLoader,
@@ -63,7 +63,8 @@ def prepare(  # noqa: PLR0917  # the order in which every loop has them
     if not isinstance(loader, DataLoader):
         raise UsageError(f"{own_loader.own_way(loader)}: give a DataLoader")
     device = next(model.parameters()).device
-    effective = plan_for_loop(plan, optimizer, loader, hardware=this_machine(device), seconds=seconds)
+    hardware = this_machine(device)
+    effective = plan_for_loop(as_plan(plan, hardware), optimizer, loader, hardware=hardware, seconds=seconds)
     applied = effective.plan
 
     precision = Precision(applied, device)

@@ -20,7 +20,7 @@ from speedkit.errors import PlanError, SpeedkitError
 from speedkit.fallbacks import EffectivePlan, Fallback, resolve
 from speedkit.files import claim_folder, folder_held, write_text
 from speedkit.machine import this_machine
-from speedkit.plan import Plan
+from speedkit.plan import Plan, as_plan
 from speedkit.recipe import Recipe, learning_rates
 from speedkit.train import attention, checkpoint, compile, memory
 from speedkit.train.checkpoint_file import CheckpointWriter
@@ -39,7 +39,7 @@ from speedkit.workload import Batch, Workload
 def setup_run(
     workload: Workload,
     recipe: Recipe | None = None,
-    plan: Plan | None = None,
+    plan: Plan | str | None = None,
     *,
     device: str | torch.device = "auto",
     out: str | Path | None = None,
@@ -59,7 +59,7 @@ def setup_run(
     """
     began_s = time.perf_counter()
     recipe = recipe or workload.recipe
-    plan = plan or Plan()
+    plan = as_plan(plan or Plan(), this_machine(device))
     check_recipe(recipe, workload)
     hardware = this_machine(local_device(plan, device))
     with contextlib.ExitStack() as ends:  # of a run that cannot be set up they are reached here, else by its `close`

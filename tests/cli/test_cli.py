@@ -184,6 +184,9 @@ def test_tuning_on_real_files_leaves_plan_record_notebook_and_report(speedkit, r
     tune += ["--optimizations", "cache,host_syncs", "--budget", "4m"]
     assert "Files left out: 1 (" in speedkit(*tune)[1] and "cut_short.wav" in (out / "quarantine.csv").read_text()
     assert all((out / name).stat().st_size > 100 for name in ("plan.yaml", "tune.ipynb", "report.html"))
+    page = (out / "report.html").read_text()
+    assert f"<code>speedkit tune audio --data-dir {files}" in page  # as it was typed
+    assert f"speedkit train audio --data-dir {files} --size" in page or "plain PyTorch stays" in page
     record = read(out / "record.json")
     assert {row["optimization"] for row in record["optimizations"]} == {"cache", "host_syncs"}
     train = ["train", "audio", "--data-dir", recordings, "--steps", "2", *SMALL, "--out", trained]

@@ -13,6 +13,7 @@ from torch.optim import lr_scheduler
 from speedkit.config import from_mapping, from_yaml, to_yaml
 from speedkit.errors import PlanError
 from speedkit.fallbacks import resolve
+from speedkit.machine import this_machine
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe, learning_rates, steps_per_epoch
 
@@ -163,6 +164,27 @@ def test_a_plan_falls_back_to_what_machine_and_data_can_do_with_the_reason(case)
     assert sorted(rows) == sorted((field, requested[field], got) for field, got in instead.items())
     assert effective.plan == Plan(**asked | instead)
     assert why in " ".join(fallback.why for fallback in effective.fallbacks)
+
+
+def test_a_plan_s_name_is_as_good_as_the_plan(tmp_path):
+    (tmp_path / "plan.yaml").write_text("workers: 3\n")
+    named = {"baseline": Plan(), "careful": Plan.careful(GPU), "fast": Plan.fast(GPU)}
+    for name, plan in (named | {str(tmp_path / "plan.yaml"): Plan(workers=3)}).items():
+        assert resolve(name, GPU).asked == plan
+    assert trained(points(epochs=1), plan="careful").effective.asked == Plan.careful(this_machine("cpu"))
+    with pytest.raises(
+        PlanError, match=r"there is no plan 'fats' \(did you mean fast\?\): take baseline, careful, fast"
+    ):
+        resolve("fats")
+
+
+def test_an_effective_plan_is_printed_as_a_table_of_short_lines():
+    lines = str(resolve(Plan(precision="fp8", workers=2, compile="max-autotune-no-cudagraphs"), CPU_BF16)).splitlines()
+    rows = {line.split()[0]: line.split(maxsplit=3)[1:] for line in lines if line[0] != " "}
+    assert rows["field"] == ["asked", "got", "why"] and rows["workers"] == ["2", "2", "as asked"]
+    assert rows["precision"][:2] == ["fp8", "bf16"] and rows["precision"][2].startswith("fp8 needs")
+    assert rows.keys() == {"field", "precision", "workers", "compile"}, "no other field"
+    assert max(map(len, lines)) <= 110 and "FP8 tensor cores" in " ".join(" ".join(lines).split())
 
 
 def test_strict_refuses_a_fallback_and_ranks_need_a_gpu_each():

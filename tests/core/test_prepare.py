@@ -122,6 +122,11 @@ def test_each_field_has_its_effect_on_the_same_model_and_optimizer():
     assert not average(torch.ones(2, 3, 8, 8)).any() and model(torch.ones(2, 3, 8, 8)).any()
 
 
+def test_the_name_of_a_plan_prepares_as_the_plan_does(capsys):
+    by_name, by_plan = (prepare(plan, *parts())[2].effective for plan in ("careful", Plan.careful()))
+    assert by_name == by_plan and by_name.plan.workers
+
+
 def test_cudnns_timing_stays_as_the_script_has_set_it():
     torch.backends.cudnn.benchmark = True
     prepare(Plan(precision="bf16"), *parts())

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from speedkit.fallbacks import resolve
-from speedkit.lab.frameworks import FRAMEWORKS, in_words, read_table
+from speedkit.lab.frameworks import FRAMEWORKS, KEPT, change_in_words, in_words, read_table
 from speedkit.machine import this_machine
 from speedkit.measure.optimizations import OPTIMIZATIONS
 from speedkit.plan import Plan
@@ -104,12 +104,34 @@ NOT_ALONE = {"persistent_workers", "prefetch_factor", "strategy"}  # they take w
 def test_each_line_of_the_table_runs_alone(row):
     value = "fsdp" if row["field"] == "strategy" else 2
     if row["value"] not in ("", "*"):
-        value = yaml.safe_load(row["value"].replace("[01].*", "0.5"))  # a share, of an epoch
+        # A share, of an epoch; any cache.
+        value = yaml.safe_load(row["value"].replace("[01].*", "0.5").replace("[!o]*", "ram"))
         Plan(**{row["field"]: value})  # which refuses what is no value of the field
-    sizes = {"batch_size": 8, "micro_batch": 2, "parts": 4, "value": value}
+    sizes = {"batch_size": 8, "micro_batch": 2, "parts": 4, "value": value, "kept": KEPT}
     for framework in FRAMEWORKS:
         if row["field"] not in NOT_ALONE:
             execute(framework, row[framework].format(**vars(Plan(compile="default")) | sizes))
+
+
+@pytest.mark.parametrize("cache", ["disk", "ram", "device"])
+def test_a_cache_is_a_data_set_in_plain_pytorch_that_makes_each_sample_once(cache):
+    made = []
+
+    class Squares(torch.utils.data.Dataset):
+        def __len__(self):
+            return 6
+
+        def __getitem__(self, index):
+            made.append(index)
+            return torch.tensor(float(index**2)), index
+
+    lines = in_words(Plan(cache=cache), RECIPE)["PyTorch"]
+    names = {"torch": torch, "dataset": Squares()}
+    exec(lines, names)
+    epochs = [list(DataLoader(names["dataset"], 3)) for _ in range(2)]
+    assert sorted(made) == [*range(6)] and epochs[1][1][0].tolist() == [9.0, 16.0, 25.0]
+    assert len(KEPT.splitlines()) <= 12 and lines.startswith(KEPT)
+    assert "\n" not in change_in_words(f"cache={cache}", "PyTorch")
 
 
 def test_the_table_has_words_or_advice_for_every_field():

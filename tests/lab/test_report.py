@@ -1,10 +1,12 @@
 """The report of a tuning: what it says, and that a browser loads and runs nothing of what a record may hold."""
 
+import html
 import re
 
 import pytest
 
-from speedkit.lab.report import in_short, write_report
+from speedkit.lab.report import in_short, left_out, write_report
+from speedkit.plan import Plan
 
 HOSTILE = "<script>document.title = 'run'</script><img src=https://example.org/x onerror=document.title='run'>"
 MORE = {"mean_change": 0.01, "lower": -0.05}
@@ -17,18 +19,142 @@ def record(tuning):
     return tuning | {"speedup": {"ratio": 3.9, "low": 3.8, "high": 4.0}, "speedup_careful": careful}
 
 
+def page_of(record, tmp_path, **options):
+    return html.unescape(write_report(record, tmp_path / "report.html", **options).read_text())
+
+
 def test_the_report_says_what_to_switch_on_and_what_it_gives(record, tmp_path):
     text = write_report(record, tmp_path / "report.html").read_text()
-    order = ["<code>cache</code>", "plan.yaml", "Lightning", "2.98 times as fast (2.90", "careful plan", "decoder"]
+    order = ["audio: A training of 192 steps takes", "2.98 times as fast (2.90", "careful plan", "<code>cache</code>"]
+    order += ["plan.yaml", "class Kept(", "Lightning", "decoder"]
     assert re.search(".*".join(map(re.escape, order)), text, re.DOTALL)
     assert set(re.findall(r'src="([^",]{12})', text)) == {"data:image/s"}
     assert "default-src 'none'" in text and "<script" not in text
     assert "3.90 times" not in text, "over the slower of the two baselines"
-    for change, first in (("nothing", "Nothing that was tried"), (record["change"], "2.98 times as fast")):
+    for change, place, words in (("nothing", 0, "Nothing that was tried"), (record["change"], 2, "2.98 times as fast")):
         bad = record | {"change": change, "quarantined": {"low/a<b>.wav": "it is no audio"}}
         short = in_short(bad)
-        assert first in short[0] and "left out: 1" in short[-1]
+        assert words in short[place] and "left out: 1" in short[-1]
     assert "a&lt;b&gt;.wav</td><td>it is no audio" in write_report(bad, tmp_path / "report.html").read_text()
+
+
+NOISE = {"ratio": 2.42, "low": 0.02, "high": 311.21}
+LOST = {"ratio": 0.64, "low": 0.55, "high": 0.73}
+WON = {"ratio": 3.98, "low": 3.9, "high": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "first", "more"),
+    [
+        ({"speedup": NOISE, "speedup_careful": NOISE}, "Nothing was decided.", "--budget"),
+        (
+            {"speedup": NOISE, "speedup_careful": NOISE, "busy": ["make", "ffmpeg"]},
+            "Nothing was decided: the machine was busy (make, ffmpeg).",
+            "when it is idle",
+        ),
+        ({"speedup": WON | {"decision": "undecided"}, "speedup_careful": NOISE}, "Nothing was decided.", "comparisons"),
+        ({"speedup": WON, "speedup_careful": NOISE}, "A training", "3.98 times as fast (3.90 to 4.00, 99 %)"),
+        ({"speedup": WON, "speedup_careful": NOISE}, "A training", "careful plan nothing was decided (0.02 to 311.21"),
+        ({"speedup": LOST}, "A training", "0.64 times as fast (0.55 to 0.73, 99 %) as with plain PyTorch: slower."),
+        ({"speedup": WON | {"decision": "not worth it"}}, "A training", "as with plain PyTorch: not worth it."),
+        ({"speedup": WON, "speedup_careful": {"ratio": 1.0, "low": 1.0, "high": 1.0}}, "A training", "3.98 times"),
+    ],
+    ids=range(8),
+)
+def test_what_is_decided_leads_and_what_is_not_is_no_result(record, tmp_path, changes, first, more):
+    careful = {"ratio": 4.5, "low": 4.4, "high": 4.6}
+    told = record | {"speedup_careful": careful} | changes
+    short = in_short(told)
+    assert short[0].startswith(first) and more in " ".join(short)
+    assert "2.42" not in " ".join(short)
+    assert f"<h1>audio: {short[0].rstrip('.')}" in page_of(told, tmp_path) or first == "A training"
+
+
+@pytest.mark.parametrize(
+    ("why", "first"),
+    [
+        (["undecided", "undecided"], "Nothing was decided."),
+        (["slower", "undecided"], "Nothing was shown to be faster. Undecided: precision=bf16."),
+        (["slower", "not worth it"], "Nothing that was tried is worth switching on"),
+    ],
+    ids=["none", "some", "all"],
+)
+def test_where_nothing_was_kept_plain_pytorch_is_not_said_to_be_the_fastest(record, tmp_path, why, first):
+    rows = [row | {"kept": False, "why": why} for row, why in zip(record["optimizations"], why, strict=False)]
+    itself = {"ratio": 1.0, "low": 1.0, "high": 1.0}
+    told = record | {"change": "nothing", "optimizations": rows, "speedup": itself, "plan": vars(Plan()), "dropped": []}
+    assert in_short(told)[0].startswith(first)
+    text = page_of(told, tmp_path)
+    assert "fastest" not in text and "Nothing: plain PyTorch stays." in text
+
+
+def test_whole_trainings_come_first_by_the_recipe_and_by_the_horizon(record):
+    record["payback"] |= {"baseline_s": 4000.0, "prepare_s": {"cache": 4.0, "compile": 40.0}}
+    record["step_s"] |= {"baseline": 0.2, "final": 0.05}
+    short = in_short(record)
+    included = "in plain PyTorch, 4.00 s to build the cache and 40.0 s to compile included."
+    assert short[0] == f"A training of 192 steps takes 53.6 s instead of 38.4 s {included}"
+    assert short[1] == f"A training of 20,000 steps takes 17.4 min instead of 66.7 min {included}"
+    assert "epochs" not in " ".join(short)
+
+
+def test_what_pays_later_says_from_which_step_on(record, tmp_path):
+    row = next(row for row in record["optimizations"] if row["change"] == "compile=default")
+    row |= {
+        "ratio": 1.3,
+        "low": 1.2,
+        "high": 1.4,
+        "step_s_before": 0.05,
+        "pays_from_step": 1900,
+        "why": "faster, but pays from 1900 steps on",
+    }
+    sentence = "pays from 1,900 steps on; this recipe has 192, --horizon says yours"
+    assert f"compile=default {sentence}." in in_short(record)
+    assert f"faster; {sentence}</td>" in page_of(record, tmp_path)
+    lost = record | {"optimizations": [row | {"why": "losses differ by 0.3, at most 0.1 allowed"}]}
+    assert "pays from" not in page_of(lost, tmp_path) and left_out(lost)[0]["why"].startswith("losses differ")
+    row["kept"] = True
+    assert "compile=default pays from 1,900 steps on." in in_short(record)
+
+
+def test_no_optimization_is_left_out_twice_nor_a_field_that_is_in_the_plan(record):
+    compiled = {"compile": "default"}
+    change = {"change": "compile=default", "fields": compiled}
+    joint = {"change": "precision=fp16, compile=default", "fields": {"precision": "fp16"} | compiled}
+    row = {"optimization": "compile", "kept": False, "again": False, "why": "undecided"}
+    record["plan"] |= compiled
+    record["optimizations"] = [
+        row | change | {"ratio": 0.9},
+        row | joint | {"ratio": 0.99, "optimization": "precision"},
+        row | joint | {"ratio": 0.98, "optimization": "precision", "again": True, "why": "not worth it"},
+        row | {"optimization": "threads", "change": "threads=1", "fields": {"threads": 1}, "ratio": None, "why": "no"},
+    ]
+    record["dropped"] = []
+    rows = [(row["optimization"], row["change"], row["why"]) for row in left_out(record)]
+    assert rows == [("precision", "precision=fp16", "not worth it"), ("threads", "threads=1", "no")]
+    record["optimizations"][3]["kept"] = True
+    record["stalls"] = {"kept": [{"optimization": "threads", "change": "threads=1", "kept": False, "ratio": 0.9}]}
+    assert left_out(record)[1]["why"].startswith("slower in turns that are long enough")
+
+
+def test_the_page_says_why_the_careful_plan_lost(record, tmp_path):
+    text = page_of(record, tmp_path).partition("Why not the careful plan")[2]
+    for words in (
+        "243 ms",
+        "precision=tf32</code>",
+        "compute capability 8.0",
+        "<code>workers=2, persistent_workers=True</code>",
+        "1.05× (1.02 to 1.07)",
+    ):
+        assert text.count(words) == 1, words
+
+
+def test_the_commands_are_those_that_were_typed(record, tmp_path):
+    options = {"data_dir": "/my clips", "drop_last": False, "epochs": "3", "device": "auto"}
+    words = ["tune", "models:lm", "--data-dir", "my clips", "--budget", "5m"]
+    text = page_of(record, tmp_path, command=words, workload="models:lm", options=options)
+    assert "<code>speedkit tune models:lm --data-dir 'my clips' --budget 5m</code>" in text
+    assert "speedkit train models:lm --data-dir '/my clips' --no-drop-last --epochs 3 --plan plan.yaml</code>" in text
 
 
 def hostile(record):
@@ -49,7 +175,7 @@ def test_a_report_full_of_hostile_names_runs_nothing_in_a_browser(record, browse
     page.on("console", lambda message: said.append(message.text))
     page.on("request", lambda request: asked.append(request.url))
     page.goto(report.as_uri())
-    assert page.title().startswith("<script>") and page.title().endswith("times as fast")
+    assert page.title().startswith("<script>") and "A training of 192 steps" in page.title()
     assert said == [] and [url for url in asked if not url.startswith("data:")] == [report.as_uri()]
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert min(page.evaluate("[...document.images].map(image => image.naturalWidth)")) > 0

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from speedkit import Recipe, from_loader, tune
+from speedkit import Plan, Recipe, compare, from_loader, tune
+from speedkit.errors import UsageError
 from speedkit.lab.records import validate_record
 from speedkit.lab.report import in_short
 from speedkit.measure.quality import curve, quality_of
@@ -42,6 +43,16 @@ def test_a_loader_is_tuned_without_what_is_for_items_and_without_what_the_model_
     assert {row["promises"] for row in record["optimizations"] if row["optimization"] == "workers"} == {"order-equal"}
     assert "no items" in why["cache"] and "no items" in why["bucket"] and in_short(record)
     assert "number of parameters" not in capsys.readouterr().out
+
+
+def test_what_is_made_of_a_tuning_s_record_is_part_of_its_budget():
+    with pytest.raises(UsageError, match="a budget of 60 s is too short"):
+        tune(mine(), device="cpu", budget_s=60, rendering_s=60, optimizations=["workers"], pairs=4, progress=False)
+
+
+def test_plans_are_compared_by_their_names():
+    compared = compare(mine(), "baseline", "careful", device="cpu", pairs=2)
+    assert (compared.effective_a.asked, compared.effective_b.asked) == (Plan(), Plan.careful())
 
 
 @pytest.mark.parametrize(("options", "metric"), [({}, "training loss"), ({"test": loader()}, "test loss")])

@@ -1,5 +1,6 @@
 """An install that is no checkout: the light core, what the wheel brings along, and a tuning from anybody's folder."""
 
+import html
 from importlib.metadata import packages_distributions, requires
 
 import pytest
@@ -50,13 +51,24 @@ def light(tmp_path_factory):
         pytest.param("profile text --size tiny --out seen", "", marks=pytest.mark.slow),
         ("train audio", "torchaudio audio"),
         ("train text --size tiny --precision fp8-emulated --out fp8", "torchao int8"),
-        ("tune text", "papermill notebooks"),  # before the budget is spent
     ],
 )
 def test_the_light_core_works_and_says_which_extra_is_missing(light, words, missing):
     done = light(words)
-    sentence = "package {} is not installed: install speedkit with its extra [{}]\n".format(*missing.split() or "  ")
+    sentence = 'package {} is not installed: pip install "torch-speedkit[{}]"\n'.format(*missing.split() or "  ")
     assert (done.returncode == 2 and done.stderr.endswith(sentence)) if missing else not done.returncode, done.stderr
+
+
+def test_a_tuning_without_the_packages_for_notebooks_leaves_all_but_notebook_and_pictures(light, tmp_path):
+    done = light(f"tune mine:mine --optimizations host_syncs --seeds 2 --budget 60 --steps 20 --out {tmp_path}/tuned")
+    missing = """package {} is not installed: pip install "torch-speedkit[notebooks]\""""
+    assert done.returncode == 0 and f"no tune.ipynb: the {missing.format('papermill')}" in done.stderr, done.stderr
+    assert {path.name for path in (tmp_path / "tuned").iterdir()} >= {"record.json", "plan.yaml", "report.html"}
+    page = html.unescape((tmp_path / "tuned" / "report.html").read_text())
+    assert f"No pictures: the {missing.format('matplotlib')}." in page and "<img" not in page
+    assert not (tmp_path / "tuned" / "tune.ipynb").exists()
+    assert "speedkit tune mine:mine --optimizations host_syncs" in page  # as it was typed
+    assert "speedkit train mine:mine --steps 20 --plan plan.yaml" in page or "Nothing: plain PyTorch stays" in page
 
 
 def test_each_package_that_may_be_missing_is_in_its_extra():
