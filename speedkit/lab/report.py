@@ -1,7 +1,4 @@
-"""A tuning's record in plain sentences, and as one HTML page that stands alone: it loads nothing and runs no script.
-
-The sentences are in sentences.txt.j2, the page in report.html.j2.
-"""
+"""A tuning's record in plain sentences, and as one HTML page that stands alone: it loads nothing and runs no script."""
 
 import base64
 import functools
@@ -18,7 +15,8 @@ from speedkit.config import settings_of
 from speedkit.lab.frameworks import in_words
 from speedkit.measure import words
 from speedkit.measure.extras import missing_extra
-from speedkit.measure.optimizations import changed, text
+from speedkit.measure.optimizations import changed
+from speedkit.measure.words import careful_rows, in_short, left_out, quality_in_words
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 
@@ -34,31 +32,9 @@ def template(name: str) -> jinja2.Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    for function in (words.decision, words.device_name, words.duration, words.ratio_text, shlex.quote):
+    for function in (words.device_name, words.duration, words.ratio_text, shlex.quote):
         environment.filters[function.__name__] = function
-    environment.globals["BASELINES"] = words.BASELINES
     return environment.get_template(name)
-
-
-def sentences() -> Any:
-    """Return the macros of the sentences."""
-    return template("sentences.txt.j2").module
-
-
-def in_short(record: Row) -> list[str]:
-    """Return a tuning's result in plain sentences, the most important first."""
-    lines = sentences().in_short(record, words.speedups(record), recipe_steps(record)).splitlines()
-    return [line for line in lines if line]
-
-
-def recipe_steps(record: Row) -> int:
-    """Return the steps of a training by the recipe."""
-    return Recipe(**record["recipe"]).total_steps(record["workload"]["train"])
-
-
-def quality_in_words(quality: Row) -> str:
-    """Return in one sentence whether the final plan learns as well."""
-    return sentences().quality(quality).strip()
 
 
 def write_report(
@@ -83,6 +59,7 @@ def write_report(
         fields=settings_of(Plan),
         lines=in_words(Plan(**record["plans"]["final"]["effective"]), Recipe(**record["recipe"])),
         left_out=left_out(record),
+        careful=careful_rows(record) if record["plans"].get("careful") else [],
         pictures=pictures(record),
         command=command,
         workload=workload,
@@ -105,21 +82,3 @@ def pictures(record: Row) -> dict[str, str]:
         figure.savefig(buffer, format="svg")
         urls[name] = f"data:image/svg+xml;base64,{base64.b64encode(buffer.getvalue()).decode()}"
     return urls
-
-
-def left_out(record: Row) -> list[Row]:
-    """Return a row for each optimization that is not in the plan: which fields of it are not, and why.
-
-    Of several changes by one optimization it is the one that gained most, as it was measured last; nearest first.
-    """
-    changes = {row["change"]: row["fields"] for row in record["optimizations"]}
-    stalls = record.get("stalls") or {}  # not in records of before
-    measured = (*record["optimizations"], *record["dropped"], *stalls.get("kept", []))
-    rows: dict[str, Row] = {}
-    for row in sorted(measured, key=lambda row: (row.get("again", False), row["ratio"] or 0.0), reverse=True):
-        fields = changes.get(row["change"], {})
-        change = {field: value for field, value in fields.items() if value != record["plan"][field]}
-        if change and not row["kept"]:
-            why = sentences().why(row, recipe_steps(record)).strip()
-            rows.setdefault(row["optimization"], {**row, "change": text(change), "why": why})
-    return [*rows.values()]

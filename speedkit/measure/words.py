@@ -1,7 +1,12 @@
-"""A tuning's figures in words: for pictures and reports, and for what runs without matplotlib."""
+"""A tuning's record in words and sentences: for pictures and reports, and for what runs without matplotlib."""
 
 from collections.abc import Mapping
 from typing import Any
+
+from speedkit.config import settings_of
+from speedkit.measure.optimizations import text
+from speedkit.plan import Plan
+from speedkit.recipe import Recipe
 
 # What a tuning is compared with, by its key in `step_s` of a record: its headline is over the faster of the two.
 BASELINES = {"baseline": "plain PyTorch", "careful": "the careful plan"}
@@ -67,3 +72,174 @@ def duration(seconds: float) -> str:
         if seconds >= 2 * length or (unit == "s" and seconds >= 1):
             return f"{seconds / length:#.3g}".rstrip(".") + f" {unit}"
     return f"{seconds / 1e-6:#.3g}".rstrip(".") + " µs"
+
+
+# ---- in sentences ----
+
+
+def in_short(record: Row) -> list[str]:
+    """Return a tuning's result in plain sentences, the most important first."""
+    if record["change"] == "nothing":
+        sentences = nothing_kept(record)
+    elif any(decision(row) != "undecided" for row in speedups(record).values()):
+        sentences = [*whole_training(record), *step_in_words(record), quality_in_words(record["quality"])]
+        sentences.append(f"Switched on: {record['change']}.")
+    else:
+        sentences = [*nothing_decided(record), quality_in_words(record["quality"])]
+        sentences.append(f"Kept by single comparisons: {record['change']}.")
+    for row in record["optimizations"]:
+        if pays_later(row):
+            sentences.append(f"{row['change']} {pays_in_words(row, recipe_steps(record))}.")
+    if record.get("quarantined"):  # not in records of before
+        sentences.append(f"Files left out: {len(record['quarantined'])} (quarantine.csv says why).")
+    return sentences
+
+
+def recipe_steps(record: Row) -> int:
+    """Return the steps of a training by the recipe."""
+    return Recipe(**record["recipe"]).total_steps(record["workload"]["train"])
+
+
+def nothing_kept(record: Row) -> list[str]:
+    """Return what a tuning that has kept nothing says of what it tried."""
+    tried = [row for row in record["optimizations"] if row["ratio"]]
+    undecided = [row["change"] for row in tried if row["why"].startswith("undecided")]
+    if tried and not undecided:
+        return ["Nothing that was tried is worth switching on: plain PyTorch stays."]
+    if len(undecided) < len(tried):
+        return [f"Nothing was shown to be faster. Undecided: {'; '.join(undecided)}.", what_would_decide(record)]
+    return nothing_decided(record)
+
+
+def nothing_decided(record: Row) -> list[str]:
+    """Return that nothing was decided, and what would decide it."""
+    if record.get("busy"):
+        return [f"Nothing was decided: the machine was busy ({', '.join(record['busy'])}).", what_would_decide(record)]
+    return ["Nothing was decided.", what_would_decide(record)]
+
+
+def what_would_decide(record: Row) -> str:
+    """Return in a sentence what would decide more."""
+    how = "Tune again when it is idle" if record.get("busy") else "A longer --budget or a quieter machine may decide"
+    return f"{how}: in this tuning a gain of {record['resolution']:.2f} was found every other time."
+
+
+def whole_training(record: Row) -> list[str]:
+    """Return what a whole training takes by the recipe, and by the horizon where that is another, and what is prepared.
+
+    Building the cache and compiling are among it.
+    """
+    step_s = record["step_s"]
+    payback = record["payback"]
+    horizon = round(payback["baseline_s"] / step_s["baseline"])
+    prepared = []
+    for name, what in (("cache", "build the cache"), ("compile", "compile")):
+        if payback["prepare_s"][name]:
+            prepared.append(f"{duration(payback['prepare_s'][name])} to {what}")
+    included = f", {' and '.join(prepared)} included" if prepared else ""
+    sentences = []
+    for steps in dict.fromkeys((recipe_steps(record), horizon)):
+        before = duration(steps * step_s["baseline"])
+        after = duration(steps * step_s["final"] + sum(payback["prepare_s"].values()))
+        sentences.append(f"A training of {steps:,} steps takes {after} instead of {before} in plain PyTorch{included}.")
+    if prepared and payback["pays_back_after_s"] is None:
+        sentences.append(f"Preparing does not pay back within {horizon:,} steps.")
+    elif prepared:
+        sentences.append(f"Preparing pays back after {duration(payback['pays_back_after_s'])}.")
+    return sentences
+
+
+def step_in_words(record: Row) -> list[str]:
+    """Return the gain of a step: over the faster of `BASELINES`, and over the other one where that is undecided."""
+    sentences = []
+    over = speedups(record)
+    for side, row in over.items():
+        if decision(row) != "undecided":
+            told = "" if decision(row) == "faster" else f": {decision(row)}"
+            ratio = f"{row['ratio']:.2f} times as fast {interval_text(row)}"
+            sentences.append(f"A step is {ratio} as with {BASELINES[side]}{told}.")
+            break
+    side, row = headline(record)
+    if decision(row) == "undecided":
+        sentences.append(f"Over {BASELINES[side]} nothing was decided {interval_text(row)}.")
+    return sentences
+
+
+def interval_text(row: Row) -> str:
+    """Return the ends of an interval."""
+    return f"({row['low']:.2f} to {row['high']:.2f}, 99 %)"
+
+
+def pays_later(row: Row) -> bool:
+    """Return whether an optimization was faster, and compiling has to be earned."""
+    return bool(row.get("pays_from_step")) and row["why"].startswith("faster")
+
+
+def pays_in_words(row: Row, steps: int) -> str:
+    """Return from which step on an optimization pays, beside the `steps` of the recipe."""
+    pays = f"pays from {row['pays_from_step']:,} steps on"
+    return pays if row["kept"] else f"{pays}; this recipe has {steps:,}, --horizon says yours"
+
+
+def quality_in_words(quality: Row) -> str:
+    """Return in one sentence whether the final plan learns as well."""
+    if quality["decision"] == "not tested":
+        why = "no training was needed"
+        if quality.get("budget_s"):
+            why = f"two trainings of each plan take a budget of about {duration(quality['budget_s'])}"
+        return f"Whether the result is as good was not tested: {why}."
+    trainings = len(quality["final"])
+    shown = "{mean_change:+.4f}, at least {lower:+.4f}"
+    change = f"{quality['metric']} changed by {shown.format_map(quality)}; margin {quality['margin']:g}"
+    if quality["likelihood"]:
+        likelihood = shown.format_map(quality["likelihood"])
+        change += f"; in {trainings} folds, where the right class's probability changed by {likelihood}"
+    if quality["decision"] != "not decided":
+        return f"The result is {quality['decision']}: {change}."
+    needed = f"{trainings} trainings of each plan cannot show it; about {quality['seeds_needed']} would"
+    if quality["items_needed"]:
+        needed = "{test_items} test items cannot show {margin:g}; about {items_needed} would".format_map(quality)
+    return f"Whether the result is as good is not decided: {change}. {needed}."
+
+
+# ---- what is not in the plan ----
+
+
+def left_out(record: Row) -> list[Row]:
+    """Return a row for each optimization that is not in the plan: which fields of it are not, and why.
+
+    Of several changes by one optimization it is the one that gained most, as it was measured last; nearest first.
+    """
+    fields_of = {row["change"]: row["fields"] for row in record["optimizations"]}
+    stalls = record.get("stalls") or {}  # not in records of before
+    measured = (*record["optimizations"], *record["dropped"], *stalls.get("kept", []))
+    rows: dict[str, Row] = {}
+    for row in sorted(measured, key=lambda row: (row.get("again", False), row["ratio"] or 0.0), reverse=True):
+        fields = fields_of.get(row["change"], {})
+        change = {field: value for field, value in fields.items() if value != record["plan"][field]}
+        if not change or row["kept"]:
+            continue
+        why = row.get("why") or "slower in turns that are long enough for what is rare"
+        if pays_later(row):
+            why = f"faster; {pays_in_words(row, recipe_steps(record))}"
+        rows.setdefault(row["optimization"], {**row, "change": text(change), "why": why})
+    return [*rows.values()]
+
+
+def careful_rows(record: Row) -> list[Row]:
+    """Return a row for each field of the careful plan: what was found of it, by itself or as a part of a change."""
+    rows: dict[str, Row] = {}
+    fallbacks = {row["field"]: row["why"] for row in record["fallbacks"] if row["plan"] == "careful"}
+    settings = settings_of(Plan)
+    for name, value in record["plans"]["careful"]["asked"].items():
+        if name not in settings or value == settings[name].default:
+            continue
+        row: Row = {"change": f"{name}={value}", "ratio": None, "why": fallbacks.get(name, "not tried by itself")}
+        alike = [tried for tried in record["optimizations"] if name in tried["fields"]]
+        same = [tried for tried in alike if tried["fields"][name] == value]
+        if same and name not in fallbacks:
+            row = same[0]
+        elif alike and name not in fallbacks:
+            row = {**alike[0], "change": row["change"], "why": f"as {alike[0]['change']}: {alike[0]['why']}"}
+        rows.setdefault(row["change"], row)
+    return [*rows.values()]
