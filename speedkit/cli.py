@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import logging
 import os
 import signal
 import subprocess
@@ -24,9 +23,10 @@ from speedkit.data.batches import STOPS
 from speedkit.errors import Interrupted, SpeedkitError, UsageError
 from speedkit.fallbacks import resolve
 from speedkit.files import claim_folder, write_json
+from speedkit.lab.launch import launch
 from speedkit.lab.provenance import ROOT
 from speedkit.lab.workloads.validation import hold_out
-from speedkit.machine import cache_root, this_machine, usable_cores
+from speedkit.machine import cache_root, this_machine
 from speedkit.options import (
     DATA,
     DATA_FIELDS,
@@ -161,7 +161,8 @@ def train(workload: str, plan: str, **values: Any) -> int:
     if values["validation"]:
         work = hold_out(work, values["validation"])
     if asked.ranks > 1 and "WORLD_SIZE" not in os.environ:
-        return _launch(["speedkit", *sys.argv[1:], "--out", str(values["out"])], asked.ranks)
+        return launch(["speedkit", *sys.argv[1:], "--out", str(values["out"])], asked.ranks)
+    warn_if_busy(values["device"])
     options = typed(values, "device", "cache_dir", "out", "resume", "deterministic", "strict", "verbose")
     history = fit(work, recipe, asked, **options)
     if os.environ.get("RANK", "0") == "0":
@@ -169,33 +170,12 @@ def train(workload: str, plan: str, **values: Any) -> int:
     return 0
 
 
-def _launch(arguments: list[str], ranks: int, *, max_restarts: int = 3) -> int:
-    """Run `python -m *arguments` as `ranks` processes on this machine under torchrun's agent; return the exit code.
+def warn_if_busy(device: str) -> None:
+    """Say in a line that others use the cores too, and what fewer threads would give."""
+    from speedkit.measure.busy import advice
 
-    SIGINT and SIGTERM go on to the ranks, which have 30 s to reach their next log point and stop there. A rank that is
-    killed makes all start again with --resume, at most `max_restarts` times. On several machines torchrun starts them.
-    """
-    from torch.distributed import run as torchrun
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
-    logging.disable(logging.CRITICAL)  # of the agent: the ranks say what happened
-    # The agent's own restarts would repeat errors too, which come again.
-    options = ["--standalone", "--local-addr=localhost", f"--nproc-per-node={ranks}", "--max-restarts=0"]
-    try:
-        torchrun.run(torchrun.parse_args([*options, "-m", *arguments]))
-    except SignalException as stopped:
-        return 128 + stopped.sigval
-    except ChildFailedError as error:
-        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        killed = [rank for rank, code in codes.items() if code == -signal.SIGKILL]  # gloo aborts what a failure left
-        if not killed or not max_restarts:
-            return max(1, *codes.values())
-        print(f"rank {killed[0]} was killed; all start again from the last checkpoint", file=sys.stderr, flush=True)
-        return _launch([*arguments, "--resume"], ranks, max_restarts=max_restarts - 1)
-    return 0
+    if (hint := advice(this_machine(device))) and "RANK" not in os.environ:
+        click.echo(hint, err=True)
 
 
 @commands.command(params=[WORKLOAD, *RUN])
@@ -278,6 +258,7 @@ def profile(workload: str, arguments: tuple[str, ...], plan: str, **values: Any)
         asked = find_plan(plan, values)
         work, recipe = find_workload(workload, values)
         folder = claim_folder(values["out"], "profile", values["resume"])
+        warn_if_busy(values["device"])
         breakdown = profile_workload(work, recipe, asked, **typed(values, "device", "cache_dir", "trace"))
     write_json(folder / "breakdown.json", breakdown)
     click.echo(as_text(breakdown))

@@ -3,8 +3,11 @@
 import collections
 import math
 import time
+from collections.abc import Mapping
 
 import psutil
+
+from speedkit.machine import Hardware
 
 LOOK_S = 0.3  # that others are observed
 LITTLE = 0.3  # of a core: what takes less leaves a thread its core
@@ -26,6 +29,22 @@ def threads_beside(used: float, threads: int) -> int:
     Each operation waits for its last thread: one that has to wait for a core holds all others up.
     """
     return max(1, threads - max(0, math.ceil(used - LITTLE)))
+
+
+def told(cores: Mapping[str, float]) -> str:
+    """Return in words how many cores each program uses."""
+    return ", ".join(f"{name} ({used:.1f} cores)" for name, used in cores.items())
+
+
+def advice(hardware: Hardware) -> str:
+    """Return in a sentence that a CPU is busy, and what fewer threads would give; "" where they would give nothing."""
+    if hardware.device.type != "cpu":
+        return ""
+    seen = others()
+    left = threads_beside(sum(seen.values()), hardware.threads)
+    if left == hardware.threads:
+        return ""
+    return f"this machine is busy: {told(seen)}; with --threads {left} no operation waits for a thread without a core"
 
 
 def _cpu_s() -> dict[int, tuple[str, float]]:

@@ -13,7 +13,7 @@ from speedkit.errors import Interrupted, TooManyBad, UsageError
 from speedkit.files import finite
 from speedkit.machine import Hardware
 from speedkit.measure.breakdown import breakdown_of
-from speedkit.measure.busy import others, threads_beside
+from speedkit.measure.busy import others, threads_beside, told
 from speedkit.measure.checked_file import read_checked, write_checked
 from speedkit.measure.compare import Comparison, compare
 from speedkit.measure.extras import missing_extra
@@ -132,8 +132,7 @@ class Tuning:
         if limit == self.hardware.threads:
             return [*plans]
         if not self.state["busy"]:
-            programs = ", ".join(f"{name} ({used:.1f} cores)" for name, used in seen.items())
-            self.say(f"this machine is busy: {programs}; while it is, both plans compute with threads={limit}")
+            self.say(f"this machine is busy: {told(seen)}; while it is, both plans compute with threads={limit}")
         self.state["busy"] |= seen
         return [dataclasses.replace(plan, threads=min(limit, plan.threads or limit)) for plan in plans]
 
