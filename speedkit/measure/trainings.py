@@ -179,7 +179,8 @@ def train_seeds(
             if number >= 2 and stage not in job.results and job.spent_s() + curves[side][-1]["seconds"] > until_s:
                 return quality_of(course.workload, curves, test=test, tail=ERROR * (unspent + share))
             recipe = dataclasses.replace(course.recipe, seed=job.recipe.seed + number)
-            run = job.once(stage, curve, fold(course.workload, number), recipe, plan, **job.options)
+            [beside] = job.beside_others(plan)
+            run = job.once(stage, curve, fold(course.workload, number), recipe, beside, **job.options)
             job.say(f"{stage}: {job.workload.metric} {run['value']:.4f} in {run['seconds']:.1f} s")
             curves[side].append(run)
             job.state["quarantined"] |= run["quarantined"]

@@ -30,22 +30,8 @@ def find_plan(job: Tuning, optimizations: Sequence[Optimization]) -> Row:
     accepted = [trial for trial in trials if trial.kept]
     combined, dropped = ablate(job, accepted)
 
-    best, final, trained = prove(job, combined)
-    stalls = None
-    if best == combined and stalled(final, trained):
-        kept = [trial for trial, row in zip(accepted, dropped, strict=False) if row["kept"]]
-        rows = job.once(Stage("stalls"), confirm_each, job, kept)
-        stalls = {"step_s": final["step_s"]["final"], "training_step_s": trained["training_step_s"]["final"]}
-        stalls["kept"] = rows
-        slimmer = plan_of(trial.fields for trial, row in zip(kept, rows, strict=True) if row["kept"])
-        if slimmer != best:
-            best, final, trained = prove(job, slimmer, "without what stalls")
-    if trained["quality"]["decision"] == "worse" and safe(best) != best:
-        job.say("the final plan learns worse: what changes numbers is taken out of it, and it is proven afresh")
-        replaced = trained["quality"] | {"change": text(changed(best))}
-        best, final, trained = prove(job, safe(best), "safe")
-        trained["quality"]["replaced"] = replaced
-
+    kept = [trial for trial, row in zip(accepted, dropped, strict=False) if row["kept"]]
+    best, final, trained = prove_or_replace(job, combined, kept)
     step_s = {"baseline": final["step_s"]["final"]} | final["step_s"]
     compile_s = max((trial.compile_s or 0.0 for trial in accepted), default=0.0)
     paid = job.once(Stage("payback"), payback, job, best, compile_s=compile_s, step_s=step_s)
@@ -72,7 +58,6 @@ def find_plan(job: Tuning, optimizations: Sequence[Optimization]) -> Row:
         "breakdowns": breakdowns,
         "roofline": rooflines,
         **trained,
-        "stalls": stalls,
         "spent_s": job.spent_s(),
         "measurements": job.state["measurements"],
         "busy": sorted(job.state["busy"]),
@@ -80,6 +65,27 @@ def find_plan(job: Tuning, optimizations: Sequence[Optimization]) -> Row:
 
 
 # ---- what proves the result ----
+
+
+def prove_or_replace(job: Tuning, combined: Plan, kept: Sequence[Trial]) -> tuple[Plan, Row, Row]:
+    """Prove the plan that the `kept` changes make, without those that stall and, where it learns worse, the safe one.
+
+    Return as `prove` does. What was trained of the first and shows this stays: as `stalls`, and as `replaced` quality.
+    """
+    best, final, trained = prove(job, combined)
+    stalls = None
+    if best == combined and stalled(final, trained):
+        stalls = {"step_s": final["step_s"]["final"], "training_step_s": trained["training_step_s"]["final"]}
+        confirmed = job.once(Stage("stalls"), confirm_each, job, kept)
+        stalls["kept"] = confirmed["kept"]
+        if Plan(**confirmed["plan"]) != best:
+            best, final, trained = prove(job, Plan(**confirmed["plan"]), "without what stalls")
+    if trained["quality"]["decision"] == "worse" and safe(best) != best:
+        job.say("the final plan learns worse: what changes numbers is taken out of it, and it is proven afresh")
+        replaced = trained["quality"] | {"change": text(changed(best))}
+        best, final, trained = prove(job, safe(best), "safe")
+        trained["quality"]["replaced"] = replaced
+    return best, final, trained | {"stalls": stalls}
 
 
 def prove(job: Tuning, plan: Plan, name: str = "final") -> tuple[Plan, Row, Row]:
@@ -97,24 +103,26 @@ def stalled(final: Row, trained: Row) -> bool:
     return bool(trained["training_step_s"]["final"] > STALLS * longest_s)
 
 
-def confirm_each(job: Tuning, kept: Sequence[Trial]) -> list[Row]:
+def confirm_each(job: Tuning, kept: Sequence[Trial]) -> Row:
     """Compare the best plan with the plan without each change that was `kept`, in turns long enough for what is rare.
 
-    A change that is then shown to be slower is dropped from what the others are compared with.
+    Return the `plan` of the changes that are not shown to be slower, and a row for each that was `kept`.
     """
     job.say("steps of whole trainings take longer than short turns show: each change is compared once more")
     rows = []
     changes = [trial.fields for trial in kept]
     for trial in kept:
         without = [change for change in changes if change is not trial.fields]
-        plans = {f"without {trial.change}": plan_of(without), "best": plan_of(changes)}
-        result = job.compare(f"{trial.change}, confirmed", plans, confirm=True)
-        job.say(str(result))
-        if result.slower:
+        row = {"optimization": trial.optimization, "change": trial.change, "kept": True, **ITSELF}
+        if plan_of(without) != plan_of(changes):
+            plans = {f"without {trial.change}": plan_of(without), "best": plan_of(changes)}
+            result = job.compare(f"{trial.change}, confirmed", plans, confirm=True)
+            job.say(str(result))
+            row |= {key: getattr(result, key) for key in ITSELF} | {"kept": not result.slower}
+        if not row["kept"]:
             changes = without
-        row = {"optimization": trial.optimization, "change": trial.change, "kept": not result.slower}
-        rows.append(row | {key: getattr(result, key) for key in ITSELF})
-    return rows
+        rows.append(row)
+    return {"plan": vars(plan_of(changes)), "kept": rows}
 
 
 def ablate(job: Tuning, accepted: Sequence[Trial]) -> tuple[Plan, list[Row]]:

@@ -31,7 +31,7 @@ from speedkit.measure.optimizations import EFFECTS, OPTIMIZATIONS, changed, name
 from speedkit.measure.quality import same_losses
 from speedkit.measure.stages import NAME, Stage, Tuning
 from speedkit.measure.trials import measure
-from speedkit.measure.tune import ablate, final_comparison, payback, stalled
+from speedkit.measure.tune import ablate, confirm_each, final_comparison, payback, stalled
 from speedkit.measure.warm_up import compilations
 from speedkit.plan import Plan
 
@@ -275,6 +275,30 @@ def test_whole_trainings_are_stalled_that_take_longer_than_the_interval_of_short
     final = {"step_s": {"baseline": 1.0, "final": 0.25}, "baseline": {"ratio": 4.0, "low": 3.75, "high": 4.2}}
     steps = training_step_s and {"baseline": 0.5, "final": training_step_s}
     assert stalled(final, {"training_step_s": steps}) == expected
+
+
+@pytest.mark.usefixtures("every_format")
+def test_a_change_that_costs_now_and_then_is_dropped_when_each_is_confirmed(monkeypatch):
+    """By a clock that stands still but in the loss, which takes long in each 20th step of a training in bfloat16."""
+    now_s = 0.0
+    steps = 0
+
+    def loss(model, batch, recipe):
+        nonlocal now_s, steps
+        now_s += 0.010
+        if torch.is_autocast_enabled("cpu"):
+            steps += 1
+            now_s -= 0.001
+            now_s += 0.100 * (steps % 20 == 0)
+        return tiny.loss(model, batch, recipe)
+
+    monkeypatch.setattr("speedkit.clock.time", types.SimpleNamespace(perf_counter=lambda: now_s))
+    of = job(dataclasses.replace(tiny.points(train=3200), loss=loss))
+    changes = [{"validate_every": 3}, {"precision": "bf16"}]
+    confirmed = confirm_each(of, [trial(change) for change in changes])
+    assert [row["kept"] for row in confirmed["kept"]] == [True, False]
+    assert Plan(**confirmed["plan"]) == Plan(validate_every=3)
+    assert of.state["measurements"][1]["long_seconds_b"]
 
 
 # ---- the tuning itself ----
