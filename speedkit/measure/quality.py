@@ -115,8 +115,8 @@ def quality_of(workload: Workload, curves: Curves, *, test: Test = "paired", tai
 
     "as good" within the workload's margin, "worse", "not decided", or "not tested" where a plan was not trained twice;
     each with an error of `tail`. Where items are few, trainings are compared fold by fold, and the `likelihood` may
-    decide where the mean score is within the margin, too: the (geometric) mean probability of the right class,
-    exp(-loss), in which a right answer counts by how sure it was. Two ways to pass share the error.
+    decide where the mean score less its standard error is within the margin, too: the (geometric) mean probability of
+    the right class, exp(-loss), in which a right answer counts by how sure it was. Two ways to pass share the error.
     """
     margin = margin_of(workload, curves)
     scores = {name: [run["value"] for run in runs] for name, runs in curves.items()}
@@ -145,7 +145,8 @@ def quality_of(workload: Workload, curves: Curves, *, test: Test = "paired", tai
     if folds:
         likelihood = compare(lambda run: math.exp(-run["loss"]))
         row["likelihood"] = {"mean_change": likelihood.mean_change, "lower": likelihood.lower}
-        passed = passed or (likelihood.passed and result.mean_change >= -margin and not result.worse)
+        plausible = result.mean_change - result.error >= -margin and not result.worse
+        passed = passed or (likelihood.passed and plausible)
     if passed:
         return row | {"decision": "as good"}
     if result.worse:
