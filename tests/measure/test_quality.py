@@ -135,6 +135,8 @@ def test_what_other_stages_used_up_leaves_a_quarter_of_the_budget_for_trainings(
     of.state["spent_s"] = 1200.0
     chosen = [choose_schedule(of, BEST, STEP_S, reserved=reserved) for reserved in (True, False)]
     assert chosen[0]["until_s"] == pytest.approx(1500.0, abs=1.0) and chosen[1]["until_s"] is None
+    quality = train_both(of, BEST, STEP_S, name="safe")["quality"]  # for one that replaces another none are left
+    assert quality["decision"] == "not tested" and quality["budget_s"] > 1200.0 and quality["final"] == []
 
 
 SCORES = [0.90, 0.91, 0.89, 0.90, 0.90, 0.91, 0.89, 0.90]
