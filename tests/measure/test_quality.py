@@ -182,3 +182,14 @@ def test_the_last_look_spends_the_error_that_is_left_where_the_time_is_up():
     trained = train_both(of, BEST, STEP_S)["quality"]
     expected = quality_of(WORK, curves(SCORES[:3], trained["final"]))
     assert len(trained["final"]) == 3 and trained.items() >= expected.items()
+
+
+def test_a_shorter_schedule_is_trained_for_real_and_the_quality_says_what_share_it_was():
+    work = tiny.points(train=640, test=400, epochs=6)
+    said = []
+    trained = train_both(job(work, said=said, budget_s=800), BEST, STEP_S)
+    quality = trained["quality"]
+    assert (quality["schedule"], quality["steps"], quality["test_items"]) == (1 / 3, 80, 200)
+    assert quality["decision"] == "as good" and len(quality["final"]) == 3, "a cache trains to the same bits"
+    assert any("80 steps instead of 240" in line for line in said)
+    assert trained["training_s"] == {"baseline": 240.0, "final": 120.0}, "of the whole schedule"
