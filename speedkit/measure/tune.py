@@ -74,7 +74,7 @@ def prove_or_replace(job: Tuning, combined: Plan, kept: Sequence[Trial]) -> tupl
     """
     best, final, trained = prove(job, combined)
     stalls = None
-    if best == combined and stalled(final, trained):
+    if best == plan_of(trial.fields for trial in kept) and stalled(final, trained):
         stalls = {"step_s": final["step_s"]["final"], "training_step_s": trained["training_step_s"]["final"]}
         confirmed = job.once(Stage("stalls"), confirm_each, job, kept)
         stalls["kept"] = confirmed["kept"]
