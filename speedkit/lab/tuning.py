@@ -53,7 +53,7 @@ def tune(
     in fresh turns, and both ends are trained to compare quality. The model is made anew for each plan: what its
     function prints is not shown.
 
-    `budget_s` is for all of it; trainings take a quarter more where the rest has used it up. `horizon` is the steps of
+    `budget_s` is for all of it; trainings take a third more where the rest has used it up. `horizon` is the steps of
     the training that the plan is for, by which compiling has to pay: by default the recipe's, or on a GPU 20,000 if
     these are more. `pairs` is the most that a comparison has, `seeds` the trainings of each plan, more where these do
     not decide, `optimizations` those to try.
