@@ -224,7 +224,7 @@ def tune(workload: str, notebook: bool, **values: Any) -> None:
         )
     click.echo(f"{written} are in {folder}")
     click.echo("\n".join(in_short(record)))
-    if record["quality"]["decision"] == "worse" and not record["quality"].get("replaced"):
+    if record["quality"]["decision"] == "worse":
         raise SpeedkitError("the final plan learns worse than plain PyTorch, and nothing can be taken out of it")
 
 

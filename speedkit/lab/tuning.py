@@ -54,10 +54,10 @@ def tune(
     in fresh turns, and both ends are trained to compare quality. The model is made anew for each plan: what its
     function prints is not shown.
 
-    `budget_s` is for all of it, `rendering_s` of it for what the caller makes of the record; `horizon` is the steps of
-    the training that the plan is for, by which compiling has to pay: by default the recipe's, or on a GPU 20,000 if
-    these are more. `pairs` is the most that a comparison has, `seeds` the trainings of each plan, more where these do
-    not decide, `optimizations` those to try.
+    `budget_s` is for all of it, `rendering_s` of it for what the caller makes of the record; trainings take up to a
+    third more where the rest has used it up. `horizon` is the steps of the training that the plan is for, by which
+    compiling has to pay: by default the recipe's, or on a GPU 20,000 if these are more. `pairs` is the most that a
+    comparison has, `seeds` the trainings of each plan, more where these do not decide, `optimizations` those to try.
     `out` gets record.json and plan.yaml, and tune.json, from which `resume` goes on. Raises UsageError for a budget
     too short for one optimization.
     """
@@ -95,8 +95,6 @@ def make_record(job: Tuning, chosen: Sequence[Optimization]) -> Row:
     job.say(f"tuning {job.workload.name} on {job.hardware.name}, with a budget of {job.budget_s:.0f} s")
     run = NotebookRun("90_tune", {"workload": job.workload.name, "budget_s": job.budget_s, "seeds": job.seeds})
     found = find_plan(job, chosen)
-    if Stage("final", plan="safe") in job.results:  # the plan that learned worse is not the one that was found
-        found["quality"]["replaced"] = True
     for name, plan in {"final": found["plan"], "careful": "careful"}.items():
         run.plan(name, resolve(plan, job.hardware))
     run.record |= found

@@ -132,22 +132,25 @@ def non_inferior(changes: Sequence[float], margin: float, *, tail: float = 0.05)
     return _judge(statistics.fmean(changes), error, freedom=len(changes) - 1, margin=margin, tail=tail)
 
 
-def pooled_non_inferior(
+def welch_non_inferior(
     baseline: Sequence[float], new: Sequence[float], margin: float, *, tail: float = 0.05
 ) -> NonInferiority:
-    """Test the same by the scores of trainings, one for each seed; plans may have different numbers of them.
+    """Test the same by scores that come in no pairs; plans may differ in how many they have and how these scatter.
 
-    Student's t with a pooled variance. Raises ValueError for fewer than two of a plan or a value that is not finite.
+    Welch's t, with the degrees of freedom of Satterthwaite. Raises ValueError for fewer than two of a plan or a value
+    that is not finite.
     """
     _check(baseline, new)
     change = statistics.fmean(new) - statistics.fmean(baseline)
-    freedom = len(baseline) + len(new) - 2
-    squares = sum(statistics.variance(values) * (len(values) - 1) for values in (baseline, new))
-    error = math.sqrt(squares / freedom * (1 / len(baseline) + 1 / len(new)))
-    return _judge(change, error, freedom=freedom, margin=margin, tail=tail)
+    parts = [statistics.variance(values) / len(values) for values in (baseline, new)]
+    freedom = min(len(baseline), len(new)) - 1.0  # of scores that are all alike, too
+    if any(parts):
+        squares = (part**2 / (len(values) - 1) for part, values in zip(parts, (baseline, new), strict=True))
+        freedom = sum(parts) ** 2 / sum(squares)
+    return _judge(change, math.sqrt(sum(parts)), freedom=freedom, margin=margin, tail=tail)
 
 
-def _judge(change: float, error: float, *, freedom: int, margin: float, tail: float) -> NonInferiority:
+def _judge(change: float, error: float, *, freedom: float, margin: float, tail: float) -> NonInferiority:
     reach = error * _student(freedom, tail)
     passed = change - reach >= -margin
     return NonInferiority(change, error, change - reach, change + reach, passed, not passed and change + reach < 0)
@@ -159,7 +162,7 @@ def _check(*samples: Sequence[float]) -> None:
             raise ValueError(f"an interval needs at least 2 measurements, all finite, not {list(values)}")
 
 
-def _student(freedom: int, tail: float) -> float:
+def _student(freedom: float, tail: float) -> float:
     with warnings.catch_warnings():  # of which scipy adds a filter as it is imported
         from scipy.special import stdtrit  # what scipy.stats.t.ppf calls, without the second that importing that costs
 

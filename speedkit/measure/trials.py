@@ -25,6 +25,7 @@ def compare_with_itself(job: Tuning) -> Row:
         recipe_b=dataclasses.replace(job.recipe, seed=job.recipe.seed + 1),
         pairs=min(job.pairs, CONTROL_PAIRS),
         looks=(),
+        large_max_s=0.0,
     )
     job.say(f"baseline: {control.step_s[0] * 1e3:.1f} ms per step; against itself {control.ratio:.3f}")
     _, reach = trimmed_mean(log_ratios(control.seconds_a, control.seconds_b), FALSE_KEEP)

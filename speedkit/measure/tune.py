@@ -1,7 +1,6 @@
 """The stages of a tuning: greedy forward selection against the best plan so far, and what proves the result."""
 
 import dataclasses
-import itertools
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,18 +9,16 @@ from speedkit.data.cache import open_cache
 from speedkit.machine import cache_root
 from speedkit.measure.breakdown import Breakdown
 from speedkit.measure.candidates import Trial
-from speedkit.measure.checked_file import read_checked, write_checked
 from speedkit.measure.optimizations import Optimization, acts_on, changed, plan_of, text
-from speedkit.measure.quality import Curves, baseline_curves_file, curve, fold, quality_of
 from speedkit.measure.roofline import roofline
 from speedkit.measure.stages import Row, Stage, Tuning
+from speedkit.measure.trainings import train_both
 from speedkit.measure.trials import compare_with_itself, try_optimizations
 from speedkit.plan import Plan
 
 FINAL_PAIRS = 40
-MAX_SEEDS = 8  # trainings of each plan, where fewer do not decide
 BUILDING_ITEMS = 64  # of which a cache is built, to know what all of them take
-MOVES_DATA = ("cache", "workers", "persistent_workers", "pin_memory", "prefetch")
+STALLS = 1.02  # whole trainings whose steps take longer, over the end of the short turns' interval, were stalled
 ITSELF = {"ratio": 1.0, "low": 1.0, "high": 1.0, "decision": "not worth it"}  # a plan compared with itself
 
 
@@ -33,15 +30,8 @@ def find_plan(job: Tuning, optimizations: Sequence[Optimization]) -> Row:
     accepted = [trial for trial in trials if trial.kept]
     combined, dropped = ablate(job, accepted)
 
-    # Final figures and quality. Where the plan learns worse, what changes numbers goes, and the rest is measured anew.
-    final = job.once(Stage("final"), final_comparison, job, combined)
-    best = Plan(**final["plan"])
-    trained = train_both(job, best, final["step_s"])
-    if trained["quality"]["decision"] == "worse" and safe(best) != best:
-        job.say("the final plan learns worse: what changes numbers is taken out of it, and it is measured afresh")
-        final = job.once(Stage("final", plan="safe"), final_comparison, job, safe(best))
-        best = Plan(**final["plan"])
-
+    kept = [trial for trial, row in zip(accepted, dropped, strict=False) if row["kept"]]
+    best, final, trained = prove_or_replace(job, combined, kept)
     step_s = {"baseline": final["step_s"]["final"]} | final["step_s"]
     compile_s = max((trial.compile_s or 0.0 for trial in accepted), default=0.0)
     paid = job.once(Stage("payback"), payback, job, best, compile_s=compile_s, step_s=step_s)
@@ -75,6 +65,64 @@ def find_plan(job: Tuning, optimizations: Sequence[Optimization]) -> Row:
 
 
 # ---- what proves the result ----
+
+
+def prove_or_replace(job: Tuning, combined: Plan, kept: Sequence[Trial]) -> tuple[Plan, Row, Row]:
+    """Prove the plan that the `kept` changes make, without those that stall and, where it learns worse, the safe one.
+
+    Return as `prove` does. What was trained of the first and shows this stays: as `stalls`, and as `replaced` quality.
+    """
+    best, final, trained = prove(job, combined)
+    stalls = None
+    if best == plan_of(trial.fields for trial in kept) and stalled(final, trained):
+        stalls = {"step_s": final["step_s"]["final"], "training_step_s": trained["training_step_s"]["final"]}
+        confirmed = job.once(Stage("stalls"), confirm_each, job, kept)
+        stalls["kept"] = confirmed["kept"]
+        if Plan(**confirmed["plan"]) != best:
+            best, final, trained = prove(job, Plan(**confirmed["plan"]), "without what stalls")
+    if trained["quality"]["decision"] == "worse" and safe(best) != best:
+        job.say("the final plan learns worse: what changes numbers is taken out of it, and it is proven afresh")
+        replaced = trained["quality"] | {"change": text(changed(best))}
+        best, final, trained = prove(job, safe(best), "safe")
+        trained["quality"]["replaced"] = replaced
+    return best, final, trained | {"stalls": stalls}
+
+
+def prove(job: Tuning, plan: Plan, name: str = "final") -> tuple[Plan, Row, Row]:
+    """Measure `plan` afresh and train it; return the plan that it became, final figures and what trainings show."""
+    final = job.once(Stage("final", plan=name), final_comparison, job, plan)
+    best = Plan(**final["plan"])
+    return best, final, train_both(job, best, final["step_s"], name=name)
+
+
+def stalled(final: Row, trained: Row) -> bool:
+    """Return whether steps of whole trainings take longer than the short turns of the final figures allow."""
+    if trained["training_step_s"] is None:
+        return False
+    longest_s = final["step_s"]["baseline"] / final["baseline"]["low"]
+    return bool(trained["training_step_s"]["final"] > STALLS * longest_s)
+
+
+def confirm_each(job: Tuning, kept: Sequence[Trial]) -> Row:
+    """Compare the best plan with the plan without each change that was `kept`, in turns long enough for what is rare.
+
+    Return the `plan` of the changes that are not shown to be slower, and a row for each that was `kept`.
+    """
+    job.say("steps of whole trainings take longer than short turns show: each change is compared once more")
+    rows = []
+    changes = [trial.fields for trial in kept]
+    for trial in kept:
+        without = [change for change in changes if change is not trial.fields]
+        row = {"optimization": trial.optimization, "change": trial.change, "kept": True, **ITSELF}
+        if plan_of(without) != plan_of(changes):
+            plans = {f"without {trial.change}": plan_of(without), "best": plan_of(changes)}
+            result = job.compare(f"{trial.change}, confirmed", plans, confirm=True)
+            job.say(str(result))
+            row |= {key: getattr(result, key) for key in ITSELF} | {"kept": not result.slower}
+        if not row["kept"]:
+            changes = without
+        rows.append(row)
+    return {"plan": vars(plan_of(changes)), "kept": rows}
 
 
 def ablate(job: Tuning, accepted: Sequence[Trial]) -> tuple[Plan, list[Row]]:
@@ -134,7 +182,7 @@ def final_comparison(job: Tuning, best: Plan) -> Row:
         if plan == best:
             continue
         plans = {name: plan, "final": best}
-        result = job.compare(f"final against {name}", plans, pairs=FINAL_PAIRS, looks=(), seed=1)
+        result = job.compare(f"final against {name}", plans, pairs=FINAL_PAIRS, looks=(), large_max_s=0.0, seed=1)
         if name == "careful" and result.slower:
             job.say("the careful plan is faster than what was tuned to: it is taken, and measured afresh")
             return final_comparison(job, careful)
@@ -146,63 +194,6 @@ def final_comparison(job: Tuning, best: Plan) -> Row:
 def safe(plan: Plan) -> Plan:
     """Return `plan` without what changes numbers: PyTorch's own precision, and a cache of float32."""
     return dataclasses.replace(plan, precision="default", cache_dtype="float32")
-
-
-def train_both(job: Tuning, best: Plan, step_s: Row) -> Row:
-    """Train the baseline and the final plan over seeds, on the whole schedule; return quality and seconds.
-
-    The baseline's scores come from what only moves data of the final plan, which trains to the same bits sooner, and
-    from earlier tunings of this recipe; its seconds are its steps times those of one. Fewer than two trainings of each
-    plan show nothing: where they do not fit into the budget none is begun, and `budget_s` is one into which they do.
-    """
-    curves: Curves = {"baseline": [], "final": []}
-    if best == Plan():
-        return {"quality": quality_of(job.workload, curves), "training_s": None}
-    file = baseline_curves_file(job.workload, job.recipe, job.hardware)
-    earlier = job.once(Stage("kept curves"), kept_curves, job, file)
-    curves["baseline"] += earlier
-
-    steps = job.recipe.total_steps(len(job.workload.train))
-    training_s = {name: steps * step_s[name] for name in curves}
-    first_s = sum(max(0, 2 - len(curves[name])) * training_s[name] for name in curves)
-    needed_s = job.once(Stage("budget for quality"), float, job.spent_s() + first_s)
-    if needed_s > job.budget_s:
-        job.say(f"quality is not tested: two trainings of each plan take a budget of about {needed_s:.0f} s")
-        return {"quality": quality_of(job.workload, curves) | {"budget_s": needed_s}, "training_s": None}
-
-    moves_data = {field: getattr(best, field) for field in MOVES_DATA}
-    same_bits = Plan(cache_dtype="float32", **moves_data)
-    quality = train_seeds(job, curves, {"baseline": same_bits, "final": best}, training_s=training_s)
-    if file and len(curves["baseline"]) > len(earlier):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_checked(file, {"curves": curves["baseline"]})
-    return {"quality": quality, "training_s": training_s}
-
-
-def kept_curves(job: Tuning, file: Path | None) -> list[Row]:
-    """Return the baseline's trainings by earlier tunings, from the file that keeps them."""
-    kept = read_checked(file, job.say) if file is not None else None
-    return kept["curves"][:MAX_SEEDS] if kept else []
-
-
-def train_seeds(job: Tuning, curves: Curves, plans: dict[str, Plan], *, training_s: dict[str, float]) -> Row:
-    """Add a training of each plan for each seed, and more where these do not decide, as the time allows."""
-    for seeds in (job.seeds, max(job.seeds, MAX_SEEDS)):
-        for number, (name, plan) in itertools.product(range(seeds), plans.items()):
-            recipe = dataclasses.replace(job.recipe, seed=job.recipe.seed + number)
-            stage = Stage("training", plan=name, seed=recipe.seed)
-            if number < len(curves[name]):
-                continue
-            if number >= 2 and stage not in job.results and job.spent_s() + training_s[name] > job.budget_s:
-                break
-            run = job.once(stage, curve, fold(job.workload, number), recipe, plan, **job.options)
-            job.say(f"{stage}: {job.workload.metric} {run['value']:.4f} in {run['seconds']:.1f} s")
-            curves[name].append(run)
-            job.state["quarantined"] |= run["quarantined"]
-        quality = quality_of(job.workload, curves)
-        if quality["decision"] in ("as good", "worse"):
-            break
-    return quality
 
 
 def payback(job: Tuning, best: Plan, *, compile_s: float, step_s: Row) -> Row:

@@ -186,7 +186,7 @@ def quality_in_words(quality: Row) -> str:
     if quality["decision"] == "not tested":
         why = "no training was needed"
         if quality.get("budget_s"):
-            why = f"two trainings of each plan take a budget of about {duration(quality['budget_s'])}"
+            why = f"even a short training of each plan takes a budget of about {duration(quality['budget_s'])}"
         return f"Whether the result is as good was not tested: {why}."
     trainings = len(quality["final"])
     shown = "{mean_change:+.4f}, at least {lower:+.4f}"
@@ -194,6 +194,8 @@ def quality_in_words(quality: Row) -> str:
     if quality["likelihood"]:
         likelihood = shown.format_map(quality["likelihood"])
         change += f"; in {trainings} folds, where the right class's probability changed by {likelihood}"
+    if quality.get("schedule", 1) < 1:  # not in records of before
+        change += f", in trainings of {quality['steps']:,} steps, {quality['schedule']:.0%} of the schedule"
     if quality["decision"] != "not decided":
         return f"The result is {quality['decision']}: {change}."
     needed = f"{trainings} trainings of each plan cannot show it; about {quality['seeds_needed']} would"

@@ -52,14 +52,23 @@ def test_non_inferior_needs_evidence_and_not_only_a_good_mean(changes, margin, p
         assert result.lower == pytest.approx(scipys.confidence_interval(0.95).low, rel=1e-12)
 
 
-def test_pooled_bounds_are_scipys_t_test_of_two_samples():
+def test_welchs_bounds_are_scipys_t_test_of_two_samples():
     baseline, final = [0.90, 0.92, 0.91, 0.93], [0.91, 0.905, 0.92]
-    result = stats.pooled_non_inferior(baseline, final, margin=0.03)
-    scipys = ttest_ind(final, baseline).confidence_interval(0.90)
+    result = stats.welch_non_inferior(baseline, final, margin=0.03)
+    scipys = ttest_ind(final, baseline, equal_var=False).confidence_interval(0.90)
     assert (result.lower, result.upper) == pytest.approx((scipys.low, scipys.high), rel=1e-9)
-    worse = stats.pooled_non_inferior(baseline, [0.83, 0.84], margin=0.02)
-    undecided = stats.pooled_non_inferior([0.8, 1.0], [0.85, 0.95], margin=0.02)
-    assert [(test.passed, test.worse) for test in (result, worse, undecided)] == [(1, 0), (0, 1), (0, 0)]
+    worse = stats.welch_non_inferior(baseline, [0.83, 0.84], margin=0.02)
+    undecided = stats.welch_non_inferior([0.8, 1.0], [0.85, 0.95], margin=0.02)
+    alike = stats.welch_non_inferior([1.0, 1.0], [1.0, 1.0], margin=0.0)
+    tests = (result, worse, undecided, alike)
+    assert [(test.passed, test.worse) for test in tests] == [(1, 0), (0, 1), (0, 0), (1, 0)]
+
+
+def test_few_trainings_that_scatter_more_than_many_pass_no_more_often_than_was_asked():
+    generator = np.random.default_rng(4)
+    draws = [(generator.normal(0, 0.3, 8), generator.normal(-1, 1, 3)) for _ in range(2000)]  # a margin worse
+    passed = [stats.welch_non_inferior(*draw, margin=1.0).passed for draw in draws]
+    assert np.mean(passed) <= 0.065
 
 
 @pytest.mark.parametrize("a_s", [[1], [1, 2, 3], [1, 0], [-1, 1], [1, math.nan]], ids=str)
@@ -69,4 +78,4 @@ def test_what_proves_nothing_is_refused(a_s):
     with pytest.raises(ValueError, match="at least 2 measurements"):
         stats.non_inferior([0.1], 0)
     with pytest.raises(ValueError, match="at least 2 measurements"):
-        stats.pooled_non_inferior(A, [0.1], 0)
+        stats.welch_non_inferior(A, [0.1], 0)

@@ -28,10 +28,10 @@ from speedkit.measure.busy import others, threads_beside
 from speedkit.measure.candidates import Trial, candidates, horizon_of
 from speedkit.measure.checked_file import read_checked, write_checked
 from speedkit.measure.optimizations import EFFECTS, OPTIMIZATIONS, changed, named, predict, text
-from speedkit.measure.quality import baseline_curves_file, fold, quality_of, same_losses
+from speedkit.measure.quality import same_losses
 from speedkit.measure.stages import NAME, Stage, Tuning
 from speedkit.measure.trials import measure
-from speedkit.measure.tune import ablate, final_comparison, payback
+from speedkit.measure.tune import ablate, confirm_each, final_comparison, payback, stalled
 from speedkit.measure.warm_up import compilations
 from speedkit.plan import Plan
 
@@ -247,7 +247,7 @@ def test_an_attention_kernel_is_tried_where_pytorch_runs_another_by_itself():
         assert [trial.why for trial in found] == whys
 
 
-# ---- losses, quality, payback ----
+# ---- losses, payback, stalls ----
 
 
 def test_same_losses_is_strict_where_bits_are_promised_and_fair_where_losses_are():
@@ -260,57 +260,45 @@ def test_same_losses_is_strict_where_bits_are_promised_and_fair_where_losses_are
         assert not same_losses(promised, [loss + moved for loss in losses], falling, noise=0.1).passed
 
 
-def curves(baseline, final, losses=(0.1, 0.1, 0.1)):
-    def run(score, loss, each_s):
-        return {"points": [[each_s, score / 2], [2 * each_s, score]], "value": score, "loss": loss}
-
-    baseline = [run(score, 0.1, 1.0) for score in baseline]
-    return {"baseline": baseline, "final": [run(score, loss, 0.25) for score, loss in zip(final, losses, strict=False)]}
-
-
-@pytest.mark.parametrize(
-    ("final", "decision", "seeds"),
-    [
-        ([0.900, 0.905, 0.905], "as good", None),
-        ([0.85, 0.86, 0.86], "worse", None),
-        ([0.99, 0.80, 0.92], "not decided", 89),
-        ([0.90], "not tested", None),
-    ],
-)
-def test_quality_is_shown_not_assumed(final, decision, seeds):
-    quality = quality_of(tiny.points(test=400), curves([0.90, 0.905, 0.90], final))
-    assert (quality["decision"], quality["seeds_needed"]) == (decision, seeds)
-
-
-def test_few_test_items_are_judged_in_folds_and_by_the_probability_of_the_right_class():
-    work, large = tiny.points(train=80, test=20), tiny.points(train=80, test=400)
-    folds = [fold(work, number) for number in range(6)]
-    assert folds[0] is work is folds[5] and fold(large, 1) is large
-    everything = sorted(item.path for item in [*work.train, *work.test])
-    assert sorted(item.path for one in folds[:5] for item in one.test) == everything
-    assert all(sorted(item.path for item in [*one.train, *one.test]) == everything for one in folds)
-    # Folds differ by more than plans do: pairs cancel that, and three are not enough to tell flips of single items.
-    scores, flipped = [0.80, 0.95, 0.85], [0.85, 0.90, 0.85]
-    assert quality_of(work, curves(scores, [0.80, 0.95, 0.855]))["decision"] == "as good"
-    shown = quality_of(work, curves(scores, flipped))
-    assert shown["decision"] == "as good" and shown["lower"] < -work.margin < shown["likelihood"]["lower"]
-    undecided = quality_of(work, curves(scores, flipped, losses=[0.05, 0.10, 0.15]))
-    assert undecided["decision"] == "not decided" and undecided["items_needed"] > 60
-
-
-def test_the_baselines_trainings_are_kept_for_the_same_recipe_and_no_other():
-    work, other_loss = tiny.points(), tiny.slowed(tiny.points(), 0.0)
-    longer = dataclasses.replace(work, recipe=dataclasses.replace(work.recipe, epochs=9))
-    files = [baseline_curves_file(one, one.recipe, CPU) for one in (work, tiny.points(), longer, other_loss)]
-    assert files[0] == files[1] and len(set(files)) == 3
-
-
 @pytest.mark.parametrize(("compile_s", "pays_back_after_s"), [(15.0, 20.0), (75.0, 100.0), (80.0, None)])
 def test_payback_counts_what_it_takes_to_prepare(compile_s, pays_back_after_s):
     of, step_s = job(horizon=100), {"baseline": 1.0, "final": 0.25}
     paid = payback(of, Plan(compile="default"), compile_s=compile_s, step_s=step_s)
     assert paid["final_s"] == 25.0 + compile_s and paid["saved_s"] == 75.0 - compile_s
     assert paid["pays_back_after_s"] == pays_back_after_s, "as much of both trainings is done by then"
+
+
+@pytest.mark.parametrize(("training_step_s", "expected"), [(0.27, False), (0.28, True), (None, False)])
+def test_whole_trainings_are_stalled_that_take_longer_than_the_interval_of_short_turns_allows(
+    training_step_s, expected
+):
+    final = {"step_s": {"baseline": 1.0, "final": 0.25}, "baseline": {"ratio": 4.0, "low": 3.75, "high": 4.2}}
+    steps = training_step_s and {"baseline": 0.5, "final": training_step_s}
+    assert stalled(final, {"training_step_s": steps}) == expected
+
+
+@pytest.mark.usefixtures("every_format")
+def test_a_change_that_costs_now_and_then_is_dropped_when_each_is_confirmed(monkeypatch):
+    """By a clock that stands still but in the loss, which takes long in each 20th step of a training in bfloat16."""
+    now_s = 0.0
+    steps = 0
+
+    def loss(model, batch, recipe):
+        nonlocal now_s, steps
+        now_s += 0.010
+        if torch.is_autocast_enabled("cpu"):
+            steps += 1
+            now_s -= 0.001
+            now_s += 0.100 * (steps % 20 == 0)
+        return tiny.loss(model, batch, recipe)
+
+    monkeypatch.setattr("speedkit.clock.time", types.SimpleNamespace(perf_counter=lambda: now_s))
+    of = job(dataclasses.replace(tiny.points(train=3200), loss=loss))
+    changes = [{"validate_every": 3}, {"precision": "bf16"}]
+    confirmed = confirm_each(of, [trial(change) for change in changes])
+    assert [row["kept"] for row in confirmed["kept"]] == [True, False]
+    assert Plan(**confirmed["plan"]) == Plan(validate_every=3)
+    assert of.state["measurements"][1]["long_seconds_b"]
 
 
 # ---- the tuning itself ----
@@ -370,7 +358,10 @@ def test_a_plan_that_learns_worse_is_replaced_and_the_record_says_so(monkeypatch
     halved = Plan(cache="ram", cache_dtype="float16")
     monkeypatch.setattr(tune_module, "ablate", lambda job, accepted: (halved, []))  # as if it had been kept
     record = tune_function(work, optimizations=("host_syncs",), **OPTIONS)
-    assert record["quality"]["decision"] == "worse" and record["quality"]["replaced"]
+    quality = record["quality"]
+    assert quality["replaced"]["decision"] == "worse" and quality["decision"] == "as good"
+    assert quality["replaced"]["final"] != quality["final"] == quality["baseline"][: len(quality["final"])]
+    assert quality["replaced"]["change"] == "cache=ram, cache_dtype=float16"
     assert record["plan"] == dataclasses.asdict(dataclasses.replace(halved, cache_dtype="float32"))
 
 
@@ -513,15 +504,15 @@ def all_bad(load, item):
 def test_damaged_files_of_a_tuning_are_set_aside_told_of_and_made_anew(tmp_path, capsys):
     work, out = tiny.points(epochs=1), tmp_path / "tune"
     record = tuned(work, out)
-    [kept] = (tmp_path / "cache" / "quality").glob("*.json")
-    files = [out / "record.json", out / NAME, kept]
+    kept = [*(tmp_path / "cache" / "quality").glob("*.json")]
+    files = [out / "record.json", out / NAME, *kept]
     for path in files:
         path.write_text(path.read_text()[:-9])
     again = tuned(work, out, resume=True, progress=True)
     printed = capsys.readouterr().out
     assert all(f"{path} is not as" in printed for path in files), printed
     assert again["created"] >= record["created"] and read_json(files[0]) == again
-    assert all(read_checked(path, pytest.fail) for path in files[1:])
+    assert len(kept) == 2 and all(read_checked(path, pytest.fail) for path in files[1:])
     files[0].write_text("{")  # alone: it is made again from what was measured
     assert tuned(work, out, resume=True) == read_json(out / "record.json") == again
 
