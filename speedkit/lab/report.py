@@ -1,7 +1,6 @@
 """A tuning's record in plain sentences, and as one HTML page that stands alone: it loads nothing and runs no script."""
 
 import base64
-import functools
 import io
 import shlex
 from collections.abc import Mapping, Sequence
@@ -16,25 +15,11 @@ from speedkit.lab.frameworks import in_words
 from speedkit.measure import words
 from speedkit.measure.extras import missing_extra
 from speedkit.measure.optimizations import changed
-from speedkit.measure.words import careful_rows, in_short, left_out, quality_in_words
+from speedkit.measure.words import in_short, left_out, quality_in_words
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 
 Row = Mapping[str, Any]
-
-
-@functools.cache
-def template(name: str) -> jinja2.Template:
-    """Return a template that lies here; what it puts into HTML is escaped."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=name.endswith(".html.j2"),
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    for function in (words.device_name, words.duration, words.ratio_text, shlex.quote):
-        environment.filters[function.__name__] = function
-    return environment.get_template(name)
 
 
 def write_report(
@@ -51,8 +36,12 @@ def write_report(
     takes. Without matplotlib the page has no pictures, and says so. All that is text in the record is escaped: it may
     quote a file's name, an error, or come from another machine.
     """
-    page = template("report.html.j2").render(
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    page = environment.get_template("report.html.j2").render(
         record=record,
+        words=words,
+        quote=shlex.quote,
         sentences=in_short(record),
         quality=quality_in_words(record["quality"]),
         changed=changed(Plan(**record["plan"])),
@@ -82,3 +71,19 @@ def pictures(record: Row) -> dict[str, str]:
         figure.savefig(buffer, format="svg")
         urls[name] = f"data:image/svg+xml;base64,{base64.b64encode(buffer.getvalue()).decode()}"
     return urls
+
+
+# ---- what is not in the plan ----
+
+
+def careful_rows(record: Row) -> list[Row]:
+    """Return a row for each field of the careful plan: what was found of it, as a part of a change or not at all."""
+    rows: dict[str, Row] = {}
+    fallbacks = {row["field"]: row["why"] for row in record["fallbacks"] if row["plan"] == "careful"}
+    for name, value in changed(Plan(**record["plans"]["careful"]["asked"])).items():
+        row: Row = {"change": f"{name}={value}", "ratio": None, "why": fallbacks.get(name, "not tried by itself")}
+        for tried in record["optimizations"]:
+            if tried["fields"].get(name) == value:
+                row = tried
+        rows.setdefault(row["change"], row)
+    return [*rows.values()]

@@ -146,11 +146,12 @@ class StepObserver:
 
         # Their host syncs.
         if self.audited:
-            most = self.audited if self.device.type == "cpu" else AUDITED_ON_GPU
-            until_s = time.perf_counter() + AUDIT_S
+            until_s = time.perf_counter()
+            if self.device.type == "cuda":
+                until_s += AUDIT_S
             with auditing(self.device) as self.facts.syncs:
                 while self.facts.audited < self.audited or (
-                    self.facts.audited < most and time.perf_counter() < until_s
+                    self.facts.audited < AUDITED_ON_GPU and time.perf_counter() < until_s
                 ):
                     yield
                     self.facts.audited += 1

@@ -75,7 +75,9 @@ def candidates(job: Tuning, optimizations: Sequence[Optimization], best: Plan) -
     """Return a trial for each change of the `best` plan; its `why` says why not to try it."""
     rates = job.once(Stage("matmul"), matmul_rates, job.hardware)
     frames = job.once(Stage("frames saved by buckets"), frames_saved, job.workload, job.recipe)
-    shares = {row["cause"]: row["share"] for row in job.breakdown(best)["rows"]}
+    breakdown = job.breakdown(best)
+    shares = {row["cause"]: row["share"] for row in breakdown["rows"]}
+    baseline_s = job.horizon * breakdown["step_s"]
     trials = []
     for optimization in optimizations:
         promises = optimization.promises
@@ -94,7 +96,7 @@ def candidates(job: Tuning, optimizations: Sequence[Optimization], best: Plan) -
                 promises=promises,
                 predicted_low=low,
                 predicted_high=high,
-                may_pay=not _compiles(change) or saved_s(job, best, high) >= compiling_s(job),
+                may_pay=not _compiles(change) or baseline_s * (1 - 1 / high) >= compiling_s(job),
                 why=_why_not(job, best, change, high=high),
             )
             if _compiles(change) and not trial.why and trial.stage not in job.results:
@@ -116,11 +118,6 @@ def compiling_s(job: Tuning) -> float:
     """Return the seconds that compiling takes: the most that it took so far in this tuning."""
     seen = [result.get("compile_s") for stage, result in job.results.items() if stage.kind == "trial"]
     return max(filter(None, seen), default=COMPILING_S[job.hardware.device.type])
-
-
-def saved_s(job: Tuning, best: Plan, gain: float) -> float:
-    """Return the seconds saved by a `gain` over the `best` plan in the training that the tuning is for."""
-    return job.horizon * job.breakdown(best)["step_s"] * (1 - 1 / gain)
 
 
 def _compiles(change: Change) -> bool:

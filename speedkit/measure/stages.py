@@ -156,10 +156,10 @@ class Tuning:
         self.state["quarantined"] |= result.quarantined
         return result
 
-    def attempt(self, name: str, plans: Mapping[str, Plan]) -> Comparison | str:
+    def attempt(self, name: str, plans: Mapping[str, Plan], **options: Any) -> Comparison | str:
         """Compare two plans; return why where one fails: a model that cannot do this is one more reason not to."""
         try:
-            return self.compare(name, plans)
+            return self.compare(name, plans, **options)
         except (Interrupted, TooManyBad):
             raise
         except Exception as error:

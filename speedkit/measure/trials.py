@@ -109,7 +109,7 @@ def measure(job: Tuning, trial: Trial, best: Plan, *, noise: float) -> Row:
         compile_s = max(0.0, result.warmup_s_b - result.warmup_s_a)
         if result.faster:
             pays_from_step = math.ceil(compile_s / (result.step_s[0] * (1 - 1 / result.ratio)))
-    pays = pays_from_step is None or pays_from_step <= job.horizon
+    pays = (pays_from_step or 0) <= job.horizon
     kept = result.faster and agreement.passed and pays
     why: str = result.decision
     if kept:

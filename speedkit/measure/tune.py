@@ -76,10 +76,10 @@ def prove_or_replace(job: Tuning, combined: Plan, kept: Sequence[Trial]) -> tupl
     stalls = None
     if best == plan_of(trial.fields for trial in kept) and stalled(final, trained):
         stalls = {"step_s": final["step_s"]["final"], "training_step_s": trained["training_step_s"]["final"]}
-        confirmed = job.once(Stage("stalls"), confirm_each, job, kept)
-        stalls["kept"] = confirmed["kept"]
-        if Plan(**confirmed["plan"]) != best:
-            best, final, trained = prove(job, Plan(**confirmed["plan"]), "without what stalls")
+        job.say("steps of whole trainings take longer than short turns show: each change is compared once more")
+        combined, stalls["kept"] = ablate(job, kept, confirm=True)
+        if combined != best:
+            best, final, trained = prove(job, combined, "without what stalls")
     if trained["quality"]["decision"] == "worse" and safe(best) != best:
         job.say("the final plan learns worse: what changes numbers is taken out of it, and it is proven afresh")
         replaced = trained["quality"] | {"change": text(changed(best))}
@@ -103,32 +103,11 @@ def stalled(final: Row, trained: Row) -> bool:
     return bool(trained["training_step_s"]["final"] > STALLS * longest_s)
 
 
-def confirm_each(job: Tuning, kept: Sequence[Trial]) -> Row:
-    """Compare the best plan with the plan without each change that was `kept`, in turns long enough for what is rare.
-
-    Return the `plan` of the changes that are not shown to be slower, and a row for each that was `kept`.
-    """
-    job.say("steps of whole trainings take longer than short turns show: each change is compared once more")
-    rows = []
-    changes = [trial.fields for trial in kept]
-    for trial in kept:
-        without = [change for change in changes if change is not trial.fields]
-        row = {"optimization": trial.optimization, "change": trial.change, "kept": True, **ITSELF}
-        if plan_of(without) != plan_of(changes):
-            plans = {f"without {trial.change}": plan_of(without), "best": plan_of(changes)}
-            result = job.compare(f"{trial.change}, confirmed", plans, confirm=True)
-            job.say(str(result))
-            row |= {key: getattr(result, key) for key in ITSELF} | {"kept": not result.slower}
-        if not row["kept"]:
-            changes = without
-        rows.append(row)
-    return {"plan": vars(plan_of(changes)), "kept": rows}
-
-
-def ablate(job: Tuning, accepted: Sequence[Trial]) -> tuple[Plan, list[Row]]:
+def ablate(job: Tuning, accepted: Sequence[Trial], *, confirm: bool = False) -> tuple[Plan, list[Row]]:
     """Leave out once each change on whose part of the step a later one acts too; return the plan and a row for each.
 
-    What paid before others were accepted need not pay after. It goes only when it is shown not to be worth it.
+    What paid before others were accepted need not pay after. It goes only when it is shown not to be worth it. To
+    `confirm`, each is left out once, in turns long enough for what is rare.
     """
     rows = []
     changes = [trial.fields for trial in accepted]
@@ -145,21 +124,21 @@ def ablate(job: Tuning, accepted: Sequence[Trial]) -> tuple[Plan, list[Row]]:
         shares_a_part = any(acts_on(trial.fields) & acts_on(later.fields) for later in accepted[place + 1 :])
         if plan_of(without) == plan_of(changes):
             row["why"] = "another optimization has replaced it"
-        elif not shares_a_part:
+        elif not (confirm or shares_a_part):
             row["why"] = "no later optimization acts on the same part of a step"
         else:
-            stage = Stage("ablation", trial.optimization, trial.change)
+            stage = Stage("ablation", trial.optimization, trial.change, again=confirm)
             plans = {f"without {trial.change}": plan_of(without), "best": plan_of(changes)}
-            row |= job.once(stage, leave_out, job, plans)
+            row |= job.once(stage, leave_out, job, plans, confirm=confirm)
         if not row["kept"]:
             changes = without
         rows.append(row)
     return plan_of(changes), rows
 
 
-def leave_out(job: Tuning, plans: dict[str, Plan]) -> Row:
+def leave_out(job: Tuning, plans: dict[str, Plan], *, confirm: bool) -> Row:
     """Compare the plan without a change with the best plan; return what this adds to the row of the optimization."""
-    result = job.attempt(next(iter(plans)), plans)
+    result = job.attempt(next(iter(plans)), plans, confirm=confirm)
     if isinstance(result, str):
         return {"why": f"without it: {result}"}
     job.say(str(result))

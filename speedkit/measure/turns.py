@@ -1,7 +1,7 @@
 """Turns of two plans in pairs: short ones until they show something, then long ones that hold what is rare."""
 
 import dataclasses
-import functools
+import itertools
 import math
 import random
 import statistics
@@ -112,9 +112,8 @@ class Turns:
         count = sum(slow_a) + sum(slow_b)
         if min(at_least(sum(slow_a), count, share), at_least(sum(slow_b), count, 1 - share)) < OWN:
             return self.a_s, self.b_s
-        pairs = zip(self.a_s, self.b_s, slow_a, slow_b, strict=True)
-        kept = [(a_s, b_s) for a_s, b_s, a_slow, b_slow in pairs if not (a_slow or b_slow)]
-        return [a_s for a_s, _ in kept], [b_s for _, b_s in kept]
+        usual = [not (a_slow or b_slow) for a_slow, b_slow in zip(slow_a, slow_b, strict=True)]
+        return [*itertools.compress(self.a_s, usual)], [*itertools.compress(self.b_s, usual)]
 
     def measure(
         self,
@@ -168,7 +167,10 @@ def measure_pairs(
     short turns have shown, such turns go on and decide.
     """
     short = Turns(turn_a, turn_b, rng, steps)
-    decided = functools.partial(_decided, looks=looks)
+
+    def decided(a_s: Sequence[float], b_s: Sequence[float]) -> Decision:
+        return decide(log_ratios(a_s, b_s), looks)
+
     short.measure(decided, looks=looks, pairs=pairs, max_s=max_s, large_max_s=large_max_s)
     a_s, b_s = short.kept()
     decision = decided(a_s, b_s)
@@ -189,10 +191,6 @@ def measure_pairs(
     return Pairs(a_s, b_s, decision, interval, (sum(slow_a), sum(slow_b)), long.steps, long_a, long_b)
 
 
-def _decided(a_s: Sequence[float], b_s: Sequence[float], looks: Sequence[int]) -> Decision:
-    return decide(log_ratios(a_s, b_s), looks)
-
-
 def _decided_by_total(a_s: Sequence[float], b_s: Sequence[float]) -> Decision:
     decision = decide_total(a_s, b_s, LONG_LOOKS)
     more = len(a_s) < LONG_LOOKS[-1]
@@ -203,10 +201,6 @@ def _decided_by_total(a_s: Sequence[float], b_s: Sequence[float]) -> Decision:
 
 def denied(decision: Decision, interval: Interval, total: float) -> bool:
     """Return whether a ratio of total times lies so far beside an interval that it denies the decision made by it."""
-    below = math.log(total) < math.log(interval.low) - WORTH
-    above = math.log(total) > math.log(interval.high) + WORTH
-    if decision == "faster":
-        return below
-    if decision == "undecided":
-        return below or above
-    return above
+    if total < interval.low / math.exp(WORTH):
+        return decision in ("faster", "undecided")
+    return total > interval.high * math.exp(WORTH) and decision != "faster"

@@ -3,9 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from speedkit.config import settings_of
 from speedkit.measure.optimizations import text
-from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 
 # What a tuning is compared with, by its key in `step_s` of a record: its headline is over the faster of the two.
@@ -151,16 +149,13 @@ def whole_training(record: Row) -> list[str]:
 
 def step_in_words(record: Row) -> list[str]:
     """Return the gain of a step: over the faster of `BASELINES`, and over the other one where that is undecided."""
-    sentences = []
-    over = speedups(record)
-    for side, row in over.items():
-        if decision(row) != "undecided":
-            told = "" if decision(row) == "faster" else f": {decision(row)}"
-            ratio = f"{row['ratio']:.2f} times as fast {interval_text(row)}"
-            sentences.append(f"A step is {ratio} as with {BASELINES[side]}{told}.")
-            break
+    decided = {side: row for side, row in speedups(record).items() if decision(row) != "undecided"}
+    side, row = next(iter(decided.items()))
+    told = "" if decision(row) == "faster" else f": {decision(row)}"
+    ratio = f"{row['ratio']:.2f} times as fast {interval_text(row)}"
+    sentences = [f"A step is {ratio} as with {BASELINES[side]}{told}."]
     side, row = headline(record)
-    if decision(row) == "undecided":
+    if side not in decided:
         sentences.append(f"Over {BASELINES[side]} nothing was decided {interval_text(row)}.")
     return sentences
 
@@ -204,9 +199,6 @@ def quality_in_words(quality: Row) -> str:
     return f"Whether the result is as good is not decided: {change}. {needed}."
 
 
-# ---- what is not in the plan ----
-
-
 def left_out(record: Row) -> list[Row]:
     """Return a row for each optimization that is not in the plan: which fields of it are not, and why.
 
@@ -221,27 +213,8 @@ def left_out(record: Row) -> list[Row]:
         change = {field: value for field, value in fields.items() if value != record["plan"][field]}
         if not change or row["kept"]:
             continue
-        why = row.get("why") or "slower in turns that are long enough for what is rare"
+        why = row["why"]
         if pays_later(row):
             why = f"faster; {pays_in_words(row, recipe_steps(record))}"
         rows.setdefault(row["optimization"], {**row, "change": text(change), "why": why})
-    return [*rows.values()]
-
-
-def careful_rows(record: Row) -> list[Row]:
-    """Return a row for each field of the careful plan: what was found of it, by itself or as a part of a change."""
-    rows: dict[str, Row] = {}
-    fallbacks = {row["field"]: row["why"] for row in record["fallbacks"] if row["plan"] == "careful"}
-    settings = settings_of(Plan)
-    for name, value in record["plans"]["careful"]["asked"].items():
-        if name not in settings or value == settings[name].default:
-            continue
-        row: Row = {"change": f"{name}={value}", "ratio": None, "why": fallbacks.get(name, "not tried by itself")}
-        alike = [tried for tried in record["optimizations"] if name in tried["fields"]]
-        same = [tried for tried in alike if tried["fields"][name] == value]
-        if same and name not in fallbacks:
-            row = same[0]
-        elif alike and name not in fallbacks:
-            row = {**alike[0], "change": row["change"], "why": f"as {alike[0]['change']}: {alike[0]['why']}"}
-        rows.setdefault(row["change"], row)
     return [*rows.values()]

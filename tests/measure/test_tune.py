@@ -31,7 +31,7 @@ from speedkit.measure.optimizations import EFFECTS, OPTIMIZATIONS, changed, name
 from speedkit.measure.quality import same_losses
 from speedkit.measure.stages import NAME, Stage, Tuning
 from speedkit.measure.trials import measure
-from speedkit.measure.tune import ablate, confirm_each, final_comparison, payback, stalled
+from speedkit.measure.tune import ablate, final_comparison, payback, stalled
 from speedkit.measure.warm_up import compilations
 from speedkit.plan import Plan
 
@@ -295,10 +295,9 @@ def test_a_change_that_costs_now_and_then_is_dropped_when_each_is_confirmed(monk
     monkeypatch.setattr("speedkit.clock.time", types.SimpleNamespace(perf_counter=lambda: now_s))
     of = job(dataclasses.replace(tiny.points(train=3200), loss=loss))
     changes = [{"validate_every": 3}, {"precision": "bf16"}]
-    confirmed = confirm_each(of, [trial(change) for change in changes])
-    assert [row["kept"] for row in confirmed["kept"]] == [True, False]
-    assert Plan(**confirmed["plan"]) == Plan(validate_every=3)
-    assert of.state["measurements"][1]["long_seconds_b"]
+    plan, rows = ablate(of, [trial(change) for change in changes], confirm=True)
+    assert [row["change"] for row in rows if not row["kept"]][-1] == str(changes[1])
+    assert plan.precision == "default" and of.state["measurements"][1]["long_seconds_b"]
 
 
 # ---- the tuning itself ----

@@ -101,7 +101,7 @@ def test_each_is_called_once_a_pair_in_random_order_and_what_comes_before_is_not
     functions = {"a": functools.partial(call, "a", 2e-3), "b": functools.partial(call, "b", 0)}
     row = compare_functions("x", functions, 8, before=lambda: calls.append("."))
     pairs = ["".join(calls[at : at + 4]) for at in range(2, len(calls), 4)]
-    assert calls[:2] == ["a", "b"] and len(pairs) == 8 and set(pairs) == {".a.b", ".b.a"}
+    assert calls[:2] == ["a", "b"] and len(pairs) >= 8 and set(pairs) == {".a.b", ".b.a"}
     assert len(row["seconds_a"]) == len(row["seconds_b"]) == 8
     assert (row["name"], row["a"], row["b"]) == ("x", "a", "b")
     assert 1 < row["low"] < row["ratio"] < row["high"], "the second is faster"
