@@ -28,7 +28,7 @@ def threads_beside(used: float, threads: int) -> int:
 
     Each operation waits for its last thread: one that has to wait for a core holds all others up.
     """
-    return max(1, threads - max(0, math.ceil(used - LITTLE)))
+    return max(1, threads - math.ceil(used - LITTLE))
 
 
 def told(cores: Mapping[str, float]) -> str:
