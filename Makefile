@@ -118,7 +118,8 @@ test: lint  ## check the code, run the quick tests, then the six notebooks that 
 	$(SMOKE) $(STORY)
 
 test-all: test setup-all  ## all of that, then the long tests (faults, ranks, browser) and all other notebooks
-	$(PYTEST) -m slow $(ARGS)
+	$(BIN)/python -m pytest -m slow tests/lessons $(ARGS)  # profiles: alone, not beside the attack's bursts of load
+	$(PYTEST) -m slow --ignore=tests/lessons $(ARGS)
 	$(SMOKE) $(filter-out $(STORY),$(wildcard notebooks/*.ipynb))
 
 bench: setup  ## measure what speedkit itself costs, against its limits; takes a quiet machine

@@ -20,6 +20,7 @@ def profiled(loop):
 def test_a_profile_names_what_was_planted_first_with_its_seconds(cause):
     loop = Loop(cause, 3 * Loop().step_s())
     seen = profiled(loop)
+    assert seen.bottlenecks, f"{seen.notes}\n{seen.breakdown}\n{seen.breakdown.facts.trace}"
     first = seen.bottlenecks[0]
     assert (first["cause"], first["field"]) == (cause, CAUSES[cause])
     if HERE.device.type == "cpu":  # a GPU hides part of what its host does
