@@ -174,7 +174,9 @@ def warn_if_busy(device: str) -> None:
     """Say in a line that others use the cores too, and what fewer threads would give."""
     from speedkit.measure.busy import advice
 
-    if (hint := advice(this_machine(device))) and "RANK" not in os.environ:
+    if "RANK" in os.environ:  # the other ranks would be the others
+        return
+    if hint := advice(this_machine(device)):
         click.echo(hint, err=True)
 
 

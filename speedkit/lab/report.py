@@ -73,9 +73,6 @@ def pictures(record: Row) -> dict[str, str]:
     return urls
 
 
-# ---- what is not in the plan ----
-
-
 def careful_rows(record: Row) -> list[Row]:
     """Return a row for each field of the careful plan: what was found of it, as a part of a change or not at all."""
     rows: dict[str, Row] = {}
