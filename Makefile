@@ -49,7 +49,7 @@ SMOKE := SPEEDKIT_SCALE=smoke $(PYTEST) --nbval-lax --nbval-current-env --nbval-
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/make \1\t\2/p' Makefile | expand -t 20
-	@echo 'tune takes WORKLOAD=audio DATA=folder LABEL_PATTERN=regex TEST_PATTERN=regex LABELS=csv BUDGET=8m OUT=folder ARGS="..."'
+	@echo 'tune takes WORKLOAD=audio DATA=folder LABEL_PATTERN=regex TEST_PATTERN=regex LABELS=csv BUDGET=4m OUT=folder ARGS="..."'
 
 setup: $(STAMP)  ## make or reuse .venv, with what tune and test need at its locked versions
 

@@ -181,7 +181,7 @@ def warn_if_busy(device: str) -> None:
 
 
 @commands.command(params=[WORKLOAD, *RUN])
-@click.option("--budget", "budget_s", type=seconds, default="8m", metavar="TIME", help="time for all of it")
+@click.option("--budget", "budget_s", type=seconds, default="4m", metavar="TIME", help="time for all of it")
 @click.option("--optimizations", type=names_in, metavar="NAME,NAME", help="only these")
 @click.option("--seeds", type=click.IntRange(2), help="trainings of each plan, to test quality (3, more if in doubt)")
 @click.option(

@@ -39,7 +39,7 @@ def tune(
     out: str | Path | None = None,
     resume: bool = False,
     cache_dir: str | Path | None = None,
-    budget_s: float = 480.0,
+    budget_s: float = 240.0,
     horizon: int | None = None,
     optimizations: Sequence[str] | None = None,
     pairs: int = LOOKS[-1],

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -14,8 +14,9 @@ from speedkit.fallbacks import EffectivePlan, resolve
 from speedkit.machine import Hardware
 from speedkit.measure.compare import padded_frames
 from speedkit.measure.kernels import which_ran
-from speedkit.measure.optimizations import Change, Optimization, predict, text
-from speedkit.measure.peaks import matmul_rates
+from speedkit.measure.optimizations import Change, Optimization, text
+from speedkit.measure.peaks import peaks
+from speedkit.measure.predict import Gain, computing_gains, count, format_of_products, predict
 from speedkit.measure.stages import TRYING_SHARE, Stage, Tuning
 from speedkit.measure.stats import WORTH
 from speedkit.plan import Plan
@@ -73,7 +74,7 @@ def horizon_of(recipe: Recipe, items: int, hardware: Hardware) -> int:
 
 def candidates(job: Tuning, optimizations: Sequence[Optimization], best: Plan) -> list[Trial]:
     """Return a trial for each change of the `best` plan; its `why` says why not to try it."""
-    rates = job.once(Stage("matmul"), matmul_rates, job.hardware)
+    gains = job.once(Stage("computing", plan=best.precision), gains_of, job, best)
     frames = job.once(Stage("frames saved by buckets"), frames_saved, job.workload, job.recipe)
     breakdown = job.breakdown(best)
     shares = {row["cause"]: row["share"] for row in breakdown["rows"]}
@@ -87,8 +88,7 @@ def candidates(job: Tuning, optimizations: Sequence[Optimization], best: Plan) -
             change = {field: value for field, value in fields.items() if value != getattr(best, field)}
             if not change:
                 continue
-            matmul = matmul_gain(rates, best.precision, change.get("precision", best.precision))
-            low, high = predict(change, shares, frames=frames, matmul=matmul)
+            low, high = predict(change, shares, frames=frames, gains=gains)
             trial = Trial(
                 optimization=optimization.name,
                 change=text(change),
@@ -105,13 +105,11 @@ def candidates(job: Tuning, optimizations: Sequence[Optimization], best: Plan) -
     return trials
 
 
-def matmul_gain(rates: Mapping[str, float], before: str, after: str) -> float:
-    """Return how many times as fast products of matrices are in another number format; 2 where it is not known."""
-    if before == "default":
-        before = "fp32"
-    if before not in rates or after not in rates:
-        return 2.0
-    return rates[after] / rates[before]
+def gains_of(job: Tuning, plan: Plan) -> dict[str, Gain]:
+    """Return what changes of `plan` make of what computes, by a step's operators and the peaks of this machine."""
+    operators = count(job.workload, job.recipe, plan, device=job.hardware.device)
+    limits = {name: peak.value for name, peak in peaks(job.hardware).items()}
+    return computing_gains(operators, limits, format_of_products(plan.precision, operators, job.hardware.device))
 
 
 def compiling_s(job: Tuning) -> float:
@@ -146,8 +144,8 @@ def _why_not(job: Tuning, best: Plan, change: Change, *, high: float) -> str:
         return why
     if math.log(high) < WORTH:
         return f"not tried: it could gain {high:.3f} at most"
-    if _compiles(change) and plan.compile_scope == "blocks" and not repeated_blocks(job.model):
-        return "the model has no class of blocks twice, whose code could be used again"
+    if _compiles(change) and plan.compile_scope == "blocks" and not _blocks_share_code(job.model):
+        return "most of the model's blocks have shapes of their own: compiling them makes no less code than the model"
     if field == "channels_last":
         return _why_not_channels_last(job, plan)
     if field == "attention":
@@ -155,6 +153,13 @@ def _why_not(job: Tuning, best: Plan, change: Change, *, high: float) -> str:
     if plan.precision == "fp8" != best.precision and not precision.eight_bit_layers(job.model)[0]:
         return "the model has no linear layer that multiplies in 8 bits"
     return ""
+
+
+def _blocks_share_code(model: nn.Module) -> bool:
+    """Return whether the repeated blocks of a model have half as many shapes as there are blocks, or fewer."""
+    blocks = repeated_blocks(model)
+    shapes = {tuple(weight.shape for weight in block.parameters()) for block in blocks}
+    return 0 < 2 * len(shapes) <= len(blocks)
 
 
 def _why_refused(effective: EffectivePlan, best: Plan, change: Change) -> str:

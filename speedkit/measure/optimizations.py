@@ -1,8 +1,7 @@
-"""The optimizations of the tuning, a table: what each changes, what it promises, and what it should gain."""
+"""The optimizations of the tuning, a table: what each changes and what it promises."""
 
 import dataclasses
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from speedkit.config import nearest
@@ -149,76 +148,6 @@ def named(names: Sequence[str] | None) -> list[Optimization]:
                 f"there is no optimization {name!r}{nearest(name, optimizations)}: take {', '.join(optimizations)}"
             )
     return [optimizations[name] for name in optimizations if names is None or name in names]
-
-
-# ---- what each should gain ----
-
-# Causes of measure.breakdown.
-LOADING = ("data wait",)
-COPYING = ("host-to-device copy",)
-UPDATING = ("optimizer",)
-COMPUTING = ("forward", "backward", "compute-bound", "bandwidth-bound")  # on a CPU, and on a GPU
-COMPILED = (*COMPUTING, "launch-bound")
-
-# Field: the parts of a step that it acts on, and how many times as fast they become, at worst and at best. Of workers,
-# bucket, precision and compile_scope, `predict` knows that better.
-EFFECTS: dict[str, tuple[tuple[str, ...], float, float]] = {
-    "workers": (LOADING, 0.7, 1.0),
-    "cache": (LOADING, 3.0, math.inf),  # what is left is one gather from memory
-    "features_on": (LOADING, 0.8, 3.0),
-    "decoder": (LOADING, 0.7, 1.5),
-    "prefetch": (COPYING, 1.0, math.inf),
-    "bucket": (COMPUTING, 1.0, 1.0),
-    "fused_optimizer": (UPDATING, 1.0, 4.0),
-    "log_every": (("sync-bound", "other host work"), 1.0, math.inf),
-    "precision": (COMPUTING, 1.0, 1.0),
-    "channels_last": (COMPUTING, 0.95, 1.4),
-    "threads": (COMPUTING, 0.5, 1.5),
-    "compile": (COMPILED, 0.9, 1.3),
-    "compile_scope": (COMPILED, 1.0, 1.0),
-    "attention": (COMPUTING, 0.95, 1.1),
-}
-
-
-def acts_on(change: Change) -> set[str]:
-    """Return the parts of a step that a change acts on."""
-    parts: set[str] = set()
-    for field, value in change.items():
-        if value and field in EFFECTS:
-            parts.update(EFFECTS[field][0])
-    return parts
-
-
-def predict(
-    change: Change,
-    shares: Mapping[str, float],
-    *,
-    frames: float = 1.0,
-    matmul: float = 1.0,
-) -> tuple[float, float]:
-    """Return the least and the greatest gain to expect of a change: Amdahl's law (1967) over the parts it acts on.
-
-    `shares` are those of the causes in the breakdown of the best plan. `frames` is how many times fewer padded frames
-    buckets leave, `matmul` how many times as fast matrix products are in the change's number format.
-    """
-    effects = EFFECTS | {
-        "workers": (LOADING, 0.7, change.get("workers", 1)),
-        "bucket": (COMPUTING, frames, frames),
-        # Not all of a step is matrix products, and few run at the peak.
-        "precision": (COMPUTING, max(1.0, matmul) ** 0.15, max(1.0, matmul)),
-        # Decoding takes a CPU's own caches, too, from what computes.
-        "cache_dtype": (COMPUTING, 1.0, 1.1),
-        # Blocks that are compiled already leave to the model what lies between them.
-        "compile_scope": (COMPILED, 1.0, 1.1 if change.get("compile_scope") == "model" else 1.0),
-    }
-    worst = best = 1.0
-    for field, value in change.items():
-        if value and field in effects:
-            parts, low, high = effects[field]
-            share = sum(shares.get(part, 0.0) for part in parts)
-            worst -= share * (1 - 1 / low)
-            best -= share * (1 - 1 / high)
-    return 1 / worst, 1 / max(best, 0.01)
 
 
 # ---- plans and changes ----

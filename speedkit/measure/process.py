@@ -1,12 +1,20 @@
-"""What measuring changes of the whole process, and puts back."""
+"""What measuring changes of the whole process, and puts back; and measuring in a new one."""
 
 import contextlib
+import os
+import pickle
 import random
-from collections.abc import Iterator
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
+from speedkit.errors import SpeedkitError
 from speedkit.machine import this_machine
 from speedkit.train.process_state import process_state_kept
 
@@ -22,3 +30,32 @@ def process_kept(device: torch.device | str) -> Iterator[None]:
         finally:
             random.setstate(python_state)
             np.random.set_state(numpy_state)  # noqa: NPY002
+
+
+def in_new_process(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Return what `function` returns in a new Python process.
+
+    Raises SpeedkitError when it fails there, or cannot be sent: what a notebook or a script defines has no module.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            Path(folder, "call").write_bytes(pickle.dumps((function, arguments, options)))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise SpeedkitError(f"it cannot be sent to a new process: {error}") from error
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command = [sys.executable, "-m", __name__, folder]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SpeedkitError(f"it failed in a new process: {done.stderr.strip().rpartition(chr(10))[2]}")
+        return pickle.loads(Path(folder, "answer").read_bytes())
+
+
+def main() -> None:
+    """Make the call that lies in the folder of the first argument, and leave the answer there."""
+    folder = Path(sys.argv[1])
+    function, arguments, options = pickle.loads((folder / "call").read_bytes())
+    (folder / "answer").write_bytes(pickle.dumps(function(*arguments, **options)))
+
+
+if __name__ == "__main__":
+    main()

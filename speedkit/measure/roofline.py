@@ -1,83 +1,15 @@
 """What a step computes and moves, against what this machine was measured to reach."""
 
-import contextlib
-import dataclasses
-from collections import Counter
 from typing import Any
-
-import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode, conv_flop_count, flop_registry, shape_wrapper
 
 from speedkit.fallbacks import resolve
 from speedkit.machine import Hardware
 from speedkit.measure.breakdown import Breakdown
 from speedkit.measure.peaks import peaks
-from speedkit.measure.process import process_kept
+from speedkit.measure.predict import count, format_of_products
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
-from speedkit.train.loop import steps
-from speedkit.train.setup import setup_run
 from speedkit.workload import Workload
-
-STEPS = 3  # that are counted where lengths differ from batch to batch
-aten = torch.ops.aten
-# PyTorch's counter leaves out the CPU's attention kernel, whose FLOPs are those of any other.
-for ending in ("", "_backward"):
-    flop_registry[getattr(aten, f"_scaled_dot_product_flash_attention_for_cpu{ending}")] = flop_registry[
-        getattr(aten, f"_scaled_dot_product_flash_attention{ending}")
-    ]
-
-
-@shape_wrapper
-def convolution_backward_flops(output_gradient: Any, inputs: Any, weight: Any, *options: Any, **_named: Any) -> int:
-    """Return the FLOPs of a convolution's backward pass: those of the forward pass for each of its two products."""
-    *_, transposed, _output_padding, _groups, (for_inputs, for_weight, _for_bias) = options
-    return (for_inputs + for_weight) * conv_flop_count(inputs, weight, output_gradient, transposed=transposed)
-
-
-flop_registry[aten.convolution_backward] = convolution_backward_flops  # PyTorch's leaves groups out
-
-
-class ByteCounter(TorchDispatchMode):
-    """Adds up the bytes of the inputs and outputs of all operators inside; a view moves none."""
-
-    total = 0
-
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: PLR0917
-        result = operation(*args, **(kwargs or {}))
-        if not operation.is_view and "empty" not in str(operation):
-            leaves = tree_leaves((args, kwargs, result))
-            self.total += sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
-        return result
-
-
-def count(workload: Workload, recipe: Recipe, plan: Plan, *, device: torch.device) -> tuple[Counter[str], float]:
-    """Return a step's FLOPs by operator, and the bytes it moves.
-
-    Counted on a fresh, eager model: compiled code that meets a dispatch mode stays off for good.
-    """
-    # Without what changes nothing in what the model computes; recomputing to save memory is no work of the model.
-    plan = dataclasses.replace(plan, compile="off", checkpointing="off", workers=0, cache="off")
-    count_steps = 1
-    if workload.length is not None:
-        count_steps = STEPS
-    flops = Counter[str]()
-    moved = ByteCounter()
-    with (
-        process_kept(device),
-        contextlib.closing(setup_run(workload, recipe, plan, device=device, endless=True)) as run,
-    ):
-        training = steps(run)
-        for _ in range(count_steps):
-            run.position.batch = next(run.data.batches)  # loading is not counted
-            with FlopCounterMode(display=False) as counter, moved:
-                next(training)
-            for name, number in counter.get_flop_counts().get("Global", {}).items():
-                flops[str(name)] += number
-    return Counter({name: number // count_steps for name, number in flops.items()}), moved.total / count_steps
 
 
 def roofline(
@@ -87,13 +19,12 @@ def roofline(
 
     Bytes are an upper estimate: all inputs and outputs of an eager step's operators, whether or not a cache holds them.
     """
-    operators, moved = count(workload, recipe, plan, device=hardware.device)
-    flops = operators.total()
+    operators = count(workload, recipe, plan, device=hardware.device)
+    flops = sum(operators.flops.values())
+    moved = sum(operators.moved_bytes.values())
     limits = peaks(hardware)
-    dtype = resolve(plan, hardware, workload=workload).plan.precision.removesuffix("-emulated")
-    convolutions = sum(number for name, number in operators.items() if "conv" in name)
-    if dtype == "default" and hardware.device.type == "cuda" and 2 * convolutions > flops:
-        dtype = "tf32"  # as cuDNN multiplies unless it is told otherwise
+    precision = resolve(plan, hardware, workload=workload).plan.precision
+    dtype = format_of_products(precision, operators, hardware.device)
     if f"matmul_{dtype}" not in limits:
         dtype = "fp32"
     flops_per_s = flops / breakdown.step_s

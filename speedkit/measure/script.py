@@ -23,8 +23,9 @@ from speedkit.data.batches import STOPS
 from speedkit.errors import SpeedkitError, UsageError
 from speedkit.files import claim_folder, write_json
 from speedkit.machine import this_machine
-from speedkit.measure.optimizations import Change, plan_of, predict, text
+from speedkit.measure.optimizations import Change, plan_of, text
 from speedkit.measure.peaks import matmul_rates
+from speedkit.measure.predict import predict
 from speedkit.measure.profile import LoopProfile
 from speedkit.measure.warm_up import compilations
 from speedkit.plan import Plan
@@ -211,12 +212,12 @@ def next_levers(plan: Plan, rows: Sequence[Mapping[str, Any]], device: str) -> s
     if hardware.supports("compile"):
         changes.append({"compile": "default"})
     rates = matmul_rates(hardware)
-    matmul = rates.get("bf16", 1.0) / rates["fp32"]
+    products = {"bf16": (1.0, max(1.0, rates.get("bf16", 1.0) / rates["fp32"]))}  # where all are products
     shares = {row["cause"]: row["share"] for row in rows}
     gains = {}
     for change in changes:
         if dataclasses.replace(plan, **change) != plan:
-            gains[text(change)] = predict(change, shares, matmul=matmul)
+            gains[text(change)] = predict(change, shares, gains=products)
     best_first = sorted(gains, key=lambda change: -math.prod(gains[change]))
     tries = ["{}, {:.2f} to {:.2f} times as fast".format(change, *gains[change]) for change in best_first]
     return f"nothing stands out: the device computes. Next to try: {'; '.join(tries)}"

@@ -157,6 +157,9 @@ def step_in_words(record: Row) -> list[str]:
     side, row = headline(record)
     if side not in decided:
         sentences.append(f"Over {BASELINES[side]} nothing was decided {interval_text(row)}.")
+    again = record.get("speedup_again")  # not in records of before
+    if again and "ratio" in again:
+        sentences.append(f"In a new process it is {again['ratio']:.2f} {interval_text(again)} over {BASELINES[side]}.")
     return sentences
 
 

@@ -15,7 +15,8 @@ from torchao.float8 import Float8LinearConfig
 from speedkit.machine import Hardware, this_machine
 from speedkit.measure.breakdown import StepFacts, make_breakdown
 from speedkit.measure.peaks import _calls, peaks
-from speedkit.measure.roofline import ByteCounter, count, roofline
+from speedkit.measure.predict import OperatorCounter, count
+from speedkit.measure.roofline import roofline
 from speedkit.measure.warm_up import compilations
 from speedkit.plan import Plan
 from speedkit.train.loop import steps
@@ -30,9 +31,9 @@ def test_flops_and_bytes_are_those_of_the_operators_and_a_view_moves_none():
     assert counted.get_total_flops() == 2 * 2 * (2 * 3 * 16 * 16 * 8)
     one, rows = torch.ones(1000), torch.ones(10, 100, dtype=torch.bfloat16)
     for call, moved in ((lambda: one + one, 12_000), (lambda: one.view(10, 100), 0), (lambda: rows.sum(), 2002)):
-        with ByteCounter() as counted:
+        with OperatorCounter() as counted:
             call()
-        assert counted.total == moved
+        assert sum(counted.moved_bytes.values()) == moved
 
 
 @pytest.mark.parametrize("groups", [1, 4])
@@ -74,11 +75,12 @@ def test_counting_counts_the_plain_model_and_leaves_a_compiled_run_compiled(monk
         training, before = steps(run), compilations()
         next(training)
         assert compilations() > before
-        flops, moved = count(workload, workload.recipe, plan, device=CPU)
+        counted = count(workload, workload.recipe, plan, device=CPU)
         with torch.compiler.set_stance("fail_on_recompile"):
             next(training)  # still what was compiled, or this would raise
     # Forward, to the weights and to the inputs; the first layer needs no gradient of its inputs.
-    assert flops.total() == 2 * 16 * (2 * 8 * 16 + 3 * 16 * (16 + 16 + 2)) and moved > 0
+    assert sum(counted.flops.values()) == 2 * 16 * (2 * 8 * 16 + 3 * 16 * (16 + 16 + 2))
+    assert counted.moved_bytes.keys() > counted.flops.keys()
 
 
 def test_peaks_are_measured_and_kept_per_machine(tmp_path, monkeypatch):

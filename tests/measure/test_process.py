@@ -2,6 +2,7 @@
 
 import contextlib
 import multiprocessing
+import os
 
 import pytest
 import tiny
@@ -9,10 +10,12 @@ import torch
 from faults import limited
 from picture import LEFT_BY_MEASURING, differences, picture
 
+from speedkit.errors import SpeedkitError
 from speedkit.machine import this_machine
 from speedkit.measure import peaks
 from speedkit.measure.bottlenecks import profile_workload
 from speedkit.measure.compare import compare
+from speedkit.measure.process import in_new_process
 from speedkit.plan import Plan
 
 
@@ -58,3 +61,21 @@ def test_measuring_leaves_the_process_as_it_was(measure, fails, somebodys_switch
     with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
         measure(fails)
     assert differences(before, picture(LEFT_BY_MEASURING)) == {}
+
+
+def test_a_function_is_called_in_a_new_process():
+    assert in_new_process(os.getpid) != os.getpid()
+    assert in_new_process(sorted, [2, 1], reverse=True) == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("function", "argument", "why"),
+    [
+        (lambda argument: argument, 1, "cannot be sent to a new process: .*lambda"),
+        (int, "no number", "failed in a new process: ValueError: invalid literal .* 'no number'"),
+    ],
+    ids=["of no module", "fails"],
+)
+def test_what_a_new_process_cannot_do_is_one_sentence(function, argument, why):
+    with pytest.raises(SpeedkitError, match=why):
+        in_new_process(function, argument)
