@@ -162,7 +162,6 @@ def train(workload: str, plan: str, **values: Any) -> int:
         work = hold_out(work, values["validation"])
     if asked.ranks > 1 and "WORLD_SIZE" not in os.environ:
         return launch(["speedkit", *sys.argv[1:], "--out", str(values["out"])], asked.ranks)
-    warn_if_busy(values["device"])
     options = typed(values, "device", "cache_dir", "out", "resume", "deterministic", "strict", "verbose")
     history = fit(work, recipe, asked, **options)
     if os.environ.get("RANK", "0") == "0":
@@ -172,10 +171,8 @@ def train(workload: str, plan: str, **values: Any) -> int:
 
 def warn_if_busy(device: str) -> None:
     """Say in a line that others use the cores too, and what fewer threads would give."""
-    from speedkit.measure.busy import advice
+    from speedkit.busy import advice
 
-    if "RANK" in os.environ:  # the other ranks would be the others
-        return
     if hint := advice(this_machine(device)):
         click.echo(hint, err=True)
 

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from speedkit.busy import others, threads_beside, told
 from speedkit.errors import Interrupted, TooManyBad, UsageError
 from speedkit.files import finite
 from speedkit.machine import Hardware
 from speedkit.measure.breakdown import breakdown_of
-from speedkit.measure.busy import others, threads_beside, told
 from speedkit.measure.checked_file import read_checked, write_checked
 from speedkit.measure.compare import Comparison, compare
 from speedkit.measure.extras import missing_extra

@@ -13,6 +13,7 @@ from typing import Any, TextIO
 import torch
 from torch import nn
 
+from speedkit.busy import advice
 from speedkit.config import to_yaml
 from speedkit.data.cache import open_cache
 from speedkit.data.loader import BatchStream
@@ -99,6 +100,8 @@ def setup_run(
             begin_in(folder, run, resume)
         for note in filter(None, (*effective.notes(verbose), getattr(train.cache, "why", ""))):
             bar.say(f"  {note}")
+        if bar.mode != "off" and not ranks.several and (busy := advice(hardware)):
+            bar.say(f"  {busy}")
         history.prepare_s = time.perf_counter() - began_s
         run.ends = ends.pop_all()
         return run

@@ -37,3 +37,14 @@ def test_plain_lines_where_there_is_no_notebook(capfd):
     fit(points(), device="cpu", plan=Plan(log_every=2), progress=True)
     shown = capfd.readouterr().out
     assert "points step 2/12: loss" in shown and "points step 12/12: loss" in shown and " left\n" in shown
+
+
+def test_a_busy_machine_is_said_before_the_first_step(capfd, monkeypatch):
+    """Other programs take 1.2 of the two cores that PyTorch computes with."""
+    monkeypatch.setattr("speedkit.busy.others", lambda: {"encoder": 1.2})
+    monkeypatch.setattr("speedkit.machine.torch.get_num_threads", lambda: 2)
+    fit(points(), device="cpu", plan=Plan(log_every=2), progress=True)
+    said, _, steps = capfd.readouterr().out.partition("points step 2/12")
+    assert "this machine is busy: encoder (1.2 cores); with threads=1 no operation waits" in said and steps
+    fit(points(), device="cpu", progress=False)
+    assert "busy" not in capfd.readouterr().out

@@ -18,13 +18,13 @@ from tiny import H100 as GPU
 from torch import nn
 
 from speedkit import tune as tune_function
+from speedkit.busy import others, threads_beside
 from speedkit.errors import BadItem, Interrupted, TooManyBad, UsageError
 from speedkit.files import claim_folder, folder_held, read_json
 from speedkit.lab.records import validate_record
 from speedkit.lab.workloads import load_workload
 from speedkit.machine import this_machine
 from speedkit.measure import tune as tune_module
-from speedkit.measure.busy import others, threads_beside
 from speedkit.measure.candidates import Trial, candidates, horizon_of
 from speedkit.measure.checked_file import read_checked, write_checked
 from speedkit.measure.optimizations import OPTIMIZATIONS, changed, named, text

@@ -44,7 +44,7 @@ def advice(hardware: Hardware) -> str:
     left = threads_beside(sum(seen.values()), hardware.threads)
     if left == hardware.threads:
         return ""
-    return f"this machine is busy: {told(seen)}; with --threads {left} no operation waits for a thread without a core"
+    return f"this machine is busy: {told(seen)}; with threads={left} no operation waits for a thread without a core"
 
 
 def _cpu_s() -> dict[int, tuple[str, float]]:
