@@ -130,8 +130,8 @@ lint: setup  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-lab: setup  ## open the notebooks in JupyterLab
-	$(BIN)/jupyter lab --notebook-dir=notebooks $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS)
+lab: setup  ## open a working copy of the notebooks, in lessons/, in JupyterLab
+	$(SPEEDKIT) lab lessons -- $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS)
 
 site: setup-docs  ## build the site of lessons, pages and reference in build/site, without a network
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -c docs . build/site $(ARGS)

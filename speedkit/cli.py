@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -357,6 +358,21 @@ def run(names: tuple[str, ...], out: str, cluster: str | None, **values: Any) ->
                 click.echo(notebooks.run_notebook(source, Path(out) / source.name, **options))
     if failures:
         raise SpeedkitError(f"{failures} combinations failed; the others are in {out}")
+
+
+@commands.command()
+@click.argument("folder", default="lessons", metavar="[DIR]")
+@click.argument("arguments", nargs=-1, metavar="[-- JUPYTER'S ARGUMENTS]")
+def lab(folder: str, arguments: tuple[str, ...]) -> int:
+    """Open a working copy of the lessons in JupyterLab; a lesson that DIR has already stays as it is."""
+    from speedkit.lab.notebooks import find_notebooks
+
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    for source in find_notebooks():
+        if not Path(folder, source.name).exists():
+            shutil.copy(source, folder)
+    command = [sys.executable, "-m", "jupyter", "lab", f"--notebook-dir={folder}", *arguments]
+    return subprocess.run(command, check=False).returncode
 
 
 @commands.command(add_help_option=False, context_settings={"ignore_unknown_options": True})

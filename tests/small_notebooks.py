@@ -12,9 +12,11 @@ from speedkit.lab.record import RECORD_MIME, read_notebook, start
 
 PACKAGE = provenance.PACKAGE
 PARAMETERS = """\
+from typing import Optional
+
 scale: str = "auto"  # auto | smoke | cpu | gpu
 batch_size: int = 4  # samples per step
-learning_rate: float | None = None  # None takes the recipe's
+learning_rate: Optional[float] = None  # None takes the recipe's
 sizes: list[int] = [1, 2]  # what is tried
 shuffle: bool = True  # in each epoch
 workload: str = "audio"  # what is trained

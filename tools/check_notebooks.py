@@ -55,7 +55,9 @@ def contract_problems(path: Path) -> list[str]:
         "no solution is collapsed": "<details" in prose,
         f"it states speed-ups by hand: {hand_typed_speedups(prose)}": not hand_typed_speedups(prose),
         "its first code cell is not the parameters cell": "parameters" in _tags(code[0]),
-        "a parameter has no comment on its line": all("  # " in line for line in code[0].source.splitlines()),
+        "a parameter has no comment on its line": all(
+            "  # " in line for line in re.findall(r"^\w+:.*", code[0].source, re.M)
+        ),
         "its last code cell does not call run.save()": ".save()" in code[-1].source,
         "it does not show one record, its own": record.get("notebook") == path.stem
         and sum(RECORD_MIME in output.get("data", {}) for output in outputs) == 1,

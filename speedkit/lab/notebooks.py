@@ -1,6 +1,5 @@
 """Strict papermill runs: names and types are checked, a run always ends, and its output is whole or as before."""
 
-import ast
 import concurrent.futures
 import contextlib
 import functools
@@ -9,34 +8,27 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import filelock
+import pandas
 import papermill
 import torch
 from nbclient.exceptions import CellTimeoutError
 from nbclient.output_widget import OutputWidget
-from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from speedkit.config import nearest
 from speedkit.errors import SpeedkitError, UsageError
+from speedkit.files import read_json
 from speedkit.lab.provenance import notebooks_folder
-from speedkit.lab.record import read_notebook
-from speedkit.renamed import spelling_of_today
+from speedkit.lab.record import declared_types, read_notebook, typed_values
 
+SHOWN = ("name", "ratio", "low", "high", "decision")  # of a comparison, in the table of a sweep
 CONNECT_S = 10  # that a cluster has to answer
-FINITE = ConfigDict(allow_inf_nan=False)
-
-
-TYPES: dict[str, Any] = {}  # that a parameter may have, as they are written
-for kind in (int, float, str, bool):
-    TYPES[kind.__name__] = kind
-    TYPES[f"{kind.__name__} | None"] = kind | None
-    TYPES[f"list[{kind.__name__}]"] = list[kind]  # type: ignore[valid-type]
-
 # What papermill would log is in the errors raised here.
 logging.getLogger("papermill").addHandler(logging.NullHandler())
 # What an output widget collects is not sent back to the kernel. nbclient would do so on the socket on which it waits
@@ -61,41 +53,28 @@ def find_notebooks(names: Sequence[str | Path] | None = None, folder: Path | Non
     return paths
 
 
-def declared_parameters(path: Path) -> dict[str, str]:
-    """Return the type of each parameter that the notebook at `path` declares, as it is written, by name.
+def declared_parameters(path: Path) -> dict[str, Any]:
+    """Return the type of each parameter that the notebook at `path` declares, by name.
 
     Raises UsageError unless exactly one cell is tagged `parameters`, with nothing but lines `name: type = literal`.
     """
     tagged = [cell for cell in read_notebook(path).cells if "parameters" in cell.metadata.get("tags", [])]
     if len(tagged) != 1:
         raise UsageError(f"{path.name} has {len(tagged)} cells tagged `parameters`, and needs exactly one")
-    declared = {}
-    for node in ast.parse(tagged[0].source).body:
-        if not isinstance(node, ast.AnnAssign) or ast.unparse(node.annotation) not in TYPES:
-            raise UsageError(f'{path.name}, parameters cell: "{ast.unparse(node)}" is not `name: type = literal`')
-        declared[ast.unparse(node.target)] = ast.unparse(node.annotation)
-    return declared
+    return declared_types(path.name, tagged[0].source)
 
 
 def typed_parameters(source: Path, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the `given` values or texts in the types that notebook `source` declares. Raises UsageError for others."""
     declared = declared_parameters(source)
-    values = {}
+    meant = {}
     for name, value in given.items():
-        if name not in declared:
-            hint = spelling_of_today(name) or f"{nearest(name, declared)}: it has {', '.join(declared)}"
-            raise UsageError(f'{source.name} has no parameter "{name}"{hint}')
-        kind = declared[name]
-        meant = value
-        if isinstance(value, str) and kind.startswith("list"):
-            meant = value.split(",")
-        elif value == "none" and kind.endswith("None"):
-            meant = None
-        try:
-            values[name] = TypeAdapter(TYPES[kind], config=FINITE).validate_python(meant)
-        except ValidationError as error:
-            raise UsageError(f"{source.name}: {name}={value!r} is not possible: {error.errors()[0]['msg']}") from error
-    return values
+        meant[name] = value
+        if isinstance(value, str) and typing.get_origin(declared.get(name)) is list:
+            meant[name] = value.split(",")
+        elif value == "none" and type(None) in typing.get_args(declared.get(name)):
+            meant[name] = None
+    return typed_values(source.name, declared, meant)
 
 
 def run_notebook(
@@ -111,8 +90,9 @@ def run_notebook(
     """Run notebook `source` with `parameters` in a fresh kernel, and leave what ran at `out`.
 
     The kernel starts in `folder`, by default the notebook's own, and imports what lies there. `timeout_s` is for each
-    cell, `environment` for the kernel. Raises UsageError before anything starts, SpeedkitError when a cell fails or its
-    time is up: `out` is then, as after Ctrl-C, as it was, and what did run is beside it as NAME.failed.ipynb.
+    cell, `environment` for the kernel. The record lies in a folder beside `out`. Raises UsageError before anything
+    starts, SpeedkitError when a cell fails or its time is up: `out` is then, as after Ctrl-C, as it was, and what did
+    run is beside it as NAME.failed.ipynb.
     """
     source = Path(source).resolve()
     out = Path(out).resolve()
@@ -121,6 +101,7 @@ def run_notebook(
         raise UsageError(f"{source.name} cannot be run onto itself: name another output")
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f"{out.stem}.failed.ipynb")  # papermill writes it cell by cell
+    environment = {"SPEEDKIT_RUN_DIR": str(out.with_suffix(""))} | dict(environment or {})
     begun = 0
 
     def before_cell(**_: Any) -> None:
@@ -130,7 +111,7 @@ def run_notebook(
             print(f"{source.stem}: cell {begun}", flush=True)
 
     try:
-        with device_lock(), mock.patch.dict(os.environ, environment or {}):
+        with device_lock(), mock.patch.dict(os.environ, environment):
             papermill.execute_notebook(
                 source,
                 partial,
@@ -181,8 +162,8 @@ def sweep(
 ) -> dict[Path, str]:
     """Run notebook `source` for each combination of the `grid`'s values, into folder `out`, named by the values.
 
-    They run one after the other, or in an `executor`, of this machine or of others that share its file system. Return
-    what went wrong with each, "" if nothing, by path.
+    They run one after the other, or in an `executor`, of this machine or of others that share its file system. What
+    their comparisons show is in a table, NAME-sweep.csv. Return what went wrong with each, "" if nothing, by path.
     """
     source = Path(source).resolve()
     jobs = {}
@@ -208,7 +189,24 @@ def sweep(
         except Exception as error:  # the executor's: its process died, its cluster went away
             errors[path] = f"{type(error).__name__}: {error}".splitlines()[0]
         print(f"{number}/{len(jobs)} {path.stem}: {errors[path] or 'done'}", flush=True)
+    write_table(Path(out) / f"{source.stem}-sweep.csv", jobs, grid)
     return errors
+
+
+def write_table(path_csv: Path, runs: Mapping[Path, Mapping[str, Any]], names: Iterable[str]) -> None:
+    """Write and print what comparisons show, by the notebook that ran -> its parameters, of which it has `names`."""
+    rows = []
+    for path, parameters in runs.items():
+        record = path.with_suffix("") / "record.json"
+        measurements = read_json(record)["measurements"] if record.exists() else []  # none of a run that failed
+        for row in measurements:
+            shown = {name: parameters[name] for name in names}
+            shown |= {key: row.get(key) for key in SHOWN}
+            rows.append(shown)
+    if rows:
+        table = pandas.DataFrame(rows)
+        table.to_csv(path_csv, index=False)
+        print(f"{table.to_string(index=False, float_format='%.3f')}\nalso in {path_csv}", flush=True)
 
 
 @contextlib.contextmanager

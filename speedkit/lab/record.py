@@ -1,6 +1,8 @@
 """What a notebook run leaves behind: one record of what ran, on what, what came out, and how claims fared."""
 
+import ast
 import functools
+import itertools
 import logging
 import multiprocessing
 import os
@@ -12,11 +14,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
 from speedkit import files
+from speedkit.config import nearest
 from speedkit.errors import SpeedkitError, UsageError
 from speedkit.lab import provenance, records
 from speedkit.lab.records import jsonable
 from speedkit.machine import this_machine
+from speedkit.renamed import spelling_of_today
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -24,8 +30,16 @@ if TYPE_CHECKING:
     from speedkit.fallbacks import EffectivePlan
     from speedkit.measure.compare import Comparison
 
+INJECTED = "# Parameters"  # as papermill begins the cell of what it is given
+FINITE = ConfigDict(allow_inf_nan=False)
 RECORD_MIME = "application/vnd.speedkit.record+json"
 Row = Mapping[str, Any]
+
+TYPES: dict[str, Any] = {}  # that a parameter may have, as they are written
+for kind in (int, float, str, bool):
+    TYPES[kind.__name__] = kind
+    TYPES[f"Optional[{kind.__name__}]"] = kind | None  # papermill, too, reads this way of writing it
+    TYPES[f"list[{kind.__name__}]"] = list[kind]  # type: ignore[valid-type]
 
 
 def start(notebook: str, needs: Sequence[str] = (), **parameters: Any) -> "NotebookRun":
@@ -34,6 +48,7 @@ def start(notebook: str, needs: Sequence[str] = (), **parameters: Any) -> "Noteb
     `needs` are capabilities of `Hardware.supports`; `parameters` are the notebook's, all of them.
     `scale` "auto" is full on an NVIDIA or AMD GPU and cpu elsewhere; SPEEDKIT_SCALE overrides it.
     """
+    check_parameters(notebook)
     if sys.platform == "linux":  # in Python 3.14 no longer the default, and others do not know a notebook's classes
         multiprocessing.set_start_method("fork", force=True)
     # A lesson's own torch.compile on a CPU would else show that there is no compiler for GPUs.
@@ -181,6 +196,55 @@ def _without_folders(values: Row) -> dict[str, Any]:
         if isinstance(value, str | Path) and os.path.isabs(value):
             cleaned[key] = Path(value).name
     return cleaned
+
+
+def declared_types(notebook: str, source: str) -> dict[str, Any]:
+    """Return the type of each parameter that a cell with this `source` declares, by name.
+
+    Raises UsageError for anything but lines `name: type = literal`, and an import.
+    """
+    declared = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ImportFrom):  # of Optional
+            continue
+        if not isinstance(node, ast.AnnAssign) or ast.unparse(node.annotation) not in TYPES:
+            raise UsageError(f'{notebook}, parameters cell: "{ast.unparse(node)}" is not `name: type = literal`')
+        declared[ast.unparse(node.target)] = TYPES[ast.unparse(node.annotation)]
+    return declared
+
+
+def typed_values(notebook: str, declared: Row, given: Row, *, strict: bool = False) -> dict[str, Any]:
+    """Return the `given` parameters in the types that a notebook has `declared`, both by name.
+
+    Raises UsageError for a name that it has not, or a value of another type: `strict`, also for a text of a number.
+    """
+    values = {}
+    for name, value in given.items():
+        if name not in declared:
+            hint = spelling_of_today(name) or f"{nearest(name, declared)}: it has {', '.join(declared)}"
+            raise UsageError(f'{notebook} has no parameter "{name}"{hint}')
+        kind = TypeAdapter(declared[name], config=FINITE)
+        try:
+            values[name] = kind.validate_python(value, strict=strict)
+        except ValidationError as error:
+            raise UsageError(f"{notebook}: {name}={value!r} is not possible: {error.errors()[0]['msg']}") from error
+    return values
+
+
+def check_parameters(notebook: str) -> None:
+    """Raise UsageError for a parameter that this notebook does not declare, or of another type.
+
+    papermill passes on all that it is given, in a cell of its own.
+    """
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if shell is None:
+        return
+    cells = shell.user_ns["In"]
+    for before, source in itertools.pairwise(cells):
+        if source.startswith(INJECTED):
+            names = [ast.unparse(node.targets[0]) for node in ast.parse(source).body if isinstance(node, ast.Assign)]
+            given = {name: shell.user_ns[name] for name in names}
+            typed_values(notebook, declared_types(notebook, before), given, strict=True)
 
 
 def _replace(rows: list[dict[str, Any]], new: dict[str, Any], *keys: str) -> None:

@@ -86,7 +86,7 @@ BAD_INPUT = {
     "run 01 -p pair 3": 'no parameter "pair" (did you mean pairs?)',
     "run 01 -p pairs none": "01_measure.ipynb|pairs='none' is not possible",
     "run 01 -p planted nan": "finite number",
-    "run 22 -p widths 1,x": "widths='1,x' is not possible",
+    "run 22 -p widths 1,x": "widths=['1', 'x'] is not possible",
     "run 01 --sweep scale": "--sweep takes NAME=A,B,C",
     "run 01 --cluster tcp://nowhere:1": "--cluster runs its combinations",
     "run 01 --timeout 0": "'0' is no time|9m",

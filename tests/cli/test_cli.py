@@ -4,6 +4,8 @@ import functools
 import json
 import re
 import shutil
+import subprocess
+import sys
 import types
 
 import pytest
@@ -16,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import speedkit as package
 from speedkit import cli
+from speedkit.lab.notebooks import find_notebooks
 from speedkit.machine import cache_root
 from speedkit.plan import Plan
 
@@ -194,3 +197,15 @@ def test_tuning_on_real_files_leaves_plan_record_notebook_and_report(speedkit, r
     assert read(trained / "history.json")["plan_asked"] == record["plan"]
     assert speedkit(*tune, "--resume", "--no-notebook")[0] == 0
     assert read(out / "record.json")["optimizations"] == record["optimizations"]
+
+
+def test_lab_opens_a_working_copy_and_leaves_what_is_there(tmp_path):
+    """JupyterLab itself, told to say its version only."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "21_mixed_precision.ipynb").write_text("my own work")
+    command = [sys.executable, "-m", "speedkit", "lab", "mine", "--", "--version"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    lessons = {path.name for path in find_notebooks()}
+    assert done.returncode == 0 and re.match(r"\d+\.\d+", done.stdout), done
+    assert {path.name for path in (tmp_path / "mine").iterdir()} == lessons and len(lessons) > 20
+    assert (tmp_path / "mine" / "21_mixed_precision.ipynb").read_text() == "my own work"

@@ -1,15 +1,25 @@
 """Strict runs: what is refused before anything starts, what a failure leaves behind, and sweeps."""
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import papermill
 import pytest
-from small_notebooks import plain
+from small_notebooks import plain, whole
 
 from speedkit.errors import SpeedkitError
-from speedkit.lab.notebooks import cluster_executor, device_lock, find_notebooks, run_notebook, sweep, typed_parameters
+from speedkit.lab.notebooks import (
+    cluster_executor,
+    declared_parameters,
+    device_lock,
+    find_notebooks,
+    run_notebook,
+    sweep,
+    typed_parameters,
+)
 from speedkit.lab.record import read_notebook
 
 
@@ -41,6 +51,40 @@ def test_a_run_gets_its_parameters_its_folder_and_this_interpreter(tmp_path, mon
     assert outputs(out).strip() == f"8 [5] None {Path.cwd()} {sys.executable}"
     assert printed.splitlines() == [*(f"21_n: cell {number}" for number in (1, 2, 3)), str(out)]
     assert code == 0 and "WARNING" not in complaint
+
+
+TYPOS = {
+    "name": (["-p", "batch_sise", "8"], 'no parameter "batch_sise" (did you mean batch_size?)'),
+    "guide's name": (["-p", "lr", "0.1"], 'no parameter "lr": here that is learning_rate'),
+    "text": (["-p", "batch_size", "many"], "batch_size='many' is not possible: Input should be a valid integer"),
+    "text of a number": (["-r", "batch_size", "8"], "batch_size='8' is not possible"),
+}
+
+
+def by_papermill(path, *words):
+    """Run papermill's own command; the lesson's first cell is its third."""
+    command = [sys.executable, "-m", "papermill", path, path.with_name("out.ipynb"), "--no-progress-bar", *words]
+    environment = {**os.environ, "SPEEDKIT_RUN_DIR": str(path.with_name("record"))}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+
+
+@pytest.mark.parametrize("typo", TYPOS)
+def test_a_typo_through_papermill_is_an_error_in_the_first_cell(typo, tmp_path):
+    words, why = TYPOS[typo]
+    path = whole(tmp_path / "21_n.ipynb", body="raise ValueError('a later cell')")
+    done = by_papermill(path, *words)
+    assert done.returncode == 1 and why in done.stderr and "a later cell" not in done.stderr
+
+
+def test_papermill_lists_every_parameter_and_passes_it_on(tmp_path):
+    path = whole(tmp_path / "21_n.ipynb", body="print(learning_rate, sizes)")
+    listed = papermill.inspect_notebook(path)
+    declared = declared_parameters(path)
+    assert listed.keys() == declared.keys() and all(
+        row["inferred_type_name"] and row["help"] for row in listed.values()
+    )
+    done = by_papermill(path, "-p", "learning_rate", "0.5", "-y", "sizes: [3]")
+    assert done.returncode == 0 and "0.5 [3]" in outputs(path.with_name("out.ipynb"))
 
 
 def test_a_run_in_another_folder_finds_what_lies_there_and_nothing_beside_the_notebook(tmp_path):
@@ -105,6 +149,23 @@ def test_a_sweep_keeps_what_succeeds_and_says_what_failed(tmp_path, monkeypatch,
     assert sorted(out.iterdir()) == [good, failed] and outputs(good) == "1 a/b\n"
     assert code == 1 and "1 combinations failed" in complaint
     assert re.search(r"^1/2 .*\n2/2 .*cell \[3\]: AssertionError: two is odd here", printed)
+
+
+MEASURED = """import json, os, pathlib
+folder = pathlib.Path(os.environ["SPEEDKIT_RUN_DIR"])
+folder.mkdir()
+row = {"name": "bf16", "ratio": 1.0 + batch_size, "low": 1.0, "high": 9.0, "decision": "faster"}
+(folder / "record.json").write_text(json.dumps({"measurements": [row]}))"""
+
+
+def test_a_sweep_ends_with_a_table_of_what_its_comparisons_show(tmp_path, monkeypatch, speedkit):
+    monkeypatch.setenv("SPEEDKIT_NOTEBOOKS", str(plain(tmp_path / "21_n.ipynb", MEASURED).parent))
+    code, printed, _ = speedkit("run", "21", "--sweep", "batch_size=1,2", "--out", tmp_path / "out")
+    table = (tmp_path / "out" / "21_n-sweep.csv").read_text().splitlines()
+    header = "batch_size,name,ratio,low,high,decision"
+    assert code == 0 and table == [header, "1,bf16,2.0,1.0,9.0,faster", "2,bf16,3.0,1.0,9.0,faster"]
+    assert re.search(r"batch_size +name +ratio +low +high +decision\n +1 +bf16 +2\.000", printed)
+    assert (tmp_path / "out" / "21_n-batch_size=2" / "record.json").exists()
 
 
 @pytest.mark.slow
