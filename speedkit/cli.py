@@ -46,6 +46,7 @@ from speedkit.options import (
     find_plan,
     find_workload,
     names_in,
+    part_of,
     seconds,
     typed,
 )
@@ -305,15 +306,23 @@ def compare(plan_a: str, plan_b: str, workload: str, **values: Any) -> int:
 @click.argument("action", type=click.Choice(["build", "info", "verify", "repair"]))
 @click.argument("folder", metavar="DIR")
 @click.option("--workload", default="audio", help="to build for: audio, or package.module:function")
+@click.option("--part", type=part_of, metavar="K/N", help="build one part; a build without --part joins them")
+@click.option("--cluster", metavar="TCP://HOST:PORT", help="build on the Dask cluster of this scheduler")
 def cache(action: str, folder: str, workload: str, **values: Any) -> int:
     """Build cached features for --plan in DIR, the folder that --cache-dir names; describe, verify or repair them."""
-    from speedkit.data.cache import build_cache
+    from speedkit.lab import caches
     from speedkit.lab.caches import caches_in, damage, describe
 
     if action == "build":
         work, _ = find_workload(workload, values)
+        items = [*work.train, *work.validation, *work.test]
         plan = find_plan(values["plan"], values | {"cache": "disk"})
-        built = build_cache(work, [*work.train, *work.validation, *work.test], plan, cache_dir=folder, progress=True)
+        if values["part"]:
+            built = caches.build_part(work, items, plan, folder=folder, part=values["part"], progress=True)
+        elif values["cluster"]:
+            built = caches.build_on_cluster(work, items, plan, folder=folder, address=values["cluster"])
+        else:
+            built = caches.build_joined(work, items, plan, folder=folder)
         lines = [f"{built.folder}: {built.why}"]
         lines += [f"left out: {path}: {why}" for path, why in built.bad.items()]
     elif action == "info":
@@ -337,6 +346,7 @@ def cache(action: str, folder: str, workload: str, **values: Any) -> int:
 def run(names: tuple[str, ...], out: str, cluster: str | None, **values: Any) -> None:
     """Run notebooks by number or name with parameters; a parameter that one does not declare is an error."""
     from speedkit.lab import notebooks
+    from speedkit.lab.cluster import cluster_executor
 
     grid = {}
     for axis in values["grid"]:
@@ -349,7 +359,7 @@ def run(names: tuple[str, ...], out: str, cluster: str | None, **values: Any) ->
     with contextlib.ExitStack() as stack:
         executor = None
         if cluster:
-            executor = stack.enter_context(notebooks.cluster_executor(cluster))
+            executor = stack.enter_context(cluster_executor(cluster))
         for source in notebooks.find_notebooks(names):
             if grid:
                 errors = notebooks.sweep(source, grid, out, executor=executor, **options)

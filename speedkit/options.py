@@ -31,6 +31,14 @@ def seconds(word: str) -> float:
     return float(parts[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[parts[2]]
 
 
+def part_of(word: str) -> tuple[int, int]:
+    """Return the numbers in `3/16`."""
+    numbers = re.fullmatch(r"(\d+)/(\d+)", word)
+    if not numbers or not 1 <= int(numbers[1]) <= int(numbers[2]):
+        raise UsageError(f"{word!r} is no part: write 3/16 for the third of sixteen")
+    return int(numbers[1]), int(numbers[2])
+
+
 def names_in(word: str) -> list[str]:
     """Return the names in `a,b,c`."""
     return word.split(",")

@@ -43,6 +43,7 @@ from speedkit.plan import Plan
 if TYPE_CHECKING:
     from speedkit.workload import Workload
 
+PARTS = "parts"  # of a cache that several machines compute
 WAIT_S = 3.0  # for another process, until it is told of
 
 
@@ -83,8 +84,9 @@ def build_cache(
 ) -> "FeatureCache":
     """Return the cache of `items` on disk; entries that are missing or changed are computed first.
 
-    `workers` processes compute them, by default one per core. Raises SpeedkitError when the folder cannot be written,
-    the disk is too small, or no item can be read.
+    What lies in caches of some of the items, in PARTS of the folder, is taken from there instead. `workers` processes
+    compute entries, by default one per core. Raises SpeedkitError when the folder cannot be written, the disk is too
+    small, or no item can be read.
     """
     machine = this_machine("cpu")
     if workers is None:
@@ -98,6 +100,8 @@ def build_cache(
         folder.mkdir(parents=True, exist_ok=True)
         with building(folder):
             cache = FeatureCache(workload, items, plan, folder=folder)
+            for part in sorted(root.glob(f"{PARTS}/*/{folder.name}")):
+                cache.take_over(part)
             cache.build(workers, progress)
     except OSError as error:
         problem = f"the feature cache in {folder} cannot be built ({error})"
@@ -201,6 +205,24 @@ class FeatureCache:
             file: Any = array.base
             if file._mmap.size() < file.offset + file.nbytes:
                 raise SpeedkitError(f"a file of the cache in {self.folder} was cut: start again, and it is made whole")
+
+    def take_over(self, part: Path) -> None:
+        """Copy entries that are missing here from another cache, of some of the items."""
+        found = read_index(part)
+        if found is None:
+            return
+        rows = found[1]
+        ends = np.cumsum(rows["size"]).tolist()
+        values = np.memmap(part / VALUES, np.uint8, "r")
+        places = {key: index for index, key in enumerate(self.key.tolist())}
+        missing = self._committed() == 0
+        for row in np.flatnonzero(rows["checksum"]).tolist():
+            key, size, _, checksum = rows[row].tolist()
+            index = places.get(key)
+            if index is not None and missing[index]:
+                entry = self._entry(index)
+                entry[...] = values[ends[row] - size : ends[row]].view(self.dtype).reshape(entry.shape)
+                self.index["checksum"][self.row[index]] = checksum
 
     def build(self, workers: int, progress: bool) -> None:
         """Compute the entries that are missing."""

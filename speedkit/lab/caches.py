@@ -1,12 +1,59 @@
-"""Feature caches as the command `cache` describes, verifies and repairs them."""
+"""Feature caches as the command `cache` builds them in parts, describes, verifies and repairs them."""
 
+import dataclasses
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
+from speedkit.data.cache import PARTS, FeatureCache, build_cache
 from speedkit.data.cache_files import ENTRY, HEADER, INDEX, VALUES, mapped, read_index, size_of
 from speedkit.errors import UsageError
+from speedkit.lab.cluster import cluster_executor
+from speedkit.plan import Plan
+from speedkit.workload import Workload
+
+PART_ITEMS = 1000  # of a part that a cluster's worker builds
+
+
+def build_part(
+    workload: Workload, items: Sequence[Any], plan: Plan, *, folder: str | Path, part: tuple[int, int], **options: Any
+) -> FeatureCache:
+    """Build the cache of one part of `items`, `(3, 16)` for the third of sixteen, for others to be joined with it.
+
+    Parts may be built at the same time, on machines that share `folder`; one that is killed goes on where it was.
+    """
+    number, count = part
+    own = items[(number - 1) * len(items) // count : number * len(items) // count]
+    return build_cache(workload, own, plan, cache_dir=Path(folder) / PARTS / f"{number}-of-{count}", **options)
+
+
+def build_joined(workload: Workload, items: Sequence[Any], plan: Plan, *, folder: str | Path) -> FeatureCache:
+    """Build the cache of all `items` of the parts that lie in `folder`, which then go, and compute what they lack."""
+    cache = build_cache(workload, items, plan, cache_dir=folder, progress=True)
+    shutil.rmtree(Path(folder) / PARTS, ignore_errors=True)  # there are none where nobody has built a part
+    return cache
+
+
+def build_on_cluster(
+    workload: Workload, items: Sequence[Any], plan: Plan, *, folder: str | Path, address: str
+) -> FeatureCache:
+    """Build the cache of `items` by the workers of a Dask cluster, which share `folder`, in parts of PART_ITEMS."""
+    parts = [[*items[begin : begin + PART_ITEMS]] for begin in range(0, len(items), PART_ITEMS)]
+    lists: dict[str, Any] = {"train": [], "test": [], "validation": []}  # a worker needs its own items only
+    bare = dataclasses.replace(workload, **lists)
+    places = Path(folder).resolve() / PARTS
+    with cluster_executor(address) as executor:
+        futures = [
+            executor.submit(build_cache, bare, own, plan, cache_dir=places / f"{number}-of-{len(parts)}", workers=0)
+            for number, own in enumerate(parts, start=1)
+        ]
+        for future in futures:
+            future.result()
+    return build_joined(workload, items, plan, folder=folder)
 
 
 def caches_in(folder: str | Path) -> list[Path]:

@@ -28,7 +28,6 @@ from speedkit.lab.provenance import notebooks_folder
 from speedkit.lab.record import declared_types, read_notebook, typed_values
 
 SHOWN = ("name", "ratio", "low", "high", "decision")  # of a comparison, in the table of a sweep
-CONNECT_S = 10  # that a cluster has to answer
 # What papermill would log is in the errors raised here.
 logging.getLogger("papermill").addHandler(logging.NullHandler())
 # What an output widget collects is not sent back to the kernel. nbclient would do so on the socket on which it waits
@@ -207,16 +206,3 @@ def write_table(path_csv: Path, runs: Mapping[Path, Mapping[str, Any]], names: I
         table = pandas.DataFrame(rows)
         table.to_csv(path_csv, index=False)
         print(f"{table.to_string(index=False, float_format='%.3f')}\nalso in {path_csv}", flush=True)
-
-
-@contextlib.contextmanager
-def cluster_executor(address: str) -> Iterator[concurrent.futures.Executor]:
-    """Yield an executor on the Dask cluster whose scheduler is at `address`, tcp://HOST:PORT.
-
-    Each machine needs this package and a worker (`dask worker tcp://HOST:PORT --nthreads 1`), best one for each GPU.
-    """
-    import distributed  # the extra [cluster]
-
-    with distributed.Client(address, timeout=CONNECT_S, set_as_default=False) as client:
-        client.wait_for_workers(1, timeout=CONNECT_S)
-        yield client.get_executor(pure=False)  # not pure: a sweep that is run again runs

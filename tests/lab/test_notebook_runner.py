@@ -11,8 +11,8 @@ import pytest
 from small_notebooks import plain, whole
 
 from speedkit.errors import SpeedkitError
+from speedkit.lab.cluster import cluster_executor
 from speedkit.lab.notebooks import (
-    cluster_executor,
     declared_parameters,
     device_lock,
     find_notebooks,
