@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from speedkit.config import to_yaml
+from speedkit.errors import stop_in_words
 from speedkit.fallbacks import resolve
 from speedkit.files import (
     claim_folder,
@@ -31,6 +32,7 @@ from speedkit.train.progress import wanted
 from speedkit.workload import Workload
 
 
+@stop_in_words()
 def tune(
     workload: Workload,
     *,
@@ -80,6 +82,7 @@ def tune(
             seeds=seeds,
             options={"device": device, "cache_dir": cache_dir},
             out=folder,
+            progress=progress,
             say=functools.partial(print, flush=True) if wanted(progress) else lambda text: None,
         )
         if not job.results:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from speedkit import display
 from speedkit.errors import UsageError
 from speedkit.measure.bottlenecks import bottleneck_in_words, bottlenecks_of_loop, costly_switches
 from speedkit.measure.breakdown import Breakdown, StepObserver
@@ -194,7 +195,13 @@ class LoopProfile:
         if show:
             print(self)
 
-    def __str__(self) -> str:
+    def _repr_html_(self) -> str:
+        columns = ("cause", "change", "predicted_speedup_low", "predicted_speedup_high", "evidence")
+        rows = [[row[key] for key in columns] for row in self.bottlenecks]
+        found = display.table("Bottlenecks", columns, rows, below="\n".join(self.notes))
+        return self.breakdown._repr_html_() + found
+
+    def __repr__(self) -> str:
         lines = [f"note: {note}" for note in self.notes]
         if self.observer.timed:
             lines.append(str(self.breakdown))
