@@ -9,9 +9,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from speedkit import display
 from speedkit.errors import UsageError
-from speedkit.measure.bottlenecks import bottleneck_in_words, bottlenecks_of_loop, costly_switches
+from speedkit.measure.bottlenecks import bottleneck_in_words, bottleneck_table, bottlenecks_of_loop, costly_switches
 from speedkit.measure.breakdown import Breakdown, StepObserver
 from speedkit.measure.timeline import DATA, EVALUATION, FORWARD, OPTIMIZER, OTHER, RARE, timing
 from speedkit.measure.warm_up import compilations
@@ -196,10 +195,7 @@ class LoopProfile:
             print(self)
 
     def _repr_html_(self) -> str:
-        columns = ("cause", "change", "predicted_speedup_low", "predicted_speedup_high", "evidence")
-        rows = [[row[key] for key in columns] for row in self.bottlenecks]
-        found = display.table("Bottlenecks", columns, rows, below="\n".join(self.notes))
-        return self.breakdown._repr_html_() + found
+        return self.breakdown._repr_html_() + bottleneck_table(self.bottlenecks, self.notes)
 
     def __repr__(self) -> str:
         lines = [f"note: {note}" for note in self.notes]
