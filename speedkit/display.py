@@ -4,7 +4,8 @@ import math
 from collections.abc import Iterable, Sequence
 from html import escape
 
-WIDTH = 40  # characters of a bar or a curve
+WIDTH = 24  # characters of a bar or a curve
+LEFT = 'style="text-align:left"'
 LEVELS = "▁▂▃▄▅▆▇█"
 
 
@@ -33,9 +34,11 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], 
 
 
 def _line(tag: str, cells: Sequence[object]) -> str:
-    return f"<tr>{''.join(f'<{tag} align=left>{_safe(cell)}</{tag}>' for cell in cells)}</tr>"
+    return "<tr>" + "".join(f"<{tag} {LEFT}>{_safe(cell)}</{tag}>" for cell in cells) + "</tr>"
 
 
 def _safe(value: object) -> str:
     """Return a value's text, escaped; the name of a file may hold bytes that are none."""
+    if isinstance(value, float):
+        value = f"{value:.4g}"
     return escape(str(value).encode(errors="backslashreplace").decode())

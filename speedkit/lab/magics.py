@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from IPython import display
+from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult, context_matcher
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class, no_var_expand
 from torch import nn
@@ -40,14 +41,16 @@ class SpeedkitMagics(Magics):
     shell: Any
     first: tuple[str, Any] | None = None  # name and code of the cell that the next %%compare takes turns with
 
-    def values_of_field(self, word: str) -> list[str]:
-        """Return what Tab completes behind `%plan precision=` and `Plan(precision="`."""
-        line = self.shell.Completer.text_until_cursor
+    @context_matcher()
+    def values_of_field(self, context: CompletionContext) -> SimpleMatcherResult:
+        """Return what Tab completes behind `%plan precision=` and `Plan(precision="`, and nothing else there."""
+        line = context.text_until_cursor
         field = TYPING.search(line)
-        known = settings_of(Plan)
-        if field is None or not OF_A_PLAN.search(line) or field[1] not in known:
-            return []
-        return [value for value in known[field[1]].takes if " " not in value and value.startswith(word)]
+        takes: tuple[str, ...] = ()
+        if field is not None and OF_A_PLAN.search(line) and field[1] in settings_of(Plan):
+            takes = settings_of(Plan)[field[1]].takes
+        values = [value for value in takes if " " not in value and value.startswith(context.token)]
+        return {"completions": [SimpleCompletion(value) for value in values], "suppress": bool(values)}
 
     @line_magic
     def plan(self, line: str) -> Plan:

@@ -222,7 +222,7 @@ def compare(
             latest[:] = [turns]
             ratio = statistics.median(turns.a_s) / statistics.median(turns.b_s)
             bar.set_postfix_str(f"ratio so far {ratio:.3f}", refresh=False)
-            bar.update()
+            bar.update(len(turns.kept()[0]) - bar.n)
 
         count = warm_up(a, b)
         try:
