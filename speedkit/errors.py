@@ -52,7 +52,7 @@ def stop_in_words() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        raise Interrupted("stopped by SIGINT; what was complete is kept", signal.SIGINT) from None
+        raise Interrupted("stopped by SIGINT before there was a result", signal.SIGINT) from None
 
 
 class BadItem(SpeedkitError):

@@ -172,7 +172,6 @@ class FeatureCache:
             self.labels["lengths"] = torch.from_numpy(self.lengths)
 
     __repr__ = CacheInMemory.__repr__
-    _repr_html_ = CacheInMemory._repr_html_
 
     # Loader processes map the files themselves.
 

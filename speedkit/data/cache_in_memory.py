@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from speedkit.data.batch import Batch
-from speedkit.display import table
 
 if TYPE_CHECKING:
     from speedkit.workload import Workload
@@ -33,9 +32,6 @@ class CacheInMemory:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {len(self.usable):,} items, {self.why}>"
-
-    def _repr_html_(self) -> str:
-        return table(repr(self), ("left out", "why"), self.bad.items())
 
     def gather(self, indices: Tensor, device: torch.device | str, *, on_device: Tensor | None = None) -> Batch:
         """Return what FeatureCache.gather does; `on_device` are the same indices on the device."""

@@ -86,7 +86,7 @@ def test_results_show_their_rows_with_a_curve_or_a_bar(tuning, tmp_path):
     assert record == tuning and record["change"] in repr(record) and len(repr(record)) < 2000
     assert all(row["change"] in record._repr_html_() for row in record["optimizations"] if row["ratio"])
     cache = open_cache(points(), points().train, Plan(cache="ram"), cache_dir=tmp_path)
-    assert "96 items, cache=ram: " in cache._repr_html_() and "disk" not in repr(cache)
+    assert "96 items, cache=ram: " in repr(cache) and "disk" not in repr(cache)
     assert "fp8 needs" in this_machine("cpu")._repr_html_() and len(repr(this_machine("cpu"))) < 200
 
 
@@ -160,6 +160,13 @@ def test_a_stop_keeps_the_history_so_far_with_its_model():
     assert history.model(torch.zeros(1, 8)).shape == (1, 2)
 
 
+def test_after_a_stop_the_history_is_at_hand_in_the_notebook(shell, capsys):
+    shell.user_ns |= {"fit": fit, "work": points(), "plan": Plan(log_every=1), "stop": stop_at(1)}
+    shell.run_cell("history = fit(work, None, plan, device='cpu', progress=False, on_log=stop)")
+    assert capsys.readouterr().out.count("\n") == 1
+    assert run(shell, "import sys; sys.last_value.so_far").steps > 0
+
+
 def stop_at(step):
     def on_log(point):
         if point["step"] == step:
@@ -183,7 +190,7 @@ def test_a_stop_keeps_the_pairs_so_far_undecided_and_before_them_is_one_sentence
     with pytest.raises(Interrupted, match="undecided; `so_far`") as caught:
         compare(stopped(at=36), Plan(), Plan(), **QUIET)
     assert caught.value.so_far.decision == "undecided" and len(caught.value.so_far.seconds_a) >= 2
-    with pytest.raises(Interrupted, match="what was complete is kept"):
+    with pytest.raises(Interrupted, match="before there was a result"):
         compare(stopped(at=2), Plan(), Plan(), **QUIET)
 
 
