@@ -51,6 +51,10 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(_HOMES[name]), name)
         globals()[name] = value
         return value
+    if name == "load_ipython_extension":
+        from speedkit.lab.magics import load_ipython_extension
+
+        return load_ipython_extension
     from speedkit.renamed import spelling_of_today
 
     raise AttributeError(f"module 'speedkit' has no attribute {name!r}{spelling_of_today(name)}")

@@ -2,6 +2,8 @@
 
 import contextlib
 import difflib
+import inspect
+import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, dataclass_transform
@@ -9,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar, dataclass_transform
 import pydantic  # loads its parts when they are first used: importing this module is cheap
 import yaml
 
+from speedkit.display import table
 from speedkit.errors import PlanError
 from speedkit.renamed import spelling_of_today
 
@@ -37,7 +40,9 @@ def settings(cls: type[T]) -> type[T]:
     model: Any = pydantic.dataclasses.dataclass(cls, frozen=True, kw_only=True, config=config)
     validate = model.__init__
 
-    def __init__(self: Any, /, **values: Any) -> None:
+    def __init__(self: Any, /, *unnamed: Any, **values: Any) -> None:
+        if unnamed:
+            raise PlanError(f"{cls.__name__} takes its fields by name, not {unnamed[0]!r:.60}")
         try:
             validate(self, **values)
         except pydantic.ValidationError as error:
@@ -54,7 +59,38 @@ def settings(cls: type[T]) -> type[T]:
             raise PlanError(f"{name}={value!r:.60} is not possible{hint}") from None
 
     model.__init__ = __init__
+    model.__repr__ = _in_python
+    model._repr_html_ = _in_html
+    _document(model)
     return model
+
+
+def _document(model: Any) -> None:
+    """Let `help` and Shift-Tab show each field with its values, default and help; pydantic shows objects of its own."""
+    hints = typing.get_type_hints(model)  # without what pydantic is told beside the type
+    parameters = []
+    for name, field in model.__pydantic_fields__.items():
+        parameter = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=field.default)
+        parameters.append(parameter.replace(annotation=hints[name]))
+        model.__doc__ += f"\n{name}: {' '.join(field.description.split())}"
+    model.__signature__ = inspect.Signature(parameters)
+
+
+def _changed(instance: Any) -> dict[str, Any]:
+    """Return the fields that differ from their defaults."""
+    defaults = type(instance).__pydantic_fields__
+    return {name: value for name, value in vars(instance).items() if value != defaults[name].default}
+
+
+def _in_python(instance: Any) -> str:
+    fields = [f"{name}={value!r}" for name, value in _changed(instance).items()]
+    return f"{type(instance).__name__}({', '.join(fields)})"
+
+
+def _in_html(instance: Any) -> str:
+    fields = settings_of(type(instance))
+    rows = [(name, value, fields[name].default, fields[name].help) for name, value in _changed(instance).items()]
+    return table(repr(instance), ("field", "value", "default", "help"), rows)
 
 
 def settings_of(cls: type) -> dict[str, Setting]:

@@ -1,8 +1,12 @@
 """The errors a user can cause or must know of. Each carries one sentence: what, where, what to do."""
 
+import contextlib
 import os
-from collections.abc import Mapping
+import signal
+from collections.abc import Iterator, Mapping
+from typing import Any
 
+SO_FAR = "`so_far` of this error has what there was (in a notebook: import sys; sys.last_value.so_far)"
 BAD_SHARE = 0.05  # with more bad files than this, what is learned is no longer what was asked
 
 
@@ -10,6 +14,10 @@ class SpeedkitError(Exception):
     """A run failed for a reason the user can read and act on; the command line exits with `exit_code`."""
 
     exit_code = 1
+
+    def _render_traceback_(self) -> list[str]:
+        """Return what IPython shows: the sentence, without the lines that it came through."""
+        return [f"{type(self).__name__}: {self}"]
 
 
 class UsageError(SpeedkitError):
@@ -27,11 +35,24 @@ class DataError(SpeedkitError):
 
 
 class Interrupted(SpeedkitError):
-    """Ctrl-C or SIGTERM ended a run after its checkpoint was written; `exit_code` is 128 + the signal's number."""
+    """Ctrl-C or SIGTERM ended a run after its checkpoint was written; `exit_code` is 128 + the signal's number.
 
-    def __init__(self, message: str, signal_number: int):
+    `so_far` is what `fit` or `compare` would have returned, of the steps or pairs that were made.
+    """
+
+    def __init__(self, message: str, signal_number: int, so_far: Any = None):
         super().__init__(message)
+        self.so_far = so_far
         self.exit_code = 128 + signal_number
+
+
+@contextlib.contextmanager
+def stop_in_words() -> Iterator[None]:
+    """Raise Interrupted for a Ctrl-C inside: one sentence instead of all the lines that it came through."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Interrupted("stopped by SIGINT before there was a result", signal.SIGINT) from None
 
 
 class BadItem(SpeedkitError):

@@ -6,6 +6,7 @@ import textwrap
 from typing import TYPE_CHECKING, Any
 
 from speedkit.data.own_loader import own_settings
+from speedkit.display import table
 from speedkit.errors import PlanError
 from speedkit.machine import Hardware, this_machine
 from speedkit.plan import CUDA_GRAPHS, TUNED, Plan, as_plan
@@ -34,6 +35,7 @@ FEW = 2  # fallbacks that are told one by one
 # The reasons that several fields share.
 MANY_SHAPES = "each length would be tuned or recorded anew: bucket makes them few"
 PADDING = "lengths differ: features of padded waveforms would depend on the padding"
+COLUMNS = ("field", "asked", "got", "why")
 IN_MEMORY = "the items are slices of memory, or decimal inputs with whole-number targets"
 
 
@@ -59,14 +61,23 @@ class EffectivePlan:
     plan: Plan
     fallbacks: tuple[Fallback, ...] = ()  # one for each field that is not as asked
 
-    def __str__(self) -> str:
+    def rows(self) -> list[tuple[str, Any, Any, str]]:
+        """Return field, asked, got and why of each field that is not as in the baseline."""
         reasons = {fallback.field: fallback.why for fallback in self.fallbacks}
-        lines = ["field              asked           got             why"]
+        rows = []
         for field, got in vars(self.plan).items():
             if field in reasons or got != getattr(Plan(), field):
-                line = f"{field:18} {getattr(self.asked, field)!s:15} {got!s:15} {reasons.get(field, 'as asked')}"
-                lines += textwrap.wrap(line, 110, subsequent_indent=" " * 51)
+                rows.append((field, getattr(self.asked, field), got, reasons.get(field, "as asked")))
+        return rows
+
+    def __repr__(self) -> str:
+        lines = []
+        for row in (COLUMNS, *self.rows()):
+            lines += textwrap.wrap("{!s:18} {!s:15} {!s:15} {}".format(*row), 110, subsequent_indent=" " * 51)
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return table("The plan, as it is here", COLUMNS, self.rows())
 
     @property
     def lost(self) -> list[Fallback]:
@@ -104,7 +115,7 @@ class EffectivePlan:
     def check_strict(self) -> None:
         """Raise PlanError where something that was asked is lost."""
         if self.lost:
-            raise PlanError(f"the plan cannot be honoured here, and --strict allows no fallback: {self.lost[0]}")
+            raise PlanError(f"the plan cannot be honoured here, and strict=True allows no fallback: {self.lost[0]}")
 
 
 def resolve(

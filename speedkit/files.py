@@ -78,7 +78,7 @@ def claim_folder(folder: str | Path, kind: str, resume: bool = False) -> Path:
         if marker.exists():
             content = f"a {marker.read_text()} run"
         if any(folder.iterdir()) and not (resume and content == f"a {kind} run"):
-            hint = "name another with --out, or go on with it by --resume"
+            hint = "name another by out=, or go on with it by resume=True"
             raise UsageError(f"output folder {folder} already holds {content}: {hint}")
         write_text(marker, kind)
         for left in folder.glob(".checkpoint.pt.*.tmp"):
@@ -95,7 +95,7 @@ def folder_held(folder: Path) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        raise UsageError(f"another run goes on in {folder}: wait for its end, or name another with --out") from None
+        raise UsageError(f"another run goes on in {folder}: wait for its end, or name another by out=") from None
     try:
         yield
     finally:

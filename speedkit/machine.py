@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import torch
 
+from speedkit.display import table
 from speedkit.errors import UsageError
 
 CAPABILITIES = ("bf16", "fp16", "tf32", "fp8", "flash_attention", "cuda_graphs", "compile", "pin_memory")
@@ -82,6 +83,14 @@ class Hardware:
     def name(self) -> str:
         """What to call the device in a sentence."""
         return self.gpu or f"this {self.device.type.upper()}"
+
+    def __repr__(self) -> str:
+        return f"<Hardware: {self.name}, {self.cores} cores, torch {self.torch_version}>"
+
+    def _repr_html_(self) -> str:
+        facts = self.as_dict()
+        missing = facts.pop("cannot")
+        return table(repr(self), ("fact", "here"), [*facts.items(), *missing.items()])
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON-ready values; `cannot` gives the reason for each capability that is missing."""

@@ -20,6 +20,7 @@ from speedkit.recipe import Recipe
 from speedkit.renamed import spelling_of_today
 from speedkit.workload import Workload
 
+ARGUMENT = re.compile(r"\b(out|resume|strict|cache_dir)=(?:True)?")  # as messages name what is an option here
 Values = dict[str, Any]  # what was typed, by option
 
 
@@ -153,10 +154,14 @@ def find_plan(word: str, values: Values) -> Plan:
     return from_mapping(Plan, dataclasses.asdict(plan) | typed(values, *settings_of(Plan)))
 
 
+def _as_option(argument: re.Match[str]) -> str:
+    return f"--{argument[1].replace('_', '-')}"
+
+
 def explained(error: BaseException) -> tuple[int, str]:
     """Return the exit code and the one sentence of a failure."""
     if isinstance(error, SpeedkitError):
-        return error.exit_code, str(error)
+        return error.exit_code, ARGUMENT.sub(_as_option, str(error))
     if isinstance(error, click.Abort | KeyboardInterrupt):
         return 130, "stopped by SIGINT; what was complete is kept"
     if isinstance(error, click.ClickException):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from speedkit.data.batch import Batch as Batch
 from speedkit.data.own_loader import LoaderItems
+from speedkit.display import table
 from speedkit.errors import PlanError
 from speedkit.recipe import Recipe
 
@@ -53,6 +54,12 @@ class Workload:
     classes: tuple[str, ...] = ()
     quarantined: Mapping[str, str] = dataclasses.field(default_factory=dict)  # path -> why of files left out before
     validation: Sequence[Any] = ()  # items evaluated during training; the test set is then left to its end
+
+    def __repr__(self) -> str:
+        return f"<Workload {self.name}: {len(self.train):,} training items, {len(self.test):,} test items>"
+
+    def _repr_html_(self) -> str:
+        return table(repr(self), ("left out", "why"), self.quarantined.items(), below=repr(self.recipe))
 
     def load_by(self, decoder: str) -> Callable[[Any], Tensor]:
         """Return `load` with that decoder. Raises PlanError where it does not take it."""

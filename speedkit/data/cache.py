@@ -105,7 +105,7 @@ def build_cache(
             cache.build(workers, progress)
     except OSError as error:
         problem = f"the feature cache in {folder} cannot be built ({error})"
-        raise SpeedkitError(f"{problem}: make room or name another folder with --cache-dir, and start again") from error
+        raise SpeedkitError(f"{problem}: make room or name another folder by cache_dir=, and start again") from error
     return cache
 
 
@@ -175,6 +175,8 @@ class FeatureCache:
         if self.varies:
             self.labels["lengths"] = torch.from_numpy(self.lengths)
 
+    __repr__ = CacheInMemory.__repr__
+
     # Loader processes map the files themselves.
 
     def __getstate__(self) -> dict[str, Any]:
@@ -232,12 +234,14 @@ class FeatureCache:
         plan = Plan(workers=max(0, min(workers, len(parts) - 1)))  # to start them for a few would take longer
         loader = BatchLoader(BatchMaker(self.items, self.write, tuple), parts, plan)
         hidden = None if progress else True  # None: a bar where there is a terminal or a notebook to show it
+        if not parts:
+            hidden = True
         for _, bad in tqdm(loader, "caching, 16 clips at a time", len(parts), disable=hidden):
             self.bad |= bad
         self.build_s = time.perf_counter() - began_s
         self.usable = self._committed() != 0
         self.built = int(self.usable[missing].sum())
-        size = f"{self.values.nbytes / 1e6:.3g} MB on disk"
+        size = f"{self.values.nbytes / 1e6:.3g} MB"
         self.why = f"cache=disk: {size}, {self.built} entries computed in {self.build_s:.2g} s"
 
     def _committed(self) -> np.ndarray:

@@ -30,6 +30,9 @@ class CacheInMemory:
     bad: dict[str, str] = dataclasses.field(default_factory=dict)
     build_s: float = 0.0
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {len(self.usable):,} items, {self.why}>"
+
     def gather(self, indices: Tensor, device: torch.device | str, *, on_device: Tensor | None = None) -> Batch:
         """Return what FeatureCache.gather does; `on_device` are the same indices on the device."""
         device = torch.device(device)

@@ -3,6 +3,7 @@
 The colours are those that the colour-blind tell apart (Okabe and Ito 2008), opaque: they read on dark pages too.
 """
 
+import io
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,6 +35,21 @@ PREDICTED = Patch(color="#F3C6A5", label="predicted before")
 CODES = "D55E00 E69F00 CC79A7 882255 0072B2 56B4E9 44AA99 332288 7FA7D8 009E73 B8DE9B F0E442 8C7A3F A9B0BB FFFFFF"
 COLOURS = {cause: f"#{code}" for cause, code in zip(CAUSES, CODES.split(), strict=True)}
 Row = Mapping[str, Any]
+
+
+class Picture(Figure):
+    """A figure that is shown where it is the last line of a cell: two dots for a point, and its words for who cannot
+    see it.
+    """
+
+    def _repr_mimebundle_(self, **_: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        png = io.BytesIO()
+        self.savefig(png, format="png", dpi=2 * self.dpi)
+        width, height = (round(inches * self.dpi) for inches in self.get_size_inches())
+        words = [self.get_suptitle(), *(text.get_text() for axes in self.axes for text in axes.texts)]
+        alt = "; ".join(" ".join(text.split()) for text in words)
+        about = {"width": width, "height": height, "alt": alt}
+        return {"image/png": png.getvalue(), "text/plain": alt}, {"image/png": about}
 
 
 @style.context(STYLE)
@@ -111,7 +127,7 @@ def breakdowns(breakdowns: Mapping[str, Row], record: Row | None = None) -> Figu
 
 def new_figure(height: float, rows: Sequence[str] = ()) -> tuple[Figure, Axes]:
     """Return a figure of `height` [inches] with one axes, whose rows have these labels, the first at its top."""
-    figure = Figure(figsize=(8.6, height), layout="constrained")  # as wide as GitHub and a notebook show unscaled
+    figure = Picture(figsize=(8.6, height), layout="constrained")  # as wide as GitHub and a notebook show unscaled
     axes = figure.add_subplot()
     axes.use_sticky_edges = False  # bars may end at the edge of the axes otherwise
     if rows:

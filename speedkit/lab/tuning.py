@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from speedkit import display
 from speedkit.config import to_yaml
+from speedkit.errors import stop_in_words
 from speedkit.fallbacks import resolve
 from speedkit.files import (
     claim_folder,
@@ -25,12 +27,14 @@ from speedkit.measure.optimizations import Optimization, named
 from speedkit.measure.stages import Row, Stage, Tuning
 from speedkit.measure.stats import LOOKS
 from speedkit.measure.tune import find_plan
+from speedkit.measure.words import device_name, in_short, ratio_text
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train.progress import wanted
 from speedkit.workload import Workload
 
 
+@stop_in_words()
 def tune(
     workload: Workload,
     *,
@@ -46,7 +50,7 @@ def tune(
     seeds: int = 3,
     rendering_s: float = 0.0,
     progress: bool | str = "auto",
-) -> Row:
+) -> "TuningRecord":
     """Try every optimization on `workload`, keep what is proven to be faster, and return the record of it.
 
     The optimization that promises most, by a breakdown of the best plan so far, is measured against that plan, and kept
@@ -80,6 +84,7 @@ def tune(
             seeds=seeds,
             options={"device": device, "cache_dir": cache_dir},
             out=folder,
+            progress=progress,
             say=functools.partial(print, flush=True) if wanted(progress) else lambda text: None,
         )
         if not job.results:
@@ -87,7 +92,25 @@ def tune(
         record = job.once(Stage("record"), make_record, job, chosen)
         if folder is not None:
             leave(job, record, folder)
-    return record
+    return TuningRecord(record)
+
+
+class TuningRecord(dict[str, Any]):
+    """The record of a tuning: a mapping, as record.json has it, that shows its result."""
+
+    def __repr__(self) -> str:
+        return "\n".join(in_short(self))
+
+    def _repr_html_(self) -> str:
+        tried = [row for row in self["optimizations"] if row["ratio"]]
+        longest = max((row["high"] for row in tried), default=1.0)
+        rows = []
+        for row in tried:
+            ends = display.bar(row["low"] / longest, row["high"] / longest)
+            rows.append((row["optimization"], row["change"], ratio_text(row), ends, row["why"]))
+        title = f"{self['workload']['name']} on {device_name(self)}"
+        columns = ("optimization", "change", "times as fast", "", "kept or not")
+        return display.table(title, columns, rows, below=f"{self!r}\n{Plan(**self['plan'])!r}")
 
 
 def make_record(job: Tuning, chosen: Sequence[Optimization]) -> Row:

@@ -5,7 +5,7 @@ import functools
 import math
 import os
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from speedkit.clock import timed
 from speedkit.data.loader import collate, make_sample
+from speedkit.display import table
 from speedkit.errors import UsageError
 from speedkit.machine import Hardware, this_machine, unusable_gpu
 from speedkit.measure.breakdown import Breakdown, StepFacts, breakdown_of
@@ -86,13 +87,14 @@ def profile_workload(
         join = functools.partial(collate, varies=workload.length is not None)
         _time_loading(breakdown.facts, sample, join, count=min(recipe.batch_size, len(workload.train)))
         breakdown.facts.cacheable = plan.cache == "off"
-    return breakdown.as_dict() | {
+    found = {
         "workload": workload.name,
         # Last: what looks into each operator leaves compiled code switched off.
         "roofline": roofline(workload, recipe, plan, hardware=hardware, breakdown=breakdown),
         "bottlenecks": rank(breakdown, hardware),
         "notes": notes + breakdown.facts.notes + gpu_advice(hardware),
     }
+    return WorkloadProfile(breakdown.as_dict() | found)
 
 
 def bottlenecks_of_loop(breakdown: Breakdown, loader: Any, device: torch.device) -> list[Row]:
@@ -278,11 +280,32 @@ def _operator_seconds(breakdown: Breakdown, hardware: Hardware) -> tuple[float, 
 # ---- in words ----
 
 
+class WorkloadProfile(dict[str, Any]):
+    """What `profile_workload` returns: a mapping that shows itself in words."""
+
+    def __repr__(self) -> str:
+        return as_text(self)
+
+    def _repr_html_(self) -> str:
+        return breakdown_in(self)._repr_html_() + bottleneck_table(self["bottlenecks"], self["notes"])
+
+
+def bottleneck_table(rows: Sequence[Row], notes: Sequence[str]) -> str:
+    """Return bottlenecks in HTML, `notes` below them."""
+    columns = ("cause", "change", "predicted_speedup_low", "predicted_speedup_high", "evidence")
+    cells = [[row[key] for key in columns] for row in rows]
+    return table("Bottlenecks", ("cause", "change", "from", "to times as fast", "why"), cells, below="\n".join(notes))
+
+
+def breakdown_in(report: Row) -> Breakdown:
+    """Return the breakdown that a report begins with."""
+    fields = [field.name for field in dataclasses.fields(Breakdown) if field.name in report]
+    return Breakdown(**{name: report[name] for name in fields})
+
+
 def as_text(report: Row) -> str:
     """Return what `profile_workload` found, in words."""
-    fields = [field.name for field in dataclasses.fields(Breakdown) if field.name in report]
-    breakdown = Breakdown(**{name: report[name] for name in fields})
-    lines = [f"{report['workload']}:", str(breakdown), *report["notes"], *report["roofline"]["tells"]]
+    lines = [f"{report['workload']}:", str(breakdown_in(report)), *report["notes"], *report["roofline"]["tells"]]
     if report["bottlenecks"]:
         lines.append("bottlenecks, by what a change would give (time before / time after):")
     else:

@@ -16,6 +16,7 @@ from unittest.mock import patch
 import psutil
 import torch
 
+from speedkit import display
 from speedkit.clock import synchronize
 from speedkit.errors import UsageError
 from speedkit.measure.process import process_kept
@@ -79,7 +80,11 @@ class Breakdown:
         """Return the share of the wall time that goes to a cause."""
         return sum(row["share"] for row in self.rows if row["cause"] == cause)
 
-    def __str__(self) -> str:
+    def _repr_html_(self) -> str:
+        rows = [(row["cause"], f"{row['share']:.1%}", display.bar(row["share"])) for row in self.rows]
+        return display.table(str(self).partition("\n")[0], ("cause", "share", ""), rows)
+
+    def __repr__(self) -> str:
         busy = ""
         if self.busy_share is not None:
             busy = f", busy {self.busy_share:.1%} of the time"

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import random
+import signal
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,17 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from speedkit import display
 from speedkit.clock import Stopwatch, timed
 from speedkit.data.batches import set_running
 from speedkit.data.sampler import BatchSampler
+from speedkit.errors import SO_FAR, Interrupted, stop_in_words
 from speedkit.fallbacks import EffectivePlan
 from speedkit.measure.process import process_kept
-from speedkit.measure.stats import LOOKS, Decision
-from speedkit.measure.turns import LONG, measure_pairs
+from speedkit.measure.stats import LOOKS, Decision, paired_interval
+from speedkit.measure.turns import LONG, Pairs, Turns, measure_pairs
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train.checkpoint import get_random_state, set_random_state
 from speedkit.train.loop import steps
+from speedkit.train.progress import bar_of_pairs
 from speedkit.train.setup import setup_run
 from speedkit.workload import Workload
 
@@ -87,7 +91,7 @@ class Comparison:
         left_out = ("losses_", "effective_", "warmup_", "quarantined")
         return {key: value for key, value in vars(self).items() if not key.startswith(left_out)}
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         total = ""
         if self.ratio_total is not None:
             total = f", {self.ratio_total:.3f} in total"
@@ -95,6 +99,17 @@ class Comparison:
             f"{self.b} against {self.a}: {self.ratio:.3f} ({self.low:.3f} to {self.high:.3f}) "
             f"in {len(self.seconds_a)} pairs of this run{total}: {self.decision}"
         )
+
+    def _repr_html_(self) -> str:
+        return pair_table(repr(self), vars(self))
+
+
+def pair_table(title: str, row: Mapping[str, Any]) -> str:
+    """Return a row of `measurements` in HTML: the steps of A and B as bars, that of B with its interval."""
+    longest = max(1.0, 1 / row["low"])
+    bar_a = display.bar(1 / longest)
+    bar_b = display.bar(1 / row["high"] / longest, 1 / row["low"] / longest)
+    return display.table(title, ("plan", "time of a step"), [(row["a"], bar_a), (row["b"], bar_b)])
 
 
 def padded_frames(sampler: BatchSampler, lengths: Tensor) -> int:
@@ -161,6 +176,7 @@ class Contender:
         self.run.close()
 
 
+@stop_in_words()
 def compare(
     workload: Workload,
     plan_a: Plan,
@@ -180,58 +196,90 @@ def compare(
     cache_dir: str | Path | None = None,
     workload_b: Workload | None = None,
     recipe_b: Recipe | None = None,
+    progress: bool | str = "auto",
+    budget: str = "",
 ) -> Comparison:
     """Train `workload` under both plans in turns on the same batches and return how much faster B is.
 
     Ends at the first of `looks` that decides, after `pairs` pairs, or when the timed turns have taken `max_s`; where
     they differ much, `large_max_s`. With `confirm` 100 steps of each plan follow, in long turns: a cost that is rare
     shows there, and has the last word. `seed` is that of the order within pairs. `workload_b` and `recipe_b` replace
-    those of plan B. Random states and switches of the process are afterwards as they were.
+    those of plan B. Random states and switches of the process are afterwards as they were. `progress` is a bar, and
+    `budget` what it says of one. Ctrl-C raises Interrupted, whose `so_far` are the pairs so far, undecided.
     """
     recipe = recipe or workload.recipe
     options: dict[str, Any] = {"loss_steps": loss_steps, "device": device, "cache_dir": cache_dir}
+    latest: list[Turns] = []
+    label = f"{names[1]} against {names[0]}"
     with (
         process_kept(device),
         closing(Contender(workload, recipe, plan_a, **options)) as a,
         closing(Contender(workload_b or workload, recipe_b or recipe, plan_b, **options)) as b,
+        bar_of_pairs(f"{label}{budget}", pairs, show=progress) as bar,
     ):
+
+        def seen(turns: Turns) -> None:
+            latest[:] = [turns]
+            ratio = statistics.median(turns.a_s) / statistics.median(turns.b_s)
+            bar.set_postfix_str(f"ratio so far {ratio:.3f}", refresh=False)
+            bar.update(len(turns.kept()[0]) - bar.n)
+
         count = warm_up(a, b)
-        measured = measure_pairs(
-            a.turn,
-            b.turn,
-            rng=random.Random(seed),
-            steps=count,
-            pairs=pairs,
-            max_s=max_s,
-            large_max_s=large_max_s,
-            looks=looks,
-            confirm=confirm,
-            long_steps=min(LONG, len(a.run.data.train)),  # an epoch, where that is shorter
-        )
-        for side in (a, b):  # losses may have to be compared over more steps than it takes to show a large gain
-            side.turn(max(0, loss_steps - len(side.losses)))
-        return Comparison(
-            name=name or f"{names[0]} against {names[1]}",
-            a=names[0],
-            b=names[1],
-            seconds_a=measured.seconds_a,
-            seconds_b=measured.seconds_b,
-            steps_per_turn=count,
-            **vars(measured.interval),
-            decision=measured.decision,
-            ratio_total=measured.ratio_total,
-            long_seconds_a=measured.long_a,
-            long_seconds_b=measured.long_b,
-            steps_per_long_turn=measured.steps,
-            slow_turns=measured.slow,
-            warmup_s_a=a.warmup_s,
-            warmup_s_b=b.warmup_s,
-            losses_a=[float(loss) for loss in a.losses],
-            losses_b=[float(loss) for loss in b.losses],
-            effective_a=a.run.effective,
-            effective_b=b.run.effective,
-            quarantined=a.run.data.bad | b.run.data.bad,
-        )
+        try:
+            measured = measure_pairs(
+                a.turn,
+                b.turn,
+                rng=random.Random(seed),
+                steps=count,
+                pairs=pairs,
+                max_s=max_s,
+                large_max_s=large_max_s,
+                looks=looks,
+                confirm=confirm,
+                long_steps=min(LONG, len(a.run.data.train)),  # an epoch, where that is shorter
+                on_pair=seen,
+            )
+            for side in (a, b):  # losses may have to be compared over more steps than it takes to show a large gain
+                side.turn(max(0, loss_steps - len(side.losses)))
+        except KeyboardInterrupt:
+            if not latest or len(latest[0].a_s) < 2:
+                raise
+            so_far = conclude(a, b, undecided(latest[0]), name=name or label, names=names, steps=count)
+            raise Interrupted(f"stopped by SIGINT: {so_far}; {SO_FAR}", signal.SIGINT, so_far) from None
+        return conclude(a, b, measured, name=name or label, names=names, steps=count)
+
+
+def undecided(turns: Turns) -> Pairs:
+    """Return the pairs so far as a comparison that was stopped."""
+    return Pairs(turns.a_s, turns.b_s, "undecided", paired_interval(turns.a_s, turns.b_s), (0, 0), 0, [], [])
+
+
+def conclude(
+    a: Contender, b: Contender, measured: Pairs, *, name: str, names: tuple[str, str], steps: int
+) -> Comparison:
+    """Return the comparison of A and B by `measured` pairs, of turns of `steps` steps."""
+    return Comparison(
+        name=name,
+        a=names[0],
+        b=names[1],
+        seconds_a=measured.seconds_a,
+        seconds_b=measured.seconds_b,
+        steps_per_turn=steps,
+        **vars(measured.interval),
+        decision=measured.decision,
+        ratio_total=measured.ratio_total,
+        long_seconds_a=measured.long_a,
+        long_seconds_b=measured.long_b,
+        steps_per_long_turn=measured.steps,
+        slow_turns=measured.slow,
+        warmup_s_a=a.warmup_s,
+        warmup_s_b=b.warmup_s,
+        losses_a=[float(loss) for loss in a.losses],
+        losses_b=[float(loss) for loss in b.losses],
+        effective_a=a.run.effective,
+        effective_b=b.run.effective,
+        quarantined=a.run.data.bad | b.run.data.bad,
+    )
 
 
 def warm_up(a: Contender, b: Contender) -> int:

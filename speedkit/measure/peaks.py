@@ -44,7 +44,7 @@ class Peak:
 
 def peaks(hardware: Hardware) -> dict[str, Peak]:
     """Return what this machine reaches, by name; measured once and kept in `cache_root()`."""
-    facts = hashlib.sha256(repr(hardware).encode()).hexdigest()[:16]  # changes whenever a peak could
+    facts = hashlib.sha256(repr(vars(hardware)).encode()).hexdigest()[:16]  # changes whenever a peak could
     path = cache_root() / f"peaks-{SCHEMA}-{facts}.json"
     with contextlib.suppress(OSError, ValueError):  # not there: measured
         return {row["name"]: Peak(**row) for row in files.read_json(path)}

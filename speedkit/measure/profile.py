@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from speedkit.errors import UsageError
-from speedkit.measure.bottlenecks import bottleneck_in_words, bottlenecks_of_loop, costly_switches
+from speedkit.measure.bottlenecks import bottleneck_in_words, bottleneck_table, bottlenecks_of_loop, costly_switches
 from speedkit.measure.breakdown import Breakdown, StepObserver
 from speedkit.measure.timeline import DATA, EVALUATION, FORWARD, OPTIMIZER, OTHER, RARE, timing
 from speedkit.measure.warm_up import compilations
@@ -194,7 +194,10 @@ class LoopProfile:
         if show:
             print(self)
 
-    def __str__(self) -> str:
+    def _repr_html_(self) -> str:
+        return self.breakdown._repr_html_() + bottleneck_table(self.bottlenecks, self.notes)
+
+    def __repr__(self) -> str:
         lines = [f"note: {note}" for note in self.notes]
         if self.observer.timed:
             lines.append(str(self.breakdown))

@@ -62,6 +62,7 @@ class Tuning:
     options: Row  # device and cache_dir, as `fit`, `compare` and `breakdown_of` take them
     out: Path | None
     say: Callable[[str], None]
+    progress: bool | str = "auto"
     others: Callable[[], Mapping[str, float]] = others  # what else uses cores now, by program
     began_s: float = dataclasses.field(default_factory=time.perf_counter)
 
@@ -149,6 +150,8 @@ class Tuning:
             recipe=self.recipe,
             name=name,
             names=(a, b),
+            progress=self.progress,
+            budget=f", {self.budget_s - self.spent_s():.0f} s of the budget left",
             **self.options,
             **(limits | options),
         )

@@ -68,6 +68,7 @@ class Turns:
     turn_b: Turn
     rng: random.Random
     steps: int
+    on_pair: Callable[["Turns"], object] | None = None  # called after each pair
     a_s: list[float] = dataclasses.field(default_factory=list)
     b_s: list[float] = dataclasses.field(default_factory=list)
     spent_s: float = 0.0
@@ -90,6 +91,8 @@ class Turns:
             return
         self.a_s.append(round(a_s, 9))  # no clock is finer, and records are half as long
         self.b_s.append(round(b_s, 9))
+        if self.on_pair is not None:
+            self.on_pair(self)
 
     def slow(self) -> tuple[list[bool], list[bool]]:
         """Return of each turn of A and of B whether it took more than SLOW times the median of its plan."""
@@ -158,6 +161,7 @@ def measure_pairs(
     looks: Sequence[int] = LOOKS,
     confirm: bool = True,
     long_steps: int = LONG,
+    on_pair: Callable[[Turns], object] | None = None,
 ) -> Pairs:
     """Return the seconds of turns of A and B, `steps` steps each, in pairs, and what they show.
 
@@ -165,8 +169,9 @@ def measure_pairs(
     `large_max_s` where they differ much. Short turns show how typical steps differ, and may miss a cost that is rare:
     with `confirm` CONFIRMING steps of each plan in turns of `long_steps` follow. Where their total time denies what
     short turns have shown, such turns go on and decide.
+    `on_pair` is called after each pair of short turns.
     """
-    short = Turns(turn_a, turn_b, rng, steps)
+    short = Turns(turn_a, turn_b, rng, steps, on_pair)
 
     def decided(a_s: Sequence[float], b_s: Sequence[float]) -> Decision:
         return decide(log_ratios(a_s, b_s), looks)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from speedkit.data.batches import STOPS
-from speedkit.errors import DataError, Interrupted
+from speedkit.errors import SO_FAR, DataError, Interrupted, stop_in_words
 from speedkit.files import finite, write_json, write_quarantine
 from speedkit.machine import peak_ram_bytes
 from speedkit.plan import Plan
@@ -26,6 +26,7 @@ from speedkit.train.setup import setup_run
 from speedkit.workload import Workload
 
 
+@stop_in_words()
 def fit(
     workload: Workload,
     recipe: Recipe | None = None,
@@ -57,7 +58,8 @@ def fit(
     verbose: say of each field of the plan why it falls back, however many they are.
 
     Ctrl-C, SIGTERM and SIGHUP end the run after the step in progress with a checkpoint (where `out` is set) and raise
-    Interrupted. Data that can be loaded no more end it with a checkpoint, too, and DataError.
+    Interrupted, whose `so_far` is the history up to there, with the model. Data that can be loaded no more end it with
+    a checkpoint, too, and DataError.
     """
     run = setup_run(**locals())  # all arguments, and as yet nothing else
     position = run.position
@@ -74,9 +76,11 @@ def fit(
                 raise
         history = finish(run)
     if position.stopping:
-        resume_by = f"--resume goes on from {run.out / NAME}" if run.out else "nothing is kept without --out"
+        kept = SO_FAR
+        if run.out is not None:
+            kept = f"resume=True goes on from {run.out / NAME}"
         name = signal.Signals(position.stop).name
-        raise Interrupted(f"stopped by {name} after step {position.step}; {resume_by}", position.stop)
+        raise Interrupted(f"stopped by {name} after step {position.step}; {kept}", position.stop, history)
     return history
 
 

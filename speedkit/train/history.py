@@ -6,8 +6,11 @@ from typing import Any
 
 import torch
 
+from speedkit.display import curve, table
 from speedkit.fallbacks import EffectivePlan
 from speedkit.recipe import Recipe
+
+LOOK = ("step", "set", "metric", "value", "loss")  # of an evaluation, what a table shows
 
 
 @dataclasses.dataclass
@@ -31,6 +34,16 @@ class History:
     resumed_from: int | None = None
     skipped: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # bad steps {step, epoch, position, why}
     model: torch.nn.Module | None = None
+
+    def __repr__(self) -> str:
+        score = "not tested"
+        if self.tested:
+            score = "{metric} {value:.4f} of {n} test items".format_map(self.tested)
+        return f"<History of {self.workload}: {self.steps} steps in {self.seconds:.3g} s, {score}>"
+
+    def _repr_html_(self) -> str:
+        looks = [[look[key] for key in LOOK] for look in self.evaluations]
+        return table(repr(self), LOOK, looks, below=f"loss {curve(self.loss)}")
 
     @property
     def evaluation(self) -> dict[str, Any] | None:

@@ -207,7 +207,7 @@ def mean_score(run: TrainingRun, stream: BatchStream) -> dict[str, Any]:
     reporting.lap()
     name = "test" if stream is run.data.test else "validation"
     value = score / count
-    reporting.progress.look = f", {name} {value:.3f}"
+    reporting.progress.look = f", {name} {value:.3f} at step {run.position.step}"
     reporting.progress.say(f"  step {run.position.step}: {workload.metric} {value:.4f} on {count} {name} items")
     return {
         "step": run.position.step,

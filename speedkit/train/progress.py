@@ -80,6 +80,14 @@ class Progress:
             self.bar.close()
 
 
+def bar_of_pairs(name: str, pairs: int, *, show: bool | str) -> tqdm:
+    """Return a bar for the pairs of turns of two plans, at most `pairs`; lines in a log would be too many."""
+    form = "{desc}: {bar} pair {n_fmt} of at most {total_fmt} [{elapsed}{postfix}]"
+    bar = tqdm(total=pairs, desc=name, bar_format=form, leave=False, disable=display_mode(show) != "bar")
+    bar.set_postfix_str("compiling and warming up")
+    return bar
+
+
 def put_out(text: str) -> None:
     """Print a line."""
     with unless_gone(sys.stdout):

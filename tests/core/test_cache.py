@@ -136,7 +136,7 @@ def test_items_that_cannot_be_read_are_named_and_tried_again(workload, opened):
 def test_what_no_cache_can_be_made_of_is_an_error(workload, opened):
     with pytest.raises(SpeedkitError, match=r"cannot be seen .*lock"):
         opened(dataclasses.replace(workload, features=functools.partial(features, gain=threading.Lock())))
-    with pytest.raises(SpeedkitError, match=r"cannot be built .*000\.raw.*--cache-dir"):
+    with pytest.raises(SpeedkitError, match=r"cannot be built .*000\.raw.*cache_dir="):
         opened(workload, folder=workload.train[0].path)
     with pytest.raises(SpeedkitError, match=r"1 of 1 files cannot be used.*000\.raw.*its features hold NaN, infinity"):
         opened(dataclasses.replace(workload, features=torch.log), workload.train[:1])

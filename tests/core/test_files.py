@@ -42,7 +42,7 @@ def test_one_folder_holds_one_run_which_its_own_kind_goes_on_with(tmp_path):
     folder = claim_folder(tmp_path / "run", "train")
     assert claim_folder(folder, "train", resume=True) == folder
     for kind, resume in (("train", False), ("tune", True)):
-        with pytest.raises(UsageError, match="already holds a train run: name another with --out"):
+        with pytest.raises(UsageError, match="already holds a train run: name another by out="):
             claim_folder(folder, kind, resume=resume)
 
 

@@ -81,11 +81,13 @@ def test_looks_are_at_the_validation_set_and_the_verdict_at_the_test_set(tmp_pat
     assert last["test/accuracy"] != value == last["validation/accuracy"]
 
 
-def test_a_bar_says_how_much_time_is_left(request):
-    code = "from tiny import points; from speedkit import fit; fit(points(), device='cpu')"
+def test_a_bar_says_how_much_time_is_left_and_there_is_none_of_nothing(request, tmp_path):
+    code = "from tiny import points; from speedkit import fit, Plan; "
+    code += f"[fit(points(), None, Plan(cache='ram'), device='cpu', cache_dir='{tmp_path}') for _ in range(2)]"
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 100))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(request.path.parent), *sys.path])}
     subprocess.run([sys.executable, "-c", code], stderr=theirs, stdout=theirs, env=environment, check=True)
     shown = os.read(ours, 1 << 20).decode()
     assert re.search(r"12/12 \[00:0\d, 00:00 left, loss 0\.\d+, accuracy [01]\.\d+, test 0\.", shown), shown
+    assert "caching" in shown and "0it" not in shown, "the second time nothing is left to cache"

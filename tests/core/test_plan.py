@@ -188,7 +188,7 @@ def test_an_effective_plan_is_printed_as_a_table_of_short_lines():
 
 
 def test_strict_refuses_a_fallback_and_ranks_need_a_gpu_each():
-    with pytest.raises(PlanError, match="--strict allows no fallback: precision: asked fp8, got default: fp8 needs"):
+    with pytest.raises(PlanError, match="strict=True allows no fallback: precision: asked fp8, got default: fp8 needs"):
         resolve(Plan(precision="fp8"), CPU, strict=True)
     with pytest.raises(PlanError, match="ranks=2 takes"):
         resolve(Plan(ranks=2), GPU)

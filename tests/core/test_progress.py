@@ -1,5 +1,7 @@
 """What a run shows while it runs: a bar where somebody sits before a cell, plain lines elsewhere."""
 
+import re
+
 from jupyter_client.manager import run_kernel
 from processes import TESTS
 from tiny import points
@@ -29,6 +31,7 @@ def test_an_interactive_cell_shows_a_bar_and_one_that_a_program_runs_plain_lines
         by_program = streams(client, code, {})  # as papermill and nbval run it
     assert "points: 100%|" in interactive["stderr"] and "00:00 left" in interactive["stderr"]
     assert "points step 12/12: loss" in by_program["stdout"] and not by_program["stderr"]
+    assert re.search(r"step 12/12: loss .*, test 0\.\d+ at step 6, ", by_program["stdout"]), "the score is of step 6"
     for written in (interactive, by_program):
         assert "step 12: accuracy" in written["stdout"]
 
