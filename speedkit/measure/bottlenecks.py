@@ -258,7 +258,8 @@ def _operator_seconds(breakdown: Breakdown, hardware: Hardware) -> tuple[float, 
     """Return the seconds per step of calling small operators, of products of matrices, and of passes over memory.
 
     A CPU's breakdown has no such rows: forward, backward and update are divided as the profiler saw the operators. It
-    inflates small ones, so these get what the others leave, and no more than the profiler saw.
+    inflates small ones, so these get what the others leave, and no more than the profiler saw. Under it steps are
+    slower: where they were faster, something else held up those that were timed, and the shares of these count.
     """
     step_s = breakdown.step_s
     if hardware.device.type != "cpu":
@@ -266,10 +267,13 @@ def _operator_seconds(breakdown: Breakdown, hardware: Hardware) -> tuple[float, 
     trace = breakdown.facts.trace
     products_s = sum(trace.products_s.values())
     room_s = step_s * sum(map(breakdown.share, (FORWARD, BACKWARD, OPTIMIZER)))
-    scale = min(1 / trace.steps, room_s / (products_s + trace.passes_s or math.inf))
+    profiled = 1 / trace.steps
+    if trace.window_s:
+        profiled = max(profiled, step_s / trace.window_s)
+    scale = min(profiled, room_s / (products_s + trace.passes_s or math.inf))
     products_s *= scale
     passes_s = scale * trace.passes_s
-    small_s = min(room_s - products_s - passes_s, trace.small_s / trace.steps)
+    small_s = min(room_s - products_s - passes_s, trace.small_s * profiled)
     if small_s <= MIN_SMALL_ON_CPU * step_s:
         small_s = 0.0
     return small_s, products_s, passes_s

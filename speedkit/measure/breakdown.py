@@ -19,7 +19,7 @@ import torch
 from speedkit.clock import synchronize
 from speedkit.errors import UsageError
 from speedkit.measure.process import process_kept
-from speedkit.measure.timeline import DATA, FORWARD, OPTIMIZER, RARE, Timeline, timing
+from speedkit.measure.timeline import AFTER_FORWARD, DATA, FORWARD, OPTIMIZER, OTHER, RARE, Timeline, timing
 from speedkit.measure.trace import CAUSES, UNEXPLAINED, Trace, trace_of
 from speedkit.measure.trace_file import WINDOW, read_window
 from speedkit.measure.waits import Sync, auditing
@@ -100,7 +100,7 @@ class StepObserver:
         self.to_time = steps
         self.profiled = 8
         if device.type == "cpu":  # each makes the trace longer, and a CPU's steps are long
-            self.profiled = 1
+            self.profiled = 3  # of which the median counts: what else the machine does may fall into one
         self.audited = AUDITED
         self.timed = 0
         self.seconds: dict[str, float] = collections.defaultdict(float)  # by part, of the steps timed so far
@@ -165,7 +165,10 @@ def make_breakdown(device: torch.device | str, host: Mapping[str, float], *, ste
     """Return the breakdown of `steps` steps, made of the `host`'s seconds in all of them and of a GPU's trace."""
     facts = dataclasses.replace(facts, host_s={cause: part_s / max(1, steps) for cause, part_s in host.items()})
     window_s = sum(host.values())
-    seconds = dict(host)
+    seconds = collections.defaultdict[str, float](float, host)
+    after_s = seconds.pop(AFTER_FORWARD, 0.0)
+    seconds[FORWARD] += facts.trace.loss_share * after_s
+    seconds[OTHER] += (1 - facts.trace.loss_share) * after_s
     busy_share = None
     if facts.trace.busy_s:
         seconds, busy_share = unprofiled(facts.trace, host, steps)

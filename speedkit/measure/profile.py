@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from speedkit.errors import UsageError
 from speedkit.measure.bottlenecks import bottleneck_in_words, bottlenecks_of_loop, costly_switches
 from speedkit.measure.breakdown import Breakdown, StepObserver
-from speedkit.measure.timeline import DATA, EVALUATION, FORWARD, OPTIMIZER, OTHER, RARE, timing
+from speedkit.measure.timeline import AFTER_FORWARD, DATA, EVALUATION, FORWARD, OPTIMIZER, OTHER, RARE, timing
 from speedkit.measure.warm_up import compilations
 
 
@@ -24,8 +24,9 @@ def profile(
 
     `model` is what the loop calls: the compiled one, if it is compiled. After `skip` steps of warm-up and `steps` timed
     ones, a few are looked at closely: their operators, and what makes the host wait. Of the rest only evaluation and
-    compilation count. What follows the forward pass, up to `backward()`, is its loss and counts as forward; from a
-    forward pass in evaluation mode or without gradients on, up to training again, all is evaluation. Afterwards
+    compilation count. What follows the forward pass, up to `backward()`, is its loss and counts as forward as far as
+    operators are at work, and as other host work where Python is; from a forward pass in evaluation mode or without
+    gradients on, up to training again, all is evaluation. Afterwards
     everything is as it was, also where the loop raises, and `seen` has `breakdown`, `bottlenecks` and `notes`, which
     are printed (`show`). Raises UsageError where nothing can be profiled.
     """
@@ -130,7 +131,7 @@ class LoopProfile:
             self.forwards += 1
             if model.training and torch.is_grad_enabled():
                 self.step_may_end()
-                timeline.begin(FORWARD, then=FORWARD)
+                timeline.begin(FORWARD, then=AFTER_FORWARD)
             else:
                 if timeline.stack == [OTHER]:
                     timeline.stack[0] = EVALUATION  # what it took to begin counts too, such as a loader's start

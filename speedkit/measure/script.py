@@ -26,9 +26,12 @@ from speedkit.machine import this_machine
 from speedkit.measure.optimizations import Change, plan_of, predict, text
 from speedkit.measure.peaks import matmul_rates
 from speedkit.measure.profile import LoopProfile
+from speedkit.measure.timeline import BACKWARD, FORWARD, OPTIMIZER
+from speedkit.measure.trace import BANDWIDTH, COMPUTE
 from speedkit.measure.warm_up import compilations
 from speedkit.plan import Plan
 
+COMPUTING = (FORWARD, BACKWARD, OPTIMIZER, COMPUTE, BANDWIDTH)
 SEEN_STEPS = 2  # of all optimizers, before the largest of these is profiled
 
 
@@ -217,6 +220,7 @@ def next_levers(plan: Plan, rows: Sequence[Mapping[str, Any]], device: str) -> s
     for change in changes:
         if dataclasses.replace(plan, **change) != plan:
             gains[text(change)] = predict(change, shares, matmul=matmul)
+    at_work = sum(row["share"] for row in rows if row["cause"] in COMPUTING)
     best_first = sorted(gains, key=lambda change: -math.prod(gains[change]))
     tries = ["{}, {:.2f} to {:.2f} times as fast".format(change, *gains[change]) for change in best_first]
-    return f"nothing stands out: the device computes. Next to try: {'; '.join(tries)}"
+    return f"nothing stands out, and operators are {at_work:.0%} of a step. Next to try: {'; '.join(tries)}"

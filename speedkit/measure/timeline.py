@@ -17,6 +17,7 @@ import torch
 PART = "speedkit: "  # before a part's name in a profiler's trace
 DATA = "data wait"
 FORWARD = "forward"
+AFTER_FORWARD = "loss, and Python"  # after a forward pass, up to the next part: a trace says how much is operators
 BACKWARD = "backward"
 OPTIMIZER = "optimizer"
 EVALUATION = "evaluation and checkpoint"

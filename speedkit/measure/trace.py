@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas
 
-from speedkit.measure.timeline import COMPILATION, DATA, EVALUATION, HOST, OPTIMIZER, OTHER
+from speedkit.measure.timeline import COMPILATION, DATA, EVALUATION, FORWARD, HOST, OPTIMIZER, OTHER
 from speedkit.measure.trace_file import Event, Span, Window
 
 COPY = "host-to-device copy"
@@ -44,6 +44,8 @@ class Trace:
     products_s: Seconds = dataclasses.field(default_factory=dict)  # of matrices, by number format
     small_s: float = 0.0  # operators on a CPU that cost more to call than to compute
     passes_s: float = 0.0  # over memory: all other operators on a CPU
+    window_s: float = 0.0  # that the steps took under the profiler
+    loss_share: float = 1.0  # of the time between a forward pass and the next part: operators at work
     steps: int = 1
 
 
@@ -138,7 +140,8 @@ def trace_of(window: Window) -> Trace:
     runtime = events["cuda_runtime"] + events["cuda_driver"]
     device = events["kernel"] + events["gpu_memset"] + events["gpu_memcpy"]
     if not device:
-        return _trace_of_cpu(operators, steps)
+        seen = _trace_of_cpu(operators)
+        return dataclasses.replace(seen, steps=steps, window_s=window.end_s, loss_share=_loss_share(window))
 
     work = []
     launches_s = {event["args"].get("correlation"): event["span"].begin_s for event in runtime}
@@ -172,7 +175,7 @@ def _products_on_gpu(device: Iterable[Event], operators: Iterable[Event]) -> Sec
     return products_s
 
 
-def _trace_of_cpu(operators: Sequence[Event], steps: int) -> Trace:
+def _trace_of_cpu(operators: Sequence[Event]) -> Trace:
     """Return what PyTorch's own operators, given in order of time, cost on a CPU."""
     callers = collections.defaultdict[int, list[Event]](list)  # by thread, each called by the one before
     for event in operators:
@@ -199,8 +202,24 @@ def _trace_of_cpu(operators: Sequence[Event], steps: int) -> Trace:
         products_s=own_s[is_product & ~is_small].groupby(table["format"]).sum().to_dict(),
         small_s=float(own_s[is_small].sum()),
         passes_s=float(own_s[~is_product & ~is_small].sum()),
-        steps=steps,
     )
+
+
+def _loss_share(window: Window) -> float:
+    """Return the share of the time after forward passes, up to the next part, in which operators are at work."""
+    after_s = covered_s = 0.0
+    for part in window.parts:
+        if part.name != FORWARD:
+            continue
+        until_s = min((other.begin_s for other in window.parts if other.begin_s >= part.end_s), default=window.end_s)
+        counted_s = part.end_s
+        after_s += until_s - counted_s
+        for event in window.events["cpu_op"]:  # in order of time
+            begin_s, end_s = event["span"][:2]
+            if end_s > counted_s and begin_s < until_s:
+                covered_s += min(end_s, until_s) - max(begin_s, counted_s)
+                counted_s = end_s
+    return covered_s / (after_s or 1.0)
 
 
 def _number_format(operator: Event) -> str:

@@ -66,6 +66,20 @@ def test_a_cause_is_named_first_by_what_gives_it_away(case):
         assert first["seconds"] == pytest.approx(sum(shares.values()) * STEP_S, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("cause", "operators"),
+    [
+        ("many small operators", {"calls": 9000, "small_s": 0.036}),
+        ("compute-bound", {"products_s": {"fp32": 0.1}}),
+        ("bandwidth-bound", {"passes_s": 0.12}),
+    ],
+)
+def test_a_burst_of_load_in_the_timed_steps_hides_nothing(cause, operators):
+    """Three profiled steps took 50 ms each, the timed ones 100 ms."""
+    [row] = ranked(CPU, {}, Trace(steps=3, window_s=0.15, **operators))
+    assert row["cause"] == cause and ranked(CPU, {}, Trace(steps=3, **operators)) == []
+
+
 def test_nothing_is_reported_on_a_healthy_run():
     little = {"data wait": 0.03, "launch-bound": 0.08, "sync-bound": 0.02, "evaluation and checkpoint": 0.08}
     assert ranked(GPU, little) == ranked(CPU, {"data wait": 0.03}, Trace(products_s={"bf16": 0.09})) == []

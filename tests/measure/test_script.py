@@ -161,5 +161,7 @@ def test_where_nothing_stands_out_the_levers_are_named_that_are_left():
     rows = [{"cause": cause, "share": share} for cause, share in shares.items()]
     sentence = next_levers(Plan(), rows, "cpu")
     assert ("precision=bf16" in sentence) == this_machine("cpu").supports("bf16")
-    assert "fused_optimizer=True" in sentence
+    assert "fused_optimizer=True" in sentence and "operators are 100% of a step" in sentence
+    python = [*rows, {"cause": "other host work", "share": 0.1}]
+    assert next_levers(Plan(), python, "cpu") == sentence, "it does not compute"
     assert "fused_optimizer" not in next_levers(Plan(fused_optimizer=True), rows, "cpu")
