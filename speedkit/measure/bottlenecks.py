@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 
 from speedkit.clock import timed
 from speedkit.data.loader import collate, make_sample
+from speedkit.data.own_loader import why_not_kept
 from speedkit.errors import UsageError
 from speedkit.machine import Hardware, this_machine, unusable_gpu
 from speedkit.measure.breakdown import Breakdown, StepFacts, breakdown_of
@@ -29,7 +31,10 @@ from speedkit.workload import Workload
 RARELY = "log_every=50: read and report what the device has computed every 50 steps"
 REPORTING = ("print(", "log", "write(", "set_postfix", "display(")  # in a line that reads the device
 MIN_GAIN = 1.05  # a breakdown may leave 5 % unexplained: what would give less may be nothing
-SLOW_DISK = 2.0  # times as long for reading a batch's files as for reading them again: NVMe stays well below
+MUCH_LONGER = 2.0  # times as long is the wait as making the batch again: a slow disk, not NVMe, or handing it over
+HANDING_OVER_S = 1e-3  # of a batch, from a worker to the loop: for less no worker pays
+ALL_CORES = 0.9  # of them in use: a worker would find none
+CHEAPER = "make a batch at once (__getitems__), and before training what is always the same"
 MIN_SMALL_ON_CPU = 0.20  # of a step, for calling operators: an eighth of a healthy small step goes into it
 MIN_PASSES = 0.60  # of a step, for passes over memory: of a healthy small step in bf16 they are up to 0.52
 SMALL_BYTES = 4e9
@@ -97,6 +102,8 @@ def profile_workload(
 
 def bottlenecks_of_loop(breakdown: Breakdown, loader: Any, device: torch.device) -> list[Row]:
     """Return the bottlenecks of a user's own loop by its breakdown and its `loader`."""
+    with process_kept("cpu"):
+        breakdown.facts.why_not_kept = why_not_kept(loader)
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
         data: Any = loader.dataset
         count = min(loader.batch_size or 1, len(data))
@@ -115,6 +122,7 @@ def _time_loading(facts: StepFacts, make: Callable[[int], Any], join: Callable[[
         batch = items()
         facts.items_s = statistics.median(timed(items, "cpu", 3))
         facts.collate_s = statistics.median(timed(lambda: join(batch), "cpu", 3))
+        facts.batch_bytes = sum(getattr(leaf, "nbytes", 0) for leaf in tree_leaves(join(batch)))
 
 
 def costly_switches(device: torch.device) -> list[str]:
@@ -172,21 +180,52 @@ def _data_bottlenecks(breakdown: Breakdown, hardware: Hardware) -> Iterator[Bott
     facts = breakdown.facts
     wait_s = breakdown.step_s * breakdown.share(DATA)
     costs = {"slow decode": facts.items_s, "slow collate": facts.collate_s}
-    if not any(costs.values()):
+    make_s = sum(costs.values())
+    waiting = f"the loop waits for data, with {facts.workers} workers"
+    much_longer = wait_s > MUCH_LONGER * make_s > 0
+    if much_longer and facts.read_bytes:
+        read = f"; {1e-6 * facts.read_bytes:.3g} MB of it are read from a slow disk or network"
+        waiting += f"{read}, and read again they take far less: copy the files to NVMe"
+    elif much_longer and facts.workers:
+        here = f"{waiting}, and without them a batch is made in {1e3 * make_s:.3g} ms"
+        yield Bottleneck("too many workers", DATA, "workers=0", here, saved=(0.0, 1 - make_s / wait_s))
+        return
+    if not make_s:
         costs = {"slow loader": 1.0}
+    workers, hidden = _workers_needed(breakdown, hardware, make_s)
     for name, cost_s in costs.items():
-        seconds = wait_s * cost_s / sum(costs.values())
         change = "cache=ram"
         saved = (0.7, 1.0)
-        if facts.workers < hardware.cores and not (name == "slow decode" and facts.cacheable):
-            change = f"workers={hardware.cores}"
-            # At worst the cores, which the model uses too, share the wait; at best it hides behind the computing.
-            hidden = breakdown.step_s / (seconds or 1.0) - 1 / hardware.cores
-            saved = (1 - 1 / hardware.cores, min(1.0, hidden))
-        waiting = f"the loop waits for data, with {facts.workers} workers"
-        if wait_s > SLOW_DISK * sum(costs.values()):
-            waiting += "; read again it takes far less: from a slow disk or network: copy the files to NVMe"
-        yield Bottleneck(name, DATA, change, waiting, saved=saved, seconds=seconds)
+        evidence = waiting
+        if wait_s > HANDING_OVER_S and workers > facts.workers and not (name == "slow decode" and facts.cacheable):
+            change = f"workers={workers}, persistent_workers=True"
+            saved = (0.5 * hidden, hidden)
+            evidence += f"; each worker keeps 2 batches, {2e-6 * facts.batch_bytes:.3g} MB, beside the data set"
+        elif facts.why_not_kept or name == "slow collate" or wait_s <= HANDING_OVER_S:
+            change = CHEAPER
+            saved = (0.0, 1.0)
+            evidence += f"; {facts.why_not_kept or 'other workers or a cache would not help'}"
+        yield Bottleneck(name, DATA, change, evidence, saved=saved, seconds=wait_s * cost_s / sum(costs.values()))
+
+
+def _workers_needed(breakdown: Breakdown, hardware: Hardware, make_s: float) -> tuple[int, float]:
+    """Return how many workers make batches, each in `make_s`, as fast as the loop takes them, and what that hides.
+
+    The latter is a share of the wait, 0 workers where no core is free. Without workers the loop has waited for the
+    making itself; where nobody knows what it takes, workers are taken to be busy all the time.
+    """
+    facts = breakdown.facts
+    step_s = breakdown.step_s
+    computing_s = max(step_s * (1 - breakdown.share(DATA)), 1e-3 * step_s)
+    make_s = make_s or facts.workers * step_s
+    if not facts.workers:
+        make_s = max(make_s, step_s - computing_s)
+    workers = min(math.ceil(make_s / computing_s), hardware.cores)
+    busy = facts.cores_used / hardware.cores
+    if busy > ALL_CORES:
+        workers = 0
+    best_s = max(computing_s, make_s / max(1, workers), busy * step_s)
+    return workers, max(0.0, (step_s - best_s) / (step_s - computing_s or 1.0))
 
 
 def _host_bottlenecks(breakdown: Breakdown) -> Iterator[Bottleneck]:

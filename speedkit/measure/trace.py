@@ -44,7 +44,7 @@ class Trace:
     products_s: Seconds = dataclasses.field(default_factory=dict)  # of matrices, by number format
     small_s: float = 0.0  # operators on a CPU that cost more to call than to compute
     passes_s: float = 0.0  # over memory: all other operators on a CPU
-    window_s: float = 0.0  # that the steps took under the profiler
+    window_s: float = 0.0  # that the steps took under the profiler, without what held single operators up
     loss_share: float = 1.0  # of the time between a forward pass and the next part: operators at work
     steps: int = 1
 
@@ -140,8 +140,7 @@ def trace_of(window: Window) -> Trace:
     runtime = events["cuda_runtime"] + events["cuda_driver"]
     device = events["kernel"] + events["gpu_memset"] + events["gpu_memcpy"]
     if not device:
-        seen = _trace_of_cpu(operators)
-        return dataclasses.replace(seen, steps=steps, window_s=window.end_s, loss_share=_loss_share(window))
+        return _trace_of_cpu(window, steps)
 
     work = []
     launches_s = {event["args"].get("correlation"): event["span"].begin_s for event in runtime}
@@ -175,8 +174,9 @@ def _products_on_gpu(device: Iterable[Event], operators: Iterable[Event]) -> Sec
     return products_s
 
 
-def _trace_of_cpu(operators: Sequence[Event]) -> Trace:
-    """Return what PyTorch's own operators, given in order of time, cost on a CPU."""
+def _trace_of_cpu(window: Window, steps: int) -> Trace:
+    """Return what PyTorch's own operators cost on a CPU."""
+    operators = window.events["cpu_op"]
     callers = collections.defaultdict[int, list[Event]](list)  # by thread, each called by the one before
     for event in operators:
         stack = callers[event["tid"]]
@@ -195,6 +195,7 @@ def _trace_of_cpu(operators: Sequence[Event]) -> Trace:
     table = pandas.DataFrame(rows, columns=["name", "format", "shapes", "own_s"])
     # The median of alike calls counts for all of them: what else the machine does may fall on any one.
     own_s = table.groupby(["name", "format", "shapes"])["own_s"].transform("median")
+    held_up_s = float(table["own_s"].sum() - own_s.sum())
     is_small = own_s < SMALL_S
     is_product = table["name"].str.contains(PRODUCT_OPERATORS)
     return Trace(
@@ -202,6 +203,9 @@ def _trace_of_cpu(operators: Sequence[Event]) -> Trace:
         products_s=own_s[is_product & ~is_small].groupby(table["format"]).sum().to_dict(),
         small_s=float(own_s[is_small].sum()),
         passes_s=float(own_s[~is_product & ~is_small].sum()),
+        window_s=window.end_s - held_up_s,
+        loss_share=_loss_share(window),
+        steps=steps,
     )
 
 
