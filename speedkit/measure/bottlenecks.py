@@ -22,7 +22,7 @@ from speedkit.measure.breakdown import Breakdown, StepFacts, breakdown_of
 from speedkit.measure.peaks import matmul_rates
 from speedkit.measure.process import process_kept
 from speedkit.measure.roofline import roofline
-from speedkit.measure.timeline import BACKWARD, COMPILATION, DATA, EVALUATION, FORWARD, OPTIMIZER, OTHER
+from speedkit.measure.timeline import BACKWARD, CHECKPOINT, COMPILATION, DATA, EVALUATION, FORWARD, OPTIMIZER, OTHER
 from speedkit.measure.trace import BANDWIDTH, COMMUNICATION, COMPUTE, COPY, LAUNCH, SYNC
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
@@ -39,6 +39,7 @@ MIN_SMALL_ON_CPU = 0.20  # of a step, for calling operators: an eighth of a heal
 MIN_PASSES = 0.60  # of a step, for passes over memory: of a healthy small step in bf16 they are up to 0.52
 SMALL_BYTES = 4e9
 EXCHANGE_LESS = "exchange less often (larger batches), less (in bf16), or beside the backward pass (DDP's buckets)"
+TO_FLOAT = "model.float(), and float32 data: of NumPy it is float64"
 MAKE_ROOM = "less than 4 GB of GPU memory: --micro-batch auto, --precision fp16, --checkpointing blocks, lower --width"
 Row = dict[str, Any]
 
@@ -248,6 +249,7 @@ def _host_bottlenecks(breakdown: Breakdown) -> Iterator[Bottleneck]:
     yield Bottleneck(
         "new shapes", COMPILATION, "bucket=True: pad to a few lengths", "graphs are compiled while training"
     )
+    yield Bottleneck("checkpoints too often", CHECKPOINT, "save less often", "torch.save is at work", 0.1)
     yield Bottleneck("validation too often", EVALUATION, "validate_every=0, or larger", "the model is evaluated", 0.1)
 
 
@@ -273,6 +275,9 @@ def _operator_bottlenecks(breakdown: Breakdown, hardware: Hardware, rates: Mappi
             saved=(0.25, 0.75),
             seconds=passes_s,
         )
+
+    doubles_s = (products_s + passes_s) * trace.products_s.get("fp64", 0.0) / (sum(trace.products_s.values()) or 1.0)
+    yield Bottleneck("float64", FORWARD, TO_FLOAT, "it computes in float64", 0.1, saved=(0.3, 0.95), seconds=doubles_s)
 
     rates = {name: rate for name, rate in rates.items() if name != "fp8"}  # which not every layer can be converted to
     best = max(rates, key=rates.__getitem__)

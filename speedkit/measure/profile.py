@@ -12,7 +12,17 @@ from torch.optim import Optimizer
 from speedkit.errors import UsageError
 from speedkit.measure.bottlenecks import bottleneck_in_words, bottlenecks_of_loop, costly_switches
 from speedkit.measure.breakdown import Breakdown, StepObserver
-from speedkit.measure.timeline import AFTER_FORWARD, DATA, EVALUATION, FORWARD, OPTIMIZER, OTHER, RARE, timing
+from speedkit.measure.timeline import (
+    AFTER_FORWARD,
+    CHECKPOINT,
+    DATA,
+    EVALUATION,
+    FORWARD,
+    OPTIMIZER,
+    OTHER,
+    RARE,
+    timing,
+)
 from speedkit.measure.warm_up import compilations
 
 
@@ -80,6 +90,7 @@ class LoopProfile:
         self.batches = 0
         self.forwards = 0
         self.look_end: int | None = None  # steps made when the closer look was over
+        self.later_s: dict[str, float] = {}  # by part, from then to the latest step: an evaluation at the end is none
 
     def install(self, stack: contextlib.ExitStack) -> None:
         """See everything that the loop does, until `stack` is closed."""
@@ -87,7 +98,7 @@ class LoopProfile:
         for model in self.models:
             call = vars(model).get("_compiled_call_impl") or model._call_impl  # where nn.Module.compile keeps its form
             stack.enter_context(patch.object(model, "_compiled_call_impl", self._timed_forward(model, call)))
-        stack.enter_context(patch.object(torch, "save", timeline.timed(EVALUATION, torch.save)))
+        stack.enter_context(patch.object(torch, "save", timeline.timed(CHECKPOINT, torch.save)))
         stack.callback(self.optimizer.register_step_pre_hook(lambda *_: timeline.begin(OPTIMIZER)).remove)
         stack.callback(self.optimizer.register_step_post_hook(self._after_step).remove)
         stack.enter_context(timing(timeline))
@@ -145,6 +156,8 @@ class LoopProfile:
 
     def _after_step(self, *_: Any) -> None:
         self.timeline.end()
+        if self.look_end is not None:
+            self.later_s = dict(self.timeline.seconds)
         self.steps += 1
         self.step_ended = True
 
@@ -182,9 +195,8 @@ class LoopProfile:
         observer = self.observer
         if self.look_end is not None:  # what is rare is taken from all steps, those after the closer look too
             share = observer.timed / (observer.timed + self.steps - self.look_end)
-            later_s = self.timeline.take()
             for cause in RARE:
-                observer.seconds[cause] = share * (observer.seconds[cause] + later_s.get(cause, 0.0))
+                observer.seconds[cause] = share * (observer.seconds[cause] + self.later_s.get(cause, 0.0))
         self.breakdown = observer.breakdown()
         if observer.timed:
             try:

@@ -81,7 +81,8 @@ class ScriptProfile:
             largest = max(self.optimizers, key=weight_count)
             # A forward hook for all modules would be compiled into the script's code, and again once it is removed.
             modules = [item for item in gc.get_objects() if issubclass(type(item), nn.Module)]
-            models = models_of(largest, modules)
+            # Two networks that learn in turns, say, with an optimizer each.
+            models = list(dict.fromkeys(model for each in self.optimizers for model in models_of(each, modules)))
             self.framework = framework_of(models)
             compiled = compilations() > 0  # the script has compiled whatever is compiled in this process
             self.loop = LoopProfile(models, largest, self.loader, compiled=compiled)

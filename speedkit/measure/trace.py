@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas
 
-from speedkit.measure.timeline import COMPILATION, DATA, EVALUATION, FORWARD, HOST, OPTIMIZER, OTHER
+from speedkit.measure.timeline import DATA, EVALUATION, FORWARD, HOST, OPTIMIZER, OTHER, RARE
 from speedkit.measure.trace_file import Event, Span, Window
 
 COPY = "host-to-device copy"
@@ -27,7 +27,7 @@ SMALL_S = 20e-6  # of an operator on a CPU: below it calling costs more than com
 # operator, so kernels are known by their own names: nvjet is cuBLAS's, xmma and cutlass are libraries of products.
 PRODUCT_KERNELS = ("gemm", "conv", "attention", "flash", "fmha", "wgrad", "dgrad", "nvjet", "cutlass", "xmma")
 PRODUCT_OPERATORS = "mm|conv|attention|linear|lstm|rnn"
-FORMATS = {"float": "fp32", "c10::BFloat16": "bf16", "c10::Half": "fp16", "c10::Float8_e4m3fn": "fp8"}
+FORMATS = {"double": "fp64", "float": "fp32", "c10::BFloat16": "bf16", "c10::Half": "fp16", "c10::Float8_e4m3fn": "fp8"}
 
 
 Spans = Sequence[Span]
@@ -90,7 +90,7 @@ def classify(
             causes[first:last] = LAUNCH
     causes[(causes == LAUNCH) & ~in_call & (lengths_s > HOST_WORK_S)] = OTHER
 
-    for name in (DATA, EVALUATION, COMPILATION):
+    for name in (DATA, *RARE):
         mark(causes, [part for part in parts if part.name == name], name)
 
     work_of = collections.defaultdict[str, list[Span]](list)

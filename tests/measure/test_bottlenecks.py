@@ -58,7 +58,9 @@ CASES = [
     (GPU, {"bandwidth-bound": 0.7}, {}, "bandwidth-bound", "compile"),
     (CPU, {}, {"trace": Trace(products_s={"fp32": 0.02}, passes_s=0.08)}, "bandwidth-bound", "compile"),
     (CPU, {"compilation": 0.5}, {}, "new shapes", "bucket"),
-    (GPU, {"evaluation and checkpoint": 0.5}, {}, "validation too often", "validate_every"),
+    (GPU, {"evaluation": 0.5}, {}, "validation too often", "validate_every"),
+    (GPU, {"checkpoint": 0.5}, {}, "checkpoints too often", None),
+    (CPU, {}, {"trace": Trace(products_s={"fp64": 0.06}, passes_s=0.02)}, "float64", None),
 ]
 
 
@@ -88,7 +90,7 @@ def test_a_burst_of_load_in_the_timed_steps_hides_nothing(cause, operators):
 
 
 def test_nothing_is_reported_on_a_healthy_run():
-    little = {"data wait": 0.03, "launch-bound": 0.08, "sync-bound": 0.02, "evaluation and checkpoint": 0.08}
+    little = {"data wait": 0.03, "launch-bound": 0.08, "sync-bound": 0.02, "evaluation": 0.08}
     assert ranked(GPU, little) == ranked(CPU, {"data wait": 0.03}, Trace(products_s={"bf16": 0.09})) == []
     assert ranked(GPU, {"bandwidth-bound": 0.45}) == [], "part of any model, and not most of a step"
     assert ranked(GPU, {}, Trace(products_s={"": 0.09})) == [], "replayed from a graph, in a format that nobody knows"
@@ -109,7 +111,7 @@ def test_a_disk_that_is_slower_than_what_comes_after_it_is_named():
 
 
 def test_causes_come_by_what_their_change_would_give():
-    shares = {"data wait": 0.3, "evaluation and checkpoint": 0.5}
+    shares = {"data wait": 0.3, "evaluation": 0.5}
     causes = ranked(CPU, shares, items_s=0.02, collate_s=0.02)
     assert [row["cause"] for row in causes] == ["validation too often", "slow decode", "slow collate"]
     assert [row["predicted_speedup_high"] for row in causes] == pytest.approx([1 / 0.5, 1 / 0.85, 1 / 0.85])

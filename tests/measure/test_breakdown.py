@@ -74,7 +74,7 @@ def test_a_trace_of_a_gpu_is_read_with_what_launched_its_kernels():
         "compute-bound": 1.5,
         "bandwidth-bound": 0.85,
         "optimizer": 0.9,
-        "evaluation and checkpoint": 1.1,
+        "evaluation": 1.1,
         "compilation": 0.8,
         "other host work": 1.2,
         "idle": 0.1,
