@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 
 from speedkit.clock import timed
 from speedkit.data.loader import collate, make_sample
+from speedkit.data.own_loader import why_not_kept
 from speedkit.display import table
 from speedkit.errors import UsageError
 from speedkit.machine import Hardware, this_machine, unusable_gpu
@@ -21,7 +23,7 @@ from speedkit.measure.breakdown import Breakdown, StepFacts, breakdown_of
 from speedkit.measure.peaks import matmul_rates
 from speedkit.measure.process import process_kept
 from speedkit.measure.roofline import roofline
-from speedkit.measure.timeline import BACKWARD, COMPILATION, DATA, EVALUATION, FORWARD, OPTIMIZER, OTHER
+from speedkit.measure.timeline import BACKWARD, CHECKPOINT, COMPILATION, DATA, EVALUATION, FORWARD, OPTIMIZER, OTHER
 from speedkit.measure.trace import BANDWIDTH, COMMUNICATION, COMPUTE, COPY, LAUNCH, SYNC
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
@@ -30,11 +32,15 @@ from speedkit.workload import Workload
 RARELY = "log_every=50: read and report what the device has computed every 50 steps"
 REPORTING = ("print(", "log", "write(", "set_postfix", "display(")  # in a line that reads the device
 MIN_GAIN = 1.05  # a breakdown may leave 5 % unexplained: what would give less may be nothing
-SLOW_DISK = 2.0  # times as long for reading a batch's files as for reading them again: NVMe stays well below
+MUCH_LONGER = 2.0  # times as long is the wait as making the batch again: a slow disk, not NVMe, or handing it over
+HANDING_OVER_S = 1e-3  # of a batch, from a worker to the loop: for less no worker pays
+ALL_CORES = 0.9  # of them in use: a worker would find none
+CHEAPER = "make a batch at once (__getitems__), and before training what is always the same"
 MIN_SMALL_ON_CPU = 0.20  # of a step, for calling operators: an eighth of a healthy small step goes into it
 MIN_PASSES = 0.60  # of a step, for passes over memory: of a healthy small step in bf16 they are up to 0.52
 SMALL_BYTES = 4e9
 EXCHANGE_LESS = "exchange less often (larger batches), less (in bf16), or beside the backward pass (DDP's buckets)"
+TO_FLOAT = "model.float(), and float32 data: of NumPy it is float64"
 MAKE_ROOM = "less than 4 GB of GPU memory: --micro-batch auto, --precision fp16, --checkpointing blocks, lower --width"
 Row = dict[str, Any]
 
@@ -99,6 +105,8 @@ def profile_workload(
 
 def bottlenecks_of_loop(breakdown: Breakdown, loader: Any, device: torch.device) -> list[Row]:
     """Return the bottlenecks of a user's own loop by its breakdown and its `loader`."""
+    with process_kept("cpu"):
+        breakdown.facts.why_not_kept = why_not_kept(loader)
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
         data: Any = loader.dataset
         count = min(loader.batch_size or 1, len(data))
@@ -117,6 +125,7 @@ def _time_loading(facts: StepFacts, make: Callable[[int], Any], join: Callable[[
         batch = items()
         facts.items_s = statistics.median(timed(items, "cpu", 3))
         facts.collate_s = statistics.median(timed(lambda: join(batch), "cpu", 3))
+        facts.batch_bytes = sum(getattr(leaf, "nbytes", 0) for leaf in tree_leaves(join(batch)))
 
 
 def costly_switches(device: torch.device) -> list[str]:
@@ -174,21 +183,52 @@ def _data_bottlenecks(breakdown: Breakdown, hardware: Hardware) -> Iterator[Bott
     facts = breakdown.facts
     wait_s = breakdown.step_s * breakdown.share(DATA)
     costs = {"slow decode": facts.items_s, "slow collate": facts.collate_s}
-    if not any(costs.values()):
+    make_s = sum(costs.values())
+    waiting = f"the loop waits for data, with {facts.workers} workers"
+    much_longer = wait_s > MUCH_LONGER * make_s > 0
+    if much_longer and facts.read_bytes:
+        read = f"; {1e-6 * facts.read_bytes:.3g} MB of it are read from a slow disk or network"
+        waiting += f"{read}, and read again they take far less: copy the files to NVMe"
+    elif much_longer and facts.workers:
+        here = f"{waiting}, and without them a batch is made in {1e3 * make_s:.3g} ms"
+        yield Bottleneck("too many workers", DATA, "workers=0", here, saved=(0.0, 1 - make_s / wait_s))
+        return
+    if not make_s:
         costs = {"slow loader": 1.0}
+    workers, hidden = _workers_needed(breakdown, hardware, make_s)
     for name, cost_s in costs.items():
-        seconds = wait_s * cost_s / sum(costs.values())
         change = "cache=ram"
         saved = (0.7, 1.0)
-        if facts.workers < hardware.cores and not (name == "slow decode" and facts.cacheable):
-            change = f"workers={hardware.cores}"
-            # At worst the cores, which the model uses too, share the wait; at best it hides behind the computing.
-            hidden = breakdown.step_s / (seconds or 1.0) - 1 / hardware.cores
-            saved = (1 - 1 / hardware.cores, min(1.0, hidden))
-        waiting = f"the loop waits for data, with {facts.workers} workers"
-        if wait_s > SLOW_DISK * sum(costs.values()):
-            waiting += "; read again it takes far less: from a slow disk or network: copy the files to NVMe"
-        yield Bottleneck(name, DATA, change, waiting, saved=saved, seconds=seconds)
+        evidence = waiting
+        if wait_s > HANDING_OVER_S and workers > facts.workers and not (name == "slow decode" and facts.cacheable):
+            change = f"workers={workers}, persistent_workers=True"
+            saved = (0.5 * hidden, hidden)
+            evidence += f"; each worker keeps 2 batches, {2e-6 * facts.batch_bytes:.3g} MB, beside the data set"
+        elif facts.why_not_kept or name == "slow collate" or wait_s <= HANDING_OVER_S:
+            change = CHEAPER
+            saved = (0.0, 1.0)
+            evidence += f"; {facts.why_not_kept or 'other workers or a cache would not help'}"
+        yield Bottleneck(name, DATA, change, evidence, saved=saved, seconds=wait_s * cost_s / sum(costs.values()))
+
+
+def _workers_needed(breakdown: Breakdown, hardware: Hardware, make_s: float) -> tuple[int, float]:
+    """Return how many workers make batches, each in `make_s`, as fast as the loop takes them, and what that hides.
+
+    The latter is a share of the wait, 0 workers where no core is free. Without workers the loop has waited for the
+    making itself; where nobody knows what it takes, workers are taken to be busy all the time.
+    """
+    facts = breakdown.facts
+    step_s = breakdown.step_s
+    computing_s = max(step_s * (1 - breakdown.share(DATA)), 1e-3 * step_s)
+    make_s = make_s or facts.workers * step_s
+    if not facts.workers:
+        make_s = max(make_s, step_s - computing_s)
+    workers = min(math.ceil(make_s / computing_s), hardware.cores)
+    busy = facts.cores_used / hardware.cores
+    if busy > ALL_CORES:
+        workers = 0
+    best_s = max(computing_s, make_s / max(1, workers), busy * step_s)
+    return workers, max(0.0, (step_s - best_s) / (step_s - computing_s or 1.0))
 
 
 def _host_bottlenecks(breakdown: Breakdown) -> Iterator[Bottleneck]:
@@ -211,6 +251,7 @@ def _host_bottlenecks(breakdown: Breakdown) -> Iterator[Bottleneck]:
     yield Bottleneck(
         "new shapes", COMPILATION, "bucket=True: pad to a few lengths", "graphs are compiled while training"
     )
+    yield Bottleneck("checkpoints too often", CHECKPOINT, "save less often", "torch.save is at work", 0.1)
     yield Bottleneck("validation too often", EVALUATION, "validate_every=0, or larger", "the model is evaluated", 0.1)
 
 
@@ -237,6 +278,9 @@ def _operator_bottlenecks(breakdown: Breakdown, hardware: Hardware, rates: Mappi
             seconds=passes_s,
         )
 
+    doubles_s = (products_s + passes_s) * trace.products_s.get("fp64", 0.0) / (sum(trace.products_s.values()) or 1.0)
+    yield Bottleneck("float64", FORWARD, TO_FLOAT, "it computes in float64", 0.1, saved=(0.3, 0.95), seconds=doubles_s)
+
     rates = {name: rate for name, rate in rates.items() if name != "fp8"}  # which not every layer can be converted to
     best = max(rates, key=rates.__getitem__)
     slow_s = gained_s = 0.0  # of the products, as profiled
@@ -260,7 +304,8 @@ def _operator_seconds(breakdown: Breakdown, hardware: Hardware) -> tuple[float, 
     """Return the seconds per step of calling small operators, of products of matrices, and of passes over memory.
 
     A CPU's breakdown has no such rows: forward, backward and update are divided as the profiler saw the operators. It
-    inflates small ones, so these get what the others leave, and no more than the profiler saw.
+    inflates small ones, so these get what the others leave, and no more than the profiler saw. Under it steps are
+    slower: where they were faster, something else held up those that were timed, and the shares of these count.
     """
     step_s = breakdown.step_s
     if hardware.device.type != "cpu":
@@ -268,10 +313,13 @@ def _operator_seconds(breakdown: Breakdown, hardware: Hardware) -> tuple[float, 
     trace = breakdown.facts.trace
     products_s = sum(trace.products_s.values())
     room_s = step_s * sum(map(breakdown.share, (FORWARD, BACKWARD, OPTIMIZER)))
-    scale = min(1 / trace.steps, room_s / (products_s + trace.passes_s or math.inf))
+    profiled = 1 / trace.steps
+    if trace.window_s:
+        profiled = max(profiled, step_s / trace.window_s)
+    scale = min(profiled, room_s / (products_s + trace.passes_s or math.inf))
     products_s *= scale
     passes_s = scale * trace.passes_s
-    small_s = min(room_s - products_s - passes_s, trace.small_s / trace.steps)
+    small_s = min(room_s - products_s - passes_s, trace.small_s * profiled)
     if small_s <= MIN_SMALL_ON_CPU * step_s:
         small_s = 0.0
     return small_s, products_s, passes_s

@@ -19,8 +19,8 @@ import torch
 from speedkit import display
 from speedkit.clock import synchronize
 from speedkit.errors import UsageError
-from speedkit.measure.process import process_kept
-from speedkit.measure.timeline import DATA, FORWARD, OPTIMIZER, RARE, Timeline, timing
+from speedkit.measure.process import process_kept, resources
+from speedkit.measure.timeline import AFTER_FORWARD, DATA, FORWARD, OPTIMIZER, OTHER, RARE, Timeline, timing
 from speedkit.measure.trace import CAUSES, UNEXPLAINED, Trace, trace_of
 from speedkit.measure.trace_file import WINDOW, read_window
 from speedkit.measure.waits import Sync, auditing
@@ -50,8 +50,12 @@ class StepFacts:
     audited: int = 0
     items_s: float = 0.0  # to make the items of a batch, one after the other
     collate_s: float = 0.0  # to join them
+    batch_bytes: int = 0
     workers: int = 0
+    cores_used: float = 0.0  # by this process and its workers; 0 where nobody looked
+    read_bytes: float = 0.0  # from disks
     cacheable: bool = False  # a cache, which the plan leaves off, could keep the features
+    why_not_kept: str = ""  # in memory: the samples of a loader
     notes: list[str] = dataclasses.field(default_factory=list)
     quarantined: Mapping[str, str] = dataclasses.field(default_factory=dict)  # path -> why of what could not be read
 
@@ -105,7 +109,7 @@ class StepObserver:
         self.to_time = steps
         self.profiled = 8
         if device.type == "cpu":  # each makes the trace longer, and a CPU's steps are long
-            self.profiled = 1
+            self.profiled = 3  # of which the median counts: what else the machine does may fall into one
         self.audited = AUDITED
         self.timed = 0
         self.seconds: dict[str, float] = collections.defaultdict(float)  # by part, of the steps timed so far
@@ -120,6 +124,7 @@ class StepObserver:
         """Observe one step after the other: each `yield` is a step of the loop's. `trace_file` keeps the trace."""
         # Their times, undisturbed.
         synchronize(self.device)
+        cpu_s, read_bytes = resources()
         self.timeline.take()
         while self.timed < self.to_time:
             yield
@@ -128,6 +133,9 @@ class StepObserver:
                 synchronize(self.device)  # what is still to be done is of these steps
             for cause, part_s in self.timeline.take().items():
                 self.seconds[cause] += part_s
+        until_cpu_s, until_bytes = resources()
+        self.facts.cores_used = (until_cpu_s - cpu_s) / sum(self.seconds.values())
+        self.facts.read_bytes = (until_bytes - read_bytes) / self.timed
 
         # Their operators and kernels. The device has nothing left to do before and after the window.
         if torch.autograd._profiler_enabled():
@@ -170,7 +178,10 @@ def make_breakdown(device: torch.device | str, host: Mapping[str, float], *, ste
     """Return the breakdown of `steps` steps, made of the `host`'s seconds in all of them and of a GPU's trace."""
     facts = dataclasses.replace(facts, host_s={cause: part_s / max(1, steps) for cause, part_s in host.items()})
     window_s = sum(host.values())
-    seconds = dict(host)
+    seconds: dict[str, float] = collections.defaultdict(float, host)
+    after_s = seconds.pop(AFTER_FORWARD, 0.0)
+    seconds[FORWARD] += facts.trace.loss_share * after_s
+    seconds[OTHER] += (1 - facts.trace.loss_share) * after_s
     busy_share = None
     if facts.trace.busy_s:
         seconds, busy_share = unprofiled(facts.trace, host, steps)

@@ -1,6 +1,7 @@
-"""What measuring changes of the whole process, and puts back; and measuring in a new one."""
+"""What measuring changes of the whole process, and puts back; what the process uses; and measuring in a new one."""
 
 import contextlib
+import multiprocessing
 import os
 import pickle
 import random
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
 from speedkit.errors import SpeedkitError
@@ -30,6 +32,18 @@ def process_kept(device: torch.device | str) -> Iterator[None]:
         finally:
             random.setstate(python_state)
             np.random.set_state(numpy_state)  # noqa: NPY002
+
+
+def resources() -> tuple[float, int]:
+    """Return the seconds that this process and its workers have used cores, and the bytes that they read from disks."""
+    cpu_s = 0.0
+    read_bytes = 0
+    for number in (os.getpid(), *(worker.pid for worker in multiprocessing.active_children())):
+        with contextlib.suppress(psutil.Error, AttributeError):  # it has just ended; a system that counts no reads
+            process = psutil.Process(number)
+            cpu_s += sum(process.cpu_times()[:4])  # those of workers that have ended, too
+            read_bytes += process.io_counters().read_bytes
+    return cpu_s, read_bytes
 
 
 def in_new_process(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

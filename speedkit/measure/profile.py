@@ -12,7 +12,17 @@ from torch.optim import Optimizer
 from speedkit.errors import UsageError
 from speedkit.measure.bottlenecks import bottleneck_in_words, bottleneck_table, bottlenecks_of_loop, costly_switches
 from speedkit.measure.breakdown import Breakdown, StepObserver
-from speedkit.measure.timeline import DATA, EVALUATION, FORWARD, OPTIMIZER, OTHER, RARE, timing
+from speedkit.measure.timeline import (
+    AFTER_FORWARD,
+    CHECKPOINT,
+    DATA,
+    EVALUATION,
+    FORWARD,
+    OPTIMIZER,
+    OTHER,
+    RARE,
+    timing,
+)
 from speedkit.measure.warm_up import compilations
 
 
@@ -24,8 +34,9 @@ def profile(
 
     `model` is what the loop calls: the compiled one, if it is compiled. After `skip` steps of warm-up and `steps` timed
     ones, a few are looked at closely: their operators, and what makes the host wait. Of the rest only evaluation and
-    compilation count. What follows the forward pass, up to `backward()`, is its loss and counts as forward; from a
-    forward pass in evaluation mode or without gradients on, up to training again, all is evaluation. Afterwards
+    compilation count. What follows the forward pass, up to `backward()`, is its loss and counts as forward as far as
+    operators are at work, and as other host work where Python is; from a forward pass in evaluation mode or without
+    gradients on, up to training again, all is evaluation. Afterwards
     everything is as it was, also where the loop raises, and `seen` has `breakdown`, `bottlenecks` and `notes`, which
     are printed (`show`). Raises UsageError where nothing can be profiled.
     """
@@ -79,6 +90,7 @@ class LoopProfile:
         self.batches = 0
         self.forwards = 0
         self.look_end: int | None = None  # steps made when the closer look was over
+        self.later_s: dict[str, float] = {}  # by part, from then to the latest step: an evaluation at the end is none
 
     def install(self, stack: contextlib.ExitStack) -> None:
         """See everything that the loop does, until `stack` is closed."""
@@ -86,7 +98,7 @@ class LoopProfile:
         for model in self.models:
             call = vars(model).get("_compiled_call_impl") or model._call_impl  # where nn.Module.compile keeps its form
             stack.enter_context(patch.object(model, "_compiled_call_impl", self._timed_forward(model, call)))
-        stack.enter_context(patch.object(torch, "save", timeline.timed(EVALUATION, torch.save)))
+        stack.enter_context(patch.object(torch, "save", timeline.timed(CHECKPOINT, torch.save)))
         stack.callback(self.optimizer.register_step_pre_hook(lambda *_: timeline.begin(OPTIMIZER)).remove)
         stack.callback(self.optimizer.register_step_post_hook(self._after_step).remove)
         stack.enter_context(timing(timeline))
@@ -130,7 +142,7 @@ class LoopProfile:
             self.forwards += 1
             if model.training and torch.is_grad_enabled():
                 self.step_may_end()
-                timeline.begin(FORWARD, then=FORWARD)
+                timeline.begin(FORWARD, then=AFTER_FORWARD)
             else:
                 if timeline.stack == [OTHER]:
                     timeline.stack[0] = EVALUATION  # what it took to begin counts too, such as a loader's start
@@ -144,6 +156,8 @@ class LoopProfile:
 
     def _after_step(self, *_: Any) -> None:
         self.timeline.end()
+        if self.look_end is not None:
+            self.later_s = dict(self.timeline.seconds)
         self.steps += 1
         self.step_ended = True
 
@@ -181,9 +195,8 @@ class LoopProfile:
         observer = self.observer
         if self.look_end is not None:  # what is rare is taken from all steps, those after the closer look too
             share = observer.timed / (observer.timed + self.steps - self.look_end)
-            later_s = self.timeline.take()
             for cause in RARE:
-                observer.seconds[cause] = share * (observer.seconds[cause] + later_s.get(cause, 0.0))
+                observer.seconds[cause] = share * (observer.seconds[cause] + self.later_s.get(cause, 0.0))
         self.breakdown = observer.breakdown()
         if observer.timed:
             try:

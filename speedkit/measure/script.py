@@ -27,9 +27,12 @@ from speedkit.measure.optimizations import Change, plan_of, text
 from speedkit.measure.peaks import matmul_rates
 from speedkit.measure.predict import predict
 from speedkit.measure.profile import LoopProfile
+from speedkit.measure.timeline import BACKWARD, FORWARD, OPTIMIZER
+from speedkit.measure.trace import BANDWIDTH, COMPUTE
 from speedkit.measure.warm_up import compilations
 from speedkit.plan import Plan
 
+COMPUTING = (FORWARD, BACKWARD, OPTIMIZER, COMPUTE, BANDWIDTH)
 SEEN_STEPS = 2  # of all optimizers, before the largest of these is profiled
 
 
@@ -79,7 +82,8 @@ class ScriptProfile:
             largest = max(self.optimizers, key=weight_count)
             # A forward hook for all modules would be compiled into the script's code, and again once it is removed.
             modules = [item for item in gc.get_objects() if issubclass(type(item), nn.Module)]
-            models = models_of(largest, modules)
+            # Two networks that learn in turns, say, with an optimizer each.
+            models = list(dict.fromkeys(model for each in self.optimizers for model in models_of(each, modules)))
             self.framework = framework_of(models)
             compiled = compilations() > 0  # the script has compiled whatever is compiled in this process
             self.loop = LoopProfile(models, largest, self.loader, compiled=compiled)
@@ -218,6 +222,7 @@ def next_levers(plan: Plan, rows: Sequence[Mapping[str, Any]], device: str) -> s
     for change in changes:
         if dataclasses.replace(plan, **change) != plan:
             gains[text(change)] = predict(change, shares, gains=products)
+    at_work = sum(row["share"] for row in rows if row["cause"] in COMPUTING)
     best_first = sorted(gains, key=lambda change: -math.prod(gains[change]))
     tries = ["{}, {:.2f} to {:.2f} times as fast".format(change, *gains[change]) for change in best_first]
-    return f"nothing stands out: the device computes. Next to try: {'; '.join(tries)}"
+    return f"nothing stands out, and operators are {at_work:.0%} of a step. Next to try: {'; '.join(tries)}"

@@ -17,13 +17,15 @@ import torch
 PART = "speedkit: "  # before a part's name in a profiler's trace
 DATA = "data wait"
 FORWARD = "forward"
+AFTER_FORWARD = "loss, and Python"  # after a forward pass, up to the next part: a trace says how much is operators
 BACKWARD = "backward"
 OPTIMIZER = "optimizer"
-EVALUATION = "evaluation and checkpoint"
+EVALUATION = "evaluation"
+CHECKPOINT = "checkpoint"
 COMPILATION = "compilation"
 OTHER = "other host work"
-HOST = (FORWARD, BACKWARD, OPTIMIZER, EVALUATION, COMPILATION, OTHER)
-RARE = (EVALUATION, COMPILATION)  # what a few steps say nothing of: all of it is timed
+HOST = (FORWARD, BACKWARD, OPTIMIZER, EVALUATION, CHECKPOINT, COMPILATION, OTHER)
+RARE = (EVALUATION, CHECKPOINT, COMPILATION)  # what a few steps say nothing of: all of it is timed
 
 
 class Timeline:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas
 
-from speedkit.measure.timeline import COMPILATION, DATA, EVALUATION, HOST, OPTIMIZER, OTHER
+from speedkit.measure.timeline import DATA, EVALUATION, FORWARD, HOST, OPTIMIZER, OTHER, RARE
 from speedkit.measure.trace_file import Event, Span, Window
 
 COPY = "host-to-device copy"
@@ -27,7 +27,7 @@ SMALL_S = 20e-6  # of an operator on a CPU: below it calling costs more than com
 # operator, so kernels are known by their own names: nvjet is cuBLAS's, xmma and cutlass are libraries of products.
 PRODUCT_KERNELS = ("gemm", "conv", "attention", "flash", "fmha", "wgrad", "dgrad", "nvjet", "cutlass", "xmma")
 PRODUCT_OPERATORS = "mm|conv|attention|linear|lstm|rnn"
-FORMATS = {"float": "fp32", "c10::BFloat16": "bf16", "c10::Half": "fp16", "c10::Float8_e4m3fn": "fp8"}
+FORMATS = {"double": "fp64", "float": "fp32", "c10::BFloat16": "bf16", "c10::Half": "fp16", "c10::Float8_e4m3fn": "fp8"}
 
 
 Spans = Sequence[Span]
@@ -44,6 +44,8 @@ class Trace:
     products_s: Seconds = dataclasses.field(default_factory=dict)  # of matrices, by number format
     small_s: float = 0.0  # operators on a CPU that cost more to call than to compute
     passes_s: float = 0.0  # over memory: all other operators on a CPU
+    window_s: float = 0.0  # that the steps took under the profiler, without what held single operators up
+    loss_share: float = 1.0  # of the time between a forward pass and the next part: operators at work
     steps: int = 1
 
 
@@ -88,7 +90,7 @@ def classify(
             causes[first:last] = LAUNCH
     causes[(causes == LAUNCH) & ~in_call & (lengths_s > HOST_WORK_S)] = OTHER
 
-    for name in (DATA, EVALUATION, COMPILATION):
+    for name in (DATA, *RARE):
         mark(causes, [part for part in parts if part.name == name], name)
 
     work_of = collections.defaultdict[str, list[Span]](list)
@@ -138,7 +140,7 @@ def trace_of(window: Window) -> Trace:
     runtime = events["cuda_runtime"] + events["cuda_driver"]
     device = events["kernel"] + events["gpu_memset"] + events["gpu_memcpy"]
     if not device:
-        return _trace_of_cpu(operators, steps)
+        return _trace_of_cpu(window, steps)
 
     work = []
     launches_s = {event["args"].get("correlation"): event["span"].begin_s for event in runtime}
@@ -172,8 +174,9 @@ def _products_on_gpu(device: Iterable[Event], operators: Iterable[Event]) -> Sec
     return products_s
 
 
-def _trace_of_cpu(operators: Sequence[Event], steps: int) -> Trace:
-    """Return what PyTorch's own operators, given in order of time, cost on a CPU."""
+def _trace_of_cpu(window: Window, steps: int) -> Trace:
+    """Return what PyTorch's own operators cost on a CPU."""
+    operators = window.events["cpu_op"]
     callers = collections.defaultdict[int, list[Event]](list)  # by thread, each called by the one before
     for event in operators:
         stack = callers[event["tid"]]
@@ -192,6 +195,7 @@ def _trace_of_cpu(operators: Sequence[Event], steps: int) -> Trace:
     table = pandas.DataFrame(rows, columns=["name", "format", "shapes", "own_s"])
     # The median of alike calls counts for all of them: what else the machine does may fall on any one.
     own_s = table.groupby(["name", "format", "shapes"])["own_s"].transform("median")
+    held_up_s = float(table["own_s"].sum() - own_s.sum())
     is_small = own_s < SMALL_S
     is_product = table["name"].str.contains(PRODUCT_OPERATORS)
     return Trace(
@@ -199,8 +203,27 @@ def _trace_of_cpu(operators: Sequence[Event], steps: int) -> Trace:
         products_s=own_s[is_product & ~is_small].groupby(table["format"]).sum().to_dict(),
         small_s=float(own_s[is_small].sum()),
         passes_s=float(own_s[~is_product & ~is_small].sum()),
+        window_s=window.end_s - held_up_s,
+        loss_share=_loss_share(window),
         steps=steps,
     )
+
+
+def _loss_share(window: Window) -> float:
+    """Return the share of the time after forward passes, up to the next part, in which operators are at work."""
+    after_s = covered_s = 0.0
+    for part in window.parts:
+        if part.name != FORWARD:
+            continue
+        until_s = min((other.begin_s for other in window.parts if other.begin_s >= part.end_s), default=window.end_s)
+        counted_s = part.end_s
+        after_s += until_s - counted_s
+        for event in window.events["cpu_op"]:  # in order of time
+            begin_s, end_s = event["span"][:2]
+            if end_s > counted_s and begin_s < until_s:
+                covered_s += min(end_s, until_s) - max(begin_s, counted_s)
+                counted_s = end_s
+    return covered_s / (after_s or 1.0)
 
 
 def _number_format(operator: Event) -> str:

@@ -7,7 +7,14 @@ import pytest
 import torch
 from tiny import CPU_BF16, DEVICES, H100, busy, points
 
-from speedkit.measure.bottlenecks import as_text, costly_switches, gpu_advice, profile_workload, rank
+from speedkit.measure.bottlenecks import (
+    as_text,
+    bottlenecks_of_loop,
+    costly_switches,
+    gpu_advice,
+    profile_workload,
+    rank,
+)
 from speedkit.measure.breakdown import StepFacts, make_breakdown
 from speedkit.measure.trace import Trace
 from speedkit.measure.waits import Sync
@@ -51,7 +58,9 @@ CASES = [
     (GPU, {"bandwidth-bound": 0.7}, {}, "bandwidth-bound", "compile"),
     (CPU, {}, {"trace": Trace(products_s={"fp32": 0.02}, passes_s=0.08)}, "bandwidth-bound", "compile"),
     (CPU, {"compilation": 0.5}, {}, "new shapes", "bucket"),
-    (GPU, {"evaluation and checkpoint": 0.5}, {}, "validation too often", "validate_every"),
+    (GPU, {"evaluation": 0.5}, {}, "validation too often", "validate_every"),
+    (GPU, {"checkpoint": 0.5}, {}, "checkpoints too often", None),
+    (CPU, {}, {"trace": Trace(products_s={"fp64": 0.06}, passes_s=0.02)}, "float64", None),
 ]
 
 
@@ -66,8 +75,22 @@ def test_a_cause_is_named_first_by_what_gives_it_away(case):
         assert first["seconds"] == pytest.approx(sum(shares.values()) * STEP_S, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("cause", "operators"),
+    [
+        ("many small operators", {"calls": 9000, "small_s": 0.036}),
+        ("compute-bound", {"products_s": {"fp32": 0.1}}),
+        ("bandwidth-bound", {"passes_s": 0.12}),
+    ],
+)
+def test_a_burst_of_load_in_the_timed_steps_hides_nothing(cause, operators):
+    """Three profiled steps took 50 ms each, the timed ones 100 ms."""
+    [row] = ranked(CPU, {}, Trace(steps=3, window_s=0.15, **operators))
+    assert row["cause"] == cause and ranked(CPU, {}, Trace(steps=3, **operators)) == []
+
+
 def test_nothing_is_reported_on_a_healthy_run():
-    little = {"data wait": 0.03, "launch-bound": 0.08, "sync-bound": 0.02, "evaluation and checkpoint": 0.08}
+    little = {"data wait": 0.03, "launch-bound": 0.08, "sync-bound": 0.02, "evaluation": 0.08}
     assert ranked(GPU, little) == ranked(CPU, {"data wait": 0.03}, Trace(products_s={"bf16": 0.09})) == []
     assert ranked(GPU, {"bandwidth-bound": 0.45}) == [], "part of any model, and not most of a step"
     assert ranked(GPU, {}, Trace(products_s={"": 0.09})) == [], "replayed from a graph, in a format that nobody knows"
@@ -82,18 +105,59 @@ def test_a_machine_without_a_compiler_is_told_nothing_it_cannot_do(monkeypatch):
 
 
 def test_a_disk_that_is_slower_than_what_comes_after_it_is_named():
-    for wait_s, told in ((0.05, True), (0.03, False)):
-        row = ranked(CPU, {"data wait": wait_s / STEP_S}, items_s=0.018, collate_s=0.002)[0]
+    for wait_s, read, told in ((0.05, 1e6, True), (0.03, 1e6, False), (0.05, 0, False)):
+        row = ranked(CPU, {"data wait": wait_s / STEP_S}, items_s=0.018, collate_s=0.002, read_bytes=read)[0]
         assert ("slow disk" in row["evidence"]) == told
 
 
 def test_causes_come_by_what_their_change_would_give():
-    shares = {"data wait": 0.3, "evaluation and checkpoint": 0.5}
+    shares = {"data wait": 0.3, "evaluation": 0.5}
     causes = ranked(CPU, shares, items_s=0.02, collate_s=0.02)
     assert [row["cause"] for row in causes] == ["validation too often", "slow decode", "slow collate"]
     assert [row["predicted_speedup_high"] for row in causes] == pytest.approx([1 / 0.5, 1 / 0.85, 1 / 0.85])
-    # Four workers share out the wait at least, and hide it at best.
-    assert causes[1]["predicted_speedup_low"] == pytest.approx(1 / (0.85 + 0.15 / 4))
+    # A worker hides half of the wait at least, and all of it at best.
+    assert causes[1]["predicted_speedup_low"] == pytest.approx(1 / (0.85 + 0.15 / 2))
+
+
+@pytest.mark.parametrize(
+    ("facts", "change"),
+    [
+        ({}, "workers=3, persistent_workers=True"),
+        ({"workers": 1, "items_s": 0.1}, "workers=4, persistent_workers=True"),  # the machine has no more cores
+        ({"workers": 1, "collate_s": 0.0}, "workers=3, persistent_workers=True"),
+        ({"workers": 2, "items_s": 0.01}, "workers=0"),  # less than handing them over
+        ({"cores_used": 3.8}, "cache=ram"),
+        ({"cores_used": 3.8, "why_not_kept": "drawn at random"}, "make a batch at once"),
+        ({"workers": 4}, "cache=ram"),
+        ({"workers": 4, "why_not_kept": "drawn at random"}, "make a batch at once"),
+    ],
+)
+def test_of_workers_and_a_cache_what_helps_is_advised(facts, change):
+    """A step of 100 ms waits 70: batches, made in 71 ms, are taken every 30."""
+    row = ranked(CPU, {"data wait": 0.7}, **({"items_s": 0.07, "collate_s": 0.001, "batch_bytes": 10**6} | facts))[0]
+    assert row["change"].startswith(change)
+    assert ("2 batches, 2 MB" in row["evidence"]) == change.startswith(("workers=3", "workers=4"))
+    assert facts.get("why_not_kept", "") in row["evidence"]
+    assert "disk" not in row["evidence"]
+
+
+def test_no_worker_is_advised_for_less_than_handing_a_batch_over():
+    host = {"data wait": 0.008, "forward": 0.008}
+    [row] = rank(make_breakdown("cpu", host, steps=10, facts=StepFacts(items_s=8e-4, trace=Trace())), CPU)
+    assert "workers" not in row["change"] and "cache" not in row["change"]
+
+
+def test_what_a_loader_draws_at_random_is_seen():
+    class Crops(torch.utils.data.Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            return torch.rand(3)
+
+    breakdown = make_breakdown("cpu", {"data wait": 1.0}, steps=1, facts=StepFacts(cores_used=4.0))
+    [row] = bottlenecks_of_loop(breakdown, torch.utils.data.DataLoader(Crops()), torch.device("cpu"))[:1]
+    assert "at random" in row["evidence"] and "cache" not in row["change"]
 
 
 # For real.

@@ -9,7 +9,7 @@ from tiny import DEVICES, busy, load, points, slowed
 
 from speedkit.measure.breakdown import StepFacts, breakdown_of, make_breakdown
 from speedkit.measure.trace import CAUSES, Trace, classify, trace_of
-from speedkit.measure.trace_file import Span, read_window
+from speedkit.measure.trace_file import Span, read_window, window_of
 
 TRACES = Path(__file__).parents[1] / "traces"
 MS = 1e-3
@@ -74,7 +74,7 @@ def test_a_trace_of_a_gpu_is_read_with_what_launched_its_kernels():
         "compute-bound": 1.5,
         "bandwidth-bound": 0.85,
         "optimizer": 0.9,
-        "evaluation and checkpoint": 1.1,
+        "evaluation": 1.1,
         "compilation": 0.8,
         "other host work": 1.2,
         "idle": 0.1,
@@ -88,6 +88,16 @@ def test_a_trace_recorded_on_a_cpu_has_its_operators_and_no_work_on_a_device():
     )  # a step of a small net, in the window, after another
     assert trace.busy_s == {} and 30 < trace.calls < 178
     assert 0 < trace.small_s < 10 * MS and trace.products_s.keys() == {"fp32"}
+
+
+def test_what_holds_up_a_single_operator_of_a_cpu_counts_neither_for_it_nor_in_its_window():
+    events = [
+        {"name": "aten::mm", "cat": "cpu_op", "ts": ts, "dur": dur, "tid": 1, "args": {}}
+        for ts, dur in ((0, 10_000), (12_000, 70_000), (84_000, 11_000))
+    ]
+    trace = trace_of(window_of({"traceEvents": events}))
+    assert sum(trace.products_s.values()) == pytest.approx(33 * MS)
+    assert trace.window_s == pytest.approx((95 - 58) * MS)
 
 
 def test_gaps_of_a_profiled_run_shrink_to_what_is_left_of_the_unprofiled_one():

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import io
 import random
 
 import numpy as np
@@ -54,7 +55,7 @@ class Loop:
         data.seconds = wait_s / 8 if part == "data wait" else 0.0
         self.loader = DataLoader(data, 8, shuffle=True)
         self.losses = []
-        self.evaluate_at = range(1, 10**6) if part == "evaluation and checkpoint" else ()
+        self.evaluate_at = range(1, 10**6) if part == "evaluation" else ()
 
     def plant(self, part):
         busy(self.wait_s if part == self.part else 0.0)
@@ -107,17 +108,18 @@ def state(loop):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("part", ["data wait", "forward", "backward", "other host work", "evaluation and checkpoint"])
+@pytest.mark.parametrize("part", ["data wait", "forward", "backward", "other host work", "evaluation"])
 def test_what_was_planted_is_in_its_row(part, device, capsys):
-    """A GPU's breakdown has no passes: what the host does in them is its other work."""
+    """After a forward pass only operators count as forward; in a backward pass a GPU's host does other work."""
     loop = Loop(part, 4 * MS, device)
     with profiled(loop, show=True) as seen:
         loop.train()
-    row = "other host work" if device == "cuda" and part in ("forward", "backward") else part
+    row = "other host work" if part == "forward" or (device == "cuda" and part == "backward") else part
     assert per_step_s(seen, row) > 0.95 * 4 * MS
     breakdown = seen.breakdown
     assert abs(breakdown.share("unexplained")) < 0.05
     assert breakdown.steps == 20 and seen.notes == [] and breakdown.facts.trace.calls > 10
+    assert breakdown.facts.trace.steps >= 3
     shown = capsys.readouterr().out
     assert row in shown and "unexplained" in shown
     assert part != "data wait" or (seen.bottlenecks[0]["cause"] == "slow decode" and "slow decode: " in shown)
@@ -157,7 +159,7 @@ def test_wherever_the_loop_fails_everything_is_as_it_was_and_what_was_measured_i
     assert state(loop) == before
     assert all("random" in name for name in differences(process, picture(LEFT_BY_MEASURING)))
     assert seen.breakdown.steps == min(count - 1, 2) and seen.breakdown.rows[-1]["cause"] == "unexplained"
-    assert (seen.notes == []) == (count >= 7) and all(f"made {count} steps" in note for note in seen.notes)
+    assert (seen.notes == []) == (count >= 9) and all(f"made {count} steps" in note for note in seen.notes)
 
 
 class Slotted:
@@ -175,7 +177,7 @@ def test_a_step_is_the_optimizers_however_many_batches_it_takes_from_whatever_it
     with profiled(loop, steps=4) as seen:
         loop.train(accumulate=2)
     assert seen.breakdown.steps == 4 and seen.batches == 64 and seen.notes == []
-    assert per_step_s(seen, "forward") > 0.9 * 2 * 2 * MS
+    assert per_step_s(seen, "other host work") > 0.9 * 2 * 2 * MS
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -233,8 +235,12 @@ def test_in_a_long_loop_evaluations_are_timed_after_the_close_look_too():
     loop.evaluate_at = (60, 80)
     with profiled(loop) as seen:
         loop.train()
+        torch.save(torch.zeros(1), io.BytesIO())
+        for _ in range(10):
+            loop.evaluate()  # once more at the end is not too often
     assert seen.steps == 100 and seen.breakdown.steps == 20 and not seen.notes
-    assert per_step_s(seen, "evaluation and checkpoint") > 0.95 * 2 / 100 * 4 * MS
+    assert 0.95 * 2 / 100 * 4 * MS < per_step_s(seen, "evaluation") < 5 / 100 * 4 * MS
+    assert seen.breakdown.share("checkpoint") == 0
 
 
 def test_a_loop_that_is_not_the_one_described_is_told_so_and_what_cannot_be_watched_is_refused():

@@ -156,10 +156,33 @@ def test_the_processes_of_a_script_end_when_it_tells_them_to(tmp_path):
     assert result.returncode == 0 and "breakdown.json" in result.stdout, result.stderr
 
 
+TWO_NETWORKS = """
+import time, torch
+from torch import nn
+generator, critic = nn.Linear(64, 64), nn.Sequential(nn.Linear(64, 1))
+critic.register_forward_pre_hook(lambda *_: time.sleep(0.005))
+optimizers = [torch.optim.SGD(net.parameters(), 0.01) for net in (generator, critic)]
+for step in range(80):
+    for optimizer, sign in zip(optimizers, (1, -1)):
+        (sign * critic(generator(torch.randn(4, 64)))).mean().backward()
+        optimizer.step(), optimizer.zero_grad()
+"""
+
+
+def test_a_second_optimizers_network_counts_as_forward(tmp_path):
+    result = run(tmp_path, TWO_NETWORKS, *PROFILE)
+    assert result.returncode == 0, result.stderr
+    breakdown = json.loads((tmp_path / "seen" / "breakdown.json").read_text())
+    shares = {row["cause"]: row["share"] for row in breakdown["rows"]}
+    assert shares["forward"] > 0.6 > 0.3 > shares["other host work"]
+
+
 def test_where_nothing_stands_out_the_levers_are_named_that_are_left():
     shares = {"forward": 0.4, "backward": 0.4, "optimizer": 0.2}
     rows = [{"cause": cause, "share": share} for cause, share in shares.items()]
     sentence = next_levers(Plan(), rows, "cpu")
     assert ("precision=bf16" in sentence) == this_machine("cpu").supports("bf16")
-    assert "fused_optimizer=True" in sentence
+    assert "fused_optimizer=True" in sentence and "operators are 100% of a step" in sentence
+    python = [*rows, {"cause": "other host work", "share": 0.1}]
+    assert next_levers(Plan(), python, "cpu") == sentence, "it does not compute"
     assert "fused_optimizer" not in next_levers(Plan(fused_optimizer=True), rows, "cpu")
