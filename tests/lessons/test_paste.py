@@ -80,6 +80,18 @@ def script(model, data, batch_size=8, fused=False):
     return {"model": model, "criterion": functional.cross_entropy, "optimizer": optimizer, "loader": loader}
 
 
+def learn(names):
+    """The losses of an ordinary loop, once over the data."""
+    losses = []
+    for inputs, targets in names["loader"]:
+        names["optimizer"].zero_grad()
+        loss = functional.cross_entropy(names["model"](inputs), targets)
+        loss.backward()
+        names["optimizer"].step()
+        losses.append(loss.item())
+    return losses
+
+
 def gradients(model):
     return torch.cat([weight.grad.flatten() for weight in model.parameters()])
 
@@ -182,10 +194,7 @@ def test_channels_last_keeps_the_losses_and_names_the_layer_that_undoes_it(capsy
     model = torch.nn.Sequential(*layers, torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
     data = TensorDataset(torch.randn(16, 3, 8, 8), torch.arange(16) % 4)
     plain = script(copy.deepcopy(model), data)
-    for inputs, targets in plain["loader"]:
-        functional.cross_entropy(plain["model"](inputs), targets).backward()
-        plain["optimizer"].step()
-        plain["optimizer"].zero_grad()
+    learn(plain)
     after = paste("24", **script(model, data))
     [line] = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"InstanceNorm2d\(.*\) returns NCHW", line)
@@ -206,14 +215,7 @@ def test_the_quiet_loop_learns_the_same_and_reads_where_it_prints(capsys):
     from speedkit.measure.waits import audit
 
     model, data = Net(), rows(100)
-    names = script(copy.deepcopy(model), data, batch_size=2, fused=True)
-    losses = []
-    for inputs, targets in names["loader"]:
-        loss = functional.cross_entropy(names["model"](inputs), targets)
-        losses.append(loss.item())
-        loss.backward()
-        names["optimizer"].step()
-        names["optimizer"].zero_grad()
+    losses = learn(script(copy.deepcopy(model), data, batch_size=2, fused=True))
     seen = []
     reads = audit(
         lambda: seen.append(paste("26", **script(model, data, batch_size=2, fused=True))), torch.device("cpu")
@@ -277,11 +279,8 @@ def rank(number, port, out, fits):
     orders = []
 
     def train_epoch(model, optimizer, loader):
-        for inputs, targets in loader:
-            optimizer.zero_grad()
-            functional.cross_entropy(model(inputs), targets).backward()
-            optimizer.step()
-            orders.append(inputs[:, 0].tolist())
+        orders.extend(inputs[:, 0].tolist() for inputs, _ in loader)  # the order is that of the epoch
+        learn({"model": model, "optimizer": optimizer, "loader": loader})
 
     names = {"model": Net(), "data": data, "train_epoch": train_epoch, "epochs": 2}
     model = paste("40", {"fits = True": f"fits = {fits}"}, **names).model
@@ -299,14 +298,12 @@ def test_two_ranks_share_each_epoch_in_another_order_and_learn_what_one_does(tmp
         assert sorted(mine + theirs) == sorted(data)
     assert orders[0] != orders[1]
     torch.manual_seed(0)
-    inputs, targets = rows(64).tensors
-    model = Net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    whole = rows(64)
+    names = script(Net(), whole, batch_size=64)
+    names["optimizer"].param_groups[0]["lr"] = 1e-3
     for _ in range(2):
-        optimizer.zero_grad()
-        functional.cross_entropy(model(inputs), targets).backward()
-        optimizer.step()
-    for ours, alone in zip(weights, model.parameters(), strict=True):
+        learn(names)
+    for ours, alone in zip(weights, names["model"].parameters(), strict=True):
         assert torch.allclose(ours, alone, atol=1e-4)
 
 
