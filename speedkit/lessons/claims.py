@@ -13,6 +13,7 @@ from speedkit.measure.compare import Comparison
 ONE_FIGURE_TOLERANCE = 0.10  # a promise such as "1.9x" came from one run somewhere: read as 1.9 give or take this
 NOT_MEASURED = "not measured yet"
 ANSWERS = ("confirmed", "smaller", "larger", "contradicted", "unresolved")
+BY_DECISION = {"faster": "confirmed", "slower": "contradicted", "not worth it": "smaller", "undecided": "unresolved"}
 WORDS = {word: word for word in ANSWERS} | {"needs_gpu": "needs a GPU"}
 FIGURES = ("ratio", "low", "high")
 TEXTS = ("device", "notebook", "workload", "created", "evidence")
@@ -53,17 +54,24 @@ def answer(promise: tuple[float, float], measurement: Row) -> str:
     return "unresolved" if low <= 1 else "confirmed"
 
 
-def judge(run: NotebookRun, claim: str, comparison: Comparison | Row, *, needs_gpu: bool = False) -> str:
-    """Record and return how a measured ratio answers a claim's speed-up; `needs_gpu` where that is about GPUs."""
+def judge(run: NotebookRun, claim: str, comparison: Comparison | Row, *, needs_gpu: bool = False) -> None:
+    """Record how a measured ratio answers a claim; `needs_gpu` where that is about GPUs.
+
+    A speed-up that was promised without a figure is confirmed by what is faster.
+    """
     row = comparison if isinstance(comparison, Mapping) else comparison.as_measurement()
     promised = read_claims()[claim]
-    promise = widened(float(promised["low"]), float(promised["high"]))
-    verdict = answer(promise, row)
-    why = "promised {:.2f} to {:.2f}x, measured {ratio:.2f}x ({low:.2f} to {high:.2f})".format(*promise, **row)
+    why = "measured {ratio:.2f}x ({low:.2f} to {high:.2f})".format(**row)
+    if promised["low"]:
+        promise = widened(float(promised["low"]), float(promised["high"]))
+        verdict = answer(promise, row)
+        why = f"promised {promise[0]:.2f} to {promise[1]:.2f}x, {why}"
+    else:
+        verdict = BY_DECISION[row["decision"]]
+        why = f"offered with no figure, {why}"
     if needs_gpu and run.hardware.device.type != "cuda":
         verdict, why = "needs_gpu", f"{why} on a machine without the GPU that it is about"
     run.verdict(claim, verdict, why, measurement=row["name"])
-    return verdict
 
 
 # ---- the answers ----

@@ -41,6 +41,6 @@ def tried(rates: Mapping[int, float], peak_bytes: Mapping[int, int], *, chosen: 
         axes.set(xscale="log", xlabel="micro-batch, samples", ylabel=label, ylim=(0, None))
         axes.set_xticks([*rates], [str(size) for size in rates])
         axes.xaxis.set_minor_locator(NullLocator())
-    rate.legend(frameon=False, loc="lower right")
+    figure.legend(*rate.get_legend_handles_labels(), frameon=False, loc="outside lower center", ncols=2)
     figure.suptitle(title, x=0.01, ha="left")
     return figure

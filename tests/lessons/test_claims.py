@@ -16,7 +16,7 @@ from speedkit.lessons.claims import NOT_MEASURED, answer, answers, gather, judge
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 ANSWERED_BY_WORKLOAD = {"90_tune"}  # its records answer the claims on their own workload, together all of them
-BF16 = {"name": "bf16", "ratio": 2.05, "low": 1.9, "high": 2.2}
+BF16 = {"name": "bf16", "ratio": 2.05, "low": 1.9, "high": 2.2, "decision": "faster"}
 
 
 @pytest.mark.parametrize(
@@ -39,8 +39,9 @@ def test_judge_records_the_verdict_and_its_evidence():
     run = start("21_small", scale="smoke", device="cpu")
     judge(run, "C04", BF16, needs_gpu=True)
     judge(run, "C02", BF16)  # one figure, read with its tolerance
+    judge(run, "C42", BF16)  # no figure
     verdicts = {row["claim"]: (row["verdict"], row["measurement"]) for row in run.record["verdicts"]}
-    assert verdicts == {"C04": ("needs_gpu", "bf16"), "C02": ("confirmed", "bf16")}
+    assert verdicts == {"C04": ("needs_gpu", "bf16"), "C02": ("confirmed", "bf16"), "C42": ("confirmed", "bf16")}
     assert "promised 1.71 to 2.09x, measured 2.05x" in run.record["verdicts"][1]["check"]
 
 

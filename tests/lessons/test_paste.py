@@ -1,0 +1,399 @@
+"""What a lesson offers to paste runs as it stands in a reader's script, and keeps what it promises there."""
+
+import copy
+import json
+import os
+import re
+import shutil
+import socket
+import tarfile
+import types
+
+import pytest
+import torch
+from processes import ROOT, TESTS
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+LESSONS = ("10", "11", "12", "14", "20", "21", "22", "23", "24", "25", "26", "27", "28", "30", "40", "41")
+PASTE = re.compile(r"## Paste this\n\n.*\n\n```python\n(.*)\n```", re.DOTALL)
+compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="takes g++, to compile or to stand in for a GPU")
+
+
+def block(lesson):
+    """The code that a lesson offers."""
+    [path] = (ROOT / "notebooks").glob(f"{lesson}_*.ipynb")
+    sources = ["".join(cell["source"]) for cell in json.loads(path.read_text())["cells"]]
+    [found] = filter(None, map(PASTE.fullmatch, sources))
+    return found[1]
+
+
+def paste(lesson, switches=(), **names):
+    """Run it where these names are known, with some lines changed; return all names that are known then."""
+    code = block(lesson)
+    for line, other in dict(switches).items():
+        assert line in code
+        code = code.replace(line, other)
+    exec(compile(code, f"lesson {lesson}", "exec"), names)
+    return types.SimpleNamespace(**names)
+
+
+class Block(torch.nn.Module):
+    def __init__(self, width, dropout):
+        super().__init__()
+        self.linear = torch.nn.Linear(width, width)
+        self.rest = torch.nn.Sequential(torch.nn.GELU(), torch.nn.Dropout(dropout))
+
+    def forward(self, hidden):
+        return self.rest(self.linear(hidden))
+
+
+class Asking(Block):
+    def forward(self, hidden):
+        return super().forward(hidden) if hidden.sum() > 0 else hidden
+
+
+class Net(torch.nn.Module):
+    """A classifier of rows of 8 numbers, with two blocks that are alike, and a head."""
+
+    def __init__(self, dropout=0.0, width=16):
+        super().__init__()
+        self.stem = torch.nn.Linear(8, width)
+        self.blocks = torch.nn.ModuleList(Block(width, dropout) for _ in range(2))
+        self.head = torch.nn.Linear(width, 4)
+
+    def forward(self, inputs):
+        hidden = self.stem(inputs)
+        for each in self.blocks:
+            hidden = each(hidden)
+        return self.head(hidden)
+
+
+def rows(count=24):
+    return TensorDataset(torch.randn(count, 8), torch.arange(count) % 4)
+
+
+def script(model, data, batch_size=8, fused=False):
+    """The names of a reader's script that trains a model."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+    loader = DataLoader(data, batch_size)
+    return {"model": model, "criterion": functional.cross_entropy, "optimizer": optimizer, "loader": loader}
+
+
+def learn(names):
+    """The losses of an ordinary loop, once over the data."""
+    losses = []
+    for inputs, targets in names["loader"]:
+        names["optimizer"].zero_grad()
+        loss = functional.cross_entropy(names["model"](inputs), targets)
+        loss.backward()
+        names["optimizer"].step()
+        losses.append(loss.item())
+    return losses
+
+
+def gradients(model):
+    return torch.cat([weight.grad.flatten() for weight in model.parameters()])
+
+
+@pytest.fixture
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
+
+
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_each_lesson_on_a_technique_has_a_few_lines_of_plain_pytorch(lesson):
+    lines = [line for line in block(lesson).splitlines() if line.strip()]
+    assert 5 <= len(lines) <= 15 and max(map(len, lines)) <= 120
+    assert "speedkit" not in block(lesson)
+
+
+def test_workers_the_shortest_epoch_wins_and_gives_every_sample():
+    steps = []
+    after = paste("10", data=rows(40), step=steps.append)
+    assert len(steps) == 4 * 2 and [*after.seconds] == [0, 1, 2, 4]
+    assert after.loader.num_workers == min(after.seconds, key=after.seconds.get)
+    assert sorted(torch.cat([targets for _, targets in after.loader])) == sorted(torch.arange(40) % 4)
+
+
+def test_a_tar_is_read_in_its_order_to_the_bits_of_single_files(tmp_path):
+    soundfile = pytest.importorskip("soundfile")
+    names = ["b.wav", "a.flac"]
+    with tarfile.open(tmp_path / "clips.tar", "w") as tar:
+        for name in names:
+            soundfile.write(tmp_path / name, torch.rand(100).numpy(), 8000, subtype="PCM_16")
+            tar.add(tmp_path / name, name)
+    (samples, told) = zip(*DataLoader(paste("11", path=tmp_path / "clips.tar").data, None), strict=True)
+    assert [*told] == names
+    for name, sound in zip(names, samples, strict=True):
+        assert torch.equal(sound, torch.from_numpy(soundfile.read(tmp_path / name, dtype="float32")[0]))
+
+
+class Counting(Dataset):
+    """Items that count, in any process, how often they are made."""
+
+    def __init__(self):
+        self.made = torch.zeros(6, dtype=torch.long).share_memory_()
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        self.made[index] += 1
+        return torch.full((2,), float(index)), index
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_cached_data_set_makes_nothing_in_the_second_epoch(workers):
+    source = Counting()
+    loader = DataLoader(paste("12", data=source).data, batch_size=2, num_workers=workers)
+    first = [*loader]
+    made = source.made.tolist()
+    assert made == [2, 1, 1, 1, 1, 1]  # the first item told the shape, too
+    for (inputs, targets), (again, labels) in zip(first, loader, strict=True):
+        assert torch.equal(inputs, again) and torch.equal(targets, labels)
+        assert torch.equal(inputs[:, 0].long(), targets)
+    assert source.made.tolist() == made
+
+
+def test_parts_of_the_micro_batch_add_up_to_the_gradients_of_the_batch():
+    names = script(Net(), rows())
+    names |= {"inputs": torch.randn(12, 8), "targets": torch.arange(12) % 4}
+    after = paste("20", **names)
+    assert [*after.seconds] == [1, 2, 4, 8] and after.micro_batch in after.seconds
+    for size in (after.micro_batch, 5):
+        after.gradients(size)
+        parts = gradients(after.model)
+        after.gradients(12)
+        assert torch.allclose(parts, gradients(after.model), atol=1e-6)
+
+
+@compiler
+@pytest.mark.slow
+def test_compiled_blocks_share_their_code_and_a_graph_break_is_an_error():
+    model, inputs = Net(), torch.randn(4, 8)
+    eager = model(inputs)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    paste("23", model=model)
+    assert torch.allclose(model(inputs), eager, atol=1e-5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    broken = Net()
+    broken.blocks[0] = Asking(16, 0.0)
+    paste("23", model=broken)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        broken(inputs)
+    with pytest.raises(TypeError, match="class of your own"):
+        paste("23", {"by_blocks = True": "by_blocks = False"}, model=torch.nn.Sequential(torch.nn.Linear(8, 4)))
+
+
+def test_channels_last_keeps_the_losses_and_names_the_layer_that_undoes_it(capsys):
+    layers = torch.nn.Conv2d(3, 8, 3, bias=False), torch.nn.InstanceNorm2d(8), torch.nn.Conv2d(8, 4, 3)
+    model = torch.nn.Sequential(*layers, torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
+    data = TensorDataset(torch.randn(16, 3, 8, 8), torch.arange(16) % 4)
+    plain = script(copy.deepcopy(model), data)
+    learn(plain)
+    after = paste("24", **script(model, data))
+    [line] = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"InstanceNorm2d\(.*\) returns NCHW", line)
+    assert after.model[0].weight.is_contiguous(memory_format=torch.channels_last)
+    for ours, theirs in zip(after.model.parameters(), plain["model"].parameters(), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-3)
+
+
+def test_attention_runs_the_kernel_that_was_asked_for(capsys):
+    query, key, value = torch.randn(3, 2, 4, 16, 8)
+    after = paste("25", query=query, key=key, value=value)
+    assert "flash" in capsys.readouterr().out
+    exact = (query @ key.transpose(-2, -1) / 8**0.5).softmax(-1) @ value
+    assert torch.allclose(after.output, exact, atol=1e-5)
+
+
+def test_the_quiet_loop_learns_the_same_and_reads_where_it_prints(capsys):
+    from speedkit.measure.waits import audit
+
+    model, data = Net(), rows(100)
+    losses = learn(script(copy.deepcopy(model), data, batch_size=2, fused=True))
+    seen = []
+    reads = audit(
+        lambda: seen.append(paste("26", **script(model, data, batch_size=2, fused=True))), torch.device("cpu")
+    )
+    assert torch.stack(seen[0].losses).tolist() == losses
+    in_loop = [read.count for read in reads if read.line > 4]  # where an epoch begins, a DataLoader draws a seed
+    assert in_loop == [1]
+    assert "step 50: " in capsys.readouterr().out
+
+
+def test_what_is_computed_twice_is_not_kept_and_changes_no_gradient():
+    from speedkit.lessons.step_memory import activation_bytes
+
+    model, inputs = Net(dropout=0.5, width=64), torch.randn(32, 8)
+
+    def measured():
+        torch.manual_seed(0)
+        model.zero_grad()
+        model(inputs).sum().backward()
+        return gradients(model), activation_bytes(lambda: model(inputs).sum(), torch.device("cpu"))
+
+    before, kept = measured()
+    names = [*model.state_dict()]
+    paste("27", model=model)
+    after, fewer = measured()
+    assert torch.equal(before, after) and fewer < 0.7 * kept
+    assert [*model.state_dict()] == names
+
+
+def test_the_number_of_threads_is_that_of_the_shortest_step():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        after = paste("28", step=lambda: torch.randn(64, 64).sum())
+        assert [*after.seconds] == [1, 2]
+        assert torch.get_num_threads() == min(after.seconds, key=after.seconds.get)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_guard_leaves_no_trace_of_a_bad_batch_and_the_search_names_it():
+    data = rows()
+    good = torch.utils.data.Subset(data, [*range(8), *range(16, 24)])
+    data.tensors[0][9, 3] = torch.nan
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 4))
+    guarded = paste("30", **script(copy.deepcopy(model), data, fused=True))
+    clean = paste("30", **script(model, good, fused=True))
+    for name, tensor in guarded.model.state_dict().items():
+        assert torch.equal(tensor, clean.model.state_dict()[name]), name
+    clean.explain(*good[:8])
+    with pytest.raises(RuntimeError, match="returned nan values"):
+        guarded.explain(*data[8:16])
+
+
+def rank(number, port, out, fits):
+    """What one of two processes does: a script of the reader's, under torchrun's variables."""
+    variables = {"RANK": number, "WORLD_SIZE": 2, "LOCAL_RANK": number, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    torch.manual_seed(0)
+    data = rows(64)
+    orders = []
+
+    def train_epoch(model, optimizer, loader):
+        orders.extend(inputs[:, 0].tolist() for inputs, _ in loader)  # the order is that of the epoch
+        learn({"model": model, "optimizer": optimizer, "loader": loader})
+
+    names = {"model": Net(), "data": data, "train_epoch": train_epoch, "epochs": 2}
+    model = paste("40", {"fits = True": f"fits = {fits}"}, **names).model
+    weights = [weight.full_tensor() if hasattr(weight, "full_tensor") else weight for weight in model.parameters()]
+    torch.save((orders, data.tensors[0][:, 0].tolist(), weights), out / f"{number}.pt")
+    os._exit(0)  # on Python's way out the threads of gloo abort it now and then
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fits", [True, False], ids=["DDP", "FSDP2"])
+def test_two_ranks_share_each_epoch_in_another_order_and_learn_what_one_does(tmp_path, free_port, fits):
+    torch.multiprocessing.start_processes(rank, (free_port, tmp_path, fits), nprocs=2, start_method="spawn")
+    (orders, data, weights), (others, *_) = (torch.load(tmp_path / f"{number}.pt") for number in range(2))
+    for mine, theirs in zip(orders, others, strict=True):
+        assert sorted(mine + theirs) == sorted(data)
+    assert orders[0] != orders[1]
+    torch.manual_seed(0)
+    whole = rows(64)
+    names = script(Net(), whole, batch_size=64)
+    names["optimizer"].param_groups[0]["lr"] = 1e-3
+    for _ in range(2):
+        learn(names)
+    for ours, alone in zip(weights, names["model"].parameters(), strict=True):
+        assert torch.allclose(ours, alone, atol=1e-4)
+
+
+@compiler
+@pytest.mark.slow
+def test_int8_keeps_the_outputs_near_in_a_quarter_of_the_bytes():
+    model = Net(width=64)
+    inputs = torch.randn(32, 8)
+    exact = model(inputs)
+    with torch.no_grad():
+        after = paste("41", model=model).model
+        assert (after(inputs) - exact).norm() < 0.05 * exact.norm()
+    inner = after._orig_mod.blocks[0].linear.weight
+    assert inner.qdata.dtype == torch.int8 and inner.qdata.shape == (64, 64)
+    assert type(after._orig_mod.head.weight.data) is torch.Tensor  # 8 does not divide its 4 outputs
+
+
+# On a GPU that is not there: what these return, a process that has it does.
+
+
+def on_gpu(function, gpu):
+    from speedkit.dry.gpus import GPUS
+    from speedkit.dry.process import run
+
+    return run(f"test_paste:{function}", GPUS[gpu])
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Run one of the functions below on a GPU."""
+    monkeypatch.syspath_prepend(str(TESTS / "lessons"))
+    return on_gpu
+
+
+def copied_ahead():
+    from speedkit.dry.counts import counted
+
+    ahead = paste("14", loader=None).ahead
+    loader = DataLoader(rows(), 8, pin_memory=True)
+    with counted() as counts:
+        shapes = [(tensor.device.type, len(tensor)) for batch in ahead(loader) for tensor in batch]
+    return shapes, dict(counts.names["memcpy"]), counts.waits
+
+
+@compiler
+def test_batches_are_copied_from_page_locked_memory_and_nobody_waits(gpu):
+    shapes, copies, waits = gpu("copied_ahead", "sm_90")
+    assert shapes == [("cuda", 8)] * 6 and waits == 0
+    assert sum(copies.values()) == 6 and all("Pinned" in name for name in copies)
+
+
+def mixed():
+    model = Net().cuda()
+    after = paste("21", **script(model, rows(), fused=True))
+    kinds = {weight.dtype for weight in model.parameters()} | {weight.grad.dtype for weight in model.parameters()}
+    return str(after.dtype), after.scaler.is_enabled(), [*map(str, kinds)], torch.backends.cuda.matmul.allow_tf32
+
+
+@compiler
+@pytest.mark.parametrize(("name", "dtype", "scaled"), [("sm_75", "float16", True), ("sm_90", "bfloat16", False)])
+def test_a_gpu_gets_the_16_bits_that_it_has_units_for(gpu, name, dtype, scaled):
+    assert gpu("mixed", name) == (f"torch.{dtype}", scaled, ["torch.float32"], True)
+
+
+def eight_bits():
+    model = Net(width=1024).cuda()
+    paste("22", model=model)
+    with torch.autocast("cuda", torch.bfloat16):
+        model(torch.randn(16, 8, device="cuda")).sum().backward()
+    eight = [name for name, part in model.named_modules() if type(part).__name__ == "Float8Linear"]
+    return eight, [weight.dtype == weight.grad.dtype == torch.float32 for weight in model.parameters()]
+
+
+@compiler
+@pytest.mark.slow
+def test_wide_linear_layers_are_multiplied_in_8_bits_and_their_weights_stay(gpu):
+    pytest.importorskip("torchao")
+    eight, wide_weights = gpu("eight_bits", "sm_90")
+    assert eight == ["blocks.0.linear", "blocks.1.linear"] and all(wide_weights)
+
+
+def too_large():
+    torch.cuda.set_per_process_memory_fraction(0.01)
+    layers = torch.nn.Linear(8, 1 << 20), torch.nn.ReLU(), torch.nn.Linear(1 << 20, 4)
+    names = script(torch.nn.Sequential(*layers).cuda(), rows())
+    names |= {"inputs": torch.randn(64, 8, device="cuda"), "targets": torch.arange(64, device="cuda") % 4}
+    return [*paste("20", **names).seconds]
+
+
+@compiler
+def test_what_does_not_fit_ends_the_doubling(gpu):
+    tried = gpu("too_large", "sm_90")
+    assert tried == [2**power for power in range(len(tried))] and 0 < len(tried) < 7
