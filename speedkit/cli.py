@@ -1,4 +1,4 @@
-"""The command line: `speedkit hardware | train | profile | tune | compare | cache | run | publish`."""
+"""The command line: `speedkit hardware | train | profile | tune | compare | cache | run | lab | publish`."""
 
 import atexit
 import contextlib
@@ -307,7 +307,6 @@ def compare(plan_a: str, plan_b: str, workload: str, **values: Any) -> int:
 @click.argument("folder", metavar="DIR")
 @click.option("--workload", default="audio", help="to build for: audio, or package.module:function")
 @click.option("--part", type=part_of, metavar="K/N", help="build one part; a build without --part joins them")
-@click.option("--cluster", metavar="TCP://HOST:PORT", help="build on the Dask cluster of this scheduler")
 def cache(action: str, folder: str, workload: str, **values: Any) -> int:
     """Build cached features for --plan in DIR, the folder that --cache-dir names; describe, verify or repair them."""
     from speedkit.lab import caches
@@ -319,8 +318,6 @@ def cache(action: str, folder: str, workload: str, **values: Any) -> int:
         plan = find_plan(values["plan"], values | {"cache": "disk"})
         if values["part"]:
             built = caches.build_part(work, items, plan, folder=folder, part=values["part"], progress=True)
-        elif values["cluster"]:
-            built = caches.build_on_cluster(work, items, plan, folder=folder, address=values["cluster"])
         else:
             built = caches.build_joined(work, items, plan, folder=folder)
         lines = [f"{built.folder}: {built.why}"]

@@ -1,6 +1,5 @@
 """Feature caches as the command `cache` builds them in parts, describes, verifies and repairs them."""
 
-import dataclasses
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,11 +11,8 @@ from xxhash import xxh3_64_intdigest
 from speedkit.data.cache import PARTS, FeatureCache, build_cache
 from speedkit.data.cache_files import ENTRY, HEADER, INDEX, VALUES, mapped, read_index, size_of
 from speedkit.errors import UsageError
-from speedkit.lab.cluster import cluster_executor
 from speedkit.plan import Plan
 from speedkit.workload import Workload
-
-PART_ITEMS = 1000  # of a part that a cluster's worker builds
 
 
 def build_part(
@@ -36,24 +32,6 @@ def build_joined(workload: Workload, items: Sequence[Any], plan: Plan, *, folder
     cache = build_cache(workload, items, plan, cache_dir=folder, progress=True)
     shutil.rmtree(Path(folder) / PARTS, ignore_errors=True)  # there are none where nobody has built a part
     return cache
-
-
-def build_on_cluster(
-    workload: Workload, items: Sequence[Any], plan: Plan, *, folder: str | Path, address: str
-) -> FeatureCache:
-    """Build the cache of `items` by the workers of a Dask cluster, which share `folder`, in parts of PART_ITEMS."""
-    parts = [[*items[begin : begin + PART_ITEMS]] for begin in range(0, len(items), PART_ITEMS)]
-    lists: dict[str, Any] = {"train": [], "test": [], "validation": []}  # a worker needs its own items only
-    bare = dataclasses.replace(workload, **lists)
-    places = Path(folder).resolve() / PARTS
-    with cluster_executor(address) as executor:
-        futures = [
-            executor.submit(build_cache, bare, own, plan, cache_dir=places / f"{number}-of-{len(parts)}", workers=0)
-            for number, own in enumerate(parts, start=1)
-        ]
-        for future in futures:
-            future.result()
-    return build_joined(workload, items, plan, folder=folder)
 
 
 def caches_in(folder: str | Path) -> list[Path]:

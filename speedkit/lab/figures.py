@@ -32,7 +32,9 @@ GREY = "#7A808A"
 INTERVAL = Line2D([], [], color=INK, label="99 % interval")
 PREDICTED = Patch(color="#F3C6A5", label="predicted before")
 # What to do about them goes from left to right: feeding, launching, computing, what happens now and then, the rest.
-CODES = "D55E00 E69F00 CC79A7 882255 0072B2 56B4E9 44AA99 332288 7FA7D8 009E73 B8DE9B 117733 F0E442 8C7A3F A9B0BB FFFFFF"
+CODES = (
+    "D55E00 E69F00 CC79A7 882255 0072B2 56B4E9 44AA99 332288 7FA7D8 009E73 B8DE9B 117733 F0E442 8C7A3F A9B0BB FFFFFF"
+)
 COLOURS = {cause: f"#{code}" for cause, code in zip(CAUSES, CODES.split(), strict=True)}
 Row = Mapping[str, Any]
 

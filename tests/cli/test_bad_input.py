@@ -86,6 +86,7 @@ BAD_INPUT = {
     "run 01 -p pair 3": 'no parameter "pair" (did you mean pairs?)',
     "run 01 -p pairs none": "01_measure.ipynb|pairs='none' is not possible",
     "run 01 -p planted nan": "finite number",
+    "cache build somewhere --part 4/3": "'4/3' is no part: write 3/16 for the third of sixteen",
     "run 22 -p widths 1,x": "widths=['1', 'x'] is not possible",
     "run 01 --sweep scale": "--sweep takes NAME=A,B,C",
     "run 01 --cluster tcp://nowhere:1": "--cluster runs its combinations",

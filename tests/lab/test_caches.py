@@ -1,7 +1,5 @@
 """What the command `cache` sees of a cache: its damage, wherever it is, and none after a repair and the next use."""
 
-import dataclasses
-import functools
 import os
 import shutil
 
@@ -9,7 +7,7 @@ import pytest
 from tiny import points
 
 from speedkit.data.cache import build_cache
-from speedkit.lab.caches import build_joined, build_on_cluster, build_part, caches_in, damage, describe
+from speedkit.lab.caches import build_joined, build_part, caches_in, damage, describe
 from speedkit.plan import Plan
 
 
@@ -70,24 +68,3 @@ def test_parts_are_joined_to_the_bytes_of_one_build(tmp_path, damage_part):
     joined = build_joined(workload, workload.train, PLAN, folder=tmp_path / "parts")
     assert joined.built == 17 + 16 * damage_part and files_of(joined.folder) == alone(workload, tmp_path)
     assert [path.name for path in (tmp_path / "parts").iterdir()] == [joined.folder.name]  # the parts are gone
-
-
-def killing(load, item, *, mark):
-    """Kill the worker that computes the first item, once."""
-    if not mark.exists():
-        mark.touch()
-        os.kill(os.getpid(), 9)
-    return load(item)
-
-
-@pytest.mark.slow
-def test_a_cluster_builds_the_bytes_of_one_build_though_a_worker_is_killed(tmp_path):
-    distributed = pytest.importorskip("distributed")
-    workload = points(train=2000)
-    mark = tmp_path / "killed"
-    deadly = dataclasses.replace(workload, load=functools.partial(killing, workload.load, mark=mark))
-    with distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
-        address = cluster.scheduler_address
-        built = build_on_cluster(deadly, workload.train, PLAN, folder=tmp_path / "parts", address=address)
-    assert mark.exists() and built.built == 0 and files_of(built.folder).keys() == {"index.bin", "values.bin"}
-    assert files_of(built.folder) == alone(workload, tmp_path)
