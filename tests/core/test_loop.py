@@ -11,7 +11,7 @@ from test_nonfinite import rate, spoiled
 from tiny import DEVICES, calling, jitter, opened, points, trained
 from torch import nn
 
-from speedkit.errors import SpeedkitError
+from speedkit.errors import Interrupted, SpeedkitError
 from speedkit.plan import Plan
 from speedkit.train.fit import fit
 from speedkit.train.loop import steps
@@ -118,5 +118,5 @@ def test_a_second_signal_stops_at_once():
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Interrupted, match="stopped by SIGINT before there was a result"):
         trained(calling(points(), impatient))

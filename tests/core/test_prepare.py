@@ -214,7 +214,7 @@ def test_what_these_parts_cannot_do_is_printed_and_the_loop_runs(make, plan, say
     printed = capsys.readouterr().out
     assert printed.startswith(f"prepare: {next(iter(plan))}: asked") and says in printed
     assert sum(len(targets) for _, targets in prepared[2]) == 40
-    with pytest.raises(PlanError, match="strict allows no fallback"):
+    with pytest.raises(PlanError, match="strict=True allows no fallback"):
         prepare(Plan(**plan), *make(), strict=True)
 
 
