@@ -309,17 +309,16 @@ def compare(plan_a: str, plan_b: str, workload: str, **values: Any) -> int:
 @click.option("--part", type=part_of, metavar="K/N", help="build one part; a build without --part joins them")
 def cache(action: str, folder: str, workload: str, **values: Any) -> int:
     """Build cached features for --plan in DIR, the folder that --cache-dir names; describe, verify or repair them."""
-    from speedkit.lab import caches
-    from speedkit.lab.caches import caches_in, damage, describe
+    from speedkit.lab.caches import build_joined, build_part, caches_in, damage, describe
 
     if action == "build":
         work, _ = find_workload(workload, values)
         items = [*work.train, *work.validation, *work.test]
         plan = find_plan(values["plan"], values | {"cache": "disk"})
         if values["part"]:
-            built = caches.build_part(work, items, plan, folder=folder, part=values["part"], progress=True)
+            built = build_part(work, items, plan, folder=folder, part=values["part"], progress=True)
         else:
-            built = caches.build_joined(work, items, plan, folder=folder)
+            built = build_joined(work, items, plan, folder=folder)
         lines = [f"{built.folder}: {built.why}"]
         lines += [f"left out: {path}: {why}" for path, why in built.bad.items()]
     elif action == "info":

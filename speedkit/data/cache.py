@@ -209,21 +209,22 @@ class FeatureCache:
                 raise SpeedkitError(f"a file of the cache in {self.folder} was cut: start again, and it is made whole")
 
     def take_over(self, part: Path) -> None:
-        """Copy entries that are missing here from another cache, of some of the items."""
+        """Copy entries that are missing here, and whole there, from another cache of some of the items."""
         found = read_index(part)
-        if found is None:
+        if found is None or not found[1]["checksum"].any():
             return
         rows = found[1]
         ends = np.cumsum(rows["size"]).tolist()
-        values = np.memmap(part / VALUES, np.uint8, "r")
+        values = mapped(part / VALUES, np.dtype(np.uint8), ends[-1])
         places = {key: index for index, key in enumerate(self.key.tolist())}
         missing = self._committed() == 0
         for row in np.flatnonzero(rows["checksum"]).tolist():
             key, size, _, checksum = rows[row].tolist()
             index = places.get(key)
-            if index is not None and missing[index]:
+            there = values[ends[row] - size : ends[row]]
+            if index is not None and missing[index] and xxh3_64_intdigest(there.data, key) == checksum:
                 entry = self._entry(index)
-                entry[...] = values[ends[row] - size : ends[row]].view(self.dtype).reshape(entry.shape)
+                entry[...] = there.view(self.dtype).reshape(entry.shape)
                 self.index["checksum"][self.row[index]] = checksum
 
     def build(self, workers: int, progress: bool) -> None:
@@ -233,9 +234,7 @@ class FeatureCache:
         parts = [missing[begin : begin + 16] for begin in range(0, len(missing), 16)]
         plan = Plan(workers=max(0, min(workers, len(parts) - 1)))  # to start them for a few would take longer
         loader = BatchLoader(BatchMaker(self.items, self.write, tuple), parts, plan)
-        hidden = None if progress else True  # None: a bar where there is a terminal or a notebook to show it
-        if not parts:
-            hidden = True
+        hidden = None if progress and parts else True  # None: a bar where a terminal or a notebook can show it
         for _, bad in tqdm(loader, "caching, 16 clips at a time", len(parts), disable=hidden):
             self.bad |= bad
         self.build_s = time.perf_counter() - began_s

@@ -7,6 +7,7 @@ import pytest
 from tiny import points
 
 from speedkit.data.cache import build_cache
+from speedkit.data.cache_files import HEADER
 from speedkit.lab.caches import build_joined, build_part, caches_in, damage, describe
 from speedkit.plan import Plan
 
@@ -57,14 +58,23 @@ def alone(workload, tmp_path):
     return files_of(build_cache(workload, workload.train, PLAN, cache_dir=tmp_path / "alone").folder)
 
 
-@pytest.mark.parametrize("damage_part", [False, True])
-def test_parts_are_joined_to_the_bytes_of_one_build(tmp_path, damage_part):
-    """One of the three was never built, and of another the index is damaged: their entries are computed."""
+HARM = {  # to one of two parts of 16 and 17 items, and how many of its entries are computed again
+    "none": (lambda folder: None, 0),
+    "index": (lambda folder: flip(folder / "index.bin", 100), 16),
+    "one entry": (lambda folder: flip(folder / "values.bin", 5), 1),
+    "no values": (lambda folder: os.truncate(folder / "values.bin", 0), 16),
+    "no entry yet": (lambda folder: os.truncate(folder / "index.bin", HEADER.itemsize), 16),
+}
+
+
+@pytest.mark.parametrize("harm", HARM)
+def test_parts_are_joined_to_the_bytes_of_one_build(tmp_path, harm):
+    """One of the three was never built, and another may be damaged: what is not whole is computed."""
+    damage_to, computed = HARM[harm]
     workload = points(train=50)
     parts = [build_part(workload, workload.train, PLAN, folder=tmp_path / "parts", part=(k, 3)) for k in (1, 3)]
     assert [len(part.items) for part in parts] == [16, 17]
-    if damage_part:
-        flip(parts[0].folder / "index.bin", 100)
+    damage_to(parts[0].folder)
     joined = build_joined(workload, workload.train, PLAN, folder=tmp_path / "parts")
-    assert joined.built == 17 + 16 * damage_part and files_of(joined.folder) == alone(workload, tmp_path)
+    assert joined.built == 17 + computed and files_of(joined.folder) == alone(workload, tmp_path)
     assert [path.name for path in (tmp_path / "parts").iterdir()] == [joined.folder.name]  # the parts are gone
