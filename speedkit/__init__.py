@@ -7,6 +7,7 @@ if TYPE_CHECKING:  # what an editor shows of the public names; when the program 
     from speedkit.fallbacks import resolve as resolve
     from speedkit.lab.record import start as start
     from speedkit.lab.tuning import tune as tune
+    from speedkit.lab.workbench import explore as explore
     from speedkit.lab.workloads import load_workload as load_workload
     from speedkit.machine import this_machine as this_machine
     from speedkit.measure.compare import compare as compare
@@ -38,6 +39,7 @@ _HOMES = {
     "profile": "speedkit.measure.profile",
     "compare": "speedkit.measure.compare",
     "tune": "speedkit.lab.tuning",
+    "explore": "speedkit.lab.workbench",
     "load_workload": "speedkit.lab.workloads",
     "this_machine": "speedkit.machine",
     "start": "speedkit.lab.record",

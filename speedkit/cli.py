@@ -122,7 +122,15 @@ def _leave(code: int) -> NoReturn:
     sys.exit(code)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True})
+def as_hyphens(word: str) -> str:
+    """Return an option as it is spelled here, whose words others join by underscores."""
+    return word.replace("_", "-")
+
+
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True}
+
+
+@click.group(context_settings={**CONTEXT, "token_normalize_func": as_hyphens})
 @click.version_option(__version__)
 def commands() -> None:
     """Make PyTorch training as fast as this machine allows, with proof."""

@@ -167,6 +167,9 @@ def explained(error: BaseException) -> tuple[int, str]:
     if isinstance(error, click.ClickException):
         word = getattr(error, "option_name", "") or getattr(error, "command_name", "")
         hint = spelling_of_today(word, typed=True)
+        field = (settings_of(Plan) | settings_of(Recipe)).get(word.lstrip("-").replace("-", "_"))
+        if field is not None and isinstance(error, click.BadOptionUsage):  # its value is missing
+            hint = f": {' | '.join(field.takes)}"
         if hint:
             return error.exit_code, error.message.rstrip(".") + hint
         return error.exit_code, error.format_message()
