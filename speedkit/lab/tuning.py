@@ -59,7 +59,7 @@ def tune(
     function prints is not shown.
 
     `budget_s` is for all of it, `rendering_s` of it for what the caller makes of the record; trainings take up to a
-    third more where the rest has used it up. `horizon` is the steps of the training that the plan is for, by which
+    quarter more where the rest has used it up. `horizon` is the steps of the training that the plan is for, by which
     compiling has to pay: by default the recipe's, or on a GPU 20,000 if these are more. `pairs` is the most that a
     comparison has, `seeds` the trainings of each plan, more where these do not decide, `optimizations` those to try.
     `out` gets record.json and plan.yaml, and tune.json, from which `resume` goes on. Raises UsageError for a budget

@@ -201,7 +201,7 @@ def compare(
 ) -> Comparison:
     """Train `workload` under both plans in turns on the same batches and return how much faster B is.
 
-    Ends at the first of `looks` that decides, after `pairs` pairs, or when the timed turns have taken `max_s`; where
+    Ends at the first of `looks` that decides, after `pairs` pairs, or when the turns have taken `max_s`; where
     they differ much, `large_max_s`. With `confirm` 100 steps of each plan follow, in long turns: a cost that is rare
     shows there, and has the last word. `seed` is that of the order within pairs. `workload_b` and `recipe_b` replace
     those of plan B. Random states and switches of the process are afterwards as they were. `progress` is a bar, and

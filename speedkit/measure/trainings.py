@@ -25,7 +25,7 @@ from speedkit.workload import Workload
 
 MAX_SEEDS = 8  # trainings of each plan, where fewer do not decide
 SHORTEST = 20  # a schedule is shortened to a twentieth at most
-TIME_SHARE = 1 / 3  # of the budget, which trainings may take when other stages have used it up
+TIME_SHARE = 1 / 4  # of the budget, which trainings may take when other stages have used it up
 EVALUATED = 0.5  # of a step's seconds, for as many items: no backward pass, no optimizer
 LEAST_ITEMS = 50  # to evaluate by losses; scores of single items need FEW_ITEMS
 MOVES_DATA = ("cache", "workers", "persistent_workers", "pin_memory", "prefetch")

@@ -14,6 +14,7 @@ from speedkit.measure.stats import FALSE_KEEP, LOOKS, log_ratios, trimmed_mean
 from speedkit.plan import Plan
 
 CONTROL_PAIRS = 20
+CONTROL_SHARE = 0.05  # of the budget
 BUSY = 1.05  # what two runs of one plan may differ by, and what 80 pairs must be able to tell
 
 
@@ -25,6 +26,7 @@ def compare_with_itself(job: Tuning) -> Row:
         recipe_b=dataclasses.replace(job.recipe, seed=job.recipe.seed + 1),
         pairs=min(job.pairs, CONTROL_PAIRS),
         looks=(),
+        max_s=CONTROL_SHARE * job.budget_s,
         large_max_s=0.0,
     )
     job.say(f"baseline: {control.step_s[0] * 1e3:.1f} ms per step; against itself {control.ratio:.3f}")
