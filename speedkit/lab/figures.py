@@ -1,6 +1,7 @@
 """Figures, drawn from records only: what a tuning tried, and where the time goes; and what all figures share.
 
-The colours are those that the colour-blind tell apart (Okabe and Ito 2008), opaque: they read on dark pages too.
+The colours are those that the colour-blind tell apart (Okabe and Ito 2008). The ground is transparent, and the ink is a
+grey whose contrast with white and with #111 is the same: figures read on light and on dark pages.
 """
 
 import io
@@ -27,7 +28,8 @@ STYLE = Path(__file__).with_name("speedkit.mplstyle")
 BLUE = "#0072B2"
 ORANGE = "#D55E00"
 GREEN = "#009E73"
-INK = "#22272E"
+INK = "#747983"
+DARK = "#22272E"  # on light fills
 GREY = "#7A808A"
 INTERVAL = Line2D([], [], color=INK, label="99 % interval")
 PREDICTED = Patch(color="#F3C6A5", label="predicted before")
@@ -116,7 +118,7 @@ def breakdowns(breakdowns: Mapping[str, Row], record: Row | None = None) -> Figu
         else:
             texts = [f"{width:.0f} %" if width > 4 else "" for width in widths]
             luminance = np.dot(to_rgb(colour), [0.3, 0.59, 0.11])
-            ink = INK if luminance >= 0.5 else "white"
+            ink = DARK if luminance >= 0.5 else "white"
             axes.bar_label(bars, texts, label_type="center", color=ink, fontsize=8)
     for y, (breakdown, share) in enumerate(zip(breakdowns.values(), shares, strict=True)):
         step = f"{duration(breakdown['step_s'])} per step"
@@ -127,10 +129,11 @@ def breakdowns(breakdowns: Mapping[str, Row], record: Row | None = None) -> Figu
     return figure
 
 
-def new_figure(height: float, rows: Sequence[str] = ()) -> tuple[Figure, Axes]:
+def new_figure(height: float, rows: Sequence[str] = (), *, title: str = "") -> tuple[Figure, Axes]:
     """Return a figure of `height` [inches] with one axes, whose rows have these labels, the first at its top."""
     figure = Picture(figsize=(8.6, height), layout="constrained")  # as wide as GitHub and a notebook show unscaled
     axes = figure.add_subplot()
+    figure.suptitle(title, x=0.01, ha="left")
     axes.use_sticky_edges = False  # bars may end at the edge of the axes otherwise
     if rows:
         labels = [label if "\n" in label else textwrap.fill(label, 32) for label in rows]
