@@ -1,4 +1,4 @@
-"""What the map draws: the roofline of this machine, with the four workloads on it."""
+"""What the map shows: the roofline of this machine, with the four workloads on it."""
 
 from collections.abc import Mapping
 
@@ -16,7 +16,7 @@ def roofline(
 
     `bandwidth` is in bytes per second, `products` in FLOP/s by format, `steps` FLOPs per byte and FLOP/s by name.
     """
-    figure, axes = new_figure(3.6)
+    figure, axes = new_figure(3.6, title=title)
     left, right = 0.2, 20.0 * max(products.values()) / bandwidth
     for (name, rate), colour in zip(distinct(products).items(), (INK, BLUE, ORANGE, GREY, GREY), strict=False):
         knee = rate / bandwidth
@@ -28,7 +28,6 @@ def roofline(
         axes.annotate(name, (intensity, rate), (5, -3), textcoords="offset points", va="top")
     axes.set(xscale="log", yscale="log", xlabel="FLOPs for each byte that is moved", ylabel="FLOPs per second")
     axes.grid(visible=True, axis="both")
-    figure.suptitle(title, x=0.01, ha="left")
     return figure
 
 
