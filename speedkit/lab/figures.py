@@ -19,6 +19,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from speedkit.measure.trace import CAUSES
@@ -31,7 +32,9 @@ GREEN = "#009E73"
 INK = "#747983"
 DARK = "#22272E"  # on light fills
 GREY = "#7A808A"
-INTERVAL = Line2D([], [], color=INK, label="99 % interval")
+# A dark line with a white edge reads on each fill and on each ground.
+ON_ALL: dict[str, Any] = {"color": DARK, "path_effects": [withStroke(linewidth=3, foreground="white")]}
+INTERVAL = Line2D([], [], label="99 % interval", **ON_ALL)
 PREDICTED = Patch(color="#F3C6A5", label="predicted before")
 # What to do about them goes from left to right: feeding, launching, computing, what happens now and then, the rest.
 CODES = (
@@ -110,7 +113,7 @@ def breakdowns(breakdowns: Mapping[str, Row], record: Row | None = None) -> Figu
         widths = np.array([share.get(cause, 0.0) for share in shares])
         if not widths.any():
             continue
-        bars = axes.barh(range(len(shares)), widths, 0.72, left=left, label=cause, color=colour, edgecolor="white")
+        bars = axes.barh(range(len(shares)), widths, 0.72, left=left, label=cause, color=colour)
         left += widths
         if cause == "unexplained":
             for bar in bars:
@@ -177,7 +180,7 @@ def draw_change(axes: Axes, y: int, row: Row, *, colour: str) -> None:
     """Draw a row's step from before it by its ratio, with its interval, and with a prediction where it has one."""
     before_ms = 1e3 * row["step_s_before"]
     axes.barh(y, before_ms / row["ratio"] - before_ms, 0.5, left=before_ms, color=colour)
-    axes.plot([before_ms / row["high"], before_ms / row["low"]], [y, y], "|-", color=INK, markersize=7)
+    axes.plot([before_ms / row["high"], before_ms / row["low"]], [y, y], "|-", markersize=7, **ON_ALL)
     if row.get("predicted_low"):
         fastest = before_ms / row["predicted_high"]
         width = before_ms / row["predicted_low"] - fastest

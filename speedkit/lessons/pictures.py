@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 from IPython import display
 from matplotlib import style
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from PIL import Image
 
 from speedkit.errors import UsageError
@@ -20,7 +21,7 @@ from speedkit.lab.figures import (
     GREEN,
     GREY,
     INK,
-    INTERVAL,
+    ON_ALL,
     STYLE,
     add_caption,
     new_figure,
@@ -73,7 +74,8 @@ def ratios(rows: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
     axes.autoscale_view(scaley=False)
     axes.set(xscale="log", xlabel="time ratio, log scale: above 1 is faster")
     round_ticks(axes.xaxis)
-    add_caption(figure, title, [INTERVAL], about="hollow: the interval holds 1")
+    interval = Line2D([], [], color=BLUE, linewidth=2, label="99 % interval")
+    add_caption(figure, title, [interval], about="hollow: the interval holds 1")
     return figure
 
 
@@ -92,7 +94,7 @@ def rates(comparisons: Sequence[Comparison], samples: int, *, unit: str, title: 
     write_beside(axes, 0, f"{baseline:,.0f} {unit}/s" if baseline >= 100 else f"{baseline:.3g} {unit}/s")
     for y, row in enumerate(comparisons, 1):
         axes.barh(y, baseline * row.ratio, 0.6, color=GREEN if row.b == best else BLUE)
-        axes.plot([baseline * row.low, baseline * row.high], [y, y], "|-", color=INK, markersize=7)
+        axes.plot([baseline * row.low, baseline * row.high], [y, y], "|-", markersize=7, **ON_ALL)
         write_beside(axes, y, ratio_text(vars(row)))
     axes.set(xlim=(0, None), xlabel=f"{unit} per second of training: longer is faster (line: 99 % interval)")
     return figure

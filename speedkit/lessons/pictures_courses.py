@@ -7,7 +7,7 @@ from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from speedkit.lab.figures import BLUE, GREEN, GREY, INK, ORANGE, STYLE, new_figure
+from speedkit.lab.figures import BLUE, GREEN, GREY, ON_ALL, ORANGE, STYLE, new_figure
 
 COLOURS = (BLUE, ORANGE, GREEN, GREY)
 Row = Mapping[str, Any]
@@ -60,7 +60,7 @@ def break_even(
     for (name, (seconds, step_s)), colour in zip(compiled.items(), COLOURS, strict=False):
         axes.plot([0, last], [seconds, seconds + last * step_s], color=colour, label=name)
         if name in paid:
-            axes.plot(paid[name], paid[name] * eager_s, "o", color=INK, markersize=5)
+            axes.plot(paid[name], paid[name] * eager_s, "o", markersize=5, **ON_ALL)
     axes.set(xlim=(0, last), ylim=(0, None))
     _finish(axes, xlabel="training steps", ylabel="seconds since the start")
     return figure

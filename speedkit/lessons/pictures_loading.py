@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib import style
 from matplotlib.figure import Figure
 
-from speedkit.lab.figures import BLUE, GREEN, INK, ORANGE, STYLE, new_figure
+from speedkit.lab.figures import BLUE, GREEN, ON_ALL, ORANGE, STYLE, new_figure
 
 Row = Mapping[str, Any]
 
@@ -32,7 +32,7 @@ def sweep(rows: Sequence[Row], title: str) -> Figure:
     axes.bar(places, [1e3 * row["predicted_s"] for row in rows], 0.6, color="#F3C6A5", label="predicted")
     axes.plot(places, measured, "o-", color=BLUE, label="measured (line: 99 % interval)", zorder=3)
     for place, row in enumerate(rows[1:], 1):
-        axes.plot([place] * 2, [first / row["high"], first / row["low"]], color=INK, zorder=4)
+        axes.plot([place] * 2, [first / row["high"], first / row["low"]], zorder=4, **ON_ALL)
     axes.set_xticks(places, [str(row["workers"]) for row in rows])
     axes.set(xlabel="workers", ylabel="ms per step: lower is faster", ylim=(0, None))
     figure.legend(loc="outside lower center", ncols=2)

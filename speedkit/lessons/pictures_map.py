@@ -5,7 +5,9 @@ from collections.abc import Mapping
 from matplotlib import style
 from matplotlib.figure import Figure
 
-from speedkit.lab.figures import BLUE, GREY, INK, ORANGE, STYLE, new_figure
+from speedkit.lab.figures import BLUE, GREEN, GREY, ORANGE, STYLE, new_figure
+
+VIOLET = "#CC79A7"
 
 
 @style.context(STYLE)
@@ -18,7 +20,7 @@ def roofline(
     """
     figure, axes = new_figure(3.6, title=title)
     left, right = 0.2, 20.0 * max(products.values()) / bandwidth
-    for (name, rate), colour in zip(distinct(products).items(), (INK, BLUE, ORANGE, GREY, GREY), strict=False):
+    for (name, rate), colour in zip(distinct(products).items(), (GREY, BLUE, ORANGE, GREEN, VIOLET), strict=False):
         knee = rate / bandwidth
         axes.plot([left, knee, right], [left * bandwidth, rate, rate], color=colour, linewidth=1.5)
         axes.text(right, 1.06 * rate, f"products in {name}", ha="right", va="bottom", color=colour, fontsize=8.5)

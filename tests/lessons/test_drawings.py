@@ -1,5 +1,6 @@
 """The drawings of the lessons: each SVG says what it finds, its PNG is of it, and lessons show each one."""
 
+import io
 import re
 from xml.etree import ElementTree
 
@@ -35,3 +36,12 @@ def test_a_drawing_is_shown_at_half_its_pixels_with_its_words_and_an_unknown_nam
     assert (2 * about["width"], 2 * about["height"]) == (width, height)
     with pytest.raises(UsageError, match=r"no drawing is called 'stream'; there are .*streams"):
         pictures.drawing("stream")
+
+
+def test_a_figure_is_shown_on_a_transparent_ground(monkeypatch):
+    shown = []
+    monkeypatch.setattr(pictures.display, "display", shown.append)
+    row = {"name": "twice", "ratio": 2.0, "low": 1.9, "high": 2.1}
+    pictures.show(pictures.ratios([row], title="Twice as fast"))
+    ground = Image.open(io.BytesIO(shown[0].data)).convert("RGBA").getchannel("A")
+    assert ground.getextrema() == (0, 255) and shown[0].alt == "Twice as fast"
