@@ -44,7 +44,7 @@ STORY := $(foreach number,00 01 12 21 90 99,$(wildcard notebooks/$(number)_*.ipy
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 SMOKE := SPEEDKIT_SCALE=smoke $(PYTEST) --nbval-lax --nbval-current-env --nbval-cell-timeout 180
 
-.PHONY: help setup setup-all setup-cluster setup-peers setup-docs tune test test-all bench lint lab site lock system clean
+.PHONY: help setup setup-all setup-cluster setup-peers setup-docs tune test test-all bench lint lab site drawings lock system clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -136,6 +136,9 @@ lab: setup  ## open a working copy of the notebooks, in lessons/, in JupyterLab
 site: setup-docs  ## build the site of lessons, pages and reference in build/site, without a network
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -c docs . build/site $(ARGS)
 	@echo "build/site/docs/index.html"
+
+drawings: setup  ## make the PNG of each drawing of the lessons from its SVG; takes Chromium (make system)
+	$(BIN)/python tools/drawings.py
 
 lock:  ## choose all versions anew (needs uv, which is not part of the set-up)
 	uv pip compile --universal --fork-strategy fewest --python-version 3.11 --all-extras pyproject.toml \

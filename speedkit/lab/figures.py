@@ -1,6 +1,7 @@
 """Figures, drawn from records only: what a tuning tried, and where the time goes; and what all figures share.
 
-The colours are those that the colour-blind tell apart (Okabe and Ito 2008), opaque: they read on dark pages too.
+The colours are those that the colour-blind tell apart (Okabe and Ito 2008). The ground is transparent, and the ink is a
+grey whose contrast with white and with #111 is the same: figures read on light and on dark pages.
 """
 
 import io
@@ -18,6 +19,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from speedkit.measure.trace import CAUSES
@@ -27,9 +29,12 @@ STYLE = Path(__file__).with_name("speedkit.mplstyle")
 BLUE = "#0072B2"
 ORANGE = "#D55E00"
 GREEN = "#009E73"
-INK = "#22272E"
+INK = "#747983"
+DARK = "#22272E"  # on light fills
 GREY = "#7A808A"
-INTERVAL = Line2D([], [], color=INK, label="99 % interval")
+# A dark line with a white edge reads on each fill and on each ground.
+ON_ALL: dict[str, Any] = {"color": DARK, "path_effects": [withStroke(linewidth=3, foreground="white")]}
+INTERVAL = Line2D([], [], label="99 % interval", **ON_ALL)
 PREDICTED = Patch(color="#F3C6A5", label="predicted before")
 # What to do about them goes from left to right: feeding, launching, computing, what happens now and then, the rest.
 CODES = (
@@ -108,7 +113,7 @@ def breakdowns(breakdowns: Mapping[str, Row], record: Row | None = None) -> Figu
         widths = np.array([share.get(cause, 0.0) for share in shares])
         if not widths.any():
             continue
-        bars = axes.barh(range(len(shares)), widths, 0.72, left=left, label=cause, color=colour, edgecolor="white")
+        bars = axes.barh(range(len(shares)), widths, 0.72, left=left, label=cause, color=colour)
         left += widths
         if cause == "unexplained":
             for bar in bars:
@@ -116,7 +121,7 @@ def breakdowns(breakdowns: Mapping[str, Row], record: Row | None = None) -> Figu
         else:
             texts = [f"{width:.0f} %" if width > 4 else "" for width in widths]
             luminance = np.dot(to_rgb(colour), [0.3, 0.59, 0.11])
-            ink = INK if luminance >= 0.5 else "white"
+            ink = DARK if luminance >= 0.5 else "white"
             axes.bar_label(bars, texts, label_type="center", color=ink, fontsize=8)
     for y, (breakdown, share) in enumerate(zip(breakdowns.values(), shares, strict=True)):
         step = f"{duration(breakdown['step_s'])} per step"
@@ -127,10 +132,11 @@ def breakdowns(breakdowns: Mapping[str, Row], record: Row | None = None) -> Figu
     return figure
 
 
-def new_figure(height: float, rows: Sequence[str] = ()) -> tuple[Figure, Axes]:
+def new_figure(height: float, rows: Sequence[str] = (), *, title: str = "") -> tuple[Figure, Axes]:
     """Return a figure of `height` [inches] with one axes, whose rows have these labels, the first at its top."""
     figure = Picture(figsize=(8.6, height), layout="constrained")  # as wide as GitHub and a notebook show unscaled
     axes = figure.add_subplot()
+    figure.suptitle(title, x=0.01, ha="left")
     axes.use_sticky_edges = False  # bars may end at the edge of the axes otherwise
     if rows:
         labels = [label if "\n" in label else textwrap.fill(label, 32) for label in rows]
@@ -174,7 +180,7 @@ def draw_change(axes: Axes, y: int, row: Row, *, colour: str) -> None:
     """Draw a row's step from before it by its ratio, with its interval, and with a prediction where it has one."""
     before_ms = 1e3 * row["step_s_before"]
     axes.barh(y, before_ms / row["ratio"] - before_ms, 0.5, left=before_ms, color=colour)
-    axes.plot([before_ms / row["high"], before_ms / row["low"]], [y, y], "|-", color=INK, markersize=7)
+    axes.plot([before_ms / row["high"], before_ms / row["low"]], [y, y], "|-", markersize=7, **ON_ALL)
     if row.get("predicted_low"):
         fastest = before_ms / row["predicted_high"]
         width = before_ms / row["predicted_low"] - fastest

@@ -1,11 +1,13 @@
-"""What the map draws: the roofline of this machine, with the four workloads on it."""
+"""What the map shows: the roofline of this machine, with the four workloads on it."""
 
 from collections.abc import Mapping
 
 from matplotlib import style
 from matplotlib.figure import Figure
 
-from speedkit.lab.figures import BLUE, GREY, INK, ORANGE, STYLE, new_figure
+from speedkit.lab.figures import BLUE, GREEN, GREY, ORANGE, STYLE, new_figure
+
+VIOLET = "#CC79A7"
 
 
 @style.context(STYLE)
@@ -16,9 +18,9 @@ def roofline(
 
     `bandwidth` is in bytes per second, `products` in FLOP/s by format, `steps` FLOPs per byte and FLOP/s by name.
     """
-    figure, axes = new_figure(3.6)
+    figure, axes = new_figure(3.6, title=title)
     left, right = 0.2, 20.0 * max(products.values()) / bandwidth
-    for (name, rate), colour in zip(distinct(products).items(), (INK, BLUE, ORANGE, GREY, GREY), strict=False):
+    for (name, rate), colour in zip(distinct(products).items(), (GREY, BLUE, ORANGE, GREEN, VIOLET), strict=False):
         knee = rate / bandwidth
         axes.plot([left, knee, right], [left * bandwidth, rate, rate], color=colour, linewidth=1.5)
         axes.text(right, 1.06 * rate, f"products in {name}", ha="right", va="bottom", color=colour, fontsize=8.5)
@@ -28,7 +30,6 @@ def roofline(
         axes.annotate(name, (intensity, rate), (5, -3), textcoords="offset points", va="top")
     axes.set(xscale="log", yscale="log", xlabel="FLOPs for each byte that is moved", ylabel="FLOPs per second")
     axes.grid(visible=True, axis="both")
-    figure.suptitle(title, x=0.01, ha="left")
     return figure
 
 

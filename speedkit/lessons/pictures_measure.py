@@ -1,4 +1,4 @@
-"""What lesson 01 draws: turns in a drift, first calls, false alarms."""
+"""What lesson 01 shows: first calls, windows of the same steps, false alarms."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,28 +10,6 @@ from matplotlib.figure import Figure
 from speedkit.lab.figures import BLUE, GREEN, GREY, INK, ORANGE, STYLE, new_figure
 
 COLOURS = (GREY, ORANGE, GREEN, BLUE)
-
-
-@style.context(STYLE)
-def turns() -> Figure:
-    """Return a machine that gets slower while the same code is timed: all of A and then all of B, and in pairs."""
-    figure, axes = new_figure(3.4)
-    drift = [1 + 0.04 * turn for turn in range(12)]
-    for top, order in ((0.0, "AAAAAABBBBBB"), (1.2, "ABBAABABBABA")):
-        for turn, side in enumerate(order):
-            axes.bar(turn, 0.55 * drift[turn], 0.8, bottom=top, color=BLUE if side == "A" else ORANGE)
-            axes.text(turn, top + 0.1, side, ha="center", color="white")
-        seconds = {side: [drift[turn] for turn, each in enumerate(order) if each == side] for side in "AB"}
-        ratio = sum(seconds["A"]) / sum(seconds["B"])
-        axes.text(12, top + 0.3, f"A / B = {ratio:.2f}", va="center", fontweight="bold")
-    axes.set_yticks((0.3, 1.5), ("one after\nthe other", "in pairs,\nrandom order"))
-    axes.set(
-        xlim=(-0.6, 14), ylim=(2.3, -0.1), xticks=[], xlabel="time; a bar is a turn of the same code, longer is slower"
-    )
-    axes.invert_yaxis()
-    axes.grid(visible=False)
-    figure.suptitle("The machine gets slower. Who is blamed for it?", x=0.01, ha="left")
-    return figure
 
 
 @style.context(STYLE)
@@ -51,7 +29,7 @@ def windows(first_ms: Sequence[float], relative: Sequence[float], *, title: str)
 @style.context(STYLE)
 def alarms(rows: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
     """Return the share of false alarms of each way in each world, in per cent, by rows of `false_alarms`."""
-    figure, axes = new_figure(3.0)
+    figure, axes = new_figure(3.0, title=title)
     names = [name for name in rows[0] if name != "world"]
     for place, name in enumerate(names):
         at = [world + 0.2 * (place - 1.5) for world in range(len(rows))]
@@ -61,6 +39,5 @@ def alarms(rows: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
     most = 10 * math.ceil(10 * max(max(row[name] for name in names) for row in rows))
     axes.set(ylabel="false alarms in 100", ylim=(0, 1.25 * most))
     axes.grid(visible=True, axis="y")
-    axes.legend(frameon=False, ncols=5, loc="upper left", fontsize=8.5)
-    figure.suptitle(title, x=0.01, ha="left")
+    axes.legend(ncols=5, loc="upper left")
     return figure

@@ -1,54 +1,59 @@
-"""What the lesson on memory draws: activations over a step, and what recomputing them saves and costs."""
+"""What lessons show of memory: passes over it, and what micro-batches and checkpointing take, beside their time."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib import style
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
 
 from speedkit.lab.figures import BLUE, GREEN, GREY, ORANGE, STYLE, new_figure
 
 
-def activations(layers: int, inside: float, *, recomputed: bool) -> list[float]:
-    """Return what is held after each layer's forward and backward pass: an input of 1 each, and perhaps its inside."""
-    held, course = 0.0, [0.0]
-    for _ in range(layers):
-        course.append(held + 1 + inside)  # while the layer is at work its inside is there either way
-        held += 1.0 if recomputed else 1 + inside
-        course.append(held)
-    for _ in range(layers):
-        course.append(held + inside if recomputed else held)  # computed a second time
-        held -= 1.0 if recomputed else 1 + inside
-        course.append(held)
-    return course
+@style.context(STYLE)
+def memory_passes(operations: Sequence[tuple[str, int]]) -> Figure:
+    """Return what operations, each with its number of inputs, read and write: one kernel for each, and one for all."""
+    count = len(operations)
+    total = count + sum(inputs for _, inputs in operations)
+    figure, axes = new_figure(2.4, title=f"{count} operations: {total} passes over memory, or 2")
+    rows = {"one kernel each": [*operations], "compiled": [(f"{count} operations in registers", 1)]}
+    for y, kernels in enumerate(rows.values()):
+        x = 0.0
+        for name, inputs in kernels:
+            axes.barh(y, inputs - 0.06, 0.5, left=x, color=BLUE)
+            axes.barh(y, 0.94, 0.5, left=x + inputs, color=ORANGE)
+            axes.text(x, y - 0.32, name, ha="left", va="bottom", fontsize=8.5)
+            x += inputs + 1
+    axes.set_yticks((0, 1), list(rows))
+    axes.set(ylim=(1.5, -0.8), xlim=(0, None), xlabel="passes over memory (blue: reads, orange: writes)")
+    axes.grid(visible=False)
+    return figure
 
 
 @style.context(STYLE)
-def step_memory(layers: int = 6, inside: float = 4.0) -> Figure:
-    """Return the activations in memory over a step, all of them kept and each layer's inside computed again."""
-    figure, axes = new_figure(2.8)
-    for recomputed, colour, label in ((False, GREY, "all kept"), (True, BLUE, "inputs kept, insides computed again")):
-        course = activations(layers, inside, recomputed=recomputed)
-        axes.plot(range(len(course)), course, color=colour, label=label)
-        axes.fill_between(range(len(course)), course, color=colour, alpha=0.15)
-    top = layers * (1 + inside)
-    axes.axvline(2 * layers, color=GREY, linestyle=":", linewidth=1)
-    axes.text(1.5 * layers, 1.06 * top, "forward", ha="center")
-    axes.text(3 * layers, 1.06 * top, "backward", ha="center")
-    axes.set(
-        xticks=[], ylim=(0, 1.2 * top), xlabel=f"time, through {layers} layers and back", ylabel="activations held"
-    )
-    axes.legend(frameon=False, loc="upper left")
-    figure.suptitle(
-        "A layer's inside: kept from the forward pass to the backward pass, or made twice", x=0.01, ha="left"
-    )
+def tried(rates: Mapping[int, float], peak_bytes: Mapping[int, int], *, chosen: int, unit: str, title: str) -> Figure:
+    """Return rate [samples/s] and a step's memory [bytes] by micro-batch; the chosen one and 3 % are marked."""
+    figure = Figure(figsize=(8.6, 3.0), layout="constrained")
+    rate, memory = figure.subplots(1, 2)
+    best = max(rates.values())
+    rate.axhspan(0.97 * best, best, color=GREY, alpha=0.3, label="within 3 % of the best")
+    rate.plot([*rates], [*rates.values()], "o-", color=BLUE)
+    memory.plot([*rates], [peak_bytes[size] / 1e6 for size in rates], "o-", color=ORANGE)
+    for axes, label in ((rate, f"{unit}/s: higher is faster"), (memory, "MB that a step takes")):
+        axes.axvline(chosen, color=GREEN, linewidth=2, label=f"chosen: {chosen}")
+        axes.set(xscale="log", xlabel="micro-batch, samples", ylabel=label, ylim=(0, None))
+        axes.set_xticks([*rates], [str(size) for size in rates])
+        axes.xaxis.set_minor_locator(NullLocator())
+    figure.legend(*rate.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    figure.suptitle(title, x=0.01, ha="left")
     return figure
 
 
 @style.context(STYLE)
 def trade(rows: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
     """Return what each row's plan keeps and how long its step takes, beside the first row of the same `net`."""
-    figure, axes = new_figure(0.55 * len(rows) + 1.3)
+    names = [f"{row['net']}, {row['checkpointing']}" for row in rows]
+    figure, axes = new_figure(0.55 * len(rows) + 1.3, names, title=title)
     first: dict[str, Mapping[str, Any]] = {}
     for y, row in enumerate(rows):
         plain = first.setdefault(row["net"], row)
@@ -58,7 +63,5 @@ def trade(rows: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
             text = f"{row[key] / 1e6:.3g} MB" if key == "kept_bytes" else f"{1e3 * row[key]:.3g} ms"
             axes.text(100 * share + 1, y + shift, text, va="center", fontsize=8.5)
     axes.axvline(100, color=GREEN, linewidth=0.8)
-    axes.set_yticks(range(len(rows)), [f"{row['net']}, {row['checkpointing']}" for row in rows])
-    axes.set(ylim=(len(rows) - 0.4, -0.6), xlabel="per cent of keeping all (blue: memory kept, orange: time of a step)")
-    figure.suptitle(title, x=0.01, ha="left")
+    axes.set(xlabel="per cent of keeping all (blue: memory kept, orange: time of a step)")
     return figure

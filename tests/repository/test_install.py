@@ -88,7 +88,8 @@ from speedkit import cli
 from speedkit.lab.notebooks import find_notebooks
 from speedkit.lab.frameworks import read_table
 from speedkit.lessons.claims import read_claims
-find_notebooks(["90"]), read_table(), read_claims()
+from speedkit.lessons.pictures import drawing
+find_notebooks(["90"]), read_table(), read_claims(), drawing("streams")
 cli.main()
 """
 
