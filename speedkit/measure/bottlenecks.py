@@ -1,12 +1,10 @@
 """Bottlenecks: why a step takes so long, what shows it, what to change in the plan, and what that would give."""
 
 import dataclasses
-import functools
 import math
 import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,20 +12,15 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 
 from speedkit.clock import timed
-from speedkit.data.loader import collate, make_sample
 from speedkit.data.own_loader import why_not_kept
 from speedkit.display import table
-from speedkit.errors import UsageError
-from speedkit.machine import Hardware, this_machine, unusable_gpu
-from speedkit.measure.breakdown import Breakdown, StepFacts, breakdown_of
+from speedkit.machine import Hardware, this_machine
+from speedkit.measure.breakdown import Breakdown, StepFacts
 from speedkit.measure.peaks import matmul_rates
 from speedkit.measure.process import process_kept
-from speedkit.measure.roofline import roofline
 from speedkit.measure.timeline import BACKWARD, CHECKPOINT, COMPILATION, DATA, EVALUATION, FORWARD, OPTIMIZER, OTHER
 from speedkit.measure.trace import BANDWIDTH, COMMUNICATION, COMPUTE, COPY, LAUNCH, SYNC
 from speedkit.plan import Plan
-from speedkit.recipe import Recipe
-from speedkit.workload import Workload
 
 RARELY = "log_every=50: read and report what the device has computed every 50 steps"
 REPORTING = ("print(", "log", "write(", "set_postfix", "display(")  # in a line that reads the device
@@ -38,10 +31,8 @@ ALL_CORES = 0.9  # of them in use: a worker would find none
 CHEAPER = "make a batch at once (__getitems__), and before training what is always the same"
 MIN_SMALL_ON_CPU = 0.20  # of a step, for calling operators: an eighth of a healthy small step goes into it
 MIN_PASSES = 0.60  # of a step, for passes over memory: of a healthy small step in bf16 they are up to 0.52
-SMALL_BYTES = 4e9
 EXCHANGE_LESS = "exchange less often (larger batches), less (in bf16), or beside the backward pass (DDP's buckets)"
 TO_FLOAT = "model.float(), and float32 data: of NumPy it is float64"
-MAKE_ROOM = "less than 4 GB of GPU memory: --micro-batch auto, --precision fp16, --checkpointing blocks, lower --width"
 Row = dict[str, Any]
 
 
@@ -58,51 +49,6 @@ class Bottleneck:
     seconds: float | None = None  # per step; None for those of its row
 
 
-def profile_workload(
-    workload: Workload,
-    recipe: Recipe | None = None,
-    plan: Plan | None = None,
-    *,
-    device: str = "auto",
-    cache_dir: str | Path | None = None,
-    trace: str | Path | None = None,
-) -> Row:
-    """Return why a step of `workload` takes as long as it does.
-
-    It is the breakdown as breakdown.json has it, with `workload`, `roofline`, `bottlenecks` (see `rank`) and `notes`.
-    `trace` is a file that keeps the profiler's trace. Raises UsageError for a file that cannot be written.
-    """
-    if trace is not None:
-        try:
-            Path(trace).open("ab").close()
-        except OSError as error:
-            raise UsageError(f"the trace cannot be written to {trace}: {error.strerror}") from None
-    recipe = recipe or workload.recipe
-    plan = plan or Plan()
-    hardware = this_machine(device)
-    notes = costly_switches(hardware.device)
-    breakdown = breakdown_of(workload, recipe, plan, device=device, cache_dir=cache_dir, trace_file=trace)
-    if workload.own_loader is None:
-        sample = functools.partial(
-            make_sample,
-            items=workload.train,
-            load=workload.load,
-            features=workload.features,
-            target=workload.target,
-        )
-        join = functools.partial(collate, varies=workload.length is not None)
-        _time_loading(breakdown.facts, sample, join, count=min(recipe.batch_size, len(workload.train)))
-        breakdown.facts.cacheable = plan.cache == "off"
-    found = {
-        "workload": workload.name,
-        # Last: what looks into each operator leaves compiled code switched off.
-        "roofline": roofline(workload, recipe, plan, hardware=hardware, breakdown=breakdown),
-        "bottlenecks": rank(breakdown, hardware),
-        "notes": notes + breakdown.facts.notes + gpu_advice(hardware),
-    }
-    return WorkloadProfile(breakdown.as_dict() | found)
-
-
 def bottlenecks_of_loop(breakdown: Breakdown, loader: Any, device: torch.device) -> list[Row]:
     """Return the bottlenecks of a user's own loop by its breakdown and its `loader`."""
     with process_kept("cpu"):
@@ -110,12 +56,12 @@ def bottlenecks_of_loop(breakdown: Breakdown, loader: Any, device: torch.device)
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
         data: Any = loader.dataset
         count = min(loader.batch_size or 1, len(data))
-        _time_loading(breakdown.facts, data.__getitem__, loader.collate_fn, count=count)
+        time_loading(breakdown.facts, data.__getitem__, loader.collate_fn, count=count)
     breakdown.facts.workers = getattr(loader, "num_workers", 0)
     return rank(breakdown, this_machine(device))
 
 
-def _time_loading(facts: StepFacts, make: Callable[[int], Any], join: Callable[[list], Any], *, count: int) -> None:
+def time_loading(facts: StepFacts, make: Callable[[int], Any], join: Callable[[list], Any], *, count: int) -> None:
     """Note what making and joining the first `count` items takes."""
 
     def items() -> list[Any]:
@@ -278,7 +224,8 @@ def _operator_bottlenecks(breakdown: Breakdown, hardware: Hardware, rates: Mappi
             seconds=passes_s,
         )
 
-    doubles_s = (products_s + passes_s) * trace.products_s.get("fp64", 0.0) / (sum(trace.products_s.values()) or 1.0)
+    profiled_s = sum(trace.products_s.values()) or 1.0
+    doubles_s = (products_s + passes_s) * trace.products_s.get("fp64", 0.0) / profiled_s
     yield Bottleneck("float64", FORWARD, TO_FLOAT, "it computes in float64", 0.1, saved=(0.3, 0.95), seconds=doubles_s)
 
     rates = {name: rate for name, rate in rates.items() if name != "fp8"}  # which not every layer can be converted to
@@ -296,7 +243,7 @@ def _operator_bottlenecks(breakdown: Breakdown, hardware: Hardware, rates: Mappi
         f"products of matrices are faster in {best}",
         0.5,
         saved=(0.5 * gain, gain),
-        seconds=products_s * slow_s / (sum(trace.products_s.values()) or 1.0),
+        seconds=products_s * slow_s / profiled_s,
     )
 
 
@@ -328,16 +275,6 @@ def _operator_seconds(breakdown: Breakdown, hardware: Hardware) -> tuple[float, 
 # ---- in words ----
 
 
-class WorkloadProfile(dict[str, Any]):
-    """What `profile_workload` returns: a mapping that shows itself in words."""
-
-    def __repr__(self) -> str:
-        return as_text(self)
-
-    def _repr_html_(self) -> str:
-        return breakdown_in(self)._repr_html_() + bottleneck_table(self["bottlenecks"], self["notes"])
-
-
 def bottleneck_table(rows: Sequence[Row], notes: Sequence[str]) -> str:
     """Return bottlenecks in HTML, `notes` below them."""
     columns = ("cause", "change", "predicted_speedup_low", "predicted_speedup_high", "evidence")
@@ -345,34 +282,7 @@ def bottleneck_table(rows: Sequence[Row], notes: Sequence[str]) -> str:
     return table("Bottlenecks", ("cause", "change", "from", "to times as fast", "why"), cells, below="\n".join(notes))
 
 
-def breakdown_in(report: Row) -> Breakdown:
-    """Return the breakdown that a report begins with."""
-    fields = [field.name for field in dataclasses.fields(Breakdown) if field.name in report]
-    return Breakdown(**{name: report[name] for name in fields})
-
-
-def as_text(report: Row) -> str:
-    """Return what `profile_workload` found, in words."""
-    lines = [f"{report['workload']}:", str(breakdown_in(report)), *report["notes"], *report["roofline"]["tells"]]
-    if report["bottlenecks"]:
-        lines.append("bottlenecks, by what a change would give (time before / time after):")
-    else:
-        lines.append("no bottleneck to report: what takes most of the time would not get less by a change of the plan")
-    return "\n".join([*lines, *map(bottleneck_in_words, report["bottlenecks"])])
-
-
 def bottleneck_in_words(row: Row) -> str:
     """Return a bottleneck as two lines."""
     line = "  {predicted_speedup_low:.2f} to {predicted_speedup_high:.2f}  {cause}: {change}\n      {evidence}"
     return line.format_map(row)
-
-
-def gpu_advice(hardware: Hardware) -> list[str]:
-    """Return how to choose a GPU, and how to make room on a small one, in sentences; for a CPU why no GPU is used."""
-    if not hardware.gpu_count:
-        return [*filter(None, [unusable_gpu()])]
-    choose = f"{hardware.device} of {hardware.gpu_count} GPUs is used"
-    advice = [f"{choose}; --device cuda:1 or CUDA_VISIBLE_DEVICES=1: another; --ranks 2: two"]
-    if hardware.gpu_memory_bytes is not None and hardware.gpu_memory_bytes < SMALL_BYTES:
-        advice.append(MAKE_ROOM)
-    return advice

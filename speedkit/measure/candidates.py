@@ -12,7 +12,7 @@ from torch import nn
 from speedkit.data.sampler import BatchSampler
 from speedkit.fallbacks import EffectivePlan, resolve
 from speedkit.machine import Hardware
-from speedkit.measure.compare import padded_frames
+from speedkit.measure.contender import padded_frames
 from speedkit.measure.kernels import which_ran
 from speedkit.measure.optimizations import Change, Optimization, text
 from speedkit.measure.peaks import peaks
@@ -33,7 +33,7 @@ from speedkit.workload import Workload
 GPU_HORIZON = 20_000
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True)
 class Trial:
     """One change of the best plan: what it should gain, what it did where it was tried, and whether it is kept."""
 
@@ -59,6 +59,11 @@ class Trial:
     def stage(self) -> Stage:
         """The stage of the tuning in which it is tried."""
         return Stage("trial", self.optimization, self.change, again=self.again)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether trying it compiles code."""
+        return "compile" in self.fields or "compile_scope" in self.fields
 
     @property
     def joint(self) -> bool:
@@ -96,11 +101,12 @@ def candidates(job: Tuning, optimizations: Sequence[Optimization], best: Plan) -
                 promises=promises,
                 predicted_low=low,
                 predicted_high=high,
-                may_pay=not _compiles(change) or baseline_s * (1 - 1 / high) >= compiling_s(job),
                 why=_why_not(job, best, change, high=high),
             )
-            if _compiles(change) and not trial.why and trial.stage not in job.results:
-                trial = dataclasses.replace(trial, why=_why_no_time(job))
+            if trial.compiles:
+                trial.may_pay = baseline_s * (1 - 1 / high) >= compiling_s(job)
+                if not trial.why and trial.stage not in job.results:
+                    trial.why = _why_no_time(job)
             trials.append(trial)
     return trials
 
@@ -116,10 +122,6 @@ def compiling_s(job: Tuning) -> float:
     """Return the seconds that compiling takes: the most that it took so far in this tuning."""
     seen = [result.get("compile_s") for stage, result in job.results.items() if stage.kind == "trial"]
     return max(filter(None, seen), default=COMPILING_S[job.hardware.device.type])
-
-
-def _compiles(change: Change) -> bool:
-    return "compile" in change or "compile_scope" in change
 
 
 def frames_saved(workload: Workload, recipe: Recipe) -> float:
@@ -144,7 +146,7 @@ def _why_not(job: Tuning, best: Plan, change: Change, *, high: float) -> str:
         return why
     if math.log(high) < WORTH:
         return f"not tried: it could gain {high:.3f} at most"
-    if _compiles(change) and plan.compile_scope == "blocks" and not _blocks_share_code(job.model):
+    if change.get("compile_scope") == "blocks" and not _blocks_share_code(job.model):
         return "most of the model's blocks have shapes of their own: compiling them makes no less code than the model"
     if field == "channels_last":
         return _why_not_channels_last(job, plan)

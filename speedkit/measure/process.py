@@ -34,16 +34,16 @@ def process_kept(device: torch.device | str) -> Iterator[None]:
             np.random.set_state(numpy_state)  # noqa: NPY002
 
 
-def resources() -> tuple[float, int]:
-    """Return the seconds that this process and its workers have used cores, and the bytes that they read from disks."""
-    cpu_s = 0.0
+def resources() -> tuple[float, float, int]:
+    """Return the seconds that this process has used cores, those of its workers, and the bytes that all have read."""
+    cpu_s = []  # of this process, and of each worker
     read_bytes = 0
     for number in (os.getpid(), *(worker.pid for worker in multiprocessing.active_children())):
         with contextlib.suppress(psutil.Error, AttributeError):  # it has just ended; a system that counts no reads
             process = psutil.Process(number)
-            cpu_s += sum(process.cpu_times()[:4])  # those of workers that have ended, too
+            cpu_s.append(sum(process.cpu_times()[:4]))  # those of workers that have ended, too
             read_bytes += process.io_counters().read_bytes
-    return cpu_s, read_bytes
+    return cpu_s[0], sum(cpu_s[1:]), read_bytes
 
 
 def in_new_process(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

@@ -13,9 +13,9 @@ from picture import LEFT_BY_MEASURING, differences, picture
 from speedkit.errors import SpeedkitError
 from speedkit.machine import this_machine
 from speedkit.measure import peaks
-from speedkit.measure.bottlenecks import profile_workload
 from speedkit.measure.compare import compare
 from speedkit.measure.process import in_new_process
+from speedkit.measure.profile_report import profile_workload
 from speedkit.plan import Plan
 
 

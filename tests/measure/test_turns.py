@@ -13,7 +13,8 @@ import torch
 from tiny import busy, points
 
 from speedkit.data.sampler import BatchSampler
-from speedkit.measure.compare import Contender, compare_functions, padded_frames
+from speedkit.measure.compare import compare_functions
+from speedkit.measure.contender import Contender, padded_frames
 from speedkit.measure.stats import LOOKS, decide, log_ratios
 from speedkit.measure.turns import at_least, measure_pairs
 from speedkit.plan import Plan
