@@ -41,12 +41,11 @@ class Bottleneck:
     """Something that makes a step long, and what to change."""
 
     name: str
-    part: str  # the row of the breakdown that its seconds lie in
+    seconds: float  # per step
     change: str  # `field=value`, where the plan has a field for it
     evidence: str
     min_share: float = 0.0  # of a step: below it any healthy training has some
     saved: tuple[float, float] = (0.9, 1.0)  # shares of the seconds that the change saves, at least and at most
-    seconds: float | None = None  # per step; None for those of its row
 
 
 def bottlenecks_of_loop(breakdown: Breakdown, loader: Any, device: torch.device) -> list[Row]:
@@ -103,8 +102,6 @@ def rank(breakdown: Breakdown, hardware: Hardware, rates: Mapping[str, float] | 
         *_operator_bottlenecks(breakdown, hardware, rates or matmul_rates(hardware)),
     ):
         seconds = found.seconds
-        if seconds is None:
-            seconds = step_s * breakdown.share(found.part)
         low, high = (step_s / max(step_s - share * seconds, 0.02 * step_s) for share in found.saved)
         if seconds <= found.min_share * step_s or high < MIN_GAIN:
             continue
@@ -127,7 +124,7 @@ def rank(breakdown: Breakdown, hardware: Hardware, rates: Mapping[str, float] | 
 def _data_bottlenecks(breakdown: Breakdown, hardware: Hardware) -> Iterator[Bottleneck]:
     """Yield what makes the loop wait for data, in proportion to what making and joining a batch's items takes."""
     facts = breakdown.facts
-    wait_s = breakdown.step_s * breakdown.share(DATA)
+    wait_s = breakdown.per_step_s(DATA)
     costs = {"slow decode": facts.items_s, "slow collate": facts.collate_s}
     make_s = sum(costs.values())
     waiting = f"the loop waits for data, with {facts.workers} workers"
@@ -137,7 +134,7 @@ def _data_bottlenecks(breakdown: Breakdown, hardware: Hardware) -> Iterator[Bott
         waiting += f"{read}, and read again they take far less: copy the files to NVMe"
     elif much_longer and facts.workers:
         here = f"{waiting}, and without them a batch is made in {1e3 * make_s:.3g} ms"
-        yield Bottleneck("too many workers", DATA, "workers=0", here, saved=(0.0, 1 - make_s / wait_s))
+        yield Bottleneck("too many workers", wait_s, "workers=0", here, saved=(0.0, 1 - make_s / wait_s))
         return
     if not make_s:
         costs = {"slow loader": 1.0}
@@ -154,7 +151,7 @@ def _data_bottlenecks(breakdown: Breakdown, hardware: Hardware) -> Iterator[Bott
             change = CHEAPER
             saved = (0.0, 1.0)
             evidence += f"; {facts.why_not_kept or 'other workers or a cache would not help'}"
-        yield Bottleneck(name, DATA, change, evidence, saved=saved, seconds=wait_s * cost_s / sum(costs.values()))
+        yield Bottleneck(name, wait_s * cost_s / sum(costs.values()), change, evidence, saved=saved)
 
 
 def _workers_needed(breakdown: Breakdown, hardware: Hardware, make_s: float) -> tuple[int, float]:
@@ -165,7 +162,7 @@ def _workers_needed(breakdown: Breakdown, hardware: Hardware, make_s: float) -> 
     """
     facts = breakdown.facts
     step_s = breakdown.step_s
-    computing_s = max(step_s * (1 - breakdown.share(DATA)), 1e-3 * step_s)
+    computing_s = max(step_s - breakdown.per_step_s(DATA), 1e-3 * step_s)
     make_s = make_s or facts.workers * step_s
     if not facts.workers:
         make_s = max(make_s, step_s - computing_s)
@@ -179,26 +176,31 @@ def _workers_needed(breakdown: Breakdown, hardware: Hardware, make_s: float) -> 
 
 def _host_bottlenecks(breakdown: Breakdown) -> Iterator[Bottleneck]:
     """Yield what the host does beside calling operators."""
+    spent_s = breakdown.per_step_s
     # Page-locked memory is copied faster, and only copies of it can hide behind the computing.
     pinned = "pin_memory=True, prefetch=True"
-    yield Bottleneck("large copies", COPY, pinned, "the device waits for a batch's copy", saved=(0.5, 1.0))
-    yield Bottleneck("communication", COMMUNICATION, EXCHANGE_LESS, "GPUs exchange data, and nothing else runs", 0.1)
+    yield Bottleneck("large copies", spent_s(COPY), pinned, "the device waits for a batch's copy", saved=(0.5, 1.0))
+    yield Bottleneck(
+        "communication", spent_s(COMMUNICATION), EXCHANGE_LESS, "GPUs exchange data, and nothing else runs", 0.1
+    )
     read = next(iter(breakdown.facts.syncs), None)
     if read and any(word in read.code for word in REPORTING):
-        both_s = breakdown.step_s * (breakdown.share(SYNC) + breakdown.share(OTHER))
-        why = f"the loop reports each, in {read}"
-        yield Bottleneck("printing each step", OTHER, RARELY, why, 0.1, seconds=both_s)
+        yield Bottleneck("printing each step", spent_s(SYNC, OTHER), RARELY, f"the loop reports each, in {read}", 0.1)
     else:
         where = "an unknown line"
         if read:
             where = f"{read} ({read.count} times in {breakdown.facts.audited} steps)"
-        yield Bottleneck("host-device sync", SYNC, RARELY, f"the host waits for the device, in {where}")
-        yield Bottleneck("other host work", OTHER, "move it out of the loop", "the loop's own lines are at work", 0.1)
+        yield Bottleneck("host-device sync", spent_s(SYNC), RARELY, f"the host waits for the device, in {where}")
+        yield Bottleneck(
+            "other host work", spent_s(OTHER), "move it out of the loop", "the loop's own lines are at work", 0.1
+        )
     yield Bottleneck(
-        "new shapes", COMPILATION, "bucket=True: pad to a few lengths", "graphs are compiled while training"
+        "new shapes", spent_s(COMPILATION), "bucket=True: pad to a few lengths", "graphs are compiled while training"
     )
-    yield Bottleneck("checkpoints too often", CHECKPOINT, "save less often", "torch.save is at work", 0.1)
-    yield Bottleneck("validation too often", EVALUATION, "validate_every=0, or larger", "the model is evaluated", 0.1)
+    yield Bottleneck("checkpoints too often", spent_s(CHECKPOINT), "save less often", "torch.save is at work", 0.1)
+    yield Bottleneck(
+        "validation too often", spent_s(EVALUATION), "validate_every=0, or larger", "the model is evaluated", 0.1
+    )
 
 
 def _operator_bottlenecks(breakdown: Breakdown, hardware: Hardware, rates: Mapping[str, float]) -> Iterator[Bottleneck]:
@@ -212,21 +214,14 @@ def _operator_bottlenecks(breakdown: Breakdown, hardware: Hardware, rates: Mappi
     if not hardware.supports("compile"):
         change = f"fewer, larger operators; {hardware.why_not('compile')}"
     calls = f"{trace.calls / trace.steps:.0f} operators compute little"
-    yield Bottleneck("many small operators", LAUNCH, change, calls, 0.1, saved=(0.5, 1.0), seconds=small_s)
+    yield Bottleneck("many small operators", small_s, change, calls, 0.1, saved=(0.5, 1.0))
     if hardware.supports("compile"):
-        yield Bottleneck(
-            "bandwidth-bound",
-            BANDWIDTH,
-            "compile=default",
-            "operators read and write much",
-            MIN_PASSES,
-            saved=(0.25, 0.75),
-            seconds=passes_s,
-        )
+        much = "operators read and write much"
+        yield Bottleneck("bandwidth-bound", passes_s, "compile=default", much, MIN_PASSES, saved=(0.25, 0.75))
 
     profiled_s = sum(trace.products_s.values()) or 1.0
     doubles_s = (products_s + passes_s) * trace.products_s.get("fp64", 0.0) / profiled_s
-    yield Bottleneck("float64", FORWARD, TO_FLOAT, "it computes in float64", 0.1, saved=(0.3, 0.95), seconds=doubles_s)
+    yield Bottleneck("float64", doubles_s, TO_FLOAT, "it computes in float64", 0.1, saved=(0.3, 0.95))
 
     rates = {name: rate for name, rate in rates.items() if name != "fp8"}  # which not every layer can be converted to
     best = max(rates, key=rates.__getitem__)
@@ -236,15 +231,9 @@ def _operator_bottlenecks(breakdown: Breakdown, hardware: Hardware, rates: Mappi
             slow_s += seconds
             gained_s += seconds * (1 - rates[name] / rates[best])
     gain = gained_s / (slow_s or 1.0)
-    yield Bottleneck(
-        "compute-bound",
-        COMPUTE,
-        f"precision={best}",
-        f"products of matrices are faster in {best}",
-        0.5,
-        saved=(0.5 * gain, gain),
-        seconds=products_s * slow_s / profiled_s,
-    )
+    faster = f"products of matrices are faster in {best}"
+    saved = (0.5 * gain, gain)
+    yield Bottleneck("compute-bound", products_s * slow_s / profiled_s, f"precision={best}", faster, 0.5, saved=saved)
 
 
 def _operator_seconds(breakdown: Breakdown, hardware: Hardware) -> tuple[float, float, float]:
@@ -256,10 +245,10 @@ def _operator_seconds(breakdown: Breakdown, hardware: Hardware) -> tuple[float, 
     """
     step_s = breakdown.step_s
     if hardware.device.type != "cpu":
-        return step_s * breakdown.share(LAUNCH), step_s * breakdown.share(COMPUTE), step_s * breakdown.share(BANDWIDTH)
+        return breakdown.per_step_s(LAUNCH), breakdown.per_step_s(COMPUTE), breakdown.per_step_s(BANDWIDTH)
     trace = breakdown.facts.trace
     products_s = sum(trace.products_s.values())
-    room_s = step_s * sum(map(breakdown.share, (FORWARD, BACKWARD, OPTIMIZER)))
+    room_s = breakdown.per_step_s(FORWARD, BACKWARD, OPTIMIZER)
     profiled = 1 / trace.steps
     if trace.window_s:
         profiled = max(profiled, step_s / trace.window_s)

@@ -84,6 +84,10 @@ class Breakdown:
         """Return the share of the wall time that goes to a cause."""
         return sum(row["share"] for row in self.rows if row["cause"] == cause)
 
+    def per_step_s(self, *causes: str) -> float:
+        """Return the seconds of a step that go to these causes."""
+        return self.step_s * sum(map(self.share, causes))
+
     def _repr_html_(self) -> str:
         rows = [(row["cause"], f"{row['share']:.1%}", display.bar(row["share"])) for row in self.rows]
         return display.table(str(self).partition("\n")[0], ("cause", "share", ""), rows)

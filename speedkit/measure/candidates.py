@@ -16,7 +16,8 @@ from speedkit.measure.contender import padded_frames
 from speedkit.measure.kernels import which_ran
 from speedkit.measure.optimizations import Change, Optimization, text
 from speedkit.measure.peaks import peaks
-from speedkit.measure.predict import Gain, computing_gains, count, format_of_products, predict
+from speedkit.measure.predict import Gain, computing_gains, predict
+from speedkit.measure.roofline import count, format_of_products
 from speedkit.measure.stages import TRYING_SHARE, Stage, Tuning
 from speedkit.measure.stats import WORTH
 from speedkit.plan import Plan

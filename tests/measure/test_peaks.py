@@ -15,8 +15,7 @@ from torchao.float8 import Float8LinearConfig
 from speedkit.machine import Hardware, this_machine
 from speedkit.measure.breakdown import StepFacts, make_breakdown
 from speedkit.measure.peaks import _calls, peaks
-from speedkit.measure.predict import OperatorCounter, count
-from speedkit.measure.roofline import roofline
+from speedkit.measure.roofline import OperatorCounter, count, roofline
 from speedkit.measure.warm_up import compilations
 from speedkit.plan import Plan
 from speedkit.train.loop import steps

@@ -28,8 +28,9 @@ from speedkit.measure import tune as tune_module
 from speedkit.measure.candidates import Trial, candidates, horizon_of
 from speedkit.measure.checked_file import read_checked, write_checked
 from speedkit.measure.optimizations import OPTIMIZATIONS, changed, named, text
-from speedkit.measure.predict import EFFECTS, Operators, computing_gains, predict
+from speedkit.measure.predict import EFFECTS, computing_gains, predict
 from speedkit.measure.quality import same_losses
+from speedkit.measure.roofline import Operators
 from speedkit.measure.stages import NAME, Stage, Tuning
 from speedkit.measure.trials import measure
 from speedkit.measure.tune import ablate, final_comparison, payback, stalled
