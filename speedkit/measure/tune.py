@@ -73,8 +73,7 @@ def prove_or_replace(job: Tuning, combined: Plan, kept: Sequence[Trial]) -> tupl
     stalls = None
     if best == plan_of(trial.fields for trial in kept) and stalled(final, trained):
         job.say("steps of whole trainings take longer than short turns show: each change is compared once more")
-        combined, rows = ablate(job, kept, confirm=True)
-        stalls = {"kept": rows}
+        combined, stalls = ablate(job, kept, confirm=True)
         if combined != best:
             best, final, trained = prove(job, combined, "without what stalls")
     if trained["quality"]["decision"] == "worse" and safe(best) != best:
