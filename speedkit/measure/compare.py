@@ -49,7 +49,6 @@ class Comparison:
     ratio_total: float | None  # of all time in the long turns that confirm, in which what is rare counts too
     long_seconds_a: list[float]
     long_seconds_b: list[float]
-    steps_per_long_turn: int
     slow_turns: tuple[int, int]  # of A and of B: of other load on the machine, or stalls
     warmup_s_a: float  # of the first turns, compilation included
     warmup_s_b: float
@@ -179,7 +178,7 @@ def compare(
 
 def undecided(turns: Turns) -> Pairs:
     """Return the pairs so far as a comparison that was stopped."""
-    return Pairs(turns.a_s, turns.b_s, "undecided", paired_interval(turns.a_s, turns.b_s), (0, 0), 0, [], [])
+    return Pairs(turns.a_s, turns.b_s, "undecided", paired_interval(turns.a_s, turns.b_s), (0, 0), [], [])
 
 
 def conclude(
@@ -198,7 +197,6 @@ def conclude(
         ratio_total=measured.ratio_total,
         long_seconds_a=measured.long_a,
         long_seconds_b=measured.long_b,
-        steps_per_long_turn=measured.steps,
         slow_turns=measured.slow,
         warmup_s_a=a.warmup_s,
         warmup_s_b=b.warmup_s,

@@ -108,7 +108,7 @@ def predict(
     shares: Mapping[str, float],
     *,
     frames: float = 1.0,
-    gains: Mapping[str, Gain] | None = None,
+    gains: Mapping[str, Gain],
 ) -> Gain:
     """Return the least and the greatest gain to expect of a change: Amdahl's law (1967) over the parts it acts on.
 
@@ -128,7 +128,7 @@ def predict(
         if value and field in effects:
             parts, low, high = effects[field]
             key = value if field == "precision" else field
-            low, high = (gains or {}).get(key, (low, high))
+            low, high = gains.get(key, (low, high))
             share = sum(shares.get(part, 0.0) for part in parts)
             worst -= share * (1 - 1 / low)
             best -= share * (1 - 1 / high)

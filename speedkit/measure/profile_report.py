@@ -23,7 +23,7 @@ from speedkit.measure.breakdown import Breakdown, StepFacts, breakdown_of, make_
 from speedkit.measure.roofline import roofline
 from speedkit.measure.timeline import BACKWARD, FORWARD, OTHER, RARE
 from speedkit.measure.trace import trace_of
-from speedkit.measure.trace_file import Span, Window, read_window
+from speedkit.measure.trace_file import Window, read_window
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.workload import Workload
@@ -173,14 +173,9 @@ def host_parts(window: Window) -> dict[str, float]:
             spans.append(event["span"]._replace(name=cause))
     seconds = collections.defaultdict[str, float](float)
     counted_s = 0.0  # the end of what has been counted
-    for span in sorted(spans, key=outer_first):
+    for span in sorted(spans, key=lambda span: (span.begin_s, -span.end_s)):  # each before those inside of it
         if span.begin_s >= counted_s:
             seconds[span.name] += span.end_s - span.begin_s
             counted_s = span.end_s
     seconds[OTHER] = window.end_s - sum(seconds.values())
     return seconds
-
-
-def outer_first(span: Span) -> tuple[float, float]:
-    """Return what sorts spans by time, each before those inside of it."""
-    return span.begin_s, -span.end_s

@@ -133,7 +133,8 @@ def course_of(job: Tuning, one_in: int) -> Course:
     least = FEW_ITEMS if workload.metric == "accuracy" else LEAST_ITEMS
     wanted = math.ceil(EVALUATED * 2 * LAST * len(items) / (steps * recipe.batch_size))
     every_nth = max(1, min(wanted, len(items) // least))
-    return Course(dataclasses.replace(workload, **{side: list(items)[::every_nth]}), recipe)
+    some: Row = {side: list(items)[::every_nth]}
+    return Course(dataclasses.replace(workload, **some), recipe)
 
 
 def curves_files(job: Tuning, course: Course, best: Plan) -> dict[str, Path | None]:

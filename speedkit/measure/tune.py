@@ -159,7 +159,7 @@ def final_comparison(job: Tuning, best: Plan) -> Row:
             continue
         plans = {name: plan, "final": best}
         limits: Row = {"pairs": FINAL_PAIRS, "looks": (), "max_s": FINAL_SHARE * job.budget_s}
-        result = job.compare(f"final against {name}", plans, seed=1, **limits)
+        result = job.compare(f"final against {name}", plans, **limits)
         if name == "careful" and result.slower:
             job.say("the careful plan is faster than what was tuned to: it is taken, and measured afresh")
             return final_comparison(job, careful)
@@ -178,7 +178,7 @@ def measure_in_new_process(job: Tuning, plans: Mapping[str, Plan]) -> Row:
     """
     both = job.beside_others(*plans.values())
     limits: Row = {"pairs": AGAIN_PAIRS, "max_s": FINAL_SHARE * job.budget_s, "looks": (), "confirm": False}
-    options: Row = {"recipe": job.recipe, "names": tuple(plans), "seed": 2}
+    options: Row = {"recipe": job.recipe, "names": tuple(plans)}
     try:
         result = in_new_process(compare, job.workload, *both, **options, **limits, **job.options)
     except SpeedkitError as error:

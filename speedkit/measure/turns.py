@@ -45,7 +45,6 @@ class Pairs(NamedTuple):
     decision: Decision
     interval: Interval
     slow: tuple[int, int]  # turns of A and of B that took more than SLOW times as long as others
-    steps: int  # of a long turn
     long_a: list[float]  # seconds of the long turns; none where nothing was to be confirmed
     long_b: list[float]
 
@@ -185,7 +184,7 @@ def measure_pairs(
             long.measure(_judged_by_total, looks=LONG_LOOKS, pairs=LONG_LOOKS[-1], max_s=left_s)
             decision, interval = _judged_by_total(*long.kept())
     slow = (sum(slow_turns(short.a_s)), sum(slow_turns(short.b_s)))
-    return Pairs(a_s, b_s, decision, interval, slow, long.steps, *long.kept())
+    return Pairs(a_s, b_s, decision, interval, slow, *long.kept())
 
 
 def _judged_by_typical(

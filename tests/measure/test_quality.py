@@ -52,7 +52,7 @@ def test_a_training_says_what_its_steps_take_apart_from_evaluation_and_compiling
 
     monkeypatch.setattr("speedkit.train.run.time", types.SimpleNamespace(perf_counter=lambda: 1.0 + now_s))
     work = dataclasses.replace(tiny.points(train=64, test=32), loss=loss)  # 2 epochs of 4 steps, 2 batches to test on
-    row = curve(work, work.recipe, None, device="cpu")
+    row = curve(work, work.recipe, Plan(), device="cpu")
     assert (row["step_s"], row["evaluation_s"]) == pytest.approx((1.0, 8 * 2 * 10.0))
     assert row["seconds"] == pytest.approx(row["prepare_s"] + 100.0 + 7 * 1.0 + row["evaluation_s"])
 
