@@ -235,18 +235,19 @@ def breakdown_of(
     On a CPU forward is the loss with what it calls. `trace_file` keeps the profiler's trace.
     """
     timeline = Timeline()
-    set_up = functools.partial(
-        setup_run,
-        dataclasses.replace(workload, loss=timeline.timed(FORWARD, workload.loss)),
-        recipe,
-        plan,
-        device=device,
-        cache_dir=cache_dir,
-        progress=False,
-        endless=True,
-        batches=lambda stream: iter(timeline.timed(DATA, stream.__next__), None),  # without an end
-    )
-    with process_kept(device), contextlib.closing(set_up()) as run:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(process_kept(device))
+        run = setup_run(
+            dataclasses.replace(workload, loss=timeline.timed(FORWARD, workload.loss)),
+            recipe,
+            plan,
+            device=device,
+            cache_dir=cache_dir,
+            progress=False,
+            endless=True,
+            batches=lambda stream: iter(timeline.timed(DATA, stream.__next__), None),  # without an end
+        )
+        stack.callback(run.close)
         optimizer = run.learner.optimizer
         training = steps(run)
         workers = run.plan.workers

@@ -149,8 +149,9 @@ def _why_not(job: Tuning, best: Plan, change: Change, *, high: float) -> str:
         return f"not tried: it could gain {high:.3f} at most"
     if change.get("compile_scope") == "blocks" and not _blocks_share_code(job.model):
         return "most of the model's blocks have shapes of their own: compiling them makes no less code than the model"
-    if field == "channels_last":
-        return _why_not_channels_last(job, plan)
+    # A memory format moves weights in four dimensions, and no others.
+    if field == "channels_last" and all(weight.dim() != 4 for weight in job.model.parameters()):
+        return "the model has no two-dimensional convolution"
     if field == "attention":
         return _why_not_attention(job, best, plan.attention)
     if plan.precision == "fp8" != best.precision and not precision.eight_bit_layers(job.model)[0]:
@@ -193,16 +194,6 @@ def _why_no_time(job: Tuning) -> str:
         return ""
     budget_s = math.ceil((job.spent_s() + takes_s) / TRYING_SHARE)
     return f"not tried: compiling takes about {takes_s:.0f} s; --budget {budget_s} has room for it"
-
-
-def _why_not_channels_last(job: Tuning, plan: Plan) -> str:
-    # A memory format moves weights in four dimensions, and no others.
-    if all(weight.dim() != 4 for weight in job.model.parameters()):
-        return "the model has no two-dimensional convolution"
-    eager_on_cuda = plan.compile == "off" and job.hardware.device.type == "cuda"
-    if eager_on_cuda and any(isinstance(layer, nn.GroupNorm) for layer in job.model.modules()):
-        return "CUDA's group normalisation undoes it in each layer; compiled code, which has its own, may keep it"
-    return ""
 
 
 def _why_not_attention(job: Tuning, best: Plan, kernel: str) -> str:

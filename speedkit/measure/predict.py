@@ -69,8 +69,6 @@ def computing_gains(operators: Operators, limits: Mapping[str, float], number_fo
 
 # Causes of measure.breakdown.
 LOADING = ("data wait",)
-COPYING = ("host-to-device copy",)
-UPDATING = ("optimizer",)
 COMPUTING = ("forward", "backward", "compute-bound", "bandwidth-bound")  # on a CPU, and on a GPU
 COMPILED = (*COMPUTING, "launch-bound")
 
@@ -81,9 +79,9 @@ EFFECTS: dict[str, tuple[tuple[str, ...], float, float]] = {
     "cache": (LOADING, 3.0, math.inf),  # what is left is one gather from memory
     "features_on": (LOADING, 0.8, 3.0),
     "decoder": (LOADING, 0.7, 1.5),
-    "prefetch": (COPYING, 1.0, math.inf),
+    "prefetch": (("host-to-device copy",), 1.0, math.inf),
     "bucket": (COMPUTING, 1.0, 1.0),
-    "fused_optimizer": (UPDATING, 1.0, 4.0),
+    "fused_optimizer": (("optimizer",), 1.0, 4.0),
     "log_every": (("sync-bound", "other host work"), 1.0, math.inf),
     "precision": (COMPUTING, 1.0, 2.0),
     "channels_last": (COMPUTING, 0.95, 1.4),

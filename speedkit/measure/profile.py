@@ -127,11 +127,7 @@ class LoopProfile:
     def next_batch(self, fetch: Callable[[Any], Any], source: Any) -> Any:
         """Return what `fetch` gets from the loader; the time that it takes is that of waiting for data."""
         self.step_may_end()
-        self.timeline.begin(DATA)
-        try:
-            batch = fetch(source)
-        finally:
-            self.timeline.end()
+        batch = self.timeline.timed(DATA, fetch)(source)
         self.batches += 1
         return batch
 

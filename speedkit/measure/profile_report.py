@@ -109,14 +109,12 @@ def profile_workload(
 
 
 def gpu_advice(hardware: Hardware) -> list[str]:
-    """Return how to choose a GPU, and how to make room on a small one, in sentences; for a CPU why no GPU is used."""
+    """Return how to make room on a small GPU, in a sentence; for a CPU why no GPU is used."""
     if not hardware.gpu_count:
         return [*filter(None, [unusable_gpu()])]
-    choose = f"{hardware.device} of {hardware.gpu_count} GPUs is used"
-    advice = [f"{choose}; --device cuda:1 or CUDA_VISIBLE_DEVICES=1: another; --ranks 2: two"]
     if hardware.gpu_memory_bytes is not None and hardware.gpu_memory_bytes < SMALL_BYTES:
-        advice.append(MAKE_ROOM)
-    return advice
+        return [MAKE_ROOM]
+    return []
 
 
 # ---- a trace ----

@@ -6,7 +6,7 @@ import statistics
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 LOOKS = (10, 20, 40, 80)  # pairs after which a comparison may end
 FALSE_KEEP = 0.0018  # one-sided, nominal: trimmed intervals cover 98.5 % where 99 % is asked, which makes it 0.0036
@@ -26,8 +26,10 @@ class Interval:
     high: float
 
 
-@dataclass(frozen=True)
-class NonInferiority:
+Judgement = tuple[Decision, Interval]  # the interval is the one that decides
+
+
+class NonInferiority(NamedTuple):
     """The change of quality (larger is better), its standard error, and the ends of its two one-sided intervals."""
 
     mean_change: float
@@ -99,7 +101,7 @@ def decide(logs: Sequence[float], looks: Sequence[int] = LOOKS) -> Decision:
     return judge(functools.partial(trimmed_mean, logs), share_of(len(logs), looks))[0]
 
 
-def judge(estimate: Callable[[float], tuple[float, float]], share: float) -> tuple[Decision, Interval]:
+def judge(estimate: Callable[[float], tuple[float, float]], share: float) -> Judgement:
     """Return what a look that spends a share of the allowed error shows of B, and the interval by which it is decided.
 
     `estimate` takes the error beyond each end, and returns log(time A / time B) and its distance to either end.

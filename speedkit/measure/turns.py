@@ -14,6 +14,7 @@ from speedkit.measure.stats import (
     WORTH,
     Decision,
     Interval,
+    Judgement,
     judge,
     log_ratios,
     share_of,
@@ -111,7 +112,7 @@ class Turns:
 
     def measure(
         self,
-        judged: Callable[[Sequence[float], Sequence[float]], tuple[Decision, Interval]],
+        judged: Callable[[Sequence[float], Sequence[float]], Judgement],
         *,
         looks: Sequence[int],
         pairs: int,
@@ -187,13 +188,11 @@ def measure_pairs(
     return Pairs(a_s, b_s, decision, interval, slow, *long.kept())
 
 
-def _judged_by_typical(
-    a_s: Sequence[float], b_s: Sequence[float], *, looks: Sequence[int]
-) -> tuple[Decision, Interval]:
+def _judged_by_typical(a_s: Sequence[float], b_s: Sequence[float], *, looks: Sequence[int]) -> Judgement:
     return judge(functools.partial(trimmed_mean, log_ratios(a_s, b_s)), share_of(len(a_s), looks))
 
 
-def _judged_by_total(a_s: Sequence[float], b_s: Sequence[float]) -> tuple[Decision, Interval]:
+def _judged_by_total(a_s: Sequence[float], b_s: Sequence[float]) -> Judgement:
     decision, interval = judge(functools.partial(total_ratio, a_s, b_s), share_of(len(a_s), LONG_LOOKS))
     more = len(a_s) < LONG_LOOKS[-1]
     if decision == "not worth it" and more and sum(b_s) > sum(a_s) * math.exp(WORTH):

@@ -110,7 +110,7 @@ def candidates_of(of, optimization, best, shares=SHARES, step_s=0.2):
     return candidates(of, named([optimization]), best)
 
 
-NORMALISED = dataclasses.replace(tiny.points(), model=lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(1, 4)))
+CONVOLUTION = dataclasses.replace(tiny.points(), model=lambda: nn.Conv2d(1, 4, 3))
 CACHED, WITHOUT_BF16 = Plan(cache="disk"), dataclasses.replace(CPU, cpu_flags=())
 
 
@@ -121,9 +121,7 @@ CACHED, WITHOUT_BF16 = Plan(cache="disk"), dataclasses.replace(CPU, cpu_flags=()
         ("workers", CACHED, {}, "a cached batch is one gather from memory; .*"),
         ("channels_last", Plan(), {}, "the model has no two-dimensional convolution"),
         ("precision", Plan(), {"hardware": WITHOUT_BF16}, "bf16 needs a CPU with avx512_bf16 or .*"),
-        ("channels_last", Plan(), {"work": NORMALISED, "hardware": GPU}, "CUDA's group normalisation undoes it .*"),
-        ("channels_last", Plan(compile="default"), {"work": NORMALISED, "hardware": GPU}, ""),
-        ("channels_last", Plan(), {"work": NORMALISED}, ""),
+        ("channels_last", Plan(), {"work": CONVOLUTION}, ""),
         ("fp8", Plan(precision="bf16", compile="default"), {"hardware": GPU}, "the model has no linear layer that .*"),
         ("host_syncs", Plan(fused_optimizer=True), {}, "not tried: it could gain 1.000 at most"),
         ("compile", Plan(), {"horizon": 100}, ""),  # measured all the same: somebody trains longer
