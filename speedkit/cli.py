@@ -144,8 +144,8 @@ commands.command_class = RunCommand
 @commands.command(params=[JSON, DEVICE])
 def hardware(as_json: bool, device: str) -> None:
     """Show what this machine is, what it can do, and its measured peaks."""
-    from speedkit.measure.bottlenecks import gpu_advice
     from speedkit.measure.peaks import peaks
+    from speedkit.measure.profile_report import gpu_advice
 
     machine = this_machine(device)
     measured = peaks(machine)
@@ -254,9 +254,8 @@ def profile(workload: str, arguments: tuple[str, ...], plan: str, **values: Any)
     if workload.endswith(".py"):
         profile_script(Path(workload), arguments, values["out"])
         return
-    from speedkit.measure.bottlenecks import as_text, profile_workload
+    from speedkit.measure.profile_report import as_text, profile_trace, profile_workload
     from speedkit.measure.script import next_levers
-    from speedkit.measure.trace_profile import profile_trace
 
     read_trace = values["read_trace"]
     if (read_trace is None) == (not workload):

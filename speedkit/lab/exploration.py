@@ -18,8 +18,9 @@ from speedkit.measure.candidates import frames_saved
 from speedkit.measure.compare import Contender, warm_up
 from speedkit.measure.optimizations import changed
 from speedkit.measure.peaks import peaks
-from speedkit.measure.predict import computing_gains, count, format_of_products, predict
+from speedkit.measure.predict import computing_gains, predict
 from speedkit.measure.process import process_kept
+from speedkit.measure.roofline import count, format_of_products
 from speedkit.measure.stats import paired_interval
 from speedkit.measure.turns import Turns, measure_pairs
 from speedkit.plan import Plan

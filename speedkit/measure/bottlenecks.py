@@ -1,12 +1,10 @@
 """Bottlenecks: why a step takes so long, what shows it, what to change in the plan, and what that would give."""
 
 import dataclasses
-import functools
 import math
 import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,20 +12,15 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 
 from speedkit.clock import timed
-from speedkit.data.loader import collate, make_sample
 from speedkit.data.own_loader import why_not_kept
 from speedkit.display import table
-from speedkit.errors import UsageError
-from speedkit.machine import Hardware, this_machine, unusable_gpu
-from speedkit.measure.breakdown import Breakdown, StepFacts, breakdown_of
+from speedkit.machine import Hardware, this_machine
+from speedkit.measure.breakdown import Breakdown, StepFacts
 from speedkit.measure.peaks import matmul_rates
 from speedkit.measure.process import process_kept
-from speedkit.measure.roofline import roofline
 from speedkit.measure.timeline import BACKWARD, CHECKPOINT, COMPILATION, DATA, EVALUATION, FORWARD, OPTIMIZER, OTHER
 from speedkit.measure.trace import BANDWIDTH, COMMUNICATION, COMPUTE, COPY, LAUNCH, SYNC
 from speedkit.plan import Plan
-from speedkit.recipe import Recipe
-from speedkit.workload import Workload
 
 RARELY = "log_every=50: read and report what the device has computed every 50 steps"
 REPORTING = ("print(", "log", "write(", "set_postfix", "display(")  # in a line that reads the device
@@ -38,10 +31,8 @@ ALL_CORES = 0.9  # of them in use: a worker would find none
 CHEAPER = "make a batch at once (__getitems__), and before training what is always the same"
 MIN_SMALL_ON_CPU = 0.20  # of a step, for calling operators: an eighth of a healthy small step goes into it
 MIN_PASSES = 0.60  # of a step, for passes over memory: of a healthy small step in bf16 they are up to 0.52
-SMALL_BYTES = 4e9
 EXCHANGE_LESS = "exchange less often (larger batches), less (in bf16), or beside the backward pass (DDP's buckets)"
 TO_FLOAT = "model.float(), and float32 data: of NumPy it is float64"
-MAKE_ROOM = "less than 4 GB of GPU memory: --micro-batch auto, --precision fp16, --checkpointing blocks, lower --width"
 Row = dict[str, Any]
 
 
@@ -50,57 +41,11 @@ class Bottleneck:
     """Something that makes a step long, and what to change."""
 
     name: str
-    part: str  # the row of the breakdown that its seconds lie in
+    seconds: float  # per step
     change: str  # `field=value`, where the plan has a field for it
     evidence: str
     min_share: float = 0.0  # of a step: below it any healthy training has some
     saved: tuple[float, float] = (0.9, 1.0)  # shares of the seconds that the change saves, at least and at most
-    seconds: float | None = None  # per step; None for those of its row
-
-
-def profile_workload(
-    workload: Workload,
-    recipe: Recipe | None = None,
-    plan: Plan | None = None,
-    *,
-    device: str = "auto",
-    cache_dir: str | Path | None = None,
-    trace: str | Path | None = None,
-) -> Row:
-    """Return why a step of `workload` takes as long as it does.
-
-    It is the breakdown as breakdown.json has it, with `workload`, `roofline`, `bottlenecks` (see `rank`) and `notes`.
-    `trace` is a file that keeps the profiler's trace. Raises UsageError for a file that cannot be written.
-    """
-    if trace is not None:
-        try:
-            Path(trace).open("ab").close()
-        except OSError as error:
-            raise UsageError(f"the trace cannot be written to {trace}: {error.strerror}") from None
-    recipe = recipe or workload.recipe
-    plan = plan or Plan()
-    hardware = this_machine(device)
-    notes = costly_switches(hardware.device)
-    breakdown = breakdown_of(workload, recipe, plan, device=device, cache_dir=cache_dir, trace_file=trace)
-    if workload.own_loader is None:
-        sample = functools.partial(
-            make_sample,
-            items=workload.train,
-            load=workload.load,
-            features=workload.features,
-            target=workload.target,
-        )
-        join = functools.partial(collate, varies=workload.length is not None)
-        _time_loading(breakdown.facts, sample, join, count=min(recipe.batch_size, len(workload.train)))
-        breakdown.facts.cacheable = plan.cache == "off"
-    found = {
-        "workload": workload.name,
-        # Last: what looks into each operator leaves compiled code switched off.
-        "roofline": roofline(workload, recipe, plan, hardware=hardware, breakdown=breakdown),
-        "bottlenecks": rank(breakdown, hardware),
-        "notes": notes + breakdown.facts.notes + gpu_advice(hardware),
-    }
-    return WorkloadProfile(breakdown.as_dict() | found)
 
 
 def bottlenecks_of_loop(breakdown: Breakdown, loader: Any, device: torch.device) -> list[Row]:
@@ -110,12 +55,12 @@ def bottlenecks_of_loop(breakdown: Breakdown, loader: Any, device: torch.device)
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
         data: Any = loader.dataset
         count = min(loader.batch_size or 1, len(data))
-        _time_loading(breakdown.facts, data.__getitem__, loader.collate_fn, count=count)
+        time_loading(breakdown.facts, data.__getitem__, loader.collate_fn, count=count)
     breakdown.facts.workers = getattr(loader, "num_workers", 0)
     return rank(breakdown, this_machine(device))
 
 
-def _time_loading(facts: StepFacts, make: Callable[[int], Any], join: Callable[[list], Any], *, count: int) -> None:
+def time_loading(facts: StepFacts, make: Callable[[int], Any], join: Callable[[list], Any], *, count: int) -> None:
     """Note what making and joining the first `count` items takes."""
 
     def items() -> list[Any]:
@@ -157,8 +102,6 @@ def rank(breakdown: Breakdown, hardware: Hardware, rates: Mapping[str, float] | 
         *_operator_bottlenecks(breakdown, hardware, rates or matmul_rates(hardware)),
     ):
         seconds = found.seconds
-        if seconds is None:
-            seconds = step_s * breakdown.share(found.part)
         low, high = (step_s / max(step_s - share * seconds, 0.02 * step_s) for share in found.saved)
         if seconds <= found.min_share * step_s or high < MIN_GAIN:
             continue
@@ -181,7 +124,7 @@ def rank(breakdown: Breakdown, hardware: Hardware, rates: Mapping[str, float] | 
 def _data_bottlenecks(breakdown: Breakdown, hardware: Hardware) -> Iterator[Bottleneck]:
     """Yield what makes the loop wait for data, in proportion to what making and joining a batch's items takes."""
     facts = breakdown.facts
-    wait_s = breakdown.step_s * breakdown.share(DATA)
+    wait_s = breakdown.per_step_s(DATA)
     costs = {"slow decode": facts.items_s, "slow collate": facts.collate_s}
     make_s = sum(costs.values())
     waiting = f"the loop waits for data, with {facts.workers} workers"
@@ -191,7 +134,7 @@ def _data_bottlenecks(breakdown: Breakdown, hardware: Hardware) -> Iterator[Bott
         waiting += f"{read}, and read again they take far less: copy the files to NVMe"
     elif much_longer and facts.workers:
         here = f"{waiting}, and without them a batch is made in {1e3 * make_s:.3g} ms"
-        yield Bottleneck("too many workers", DATA, "workers=0", here, saved=(0.0, 1 - make_s / wait_s))
+        yield Bottleneck("too many workers", wait_s, "workers=0", here, saved=(0.0, 1 - make_s / wait_s))
         return
     if not make_s:
         costs = {"slow loader": 1.0}
@@ -208,7 +151,7 @@ def _data_bottlenecks(breakdown: Breakdown, hardware: Hardware) -> Iterator[Bott
             change = CHEAPER
             saved = (0.0, 1.0)
             evidence += f"; {facts.why_not_kept or 'other workers or a cache would not help'}"
-        yield Bottleneck(name, DATA, change, evidence, saved=saved, seconds=wait_s * cost_s / sum(costs.values()))
+        yield Bottleneck(name, wait_s * cost_s / sum(costs.values()), change, evidence, saved=saved)
 
 
 def _workers_needed(breakdown: Breakdown, hardware: Hardware, make_s: float) -> tuple[int, float]:
@@ -219,7 +162,7 @@ def _workers_needed(breakdown: Breakdown, hardware: Hardware, make_s: float) -> 
     """
     facts = breakdown.facts
     step_s = breakdown.step_s
-    computing_s = max(step_s * (1 - breakdown.share(DATA)), 1e-3 * step_s)
+    computing_s = max(step_s - breakdown.per_step_s(DATA), 1e-3 * step_s)
     make_s = make_s or facts.workers * step_s
     if not facts.workers:
         make_s = max(make_s, step_s - computing_s)
@@ -233,26 +176,31 @@ def _workers_needed(breakdown: Breakdown, hardware: Hardware, make_s: float) -> 
 
 def _host_bottlenecks(breakdown: Breakdown) -> Iterator[Bottleneck]:
     """Yield what the host does beside calling operators."""
+    spent_s = breakdown.per_step_s
     # Page-locked memory is copied faster, and only copies of it can hide behind the computing.
     pinned = "pin_memory=True, prefetch=True"
-    yield Bottleneck("large copies", COPY, pinned, "the device waits for a batch's copy", saved=(0.5, 1.0))
-    yield Bottleneck("communication", COMMUNICATION, EXCHANGE_LESS, "GPUs exchange data, and nothing else runs", 0.1)
+    yield Bottleneck("large copies", spent_s(COPY), pinned, "the device waits for a batch's copy", saved=(0.5, 1.0))
+    yield Bottleneck(
+        "communication", spent_s(COMMUNICATION), EXCHANGE_LESS, "GPUs exchange data, and nothing else runs", 0.1
+    )
     read = next(iter(breakdown.facts.syncs), None)
     if read and any(word in read.code for word in REPORTING):
-        both_s = breakdown.step_s * (breakdown.share(SYNC) + breakdown.share(OTHER))
-        why = f"the loop reports each, in {read}"
-        yield Bottleneck("printing each step", OTHER, RARELY, why, 0.1, seconds=both_s)
+        yield Bottleneck("printing each step", spent_s(SYNC, OTHER), RARELY, f"the loop reports each, in {read}", 0.1)
     else:
         where = "an unknown line"
         if read:
             where = f"{read} ({read.count} times in {breakdown.facts.audited} steps)"
-        yield Bottleneck("host-device sync", SYNC, RARELY, f"the host waits for the device, in {where}")
-        yield Bottleneck("other host work", OTHER, "move it out of the loop", "the loop's own lines are at work", 0.1)
+        yield Bottleneck("host-device sync", spent_s(SYNC), RARELY, f"the host waits for the device, in {where}")
+        yield Bottleneck(
+            "other host work", spent_s(OTHER), "move it out of the loop", "the loop's own lines are at work", 0.1
+        )
     yield Bottleneck(
-        "new shapes", COMPILATION, "bucket=True: pad to a few lengths", "graphs are compiled while training"
+        "new shapes", spent_s(COMPILATION), "bucket=True: pad to a few lengths", "graphs are compiled while training"
     )
-    yield Bottleneck("checkpoints too often", CHECKPOINT, "save less often", "torch.save is at work", 0.1)
-    yield Bottleneck("validation too often", EVALUATION, "validate_every=0, or larger", "the model is evaluated", 0.1)
+    yield Bottleneck("checkpoints too often", spent_s(CHECKPOINT), "save less often", "torch.save is at work", 0.1)
+    yield Bottleneck(
+        "validation too often", spent_s(EVALUATION), "validate_every=0, or larger", "the model is evaluated", 0.1
+    )
 
 
 def _operator_bottlenecks(breakdown: Breakdown, hardware: Hardware, rates: Mapping[str, float]) -> Iterator[Bottleneck]:
@@ -266,20 +214,14 @@ def _operator_bottlenecks(breakdown: Breakdown, hardware: Hardware, rates: Mappi
     if not hardware.supports("compile"):
         change = f"fewer, larger operators; {hardware.why_not('compile')}"
     calls = f"{trace.calls / trace.steps:.0f} operators compute little"
-    yield Bottleneck("many small operators", LAUNCH, change, calls, 0.1, saved=(0.5, 1.0), seconds=small_s)
+    yield Bottleneck("many small operators", small_s, change, calls, 0.1, saved=(0.5, 1.0))
     if hardware.supports("compile"):
-        yield Bottleneck(
-            "bandwidth-bound",
-            BANDWIDTH,
-            "compile=default",
-            "operators read and write much",
-            MIN_PASSES,
-            saved=(0.25, 0.75),
-            seconds=passes_s,
-        )
+        much = "operators read and write much"
+        yield Bottleneck("bandwidth-bound", passes_s, "compile=default", much, MIN_PASSES, saved=(0.25, 0.75))
 
-    doubles_s = (products_s + passes_s) * trace.products_s.get("fp64", 0.0) / (sum(trace.products_s.values()) or 1.0)
-    yield Bottleneck("float64", FORWARD, TO_FLOAT, "it computes in float64", 0.1, saved=(0.3, 0.95), seconds=doubles_s)
+    profiled_s = sum(trace.products_s.values()) or 1.0
+    doubles_s = (products_s + passes_s) * trace.products_s.get("fp64", 0.0) / profiled_s
+    yield Bottleneck("float64", doubles_s, TO_FLOAT, "it computes in float64", 0.1, saved=(0.3, 0.95))
 
     rates = {name: rate for name, rate in rates.items() if name != "fp8"}  # which not every layer can be converted to
     best = max(rates, key=rates.__getitem__)
@@ -289,15 +231,9 @@ def _operator_bottlenecks(breakdown: Breakdown, hardware: Hardware, rates: Mappi
             slow_s += seconds
             gained_s += seconds * (1 - rates[name] / rates[best])
     gain = gained_s / (slow_s or 1.0)
-    yield Bottleneck(
-        "compute-bound",
-        COMPUTE,
-        f"precision={best}",
-        f"products of matrices are faster in {best}",
-        0.5,
-        saved=(0.5 * gain, gain),
-        seconds=products_s * slow_s / (sum(trace.products_s.values()) or 1.0),
-    )
+    faster = f"products of matrices are faster in {best}"
+    saved = (0.5 * gain, gain)
+    yield Bottleneck("compute-bound", products_s * slow_s / profiled_s, f"precision={best}", faster, 0.5, saved=saved)
 
 
 def _operator_seconds(breakdown: Breakdown, hardware: Hardware) -> tuple[float, float, float]:
@@ -309,10 +245,10 @@ def _operator_seconds(breakdown: Breakdown, hardware: Hardware) -> tuple[float, 
     """
     step_s = breakdown.step_s
     if hardware.device.type != "cpu":
-        return step_s * breakdown.share(LAUNCH), step_s * breakdown.share(COMPUTE), step_s * breakdown.share(BANDWIDTH)
+        return breakdown.per_step_s(LAUNCH), breakdown.per_step_s(COMPUTE), breakdown.per_step_s(BANDWIDTH)
     trace = breakdown.facts.trace
     products_s = sum(trace.products_s.values())
-    room_s = step_s * sum(map(breakdown.share, (FORWARD, BACKWARD, OPTIMIZER)))
+    room_s = breakdown.per_step_s(FORWARD, BACKWARD, OPTIMIZER)
     profiled = 1 / trace.steps
     if trace.window_s:
         profiled = max(profiled, step_s / trace.window_s)
@@ -328,16 +264,6 @@ def _operator_seconds(breakdown: Breakdown, hardware: Hardware) -> tuple[float, 
 # ---- in words ----
 
 
-class WorkloadProfile(dict[str, Any]):
-    """What `profile_workload` returns: a mapping that shows itself in words."""
-
-    def __repr__(self) -> str:
-        return as_text(self)
-
-    def _repr_html_(self) -> str:
-        return breakdown_in(self)._repr_html_() + bottleneck_table(self["bottlenecks"], self["notes"])
-
-
 def bottleneck_table(rows: Sequence[Row], notes: Sequence[str]) -> str:
     """Return bottlenecks in HTML, `notes` below them."""
     columns = ("cause", "change", "predicted_speedup_low", "predicted_speedup_high", "evidence")
@@ -345,34 +271,7 @@ def bottleneck_table(rows: Sequence[Row], notes: Sequence[str]) -> str:
     return table("Bottlenecks", ("cause", "change", "from", "to times as fast", "why"), cells, below="\n".join(notes))
 
 
-def breakdown_in(report: Row) -> Breakdown:
-    """Return the breakdown that a report begins with."""
-    fields = [field.name for field in dataclasses.fields(Breakdown) if field.name in report]
-    return Breakdown(**{name: report[name] for name in fields})
-
-
-def as_text(report: Row) -> str:
-    """Return what `profile_workload` found, in words."""
-    lines = [f"{report['workload']}:", str(breakdown_in(report)), *report["notes"], *report["roofline"]["tells"]]
-    if report["bottlenecks"]:
-        lines.append("bottlenecks, by what a change would give (time before / time after):")
-    else:
-        lines.append("no bottleneck to report: what takes most of the time would not get less by a change of the plan")
-    return "\n".join([*lines, *map(bottleneck_in_words, report["bottlenecks"])])
-
-
 def bottleneck_in_words(row: Row) -> str:
     """Return a bottleneck as two lines."""
     line = "  {predicted_speedup_low:.2f} to {predicted_speedup_high:.2f}  {cause}: {change}\n      {evidence}"
     return line.format_map(row)
-
-
-def gpu_advice(hardware: Hardware) -> list[str]:
-    """Return how to choose a GPU, and how to make room on a small one, in sentences; for a CPU why no GPU is used."""
-    if not hardware.gpu_count:
-        return [*filter(None, [unusable_gpu()])]
-    choose = f"{hardware.device} of {hardware.gpu_count} GPUs is used"
-    advice = [f"{choose}; --device cuda:1 or CUDA_VISIBLE_DEVICES=1: another; --ranks 2: two"]
-    if hardware.gpu_memory_bytes is not None and hardware.gpu_memory_bytes < SMALL_BYTES:
-        advice.append(MAKE_ROOM)
-    return advice

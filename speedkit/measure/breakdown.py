@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import psutil
 import torch
 
 from speedkit import display
@@ -53,6 +52,7 @@ class StepFacts:
     batch_bytes: int = 0
     workers: int = 0
     cores_used: float = 0.0  # by this process and its workers; 0 where nobody looked
+    cores_of_workers: float = 0.0  # of them
     read_bytes: float = 0.0  # from disks
     cacheable: bool = False  # a cache, which the plan leaves off, could keep the features
     why_not_kept: str = ""  # in memory: the samples of a loader
@@ -83,6 +83,10 @@ class Breakdown:
     def share(self, cause: str) -> float:
         """Return the share of the wall time that goes to a cause."""
         return sum(row["share"] for row in self.rows if row["cause"] == cause)
+
+    def per_step_s(self, *causes: str) -> float:
+        """Return the seconds of a step that go to these causes."""
+        return self.step_s * sum(map(self.share, causes))
 
     def _repr_html_(self) -> str:
         rows = [(row["cause"], f"{row['share']:.1%}", display.bar(row["share"])) for row in self.rows]
@@ -124,7 +128,7 @@ class StepObserver:
         """Observe one step after the other: each `yield` is a step of the loop's. `trace_file` keeps the trace."""
         # Their times, undisturbed.
         synchronize(self.device)
-        cpu_s, read_bytes = resources()
+        cpu_s, workers_s, read_bytes = resources()
         self.timeline.take()
         while self.timed < self.to_time:
             yield
@@ -133,8 +137,10 @@ class StepObserver:
                 synchronize(self.device)  # what is still to be done is of these steps
             for cause, part_s in self.timeline.take().items():
                 self.seconds[cause] += part_s
-        until_cpu_s, until_bytes = resources()
-        self.facts.cores_used = (until_cpu_s - cpu_s) / sum(self.seconds.values())
+        until_cpu_s, until_workers_s, until_bytes = resources()
+        timed_s = sum(self.seconds.values())
+        self.facts.cores_of_workers = (until_workers_s - workers_s) / timed_s
+        self.facts.cores_used = (until_cpu_s - cpu_s) / timed_s + self.facts.cores_of_workers
         self.facts.read_bytes = (until_bytes - read_bytes) / self.timed
 
         # Their operators and kernels. The device has nothing left to do before and after the window.
@@ -229,43 +235,33 @@ def breakdown_of(
     On a CPU forward is the loss with what it calls. `trace_file` keeps the profiler's trace.
     """
     timeline = Timeline()
-    set_up = functools.partial(
-        setup_run,
-        dataclasses.replace(workload, loss=timeline.timed(FORWARD, workload.loss)),
-        recipe,
-        plan,
-        device=device,
-        cache_dir=cache_dir,
-        progress=False,
-        endless=True,
-        batches=lambda stream: iter(timeline.timed(DATA, stream.__next__), None),  # without an end
-    )
-    with process_kept(device), contextlib.closing(set_up()) as run:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(process_kept(device))
+        run = setup_run(
+            dataclasses.replace(workload, loss=timeline.timed(FORWARD, workload.loss)),
+            recipe,
+            plan,
+            device=device,
+            cache_dir=cache_dir,
+            progress=False,
+            endless=True,
+            batches=lambda stream: iter(timeline.timed(DATA, stream.__next__), None),  # without an end
+        )
+        stack.callback(run.close)
         optimizer = run.learner.optimizer
         training = steps(run)
         workers = run.plan.workers
         for _ in range(1 + 2 * workers * run.plan.prefetch_factor):
             next(training)  # on batches that the loader had ready
-        step_s = run_until_steady(lambda: next(training), run.device, max_s=max(2.0, window_s))
-
+        step_s = run_until_steady(functools.partial(next, training), run.device, max_s=max(2.0, window_s))
         observer = StepObserver(run.device, max(5, round(window_s / step_s)), timeline)
-        processes = [psutil.Process(process.pid) for process in run.data.train.loader.detector.processes]
-        began_s = time.perf_counter()
-        cpu_s = _cpu_s(processes)
-        with (
-            patch.object(optimizer, "step", timeline.timed(OPTIMIZER, optimizer.step)),
-            timing(timeline),
-        ):
+        with patch.object(optimizer, "step", timeline.timed(OPTIMIZER, optimizer.step)), timing(timeline):
             for _ in observer.observe(trace_file):
                 next(training)
-        observer.facts.workers = workers
-        observer.facts.quarantined = run.data.bad
-        if processes:
-            use = (_cpu_s(processes) - cpu_s) / (time.perf_counter() - began_s) / len(processes)
-            observer.facts.notes.append(f"each of {workers} loader workers uses {use:.0%} of a core")
+        facts = observer.facts
+        facts.workers = workers
+        facts.quarantined = run.data.bad
+        if workers:
+            use = facts.cores_of_workers / workers
+            facts.notes.append(f"each of {workers} loader workers uses {use:.0%} of a core")
     return observer.breakdown()
-
-
-def _cpu_s(processes: Sequence[psutil.Process]) -> float:
-    """Return the seconds for which processes have used a core so far."""
-    return sum(sum(process.cpu_times()[:2]) for process in processes)

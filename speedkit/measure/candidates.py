@@ -12,11 +12,12 @@ from torch import nn
 from speedkit.data.sampler import BatchSampler
 from speedkit.fallbacks import EffectivePlan, resolve
 from speedkit.machine import Hardware
-from speedkit.measure.compare import padded_frames
+from speedkit.measure.contender import padded_frames
 from speedkit.measure.kernels import which_ran
 from speedkit.measure.optimizations import Change, Optimization, text
 from speedkit.measure.peaks import peaks
-from speedkit.measure.predict import Gain, computing_gains, count, format_of_products, predict
+from speedkit.measure.predict import Gain, computing_gains, predict
+from speedkit.measure.roofline import count, format_of_products
 from speedkit.measure.stages import TRYING_SHARE, Stage, Tuning
 from speedkit.measure.stats import WORTH
 from speedkit.plan import Plan
@@ -33,7 +34,7 @@ from speedkit.workload import Workload
 GPU_HORIZON = 20_000
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True)
 class Trial:
     """One change of the best plan: what it should gain, what it did where it was tried, and whether it is kept."""
 
@@ -59,6 +60,11 @@ class Trial:
     def stage(self) -> Stage:
         """The stage of the tuning in which it is tried."""
         return Stage("trial", self.optimization, self.change, again=self.again)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether trying it compiles code."""
+        return "compile" in self.fields or "compile_scope" in self.fields
 
     @property
     def joint(self) -> bool:
@@ -96,11 +102,12 @@ def candidates(job: Tuning, optimizations: Sequence[Optimization], best: Plan) -
                 promises=promises,
                 predicted_low=low,
                 predicted_high=high,
-                may_pay=not _compiles(change) or baseline_s * (1 - 1 / high) >= compiling_s(job),
                 why=_why_not(job, best, change, high=high),
             )
-            if _compiles(change) and not trial.why and trial.stage not in job.results:
-                trial = dataclasses.replace(trial, why=_why_no_time(job))
+            if trial.compiles:
+                trial.may_pay = baseline_s * (1 - 1 / high) >= compiling_s(job)
+                if not trial.why and trial.stage not in job.results:
+                    trial.why = _why_no_time(job)
             trials.append(trial)
     return trials
 
@@ -116,10 +123,6 @@ def compiling_s(job: Tuning) -> float:
     """Return the seconds that compiling takes: the most that it took so far in this tuning."""
     seen = [result.get("compile_s") for stage, result in job.results.items() if stage.kind == "trial"]
     return max(filter(None, seen), default=COMPILING_S[job.hardware.device.type])
-
-
-def _compiles(change: Change) -> bool:
-    return "compile" in change or "compile_scope" in change
 
 
 def frames_saved(workload: Workload, recipe: Recipe) -> float:
@@ -144,10 +147,11 @@ def _why_not(job: Tuning, best: Plan, change: Change, *, high: float) -> str:
         return why
     if math.log(high) < WORTH:
         return f"not tried: it could gain {high:.3f} at most"
-    if _compiles(change) and plan.compile_scope == "blocks" and not _blocks_share_code(job.model):
+    if change.get("compile_scope") == "blocks" and not _blocks_share_code(job.model):
         return "most of the model's blocks have shapes of their own: compiling them makes no less code than the model"
-    if field == "channels_last":
-        return _why_not_channels_last(job, plan)
+    # A memory format moves weights in four dimensions, and no others.
+    if field == "channels_last" and all(weight.dim() != 4 for weight in job.model.parameters()):
+        return "the model has no two-dimensional convolution"
     if field == "attention":
         return _why_not_attention(job, best, plan.attention)
     if plan.precision == "fp8" != best.precision and not precision.eight_bit_layers(job.model)[0]:
@@ -190,16 +194,6 @@ def _why_no_time(job: Tuning) -> str:
         return ""
     budget_s = math.ceil((job.spent_s() + takes_s) / TRYING_SHARE)
     return f"not tried: compiling takes about {takes_s:.0f} s; --budget {budget_s} has room for it"
-
-
-def _why_not_channels_last(job: Tuning, plan: Plan) -> str:
-    # A memory format moves weights in four dimensions, and no others.
-    if all(weight.dim() != 4 for weight in job.model.parameters()):
-        return "the model has no two-dimensional convolution"
-    eager_on_cuda = plan.compile == "off" and job.hardware.device.type == "cuda"
-    if eager_on_cuda and any(isinstance(layer, nn.GroupNorm) for layer in job.model.modules()):
-        return "CUDA's group normalisation undoes it in each layer; compiled code, which has its own, may keep it"
-    return ""
 
 
 def _why_not_attention(job: Tuning, best: Plan, kernel: str) -> str:

@@ -6,34 +6,25 @@ import math
 import random
 import signal
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from speedkit import display
-from speedkit.clock import Stopwatch, timed
-from speedkit.data.batches import set_running
-from speedkit.data.sampler import BatchSampler
+from speedkit.clock import timed
 from speedkit.errors import SO_FAR, Interrupted, stop_in_words
 from speedkit.fallbacks import EffectivePlan
+from speedkit.measure.contender import Contender, warm_up
 from speedkit.measure.process import process_kept
 from speedkit.measure.stats import LOOKS, Decision, paired_interval
 from speedkit.measure.turns import LONG, Pairs, Turns, measure_pairs
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
-from speedkit.train.checkpoint import get_random_state, set_random_state
-from speedkit.train.loop import steps
 from speedkit.train.progress import bar_of_pairs
-from speedkit.train.setup import setup_run
 from speedkit.workload import Workload
-
-WARM_UP = 4  # pairs: autotuning, CUDA graphs, buffers that filled while a loader started
-TURN_S = 0.05  # of a turn on a GPU, where a step after a switch is slower; on a CPU one step does
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,12 +45,10 @@ class Comparison:
     ratio: float
     low: float
     high: float
-    tail: float  # the error beyond each end
     decision: Decision
     ratio_total: float | None  # of all time in the long turns that confirm, in which what is rare counts too
     long_seconds_a: list[float]
     long_seconds_b: list[float]
-    steps_per_long_turn: int
     slow_turns: tuple[int, int]  # of A and of B: of other load on the machine, or stalls
     warmup_s_a: float  # of the first turns, compilation included
     warmup_s_b: float
@@ -112,70 +101,6 @@ def pair_table(title: str, row: Mapping[str, Any]) -> str:
     return display.table(title, ("plan", "time of a step"), [(row["a"], bar_a), (row["b"], bar_b)])
 
 
-def padded_frames(sampler: BatchSampler, lengths: Tensor) -> int:
-    """Return the frames of an epoch's batches, padding included, for clips of `lengths` [N]."""
-    frames = 0
-    for batch in sampler.batches():
-        longest = int(lengths[batch].max())
-        frames += len(batch) * sampler.padded_to(longest)
-    return frames
-
-
-class Contender:
-    """One plan in training, able to take a turn and to stand still. `options` are those of `setup_run`."""
-
-    def __init__(self, workload: Workload, recipe: Recipe, plan: Plan, *, loss_steps: int, **options: Any):
-        self.run = setup_run(workload, recipe, plan, endless=True, **options)
-        self.steps = steps(self.run)
-        self.stopwatch = Stopwatch(self.run.device)
-        self.random = get_random_state(self.run.device)
-        self.loss_steps = loss_steps
-        self.losses: list[Tensor] = []  # of the first `loss_steps` steps, read on the host at the end
-        self.warmup_s = 0.0
-        stream = self.run.data.train
-        self.mean_frames = 0.0  # padded, of a batch of the first epoch, where lengths differ
-        if stream.lengths is not None:
-            self.mean_frames = padded_frames(stream.sampler, stream.lengths) / len(stream)
-
-    def turn(self, steps: int = 1) -> float:
-        """Return the seconds of so many steps, scaled to the padded frames of so many on average.
-
-        What the other plan has left in the caches of a CPU would be 1 to 3 % of a turn of one step: another, which is
-        not timed, goes before it.
-        Only in its turn are a plan's process-wide switches set and may its loader processes work: between turns these
-        stand still, buffers and all, so that they steal no time from the other plan. Each plan has the global random
-        state (dropout's) to itself.
-        """
-        stream = self.run.data.train
-        self.run.learner.precision.set_switches()
-        set_random_state(self.random, self.run.device)
-        set_running(stream.loader.detector.processes, True)
-        if steps == 1 and self.run.device.type == "cpu":
-            self.step()
-        frames_before = stream.frames
-        self.stopwatch.start()
-        for _ in range(steps):
-            self.step()
-        seconds = self.stopwatch.stop()
-        set_running(stream.loader.detector.processes, False)
-        self.random = get_random_state(self.run.device)
-        frames = stream.frames - frames_before
-        if frames:
-            seconds *= steps * self.mean_frames / frames
-        return seconds
-
-    def step(self) -> None:
-        """Make one step."""
-        next(self.steps)
-        if len(self.losses) < self.loss_steps:
-            self.losses.append(self.run.position.last_loss.detach().clone())
-
-    def close(self) -> None:
-        """End the run."""
-        self.steps.close()
-        self.run.close()
-
-
 @stop_in_words()
 def compare(
     workload: Workload,
@@ -211,6 +136,7 @@ def compare(
     options: dict[str, Any] = {"loss_steps": loss_steps, "device": device, "cache_dir": cache_dir}
     latest: list[Turns] = []
     label = f"{names[1]} against {names[0]}"
+    name = name or label
     with (
         process_kept(device),
         closing(Contender(workload, recipe, plan_a, **options)) as a,
@@ -225,6 +151,7 @@ def compare(
             bar.update(len(turns.kept()[0]) - bar.n)
 
         count = warm_up(a, b)
+        shown_by = functools.partial(conclude, a, b, name=name, names=names, steps=count)
         try:
             measured = measure_pairs(
                 a.turn,
@@ -244,14 +171,14 @@ def compare(
         except KeyboardInterrupt:
             if not latest or len(latest[0].a_s) < 2:
                 raise
-            so_far = conclude(a, b, undecided(latest[0]), name=name or label, names=names, steps=count)
+            so_far = shown_by(undecided(latest[0]))
             raise Interrupted(f"stopped by SIGINT: {so_far}; {SO_FAR}", signal.SIGINT, so_far) from None
-        return conclude(a, b, measured, name=name or label, names=names, steps=count)
+        return shown_by(measured)
 
 
 def undecided(turns: Turns) -> Pairs:
     """Return the pairs so far as a comparison that was stopped."""
-    return Pairs(turns.a_s, turns.b_s, "undecided", paired_interval(turns.a_s, turns.b_s), (0, 0), 0, [], [])
+    return Pairs(turns.a_s, turns.b_s, "undecided", paired_interval(turns.a_s, turns.b_s), (0, 0), [], [])
 
 
 def conclude(
@@ -270,7 +197,6 @@ def conclude(
         ratio_total=measured.ratio_total,
         long_seconds_a=measured.long_a,
         long_seconds_b=measured.long_b,
-        steps_per_long_turn=measured.steps,
         slow_turns=measured.slow,
         warmup_s_a=a.warmup_s,
         warmup_s_b=b.warmup_s,
@@ -280,23 +206,6 @@ def conclude(
         effective_b=b.run.effective,
         quarantined=a.run.data.bad | b.run.data.bad,
     )
-
-
-def warm_up(a: Contender, b: Contender) -> int:
-    """Let both make their first turns, and time them; return the steps of a turn.
-
-    A turn is one step on a CPU, and TURN_S on a GPU. With loader processes it takes all that they have buffered, or
-    what they buffered between turns would be measured as if it cost nothing.
-    """
-    count = max(1, *(side.run.plan.workers * side.run.plan.prefetch_factor for side in (a, b)))
-    turns_s = []
-    for side in (a, b) * WARM_UP:
-        began_s = time.perf_counter()
-        turns_s.append(side.turn(count))
-        side.warmup_s += time.perf_counter() - began_s
-    if a.run.device.type == "cpu":
-        return count
-    return count * math.ceil(TURN_S / min(turns_s[-2:]))
 
 
 def compare_functions(

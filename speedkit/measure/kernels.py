@@ -14,16 +14,12 @@ OPERATIONS = {f"aten::_scaled_dot_product_{kernel}_attention": kernel for kernel
 }
 
 
-def which_ran(function: Callable[[], Any]) -> list[dict[str, Any]]:
-    """Call `function()`; return {kernel, query, calls} of each attention kernel that ran.
+def which_ran(function: Callable[[], Any]) -> list[dict[str, str]]:
+    """Call `function()`; return {kernel} of each attention kernel that ran.
 
-    The shape `query` is [B, H, T, D]. In compiled code math is no operation of its own, and has no entry.
+    In compiled code math is no operation of its own, and has no entry.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # no message on machines without a GPU
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as run:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as run:
         function()
-    return [
-        {"kernel": OPERATIONS[event.key], "query": tuple(event.input_shapes[0]), "calls": event.count}
-        for event in run.key_averages(group_by_input_shape=True)
-        if event.key in OPERATIONS
-    ]
+    return [{"kernel": OPERATIONS[event.key]} for event in run.key_averages() if event.key in OPERATIONS]

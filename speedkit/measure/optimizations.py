@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from speedkit.config import nearest
 from speedkit.errors import UsageError
@@ -12,8 +12,7 @@ from speedkit.plan import Plan
 Change = dict[str, Any]  # plan fields and their new values; the first is what it is about, the others go with it
 
 
-@dataclasses.dataclass(frozen=True)
-class Optimization:
+class Optimization(NamedTuple):
     """One optimization: each of its `changes` of the best plan so far is a candidate.
 
     `promises` says what it leaves of the losses: bit-equal, loss-equal (they move less than by another seed), or

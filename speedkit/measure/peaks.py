@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from speedkit import files
@@ -17,7 +16,7 @@ from speedkit.errors import SpeedkitError
 from speedkit.machine import Hardware, cache_root, free_bytes
 from speedkit.measure.process import process_kept
 
-SCHEMA = 12  # in the name of a kept file; raised when what is measured changes
+SCHEMA = 13  # in the name of a kept file; raised when what is measured changes
 BUDGET_S = 0.5  # for the repeats of one peak
 REPEATS = 5  # at least: the best of fewer, beside other programs, is none of the machine's
 MIB = 2**20
@@ -34,7 +33,6 @@ class Peak:
     value: float
     median: float
     unit: str  # FLOP/s or bytes/s
-    how: str
 
     def __str__(self) -> str:
         if self.unit == "FLOP/s":
@@ -73,42 +71,31 @@ def measure(hardware: Hardware) -> dict[str, Peak]:
         )
     measured = {}
     with process_kept(hardware.device):
-        for name, call, work, how in _calls(hardware):
+        for name, call, work in _calls(hardware):
             seconds = timed(call, hardware.device, 1)
             while sum(seconds) < BUDGET_S or len(seconds) < REPEATS:
                 seconds += timed(call, hardware.device, 1, warmup=0)
             unit = "bytes/s"
             if name.startswith(PRODUCT):
                 unit = "FLOP/s"
-            measured[name] = Peak(name, work / min(seconds), work / statistics.median(seconds), unit, how)
+            measured[name] = Peak(name, work / min(seconds), work / statistics.median(seconds), unit)
     torch.cuda.empty_cache()  # nothing where CUDA is not in use
     return measured
 
 
-Call = tuple[str, Callable[[], Any], float, str]  # of a peak: name, what is called, its work (FLOP or bytes), in words
+Call = tuple[str, Callable[[], Any], float]  # of a peak: name, what is called, its work (FLOP or bytes)
 
 
 def _calls(hardware: Hardware) -> Iterator[Call]:
     """Yield what is called to measure each peak."""
     yield from _products(hardware)
-    device = hardware.device
-    on_cpu = device.type == "cpu"
-
-    # The triad of the STREAM benchmark (https://www.cs.virginia.edu/stream/), on arrays well above usual caches.
-    size_bytes = (96 if on_cpu else 256) * MIB
-    a, b, c = torch.ones(3, size_bytes // 4, device=device)
-    triad = functools.partial(torch.add, b, c, alpha=2.0, out=a)
-    yield "memory_bandwidth", triad, 3.0 * size_bytes, f"a = b + 2 c, float32 arrays of {size_bytes // MIB} MiB"
-
-    source = torch.ones(128 * MIB, dtype=torch.uint8)
-    how = "copy of 128 MiB, by one thread"
-    target = torch.empty_like(source)
-    yield "memcpy", functools.partial(np.copyto, target.numpy(), source.numpy()), float(source.nbytes), how
-    if device.type == "cuda":
-        on_device = source.to(device)
-        for name, memory in {"pinned": source.pin_memory(), "pageable": source}.items():
-            copy = functools.partial(on_device.copy_, memory, non_blocking=True)
-            yield f"host_to_device_{name}", copy, float(source.nbytes), how
+    # The triad of the STREAM benchmark (https://www.cs.virginia.edu/stream/), on arrays well above usual caches:
+    # a = b + 2 c in float32.
+    size_bytes = 256 * MIB
+    if hardware.device.type == "cpu":
+        size_bytes = 96 * MIB
+    a, b, c = torch.ones(3, size_bytes // 4, device=hardware.device)
+    yield "memory_bandwidth", functools.partial(torch.add, b, c, alpha=2.0, out=a), 3.0 * size_bytes
 
 
 def _products(hardware: Hardware) -> Iterator[Call]:
@@ -138,4 +125,4 @@ def _products(hardware: Hardware) -> Iterator[Call]:
         else:
             multiply = functools.partial(torch.mm, a, b, out=torch.empty_like(a))
         torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
-        yield f"{PRODUCT}{name}", multiply, 2.0 * size**3, f"product of two {name} matrices of {size} x {size}"
+        yield f"{PRODUCT}{name}", multiply, 2.0 * size**3

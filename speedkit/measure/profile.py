@@ -25,14 +25,17 @@ from speedkit.measure.timeline import (
 )
 from speedkit.measure.warm_up import compilations
 
+SKIP = 3  # steps, which warm up
+STEPS = 20  # that are timed
+
 
 @contextlib.contextmanager
 def profile(
-    model: nn.Module, optimizer: Optimizer, loader: Any, *, skip: int = 3, steps: int = 20, show: bool = True
+    model: nn.Module, optimizer: Optimizer, loader: Any, *, steps: int = STEPS, show: bool = True
 ) -> Iterator["LoopProfile"]:
     """Time the training loop inside the block: `with profile(model, optimizer, loader) as seen:` around it as it is.
 
-    `model` is what the loop calls: the compiled one, if it is compiled. After `skip` steps of warm-up and `steps` timed
+    `model` is what the loop calls: the compiled one, if it is compiled. After SKIP steps of warm-up and `steps` timed
     ones, a few are looked at closely: their operators, and what makes the host wait. Of the rest only evaluation and
     compilation count. What follows the forward pass, up to `backward()`, is its loss and counts as forward as far as
     operators are at work, and as other host work where Python is; from a forward pass in evaluation mode or without
@@ -44,7 +47,7 @@ def profile(
         kinds = f"a {type(model).__name__} and a {type(optimizer).__name__}"
         raise UsageError(f"profile takes a module, its optimizer and its loader, in this order; it got {kinds}")
     compiled = any(hasattr(module, "_orig_mod") or module._compiled_call_impl for module in model.modules())
-    seen = LoopProfile([model], optimizer, loader, skip=skip, steps=steps, compiled=compiled)
+    seen = LoopProfile([model], optimizer, loader, steps=steps, compiled=compiled)
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(patch.object(type(loader), "__iter__", seen.iterator(type(loader).__iter__)))
@@ -67,14 +70,12 @@ class LoopProfile:
         loader: Any,
         *,
         compiled: bool,
-        skip: int = 3,
-        steps: int = 20,
+        steps: int = STEPS,
     ):
         self.device = optimizer.param_groups[0]["params"][0].device
         self.models = models
         self.optimizer = optimizer
         self.loader = loader
-        self.skip = skip
         self.compiled = compiled
         self.compilations = compilations()
         self.breakdown: Breakdown
@@ -126,11 +127,7 @@ class LoopProfile:
     def next_batch(self, fetch: Callable[[Any], Any], source: Any) -> Any:
         """Return what `fetch` gets from the loader; the time that it takes is that of waiting for data."""
         self.step_may_end()
-        self.timeline.begin(DATA)
-        try:
-            batch = fetch(source)
-        finally:
-            self.timeline.end()
+        batch = self.timeline.timed(DATA, fetch)(source)
         self.batches += 1
         return batch
 
@@ -175,7 +172,7 @@ class LoopProfile:
 
     def _observation(self) -> Generator[None]:
         """Observe one step after the other: each `yield` is a step of the loop's."""
-        for _ in range(self.skip):
+        for _ in range(SKIP):
             yield
         self.notes += costly_switches(self.device)
         if self.device.type == "cpu" and (self.compiled or compilations() > self.compilations):
@@ -186,7 +183,7 @@ class LoopProfile:
 
     def conclude(self, *, show: bool) -> None:
         """Make the breakdown and the bottlenecks of what was seen, and print them."""
-        needed = self.skip + self.observer.needed
+        needed = SKIP + self.observer.needed
         if self.steps < needed:
             made = f"the loop made {self.steps} steps with the optimizer given here"
             self.notes.append(f"{made}: a look at all takes {needed}")

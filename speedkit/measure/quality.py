@@ -80,7 +80,7 @@ def fold(workload: Workload, number: int) -> Workload:
     return dataclasses.replace(workload, train=[*train, *workload.test], test=test)
 
 
-def curve(workload: Workload, recipe: Recipe, plan: Plan | None, **options: Any) -> Row:
+def curve(workload: Workload, recipe: Recipe, plan: Plan, **options: Any) -> Row:
     """Train once; return {value, loss, seconds, step_s, evaluation_s, prepare_s, quarantined}.
 
     `value` and `loss` are means over the LAST evaluations, or with a validation set of the test set at the end.
@@ -91,7 +91,7 @@ def curve(workload: Workload, recipe: Recipe, plan: Plan | None, **options: Any)
     items = len(workload.train)
     total = recipe.total_steps(items)
     if total < 2 * LAST * steps_per_epoch(items, recipe.batch_size, recipe.drop_last):
-        plan = dataclasses.replace(plan or Plan(), validate_every=max(1, total // (2 * LAST)))
+        plan = dataclasses.replace(plan, validate_every=max(1, total // (2 * LAST)))
     history = fit(workload, recipe, plan, progress=False, **options)
     looks = history.evaluations[-LAST:]
     if workload.validation:

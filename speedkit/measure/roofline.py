@@ -1,15 +1,109 @@
-"""What a step computes and moves, against what this machine was measured to reach."""
+"""What a step computes and moves, operator by operator, against what this machine was measured to reach."""
 
-from typing import Any
+import contextlib
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import conv_flop_count, flop_registry, shape_wrapper
 
 from speedkit.fallbacks import resolve
 from speedkit.machine import Hardware
 from speedkit.measure.breakdown import Breakdown
 from speedkit.measure.peaks import peaks
-from speedkit.measure.predict import count, format_of_products
+from speedkit.measure.process import process_kept
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
+from speedkit.train.loop import steps
+from speedkit.train.setup import setup_run
 from speedkit.workload import Workload
+
+STEPS = 3  # that are counted where lengths differ from batch to batch
+aten = torch.ops.aten
+# PyTorch's counter leaves out the CPU's attention kernel, whose FLOPs are those of any other.
+for ending in ("", "_backward"):
+    flop_registry[getattr(aten, f"_scaled_dot_product_flash_attention_for_cpu{ending}")] = flop_registry[
+        getattr(aten, f"_scaled_dot_product_flash_attention{ending}")
+    ]
+
+
+@shape_wrapper
+def convolution_backward_flops(output_gradient: Any, inputs: Any, weight: Any, *options: Any, **_named: Any) -> int:
+    """Return the FLOPs of a convolution's backward pass: those of the forward pass for each of its two products."""
+    *_, transposed, _output_padding, _groups, (for_inputs, for_weight, _for_bias) = options
+    return (for_inputs + for_weight) * conv_flop_count(inputs, weight, output_gradient, transposed=transposed)
+
+
+flop_registry[aten.convolution_backward] = convolution_backward_flops  # PyTorch's leaves groups out
+
+
+class Operators(NamedTuple):
+    """What a step's operators compute and move, each by the operator's name.
+
+    Bytes are an upper estimate: all inputs and outputs, whether or not a cache holds them.
+    """
+
+    flops: Mapping[str, int]
+    moved_bytes: Mapping[str, int]
+
+
+class OperatorCounter(TorchDispatchMode):
+    """Adds up the FLOPs and the bytes of all operators inside; a view moves none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = Counter[str]()
+        self.moved_bytes = Counter[str]()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: PLR0917
+        kwargs = kwargs or {}
+        result = operation(*args, **kwargs)
+        packet = operation.overloadpacket
+        name = packet.__name__
+        if packet in flop_registry:
+            self.flops[name] += flop_registry[packet](*args, **kwargs, out_val=result)
+        if not operation.is_view and "empty" not in name:
+            leaves = tree_leaves((args, kwargs, result))
+            self.moved_bytes[name] += sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
+        return result
+
+
+def count(workload: Workload, recipe: Recipe, plan: Plan, *, device: torch.device) -> Operators:
+    """Return what a step's operators compute and move.
+
+    Counted on a fresh, eager model: compiled code that meets a dispatch mode stays off for good.
+    """
+    # Without what changes nothing in what the model computes; recomputing to save memory is no work of the model.
+    plan = dataclasses.replace(plan, compile="off", checkpointing="off", workers=0, cache="off")
+    count_steps = 1
+    if workload.length is not None:
+        count_steps = STEPS
+    counter = OperatorCounter()
+    with (
+        process_kept(device),
+        contextlib.closing(setup_run(workload, recipe, plan, device=device, endless=True)) as run,
+    ):
+        training = steps(run)
+        for _ in range(count_steps):
+            run.position.batch = next(run.data.batches)  # loading is not counted
+            with counter:
+                next(training)
+    flops = {name: number // count_steps for name, number in counter.flops.items()}
+    return Operators(flops, {name: number // count_steps for name, number in counter.moved_bytes.items()})
+
+
+def format_of_products(precision: str, operators: Operators, device: torch.device) -> str:
+    """Return the number format of a step's products under a plan's `precision`, as peaks are named."""
+    flops = operators.flops
+    convolutions = sum(number for name, number in flops.items() if "conv" in name)
+    if precision == "default" and device.type == "cuda" and 2 * convolutions > sum(flops.values()):
+        return "tf32"  # as cuDNN multiplies unless it is told otherwise
+    return "fp32" if precision == "default" else precision.removesuffix("-emulated")
 
 
 def roofline(

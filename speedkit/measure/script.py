@@ -82,8 +82,7 @@ class ScriptProfile:
             largest = max(self.optimizers, key=weight_count)
             # A forward hook for all modules would be compiled into the script's code, and again once it is removed.
             modules = [item for item in gc.get_objects() if issubclass(type(item), nn.Module)]
-            # Two networks that learn in turns, say, with an optimizer each.
-            models = list(dict.fromkeys(model for each in self.optimizers for model in models_of(each, modules)))
+            models = models_of(self.optimizers, modules)
             self.framework = framework_of(models)
             compiled = compilations() > 0  # the script has compiled whatever is compiled in this process
             self.loop = LoopProfile(models, largest, self.loader, compiled=compiled)
@@ -116,16 +115,15 @@ def weight_count(optimizer: Optimizer) -> int:
     return sum(weight.numel() for weight in weights_of(optimizer))
 
 
-def models_of(optimizer: Optimizer, modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return those of all `modules` that a loop calls: the outermost with weights of the optimizer.
+def models_of(optimizers: Sequence[Optimizer], modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return those of all `modules` that a loop calls: the outermost with weights of the optimizers.
 
-    A LightningModule's own steps are methods: its children are called too.
+    These may be two, of networks that learn in turns. A LightningModule's own steps are methods: its children are
+    called too.
     """
-    weights = {id(weight) for weight in weights_of(optimizer)}
+    weights = {id(weight) for optimizer in optimizers for weight in weights_of(optimizer)}
     owners = [module for module in modules if any(id(weight) in weights for weight in module.parameters())]
-    inner: set[nn.Module] = set()
-    for module in owners:
-        inner.update(child for child in module.modules() if child is not module)
+    inner = {child for module in owners for child in module.modules() if child is not module}
     models = [module for module in owners if module not in inner]
     for module in filter(has_own_steps, list(models)):
         models += [child for child in module.children() if child in owners]
@@ -174,16 +172,12 @@ def profile_script(
 @contextlib.contextmanager
 def pythons_signals() -> Iterator[None]:
     """Handle signals inside as Python does by itself: the script's processes inherit it, and end when they are told."""
-    handlers = {}
-    for number in STOPS:
-        if signal.getsignal(number) != signal.SIG_IGN:
-            own = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-            handlers[number] = signal.signal(number, own)
-    try:
+    with contextlib.ExitStack() as stack:
+        for number in STOPS:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                own = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+                stack.callback(signal.signal, number, signal.signal(number, own))
         yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
 
 def report(seen: ScriptProfile, path: Path, folder: Path, *, in_words: Callable[[str, str], str]) -> None:

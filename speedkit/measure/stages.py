@@ -139,9 +139,13 @@ class Tuning:
 
     def compare(self, name: str, plans: Mapping[str, Plan], **options: Any) -> Comparison:
         """Compare two plans by name within a share of the budget, and save what was measured."""
-        a, b = plans
-        limits: Row = {"pairs": self.pairs, "max_s": COMPARISON_SHARE * self.budget_s, "confirm": False}
-        limits["large_max_s"] = LARGE_SHARE * self.budget_s
+        usual: Row = {
+            "pairs": self.pairs,
+            "max_s": COMPARISON_SHARE * self.budget_s,
+            "large_max_s": LARGE_SHARE * self.budget_s,
+            "confirm": False,
+            "names": tuple(plans),
+        }
         plan_a, plan_b = self.beside_others(*plans.values())
         result = compare(
             self.workload,
@@ -149,11 +153,10 @@ class Tuning:
             plan_b,
             recipe=self.recipe,
             name=name,
-            names=(a, b),
             progress=self.progress,
             budget=f", {self.budget_s - self.spent_s():.0f} s of the budget left",
             **self.options,
-            **(limits | options),
+            **(usual | options),
         )
         self.state["measurements"].append(finite(result.as_measurement() | {"threads": plan_a.threads}))
         self.state["quarantined"] |= result.quarantined

@@ -6,7 +6,7 @@ import statistics
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 LOOKS = (10, 20, 40, 80)  # pairs after which a comparison may end
 FALSE_KEEP = 0.0018  # one-sided, nominal: trimmed intervals cover 98.5 % where 99 % is asked, which makes it 0.0036
@@ -24,11 +24,12 @@ class Interval:
     ratio: float
     low: float
     high: float
-    tail: float = TAIL  # the error beyond each end
 
 
-@dataclass(frozen=True)
-class NonInferiority:
+Judgement = tuple[Decision, Interval]  # the interval is the one that decides
+
+
+class NonInferiority(NamedTuple):
     """The change of quality (larger is better), its standard error, and the ends of its two one-sided intervals."""
 
     mean_change: float
@@ -78,16 +79,11 @@ def paired_interval(a_s: Sequence[float], b_s: Sequence[float], tail: float = TA
     A share `tail` lies beyond each end: 99 % within by default. Pairing cancels what slows both alike; on the log
     scale, swapping A and B gives the reciprocal. Raises ValueError as `log_ratios` and `trimmed_mean` do.
     """
-    return _interval(*trimmed_mean(log_ratios(a_s, b_s), tail), tail)
+    return _interval(*trimmed_mean(log_ratios(a_s, b_s), tail))
 
 
-def total_interval(a_s: Sequence[float], b_s: Sequence[float], tail: float) -> Interval:
-    """Return the ratio of total times of paired turns (seconds), with its interval."""
-    return _interval(*total_ratio(a_s, b_s, tail), tail)
-
-
-def _interval(mean: float, reach: float, tail: float) -> Interval:
-    return Interval(math.exp(mean), math.exp(mean - reach), math.exp(mean + reach), tail)
+def _interval(mean: float, reach: float) -> Interval:
+    return Interval(math.exp(mean), math.exp(mean - reach), math.exp(mean + reach))
 
 
 def share_of(count: int, looks: Sequence[int]) -> float:
@@ -102,24 +98,24 @@ def share_of(count: int, looks: Sequence[int]) -> float:
 
 def decide(logs: Sequence[float], looks: Sequence[int] = LOOKS) -> Decision:
     """Return what a look at so many pairs, one of `looks`, shows of B: `logs` are log(time A / time B)."""
-    return _decision(functools.partial(trimmed_mean, logs), share_of(len(logs), looks))
+    return judge(functools.partial(trimmed_mean, logs), share_of(len(logs), looks))[0]
 
 
-def decide_total(a_s: Sequence[float], b_s: Sequence[float], looks: Sequence[int]) -> Decision:
-    """Return the same by the total times of paired turns (seconds)."""
-    return _decision(functools.partial(total_ratio, a_s, b_s), share_of(len(a_s), looks))
+def judge(estimate: Callable[[float], tuple[float, float]], share: float) -> Judgement:
+    """Return what a look that spends a share of the allowed error shows of B, and the interval by which it is decided.
 
-
-def _decision(estimate: Callable[[float], tuple[float, float]], share: float) -> Decision:
+    `estimate` takes the error beyond each end, and returns log(time A / time B) and its distance to either end.
+    """
     mean, reach = estimate(FALSE_KEEP * share)
+    interval = _interval(mean, reach)
     if mean - reach > 0:
-        return "faster"
+        return "faster", interval
     if mean + reach < 0:
-        return "slower"
+        return "slower", interval
     mean, reach = estimate(FALSE_DROP * share)
     if mean + reach < WORTH:
-        return "not worth it"
-    return "undecided"
+        return "not worth it", interval
+    return "undecided", interval
 
 
 def non_inferior(changes: Sequence[float], margin: float, *, tail: float = 0.05) -> NonInferiority:

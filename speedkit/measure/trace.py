@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -26,12 +27,12 @@ SMALL_S = 20e-6  # of an operator on a CPU: below it calling costs more than com
 # What is in the names of kernels, and of operators, that multiply matrices. A kernel replayed from a CUDA graph has no
 # operator, so kernels are known by their own names: nvjet is cuBLAS's, xmma and cutlass are libraries of products.
 PRODUCT_KERNELS = ("gemm", "conv", "attention", "flash", "fmha", "wgrad", "dgrad", "nvjet", "cutlass", "xmma")
-PRODUCT_OPERATORS = "mm|conv|attention|linear|lstm|rnn"
+PRODUCT_OPERATORS = ("mm", "conv", "attention", "linear", "lstm", "rnn")
 FORMATS = {"double": "fp64", "float": "fp32", "c10::BFloat16": "bf16", "c10::Half": "fp16", "c10::Float8_e4m3fn": "fp8"}
 
 
 Spans = Sequence[Span]
-Seconds = Mapping[Any, float]  # by cause, or by number format
+Seconds = Mapping[Any, float]  # by cause, as pandas gives it
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -41,7 +42,7 @@ class Trace:
     busy_s: Seconds = dataclasses.field(default_factory=dict)  # of a GPU at work, by cause
     gaps_s: Seconds = dataclasses.field(default_factory=dict)  # of a GPU that stands still, by cause
     calls: int = 0  # of kernels and copies on a GPU, of small operators on a CPU
-    products_s: Seconds = dataclasses.field(default_factory=dict)  # of matrices, by number format
+    products_s: dict[str, float] = dataclasses.field(default_factory=dict)  # of matrices, by number format
     small_s: float = 0.0  # operators on a CPU that cost more to call than to compute
     passes_s: float = 0.0  # over memory: all other operators on a CPU
     window_s: float = 0.0  # that the steps took under the profiler, without what held single operators up
@@ -158,7 +159,7 @@ def trace_of(window: Window) -> Trace:
     return Trace(busy_s=busy_s, gaps_s=gaps_s, calls=len(work), products_s=products_s, steps=steps)
 
 
-def _products_on_gpu(device: Iterable[Event], operators: Iterable[Event]) -> Seconds:
+def _products_on_gpu(device: Iterable[Event], operators: Iterable[Event]) -> dict[str, float]:
     """Return the seconds of a GPU's products of matrices by the number format of the operators that launched them."""
     products_s = collections.defaultdict[str, float](float)
     formats = {event["args"].get("External id"): _number_format(event) for event in operators}
@@ -187,26 +188,25 @@ def _trace_of_cpu(window: Window, steps: int) -> Trace:
         event["own_us"] = event["dur"]
         stack.append(event)
 
-    rows = []
+    alike = collections.defaultdict[tuple[str, ...], list[float]](list)  # seconds of calls
     for event in operators:
         if event["name"].startswith("aten::"):
             shapes = str(event["args"].get("Input Dims"))
-            rows.append((event["name"], _number_format(event), shapes, 1e-6 * event["own_us"]))
-    table = pandas.DataFrame(rows, columns=["name", "format", "shapes", "own_s"])
-    # The median of alike calls counts for all of them: what else the machine does may fall on any one.
-    own_s = table.groupby(["name", "format", "shapes"])["own_s"].transform("median")
-    held_up_s = float(table["own_s"].sum() - own_s.sum())
-    is_small = own_s < SMALL_S
-    is_product = table["name"].str.contains(PRODUCT_OPERATORS)
-    return Trace(
-        calls=int(is_small.sum()),
-        products_s=own_s[is_product & ~is_small].groupby(table["format"]).sum().to_dict(),
-        small_s=float(own_s[is_small].sum()),
-        passes_s=float(own_s[~is_product & ~is_small].sum()),
-        window_s=window.end_s - held_up_s,
-        loss_share=_loss_share(window),
-        steps=steps,
-    )
+            alike[event["name"], _number_format(event), shapes].append(1e-6 * event["own_us"])
+    trace = Trace(window_s=window.end_s, loss_share=_loss_share(window), steps=steps)
+    for (name, number_format, _), own_s in alike.items():
+        # The median of alike calls counts for all of them: what else the machine does may fall on any one.
+        usual_s = statistics.median(own_s)
+        seconds = usual_s * len(own_s)
+        trace.window_s -= sum(own_s) - seconds
+        if usual_s < SMALL_S:
+            trace.calls += len(own_s)
+            trace.small_s += seconds
+        elif any(word in name for word in PRODUCT_OPERATORS):
+            trace.products_s[number_format] = trace.products_s.get(number_format, 0.0) + seconds
+        else:
+            trace.passes_s += seconds
+    return trace
 
 
 def _loss_share(window: Window) -> float:

@@ -1,7 +1,6 @@
 """Files of PyTorch's profiler: the window of steps that counts, what lies in it, and the GPU that they are of."""
 
 import collections
-import dataclasses
 import gzip
 import json
 import math
@@ -37,8 +36,7 @@ class Span(NamedTuple):
     launch_s: float = -math.inf  # of a kernel or copy, when the host began to launch it; as it is where it is unknown
 
 
-@dataclasses.dataclass(frozen=True)
-class Window:
+class Window(NamedTuple):
     """What a trace file holds of a window of steps."""
 
     end_s: float  # how long it is

@@ -39,26 +39,24 @@ class Course(NamedTuple):
 
 
 def train_both(job: Tuning, best: Plan, step_s: Row, *, name: str = "final") -> Row:
-    """Train the baseline and the plan `name` over seeds; return quality, and the seconds that they take.
+    """Train the baseline and the plan `name` over seeds; return quality, and the seconds that their steps take.
 
     The baseline's scores come from what only moves data of the final plan, which trains to the same bits sooner. The
     trainings of both by earlier tunings count. Where the whole schedule does not fit into the time that is left, both
     train a shorter one of the same shape; where not even a twentieth does, `budget_s` is a budget into which it does.
     """
-    curves: Curves = {"baseline": [], "final": []}
+    quality = quality_of(job.workload, {"baseline": [], "final": []})
     if best == Plan():
-        return {"quality": quality_of(job.workload, curves), "training_s": None, "training_step_s": None}
+        return {"quality": quality, "training_step_s": None}
     chosen = job.once(Stage("schedule", plan=name), choose_schedule, job, best, step_s, reserved=name == "final")
+    if chosen["until_s"] is None:
+        job.say(f"quality is not tested: even a short training takes a budget of about {chosen['budget_s']:.0f} s")
+        return {"quality": quality | {"budget_s": chosen["budget_s"]}, "training_step_s": None}
     course = course_of(job, chosen["one_in"])
     kept: Curves = chosen["kept"]
     curves = {side: [*runs] for side, runs in kept.items()}
     steps = course.recipe.total_steps(len(job.workload.train))
     total = job.recipe.total_steps(len(job.workload.train))
-    about = {"schedule": steps / total, "steps": steps, "test_items": len(course.workload.test)}
-    if chosen["until_s"] is None:
-        job.say(f"quality is not tested: even a short training takes a budget of about {chosen['budget_s']:.0f} s")
-        quality = quality_of(course.workload, {side: [] for side in curves}) | {"budget_s": chosen["budget_s"]}
-        return {"quality": quality, "training_s": None, "training_step_s": None}
     if steps < total:
         job.say(
             f"both plans train {steps} steps instead of {total}, in the same schedule: the budget has no time for more"
@@ -74,9 +72,9 @@ def train_both(job: Tuning, best: Plan, step_s: Row, *, name: str = "final") -> 
         if file and len(curves[side]) > len(kept[side]):
             file.parent.mkdir(parents=True, exist_ok=True)
             write_checked(file, {"curves": curves[side]})
+    about = {"schedule": steps / total, "steps": steps, "test_items": len(course.workload.test)}
     return {
         "quality": quality | about,
-        "training_s": {side: total * step_s[side] for side in curves},
         # Of the training that other load of the machine hit least: what a plan stalls for is in each of them.
         "training_step_s": {side: min(run["step_s"] for run in runs) for side, runs in curves.items()},
     }
@@ -130,14 +128,13 @@ def course_of(job: Tuning, one_in: int) -> Course:
     recipe = dataclasses.replace(recipe, epochs=None, steps=steps)
     if workload.own_loader is not None:
         return Course(workload, recipe)
-    items = workload.validation or workload.test
+    side = "validation" if workload.validation else "test"
+    items = getattr(workload, side)
     least = FEW_ITEMS if workload.metric == "accuracy" else LEAST_ITEMS
     wanted = math.ceil(EVALUATED * 2 * LAST * len(items) / (steps * recipe.batch_size))
     every_nth = max(1, min(wanted, len(items) // least))
-    some = list(items)[::every_nth]
-    if workload.validation:
-        return Course(dataclasses.replace(workload, validation=some), recipe)
-    return Course(dataclasses.replace(workload, test=some), recipe)
+    some: Row = {side: list(items)[::every_nth]}
+    return Course(dataclasses.replace(workload, **some), recipe)
 
 
 def curves_files(job: Tuning, course: Course, best: Plan) -> dict[str, Path | None]:

@@ -9,12 +9,13 @@ from speedkit.errors import UsageError
 from speedkit.measure.candidates import Trial, candidates
 from speedkit.measure.optimizations import Optimization, plan_of
 from speedkit.measure.quality import mean_difference, same_losses
-from speedkit.measure.stages import TRYING_SHARE, Row, Stage, Tuning
+from speedkit.measure.stages import TRYING_SHARE, Row, Tuning
 from speedkit.measure.stats import FALSE_KEEP, LOOKS, log_ratios, trimmed_mean
 from speedkit.plan import Plan
 
 CONTROL_PAIRS = 20
 CONTROL_SHARE = 0.05  # of the budget
+HIDDEN = ("precision", "channels_last")  # which show nothing of where a GPU waits for launches
 BUSY = 1.05  # what two runs of one plan may differ by, and what 80 pairs must be able to tell
 
 
@@ -27,7 +28,6 @@ def compare_with_itself(job: Tuning) -> Row:
         pairs=min(job.pairs, CONTROL_PAIRS),
         looks=(),
         max_s=CONTROL_SHARE * job.budget_s,
-        large_max_s=0.0,
     )
     job.say(f"baseline: {control.step_s[0] * 1e3:.1f} ms per step; against itself {control.ratio:.3f}")
     _, reach = trimmed_mean(log_ratios(control.seconds_a, control.seconds_b), FALSE_KEEP)
@@ -44,8 +44,8 @@ def try_optimizations(job: Tuning, optimizations: Sequence[Optimization], *, noi
     """Try the most promising candidate until none is left or the time is up; return all, tried or not.
 
     Joint ones come after all that show by themselves, and what pays in a longer training only after these. Time that
-    is left goes once more to those that stayed undecided, or were rejected before anything was compiled that may have
-    hidden them. `noise` is the difference that another seed makes of the losses.
+    is left goes once more to those that stayed undecided, and once something is compiled to what that had HIDDEN.
+    `noise` is the difference that another seed makes of the losses.
     """
 
     def promise(trial: Trial) -> tuple[bool, bool, bool, float]:
@@ -56,9 +56,9 @@ def try_optimizations(job: Tuning, optimizations: Sequence[Optimization], *, noi
         best = plan_of(trial.fields for trial in trials if trial.kept)
         verdicts = {trial.stage: trial.why for trial in trials}
         proposed = candidates(job, optimizations, best)
-        hidden = hidden_by_launches(trials)
         for trial in [*proposed]:
-            if verdicts.get(trial.stage) == "undecided" or trial.stage in hidden:
+            hidden = best.compile != "off" and trial.optimization in HIDDEN and trial.stage in verdicts
+            if hidden or verdicts.get(trial.stage) == "undecided":
                 proposed.append(dataclasses.replace(trial, again=True))
         rest = [trial for trial in proposed if trial.stage not in verdicts]
         waiting = [trial for trial in rest if not trial.why]
@@ -82,20 +82,12 @@ def try_optimizations(job: Tuning, optimizations: Sequence[Optimization], *, noi
     return trials
 
 
-def hidden_by_launches(trials: Sequence[Trial]) -> set[Stage]:
-    """Return the stages of trials of what computes faster which came to nothing before the best plan was compiled."""
-    compiled_at = [place for place, trial in enumerate(trials) if trial.kept and "compile" in trial.fields]
-    before = trials[: max(compiled_at, default=0)]
-    return {trial.stage for trial in before if not trial.kept and trial.optimization in ("precision", "channels_last")}
-
-
 def measure(job: Tuning, trial: Trial, best: Plan, *, noise: float) -> Row:
     """Measure a candidate against the best plan; return the fields of the trial, with the verdict."""
     job.say(f"{trial.stage}: predicted {trial.predicted_low:.2f} to {trial.predicted_high:.2f}")
     plans = {"best so far": best, trial.change: dataclasses.replace(best, **trial.fields)}
-    compiles = "compile" in trial.fields or "compile_scope" in trial.fields
     with contextlib.ExitStack() as stack:
-        if compiles:  # what compiling takes is part of the answer
+        if trial.compiles:  # what compiling takes is part of the answer
             from torch._inductor.utils import fresh_cache
 
             stack.enter_context(fresh_cache())
@@ -107,7 +99,7 @@ def measure(job: Tuning, trial: Trial, best: Plan, *, noise: float) -> Row:
     # Against the best plan, whose batches or bits need not be the baseline's any more.
     agreement = same_losses(trial.promises, result.losses_b, result.losses_a, noise=noise)
     compile_s = pays_from_step = None
-    if compiles:
+    if trial.compiles:
         compile_s = max(0.0, result.warmup_s_b - result.warmup_s_a)
         if result.faster:
             pays_from_step = math.ceil(compile_s / (result.step_s[0] * (1 - 1 / result.ratio)))

@@ -8,13 +8,11 @@ from pathlib import Path
 from speedkit.data.cache import open_cache
 from speedkit.errors import SpeedkitError
 from speedkit.machine import cache_root
-from speedkit.measure.breakdown import Breakdown
 from speedkit.measure.candidates import Trial
 from speedkit.measure.compare import compare
 from speedkit.measure.optimizations import Optimization, changed, plan_of, text
 from speedkit.measure.predict import acts_on
 from speedkit.measure.process import in_new_process
-from speedkit.measure.roofline import roofline
 from speedkit.measure.stages import Row, Stage, Tuning
 from speedkit.measure.trainings import train_both
 from speedkit.measure.trials import compare_with_itself, try_optimizations
@@ -41,13 +39,6 @@ def find_plan(job: Tuning, optimizations: Sequence[Optimization]) -> Row:
     step_s = {"baseline": final["step_s"]["final"]} | final["step_s"]
     compile_s = max((trial.compile_s or 0.0 for trial in accepted), default=0.0)
     paid = job.once(Stage("payback"), payback, job, best, compile_s=compile_s, step_s=step_s)
-    plans = {"baseline": Plan(), "final": best}
-    breakdowns = {name: job.breakdown(plan) for name, plan in plans.items()}
-    # Last: what looks into each operator of a step leaves compiled code switched off.
-    rooflines = {}
-    for name, plan in plans.items():
-        breakdown = Breakdown(**breakdowns[name])
-        rooflines[name] = roofline(job.workload, job.recipe, plan, hardware=job.hardware, breakdown=breakdown)
     return {
         "workload": {"name": job.workload.name, "train": len(job.workload.train), "test": len(job.workload.test)},
         "recipe": job.recipe,
@@ -62,8 +53,7 @@ def find_plan(job: Tuning, optimizations: Sequence[Optimization]) -> Row:
         "resolution": control["resolution"],
         "step_s": step_s,
         "payback": paid,
-        "breakdowns": breakdowns,
-        "roofline": rooflines,
+        "breakdowns": {"baseline": job.breakdown(Plan()), "final": job.breakdown(best)},
         **trained,
         "spent_s": job.spent_s(),
         "measurements": job.state["measurements"],
@@ -82,9 +72,8 @@ def prove_or_replace(job: Tuning, combined: Plan, kept: Sequence[Trial]) -> tupl
     best, final, trained = prove(job, combined)
     stalls = None
     if best == plan_of(trial.fields for trial in kept) and stalled(final, trained):
-        stalls = {"step_s": final["step_s"]["final"], "training_step_s": trained["training_step_s"]["final"]}
         job.say("steps of whole trainings take longer than short turns show: each change is compared once more")
-        combined, stalls["kept"] = ablate(job, kept, confirm=True)
+        combined, stalls = ablate(job, kept, confirm=True)
         if combined != best:
             best, final, trained = prove(job, combined, "without what stalls")
     if trained["quality"]["decision"] == "worse" and safe(best) != best:
@@ -169,8 +158,8 @@ def final_comparison(job: Tuning, best: Plan) -> Row:
         if plan == best:
             continue
         plans = {name: plan, "final": best}
-        limits: Row = {"max_s": FINAL_SHARE * job.budget_s, "large_max_s": 0.0}
-        result = job.compare(f"final against {name}", plans, pairs=FINAL_PAIRS, looks=(), seed=1, **limits)
+        limits: Row = {"pairs": FINAL_PAIRS, "looks": (), "max_s": FINAL_SHARE * job.budget_s}
+        result = job.compare(f"final against {name}", plans, **limits)
         if name == "careful" and result.slower:
             job.say("the careful plan is faster than what was tuned to: it is taken, and measured afresh")
             return final_comparison(job, careful)
@@ -189,7 +178,7 @@ def measure_in_new_process(job: Tuning, plans: Mapping[str, Plan]) -> Row:
     """
     both = job.beside_others(*plans.values())
     limits: Row = {"pairs": AGAIN_PAIRS, "max_s": FINAL_SHARE * job.budget_s, "looks": (), "confirm": False}
-    options: Row = {"recipe": job.recipe, "names": tuple(plans), "seed": 2}
+    options: Row = {"recipe": job.recipe, "names": tuple(plans)}
     try:
         result = in_new_process(compare, job.workload, *both, **options, **limits, **job.options)
     except SpeedkitError as error:
@@ -204,9 +193,9 @@ def safe(plan: Plan) -> Plan:
 
 
 def payback(job: Tuning, best: Plan, *, compile_s: float, step_s: Row) -> Row:
-    """Return what the final plan saves in a training of as many steps as the tuning is for, and when that is earned.
+    """Return when what is prepared for the final plan is earned, in a training of as many steps as the tuning is for.
 
-    `prepare_s` is what it takes besides the first time. By `pays_back_after_s` it has made as many steps as the
+    `prepare_s` is what it takes the first time. By `pays_back_after_s` the final plan has made as many steps as the
     baseline; None where the training ends before.
     """
     prepare_s = {"cache": 0.0, "compile": 0.0}
@@ -217,18 +206,10 @@ def payback(job: Tuning, best: Plan, *, compile_s: float, step_s: Row) -> Row:
     first_s = sum(prepare_s.values())
     baseline_s = job.horizon * step_s["baseline"]
     final_s = job.horizon * step_s["final"]
-    saved_s = baseline_s - final_s - first_s
     pays_back_after_s = None
-    if saved_s >= 0 and final_s < baseline_s:
+    if final_s + first_s <= baseline_s > final_s:
         pays_back_after_s = first_s / (1 - final_s / baseline_s)
-    return {
-        "epochs": job.horizon * job.recipe.batch_size / len(job.workload.train),
-        "baseline_s": baseline_s,
-        "final_s": final_s + first_s,
-        "prepare_s": prepare_s,
-        "saved_s": saved_s,
-        "pays_back_after_s": pays_back_after_s,
-    }
+    return {"baseline_s": baseline_s, "prepare_s": prepare_s, "pays_back_after_s": pays_back_after_s}
 
 
 def cache_build_s(job: Tuning, plan: Plan) -> float:

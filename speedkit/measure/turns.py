@@ -1,6 +1,7 @@
 """Turns of two plans in pairs: short ones until they show something, then long ones that hold what is rare."""
 
 import dataclasses
+import functools
 import itertools
 import math
 import random
@@ -10,17 +11,16 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from speedkit.measure.stats import (
-    FALSE_KEEP,
     LOOKS,
     WORTH,
     Decision,
     Interval,
-    decide,
-    decide_total,
+    Judgement,
+    judge,
     log_ratios,
-    paired_interval,
     share_of,
-    total_interval,
+    total_ratio,
+    trimmed_mean,
 )
 from speedkit.measure.warm_up import compilations
 
@@ -47,7 +47,6 @@ class Pairs(NamedTuple):
     decision: Decision
     interval: Interval
     slow: tuple[int, int]  # turns of A and of B that took more than SLOW times as long as others
-    steps: int  # of a long turn
     long_a: list[float]  # seconds of the long turns; none where nothing was to be confirmed
     long_b: list[float]
 
@@ -96,21 +95,14 @@ class Turns:
         if self.on_pair is not None:
             self.on_pair(self)
 
-    def slow(self) -> tuple[list[bool], list[bool]]:
-        """Return of each turn of A and of B whether it took more than SLOW times the median of its plan."""
-        if len(self.a_s) < FEW:
-            return [False] * len(self.a_s), [False] * len(self.b_s)
-        limit_a_s = SLOW * statistics.median(self.a_s)
-        limit_b_s = SLOW * statistics.median(self.b_s)
-        return [a_s > limit_a_s for a_s in self.a_s], [b_s > limit_b_s for b_s in self.b_s]
-
     def kept(self) -> tuple[list[float], list[float]]:
         """Return the seconds of the pairs that count.
 
         Slow turns that come in proportion to the time of the plans' other turns are the machine's, and their pairs do
         not count. Those beyond it are the plan's own, and all pairs do.
         """
-        slow_a, slow_b = self.slow()
+        slow_a = slow_turns(self.a_s)
+        slow_b = slow_turns(self.b_s)
         if not any(slow_a + slow_b):
             return self.a_s, self.b_s
         share = statistics.median(self.a_s) / (statistics.median(self.a_s) + statistics.median(self.b_s))
@@ -122,7 +114,7 @@ class Turns:
 
     def measure(
         self,
-        decided: Callable[[Sequence[float], Sequence[float]], Decision],
+        judged: Callable[[Sequence[float], Sequence[float]], Judgement],
         *,
         looks: Sequence[int],
         pairs: int,
@@ -136,14 +128,22 @@ class Turns:
         """
         while len(self.a_s) < 2 * pairs:
             a_s, b_s = self.kept()
-            if len(a_s) in looks and decided(a_s, b_s) != "undecided":
+            if len(a_s) in looks and judged(a_s, b_s)[0] != "undecided":
                 break
             limit_s = max_s
-            if len(a_s) >= 2 and abs(math.log(statistics.median(a_s) / statistics.median(b_s))) > LARGE:
+            if looks and len(a_s) >= 2 and abs(math.log(statistics.median(a_s) / statistics.median(b_s))) > LARGE:
                 limit_s = max(max_s, large_max_s)
             if len(a_s) >= 2 and (len(a_s) >= pairs or self.spent_s >= limit_s):
                 break
             self.take(pairs)
+
+
+def slow_turns(seconds: Sequence[float]) -> list[bool]:
+    """Return of each of a plan's turns whether it took more than SLOW times their median."""
+    if len(seconds) < FEW:
+        return [False] * len(seconds)
+    limit_s = SLOW * statistics.median(seconds)
+    return [turn_s > limit_s for turn_s in seconds]
 
 
 def at_least(successes: int, tries: int, chance: float) -> float:
@@ -174,36 +174,32 @@ def measure_pairs(
     `on_pair` is called after each pair of short turns.
     """
     short = Turns(turn_a, turn_b, rng, steps, on_pair)
-
-    def decided(a_s: Sequence[float], b_s: Sequence[float]) -> Decision:
-        return decide(log_ratios(a_s, b_s), looks)
-
-    short.measure(decided, looks=looks, pairs=pairs, max_s=max_s, large_max_s=large_max_s)
+    judged = functools.partial(_judged_by_typical, looks=looks)
+    short.measure(judged, looks=looks, pairs=pairs, max_s=max_s, large_max_s=large_max_s)
     a_s, b_s = short.kept()
-    decision = decided(a_s, b_s)
-    interval = paired_interval(a_s, b_s, tail=FALSE_KEEP * share_of(len(a_s), looks))
+    decision, interval = judged(a_s, b_s)
 
     long = Turns(turn_a, turn_b, rng, steps * math.ceil(long_steps / steps))
-    long_a: list[float] = []
-    long_b: list[float] = []
     left_s = max(max_s, large_max_s) - short.spent_s
     if confirm and looks and pairs >= looks[0] and left_s > 0:
-        long.measure(_decided_by_total, looks=(), pairs=math.ceil(CONFIRMING / long.steps), max_s=left_s)
+        long.measure(_judged_by_total, looks=(), pairs=math.ceil(CONFIRMING / long.steps), max_s=left_s)
         if denied(decision, interval, sum(long.a_s) / sum(long.b_s)):
-            long.measure(_decided_by_total, looks=LONG_LOOKS, pairs=LONG_LOOKS[-1], max_s=left_s)
-            decision = _decided_by_total(*long.kept())
-            interval = total_interval(*long.kept(), tail=FALSE_KEEP * share_of(len(long.kept()[0]), LONG_LOOKS))
-        long_a, long_b = long.kept()
-    slow_a, slow_b = short.slow()
-    return Pairs(a_s, b_s, decision, interval, (sum(slow_a), sum(slow_b)), long.steps, long_a, long_b)
+            long.measure(_judged_by_total, looks=LONG_LOOKS, pairs=LONG_LOOKS[-1], max_s=left_s)
+            decision, interval = _judged_by_total(*long.kept())
+    slow = (sum(slow_turns(short.a_s)), sum(slow_turns(short.b_s)))
+    return Pairs(a_s, b_s, decision, interval, slow, *long.kept())
 
 
-def _decided_by_total(a_s: Sequence[float], b_s: Sequence[float]) -> Decision:
-    decision = decide_total(a_s, b_s, LONG_LOOKS)
+def _judged_by_typical(a_s: Sequence[float], b_s: Sequence[float], *, looks: Sequence[int]) -> Judgement:
+    return judge(functools.partial(trimmed_mean, log_ratios(a_s, b_s)), share_of(len(a_s), looks))
+
+
+def _judged_by_total(a_s: Sequence[float], b_s: Sequence[float]) -> Judgement:
+    decision, interval = judge(functools.partial(total_ratio, a_s, b_s), share_of(len(a_s), LONG_LOOKS))
     more = len(a_s) < LONG_LOOKS[-1]
     if decision == "not worth it" and more and sum(b_s) > sum(a_s) * math.exp(WORTH):
-        return "undecided"  # it is slower, more turns may show
-    return decision
+        decision = "undecided"  # it is slower, more turns may show
+    return decision, interval
 
 
 def denied(decision: Decision, interval: Interval, total: float) -> bool:

@@ -1,6 +1,5 @@
 """A warm-up that knows when it is over, and a count of what has been compiled."""
 
-import math
 import statistics
 import sys
 import time
@@ -9,43 +8,32 @@ from typing import Any
 
 import torch
 
-from speedkit.clock import Stopwatch
+from speedkit.clock import timed
 
 WINDOWS = 3  # in a row have to agree before steps count as steady
+WINDOW_S = 0.1  # of steps, or one that takes longer
+TOLERANCE = 1.10  # between the slowest and the quickest of these windows
 
 
-def run_until_steady(
-    step: Callable[[], Any],
-    device: torch.device | str,
-    *,
-    window_s: float = 0.1,
-    max_s: float = 60.0,
-    tolerance: float = 0.10,
-) -> float:
-    """Call `step()` until its time has settled; return its seconds, the median over the last windows.
+def run_until_steady(step: Callable[[], Any], device: torch.device | str, *, max_s: float) -> float:
+    """Call `step()` until its time has settled; return its seconds.
 
-    It has settled where WINDOWS in a row compiled nothing, and agree within `tolerance`.
+    It has settled where WINDOWS in a row compiled nothing, and their medians agree within TOLERANCE.
     That also covers what cannot be counted: autotuning, CUDA graph capture, a rising clock. Gives up after `max_s`.
     """
-    stopwatch = Stopwatch(device)
     began_s = time.perf_counter()
-    count = 1
-    recent: list[float] = []  # seconds per step of the latest windows that may be judged
+    recent: list[float] = []  # medians of the latest windows that compiled nothing
     while True:
         before = compilations()
-        stopwatch.start()
-        for _ in range(count):
-            step()
-        seconds = stopwatch.stop()
-        # A window far shorter than asked (the first are: nobody knows a step's time yet) proves nothing.
-        judged = compilations() == before and seconds >= window_s / 2
-        recent = [*recent, seconds / count][-WINDOWS:] if judged else []
-        steady = len(recent) == WINDOWS and max(recent) <= (1 + tolerance) * min(recent)
-        elapsed_s = time.perf_counter() - began_s
-        if steady or elapsed_s >= max_s:
-            return statistics.median(recent or [seconds / count])
-        # At most ten times as many as before: the step just timed may have been an unusually quick one.
-        count = min(max(1, math.ceil(window_s * count / max(seconds, 1e-9))), 10 * count)
+        seconds = timed(step, device, 1, warmup=0)
+        while sum(seconds) < WINDOW_S:
+            seconds += timed(step, device, 1, warmup=0)
+        recent = [*recent[1 - WINDOWS :], statistics.median(seconds)]
+        if compilations() > before:
+            recent.clear()
+        steady = len(recent) == WINDOWS and max(recent) <= TOLERANCE * min(recent)
+        if steady or time.perf_counter() - began_s >= max_s:
+            return statistics.median(recent or seconds)
 
 
 def compilations() -> int:

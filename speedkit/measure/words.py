@@ -39,18 +39,6 @@ def headline(record: Row) -> tuple[str, Row]:
     return next(iter(speedups(record).items()))
 
 
-def decision(row: Row) -> str:
-    """Return what a ratio shows: faster, slower, not worth it or undecided.
-
-    Rows of earlier records do not say it: their interval does.
-    """
-    if row.get("decision"):
-        return row["decision"]
-    if row["low"] > 1:
-        return "faster"
-    return "slower" if row["high"] < 1 else "undecided"
-
-
 def ratio_text(row: Row) -> str:
     """Return a ratio with its interval, and whether that shows something slower."""
     slower = ": slower" if row["high"] < 1 else ""
@@ -59,7 +47,7 @@ def ratio_text(row: Row) -> str:
 
 def result_text(row: Row) -> str:
     """Return a ratio with its interval where it is decided, and else the interval alone."""
-    if decision(row) == "undecided" and row["low"] < row["high"]:
+    if row["decision"] == "undecided" and row["low"] < row["high"]:
         return f"undecided ({row['low']:.2f} to {row['high']:.2f})"
     return ratio_text(row)
 
@@ -79,7 +67,7 @@ def in_short(record: Row) -> list[str]:
     """Return a tuning's result in plain sentences, the most important first."""
     if record["change"] == "nothing":
         sentences = nothing_kept(record)
-    elif any(decision(row) != "undecided" for row in speedups(record).values()):
+    elif any(row["decision"] != "undecided" for row in speedups(record).values()):
         sentences = [*whole_training(record), *step_in_words(record), quality_in_words(record["quality"])]
         sentences.append(f"Switched on: {record['change']}.")
     else:
@@ -88,7 +76,7 @@ def in_short(record: Row) -> list[str]:
     for row in record["optimizations"]:
         if pays_later(row):
             sentences.append(f"{row['change']} {pays_in_words(row, recipe_steps(record))}.")
-    if record.get("quarantined"):  # not in records of before
+    if record["quarantined"]:
         sentences.append(f"Files left out: {len(record['quarantined'])} (quarantine.csv says why).")
     return sentences
 
@@ -102,23 +90,24 @@ def nothing_kept(record: Row) -> list[str]:
     """Return what a tuning that has kept nothing says of what it tried."""
     tried = [row for row in record["optimizations"] if row["ratio"]]
     undecided = [row["change"] for row in tried if row["why"].startswith("undecided")]
-    if tried and not undecided:
-        return ["Nothing that was tried is worth switching on: plain PyTorch stays."]
-    if len(undecided) < len(tried):
+    if len(undecided) == len(tried):
+        return nothing_decided(record)
+    if undecided:
         return [f"Nothing was shown to be faster. Undecided: {'; '.join(undecided)}.", what_would_decide(record)]
-    return nothing_decided(record)
+    return ["Nothing that was tried is worth switching on: plain PyTorch stays."]
 
 
 def nothing_decided(record: Row) -> list[str]:
     """Return that nothing was decided, and what would decide it."""
-    if record.get("busy"):
-        return [f"Nothing was decided: the machine was busy ({', '.join(record['busy'])}).", what_would_decide(record)]
-    return ["Nothing was decided.", what_would_decide(record)]
+    because = ""
+    if record["busy"]:
+        because = f": the machine was busy ({', '.join(record['busy'])})"
+    return [f"Nothing was decided{because}.", what_would_decide(record)]
 
 
 def what_would_decide(record: Row) -> str:
     """Return in a sentence what would decide more."""
-    how = "Tune again when it is idle" if record.get("busy") else "A longer --budget or a quieter machine may decide"
+    how = "Tune again when it is idle" if record["busy"] else "A longer --budget or a quieter machine may decide"
     return f"{how}: in this tuning a gain of {record['resolution']:.2f} was found every other time."
 
 
@@ -149,9 +138,9 @@ def whole_training(record: Row) -> list[str]:
 
 def step_in_words(record: Row) -> list[str]:
     """Return the gain of a step: over the faster of `BASELINES`, and over the other one where that is undecided."""
-    decided = {side: row for side, row in speedups(record).items() if decision(row) != "undecided"}
+    decided = {side: row for side, row in speedups(record).items() if row["decision"] != "undecided"}
     side, row = next(iter(decided.items()))
-    told = "" if decision(row) == "faster" else f": {decision(row)}"
+    told = "" if row["decision"] == "faster" else f": {row['decision']}"
     ratio = f"{row['ratio']:.2f} times as fast {interval_text(row)}"
     sentences = [f"A step is {ratio} as with {BASELINES[side]}{told}."]
     side, row = headline(record)
@@ -192,7 +181,7 @@ def quality_in_words(quality: Row) -> str:
     if quality["likelihood"]:
         likelihood = shown.format_map(quality["likelihood"])
         change += f"; in {trainings} folds, where the right class's probability changed by {likelihood}"
-    if quality.get("schedule", 1) < 1:  # not in records of before
+    if quality["schedule"] < 1:
         change += f", in trainings of {quality['steps']:,} steps, {quality['schedule']:.0%} of the schedule"
     if quality["decision"] != "not decided":
         return f"The result is {quality['decision']}: {change}."
@@ -208,8 +197,7 @@ def left_out(record: Row) -> list[Row]:
     Of several changes by one optimization it is the one that gained most, as it was measured last; nearest first.
     """
     fields_of = {row["change"]: row["fields"] for row in record["optimizations"]}
-    stalls = record.get("stalls") or {}  # not in records of before
-    measured = (*record["optimizations"], *record["dropped"], *stalls.get("kept", []))
+    measured = (*record["optimizations"], *record["dropped"], *(record["stalls"] or ()))
     rows: dict[str, Row] = {}
     for row in sorted(measured, key=lambda row: (row.get("again", False), row["ratio"] or 0.0), reverse=True):
         fields = fields_of.get(row["change"], {})

@@ -50,7 +50,7 @@ def test_hardware_shows_facts_reasons_and_measured_peaks(speedkit):
     card = yaml.safe_load(speedkit("hardware", "--device", "cpu")[1])
     assert "CUDA GPU" in card["cannot"]["cuda_graphs"] and "FLOP/s (median" in card["peaks"]["matmul_fp32"]
     facts = json.loads(speedkit("hardware", "--device", "cpu", "--json")[1])
-    assert facts["ram_bytes"] == card["ram_bytes"] and facts["peaks"]["memcpy"]["value"] > 0
+    assert facts["ram_bytes"] == card["ram_bytes"] and facts["peaks"]["memory_bandwidth"]["value"] > 0
 
 
 def test_compiled_code_is_kept_between_runs_and_cold_where_that_is_measured(speedkit, monkeypatch):

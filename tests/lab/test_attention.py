@@ -34,7 +34,7 @@ def ran(function):
     return {entry["kernel"] for entry in which_ran(function)}
 
 
-def test_the_kernel_asked_for_runs_where_it_can_with_an_entry_per_shape():
+def test_the_kernel_asked_for_runs_where_it_can():
     assert ran(lambda: under("math")(*tensors())) == {"math"}
     assert ran(lambda: under("flash")(*tensors(), dropout_p=0.5)) == {"math"}, "refused: the next one takes it"
     query, key, value = (tensor.requires_grad_() for tensor in tensors())
@@ -44,10 +44,7 @@ def test_the_kernel_asked_for_runs_where_it_can_with_an_entry_per_shape():
             under("flash")(query, key, value)
         sdpa(query[:, :, :4], key, value).sum().backward()  # its backward pass is no call of its own
 
-    assert which_ran(work) == [
-        {"kernel": "flash", "query": SHAPE, "calls": 3},
-        {"kernel": "flash", "query": (2, 4, 4, 32), "calls": 1},
-    ]
+    assert which_ran(work) == [{"kernel": "flash"}]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="these kernels are CUDA's")

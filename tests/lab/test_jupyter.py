@@ -20,7 +20,7 @@ from speedkit.data.cache import open_cache
 from speedkit.errors import Interrupted, PlanError
 from speedkit.lab import figures
 from speedkit.lab.tuning import TuningRecord
-from speedkit.measure.bottlenecks import profile_workload
+from speedkit.measure.profile_report import profile_workload
 
 HOSTILE = "<script>alert(1)</script>\udcff"
 LOOP = """for inputs, targets in loader:

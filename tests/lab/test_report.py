@@ -10,14 +10,15 @@ from speedkit.measure.words import duration, ratio_text
 from speedkit.plan import Plan
 
 HOSTILE = "<script>document.title = 'run'</script><img src=https://example.org/x onerror=document.title='run'>"
+FASTER = {"decision": "faster"}
 MORE = {"mean_change": 0.01, "lower": -0.05}
 
 
 @pytest.fixture
 def record(tuning):
     """Of a tuning whose headline is over the careful plan."""
-    careful = {"ratio": 2.98, "low": 2.9, "high": 3.1}
-    return tuning | {"speedup": {"ratio": 3.9, "low": 3.8, "high": 4.0}, "speedup_careful": careful}
+    careful = FASTER | {"ratio": 2.98, "low": 2.9, "high": 3.1}
+    return tuning | {"speedup": FASTER | {"ratio": 3.9, "low": 3.8, "high": 4.0}, "speedup_careful": careful}
 
 
 def page_of(record, tmp_path, **options):
@@ -40,9 +41,10 @@ def test_the_report_says_what_to_switch_on_and_what_it_gives(record, tmp_path):
     assert "a&lt;b&gt;.wav</td><td>it is no audio" in write_report(bad, tmp_path / "report.html").read_text()
 
 
-NOISE = {"ratio": 2.42, "low": 0.02, "high": 311.21}
-LOST = {"ratio": 0.64, "low": 0.55, "high": 0.73}
-WON = {"ratio": 3.98, "low": 3.9, "high": 4.0}
+NOISE = {"ratio": 2.42, "low": 0.02, "high": 311.21, "decision": "undecided"}
+LOST = {"ratio": 0.64, "low": 0.55, "high": 0.73, "decision": "slower"}
+WON = FASTER | {"ratio": 3.98, "low": 3.9, "high": 4.0}
+ITSELF = {"ratio": 1.0, "low": 1.0, "high": 1.0, "decision": "not worth it"}
 
 
 @pytest.mark.parametrize(
@@ -59,12 +61,12 @@ WON = {"ratio": 3.98, "low": 3.9, "high": 4.0}
         ({"speedup": WON, "speedup_careful": NOISE}, "A training", "careful plan nothing was decided (0.02 to 311.21"),
         ({"speedup": LOST}, "A training", "0.64 times as fast (0.55 to 0.73, 99 %) as with plain PyTorch: slower."),
         ({"speedup": WON | {"decision": "not worth it"}}, "A training", "as with plain PyTorch: not worth it."),
-        ({"speedup": WON, "speedup_careful": {"ratio": 1.0, "low": 1.0, "high": 1.0}}, "A training", "3.98 times"),
+        ({"speedup": WON, "speedup_careful": ITSELF}, "A training", "3.98 times"),
     ],
     ids=range(8),
 )
 def test_what_is_decided_leads_and_what_is_not_is_no_result(record, tmp_path, changes, first, more):
-    careful = {"ratio": 4.5, "low": 4.4, "high": 4.6}
+    careful = FASTER | {"ratio": 4.5, "low": 4.4, "high": 4.6}
     told = record | {"speedup_careful": careful} | changes
     short = in_short(told)
     assert short[0].startswith(first) and more in " ".join(short)
@@ -83,8 +85,7 @@ def test_what_is_decided_leads_and_what_is_not_is_no_result(record, tmp_path, ch
 )
 def test_where_nothing_was_kept_plain_pytorch_is_not_said_to_be_the_fastest(record, tmp_path, why, first):
     rows = [row | {"kept": False, "why": why} for row, why in zip(record["optimizations"], why, strict=False)]
-    itself = {"ratio": 1.0, "low": 1.0, "high": 1.0}
-    told = record | {"change": "nothing", "optimizations": rows, "speedup": itself, "plan": vars(Plan()), "dropped": []}
+    told = record | {"change": "nothing", "optimizations": rows, "speedup": ITSELF, "plan": vars(Plan()), "dropped": []}
     assert in_short(told)[0].startswith(first)
     text = page_of(told, tmp_path)
     assert "fastest" not in text and "Nothing: plain PyTorch stays." in text
@@ -135,9 +136,9 @@ def test_no_optimization_is_left_out_twice_nor_a_field_that_is_in_the_plan(recor
     rows = [(row["optimization"], row["change"], row["why"]) for row in left_out(record)]
     assert rows == [("precision", "precision=fp16", "not worth it"), ("threads", "threads=1", "no")]
     record["optimizations"][3]["kept"] = True
-    record["stalls"] = {
-        "kept": [{"optimization": "threads", "change": "threads=1", "kept": False, "ratio": 0.9, "why": "dropped"}]
-    }
+    record["stalls"] = [
+        {"optimization": "threads", "change": "threads=1", "kept": False, "ratio": 0.9, "why": "dropped"}
+    ]
     assert left_out(record)[1]["why"] == "dropped"
 
 

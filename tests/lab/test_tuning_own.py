@@ -58,7 +58,7 @@ def test_plans_are_compared_by_their_names():
 @pytest.mark.parametrize(("options", "metric"), [({}, "training loss"), ({"test": loader()}, "test loss")])
 def test_without_a_margin_losses_within_two_percent_are_as_good(options, metric):
     work = mine(**options)
-    curves = [curve(work, dataclasses.replace(work.recipe, seed=seed), None, device="cpu") for seed in (0, 1)]
+    curves = [curve(work, dataclasses.replace(work.recipe, seed=seed), Plan(), device="cpu") for seed in (0, 1)]
     quality = quality_of(work, {"baseline": curves, "final": curves})
     assert quality["metric"] == metric and quality["decision"] in ("as good", "not decided")
     assert quality["margin"] == pytest.approx(0.02 * sum(run["value"] for run in curves) / 2)

@@ -38,7 +38,6 @@ def test_news_of_a_plan_come_in_the_order_in_which_they_are_known():
         "ratio",
         "low",
         "high",
-        "tail",
         "decision",
     ]
     assert "prefetch needs a CUDA GPU" in news[0]["notes"][0]

@@ -13,9 +13,9 @@ from picture import LEFT_BY_MEASURING, differences, picture
 from speedkit.errors import SpeedkitError
 from speedkit.machine import this_machine
 from speedkit.measure import peaks
-from speedkit.measure.bottlenecks import profile_workload
 from speedkit.measure.compare import compare
 from speedkit.measure.process import in_new_process
+from speedkit.measure.profile_report import profile_workload
 from speedkit.plan import Plan
 
 
@@ -71,7 +71,7 @@ def test_a_function_is_called_in_a_new_process():
 @pytest.mark.parametrize(
     ("function", "argument", "why"),
     [
-        (lambda argument: argument, 1, "cannot be sent to a new process: .*lambda"),
+        (lambda argument: argument, 1, "failed in a new process: .*lambda"),
         (int, "no number", "failed in a new process: ValueError: invalid literal .* 'no number'"),
     ],
     ids=["of no module", "fails"],

@@ -235,8 +235,8 @@ def test_the_readme_and_its_figure_say_of_which_code_each_record_is(folder, tmp_
     verdicts = [{"check": "why", "claim": None, "verdict": word} for word in ("passed", "failed")]
     write_record(folder, HERE, "21_tiny", verdicts=verdicts, seconds=130.0)
     tuning = {
-        "speedup": {"ratio": 4.125, "low": 4.0, "high": 4.25},
-        "speedup_careful": {"ratio": 2.5, "low": 2.0, "high": 3.0},
+        "speedup": {"ratio": 4.125, "low": 4.0, "high": 4.25, "decision": "faster"},
+        "speedup_careful": {"ratio": 2.5, "low": 2.0, "high": 3.0, "decision": "faster"},
         "optimizations": [],
         "step_s": {"baseline": 0.4, "careful": 0.25, "final": 0.1},
         "workload": {"name": "image", "train": 8, "test": 4},

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from speedkit.errors import UsageError
-from speedkit.measure.bottlenecks import as_text
-from speedkit.measure.trace_profile import profile_trace
+from speedkit.measure.profile_report import as_text, profile_trace
 
 TRACES = Path(__file__).parents[1] / "traces"
 
