@@ -248,22 +248,30 @@ class BatchLoader:
 
 
 @contextlib.contextmanager
+def answered_by(handler: Callable[[int, Any], object], numbers: Iterable[int]) -> Iterator[None]:
+    """Let `handler` answer the signals `numbers`; nothing changes in any but the main thread, which alone gets them."""
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handled in before.items():
+            signal.signal(number, handled)
+
+
+@contextlib.contextmanager
 def stops_held_back() -> Iterator[None]:
     """Hold back what asks for an end while workers start: one that does not ignore them yet would die of them.
 
     What another thread has got is put off, too: Python would drop what a handler raises in the middle of a fork.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
-    handlers: dict[int, Any] = {}
     came: list[int] = []
-    if threading.current_thread() is threading.main_thread():  # Python lets no other thread set handlers
-        for stop in STOPS:
-            handlers[stop] = signal.signal(stop, lambda number, _frame: came.append(number))
     try:
-        yield
+        with answered_by(lambda number, _frame: came.append(number), STOPS):
+            yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for number in came[:1]:
             signal.raise_signal(number)

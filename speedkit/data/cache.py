@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +21,6 @@ from torch.utils.data import default_collate
 from tqdm.auto import tqdm
 from xxhash import xxh3_64_intdigest
 
-from speedkit.data.batch import Batch
 from speedkit.data.batches import BatchLoader, BatchMaker, item_name
 from speedkit.data.cache_files import (
     ENTRY,
@@ -39,16 +38,14 @@ from speedkit.data.cache_in_memory import CacheInMemory, labelled, rows_on_devic
 from speedkit.errors import BadItem, SpeedkitError, TooManyBad
 from speedkit.machine import MEMORY_SHARE, cache_root, free_bytes, this_machine
 from speedkit.plan import Plan
-
-if TYPE_CHECKING:
-    from speedkit.workload import Workload
+from speedkit.workload import Batch, Workload
 
 PARTS = "parts"  # of a cache that several machines compute
 WAIT_S = 3.0  # for another process, until it is told of
 
 
 def open_cache(
-    workload: "Workload",
+    workload: Workload,
     items: Sequence[Any],
     plan: Plan,
     *,
@@ -74,7 +71,7 @@ def open_cache(
 
 
 def build_cache(
-    workload: "Workload",
+    workload: Workload,
     items: Sequence[Any],
     plan: Plan,
     *,
@@ -115,15 +112,13 @@ def building(folder: Path) -> Iterator[None]:
     lock = FileLock(folder / ".lock")
     builder = folder / ".builder"
     try:
-        lock.acquire(timeout=WAIT_S)
+        held = lock.acquire(timeout=WAIT_S)
     except Timeout:
         warnings.warn(f"waiting for process {builder.read_text()}, which builds the cache in {folder}", stacklevel=4)
-        lock.acquire()
-    try:
+        held = lock.acquire()
+    with held:
         builder.write_text(str(os.getpid()))
         yield
-    finally:
-        lock.release()
 
 
 class FeatureCache:
@@ -135,7 +130,7 @@ class FeatureCache:
 
     where = "disk"
 
-    def __init__(self, workload: "Workload", items: Sequence[Any], plan: Plan, *, folder: Path):
+    def __init__(self, workload: Workload, items: Sequence[Any], plan: Plan, *, folder: Path):
         self.items = items
         self.folder = folder
         self.bad: dict[str, str] = {}

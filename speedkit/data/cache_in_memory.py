@@ -2,16 +2,13 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from speedkit.data.batch import Batch
-
-if TYPE_CHECKING:
-    from speedkit.workload import Workload
+from speedkit.workload import Batch, Workload
 
 
 @dataclasses.dataclass(eq=False)
@@ -45,7 +42,7 @@ class CacheInMemory:
         return labelled(select(entries, places, device), self.labels, places)
 
 
-def rows_on_device(workload: "Workload", items: Sequence[Any], device: torch.device) -> CacheInMemory:
+def rows_on_device(workload: Workload, items: Sequence[Any], device: torch.device) -> CacheInMemory:
     """Return the `rows` of a workload, which are entries already, copied to the device."""
     rows = workload.rows[torch.as_tensor(items)]  # type: ignore[index]
     targets = torch.tensor(list(map(workload.target, items)), device=device)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +19,7 @@ from speedkit.data.prefetch import prefetched
 from speedkit.data.sampler import BatchSampler
 from speedkit.errors import SpeedkitError, check_bad_share
 from speedkit.plan import Plan
-
-if TYPE_CHECKING:
-    from speedkit.workload import Workload
+from speedkit.workload import Workload
 
 WAVEFORMS = 1 << 48  # added to the step that seeds changes of waveforms: those of features draw other numbers
 TENSOR_CORES = 32  # frames, of which the lengths of a GPU's buckets are multiples
@@ -58,7 +56,7 @@ def collate(samples: Sequence[tuple[Tensor, Any]], varies: bool = False) -> Batc
 
 
 def live_loader(
-    workload: "Workload", items: Sequence[Any], plan: Plan, *, sampler: BatchSampler
+    workload: Workload, items: Sequence[Any], plan: Plan, *, sampler: BatchSampler
 ) -> BatchLoader | LoaderSource:
     """Return what makes the batches of `sampler` from their items."""
     if isinstance(items, LoaderItems):
@@ -84,7 +82,7 @@ class BatchStream:
 
     def __init__(
         self,
-        workload: "Workload",
+        workload: Workload,
         items: Sequence[Any],
         plan: Plan,
         *,

@@ -23,9 +23,9 @@ from speedkit.train.optimizer import restore_optimizer
 from speedkit.train.precision import Precision
 
 
-def local_device(plan: Plan, device: str | torch.device) -> str | torch.device:
-    """Return the device of this process: of several ranks on GPUs, each takes its own."""
-    if plan.ranks > 1 and "LOCAL_RANK" in os.environ and torch.cuda.is_available() and str(device) in ("auto", "cuda"):
+def local_device(device: str | torch.device) -> str | torch.device:
+    """Return the device of this process: of those that torchrun starts on GPUs, each takes its own."""
+    if "LOCAL_RANK" in os.environ and torch.cuda.is_available() and str(device) in ("auto", "cuda"):
         return f"cuda:{int(os.environ['LOCAL_RANK']) % torch.cuda.device_count()}"
     return device
 

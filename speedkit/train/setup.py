@@ -21,7 +21,7 @@ from speedkit.errors import PlanError, SpeedkitError
 from speedkit.fallbacks import EffectivePlan, Fallback, resolve
 from speedkit.files import claim_folder, folder_held, write_text
 from speedkit.machine import this_machine
-from speedkit.plan import Plan, as_plan
+from speedkit.plan import Plan
 from speedkit.recipe import Recipe, learning_rates
 from speedkit.train import attention, checkpoint, compile, memory
 from speedkit.train.checkpoint_file import CheckpointWriter
@@ -60,13 +60,12 @@ def setup_run(
     """
     began_s = time.perf_counter()
     recipe = recipe or workload.recipe
-    plan = as_plan(plan or Plan(), this_machine(device))
     check_recipe(recipe, workload)
-    hardware = this_machine(local_device(plan, device))
+    hardware = this_machine(local_device(device))
     with contextlib.ExitStack() as ends:  # of a run that cannot be set up they are reached here, else by its `close`
         # What the plan becomes here, and the part that this process has in the run.
         ends.enter_context(process_state_kept(hardware.device))
-        effective = resolve(plan, hardware, strict, workload=workload, batch_size=recipe.batch_size)
+        effective = resolve(plan or Plan(), hardware, strict, workload=workload, batch_size=recipe.batch_size)
         ends.enter_context(compile.recompile_limit_kept(effective.plan))
         ranks = join(effective.plan, recipe, hardware.device)
         resume = resume or ranks.restarted
