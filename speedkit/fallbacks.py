@@ -135,8 +135,7 @@ def resolve(
     check_ranks(plan, hardware)
     effective = EffectivePlan(plan, plan)
     if workload is not None and workload.own_loader is not None:
-        settings = own_settings(workload.own_loader.loader, plan)
-        effective = EffectivePlan(plan, dataclasses.replace(plan, **settings))
+        effective.plan = dataclasses.replace(plan, **own_settings(workload.own_loader.loader, plan))
     # In this order: what a field falls back to is looked at by the rules after it.
     machine_rules(effective, hardware)
     if workload is not None:

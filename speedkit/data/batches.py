@@ -108,10 +108,6 @@ class HangDetector:
     hung: str = ""  # in words, once they were killed
     ended: threading.Event = dataclasses.field(default_factory=threading.Event)
 
-    def start(self) -> None:
-        """Begin to look at them; `ended` is the end of it."""
-        threading.Thread(target=self.look, daemon=True).start()
-
     def wait_for(self, make: Callable[[], Any]) -> Any:
         """Return what `make` waits for the workers to do. Raises DataError when they hang."""
         self.waiting = True
@@ -125,7 +121,7 @@ class HangDetector:
             self.waiting = False
 
     def look(self) -> None:
-        """Kill the workers when they hang."""
+        """Kill the workers when they hang; `ended` is the end of it."""
         idle_s = 0.0
         before: list[Any] = []
         with contextlib.suppress(psutil.NoSuchProcess):  # ended meanwhile
@@ -148,7 +144,7 @@ def epoch_of(
     """Yield the batches of an epoch of `loader`; the `detector` looks at its workers, but where it has a timeout."""
     detector.processes = workers_of(getattr(loader, "_iterator", None))  # persistent ones
     if getattr(loader, "num_workers", 0) and not getattr(loader, "timeout", 0):
-        detector.start()
+        threading.Thread(target=detector.look, daemon=True).start()
     try:
         batches = detector.wait_for(functools.partial(begin, loader))
         detector.processes = workers_of(batches)
