@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data._utils.signal_handling import _remove_worker_pids
 
-from speedkit.errors import BadItem, DataError, SpeedkitError
+from speedkit.errors import BadItem, DataError, SpeedkitError, answered_by
 from speedkit.plan import Plan
 
 CHECK_S = 5.0  # from one look at what the workers do to the next
@@ -241,19 +241,6 @@ class BatchLoader:
         self.loader = None
         self.detector = HangDetector()
         atexit.unregister(self.close)
-
-
-@contextlib.contextmanager
-def answered_by(handler: Callable[[int, Any], object], numbers: Iterable[int]) -> Iterator[None]:
-    """Let `handler` answer the signals `numbers`; nothing changes in any but the main thread, which alone gets them."""
-    before = {}
-    if threading.current_thread() is threading.main_thread():
-        before = {number: signal.signal(number, handler) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handled in before.items():
-            signal.signal(number, handled)
 
 
 @contextlib.contextmanager

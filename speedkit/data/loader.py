@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from speedkit.data.augment import seed_step
-from speedkit.data.batch import Batch, OwnBatch, map_batch
+from speedkit.data.batch import Batch, OwnBatch, map_batch, stacked
 from speedkit.data.batches import BatchLoader, BatchMaker, item_name
-from speedkit.data.cache import FeatureCache
 from speedkit.data.cache_in_memory import CacheInMemory
+from speedkit.data.cache_on_disk import FeatureCache
 from speedkit.data.own_loader import LoaderItems, LoaderSource
 from speedkit.data.prefetch import prefetched
 from speedkit.data.sampler import BatchSampler
@@ -44,8 +44,7 @@ def make_sample(
 def collate(samples: Sequence[tuple[Tensor, Any]], varies: bool = False) -> Batch:
     """Return the batch of samples (inputs, target), where lengths vary padded with zeros to the longest."""
     inputs = [sample[0] for sample in samples]
-    targets = [sample[1] for sample in samples]
-    labels = torch.stack(targets) if isinstance(targets[0], Tensor) else torch.tensor(targets)
+    labels = stacked([sample[1] for sample in samples])
     lengths = None
     if varies:
         lengths = torch.tensor([row.shape[-1] for row in inputs])

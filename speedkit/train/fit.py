@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from speedkit.data.batches import STOPS, answered_by
-from speedkit.errors import SO_FAR, DataError, Interrupted, stop_in_words
+from speedkit.data.batches import STOPS
+from speedkit.errors import SO_FAR, DataError, Interrupted, answered_by, stop_in_words
 from speedkit.files import finite, write_json, write_quarantine
 from speedkit.machine import peak_ram_bytes
 from speedkit.plan import Plan
